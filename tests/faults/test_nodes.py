@@ -60,6 +60,7 @@ def other_node(
     *,
     rank: int = 1,
     num_nodes: int = 2,
+    module: str = "server",
 ) -> Iterator["subprocess.Popen[bytes]"]:
     """Start it as torchrun does: by variables alone."""
     given = {"MASTER_ADDR": address, "MASTER_PORT": "1", "RANK": str(rank), "WORLD_SIZE": str(num_nodes)}
@@ -67,7 +68,7 @@ def other_node(
     given |= {f"TOKENYARD_{name.upper()}": value for name, value in split.items()}
     with log.open("ab") as file:
         node = subprocess.Popen(
-            [sys.executable, "-m", "server", "serve", str(model), "--num-threads", "1"],
+            [sys.executable, "-m", module, "serve", str(model), "--num-threads", "1"],
             cwd=ROOT,
             env=os.environ | given,
             stdin=subprocess.DEVNULL,
@@ -83,12 +84,12 @@ def other_node(
 
 @asynccontextmanager
 async def first_node(
-    model: Path, port: int, num_nodes: int, split: dict[str, str]
+    model: Path, port: int, num_nodes: int, split: dict[str, str], given: dict[str, str] = GIVEN
 ) -> AsyncIterator[AsyncEngine]:
     """Start the engine, which waits for the others."""
-    given = GIVEN | {"model": str(model), "nnodes": str(num_nodes), "node_rank": "0"}
-    given |= {"master_addr": "127.0.0.1", "cluster_port": str(port), "cluster_key": KEY}
-    config, _ = resolve(read_options(given | split, {}), environment={})
+    place = {"model": str(model), "nnodes": str(num_nodes), "node_rank": "0"}
+    place |= {"master_addr": "127.0.0.1", "cluster_port": str(port), "cluster_key": KEY}
+    config, _ = resolve(read_options(place | given | split, {}), environment={})
     engine = AsyncEngine(config)
     engine.start()
     await asyncio.wait_for(engine.ready(), WAIT_S)
