@@ -114,6 +114,8 @@ class Links:
         """Close; what was posted has a second to leave."""
         self._is_closing.set()
         self._watching.join()
+        if self._store is not None:
+            self._store.close()
         self._context.destroy(linger=1000)
 
     def _open(self, channel: str) -> "zmq.Socket[bytes]":
@@ -251,6 +253,11 @@ class LinkedStore(Store):
     def clone(self) -> "LinkedStore":
         """Return this one: calls are for any thread."""
         return self
+
+    def close(self) -> None:
+        """Refuse later calls, which threads of the libraries make as long as the process lives."""
+        with self._lock:
+            self._socket.close(linger=0)
 
     def _ask(self, call: ShelfCall) -> bytes | None:
         with self._lock:

@@ -294,8 +294,6 @@ def _check_several(options: Options, asked: str, num_nodes: int) -> None:
             "one engine has all nodes",
             "start a group of nodes for each, behind a router (docs/deploy.md)",
         )
-    if options.lora_modules or options.lora_directory:
-        raise OptionError(f"{asked} with adapters", "they are for one machine yet", "leave one of them out")
 
 
 def _where(options: Options, environment: Mapping[str, str]) -> tuple[int, int, str] | None:
