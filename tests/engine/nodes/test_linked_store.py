@@ -17,7 +17,7 @@ __all__ = ["first", "four"]
 
 
 def test_a_rank_finds_what_one_of_another_node_leaves(first: First, four: list[Links]) -> None:
-    """As the libraries call it: from below prefixes, and by several threads."""
+    """Calls come from below prefixes and by several threads, as the libraries make them."""
     stores = [PrefixStore("group", PrefixStore("7", links.store())) for links in four]
     with ThreadPoolExecutor(8) as threads:
         waiting = [threads.submit(each.get, "address") for each in stores[1:]]
