@@ -48,15 +48,15 @@ class WeightBytes:
     codes: int = 0
     """Bytes among them that are codes of quantized modules, with their scales."""
 
-    def on_one_of(self, num_devices: int) -> "WeightBytes":
-        """Return what loading takes on one device, of as many that have equal parts, and on their host.
+    def on_one_of(self, num_devices: int, num_hosts: int) -> "WeightBytes":
+        """Return what loading takes on one of as many devices, with equal parts, and on one of their hosts.
 
         Codes are whole on each until they are cut, and a process for each device converts all.
         """
         plain = self.total - self.codes
         return WeightBytes(
             total=self.codes + plain // num_devices,
-            converted=self.converted * num_devices,
+            converted=self.converted * max(1, num_devices // num_hosts),
             codes=self.codes,
         )
 

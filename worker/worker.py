@@ -67,7 +67,7 @@ class Worker:
     def _start(self, device: Device, stage: LoadStage) -> tuple[ModelFacts, Steps]:
         device.make_current()
         kind = find_kind(self._config)
-        refuse_ranks(self._config, kind, device)
+        refuse_ranks(self._config, kind)
         refuse_adapters(self._config, kind, device)
         if kind.task is not Task.GENERATE:
             refuse_speculation(self._config, "a model that pools generates no tokens to draft")

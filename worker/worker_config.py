@@ -133,7 +133,7 @@ class WorkerConfig:
     """Processes that compute a stage together, each with a shard of its layers. They share the memory
     that is asked for here."""
     num_nodes: int = 1
-    """Machines that the stages are on, as many on each. Memory that is asked for here is that of one."""
+    """Machines that the ranks are on, as many on each. Memory that is asked for here is that of one."""
     num_engines: int = 1
     """Engines that load at the same time; on CPUs they share cores and free memory, on GPUs the host's."""
 
@@ -141,6 +141,11 @@ class WorkerConfig:
     def num_devices(self) -> int:
         """Count the devices of all ranks: GPUs where each has one, else the one that all of them share."""
         return self.num_stages * self.num_ranks if self.device == "cuda" else 1
+
+    @property
+    def num_gpus_of_a_node(self) -> int:
+        """Count the GPUs that the ranks of a machine have, one each; 0 where they share one or have none."""
+        return self.num_devices // self.num_nodes if self.device == "cuda" else 0
 
     @property
     def num_ranks_on_device(self) -> int:

@@ -36,7 +36,12 @@ def gather_nodes(
     """Listen, and wait until all other nodes are there; check while waiting. Raises StartupError."""
     assert config.cluster is not None
     started_s = time.monotonic()
-    roll = NodeRoll(config.cluster.num_nodes, software=software(), checkpoint=checkpoint_of(config))
+    roll = NodeRoll(
+        config.cluster.num_nodes,
+        software=software(),
+        checkpoint=checkpoint_of(config),
+        num_gpus=config.worker.num_gpus_of_a_node,
+    )
     host, port = config.cluster.host, config.cluster.port
     try:
         address = f"tcp://{_resolve(host, started_s + _RESOLVES_WITHIN_S)}:{port}"

@@ -1,19 +1,31 @@
-"""The address of the first node for ranks, and the encryption of the way there.
+"""The address of the first node for ranks, and the encryption and the interface of the way there.
 
 Owns: the file with the address in the directory of ranks, and the names of the ends of links.
 Never: connects (links.py, node_agent.py).
+Source: netdevice(7), for the address of an interface.
 """
 
+import fcntl
+import socket
+import struct
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 import zmq
 
 from engine.nodes.cluster_keys import leader_keys, node_keys
+from worker.worker_errors import StartupError
 
 _FILE = "link.msgpack"
 PLANS, RESULTS, WORLD, PEERS = "plans", "results", "world", "peers"
 INLET, OUTLET = "inlet", "outlet"
+STORE = "store"
+
+_SIOCGIFADDR = 0x8915
+_REQUEST = struct.Struct("16s4x4s16x")
+"""The name of an interface, and the IPv4 address of the answer."""
+_ANY_PORT = 9
 
 
 class LinkAddress(msgspec.Struct, frozen=True):
@@ -23,6 +35,8 @@ class LinkAddress(msgspec.Struct, frozen=True):
     life: str
     key: str | None
     """Secret that all nodes share; None within the first node."""
+    host: str
+    """Address of the first node for the others."""
 
 
 def write_link(directory: Path, link: LinkAddress) -> None:
@@ -47,3 +61,20 @@ def secure(socket: "zmq.Socket[bytes]", key: str | None) -> None:
     pair = node_keys(key)
     socket.curve_serverkey = leader_keys(key).public
     socket.curve_publickey, socket.curve_secretkey = pair
+
+
+def interface_to(host: str) -> str:
+    """Name the interface by which this machine reaches an address, or has it. Raises StartupError."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, _ANY_PORT))  # which only chooses a way: nothing is sent
+        own = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # without an IPv4 address
+                request = _REQUEST.pack(name.encode(), b"")
+                _, address = _REQUEST.unpack(fcntl.ioctl(probe, _SIOCGIFADDR, request))
+                if socket.inet_ntoa(address) == own:
+                    return name
+    raise StartupError(
+        f"no network interface has {own}, the address by which this machine reaches the first node",
+        fix="set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the interface that the nodes share",
+    )

@@ -2,6 +2,7 @@
 
 Owns: one connection for each of them to the switchboard of the first node, and the end of the rank when one
 is cut: what was under way is lost, and a rank that went on would compute something else.
+Ranks on GPUs only meet over links, and exchange the rest by libraries of their own.
 Never: listens. Ranks of the first node connect within its directory, the others by an address, with keys.
 
 Shapes: S ranks, N numbers, P peers, B bytes.
@@ -9,6 +10,8 @@ Shapes: S ranks, N numbers, P peers, B bytes.
 
 import logging
 import threading
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import msgspec
@@ -16,6 +19,7 @@ import numpy as np
 import torch
 import zmq
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 from engine.nodes.link_address import (
     INLET,
@@ -23,13 +27,16 @@ from engine.nodes.link_address import (
     PEERS,
     PLANS,
     RESULTS,
+    STORE,
     WORLD,
     channel_id,
+    interface_to,
     read_link,
     secure,
 )
 from engine.nodes.node_messages import MAX_MESSAGE_BYTES
 from engine.nodes.rank_plans import Compiled, Order, StageResult, decode_order, encode_plan
+from engine.nodes.shelf import Add, Look, Put, ShelfCall
 from engine.processes.process_end import EXIT_WORKER_BROKEN, leave
 from worker.ranks.rank_places import RankPlace
 from worker.ranks.stage import pieces_of
@@ -40,6 +47,7 @@ _OPEN_MS = 20_000
 _LOOK_MS = 500
 _PIECE_BYTES = 16 << 20
 _PING_MS, _PONG_WITHIN_MS = 1_000, 4_000
+_ASK_AGAIN_S = 0.02
 
 
 class Links:
@@ -58,6 +66,7 @@ class Links:
         names += [INLET] if place.needs_inlet else []
         names += [OUTLET] if place.needs_outlet else []
         self._sockets = {name: self._open(name) for name in names}
+        self._store: LinkedStore | None = None
         self._is_closing = threading.Event()
         self._watching = threading.Thread(target=self._watch, name="links", daemon=True)
         self._watching.start()
@@ -78,6 +87,16 @@ class Links:
         """Return the way to the next stage."""
         return LinkedSender(self._sockets[OUTLET])
 
+    def store(self) -> "LinkedStore":
+        """Return the place where the ranks of all nodes meet, which is opened once."""
+        if self._store is None:  # kept here: the libraries keep only the part of it that is not Python's
+            self._store = LinkedStore(self._open(STORE))
+        return self._store
+
+    def interface(self) -> str:
+        """Name the network interface that the nodes share. Raises StartupError."""
+        return interface_to(self._link.host)
+
     def has_any(self, wait_s: float = 0.0) -> bool:
         """Wait so many seconds for an order; return whether there is one."""
         return bool(self._sockets[PLANS].poll(int(wait_s * 1000)))
@@ -95,6 +114,8 @@ class Links:
         """Close; what was posted has a second to leave."""
         self._is_closing.set()
         self._watching.join()
+        if self._store is not None:
+            self._store.close()
         self._context.destroy(linger=1000)
 
     def _open(self, channel: str) -> "zmq.Socket[bytes]":
@@ -196,3 +217,49 @@ class LinkedReceiver:
 
     def close(self) -> None:
         """Do nothing: see Links."""
+
+
+class LinkedStore(Store):
+    """The calls by which ranks of torch.distributed meet, and no others. For several threads at once."""
+
+    def __init__(self, socket: "zmq.Socket[bytes]") -> None:
+        super().__init__()
+        self._socket = socket
+        self._lock = threading.Lock()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Leave a text for all ranks."""
+        self._ask(Put(key, value if isinstance(value, bytes) else value.encode()))
+
+    def get(self, key: str) -> bytes:
+        """Wait for a text, as long as the engine lives: a rank that ends meanwhile ends this one."""
+        while (found := self._ask(Look(key))) is None:
+            time.sleep(_ASK_AGAIN_S)
+        return found
+
+    def add(self, key: str, value: int) -> int:
+        """Add to a number of all ranks."""
+        return int(self._ask(Add(key, value)) or b"0")
+
+    def check(self, keys: list[str]) -> bool:
+        """Tell whether all texts are there."""
+        return all(self._ask(Look(key)) is not None for key in keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # noqa: ARG002 - see get
+        """Wait for texts."""
+        for key in keys:
+            self.get(key)
+
+    def clone(self) -> "LinkedStore":
+        """Return this one: calls are for any thread."""
+        return self
+
+    def close(self) -> None:
+        """Refuse later calls, which threads of the libraries make as long as the process lives."""
+        with self._lock:
+            self._socket.close(linger=0)
+
+    def _ask(self, call: ShelfCall) -> bytes | None:
+        with self._lock:
+            self._socket.send(msgspec.msgpack.encode(call))
+            return msgspec.msgpack.decode(self._socket.recv(), type=bytes | None)

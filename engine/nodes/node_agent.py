@@ -49,6 +49,7 @@ from engine.processes.child_process import CONFIG_FILE, SIGNAL_FOR_STACKS
 from engine.processes.runtime_directory import RuntimeDirectory
 from engine.processes.supervisor import compute_environment
 from engine.processes.transport import RankReports
+from worker.machine import visible_gpus
 from worker.ranks.rank_places import make_places
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import StartupError
@@ -85,6 +86,7 @@ class NodeAgent:
             num_nodes=self._cluster.num_nodes,
             software=software(),
             checkpoint=checkpoint_of(config),
+            num_gpus=len(visible_gpus()),
         )
         self._stopping = threading.Event()
         self._said = ""
@@ -216,7 +218,8 @@ class _Part:
     def _start(self, directory: Path, children: dict[int, subprocess.Popen[bytes]]) -> None:
         worker = self._config.worker
         (directory / CONFIG_FILE).write_bytes(msgspec.msgpack.encode(self._config))
-        write_link(directory, LinkAddress(address_of(self._cluster), self._life, self._cluster.key))
+        link = LinkAddress(address_of(self._cluster), self._life, self._cluster.key, self._cluster.host)
+        write_link(directory, link)
         places = make_places(
             worker.num_stages, worker.num_ranks, node=self._cluster.node, num_nodes=worker.num_nodes
         )

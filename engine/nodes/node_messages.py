@@ -29,6 +29,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     num_nodes: int
     software: str
     checkpoint: str
+    num_gpus: int
+    """GPUs that its ranks may use."""
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True):

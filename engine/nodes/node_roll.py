@@ -16,11 +16,14 @@ class _Present:
 
 
 class NodeRoll:
-    """All nodes but the first. `software` and `checkpoint` are those of the first."""
+    """All nodes but the first. `software` and `checkpoint` are those of the first.
 
-    def __init__(self, num_nodes: int, *, software: str, checkpoint: str) -> None:
+    `num_gpus` are those that the ranks of each node take.
+    """
+
+    def __init__(self, num_nodes: int, *, software: str, checkpoint: str, num_gpus: int) -> None:
         self._num_nodes = num_nodes
-        self._software, self._checkpoint = software, checkpoint
+        self._software, self._checkpoint, self._num_gpus = software, checkpoint, num_gpus
         self._present: dict[int, _Present] = {}
         self._is_begun = False
 
@@ -80,6 +83,11 @@ class NodeRoll:
                     what=f"node {hello.node} has {name} that the first node has not: {theirs}, not {ours}",
                     fix="install and copy the same on all nodes",
                 )
+        if hello.num_gpus < self._num_gpus:
+            return Refused(
+                what=f"node {hello.node} has {hello.num_gpus} of {self._num_gpus} GPUs that its ranks take",
+                fix="let it see more (CUDA_VISIBLE_DEVICES), or divide the model among more nodes",
+            )
         return None
 
 

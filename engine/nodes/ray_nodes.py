@@ -1,7 +1,7 @@
 """The nodes that Ray finds for an engine, as the engine process sees them: placed, then lost or not.
 
 Owns: the process that speaks with Ray (ray_placement.py) and the wait for it; how many nodes are asked for,
-and how many processors on each.
+and how many processors and GPUs on each.
 Never: imports Ray; or chooses a machine.
 """
 
@@ -38,12 +38,23 @@ _MAX_TURN_S = 10
 _PLACED_FILE = "placed.msgpack"
 
 
+class Resources(NamedTuple):
+    """Resources of one node that Ray counts."""
+
+    num_processors: int
+    num_gpus: int = 0
+
+    def hold(self, part: "Resources") -> bool:
+        """Tell whether a part is not larger."""
+        return self.num_processors >= part.num_processors and self.num_gpus >= part.num_gpus
+
+
 class Share(NamedTuple):
     """The part of one node."""
 
     num_threads: int
     """Threads of each rank."""
-    num_processors: int
+    taken: Resources
 
 
 class Placed(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,17 +63,25 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
     num_nodes: int
     host: str
     """Address of this machine for the others."""
+    gpus: tuple[str, ...] = ()
+    """The GPUs of this machine's part, by their names in CUDA_VISIBLE_DEVICES."""
 
 
 def share_of(config: EngineConfig, num_nodes: int) -> Share:
-    """Divide the ranks among nodes; without --num-threads each node is as large as this machine."""
+    """Divide the ranks among nodes, each with a GPU and a processor for it, or with processors alone.
+
+    Without --num-threads each node of these is as large as this machine.
+    """
     num_ranks = config.worker.num_stages * config.worker.num_ranks // num_nodes
+    if config.worker.device.startswith("cuda"):
+        num_gpus = num_ranks if config.worker.device == "cuda" else 1
+        return Share(1, Resources(num_ranks, num_gpus))
     num_threads = config.worker.num_threads or max(1, usable_cores() // num_ranks)
-    return Share(num_threads, num_threads * num_ranks)
+    return Share(num_threads, Resources(num_threads * num_ranks))
 
 
-def possible_nodes(config: EngineConfig, num_here: int, others: list[int]) -> list[int]:
-    """List the numbers of nodes that have enough processors, whether free or not, the least first.
+def possible_nodes(config: EngineConfig, here: Resources, others: list[Resources]) -> list[int]:
+    """List the numbers of nodes that are large enough, whether free or not, the least first.
 
     Without any it is the largest number, for machines to come. Sums of one stage go over several nodes only
     where their number is asked for: that is much slower.
@@ -74,8 +93,8 @@ def possible_nodes(config: EngineConfig, num_here: int, others: list[int]) -> li
         possible = [config.ray.num_nodes]
 
     def are_enough(count: int) -> bool:
-        least = share_of(config, count).num_processors
-        return num_here >= least and sum(each >= least for each in others) >= count - 1
+        least = share_of(config, count).taken
+        return here.hold(least) and sum(each.hold(least) for each in others) >= count - 1
 
     return [count for count in possible if are_enough(count)] or possible[-1:]
 
@@ -152,7 +171,10 @@ class RayNodes:
                 )
             report(LoadProgress(stage="waiting for Ray", done_bytes=0, total_bytes=0, elapsed_s=elapsed_s))
             time.sleep(REPORT_S)
-        config = divided(config, msgspec.msgpack.decode(placed.read_bytes(), type=Placed))
+        found = msgspec.msgpack.decode(placed.read_bytes(), type=Placed)
+        if found.gpus:  # of this process and all ranks here, before any of them opens one
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(found.gpus)
+        config = divided(config, found)
         (self._directory / CONFIG_FILE).write_bytes(
             msgspec.msgpack.encode(config)
         )  # for all other ranks here

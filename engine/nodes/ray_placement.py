@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,15 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from engine.logs.log_lines import ProcessName
 from engine.logs.log_setup import Logs
 from engine.nodes.ray_agent import options_of
-from engine.nodes.ray_nodes import Placed, Share, divided, possible_nodes, say_placed, share_of, turns
+from engine.nodes.ray_nodes import (
+    Placed,
+    Resources,
+    divided,
+    possible_nodes,
+    say_placed,
+    share_of,
+    turns,
+)
 from engine.options.engine_config import EngineConfig
 from engine.process_messages import StartFailed
 from engine.processes.child_process import (
@@ -44,7 +52,7 @@ log = logging.getLogger("engine.nodes.ray_placement")
 
 _RAY_STARTS_WITHIN_S = 60.0
 """Time for a Ray that is started beside the server."""
-_CPU = "CPU"
+_CPU, _GPU = "CPU", "GPU"
 _NODE_ID_LABEL = "ray.io/node-id"
 
 
@@ -58,6 +66,13 @@ class _Node:
         sys = import_module("sys")
         sys.path.insert(0, str(import_module("tokenyard.__main__").packages_folder()))
         found: list[str] = import_module("engine.nodes.ray_agent").take_part(given)
+        return found
+
+    def gpus(self) -> list[str]:
+        """List the GPUs that Ray has given to the part of this node."""
+        from importlib import import_module
+
+        found: list[str] = import_module("ray").get_runtime_context().get_accelerator_ids()["GPU"]
         return found
 
 
@@ -110,13 +125,36 @@ def _place(config: EngineConfig, here: str) -> tuple[PlacementGroup, Placed]:
     """Let Ray find the nodes; this machine is the first. Raises StartupError."""
     assert config.ray is not None
     nodes = [node for node in ray.nodes() if node["Alive"]]
-    processors = {node["NodeID"]: int(node["Resources"].get(_CPU, 0)) for node in nodes}
-    num_here = processors.pop(here, 0)
-    given = _describe(num_here, list(processors.values()))
-    possible = possible_nodes(config, num_here, list(processors.values()))
-    group, num_nodes = _find(config, here, possible, given)
+    sizes = {node["NodeID"]: _resources_of(node["Resources"]) for node in nodes}
+    size_here = sizes.pop(here, Resources(0))
+    others = list(sizes.values())
+    possible = possible_nodes(config, size_here, others)
+    group, num_nodes = _find(config, here, possible, _describe(size_here, others))
     (host,) = [node["NodeManagerAddress"] for node in nodes if node["NodeID"] == here]
-    return group, Placed(num_nodes=num_nodes, host=config.ray.host or host)
+    gpus = _gpus_here(group, share_of(config, num_nodes).taken)
+    return group, Placed(num_nodes=num_nodes, host=config.ray.host or host, gpus=gpus)
+
+
+def _resources_of(resources: Mapping[str, float]) -> Resources:
+    return Resources(int(resources.get(_CPU, 0)), int(resources.get(_GPU, 0)))
+
+
+def _gpus_here(group: PlacementGroup, taken: Resources) -> tuple[str, ...]:
+    """Ask for the GPUs of this machine's part, which stay the group's."""
+    if not taken.num_gpus:
+        return ()
+    actor = _actor_class(group, 0, taken).remote()
+    found = tuple(ray.get(actor.gpus.remote()))
+    ray.kill(actor)
+    return found
+
+
+def _actor_class(group: PlacementGroup, node: int, taken: Resources) -> Any:
+    """Make the class of an actor that has the part of a node."""
+    place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node)
+    return ray.remote(num_cpus=taken.num_processors, num_gpus=taken.num_gpus, scheduling_strategy=place)(
+        _Node
+    )
 
 
 def _find(config: EngineConfig, here: str, possible: list[int], given: str) -> tuple[PlacementGroup, int]:
@@ -125,45 +163,54 @@ def _find(config: EngineConfig, here: str, possible: list[int], given: str) -> t
     timeout_s = config.ray.timeout_s
     asked: dict[str, None] = {}
     for num_nodes, wait_s in turns(possible, timeout_s, time.monotonic):
-        share = share_of(config, num_nodes)
-        needed = _count(num_nodes, share)
+        taken = share_of(config, num_nodes).taken
+        needed = _count(num_nodes, taken)
         asked[needed] = None
         log.info("asking Ray for %s; %s", needed, given)
         group = placement_group(
-            [{_CPU: share.num_processors}] * num_nodes,
+            [_bundle(taken)] * num_nodes,
             strategy="STRICT_PACK" if num_nodes == 1 else "STRICT_SPREAD",
             bundle_label_selector=[{_NODE_ID_LABEL: here}, *[{}] * (num_nodes - 1)],
         )
         if group.wait(wait_s):
             return group, num_nodes
         remove_placement_group(group)
-    free = int(ray.available_resources().get(_CPU, 0))
+    free = _brief(_resources_of(ray.available_resources()))
     raise StartupError(
         f"Ray has not found {', or '.join(asked)} within {timeout_s:.0f} s; {given}, {free} of all free",
         fix="add nodes, end what uses them, or lower --num-threads or the number of ranks",
     )
 
 
-def _count(num_nodes: int, share: Share) -> str:
-    each = f"{share.num_processors} processor{'s' if share.num_processors > 1 else ''}"
+def _bundle(taken: Resources) -> dict[str, float]:
+    bundle: dict[str, float] = {_CPU: taken.num_processors}
+    return bundle | {_GPU: taken.num_gpus} if taken.num_gpus else bundle
+
+
+def _count(num_nodes: int, taken: Resources) -> str:
+    each = f"{taken.num_processors} processor{'s' if taken.num_processors > 1 else ''}"
+    if taken.num_gpus:
+        each += f" and {taken.num_gpus} GPU{'s' if taken.num_gpus > 1 else ''}"
     return f"{each} on this node" + (f" and on {num_nodes - 1} more" if num_nodes > 1 else "")
 
 
-def _describe(num_here: int, others: list[int]) -> str:
-    more = ", ".join(map(str, sorted(others, reverse=True))) or "none"
-    return f"it has {num_here} on this node, and on others: {more}"
+def _describe(here: Resources, others: list[Resources]) -> str:
+    more = ", ".join(map(_brief, sorted(others, reverse=True))) or "none"
+    return f"it has {_brief(here)} on this node, and on others: {more}"
+
+
+def _brief(each: Resources) -> str:
+    return f"{each.num_processors}" + (f" with {each.num_gpus} GPUs" if each.num_gpus else "")
 
 
 def _hold(config: EngineConfig, group: PlacementGroup, log_level: int) -> int:
     """Run the agents until one is lost, or all have ended by themselves."""
     agents: dict[Any, int] = {}
     num_nodes = config.worker.num_nodes
-    share = share_of(config, num_nodes)
+    taken = share_of(config, num_nodes).taken
     actors = []  # Ray ends those that nothing refers to
     for node in range(1, num_nodes):
-        place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node)
-        actor: Any = ray.remote(num_cpus=share.num_processors, scheduling_strategy=place)(_Node)
-        actors.append(actor.remote())
+        actors.append(_actor_class(group, node, taken).remote())
         agents[actors[-1].run.remote(options_of(config, node, log_level))] = node
     if not agents:
         threading.Event().wait()

@@ -25,6 +25,7 @@ from engine.nodes.link_address import (
     PEERS,
     PLANS,
     RESULTS,
+    STORE,
     WORLD,
     LinkAddress,
     channel_id,
@@ -47,6 +48,7 @@ from engine.nodes.node_messages import (
 )
 from engine.nodes.node_roll import NodeRoll, describe_missing
 from engine.nodes.rank_plans import Order, Reports, StageResult, encode_plan
+from engine.nodes.shelf import Shelf
 from engine.options.engine_config import EngineConfig
 from engine.process_messages import StartFailed
 from engine.processes.child_process import EXIT_START_FAILED
@@ -105,7 +107,7 @@ class Switchboard:
         self._nodes.curve_server = True
         self._nodes.curve_publickey, self._nodes.curve_secretkey = leader_keys(config.cluster.key)
         self._here = self._router(MAX_MESSAGE_BYTES)
-        link = LinkAddress(f"ipc://{directory / 'switchboard'}", self.life, None)
+        link = LinkAddress(f"ipc://{directory / 'switchboard'}", self.life, None, config.cluster.host)
         write_link(directory, link)
         self._orders = self._inproc(zmq.PULL, _COMMANDS)
         self._outcomes = self._inproc(zmq.PUSH, _OUTCOMES)
@@ -115,6 +117,7 @@ class Switchboard:
         self._sockets_of: dict[bytes, zmq.Socket[bytes]] = {}
         self._numbers: dict[bytes, list[int]] = {}
         self._parts: dict[range, dict[int, bytes]] = {}
+        self._shelf = Shelf()
         self._reports: PulseSide | None = None
         self._is_begun = self._is_closing = False
         self._has_all = threading.Event()
@@ -254,6 +257,8 @@ class Switchboard:
             self._exchange(int(rank), payload)
         elif channel == RESULTS:
             self._outcomes.send(payload)
+        elif channel == STORE:
+            self._pass_on(STORE, int(rank), self._shelf.answer(payload))
         elif channel == WORLD:
             self._collect(sender, msgspec.msgpack.decode(payload, type=list[int]))
 

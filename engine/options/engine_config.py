@@ -152,7 +152,7 @@ def resolve(
     _check_scheduler(options)
     check_traces_endpoint(options.otlp_traces_endpoint)
     check_device(options)
-    check_ranks(options)
+    check_ranks(options, cluster)
     check_engines(options)
     folder, name = _find_model(options.model, environment)
     _check_checkpoint(folder)

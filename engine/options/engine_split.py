@@ -84,18 +84,12 @@ def check_device(options: Options) -> None:
             raise OptionError(f"{key} with --device {options.device}", "it has no effect there", instead)
 
 
-def check_ranks(options: Options) -> None:
+def check_ranks(options: Options, cluster: ClusterConfig | None) -> None:
     """Refuse combinations that no worker can compute; the worker refuses models that cannot be divided."""
-    num_ranks, num_gpus = num_ranks_of(options), len(visible_gpus())
-    if num_ranks == 1:
+    if num_ranks_of(options) == 1:
         return
     asked = _describe_ranks(options)
-    if device_of(options) == "cuda" and num_ranks > num_gpus:
-        raise OptionError(
-            asked,
-            f"each rank takes a GPU, and there are {num_gpus}",
-            "lower it, use --device cpu, or try ranks that share one GPU, with --device cuda:0",
-        )
+    _check_gpus_of_ranks(options, asked, cluster)
     if options.tensor_parallel_size == 1 and device_of(options) == "cpu":
         return
     for key, word in (
@@ -120,6 +114,21 @@ def check_ranks(options: Options) -> None:
         )
     if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
         raise OptionError(asked, "ranks need Linux", "leave it out")
+
+
+def _check_gpus_of_ranks(options: Options, asked: str, cluster: ClusterConfig | None) -> None:
+    """Count the GPUs of this machine. Ray counts by itself, and the first node for all others."""
+    if device_of(options) != "cuda" or options.distributed_executor == "ray":
+        return
+    num_nodes, node = (1, 0) if cluster is None else (cluster.num_nodes, cluster.node)
+    num_ranks, num_gpus = num_ranks_of(options) // num_nodes, len(visible_gpus())
+    if node == 0 and num_ranks > num_gpus:
+        here = "" if num_nodes == 1 else f", {num_ranks} on each node"
+        raise OptionError(
+            asked,
+            f"each rank takes a GPU{here}, and there are {num_gpus}",
+            "lower it, use --device cpu, or try ranks that share one GPU, with --device cuda:0",
+        )
 
 
 def check_engines(options: Options) -> None:
@@ -285,12 +294,6 @@ def _check_several(options: Options, asked: str, num_nodes: int) -> None:
             "one engine has all nodes",
             "start a group of nodes for each, behind a router (docs/deploy.md)",
         )
-    if (device := device_of(options)).startswith("cuda"):
-        raise OptionError(
-            f"{asked} with --device {device}", "several machines are for CPUs only", "use --device cpu"
-        )
-    if options.lora_modules or options.lora_directory:
-        raise OptionError(f"{asked} with adapters", "they are for one machine yet", "leave one of them out")
 
 
 def _where(options: Options, environment: Mapping[str, str]) -> tuple[int, int, str] | None:

@@ -126,7 +126,7 @@ class ModelOptions(EdgeOptions):
         Group.MODEL,
         Count(low=1, high=64, metavar="RANKS"),
         "Processes that compute the model together, each with a part of every layer and of the KV cache. On "
-        "GPUs each has one of CUDA_VISIBLE_DEVICES, in their order, of this machine; with a number in "
+        "GPUs each has one of its machine's CUDA_VISIBLE_DEVICES, in their order; with a number in "
         "--device all share that one, slowly, for trials. On CPUs it is for machines with several memory "
         "nodes: a rank uses --num-threads threads. Ranks wait for each other twice in a layer, so that one "
         "rank is simpler where it is as fast. With --nnodes and fewer stages than machines a stage's ranks "
@@ -185,7 +185,8 @@ class ModelOptions(EdgeOptions):
         Group.MODEL,
         Text(metavar="KEY"),
         "Secret that all machines share, of 32 characters or more; what they exchange is encrypted with keys "
-        "made of it. A flag can be seen by other users of a machine: prefer TOKENYARD_CLUSTER_KEY.",
+        "made of it, but for what GPUs exchange with each other. A flag can be seen by other users of a "
+        "machine: prefer TOKENYARD_CLUSTER_KEY.",
         is_secret=True,
         open_default="none, and then there are no --nnodes",
         default=None,
@@ -195,7 +196,8 @@ class ModelOptions(EdgeOptions):
         Choice(words=("processes", "ray")),
         "Starter of ranks on other machines. processes: this command, run on each of them. ray: the Ray "
         "cluster of which this machine is a node; it finds --nnodes nodes, by default as few as hold all "
-        "ranks, with --num-threads processors for each rank. Needs `tokenyard[ray]` on all machines.",
+        "ranks, with --num-threads processors for each rank, or a processor and a GPU. Needs "
+        "`tokenyard[ray]` on all machines.",
         default="processes",
     )
     placement_timeout: float = _option(

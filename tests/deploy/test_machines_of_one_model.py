@@ -112,7 +112,7 @@ def test_the_pods_of_ray_have_as_many_processors_as_the_server_asks_ray_for(
         server.shutdown_timeout_s + server.drain_delay_s + GOODBYE_S
         < (head["template"]["spec"]["terminationGracePeriodSeconds"])
     )
-    num_processors = str(share_of(config, config.ray.num_nodes).num_processors)
+    num_processors = str(share_of(config, config.ray.num_nodes).taken.num_processors)
     for each in (head, group):
         (container,) = each["template"]["spec"]["containers"]
         assert each["rayStartParams"]["num-cpus"] == container["resources"]["limits"]["cpu"] == num_processors
@@ -121,6 +121,31 @@ def test_the_pods_of_ray_have_as_many_processors_as_the_server_asks_ray_for(
     (service,) = read_file(RAY / "service.yaml")
     labels = head["template"]["metadata"]["labels"] | {"ray.io/node-type": "head"}
     assert service["spec"]["selector"] == labels
+
+
+@needs_kustomize
+def test_pods_with_gpus_have_one_for_each_rank_and_reach_each_other_by_nccl(
+    deployment: dict[str, Any], tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = build(KUBERNETES / "nodes-gpu")
+    item = the_only(built, "LeaderWorkerSet", "tokenyard-nodes")["spec"]["leaderWorkerTemplate"]
+    for role in ("leader", "worker"):
+        pod = item[f"{role}Template"]
+        around = {**deployment["spec"], "selector": {"matchLabels": pod["metadata"]["labels"]}}
+        check({**deployment, "spec": {**around, "template": pod}}, KUBERNETES_VERSIONS[-1])
+        (container,) = pod["spec"]["containers"]
+        assert container["image"] == "tokenyard:cuda"
+        num_gpus = int(container["resources"]["limits"]["nvidia.com/gpu"])
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_gpus))))
+        environment = {each["name"]: each.get("value", "k" * 32) for each in container["env"]}
+        environment |= {"TOKENYARD_MODEL": str(tiny_model), "LWS_LEADER_ADDRESS": "first"}
+        environment |= {"LWS_GROUP_SIZE": str(item["size"]), "LWS_WORKER_INDEX": str(int(role == "worker"))}
+        config, _ = resolve(read_options({}, environment), environment=environment)
+        assert config.worker.num_gpus_of_a_node == num_gpus == 2
+    policy = the_only(built, "NetworkPolicy", "tokenyard-nodes")["spec"]
+    among_pods = [{"podSelector": policy["podSelector"]}]
+    assert {"from": among_pods} in policy["ingress"]
+    assert {"to": among_pods} in policy["egress"]
 
 
 @needs_kustomize

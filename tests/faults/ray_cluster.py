@@ -28,9 +28,9 @@ class RayCluster:
         self.nodes: list[subprocess.Popen[bytes]] = []
 
     def add(self, *, num_processors: int) -> "subprocess.Popen[bytes]":
-        """Start a node; it comes by itself."""
+        """Start a node, of which Ray shall believe that it has a GPU; it comes by itself."""
         number = len(self.nodes) + 1
-        words = [f"--node-ip-address=127.0.0.{number}", f"--num-cpus={num_processors}"]
+        words = [f"--node-ip-address=127.0.0.{number}", f"--num-cpus={num_processors}", "--num-gpus=1"]
         if self.nodes:
             words.append(f"--address={self.address}")
         else:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +26,7 @@ from engine.options.engine_config import resolve
 from engine.options.option_sources import read_options
 from engine.processes import engine_processes as lives
 from engine.types import GenerationRequest, SamplingParams
+from tests.adapters import write_adapter
 from tests.checkpoints import make_checkpoint
 from tests.engine.nodes.test_switchboard import KEY
 from tests.worker.plan_driver import PlanDriver
@@ -60,6 +62,7 @@ def other_node(
     *,
     rank: int = 1,
     num_nodes: int = 2,
+    module: str = "server",
 ) -> Iterator["subprocess.Popen[bytes]"]:
     """Start it as torchrun does: by variables alone."""
     given = {"MASTER_ADDR": address, "MASTER_PORT": "1", "RANK": str(rank), "WORLD_SIZE": str(num_nodes)}
@@ -67,7 +70,7 @@ def other_node(
     given |= {f"TOKENYARD_{name.upper()}": value for name, value in split.items()}
     with log.open("ab") as file:
         node = subprocess.Popen(
-            [sys.executable, "-m", "server", "serve", str(model), "--num-threads", "1"],
+            [sys.executable, "-m", module, "serve", str(model), "--num-threads", "1"],
             cwd=ROOT,
             env=os.environ | given,
             stdin=subprocess.DEVNULL,
@@ -83,12 +86,12 @@ def other_node(
 
 @asynccontextmanager
 async def first_node(
-    model: Path, port: int, num_nodes: int, split: dict[str, str]
+    model: Path, port: int, num_nodes: int, split: dict[str, str], given: dict[str, str] = GIVEN
 ) -> AsyncIterator[AsyncEngine]:
     """Start the engine, which waits for the others."""
-    given = GIVEN | {"model": str(model), "nnodes": str(num_nodes), "node_rank": "0"}
-    given |= {"master_addr": "127.0.0.1", "cluster_port": str(port), "cluster_key": KEY}
-    config, _ = resolve(read_options(given | split, {}), environment={})
+    place = {"model": str(model), "nnodes": str(num_nodes), "node_rank": "0"}
+    place |= {"master_addr": "127.0.0.1", "cluster_port": str(port), "cluster_key": KEY}
+    config, _ = resolve(read_options(place | given | split, {}), environment={})
     engine = AsyncEngine(config)
     engine.start()
     await asyncio.wait_for(engine.ready(), WAIT_S)
@@ -98,14 +101,22 @@ async def first_node(
         await engine.close()
 
 
+@pytest.fixture(scope="module")
+def adapter(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_adapter(tmp_path_factory.mktemp("adapter"), tiny_model, alpha=256)
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+async def cluster(
+    tiny_model: Path, adapter: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Cluster]:
     folder, port = tmp_path_factory.mktemp("nodes"), free_port()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lives, "_FIRST_BACK_OFF_S", 0.01)
         async with relaying(("127.0.0.1", port)) as relay:
             with other_node(tiny_model, relay.address, relay.port, folder / "log", TWO_SHARDS) as node:
-                async with first_node(tiny_model, port, 2, TWO_SHARDS) as engine:
+                asked = TWO_SHARDS | {"lora_modules": f"adapter={adapter}"}
+                async with first_node(tiny_model, port, 2, asked) as engine:
                     yield Cluster(engine, relay, folder / "log", node)
     assert not list(folder.glob("tokenyard-*")), "a folder was left behind"
 
@@ -145,11 +156,14 @@ def expected(tiny_model: Path) -> list[list[int]]:
     return tokens_of_one_process(tiny_model)
 
 
-def tokens_of_one_process(model: Path) -> list[list[int]]:
-    config, _ = resolve(read_options(GIVEN | {"model": str(model)}, {}), environment={})
+def tokens_of_one_process(model: Path, **more: str) -> list[list[int]]:
+    """Generate for all prompts, with the adapter if there is one."""
+    config, _ = resolve(read_options(GIVEN | {"model": str(model)} | more, {}), environment={})
     worker = Worker(config.worker)
-    driver = PlanDriver(worker, worker.load(lambda _progress: None).block_size)
-    sequences = [driver.add(prompt) for prompt in PROMPTS]
+    facts = worker.load(lambda _progress: None)
+    driver = PlanDriver(worker, facts.block_size)
+    identity = facts.adapters[0].identity if facts.adapters else ""
+    sequences = [driver.add(prompt, adapter=identity) for prompt in PROMPTS]
     driver.generate(sequences, NUM_TOKENS)
     return [driver.generated(each)[:NUM_TOKENS] for each in sequences]
 
@@ -163,6 +177,17 @@ async def test_two_nodes_that_divide_each_layer_sample_the_tokens_of_one_process
 ) -> None:
     assert await all_tokens(cluster.engine) == expected
     assert len(ranks_of(cluster.node)) == 1
+
+
+async def test_both_nodes_compute_an_adapter_beside_the_base(
+    cluster: Cluster, tiny_model: Path, adapter: Path, expected: list[list[int]]
+) -> None:
+    adapted = tokens_of_one_process(tiny_model, lora_modules=f"adapter={adapter}")
+    assert adapted != expected
+    served = cluster.engine.info.adapter_named("adapter")
+    asked = [replace(request(f"a{i}", prompt), adapter=served) for i, prompt in enumerate(PROMPTS)]
+    both = asyncio.gather(*(tokens_of(cluster.engine, each) for each in asked)), all_tokens(cluster.engine)
+    assert await asyncio.gather(*both) == [adapted, expected]
 
 
 async def test_a_node_with_another_checkpoint_is_refused_in_one_line(

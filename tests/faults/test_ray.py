@@ -5,19 +5,23 @@ import os
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import pytest
 import pytest_asyncio
 
 from campaigns.servers.free_ports import free_port
 from engine.frontend.client import AsyncEngine
+from engine.nodes.ray_nodes import RayNodes
 from engine.options.engine_config import EngineConfig, resolve
 from engine.options.option_sources import read_options
 from engine.processes import engine_processes as lives
+from engine.processes.child_process import CONFIG_FILE
 from tests.faults.ray_cluster import RayCluster, ray_cluster
 from tests.faults.test_nodes import GIVEN, WAIT_S, all_tokens, fails_and_heals, tokens_of_one_process
 
@@ -96,6 +100,26 @@ async def test_a_stage_is_divided_between_two_nodes_of_ray(
         assert await all_tokens(engine) == expected
 
 
+async def test_ray_gives_each_node_a_gpu_for_each_of_its_ranks(
+    cluster: RayCluster, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tiny_model)
+    config = replace(config, worker=replace(config.worker, device="cuda", num_threads=None))
+    (tmp_path / CONFIG_FILE).write_bytes(msgspec.msgpack.encode(config))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "of the test")
+    nodes = RayNodes(tmp_path)
+    try:
+        found = await asyncio.to_thread(nodes.place, config, lambda _progress: None)
+    finally:
+        nodes.kill()
+        nodes.wait()
+    assert (found.worker.num_nodes, found.worker.num_gpus_of_a_node) == (2, 1)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
+    async with asyncio.timeout(WAIT_S):
+        while agents_below(cluster):
+            await asyncio.sleep(0.05)
+
+
 async def test_ray_finds_two_nodes_which_sample_the_tokens_of_one_process(
     served: Served, expected: list[list[int]]
 ) -> None:
@@ -116,8 +140,8 @@ async def test_a_lost_node_ends_the_engine_and_another_takes_its_place(
     served: Served, expected: list[list[int]]
 ) -> None:
     lose = served.ray.nodes[-1].kill
-    replace = partial(served.ray.add, num_processors=1)
-    assert await fails_and_heals(served.engine, "node", lose, replace) == expected
+    add = partial(served.ray.add, num_processors=1)
+    assert await fails_and_heals(served.engine, "node", lose, add) == expected
     assert len(agents_below(served.ray)) == 1
 
 
@@ -128,4 +152,4 @@ async def test_a_cluster_that_is_too_small_is_refused_in_one_line(served: Served
     assert gave_up is not None
     assert gave_up.exit_code == 78
     asked = "Ray has not found 3 processors on this node and on 1 more within 1 s; "
-    assert gave_up.what.startswith(asked + "it has 1 on this node, and on others: 1")
+    assert gave_up.what.startswith(asked + "it has 1 with 1 GPUs on this node, and on others: 1")

@@ -1,8 +1,9 @@
-"""Ranks on GPUs of one machine, by torch.distributed.
+"""Ranks on GPUs, by torch.distributed.
 
 Owns: the process groups: NCCL between ranks that have a GPU each, whose exchanges are part of the device's
 work and are captured with it; gloo between ranks that share one, through the host's memory. One group has all
-ranks. Where there are stages, each has one of its own, and so has each way from a stage to the next.
+ranks. Where there are stages, each has one of its own, and so has each way from a stage to the next. Ranks
+of one machine meet over a file, those of several over links.
 Never: notices that another rank has ended: one inside an exchange waits on its device, until the engine
 process, which watches all of them, ends it (engine/core/rank_group.py).
 
@@ -17,11 +18,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore
 
-from worker.ranks.device_stage import DeviceReceiver, DeviceSender, around_graph, open_host_ends
+from worker.ranks.device_stage import DeviceReceiver, DeviceSender, around_graph, through_host
 from worker.ranks.gathering_ranks import GatheringRanks
 from worker.ranks.rank_places import RankPlace
 from worker.ranks.ranks import ExchangeTimes, Reducer
+from worker.ranks.shared_ranks import Links, stage_of
 from worker.ranks.stage import Stage
 from worker.worker_config import WorkerConfig
 
@@ -29,33 +32,35 @@ _TIMEOUT = timedelta(minutes=30)
 """Time that a rank may be later than another while they load: kernels are compiled, and files read."""
 _NCCL, _GLOO = "nccl", "gloo"
 _STORE = "ranks"
-_SETTINGS = {
-    # They are on one machine: nothing listens on other addresses of it.
-    "NCCL_SOCKET_IFNAME": "lo",
-    "GLOO_SOCKET_IFNAME": "lo",
-    # A way has a group of its own, in which sends come one after the other anyway.
-    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
-}
+_LOOPBACK = "lo"
+_INTERFACES = {"NCCL_SOCKET_IFNAME": "={}", "GLOO_SOCKET_IFNAME": "{}"}
+"""Settings of both libraries, with the form in which they take the name of one interface and no other."""
+# A way has a group of its own, in which sends come one after the other anyway.
+_QUIET = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
 
 
 class DeviceWorld:
     """All ranks of all stages: see World."""
 
-    def __init__(self, directory: Path, config: WorkerConfig, rank: int) -> None:
-        """Meet over a file in a directory that all ranks have for themselves, once `join` is called."""
+    def __init__(self, directory: Path, config: WorkerConfig, rank: int, links: Links | None) -> None:
+        """Meet once `join` is called: in a directory that all ranks have for themselves, or over links."""
         self.rank = rank
         self.is_by_nccl = not shares_device(config)
         self._size = config.num_stages * config.num_ranks
-        self._store = directory / _STORE
+        self._links = links
+        self._store = FileStore(str(directory / _STORE), self._size) if links is None else links.store()
         self.device = torch.device(device_of_rank(config, rank))
 
     def join(self, library: Path | None) -> None:  # noqa: ARG002 - for ranks on CPUs
         """See Ranks."""
-        for name, value in _SETTINGS.items():
-            os.environ.setdefault(name, value)
+        os.environ.setdefault(_QUIET, "false")
+        for name, form in _INTERFACES.items():
+            if name not in os.environ:  # nothing listens on other addresses of the machine
+                found = _LOOPBACK if self._links is None else self._links.interface()
+                os.environ[name] = form.format(found)
         dist.init_process_group(
             _NCCL if self.is_by_nccl else _GLOO,
-            store=dist.FileStore(str(self._store), self._size),  # type: ignore[attr-defined]
+            store=self._store,
             rank=self.rank,
             world_size=self._size,
             timeout=_TIMEOUT,
@@ -91,22 +96,24 @@ class DeviceWorld:
 class DeviceRanks(GatheringRanks):
     """See Ranks. Not for several threads at once."""
 
-    def __init__(self, directory: Path, config: WorkerConfig, place: RankPlace) -> None:
+    def __init__(
+        self, directory: Path, config: WorkerConfig, place: RankPlace, links: Links | None = None
+    ) -> None:
         """See DeviceWorld."""
         self.rank, self.size = place.shard, place.num_shards
-        self._all = DeviceWorld(directory, config, place.rank)
+        self._all = DeviceWorld(directory, config, place.rank, links)
         self._world = self._all
         self._group: dist.ProcessGroup | None = None
         self._inlet: DeviceReceiver | None = None
         self._outlet: DeviceSender | None = None
         self._is_open = False
-        self.stage = self._open_stage(place, 0 if config.enforce_eager else config.max_num_batched_tokens)
+        if self._all.is_by_nccl:
+            self.stage = self._open_stage(place, 0 if config.enforce_eager else config.max_num_batched_tokens)
+        else:
+            self.stage = through_host(stage_of(place, links))
 
     def _open_stage(self, place: RankPlace, max_graph_tokens: int) -> Stage:
         index, count = place.stage, place.num_stages
-        if not self._all.is_by_nccl:
-            inlet, outlet = open_host_ends(place.inlet, place.outlet)
-            return Stage(index, count, inlet=inlet, outlet=outlet)
         if index > 0:
             self._inlet = DeviceReceiver(max_graph_tokens)
         if index < count - 1:
@@ -193,6 +200,6 @@ def shares_device(config: WorkerConfig) -> bool:
 def device_of_rank(config: WorkerConfig, rank: int) -> str:
     """Name the device of a rank, by its number among all stages'.
 
-    Each has one of those in CUDA_VISIBLE_DEVICES, in their order.
+    Each has one of those in its node's CUDA_VISIBLE_DEVICES, in their order.
     """
-    return f"cuda:{rank}" if config.num_devices > 1 else config.device
+    return f"cuda:{rank % config.num_gpus_of_a_node}" if config.num_devices > 1 else config.device

@@ -15,13 +15,14 @@ Shapes: T tokens, H numbers of a hidden state.
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from worker.ranks.rank_places import PipeEnd
-from worker.ranks.stage import SharedReceiver, SharedSender
+from worker.ranks.stage import HiddenReceiver, HiddenSender, Stage
 
 _FIRST, _SECOND = 0, 1
 """The ranks of a channel, in its group."""
@@ -108,31 +109,40 @@ class DeviceSender(_DeviceEnd):
         self.send(self._kept_of(num_tokens).clone())
 
 
-class HostReceiver(SharedReceiver):
+class _HostReceiver(NamedTuple):
     """See HiddenReceiver."""
+
+    way: HiddenReceiver
 
     def receive(self, hidden: Tensor) -> None:
         """See HiddenReceiver. The host waits."""
         on_host = torch.empty(hidden.shape, dtype=hidden.dtype)
-        super().receive(on_host)
+        self.way.receive(on_host)
         hidden.copy_(on_host)
 
+    def close(self) -> None:
+        self.way.close()
 
-class HostSender(SharedSender):
+
+class _HostSender(NamedTuple):
     """See HiddenSender."""
+
+    way: HiddenSender
 
     def send(self, hidden: Tensor) -> None:
         """See HiddenSender. The host waits for the device."""
-        super().send(hidden.cpu())
+        self.way.send(hidden.cpu())
+
+    def close(self) -> None:
+        self.way.close()
 
 
-def open_host_ends(
-    inlet: PipeEnd | None, outlet: PipeEnd | None
-) -> tuple[HostReceiver | None, HostSender | None]:
-    """Open the ends that a rank has inherited."""
-    return (
-        None if inlet is None else HostReceiver(inlet),
-        None if outlet is None else HostSender(outlet),
+def through_host(stage: Stage) -> Stage:
+    """Bring hidden states of a device to the ways of a stage, which are the host's."""
+    return replace(
+        stage,
+        inlet=None if stage.inlet is None else _HostReceiver(stage.inlet),
+        outlet=None if stage.outlet is None else _HostSender(stage.outlet),
     )
 
 

@@ -17,6 +17,6 @@ def open_ranks_of(
     config: WorkerConfig, place: RankPlace, directory: Path, links: Links | None = None
 ) -> Ranks:
     """Open the exchange of one rank; `directory` is that of its engine alone."""
-    if config.device.startswith("cuda") and config.num_nodes == 1:
-        return DeviceRanks(directory, config, place)
+    if config.device.startswith("cuda"):
+        return DeviceRanks(directory, config, place, links)
     return open_ranks(place, links)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 from worker.ranks.gathering_ranks import GatheringRanks
 from worker.ranks.linked_ranks import LinkedRanks, Peers
@@ -113,6 +114,10 @@ class Links(Protocol):
 
     def outlet(self) -> HiddenSender: ...
 
+    def store(self) -> Store: ...
+
+    def interface(self) -> str: ...
+
 
 def open_ranks(place: RankPlace, links: Links | None = None) -> SharedRanks | LinkedRanks:
     """Open what a process has inherited for its place, and `links` for what it has not."""
@@ -121,14 +126,18 @@ def open_ranks(place: RankPlace, links: Links | None = None) -> SharedRanks | Li
         place.page,
         rank=place.shard % place.num_here,
         size=place.num_here,
-        stage=Stage(
-            place.stage, place.num_stages, inlet=_inlet_of(place, links), outlet=_outlet_of(place, links)
-        ),
+        stage=stage_of(place, links),
         world=world,
     )
     if links is None or world is None or not place.needs_peers:
         return here
     return LinkedRanks(here, links.peers(), world, rank=place.shard, size=place.num_shards)
+
+
+def stage_of(place: RankPlace, links: Links | None) -> Stage:
+    """Open the ways of hidden states through the host."""
+    inlet, outlet = _inlet_of(place, links), _outlet_of(place, links)
+    return Stage(place.stage, place.num_stages, inlet=inlet, outlet=outlet)
 
 
 def _inlet_of(place: RankPlace, links: Links | None) -> HiddenReceiver | None:

@@ -78,7 +78,7 @@ class CannotForesee(Exception):
 def weight_bytes(config: WorkerConfig, kind: ModelKind, device: Device) -> int:
     """Size the weights once loaded. Raises StartupError for damaged files, and if they do not fit."""
     weights = _loaded_bytes(config, kind)
-    device.check_weights(weights.on_one_of(config.num_devices))
+    device.check_weights(weights.on_one_of(config.num_devices, config.num_nodes))
     return weights.total
 
 
@@ -98,7 +98,7 @@ def _bytes_on_a_device(
     evenly: int = sum(parameter.nbytes for parameter in model.parameters()) // config.num_devices
     beside = bytes_of_a_rank(model, config.num_ranks, stage) - evenly
     bytes_each: int = model.dtype.itemsize
-    on_one = _loaded_bytes(config, kind).on_one_of(config.num_devices)
+    on_one = _loaded_bytes(config, kind).on_one_of(config.num_devices, config.num_nodes)
     return on_one.total + beside * _dtype(config, kind).itemsize // bytes_each
 
 
@@ -185,11 +185,13 @@ def forecast(
 def _size_of_cache(
     config: WorkerConfig, layout: BlockLayout, budget_bytes: int, checkpoint_len: int
 ) -> CacheSize:
+    # A GPU has its own layers alone; processors of a machine have a part of all.
+    num_memories = 1 if config.device.startswith("cuda") else config.num_nodes
     return size_cache(
         CacheRequest(
             block_bytes=layout.block_bytes,
             block_size=layout.block_size,
-            budget_bytes=budget_bytes // config.num_ranks_on_device * config.num_nodes,
+            budget_bytes=budget_bytes * num_memories // config.num_ranks_on_device,
             num_blocks=config.num_blocks,
             max_model_len=config.max_model_len,
             checkpoint_len=checkpoint_len,

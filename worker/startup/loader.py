@@ -174,7 +174,7 @@ def load_model(
     sampling = default_sampling(folder, config.sampling_overrides)
     files = find_weights(folder)
     weights = loaded_bytes(files, dtype_name(config.dtype, kind.checkpoint_config))
-    left_bytes = device.check_weights(weights.on_one_of(config.num_devices))
+    left_bytes = device.check_weights(weights.on_one_of(config.num_devices, config.num_nodes))
     _read_weights(config, folder, files, stage, left_bytes)
     with refusing_out_of_memory(device, f"{weights.total / (1 << 30):.2f} GiB of weights were loaded"):
         stage.enter(LoadPhase.BUILDING)
@@ -269,15 +269,11 @@ def describe_division(config: WorkerConfig) -> str:
     return " ".join(f"{option} {number}" for option, number in options.items() if number > 1)
 
 
-def refuse_ranks(config: WorkerConfig, kind: ModelKind, device: Device) -> None:
-    """Raise StartupError for ranks on a device, or of a kind of model, that is not divided among them."""
+def refuse_ranks(config: WorkerConfig, kind: ModelKind) -> None:
+    """Raise StartupError for ranks of a kind of model that is not divided among them."""
     if config.num_ranks == config.num_stages == 1:
         return
     asked = describe_division(config)
-    if device.torch_device.type != "cpu" and config.num_nodes > 1:
-        raise StartupError(
-            f"{asked}: several machines are for CPUs only so far", fix="take one machine, or add --device cpu"
-        )
     if kind.task is not Task.GENERATE or kind.is_encoder:
         raise StartupError(
             f"{asked} divides models that generate, and this one is made to {kind.task.value}",

@@ -413,11 +413,12 @@ def _size(
     window = layout.sliding_window
     # On a device of its own a rank needs room for its own layers alone.
     on_device = layout if config.num_devices == 1 else layouts.own
+    share = 1.0 if config.device.startswith("cuda") else _share_of_node(config, layout, ranks)
     return size_cache(
         CacheRequest(
             block_bytes=on_device.block_bytes,
             block_size=layout.block_size,
-            budget_bytes=int(budget_bytes / _share_of_node(config, layout, ranks)),
+            budget_bytes=int(budget_bytes / share),
             num_blocks=config.num_blocks,
             max_model_len=config.max_model_len,
             checkpoint_len=checkpoint_len,

@@ -85,7 +85,7 @@ def _look_at_memory(config: WorkerConfig, kind: ModelKind, device: Device) -> It
         )
     if config.num_nodes > 1:
         weights += f" on {config.num_nodes} nodes"
-    refuse_ranks(config, kind, device)
+    refuse_ranks(config, kind)
     if kind.task is not Task.GENERATE or kind.is_encoder:
         yield _fine("memory", f"{weights}; not looked at: what a step takes")
         return

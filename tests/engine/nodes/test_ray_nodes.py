@@ -7,7 +7,7 @@ import pytest
 
 from engine.nodes.node_agent import ClusterConfig
 from engine.nodes.ray_agent import options_of
-from engine.nodes.ray_nodes import Placed, divided, possible_nodes, share_of, turns
+from engine.nodes.ray_nodes import Placed, Resources, divided, possible_nodes, share_of, turns
 from engine.options.engine_config import EngineConfig, resolve
 from engine.options.engine_split import RayConfig
 from engine.options.option_sources import read_options
@@ -37,8 +37,20 @@ def asking(*, num_nodes: int | None = None, **given: str) -> EngineConfig:
 def test_nodes_that_are_large_enough_are_asked_for_the_fewest_first(
     num_here: int, others: list[int], possible: list[int]
 ) -> None:
-    assert possible_nodes(asking(), num_here, others) == possible
-    assert possible_nodes(asking(num_nodes=2), num_here, others) == [2]
+    here, there = Resources(num_here), list(map(Resources, others))
+    assert possible_nodes(asking(), here, there) == possible
+    assert possible_nodes(asking(num_nodes=2), here, there) == [2]
+
+
+def test_ranks_on_gpus_are_placed_where_as_many_gpus_are() -> None:
+    config = asking()
+    config = replace(config, worker=replace(config.worker, device="cuda"))
+    one = Resources(num_processors=64, num_gpus=1)
+    four, eight = one._replace(num_gpus=4), one._replace(num_gpus=8)
+    assert possible_nodes(config, eight, [four]) == [1, 2]
+    assert possible_nodes(config, four, [four]) == [2]
+    assert possible_nodes(config, four, [one] * 7) == [4], "too few"
+    assert share_of(config, 2).taken == Resources(num_processors=4, num_gpus=4)
 
 
 @pytest.mark.parametrize(
@@ -81,9 +93,10 @@ def test_the_engine_and_other_nodes_have_as_many_threads_as_were_placed() -> Non
 
 
 def test_a_stage_is_on_several_nodes_only_where_as_many_are_asked_for() -> None:
-    assert possible_nodes(asking(), 3, [3] * 7) == [4], "too few"
-    assert possible_nodes(asking(num_nodes=8), 3, [3] * 7) == [8]
-    assert share_of(asking(), 8).num_processors == 3
+    three = Resources(num_processors=3)
+    assert possible_nodes(asking(), three, [three] * 7) == [4], "too few"
+    assert possible_nodes(asking(num_nodes=8), three, [three] * 7) == [8]
+    assert share_of(asking(), 8).taken == three
 
 
 def test_one_node_is_an_engine_without_a_cluster() -> None:

@@ -11,11 +11,10 @@ import torch
 
 from campaigns.servers.free_ports import free_port
 from engine.nodes import links as links_module
-from engine.nodes.link_address import LinkAddress, write_link
+from engine.nodes.link_address import write_link
 from engine.nodes.links import Links
-from engine.nodes.node_agent import address_of
 from engine.options.engine_split import fits_nodes
-from tests.engine.nodes.test_switchboard import KEY, First
+from tests.engine.nodes.test_switchboard import First
 from worker.cpu.kernel_build import CannotBuild, build_library, find_library
 from worker.ranks.linked_ranks import LinkedRanks
 from worker.ranks.rank_places import make_places
@@ -41,8 +40,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
     here, there = tmp_path_factory.mktemp("first"), tmp_path_factory.mktemp("others")
     split = {"pipeline_parallel_size": "1", "tensor_parallel_size": str(SIZE)}
     first = First(here, NUM_NODES, port=free_port(), **split)
-    assert first.config.cluster is not None
-    write_link(there, LinkAddress(address_of(first.config.cluster), first.board.life, KEY))
+    write_link(there, first.link_of_others())
     ranks: list[LinkedRanks] = []
     links: list[Links] = []
     with closing(first.board):

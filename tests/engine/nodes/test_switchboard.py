@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import zmq
+from msgspec.structs import replace as replace_in
 
 from campaigns.servers.free_ports import free_port
 from engine.nodes import switchboard as switchboards
@@ -36,7 +37,7 @@ from scheduler.messages import SchedulerOutput
 from worker.ranks.rank_places import RankPlace
 
 KEY = "a secret that all nodes of a test share"
-HELLO = Hello(node=1, num_nodes=2, software="0.9", checkpoint="abc")
+HELLO = Hello(node=1, num_nodes=2, software="0.9", checkpoint="abc", num_gpus=2)
 PLAN = SchedulerOutput(3, (), (), {}, (), 0)
 WAIT_S = 20.0
 
@@ -60,9 +61,16 @@ class First:
         self.port, self.directory, self.losses = port, directory, list[str]()
         self.config = config_of(0, self.port, num_nodes, **more)
         assert self.config.cluster is not None
-        roll = NodeRoll(num_nodes, software=HELLO.software, checkpoint=HELLO.checkpoint)
+        roll = NodeRoll(num_nodes, software=HELLO.software, checkpoint=HELLO.checkpoint, num_gpus=2)
         self.board = Switchboard(self.config, directory, address_of(self.config.cluster), roll)
         self.board.on_loss = lambda code, what: self.losses.append(f"{code}: {what}")
+
+    def link_of_others(self) -> LinkAddress:
+        """Return what a rank of another node reads."""
+        assert self.config.cluster is not None
+        return LinkAddress(
+            address_of(self.config.cluster), self.board.life, KEY, host=self.config.cluster.host
+        )
 
     @contextmanager
     def node(self, key: str = KEY) -> Iterator[Leader]:
@@ -117,14 +125,14 @@ def test_a_node_that_is_the_same_is_taken_on_and_gets_the_configuration_without_
         ({"checkpoint": "xyz"}, "node 1 has a checkpoint that the first node has not: xyz, not abc"),
         ({"num_nodes": 3}, "it is node 1 of 3, and the first counts 2"),
         ({"node": 2}, "it is node 2 of 2, and the first counts 2"),
+        ({"num_gpus": 1}, "node 1 has 1 of 2 GPUs that its ranks take"),
     ],
 )
 def test_a_node_that_differs_is_refused_with_the_difference(
     first: First, wrong: dict[str, object], why: str
 ) -> None:
-    fields = {name: getattr(HELLO, name) for name in HELLO.__struct_fields__}
     with first.node() as leader:
-        refused = answer_to(leader, Hello(**(fields | wrong)))
+        refused = answer_to(leader, replace_in(HELLO, **wrong))
     assert isinstance(refused, Refused)
     assert refused.what == why
     assert first.board.wait_for_nodes(0.0) == "waiting for node 1"
@@ -224,7 +232,7 @@ def test_a_silent_node_is_noticed_though_another_is_never_silent(
     first = First(tmp_path, num_nodes=3, port=free_port())
     with closing(first.board), first.node() as silent, first.node() as other:
         for node, leader in ((1, silent), (2, other)):
-            answer_to(leader, Hello(node=node, num_nodes=3, software="0.9", checkpoint="abc"))
+            answer_to(leader, replace_in(HELLO, node=node, num_nodes=3))
         first.board.begin()
         with repeating(other, Alive(first.board.life)):
             until(lambda: first.losses)
@@ -278,8 +286,7 @@ def four(first: First, tmp_path: Path) -> Iterator[list[Links]]:
     """The links of all ranks: the first two within the first node, the others with its key."""
     there = tmp_path / "other node"
     there.mkdir()
-    assert first.config.cluster is not None
-    write_link(there, LinkAddress(address_of(first.config.cluster), first.board.life, KEY))
+    write_link(there, first.link_of_others())
     links = [Links(tmp_path if place.stage == 0 else there, place) for place in places()]
     yield links
     for each in links:

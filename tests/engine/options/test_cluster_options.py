@@ -10,6 +10,7 @@ from engine.options.option_declaration import OptionError
 from engine.options.option_sources import read_options
 from engine.processes.engine_group import config_of
 from engine.processes.supervisor import device_environment
+from worker.ranks.device_ranks import device_of_rank
 
 KEY = "k" * 32
 BASE = {"pipeline_parallel_size": "2", "cluster_key": KEY}
@@ -66,8 +67,6 @@ def test_a_machine_is_alone_without_all_of_it(environment: dict[str, str]) -> No
         ),
         ({**FLAGS, "data_parallel_size": "2"}, {}, "one engine has all nodes"),
         ({**FLAGS, "master_addr": "::1"}, {}, "--master-addr ::1: nodes meet over IPv4"),
-        ({**FLAGS, "lora_modules": "a=/a"}, {}, "--nnodes 2 with adapters: they are for one machine yet"),
-        ({**FLAGS, "device": "cuda"}, {}, "use --device cpu"),
         ({**FLAGS, "cluster_key": "short"}, {}, "32 characters or more, TOKENYARD_CLUSTER_KEY"),
         ({}, {}, "--cluster-key: there is one node; give --nnodes too, or leave it out"),
         ({}, {"RANK": "3", "WORLD_SIZE": "2"}, "WORLD_SIZE and RANK without MASTER_ADDR: "),
@@ -94,7 +93,6 @@ def test_a_wrong_place_is_refused_in_one_line(
         ({"node_rank": "0"}, "ray with --node-rank: Ray starts all nodes but this one"),
         ({"nnodes": "3"}, "give --pipeline-parallel-size 3 or a multiple of it"),
         ({"data_parallel_size": "2"}, "one engine has all nodes"),
-        ({"lora_modules": "a=/a"}, "ray with adapters: they are for one machine yet"),
         ({"master_addr": "::1"}, "--master-addr ::1: nodes meet over IPv4"),
         ({"cluster_key": "short"}, "--cluster-key: it has fewer than 32 characters; leave it out"),
         ({}, "ray: the package ray is not installed; pip install 'tokenyard[ray]', on all nodes"),
@@ -177,6 +175,18 @@ def test_ranks_have_a_gpu_each_unless_one_is_named(
     assert worker.device == ("cuda:1" if is_shared else "cuda")
     assert worker.num_devices == (1 if is_shared else 2)
     assert worker.enforce_eager == is_shared, "no graph records the way through the host"
+
+
+def test_ranks_of_a_node_have_its_gpus_and_the_first_counts_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = BASE | FLAGS | {"pipeline_parallel_size": "4", "device": "cuda"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    worker = resolve(read_options(given | {"node_rank": "0"}, {}), environment={})[0].worker
+    assert (worker.num_devices, worker.num_gpus_of_a_node) == (4, 2)
+    assert [device_of_rank(worker, rank) for rank in range(4)] == ["cuda:0", "cuda:1"] * 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
+    resolve(read_options(given, {}), environment={})
+    with pytest.raises(OptionError, match="each rank takes a GPU, 2 on each node, and there are 1"):
+        resolve(read_options(given | {"node_rank": "0"}, {}), environment={})
 
 
 def test_engines_have_the_gpus_of_their_ranks_one_behind_the_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,6 +210,17 @@ def test_engines_stages_and_nodes_each_change_the_figures_as_they_divide_memory(
     assert more in (block_size, 2 * block_size), "one block is for padding, and halves of blocks are joined"
 
 
+def test_a_gpu_of_a_node_has_room_for_its_own_layers_as_one_of_a_single_machine_has(tiny_model: Path) -> None:
+    sizes = []
+    for num_nodes in (1, 2):
+        config = config_of(
+            tiny_model, device="cuda", kv_cache_bytes=1 << 24, num_stages=2, num_nodes=num_nodes
+        )
+        kind, device = find_kind(config), StandInGpu(config)
+        sizes.append(forecast(config, kind, device, weight_bytes(config, kind, device)).size)
+    assert sizes[0] == sizes[1]
+
+
 def test_ranks_are_told_what_each_has_of_weights_and_heads(tiny_model: Path) -> None:
     num_bytes = weight_bytes(
         config_of(tiny_model), find_kind(config_of(tiny_model)), StandInGpu(config_of(tiny_model))
@@ -259,7 +270,7 @@ def test_weights_of_a_gpu_are_parts_of_both_tied_ends_and_all_codes(tmp_path: Pa
     coded, _ = write_quantized("llama", "awq", tmp_path)
     whole = loaded_bytes(find_weights(coded), "float32")
     assert whole.codes > whole.total // 4
-    assert whole.on_one_of(num_ranks).total <= weights_on_one(coded, num_ranks) < whole.total
+    assert whole.on_one_of(num_ranks, 1).total <= weights_on_one(coded, num_ranks) < whole.total
 
 
 def weights_on_one(folder: Path, num_ranks: int) -> int:

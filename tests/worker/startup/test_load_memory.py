@@ -119,8 +119,9 @@ def test_weights_are_sized_in_the_dtype_they_will_have(folder: Path) -> None:
 
 def test_codes_are_whole_on_each_device_and_each_rank_converts_all() -> None:
     weights = WeightBytes(total=1000, converted=100, codes=600)
-    assert weights.on_one_of(1) == weights
-    assert weights.on_one_of(4) == WeightBytes(total=700, converted=400, codes=600)
+    assert weights.on_one_of(1, 1) == weights
+    assert weights.on_one_of(4, 1) == WeightBytes(total=700, converted=400, codes=600)
+    assert weights.on_one_of(4, 2) == WeightBytes(total=700, converted=200, codes=600), "on each machine"
 
 
 def test_weights_larger_than_memory_are_refused_before_they_are_read(

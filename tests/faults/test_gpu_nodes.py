@@ -1,0 +1,118 @@
+"""One model on the GPUs of two nodes, which are stand-ins: the tokens of one process, and the end of both."""
+
+import asyncio
+import os
+import signal
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from campaigns.servers.free_ports import free_port
+from engine.errors import EngineDied
+from engine.frontend.client import AsyncEngine
+from engine.processes import supervisor
+from tests.checkpoints import make_checkpoint
+from tests.faults.gpu_node import NAME
+from tests.faults.test_nodes import (
+    PROMPTS,
+    SEATS,
+    WAIT_S,
+    ends_of_begun,
+    first_node,
+    other_node,
+    ranks_of,
+    request,
+    tokens_of,
+    tokens_of_one_process,
+)
+from tests.worker.gpu.interpreted_gpu import HAS_GPU
+
+pytestmark = [
+    pytest.mark.skipif(HAS_GPU, reason="stand-ins are needed"),
+    pytest.mark.asyncio(loop_scope="module"),
+]
+
+Node = subprocess.Popen[bytes]
+ADDRESS = "127.0.0.2"
+NUM_TOKENS = 6
+GIVEN = {"dtype": "float32", "device": "cuda", "enforce_eager": "true", "max_num_seqs": str(SEATS)}
+GIVEN |= {"num_gpu_blocks_override": "200"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A layer for each stage: interpreted kernels take their time."""
+    return make_checkpoint("llama", tmp_path_factory.mktemp("model"), num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[int]:
+    return tokens_of_one_process(model)[1][:NUM_TOKENS]
+
+
+async def first_tokens(engine: AsyncEngine) -> list[int]:
+    return await tokens_of(engine, request("first", PROMPTS[1], max_tokens=NUM_TOKENS))
+
+
+@asynccontextmanager
+async def two_nodes(
+    model: Path, folder: Path, split: dict[str, str]
+) -> AsyncIterator[tuple[AsyncEngine, Node]]:
+    """Run a node with one GPU on each of two addresses of this machine."""
+    port, log = free_port(), folder / "log"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "0")
+        patch.setattr(
+            supervisor,
+            "_child_arguments",
+            lambda directory: ["-m", NAME, str(directory), str(os.getpid()), "20", str(log)],
+        )
+        with other_node(model, ADDRESS, port, log, split, module=NAME) as node:
+            given = GIVEN | {"master_addr": ADDRESS}
+            async with first_node(model, port, 2, split, given) as engine:
+                yield engine, node
+
+
+async def until_gone(pids: list[int]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while any(Path(f"/proc/{pid}").exists() for pid in pids):
+            await asyncio.sleep(0.02)
+
+
+async def test_stages_on_two_nodes_draw_the_tokens_of_one_process_and_a_killed_rank_ends_both(
+    model: Path, tmp_path: Path, expected: list[int]
+) -> None:
+    async with two_nodes(model, tmp_path, {"pipeline_parallel_size": "2"}) as (engine, node):
+        assert await first_tokens(engine) == expected
+        (rank,) = ranks_of(node)
+        assert engine.pid is not None
+        first = engine.pid
+        kill = partial(os.kill, rank, signal.SIGKILL)
+        assert await ends_of_begun(engine, "kill", kill) == [EngineDied] * SEATS
+        await until_gone([rank, first])
+
+
+async def test_a_stage_on_two_nodes_draws_the_same_tokens_and_a_rank_inside_a_sum_ends_with_the_other_node(
+    model: Path, tmp_path: Path, expected: list[int]
+) -> None:
+    """The other node stands still, so that the first waits within its device's work."""
+    async with two_nodes(model, tmp_path, {"tensor_parallel_size": "2"}) as (engine, node):
+        assert await first_tokens(engine) == expected
+        assert engine.pid is not None
+        first, others = engine.pid, [node.pid, *ranks_of(node)]
+
+        def send(number: signal.Signals) -> None:
+            for pid in others:
+                os.kill(pid, number)
+
+        try:
+            stop = partial(send, signal.SIGSTOP)
+            assert await ends_of_begun(engine, "stop", stop) == [EngineDied] * SEATS
+            await until_gone([first])
+        finally:
+            send(signal.SIGCONT)
+        await until_gone(others[1:])
