@@ -69,6 +69,19 @@ def memory_use(root: Path = _MACHINE) -> float:
     return max([0.0, *shares])
 
 
+def num_killed_for_memory(root: Path = _MACHINE) -> int:
+    """Count the processes of our control group that the kernel has killed for want of memory.
+
+    Whoever was short of it: the group, one above it, or the machine. Source: Linux, cgroup-v2.rst
+    (memory.events); of version 1, memory.oom_control.
+    """
+    for folder, _ in _cgroup_folders(root, "memory"):
+        for name in ("memory.events", "memory.oom_control"):
+            if (folder / name).exists():
+                return _stat_value(folder / name, "oom_kill")
+    return 0
+
+
 def usable_cores(root: Path = _MACHINE) -> int:
     """Count physical cores in the affinity mask, cut to the CPU quota of the control group; at least 1."""
     cores = {_core_of(root, cpu) for cpu in os.sched_getaffinity(0)}
