@@ -13,7 +13,6 @@ import logging
 import socket
 import struct
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -44,7 +43,6 @@ _PROCESSING = 102
 _HEAD_TOO_LARGE = 431
 _MAX_HEAD_BYTES = 16 * 1024
 """Bytes of a head, where the configuration names no other limit."""
-_MAX_ARRIVING_BYTES = 256 * 1024
 _HANG_UP = (b"connection", b"close")
 _IS_RESERVED = "tokenyard.is_reserved"
 _CUT_OFF = "tokenyard.cut_off"
@@ -60,20 +58,7 @@ WriteChunk = Callable[[bytes], bool]
 gone; then `send` waits, or ends."""
 
 
-class _Arriving(threading.local):
-    """Room for bytes of whichever connection the thread's event loop reads, until they are copied.
-
-    To read allocates nothing: the loop itself would reset a connection for which it finds no memory.
-    """
-
-    def __init__(self) -> None:
-        self.bytes = memoryview(bytearray(_MAX_ARRIVING_BYTES))
-
-
-_arriving = _Arriving()
-
-
-class ClientConnection(H11Protocol, asyncio.BufferedProtocol):
+class ClientConnection(H11Protocol):
     """uvicorn's HTTP/1.1 with time limits, and with refusals in OpenAI's shape."""
 
     def __init__(
@@ -143,17 +128,6 @@ class ClientConnection(H11Protocol, asyncio.BufferedProtocol):
                 on_left=self.transport.abort,
             )
         return True
-
-    def get_buffer(self, _size_hint: int) -> memoryview:
-        return _arriving.bytes
-
-    def buffer_updated(self, num_bytes: int) -> None:
-        try:
-            data = _copied(_arriving.bytes[:num_bytes])
-        except MemoryError as error:
-            self._refuse(error)
-        else:
-            self.data_received(data)
 
     def data_received(self, data: bytes) -> None:
         """Take in bytes. The time for a head is not renewed by them: a trickle must not hold a place."""
@@ -278,10 +252,6 @@ class ClientConnection(H11Protocol, asyncio.BufferedProtocol):
             h11.EndOfMessage(),
         )
         return b"".join(self.conn.send(part) or b"" for part in parts)
-
-
-def _copied(arrived: memoryview) -> bytes:
-    return bytes(arrived)
 
 
 class ReservedPlaces:

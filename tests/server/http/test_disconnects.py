@@ -8,7 +8,6 @@ from urllib.parse import urlsplit
 import h11
 import pytest
 
-from server.http import connections
 from server.http.strict_http import StrictConnection
 from tests.server.conftest import eventually, impatient, serving
 
@@ -105,22 +104,6 @@ async def test_a_connection_whose_bytes_find_no_memory_ends_with_a_reply(url, en
     reader, writer = await post(url, "/v1/completions", {**PROMPTS, "max_tokens": 2})
     await reader.readuntil(b'"usage"')
     writer.close()
-
-
-async def test_bytes_that_were_read_and_have_no_room_of_their_own_end_with_a_reply(url, engine, monkeypatch):
-    """The event loop itself takes no memory to read: without any it would reset the connection."""
-
-    def without_memory(_: memoryview) -> bytes:
-        raise MemoryError
-
-    monkeypatch.setattr(connections, "_copied", without_memory)
-    for _ in "ab":
-        reader, writer = await post(url, "/v1/completions", {**PROMPTS, "max_tokens": 2})
-        refusal = await reader.read()
-        writer.close()
-        assert refusal.startswith(b"HTTP/1.1 503 ")
-        assert b'"code":"low_memory"' in refusal
-    assert engine.requests == []
 
 
 async def test_a_whole_reply_is_not_an_abort(url, engine):
