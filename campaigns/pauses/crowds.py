@@ -18,6 +18,8 @@ _BODY_BYTES = 4 * 2**20 - 1024
 """Just below what a body may have."""
 _NUM_ITEMS = 320 * 1000
 """Just below the number of items that a body may have."""
+_NUM_MEMBERS = 65 * 1000
+"""Just below the number of members that its objects may have."""
 _COMPLETIONS, _CHAT = "/v1/completions", "/v1/chat/completions"
 
 
@@ -54,6 +56,11 @@ def _raw(prefix: bytes, piece: bytes, suffix: bytes, *, most: int = 2**30) -> by
     return prefix + piece * num + suffix
 
 
+def _members(num: int, *, between: bytes = b",") -> bytes:
+    """Members with keys of their own; between the braces of two objects, each is an object of its own."""
+    return between.join(b'"k%d":1' % place for place in range(num))
+
+
 def _messages(num: int) -> list[dict[str, str]]:
     text = "word " * (_BODY_BYTES // num // 6)
     return [{"role": "user" if place % 2 == 0 else "assistant", "content": text} for place in range(num)]
@@ -83,8 +90,18 @@ BODIES: dict[str, Crowd] = {
     "320,000 empty lists": Crowd(
         path=_COMPLETIONS, body=lambda: _raw(b'{"x":[', b"[],", b"[]]}", most=_NUM_ITEMS // 2)
     ),
-    "160,000 objects": Crowd(
-        path=_COMPLETIONS, body=lambda: _raw(b'{"x":[', b'{"a":1},', b"{}]}", most=_NUM_ITEMS // 2)
+    "160,000 empty objects": Crowd(
+        path=_COMPLETIONS, body=lambda: _raw(b'{"x":[', b"{},", b"{}]}", most=_NUM_ITEMS // 2)
+    ),
+    "65,000 objects of a member": Crowd(
+        path=_COMPLETIONS, body=lambda: b'{"x":[{%b}]}' % _members(_NUM_MEMBERS, between=b"},{")
+    ),
+    "an object of 65,000 members": Crowd(
+        path=_COMPLETIONS, body=lambda: b'{"x":{%b}}' % _members(_NUM_MEMBERS)
+    ),
+    "one of 300,000, refused": Crowd(path=_COMPLETIONS, body=lambda: b'{"x":{%b}}' % _members(300_000)),
+    "32,000 messages": Crowd(
+        path=_CHAT, body=lambda: _json({"messages": [{"role": "user", "content": "x"}] * (_NUM_MEMBERS // 2)})
     ),
     "2,000 messages": Crowd(path=_CHAT, body=lambda: _json({"messages": _messages(2000)})),
     "1,000 messages, rendered": Crowd(path=_CHAT, body=lambda: _json({"messages": _messages(1000)})),

@@ -12,7 +12,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import zmq
@@ -22,6 +22,7 @@ from engine.process_messages import Ready, Shutdown, StartFailed, ToClient, ToEn
 from engine.processes.child_process import EXIT_START_FAILED
 from engine.processes.hang_watch import HangWatch
 from engine.processes.supervisor import EngineProcess
+from worker.machine import num_killed_for_memory
 
 log = logging.getLogger(__name__)
 
@@ -122,6 +123,7 @@ class EngineProcesses:
 
     async def _run_process(self) -> Death:
         """Run one process from its start to its death."""
+        num_killed = num_killed_for_memory()
         try:
             process = await EngineProcess.start(self._config)
         except (OSError, zmq.ZMQError) as error:
@@ -134,7 +136,7 @@ class EngineProcesses:
         try:
             if self._stopping.is_set():  # while it was started
                 process.kill()
-            death = await self._until_death(process, receiver, watch)
+            death = _explained(await self._until_death(process, receiver, watch), num_killed)
             await self._receive_the_rest(receiver)
         finally:
             receiver.cancel()
@@ -231,6 +233,15 @@ async def _log_stacks(process: EngineProcess, dying: "asyncio.Task[int]", silent
     )
     process.ask_for_stacks()
     await asyncio.wait([dying], timeout=_STACKS_S)
+
+
+def _explained(death: Death, num_killed_before: int) -> Death:
+    """Add that the kernel has killed for want of memory meanwhile: of that a process cannot tell itself."""
+    num_killed = num_killed_for_memory() - num_killed_before
+    if num_killed <= 0 or death.cause is DeathCause.HANG:
+        return death
+    reason = f"the kernel has killed {num_killed} process(es) of this control group for want of memory"
+    return replace(death, what=f"{death.what}; meanwhile {reason}: its limit is too low, or the machine full")
 
 
 def _describe(exit_code: int) -> str:

@@ -131,8 +131,9 @@ def test_a_full_disk_costs_the_log_and_ends_a_batch_in_one_line_but_not_the_serv
     ):
         files = ("-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl"))
         batch = [sys.executable, "-m", "server", "run-batch", *files, "--base-url", running.url]
-        # The limit of a file's size stands for a disk: what is beyond it cannot be written.
-        cut_off = run(["sh", "-c", f"ulimit -f 4; exec {shlex.join(batch)}"])
+        # The limit of a file's size stands for a disk: what is beyond it cannot be written, bytecode neither.
+        limited = f"ulimit -f 4; PYTHONDONTWRITEBYTECODE=1 exec {shlex.join(batch)}"
+        cut_off = run(["sh", "-c", limited])
         assert cut_off.returncode == 1
         assert "out.jsonl cannot be written (File too large)" in cut_off.stderr
         assert "Traceback" not in cut_off.stderr

@@ -12,6 +12,7 @@ from worker.machine import (
     free_behind,
     least_gpu_memory_bytes,
     memory_use,
+    num_killed_for_memory,
     usable_cores,
 )
 
@@ -47,6 +48,25 @@ def test_a_version_2_limit_counts_and_page_cache_gives_way(machine: Machine) -> 
     assert available_memory_bytes(machine.root) == 40 * MIB
     machine.write(f"{group}/memory.max", "max")
     assert available_memory_bytes(machine.root) == 100 * MIB
+
+
+@pytest.mark.parametrize(
+    ("controllers", "file", "content"),
+    [
+        ("0::", "sys/fs/cgroup/{}memory.events", "oom 5\noom_kill 3\noom_group_kill 1"),
+        ("4:memory:", "sys/fs/cgroup/memory/{}memory.oom_control", "oom_kill_disable 0\noom_kill 3"),
+    ],
+)
+@pytest.mark.parametrize("seen_as", ["pod/container/", ""])
+def test_kills_for_want_of_memory_are_those_of_our_own_group(
+    machine: Machine, controllers: str, file: str, content: str, seen_as: str
+) -> None:
+    assert num_killed_for_memory(machine.root) == 0
+    machine.write("proc/self/cgroup", f"{controllers}/pod/container")
+    machine.write(file.format(seen_as), content)
+    if seen_as:
+        machine.write(file.format("pod/"), "oom_kill 8")
+    assert num_killed_for_memory(machine.root) == 3
 
 
 def test_page_cache_that_became_active_gives_way_too(machine: Machine) -> None:

@@ -1,7 +1,8 @@
 """Rows with grammars that are compiled beside the steps, for sequences that wait to be admitted.
 
 Owns: the thread that compiles, one grammar after the other, and the rows until the step that admits their
-sequences takes them. It also frees the matchers of rows that are gone, which takes up to a millisecond each.
+sequences takes them. It also frees the matchers of rows that are gone, which takes up to a millisecond each,
+and gives their memory back to the system.
 Never: decides what is compiled and how much at once (scheduler/queues/compilations.py).
 
 The library lets go of the interpreter while it compiles and computes a mask, so that steps go on meanwhile.
@@ -9,17 +10,23 @@ The library lets go of the interpreter while it compiles and computes a mask, so
 
 import os
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import chain
+from math import inf
 
 from scheduler.messages import Grammar, SequenceId
+from worker.machine import trim_heaps
 from worker.sampling.grammar_rows import RowGrammar
 
 _NICENESS = 10
 """Steps come first where cores are short."""
+_TRIM_EVERY_S = 5.0
+"""Seconds at least between two trims. Eight choices of a dear grammar take 20 MiB for a moment, in heaps of
+several threads, and the allocator keeps for each of them the most that it ever had."""
 
 _Text = tuple[Grammar, tuple[int, ...]]
 """Grammar and the generated tokens that it is followed to: rows of the same are as good as each other."""
@@ -31,6 +38,7 @@ class CompileAhead:
     def __init__(self, make_row: Callable[[Grammar, Sequence[int]], RowGrammar]) -> None:
         self._make_row = make_row
         self._thread: ThreadPoolExecutor | None = None
+        self._trimmed_s = -inf
         self._finished: deque[tuple[SequenceId, _Text, RowGrammar | None]] = deque()
         self._given_up: set[SequenceId] = set()
         """Sequences for which no compilation need begin; they are reported all the same."""
@@ -83,7 +91,7 @@ class CompileAhead:
         if matcher is not None:
             last_reference = [matcher]
             del matcher
-            self._in_thread(last_reference.clear)
+            self._in_thread(self._free, last_reference)
 
     def _in_thread(self, work: Callable[..., None], *args: object) -> None:
         if self._thread is None:
@@ -98,6 +106,13 @@ class CompileAhead:
         except BaseException as error:  # noqa: BLE001 - the library's panics are no Exceptions
             row = RowGrammar(None, None, failure=f"the grammar failed: {type(error).__name__}")
         self._finished.append((sequence_id, text, row))
+
+    def _free(self, last_reference: list[object]) -> None:
+        last_reference.clear()
+        now_s = time.monotonic()
+        if now_s - self._trimmed_s >= _TRIM_EVERY_S:
+            self._trimmed_s = now_s
+            trim_heaps()
 
 
 def _step_back() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import tempfile
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from engine.process_messages import ToClient
 from engine.processes import engine_processes, supervisor
 from engine.processes.engine_processes import EngineProcesses
 from tests.checkpoints import write_tokenizer
+from worker.machine import num_killed_for_memory
 
 _CHILD = """
 import sys, time
@@ -78,6 +80,27 @@ async def test_a_message_that_cannot_be_taken_in_counts_as_a_death_and_not_as_si
     gave_up = await asyncio.wait_for(engine.run(), 30)
     assert gave_up is not None
     assert deaths == ["was killed by signal SIGKILL"] * 4
+
+
+async def test_a_death_says_if_the_kernel_has_killed_for_want_of_memory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events, deaths = folder / "sys/fs/cgroup/memory.events", list[str]()
+    for path, text in ((folder / "proc/self/cgroup", "0::/"), (events, "oom_kill 4")):
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    reading = partial(num_killed_for_memory, folder)
+    monkeypatch.setattr(engine_processes, "num_killed_for_memory", reading)
+    killer = f"Path({str(events)!r}).write_text('oom_kill 5'); os.kill(os.getpid(), 9)"
+    for body in (killer, "os.kill(os.getpid(), 9)"):
+        engine = make_processes(folder, monkeypatch, f"import os\n{body}", deaths)
+        engine.stop_replacing()
+        assert await asyncio.wait_for(engine.run(), 30) is not None
+    killed = "was killed by signal SIGKILL"
+    assert deaths[0].startswith(
+        f"{killed}; meanwhile the kernel has killed 1 process(es) of this control group"
+    )
+    assert deaths[1:] == [killed]
 
 
 async def test_stopping_while_the_process_is_being_born_ends_it(

@@ -35,6 +35,15 @@ async def test_an_unknown_field_is_named(strict, path, body, param):
     assert (error["param"], error["code"]) == (param, "unknown_parameter")
 
 
+@pytest.mark.parametrize(("num_faults", "param"), [(1000, "messages[0].x0"), (1001, None)])
+async def test_of_very_many_faults_none_is_named_since_the_validator_would_list_all(
+    strict, num_faults, param
+):
+    unknown = {f"x{number}": 1 for number in range(num_faults)}
+    response = await strict.post("/v1/chat/completions", json={"messages": [{**MESSAGE, **unknown}]})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
 async def test_without_it_the_same_is_counted_and_ignored(client, engine):
     response = await client.post("/v1/completions", json={"prompt": "x", "frobnicate": 1})
     assert response.status_code == 200

@@ -2,8 +2,12 @@
 
 import asyncio
 import dataclasses
+import gc
+import sys
 
+import httpx
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.frontend.metrics import EngineMetrics
@@ -101,6 +105,49 @@ async def test_metrics_are_one_page_of_known_series(client):
         ("other", "unmatched", "404"): 1,
     }
     assert families["tokenyard:unknown_request_fields"].samples[0].value == 1
+
+
+async def ask_as(client: httpx.AsyncClient, number: int) -> None:
+    """One of each kind of label that a client could try to make: names of its own, in every place."""
+    name = f"name-{number}"
+    headers = {"x-tokenyard-tenant": name, "x-request-id": name, "user-agent": name, "authorization": name}
+    body = {"prompt": "x", "user": name, "priority": number, name: 1, "cache_salt": name}
+    await client.post("/v1/completions", json=body, headers=headers)
+    await client.post("/v1/completions", json={**body, "model": name}, headers=headers)
+    await client.post("/v1/completions", json={"prompt": "x", "n": -number}, headers=headers)
+    for path in (f"/{name}", f"/v1/models/{name}", f"/v1/responses/{name}"):
+        await client.get(path, headers=headers)
+    await client.request(name.upper(), "/v1/models", headers=headers)
+
+
+def work_of_a_scrape(registry: CollectorRegistry) -> tuple[int, int]:
+    """Calls of Python functions, and lines of the page."""
+    num_calls = 0
+
+    def count(_frame: object, event: str, _what: object) -> None:
+        nonlocal num_calls
+        num_calls += event == "call"
+
+    gc.disable()  # it calls what others have left with it
+    sys.setprofile(count)
+    try:
+        page = generate_latest(registry)
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return num_calls, page.count(b"\n")
+
+
+async def test_a_scrape_takes_no_more_work_however_many_have_asked_under_whatever_name(client, engine):
+    registry = engine.metrics.registry
+    await ask_as(client, 1)
+    after_one = work_of_a_scrape(registry)
+    for number in range(2, 60):
+        await ask_as(client, number)
+    assert work_of_a_scrape(registry) == after_one
+    value = registry.get_sample_value
+    labels = {"method": "POST", "route": "/v1/completions", "status": "404"}
+    assert value("tokenyard:http_requests_total", labels) == 59
 
 
 async def test_live_requests_are_listed_only_where_the_operator_wants_it(engine, client):

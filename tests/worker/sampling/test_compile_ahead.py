@@ -7,6 +7,7 @@ import pytest
 
 from scheduler.messages import Grammar, GrammarKind, SequenceId
 from tests.worker.sampling.test_grammar import PERSON, World, regex, schema
+from worker.sampling import compile_ahead
 from worker.sampling.compile_ahead import CompileAhead
 from worker.sampling.grammar_rows import Grammars, RowGrammar
 
@@ -126,3 +127,24 @@ def test_a_compilation_that_has_not_begun_when_its_sequence_ends_is_skipped() ->
     assert finished == [1, 2, 3]
     assert compiled == ["a", "c"]
     ahead.discard(SequenceId(2))
+
+
+def test_memory_of_freed_matchers_is_given_back_after_they_are_gone_and_seldom(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+
+    class Matcher:
+        def __del__(self) -> None:
+            events.append("freed")
+
+    monkeypatch.setattr(compile_ahead, "trim_heaps", lambda: events.append("trimmed"))
+    ahead = CompileAhead(grammars.row_ahead)
+    for _ in range(3):
+        ahead.free(RowGrammar(Matcher(), None))  # type: ignore[arg-type]
+    compile_one(ahead, regex("a"), [])  # behind them
+    assert events == ["freed", "trimmed", "freed", "freed"]
+    monkeypatch.setattr(compile_ahead, "_TRIM_EVERY_S", 0.0)
+    ahead.free(RowGrammar(Matcher(), None))  # type: ignore[arg-type]
+    compile_one(ahead, regex("b"), [])
+    assert events[4:] == ["freed", "trimmed"]
