@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from scheduler.messages import SamplingParams
 from tests.checkpoints import make_checkpoint
 from tests.quantized_checkpoints import write_quantized
 from tests.worker.conftest import BLOCK_SIZE, load_worker
@@ -18,7 +20,10 @@ from tests.worker.gpu.ahead import AheadDriver
 from tests.worker.gpu.gpu_ranks import OWN, SHARED, rank_0
 from tests.worker.gpu.interpreted_gpu import HAS_GPU
 from tests.worker.gpu.lazy_cuda import DEVICE, LazyCuda
+from tests.worker.gpu.test_gpu_drafts import DRAFTING, VOCAB, check_alike
 from tests.worker.ranks.divided import TWO_SHARDS, DividedWorker
+from tests.worker.speculation.random_requests import TINY_REQUESTS
+from tests.worker.speculation.speculated import Answer, Speculated, half_right
 from worker.devices.visiting import let_visit, staying_on
 from worker.gpu.gpu_toolkit import _OwnOutput
 from worker.model.layer_shards import bytes_of_a_rank
@@ -29,11 +34,17 @@ from worker.ranks.rank_places import RankPlace
 from worker.ranks.ranks import Alone
 from worker.ranks.stage import Stage
 from worker.startup.kernel_choice import _ON_GPU
-from worker.worker_config import AdapterLimits, DraftMethod, SpeculationConfig, WorkerConfig
+from worker.worker_config import AdapterLimits, ModelFacts, WorkerConfig
 from worker.worker_errors import StartupError
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="stand-ins are needed")
 NUM_NUMBERS = 1000
+UPPER_HALF = tuple(range(VOCAB // 2 + 1, VOCAB))
+"""Tokens that the second of two ranks looks up."""
+DRAFTED = [
+    *TINY_REQUESTS,
+    ([300, 301], SamplingParams(temperature=1.0, seed=3, max_tokens=9, allowed_token_ids=UPPER_HALF)),
+]
 
 
 @pytest.fixture(scope="module")
@@ -56,21 +67,35 @@ def test_ranks_that_share_a_gpu_draw_the_tokens_of_one_process(tmp_path: Path) -
     expected = whole.expected_from(load_worker(folder, swap_space_bytes=1 << 20)[0])
     with rank_0(SHARED, None, TWO_SHARDS) as (_, divided):
         facts = divided.load(config_of(folder, SHARED, enforce_eager=True))
-        assert (facts.num_ranks, facts.runs_ahead, facts.max_drafts) == (2, True, 0)
+        assert (facts.num_ranks, facts.runs_ahead) == (2, True)
         assert served_by(divided) == expected
 
 
 def test_ranks_with_a_gpu_each_sum_within_graphs(folders: dict[str, Path]) -> None:
-    """Sums of experts too."""
-    expected = whole.expected_from(load_worker(folders["qwen3_moe"], swap_space_bytes=1 << 20)[0])
+    """Sums of experts too, and drafts."""
+    alone, facts = load_worker(folders["qwen3_moe"], swap_space_bytes=1 << 20)
+    expected = whole.expected_from(alone)
+    answers = Speculated(alone, facts).answers(DRAFTED)
     with rank_0(OWN, 1, TWO_SHARDS) as (cuda, divided):
-        config = config_of(folders["qwen3_moe"], OWN)
-        divided.load(config)
+        config = config_of(folders["qwen3_moe"], OWN, speculation=DRAFTING)
+        facts = divided.load(config)
         assert served_by(divided) == expected
         assert divided._worker is not None
-        assert whole.steps_of(divided._worker)._num_replayed == 7
+        steps = whole.steps_of(divided._worker)
+        assert steps._num_replayed == 7
+        check_drafts(divided, facts, answers)
+        assert steps._num_replayed > 7
         with gathering_beside_graphs(cuda), pytest.raises(StartupError, match="CUDA graphs are missing"):
             divided.load(config)
+
+
+def check_drafts(divided: DividedWorker, facts: ModelFacts, expected: list[Answer]) -> None:
+    """Raise AssertionError unless half-right drafts change nothing, preempted and beside steps in flight."""
+    changes = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_plans_in_flight": 2, "num_blocks": 7}
+    world = Speculated(divided, facts, changes, next_id=100)  # type: ignore[arg-type]
+    check_alike(world.answers(DRAFTED, half_right(expected, Random(4), VOCAB)), expected)
+    assert 0 < world.num_accepted < world.num_drafted
+    assert world.num_preemptions
 
 
 def served_by(divided: DividedWorker) -> dict[str, list[int]]:
@@ -240,10 +265,6 @@ def test_tied_ends_weigh_what_is_there_once_they_are_divided(family: str, tmp_pa
 @pytest.mark.parametrize(
     ("options", "refusal"),
     [
-        (
-            {"speculation": SpeculationConfig(method=DraftMethod.NGRAM)},
-            "ranks on GPUs verify no drafts yet",
-        ),
         (
             {"adapter_limits": AdapterLimits(max_in_step=1, max_in_memory=1)},
             "adapters are not divided among GPUs yet",
