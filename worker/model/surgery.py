@@ -141,7 +141,7 @@ def put_kernels_under(
             continue
         try:
             with staying_on(device.torch_device, layer):
-                parts = find_parts(layer, toolkit.weights)
+                parts = toolkit.round_weights(find_parts(layer, toolkit.weights))
                 fused = toolkit.fuse(*shard_layer(parts, own, ranks, toolkit.weights))
         except Unrecognised as undivided:
             done.reasons[str(undivided)] += 1

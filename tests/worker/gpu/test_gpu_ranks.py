@@ -66,18 +66,22 @@ def config_of(folder: Path, device: str, **options: Any) -> WorkerConfig:
 
 
 def test_ranks_that_share_a_gpu_draw_the_tokens_of_one_process(tmp_path: Path) -> None:
-    """A checkpoint of codes, with sums through the host; with an adapter of all projections."""
+    """A checkpoint of codes, with sums through the host; with an adapter of all projections; and rounded."""
     folder, plain = write_quantized("llama", "awq", tmp_path)
     options = adapting([write_adapter(tmp_path / "all", plain, rank=3)])
     alone, facts = load_worker(folder, swap_space_bytes=1 << 20, **options)
     expected, order = whole.expected_from(alone), [facts.adapters[0].identity, ""]
     adapted = mixed(alone, order, is_ahead=False)
+    rounding = {"quantization": "int8", "quantize_head": "int8"}
+    rounded = whole.expected_from(whole.load_gpu(plain, enforce_eager=True, **rounding)[0])
     with rank_0(SHARED, None, TWO_SHARDS) as (_, divided):
         facts = divided.load(config_of(folder, SHARED, enforce_eager=True, **options))
         assert (facts.num_ranks, facts.runs_ahead) == (2, True)
         assert served_by(divided) == expected
         assert mixed(divided, order, is_ahead=True) == adapted
         assert adapted[0] != adapted[1]
+        divided.load(config_of(plain, SHARED, enforce_eager=True, **rounding))
+        assert served_by(divided) == rounded
 
 
 def test_ranks_with_a_gpu_each_sum_within_graphs(folders: dict[str, Path], tmp_path: Path) -> None:
