@@ -175,7 +175,7 @@ def budget_for_step(
     # A list, and no call for each sequence: this is a tenth of a step of decodes.
     num_decodes = sum([seq.num_tokens - seq.num_computed_tokens == 1 for seq in queues.running])
     num_decodes += queues.num_steady
-    if num_decodes and config.target_itl_s != inf:
+    if config.target_itl_s != inf and (num_decodes or _decodes_in_flight(config, queues)):
         decodes_s, target_s = step_time.seconds(num_decodes), step_target_s(config)
         share = _prefill_share(config, queues, decodes_s, target_s, now_s=now_s)
         expected_s = max(target_s / step_time.headroom, decodes_s / (1 - share))
@@ -188,6 +188,11 @@ def budget_for_step(
         free_seqs=config.max_num_seqs - queues.num_running,
         num_decodes=num_decodes - queues.num_steady,
     )
+
+
+def _decodes_in_flight(config: SchedulerConfig, queues: RequestQueues) -> bool:
+    """Whether sequences in other plans wait for this one to pass, as it does for stages alone."""
+    return config.num_stages > 1 and any(seq.num_output_tokens for seq in queues.running)
 
 
 def step_target_s(config: SchedulerConfig) -> float:
