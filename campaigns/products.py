@@ -72,7 +72,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--thread-time", action="store_true", help="time of one thread; implies --threads 1")
-    parser.add_argument("--instructions", default="", help="avx512-bf16, avx2 or plain; empty: the best")
+    parser.add_argument("--instructions", default="", help="a name, as --cpu-kernels; empty: the best")
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--megabytes", type=int, default=160, help="codes or numbers of each kind")
     parser.add_argument("--rows", type=int, nargs="*", default=_ROWS)

@@ -128,6 +128,21 @@ def test_four_bits_miss_no_number_by_more_than_half_a_step_of_its_group() -> Non
     assert round_to_int4(Linear.of(PlainWeight(numbers(8, 48)))).weight.format == "float32"
 
 
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [(1.0, torch.float16), (1e6, torch.bfloat16), (1e-5, torch.bfloat16), (1e-38, torch.bfloat16)],
+)
+def test_scales_of_four_bits_are_numbers_of_16_bits_whatever_the_size_of_the_weights(size, dtype) -> None:
+    exact = (numbers(8, 96) * size).view(8, 3, 32)
+    weight = round_to_int4(Linear.of(PlainWeight(exact.view(8, 96)))).weight
+    assert torch.equal(weight.scales_NG, weight.scales_NG.to(dtype).float())
+    found = weight.dequantized().view(8, 3, 32)
+    if size < 1e-30:  # of such a scale there is no inverse
+        assert not found.any()
+    else:
+        assert bool(((found - exact).abs() <= exact.abs().amax(dim=2, keepdim=True) / 7.8).all())
+
+
 class Doubling(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * 2

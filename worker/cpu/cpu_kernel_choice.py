@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from worker.attention.kv_cache import cache_dtype
-from worker.cpu.cpu_arithmetic import choose_kernels
+from worker.cpu.cpu_arithmetic import choose_kernels, open_kernels, open_ways
 from worker.cpu.cpu_toolkit import CpuToolkit
 from worker.cpu.kernel_build import CannotBuild, build_library, find_library, foresee_build
 from worker.cpu.native import DTYPES, Kernels
@@ -59,13 +59,21 @@ def _open(config: WorkerConfig, library: Path, dtype: torch.dtype) -> Kernels:
     """Open those that were asked for by name, or choose. Raises StartupError, OSError."""
     num_threads = torch.get_num_threads()
     if config.cpu_kernels != _AUTO:
-        try:
-            return Kernels(library, num_threads, config.cpu_kernels)
-        except ValueError as error:
-            raise StartupError(f"--cpu-kernels {config.cpu_kernels}: {error}", fix="leave it out") from error
-    if dtype is torch.bfloat16 and config.num_ranks == 1:
+        return _open_named(config, library, num_threads)
+    if _is_measured(config, dtype):
         return choose_kernels(library, num_threads)
     return Kernels(library, num_threads)
+
+
+def _open_named(config: WorkerConfig, library: Path, num_threads: int) -> Kernels:
+    try:
+        return open_kernels(library, num_threads, config.cpu_kernels)
+    except (ValueError, ArithmeticError) as error:
+        raise StartupError(f"--cpu-kernels {config.cpu_kernels}: {error}", fix="leave it out") from error
+
+
+def _is_measured(config: WorkerConfig, dtype: torch.dtype) -> bool:
+    return dtype is torch.bfloat16 and config.num_ranks == 1
 
 
 def foresee_kernels(config: WorkerConfig, device: Device, dtype: torch.dtype) -> Finding:
@@ -79,11 +87,20 @@ def foresee_kernels(config: WorkerConfig, device: Device, dtype: torch.dtype) ->
         if library is None:
             what = f"will be compiled at first start with {foresee_build().name}"
         else:
-            what = f"{Kernels(library, num_threads=1).instruction_set}, built"
+            what = f"{_foresee_names(config, library, dtype)}, built"
     except (CannotBuild, OSError) as error:
         _refuse_quantization(config, error)
         return _without(config, dtype, error)
     return Finding(topic=_TOPIC, verdict=Verdict.OK, what=what)
+
+
+def _foresee_names(config: WorkerConfig, library: Path, dtype: torch.dtype) -> str:
+    if config.cpu_kernels != _AUTO:
+        return _open_named(config, library, num_threads=1).instruction_set
+    if not _is_measured(config, dtype):
+        return Kernels(library, num_threads=1).instruction_set
+    *others, last = (each.instruction_set for each in open_ways(library, num_threads=1))
+    return f"the fastest of {', '.join(others)} and {last}, measured at start" if others else last
 
 
 def _without(config: WorkerConfig, dtype: torch.dtype, error: Exception) -> Finding:

@@ -1,6 +1,7 @@
-"""Proof that the CPU's kernels multiply by a model's quantized weights as their formats define it.
+"""Proof that the CPU's kernels multiply exactly, by a model's quantized weights as their formats define it.
 
-Owns: one product of each kind of weight on random rows, and the refusal of one that differs.
+Owns: one product of each kind of weight on random rows, and the refusal of one that differs; the trial of
+instructions that are new to us.
 Never: judges rounding that an option asks for: rows of int8 are tried with numbers that int8 has.
 
 Shapes: T tokens, N outputs, K inputs.
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from worker.cpu.grouped_packing import Inputs, find_hindrance, pack_grouped
-from worker.cpu.native import DTYPES, Kernels
+from worker.cpu.native import DTYPES, Kernels, pack, pack_int8
 from worker.model.quantized_layers import find_kinds
 from worker.quantized.grouped_weight import GroupedWeight
 from worker.worker_errors import StartupError
@@ -20,6 +21,23 @@ _SEED = 13
 _TOLERANCE = 1e-4
 """Error over size of the sums, which are float32 in another order."""
 _HIGHEST_BYTE = 127
+_TRIED_ROWS, _TRIED_OUTPUTS, _TRIED_INPUTS = 37, 160, 176
+"""No multiples of what instructions take at once."""
+
+
+def multiplies_exactly(kernels: Kernels, other: Kernels) -> bool:
+    """Try bf16 and int8. Rows alone must be those among others, and whole numbers summed as by `other`."""
+    generator = torch.Generator().manual_seed(_SEED)
+    x_TK = torch.randn((_TRIED_ROWS, _TRIED_INPUTS), generator=generator).bfloat16()
+    numbers_NK = torch.randn((_TRIED_OUTPUTS, _TRIED_INPUTS), generator=generator).bfloat16()
+    codes_NK = (numbers_NK * 40).clamp(-_HIGHEST_BYTE, _HIGHEST_BYTE).to(torch.int8)
+    plain, whole = pack(numbers_NK), pack_int8(codes_NK, torch.ones(_TRIED_OUTPUTS))
+    found_TN = kernels.multiply_to_float(x_TK, plain)
+    alone_TN = torch.cat([kernels.multiply_to_float(row_K[None], plain) for row_K in x_TK])
+    expected_TN = x_TK.double() @ numbers_NK.double().T
+    is_right = float((found_TN - expected_TN).norm() / expected_TN.norm()) <= _TOLERANCE
+    sums_TN, expected_sums_TN = (each.multiply_to_float(x_TK, whole) for each in (kernels, other))
+    return is_right and torch.equal(found_TN, alone_TN) and torch.equal(sums_TN, expected_sums_TN)
 
 
 def prove_products(model: nn.Module, kernels: Kernels, inputs: Inputs) -> bool:

@@ -284,7 +284,7 @@ def _in_blocks(weight_NK: Tensor, *, step: int) -> Tensor:
 class Kernels:
     """An opened library with its threads. Not for several threads at once.
 
-    `instruction_set` is avx512-bf16, avx512-expanded, avx2 or plain; empty takes the first of this processor.
+    `instruction_set` is avx512-bf16, avx512-expanded, amx, avx2 or plain; empty takes the processor's first.
     Raises OSError if the library cannot be loaded, ValueError if the processor lacks the instruction set.
     """
 

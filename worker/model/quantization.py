@@ -22,6 +22,7 @@ _HIGHEST_BYTE = 127
 _INT4_GROUP = 32
 _LOWEST_NIBBLE = -8
 _LARGEST_FLOAT8 = 448.0
+_HALF, _SINGLE = torch.finfo(torch.float16), torch.finfo(torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +76,17 @@ def round_to_int8(linear: Linear) -> Linear:
 
 
 def round_to_int4(linear: Linear) -> Linear:
-    """Round plain weights to four bits; the largest number of each group becomes -8.
+    """Round plain weights to four bits; the largest number of each group becomes -8, or nearly so.
 
-    A layer whose inputs are no whole groups stays as it is, and codes do.
+    Scales are rounded first, to numbers of 16 bits, which kernels keep as they are. A layer whose inputs are
+    no whole groups stays as it is, and codes do.
     """
     weight = linear.weight
     if not isinstance(weight, PlainWeight) or linear.num_inputs % _INT4_GROUP:
         return linear
     groups = weight.numbers_NK.float().view(linear.num_outputs, -1, _INT4_GROUP)
     largest = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True))
-    scales = largest / _LOWEST_NIBBLE
+    scales = _in_16_bits(largest / _LOWEST_NIBBLE)
     inverse = torch.where(scales == 0, 0, 1 / scales)
     codes = (groups * inverse).round().clamp(_LOWEST_NIBBLE, -_LOWEST_NIBBLE - 1) - _LOWEST_NIBBLE
     return replace(
@@ -95,6 +97,14 @@ def round_to_int4(linear: Linear) -> Linear:
             scales_NG=scales[:, :, 0].contiguous(),
         ),
     )
+
+
+def _in_16_bits(scales: Tensor) -> Tensor:
+    """Round scales to float16, or to bfloat16 where that would lose more; those with no inverse become 0."""
+    sizes = scales.abs()
+    inexact = (sizes > _HALF.max) | ((sizes < _HALF.tiny) & (sizes > 0))
+    rounded = scales.to(torch.bfloat16 if inexact.any() else torch.float16).float()
+    return torch.where(rounded.abs() < _SINGLE.tiny, 0, rounded)
 
 
 def round_to_float8(linear: Linear) -> Linear:

@@ -48,6 +48,7 @@ CASES = {
     "subnormal half": ({"scales_NG": HALF.clone().fill_(3e-7).half().float()}, 2),
     "bfloat16": ({"scales_NG": BF16}, 2),
     "zero points": ({"scales_NG": HALF, "offsets_NG": HALF * whole(15, *SHAPE)}, 3),
+    "zero points of bfloat16": ({"scales_NG": BF16, "offsets_NG": BF16 * whole(15, *SHAPE)}, 3),
     "float offsets": ({"scales_NG": HALF, "offsets_NG": random(*SHAPE)}, 6),
     "units": (
         {

@@ -57,11 +57,13 @@ template <int B, typename T>
   }
 }
 
-// The same; those of most checkpoints come straight into registers.
+// The same; those of most checkpoints come straight into registers: scales of 16 bits, and bytes that are offsets in them.
 template <int B, typename T>
 inline void load_scales(const PackedWeight<T>& weight, const Run& run, Floats* scales, Floats* offsets) {
   const GroupedCodes& grouped = weight.grouped;
-  if (grouped.scales.form != NumberForm::kHalf || grouped.offsets.data != nullptr) {
+  const bool is_half = grouped.scales.form == NumberForm::kHalf, has_offsets = grouped.offsets.data != nullptr;
+  const bool are_short = is_half || grouped.scales.form == NumberForm::kBf16;
+  if (!are_short || (has_offsets && grouped.offsets.form != NumberForm::kTimesScale)) {
     Floats found[2][B * kParts] = {};
     load_any_scales<B>(weight, run.place, run.unit_place, found);
 #pragma GCC unroll 32
@@ -69,9 +71,20 @@ inline void load_scales(const PackedWeight<T>& weight, const Run& run, Floats* s
     return;
   }
   const int64_t stride = weight.num_inputs / grouped.group_size * kColumns;
-  const uint16_t* halves = static_cast<const uint16_t*>(grouped.scales.data) + run.place;
+  const auto place = [&](int i) { return run.place + i / kParts * stride + i % kParts * kV; };
+  if (is_half) {
+    const uint16_t* halves = static_cast<const uint16_t*>(grouped.scales.data);
 #pragma GCC unroll 32
-  for (int i = 0; i < B * kParts; ++i) scales[i] = load_half(halves + i / kParts * stride + i % kParts * kV);
+    for (int i = 0; i < B * kParts; ++i) scales[i] = load_half(halves + place(i));
+  } else {
+    const Bf16* numbers = static_cast<const Bf16*>(grouped.scales.data);
+#pragma GCC unroll 32
+    for (int i = 0; i < B * kParts; ++i) scales[i] = load(numbers + place(i));
+  }
+  if (!has_offsets) return;
+  const int8_t* multiples = static_cast<const int8_t*>(grouped.offsets.data);
+#pragma GCC unroll 32
+  for (int i = 0; i < B * kParts; ++i) offsets[i] = load_bytes(multiples + place(i)) * scales[i];
 }
 
 // All runs of B blocks, whose scales are loaded as they come.

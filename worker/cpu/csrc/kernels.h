@@ -294,6 +294,7 @@ struct AllKernels {
 // Null where this build or this processor has no such instructions.
 const AllKernels* avx512_kernels();
 const AllKernels* avx512_expanded_kernels();  // taken by name only
+const AllKernels* amx_kernels();              // taken by name only
 const AllKernels* avx2_kernels();
 const AllKernels* plain_kernels();
 

@@ -183,6 +183,15 @@ inline void finish_row(const Product<T>& product, int64_t row, int64_t block, Fl
   }
 }
 
+// What sums of whole numbers stand for, in one vector of columns.
+template <typename T>
+inline Floats scaled(const Product<T>& product, int64_t row, int64_t column, Ints sums) {
+  Ints offset;
+  __builtin_memcpy(&offset, product.weight.offsets + column, sizeof offset);
+  const Floats total = __builtin_convertvector(sums - offset, Floats);
+  return total * (load(product.weight.scales + column) * product.scales[row]);
+}
+
 // M rows times B blocks.
 template <int M, int B, typename T>
 inline void multiply_blocks(const Product<T>& product, int64_t row, int64_t block) {
@@ -197,12 +206,7 @@ inline void multiply_blocks(const Product<T>& product, int64_t row, int64_t bloc
     multiply_tile<M, B>(product.bytes + input, weight.num_inputs, weight.bytes + block * stride, stride, totals);
     for (int part = 0; part < B * kParts; ++part) {
       const int64_t column = block * kColumns + part * kV;
-      Ints offset;
-      __builtin_memcpy(&offset, weight.offsets + column, sizeof offset);
-      for (int m = 0; m < M; ++m) {
-        const Floats total = __builtin_convertvector(totals[m][part] - offset, Floats);
-        sums[m][part] = total * (load(weight.scales + column) * product.scales[row + m]);
-      }
+      for (int m = 0; m < M; ++m) sums[m][part] = scaled(product, row + m, column, totals[m][part]);
     }
   }
   for (int m = 0; m < M; ++m) {
