@@ -8,8 +8,9 @@ Every path is below a root folder, so that a test can bring its own machine.
 
 import ctypes
 import gc
+import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,38 @@ def available_memory_bytes(root: Path = _MACHINE) -> int:
 def return_freed_memory() -> None:
     """Give memory that was freed back to the system, of which the allocator keeps large pieces too."""
     gc.collect()
+    trim_heaps()
+
+
+def trim_heaps() -> None:
+    """Give back what heaps hold free, without looking for objects that could be freed too."""
     with suppress(OSError, AttributeError):  # another C library than glibc
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def free_behind(files: Collection[Path]) -> None:
+    """Give back what heaps hold free, and pages of these mapped files.
+
+    The page cache has them for when they are needed again. A mapping that was written to is left alone.
+    """
+    trim_heaps()
+    for place in find_mapped(files):
+        address, num_bytes = ctypes.c_void_p(place.start), ctypes.c_size_t(len(place))
+        ctypes.CDLL(None).madvise(address, num_bytes, mmap.MADV_DONTNEED)
+
+
+def find_mapped(files: Collection[Path], root: Path = _MACHINE) -> list[range]:
+    """Find the addresses at which files are mapped and were not written to."""
+    paths = {str(file.resolve()) for file in files}
+    found, place = [], range(0)
+    for line in _read_text(root / "proc/self/smaps").splitlines():
+        words = line.split(maxsplit=5)
+        if "-" in words[0]:
+            start, end = words[0].split("-")
+            place = range(int(start, 16), int(end, 16)) if words[-1] in paths else range(0)
+        elif place and words[:2] == ["Anonymous:", "0"]:
+            found.append(place)
+    return found
 
 
 def memory_use(root: Path = _MACHINE) -> float:

@@ -5,8 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from worker.machine import available_memory_bytes, least_gpu_memory_bytes, memory_use, usable_cores
+from worker.machine import (
+    available_memory_bytes,
+    free_behind,
+    least_gpu_memory_bytes,
+    memory_use,
+    usable_cores,
+)
 
 MIB = 1 << 20
 
@@ -99,6 +106,30 @@ def test_hyper_threads_are_one_core_and_a_quota_cuts(
     assert usable_cores(machine.root) == 1
     machine.write("sys/fs/cgroup/cpu.max", "max 100000")
     assert usable_cores(machine.root) == 4
+
+
+def resident_kib(path: Path) -> int:
+    """Memory of this process that is pages of a file."""
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    return sum(
+        next(int(line.split()[1]) for line in lines if line.startswith("Rss:"))
+        for line in lines
+        if line.endswith(str(path))
+    )
+
+
+def test_pages_of_a_mapped_file_are_given_back_but_not_what_was_written_to_them(tmp_path: Path) -> None:
+    path, num_bytes = tmp_path / "weights", 1 << 20
+    path.write_bytes(bytes(range(256)) * (num_bytes // 256))
+    mapped = torch.from_file(str(path), shared=False, size=num_bytes, dtype=torch.uint8)
+    assert mapped.sum(dtype=torch.int64) == num_bytes * 255 // 2
+    assert resident_kib(path) == num_bytes >> 10
+    free_behind([path])
+    assert resident_kib(path) == 0
+    assert mapped[-1] == 255
+    mapped[0] = 7
+    free_behind([path])
+    assert mapped[0] == 7
 
 
 def test_memory_use_is_that_of_whatever_is_fuller_and_file_caches_do_not_count(machine: Machine) -> None:

@@ -1,13 +1,22 @@
 """A linear layer is merged, reordered and cut without a look at its numbers, whatever format they are in."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from worker.model import quantization
 from worker.model.layer_call import HeadShape
 from worker.model.linear import Axis, Linear, PlainWeight, Segment, linear_of, merge
-from worker.model.quantization import NO_ROUNDING, round_to_int4, round_to_int8, rounding_of
+from worker.model.quantization import (
+    NO_ROUNDING,
+    round_to_float8,
+    round_to_int4,
+    round_to_int8,
+    rounding_of,
+)
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import StartupError
 
@@ -126,6 +135,18 @@ def test_four_bits_miss_no_number_by_more_than_half_a_step_of_its_group() -> Non
     assert bool((found[0, 0] == 0).all())
     assert round_to_int4(rounded) is rounded
     assert round_to_int4(Linear.of(PlainWeight(numbers(8, 48)))).weight.format == "float32"
+
+
+@pytest.mark.parametrize("round_weight", [round_to_int4, round_to_int8, round_to_float8])
+def test_a_weight_that_is_rounded_piece_by_piece_is_the_same(
+    round_weight: Callable[[Linear], Linear], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last rows have scales that float16 has not, so that none are float16."""
+    plain = numbers(8, 96) * torch.tensor([1.0] * 6 + [1e6] * 2)[:, None]
+    whole = round_weight(Linear.of(PlainWeight(plain))).weight
+    monkeypatch.setattr(quantization, "_PIECE_NUMBERS", 3 * 96)
+    found = round_weight(Linear.of(PlainWeight(plain))).weight
+    assert torch.equal(found.dequantized(torch.float32), whole.dequantized(torch.float32))
 
 
 @pytest.mark.parametrize(

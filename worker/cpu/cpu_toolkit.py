@@ -19,6 +19,7 @@ from worker.cpu.cpu_proof import prove_product, prove_products
 from worker.cpu.grouped_packing import Inputs, grouped_rows
 from worker.cpu.native import WIDEST_VECTOR, Kernels, PackedWeight
 from worker.devices.device import Device
+from worker.machine import trim_heaps
 from worker.model.layer_call import LayerCall
 from worker.model.layer_parts import LayerParts
 from worker.model.linear import Linear, PlainWeight, linear_of
@@ -132,6 +133,7 @@ class CpuToolkit:
 
     def replace_others(self, model: Any, max_model_len: int) -> ReplacedExperts:  # noqa: ARG002 - no tables here
         """Pack mixtures of experts, the output layer, and codes of layers that were not fused."""
+        trim_heaps()  # of the layers: the output layer takes most beside it while it is packed
         self._pack_output(model)
         done = replace_experts(
             model,

@@ -30,6 +30,8 @@ from worker.quantized.grouped_weight import GroupedWeight, merged
 _HALF = COLUMNS // 2
 _ZERO_OF_INT8 = 128
 _HIGHEST_BYTE = 127
+_PIECE_BYTES = 4 << 20
+"""Codes that are packed at a time."""
 
 
 class CannotPack(Exception):
@@ -148,8 +150,9 @@ def _pack(
     unit, lookup, shift = _byte_lookup(weight) if takes_bytes else (1.0, _number_lookup(weight), 0)
     data = _data(weight, takes_bytes=takes_bytes)
     is_same = unit == 1
-    scales = pack_scales(weight.scales_NG * unit, weight.scale_units_NU if is_same else None)
-    offsets = pack_offsets(weight.offsets_NG, weight.scales_NG * unit, weight.offset_units_NU)
+    scales_NG = weight.scales_NG if is_same else weight.scales_NG * unit
+    scales = pack_scales(scales_NG, weight.scale_units_NU if is_same else None)
+    offsets = pack_offsets(weight.offsets_NG, scales_NG, weight.offset_units_NU)
     table = None if weight.table is None else weight.table.float().contiguous()
     permutation = None if weight.permutation_K is None else weight.permutation_K.int().contiguous()
     bias = None if bias_N is None else pad(bias_N.float(), (0, -len(bias_N) % COLUMNS))
@@ -170,23 +173,41 @@ def _pack(
 
 
 def _data(weight: GroupedWeight, *, takes_bytes: bool) -> Tensor:
-    """Bytes [B, ...] of each block, in order of K."""
-    rest = -weight.num_outputs % COLUMNS
+    """Bytes [B, ...] of each block, in order of K. Some blocks at a time: packing takes more beside them."""
+    codes, num_inputs = weight.codes.view(torch.uint8), weight.num_inputs
+    shape: tuple[int, ...]
     if weight.codes.dtype is torch.uint8:
-        fours = pad(weight.codes, (0, 0, 0, rest)).contiguous().view(torch.int16)  # the first code lowest
-        halves = fours.view(-1, 2, _HALF, weight.num_inputs // 4).permute(1, 0, 3, 2)
+        pack = _pack_nibbles
         # [B, K / 4, lane, input of four], or input of a pair, pair; the first half's code in the lower bits
-        low, high = (_spread(half, keeps_order=takes_bytes) for half in halves)
-        packed = WEIGHTS.zeros((*low.shape, 4) if takes_bytes else (*low.shape, 2, 2), torch.uint8)
-        torch.bitwise_or(low, high << 4, out=packed.view(-1).view(torch.int32).view(low.shape))
-        return packed
-    codes = pad(weight.codes.view(torch.uint8), (0, 0, 0, rest)).view(-1, 2, _HALF, weight.num_inputs)
-    if takes_bytes:  # [B, K / 4, half, lane, input of four], without a sign
-        by_four = codes.view(-1, 2, _HALF, weight.num_inputs // 4, 4).permute(0, 3, 1, 2, 4)
-        return torch.bitwise_xor(by_four, _ZERO_OF_INT8, out=WEIGHTS.zeros(by_four.shape, torch.uint8))
-    # [B, K / 2, four lanes of a half, half, lane of four, input of a pair]: what unpacking bytes undoes
-    by_two = codes.view(-1, 2, _HALF // 4, 4, weight.num_inputs // 2, 2).permute(0, 4, 2, 1, 3, 5)
-    return WEIGHTS.zeros(by_two.shape, torch.uint8).copy_(by_two)
+        shape = (num_inputs // 4, _HALF, 4) if takes_bytes else (num_inputs // 4, _HALF, 2, 2)
+    elif takes_bytes:
+        pack, shape = _pack_by_four, (num_inputs // 4, 2, _HALF, 4)
+    else:  # four lanes of a half, half, lane of four, input of a pair: what unpacking bytes undoes
+        pack, shape = _pack_by_two, (num_inputs // 2, _HALF // 4, 2, 4, 2)
+    num_blocks = -(-weight.num_outputs // COLUMNS)
+    packed = WEIGHTS.zeros((num_blocks, *shape), torch.uint8)
+    size = max(1, _PIECE_BYTES // (COLUMNS * codes.shape[1]))
+    for some, out in zip(torch.split(codes, size * COLUMNS), torch.split(packed, size), strict=True):
+        rest = -len(some) % COLUMNS
+        pack(pad(some, (0, 0, 0, rest)) if rest else some, out)
+    return packed
+
+
+def _pack_nibbles(codes: Tensor, out: Tensor) -> None:
+    fours = codes.contiguous().view(torch.int16)  # the first code lowest
+    halves = fours.view(-1, 2, _HALF, fours.shape[1]).permute(1, 0, 3, 2)
+    low, high = (_spread(half, keeps_order=out.dim() == 4) for half in halves)
+    torch.bitwise_or(low, high << 4, out=out.view(-1).view(torch.int32).view(low.shape))
+
+
+def _pack_by_four(codes: Tensor, out: Tensor) -> None:
+    """Whole numbers without a sign."""
+    by_four = codes.view(-1, 2, _HALF, codes.shape[1] // 4, 4).permute(0, 3, 1, 2, 4)
+    torch.bitwise_xor(by_four, _ZERO_OF_INT8, out=out)
+
+
+def _pack_by_two(codes: Tensor, out: Tensor) -> None:
+    out.copy_(codes.view(-1, 2, _HALF // 4, 4, codes.shape[1] // 2, 2).permute(0, 4, 2, 1, 3, 5))
 
 
 def _spread(fours: Tensor, *, keeps_order: bool) -> Tensor:

@@ -240,7 +240,9 @@ def pack_int8(
     activation: GateActivation = GateActivation.NONE,
 ) -> PackedWeight:
     """Copy a weight of one byte and one scale for each output, as `pack` does."""
-    offsets = _padded(_ZERO_OF_INPUTS * codes_NK.sum(dim=1, dtype=torch.int32))
+    # Some outputs at a time: torch makes int32 of all that it sums.
+    sums = [some.sum(dim=1, dtype=torch.int32) for some in torch.split(codes_NK, 32 * COLUMNS)]
+    offsets = _padded(_ZERO_OF_INPUTS * torch.cat(sums))
     data, scales = _in_blocks(codes_NK, step=4), _padded(scales_N)
     c, bias = _struct(codes_NK, bias_N, activation)
     c.bytes, c.scales, c.offsets = pointer(data), pointer(scales), pointer(offsets)

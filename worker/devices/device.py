@@ -45,10 +45,13 @@ _TIMED_REPLAYS = 10
 
 
 class Reserve(NamedTuple):
-    """Memory that a GPU will hold beside weights, KV cache and the step that was measured."""
+    """Memory that will be held beside what was measured and the KV cache."""
 
     num_graphs: int = 0
     buffer_bytes: int = 0
+    """Buffers of a GPU."""
+    weight_bytes: int = 0
+    """Weights that are pages of their files yet."""
 
 
 NO_RESERVE = Reserve()
@@ -236,9 +239,10 @@ class CpuDevice:
         self,
         run_largest_step: Callable[[], None],  # noqa: ARG002 - measured on GPUs
         *,
-        reserve: Reserve = NO_RESERVE,  # noqa: ARG002 - what a CPU holds beside its cache is no part of the cache's share
+        reserve: Reserve = NO_RESERVE,
     ) -> int:
-        return self.foreseen_budget_bytes(0)
+        # Buffers that a CPU holds beside its cache are no part of the cache's share.
+        return self.foreseen_budget_bytes(reserve.weight_bytes)
 
     def foreseen_budget_bytes(self, num_weight_bytes: int) -> int:
         budget_bytes = cpu_budget_bytes(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from worker.devices.visiting import staying_on
+from worker.machine import trim_heaps
 from worker.model.layer_parts import GateActivation, Unrecognised
 from worker.model.linear import Axis, Cut, Linear, PlainWeight, Segment, merge
 from worker.ranks.ranks import Ranks
@@ -283,6 +284,7 @@ def replace_experts(
     done = ReplacedExperts()
     for name in [name for name, _ in find_experts(model)]:
         module = model.get_submodule(name)
+        trim_heaps()  # of the layer before
         done.num_found += 1
         try:
             with staying_on(device, module):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from worker.model.linear import Linear, PlainWeight
-from worker.quantized.grouped_weight import SIGNED_TABLE, GroupedWeight, pack_nibbles
+from worker.quantized.grouped_weight import SIGNED_TABLE, GroupedWeight, gathered, pack_nibbles
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import StartupError
 
@@ -23,6 +23,7 @@ _INT4_GROUP = 32
 _LOWEST_NIBBLE = -8
 _LARGEST_FLOAT8 = 448.0
 _HALF, _SINGLE = torch.finfo(torch.float16), torch.finfo(torch.float32)
+_PIECE_NUMBERS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +70,15 @@ def round_to_int8(linear: Linear) -> Linear:
     """Round plain weights; the largest number of each output becomes 127. Others are rounded already."""
     if not isinstance(linear.weight, PlainWeight):
         return linear
-    weight_NK = linear.weight.numbers_NK.float()
+    first, *others = map(_int8, _pieces(linear.weight))
+    return replace(linear, weight=first.merge(others))
+
+
+def _int8(numbers_NK: Tensor) -> Int8Weight:
+    weight_NK = numbers_NK.float()
     scales_N = weight_NK.abs().amax(dim=1) / _HIGHEST_BYTE
     codes_NK = (weight_NK / scales_N.clamp_min(1e-30)[:, None]).round().to(torch.int8)
-    return replace(linear, weight=Int8Weight(codes_NK, scales_N))
+    return Int8Weight(codes_NK, scales_N)
 
 
 def round_to_int4(linear: Linear) -> Linear:
@@ -84,19 +90,30 @@ def round_to_int4(linear: Linear) -> Linear:
     weight = linear.weight
     if not isinstance(weight, PlainWeight) or linear.num_inputs % _INT4_GROUP:
         return linear
-    groups = weight.numbers_NK.float().view(linear.num_outputs, -1, _INT4_GROUP)
-    largest = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True))
-    scales = _in_16_bits(largest / _LOWEST_NIBBLE)
-    inverse = torch.where(scales == 0, 0, 1 / scales)
-    codes = (groups * inverse).round().clamp(_LOWEST_NIBBLE, -_LOWEST_NIBBLE - 1) - _LOWEST_NIBBLE
-    return replace(
-        linear,
-        weight=GroupedWeight(
-            codes=pack_nibbles(codes.to(torch.uint8).view(linear.num_outputs, -1)),
-            table=SIGNED_TABLE.to(weight.device),
-            scales_NG=scales[:, :, 0].contiguous(),
-        ),
+    pieces = _pieces(weight)
+    scales_NG = _in_16_bits(torch.cat([_nibble_scales(piece) for piece in pieces]))  # all in one format
+    of_pieces = torch.split(scales_NG, len(pieces[0]))
+    return replace(linear, weight=gathered(linear.num_outputs, map(_int4, pieces, of_pieces)))
+
+
+def _nibble_scales(numbers_NK: Tensor) -> Tensor:
+    groups = _in_groups(numbers_NK)
+    return groups.gather(2, groups.abs().argmax(dim=2, keepdim=True))[:, :, 0] / _LOWEST_NIBBLE
+
+
+def _int4(numbers_NK: Tensor, scales_NG: Tensor) -> GroupedWeight:
+    inverse_NG = torch.where(scales_NG == 0, 0, 1 / scales_NG)
+    codes = (_in_groups(numbers_NK) * inverse_NG.unsqueeze(2)).round()
+    codes = codes.clamp(_LOWEST_NIBBLE, -_LOWEST_NIBBLE - 1) - _LOWEST_NIBBLE
+    return GroupedWeight(
+        codes=pack_nibbles(codes.to(torch.uint8).view(len(numbers_NK), -1)),
+        table=SIGNED_TABLE.to(numbers_NK.device),
+        scales_NG=scales_NG,
     )
+
+
+def _in_groups(numbers_NK: Tensor) -> Tensor:
+    return numbers_NK.float().view(len(numbers_NK), -1, _INT4_GROUP)
 
 
 def _in_16_bits(scales: Tensor) -> Tensor:
@@ -112,12 +129,19 @@ def round_to_float8(linear: Linear) -> Linear:
     weight = linear.weight
     if not isinstance(weight, PlainWeight):
         return linear
-    numbers_NK = weight.numbers_NK.float()
-    scales_N1 = numbers_NK.abs().amax(dim=1, keepdim=True) / _LARGEST_FLOAT8
-    codes = (numbers_NK / scales_N1.clamp_min(1e-30)).clamp(-_LARGEST_FLOAT8, _LARGEST_FLOAT8)
-    return replace(
-        linear, weight=GroupedWeight(codes=codes.to(torch.float8_e4m3fn), scales_NG=scales_N1.contiguous())
-    )
+    return replace(linear, weight=gathered(linear.num_outputs, map(_float8, _pieces(weight))))
+
+
+def _float8(numbers_NK: Tensor) -> GroupedWeight:
+    weight_NK = numbers_NK.float()
+    scales_N1 = weight_NK.abs().amax(dim=1, keepdim=True) / _LARGEST_FLOAT8
+    codes = (weight_NK / scales_N1.clamp_min(1e-30)).clamp(-_LARGEST_FLOAT8, _LARGEST_FLOAT8)
+    return GroupedWeight(codes=codes.to(torch.float8_e4m3fn), scales_NG=scales_N1.contiguous())
+
+
+def _pieces(weight: PlainWeight) -> tuple[Tensor, ...]:
+    """Cut a weight by outputs: as float32 all of it would take several times its memory at once."""
+    return torch.split(weight.numbers_NK, max(1, _PIECE_NUMBERS // weight.shape[1]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

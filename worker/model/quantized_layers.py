@@ -46,16 +46,28 @@ class QuantizedLinear(nn.Module):
         self.kind = ""
         """See GroupedWeight.kind: layers of different kinds are tried one by one (surgery.py)."""
         self._weight: GroupedWeight | None = None
+        self._read: Callable[[], GroupedWeight] | None = None
 
     @property
     def weight_codes(self) -> GroupedWeight:
         """The weight, once it is there."""
+        if self._read is not None:
+            return self._read()
         assert self._weight is not None
         return self._weight
 
     def fill(self, weight: GroupedWeight) -> None:
         """Take the weight."""
-        self._weight, self.kind = weight, weight.kind
+        self._weight, self._read, self.kind = weight, None, weight.kind
+
+    def put_off(self, read: Callable[[], GroupedWeight]) -> None:
+        """Give the weight away, and read it again each time that it is asked for."""
+        self._weight, self._read = None, read
+
+    def keep(self) -> None:
+        """Read a weight that was put off once and for all."""
+        if self._read is not None:
+            self.fill(self._read())
 
     def as_linear(self) -> Linear:
         """See LinearModule."""
@@ -63,6 +75,8 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply [..., K] to [..., N]."""
+        if _are_products_skipped.get():
+            return x.new_zeros((*x.shape[:-1], self.out_features))
         return multiply_by_codes(x, self.weight_codes, self.bias)
 
 
@@ -176,6 +190,13 @@ class _GroupedExperts:
     def down(self, expert: int) -> Linear:
         bias = self._module.down_proj_bias
         return Linear.of(self._module._downs[expert], None if bias is None else bias[expert].detach())
+
+
+def keep_weights(model: nn.Module) -> None:
+    """Read the weights that were put off and that nothing has replaced meanwhile."""
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear):
+            module.keep()
 
 
 class Codes(NamedTuple):

@@ -8,6 +8,7 @@ Shapes: T tokens, H numbers of a hidden state.
 """
 
 from collections import Counter
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,6 +28,7 @@ from worker.attention.interface import (
 from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
 from worker.devices.device import Device
 from worker.devices.visiting import staying_on
+from worker.machine import trim_heaps
 from worker.model.layer_call import AngleOrder, LayerCall, Pairing, Rotary
 from worker.model.layer_parts import TakenWeights, Unrecognised, find_mlp, find_parts
 from worker.model.layer_shards import shard_layer
@@ -109,13 +111,18 @@ class _Recorder:
 
 
 def put_kernels_under(
-    model: Any, toolkit: Toolkit, device: Device, *, max_model_len: int, ranks: Ranks = ALONE
+    model: Any,
+    toolkit: Toolkit,
+    device: Device,
+    *,
+    max_model_len: int,
+    ranks: Ranks = ALONE,
+    free_behind: Callable[[], None] = trim_heaps,
 ) -> Surgery:
     """Replace the layers that pass their trial. They compute the same up to `max_model_len` tokens.
 
-    The trial is of whole layers; on several ranks each is then replaced by this rank's shard of it.
-
-    Weights move: those of a layer are freed before the next one is replaced.
+    The trial is of whole layers; on several ranks each is then replaced by this rank's shard of it. Weights
+    move: those of a layer are freed before the next one is replaced.
     """
     done = Surgery(toolkit.name, toolkit.fused)
     verdicts: dict[object, str | LayerCall] = {}
@@ -124,6 +131,7 @@ def put_kernels_under(
     for place, (name, call) in enumerate(calls.items()):
         done.num_layers += 1
         layer = model.get_submodule(name)
+        free_behind()  # of the layer before
         kind = _kind_of(layer, call)
         if kind not in verdicts:
             with staying_on(device.torch_device, layer):
@@ -141,8 +149,7 @@ def put_kernels_under(
             continue
         try:
             with staying_on(device.torch_device, layer):
-                parts = toolkit.round_weights(find_parts(layer, toolkit.weights))
-                fused = toolkit.fuse(*shard_layer(parts, own, ranks, toolkit.weights))
+                fused = _fuse(layer, own, toolkit, ranks)
         except Unrecognised as undivided:
             done.reasons[str(undivided)] += 1
             continue
@@ -153,6 +160,12 @@ def put_kernels_under(
         drop_ends(model, ranks.stage)
     done.experts = toolkit.replace_others(model, max_model_len)
     return done
+
+
+def _fuse(layer: nn.Module, call: LayerCall, toolkit: Toolkit, ranks: Ranks) -> nn.Module:
+    """Make a rank's shard of a layer. Raises Unrecognised."""
+    parts = toolkit.round_weights(find_parts(layer, toolkit.weights))
+    return toolkit.fuse(*shard_layer(parts, call, ranks, toolkit.weights))
 
 
 def _at_edge(layer: nn.Module, stage: Stage, place: int, places: range) -> nn.Module:

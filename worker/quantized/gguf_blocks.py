@@ -17,10 +17,12 @@ from torch import Tensor
 
 from worker.checkpoint.gguf_config import BLOCKS
 from worker.checkpoint.gguf_file import GgufTensor, GgufType
-from worker.quantized.grouped_weight import SIGNED_TABLE, UNSIGNED_TABLE, GroupedWeight
+from worker.quantized.grouped_weight import SIGNED_TABLE, UNSIGNED_TABLE, GroupedWeight, gathered
 from worker.quantized.scheme import ModuleTensors, Reader
 from worker.worker_errors import StartupError
 
+_PIECE_BYTES = 4 << 20
+"""Blocks that are decoded at a time: what that takes meanwhile is several times as much."""
 _PLAIN = {GgufType.F32: torch.float32, GgufType.F16: torch.float16, GgufType.BF16: torch.bfloat16}
 
 
@@ -87,7 +89,9 @@ def in_halves(rows: Tensor, num_heads: int) -> Tensor:
 
 def weight_of_blocks(raw: Tensor, kind: GgufType) -> GroupedWeight:
     """A weight of uint8 [N, bytes of a row]."""
-    return _DECODERS[kind](raw.view(len(raw), -1, kind.block_bytes))
+    rows = raw.view(len(raw), -1, kind.block_bytes)
+    pieces = torch.split(rows, max(1, _PIECE_BYTES // raw.shape[1]))
+    return gathered(len(rows), map(_DECODERS[kind], pieces))
 
 
 def _halves(raw_NB: Tensor, place: int) -> Tensor:

@@ -7,7 +7,7 @@ Never: reads files, or knows a checkpoint's method.
 Shapes: N outputs, K inputs, G groups of inputs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import Self, TypeVar
@@ -29,6 +29,7 @@ FOUR_BITS = "4 bits"
 EIGHT_BITS = "8 bits in groups"
 FLOAT8 = "float8"
 """Formats, see Weight.format."""
+_BY_OUTPUT = ("codes", "scales_NG", "offsets_NG", "scale_units_NU", "offset_units_NU")
 _FORMATS = {torch.uint8: FOUR_BITS, torch.int8: EIGHT_BITS, torch.float8_e4m3fn: FLOAT8}
 
 
@@ -241,6 +242,23 @@ def merged(weights: Sequence[GroupedWeight]) -> GroupedWeight:
         if has_offsets
         else None,
     )
+
+
+def gathered(num_outputs: int, pieces: "Iterable[GroupedWeight]") -> GroupedWeight:
+    """Outputs of pieces that are cut from one weight, of which one at a time need be there."""
+    whole: dict[str, Tensor] = {}
+    num_done = 0
+    for piece in pieces:
+        if piece.num_outputs == num_outputs:
+            return piece
+        for name in _BY_OUTPUT:
+            part: Tensor | None = getattr(piece, name)
+            if part is not None:
+                if not num_done:
+                    whole[name] = part.new_empty((num_outputs, part.shape[1]))
+                whole[name][num_done : num_done + len(part)] = part
+        num_done += piece.num_outputs
+    return replace(piece, **whole)
 
 
 def _in_bytes(weight: GroupedWeight) -> GroupedWeight:

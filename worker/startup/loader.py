@@ -8,7 +8,7 @@ Never: code from the checkpoint (auto_map is not followed), pickled weights, the
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -49,8 +49,9 @@ from worker.checkpoint.task import Task, choose_task, reads_both_ways
 from worker.devices.device import Device
 from worker.devices.put_off import load_shapes
 from worker.devices.visiting import let_visit
+from worker.machine import find_mapped, free_behind, trim_heaps
 from worker.model.mixture import find_experts
-from worker.model.quantized_layers import QuantizedEmbedding
+from worker.model.quantized_layers import QuantizedEmbedding, keep_weights
 from worker.progress import LoadPhase, LoadStage
 from worker.quantized.formats import read_rules
 from worker.quantized.grouped_weight import GroupedWeight
@@ -122,7 +123,15 @@ class LoadedModel:
     layers_beside: dict[int, LayerShape] = field(default_factory=dict)
     """Layers of another model that keep keys and values in the same blocks, behind all layers of this one."""
     ranks: Ranks = ALONE
-    """Ranks that are to divide the layers. With several, weights are still pages of their files."""
+    """Ranks that are to divide the layers."""
+    awaits_kernels: bool = False
+    """Kernels are to take the weights over, layer by layer; what is left is copied after that."""
+    mapped_bytes: int = 0
+    """Weights that are still pages of their files."""
+    put_off: Callable[[], None] = lambda: None
+    """Free weights of codes that kernels are to take over; each layer's are read again in its turn."""
+    free_behind: Callable[[], None] = trim_heaps
+    """Give back memory, and pages of files, of a layer that was taken over."""
     end_visits: Callable[[], None] = lambda: None
     """Let weights no longer visit the device for each call; for when they are there."""
 
@@ -173,13 +182,14 @@ def load_model(
         model = _build(kind, config.dtype, modules, read_state(files))
         if modules is not None:
             modules.fill(model, device.torch_device)
-        if not is_divided(ranks):
+        awaits_kernels = is_divided(ranks) or _await_kernels(config, kind, device)
+        if not awaits_kernels:
             move_weights(model, device, stage)
         end_visits = let_visit(model, device.torch_device)
     model.eval()
     text_config = model.config.get_text_config(decoder=True)
     vocab_size = vocab_size_of(model)
-    parameters = list(model.parameters())
+    parameters, paths = list(model.parameters()), [file.path for file in files]
     quantized = [] if modules is None else modules.weights_of(model)
     return LoadedModel(
         model=model,
@@ -194,8 +204,29 @@ def load_model(
         default_sampling=sampling,
         has_experts=any(find_experts(model)),
         ranks=ranks,
+        awaits_kernels=awaits_kernels,
+        mapped_bytes=_mapped_bytes(parameters, paths) if awaits_kernels else 0,
+        put_off=_putting_off(model, modules, device),
+        free_behind=lambda: free_behind(paths),
         end_visits=end_visits,
     )
+
+
+def _await_kernels(config: WorkerConfig, kind: ModelKind, device: Device) -> bool:
+    """Tell whether kernels are to take the weights over, which copies them."""
+    is_replaced = not (kind.is_encoder or kind.keeps_own_cache)
+    return is_replaced and device.torch_device.type == "cpu" and config.cpu_kernels != "off"
+
+
+def _mapped_bytes(parameters: list[nn.Parameter], files: list[Path]) -> int:
+    places = find_mapped(files)
+    return sum(each.nbytes for each in parameters if any(each.data_ptr() in place for place in places))
+
+
+def _putting_off(model: Any, modules: QuantizedModules | None, device: Device) -> Callable[[], None]:
+    if modules is None or device.torch_device.type != "cpu":
+        return lambda: None
+    return lambda: modules.put_off(model)
 
 
 def _read_weights(
@@ -341,6 +372,16 @@ def _from_pretrained(model_class: Any, folder: Path | None, **options: Any) -> A
         if not load_shapes():
             raise
         return model_class.from_pretrained(folder, **options)
+
+
+def bring_weights(loaded: LoadedModel, device: Device, stage: LoadStage) -> LoadedModel:
+    """Copy the weights that are in files only: those that no kernel has taken over."""
+    keep_weights(loaded.model)
+    if loaded.awaits_kernels:
+        with refusing_out_of_memory(device, "weights were copied"):
+            move_weights(loaded.model, device, stage)
+        loaded.end_visits()
+    return replace(loaded, awaits_kernels=False, mapped_bytes=0)
 
 
 def move_weights(model: nn.Module, device: Device, stage: LoadStage) -> None:

@@ -5,6 +5,7 @@ for linear layers and experts; and the refusal of everything that would not be c
 Never: knows a format (worker/quantized), or multiplies (worker/model/quantized_layers.py).
 """
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from worker.checkpoint.checkpoint_files import StoredTensor, WeightFile
+from worker.machine import trim_heaps
 from worker.model.mixture import declares_layout
 from worker.model.quantized_layers import QuantizedEmbedding, QuantizedExperts, QuantizedLinear
 from worker.quantized.gguf_blocks import in_halves, read_tensor
@@ -38,6 +40,8 @@ from worker.worker_errors import StartupError
 
 _METHOD = "tokenyard"
 _STACK_ENDS = ("_blocks", "_scales")
+_TRIM_EVERY = 16
+"""Weights after which the memory that reading them took is given back; the next ones would take it again."""
 _NUMBER = re.compile(r"\.(\d+)\.")
 _OTHER_CHECKPOINT = "take a checkpoint that is quantized in another way"
 
@@ -140,13 +144,17 @@ class QuantizedModules:
 
     def fill(self, model: Any, device: torch.device) -> None:
         """Read all weights, each in its turn, onto the device. Raises QuantizationRefused."""
-        for name, linear in self.linears.items():
-            model.get_submodule(name).fill(linear.read().to(device))
         for name, embedding in self.embeddings.items():
             weight = embedding.read().to(device)
             model.get_submodule(name).fill(weight)
             if self.is_tied:
                 model.get_output_embeddings().fill(weight)
+        # The largest first: reading takes memory beside a weight, and then there is most of it.
+        by_size = sorted(self.linears.items(), key=lambda each: -math.prod(each[1].shape))
+        for place, (name, linear) in enumerate(by_size):
+            if place % _TRIM_EVERY == 0:
+                trim_heaps()
+            model.get_submodule(name).fill(linear.read().to(device))
         for name, parts in self.experts.items():
             module: QuantizedExperts = model.get_submodule(name)
             stacks = _read_parts(name, parts, module.num_experts)
@@ -158,6 +166,11 @@ class QuantizedModules:
             model.get_submodule(name).fill(
                 *([_copied(each).to(device) for each in stack] for stack in (gate_ups, downs))
             )
+
+    def put_off(self, model: Any) -> None:
+        """Free the weights of linear layers, which are read again once they are asked for."""
+        for name, linear in self.linears.items():
+            model.get_submodule(name).put_off(linear.read)
 
     def weights_of(self, model: Any) -> list[GroupedWeight]:
         """List all weights of a model that was filled."""

@@ -48,8 +48,8 @@ from worker.startup.kernel_choice import kernels_of
 from worker.startup.loader import (
     NO_PAGED_ATTENTION,
     LoadedModel,
+    bring_weights,
     describe_division,
-    move_weights,
     refusing_out_of_memory,
 )
 from worker.startup.self_check import LONGEST_CHECK, Runner, SelfCheck, refusing
@@ -128,7 +128,7 @@ def start_loaded(
     surgery = None
     if toolkit is not None:
         check = replace(check, cache=cache, backend=toolkit.attention_over(cache))
-        surgery = _put_kernels(config, toolkit, check, stage, expected, must_round_inputs=True)
+        surgery = _put_kernels(config, toolkit, check, expected, must_round_inputs=True)
     _log_codes(loaded, stored_codes)
     facts = _facts(device, loaded, cache, size, host_pool, whole_layout.sliding_window)
     return ReadyModel(
@@ -149,9 +149,7 @@ def _correct(loaded: LoadedModel, max_model_len: int) -> None:
     fix_temperatures(loaded.model)
 
 
-def start_beside(
-    config: WorkerConfig, toolkit: Toolkit | None, check: SelfCheck, stage: LoadStage
-) -> AttentionBackend:
+def start_beside(config: WorkerConfig, toolkit: Toolkit | None, check: SelfCheck) -> AttentionBackend:
     """Try a second model over its part of a cache, and put kernels under it. Raises StartupError."""
     _correct(check.loaded, check.max_model_len)
     expected = check.run()
@@ -160,7 +158,7 @@ def start_beside(
     backend = toolkit.attention_over(check.cache)
     # Options are the model's: they need not have an effect on the one beside.
     check = replace(check, backend=backend)
-    _put_kernels(config, toolkit, check, stage, expected, must_round_inputs=False)
+    _put_kernels(config, toolkit, check, expected, must_round_inputs=False)
     return backend
 
 
@@ -186,7 +184,6 @@ def _put_kernels(
     config: WorkerConfig,
     toolkit: Toolkit,
     check: SelfCheck,
-    stage: LoadStage,
     expected: Tensor,
     *,
     must_round_inputs: bool,
@@ -197,23 +194,27 @@ def _put_kernels(
     """
     with toolkit.refusing_kernels(), refusing_out_of_memory(check.device, "kernels took over the weights"):
         toolkit.prove(check.loaded.model, must_round_inputs=must_round_inputs)
-        surgery = _operate(config, toolkit, check, stage)
+        surgery = _operate(config, toolkit, check)
         check.run_again(check.backend, expected, tolerance=rounding_of(config).tolerance)
     return surgery
 
 
-def _operate(config: WorkerConfig, toolkit: Toolkit, check: SelfCheck, stage: LoadStage) -> Surgery:
+def _operate(config: WorkerConfig, toolkit: Toolkit, check: SelfCheck) -> Surgery:
     loaded = check.loaded
+    loaded.put_off()
     surgery = put_kernels_under(
-        loaded.model, toolkit, check.device, max_model_len=check.max_model_len, ranks=loaded.ranks
+        loaded.model,
+        toolkit,
+        check.device,
+        max_model_len=check.max_model_len,
+        ranks=loaded.ranks,
+        free_behind=loaded.free_behind,
     )
     log.info("%s", surgery.describe())
     _refuse_unquantized(config, surgery)
     if is_divided(loaded.ranks):
         _refuse_undivided(config, check, surgery)
-        move_weights(loaded.model, check.device, stage)
-        loaded.end_visits()
-        stage.enter(LoadPhase.WARMING_UP)
+    bring_weights(loaded, check.device, LoadStage())  # too few for the bar
     return surgery
 
 
@@ -223,6 +224,8 @@ def _open_toolkit(
     """Open the kernels, and the exchange of ranks, which needs them. Raises StartupError."""
     toolkit = kernels_of(device).open_toolkit(config, device, loaded.dtype, stage)
     if not is_divided(loaded.ranks):
+        if toolkit is None:
+            bring_weights(loaded, device, stage)
         return toolkit
     if toolkit is None:
         raise StartupError(
@@ -288,10 +291,14 @@ def _agreed(size: CacheSize, ranks: Ranks) -> CacheSize:
 def _find_targets(
     config: WorkerConfig, device: Device, loaded: LoadedModel, runner: Runner, reserve: Reserve
 ) -> tuple[Targets, Reserve]:
-    """Find what adapters can update, before any layer is replaced; add their memory to what is reserved."""
+    """Find what adapters can update, before any layer is replaced.
+
+    Their memory is added to what is reserved, and that of weights that are yet to be copied.
+    """
     targets = targets_of(
         config, device, loaded.model, lambda num: _probe(runner, device, np.arange(num), num_logits=1)
     )
+    reserve = reserve._replace(weight_bytes=loaded.mapped_bytes // config.num_nodes)
     return targets, with_adapters(reserve, config, targets, loaded.dtype)
 
 

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional
 
 from tests.worker.quantized.random_weights import KINDS, random_weight
+from worker.cpu import grouped_packing
 from worker.cpu.cpu_proof import prove_product
 from worker.cpu.grouped_packing import CannotPack, Inputs, pack_grouped, pack_grouped_gate_up
 from worker.cpu.kernel_build import CannotBuild, build_library, find_library
@@ -192,3 +193,16 @@ def test_a_product_that_is_not_exact_is_refused_with_the_name_of_its_module(kern
     parts = {each.name: getattr(weight, each.name) for each in fields(weight)}
     with pytest.raises(StartupError, match=r"not multiply exactly by layers\.0\.q_proj \(4 bits by 32"):
         prove_product("layers.0.q_proj", _MisreadWeight(**parts), kernels, inputs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("inputs", Inputs)
+def test_a_weight_that_is_packed_piece_by_piece_is_the_same(
+    kind: str, inputs: Inputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "float8" and inputs is Inputs.INT8:
+        pytest.skip("has no product with them")
+    weight = random_weight(kind, 77, 64, 32)
+    whole = pack_grouped(weight, inputs=inputs)
+    monkeypatch.setattr(grouped_packing, "_PIECE_BYTES", 1)
+    assert torch.equal(pack_grouped(weight, inputs=inputs).data, whole.data)

@@ -1,10 +1,13 @@
 """Blocks of GGUF files become the numbers that the package gguf makes of them."""
 
+from dataclasses import fields
+
 import numpy as np
 import pytest
 import torch
 
 from worker.checkpoint.gguf_file import GgufType
+from worker.quantized import gguf_blocks
 from worker.quantized.gguf_blocks import in_halves, weight_of_blocks
 
 gguf = pytest.importorskip("gguf")
@@ -32,6 +35,18 @@ def test_random_blocks_are_the_numbers_of_the_package(kind: GgufType):
     assert found.shape == expected.shape
     # The package rounds a product of scales once more than the kernels, or adds in another order.
     assert np.allclose(found.numpy(), expected, rtol=1e-6, atol=1e-6 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: kind.name)
+def test_blocks_that_are_decoded_piece_by_piece_are_the_same_weight(
+    kind: GgufType, monkeypatch: pytest.MonkeyPatch
+):
+    whole = weight_of_blocks(random_blocks(kind), kind)
+    monkeypatch.setattr(gguf_blocks, "_PIECE_BYTES", 7 * BLOCKS * kind.block_bytes)
+    found = weight_of_blocks(random_blocks(kind), kind)
+    for field in fields(found):
+        one, other = getattr(found, field.name), getattr(whole, field.name)
+        assert one is other or torch.equal(one, other), field.name
 
 
 def test_rows_of_rotary_pairs_come_to_stand_a_half_apart():

@@ -1,5 +1,6 @@
 """Place of the weights once loaded, and the outcome where there is not enough memory for them."""
 
+import gc
 import json
 import shutil
 from pathlib import Path
@@ -11,11 +12,13 @@ from safetensors.torch import load_file, save_file
 
 import worker.devices.device
 import worker.startup.loader
+from tests.quantized_checkpoints import write_quantized
 from tests.worker.conftest import MakeCheckpoint, load_worker
 from worker.checkpoint.checkpoint_files import find_weights, loaded_bytes
 from worker.cpu import large_pages
 from worker.devices.device import CpuDevice
-from worker.memory_sizes import WeightBytes
+from worker.machine import free_behind
+from worker.memory_sizes import CPU_SHARE_OF_AVAILABLE, WeightBytes
 from worker.progress import LoadStage
 from worker.startup.loader import find_kind, load_model
 from worker.worker_config import LoadProgress, WorkerConfig
@@ -29,7 +32,8 @@ def folder(checkpoints: MakeCheckpoint, tmp_path: Path) -> Path:
 
 
 def load(folder: Path, dtype: str = "auto") -> torch.nn.Module:
-    config = WorkerConfig(model_path=str(folder), device="cpu", dtype=dtype, num_threads=1)
+    """Load a model that torch computes: kernels would take its weights over."""
+    config = WorkerConfig(model_path=str(folder), device="cpu", dtype=dtype, num_threads=1, cpu_kernels="off")
     return load_model(config, find_kind(config), CpuDevice(config), LoadStage()).model
 
 
@@ -42,6 +46,48 @@ def test_no_weight_is_left_in_the_mapped_file(folder: Path, dtype: str) -> None:
     model = load(folder, dtype)
     assert sum(1 for _ in model.parameters()) > 10
     assert str(folder) not in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.parametrize("options", [{}, {"quantization": "int8", "quantize_head": "int8"}], ids=str)
+def test_after_a_start_with_kernels_no_weight_is_left_in_the_mapped_file(
+    folder: Path, options: dict[str, str]
+) -> None:
+    worker, _ = load_worker(folder, **options)
+    assert str(folder) not in Path("/proc/self/maps").read_text()
+    worker.close()
+
+
+def test_codes_are_read_again_for_each_layer_and_freed_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coded, _ = write_quantized("llama", "int4", tmp_path)
+    between_layers: list[int] = []
+
+    def noting(files: list[Path]) -> None:
+        gc.collect()
+        between_layers.append(sum(each.nbytes for each in gc.get_objects() if is_codes(each)))
+        free_behind(files)
+
+    monkeypatch.setattr(worker.startup.loader, "free_behind", noting)
+    loaded, facts = load_worker(coded)
+    assert len(between_layers) > 1
+    assert len(set(between_layers)) == 1  # those of models that other tests have loaded
+    assert facts.weight_bytes > 0
+    loaded.close()
+
+
+def is_codes(thing: object) -> bool:
+    return type(thing) is torch.Tensor and thing.dtype is torch.uint8 and thing.dim() == 2
+
+
+def test_weights_that_are_still_in_their_files_take_of_the_caches_share(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_bytes = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
+    pretend_available(monkeypatch, 3 * num_bytes)
+    loaded, facts = load_worker(folder)
+    assert 0 < facts.kv_cache_bytes <= 2 * num_bytes * CPU_SHARE_OF_AVAILABLE
+    loaded.close()
 
 
 def test_a_checkpoint_rewritten_in_place_changes_nothing(folder: Path) -> None:
@@ -171,7 +217,7 @@ def test_the_kv_cache_is_sized_after_the_weights_took_their_memory(
         return 1 << 30
 
     monkeypatch.setattr(worker.devices.device, "available_memory_bytes", available)
-    load_worker(folder)
+    load_worker(folder, cpu_kernels="off")
     assert len(mapped) == 2
     assert not any(mapped)
 
@@ -201,7 +247,7 @@ def test_what_the_files_say_reaches_the_facts(folder: Path) -> None:
 
 
 def test_bytes_are_counted_while_the_weights_are_read_and_copied(folder: Path) -> None:
-    config = WorkerConfig(model_path=str(folder), device="cpu", num_threads=1)
+    config = WorkerConfig(model_path=str(folder), device="cpu", num_threads=1, cpu_kernels="off")
     seen: list[LoadProgress] = []
 
     class Watched(LoadStage):

@@ -177,12 +177,14 @@ struct PairBytes : PairColumns {
   __m512i tables[8];
 };
 
+// Two inputs at a time: of four, the vectors beside sums and totals would not all have registers.
 struct DecodedPairs : PairColumns {
   static constexpr bool kIsDecoded = true;
+  static constexpr int kInputs = 2, kSteps = 1;
   static constexpr int64_t kBytesPerInput = kColumns * sizeof(Bf16);
 
   void read(const uint8_t* data, Vector (*columns)[kParts]) const {
-    for (int i = 0; i < 4; ++i) columns[i / 2][i % 2] = (Vector)_mm512_loadu_si512(data + 64 * i);
+    for (int part = 0; part < kParts; ++part) columns[0][part] = (Vector)_mm512_loadu_si512(data + 64 * part);
   }
 };
 #endif
@@ -230,7 +232,7 @@ inline void sum_run(const Codes& codes, const uint8_t*& data, int64_t stride, co
   constexpr int64_t kBytes = Codes::kInputs * Codes::kBytesPerInput;
   int64_t left = size;
   for (; left >= Codes::kStraightInputs; left -= Codes::kStraightInputs) {
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int k = 0; k < Codes::kStraightInputs; k += Codes::kInputs, data += kBytes, x += Codes::kInputs) {
       sum_inputs<M, B>(codes, data, stride, x, num_inputs, sums);
     }
