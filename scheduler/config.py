@@ -211,6 +211,11 @@ class SchedulerConfig(SchedulerOptions):
         _check_least(self, 0, ("num_host_blocks", "max_drafts", "max_compiling_s"))
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"sliding_window must be at least 1, not {self.sliding_window}")
+        if self.max_plans_in_flight < self.num_stages:
+            raise ValueError(
+                f"max_plans_in_flight must be at least num_stages ({self.num_stages}), or stages idle, not "
+                f"{self.max_plans_in_flight}"
+            )
 
 
 _AT_LEAST_ZERO = (

@@ -92,17 +92,12 @@ def check_ranks(options: Options, cluster: ClusterConfig | None) -> None:
     _check_gpus_of_ranks(options, asked, cluster)
     if options.tensor_parallel_size == 1 and device_of(options) == "cpu":
         return
-    for key, word in (
-        ("--quantization", options.quantization),
-        ("--quantize-head", options.quantize_head),
-        ("--activations", options.activations),
-    ):
-        if word != "none":
-            raise OptionError(
-                f"{asked} with {key} {word}",
-                "rounded numbers are not divided among ranks",
-                "leave one of them out",
-            )
+    if options.tensor_parallel_size > 1 and (rounds := _rounding_of_inputs(options)) is not None:
+        raise OptionError(
+            f"{asked} with {rounds}",
+            "it rounds inputs by the largest of a row, of which each rank has a part",
+            "leave one of them out; --quantization int4 rounds weights alone",
+        )
     kind, kernels = ("cpu", options.cpu_kernels)
     if device_of(options) != "cpu":
         kind, kernels = ("gpu", options.gpu_kernels)
@@ -129,6 +124,15 @@ def _check_gpus_of_ranks(options: Options, asked: str, cluster: ClusterConfig | 
             f"each rank takes a GPU{here}, and there are {num_gpus}",
             "lower it, use --device cpu, or try ranks that share one GPU, with --device cuda:0",
         )
+
+
+def _rounding_of_inputs(options: Options) -> str | None:
+    """Name the option by which inputs of products are rounded, each row by one scale; None without one."""
+    if options.activations != "none":
+        return f"--activations {options.activations}"
+    if options.quantization == "int8" and device_of(options) == "cpu":
+        return "--quantization int8 on a CPU"
+    return None
 
 
 def check_engines(options: Options) -> None:

@@ -175,10 +175,10 @@ def budget_for_step(
     # A list, and no call for each sequence: this is a tenth of a step of decodes.
     num_decodes = sum([seq.num_tokens - seq.num_computed_tokens == 1 for seq in queues.running])
     num_decodes += queues.num_steady
-    if num_decodes and config.target_itl_s != inf:
-        decodes_s = step_time.seconds(num_decodes)
-        share = _prefill_share(config, queues, decodes_s, now_s=now_s)
-        expected_s = max(config.target_itl_s / step_time.headroom, decodes_s / (1 - share))
+    if config.target_itl_s != inf and (num_decodes or _decodes_in_flight(config, queues)):
+        decodes_s, target_s = step_time.seconds(num_decodes), step_target_s(config)
+        share = _prefill_share(config, queues, decodes_s, target_s, now_s=now_s)
+        expected_s = max(target_s / step_time.headroom, decodes_s / (1 - share))
         within = step_time.tokens_within(expected_s)
         if within is not None:
             most = max(within, num_decodes + _MIN_CHUNK_TOKENS)
@@ -190,8 +190,22 @@ def budget_for_step(
     )
 
 
+def _decodes_in_flight(config: SchedulerConfig, queues: RequestQueues) -> bool:
+    """Whether sequences in other plans wait for this one to pass, as it does for stages alone."""
+    return config.num_stages > 1 and any(seq.num_output_tokens for seq in queues.running)
+
+
+def step_target_s(config: SchedulerConfig) -> float:
+    """Time that a step may take for the target to be kept.
+
+    With several stages a sequence is in one plan at a time, and gets its next token once all that were made
+    before have passed.
+    """
+    return config.target_itl_s / (config.max_plans_in_flight if config.num_stages > 1 else 1)
+
+
 def _prefill_share(
-    config: SchedulerConfig, queues: RequestQueues, decodes_s: float, *, now_s: float
+    config: SchedulerConfig, queues: RequestQueues, decodes_s: float, target_s: float, *, now_s: float
 ) -> float:
     """Part of the step's time that prefill gets, whatever the target.
 
@@ -200,7 +214,7 @@ def _prefill_share(
     with tokens already, which was preempted, does not count.
     """
     share, patience_s = config.least_prefill_share, config.prefill_patience_s
-    if not share or not patience_s or decodes_s > (1 - _WORTHWHILE_PART * share) * config.target_itl_s:
+    if not share or not patience_s or decodes_s > (1 - _WORTHWHILE_PART * share) * target_s:
         return share
     prefills = [seq for seq in queues.running if seq.num_tokens - seq.num_computed_tokens > 1]
     if len(queues.waiting):

@@ -1,5 +1,6 @@
 """The default pace: chunks of prompts are sized by what steps take on this machine."""
 
+from collections import deque
 from random import Random
 from statistics import median
 from typing import NamedTuple
@@ -7,7 +8,7 @@ from typing import NamedTuple
 import pytest
 
 from scheduler.config import SchedulerConfig
-from scheduler.messages import ModelRunnerOutput
+from scheduler.messages import ModelRunnerOutput, SchedulerOutput
 from scheduler.scheduler import Scheduler
 from tests.fakes import make_sequence
 
@@ -26,6 +27,14 @@ class Machine(NamedTuple):
     between_s: float = 0.0
     """Before each step."""
 
+    def step_s(self, plan: SchedulerOutput, random: Random) -> float:
+        """Time of a step; it takes its random numbers in the order of steps."""
+        num_decodes = sum(share.num_tokens == 1 for share in plan.scheduled)
+        took_s = self.base_s + self.token_s * plan.num_scheduled_tokens + self.decode_s * num_decodes
+        if self.variation:
+            took_s *= 1 + abs(random.gauss(0, self.variation)) + 0.5 * (random.random() < 0.005)
+        return took_s
+
 
 TWO_CORES = Machine(0.09, 0.0078)
 """A model of 0.6 billion parameters."""
@@ -39,9 +48,7 @@ class Found(NamedTuple):
     duration_s: float
 
 
-def lockstep(machine: Machine, num_clients: int = 8, **pace: float) -> Found:
-    """Clients, each with its next prompt of 128 tokens once it has the 64 tokens of the last."""
-    random = Random(1)
+def open_scheduler(num_stages: int, pace: dict[str, float]) -> Scheduler:
     config = SchedulerConfig(
         num_blocks=4000,
         block_size=16,
@@ -49,9 +56,20 @@ def lockstep(machine: Machine, num_clients: int = 8, **pace: float) -> Found:
         max_num_batched_tokens=2048,
         max_prefill_tokens=256,
         max_model_len=1000,
+        num_stages=num_stages,
+        max_plans_in_flight=num_stages + 1 if num_stages > 1 else 1,
         **pace,
     )
-    scheduler, now_s, gaps_s, first_s = Scheduler(config), 0.0, [], []
+    return Scheduler(config)
+
+
+def lockstep(machine: Machine, num_clients: int = 8, num_stages: int = 1, **pace: float) -> Found:
+    """Clients, each with its next prompt of 128 tokens once it has the 64 tokens of the last.
+
+    Each stage is such a machine.
+    """
+    random = Random(1)
+    scheduler, now_s, gaps_s, first_s = open_scheduler(num_stages, pace), 0.0, [], []
     arrived_s: dict[int, float] = {}
     last_s: dict[int, float] = {}
 
@@ -62,17 +80,22 @@ def lockstep(machine: Machine, num_clients: int = 8, **pace: float) -> Found:
 
     for number in range(num_clients):
         arrive(number)
+    under_way: deque[tuple[SchedulerOutput, float, float]] = deque()
+    done_s = [0.0] * num_stages
     while scheduler.has_unfinished_requests:
-        plan = scheduler.schedule(now_s=now_s)
-        num_decodes = sum(share.num_tokens == 1 for share in plan.scheduled)
-        took_s = machine.base_s + machine.token_s * plan.num_scheduled_tokens + machine.decode_s * num_decodes
-        if machine.variation:
-            took_s *= 1 + abs(random.gauss(0, machine.variation)) + 0.5 * (random.random() < 0.005)
-        now_s += machine.between_s + took_s
-        scheduler.observe_step(plan, took_s, waited_s=machine.between_s)
+        while scheduler.can_schedule and not (plan := scheduler.schedule(now_s=now_s)).is_empty:
+            launched_s = end_s = now_s + machine.between_s
+            stage_s = machine.step_s(plan, random)
+            for stage in range(num_stages):
+                done_s[stage] = end_s = max(end_s, done_s[stage]) + stage_s
+            under_way.append((plan, launched_s, end_s))
+        plan, launched_s, end_s = under_way.popleft()
+        began_s, waited_s = max(launched_s, now_s), max(launched_s - now_s, 0.0)
+        now_s = end_s
+        scheduler.observe_step(plan, now_s - began_s, waited_s=waited_s)
         sampled = {share.sequence_id: (5,) for share in plan.scheduled if share.samples}
         result = ModelRunnerOutput(token_ids=sampled, logprobs={}, failures={})
-        for output in scheduler.update_from_output(plan, result)[0]:
+        for output in scheduler.update_from_output(plan, result).get(0, []):
             number = int(output.sequence_id)
             if number in last_s:
                 gaps_s.append(now_s - last_s[number])
@@ -102,6 +125,16 @@ def test_ninety_nine_pauses_of_a_hundred_keep_the_target(machine: Machine) -> No
     paced, none = lockstep(machine, target_itl_s=0.07), lockstep(machine)
     assert p99(paced.gaps_s) <= 0.07 < p99(none.gaps_s)
     assert paced.duration_s < 1.15 * none.duration_s
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_with_several_stages_the_target_is_that_of_a_sequences_pause(num_stages: int) -> None:
+    stage = Machine(0.0145 / num_stages, 0.00093 / num_stages)
+    paced = lockstep(stage, num_stages=num_stages, target_itl_s=0.07)
+    none = lockstep(stage, num_stages=num_stages)
+    assert p99(paced.gaps_s) <= 0.07
+    assert p99(none.gaps_s) > 0.12
+    assert paced.duration_s < 1.05 * none.duration_s
 
 
 def test_by_default_the_target_is_kept_until_prompts_have_waited_for_seconds() -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-from torch import Tensor, arange, int64
+from torch import Tensor, arange, bincount, bucketize, int64, tensor
 
 from worker.model.layer_call import LayerCall, in_halves
 from worker.model.layer_parts import GatedMlp, LayerCuts, LayerParts
@@ -42,6 +42,12 @@ class ProductPlan:
         assert len(ends) == len(names), "each module is a segment"
         outputs_N = cut.outputs_N if order_N is None else cut.outputs_N[order_N]
         return cls(names, tuple(ends), outputs_N, cut.inputs)
+
+    @property
+    def own_ends(self) -> tuple[int, ...]:
+        """The end of each module's outputs in the product's weight, where modules stand behind each other."""
+        modules_N = bucketize(self.order_N, tensor(self.ends), right=True)
+        return tuple(bincount(modules_N, minlength=len(self.ends)).cumsum(0).tolist())
 
 
 class LayerPlan(NamedTuple):

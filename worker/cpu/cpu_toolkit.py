@@ -107,9 +107,10 @@ class CpuToolkit:
     def fuse_exactly(self, parts: LayerParts, call: LayerCall) -> nn.Module:
         return CpuLayer(parts, call)
 
+    def round_weights(self, parts: LayerParts) -> LayerParts:
+        return parts if self._quantization is None else parts.with_linears(self._quantization.quantize)
+
     def fuse(self, parts: LayerParts, call: LayerCall) -> nn.Module:
-        if self._quantization is not None:
-            parts = parts.with_linears(self._quantization.quantize)
         return CpuLayer(parts, call, self._inputs)
 
     def prove(self, model: Any, *, must_round_inputs: bool) -> None:

@@ -37,7 +37,7 @@ from worker.model.mixture import (
     replace_experts,
     shard_experts,
 )
-from worker.model.quantization import NO_ROUNDING, Rounding
+from worker.model.quantization import NO_ROUNDING, Quantization, Rounding
 from worker.model.quantized_layers import QuantizedEmbedding
 from worker.model.vocabulary_shards import divide_ends
 from worker.ranks.ranks import ALONE, Ranks, is_divided
@@ -74,12 +74,14 @@ class GpuToolkit:
     def fuse_exactly(self, parts: LayerParts, call: LayerCall) -> nn.Module:
         return TritonLayer(parts, call)
 
+    def round_weights(self, parts: LayerParts) -> LayerParts:
+        return parts.with_linears(self._as_asked)
+
     def fuse(self, parts: LayerParts, call: LayerCall) -> nn.Module:
-        return TritonLayer(parts.with_linears(self._as_asked), call, self._ranks)
+        return TritonLayer(parts, call, self._ranks)
 
     def _as_asked(self, linear: Linear) -> Linear:
-        rounded = linear if self._rounding.layers is None else self._rounding.layers.quantize(linear)
-        linear = rounded if TAKEN.include(rounded) else linear
+        linear = _rounded_by(self._rounding.layers, linear)
         return linear if self._rounding.of_inputs is None else with_float8_rows(linear)
 
     def prove(self, model: Any, *, must_round_inputs: bool) -> None:
@@ -123,7 +125,7 @@ class GpuToolkit:
         with staying_on(device, output), staying_on(device, embedding):
             linear = linear_of(output)
             assert linear is not None
-            divide_ends(model, linear, _OwnOutput, self._ranks)
+            divide_ends(model, _rounded_by(self._rounding.head, linear), _OwnOutput, self._ranks)
 
     @contextmanager
     def refusing_kernels(self) -> Iterator[None]:
@@ -136,6 +138,12 @@ class GpuToolkit:
                 f"Triton refuses a kernel on this GPU: {reason}",
                 fix=f"start with {self.option} off, and report it",
             ) from error
+
+
+def _rounded_by(quantization: Quantization | None, linear: Linear) -> Linear:
+    """Round weights, unless there is no product by the result."""
+    rounded = linear if quantization is None else quantization.quantize(linear)
+    return rounded if TAKEN.include(rounded) else linear
 
 
 class _OwnOutput(nn.Module):

@@ -59,10 +59,10 @@ class TritonUpdates:
         self._names = tuple(f"{layer_name}.{name}" for name in plan.names)
         like: dict[str, Any] = {"device": weight.weight.device, "dtype": step.dtype}
         num_modules, max_rank = len(plan.names), step.max_rank
-        starts = (0, *plan.ends[:-1])
+        ends = plan.own_ends
         blocks = [
             (module, first, end)
-            for module, (start, end) in enumerate(zip(starts, plan.ends, strict=True))
+            for module, (start, end) in enumerate(zip((0, *ends[:-1]), ends, strict=True))
             for first in range(start, end, OUTPUTS)
         ]
         self._stack = StackedUpdates(
@@ -89,8 +89,9 @@ class TritonUpdates:
             scales.append(0.0 if update is None else update.scale)
             if update is not None:
                 # Of a program's ranks some may be no ranks of this adapter.
-                down_RK = torch.zeros((max_rank, update.down_RK.shape[1]), dtype=stack.down_SMRK.dtype)
-                down_RK[: update.rank] = update.down_RK
+                own_RK = update.down_RK[:, self._plan.inputs]
+                down_RK = torch.zeros((max_rank, own_RK.shape[1]), dtype=stack.down_SMRK.dtype)
+                down_RK[: update.rank] = own_RK
                 up_NR[start:end, : update.rank] = update.up_NR
                 stack.down_SMRK[slot, module].copy_(down_RK)
         stack.up_SNR[slot].copy_(up_NR[self._plan.order_N])

@@ -164,7 +164,7 @@ def put_kernels_under(
 
 def _fuse(layer: nn.Module, call: LayerCall, toolkit: Toolkit, ranks: Ranks) -> nn.Module:
     """Make a rank's shard of a layer. Raises Unrecognised."""
-    parts = find_parts(layer, toolkit.weights)
+    parts = toolkit.round_weights(find_parts(layer, toolkit.weights))
     return toolkit.fuse(*shard_layer(parts, call, ranks, toolkit.weights))
 
 

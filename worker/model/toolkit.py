@@ -41,8 +41,11 @@ class Toolkit(Protocol):
     def fuse_exactly(self, parts: LayerParts, call: LayerCall) -> nn.Module:
         """Make the layer that is tried. Raises Unrecognised."""
 
+    def round_weights(self, parts: LayerParts) -> LayerParts:
+        """Round the weights of a whole layer as the options ask: ranks cut the numbers that one has."""
+
     def fuse(self, parts: LayerParts, call: LayerCall) -> nn.Module:
-        """Make the layer that stays, which may round its weights."""
+        """Make the layer that stays, or a shard of it, of weights that are rounded."""
 
     def prove(self, model: Any, *, must_round_inputs: bool) -> None:
         """Try the product of each kind of quantized weight that the kernels would compute.

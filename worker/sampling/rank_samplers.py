@@ -47,6 +47,15 @@ def divide_lines(states: Sequence[SamplingRow], num_ranks: int) -> list[list[int
     return [[n for n in range(len(states)) if n not in taken], *others]
 
 
+def send_verified(verified: Sequence[VerifiedRow], drafts: Sequence[Sequence[int]], ranks: Ranks) -> None:
+    """Tell the other ranks the tokens of each row: their number, and one number for each place."""
+    numbers: list[int] = []
+    for found, guesses in zip(verified, drafts, strict=True):
+        num_tokens = len(found.token_ids)
+        numbers += (num_tokens, *found.token_ids, *[0] * (1 + len(guesses) - num_tokens))
+    ranks.broadcast(numbers)
+
+
 class LeadingSampler(Sampler):
     """Sampler of the rank that answers for all."""
 
@@ -73,13 +82,9 @@ class LeadingSampler(Sampler):
     def verify(
         self, logits_NV: Tensor, rows: Sequence[int], drafts: Sequence[Sequence[int]]
     ) -> list[VerifiedRow]:
-        """See RowSampler. The others get as many numbers as there are places, and one for each row."""
+        """See RowSampler."""
         verified = super().verify(logits_NV, rows, drafts)
-        numbers: list[int] = []
-        for found, guesses in zip(verified, drafts, strict=True):
-            num_tokens = len(found.token_ids)
-            numbers += (num_tokens, *found.token_ids, *[0] * (1 + len(guesses) - num_tokens))
-        self._ranks.broadcast(numbers)
+        send_verified(verified, drafts, self._ranks)
         return verified
 
     def _sample_places(self, logits_NV: Tensor, places: Sequence[DraftedPlace]) -> SampleResult:

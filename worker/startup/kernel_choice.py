@@ -44,10 +44,6 @@ class KernelChoice(NamedTuple):
     """The way to kernels, which ranks need."""
     why_no_draft_model: str | None = None
     """The reason why no model drafts there; None if one may."""
-    why_ranks_verify_none: str | None = None
-    """The reason why ranks verify no drafts there; None if they do."""
-    why_ranks_adapt_none: str | None = None
-    """The reason why ranks compute no adapters there; None if they do."""
 
 
 def _reserve_on_gpu(config: WorkerConfig, loaded: LoadedModel) -> Reserve:
@@ -93,8 +89,6 @@ _ON_GPU = KernelChoice(
     stacks_adapters=True,
     fix_of_ranks="install triton, gcc and Python's headers, or leave --gpu-kernels on",
     why_no_draft_model="a draft model has no passes on a GPU yet",
-    why_ranks_verify_none="ranks on GPUs verify no drafts yet",
-    why_ranks_adapt_none="adapters are not divided among GPUs yet",
 )
 
 

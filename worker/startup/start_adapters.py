@@ -20,7 +20,7 @@ from worker.devices.device import Device, Reserve
 from worker.machine import available_memory_bytes
 from worker.memory_sizes import format_size
 from worker.startup.kernel_choice import kernels_of
-from worker.startup.loader import LoadedModel, ModelKind, describe_division
+from worker.startup.loader import LoadedModel, ModelKind
 from worker.worker_config import AdapterFacts, WorkerConfig, padded_rank
 from worker.worker_errors import AdapterRefused, StartupError
 
@@ -39,14 +39,6 @@ def refuse_adapters(config: WorkerConfig, kind: ModelKind, device: Device) -> No
         raise StartupError(
             f"{_OPTIONS}: adapters on a GPU need its kernels, and there are none: {reason}",
             fix=f"leave --gpu-kernels on, add --device cpu, or {_LEFT_OUT}",
-        )
-    if (
-        config.num_stages * config.num_ranks > 1
-        and (lacking := kernels_of(device).why_ranks_adapt_none) is not None
-    ):
-        raise StartupError(
-            f"{_OPTIONS}: {lacking}",
-            fix=f"leave {describe_division(config)} out, add --device cpu, or {_LEFT_OUT}",
         )
     if kind.task is not Task.GENERATE:
         raise StartupError(
@@ -83,9 +75,10 @@ def with_adapters(reserve: Reserve, config: WorkerConfig, targets: Targets, dtyp
 
 
 def stacked_bytes(config: WorkerConfig, targets: Targets, dtype: torch.dtype) -> int:
-    """Size the adapters of all slots of a GPU, whose ranks are padded."""
+    """Size the adapters of all slots of a GPU, whose ranks are padded; of shards at most, as `most_bytes`."""
     limits = config.adapter_limits
-    return targets.num_bytes(replace(limits, max_rank=padded_rank(limits.max_rank)), dtype)
+    padded = replace(limits, max_rank=padded_rank(limits.max_rank))
+    return config.num_ranks_on_device * targets.num_bytes(padded, dtype)
 
 
 def open_adapters(

@@ -86,9 +86,6 @@ def verifies_drafts(config: WorkerConfig, device: Device) -> bool:
     if config.num_stages > 1:
         refuse_speculation(config, "stages verify no drafts yet")
         return False
-    if config.num_ranks > 1 and (reason := kernels_of(device).why_ranks_verify_none) is not None:
-        refuse_speculation(config, reason)
-        return False
     if config.speculation.method is DraftMethod.DRAFT_MODEL:
         reason = "a draft model is not divided over ranks yet" if config.num_ranks > 1 else None
         if (reason := reason or kernels_of(device).why_no_draft_model) is not None:

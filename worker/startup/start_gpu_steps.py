@@ -90,5 +90,8 @@ def _open_sampler(
         return GpuFollowingSampler(
             vocab_size=vocab_size, max_num_seqs=max_num_seqs, device=device, ranks=ranks
         )
-    kind = GpuLeadingSampler if is_divided(ranks) else GpuSampler
-    return kind(vocab_size=vocab_size, max_num_seqs=max_num_seqs, device=device, grammars=grammars)
+    if is_divided(ranks):
+        return GpuLeadingSampler(
+            vocab_size=vocab_size, max_num_seqs=max_num_seqs, device=device, grammars=grammars, ranks=ranks
+        )
+    return GpuSampler(vocab_size=vocab_size, max_num_seqs=max_num_seqs, device=device, grammars=grammars)

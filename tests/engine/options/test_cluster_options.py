@@ -151,8 +151,12 @@ def test_the_secret_is_in_no_text_of_the_configuration() -> None:
             "--cpu-kernels off: only layers of the CPU",
         ),
         (
-            {"pipeline_parallel_size": "2", "quantization": "int8"},
-            "--pipeline-parallel-size 2 with --quantization int8: rounded numbers are not divided",
+            {"tensor_parallel_size": "2", "activations": "fp8"},
+            "--tensor-parallel-size 2 with --activations fp8: it rounds inputs by the largest of a row",
+        ),
+        (
+            {"tensor_parallel_size": "2", "quantization": "int8", "device": "cpu"},
+            "--tensor-parallel-size 2 with --quantization int8 on a CPU: it rounds inputs",
         ),
     ],
 )

@@ -32,6 +32,7 @@ AT_ONCE = 2
 def stand_ins(device: str, seed: int | None) -> Iterator[LazyCuda]:
     with LazyCuda(seed=seed) as cuda, pytest.MonkeyPatch.context() as patch:
         patch.setattr(graphs, "_MIXED", (16,))
+        patch.setattr(graphs, "_DRAFTED", (4, 8))
         for module in (worker, device_ranks):
             patch.setattr(module, "device_of_rank", lambda config, rank: str(DEVICE))
         patch.setattr(gpu_toolkit, "choose_products", lambda products, device: None)  # each rank's own

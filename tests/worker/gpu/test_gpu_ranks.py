@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from scheduler.messages import SamplingParams
+from tests.adapters import write_adapter
 from tests.checkpoints import make_checkpoint
 from tests.quantized_checkpoints import write_quantized
 from tests.worker.conftest import BLOCK_SIZE, load_worker
@@ -18,7 +22,12 @@ from tests.worker.gpu.ahead import AheadDriver
 from tests.worker.gpu.gpu_ranks import OWN, SHARED, rank_0
 from tests.worker.gpu.interpreted_gpu import HAS_GPU
 from tests.worker.gpu.lazy_cuda import DEVICE, LazyCuda
+from tests.worker.gpu.test_adapters import LIMITS, mixed
+from tests.worker.gpu.test_gpu_drafts import DRAFTING, VOCAB, check_alike
 from tests.worker.ranks.divided import TWO_SHARDS, DividedWorker
+from tests.worker.speculation.random_requests import TINY_REQUESTS
+from tests.worker.speculation.speculated import Answer, Speculated, half_right
+from worker.adapters import adapter_store
 from worker.devices.visiting import let_visit, staying_on
 from worker.gpu.gpu_toolkit import _OwnOutput
 from worker.model.layer_shards import bytes_of_a_rank
@@ -29,11 +38,17 @@ from worker.ranks.rank_places import RankPlace
 from worker.ranks.ranks import Alone
 from worker.ranks.stage import Stage
 from worker.startup.kernel_choice import _ON_GPU
-from worker.worker_config import AdapterLimits, DraftMethod, SpeculationConfig, WorkerConfig
-from worker.worker_errors import StartupError
+from worker.worker_config import AdapterFolder, ModelFacts, WorkerConfig
+from worker.worker_errors import AdapterRefused, StartupError
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="stand-ins are needed")
 NUM_NUMBERS = 1000
+UPPER_HALF = tuple(range(VOCAB // 2 + 1, VOCAB))
+"""Tokens that the second of two ranks looks up."""
+DRAFTED = [
+    *TINY_REQUESTS,
+    ([300, 301], SamplingParams(temperature=1.0, seed=3, max_tokens=9, allowed_token_ids=UPPER_HALF)),
+]
 
 
 @pytest.fixture(scope="module")
@@ -51,26 +66,80 @@ def config_of(folder: Path, device: str, **options: Any) -> WorkerConfig:
 
 
 def test_ranks_that_share_a_gpu_draw_the_tokens_of_one_process(tmp_path: Path) -> None:
-    """A checkpoint of codes, with sums through the host."""
-    folder, _ = write_quantized("llama", "awq", tmp_path)
-    expected = whole.expected_from(load_worker(folder, swap_space_bytes=1 << 20)[0])
+    """A checkpoint of codes, with sums through the host; with an adapter of all projections; and rounded."""
+    folder, plain = write_quantized("llama", "awq", tmp_path)
+    options = adapting([write_adapter(tmp_path / "all", plain, rank=3)])
+    alone, facts = load_worker(folder, swap_space_bytes=1 << 20, **options)
+    expected, order = whole.expected_from(alone), [facts.adapters[0].identity, ""]
+    adapted = mixed(alone, order, is_ahead=False)
+    rounding = {"quantization": "int8", "quantize_head": "int8"}
+    rounded = whole.expected_from(whole.load_gpu(plain, enforce_eager=True, **rounding)[0])
     with rank_0(SHARED, None, TWO_SHARDS) as (_, divided):
-        facts = divided.load(config_of(folder, SHARED, enforce_eager=True))
-        assert (facts.num_ranks, facts.runs_ahead, facts.max_drafts) == (2, True, 0)
+        facts = divided.load(config_of(folder, SHARED, enforce_eager=True, **options))
+        assert (facts.num_ranks, facts.runs_ahead) == (2, True)
         assert served_by(divided) == expected
+        assert mixed(divided, order, is_ahead=True) == adapted
+        assert adapted[0] != adapted[1]
+        divided.load(config_of(plain, SHARED, enforce_eager=True, **rounding))
+        assert served_by(divided) == rounded
 
 
-def test_ranks_with_a_gpu_each_sum_within_graphs(folders: dict[str, Path]) -> None:
-    """Sums of experts too."""
-    expected = whole.expected_from(load_worker(folders["qwen3_moe"], swap_space_bytes=1 << 20)[0])
+def test_ranks_with_a_gpu_each_sum_within_graphs(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Sums of experts too, with drafts and with adapters."""
+    base, targets = folders["qwen3_moe"], ["q_proj", "v_proj", "o_proj"]
+    first, second, third = (
+        write_adapter(tmp_path / f"a{seed}", base, rank=3 * seed, seed=seed, targets=targets)
+        for seed in (1, 2, 3)
+    )
+    alone, facts = load_worker(base, swap_space_bytes=1 << 20, **adapting([first, second]))
+    expected = whole.expected_from(alone)
+    answers = Speculated(alone, facts).answers(DRAFTED)
+    order = [*(each.identity for each in facts.adapters), ""]
+    adapted = mixed(alone, order, order[::-1], is_ahead=False)
     with rank_0(OWN, 1, TWO_SHARDS) as (cuda, divided):
-        config = config_of(folders["qwen3_moe"], OWN)
-        divided.load(config)
+        config = config_of(base, OWN, speculation=DRAFTING, **adapting([first]))
+        facts = divided.load(config)
         assert served_by(divided) == expected
         assert divided._worker is not None
-        assert whole.steps_of(divided._worker)._num_replayed == 7
+        steps = whole.steps_of(divided._worker)
+        assert steps._num_replayed == 7
+        check_drafts(divided, facts, answers)
+        assert steps._num_replayed > 7
+        check_loading(divided, second, third)
+        num_replayed = steps._num_replayed
+        assert mixed(divided, order, order[::-1], is_ahead=True) == adapted
+        assert steps._num_replayed > num_replayed
         with gathering_beside_graphs(cuda), pytest.raises(StartupError, match="CUDA graphs are missing"):
             divided.load(config)
+
+
+def check_drafts(divided: DividedWorker, facts: ModelFacts, expected: list[Answer]) -> None:
+    """Raise AssertionError unless half-right drafts change nothing, preempted and beside steps in flight."""
+    changes = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_plans_in_flight": 2, "num_blocks": 7}
+    world = Speculated(divided, facts, changes, next_id=100)  # type: ignore[arg-type]
+    check_alike(world.answers(DRAFTED, half_right(expected, Random(4), VOCAB)), expected)
+    assert 0 < world.num_accepted < world.num_drafted
+    assert world.num_preemptions
+
+
+def check_loading(divided: DividedWorker, adapter: Path, unlike: Path) -> None:
+    """Load an adapter on all ranks, and one on none that they do not read alike."""
+    store = divided.adapters
+    store.load(adapter.name, str(adapter))
+    resident, read = store.resident, adapter_store.read_adapter
+    with pytest.MonkeyPatch.context() as patch:  # and not in the other process
+        patch.setattr(
+            adapter_store, "read_adapter", lambda *args, **named: replace(read(*args, **named), digest="0")
+        )
+        with pytest.raises(AdapterRefused, match="not all ranks read the same files"):
+            store.load(unlike.name, str(unlike))
+    assert store.resident == resident
+
+
+def adapting(adapters: list[Path]) -> dict[str, Any]:
+    """Options of a worker that has these adapters from its start."""
+    named = tuple(AdapterFolder(each.name, str(each)) for each in adapters)
+    return {"adapter_limits": LIMITS, "adapters": named}
 
 
 def served_by(divided: DividedWorker) -> dict[str, list[int]]:
@@ -235,23 +304,3 @@ def test_tied_ends_weigh_what_is_there_once_they_are_divided(family: str, tmp_pa
             parameter.data = parameter.data.to(DEVICE)
         there = torch.cuda.memory_allocated(DEVICE)
     assert there == pytest.approx(foreseen, abs=1024), "but for the allocator's units"
-
-
-@pytest.mark.parametrize(
-    ("options", "refusal"),
-    [
-        (
-            {"speculation": SpeculationConfig(method=DraftMethod.NGRAM)},
-            "ranks on GPUs verify no drafts yet",
-        ),
-        (
-            {"adapter_limits": AdapterLimits(max_in_step=1, max_in_memory=1)},
-            "adapters are not divided among GPUs yet",
-        ),
-    ],
-)
-def test_what_ranks_on_gpus_do_not_compute_is_refused_by_name(
-    folders: dict[str, Path], options: dict[str, Any], refusal: str
-) -> None:
-    with pytest.raises(StartupError, match=refusal):
-        whole.load_gpu(folders["llama"], num_ranks=2, **options)

@@ -10,13 +10,9 @@ from engine.options.engine_config import DEMO_MODEL
 from scheduler.config import PreemptionMode
 from tests.checkpoints import make_checkpoint
 from tests.quantized_checkpoints import write_quantized
-from tests.worker.conftest import BLOCK_SIZE
-from tests.worker.plan_driver import PlanDriver
 from tests.worker.ranks.divided import DividedWorker
 from tests.worker.ranks.histories import (
-    NUM_TOKENS,
     OVERRIDES,
-    PROMPT,
     a_busy_hour,
     check_busy_hour,
     config_of,
@@ -26,6 +22,7 @@ from tests.worker.ranks.histories import (
 )
 from tests.worker.speculation.random_requests import TINY_REQUESTS
 from tests.worker.speculation.speculated import Speculated, half_right, oracle
+from worker.worker import Worker
 from worker.worker_config import DraftMethod, SpeculationConfig
 from worker.worker_errors import StartupError
 
@@ -114,13 +111,17 @@ def test_a_quantized_checkpoint_is_divided_between_its_groups(
 
 
 @pytest.mark.parametrize(
-    "rounding", [{"quantization": "int8", "quantize_head": "int8"}, {"quantization": "int4"}]
+    "rounding", [{"quantization": "int4", "quantize_head": "int8"}, {"quantization": "fp8"}]
 )
-def test_shards_are_rounded_too(two_ranks: DividedWorker, folder: Path, rounding: dict[str, str]) -> None:
+def test_ranks_cut_the_rounded_numbers_of_one_process(
+    two_ranks: DividedWorker, folder: Path, rounding: dict[str, str]
+) -> None:
     checkpoint = make_checkpoint("llama", folder / "rounded", intermediate_size=128)
-    two_ranks.load(replace(config_of(checkpoint), num_ranks=2, **rounding))
-    driver = PlanDriver(two_ranks, BLOCK_SIZE)  # type: ignore[arg-type]
-    driver.generate([driver.add(PROMPT)], NUM_TOKENS)
+    config = replace(config_of(checkpoint), **rounding)
+    alone = Worker(config)
+    alone.load(lambda _progress: None)
+    two_ranks.load(replace(config, num_ranks=2))
+    check_busy_hour(two_ranks, a_busy_hour(alone))
 
 
 @pytest.mark.parametrize("overrides", HEADS.values(), ids=HEADS)

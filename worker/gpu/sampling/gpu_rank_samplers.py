@@ -1,7 +1,8 @@
 """Sampling on several ranks with a GPU each: the first samples, and its device tells the others.
 
 Owns: the samplers of all ranks. The tokens of a step reach the devices of the others behind it, whatever
-sampled them, and their hosts with a later plan (engine/core/stage_steps.py).
+sampled them, and their hosts with a later plan (engine/core/stage_steps.py). Those of a step with drafts
+reach the hosts within it, which know each token before the next step; no device needs them then.
 Never: exchanges (gpu_runner.py).
 
 Shapes: N tokens that are sampled in a step, V vocabulary, F fields of a row.
@@ -18,19 +19,34 @@ from worker.devices.device import Device
 from worker.gpu.sampling.draw_fields import no_draws
 from worker.gpu.sampling.gpu_sampler import GpuSampler
 from worker.ranks.ranks import Ranks
-from worker.sampling.rank_samplers import FollowingSampler
-from worker.sampling.row_sampler import LaunchedSample
+from worker.sampling.grammar_rows import Grammars
+from worker.sampling.rank_samplers import FollowingSampler, send_verified
+from worker.sampling.row_sampler import LaunchedSample, VerifiedRow
 from worker.sampling.sampling_state import SamplingRow
 
 
 class GpuLeadingSampler(GpuSampler):
     """Sampler of the first rank, which answers for all."""
 
+    def __init__(
+        self, *, vocab_size: int, max_num_seqs: int, device: Device, grammars: Grammars, ranks: Ranks
+    ) -> None:
+        super().__init__(vocab_size=vocab_size, max_num_seqs=max_num_seqs, device=device, grammars=grammars)
+        self._ranks = ranks
+
     def _launch(
         self, logits_NV: Tensor, rows: Sequence[int], states: Sequence[SamplingRow]
     ) -> LaunchedSample:
         # The others do not know what the step itself has sampled.
         return super()._launch(logits_NV, rows, states)._replace(is_new=True)
+
+    def verify(
+        self, logits_NV: Tensor, rows: Sequence[int], drafts: Sequence[Sequence[int]]
+    ) -> list[VerifiedRow]:
+        """See RowSampler. The hosts of the others wait for it."""
+        verified = super().verify(logits_NV, rows, drafts)
+        send_verified(verified, drafts, self._ranks)
+        return verified
 
 
 class GpuFollowingSampler(FollowingSampler):
