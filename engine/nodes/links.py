@@ -237,7 +237,7 @@ class LinkedStore(Store):
 
     def get(self, key: str) -> bytes:
         """Wait for a text. Raises DistStoreError where it has not come within the store's time limit."""
-        return self._get(key, time.monotonic(), self.timeout)
+        return self._get(key, time.monotonic(), None)
 
     def add(self, key: str, value: int) -> int:
         """Add to a number of all ranks."""
@@ -251,7 +251,7 @@ class LinkedStore(Store):
         """Wait for texts, so long for all of them. Raises as `get`."""
         started_s = time.monotonic()
         for key in keys:
-            self._get(key, started_s, timeout or self.timeout)
+            self._get(key, started_s, timeout)
 
     def clone(self) -> "LinkedStore":
         """Return this one: calls are for any thread."""
@@ -262,10 +262,12 @@ class LinkedStore(Store):
         with self._lock:
             self._socket.close(linger=0)
 
-    def _get(self, key: str, started_s: float, limit: timedelta) -> bytes:
+    def _get(self, key: str, started_s: float, limit: timedelta | None) -> bytes:
+        limit = limit or self.timeout  # type: ignore[attr-defined]
+        limit_s = limit.total_seconds()
         while (found := self._ask(Look(key))) is None:
-            if time.monotonic() - started_s > limit.total_seconds():
-                raise DistStoreError(f"no rank has left {key} within {limit.total_seconds():g} s")
+            if time.monotonic() - started_s > limit_s:
+                raise DistStoreError(f"no rank has left {key} within {limit_s:g} s")
             time.sleep(_ASK_AGAIN_S)
         return found
 
