@@ -104,7 +104,7 @@ def test_a_kustomization_names_only_what_is_there_and_all_of_it(path: Path) -> N
     beside = {file.name for file in path.parent.glob("*.yaml")} - {"kustomization.yaml"}
     assert beside == {name for name in named if "/" not in name}
     for patch in content.get("patches", ()):
-        assert patch["target"]["kind"] in {"Deployment", "NetworkPolicy"}
+        assert patch["target"]["kind"] in {"Deployment", "LeaderWorkerSet", "NetworkPolicy"}
         assert all(step["op"] in {"add", "remove", "replace"} for step in yaml.safe_load(patch["patch"]))
 
 
