@@ -145,11 +145,23 @@ async def test_a_lost_node_ends_the_engine_and_another_takes_its_place(
     assert len(agents_below(served.ray)) == 1
 
 
-async def test_a_cluster_that_is_too_small_is_refused_in_one_line(served: Served, tiny_model: Path) -> None:
+@pytest.mark.parametrize(
+    ("device", "asked", "less"),
+    [
+        ("cpu", "3 processors", "--num-threads or the number"),
+        ("cuda", "2 processors and 2 GPUs", "the number"),
+    ],
+)
+async def test_a_cluster_that_is_too_small_is_refused_in_one_line(
+    served: Served, tiny_model: Path, device: str, asked: str, less: str
+) -> None:
     config = config_of(tiny_model, num_threads="3", nnodes="2", placement_timeout="1")
+    if device == "cuda":
+        config = replace(config, worker=replace(config.worker, device=device, num_stages=4))
     engine = lives.EngineProcesses(config, on_message=lambda _: None, on_death=lambda _: None)
     gave_up = await asyncio.wait_for(engine.run(), WAIT_S)
     assert gave_up is not None
     assert gave_up.exit_code == 78
-    asked = "Ray has not found 3 processors on this node and on 1 more within 1 s; "
-    assert gave_up.what.startswith(asked + "it has 1 with 1 GPU on this node, and on others: 1")
+    begin = f"Ray has not found {asked} on this node and on 1 more within 1 s; "
+    assert gave_up.what.startswith(begin + "it has 1 with 1 GPU on this node, and on others: 1")
+    assert gave_up.fix == f"add nodes, end what uses them, or lower {less} of ranks"
