@@ -133,7 +133,7 @@ class LoadedModel:
     free_behind: Callable[[], None] = trim_heaps
     """Give back memory, and pages of files, of layers that were taken over, once there is much of it."""
     end_visits: Callable[[], None] = lambda: None
-    """Let weights no longer visit the device for each call; for when they are there."""
+    """Let weights no longer visit the device for each call, once they are on it."""
 
     def head_layers(self, num_layers: int) -> float:
         """Count the output layer's weights in layers, of so many."""

@@ -15,12 +15,14 @@ import worker.startup.loader
 from tests.quantized_checkpoints import write_quantized
 from tests.worker.conftest import MakeCheckpoint, load_worker
 from worker.checkpoint.checkpoint_files import find_weights, loaded_bytes
-from worker.cpu import large_pages
+from worker.cpu import cpu_kernel_choice, large_pages
+from worker.cpu.kernel_build import CannotBuild
 from worker.devices.device import CpuDevice
 from worker.machine import free_behind
 from worker.memory_sizes import CPU_SHARE_OF_AVAILABLE, WeightBytes
 from worker.progress import LoadStage
 from worker.startup.loader import find_kind, load_model
+from worker.startup.start_generation import load_generator
 from worker.worker_config import LoadProgress, WorkerConfig
 from worker.worker_errors import StartupError
 
@@ -222,6 +224,50 @@ def test_the_kv_cache_is_sized_after_the_weights_took_their_memory(
     load_worker(folder, cpu_kernels="off")
     assert len(mapped) == 2
     assert not any(mapped)
+
+
+def test_weights_that_were_copied_for_want_of_kernels_are_not_taken_from_the_kv_cache_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise CannotBuild("there is no C++ compiler")
+
+    monkeypatch.setattr(cpu_kernel_choice, "find_library", lambda: None)
+    monkeypatch.setattr(cpu_kernel_choice, "build_library", refuse)
+    pretend_available(monkeypatch, 8 << 20)
+    found, asked_for = (load_worker(folder, cpu_kernels=each)[1] for each in ("auto", "off"))
+    assert found.num_blocks == asked_for.num_blocks
+
+
+def test_caches_of_engines_that_start_at_once_leave_room_for_the_weights_of_all(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, alone = load_worker(folder)
+    pretend_available(monkeypatch, 3 * alone.weight_bytes)
+    _, first = load_worker(folder, num_engines=2)
+    most_bytes = CPU_SHARE_OF_AVAILABLE * alone.weight_bytes / 2
+    assert 0.8 * most_bytes < first.kv_cache_bytes <= most_bytes
+    pretend_available(monkeypatch, 2 * alone.weight_bytes)
+    with pytest.raises(StartupError, match=r"memory left for the KV cache \(0\.00 MiB\)"):
+        load_worker(folder, num_engines=2)
+    _, replacement = load_worker(folder, num_engines=2, is_replacement=True)
+    assert replacement.num_blocks == first.num_blocks
+
+
+def test_what_no_kernel_takes_is_counted_while_it_is_copied(folder: Path) -> None:
+    config = WorkerConfig(model_path=str(folder), device="cpu", num_threads=1)
+    seen: list[LoadProgress] = []
+
+    class Watched(LoadStage):
+        def count(self, num_bytes: int) -> None:
+            super().count(num_bytes)
+            seen.append(self.progress(0.0))
+
+    stage = Watched()
+    load_generator(config, find_kind(config), CpuDevice(config), stage)
+    copied = [each for each in seen if each.stage == "copying weights"]
+    assert 0 < copied[-1].done_bytes == copied[-1].total_bytes
+    assert stage.progress(0.0).stage == "warming up"
 
 
 def test_a_wrong_generation_config_is_refused_before_the_weights_are_read(
