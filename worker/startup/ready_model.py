@@ -305,7 +305,7 @@ def _find_targets(
     targets = targets_of(
         config, device, loaded.model, lambda num: _probe(runner, device, np.arange(num), num_logits=1)
     )
-    reserve = reserve._replace(weight_bytes=loaded.mapped_bytes // config.num_nodes)
+    reserve = reserve._replace(weight_bytes=loaded.bytes_to_come // config.num_nodes)
     return targets, with_adapters(reserve, config, targets, loaded.dtype)
 
 

@@ -2,7 +2,9 @@
 
 import gc
 import json
+import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,20 @@ import worker.devices.device
 import worker.startup.loader
 from tests.quantized_checkpoints import write_quantized
 from tests.worker.conftest import MakeCheckpoint, load_worker
-from worker.checkpoint.checkpoint_files import find_weights, loaded_bytes
+from worker.checkpoint.checkpoint_files import (
+    StoredTensor,
+    WeightFile,
+    bytes_not_taken,
+    find_weights,
+    loaded_bytes,
+)
 from worker.cpu import cpu_kernel_choice, large_pages
 from worker.cpu.kernel_build import CannotBuild
 from worker.devices.device import CpuDevice
 from worker.machine import free_behind
 from worker.memory_sizes import CPU_SHARE_OF_AVAILABLE, WeightBytes
 from worker.progress import LoadStage
+from worker.startup.forecast import weight_bytes
 from worker.startup.loader import find_kind, load_model
 from worker.startup.start_generation import load_generator
 from worker.worker_config import LoadProgress, WorkerConfig
@@ -144,6 +153,82 @@ def test_weights_that_fit_once_converted_are_loaded(folder: Path, monkeypatch: p
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "dtype": "bfloat16"}))
     assert load(folder).dtype == torch.bfloat16
+
+
+def headers_of(num_layers: int, *, dtype: str = "BF16", also: tuple[str, ...] = ()) -> list[WeightFile]:
+    """Files of a model of the shape of Qwen3-0.6B, as their headers describe them."""
+    shapes = {
+        **{f"self_attn.{name}_proj.weight": (1024, 1024) for name in ("k", "v")},
+        "self_attn.q_proj.weight": (2048, 1024),
+        "self_attn.o_proj.weight": (1024, 2048),
+        **{f"mlp.{name}_proj.weight": (3072, 1024) for name in ("gate", "up")},
+        **{"mlp.down_proj.weight": (1024, 3072), "input_layernorm.weight": (1024,)},
+        **{name: (1024, 1024) for name in also},
+    }
+    whole = {f"model.layers.{i}.{name}": shape for i in range(num_layers) for name, shape in shapes.items()}
+    whole["model.embed_tokens.weight"] = (151936, 1024)
+    tensors = {name: StoredTensor(dtype, shape, 2 * math.prod(shape)) for name, shape in whole.items()}
+    return [WeightFile(Path("model.safetensors"), sum(each.num_bytes for each in tensors.values()), tensors)]
+
+
+def not_taken(files: list[WeightFile], num_bits: float = 4.5, *, rounds_head: bool = False) -> float:
+    """Bytes for each number of a layer of `headers_of`, of which there are so many."""
+    return bytes_not_taken(files, "bfloat16", num_bits=num_bits, rounds_head=rounds_head) / (15 << 20)
+
+
+def test_layers_that_are_rounded_one_after_the_other_are_never_all_held_as_they_were() -> None:
+    layer = 2 - 4.5 / 8
+    assert not_taken(headers_of(101)) - not_taken(headers_of(100)) == pytest.approx(layer, rel=0.01)
+    assert not_taken(headers_of(101), 8) - not_taken(headers_of(100), 8) == pytest.approx(1, rel=0.01)
+    beside = 100 * layer - not_taken(headers_of(100))
+    assert beside > 8, "two layers in float32 at least"
+    head_bytes = (not_taken(headers_of(100)) - not_taken(headers_of(100), rounds_head=True)) * (15 << 20)
+    assert head_bytes == pytest.approx(2 * 151936 * 1024), "its codes, as they are rounded and packed"
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        headers_of(2),
+        headers_of(100, dtype="F16"),
+        headers_of(100, also=("self_attn.kv_a_proj_with_mqa.weight",)),
+        headers_of(100, also=("mlp.experts.0.up_proj.weight",)),
+    ],
+    ids=["small", "converted", "other attention", "experts"],
+)
+def test_layers_that_may_stay_as_they_were_are_counted_whole(files: list[WeightFile]) -> None:
+    assert not_taken(files) == 0
+
+
+@pytest.fixture
+def half_is_rounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Half of the weights' bytes, which fits; these layers are too small to be counted otherwise."""
+    total = loaded_bytes(find_weights(folder), None).total
+    monkeypatch.setattr(worker.startup.loader, "bytes_not_taken", lambda *_, **__: total - total // 2)
+    return total // 2
+
+
+def test_a_model_that_fits_once_rounded_is_loaded_and_foreseen(
+    folder: Path, half_is_rounded: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_available(monkeypatch, half_is_rounded)
+    config = WorkerConfig(model_path=str(folder), device="cpu", quantization="int8")
+    kind, device = find_kind(config), CpuDevice(config)
+    assert weight_bytes(config, kind, device) == half_is_rounded
+    load_model(config, kind, device, LoadStage())
+    for plain in (replace(config, quantization="none"), replace(config, num_ranks=2)):
+        with pytest.raises(StartupError, match="the weights take"):
+            weight_bytes(plain, kind, device)
+
+
+def test_layers_that_stayed_as_they_were_are_refused_if_they_do_not_fit(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    total = loaded_bytes(find_weights(folder), None).total
+    monkeypatch.setattr(worker.startup.loader, "bytes_not_taken", lambda *_, **__: total - 1000)
+    pretend_available(monkeypatch, 1000)
+    with pytest.raises(StartupError, match=r"the weights take .* available; free some"):
+        load_worker(folder, quantization="int8", num_blocks=20)
 
 
 def test_files_that_do_not_fit_beside_the_weights_are_not_read_ahead(
