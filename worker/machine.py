@@ -80,14 +80,16 @@ def once_grown(free: Callable[[], None], root: Path = _MACHINE) -> Callable[[], 
 
 def find_mapped(files: Collection[Path], root: Path = _MACHINE) -> list[range]:
     """Find the addresses at which files are mapped and were not written to."""
-    paths = {str(file.resolve()) for file in files}
-    found, place = [], range(0)
-    for line in _read_text(root / "proc/self/smaps").splitlines():
+    paths = {os.fsencode(file.resolve()) for file in files}
+    found, place, is_written = [], range(0), False
+    for line in _read_bytes(root / "proc/self/smaps").splitlines():
         words = line.split(maxsplit=5)
-        if "-" in words[0]:
-            start, end = words[0].split("-")
+        if b"-" in words[0]:
+            start, end = words[0].split(b"-")
             place = range(int(start, 16), int(end, 16)) if words[-1] in paths else range(0)
-        elif place and words[:2] == ["Anonymous:", "0"]:
+        elif words[0] == b"Anonymous:":
+            is_written = words[1] != b"0"
+        elif place and words[:2] == [b"Swap:", b"0"] and not is_written:
             found.append(place)
     return found
 
@@ -113,7 +115,7 @@ def memory_use(root: Path = _MACHINE) -> float:
 def num_killed_for_memory(root: Path = _MACHINE) -> int:
     """Count the processes of our control group that the kernel has killed for want of memory.
 
-    Whoever was short of it: the group, one above it, or the machine. Source: Linux, cgroup-v2.rst
+    The group was short of it, one above it, or the machine. Source: Linux, cgroup-v2.rst
     (memory.events); of version 1, memory.oom_control.
     """
     for folder, _ in _cgroup_folders(root, "memory"):
@@ -259,3 +261,10 @@ def _read_text(path: Path) -> str:
         return path.read_text()
     except OSError:  # absent, or hidden from this process: no known limit
         return ""
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""

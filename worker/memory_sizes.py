@@ -49,7 +49,7 @@ class WeightBytes:
     """Bytes among them that are codes of quantized modules, with their scales."""
 
     def on_one_of(self, num_devices: int, num_hosts: int) -> "WeightBytes":
-        """Return what loading takes on one of as many devices, with equal parts, and on one of their hosts.
+        """Return the bytes that loading takes on one of as many equal devices, and on one of their hosts.
 
         Codes are whole on each until they are cut, and a process for each device converts all.
         """

@@ -136,6 +136,8 @@ class WorkerConfig:
     """Machines that the ranks are on, as many on each. Memory that is asked for here is that of one."""
     num_engines: int = 1
     """Engines that load at the same time; on CPUs they share cores and free memory, on GPUs the host's."""
+    is_replacement: bool = False
+    """The engine has been ready before, and the others have their weights already."""
 
     @property
     def num_devices(self) -> int:

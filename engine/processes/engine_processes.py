@@ -193,6 +193,8 @@ class EngineProcesses:
                 continue
             if isinstance(message, Ready):
                 watch.loaded()
+                worker = replace(self._config.worker, is_replacement=True)
+                self._config = replace(self._config, worker=worker)
             self._on_message(message)
 
     async def _receive_the_rest(self, receiver: "asyncio.Task[None]") -> None:

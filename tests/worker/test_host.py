@@ -9,6 +9,7 @@ import torch
 
 from worker.machine import (
     available_memory_bytes,
+    find_mapped,
     free_behind,
     least_gpu_memory_bytes,
     memory_use,
@@ -164,6 +165,22 @@ def test_memory_is_freed_at_once_and_then_after_each_growth_that_is_worth_it(mac
         machine.write("proc/self/statm", f"{pages(5000)} {pages(held)} 0 0 0 0 0")
         free_if_grown()
     assert freed == [1000, 1128, 1300]
+
+
+def test_a_mapping_is_found_by_a_name_in_any_encoding_unless_it_was_written_to_or_swapped_out(
+    tmp_path: Path,
+) -> None:
+    place = b"%s-%s r--p 00000000 fe:00 1    %s\nRss: 4 kB\nAnonymous: %d kB\nSwap: %d kB\nVmFlags: rd mr\n"
+    latin = tmp_path / os.fsdecode(b"caf\xe9 au lait")
+    mappings = [
+        place % (b"1000", b"3000", os.fsencode(latin), 0, 0),
+        place % (b"3000", b"4000", os.fsencode(latin), 4, 0),
+        place % (b"4000", b"5000", os.fsencode(latin), 0, 4),
+        place % (b"5000", b"6000", b"/other", 0, 0),
+    ]
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/smaps").write_bytes(b"".join(mappings))
+    assert find_mapped([latin], tmp_path) == [range(0x1000, 0x3000)]
 
 
 def test_memory_use_is_that_of_whatever_is_fuller_and_file_caches_do_not_count(machine: Machine) -> None:

@@ -164,6 +164,16 @@ def test_scales_of_four_bits_are_numbers_of_16_bits_whatever_the_size_of_the_wei
         assert bool(((found - exact).abs() <= exact.abs().amax(dim=2, keepdim=True) / 7.8).all())
 
 
+@pytest.mark.parametrize(("smallest", "most_error"), [(2.0**-20, 0.0), (2.0**-12.4, 2.0**-10)])
+def test_scales_of_float16_weights_are_kept_however_small(smallest: float, most_error: float) -> None:
+    plain = (numbers(8, 96) * 0.02).half()
+    plain[0] = smallest
+    exact = plain.float().view(8, 3, 32).abs().amax(dim=2) / 8
+    found = round_to_int4(Linear.of(PlainWeight(plain))).weight.scales_NG
+    assert torch.equal(found[1:].abs(), exact[1:])
+    assert bool(((found.abs() - exact).abs() <= most_error * exact).all())
+
+
 class Doubling(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * 2

@@ -7,6 +7,7 @@ Never: network, pickled weights, code that comes with a checkpoint.
 import json
 import math
 import os
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,6 +39,13 @@ _LOADED_BLOCKS = {
     GgufType.Q5_K: (8, 32, 2),
     GgufType.Q6_K: (8, 16, 1),
 }
+# The layers that kernels round, and their weights there.
+_LAYER = re.compile(r"(?:\w+\.)*?layers\.\d+\.")
+_ROUNDED = re.compile(r"(?:self_attn\.(?:[qkvo]|qkv)|mlp\.(?:gate|up|gate_up|down))_proj\.weight")
+_BLOCK = 32
+"""A divisor of the outputs and inputs of a weight that is rounded whole."""
+_BYTES_OF_A_START = 128 << 20
+"""Beside the weights: the vocabulary as a tree, for grammars, pages of libraries, numbers of the check."""
 # torch's name of a dtype -> the name in a safetensors header, and bytes per number. Others are not converted.
 _FLOATS = {"float64": ("F64", 8), "float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2)}
 
@@ -161,6 +169,39 @@ def loaded_bytes(files: list[WeightFile], dtype: str | None) -> WeightBytes:
             continue
         converted += stored.num_bytes // item_bytes[stored.dtype] * target_bytes
     return WeightBytes(total=codes + as_stored + converted, converted=converted, codes=codes)
+
+
+def bytes_not_taken(files: list[WeightFile], dtype: str | None, *, num_bits: float, rounds_head: bool) -> int:
+    """Size the part of `loaded_bytes` that a start never holds if it rounds layers to so many bits a number.
+
+    Weights are pages of their files until their layer is rounded. Counts layers that consist of attention and
+    a gated MLP, and leaves out what a start takes beside them: a layer in float32 twice, the output
+    layer's codes twice, and memory that is the same for any model.
+    """
+    if dtype != "bfloat16":  # others are converted, all at once
+        return 0
+    layers: dict[str, list[StoredTensor]] = defaultdict(list)
+    unlike: set[str] = set()
+    outside = [0]
+    for name, tensor in ((name, tensor) for file in files for name, tensor in file.tensors.items()):
+        layer = _LAYER.match(name)
+        if layer is None:
+            outside.append(math.prod(tensor.shape))
+        elif len(tensor.shape) > 1:
+            layers[layer.group()].append(tensor)
+            if not (_ROUNDED.fullmatch(name, layer.end()) and _is_rounded(tensor)):
+                unlike.add(layer.group())
+    rounded = [tensor for name, layer in layers.items() if name not in unlike for tensor in layer]
+    num_bytes = sum(tensor.num_bytes for tensor in rounded)
+    packed = num_bytes / 16 * num_bits + sum(_BYTES_OF_A_SCALE * tensor.shape[0] for tensor in rounded)
+    largest = max((sum(math.prod(tensor.shape) for tensor in layer) for layer in layers.values()), default=0)
+    beside = 2 * 4 * largest + 2 * rounds_head * max(outside) + _BYTES_OF_A_START
+    return max(0, int(num_bytes - packed - beside))
+
+
+def _is_rounded(tensor: StoredTensor) -> bool:
+    is_whole = not any(size % _BLOCK for size in tensor.shape)
+    return tensor.dtype == "BF16" and len(tensor.shape) == 2 and is_whole
 
 
 def _quantized_bytes(tensors: dict[str, StoredTensor]) -> tuple[int, list[str]]:

@@ -48,7 +48,7 @@ def choose_kernels(library: Path, num_threads: int) -> Kernels:
 
 
 def open_ways(library: Path, num_threads: int) -> list[Kernels]:
-    """Open the kernels once for each way that this processor has; small differences leave the first."""
+    """Open the kernels once for each way that this processor has; the first is kept at small differences."""
     first = Kernels(library, num_threads)
     if first.instruction_set != DOT:
         return [first]
@@ -57,13 +57,13 @@ def open_ways(library: Path, num_threads: int) -> list[Kernels]:
         ways.append(open_kernels(library, num_threads, TILES))
     except ArithmeticError as error:
         log.warning("%s is not taken: %s", TILES, error)
-    except ValueError:
-        pass  # few processors have tiles
+    except ValueError as error:
+        log.debug("no products by tiles: %s", error)
     return ways
 
 
 def open_kernels(library: Path, num_threads: int, instruction_set: str) -> Kernels:
-    """Open those of this name. Tiles are tried, for they were written without a processor that has them.
+    """Open the kernels of this name. Tiles are tried: they were written without a processor that has them.
 
     Raises OSError, ValueError if this processor lacks them, ArithmeticError if they are wrong.
     """

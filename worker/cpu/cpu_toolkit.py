@@ -141,8 +141,8 @@ class CpuToolkit:
             self._device.torch_device,
         )
         for name, module in list(model.named_modules()):
-            if isinstance(module, QuantizedLinear) and TAKEN.include(module.as_linear()):
-                weight = pack_linear(module.as_linear(), self._inputs)
+            if isinstance(module, QuantizedLinear) and TAKEN.include(linear := module.as_linear()):
+                weight = pack_linear(linear, self._inputs)
                 model.set_submodule(name, PackedLinear(weight, self._kernels))
         return done
 

@@ -296,7 +296,7 @@ class Kernels:
         self._declare()
         self._engine: int | None = self._library.tokenyard_open(instruction_set.encode(), num_threads)
         if self._engine is None:
-            raise ValueError(f"this processor has no {instruction_set}")
+            raise ValueError(f"this processor, or its system, has no {instruction_set}")
         self.instruction_set: str = self._library.tokenyard_name(self._engine).decode()
         weakref.finalize(self, self._library.tokenyard_close, self._engine)  # its threads end
 

@@ -158,7 +158,10 @@ class Device(Protocol):
         """Measure the bytes for the KV cache once the weights are loaded; `reserve` is allocated after it."""
 
     def foreseen_budget_bytes(self, num_weight_bytes: int) -> int:
-        """Estimate the bytes for the KV cache before the weights are loaded; on a GPU an upper bound."""
+        """Estimate the bytes for the KV cache before the weights of engines are loaded.
+
+        `num_weight_bytes` is of one engine. On a GPU it is an upper bound.
+        """
 
     def check_swap_space(self, *, swap_bytes: int, cache_bytes: int) -> None:
         """Raise StartupError if the host cannot hold the swap space beside the cache just allocated."""
@@ -185,6 +188,7 @@ class CpuDevice:
         self._kv_cache_bytes = config.kv_cache_bytes
         self._swap_space_bytes = config.swap_space_bytes
         self._num_engines = config.num_engines
+        self._num_loading = 1 if config.is_replacement else config.num_engines
         num_shares = config.num_ranks * config.num_stages * config.num_engines // config.num_nodes
         torch.set_num_threads(config.num_threads or max(1, usable_cores() // num_shares))
 
@@ -246,7 +250,7 @@ class CpuDevice:
 
     def foreseen_budget_bytes(self, num_weight_bytes: int) -> int:
         budget_bytes = cpu_budget_bytes(
-            available_memory_bytes() - num_weight_bytes,
+            max(0, available_memory_bytes() - self._num_loading * num_weight_bytes),
             asked_bytes=self._kv_cache_bytes,
             swap_bytes=self._swap_space_bytes,
         )

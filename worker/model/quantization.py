@@ -23,6 +23,8 @@ _INT4_GROUP = 32
 _LOWEST_NIBBLE = -8
 _LARGEST_FLOAT8 = 448.0
 _HALF, _SINGLE = torch.finfo(torch.float16), torch.finfo(torch.float32)
+_LEAST_OF_HALF = _HALF.tiny / 4
+"""With two bits less than other numbers of float16 it has as many as one of bfloat16 still."""
 _PIECE_NUMBERS = 1 << 20
 
 
@@ -118,8 +120,10 @@ def _in_groups(numbers_NK: Tensor) -> Tensor:
 
 def _in_16_bits(scales: Tensor) -> Tensor:
     """Round scales to float16, or to bfloat16 where that would lose more; those with no inverse become 0."""
+    if torch.equal(scales.half().float(), scales):  # of float16 weights, however small
+        return scales
     sizes = scales.abs()
-    inexact = (sizes > _HALF.max) | ((sizes < _HALF.tiny) & (sizes > 0))
+    inexact = (sizes > _HALF.max) | ((sizes < _LEAST_OF_HALF) & (sizes > 0))
     rounded = scales.to(torch.bfloat16 if inexact.any() else torch.float16).float()
     return torch.where(rounded.abs() < _SINGLE.tiny, 0, rounded)
 

@@ -39,6 +39,7 @@ class CompileAhead:
         self._make_row = make_row
         self._thread: ThreadPoolExecutor | None = None
         self._trimmed_s = -inf
+        self._next_trim: threading.Timer | None = None
         self._finished: deque[tuple[SequenceId, _Text, RowGrammar | None]] = deque()
         self._given_up: set[SequenceId] = set()
         """Sequences for which no compilation need begin; they are reported all the same."""
@@ -109,10 +110,25 @@ class CompileAhead:
 
     def _free(self, last_reference: list[object]) -> None:
         last_reference.clear()
-        now_s = time.monotonic()
-        if now_s - self._trimmed_s >= _TRIM_EVERY_S:
-            self._trimmed_s = now_s
-            trim_heaps()
+        if self._next_trim is not None:
+            return
+        wait_s = self._trimmed_s + _TRIM_EVERY_S - time.monotonic()
+        if wait_s <= 0:
+            self._trim()
+            return
+        self._next_trim = threading.Timer(wait_s, self._trim_late)
+        self._next_trim.daemon = True
+        self._next_trim.start()
+
+    def _trim(self) -> None:
+        self._trimmed_s = time.monotonic()
+        trim_heaps()
+
+    def _trim_late(self) -> None:
+        """Give back what the last rows of a burst took, after which nothing may come for long."""
+        _step_back()
+        self._next_trim = None  # first: what is freed from here on is for a trim of its own
+        self._trim()
 
 
 def _step_back() -> None:

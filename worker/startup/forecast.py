@@ -27,6 +27,7 @@ from worker.startup.kernel_choice import kernels_of
 from worker.startup.loader import (
     NO_PAGED_ATTENTION,
     ModelKind,
+    bytes_to_load,
     context_window,
     describe_division,
     dtype_name,
@@ -77,7 +78,7 @@ class CannotForesee(Exception):
 
 def weight_bytes(config: WorkerConfig, kind: ModelKind, device: Device) -> int:
     """Size the weights once loaded. Raises StartupError for damaged files, and if they do not fit."""
-    weights = _loaded_bytes(config, kind)
+    weights = bytes_to_load(config, kind, find_weights(kind.folder), device)
     device.check_weights(weights.on_one_of(config.num_devices, config.num_nodes))
     return weights.total
 

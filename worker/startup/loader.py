@@ -6,7 +6,7 @@ Never: code from the checkpoint (auto_map is not followed), pickled weights, the
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -36,6 +36,7 @@ from worker.attention.interface import (
 from worker.attention.kv_cache import LayerShape
 from worker.checkpoint.checkpoint_files import (
     WeightFile,
+    bytes_not_taken,
     find_checkpoint,
     find_weights,
     loaded_bytes,
@@ -50,6 +51,7 @@ from worker.devices.device import Device
 from worker.devices.put_off import load_shapes
 from worker.devices.visiting import let_visit
 from worker.machine import find_mapped, free_behind, once_grown, trim_heaps
+from worker.memory_sizes import WeightBytes
 from worker.model.mixture import find_experts
 from worker.model.quantized_layers import QuantizedEmbedding, keep_weights
 from worker.progress import LoadPhase, LoadStage
@@ -73,6 +75,8 @@ _MOST_REASON_CHARS = 200
 _CPU_ALLOCATOR = "DefaultCPUAllocator"
 _CHECK_IT = "check the checkpoint with AutoModelForCausalLM.from_pretrained"
 NO_PAGED_ATTENTION = "has attention of its own that a paged KV cache cannot be put under"
+_BITS = {"int8": 8, "int4": 4.5}
+"""Bits of a number, with its share of a group's scale, by the words of --quantization."""
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _SUPPORTED_LAYERS = frozenset({FULL_LAYER, SLIDING_LAYER, CHUNKED_LAYER})
 # Where families keep the length of their context window, besides max_position_embeddings.
@@ -126,14 +130,16 @@ class LoadedModel:
     """Ranks that are to divide the layers."""
     awaits_kernels: bool = False
     """Kernels are to take the weights over, layer by layer; what is left is copied after that."""
-    mapped_bytes: int = 0
-    """Weights that are still pages of their files."""
+    files: tuple[Path, ...] = ()
+    """Files that weights may be pages of yet."""
+    bytes_to_come: int = 0
+    """Memory that weights are yet to take which are pages of their files."""
     put_off: Callable[[], None] = lambda: None
     """Free weights of codes that kernels are to take over; each layer's are read again in its turn."""
     free_behind: Callable[[], None] = trim_heaps
     """Give back memory, and pages of files, of layers that were taken over, once there is much of it."""
     end_visits: Callable[[], None] = lambda: None
-    """Let weights no longer visit the device for each call; for when they are there."""
+    """Let weights no longer visit the device for each call, once they are on it."""
 
     def head_layers(self, num_layers: int) -> float:
         """Count the output layer's weights in layers, of so many."""
@@ -173,7 +179,7 @@ def load_model(
     folder = kind.folder
     sampling = default_sampling(folder, config.sampling_overrides)
     files = find_weights(folder)
-    weights = loaded_bytes(files, dtype_name(config.dtype, kind.checkpoint_config))
+    weights = bytes_to_load(config, kind, files, device)
     left_bytes = device.check_weights(weights.on_one_of(config.num_devices, config.num_nodes))
     _read_weights(config, folder, files, stage, left_bytes)
     with refusing_out_of_memory(device, f"{weights.total / (1 << 30):.2f} GiB of weights were loaded"):
@@ -205,11 +211,26 @@ def load_model(
         has_experts=any(find_experts(model)),
         ranks=ranks,
         awaits_kernels=awaits_kernels,
-        mapped_bytes=_mapped_bytes(parameters, paths) if awaits_kernels else 0,
+        files=tuple(paths),
+        bytes_to_come=min(weights.total, _mapped_bytes(parameters, paths)) if awaits_kernels else 0,
         put_off=_putting_off(model, modules, device),
         free_behind=once_grown(lambda: free_behind(paths)),
         end_visits=end_visits,
     )
+
+
+def bytes_to_load(
+    config: WorkerConfig, kind: ModelKind, files: list[WeightFile], device: Device
+) -> WeightBytes:
+    """Size the weights as a load takes them: rounded layer by layer on a CPU, if they are to be."""
+    dtype = dtype_name(config.dtype, kind.checkpoint_config)
+    weights, num_bits = loaded_bytes(files, dtype), _BITS.get(config.quantization)
+    is_alone = config.num_ranks == config.num_stages == 1
+    if num_bits is None or not is_alone or not _await_kernels(config, kind, device):
+        return weights
+    rounds_head = config.quantize_head != "none"
+    not_taken = bytes_not_taken(files, dtype, num_bits=num_bits, rounds_head=rounds_head)
+    return replace(weights, total=weights.total - not_taken)
 
 
 def _await_kernels(config: WorkerConfig, kind: ModelKind, device: Device) -> bool:
@@ -218,7 +239,7 @@ def _await_kernels(config: WorkerConfig, kind: ModelKind, device: Device) -> boo
     return is_replaced and device.torch_device.type == "cpu" and config.cpu_kernels != "off"
 
 
-def _mapped_bytes(parameters: list[nn.Parameter], files: list[Path]) -> int:
+def _mapped_bytes(parameters: Iterable[nn.Parameter], files: Collection[Path]) -> int:
     places = find_mapped(files)
     return sum(each.nbytes for each in parameters if any(each.data_ptr() in place for place in places))
 
@@ -371,13 +392,19 @@ def _from_pretrained(model_class: Any, folder: Path | None, **options: Any) -> A
 
 
 def bring_weights(loaded: LoadedModel, device: Device, stage: LoadStage) -> LoadedModel:
-    """Copy the weights that are in files only: those that no kernel has taken over."""
+    """Copy the weights that are in files only: those that no kernel has taken over.
+
+    Raises StartupError if they are more than fit: fewer layers may have been rounded than were to be.
+    """
     keep_weights(loaded.model)
     if loaded.awaits_kernels:
+        if device.torch_device.type == "cpu":
+            left = _mapped_bytes(loaded.model.parameters(), loaded.files)
+            device.check_weights(WeightBytes(total=left, converted=0))
         with refusing_out_of_memory(device, "weights were copied"):
             move_weights(loaded.model, device, stage)
         loaded.end_visits()
-    return replace(loaded, awaits_kernels=False, mapped_bytes=0)
+    return replace(loaded, awaits_kernels=False, bytes_to_come=0)
 
 
 def move_weights(model: nn.Module, device: Device, stage: LoadStage) -> None:

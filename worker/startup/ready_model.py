@@ -105,7 +105,7 @@ def start_loaded(
     ranks = loaded.ranks
     stage.enter(LoadPhase.MEASURING)
     whole_layout = _probe_layout(config, device, loaded, runner)
-    layouts, toolkit = _divide(loaded, whole_layout), _open_toolkit(config, device, loaded, stage)
+    layouts, (toolkit, loaded) = _divide(loaded, whole_layout), _open_toolkit(config, device, loaded, stage)
     adapter_targets, reserve = _find_targets(config, device, loaded, runner, reserve)
     largest_step = _largest_step(config, device, loaded, runner, checkpoint_len)
     budget_bytes = device.kv_cache_budget_bytes(largest_step, reserve=reserve) // config.num_ranks_on_device
@@ -128,7 +128,7 @@ def start_loaded(
     surgery = None
     if toolkit is not None:
         check = replace(check, cache=cache, backend=toolkit.attention_over(cache))
-        surgery = _put_kernels(config, toolkit, check, expected, must_round_inputs=True)
+        surgery = _put_kernels(config, toolkit, check, expected, stage, must_round_inputs=True)
     _log_codes(loaded, stored_codes)
     facts = _facts(device, loaded, cache, size, host_pool, whole_layout.sliding_window)
     return ReadyModel(
@@ -158,7 +158,8 @@ def start_beside(config: WorkerConfig, toolkit: Toolkit | None, check: SelfCheck
     backend = toolkit.attention_over(check.cache)
     # Options are the model's: they need not have an effect on the one beside.
     check = replace(check, backend=backend)
-    _put_kernels(config, toolkit, check, expected, must_round_inputs=False)
+    stage = LoadStage()  # the bar is the model's
+    _put_kernels(config, toolkit, check, expected, stage, must_round_inputs=False)
     return backend
 
 
@@ -185,6 +186,7 @@ def _put_kernels(
     toolkit: Toolkit,
     check: SelfCheck,
     expected: Tensor,
+    stage: LoadStage,
     *,
     must_round_inputs: bool,
 ) -> Surgery:
@@ -194,12 +196,12 @@ def _put_kernels(
     """
     with toolkit.refusing_kernels(), refusing_out_of_memory(check.device, "kernels took over the weights"):
         toolkit.prove(check.loaded.model, must_round_inputs=must_round_inputs)
-        surgery = _operate(config, toolkit, check)
+        surgery = _operate(config, toolkit, check, stage)
         check.run_again(check.backend, expected, tolerance=rounding_of(config).tolerance)
     return surgery
 
 
-def _operate(config: WorkerConfig, toolkit: Toolkit, check: SelfCheck) -> Surgery:
+def _operate(config: WorkerConfig, toolkit: Toolkit, check: SelfCheck, stage: LoadStage) -> Surgery:
     loaded = check.loaded
     loaded.put_off()
     surgery = put_kernels_under(
@@ -214,19 +216,24 @@ def _operate(config: WorkerConfig, toolkit: Toolkit, check: SelfCheck) -> Surger
     _refuse_unquantized(config, surgery)
     if is_divided(loaded.ranks):
         _refuse_undivided(config, check, surgery)
-    bring_weights(loaded, check.device, LoadStage())  # too few for the bar
+    bring_weights(loaded, check.device, stage)
+    stage.enter(LoadPhase.WARMING_UP)
     return surgery
 
 
 def _open_toolkit(
     config: WorkerConfig, device: Device, loaded: LoadedModel, stage: LoadStage
-) -> Toolkit | None:
-    """Open the kernels, and the exchange of ranks, which needs them. Raises StartupError."""
+) -> tuple[Toolkit | None, LoadedModel]:
+    """Open the kernels, and the exchange of ranks, which needs them; without any, copy the weights.
+
+    Raises StartupError.
+    """
     toolkit = kernels_of(device).open_toolkit(config, device, loaded.dtype, stage)
     if not is_divided(loaded.ranks):
         if toolkit is None:
-            bring_weights(loaded, device, stage)
-        return toolkit
+            loaded = bring_weights(loaded, device, stage)
+            stage.enter(LoadPhase.MEASURING)
+        return toolkit, loaded
     if toolkit is None:
         raise StartupError(
             f"{describe_division(config)} needs the {device.kind} kernels, and there are none",
@@ -236,7 +243,7 @@ def _open_toolkit(
     loaded.ranks.check_same("software and checkpoint", _describe_origin(config))
     loaded.ranks.check_same("devices", device.describe())
     stage.enter(LoadPhase.MEASURING)
-    return toolkit
+    return toolkit, loaded
 
 
 def _describe_origin(config: WorkerConfig) -> str:
@@ -298,7 +305,7 @@ def _find_targets(
     targets = targets_of(
         config, device, loaded.model, lambda num: _probe(runner, device, np.arange(num), num_logits=1)
     )
-    reserve = reserve._replace(weight_bytes=loaded.mapped_bytes // config.num_nodes)
+    reserve = reserve._replace(weight_bytes=loaded.bytes_to_come // config.num_nodes)
     return targets, with_adapters(reserve, config, targets, loaded.dtype)
 
 

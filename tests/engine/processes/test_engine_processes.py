@@ -67,6 +67,26 @@ async def test_a_process_that_dies_again_and_again_is_given_up(
 
 
 @pytest.mark.usefixtures("quick")
+async def test_a_process_learns_that_the_engine_was_ready_before_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = """
+import msgspec
+from engine.options.engine_config import EngineConfig
+from engine.process_messages import Ready
+from tests.engine.model_facts import facts
+config = msgspec.msgpack.decode((Path(sys.argv[1]) / "config.msgpack").read_bytes(), type=EngineConfig)
+with Path(config.worker.model_path, "learned").open("a") as learned:
+    learned.write(f"{config.worker.is_replacement} ")
+side.send(Ready(facts()))
+side.close()
+"""
+    engine = make_processes(folder, monkeypatch, body, [])
+    await asyncio.wait_for(engine.run(), 60)
+    assert (folder / "learned").read_text() == "False True True True "
+
+
+@pytest.mark.usefixtures("quick")
 async def test_a_message_that_cannot_be_taken_in_counts_as_a_death_and_not_as_silence(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,5 +59,5 @@ def test_a_named_way_is_taken_and_said(library, tmp_path, caplog, name):
 
 def test_a_way_that_this_processor_lacks_is_refused(library, tmp_path):
     folder = make_checkpoint("llama", tmp_path / "llama")
-    with pytest.raises(StartupError, match="--cpu-kernels neon: this processor has no neon"):
+    with pytest.raises(StartupError, match="--cpu-kernels neon: this processor, or its system, has no neon"):
         load_worker(folder, cpu_kernels="neon", dtype="bfloat16")

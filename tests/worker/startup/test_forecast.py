@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
+import worker.devices.device
 from tests.adapters import write_adapter
 from tests.checkpoints import FAMILIES, make_checkpoint
 from tests.quantized_checkpoints import write_quantized
 from worker.checkpoint.checkpoint_files import find_weights, loaded_bytes
 from worker.devices.device import CpuDevice
 from worker.doctor_findings import Verdict
-from worker.memory_sizes import format_size
+from worker.memory_sizes import CPU_SHARE_OF_AVAILABLE, format_size
 from worker.model.layer_shards import bytes_of_a_rank
 from worker.startup.forecast import forecast, weight_bytes
 from worker.startup.loader import find_kind
@@ -209,6 +210,17 @@ def test_engines_stages_and_nodes_each_change_the_figures_as_they_divide_memory(
     block_size = CpuDevice(config_of(tiny_model)).default_block_size
     more = num_tokens_of(nodes) - 2 * num_tokens_of(alone)
     assert more in (block_size, 2 * block_size), "one block is for padding, and halves of blocks are joined"
+
+
+def test_the_weights_of_all_engines_leave_a_cache_what_each_start_finds(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tiny_model, kv_cache_bytes=None, num_engines=2)
+    num_bytes = weight_bytes(config, find_kind(config), CpuDevice(config))
+    monkeypatch.setattr(worker.devices.device, "available_memory_bytes", lambda: 3 * num_bytes)
+    found = forecast(config, find_kind(config), CpuDevice(config), num_bytes)
+    assert found.size.num_blocks * found.layout.block_bytes <= CPU_SHARE_OF_AVAILABLE * num_bytes / 2
+    assert found.size.num_blocks == Worker(config).load(lambda progress: None).num_blocks
 
 
 def num_blocks_on_gpus(folder: Path, **split: object) -> int:

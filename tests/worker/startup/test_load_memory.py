@@ -2,7 +2,9 @@
 
 import gc
 import json
+import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,22 @@ import worker.devices.device
 import worker.startup.loader
 from tests.quantized_checkpoints import write_quantized
 from tests.worker.conftest import MakeCheckpoint, load_worker
-from worker.checkpoint.checkpoint_files import find_weights, loaded_bytes
-from worker.cpu import large_pages
+from worker.checkpoint.checkpoint_files import (
+    StoredTensor,
+    WeightFile,
+    bytes_not_taken,
+    find_weights,
+    loaded_bytes,
+)
+from worker.cpu import cpu_kernel_choice, large_pages
+from worker.cpu.kernel_build import CannotBuild
 from worker.devices.device import CpuDevice
 from worker.machine import free_behind
 from worker.memory_sizes import CPU_SHARE_OF_AVAILABLE, WeightBytes
 from worker.progress import LoadStage
+from worker.startup.forecast import weight_bytes
 from worker.startup.loader import find_kind, load_model
+from worker.startup.start_generation import load_generator
 from worker.worker_config import LoadProgress, WorkerConfig
 from worker.worker_errors import StartupError
 
@@ -144,6 +155,82 @@ def test_weights_that_fit_once_converted_are_loaded(folder: Path, monkeypatch: p
     assert load(folder).dtype == torch.bfloat16
 
 
+def headers_of(num_layers: int, *, dtype: str = "BF16", also: tuple[str, ...] = ()) -> list[WeightFile]:
+    """Files of a model of the shape of Qwen3-0.6B, as their headers describe them."""
+    shapes = {
+        **{f"self_attn.{name}_proj.weight": (1024, 1024) for name in ("k", "v")},
+        "self_attn.q_proj.weight": (2048, 1024),
+        "self_attn.o_proj.weight": (1024, 2048),
+        **{f"mlp.{name}_proj.weight": (3072, 1024) for name in ("gate", "up")},
+        **{"mlp.down_proj.weight": (1024, 3072), "input_layernorm.weight": (1024,)},
+        **{name: (1024, 1024) for name in also},
+    }
+    whole = {f"model.layers.{i}.{name}": shape for i in range(num_layers) for name, shape in shapes.items()}
+    whole["model.embed_tokens.weight"] = (151936, 1024)
+    tensors = {name: StoredTensor(dtype, shape, 2 * math.prod(shape)) for name, shape in whole.items()}
+    return [WeightFile(Path("model.safetensors"), sum(each.num_bytes for each in tensors.values()), tensors)]
+
+
+def not_taken(files: list[WeightFile], num_bits: float = 4.5, *, rounds_head: bool = False) -> float:
+    """Bytes for each number of a layer of `headers_of`, of which there are so many."""
+    return bytes_not_taken(files, "bfloat16", num_bits=num_bits, rounds_head=rounds_head) / (15 << 20)
+
+
+def test_layers_that_are_rounded_one_after_the_other_are_never_all_held_as_they_were() -> None:
+    layer = 2 - 4.5 / 8
+    assert not_taken(headers_of(101)) - not_taken(headers_of(100)) == pytest.approx(layer, rel=0.01)
+    assert not_taken(headers_of(101), 8) - not_taken(headers_of(100), 8) == pytest.approx(1, rel=0.01)
+    beside = 100 * layer - not_taken(headers_of(100))
+    assert beside > 8, "two layers in float32 at least"
+    head_bytes = (not_taken(headers_of(100)) - not_taken(headers_of(100), rounds_head=True)) * (15 << 20)
+    assert head_bytes == pytest.approx(2 * 151936 * 1024), "its codes, as they are rounded and packed"
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        headers_of(2),
+        headers_of(100, dtype="F16"),
+        headers_of(100, also=("self_attn.kv_a_proj_with_mqa.weight",)),
+        headers_of(100, also=("mlp.experts.0.up_proj.weight",)),
+    ],
+    ids=["small", "converted", "other attention", "experts"],
+)
+def test_layers_that_may_stay_as_they_were_are_counted_whole(files: list[WeightFile]) -> None:
+    assert not_taken(files) == 0
+
+
+@pytest.fixture
+def half_is_rounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Half of the weights' bytes, which fits; these layers are too small to be counted otherwise."""
+    total = loaded_bytes(find_weights(folder), None).total
+    monkeypatch.setattr(worker.startup.loader, "bytes_not_taken", lambda *_, **__: total - total // 2)
+    return total // 2
+
+
+def test_a_model_that_fits_once_rounded_is_loaded_and_foreseen(
+    folder: Path, half_is_rounded: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_available(monkeypatch, half_is_rounded)
+    config = WorkerConfig(model_path=str(folder), device="cpu", quantization="int8")
+    kind, device = find_kind(config), CpuDevice(config)
+    assert weight_bytes(config, kind, device) == half_is_rounded
+    load_model(config, kind, device, LoadStage())
+    for plain in (replace(config, quantization="none"), replace(config, num_ranks=2)):
+        with pytest.raises(StartupError, match="the weights take"):
+            weight_bytes(plain, kind, device)
+
+
+def test_layers_that_stayed_as_they_were_are_refused_if_they_do_not_fit(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    total = loaded_bytes(find_weights(folder), None).total
+    monkeypatch.setattr(worker.startup.loader, "bytes_not_taken", lambda *_, **__: total - 1000)
+    pretend_available(monkeypatch, 1000)
+    with pytest.raises(StartupError, match=r"the weights take .* available; free some"):
+        load_worker(folder, quantization="int8", num_blocks=20)
+
+
 def test_files_that_do_not_fit_beside_the_weights_are_not_read_ahead(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,6 +309,50 @@ def test_the_kv_cache_is_sized_after_the_weights_took_their_memory(
     load_worker(folder, cpu_kernels="off")
     assert len(mapped) == 2
     assert not any(mapped)
+
+
+def test_weights_that_were_copied_for_want_of_kernels_are_not_taken_from_the_kv_cache_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise CannotBuild("there is no C++ compiler")
+
+    monkeypatch.setattr(cpu_kernel_choice, "find_library", lambda: None)
+    monkeypatch.setattr(cpu_kernel_choice, "build_library", refuse)
+    pretend_available(monkeypatch, 8 << 20)
+    found, asked_for = (load_worker(folder, cpu_kernels=each)[1] for each in ("auto", "off"))
+    assert found.num_blocks == asked_for.num_blocks
+
+
+def test_caches_of_engines_that_start_at_once_leave_room_for_the_weights_of_all(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, alone = load_worker(folder)
+    pretend_available(monkeypatch, 3 * alone.weight_bytes)
+    _, first = load_worker(folder, num_engines=2)
+    most_bytes = CPU_SHARE_OF_AVAILABLE * alone.weight_bytes / 2
+    assert 0.8 * most_bytes < first.kv_cache_bytes <= most_bytes
+    pretend_available(monkeypatch, 2 * alone.weight_bytes)
+    with pytest.raises(StartupError, match=r"memory left for the KV cache \(0\.00 MiB\)"):
+        load_worker(folder, num_engines=2)
+    _, replacement = load_worker(folder, num_engines=2, is_replacement=True)
+    assert replacement.num_blocks == first.num_blocks
+
+
+def test_what_no_kernel_takes_is_counted_while_it_is_copied(folder: Path) -> None:
+    config = WorkerConfig(model_path=str(folder), device="cpu", num_threads=1)
+    seen: list[LoadProgress] = []
+
+    class Watched(LoadStage):
+        def count(self, num_bytes: int) -> None:
+            super().count(num_bytes)
+            seen.append(self.progress(0.0))
+
+    stage = Watched()
+    load_generator(config, find_kind(config), CpuDevice(config), stage)
+    copied = [each for each in seen if each.stage == "copying weights"]
+    assert 0 < copied[-1].done_bytes == copied[-1].total_bytes
+    assert stage.progress(0.0).stage == "warming up"
 
 
 def test_a_wrong_generation_config_is_refused_before_the_weights_are_read(

@@ -183,7 +183,7 @@ inline void finish_row(const Product<T>& product, int64_t row, int64_t block, Fl
   }
 }
 
-// What sums of whole numbers stand for, in one vector of columns.
+// Outputs, from sums of whole numbers, in one vector of columns.
 template <typename T>
 inline Floats scaled(const Product<T>& product, int64_t row, int64_t column, Ints sums) {
   Ints offset;
