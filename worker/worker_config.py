@@ -151,8 +151,11 @@ class WorkerConfig:
 
     @property
     def num_ranks_on_device(self) -> int:
-        """Count the ranks of a stage whose caches are on one device."""
-        return self.num_ranks if self.num_devices == 1 else 1
+        """Count the ranks of a stage whose caches are on one device; processors of all nodes count as one."""
+        if self.num_devices > 1:
+            return 1
+        num_gpus = max(1, self.num_nodes // self.num_stages) if self.device.startswith("cuda") else 1
+        return self.num_ranks // num_gpus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

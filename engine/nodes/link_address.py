@@ -26,6 +26,7 @@ _SIOCGIFADDR = 0x8915
 _REQUEST = struct.Struct("16s4x4s16x")
 """The name of an interface, and the IPv4 address of the answer."""
 _ANY_PORT = 9
+_FIX = "set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the interface that the nodes share"
 
 
 class LinkAddress(msgspec.Struct, frozen=True):
@@ -66,7 +67,10 @@ def secure(socket: "zmq.Socket[bytes]", key: str | None) -> None:
 def interface_to(host: str) -> str:
     """Name the interface by which this machine reaches an address, or has it. Raises StartupError."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, _ANY_PORT))  # which only chooses a way: nothing is sent
+        try:
+            probe.connect((host, _ANY_PORT))  # which only chooses a way: nothing is sent
+        except OSError as error:
+            raise StartupError(f"no way leads to the first node, {host}: {error}", fix=_FIX) from error
         own = probe.getsockname()[0]
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # without an IPv4 address
@@ -76,5 +80,5 @@ def interface_to(host: str) -> str:
                     return name
     raise StartupError(
         f"no network interface has {own}, the address by which this machine reaches the first node",
-        fix="set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the interface that the nodes share",
+        fix=_FIX,
     )

@@ -20,6 +20,7 @@ import torch
 import zmq
 from torch import Tensor
 from torch._C._distributed_c10d import Store
+from torch.distributed import DistStoreError
 
 from engine.nodes.link_address import (
     INLET,
@@ -136,10 +137,13 @@ class Links:
         return socket
 
     def _watch(self) -> None:
+        if self._link.key is None:
+            return
         poller = zmq.Poller()
-        for monitor in self._monitors:
-            poller.register(monitor, zmq.POLLIN)
-        while self._monitors and not self._is_closing.is_set():
+        while not self._is_closing.is_set():
+            for monitor in self._monitors:
+                if monitor not in poller:  # that of the store, which is opened later
+                    poller.register(monitor, zmq.POLLIN)
             if poller.poll(_LOOK_MS):
                 log.critical("the link to the first node is cut: rank %d ends", self._rank)
                 leave(EXIT_WORKER_BROKEN)
@@ -232,10 +236,8 @@ class LinkedStore(Store):
         self._ask(Put(key, value if isinstance(value, bytes) else value.encode()))
 
     def get(self, key: str) -> bytes:
-        """Wait for a text, as long as the engine lives: a rank that ends meanwhile ends this one."""
-        while (found := self._ask(Look(key))) is None:
-            time.sleep(_ASK_AGAIN_S)
-        return found
+        """Wait for a text. Raises DistStoreError where it has not come within the store's time limit."""
+        return self._get(key, time.monotonic(), None)
 
     def add(self, key: str, value: int) -> int:
         """Add to a number of all ranks."""
@@ -245,10 +247,11 @@ class LinkedStore(Store):
         """Tell whether all texts are there."""
         return all(self._ask(Look(key)) is not None for key in keys)
 
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # noqa: ARG002 - see get
-        """Wait for texts."""
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait for texts, so long for all of them. Raises as `get`."""
+        started_s = time.monotonic()
         for key in keys:
-            self.get(key)
+            self._get(key, started_s, timeout)
 
     def clone(self) -> "LinkedStore":
         """Return this one: calls are for any thread."""
@@ -258,6 +261,15 @@ class LinkedStore(Store):
         """Refuse later calls, which threads of the libraries make as long as the process lives."""
         with self._lock:
             self._socket.close(linger=0)
+
+    def _get(self, key: str, started_s: float, limit: timedelta | None) -> bytes:
+        limit = limit or self.timeout  # type: ignore[attr-defined]
+        limit_s = limit.total_seconds()
+        while (found := self._ask(Look(key))) is None:
+            if time.monotonic() - started_s > limit_s:
+                raise DistStoreError(f"no rank has left {key} within {limit_s:g} s")
+            time.sleep(_ASK_AGAIN_S)
+        return found
 
     def _ask(self, call: ShelfCall) -> bytes | None:
         with self._lock:

@@ -175,10 +175,11 @@ def _find(config: EngineConfig, here: str, possible: list[int], given: str) -> t
         if group.wait(wait_s):
             return group, num_nodes
         remove_placement_group(group)
+    threads = "" if config.worker.device.startswith("cuda") else "--num-threads or "
     free = _brief(_resources_of(ray.available_resources()))
     raise StartupError(
         f"Ray has not found {', or '.join(asked)} within {timeout_s:.0f} s; {given}, {free} of all free",
-        fix="add nodes, end what uses them, or lower --num-threads or the number of ranks",
+        fix=f"add nodes, end what uses them, or lower {threads}the number of ranks",
     )
 
 
@@ -190,7 +191,7 @@ def _bundle(taken: Resources) -> dict[str, float]:
 def _count(num_nodes: int, taken: Resources) -> str:
     each = f"{taken.num_processors} processor{'s' if taken.num_processors > 1 else ''}"
     if taken.num_gpus:
-        each += f" and {taken.num_gpus} GPU{'s' if taken.num_gpus > 1 else ''}"
+        each += f" and {_gpus(taken)}"
     return f"{each} on this node" + (f" and on {num_nodes - 1} more" if num_nodes > 1 else "")
 
 
@@ -200,7 +201,11 @@ def _describe(here: Resources, others: list[Resources]) -> str:
 
 
 def _brief(each: Resources) -> str:
-    return f"{each.num_processors}" + (f" with {each.num_gpus} GPUs" if each.num_gpus else "")
+    return f"{each.num_processors}" + (f" with {_gpus(each)}" if each.num_gpus else "")
+
+
+def _gpus(each: Resources) -> str:
+    return f"{each.num_gpus} GPU{'s' if each.num_gpus > 1 else ''}"
 
 
 def _hold(config: EngineConfig, group: PlacementGroup, log_level: int) -> int:

@@ -6,8 +6,9 @@ Never: reads a text, or waits: a rank asks again (links.py).
 
 import msgspec
 
-_MAX_KEYS = 100_000
-_MAX_VALUE_BYTES = 1 << 20
+_MAX_BYTES = 16 << 20
+_BESIDE_BYTES = 128
+"""Memory of a text beside its content and its key."""
 
 
 class Put(msgspec.Struct, frozen=True, tag=True):
@@ -39,6 +40,7 @@ class Shelf:
 
     def __init__(self) -> None:
         self._texts: dict[str, bytes] = {}
+        self._num_bytes = 0
 
     def answer(self, payload: bytes) -> bytes:
         """Carry out a call; return the text that is there now, or None, encoded."""
@@ -51,7 +53,10 @@ class Shelf:
         return msgspec.msgpack.encode(self._texts.get(call.key))
 
     def _leave(self, key: str, value: bytes) -> None:
-        has_room = key in self._texts or len(self._texts) < _MAX_KEYS
-        if len(value) > _MAX_VALUE_BYTES or not has_room:
-            raise ValueError(f"ranks leave more than they need to meet: {len(value)} bytes, key {key[:80]}")
+        old = self._texts.get(key)
+        num_bytes = self._num_bytes + len(value)
+        num_bytes += len(key.encode()) + _BESIDE_BYTES if old is None else -len(old)
+        if num_bytes > _MAX_BYTES:
+            raise ValueError(f"ranks leave more than they need to meet: {num_bytes} bytes, key {key[:80]}")
+        self._num_bytes = num_bytes
         self._texts[key] = value

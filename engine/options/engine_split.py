@@ -253,6 +253,12 @@ def ray_config(options: Options) -> RayConfig | None:
         raise OptionError(asked, "there is one rank", "give --pipeline-parallel-size 2, say, or leave it out")
     if options.node_rank is not None:
         raise OptionError(f"{asked} with --node-rank", "Ray starts all nodes but this one", "leave it out")
+    if options.device.startswith("cuda:") and options.device != "cuda:0":
+        raise OptionError(
+            f"{asked} with --device {options.device}",
+            "Ray chooses the GPUs, and a node sees no others",
+            "use --device cuda; or cuda:0, where ranks of a node share one",
+        )
     _check_several(options, asked, options.nnodes or 1)
     host, key = options.master_addr, options.cluster_key or secrets.token_hex(_LEAST_KEY_CHARS)
     if ":" in (host or ""):

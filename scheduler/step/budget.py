@@ -176,7 +176,7 @@ def budget_for_step(
     num_decodes = sum([seq.num_tokens - seq.num_computed_tokens == 1 for seq in queues.running])
     num_decodes += queues.num_steady
     if config.target_itl_s != inf and (num_decodes or _decodes_in_flight(config, queues)):
-        decodes_s, target_s = step_time.seconds(num_decodes), step_target_s(config)
+        decodes_s, target_s = step_time.seconds(num_decodes), _step_target_s(config)
         share = _prefill_share(config, queues, decodes_s, target_s, now_s=now_s)
         expected_s = max(target_s / step_time.headroom, decodes_s / (1 - share))
         within = step_time.tokens_within(expected_s)
@@ -195,7 +195,7 @@ def _decodes_in_flight(config: SchedulerConfig, queues: RequestQueues) -> bool:
     return config.num_stages > 1 and any(seq.num_output_tokens for seq in queues.running)
 
 
-def step_target_s(config: SchedulerConfig) -> float:
+def _step_target_s(config: SchedulerConfig) -> float:
     """Time that a step may take for the target to be kept.
 
     With several stages a sequence is in one plan at a time, and gets its next token once all that were made

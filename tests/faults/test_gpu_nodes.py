@@ -6,6 +6,7 @@ import signal
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from campaigns.servers.free_ports import free_port
 from engine.errors import EngineDied
 from engine.frontend.client import AsyncEngine
 from engine.processes import supervisor
+from engine.types import GenerationRequest, TokenOutput
+from tests.adapters import write_adapter
 from tests.checkpoints import make_checkpoint
 from tests.faults.gpu_node import NAME
 from tests.faults.test_nodes import (
@@ -26,7 +29,6 @@ from tests.faults.test_nodes import (
     other_node,
     ranks_of,
     request,
-    tokens_of,
     tokens_of_one_process,
 )
 from tests.worker.gpu.interpreted_gpu import HAS_GPU
@@ -54,13 +56,22 @@ def expected(model: Path) -> list[int]:
     return tokens_of_one_process(model)[1][:NUM_TOKENS]
 
 
-async def first_tokens(engine: AsyncEngine) -> list[int]:
-    return await tokens_of(engine, request("first", PROMPTS[1], max_tokens=NUM_TOKENS))
+def first_request(name: str) -> GenerationRequest:
+    return request(name, PROMPTS[1], max_tokens=NUM_TOKENS)
+
+
+async def outputs_of(engine: AsyncEngine, asked: GenerationRequest) -> list[TokenOutput]:
+    async with asyncio.timeout(WAIT_S):
+        return [output async for _, output in engine.generate_all([asked])]
+
+
+def tokens_in(outputs: list[TokenOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
 
 
 @asynccontextmanager
 async def two_nodes(
-    model: Path, folder: Path, split: dict[str, str]
+    model: Path, folder: Path, split: dict[str, str], **more: str
 ) -> AsyncIterator[tuple[AsyncEngine, Node]]:
     """Run a node with one GPU on each of two addresses of this machine."""
     port, log = free_port(), folder / "log"
@@ -72,7 +83,7 @@ async def two_nodes(
             lambda directory: ["-m", NAME, str(directory), str(os.getpid()), "20", str(log)],
         )
         with other_node(model, ADDRESS, port, log, split, module=NAME) as node:
-            given = GIVEN | {"master_addr": ADDRESS}
+            given = GIVEN | {"master_addr": ADDRESS} | more
             async with first_node(model, port, 2, split, given) as engine:
                 yield engine, node
 
@@ -87,7 +98,7 @@ async def test_stages_on_two_nodes_draw_the_tokens_of_one_process_and_a_killed_r
     model: Path, tmp_path: Path, expected: list[int]
 ) -> None:
     async with two_nodes(model, tmp_path, {"pipeline_parallel_size": "2"}) as (engine, node):
-        assert await first_tokens(engine) == expected
+        assert tokens_in(await outputs_of(engine, first_request("first"))) == expected
         (rank,) = ranks_of(node)
         assert engine.pid is not None
         first = engine.pid
@@ -99,9 +110,19 @@ async def test_stages_on_two_nodes_draw_the_tokens_of_one_process_and_a_killed_r
 async def test_a_stage_on_two_nodes_draws_the_same_tokens_and_a_rank_inside_a_sum_ends_with_the_other_node(
     model: Path, tmp_path: Path, expected: list[int]
 ) -> None:
-    """The other node stands still, so that the first waits within its device's work."""
-    async with two_nodes(model, tmp_path, {"tensor_parallel_size": "2"}) as (engine, node):
-        assert await first_tokens(engine) == expected
+    """An adapter and drafts beside the base; then a node that stands still while the other sums."""
+    adapter = write_adapter(tmp_path / "adapter", model, alpha=256)
+    named = {"lora_modules": f"adapter={adapter}"}
+    adapted = tokens_of_one_process(model, **named)[1][:NUM_TOKENS]
+    assert adapted != expected
+    split = {"tensor_parallel_size": "2"}
+    async with two_nodes(model, tmp_path, split, **named) as (engine, node):
+        served = engine.info.adapter_named("adapter")
+        asked = [first_request("base"), replace(first_request("adapter"), adapter=served)]
+        asked.append(replace(first_request("drafts"), prediction=tuple(expected)))
+        found = await asyncio.gather(*(outputs_of(engine, each) for each in asked))
+        assert list(map(tokens_in, found)) == [expected, adapted, expected]
+        assert sum(output.num_accepted_prediction for output in found[-1]) > 0
         assert engine.pid is not None
         first, others = engine.pid, [node.pid, *ranks_of(node)]
 

@@ -152,4 +152,4 @@ async def test_a_cluster_that_is_too_small_is_refused_in_one_line(served: Served
     assert gave_up is not None
     assert gave_up.exit_code == 78
     asked = "Ray has not found 3 processors on this node and on 1 more within 1 s; "
-    assert gave_up.what.startswith(asked + "it has 1 with 1 GPUs on this node, and on others: 1")
+    assert gave_up.what.startswith(asked + "it has 1 with 1 GPU on this node, and on others: 1")

@@ -49,6 +49,7 @@ class DeviceWorld:
         self._size = config.num_stages * config.num_ranks
         self._links = links
         self._store = FileStore(str(directory / _STORE), self._size) if links is None else links.store()
+        self._store.set_timeout(_TIMEOUT)
         self.device = torch.device(device_of_rank(config, rank))
 
     def join(self, library: Path | None) -> None:  # noqa: ARG002 - for ranks on CPUs

@@ -48,7 +48,7 @@ def divide_lines(states: Sequence[SamplingRow], num_ranks: int) -> list[list[int
 
 
 def send_verified(verified: Sequence[VerifiedRow], drafts: Sequence[Sequence[int]], ranks: Ranks) -> None:
-    """Tell the other ranks the tokens of each row: their number, and one number for each place."""
+    """Send the other ranks the tokens of each row: their number, and one number for each place."""
     numbers: list[int] = []
     for found, guesses in zip(verified, drafts, strict=True):
         num_tokens = len(found.token_ids)

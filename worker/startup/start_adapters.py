@@ -112,14 +112,14 @@ def open_adapters(
 
 
 def most_bytes(config: WorkerConfig, targets: Targets, dtype: torch.dtype) -> int:
-    """Size the adapters of all shards at most: none has more of an update than the whole."""
-    return config.num_ranks * targets.num_bytes(config.adapter_limits, dtype)
+    """Size the adapters of all ranks of a machine at most: no shard has more of an update than the whole."""
+    return -(-config.num_ranks * targets.num_bytes(config.adapter_limits, dtype) // config.num_nodes)
 
 
 def _check_memory(config: WorkerConfig, num_bytes: int, cache_bytes: int) -> None:
     limits = config.adapter_limits
     # Caches are allocated, but their pages count as free until they are written; so does what others load.
-    num_processes = config.num_ranks * config.num_stages * config.num_engines
+    num_processes = config.num_ranks * config.num_stages * config.num_engines // config.num_nodes
     left_bytes = (available_memory_bytes() - cache_bytes * num_processes) // config.num_engines
     log.info("up to %s adapters in memory: %s at most", limits.max_in_memory, format_size(num_bytes))
     if num_bytes > left_bytes:

@@ -1,15 +1,22 @@
 """Ranks of two nodes leave texts for each other by torch.distributed's calls, and find their interface."""
 
+import os
+import socket
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from datetime import timedelta
+from pathlib import Path
 
 import msgspec
 import pytest
-from torch.distributed import PrefixStore
+from torch.distributed import DistStoreError, PrefixStore
 
 from engine.nodes import link_address, shelf
+from engine.nodes import links as links_module
 from engine.nodes.link_address import interface_to
 from engine.nodes.links import Links
 from engine.nodes.shelf import Put, Shelf
+from engine.processes.process_end import EXIT_WORKER_BROKEN
 from tests.engine.nodes.test_switchboard import HELLO, First, answer_to, first, four, until
 from worker.worker_errors import StartupError
 
@@ -43,20 +50,56 @@ def test_a_call_that_is_none_ends_the_engine(first: First, four: list[Links]) ->
 
 
 def test_what_ranks_leave_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shelf, "_MAX_VALUE_BYTES", 10)
-    monkeypatch.setattr(shelf, "_MAX_KEYS", 2)
+    monkeypatch.setattr(shelf, "_MAX_BYTES", 30)
+    monkeypatch.setattr(shelf, "_BESIDE_BYTES", 4)
     texts = Shelf()
 
     def put(key: str, value: bytes) -> bytes:
         return texts.answer(msgspec.msgpack.encode(Put(key, value)))
 
-    with pytest.raises(ValueError, match="11 bytes, key a"):
-        put("a", b"." * 11)
-    assert msgspec.msgpack.decode(put("a", b"." * 10)) == b"." * 10
-    put("b", b"")
-    with pytest.raises(ValueError, match="key c"):
-        put("c", b"")
+    with pytest.raises(ValueError, match="31 bytes, key a"):
+        put("a", b"." * 26)
+    assert msgspec.msgpack.decode(put("a", b"." * 25)) == b"." * 25
+    with pytest.raises(ValueError, match="35 bytes, key b"):
+        put("b", b"")
     assert msgspec.msgpack.decode(put("a", b"again")) == b"again"
+    put("b", b"." * 10)
+    with pytest.raises(ValueError, match="31 bytes, key b"):
+        put("b", b"." * 16)
+    with pytest.raises(ValueError, match="key kkk"):
+        put("k" * 30, b"")
+
+
+def test_a_text_that_no_rank_leaves_is_waited_for_within_the_time_limit(four: list[Links]) -> None:
+    """A RuntimeError, after which torch.distributed's own barrier goes on waiting."""
+    store = PrefixStore("group", four[2].store())
+    store.set("there", "text")
+    with pytest.raises(RuntimeError, match=r"no rank has left group/address within 0\.001 s"):
+        store.wait(["there", "address"], timedelta(milliseconds=1))
+    store.set_timeout(timedelta(milliseconds=2))
+    with pytest.raises(DistStoreError, match=r"no rank has left group/address within 0\.002 s"):
+        store.get("address")
+
+
+def test_a_cut_of_the_connection_to_the_store_ends_the_rank(
+    four: list[Links], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection is opened after the others, once the rank is watched."""
+    ended: list[int] = []
+
+    def leave(code: int) -> None:
+        ended.append(code)
+        four[3]._is_closing.set()
+
+    monkeypatch.setattr(links_module, "leave", leave)
+    before = set(Path("/proc/self/fd").iterdir())
+    four[3].store()
+    for each in set(Path("/proc/self/fd").iterdir()) - before:
+        if each.is_socket():
+            with closing(socket.socket(fileno=os.dup(int(each.name)))) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+    until(lambda: ended)
+    assert ended == [EXIT_WORKER_BROKEN]
 
 
 def test_the_interface_is_the_one_that_leads_to_the_first_node(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,3 +107,5 @@ def test_the_interface_is_the_one_that_leads_to_the_first_node(monkeypatch: pyte
     monkeypatch.setattr(link_address.socket, "if_nameindex", lambda: [(9, "none0")])
     with pytest.raises(StartupError, match=r"no network interface has 127\.0\.0\.1"):
         interface_to("127.0.0.1")
+    with pytest.raises(StartupError, match=r"no way leads to the first node, 255\.255\.255\.255: "):
+        interface_to("255.255.255.255")  # without the right to call all at once

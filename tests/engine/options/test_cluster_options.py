@@ -91,6 +91,7 @@ def test_a_wrong_place_is_refused_in_one_line(
     [
         ({"pipeline_parallel_size": "1"}, "there is one rank; give --pipeline-parallel-size 2, say"),
         ({"node_rank": "0"}, "ray with --node-rank: Ray starts all nodes but this one"),
+        ({"device": "cuda:1"}, "ray with --device cuda:1: Ray chooses the GPUs"),
         ({"nnodes": "3"}, "give --pipeline-parallel-size 3 or a multiple of it"),
         ({"data_parallel_size": "2"}, "one engine has all nodes"),
         ({"master_addr": "::1"}, "--master-addr ::1: nodes meet over IPv4"),

@@ -161,11 +161,12 @@ def test_adapters_are_read_and_what_they_may_take_is_what_loading_allows(
     assert "adapter bad in " in fault.what
     assert "rank 9, and --max-lora-rank allows 8" in fault.what
     sizes = []
-    for num_ranks in (1, 2):
-        divided = config_of(tiny_model, adapter_limits=limits, num_ranks=num_ranks)
+    for num_ranks, num_nodes in ((1, 1), (2, 1), (2, 2)):
+        divided = config_of(tiny_model, adapter_limits=limits, num_ranks=num_ranks, num_nodes=num_nodes)
         *_, last = survey(divided)
         sizes.append(float(last.what.split(" in memory, ")[1].split()[0]))
     assert sizes[1] == pytest.approx(2 * sizes[0], abs=0.02), "each rank may have the larger part"
+    assert sizes[2] == sizes[0], "each machine has memory of its own"
 
 
 class StandInGpu(CpuDevice):
@@ -222,15 +223,24 @@ def test_the_weights_of_all_engines_leave_a_cache_what_each_start_finds(
     assert found.size.num_blocks == Worker(config).load(lambda progress: None).num_blocks
 
 
+def num_blocks_on_gpus(folder: Path, **split: object) -> int:
+    config = config_of(folder, kv_cache_bytes=1 << 24, **split)
+    kind, device = find_kind(config), StandInGpu(config)
+    return forecast(config, kind, device, weight_bytes(config, kind, device)).size.num_blocks
+
+
 def test_a_gpu_of_a_node_has_room_for_its_own_layers_as_one_of_a_single_machine_has(tiny_model: Path) -> None:
-    sizes = []
-    for num_nodes in (1, 2):
-        config = config_of(
-            tiny_model, device="cuda", kv_cache_bytes=1 << 24, num_stages=2, num_nodes=num_nodes
-        )
-        kind, device = find_kind(config), StandInGpu(config)
-        sizes.append(forecast(config, kind, device, weight_bytes(config, kind, device)).size)
-    assert sizes[0] == sizes[1]
+    one, two = (
+        num_blocks_on_gpus(tiny_model, device="cuda", num_stages=2, num_nodes=count) for count in (1, 2)
+    )
+    assert one == two
+
+
+def test_ranks_share_a_gpu_with_those_of_their_own_node_alone(tiny_model: Path) -> None:
+    one, two = (
+        num_blocks_on_gpus(tiny_model, device="cuda:0", num_ranks=2, num_nodes=count) for count in (1, 2)
+    )
+    assert two in (2 * one, 2 * one + 1, 2 * one + 2), "one block is for padding"
 
 
 def test_ranks_are_told_what_each_has_of_weights_and_heads(tiny_model: Path) -> None:
