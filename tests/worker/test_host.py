@@ -14,6 +14,7 @@ from worker.machine import (
     least_gpu_memory_bytes,
     memory_use,
     num_killed_for_memory,
+    once_grown,
     usable_cores,
 )
 
@@ -167,6 +168,19 @@ def test_a_mapping_is_found_by_a_name_in_any_encoding_unless_it_was_written_to_o
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/smaps").write_bytes(b"".join(mappings))
     assert find_mapped([latin], tmp_path) == [range(0x1000, 0x3000)]
+
+
+def test_memory_is_freed_at_once_and_then_after_each_growth_that_is_worth_it(machine: Machine) -> None:
+    freed: list[int] = []
+
+    def pages(mib: int) -> int:
+        return mib * MIB // os.sysconf("SC_PAGE_SIZE")
+
+    free_if_grown = once_grown(lambda: freed.append(held), machine.root)
+    for held in (1000, 1000, 1127, 1128, 1255, 900, 1300):
+        machine.write("proc/self/statm", f"{pages(5000)} {pages(held)} 0 0 0 0 0")
+        free_if_grown()
+    assert freed == [1000, 1128, 1300]
 
 
 def test_memory_use_is_that_of_whatever_is_fuller_and_file_caches_do_not_count(machine: Machine) -> None:

@@ -122,7 +122,7 @@ def put_kernels_under(
     """Replace the layers that pass their trial. They compute the same up to `max_model_len` tokens.
 
     The trial is of whole layers; on several ranks each is then replaced by this rank's shard of it. Weights
-    move: those of a layer are freed before the next one is replaced.
+    move: `free_behind` is called before each layer, to give back those of the layers before.
     """
     done = Surgery(toolkit.name, toolkit.fused)
     verdicts: dict[object, str | LayerCall] = {}
@@ -131,7 +131,7 @@ def put_kernels_under(
     for place, (name, call) in enumerate(calls.items()):
         done.num_layers += 1
         layer = model.get_submodule(name)
-        free_behind()  # of the layer before
+        free_behind()  # of the layers before
         kind = _kind_of(layer, call)
         if kind not in verdicts:
             with staying_on(device.torch_device, layer):

@@ -49,7 +49,7 @@ from worker.checkpoint.task import Task, choose_task, reads_both_ways
 from worker.devices.device import Device
 from worker.devices.put_off import load_shapes
 from worker.devices.visiting import let_visit
-from worker.machine import find_mapped, free_behind, trim_heaps
+from worker.machine import find_mapped, free_behind, once_grown, trim_heaps
 from worker.model.mixture import find_experts
 from worker.model.quantized_layers import QuantizedEmbedding, keep_weights
 from worker.progress import LoadPhase, LoadStage
@@ -131,7 +131,7 @@ class LoadedModel:
     put_off: Callable[[], None] = lambda: None
     """Free weights of codes that kernels are to take over; each layer's are read again in its turn."""
     free_behind: Callable[[], None] = trim_heaps
-    """Give back memory, and pages of files, of a layer that was taken over."""
+    """Give back memory, and pages of files, of layers that were taken over, once there is much of it."""
     end_visits: Callable[[], None] = lambda: None
     """Let weights no longer visit the device for each call, once they are on it."""
 
@@ -207,7 +207,7 @@ def load_model(
         awaits_kernels=awaits_kernels,
         mapped_bytes=_mapped_bytes(parameters, paths) if awaits_kernels else 0,
         put_off=_putting_off(model, modules, device),
-        free_behind=lambda: free_behind(paths),
+        free_behind=once_grown(lambda: free_behind(paths)),
         end_visits=end_visits,
     )
 
