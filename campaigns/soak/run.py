@@ -232,7 +232,11 @@ class Soak:
         if not total(metrics, "tokenyard:num_preemptions_total"):
             self.faults.append("nothing was preempted: the KV cache is too large to prove anything")
         log = self._server.log.read_text(errors="replace")
-        self.faults += [f"the log has {log.count(word)} times {word!r}" for word in _ALARMS if word in log]
+        for word in _ALARMS:
+            if word in log:
+                where = log.index(word)
+                said = log[where : where + _MOST_SHOWN]
+                self.faults.append(f"the log has {log.count(word)} times {word!r}, first: {said!r}")
 
     def all_faults(self) -> list[str]:
         acts = [f"{num} times {kind}" for kind, num in self.ends.faults.items()]
@@ -251,6 +255,8 @@ class Soak:
 
 
 _ALARMS = ("Traceback", "never awaited", "was never retrieved", "Exception in callback")
+_MOST_SHOWN = 2000
+"""Characters of the log from the first alarm of a kind on."""
 
 
 def soak(minutes: float, *, seed: int, words: Sequence[str] = (), pace: Pace = _FULL) -> Soak:

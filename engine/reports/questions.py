@@ -59,7 +59,8 @@ class Questions:
         for engine in engines:
             self._send(engine, Explain(question=question, page=whole))
         try:
-            found = await asyncio.wait_for(asyncio.gather(*answers.values()), _MAX_ANSWER_S)
+            async with asyncio.timeout(_MAX_ANSWER_S):
+                found = [await answer for answer in answers.values()]
         except TimeoutError:
             raise EngineUnavailable("the engine did not answer in time") from None
         finally:
@@ -67,6 +68,8 @@ class Questions:
                 del self._answers[question, engine]
                 if answer.cancelled() or not answer.done():
                     self._send(engine, ForgetQuestion(question=question))
+                else:
+                    answer.exception()  # seen: asyncio would log an engine's end that nobody waited for
         num_live = sum(each.num_live for each in found) + len(in_line)
         reports = [
             {**report._asdict(), "engine": engine}

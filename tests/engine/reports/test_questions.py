@@ -1,6 +1,7 @@
 """Questions for live sequences: as many at a time as an engine can be asked."""
 
 import asyncio
+import gc
 
 import pytest
 
@@ -44,3 +45,18 @@ async def test_engines_hear_that_a_question_is_given_up_unless_they_have_answere
     with pytest.raises(asyncio.CancelledError):
         await asked
     assert sent[2:] == [(1, ForgetQuestion(question=1))]
+
+
+async def test_an_engine_that_ends_while_the_client_leaves_is_no_error_of_the_server() -> None:
+    logged: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: logged.append(context["message"]))
+    questions = Questions(lambda _engine, _message: None)
+    asked = asyncio.create_task(questions.ask(Page(0, 9), [0], []))
+    await asyncio.sleep(0.01)
+    asked.cancel()
+    questions.forget(0)
+    await asyncio.gather(asked, return_exceptions=True)
+    del asked
+    await asyncio.sleep(0)
+    gc.collect()
+    assert logged == []
