@@ -146,7 +146,7 @@ def test_memory_of_freed_matchers_is_given_back_after_they_are_gone_and_seldom(
             are_given_back.set()
 
     monkeypatch.setattr(compile_ahead, "trim_heaps", trim)
-    monkeypatch.setattr(compile_ahead, "_TRIM_EVERY_S", 1.0)
+    monkeypatch.setattr(compile_ahead, "_TRIM_EVERY_S", 2.0)
     ahead = CompileAhead(grammars.row_ahead)
     for _ in range(3):
         ahead.free(RowGrammar(Matcher(), None))  # type: ignore[arg-type]
