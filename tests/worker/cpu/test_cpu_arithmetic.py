@@ -9,47 +9,36 @@ from tests.checkpoints import make_checkpoint
 from tests.worker.conftest import load_worker
 from worker.cpu import cpu_arithmetic
 from worker.cpu.cpu_arithmetic import DOT, EXPANDED, choose_kernels
-from worker.cpu.kernel_build import CannotBuild, build_library, find_library
 from worker.cpu.native import Kernels, pack
 from worker.worker_errors import StartupError
-
-
-@pytest.fixture(scope="module")
-def library():
-    try:
-        library = find_library() or build_library()
-        Kernels(library, 1, DOT)
-    except (ValueError, CannotBuild) as error:
-        pytest.skip(str(error))
-    return library
 
 
 @pytest.mark.parametrize(
     ("times_s", "chosen"), [((1.0, 2.0), DOT), ((1.05, 1.0), DOT), ((1.3, 1.0), EXPANDED)]
 )
-def test_the_second_way_must_be_clearly_faster(library, monkeypatch, caplog, times_s, chosen):
+def test_the_second_way_must_be_clearly_faster(built, monkeypatch, caplog, times_s, chosen):
     monkeypatch.setattr(cpu_arithmetic, "_measure", lambda *_: times_s)
     with caplog.at_level(logging.INFO):
-        assert choose_kernels(library, 1).instruction_set == chosen
+        assert choose_kernels(built, 1).instruction_set == chosen
     assert f"bf16 products by {chosen}" in caplog.text
 
 
-def test_the_measurement_times_both_ways(library):
-    times_s = cpu_arithmetic._measure(Kernels(library, 1, DOT), Kernels(library, 1, EXPANDED))
+def test_the_measurement_times_both_ways(built):
+    times_s = cpu_arithmetic._measure(Kernels(built, 1, DOT), Kernels(built, 1, EXPANDED))
     assert all(0 < each < 60 for each in times_s)
 
 
-def test_both_ways_sum_the_same_products(library):
+def test_both_ways_sum_the_same_products(built):
     generator = torch.Generator().manual_seed(2)
     weight = pack(torch.randn((70, 600), generator=generator).bfloat16())
     x = torch.randn((29, 600), generator=generator).bfloat16()
-    one, other = (Kernels(library, 1, name).multiply_to_float(x, weight) for name in (DOT, EXPANDED))
+    one, other = (Kernels(built, 1, name).multiply_to_float(x, weight) for name in (DOT, EXPANDED))
     assert not torch.equal(one, other)  # in another order
     assert (one - other).abs().max() < 1e-5 * one.abs().max()
 
 
 @pytest.mark.parametrize("name", [DOT, EXPANDED, "plain"])
-def test_a_named_way_is_taken_and_said(library, tmp_path, caplog, name):
+def test_a_named_way_is_taken_and_said(built, tmp_path, caplog, name):
     folder = make_checkpoint("llama", tmp_path / "llama")
     with caplog.at_level(logging.INFO):
         load_worker(folder, cpu_kernels=name, dtype="bfloat16")
@@ -57,7 +46,7 @@ def test_a_named_way_is_taken_and_said(library, tmp_path, caplog, name):
     assert "bf16 products by" not in caplog.text
 
 
-def test_a_way_that_this_processor_lacks_is_refused(library, tmp_path):
+def test_a_way_that_this_processor_lacks_is_refused(built, tmp_path):
     folder = make_checkpoint("llama", tmp_path / "llama")
     with pytest.raises(StartupError, match="--cpu-kernels neon: this processor, or its system, has no neon"):
         load_worker(folder, cpu_kernels="neon", dtype="bfloat16")

@@ -17,7 +17,7 @@ from worker.cpu.cpu_arithmetic import DOT, TILES, choose_kernels, open_kernels
 from worker.cpu.cpu_kernel_choice import foresee_kernels
 from worker.cpu.cpu_products import pack_gate_up, pack_linear
 from worker.cpu.cpu_proof import multiplies_exactly
-from worker.cpu.kernel_build import CannotBuild, build_library, find_library
+from worker.cpu.kernel_build import CannotBuild
 from worker.cpu.native import Kernels, PackedWeight, pack
 from worker.devices.device import open_device
 from worker.model.layer_parts import GateActivation, GatedMlp
@@ -25,16 +25,6 @@ from worker.model.linear import Linear, PlainWeight, merge
 from worker.model.quantization import round_to_int8
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import StartupError
-
-
-@pytest.fixture(scope="module")
-def built() -> Path:
-    try:
-        library = find_library() or build_library()
-        Kernels(library, 1, DOT)
-    except (ValueError, CannotBuild) as error:
-        pytest.skip(str(error))
-    return library
 
 
 @pytest.fixture(scope="module")
