@@ -24,7 +24,7 @@ from engine.frontend.metrics import AbortCause
 from engine.frontend.vllm_metrics import Timeline
 from engine.types import GenerationRequest, PoolingRequest
 from scheduler.messages import FinishReason, SequenceId, SequenceOutput
-from scheduler.routing.dispatcher import Ticket
+from scheduler.routing.dispatcher import CallNeeds, Ticket
 
 _ABORT_CAUSES: dict[type[EngineError], AbortCause] = {
     EngineUnavailable: AbortCause.SHUTDOWN,
@@ -38,6 +38,11 @@ _REASONS: dict[type[EngineError], FinishReason] = {
     DeadlineExceeded: FinishReason.EXPIRED,
     EngineUnavailable: FinishReason.ABORTED,  # cut off by a shutdown
 }
+
+NO_TICKET: Ticket[Any] = Ticket(
+    None, CallNeeds(rank=(), priority=0, tenant="", num_sequences=0, num_prompt_tokens=0), is_closed=True
+)
+"""Ticket of a request that is not admitted."""
 
 
 class RequestChoice(Protocol):
@@ -81,8 +86,8 @@ class ActiveRequest(Generic[RequestT, ChoiceT]):
         """Engine processes that died while they held this request."""
         self.sent_s = self.arrived_s
         """Last time that it was sent to an engine."""
-        self.ticket: Ticket[Any]
-        """Its place in the line, then its engine; set at admission."""
+        self.ticket = NO_TICKET
+        """Its place in the line, then its engine, from its admission until it leaves."""
         self.error: EngineError | None = None
         self._readable = readable
 

@@ -22,7 +22,7 @@ from engine.errors import (
     OverloadReason,
 )
 from engine.frontend.active_pooling import ActivePooling
-from engine.frontend.active_request import RequestChoice
+from engine.frontend.active_request import NO_TICKET, RequestChoice
 from engine.frontend.active_text import ActiveText
 from engine.frontend.metrics import EngineMetrics
 from engine.frontend.patience import Patience, remaining_limits
@@ -157,8 +157,8 @@ class ActiveRequests:
             return
         del self._by_id[active.request.request_id]
         self._patience.let_go(active.first_id)
-        engine = active.ticket.engine
-        self._dispatcher.close(active.ticket)
+        ticket, active.ticket = active.ticket, NO_TICKET  # it holds the request: no cycle stays behind
+        self._dispatcher.close(ticket)
         self._waiting.discard(active)
         unfinished = [
             sequence_id for sequence_id in active.unfinished_ids if sequence_id in self._by_sequence
@@ -169,9 +169,9 @@ class ActiveRequests:
         self._queue_limits.leave(active.num_unstarted, num_tokens)
         self._tenant_tokens.leave(active.request.terms.tenant, num_tokens)
         if unfinished:
-            if engine is not None:
+            if ticket.engine is not None:
                 ended = EndSequences(sequence_ids=tuple(unfinished), reason=FinishReason.ABORTED)
-                self._send(engine, ended)
+                self._send(ticket.engine, ended)
             for sequence_id in unfinished:
                 num_generated = active.choices[sequence_id].num_tokens
                 self._metrics.choice_finished(active.reason_of_end, num_generated)

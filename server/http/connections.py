@@ -112,6 +112,18 @@ class ClientConnection(H11Protocol):
         if self._place is not None:
             self._place.leave()
         super().connection_lost(exc)
+        self._drop_references()
+
+    def _drop_references(self) -> None:
+        """Forget all that refers to this connection: it is freed with the last request that uses it.
+
+        In a cycle it would stay, with its request, until Python's next full collection, which comes after
+        thousands of connections. Their memory would lie between that of others, and could not be returned.
+        """
+        self._half_closed = None
+        self._ending.forget_connection()
+        self.app_state = {}
+        self.scope = self.cycle = None  # type: ignore[assignment]  # as before its first request
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Return True, to go on, if the client may be waiting for a reply: it has closed its half."""
@@ -169,6 +181,9 @@ class ClientConnection(H11Protocol):
         else:
             text = "this is not HTTP/1.1 as this server speaks it"
             self._refuse(RequestRejected(text, code="invalid_request"))
+        if error is not None:
+            # h11 raises it in one of its own methods: that frame holds it, and its traceback this connection.
+            error.__traceback__ = None
 
     @property
     def _is_answering(self) -> bool:
@@ -210,8 +225,9 @@ class ClientConnection(H11Protocol):
     def _write_chunk(self, data: bytes) -> bool:
         """See `chunk_writer`. Framed as h11 would: the chunked transfer coding, RFC 9112, section 7.1."""
         cycle = self.cycle
-        is_open = self.conn.our_state is h11.SEND_BODY and not cycle.disconnected
-        if not is_open or self.flow.write_paused:
+        if cycle is None or cycle.disconnected:  # the client is gone
+            return False
+        if self.conn.our_state is not h11.SEND_BODY or self.flow.write_paused:
             return False
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return True

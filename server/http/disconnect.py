@@ -32,7 +32,11 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, ResultT]) 
         await asyncio.gather(working, listening, return_exceptions=True)
     if left:
         raise ClientDisconnect
-    return working.result()
+    try:
+        return working.result()
+    finally:
+        # An error of it holds this frame, which holds it: a cycle with all that the request has used.
+        del working
 
 
 async def stay_connected() -> Message:

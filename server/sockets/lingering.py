@@ -60,6 +60,10 @@ class LingeringTransport:
             self._transport.write(self._head)
         self._head = b""
 
+    def forget_connection(self) -> None:
+        """Ask the connection nothing more: it is over."""
+        self._may_hear_more = _is_over
+
     def pause_reading(self) -> None:
         self._is_paused = True
         self._transport.pause_reading()
@@ -90,3 +94,7 @@ class LingeringTransport:
         if self._is_paused:
             self.resume_reading()
         return True
+
+
+def _is_over() -> bool:
+    return False

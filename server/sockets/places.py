@@ -36,6 +36,7 @@ class Place:
 
     def leave(self) -> None:
         """Give the place back. May be called twice."""
+        self.give_way = None  # its owner refers to it: a cycle would keep both until a full collection
         self._places.take_back(self)
 
 
@@ -69,9 +70,10 @@ class Places:
         place, since_s = next(iter(self._quiet_since.items()), (None, 0.0))
         if place is None or self._clock() - since_s < quiet_s:
             return False
+        give_way = place.give_way
         place.leave()
-        if place.give_way is not None:
-            place.give_way()
+        if give_way is not None:
+            give_way()
         return True
 
     def note_quiet(self, place: Place) -> None:

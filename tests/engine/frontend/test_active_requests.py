@@ -1,5 +1,7 @@
 """The accounts of requests between admission and their end, whatever happens to them and in any order."""
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -138,3 +140,18 @@ async def test_one_that_was_aborted_between_two_processes_is_not_replayed(
     assert not [message for message in door.sent if isinstance(message, AddRequest)]
     (output,) = live.take()
     assert output.finish_reason is FinishReason.ABORTED
+
+
+async def test_one_that_has_left_is_freed_without_the_collector(door: Door) -> None:
+    (live,) = door.ask("a", 0)
+    door.begin(live)
+    finish(door, live, FinishReason.LENGTH)
+    door.in_flight.leave(live)
+    door.sent.clear()
+    left = weakref.ref(live)
+    gc.disable()
+    try:
+        del live
+        assert left() is None
+    finally:
+        gc.enable()

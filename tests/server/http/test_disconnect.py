@@ -1,6 +1,9 @@
 """Work goes on while the client is there, and not a moment longer."""
 
 import asyncio
+import contextlib
+import gc
+import weakref
 
 import pytest
 from starlette.requests import ClientDisconnect
@@ -29,6 +32,26 @@ async def test_an_error_of_the_work_is_raised():
 
     with pytest.raises(KeyError):
         await while_connected(never, work())
+
+
+async def test_an_error_and_what_its_work_has_used_are_freed_without_the_collector():
+    class Used:
+        pass
+
+    async def work():
+        used = Used()
+        seen.append(weakref.ref(used))
+        raise KeyError("x")
+
+    seen: list[weakref.ref] = []
+    gc.disable()
+    try:
+        with contextlib.suppress(KeyError):
+            await while_connected(never, work())
+        await asyncio.sleep(0)
+        assert seen[0]() is None
+    finally:
+        gc.enable()
 
 
 async def test_a_hang_up_is_reported_only_after_the_work_has_cleaned_up():

@@ -1,0 +1,73 @@
+"""Connections that have ended are freed at once, with their requests: no collection of cycles is needed."""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+from uvicorn.protocols.http.h11_impl import RequestResponseCycle
+
+from server.http.connections import ClientConnection
+from server.sockets.first_look import FirstLook
+from server.sockets.places import Place
+from tests.server.conftest import eventually, impatient, serving
+from tests.server.http.test_connections import HEALTH, MODELS, all_of, connected, said
+from tests.server.http.test_disconnects import CHAT, PROMPTS, post
+from tests.server.http.test_half_closed import answer_to, asking
+
+_KINDS = (ClientConnection, RequestResponseCycle, Place, FirstLook)
+
+
+@pytest.fixture(autouse=True)
+def without_collector() -> Iterator[None]:
+    gc.collect()
+    assert held() == 0
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def held() -> int:
+    """Connections, and what belongs to one, that take memory."""
+    return sum(isinstance(each, _KINDS) for each in gc.get_objects())
+
+
+async def test_one_that_was_silent(engine):
+    async with serving(impatient(engine, head_timeout_s=0.05)) as url:
+        assert await said(url) == b""
+        await eventually(lambda: held() == 0)
+
+
+@pytest.mark.parametrize("words", [HEALTH, HEALTH + MODELS, b"no HTTP\r\n\r\n"])
+async def test_one_that_was_answered(url, words):
+    reader, writer = await connected(url)
+    writer.write(words)
+    assert b"HTTP/1.1 " in await reader.read(1 << 16)
+    writer.close()
+    await eventually(lambda: held() == 0)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_one_whose_client_left_in_the_middle(url, engine, path, stream):
+    engine.stall_after = 1
+    _, writer = await post(url, path, {**(PROMPTS if path == "/v1/completions" else CHAT), "stream": stream})
+    await eventually(lambda: engine.num_running > 0)
+    writer.close()
+    await eventually(lambda: engine.num_running == 0)
+    await eventually(lambda: held() == 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_one_whose_client_closed_its_half(url, engine, stream):
+    engine.pause_s = 0.01
+    words = asking("/v1/chat/completions", {**CHAT, "max_tokens": 3, "stream": stream}, "1.1")
+    assert b"HTTP/1.1 200" in await answer_to(url, words)
+    await eventually(lambda: held() == 0)
+
+
+async def test_one_whose_request_was_wrong(url):
+    reader, writer = await post(url, "/v1/completions", {**PROMPTS, "max_tokens": -1})
+    assert b"HTTP/1.1 400" in await reader.read(1 << 16)
+    writer.close()
+    await all_of(reader)
+    await eventually(lambda: held() == 0)
