@@ -61,8 +61,10 @@ class LingeringTransport:
         self._head = b""
 
     def forget_connection(self) -> None:
-        """Ask the connection nothing more: it is over."""
+        """Ask the connection nothing more: it is over. Both transports are freed with their last user."""
         self._may_hear_more = _is_over
+        # asyncio's keeps a bound method of its own: a cycle, which nothing else would break.
+        getattr(self._transport, "__dict__", {}).pop("_read_ready_cb", None)
 
     def pause_reading(self) -> None:
         self._is_paused = True

@@ -1,6 +1,8 @@
 """Connections that have ended are freed at once, with their requests: no collection of cycles is needed."""
 
+import asyncio
 import gc
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -8,13 +10,14 @@ from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 
 from server.http.connections import ClientConnection
 from server.sockets.first_look import FirstLook
+from server.sockets.lingering import LingeringTransport
 from server.sockets.places import Place
 from tests.server.conftest import eventually, impatient, serving
 from tests.server.http.test_connections import HEALTH, MODELS, all_of, connected, said
 from tests.server.http.test_disconnects import CHAT, PROMPTS, post
 from tests.server.http.test_half_closed import answer_to, asking
 
-_KINDS = (ClientConnection, RequestResponseCycle, Place, FirstLook)
+_KINDS = (ClientConnection, LingeringTransport, RequestResponseCycle, Place, FirstLook)
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +30,7 @@ def without_collector() -> Iterator[None]:
 
 
 def held() -> int:
-    """Connections, and what belongs to one, that take memory."""
+    """Connections, and what belongs to one, that take memory on the side of the server."""
     return sum(isinstance(each, _KINDS) for each in gc.get_objects())
 
 
@@ -71,3 +74,18 @@ async def test_one_whose_request_was_wrong(url):
     writer.close()
     await all_of(reader)
     await eventually(lambda: held() == 0)
+
+
+async def test_the_transport_of_asyncio_goes_too(url, monkeypatch):
+    transports: list[weakref.ref] = []
+    connection_made = ClientConnection.connection_made
+
+    def note(connection: ClientConnection, transport: asyncio.Transport) -> None:
+        transports.append(weakref.ref(transport))
+        connection_made(connection, transport)
+
+    monkeypatch.setattr(ClientConnection, "connection_made", note)
+    _, writer = await connected(url)
+    await eventually(lambda: len(transports) == 1)
+    writer.close()
+    await eventually(lambda: transports[0]() is None)
