@@ -52,7 +52,7 @@ def divide_lines(states: Sequence[SamplingRow], num_ranks: int) -> list[list[int
 def verify_for_all(
     verify: Verify, logits_NV: Tensor, rows: Sequence[int], drafts: Sequence[Sequence[int]], ranks: Ranks
 ) -> list[VerifiedRow]:
-    """Verify, and send the other ranks the tokens of each row: their number, and one number for each place."""
+    """Verify, and send the other ranks each row's tokens: how many, and one number for each place."""
     verified = verify(logits_NV, rows, drafts)
     numbers: list[int] = []
     for found, guesses in zip(verified, drafts, strict=True):

@@ -185,7 +185,7 @@ def _put_kernels(
     config: WorkerConfig,
     toolkit: Toolkit,
     check: SelfCheck,
-    expected: Tensor,
+    expected: Tensor | None,
     stage: LoadStage,
     *,
     must_round_inputs: bool,

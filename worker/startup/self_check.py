@@ -1,8 +1,9 @@
 """Check at load that a model computes the same through the paged cache as by itself.
 
-Owns: one short random sequence, run in three steps (a first chunk, a later chunk, a decode), or in more if a
-decode alone differs, and the comparison with the model's own eager attention. Some families keep state besides keys and values, or do not
-use the attention call at all: the check finds them without a list of names. It is also the warm-up.
+Owns: one short random sequence, run in three steps (a first chunk, a later chunk, a decode), or in more if
+the decode alone differs, and the comparison with the model's own eager attention. Some families keep state
+besides keys and values, or do not use the attention call at all: the check finds them without a list of
+names. It is also the warm-up.
 Never: compares texts, or corrects anything.
 """
 
@@ -27,7 +28,7 @@ from scheduler.messages import (
 from worker.attention.interface import ATTENTION_NAME, AttentionBackend, LayerExecutor
 from worker.attention.kv_cache import FLOAT8, KVCache
 from worker.devices.device import Device
-from worker.ranks.ranks import samples
+from worker.ranks.ranks import ALONE, samples
 from worker.startup.loader import LoadedModel
 from worker.steps.row_table import RowTable
 from worker.steps.step_inputs import build_inputs
@@ -39,8 +40,8 @@ _SEED = 7
 _RESTS = (5, 1)
 """Cuts of 12 tokens into 7, 4 and 1."""
 _RESTS_WITH_MORE_DECODES = (5, 3, 2, 1)
-"""Cuts for a model whose numbers nearly cancel out in one token: a single one has no median. In steps of their own
-only if that fails, since each reads all weights."""
+"""Cuts for a model whose numbers nearly cancel out in one token, since a single one has no median. Made only
+where the decode differs: each step reads all weights."""
 # Error over magnitude of a token's logits. Wrong computation gives about 1; rounding in a deep model,
 # in another order of sums, stays well below these.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2, FLOAT8: 0.3}
@@ -88,11 +89,16 @@ class SelfCheck:
     device: Device
     max_model_len: int
 
-    def run(self) -> Tensor:
-        """Return the model's own logits. Raises StartupError if those through the cache differ."""
+    def run(self) -> Tensor | None:
+        """Return the whole model's own logits; None on ranks without logits, for which one refuses.
+
+        Raises StartupError if those through the cache differ.
+        """
+        if not samples(self.loaded.ranks):
+            return None
         with refusing(self.loaded.model_type):
             expected = self._run_eagerly(self._token_ids())
-        error = self._error(expected)
+        error = replace(self, loaded=replace(self.loaded, ranks=ALONE))._error(expected)
         if error is not None:
             raise FamilyRefused(
                 f"{self.loaded.model_type} computes other logits through the paged KV cache than by itself "
@@ -102,9 +108,9 @@ class SelfCheck:
         return expected
 
     def run_again(
-        self, backend: AttentionBackend, expected: Tensor, *, tolerance: float | None = None
+        self, backend: AttentionBackend, expected: Tensor | None, *, tolerance: float | None = None
     ) -> None:
-        """Raise StartupError if the logits with our own kernels differ from `expected`."""
+        """Raise StartupError if the logits with our own kernels differ from those that `run` returned."""
         kind = self.device.kind
         fix = f"start with --{kind.lower()}-kernels off, and report it"
         try:
@@ -119,32 +125,33 @@ class SelfCheck:
                 fix=fix,
             )
 
-    def _error(self, expected: Tensor, tolerance: float | None = None) -> float | None:
+    def _error(self, expected: Tensor | None, tolerance: float | None = None) -> float | None:
         """Return the largest error of a chunk if it is above `tolerance`, by default that of rounding."""
-        if not bool(torch.isfinite(expected).all()):
+        ranks = self.loaded.ranks
+        if not ranks.agree_min(int(expected is None or bool(torch.isfinite(expected).all()))):
             return None  # random or damaged weights: requests will fail one by one, and say so
         most = max(TOLERANCE[each] for each in (self.cache.layout.dtype, self.loaded.dtype))
         if tolerance is not None:
             most = max(most, tolerance)
-        for rests in (_RESTS, _RESTS_WITH_MORE_DECODES):
-            error = self._error_of(expected, _chunks(len(expected), rests))
-            is_right = error <= most  # NaN is an error too
-            if self.loaded.ranks.agree_min(int(is_right)):
-                return None
-        return None if is_right else error
+        in_chunks, in_decodes = self._errors(expected, _RESTS)
+        if ranks.agree_min(int(in_chunks <= most and in_decodes <= most)):  # NaN is an error too
+            return None
+        if ranks.agree_min(int(in_chunks <= most)):
+            in_chunks, in_decodes = self._errors(expected, _RESTS_WITH_MORE_DECODES)
+        return next((error for error in (in_chunks, in_decodes) if not error <= most), None)
 
-    def _error_of(self, expected: Tensor, chunks: list[tuple[int, int]]) -> float:
-        """Return the largest error of a chunk, or of all decodes; 0 on ranks without logits."""
+    def _errors(self, expected: Tensor | None, rests: tuple[int, ...]) -> tuple[float, float]:
+        """Return the largest error of a chunk, and that of all decodes; 0 on ranks that do not know."""
+        chunks = _chunks(len(self._token_ids()), rests)
         with refusing(self.loaded.model_type):
             ours = self._run_paged(self._token_ids().tolist(), chunks)
-        if not samples(self.loaded.ranks):
-            return 0.0  # rank 0 of the last stage has the logits, and refuses for all
+        if expected is None:
+            return 0.0, 0.0
         places = [torch.arange(*chunk) for chunk in chunks if chunk[1] - chunk[0] > 1]
-        decodes = [start for start, end in chunks if end - start == 1]
-        if decodes:
-            places.append(torch.tensor(decodes))
-        # torch's, of which one that is not a number is the largest
-        return float(torch.tensor([relative_error(ours[each], expected[each]) for each in places]).max())
+        decodes = torch.tensor([start for start, end in chunks if end - start == 1], dtype=torch.int64)
+        errors = torch.tensor([relative_error(ours[each], expected[each]) for each in places])
+        in_decodes = relative_error(ours[decodes], expected[decodes]) if len(decodes) else 0.0
+        return (float(errors.max()) if places else 0.0), in_decodes  # of which NaN is the largest
 
     def _token_ids(self) -> np.ndarray[Any, Any]:
         length = min(LONGEST_CHECK, self.max_model_len, self.cache.num_blocks * self.cache.layout.block_size)

@@ -236,7 +236,7 @@ def test_a_gpu_of_a_node_has_room_for_its_own_layers_as_one_of_a_single_machine_
     assert one == two
 
 
-def test_a_gpu_that_the_ranks_of_a_node_share_has_room_for_the_layers_of_its_node_alone(tiny_model: Path) -> None:
+def test_a_gpu_of_a_node_that_has_one_has_room_for_the_layers_of_its_node_alone(tiny_model: Path) -> None:
     one, two = (
         num_blocks_on_gpus(tiny_model, device="cuda:0", num_stages=2, num_nodes=count) for count in (1, 2)
     )
