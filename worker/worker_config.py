@@ -152,10 +152,12 @@ class WorkerConfig:
     @property
     def num_ranks_on_device(self) -> int:
         """Count the ranks of a stage whose caches are on one device; processors of all nodes count as one."""
-        if self.num_devices > 1:
-            return 1
-        num_gpus = max(1, self.num_nodes // self.num_stages) if self.device.startswith("cuda") else 1
-        return self.num_ranks // num_gpus
+        return 1 if self.num_devices > 1 else self.num_ranks // self.num_gpus_of_a_stage
+
+    @property
+    def num_gpus_of_a_stage(self) -> int:
+        """Count the GPUs of a stage's ranks, which share that of their machine; processors count as one."""
+        return max(1, self.num_nodes // self.num_stages) if self.device.startswith("cuda") else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

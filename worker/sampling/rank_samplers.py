@@ -10,7 +10,7 @@ Never: decides by anything but the plan, or the ranks would exchange different n
 Shapes: N tokens that are sampled in a step, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ from worker.sampling.row_sampler import (
 from worker.sampling.sampler import Sampler
 from worker.sampling.sampling_state import SamplingRow
 
+Verify = Callable[[Tensor, Sequence[int], Sequence[Sequence[int]]], list[VerifiedRow]]
+"""See RowSampler.verify."""
 _UNREAD = SamplingParams(num_logprobs=0)
 """Stand-in for parameters that the first rank alone reads; as those, it makes no plain row."""
 _FAILED = -1
@@ -47,13 +49,17 @@ def divide_lines(states: Sequence[SamplingRow], num_ranks: int) -> list[list[int
     return [[n for n in range(len(states)) if n not in taken], *others]
 
 
-def send_verified(verified: Sequence[VerifiedRow], drafts: Sequence[Sequence[int]], ranks: Ranks) -> None:
-    """Send the other ranks the tokens of each row: their number, and one number for each place."""
+def verify_for_all(
+    verify: Verify, logits_NV: Tensor, rows: Sequence[int], drafts: Sequence[Sequence[int]], ranks: Ranks
+) -> list[VerifiedRow]:
+    """Verify, and send the other ranks each row's tokens: how many, and one number for each place."""
+    verified = verify(logits_NV, rows, drafts)
     numbers: list[int] = []
     for found, guesses in zip(verified, drafts, strict=True):
         num_tokens = len(found.token_ids)
         numbers += (num_tokens, *found.token_ids, *[0] * (1 + len(guesses) - num_tokens))
     ranks.broadcast(numbers)
+    return verified
 
 
 class LeadingSampler(Sampler):
@@ -83,9 +89,7 @@ class LeadingSampler(Sampler):
         self, logits_NV: Tensor, rows: Sequence[int], drafts: Sequence[Sequence[int]]
     ) -> list[VerifiedRow]:
         """See RowSampler."""
-        verified = super().verify(logits_NV, rows, drafts)
-        send_verified(verified, drafts, self._ranks)
-        return verified
+        return verify_for_all(super().verify, logits_NV, rows, drafts, self._ranks)
 
     def _sample_places(self, logits_NV: Tensor, places: Sequence[DraftedPlace]) -> SampleResult:
         lines_NV = lines_of(logits_NV, [each.line for each in places])

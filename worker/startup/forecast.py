@@ -16,9 +16,9 @@ from worker.adapters.adapter_targets import Targets
 from worker.attention.interface import ATTENTION_NAME, active
 from worker.attention.kv_cache import BlockLayout, LayerShape, cache_dtype, with_layers_beside
 from worker.attention.probe_attention import ProbeAttention
-from worker.checkpoint.checkpoint_files import find_weights, loaded_bytes
+from worker.checkpoint.checkpoint_files import find_weights
 from worker.devices.device import Device
-from worker.memory_sizes import CacheRequest, CacheSize, WeightBytes, size_cache
+from worker.memory_sizes import CacheRequest, CacheSize, size_cache
 from worker.model.layer_parts import Unrecognised
 from worker.model.layer_shards import bytes_of_a_rank, refuse_division, shard_layout
 from worker.model.rope import longest_right_len
@@ -83,12 +83,8 @@ def weight_bytes(config: WorkerConfig, kind: ModelKind, device: Device) -> int:
     return weights.total
 
 
-def _loaded_bytes(config: WorkerConfig, kind: ModelKind) -> WeightBytes:
-    return loaded_bytes(find_weights(kind.folder), dtype_name(config.dtype, kind.checkpoint_config))
-
-
 def _bytes_on_a_device(
-    config: WorkerConfig, kind: ModelKind, model: Any, num_weight_bytes: int, stage: Stage
+    config: WorkerConfig, kind: ModelKind, device: Device, model: Any, num_weight_bytes: int, stage: Stage
 ) -> int:
     """Size the weights on one device when the cache is sized, among them those that are not divided evenly.
 
@@ -99,7 +95,8 @@ def _bytes_on_a_device(
     evenly: int = sum(parameter.nbytes for parameter in model.parameters()) // config.num_devices
     beside = bytes_of_a_rank(model, config.num_ranks, stage) - evenly
     bytes_each: int = model.dtype.itemsize
-    on_one = _loaded_bytes(config, kind).on_one_of(config.num_devices, config.num_nodes)
+    weights = bytes_to_load(config, kind, find_weights(kind.folder), device)
+    on_one = weights.on_one_of(config.num_devices, config.num_nodes)
     return on_one.total + beside * _dtype(config, kind).itemsize // bytes_each
 
 
@@ -161,7 +158,7 @@ def forecast(
     adapter_bytes = (stacked_bytes if is_stacked else most_bytes)(config, targets, dtype)
 
     def size_of(stage: Stage) -> CacheSize:
-        num_bytes = _bytes_on_a_device(config, kind, model, num_weight_bytes, stage)
+        num_bytes = _bytes_on_a_device(config, kind, device, model, num_weight_bytes, stage)
         budget_bytes = device.foreseen_budget_bytes(num_bytes)
         if is_stacked:
             budget_bytes = max(0, budget_bytes - adapter_bytes)
@@ -186,8 +183,8 @@ def forecast(
 def _size_of_cache(
     config: WorkerConfig, layout: BlockLayout, budget_bytes: int, checkpoint_len: int
 ) -> CacheSize:
-    # A GPU has its own layers alone; processors of a machine have a part of all.
-    num_memories = 1 if config.device.startswith("cuda") else config.num_nodes
+    # A rank's own GPU has its own layers alone; what the ranks of a machine share has a part of all.
+    num_memories = 1 if config.num_devices > 1 else config.num_nodes // config.num_gpus_of_a_stage
     return size_cache(
         CacheRequest(
             block_bytes=layout.block_bytes,

@@ -185,7 +185,7 @@ def _put_kernels(
     config: WorkerConfig,
     toolkit: Toolkit,
     check: SelfCheck,
-    expected: Tensor,
+    expected: Tensor | None,
     stage: LoadStage,
     *,
     must_round_inputs: bool,
@@ -420,7 +420,9 @@ def _size(
     window = layout.sliding_window
     # On a device of its own a rank needs room for its own layers alone.
     on_device = layout if config.num_devices == 1 else layouts.own
-    share = 1.0 if config.device.startswith("cuda") else _share_of_node(config, layout, ranks)
+    share = 1.0
+    if config.num_devices == 1:  # whose ranks, not nodes, the budget was divided by where it is a GPU
+        share = _share_of_node(config, layout, ranks) * config.num_gpus_of_a_stage
     return size_cache(
         CacheRequest(
             block_bytes=on_device.block_bytes,

@@ -10,16 +10,19 @@ import torch
 import torch.distributed as dist
 
 from scheduler.config import PreemptionMode
+from tests.adapters import write_adapter
 from tests.checkpoints import make_checkpoint
 from tests.worker.gpu import test_gpu_worker as whole
 from tests.worker.gpu.gpu_ranks import AT_ONCE, OWN, SHARED, rank_0
 from tests.worker.gpu.interpreted_gpu import HAS_GPU
 from tests.worker.gpu.lazy_cuda import DEVICE, LazyCuda
 from tests.worker.ranks import histories
+from tests.worker.ranks import test_divided_adapters as adapted
 from tests.worker.ranks.divided import GRID, TWO_STAGES, DividedWorker
 from tests.worker.ranks.histories import config_of, load_alone, serve
 from worker.devices.device import CudaDevice
 from worker.ranks.device_stage import DeviceSender, around_graph
+from worker.worker import Worker
 from worker.worker_config import WorkerConfig
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="stand-ins are needed")
@@ -101,3 +104,24 @@ def test_stages_draw_the_tokens_of_one_process(
         assert serve(divided, facts, mode) == expected
         assert divided._worker is not None
         assert bool(whole.steps_of(divided._worker)._num_replayed) == (device == OWN)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+@pytest.mark.parametrize("rounded", ["none", "int4"])
+def test_stages_compute_the_adapters_and_the_rounded_weights_of_one_process(
+    tmp_path: Path, rounded: str
+) -> None:
+    base = make_checkpoint("llama", tmp_path / "base", intermediate_size=128)
+    with_adapter = adapted.config_with(base, [write_adapter(tmp_path / "all", base, rank=16)])
+    config = replace(with_adapter, quantization=rounded)
+    alone = Worker(config)
+    identities = [each.identity for each in alone.load(lambda _progress: None).adapters]
+    expected = adapted.mixed(alone, [*identities, ""])
+    with rank_0(SHARED, AT_ONCE, TWO_STAGES) as (_, divided):
+        divided.load(replace(config, device=SHARED, num_stages=2, enforce_eager=True))
+        found = adapted.mixed(divided, [*identities, ""])
+    for step, wanted in zip(found, expected, strict=True):
+        for ours, theirs in zip(step, wanted, strict=True):
+            assert ours.keys() == theirs.keys()
+            assert all(abs(ours[token] - theirs[token]) < 2e-4 for token in theirs)
+    assert len({str(each) for each in expected[0]}) == len(identities) + 1

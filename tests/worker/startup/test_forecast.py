@@ -236,6 +236,13 @@ def test_a_gpu_of_a_node_has_room_for_its_own_layers_as_one_of_a_single_machine_
     assert one == two
 
 
+def test_a_gpu_of_a_node_that_has_one_has_room_for_the_layers_of_its_node_alone(tiny_model: Path) -> None:
+    one, two = (
+        num_blocks_on_gpus(tiny_model, device="cuda:0", num_stages=2, num_nodes=count) for count in (1, 2)
+    )
+    assert two in (2 * one, 2 * one + 1, 2 * one + 2), "one block is for padding"
+
+
 def test_ranks_share_a_gpu_with_those_of_their_own_node_alone(tiny_model: Path) -> None:
     one, two = (
         num_blocks_on_gpus(tiny_model, device="cuda:0", num_ranks=2, num_nodes=count) for count in (1, 2)

@@ -20,7 +20,7 @@ from worker.gpu.sampling.draw_fields import no_draws
 from worker.gpu.sampling.gpu_sampler import GpuSampler
 from worker.ranks.ranks import Ranks
 from worker.sampling.grammar_rows import Grammars
-from worker.sampling.rank_samplers import FollowingSampler, send_verified
+from worker.sampling.rank_samplers import FollowingSampler, verify_for_all
 from worker.sampling.row_sampler import LaunchedSample, VerifiedRow
 from worker.sampling.sampling_state import SamplingRow
 
@@ -44,9 +44,7 @@ class GpuLeadingSampler(GpuSampler):
         self, logits_NV: Tensor, rows: Sequence[int], drafts: Sequence[Sequence[int]]
     ) -> list[VerifiedRow]:
         """See RowSampler. The hosts of the others wait for it."""
-        verified = super().verify(logits_NV, rows, drafts)
-        send_verified(verified, drafts, self._ranks)
-        return verified
+        return verify_for_all(super().verify, logits_NV, rows, drafts, self._ranks)
 
 
 class GpuFollowingSampler(FollowingSampler):
