@@ -214,7 +214,7 @@ def test_a_fast_device_computes_whole_prompts() -> None:
 
 @pytest.mark.parametrize(("requests_per_s", "longest_first_s"), [(0.625, 0.45), (1.0, 0.65)])
 def test_the_prompts_of_few_are_computed_whole(requests_per_s: float, longest_first_s: float) -> None:
-    """At 50 and 80 % of what the machine answers."""
+    # 50 and 80 % of what the machine answers.
     whole, cut = (poisson(THE_SAME_SLOWER, requests_per_s, **pace) for pace in (BY_DEFAULT, IN_A_CROWD))
     assert median(whole.first_s) < longest_first_s
     assert median(whole.first_s) < 0.7 * median(cut.first_s)
