@@ -42,7 +42,7 @@ TWO_CORES = Machine(0.09, 0.0078)
 TWO_FASTER_CORES = Machine(0.03, 0.00117, 0.0006)
 """With arithmetic in bfloat16."""
 THE_SAME_SLOWER = Machine(0.041, 0.0024)
-"""As fitted to a day of longer steps; it answers 1.25 requests a second."""
+"""Two cores on a day of longer steps, as fitted: 1.25 requests a second saturate them."""
 
 
 class Found(NamedTuple):
