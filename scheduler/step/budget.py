@@ -183,9 +183,10 @@ def budget_for_step(
     if config.target_itl_s != inf and (num_decodes or _decodes_in_flight(config, queues)):
         decodes_s, target_s = step_time.seconds(num_decodes), _step_part_s(config, config.target_itl_s)
         share = _prefill_share(config, queues, decodes_s, target_s, now_s=now_s)
-        if queues.num_running + len(queues.waiting) < _SMALLEST_CROWD:
-            target_s = max(target_s, _step_part_s(config, config.uncrowded_itl_s))
         expected_s = max(target_s / step_time.headroom, decodes_s / (1 - share))
+        if queues.num_running + len(queues.waiting) < _SMALLEST_CROWD:
+            # Without headroom, which would leave a few tokens of a prompt to a step of their own.
+            expected_s = max(expected_s, _step_part_s(config, config.uncrowded_itl_s))
         within = step_time.tokens_within(expected_s)
         if within is not None:
             most = max(within, num_decodes + _MIN_CHUNK_TOKENS)
