@@ -187,6 +187,9 @@ class SchedulerConfig(SchedulerOptions):
     """Limit as in the options, decided; 0 is none."""
     target_itl_s: float = inf
     """Target as in the options, decided; inf is none."""
+    uncrowded_itl_s: float = 0.0
+    """Takes the place of a shorter target while the sequences that run and wait are too few for a crowd
+    (step/budget.py). 0: none does."""
     sliding_window: int | None = None
     """If every layer has a window, the largest of them: tokens that a token sees, itself included."""
     num_host_blocks: int = 0
@@ -208,7 +211,7 @@ class SchedulerConfig(SchedulerOptions):
     def __post_init__(self) -> None:
         SchedulerOptions.__post_init__(self)  # super() finds no such class: slots=True makes it anew
         _check_least(self, 1, ("num_blocks", "block_size", "max_model_len", "num_stages"))
-        _check_least(self, 0, ("num_host_blocks", "max_drafts", "max_compiling_s"))
+        _check_least(self, 0, ("num_host_blocks", "max_drafts", "max_compiling_s", "uncrowded_itl_s"))
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"sliding_window must be at least 1, not {self.sliding_window}")
         if self.max_plans_in_flight < self.num_stages:

@@ -57,6 +57,9 @@ log = logging.getLogger(__name__)
 _TARGET_ITL_S = 0.2
 _TARGET_ITL_OF_SMALL_CHUNKS_S = 0.07
 
+# Instead of the shorter one while few are there: a prompt of usual length goes whole.
+_UNCROWDED_ITL_S = 0.5
+
 # As long as the dearest grammar that is accepted.
 _MAX_COMPILING_S = 0.05
 
@@ -199,6 +202,7 @@ def scheduler_config(options: SchedulerOptions, facts: ModelFacts) -> SchedulerC
     decided: dict[str, Any] = {
         "max_prefill_tokens": max_prefill_tokens,
         "target_itl_s": _target_itl_s(options, facts),
+        "uncrowded_itl_s": _UNCROWDED_ITL_S if _has_short_pauses(options, facts) else 0.0,
         "max_chunk_tokens": _chunk_limit(options.max_chunk_tokens, max_prefill_tokens),
         "max_plans_in_flight": _plans_in_flight(options, facts),
         "draft_admission": DraftAdmission.PAYING,
@@ -221,7 +225,12 @@ def scheduler_config(options: SchedulerOptions, facts: ModelFacts) -> SchedulerC
 def _target_itl_s(options: SchedulerOptions, facts: ModelFacts) -> float:
     if options.target_itl_s is not None:
         return options.target_itl_s
-    return _TARGET_ITL_OF_SMALL_CHUNKS_S if facts.saturating_tokens else _TARGET_ITL_S
+    return _TARGET_ITL_OF_SMALL_CHUNKS_S if _has_short_pauses(options, facts) else _TARGET_ITL_S
+
+
+def _has_short_pauses(options: SchedulerOptions, facts: ModelFacts) -> bool:
+    """Whether the target is ours, and the shorter one."""
+    return options.target_itl_s is None and bool(facts.saturating_tokens)
 
 
 def _plans_in_flight(options: SchedulerOptions, facts: ModelFacts) -> int:

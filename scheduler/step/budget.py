@@ -19,6 +19,11 @@ _MIN_CHUNK_TOKENS = 16
 # Part of its least share, below which a target leaves prefill too little to be kept.
 _WORTHWHILE_PART = 2 / 3
 
+# Sequences that run and wait, from which on they are a crowd. A prompt computed whole makes each of the
+# others wait once, for as long as it takes; one that is cut has its first token later by a decode step for
+# each chunk. Both grow with its length: so the number of others decides.
+_SMALLEST_CROWD = 7
+
 # Part of the prefill of a step, one in so many, for the prompt that has waited longest: more urgent ones that
 # keep coming slow it down and do not stop it.
 _RESERVED_PART = 8
@@ -176,9 +181,12 @@ def budget_for_step(
     num_decodes = sum([seq.num_tokens - seq.num_computed_tokens == 1 for seq in queues.running])
     num_decodes += queues.num_steady
     if config.target_itl_s != inf and (num_decodes or _decodes_in_flight(config, queues)):
-        decodes_s, target_s = step_time.seconds(num_decodes), _step_target_s(config)
+        decodes_s, target_s = step_time.seconds(num_decodes), _step_part_s(config, config.target_itl_s)
         share = _prefill_share(config, queues, decodes_s, target_s, now_s=now_s)
         expected_s = max(target_s / step_time.headroom, decodes_s / (1 - share))
+        if queues.num_running + len(queues.waiting) < _SMALLEST_CROWD:
+            # Without headroom, which would leave a few tokens of a prompt to a step of their own.
+            expected_s = max(expected_s, _step_part_s(config, config.uncrowded_itl_s))
         within = step_time.tokens_within(expected_s)
         if within is not None:
             most = max(within, num_decodes + _MIN_CHUNK_TOKENS)
@@ -195,13 +203,13 @@ def _decodes_in_flight(config: SchedulerConfig, queues: RequestQueues) -> bool:
     return config.num_stages > 1 and any(seq.num_output_tokens for seq in queues.running)
 
 
-def _step_target_s(config: SchedulerConfig) -> float:
-    """Time that a step may take for the target to be kept.
+def _step_part_s(config: SchedulerConfig, target_s: float) -> float:
+    """Time that a step may take for this target to be kept.
 
     With several stages a sequence is in one plan at a time, and gets its next token once all that were made
     before have passed.
     """
-    return config.target_itl_s / (config.max_plans_in_flight if config.num_stages > 1 else 1)
+    return target_s / (config.max_plans_in_flight if config.num_stages > 1 else 1)
 
 
 def _prefill_share(

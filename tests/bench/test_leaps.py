@@ -49,7 +49,12 @@ def drawn_setup(random: Random) -> Setup:
     )
     return Setup(
         name="drawn",
-        config=replace(config, least_prefill_share=draw([0.0, 0.5]), prefill_patience_s=draw([0.0, 1.0])),
+        config=replace(
+            config,
+            least_prefill_share=draw([0.0, 0.5]),
+            prefill_patience_s=draw([0.0, 1.0]),
+            uncrowded_itl_s=draw([0.0, 0.1]),
+        ),
         step_time=model,
         num_replicas=draw([1, 3]),
         router=draw([RouterKind.LEAST_WAITING, RouterKind.ROUND_ROBIN]),

@@ -12,9 +12,10 @@ from scheduler.messages import ModelRunnerOutput, SchedulerOutput
 from scheduler.scheduler import Scheduler
 from tests.fakes import make_sequence
 
-BY_DEFAULT = {"target_itl_s": 0.07, "least_prefill_share": 0.5, "prefill_patience_s": 4.0}
+IN_A_CROWD = {"target_itl_s": 0.07, "least_prefill_share": 0.5, "prefill_patience_s": 4.0}
 """On a CPU."""
-ELSEWHERE = BY_DEFAULT | {"target_itl_s": 0.2}
+BY_DEFAULT = IN_A_CROWD | {"uncrowded_itl_s": 0.5}
+ELSEWHERE = IN_A_CROWD | {"target_itl_s": 0.2}
 
 
 class Machine(NamedTuple):
@@ -40,6 +41,8 @@ TWO_CORES = Machine(0.09, 0.0078)
 """A model of 0.6 billion parameters."""
 TWO_FASTER_CORES = Machine(0.03, 0.00117, 0.0006)
 """With arithmetic in bfloat16."""
+THE_SAME_SLOWER = Machine(0.041, 0.0024)
+"""Two cores on a day of longer steps, as fitted: 1.25 requests a second saturate them."""
 
 
 class Found(NamedTuple):
@@ -63,26 +66,47 @@ def open_scheduler(num_stages: int, pace: dict[str, float]) -> Scheduler:
     return Scheduler(config)
 
 
-def lockstep(machine: Machine, num_clients: int = 8, num_stages: int = 1, **pace: float) -> Found:
-    """Clients, each with its next prompt of 128 tokens once it has the 64 tokens of the last.
+def lockstep(
+    machine: Machine, num_clients: int = 8, num_stages: int = 1, *, away_s: float = 0.0, **pace: float
+) -> Found:
+    """Clients, each with its next prompt of 128 tokens `away_s` after it has the 64 tokens of the last.
 
     Each stage is such a machine.
     """
+    return serve(machine, [0.0] * num_clients, 4 * num_clients, num_stages, away_s, pace)
+
+
+def poisson(machine: Machine, requests_per_s: float, seed: int = 1, **pace: float) -> Found:
+    """Prompts of 128 tokens, 64 tokens each, as they come."""
+    random, now_s = Random(seed), 0.0
+    arrivals_s = [now_s := now_s + random.expovariate(requests_per_s) for _ in range(64)]
+    return serve(machine, arrivals_s, len(arrivals_s), 1, 0.0, pace)
+
+
+def serve(
+    machine: Machine,
+    arrivals_s: list[float],
+    num_in_all: int,
+    num_stages: int,
+    away_s: float,
+    pace: dict[str, float],
+) -> Found:
+    """Serve the arrivals; until it is `num_in_all`, each that is answered is followed by one more."""
     random = Random(1)
     scheduler, now_s, gaps_s, first_s = open_scheduler(num_stages, pace), 0.0, [], []
     arrived_s: dict[int, float] = {}
     last_s: dict[int, float] = {}
-
-    def arrive(number: int) -> None:
-        prompt = [number * 131 + place for place in range(128)]
-        scheduler.add_request(make_sequence(number, prompt, max_tokens=64), now_s=now_s)
-        arrived_s[number] = now_s
-
-    for number in range(num_clients):
-        arrive(number)
+    coming = deque((moment_s, number) for number, moment_s in enumerate(arrivals_s))
     under_way: deque[tuple[SchedulerOutput, float, float]] = deque()
     done_s = [0.0] * num_stages
-    while scheduler.has_unfinished_requests:
+    while coming or scheduler.has_unfinished_requests:
+        if not scheduler.has_unfinished_requests:
+            now_s = max(now_s, coming[0][0])
+        while coming and coming[0][0] <= now_s:
+            moment_s, number = coming.popleft()
+            arrived_s[number] = moment_s
+            prompt = [number * 131 + place for place in range(128)]
+            scheduler.add_request(make_sequence(number, prompt, max_tokens=64), now_s=moment_s)
         while scheduler.can_schedule and not (plan := scheduler.schedule(now_s=now_s)).is_empty:
             launched_s = end_s = now_s + machine.between_s
             stage_s = machine.step_s(plan, random)
@@ -102,9 +126,9 @@ def lockstep(machine: Machine, num_clients: int = 8, num_stages: int = 1, **pace
             else:
                 first_s.append(now_s - arrived_s[number])
             last_s[number] = now_s
-            if output.finish_reason is not None and number + num_clients < 4 * num_clients:
-                arrive(number + num_clients)
-    assert len(first_s) == 4 * num_clients
+            if output.finish_reason is not None and number + len(arrivals_s) < num_in_all:
+                coming.append((now_s + away_s, number + len(arrivals_s)))
+    assert len(first_s) == num_in_all
     return Found(gaps_s, first_s, now_s)
 
 
@@ -178,9 +202,41 @@ def test_a_large_model_gives_prompts_as_much_time_as_decodes(base_s: float) -> N
     assert max(paced.gaps_s) <= 2.1 * (base_s + 8 * machine.token_s)
     assert median(paced.first_s) < median(strict.first_s)
     assert paced == lockstep(machine, **BY_DEFAULT | {"prefill_patience_s": 0.0}), "at once"
+    few, crowd = lockstep(machine, 4, **BY_DEFAULT), lockstep(machine, 4, **IN_A_CROWD)
+    assert median(few.first_s) <= median(crowd.first_s), "few have no less"
 
 
 def test_a_fast_device_computes_whole_prompts() -> None:
     machine = Machine(0.005, 0.00002)
     paced, unpaced = lockstep(machine, **ELSEWHERE), lockstep(machine)
     assert paced == unpaced
+
+
+@pytest.mark.parametrize(("requests_per_s", "longest_first_s"), [(0.625, 0.45), (1.0, 0.65)])
+def test_the_prompts_of_few_are_computed_whole(requests_per_s: float, longest_first_s: float) -> None:
+    # 50 and 80 % of what the machine answers.
+    whole, cut = (poisson(THE_SAME_SLOWER, requests_per_s, **pace) for pace in (BY_DEFAULT, IN_A_CROWD))
+    assert median(whole.first_s) < longest_first_s
+    assert median(whole.first_s) < 0.7 * median(cut.first_s)
+    assert p99(whole.gaps_s) < 0.42, "a prompt of 128 tokens and six decodes"
+    assert whole.duration_s <= cut.duration_s
+
+
+@pytest.mark.parametrize("machine", [THE_SAME_SLOWER, Machine(0.0145, 0.00093)])
+def test_seven_are_a_crowd(machine: Machine) -> None:
+    six, seven = (lockstep(machine, num, **BY_DEFAULT) for num in (6, 7))
+    assert p99(six.gaps_s) > 2 * p99(seven.gaps_s)
+    assert seven == lockstep(machine, 7, **IN_A_CROWD)
+
+
+@pytest.mark.parametrize("machine", [THE_SAME_SLOWER, Machine(0.0145, 0.00093)])
+def test_eight_clients_stay_a_crowd_while_one_of_them_sends_its_next_prompt(machine: Machine) -> None:
+    found, crowd = (lockstep(machine, away_s=0.005, **pace) for pace in (BY_DEFAULT, IN_A_CROWD))
+    assert p99(found.gaps_s) <= 1.03 * p99(crowd.gaps_s)
+
+
+def test_with_several_stages_the_pauses_of_few_are_divided_too() -> None:
+    stage = Machine(0.041 / 2, 0.0024 / 2)
+    few, crowd = (lockstep(stage, 4, num_stages=2, **pace) for pace in (BY_DEFAULT, IN_A_CROWD))
+    assert 0.3 < max(few.gaps_s) <= 0.5
+    assert few.duration_s < 0.95 * crowd.duration_s
