@@ -155,6 +155,10 @@ class CAttention(Structure):
     )
 
 
+class CAhead(Structure):
+    _fields_ = (("data", c_void_p), ("num_bytes", c_int64))
+
+
 class CLayer(Structure):
     _fields_ = (
         ("hidden_size", c_int64),
@@ -174,6 +178,7 @@ class CLayer(Structure):
         ("residual_multiplier", c_float),
         ("mlp_is_parallel", c_bool),
         ("is_shard", c_bool),
+        ("ahead", CAhead),
     )
 
 
@@ -335,11 +340,12 @@ class Kernels:
 
         `mlp_input_TH` is written for a layer without MLP whose MLP has a norm before it.
         """
-        structs = (byref(each) for each in (layer, *place))
+        step, angles, cache = place
+        structs = byref(layer), byref(step), byref(angles), byref(cache)
         self._call("run", hidden_TH.dtype, *structs, pointer(hidden_TH), pointer(mlp_input_TH))
 
     def _call(self, name: str, dtype: torch.dtype, *arguments: Any) -> None:
-        if getattr(self._library, f"tokenyard_{name}_{_SUFFIXES[dtype]}")(self._engine, *arguments):
+        if self._functions[name, dtype](self._engine, *arguments):
             raise MemoryError("the CPU kernels have no memory for a step of this size")
 
     def _declare(self) -> None:
@@ -348,7 +354,9 @@ class Kernels:
         library.tokenyard_close.argtypes, library.tokenyard_close.restype = (c_void_p,), None
         library.tokenyard_name.argtypes, library.tokenyard_name.restype = (c_void_p,), c_char_p
         library.tokenyard_divide.argtypes, library.tokenyard_divide.restype = (c_void_p,) * 3, None
-        for suffix in _SUFFIXES.values():
-            getattr(library, f"tokenyard_multiply_{suffix}").argtypes = (c_void_p,) * 2
-            getattr(library, f"tokenyard_attend_{suffix}").argtypes = (c_void_p,) * 2
-            getattr(library, f"tokenyard_run_{suffix}").argtypes = (c_void_p,) * 7
+        self._functions: dict[tuple[str, torch.dtype], Any] = {}
+        for dtype, suffix in _SUFFIXES.items():
+            for name, num_arguments in (("multiply", 2), ("attend", 2), ("run", 7)):
+                function = getattr(library, f"tokenyard_{name}_{suffix}")
+                function.argtypes = (c_void_p,) * num_arguments
+                self._functions[name, dtype] = function

@@ -355,3 +355,28 @@ def test_batches_larger_than_the_scratch_memory_are_cut_and_joined() -> None:
 
 def test_removing_an_unknown_row_is_no_error() -> None:
     Sampler(vocab_size=VOCAB, device=CPU).remove_row(3)
+
+
+SPOILED = [math.nan, math.inf, -math.inf]
+
+
+@pytest.mark.parametrize("spoil", [None, *SPOILED])
+@pytest.mark.parametrize("size", [VOCAB, 3 * BLOCK + 5])
+def test_greedy_rows_get_the_same_tokens_alone_as_among_many(size: int, spoil: float | None) -> None:
+    """A few of them are not looked through in blocks."""
+    num_rows = 20
+    logits = torch.randint(0, 6, (num_rows, size), generator=torch.Generator().manual_seed(size)).float()
+    if spoil is not None:
+        logits[::3, size // 2 :] = spoil
+        logits[5] = spoil
+    sampler = sampler_with(*((GREEDY, [0], []) for _ in range(num_rows)), vocab_size=size)
+    together = sampler.sample(logits, list(range(num_rows)))
+    expected = [row.tolist().index(max(row.tolist())) for row in logits]
+    assert [together.token_ids[n] for n in range(num_rows) if n not in together.failed] == [
+        expected[n] for n in range(num_rows) if n not in together.failed
+    ]
+    assert (5 in together.failed) == (spoil is not None)
+    for n in range(num_rows):
+        alone = sampler.sample(logits[n : n + 1], [n])
+        assert alone.token_ids == [together.token_ids[n]]
+        assert alone.failed == ({0: together.failed[n]} if n in together.failed else {})
