@@ -222,6 +222,12 @@ def test_the_prompts_of_few_are_computed_whole(requests_per_s: float, longest_fi
     assert whole.duration_s <= cut.duration_s
 
 
+def test_the_prompts_of_few_are_whole_also_where_pauses_are_longer_than_steps() -> None:
+    machine = THE_SAME_SLOWER._replace(between_s=0.12)
+    found = poisson(machine, 0.5, **BY_DEFAULT)
+    assert p99(found.gaps_s) > 0.12 + machine.base_s + 128 * machine.token_s
+
+
 @pytest.mark.parametrize("machine", [THE_SAME_SLOWER, Machine(0.0145, 0.00093)])
 def test_seven_are_a_crowd(machine: Machine) -> None:
     six, seven = (lockstep(machine, num, **BY_DEFAULT) for num in (6, 7))

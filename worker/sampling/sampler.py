@@ -152,8 +152,8 @@ def _pick_lines(
 ) -> None:
     """Fill in `result` for greedy lines, as `pick_best` would, by two calls a line.
 
-    A step has read more than caches hold: the code of each operator of torch that is called behind it comes
-    from memory, and a dozen of them take longer than a layer of a small model.
+    A dozen operators of torch, and the threads that they wake, take longer than a layer of a small model: a
+    step has read more than caches hold, so that their code comes from memory.
     """
     logits = logits_NV.numpy()
     for n in lines:
