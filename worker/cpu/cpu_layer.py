@@ -19,7 +19,6 @@ from worker.cpu.cpu_attention import GivenAngles, LayerAttention, attention_opti
 from worker.cpu.cpu_products import pack_gate_up, pack_linear
 from worker.cpu.grouped_packing import Inputs
 from worker.cpu.native import (
-    CAhead,
     CHeadShape,
     CLayer,
     CNorm,
@@ -53,12 +52,10 @@ class CpuLayer(nn.Module):
         gate_up, down = self._take_mlp(parts.mlp)
         query_norm, all_queries_norm = self._head_norms(parts.query_norm, heads)
         key_norm, all_keys_norm = self._head_norms(parts.key_norm, heads)
-        self.first_weight = pack_linear(parts.query_key_value, inputs)
-        """The weight that the layer's first product reads."""
         self._c = CLayer(
             hidden_size=parts.attention_output.num_outputs,
             attention_norm=self._norm(parts.attention_norm),
-            query_key_value=self.first_weight.c,
+            query_key_value=self._packed(pack_linear(parts.query_key_value, inputs)),
             heads=CHeadShape(*heads),
             all_queries_norm=all_queries_norm,
             all_keys_norm=all_keys_norm,
@@ -91,11 +88,6 @@ class CpuLayer(nn.Module):
             mlp_input_TH = executor.run_attention_part(self._c, self._layer_idx, hidden_TH, given)
             self._add(hidden_TH, self.mlp(mlp_input_TH.unsqueeze(0))[0])
         return hidden_states
-
-    def fetch_behind(self, weight: PackedWeight) -> None:
-        """Let threads that wait after the layer fetch the beginning of the weight that is read next."""
-        self._kept.append(weight)
-        self._c.ahead = CAhead(pointer(weight.data), weight.data.nbytes)
 
     def adapt(self, name: str, step: StepAdapters, num_slots: int) -> list[AdaptablePart]:
         """Make the layer's products compute updates of the modules that they were made of."""

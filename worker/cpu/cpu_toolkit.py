@@ -6,7 +6,6 @@ Never: decides which layers are replaced (surgery.py).
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn, randn
@@ -46,11 +45,6 @@ class PackedLinear(nn.Module):
     def __init__(self, weight: PackedWeight, kernels: Kernels) -> None:
         super().__init__()
         self._weight, self._kernels = weight, kernels
-
-    @property
-    def first_weight(self) -> PackedWeight:
-        """See CpuLayer."""
-        return self._weight
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply [..., K] to [..., N]."""
@@ -150,7 +144,6 @@ class CpuToolkit:
             if isinstance(module, QuantizedLinear) and TAKEN.include(linear := module.as_linear()):
                 weight = pack_linear(linear, self._inputs)
                 model.set_submodule(name, PackedLinear(weight, self._kernels))
-        _fetch_in_order(model)
         return done
 
     def refusing_kernels(self) -> AbstractContextManager[None]:
@@ -199,11 +192,3 @@ class CpuToolkit:
             return PackedOutput(pack_linear(own, self._inputs), self._kernels)
 
         divide_ends(model, linear, pack, self._ranks)
-
-
-def _fetch_in_order(model: nn.Module) -> None:
-    """Tell each layer which weight is read after it: that of the next layer, or the output layer's."""
-    layers = [module for module in model.modules() if isinstance(module, CpuLayer | PackedOutput)]
-    for layer, following in pairwise(layers):
-        if isinstance(layer, CpuLayer):
-            layer.fetch_behind(following.first_weight)

@@ -155,10 +155,6 @@ class CAttention(Structure):
     )
 
 
-class CAhead(Structure):
-    _fields_ = (("data", c_void_p), ("num_bytes", c_int64))
-
-
 class CLayer(Structure):
     _fields_ = (
         ("hidden_size", c_int64),
@@ -178,7 +174,6 @@ class CLayer(Structure):
         ("residual_multiplier", c_float),
         ("mlp_is_parallel", c_bool),
         ("is_shard", c_bool),
-        ("ahead", CAhead),
     )
 
 

@@ -74,16 +74,6 @@ def test_families_made_as_most_are_have_all_their_layers_fused(toolkit, device, 
     assert "3 of 3 layers fused" in done.describe()
 
 
-def test_each_layer_names_the_weight_that_is_read_after_it(toolkit, device, checkpoints):
-    model = build(checkpoints, "llama")
-    put_kernels_under(model, toolkit, device, max_model_len=512)
-    layers = [*model.model.layers, model.get_output_embeddings()]
-    named = [(layer._c.ahead.data, layer._c.ahead.num_bytes) for layer in layers[:-1]]
-    assert named == [
-        (each.first_weight.data.data_ptr(), each.first_weight.data.nbytes) for each in layers[1:]
-    ]
-
-
 OTHER_BLOCKS = {
     "norms behind attention and MLP alone": ("exaone4", {"sliding_window": 8}),
     "norms of all heads of a token as one": ("olmo2", {}),

@@ -186,7 +186,7 @@ void Engine::run(const Layer<T>& layer, const Step& step, const Angles& angles, 
     add_reduce(from_mlp.float_output);
     add_norms(layer.after_mlp_norm, from_mlp.float_output, none, nullptr);
   }
-  team_.run(phases, layer.ahead);
+  team_.run(phases);
 }
 
 template void Engine::multiply(Product<Bf16>);

@@ -32,7 +32,6 @@ struct Layer {
   float residual_multiplier;  // of what is added to the residual and not normed
   bool mlp_is_parallel;       // it is given what attention is given
   bool is_shard;              // what it adds to the residual is a part of the sum over all ranks
-  Ahead ahead;                // the weights that are read after this layer, or none
 
   bool has_mlp() const { return gate_up.num_outputs != 0; }
 };

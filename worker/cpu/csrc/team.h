@@ -10,7 +10,6 @@
 
 #include <sched.h>
 
-#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdint>
@@ -26,12 +25,6 @@ using Work = std::function<void(int64_t begin, int64_t end, int thread)>;
 struct Phase {
   int64_t num_items;
   Work work;
-};
-
-// Memory that the next round begins with.
-struct Ahead {
-  const void* data = nullptr;
-  int64_t num_bytes = 0;
 };
 
 class Team {
@@ -59,16 +52,13 @@ class Team {
   // Pieces that a phase is cut into, if it has as many items.
   int64_t most_pieces() const { return num_threads_ * kPiecesPerThread; }
 
-  // Does the phases one after another, the calling thread as number 0. For one caller at a time. Helpers fetch what is
-  // ahead into their caches while the caller is on its way to the next round: memory would stand idle.
-  void run(const std::vector<Phase>& phases, Ahead ahead = {}) {
+  // Does the phases one after another, the calling thread as number 0. For one caller at a time.
+  void run(const std::vector<Phase>& phases) {
     if (num_threads_ == 1) {
       for (const Phase& phase : phases) phase.work(0, phase.num_items, 0);
       return;
     }
     phases_ = &phases;
-    ahead_.store(static_cast<const char*>(ahead.data), std::memory_order_relaxed);
-    ahead_bytes_.store(std::min(ahead.num_bytes, kMostAhead), std::memory_order_relaxed);
     const uint32_t round = round_.load(std::memory_order_relaxed) + 1;
     open(0, round);
     round_.store(round, std::memory_order_release);
@@ -89,8 +79,6 @@ class Team {
   static constexpr int64_t kPiecesPerThread = 8;
   // Some tens of microseconds: about as long as sleeping and being woken takes.
   static constexpr int kSpins = 2000;
-  // As much as memory gives while an interpreter runs from layer to layer, and as a core's own cache holds.
-  static constexpr int64_t kMostAhead = 1 << 20, kFetchedAtOnce = 256;
   // A helper that has waited for so many turns of other programs leaves the round.
   static constexpr int kMostTurns = 2000;
 
@@ -135,7 +123,8 @@ class Team {
 
   void help(int thread) {
     for (uint32_t seen = 0;;) {
-      wait_behind(seen, thread);
+      for (int spins = 0; spins < kSpins && round_.load(std::memory_order_acquire) == seen; ++spins) pause();
+      while (round_.load(std::memory_order_acquire) == seen) round_.wait(seen, std::memory_order_acquire);
       if (is_over_) return;
       seen = round_.load(std::memory_order_acquire);
       size_t phase = 0;
@@ -150,19 +139,6 @@ class Team {
         spins = 0;
       }
     }
-  }
-
-  // Each helper fetches its share of what is ahead, which is harmless whatever the addresses have become.
-  void wait_behind(uint32_t seen, int thread) {
-    const char* const begin = ahead_.load(std::memory_order_relaxed);
-    const int64_t num_bytes = ahead_bytes_.load(std::memory_order_relaxed), num_helpers = num_threads_ - 1;
-    const char* next = begin + num_bytes * (thread - 1) / num_helpers;
-    const char* const end = begin + num_bytes * thread / num_helpers;
-    while (next < end && round_.load(std::memory_order_acquire) == seen) {
-      for (const char* stop = next + kFetchedAtOnce; next < stop; next += 64) __builtin_prefetch(next, 0, 2);
-    }
-    for (int spins = 0; spins < kSpins && round_.load(std::memory_order_acquire) == seen; ++spins) pause();
-    while (round_.load(std::memory_order_acquire) == seen) round_.wait(seen, std::memory_order_acquire);
   }
 
   static void rest(int spins) {
@@ -181,8 +157,6 @@ class Team {
 
   const int num_threads_;
   const std::vector<Phase>* phases_ = nullptr;
-  std::atomic<const char*> ahead_{nullptr};
-  std::atomic<int64_t> ahead_bytes_{0};
   std::atomic<bool> is_over_{false};
   alignas(64) std::atomic<uint32_t> round_{0};
   std::array<Counter, kMostPhases> num_left_;
