@@ -56,8 +56,9 @@ from worker.model.mixture import find_experts
 from worker.model.quantized_layers import QuantizedEmbedding, keep_weights
 from worker.progress import LoadPhase, LoadStage
 from worker.quantized.formats import read_rules
+from worker.quantized.grouped_weight import GroupedWeight
 from worker.quantized.scheme import Rules
-from worker.ranks.ranks import ALONE, Ranks, is_divided, samples
+from worker.ranks.ranks import ALONE, Ranks, is_divided
 from worker.startup.quantized_loading import (
     QuantizedModules,
     arguments_of,
@@ -185,10 +186,8 @@ def load_model(
         stage.enter(LoadPhase.BUILDING)
         modules = None if kind.quantization is None else find_quantized(kind.quantization, files)
         model = _build(kind, config.dtype, modules, read_state(files))
-        # The other ranks of processors need no whole model: one computes its answer for all.
-        keeps_codes = samples(ranks) or device.torch_device.type != "cpu"
         if modules is not None:
-            modules.fill(model, device.torch_device, keeps_linears=keeps_codes)
+            modules.fill(model, device.torch_device)
         awaits_kernels = is_divided(ranks) or _await_kernels(config, kind, device)
         if not awaits_kernels:
             move_weights(model, device, stage)
@@ -197,15 +196,14 @@ def load_model(
     text_config = model.config.get_text_config(decoder=True)
     vocab_size = vocab_size_of(model)
     parameters, paths = list(model.parameters()), [file.path for file in files]
-    num_numbers, num_code_bytes = (0, 0) if modules is None else (modules.num_numbers, modules.num_bytes)
-    bytes_to_come = min(weights.total, _mapped_bytes(parameters, paths)) if awaits_kernels else 0
+    quantized = [] if modules is None else modules.weights_of(model)
     return LoadedModel(
         model=model,
         dtype=model.dtype,
         model_type=model.config.model_type,
         text_config=text_config,
-        num_parameters=sum(each.numel() for each in parameters) + num_numbers,
-        weight_bytes=sum(each.nbytes for each in parameters) + num_code_bytes,
+        num_parameters=sum(each.numel() for each in parameters) + sum(map(_numbers_of, quantized)),
+        weight_bytes=sum(each.nbytes for each in parameters) + sum(each.num_bytes for each in quantized),
         vocab_size=vocab_size,
         checkpoint_len=_checkpoint_len(config, kind, text_config),
         eos_token_ids=eos_token_ids(folder, (text_config, model.config), vocab_size=vocab_size),
@@ -214,7 +212,7 @@ def load_model(
         ranks=ranks,
         awaits_kernels=awaits_kernels,
         files=tuple(paths),
-        bytes_to_come=bytes_to_come if keeps_codes else bytes_to_come + num_code_bytes,
+        bytes_to_come=min(weights.total, _mapped_bytes(parameters, paths)) if awaits_kernels else 0,
         put_off=_putting_off(model, modules, device),
         free_behind=once_grown(lambda: free_behind(paths)),
         end_visits=end_visits,
@@ -468,6 +466,10 @@ def head_layers(text_config: Any, vocab_size: int, num_parameters: int, num_laye
     num_head = vocab_size * int(text_config.hidden_size)
     num_ends = num_head if text_config.tie_word_embeddings else 2 * num_head
     return num_head * num_layers / max(num_head, num_parameters - num_ends)
+
+
+def _numbers_of(weight: GroupedWeight) -> int:
+    return weight.num_outputs * weight.num_inputs
 
 
 def _checkpoint_len(config: WorkerConfig, kind: ModelKind, text_config: Any) -> int:

@@ -108,10 +108,6 @@ class QuantizedModules:
     """MXFP4 experts by the name of the model's module, with the shapes of gates and ups, and of downs."""
     is_tied: bool = False
     """Whether the output layer has the embedding's weight."""
-    num_numbers: int = 0
-    """The numbers that all weights stand for, once they were read."""
-    num_bytes: int = 0
-    """Their memory; see GroupedWeight.num_bytes."""
 
     def replace(self, model: Any) -> None:
         """Put modules without weights into a model without content. Raises QuantizationRefused."""
@@ -146,13 +142,10 @@ class QuantizedModules:
             model.set_output_embeddings(QuantizedLinear(output))
             model.all_tied_weights_keys = {}
 
-    def fill(self, model: Any, device: torch.device, *, keeps_linears: bool = True) -> None:
-        """Read all weights, each in its turn, onto the device. Raises QuantizationRefused.
-
-        Linear layers that are not to keep theirs are left as `put_off` leaves them.
-        """
+    def fill(self, model: Any, device: torch.device) -> None:
+        """Read all weights, each in its turn, onto the device. Raises QuantizationRefused."""
         for name, embedding in self.embeddings.items():
-            weight = self._counted(embedding.read().to(device))
+            weight = embedding.read().to(device)
             model.get_submodule(name).fill(weight)
             if self.is_tied:
                 model.get_output_embeddings().fill(weight)
@@ -161,10 +154,7 @@ class QuantizedModules:
         for place, (name, linear) in enumerate(by_size):
             if place % _TRIM_EVERY == 0:
                 trim_heaps()
-            linear_module: QuantizedLinear = model.get_submodule(name)
-            linear_module.fill(self._counted(linear.read().to(device)))
-            if not keeps_linears:
-                linear_module.put_off(linear.read)
+            model.get_submodule(name).fill(linear.read().to(device))
         for name, parts in self.experts.items():
             module: QuantizedExperts = model.get_submodule(name)
             stacks = _read_parts(name, parts, module.num_experts)
@@ -176,19 +166,18 @@ class QuantizedModules:
             model.get_submodule(name).fill(
                 *([_copied(each).to(device) for each in stack] for stack in (gate_ups, downs))
             )
-        for name in (*self.experts, *self.stacks):
-            for weight in model.get_submodule(name).weights:
-                self._counted(weight)
 
     def put_off(self, model: Any) -> None:
         """Free the weights of linear layers, which are read again once they are asked for."""
         for name, linear in self.linears.items():
             model.get_submodule(name).put_off(linear.read)
 
-    def _counted(self, weight: GroupedWeight) -> GroupedWeight:
-        self.num_numbers += weight.num_outputs * weight.num_inputs
-        self.num_bytes += weight.num_bytes
-        return weight
+    def weights_of(self, model: Any) -> list[GroupedWeight]:
+        """List all weights of a model that was filled."""
+        found = [model.get_submodule(name).weight_codes for name in (*self.linears, *self.embeddings)]
+        for name in (*self.experts, *self.stacks):
+            found += model.get_submodule(name).weights
+        return found
 
     def _take_linear(self, model: Any, names: "_Names", stored: _Stored) -> None:
         target = names.find(f"{stored.module}.weight")

@@ -185,7 +185,7 @@ def _put_kernels(
     config: WorkerConfig,
     toolkit: Toolkit,
     check: SelfCheck,
-    expected: Tensor | None,
+    expected: Tensor,
     stage: LoadStage,
     *,
     must_round_inputs: bool,

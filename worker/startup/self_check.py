@@ -28,7 +28,7 @@ from scheduler.messages import (
 from worker.attention.interface import ATTENTION_NAME, AttentionBackend, LayerExecutor
 from worker.attention.kv_cache import FLOAT8, KVCache
 from worker.devices.device import Device
-from worker.ranks.ranks import ALONE, samples
+from worker.ranks.ranks import samples
 from worker.startup.loader import LoadedModel
 from worker.steps.row_table import RowTable
 from worker.steps.step_inputs import build_inputs
@@ -89,16 +89,11 @@ class SelfCheck:
     device: Device
     max_model_len: int
 
-    def run(self) -> Tensor | None:
-        """Return the whole model's own logits; None on ranks without logits, for which one refuses.
-
-        Raises StartupError if those through the cache differ.
-        """
-        if not samples(self.loaded.ranks):
-            return None
+    def run(self) -> Tensor:
+        """Return the model's own logits. Raises StartupError if those through the cache differ."""
         with refusing(self.loaded.model_type):
             expected = self._run_eagerly(self._token_ids())
-        error = replace(self, loaded=replace(self.loaded, ranks=ALONE))._error(expected)
+        error = self._error(expected)
         if error is not None:
             raise FamilyRefused(
                 f"{self.loaded.model_type} computes other logits through the paged KV cache than by itself "
@@ -108,9 +103,9 @@ class SelfCheck:
         return expected
 
     def run_again(
-        self, backend: AttentionBackend, expected: Tensor | None, *, tolerance: float | None = None
+        self, backend: AttentionBackend, expected: Tensor, *, tolerance: float | None = None
     ) -> None:
-        """Raise StartupError if the logits with our own kernels differ from those that `run` returned."""
+        """Raise StartupError if the logits with our own kernels differ from `expected`."""
         kind = self.device.kind
         fix = f"start with --{kind.lower()}-kernels off, and report it"
         try:
@@ -125,10 +120,10 @@ class SelfCheck:
                 fix=fix,
             )
 
-    def _error(self, expected: Tensor | None, tolerance: float | None = None) -> float | None:
+    def _error(self, expected: Tensor, tolerance: float | None = None) -> float | None:
         """Return the largest error of a chunk if it is above `tolerance`, by default that of rounding."""
         ranks = self.loaded.ranks
-        if not ranks.agree_min(int(expected is None or bool(torch.isfinite(expected).all()))):
+        if not ranks.agree_min(int(torch.isfinite(expected).all())):
             return None  # random or damaged weights: requests will fail one by one, and say so
         most = max(TOLERANCE[each] for each in (self.cache.layout.dtype, self.loaded.dtype))
         if tolerance is not None:
@@ -140,13 +135,13 @@ class SelfCheck:
             in_chunks, in_decodes = self._errors(expected, _RESTS_WITH_MORE_DECODES)
         return next((error for error in (in_chunks, in_decodes) if not error <= most), None)
 
-    def _errors(self, expected: Tensor | None, rests: tuple[int, ...]) -> tuple[float, float]:
+    def _errors(self, expected: Tensor, rests: tuple[int, ...]) -> tuple[float, float]:
         """Return the largest error of a chunk, and that of all decodes; 0 on ranks that do not know."""
         chunks = _chunks(len(self._token_ids()), rests)
         with refusing(self.loaded.model_type):
             ours = self._run_paged(self._token_ids().tolist(), chunks)
-        if expected is None:
-            return 0.0, 0.0
+        if not samples(self.loaded.ranks):
+            return 0.0, 0.0  # rank 0 of the last stage has the logits, and refuses for all
         places = [torch.arange(*chunk) for chunk in chunks if chunk[1] - chunk[0] > 1]
         decodes = torch.tensor([start for start, end in chunks if end - start == 1], dtype=torch.int64)
         errors = torch.tensor([relative_error(ours[each], expected[each]) for each in places])

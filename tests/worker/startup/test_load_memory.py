@@ -29,8 +29,6 @@ from worker.devices.device import CpuDevice
 from worker.machine import free_behind
 from worker.memory_sizes import CPU_SHARE_OF_AVAILABLE, WeightBytes
 from worker.progress import LoadStage
-from worker.quantized.grouped_weight import GroupedWeight
-from worker.ranks.ranks import ALONE, Alone
 from worker.startup.forecast import weight_bytes
 from worker.startup.loader import find_kind, load_model
 from worker.startup.start_generation import load_generator
@@ -155,29 +153,6 @@ def test_weights_that_fit_once_converted_are_loaded(folder: Path, monkeypatch: p
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "dtype": "bfloat16"}))
     assert load(folder).dtype == torch.bfloat16
-
-
-class _Second(Alone):
-    """The second of two ranks, as far as a load asks."""
-
-    rank, size = 1, 2
-
-
-def test_of_several_ranks_one_holds_the_codes_for_the_models_own_answer(tmp_path: Path) -> None:
-    config = WorkerConfig(
-        model_path=str(write_quantized("llama", "awq", tmp_path)[0]), device="cpu", num_threads=1, num_ranks=2
-    )
-    loaded = [
-        load_model(config, find_kind(config), CpuDevice(config), LoadStage(), ranks)
-        for ranks in (ALONE, _Second())
-    ]
-    parts = [[part for module in each.model.modules() for part in vars(module).values()] for each in loaded]
-    held = [sum(isinstance(part, GroupedWeight) for part in some) for some in parts]
-    assert held[0] > 10
-    assert held[1] == 0
-    first, second = loaded
-    assert (first.num_parameters, first.weight_bytes) == (second.num_parameters, second.weight_bytes)
-    assert second.bytes_to_come > first.bytes_to_come, "its shares will take memory yet"
 
 
 def headers_of(num_layers: int, *, dtype: str = "BF16", also: tuple[str, ...] = ()) -> list[WeightFile]:
