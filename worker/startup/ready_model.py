@@ -421,7 +421,7 @@ def _size(
     # On a device of its own a rank needs room for its own layers alone.
     on_device = layout if config.num_devices == 1 else layouts.own
     share = 1.0
-    if config.num_devices == 1:  # whose ranks, not nodes, the budget was divided by where it is a GPU
+    if config.num_devices == 1:  # `num_ranks_on_device` already counts only the ranks of one GPU
         share = _share_of_node(config, layout, ranks) * config.num_gpus_of_a_stage
     return size_cache(
         CacheRequest(
