@@ -31,7 +31,7 @@ Held = Callable[[], int]
 
 @pytest.fixture(autouse=True)
 def held() -> Iterator[Held]:
-    """How many connections, and what belongs to one, a test has left in the memory of the server."""
+    """Number of connections, and of what belongs to one, that a test has left in memory so far."""
     gc.collect()
     num_before = _num_held()
     gc.disable()
