@@ -160,9 +160,7 @@ class ActiveRequests:
         ticket, active.ticket = active.ticket, NO_TICKET  # it holds the request: no cycle stays behind
         self._dispatcher.close(ticket)
         self._waiting.discard(active)
-        unfinished = [
-            sequence_id for sequence_id in active.unfinished_ids if sequence_id in self._by_sequence
-        ]
+        unfinished = [each for each in active.unfinished_ids if each in self._by_sequence]
         for sequence_id in active.choices:
             self._by_sequence.pop(sequence_id, None)
         num_tokens = 0 if active.has_started else active.num_prompt_tokens
@@ -170,8 +168,7 @@ class ActiveRequests:
         self._tenant_tokens.leave(active.request.terms.tenant, num_tokens)
         if unfinished:
             if ticket.engine is not None:
-                ended = EndSequences(sequence_ids=tuple(unfinished), reason=FinishReason.ABORTED)
-                self._send(ticket.engine, ended)
+                self._end(ticket.engine, unfinished, FinishReason.ABORTED)
             for sequence_id in unfinished:
                 num_generated = active.choices[sequence_id].num_tokens
                 self._metrics.choice_finished(active.reason_of_end, num_generated)
@@ -235,8 +232,7 @@ class ActiveRequests:
         """End a request from outside; its reader gets the output so far."""
         engine = active.ticket.engine
         if engine is not None:
-            ended = EndSequences(sequence_ids=active.unfinished_ids, reason=FinishReason.ABORTED)
-            self._send(engine, ended)
+            self._end(engine, active.unfinished_ids, FinishReason.ABORTED)
             return
         for sequence_id in active.unfinished_ids:  # no engine process answers
             aborted = SequenceOutput(sequence_id, (), FinishReason.ABORTED)
@@ -490,8 +486,10 @@ class ActiveRequests:
         active.request.journal.note_end(choice.finish_reason, choice.num_tokens)
         is_ours = output.finish_reason is None  # a stop string, which only this process can see
         if is_ours and engine is not None:
-            ended = EndSequences(sequence_ids=(output.sequence_id,), reason=FinishReason.STOP)
-            self._send(engine, ended)
+            self._end(engine, [output.sequence_id], FinishReason.STOP)
+
+    def _end(self, engine: int, ids: Iterable[SequenceId], reason: FinishReason) -> None:
+        self._send(engine, EndSequences(sequence_ids=tuple(ids), reason=reason))
 
 
 def _adapter_of(request: GenerationRequest | PoolingRequest) -> dict[str, str]:

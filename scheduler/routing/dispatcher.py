@@ -154,7 +154,8 @@ class Dispatcher(Generic[OwnerT]):
             self._accounts.leave(ticket)
 
     def take_back(self, ticket: Ticket[OwnerT]) -> None:
-        """Return a request that its engine has not begun to its place in the line."""
+        """Return a request that its engine has not begun to its place in the line. It must not be closed."""
+        assert not ticket.is_closed, "it has left the line for good"
         self._release(ticket)
         ticket.engine = None
         self.line.add(ticket)

@@ -21,7 +21,8 @@ _WORTHWHILE_PART = 2 / 3
 
 # Sequences that run and wait, from which on they are a crowd. A prompt computed whole makes each of the
 # others wait once, for as long as it takes; one that is cut has its first token later by a decode step for
-# each chunk. Both grow with its length: so the number of others decides.
+# each chunk. Both grow with its length: so the number of others decides. Sequences that wait for their
+# grammar do not count: they need no tokens yet.
 _SMALLEST_CROWD = 7
 
 # Part of the prefill of a step, one in so many, for the prompt that has waited longest: more urgent ones that

@@ -121,6 +121,7 @@ class ClientConnection(H11Protocol):
         thousands of connections. Their memory would lie between that of others, and could not be returned.
         """
         self._half_closed = None
+        self._unset_keepalive_if_required()  # the base class leaves it where the end was a reset
         self._ending.forget_connection()
         self.app_state = {}
         self.scope = self.cycle = None  # type: ignore[assignment]  # as before its first request

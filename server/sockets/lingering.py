@@ -61,7 +61,11 @@ class LingeringTransport:
         self._head = b""
 
     def forget_connection(self) -> None:
-        """Ask the connection nothing more: it is over. Both transports are freed with their last user."""
+        """Ask the connection nothing more: it is over.
+
+        Both transports are freed with their last user; but under TLS asyncio's is two, a cycle in which
+        nothing of ours is, and waits for Python's collector.
+        """
         self._may_hear_more = _is_over
         # asyncio's keeps a bound method of its own: a cycle, which nothing else would break.
         getattr(self._transport, "__dict__", {}).pop("_read_ready_cb", None)

@@ -13,8 +13,9 @@ from scheduler.scheduler import Scheduler
 from tests.fakes import make_sequence
 
 IN_A_CROWD = {"target_itl_s": 0.07, "least_prefill_share": 0.5, "prefill_patience_s": 4.0}
-"""On a CPU."""
+"""Our target on a CPU for a crowd, and for few as well: what a default without 0.5 s for few would be."""
 BY_DEFAULT = IN_A_CROWD | {"uncrowded_itl_s": 0.5}
+"""Our targets on a CPU."""
 ELSEWHERE = IN_A_CROWD | {"target_itl_s": 0.2}
 
 
@@ -42,7 +43,7 @@ TWO_CORES = Machine(0.09, 0.0078)
 TWO_FASTER_CORES = Machine(0.03, 0.00117, 0.0006)
 """With arithmetic in bfloat16."""
 THE_SAME_SLOWER = Machine(0.041, 0.0024)
-"""Two cores on a day of longer steps, as fitted: 1.25 requests a second saturate them."""
+"""Two cores on a day of longer steps, about as fitted: 1.25 requests a second saturate them."""
 
 
 class Found(NamedTuple):
@@ -161,7 +162,7 @@ def test_with_several_stages_the_target_is_that_of_a_sequences_pause(num_stages:
     assert paced.duration_s < 1.05 * none.duration_s
 
 
-def test_by_default_the_target_is_kept_until_prompts_have_waited_for_seconds() -> None:
+def test_by_default_a_crowd_keeps_the_target_until_prompts_have_waited_for_seconds() -> None:
     few, many = (lockstep(TWO_FASTER_CORES, num, **BY_DEFAULT) for num in (8, 32))
     assert p99(few.gaps_s) <= 0.07 < p99(many.gaps_s)
     strict = lockstep(TWO_FASTER_CORES, 32, target_itl_s=0.07)
@@ -178,7 +179,7 @@ def test_a_prompt_that_has_waited_for_seconds_gets_half_of_a_step_that_the_targe
     assert median(patient.first_s) < 0.7 * median(strict.first_s)
 
 
-def test_no_stream_pauses_for_seconds_while_prompts_come_and_first_tokens_come_in_time() -> None:
+def test_no_stream_of_a_crowd_pauses_for_seconds_while_prompts_come_and_first_tokens_come_in_time() -> None:
     paced, unpaced = lockstep(TWO_CORES, **BY_DEFAULT), lockstep(TWO_CORES)
     assert max(unpaced.gaps_s) > 2.0
     assert max(paced.gaps_s) < 0.31, "sixteen tokens are the smallest chunk"
@@ -186,7 +187,7 @@ def test_no_stream_pauses_for_seconds_while_prompts_come_and_first_tokens_come_i
     assert paced.duration_s < 1.1 * unpaced.duration_s
 
 
-def test_short_pauses_cost_a_small_model_next_to_nothing() -> None:
+def test_short_pauses_of_a_crowd_cost_a_small_model_next_to_nothing() -> None:
     small = Machine(0.0145, 0.00093)
     short, long = lockstep(small, **BY_DEFAULT), lockstep(small, **ELSEWHERE)
     assert max(long.gaps_s) > 0.18
@@ -229,14 +230,14 @@ def test_the_prompts_of_few_are_whole_also_where_pauses_are_longer_than_steps() 
 
 
 @pytest.mark.parametrize("machine", [THE_SAME_SLOWER, Machine(0.0145, 0.00093)])
-def test_seven_are_a_crowd(machine: Machine) -> None:
+def test_seven_that_send_at_once_are_a_crowd(machine: Machine) -> None:
     six, seven = (lockstep(machine, num, **BY_DEFAULT) for num in (6, 7))
     assert p99(six.gaps_s) > 2 * p99(seven.gaps_s)
     assert seven == lockstep(machine, 7, **IN_A_CROWD)
 
 
 @pytest.mark.parametrize("machine", [THE_SAME_SLOWER, Machine(0.0145, 0.00093)])
-def test_eight_clients_stay_a_crowd_while_one_of_them_sends_its_next_prompt(machine: Machine) -> None:
+def test_eight_clients_stay_a_crowd_while_one_of_them_is_away_for_milliseconds(machine: Machine) -> None:
     found, crowd = (lockstep(machine, away_s=0.005, **pace) for pace in (BY_DEFAULT, IN_A_CROWD))
     assert p99(found.gaps_s) <= 1.03 * p99(crowd.gaps_s)
 

@@ -111,6 +111,16 @@ def test_what_a_lost_engine_had_returns_to_its_place_at_once() -> None:
     assert desk.bind() == [(1, 1), (3, 1)]
 
 
+def test_what_has_ended_does_not_return() -> None:
+    desk = Desk()
+    ticket = desk.ask()
+    desk.bind()
+    desk.dispatcher.close(ticket)
+    with pytest.raises(AssertionError):
+        desk.dispatcher.take_back(ticket)
+    assert list(desk.dispatcher.line) == []
+
+
 def test_one_engine_gets_everything_at_once() -> None:
     desk = Desk(num_engines=1)
     for _ in range(50):
