@@ -22,6 +22,10 @@ def main() -> int:
     """Run the command; return its exit code."""
     # Before the first import, and first: a `server.py` of somebody else would be found instead.
     sys.path.insert(0, str(packages_folder()))
+    from server.startup.allocator import allocate_from_heaps
+
+    # Before the imports of the command, which would be made twice.
+    allocate_from_heaps(sys.argv[1:])
     from server.commands.cli import main as run
 
     return run()

@@ -1,0 +1,79 @@
+"""The allocator of the API process: which processes run with it, and what it gives back."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.serving import ROOT, running_server
+
+WORDS = ["--served-model-name", "two words", ""]
+PROGRAM = """
+import ctypes, json, os, sys
+from server.startup.allocator import allocate_from_heaps
+allocate_from_heaps(sys.argv[1:])
+from server.sockets.trimming import _find_trim
+
+def resident_bytes():
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+given = [entry for entry in open("/proc/self/environ").read().split(chr(0)) if "PYTHONMALLOC" in entry]
+before = resident_bytes()
+numbers = json.loads(json.dumps(list(range(1000, 301_000))))
+kept, numbers = numbers[::1000], None
+_find_trim()(0)
+print(json.dumps({
+    "words": sys.argv[1:], "process": os.getpid(), "grown": resident_bytes() - before,
+    "given": given, "handed_on": os.environ.get("PYTHONMALLOC"),
+}))
+"""
+pytestmark = pytest.mark.skipif(
+    "CS_GNU_LIBC_VERSION" not in os.confstr_names, reason="another C library gives back what it likes"
+)
+
+
+def run(*words: str, **variables: str) -> dict[str, Any]:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONMALLOC"}
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, *words], env=environment | variables, cwd=ROOT, stdout=subprocess.PIPE
+    ) as process:
+        answer: dict[str, Any] = json.loads(process.communicate(timeout=60)[0])
+    assert answer.pop("process") == process.pid
+    return answer
+
+
+def test_what_serves_gives_back_the_pages_between_numbers_that_live_on() -> None:
+    """Of 300,000 each thousandth is kept, which holds most arenas of Python's own allocator."""
+    heaps, own = run("serve"), run("bench")
+    assert heaps["grown"] < own["grown"] / 2, (heaps, own)
+
+
+@pytest.mark.parametrize("words", [[], ["serve", *WORDS], WORDS])
+def test_who_serves_starts_anew_in_the_same_process_with_the_same_words(words: list[str]) -> None:
+    answer = run(*words)
+    del answer["grown"]
+    assert answer == {"words": words, "given": ["PYTHONMALLOC=malloc"], "handed_on": None}
+
+
+@pytest.mark.parametrize(
+    ("words", "variables"), [(["bench", "serve"], {}), (["serve"], {"PYTHONMALLOC": "pymalloc"})]
+)
+def test_other_commands_and_an_operators_choice_stay(words: list[str], variables: dict[str, str]) -> None:
+    answer = run(*words, **variables)
+    assert answer["words"] == words
+    assert answer["given"] == [f"{name}={value}" for name, value in variables.items()]
+    assert answer["handed_on"] == variables.get("PYTHONMALLOC")
+
+
+def test_a_server_has_it_and_its_engine_process_has_not(tmp_path: Path) -> None:
+    with running_server(tmp_path) as server:
+        own, engine = (
+            Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            for pid in (server.process.pid, server.engine_pid)
+        )
+    assert b"PYTHONMALLOC=malloc" in own
+    assert not any(entry.startswith(b"PYTHONMALLOC") for entry in engine)
