@@ -87,15 +87,21 @@ class Life:
     at_rest_after: Held
 
     @property
-    def growth_bytes(self) -> float:
-        """From the second quarter of the samples to the last.
+    def quarters_bytes(self) -> list[float]:
+        """Memory in each quarter of the samples; nothing of fewer than four.
 
         Of each the tenth percentile: large bodies hold hundreds of MiB for a second, and a leak stays.
         """
         size = len(self.samples) // 4
         sizes = [float(sample.held.memory_bytes) for sample in self.samples]
-        second, last = sorted(sizes[size : 2 * size]), sorted(sizes[-size:])
-        return percentile(last, 10) - percentile(second, 10) if size else 0.0
+        starts = (0, size, 2 * size, len(sizes) - size)
+        return [percentile(sorted(sizes[start : start + size]), 10) for start in starts] if size else []
+
+    @property
+    def growth_bytes(self) -> float:
+        """From the second quarter to the last."""
+        quarters = self.quarters_bytes
+        return quarters[3] - quarters[1] if quarters else 0.0
 
     @property
     def hours(self) -> float:
@@ -118,9 +124,11 @@ class Life:
         before, after = self.at_rest_before, self.at_rest_after
         growth = self.growth_bytes / 2**20
         slope = f" ({growth / self.hours:+.1f} MiB/h)" if self.hours > 0.1 else ""
+        quarters = ", ".join(f"{each / 2**20:.1f}" for each in self.quarters_bytes)
         return (
             f"{self.name}: memory {before.memory_bytes / 2**20:.1f} MiB at first, "
-            f"{after.memory_bytes / 2**20:.1f} MiB at the end, under load {growth:+.1f} MiB{slope}; "
+            f"{after.memory_bytes / 2**20:.1f} MiB at the end, under load {growth:+.1f} MiB{slope}, "
+            f"in quarters {quarters}; "
             f"files {before.num_files} and {after.num_files}; threads {before.num_threads} and "
             f"{after.num_threads}"
         )
