@@ -21,6 +21,16 @@ from server.sockets.trimming import _find_trim
 def resident_bytes():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGESIZE")
 
+class MallInfo(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in ("arena", "free", "fast", "hblks", *"hbusmk")]
+
+def num_mapped_by(block):
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = MallInfo
+    return mallinfo().hblks - num_mapped
+
+num_mapped = 0
+num_mapped = num_mapped_by(b"")
 given = [entry for entry in open("/proc/self/environ").read().split(chr(0)) if "PYTHONMALLOC" in entry]
 before = resident_bytes()
 numbers = json.loads(json.dumps(list(range(1000, 301_000))))
@@ -29,6 +39,7 @@ _find_trim()(0)
 print(json.dumps({
     "words": sys.argv[1:], "process": os.getpid(), "grown": resident_bytes() - before,
     "given": given, "handed_on": os.environ.get("PYTHONMALLOC"),
+    "mapped": [num_mapped_by(bytearray(8 << 20)) for _ in range(2)],
 }))
 """
 pytestmark = pytest.mark.skipif(
@@ -47,16 +58,22 @@ def run(*words: str, **variables: str) -> dict[str, Any]:
 
 
 def test_what_serves_gives_back_the_pages_between_numbers_that_live_on() -> None:
-    """Of 300,000 each thousandth is kept, which holds most arenas of Python's own allocator."""
+    """One in a thousand is kept, which holds most arenas of Python's own allocator."""
     heaps, own = run("serve"), run("bench")
     assert heaps["grown"] < own["grown"] / 2, (heaps, own)
+
+
+def test_what_serves_maps_large_blocks_by_themselves_after_one_was_freed_too() -> None:
+    assert run("serve")["mapped"] == [1, 1]
+    assert run("bench")["mapped"] == [1, 0]
 
 
 @pytest.mark.parametrize("words", [[], ["serve", *WORDS], WORDS])
 def test_who_serves_starts_anew_in_the_same_process_with_the_same_words(words: list[str]) -> None:
     answer = run(*words)
-    del answer["grown"]
-    assert answer == {"words": words, "given": ["PYTHONMALLOC=malloc"], "handed_on": None}
+    assert answer["words"] == words
+    assert answer["given"] == ["PYTHONMALLOC=malloc"]
+    assert answer["handed_on"] is None
 
 
 @pytest.mark.parametrize(
