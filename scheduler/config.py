@@ -128,9 +128,12 @@ class SchedulerOptions:
     """While sequences decode, prefill gets so few tokens of a step that it takes about this long. None: what
     costs the device little, which is known when the model is loaded."""
     least_prefill_share: float = 0.0
-    """Part of the time of such a step that prefill gets all the same, once the target, without headroom,
-    leaves it less than two thirds of that. Also once a prompt that is being computed, or is the first in the
+    """Part of the time of such a step that prefill gets all the same, once decodes alone take more than two
+    thirds of the target, without headroom. Also once a prompt that is being computed, or is the first in the
     queue, has waited for `prefill_patience_s`."""
+    large_crowd_prefill_share: float = 0.0
+    """The same once fourteen sequences run and wait. `least_prefill_share` holds up to seven; between, the
+    share grows in proportion."""
     prefill_patience_s: float = 0.0
     """Before that, prefill gets a part of its share in proportion to the wait. 0: all of it at once."""
     max_prefill_tokens: int | None = 0
@@ -156,9 +159,10 @@ class SchedulerOptions:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be above 0, not {value}")
-        if not 0 <= self.least_prefill_share < 1:
+        if not 0 <= self.least_prefill_share <= self.large_crowd_prefill_share < 1:
             raise ValueError(
-                f"least_prefill_share must be at least 0 and below 1, not {self.least_prefill_share}"
+                f"least_prefill_share ({self.least_prefill_share}) must be at least 0 and at most "
+                f"large_crowd_prefill_share ({self.large_crowd_prefill_share}), which must be below 1"
             )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(

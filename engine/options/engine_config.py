@@ -61,8 +61,9 @@ _DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
 _MOST_PLANS_IN_FLIGHT = 2
 
 # Without a target of the operator's: where decodes alone take two thirds of ours, prompts get as much time as
-# they, or else first tokens would come late; and so they do after a wait that a reader minds.
-_DEFAULT_PREFILL_SHARE = 0.5
+# they, or more in a large crowd, or else first tokens would come late; and so they do after a wait that a
+# reader minds.
+_DEFAULT_PREFILL_SHARE, _LARGE_CROWD_PREFILL_SHARE = 0.5, 0.6
 _DEFAULT_PREFILL_PATIENCE_S = 4.0
 
 # Ten levels of priority have grown old within half of the default time limit of a request.
@@ -293,6 +294,7 @@ def _scheduler_options(options: Options, limits: StepLimits) -> SchedulerOptions
         prefill_delay_factor=options.prefill_delay_factor or 0.0,
         target_itl_s=None if options.target_itl is None else options.target_itl or inf,
         least_prefill_share=_DEFAULT_PREFILL_SHARE if options.target_itl is None else 0.0,
+        large_crowd_prefill_share=_LARGE_CROWD_PREFILL_SHARE if options.target_itl is None else 0.0,
         prefill_patience_s=_DEFAULT_PREFILL_PATIENCE_S,
         max_prefill_tokens=options.max_prefill_tokens,
         max_chunk_tokens=options.long_prefill_token_threshold,

@@ -198,8 +198,8 @@ class Options(SpeculationOptions):
         "Target for the time between two tokens of a running request; prefill gets the rest of each step. "
         "Shorter makes streams smoother and first tokens later. 0 is no target.",
         open_default="70ms on a CPU for models without experts, there 500ms while fewer than seven sequences "
-        "run and wait; else 200ms; half of each step to prefill where decodes alone take two thirds of it, "
-        "or after a wait of 4s",
+        "run and wait; else 200ms; half of each step to prefill, and up to 60% while more than seven run and "
+        "wait, where decodes alone take two thirds of it, or after a wait of 4s",
         default=None,
     )
     batching: str = _option(

@@ -16,14 +16,16 @@ from scheduler.step.step_time import StepTimeModel
 # Least share of prefill under a target for the time between tokens: it goes on, if slowly.
 _MIN_CHUNK_TOKENS = 16
 
-# Part of its least share, below which a target leaves prefill too little to be kept.
-_WORTHWHILE_PART = 2 / 3
+# Part of a target: decodes that take more of it leave prefill too little for the target to be kept.
+_MOST_FOR_DECODES = 2 / 3
 
 # Sequences that run and wait, from which on they are a crowd. A prompt computed whole makes each of the
 # others wait once, for as long as it takes; one that is cut has its first token later by a decode step for
-# each chunk. Both grow with its length: so the number of others decides. Sequences that wait for their
-# grammar do not count: they need no tokens yet.
+# each chunk. Both grow with its length: so the number of others decides.
 _SMALLEST_CROWD = 7
+# From so many on prefill gets its share of a large crowd, whose queue grows where decodes take half of each
+# step.
+_LARGE_CROWD = 2 * _SMALLEST_CROWD
 
 # Part of the prefill of a step, one in so many, for the prompt that has waited longest: more urgent ones that
 # keep coming slow it down and do not stop it.
@@ -185,7 +187,7 @@ def budget_for_step(
         decodes_s, target_s = step_time.seconds(num_decodes), _step_part_s(config, config.target_itl_s)
         share = _prefill_share(config, queues, decodes_s, target_s, now_s=now_s)
         expected_s = max(target_s / step_time.headroom, decodes_s / (1 - share))
-        if queues.num_running + len(queues.waiting) < _SMALLEST_CROWD:
+        if _num_there(queues) < _SMALLEST_CROWD:
             # Without headroom, which would leave a few tokens of a prompt to a step of their own.
             expected_s = max(expected_s, _step_part_s(config, config.uncrowded_itl_s))
         within = step_time.tokens_within(expected_s)
@@ -213,6 +215,18 @@ def _step_part_s(config: SchedulerConfig, target_s: float) -> float:
     return target_s / (config.max_plans_in_flight if config.num_stages > 1 else 1)
 
 
+def _num_there(queues: RequestQueues) -> int:
+    """Sequences that run and wait; not those that wait for their grammar, which need no tokens yet."""
+    return queues.num_running + len(queues.waiting)
+
+
+def _least_prefill_share(config: SchedulerConfig, num_there: int) -> float:
+    """Least share of prefill, which grows in proportion from the smallest crowd to a large one."""
+    least, most = config.least_prefill_share, config.large_crowd_prefill_share
+    part = (num_there - _SMALLEST_CROWD) / (_LARGE_CROWD - _SMALLEST_CROWD)
+    return least + (most - least) * min(max(part, 0.0), 1.0)
+
+
 def _prefill_share(
     config: SchedulerConfig, queues: RequestQueues, decodes_s: float, target_s: float, *, now_s: float
 ) -> float:
@@ -222,8 +236,8 @@ def _prefill_share(
     the longest wait: of prompts that are being computed, and of the first in the queue by rank. A sequence
     with tokens already, which was preempted, does not count.
     """
-    share, patience_s = config.least_prefill_share, config.prefill_patience_s
-    if not share or not patience_s or decodes_s > (1 - _WORTHWHILE_PART * share) * target_s:
+    share, patience_s = _least_prefill_share(config, _num_there(queues)), config.prefill_patience_s
+    if not share or not patience_s or decodes_s > _MOST_FOR_DECODES * target_s:
         return share
     prefills = [seq for seq in queues.running if seq.num_tokens - seq.num_computed_tokens > 1]
     if len(queues.waiting):

@@ -52,6 +52,7 @@ def drawn_setup(random: Random) -> Setup:
         config=replace(
             config,
             least_prefill_share=draw([0.0, 0.5]),
+            large_crowd_prefill_share=draw([0.5, 0.6]),
             prefill_patience_s=draw([0.0, 1.0]),
             uncrowded_itl_s=draw([0.0, 0.1]),
         ),

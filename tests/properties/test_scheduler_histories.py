@@ -201,6 +201,7 @@ CONFIGS = st.builds(
     target_itl_s=st.sampled_from([inf, 0.4]),
     uncrowded_itl_s=st.sampled_from([0.0, 2.0]),
     least_prefill_share=st.sampled_from([0.0, 0.5]),
+    large_crowd_prefill_share=st.sampled_from([0.5, 0.6]),
     prefill_patience_s=st.sampled_from([0.0, 3.0]),
     max_plans_in_flight=st.integers(1, 3),
     max_encoder_tokens=st.sampled_from([0, 3, 7]),

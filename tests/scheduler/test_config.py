@@ -13,6 +13,8 @@ from tests.world import small_config
         ({"max_num_seqs": 17}, "every running sequence needs a token"),
         ({"priority_aging_s": 0.0}, "priority_aging_s must be above 0"),
         ({"target_itl_s": -1.0}, "target_itl_s must be above 0"),
+        ({"least_prefill_share": 0.5}, "at least 0 and at most large_crowd_prefill_share"),
+        ({"large_crowd_prefill_share": 1.0}, "must be below 1"),
         ({"uncrowded_itl_s": -1.0}, "uncrowded_itl_s must be at least 0"),
         ({"num_stages": 3, "max_plans_in_flight": 2}, "max_plans_in_flight must be at least num_stages"),
         ({"max_bypasses": -1}, "max_bypasses must be at least 0"),

@@ -12,11 +12,14 @@ from scheduler.messages import ModelRunnerOutput, SchedulerOutput
 from scheduler.scheduler import Scheduler
 from tests.fakes import make_sequence
 
-IN_A_CROWD = {"target_itl_s": 0.07, "least_prefill_share": 0.5, "prefill_patience_s": 4.0}
+SHARES = {"least_prefill_share": 0.5, "large_crowd_prefill_share": 0.6, "prefill_patience_s": 4.0}
+IN_A_CROWD = SHARES | {"target_itl_s": 0.07}
 """Our target on a CPU for a crowd, and for few as well: what a default without 0.5 s for few would be."""
 BY_DEFAULT = IN_A_CROWD | {"uncrowded_itl_s": 0.5}
 """Our targets on a CPU."""
 ELSEWHERE = IN_A_CROWD | {"target_itl_s": 0.2}
+HALVES = BY_DEFAULT | {"large_crowd_prefill_share": 0.5}
+"""Prompts get as much time as decodes and no more, however many there are."""
 
 
 class Machine(NamedTuple):
@@ -170,7 +173,16 @@ def test_by_default_a_crowd_keeps_the_target_until_prompts_have_waited_for_secon
     assert many.duration_s < 0.8 * strict.duration_s
 
 
-def test_a_prompt_that_has_waited_for_seconds_gets_half_of_a_step_that_the_target_left_less() -> None:
+@pytest.mark.parametrize(("decodes_s", "keeps_target"), [(0.046, True), (0.049, False)])
+def test_a_crowd_keeps_the_target_while_decodes_take_less_than_two_thirds_of_it(
+    decodes_s: float, *, keeps_target: bool
+) -> None:
+    of_eight_s = 8 * (TWO_FASTER_CORES.token_s + TWO_FASTER_CORES.decode_s)
+    found = lockstep(TWO_FASTER_CORES._replace(base_s=decodes_s - of_eight_s), 8, **BY_DEFAULT)
+    assert (p99(found.gaps_s) <= 0.07) is keeps_target
+
+
+def test_a_prompt_that_has_waited_for_seconds_gets_more_of_a_step_than_the_target_left_it() -> None:
     pace = BY_DEFAULT | {"target_itl_s": 0.08}
     patient, strict = (
         lockstep(TWO_FASTER_CORES, 32, **pace),
@@ -197,7 +209,7 @@ def test_short_pauses_of_a_crowd_cost_a_small_model_next_to_nothing() -> None:
 
 
 @pytest.mark.parametrize("base_s", [0.15, 1.0])
-def test_a_large_model_gives_prompts_as_much_time_as_decodes(base_s: float) -> None:
+def test_a_large_model_gives_the_prompts_of_eight_about_as_much_time_as_decodes(base_s: float) -> None:
     machine = Machine(base_s, 0.002)
     paced, strict = lockstep(machine, **BY_DEFAULT), lockstep(machine, target_itl_s=0.2)
     assert max(paced.gaps_s) <= 2.1 * (base_s + 8 * machine.token_s)
@@ -205,6 +217,27 @@ def test_a_large_model_gives_prompts_as_much_time_as_decodes(base_s: float) -> N
     assert paced == lockstep(machine, **BY_DEFAULT | {"prefill_patience_s": 0.0}), "at once"
     few, crowd = lockstep(machine, 4, **BY_DEFAULT), lockstep(machine, 4, **IN_A_CROWD)
     assert median(few.first_s) <= median(crowd.first_s), "few have no less"
+
+
+@pytest.mark.parametrize(
+    ("num_clients", "share"),
+    [(4, 0.5), (7, 0.5), (8, 0.5 + 0.1 / 7), (12, 0.5 + 0.5 / 7), (14, 0.6), (20, 0.6)],
+)
+def test_prompts_get_half_of_a_step_of_the_smallest_crowd_and_three_fifths_of_one_twice_as_large(
+    num_clients: int, share: float
+) -> None:
+    machine = Machine(0.15, 0.002)
+    found = lockstep(machine, num_clients, **IN_A_CROWD)
+    most_s = (machine.base_s + (num_clients - 1) * machine.token_s) / (1 - share)
+    # One or two prompts are being computed, and a step has whole tokens.
+    assert 0 <= most_s - max(found.gaps_s) + 1e-6 < machine.token_s / (1 - share) + machine.token_s
+
+
+def test_a_large_crowd_whose_prompts_get_more_time_than_decodes_has_no_long_queue() -> None:
+    found, halves = (lockstep(THE_SAME_SLOWER, 32, **pace) for pace in (BY_DEFAULT, HALVES))
+    assert median(found.first_s) < 0.15 * median(halves.first_s)
+    assert found.duration_s < 0.9 * halves.duration_s
+    assert p99(found.gaps_s) < 2 * p99(halves.gaps_s)
 
 
 def test_a_fast_device_computes_whole_prompts() -> None:

@@ -137,6 +137,7 @@ def test_a_sequence_that_was_preempted_after_its_first_token_has_not_waited_for_
             prefix_caching=PrefixCaching.OFF,
             target_itl_s=2.0,
             least_prefill_share=0.5,
+            large_crowd_prefill_share=0.5,
             prefill_patience_s=4.0,
         )
     )

@@ -59,10 +59,10 @@ def test_priorities_age_unless_the_operator_says_otherwise(
 @pytest.mark.parametrize(
     ("given", "saturating_tokens", "pace"),
     [
-        (None, 256, (0.07, 0.5, 0.5)),
-        (None, 0, (0.2, 0.0, 0.5)),
-        ("0", 256, (inf, 0.0, 0.0)),
-        ("50ms", 256, (0.05, 0.0, 0.0)),
+        (None, 256, (0.07, 0.5, 0.5, 0.6)),
+        (None, 0, (0.2, 0.0, 0.5, 0.6)),
+        ("0", 256, (inf, 0.0, 0.0, 0.0)),
+        ("50ms", 256, (0.05, 0.0, 0.0, 0.0)),
     ],
 )
 def test_running_requests_keep_a_pace_unless_the_operator_says_otherwise(
@@ -71,4 +71,5 @@ def test_running_requests_keep_a_pace_unless_the_operator_says_otherwise(
     asked = {} if given is None else {"target_itl": given}
     config, _ = resolve(read_options({"model": str(tiny_model)} | asked, {}), environment={})
     found = scheduler_config(config.scheduler, facts(saturating_tokens=saturating_tokens))
-    assert (found.target_itl_s, found.uncrowded_itl_s, found.least_prefill_share) == pace
+    shares = (found.least_prefill_share, found.large_crowd_prefill_share)
+    assert (found.target_itl_s, found.uncrowded_itl_s, *shares) == pace
