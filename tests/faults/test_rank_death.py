@@ -17,7 +17,7 @@ from tests.faults.test_engine_death import error_of, is_ready
 
 RANKS = ("--num-threads", "1", "--dtype", "float32")
 WAITS_IN = {
-    "--tensor-parallel-size": ("run_layer", "reduce", "_gather"),
+    "--tensor-parallel-size": ("run_layers", "reduce", "_gather"),
     "--pipeline-parallel-size": ("has_any", "receive", "send"),
 }
 """Functions, by option, in which rank 0 may wait for a rank that stands still."""

@@ -15,6 +15,7 @@ Hq and Hk query and KV heads, D key size, V value size.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from ctypes import c_int64
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -171,7 +172,7 @@ class AttentionBackend(LayerExecutor, Protocol):
 
 
 _active: LayerExecutor | None = None
-_num_layers_begun = 0
+_num_layers_begun = c_int64(0)
 
 
 @contextmanager
@@ -191,6 +192,11 @@ def executor_of_step() -> LayerExecutor:
     Raises UnsupportedAttention outside of a step.
     """
     note_layer_begun()
+    return present_executor()
+
+
+def present_executor() -> LayerExecutor:
+    """Return the executor of the step for layers that count themselves. Raises UnsupportedAttention."""
     if _active is None:
         raise UnsupportedAttention(f"{ATTENTION_NAME} attention was called outside of a step")
     return _active
@@ -203,12 +209,16 @@ def note_layer_begun() -> None:
 
 def note_layers_begun(num_layers: int) -> None:
     """Count the layers of a step that was recorded before, and is replayed."""
-    global _num_layers_begun
-    _num_layers_begun += num_layers
+    _num_layers_begun.value += num_layers
 
 
 def num_layers_begun() -> int:
     """Return the layers begun since the start of the process: it grows within a step. For any thread."""
+    return _num_layers_begun.value
+
+
+def counter_of_layers() -> c_int64:
+    """Return the counter itself, for kernels that compute several layers in one call."""
     return _num_layers_begun
 
 

@@ -7,6 +7,7 @@ are left to ref_attention.py.
 Shapes: T tokens, Hq and Hk query and KV heads, D key size, V value size, R rotated numbers of a head.
 """
 
+from ctypes import Array
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -26,6 +27,7 @@ from worker.cpu.native import (
     CHeadShape,
     CLayer,
     CPages,
+    CStack,
     CStep,
     Kernels,
     LayerPlace,
@@ -53,6 +55,11 @@ class LayerAttention(AttentionBackend, Protocol):
     ) -> Tensor:
         """Compute a fused layer without its MLP, in place; return the MLP's input [T, H]."""
 
+    def run_layers(
+        self, stack: CStack, layer_idxs: tuple[int, ...], hidden_TH: Tensor, angles: CAngles
+    ) -> None:
+        """Compute whole fused layers, one after another, and the norm behind them, in place."""
+
 
 class CpuAttention:
     """See LayerAttention. One step at a time."""
@@ -66,6 +73,7 @@ class CpuAttention:
             layer_idx: CCache(_pages(layer.keys), _pages(layer.values))
             for layer_idx, layer in cache.layers.items()
         }
+        self._caches_of: dict[tuple[int, ...], Array[CCache]] = {}
         self._has_kernel = {
             layer_idx: self._dtype in DTYPES
             and shape.key_dim % WIDEST_VECTOR == 0
@@ -132,17 +140,27 @@ class CpuAttention:
         self._kernels.run_layer(layer, place, hidden_TH, mlp_input_TH)
         return mlp_input_TH
 
+    def run_layers(
+        self, stack: CStack, layer_idxs: tuple[int, ...], hidden_TH: Tensor, angles: CAngles
+    ) -> None:
+        """See LayerAttention."""
+        caches = self._caches_of.get(layer_idxs)
+        if caches is None:
+            own = [self._caches[layer_idx] for layer_idx in layer_idxs]
+            caches = self._caches_of[layer_idxs] = (CCache * len(own))(*own)
+        self._kernels.run_layers(stack, self._step, angles, caches, hidden_TH)
+
     def _place_of(self, layer_idx: int, given: GivenAngles | None) -> LayerPlace:
         return LayerPlace(self._step, self._read_angles(given), self._caches[layer_idx])
 
     def _read_angles(self, given: GivenAngles | None) -> CAngles:
         """Convert a rotation once for all layers of the step that share it."""
         if given is None:
-            return CAngles(None, None)
+            return CAngles()
         rotation = given.rotation
         found = self._angles.get(id(rotation[0]))
         if found is None:
-            cosines, sines = (_all_and_all_again(angles[0].float(), given.order) for angles in rotation)
+            cosines, sines = (all_and_all_again(angles[0].float(), given.order) for angles in rotation)
             # The tensors are kept too: an id is only unique among those that live.
             found = (CAngles(pointer(cosines), pointer(sines)), rotation, (cosines, sines))
             self._angles[id(rotation[0])] = found
@@ -156,7 +174,7 @@ def attention_options(options: AttentionOptions, sinks: Tensor | None) -> CAtten
     )
 
 
-def _all_and_all_again(angles_TR: Tensor, order: AngleOrder) -> Tensor:
+def all_and_all_again(angles_TR: Tensor, order: AngleOrder) -> Tensor:
     """Reorder angles as the kernels read them, contiguous."""
     if order is AngleOrder.IN_PAIRS:
         angles_TR = torch.cat((angles_TR[:, ::2], angles_TR[:, 1::2]), dim=1)

@@ -4,6 +4,7 @@ Owns: the table of attention backends, and the output layer with the embedding t
 Never: decides which layers are replaced (surgery.py).
 """
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn, randn
 from worker.attention.kv_cache import KVCache
 from worker.cpu.cpu_attention import CpuAttention, LayerAttention
 from worker.cpu.cpu_experts import PackedExperts
-from worker.cpu.cpu_layer import CpuLayer
+from worker.cpu.cpu_layer import CpuLayer, join_body
 from worker.cpu.cpu_products import TAKEN, pack_linear
 from worker.cpu.cpu_proof import prove_product, prove_products
 from worker.cpu.grouped_packing import Inputs, grouped_rows
@@ -21,7 +22,7 @@ from worker.cpu.native import WIDEST_VECTOR, Kernels, PackedWeight
 from worker.devices.device import Device
 from worker.machine import trim_heaps
 from worker.model.layer_call import LayerCall
-from worker.model.layer_parts import LayerParts
+from worker.model.layer_parts import LayerParts, Unrecognised
 from worker.model.linear import Linear, PlainWeight, linear_of
 from worker.model.mixture import ReplacedExperts, replace_experts
 from worker.model.quantization import NO_ROUNDING, Rounding
@@ -30,6 +31,8 @@ from worker.model.vocabulary_shards import divide_ends
 from worker.quantized.grouped_weight import GroupedWeight
 from worker.ranks.ranks import ALONE, Ranks
 from worker.worker_errors import StartupError
+
+log = logging.getLogger(__name__)
 
 ATTENTION_BACKENDS: dict[str, Callable[[KVCache, Device, Kernels], LayerAttention]] = {
     "native": CpuAttention,
@@ -48,6 +51,8 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply [..., K] to [..., N]."""
+        if x.dim() == 2 and x.is_contiguous():
+            return self._multiply(x)
         flat = x.reshape(-1, x.shape[-1]).contiguous()
         return self._multiply(flat).view(*x.shape[:-1], self._weight.num_outputs)
 
@@ -144,11 +149,19 @@ class CpuToolkit:
             if isinstance(module, QuantizedLinear) and TAKEN.include(linear := module.as_linear()):
                 weight = pack_linear(linear, self._inputs)
                 model.set_submodule(name, PackedLinear(weight, self._kernels))
+        self._join_layers(model)
         return done
 
     def refusing_kernels(self) -> AbstractContextManager[None]:
         """Refuse nothing: the kernels were compiled before the toolkit was made."""
         return nullcontext()
+
+    def _join_layers(self, model: Any) -> None:
+        """Let one call compute all layers and the last norm, where nothing else stands between them."""
+        try:
+            join_body(model, TAKEN, self.attention_over)
+        except Unrecognised as unusual:
+            log.info("layers are called one by one: %s", unusual)
 
     def _pack_output(self, model: Any) -> None:
         """Pack the output layer. An embedding that is tied to it then reads the same memory."""

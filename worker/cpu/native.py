@@ -9,7 +9,7 @@ Shapes: T tokens, K inputs and N outputs of a product, B blocks of 32 outputs, H
 
 import ctypes
 import weakref
-from ctypes import Structure, byref, c_bool, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import Array, Structure, byref, c_bool, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -110,7 +110,7 @@ class CHeadShape(Structure):
 
 
 class CAngles(Structure):
-    _fields_ = (("cosines", c_void_p), ("sines", c_void_p))
+    _fields_ = (("cosines", c_void_p), ("sines", c_void_p), ("positions", c_void_p))
 
 
 class CRotation(Structure):
@@ -174,6 +174,16 @@ class CLayer(Structure):
         ("residual_multiplier", c_float),
         ("mlp_is_parallel", c_bool),
         ("is_shard", c_bool),
+    )
+
+
+class CStack(Structure):
+    _fields_ = (
+        ("layers", c_void_p),
+        ("num_layers", c_int64),
+        ("hidden_size", c_int64),
+        ("norm", CNorm),
+        ("num_begun", c_void_p),
     )
 
 
@@ -339,6 +349,13 @@ class Kernels:
         structs = byref(layer), byref(step), byref(angles), byref(cache)
         self._call("run", hidden_TH.dtype, *structs, pointer(hidden_TH), pointer(mlp_input_TH))
 
+    def run_layers(
+        self, stack: CStack, step: CStep, angles: CAngles, caches: Array[CCache], hidden_TH: Tensor
+    ) -> None:
+        """Change `hidden_TH` in place by all layers and the norm behind them, and write keys and values."""
+        structs = byref(stack), byref(step), byref(angles), byref(caches)
+        self._call("run_all", hidden_TH.dtype, *structs, pointer(hidden_TH))
+
     def _call(self, name: str, dtype: torch.dtype, *arguments: Any) -> None:
         if self._functions[name, dtype](self._engine, *arguments):
             raise MemoryError("the CPU kernels have no memory for a step of this size")
@@ -351,7 +368,7 @@ class Kernels:
         library.tokenyard_divide.argtypes, library.tokenyard_divide.restype = (c_void_p,) * 3, None
         self._functions: dict[tuple[str, torch.dtype], Any] = {}
         for dtype, suffix in _SUFFIXES.items():
-            for name, num_arguments in (("multiply", 2), ("attend", 2), ("run", 7)):
+            for name, num_arguments in (("multiply", 2), ("attend", 2), ("run", 7), ("run_all", 6)):
                 function = getattr(library, f"tokenyard_{name}_{suffix}")
                 function.argtypes = (c_void_p,) * num_arguments
                 self._functions[name, dtype] = function

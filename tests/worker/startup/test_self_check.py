@@ -96,13 +96,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_kernels_that_are_wrong_in_steps_of_one_size_are_refused(
     checkpoint: Path, num_tokens: int, fault: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_layer = CpuAttention.run_layer
+    def make_wrong(name: str) -> None:
+        run = getattr(CpuAttention, name)
 
-    def run_wrongly(self: CpuAttention, layer: Any, layer_idx: int, hidden_TH: Tensor, given: Any) -> None:
-        run_layer(self, layer, layer_idx, hidden_TH, given)
-        if len(hidden_TH) == num_tokens:
-            hidden_TH.copy_(fault(hidden_TH))
+        def run_wrongly(self: CpuAttention, layers: Any, idx: Any, hidden_TH: Tensor, angles: Any) -> None:
+            run(self, layers, idx, hidden_TH, angles)
+            if len(hidden_TH) == num_tokens:
+                hidden_TH.copy_(fault(hidden_TH))
 
-    monkeypatch.setattr(CpuAttention, "run_layer", run_wrongly)
+        monkeypatch.setattr(CpuAttention, name, run_wrongly)
+
+    make_wrong("run_layer")
+    make_wrong("run_layers")
     with pytest.raises(StartupError, match="computes other logits with the CPU kernels"):
         load_worker(checkpoint, dtype="bfloat16")

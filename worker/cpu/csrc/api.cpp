@@ -78,6 +78,10 @@ void tokenyard_ranks_times(const Ranks* ranks, double* exchanged_and_waited_s) {
   int tokenyard_run_##suffix(Engine* engine, const Layer<T>* layer, const Step* step, const Angles* angles,    \
                              const Cache<T>* cache, T* hidden, T* mlp_input) {                                \
     return guarded([&] { engine->run(*layer, *step, *angles, *cache, hidden, mlp_input); });                  \
+  }                                                                                                           \
+  int tokenyard_run_all_##suffix(Engine* engine, const Stack<T>* stack, const Step* step, const Angles* angles, \
+                                 const Cache<T>* caches, T* hidden) {                                         \
+    return guarded([&] { engine->run_all(*stack, *step, *angles, caches, hidden); });                         \
   }
 
 TOKENYARD_API(bf16, Bf16)

@@ -171,8 +171,11 @@ struct HeadShape {
 
 // Of a step's positions.
 struct Angles {
-  const float* cosines;  // [T, rotated_dim]; null: no rotation
+  const float* cosines;  // [T, rotated_dim], or [P, rotated_dim] of all positions; null: no rotation
   const float* sines;
+  const int64_t* positions;  // [T]; null: there is a row for each token
+
+  int64_t row_of(int64_t token) const { return positions == nullptr ? token : positions[token]; }
 };
 
 // What happens to queries and keys between their product and attention.

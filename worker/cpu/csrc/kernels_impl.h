@@ -9,8 +9,9 @@
 inline void rotate(float* head, int64_t dim, const Norm& norm, const Rotation& rotation, int64_t token) {
   if (norm.weight != nullptr) normalize(head, head, norm, dim, 0, 1);
   if (rotation.angles.cosines == nullptr) return;
-  const float* cosines = rotation.angles.cosines + token * rotation.rotated_dim;
-  const float* sines = rotation.angles.sines + token * rotation.rotated_dim;
+  const int64_t first = rotation.angles.row_of(token) * rotation.rotated_dim;
+  const float* cosines = rotation.angles.cosines + first;
+  const float* sines = rotation.angles.sines + first;
   const int64_t half = rotation.rotated_dim / 2;
   for (int64_t i = 0; i < half; ++i) {
     const float a = head[i], b = head[i + half];

@@ -189,11 +189,25 @@ void Engine::run(const Layer<T>& layer, const Step& step, const Angles& angles, 
   team_.run(phases);
 }
 
+template <typename T>
+void Engine::run_all(const Stack<T>& stack, const Step& step, const Angles& angles, const Cache<T>* caches,
+                     T* hidden) {
+  for (int64_t i = 0; i < stack.num_layers; ++i) {
+    __atomic_add_fetch(stack.num_begun, 1, __ATOMIC_RELAXED);
+    run<T>(*stack.layers[i], step, angles, caches[i], hidden, nullptr);
+  }
+  team_.run({{step.num_tokens, [&](int64_t begin, int64_t end, int) {
+                kernels<T>().normalize(hidden, hidden, stack.norm, stack.hidden_size, begin, end);
+              }}});
+}
+
 template void Engine::multiply(Product<Bf16>);
 template void Engine::multiply(Product<float>);
 template void Engine::attend(const Attention<Bf16>&);
 template void Engine::attend(const Attention<float>&);
 template void Engine::run(const Layer<Bf16>&, const Step&, const Angles&, const Cache<Bf16>&, Bf16*, Bf16*);
 template void Engine::run(const Layer<float>&, const Step&, const Angles&, const Cache<float>&, float*, float*);
+template void Engine::run_all(const Stack<Bf16>&, const Step&, const Angles&, const Cache<Bf16>*, Bf16*);
+template void Engine::run_all(const Stack<float>&, const Step&, const Angles&, const Cache<float>*, float*);
 
 }  // namespace tokenyard

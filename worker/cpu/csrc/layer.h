@@ -36,6 +36,16 @@ struct Layer {
   bool has_mlp() const { return gate_up.num_outputs != 0; }
 };
 
+// All layers of a model, one after another, and the norm behind the last one.
+template <typename T>
+struct Stack {
+  const Layer<T>* const* layers;  // each with its MLP
+  int64_t num_layers;
+  int64_t hidden_size;
+  Norm norm;
+  int64_t* num_begun;  // grows with each layer, for whoever watches a long step
+};
+
 // Memory that grows to the largest use and stays: a fresh one costs page faults in every layer.
 class Buffer {
  public:
@@ -87,6 +97,10 @@ class Engine {
   template <typename T>
   void run(const Layer<T>& layer, const Step& step, const Angles& angles, const Cache<T>& cache, T* hidden,
            T* mlp_input);
+
+  // Runs all layers, each over its own cache, and the norm. Changes `hidden` [T, H] in place.
+  template <typename T>
+  void run_all(const Stack<T>& stack, const Step& step, const Angles& angles, const Cache<T>* caches, T* hidden);
 
  private:
   template <typename T>
