@@ -131,9 +131,9 @@ class SchedulerOptions:
     """Part of the time of such a step that prefill gets all the same, once decodes alone take more than two
     thirds of the target, without headroom. Also once a prompt that is being computed, or is the first in the
     queue, has waited for `prefill_patience_s`."""
-    large_crowd_prefill_share: float = 0.0
+    large_crowd_prefill_share: float | None = None
     """The same once fourteen sequences run and wait. `least_prefill_share` holds up to seven; between, the
-    share grows in proportion."""
+    share grows in proportion. None: it does not grow."""
     prefill_patience_s: float = 0.0
     """Before that, prefill gets a part of its share in proportion to the wait. 0: all of it at once."""
     max_prefill_tokens: int | None = 0
@@ -159,10 +159,11 @@ class SchedulerOptions:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be above 0, not {value}")
-        if not 0 <= self.least_prefill_share <= self.large_crowd_prefill_share < 1:
+        most_share = self.large_crowd_prefill_share
+        if not 0 <= self.least_prefill_share <= (most_share or self.least_prefill_share) < 1:
             raise ValueError(
                 f"least_prefill_share ({self.least_prefill_share}) must be at least 0 and at most "
-                f"large_crowd_prefill_share ({self.large_crowd_prefill_share}), which must be below 1"
+                f"large_crowd_prefill_share ({most_share}), and both below 1"
             )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(

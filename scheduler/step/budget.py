@@ -223,6 +223,8 @@ def _num_there(queues: RequestQueues) -> int:
 def _least_prefill_share(config: SchedulerConfig, num_there: int) -> float:
     """Least share of prefill, which grows in proportion from the smallest crowd to a large one."""
     least, most = config.least_prefill_share, config.large_crowd_prefill_share
+    if most is None:
+        return least
     part = (num_there - _SMALLEST_CROWD) / (_LARGE_CROWD - _SMALLEST_CROWD)
     return least + (most - least) * min(max(part, 0.0), 1.0)
 

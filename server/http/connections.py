@@ -43,6 +43,9 @@ _PROCESSING = 102
 _HEAD_TOO_LARGE = 431
 _MAX_HEAD_BYTES = 16 * 1024
 """Bytes of a head, where the configuration names no other limit."""
+_READ_BYTES = 64 * 1024
+"""Bytes read at once. asyncio's 256 KiB are a block that the system maps, and clears, for each read
+(startup/allocator.py): 30 us of a request."""
 _HANG_UP = (b"connection", b"close")
 _IS_RESERVED = "tokenyard.is_reserved"
 _CUT_OFF = "tokenyard.cut_off"
@@ -85,6 +88,8 @@ class ClientConnection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take a place, or be refused. The signature is that of the base class."""
+        if hasattr(transport, "max_size"):
+            transport.max_size = _READ_BYTES
         self._ending = LingeringTransport(transport, may_hear_more=self._may_hear_more)
         super().connection_made(cast(asyncio.Transport, self._ending))
         if self._place is None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from server.startup.allocator import is_glibc
 from tests.deploy.wheels import INSIDE, ROOT, build_wheel, copy_sources, install, why_not_here
 from tests.e2e.serving import running_server
 
@@ -102,6 +103,10 @@ def test_a_wheel_serves_its_own_model_among_foreign_modules_of_our_names(
         assert server.engine_pid is not None
         command = Path(f"/proc/{server.engine_pid}/cmdline").read_bytes().split(b"\0")
         assert command[0] == bytes(commands / "python")
+        started = Path(f"/proc/{server.process.pid}")
+        assert (started / "comm").read_text() == "tokenyard\n"
+        if is_glibc():  # the server was started anew, and goes by its name all the same
+            assert b"PYTHONMALLOC=malloc" in (started / "environ").read_bytes().split(b"\0")
 
 
 def test_the_kernels_are_built_from_a_wheel(commands: Path, poisoned: Path) -> None:

@@ -394,3 +394,14 @@ def test_listening_raises_the_soft_limit_as_far_as_needed(monkeypatch, limits, r
     monkeypatch.setattr("resource.setrlimit", lambda _, wanted: asked.append(wanted))
     listen("127.0.0.1", 0).close()
     assert asked == raised
+
+
+async def test_a_large_body_is_read_in_pieces_that_are_not_mapped_each(url, monkeypatch):
+    sizes, take = [], ClientConnection.data_received
+    monkeypatch.setattr(
+        ClientConnection, "data_received", lambda self, data: (sizes.append(len(data)), take(self, data))[1]
+    )
+    head = b"POST /tokenize HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    answer = await said(url, head + b"Content-Length: 1000000\r\n\r\n" + b"x" * 1_000_000)
+    assert answer.startswith(b"HTTP/1.1 413")
+    assert max(sizes) <= 64 * 1024

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from server.startup.allocator import is_glibc
 from tests.e2e.serving import ROOT, running_server
 
 WORDS = ["--served-model-name", "two words", ""]
@@ -42,17 +43,27 @@ print(json.dumps({
     "mapped": [num_mapped_by(bytearray(8 << 20)) for _ in range(2)],
 }))
 """
-pytestmark = pytest.mark.skipif(
-    "CS_GNU_LIBC_VERSION" not in os.confstr_names, reason="another C library gives back what it likes"
-)
+pytestmark = pytest.mark.skipif(not is_glibc(), reason="another C library gives back what it likes")
 
 
-def run(*words: str, **variables: str) -> dict[str, Any]:
+def run(
+    *words: str,
+    interpreter: str = sys.executable,
+    program: tuple[str, ...] = ("-c", PROGRAM),
+    **variables: str,
+) -> dict[str, Any]:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONMALLOC"}
     with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *words], env=environment | variables, cwd=ROOT, stdout=subprocess.PIPE
+        [interpreter, *program, *words],
+        env=environment | variables,
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     ) as process:
-        answer: dict[str, Any] = json.loads(process.communicate(timeout=60)[0])
+        try:
+            answer: dict[str, Any] = json.loads(process.communicate(PROGRAM.encode(), timeout=60)[0])
+        finally:
+            process.kill()
     assert answer.pop("process") == process.pid
     return answer
 
@@ -77,13 +88,38 @@ def test_who_serves_starts_anew_in_the_same_process_with_the_same_words(words: l
 
 
 @pytest.mark.parametrize(
-    ("words", "variables"), [(["bench", "serve"], {}), (["serve"], {"PYTHONMALLOC": "pymalloc"})]
+    ("words", "variables"),
+    [
+        (["bench", "serve"], {}),
+        (["--version"], {}),
+        (["serve"], {"PYTHONMALLOC": "pymalloc"}),
+        (["serve"], {"PYTHONMALLOC": "malloc"}),
+    ],
 )
 def test_other_commands_and_an_operators_choice_stay(words: list[str], variables: dict[str, str]) -> None:
     answer = run(*words, **variables)
     assert answer["words"] == words
     assert answer["given"] == [f"{name}={value}" for name, value in variables.items()]
     assert answer["handed_on"] == variables.get("PYTHONMALLOC")
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{"MALLOC_MMAP_THRESHOLD_": "67108864"}, {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=67108864"}],
+)
+def test_an_operators_size_of_large_blocks_stays(variables: dict[str, str]) -> None:
+    assert run("serve", **variables)["mapped"] == [0, 0]
+
+
+def test_a_program_that_cannot_be_read_again_goes_on_as_it_is() -> None:
+    assert run("serve", program=("-",))["given"] == []
+
+
+def test_an_interpreter_that_drops_the_variable_is_started_anew_once(tmp_path: Path) -> None:
+    wrapper = tmp_path / "python"
+    wrapper.write_text(f'#!/bin/bash\nunset PYTHONMALLOC\nexec -a "$0" {sys.executable} "$@"\n')
+    wrapper.chmod(0o700)
+    assert run("serve", interpreter=str(wrapper))["given"] == []
 
 
 def test_a_server_has_it_and_its_engine_process_has_not(tmp_path: Path) -> None:
