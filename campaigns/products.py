@@ -16,9 +16,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from worker.cpu.grouped_packing import Inputs, pack_grouped
 from worker.cpu.kernel_build import build_library, find_library
 from worker.cpu.native import Kernels, PackedWeight, pack, pack_int8
+from worker.cpu.packing.grouped_packing import Inputs, pack_grouped
 from worker.quantized.grouped_weight import E2M1_TABLE, UNSIGNED_TABLE, GroupedWeight
 
 _NUM_INPUTS, _NUM_OUTPUTS = 4096, 3072

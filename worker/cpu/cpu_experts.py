@@ -14,8 +14,8 @@ from worker.adapters.adapter_experts import DOWN, GATE_UP
 from worker.adapters.product_plan import ProductPlan
 from worker.cpu.cpu_adapters import AdaptedProduct
 from worker.cpu.cpu_products import TAKEN, pack_gate_up, pack_linear
-from worker.cpu.grouped_packing import Inputs
 from worker.cpu.native import Kernels, PackedWeight, gate_up_order
+from worker.cpu.packing.grouped_packing import Inputs
 from worker.model.layer_parts import GatedMlp, Unrecognised
 from worker.model.mixture import ExpertLinears, ExpertShards, Gate
 from worker.ranks.ranks import ALONE, Ranks

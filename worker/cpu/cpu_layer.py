@@ -36,7 +36,6 @@ from worker.attention.kv_cache import BlockLayout, KVCache
 from worker.cpu.cpu_adapters import AdaptedProduct
 from worker.cpu.cpu_attention import GivenAngles, LayerAttention, all_and_all_again, attention_options
 from worker.cpu.cpu_products import pack_gate_up, pack_linear
-from worker.cpu.grouped_packing import Inputs
 from worker.cpu.native import (
     CAngles,
     CHeadShape,
@@ -49,6 +48,7 @@ from worker.cpu.native import (
     gate_up_order,
     pointer,
 )
+from worker.cpu.packing.grouped_packing import Inputs
 from worker.model.layer_call import (
     HeadShape,
     LayerCall,

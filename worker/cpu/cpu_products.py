@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from worker.cpu.grouped_packing import Inputs, find_hindrance, pack_grouped
 from worker.cpu.native import WIDEST_VECTOR, PackedWeight, gate_up_order, pack, pack_int8
+from worker.cpu.packing.grouped_packing import Inputs, find_hindrance, pack_grouped
 from worker.model.layer_parts import GateActivation, GatedMlp, TakenWeights
 from worker.model.linear import Linear, PlainWeight, Weight
 from worker.model.quantization import Int8Weight

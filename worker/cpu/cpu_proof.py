@@ -10,8 +10,8 @@ Shapes: T tokens, N outputs, K inputs.
 import torch
 from torch import Tensor, nn
 
-from worker.cpu.grouped_packing import Inputs, find_hindrance, pack_grouped
 from worker.cpu.native import DTYPES, Kernels, pack, pack_int8
+from worker.cpu.packing.grouped_packing import Inputs, find_hindrance, pack_grouped
 from worker.model.quantized_layers import find_kinds
 from worker.quantized.grouped_weight import GroupedWeight
 from worker.worker_errors import StartupError

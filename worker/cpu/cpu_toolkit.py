@@ -17,8 +17,8 @@ from worker.cpu.cpu_experts import PackedExperts
 from worker.cpu.cpu_layer import CpuLayer, join_body
 from worker.cpu.cpu_products import TAKEN, pack_linear
 from worker.cpu.cpu_proof import prove_product, prove_products
-from worker.cpu.grouped_packing import Inputs, grouped_rows
 from worker.cpu.native import WIDEST_VECTOR, Kernels, PackedWeight
+from worker.cpu.packing.grouped_packing import Inputs, grouped_rows
 from worker.devices.device import Device
 from worker.machine import trim_heaps
 from worker.model.layer_call import LayerCall

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from worker.cpu.large_pages import WEIGHTS
+from worker.cpu.packing.large_pages import WEIGHTS
 from worker.model.layer_parts import GateActivation
 from worker.ranks.ranks import Reducer
 
@@ -209,12 +209,12 @@ class PackedWeight:
 
     data: Tensor
     """[B, K / 2, 32, 2] for bfloat16, [B, K, 32] for float32, [B, K / 4, 32, 4] for int8; uint8 for codes
-    with scales of groups (grouped_packing.py)."""
+    with scales of groups (packing/grouped_packing.py)."""
     c: CPackedWeight
     kept: tuple[Tensor | None, ...]
     """Bias, scales and the like, for each of B * 32 outputs."""
     numbers: Any = None
-    """Scales and offsets of groups (group_numbers.py)."""
+    """Scales and offsets of groups (packing/group_numbers.py)."""
 
     @property
     def num_outputs(self) -> int:

@@ -7,11 +7,11 @@ import torch
 from torch.nn import functional
 
 from tests.worker.quantized.random_weights import KINDS, random_weight
-from worker.cpu import grouped_packing
 from worker.cpu.cpu_proof import prove_product
-from worker.cpu.grouped_packing import CannotPack, Inputs, pack_grouped, pack_grouped_gate_up
 from worker.cpu.kernel_build import CannotBuild, build_library, find_library
 from worker.cpu.native import Kernels
+from worker.cpu.packing import grouped_packing
+from worker.cpu.packing.grouped_packing import CannotPack, Inputs, pack_grouped, pack_grouped_gate_up
 from worker.model.layer_parts import GateActivation
 from worker.quantized.grouped_weight import SIGNED_TABLE, GroupedWeight, pack_nibbles
 from worker.worker_errors import StartupError

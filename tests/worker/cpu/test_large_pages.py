@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from worker.cpu.large_pages import LargePages
+from worker.cpu.packing.large_pages import LargePages
 
 _MIB = 1 << 20
 

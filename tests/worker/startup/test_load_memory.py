@@ -23,8 +23,9 @@ from worker.checkpoint.checkpoint_files import (
     find_weights,
     loaded_bytes,
 )
-from worker.cpu import cpu_kernel_choice, large_pages
+from worker.cpu import cpu_kernel_choice
 from worker.cpu.kernel_build import CannotBuild
+from worker.cpu.packing import large_pages
 from worker.devices.device import CpuDevice
 from worker.machine import free_behind
 from worker.memory_sizes import CPU_SHARE_OF_AVAILABLE, WeightBytes

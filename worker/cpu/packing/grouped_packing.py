@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from worker.cpu.group_numbers import pack_offsets, pack_scales
-from worker.cpu.large_pages import WEIGHTS
 from worker.cpu.native import (
     COLUMNS,
     WIDEST_VECTOR,
@@ -24,6 +22,8 @@ from worker.cpu.native import (
     gate_up_order,
     pointer,
 )
+from worker.cpu.packing.group_numbers import pack_offsets, pack_scales
+from worker.cpu.packing.large_pages import WEIGHTS
 from worker.model.layer_parts import GateActivation
 from worker.quantized.grouped_weight import GroupedWeight, merged
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from worker.cpu.large_pages import WEIGHTS
 from worker.cpu.native import COLUMNS, CGroupNumbers, pointer
+from worker.cpu.packing.large_pages import WEIGHTS
 
 _HIGHEST_BYTE = 127
 

@@ -1,0 +1,4 @@
+"""Weights in the form and the memory in which the CPU kernels read them (engine process).
+
+Never: calls a kernel (native.py).
+"""
