@@ -209,6 +209,8 @@ def note_layer_begun() -> None:
 
 def note_layers_begun(num_layers: int) -> None:
     """Count the layers of a step that was recorded before, and is replayed."""
+    # Kernels add to it as well. An update that is lost is harmless: whoever watches asks whether the number
+    # has changed, and the next layer changes it again.
     _num_layers_begun.value += num_layers
 
 

@@ -13,8 +13,9 @@ from torch import Tensor, nn, randn
 
 from worker.attention.kv_cache import KVCache
 from worker.cpu.cpu_attention import CpuAttention, LayerAttention
+from worker.cpu.cpu_body import join_body
 from worker.cpu.cpu_experts import PackedExperts
-from worker.cpu.cpu_layer import CpuLayer, join_body
+from worker.cpu.cpu_layer import CpuLayer
 from worker.cpu.cpu_products import TAKEN, pack_linear
 from worker.cpu.cpu_proof import prove_product, prove_products
 from worker.cpu.native import WIDEST_VECTOR, Kernels, PackedWeight
@@ -136,8 +137,8 @@ class CpuToolkit:
                 fix="leave it out, or add --quantization int4",
             )
 
-    def replace_others(self, model: Any, max_model_len: int) -> ReplacedExperts:  # noqa: ARG002 - no tables here
-        """Pack mixtures of experts, the output layer, and codes of layers that were not fused."""
+    def replace_others(self, model: Any, max_model_len: int) -> ReplacedExperts:
+        """Pack experts, the output layer, and codes of layers that were not fused; join the layers."""
         trim_heaps()  # of the layers: the output layer takes most beside it while it is packed
         self._pack_output(model)
         done = replace_experts(
@@ -149,17 +150,17 @@ class CpuToolkit:
             if isinstance(module, QuantizedLinear) and TAKEN.include(linear := module.as_linear()):
                 weight = pack_linear(linear, self._inputs)
                 model.set_submodule(name, PackedLinear(weight, self._kernels))
-        self._join_layers(model)
+        self._join_layers(model, max_model_len)
         return done
 
     def refusing_kernels(self) -> AbstractContextManager[None]:
         """Refuse nothing: the kernels were compiled before the toolkit was made."""
         return nullcontext()
 
-    def _join_layers(self, model: Any) -> None:
+    def _join_layers(self, model: Any, max_model_len: int) -> None:
         """Let one call compute all layers and the last norm, where nothing else stands between them."""
         try:
-            join_body(model, TAKEN, self.attention_over)
+            join_body(model, TAKEN, self.attention_over, self._device, max_model_len)
         except Unrecognised as unusual:
             log.info("layers are called one by one: %s", unusual)
 

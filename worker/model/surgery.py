@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from worker.attention.dense_attention import attend_densely
 from worker.attention.interface import (
     AttentionBackend,
-    AttentionMetadata,
     AttentionOptions,
-    BlockTables,
     active,
 )
-from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
+from worker.attention.kv_cache import LayerShape
+from worker.attention.trial_step import TRIAL_TOKENS, trial_cache, trial_metadata
 from worker.devices.device import Device
 from worker.devices.visiting import staying_on
 from worker.machine import trim_heaps
+from worker.model.body import whole_body_of
 from worker.model.layer_call import AngleOrder, LayerCall, Pairing, Rotary
 from worker.model.layer_parts import TakenWeights, Unrecognised, find_mlp, find_parts
 from worker.model.layer_shards import shard_layer
@@ -39,8 +39,6 @@ from worker.model.toolkit import Toolkit
 from worker.ranks.ranks import ALONE, Ranks
 from worker.ranks.stage import Stage
 
-_NUM_TOKENS = 21
-_BLOCK_SIZE = 8
 # Small numbers pin down the epsilon of norms, which large ones hide.
 _SIZES = (1.0, 1e-2)
 _TOLERANCE = 1e-4
@@ -55,6 +53,8 @@ class Surgery:
     fused: str = "fused"
     num_layers: int = 0
     num_fused: int = 0
+    is_one_call: bool = False
+    """Whether one call computes all layers."""
     num_kept_mlps: int = 0
     """Fused layers in which the MLP's module stayed as it was."""
     reasons: Counter[str] = field(default_factory=Counter)
@@ -68,6 +68,8 @@ class Surgery:
             said += f" ({self.num_kept_mlps} but for their MLPs)"
         if self.experts.num_found:
             said += f", and the experts of {self.experts.num_replaced} of {self.experts.num_found}"
+        if self.is_one_call:
+            said += ", all by one call"
         all_reasons = self.reasons + self.experts.reasons
         reasons = "; ".join(f"{reason} ({count})" for reason, count in all_reasons.items())
         return f"{said}; as they were: {reasons}" if reasons else said
@@ -158,8 +160,13 @@ def put_kernels_under(
         done.num_fused += 1
     if ranks.stage.count > 1:
         drop_ends(model, ranks.stage)
-    done.experts = toolkit.replace_others(model, max_model_len)
+    _replace_others(model, toolkit, max_model_len, done)
     return done
+
+
+def _replace_others(model: Any, toolkit: Toolkit, max_model_len: int, done: Surgery) -> None:
+    done.experts = toolkit.replace_others(model, max_model_len)
+    done.is_one_call = whole_body_of(model) is not None
 
 
 def _fuse(layer: nn.Module, call: LayerCall, toolkit: Toolkit, ranks: Ranks) -> nn.Module:
@@ -206,8 +213,8 @@ def _record(model: Any, device: Device, last_position: int) -> dict[str, _Call]:
                 hooks.append(hook)
     try:
         with torch.inference_mode(), active(recorder), skipping_products():
-            positions = np.arange(_NUM_TOKENS) + max(0, last_position - _NUM_TOKENS + 1)
-            token_ids = np.zeros((1, _NUM_TOKENS), dtype=np.int64)
+            positions = np.arange(TRIAL_TOKENS) + max(0, last_position - TRIAL_TOKENS + 1)
+            token_ids = np.zeros((1, TRIAL_TOKENS), dtype=np.int64)
             model(
                 input_ids=device.tensor(token_ids),
                 position_ids=device.tensor(positions[None]),
@@ -288,7 +295,7 @@ def _error_of(fused: nn.Module, layer: nn.Module, call: _Call, backend: Attentio
     generator = torch.Generator().manual_seed(_SEED)
     worst = 0.0
     for scale in _SIZES:
-        hidden_1TH = torch.randn((1, _NUM_TOKENS, call.hidden_size), generator=generator) * scale
+        hidden_1TH = torch.randn((1, TRIAL_TOKENS, call.hidden_size), generator=generator) * scale
         hidden_1TH = hidden_1TH.to(next(layer.parameters()).device)
         with torch.inference_mode():
             with active(_Recorder()):
@@ -304,22 +311,8 @@ def _error_of(fused: nn.Module, layer: nn.Module, call: _Call, backend: Attentio
 
 def _private_backend(call: LayerCall, toolkit: Toolkit, device: Device) -> AttentionBackend:
     """Make a backend over a cache for one layer and one sequence, in the middle of its step."""
-    num_blocks = -(-_NUM_TOKENS // _BLOCK_SIZE)
-    layout = BlockLayout(layers={call.layer_idx: call.shape}, block_size=_BLOCK_SIZE, dtype=torch.float32)
-    memory = device.zeros((num_blocks + 1) * layout.block_numel, layout.dtype)
-    backend = toolkit.attention_over(KVCache(layout, num_blocks, memory))
-    positions = np.arange(_NUM_TOKENS)
-    blocks = np.arange(num_blocks, 0, -1)  # backwards: block tables are to be followed
-    backend.begin_step(
-        AttentionMetadata(
-            num_decodes=0,
-            query_starts=np.array([0, _NUM_TOKENS]),
-            seq_lens=np.array([_NUM_TOKENS]),
-            tables=BlockTables.of(blocks[None].astype(np.int32)),
-            token_blocks=blocks[positions // _BLOCK_SIZE],
-            token_offsets=positions % _BLOCK_SIZE,
-        )
-    )
+    backend = toolkit.attention_over(trial_cache({call.layer_idx: call.shape}, torch.float32, device))
+    backend.begin_step(trial_metadata())
     return backend
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from worker.attention.interface import AttentionBackend, LayerExecutor, active
 from worker.devices.device import Device
+from worker.model.body import body_name, whole_body_of
 from worker.steps.step_inputs import StepInputs
 
 
@@ -106,22 +107,27 @@ class ModelRunner:
     def forward(
         self, input_ids_1T: Tensor, position_ids_1T: Tensor, logits_indices_N: Tensor, executor: LayerExecutor
     ) -> Tensor:
-        """Run the model, its attention calls executed by `executor`; returns logits [N, V]."""
+        """Run the model, its attention calls executed by `executor`; returns logits [N, V].
+
+        Indices ascend, without repeats, so that as many as there are tokens are all of them in their order.
+        Where a whole body has a plain head, the model's own forward is not called, and no hooks of it run:
+        it takes as long as two layers of a small model.
+        """
         arguments: dict[str, Any] = {"use_cache": False, "return_dict": True}
         # The output layer is the largest product of a step: only wanted tokens go through it.
         if self._can_choose_logits:
             arguments["logits_to_keep"] = logits_indices_N
         with active(executor):
-            body: Any = getattr(self._model, self._body_name, None)
-            if plain_head := getattr(body, "plain_head", ()):  # cpu/cpu_layer.py
+            body = whole_body_of(self._model)
+            if body is not None and body.plain_head:
                 outputs = body(input_ids=input_ids_1T, position_ids=position_ids_1T)
-                return self._logits(outputs.hidden_TH, plain_head[0], logits_indices_N)
+                return self._logits(outputs.hidden_TH, body.plain_head[0], logits_indices_N)
             logits_1NV = self._model(input_ids=input_ids_1T, position_ids=position_ids_1T, **arguments).logits
         logits_NV: Tensor = logits_1NV[0] if self._can_choose_logits else logits_1NV[0, logits_indices_N]
         return logits_NV[:, : self._vocab_size]
 
     def _logits(self, hidden_TH: Tensor, head: nn.Module, logits_indices_N: Tensor) -> Tensor:
-        """Compute logits without the model's own forward: it takes as long as two layers of a small model."""
+        """Compute logits [N, V] of the hidden states by the output layer alone; see `forward`."""
         if logits_indices_N.shape != hidden_TH.shape[:1]:
             hidden_TH = hidden_TH[logits_indices_N]
         logits_NV: Tensor = head(hidden_TH)
@@ -138,7 +144,7 @@ class ModelRunner:
     ) -> tuple[Tensor, BodyOutputs]:
         """Run `forward` and keep the body's outputs, from which `head` computes logits of further tokens."""
         body = BodyOutputs(input_ids_1T, position_ids_1T)
-        hook = self._model.get_submodule(self._body_name).register_forward_hook(body.keep)
+        hook = self._model.get_submodule(body_name(self._model)).register_forward_hook(body.keep)
         try:
             return self.forward(input_ids_1T, position_ids_1T, logits_indices_N, executor), body
         finally:
@@ -153,8 +159,8 @@ class ModelRunner:
         """
         # The body is replaced for this call: a hook can change a module's outputs, but not skip its forward,
         # which would compute the tokens again and write their keys and values.
-        computed = self._model.get_submodule(self._body_name)
-        setattr(self._model, self._body_name, _Recorded(body.only(indices_N)))
+        computed = self._model.get_submodule(body_name(self._model))
+        setattr(self._model, body_name(self._model), _Recorded(body.only(indices_N)))
         try:
             logits_1NV: Tensor = self._model(
                 input_ids=body.input_ids_1T[:, indices_N],
@@ -163,14 +169,8 @@ class ModelRunner:
                 return_dict=True,
             ).logits
         finally:
-            setattr(self._model, self._body_name, computed)
+            setattr(self._model, body_name(self._model), computed)
         return logits_1NV[0, :, : self._vocab_size]
-
-    @property
-    def _body_name(self) -> str:
-        # Llama 4's text model keeps the prefix of the whole, which has no such part.
-        name = str(self._model.base_model_prefix)
-        return name if hasattr(self._model, name) else "model"
 
 
 class StageRunner(ModelRunner):

@@ -1,0 +1,39 @@
+"""A step of one short sequence over a small cache, by which layers and bodies are tried at load.
+
+Owns: the cache, and the description of the step.
+Never: computes it, or compares anything.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from worker.attention.interface import AttentionMetadata, BlockTables
+from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
+from worker.devices.device import Device
+
+TRIAL_TOKENS = 21
+"""More than two blocks, and not a whole number of them."""
+_BLOCK_SIZE = 8
+_NUM_BLOCKS = -(-TRIAL_TOKENS // _BLOCK_SIZE)
+
+
+def trial_cache(shapes: Mapping[int, LayerShape], dtype: torch.dtype, device: Device) -> KVCache:
+    """Make a cache for one sequence of at most TRIAL_TOKENS tokens."""
+    layout = BlockLayout(layers=dict(shapes), block_size=_BLOCK_SIZE, dtype=dtype)
+    return KVCache(layout, _NUM_BLOCKS, device.zeros((_NUM_BLOCKS + 1) * layout.block_numel, layout.dtype))
+
+
+def trial_metadata(num_tokens: int = TRIAL_TOKENS) -> AttentionMetadata:
+    """Describe the first step of a sequence. Its blocks lie backwards: block tables are to be followed."""
+    places = np.arange(num_tokens)
+    blocks = np.arange(_NUM_BLOCKS, 0, -1)
+    return AttentionMetadata(
+        num_decodes=int(num_tokens == 1),
+        query_starts=np.array([0, num_tokens]),
+        seq_lens=np.array([num_tokens]),
+        tables=BlockTables.of(blocks[None].astype(np.int32)),
+        token_blocks=blocks[places // _BLOCK_SIZE],
+        token_offsets=places % _BLOCK_SIZE,
+    )

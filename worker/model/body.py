@@ -1,0 +1,48 @@
+"""The body of a model: all but its head.
+
+Owns: where it is found, and the interface of one that computes its layers by one call.
+Never: makes one (cpu/cpu_body.py), or calls one (steps/model_runner.py).
+"""
+
+from typing import Any, Protocol, cast
+
+from torch import Tensor, nn
+
+ALONE = "whole_body"
+"""The attribute that holds the whole body of a model that is itself a body, and has no head."""
+
+
+class WholeOutputs(Protocol):
+    """Outputs of a whole body. Shapes: T tokens, H numbers of a hidden state."""
+
+    last_hidden_state: Tensor
+    """[1, T, H], behind the last norm."""
+    hidden_TH: Tensor
+    """The same numbers."""
+
+
+class WholeBody(Protocol):
+    """A body that computes all layers by one call, in the place of the model's own."""
+
+    plain_head: tuple[nn.Module, ...]
+    """The output layer, where logits are its outputs and nothing else. Empty: they come of the model's own
+    forward."""
+
+    def __call__(self, *, input_ids: Tensor, position_ids: Tensor) -> WholeOutputs:
+        """Compute tokens [1, T] in the step of the active executor."""
+
+
+def body_name(model: Any) -> str:
+    """Return the name that the body has in a model, "model" in one that is itself a body."""
+    # Llama 4's text model keeps the prefix of the whole, which has no such part.
+    name = str(model.base_model_prefix)
+    return name if hasattr(model, name) else "model"
+
+
+def whole_body_of(model: Any) -> WholeBody | None:
+    """Return the body that computes all layers by one call, if the model has one."""
+    for name in (body_name(model), ALONE):
+        body = getattr(model, name, None)
+        if hasattr(body, "plain_head"):
+            return cast("WholeBody", body)
+    return None
