@@ -9,6 +9,7 @@ Never: KV blocks or rows; a step is built as for generation (step_inputs.py).
 Shapes: T tokens, N prompts that end in this step, H hidden size, E size of the vectors.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,8 @@ from worker.steps.step_inputs import StepInputs, build_inputs
 class HiddenStates:
     """Caller of a model without its head, with the methods of ModelRunner that startup tries."""
 
-    def __init__(self, body: nn.Module) -> None:
-        self._body = body
+    def __init__(self, find_body: Callable[[], nn.Module]) -> None:
+        self._find_body = find_body  # asked in each step: kernels put another in its place
 
     @torch.inference_mode()
     def forward(
@@ -37,14 +38,14 @@ class HiddenStates:
         """Run the model, its attention calls executed by `executor`; returns hidden states [N, H]."""
         arguments: dict[str, Any] = {"use_cache": False, "return_dict": True}
         with active(executor):
-            outputs = self._body(input_ids=input_ids_1T, position_ids=position_ids_1T, **arguments)
+            outputs = self._find_body()(input_ids=input_ids_1T, position_ids=position_ids_1T, **arguments)
         hidden_NH: Tensor = outputs.last_hidden_state[0, indices_N]
         return hidden_NH
 
     @torch.inference_mode()
     def forward_alone(self, input_ids_1T: Tensor) -> Tensor:
         """Run the model by itself, with the attention that it is set to; returns hidden states [T, H]."""
-        hidden_TH: Tensor = self._body(input_ids=input_ids_1T, use_cache=False).last_hidden_state[0]
+        hidden_TH: Tensor = self._find_body()(input_ids=input_ids_1T, use_cache=False).last_hidden_state[0]
         return hidden_TH
 
 

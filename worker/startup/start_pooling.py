@@ -15,6 +15,7 @@ from scheduler.messages import PoolingTask, PromptComputation
 from worker.checkpoint.pooling_files import PoolingMode, read_recipe, score_activation
 from worker.checkpoint.task import Task
 from worker.devices.device import Device
+from worker.model.body import whole_body_of
 from worker.model.quantization import refuse_quantization
 from worker.pooling.decoder_pooling import DecoderPrompts, HiddenStates
 from worker.pooling.encoder_pooling import (
@@ -72,17 +73,21 @@ def _start_decoder(
         if not isinstance(head, nn.Linear) or head.out_features != 1:
             raise _no_single_score(loaded)
         readout = LastTokenScores(score_activation(kind.checkpoint_config), head)
-        body: Any = loaded.model.base_model
+        own_body: Any = loaded.model.base_model
     else:
         recipe = read_recipe(kind.folder, default=PoolingMode.LAST)
         loaded = _shortened(loaded, recipe.max_len)
         readout = Pooler(recipe, loaded.text_config.hidden_size, device.torch_device)
-        body = loaded.model
+        own_body = loaded.model
         if recipe.mode is not PoolingMode.LAST:
             # In chunks, a partial result would have to be kept, and swapped, with the blocks.
             prompt = PromptComputation.AT_ONCE
             loaded = _fitted_into_a_step(loaded, config)
-    ready = start_loaded(config, device, stage, loaded, HiddenStates(body))
+
+    def find_body() -> Any:
+        return whole_body_of(loaded.model) or own_body
+
+    ready = start_loaded(config, device, stage, loaded, HiddenStates(find_body))
     pooling = PoolingFacts(task=_TASKS[kind.task], num_dimensions=readout.num_dimensions, prompt=prompt)
     prompts = DecoderPrompts(ready.runner, ready.backend, ready.host_pool, readout, device)
     return replace(ready.facts, pooling=pooling), prompts

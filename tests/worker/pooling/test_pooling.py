@@ -1,5 +1,6 @@
 """Vectors and scores are those of transformers' own forward, however the prompts are batched and cut."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from scheduler.messages import (
 from tests.checkpoints import make_checkpoint
 from tests.pooling_checkpoints import ENCODERS, make_embedder, make_scorer, write_pooling_files
 from tests.worker.conftest import BLOCK_SIZE, load_worker
+from worker.cpu.cpu_attention import CpuAttention
 from worker.pooling.encoder_pooling import cut_by_length
 from worker.worker import Worker
 from worker.worker_config import ModelFacts
@@ -327,6 +329,25 @@ def test_a_decoder_with_a_head_for_one_class_scores(tmp_path: Path) -> None:
         with torch.inference_mode():
             logits = model(input_ids=torch.tensor([prompt])).logits[0]
         assert_close(ours, torch.sigmoid(logits))
+
+
+@pytest.mark.parametrize("make", [make_embedder, make_scorer])
+def test_one_call_computes_the_layers_of_a_decoder_that_pools(
+    make: Callable[[str, Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make("qwen3", tmp_path / "qwen3")
+    write_pooling_files(folder, "lasttoken")
+    pools = Pools(folder)
+    calls: list[int] = []
+    run_layers = CpuAttention.run_layers
+
+    def note(self: CpuAttention, stack: Any, *others: Any) -> None:
+        calls.append(stack.num_layers)
+        run_layers(self, stack, *others)
+
+    monkeypatch.setattr(CpuAttention, "run_layers", note)
+    pools.pool(PROMPTS)
+    assert calls == [3]
 
 
 def test_a_generating_checkpoint_embeds_only_if_it_is_asked_to(tmp_path: Path) -> None:
