@@ -19,6 +19,7 @@ from typing import Any
 from engine.core import process, rank_process
 from engine.nodes import rank_start
 from worker.cpu.cpu_layer import CpuLayer
+from worker.cpu.cpu_toolkit import CpuToolkit
 from worker.sampling.rank_samplers import FollowingSampler, LeadingSampler
 
 FAULT_FILE = "fault"
@@ -46,10 +47,11 @@ def plant(directory: Path, rank: int) -> None:
     compute = CpuLayer.forward
 
     def forward(self: Any, *arguments: Any, **others: Any) -> Any:
-        strike_at(Place.BETWEEN if self._layer_idx else Place.BEFORE)
+        strike_at(Place.BETWEEN if self.layer_idx else Place.BEFORE)
         return compute(self, *arguments, **others)
 
     CpuLayer.forward = forward  # type: ignore[method-assign]
+    CpuToolkit._join_layers = lambda *_: None  # type: ignore[method-assign]  # one call has no place between
     sampler = FollowingSampler if rank else LeadingSampler
     launch = sampler._launch
 
