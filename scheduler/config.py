@@ -160,7 +160,9 @@ class SchedulerOptions:
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be above 0, not {value}")
         most_share = self.large_crowd_prefill_share
-        if not 0 <= self.least_prefill_share <= (most_share or self.least_prefill_share) < 1:
+        if most_share is None:
+            most_share = self.least_prefill_share
+        if not 0 <= self.least_prefill_share <= most_share < 1:
             raise ValueError(
                 f"least_prefill_share ({self.least_prefill_share}) must be at least 0 and at most "
                 f"large_crowd_prefill_share ({most_share}), and both below 1"

@@ -14,6 +14,7 @@ from tests.world import small_config
         ({"priority_aging_s": 0.0}, "priority_aging_s must be above 0"),
         ({"target_itl_s": -1.0}, "target_itl_s must be above 0"),
         ({"least_prefill_share": 0.5, "large_crowd_prefill_share": 0.4}, "at most large_crowd_prefill_share"),
+        ({"least_prefill_share": 0.5, "large_crowd_prefill_share": 0.0}, "at most large_crowd_prefill_share"),
         ({"large_crowd_prefill_share": 1.0}, "both below 1"),
         ({"uncrowded_itl_s": -1.0}, "uncrowded_itl_s must be at least 0"),
         ({"num_stages": 3, "max_plans_in_flight": 2}, "max_plans_in_flight must be at least num_stages"),

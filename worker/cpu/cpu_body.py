@@ -11,8 +11,7 @@ Shapes: T tokens, P positions, R rotated numbers, H numbers of a hidden state, V
 
 import ctypes
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -27,7 +26,7 @@ from worker.cpu.cpu_attention import LayerAttention, all_and_all_again
 from worker.cpu.cpu_layer import CpuLayer, norm_struct
 from worker.cpu.native import CAngles, CNorm, CStack, pointer
 from worker.devices.device import Device
-from worker.model.body import ALONE, body_name
+from worker.model.body import body_gives, body_name, put_whole_body
 from worker.model.layer_call import Rotary
 from worker.model.layer_parts import RmsNorm, TakenWeights, Unrecognised, read_norm
 
@@ -133,17 +132,6 @@ def _stack(layers: list[Any], hidden_size: int, norm: CNorm) -> CStack:
     return stack
 
 
-class _Given(nn.Module):
-    """Stand-in for a body whose outputs are computed already."""
-
-    def __init__(self, outputs: _Outputs) -> None:
-        super().__init__()
-        self._outputs = outputs
-
-    def forward(self, *_: Any, **__: Any) -> _Outputs:
-        return self._outputs
-
-
 def join_body(
     model: Any,
     taken: TakenWeights,
@@ -155,8 +143,7 @@ def join_body(
 
     Raises Unrecognised, and changes nothing, where that computes something else, or memory runs out.
     """
-    name = body_name(model)
-    body: Any = getattr(model, name, model)
+    body: Any = getattr(model, body_name(model), model)
     if not all(hasattr(body, part) for part in _PARTS):
         raise Unrecognised("its body is made otherwise than most")
     try:
@@ -168,10 +155,10 @@ def join_body(
                 backend.begin_step(trial_metadata())
                 with active(backend):
                     outputs = _try_body(body, joined, arguments)
-            joined.plain_head = _plain_head_of(model, name, outputs, arguments)
+            joined.plain_head = _plain_head_of(model, outputs, arguments)
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, MemoryError) as error:
         raise Unrecognised(f"its body cannot be joined ({type(error).__name__})") from error
-    setattr(model, ALONE if body is model else name, joined)
+    put_whole_body(model, joined)
 
 
 def _try_body(body: Any, joined: CpuBody, arguments: dict[str, Tensor]) -> _Outputs:
@@ -192,29 +179,17 @@ def _try_body(body: Any, joined: CpuBody, arguments: dict[str, Tensor]) -> _Outp
     return outputs
 
 
-def _plain_head_of(
-    model: Any, name: str, outputs: _Outputs, arguments: dict[str, Tensor]
-) -> tuple[nn.Module, ...]:
+def _plain_head_of(model: Any, outputs: _Outputs, arguments: dict[str, Tensor]) -> tuple[nn.Module, ...]:
     """Return the output layer if the model's logits are its outputs to the bit; see WholeBody."""
     head = model.get_output_embeddings()
     if head is None:  # embedders and scorers
         return ()
-    with _body_as(model, name, _Given(outputs)):
+    with body_gives(model, outputs):
         logits_1TV = model(**arguments, use_cache=False, return_dict=True).logits
     if _are_same(head(outputs.hidden_TH), logits_1TV[0]):
         return (head,)
     log.info("the model's own forward makes its logits: they are not the outputs of its output layer")
     return ()
-
-
-@contextmanager
-def _body_as(model: Any, name: str, other: nn.Module) -> Iterator[None]:
-    body = getattr(model, name)
-    setattr(model, name, other)
-    try:
-        yield
-    finally:
-        setattr(model, name, body)
 
 
 def _are_same(a: Tensor, b: Tensor) -> bool:

@@ -1,14 +1,17 @@
 """The body of a model: all but its head.
 
-Owns: where it is found, and the interface of one that computes its layers by one call.
+Owns: where it is found and put, a stand-in for it, and the interface of one that computes its layers by one
+call.
 Never: makes one (cpu/cpu_body.py), or calls one (steps/model_runner.py).
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 
-ALONE = "whole_body"
+_BESIDE = "whole_body"
 """The attribute that holds the whole body of a model that is itself a body, and has no head."""
 
 
@@ -39,10 +42,41 @@ def body_name(model: Any) -> str:
     return name if hasattr(model, name) else "model"
 
 
+def put_whole_body(model: Any, body: nn.Module) -> None:
+    """Put a whole body in the place of the model's own, or beside the layers of a model that is a body."""
+    name = body_name(model)
+    setattr(model, name if hasattr(model, name) else _BESIDE, body)
+
+
 def whole_body_of(model: Any) -> WholeBody | None:
     """Return the body that computes all layers by one call, if the model has one."""
-    for name in (body_name(model), ALONE):
+    for name in (body_name(model), _BESIDE):
         body = getattr(model, name, None)
         if hasattr(body, "plain_head"):
             return cast("WholeBody", body)
     return None
+
+
+class _GivenOutputs(nn.Module):
+    def __init__(self, outputs: Any) -> None:
+        super().__init__()
+        self._outputs = outputs
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return self._outputs
+
+
+@contextmanager
+def body_gives(model: Any, outputs: Any) -> Iterator[None]:
+    """Let the model's own forward take `outputs` for its body's.
+
+    The body is replaced for that: a hook can change a module's outputs, but not skip its forward, which would
+    compute the tokens again and write their keys and values.
+    """
+    name = body_name(model)
+    body = getattr(model, name)
+    setattr(model, name, _GivenOutputs(outputs))
+    try:
+        yield
+    finally:
+        setattr(model, name, body)

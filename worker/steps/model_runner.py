@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from worker.attention.interface import AttentionBackend, LayerExecutor, active
 from worker.devices.device import Device
-from worker.model.body import body_name, whole_body_of
+from worker.model.body import body_gives, body_name, whole_body_of
 from worker.steps.step_inputs import StepInputs
 
 
@@ -39,17 +39,6 @@ class BodyOutputs:
         outputs = copy.copy(self._outputs)
         outputs.last_hidden_state = self._outputs.last_hidden_state[:, indices_N]
         return outputs
-
-
-class _Recorded(nn.Module):
-    """Stand-in for the body that returns recorded outputs."""
-
-    def __init__(self, outputs: Any) -> None:
-        super().__init__()
-        self._outputs = outputs
-
-    def forward(self, *_: Any, **__: Any) -> Any:
-        return self._outputs
 
 
 class _OutputLayer(nn.Module):
@@ -157,19 +146,13 @@ class ModelRunner:
         The model's own forward computes them, because several families scale or cap their logits after the
         output layer.
         """
-        # The body is replaced for this call: a hook can change a module's outputs, but not skip its forward,
-        # which would compute the tokens again and write their keys and values.
-        computed = self._model.get_submodule(body_name(self._model))
-        setattr(self._model, body_name(self._model), _Recorded(body.only(indices_N)))
-        try:
+        with body_gives(self._model, body.only(indices_N)):
             logits_1NV: Tensor = self._model(
                 input_ids=body.input_ids_1T[:, indices_N],
                 position_ids=body.position_ids_1T[:, indices_N],
                 use_cache=False,
                 return_dict=True,
             ).logits
-        finally:
-            setattr(self._model, body_name(self._model), computed)
         return logits_1NV[0, :, : self._vocab_size]
 
 

@@ -40,8 +40,8 @@ struct GroupNumbers {
 // A weight as codes with scales of groups of inputs: of output n and input k it is
 // number(code[n, k]) * scales[n, k / group_size] - offsets[n, k / group_size].
 //
-// Codes are packed for what they are multiplied by, see grouped_packing.py. Nibbles stand for the 16 numbers of
-// `table`, int8 and float8 (e4m3) for themselves.
+// Codes are packed for what they are multiplied by, see packing/grouped_packing.py. Nibbles stand for the 16
+// numbers of `table`, int8 and float8 (e4m3) for themselves.
 struct GroupedCodes {
   const uint8_t* data;  // null: the weight has no codes
   CodeKind kind;

@@ -194,6 +194,8 @@ void multiply_plain_or_whole(const Product<Bf16>& product, int64_t begin, int64_
 
 }  // namespace tokenyard::amx
 
+#pragma GCC pop_options
+
 namespace tokenyard {
 const AllKernels* amx_kernels() {
   static const bool can = avx512_kernels() != nullptr && amx::has_tiles();

@@ -6,6 +6,7 @@
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #include <immintrin.h>
 
+#pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c")
 namespace tokenyard::avx2 {
 #include "simd.h"
@@ -13,9 +14,11 @@ namespace tokenyard::avx2 {
 #include "kernels_impl.h"
 }  // namespace tokenyard::avx2
 
+#pragma GCC pop_options
+
 namespace tokenyard {
 const AllKernels* avx2_kernels() {
-  static const AllKernels all = {"avx2", avx2::kernels_of<Bf16>(), avx2::kernels_of<float>()};
+  static constexpr AllKernels all = {"avx2", avx2::kernels_of<Bf16>(), avx2::kernels_of<float>()};
   const bool can = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   return can ? &all : nullptr;
 }

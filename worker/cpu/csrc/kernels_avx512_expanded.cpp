@@ -6,12 +6,11 @@
 #define TOKENYARD_EXPANDED
 #define TOKENYARD_AVX512 avx512_expanded
 #include "avx512_impl.h"
+#pragma GCC pop_options
 
 namespace tokenyard {
-Kernels<float> avx512_float_kernels();
-
 const AllKernels* avx512_expanded_kernels() {
-  static const AllKernels all = {"avx512-expanded", avx512_expanded::kernels_of<Bf16>(), avx512_float_kernels()};
+  static const AllKernels all = {"avx512-expanded", avx512_expanded::kernels_of<Bf16>(), avx512_float_kernels};
   return avx512_kernels() == nullptr ? nullptr : &all;
 }
 }  // namespace tokenyard

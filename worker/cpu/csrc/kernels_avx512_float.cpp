@@ -3,8 +3,9 @@
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #include "avx512_impl.h"
+#pragma GCC pop_options
 
 namespace tokenyard {
-Kernels<float> avx512_float_kernels() { return avx512::kernels_of<float>(); }
+constinit const Kernels<float> avx512_float_kernels = avx512::kernels_of<float>();
 }  // namespace tokenyard
 #endif

@@ -11,7 +11,7 @@ namespace tokenyard::plain {
 
 namespace tokenyard {
 const AllKernels* plain_kernels() {
-  static const AllKernels all = {"plain", plain::kernels_of<Bf16>(), plain::kernels_of<float>()};
+  static constexpr AllKernels all = {"plain", plain::kernels_of<Bf16>(), plain::kernels_of<float>()};
   return &all;
 }
 }  // namespace tokenyard

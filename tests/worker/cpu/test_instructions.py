@@ -1,0 +1,57 @@
+"""The library runs on processors that lack most of what it has kernels for."""
+
+import re
+import shutil
+import subprocess
+from collections import defaultdict
+from contextlib import suppress
+
+import pytest
+
+from worker.cpu.kernel_build import CannotBuild, build_library, find_library
+from worker.cpu.native import Kernels
+
+FAMILIES = {"zmm": ("avx512", "avx512_expanded", "amx"), "ymm": ("avx2",)}
+"""Registers, and the namespaces of kernels that alone may name them, or any that stand before."""
+
+
+@pytest.fixture(scope="module")
+def library():
+    try:
+        return find_library() or build_library()
+    except CannotBuild as error:
+        pytest.skip(str(error))
+
+
+def vector_functions(library):
+    """Return the names of functions that have instructions which not every x86-64 processor has."""
+    tool = shutil.which("objdump")
+    if tool is None:
+        pytest.skip("there is no objdump")
+    command = [tool, "--disassemble", "--demangle", "--no-show-raw-insn", str(library)]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = defaultdict(set)
+    name = ""
+    for line in listing.splitlines():
+        if begun := re.match(r"[0-9a-f]+ <(.*)>:$", line):
+            name = begun[1]
+        elif "%zmm" in line or re.search(r"%k[1-7]", line):
+            found["zmm"].add(name)
+        elif "%ymm" in line or re.search(r":\s+v[a-z]", line):
+            found["ymm"].add(name)
+    return found
+
+
+def test_only_kernels_have_instructions_that_some_processors_lack(library):
+    found, allowed = vector_functions(library), ()
+    for registers, namespaces in FAMILIES.items():
+        allowed = (*allowed, *namespaces)
+        own = re.compile(rf"tokenyard::({'|'.join(allowed)})::")
+        assert [name for name in found[registers] if not own.search(name)] == []
+
+
+def test_a_processor_is_asked_for_its_instructions_without_any_of_them(library):
+    """Every set may be asked for on every processor: it opens, or says that it is not there."""
+    for name in ("", "avx512-bf16", "avx512-expanded", "amx", "avx2", "plain"):
+        with suppress(ValueError):
+            Kernels(library, 1, name)
