@@ -53,8 +53,10 @@ inline void quantize_runs(const T* input, const Product<T>& product, const Prepa
 
 // Four inputs of each column are four bytes of a lane, and inputs are bytes that `quantize_runs` made.
 struct ByteColumns {
-  static constexpr bool kIsDecoded = false;
+  static constexpr bool kIsDecoded = false, kHasPanels = false;
   using Input = uint8_t;
+  template <int M>
+  using Rows = RowsInPlace<uint8_t>;
   using Sum = Ints;
   using Vector = Words;
   static constexpr int kInputs = 4, kSteps = 1;
@@ -78,9 +80,11 @@ struct ByteColumns {
 
   static void add(Sum& total, const uint8_t* four, int, Words columns) {
 #if defined(TOKENYARD_BYTE_DOT)
-    int32_t value;
-    __builtin_memcpy(&value, four, sizeof value);
-    total = (Ints)_mm512_dpbusd_epi32((__m512i)total, (__m512i)columns, _mm512_set1_epi32(value));
+    total = (Ints)_mm512_dpbusd_epi32((__m512i)total, (__m512i)columns, _mm512_set1_epi32(four_of(four)));
+#elif TOKENYARD_LANES == 8
+    // Tables are of numbers up to 127: the sum of two products has room in 16 bits.
+    const __m256i pairs = _mm256_maddubs_epi16((__m256i)columns, _mm256_set1_epi32(four_of(four)));
+    total += (Ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 #else
     for (int i = 0; i < 4; ++i) total += (Ints)(columns >> (8 * i) & 255) * static_cast<int32_t>(static_cast<int8_t>(four[i]));
 #endif
@@ -88,7 +92,12 @@ struct ByteColumns {
 };
 
 struct ByteNibbles : ByteColumns {
+  static constexpr bool kHasPanels = true;
+#if TOKENYARD_LANES == 8
+  static constexpr int kDirectRows = 3 * kTileRows;  // decoding is two instructions for as many as three products are
+#else
   static constexpr int kSharingTileRows = 4;  // more leave no registers to look up in
+#endif
   static constexpr int64_t kBytesPerInput = kColumns / 2;
 #if defined(TOKENYARD_BYTE_DOT)
   explicit ByteNibbles(const GroupedCodes& codes)
@@ -102,6 +111,24 @@ struct ByteNibbles : ByteColumns {
   }
 
   __m512i table;
+#elif TOKENYARD_LANES == 8
+  explicit ByteNibbles(const GroupedCodes& codes)
+      : table(_mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes.lookup)))) {
+    int highest = 1;
+    for (int i = 0; i < 16; ++i) highest = codes.lookup[i] > highest ? codes.lookup[i] : highest;
+    inputs_at_once = 4 * (INT16_MAX / (2 * 127 * highest));
+  }
+
+  void read(const uint8_t* data, Words (*columns)[kParts]) const {
+    for (int quarter = 0; quarter < 2; ++quarter) {
+      const __m256i raw = load_bits(data + 32 * quarter), lower = _mm256_set1_epi8(15);
+      columns[0][quarter] = (Words)_mm256_shuffle_epi8(table, _mm256_and_si256(raw, lower));
+      columns[0][2 + quarter] = (Words)_mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(raw, 4), lower));
+    }
+  }
+
+  __m256i table;
+  int64_t inputs_at_once;  // whose products have room in 16 bits, two of each four summed
 #else
   explicit ByteNibbles(const GroupedCodes& codes) : table(codes.lookup) {}
 
@@ -118,6 +145,48 @@ struct ByteNibbles : ByteColumns {
 #endif
 };
 
+struct DecodedBytes : ByteColumns {
+  static constexpr bool kIsDecoded = true;
+  static constexpr int64_t kBytesPerInput = kColumns;
+
+  void read(const uint8_t* data, Words (*columns)[kParts]) const {
+    for (int part = 0; part < kParts; ++part) __builtin_memcpy(&columns[0][part], data + 4 * part * kV, sizeof(Words));
+  }
+};
+
+#if TOKENYARD_LANES == 8
+// Numbers of 8 bits: two products of them have no room in 16 bits. Inputs 0 and 2 of the four are words, then 1 and 3.
+struct WordColumns : ByteColumns {
+  static constexpr int kSteps = 2;
+  static void add(Sum& total, const uint8_t* four, int step, Words columns) {
+    const __m256i inputs = _mm256_set1_epi32(four_of(four));
+    const __m256i words = _mm256_srai_epi16(step == 0 ? _mm256_slli_epi16(inputs, 8) : inputs, 8);
+    total += (Ints)_mm256_madd_epi16((__m256i)columns, words);
+  }
+};
+
+struct ByteBytes : WordColumns {
+  static constexpr int64_t kBytesPerInput = kColumns;
+  explicit ByteBytes(const GroupedCodes&) {}
+
+  void read(const uint8_t* data, Words (*columns)[kParts]) const {
+    for (int part = 0; part < kParts; ++part) {
+      const __m256i raw = load_bits(data + 4 * part * kV);
+      columns[0][part] = (Words)raw & 0x00ff00ffu;
+      columns[1][part] = (Words)_mm256_srli_epi16(raw, 8);
+    }
+  }
+};
+
+struct DecodedWords : WordColumns {
+  static constexpr bool kIsDecoded = true;
+  static constexpr int64_t kBytesPerInput = kColumns * sizeof(uint16_t);
+
+  void read(const uint8_t* data, Words (*columns)[kParts]) const {
+    for (int i = 0; i < 2 * kParts; ++i) columns[i / kParts][i % kParts] = (Words)load_bits(data + 4 * i * kV);
+  }
+};
+#else
 struct ByteBytes : ByteColumns {
   static constexpr int64_t kBytesPerInput = kColumns;
   explicit ByteBytes(const GroupedCodes&) {}
@@ -127,11 +196,5 @@ struct ByteBytes : ByteColumns {
   }
 };
 
-struct DecodedBytes : ByteColumns {
-  static constexpr bool kIsDecoded = true;
-  static constexpr int64_t kBytesPerInput = kColumns;
-
-  void read(const uint8_t* data, Words (*columns)[kParts]) const {
-    for (int part = 0; part < kParts; ++part) __builtin_memcpy(&columns[0][part], data + 4 * part * kV, sizeof(Words));
-  }
-};
+using DecodedWords = DecodedBytes;
+#endif

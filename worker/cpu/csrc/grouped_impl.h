@@ -20,12 +20,22 @@ constexpr int scaled_blocks_at_once(int num_rows) {
   return blocks_at_once(num_rows);
 }
 
+// Rows of a run that are read where they lie, `stride` numbers apart.
+template <typename T>
+struct RowsInPlace {
+  RowsInPlace(const T* from, int64_t num_inputs, int64_t) : first(from), stride(num_inputs) {}
+  const T* first;
+  int64_t stride;
+};
+
 // Inputs as they are: a run's sum begins at 0, and is what it is.
 template <typename T>
 struct PlainInputs {
-  static constexpr bool kIsDecoded = false;
+  static constexpr bool kIsDecoded = false, kHasPanels = true;
   static constexpr int kSharingTileRows = kScaledTileRows;  // of which several tiles decode for themselves
   using Input = T;
+  template <int M>
+  using Rows = RowsInPlace<T>;
   using Sum = Floats;
   static const T* rows(const Product<T>& product) { return product.input; }
   static Sum begin(const Product<T>&, int64_t) { return Sum{}; }
@@ -34,96 +44,7 @@ struct PlainInputs {
   static void finish(const Product<T>&, int64_t, Floats*) {}
 };
 
-// Columns as floats, for any instruction set and dtype: four inputs are four vectors a part.
-template <typename T>
-struct FloatColumns : PlainInputs<T> {
-  using Vector = Floats;
-  static constexpr int kInputs = 4, kSteps = 4;  // inputs that are read at once, and vectors that they are
-  static constexpr int kStraightInputs = kInputs;  // of a run: they have no loop
-  // One where there are products of bf16: models in float32 are for trials there, and each row takes long to compile.
-#if defined(TOKENYARD_BF16_DOT)
-  static constexpr int kDirectRows = 1;
-#else
-  static constexpr int kDirectRows = kTileRows < 4 ? kTileRows : 4;
-#endif
-  static void add(Floats& total, const T* x, int step, Vector columns) { total = fused(splat(load_one(x + step)), columns, total); }
-};
-
-inline Floats lookup(const float* table, Words codes) {
-#if TOKENYARD_LANES == 16
-  return __builtin_shuffle(load(table), (Ints)codes);
-#elif TOKENYARD_LANES == 8
-  return __builtin_shuffle(load(table), load(table + kV), (Ints)codes);
-#else
-  Floats found;
-  for (int lane = 0; lane < kV; ++lane) found[lane] = table[codes[lane]];
-  return found;
-#endif
-}
-
-template <typename T>
-struct FloatNibbles : FloatColumns<T> {
-  static constexpr int64_t kBytesPerInput = kColumns / 2;
-  explicit FloatNibbles(const GroupedCodes& codes) : table(codes.table) {}
-
-  void read(const uint8_t* data, Floats (*columns)[kParts]) const {
-    for (int part = 0; part < kParts; ++part) {
-      const int half = part * kV / 16, first = part * kV % 16;
-      Words raw;
-      __builtin_memcpy(&raw, data + 4 * first, sizeof raw);
-      for (int step = 0; step < 4; ++step) {
-        columns[step][part] = lookup(table, raw >> (16 * (step % 2) + 4 * (step / 2 * 2 + half)) & 15);
-      }
-    }
-  }
-
-  const float* table;
-};
-
-inline Floats number_of_int8(Words code) { return __builtin_convertvector((Ints)(code << 24) >> 24, Floats); }
-
-// Of 4 bits of exponent and 3 of mantissa. A float of the same bits, its exponent moved, is right unless the code
-// is subnormal; then it is 2^-7 plus half of the number.
-inline Floats number_of_float8(Words code) {
-  const Words size = code & 0x7f;
-  const Floats moved = (Floats)((size << 20) + 0x3c000000u);
-  const Floats positive = size < 8 ? 2.0f * (moved - 0.0078125f) : moved;
-  return (Floats)((Words)positive | (code & 0x80) << 24);
-}
-
-template <typename T, CodeKind kKind>
-struct FloatBytes : FloatColumns<T> {
-  static constexpr int64_t kBytesPerInput = kColumns;
-  explicit FloatBytes(const GroupedCodes&) {}
-
-  void read(const uint8_t* data, Floats (*columns)[kParts]) const {
-    for (int two = 0; two < 2; ++two, data += 2 * kColumns) {
-      for (int part = 0; part < kParts; ++part) {
-        const int half = part * kV / 16, first = part * kV % 16;
-        Halves raw;  // both inputs of a column
-        for (int i = 0; i < kV / 4; ++i) {
-          __builtin_memcpy(reinterpret_cast<uint8_t*>(&raw) + 8 * i, data + (first / 4 + i) * 16 + half * 8, 8);
-        }
-        const Words codes = __builtin_convertvector(raw, Words);
-        columns[2 * two][part] = number(codes & 255);
-        columns[2 * two + 1][part] = number(codes >> 8);
-      }
-    }
-  }
-
-  static Floats number(Words code) { return kKind == CodeKind::kInt8 ? number_of_int8(code) : number_of_float8(code); }
-};
-
-template <typename T>
-struct DecodedFloats : FloatColumns<T> {
-  static constexpr bool kIsDecoded = true;
-  static constexpr int64_t kBytesPerInput = kColumns * sizeof(float);
-
-  void read(const uint8_t* data, Floats (*columns)[kParts]) const {
-    for (int i = 0; i < 4 * kParts; ++i) columns[i / kParts][i % kParts] = load(reinterpret_cast<const float*>(data) + i * kV);
-  }
-};
-
+#include "grouped_floats_impl.h"
 
 #if defined(TOKENYARD_BF16_DOT)
 // Columns as pairs of bf16: four inputs are two vectors a part.
@@ -190,6 +111,13 @@ struct DecodedPairs : PairColumns {
 #endif
 
 #include "grouped_runs_impl.h"
+
+#include "grouped_bytes_impl.h"
+
+#if TOKENYARD_LANES == 8
+#include "grouped_panels_impl.h"
+#endif
+
 
 // Bytes that come later are on their way: they cross pages, and pages stop a processor that reads ahead by itself.
 template <int kBytes>
@@ -270,7 +198,8 @@ template <int M, int B, class Codes, class Runs, typename T>
 #pragma GCC unroll 32
       for (int part = 0; part < kAll; ++part) sums[m][part] = start;
     }
-    sum_run<M, B>(codes, data, stride, Codes::rows(product) + row * num_inputs + run.first, num_inputs, run.size, sums);
+    const typename Codes::template Rows<M> rows(Codes::rows(product) + row * num_inputs + run.first, num_inputs, run.size);
+    sum_run<M, B>(codes, data, stride, rows.first, rows.stride, run.size, sums);
 #pragma GCC unroll 12
     for (int m = 0; m < M; ++m) {
       const auto zero = Codes::zero(product, first + m);
@@ -401,17 +330,18 @@ inline void multiply_codes(const Product<T>& product, int64_t begin, int64_t end
       return;
     }
   }
+#if TOKENYARD_LANES == 8
+  if constexpr (Codes::kHasPanels) return multiply_codes_in_panels(product, codes, begin, end);
+#endif
   for (; begin < end; ++begin) multiply_many_grouped_rows<Codes, Decoded, true>(product, codes, begin);
 }
-
-#include "grouped_bytes_impl.h"
 
 template <typename T>
 inline void multiply_grouped(const Product<T>& product, int64_t begin, int64_t end) {
   const GroupedCodes& grouped = product.weight.grouped;
   if (grouped.takes_bytes) {
     if (grouped.kind == CodeKind::kNibbles) return multiply_codes<ByteNibbles, DecodedBytes>(product, begin, end);
-    return multiply_codes<ByteBytes, DecodedBytes>(product, begin, end);
+    return multiply_codes<ByteBytes, DecodedWords>(product, begin, end);
   }
 #if defined(TOKENYARD_BF16_DOT)
   if constexpr (sizeof(T) == sizeof(Bf16)) {

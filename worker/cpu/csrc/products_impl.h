@@ -96,9 +96,15 @@ inline void multiply_tile(const uint8_t* x, int64_t num_inputs, const int8_t* we
       __builtin_memcpy(&columns, weight + part / kParts * stride + part % kParts * 4 * kV, sizeof columns);
       for (int m = 0; m < M; ++m) {
 #if defined(TOKENYARD_BYTE_DOT)
-        int32_t four;
-        __builtin_memcpy(&four, x + m * num_inputs + k, sizeof four);
-        total[m][part] = (Ints)_mm512_dpbusd_epi32((__m512i)total[m][part], _mm512_set1_epi32(four), (__m512i)columns);
+        const __m512i four = _mm512_set1_epi32(four_of(x + m * num_inputs + k));
+        total[m][part] = (Ints)_mm512_dpbusd_epi32((__m512i)total[m][part], four, (__m512i)columns);
+#elif TOKENYARD_LANES == 8
+        // Two products of a byte with a sign and one without have no room in 16 bits.
+        const __m256i four = _mm256_set1_epi32(four_of(x + m * num_inputs + k));
+        const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16((__m256i)columns, 8), 8);
+        const __m256i odd = _mm256_srai_epi16((__m256i)columns, 8);
+        total[m][part] += (Ints)_mm256_madd_epi16(even, _mm256_and_si256(four, _mm256_set1_epi16(255)));
+        total[m][part] += (Ints)_mm256_madd_epi16(odd, _mm256_srli_epi16(four, 8));
 #else
         const uint8_t* four = x + m * num_inputs + k;
         for (int i = 0; i < 4; ++i) total[m][part] += (columns << (24 - 8 * i) >> 24) * static_cast<int32_t>(four[i]);
@@ -233,11 +239,18 @@ inline void multiply_last_rows(const Product<T>& product, int64_t row, int64_t b
   }
 }
 
+#if TOKENYARD_LANES == 8
+#include "panels_impl.h"
+#endif
+
 #include "grouped_impl.h"
 
 template <typename T>
 void multiply(const Product<T>& product, int64_t begin, int64_t end) {
   if (product.weight.grouped.data != nullptr) return multiply_grouped(product, begin, end);
+#if TOKENYARD_LANES == 8
+  if (product.weight.bytes == nullptr && product.num_rows > kTileRows) return multiply_in_panels(product, begin, end);
+#endif
   if (product.num_rows < kTileRows) return multiply_last_rows<kTileRows - 1>(product, 0, begin, end);
   // Block by block: it stays in a near cache until the last row has read it.
   for (int64_t block = begin; block < end; ++block) {

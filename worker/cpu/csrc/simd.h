@@ -62,6 +62,16 @@ inline Floats load_half(const uint16_t* from) {
 }
 #endif
 
+#if TOKENYARD_LANES == 8
+inline __m256i load_bits(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
+#endif
+
+inline int32_t four_of(const uint8_t* bytes) {
+  int32_t four;
+  __builtin_memcpy(&four, bytes, sizeof four);
+  return four;
+}
+
 inline Floats load_bytes(const int8_t* from) {
   Bytes raw;
   __builtin_memcpy(&raw, from, sizeof raw);

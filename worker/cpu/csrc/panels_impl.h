@@ -1,0 +1,161 @@
+// Products of many rows where registers are few: columns become floats in the nearest cache, half a block at a time,
+// so that six rows share the load of two vectors.
+//
+// Included by products_impl.h for instruction sets with vectors of eight. Each output is summed as it is for few rows.
+
+constexpr int kPanelRows = 96;  // that share columns
+constexpr int kPanelTile = 6;   // rows whose sums with half a block have registers
+constexpr int kHalfParts = kParts / 2;
+constexpr int64_t kPanelInputs = kRunInputs;
+constexpr int64_t kDenseInputs = 128;  // at once: their panel leaves room in the nearest cache
+
+using HalfBlock = float[kColumns / 2];
+
+struct Panel {
+  alignas(64) HalfBlock columns[2][kPanelInputs];
+  alignas(64) float rows[kPanelRows][kPanelInputs];
+  Floats totals[kPanelRows][kParts];
+};
+
+// Too large for the stacks that some systems give to threads. Not inline: the linker would make one of all libraries'.
+[[gnu::noinline]] static Panel& own_panel() {
+  thread_local Panel panel;
+  return panel;
+}
+
+// Rows of some inputs as floats.
+struct PanelRows {
+  const float* first;
+  int64_t stride;
+};
+
+inline PanelRows rows_of_panel(Panel&, const float* x, int64_t num_inputs, int64_t, int64_t) { return {x, num_inputs}; }
+
+inline PanelRows rows_of_panel(Panel& panel, const Bf16* x, int64_t num_inputs, int64_t num_rows, int64_t size) {
+  for (int64_t row = 0; row < num_rows; ++row) {
+    for (int64_t k = 0; k < size; k += kV) store(panel.rows[row] + k, load(x + row * num_inputs + k));
+  }
+  return {panel.rows[0], kPanelInputs};
+}
+
+inline void put_in_panel(Panel& panel, int64_t k, const Floats* parts) {
+  for (int part = 0; part < kParts; ++part) store(panel.columns[part / kHalfParts][k] + part % kHalfParts * kV, parts[part]);
+}
+
+inline void fill_panel(Panel& panel, const float* weight, int64_t size) {
+  for (int64_t k = 0; k < size; ++k, weight += kColumns) {
+    Floats parts[kParts];
+    for (int part = 0; part < kParts; ++part) parts[part] = load(weight + part * kV);
+    put_in_panel(panel, k, parts);
+  }
+}
+
+inline void fill_panel(Panel& panel, const Bf16* weight, int64_t size) {
+  for (int64_t k = 0; k < size; k += 2, weight += 2 * kColumns) {
+    Floats even[kParts], odd[kParts];
+    for (int part = 0; part < kParts; ++part) {
+      const Words pairs = (Words)load_bits(weight + part * 2 * kV);
+      even[part] = (Floats)(pairs << 16), odd[part] = (Floats)(pairs & 0xffff0000u);
+    }
+    put_in_panel(panel, k, even);
+    put_in_panel(panel, k + 1, odd);
+  }
+}
+
+// Sums of the next row are begun after those of this one: all products at once would leave no registers for sums.
+template <typename V>
+inline void keep_in_registers(V& a, V& b) {
+  asm volatile("" : "+x"(a), "+x"(b));
+}
+
+// Adds some inputs of M rows times half a block to their sums, in the order of K.
+template <int M>
+inline void add_products(const float* x, int64_t stride, const HalfBlock* columns, int64_t size,
+                         Floats (*sums)[kHalfParts]) {
+  Floats here[M][kHalfParts];
+#pragma GCC unroll 6
+  for (int m = 0; m < M; ++m) here[m][0] = sums[m][0], here[m][1] = sums[m][1];
+  for (int64_t k = 0; k < size; ++k) {
+    const Floats a = load(columns[k]), b = load(columns[k] + kV);
+#pragma GCC unroll 6
+    for (int m = 0; m < M; ++m) {
+      const Floats value = splat(x[m * stride + k]);
+      here[m][0] = fused(value, a, here[m][0]);
+      here[m][1] = fused(value, b, here[m][1]);
+    }
+  }
+#pragma GCC unroll 6
+  for (int m = 0; m < M; ++m) sums[m][0] = here[m][0], sums[m][1] = here[m][1];
+}
+
+// Calls `work` with each tile's rows and first row. Tiles are as equal as can be: two of four, not one of six and two.
+template <int M, class Work>
+inline void call_with_rows(int64_t num_rows, const Work& work) {
+  if constexpr (M > 1) {
+    if (num_rows < M) return call_with_rows<M - 1>(num_rows, work);
+  }
+  work.template operator()<M>();
+}
+
+// `next` is what the panel after this is made of. It is on its way while these are multiplied: a share for each tile,
+// since all at once would have to wait for one another.
+template <class Work>
+inline void for_tiles(int64_t num_rows, const char* next, int64_t num_bytes, const Work& work) {
+  const int64_t num_tiles = (num_rows + kPanelTile - 1) / kPanelTile, all = 2 * num_tiles;
+  for (int64_t i = 0; i < all; ++i) {
+    for (int64_t line = num_bytes * i / all / 64; line < num_bytes * (i + 1) / all / 64; ++line) {
+      __builtin_prefetch(next + 64 * line, 0, 2);
+    }
+    const int half = i < num_tiles ? 0 : 1;
+    const int64_t tile = i % num_tiles, row = num_rows * tile / num_tiles;
+    call_with_rows<kPanelTile>(num_rows * (tile + 1) / num_tiles - row,
+                               [&]<int M>() { work.template operator()<M>(half, row); });
+  }
+}
+
+// Calls `work` for every block with each of the passes that its rows are cut into, and finishes what it has summed.
+template <typename T, class Finish, class Work>
+inline void for_panels(const Product<T>& product, int64_t begin, int64_t end, const Finish& finish, const Work& work) {
+  Panel& panel = own_panel();
+  const int64_t num_passes = (product.num_rows + kPanelRows - 1) / kPanelRows;
+  for (int64_t block = begin; block < end; ++block) {
+    for (int64_t pass = 0; pass < num_passes; ++pass) {
+      const int64_t first = product.num_rows * pass / num_passes;
+      const int64_t num_rows = product.num_rows * (pass + 1) / num_passes - first;
+      for (int64_t row = 0; row < num_rows; ++row) {
+        fetch_updates<1, 1>(product, first + row, block);
+        for (int part = 0; part < kParts; ++part) panel.totals[row][part] = Floats{};
+      }
+      work(panel, block, first, num_rows);
+      for (int64_t row = 0; row < num_rows; ++row) {
+        finish(first + row, panel.totals[row]);
+        finish_row(product, first + row, block, panel.totals[row]);
+      }
+    }
+  }
+}
+
+template <typename T>
+void multiply_in_panels(const Product<T>& product, int64_t begin, int64_t end) {
+  const int64_t num_inputs = product.weight.num_inputs;
+  const auto finish = [](int64_t, Floats*) {};
+  for_panels(product, begin, end, finish, [&](Panel& panel, int64_t block, int64_t first_row, int64_t num_rows) {
+    for (int64_t first = 0; first < num_inputs; first += kDenseInputs) {
+      const int64_t left = num_inputs - first, size = left < kDenseInputs ? left : kDenseInputs;
+      const T* const weight = product.weight.data + (block * num_inputs + first) * kColumns;
+      fill_panel(panel, weight, size);
+      const PanelRows rows = rows_of_panel(panel, product.input + first_row * num_inputs + first, num_inputs, num_rows, size);
+      const char* next = reinterpret_cast<const char*>(weight + size * kColumns);
+      for_tiles(num_rows, next, size * kColumns * static_cast<int64_t>(sizeof(T)), [&]<int M>(int half, int64_t row) {
+        Floats sums[M][kHalfParts];
+        for (int m = 0; m < M; ++m) {
+          for (int i = 0; i < kHalfParts; ++i) sums[m][i] = panel.totals[row + m][half * kHalfParts + i];
+        }
+        add_products<M>(rows.first + row * rows.stride, rows.stride, panel.columns[half], size, sums);
+        for (int m = 0; m < M; ++m) {
+          for (int i = 0; i < kHalfParts; ++i) panel.totals[row + m][half * kHalfParts + i] = sums[m][i];
+        }
+      });
+    }
+  });
+}
