@@ -29,10 +29,14 @@ inline Floats load(const float* from) {
   return value;
 }
 
-#if TOKENYARD_LANES == 16
 // A compiler makes halves of what it converts by itself.
+#if TOKENYARD_LANES == 16
 inline Floats load(const Bf16* from) {
   return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))), 16);
+}
+#elif TOKENYARD_LANES == 8
+inline Floats load(const Bf16* from) {
+  return (Floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))), 16);
 }
 #else
 inline Floats load(const Bf16* from) {
@@ -73,9 +77,13 @@ inline int32_t four_of(const uint8_t* bytes) {
 }
 
 inline Floats load_bytes(const int8_t* from) {
+#if TOKENYARD_LANES == 8
+  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#else
   Bytes raw;
   __builtin_memcpy(&raw, from, sizeof raw);
   return __builtin_convertvector(__builtin_convertvector(raw, Ints), Floats);
+#endif
 }
 
 inline void store(float* to, Floats value) { __builtin_memcpy(to, &value, sizeof value); }

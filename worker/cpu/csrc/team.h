@@ -79,8 +79,9 @@ class Team {
   static constexpr int64_t kPiecesPerThread = 8;
   // Some tens of microseconds: about as long as sleeping and being woken takes.
   static constexpr int kSpins = 2000;
-  // A helper that has waited for so many turns of other programs leaves the round.
-  static constexpr int kMostTurns = 2000;
+  // A helper that has waited for so many turns of other programs leaves the round: for longer than the largest piece of
+  // a prompt takes, or it would leave the rest of a layer to the others each time that it was done first.
+  static constexpr int kMostTurns = 100000;
 
   // Round in the upper half, pieces left in the lower: one word, so that nobody takes a piece of another round.
   struct alignas(64) Counter {
