@@ -132,8 +132,8 @@ class SchedulerOptions:
     thirds of the target, without headroom. Also once a prompt that is being computed, or is the first in the
     queue, has waited for `prefill_patience_s`."""
     large_crowd_prefill_share: float | None = None
-    """The same once fourteen sequences run and wait. `least_prefill_share` holds up to seven; between, the
-    share grows in proportion. None: it does not grow."""
+    """The same once twelve sequences run and wait. `least_prefill_share` holds up to eight; between, the
+    share grows in proportion. Cut where it makes steps too long (step/budget.py). None: it does not grow."""
     prefill_patience_s: float = 0.0
     """Before that, prefill gets a part of its share in proportion to the wait. 0: all of it at once."""
     max_prefill_tokens: int | None = 0

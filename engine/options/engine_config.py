@@ -63,7 +63,7 @@ _MOST_PLANS_IN_FLIGHT = 2
 # Without a target of the operator's: where decodes alone take two thirds of ours, prompts get as much time as
 # they, or more in a large crowd, or else first tokens would come late; and so they do after a wait that a
 # reader minds.
-_DEFAULT_PREFILL_SHARE, _LARGE_CROWD_PREFILL_SHARE = 0.5, 0.6
+_DEFAULT_PREFILL_SHARE, _LARGE_CROWD_PREFILL_SHARE = 0.5, 0.85
 _DEFAULT_PREFILL_PATIENCE_S = 4.0
 
 # Ten levels of priority have grown old within half of the default time limit of a request.

@@ -198,7 +198,7 @@ class Options(SpeculationOptions):
         "Target for the time between two tokens of a running request; prefill gets the rest of each step. "
         "Shorter makes streams smoother and first tokens later. 0 is no target.",
         open_default="70ms on a CPU for models without experts, there 500ms while fewer than seven sequences "
-        "run and wait; else 200ms; half of each step to prefill, and up to 60% while more than seven run and "
+        "run and wait; else 200ms; half of each step to prefill, and up to 85% while more than eight run and "
         "wait, where decodes alone take two thirds of it, or after a wait of 4s",
         default=None,
     )

@@ -23,9 +23,12 @@ _MOST_FOR_DECODES = 2 / 3
 # others wait once, for as long as it takes; one that is cut has its first token later by a decode step for
 # each chunk. Both grow with its length: so the number of others decides.
 _SMALLEST_CROWD = 7
-# From so many on prefill gets its share of a large crowd, whose queue grows where decodes take half of each
-# step.
-_LARGE_CROWD = 2 * _SMALLEST_CROWD
+# Beyond so many the share of prefill grows, and from so many on it is that of a large crowd: where decodes
+# take half of each step, the queue of such a crowd grows.
+_GROWING_CROWD, _LARGE_CROWD = 8, 12
+# The share of a large crowd is cut so that a step takes this at most, but not below this part of the step:
+# decodes of a slow machine would take four times as long and more.
+_LONGEST_OF_CROWD_S, _UNCUT_PREFILL_SHARE = 0.6, 0.6
 
 # Part of the prefill of a step, one in so many, for the prompt that has waited longest: more urgent ones that
 # keep coming slow it down and do not stop it.
@@ -220,13 +223,15 @@ def _num_there(queues: RequestQueues) -> int:
     return queues.num_running + len(queues.waiting)
 
 
-def _least_prefill_share(config: SchedulerConfig, num_there: int) -> float:
-    """Least share of prefill, which grows in proportion from the smallest crowd to a large one."""
+def _least_prefill_share(config: SchedulerConfig, num_there: int, decodes_s: float) -> float:
+    """Least share of prefill, which grows in proportion with a crowd until it is a large one."""
     least, most = config.least_prefill_share, config.large_crowd_prefill_share
     if most is None:
         return least
-    part = (num_there - _SMALLEST_CROWD) / (_LARGE_CROWD - _SMALLEST_CROWD)
-    return least + (most - least) * min(max(part, 0.0), 1.0)
+    part = (num_there - _GROWING_CROWD) / (_LARGE_CROWD - _GROWING_CROWD)
+    share = least + (most - least) * min(max(part, 0.0), 1.0)
+    uncut = max(least, _UNCUT_PREFILL_SHARE)
+    return min(share, max(uncut, 1 - decodes_s / _step_part_s(config, _LONGEST_OF_CROWD_S)))
 
 
 def _prefill_share(
@@ -238,7 +243,8 @@ def _prefill_share(
     the longest wait: of prompts that are being computed, and of the first in the queue by rank. A sequence
     with tokens already, which was preempted, does not count.
     """
-    share, patience_s = _least_prefill_share(config, _num_there(queues)), config.prefill_patience_s
+    share = _least_prefill_share(config, _num_there(queues), decodes_s)
+    patience_s = config.prefill_patience_s
     if not share or not patience_s or decodes_s > _MOST_FOR_DECODES * target_s:
         return share
     prefills = [seq for seq in queues.running if seq.num_tokens - seq.num_computed_tokens > 1]

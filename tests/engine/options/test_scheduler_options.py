@@ -59,8 +59,8 @@ def test_priorities_age_unless_the_operator_says_otherwise(
 @pytest.mark.parametrize(
     ("given", "saturating_tokens", "pace"),
     [
-        (None, 256, (0.07, 0.5, 0.5, 0.6)),
-        (None, 0, (0.2, 0.0, 0.5, 0.6)),
+        (None, 256, (0.07, 0.5, 0.5, 0.85)),
+        (None, 0, (0.2, 0.0, 0.5, 0.85)),
         ("0", 256, (inf, 0.0, 0.0, 0.0)),
         ("50ms", 256, (0.05, 0.0, 0.0, 0.0)),
     ],
