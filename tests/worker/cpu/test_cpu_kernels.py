@@ -1,6 +1,7 @@
 """The CPU's kernels against torch, with every instruction set that this machine has."""
 
 from itertools import pairwise
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -103,10 +104,10 @@ def test_a_merged_product_weighs_its_ups_by_its_gates(kernels, dtype, activation
 
 
 def test_a_rows_result_does_not_depend_on_its_neighbours_in_any_bit(kernels, dtype):
-    x, weight = numbers(29, 96, dtype=dtype), pack(numbers(130, 96, dtype=dtype, seed=1))
-    together = kernels.multiply(x, weight)
-    for row in range(29):
-        assert torch.equal(kernels.multiply(x[row : row + 1].contiguous(), weight)[0], together[row])
+    x, weight = numbers(200, 320, dtype=dtype), pack(numbers(130, 320, dtype=dtype, seed=1))
+    alone = torch.cat([kernels.multiply(x[row : row + 1].contiguous(), weight) for row in range(len(x))])
+    for num_rows in (*range(2, 14), 29, len(x)):
+        assert torch.equal(kernels.multiply(x[:num_rows], weight), alone[:num_rows])
 
 
 def test_what_is_not_a_number_stays_so(kernels, dtype):
@@ -224,6 +225,21 @@ def test_a_query_attends_the_same_in_any_cut_of_its_prompt_and_alone(kernels, dt
                 0, scene.query[:, chunk], scene.key[:, chunk], scene.value[:, chunk], OPTIONS[name]
             )
             assert torch.equal(part, whole[chunk])
+
+
+def test_a_product_of_no_rows_ends():
+    """Part of a prompt wants no logits: rounding the output layer's inputs, the product's first phase, is nothing."""
+    kernels = Kernels(find_library() or build_library(), 2)
+    packed = packed_int8(numbers(640, 64))
+
+    def multiply() -> None:
+        for num_rows in (3, 0, 3):  # memory for rounded inputs is there once some were
+            kernels.multiply(numbers(num_rows, 64), packed)
+
+    products = Thread(target=multiply, daemon=True)
+    products.start()
+    products.join(timeout=20)
+    assert not products.is_alive()
 
 
 def test_many_short_steps_on_more_threads_than_cores_all_end(dtype):

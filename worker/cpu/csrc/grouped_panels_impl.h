@@ -112,7 +112,7 @@ inline void multiply_codes_in_panels(const Product<T>& product, const Codes& cod
       const uint8_t* const from = data + first * Codes::kBytesPerInput;
       const PanelRows rows = Panels::fill(panel, product, codes, from, kept, first_row, num_rows);
       const int64_t num_bytes = kept.size * Codes::kBytesPerInput;
-      for_tiles(num_rows, reinterpret_cast<const char*>(from + num_bytes), num_bytes, [&]<int M>(int half, int64_t row) {
+      for_tiles(num_rows, from + num_bytes, num_bytes, [&]<int M>(int half, int64_t row) {
         kept.for_each([&](const Run& run, const Floats* scales, const Floats* offsets) {
           Floats sums[M][kHalfParts];
           Panels::template sum<M>(panel, rows, codes, product, first_row, run, run.first - first, half, row, sums);

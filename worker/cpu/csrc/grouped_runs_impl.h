@@ -46,6 +46,17 @@ template <int B, typename T>
 [[gnu::noinline]] void load_any_scales(const PackedWeight<T>& weight, int64_t first_place, int64_t first_unit,
                                        Floats (*found)[B * kParts]) {
   const GroupedCodes& grouped = weight.grouped;
+  if (grouped.scales.form == NumberForm::kBytes && grouped.offsets.data == nullptr) {  // the output layer of many files
+    const int8_t* multiples = static_cast<const int8_t*>(grouped.scales.data);
+    const int64_t num_groups = weight.num_inputs / grouped.group_size, num_units = weight.num_inputs / kUnitInputs;
+    for (int b = 0; b < B; ++b) {
+      const int64_t place = first_place + b * num_groups * kColumns, unit = first_unit + b * num_units * kColumns;
+      for (int part = 0; part < kParts; ++part) {
+        found[0][b * kParts + part] = load_bytes(multiples + place + part * kV) * load_half(grouped.scales.units + unit + part * kV);
+      }
+    }
+    return;
+  }
   for (int i = 0; i < B * kParts; ++i) {
     const int64_t block = i / kParts, column = i % kParts * kV;
     const int64_t place = first_place + block * (weight.num_inputs / grouped.group_size * kColumns) + column;

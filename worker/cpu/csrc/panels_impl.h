@@ -97,19 +97,21 @@ inline void call_with_rows(int64_t num_rows, const Work& work) {
   work.template operator()<M>();
 }
 
-// `next` is what the panel after this is made of. It is on its way while these are multiplied: a share for each tile,
-// since all at once would have to wait for one another.
+// Calls `work` for both halves of a panel with each tile of rows. `next` is what the panel after this is made of: it is
+// on its way while these are multiplied, a share for each tile, since all at once would have to wait for one another.
 template <class Work>
-inline void for_tiles(int64_t num_rows, const char* next, int64_t num_bytes, const Work& work) {
-  const int64_t num_tiles = (num_rows + kPanelTile - 1) / kPanelTile, all = 2 * num_tiles;
-  for (int64_t i = 0; i < all; ++i) {
-    for (int64_t line = num_bytes * i / all / 64; line < num_bytes * (i + 1) / all / 64; ++line) {
-      __builtin_prefetch(next + 64 * line, 0, 2);
+inline void for_tiles(int64_t num_rows, const uint8_t* next, int64_t num_bytes, const Work& work) {
+  const int64_t num_tiles = (num_rows + kPanelTile - 1) / kPanelTile;
+  const int64_t size = num_rows / num_tiles, num_larger = num_rows % num_tiles;
+  const int64_t share = num_bytes / (2 * num_tiles) + 1;
+  for (int half = 0; half < 2; ++half) {
+    for (int64_t tile = 0, row = 0; tile < num_tiles; ++tile) {
+      for (int64_t i = 0; i < share; i += 64) __builtin_prefetch(next + i, 0, 2);
+      next += share;
+      const int64_t here = size + (tile < num_larger ? 1 : 0);
+      call_with_rows<kPanelTile>(here, [&]<int M>() { work.template operator()<M>(half, row); });
+      row += here;
     }
-    const int half = i < num_tiles ? 0 : 1;
-    const int64_t tile = i % num_tiles, row = num_rows * tile / num_tiles;
-    call_with_rows<kPanelTile>(num_rows * (tile + 1) / num_tiles - row,
-                               [&]<int M>() { work.template operator()<M>(half, row); });
   }
 }
 
@@ -145,7 +147,7 @@ void multiply_in_panels(const Product<T>& product, int64_t begin, int64_t end) {
       const T* const weight = product.weight.data + (block * num_inputs + first) * kColumns;
       fill_panel(panel, weight, size);
       const PanelRows rows = rows_of_panel(panel, product.input + first_row * num_inputs + first, num_inputs, num_rows, size);
-      const char* next = reinterpret_cast<const char*>(weight + size * kColumns);
+      const uint8_t* next = reinterpret_cast<const uint8_t*>(weight + size * kColumns);
       for_tiles(num_rows, next, size * kColumns * static_cast<int64_t>(sizeof(T)), [&]<int M>(int half, int64_t row) {
         Floats sums[M][kHalfParts];
         for (int m = 0; m < M; ++m) {

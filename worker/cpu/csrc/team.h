@@ -10,6 +10,7 @@
 
 #include <sched.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdint>
@@ -88,8 +89,9 @@ class Team {
     std::atomic<uint64_t> value{0};
   };
 
+  // At least one: the last piece of a phase opens the next, also of a phase that has nothing to do.
   uint64_t num_pieces(const Phase& phase) const {
-    return static_cast<uint64_t>(phase.num_items < most_pieces() ? phase.num_items : most_pieces());
+    return static_cast<uint64_t>(std::clamp<int64_t>(phase.num_items, 1, most_pieces()));
   }
 
   void open(size_t phase, uint32_t round) {
