@@ -43,6 +43,35 @@ struct NumberPanels {
   }
 };
 
+// The next product is begun behind this sum: all products at once would leave no registers for sums.
+inline __m256i in_register(__m256i sum) {
+  asm volatile("" : "+x"(sum));
+  return sum;
+}
+
+// Adds a few inputs of M rows times bytes of half a block: sums of pairs have room in 16 bits until the end.
+template <int M>
+[[gnu::noinline]] void add_short_sums(const uint8_t* x, int64_t stride, const uint8_t* columns, int64_t size,
+                                      Ints (*totals)[kHalfParts]) {
+  __m256i here[M][kHalfParts];
+#pragma GCC unroll 6
+  for (int m = 0; m < M; ++m) here[m][0] = here[m][1] = _mm256_setzero_si256();
+  for (int64_t k = 0; k < size; k += 4, columns += 2 * sizeof(Words)) {
+    const __m256i a = load_bits(columns), b = load_bits(columns + sizeof(Words));
+#pragma GCC unroll 6
+    for (int m = 0; m < M; ++m) {
+      const __m256i four = _mm256_set1_epi32(four_of(x + m * stride + k));
+      here[m][0] = in_register(_mm256_add_epi16(here[m][0], _mm256_maddubs_epi16(a, four)));
+      here[m][1] = in_register(_mm256_add_epi16(here[m][1], _mm256_maddubs_epi16(b, four)));
+    }
+  }
+#pragma GCC unroll 6
+  for (int m = 0; m < M; ++m) {
+    totals[m][0] += (Ints)_mm256_madd_epi16(here[m][0], _mm256_set1_epi16(1));
+    totals[m][1] += (Ints)_mm256_madd_epi16(here[m][1], _mm256_set1_epi16(1));
+  }
+}
+
 // Codes of 4 bits that are multiplied by whole inputs: rows are bytes already, and so are columns.
 template <typename T>
 struct NumberPanels<ByteNibbles, T> {
@@ -73,25 +102,9 @@ struct NumberPanels<ByteNibbles, T> {
     const uint8_t* from = columns(panel, half) + place * kBytes;
     Ints totals[M][kHalfParts];
     for (int m = 0; m < M; ++m) totals[m][0] = totals[m][1] = ByteNibbles::begin(product, first + m);
-    for (int64_t k = 0; k < run.size;) {
-      const int64_t end = run.size - k < codes.inputs_at_once ? run.size : k + codes.inputs_at_once;
-      __m256i here[M][kHalfParts];
-#pragma GCC unroll 6
-      for (int m = 0; m < M; ++m) here[m][0] = here[m][1] = _mm256_setzero_si256();
-      for (; k < end; k += 4, from += 4 * kBytes) {
-        const __m256i a = load_bits(from), b = load_bits(from + 32);
-#pragma GCC unroll 6
-        for (int m = 0; m < M; ++m) {
-          const __m256i four = _mm256_set1_epi32(four_of(x + m * num_inputs + k));
-          here[m][0] = _mm256_add_epi16(here[m][0], _mm256_maddubs_epi16(a, four));
-          here[m][1] = _mm256_add_epi16(here[m][1], _mm256_maddubs_epi16(b, four));
-          if constexpr (M > 4) keep_in_registers(here[m][0], here[m][1]);
-        }
-      }
-#pragma GCC unroll 6
-      for (int m = 0; m < M; ++m) {
-        for (int i = 0; i < kHalfParts; ++i) totals[m][i] += (Ints)_mm256_madd_epi16(here[m][i], _mm256_set1_epi16(1));
-      }
+    for (int64_t k = 0; k < run.size; k += codes.inputs_at_once) {
+      const int64_t left = run.size - k, size = left < codes.inputs_at_once ? left : codes.inputs_at_once;
+      add_short_sums<M>(x + k, num_inputs, from + k * kBytes, size, totals);
     }
     for (int m = 0; m < M; ++m) {
       const float zero = ByteNibbles::zero(product, first + m);

@@ -62,12 +62,6 @@ inline void fill_panel(Panel& panel, const Bf16* weight, int64_t size) {
   }
 }
 
-// Sums of the next row are begun after those of this one: all products at once would leave no registers for sums.
-template <typename V>
-inline void keep_in_registers(V& a, V& b) {
-  asm volatile("" : "+x"(a), "+x"(b));
-}
-
 // Adds some inputs of M rows times half a block to their sums, in the order of K.
 template <int M>
 inline void add_products(const float* x, int64_t stride, const HalfBlock* columns, int64_t size,
