@@ -189,9 +189,8 @@ def _survey(config: WorkerConfig) -> Iterator[Finding]:
         yield Finding(**{**found, "verdict": Verdict(found["verdict"])})
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        yield _fault(
-            "device", f"the process that looks at it ended with code {done.returncode}: {reason}", ""
-        )
+        end = child_process.describe_exit(done.returncode)
+        yield _fault("device", f"the process that looks at it {end}: {reason}", "")
 
 
 def _fine(topic: str, what: str) -> Finding:

@@ -41,3 +41,14 @@ def leave_signals_to_parent() -> None:
     """Ignore SIGINT and SIGTERM, which may reach the whole group: the parent drains, then ends us."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def describe_exit(exit_code: int) -> str:
+    """Say how a process ended, of which this is the code: negative is a signal."""
+    if exit_code >= 0:
+        return f"ended with code {exit_code}"
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:
+        name = str(-exit_code)
+    return f"was killed by signal {name}"

@@ -8,7 +8,6 @@ Never: knows requests (client.py), or interprets messages beyond a failed start 
 import asyncio
 import contextlib
 import logging
-import signal
 import time
 from collections import deque
 from collections.abc import Callable
@@ -19,7 +18,7 @@ import zmq
 
 from engine.options.engine_config import EngineConfig
 from engine.process_messages import Ready, Shutdown, StartFailed, ToClient, ToEngine
-from engine.processes.child_process import EXIT_START_FAILED
+from engine.processes.child_process import EXIT_START_FAILED, describe_exit
 from engine.processes.hang_watch import HangWatch
 from engine.processes.supervisor import EngineProcess
 from worker.machine import num_killed_for_memory
@@ -159,7 +158,7 @@ class EngineProcesses:
             while True:
                 await asyncio.wait([dying, receiver, hanging], return_when=asyncio.FIRST_COMPLETED)
                 if dying.done():
-                    return Death(cause=DeathCause.CRASH, what=_describe(dying.result()))
+                    return Death(cause=DeathCause.CRASH, what=describe_exit(dying.result()))
                 if not hanging.done():
                     break
                 await _log_stacks(process, dying, hanging.result())
@@ -173,7 +172,7 @@ class EngineProcesses:
             # A message that cannot be read has ended the receiver: no further one would be taken in.
             log.critical("a message of the engine process cannot be taken in", exc_info=receiver.exception())
             process.kill()
-            return Death(cause=DeathCause.CRASH, what=_describe(await dying))
+            return Death(cause=DeathCause.CRASH, what=describe_exit(await dying))
         finally:
             hanging.cancel()
             dying.cancel()
@@ -244,13 +243,3 @@ def _explained(death: Death, num_killed_before: int) -> Death:
         return death
     reason = f"the kernel has killed {num_killed} process(es) of this control group for want of memory"
     return replace(death, what=f"{death.what}; meanwhile {reason}: its limit is too low, or the machine full")
-
-
-def _describe(exit_code: int) -> str:
-    if exit_code >= 0:
-        return f"ended with code {exit_code}"
-    try:
-        name = signal.Signals(-exit_code).name
-    except ValueError:
-        name = str(-exit_code)
-    return f"was killed by signal {name}"

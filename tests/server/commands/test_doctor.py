@@ -150,13 +150,20 @@ def test_packages_are_held_against_their_bounds() -> None:
     assert diagnosis._numbers("2.13.0+cpu") == diagnosis._numbers("2.13")
 
 
-def test_a_device_that_takes_the_process_down_is_a_fault_of_its_own(tiny_model, examine, monkeypatch) -> None:
-    monkeypatch.setattr(
-        diagnosis.child_process, "INTERPRETER", (sys.executable, "-c", "raise SystemExit('no driver')")
-    )
+@pytest.mark.parametrize(
+    ("program", "end"),
+    [
+        ("raise SystemExit('no driver')", "ended with code 1: no driver"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", "was killed by signal SIGILL"),
+    ],
+)
+def test_a_device_that_takes_the_process_down_is_a_fault_of_its_own(
+    tiny_model, examine, monkeypatch, program, end
+) -> None:
+    monkeypatch.setattr(diagnosis.child_process, "INTERPRETER", (sys.executable, "-c", program))
     code, found = examine(str(tiny_model))
     assert code == 1
-    assert "no driver" in found["device"]["what"]
+    assert end in found["device"]["what"]
 
 
 def test_a_mistake_on_the_command_line_is_one_line_and_code_2(capsys) -> None:

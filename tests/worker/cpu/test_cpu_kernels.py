@@ -227,9 +227,8 @@ def test_a_query_attends_the_same_in_any_cut_of_its_prompt_and_alone(kernels, dt
             assert torch.equal(part, whole[chunk])
 
 
-def test_a_product_of_no_rows_ends():
-    """Part of a prompt wants no logits: rounding the output layer's inputs, the product's first phase, is nothing."""
-    kernels = Kernels(find_library() or build_library(), 2)
+def test_a_product_of_no_rows_ends(kernels):
+    """Part of a prompt wants no logits: to round the output layer's inputs, the first phase, is nothing."""
     packed = packed_int8(numbers(640, 64))
 
     def multiply() -> None:

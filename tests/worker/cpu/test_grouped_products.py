@@ -20,7 +20,7 @@ from worker.worker_errors import StartupError
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
 BYTE_KINDS = tuple(kind for kind in KINDS if kind != "float8")
 MORE_THAN_SHARE = 200
-"""Rows of a product that the kernels compute in two passes (csrc/grouped_impl.h)."""
+"""Rows of a product that the kernels compute in several passes."""
 
 
 @pytest.fixture(scope="module", params=["avx512-bf16", "avx2", "plain"])
@@ -71,14 +71,17 @@ def test_a_product_is_that_of_the_dequantized_weight(kernels, dtype, kind, num_r
 @pytest.mark.parametrize(
     ("num_inputs", "group_size"), [(640, 16), (480, 48), (640, 64), (640, 128), (640, 640)]
 )
-def test_groups_may_be_of_any_size_up_to_all_inputs(kernels, dtype, kind, num_inputs, group_size):
-    x, weight = rows(3, num_inputs, dtype), random_weight(kind, 64, num_inputs, group_size)
+@pytest.mark.parametrize("num_rows", [3, 20])
+def test_groups_may_be_of_any_size_up_to_all_inputs(kernels, dtype, kind, num_inputs, group_size, num_rows):
+    x, weight = rows(num_rows, num_inputs, dtype), random_weight(kind, 64, num_inputs, group_size)
     expected = x.double() @ weight.dequantized().double().T
     assert_close(kernels.multiply_to_float(x, pack_grouped(weight)), expected, TOLERANCE[torch.float32])
 
 
 @pytest.mark.parametrize("kind", BYTE_KINDS)
-@pytest.mark.parametrize(("num_rows", "group_size"), [(1, 32), (3, 640), (5, 16), (12, 128), (30, 64)])
+@pytest.mark.parametrize(
+    ("num_rows", "group_size"), [(1, 32), (3, 640), (5, 16), (12, 128), (20, 16), (20, 640), (30, 64)]
+)
 def test_whole_inputs_give_the_product_of_the_dequantized_weight(kernels, dtype, kind, num_rows, group_size):
     x, weight = whole_rows(num_rows, 640, dtype), random_weight(kind, 77, 640, group_size)
     found = kernels.multiply_to_float(x, pack_grouped(weight, inputs=Inputs.INT8))
@@ -102,16 +105,16 @@ def test_a_large_input_makes_the_whole_inputs_of_other_groups_no_coarser(kernels
 def test_a_rows_result_does_not_depend_on_its_neighbours_in_any_bit(kernels, dtype, kind, inputs, num_inputs):
     x = rows(MORE_THAN_SHARE, num_inputs, dtype)
     group_size = 48 if num_inputs == 480 else 64 if kind == "unsigned" else 320
-    weight = pack_grouped(random_weight(kind, 160, num_inputs, group_size), inputs=inputs)
+    weight = pack_grouped(random_weight(kind, 160, num_inputs, group_size), torch.randn(160), inputs=inputs)
     alone = torch.cat([kernels.multiply(x[row : row + 1].contiguous(), weight) for row in range(len(x))])
     for num_rows in (*range(1, 14), len(x)):
         assert torch.equal(kernels.multiply(x[:num_rows], weight), alone[:num_rows])
 
 
 def test_a_row_of_float8_does_not_depend_on_its_neighbours_in_any_bit(kernels, dtype):
-    x, weight = rows(25, 256, dtype), pack_grouped(random_weight("float8", 160, 256, 128))
-    alone = torch.cat([kernels.multiply(x[row : row + 1].contiguous(), weight) for row in range(25)])
-    for num_rows in (*range(1, 14), 25):
+    x, weight = rows(100, 256, dtype), pack_grouped(random_weight("float8", 160, 256, 128))
+    alone = torch.cat([kernels.multiply(x[row : row + 1].contiguous(), weight) for row in range(100)])
+    for num_rows in (*range(1, 14), 100):
         assert torch.equal(kernels.multiply(x[:num_rows], weight), alone[:num_rows])
 
 
@@ -139,14 +142,26 @@ def test_permuted_inputs_meet_their_own_codes(kernels, dtype, inputs, num_rows):
     assert_close(found, x.double() @ weight.dequantized().double().T, TOLERANCE[torch.float32])
 
 
+@pytest.mark.parametrize("num_rows", [1, 9, 10, 97])
+def test_sums_of_the_largest_whole_numbers_are_exact(kernels, num_rows):
+    table = torch.tensor([*range(15), 127.0])
+    codes = pack_nibbles(torch.full((32, 64), 15, dtype=torch.uint8))
+    weight = GroupedWeight(codes=codes, table=table, scales_NG=torch.ones(32, 1))
+    x = torch.full((num_rows, 64), 127.0)
+    x[::2] *= -1
+    found = kernels.multiply_to_float(x, pack_grouped(weight, inputs=Inputs.INT8))
+    assert torch.equal(found, (x.sum(1) * 127)[:, None].expand(-1, 32))
+
+
+@pytest.mark.parametrize("num_rows", [3, 20])
 @pytest.mark.parametrize("inputs", Inputs)
-def test_a_row_of_zeros_and_one_that_is_not_finite_stay_so(kernels, dtype, inputs):
-    x, weight = rows(3, 64, dtype), random_weight("signed", 32, 64, 32)
+def test_a_row_of_zeros_and_one_that_is_not_finite_stay_so(kernels, dtype, inputs, num_rows):
+    x, weight = rows(num_rows, 64, dtype), random_weight("signed", 32, 64, 32)
     x[0], x[1, 5] = 0, torch.nan
     found = kernels.multiply(x, pack_grouped(weight, inputs=inputs))
     assert not found[0].any()
     assert bool(found[1].isnan().all())
-    assert bool(found[2].isfinite().all())
+    assert bool(found[2:].isfinite().all())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -50,6 +50,11 @@ def test_only_kernels_have_instructions_that_some_processors_lack(library):
         assert [name for name in found[registers] if not own.search(name)] == []
 
 
+def test_no_table_of_kernels_is_filled_by_code_for_some_processors(library):
+    names = subprocess.run(["nm", "--demangle", str(library)], capture_output=True, text=True, check=True)
+    assert "kernels_of" not in names.stdout
+
+
 def test_a_processor_is_asked_for_its_instructions_without_any_of_them(library):
     """Every set may be asked for on every processor: it opens, or says that it is not there."""
     for name in ("", "avx512-bf16", "avx512-expanded", "amx", "avx2", "plain"):

@@ -118,7 +118,6 @@ struct DecodedPairs : PairColumns {
 #include "grouped_panels_impl.h"
 #endif
 
-
 // Bytes that come later are on their way: they cross pages, and pages stop a processor that reads ahead by itself.
 template <int kBytes>
 inline void fetch(const uint8_t* from) {
@@ -330,10 +329,11 @@ inline void multiply_codes(const Product<T>& product, int64_t begin, int64_t end
       return;
     }
   }
-#if TOKENYARD_LANES == 8
-  if constexpr (Codes::kHasPanels) return multiply_codes_in_panels(product, codes, begin, end);
-#endif
-  for (; begin < end; ++begin) multiply_many_grouped_rows<Codes, Decoded, true>(product, codes, begin);
+  if constexpr (kV == 8 && Codes::kHasPanels) {
+    multiply_codes_in_panels(product, codes, begin, end);
+  } else {
+    for (; begin < end; ++begin) multiply_many_grouped_rows<Codes, Decoded, true>(product, codes, begin);
+  }
 }
 
 template <typename T>

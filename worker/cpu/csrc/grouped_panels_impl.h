@@ -6,7 +6,7 @@ inline void add_run_of_panel(const Product<T>& product, Panel& panel, const Run&
                              int64_t row, const Floats (*sums)[kHalfParts], const Floats* scales,
                              const Floats* offsets) {
   const bool has_offsets = product.weight.grouped.offsets.data != nullptr;
-  const float* inputs = product.run_sums + run.index * product.num_rows + first_row + row;
+  const float* inputs = has_offsets ? product.run_sums + run.index * product.num_rows + first_row + row : nullptr;
 #pragma GCC unroll 6
   for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 2
@@ -36,7 +36,7 @@ struct NumberPanels {
   }
 
   template <int M>
-  static void sum(const Panel& panel, const PanelRows& rows, const Codes&, const Product<T>&, int64_t, const Run& run,
+  static void sum(Panel& panel, const PanelRows& rows, const Codes&, const Product<T>&, int64_t, const Run& run,
                   int64_t place, int half, int64_t row, Floats (*sums)[kHalfParts]) {
     for (int m = 0; m < M; ++m) sums[m][0] = sums[m][1] = Floats{};
     add_products<M>(rows.first + row * rows.stride + place, rows.stride, panel.columns[half] + place, run.size, sums);
@@ -77,9 +77,7 @@ template <typename T>
 struct NumberPanels<ByteNibbles, T> {
   static constexpr int64_t kBytes = kColumns / 2;  // of an input, in half a block
 
-  static uint8_t* columns(const Panel& panel, int half) {
-    return reinterpret_cast<uint8_t*>(const_cast<HalfBlock*>(panel.columns[half]));
-  }
+  static uint8_t* columns(Panel& panel, int half) { return reinterpret_cast<uint8_t*>(panel.columns[half]); }
 
   static PanelRows fill(Panel& panel, const Product<T>&, const ByteNibbles& codes, const uint8_t* data,
                         const KeptRuns& kept, int64_t, int64_t) {
@@ -95,7 +93,7 @@ struct NumberPanels<ByteNibbles, T> {
   }
 
   template <int M>
-  static void sum(const Panel& panel, const PanelRows&, const ByteNibbles& codes, const Product<T>& product,
+  static void sum(Panel& panel, const PanelRows&, const ByteNibbles& codes, const Product<T>& product,
                   int64_t first_row, const Run& run, int64_t place, int half, int64_t row, Floats (*sums)[kHalfParts]) {
     const int64_t num_inputs = product.weight.num_inputs, first = run.index * product.num_rows + first_row + row;
     const uint8_t* x = product.bytes + (first_row + row) * num_inputs + run.first;

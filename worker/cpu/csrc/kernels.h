@@ -48,7 +48,7 @@ struct GroupedCodes {
   bool takes_bytes;  // inputs are whole numbers, as `prepare` makes them
   int64_t group_size;
   const float* table;  // [16], nibbles only
-  // How the widest instructions look up: for bf16 inputs the 16 numbers twice as bf16, or the lower bytes of the
+  // How instructions for bytes look up: for bf16 inputs the 16 numbers twice as bf16, or the lower bytes of the
   // 256 numbers as bf16, then the upper ones. For whole inputs 16 bytes, which are `shift` too large.
   const uint8_t* lookup;
   int32_t shift;

@@ -7,7 +7,8 @@
 
 namespace tokenyard {
 const AllKernels* avx512_kernels() {
-  static const AllKernels all = {"avx512-bf16", avx512::kernels_of<Bf16>(), avx512_float_kernels};
+  static constexpr Kernels<Bf16> bf16 = avx512::kernels_of<Bf16>();
+  static const AllKernels all = {"avx512-bf16", bf16, avx512_float_kernels};
   const bool can = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
                    __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512dq");
   return can ? &all : nullptr;

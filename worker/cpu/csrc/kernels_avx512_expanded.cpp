@@ -10,7 +10,8 @@
 
 namespace tokenyard {
 const AllKernels* avx512_expanded_kernels() {
-  static const AllKernels all = {"avx512-expanded", avx512_expanded::kernels_of<Bf16>(), avx512_float_kernels};
+  static constexpr Kernels<Bf16> bf16 = avx512_expanded::kernels_of<Bf16>();
+  static const AllKernels all = {"avx512-expanded", bf16, avx512_float_kernels};
   return avx512_kernels() == nullptr ? nullptr : &all;
 }
 }  // namespace tokenyard

@@ -1,5 +1,5 @@
-// Products of many rows where registers are few: columns become floats in the nearest cache, half a block at a time,
-// so that six rows share the load of two vectors.
+// Products of many rows where registers are few: columns become floats in the nearest cache, and half a block of them is
+// multiplied at a time, so that six rows share the load of two vectors.
 //
 // Included by products_impl.h for instruction sets with vectors of eight. Each output is summed as it is for few rows.
 
@@ -82,7 +82,6 @@ inline void add_products(const float* x, int64_t stride, const HalfBlock* column
   for (int m = 0; m < M; ++m) sums[m][0] = here[m][0], sums[m][1] = here[m][1];
 }
 
-// Calls `work` with each tile's rows and first row. Tiles are as equal as can be: two of four, not one of six and two.
 template <int M, class Work>
 inline void call_with_rows(int64_t num_rows, const Work& work) {
   if constexpr (M > 1) {
@@ -91,8 +90,9 @@ inline void call_with_rows(int64_t num_rows, const Work& work) {
   work.template operator()<M>();
 }
 
-// Calls `work` for both halves of a panel with each tile of rows. `next` is what the panel after this is made of: it is
-// on its way while these are multiplied, a share for each tile, since all at once would have to wait for one another.
+// Calls `work` for both halves of a panel with each tile's first row. Tiles are as equal as can be: two of four rows, not
+// one of six and one of two. `next` is what the panel after this is made of: it is on its way while these are
+// multiplied, a share for each tile, since all at once would have to wait for one another.
 template <class Work>
 inline void for_tiles(int64_t num_rows, const uint8_t* next, int64_t num_bytes, const Work& work) {
   const int64_t num_tiles = (num_rows + kPanelTile - 1) / kPanelTile;
@@ -119,7 +119,6 @@ inline void for_panels(const Product<T>& product, int64_t begin, int64_t end, co
       const int64_t first = product.num_rows * pass / num_passes;
       const int64_t num_rows = product.num_rows * (pass + 1) / num_passes - first;
       for (int64_t row = 0; row < num_rows; ++row) {
-        fetch_updates<1, 1>(product, first + row, block);
         for (int part = 0; part < kParts; ++part) panel.totals[row][part] = Floats{};
       }
       work(panel, block, first, num_rows);

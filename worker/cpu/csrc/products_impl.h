@@ -22,7 +22,7 @@ inline void multiply_tile(const float* x, int64_t num_inputs, const float* weigh
   for (int64_t k = 0; k < num_inputs; ++k, weight += kColumns) {
     for (int part = 0; part < B * kParts; ++part) {
       const Floats columns = load(weight + part / kParts * stride + part % kParts * kV);
-      for (int m = 0; m < M; ++m) total[m][part] += splat(x[m * num_inputs + k]) * columns;
+      for (int m = 0; m < M; ++m) total[m][part] = fused(splat(x[m * num_inputs + k]), columns, total[m][part]);
     }
   }
   for (int m = 0; m < M; ++m) {
@@ -73,8 +73,8 @@ inline void multiply_tile(const Bf16* x, int64_t num_inputs, const Bf16* weight,
         __builtin_memcpy(&pairs, weight + part / kParts * stride + part % kParts * 2 * kV, sizeof pairs);
         const Floats even = (Floats)(pairs << 16), odd = (Floats)(pairs & 0xffff0000u);
         for (int m = 0; m < M; ++m) {
-          total[m][part] += splat(rows[m][k]) * even;
-          total[m][part] += splat(rows[m][k + 1]) * odd;
+          total[m][part] = fused(splat(rows[m][k]), even, total[m][part]);
+          total[m][part] = fused(splat(rows[m][k + 1]), odd, total[m][part]);
         }
       }
     }

@@ -60,6 +60,7 @@ class Team {
       return;
     }
     phases_ = &phases;
+    num_phases_.store(phases.size(), std::memory_order_relaxed);
     const uint32_t round = round_.load(std::memory_order_relaxed) + 1;
     open(0, round);
     round_.store(round, std::memory_order_release);
@@ -81,8 +82,9 @@ class Team {
   // Some tens of microseconds: about as long as sleeping and being woken takes.
   static constexpr int kSpins = 2000;
   // A helper that has waited for so many turns of other programs leaves the round: for longer than the largest piece of
-  // a prompt takes, or it would leave the rest of a layer to the others each time that it was done first.
-  static constexpr int kMostTurns = 100000;
+  // a prompt takes, or it would leave the rest of a layer to the others each time that it was done first. Behind the
+  // last phase it waits a little for the next round.
+  static constexpr int kMostTurns = 100000, kMostTurnsBehind = 2000;
 
   // Round in the upper half, pieces left in the lower: one word, so that nobody takes a piece of another round.
   struct alignas(64) Counter {
@@ -131,7 +133,9 @@ class Team {
       if (is_over_) return;
       seen = round_.load(std::memory_order_acquire);
       size_t phase = 0;
-      for (int spins = 0; spins < kSpins + kMostTurns && round_.load(std::memory_order_acquire) == seen; ++spins) {
+      for (int spins = 0; round_.load(std::memory_order_acquire) == seen; ++spins) {
+        const bool is_behind = phase >= num_phases_.load(std::memory_order_relaxed);
+        if (spins >= kSpins + (is_behind ? kMostTurnsBehind : kMostTurns)) break;
         if (!is_open(phase, seen)) {
           rest(spins);
           continue;
@@ -161,6 +165,7 @@ class Team {
   const int num_threads_;
   const std::vector<Phase>* phases_ = nullptr;
   std::atomic<bool> is_over_{false};
+  std::atomic<size_t> num_phases_{0};  // of the round
   alignas(64) std::atomic<uint32_t> round_{0};
   std::array<Counter, kMostPhases> num_left_;
   std::array<Counter, kMostPhases> num_done_;
