@@ -69,6 +69,7 @@ inline void add_products(const float* x, int64_t stride, const HalfBlock* column
   Floats here[M][kHalfParts];
 #pragma GCC unroll 6
   for (int m = 0; m < M; ++m) here[m][0] = sums[m][0], here[m][1] = sums[m][1];
+#pragma GCC unroll 4
   for (int64_t k = 0; k < size; ++k) {
     const Floats a = load(columns[k]), b = load(columns[k] + kV);
 #pragma GCC unroll 6
