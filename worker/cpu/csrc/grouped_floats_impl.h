@@ -86,40 +86,29 @@ struct FloatNibbles : FloatColumns<T> {
   __m256i lows, highs;
 };
 
+// Of the upper bytes of eight words: numbers of 16 bits that are 2^8 too small, their subnormal ones included.
+inline Floats numbers_of_float8(__m128i words) {
+  const __m128i halves = _mm_and_si128(_mm_srai_epi16(words, 1), _mm_set1_epi16(static_cast<int16_t>(0xbf80)));
+  return (Floats)_mm256_cvtph_ps(halves) * 256.0f;
+}
+
 // Both inputs of eight columns, as numbers: bytes of four columns of each half of a block alternate.
-template <typename T, CodeKind kKind>
-struct FloatBytes : FloatColumns<T> {
-  static constexpr int64_t kBytesPerInput = kColumns;
-  explicit FloatBytes(const GroupedCodes&) {}
-
-  void read(const uint8_t* data, Floats (*columns)[kParts]) const {
-    for (int two = 0; two < 2; ++two, data += 2 * kColumns) {
-      for (int part = 0; part < kParts; ++part) {
-        read_pairs(data + part % 2 * 32, part / 2 == 0, columns[2 * two][part], columns[2 * two + 1][part]);
-      }
-    }
-  }
-
-  static void read_pairs(const uint8_t* data, bool is_first_half, Floats& even, Floats& odd) {
-    if constexpr (kKind == CodeKind::kInt8) {
-      const __m256i raw = load_bits(data), zero = _mm256_setzero_si256();
-      const Ints upper = (Ints)(is_first_half ? _mm256_unpacklo_epi8(zero, raw) : _mm256_unpackhi_epi8(zero, raw));
-      even = __builtin_convertvector(upper << 16 >> 24, Floats);
-      odd = __builtin_convertvector(upper >> 24, Floats);
-      return;
-    }
+template <CodeKind kKind>
+inline void read_pairs(const uint8_t* data, int part, Floats& even, Floats& odd) {
+  const bool is_first_half = part / 2 == 0;
+  data += part % 2 * 32;
+  if constexpr (kKind == CodeKind::kInt8) {
+    const __m256i raw = load_bits(data), zero = _mm256_setzero_si256();
+    const Ints upper = (Ints)(is_first_half ? _mm256_unpacklo_epi8(zero, raw) : _mm256_unpackhi_epi8(zero, raw));
+    even = __builtin_convertvector(upper << 16 >> 24, Floats);
+    odd = __builtin_convertvector(upper >> 24, Floats);
+  } else {
     const __m128i* from = reinterpret_cast<const __m128i*>(data);
     const __m128i a = _mm_loadu_si128(from), b = _mm_loadu_si128(from + 1);
     const __m128i pairs = is_first_half ? _mm_unpacklo_epi64(a, b) : _mm_unpackhi_epi64(a, b);
     even = numbers_of_float8(_mm_slli_epi16(pairs, 8)), odd = numbers_of_float8(pairs);
   }
-
-  // Of the upper bytes of eight words: numbers of 16 bits that are 2^8 too small, their subnormal ones included.
-  static Floats numbers_of_float8(__m128i words) {
-    const __m128i halves = _mm_and_si128(_mm_srai_epi16(words, 1), _mm_set1_epi16(static_cast<int16_t>(0xbf80)));
-    return (Floats)_mm256_cvtph_ps(halves) * 256.0f;
-  }
-};
+}
 #else
 inline Floats lookup(const float* table, Words codes) {
 #if TOKENYARD_LANES == 16
@@ -161,6 +150,20 @@ inline Floats number_of_float8(Words code) {
   return (Floats)((Words)positive | (code & 0x80) << 24);
 }
 
+// Both inputs of a vector of columns, as numbers.
+template <CodeKind kKind>
+inline void read_pairs(const uint8_t* data, int part, Floats& even, Floats& odd) {
+  const int half = part * kV / 16, first = part * kV % 16;
+  Halves raw;
+  for (int i = 0; i < kV / 4; ++i) {
+    __builtin_memcpy(reinterpret_cast<uint8_t*>(&raw) + 8 * i, data + (first / 4 + i) * 16 + half * 8, 8);
+  }
+  const Words codes = __builtin_convertvector(raw, Words);
+  const auto number = [](Words code) { return kKind == CodeKind::kInt8 ? number_of_int8(code) : number_of_float8(code); };
+  even = number(codes & 255), odd = number(codes >> 8);
+}
+#endif
+
 template <typename T, CodeKind kKind>
 struct FloatBytes : FloatColumns<T> {
   static constexpr int64_t kBytesPerInput = kColumns;
@@ -169,18 +172,8 @@ struct FloatBytes : FloatColumns<T> {
   void read(const uint8_t* data, Floats (*columns)[kParts]) const {
     for (int two = 0; two < 2; ++two, data += 2 * kColumns) {
       for (int part = 0; part < kParts; ++part) {
-        const int half = part * kV / 16, first = part * kV % 16;
-        Halves raw;  // both inputs of a column
-        for (int i = 0; i < kV / 4; ++i) {
-          __builtin_memcpy(reinterpret_cast<uint8_t*>(&raw) + 8 * i, data + (first / 4 + i) * 16 + half * 8, 8);
-        }
-        const Words codes = __builtin_convertvector(raw, Words);
-        columns[2 * two][part] = number(codes & 255);
-        columns[2 * two + 1][part] = number(codes >> 8);
+        read_pairs<kKind>(data, part, columns[2 * two][part], columns[2 * two + 1][part]);
       }
     }
   }
-
-  static Floats number(Words code) { return kKind == CodeKind::kInt8 ? number_of_int8(code) : number_of_float8(code); }
 };
-#endif

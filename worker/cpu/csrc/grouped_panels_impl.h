@@ -21,7 +21,7 @@ inline void add_run_of_panel(const Product<T>& product, Panel& panel, const Run&
 
 // Codes whose columns become floats, and rows as well.
 template <class Codes, typename T>
-struct NumberPanels {
+struct CodePanels {
   static PanelRows fill(Panel& panel, const Product<T>& product, const Codes& codes, const uint8_t* data,
                         const KeptRuns& kept, int64_t first_row, int64_t num_rows) {
     for (int64_t k = 0; k < kept.size; k += Codes::kInputs, data += Codes::kInputs * Codes::kBytesPerInput) {
@@ -74,7 +74,7 @@ template <int M>
 
 // Codes of 4 bits that are multiplied by whole inputs: rows are bytes already, and so are columns.
 template <typename T>
-struct NumberPanels<ByteNibbles, T> {
+struct CodePanels<ByteNibbles, T> {
   static constexpr int64_t kBytes = kColumns / 2;  // of an input, in half a block
 
   static uint8_t* columns(Panel& panel, int half) { return reinterpret_cast<uint8_t*>(panel.columns[half]); }
@@ -113,7 +113,7 @@ struct NumberPanels<ByteNibbles, T> {
 
 template <class Codes, typename T>
 inline void multiply_codes_in_panels(const Product<T>& product, const Codes& codes, int64_t begin, int64_t end) {
-  using Panels = NumberPanels<Codes, T>;
+  using Panels = CodePanels<Codes, T>;
   const PackedWeight<T>& weight = product.weight;
   const auto finish = [&](int64_t row, Floats* totals) { Codes::finish(product, row, totals); };
   for_panels(product, begin, end, finish, [&](Panel& panel, int64_t block, int64_t first_row, int64_t num_rows) {

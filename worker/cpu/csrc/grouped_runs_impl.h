@@ -11,19 +11,6 @@ struct Run {
   int64_t unit_place;  // of their units
 };
 
-inline Floats load_numbers(const GroupNumbers& numbers, int64_t place, int64_t unit_place) {
-  if (numbers.form == NumberForm::kHalf) return load_half(static_cast<const uint16_t*>(numbers.data) + place);
-  switch (numbers.form) {
-    case NumberForm::kFloat: return load(static_cast<const float*>(numbers.data) + place);
-    case NumberForm::kBf16: return load(static_cast<const Bf16*>(numbers.data) + place);
-    case NumberForm::kBytes:
-      return load_bytes(static_cast<const int8_t*>(numbers.data) + place) * load_half(numbers.units + unit_place);
-    case NumberForm::kHalf:
-    case NumberForm::kTimesScale: break;
-  }
-  return load_bytes(static_cast<const int8_t*>(numbers.data) + place);
-}
-
 template <typename T, class Work>
 inline void for_each_run(const PackedWeight<T>& weight, int64_t block, const Work& work) {
   const GroupedCodes& grouped = weight.grouped;
@@ -40,32 +27,37 @@ inline void for_each_run(const PackedWeight<T>& weight, int64_t block, const Wor
   }
 }
 
+// Numbers of kAll vectors, in whatever form, which is asked for once. `place` and `unit_place` say where a vector's are.
+template <int kAll, class Place, class UnitPlace>
+inline void load_numbers(const GroupNumbers& numbers, const Place& place, const UnitPlace& unit_place, Floats* found) {
+  const auto load_all = [&](const auto& load_at) {
+    for (int i = 0; i < kAll; ++i) found[i] = load_at(i);
+  };
+  const auto bytes = [&](int i) { return load_bytes(static_cast<const int8_t*>(numbers.data) + place(i)); };
+  switch (numbers.form) {
+    case NumberForm::kFloat: return load_all([&](int i) { return load(static_cast<const float*>(numbers.data) + place(i)); });
+    case NumberForm::kHalf: return load_all([&](int i) { return load_half(static_cast<const uint16_t*>(numbers.data) + place(i)); });
+    case NumberForm::kBf16: return load_all([&](int i) { return load(static_cast<const Bf16*>(numbers.data) + place(i)); });
+    case NumberForm::kBytes: return load_all([&](int i) { return bytes(i) * load_half(numbers.units + unit_place(i)); });
+    case NumberForm::kTimesScale: return load_all(bytes);
+  }
+}
+
 // Scales and offsets of all columns of B blocks, in whatever form. A function of its own: inlined where they are used,
 // its branches would be compiled into each loop.
 template <int B, typename T>
 [[gnu::noinline]] void load_any_scales(const PackedWeight<T>& weight, int64_t first_place, int64_t first_unit,
                                        Floats (*found)[B * kParts]) {
   const GroupedCodes& grouped = weight.grouped;
-  if (grouped.scales.form == NumberForm::kBytes && grouped.offsets.data == nullptr) {  // the output layer of many files
-    const int8_t* multiples = static_cast<const int8_t*>(grouped.scales.data);
-    const int64_t num_groups = weight.num_inputs / grouped.group_size, num_units = weight.num_inputs / kUnitInputs;
-    for (int b = 0; b < B; ++b) {
-      const int64_t place = first_place + b * num_groups * kColumns, unit = first_unit + b * num_units * kColumns;
-      for (int part = 0; part < kParts; ++part) {
-        found[0][b * kParts + part] = load_bytes(multiples + place + part * kV) * load_half(grouped.scales.units + unit + part * kV);
-      }
-    }
-    return;
-  }
-  for (int i = 0; i < B * kParts; ++i) {
-    const int64_t block = i / kParts, column = i % kParts * kV;
-    const int64_t place = first_place + block * (weight.num_inputs / grouped.group_size * kColumns) + column;
-    const int64_t unit = first_unit + block * (weight.num_inputs / kUnitInputs * kColumns) + column;
-    found[0][i] = load_numbers(grouped.scales, place, unit);
-    if (grouped.offsets.data == nullptr) continue;
-    found[1][i] = load_numbers(grouped.offsets, place, unit);
-    if (grouped.offsets.form == NumberForm::kTimesScale) found[1][i] *= found[0][i];
-  }
+  const int64_t stride = weight.num_inputs / grouped.group_size * kColumns;
+  const int64_t unit_stride = weight.num_inputs / kUnitInputs * kColumns;
+  const auto place = [&](int i) { return first_place + i / kParts * stride + i % kParts * kV; };
+  const auto unit_place = [&](int i) { return first_unit + i / kParts * unit_stride + i % kParts * kV; };
+  load_numbers<B * kParts>(grouped.scales, place, unit_place, found[0]);
+  if (grouped.offsets.data == nullptr) return;
+  load_numbers<B * kParts>(grouped.offsets, place, unit_place, found[1]);
+  if (grouped.offsets.form != NumberForm::kTimesScale) return;
+  for (int i = 0; i < B * kParts; ++i) found[1][i] *= found[0][i];
 }
 
 // The same; those of most checkpoints come straight into registers: scales of 16 bits, and bytes that are offsets in them.
