@@ -58,6 +58,7 @@ class Admission:
         self._preemptor = preemptor
         self._finish = finish
         self._memory_without_room: tuple[int, ...] | None = None
+        self._held_up_since = self._held_up_until = self._urgent_first_until = 0  # numbers of steps
         self.wait_reason = WaitReason.STEP
         """Reason why the waiting queue waited in the last step."""
 
@@ -80,6 +81,29 @@ class Admission:
                 victims, seq, demand, plan, PreemptionCause.DISPLACED
             ):
                 return
+
+    def note_held_up(self) -> None:
+        """Note, once a step is planned, whether the turn of a less urgent one keeps an urgent one waiting.
+
+        Behind that the urgent come first for as many steps, and for the length of a turn at least. Else many
+        that grow old together would have their turns in a row, and the urgent wait for all of these.
+        """
+        if not len(self._queues.waiting):
+            return
+        less_urgent = self._order.displaced_by(self._queues.most_urgent(), self._queues.running)
+        if any(seq.is_protected for seq in less_urgent):
+            step = self._state.counters.num_steps
+            if step > self._held_up_until:
+                self._held_up_since = step
+            self._held_up_until = step + 1
+            num_steps = max(self._held_up_until - self._held_up_since, PROTECTED_TOKENS)
+            self._urgent_first_until = self._held_up_until + num_steps
+
+    def _first(self) -> Sequence:
+        """First of those who wait, by rank; by urgency alone for some steps after the urgent were held up."""
+        if self._state.counters.num_steps < self._urgent_first_until:
+            return self._queues.most_urgent()
+        return self._queues.waiting.peek()
 
     def admit_owed(self, plan: PlanDraft) -> None:
         """Admit the first in the queue if tenants with far more service than its own can make room."""
@@ -138,11 +162,14 @@ class Admission:
         that one, which would else wait for ever: `seq` gets only what it takes from running ones.
         """
         giving_way = self._order.displaced_by(seq, self._queues.running)
-        head = self._queues.waiting.peek()
+        head = self._first()
         if head is seq:
             return self._preemptor.choose_displaced(giving_way, demand, num_free_slots=budget.remaining_seqs)
         free_slots = max(budget.remaining_seqs - 1, 0)
-        num_kept = self._kv.demand(head).num_from_free
+        if self._awaits_token(head):  # what may be cached of it is not known yet
+            num_kept = self._kv.blocks_for(head.num_tokens)
+        else:
+            num_kept = self._kv.demand(head).num_from_free
         victims = self._preemptor.choose_displaced(
             giving_way, demand, num_free_slots=free_slots, num_kept_blocks=num_kept
         )
@@ -204,7 +231,7 @@ class Admission:
         while len(self._queues.waiting):
             if budget.remaining_seqs <= 0:
                 return WaitReason.PLACES
-            seq = self._queues.waiting.peek()
+            seq = self._first()
             reason = self._obstacle(seq, budget)
             if reason in (WaitReason.TOKENS, WaitReason.PREEMPTION):
                 return reason
@@ -304,7 +331,7 @@ class Admission:
     def _memory_state(self) -> tuple[int, ...]:
         """Facts that decide whether any waiting sequence fits."""
         waiting = self._queues.waiting
-        head = waiting.peek().admission if len(waiting) else 0
+        head = self._first().admission if len(waiting) else 0
         return (
             self._kv.pool.num_free,
             self._kv.num_changes,
@@ -354,7 +381,7 @@ class Admission:
 
     def _candidates(self, head: Sequence) -> list[Sequence]:
         """Sequences behind the head that may fit: the next few, then those that need least."""
-        nearest = self._queues.waiting.after_first(_BYPASS_WINDOW)
+        nearest = [seq for seq in self._queues.waiting.after_first(_BYPASS_WINDOW) if seq is not head]
         by_need = self._queues.candidates(self._kv.pool.num_free)
         return [*nearest, *(seq for seq in by_need if seq is not head and seq not in nearest)]
 
@@ -362,7 +389,7 @@ class Admission:
         """Remember that none was admitted: the next step need not look again, if only memory decides."""
         if reason is not WaitReason.BLOCKS:
             return
-        head = self._queues.waiting.peek()
+        head = self._first()
         may_be_passed = head.num_bypasses < self._config.max_bypasses
         looked_at = self._candidates(head) if may_be_passed else [head]
         if all(self._may_hash(seq, budget) and not self._needs_more_than_blocks(seq) for seq in looked_at):

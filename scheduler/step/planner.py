@@ -119,6 +119,8 @@ class Planner:
         else:
             self._serve_running(plan)
             self._admission.admit_waiting(plan)
+        if self._may_displace and self._state.order.ages:
+            self._admission.note_held_up()
         self._shares.ask_for_drafts(plan)
         # First the blocks that this very plan writes over.
         plan.swap_out = self._kv.complete_plan() + plan.swap_out

@@ -1,12 +1,11 @@
 """Aging and displacement together: urgent requests are served soon, and nobody starves."""
 
 from math import inf
-from random import Random
 
 import pytest
 
 from scheduler.config import Fairness, SchedulingPolicy
-from scheduler.messages import PreemptionCause, SequenceId
+from scheduler.messages import SequenceId
 from scheduler.step.preemption import PROTECTED_TOKENS
 from tests.fakes import continuation, make_sequence
 from tests.world import World, shares, small_config
@@ -75,33 +74,32 @@ def test_a_long_prompt_that_came_first_by_age_goes_on_beside_urgent_ones_that_ke
     assert 1 in world.ended
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_urgent_ones_wait_a_few_steps_and_the_others_a_bounded_time(seed: int) -> None:
-    """Long answers of low priority, and urgent work for about half of the time, for hundreds of steps."""
-    random = Random(seed)
-    aging_s, levels = random.choice([30.0, 100.0]), random.randint(5, 9)
-    num_places = random.randint(1, 3)
-    world = aging_world(
-        aging_s,
-        max_num_seqs=num_places,
-        num_blocks=random.choice([60, 400]),
-        fairness=random.choice(list(Fairness)),
-        max_bypasses=random.choice([0, 3]),
-    )
-    urgent: dict[int, int] = {}
-    low = [number for number in range(1, 5)]
-    for number in low:
-        world.add(make_sequence(number, prompt(5, number), max_tokens=80, priority=levels))
-    for step in range(1000):
-        if random.random() < 0.3 * num_places:
-            urgent[100 + step] = step
-            world.add(make_sequence(100 + step, prompt(4, step), max_tokens=1, tenant=f"tenant {step % 3}"))
+def test_many_that_have_grown_old_together_do_not_have_their_turns_in_a_row() -> None:
+    world = aging_world(30.0)
+    for number in range(1, 11):
+        world.add(make_sequence(number, prompt(5, number), max_tokens=48, priority=1))
+    starts: dict[int, int] = {}
+    for step in range(300):
+        if step > 40 and step % 3 == 0:
+            world.add(make_sequence(100 + step, prompt(4, step), max_tokens=1))
+        for number in shares(world.step()):
+            starts.setdefault(number, step)
+    waited = [start - (number - 100) for number, start in starts.items() if number > 100]
+    assert len(waited) > 80, "all but the last have been served"
+    assert max(waited) <= PROTECTED_TOKENS + 8
+
+
+@pytest.mark.parametrize("num_steps", range(2, 7))
+def test_blocks_are_kept_for_an_old_one_some_of_whose_tokens_are_still_being_sampled(num_steps: int) -> None:
+    world = aging_world(1.0, max_num_seqs=2, max_plans_in_flight=3)
+    for number in (1, 2):
+        world.add(make_sequence(number, prompt(3, number), max_tokens=40, priority=9))
+    for _ in range(num_steps):
         world.step()
-        waited = [step - since for number, since in urgent.items() if number not in world.ended]
-        assert max(waited, default=0) <= 5 * PROTECTED_TOKENS, "a turn of each of the others, at most"
-    world.run(4 * 80)
-    assert all(len(world.tokens[SequenceId(number)]) == 80 for number in low)
-    assert world.num_preemptions(PreemptionCause.DISPLACED)
+    world.now_s = 100.0
+    world.add(*(make_sequence(number, prompt(3, number), max_tokens=2) for number in (3, 4)))
+    world.run()
+    assert world.tokens[SequenceId(1)] == continuation(prompt(3, 1), 40)
 
 
 @pytest.mark.parametrize(("aging_s", "levels"), [(2.0, 5), (5.0, 9), (10.0, 1)])
