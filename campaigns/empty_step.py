@@ -85,7 +85,7 @@ def _config(num_running: int, *, fair: Fairness = Fairness.NONE) -> SchedulerCon
 
 
 def _decoding(config: SchedulerConfig) -> Scheduler:
-    """As many sequences that decode as may run."""
+    """A scheduler with as many sequences that decode as may run."""
     scheduler, num_running = Scheduler(config), config.max_num_seqs
     for number in range(num_running):
         scheduler.add_request(_sequence(number, num_tokens=_PROMPT_TOKENS), now_s=0.0)

@@ -12,9 +12,11 @@ that as those of the trace did, drawn from a seed: the slowest of them make the 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain, pairwise
+from math import sqrt
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +35,7 @@ _MIN_STEPS = 8
 MOST_FACTORS = 20_000
 """Steps whose factors are kept: the last ones of the trace."""
 _STRETCH_STEPS = 100
+_LEAST_OF_A_KIND = 30
 _SPEED_WINDOW_S = 4.0
 """Time about a step in which the median factor is the machine's speed. What ends sooner than half of it, as a
 batch of unusual shape does, is no speed."""
@@ -50,10 +53,13 @@ class LinearStepTime:
     per_token_s: float
     per_decode_s: float
     per_context_token_s: float
-    computing_share: float = 1.0
-    """Part of a step in which the model computes; the scheduler learns from that alone, as in the server."""
     variation: tuple[float, ...] = ()
     """Factors by which steps took more or less than that, one after the other; none: they did not."""
+    computing_shares: tuple[float, ...] = ()
+    """Part of each of these in which the model computed; the scheduler learns from that alone, as in the
+    server. None: all of it."""
+    sizes_s: tuple[float, ...] = ()
+    """Length of each of these steps by the line; none: they are all of a kind."""
     moments_s: tuple[float, ...] = ()
     """When each of these steps began, by the clock of the trace."""
     arrivals_s: tuple[float, ...] = ()
@@ -86,34 +92,85 @@ class LinearStepTime:
         )
 
 
+class Durations(NamedTuple):
+    """Steps one after the other: what each takes, and the part of it in which the model computes."""
+
+    total_s: list[float]
+    computing_s: list[float]
+
+    def first(self, num_steps: int) -> "Durations":
+        return Durations(self.total_s[:num_steps], self.computing_s[:num_steps])
+
+
+class _TracedSteps:
+    """Steps of a trace by their kind, from which all replicas draw."""
+
+    def __init__(self, model: LinearStepTime) -> None:
+        self.factors: Sequence[float] = model.variation
+        self.shares = model.computing_shares or (1.0,) * len(self.factors)
+        self.speeds: list[float] = []
+        self.moments_s: list[float] = []
+        if model.origin_s is not None and self.factors:
+            self.speeds = running_medians(model.moments_s, model.variation)
+            self.moments_s = [moment_s - model.origin_s for moment_s in model.moments_s]
+            self.factors = [each / speed for each, speed in zip(model.variation, self.speeds, strict=True)]
+        self.bounds_s = _bounds(model.sizes_s)
+        kinds = [self.kind(size_s) for size_s in model.sizes_s] or [0] * len(self.factors)
+        self.places: list[list[int]] = [[] for _ in range(len(self.bounds_s) + 1)]
+        for place, kind in enumerate(kinds):
+            self.places[kind].append(place)
+
+    def kind(self, size_s: float) -> int:
+        """Kind of a step of which the line says this."""
+        return bisect_right(self.bounds_s, size_s)
+
+
 class StepVariation:
     """Durations of one step after the other, given back where a leap was cut short.
 
     Each stretch of the trace is as likely as any other, by a seed, and is played as it was: a machine that is
-    slow in one step is often slow in the next.
+    slow in one step is often slow in the next. A step is as slow as the next one in the trace of about its
+    size: what makes a step of 10 ms take 30 adds as much to one of 200, and is a small part of it.
     """
 
-    def __init__(self, factors: Sequence[float], seed: int) -> None:
-        self._factors = factors
+    def __init__(self, steps: _TracedSteps, seed: int) -> None:
+        self._steps = steps
         self._random = Random(seed)
-        self._ahead: list[float] = []
-        self._taken: list[float] = []
+        self._starts: list[int] = []  # of stretches, as they were drawn
+        self._at = (0, 0, 0)  # stretches begun, steps left of the last one, and its next place
+        self._before: list[tuple[int, int, int]] = []  # the same before each of the latest steps
 
-    def vary(self, steps_s: Iterable[float], now_s: float) -> list[float]:  # noqa: ARG002 - as TracedVariation
+    def vary(self, steps_s: Iterable[float], now_s: float) -> Durations:  # noqa: ARG002 - as TracedVariation
         """Return what the next steps take."""
         steps = list(steps_s)
-        if not self._factors:
-            return steps
-        while len(self._ahead) < len(steps):
-            start = self._random.randrange(len(self._factors))
-            self._ahead += self._factors[start : start + _STRETCH_STEPS]
-        self._taken, self._ahead = self._ahead[: len(steps)], self._ahead[len(steps) :]
-        return [seconds * factor for seconds, factor in zip(steps, self._taken, strict=True)]
+        factors, shares = self._steps.factors, self._steps.shares
+        if not factors:
+            return Durations(steps, steps)
+        self._before.clear()
+        places = [self._next(seconds) for seconds in steps]
+        total_s = [seconds * factors[place] for seconds, place in zip(steps, places, strict=True)]
+        return Durations(
+            total_s, [seconds * shares[place] for seconds, place in zip(total_s, places, strict=True)]
+        )
+
+    def _next(self, size_s: float) -> int:
+        """Place in the trace of the step that comes next for one of this size."""
+        self._before.append(self._at)
+        num_begun, num_left, place = self._at
+        places = self._steps.places[self._steps.kind(size_s)]
+        index = bisect_left(places, place) if num_left else len(places)
+        if index == len(places):
+            if num_begun == len(self._starts):
+                self._starts.append(self._random.randrange(len(self._steps.factors)))
+            num_begun, num_left = num_begun + 1, _STRETCH_STEPS
+            index = bisect_left(places, self._starts[num_begun - 1]) % len(places)
+        self._at = (num_begun, num_left - 1, places[index] + 1)
+        return places[index]
 
     def give_back(self, num_steps: int) -> None:
-        """Take back the last of the latest steps; the next ones are like them."""
-        if self._factors and num_steps:
-            self._ahead = self._taken[-num_steps:] + self._ahead
+        """Take back the last of the latest steps."""
+        if self._before and num_steps:
+            self._at = self._before[-num_steps]
 
 
 class TracedVariation:
@@ -124,24 +181,36 @@ class TracedVariation:
     all sizes hides only an error that lasts as long.
     """
 
-    def __init__(self, model: LinearStepTime, origin_s: float, seed: int) -> None:
-        self._speeds = running_medians(model.moments_s, model.variation)
-        self._moments_s = [moment_s - origin_s for moment_s in model.moments_s]
-        factors = zip(model.variation, self._speeds, strict=True)
-        self._single = StepVariation([factor / speed for factor, speed in factors], seed)
+    def __init__(self, steps: _TracedSteps, seed: int) -> None:
+        self._steps = steps
+        self._single = StepVariation(steps, seed)
 
-    def vary(self, steps_s: Iterable[float], now_s: float) -> list[float]:
+    def vary(self, steps_s: Iterable[float], now_s: float) -> Durations:
         """Return what steps take, one after the other from now on."""
-        durations_s = []
-        for seconds in self._single.vary(steps_s, now_s):
-            place = max(bisect_right(self._moments_s, now_s) - 1, 0)
-            durations_s.append(seconds * self._speeds[place])
-            now_s += durations_s[-1]
-        return durations_s
+        durations = Durations([], [])
+        for seconds, computing_s in zip(*self._single.vary(steps_s, now_s), strict=True):
+            speed = self._steps.speeds[max(bisect_right(self._steps.moments_s, now_s) - 1, 0)]
+            durations.total_s.append(seconds * speed)
+            durations.computing_s.append(computing_s * speed)
+            now_s += seconds * speed
+        return durations
 
     def give_back(self, num_steps: int) -> None:
         """See StepVariation; the speed depends on the time alone."""
         self._single.give_back(num_steps)
+
+
+def _bounds(sizes_s: Sequence[float]) -> list[float]:
+    """Sizes at which steps of another kind begin: at least twice as long, and enough of them to draw from."""
+    bounds_s: list[float] = []
+    ordered = sorted(sizes_s)
+    begin = 0
+    for place, size_s in enumerate(ordered):
+        is_larger = size_s >= 2 * ordered[begin]
+        if is_larger and place - begin >= _LEAST_OF_A_KIND <= len(ordered) - place:
+            bounds_s.append(sqrt(ordered[place - 1] * size_s))
+            begin = place
+    return bounds_s
 
 
 def running_medians(moments_s: Sequence[float], values: Sequence[float]) -> list[float]:
@@ -159,10 +228,12 @@ def running_medians(moments_s: Sequence[float], values: Sequence[float]) -> list
     return medians
 
 
+_steps_of = lru_cache(maxsize=2)(_TracedSteps)
+
+
 def variation_of(model: LinearStepTime, seed: int) -> StepVariation | TracedVariation:
-    if model.origin_s is None or not model.variation:
-        return StepVariation(model.variation, seed)
-    return TracedVariation(model, model.origin_s, seed)
+    steps = _steps_of(model)
+    return TracedVariation(steps, seed) if steps.speeds else StepVariation(steps, seed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,34 +262,37 @@ def fit(steps: Iterable[TracedStep]) -> FittedStepTime:
     """
     traced = list(steps)
     rows = [
-        (step.time_s, 1.0, step.num_tokens, step.num_decodes, step.num_context_tokens, seconds)
+        (
+            step.time_s,
+            step.execute_s,
+            1.0,
+            step.num_tokens,
+            step.num_decodes,
+            step.num_context_tokens,
+            seconds,
+        )
         for step, seconds in _with_pauses(traced)
         if step.duration_s > 0 and step.num_tokens > 0 and not step.num_swapped_blocks
     ]
     if len(rows) < _MIN_STEPS:
         raise FitError(f"a fit needs at least {_MIN_STEPS} steps that took time, and there are {len(rows)}")
     table: Floats = np.array(rows)
-    moments_s, sizes, measured_s = table[:, 0], table[:, 1:-1], table[:, -1]
-    # Relative to the measured time at first: long accidents then count for little, but so do all steps
-    # that are longer than usual. So from then on relative to the predicted time, without the accidents.
-    found = _non_negative(sizes, measured_s, measured_s)
-    for _ in range(_NUM_ROUNDS):
-        predicted_s: Floats = sizes @ found
-        is_kept = (measured_s < _ACCIDENT * predicted_s) & (predicted_s < _ACCIDENT * measured_s)
-        found = _non_negative(sizes[is_kept], measured_s[is_kept], predicted_s[is_kept])
-    predicted_s = sizes[is_kept] @ found
+    moments_s, computing_s, sizes, measured_s = table[:, 0], table[:, 1], table[:, 2:-1], table[:, -1]
+    found, is_kept = _without_accidents(sizes, measured_s)
+    predicted_s: Floats = sizes[is_kept] @ found
     errors = np.abs(predicted_s / measured_s[is_kept] - 1)
     variation: Floats = (measured_s[is_kept] / predicted_s)[-MOST_FACTORS:]
     base, token, decode, context = (float(each) for each in found)
-    computing_s = sum(step.execute_s for step in traced)
+    shares: Floats = np.minimum((computing_s / measured_s)[is_kept][-MOST_FACTORS:], 1.0)
     return FittedStepTime(
         model=LinearStepTime(
             base_s=base,
             per_token_s=token,
             per_decode_s=decode,
             per_context_token_s=context,
-            computing_share=min(computing_s / sum(seconds for _, seconds in _with_pauses(traced)), 1.0),
             variation=tuple(variation.tolist()),
+            computing_shares=tuple(shares.tolist()),
+            sizes_s=tuple(predicted_s[-MOST_FACTORS:].tolist()),
             moments_s=tuple(moments_s[is_kept][-MOST_FACTORS:].tolist()),
             arrivals_s=tuple(step.time_s for step in traced for _ in step.arrived),
             lengths=_lengths(traced),
@@ -227,6 +301,18 @@ def fit(steps: Iterable[TracedStep]) -> FittedStepTime:
         num_accidents=int((~is_kept).sum()),
         median_error=float(np.median(errors)),
     )
+
+
+def _without_accidents(sizes: Floats, measured_s: Floats) -> tuple[Floats, NDArray[np.bool_]]:
+    """Coefficients, and which steps are no accidents."""
+    # Relative to the measured time at first: long accidents then count for little, but so do all steps
+    # that are longer than usual. So from then on relative to the predicted time, without the accidents.
+    found = _non_negative(sizes, measured_s, measured_s)
+    for _ in range(_NUM_ROUNDS):
+        predicted_s: Floats = sizes @ found
+        is_kept = (measured_s < _ACCIDENT * predicted_s) & (predicted_s < _ACCIDENT * measured_s)
+        found = _non_negative(sizes[is_kept], measured_s[is_kept], predicted_s[is_kept])
+    return found, is_kept
 
 
 def _lengths(steps: Iterable[TracedStep]) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from bench.simulate.arrivals import SimRequest, Waiting
-from bench.simulate.fitted_step_time import LinearStepTime, variation_of
+from bench.simulate.fitted_step_time import Durations, LinearStepTime, variation_of
 from bench.simulate.simulated_drafts import NO_DRAFTS, DraftSource, SimulatedDrafts
 from bench.simulate.tally import ClassTally, Slo
 from scheduler.config import SchedulerConfig
@@ -69,7 +69,7 @@ class Pace(NamedTuple):
 class _Leap(NamedTuple):
     """Steps that nothing but a new request can change."""
 
-    durations_s: list[float]
+    durations: Durations
     ends_s: list[float]
 
 
@@ -202,7 +202,7 @@ class Replica:
             return
         # A step that ends now ends after the request has come.
         num_done = bisect_left(leap.ends_s, now_s)
-        self._begin_steady(leap.durations_s[: num_done + 1])
+        self._begin_steady(leap.durations.first(num_done + 1))
         self._note_steady(leap.ends_s[:num_done])
         self._variation.give_back(len(leap.ends_s) - num_done - 1)
         self._leap, self._has_landed, self._max_leap = None, True, _FIRST_LEAP
@@ -246,7 +246,7 @@ class Replica:
     def _end_without_plan(self, now_s: float) -> None:
         """End a leap, the step of a leap that was cut short, or a pause."""
         if self._leap is not None:
-            self._begin_steady(self._leap.durations_s)
+            self._begin_steady(self._leap.durations)
             self._note_steady(self._leap.ends_s)
             self._leap, self._max_leap = None, min(2 * self._max_leap, _LONGEST_LEAP)
         elif self._has_landed:
@@ -273,23 +273,20 @@ class Replica:
         self._num_pauses = 0
         steady = self._steady
         steps = self._step_time.decode_steps(steady.num, steady.num_context_tokens, num_steps)
-        durations_s = self._variation.vary(steps, now_s)
-        ends_s = list(accumulate(durations_s, initial=now_s))[1:]
-        self._leap = _Leap(durations_s, ends_s)
+        durations = self._variation.vary(steps, now_s)
+        ends_s = list(accumulate(durations.total_s, initial=now_s))[1:]
+        self._leap = _Leap(durations, ends_s)
         self.num_running, self.num_waiting = steady.num, 0
         return ends_s[-1]
 
-    def _begin_steady(self, durations_s: SequenceOf[float]) -> None:
+    def _begin_steady(self, durations: Durations) -> None:
         """Begin steps in which nothing is decided."""
-        share = self._step_time.computing_share
-        num_used = self._steady.leap(
-            durations_s if share == 1 else [seconds * share for seconds in durations_s]
-        )
-        for seconds, num in zip(durations_s, num_used, strict=True):
+        num_used = self._steady.leap(durations.computing_s)
+        for seconds, num in zip(durations.total_s, num_used, strict=True):
             self.kv_block_s += num * seconds
             self.busy_s += seconds
         self.max_used_blocks = max(self.max_used_blocks, num_used[-1])  # none are given back meanwhile
-        self.num_tokens += self._steady.num * len(durations_s)
+        self.num_tokens += self._steady.num * len(durations.total_s)
 
     def _note_steady(self, ends_s: SequenceOf[float]) -> None:
         """Count the times between tokens of the steady decodes, at the ends of steps."""
@@ -310,12 +307,12 @@ class Replica:
             num_context_tokens = sum([share[1] + share[2] for share in scheduled]) + steady.num_context_tokens
         num_tokens = plan.num_scheduled_tokens + steady.num
         seconds = self._step_time.seconds(num_tokens, num_decodes, num_context_tokens)
-        seconds = self._variation.vary((seconds,), now_s)[0]
+        (seconds,), (computing_s,) = self._variation.vary((seconds,), now_s)
+        self._waited_s = seconds - computing_s
         steady.note_plan()
         if plan.swap_out or plan.swap_in:
             seconds += self._copy_s_per_block * (len(plan.swap_out) + len(plan.swap_in))
-        self._plan, self._computing_s = plan, seconds * self._step_time.computing_share
-        self._waited_s = seconds - self._computing_s
+        self._plan, self._computing_s = plan, seconds - self._waited_s
         if self._drafts is not None:
             self._passes = self._drafts.passes(plan)
             seconds += sum([each for _, each in self._passes])

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
+from types import NoneType, UnionType
 from typing import Any
 
 from bench.simulate.arrivals import LengthDistribution
@@ -82,11 +83,17 @@ def with_drafts(setup: Setup, rates: tuple[float, ...], pass_s: float) -> Setup:
 
 def settable_fields() -> dict[str, type[Any]]:
     """List the fields of SchedulerConfig that can be given as a word or a number, with their types."""
-    return {
-        each.name: each.type
-        for each in fields(SchedulerConfig)
-        if isinstance(each.type, type) and (each.type in (int, float) or issubclass(each.type, StrEnum))
-    }
+    kinds = {each.name: _kind(each.type) for each in fields(SchedulerConfig)}
+    return {name: kind for name, kind in kinds.items() if kind is not None}
+
+
+def _kind(annotation: Any) -> type[Any] | None:
+    """Type of values that can be given; of `float | None` float."""
+    if isinstance(annotation, UnionType):
+        annotation = next(each for each in annotation.__args__ if each is not NoneType)
+    if isinstance(annotation, type) and (annotation in (int, float) or issubclass(annotation, StrEnum)):
+        return annotation
+    return None
 
 
 def parse_value(text: str, kind: type[Any]) -> Any:

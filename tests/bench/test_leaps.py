@@ -106,11 +106,19 @@ def blocks(scheduler: Scheduler) -> tuple[Any, ...]:
     return scheduler.kv.pool.free_blocks(), scheduler.kv.prefix_cache.published()
 
 
+OF_TWO_KINDS = {
+    "variation": (0.9, 1.0, 1.2) * 30,
+    "computing_shares": (0.7, 0.9) * 45,
+    "sizes_s": (0.011, 0.04) * 45,
+}
+"""Steps of a trace, each second one of which was long."""
+
+
 @pytest.mark.parametrize("seed", range(_NUM_HISTORIES))
 def test_leaping_and_stepping_give_the_same_history(seed: int, schedulers: list[Scheduler]) -> None:
     random = Random(seed)
     setup, workload = drawn_setup(random), drawn_workload(random)
-    setup = replace(setup, step_time=replace(setup.step_time, computing_share=[1.0, 0.9][seed % 2]))
+    setup = replace(setup, step_time=replace(setup.step_time, **[{}, OF_TWO_KINDS][seed % 2]))
     slo = Slo(ttft_s=0.3, itl_s=0.02)
     leapt = simulate(workload, setup, slo)
     stepped = simulate(workload, replace(setup, stepping=Stepping.EACH), slo)
@@ -173,7 +181,8 @@ def test_the_scheduler_learns_from_the_part_of_a_step_in_which_the_model_compute
     setup = roomy(target_itl_s=0.05, max_num_batched_tokens=1024, max_num_seqs=16)
     setup = replace(setup, config=replace(setup.config, max_prefill_tokens=0, max_chunk_tokens=0))
     setups = [
-        replace(setup, step_time=replace(setup.step_time, computing_share=share)) for share in (1.0, 0.5)
+        replace(setup, step_time=replace(setup.step_time, variation=(1.0,), computing_shares=(share,)))
+        for share in (1.0, 0.5)
     ]
     requests = [SimRequest(arrival_s=0.4 * n, prompt_len=900, max_tokens=60) for n in range(20)]
     whole, half = (simulate(requests, each) for each in setups)

@@ -158,6 +158,12 @@ def test_a_variant_that_does_not_exist_says_what_there_is(text: str, message: st
         variant(one_replica(), text)
 
 
+def test_the_share_of_a_large_crowd_is_that_of_the_server() -> None:
+    setup = variant(one_replica(), "least_prefill_share=0.5+large_crowd_prefill_share=0.85")
+    assert setup.config.large_crowd_prefill_share == 0.85
+
+
 def test_every_number_and_choice_of_the_scheduler_can_be_set() -> None:
     known = {"num_blocks", "max_num_seqs", "policy", "prefix_caching", "watermark", "priority_aging_s"}
+    known |= {"large_crowd_prefill_share", "sliding_window"}  # numbers that may be none
     assert known <= set(settable_fields()) <= {each.name for each in fields(SchedulerConfig)}

@@ -10,7 +10,6 @@ import pytest
 from bench.simulate.fitted_step_time import (
     FitError,
     LinearStepTime,
-    StepVariation,
     fit,
     running_medians,
     variation_of,
@@ -111,27 +110,49 @@ def test_steps_vary_as_those_of_the_trace_did() -> None:
         for each in steps
     ]
     assert found.variation == pytest.approx(ratios, rel=0.02)
-    played = StepVariation(found.variation, seed=1).vary([1.0] * 90, 0.0)
+    played = variation_of(replace(found, sizes_s=()), seed=1).vary([1.0] * 90, 0.0).total_s
     start = found.variation.index(played[0])
     assert played == list(found.variation[start : start + 90])
 
 
 def test_factors_that_were_given_back_come_first() -> None:
-    straight, cut = (StepVariation((0.5, 1.0, 2.0, 3.0), seed=4) for _ in range(2))
-    wanted = straight.vary([1.0] * 20, 0.0)
-    got = cut.vary([1.0] * 3, 0.0)
-    got += cut.vary([1.0] * 9, 0.0)[:2]
+    model = replace(MODEL, variation=(0.5, 1.0, 2.0, 3.0))
+    straight, cut = (variation_of(model, seed=4) for _ in range(2))
+    wanted = straight.vary([1.0] * 20, 0.0).total_s
+    got = cut.vary([1.0] * 3, 0.0).total_s
+    got += cut.vary([1.0] * 9, 0.0).total_s[:2]
     cut.give_back(7)
-    got += cut.vary([1.0] * 4, 0.0)
-    got += cut.vary([1.0] * 11, 0.0)
+    got += cut.vary([1.0] * 4, 0.0).total_s
+    got += cut.vary([1.0] * 11, 0.0).total_s
     assert got == wanted
+
+
+def test_a_step_varies_as_those_of_its_size_did() -> None:
+    """Each second step is a short one, which took up to three times as long; long ones hardly varied."""
+    factors = [3.0 if place % 4 == 0 else 1.0 if place % 2 == 0 else 1.1 for place in range(200)]
+    shares = [0.5 if place % 2 == 0 else 0.99 for place in range(200)]
+    sizes_s = [0.01 if place % 2 == 0 else 0.2 for place in range(200)]
+    model = replace(MODEL, variation=tuple(factors), computing_shares=tuple(shares), sizes_s=tuple(sizes_s))
+    steps = variation_of(model, seed=1)
+    long = steps.vary([0.15] * 50, 0.0)
+    assert set(long.total_s) == {0.15 * 1.1}
+    assert set(long.computing_s) == {0.15 * 1.1 * 0.99}
+    short = steps.vary([0.012] * 50, 0.0)
+    assert set(short.total_s) == {0.012, 0.012 * 3.0}
+    assert set(short.computing_s) == {0.006, 0.012 * 3.0 * 0.5}
+
+
+def test_a_size_of_which_the_trace_has_few_steps_varies_as_the_next_smaller_one() -> None:
+    model = replace(MODEL, variation=(1.0,) * 100 + (7.0,), sizes_s=(0.01,) * 100 + (0.5,))
+    durations_s = variation_of(model, seed=1).vary([0.5] * 200, 0.0).total_s
+    assert sorted({*durations_s}) == [0.5, 3.5]
 
 
 def test_steps_beside_a_trace_are_as_slow_as_the_machine_was_at_their_time() -> None:
     model = replace(MODEL, variation=(1.0, 5.0, 2.0), moments_s=(100.0, 110.0, 130.0), origin_s=100.0)
     steps = variation_of(model, seed=1)
-    assert steps.vary([5.0, 5.0, 5.0, 1.0], 0.0) == [5.0, 5.0, 25.0, 2.0]
-    assert steps.vary([1.0], 12.0) == [5.0]
+    assert steps.vary([5.0, 5.0, 5.0, 1.0], 0.0).total_s == [5.0, 5.0, 25.0, 2.0]
+    assert steps.vary([1.0], 12.0).total_s == [5.0]
 
 
 def test_a_misfit_of_some_steps_is_not_the_machines_speed_and_comes_at_drawn_moments() -> None:
@@ -141,7 +162,7 @@ def test_a_misfit_of_some_steps_is_not_the_machines_speed_and_comes_at_drawn_mom
     speeds = running_medians(moments_s, factors)
     assert (set(speeds[:450]), set(speeds[550:])) == ({1.0}, {2.0})
     model = replace(MODEL, variation=tuple(factors), moments_s=moments_s, origin_s=0.0)
-    one, other = (variation_of(model, seed=seed).vary([0.02] * 300, 0.0) for seed in (1, 2))
+    one, other = (variation_of(model, seed=seed).vary([0.02] * 300, 0.0).total_s for seed in (1, 2))
     assert one != other
     assert (one.count(0.02), one.count(0.04)) == (pytest.approx(240, abs=40), pytest.approx(60, abs=20))
 
@@ -150,10 +171,10 @@ def test_traced_steps_that_were_given_back_come_again() -> None:
     moments_s = tuple(float(step) for step in range(40))
     model = replace(MODEL, variation=(1.0, 1.5, 0.5, 2.0) * 10, moments_s=moments_s, origin_s=0.0)
     straight, cut = (variation_of(model, seed=4) for _ in range(2))
-    wanted = straight.vary([1.0] * 20, 0.0)
-    got = cut.vary([1.0] * 9, 0.0)[:2]
+    wanted = straight.vary([1.0] * 20, 0.0).total_s
+    got = cut.vary([1.0] * 9, 0.0).total_s[:2]
     cut.give_back(7)
-    got += cut.vary([1.0] * 18, sum(got))
+    got += cut.vary([1.0] * 18, sum(got)).total_s
     assert got == wanted
 
 
@@ -165,4 +186,5 @@ def test_what_the_engine_does_between_two_steps_belongs_to_the_first() -> None:
         at_s += each.duration_s + 0.002
     found = fit(timed).model
     assert found.base_s == pytest.approx(MODEL.base_s + 0.002, rel=0.01)
-    assert found.computing_share == pytest.approx(1 - 199 * 0.002 / at_s, rel=0.01)
+    shares = [each.duration_s / (each.duration_s + 0.002) for each in steps[:-1]]
+    assert found.computing_shares == pytest.approx((*shares, 1.0))
