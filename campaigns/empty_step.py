@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
+from math import inf
 from typing import NamedTuple
 
 from scheduler.config import Fairness, PreemptionMode, SchedulerConfig, SchedulingPolicy
@@ -41,6 +42,7 @@ _NUM_PRESSED_STEPS = 60
 _BLOCKS_UNDER_PRESSURE = 10  # for each sequence: 12 in the end
 _NUM_QUEUED = 40_000
 _NUM_LEFT = 1_000
+_AGING_S = 30.0  # as the server's by itself
 _NO_LIMITS = TimeLimits()
 
 
@@ -129,6 +131,7 @@ def under_pressure(num_running: int, policy: SchedulingPolicy, mode: PreemptionM
     config = replace(
         _config(num_running),
         policy=policy,
+        priority_aging_s=_AGING_S if policy is SchedulingPolicy.PRIORITY else inf,
         preemption_mode=mode,
         num_blocks=num_blocks,
         num_host_blocks=num_blocks if mode is PreemptionMode.SWAP else 0,
@@ -140,7 +143,8 @@ def under_pressure(num_running: int, policy: SchedulingPolicy, mode: PreemptionM
 
 def displacing(num_running: int) -> Worst:
     """Plan steps in each of which a more urgent one comes, and all places are taken."""
-    scheduler = _decoding(replace(_config(num_running), policy=SchedulingPolicy.PRIORITY))
+    config = replace(_config(num_running), policy=SchedulingPolicy.PRIORITY, priority_aging_s=_AGING_S)
+    scheduler = _decoding(config)
     spent_s = []
     for number in range(_NUM_PRESSED_STEPS):
         prompt = tuple(range(number, number + _PROMPT_TOKENS))
@@ -168,7 +172,8 @@ def queue_with_limits(num_queued: int) -> Worst:
 
 def _queued(num_queued: int, limits: TimeLimits = _NO_LIMITS) -> tuple[Scheduler, list[float]]:
     """Return a scheduler with so many that wait, and what adding each took."""
-    scheduler = Scheduler(replace(_config(16), policy=SchedulingPolicy.PRIORITY))
+    config = replace(_config(16), policy=SchedulingPolicy.PRIORITY, priority_aging_s=_AGING_S)
+    scheduler = Scheduler(config)
     return scheduler, _timed(lambda number: _add(scheduler, number, limits), num_queued)
 
 
