@@ -20,9 +20,9 @@ from bench.load.load_report import summarize
 from campaigns.peers.bandwidth import read_bandwidth
 from campaigns.peers.catalogue import OURS, PEERS, num_processors
 from campaigns.peers.floor import UnreadableCheckpoint, step_bytes
+from campaigns.peers.pictures import draw_rates, draw_waits
 from campaigns.peers.results import Failure, Measurement, Results, Saturation, Start
 from campaigns.peers.rounds import Comparison, Event, compare, package_version
-from campaigns.peers.pictures import draw_rates, draw_waits
 from campaigns.peers.tables import Setting, markdown
 from campaigns.peers.workloads import WORKLOADS, word_cost
 
@@ -203,7 +203,7 @@ def _add_servers(group: Any) -> None:
 
 def _add_runs(group: Any) -> None:
     group.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="peers.md, peers.json, peers.svg, waits.svg, logs"
+        "--out", type=Path, required=True, metavar="DIR", help="peers.md, peers.json, two pictures, logs"
     )
     group.add_argument(
         "--workload",

@@ -3,7 +3,7 @@
 Owns: the layout. Never: the numbers (results.py).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from bench.load.load_report import Latencies
 from bench.svg import GREY, INK, SERIES, Axis, Canvas, log_axis
@@ -55,10 +55,17 @@ def _draw_axis(
 
 
 _PANEL, _PANEL_GAP, _GROUP = 290, 60, 26
-_WAITS: tuple[tuple[str, Callable[[Latencies], float | None]], ...] = (
-    ("first token, p50, ms", lambda times: times.ttft_ms and times.ttft_ms.p50),
-    ("between two tokens, p99, ms", lambda times: times.chunk_gap_ms and times.chunk_gap_ms.p99),
-)
+
+
+def _first_token_ms(times: Latencies) -> float | None:
+    return times.ttft_ms.p50 if times.ttft_ms else None
+
+
+def _between_tokens_ms(times: Latencies) -> float | None:
+    return times.chunk_gap_ms.p99 if times.chunk_gap_ms else None
+
+
+_WAITS = (("first token, p50, ms", _first_token_ms), ("between two tokens, p99, ms", _between_tokens_ms))
 
 
 def draw_waits(setting: Setting, workloads: Sequence[Workload], rows: Sequence[Row]) -> Canvas:
