@@ -29,7 +29,7 @@ def test_a_server_at_a_socket_serves_what_the_operator_set(tmp_path: Path, capsy
     with running_server(tmp_path, *options) as server:
         assert server.url == socket_path
         assert stat.S_IMODE(os.stat(path).st_mode) == 0o660
-        with httpx.Client(transport=transport, base_url="http://any.name", timeout=60) as client:
+        with httpx.Client(transport=transport, base_url="http://yard", timeout=60) as client:
             (model,) = client.get("/llm/v1/models").json()["data"]
             assert model["max_model_len"] == 96
             asked = {"messages": [{"role": "user", "content": "Once upon a time"}], "max_tokens": 8}
