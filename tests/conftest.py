@@ -37,7 +37,7 @@ NOT_CORE = frozenset(
         *("test_doctor.py", "test_run_batch.py", "test_terminal.py", "test_tokenizer_trial.py"),
         "test_launch.py",
         # They import torch.
-        *("core/test_overlapped_loop.py", "core/test_prefill_limit.py"),
+        *("core/test_overlapped_loop.py", "core/test_prefill_limit.py", "core/test_pulse.py"),
         # They wait for real time: slow clients, silent connections, an event loop that stands still.
         *("test_body_limit.py", "test_connections.py", "test_health_listener.py", "test_lingering.py"),
         *("test_disconnects.py", "test_tls.py", "test_half_closed.py", "test_http_client.py"),
