@@ -12,7 +12,7 @@ from typing import Any
 from engine.errors import EngineUnavailable, NoChatTemplate, RequestRejected
 from engine.text.renderers import CannotRender, RendererEnded, Renderers
 from engine.text.template_messages import (
-    EXIT_OUT_OF_MEMORY,
+    CODE_OUT_OF_MEMORY,
     MAX_MEMORY_BYTES,
     MAX_RENDERING_S,
     Chat,
@@ -118,6 +118,8 @@ class ChatTemplate:
     def _ask(self, chat: Chat) -> Rendering:
         try:
             return self._renderers.render(chat, timeout_s=MAX_RENDERING_S)
+        except UnicodeEncodeError:
+            reason = "they hold half of a surrogate pair, which is not text"
         except TimeoutError:
             reason = f"it takes longer than {MAX_RENDERING_S:g} seconds"
         except RendererEnded as error:
@@ -125,7 +127,7 @@ class ChatTemplate:
                 raise EngineUnavailable(
                     "the process that renders chats was killed; the request may be sent again"
                 ) from None
-            if error.exit_code == EXIT_OUT_OF_MEMORY:
+            if error.exit_code == CODE_OUT_OF_MEMORY:
                 reason = f"it takes more than {MAX_MEMORY_BYTES >> 20} MiB of memory"
             else:
                 reason = "it ends the process in which it is rendered"

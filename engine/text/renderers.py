@@ -61,12 +61,12 @@ class _Renderer:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def ask(self, message: Program | Chat, timeout_s: float) -> Rendering:
-        """Raises TimeoutError, RendererEnded."""
+    def ask(self, framed: bytes, timeout_s: float) -> Rendering:
+        """Send a message and wait for the answer. Raises TimeoutError, RendererEnded."""
         deadline_s = time.monotonic() + timeout_s
         try:
             self._channel.settimeout(timeout_s)
-            self._channel.sendall(frame(message))
+            self._channel.sendall(framed)
             return receive(self._channel, Rendering, max_bytes=_MAX_REPLY_BYTES, deadline_s=deadline_s)
         except (Ended, ConnectionError):
             raise RendererEnded(self._await_end()) from None
@@ -98,7 +98,7 @@ class Renderers:
     """
 
     def __init__(self, program: Program) -> None:
-        self._program = program
+        self._program = frame(program)
         self._idle: queue.LifoQueue[_Renderer] = queue.LifoQueue()
         self._lock = threading.Lock()
         self._living: set[_Renderer] = set()
@@ -120,10 +120,11 @@ class Renderers:
         return refusal
 
     def render(self, chat: Chat, *, timeout_s: float) -> Rendering:
-        """Raises TimeoutError, RendererEnded, CannotRender."""
+        """Raises TimeoutError, RendererEnded, CannotRender, UnicodeEncodeError for half a surrogate pair."""
+        framed = frame(chat)
         renderer = self._take()
         try:
-            rendering = renderer.ask(chat, timeout_s)
+            rendering = renderer.ask(framed, timeout_s)
         except BaseException:
             self._end(renderer)
             raise

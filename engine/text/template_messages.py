@@ -16,7 +16,8 @@ import msgspec
 MAX_RENDERING_S = 10.0
 MAX_MEMORY_BYTES = 512 * 2**20
 """Limit for the interpreter and all that a rendering makes: the longest prompt that is allowed takes half."""
-EXIT_OUT_OF_MEMORY = 3
+CODE_OUT_OF_MEMORY = 3
+"""Exit code, which its parent reads."""
 _LENGTH = struct.Struct(">I")
 
 MessageT = TypeVar("MessageT")
@@ -31,7 +32,7 @@ class FinalMessage(StrEnum):
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
-    """What the checkpoint brings, sent to each process once."""
+    """Templates and special tokens of the checkpoint, sent to each process once."""
 
     templates: dict[str, str]
     """Sources by name: `default`, and possibly `tool_use` for requests with tools."""

@@ -1,7 +1,7 @@
 """A process that renders chats: `python -m engine.text.template_process`, with a socket as standard input.
 
 Owns: its limits on memory and time, which the kernel keeps whatever the template does.
-Never: reads a file, or goes on once memory has run out.
+Never: opens a file of the checkpoint, or goes on once memory has run out.
 
 Chat templates are programs from strangers. Which of their operations grow a value beyond what was put in, no
 list can tell for good: filters with a width, products of numbers, lists of lists that are printed. So each
@@ -18,7 +18,7 @@ from engine.errors import RequestRejected
 from engine.processes.child_process import leave_signals_to_parent
 from engine.text.template_language import BrokenTemplate, Templates
 from engine.text.template_messages import (
-    EXIT_OUT_OF_MEMORY,
+    CODE_OUT_OF_MEMORY,
     MAX_MEMORY_BYTES,
     MAX_RENDERING_S,
     Chat,
@@ -48,7 +48,7 @@ def main() -> None:
     except Ended:
         return  # the server has
     except MemoryError:
-        os._exit(EXIT_OUT_OF_MEMORY)  # at once: whatever still runs may need more
+        os._exit(CODE_OUT_OF_MEMORY)  # at once: whatever still runs may need more
 
 
 def _serve(channel: socket.socket) -> None:

@@ -149,9 +149,7 @@ def test_no_page_is_made_from_elsewhere(server: RunningServer, guarded: Path, pa
     assert not attempts(guarded)
 
 
-def test_all_processes_are_guarded_offline_and_hold_no_key(
-    server: RunningServer, guarded: Path
-) -> None:
+def test_all_processes_are_guarded_offline_and_hold_no_key(server: RunningServer, guarded: Path) -> None:
     with client_of(server) as client:
         client.post("/v1/completions", json=CALLS["expression"][1])
     started = guarded.read_text()

@@ -93,6 +93,10 @@ def test_half_a_surrogate_pair_is_left_to_the_tokenizer_to_refuse(make: Make) ->
     call = {"function": {"name": "look", "arguments": '{"a": "\\ud800"}'}}
     template = make("{{ messages[0].tool_calls[0].function.arguments.a }}")
     assert template.render([{"role": "assistant", "tool_calls": [call]}]) == "\ud800"
+    (pid,) = template.renderer_pids
+    with pytest.raises(RequestRejected, match="half of a surrogate pair"):
+        template.render([{"role": "user", "content": "\ud800"}])
+    assert template.renderer_pids == [pid]
 
 
 _DOUBLED = "{% set ns = namespace(x='aaaaaaaa', n=9) %}{% for i in range(34) %}STEP{% endfor %}"
@@ -315,7 +319,9 @@ def test_an_unusable_template_stops_the_start_with_a_reason(tmp_path: Path, foun
         ChatTemplate.load(tmp_path, special_tokens={}).judge()
 
 
-@pytest.mark.parametrize("expensive", ["{{ 'a' | indent(999999999, true) }}", "{{ 9999999999 ** 9999999999 }}"])
+@pytest.mark.parametrize(
+    "expensive", ["{{ 'a' | indent(999999999, true) }}", "{{ 9999999999 ** 9999999999 }}"]
+)
 def test_nothing_is_computed_before_a_chat_asks_for_it(make: Make, expensive: str) -> None:
     template = make("{% if messages[0].content != 'hi' %}" + expensive + "{% endif %}" + ALL_OF_IT)
     template.judge()

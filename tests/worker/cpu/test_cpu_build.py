@@ -266,7 +266,7 @@ def test_a_folder_of_another_user_anywhere_above_counts(tmp_path, compiler, monk
 def test_a_group_may_write_above_where_it_is_the_users_own(
     cache, compiler, monkeypatch, name, members, is_safe
 ):
-    """As where each user has a group of the same name, and new folders are open to it."""
+    """Many systems give each user a group of the same name, and new folders are open to it."""
     path = build_library()
     cache.chmod(0o775)
     found = cache.stat()
