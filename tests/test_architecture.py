@@ -91,7 +91,7 @@ READS_TIME_OF_DAY = {
         "engine/adapters/adapter_registry.py",
         "engine/frontend/client.py",
     ),
-    *("engine/journal.py", "engine/reports/kv_publisher.py", "engine/text/chat_template.py"),
+    *("engine/journal.py", "engine/reports/kv_publisher.py", "engine/text/template_language.py"),
     *("server/generate/answering.py", "server/http/request_log.py", "server/ollama/ollama_endpoints.py"),
     *("server/responses/response_making.py", "server/responses/responses.py", "server/state/state_desk.py"),
 }
