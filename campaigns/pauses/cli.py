@@ -82,7 +82,7 @@ async def _ask(server: OwnServer, path: str, body: bytes) -> str:
     """Return the status; 0 where there was none."""
     wire = server.target.request("POST", path, body)
     if path == "/v1/files":
-        wire = wire.replace(b"application/json", b"multipart/form-data; boundary=b", 1)
+        wire = wire.replace(b"Type: application/json", b"Type: multipart/form-data; boundary=b", 1)
     with contextlib.suppress(ExchangeFailed):
         return str((await exchange(server.target, wire, timeouts=Timeouts(whole_s=_TIMEOUT_S))).status)
     return "0"

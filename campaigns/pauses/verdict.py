@@ -42,11 +42,9 @@ def why_not_judged(rows: Mapping[str, Row]) -> str:
     if not rows[ALONE].readings.pauses:
         return "alone the stream brought nothing"
     pause_s = rows[ALONE].of_server_s
-    return (
-        ""
-        if pause_s <= QUIET_S
-        else f"alone the stream paused for {pause_s * 1e3:.0f} ms: the machine does other work"
-    )
+    if pause_s <= QUIET_S:
+        return ""
+    return f"alone the stream paused for {pause_s * 1e3:.0f} ms: the machine does other work"
 
 
 def faults_of(rows: Mapping[str, Row]) -> list[str]:

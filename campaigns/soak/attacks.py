@@ -236,7 +236,7 @@ class Attacks:
 
 
 def _num_silent(wanted: int) -> int:
-    """As many as this process may open, its own limit raised. The server has started: it inherits nothing."""
+    """Number of sockets that this process may open, its own limit raised. The server has started before."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted + _OTHER_FILES:
         soft = wanted + _OTHER_FILES if hard == resource.RLIM_INFINITY else min(wanted + _OTHER_FILES, hard)

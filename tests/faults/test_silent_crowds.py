@@ -33,7 +33,7 @@ HELD_S = 2.0
 MAX_PAUSE_S = 1.0
 """Ten times what is promised of a pause."""
 MAX_MEMORY_BYTES = 512 << 20
-"""Of the API process, at its most. asyncio's own buffers of so many encrypted connections are a GiB."""
+"""Memory of the API process at its most. asyncio's own buffers of so many encrypted connections are a GiB."""
 MAX_LOG_BYTES = 50_000
 SPARE_FILES = 4
 
