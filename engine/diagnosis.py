@@ -13,6 +13,7 @@ import resource
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 
@@ -149,7 +150,9 @@ def _checksums(config: WorkerConfig) -> Iterator[Finding]:
 def _texts(config: EngineConfig) -> Iterator[Finding]:
     try:
         texts = load_texts(config.worker)
-        texts.trial.judge()
+        with closing(texts.template):
+            texts.trial.judge()
+            texts.template.judge()
     except TokenizerError as error:
         yield _fault("tokenizer", error.what, error.fix)
         return

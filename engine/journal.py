@@ -47,6 +47,8 @@ class Journal:
         self.tenant = ""
         """The tenant by API key or header; never the field `user`."""
         self.priority: int | None = None
+        self.has_own_limit = False
+        """Whether it asked for less time than the operator allows."""
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_output_tokens = 0
@@ -76,6 +78,10 @@ class Journal:
         times = {event.stage: event.time_ns for event in self.events}
         first, last = times.get(JournalStage.FIRST_TOKEN), times.get(JournalStage.FINISHED)
         return None if first is None or last is None else (last - first) / 1e9
+
+    def note_own_limit(self) -> None:
+        """Note that a limit of its own is the first to run out."""
+        self.has_own_limit = True
 
     def note_admission(self, num_prompt_tokens: int, priority: int) -> None:
         """Note that one of its prompts was admitted."""

@@ -150,6 +150,7 @@ def _layered(edge: Edge, settings: EdgeSettings, keys: KeyRing, *, openapi_url: 
                 keys=keys,
                 origins=settings.edge.cors_origins,
                 hosts=settings.edge.hosts,
+                other_hosts=settings.edge.other_hosts,
                 open_paths=OPEN_PATHS,
             ),
             Middleware(Auth, keys=keys, open_paths=_keyless_paths(settings)),

@@ -135,10 +135,10 @@ class ForeignPage(EdgeError):
 class ForeignHost(EdgeError):
     """A server without keys is addressed by a name that anyone may have let point to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__(
-            "this server needs no key, and so answers to no name but localhost and addresses; allow the name"
-            " with --allowed-host, or set an API key"
+            "this server needs no key, and so answers to no name that somebody else may own; allow it with"
+            f" --allowed-host {name}, or set an API key"
         )
 
 

@@ -35,9 +35,9 @@ NOT_CORE = frozenset(
         # They start an engine or another process for each test.
         *("test_client.py", "test_giving_way.py", "test_grammar_compiler.py", "test_engine_processes.py"),
         *("test_doctor.py", "test_run_batch.py", "test_terminal.py", "test_tokenizer_trial.py"),
-        "test_launch.py",
+        *("test_launch.py", "test_chat_template.py"),
         # They import torch.
-        *("core/test_overlapped_loop.py", "core/test_prefill_limit.py"),
+        *("core/test_overlapped_loop.py", "core/test_prefill_limit.py", "core/test_pulse.py"),
         # They wait for real time: slow clients, silent connections, an event loop that stands still.
         *("test_body_limit.py", "test_connections.py", "test_health_listener.py", "test_lingering.py"),
         *("test_disconnects.py", "test_tls.py", "test_half_closed.py", "test_http_client.py"),

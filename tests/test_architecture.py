@@ -39,6 +39,7 @@ FOLDER_DOORS = {
     ("campaigns/drafts.py", "worker.worker_config"),
     ("campaigns/load_memory.py", "worker"),  # a load, alone
     ("campaigns/products.py", "worker"),  # the products of the CPU, alone
+    ("campaigns/step_ratio.py", "worker"),  # steps of several forms, by turns
     ("campaigns/gpu/exchanges.py", "worker"),  # the exchanges, alone
     ("campaigns/gpu/host_step.py", "engine"),
     ("campaigns/gpu/host_step.py", "worker"),
@@ -90,7 +91,7 @@ READS_TIME_OF_DAY = {
         "engine/adapters/adapter_registry.py",
         "engine/frontend/client.py",
     ),
-    *("engine/journal.py", "engine/reports/kv_publisher.py", "engine/text/chat_template.py"),
+    *("engine/journal.py", "engine/reports/kv_publisher.py", "engine/text/template_language.py"),
     *("server/generate/answering.py", "server/http/request_log.py", "server/ollama/ollama_endpoints.py"),
     *("server/responses/response_making.py", "server/responses/responses.py", "server/state/state_desk.py"),
 }

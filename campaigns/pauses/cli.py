@@ -1,13 +1,15 @@
 """The longest pause of a neighbour's stream beside the dearest requests that are let in, and where it lay.
 
-    python -m campaigns.pauses [--beside grammars|bodies] [--only WORDS] [--seconds 8] [--args WORDS]
+    python -m campaigns.pauses [--beside grammars|bodies|crowds|replies] [--only WORDS] [--seconds 8]
+        [--args WORDS]
 
 The stream alone first, then beside each kind of request: clients who ask again whatever becomes of it. The
 pauses of the stream that is alone are the machine's own. On a machine that does other work they are long
 already, and all rows with them: the table prints them first. Below it, the longest pauses of each row come
 again, with what each process did meanwhile. In `served` the reader's own waiting for a core is left out.
+Exit status 1 if any row breaks what is promised (verdict.py), 2 on a machine too busy to tell.
 
-Owns: the rounds and their table. Never: judges; the promise is about a quiet machine.
+Owns: the rounds and their table. Never: what others send (crowds.py), or judges.
 """
 
 import argparse
@@ -16,7 +18,7 @@ import contextlib
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -24,9 +26,10 @@ import orjson
 
 from bench.load.load_report import percentile
 from bench.trace.trace_reading import read_trace
-from campaigns.pauses.crowds import BODIES, GRAMMARS, Crowd
-from campaigns.pauses.neighbour import Pause, Readings
+from campaigns.pauses.crowds import BODIES, CROWDED_BODIES, GRAMMARS, REPLIES, Crowd
+from campaigns.pauses.neighbour import Readings
 from campaigns.pauses.places import place_of
+from campaigns.pauses.verdict import ALONE, Row, faults_of, why_not_judged
 from campaigns.servers.own_server import SERVED_NAME, OwnServer, own_server
 from server.http.http_client import ExchangeFailed, Timeouts, exchange
 
@@ -34,9 +37,12 @@ _TIMEOUT_S = 60.0
 _COME_AGAIN_S = 0.05
 _NUM_PLACED = 3
 """Pauses of a round of which it is said where they lay."""
+_NAME_CHARS = 40
+_NOT_JUDGED = 2
+_KINDS = {"grammars": GRAMMARS, "bodies": BODIES, "crowds": CROWDED_BODIES, "replies": REPLIES}
 
 
-async def measure(server: OwnServer, crowd: Crowd | None, seconds: float) -> tuple[Readings, Counter[str]]:
+async def measure(server: OwnServer, crowd: Crowd | None, seconds: float) -> Row:
     """Readings of the neighbour, and what became of the others."""
     ends: Counter[str] = Counter()
     is_over = asyncio.Event()
@@ -53,7 +59,7 @@ async def measure(server: OwnServer, crowd: Crowd | None, seconds: float) -> tup
     readings = await _neighbour(server, seconds)
     is_over.set()
     await asyncio.gather(*others)
-    return readings, ends
+    return Row(readings, ends)
 
 
 async def _neighbour(server: OwnServer, seconds: float) -> Readings:
@@ -76,48 +82,56 @@ async def _ask(server: OwnServer, path: str, body: bytes) -> str:
     """Return the status; 0 where there was none."""
     wire = server.target.request("POST", path, body)
     if path == "/v1/files":
-        wire = wire.replace(b"application/json", b"multipart/form-data; boundary=b", 1)
+        wire = wire.replace(b"Type: application/json", b"Type: multipart/form-data; boundary=b", 1)
     with contextlib.suppress(ExchangeFailed):
         return str((await exchange(server.target, wire, timeouts=Timeouts(whole_s=_TIMEOUT_S))).status)
     return "0"
 
 
 def main(argv: Sequence[str]) -> int:
+    """Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m campaigns.pauses", allow_abbrev=False)
-    parser.add_argument("--beside", choices=("grammars", "bodies"), help="only these; default both")
+    parser.add_argument("--beside", choices=_KINDS, help="only these; default all")
     parser.add_argument("--only", metavar="WORDS", help="only rows with these words in their name")
     parser.add_argument("--seconds", type=float, default=8.0, metavar="S", help="of each round")
     parser.add_argument("--args", default="", metavar="WORDS", help="added to `tokenyard serve`")
     options = parser.parse_args(list(argv))
-    kinds = {"grammars": GRAMMARS, "bodies": BODIES}
-    chosen = kinds[options.beside] if options.beside else {**GRAMMARS, **BODIES}
-    rounds: dict[str, Crowd | None] = {"alone": None, **chosen}
-    if options.only is not None:
-        rounds = {name: crowd for name, crowd in rounds.items() if options.only in name}
-    print(f"{'':28}{'tokens/s':>9}{'p99':>8}{'longest':>9}{'served':>9}  ms; replies to the others by status")
-    longest: dict[str, list[Pause]] = {}
+    kinds = [_KINDS[options.beside]] if options.beside else _KINDS.values()
+    rounds: dict[str, Crowd | None] = {ALONE: None}
+    for kind in kinds:
+        rounds |= {name: crowd for name, crowd in kind.items() if (options.only or "") in name}
+    print(f"{'':{_NAME_CHARS}}{'tokens/s':>9}{'p99':>8}{'longest':>9}{'served':>9}  ms; replies by status")
+    rows: dict[str, Row] = {}
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "steps"
-        with own_server(
-            ["--state-folder", folder, "--trace-steps", str(trace), *options.args.split()]
-        ) as server:
+        words = ("--state-folder", folder, "--trace-steps", str(trace), *options.args.split())
+        with own_server(words) as server:
             for name, crowd in rounds.items():
-                readings, ends = asyncio.run(measure(server, crowd, options.seconds))
-                longest[name] = _print_row(name, readings, options.seconds, ends)
+                rows[name] = asyncio.run(measure(server, crowd, options.seconds))
+                _print_row(name, rows[name], options.seconds)
         steps = list(read_trace(trace))
-    for name, pauses in longest.items():
+    for name, row in rows.items():
         print(f"\n{name}")
-        for pause in pauses:
+        for pause in row.longest(_NUM_PLACED):
             print(f"  {place_of(pause, steps)}")
-    return 0
+    return _print_verdict(rows)
 
 
-def _print_row(name: str, readings: Readings, seconds: float, ends: Counter[str]) -> list[Pause]:
-    """Print one row of the table, and return its longest pauses."""
-    ordered = sorted(readings.pauses, key=lambda pause: pause.lasted_s)
-    lasted_s = [pause.lasted_s for pause in ordered] or [0.0]
-    rate = readings.num_events / seconds
-    p99, most = percentile(lasted_s, 99) * 1e3, max(lasted_s) * 1e3
-    of_server = max((pause.of_server_s for pause in readings.pauses), default=0.0) * 1e3
-    print(f"{name:28}{rate:9.0f}{p99:8.0f}{most:9.0f}{of_server:9.0f}  {dict(ends)}", flush=True)
-    return ordered[: -_NUM_PLACED - 1 : -1]
+def _print_row(name: str, row: Row, seconds: float) -> None:
+    """Print one row of the table."""
+    lasted_s = [pause.lasted_s for pause in reversed(row.longest())] or [0.0]
+    rate = row.readings.num_events / seconds
+    p99, most = percentile(lasted_s, 99) * 1e3, lasted_s[-1] * 1e3
+    print(
+        f"{name:{_NAME_CHARS}}{rate:9.0f}{p99:8.0f}{most:9.0f}{row.of_server_s * 1e3:9.0f}  {dict(row.ends)}",
+        flush=True,
+    )
+
+
+def _print_verdict(rows: Mapping[str, Row]) -> int:
+    if why_not := why_not_judged(rows):
+        print(f"\nnot judged: {why_not}")
+        return _NOT_JUDGED
+    faults = faults_of(rows)
+    print("\n" + ("\n".join(f"FAULT: {fault}" for fault in faults) or "no promise broken"))
+    return 1 if faults else 0

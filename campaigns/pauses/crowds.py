@@ -1,10 +1,10 @@
-"""The dearest requests that are let in: grammars of small bodies, and the largest bodies.
+"""The dearest requests that are let in: grammars of small bodies, the largest bodies, the dearest replies.
 
 Owns: their paths and bodies. Never: sends them (cli.py).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
@@ -20,6 +20,9 @@ _NUM_ITEMS = 320 * 1000
 """Just below the number of items that a body may have."""
 _NUM_MEMBERS = 65 * 1000
 """Just below the number of members that its objects may have."""
+_NUM_SHOWN, _SHOWN_TOKENS = 24, 2000
+"""Prompts whose log-probabilities are shown, nearly as many as may be."""
+_AT_ONCE = 4
 _COMPLETIONS, _CHAT = "/v1/completions", "/v1/chat/completions"
 
 
@@ -120,3 +123,36 @@ BODIES: dict[str, Crowd] = {
     "responses of 300 items": Crowd(path="/v1/responses", body=lambda: _json({"input": _messages(300)})),
     "an upload of 50,000 lines": Crowd(path="/v1/files", body=_batch_file),
 }
+CROWDED_BODIES = {
+    f"{_AT_ONCE} at once: {name}": replace(crowd, num_clients=_AT_ONCE) for name, crowd in BODIES.items()
+}
+
+
+def _reply(path: str, *fields: dict[str, Any]) -> Crowd:
+    """Later fields win."""
+    asked: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True}
+    for each in fields:
+        asked |= each
+    return Crowd(path=path, body=lambda: _json(asked))
+
+
+_TOP: dict[str, Any] = {"logprobs": 20}
+_MANY: dict[str, Any] = {"prompt": "x", "n": 128}
+_HALF: dict[str, Any] = {"prompt": "x", "n": 64}
+_OF_CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "n": 128}
+_PENALTIES: dict[str, Any] = {"frequency_penalty": 0.5, "presence_penalty": 0.5, "repetition_penalty": 1.1}
+_SHOWN: dict[str, Any] = {"prompt": [[123] * _SHOWN_TOKENS] * _NUM_SHOWN, "max_tokens": 0, "echo": True}
+_SHOWN_ONE: dict[str, Any] = {**_SHOWN, "prompt": [123] * _SHOWN_TOKENS}
+REPLIES: dict[str, Crowd] = {
+    "128 choices, 20 logprobs": _reply(_COMPLETIONS, _MANY, _TOP),
+    "128 choices, 20 logprobs, streamed": _reply(_COMPLETIONS, _MANY, _TOP, {"stream": True}),
+    "a chat of 128 choices, 20 logprobs": _reply(_CHAT, _OF_CHAT, {"logprobs": True, "top_logprobs": 20}),
+    "64 choices, 128 bad words": _reply(_COMPLETIONS, _HALF, {"bad_words": [f"word{i}" for i in range(128)]}),
+    "64 choices, penalties": _reply(_COMPLETIONS, _HALF, _PENALTIES),
+    "an echo": _reply(_COMPLETIONS, _SHOWN_ONE),
+    "an echo, 20 logprobs": _reply(_COMPLETIONS, _SHOWN_ONE, _TOP),
+    "24 echoes, 20 logprobs": _reply(_COMPLETIONS, _SHOWN, _TOP),
+    "24 prompts, 20 logprobs of theirs": _reply(_COMPLETIONS, _SHOWN, {"prompt_logprobs": 20}),
+}
+"""Small requests whose replies are dear. An echo ends with its prompt, so that no sequence becomes long; the
+one without logprobs shows what the prompt alone costs."""

@@ -20,9 +20,10 @@ from bench.load.load_report import summarize
 from campaigns.peers.bandwidth import read_bandwidth
 from campaigns.peers.catalogue import OURS, PEERS, num_processors
 from campaigns.peers.floor import UnreadableCheckpoint, step_bytes
+from campaigns.peers.pictures import draw_rates, draw_waits
 from campaigns.peers.results import Failure, Measurement, Results, Saturation, Start
 from campaigns.peers.rounds import Comparison, Event, compare, package_version
-from campaigns.peers.tables import Setting, draw, markdown
+from campaigns.peers.tables import Setting, markdown
 from campaigns.peers.workloads import WORKLOADS, word_cost
 
 _EPILOG = """\
@@ -125,7 +126,8 @@ def _report(
     rows = results.rows(per_client=comparison.per_client)
     text = markdown(setting, comparison.workloads, results, rows)
     (options.out / "peers.md").write_text(text, encoding="utf-8")
-    (options.out / "peers.svg").write_text(str(draw(setting, comparison.workloads, rows)), encoding="utf-8")
+    for name, draw in (("peers.svg", draw_rates), ("waits.svg", draw_waits)):
+        (options.out / name).write_text(str(draw(setting, comparison.workloads, rows)), encoding="utf-8")
     document = {
         "setting": setting,
         "rows": rows,
@@ -201,7 +203,7 @@ def _add_servers(group: Any) -> None:
 
 def _add_runs(group: Any) -> None:
     group.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="peers.md, peers.json, peers.svg, logs"
+        "--out", type=Path, required=True, metavar="DIR", help="peers.md, peers.json, two pictures, logs"
     )
     group.add_argument(
         "--workload",

@@ -1,4 +1,4 @@
-"""The comparison for people: Markdown, and a picture with a bar for each peer.
+"""The comparison for people, in Markdown.
 
 Owns: words and layout.
 Never: the numbers (results.py).
@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bench.load.load_report import Distribution
-from bench.svg import GREY, INK, SERIES, Axis, Canvas
 from campaigns.peers.results import Results, Row, percentiles
 from campaigns.peers.workloads import Workload
 
@@ -92,44 +91,3 @@ def _start_table(setting: Setting, results: Results) -> str:
 def _pair(distribution: Distribution | None) -> str:
     pair = percentiles(distribution)
     return f"{pair[0]:.1f}, {pair[1]:.1f}" if pair else "-"
-
-
-_LEFT, _TOP, _BAR, _GAP, _WIDTH, _RIGHT = 130, 44, 18, 68, 520, 90
-
-
-def draw(setting: Setting, workloads: Sequence[Workload], rows: Sequence[Row]) -> Canvas:
-    """Output tokens per second in closed loops; each has its own axis, to the fastest or the floor."""
-    closed = [workload for workload in workloads if workload.share is None]
-    groups = [(workload, [row for row in rows if row.workload == workload.name]) for workload in closed]
-    groups = [(workload, of_workload) for workload, of_workload in groups if of_workload]
-    height = _TOP + sum(len(of_workload) * _BAR + _GAP for _, of_workload in groups)
-    peers = list(dict.fromkeys(row.peer for row in rows))
-    canvas = Canvas(_LEFT + _WIDTH + _RIGHT, height, title="Output tokens per second of each server")
-    canvas.text(_LEFT, 20, f"{setting.model}; dark line: what reading the bytes allows at this bandwidth")
-    top = _TOP
-    for workload, of_workload in groups:
-        floor = setting.floors[workload.name]
-        most = max([floor, *(row.output_tokens_per_s for row in of_workload)]) or 1.0
-        canvas.text(_LEFT, top + 6, workload.title)
-        top += 12
-        scale = Axis("output tokens per second", 0.0, most)
-        _draw_axis(canvas, scale, top=top, bottom=top + len(of_workload) * _BAR)
-        for row in of_workload:
-            length = scale.place(row.output_tokens_per_s) * _WIDTH
-            canvas.text(_LEFT - 8, top + 13, row.peer, anchor="end")
-            canvas.rect(_LEFT, top + 2, length, _BAR - 4, SERIES[peers.index(row.peer) % len(SERIES)])
-            canvas.text(_LEFT + length + 6, top + 13, f"{row.output_tokens_per_s:.0f}")
-            top += _BAR
-        at = _LEFT + scale.place(floor) * _WIDTH
-        canvas.polyline([(at, top - len(of_workload) * _BAR), (at, top)], INK, 2)
-        top += _GAP - 12
-    return canvas
-
-
-def _draw_axis(canvas: Canvas, scale: Axis, *, top: float, bottom: float) -> None:
-    for value in scale.ticks():
-        at = _LEFT + scale.place(value) * _WIDTH
-        canvas.polyline([(at, top), (at, bottom + 4)], GREY, 1)
-        canvas.text(at, bottom + 17, f"{value:,g}", anchor="middle")
-    canvas.polyline([(_LEFT, bottom), (_LEFT + _WIDTH, bottom)], INK, 1)
-    canvas.text(_LEFT + _WIDTH, bottom + 32, scale.title, anchor="end")

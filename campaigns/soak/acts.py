@@ -374,6 +374,8 @@ class Pace:
     num_clients: int = 48
     rest_s: float = 0.0
     """Seconds that each client and each attacker rests after an act, on a machine that has other work."""
+    num_silent: int = 3000
+    """Connections of a silent crowd of the attackers'."""
 
 
 async def keep_acting(

@@ -8,7 +8,7 @@ are full most of the time, sends it a random mix of all that clients do, kills i
 looks afterwards: every request has had exactly one end; nothing runs, waits or holds a block; memory, files
 and threads of both processes are as they were. With `--attacks` all of that is among attackers (attacks.py),
 and the engine process is killed twice. With `--streams`, only streams, whose every piece is compared
-(streams.py). Exit status 1 if anything was wrong.
+(streams.py). Exit status 1 if anything was wrong, pauses of a neighbour's stream among attackers included.
 
 Owns: the run, the samples of what the processes hold, and the verdict.
 Never: what clients do (acts.py), or attackers.
@@ -249,7 +249,7 @@ class Soak:
     def all_faults(self) -> list[str]:
         acts = [f"{num} times {kind}" for kind, num in self.ends.faults.items()]
         if self._attacks is not None:
-            acts += [f"{num} times {kind}" for kind, num in self._attacks.faults.items()]
+            acts += self._attacks.faults()
         return [*self.faults, *acts, *(fault for life in self.lives for fault in life.faults())]
 
     def report(self) -> str:
@@ -258,7 +258,7 @@ class Soak:
             lines.append(f"  {name:16}" + ", ".join(f"{num} {end}" for end, num in ends.most_common()))
         lines += [] if self._attacks is None else [self._attacks.report()]
         lines += [str(life) for life in self.lives]
-        lines += [f"FAULT: {fault}" for fault in self.all_faults()]
+        lines += [f"FAULT: {fault}" for fault in self.all_faults()] or ["no promise broken"]
         return "\n".join([*lines, *(f"  {example}" for example in self.ends.examples)])
 
 
@@ -279,7 +279,7 @@ def attacked_soak(minutes: float, *, seed: int, words: Sequence[str] = (), pace:
     """Do the same among attackers."""
     with own_server((*SMALL, *words)) as server:
         ends = Ends()
-        attacks = Attacks(server, seed=seed, is_engine_gone=lambda: ends.is_engine_gone, rest_s=pace.rest_s)
+        attacks = Attacks(server, seed=seed, is_engine_gone=lambda: ends.is_engine_gone, pace=pace)
         run = Soak(server, seed=seed, attacks=attacks, pace=pace)
         run.ends = ends
         asyncio.run(run.run(minutes * 60))
@@ -309,6 +309,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--rest", type=float, default=0.0, metavar="S", help="of each client and attacker after an act"
     )
+    parser.add_argument(
+        "--crowd",
+        type=int,
+        default=_FULL.num_silent,
+        metavar="N",
+        help="silent connections of the attackers; default %(default)d",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--args", default="", metavar="WORDS", help="added to `tokenyard serve`")
     options = parser.parse_args(list(argv))
@@ -317,7 +324,7 @@ def main(argv: Sequence[str]) -> int:
         if options.streams:
             return many_streams(options.streams, options.minutes, seed=options.seed, words=words)
         begin = attacked_soak if options.attacks else soak
-        pace = Pace(options.clients, options.rest)
+        pace = Pace(options.clients, options.rest, options.crowd)
         run = begin(options.minutes, seed=options.seed, words=words, pace=pace)
     except ExchangeFailed as failure:
         print(f"campaigns.soak: {failure.kind}: {failure}", file=sys.stderr)

@@ -16,7 +16,7 @@ import msgspec
 
 from engine.core.checked_worker import CheckedWorker
 from engine.core.loop import BesideSteps, EngineLoop, Executor, WorkerBroken
-from engine.core.pulse import StepPulse
+from engine.core.pulse import pulse_of_steps
 from engine.core.rank_group import RankGroup
 from engine.core.step_trace import StepTrace
 from engine.logs.log_lines import ProcessName
@@ -88,8 +88,6 @@ def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:
     # Not at the top: importing torch takes a second, and the first message should leave before.
     with only_imports():
         import_torch(config.worker.device)
-        from worker.attention.interface import num_layers_begun
-        from worker.sampling.grammar_rows import num_masks_begun
         from worker.worker import Worker as _  # noqa: F401 - loaded for _open_worker
         from worker.worker_errors import StartupError
 
@@ -115,7 +113,7 @@ def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:
     checked = CheckedWorker(executor, vocab_size=facts.vocab_size)
     trace = _open_trace(config.trace_file)
     loop = EngineLoop(scheduler, checked, mailbox, time.monotonic, trace, beside)
-    pulse = StepPulse(directory, lambda: num_layers_begun() + num_masks_begun())
+    pulse = pulse_of_steps(directory)
     pulse.start()
     try:
         loop.run()

@@ -42,3 +42,12 @@ class StepPulse:
                 last = now
         finally:
             side.close()
+
+
+def pulse_of_steps(directory: Path) -> StepPulse:
+    """Return a pulse that layers feed, and masks of grammars: a step of dear masks is no hang either."""
+    # Not at the top: they import torch, which takes a second.
+    from worker.attention.interface import num_layers_begun
+    from worker.sampling.grammar_rows import num_masks_begun
+
+    return StepPulse(directory, lambda: num_layers_begun() + num_masks_begun())

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from engine.core.grammar_desk import GrammarsOfRank
-from engine.core.pulse import StepPulse
+from engine.core.pulse import pulse_of_steps
 from engine.core.stage_steps import ReportedSteps, StageSteps
 from engine.logs.log_lines import ProcessName
 from engine.logs.log_setup import Logs
@@ -69,9 +69,7 @@ def _follow(config: EngineConfig, directory: Path, place: RankPlace) -> int:
     with only_imports():
         import_torch(config.worker.device)
         from engine.nodes.links import Links
-        from worker.attention.interface import num_layers_begun
         from worker.ranks.opening import open_ranks_of
-        from worker.sampling.grammar_rows import num_masks_begun
         from worker.worker import Worker
         from worker.worker_errors import StartupError
 
@@ -88,7 +86,7 @@ def _follow(config: EngineConfig, directory: Path, place: RankPlace) -> int:
     keep_what_is_loaded()
     if place.num_stages > 1:
         # Rank 0 may wait while a later stage computes.
-        StepPulse(directory, lambda: num_layers_begun() + num_masks_begun()).start()
+        pulse_of_steps(directory).start()
     if place.is_reporting:
         _report(plans, worker, links or ResultsOut(directory), runs_ahead=facts.runs_ahead)
     else:

@@ -25,14 +25,14 @@ from engine.frontend.active_pooling import ActivePooling
 from engine.frontend.active_request import NO_TICKET, RequestChoice
 from engine.frontend.active_text import ActiveText
 from engine.frontend.metrics import EngineMetrics
-from engine.frontend.patience import Patience, remaining_limits
+from engine.frontend.patience import Patience, nearer_limits, remaining_limits
 from engine.frontend.queue_limits import QueueLimits, TenantTokens
 from engine.frontend.waiting_calls import Call, CallTerms, WaitingCalls
 from engine.options.engine_config import EngineConfig
 from engine.process_messages import AddRequest, EndSequences, ToEngine
 from engine.reports.live_load import LiveCounts
 from engine.text.tokenizer import Tokenizer
-from engine.types import GenerationRequest, PoolingRequest, QueueForecast, ServiceTerms, TimeLimits
+from engine.types import GenerationRequest, PoolingRequest, QueueForecast, ServiceTerms
 from scheduler.config import PrefixCaching
 from scheduler.messages import (
     FinishReason,
@@ -356,6 +356,8 @@ class ActiveRequests:
                 params = active.request.params
                 self._metrics.params_admitted(n=active.request.n, max_tokens=params.max_tokens)
             active.request.journal.note_admission(active.num_prompt_tokens, active.request.terms.priority)
+            if active.request.terms.time_limits.nearest_s < self._limits.nearest_s:
+                active.request.journal.note_own_limit()
         try:
             self._waiting.add(
                 admitted,
@@ -440,12 +442,7 @@ class ActiveRequests:
 
     def _terms(self, active: AnyActive) -> ServiceTerms:
         """Return the request's terms, with time limits capped by the operator's and counted from now."""
-        asked, allowed = active.request.terms.time_limits, self._limits
-        limits = TimeLimits(
-            queue_s=min(asked.queue_s, allowed.queue_s),
-            first_token_s=min(asked.first_token_s, allowed.first_token_s),
-            total_s=min(asked.total_s, allowed.total_s),
-        )
+        limits = nearer_limits(active.request.terms.time_limits, self._limits)
         if active.num_deaths or self._chooses:
             limits = remaining_limits(limits, time.monotonic() - active.arrived_s)
         return replace(active.request.terms, time_limits=limits)

@@ -116,7 +116,11 @@ class AsyncEngine:
         await self._engines.begun()
 
     async def texts_are_tried(self) -> None:
-        """Wait for the trial of the tokenizer; no client's text may come before. Raises TokenizerError."""
+        """Wait for the trials of template and tokenizer; no client's text may come before.
+
+        Raises TokenizerError.
+        """
+        await asyncio.to_thread(self._template.judge)
         await asyncio.to_thread(self._trial.judge)
 
     async def gave_up(self) -> GaveUp | None:

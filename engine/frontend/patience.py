@@ -31,6 +31,15 @@ class Patience:
             timer.cancel()
 
 
+def nearer_limits(asked: TimeLimits, allowed: TimeLimits) -> TimeLimits:
+    """The limit that runs out first, of each kind."""
+    return TimeLimits(
+        queue_s=min(asked.queue_s, allowed.queue_s),
+        first_token_s=min(asked.first_token_s, allowed.first_token_s),
+        total_s=min(asked.total_s, allowed.total_s),
+    )
+
+
 def remaining_limits(limits: TimeLimits, spent_s: float) -> TimeLimits:
     """Subtract the time already spent: the next process counts from when it gets the request."""
     return replace(

@@ -6,15 +6,18 @@ Never: opens a port, or keeps keys or certificates, which are read again where t
 
 import ipaddress
 import re
+import socket
 import ssl
 import stat
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from engine.options.options import OptionError, Options
 
 _MAX_SOCKET_PATH_BYTES = 107  # the kernel's sun_path
+_ANY = "*"
 _ORIGIN = re.compile(r"\*|https?://[A-Za-z0-9.-]+(:\d{1,5})?|https?://\[[0-9a-f:]+\](:\d{1,5})?")
 
 
@@ -70,6 +73,18 @@ class Page(Enum):
     YARD = "yard"  # with it
 
 
+class OtherHosts(Enum):
+    """Names in `Host` that a server without keys answers to beside those that it is given."""
+
+    LOCAL = (
+        "local"  # addresses and localhost; others on the link can claim a name without a dot, or under .local
+    )
+    PRIVATE = (
+        "private"  # names that nobody can register too; whoever is on the link reaches the server anyway
+    )
+    ALL = "all"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdgeConfig:
     """The resolved EdgeOptions: access, ports, TLS and limits."""
@@ -84,8 +99,9 @@ class EdgeConfig:
     tls: TlsFiles | None
     cors_origins: tuple[str, ...]
     """Origins whose pages may call; empty: none."""
-    hosts: frozenset[str] | None
-    """Names in `Host` that a server without keys answers to, in lower case; None: every name."""
+    hosts: frozenset[str]
+    """Names in `Host` that a server without keys answers to, in lower case."""
+    other_hosts: OtherHosts
     state_folder: str | None
     """Folder of files and batches; None: there are none."""
     state_max_bytes: int
@@ -121,6 +137,7 @@ def edge_config(options: Options, *, node: int) -> EdgeConfig:
         tls=tls,
         cors_origins=options.cors_origin,
         hosts=_hosts(options),
+        other_hosts=_other_hosts(options),
         state_folder=options.state_folder,
         state_max_bytes=options.state_max_size,
         page=_page(options),
@@ -165,11 +182,20 @@ def _page(options: Options) -> Page:
     return Page.YARD if is_private and options.admin_port is None else Page.CHAT
 
 
-def _hosts(options: Options) -> frozenset[str] | None:
-    """Elsewhere than on a loopback address nobody but the operator knows the names of this machine."""
-    if not options.allowed_host and (options.uds is not None or not _is_loopback(options.host)):
-        return None
-    return frozenset(name.lower() for name in options.allowed_host)
+def _other_hosts(options: Options) -> OtherHosts:
+    if _ANY in options.allowed_host:
+        return OtherHosts.ALL
+    is_local = options.uds is None and _is_loopback(options.host)
+    return OtherHosts.LOCAL if is_local else OtherHosts.PRIVATE
+
+
+def _hosts(options: Options) -> frozenset[str]:
+    """Names of the operator's; pages of origins in --cors-origin may ask anyway."""
+    trusted = {urlsplit(origin).hostname or "" for origin in options.cors_origin}
+    names = {*options.allowed_host, *trusted}
+    if _other_hosts(options) is not OtherHosts.LOCAL:
+        names |= {options.host, socket.gethostname()}
+    return frozenset(name.lower().rstrip(".") for name in names) - {_ANY, ""}
 
 
 def _socket_path(options: Options) -> str:

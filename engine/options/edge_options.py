@@ -82,12 +82,19 @@ class EdgeOptions:
     )
     allowed_host: tuple[str, ...] = declared(
         Group.ADDRESS,
-        Pattern(pattern=r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?", form="gpu-box", metavar="NAME"),
-        "Name under which clients may reach a server without keys, beside localhost and addresses: a page of "
-        "a foreign name that points to this machine would else read what the server shows. Repeat it for "
-        "several. Pages of the server itself may then be opened by that name.",
+        Pattern(
+            pattern=r"\*|[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?",
+            form="llm.example.com, or *",
+            metavar="NAME",
+        ),
+        "Name under which clients may reach a server without keys, beside localhost, addresses and the names "
+        "of --cors-origin; elsewhere than on a loopback address also beside names that nobody else can own: "
+        "the machine's, those without a dot, those under local, internal, svc, lan and the like. A page of a "
+        "foreign name that points to this machine would else read what the server shows. Repeat it for "
+        "several; * allows all. The server's own page may be opened by all these names but those that only "
+        "* allows.",
         arity=Arity.MANY,
-        open_default="none on a loopback address; every name elsewhere",
+        open_default="none",
         default=(),
     )
     state_folder: str | None = declared(

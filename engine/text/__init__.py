@@ -1,4 +1,4 @@
-"""Text to token ids and back: tokenizer, chat template, detokenizer (API process).
+"""Text to token ids and back: tokenizer, chat template, detokenizer (API process and its own).
 
 Never: imports torch.
 """

@@ -1,7 +1,7 @@
-"""Threads that render and tokenize text beside the event loop, which takes seconds for megabytes of text.
+"""Threads that tokenize beside the event loop, which takes seconds for megabytes, and have chats rendered.
 
 Owns: the threads and the bounds on waiting texts. Long texts have a thread of their own, so short ones
-never wait for them.
+never wait for them; no text waits for a chat that is being rendered.
 """
 
 import asyncio
@@ -10,8 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from engine.errors import Overloaded, OverloadReason
-from engine.text.chat_template import ChatTemplate, FinalMessage
+from engine.text.chat_template import ChatTemplate
 from engine.text.infill import encode_infill
+from engine.text.renderers import MAX_RENDERERS
+from engine.text.template_messages import FinalMessage
 from engine.text.tokenizer import SpecialTokens, Tokenizer
 from engine.types import ChatOptions, TextCut, TokenizedText
 
@@ -48,7 +50,7 @@ class _Lane:
 
 
 class TokenizerThreads:
-    """Tokenizer and chat template, run in threads.
+    """Tokenizer and chat template, used in threads.
 
     Methods raise RequestRejected for text that has no tokens, Overloaded if too many texts wait.
     """
@@ -58,12 +60,13 @@ class TokenizerThreads:
         self._template = template
         self._short = _Lane("encoder", num_threads=2, max_under_way=256)
         self._long = _Lane("encoder-long", num_threads=1, max_under_way=32)
+        self._chats = _Lane("renderer", num_threads=MAX_RENDERERS, max_under_way=256)
 
     async def encode(self, text: str) -> tuple[int, ...]:
         return await self._lane(len(text)).run(lambda: self._tokenizer.encode_prompt(text))
 
     async def encode_chat(self, messages: list[dict[str, Any]], options: ChatOptions) -> tuple[int, ...]:
-        rendered = await self._short.run(lambda: self._render(messages, options))
+        rendered = await self._chats.run(lambda: self._render(messages, options))
         return await self._lane(len(rendered)).run(lambda: self._tokenizer.encode_rendered_chat(rendered))
 
     async def encode_texts(self, texts: Sequence[str], cut: TextCut) -> list[TokenizedText]:
@@ -95,8 +98,11 @@ class TokenizerThreads:
         return await lane.run(lambda: [self._tokenizer.vocabulary_string(each) for each in token_ids])
 
     def close(self) -> None:
+        """End the threads, and the processes of the chat template."""
         self._short.close()
         self._long.close()
+        self._chats.close()
+        self._template.close()
 
     def _lane(self, num_chars: int) -> _Lane:
         return self._long if num_chars > _LONG_CHARS else self._short

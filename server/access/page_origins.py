@@ -4,21 +4,37 @@ Owns: the checks of the headers `origin` and `host`.
 Never: the replies that pages of other origins may read: the browser decides that, by CORS (app.py).
 
 A page can make a browser send requests to this machine without asking first (a body without a type), and a
-name that its author lets point to 127.0.0.1 makes this server a part of that page's own origin. Programs send
-no `Origin`; browsers do, except with a GET of what they take for the page's own server: there the name in
-`Host` tells such a page from ours.
+name that its author lets point to 127.0.0.1, or into your network, makes this server a part of the page's own
+origin. Programs send no `Origin`; browsers do, except with a GET of what they take for the page's own server:
+there the name in `Host` tells such a page from ours.
 Source: RFC 6454; CVE-2024-28224, the same in another server.
 """
 
+import re
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from engine.options.edge_config import OtherHosts
 from server.access.key_ring import KeyRing
 from server.error_replies import ForeignHost, ForeignPage
 
 _ANY = "*"
+_PRIVATE_TOPS = frozenset(
+    {
+        *("localhost", "test"),  # reserved: RFC 6761
+        "local",  # reserved: RFC 6762, answered by machines of the same link; and Kubernetes' cluster.local
+        "internal",  # kept for private use by ICANN's board, 2024
+        *("home", "corp"),  # not delegated until further notice by ICANN's board, 2018
+        "lan",  # neither reserved nor delegated; RFC 6762, appendix G, lists it with the two above
+        "svc",  # neither reserved nor delegated; Kubernetes' names of services, cut short
+    }
+)
+"""Last labels under which nobody can register a name."""
+_PRIVATE_HOME = ".home.arpa"  # reserved: RFC 8375
+_SHOWN_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
+"""Names that --allowed-host takes."""
 
 
 class PageOrigins:
@@ -30,10 +46,11 @@ class PageOrigins:
         *,
         keys: KeyRing,
         origins: tuple[str, ...],
-        hosts: frozenset[str] | None,
+        hosts: frozenset[str],
+        other_hosts: OtherHosts,
         open_paths: frozenset[str],
     ) -> None:
-        """`origins` come from --cors-origin, `hosts` from --allowed-host; None: every name is ours.
+        """`origins` come from --cors-origin, `hosts` are names of this server.
 
         `open_paths` say nothing about requests, and probes ask them by names of their own.
         """
@@ -41,27 +58,35 @@ class PageOrigins:
         self._keys = keys
         self._origins = frozenset(origins)
         self._hosts = hosts
+        self._other_hosts = other_hosts
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not self._keys.is_locked:
             host = _header(scope, b"host")
-            if scope["path"] not in self._open_paths and not self._is_our_name(_name_in(host)):
-                raise ForeignHost
-            for name, value in scope["headers"]:
-                if name == b"origin" and not self._may_ask(value.decode("latin-1"), host):
+            name = _name_in(host)
+            if scope["path"] not in self._open_paths and not self._is_answered(name):
+                raise ForeignHost(name if _SHOWN_NAME.fullmatch(name) else "NAME")
+            for key, value in scope["headers"]:
+                if key == b"origin" and not self._may_ask(value.decode("latin-1"), host):
                     raise ForeignPage
         await self._app(scope, receive, send)
 
     def _may_ask(self, origin: str, host: str) -> bool:
         if _ANY in self._origins or origin in self._origins or _is_ours(origin, host):
             return True
-        is_same = origin.partition("://")[2] == host
-        return is_same and self._hosts is not None and _name_in(host) in self._hosts
+        name = _name_in(host)
+        return bool(name) and origin.partition("://")[2] == host and self._is_own(name)
 
-    def _is_our_name(self, name: str) -> bool:
-        # A request without the header came from no browser.
-        return not name or self._hosts is None or name in self._hosts or _is_local(name) or _is_address(name)
+    def _is_answered(self, name: str) -> bool:
+        if self._other_hosts is OtherHosts.ALL or not name:  # no browser leaves the header out
+            return True
+        return _is_local(name) or _is_address(name) or self._is_own(name)
+
+    def _is_own(self, name: str) -> bool:
+        """Whether no page but ours can be at this name."""
+        is_private = self._other_hosts is not OtherHosts.LOCAL and _is_private(name)
+        return is_private or name in self._hosts
 
 
 def _header(scope: Scope, name: bytes) -> str:
@@ -78,6 +103,14 @@ def _name_in(host: str) -> str:
 
 def _is_local(name: str) -> bool:
     return name == "localhost" or name.endswith(".localhost")
+
+
+def _is_private(name: str) -> bool:
+    """True if no stranger can let the name point here: it has one label, or a last one that is nobody's.
+
+    Whoever owns a name of one label owns a top-level domain.
+    """
+    return name.rpartition(".")[2] in _PRIVATE_TOPS or "." not in name or name.endswith(_PRIVATE_HOME)
 
 
 def _is_address(name: str) -> bool:

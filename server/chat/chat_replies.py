@@ -17,7 +17,7 @@ from server.chat.message_reader import (
     reasoning_fields,
 )
 from server.generate.replies import ChunkWriter, CollectedChoice, Collector, ReplyPlan, Tally, shown_times
-from server.generate.wire_logprobs import chat_logprobs, prompt_logprobs
+from server.generate.wire_logprobs import GrowingLists, chat_logprobs, prompt_logprobs
 from server.tool_calls.events import Arguments, Content, Reasoning
 
 
@@ -29,9 +29,14 @@ class ChatReply:
         self._collector = Collector(plan)
         self._readers = _Readers(plan, reading, self._collector.tally)
         self._messages = [Message() for _ in range(plan.num_choices)]
+        num_lists = plan.num_choices if plan.has_logprobs else 0
+        self._logprobs = [GrowingLists("content") for _ in range(num_lists)]
 
     def update(self, prompt_index: int, output: TokenOutput) -> None:
-        self._collector.add(prompt_index, output)
+        number = self._collector.add(prompt_index, output)
+        if self._logprobs:
+            content = chat_logprobs(output.logprobs, self._plan.token_names)["content"]
+            self._logprobs[number].add({"content": content})
         self._messages[output.index].add(self._readers.read(output))
 
     def finish(self) -> dict[str, Any]:
@@ -51,11 +56,11 @@ class ChatReply:
         return reply | shown_times(self._plan.journal)
 
     def _choice(self, number: int, choice: CollectedChoice) -> dict[str, Any]:
-        names = self._plan.token_names
+        logprobs = {**self._logprobs[number].json(), "refusal": None} if self._logprobs else None
         shown = {
             "index": number,
             "message": self._messages[number].body(),
-            "logprobs": chat_logprobs(choice.logprobs, names) if self._plan.has_logprobs else None,
+            "logprobs": logprobs,
             "finish_reason": self._readers.finish_reason(number, choice.finish_reason, choice.stop_reason),
             "stop_reason": choice.stop_reason,
         }

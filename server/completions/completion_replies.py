@@ -14,6 +14,8 @@ from msgspec.structs import replace
 from engine.types import FinishReason, TokenLogprob, TokenOutput, TokenText
 from server.generate.replies import ChunkWriter, CollectedChoice, Collector, ReplyPlan, shown_times
 from server.generate.wire_logprobs import (
+    COMPLETION_LISTS,
+    GrowingLists,
     TokenOffsets,
     completion_logprobs,
     echoed_logprobs,
@@ -69,9 +71,16 @@ class CompletionReply:
     def __init__(self, plan: CompletionPlan) -> None:
         self._plan = plan
         self._collector = Collector(plan.shared)
+        numbers = range(plan.shared.num_choices if plan.shared.has_logprobs else 0)
+        self._logprobs = [GrowingLists(*COMPLETION_LISTS) for _ in numbers]
+        self._offsets = [TokenOffsets(len(plan.echo(number))) for number in numbers]
 
     def update(self, prompt_index: int, output: TokenOutput) -> None:
-        self._collector.add(prompt_index, self._plan.seen(output))
+        output = self._plan.seen(output)
+        number = self._collector.add(prompt_index, output)
+        if self._logprobs:
+            names = self._plan.shared.token_names
+            self._logprobs[number].add(completion_logprobs(output.logprobs, self._offsets[number], names))
 
     def finish(self) -> dict[str, Any]:
         choices, usage = self._collector.finish()
@@ -88,7 +97,7 @@ class CompletionReply:
         shown: dict[str, Any] = {
             "index": index,
             "text": plan.echo(number) + choice.text,
-            "logprobs": self._logprobs(number, choice) if plan.shared.has_logprobs else None,
+            "logprobs": self._shown_logprobs(number, choice) if self._logprobs else None,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
             "prompt_logprobs": None,
@@ -102,12 +111,13 @@ class CompletionReply:
             shown["token_ids"] = choice.token_ids
         return shown
 
-    def _logprobs(self, number: int, choice: CollectedChoice) -> dict[str, Any]:
-        offsets = TokenOffsets(len(self._plan.echo(number)))
-        generated = completion_logprobs(choice.logprobs, offsets, self._plan.shared.token_names)
-        if not self._plan.echoes:
-            return generated
-        return joined(self._plan.echoed_logprobs(number, choice.prompt_logprobs), generated)
+    def _shown_logprobs(self, number: int, choice: CollectedChoice) -> dict[str, Any]:
+        lists = self._logprobs[number]
+        if self._plan.echoes:
+            echoed = GrowingLists(*COMPLETION_LISTS)
+            echoed.add(self._plan.echoed_logprobs(number, choice.prompt_logprobs))
+            lists.follow(echoed)
+        return dict(lists.json())
 
 
 def best_of(choices: Sequence[CollectedChoice], plan: CompletionPlan) -> list[int]:
@@ -123,8 +133,7 @@ def best_of(choices: Sequence[CollectedChoice], plan: CompletionPlan) -> list[in
 
 
 def _mean_logprob(choice: CollectedChoice) -> float:
-    logprobs = [token.chosen.logprob for token in choice.logprobs]
-    return sum(logprobs) / len(logprobs) if logprobs else 0.0
+    return choice.sum_logprobs / choice.num_logprobs if choice.num_logprobs else 0.0
 
 
 class CompletionStream:

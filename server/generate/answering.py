@@ -8,12 +8,15 @@ import asyncio
 import hashlib
 import secrets
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing
 from importlib.metadata import version
+from typing import Any
 
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from engine.types import ModelInfo
 from server.generate.calls import Origin
@@ -25,6 +28,9 @@ from server.http.edge import NumberedOutputs, edge_of
 
 VERSION = version("tokenyard")
 
+_INLINE_LOGPROBS = 256
+"""A reply with more tokens with log-probabilities is made and sent choice by choice."""
+_JSON = "application/json"
 _LOAD_FORMAT_HEADER = "endpoint-load-metrics-format"
 _LOAD_HEADER = "endpoint-load-metrics"
 
@@ -66,8 +72,11 @@ def token_names(body: GenerationFields) -> TokenNames:
 
 async def whole(request: Request, outputs: NumberedOutputs, reply: FullReply) -> Response:
     """Collect all outputs into one reply. Raises the engine's errors, and ClientDisconnect."""
-    body = await while_connected(request.receive, _collect(outputs, reply))
-    return Response(body, headers=load_headers(request), media_type="application/json")
+    pieces = await while_connected(request.receive, _collect(outputs, reply))
+    headers = load_headers(request)
+    if len(pieces) == 1:
+        return Response(pieces[0], headers=headers, media_type=_JSON)
+    return _LongReply(pieces, headers)
 
 
 def load_headers(request: Request) -> dict[str, str]:
@@ -92,12 +101,50 @@ def load_headers(request: Request) -> dict[str, str]:
     return {}
 
 
-async def _collect(outputs: NumberedOutputs, reply: FullReply) -> bytes:
-    num_prompt_logprobs = 0
+async def _collect(outputs: NumberedOutputs, reply: FullReply) -> list[bytes]:
+    num_logprobs = num_prompt_logprobs = 0
     async with aclosing(outputs):
         async for prompt_index, output in outputs:
+            num_logprobs += len(output.logprobs)
             num_prompt_logprobs += len(output.prompt_logprobs)
             reply.update(prompt_index, output)
     if num_prompt_logprobs > INLINE_PROMPT_LOGPROBS:
-        return await asyncio.to_thread(lambda: orjson.dumps(reply.finish()))
-    return orjson.dumps(reply.finish())
+        return await asyncio.to_thread(lambda: list(_pieces(reply.finish())))
+    if num_logprobs <= _INLINE_LOGPROBS:
+        return [orjson.dumps(reply.finish())]
+    pieces = []
+    for piece in _pieces(reply.finish()):
+        pieces.append(piece)
+        await asyncio.sleep(0)  # others have their turn
+    return pieces
+
+
+def _pieces(reply: Mapping[str, Any]) -> Iterator[bytes]:
+    """Divide the JSON of a reply, such that each choice is a piece."""
+    names = list(reply)
+    if "choices" not in reply:
+        yield orjson.dumps(reply)
+        return
+    place = names.index("choices")
+    before, after = ({name: reply[name] for name in part} for part in (names[:place], names[place + 1 :]))
+    opening = orjson.dumps(before)[:-1] + (b"," if before else b"") + b'"choices":['
+    for choice in reply["choices"]:
+        yield opening + orjson.dumps(choice)
+        opening = b","
+    yield b"]" + (b"," if after else b"") + orjson.dumps(after)[1:]
+
+
+class _LongReply(Response):
+    """A reply that is sent piece by piece: a socket takes tens of MiB in one call, and nobody has a turn."""
+
+    def __init__(self, pieces: Sequence[bytes], headers: Mapping[str, str]) -> None:
+        length = str(sum(map(len, pieces)))
+        super().__init__(headers={**headers, "content-length": length}, media_type=_JSON)
+        self._pieces = pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 -- ASGI
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for piece in self._pieces:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": b""})

@@ -178,7 +178,8 @@ class CollectedChoice:
 
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    num_logprobs: int = 0
+    sum_logprobs: float = 0.0
     prompt_logprobs: Sequence[TokenLogprob] = ()
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -195,16 +196,19 @@ class Collector:
         self.choices = [CollectedChoice() for _ in range(plan.num_choices)]
         self.tally = Tally(plan)
 
-    def add(self, prompt_index: int, output: TokenOutput) -> None:
+    def add(self, prompt_index: int, output: TokenOutput) -> int:
+        """Gather an output, but for the alternatives of its tokens; return the number of its choice."""
         number, finish_reason = self.tally.add(prompt_index, output)
         choice = self.choices[number]
         choice.texts.append(output.text)
         choice.token_ids.extend(output.token_ids)
-        choice.logprobs.extend(output.logprobs)
+        choice.num_logprobs += len(output.logprobs)
+        choice.sum_logprobs += sum(token.chosen.logprob for token in output.logprobs)
         choice.prompt_logprobs = output.prompt_logprobs or choice.prompt_logprobs
         if finish_reason is not None:
             choice.finish_reason = finish_reason
             choice.stop_reason = output.stop_reason
+        return number
 
     def finish(self) -> tuple[Sequence[CollectedChoice], dict[str, Any]]:
         """Return the choices in order, and the usage."""

@@ -1,20 +1,25 @@
 r"""Log-probabilities in OpenAI's two shapes: a list of objects for chat, parallel lists for completions.
 
-Owns: names for tokens that are not whole characters, the offset of each token in the text, and vLLM's
-shape for the log-probabilities of a prompt.
+Owns: names for tokens that are not whole characters, the offset of each token in the text, vLLM's shape for
+the log-probabilities of a prompt, and the JSON of lists that are too long to be made at once.
 Source: OpenAI's reference; `bytes:\xNN` names and the floor of -9999, as its API returns them.
 """
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
+
+import orjson
 
 from engine.types import LogprobEntry, TokenLogprob, TokenText
 
 _FLOOR = -9999.0
 """JSON has no minus infinity."""
 _REPLACEMENT = "\ufffd"
+_ITEMS_AT_ONCE = 64
+"""Items of a list that are made JSON in one call, which holds the interpreter: 0.2 ms at 20 alternatives."""
+COMPLETION_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
 class TokenNames(Enum):
@@ -36,6 +41,32 @@ def chat_logprobs(tokens: Sequence[TokenLogprob], names: TokenNames = TokenNames
 def _entry(entry: LogprobEntry, names: TokenNames) -> dict[str, Any]:
     token = entry.token if names is TokenNames.TEXT else _name(entry, names)
     return {"token": token, "logprob": max(entry.logprob, _FLOOR), "bytes": list(entry.token_bytes)}
+
+
+class GrowingLists:
+    """Lists of one object of a whole reply, made JSON as their items come.
+
+    A reply may have half a million alternatives. Made at its end they would hold the event loop for seconds;
+    kept as objects until then they would be visited again and again by Python's collector.
+    """
+
+    def __init__(self, *names: str) -> None:
+        self._pieces: dict[str, list[bytes]] = {name: [] for name in names}
+
+    def add(self, lists: Mapping[str, Sequence[Any]]) -> None:
+        """Append items to each list that is named."""
+        for name, items in lists.items():
+            for start in range(0, len(items), _ITEMS_AT_ONCE):
+                self._pieces[name].append(orjson.dumps(items[start : start + _ITEMS_AT_ONCE])[1:-1])
+
+    def follow(self, first: "GrowingLists") -> None:
+        """Put another's items before all of these."""
+        for name, pieces in first._pieces.items():
+            self._pieces[name][:0] = pieces
+
+    def json(self) -> dict[str, orjson.Fragment]:
+        """Each list, as orjson takes it."""
+        return {name: orjson.Fragment(b"[%b]" % b",".join(pieces)) for name, pieces in self._pieces.items()}
 
 
 class TokenOffsets:
@@ -117,9 +148,13 @@ def joined(lists: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     return {name: lists[name] + more[name] for name in lists}
 
 
-def prompt_logprobs(tokens: Iterable[TokenLogprob], *, num_top: int) -> list[dict[str, Any] | None]:
-    """An object by token id for each token of the prompt, as vLLM has it; null for the first one."""
-    return [None, *(_by_id(token, num_top) for token in tokens)]
+def prompt_logprobs(tokens: Sequence[TokenLogprob], *, num_top: int) -> orjson.Fragment:
+    """List an object by token id for each token of the prompt, as vLLM has it; null for the first one."""
+    lists = GrowingLists("prompt")
+    lists.add({"prompt": [None]})
+    for start in range(0, len(tokens), _ITEMS_AT_ONCE):
+        lists.add({"prompt": [_by_id(token, num_top) for token in tokens[start : start + _ITEMS_AT_ONCE]]})
+    return lists.json()["prompt"]
 
 
 def _by_id(token: TokenLogprob, num_top: int) -> dict[str, Any]:

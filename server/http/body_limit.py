@@ -18,10 +18,10 @@ from server.error_replies import BodyTimeout, BodyTooLarge, LowMemory
 from server.sockets.trimming import trim_soon
 
 BODY_IDLE_S = 30.0
-"""A body that stands still for so long is given up."""
+"""A body that stands still for so long is given up; none has more patience than that in hand."""
 MIN_BYTES_PER_S = 1024
-"""Bytes a second that a body must bring on average after its first BODY_IDLE_S: none holds a connection for
-days."""
+"""Bytes that buy a second of patience. Whoever was fast has no more of it than others: else a body that is
+nearly whole would hold its part of the budget of all for an hour, at a byte every BODY_IDLE_S."""
 
 _DRAIN_BYTES = 32 * 1024 * 1024
 _DRAIN_S = 2.0
@@ -74,25 +74,25 @@ class BodyLimit:
             raise self._too_large()
         num_bytes = 0
         is_complete = False
-        waited_s = 0.0
+        patience_s = self._idle_s
         clock = asyncio.get_running_loop().time
 
         async def counted_receive() -> Message:
-            nonlocal num_bytes, is_complete, waited_s
+            nonlocal num_bytes, is_complete, patience_s
             if is_complete:  # what follows can only be the hang-up, which may take its time
                 return await receive()
             began_s = clock()
-            patience_s = self._idle_s + num_bytes / MIN_BYTES_PER_S - waited_s
             try:
-                async with asyncio.timeout(min(self._idle_s, patience_s)):
+                async with asyncio.timeout(patience_s):
                     message = await receive()
             except TimeoutError:
                 raise BodyTimeout(
                     f"the request body stood still for {self._idle_s:g} s,"
                     f" or brought less than {MIN_BYTES_PER_S} bytes a second"
                 ) from None
-            waited_s += clock() - began_s
             new_bytes = len(message.get("body", b""))
+            bought_s = new_bytes / MIN_BYTES_PER_S
+            patience_s = min(self._idle_s, patience_s - (clock() - began_s) + bought_s)
             num_bytes += new_bytes
             self._hold(new_bytes, num_bytes)
             is_complete = not message.get("more_body", False)

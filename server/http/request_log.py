@@ -26,6 +26,7 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"
 _CLIENT_LEFT = 499
 """Status as in nginx's log: the client hung up before one was sent."""
 _FIRST_ERROR = 400
+_TOO_LATE = 504
 _NO_SPANS = NoSpans()
 _OVERLOADED = "server_overloaded"
 
@@ -77,7 +78,9 @@ class RequestLog:
             await self._app(scope, receive, watched_send)
         finally:
             total_s = time.monotonic() - began_s
-            self._metrics.count_request(method, route, status)
+            is_by_own_limit = status == _TOO_LATE and journal.has_own_limit
+            count = self._metrics.count_own_limit if is_by_own_limit else self._metrics.count_request
+            count(method, route, status)
             code = error_code_of(scope)
             if code:
                 request_id = journal.request_id

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from prometheus_client import CollectorRegistry, Counter
 
 _RECENT_ERRORS = 50
+OWN_LIMIT = "own"
 
 
 class RecentError(NamedTuple):
@@ -30,8 +31,9 @@ class HttpMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.requests = Counter(
             "tokenyard:http_requests",
-            "HTTP requests answered, by method, route and status; 499: the client left first.",
-            ("method", "route", "status"),
+            "HTTP requests answered, by method, route and status; 499: the client left first; limit is"
+            " own for a 504 of a request that asked for less time than the operator allows, else empty.",
+            ("method", "route", "status", "limit"),
             registry=registry,
         )
         self.errors = Counter(
@@ -65,7 +67,11 @@ class HttpMetrics:
 
     def count_request(self, method: str, route: str, status: int) -> None:
         """Count a request; method and route are of fixed sets."""
-        self.requests.labels(method, route, str(status)).inc()
+        self.requests.labels(method, route, str(status), "").inc()
+
+    def count_own_limit(self, method: str, route: str, status: int) -> None:
+        """Count a request that failed by its own time limit: by the status alone it would be our fault."""
+        self.requests.labels(method, route, str(status), OWN_LIMIT).inc()
 
     def count_error(self, code: str) -> None:
         """Count an error; `code` is one of the catalogue, so that its rows bound the series."""

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import socket
 import ssl
+from asyncio import sslproto
 from collections import deque
 from functools import partial
 from typing import Any
@@ -40,6 +41,10 @@ _MAX_HELLO_BYTES = 16 * 1024 + 5
 _FIRST_LOOK_S, _MAX_LOOK_S = 0.002, 0.25
 _GOODBYE_S = 5.0
 """Seconds in which a client may confirm the end of an encrypted connection."""
+_ENCRYPTED_READ_BYTES = 32 * 1024
+"""Buffer of a connection under TLS, from the beginning of its handshake to its end; a record has 16 KiB."""
+# asyncio's is of 256 KiB, and cleared, so that all of it is taken from the system: one GiB for a crowd.
+sslproto.SSLProtocol.max_size = _ENCRYPTED_READ_BYTES
 
 
 class ClientServer(uvicorn.Server):
@@ -82,7 +87,11 @@ class ClientServer(uvicorn.Server):
 
 
 class Turns:
-    """A line that lets a few pass in each turn of the event loop, in the order in which they came."""
+    """A line that lets a few pass in each turn of the event loop.
+
+    By turns the one that has waited for longest and the one that came last: a newcomer, a probe say, does not
+    wait for thousands that speak at once, and none of these waits for ever.
+    """
 
     def __init__(self, num_in_a_turn: int) -> None:
         self._num_in_a_turn = num_in_a_turn
@@ -100,7 +109,7 @@ class Turns:
     def _let_pass(self) -> None:
         num_left = self._num_in_a_turn
         while self._line and num_left:
-            passed = self._line.popleft()
+            passed = self._line.pop() if num_left % 2 else self._line.popleft()
             if not passed.done():  # cancelled
                 passed.set_result(None)
                 num_left -= 1

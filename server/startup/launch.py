@@ -80,9 +80,9 @@ async def _launch(
 
 
 async def _texts_are_tried(engine: AsyncEngine, signals: Signals) -> bool:
-    """Wait for the trial of the tokenizer; False if a signal came first. Raises TokenizerError.
+    """Wait for the trials of template and tokenizer; False if a signal came first. Raises TokenizerError.
 
-    The thread that waits for the trial ends with it, when the engine is closed.
+    The thread that waits for a trial ends with it, when the engine is closed.
     """
     tried = asyncio.create_task(engine.texts_are_tried())
     stopped = asyncio.create_task(signals.first.wait())

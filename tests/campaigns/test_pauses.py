@@ -4,6 +4,7 @@ import os
 import socket
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -11,8 +12,10 @@ import msgspec
 import pytest
 
 from bench.trace.trace_reading import TracedStep
-from campaigns.pauses.neighbour import Counters, Meters, Neighbour, Pause
+from campaigns.pauses.crowds import BODIES, CROWDED_BODIES, GRAMMARS, REPLIES
+from campaigns.pauses.neighbour import Counters, Meters, Neighbour, Pause, Readings
 from campaigns.pauses.places import longest_gap_s, place_of, steps_of_neighbour
+from campaigns.pauses.verdict import ALONE, Row, faults_of, why_not_judged
 
 NOTHING = {name: 0.0 for name in Counters.__struct_fields__}
 
@@ -74,3 +77,40 @@ def test_pauses_are_those_between_events_and_not_before_the_first() -> None:
     (only,) = readings.pauses
     assert only.lasted_s >= 0.04
     assert only.spent.api_ran_s >= 0
+
+
+def row(*pauses: Pause, **ends: int) -> Row:
+    replies = Counter({name.removeprefix("status_"): num for name, num in ends.items()})
+    return Row(Readings(num_events=len(pauses), pauses=list(pauses)), replies)
+
+
+QUIET = row(pause(1.0, 0.01), pause(2.0, 0.09, reader_waited_s=0.085))
+
+
+def test_a_row_breaks_the_promise_by_one_long_pause_of_the_server_and_is_named() -> None:
+    held = row(pause(1.0, 0.01), pause(2.0, 0.3, reader_waited_s=0.25), status_200=3, status_429=1)
+    broken = row(pause(1.0, 0.01), pause(2.0, 0.13, reader_waited_s=0.01), status_400=9)
+    assert not faults_of({ALONE: QUIET, "held": held})
+    (fault,) = faults_of({ALONE: QUIET, "held": held, "broken": broken})
+    assert fault == "broken: a pause of 120 ms, more than 100"
+
+
+def test_a_stream_that_brings_nothing_and_replies_that_fail_are_faults_too() -> None:
+    rows = {ALONE: QUIET, "stalled": row(), "failed": row(pause(1.0, 0.01), status_0=2, status_500=1)}
+    assert faults_of(rows) == [
+        "stalled: the stream brought nothing",
+        "failed: replies by status {'0': 2, '500': 1}",
+    ]
+
+
+def test_where_the_stream_that_is_alone_pauses_nothing_is_judged() -> None:
+    assert not why_not_judged({ALONE: QUIET})
+    assert "60 ms" in why_not_judged({ALONE: row(pause(1.0, 0.06))})
+    assert why_not_judged({ALONE: row()}), "nothing was read at all"
+
+
+def test_no_two_rows_have_one_name_and_each_large_body_comes_from_four_as_well() -> None:
+    kinds = (GRAMMARS, BODIES, CROWDED_BODIES, REPLIES)
+    assert len({name for kind in kinds for name in kind} | {ALONE}) == sum(map(len, kinds)) + 1
+    assert [crowd.num_clients for crowd in CROWDED_BODIES.values()] == [4] * len(BODIES)
+    assert all(len(crowd.body()) < 4 * 2**20 for kind in kinds for crowd in kind.values())

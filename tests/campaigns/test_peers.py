@@ -125,6 +125,9 @@ def test_all_peers_are_in_the_report_those_that_failed_with_the_reason(
     assert picture.count("<rect") == 3  # the page, two bars
     assert ">output tokens per second</text>" in picture
     assert ">0</text>" in picture
+    waits = (out / "waits.svg").read_text()
+    assert waits.count("<rect") == 5  # the page, two servers in two panels
+    assert ">first token, p50, ms</text>" in waits
 
 
 def fake_peers(monkeypatch, **behaviours: tuple[str, ...]) -> None:

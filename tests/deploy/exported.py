@@ -33,7 +33,7 @@ FROM_PROMETHEUS = frozenset({"up"})
 def series() -> dict[str, dict[str, set[str]]]:
     """Values seen, by name and by label."""
     metrics = EngineMetrics("model", num_engines=2)
-    HttpMetrics(metrics.registry).requests.labels("POST", "/v1/completions", "200").inc()
+    HttpMetrics(metrics.registry).requests.labels("POST", "/v1/completions", "200", "").inc()
     for engine in range(2):
         metrics.model_is_ready(engine, INFO)
     found: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))

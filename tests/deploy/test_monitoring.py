@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from scripts.write_dashboard import PAGE, render
+from server.observe.http_metrics import OWN_LIMIT
 from tests.deploy import promql
 from tests.deploy.exported import FROM_PROMETHEUS, faults, series
 
@@ -97,6 +98,19 @@ def test_an_alert_has_all_that_its_reader_needs(rule: dict[str, Any]) -> None:
     assert rule["annotations"].keys() == {"summary", "description", "runbook"}
     assert rule["annotations"]["runbook"] == f"docs/runbook.md#{rule['alert'].lower()}"
     assert rule["annotations"]["summary"].endswith(".")
+
+
+def test_no_ratio_of_errors_counts_what_a_client_can_have_at_will() -> None:
+    """With a time limit of a microsecond, say."""
+    queries = [rule["expr"] for rule in RECORDED] + [query for _, query in QUERIES]
+    of_errors = [
+        selector.matchers
+        for query in queries
+        for selector in promql.read(query).selectors
+        if ("status", "=~", "5..") in selector.matchers
+    ]
+    assert len(of_errors) == 2
+    assert all(("limit", "!=", OWN_LIMIT) in matchers for matchers in of_errors)
 
 
 def test_every_alert_has_its_section_in_the_runbook_and_every_section_its_alert() -> None:

@@ -36,9 +36,14 @@ class RunningServer:
         """Process id of the one that tries grammars; None while there is none."""
         return self._child_running("engine.grammars.grammar_process")
 
+    @property
+    def renderer_pid(self) -> int | None:
+        """Process id of the one that renders chats; None while there is none."""
+        return self._child_running("engine.text.template_process")
+
     def _child_running(self, module: str) -> int | None:
-        pid = self.process.pid
-        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        threads = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        for child in [pid for each in threads for pid in each.read_text().split()]:
             if module.encode() in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0"):
                 return int(child)
         return None

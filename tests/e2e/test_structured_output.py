@@ -232,6 +232,35 @@ async def test_a_grammar_that_fails_under_way_is_the_callers_fault_and_refused_f
     assert told.value.param == "structured_outputs.regex"
 
 
+async def test_in_a_stream_a_grammar_that_fails_under_way_is_its_last_event_after_the_text_so_far(
+    client: AsyncOpenAI, server: RunningServer
+) -> None:
+    body = {
+        "prompt": "Once upon a time",
+        "max_tokens": 2000,
+        "temperature": 2.0,
+        "stream": True,
+        "seed": 1,
+        "structured_outputs": {"regex": "(.*a.{50}){21}"},
+    }
+    beside = asyncio.create_task(
+        client.completions.create(
+            model="tokenyard-demo", prompt="Once", max_tokens=100, extra_body={"ignore_eos": True}
+        )
+    )
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as plain:
+        reply = await plain.post("/v1/completions", json=body)
+    events = [line.removeprefix("data: ") for line in reply.text.splitlines() if line.startswith("data: ")]
+    *chunks, error, done = events
+    assert (reply.status_code, done) == (200, "[DONE]")
+    choices = [json.loads(chunk)["choices"][0] for chunk in chunks]
+    assert "".join(choice["text"] for choice in choices)
+    assert {choice["finish_reason"] for choice in choices} == {None}
+    told = json.loads(error)["error"]
+    assert (told["code"], told["type"]) == ("invalid_grammar", "invalid_request_error")
+    assert (await beside).usage.completion_tokens == 100
+
+
 async def test_choices_that_all_grow_dear_end_and_a_stream_beside_them_goes_on(
     client: AsyncOpenAI, server: RunningServer
 ) -> None:

@@ -56,9 +56,11 @@ async def test_each_choice_of_a_streamed_chat_ends_once(client) -> None:
     assert (sorted(ends), done) == ([(0, "timeout"), (1, "timeout")], "[DONE]")
 
 
-async def test_a_client_may_ask_for_less_time_but_not_for_more(client) -> None:
+async def test_a_client_may_ask_for_less_time_but_not_for_more(server, client) -> None:
     whole = await client.post("/v1/completions", json={"prompt": "Once", "timeout": 1e5, **_LONG})
     assert whole.json()["choices"][0]["finish_reason"] == "timeout"
     assert whole.elapsed.total_seconds() < 5
     none = await client.post("/v1/completions", json={"prompt": "Once", "timeout": 1e-6, **_LONG})
     assert (none.status_code, none.json()["error"]["code"]) == (504, "deadline_exceeded")
+    labels = 'limit="own",method="POST",route="/v1/completions",status="504"'
+    assert server.metrics()[f"tokenyard:http_requests_total{{{labels}}}"] == 1

@@ -29,9 +29,11 @@ def test_a_server_at_a_socket_serves_what_the_operator_set(tmp_path: Path, capsy
     with running_server(tmp_path, *options) as server:
         assert server.url == socket_path
         assert stat.S_IMODE(os.stat(path).st_mode) == 0o660
-        with httpx.Client(transport=transport, base_url="http://any.name", timeout=60) as client:
+        with httpx.Client(transport=transport, base_url="http://yard", timeout=60) as client:
             (model,) = client.get("/llm/v1/models").json()["data"]
             assert model["max_model_len"] == 96
+            foreign = client.get("/llm/v1/models", headers={"host": "evil.example"})
+            assert (foreign.status_code, "--allowed-host evil.example" in foreign.text) == (403, True)
             asked = {"messages": [{"role": "user", "content": "Once upon a time"}], "max_tokens": 8}
             replies = [client.post("/llm/v1/chat/completions", json=asked).json() for _ in range(2)]
             texts = {reply["choices"][0]["message"]["content"] for reply in replies}

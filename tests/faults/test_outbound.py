@@ -149,15 +149,14 @@ def test_no_page_is_made_from_elsewhere(server: RunningServer, guarded: Path, pa
     assert not attempts(guarded)
 
 
-def test_both_processes_and_that_of_grammars_are_guarded_offline_and_hold_no_key(
-    server: RunningServer, guarded: Path
-) -> None:
+def test_all_processes_are_guarded_offline_and_hold_no_key(server: RunningServer, guarded: Path) -> None:
     with client_of(server) as client:
         client.post("/v1/completions", json=CALLS["expression"][1])
     started = guarded.read_text()
-    for module in ("-m server serve", "-m engine.core.process", "-m engine.grammars.grammar_process"):
-        assert module in started
-    for pid in (server.engine_pid, server.grammar_pid):
+    children = ("engine.core.process", "engine.grammars.grammar_process", "engine.text.template_process")
+    for module in ("server serve", *children):
+        assert f"-m {module}" in started
+    for pid in (server.engine_pid, server.grammar_pid, server.renderer_pid):
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         assert b"HF_HUB_OFFLINE=1" in variables
         assert not any(b"not-for-children" in variable for variable in variables)

@@ -13,7 +13,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from engine.options.edge_config import EdgeConfig, Page
+from engine.options.edge_config import EdgeConfig, OtherHosts, Page
 from server.app import build_app
 from server.http.connections import ClientConnection
 from server.http.edge import Patience
@@ -28,7 +28,8 @@ EDGE = EdgeConfig(
     admin_host="127.0.0.1",
     tls=None,
     cors_origins=(),
-    hosts=None,
+    hosts=frozenset(),
+    other_hosts=OtherHosts.ALL,
     state_folder=None,
     state_max_bytes=2**24,
     root_path="",

@@ -8,6 +8,7 @@ import dataclasses
 import struct
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
+from math import isinf
 from typing import Any
 
 from msgspec.structs import replace
@@ -234,6 +235,8 @@ class FakeEngine:
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenOutput, None]:
         self.requests.append(request)
+        if not isinf(request.terms.time_limits.nearest_s):
+            request.journal.note_own_limit()
         if self.admission_error is not None:
             raise self.admission_error
         self.num_running += 1

@@ -36,7 +36,7 @@ _UNDERSTOOD = frozenset({"scaling", "sliding_window", "softcap", "s_aux", "is_ca
 # outputs that are not asked for.
 _MEANINGLESS = frozenset(
     {
-        *("position_ids", "cache_position", "use_cache", "past_key_values", "past_key_value"),
+        *("position_ids", "cache_position", "use_cache", "cache", "past_key_values", "past_key_value"),
         *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
         *("num_items_in_batch", "labels", "head_mask", "position_embeddings", "input_shape"),
     }

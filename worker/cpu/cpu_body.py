@@ -47,6 +47,7 @@ class _Outputs:
     last_hidden_state: Tensor
     hidden_TH: Tensor
     past_key_values: None = None
+    cache: None = None
     hidden_states: None = None
     attentions: None = None
 

@@ -109,7 +109,10 @@ def _without(config: WorkerConfig, dtype: torch.dtype, error: Exception) -> Find
     if dtype not in DTYPES:
         fix = "ask for --dtype bfloat16 or float32"
     else:
-        fix = "install g++ and see to a cache that may be written to, or build them: docs/deploy.md says how"
+        fix = (
+            "install g++ and see to a cache that this user alone may write to, or build them:"
+            " docs/deploy.md says how"
+        )
     what = f"none: {error}; torch computes, several times more slowly"
     return Finding(topic=_TOPIC, verdict=Verdict.WARNING, what=what, fix=fix)
 

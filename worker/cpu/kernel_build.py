@@ -1,16 +1,21 @@
 """The build of csrc/ into a shared library, once for each compiler and version of the sources.
 
-Owns: the place of the library, and the checks that it is whole and written by this user or root.
+Owns: the place of the library, the checks that nobody but this user and root could have written or replaced
+it, and the descriptor by which it is loaded.
 Never: loads it (native.py), or needs torch: the kernels know pointers only, so that building takes seconds.
+Source: the rule for folders is that of OpenSSH for authorized_keys, and Debian's for groups of one user.
 
 By hand, for an image without a compiler: `python -m worker.cpu.kernel_build --in-place` in a checkout,
 `python -P -m tokenyard.inside.worker.cpu.kernel_build --in-place` installed: it imports nothing else of ours.
 """
 
 import fcntl
+import grp
 import hashlib
+import logging
 import os
 import platform
+import pwd
 import shutil
 import stat
 import subprocess
@@ -19,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parent
@@ -31,20 +36,45 @@ _MATH_FLAGS = ("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
 _TIMEOUT_S = 300
 _ASK_EVERY_S = 0.1
 _MOST_MESSAGE_CHARS = 300
+_ACCESS_LIST = "system.posix_acl_access"
+
+log = logging.getLogger(__name__)
+
+_held: dict[tuple[int, int], int] = {}
+"""Descriptors of opened libraries, by device and inode."""
 
 
 class CannotBuild(Exception):
     """There will be no kernels; its text says why."""
 
 
+class Untrusted(OSError):
+    """Another user could have written the library, or put it there; its text says how."""
+
+
 def find_library() -> Path | None:
-    """The library, if it was built before for just these sources."""
+    """Find the library that was built before for just these sources; None without one that may be loaded."""
     name = _library_name()
-    in_place = _PACKAGE / name
-    if _is_ours(in_place):
+    in_place = Path(os.path.realpath(_PACKAGE)) / name
+    if _may_be_loaded(in_place):
         return in_place
     cached = _cache() / name
-    return cached if _is_ours(cached) and not _why_open_to_others(cached.parent) else None
+    return cached if _may_be_loaded(cached) else None
+
+
+def open_library(path: Path) -> Path:
+    """Open a library and check what was opened; return the name by which just that is loaded.
+
+    The name is good for as long as this process lives. Raises Untrusted, OSError.
+    """
+    descriptor = _open_trusted(path)
+    found = os.fstat(descriptor)
+    # Never closed: the loader takes a name that it knows for the library that it knows, and a number that is
+    # used again would be such a name.
+    held = _held.setdefault((found.st_dev, found.st_ino), descriptor)
+    if held != descriptor:
+        os.close(descriptor)
+    return Path(f"/proc/self/fd/{held}")
 
 
 def foresee_build() -> Path:
@@ -53,6 +83,10 @@ def foresee_build() -> Path:
     there = next(each for each in (folder, *folder.absolute().parents) if os.access(each, os.F_OK))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise CannotBuild(f"{folder} cannot be written")
+    try:
+        os.close(_open_private(there.absolute()) if there == folder else _open_shared(there))
+    except OSError as error:
+        raise CannotBuild(str(error)) from error
     return compiler
 
 
@@ -65,13 +99,15 @@ def build_library(folder: Path | None = None) -> Path:
     path = (folder or _cache()) / _library_name()
     try:
         if folder is None:
-            _make_private(path.parent)
+            _make_private(path.parent.absolute())
         with _alone_in(path.parent):
-            if folder is None and _is_ours(path):  # by the process that this one waited for
+            if folder is None and _may_be_loaded(path):  # by the process that this one waited for
                 return path
             with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
                 built = _compile(compiler, Path(scratch))
                 built.replace(path)  # at once: another process sees all of it or nothing
+    except Untrusted as error:
+        raise CannotBuild(str(error)) from error
     except OSError as error:
         raise CannotBuild(f"{path.parent} cannot be written: {error.strerror}") from error
     return path
@@ -120,44 +156,120 @@ def _library_name() -> str:
     return f"kernels-{digest.hexdigest()[:16]}.so"
 
 
-def _is_ours(path: Path) -> bool:
-    """Tell whether no other user could have written the file: code is loaded from it."""
+def _may_be_loaded(path: Path) -> bool:
+    """Tell whether the library is there and to be trusted. Why one is not goes to the log."""
     try:
-        found = path.stat()
-    except OSError:
+        os.close(_open_trusted(path))
+    except FileNotFoundError:
         return False
-    is_private = not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return stat.S_ISREG(found.st_mode) and is_private and found.st_uid in (os.geteuid(), 0)
+    except OSError as error:
+        if os.path.lexists(path):
+            log.warning("%s is not loaded: %s", path, error)
+        return False
+    return True
 
 
 def _make_private(folder: Path) -> None:
     """Make a folder in which nobody else can put a file, or refuse the one that is there.
 
-    Raises CannotBuild, OSError.
+    Raises Untrusted, OSError.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    folder.mkdir(exist_ok=True, mode=0o700)
-    if reason := _why_open_to_others(folder):
-        raise CannotBuild(reason)
+    for each in (*reversed(folder.parents), folder):
+        each.mkdir(mode=0o700, exist_ok=True)
+    os.close(_open_private(folder))
 
 
-def _why_open_to_others(folder: Path) -> str:
-    """Explain how another user could put a library of their own into `folder`; empty if none could.
+def _open_trusted(path: Path) -> int:
+    """Open a file that only this user and root can have written, in a folder of which that is true too.
 
-    The folder above may be open to all only where nobody can rename what belongs to others.
+    Raises Untrusted, OSError.
     """
+    folder = _open_private(path.parent.absolute())
     try:
-        found, above = folder.lstat(), folder.parent.stat()
-    except OSError as error:
-        return f"{folder} cannot be read: {error.strerror}"
-    if not stat.S_ISDIR(found.st_mode):
-        return f"{folder} is no folder"
-    if found.st_uid not in (os.geteuid(), 0) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"{folder} belongs to another user, or others may write there"
-    is_shared = above.st_mode & stat.S_IWOTH and not above.st_mode & stat.S_ISVTX
-    if above.st_uid not in (os.geteuid(), 0) or is_shared:
-        return f"{folder.parent} belongs to another user, or others may write there"
-    return ""
+        # Not blocking: a pipe may stand in its place.
+        descriptor = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    finally:
+        os.close(folder)
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        reason = "is no file"
+    elif found.st_uid not in (os.geteuid(), 0):
+        reason = "belongs to another user"
+    else:
+        reason = "may be written by others" if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) else ""
+    if reason:
+        os.close(descriptor)
+        raise Untrusted(f"{path} {reason}")
+    return descriptor
+
+
+def _open_private(folder: Path) -> int:
+    """Open a folder in which no other user can put a file, nor replace it by another folder.
+
+    It is itself no link. Raises Untrusted, OSError.
+    """
+    above = _open_shared(folder.parent)
+    try:
+        return _open_below(above, folder, shared_bit=0)
+    finally:
+        os.close(above)
+
+
+def _open_shared(folder: Path) -> int:
+    """Open a folder in which no other user can replace what is this user's, and all above it are so too.
+
+    Links on the way to it are resolved. Raises Untrusted, OSError.
+    """
+    descriptor = os.open("/", os.O_PATH | os.O_DIRECTORY)
+    real = Path(os.path.realpath(folder))
+    for place in (*reversed(real.parents), real):
+        try:
+            below = _open_below(descriptor, place, shared_bit=stat.S_ISVTX)
+        finally:
+            os.close(descriptor)
+        descriptor = below
+    return descriptor
+
+
+def _open_below(above: int, folder: Path, *, shared_bit: int) -> int:
+    """Open a folder by its name in an open one. Others may write there only if its mode has `shared_bit`."""
+    try:
+        flags = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW
+        descriptor = os.open(folder.name or ".", flags, dir_fd=above)
+    except NotADirectoryError:
+        raise Untrusted(f"{folder} is no folder") from None
+    found = os.fstat(descriptor)
+    is_open = found.st_mode & stat.S_IWOTH
+    is_open |= found.st_mode & stat.S_IWGRP and not _is_group_of_one(descriptor, found)
+    if found.st_uid not in (os.geteuid(), 0):
+        reason = "belongs to another user"
+    else:
+        reason = "others may write there" if is_open and not found.st_mode & shared_bit else ""
+    if reason:
+        os.close(descriptor)
+        raise Untrusted(f"{folder}: {reason}")
+    return descriptor
+
+
+def _is_group_of_one(descriptor: int, found: os.stat_result) -> bool:
+    """Tell whether a folder's group is its owner's alone, so that what the group may do harms nobody.
+
+    Many systems give each user a group of the same name and let it write to each new folder (umask 002). A
+    list of access rights hides other users behind the group's bits.
+    """
+    with suppress(OSError):  # where file systems know no such lists
+        if _ACCESS_LIST in os.listxattr(f"/proc/self/fd/{descriptor}"):
+            return False
+    return _is_own_group(found)
+
+
+def _is_own_group(found: os.stat_result) -> bool:
+    try:
+        owner, group = pwd.getpwuid(found.st_uid), grp.getgrgid(found.st_gid)
+    except KeyError:
+        return False
+    is_own = (group.gr_gid, group.gr_name) == (owner.pw_gid, owner.pw_name)
+    return is_own and not set(group.gr_mem) - {owner.pw_name}
 
 
 def _compile(compiler: str, folder: Path) -> Path:

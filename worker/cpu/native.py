@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from worker.cpu.kernel_build import open_library
 from worker.cpu.packing.large_pages import WEIGHTS
 from worker.model.layer_parts import GateActivation
 from worker.ranks.ranks import Reducer
@@ -297,12 +298,13 @@ class Kernels:
     """An opened library with its threads. Not for several threads at once.
 
     `instruction_set` is avx512-bf16, avx512-expanded, amx, avx2 or plain; empty takes the processor's first.
-    Raises OSError if the library cannot be loaded, ValueError if the processor lacks the instruction set.
+    Raises OSError if the library cannot or may not be loaded, ValueError if the processor lacks the
+    instruction set.
     """
 
     def __init__(self, library: Path, num_threads: int, instruction_set: str = "") -> None:
-        self.library = library
-        self._library: Any = ctypes.CDLL(str(library))
+        self.library = open_library(library)
+        self._library: Any = ctypes.CDLL(str(self.library))
         self._declare()
         self._engine: int | None = self._library.tokenyard_open(instruction_set.encode(), num_threads)
         if self._engine is None:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from worker.attention.interface import note_layer_begun
 
-# Names of the output that a model takes back with the next token.
-_CACHE_NAMES = ("past_key_values", "cache_params", "state")
+# Names of the output that a model takes back with the next token. The first came with transformers 5.24.
+_CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state")
 
 
 class Way(Enum):

@@ -1,5 +1,6 @@
 """The accounts of requests between admission and their end, whatever happens to them and in any order."""
 
+import asyncio
 import gc
 import weakref
 from pathlib import Path
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from engine.errors import EngineDied, EngineUnavailable, Overloaded
 from engine.process_messages import AddRequest
+from engine.types import GenerationRequest, SamplingParams, ServiceTerms, TimeLimits
 from scheduler.messages import FinishReason, SequenceOutput, SequenceStart
 from scheduler.routing.engine_view import EngineSize
 from tests.engine.frontend.test_giving_way import Door
@@ -155,3 +157,26 @@ async def test_one_that_has_left_is_freed_without_the_collector(door: Door) -> N
         assert left() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_own"),
+    [
+        (TimeLimits(), False),
+        (TimeLimits(total_s=1e6), False),
+        (TimeLimits(total_s=6.0), False),
+        (TimeLimits(queue_s=4.0), True),
+        (TimeLimits(first_token_s=1e-6), True),
+    ],
+)
+async def test_a_limit_that_runs_out_before_the_operators_is_noted_as_the_requests_own(
+    tiny_model: Path, asked: TimeLimits, is_own: bool
+) -> None:
+    request = GenerationRequest(
+        request_id="a",
+        prompt_token_ids=(5,),
+        params=SamplingParams(max_tokens=5),
+        terms=ServiceTerms(time_limits=asked),
+    )
+    Door(tiny_model, queue_timeout=5.0, first_token_timeout=8.0).in_flight.admit([request], asyncio.Event())
+    assert request.journal.has_own_limit is is_own

@@ -114,9 +114,9 @@ def busy_page() -> bytes:
     http = HttpMetrics(metrics.registry)
     for route in ("/v1/chat/completions", "/v1/completions"):
         for status in _STATUSES:
-            http.requests.labels("POST", route, status).inc()
+            http.requests.labels("POST", route, status, "").inc()
     for route in ("/health/live", "/health/ready", "/metrics", "/v1/models"):
-        http.requests.labels("GET", route, "200").inc()
+        http.requests.labels("GET", route, "200", "").inc()
     for code in _CODES:
         http.count_error(code)
     return generate_latest(metrics.registry)

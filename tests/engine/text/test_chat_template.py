@@ -1,364 +1,297 @@
-"""Rendered chats equal those of transformers, and every failure has an owner."""
+"""A chat is rendered in a process that may be ended: no template takes the server's memory or time."""
 
 import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerFast
 
-from engine.errors import NoChatTemplate, RequestRejected
-from engine.text import chat_template
-from engine.text.chat_template import MAX_TEMPLATE_BYTES, ChatTemplate, FinalMessage
+from engine.errors import EngineUnavailable, NoChatTemplate, RequestRejected
+from engine.text import chat_template, renderers
+from engine.text.chat_template import MAX_TEMPLATE_BYTES, ChatTemplate
+from engine.text.template_messages import MAX_MEMORY_BYTES, FinalMessage
 from engine.text.tokenizer import TokenizerError
-from tests.engine import small_tokenizers
 
-SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+QUESTION = {"role": "user", "content": "hi"}
+ALL_OF_IT = "{% for message in messages %}{{ message.content }}{% endfor %}"
+STUCK = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+STUCK_ON_REQUEST = "{% if messages[0].content == 'stuck' %}" + STUCK + "{% endif %}" + ALL_OF_IT
 
-CHATML = """\
-{%- if tools %}
-    {{- '<|im_start|>system\\n# Tools\\n' }}
-    {%- for tool in tools %}
-        {{- tool | tojson }}
-        {{- '\\n' }}
-    {%- endfor %}
-    {{- '<|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if loop.first and message.role != 'system' %}
-        {{- '<|im_start|>system\\nYou are helpful.<|im_end|>\\n' }}
-    {%- endif %}
-    {{- '<|im_start|>' + message.role + '\\n' }}
-    {%- if message.role == 'assistant' %}
-        {%- generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}
-    {%- else %}
-        {{- message.content + '<|im_end|>' }}
-    {%- endif %}
-    {{- '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}
-        {{- '<think>\\n\\n</think>\\n\\n' }}
-    {%- endif %}
-{%- endif %}
-"""
-
-LLAMA_3 = """\
-{% set loop_messages = messages %}
-{% for message in loop_messages %}
-    {% set header = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' %}
-    {% set content = header + message['content'] | trim + '<|eot_id|>' %}
-    {% if loop.index0 == 0 %}
-        {% set content = bos_token + content %}
-    {% endif %}
-{{ content }}
-{% endfor %}
-{% if add_generation_prompt %}
-{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}
-{% endif %}
-"""
-
-MISTRAL = """\
-{%- if messages[0].role == 'system' %}
-    {%- set system = messages[0].content %}
-    {%- set messages = messages[1:] %}
-{%- endif %}
-{{- bos_token }}
-{%- for message in messages %}
-    {%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}
-        {{- raise_exception('roles must alternate user/assistant/user/assistant') }}
-    {%- endif %}
-    {%- if message.role == 'user' %}
-        {%- if loop.last and system is defined %}
-            {{- '[INST] ' + system + '\\n\\n' + message.content + ' [/INST]' }}
-        {%- else %}
-            {{- '[INST] ' + message.content + ' [/INST]' }}
-        {%- endif %}
-    {%- else %}
-        {{- ' ' + message.content | trim + eos_token }}
-    {%- endif %}
-{%- endfor %}
-"""
-
-GEMMA = """\
-{{ bos_token }}
-{%- macro body(content) -%}
-    {%- if content is string -%}
-        {{ content | trim }}
-    {%- else -%}
-        {%- for part in content if part.type == 'text' -%}{{ part.text | trim }}{%- endfor -%}
-    {%- endif -%}
-{%- endmacro -%}
-{%- set ns = namespace(turns=0) -%}
-{%- for message in messages -%}
-    {%- if message.role == 'system' %}{% continue %}{% endif -%}
-    {%- set role = 'model' if message.role == 'assistant' else message.role -%}
-    {%- set ns.turns = ns.turns + 1 -%}
-    {{ '<start_of_turn>' + role + '\n' }}{{ body(message.content) }}{{ '<end_of_turn>\n' }}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {{ '<start_of_turn>model\n' }}
-{%- endif -%}
-"""
-
-TEMPLATES = {"chatml": CHATML, "llama_3": LLAMA_3, "mistral": MISTRAL, "gemma": GEMMA}
-
-QUESTION = {"role": "user", "content": "What is <b>2 & 2</b>? 日本 😀 "}
-ANSWER = {"role": "assistant", "content": "It is four. \n"}
-CHATS = [
-    [QUESTION],
-    [QUESTION, ANSWER],
-    [{"role": "system", "content": "Be brief."}, QUESTION, ANSWER, {"role": "user", "content": "Why?\n\n"}],
-]
-TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": "look", "description": "Sieh <hier> & da", "parameters": {"type": "object"}},
-    }
-]
+Make = Callable[..., ChatTemplate]
 
 
-def ours(source: str) -> ChatTemplate:
-    return ChatTemplate({"default": source}, special_tokens=SPECIAL_TOKENS)
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Makes a template of a source or of several; afterwards no process is left."""
+    made: list[ChatTemplate] = []
+
+    def make(sources: str | dict[str, str], **special_tokens: str) -> ChatTemplate:
+        named = {"default": sources} if isinstance(sources, str) else sources
+        made.append(ChatTemplate(named, special_tokens=special_tokens))
+        return made[-1]
+
+    yield make
+    for each in made:
+        pids = each.renderer_pids
+        each.close()
+        assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
-def theirs(source: str, messages: list[dict[str, Any]], **options: Any) -> str:
-    backend = small_tokenizers.byte_level_backend()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=source, **SPECIAL_TOKENS)
-    return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+def test_all_that_a_chat_brings_reaches_the_template(make: Make) -> None:
+    arguments = '{"wo": "\\ud83d\\ude00", "n": 12345678901234567890123}'
+    call = {"function": {"name": "look", "arguments": arguments}}
+    messages = [{**QUESTION, "name": None}, {"role": "assistant", "content": "It", "tool_calls": [call]}]
+    source = (
+        "{{ bos_token }}{{ messages[0].name is defined }}|{{ messages[1].tool_calls | tojson }}|"
+        "{{ tools | tojson }}|{{ add_generation_prompt }}|{{ effort }}|{{ level }}|{{ messages[1].content }}"
+    )
+    rendered = make(source, bos_token="<s>").render(
+        messages,
+        tools=[{"type": "function", "most": 2**64 - 1, "least": -0.5}],
+        final=FinalMessage.CONTINUE,
+        template_kwargs={"effort": ["low", None]},
+        template_hints={"level": True},
+    )
+    assert rendered == (
+        '<s>False|[{"function": {"name": "look", "arguments": {"wo": "😀", "n": 12345678901234567890123}}}]|'
+        '[{"type": "function", "most": 18446744073709551615, "least": -0.5}]|False|[\'low\', None]|True|It'
+    )
 
 
-_EFFORT = "{% if reasoning_effort is not defined %}{% set reasoning_effort = 'medium' %}{% endif %}"
+def test_requests_with_tools_have_their_own_template(make: Make) -> None:
+    both = make({"default": "plain", "tool_use": "with tools"})
+    assert [both.render([QUESTION]), both.render([QUESTION], tools=[{"type": "function"}])] == [
+        "plain",
+        "with tools",
+    ]
 
 
-@pytest.mark.parametrize(
-    ("source", "options", "rendered"),
-    [
-        ("plain", {"template_hints": {"reasoning_effort": "low", "thinking": False}}, "plain"),
-        (_EFFORT + "{{ reasoning_effort }}", {}, "medium"),
-        (_EFFORT + "{{ reasoning_effort }}", {"template_hints": {"reasoning_effort": "low"}}, "low"),
-        (
-            "{{ reasoning_effort }}",
-            {"template_hints": {"reasoning_effort": "low"}, "template_kwargs": {"reasoning_effort": "high"}},
-            "high",
-        ),
-    ],
-)
-def test_a_hint_is_for_a_template_that_reads_it(source, options, rendered) -> None:
-    assert ours(source).render([QUESTION], **options) == rendered
-
-
-def test_a_hint_cannot_set_what_is_ours() -> None:
-    assert ours("{{ tools }}").render([QUESTION], template_hints={"tools": "x", "messages": "y"}) == "None"
-
-
-@pytest.mark.parametrize("name", sorted(TEMPLATES))
-@pytest.mark.parametrize("chat", CHATS, ids=["question", "answered", "with_system"])
-def test_a_chat_renders_as_transformers_renders_it(name, chat) -> None:
-    source = TEMPLATES[name]
-    assert ours(source).render(chat) == theirs(source, chat, add_generation_prompt=True)
-    assert ours(source).render(chat, final=FinalMessage.NOTHING) == theirs(source, chat)
-
-
-@pytest.mark.parametrize("name", sorted(TEMPLATES))
-@pytest.mark.parametrize("content", ["It is", "It is ", "  It", "It\n\n", "<|im_end|> is"])
-def test_a_message_to_continue_is_left_open_as_transformers_leaves_it(name, content) -> None:
-    chat = [QUESTION, {"role": "assistant", "content": content}]
-    rendered = ours(TEMPLATES[name]).render(chat, final=FinalMessage.CONTINUE)
-    assert rendered == theirs(TEMPLATES[name], chat, continue_final_message=True)
-    assert rendered.endswith((content, content.strip()))
-    assert chat[1]["content"] == content
-
-
-def test_content_in_parts_is_continued_after_its_last_text() -> None:
-    parts = [{"type": "text", "text": "One,"}, {"type": "text", "text": "two,"}, {"type": "image"}]
-    chat = [QUESTION, {"role": "assistant", "content": parts}]
-    rendered = ours(GEMMA).render(chat, final=FinalMessage.CONTINUE)
-    assert rendered == theirs(GEMMA, chat, continue_final_message=True)
-    assert rendered.endswith("One,two,")
-
-
-@pytest.mark.parametrize(
-    ("source", "chat"),
-    [
-        (CHATML, []),
-        (CHATML, [{"role": "assistant", "content": None}]),
-        (GEMMA, [{"role": "assistant", "content": [{"type": "image"}]}]),
-        ("{{ messages[0].role }}", [ANSWER]),
-    ],
-)
-def test_a_message_that_cannot_be_continued_is_the_callers_fault(source, chat) -> None:
-    with pytest.raises(RequestRejected, match="continue_final_message") as caught:
-        ours(source).render(chat, final=FinalMessage.CONTINUE)
-    assert caught.value.param == "continue_final_message"
-
-
-def test_tools_render_as_plain_json_and_choose_their_own_template() -> None:
-    rendered = ours(CHATML).render([QUESTION], tools=TOOLS)
-    assert rendered == theirs(CHATML, [QUESTION], tools=TOOLS, add_generation_prompt=True)
-    assert "Sieh <hier> & da" in rendered
-    both = ChatTemplate({"default": "plain", "tool_use": "with tools"}, special_tokens={})
-    assert [both.render([QUESTION]), both.render([QUESTION], tools=TOOLS)] == ["plain", "with tools"]
-
-
-def test_tojson_indents_and_sorts_as_templates_ask() -> None:
-    source = "{{ messages | tojson(indent=2) }}{{ messages | tojson(sort_keys=true, separators=(',', ':')) }}"
-    assert ours(source).render([QUESTION]) == theirs(source, [QUESTION])
-
-
-HERMES_CALLS = """\
-{%- for message in messages %}
-    {%- if message.tool_calls %}
-        {%- for call in message.tool_calls %}
-            {%- set body = {'name': call.function.name, 'arguments': call.function.arguments} %}
-            {{- '<tool_call>' }}{{ body | tojson }}
-        {%- endfor %}
-    {%- else %}
-        {{- message.content }}
-    {%- endif %}
-{%- endfor %}
-"""
-QWEN_3_CALLS = """\
-{%- for call in messages[1].tool_calls %}
-    {%- if call.function.arguments is string %}
-        {{- call.function.arguments }}
-    {%- else %}
-        {{- call.function.arguments | tojson }}
-    {%- endif %}
-    {%- for key, value in call.function.arguments.items() %}{{ key }}={{ value }};{% endfor %}
-{%- endfor %}
-"""
-
-
-def call_messages(arguments: Any) -> list[dict[str, Any]]:
-    function = {"name": "look", "arguments": arguments}
-    call = {"id": "call_1", "type": "function", "function": function}
-    return [QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}]
-
-
-@pytest.mark.parametrize(
-    "source",
-    [HERMES_CALLS, QWEN_3_CALLS, MISTRAL.replace("message.content | trim", "message.tool_calls | tojson")],
-)
-def test_arguments_of_calls_are_objects_to_a_template_that_asks_for_objects(source) -> None:
-    rendered = ours(source).render(call_messages('{"wo": "Köln", "n": [1, 2]}'))
-    assert rendered == theirs(source, call_messages({"wo": "Köln", "n": [1, 2]}))
-    assert "Köln" in rendered
-
-
-@pytest.mark.parametrize(
-    "expression",
-    [
-        "{{ arguments }}",
-        "{{ arguments | string }}",
-        "{{ '' ~ arguments }}",
-        "{{ '' + arguments + '' }}",
-        "{{ arguments + '' }}",
-    ],
-)
-def test_arguments_of_calls_are_text_to_a_template_that_asks_for_text(expression) -> None:
-    source = "{% set arguments = messages[1].tool_calls[0].function.arguments %}" + expression
-    for arguments in ('{ "a":1 }', "{}", "not an object", "[1]"):
-        assert ours(source).render(call_messages(arguments)) == arguments
-
-
-def test_a_key_that_is_none_counts_as_absent() -> None:
-    source = "{% if messages[0].tool_calls is defined %}calls{% else %}none{% endif %}"
-    assert ours(source).render([{**QUESTION, "tool_calls": None}]) == "none"
-
-
-def test_strftime_now_gives_this_year() -> None:
-    assert ours("{{ strftime_now('%Y') }}").render([QUESTION]).startswith("20")
-
-
-def test_a_template_argument_reaches_the_template() -> None:
-    rendered = ours(CHATML).render([QUESTION], template_kwargs={"enable_thinking": False})
-    assert rendered == theirs(CHATML, [QUESTION], add_generation_prompt=True, enable_thinking=False)
-    assert rendered.endswith("</think>\n\n")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "messages",
-        "tools",
-        "add_generation_prompt",
-        "bos_token",
-        "raise_exception",
-        "range",
-        "unheard_of",
-        "__class__",
-    ],
-)
-def test_a_template_argument_never_replaces_our_own(name) -> None:
-    source = CHATML + LLAMA_3 + "{{ range(1) }}"
-    with pytest.raises(RequestRejected, match="enable_thinking") as caught:
-        ours(source).render([QUESTION], template_kwargs={name: "x"})
-    assert caught.value.param == "chat_template_kwargs"
-
-
-def test_the_templates_own_refusal_reaches_the_caller() -> None:
+def test_a_refusal_names_the_parameter_and_the_process_goes_on(make: Make) -> None:
+    template = make("{{ raise_exception('roles must alternate') if messages | length > 1 }}{{ mood }}")
     with pytest.raises(RequestRejected, match="roles must alternate") as caught:
-        ours(MISTRAL).render([ANSWER])
+        template.render([QUESTION, QUESTION])
     assert caught.value.param == "messages"
+    for name in ("messages", "bos_token", "unheard_of"):
+        with pytest.raises(RequestRejected, match="it can set, for this model: mood") as caught:
+            template.render([QUESTION], template_kwargs={name: "x"})
+        assert caught.value.param == "chat_template_kwargs"
+    (pid,) = template.renderer_pids
+    assert template.render([QUESTION], template_kwargs={"mood": "good"}) == "good"
+    assert template.renderer_pids == [pid]
+
+
+def test_half_a_surrogate_pair_is_left_to_the_tokenizer_to_refuse(make: Make) -> None:
+    call = {"function": {"name": "look", "arguments": '{"a": "\\ud800"}'}}
+    template = make("{{ messages[0].tool_calls[0].function.arguments.a }}")
+    assert template.render([{"role": "assistant", "tool_calls": [call]}]) == "\ud800"
+    (pid,) = template.renderer_pids
+    with pytest.raises(RequestRejected, match="half of a surrogate pair"):
+        template.render([{"role": "user", "content": "\ud800"}])
+    assert template.renderer_pids == [pid]
+
+
+_DOUBLED = "{% set ns = namespace(x='aaaaaaaa', n=9) %}{% for i in range(34) %}STEP{% endfor %}"
+_GROWING = [
+    "{% set ns.x = ns.x + ns.x %}",
+    "{% set ns.x = ns.x ~ ns.x %}",
+    "{% set ns.x = [ns.x, ns.x] | join %}",
+    "{% set ns.x = ['a', 'b', 'c'] | join(ns.x) %}",
+    "{% set ns.x = ''.join([ns.x, ns.x]) %}",
+    "{% set ns.x = ns.x | replace('aaaa', 'aaaaaaaa') %}",
+    "{% set ns.x = ns.x.replace('aaaa', 'aaaaaaaa') %}",
+    "{% set ns.x = ns.x.center(ns.x | length * 2) %}",
+    "{% set ns.x = ns.x | center(ns.x | length * 2) %}",
+    "{% set ns.x = ns.x.ljust(ns.x | length * 2) %}",
+    "{% set ns.x = '%999999999d' % 1 %}",
+    "{% set ns.x = '%999999999d' | format(1) %}",
+    "{% set ns.x = '{:999999999}'.format(1) %}",
+    "{% set ns.x = '{:{}}'.format(1, 999999999) %}",
+    "{% set ns.x = 'x' * 10000000000 %}",
+    "{% set ns.x = [0] * 10000000000 %}",
+    "{% set ns.x = ns.x | indent(999999999, true) %}",
+    "{% set ns.x = ('a ' * 9999) | wordwrap(1, wrapstring='x' * 9999999) %}",
+    "{% set ns.x = [1] | tojson(indent=999999999) %}",
+    "{% set ns.x = [1] | batch(10000000000, 'x') | list %}",
+    "{% set ns.x = [[ns.x], [ns.x]] | sum(start=[]) * 999999999 %}",
+    "{% set ns.x = [[0] * 99999 * 999, [0] * 99999 * 999] | sum(start=[]) %}",
+    "{% set ns.x = [ns.x, i ~ 'a' * 29999999] %}",
+    "{% set ns.x = ns.x.encode().center(9999999999) %}",
+    "{% set ns.x = ns.n.to_bytes(9999999999, 'big') %}",
+]
+
+
+@pytest.mark.parametrize("growing", _GROWING)
+def test_no_operation_takes_more_memory_than_a_rendering_may(
+    make: Make, monkeypatch: pytest.MonkeyPatch, growing: str
+) -> None:
+    monkeypatch.setattr(chat_template, "MAX_RENDERING_S", 60.0)
+    source = "{% if messages[0].content == 'grow' %}" + _DOUBLED.replace("STEP", growing) + "{% endif %}"
+    template = make(source + ALL_OF_IT)
+    assert template.render([QUESTION]) == "hi"
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(RequestRejected, match="takes more than 512 MiB of memory") as caught:
+        template.render([{"role": "user", "content": "grow"}])
+    assert caught.value.param == "messages"
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 * 1024
+    assert template.render([QUESTION]) == "hi", "another process has taken its place"
+
+
+def test_the_kernel_holds_the_process_to_its_memory(make: Make) -> None:
+    template = make(ALL_OF_IT)
+    template.judge()
+    (pid,) = template.renderer_pids
+    assert resource.prlimit(pid, resource.RLIMIT_DATA) == (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES)
 
 
 @pytest.mark.parametrize(
-    "source",
+    "endless",
     [
-        "{{ 'a' + messages[0].content[0] }}{{ 1 // 0 }}",
-        "{{ messages[0].content + 1 }}",
-        "{{ messages[9].content }}",
-        "{{ nothing.at.all }}",
-        "{{ messages[0].pop('content') }}",
-        "{{ messages.__class__.__mro__[1].__subclasses__() }}",
-        "{% include '/etc/passwd' %}",
-        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
-        "{% for i in range(10000000000) %}{% endfor %}",
-        "{{ 'x' * 10000000000 }}",
-        "{{ [0] * 10000000000 }}",
-        "{{ 10000000000 ** 10000000000 }}",
-    ],
-)
-def test_a_template_that_fails_or_steps_out_of_its_sandbox_fails_the_request_alone(source) -> None:
-    with pytest.raises(RequestRejected) as caught:
-        ours(source).render([QUESTION])
-    assert caught.value.param == "messages"
-    assert len(str(caught.value)) < 700
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        STUCK,
         "{% macro two(n) %}{% if n %}{{ two(n - 1) }}{{ two(n - 1) }}{% endif %}{% endmacro %}{{ two(99) }}",
+        "{{ lipsum(100000000) | length }}",
+        "{{ [1] | slice(9999999999) | list | length }}",
+        "{{ 10000000000 ** 10000000000 }}",
+        "{% set ns = namespace(x=1) %}{% for i in range(40) %}{% set ns.x = (ns.x, ns.x) %}{% endfor %}"
+        "{{ {ns.x: 1} | length }}",
     ],
 )
-def test_a_template_without_end_is_ended(source, monkeypatch) -> None:
-    monkeypatch.setattr(chat_template, "MAX_RENDERING_S", 0.05)
-    with pytest.raises(RequestRejected, match="takes longer than") as caught:
-        ours(source).render([QUESTION])
+def test_a_template_without_end_is_ended(make: Make, monkeypatch: pytest.MonkeyPatch, endless: str) -> None:
+    template = make("{% if messages[0].content != 'hi' %}" + endless + "{% endif %}" + ALL_OF_IT)
+    template.judge()
+    monkeypatch.setattr(chat_template, "MAX_RENDERING_S", 0.3)
+    with pytest.raises(RequestRejected, match=r"takes longer than 0\.3 seconds") as caught:
+        template.render([{"role": "user", "content": "stuck"}])
     assert caught.value.param == "messages"
+    assert template.renderer_pids == []
 
 
-def test_a_rendered_chat_is_bounded() -> None:
+def test_the_longest_prompt_that_may_be_rendered_fits_its_memory(make: Make) -> None:
+    message = {"role": "user", "content": "😀" * (1 << 20)}
+    template = make(ALL_OF_IT)
+    assert len(template.render([message] * 16)) == 16 << 20
     with pytest.raises(RequestRejected, match="characters"):
-        ours("{% for i in range(40000) %}{{ messages[0].content }}{% endfor %}").render(
-            [{"role": "user", "content": "x" * 1000}]
-        )
+        template.render([message] * 16 + [QUESTION])
 
 
-def test_without_a_template_chats_are_refused_by_name(tmp_path: Path) -> None:
+def test_chats_do_not_wait_for_one_that_takes_long(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = make(STUCK_ON_REQUEST)
+    template.judge()
+    monkeypatch.setattr(chat_template, "MAX_RENDERING_S", 60.0)
+    with ThreadPoolExecutor(3) as threads:
+        slow = threads.submit(template.render, [{"role": "user", "content": "stuck"}])
+        while template._renderers._idle.qsize():  # until it has taken the process
+            time.sleep(0.001)
+        others = [threads.submit(template.render, [QUESTION]) for _ in range(20)]
+        assert [each.result(30) for each in others] == ["hi"] * 20
+        assert not slow.done()
+        assert 2 <= len(template.renderer_pids) <= 3
+        template.close()
+        with pytest.raises(EngineUnavailable):
+            slow.result(30)
+
+
+def test_usual_chats_share_one_process(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(renderers, "_PATIENCE_S", 60.0)
+    template = make(ALL_OF_IT)
+    template.judge()
+    together = threading.Barrier(3)
+
+    def render(number: int) -> list[str]:
+        together.wait()
+        return [template.render([{"role": "user", "content": f"{number} {turn}"}]) for turn in range(20)]
+
+    with ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(render, range(3)))
+    assert found == [[f"{number} {turn}" for turn in range(20)] for number in range(3)]
+    assert len(template.renderer_pids) == 1
+
+
+def test_a_process_that_is_killed_between_chats_is_replaced_unseen(make: Make) -> None:
+    template = make(ALL_OF_IT)
+    template.judge()
+    (pid,) = template.renderer_pids
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert template.render([QUESTION]) == "hi"
+    assert template.renderer_pids != [pid]
+
+
+def test_a_process_that_is_killed_over_a_chat_is_not_the_chats_fault(make: Make) -> None:
+    template = make(STUCK_ON_REQUEST)
+    template.judge()
+    (pid,) = template.renderer_pids
+    os.kill(pid, signal.SIGSTOP)  # so that it has no answer before it is killed
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(template.render, [QUESTION])
+        while template._renderers._idle.qsize():
+            time.sleep(0.001)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(EngineUnavailable, match="may be sent again"):
+            asked.result(30)
+
+
+def test_a_process_without_a_server_ends_even_in_the_midst_of_a_chat(tmp_path: Path) -> None:
+    script = f"""
+import os, threading
+from engine.text import chat_template
+template = chat_template.ChatTemplate({{"default": {STUCK!r}}}, special_tokens={{}})
+template.judge()
+print(template.renderer_pids[0], flush=True)
+chat_template.MAX_RENDERING_S = 60.0
+threading.Timer(0.3, os._exit, (0,)).start()
+template.render([{QUESTION!r}])
+"""
+    # In the process that renders, its own time limit is 1 s with the grace for its parent.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import engine.text.template_messages as messages\nmessages.MAX_RENDERING_S = -4.0\n"
+    )
+    paths = os.pathsep.join((str(tmp_path), str(Path(__file__).parents[3])))
+    found = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": paths},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    pid = int(found.stdout)
+    assert runs(pid), "its parent has left it in the midst"
+    for _ in range(600):
+        if not runs(pid):
+            return
+        time.sleep(0.1)
+    os.kill(pid, signal.SIGKILL)
+    pytest.fail("it still runs")
+
+
+def runs(pid: int) -> bool:
+    """False for a process that has ended, whether somebody has taken note or not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_without_a_template_chats_are_refused_by_name_and_nothing_is_started(tmp_path: Path) -> None:
     template = ChatTemplate.load(tmp_path, special_tokens={})
+    template.judge()
     assert not template.is_present
     with pytest.raises(NoChatTemplate):
         template.render([QUESTION])
+    assert template.renderer_pids == []
 
 
 def test_the_template_file_comes_before_the_one_in_the_configuration(tmp_path: Path) -> None:
     def load() -> str:
-        return ChatTemplate.load(tmp_path, special_tokens={}).render([QUESTION])
+        return ChatTemplate.load(tmp_path, special_tokens={}).source_with_tools
 
     config = tmp_path / "tokenizer_config.json"
     named = [{"name": "rag", "template": "rag"}, {"name": "default", "template": "named"}]
@@ -374,50 +307,22 @@ def test_the_template_file_comes_before_the_one_in_the_configuration(tmp_path: P
     ("found", "words"),
     [
         ("{% for %}", "broken at line 1"),
+        ("{{ " + "(" * 9999 + "1" + ")" * 9999 + " }}", "nested too deeply"),
         ("x" * (MAX_TEMPLATE_BYTES + 1), "bytes"),
         ([{"name": "rag", "template": "x"}], "none named default"),
         ([1], "neither"),
     ],
 )
-def test_an_unusable_template_stops_the_start_with_a_reason(tmp_path: Path, found, words) -> None:
+def test_an_unusable_template_stops_the_start_with_a_reason(tmp_path: Path, found: Any, words: str) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": found}))
     with pytest.raises(TokenizerError, match=words):
-        ChatTemplate.load(tmp_path, special_tokens={})
+        ChatTemplate.load(tmp_path, special_tokens={}).judge()
 
 
 @pytest.mark.parametrize(
-    "growing",
-    [
-        "{% set ns.x = ns.x + ns.x %}",
-        "{% set ns.x = ns.x ~ ns.x %}",
-        "{% set ns.x = [ns.x, ns.x] | join %}",
-        "{% set ns.x = ['a', 'b', 'c'] | join(ns.x) %}",
-        "{% set ns.x = ''.join([ns.x, ns.x]) %}",
-        "{% set ns.x = ns.x | replace('a', 'aa') %}",
-        "{% set ns.x = ns.x.replace('a', 'aa') %}",
-        "{% set ns.x = ns.x.center(ns.x | length * 2) %}",
-        "{% set ns.x = ns.x | center(ns.x | length * 2) %}",
-        "{% set ns.x = ns.x.ljust(ns.x | length * 2) %}",
-        "{% set ns.x = '%999999999d' % 1 %}",
-        "{% set ns.x = '%999999999d' | format(1) %}",
-        "{% set ns.x = '{:999999999}'.format(1) %}",
-        "{% set ns.x = '{:{}}'.format(1, 999999999) %}",
-    ],
+    "expensive", ["{{ 'a' | indent(999999999, true) }}", "{{ 9999999999 ** 9999999999 }}"]
 )
-def test_no_operation_makes_a_text_beyond_what_may_be_rendered(growing: str) -> None:
-    source = "{% set ns = namespace(x='aaaaaaaa') %}{% for i in range(34) %}" + growing + "{% endfor %}"
-    template = ChatTemplate({"default": source}, special_tokens={})
-    with pytest.raises(RequestRejected, match="makes too large a value"):
-        template.render([{"role": "user", "content": "hi"}])
-
-
-def test_the_bounds_leave_usual_operations_as_they_are() -> None:
-    source = (
-        "{{ 'a' ~ 1 ~ none }}|{{ [1, 2] | join(', ') }}|{{ messages | join('-', attribute='role') }}|"
-        "{{ 'x-y'.replace('-', '+') }}|{{ 'x-y' | replace('-', '') }}|{{ '-'.join(['a', 'b']) }}|"
-        "{{ 'a'.center(3) }}|{{ '%05.2f' % 3.14159 }}|{{ '%s!' | format('b') }}|{{ '{:>4}'.format(7) }}|"
-        "{{ [1] + [2] }}|{{ 1 + 2 }}|{{ 7 % 4 }}"
-    )
-    template = ChatTemplate({"default": source}, special_tokens={})
-    rendered = template.render([{"role": "user", "content": "hi"}])
-    assert rendered == "a1None|1, 2|user|x+y|xy|a-b| a |03.14|b!|   7|[1, 2]|3|3"
+def test_nothing_is_computed_before_a_chat_asks_for_it(make: Make, expensive: str) -> None:
+    template = make("{% if messages[0].content != 'hi' %}" + expensive + "{% endif %}" + ALL_OF_IT)
+    template.judge()
+    assert template.render([QUESTION]) == "hi"

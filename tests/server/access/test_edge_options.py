@@ -1,10 +1,12 @@
 """Ports, pages of other origins, memory: who is let in where."""
 
+import socket
 from dataclasses import replace
 
 import pytest
 
 from engine.frontend.memory_use import MemoryGauge
+from engine.options.edge_config import OtherHosts
 from engine.options.engine_config import resolve
 from engine.options.options import OptionError, Options
 from server.access.key_ring import KeyRing
@@ -176,18 +178,30 @@ def test_a_file_of_keys_is_enough_for_an_address_that_others_reach(tmp_path) -> 
     assert server.edge.api_keys_file == str(file)
 
 
+OPEN = {"host": "0.0.0.0", "allow_unauthenticated": True}
+
+
 @pytest.mark.parametrize(
-    ("options", "hosts"),
+    ("options", "hosts", "others"),
     [
-        ({}, frozenset()),
-        ({"allowed_host": ("GPU-box",)}, {"gpu-box"}),
-        ({"host": "0.0.0.0", "allow_unauthenticated": True}, None),
-        ({"host": "0.0.0.0", "allow_unauthenticated": True, "allowed_host": ("a",)}, {"a"}),
+        ({}, set(), OtherHosts.LOCAL),
+        ({"allowed_host": ("LLM.example.",)}, {"llm.example"}, OtherHosts.LOCAL),
+        ({"cors_origin": ("https://App.example:8443", "*")}, {"app.example"}, OtherHosts.LOCAL),
+        (OPEN, {"0.0.0.0", "gpu1.example"}, OtherHosts.PRIVATE),
+        (OPEN | {"host": "in.example"}, {"in.example", "gpu1.example"}, OtherHosts.PRIVATE),
+        (OPEN | {"allowed_host": ("a",)}, {"0.0.0.0", "gpu1.example", "a"}, OtherHosts.PRIVATE),
+        (OPEN | {"allowed_host": ("*",)}, {"0.0.0.0", "gpu1.example"}, OtherHosts.ALL),
     ],
 )
-def test_names_are_looked_at_where_the_names_of_the_machine_are_known(options, hosts) -> None:
+def test_names_are_looked_at_wherever_the_server_listens(options, hosts, others, monkeypatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "GPU1.example")
     _, server = resolve(asked(**options))
-    assert server.edge.hosts == hosts
+    assert (server.edge.hosts, server.edge.other_hosts) == (hosts, others)
+
+
+def test_names_are_looked_at_behind_a_unix_socket_too(tmp_path) -> None:
+    _, server = resolve(asked(uds=str(tmp_path / "s")))
+    assert server.edge.other_hosts is OtherHosts.PRIVATE
 
 
 async def test_a_ring_and_a_port_share_their_keys(engine):

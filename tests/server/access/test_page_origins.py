@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from engine.options.edge_config import OtherHosts
 from server.app import build_admin_app, build_app
 from tests.server.conftest import EDGE, Settings, connect
 
@@ -49,6 +50,7 @@ async def test_a_foreign_page_is_refused_before_anything_is_computed(engine, ori
         ("http://[::1]:8000", "[::1]:8000"),
         ("http://chat.localhost", HERE),
         ("http://10.0.0.7:8000", "10.0.0.7:8000"),
+        ("http://gpu-box:8000", "gpu-box:8000"),
         ("https://models.example", "models.example"),  # behind a proxy that speaks TLS
     ],
 )
@@ -79,41 +81,90 @@ async def test_with_a_key_the_key_decides(engine):
     assert reply.status_code == 200
 
 
-HOSTS = replace(EDGE, hosts=frozenset({"gpu-box"}))
+LOCAL = replace(EDGE, hosts=frozenset({"gpu-box", "llm.example"}), other_hosts=OtherHosts.LOCAL)
+OPEN = replace(LOCAL, other_hosts=OtherHosts.PRIVATE)
 
 
-@pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:8000", "gpu-box.evil.example", "127.0.0.1.evil"]
-)
-async def test_a_name_that_anyone_may_lend_reads_nothing(engine, host):
-    """A page whose own name points here sends no origin with a GET: CVE-2024-28224 was that."""
-    async with connect(build_app(engine, Settings(edge=HOSTS))) as client:
-        reply = await client.get("/admin/requests", headers={"host": host})
-    assert (reply.status_code, reply.json()["error"]["code"]) == (403, "host_not_allowed")
+async def get(engine, edge, host: str, path: str = "/v1/models") -> tuple[int, str]:
+    async with connect(build_app(engine, Settings(edge=edge))) as client:
+        reply = await client.get(path, headers={"host": host})
+    return reply.status_code, reply.text
 
 
 @pytest.mark.parametrize(
     "host",
-    ["127.0.0.1:8000", "localhost", "[::1]:8000", "10.0.0.7:8000", "gpu-box:8000", "GPU-box.", "a.localhost"],
+    [
+        *("evil.example", "evil.example:8000", "gpu-box.evil.example", "127.0.0.1.evil", "local.example"),
+        *(
+            "svc.evil",
+            "localhost.evil.example",
+            "evil.home.arpa.example",
+            "home.arpa",
+            "localhost@evil.example",
+        ),
+    ],
 )
-async def test_addresses_localhost_and_allowed_names_are_answered(engine, host):
-    async with connect(build_app(engine, Settings(edge=HOSTS))) as client:
-        assert (await client.get("/v1/models", headers={"host": host})).status_code == 200
+@pytest.mark.parametrize("edge", [LOCAL, OPEN], ids=["loopback", "open"])
+async def test_a_name_that_anyone_may_lend_reads_nothing(engine, edge, host):
+    """A page whose own name points here sends no origin with a GET: CVE-2024-28224 was that."""
+    status, text = await get(engine, edge, host, "/admin/requests")
+    assert (status, "host_not_allowed" in text) == (403, True)
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("127.0.0.1:8000", "localhost", "[::1]:8000", "10.0.0.7:8000", "a.localhost"),
+        *("gpu-box:8000", "GPU-box.", "LLM.example:443"),
+    ],
+)
+@pytest.mark.parametrize("edge", [LOCAL, OPEN], ids=["loopback", "open"])
+async def test_addresses_localhost_and_allowed_names_are_answered(engine, edge, host):
+    assert (await get(engine, edge, host))[0] == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("tokenyard:8000", "my_box", "tokenyard.default.svc", "tokenyard.default.svc.cluster.local:8000"),
+        *("gpu.local", "gpu.corp", "gpu.lan.", "gpu.home", "gpu.internal", "gpu.test", "GPU.home.arpa"),
+    ],
+)
+@pytest.mark.parametrize(("edge", "status"), [(OPEN, 200), (LOCAL, 403)], ids=["open", "loopback"])
+async def test_names_that_nobody_can_register_are_answered_but_on_loopback(engine, edge, status, host):
+    """Others on the link could say that such a name is this machine's."""
+    assert (await get(engine, edge, host))[0] == status
+
+
+async def test_every_name_is_answered_where_the_operator_allows_all(engine):
+    assert (await get(engine, replace(OPEN, other_hosts=OtherHosts.ALL), "evil.example"))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "named"),
+    [("LLM.example.com:80", "--allowed-host llm.example.com,"), ("a b.c; rm", "--allowed-host NAME,")],
+)
+async def test_who_is_refused_learns_which_option_allows_the_name(engine, host, named):
+    assert named in (await get(engine, OPEN, host))[1]
 
 
 async def test_probes_may_call_the_server_by_any_name(engine):
-    async with connect(build_app(engine, Settings(edge=HOSTS))) as client:
-        assert (await client.get("/health/live", headers={"host": "tokenyard"})).status_code == 200
+    assert (await get(engine, OPEN, "probe.example", "/health/live"))[0] == 200
 
 
-async def test_the_servers_own_page_may_ask_under_an_allowed_name(engine):
-    app = build_app(engine, Settings(edge=HOSTS))
-    assert await ask(app, "http://gpu-box:8000", "gpu-box:8000") == (200, "")
-    assert await ask(app, "http://gpu-box:9", "gpu-box:8000") == (403, "origin_not_allowed")
+@pytest.mark.parametrize("name", ["llm.example", "gpu-box", "yard", "tokenyard.default.svc"])
+async def test_the_servers_own_page_may_ask_under_a_name_that_is_its_own(engine, name):
+    app = build_app(engine, Settings(edge=OPEN))
+    assert await ask(app, f"http://{name}:8000", f"{name}:8000") == (200, "")
+    assert await ask(app, f"http://{name}:9", f"{name}:8000") == (403, "origin_not_allowed")
+
+
+async def test_without_a_host_no_page_is_the_servers_own(engine):
+    assert await ask(build_app(engine, Settings(edge=OPEN)), "null", "") == (403, "origin_not_allowed")
 
 
 async def test_with_a_key_no_name_is_refused(engine):
-    app = build_app(engine, Settings(api_keys=("sesame",), edge=HOSTS))
+    app = build_app(engine, Settings(api_keys=("sesame",), edge=OPEN))
     async with connect(app) as client:
         headers = {"host": "evil.example", "authorization": "Bearer sesame"}
         assert (await client.get("/v1/models", headers=headers)).status_code == 200

@@ -110,7 +110,7 @@ async def test_on_a_new_connection_a_refusal_is_no_request_and_reads_no_body(eng
         )
         assert headers["x-request-id"] == "mine"
     value = engine.metrics.registry.get_sample_value
-    route = {"method": "POST", "route": "/v1/completions", "status": "429"}
+    route = {"method": "POST", "route": "/v1/completions", "status": "429", "limit": ""}
     assert value("tokenyard:http_requests_total", route) == 1
     assert value("tokenyard:request_errors_total", {"code": "server_overloaded"}) == 1
     assert engine.asked_room == [None]

@@ -121,7 +121,23 @@ async def test_of_a_crowd_that_speaks_at_once_a_few_begin_in_each_turn_of_the_lo
         await asyncio.sleep(0)
         most = max(most, len(begun) - num_before)
     assert most == 4
-    assert begun == [place for place in range(40) if place not in (3, 30)]
+    assert sorted(begun) == [place for place in range(40) if place not in (3, 30)]
+
+
+async def test_behind_a_crowd_both_the_newcomer_and_the_one_that_has_waited_longest_begin_soon() -> None:
+    turns, begun = Turns(2), []
+
+    async def begin(place: int) -> None:
+        await turns.wait()
+        begun.append(place)
+
+    crowd = [asyncio.create_task(begin(place)) for place in range(40)]
+    while not begun:
+        await asyncio.sleep(0)
+    crowd.append(asyncio.create_task(begin(40)))
+    await asyncio.gather(*crowd)
+    assert begun.index(40) < 10
+    assert begun.index(5) < 20
 
 
 def hello(num_bytes: int, *, num_in_record: int | None = None) -> bytes:

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import json
+import selectors
+from collections.abc import Iterable
 from urllib.parse import urlsplit
 
 import httpx
@@ -181,24 +183,71 @@ async def test_waiting_for_the_hang_up_after_the_body_has_no_limit():
     await BodyLimit(app, max_body_bytes=10, idle_s=0.01)({"type": "http", "headers": []}, receive, None)
 
 
-async def test_a_body_that_trickles_is_given_up_although_it_never_stands_still():
-    num_received = 0
+class OurSelector(selectors.DefaultSelector):
+    """Waits for nothing: the time that it was to wait has passed at once."""
+
+    now_s = 0.0
+
+    def select(self, timeout: float | None = None) -> list:
+        self.now_s += timeout or 0.0
+        return super().select(0)
+
+
+class OurLoop(asyncio.SelectorEventLoop):
+    """A loop whose clock moves only when it waits: half an hour of a slow client is over at once."""
+
+    def __init__(self) -> None:
+        self._ours = OurSelector()
+        super().__init__(self._ours)
+
+    def time(self) -> float:
+        return self._ours.now_s
+
+
+def seconds_of(sender: Iterable[tuple[float, int]]) -> float:
+    """Read the body of a sender of (seconds to wait, bytes); return its time, or raise as the server does."""
+    pieces = iter(sender)
 
     async def receive():
-        nonlocal num_received
-        num_received += 1
-        await asyncio.sleep(0.01)
-        return {"type": "http.request", "body": b"x", "more_body": True}
+        pause_s, num_bytes = next(pieces, (0.0, 0))
+        await asyncio.sleep(pause_s)
+        return {"type": "http.request", "body": b"x" * num_bytes, "more_body": bool(num_bytes)}
 
     async def app(scope, receive, send):
-        while True:
-            await receive()
+        while (await receive())["more_body"]:
+            pass
 
-    limit = BodyLimit(app, max_body_bytes=10_000, idle_s=0.5)
-    with pytest.raises(BodyTimeout, match="bytes a second"):
-        async with asyncio.timeout(30):
+    async def read() -> float:
+        limit = BodyLimit(app, max_body_bytes=8 << 20, available_bytes=None)
+        try:
             await limit({"type": "http", "headers": []}, receive, None)
-    assert 2 < num_received < 100
+        except BodyTimeout as error:
+            error.add_note(f"{asyncio.get_running_loop().time():g}")
+            raise
+        return asyncio.get_running_loop().time()
+
+    with asyncio.Runner(loop_factory=OurLoop) as runner:
+        return runner.run(read())
+
+
+@pytest.mark.parametrize("num_fast", [0, 1 << 10, 60 << 10, 3_900_000], ids=["none", "1K", "60K", "3.9M"])
+@pytest.mark.parametrize("pause_s", [0.5, 10.0, 29.0])
+def test_a_body_that_trickles_is_given_up_in_time_however_fast_it_began(num_fast, pause_s):
+    fast = [(0.001, min(16 << 10, num_fast - sent)) for sent in range(0, num_fast, 16 << 10)]
+    with pytest.raises(BodyTimeout, match="bytes a second") as ended:
+        seconds_of([*fast, *[(pause_s, 1)] * 100_000])
+    (ended_s,) = map(float, ended.value.__notes__)
+    assert ended_s < 32
+
+
+@pytest.mark.parametrize(("pause_s", "num_bytes"), [(0.25, 257), (1.0, 1025), (15.0, 15_400), (29.0, 29_700)])
+def test_a_body_that_is_slow_but_brings_enough_is_read_to_its_end(pause_s, num_bytes):
+    num_pieces = (4 << 20) // num_bytes
+    assert seconds_of([(pause_s, num_bytes)] * num_pieces) == pytest.approx(pause_s * num_pieces)
+
+
+def test_a_body_that_becomes_slow_is_not_ended_for_having_been_fast_before():
+    assert seconds_of([(0.001, 64 << 10)] * 40 + [(1.0, 1025)] * 1000) > 1000
 
 
 async def test_a_steady_body_may_take_as_long_as_it_needs():

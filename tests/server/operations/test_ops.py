@@ -10,10 +10,12 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine.errors import DeadlineExceeded, RequestFailed
 from engine.frontend.metrics import EngineMetrics
 from engine.types import EngineState
 from server.app import build_app
 from server.endpoints import ADMIN, PUBLIC, ROUTES
+from server.observe.http_metrics import OWN_LIMIT
 from server.operations import ops
 from server.operations.models import Model, ModelList
 from server.operations.ops import HealthPage
@@ -107,6 +109,27 @@ async def test_metrics_are_one_page_of_known_series(client):
     assert families["tokenyard:unknown_request_fields"].samples[0].value == 1
 
 
+@pytest.mark.parametrize(
+    ("asked", "error", "counted"),
+    [
+        ({"timeout": 1e-6}, DeadlineExceeded("late"), ("504", OWN_LIMIT)),
+        ({}, DeadlineExceeded("late"), ("504", "")),
+        ({"timeout": 1e-6}, RequestFailed("nan"), ("500", "")),
+    ],
+)
+async def test_a_time_limit_of_the_clients_own_is_told_from_the_servers_faults(
+    client, engine, asked, error, counted
+):
+    engine.admission_error = error
+    await client.post("/v1/completions", json={"prompt": "x", **asked})
+    ((labels, value),) = [
+        (each.labels, each.value)
+        for each in next(iter(engine.metrics.registry.collect())).samples
+        if each.name == "tokenyard:http_requests_total"
+    ]
+    assert (labels["status"], labels["limit"], value) == (*counted, 1)
+
+
 async def ask_as(client: httpx.AsyncClient, number: int) -> None:
     """One of each kind of label that a client could try to make: names of its own, in every place."""
     name = f"name-{number}"
@@ -146,7 +169,7 @@ async def test_a_scrape_takes_no_more_work_however_many_have_asked_under_whateve
         await ask_as(client, number)
     assert work_of_a_scrape(registry) == after_one
     value = registry.get_sample_value
-    labels = {"method": "POST", "route": "/v1/completions", "status": "404"}
+    labels = {"method": "POST", "route": "/v1/completions", "status": "404", "limit": ""}
     assert value("tokenyard:http_requests_total", labels) == 59
 
 
@@ -188,7 +211,8 @@ async def test_a_route_below_another_is_counted_as_itself(client):
         ("GET", "/v1/responses/{response_id}/input_items", 1),
         ("POST", "/v1/responses/{response_id}/cancel", 1),
     ):
-        line = f'tokenyard:http_requests_total{{method="{method}",route="{route}",status="404"}} {count}.0'
+        labels = f'limit="",method="{method}",route="{route}",status="404"'
+        line = f"tokenyard:http_requests_total{{{labels}}} {count}.0"
         assert line in page
 
 

@@ -1,6 +1,9 @@
 """The kernels' library is built once, into a place that only its owner writes."""
 
+import grp
+import logging
 import os
+import pwd
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -8,7 +11,8 @@ import torch
 
 from worker.cpu import kernel_build as build
 from worker.cpu.cpu_kernel_choice import foresee_kernels
-from worker.cpu.kernel_build import CannotBuild, build_library, find_library
+from worker.cpu.kernel_build import CannotBuild, Untrusted, build_library, find_library, open_library
+from worker.cpu.native import Kernels
 from worker.devices.device import open_device
 from worker.doctor_findings import Finding, Verdict
 from worker.worker_config import WorkerConfig
@@ -181,11 +185,141 @@ def test_the_folder_above_may_be_shared_only_where_nobody_renames_what_is_anothe
             build_library()
 
 
-def test_the_folders_that_it_makes_are_private(tmp_path, compiler, monkeypatch):
+def test_a_library_is_opened_once_and_what_was_checked_is_what_is_loaded(cache, compiler):
+    path = build_library()
+    opened = open_library(path)
+    assert opened == open_library(path), "the loader knows it by one name"
+    path.with_name("other").write_text("planted")
+    path.with_name("other").replace(path)
+    assert opened.read_text() == "built\n"
+    path.unlink()
+    assert opened.read_text() == "built\n"
+
+
+def test_no_two_libraries_have_one_name(cache, compiler):
+    path = build_library()
+    first = open_library(path)
+    path.unlink()
+    assert open_library(build_library()) != first
+
+
+def test_kernels_load_no_library_that_fails_the_checks(cache, compiler):
+    path = build_library()
+    path.chmod(0o777)
+    with pytest.raises(OSError, match="may be written by others"):
+        Kernels(path, 1)
+
+
+def test_a_link_and_a_pipe_are_not_opened_for_a_library(cache, compiler):
+    path = build_library()
+    path.replace(cache / "elsewhere")
+    path.symlink_to(cache / "elsewhere")
+    assert find_library() is None
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(Untrusted, match="is no file"):
+        open_library(path)
+
+
+def test_why_a_library_is_not_loaded_is_logged(cache, compiler, caplog):
+    assert find_library() is None
+    assert not caplog.records, "there was none"
+    path = build_library()
+    cache.chmod(0o777)
+    with caplog.at_level(logging.WARNING):
+        assert find_library() is None
+    assert [each.getMessage() for each in caplog.records] == [
+        f"{path} is not loaded: {cache}: others may write there"
+    ]
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o733, 0o703])
+def test_every_folder_up_to_the_root_counts(tmp_path, compiler, monkeypatch, mode):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "open/home/cache"))
+    path = build_library()
+    assert find_library() == path
+    (tmp_path / "open").chmod(mode)
+    assert find_library() is None
+    with pytest.raises(CannotBuild, match="open: others may write there"):
+        build_library()
+    found = foresee()
+    assert (found.verdict, "others may write there" in found.what) == (Verdict.WARNING, True)
+    (tmp_path / "open").chmod(mode | 0o1000)
+    assert find_library() == path, "nobody renames there what is another's"
+
+
+def test_a_folder_of_another_user_anywhere_above_counts(tmp_path, compiler, monkeypatch):
+    if os.geteuid() != 0:
+        pytest.skip("only root gives folders away")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "theirs/home/cache"))
+    build_library()
+    os.chown(tmp_path / "theirs", 12345, -1)
+    assert find_library() is None
+    with pytest.raises(CannotBuild, match="theirs: belongs to another user"):
+        build_library()
+
+
+@pytest.mark.parametrize(
+    ("name", "members", "is_safe"),
+    [("me", [], True), ("me", ["me"], True), ("me", ["me", "mallory"], False), ("staff", [], False)],
+)
+def test_a_group_may_write_above_where_it_is_the_users_own(
+    cache, compiler, monkeypatch, name, members, is_safe
+):
+    """Many systems give each user a group of the same name, and new folders are open to it."""
+    path = build_library()
+    cache.chmod(0o775)
+    found = cache.stat()
+    user = pwd.struct_passwd(("me", "x", found.st_uid, found.st_gid, "", "", ""))
+    monkeypatch.setattr(pwd, "getpwuid", lambda _: user)
+    monkeypatch.setattr(grp, "getgrgid", lambda gid: grp.struct_group((name, "x", gid, members)))
+    assert find_library() == (path if is_safe else None)
+    if not is_safe:
+        with pytest.raises(CannotBuild, match="others may write there"):
+            build_library()
+
+
+def test_a_list_of_access_rights_hides_others_behind_the_group(cache, compiler, monkeypatch):
+    path = build_library()
+    cache.chmod(0o775)
+    monkeypatch.setattr(build, "_is_own_group", lambda _: True)
+    assert find_library() == path
+    monkeypatch.setattr(os, "listxattr", lambda _: ["system.posix_acl_access"])
+    assert find_library() is None
+
+
+def test_a_home_behind_a_link_is_as_good_as_the_folder_itself(tmp_path, compiler, monkeypatch):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "home").symlink_to(tmp_path / "disk")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home/cache"))
+    path = build_library()
+    assert find_library() == path
+    assert open_library(path).read_text() == "built\n"
+    (tmp_path / "disk").chmod(0o777)
+    assert find_library() is None
+
+
+def test_what_was_built_in_place_is_held_to_the_same_rule(compiler, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "package").mkdir(mode=0o755)
+    monkeypatch.setattr(build, "_PACKAGE", tmp_path / "package")
+    in_place = build_library(tmp_path / "package")
+    assert find_library() == in_place
+    (tmp_path / "package").chmod(0o777)
+    assert find_library() is None
+    assert "package: others may write there" in caplog.text
+    assert find_library() is None
+    cached = build_library()
+    assert cached != in_place
+    assert find_library() == cached
+
+
+def test_the_folders_that_it_makes_are_private(tmp_path, compiler, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home/cache"))
     before = os.umask(0)
     try:
         path = build_library()
     finally:
         os.umask(before)
-    assert {each.stat().st_mode & 0o777 for each in (path.parent, path.parent.parent)} == {0o700}
+    assert {each.stat().st_mode & 0o777 for each in list(path.parents)[:3]} == {0o700}
+    assert find_library() == path

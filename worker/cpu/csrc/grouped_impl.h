@@ -14,9 +14,10 @@ constexpr int64_t kSharedInputs = kRunInputs;
 constexpr int kScaledTileRows = kV == 16 ? 6 : kTileRows;
 constexpr int64_t kSmallGroup = 256;
 
-// As `blocks_at_once`, for rows that have totals beside their sums.
+// As `blocks_at_once`, for rows that have totals beside their sums. Groups' sums do not wait for one another, so that one
+// row takes one block, whose bytes are one stream of memory.
 constexpr int scaled_blocks_at_once(int num_rows) {
-  if (kV == 16) return num_rows == 1 ? 4 : num_rows <= 3 ? 2 : 1;
+  if (kV == 16) return num_rows == 2 || num_rows == 3 ? 2 : 1;
   return blocks_at_once(num_rows);
 }
 
@@ -119,11 +120,15 @@ struct DecodedPairs : PairColumns {
 #endif
 
 // Bytes that come later are on their way: they cross pages, and pages stop a processor that reads ahead by itself.
-template <int kBytes>
+template <int kBytes, int kNearness = 2>
 inline void fetch(const uint8_t* from) {
 #pragma GCC unroll 4
-  for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(from + i, 0, 2);
+  for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(from + i, 0, kNearness);
 }
+
+// How many inputs ahead codes are fetched, and how near: one row uses them up so soon that they go to the nearest cache.
+constexpr int64_t inputs_ahead(int num_rows) { return num_rows == 1 ? kSharedInputs / 2 : kSharedInputs; }
+constexpr int nearness(int num_rows) { return num_rows == 1 ? 3 : 2; }
 
 // The next inputs of M rows, of which `data` has the codes of B blocks, `stride` bytes apart.
 template <int M, int B, class Codes>
@@ -134,7 +139,7 @@ template <int M, int B, class Codes>
   for (int b = 0; b < B; ++b) {
     const uint8_t* from = data + b * stride;
     if constexpr (!Codes::kIsDecoded) {
-      fetch<Codes::kInputs * Codes::kBytesPerInput>(from + kSharedInputs * Codes::kBytesPerInput);
+      fetch<Codes::kInputs * Codes::kBytesPerInput, nearness(M)>(from + inputs_ahead(M) * Codes::kBytesPerInput);
     }
     typename Codes::Vector columns[Codes::kSteps][kParts];
     codes.read(from, columns);

@@ -3,8 +3,8 @@
 // Owns: the threads, which start with the team and end with it, and who takes which piece of work.
 // Never: knows what is computed.
 //
-// Work comes as phases, cut into pieces that whoever is free takes; a phase begins when all pieces of the one
-// before are done. Nobody waits for a thread that has taken nothing: on a machine with other things to do, a
+// Work comes as phases, cut into pieces. Each thread takes its share of them, one after the other, then what is left of
+// the others'; a phase begins when all pieces of the one before are done. Nobody waits for a thread that has taken nothing: on a machine with other things to do, a
 // helper that the system does not run costs its help and no more, where a barrier would wait for it.
 #pragma once
 
@@ -32,7 +32,7 @@ class Team {
  public:
   static constexpr size_t kMostPhases = 24;
 
-  explicit Team(int num_threads) : num_threads_(num_threads) {
+  explicit Team(int num_threads) : num_threads_(num_threads), num_left_(kMostPhases * static_cast<size_t>(num_threads)) {
     for (int thread = 1; thread < num_threads; ++thread) {
       helpers_.emplace_back([this, thread] { help(thread); });
     }
@@ -96,31 +96,60 @@ class Team {
     return static_cast<uint64_t>(std::clamp<int64_t>(phase.num_items, 1, most_pieces()));
   }
 
-  void open(size_t phase, uint32_t round) {
-    num_done_[phase].value.store(0, std::memory_order_relaxed);
-    num_left_[phase].value.store(static_cast<uint64_t>(round) << 32 | num_pieces((*phases_)[phase]),
-                                 std::memory_order_release);
+  void open(size_t index, uint32_t round) {
+    num_done_[index].value.store(0, std::memory_order_relaxed);
+    for (int thread = 0; thread < num_threads_; ++thread) {
+      const Share share = share_of(num_pieces((*phases_)[index]), thread);
+      left_of(index, thread).store(static_cast<uint64_t>(round) << 32 | (share.end - share.begin), std::memory_order_relaxed);
+    }
+    opened_[index].value.store(round, std::memory_order_release);
   }
 
   bool is_open(size_t phase, uint32_t round) const {
-    return phase < kMostPhases && num_left_[phase].value.load(std::memory_order_acquire) >> 32 == round;
+    return phase < kMostPhases && opened_[phase].value.load(std::memory_order_acquire) == round;
   }
 
-  // False if none is left. Whoever holds a piece keeps the round alive: only then is `phases_` looked at.
-  bool take_piece(size_t index, uint32_t round, int thread) {
-    uint64_t left = num_left_[index].value.load(std::memory_order_acquire);
+  // Pieces of a phase that a thread takes before all others. They lie side by side: what is fetched behind one of them is
+  // wanted by the same core, which would otherwise begin anew with each.
+  struct Share {
+    uint64_t begin;
+    uint64_t end;
+  };
+
+  Share share_of(uint64_t num_pieces, int thread) const {
+    const uint64_t all = static_cast<uint64_t>(num_threads_), number = static_cast<uint64_t>(thread);
+    return {num_pieces * number / all, num_pieces * (number + 1) / all};
+  }
+
+  std::atomic<uint64_t>& left_of(size_t phase, int thread) {
+    return num_left_[phase * static_cast<size_t>(num_threads_) + static_cast<size_t>(thread)].value;
+  }
+
+  // Its own pieces first, then those of the others. False if none is left.
+  bool take_piece(size_t phase, uint32_t round, int thread) {
+    for (int i = 0; i < num_threads_; ++i) {
+      const int owner = thread + i < num_threads_ ? thread + i : thread + i - num_threads_;
+      if (take_piece_of(phase, round, owner, thread)) return true;
+    }
+    return false;
+  }
+
+  // Whoever holds a piece keeps the round alive: only then is `phases_` looked at.
+  bool take_piece_of(size_t index, uint32_t round, int owner, int thread) {
+    std::atomic<uint64_t>& num_left = left_of(index, owner);
+    uint64_t left = num_left.load(std::memory_order_acquire);
     do {
       if (left >> 32 != round || static_cast<uint32_t>(left) == 0) return false;
-    } while (!num_left_[index].value.compare_exchange_weak(left, left - 1, std::memory_order_acq_rel));
+    } while (!num_left.compare_exchange_weak(left, left - 1, std::memory_order_acq_rel));
     const std::vector<Phase>& phases = *phases_;
     const Phase& phase = phases[index];
-    const int64_t count = static_cast<int64_t>(num_pieces(phase));
-    const int64_t piece = count - static_cast<int64_t>(static_cast<uint32_t>(left));
+    const uint64_t all = num_pieces(phase);
+    const int64_t count = static_cast<int64_t>(all);
+    const int64_t piece = static_cast<int64_t>(share_of(all, owner).end - static_cast<uint32_t>(left));
     phase.work(phase.num_items * piece / count, phase.num_items * (piece + 1) / count, thread);
     const bool is_last_phase = index + 1 == phases.size();
     // The last one opens the next phase; after the last phase's last piece, `phases` may be gone.
-    if (num_done_[index].value.fetch_add(1, std::memory_order_acq_rel) + 1 == static_cast<uint64_t>(count) &&
-        !is_last_phase) {
+    if (num_done_[index].value.fetch_add(1, std::memory_order_acq_rel) + 1 == all && !is_last_phase) {
       open(index + 1, round);
     }
     return true;
@@ -167,7 +196,8 @@ class Team {
   std::atomic<bool> is_over_{false};
   std::atomic<size_t> num_phases_{0};  // of the round
   alignas(64) std::atomic<uint32_t> round_{0};
-  std::array<Counter, kMostPhases> num_left_;
+  std::array<Counter, kMostPhases> opened_;  // round
+  std::vector<Counter> num_left_;  // of each phase, and in it of each thread's share
   std::array<Counter, kMostPhases> num_done_;
   std::vector<std::thread> helpers_;
 };

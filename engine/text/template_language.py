@@ -1,0 +1,305 @@
+"""The language of chat templates: messages to prompt text, in a sandbox.
+
+Owns: the sandbox, the filters and functions that templates expect, and the fault of a failure of one.
+Never: bounds memory or time, which the process around it does (template_process.py); lets a request set the
+template's own variables.
+Source: the template language that `apply_chat_template` of Hugging Face transformers defines; its
+results are matched text for text (tests/engine/text/test_template_language.py).
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.compiler
+import jinja2.ext
+import jinja2.meta
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from engine.errors import RequestRejected
+from engine.text.template_messages import FinalMessage
+
+MAX_RENDERED_CHARS = 16 * 1024 * 1024
+_MAX_REASON_CHARS = 500
+
+_OUR_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+
+# Ends the content of the message to continue, so that the place can be found again in the rendered text.
+# Private-use characters: no tokenizer's special token, no whitespace that a template would trim. The
+# space at its end is there to be trimmed: whether it survived tells whether the template trims content.
+_CONTINUE_MARK = "\ue000continue here\ue001 "
+
+# A template is a program over data from the request; these are its errors on unfit data.
+_RENDERING_ERRORS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+
+
+class BrokenTemplate(Exception):
+    """A template that cannot be compiled; its text says where."""
+
+
+class Templates:
+    """A checkpoint's chat templates, compiled."""
+
+    def __init__(
+        self,
+        templates: Mapping[str, str],
+        *,
+        special_tokens: Mapping[str, str],
+        reserved_names: Sequence[str] = (),
+    ) -> None:
+        """Compile templates by name: `default`, and possibly `tool_use` for requests with tools.
+
+        No request may set the `reserved_names`, or the names of special tokens. Raises BrokenTemplate.
+        """
+        self._special_tokens = dict(special_tokens)
+        ours = frozenset({*_OUR_VARIABLES, *special_tokens, *reserved_names, *_ENVIRONMENT.globals})
+        self._templates = {name: _Compiled(name, source, ours) for name, source in templates.items()}
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        final: FinalMessage = FinalMessage.ANSWER,
+        template_kwargs: Mapping[str, Any] | None = None,
+        template_hints: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Render the prompt. Messages and tools are plain JSON data; keys that are None count as absent.
+
+        The arguments of calls are JSON texts, as on the wire; the template gets objects. A hint need not be
+        read by the template; `template_kwargs` override it.
+
+        Raises RequestRejected with the parameter at fault: `messages`, `chat_template_kwargs` or
+        `continue_final_message`; MemoryError.
+        """
+        name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        template = self._templates[name]
+        extra = dict(template_kwargs or {})
+        template.check_kwargs(extra)
+        plain = [_plain(message) for message in messages]
+        if final is FinalMessage.CONTINUE:
+            plain = _mark_final_message(plain)
+        text = template.render(
+            {
+                **self._special_tokens,
+                "documents": None,
+                **(template_hints or {}),
+                **extra,
+                "messages": plain,
+                "tools": list(tools) if tools else None,
+                "add_generation_prompt": final is FinalMessage.ANSWER,
+            }
+        )
+        return _cut_at_mark(text) if final is FinalMessage.CONTINUE else text
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in message.items() if value is not None}
+    if kept.get("tool_calls"):
+        kept["tool_calls"] = [_plain_call(call) for call in kept["tool_calls"]]
+    return kept
+
+
+def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": _as_arguments(function["arguments"])}}
+
+
+def _as_arguments(text: str) -> Any:
+    """Parse arguments into an object; other texts stay as the model wrote them."""
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return text
+    return _Arguments(value, text or "{}") if isinstance(value, dict) else text
+
+
+class _Arguments(dict[str, Any]):
+    """The arguments of a call: an object for most templates, its JSON text for some.
+
+    Printed, or added to a text, it is the text that the model wrote.
+    """
+
+    def __init__(self, value: dict[str, Any], text: str) -> None:
+        super().__init__(value)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, text: str) -> str:
+        return self._text + text
+
+    def __radd__(self, text: str) -> str:
+        return text + self._text
+
+
+class _Refusal(jinja2.TemplateError):
+    """A refusal by the template itself, through raise_exception."""
+
+
+class _Compiled:
+    def __init__(self, name: str, source: str, ours: frozenset[str]) -> None:
+        names = _NameFinder(_ENVIRONMENT)
+        try:
+            tree = _ENVIRONMENT.parse(source)
+            names.visit(tree)
+            code = _ENVIRONMENT.compile(tree)
+        except RecursionError as error:
+            raise BrokenTemplate(f"the chat template {name!r} is nested too deeply") from error
+        except jinja2.TemplateSyntaxError as error:
+            raise BrokenTemplate(
+                f"the chat template {name!r} is broken at line {error.lineno}: {error.message}"
+            ) from error
+        self._template = jinja2.Template.from_code(_ENVIRONMENT, code, _ENVIRONMENT.make_globals(None))
+        self._free_variables = frozenset(names.undeclared_identifiers) - ours
+
+    def check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
+        """Refuse variables that the template does not read, or that the server sets."""
+        for name in kwargs:
+            if name not in self._free_variables:
+                known = ", ".join(sorted(self._free_variables)) or "nothing"
+                raise RequestRejected(
+                    f"chat_template_kwargs cannot set {name[:100]!r}; it can set, for this model: {known}",
+                    param="chat_template_kwargs",
+                )
+
+    def render(self, variables: Mapping[str, Any]) -> str:
+        pieces = []
+        num_chars = 0
+        try:
+            for piece in self._template.generate(variables):
+                num_chars += len(piece)
+                if num_chars > MAX_RENDERED_CHARS:
+                    raise RequestRejected(
+                        f"the rendered chat has more than {MAX_RENDERED_CHARS} characters",
+                        param="messages",
+                    )
+                pieces.append(piece)
+        except _Refusal as refusal:
+            reason = str(refusal)[:_MAX_REASON_CHARS]
+            raise RequestRejected(
+                f"the chat template refuses these messages: {reason}", param="messages"
+            ) from refusal
+        except _RENDERING_ERRORS as error:
+            reason = f"{type(error).__name__}: {error}"[:_MAX_REASON_CHARS]
+            raise RequestRejected(
+                f"the chat template cannot render these messages ({reason})", param="messages"
+            ) from error
+        return "".join(pieces)
+
+
+def _mark_final_message(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Mark the end of the last text of the last message, in a copy."""
+    content = messages[-1].get("content") if messages else None
+    if isinstance(content, str):
+        marked: Any = content + _CONTINUE_MARK
+    elif isinstance(content, list):
+        marked = _mark_last_text_part(content)
+    else:
+        raise _cannot_continue("the last message has no text content")
+    return [*messages[:-1], {**messages[-1], "content": marked}]
+
+
+def _mark_last_text_part(parts: list[Any]) -> list[Any]:
+    for place in range(len(parts) - 1, -1, -1):
+        part = parts[place]
+        if isinstance(part, dict) and isinstance(part.get("text"), str):
+            return [*parts[:place], {**part, "text": part["text"] + _CONTINUE_MARK}, *parts[place + 1 :]]
+    raise _cannot_continue("the last message has no text content")
+
+
+def _cut_at_mark(rendered: str) -> str:
+    at = rendered.rfind(_CONTINUE_MARK.rstrip())
+    if at == -1:
+        raise _cannot_continue("the chat template leaves the end of the last message out")
+    is_trimmed = not rendered.startswith(_CONTINUE_MARK, at)
+    return rendered[:at].rstrip() if is_trimmed else rendered[:at]
+
+
+def _cannot_continue(reason: str) -> RequestRejected:
+    return RequestRejected(
+        f"continue_final_message cannot be honoured: {reason}", param="continue_final_message"
+    )
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """The tag {% generation %}, which marks text for training; its body is rendered unchanged."""
+
+    tags = {"generation"}  # noqa: RUF012 (declared as an instance attribute by the base class)
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+class _LazyCompiler(jinja2.compiler.CodeGenerator):
+    """A compiler that computes nothing beforehand: constants can be as expensive as anything else."""
+
+    def _output_child_to_const(self, node: Any, frame: Any, finalize: Any) -> str:
+        if not isinstance(node, jinja2.nodes.TemplateData | jinja2.nodes.Const):
+            raise jinja2.nodes.Impossible
+        return super()._output_child_to_const(node, frame, finalize)
+
+
+class _NameFinder(_LazyCompiler, jinja2.meta.TrackingCodeGenerator):
+    """Finds the variables that a template reads and does not set."""
+
+    def __init__(self, environment: jinja2.Environment) -> None:
+        super().__init__(environment)
+        self.optimizer = None  # the environment's setting does not reach this one
+
+
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    code_generator_class = _LazyCompiler
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,  # noqa: FBT001, FBT002 (the template language's own signature)
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,  # noqa: FBT001, FBT002 (the same)
+) -> str:
+    # Not Jinja's own tojson, which escapes <, > and & for HTML: models were trained on plain JSON.
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise _Refusal(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _environment() -> _Sandbox:
+    # Templates come with checkpoints from strangers: the sandbox confines them to text.
+    environment = _Sandbox(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        optimized=False,
+        extensions=[_GenerationTag, jinja2.ext.loopcontrols],
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+_ENVIRONMENT = _environment()

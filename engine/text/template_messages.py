@@ -1,0 +1,100 @@
+"""The messages between the API process and a process that renders chats (both).
+
+Owns: the frame: four bytes of length, then msgpack, over a pair of sockets; the limits that both know; how a
+prompt may end.
+Never: knows the template language (template_language.py), or starts a process (renderers.py).
+"""
+
+import socket
+import struct
+import time
+from enum import StrEnum
+from typing import Any, TypeVar
+
+import msgspec
+
+MAX_RENDERING_S = 10.0
+MAX_MEMORY_BYTES = 512 * 2**20
+"""Limit for the interpreter and all that a rendering makes: the longest prompt that is allowed takes half."""
+CODE_OUT_OF_MEMORY = 3
+"""Exit code, which its parent reads."""
+_LENGTH = struct.Struct(">I")
+
+MessageT = TypeVar("MessageT")
+
+
+class FinalMessage(StrEnum):
+    """The end of the prompt, which decides how the model goes on."""
+
+    ANSWER = "answer"  # a new assistant message
+    CONTINUE = "continue"  # the rest of the last message, which is left open
+    NOTHING = "nothing"  # no generation prompt: the messages as they are
+
+
+class Program(msgspec.Struct, frozen=True, kw_only=True):
+    """Templates and special tokens of the checkpoint, sent to each process once."""
+
+    templates: dict[str, str]
+    """Sources by name: `default`, and possibly `tool_use` for requests with tools."""
+    special_tokens: dict[str, str]
+    reserved_names: tuple[str, ...]
+    """Names of special tokens, set or not, which no request may set."""
+
+
+class Chat(msgspec.Struct, frozen=True, kw_only=True):
+    """A conversation to be rendered: plain JSON data."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    final: FinalMessage
+    kwargs: dict[str, Any]
+    hints: dict[str, Any]
+
+
+class Rendering(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to a Program and to each Chat."""
+
+    text: bytes = b""
+    """UTF-8 but for halves of surrogate pairs, which arguments of calls can hold: they are refused later."""
+    refusal: str = ""
+    """The reason, which may be shown to clients; empty if there is none."""
+    param: str = ""
+    """The parameter at fault."""
+
+
+class Ended(Exception):
+    """The other side has closed its socket, or sends what is no message."""
+
+
+def frame(message: Any) -> bytes:
+    content = msgspec.msgpack.encode(message)
+    return _LENGTH.pack(len(content)) + content
+
+
+def receive(channel: socket.socket, kind: type[MessageT], *, max_bytes: int, deadline_s: float) -> MessageT:
+    """Wait for one message until a monotonic time, which may be infinite. Raises Ended, TimeoutError."""
+    (length,) = _LENGTH.unpack(_read(channel, _LENGTH.size, deadline_s))
+    if length > max_bytes:
+        raise Ended
+    try:
+        return msgspec.msgpack.decode(_read(channel, length, deadline_s), type=kind)
+    except msgspec.DecodeError as error:
+        raise Ended from error
+
+
+def _read(channel: socket.socket, num_bytes: int, deadline_s: float) -> bytearray:
+    content = bytearray(num_bytes)
+    left = memoryview(content)
+    while left:
+        remaining_s = deadline_s - time.monotonic()
+        if remaining_s <= 0:
+            raise TimeoutError
+        channel.settimeout(None if remaining_s == float("inf") else remaining_s)
+        try:
+            num_read = channel.recv_into(left)
+        except ConnectionError as error:
+            raise Ended from error
+        if num_read == 0:
+            raise Ended
+        left = left[num_read:]
+    return content
