@@ -58,6 +58,8 @@ _TARGET_ITL_S = 0.2
 _TARGET_ITL_OF_SMALL_CHUNKS_S = 0.07
 
 # Instead of the shorter one while few are there: a prompt of usual length goes whole.
+_SCORED_PART = 8
+"""A token whose log-probability is reported costs an output layer and a search of its numbers: as much as several."""
 _UNCROWDED_ITL_S = 0.5
 
 # As long as the dearest grammar that is accepted.
@@ -202,6 +204,7 @@ def scheduler_config(options: SchedulerOptions, facts: ModelFacts) -> SchedulerC
         "target_itl_s": _target_itl_s(options, facts),
         "uncrowded_itl_s": _UNCROWDED_ITL_S if _has_short_pauses(options, facts) else 0.0,
         "max_chunk_tokens": _chunk_limit(options.max_chunk_tokens, max_prefill_tokens),
+        "max_scored_tokens": -(-facts.saturating_tokens // _SCORED_PART),
         "max_plans_in_flight": _plans_in_flight(options, facts),
         "draft_admission": DraftAdmission.PAYING,
         "prefix_caching": options.prefix_caching if facts.is_paged else PrefixCaching.OFF,

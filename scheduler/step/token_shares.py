@@ -121,6 +121,9 @@ class TokenShares:
     def _num_within(self, seq: Sequence, limit: int) -> int:
         wanted = seq.num_uncomputed_tokens
         queues = self._state.queues
+        if seq.params.num_prompt_logprobs is not None:
+            most_scored = self._state.config.max_scored_tokens
+            limit = min(limit, most_scored) if limit and most_scored else limit or most_scored
         if limit and not seq.is_indivisible and queues.num_running + len(queues.waiting) > 1:
             wanted = min(wanted, limit)
         if seq.encoder_inputs:
