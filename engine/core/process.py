@@ -57,9 +57,9 @@ log = logging.getLogger(__name__)
 _TARGET_ITL_S = 0.2
 _TARGET_ITL_OF_SMALL_CHUNKS_S = 0.07
 
-# Instead of the shorter one while few are there: a prompt of usual length goes whole.
 _SCORED_PART = 8
-"""A token whose log-probability is reported costs an output layer and a search of its numbers: as much as several."""
+"""A token whose log-probability is reported costs an output layer, as much as several others."""
+# Instead of the shorter one while few are there: a prompt of usual length goes whole.
 _UNCROWDED_ITL_S = 0.5
 
 # As long as the dearest grammar that is accepted.
