@@ -3,9 +3,10 @@
 // Owns: the threads, which start with the team and end with it, and who takes which piece of work.
 // Never: knows what is computed.
 //
-// Work comes as phases, cut into pieces. Each thread takes its share of them, one after the other, then what is left of
-// the others'; a phase begins when all pieces of the one before are done. Nobody waits for a thread that has taken nothing: on a machine with other things to do, a
-// helper that the system does not run costs its help and no more, where a barrier would wait for it.
+// Work comes as phases, cut into pieces. Each thread takes its share of them, one after the other, then what is left
+// of the others'; a phase begins when all pieces of the one before are done. Nobody waits for a thread that has taken
+// nothing: on a machine with other things to do, a helper that the system does not run costs its help and no more,
+// where a barrier would wait for it.
 #pragma once
 
 #include <sched.h>
