@@ -22,6 +22,7 @@ from engine.options.options import OptionError, Options
 from engine.processes import child_process
 from engine.processes.child_environment import child_environment
 from engine.processes.runtime_directory import RuntimeDirectory
+from engine.text.chat_template import NoRenderer
 from engine.text.checkpoint_texts import load_texts
 from engine.text.tokenizer import TokenizerError
 from worker.checkpoint.checkpoint_files import find_weights
@@ -155,6 +156,9 @@ def _texts(config: EngineConfig) -> Iterator[Finding]:
             texts.template.judge()
     except TokenizerError as error:
         yield _fault("tokenizer", error.what, error.fix)
+        return
+    except NoRenderer as error:
+        yield _fault("chat template", error.what, error.fix)
         return
     yield _fine("tokenizer", "readable")
     if texts.template.is_present:

@@ -118,7 +118,7 @@ class AsyncEngine:
     async def texts_are_tried(self) -> None:
         """Wait for the trials of template and tokenizer; no client's text may come before.
 
-        Raises TokenizerError.
+        Raises TokenizerError, NoRenderer.
         """
         await asyncio.to_thread(self._template.judge)
         await asyncio.to_thread(self._trial.judge)

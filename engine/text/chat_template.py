@@ -25,6 +25,18 @@ from engine.text.tokenizer import NAMED_SPECIAL_TOKENS, TokenizerError, read_jso
 MAX_TEMPLATE_BYTES = 256 * 1024
 
 
+class NoRenderer(Exception):
+    """No process could be started in which chats are rendered. The checkpoint is not at fault."""
+
+    exit_code = 70
+    """A server that ends with it may be started again."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.what = f"there is no process to render chats in: {why}"
+        self.fix = "start the server again, where processes may be started and have memory and time"
+
+
 class ChatTemplate:
     """A checkpoint's chat template. `render` may be called from several threads at once, until `close`."""
 
@@ -69,17 +81,16 @@ class ChatTemplate:
         return self._renderers.pids
 
     def judge(self) -> None:
-        """Compile it in the process that will render with it. Raises TokenizerError if that fails."""
+        """Compile it in the process that will render with it; once more if that was killed or is late.
+
+        Raises TokenizerError if it cannot be compiled, NoRenderer if there is no process for it.
+        """
         if not self._templates:
             return
         try:
-            refusal = self._renderers.try_program()
-        except (TimeoutError, RendererEnded):
-            refusal = "compiling the chat template takes too much time or memory, or fails"
-        except CannotRender as error:
-            raise TokenizerError(
-                f"there is no process to render chats in: {error}", "start it again where one may be started"
-            ) from error
+            refusal = self._compile()
+        except NoRenderer:
+            refusal = self._compile()
         if refusal:
             raise TokenizerError(refusal, "correct or remove it in the checkpoint folder")
 
@@ -112,8 +123,21 @@ class ChatTemplate:
         return rendering.text.decode("utf-8", "surrogatepass")
 
     def close(self) -> None:
-        """End the processes that render; who waits for one gets EngineUnavailable."""
+        """End the processes that render. Calls of `render` under way raise EngineUnavailable."""
         self._renderers.close()
+
+    def _compile(self) -> str:
+        """Return why it cannot be compiled, or nothing. Raises NoRenderer."""
+        try:
+            return self._renderers.try_program()
+        except TimeoutError:
+            raise NoRenderer("it has not answered in time") from None
+        except RendererEnded as error:
+            if error.exit_code == -signal.SIGKILL:  # from outside
+                raise NoRenderer("it was killed, as the kernel does where memory is short") from None
+            return "compiling the chat template takes too much memory, or fails"
+        except CannotRender as error:
+            raise NoRenderer(str(error)) from None
 
     def _ask(self, chat: Chat) -> Rendering:
         try:

@@ -4,22 +4,42 @@ Owns: their start, their number, the time that a rendering may take, and their e
 Never: renders in this process: a template can take all memory and all time that there is.
 """
 
+import logging
 import queue
+import signal
 import socket
 import subprocess
 import threading
 import time
 
+from engine.logs.rare_log import RareLog
 from engine.processes import child_process
 from engine.processes.child_environment import child_environment
-from engine.text.template_messages import Chat, Ended, Program, Rendering, frame, receive
+from engine.text.template_messages import (
+    CODE_OUT_OF_MEMORY,
+    MAX_MEMORY_BYTES,
+    Chat,
+    Ended,
+    Program,
+    Rendering,
+    frame,
+    receive,
+)
 
 MAX_RENDERERS = 3
 _START_TIMEOUT_S = 60.0
 _PATIENCE_S = 0.05
 """Time to wait for a process that renders, before another is started. A usual chat takes a millisecond."""
+_KEPT_S = 60.0
+"""Time for which more processes than one are kept after the last use of two at once: a start takes longer
+than many chats."""
 _MAX_REPLY_BYTES = 128 * 2**20
 _END_TIMEOUT_S = 5.0
+
+log = logging.getLogger(__name__)
+_ended = RareLog(
+    log, logging.WARNING, "processes that render chats ended before their time: %d; the last one %s: %s"
+)
 
 
 class RendererEnded(Exception):
@@ -60,6 +80,11 @@ class _Renderer:
     @property
     def is_alive(self) -> bool:
         return self._process.poll() is None
+
+    @property
+    def exit_code(self) -> int:
+        """Code of a process that has ended."""
+        return self._process.wait()
 
     def ask(self, framed: bytes, timeout_s: float) -> Rendering:
         """Send a message and wait for the answer. Raises TimeoutError, RendererEnded."""
@@ -102,6 +127,8 @@ class Renderers:
         self._idle: queue.LifoQueue[_Renderer] = queue.LifoQueue()
         self._lock = threading.Lock()
         self._living: set[_Renderer] = set()
+        self._several_s = float("-inf")
+        """The last time at which more processes than one were in use."""
         self._is_closed = False
 
     @property
@@ -110,7 +137,10 @@ class Renderers:
         return [each.pid for each in self._living]
 
     def try_program(self) -> str:
-        """Start a process; return why it cannot use the templates, or nothing. Raises as `render` does."""
+        """Start a process; return why it cannot use the templates, or nothing.
+
+        Raises TimeoutError, RendererEnded, CannotRender.
+        """
         renderer = self._start()
         refusal = self._introduce(renderer)
         if refusal:
@@ -124,7 +154,7 @@ class Renderers:
         framed = frame(chat)
         renderer = self._take()
         try:
-            rendering = renderer.ask(framed, timeout_s)
+            rendering = self._ask(renderer, framed, timeout_s)
         except BaseException:
             self._end(renderer)
             raise
@@ -138,8 +168,12 @@ class Renderers:
             ending = list(self._living)
         for each in ending:
             each.kill()
-        while not self._idle.empty():
-            self._end(self._idle.get_nowait())
+        while True:
+            try:
+                renderer = self._idle.get_nowait()
+            except queue.Empty:
+                return
+            self._end(renderer)
 
     def _take(self) -> _Renderer:
         while True:
@@ -151,6 +185,7 @@ class Renderers:
                 continue
             if renderer.is_alive:
                 return renderer
+            self._note_end(renderer, "between two chats")
             self._end(renderer)
 
     def _start_for_a_chat(self) -> _Renderer:
@@ -177,14 +212,34 @@ class Renderers:
 
     def _introduce(self, renderer: _Renderer) -> str:
         try:
-            return renderer.ask(self._program, _START_TIMEOUT_S).refusal
+            return self._ask(renderer, self._program, _START_TIMEOUT_S).refusal
         except BaseException:
             self._end(renderer)
             raise
 
+    def _ask(self, renderer: _Renderer, framed: bytes, timeout_s: float) -> Rendering:
+        """Raises TimeoutError, RendererEnded; the log has a line of it, without anything of the chat."""
+        try:
+            return renderer.ask(framed, timeout_s)
+        except TimeoutError:
+            self._note_end(renderer, f"it had no answer after {timeout_s:g} s")
+            raise
+        except RendererEnded as error:
+            self._note_end(renderer, _reason(error.exit_code))
+            raise
+
+    def _note_end(self, renderer: _Renderer, reason: str) -> None:
+        if not self._is_closed:
+            _ended.note(child_process.describe_exit(renderer.exit_code), reason)
+
     def _put_back(self, renderer: _Renderer) -> None:
+        """Keep a process for the next chat, unless there is one and a second is seldom needed."""
         with self._lock:
-            if not self._is_closed:
+            now_s = time.monotonic()
+            num_idle = self._idle.qsize()
+            if len(self._living) - num_idle > 1:
+                self._several_s = now_s
+            if not self._is_closed and (num_idle == 0 or now_s - self._several_s < _KEPT_S):
                 self._idle.put(renderer)
                 return
         self._end(renderer)
@@ -193,3 +248,11 @@ class Renderers:
         renderer.close()
         with self._lock:
             self._living.discard(renderer)
+
+
+def _reason(exit_code: int) -> str:
+    if exit_code == CODE_OUT_OF_MEMORY:
+        return f"more than {MAX_MEMORY_BYTES >> 20} MiB of memory were asked for"
+    if exit_code == -signal.SIGKILL:
+        return "from outside, as the kernel does where memory is short"
+    return "it failed"

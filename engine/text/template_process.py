@@ -61,7 +61,7 @@ def _serve(channel: socket.socket) -> None:
             reserved_names=program.reserved_names,
         )
     except BrokenTemplate as error:
-        _answer(channel, Rendering(refusal=str(error)))
+        _answer(channel, Rendering(refusal=_sendable(str(error))))
         return
     _answer(channel, Rendering())
     while True:
@@ -84,8 +84,13 @@ def _render(templates: Templates, chat: Chat) -> Rendering:
             template_hints=chat.hints,
         )
     except RequestRejected as error:
-        return Rendering(refusal=str(error), param=error.param or "")
+        return Rendering(refusal=_sendable(str(error)), param=error.param or "")
     return Rendering(text=text.encode("utf-8", "surrogatepass"))
+
+
+def _sendable(refusal: str) -> str:
+    """Put a question mark for each half of a surrogate pair: arguments of calls may hold one, UTF-8 none."""
+    return refusal.encode("utf-8", "replace").decode()
 
 
 def _answer(channel: socket.socket, rendering: Rendering) -> None:

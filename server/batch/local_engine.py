@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from engine.errors import EngineUnavailable
 from engine.frontend.client import AsyncEngine
 from engine.options.engine_config import EngineConfig, ServerConfig
+from engine.text.chat_template import NoRenderer
 from engine.text.tokenizer import TokenizerError
 from server.app import build_app
 from server.response_templates.template_choice import check_template
@@ -81,6 +82,8 @@ async def _load(engine: AsyncEngine) -> None:
         await LoadingDisplay(sys.stderr).follow(engine)
     except TokenizerError as error:
         raise _unusable(error) from None
+    except NoRenderer as error:
+        raise CannotLoad(f"{error.what}; {error.fix}", error.exit_code) from None
     except EngineUnavailable:
         gave_up = await engine.gave_up()
         if gave_up is None:

@@ -35,7 +35,7 @@ _EXIT_CODES = (
     ("0", "done, or ended by SIGTERM"),
     ("2", "a mistake on the command line"),
     ("69", "chat, complete, top: there is no server"),
-    ("70", "the HTTP server ended by itself"),
+    ("70", "the engine or the HTTP server ended by itself, or there was no process to render chats in"),
     ("78", "the model cannot be served"),
     ("98", "the port is in use"),
 )

@@ -25,6 +25,7 @@ from uvicorn.server import ServerState
 
 from engine.errors import RequestRejected
 from engine.logs.log_lines import fields
+from engine.logs.rare_log import RareLog
 from engine.types import EngineState, Health
 from server.error_replies import HeadTimeout, HeadTooLarge, TooManyConnections, describe, error_response
 from server.http.edge import Edge
@@ -33,7 +34,6 @@ from server.observe.request_ids import new_request_id
 from server.sockets.half_closed import HalfClosed, can_watch
 from server.sockets.lingering import LingeringTransport
 from server.sockets.places import Place
-from server.sockets.rare_log import RareLog
 
 log = logging.getLogger(__name__)
 

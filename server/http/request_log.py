@@ -12,13 +12,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.journal import Journal
 from engine.logs.log_lines import fields
+from engine.logs.rare_log import RareLog
 from server.access.auth import KEY_NAME
 from server.observe.http_metrics import HttpMetrics, RecentError
 from server.observe.request_ids import error_code_of, journal_of
 from server.observe.route_names import RouteNames
 from server.observe.spans import NoSpans, Spans
 from server.observe.trace_context import trace_context_of
-from server.sockets.rare_log import RareLog
 
 log = logging.getLogger(__name__)
 

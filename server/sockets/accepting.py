@@ -19,9 +19,9 @@ from typing import Any
 import uvicorn
 from prometheus_client import Counter
 
+from engine.logs.rare_log import RareLog
 from server.sockets.first_look import EarlyRefusals, FirstLook, FirstLooks
 from server.sockets.places import Place, Places
-from server.sockets.rare_log import RareLog
 
 log = logging.getLogger(__name__)
 

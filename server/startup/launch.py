@@ -16,6 +16,7 @@ from engine.logs.log_setup import Logs
 from engine.options.engine_config import EngineConfig, ServerConfig
 from engine.options.option_declaration import OptionError
 from engine.processes.garbage import only_imports
+from engine.text.chat_template import NoRenderer
 from engine.text.checkpoint_texts import check_files
 from engine.text.tokenizer import TokenizerError
 from server.http.listening import CannotListen, Listeners
@@ -43,6 +44,8 @@ def run(engine_config: EngineConfig, server_config: ServerConfig, listeners: Lis
             return runner.run(_launch(engine_config, server_config, listeners, announcement))
         except TokenizerError as error:
             return announcement.end(error.what, error.fix, EXIT_BAD_MODEL)
+        except NoRenderer as error:
+            return announcement.end(error.what, error.fix, error.exit_code)
         except (OptionError, CannotListen):
             raise
         except Exception:
@@ -80,8 +83,9 @@ async def _launch(
 
 
 async def _texts_are_tried(engine: AsyncEngine, signals: Signals) -> bool:
-    """Wait for the trials of template and tokenizer; False if a signal came first. Raises TokenizerError.
+    """Wait for the trials of template and tokenizer; False if a signal came first.
 
+    Raises TokenizerError, NoRenderer.
     The thread that waits for a trial ends with it, when the engine is closed.
     """
     tried = asyncio.create_task(engine.texts_are_tried())

@@ -43,8 +43,8 @@ class RunningServer:
 
     def _child_running(self, module: str) -> int | None:
         threads = Path(f"/proc/{self.process.pid}/task").glob("*/children")
-        for child in [pid for each in threads for pid in each.read_text().split()]:
-            if module.encode() in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0"):
+        for child in [pid for each in threads for pid in _content(each).decode().split()]:
+            if module.encode() in _content(Path(f"/proc/{child}/cmdline")).split(b"\0"):
                 return int(child)
         return None
 
@@ -83,6 +83,14 @@ class RunningServer:
 
     def wait(self, timeout_s: float = 20.0) -> int:
         return self.process.wait(timeout_s)
+
+
+def _content(file: Path) -> bytes:
+    """Content of a file of a thread or process; empty if that has ended."""
+    try:
+        return file.read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
 
 
 def wait_for(condition: object, within_s: float = 60.0) -> None:

@@ -180,10 +180,11 @@ async def test_an_engine_that_stands_still_in_a_step_is_replaced_and_the_log_say
     engine: AsyncEngine, log: Path
 ) -> None:
     before = counted(engine)
-    stuck = await begin(engine, request("stuck", Fault.HANG_LATER))
-    beside = await begin(engine, request("beside", 7, max_tokens=400))
+    # Both at once, and the long one first: a few steps later the other stands still, and nobody begins then.
+    both = [request("beside", 7, max_tokens=400), request("stuck", Fault.HANG_LATER)]
+    running = await asyncio.gather(*(begin(engine, each) for each in both))
     waiting = asyncio.create_task(outcome(engine, request("waiting", 7)))
-    assert [type(end) for end in (await stuck, await beside)] == [EngineDied] * 2
+    assert [type(end) for end in await asyncio.gather(*running)] == [EngineDied] * 2
     assert "stood still" in engine.health().detail
     assert len(await waiting) == 8
     assert since(engine, before) == {"hang": 1, "replayed": 1}

@@ -10,6 +10,7 @@ By hand, for an image without a compiler: `python -m worker.cpu.kernel_build --i
 """
 
 import fcntl
+import functools
 import grp
 import hashlib
 import logging
@@ -269,7 +270,18 @@ def _is_own_group(found: os.stat_result) -> bool:
     except KeyError:
         return False
     is_own = (group.gr_gid, group.gr_name) == (owner.pw_gid, owner.pw_name)
-    return is_own and not set(group.gr_mem) - {owner.pw_name}
+    is_own = is_own and not set(group.gr_mem) - {owner.pw_name}
+    return is_own and not _users_of_primary_group(group.gr_gid) - {owner.pw_uid}
+
+
+@functools.cache
+def _users_of_primary_group(gid: int) -> frozenset[int]:
+    """Ids of the users whose primary group it is; the group's own list of members never has them.
+
+    Asked once for each group: the list of all users may come slowly from a directory (LDAP), or may lack the
+    users of one that does not let its list be read. Such users are not seen here.
+    """
+    return frozenset(user.pw_uid for user in pwd.getpwall() if user.pw_gid == gid)
 
 
 def _compile(compiler: str, folder: Path) -> Path:

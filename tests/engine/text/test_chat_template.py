@@ -1,6 +1,7 @@
 """A chat is rendered in a process that may be ended: no template takes the server's memory or time."""
 
 import json
+import logging
 import os
 import resource
 import signal
@@ -16,8 +17,9 @@ from typing import Any
 import pytest
 
 from engine.errors import EngineUnavailable, NoChatTemplate, RequestRejected
+from engine.processes import child_process
 from engine.text import chat_template, renderers
-from engine.text.chat_template import MAX_TEMPLATE_BYTES, ChatTemplate
+from engine.text.chat_template import MAX_TEMPLATE_BYTES, ChatTemplate, NoRenderer
 from engine.text.template_messages import MAX_MEMORY_BYTES, FinalMessage
 from engine.text.tokenizer import TokenizerError
 
@@ -99,6 +101,15 @@ def test_half_a_surrogate_pair_is_left_to_the_tokenizer_to_refuse(make: Make) ->
     assert template.renderer_pids == [pid]
 
 
+def test_a_refusal_may_hold_half_a_surrogate_pair_and_the_process_goes_on(make: Make) -> None:
+    call = {"function": {"name": "look", "arguments": '{"a": "\\ud800"}'}}
+    template = make("{{ raise_exception('no ' ~ messages[0].tool_calls[0].function.arguments.a) }}")
+    for _ in range(2):
+        with pytest.raises(RequestRejected, match=r"no \?$"):
+            template.render([{"role": "assistant", "tool_calls": [call]}])
+    assert len(template.renderer_pids) == 1
+
+
 _DOUBLED = "{% set ns = namespace(x='aaaaaaaa', n=9) %}{% for i in range(34) %}STEP{% endfor %}"
 _GROWING = [
     "{% set ns.x = ns.x + ns.x %}",
@@ -137,12 +148,18 @@ def test_no_operation_takes_more_memory_than_a_rendering_may(
     source = "{% if messages[0].content == 'grow' %}" + _DOUBLED.replace("STEP", growing) + "{% endif %}"
     template = make(source + ALL_OF_IT)
     assert template.render([QUESTION]) == "hi"
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = resident_kib()
     with pytest.raises(RequestRejected, match="takes more than 512 MiB of memory") as caught:
         template.render([{"role": "user", "content": "grow"}])
     assert caught.value.param == "messages"
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 * 1024
+    assert resident_kib() - before < 32 * 1024
     assert template.render([QUESTION]) == "hi", "another process has taken its place"
+
+
+def resident_kib() -> int:
+    """Memory of this process as it is now, in KiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
 
 
 def test_the_kernel_holds_the_process_to_its_memory(make: Make) -> None:
@@ -174,7 +191,10 @@ def test_a_template_without_end_is_ended(make: Make, monkeypatch: pytest.MonkeyP
     assert template.renderer_pids == []
 
 
-def test_the_longest_prompt_that_may_be_rendered_fits_its_memory(make: Make) -> None:
+def test_the_longest_prompt_that_may_be_rendered_fits_its_memory(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_template, "MAX_RENDERING_S", 60.0)
     message = {"role": "user", "content": "😀" * (1 << 20)}
     template = make(ALL_OF_IT)
     assert len(template.render([message] * 16)) == 16 << 20
@@ -215,6 +235,53 @@ def test_usual_chats_share_one_process(make: Make, monkeypatch: pytest.MonkeyPat
     assert len(template.renderer_pids) == 1
 
 
+def test_processes_beyond_one_are_kept_for_a_while_after_their_last_use(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_template, "MAX_RENDERING_S", 60.0)
+    template = make(STUCK_ON_REQUEST)
+    template.judge()
+    (first,) = template.renderer_pids
+    with ThreadPoolExecutor(1) as threads:
+        os.kill(first, signal.SIGSTOP)  # a chat that takes long, until it may go on
+        slow = threads.submit(template.render, [QUESTION])
+        while template._renderers._idle.qsize():
+            time.sleep(0.001)
+        assert template.render([QUESTION]) == "hi"
+        os.kill(first, signal.SIGCONT)
+        assert slow.result(60) == "hi"
+    assert template.render([QUESTION]) == "hi"
+    assert len(template.renderer_pids) == 2, "there may soon be two chats again"
+    monkeypatch.setattr(renderers, "_KEPT_S", 0.0)
+    for _ in range(2):
+        assert template.render([QUESTION]) == "hi"
+        assert len(template.renderer_pids) == 1
+
+
+def test_the_log_says_how_often_and_why_processes_end_and_nothing_of_the_chats(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr(renderers._ended, "_clock", lambda: now_s[0])
+    monkeypatch.setattr(renderers._ended, "_next_s", 0.0)
+    monkeypatch.setattr(renderers._ended, "_num", 0)
+    growing = "{% set x = 'x' * 10000000000 %}"
+    template = make("{% if messages[0].content == 'grow' %}" + growing + "{% endif %}" + STUCK_ON_REQUEST)
+    with caplog.at_level(logging.WARNING, logger="engine"):
+        for _ in range(2):
+            with pytest.raises(RequestRejected):
+                template.render([{"role": "user", "content": "grow"}])
+        monkeypatch.setattr(chat_template, "MAX_RENDERING_S", 0.3)
+        now_s[0] = 10.0
+        with pytest.raises(RequestRejected):
+            template.render([{"role": "user", "content": "stuck"}])
+    begin = "processes that render chats ended before their time: "
+    assert caplog.messages == [
+        begin + "1; the last one ended with code 3: more than 512 MiB of memory were asked for",
+        begin + "2; the last one was killed by signal SIGKILL: it had no answer after 0.3 s",
+    ]
+
+
 def test_a_process_that_is_killed_between_chats_is_replaced_unseen(make: Make) -> None:
     template = make(ALL_OF_IT)
     template.judge()
@@ -237,6 +304,36 @@ def test_a_process_that_is_killed_over_a_chat_is_not_the_chats_fault(make: Make)
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(EngineUnavailable, match="may be sent again"):
             asked.result(30)
+
+
+@pytest.mark.parametrize("cause", ["killed", "late"])
+def test_a_start_without_a_process_is_tried_twice_and_is_not_the_templates_fault(
+    make: Make, monkeypatch: pytest.MonkeyPatch, cause: str
+) -> None:
+    template = make(ALL_OF_IT)
+    kept, num_started = template._renderers._start, [0]
+    num_spoilt = 1
+
+    def start():  # type: ignore[no-untyped-def]
+        renderer = kept()
+        num_started[0] += 1
+        if num_started[0] <= num_spoilt:
+            os.kill(renderer.pid, signal.SIGKILL if cause == "killed" else signal.SIGSTOP)
+            monkeypatch.setattr(renderers, "_START_TIMEOUT_S", 60.0 if cause == "killed" else 0.1)
+        else:
+            monkeypatch.setattr(renderers, "_START_TIMEOUT_S", 60.0)
+        return renderer
+
+    monkeypatch.setattr(template._renderers, "_start", start)
+    template.judge()
+    assert (num_started, template.render([QUESTION])) == ([2], "hi")
+    num_spoilt = 99
+    with pytest.raises(NoRenderer) as caught:
+        template.judge()
+    assert num_started == [4]
+    assert "process" in caught.value.what
+    assert "template" not in caught.value.what + caught.value.fix
+    assert caught.value.exit_code != child_process.EXIT_START_FAILED, "which nobody would start again"
 
 
 def test_a_process_without_a_server_ends_even_in_the_midst_of_a_chat(tmp_path: Path) -> None:
@@ -263,7 +360,6 @@ template.render([{QUESTION!r}])
         check=True,
     )
     pid = int(found.stdout)
-    assert runs(pid), "its parent has left it in the midst"
     for _ in range(600):
         if not runs(pid):
             return

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
+from engine.logs.rare_log import RareLog
 from server.sockets.accepting import Acceptor, Turns, is_whole_hello
 from server.sockets.first_look import EarlyRefusal
 from server.sockets.places import QUIET_S, RESERVED_PLACES, Place, Places
-from server.sockets.rare_log import RareLog
 
 
 class Clock:

@@ -18,6 +18,7 @@ from engine.options.engine_config import DEMO_MODEL, EngineConfig, ServerConfig,
 from engine.options.option_sources import read_options
 from engine.options.options import OptionError
 from engine.processes import child_process, engine_processes
+from engine.text.renderers import Renderers
 from server.http.listening import Listeners, listen
 from server.startup import launch, serving
 from server.startup.announcement import Announcement
@@ -61,6 +62,19 @@ def test_a_tokenizer_that_fails_its_trial_ends_the_start_before_anything_is_serv
     monkeypatch.setattr("server.startup.serving.serve", lambda *_: pytest.fail("it is served"))
     assert run(tmp_path) == launch.EXIT_BAD_MODEL
     assert "splits texts by a pattern that takes too long" in capfd.readouterr().err
+
+
+def test_a_start_without_a_process_for_chats_ends_with_a_code_after_which_it_is_started_again(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def be_late(_: Renderers) -> str:
+        raise TimeoutError
+
+    monkeypatch.setattr(Renderers, "try_program", be_late)
+    monkeypatch.setattr(engine_processes, "_GOODBYE_S", 0.1)
+    monkeypatch.setattr("server.startup.serving.serve", lambda *_: pytest.fail("it is served"))
+    assert run(DEMO_MODEL) == 70
+    assert "there is no process to render chats in: it has not answered in time" in capfd.readouterr().err
 
 
 @pytest.fixture

@@ -260,18 +260,31 @@ def test_a_folder_of_another_user_anywhere_above_counts(tmp_path, compiler, monk
 
 
 @pytest.mark.parametrize(
-    ("name", "members", "is_safe"),
-    [("me", [], True), ("me", ["me"], True), ("me", ["me", "mallory"], False), ("staff", [], False)],
+    ("name", "members", "of_primary_group", "is_safe"),
+    [
+        ("me", [], [], True),
+        ("me", ["me"], [], True),
+        ("me", ["me", "mallory"], [], False),
+        ("me", [], ["mallory"], False),
+        ("staff", [], [], False),
+    ],
 )
 def test_a_group_may_write_above_where_it_is_the_users_own(
-    cache, compiler, monkeypatch, name, members, is_safe
+    cache, compiler, monkeypatch, name, members, of_primary_group, is_safe
 ):
     """Many systems give each user a group of the same name, and new folders are open to it."""
     path = build_library()
     cache.chmod(0o775)
     found = cache.stat()
     user = pwd.struct_passwd(("me", "x", found.st_uid, found.st_gid, "", "", ""))
+    others = [
+        pwd.struct_passwd((each, "x", found.st_uid + 1, found.st_gid, "", "", ""))
+        for each in of_primary_group
+    ]
     monkeypatch.setattr(pwd, "getpwuid", lambda _: user)
+    monkeypatch.setattr(pwd, "getpwall", lambda: [user, *others])
+    asked = build._users_of_primary_group.__wrapped__
+    monkeypatch.setattr(build, "_users_of_primary_group", asked)  # without what others asked before
     monkeypatch.setattr(grp, "getgrgid", lambda gid: grp.struct_group((name, "x", gid, members)))
     assert find_library() == (path if is_safe else None)
     if not is_safe:

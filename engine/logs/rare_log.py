@@ -1,10 +1,11 @@
 """Log lines about things that happen thousands of times a second, as a count now and then.
 
 Owns: the interval, and the number of times since the last line.
-Never: drops a number.
+Never: drops a number, from whichever thread it comes.
 """
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 
@@ -12,7 +13,7 @@ _EVERY_S = 10.0
 
 
 class RareLog:
-    """One message. Its text has one place for the number of times."""
+    """One message. Its text has a place for the number of times, then those for the last time's details."""
 
     def __init__(
         self, log: logging.Logger, level: int, text: str, *, clock: Callable[[], float] = time.monotonic
@@ -21,13 +22,16 @@ class RareLog:
         self._level = level
         self._text = text
         self._clock = clock
+        self._lock = threading.Lock()
         self._num = 0
         self._next_s = float("-inf")
 
-    def note(self) -> None:
+    def note(self, *details: object) -> None:
         """Count once; write a line if the last one is long ago."""
-        self._num += 1
-        now_s = self._clock()
-        if now_s >= self._next_s:
-            self._log.log(self._level, self._text, self._num)
-            self._num, self._next_s = 0, now_s + _EVERY_S
+        with self._lock:
+            self._num += 1
+            now_s = self._clock()
+            if now_s < self._next_s:
+                return
+            num, self._num, self._next_s = self._num, 0, now_s + _EVERY_S
+        self._log.log(self._level, self._text, num, *details)
