@@ -109,9 +109,11 @@ def _is_local(name: str) -> bool:
 def _is_private(name: str) -> bool:
     """True if no stranger can let the name point here: it has one label, or a last one that is nobody's.
 
-    Whoever owns a name of one label owns a top-level domain.
+    Whoever owns a name of one label owns a top-level domain. These have no underscore, which the networks of
+    Docker Compose have: service.project_default.
     """
-    return name.rpartition(".")[2] in _PRIVATE_TOPS or "." not in name or name.endswith(_PRIVATE_HOME)
+    top = name.rpartition(".")[2]
+    return "." not in name or top in _PRIVATE_TOPS or "_" in top or name.endswith(_PRIVATE_HOME)
 
 
 def _is_address(name: str) -> bool:

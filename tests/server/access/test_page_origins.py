@@ -96,6 +96,7 @@ async def get(engine, edge, host: str, path: str = "/v1/models") -> tuple[int, s
     "host",
     [
         *("evil.example", "evil.example:8000", "gpu-box.evil.example", "127.0.0.1.evil", "local.example"),
+        *("pod-0.yard", "tasks.yard", "gpu.tail1.ts.net", "yard.default.svc.k8s.example", "my_box.evil"),
         *(
             "svc.evil",
             "localhost.evil.example",
