@@ -47,8 +47,8 @@ class Journal:
         self.tenant = ""
         """The tenant by API key or header; never the field `user`."""
         self.priority: int | None = None
-        self.has_own_limit = False
-        """Whether it asked for less time than the operator allows."""
+        self.own_limit_ran_out = False
+        """Whether one of its time limits ran out that was the client's choice (patience.py)."""
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_output_tokens = 0
@@ -80,8 +80,8 @@ class Journal:
         return None if first is None or last is None else (last - first) / 1e9
 
     def note_own_limit(self) -> None:
-        """Note that a limit of its own is the first to run out."""
-        self.has_own_limit = True
+        """Note that a time limit ran out that was the client's choice."""
+        self.own_limit_ran_out = True
 
     def note_admission(self, num_prompt_tokens: int, priority: int) -> None:
         """Note that one of its prompts was admitted."""

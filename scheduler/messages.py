@@ -7,7 +7,7 @@ Never: behaviour beyond arithmetic on itself.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import Enum, StrEnum
 from math import inf
 from types import MappingProxyType
 from typing import Any, NamedTuple, NewType
@@ -167,6 +167,17 @@ class TimeLimits:
     @property
     def nearest_s(self) -> float:
         return min(self.queue_s, self.first_token_s, self.total_s)
+
+
+class TimeLimitKind(Enum):
+    """Event that had to happen in time.
+
+    The value is the message to the caller, by which the API process knows the kind too.
+    """
+
+    QUEUE = "it waited longer than its queue limit"
+    FIRST_TOKEN = "it had no token within its limit for the first one"
+    TOTAL = "it took longer than its total limit"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from starlette.requests import Request
 
 from engine.frontend.memory_use import available_memory_bytes
 from engine.options.api_keys import given_keys
-from engine.options.edge_config import Page
+from engine.options.edge_config import HostRule, Page
 from server.access.auth import Auth
 from server.access.key_ring import KeyRing
 from server.access.memory_gate import MemoryGate
@@ -79,7 +79,7 @@ def build_app(
         parsers=Parsers(tool_calls=settings.tool_call_parser, reasoning=settings.reasoning_parser),
     )
     keys = keys or KeyRing(given_keys(settings.api_keys))
-    app = _layered(edge, settings, keys, openapi_url=OPENAPI_PATH)
+    app = _layered(edge, settings, keys, hosts=settings.edge.hosts, openapi_url=OPENAPI_PATH)
     endpoints = _endpoints(settings)
     _include(app, endpoints, settings)
     page: list[dict[str, Any]] = []
@@ -100,7 +100,8 @@ def build_app(
 def build_admin_app(app: FastAPI, settings: EdgeSettings) -> FastAPI:
     """Build an application of the admin routes and the page, for a port of their own beside `build_app`'s."""
     edge: Edge = app.state.edge
-    admin_app = _layered(edge, settings, app.state.keys, openapi_url=None)
+    hosts = settings.edge.admin_hosts
+    admin_app = _layered(edge, settings, app.state.keys, hosts=hosts, openapi_url=None)
     _include(admin_app, ADMIN if settings.edge.page is Page.OFF else (*PAGE, *ADMIN), settings)
     return admin_app
 
@@ -120,8 +121,10 @@ def _include(app: FastAPI, endpoints: Sequence[Endpoint], settings: EdgeSettings
         app.include_router(each.router)
 
 
-def _layered(edge: Edge, settings: EdgeSettings, keys: KeyRing, *, openapi_url: str | None) -> FastAPI:
-    """An application without routes."""
+def _layered(
+    edge: Edge, settings: EdgeSettings, keys: KeyRing, *, hosts: HostRule, openapi_url: str | None
+) -> FastAPI:
+    """An application without routes; `hosts` is its port's rule."""
     app = FastAPI(
         title="Tokenyard",
         summary="An OpenAI-compatible inference server.",
@@ -149,8 +152,7 @@ def _layered(edge: Edge, settings: EdgeSettings, keys: KeyRing, *, openapi_url: 
                 PageOrigins,
                 keys=keys,
                 origins=settings.edge.cors_origins,
-                hosts=settings.edge.hosts,
-                other_hosts=settings.edge.other_hosts,
+                hosts=hosts,
                 open_paths=OPEN_PATHS,
             ),
             Middleware(Auth, keys=keys, open_paths=_keyless_paths(settings)),

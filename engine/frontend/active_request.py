@@ -6,7 +6,7 @@ Never: holds results: texts (active_text.py) or vectors (active_pooling.py).
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
 from engine.errors import (
@@ -21,9 +21,10 @@ from engine.errors import (
     RequestRejected,
 )
 from engine.frontend.metrics import AbortCause
+from engine.frontend.patience import is_own_limit, kinds_named
 from engine.frontend.vllm_metrics import Timeline
 from engine.types import GenerationRequest, PoolingRequest
-from scheduler.messages import FinishReason, SequenceId, SequenceOutput
+from scheduler.messages import FinishReason, SequenceId, SequenceOutput, TimeLimitKind, TimeLimits
 from scheduler.routing.dispatcher import CallNeeds, Ticket
 
 _ABORT_CAUSES: dict[type[EngineError], AbortCause] = {
@@ -88,6 +89,8 @@ class ActiveRequest(Generic[RequestT, ChoiceT]):
         """Last time that it was sent to an engine."""
         self.ticket = NO_TICKET
         """Its place in the line, then its engine, from its admission until it leaves."""
+        self.allowed_limits = TimeLimits()
+        """The operator's time limits, from its admission."""
         self.error: EngineError | None = None
         self._readable = readable
 
@@ -155,7 +158,7 @@ class ActiveRequest(Generic[RequestT, ChoiceT]):
         elif output.finish_reason is FinishReason.UNFIT:
             self.fail(GrammarRejected(output.message))
         elif output.finish_reason is FinishReason.EXPIRED and not self._has_reply:
-            self.fail(DeadlineExceeded(output.message))
+            self.expire(output.message, kinds_named(output.message))
         else:
             self._push(output, eos_token_ids)
 
@@ -163,6 +166,12 @@ class ActiveRequest(Generic[RequestT, ChoiceT]):
         """End the request with an error; the first one counts."""
         self.error = self.error or error
         self._readable.set()
+
+    def expire(self, message: str, kinds: Iterable[TimeLimitKind]) -> None:
+        """End the request as a time limit of one of these kinds ran out, its own or the operator's."""
+        if is_own_limit(kinds, self.request.terms.time_limits, self.allowed_limits):
+            self.request.journal.note_own_limit()
+        self.fail(DeadlineExceeded(message))
 
     @property
     def _has_reply(self) -> bool:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from engine.errors import (
-    DeadlineExceeded,
     EngineDied,
     EngineDiedTwice,
     EngineError,
@@ -41,6 +40,7 @@ from scheduler.messages import (
     SequenceId,
     SequenceOutput,
     SequenceStart,
+    TimeLimitKind,
 )
 from scheduler.policy import order_of_service
 from scheduler.prefix_keys import PrefixChange, prompt_keys, root_key
@@ -348,6 +348,7 @@ class ActiveRequests:
 
     def _start(self, admitted: Sequence[AnyActive]) -> None:
         for active in admitted:
+            active.allowed_limits = self._limits
             self._by_id[active.request.request_id] = active
             self._by_sequence.update(dict.fromkeys(active.choices, active))
             self.is_empty.clear()
@@ -356,8 +357,6 @@ class ActiveRequests:
                 params = active.request.params
                 self._metrics.params_admitted(n=active.request.n, max_tokens=params.max_tokens)
             active.request.journal.note_admission(active.num_prompt_tokens, active.request.terms.priority)
-            if active.request.terms.time_limits.nearest_s < self._limits.nearest_s:
-                active.request.journal.note_own_limit()
         try:
             self._waiting.add(
                 admitted,
@@ -421,7 +420,7 @@ class ActiveRequests:
     def _hold(self, active: AnyActive) -> None:
         def give_up() -> None:
             why = "an engine was being replaced" if active.num_deaths else "it waited for an engine"
-            active.fail(DeadlineExceeded(f"its time ran out while {why}"))
+            active.expire(f"its time ran out while {why}", TimeLimitKind)
             self.leave(active)
 
         self._patience.hold(active.first_id, self._terms(active).time_limits.nearest_s, give_up)

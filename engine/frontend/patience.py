@@ -1,15 +1,21 @@
-"""The time limits of requests that no engine process has.
+"""The time limits of requests, beside the operator's.
 
-Owns: until when each of them waits; an engine process keeps to the limits of those that it has.
+Owns: until when those wait that no engine process has, which keeps to the limits of its own; and whose choice
+a limit was that ran out.
 Never: decides which wait, or sends anything (active_requests.py).
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from math import isinf
 
-from scheduler.messages import SequenceId, TimeLimits
+from scheduler.messages import SequenceId, TimeLimitKind, TimeLimits
+
+_SHORT = 0.5
+"""Share of the operator's limit up to which a limit is short by the client's choice."""
+_NO_LIMIT_S = 600.0
+"""Stands for the operator's limit where there is none: the default of --request-timeout."""
 
 
 class Patience:
@@ -48,3 +54,28 @@ def remaining_limits(limits: TimeLimits, spent_s: float) -> TimeLimits:
         first_token_s=max(limits.first_token_s - spent_s, 0.0),
         total_s=max(limits.total_s - spent_s, 0.0),
     )
+
+
+def kinds_named(message: str) -> tuple[TimeLimitKind, ...]:
+    """List the limits of which the scheduler's message may speak."""
+    known = [kind for kind in TimeLimitKind if kind.value == message]
+    # Else a prompt would have taken too long to compute: it waits for no queue any more.
+    return (known[0],) if known else (TimeLimitKind.FIRST_TOKEN, TimeLimitKind.TOTAL)
+
+
+def is_own_limit(kinds: Iterable[TimeLimitKind], asked: TimeLimits, allowed: TimeLimits) -> bool:
+    """Tell whether it is the client's doing that the nearest limit of these kinds ran out.
+
+    It is if the client asked for half of the operator's limit of that kind, or less. A longer limit may be
+    one that only a server at fault exceeds.
+    """
+    asked_s, allowed_s = min(
+        ((_seconds(asked, kind), _seconds(allowed, kind)) for kind in kinds), key=lambda pair: min(pair)
+    )
+    return asked_s <= _SHORT * (_NO_LIMIT_S if isinf(allowed_s) else allowed_s)
+
+
+def _seconds(limits: TimeLimits, kind: TimeLimitKind) -> float:
+    if kind is TimeLimitKind.QUEUE:
+        return limits.queue_s
+    return limits.first_token_s if kind is TimeLimitKind.FIRST_TOKEN else limits.total_s

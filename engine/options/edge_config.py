@@ -12,7 +12,6 @@ import stat
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from engine.options.options import OptionError, Options
 
@@ -69,20 +68,29 @@ class Page(Enum):
     """Parts of the web page that the main port serves."""
 
     OFF = "off"
-    CHAT = "chat"  # without the live view, which names the requests and tenants of all clients
-    YARD = "yard"  # with it
+    CHAT = "chat"
+    """All but the live view, which names the requests and tenants of all clients."""
+    YARD = "yard"
+    """The live view too."""
 
 
 class OtherHosts(Enum):
     """Names in `Host` that a server without keys answers to beside those that it is given."""
 
-    LOCAL = (
-        "local"  # addresses and localhost; others on the link can claim a name without a dot, or under .local
-    )
-    PRIVATE = (
-        "private"  # names that nobody can register too; whoever is on the link reaches the server anyway
-    )
+    LOCAL = "local"
+    """Addresses and localhost: others on the link can claim a name without a dot, or under .local."""
+    PRIVATE = "private"
+    """Names that nobody can register too: whoever is on the link reaches the server anyway."""
     ALL = "all"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostRule:
+    """Names in `Host` that a port without keys answers to."""
+
+    names: frozenset[str]
+    """Names of the server, in lower case."""
+    others: OtherHosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,9 +107,9 @@ class EdgeConfig:
     tls: TlsFiles | None
     cors_origins: tuple[str, ...]
     """Origins whose pages may call; empty: none."""
-    hosts: frozenset[str]
-    """Names in `Host` that a server without keys answers to, in lower case."""
-    other_hosts: OtherHosts
+    hosts: HostRule
+    admin_hosts: HostRule
+    """The rule of the admin routes' own port."""
     state_folder: str | None
     """Folder of files and batches; None: there are none."""
     state_max_bytes: int
@@ -136,8 +144,8 @@ def edge_config(options: Options, *, node: int) -> EdgeConfig:
         admin_host=options.admin_host,
         tls=tls,
         cors_origins=options.cors_origin,
-        hosts=_hosts(options),
-        other_hosts=_other_hosts(options),
+        hosts=_host_rule(options, None if options.uds is not None else options.host),
+        admin_hosts=_host_rule(options, options.admin_host),
         state_folder=options.state_folder,
         state_max_bytes=options.state_max_size,
         page=_page(options),
@@ -182,20 +190,18 @@ def _page(options: Options) -> Page:
     return Page.YARD if is_private and options.admin_port is None else Page.CHAT
 
 
-def _other_hosts(options: Options) -> OtherHosts:
-    if _ANY in options.allowed_host:
-        return OtherHosts.ALL
-    is_local = options.uds is None and _is_loopback(options.host)
-    return OtherHosts.LOCAL if is_local else OtherHosts.PRIVATE
-
-
-def _hosts(options: Options) -> frozenset[str]:
-    """Names of the operator's; pages of origins in --cors-origin may ask anyway."""
-    trusted = {urlsplit(origin).hostname or "" for origin in options.cors_origin}
-    names = {*options.allowed_host, *trusted}
-    if _other_hosts(options) is not OtherHosts.LOCAL:
-        names |= {options.host, socket.gethostname()}
-    return frozenset(name.lower().rstrip(".") for name in names) - {_ANY, ""}
+def _host_rule(options: Options, address: str | None) -> HostRule:
+    """Make the rule of a port on `address`; None: of a Unix socket."""
+    names = set(options.allowed_host)
+    others = OtherHosts.LOCAL if address is not None and _is_loopback(address) else OtherHosts.PRIVATE
+    if _ANY in names:
+        others = OtherHosts.ALL
+    if others is not OtherHosts.LOCAL:
+        names |= {address or "", socket.gethostname()}
+    return HostRule(
+        names=frozenset(name.lower().rstrip(".") for name in names) - {_ANY, ""},
+        others=others,
+    )
 
 
 def _socket_path(options: Options) -> str:

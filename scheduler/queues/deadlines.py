@@ -5,22 +5,14 @@ that have ended are dropped: a few with each call, so that no single call pays f
 Never: a clock; the step's time is an argument. So there is one clock, and one place that decides.
 """
 
-from enum import Enum
 from heapq import heappop, heappush
 from math import isinf
 
+from scheduler.messages import TimeLimitKind
 from scheduler.sequence import Sequence, Status
 
 _SWEEP_ABOVE = 64
 _SWEPT_AT_ONCE = 4
-
-
-class TimeLimitKind(Enum):
-    """Event that had to happen in time. The value is the message to the caller."""
-
-    QUEUE = "it waited longer than its queue limit"
-    FIRST_TOKEN = "it had no token within its limit for the first one"
-    TOTAL = "it took longer than its total limit"
 
 
 _Entry = tuple[float, int, TimeLimitKind, int]

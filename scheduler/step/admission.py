@@ -35,7 +35,8 @@ _REASONS_OF_HEAD = (WaitReason.BLOCKS, WaitReason.ADAPTER, WaitReason.ENCODER)
 
 # Part of the expected time that a prompt certainly takes: the steps it was learnt from may have been slow.
 _SURE = 0.7
-_TOO_LATE = "computing its prompt would take longer than its time limit leaves"
+TOO_LATE = "computing its prompt would take longer than its time limit leaves"
+"""Message to the caller: its limit for the first token or for all would run out (`_is_too_late`)."""
 
 
 class Admission:
@@ -72,7 +73,7 @@ class Admission:
                 return  # places and blocks are all that displacing gives
             demand = self._demand(seq, budget)
             if self._is_too_late(seq, demand, plan.now_s):
-                self._finish(seq, FinishReason.EXPIRED, _TOO_LATE)
+                self._finish(seq, FinishReason.EXPIRED, TOO_LATE)
                 continue
             if self._lacks_encoder(seq, demand):
                 return
@@ -241,7 +242,7 @@ class Admission:
                 self._finish(seq, FinishReason.LENGTH, "")
                 continue
             if self._is_too_late(seq, demand, plan.now_s):
-                self._finish(seq, FinishReason.EXPIRED, _TOO_LATE)
+                self._finish(seq, FinishReason.EXPIRED, TOO_LATE)
                 continue
             reason = reason or self._shortage(seq, demand)
             if reason is not None:

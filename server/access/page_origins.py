@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from engine.options.edge_config import OtherHosts
+from engine.options.edge_config import HostRule, OtherHosts
 from server.access.key_ring import KeyRing
 from server.error_replies import ForeignHost, ForeignPage
 
@@ -46,19 +46,19 @@ class PageOrigins:
         *,
         keys: KeyRing,
         origins: tuple[str, ...],
-        hosts: frozenset[str],
-        other_hosts: OtherHosts,
+        hosts: HostRule,
         open_paths: frozenset[str],
     ) -> None:
-        """`origins` come from --cors-origin, `hosts` are names of this server.
+        """`origins` come from --cors-origin.
 
         `open_paths` say nothing about requests, and probes ask them by names of their own.
         """
         self._app = app
         self._keys = keys
         self._origins = frozenset(origins)
-        self._hosts = hosts
-        self._other_hosts = other_hosts
+        self._names_of_origins = frozenset(_name_in(origin.partition("://")[2]) for origin in origins)
+        self._names = hosts.names
+        self._others = hosts.others
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -79,14 +79,15 @@ class PageOrigins:
         return bool(name) and origin.partition("://")[2] == host and self._is_own(name)
 
     def _is_answered(self, name: str) -> bool:
-        if self._other_hosts is OtherHosts.ALL or not name:  # no browser leaves the header out
+        if self._others is OtherHosts.ALL or not name:  # no browser leaves the header out
             return True
-        return _is_local(name) or _is_address(name) or self._is_own(name)
+        is_trusted = name in self._names_of_origins  # the pages there may ask anyway
+        return is_trusted or _is_local(name) or _is_address(name) or self._is_own(name)
 
     def _is_own(self, name: str) -> bool:
-        """Whether no page but ours can be at this name."""
-        is_private = self._other_hosts is not OtherHosts.LOCAL and _is_private(name)
-        return is_private or name in self._hosts
+        """True if no page but ours can be at this name."""
+        is_private = self._others is not OtherHosts.LOCAL and _is_private(name)
+        return is_private or name in self._names
 
 
 def _header(scope: Scope, name: bytes) -> str:
@@ -108,9 +109,11 @@ def _is_local(name: str) -> bool:
 def _is_private(name: str) -> bool:
     """True if no stranger can let the name point here: it has one label, or a last one that is nobody's.
 
-    Whoever owns a name of one label owns a top-level domain.
+    Whoever owns a name of one label owns a top-level domain. These have no underscore, which the networks of
+    Docker Compose have: service.project_default.
     """
-    return name.rpartition(".")[2] in _PRIVATE_TOPS or "." not in name or name.endswith(_PRIVATE_HOME)
+    top = name.rpartition(".")[2]
+    return "." not in name or top in _PRIVATE_TOPS or "_" in top or name.endswith(_PRIVATE_HOME)
 
 
 def _is_address(name: str) -> bool:

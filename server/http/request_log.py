@@ -78,7 +78,7 @@ class RequestLog:
             await self._app(scope, receive, watched_send)
         finally:
             total_s = time.monotonic() - began_s
-            is_by_own_limit = status == _TOO_LATE and journal.has_own_limit
+            is_by_own_limit = status == _TOO_LATE and journal.own_limit_ran_out
             count = self._metrics.count_own_limit if is_by_own_limit else self._metrics.count_request
             count(method, route, status)
             code = error_code_of(scope)

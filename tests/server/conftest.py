@@ -13,13 +13,14 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from engine.options.edge_config import EdgeConfig, OtherHosts, Page
+from engine.options.edge_config import EdgeConfig, HostRule, OtherHosts, Page
 from server.app import build_app
 from server.http.connections import ClientConnection
 from server.http.edge import Patience
 from server.sockets.accepting import ClientServer
 from tests.server.fake_engine import FakeEngine
 
+ANY_HOST = HostRule(names=frozenset(), others=OtherHosts.ALL)
 EDGE = EdgeConfig(
     api_keys_file=None,
     metrics_auth=False,
@@ -28,8 +29,8 @@ EDGE = EdgeConfig(
     admin_host="127.0.0.1",
     tls=None,
     cors_origins=(),
-    hosts=frozenset(),
-    other_hosts=OtherHosts.ALL,
+    hosts=ANY_HOST,
+    admin_hosts=ANY_HOST,
     state_folder=None,
     state_max_bytes=2**24,
     root_path="",

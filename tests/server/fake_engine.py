@@ -8,7 +8,6 @@ import dataclasses
 import struct
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
-from math import isinf
 from typing import Any
 
 from msgspec.structs import replace
@@ -75,6 +74,7 @@ class FakeEngine:
     state: Health = READY
     metrics: FakeMetrics = field(default_factory=FakeMetrics)
     admission_error: Exception | None = None
+    own_limit_runs_out: bool = False
     """Raised before the first output."""
     full_up_to: int | None = None
     """The queue is full of calls of this priority, and whoever is more urgent takes a place of theirs."""
@@ -235,7 +235,7 @@ class FakeEngine:
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenOutput, None]:
         self.requests.append(request)
-        if not isinf(request.terms.time_limits.nearest_s):
+        if self.own_limit_runs_out:
             request.journal.note_own_limit()
         if self.admission_error is not None:
             raise self.admission_error

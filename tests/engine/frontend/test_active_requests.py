@@ -9,11 +9,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.errors import EngineDied, EngineUnavailable, Overloaded
+from engine.errors import DeadlineExceeded, EngineDied, EngineUnavailable, Overloaded
+from engine.options.options import Options
 from engine.process_messages import AddRequest
 from engine.types import GenerationRequest, SamplingParams, ServiceTerms, TimeLimits
-from scheduler.messages import FinishReason, SequenceOutput, SequenceStart
+from scheduler.messages import FinishReason, SequenceOutput, SequenceStart, TimeLimitKind
 from scheduler.routing.engine_view import EngineSize
+from scheduler.step.admission import TOO_LATE
 from tests.engine.frontend.test_giving_way import Door
 
 EOS: tuple[int, ...] = ()
@@ -159,24 +161,68 @@ async def test_one_that_has_left_is_freed_without_the_collector(door: Door) -> N
         gc.enable()
 
 
+QUEUE, FIRST_TOKEN, TOTAL = (kind.value for kind in TimeLimitKind)
+
+
 @pytest.mark.parametrize(
-    ("asked", "is_own"),
+    ("asked", "ran_out", "is_own"),
     [
-        (TimeLimits(), False),
-        (TimeLimits(total_s=1e6), False),
-        (TimeLimits(total_s=6.0), False),
-        (TimeLimits(queue_s=4.0), True),
-        (TimeLimits(first_token_s=1e-6), True),
+        (TimeLimits(), TOTAL, False),
+        (TimeLimits(total_s=1e6), TOTAL, False),
+        (TimeLimits(first_token_s=1e-6), FIRST_TOKEN, True),
+        # What ran out decides, not what is nearest: it may have been the operator's.
+        (TimeLimits(queue_s=1.0), FIRST_TOKEN, False),
+        (TimeLimits(total_s=6.0), TOTAL, True),
+        (TimeLimits(queue_s=1.0), QUEUE, True),
+        # The operator's own would have run out soon after, so that the server is slow.
+        (TimeLimits(queue_s=2.5), QUEUE, True),
+        (TimeLimits(queue_s=2.6), QUEUE, False),
+        (TimeLimits(total_s=599.0), TOTAL, False),
+        # A message without a kind is of a prompt that would take too long; its wait was in time.
+        (TimeLimits(queue_s=1.0, first_token_s=3.0), TOO_LATE, True),
+        (TimeLimits(queue_s=1.0), TOO_LATE, False),
     ],
 )
-async def test_a_limit_that_runs_out_before_the_operators_is_noted_as_the_requests_own(
+async def test_a_limit_that_runs_out_is_the_requests_own_if_it_asked_for_far_less_than_the_operator_allows(
+    tiny_model: Path, asked: TimeLimits, ran_out: str, is_own: bool
+) -> None:
+    door = Door(tiny_model, queue_timeout=5.0, first_token_timeout=8.0)
+    live = ask_within(door, asked)
+    assert not live.request.journal.own_limit_ran_out
+    finish(door, live, FinishReason.EXPIRED, message=ran_out)
+    with pytest.raises(DeadlineExceeded):
+        live.take()
+    assert live.request.journal.own_limit_ran_out is is_own
+
+
+@pytest.mark.parametrize(("asked_s", "is_own"), [(300.0, True), (400.0, False)])
+async def test_where_the_operator_sets_no_limit_the_default_of_the_whole_stands_for_it(
+    tiny_model: Path, asked_s: float, is_own: bool
+) -> None:
+    door = Door(tiny_model, request_timeout=0.0)
+    live = ask_within(door, TimeLimits(queue_s=asked_s))
+    finish(door, live, FinishReason.EXPIRED, message=QUEUE)
+    assert live.request.journal.own_limit_ran_out is is_own
+    assert Options().request_timeout == 600.0
+
+
+@pytest.mark.parametrize(("asked", "is_own"), [(TimeLimits(total_s=0.01), True), (TimeLimits(), False)])
+async def test_a_limit_that_runs_out_before_an_engine_has_the_request_is_told_apart_too(
     tiny_model: Path, asked: TimeLimits, is_own: bool
 ) -> None:
+    door = Door(tiny_model, queue_timeout=0.05)
+    live = ask_within(door, asked)
+    door.in_flight.engine_died(0)
+    await asyncio.wait_for(door.in_flight.is_empty.wait(), 60)
+    assert live.request.journal.own_limit_ran_out is is_own
+
+
+def ask_within(door: Door, limits: TimeLimits):
+    """A request of these limits, admitted."""
     request = GenerationRequest(
         request_id="a",
         prompt_token_ids=(5,),
         params=SamplingParams(max_tokens=5),
-        terms=ServiceTerms(time_limits=asked),
+        terms=ServiceTerms(time_limits=limits),
     )
-    Door(tiny_model, queue_timeout=5.0, first_token_timeout=8.0).in_flight.admit([request], asyncio.Event())
-    assert request.journal.has_own_limit is is_own
+    return door.in_flight.admit([request], asyncio.Event())[0]

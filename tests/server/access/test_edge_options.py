@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from engine.frontend.memory_use import MemoryGauge
-from engine.options.edge_config import OtherHosts
+from engine.options.edge_config import HostRule, OtherHosts
 from engine.options.engine_config import resolve
 from engine.options.options import OptionError, Options
 from server.access.key_ring import KeyRing
@@ -186,7 +186,7 @@ OPEN = {"host": "0.0.0.0", "allow_unauthenticated": True}
     [
         ({}, set(), OtherHosts.LOCAL),
         ({"allowed_host": ("LLM.example.",)}, {"llm.example"}, OtherHosts.LOCAL),
-        ({"cors_origin": ("https://App.example:8443", "*")}, {"app.example"}, OtherHosts.LOCAL),
+        ({"cors_origin": ("https://app.example", "*")}, set(), OtherHosts.LOCAL),
         (OPEN, {"0.0.0.0", "gpu1.example"}, OtherHosts.PRIVATE),
         (OPEN | {"host": "in.example"}, {"in.example", "gpu1.example"}, OtherHosts.PRIVATE),
         (OPEN | {"allowed_host": ("a",)}, {"0.0.0.0", "gpu1.example", "a"}, OtherHosts.PRIVATE),
@@ -196,12 +196,40 @@ OPEN = {"host": "0.0.0.0", "allow_unauthenticated": True}
 def test_names_are_looked_at_wherever_the_server_listens(options, hosts, others, monkeypatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "GPU1.example")
     _, server = resolve(asked(**options))
-    assert (server.edge.hosts, server.edge.other_hosts) == (hosts, others)
+    assert server.edge.hosts == HostRule(names=frozenset(hosts), others=others)
 
 
 def test_names_are_looked_at_behind_a_unix_socket_too(tmp_path) -> None:
     _, server = resolve(asked(uds=str(tmp_path / "s")))
-    assert server.edge.other_hosts is OtherHosts.PRIVATE
+    assert server.edge.hosts.others is OtherHosts.PRIVATE
+
+
+@pytest.mark.parametrize("reached", [OPEN, {"uds": "s"}], ids=["every address", "socket"])
+async def test_the_admin_port_keeps_to_the_rule_of_its_own_address(engine, reached, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(socket, "gethostname", lambda: "gpu1.example")
+    _, server = resolve(asked(**reached, admin_port=9, allowed_host=("ops.example",)))
+    app = build_app(engine, server)
+    for host in ("foo.local", "gpu1.example", "0.0.0.0.example", "ops.example", "127.0.0.1:9"):
+        headers = {"host": host}
+        async with connect(app) as client, connect(build_admin_app(app, server)) as admin:
+            statuses = [(await client.get("/v1/models", headers=headers)).status_code]
+            statuses.append((await admin.get("/admin/requests", headers=headers)).status_code)
+        expected = {"foo.local": [200, 403], "gpu1.example": [200, 403], "0.0.0.0.example": [403, 403]}
+        assert statuses == expected.get(host, [200, 200]), host
+
+
+@pytest.mark.parametrize(
+    ("options", "others"),
+    [
+        ({"allowed_host": ("*",)}, OtherHosts.ALL),
+        ({"admin_host": "0.0.0.0", "api_key": ("k",)}, OtherHosts.PRIVATE),
+    ],
+)
+def test_the_admin_port_answers_to_more_names_where_the_operator_says_so(options, others):
+    _, server = resolve(asked(admin_port=9, **options))
+    assert (server.edge.hosts.others is OtherHosts.ALL) == (others is OtherHosts.ALL)
+    assert server.edge.admin_hosts.others is others
 
 
 async def test_a_ring_and_a_port_share_their_keys(engine):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.options.edge_config import OtherHosts
+from engine.options.edge_config import HostRule, OtherHosts
 from server.app import build_admin_app, build_app
 from tests.server.conftest import EDGE, Settings, connect
 
@@ -81,8 +81,9 @@ async def test_with_a_key_the_key_decides(engine):
     assert reply.status_code == 200
 
 
-LOCAL = replace(EDGE, hosts=frozenset({"gpu-box", "llm.example"}), other_hosts=OtherHosts.LOCAL)
-OPEN = replace(LOCAL, other_hosts=OtherHosts.PRIVATE)
+NAMES = frozenset({"gpu-box", "llm.example"})
+LOCAL = replace(EDGE, hosts=HostRule(names=NAMES, others=OtherHosts.LOCAL))
+OPEN = replace(EDGE, hosts=HostRule(names=NAMES, others=OtherHosts.PRIVATE))
 
 
 async def get(engine, edge, host: str, path: str = "/v1/models") -> tuple[int, str]:
@@ -95,6 +96,7 @@ async def get(engine, edge, host: str, path: str = "/v1/models") -> tuple[int, s
     "host",
     [
         *("evil.example", "evil.example:8000", "gpu-box.evil.example", "127.0.0.1.evil", "local.example"),
+        *("pod-0.yard", "tasks.yard", "gpu.tail1.ts.net", "yard.default.svc.k8s.example", "my_box.evil"),
         *(
             "svc.evil",
             "localhost.evil.example",
@@ -126,7 +128,13 @@ async def test_addresses_localhost_and_allowed_names_are_answered(engine, edge, 
 @pytest.mark.parametrize(
     "host",
     [
-        *("tokenyard:8000", "my_box", "tokenyard.default.svc", "tokenyard.default.svc.cluster.local:8000"),
+        *(
+            "tokenyard:8000",
+            "my_box",
+            "tokenyard.project_default",
+            "tokenyard.default.svc",
+            "tokenyard.default.svc.cluster.local:8000",
+        ),
         *("gpu.local", "gpu.corp", "gpu.lan.", "gpu.home", "gpu.internal", "gpu.test", "GPU.home.arpa"),
     ],
 )
@@ -137,7 +145,8 @@ async def test_names_that_nobody_can_register_are_answered_but_on_loopback(engin
 
 
 async def test_every_name_is_answered_where_the_operator_allows_all(engine):
-    assert (await get(engine, replace(OPEN, other_hosts=OtherHosts.ALL), "evil.example"))[0] == 200
+    edge = replace(EDGE, hosts=HostRule(names=NAMES, others=OtherHosts.ALL))
+    assert (await get(engine, edge, "evil.example"))[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -157,6 +166,15 @@ async def test_the_servers_own_page_may_ask_under_a_name_that_is_its_own(engine,
     app = build_app(engine, Settings(edge=OPEN))
     assert await ask(app, f"http://{name}:8000", f"{name}:8000") == (200, "")
     assert await ask(app, f"http://{name}:9", f"{name}:8000") == (403, "origin_not_allowed")
+
+
+@pytest.mark.parametrize("edge", [LOCAL, OPEN], ids=["loopback", "open"])
+async def test_a_name_of_cors_origin_is_answered_but_only_its_own_origin_may_ask(engine, edge):
+    app = build_app(engine, Settings(edge=replace(edge, cors_origins=("https://app.example:8443",))))
+    assert await ask(app, None, "App.example:8000") == (200, "")
+    assert await ask(app, "https://app.example:8443", "app.example") == (200, "")
+    for origin in ("http://app.example", "http://app.example:9"):
+        assert await ask(app, origin, origin[7:]) == (403, "origin_not_allowed")
 
 
 async def test_without_a_host_no_page_is_the_servers_own(engine):

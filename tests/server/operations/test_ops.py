@@ -110,18 +110,18 @@ async def test_metrics_are_one_page_of_known_series(client):
 
 
 @pytest.mark.parametrize(
-    ("asked", "error", "counted"),
+    ("is_own", "error", "counted"),
     [
-        ({"timeout": 1e-6}, DeadlineExceeded("late"), ("504", OWN_LIMIT)),
-        ({}, DeadlineExceeded("late"), ("504", "")),
-        ({"timeout": 1e-6}, RequestFailed("nan"), ("500", "")),
+        (True, DeadlineExceeded("late"), ("504", OWN_LIMIT)),
+        (False, DeadlineExceeded("late"), ("504", "")),
+        (True, RequestFailed("nan"), ("500", "")),
     ],
 )
 async def test_a_time_limit_of_the_clients_own_is_told_from_the_servers_faults(
-    client, engine, asked, error, counted
+    client, engine, is_own, error, counted
 ):
-    engine.admission_error = error
-    await client.post("/v1/completions", json={"prompt": "x", **asked})
+    engine.admission_error, engine.own_limit_runs_out = error, is_own
+    await client.post("/v1/completions", json={"prompt": "x"})
     ((labels, value),) = [
         (each.labels, each.value)
         for each in next(iter(engine.metrics.registry.collect())).samples
