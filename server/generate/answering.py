@@ -115,7 +115,7 @@ async def _collect(outputs: NumberedOutputs, reply: FullReply) -> list[bytes]:
     pieces = []
     for piece in _pieces(reply.finish()):
         pieces.append(piece)
-        await asyncio.sleep(0)  # others have their turn
+        await asyncio.sleep(0)  # other tasks have their turn
     return pieces
 
 
@@ -127,15 +127,17 @@ def _pieces(reply: Mapping[str, Any]) -> Iterator[bytes]:
         return
     place = names.index("choices")
     before, after = ({name: reply[name] for name in part} for part in (names[:place], names[place + 1 :]))
-    opening = orjson.dumps(before)[:-1] + (b"," if before else b"") + b'"choices":['
-    for choice in reply["choices"]:
-        yield opening + orjson.dumps(choice)
-        opening = b","
+    yield orjson.dumps(before)[:-1] + (b"," if before else b"") + b'"choices":['
+    for number, choice in enumerate(reply["choices"]):
+        yield (b"," if number else b"") + orjson.dumps(choice)
     yield b"]" + (b"," if after else b"") + orjson.dumps(after)[1:]
 
 
 class _LongReply(Response):
-    """A reply that is sent piece by piece: a socket takes tens of MiB in one call, and nobody has a turn."""
+    """A reply that is sent piece by piece, with a turn of the event loop after each.
+
+    A socket takes tens of MiB in one call, which would hold the event loop for all that time.
+    """
 
     def __init__(self, pieces: Sequence[bytes], headers: Mapping[str, str]) -> None:
         length = str(sum(map(len, pieces)))
