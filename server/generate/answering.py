@@ -29,7 +29,9 @@ from server.http.edge import NumberedOutputs, edge_of
 VERSION = version("tokenyard")
 
 _INLINE_LOGPROBS = 256
-"""A reply with more tokens with log-probabilities is made and sent choice by choice."""
+"""A reply with more tokens with log-probabilities is made choice by choice."""
+_SENT_AT_ONCE = 256 * 1024
+"""Bytes of a reply that are sent in one turn of the event loop."""
 _JSON = "application/json"
 _LOAD_FORMAT_HEADER = "endpoint-load-metrics-format"
 _LOAD_HEADER = "endpoint-load-metrics"
@@ -74,8 +76,8 @@ async def whole(request: Request, outputs: NumberedOutputs, reply: FullReply) ->
     """Collect all outputs into one reply. Raises the engine's errors, and ClientDisconnect."""
     pieces = await while_connected(request.receive, _collect(outputs, reply))
     headers = load_headers(request)
-    if len(pieces) == 1:
-        return Response(pieces[0], headers=headers, media_type=_JSON)
+    if sum(map(len, pieces)) <= _SENT_AT_ONCE:
+        return Response(b"".join(pieces), headers=headers, media_type=_JSON)
     return _LongReply(pieces, headers)
 
 
@@ -147,6 +149,8 @@ class _LongReply(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 -- ASGI
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         for piece in self._pieces:
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
-            await asyncio.sleep(0)
+            for start in range(0, len(piece), _SENT_AT_ONCE):
+                part = piece[start : start + _SENT_AT_ONCE]
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+                await asyncio.sleep(0)
         await send({"type": "http.response.body", "body": b""})

@@ -43,8 +43,8 @@ _GOODBYE_S = 5.0
 """Seconds in which a client may confirm the end of an encrypted connection."""
 ENCRYPTED_READ_BYTES = 32 * 1024
 """Buffer of a connection under TLS, from the beginning of its handshake to its end; a record has 16 KiB."""
-# asyncio's is of 256 KiB, and cleared, so that all of it is taken from the system: one GiB for a crowd. It is made
-# with the protocol, before one of ours sees it: the class is changed, for the whole process (decision record 0095).
+# asyncio's is of 256 KiB, and cleared, so that all of it is taken from the system: one GiB for a crowd. It is
+# made with the connection, so that the class is changed, for the whole process (docs/decisions/0095).
 sslproto.SSLProtocol.max_size = ENCRYPTED_READ_BYTES
 
 
@@ -90,7 +90,7 @@ class ClientServer(uvicorn.Server):
 class Turns:
     """A line that lets a few pass in each turn of the event loop.
 
-    Passes are given by turns to the one that has waited for longest and to the one that came last: a newcomer, a
+    Passes go by turns to the one that has waited for longest and to the one that came last: a newcomer, a
     probe say, does not wait for thousands that speak at once, and none of these waits for ever.
     """
 

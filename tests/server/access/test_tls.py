@@ -98,7 +98,7 @@ async def test_an_encrypted_connection_reads_into_a_buffer_as_small_as_we_ask_fo
     sizes: list[int] = []
 
     class NotedReads(ssl.SSLObject):
-        def read(self, len: int = 1024, buffer=None):  # noqa: A002 -- the standard library's own signature
+        def read(self, len: int = 1024, buffer=None):
             sizes.append(len)
             return super().read(len, buffer)
 

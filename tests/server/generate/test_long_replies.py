@@ -20,12 +20,13 @@ from server.chat.chat_models import ChatCompletion
 from server.completions.completion_models import Completion
 from server.generate.answering import whole
 from server.http.edge import NumberedOutputs
+from server.responses.response_models import ResponseObject
 from tests.server.conftest import Settings
 from tests.server.fake_engine import FakeEngine, entry
 
-NUM_CHOICES, NUM_TOKENS, NUM_TOP = 128, 100, 20
+NUM_CHOICES, NUM_TOKENS, NUM_TOP = 128, 50, 20
 NUM_TURNS = 20
-"""One turn does at most one part in so many of the work. A step of the engine is a hundredth; the fault is all of it."""
+"""A turn does at most one part in so many of the work: a step of the engine is a fiftieth, the fault all."""
 COMPLETION = ("/v1/completions", {"prompt": "x", "logprobs": NUM_TOP}, Completion)
 MESSAGES = [{"role": "user", "content": "x"}]
 CHAT = (
@@ -71,14 +72,15 @@ class CountedTop(tuple[LogprobEntry, ...]):
 class TalkativeEngine(FakeEngine):
     """Makes its outputs step by step, the alternatives of all tokens being the same."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Work, *, num_tokens: int = NUM_TOKENS) -> None:
         super().__init__()
+        self._num_tokens = num_tokens
         self._top = CountedTop(entry(chr(65 + place), -1.0 - place) for place in range(NUM_TOP))
         self._top.work = work
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenOutput, None]:
-        for place in range(NUM_TOKENS):
-            is_last = place == NUM_TOKENS - 1
+        for place in range(self._num_tokens):
+            is_last = place == self._num_tokens - 1
             for index in range(request.n):
                 yield TokenOutput(
                     index=index,
@@ -101,13 +103,34 @@ def counting_sent(app: ASGIApp, work: Work) -> ASGIApp:
     return counted
 
 
+def num_values(value: Any) -> int:
+    """Count the values in one; what was made JSON before is one."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + sum(map(num_values, inner))
+
+
+async def answered(work: Work, engine: FakeEngine, path: str, fields: dict[str, Any]) -> httpx.Response:
+    """The reply, and in `work` what was done for it."""
+    app, is_over = build_app(engine, Settings()), asyncio.Event()
+    transport = httpx.ASGITransport(counting_sent(app, work))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        turns = asyncio.create_task(work.count(is_over))
+        reply = await client.post(path, json=fields)
+        is_over.set()
+        await turns
+    assert work.whole["bytes sent"] == len(reply.content)
+    assert int(reply.headers["content-length"]) == len(reply.content)
+    return reply
+
+
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> Work:
     work, dumps = Work(), orjson.dumps
 
-    def dumps_counted(*args: Any, **options: Any) -> bytes:
-        made = dumps(*args, **options)
+    def dumps_counted(value: Any, **options: Any) -> bytes:
+        made = dumps(value, **options)
         work.add("bytes made", len(made))
+        work.add("values made JSON", num_values(value))
         return made
 
     monkeypatch.setattr(orjson, "dumps", dumps_counted)
@@ -116,18 +139,11 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Work:
 
 @pytest.mark.parametrize(("path", "fields", "model"), [COMPLETION, CHAT])
 async def test_a_reply_of_very_many_logprobs_is_whole_and_holds_up_nobody(path, fields, model, work) -> None:
-    app, is_over = build_app(TalkativeEngine(work), Settings()), asyncio.Event()
-    transport = httpx.ASGITransport(counting_sent(app, work))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-        turns = asyncio.create_task(work.count(is_over))
-        reply = await client.post(path, json={**fields, "n": NUM_CHOICES, "max_tokens": NUM_TOKENS})
-        is_over.set()
-        await turns
-    assert work.whole["bytes sent"] == len(reply.content)
+    asked = {**fields, "n": NUM_CHOICES, "max_tokens": NUM_TOKENS}
+    reply = await answered(work, TalkativeEngine(work), path, asked)
     assert work.whole["bytes made"] >= len(reply.content)
     assert work.whole["alternatives read"] >= NUM_CHOICES * NUM_TOKENS * NUM_TOP
     assert {kind: num for kind, num in work.most.items() if num > work.whole[kind] / NUM_TURNS} == {}
-    assert int(reply.headers["content-length"]) == len(reply.content)
     body = reply.json()
     model.model_validate(body, strict=True)
     assert [choice["index"] for choice in body["choices"]] == list(range(NUM_CHOICES))
@@ -144,6 +160,19 @@ async def test_a_reply_of_very_many_logprobs_is_whole_and_holds_up_nobody(path, 
             assert "".join(each["token"] for each in content) == choice["message"]["content"]
             assert [each["logprob"] for each in content] == [-0.1 * index] * NUM_TOKENS
             assert {len(each["top_logprobs"]) for each in content} == {NUM_TOP}
+
+
+async def test_a_response_of_very_many_logprobs_is_whole_and_holds_up_nobody(work) -> None:
+    engine = TalkativeEngine(work, num_tokens=8_000)
+    reply = await answered(work, engine, "/v1/responses", {"input": "x", "top_logprobs": NUM_TOP})
+    # At the end its bytes are put together, of which a turn copies all and makes few.
+    del work.most["bytes made"]
+    assert {kind: num for kind, num in work.most.items() if num > work.whole[kind] / NUM_TURNS} == {}
+    body = reply.json()
+    ResponseObject.model_validate(body, strict=True)
+    (part,) = body["output"][0]["content"]
+    assert "".join(each["token"] for each in part["logprobs"]) == part["text"] == "ab" * 4_000
+    assert {len(each["top_logprobs"]) for each in part["logprobs"]} == {NUM_TOP}
 
 
 class WithoutChoices:
