@@ -133,7 +133,7 @@ def page_table(rows: Mapping[str, Row], seconds: float) -> str:
 
 
 def _figures(row: Row, seconds: float) -> tuple[float, float, float, float]:
-    """Return tokens a second and, in ms, the 99th percentile of pauses, the longest and the longest of the server."""
+    """Return tokens a second and, in ms, the p99 of pauses, the longest, and the longest of the server."""
     lasted_s = [pause.lasted_s for pause in reversed(row.longest())] or [0.0]
     times_s = percentile(lasted_s, 99), lasted_s[-1], row.of_server_s
     p99_ms, most_ms, served_ms = (time_s * 1e3 for time_s in times_s)

@@ -40,7 +40,7 @@ class Bystander:
         self._trust = ssl.create_default_context(cafile=cert or None)
         files = [Path(f"/proc/{name}/schedstat") for name in ("self", *pids)]
         self._files = [file for file in files if file.exists()]
-        """Of a process it has the main thread; none where the kernel does not count."""
+        """Counters of main threads; none where the kernel does not count."""
 
     def stream(self) -> None:
         """Read one stream to its end, unless it is refused."""

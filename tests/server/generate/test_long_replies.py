@@ -37,7 +37,7 @@ CHAT = (
 
 
 class Work:
-    """What is done in the turns of the event loop, by kind: in all of them, and in the one that does most."""
+    """Counts of what is done in turns of the event loop, by kind: in all of them, and the most in one."""
 
     def __init__(self) -> None:
         self.whole: Counter[str] = Counter()
@@ -165,7 +165,7 @@ async def test_a_reply_of_very_many_logprobs_is_whole_and_holds_up_nobody(path, 
 async def test_a_response_of_very_many_logprobs_is_whole_and_holds_up_nobody(work) -> None:
     engine = TalkativeEngine(work, num_tokens=8_000)
     reply = await answered(work, engine, "/v1/responses", {"input": "x", "top_logprobs": NUM_TOP})
-    # At the end its bytes are put together, of which a turn copies all and makes few.
+    # The bytes of its one choice are put together in one turn: they are copied, and their values made before.
     del work.most["bytes made"]
     assert {kind: num for kind, num in work.most.items() if num > work.whole[kind] / NUM_TURNS} == {}
     body = reply.json()
