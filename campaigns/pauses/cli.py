@@ -6,7 +6,8 @@
 The stream alone first, then beside each kind of request: clients who ask again whatever becomes of it. The
 pauses of the stream that is alone are the machine's own. On a machine that does other work they are long
 already, and all rows with them: the table prints them first. Below it, the longest pauses of each row come
-again, with what each process did meanwhile. In `served` the reader's own waiting for a core is left out.
+again, with what each process did meanwhile, and then the table once more as docs/security.md has it, to be
+pasted there. In `served` the reader's own waiting for a core is left out.
 Exit status 1 if any row breaks what is promised (verdict.py), 2 on a machine too busy to tell.
 
 Owns: the rounds and their table. Never: what others send (crowds.py), or judges.
@@ -39,6 +40,10 @@ _NUM_PLACED = 3
 """Pauses of a round of which it is said where they lay."""
 _NAME_CHARS = 40
 _NOT_JUDGED = 2
+PAGE_HEAD = """\
+| Beside | Tokens/s | p99, ms | Longest, ms | Longest of the server, ms |
+|---|---|---|---|---|"""
+"""Head of the table of docs/security.md."""
 _KINDS = {"grammars": GRAMMARS, "bodies": BODIES, "crowds": CROWDED_BODIES, "replies": REPLIES}
 
 
@@ -114,18 +119,32 @@ def main(argv: Sequence[str]) -> int:
         print(f"\n{name}")
         for pause in row.longest(_NUM_PLACED):
             print(f"  {place_of(pause, steps)}")
+    print(f"\n{page_table(rows, options.seconds)}")
     return _print_verdict(rows)
+
+
+def page_table(rows: Mapping[str, Row], seconds: float) -> str:
+    """The table in Markdown, as docs/security.md has it, of rounds that took so many seconds each."""
+    lines = [PAGE_HEAD]
+    for name, row in rows.items():
+        cells = "nobody" if name == ALONE else name, *(f"{each:.0f}" for each in _figures(row, seconds))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _figures(row: Row, seconds: float) -> tuple[float, float, float, float]:
+    """Return tokens a second and, in ms, the p99 of pauses, the longest, and the longest of the server."""
+    lasted_s = [pause.lasted_s for pause in reversed(row.longest())] or [0.0]
+    times_s = percentile(lasted_s, 99), lasted_s[-1], row.of_server_s
+    p99_ms, most_ms, served_ms = (time_s * 1e3 for time_s in times_s)
+    return row.readings.num_events / seconds, p99_ms, most_ms, served_ms
 
 
 def _print_row(name: str, row: Row, seconds: float) -> None:
     """Print one row of the table."""
-    lasted_s = [pause.lasted_s for pause in reversed(row.longest())] or [0.0]
-    rate = row.readings.num_events / seconds
-    p99, most = percentile(lasted_s, 99) * 1e3, lasted_s[-1] * 1e3
-    print(
-        f"{name:{_NAME_CHARS}}{rate:9.0f}{p99:8.0f}{most:9.0f}{row.of_server_s * 1e3:9.0f}  {dict(row.ends)}",
-        flush=True,
-    )
+    rate, p99_ms, most_ms, served_ms = _figures(row, seconds)
+    figures = f"{rate:9.0f}{p99_ms:8.0f}{most_ms:9.0f}{served_ms:9.0f}"
+    print(f"{name:{_NAME_CHARS}}{figures}  {dict(row.ends)}", flush=True)
 
 
 def _print_verdict(rows: Mapping[str, Row]) -> int:

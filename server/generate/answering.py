@@ -29,7 +29,9 @@ from server.http.edge import NumberedOutputs, edge_of
 VERSION = version("tokenyard")
 
 _INLINE_LOGPROBS = 256
-"""A reply with more tokens with log-probabilities is made and sent choice by choice."""
+"""A reply with more tokens with log-probabilities is made choice by choice."""
+_SENT_AT_ONCE = 256 * 1024
+"""Bytes of a reply that are sent in one turn of the event loop."""
 _JSON = "application/json"
 _LOAD_FORMAT_HEADER = "endpoint-load-metrics-format"
 _LOAD_HEADER = "endpoint-load-metrics"
@@ -74,8 +76,8 @@ async def whole(request: Request, outputs: NumberedOutputs, reply: FullReply) ->
     """Collect all outputs into one reply. Raises the engine's errors, and ClientDisconnect."""
     pieces = await while_connected(request.receive, _collect(outputs, reply))
     headers = load_headers(request)
-    if len(pieces) == 1:
-        return Response(pieces[0], headers=headers, media_type=_JSON)
+    if sum(map(len, pieces)) <= _SENT_AT_ONCE:
+        return Response(b"".join(pieces), headers=headers, media_type=_JSON)
     return _LongReply(pieces, headers)
 
 
@@ -115,7 +117,7 @@ async def _collect(outputs: NumberedOutputs, reply: FullReply) -> list[bytes]:
     pieces = []
     for piece in _pieces(reply.finish()):
         pieces.append(piece)
-        await asyncio.sleep(0)  # others have their turn
+        await asyncio.sleep(0)  # other tasks have their turn
     return pieces
 
 
@@ -127,15 +129,17 @@ def _pieces(reply: Mapping[str, Any]) -> Iterator[bytes]:
         return
     place = names.index("choices")
     before, after = ({name: reply[name] for name in part} for part in (names[:place], names[place + 1 :]))
-    opening = orjson.dumps(before)[:-1] + (b"," if before else b"") + b'"choices":['
-    for choice in reply["choices"]:
-        yield opening + orjson.dumps(choice)
-        opening = b","
+    yield orjson.dumps(before)[:-1] + (b"," if before else b"") + b'"choices":['
+    for number, choice in enumerate(reply["choices"]):
+        yield (b"," if number else b"") + orjson.dumps(choice)
     yield b"]" + (b"," if after else b"") + orjson.dumps(after)[1:]
 
 
 class _LongReply(Response):
-    """A reply that is sent piece by piece: a socket takes tens of MiB in one call, and nobody has a turn."""
+    """A reply that is sent piece by piece, with a turn of the event loop after each.
+
+    A socket takes tens of MiB in one call, which would hold the event loop for all that time.
+    """
 
     def __init__(self, pieces: Sequence[bytes], headers: Mapping[str, str]) -> None:
         length = str(sum(map(len, pieces)))
@@ -145,6 +149,8 @@ class _LongReply(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 -- ASGI
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         for piece in self._pieces:
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
-            await asyncio.sleep(0)
+            for start in range(0, len(piece), _SENT_AT_ONCE):
+                part = piece[start : start + _SENT_AT_ONCE]
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+                await asyncio.sleep(0)
         await send({"type": "http.response.body", "body": b""})

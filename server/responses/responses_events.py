@@ -152,7 +152,7 @@ class ResponseStream:
             events += self._open_item(MessageItem(self._item_id("msg")))
         assert isinstance(self._open, MessageItem)
         self._open.text.append(text)
-        self._open.logprobs += logprobs
+        self._open.logprobs.add({"logprobs": logprobs})
         delta = self._part_event("response.output_text.delta", delta=text, logprobs=logprobs)
         return [*events, delta]
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from engine.types import SamplingParams
+from server.generate.wire_logprobs import GrowingLists
 from server.responses.responses_protocol import FunctionTool, ResponsesRequest
 
 _INCOMPLETE: Final = {"length": "max_output_tokens", "timeout": "timeout"}
@@ -41,13 +42,13 @@ class MessageItem:
 
     id: str
     text: list[str] = field(default_factory=list)
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: GrowingLists = field(default_factory=lambda: GrowingLists("logprobs"))
 
     def part(self) -> dict[str, Any]:
         return {
             "type": "output_text",
             "annotations": [],
-            "logprobs": list(self.logprobs),  # it grows while an event waits to be sent
+            **self.logprobs.json(),
             "text": "".join(self.text),
         }
 

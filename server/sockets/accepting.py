@@ -41,10 +41,11 @@ _MAX_HELLO_BYTES = 16 * 1024 + 5
 _FIRST_LOOK_S, _MAX_LOOK_S = 0.002, 0.25
 _GOODBYE_S = 5.0
 """Seconds in which a client may confirm the end of an encrypted connection."""
-_ENCRYPTED_READ_BYTES = 32 * 1024
+ENCRYPTED_READ_BYTES = 32 * 1024
 """Buffer of a connection under TLS, from the beginning of its handshake to its end; a record has 16 KiB."""
-# asyncio's is of 256 KiB, and cleared, so that all of it is taken from the system: one GiB for a crowd.
-sslproto.SSLProtocol.max_size = _ENCRYPTED_READ_BYTES
+# asyncio's is of 256 KiB, and cleared, so that all of it is taken from the system: one GiB for a crowd. It is
+# made with the connection, so that the class is changed, for the whole process (docs/decisions/0095).
+sslproto.SSLProtocol.max_size = ENCRYPTED_READ_BYTES
 
 
 class ClientServer(uvicorn.Server):
@@ -89,12 +90,13 @@ class ClientServer(uvicorn.Server):
 class Turns:
     """A line that lets a few pass in each turn of the event loop.
 
-    By turns the one that has waited for longest and the one that came last: a newcomer, a probe say, does not
-    wait for thousands that speak at once, and none of these waits for ever.
+    Passes go by turns to the one that has waited for longest and to the one that came last: a newcomer, a
+    probe say, does not wait for thousands that speak at once, and none of these waits for ever.
     """
 
     def __init__(self, num_in_a_turn: int) -> None:
         self._num_in_a_turn = num_in_a_turn
+        self._num_passed = 0
         self._line: deque[asyncio.Future[None]] = deque()
 
     async def wait(self) -> None:
@@ -109,9 +111,11 @@ class Turns:
     def _let_pass(self) -> None:
         num_left = self._num_in_a_turn
         while self._line and num_left:
-            passed = self._line.pop() if num_left % 2 else self._line.popleft()
+            # Counted over all turns of the loop: of a single pass in each, every other goes to the oldest.
+            passed = self._line.pop() if self._num_passed % 2 else self._line.popleft()
             if not passed.done():  # cancelled
                 passed.set_result(None)
+                self._num_passed += 1
                 num_left -= 1
         if self._line:
             asyncio.get_running_loop().call_soon(self._let_pass)

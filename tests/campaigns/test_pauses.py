@@ -12,11 +12,13 @@ import msgspec
 import pytest
 
 from bench.trace.trace_reading import TracedStep
+from campaigns.pauses.cli import PAGE_HEAD, page_table
 from campaigns.pauses.crowds import BODIES, CROWDED_BODIES, GRAMMARS, REPLIES
 from campaigns.pauses.neighbour import Counters, Meters, Neighbour, Pause, Readings
 from campaigns.pauses.places import longest_gap_s, place_of, steps_of_neighbour
 from campaigns.pauses.verdict import ALONE, Row, faults_of, why_not_judged
 
+ROOT = Path(__file__).resolve().parents[2]
 NOTHING = {name: 0.0 for name in Counters.__struct_fields__}
 
 
@@ -107,6 +109,13 @@ def test_where_the_stream_that_is_alone_pauses_nothing_is_judged() -> None:
     assert not why_not_judged({ALONE: QUIET})
     assert "60 ms" in why_not_judged({ALONE: row(pause(1.0, 0.06))})
     assert why_not_judged({ALONE: row()}), "nothing was read at all"
+
+
+def test_the_table_for_the_page_is_in_the_form_of_the_page() -> None:
+    table = page_table({ALONE: QUIET, "an echo": row(pause(1.0, 0.03, reader_waited_s=0.01))}, 0.5)
+    assert table == f"{PAGE_HEAD}\n| nobody | 4 | 89 | 90 | 10 |\n| an echo | 2 | 30 | 30 | 20 |"
+    page = (ROOT / "docs" / "security.md").read_text()
+    assert f"\n\n{PAGE_HEAD}\n| nobody | " in page
 
 
 def test_no_two_rows_have_one_name_and_each_large_body_comes_from_four_as_well() -> None:

@@ -17,6 +17,7 @@ from server.access.credentials import Credentials
 from server.access.tls import LiveTls
 from server.app import build_app
 from server.http.edge import Patience
+from server.sockets.accepting import ENCRYPTED_READ_BYTES
 from server.sockets.places import RESERVED_PLACES
 from tests.server.certificates import encrypted, needs_openssl, self_signed
 from tests.server.conftest import EDGE, Settings, eventually, serving
@@ -90,6 +91,29 @@ async def test_what_comes_in_the_same_breath_as_the_handshake_is_not_lost(engine
             async with asyncio.timeout(30):
                 assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
             writer.transport.abort()
+
+
+async def test_an_encrypted_connection_reads_into_a_buffer_as_small_as_we_ask_for(engine, pair):
+    """The size is an attribute of asyncio's protocol, which a later Python may name otherwise."""
+    sizes: list[int] = []
+
+    class NotedReads(ssl.SSLObject):
+        def read(self, len: int = 1024, buffer=None):
+            sizes.append(len)
+            return super().read(len, buffer)
+
+    context = LiveTls(files(pair)).context
+    context.sslobject_class = NotedReads
+    async with serving(build_app(engine, Settings()), context=context) as url:
+        address = urlsplit(url)
+        reader, writer = await asyncio.open_connection(address.hostname, address.port, ssl=trusting(pair))
+        writer.write(POST)
+        async with asyncio.timeout(30):
+            assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+        # The client's, of the same class.
+        assert len(writer.transport._ssl_protocol.get_buffer(-1)) == ENCRYPTED_READ_BYTES
+        writer.transport.abort()
+    assert set(sizes) == {ENCRYPTED_READ_BYTES}
 
 
 async def test_plain_http_on_the_port_ends_without_an_answer(engine, pair):

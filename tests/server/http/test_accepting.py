@@ -140,6 +140,18 @@ async def test_behind_a_crowd_both_the_newcomer_and_the_one_that_has_waited_long
     assert begun.index(5) < 20
 
 
+@pytest.mark.parametrize("num_in_a_turn", [1, 2, 3])
+async def test_the_first_of_a_line_begins_however_many_newcomers_each_turn_brings(num_in_a_turn: int) -> None:
+    turns = Turns(num_in_a_turn)
+    first = asyncio.create_task(turns.wait())
+    crowd = [asyncio.create_task(turns.wait()) for _ in range(10)]
+    for _ in range(10):
+        crowd += [asyncio.create_task(turns.wait()) for _ in range(num_in_a_turn)]
+        await asyncio.sleep(0)
+    assert first.done()
+    await asyncio.gather(*crowd)
+
+
 def hello(num_bytes: int, *, num_in_record: int | None = None) -> bytes:
     num_in_record = num_bytes + 4 if num_in_record is None else num_in_record
     head = b"\x16\x03\x01" + num_in_record.to_bytes(2) + b"\x01" + num_bytes.to_bytes(3)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import orjson
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -71,6 +72,7 @@ def new_stream(chunks: list[list[dict[str, Any]]], ends: list[dict[str, Any]]) -
 
 
 def check(events: list[dict[str, Any]], said: list[tuple[str, str]]) -> None:
+    events = orjson.loads(orjson.dumps(events))
     for event in events:
         ResponseEvent.model_validate(event, strict=True)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
