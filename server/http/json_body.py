@@ -8,6 +8,7 @@ Never: the number of bytes (body_limit.py), the meaning of fields (engine_reques
 import asyncio
 import json
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +37,10 @@ MAX_MEMBERS = 64 * 1024
 _MAX_NAMED_FAULTS = 1000
 """Faults of a body of which the first is named: the validator lists all for it, 65,000 of them in 0.15 s."""
 _MAX_LARGE_UNDER_WAY = 16
+_BREATH_S = 0.005
+"""Rest of the thread for large bodies behind each part of its work. Parser and validator hold the
+interpreter's lock for some 20 ms each, and the event loop, which gives the lock up with every call of the
+system, waited as long several times for one token. In a rest it has whole turns."""
 _large = ThreadPoolExecutor(1, thread_name_prefix="large-bodies")
 _num_large_under_way = 0
 
@@ -75,7 +80,7 @@ async def read_request(
     if len(raw) <= _INLINE_BYTES:
         parsed, num_unknown = reader.read(raw)
     else:
-        parsed, num_unknown = await _in_large_lane(lambda: reader.read(raw))
+        parsed, num_unknown = await _in_large_lane(lambda: reader.read(raw, _rest))
     if num_unknown:
         edge.metrics.unknown_fields.inc(num_unknown)
     return parsed
@@ -92,9 +97,20 @@ async def _in_large_lane(read: Callable[[], ReadT]) -> ReadT:
         )
     _num_large_under_way += 1
     try:
-        return await asyncio.get_running_loop().run_in_executor(_large, read)
+        return await asyncio.get_running_loop().run_in_executor(_large, _then_rest, read)
     finally:
         _num_large_under_way -= 1
+
+
+def _then_rest(read: Callable[[], ReadT]) -> ReadT:
+    try:
+        return read()
+    finally:
+        _rest()
+
+
+def _rest() -> None:
+    time.sleep(_BREATH_S)
 
 
 def _check_media_type(content_types: Sequence[str]) -> None:
@@ -120,9 +136,10 @@ class _Reader(Generic[ModelT]):
     from_headers: Mapping[str, Any]
     unknown_fields: UnknownFields
 
-    def read(self, raw: bytes) -> tuple[ModelT, int]:
+    def read(self, raw: bytes, rest: Callable[[], None] = lambda: None) -> tuple[ModelT, int]:
         """Return the request, and the number of unknown fields at its top. Raises RequestRejected."""
         body = {**parse_object(raw), **self.from_headers}
+        rest()
         refuse_unsupported(body, self.refusals)
         # OpenAI's clients send null for what they do not ask for.
         known = {

@@ -16,6 +16,7 @@ from server.app import build_app
 from server.chat.chat_protocol import ChatCompletionRequest
 from server.completions.completion_protocol import CompletionRequest
 from server.http import json_body
+from server.http.edge import UnknownFields
 from server.http.endpoint import ErrorReplyBody
 from server.http.json_body import parse_object
 from tests.server.conftest import Settings, connect
@@ -484,3 +485,15 @@ async def test_of_many_large_bodies_some_are_sent_away_and_small_ones_are_read(m
     gate.set()
     results = await asyncio.gather(*waiting, return_exceptions=True)
     assert [type(result) for result in results] == [bool] * 16 + [Overloaded] * 4
+
+
+async def test_behind_each_part_of_a_large_body_the_event_loop_has_the_interpreter(monkeypatch) -> None:
+    rests = []
+    monkeypatch.setattr(json_body, "_rest", lambda: rests.append(threading.current_thread().name))
+    reader = json_body._Reader(
+        model=CompletionRequest, refusals={}, from_headers={}, unknown_fields=UnknownFields.IGNORE
+    )
+    raw = b'{"prompt": "' + b"x" * 100_000 + b'"}'
+    await json_body._in_large_lane(lambda: reader.read(raw, json_body._rest))
+    assert len(rests) == 2, "behind parsing, and behind all"
+    assert all(name.startswith("large-bodies") for name in rests)
