@@ -57,10 +57,11 @@ log = logging.getLogger(__name__)
 _TARGET_ITL_S = 0.2
 _TARGET_ITL_OF_SMALL_CHUNKS_S = 0.07
 
-_SCORED_PART = 8
-"""A token whose log-probability is reported costs an output layer, as much as several others."""
 # Instead of the shorter one while few are there: a prompt of usual length goes whole.
 _UNCROWDED_ITL_S = 0.5
+
+_SCORED_PART = 8
+"""A token whose log-probability is reported costs an output layer, as much as several others."""
 
 # As long as the dearest grammar that is accepted.
 _MAX_COMPILING_S = 0.05

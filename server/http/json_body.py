@@ -37,10 +37,11 @@ MAX_MEMBERS = 64 * 1024
 _MAX_NAMED_FAULTS = 1000
 """Faults of a body of which the first is named: the validator lists all for it, 65,000 of them in 0.15 s."""
 _MAX_LARGE_UNDER_WAY = 16
-_BREATH_S = 0.005
-"""Rest of the thread for large bodies behind each part of its work. Parser and validator hold the
-interpreter's lock for some 20 ms each, and the event loop, which gives the lock up with every call of the
-system, waited as long several times for one token. In a rest it has whole turns."""
+_LONGEST_REST_S = 0.005
+"""Most that the thread for large bodies rests behind each part of its work, for no longer than that took.
+Parser and validator hold the interpreter's lock for up to 20 ms each, and the event loop, which gives the
+lock up with every call of the system, waited as long several times for one token. In a rest it has whole
+turns."""
 _large = ThreadPoolExecutor(1, thread_name_prefix="large-bodies")
 _num_large_under_way = 0
 
@@ -80,13 +81,13 @@ async def read_request(
     if len(raw) <= _INLINE_BYTES:
         parsed, num_unknown = reader.read(raw)
     else:
-        parsed, num_unknown = await _in_large_lane(lambda: reader.read(raw, _rest))
+        parsed, num_unknown = await _in_large_lane(lambda rest: reader.read(raw, rest))
     if num_unknown:
         edge.metrics.unknown_fields.inc(num_unknown)
     return parsed
 
 
-async def _in_large_lane(read: Callable[[], ReadT]) -> ReadT:
+async def _in_large_lane(read: "Callable[[_Rest], ReadT]") -> ReadT:
     """Read a large body in the one thread for these. Raises Overloaded if too many wait; errors of `read`."""
     global _num_large_under_way
     if _num_large_under_way >= _MAX_LARGE_UNDER_WAY:
@@ -96,21 +97,29 @@ async def _in_large_lane(read: Callable[[], ReadT]) -> ReadT:
             reason=OverloadReason.TEXTS,
         )
     _num_large_under_way += 1
+    rest = _Rest()
     try:
-        return await asyncio.get_running_loop().run_in_executor(_large, _then_rest, read)
+        reading = asyncio.get_running_loop().run_in_executor(_large, rest.begin_with, read)
+        _large.submit(rest.take)  # behind it, so that its request does not wait for that
+        return await reading
     finally:
         _num_large_under_way -= 1
 
 
-def _then_rest(read: Callable[[], ReadT]) -> ReadT:
-    try:
-        return read()
-    finally:
-        _rest()
+class _Rest:
+    """Rests of the thread for large bodies, each as long as the part of the work before it."""
 
+    def __init__(self) -> None:
+        self._began_s = 0.0
+        """Time at which the present part of the work began."""
 
-def _rest() -> None:
-    time.sleep(_BREATH_S)
+    def begin_with(self, read: "Callable[[_Rest], ReadT]") -> ReadT:
+        self._began_s = time.perf_counter()
+        return read(self)
+
+    def take(self) -> None:
+        time.sleep(min(time.perf_counter() - self._began_s, _LONGEST_REST_S))
+        self._began_s = time.perf_counter()
 
 
 def _check_media_type(content_types: Sequence[str]) -> None:
@@ -136,10 +145,11 @@ class _Reader(Generic[ModelT]):
     from_headers: Mapping[str, Any]
     unknown_fields: UnknownFields
 
-    def read(self, raw: bytes, rest: Callable[[], None] = lambda: None) -> tuple[ModelT, int]:
+    def read(self, raw: bytes, rest: "_Rest | None" = None) -> tuple[ModelT, int]:
         """Return the request, and the number of unknown fields at its top. Raises RequestRejected."""
         body = {**parse_object(raw), **self.from_headers}
-        rest()
+        if rest is not None:
+            rest.take()
         refuse_unsupported(body, self.refusals)
         # OpenAI's clients send null for what they do not ask for.
         known = {

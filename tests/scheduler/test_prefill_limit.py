@@ -50,10 +50,11 @@ def test_without_a_limit_all_prompts_share_a_step(max_prefill_tokens: int) -> No
     assert shares(world.step()) == {1: 5, 2: 5, 3: 5}
 
 
-def test_a_prompt_whose_log_probabilities_are_reported_gets_few_tokens_of_a_step_unless_it_is_alone() -> None:
+def test_beside_a_reply_a_prompt_whose_log_probabilities_are_reported_gets_few_tokens_of_a_step() -> None:
     world = World(small_config(num_blocks=64, max_scored_tokens=3))
     world.add(make_sequence(1, prompt(8, 1), max_tokens=9, num_prompt_logprobs=2))
-    assert shares(world.step()) == {1: 8}, "alone"
+    world.add(make_sequence(4, prompt(8, 4), max_tokens=1, num_prompt_logprobs=2))
+    assert shares(world.step()) == {1: 8, 4: 8}, "nobody waits for a token"
     world.add(make_sequence(2, prompt(8, 2), max_tokens=9, num_prompt_logprobs=2))
     world.add(make_sequence(3, prompt(8, 3), max_tokens=9))
     assert shares(world.step()) == {1: 1, 2: 3, 3: 8}
