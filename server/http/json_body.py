@@ -38,9 +38,9 @@ _MAX_NAMED_FAULTS = 1000
 """Faults of a body of which the first is named: the validator lists all for it, 65,000 of them in 0.15 s."""
 _MAX_LARGE_UNDER_WAY = 16
 _LONGEST_REST_S = 0.005
-"""Most that the thread for large bodies rests behind each part of its work, for no longer than that took.
-Parser and validator hold the interpreter's lock for up to 20 ms each, and the event loop, which gives the
-lock up with every call of the system, waited as long several times for one token. In a rest it has whole
+"""Most that the thread for large bodies rests behind each part of its work on a body, for no longer than that
+took. Parser and validator hold the interpreter's lock for up to 20 ms each, and the event loop, which gives
+the lock up with every call of the system, waited as long several times for one token. In a rest it has whole
 turns."""
 _large = ThreadPoolExecutor(1, thread_name_prefix="large-bodies")
 _num_large_under_way = 0
@@ -97,29 +97,28 @@ async def _in_large_lane(read: "Callable[[_Rest], ReadT]") -> ReadT:
             reason=OverloadReason.TEXTS,
         )
     _num_large_under_way += 1
-    rest = _Rest()
     try:
-        reading = asyncio.get_running_loop().run_in_executor(_large, rest.begin_with, read)
-        _large.submit(rest.take)  # behind it, so that its request does not wait for that
-        return await reading
+        return await asyncio.get_running_loop().run_in_executor(_large, _Rest().between, read)
     finally:
         _num_large_under_way -= 1
 
 
 class _Rest:
-    """Rests of the thread for large bodies, each as long as the part of the work before it."""
+    """Rests of the thread for large bodies, as long as the work on a body until then, within a bound."""
 
     def __init__(self) -> None:
         self._began_s = 0.0
-        """Time at which the present part of the work began."""
 
-    def begin_with(self, read: "Callable[[_Rest], ReadT]") -> ReadT:
+    def between(self, read: "Callable[[_Rest], ReadT]") -> ReadT:
+        """Read a body and rest behind it, before its request goes on in the event loop."""
         self._began_s = time.perf_counter()
-        return read(self)
+        try:
+            return read(self)
+        finally:
+            self.take()
 
     def take(self) -> None:
         time.sleep(min(time.perf_counter() - self._began_s, _LONGEST_REST_S))
-        self._began_s = time.perf_counter()
 
 
 def _check_media_type(content_types: Sequence[str]) -> None:
