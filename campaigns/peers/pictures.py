@@ -1,4 +1,4 @@
-"""Pictures of the comparison, with a bar for each peer.
+"""Pictures of the comparison: a bar for each peer's rate, and a mark for each of its waits.
 
 Owns: the layout. Never: the numbers (results.py).
 """
@@ -16,9 +16,7 @@ _LEFT, _TOP, _BAR, _GAP, _WIDTH, _RIGHT = 130, 44, 18, 68, 520, 90
 
 def draw_rates(setting: Setting, workloads: Sequence[Workload], rows: Sequence[Row]) -> Canvas:
     """Output tokens per second in closed loops; each has its own axis, to the fastest or the floor."""
-    closed = [workload for workload in workloads if workload.share is None]
-    groups = [(workload, [row for row in rows if row.workload == workload.name]) for workload in closed]
-    groups = [(workload, of_workload) for workload, of_workload in groups if of_workload]
+    groups = _groups([workload for workload in workloads if workload.share is None], rows)
     height = _TOP + sum(len(of_workload) * _BAR + _GAP for _, of_workload in groups)
     peers = list(dict.fromkeys(row.peer for row in rows))
     canvas = Canvas(_LEFT + _WIDTH + _RIGHT, height, title="Output tokens per second of each server")
@@ -41,6 +39,12 @@ def draw_rates(setting: Setting, workloads: Sequence[Workload], rows: Sequence[R
         canvas.polyline([(at, top - len(of_workload) * _BAR), (at, top)], INK, 2)
         top += _GAP - 12
     return canvas
+
+
+def _groups(workloads: Sequence[Workload], rows: Sequence[Row]) -> list[tuple[Workload, list[Row]]]:
+    """Rows of each workload that has some."""
+    groups = [(workload, [row for row in rows if row.workload == workload.name]) for workload in workloads]
+    return [group for group in groups if group[1]]
 
 
 def _draw_axis(
@@ -73,8 +77,7 @@ def draw_waits(setting: Setting, workloads: Sequence[Workload], rows: Sequence[R
 
     Marks and no bars: a logarithmic axis begins anywhere.
     """
-    groups = [(workload, [row for row in rows if row.workload == workload.name]) for workload in workloads]
-    groups = [(workload, of_workload) for workload, of_workload in groups if of_workload]
+    groups = _groups(workloads, rows)
     bottom = _TOP + sum(len(of_workload) * _BAR + _GROUP for _, of_workload in groups)
     width = _LEFT + 2 * _PANEL + _PANEL_GAP + _RIGHT
     canvas = Canvas(width, bottom + 40, title="First tokens and times between tokens of each server")
