@@ -277,7 +277,7 @@ class CudaDevice:
 
     def __init__(self, config: WorkerConfig, torch_device: torch.device) -> None:
         self.torch_device = torch_device
-        self._graph_pool: Any = None
+        self._pool_keeper: torch.cuda.CUDAGraph | None = None
         self._utilization = config.gpu_memory_utilization
         self.make_current()
 
@@ -317,8 +317,14 @@ class CudaDevice:
         return _CudaEvent(torch.cuda.current_stream(self.torch_device))
 
     def capture(self, work: Callable[[], None]) -> Graph:
-        if self._graph_pool is None:
-            self._graph_pool = torch.cuda.graph_pool_handle()
+        if self._pool_keeper is None:
+            # torch takes no pool again that all graphs have left, if something in it is still held, as the
+            # memory that cuBLAS works in is. So one graph stays for ever.
+            number = self.zeros(1, torch.int32)
+            self._pool_keeper = self._capture(lambda: number.fill_(0), pool=None)
+        return self._capture(work, pool=self._pool_keeper.pool())
+
+    def _capture(self, work: Callable[[], object], *, pool: Any) -> torch.cuda.CUDAGraph:
         with _refusing_to_wait():
             work()
         torch.cuda.synchronize(self.torch_device)
@@ -328,7 +334,7 @@ class CudaDevice:
             # What another thread asks of the device meanwhile is neither recorded nor refused.
             with (
                 torch.cuda.stream(torch.cuda.current_stream(self.torch_device)),
-                torch.cuda.graph(graph, pool=self._graph_pool, capture_error_mode="thread_local"),
+                torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
             ):
                 work()
             graph.replay()

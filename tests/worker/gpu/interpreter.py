@@ -22,7 +22,10 @@ from worker.gpu.kernels import dependent_launch
 @cache
 def mend_interpreter() -> None:
     """Once for a process."""
-    _patch_once()
+    if triton.__version__.startswith("3.6."):
+        _make_numbers_of_scalars()
+    else:
+        _patch_once()
     _read_signatures_once()
     _leave_tensors_where_they_are()
     _leave_out_overflows()
@@ -30,8 +33,6 @@ def mend_interpreter() -> None:
     _let_nothing_wait()
     _make_block_types_once()
     _leave_equal_shapes()
-    if triton.__version__.startswith("3.6."):
-        _make_numbers_of_scalars()
 
 
 def _let_nothing_wait() -> None:
@@ -144,7 +145,7 @@ def _patch_once() -> None:
     """Replace triton.language by the interpreter's functions once, for all that is interpreted.
 
     The interpreter does it again in every launch and every call of a device function, by a search through all
-    members of the module: a third of the time of a small kernel.
+    members of the module: a third of the time of a small kernel. With Triton 3.6 results are wrong then.
     """
     if not hasattr(interpreter, "_LangPatchScope"):
         return  # another release does it in another way

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Hashable
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -37,6 +38,8 @@ class LazyDriver:
         self.num_pools = 0
         self.captures: dict[int, Capture] = {}
         """Captures by the stream that is captured."""
+        self._graphs: dict[Hashable, WeakSet[_GraphBase]] = {}
+        """Graphs by their pool, as long as somebody holds them."""
         self._thread = threading.local()
 
     @property
@@ -138,9 +141,14 @@ class LazyDriver:
         self.num_pools += 1
         return (0, self.num_pools)
 
-    def begin_capture(self, pool: Hashable) -> "Capture":
+    def begin_capture(self, pool: Hashable, graph: "_GraphBase") -> "Capture":
         """On the current stream."""
         self._clear_abandoned()
+        graphs = self._graphs.setdefault(pool, WeakSet([graph]))
+        if not graphs:
+            # So says torch, where something in the pool is still held. Here nobody asks what is.
+            raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED: all graphs have left this pool")
+        graphs.add(graph)
         capture = self.captures[self.stream_id] = Capture(self.memory.free_in(pool), pool)
         return capture
 
@@ -298,7 +306,7 @@ class _GraphBase:
         if self.driver.stream_id == 0:
             raise RuntimeError("CUDA graphs must be captured on a non-default stream")
         self._stream_id = self.driver.stream_id
-        self._capture = self.driver.begin_capture(pool or self.driver.new_pool())
+        self._capture = self.driver.begin_capture(pool or self.driver.new_pool(), self)
 
     def capture_end(self) -> None:
         capture = self.driver.end_capture(self._stream_id)

@@ -281,15 +281,17 @@ class FakeCuda:
             "Stream": lambda _: None,
             "current_stream": lambda _: "compute",
             "stream": self._stream,
-            "graph_pool_handle": lambda: "pool",
             "synchronize": lambda _: log.append("wait"),
             "set_sync_debug_mode": self._set_mode,
-            "CUDAGraph": lambda: SimpleNamespace(replay=self.replay),
+            "CUDAGraph": lambda: SimpleNamespace(replay=self.replay, pool=lambda: "pool"),
             "graph": Capture,
         }
         for name, fake in fakes.items():
             monkeypatch.setattr(torch.cuda, name, fake)
+        monkeypatch.setattr(CudaDevice, "zeros", lambda *_: torch.zeros(1))
         self.gpu = CudaDevice(WorkerConfig(model_path=""), torch.device("cuda:0"))
+        self.gpu.capture(lambda: None)  # the first time, the pool is opened too
+        log.clear()
 
     @contextmanager
     def _stream(self, stream: str) -> Iterator[None]:

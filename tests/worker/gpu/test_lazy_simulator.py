@@ -185,6 +185,21 @@ def test_a_capture_permits_nothing_that_waits(cuda: LazyCuda, wait: Callable[[Te
     assert number.tolist() == [1.0]
 
 
+def test_graphs_are_captured_when_all_before_them_are_gone(device: Device) -> None:
+    """Trials leave none: torch would not take their pool again."""
+    number = device.zeros(1, torch.float32)
+    for _ in range(2):
+        graph = device.capture(lambda: number.add_(1))
+        del graph
+    device.wait()
+    assert number.tolist() == [4.0], "each time tried, and replayed"
+    alone = torch.cuda.graph_pool_handle()
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), pool=alone):
+        number.add_(1)
+    with pytest.raises(RuntimeError, match="all graphs have left"):
+        torch.cuda.graph(torch.cuda.CUDAGraph(), pool=alone).__enter__()
+
+
 @pytest.mark.parametrize("wait", [lambda tensor: float(tensor), lambda tensor: tensor.to("cpu")])
 def test_what_waits_unasked_is_told_of_on_demand(cuda: LazyCuda, wait: Callable[[Tensor], object]) -> None:
     number = on_device(1.0)

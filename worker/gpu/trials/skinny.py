@@ -30,7 +30,7 @@ from worker.gpu.kernels.skinny_products import (
     choose_skinny_tiles,
     multiply_skinny,
 )
-from worker.gpu_quantized.code_products import without_codes
+from worker.gpu_quantized.code_products import CodeProduct, without_codes
 from worker.model.layer_parts import GateActivation
 from worker.model.linear import Linear, PlainWeight
 
@@ -64,6 +64,11 @@ class FoldedProduct:
         self._is_wrapped = False
 
     @property
+    def by_codes(self) -> CodeProduct | None:
+        """The product of the weight alone, where it is one of codes."""
+        return self._product if isinstance(self._product, CodeProduct) else None
+
+    @property
     def is_added(self) -> bool:
         """Whether the product goes to the residual, and not to a tensor of its own."""
         return self._folds.is_added
@@ -84,8 +89,11 @@ class FoldedProduct:
             self._product.multiply_and_add(residual_TN, x_TK, self._folds.multiplier)
 
     @cached_property
-    def _kernel_folds(self) -> Folds:
-        """Give the norm's weight in the rows' dtype, where that is exact: it takes half the instructions."""
+    def kernel_folds(self) -> Folds:
+        """Give the norm's weight in the rows' dtype, where that is exact: it takes half the instructions.
+
+        The first time this waits for the device.
+        """
         norm = self._folds.norm
         if norm is None:
             return self._folds
@@ -104,7 +112,7 @@ class FoldedProduct:
             x_TK.contiguous(),
             linear.weight.numbers_NK,
             linear.bias_N,
-            self._kernel_folds,
+            self.kernel_folds,
             skinny.tiles,
             out_TN=out_TN,
             arrivals=skinny.arrivals,
@@ -200,6 +208,8 @@ def _choose(alike: list[FoldedProduct], device: Device) -> None:
     num_counters = alike[0].examples(1)[1].shape[1]  # more than there are tiles of outputs
     arrivals = device.zeros(num_counters, torch.int32)
     taken, words = set[int](), []
+    for product in alike:
+        _ = product.kernel_folds  # a graph must not wait for it, nor keep it
     for size in _SIZES:
         ours = _Skinny(tiles, arrivals, frozenset({size}))
         seconds_plain = _time(alike, size, None, device)
