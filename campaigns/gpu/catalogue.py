@@ -3,10 +3,10 @@
 Owns: names, limits of time, and what each part cannot do without.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _TORCH = ("torch", "numpy")
-_WORKER = (*_TORCH, "transformers", "triton", "safetensors")
+_WORKER = (*_TORCH, "transformers", "triton", "safetensors", "msgspec")
 _SERVER = (
     *_WORKER,
     *("fastapi", "starlette", "uvicorn", "pydantic", "msgspec", "zmq", "orjson", "jinja2", "tokenizers"),
@@ -30,6 +30,8 @@ class Part:
     """With the longest context of the shape, as a server has it that is told nothing else."""
     least_s: float = 1.0
     """With less time left it is not begun."""
+    options: dict[str, str] = field(default_factory=dict)
+    """Further options of the worker, as its configuration names them."""
 
 
 PARTS = (
@@ -135,6 +137,42 @@ PARTS = (
         limit_s=150,
         least_s=30,
         needs=_WORKER,
+    ),
+    Part(
+        name="codes",
+        title="Products by codes beside cuBLAS",
+        module="campaigns.gpu.tune.codes",
+        limit_s=90,
+        least_s=20,
+        needs=_WORKER,
+    ),
+    Part(
+        name="tokens-quantized",
+        title="The same tokens by quantized weights and caches",
+        module="campaigns.gpu.tokens_quantized",
+        limit_s=120,
+        least_s=20,
+        needs=_WORKER,
+    ),
+    Part(
+        name="steps-llama-3.1-8b-int4",
+        title="Steps of Llama-3.1-8B's shape in 4 bits",
+        module="campaigns.gpu.steps",
+        limit_s=145,
+        least_s=60,
+        needs=_WORKER,
+        shape="llama-3.1-8b",
+        options={"quantization": "int4"},
+    ),
+    Part(
+        name="steps-llama-3.1-8b-fp8",
+        title="Steps of Llama-3.1-8B's shape in FP8, keys and values too",
+        module="campaigns.gpu.steps",
+        limit_s=145,
+        least_s=60,
+        needs=_WORKER,
+        shape="llama-3.1-8b",
+        options={"quantization": "fp8", "activations": "fp8", "kv_cache_dtype": "fp8"},
     ),
     Part(
         name="pool",

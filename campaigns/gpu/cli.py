@@ -8,6 +8,7 @@ import argparse
 import importlib
 import importlib.util
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from campaigns.gpu.catalogue import BY_NAME, PARTS, Part
@@ -45,6 +46,8 @@ class Settings:
     shape: str = ""
     has_own_context: bool = False
     scratch: Path | None = None
+    options: dict[str, str] = field(default_factory=dict)
+    """See Part."""
 
     @property
     def checkpoints(self) -> Path:
@@ -92,6 +95,7 @@ def main(argv: Sequence[str]) -> int:
             shape=part.shape,
             has_own_context=part.has_own_context,
             scratch=options.scratch,
+            options=part.options,
         )
         return _run_inside(part, settings, Record(options.out, part.name + options.suffix))
     names = options.parts.split(",")
@@ -105,6 +109,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _run_inside(part: Part, settings: Settings, record: Record) -> int:
     """In the part's own process. Its last words name the error, and the last of our kernels before it."""
+    logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d ms %(name)s: %(message)s")
     last_launch = LastLaunch()
     try:
         importlib.import_module(part.module).run(record, settings)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 _NUM_RANDOM = 1 << 24
 _SCALE = 0.02
 _ONE_IN_BF16 = 0x3F80
+_EMBEDDING = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,9 @@ class Shape:
     """Its own context window."""
     scale: float = _SCALE
     """Standard deviation of the weights. Larger in the smallest: the two best tokens are well apart."""
+    embedding_scale: float | None = None
+    """That of the embedding, if it is another. Where it is large beside what layers add, rounded weights give
+    nearly the same logits, as they do in trained models; else layers amplify any error to the size of all."""
 
 
 SHAPES = {
@@ -76,6 +80,8 @@ SHAPES = {
         has_head_norms=False,
         is_tied=False,
         longest=131_072,
+        scale=0.005,
+        embedding_scale=1.0,
     ),
     "small": Shape(
         model_type="qwen3",
@@ -132,6 +138,8 @@ def write_checkpoint(name: str, folder: Path) -> Path:
         for number, (tensor, size) in enumerate(tensors.items()):
             if tensor.endswith(("norm.weight", "layernorm.weight")):
                 file.write(np.full(math.prod(size), _ONE_IN_BF16, np.uint16).tobytes())
+            elif tensor == _EMBEDDING and shape.embedding_scale is not None:
+                _write_piece(file, _random_bf16(shape.embedding_scale), start=0, count=math.prod(size))
             else:
                 _write_piece(file, numbers, start=number * 7919, count=math.prod(size))
     return folder
@@ -176,7 +184,7 @@ def _tensors(shape: Shape) -> list[tuple[str, list[int]]]:
         shape.num_attention_heads * shape.head_dim,
         shape.num_key_value_heads * shape.head_dim,
     )
-    tensors = [("model.embed_tokens.weight", [shape.vocab_size, hidden]), ("model.norm.weight", [hidden])]
+    tensors = [(_EMBEDDING, [shape.vocab_size, hidden]), ("model.norm.weight", [hidden])]
     if not shape.is_tied:
         tensors.append(("lm_head.weight", [shape.vocab_size, hidden]))
     for layer in range(shape.num_hidden_layers):

@@ -58,6 +58,7 @@ class Bench:
         self._record = record
         self._shape = shape
         self._is_smoke = settings.is_smoke
+        self._options = settings.options
         self._context = 12 if settings.is_smoke else _CONTEXT
         self._has_own_context = settings.has_own_context
         batches = (1, 32, 64, 128, 256, 512) if settings.has_own_context else (1, 8, 16, 64, 256)
@@ -82,6 +83,7 @@ class Bench:
         settings: dict[str, Any] = {"max_num_seqs": most, "max_model_len": longest}
         if self._is_smoke:
             settings |= {"dtype": "float32", "num_blocks": 32, "block_size": 8}
+        settings |= self._options
         settings["max_num_batched_tokens"] = self._most_tokens
         settings["swap_space_bytes"] = _SWAP_BYTES >> 14 if self._is_smoke else _SWAP_BYTES
         return open_worker(folder, target, **settings)
@@ -225,8 +227,18 @@ class Bench:
     def _floor_s(self, batch: int) -> float | None:
         if self._bandwidth is None:
             return None
-        num_bytes = self._bytes.weights + batch * self._context * self._bytes.kv_per_token
+        kv_per_token = self._bytes.kv_per_token
+        if self._options.get("kv_cache_dtype") == "fp8":
+            kv_per_token //= 2
+        num_bytes = self._weight_bytes() + batch * self._context * kv_per_token
         return float(num_bytes / self._bandwidth)
+
+    def _weight_bytes(self) -> int:
+        """Bytes that a step reads: of a table of its own for inputs it reads a few rows."""
+        if not self._options:
+            return self._bytes.weights
+        shape = SHAPES[self._shape]
+        return self._facts.weight_bytes - (0 if shape.is_tied else 2 * shape.vocab_size * shape.hidden_size)
 
     def _flops_per_token(self) -> int:
         """Two for each weight of the layers: as many as they have bytes. Only last tokens go further."""
@@ -234,7 +246,7 @@ class Bench:
         return self._bytes.weights - 2 * shape.vocab_size * shape.hidden_size
 
     def _goal_of(self, goal: tuple[str, str] | None) -> str:
-        return "-" if goal is None else goal[self._is_h200]
+        return "-" if goal is None or self._options else goal[self._is_h200]
 
     def close(self) -> None:
         self._worker.close()

@@ -42,29 +42,37 @@ class Workload:
 
 def run(record: Record, settings: "Settings") -> None:
     """Raises TokensDiffer."""
-    workload = _smoke_workload() if settings.is_smoke else _workload()
+    workload = chosen_workload(settings)
     table = record.table("Ways", "Format", "Way", "Sequences alike", "Tokens alike", "Preempted", "Swapped")
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = write_checkpoint("tiny" if settings.is_smoke else "small", Path(folder))
-        is_alike = _compare(table, workload, checkpoint, settings.target, "float32")
+        is_alike = compare(table, workload, checkpoint, settings.target, "float32")
         if not settings.is_smoke:
-            _compare(table, workload, checkpoint, settings.target, "bfloat16")
+            compare(table, workload, checkpoint, settings.target, "bfloat16")
     record.figure("is_alike", is_alike)
     if not is_alike:
         raise TokensDiffer("some ways draw other tokens in float32")
 
 
-def _compare(table: Table, workload: Workload, checkpoint: Path, target: str, dtype: str) -> bool:
+def chosen_workload(settings: "Settings") -> Workload:
+    return _smoke_workload() if settings.is_smoke else _workload()
+
+
+def compare(
+    table: Table, workload: Workload, checkpoint: Path, target: str, dtype: str, **options: str
+) -> bool:
     """Whether all ways draw the tokens of the first: each prompt alone, step by step, kernel by kernel."""
-    eager, facts = open_worker(checkpoint, target, dtype=dtype, enforce_eager=True, **workload.worker)
+    settings = {**workload.worker, **options}
+    eager, facts = open_worker(checkpoint, target, dtype=dtype, enforce_eager=True, **settings)
     expected: list[list[int]] = []
     for prompt in workload.prompts:
         expected += _served(eager, facts, [prompt], workload.max_tokens, max_plans_in_flight=1)[0]
     is_alike = True
-    is_alike &= _try_ways(table, "kernel by kernel", (eager, facts), workload, expected)
+    told = " ".join(["", *options.values()])
+    is_alike &= _try_ways(table, f"kernel by kernel{told}", (eager, facts), workload, expected)
     eager.close()
-    graphs, facts = open_worker(checkpoint, target, dtype=dtype, **workload.worker)
-    is_alike &= _try_ways(table, "graphs", (graphs, facts), workload, expected)
+    graphs, facts = open_worker(checkpoint, target, dtype=dtype, **settings)
+    is_alike &= _try_ways(table, f"graphs{told}", (graphs, facts), workload, expected)
     graphs.close()
     return is_alike
 

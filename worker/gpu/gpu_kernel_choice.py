@@ -26,6 +26,7 @@ from worker.model.quantization import (
     refuse_rows,
     rounding_of,
 )
+from worker.model.quantized_layers import QuantizedLinear
 from worker.model.toolkit import Toolkit
 from worker.progress import LoadStage
 from worker.worker_config import WorkerConfig
@@ -169,8 +170,17 @@ def reserve(
     attention = ATTENTION_BACKENDS[config.attention_backend]
     attention_bytes = 0 if attention.find_obstacle() else attention.num_bytes
     buffer_bytes = StepBuffers.num_bytes(limits) + logits_bytes + count_bytes + _SAMPLER_BYTES
-    buffer_bytes += tables_bytes + attention_bytes
+    buffer_bytes += tables_bytes + attention_bytes + _numbers_bytes(config, model, dtype)
     return Reserve(num_graphs, buffer_bytes)
+
+
+def _numbers_bytes(config: WorkerConfig, model: torch.nn.Module, dtype: torch.dtype) -> int:
+    """Measure the numbers that a product of many rows makes of its codes: in graphs, and beside them."""
+    linears = [each for each in model.modules() if isinstance(each, torch.nn.Linear | QuantizedLinear)]
+    has_codes = config.quantization != "none" or any(isinstance(each, QuantizedLinear) for each in linears)
+    most = max((each.in_features * each.out_features for each in linears), default=0)
+    # A layer's gates and ups, or queries, keys and values, are one product.
+    return 2 * 2 * most * dtype.itemsize if has_codes else 0
 
 
 def _refuse_quantization(config: WorkerConfig) -> None:

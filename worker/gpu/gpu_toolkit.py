@@ -17,12 +17,13 @@ from worker.devices.visiting import staying_on
 from worker.gpu.gpu_attention import DEFAULT_BACKEND, PagedAttention, choose_attention
 from worker.gpu.gpu_products import TAKEN, product_of
 from worker.gpu.kernels.expert_products import route
+from worker.gpu.trials.many_rows import choose_many_rows
 from worker.gpu.trials.skinny import choose_products
 from worker.gpu.trials.triton_frame import replace_frame
 from worker.gpu.triton_experts import TritonExperts
 from worker.gpu.triton_layer import TritonLayer
 from worker.gpu_quantized.code_experts import CodeExperts
-from worker.gpu_quantized.code_modules import replace_code_modules
+from worker.gpu_quantized.code_modules import CodeLinear, replace_code_modules
 from worker.gpu_quantized.code_proof import prove_products
 from worker.gpu_quantized.float8_products import with_float8_rows
 from worker.model.layer_call import LayerCall
@@ -100,10 +101,13 @@ class GpuToolkit:
             model.to(self._device.torch_device)  # the rest, which each rank has whole
         replace_code_modules(model, self._rounding.head)
         replace_frame(model, TAKEN, max_model_len)
-        if self._max_adapters:
-            return replaced  # products with updates fold nothing
         layers = [module for module in model.modules() if isinstance(module, TritonLayer)]
-        choose_products([product for layer in layers for product in layer.products], self._device)
+        products = [product for layer in layers for product in layer.products]
+        of_codes = [product.by_codes for product in products]
+        of_codes += [module.product for module in model.modules() if isinstance(module, CodeLinear)]
+        choose_many_rows((each for each in of_codes if each is not None), self._device, model.dtype)
+        if not self._max_adapters:  # products with updates fold nothing
+            choose_products(products, self._device)
         return replaced
 
     def _own_experts(self, experts: ExpertLinears) -> nn.Module:

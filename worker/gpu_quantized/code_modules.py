@@ -20,7 +20,7 @@ class CodeLinear(nn.Module):
 
     def __init__(self, linear: Linear) -> None:
         super().__init__()
-        self._product, self._sizes = CodeProduct(linear), without_codes(linear)
+        self.product, self._sizes = CodeProduct(linear), without_codes(linear)
 
     def as_linear(self) -> Linear:
         """Return the layer's sizes, for adapters; its codes are the product's."""
@@ -28,7 +28,7 @@ class CodeLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply [..., K] to [..., N]."""
-        return self._product.multiply(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+        return self.product.multiply(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
 
 
 class CodeEmbedding(nn.Module):

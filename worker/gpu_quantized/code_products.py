@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 import triton
 from torch import Tensor
+from torch.nn.functional import linear as linear_of_torch
 from torch.nn.functional import pad
 
 from worker.gpu_quantized.kernels.code_kernels import (
@@ -23,6 +24,7 @@ from worker.gpu_quantized.kernels.code_kernels import (
     NIBBLES_IN_ORDER,
     add_parts_kernel,
     multiply_codes_kernel,
+    write_numbers_kernel,
 )
 from worker.model.linear import Linear, PlainWeight, Weight
 from worker.model.quantization import Int8Weight
@@ -35,6 +37,7 @@ _PROGRAMS = 256
 """Programs that keep a large GPU busy; an estimate."""
 _FEWEST_TILES_OF_A_SPLIT = 4
 _ADDED_AT_ONCE = 1024
+_WRITTEN_OUTPUTS = 32
 
 
 class CodeTiles(NamedTuple):
@@ -122,6 +125,19 @@ class CodeWeights:
             self.offsets_EGN = _smallest(torch.stack([each.T for each in offsets if each is not None]))
         self.permutation_K = first.permutation_K
 
+    def numbers(self, dtype: torch.dtype) -> Tensor:
+        """Write the numbers [N, K] of the one weight, in the order of its codes."""
+        numbers_NK = torch.empty(
+            (self.num_outputs, self.num_inputs), dtype=dtype, device=self.codes_EB.device
+        )
+        write_numbers_kernel[(self.num_tiles, triton.cdiv(self.num_outputs, _WRITTEN_OUTPUTS))](
+            self.codes_EB, self.table, self.scales_EGN, self.offsets_EGN, numbers_NK,
+            self.num_outputs, self.num_inputs, self.scales_EGN.shape[1], self.codes_EB.shape[-1],
+            CODES=self.kind, FIRST=self.first, GROUP=self.group_size, OUTPUTS=_WRITTEN_OUTPUTS,
+            INPUTS=self.inputs, num_warps=4,
+        )  # fmt: skip
+        return numbers_NK
+
     def _in_tiles(self, weight: GroupedWeight) -> Tensor:
         if weight.codes.dtype is not torch.uint8:
             return weight.codes.view(torch.uint8).contiguous()
@@ -180,11 +196,19 @@ class CodeProduct:
     def __init__(self, linear: Linear) -> None:
         self._weights = CodeWeights([grouped(linear.weight)])
         self._bias_N = linear.bias_N
-        self.num_outputs = linear.num_outputs
+        self.num_outputs, self.num_inputs = linear.num_outputs, linear.num_inputs
+        self._described = f"{self.num_outputs} x {self.num_inputs} in {grouped(linear.weight).kind}"
+        self.fewest_by_numbers: int | None = None
+        """Rows from which on the codes' numbers are written, rounded to the rows' dtype, and multiplied by
+        cuBLAS. None: never."""
 
     @property
     def has_bias(self) -> bool:
         return self._bias_N is not None
+
+    def describe(self) -> str:
+        """Name sizes and format for a person; products that are named alike take the same time."""
+        return self._described
 
     @property
     def float8_codes(self) -> Tensor:
@@ -197,14 +221,40 @@ class CodeProduct:
 
     def multiply_to(self, x_TK: Tensor, dtype: torch.dtype) -> Tensor:
         """Return [T, N] in another dtype, which its float32 sums are rounded to once."""
+        if dtype is x_TK.dtype and self._multiplies_numbers(x_TK):
+            return self.multiply_by_numbers(x_TK)
         out_TN = torch.empty((len(x_TK), self.num_outputs), dtype=dtype, device=x_TK.device)
         self._launch(x_TK, out_TN, None)
         return out_TN
+
+    def multiply_by_numbers(self, x_TK: Tensor) -> Tensor:
+        """Return [T, N], with the bias, by numbers in the dtype of the rows."""
+        return linear_of_torch(self._ordered(x_TK), self._weights.numbers(x_TK.dtype), self._bias_N)
+
+    def numbers(self, dtype: torch.dtype) -> Tensor:
+        """Write the numbers [N, K] that the codes stand for, in the order of the inputs."""
+        numbers_NK, permutation_K = self._weights.numbers(dtype), self._weights.permutation_K
+        if permutation_K is None:
+            return numbers_NK
+        ordered_NK = torch.empty_like(numbers_NK)
+        ordered_NK[:, permutation_K] = numbers_NK
+        return ordered_NK
+
+    def _multiplies_numbers(self, x_TK: Tensor) -> bool:
+        fewest = self.fewest_by_numbers
+        return fewest is not None and len(x_TK) >= fewest and x_TK.dtype is not torch.float32
+
+    def _ordered(self, x_TK: Tensor) -> Tensor:
+        permutation_K = self._weights.permutation_K
+        return x_TK if permutation_K is None else x_TK[:, permutation_K]
 
     def multiply_and_add(self, residual_TN: Tensor, x_TK: Tensor, multiplier: float) -> None:
         """Add the product, times `multiplier`, to the residual in place."""
         if self._bias_N is not None:
             residual_TN.add_(self.multiply(x_TK), alpha=multiplier)
+        elif self._multiplies_numbers(x_TK):
+            numbers_NK = self._weights.numbers(x_TK.dtype)
+            residual_TN.addmm_(self._ordered(x_TK), numbers_NK.t(), alpha=multiplier)
         else:
             self._launch(x_TK, residual_TN, multiplier)
 

@@ -98,6 +98,13 @@ def prove_product(name: str, weight: GroupedWeight, dtype: torch.dtype) -> None:
                 f"the kernels do not multiply exactly by {name} ({weight.kind}, error {error:.1e})",
                 fix="start with --gpu-kernels off, and report it",
             )
+    # The same of the numbers that are written for many rows; in the dtype of the rows they are rounded once.
+    written_NK = product.numbers(torch.float32).double()
+    if not torch.allclose(written_NK, numbers_NK, rtol=_TOLERANCE, atol=0.0):
+        raise StartupError(
+            f"the kernels do not write the numbers of {name} exactly ({weight.kind})",
+            fix="start with --gpu-kernels off, and report it",
+        )
 
 
 def _random_rows(num_tokens: int, weight: GroupedWeight) -> Tensor:

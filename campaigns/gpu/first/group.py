@@ -24,7 +24,7 @@ UNUSABLE = 3
 """Exit status: an error has left the device unusable for this process."""
 _LONGEST_MESSAGE = 300
 
-KERNELS = ("layer", "attention", "sampling", "expert")
+KERNELS = ("layer", "attention", "sampling", "expert", "code")
 NAMES = (
     "device",
     *(f"{kind}-{dtype}" for kind in KERNELS for dtype in ("bfloat16", "float32")),

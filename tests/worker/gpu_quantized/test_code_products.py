@@ -71,6 +71,34 @@ def test_programs_that_share_the_inputs_have_the_same_sums(kind):
     assert error_of(found, x.double() @ weight.dequantized().double().T + bias.double()) < 1e-5
 
 
+@few
+@given(
+    st.sampled_from(KINDS), st.integers(1, 70), st.sampled_from([(48, 16), (160, 80), (512, 128), (256, 256)])
+)
+def test_numbers_that_are_written_are_those_of_the_codes(kind, num_outputs, sizes):
+    weight = random_weight(kind, num_outputs, *sizes)
+    order = torch.randperm(sizes[0], generator=torch.Generator().manual_seed(3))
+    for each in (weight, replace(weight, permutation_K=order)):
+        assert torch.equal(CodeProduct(Linear.of(each)).numbers(torch.float32), each.dequantized())
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_many_rows_are_multiplied_by_numbers_and_few_by_codes(has_bias, monkeypatch):
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(3))
+    weight = replace(random_weight("unsigned", 48, 64, 32), permutation_K=order)
+    product = CodeProduct(Linear.of(weight, torch.randn(48).half() if has_bias else None))
+    numbers = weight.dequantized(torch.float16).double()
+    product.fewest_by_numbers = 5
+    for num_rows in (4, 5):
+        x, residual = rows(num_rows, 64, torch.float16), rows(num_rows, 48, torch.float16)
+        expected = x.double() @ numbers.T + (product._bias_N.double() if has_bias else 0)
+        assert error_of(product.multiply(x), expected) < TOLERANCE[torch.float16]
+        found = residual.clone()
+        product.multiply_and_add(found, x, 0.5)
+        assert error_of(found, residual.double() + 0.5 * expected) < TOLERANCE[torch.float16]
+        monkeypatch.setattr(code_products, "launch", None)  # from here on, no row may meet the kernel
+
+
 @pytest.mark.parametrize("num_rows", [1, 17, 40, 70, 140])
 def test_every_choice_of_tiles_has_the_same_sums(num_rows):
     x, weight = rows(num_rows, 128, torch.float16), random_weight("unsigned", 130, 128, 64)

@@ -1,7 +1,7 @@
 """Products by weights that are codes with scales of groups, decoded in registers.
 
-Owns: two kernels: `multiply_codes_kernel` decodes and multiplies, `add_parts_kernel` adds what several
-programs have of the same outputs.
+Owns: three kernels: `multiply_codes_kernel` decodes and multiplies, `add_parts_kernel` adds what several
+programs have of the same outputs, `write_numbers_kernel` writes what codes stand for.
 Never: the choice of tiles or the order of codes in memory (code_products.py), or the router of experts.
 Source: mixed-precision products as in Marlin, arXiv:2408.11743, with the weight as the left factor: a tensor
 core then takes it from registers, where it was decoded. Unlike there, sums are scaled and not the weight, so
@@ -26,33 +26,52 @@ _FLOAT8 = tl.constexpr(FLOAT8)
 
 
 @triton.jit
-def _decode(raw, table_ptr, half: tl.constexpr, CODES: tl.constexpr, FIRST: tl.constexpr):
-    """Return the numbers of codes as float32."""
+def _decode(
+    raw, table_ptr, half: tl.constexpr, CODES: tl.constexpr, FIRST: tl.constexpr, DTYPE: tl.constexpr
+):  # fmt: skip
+    """Return the numbers of codes."""
     if CODES == _INT8:
-        return raw.to(tl.int8, bitcast=True).to(tl.float32)
+        return raw.to(tl.int8, bitcast=True).to(tl.float32).to(DTYPE)
     if CODES == _FLOAT8:
-        return raw.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        return raw.to(tl.float8e4nv, bitcast=True).to(tl.float32).to(DTYPE)
+    if (CODES == _IN_ORDER) and (tl.float32 != DTYPE):
+        # Behind the bits of 128, or of 1024 in float16, codes are what they are more than it: no conversion.
+        BITS: tl.constexpr = 0x4300 if tl.bfloat16 == DTYPE else 0x6400
+        BASE: tl.constexpr = (128.0 if tl.bfloat16 == DTYPE else 1024.0) - FIRST
+        bits = ((raw >> (4 * half)) & 15).to(tl.uint16) | BITS
+        return bits.to(DTYPE, bitcast=True) - BASE
     codes = (raw >> (4 * half)).to(tl.int32) & 15
     if CODES == _IN_ORDER:
-        return (codes + FIRST).to(tl.float32)
+        return (codes + FIRST).to(DTYPE)
     if CODES == _BY_TABLE:
-        return tl.load(table_ptr + codes)
+        return tl.load(table_ptr + codes).to(DTYPE)
     # Two bits of exponent and one of mantissa move to their places in a float; below 1 numbers are halves.
     size = codes & 7
     normal = ((size << 22) + (126 << 23)).to(tl.float32, bitcast=True)
     number = tl.where(size < 2, size.to(tl.float32) * 0.5, normal)
-    return tl.where(codes < 8, number, -number)
+    return tl.where(codes < 8, number, -number).to(DTYPE)
 
 
 @triton.jit
-def _scaled(sums, input_sums, scales_ptr, offsets_ptr, group, outputs, is_output, num_outputs):
-    """Return the sums of one group times its scales, less its offsets times the sums of inputs."""
+def _load_scales(
+    scales_ptr, offsets_ptr, first, outputs, is_output, num_outputs, num_groups, GROUP: tl.constexpr
+) -> tl.tuple:  # fmt: skip
+    """Load scales and offsets of the group of an input; beyond the last input, of the last group."""
+    group = 0 if GROUP == 0 else tl.minimum(first // GROUP, num_groups - 1)
     place = group * num_outputs + outputs
-    scale = tl.load(scales_ptr + place, mask=is_output, other=0.0).to(tl.float32)
-    scaled = sums * scale[:, None]
+    scales = tl.load(scales_ptr + place, mask=is_output, other=0.0).to(tl.float32)
+    offsets = scales  # nobody looks at these
     if offsets_ptr is not None:
-        offset = tl.load(offsets_ptr + place, mask=is_output, other=0.0).to(tl.float32)
-        scaled -= offset[:, None] * input_sums[None, :]
+        offsets = tl.load(offsets_ptr + place, mask=is_output, other=0.0).to(tl.float32)
+    return scales, offsets
+
+
+@triton.jit
+def _scaled(sums, input_sums, scales, offsets, HAS_OFFSETS: tl.constexpr):
+    """Return the sums of one group times its scales, less its offsets times the sums of inputs."""
+    scaled = sums * scales[:, None]
+    if HAS_OFFSETS:
+        scaled -= offsets[:, None] * input_sums[None, :]
     return scaled
 
 
@@ -90,29 +109,54 @@ def _multiply_tiles(
     """Return the scaled sums over some tiles of inputs: [OUTPUTS, TOKENS]. A GROUP of 0 is all inputs."""
     HALVES: tl.constexpr = 1 if CODES >= _INT8 else 2
     SHARES_GROUP: tl.constexpr = (HALVES == 1) or (GROUP == 0) or (GROUP % (2 * INPUTS) == 0)
+    HAS_OFFSETS: tl.constexpr = offsets_ptr is not None
     inputs = tl.arange(0, INPUTS)
     totals = tl.zeros([OUTPUTS, TOKENS], tl.float32)
     sums = tl.zeros([OUTPUTS, TOKENS], tl.float32)
     input_sums = tl.zeros([TOKENS], tl.float32)
+    # Scales are on their way a tile ahead: a product that is done would wait for them once for each group.
+    first = first_tile * HALVES * INPUTS
+    scales, offsets = _load_scales(
+        scales_ptr, offsets_ptr, first, outputs, is_output, num_outputs, num_groups, GROUP
+    )
+    upper_scales, upper_offsets = scales, offsets
+    if not SHARES_GROUP:
+        upper_scales, upper_offsets = _load_scales(
+            scales_ptr, offsets_ptr, first + INPUTS, outputs, is_output, num_outputs, num_groups, GROUP
+        )
     for tile in range(first_tile, end_tile):
+        next_scales, next_offsets = scales, offsets
+        next_upper_scales, next_upper_offsets = upper_scales, upper_offsets
+        if GROUP > 0:
+            next_first = (tile + 1) * HALVES * INPUTS
+            next_scales, next_offsets = _load_scales(
+                scales_ptr, offsets_ptr, next_first, outputs, is_output, num_outputs, num_groups, GROUP
+            )
+            if not SHARES_GROUP:
+                next_upper_scales, next_upper_offsets = _load_scales(
+                    scales_ptr, offsets_ptr, next_first + INPUTS, outputs, is_output, num_outputs, num_groups,
+                    GROUP,
+                )  # fmt: skip
         raw = tl.load(code_ptrs + tile * INPUTS, mask=is_output[:, None], other=0)
         for half in tl.static_range(HALVES):
             first = (tile * HALVES + half) * INPUTS
             is_there = (inputs < num_inputs - first)[:, None] & is_row[None, :]
             x = tl.load(x_ptrs + first, mask=is_there, other=0.0)
-            weight = _decode(raw, table_ptr, half, CODES, FIRST).to(x.dtype)
+            weight = _decode(raw, table_ptr, half, CODES, FIRST, x.dtype)
             sums = tl.dot(weight, x, sums, input_precision=PRECISION)
-            if offsets_ptr is not None:
+            if HAS_OFFSETS:
                 input_sums += tl.sum(x.to(tl.float32), axis=0)
             if (GROUP > 0) and ((not SHARES_GROUP) or (half == HALVES - 1)):
-                group = tl.minimum(first // GROUP, num_groups - 1)  # one of padding has no inputs
-                totals += _scaled(
-                    sums, input_sums, scales_ptr, offsets_ptr, group, outputs, is_output, num_outputs
-                )
+                if (half == 0) or SHARES_GROUP:
+                    totals += _scaled(sums, input_sums, scales, offsets, HAS_OFFSETS)
+                else:
+                    totals += _scaled(sums, input_sums, upper_scales, upper_offsets, HAS_OFFSETS)
                 sums = tl.zeros([OUTPUTS, TOKENS], tl.float32)
                 input_sums = tl.zeros([TOKENS], tl.float32)
+        scales, offsets = next_scales, next_offsets
+        upper_scales, upper_offsets = next_upper_scales, next_upper_offsets
     if GROUP == 0:
-        totals = _scaled(sums, input_sums, scales_ptr, offsets_ptr, 0, outputs, is_output, num_outputs)
+        totals = _scaled(sums, input_sums, scales, offsets, HAS_OFFSETS)
     return totals
 
 
@@ -188,3 +232,35 @@ def add_parts_kernel(
     if bias_ptr is not None:
         totals += tl.load(bias_ptr + places % num_outputs, mask=is_there, other=0.0).to(tl.float32)
     _store(target_ptr + places, totals, multiplier, is_there, ADDS)
+
+
+@triton.jit
+def write_numbers_kernel(
+    codes_ptr, table_ptr, scales_ptr, offsets_ptr, numbers_ptr,
+    num_outputs, num_inputs, num_groups, row_bytes,
+    CODES: tl.constexpr, FIRST: tl.constexpr, GROUP: tl.constexpr,
+    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+) -> None:  # fmt: skip
+    """One program: the numbers of a tile of inputs for some outputs, in float32, rounded once."""
+    HALVES: tl.constexpr = 1 if CODES >= _INT8 else 2
+    tile = tl.program_id(0)
+    outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    is_output = outputs < num_outputs
+    inputs = tl.arange(0, INPUTS)
+    rows = outputs.to(tl.int64)[:, None]
+    raw = tl.load(
+        codes_ptr + rows * row_bytes + (tile * INPUTS + inputs)[None, :],
+        mask=is_output[:, None] & (tile * INPUTS + inputs < row_bytes)[None, :],
+        other=0,
+    )
+    for half in tl.static_range(HALVES):
+        first = (tile * HALVES + half) * INPUTS
+        scales, offsets = _load_scales(
+            scales_ptr, offsets_ptr, first, outputs, is_output, num_outputs, num_groups, GROUP
+        )
+        numbers = _decode(raw, table_ptr, half, CODES, FIRST, tl.float32) * scales[:, None]
+        if offsets_ptr is not None:
+            numbers -= offsets[:, None]
+        is_there = is_output[:, None] & (inputs < num_inputs - first)[None, :]
+        places = rows * num_inputs + (first + inputs)[None, :]
+        tl.store(numbers_ptr + places, numbers.to(numbers_ptr.dtype.element_ty), mask=is_there)
