@@ -261,9 +261,11 @@ def test_a_decode_is_put_together_from_the_parts_of_however_many_programs(num_pr
         assert not work.counters.any(), "ready for the next layer"
 
 
-def test_more_parts_than_are_taken_at_once_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_parts_and_heads_than_are_taken_at_once_are_put_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(attention_decode, "_PARTS_AT_ONCE", 2)
-    step = Step(Case([(250, 1), (90, 1)], Heads(1, 3), has_sinks=True))
+    step = Step(Case([(250, 1), (90, 1)], Heads(1, 6), has_sinks=True))
     assert_close(attended(step, work_of(step, num_processors=4)), step.expected())
 
 

@@ -28,7 +28,6 @@ from torch import Tensor
 from worker.attention.interface import AttentionOptions
 from worker.attention.kv_cache import LayerCache
 from worker.gpu.kernels.attention_tiles import (
-    LOG2_E,
     AttentionTiles,
     HeadGroups,
     attend_tiles,
@@ -46,7 +45,6 @@ from worker.gpu.kernels.attention_tiles import (
 from worker.gpu.kernels.attention_work import AttentionWork, find_listed
 from worker.gpu.kernels.dependent_launch import launch_way, wait_first
 
-_LOG2_E = tl.constexpr(LOG2_E)
 # By the bytes of the widest row, up to and including; a KV head of fewer query heads has fewer rows. Compiled
 # within shared memory and registers; speed was estimated, not measured.
 _TILES = {
@@ -65,6 +63,9 @@ _FLOAT32_TILES = {
 # 30 in all keep the memory busy.
 _PROGRAMS_PER_PROCESSOR = 2
 _PARTS_AT_ONCE = 16
+_MOST_HEADS_AT_ONCE = 4
+_NUMBERS_AT_ONCE = 8192
+"""Numbers of parts that are put together at once: an eighth of a processor's registers."""
 _PART_TAIL = tl.constexpr(4)
 """Behind the sums of a row: its total, its peak, and two numbers that keep rows at multiples of 16 bytes."""
 _SEQUENCES_AT_ONCE = 512
@@ -125,9 +126,16 @@ def attend_decodes(
         **layer_constants(shape, cache, options),
         KV_HEADS=shape.num_kv_heads, NUM_ROWS=tiles.num_rows, NUM_KEYS=tiles.num_keys,
         HEADS=heads_per_program, PARTS=triton.cdiv(shape.num_groups, heads_per_program),
-        PARTS_AT_ONCE=_PARTS_AT_ONCE, SEQUENCES_AT_ONCE=_SEQUENCES_AT_ONCE,
+        HEADS_AT_ONCE=_heads_at_once(heads_per_program, shape.widths[1]), PARTS_AT_ONCE=_PARTS_AT_ONCE,
+        SEQUENCES_AT_ONCE=_SEQUENCES_AT_ONCE,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, **launch_way(),
     )  # fmt: skip
+
+
+def _heads_at_once(num_heads: int, value_width: int) -> int:
+    """Count the query heads whose parts are put together at once: a power of two, as registers allow."""
+    room = max(1, _NUMBERS_AT_ONCE // (_PARTS_AT_ONCE * value_width))
+    return min(_MOST_HEADS_AT_ONCE, room, 1 << (num_heads - 1).bit_length())
 
 
 @triton.jit(do_not_specialize=["most_listed", "table_stride"])
@@ -138,8 +146,8 @@ def decode_kernel(
     KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr,
     KV_HEADS: tl.constexpr, NUM_ROWS: tl.constexpr, NUM_KEYS: tl.constexpr,
-    HEADS: tl.constexpr, PARTS: tl.constexpr,
-    PARTS_AT_ONCE: tl.constexpr, SEQUENCES_AT_ONCE: tl.constexpr, WAITS: tl.constexpr,
+    HEADS: tl.constexpr, PARTS: tl.constexpr, HEADS_AT_ONCE: tl.constexpr, PARTS_AT_ONCE: tl.constexpr,
+    SEQUENCES_AT_ONCE: tl.constexpr, WAITS: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program: its share of all tiles.
 
@@ -170,7 +178,7 @@ def decode_kernel(
             (here - passed + tiles_each - 1) // share,
             query_token_stride, query_head_stride, block_stride, table_stride, scale,
             NUM_GROUPS, KEY_DIM, VALUE_DIM, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP,
-            KV_HEADS, NUM_ROWS, NUM_KEYS, HEADS, PARTS, PARTS_AT_ONCE,
+            KV_HEADS, NUM_ROWS, NUM_KEYS, HEADS, PARTS, HEADS_AT_ONCE, PARTS_AT_ONCE,
         )  # fmt: skip
         here += num_now
         place += (passed + num_now == tiles_each) & (head == HEAD_GROUPS - 1)
@@ -185,7 +193,7 @@ def _attend_part(
     KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr,
     KV_HEADS: tl.constexpr, NUM_ROWS: tl.constexpr, NUM_KEYS: tl.constexpr,
-    HEADS: tl.constexpr, PARTS: tl.constexpr, PARTS_AT_ONCE: tl.constexpr,
+    HEADS: tl.constexpr, PARTS: tl.constexpr, HEADS_AT_ONCE: tl.constexpr, PARTS_AT_ONCE: tl.constexpr,
 ) -> None:  # fmt: skip
     """Attend to `num_tiles` of a sequence's and head's tiles, which first_program to last_program share."""
     token, kv_head, seq_len = _find_token(sequence, query_starts), head // PARTS, tl.load(seq_lens + sequence)
@@ -219,74 +227,72 @@ def _attend_part(
         tl.store(part_M + VALUE_DIM + 1, peaks_M, mask=is_row_M)
         store_rows(part_M, sums_MV, is_row_M, VALUE_DIM, VALUE_WIDTH)
         first_head = kv_head * NUM_GROUPS + head % PARTS * HEADS
-        _arrive(
-            out + (token.to(tl.int64) * (KV_HEADS * NUM_GROUPS) + first_head) * VALUE_DIM,
-            parts, arrivals, sinks, first_head, tl.minimum(HEADS, (kv_head + 1) * NUM_GROUPS - first_head),
-            first_program.to(tl.int32), (last_program - first_program + 1).to(tl.int32),
-            HEADS, VALUE_DIM, VALUE_WIDTH, PARTS_AT_ONCE,
-        )  # fmt: skip
+        num_parts = (last_program - first_program + 1).to(tl.int32)
+        if _is_last(arrivals + first_program, num_parts):
+            _put_together(
+                out, parts, sinks, token, first_head,
+                tl.minimum(HEADS, (kv_head + 1) * NUM_GROUPS - first_head), KV_HEADS * NUM_GROUPS,
+                first_program.to(tl.int32), num_parts,
+                HEADS, VALUE_DIM, VALUE_WIDTH, HEADS_AT_ONCE, PARTS_AT_ONCE,
+            )  # fmt: skip
 
 
 @triton.jit
-def _arrive(
-    out, parts, arrivals, sinks, first_head, num_heads, first_program, num_parts,
-    HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr, AT_ONCE: tl.constexpr,
-) -> None:  # fmt: skip
-    """Put the parts together if this is the last of them, and clear their counter for the next launch."""
+def _is_last(arrivals, num_parts) -> tl.tensor:
+    """Tell whether this is the last part to arrive, and clear the counter then for the next launch."""
     # All threads have stored their part before one of them says so.
     tl.debug_barrier()
-    if tl.atomic_add(arrivals + first_program, 1, sem="acq_rel") == num_parts - 1:
-        tl.store(arrivals + first_program, 0)
-        _put_together(
-            out, parts, sinks, first_head, num_heads, first_program, num_parts,
-            HEADS, VALUE_DIM, VALUE_WIDTH, AT_ONCE,
-        )  # fmt: skip
+    is_last = tl.atomic_add(arrivals, 1, sem="acq_rel") == num_parts - 1
+    tl.store(arrivals, 0, mask=is_last)
+    return is_last
 
 
 @triton.jit
 def _put_together(
-    out, parts, sinks, first_head, num_heads, first_program, num_parts,
-    HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr, AT_ONCE: tl.constexpr,
+    out, parts, sinks, token, first_head, num_heads, all_heads, first_program, num_parts,
+    HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    HEADS_AT_ONCE: tl.constexpr, PARTS_AT_ONCE: tl.constexpr,
 ) -> None:  # fmt: skip
     """Put the parts of a sequence and `num_heads` query heads together, which several programs have left."""
     columns_V = tl.arange(0, VALUE_WIDTH)
-    for row in range(0, num_heads):
-        sums_V = tl.zeros([VALUE_WIDTH], dtype=tl.float32)
-        total = 0.0
-        peak = float("-inf")
-        for first in range(0, num_parts, AT_ONCE):
-            parts_S = first + tl.arange(0, AT_ONCE)
-            is_part_S = parts_S < num_parts
+    # One head after the other would wait for memory as often as there are heads.
+    for first_row in range(0, num_heads, HEADS_AT_ONCE):
+        rows_M = first_row + tl.arange(0, HEADS_AT_ONCE)
+        is_row_M = rows_M < num_heads
+        sums_MV = tl.zeros([HEADS_AT_ONCE, VALUE_WIDTH], dtype=tl.float32)
+        totals_M = tl.zeros([HEADS_AT_ONCE], dtype=tl.float32)
+        peaks_M = tl.full([HEADS_AT_ONCE], float("-inf"), dtype=tl.float32)
+        # What the compiler would take out of this loop, it would keep in registers while keys are read.
+        for first in tl.range(0, num_parts, PARTS_AT_ONCE, disable_licm=True):
+            parts_S = first + tl.arange(0, PARTS_AT_ONCE)
             # The first is what its program began, the others are what their programs ended, or are all of it.
             slots_S = (first_program + parts_S) * 2 + (parts_S == 0)
-            part_S = parts + (slots_S * HEADS + row) * (VALUE_DIM + _PART_TAIL)
+            # Parts stand before heads: so a thread has all parts of its numbers, and adds them by itself.
+            part_SM = parts + (slots_S[:, None] * HEADS + rows_M[None, :]) * (VALUE_DIM + _PART_TAIL)
+            is_part_SM = (parts_S < num_parts)[:, None] & is_row_M[None, :]
+            is_part_SMV = is_part_SM[:, :, None] & (columns_V < VALUE_DIM)[None, None, :]
             # Others have written them: not to be read from the cache of this processor.
-            totals_S = tl.load(part_S + VALUE_DIM, mask=is_part_S, other=0.0, cache_modifier=".cg")
-            peaks_S = tl.load(
-                part_S + VALUE_DIM + 1, mask=is_part_S, other=float("-inf"), cache_modifier=".cg"
+            totals_SM = tl.load(part_SM + VALUE_DIM, mask=is_part_SM, other=0.0, cache_modifier=".cg")
+            peaks_SM = tl.load(
+                part_SM + VALUE_DIM + 1, mask=is_part_SM, other=float("-inf"), cache_modifier=".cg"
             )
-            sums_SV = tl.load(
-                part_S[:, None] + columns_V[None, :],
-                mask=is_part_S[:, None] & (columns_V < VALUE_DIM)[None, :],
+            sums_SMV = tl.load(
+                part_SM[:, :, None] + columns_V[None, None, :],
+                mask=is_part_SMV,
                 other=0.0,
                 cache_modifier=".cg",
             )
-            higher = tl.maximum(peak, tl.max(peaks_S, axis=0))
-            base = tl.where(higher == float("-inf"), 0.0, higher)
-            weights_S = tl.exp2(peaks_S - base)
-            shrink = tl.exp2(peak - base)
-            total = total * shrink + tl.sum(totals_S * weights_S, axis=0)
-            sums_V = sums_V * shrink + tl.sum(sums_SV * weights_S[:, None], axis=0)
-            peak = higher
-        if sinks is not None:
-            sink = tl.load(sinks + first_head + row).to(tl.float32) * _LOG2_E
-            higher = tl.maximum(peak, sink)
-            total = total * tl.exp2(peak - higher) + tl.exp2(sink - higher)
-            sums_V = sums_V * tl.exp2(peak - higher)
-        out_V = sums_V / tl.where(total == 0.0, 1.0, total)
-        tl.store(
-            out + row * VALUE_DIM + columns_V, out_V.to(out.dtype.element_ty), mask=columns_V < VALUE_DIM
-        )
+            higher_M = tl.maximum(peaks_M, tl.max(peaks_SM, axis=0))
+            base_M = tl.where(higher_M == float("-inf"), 0.0, higher_M)
+            weights_SM = tl.exp2(peaks_SM - base_M[None, :])
+            shrink_M = tl.exp2(peaks_M - base_M)
+            totals_M = totals_M * shrink_M + tl.sum(totals_SM * weights_SM, axis=0)
+            sums_MV = sums_MV * shrink_M[:, None] + tl.sum(sums_SMV * weights_SM[:, :, None], axis=0)
+            peaks_M = higher_M
+        store_attended(
+            out, sums_MV, totals_M, peaks_M, sinks, rows_M * 0 + token, first_head + rows_M, all_heads,
+            is_row_M, VALUE_DIM, VALUE_WIDTH,
+        )  # fmt: skip
 
 
 @triton.jit
