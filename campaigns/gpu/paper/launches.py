@@ -118,7 +118,7 @@ def _decode(name: str, shape: Shape, count: int) -> Iterator[Case]:
     work = _work(batch)
     tiles = attention_decode.decode_tiles(head_groups(queries, cache), torch.bfloat16)
     listing, decode = _noted(attention_decode.attend_decodes, queries, cache, work, _PLAIN, out)
-    yield _plain(f"list of {name}", listing, count * 20)
+    yield _plain(f"list of {name}", listing, count * 28)
     num_tiles = count * shape.num_key_value_heads * (CONTEXT // tiles.num_keys)
     share = -(-num_tiles // decode.num_programs)
     yield Case(

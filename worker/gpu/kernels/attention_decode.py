@@ -31,7 +31,6 @@ from worker.gpu.kernels.attention_tiles import (
     AttentionTiles,
     HeadGroups,
     attend_tiles,
-    find_line,
     first_seen,
     head_groups,
     layer_constants,
@@ -42,7 +41,7 @@ from worker.gpu.kernels.attention_tiles import (
     store_attended,
     store_rows,
 )
-from worker.gpu.kernels.attention_work import AttentionWork, find_listed
+from worker.gpu.kernels.attention_work import AttentionWork, find_listed, load_decode, load_ends
 from worker.gpu.kernels.dependent_launch import launch_way, wait_first
 
 # By the bytes of the widest row, up to and including; a KV head of fewer query heads has fewer rows. Compiled
@@ -120,8 +119,7 @@ def attend_decodes(
     keys, values = cache.keys.blocks_NHSD, cache.values.blocks_NHSD
     decode_kernel[(num_programs,)](
         queries_THD, out_THV, parts, work.arrivals, keys, values,
-        listed, batch.block_tables_CB, batch.table_rows_R, batch.query_starts_R, batch.seq_lens_R,
-        options.sinks, batch.num_decodes or batch.num_sequences,
+        listed, batch.block_tables_CB, options.sinks, batch.num_decodes or batch.num_sequences,
         *queries_THD.stride()[:2], keys.stride(0), batch.block_tables_CB.stride(0), score_scale(options),
         **layer_constants(shape, cache, options),
         KV_HEADS=shape.num_kv_heads, NUM_ROWS=tiles.num_rows, NUM_KEYS=tiles.num_keys,
@@ -140,7 +138,7 @@ def _heads_at_once(num_heads: int, value_width: int) -> int:
 
 @triton.jit(do_not_specialize=["most_listed", "table_stride"])
 def decode_kernel(
-    queries, out, parts, arrivals, keys, values, listed, tables, table_rows, query_starts, seq_lens, sinks,
+    queries, out, parts, arrivals, keys, values, listed, tables, sinks,
     most_listed, query_token_stride, query_head_stride, block_stride, table_stride, scale,
     NUM_GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -156,27 +154,28 @@ def decode_kernel(
     """
     wait_first(WAITS)
     HEAD_GROUPS: tl.constexpr = KV_HEADS * PARTS
-    num_listed = tl.load(listed)
-    starts = listed + 1 + most_listed
-    num_tiles = tl.load(starts + num_listed).to(tl.int64) * HEAD_GROUPS
+    # One wait for all three.
+    num_listed, num_units = tl.load(listed), tl.load(listed + 1)
+    ends_L = load_ends(listed, most_listed, SEQUENCES_AT_ONCE)
+    num_tiles = num_units.to(tl.int64) * HEAD_GROUPS
     share = tl.maximum(tl.cdiv(num_tiles, tl.num_programs(0)), 1)
     here = tl.program_id(0) * share
     end = tl.minimum(here + share, num_tiles)
     if here >= end:
         return
-    place = find_listed(starts, num_listed, here // HEAD_GROUPS, SEQUENCES_AT_ONCE)
+    place = find_listed(listed, num_listed, ends_L, here // HEAD_GROUPS, SEQUENCES_AT_ONCE)
     while here < end:
-        start = tl.load(starts + place).to(tl.int64) * HEAD_GROUPS
-        tiles_each = tl.load(starts + place + 1) - tl.load(starts + place)
+        first_unit, tiles_each, token, seq_len, line = load_decode(listed, most_listed, place)
+        start = first_unit.to(tl.int64) * HEAD_GROUPS
         head = ((here - start) // tiles_each).to(tl.int32)
         passed = ((here - start) % tiles_each).to(tl.int32)
         num_now = tl.minimum((end - here).to(tl.int32), tiles_each - passed)
 
         _attend_part(
-            queries, out, parts, arrivals, keys, values, tables, table_rows, query_starts, seq_lens, sinks,
-            tl.load(listed + 1 + place), head, passed, num_now, (here - passed) // share,
+            queries, out, parts, arrivals, keys, values, tables + line.to(tl.int64) * table_stride, sinks,
+            token, seq_len, head, passed, num_now, (here - passed) // share,
             (here - passed + tiles_each - 1) // share,
-            query_token_stride, query_head_stride, block_stride, table_stride, scale,
+            query_token_stride, query_head_stride, block_stride, scale,
             NUM_GROUPS, KEY_DIM, VALUE_DIM, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP,
             KV_HEADS, NUM_ROWS, NUM_KEYS, HEADS, PARTS, HEADS_AT_ONCE, PARTS_AT_ONCE,
         )  # fmt: skip
@@ -186,9 +185,9 @@ def decode_kernel(
 
 @triton.jit
 def _attend_part(
-    queries, out, parts, arrivals, keys, values, tables, table_rows, query_starts, seq_lens, sinks,
-    sequence, head, passed, num_tiles, first_program, last_program,
-    query_token_stride, query_head_stride, block_stride, table_stride, scale,
+    queries, out, parts, arrivals, keys, values, table, sinks,
+    token, seq_len, head, passed, num_tiles, first_program, last_program,
+    query_token_stride, query_head_stride, block_stride, scale,
     NUM_GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -196,7 +195,7 @@ def _attend_part(
     HEADS: tl.constexpr, PARTS: tl.constexpr, HEADS_AT_ONCE: tl.constexpr, PARTS_AT_ONCE: tl.constexpr,
 ) -> None:  # fmt: skip
     """Attend to `num_tiles` of a sequence's and head's tiles, which first_program to last_program share."""
-    token, kv_head, seq_len = _find_token(sequence, query_starts), head // PARTS, tl.load(seq_lens + sequence)
+    kv_head = head // PARTS
     rows_M = tl.arange(0, NUM_ROWS)
     groups_M = head % PARTS * HEADS + rows_M
     heads_M = kv_head * NUM_GROUPS + groups_M
@@ -210,7 +209,7 @@ def _attend_part(
         tl.zeros([NUM_ROWS, VALUE_WIDTH], dtype=tl.float32), tl.zeros([NUM_ROWS], dtype=tl.float32),
         tl.full([NUM_ROWS], float("-inf"), dtype=tl.float32), queries_MD, rows_M * 0 + (seq_len - 1),
         keys + kv_head * (BLOCK_SIZE * KEY_DIM), values + kv_head * (BLOCK_SIZE * VALUE_DIM),
-        tables + find_line(table_rows, sequence) * table_stride, block_stride, scale,
+        table, block_stride, scale,
         first_key, seq_len, first_key // NUM_KEYS + passed, first_key // NUM_KEYS + passed + num_tiles,
         KEY_DIM, VALUE_DIM, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP,
         NUM_KEYS, MASKED=True,
@@ -293,10 +292,3 @@ def _put_together(
             out, sums_MV, totals_M, peaks_M, sinks, rows_M * 0 + token, first_head + rows_M, all_heads,
             is_row_M, VALUE_DIM, VALUE_WIDTH,
         )  # fmt: skip
-
-
-@triton.jit
-def _find_token(sequence, query_starts):
-    """Look up the sequence's token; padding has the token of its own number."""
-    start = tl.load(query_starts + sequence)
-    return tl.where(tl.load(query_starts + sequence + 1) - start == 1, start, sequence)

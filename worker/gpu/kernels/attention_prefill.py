@@ -34,7 +34,7 @@ from worker.gpu.kernels.attention_tiles import (
     score_scale,
     store_attended,
 )
-from worker.gpu.kernels.attention_work import AttentionWork, find_listed
+from worker.gpu.kernels.attention_work import AttentionWork, find_listed, load_ends, load_prefill
 
 # By the bytes of the widest row, up to and including. From 64 rows on, products use the instructions of
 # whole warp groups. Compiled within shared memory and registers; speed was estimated, not measured.
@@ -115,19 +115,21 @@ def prefill_kernel(
     A KV head has PARTS such groups of query heads.
     """
     HEAD_GROUPS: tl.constexpr = KV_HEADS * PARTS
-    num_listed = tl.load(listed)
-    starts = listed + 2 + num_sequences - first_sequence
-    num_blocks = tl.load(starts + num_listed)
+    most_listed = num_sequences - first_sequence + 1
+    num_listed, num_blocks = tl.load(listed), tl.load(listed + 1)
     item = tl.atomic_add(counters, 1)
     while item < num_blocks * HEAD_GROUPS:
         # From the end: later tokens see more keys, and the longest work should not begin last.
         block = num_blocks - 1 - item // HEAD_GROUPS
         head = item % HEAD_GROUPS
-        place = find_listed(starts, num_listed, block, SEQUENCES_AT_ONCE)
+        zero = tl.minimum(item, 0)  # see _attend_block
+        ends_L = load_ends(listed + zero, most_listed, SEQUENCES_AT_ONCE)
+        place = find_listed(listed, num_listed, ends_L, block, SEQUENCES_AT_ONCE)
+        first_block, sequence = load_prefill(listed, most_listed, place)
         _attend_block(
             queries, out, keys, values, tables, table_rows, query_starts, seq_lens, sinks,
-            tl.load(listed + 1 + place), block - tl.load(starts + place), head, num_tokens, num_sequences,
-            query_token_stride, query_head_stride, block_stride, table_stride, scale, tl.minimum(item, 0),
+            sequence, block - first_block, head, num_tokens, num_sequences,
+            query_token_stride, query_head_stride, block_stride, table_stride, scale, zero,
             NUM_GROUPS, KEY_DIM, VALUE_DIM, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP,
             KV_HEADS, NUM_ROWS, NUM_KEYS, HEADS, PARTS, TOKENS,
         )  # fmt: skip
