@@ -21,6 +21,7 @@ from starlette.requests import Request
 from engine.frontend.memory_use import available_memory_bytes
 from engine.options.api_keys import given_keys
 from engine.options.edge_config import HostRule, Page
+from engine.version import VERSION
 from server.access.auth import Auth
 from server.access.key_ring import KeyRing
 from server.access.memory_gate import MemoryGate
@@ -42,7 +43,6 @@ from server.endpoints import (
     YARD,
 )
 from server.error_replies import ErrorBoundary
-from server.generate.answering import VERSION
 from server.generate.full_queue import FullQueue
 from server.http.body_limit import BodyLimit
 from server.http.connections import LastReplies, ReservedPlaces

@@ -260,8 +260,9 @@ def run(record: Record, settings: "Settings") -> None:
     bench = Bench(record, settings, shape, folder)
     bench.measure_decodes()
     bench.measure_prefill()
-    bench.measure_long()
-    bench.measure_swaps()
+    if not settings.options:
+        bench.measure_long()
+        bench.measure_swaps()
     bench.profile()
     bench.close()
 

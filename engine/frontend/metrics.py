@@ -12,7 +12,6 @@ import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
-from importlib.metadata import version
 from typing import TypeVar
 
 import prometheus_client
@@ -28,6 +27,7 @@ from engine.process_messages import Beat, StepTimes
 from engine.processes.engine_processes import DeathCause
 from engine.reports.live_load import LiveCounts, LiveLoad
 from engine.types import Health, ModelInfo
+from engine.version import VERSION
 from scheduler.messages import FinishReason, PreemptionCause, SchedulerStats, WaitReason
 
 # From a short queue on a fast device to a queue of minutes; from a small model's tokens to a stutter. Few
@@ -297,7 +297,7 @@ class EngineMetrics:
         text = "Always 1; the labels carry the values"
         self._cache_info = Gauge("tokenyard:cache_config_info", text, labels, registry=self.registry)
         build = Gauge("tokenyard:build_info", text, ["version", "python"], registry=self.registry)
-        build.labels(version=version("tokenyard"), python=platform.python_version()).set(1)
+        build.labels(version=VERSION, python=platform.python_version()).set(1)
 
     def _make_counters(self) -> None:
         self._steps = self._counter("engine_steps", "Steps that computed something")

@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 
 from engine.options.engine_config import resolve
 from engine.options.option_sources import closest, merge, read_sources
 from engine.options.options import OptionError
+from engine.version import VERSION
 from server.commands.command_line import OptionParser
 from server.commands.config_command import rows_of
 from server.commands.manual import USAGE
@@ -64,7 +64,7 @@ def _dispatch(words: list[str]) -> int:
         print(USAGE, end="")
         return 0
     if command in ("-V", "--version", "version"):
-        print(f"tokenyard {_version()}")
+        print(f"tokenyard {VERSION}")
         return 0
     if command == "serve":
         return _serve(rest)
@@ -74,13 +74,6 @@ def _dispatch(words: list[str]) -> int:
         return _serve(words)
     fix = closest(command, ("serve", *_TOOLS)).replace("tokenyard serve", "tokenyard")
     raise OptionError(repr(command), "there is no such command", f"{fix} (a model goes after `serve`)")
-
-
-def _version() -> str:
-    try:
-        return version("tokenyard")
-    except PackageNotFoundError:
-        return "(not installed)"
 
 
 def _serve(words: list[str]) -> int:

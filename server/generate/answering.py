@@ -10,7 +10,6 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing
-from importlib.metadata import version
 from typing import Any
 
 import orjson
@@ -19,14 +18,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from engine.types import ModelInfo
+from engine.version import VERSION
 from server.generate.calls import Origin
 from server.generate.protocol import GenerationFields
 from server.generate.replies import INLINE_PROMPT_LOGPROBS, FullReply, ReplyHead, UsageReport
 from server.generate.wire_logprobs import TokenNames
 from server.http.disconnect import while_connected
 from server.http.edge import NumberedOutputs, edge_of
-
-VERSION = version("tokenyard")
 
 _INLINE_LOGPROBS = 256
 """A reply with more tokens with log-probabilities is made choice by choice."""

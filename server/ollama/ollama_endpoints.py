@@ -16,10 +16,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.types import ModelInfo
+from engine.version import VERSION
 from server.chat.chat_replies import ChatStream
 from server.chat.chat_turn import prepare_turn
 from server.chat.reasoning_styles import find_style
-from server.generate.answering import VERSION, new_head, whole
+from server.generate.answering import new_head, whole
 from server.generate.calls import Origin, read_call
 from server.generate.model_checks import check_model
 from server.generate.replies import ReplyPlan, UsageReport

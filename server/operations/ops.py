@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.generate.answering import VERSION
+from engine.version import VERSION
 from server.http.edge import Edge, EdgeSettings, edge_of
 from server.http.endpoint import Endpoint, ReplyModel, documentation, in_json
 from server.http.health_page import Question, health_page

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from engine.errors import EngineUnavailable
 from engine.types import ModelInfo
-from server.generate.answering import VERSION
+from engine.version import VERSION
 from server.http.connections import cut_off
 from server.http.disconnect import while_connected
 from server.http.edge import EdgeSettings, edge_of

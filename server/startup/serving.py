@@ -19,13 +19,13 @@ from engine.errors import EngineUnavailable
 from engine.frontend.client import AsyncEngine
 from engine.options.engine_config import EngineConfig, ServerConfig
 from engine.processes.garbage import keep_what_is_loaded
+from engine.version import VERSION
 from server.access.credentials import Credentials
 from server.access.tls import LiveTls
 from server.app import build_admin_app, build_app
 from server.batch_work.app_client import AppClient
 from server.batch_work.batch_queue import BatchQueue
 from server.endpoints import OPERATIONS
-from server.generate.answering import VERSION
 from server.http.connections import ClientConnection
 from server.http.edge import Edge, Patience
 from server.http.health_listener import HealthListener

@@ -43,7 +43,7 @@ class CodeExperts(nn.Module):
         """Return the sum of the outputs of each token's experts, weighed by their scores: [T, H]."""
         num_tokens, num_chosen = expert_ids_TK.shape
         num_pairs = num_tokens * num_chosen
-        tiles = choose_tiles(-(-num_pairs // self._num_experts), hidden_TH.dtype)
+        tiles = choose_tiles(-(-num_pairs // self._num_experts), hidden_TH.dtype, self._gate_up)
         route = Route(*self._route(expert_ids_TK.contiguous(), self._num_experts, tiles.tokens))
 
         def multiply(x: Tensor, weights: CodeWeights, bias: Tensor | None, num_chosen: int) -> Tensor:

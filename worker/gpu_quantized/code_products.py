@@ -33,15 +33,15 @@ from worker.quantized.grouped_weight import E2M1_TABLE, UNSIGNED_TABLE, GroupedW
 _SMALLEST_SIDE = 16
 """A tensor core's tile has no smaller side."""
 _MOST_NIBBLE_INPUTS, _MOST_BYTE_INPUTS = 64, 128
-_PROGRAMS = 256
-"""Programs that keep a large GPU busy; an estimate."""
+_PROGRAMS = 480
+"""Programs that keep a large GPU busy, measured on one of 132 processors."""
 _FEWEST_TILES_OF_A_SPLIT = 4
 _ADDED_AT_ONCE = 1024
 _WRITTEN_OUTPUTS = 32
 
 
 class CodeTiles(NamedTuple):
-    """The part of a product that one program takes. Estimates: none was measured."""
+    """The part of a product that one program takes: measured for up to 64 rows, estimates for more."""
 
     tokens: int
     outputs: int
@@ -49,10 +49,16 @@ class CodeTiles(NamedTuple):
     num_stages: int
 
 
-_TILES = (
+_TILES_OF_NIBBLES = (
+    CodeTiles(tokens=16, outputs=128, num_warps=4, num_stages=4),
+    CodeTiles(tokens=32, outputs=128, num_warps=4, num_stages=4),
+    CodeTiles(tokens=64, outputs=128, num_warps=4, num_stages=3),
+    CodeTiles(tokens=128, outputs=128, num_warps=8, num_stages=3),
+)
+_TILES_OF_BYTES = (
     CodeTiles(tokens=16, outputs=64, num_warps=4, num_stages=4),
     CodeTiles(tokens=32, outputs=64, num_warps=4, num_stages=4),
-    CodeTiles(tokens=64, outputs=128, num_warps=8, num_stages=3),
+    CodeTiles(tokens=64, outputs=64, num_warps=4, num_stages=3),
     CodeTiles(tokens=128, outputs=128, num_warps=8, num_stages=3),
 )
 _WIDE_ITEM_TILES = CodeTiles(tokens=16, outputs=32, num_warps=4, num_stages=1)
@@ -82,11 +88,12 @@ class Call(NamedTuple):
     """With a route: of how many pairs each row of input is one; 0 where input has a row for each pair."""
 
 
-def choose_tiles(num_tokens: int, dtype: torch.dtype) -> CodeTiles:
+def choose_tiles(num_tokens: int, dtype: torch.dtype, weights: "CodeWeights") -> CodeTiles:
     """Choose the tiles of a product of so many rows of one weight."""
     if dtype is torch.float32:
         return _WIDE_ITEM_TILES
-    return next((each for each in _TILES if num_tokens <= each.tokens), _TILES[-1])
+    tiles = _TILES_OF_NIBBLES if weights.is_nibbles else _TILES_OF_BYTES
+    return next((each for each in tiles if num_tokens <= each.tokens), tiles[-1])
 
 
 def find_hindrance(weight: Weight) -> str | None:
@@ -117,6 +124,7 @@ class CodeWeights:
         )
         self.num_tiles = -(-self.num_inputs // (self.inputs * (2 if is_nibbles else 1)))
         self.codes_EB = torch.stack([self._in_tiles(each) for each in weights])
+        self.is_nibbles = is_nibbles
         self.kind, self.first, self.table = _kind_of(first)
         self.scales_EGN = _smallest(torch.stack([each.scales_NG.T for each in weights]))
         self.offsets_EGN: Tensor | None = None
@@ -260,7 +268,7 @@ class CodeProduct:
 
     def _launch(self, x_TK: Tensor, target_TN: Tensor, multiplier: float | None) -> None:
         weights = self._weights
-        tiles = choose_tiles(len(x_TK), x_TK.dtype)
+        tiles = choose_tiles(len(x_TK), x_TK.dtype, weights)
         grid = (triton.cdiv(self.num_outputs, tiles.outputs), triton.cdiv(len(x_TK), tiles.tokens))
         num_splits = count_splits(grid[0] * grid[1], weights.num_tiles)
         parts = None

@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from triton import TritonError
 
 from worker.devices.device import Device
 from worker.gpu_quantized.code_products import CodeProduct
@@ -35,7 +36,11 @@ def choose_many_rows(products: Iterable[CodeProduct], device: Device, dtype: tor
     for product in products:
         kinds[product.describe()].append(product)
     for alike in kinds.values():
-        _choose(alike, device, dtype)
+        try:
+            _choose(alike, device, dtype)
+        except (TritonError, RuntimeError) as error:  # a smaller device may not have room for numbers
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            log.warning("numbers of %s cannot be tried: %s; codes stay", alike[0].describe(), reason)
 
 
 @torch.inference_mode()
