@@ -1,18 +1,18 @@
 #!/bin/bash
 # The first hour on a borrowed GPU: docs/benchmarks/gpu-first-hour.md says what each command tells.
 #
-#     campaigns/gpu/first_hour.sh works|numbers|more|served|all FOLDER [--smoke]
+#     campaigns/gpu/first_hour.sh works|numbers|quantized|more|served|all FOLDER [--smoke]
 #
-# Each of the first four stands alone and ends within ten minutes; `all` is one after the other. A command leaves
+# Each of the first five stands alone and ends within ten minutes; `all` is one after the other. A command leaves
 # results.md, results.json, clocks.csv and all.tgz in FOLDER, written anew while it runs. Packages that the machine
 # lacks may lie as wheels in .whl/ at the root of the repository. Nothing is fetched.
 set -o pipefail
 cd "$(dirname "$0")/../.." || exit 1
 what=$1 out=$2 smoke=$3
-case "$what" in works | numbers | more | served | all) ;; *) sed -n '2,9p' "$0"; exit 2 ;; esac
+case "$what" in works | numbers | quantized | more | served | all) ;; *) sed -n '2,9p' "$0"; exit 2 ;; esac
 [ -n "$out" ] || { sed -n '2,9p' "$0"; exit 2; }
 if [ "$what" = all ]; then
-  for each in works numbers more served; do "$0" "$each" "$out/$each" $smoke || failed=1; done
+  for each in works numbers quantized more served; do "$0" "$each" "$out/$each" $smoke || failed=1; done
   exit ${failed:-0}
 fi
 python=$(command -v python3 || command -v python)
@@ -59,6 +59,8 @@ case "$what" in
     fi ;;
   numbers)
     measure $((560 * ${patience:-1})) device,steps-llama-3.1-8b,throughput-llama-3.1-8b,throughput-qwen3-0.6b,anchors ;;
+  quantized)
+    measure $((440 * ${patience:-1})) device,codes,tokens-quantized,steps-llama-3.1-8b-int4,steps-llama-3.1-8b-fp8 ;;
   more)
     measure $((400 * ${patience:-1})) device,steps-qwen3-0.6b-full,steps-llama-3.1-8b-full,pool
     measure $((150 * ${patience:-1})) tune tuned ;;

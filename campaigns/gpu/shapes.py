@@ -44,8 +44,8 @@ class Shape:
     scale: float = _SCALE
     """Standard deviation of the weights. Larger in the smallest: the two best tokens are well apart."""
     embedding_scale: float | None = None
-    """That of the embedding, if it is another. Where it is large beside what layers add, rounded weights give
-    nearly the same logits, as they do in trained models; else layers amplify any error to the size of all."""
+    """Standard deviation of the embedding, if it is another. Where it is large beside what layers add,
+    rounded weights give nearly the same logits, as in trained models; else layers amplify any error."""
 
 
 SHAPES = {

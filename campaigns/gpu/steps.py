@@ -33,6 +33,8 @@ _NUM_DECODES = 64
 _NUM_WARM = 8
 _NUM_TOP_KERNELS = 15
 _SWAP_BYTES = 256 << 20
+_BITS = {"none": 16, "int8": 8, "fp8": 8, "int4": 4.5}
+"""Bits of a number of a layer, scales of groups included."""
 _LONG_DECODES = ((1, 8192), (16, 8192), (1, 32_768), (1, 130_048))
 """Sequences and their tokens; those beyond the context window are left out."""
 
@@ -234,11 +236,10 @@ class Bench:
         return float(num_bytes / self._bandwidth)
 
     def _weight_bytes(self) -> int:
-        """Bytes that a step reads: of a table of its own for inputs it reads a few rows."""
-        if not self._options:
-            return self._bytes.weights
-        shape = SHAPES[self._shape]
-        return self._facts.weight_bytes - (0 if shape.is_tied else 2 * shape.vocab_size * shape.hidden_size)
+        """Bytes that a step reads: layers by the bits of their numbers, the output layer as it is."""
+        head_bytes = 2 * SHAPES[self._shape].vocab_size * SHAPES[self._shape].hidden_size
+        bits = _BITS[self._options.get("quantization", "none")]
+        return int((self._bytes.weights - head_bytes) * bits / 16) + head_bytes
 
     def _flops_per_token(self) -> int:
         """Two for each weight of the layers: as many as they have bytes. Only last tokens go further."""

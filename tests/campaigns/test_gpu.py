@@ -12,13 +12,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from campaigns.gpu import catalogue, cli, kernels, shapes, steps, tokens
+from campaigns.gpu import catalogue, cli, kernels, shapes, steps, tokens, tokens_quantized
 from campaigns.gpu.cli import Settings, main
 from campaigns.gpu.driving import Drive, StepFailed, scheduler_config
 from campaigns.gpu.kernels import kernel_test_files
 from campaigns.gpu.results import Record, read_record
 from campaigns.gpu.shapes import SHAPES, write_checkpoint
-from campaigns.gpu.tune import anchors, pool
+from campaigns.gpu.tune import anchors, codes, pool
 from scheduler.messages import ModelRunnerOutput, SchedulerOutput
 from tests.fakes import FakeWorker, continuation
 from worker.worker_config import ModelFacts
@@ -118,6 +118,20 @@ def test_a_way_that_draws_other_tokens_is_told_and_is_a_failure(
     with pytest.raises(tokens.TokensDiffer):
         tokens.run(record, settings)
     assert read_record(settings.out, "tokens")["tables"][0]["rows"][0][2] != "3 of 3"
+
+
+def test_tokens_by_codes_that_differ_from_those_of_the_plain_checkpoint_are_a_failure(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokens_quantized, "_written", lambda *_: (Path("codes"), Path("plain")))
+    monkeypatch.setattr(tokens_quantized, "compare", lambda *_, **__: True)
+    drawn = {"codes": [[1, 2], [3]], "plain": [[1, 2], [3]]}
+    monkeypatch.setattr(tokens_quantized, "_drawn", lambda folder, _: drawn[folder.name])
+    tokens_quantized.run(Record(settings.out, "alike"), settings)
+    assert read_record(settings.out, "alike")["figures"] == {"num_wrong": 0}
+    drawn["codes"][1] = [4]
+    with pytest.raises(tokens.TokensDiffer, match="gpt_oss mxfp4"):
+        tokens_quantized.run(Record(settings.out, "other"), settings)
 
 
 def test_steps_are_set_against_the_floor_of_the_device_that_was_measured(
@@ -224,7 +238,7 @@ def test_limits_of_parts_are_stretched_where_patience_is_asked_for(
 def test_the_first_hour_asks_for_parts_that_exist_within_ten_minutes_a_command() -> None:
     script = (ROOT / "campaigns" / "gpu" / "first_hour.sh").read_text()
     cases = re.findall(r"^  (\w+)\)\n(.*?);;", script, re.M | re.S)
-    assert [name for name, _ in cases] == ["works", "numbers", "more", "served"]
+    assert [name for name, _ in cases] == ["works", "numbers", "quantized", "more", "served"]
     for name, body in cases:
         asked = re.findall(r"measure \$\(\((\d+) \*.*?\)\) (\S+)", body)
         assert {part for _, parts in asked for part in parts.split(",")} <= catalogue.BY_NAME.keys()
@@ -240,10 +254,10 @@ def test_a_word_that_is_no_command_of_the_first_hour_is_refused_with_its_use() -
         check=False,
     )
     assert done.returncode == 2
-    assert "works|numbers|more|served|all FOLDER" in done.stdout
+    assert "works|numbers|quantized|more|served|all FOLDER" in done.stdout
 
 
-@pytest.mark.parametrize("part", [anchors, pool])
+@pytest.mark.parametrize("part", [anchors, codes, pool])
 def test_what_is_measured_beside_our_kernels_is_told(part: Any, settings: Settings) -> None:
     part.run(Record(settings.out, "found"), settings)
     tables = read_record(settings.out, "found")["tables"]

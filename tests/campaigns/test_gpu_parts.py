@@ -163,7 +163,7 @@ def test_the_first_that_is_wrong_is_the_last_word_of_the_part(kernels: part.Grou
     assert record.figures == {"num_right": 0, "num_wrong": 1}
 
 
-@pytest.mark.parametrize("name", ["device", "layer-float32"])
+@pytest.mark.parametrize("name", ["device", "layer-float32", "code-float32"])
 def test_what_is_tried_is_right_here(name: str, tmp_path: Path) -> None:
     notes = Lines()
     assert group.run(group.trials_of(name, CPU, tmp_path), notes, CPU) == 0  # type: ignore[arg-type]

@@ -52,7 +52,7 @@ class CodeTiles(NamedTuple):
 _TILES_OF_NIBBLES = (
     CodeTiles(tokens=16, outputs=128, num_warps=4, num_stages=4),
     CodeTiles(tokens=32, outputs=128, num_warps=4, num_stages=4),
-    CodeTiles(tokens=64, outputs=128, num_warps=4, num_stages=3),
+    CodeTiles(tokens=64, outputs=128, num_warps=8, num_stages=3),
     CodeTiles(tokens=128, outputs=128, num_warps=8, num_stages=3),
 )
 _TILES_OF_BYTES = (

@@ -115,7 +115,7 @@ class _Codes:
             )
 
     def _num_copies(self, num_numbers: int) -> int:
-        """As many as caches do not hold, at half a byte for each number."""
+        """Count as many as caches do not hold, at half a byte for each number."""
         return 1 if self._device is None else max(1, 2 * _BEYOND_CACHES_BYTES // num_numbers)
 
     def _plain(self, num_outputs: int, num_inputs: int) -> Multiply:

@@ -67,6 +67,23 @@ def _load_scales(
 
 
 @triton.jit
+def _load_tile_scales(
+    scales_ptr, offsets_ptr, first, outputs, is_output, num_outputs, num_groups,
+    GROUP: tl.constexpr, UPPER: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
+    """Load those of a tile's first input, and of the input UPPER behind it if that is of another group."""
+    scales, offsets = _load_scales(
+        scales_ptr, offsets_ptr, first, outputs, is_output, num_outputs, num_groups, GROUP
+    )
+    upper_scales, upper_offsets = scales, offsets
+    if UPPER > 0:
+        upper_scales, upper_offsets = _load_scales(
+            scales_ptr, offsets_ptr, first + UPPER, outputs, is_output, num_outputs, num_groups, GROUP
+        )
+    return scales, offsets, upper_scales, upper_offsets
+
+
+@triton.jit
 def _scaled(sums, input_sums, scales, offsets, HAS_OFFSETS: tl.constexpr):
     """Return the sums of one group times its scales, less its offsets times the sums of inputs."""
     scaled = sums * scales[:, None]
@@ -115,28 +132,18 @@ def _multiply_tiles(
     sums = tl.zeros([OUTPUTS, TOKENS], tl.float32)
     input_sums = tl.zeros([TOKENS], tl.float32)
     # Scales are on their way a tile ahead: a product that is done would wait for them once for each group.
-    first = first_tile * HALVES * INPUTS
-    scales, offsets = _load_scales(
-        scales_ptr, offsets_ptr, first, outputs, is_output, num_outputs, num_groups, GROUP
+    TILE: tl.constexpr = HALVES * INPUTS
+    UPPER: tl.constexpr = 0 if SHARES_GROUP else INPUTS
+    scales, offsets, upper_scales, upper_offsets = _load_tile_scales(
+        scales_ptr, offsets_ptr, first_tile * TILE, outputs, is_output, num_outputs, num_groups, GROUP, UPPER
     )
-    upper_scales, upper_offsets = scales, offsets
-    if not SHARES_GROUP:
-        upper_scales, upper_offsets = _load_scales(
-            scales_ptr, offsets_ptr, first + INPUTS, outputs, is_output, num_outputs, num_groups, GROUP
-        )
     for tile in range(first_tile, end_tile):
-        next_scales, next_offsets = scales, offsets
-        next_upper_scales, next_upper_offsets = upper_scales, upper_offsets
+        following = scales, offsets, upper_scales, upper_offsets
         if GROUP > 0:
-            next_first = (tile + 1) * HALVES * INPUTS
-            next_scales, next_offsets = _load_scales(
-                scales_ptr, offsets_ptr, next_first, outputs, is_output, num_outputs, num_groups, GROUP
-            )
-            if not SHARES_GROUP:
-                next_upper_scales, next_upper_offsets = _load_scales(
-                    scales_ptr, offsets_ptr, next_first + INPUTS, outputs, is_output, num_outputs, num_groups,
-                    GROUP,
-                )  # fmt: skip
+            following = _load_tile_scales(
+                scales_ptr, offsets_ptr, (tile + 1) * TILE, outputs, is_output, num_outputs, num_groups,
+                GROUP, UPPER,
+            )  # fmt: skip
         raw = tl.load(code_ptrs + tile * INPUTS, mask=is_output[:, None], other=0)
         for half in tl.static_range(HALVES):
             first = (tile * HALVES + half) * INPUTS
@@ -153,8 +160,7 @@ def _multiply_tiles(
                     totals += _scaled(sums, input_sums, upper_scales, upper_offsets, HAS_OFFSETS)
                 sums = tl.zeros([OUTPUTS, TOKENS], tl.float32)
                 input_sums = tl.zeros([TOKENS], tl.float32)
-        scales, offsets = next_scales, next_offsets
-        upper_scales, upper_offsets = next_upper_scales, next_upper_offsets
+        scales, offsets, upper_scales, upper_offsets = following
     if GROUP == 0:
         totals = _scaled(sums, input_sums, scales, offsets, HAS_OFFSETS)
     return totals
