@@ -1,6 +1,7 @@
 """The installed version of this server.
 
-Never: fails in a checkout that was not installed.
+Never: fails in a checkout that was not installed. The same stands in tokenyard/__init__.py, which is there
+before these packages are.
 """
 
 from importlib.metadata import PackageNotFoundError, version

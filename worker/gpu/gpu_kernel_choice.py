@@ -40,6 +40,7 @@ _LANGUAGE = {
         "abs",
         "arange",
         "atomic_add",
+        "bfloat16",
         "cdiv",
         "clamp",
         "constexpr",
@@ -50,8 +51,19 @@ _LANGUAGE = {
         "float8e4nv",
     ),
     *("exp", "exp2", "float32", "float64", "full", "int32", "int64", "int8", "load", "max", "maximum", "min"),
-    *("minimum", "num_programs", "program_id", "rsqrt", "static_range", "store", "sum", "tensor", "trans"),
-    *("tuple", "uint8", "where", "zeros"),
+    *(
+        "minimum",
+        "num_programs",
+        "program_id",
+        "range",
+        "rsqrt",
+        "static_range",
+        "store",
+        "sum",
+        "tensor",
+        "trans",
+    ),
+    *("tuple", "uint16", "uint8", "where", "zeros"),
 }
 """Triton's language, as far as our kernels are written in it; 3.6 and 3.9 have it."""
 _PARAMETERS = {"dot": "input_precision", "load": "cache_modifier", "atomic_add": "sem"}
@@ -95,7 +107,7 @@ def _lacking_in_triton() -> str:
 
 
 def open_toolkit(
-    config: WorkerConfig, device: Device, _dtype: torch.dtype, _stage: LoadStage
+    config: WorkerConfig, device: Device, dtype: torch.dtype, _stage: LoadStage
 ) -> Toolkit | None:
     """Open the kernels, which are compiled at their first use; None without any.
 
@@ -112,6 +124,7 @@ def open_toolkit(
     return GpuToolkit(
         device,
         config.attention_backend,
+        dtype=dtype,
         rounding=rounding_of(config),
         max_adapters=config.adapter_limits.max_in_step,
     )
@@ -176,11 +189,18 @@ def reserve(
 
 def _numbers_bytes(config: WorkerConfig, model: torch.nn.Module, dtype: torch.dtype) -> int:
     """Measure the numbers that a product of many rows makes of its codes: in graphs, and beside them."""
-    linears = [each for each in model.modules() if isinstance(each, torch.nn.Linear | QuantizedLinear)]
-    has_codes = config.quantization != "none" or any(isinstance(each, QuantizedLinear) for each in linears)
-    most = max((each.in_features * each.out_features for each in linears), default=0)
-    # A layer's gates and ups, or queries, keys and values, are one product.
-    return 2 * 2 * most * dtype.itemsize if has_codes else 0
+    if dtype is torch.float32:
+        return 0
+    sizes = {"layers": 0, "head": 0}
+    for name, module in model.named_modules():
+        is_head = name.endswith("lm_head")
+        option = config.quantize_head if is_head else config.quantization
+        if isinstance(module, QuantizedLinear) or (isinstance(module, torch.nn.Linear) and option != "none"):
+            place = "head" if is_head else "layers"
+            sizes[place] = max(sizes[place], module.in_features * module.out_features)
+    # A layer's gates and ups, or queries, keys and values, are one product, of which each rank has a part.
+    most = max(2 * sizes["layers"] // config.num_ranks, sizes["head"])
+    return most * dtype.itemsize * (1 if config.enforce_eager else 2)
 
 
 def _refuse_quantization(config: WorkerConfig) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from triton import TritonError
 
@@ -57,9 +58,12 @@ class GpuToolkit:
         device: Device,
         attention_backend: str = DEFAULT_BACKEND,
         *,
+        dtype: torch.dtype = torch.float32,
         rounding: Rounding = NO_ROUNDING,
         max_adapters: int = 0,
     ) -> None:
+        """Take the dtype of the rows that the model computes with."""
+        self._dtype = dtype
         self._device, self._rounding, self._max_adapters = device, rounding, max_adapters
         self.fused = "fused" if rounding.layers is None else f"fused, their weights {rounding.layers.word}"
         self._open_attention = choose_attention(attention_backend)
@@ -104,8 +108,9 @@ class GpuToolkit:
         layers = [module for module in model.modules() if isinstance(module, TritonLayer)]
         products = [product for layer in layers for product in layer.products]
         of_codes = [product.by_codes for product in products]
-        of_codes += [module.product for module in model.modules() if isinstance(module, CodeLinear)]
-        choose_many_rows((each for each in of_codes if each is not None), self._device, model.dtype)
+        if self._ranks.size == 1:  # else ranks that chose differently might send a token to other experts
+            of_codes += [module.product for module in model.modules() if isinstance(module, CodeLinear)]
+        choose_many_rows((each for each in of_codes if each is not None), self._device, self._dtype)
         if not self._max_adapters:  # products with updates fold nothing
             choose_products(products, self._device)
         return replaced

@@ -1,7 +1,7 @@
 """Linear layers of codes in the form in which a GPU multiplies by them.
 
 Owns: the order of codes in memory, the choice of tiles, and how many programs share a product.
-Never: the arithmetic (code_kernels.py), or where in a layer a product stands.
+Never: decoding (code_kernels.py), or where in a layer a product stands.
 
 Shapes: T tokens, N outputs, K inputs, G groups of inputs, B bytes of a row, E experts.
 """
@@ -41,7 +41,7 @@ _WRITTEN_OUTPUTS = 32
 
 
 class CodeTiles(NamedTuple):
-    """The part of a product that one program takes: measured for up to 64 rows, estimates for more."""
+    """The part of a product that one program takes, as measured on an H200; for over 64 rows an estimate."""
 
     tokens: int
     outputs: int
@@ -215,7 +215,7 @@ class CodeProduct:
         return self._bias_N is not None
 
     def describe(self) -> str:
-        """Name sizes and format for a person; products that are named alike take the same time."""
+        """Name sizes and format for a person; products that are named alike take about the same time."""
         return self._described
 
     @property

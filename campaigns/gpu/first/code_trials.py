@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from campaigns.gpu.first.trial import Build, Place, Trial, agreement
-from campaigns.gpu.tune.codes import KINDS, random_codes
+from campaigns.gpu.random_codes import KINDS, random_codes
 from worker.gpu_quantized.code_products import CodeProduct
 from worker.gpu_quantized.float8_products import Float8Product
 from worker.gpu_quantized.kernels.row_kernels import round_rows
@@ -25,6 +25,7 @@ _NUM_ROWS = (1, 20, 50, 140)
 
 def code_trials(place: Place) -> list[Build]:
     trials: list[Build] = [partial(_product, place, kind, count) for kind in KINDS for count in _NUM_ROWS]
+    trials += [partial(_numbers, place, kind) for kind in KINDS]
     if place.dtype is torch.float32:  # it has no product by float8 in torch
         return trials
     return [*trials, *(partial(_float8_rows, place, count) for count in (3, 40))]
@@ -46,6 +47,22 @@ def _product(place: Place, kind: str, count: int) -> Trial:
 
     inputs = {"rows": x_TK, "codes": weight.codes, "scales": weight.scales_NG}
     return agreement(f"codes: {kind}", inputs, compute, define)(place.tolerance)
+
+
+def _numbers(place: Place, kind: str) -> Trial:
+    """Write numbers, and multiply by them as by those of a plain weight."""
+    weight = random_codes(kind, _NUM_OUTPUTS, _NUM_INPUTS, place.device)
+    x_TK, product = place.random(_NUM_ROWS[-1], _NUM_INPUTS), CodeProduct(Linear.of(weight))
+
+    def compute() -> list[Tensor]:
+        return [product.numbers(place.dtype), product.multiply_by_numbers(x_TK)]
+
+    def define() -> list[Tensor]:
+        numbers_NK = weight.dequantized(place.dtype)
+        return [numbers_NK, x_TK.double() @ numbers_NK.double().T]
+
+    inputs = {"rows": x_TK, "codes": weight.codes}
+    return agreement(f"codes written: {kind}", inputs, compute, define)(place.tolerance)
 
 
 def _float8_rows(place: Place, count: int) -> Trial:

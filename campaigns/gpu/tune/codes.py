@@ -1,6 +1,6 @@
 """The part `codes`: products by codes beside cuBLAS's by bfloat16, and by FP8.
 
-Owns: weights of random codes in each kind, and their times for the layers of a model.
+Owns: the times of each kind of codes for the layers of a model.
 Never: judges: the page has both side by side.
 
 Shapes: N outputs, K inputs.
@@ -9,12 +9,13 @@ Shapes: N outputs, K inputs.
 import importlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from campaigns.gpu.random_codes import KINDS, random_codes
 from campaigns.gpu.results import Record
 from campaigns.gpu.shapes import SHAPES
 from campaigns.gpu.tune.anchors import products_of
@@ -23,7 +24,6 @@ from worker.devices.device import Device, open_device
 from worker.gpu_quantized.code_products import CodeProduct
 from worker.gpu_quantized.float8_products import Float8Product
 from worker.model.linear import Linear
-from worker.quantized.grouped_weight import E2M1_TABLE, SIGNED_TABLE, UNSIGNED_TABLE, GroupedWeight
 from worker.worker_config import WorkerConfig
 
 if TYPE_CHECKING:
@@ -31,49 +31,8 @@ if TYPE_CHECKING:
 
 _TOKENS = (1, 8, 16, 64, 256, 2048)
 _BEYOND_CACHES_BYTES = 192 << 20
-_SCALE = 0.01
 
 Multiply = Callable[[Tensor], Tensor]
-
-
-class _Kind(NamedTuple):
-    """Codes of one way."""
-
-    group: int
-    """Inputs of a group; 0 for all."""
-    dtype: torch.dtype = torch.uint8
-    table: Tensor | None = None
-    """Numbers of codes of four bits."""
-    has_offsets: bool = False
-
-
-KINDS = {
-    "int4 by 32": _Kind(32, table=SIGNED_TABLE),
-    "int4 by 128, offsets": _Kind(128, table=UNSIGNED_TABLE, has_offsets=True),
-    "e2m1 by 32": _Kind(32, table=E2M1_TABLE),
-    "int8": _Kind(0, torch.int8),
-    "float8": _Kind(0, torch.float8_e4m3fn),
-    "float8 by 128": _Kind(128, torch.float8_e4m3fn),
-}
-
-
-def random_codes(kind: str, num_outputs: int, num_inputs: int, device: torch.device) -> GroupedWeight:
-    """Make a weight on the device; its numbers are small, so that sums are about 1."""
-    this = KINDS[kind]
-    groups = (num_outputs, num_inputs // min(this.group or num_inputs, num_inputs))
-    scales = (torch.rand(groups, device=device) + 0.5) * _SCALE
-    if this.dtype is torch.float8_e4m3fn:
-        # All but the two codes that are not numbers.
-        raw = torch.randint(127, (num_outputs, num_inputs), device=device)
-        raw += 128 * torch.randint(2, (num_outputs, num_inputs), device=device)
-        return GroupedWeight(codes=raw.byte().view(this.dtype), scales_NG=scales / 64)
-    if this.dtype is torch.int8:
-        codes = torch.randint(-128, 128, (num_outputs, num_inputs), device=device).to(torch.int8)
-        return GroupedWeight(codes=codes, scales_NG=scales / 16)
-    assert this.table is not None
-    codes = torch.randint(256, (num_outputs, num_inputs // 2), device=device).byte()
-    offsets = scales * 7.5 if this.has_offsets else None
-    return GroupedWeight(codes=codes, table=this.table.to(device), scales_NG=scales, offsets_NG=offsets)
 
 
 def run(record: Record, settings: "Settings") -> None:

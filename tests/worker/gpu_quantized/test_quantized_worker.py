@@ -1,20 +1,26 @@
 """Quantized checkpoints and caches on an interpreted GPU, in steps from graphs and beside the host."""
 
 import logging
+from itertools import cycle
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from tests.checkpoints import make_checkpoint
+from tests.gguf_checkpoints import write_gguf
 from tests.quantized_checkpoints import write_quantized
 from tests.worker.conftest import BLOCK_SIZE
 from tests.worker.gpu.ahead import AheadDriver
-from tests.worker.gpu.interpreted_gpu import open_gpu
+from tests.worker.gpu.interpreted_gpu import InterpretedGpu, open_gpu
 from tests.worker.plan_driver import PlanDriver
 from tests.worker.transformers_generate import expected
+from worker.checkpoint.gguf_folder import folder_of
 from worker.devices.device import open_device
-from worker.gpu import graphs
+from worker.gpu import gpu_kernel_choice, gpu_runner, gpu_toolkit, graphs
+from worker.gpu.trials import many_rows
+from worker.gpu_quantized import code_products
 from worker.worker import Worker
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import StartupError
@@ -58,6 +64,17 @@ def test_a_quantized_checkpoint_on_a_gpu_gives_the_tokens_of_the_plain_one(
     assert driver.generated(prompt)[:NUM_DRAWN] == expected(plain, tuple(PROMPT))[:NUM_DRAWN]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_model_of_nothing_but_codes_starts_on_a_gpu(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    file, _ = write_gguf("llama", {"": "Q4_0", "lm_head": "Q6_K"}, tmp_path, is_tied=False)
+    with caplog.at_level(logging.INFO):
+        assert len(generated(load(folder_of(file), dtype=dtype, enforce_eager=True))) == 2 * NUM_DRAWN
+    assert "slowly" not in caplog.text
+
+
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint("llama", tmp_path_factory.mktemp("plain") / "llama", num_hidden_layers=2)
@@ -86,6 +103,43 @@ def test_options_that_round_serve_on_a_gpu(plain: Path) -> None:
         {"quantization": "fp8", "activations": "fp8"},
     ):
         assert len(generated(load(plain, enforce_eager=True, **options))) == 2 * NUM_DRAWN
+
+
+def test_steps_that_write_numbers_draw_the_tokens_of_steps_that_do_not(
+    plain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Captured too; the clock of an interpreted GPU tells nothing by itself."""
+    options = {"quantization": "int8", "quantize_head": "int8", "dtype": "float16"}
+    by_codes = generated(load(plain, **options))
+    monkeypatch.setattr(many_rows, "SIZES", (1,))
+    seconds = cycle((2.0, 1.0))
+    monkeypatch.setattr(InterpretedGpu, "seconds_of", lambda _, work: work() or next(seconds))
+    monkeypatch.setattr(gpu_toolkit, "choose_products", lambda *_: None)
+    monkeypatch.setattr(gpu_runner, "gains_by_early_launches", lambda *_: False)
+    by_numbers = load(plain, **options)
+    monkeypatch.setattr(code_products, "launch", None)
+    assert generated(by_numbers) == by_codes
+
+
+@pytest.mark.parametrize(
+    ("options", "num_written"),
+    [
+        ({}, 0),
+        ({"quantization": "int4"}, 2 * 2 * 96 * 64),
+        ({"quantization": "int4", "enforce_eager": True}, 2 * 96 * 64),
+        ({"quantization": "int4", "num_ranks": 2}, 2 * 96 * 64),
+        ({"quantize_head": "int8"}, 2 * 500 * 64),
+    ],
+)
+def test_memory_is_kept_for_the_numbers_of_the_largest_product_of_codes(
+    options: dict, num_written: int
+) -> None:
+    model = nn.ModuleDict(
+        {"up_proj": nn.Linear(64, 96), "down_proj": nn.Linear(96, 64), "lm_head": nn.Linear(64, 500)}
+    )
+    config = WorkerConfig(model_path="", **options)
+    assert gpu_kernel_choice._numbers_bytes(config, model, torch.bfloat16) == 2 * num_written
+    assert gpu_kernel_choice._numbers_bytes(config, model, torch.float32) == 0
 
 
 def test_a_gpu_without_products_of_float8_is_named_as_such(

@@ -37,7 +37,7 @@ from worker.gpu.kernels.attention_tiles import (
 from worker.gpu.kernels.attention_work import AttentionWork, find_listed, load_ends, load_prefill
 
 # By the bytes of the widest row, up to and including. From 64 rows on, products use the instructions of
-# whole warp groups. Compiled within shared memory and registers; speed was estimated, not measured.
+# whole warp groups. Compiled within shared memory and registers; others were not measured beside these.
 _TILES = {
     128: AttentionTiles(num_rows=128, num_keys=64, num_warps=8, num_stages=5),
     256: AttentionTiles(num_rows=128, num_keys=64, num_warps=8, num_stages=5),

@@ -65,7 +65,7 @@ class FoldedProduct:
 
     @property
     def by_codes(self) -> CodeProduct | None:
-        """The product of the weight alone, where it is one of codes."""
+        """The product of the weight alone, where it is one of codes and not wrapped."""
         return self._product if isinstance(self._product, CodeProduct) else None
 
     @property

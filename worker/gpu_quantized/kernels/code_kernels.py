@@ -5,7 +5,7 @@ programs have of the same outputs, `write_numbers_kernel` writes what codes stan
 Never: the choice of tiles or the order of codes in memory (code_products.py), or the router of experts.
 Source: mixed-precision products as in Marlin, arXiv:2408.11743, with the weight as the left factor: a tensor
 core then takes it from registers, where it was decoded. Unlike there, sums are scaled and not the weight, so
-that no number of it is rounded.
+that no number of it is rounded but by `write_numbers_kernel`.
 
 Numbers of a code are whole numbers up to 8 bits or floats of 8 bits or fewer: bfloat16 and float16 hold them
 exactly. A tile is INPUTS of one or two ranges of inputs: of codes of four bits, the lower ones are the first
