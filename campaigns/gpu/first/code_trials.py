@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from campaigns.gpu.first.trial import Build, Place, Trial, agreement
-from campaigns.gpu.random_codes import KINDS, random_codes
+from campaigns.gpu.tune.random_codes import KINDS, random_codes
 from worker.gpu_quantized.code_products import CodeProduct
 from worker.gpu_quantized.float8_products import Float8Product
 from worker.gpu_quantized.kernels.row_kernels import round_rows

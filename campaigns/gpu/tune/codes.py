@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from campaigns.gpu.random_codes import KINDS, random_codes
 from campaigns.gpu.results import Record
 from campaigns.gpu.shapes import SHAPES
 from campaigns.gpu.tune.anchors import products_of
+from campaigns.gpu.tune.random_codes import KINDS, random_codes
 from campaigns.gpu.tune.timing import time_calls
 from worker.devices.device import Device, open_device
 from worker.gpu_quantized.code_products import CodeProduct
