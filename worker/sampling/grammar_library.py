@@ -42,6 +42,11 @@ _JSON_OPTIONS = {
     "coerce_one_of": True,
 }
 
+_SLICES = [r'[^"\\\x00-\x1F\x7F]{1,10}']
+"""Tokens that are allowed, or not, all at once where text is as free as this. Each such set is a tree of its
+own: of 152,000 tokens, the library's four take 40 MiB and this one 12. The others save no time that could be
+measured, since most tokens are as short as this."""
+
 
 class GrammarRefused(Exception):
     """A grammar, or a tokenizer, that cannot be used. Its text is fit for the caller's eyes."""
@@ -56,11 +61,11 @@ def open_tokenizer(folder: Path, *, vocab_size: int, eos_token_ids: Sequence[int
     text = (folder / "tokenizer.json").read_text(encoding="utf-8")
     ends = [token_id for token_id in eos_token_ids if token_id < vocab_size]
     try:
-        return LLTokenizer(text, n_vocab=vocab_size, eos_token=ends)
+        return LLTokenizer(text, n_vocab=vocab_size, eos_token=ends, slices=_SLICES)
     except ValueError:
         pass  # a tokenizer may also know more tokens than the model
     try:
-        return LLTokenizer(text, eos_token=ends)
+        return LLTokenizer(text, eos_token=ends, slices=_SLICES)
     except ValueError as error:
         raise GrammarRefused(f"this model's tokenizer cannot be constrained: {error}") from error
 
