@@ -1,7 +1,7 @@
 """Memory and cores that this machine lets the process use.
 
 Owns: reading /proc, /sys and control groups (version 2, then 1), which hold a container's real limits; limits
-of the process itself (ulimit); the memory of the GPUs, from NVIDIA's driver.
+of the process itself (ulimit); the memory of the GPUs, from NVIDIA's driver; the precedence of a thread.
 Never: decides; worker/memory_sizes.py and worker/devices/device.py do.
 Every path is below a root folder, so that a test can bring its own machine.
 """
@@ -10,6 +10,7 @@ import ctypes
 import gc
 import mmap
 import os
+import threading
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +24,17 @@ _GROWN_BYTES = 128 << 20
 _LIMITS_OF_PROCESS = {"Max address space": 0, "Max data size": 5}
 """Lines of /proc/self/limits, with the place in /proc/self/statm of what the process has. Source: proc(5)."""
 _NVIDIA_LIBRARY = "libnvidia-ml.so.1"
+
+
+def lower_precedence(niceness: int) -> None:
+    """Let other threads have a core before the calling one, where the system knows niceness of threads.
+
+    What holds the interpreter then holds it for longer: for threads that mostly do not.
+    """
+    with suppress(OSError, AttributeError):
+        thread = threading.get_native_id()
+        own = os.getpriority(os.PRIO_PROCESS, thread)
+        os.setpriority(os.PRIO_PROCESS, thread, max(own, niceness))  # never higher than an operator's
 
 
 def available_memory_bytes(root: Path = _MACHINE) -> int:

@@ -7,6 +7,7 @@ never wait for them; no text waits for a chat that is being rendered.
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from engine.errors import Overloaded, OverloadReason
@@ -16,18 +17,22 @@ from engine.text.renderers import MAX_RENDERERS
 from engine.text.template_messages import FinalMessage
 from engine.text.tokenizer import SpecialTokens, Tokenizer
 from engine.types import ChatOptions, TextCut, TokenizedText
+from worker.machine import lower_precedence
 
 ResultT = TypeVar("ResultT")
 
 _LONG_CHARS = 64 * 1024
 """About a tenth of a second of tokenizing."""
+_NICENESS_OF_LONG = 10
+"""The tokenizer lets go of the interpreter, and takes seconds of a core that steps wait for."""
 
 
 class _Lane:
     """A pool of threads with a bound on the texts that run and wait."""
 
-    def __init__(self, name: str, *, num_threads: int, max_under_way: int) -> None:
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+    def __init__(self, name: str, *, num_threads: int, max_under_way: int, niceness: int = 0) -> None:
+        step_back = partial(lower_precedence, niceness) if niceness else None
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name, initializer=step_back)
         self._max_under_way = max_under_way
         self._num_under_way = 0
 
@@ -59,7 +64,7 @@ class TokenizerThreads:
         self._tokenizer = tokenizer
         self._template = template
         self._short = _Lane("encoder", num_threads=2, max_under_way=256)
-        self._long = _Lane("encoder-long", num_threads=1, max_under_way=32)
+        self._long = _Lane("encoder-long", num_threads=1, max_under_way=32, niceness=_NICENESS_OF_LONG)
         self._chats = _Lane("renderer", num_threads=MAX_RENDERERS, max_under_way=256)
 
     async def encode(self, text: str) -> tuple[int, ...]:

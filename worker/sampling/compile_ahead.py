@@ -8,18 +8,16 @@ Never: decides what is compiled and how much at once (scheduler/queues/compilati
 The library lets go of the interpreter while it compiles and computes a mask, so that steps go on meanwhile.
 """
 
-import os
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from itertools import chain
 from math import inf
 
 from scheduler.messages import Grammar, SequenceId
-from worker.machine import trim_heaps
+from worker.machine import lower_precedence, trim_heaps
 from worker.sampling.grammar_rows import RowGrammar
 
 _NICENESS = 10
@@ -96,7 +94,9 @@ class CompileAhead:
 
     def _in_thread(self, work: Callable[..., None], *args: object) -> None:
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "compile", initializer=_step_back)
+            self._thread = ThreadPoolExecutor(
+                1, "compile", initializer=lower_precedence, initargs=(_NICENESS,)
+            )
         self._thread.submit(work, *args)
 
     def _compile(self, sequence_id: SequenceId, text: _Text) -> None:
@@ -126,12 +126,6 @@ class CompileAhead:
 
     def _trim_late(self) -> None:
         """Give back what the last rows of a burst took, after which nothing may come for long."""
-        _step_back()
+        lower_precedence(_NICENESS)
         self._next_trim = None  # first: what is freed from here on is for a trim of its own
         self._trim()
-
-
-def _step_back() -> None:
-    """Lower the precedence of this thread, where the system knows that of threads."""
-    with suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

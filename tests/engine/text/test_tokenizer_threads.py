@@ -1,6 +1,7 @@
 """Text is tokenized beside the event loop, and who sends a long one delays only others who do."""
 
 import asyncio
+import os
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -20,8 +21,11 @@ class StuckOnLongTexts:
 
     def __init__(self) -> None:
         self.go_on = threading.Event()
+        self.niceness: dict[int, int] = {}
+        """Niceness of the thread that tokenized a text, by the text's length."""
 
     def encode_prompt(self, text: str) -> tuple[int, ...]:
+        self.niceness[len(text)] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
         if len(text) == len(LONG):
             assert self.go_on.wait(20)
         return (0,) * len(text)
@@ -65,6 +69,16 @@ async def test_short_texts_do_not_wait_for_long_ones(
     assert not any(task.done() for task in long_ones)
     tokenizer.go_on.set()
     assert [len(tokens) for tokens in await asyncio.gather(*long_ones)] == [len(LONG)] * 3
+
+
+async def test_a_long_text_leaves_the_cores_to_others(
+    encoder: TokenizerThreads, tokenizer: StuckOnLongTexts
+) -> None:
+    tokenizer.go_on.set()
+    await encoder.encode(LONG)
+    await encoder.encode("short")
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert tokenizer.niceness == {len(LONG): max(own, 10), 5: own}
 
 
 async def test_too_many_long_texts_are_refused_and_short_ones_still_taken(
