@@ -36,34 +36,10 @@ log = logging.getLogger(__name__)
 _TOPIC = "GPU kernels"
 _SMALLEST_BLOCK = 8
 _LANGUAGE = {
-    *(
-        "abs",
-        "arange",
-        "atomic_add",
-        "bfloat16",
-        "cdiv",
-        "clamp",
-        "constexpr",
-        "cumsum",
-        "debug_barrier",
-        "div_rn",
-        "dot",
-        "float8e4nv",
-    ),
-    *("exp", "exp2", "float32", "float64", "full", "int32", "int64", "int8", "load", "max", "maximum", "min"),
-    *(
-        "minimum",
-        "num_programs",
-        "program_id",
-        "range",
-        "rsqrt",
-        "static_range",
-        "store",
-        "sum",
-        "tensor",
-        "trans",
-    ),
-    *("tuple", "uint16", "uint8", "where", "zeros"),
+    *("abs", "arange", "atomic_add", "bfloat16", "cdiv", "clamp", "constexpr", "cumsum", "debug_barrier"),
+    *("div_rn", "dot", "exp", "exp2", "float32", "float64", "float8e4nv", "full", "int32", "int64", "int8"),
+    *("load", "max", "maximum", "min", "minimum", "num_programs", "program_id", "range", "rsqrt"),
+    *("static_range", "store", "sum", "tensor", "trans", "tuple", "uint16", "uint8", "where", "zeros"),
 }
 """Triton's language, as far as our kernels are written in it; 3.6 and 3.9 have it."""
 _PARAMETERS = {"dot": "input_precision", "load": "cache_modifier", "atomic_add": "sem"}
