@@ -162,6 +162,21 @@ def test_ours_is_left_where_it_computes_something_else(launches, monkeypatch, ca
     assert "24 x 32 with its norm is wrong" in caplog.text
 
 
+def test_what_is_timed_asks_the_device_nothing(launches, monkeypatch, caplog):
+    """A graph could not be captured of it. Each layer has a norm of its own."""
+
+    class Capturing(Stopwatch):
+        def seconds_of(self, work: Any) -> float | None:
+            with monkeypatch.context() as patch:
+                patch.setattr(torch, "equal", lambda *_: pytest.fail("this waits for the device"))
+                return super().seconds_of(work)
+
+    choose_products(
+        [normed_product(), normed_product()], Capturing({size: (2.0, 1.0) for size in (1, 4, 16)})
+    )
+    assert launches.count
+
+
 def test_a_product_that_adapters_update_is_given_normed_rows_and_folds_nothing(launches):
     product, seen = normed_product(), []
 
