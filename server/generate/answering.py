@@ -8,18 +8,18 @@ import asyncio
 import hashlib
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import aclosing
 from typing import Any
 
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from engine.types import ModelInfo
 from engine.version import VERSION
 from server.generate.calls import Origin
+from server.generate.long_reply import reply_of
 from server.generate.protocol import GenerationFields
 from server.generate.replies import INLINE_PROMPT_LOGPROBS, FullReply, ReplyHead, UsageReport
 from server.generate.wire_logprobs import TokenNames
@@ -28,9 +28,6 @@ from server.http.edge import NumberedOutputs, edge_of
 
 _INLINE_LOGPROBS = 256
 """A reply with more tokens with log-probabilities is made choice by choice."""
-_SENT_AT_ONCE = 256 * 1024
-"""Bytes of a reply that are sent in one turn of the event loop."""
-_JSON = "application/json"
 _LOAD_FORMAT_HEADER = "endpoint-load-metrics-format"
 _LOAD_HEADER = "endpoint-load-metrics"
 
@@ -74,9 +71,7 @@ async def whole(request: Request, outputs: NumberedOutputs, reply: FullReply) ->
     """Collect all outputs into one reply. Raises the engine's errors, and ClientDisconnect."""
     pieces = await while_connected(request.receive, _collect(outputs, reply))
     headers = load_headers(request)
-    if sum(map(len, pieces)) <= _SENT_AT_ONCE:
-        return Response(b"".join(pieces), headers=headers, media_type=_JSON)
-    return _LongReply(pieces, headers)
+    return reply_of(pieces, headers)
 
 
 def load_headers(request: Request) -> dict[str, str]:
@@ -131,24 +126,3 @@ def _pieces(reply: Mapping[str, Any]) -> Iterator[bytes]:
     for number, choice in enumerate(reply["choices"]):
         yield (b"," if number else b"") + orjson.dumps(choice)
     yield b"]" + (b"," if after else b"") + orjson.dumps(after)[1:]
-
-
-class _LongReply(Response):
-    """A reply that is sent piece by piece, with a turn of the event loop after each.
-
-    A socket takes tens of MiB in one call, which would hold the event loop for all that time.
-    """
-
-    def __init__(self, pieces: Sequence[bytes], headers: Mapping[str, str]) -> None:
-        length = str(sum(map(len, pieces)))
-        super().__init__(headers={**headers, "content-length": length}, media_type=_JSON)
-        self._pieces = pieces
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 -- ASGI
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        for piece in self._pieces:
-            for start in range(0, len(piece), _SENT_AT_ONCE):
-                part = piece[start : start + _SENT_AT_ONCE]
-                await send({"type": "http.response.body", "body": part, "more_body": True})
-                await asyncio.sleep(0)
-        await send({"type": "http.response.body", "body": b""})

@@ -19,6 +19,7 @@ from engine.text.tokenizer import SpecialTokens
 from server.chat.chat_protocol import ChatCompletionRequest, Messages
 from server.chat.chat_turn import prompt_of
 from server.chat.tool_protocol import Tools
+from server.generate.long_reply import reply_of
 from server.generate.model_checks import check_model, check_token_ids
 from server.generate.protocol import MAX_PROMPT_TOKENS, Name, ReasoningEffort, TemplateKwargs, Text
 from server.http.edge import Edge, edge_of
@@ -109,30 +110,25 @@ async def tokenize(request: Request) -> Response:
     info = engine.info
     check_model(body.model, info)
     token_ids = await _encode(edge_of(request), body)
-    strings = await _written(token_ids, engine.vocabulary_strings) if body.return_token_strs else None
-    return _json(
-        {
-            "count": len(token_ids),
-            "max_model_len": info.max_model_len,
-            "tokens": await _written(token_ids, _themselves),
-            "token_strs": strings,
-        }
-    )
+    before = {"count": len(token_ids), "max_model_len": info.max_model_len}
+    pieces = [orjson.dumps(before)[:-1] + b',"tokens":', *await _written(token_ids, _themselves)]
+    strings = await _written(token_ids, engine.vocabulary_strings) if body.return_token_strs else [b"null"]
+    return reply_of([*pieces, b',"token_strs":', *strings, b"}"])
 
 
 async def _written(
     token_ids: Sequence[int], items_of: Callable[[Sequence[int]], Awaitable[Sequence[Any]]]
-) -> orjson.Fragment:
+) -> list[bytes]:
     """Write a list of JSON, piece by piece."""
-    starts = range(0, len(token_ids), _PIECE_TOKENS)
-    pieces = [
-        orjson.dumps(await items_of(token_ids[start : start + _PIECE_TOKENS]))[1:-1] for start in starts
-    ]
-    return orjson.Fragment(b"[" + b",".join(pieces) + b"]")
+    pieces = [b"["]
+    for start in range(0, len(token_ids), _PIECE_TOKENS):
+        await asyncio.sleep(0)  # others have their turn
+        items = orjson.dumps(await items_of(token_ids[start : start + _PIECE_TOKENS]))
+        pieces.append((b"," if start else b"") + items[1:-1])
+    return [*pieces, b"]"]
 
 
 async def _themselves(token_ids: Sequence[int]) -> Sequence[int]:
-    await asyncio.sleep(0)
     return token_ids
 
 

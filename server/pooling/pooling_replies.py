@@ -13,6 +13,7 @@ import orjson
 from starlette.responses import Response
 
 from engine.types import PooledOutput
+from server.generate.long_reply import reply_of
 from server.generate.replies import ReplyHead
 
 _VECTORS_AT_ONCE = 64
@@ -26,18 +27,17 @@ async def embeddings_reply(
     """OpenAI's list of embeddings."""
     from server.pooling.vectors import vectors_of  # not at the top: it brings numpy
 
-    data = []
+    pieces = [b'{"object":"list","data":[']
     for index, vector in enumerate(vectors_of(outputs)):
         if index % _VECTORS_AT_ONCE == 0:
             await asyncio.sleep(0)
-        embedding: Any
+        embedding: Any = vector
         if encoding == "base64":
             embedding = base64.b64encode(outputs[index].vector).decode("ascii")
-        else:
-            embedding = orjson.Fragment(orjson.dumps(vector, option=orjson.OPT_SERIALIZE_NUMPY))
-        data.append({"object": "embedding", "index": index, "embedding": embedding})
-    body = {"object": "list", "data": data, "model": head.model, "usage": _usage(num_tokens)}
-    return _json(body)
+        item = {"object": "embedding", "index": index, "embedding": embedding}
+        pieces.append((b"," if index else b"") + orjson.dumps(item, option=orjson.OPT_SERIALIZE_NUMPY))
+    after = {"model": head.model, "usage": _usage(num_tokens)}
+    return reply_of([*pieces, b"]," + orjson.dumps(after)[1:]])
 
 
 def scores_reply(head: ReplyHead, scores: Sequence[float], *, num_tokens: int) -> Response:

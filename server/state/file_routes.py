@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from engine.errors import RequestRejected
 from server.error_replies import ObjectNotFound
+from server.generate.long_reply import reply_of
 from server.http.endpoint import ERRORS, Endpoint, ReplyModel, documentation, documentation_of_one
 from server.refusals import unsupported
 from server.state.multipart import FormPart, read_form
@@ -153,7 +154,7 @@ async def download_file(request: Request) -> Response:
     content = await desk_of(request).do(lambda store: store.content(owner, file_id))
     if content is None:
         raise ObjectNotFound("file", file_id)
-    return Response(content, media_type="application/octet-stream", headers={"cache-control": "no-store"})
+    return reply_of([content], {"cache-control": "no-store"}, media_type="application/octet-stream")
 
 
 @router.delete(_ONE, **documentation_of_one(FileDeletion, "file_id"))

@@ -1,11 +1,14 @@
-"""Whole replies of very many log-probabilities: exact like short ones, and other tasks have a turn meanwhile.
+"""Whole replies of very many log-probabilities, tokens or vectors: exact, and others have a turn meanwhile.
 
 What is done in a turn of the event loop is counted and not timed, since times are long on a busy machine.
 """
 
 import asyncio
+import base64
+import struct
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator
+from dataclasses import replace
 from typing import Any, SupportsIndex
 
 import httpx
@@ -14,17 +17,30 @@ import pytest
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from engine.types import FinishReason, GenerationRequest, LogprobEntry, TokenLogprob, TokenOutput
+from engine.types import (
+    FinishReason,
+    GenerationRequest,
+    LogprobEntry,
+    PoolingFacts,
+    PoolingRequest,
+    PoolingTask,
+    PromptComputation,
+    TokenLogprob,
+    TokenOutput,
+)
 from server.app import build_app
 from server.chat.chat_models import ChatCompletion
 from server.completions.completion_models import Completion
 from server.generate.answering import whole
 from server.http.edge import NumberedOutputs
+from server.operations.tokenization import Tokenization
+from server.pooling.pooling_models import Embeddings
 from server.responses.response_models import ResponseObject
 from tests.server.conftest import Settings
-from tests.server.fake_engine import FakeEngine, entry
+from tests.server.fake_engine import INFO, FakeEngine, entry
 
 NUM_CHOICES, NUM_TOKENS, NUM_TOP = 128, 50, 20
+NUM_DIMENSIONS = 512
 NUM_TURNS = 20
 """A turn does at most one part in so many of the work: a step of the engine is a fiftieth, the fault all."""
 COMPLETION = ("/v1/completions", {"prompt": "x", "logprobs": NUM_TOP}, Completion)
@@ -173,6 +189,46 @@ async def test_a_response_of_very_many_logprobs_is_whole_and_holds_up_nobody(wor
     (part,) = body["output"][0]["content"]
     assert "".join(each["token"] for each in part["logprobs"]) == part["text"] == "ab" * 4_000
     assert {len(each["top_logprobs"]) for each in part["logprobs"]} == {NUM_TOP}
+
+
+async def test_the_tokens_of_a_very_long_text_hold_up_nobody(work, monkeypatch) -> None:
+    monkeypatch.setattr("server.operations.tokenization._PIECE_TOKENS", 1000)
+    monkeypatch.setattr("server.generate.long_reply.SENT_AT_ONCE", 8 * 1024)
+    asked = {"prompt": "abcd" * 15_000, "return_token_strs": True}
+    reply = await answered(work, FakeEngine(), "/tokenize", asked)
+    assert {kind: num for kind, num in work.most.items() if num > work.whole[kind] / NUM_TURNS} == {}
+    body = reply.json()
+    Tokenization.model_validate(body, strict=True)
+    assert body["count"] == len(body["token_strs"])
+    assert bytes(body["tokens"][-60_000:]).decode() == asked["prompt"]
+
+
+class Embedder(FakeEngine):
+    """Makes long vectors."""
+
+    def __init__(self) -> None:
+        facts = PoolingFacts(
+            task=PoolingTask.EMBED, num_dimensions=NUM_DIMENSIONS, prompt=PromptComputation.AT_ONCE
+        )
+        super().__init__(model_info=replace(INFO, pooling=facts))
+
+    def _vector(self, request: PoolingRequest) -> bytes:
+        return struct.pack("<f", request.prompt_token_ids[-1] / 8) * NUM_DIMENSIONS
+
+
+@pytest.mark.parametrize("encoding", ["float", "base64"])
+async def test_very_many_long_vectors_hold_up_nobody(work, encoding) -> None:
+    texts = [chr(65 + place % 26) for place in range(2000)]
+    reply = await answered(work, Embedder(), "/v1/embeddings", {"input": texts, "encoding_format": encoding})
+    assert {kind: num for kind, num in work.most.items() if num > work.whole[kind] / NUM_TURNS} == {}
+    body = reply.json()
+    Embeddings.model_validate(body, strict=True)
+    assert [item["index"] for item in body["data"]] == list(range(2000))
+    for text, item in zip(texts, body["data"], strict=True):
+        vector = [ord(text) / 8] * NUM_DIMENSIONS
+        packed = base64.b64encode(struct.pack(f"<{NUM_DIMENSIONS}f", *vector)).decode()
+        assert item["embedding"] == (vector if encoding == "float" else packed)
+    assert body["usage"]["prompt_tokens"] >= 2000
 
 
 class WithoutChoices:

@@ -76,6 +76,25 @@ async def test_a_batch_is_answered_at_the_lowest_priority_as_its_key(app, client
     assert json.loads(content)["response"]["status_code"] == 200
 
 
+async def test_a_large_file_is_sent_part_by_part_so_that_others_have_their_turn(app, client, monkeypatch):
+    monkeypatch.setattr("server.generate.long_reply.SENT_AT_ONCE", 100)
+    content, sizes = "".join(f"{place} " for place in range(500)), []
+
+    async def app_seen(scope, receive, send):
+        async def send_seen(message):
+            sizes.append(len(message.get("body", b"")))
+            await send(message)
+
+        await app(scope, receive, send_seen)
+
+    file_id = await upload(client, content)
+    async with connect(app_seen) as seen:
+        reply = await seen.get(f"/v1/files/{file_id}/content", headers=KEYS)
+    assert (reply.text, reply.headers["cache-control"]) == (content, "no-store")
+    assert reply.headers["content-type"] == "application/octet-stream"
+    assert max(sizes) == 100
+
+
 async def test_what_one_key_keeps_is_not_there_for_another(client):
     file_id = await upload(client, line())
     batch_id = (await begin(client, file_id)).json()["id"]

@@ -1,0 +1,45 @@
+"""A whole reply in pieces, so that no turn of the event loop is long for it.
+
+Owns: how its bytes are sent. Never: what they say.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+SENT_AT_ONCE = 256 * 1024
+"""Bytes of a reply that are sent in one turn of the event loop."""
+_JSON = "application/json"
+
+
+def reply_of(
+    pieces: Sequence[bytes], headers: Mapping[str, str] | None = None, *, media_type: str = _JSON
+) -> Response:
+    """Return the reply whose body is these pieces, one behind the other."""
+    if sum(map(len, pieces)) <= SENT_AT_ONCE:
+        return Response(b"".join(pieces), headers=headers, media_type=media_type)
+    return _LongReply(pieces, headers or {}, media_type)
+
+
+class _LongReply(Response):
+    """A reply that is sent part by part, with a turn of the event loop after each.
+
+    A socket takes tens of MiB in one call, which would hold the event loop for all that time; and so would
+    the copy of so many into one piece.
+    """
+
+    def __init__(self, pieces: Sequence[bytes], headers: Mapping[str, str], media_type: str) -> None:
+        length = str(sum(map(len, pieces)))
+        super().__init__(headers={**headers, "content-length": length}, media_type=media_type)
+        self._pieces = pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 -- ASGI
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for piece in self._pieces:
+            for start in range(0, len(piece), SENT_AT_ONCE):
+                part = piece[start : start + SENT_AT_ONCE]
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+                await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": b""})
