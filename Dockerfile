@@ -1,15 +1,15 @@
 # Tokenyard in a container. On a machine without a GPU:
 #
-#     docker build --build-arg PYTHON_IMAGE=python:3.11.13-slim-bookworm@sha256:<digest> \
-#         --build-arg TORCH_INDEX_URL=<address of PyTorch's CPU index> -t tokenyard:cpu .
+#     docker build --build-arg TORCH_INDEX_URL=<address of PyTorch's CPU index> -t tokenyard:cpu .
 #
 # and for NVIDIA GPUs, whose libraries come with the ordinary torch package:
 #
-#     docker build --build-arg PYTHON_IMAGE=... --build-arg DEVICE=cuda -t tokenyard:cuda .
+#     docker build --build-arg DEVICE=cuda -t tokenyard:cuda .
 #
 # How to run it, without a writable root and under any user id: docs/operations.md
 
-ARG PYTHON_IMAGE=python:3.11.13-slim-bookworm
+# Python's official image, whose digest is that of all its platforms together. docs/decisions/0040-locks.md
+ARG PYTHON_IMAGE=python:3.11.13-slim-bookworm@sha256:86adf8dbadc3d6e82ee5dd2c74bec2e1c2467cdad47886280501df722372d2e1
 
 FROM ${PYTHON_IMAGE} AS build
 ARG PYTHON_IMAGE

@@ -37,9 +37,13 @@ def test_nothing_has_a_password_of_its_own_and_nothing_is_open_to_other_machines
         assert re.search(rf"\$\{{{name}:\?[^}}]+\}}", text), name
     ports = [port for service in COMPOSE["services"].values() for port in service.get("ports", ())]
     assert all(port.startswith("127.0.0.1:") for port in ports)
-    images = [service["image"] for service in COMPOSE["services"].values()]
-    assert all(re.fullmatch(r"\$\{\w+_IMAGE:-[^}]+:[^}]+\}", image) for image in images)
-    assert not any("latest" in image for image in images)
+
+
+def test_the_images_of_others_are_named_by_version_and_digest_and_all_can_be_replaced() -> None:
+    images = {name: service["image"] for name, service in COMPOSE["services"].items()}
+    assert re.fullmatch(r"\$\{SERVER_IMAGE:-tokenyard:cpu\}", images.pop("tokenyard"))
+    digest = r":v?\d+\.\d+\.\d+@sha256:[0-9a-f]{64}"
+    assert all(re.fullmatch(rf"\$\{{\w+_IMAGE:-\w+/\w+{digest}\}}", image) for image in images.values())
 
 
 def test_the_server_is_locked_in_and_has_time_to_drain() -> None:

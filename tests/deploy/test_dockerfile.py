@@ -45,10 +45,10 @@ def arguments_of_the_build() -> dict[str, str]:
     return dict(text.split("=", maxsplit=1) for text in given if "=" in text)
 
 
-def test_both_stages_start_from_one_base_that_is_pinned_to_a_release() -> None:
+def test_both_stages_start_from_one_base_that_is_pinned_to_a_release_and_a_digest() -> None:
     arguments = arguments_of_the_build()
     assert [text.split()[0] for text in texts([*BUILD, *FINAL], "FROM")] == ["${PYTHON_IMAGE}"] * 2
-    assert re.fullmatch(r"python:\d+\.\d+\.\d+-slim-\w+", arguments["PYTHON_IMAGE"])
+    assert re.fullmatch(r"python:\d+\.\d+\.\d+-slim-\w+@sha256:[0-9a-f]{64}", arguments["PYTHON_IMAGE"])
 
 
 def test_the_bases_python_is_one_that_the_package_allows() -> None:
