@@ -1,12 +1,13 @@
 """Ten times more requests than the server can serve: latency of the served, and cost of a refusal.
 
-    python -m campaigns.overload [--factor 10] [--seconds 30] [--args WORDS]
+    python -m campaigns.overload [--factor 10] [--seconds 100] [--turns 20] [--args WORDS]
 
 Starts `tokenyard serve` on the built-in model with a short queue, and measures three times: as many clients
 as there are seats, which gives the capacity; as many as there are seats and places in the queue, who come
 again when they are refused; and an open loop that offers `--factor` times the capacity, each request on a
 connection of its own. The second is what the third must be compared with: the same queue, without the crowd
-outside. Client, API process and engine process share this machine's cores, and the figures include that.
+outside. So these two come in turns, and what a machine does more slowly for a while meets both. Client, API
+process and engine process share this machine's cores, and the figures include that.
 
 Owns: the three rounds and their table.
 Never: the requests' bytes on the wire (http_client.py).
@@ -66,6 +67,13 @@ class Seen:
     late_s: list[float] = field(default_factory=list)
     """Delay of the open loop behind its plan: where it is long, the client is what is measured."""
     took_s: float = 0.0
+
+    def add(self, later: "Seen") -> None:
+        """Take in what another turn of the same round has seen."""
+        for name in ("ttft_s", "e2e_s", "refused_s", "retry_after_s", "late_s"):
+            getattr(self, name).extend(getattr(later, name))
+        self.others += later.others
+        self.took_s += later.took_s
 
 
 class Crowd:
@@ -268,21 +276,24 @@ def _ms(seconds: Sequence[float], percent: float) -> float:
     return _p(seconds, percent) * 1e3
 
 
-async def measure(server: OwnServer, *, factor: float, seconds: float, output_len: int) -> Rounds:
+async def measure(server: OwnServer, *, factor: float, seconds: float, turns: int, output_len: int) -> Rounds:
     """All three rounds, after a short one that warms everything up."""
     crowd = Crowd(server.target, output_len=output_len, seed=0)
     await crowd.closed_loop(NUM_SEATS, min(seconds, 2.0))
     before = held_by(server.pid).memory_bytes
     pids = os.getpid(), server.pid, server.engine_pid or 0
-    spent_s = _spent_s(pids)
+    before_s = _spent_s(pids)
     alone = await crowd.closed_loop(NUM_SEATS, seconds)
-    cores_alone = _cores(pids, spent_s, alone)
-    full_queue = await crowd.closed_loop(NUM_SEATS + NUM_PLACES, seconds)
+    cores_alone = _cores(_since_s(pids, before_s), alone)
     rate_hz = factor * (_rate(alone) or 1.0)  # where nobody was served, some offer is the last to look at
-    gc.collect()
-    gc.freeze()  # a long collection in the client would look like a slow server
-    spent_s = _spent_s(pids)
-    overload = await crowd.open_loop(rate_hz, seconds)
+    full_queue, overload, spent_s = Seen(), Seen(), [0.0] * len(pids)
+    for _ in range(turns):
+        gc.collect()
+        gc.freeze()  # a long collection in the client would look like a slow server
+        full_queue.add(await crowd.closed_loop(NUM_SEATS + NUM_PLACES, seconds / turns))
+        before_s = _spent_s(pids)
+        overload.add(await crowd.open_loop(rate_hz, seconds / turns))
+        spent_s = [sum(each) for each in zip(spent_s, _since_s(pids, before_s), strict=True)]
     return Rounds(
         alone=alone,
         full_queue=full_queue,
@@ -290,7 +301,7 @@ async def measure(server: OwnServer, *, factor: float, seconds: float, output_le
         factor=factor,
         grown_bytes=held_by(server.pid).memory_bytes - before,
         cores_alone=cores_alone,
-        cores=_cores(pids, spent_s, overload),
+        cores=_cores(spent_s, overload),
     )
 
 
@@ -298,11 +309,13 @@ def _spent_s(pids: Sequence[int]) -> list[float]:
     return [processor_s(pid) for pid in pids]
 
 
-def _cores(pids: Sequence[int], before_s: Sequence[float], seen: Seen) -> Cores:
-    """Take the processor time of client, API process and engine process since `before_s`."""
-    client, api, engine = (
-        (now_s - then_s) / seen.took_s for now_s, then_s in zip(_spent_s(pids), before_s, strict=True)
-    )
+def _since_s(pids: Sequence[int], before_s: Sequence[float]) -> list[float]:
+    return [now_s - then_s for now_s, then_s in zip(_spent_s(pids), before_s, strict=True)]
+
+
+def _cores(spent_s: Sequence[float], seen: Seen) -> Cores:
+    """Of the processor time of client, API process and engine process."""
+    client, api, engine = (each_s / seen.took_s for each_s in spent_s)
     return Cores(client=client, api=api, engine=engine)
 
 
@@ -310,7 +323,14 @@ def main(argv: Sequence[str]) -> int:
     """Returns the exit status: 1 if anything was not as it should be."""
     parser = argparse.ArgumentParser(prog="python -m campaigns.overload", allow_abbrev=False)
     parser.add_argument("--factor", type=float, default=10.0, metavar="TIMES", help="default %(default)g")
-    parser.add_argument("--seconds", type=float, default=30.0, metavar="S", help="of each round")
+    parser.add_argument("--seconds", type=float, default=100.0, metavar="S", help="of each round")
+    parser.add_argument(
+        "--turns",
+        type=int,
+        default=20,
+        metavar="N",
+        help="of the second and third round; default %(default)d",
+    )
     parser.add_argument("--output-len", type=int, default=128, metavar="TOKENS", help="of each reply")
     parser.add_argument("--args", default="", metavar="WORDS", help="added to `tokenyard serve`")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE as well")
@@ -318,7 +338,13 @@ def main(argv: Sequence[str]) -> int:
     serve = ("--max-num-seqs", str(NUM_SEATS), "--max-queued-requests", str(NUM_PLACES), "--num-threads", "1")
     with own_server((*serve, *options.args.split())) as server:
         rounds = asyncio.run(
-            measure(server, factor=options.factor, seconds=options.seconds, output_len=options.output_len)
+            measure(
+                server,
+                factor=options.factor,
+                seconds=options.seconds,
+                turns=options.turns,
+                output_len=options.output_len,
+            )
         )
     print(rounds.table())
     if options.json:

@@ -70,6 +70,19 @@ def test_a_round_in_which_nobody_is_served_is_a_fault_with_a_table(empty: str) -
     assert "FAULT: nobody was served" in rounds.table()
 
 
+def test_the_turns_of_a_round_are_judged_together() -> None:
+    both = seen(ttft_s=0.1)
+    both.add(replace(seen(ttft_s=0.5), others=Counter({"HTTP 500": 1})))
+    assert both.ttft_s == [0.1] * 100 + [0.5] * 100
+    assert both.took_s == 20.0
+    assert replace(GOOD, overload=both).faults() == [
+        "1 times HTTP 500",
+        "the crowd outside makes the first token 5.00 times as late",
+    ]
+    for name in ("e2e_s", "refused_s", "retry_after_s", "late_s"):
+        assert len(getattr(both, name)) == 2 * len(getattr(seen(), name)), name
+
+
 async def test_who_is_refused_is_told_from_who_is_served() -> None:
     refusal = b"HTTP/1.1 429 X\r\nretry-after: 7\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}"
     stream = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\ndata: {}\n\n"
