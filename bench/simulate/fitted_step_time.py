@@ -5,7 +5,9 @@ Never: a clock.
 
 Context tokens are the keys that attention reads: for each share the position after its last token. The
 base is reading the weights and starting the step, `per_token` the arithmetic, `per_decode` what each
-sequence costs beside it (sampling, bookkeeping), `per_context_token` reading the KV cache. Steps vary about
+sequence costs beside it (sampling, bookkeeping), `per_context_token` reading the KV cache. Where weights take
+longer to read than to multiply, the token of a decode costs less than one of a prompt, and `per_decode` is
+below 0; together with `per_token` it never is. Steps vary about
 that as those of the trace did, drawn from a seed: the slowest of them make the tails of latencies.
 """
 
@@ -39,6 +41,8 @@ _LEAST_OF_A_KIND = 30
 _SPEED_WINDOW_S = 4.0
 """Time about a step in which the median factor is the machine's speed. What ends sooner than half of it, as a
 batch of unusual shape does, is no speed."""
+_SPEED_STEPS = 9
+"""Steps of a rare kind that the time is to have on an average: it is longer for these."""
 
 
 class FitError(Exception):
@@ -87,7 +91,7 @@ class LinearStepTime:
     def __str__(self) -> str:
         return (
             f"{self.base_s * 1e3:.4g} ms + {self.per_token_s * 1e6:.4g} us a token "
-            f"+ {self.per_decode_s * 1e6:.4g} us a decode "
+            f"{'+' if self.per_decode_s >= 0 else '-'} {abs(self.per_decode_s) * 1e6:.4g} us a decode "
             f"+ {self.per_context_token_s * 1e9:.4g} ns a context token"
         )
 
@@ -102,27 +106,51 @@ class Durations(NamedTuple):
         return Durations(self.total_s[:num_steps], self.computing_s[:num_steps])
 
 
+class _Speed(NamedTuple):
+    """How long steps of a kind took for what the line says, over time."""
+
+    moments_s: list[float]
+    factors: list[float]
+
+    def at(self, now_s: float) -> float:
+        return self.factors[max(bisect_right(self.moments_s, now_s) - 1, 0)]
+
+
 class _TracedSteps:
     """Steps of a trace by their kind, from which all replicas draw."""
 
     def __init__(self, model: LinearStepTime) -> None:
-        self.factors: Sequence[float] = model.variation
+        self.factors = list(model.variation)
         self.shares = model.computing_shares or (1.0,) * len(self.factors)
-        self.speeds: list[float] = []
-        self.moments_s: list[float] = []
-        if model.origin_s is not None and self.factors:
-            self.speeds = running_medians(model.moments_s, model.variation)
-            self.moments_s = [moment_s - model.origin_s for moment_s in model.moments_s]
-            self.factors = [each / speed for each, speed in zip(model.variation, self.speeds, strict=True)]
         self.bounds_s = _bounds(model.sizes_s)
         kinds = [self.kind(size_s) for size_s in model.sizes_s] or [0] * len(self.factors)
         self.places: list[list[int]] = [[] for _ in range(len(self.bounds_s) + 1)]
         for place, kind in enumerate(kinds):
             self.places[kind].append(place)
+        self.speeds: list[_Speed] = []
+        """By kind; none where nothing is known of the time of the trace."""
+        if model.origin_s is not None and self.factors:
+            self._tell_speed_from_variation(model, model.origin_s)
 
     def kind(self, size_s: float) -> int:
         """Kind of a step of which the line says this."""
         return bisect_right(self.bounds_s, size_s)
+
+    def _tell_speed_from_variation(self, model: LinearStepTime, origin_s: float) -> None:
+        """Divide factors by the speed of their kind.
+
+        Kinds have speeds of their own: where memory is slow for a while, short steps wait for weights, and
+        long ones compute as before.
+        """
+        for places in self.places:
+            moments_s = [model.moments_s[place] for place in places]
+            window_s = _SPEED_WINDOW_S
+            if len(self.places) > 1 and places:
+                window_s = max(window_s, _SPEED_STEPS * (moments_s[-1] - moments_s[0]) / len(places))
+            speeds = running_medians(moments_s, [self.factors[place] for place in places], window_s)
+            self.speeds.append(_Speed([moment_s - origin_s for moment_s in moments_s], speeds))
+            for place, speed in zip(places, speeds, strict=True):
+                self.factors[place] /= speed
 
 
 class StepVariation:
@@ -177,8 +205,8 @@ class TracedVariation:
     """Durations at the speed that the machine had at the same time; how single steps vary about it is drawn.
 
     A factor of one step says how far the model is off as well as how fast the machine was. Beside much the
-    same batch at the same time it would hide the error of the model. The median over some seconds of steps of
-    all sizes hides only an error that lasts as long.
+    same batch at the same time it would hide the error of the model. The median over some seconds of steps
+    of its kind hides only an error that lasts as long.
     """
 
     def __init__(self, steps: _TracedSteps, seed: int) -> None:
@@ -188,8 +216,9 @@ class TracedVariation:
     def vary(self, steps_s: Iterable[float], now_s: float) -> Durations:
         """Return what steps take, one after the other from now on."""
         durations = Durations([], [])
-        for seconds, computing_s in zip(*self._single.vary(steps_s, now_s), strict=True):
-            speed = self._steps.speeds[max(bisect_right(self._steps.moments_s, now_s) - 1, 0)]
+        sizes_s = list(steps_s)
+        for size_s, seconds, computing_s in zip(sizes_s, *self._single.vary(sizes_s, now_s), strict=True):
+            speed = self._steps.speeds[self._steps.kind(size_s)].at(now_s)
             durations.total_s.append(seconds * speed)
             durations.computing_s.append(computing_s * speed)
             now_s += seconds * speed
@@ -213,15 +242,17 @@ def _bounds(sizes_s: Sequence[float]) -> list[float]:
     return bounds_s
 
 
-def running_medians(moments_s: Sequence[float], values: Sequence[float]) -> list[float]:
+def running_medians(
+    moments_s: Sequence[float], values: Sequence[float], window_s: float = _SPEED_WINDOW_S
+) -> list[float]:
     """Return for each moment the median of the values about it, so that what lasts keeps its edges."""
     medians, window = [], list[float]()
     begin = end = 0
     for now_s in moments_s:
-        while end < len(values) and moments_s[end] <= now_s + _SPEED_WINDOW_S / 2:
+        while end < len(values) and moments_s[end] <= now_s + window_s / 2:
             insort(window, values[end])
             end += 1
-        while moments_s[begin] < now_s - _SPEED_WINDOW_S / 2:
+        while moments_s[begin] < now_s - window_s / 2:
             window.pop(bisect_left(window, values[begin]))
             begin += 1
         medians.append(window[len(window) // 2])
@@ -255,7 +286,7 @@ class FittedStepTime:
 
 
 def fit(steps: Iterable[TracedStep]) -> FittedStepTime:
-    """Least squares of the relative error, with no coefficient below 0. Raises FitError.
+    """Least squares of the relative error; nothing in a step takes less than no time. Raises FitError.
 
     Relative, because a step of 5 ms matters as much to those who wait for its tokens as one of 500 ms.
     Steps that copied blocks from or to the host are left out: what a copy costs is told elsewhere.
@@ -266,7 +297,7 @@ def fit(steps: Iterable[TracedStep]) -> FittedStepTime:
             step.time_s,
             step.execute_s,
             1.0,
-            step.num_tokens,
+            step.num_tokens - step.num_decodes,
             step.num_decodes,
             step.num_context_tokens,
             seconds,
@@ -282,13 +313,13 @@ def fit(steps: Iterable[TracedStep]) -> FittedStepTime:
     predicted_s: Floats = sizes[is_kept] @ found
     errors = np.abs(predicted_s / measured_s[is_kept] - 1)
     variation: Floats = (measured_s[is_kept] / predicted_s)[-MOST_FACTORS:]
-    base, token, decode, context = (float(each) for each in found)
+    base, token, decode, context = (float(each) for each in found)  # a token of a prompt, or of a decode
     shares: Floats = np.minimum((computing_s / measured_s)[is_kept][-MOST_FACTORS:], 1.0)
     return FittedStepTime(
         model=LinearStepTime(
             base_s=base,
             per_token_s=token,
-            per_decode_s=decode,
+            per_decode_s=decode - token,
             per_context_token_s=context,
             variation=tuple(variation.tolist()),
             computing_shares=tuple(shares.tolist()),

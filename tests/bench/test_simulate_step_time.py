@@ -88,13 +88,22 @@ def test_a_step_that_compiled_first_does_not_spoil_the_fit() -> None:
     assert_close(found.model, MODEL, rel=0.05)
 
 
-def test_no_coefficient_is_below_zero() -> None:
+def test_no_part_of_a_step_takes_less_than_no_time() -> None:
     """Steps with more decodes that take less time would make a simulation run backwards."""
     shrinking = [
         step(0.01 - 1e-5 * n, num_tokens=100, num_decodes=n, num_context_tokens=1000 + n) for n in range(100)
     ]
     model = fit(shrinking).model
-    assert min(getattr(model, name) for name in COEFFICIENTS) >= 0
+    assert min(model.base_s, model.per_token_s, model.per_context_token_s) >= 0
+    assert model.per_token_s + model.per_decode_s >= -1e-15
+
+
+def test_a_decode_may_cost_less_than_a_token_of_a_prompt() -> None:
+    """As on processors that read weights for longer than they multiply a few rows by them."""
+    wanted = replace(MODEL, base_s=0.008, per_token_s=6e-4, per_decode_s=-3e-4)
+    found = fit(drawn(wanted, num_steps=500, noise=0.02))
+    assert_close(found.model, wanted, rel=0.05)
+    assert "+ 600 us a token - 300 us a decode" in str(wanted)
 
 
 def test_too_few_steps_are_no_fit() -> None:
@@ -165,6 +174,19 @@ def test_a_misfit_of_some_steps_is_not_the_machines_speed_and_comes_at_drawn_mom
     one, other = (variation_of(model, seed=seed).vary([0.02] * 300, 0.0).total_s for seed in (1, 2))
     assert one != other
     assert (one.count(0.02), one.count(0.04)) == (pytest.approx(240, abs=40), pytest.approx(60, abs=20))
+
+
+def test_short_steps_may_be_slow_for_a_while_in_which_long_ones_are_not() -> None:
+    """As where memory is slow: short steps wait for weights, long ones multiply by them."""
+    sizes_s = (0.01, 0.01, 0.01, 0.2) * 200
+    factors = [2.0 if size_s == 0.01 and step >= 400 else 1.0 for step, size_s in enumerate(sizes_s)]
+    moments_s = tuple(step * 0.1 for step in range(800))
+    model = replace(
+        MODEL, variation=tuple(factors), sizes_s=sizes_s, moments_s=moments_s, origin_s=moments_s[0]
+    )
+    steps = variation_of(model, seed=1)
+    assert steps.vary([0.01, 0.2], 10.0).total_s == [0.01, 0.2]
+    assert steps.vary([0.01, 0.2], 70.0).total_s == [0.02, 0.2]
 
 
 def test_traced_steps_that_were_given_back_come_again() -> None:
