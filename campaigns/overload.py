@@ -314,7 +314,7 @@ def _since_s(pids: Sequence[int], before_s: Sequence[float]) -> list[float]:
 
 
 def _cores(spent_s: Sequence[float], seen: Seen) -> Cores:
-    """Of the processor time of client, API process and engine process."""
+    """Divide the processor time of client, API process and engine process by the time of the round."""
     client, api, engine = (each_s / seen.took_s for each_s in spent_s)
     return Cores(client=client, api=api, engine=engine)
 

@@ -107,7 +107,7 @@ class Durations(NamedTuple):
 
 
 class _Speed(NamedTuple):
-    """How long steps of a kind took for what the line says, over time."""
+    """Speed of a kind of steps: by which factor they took longer than the line says, over time."""
 
     moments_s: list[float]
     factors: list[float]
@@ -128,7 +128,7 @@ class _TracedSteps:
         for place, kind in enumerate(kinds):
             self.places[kind].append(place)
         self.speeds: list[_Speed] = []
-        """By kind; none where nothing is known of the time of the trace."""
+        """Speeds by kind; none where nothing is known of the time of the trace."""
         if model.origin_s is not None and self.factors:
             self._tell_speed_from_variation(model, model.origin_s)
 

@@ -99,7 +99,7 @@ def test_no_part_of_a_step_takes_less_than_no_time() -> None:
 
 
 def test_a_decode_may_cost_less_than_a_token_of_a_prompt() -> None:
-    """As on processors that read weights for longer than they multiply a few rows by them."""
+    """It does on processors that read weights for longer than they multiply a few rows by them."""
     wanted = replace(MODEL, base_s=0.008, per_token_s=6e-4, per_decode_s=-3e-4)
     found = fit(drawn(wanted, num_steps=500, noise=0.02))
     assert_close(found.model, wanted, rel=0.05)
@@ -177,7 +177,7 @@ def test_a_misfit_of_some_steps_is_not_the_machines_speed_and_comes_at_drawn_mom
 
 
 def test_short_steps_may_be_slow_for_a_while_in_which_long_ones_are_not() -> None:
-    """As where memory is slow: short steps wait for weights, long ones multiply by them."""
+    """Short steps wait for weights where memory is slow, long ones multiply by them."""
     sizes_s = (0.01, 0.01, 0.01, 0.2) * 200
     factors = [2.0 if size_s == 0.01 and step >= 400 else 1.0 for step, size_s in enumerate(sizes_s)]
     moments_s = tuple(step * 0.1 for step in range(800))
