@@ -232,7 +232,7 @@ def merged(weights: Sequence[GroupedWeight]) -> GroupedWeight:
         codes=torch.cat([weight.codes for weight in weights]),
         scales_NG=torch.cat([weight.scales_NG for weight in weights]),
         scale_units_NU=_all_or_none([weight.scale_units_NU for weight in weights]),
-        offset_units_NU=_all_or_none([weight.offset_units_NU for weight in weights]),
+        offset_units_NU=_all_or_none(list(map(_units_of_offsets, weights))) if has_offsets else None,
         offsets_NG=torch.cat(
             [
                 torch.zeros_like(weight.scales_NG) if offset is None else offset
@@ -242,6 +242,14 @@ def merged(weights: Sequence[GroupedWeight]) -> GroupedWeight:
         if has_offsets
         else None,
     )
+
+
+def _units_of_offsets(weight: GroupedWeight) -> Tensor | None:
+    """Return those of the weight, or zeros where it has no offsets, which then are 0."""
+    units_NU = weight.scale_units_NU
+    if weight.offsets_NG is not None or units_NU is None:
+        return weight.offset_units_NU
+    return torch.zeros_like(units_NU)
 
 
 def gathered(num_outputs: int, pieces: "Iterable[GroupedWeight]") -> GroupedWeight:

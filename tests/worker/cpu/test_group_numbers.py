@@ -63,10 +63,15 @@ CASES = {
 """Stored numbers of a weight, and the bytes of all of it for each group."""
 
 
-def weight(name: str, *, is_byte: bool = False) -> GroupedWeight:
+RANGES = {"5 bits": (0, 32), "6 bits": (-32, 32), "8 bits": (-127, 128)}
+"""Whole numbers, the second being the first that is none of them."""
+WIDTHS = ("4 bits", *RANGES)
+
+
+def weight(name: str, *, width: str = "4 bits") -> GroupedWeight:
     generator = torch.Generator().manual_seed(3)
-    if is_byte:
-        codes = torch.randint(-127, 128, (N, K), generator=generator).to(torch.int8)
+    if width in RANGES:
+        codes = torch.randint(*RANGES[width], (N, K), generator=generator).to(torch.int8)
         return GroupedWeight(codes=codes, **CASES[name][0])
     codes = torch.randint(256, (N, K // 2), dtype=torch.uint8, generator=generator)
     return GroupedWeight(codes=codes, table=UNSIGNED_TABLE, **CASES[name][0])
@@ -86,27 +91,27 @@ def test_every_number_is_kept_in_as_few_bytes_as_hold_it(name):
     assert scales.num_bytes + offsets.num_bytes == num_bytes * padded
 
 
-@pytest.mark.parametrize("is_byte", [False, True], ids=["4 bits", "8 bits"])
+@pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", CASES)
-def test_a_product_is_that_of_the_dequantized_weight(kernels, name, is_byte):
+def test_a_product_is_that_of_the_dequantized_weight(kernels, name, width):
     for inputs in Inputs:
-        prove_product(name, weight(name, is_byte=is_byte), kernels, inputs)
+        prove_product(name, weight(name, width=width), kernels, inputs)
 
 
-@pytest.mark.parametrize("is_byte", [False, True], ids=["4 bits", "8 bits"])
+@pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", CASES)
-def test_no_row_depends_on_how_many_there_are(kernels, name, is_byte):
-    packed = pack_grouped(weight(name, is_byte=is_byte))
+def test_no_row_depends_on_how_many_there_are(kernels, name, width):
+    packed = pack_grouped(weight(name, width=width))
     x = torch.randn((110, K), generator=torch.Generator().manual_seed(0)).bfloat16()
     alone = torch.cat([kernels.multiply_to_float(row[None], packed) for row in x])
     for num_rows in (2, 5, 7, 13, 18, 110):
         assert torch.equal(kernels.multiply_to_float(x[:num_rows].contiguous(), packed), alone[:num_rows])
 
 
-@pytest.mark.parametrize("is_byte", [False, True], ids=["4 bits", "8 bits"])
+@pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", CASES)
-def test_rows_are_looked_up_in_what_was_packed(name, is_byte):
-    made = weight(name, is_byte=is_byte)
+def test_rows_are_looked_up_in_what_was_packed(name, width):
+    made = weight(name, width=width)
     chosen = torch.tensor([0, 76, 5, 5, 33, 64])
     for inputs in Inputs:
         found = grouped_rows(pack_grouped(made, inputs=inputs), chosen)
@@ -123,7 +128,19 @@ def test_units_follow_the_outputs_and_are_dropped_where_others_have_none():
     assert torch.equal(merged.dequantized(), made.dequantized().repeat(2, 1))
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "Q4_K"])
+def test_of_a_weight_with_offsets_and_one_without_merged_no_number_takes_more_than_a_byte_and_its_units():
+    parts = [
+        weight_of_blocks(torch.from_numpy(RandomBlocks().of(kind, 64, 1024)), GgufType[kind])
+        for kind in ("Q4_K", "Q6_K")
+    ]
+    both = parts[0].merge(parts[1:])
+    packed = pack_grouped(both)
+    num_units, num_groups = 2 * 128 * 1024 // 256, 2 * 128 * 1024 // 16
+    assert sum(each.num_bytes for each in packed.numbers) == num_groups + 2 * num_units
+    assert torch.equal(grouped_rows(packed, torch.arange(128)), both.dequantized())
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
 def test_packed_blocks_take_no_more_than_a_twentieth_above_their_file(kind):
     blocks = RandomBlocks().of(kind, 64, 1024)
     packed = pack_grouped(weight_of_blocks(torch.from_numpy(blocks), GgufType[kind]))

@@ -10,7 +10,14 @@ from worker.quantized.grouped_weight import (
     pack_nibbles,
 )
 
-KINDS = ("signed", "unsigned", "e2m1", "int8", "int8 with offsets", "float8")
+_RANGES = {
+    "int8": (-128, 128),
+    "int8 with offsets": (-128, 128),
+    "six bits": (-32, 32),
+    "five bits with offsets": (0, 32),
+}
+"""Whole numbers, the second being the first that is none of them."""
+KINDS = ("signed", "unsigned", "e2m1", "float8", *_RANGES)
 
 
 def random_weight(
@@ -21,10 +28,10 @@ def random_weight(
     groups = (num_outputs, num_inputs // group_size)
     scales = torch.rand(groups, generator=generator) + 0.5
     offsets = None
-    if kind in ("unsigned", "int8 with offsets"):
+    if kind == "unsigned" or kind.endswith("with offsets"):
         offsets = scales * torch.randint(16, groups, generator=generator)
-    if kind in ("int8", "int8 with offsets"):
-        codes = torch.randint(-128, 128, shape, generator=generator).to(torch.int8)
+    if kind in _RANGES:
+        codes = torch.randint(*_RANGES[kind], shape, generator=generator).to(torch.int8)
         return GroupedWeight(codes=codes, scales_NG=scales, offsets_NG=offsets)
     if kind == "float8":
         # All but the two codes that are not numbers.

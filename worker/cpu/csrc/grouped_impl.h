@@ -115,6 +115,8 @@ struct DecodedPairs : PairColumns {
 
 #include "grouped_bytes_impl.h"
 
+#include "grouped_planes_impl.h"
+
 #if TOKENYARD_LANES == 8
 #include "grouped_panels_impl.h"
 #endif
@@ -341,24 +343,48 @@ inline void multiply_codes(const Product<T>& product, int64_t begin, int64_t end
   }
 }
 
+// Codes as numbers, in which inputs are multiplied as they are.
+template <typename T>
+struct NumbersOf {
+  using Nibbles = FloatNibbles<T>;
+  using Int8 = FloatBytes<T, CodeKind::kInt8>;
+  using Float8 = FloatBytes<T, CodeKind::kFloat8>;
+  using FiveBits = FloatPlanes<T, 5>;
+  using SixBits = FloatPlanes<T, 6>;
+  using Decoded = DecodedFloats<T>;
+};
+
+#if defined(TOKENYARD_BF16_DOT)
+template <>
+struct NumbersOf<Bf16> {
+  using Nibbles = PairNibbles;
+  using Int8 = PairBytes;
+  using Float8 = PairBytes;
+  using FiveBits = PairPlanes<5>;
+  using SixBits = PairPlanes<6>;
+  using Decoded = DecodedPairs;
+};
+#endif
+
 template <typename T>
 inline void multiply_grouped(const Product<T>& product, int64_t begin, int64_t end) {
-  const GroupedCodes& grouped = product.weight.grouped;
-  if (grouped.takes_bytes) {
-    if (grouped.kind == CodeKind::kNibbles) return multiply_codes<ByteNibbles, DecodedBytes>(product, begin, end);
-    return multiply_codes<ByteBytes, DecodedWords>(product, begin, end);
+  const CodeKind kind = product.weight.grouped.kind;
+  if (product.weight.grouped.takes_bytes) {
+    switch (kind) {
+      case CodeKind::kNibbles: return multiply_codes<ByteNibbles, DecodedBytes>(product, begin, end);
+      case CodeKind::kFiveBits: return multiply_codes<BytePlanes<5>, DecodedWords>(product, begin, end);
+      case CodeKind::kSixBits: return multiply_codes<BytePlanes<6>, DecodedWords>(product, begin, end);
+      default: return multiply_codes<ByteBytes, DecodedWords>(product, begin, end);
+    }
   }
-#if defined(TOKENYARD_BF16_DOT)
-  if constexpr (sizeof(T) == sizeof(Bf16)) {
-    if (grouped.kind == CodeKind::kNibbles) return multiply_codes<PairNibbles, DecodedPairs>(product, begin, end);
-    return multiply_codes<PairBytes, DecodedPairs>(product, begin, end);
-  }
-#endif
-  using Decoded = DecodedFloats<T>;
-  switch (grouped.kind) {
-    case CodeKind::kNibbles: return multiply_codes<FloatNibbles<T>, Decoded>(product, begin, end);
-    case CodeKind::kInt8: return multiply_codes<FloatBytes<T, CodeKind::kInt8>, Decoded>(product, begin, end);
-    case CodeKind::kFloat8: return multiply_codes<FloatBytes<T, CodeKind::kFloat8>, Decoded>(product, begin, end);
+  using Numbers = NumbersOf<T>;
+  using Decoded = typename Numbers::Decoded;
+  switch (kind) {
+    case CodeKind::kNibbles: return multiply_codes<typename Numbers::Nibbles, Decoded>(product, begin, end);
+    case CodeKind::kInt8: return multiply_codes<typename Numbers::Int8, Decoded>(product, begin, end);
+    case CodeKind::kFloat8: return multiply_codes<typename Numbers::Float8, Decoded>(product, begin, end);
+    case CodeKind::kFiveBits: return multiply_codes<typename Numbers::FiveBits, Decoded>(product, begin, end);
+    case CodeKind::kSixBits: return multiply_codes<typename Numbers::SixBits, Decoded>(product, begin, end);
   }
 }
 

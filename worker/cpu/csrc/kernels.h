@@ -23,7 +23,7 @@ enum class Activation : int { kNone, kSilu, kGeluTanh };
 // Sums over inputs of more than so many are cut: decoded columns of one run fit into the nearest cache.
 constexpr int64_t kRunInputs = 256;
 
-enum class CodeKind : int { kNibbles, kInt8, kFloat8 };
+enum class CodeKind : int { kNibbles, kInt8, kFloat8, kFiveBits, kSixBits };
 
 // Bytes are multiples of a unit of so many inputs.
 constexpr int64_t kUnitInputs = 256;
@@ -41,7 +41,7 @@ struct GroupNumbers {
 // number(code[n, k]) * scales[n, k / group_size] - offsets[n, k / group_size].
 //
 // Codes are packed for what they are multiplied by, see packing/grouped_packing.py. Nibbles stand for the 16
-// numbers of `table`, int8 and float8 (e4m3) for themselves.
+// numbers of `table`, int8 and float8 (e4m3) for themselves, codes of 5 and 6 bits for numbers that are `shift` less.
 struct GroupedCodes {
   const uint8_t* data;  // null: the weight has no codes
   CodeKind kind;
@@ -49,7 +49,7 @@ struct GroupedCodes {
   int64_t group_size;
   const float* table;  // [16], nibbles only
   // How instructions for bytes look up: for bf16 inputs the 16 numbers twice as bf16, or the lower bytes of the
-  // 256 numbers as bf16, then the upper ones. For whole inputs 16 bytes, which are `shift` too large.
+  // 256 (or 64) numbers as bf16, then the upper ones. For whole inputs 16 bytes, which are `shift` too large.
   const uint8_t* lookup;
   int32_t shift;
   GroupNumbers scales;

@@ -247,7 +247,12 @@ inline void multiply_last_rows(const Product<T>& product, int64_t row, int64_t b
 
 template <typename T>
 void multiply(const Product<T>& product, int64_t begin, int64_t end) {
+#if defined(TOKENYARD_EXPANDED)
+  // Codes are multiplied as they are without: what is expanded here is weights of bf16.
+  if (product.weight.grouped.data != nullptr) return avx512_kernels()->bf16.multiply(product, begin, end);
+#else
   if (product.weight.grouped.data != nullptr) return multiply_grouped(product, begin, end);
+#endif
 #if TOKENYARD_LANES == 8
   if (product.weight.bytes == nullptr && product.num_rows > kTileRows) return multiply_in_panels(product, begin, end);
 #endif

@@ -7,7 +7,9 @@ Shapes: B blocks of 32 outputs, N outputs, K inputs, G groups of inputs. A block
 lane c % 16.
 """
 
+from collections.abc import Callable
 from enum import Enum, IntEnum
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -54,8 +56,14 @@ class _Kind(IntEnum):
     NIBBLES = 0
     INT8 = 1
     FLOAT8 = 2
+    FIVE_BITS = 3
+    SIX_BITS = 4
 
 
+_HIGH_BITS = {_Kind.FIVE_BITS: 1, _Kind.SIX_BITS: 2}
+"""Bits of a code beside a nibble, of which there is a plane (csrc/grouped_planes_impl.h)."""
+_CODES_OF_FOUR = 4 * COLUMNS
+"""Codes of four inputs of a block."""
 _KINDS = {torch.uint8: _Kind.NIBBLES, torch.int8: _Kind.INT8, torch.float8_e4m3fn: _Kind.FLOAT8}
 _DTYPES = {kind: dtype for dtype, kind in _KINDS.items()}
 
@@ -109,14 +117,16 @@ def grouped_rows(packed: PackedWeight, indices_U: Tensor) -> Tensor:
     """Look up rows of a packed weight as the kernels multiply by them: numbers [U, K] in float32."""
     grouped, numbers = packed.c.grouped, packed.numbers
     _, table, lookup, permutation = packed.kept
+    is_whole = grouped.takes_bytes or grouped.kind in _HIGH_BITS
     assert numbers is not None
     assert permutation is None
     block_U, column_U = indices_U // COLUMNS, indices_U % COLUMNS
     codes_UK = _codes_of_rows(packed, block_U, column_U)
-    if not grouped.takes_bytes:
+    if not is_whole:
         numbers_UK = codes_UK.view(_DTYPES[grouped.kind]).float() if table is None else table[codes_UK.int()]
     else:
-        numbers_UK = (codes_UK if lookup is None else lookup[codes_UK.int()]).float() - grouped.shift
+        raised_UK = codes_UK if table is None or lookup is None else lookup[codes_UK.int()]
+        numbers_UK = raised_UK.float() - grouped.shift
     numbers_UGS = numbers_UK.view(len(indices_U), -1, int(grouped.group_size))
     scales, offsets = numbers
     scales_UG: Tensor | None = scales.rows(block_U, column_U)
@@ -132,6 +142,8 @@ def _codes_of_rows(packed: PackedWeight, block_U: Tensor, column_U: Tensor) -> T
     """Undo `_data` for some outputs: codes [U, K] of a byte each."""
     half_U, lane_U = column_U // _HALF, column_U % _HALF
     grouped, data = packed.c.grouped, packed.data
+    if grouped.kind in _HIGH_BITS:
+        return _join_planes(data, block_U, _places_of_four(column_U, takes_bytes=grouped.takes_bytes))
     if grouped.kind != _Kind.NIBBLES:
         if grouped.takes_bytes:
             return data[block_U, :, half_U, lane_U].flatten(1)
@@ -146,9 +158,12 @@ def _pack(
     weight: GroupedWeight, bias_N: Tensor | None, activation: GateActivation, inputs: Inputs
 ) -> PackedWeight:
     takes_bytes = inputs is Inputs.INT8
-    kind = _KINDS[weight.codes.dtype]
-    unit, lookup, shift = _byte_lookup(weight) if takes_bytes else (1.0, _number_lookup(weight), 0)
-    data = _data(weight, takes_bytes=takes_bytes)
+    kind, lowest = _kind_of(weight)
+    if kind in _HIGH_BITS:
+        unit, lookup, shift = 1.0, None if takes_bytes else _lookup_from(lowest, kind), -lowest
+    else:
+        unit, lookup, shift = _byte_lookup(weight) if takes_bytes else (1.0, _number_lookup(weight), 0)
+    data = _data(weight, kind, lowest, takes_bytes=takes_bytes)
     is_same = unit == 1
     scales_NG = weight.scales_NG if is_same else weight.scales_NG * unit
     scales = pack_scales(scales_NG, weight.scale_units_NU if is_same else None)
@@ -172,11 +187,29 @@ def _pack(
     return PackedWeight(data, c, (bias, table, lookup, permutation), (scales, offsets))
 
 
-def _data(weight: GroupedWeight, *, takes_bytes: bool) -> Tensor:
+def _kind_of(weight: GroupedWeight) -> tuple[_Kind, int]:
+    """Return the kind that takes the fewest bits, and the lowest code."""
+    kind = _KINDS[weight.codes.dtype]
+    if kind is not _Kind.INT8:
+        return kind, 0
+    ends = [torch.aminmax(some) for some in torch.split(weight.codes, _PIECE_BYTES // weight.num_inputs + 1)]
+    # Outputs that fill a block up have codes of 0.
+    lowest, highest = min(0, *(int(end.min) for end in ends)), max(0, *(int(end.max) for end in ends))
+    for smaller in _HIGH_BITS:
+        if highest - lowest < 16 << _HIGH_BITS[smaller]:
+            return smaller, lowest
+    return kind, 0
+
+
+def _data(weight: GroupedWeight, kind: _Kind, lowest: int, *, takes_bytes: bool) -> Tensor:
     """Bytes [B, ...] of each block, in order of K. Some blocks at a time: packing takes more beside them."""
     codes, num_inputs = weight.codes.view(torch.uint8), weight.num_inputs
+    pack: Callable[[Tensor, Tensor], None]
     shape: tuple[int, ...]
-    if weight.codes.dtype is torch.uint8:
+    if kind in _HIGH_BITS:
+        pack = partial(_pack_planes, lowest=lowest, takes_bytes=takes_bytes)
+        shape = (num_inputs // 4, _CODES_OF_FOUR // 8 * (4 + _HIGH_BITS[kind]))
+    elif kind is _Kind.NIBBLES:
         pack = _pack_nibbles
         # [B, K / 4, lane, input of four], or input of a pair, pair; the first half's code in the lower bits
         shape = (num_inputs // 4, _HALF, 4) if takes_bytes else (num_inputs // 4, _HALF, 2, 2)
@@ -210,6 +243,44 @@ def _pack_by_two(codes: Tensor, out: Tensor) -> None:
     out.copy_(codes.view(-1, 2, _HALF // 4, 4, codes.shape[1] // 2, 2).permute(0, 4, 2, 1, 3, 5))
 
 
+def _pack_planes(codes: Tensor, out: Tensor, *, lowest: int, takes_bytes: bool) -> None:
+    """Nibbles of codes that begin at 0, and behind those of four inputs their other bits."""
+    raised = (codes.view(torch.int8) - lowest).view(torch.uint8)
+    if takes_bytes:
+        ordered = raised.view(-1, 2, _HALF, codes.shape[1] // 4, 4).permute(0, 3, 1, 2, 4)
+    else:
+        ordered = raised.view(-1, 2, _HALF // 4, 4, codes.shape[1] // 2, 2).permute(0, 4, 2, 1, 3, 5)
+    fours = ordered.reshape(*out.shape[:2], _CODES_OF_FOUR)
+    half = _CODES_OF_FOUR // 2
+    nibbles, plane = out[..., :half], out[..., half:]
+    torch.bitwise_or(fours[..., :half] & 15, fours[..., half:] << 4, out=nibbles)
+    num_bits = 8 * plane.shape[-1] // _CODES_OF_FOUR
+    parts = (fours >> 4).view(*out.shape[:2], -1, plane.shape[-1]).unbind(2)
+    for place, part in enumerate(parts):
+        plane.bitwise_or_(part << place * num_bits)
+
+
+def _places_of_four(column_U: Tensor, *, takes_bytes: bool) -> Tensor:
+    """Find the codes of some columns among those of four inputs: places [U, 4]."""
+    half_U1, lane_U1 = (column_U // _HALF).unsqueeze(1), (column_U % _HALF).unsqueeze(1)
+    input_4 = torch.arange(4)
+    if takes_bytes:
+        return half_U1 * (_CODES_OF_FOUR // 2) + 4 * lane_U1 + input_4
+    return 64 * (input_4 // 2) + lane_U1 // 4 * 16 + half_U1 * 8 + lane_U1 % 4 * 2 + input_4 % 2
+
+
+def _join_planes(data: Tensor, block_U: Tensor, place_U4: Tensor) -> Tensor:
+    """Undo `_pack_planes` for some outputs: codes from 0 on, [U, K]."""
+    half, num_high = _CODES_OF_FOUR // 2, data.shape[2] - _CODES_OF_FOUR // 2
+    num_bits = 8 * num_high // _CODES_OF_FOUR
+    block_U1, shift_U4 = block_U.unsqueeze(1), place_U4 // half * 4
+    nibble_U4G = data[block_U1, :, place_U4 % half] >> shift_U4.unsqueeze(2).to(torch.uint8) & 15
+    shift_U4 = place_U4 // num_high * num_bits
+    high_U4G = data[block_U1, :, half + place_U4 % num_high] >> shift_U4.unsqueeze(2).to(torch.uint8)
+    codes_U4G = nibble_U4G | (high_U4G & (1 << num_bits) - 1) << 4
+    return codes_U4G.transpose(1, 2).flatten(1)
+
+
 def _spread(fours: Tensor, *, keeps_order: bool) -> Tensor:
     """Codes of four bits, one a byte: int16 to int32. Else the second and the third change places."""
     words = fours.to(torch.int32, memory_format=torch.contiguous_format)
@@ -228,7 +299,16 @@ def _number_lookup(weight: GroupedWeight) -> Tensor:
             raise CannotPack("the table has numbers that bfloat16 has not")
         return words.repeat(2).view(torch.uint8)
     codes = torch.arange(256, dtype=torch.uint8).view(weight.codes.dtype)
-    return codes.float().bfloat16().view(torch.uint8).view(256, 2).T.contiguous()
+    return _bytes_of(codes.float())
+
+
+def _lookup_from(lowest: int, kind: _Kind) -> Tensor:
+    """The whole numbers from the lowest on: lower bytes of 64, then upper ones. 32 are there twice."""
+    return _bytes_of(lowest + (torch.arange(64) % (16 << _HIGH_BITS[kind])).float())
+
+
+def _bytes_of(numbers: Tensor) -> Tensor:
+    return numbers.bfloat16().view(torch.uint8).view(-1, 2).T.contiguous()
 
 
 def _byte_lookup(weight: GroupedWeight) -> tuple[float, Tensor | None, int]:
