@@ -193,14 +193,31 @@ class ByteText:
         self._utf8 = _UTF8("replace" if is_byte_level else _EACH_BYTE)
         # The context's text belongs to the prompt; only the bytes of an unfinished character matter.
         self._utf8.decode(b"".join([table[token_id] for token_id in context]))
+        self._begun, _ = self._utf8.getstate()
         self._num_strippable = 0 if context else tokenizer.rule.num_stripped_spaces
 
     def push(self, token_ids: tuple[int, ...]) -> str:
         table = self._table
-        text = self._utf8.decode(b"".join([table[token_id] for token_id in token_ids]))
+        data = b"".join([table[token_id] for token_id in token_ids])
+        if self._begun and data:
+            self._settle_begun(data)
+        text = self._utf8.decode(data)
         return self._strip(text) if self._num_strippable else text
 
+    def _settle_begun(self, data: bytes) -> None:
+        """Leave to the prompt the character that it began, unless `data` goes on with it.
+
+        Its U+FFFD would be the first character of a text that a grammar or a stop string reads without it.
+        """
+        begun, self._begun = self._begun, b""
+        try:
+            _UTF8("strict").decode(begun + data[:1])
+        except UnicodeDecodeError:
+            self._utf8.reset()
+
     def finish(self) -> str:
+        if self._begun:  # nothing went on with it
+            return ""
         return self._strip(self._utf8.decode(b"", final=True))
 
     def _strip(self, text: str) -> str:

@@ -70,7 +70,9 @@ async def prepare_turn(edge: Edge, body: ChatCompletionRequest, origin: Origin) 
     style = _style(edge, template, grammar)
     start = _reasoning_start(edge.engine, style, body, prompt_ids)
     if grammar is not None and style is not None:
-        prompt_ids, start = await _before_grammar(edge.engine, style, options, prompt_ids, start)
+        added, start = await _before_grammar(edge.engine, style, options, start)
+        # Where the prompt is cut to what fits, what is added has to fit too.
+        prompt_ids = (*kept_prompt(body, rendered, info, max_tokens=limit + len(added)), *added)
         grammar = _after_reasoning(grammar, info, style, start)
     shown_ids = _shown_special_ids(tool_use, info, style if start is not ReasoningStart.NONE else None)
     reading = _reading(body, info, tool_use, style, start)
@@ -248,19 +250,22 @@ def _reasoning_start(
 
 
 async def _before_grammar(
-    engine: Engine, style: ReasoningStyle, options: ChatOptions, prompt_ids: TokenIds, start: ReasoningStart
+    engine: Engine, style: ReasoningStyle, options: ChatOptions, start: ReasoningStart
 ) -> tuple[TokenIds, ReasoningStart]:
-    """Open the block of reasoning in the prompt, or leave it out: a grammar cannot leave that open."""
+    """Open the block of reasoning in the prompt, or leave it out: a grammar cannot leave that open.
+
+    Returns the tokens to add to the prompt.
+    """
     info = engine.info
     if style.answer and start is ReasoningStart.POSSIBLE:
-        return (*prompt_ids, *await engine.encode_plain(style.answer)), ReasoningStart.NONE
+        return await engine.encode_plain(style.answer), ReasoningStart.NONE
     begin_id, end_id = info.added_tokens.get(style.begin), info.added_tokens.get(style.end)
     if end_id is None:
-        return prompt_ids, ReasoningStart.NONE
+        return (), ReasoningStart.NONE
     is_off = turns_reasoning_off(options)
     if start is ReasoningStart.POSSIBLE and style.begin in info.chat_template and begin_id and not is_off:
-        return (*prompt_ids, begin_id), ReasoningStart.OPEN
-    return prompt_ids, ReasoningStart.OPEN if start is ReasoningStart.OPEN else ReasoningStart.NONE
+        return (begin_id,), ReasoningStart.OPEN
+    return (), ReasoningStart.OPEN if start is ReasoningStart.OPEN else ReasoningStart.NONE
 
 
 def _after_reasoning(

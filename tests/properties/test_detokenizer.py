@@ -172,6 +172,18 @@ def test_a_character_begun_in_the_prompt_is_finished_by_the_output() -> None:
     assert detokenizer.push(ids[1:]) == "日"
 
 
+@pytest.mark.parametrize("make", [small_tokenizers.byte_level, small_tokenizers.sentencepiece])
+def test_a_character_that_the_output_does_not_finish_stays_the_prompts(make) -> None:
+    """A prompt of token ids may end anywhere, and a grammar's text would not match with U+FFFD before it."""
+    tokenizer = make()
+    begun = tokenizer.encode_rendered_chat("😀")[:-1]
+    output = tokenizer.encode_rendered_chat("fox")
+    for prompt in (begun, tokenizer.encode_rendered_chat("x") + begun[:-1]):
+        detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids=prompt)
+        assert (detokenizer.push(output) + detokenizer.finish()).strip() == "fox"
+        assert IncrementalDetokenizer(tokenizer, prompt_token_ids=prompt).finish() == ""
+
+
 def test_the_space_of_the_first_word_is_kept_after_a_prompt_and_dropped_without() -> None:
     tokenizer = small_tokenizers.sentencepiece()
     prompt, (fox,) = tokenizer.encode_rendered_chat("lazy"), tokenizer.encode_rendered_chat("fox")

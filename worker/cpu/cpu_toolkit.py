@@ -173,7 +173,7 @@ class CpuToolkit:
         if isinstance(embedding, QuantizedEmbedding):
             self._pack_quantized(model, linear, embedding)
             return
-        is_tied = embedding.weight is getattr(output, "weight", None)
+        is_tied = embedding.weight is not None and embedding.weight is getattr(output, "weight", None)
         if self._ranks.size > 1:
             self._divide_output(model, linear)
             return

@@ -85,7 +85,7 @@ class QuantizedEmbedding(nn.Module):
 
     def __init__(self, replaced: nn.Embedding) -> None:
         super().__init__()
-        self.num_embeddings = replaced.num_embeddings
+        self.num_embeddings, self.embedding_dim = replaced.num_embeddings, replaced.embedding_dim
         self.dtype = replaced.weight.dtype
         self.scale: float | None = None
         if type(replaced) is not nn.Embedding:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from worker.model.quantized_layers import QuantizedEmbedding
 from worker.ranks.stage import HiddenReceiver, HiddenSender, Stage
 
 
@@ -74,8 +75,9 @@ def drop_ends(model: Any, stage: Stage) -> None:
     if not stage.is_last:
         model.set_output_embeddings(_NoOutput(model.get_output_embeddings().out_features))
     if stage.index:
-        hidden_size = embedding.weight.shape[1]
-        model.set_input_embeddings(_NoEmbedding(hidden_size, embedding.weight.dtype))
+        is_codes = isinstance(embedding, QuantizedEmbedding)
+        dtype = embedding.dtype if is_codes else embedding.weight.dtype
+        model.set_input_embeddings(_NoEmbedding(embedding.embedding_dim, dtype))
 
 
 def places_before(model: nn.Module) -> dict[str, str]:

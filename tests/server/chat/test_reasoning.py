@@ -203,6 +203,18 @@ async def test_a_grammar_begins_behind_the_reasoning(
     assert request.params.grammar.begins_after == begins_after
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(("fields", "num_tokens"), [({"max_tokens": 28}, 100), ({"max_tokens": None}, 127)])
+async def test_a_prompt_that_is_cut_to_what_fits_leaves_room_for_the_opened_block(
+    client, thinking, side, fields, num_tokens
+) -> None:
+    messages = [{"role": "user", "content": "x" * 500}]
+    cut = {"truncate_prompt_tokens": -1, "truncation_side": side, **fields}
+    await ask(client, messages=messages, response_format={"type": "json_object"}, **cut)
+    prompt = thinking.requests[0].prompt_token_ids
+    assert (len(prompt), prompt[-1]) == (num_tokens, 60)
+
+
 async def test_without_a_token_for_its_end_a_grammar_leaves_no_reasoning(client, thinking) -> None:
     thinking.model_info = dataclasses.replace(THINKING, added_tokens={})
     thinking.texts = ("{", "}")
