@@ -22,7 +22,7 @@ from server.http.http_client import ExchangeFailed, Target, Timeouts, exchange, 
 
 _PORT = 8000
 _PATIENCE_S = 1800.0
-"""Of the guest's own time: nothing here is about time, and an end that never comes is a fault."""
+"""Seconds of the guest's own time: nothing here is about time, and an end that never comes is a fault."""
 _POLL_S = 0.5
 
 
@@ -37,7 +37,7 @@ class Ending:
     is_whole: bool = False
     """Whether it had its finish_reason and [DONE]."""
     broken: str = ""
-    """How the connection failed, if it did."""
+    """Failure of the connection; empty without one."""
 
     def __str__(self) -> str:
         parts = [*self.errors, "whole" if self.is_whole else "", self.broken and f"broken ({self.broken})"]

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from campaigns.control_groups.group_asking import Ending, ask, health, served_in, stream, until
-from campaigns.control_groups.memory_groups import MIB, Group, badness, make_group, name_of
+from campaigns.control_groups.memory_groups import MIB, Group, badness, kills_told, make_group, name_of
 from campaigns.servers.own_server import OwnServer
 from campaigns.servers.running import PeerFailed, last_line
 
@@ -120,8 +120,11 @@ async def judge_death(group: Group, server: OwnServer, kill: Callable[[], Awaita
     first = server.engine_pid
     waiting = asyncio.create_task(ask(server.target, _SHORT))
     await asyncio.sleep(0)
-    size = server.log.stat().st_size
+    size, num_told = server.log.stat().st_size, len(kills_told())
     await kill()
+    told = "\n".join(kills_told()[num_told:])
+    seen(told)
+    promised("the kernel chose the engine process", f"Killed process {first} " in told, told)
     endings = await asyncio.gather(*streams)
     page = await health(server.target)
     seen("streams: " + "; ".join(map(str, endings)))
@@ -168,12 +171,14 @@ async def killed(group: Group) -> None:
 async def together(group: Group) -> None:
     """Let the kernel end the whole group at once; then start again."""
     group.end_together()
+    num_told = len(kills_told())
     async with contextlib.AsyncExitStack() as neighbours:
         with contextlib.suppress(PeerFailed):
             async with served_in(group, *_SERVE) as server:
                 streams, _ = await begin(server)
                 await crowd_out(group, neighbours)
                 endings = await asyncio.gather(*streams)
+                seen("\n".join(kills_told()[num_told:]))
                 seen("streams: " + "; ".join(map(str, endings)))
                 are_broken = all(each.broken and not each.is_whole for each in endings)
                 promised("with memory.oom.group streams break off", are_broken, list(map(str, endings)))

@@ -20,7 +20,7 @@ from packaging.utils import canonicalize_name
 from campaigns.servers.running import ROOT
 
 SOURCES = "/srv/tokenyard"
-"""Where these sources lie in the guest."""
+"""Folder of these sources in the guest."""
 _PYTHON = "/usr/bin/python"
 _PACKAGES = ("tokenyard", "server", "engine", "scheduler", "worker", "bench", "campaigns")
 _LEFT_OUT = shutil.ignore_patterns(

@@ -119,6 +119,19 @@ def make_group(version: int) -> Group:
     return Group(version=version, folder=folder)
 
 
+def kills_told() -> list[str]:
+    """Read what the kernel has said about kills since its start."""
+    kernel = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
+    told = []
+    try:
+        with contextlib.suppress(BlockingIOError):  # after the last record
+            while True:
+                told.append(os.read(kernel, 8192).decode(errors="replace").split(";", 1)[-1].split("\n")[0])
+    finally:
+        os.close(kernel)
+    return [words for words in told if "killed" in words.lower() and "Tasks state" not in words]
+
+
 def badness(pid: int) -> int:
     """Read how much the killer wants a process; the one with most is its first. 0 for one that is gone."""
     try:
