@@ -18,7 +18,7 @@ from pathlib import Path
 
 from campaigns.control_groups.group_asking import Ending, ask, health, served_in, stream, until
 from campaigns.control_groups.memory_groups import MIB, Group, badness, kills_told, make_group, name_of
-from campaigns.servers.own_server import OwnServer
+from campaigns.servers.own_server import OwnServer, total
 from campaigns.servers.running import PeerFailed, last_line
 
 LIMIT_BYTES = 768 * MIB
@@ -119,7 +119,11 @@ async def judge_death(group: Group, server: OwnServer, kill: Callable[[], Awaita
     streams, _ = await begin(server)
     first = server.engine_pid
     waiting = asyncio.create_task(ask(server.target, _SHORT))
-    await asyncio.sleep(0)
+
+    async def is_in_line() -> bool:
+        return total(await server.metrics(), "tokenyard:num_requests_waiting") > 0
+
+    promised("a request waits in line", await until(is_in_line), waiting)
     size, num_told = server.log.stat().st_size, len(kills_told())
     await kill()
     told = "\n".join(kills_told()[num_told:])

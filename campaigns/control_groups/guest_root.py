@@ -21,16 +21,16 @@ from campaigns.servers.running import ROOT
 
 SOURCES = "/srv/tokenyard"
 """Folder of these sources in the guest."""
+PACKAGES = "/srv/packages"
+"""Folder of what they need. Which folder the interpreter looks into by itself depends on who built it."""
 _PYTHON = "/usr/bin/python"
-_PACKAGES = ("tokenyard", "server", "engine", "scheduler", "worker", "bench", "campaigns")
-_LEFT_OUT = shutil.ignore_patterns(
-    "site-packages", "test", "idlelib", "lib2to3", "config-*", "*.a", "*.peers"
-)
+_OURS = ("tokenyard", "server", "engine", "scheduler", "worker", "bench", "campaigns")
+_LEFT_OUT = shutil.ignore_patterns("site-packages", "test", "idlelib", "lib2to3", "config-*", "*.a")
 _EMPTY_FOLDERS = ("dev", "proc", "sys", "tmp", "run", "root", "etc", "var/tmp")
 _TEXTS = {
     "etc/passwd": "root:x:0:0:root:/root:/usr/sbin/nologin\n",
     "etc/hosts": "127.0.0.1 localhost\n",
-    "init": f"#!{_PYTHON}\nimport sys\n\nsys.path.insert(0, {SOURCES!r})\n"
+    "init": f"#!{_PYTHON}\nimport sys\n\nsys.path[:0] = [{SOURCES!r}, {PACKAGES!r}]\n"
     "from campaigns.control_groups.guest import main\n\nmain(sys.argv[1:])\n",
 }
 _ROOM_BYTES = 64 << 20
@@ -103,8 +103,8 @@ def stage(root: Path) -> None:
         _copy(library, root / str(library).lstrip("/"))
     (root / "usr/bin").mkdir(parents=True, exist_ok=True)
     (root / _PYTHON.lstrip("/")).symlink_to(interpreter)
-    _copy_packages(root / str(standard).lstrip("/") / "site-packages")
-    for name in _PACKAGES:
+    _copy_packages(root / PACKAGES.lstrip("/"))
+    for name in _OURS:
         shutil.copytree(ROOT / name, root / SOURCES.lstrip("/") / name, ignore=_LEFT_OUT)
     _copy_libraries(root, _native(root))
     for name in _EMPTY_FOLDERS:
@@ -113,9 +113,8 @@ def stage(root: Path) -> None:
         (root / name).write_text(text)
     (root / "init").chmod(0o755)
     # What this machine compiles in a moment the guest would compile at each start, since it cannot keep it.
-    places = (root / str(standard).lstrip("/"), root / SOURCES.lstrip("/"))
-    for place in places:
-        words = ("-m", "compileall", "-q", "-s", str(root), "-p", "/", str(place))
+    for place in (str(standard), SOURCES, PACKAGES):
+        words = ("-m", "compileall", "-q", "-s", str(root), "-p", "/", str(root / place.lstrip("/")))
         subprocess.run([sys.executable, *words], check=False, stdout=subprocess.DEVNULL)
 
 
