@@ -40,18 +40,13 @@ def lower_precedence(niceness: int) -> None:
 def available_memory_bytes(root: Path = _MACHINE) -> int:
     """Measure the memory that can be taken without swapping, in the machine and within all limits."""
     available = _meminfo_available_bytes(root)
-    for folder, names in _cgroup_folders(root, "memory"):
-        limit, usage, *cache_keys = names
-        limit_bytes = _read_int(folder / limit)
-        if limit_bytes is None or limit_bytes >= _NO_LIMIT_BYTES:
-            continue
-        used_bytes = _read_int(folder / usage) or 0
-        # Page cache counts as usage, but can be reclaimed: a checkpoint just read must not shrink the cache.
-        # Its pages become active ones when the mapping of a file that was read before ends.
-        reclaimable_bytes = sum(_stat_value(folder / "memory.stat", key) for key in cache_keys)
-        available = min(available, limit_bytes - max(used_bytes - reclaimable_bytes, 0))
-    left = (limit_bytes - used_bytes for limit_bytes, used_bytes in _limits_of_process(root))
-    return max(min([available, *left]), 0)
+    limits = (*_limits_of_groups(root), *_limits_of_process(root))
+    return max(min([available, *(limit_bytes - used_bytes for limit_bytes, used_bytes in limits)]), 0)
+
+
+def control_group_limit_bytes(root: Path = _MACHINE) -> int | None:
+    """Read the lowest limit of memory of our control groups; None without one."""
+    return min((limit_bytes for limit_bytes, _ in _limits_of_groups(root)), default=None)
 
 
 def return_freed_memory() -> None:
@@ -115,12 +110,8 @@ def memory_use(root: Path = _MACHINE) -> float:
     sizes = {words[0]: int(words[1]) for words in map(str.split, info) if len(words) > 1}
     total, available = sizes.get("MemTotal:", 0), sizes.get("MemAvailable:", 0)
     shares = [1 - available / total] if total else []
-    for folder, (limit, usage, *cache_keys) in _cgroup_folders(root, "memory"):
-        limit_bytes, used_bytes = _read_int(folder / limit), _read_int(folder / usage)
-        if limit_bytes and limit_bytes < _NO_LIMIT_BYTES and used_bytes is not None:
-            reclaimable_bytes = sum(_stat_value(folder / "memory.stat", key) for key in cache_keys)
-            shares.append((used_bytes - reclaimable_bytes) / limit_bytes)
-    shares += (used_bytes / limit_bytes for limit_bytes, used_bytes in _limits_of_process(root))
+    limits = (*_limits_of_groups(root), *_limits_of_process(root))
+    shares += (used_bytes / limit_bytes for limit_bytes, used_bytes in limits)
     return max([0.0, *shares])
 
 
@@ -218,6 +209,23 @@ def _cgroup_folders(root: Path, controller: str) -> list[tuple[Path, tuple[str, 
         group = mount / path.lstrip("/")
         folders += [(folder, names) for folder in (group, *group.parents) if folder.is_relative_to(mount)]
     return folders
+
+
+def _limits_of_groups(root: Path) -> list[tuple[int, int]]:
+    """Limits of our control groups, in bytes, each with what is in use there and cannot be reclaimed at once.
+
+    Page cache counts as usage, but can be reclaimed: a checkpoint just read must not shrink the KV cache. Its
+    pages become active ones when the mapping of a file that was read before ends. Nobody is killed beyond
+    memory.high, but whoever takes memory there is made to wait, which a server cannot afford either.
+    """
+    found = []
+    for folder, (limit, usage, *cache_keys) in _cgroup_folders(root, "memory"):
+        limits = [_read_int(folder / name) or _NO_LIMIT_BYTES for name in (limit, "memory.high")]
+        if min(limits) < _NO_LIMIT_BYTES:
+            reclaimable_bytes = sum(_stat_value(folder / "memory.stat", key) for key in cache_keys)
+            used_bytes = (_read_int(folder / usage) or 0) - reclaimable_bytes
+            found.append((min(limits), max(used_bytes, 0)))
+    return found
 
 
 def _limits_of_process(root: Path) -> list[tuple[int, int]]:

@@ -9,6 +9,7 @@ import torch
 
 from worker.machine import (
     available_memory_bytes,
+    control_group_limit_bytes,
     find_mapped,
     free_behind,
     least_gpu_memory_bytes,
@@ -77,6 +78,29 @@ def test_page_cache_that_became_active_gives_way_too(machine: Machine) -> None:
     machine.write("sys/fs/cgroup/memory.current", 50 * MIB)
     machine.write("sys/fs/cgroup/memory.stat", f"inactive_file {10 * MIB}\nactive_file {30 * MIB}")
     assert available_memory_bytes(machine.root) == 50 * MIB
+
+
+def test_the_bound_beyond_which_a_group_is_made_to_wait_counts_as_its_limit_does(machine: Machine) -> None:
+    machine.write("proc/self/cgroup", "0::/pod")
+    machine.write("sys/fs/cgroup/pod/memory.max", 60 * MIB)
+    machine.write("sys/fs/cgroup/pod/memory.high", 40 * MIB)
+    machine.write("sys/fs/cgroup/pod/memory.current", 30 * MIB)
+    assert available_memory_bytes(machine.root) == 10 * MIB
+    machine.write("proc/meminfo", "MemTotal: 9999999 kB\nMemAvailable: 9999999 kB\n")
+    assert memory_use(machine.root) == pytest.approx(0.75)
+    machine.write("sys/fs/cgroup/pod/memory.high", "max")
+    assert memory_use(machine.root) == pytest.approx(0.5)
+
+
+def test_the_lowest_limit_of_our_groups_is_named(machine: Machine) -> None:
+    assert control_group_limit_bytes(machine.root) is None
+    machine.write("proc/self/cgroup", "0::/pod/container")
+    machine.write("sys/fs/cgroup/pod/container/memory.max", "max")
+    assert control_group_limit_bytes(machine.root) is None
+    machine.write("sys/fs/cgroup/pod/memory.max", 20 * MIB)
+    assert control_group_limit_bytes(machine.root) == 20 * MIB
+    machine.write("sys/fs/cgroup/pod/container/memory.max", 30 * MIB)
+    assert control_group_limit_bytes(machine.root) == 20 * MIB
 
 
 def test_a_limit_of_an_ancestor_counts(machine: Machine) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from worker.devices.block_copies import PlainCopier, PoolCopier, Pools
 from worker.devices.copy_streams import CopyStreams
 from worker.devices.cuda_streams import open_streams
-from worker.machine import available_memory_bytes, usable_cores
+from worker.machine import available_memory_bytes, control_group_limit_bytes, usable_cores
 from worker.memory_sizes import (
     WeightBytes,
     check_host_memory,
@@ -197,7 +197,9 @@ class CpuDevice:
         return f"cpu ({num_threads} thread{'s' if num_threads > 1 else ''})"
 
     def describe_memory(self) -> str:
-        return f"{format_size(available_memory_bytes())} of memory available"
+        limit_bytes = control_group_limit_bytes()
+        limit = f", in a control group with {format_size(limit_bytes)}" if limit_bytes else ""
+        return f"{format_size(available_memory_bytes())} of memory available{limit}"
 
     def rows_at_once(self, row_numel: int) -> int:
         # A row for each thread at least: the sampler selects candidates on one thread a row.

@@ -327,3 +327,16 @@ def weights_on_one(folder: Path, num_ranks: int) -> int:
     kind, device = find_kind(config), NotingGpu(config)
     forecast(config, kind, device, weight_bytes(config, kind, device))
     return device.num_weight_bytes
+
+
+@pytest.mark.parametrize(
+    ("limit_bytes", "said"),
+    [(3 << 30, "2.00 GiB of memory available, in a control group with 3.00 GiB"), (None, " available")],
+)
+def test_doctor_names_the_limit_of_the_control_group(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, limit_bytes: int | None, said: str
+) -> None:
+    monkeypatch.setattr(worker.devices.device, "available_memory_bytes", lambda: 2 << 30)
+    monkeypatch.setattr(worker.devices.device, "control_group_limit_bytes", lambda: limit_bytes)
+    (finding,) = (each for each in survey(config_of(tiny_model)) if each.topic == "device")
+    assert finding.what.endswith(said)
