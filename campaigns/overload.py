@@ -23,7 +23,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import orjson
@@ -70,10 +70,8 @@ class Seen:
 
     def add(self, later: "Seen") -> None:
         """Take in what another turn of the same round has seen."""
-        for name in ("ttft_s", "e2e_s", "refused_s", "retry_after_s", "late_s"):
-            getattr(self, name).extend(getattr(later, name))
-        self.others += later.others
-        self.took_s += later.took_s
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(later, each.name))
 
 
 class Crowd:
@@ -335,6 +333,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--args", default="", metavar="WORDS", help="added to `tokenyard serve`")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE as well")
     options = parser.parse_args(list(argv))
+    if options.turns < 1:
+        parser.error("--turns: at least 1")
     serve = ("--max-num-seqs", str(NUM_SEATS), "--max-queued-requests", str(NUM_PLACES), "--num-threads", "1")
     with own_server((*serve, *options.args.split())) as server:
         rounds = asyncio.run(

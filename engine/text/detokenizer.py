@@ -205,7 +205,7 @@ class ByteText:
         return self._strip(text) if self._num_strippable else text
 
     def _settle_begun(self, data: bytes) -> None:
-        """Leave to the prompt the character that it began, unless `data` goes on with it.
+        """Leave to the prompt the character that it began, unless the first byte of `data` goes on with it.
 
         Its U+FFFD would be the first character of a text that a grammar or a stop string reads without it.
         """

@@ -4,7 +4,7 @@ Owns: how its bytes are sent. Never: what they say.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -37,9 +37,20 @@ class _LongReply(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 -- ASGI
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        for piece in self._pieces:
-            for start in range(0, len(piece), SENT_AT_ONCE):
-                part = piece[start : start + SENT_AT_ONCE]
-                await send({"type": "http.response.body", "body": part, "more_body": True})
-                await asyncio.sleep(0)
+        for part in _parts(self._pieces):
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+            await asyncio.sleep(0)
         await send({"type": "http.response.body", "body": b""})
+
+
+def _parts(pieces: Sequence[bytes]) -> Iterator[bytes]:
+    """Cut the pieces to parts of one turn; small ones go together, each turn being a wait for all others."""
+    gathered = bytearray()
+    for piece in pieces:
+        for start in range(0, len(piece), SENT_AT_ONCE):
+            gathered += piece[start : start + SENT_AT_ONCE]
+            while len(gathered) >= SENT_AT_ONCE:
+                yield bytes(gathered[:SENT_AT_ONCE])
+                del gathered[:SENT_AT_ONCE]
+    if gathered:
+        yield bytes(gathered)

@@ -106,6 +106,20 @@ def test_a_decode_may_cost_less_than_a_token_of_a_prompt() -> None:
     assert "+ 600 us a token - 300 us a decode" in str(wanted)
 
 
+@pytest.mark.parametrize("has_decodes", [True, False])
+def test_a_token_of_a_kind_that_the_trace_has_not_costs_what_one_of_the_other_does(has_decodes: bool) -> None:
+    rng = random.Random(1)
+    steps = []
+    for _ in range(300):
+        num_tokens = rng.randint(1, 200)
+        num_decodes = num_tokens if has_decodes else 0
+        seconds = MODEL.seconds(num_tokens, num_decodes, 1000)
+        steps.append(step(seconds, num_tokens=num_tokens, num_decodes=num_decodes, num_context_tokens=1000))
+    found = fit(steps).model
+    assert found.per_token_s == pytest.approx(MODEL.per_token_s + MODEL.per_decode_s * has_decodes, rel=1e-3)
+    assert found.per_decode_s == pytest.approx(0, abs=1e-12)
+
+
 def test_too_few_steps_are_no_fit() -> None:
     with pytest.raises(FitError, match="at least 8 steps"):
         fit(drawn(MODEL, num_steps=7))

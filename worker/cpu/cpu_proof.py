@@ -7,11 +7,14 @@ Never: judges rounding that an option asks for: rows of int8 are tried with numb
 Shapes: T tokens, N outputs, K inputs.
 """
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
 from worker.cpu.native import DTYPES, Kernels, pack, pack_int8
-from worker.cpu.packing.grouped_packing import Inputs, find_hindrance, pack_grouped
+from worker.cpu.packing.grouped_packing import WHOLE_RANGES, Inputs, find_hindrance, pack_grouped
 from worker.model.quantized_layers import find_kinds
 from worker.quantized.grouped_weight import GroupedWeight
 from worker.worker_errors import StartupError
@@ -59,18 +62,29 @@ def prove_product(name: str, weight: GroupedWeight, kernels: Kernels, inputs: In
         raise StartupError(
             f"--activations {inputs.value} does not go with {name}: {hindrance}", fix="leave it out"
         )
-    some = weight.outputs(slice(_NUM_OUTPUTS))
-    numbers_NK = some.dequantized().double()
-    for dtype in DTYPES:
-        x_TK = _random_rows(some.num_inputs, inputs).to(dtype)
-        found_TN = kernels.multiply_to_float(x_TK, pack_grouped(some, inputs=inputs)).double()
-        expected_TN = x_TK.double() @ numbers_NK.T
-        error = float(((found_TN - expected_TN).norm() / expected_TN.norm()).nan_to_num(torch.inf))
-        if error > _TOLERANCE:
-            raise StartupError(
-                f"the kernels do not multiply exactly by {name} ({weight.kind}, error {error:.1e})",
-                fix="start with --cpu-kernels off, and report it",
-            )
+    for some in _in_every_form(weight.outputs(slice(_NUM_OUTPUTS))):
+        numbers_NK = some.dequantized().double()
+        for dtype in DTYPES:
+            x_TK = _random_rows(some.num_inputs, inputs).to(dtype)
+            found_TN = kernels.multiply_to_float(x_TK, pack_grouped(some, inputs=inputs)).double()
+            expected_TN = x_TK.double() @ numbers_NK.T
+            error = float(((found_TN - expected_TN).norm() / expected_TN.norm()).nan_to_num(torch.inf))
+            if error > _TOLERANCE:
+                raise StartupError(
+                    f"the kernels do not multiply exactly by {name} ({weight.kind}, error {error:.1e})",
+                    fix="start with --cpu-kernels off, and report it",
+                )
+
+
+def _in_every_form(weight: GroupedWeight) -> Iterator[GroupedWeight]:
+    """Yield the weight; of int8 one in each form that weights of its kind are packed in, by their range."""
+    if weight.codes.dtype is not torch.int8:
+        yield weight
+        return
+    for lowest, highest in WHOLE_RANGES:
+        codes = weight.codes.clamp(lowest, highest)
+        codes[0, 0], codes[0, -1] = lowest, highest
+        yield replace(weight, codes=codes)
 
 
 def _random_rows(num_inputs: int, inputs: Inputs) -> Tensor:

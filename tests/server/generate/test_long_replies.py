@@ -31,7 +31,9 @@ from engine.types import (
 from server.app import build_app
 from server.chat.chat_models import ChatCompletion
 from server.completions.completion_models import Completion
+from server.generate import long_reply
 from server.generate.answering import whole
+from server.generate.long_reply import SENT_AT_ONCE, reply_of
 from server.http.edge import NumberedOutputs
 from server.operations.tokenization import Tokenization
 from server.pooling.pooling_models import Embeddings
@@ -136,6 +138,7 @@ async def answered(work: Work, engine: FakeEngine, path: str, fields: dict[str, 
         await turns
     assert work.whole["bytes sent"] == len(reply.content)
     assert int(reply.headers["content-length"]) == len(reply.content)
+    assert work.most.pop("bytes sent") <= long_reply.SENT_AT_ONCE
     return reply
 
 
@@ -229,6 +232,20 @@ async def test_very_many_long_vectors_hold_up_nobody(work, encoding) -> None:
         packed = base64.b64encode(struct.pack(f"<{NUM_DIMENSIONS}f", *vector)).decode()
         assert item["embedding"] == (vector if encoding == "float" else packed)
     assert body["usage"]["prompt_tokens"] >= 2000
+
+
+async def test_small_pieces_go_together_so_that_a_reply_waits_for_few_turns() -> None:
+    pieces = [bytes([place % 256]) * 999 for place in range(2000)] + [b"x" * (2 * SENT_AT_ONCE)]
+    messages: list[Message] = []
+
+    async def note(message: Message) -> None:
+        messages.append(message)
+
+    await reply_of(pieces)({"type": "http"}, note, note)
+    parts = [message["body"] for message in messages[1:]]
+    assert b"".join(parts) == b"".join(pieces)
+    assert max(map(len, parts)) == SENT_AT_ONCE
+    assert len(parts) == len(b"".join(pieces)) // SENT_AT_ONCE + 2
 
 
 class WithoutChoices:

@@ -11,7 +11,13 @@ from worker.cpu.cpu_proof import prove_product
 from worker.cpu.kernel_build import CannotBuild, build_library, find_library
 from worker.cpu.native import Kernels
 from worker.cpu.packing import grouped_packing
-from worker.cpu.packing.grouped_packing import CannotPack, Inputs, pack_grouped, pack_grouped_gate_up
+from worker.cpu.packing.grouped_packing import (
+    CannotPack,
+    Inputs,
+    grouped_rows,
+    pack_grouped,
+    pack_grouped_gate_up,
+)
 from worker.model.layer_parts import GateActivation
 from worker.quantized.grouped_weight import SIGNED_TABLE, GroupedWeight, pack_nibbles
 from worker.worker_errors import StartupError
@@ -208,6 +214,44 @@ def test_a_product_that_is_not_exact_is_refused_with_the_name_of_its_module(kern
     parts = {each.name: getattr(weight, each.name) for each in fields(weight)}
     with pytest.raises(StartupError, match=r"not multiply exactly by layers\.0\.q_proj \(4 bits by 32"):
         prove_product("layers.0.q_proj", _MisreadWeight(**parts), kernels, inputs)
+
+
+@pytest.mark.parametrize("inputs", Inputs)
+@pytest.mark.parametrize(
+    ("lowest", "highest", "num_bits"),
+    [
+        *((0, 0, 5), (5, 5, 5), (31, 31, 5), (32, 32, 6), (-128, -128, 8)),
+        *((-31, 0, 5), (-32, 0, 6), (-20, 11, 5), (-20, 12, 6), (1, 31, 5), (1, 32, 6)),
+        *((-63, 0, 6), (-64, 0, 8), (-5, 58, 6), (-5, 59, 8), (60, 63, 6), (60, 64, 8), (-128, 127, 8)),
+    ],
+)
+def test_whole_numbers_take_as_few_bits_as_hold_them_and_0(kernels, inputs, lowest, highest, num_bits):
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(lowest, highest + 1, (77, 96), generator=generator).to(torch.int8)
+    codes[3, 5], codes[70, 90] = lowest, highest
+    weight = GroupedWeight(codes=codes, scales_NG=torch.rand(77, 6, generator=generator) + 0.5)
+    packed = pack_grouped(weight, inputs=inputs)
+    assert packed.data.nbytes == 96 * 96 * num_bits // 8
+    x = whole_rows(7, 96, torch.float32)
+    found = kernels.multiply_to_float(x, packed).double()
+    assert (found - x.double() @ weight.dequantized().double().T).abs().max() < 1e-5 * 77 * 96
+    assert torch.equal(grouped_rows(packed, torch.arange(77)), weight.dequantized())
+
+
+@pytest.mark.parametrize("inputs", Inputs)
+def test_whole_numbers_are_tried_in_every_form_that_a_weight_of_their_kind_may_have(inputs, monkeypatch):
+    """Their range is that of a whole weight, of which the trial has some outputs."""
+    tried = []
+
+    class Noting(Kernels):
+        def multiply_to_float(self, x, weight):
+            tried.append(weight.data[0].nbytes * 8 // (32 * 128))  # bits of a code
+            return super().multiply_to_float(x, weight)
+
+    weight = random_weight("six bits", 64, 128, 32)
+    library = find_library() or build_library()
+    prove_product("x", weight, Noting(library, 1), inputs)
+    assert sorted(tried) == [5, 5, 6, 6, 8, 8]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -15,6 +15,7 @@ _RANGES = {
     "int8 with offsets": (-128, 128),
     "six bits": (-32, 32),
     "five bits with offsets": (0, 32),
+    "five bits": (-16, 16),
 }
 """Whole numbers, the second being the first that is none of them."""
 KINDS = ("signed", "unsigned", "e2m1", "float8", *_RANGES)

@@ -62,6 +62,8 @@ class _Kind(IntEnum):
 
 _HIGH_BITS = {_Kind.FIVE_BITS: 1, _Kind.SIX_BITS: 2}
 """Bits of a code beside a nibble, of which there is a plane (csrc/grouped_planes_impl.h)."""
+WHOLE_RANGES = ((-16, 15), (-32, 31), (-128, 127))
+"""Whole numbers, lowest and highest, that have a form of their own: of 5, 6 and 8 bits."""
 _CODES_OF_FOUR = 4 * COLUMNS
 """Codes of four inputs of a block."""
 _KINDS = {torch.uint8: _Kind.NIBBLES, torch.int8: _Kind.INT8, torch.float8_e4m3fn: _Kind.FLOAT8}
