@@ -310,10 +310,6 @@ def fit(steps: Iterable[TracedStep]) -> FittedStepTime:
     table: Floats = np.array(rows)
     moments_s, computing_s, sizes, measured_s = table[:, 0], table[:, 1], table[:, 2:-1], table[:, -1]
     found, is_kept = _without_accidents(sizes, measured_s)
-    if (
-        not sizes[:, 1].any() or not sizes[:, 2].any()
-    ):  # of tokens that the trace has not, nothing else is known
-        found[1:3] = found[1:3].max()
     predicted_s: Floats = sizes[is_kept] @ found
     errors = np.abs(predicted_s / measured_s[is_kept] - 1)
     variation: Floats = (measured_s[is_kept] / predicted_s)[-MOST_FACTORS:]
@@ -347,6 +343,10 @@ def _without_accidents(sizes: Floats, measured_s: Floats) -> tuple[Floats, NDArr
         predicted_s: Floats = sizes @ found
         is_kept = (measured_s < _ACCIDENT * predicted_s) & (predicted_s < _ACCIDENT * measured_s)
         found = _non_negative(sizes[is_kept], measured_s[is_kept], predicted_s[is_kept])
+    if (
+        not sizes[:, 1:3].any(axis=0).all()
+    ):  # of tokens of prompts, or of decodes, nothing is known but by the others
+        found[1:3] = found[1:3].max()
     return found, is_kept
 
 
