@@ -343,9 +343,8 @@ def _without_accidents(sizes: Floats, measured_s: Floats) -> tuple[Floats, NDArr
         predicted_s: Floats = sizes @ found
         is_kept = (measured_s < _ACCIDENT * predicted_s) & (predicted_s < _ACCIDENT * measured_s)
         found = _non_negative(sizes[is_kept], measured_s[is_kept], predicted_s[is_kept])
-    if (
-        not sizes[:, 1:3].any(axis=0).all()
-    ):  # of tokens of prompts, or of decodes, nothing is known but by the others
+    # Of tokens of prompts, or of decodes, that the trace has not, only the others tell.
+    if not sizes[:, 1:3].any(axis=0).all():
         found[1:3] = found[1:3].max()
     return found, is_kept
 

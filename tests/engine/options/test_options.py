@@ -408,7 +408,7 @@ def test_an_incomplete_checkpoint_is_refused_by_the_name_of_what_is_missing(chec
         resolve(read(str(checkpoint)), environment={})
 
 
-@pytest.mark.parametrize("model", ["org/absent", "nowhere", "/no/such/place", "../..//x", "a/b/c"])
+@pytest.mark.parametrize("model", ["org/absent", "nowhere", "/no/such/place", "../..//nowhere", "a/b/c"])
 def test_a_model_that_is_nowhere_is_refused(model, tmp_path) -> None:
     with pytest.raises(OptionError, match="no such folder"):
         resolve(read(model), environment={"HF_HOME": str(tmp_path)})

@@ -292,15 +292,23 @@ def test_a_process_that_is_killed_between_chats_is_replaced_unseen(make: Make) -
     assert template.renderer_pids != [pid]
 
 
-def test_a_process_that_is_killed_over_a_chat_is_not_the_chats_fault(make: Make) -> None:
+def test_a_process_that_is_killed_over_a_chat_is_not_the_chats_fault(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     template = make(STUCK_ON_REQUEST)
     template.judge()
     (pid,) = template.renderer_pids
     os.kill(pid, signal.SIGSTOP)  # so that it has no answer before it is killed
+    ask, is_asked = renderers._Renderer.ask, threading.Event()
+
+    def noted(renderer: renderers._Renderer, framed: bytes, timeout_s: float) -> Any:
+        is_asked.set()  # it was seen alive: killed before that, another would take its place
+        return ask(renderer, framed, timeout_s)
+
+    monkeypatch.setattr(renderers._Renderer, "ask", noted)
     with ThreadPoolExecutor(1) as threads:
         asked = threads.submit(template.render, [QUESTION])
-        while template._renderers._idle.qsize():
-            time.sleep(0.001)
+        assert is_asked.wait(30)
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(EngineUnavailable, match="may be sent again"):
             asked.result(30)
