@@ -145,7 +145,7 @@ class _TracedSteps:
         for places in self.places:
             moments_s = [model.moments_s[place] for place in places]
             window_s = _SPEED_WINDOW_S
-            if len(self.places) > 1 and places:
+            if len(self.places) > 1:
                 window_s = max(window_s, _SPEED_STEPS * (moments_s[-1] - moments_s[0]) / len(places))
             speeds = running_medians(moments_s, [self.factors[place] for place in places], window_s)
             self.speeds.append(_Speed([moment_s - origin_s for moment_s in moments_s], speeds))
