@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from worker.attention.interface import note_layers_begun
+from worker.devices.dependent_launch import dependent_launches
 from worker.devices.device import Device
 from worker.gpu.device_batch import DeviceBatch
 from worker.gpu.gpu_attention import PagedAttention
 from worker.gpu.graphs import GraphSizes, StepGraphs, capture_all
-from worker.gpu.kernels.dependent_launch import dependent_launches
 from worker.gpu.kernels.input_fill import change_tables, fill_unknown_tokens, remember_tokens
 from worker.gpu.sampling.draw_fields import no_draws
 from worker.gpu.step_buffers import BatchSizes, StepBuffers

@@ -3,7 +3,7 @@
 Owns: the order of codes in memory, the choice of tiles, and how many programs share a product.
 Never: decoding (code_kernels.py), or where in a layer a product stands.
 
-Shapes: T tokens, N outputs, K inputs, G groups of inputs, B bytes of a row, E experts.
+Shapes: T tokens, N outputs, K inputs, G groups of inputs, W words of all outputs, E experts.
 """
 
 from collections.abc import Sequence
@@ -15,53 +15,65 @@ import triton
 from torch import Tensor
 from torch.nn.functional import linear as linear_of_torch
 from torch.nn.functional import pad
+from triton import knobs
 
-from worker.gpu_quantized.kernels.code_kernels import (
+from worker.devices.dependent_launch import launch_way
+from worker.gpu_quantized.kernels.code_kernels import multiply_codes_kernel, write_numbers_kernel
+from worker.gpu_quantized.kernels.code_numbers import (
     FLOAT8,
     INT8,
     NIBBLES_BY_TABLE,
     NIBBLES_E2M1,
-    NIBBLES_IN_ORDER,
-    add_parts_kernel,
-    multiply_codes_kernel,
-    write_numbers_kernel,
+    NIBBLES_FROM_ZERO,
+    NIBBLES_LESS_EIGHT,
+    NUM_RANGES_OF_BYTES,
+    NUM_RANGES_OF_NIBBLES,
+    WORD_BITS,
 )
 from worker.model.linear import Linear, PlainWeight, Weight
 from worker.model.quantization import Int8Weight
-from worker.quantized.grouped_weight import E2M1_TABLE, UNSIGNED_TABLE, GroupedWeight, pack_nibbles
+from worker.quantized.grouped_weight import E2M1_TABLE, SIGNED_TABLE, UNSIGNED_TABLE, GroupedWeight
 
 _SMALLEST_SIDE = 16
 """A tensor core's tile has no smaller side."""
-_MOST_NIBBLE_INPUTS, _MOST_BYTE_INPUTS = 64, 128
-_PROGRAMS = 480
-"""Programs that keep a large GPU busy, measured on one of 132 processors."""
-_FEWEST_TILES_OF_A_SPLIT = 4
-_ADDED_AT_ONCE = 1024
+_MOST_NIBBLE_INPUTS, _MOST_BYTE_INPUTS = 32, 64
+"""Inputs of a range: with all ranges of a word, a tile has 128."""
+_FEWEST_TILES_OF_A_SPLIT = 2
 _WRITTEN_OUTPUTS = 32
+_SIZE_OF_FLOAT8 = 0x7F
+"""The bits of a code without its sign; with all of them it is no number."""
+_IS_INTERPRETED = knobs.runtime.interpret
+"""The interpreter knows no machine's instructions."""
 
 
 class CodeTiles(NamedTuple):
-    """The part of a product that one program takes: measured on an H200 for 16 and 64 rows, or estimated."""
+    """The part of a product that one program takes: measured on an H200 for 1, 16 and 64 rows."""
 
     tokens: int
     outputs: int
     num_warps: int
     num_stages: int
+    programs: int = 1
+    """Programs that share a product, at most: on a device of 132 processors these were the fastest."""
 
 
 _TILES_OF_NIBBLES = (
-    CodeTiles(tokens=16, outputs=128, num_warps=4, num_stages=4),
-    CodeTiles(tokens=32, outputs=128, num_warps=4, num_stages=4),
-    CodeTiles(tokens=64, outputs=128, num_warps=8, num_stages=3),
-    CodeTiles(tokens=128, outputs=128, num_warps=8, num_stages=3),
+    CodeTiles(tokens=8, outputs=128, num_warps=4, num_stages=3, programs=528),
+    CodeTiles(tokens=16, outputs=128, num_warps=4, num_stages=3, programs=528),
+    CodeTiles(tokens=32, outputs=128, num_warps=4, num_stages=3, programs=264),
+    CodeTiles(tokens=64, outputs=128, num_warps=8, num_stages=3, programs=132),
+    CodeTiles(tokens=128, outputs=128, num_warps=8, num_stages=3, programs=132),
 )
 _TILES_OF_BYTES = (
-    CodeTiles(tokens=16, outputs=64, num_warps=4, num_stages=4),
-    CodeTiles(tokens=32, outputs=64, num_warps=4, num_stages=4),
-    CodeTiles(tokens=64, outputs=64, num_warps=4, num_stages=3),
-    CodeTiles(tokens=128, outputs=128, num_warps=8, num_stages=3),
+    CodeTiles(tokens=8, outputs=64, num_warps=2, num_stages=4, programs=264),
+    CodeTiles(tokens=16, outputs=64, num_warps=4, num_stages=4, programs=264),
+    CodeTiles(tokens=32, outputs=64, num_warps=4, num_stages=4, programs=264),
+    CodeTiles(tokens=64, outputs=64, num_warps=4, num_stages=4, programs=264),
+    CodeTiles(tokens=128, outputs=128, num_warps=8, num_stages=3, programs=132),
 )
-_WIDE_ITEM_TILES = CodeTiles(tokens=16, outputs=32, num_warps=4, num_stages=1)
+_MOST_SHARED = max(tiles.programs for tiles in (*_TILES_OF_NIBBLES, *_TILES_OF_BYTES)) // 2
+"""Outputs and tokens of a program that others share."""
+_WIDE_ITEM_TILES = CodeTiles(tokens=16, outputs=32, num_warps=4, num_stages=1, programs=264)
 """Tiles of float32, which has no tensor cores here: it is for trials."""
 
 
@@ -79,7 +91,9 @@ class Call(NamedTuple):
 
     bias: Tensor | None = None
     parts: Tensor | None = None
-    """float32 [splits, T, N], where several programs share the inputs of one product."""
+    """float32, for the sums of each program, where several share the inputs of one product."""
+    arrivals: Tensor | None = None
+    """With parts: int32 zeros, one for all programs of the same outputs and tokens."""
     multiplier: float | None = None
     """A factor of what is added to the target; without one, the target is overwritten."""
     route: Route | None = None
@@ -111,38 +125,53 @@ def find_hindrance(weight: Weight) -> str | None:
 class CodeWeights:
     """One weight, or those of several experts, in the order of the kernels.
 
-    Bytes of nibbles are tiles of two ranges of inputs: the lower code is of the first range.
+    A tile is four ranges of inputs, or two for codes of eight bits; a word has a code of each.
     """
 
     def __init__(self, weights: Sequence[GroupedWeight]) -> None:
         first = weights[0]
         is_nibbles = first.codes.dtype is torch.uint8
         self.num_outputs, self.num_inputs = first.shape
-        self.group_size = 0 if first.scales_NG.shape[1] == 1 else first.group_size
-        self.inputs = _inputs_of_a_range(
-            first.group_size, _MOST_NIBBLE_INPUTS if is_nibbles else _MOST_BYTE_INPUTS
-        )
-        self.num_tiles = -(-self.num_inputs // (self.inputs * (2 if is_nibbles else 1)))
-        self.codes_EB = torch.stack([self._in_tiles(each) for each in weights])
+        has_groups = first.scales_NG.shape[1] > 1
+        # A group is cut where it is no power of two, so that tiles and groups divide each other.
+        self.group_size = first.group_size & -first.group_size if has_groups else 0
+        most = _MOST_NIBBLE_INPUTS if is_nibbles else _MOST_BYTE_INPUTS
+        self.inputs = min(self.group_size or most, most)
+        self.num_ranges = NUM_RANGES_OF_NIBBLES if is_nibbles else NUM_RANGES_OF_BYTES
+        self.num_tiles = -(-self.num_inputs // (self.inputs * self.num_ranges))
+        self.words_EW = torch.stack([self._in_words(each) for each in weights])
         self.is_nibbles = is_nibbles
-        self.kind, self.first, self.table = _kind_of(first)
-        self.scales_EGN = _smallest(torch.stack([each.scales_NG.T for each in weights]))
+        self.kind, self.table = _kind_of(first)
+        self.has_bit_way = self.table is None and not any(map(_has_no_number, weights))
+        self.scales_EGN = _smallest(torch.stack([self._of_groups(each.scales_NG) for each in weights]))
         self.offsets_EGN: Tensor | None = None
         if first.offsets_NG is not None:
             offsets = [each.offsets_NG for each in weights]
-            self.offsets_EGN = _smallest(torch.stack([each.T for each in offsets if each is not None]))
+            self.offsets_EGN = _smallest(
+                torch.stack([self._of_groups(each) for each in offsets if each is not None])
+            )
         self.permutation_K = first.permutation_K
+
+    @property
+    def strides(self) -> tuple[int, int]:
+        """Words from an output to the next, and from a tile to the next.
+
+        A tile's nibbles stand together. A row's bytes do, since a product of float8 by float8 takes them as a
+        matrix.
+        """
+        if self.is_nibbles:
+            return self.inputs, self.num_outputs * self.inputs
+        return self.num_tiles * self.inputs, self.inputs
 
     def numbers(self, dtype: torch.dtype) -> Tensor:
         """Write the numbers [N, K] of the one weight, in the order of its codes."""
         numbers_NK = torch.empty(
-            (self.num_outputs, self.num_inputs), dtype=dtype, device=self.codes_EB.device
+            (self.num_outputs, self.num_inputs), dtype=dtype, device=self.words_EW.device
         )
         write_numbers_kernel[(self.num_tiles, triton.cdiv(self.num_outputs, _WRITTEN_OUTPUTS))](
-            self.codes_EB, self.table, self.scales_EGN, self.offsets_EGN, numbers_NK,
-            self.num_outputs, self.num_inputs, self.scales_EGN.shape[1], self.codes_EB.shape[-1],
-            CODES=self.kind, FIRST=self.first, GROUP=self.group_size, OUTPUTS=_WRITTEN_OUTPUTS,
-            INPUTS=self.inputs, num_warps=4,
+            self.words_EW, self.table, self.scales_EGN, self.offsets_EGN, numbers_NK,
+            self.num_outputs, self.num_inputs, self.scales_EGN.shape[1], *self.strides,
+            CODES=self.kind, GROUP=self.group_size, OUTPUTS=_WRITTEN_OUTPUTS, INPUTS=self.inputs, num_warps=4,
         )  # fmt: skip
         return numbers_NK
 
@@ -150,31 +179,39 @@ class CodeWeights:
         """Bring inputs into the order of the codes."""
         return x_TK if self.permutation_K is None else x_TK[:, self.permutation_K]
 
-    def _in_tiles(self, weight: GroupedWeight) -> Tensor:
-        if weight.codes.dtype is not torch.uint8:
-            return weight.codes.view(torch.uint8).contiguous()
-        nibbles = weight.nibbles()
-        nibbles = pad(nibbles, (0, -nibbles.shape[1] % (2 * self.inputs)))
-        ranges = nibbles.view(len(nibbles), -1, 2, self.inputs).transpose(2, 3)
-        return pack_nibbles(ranges.reshape(len(nibbles), -1))
+    def _in_words(self, weight: GroupedWeight) -> Tensor:
+        codes_NK = weight.nibbles() if weight.codes.dtype is torch.uint8 else weight.codes.view(torch.uint8)
+        codes_NK = pad(codes_NK, (0, -self.num_inputs % (self.inputs * self.num_ranges)))
+        num_bits = WORD_BITS // self.num_ranges
+        ranges = codes_NK.view(self.num_outputs, self.num_tiles, self.num_ranges, self.inputs)
+        words = ranges[:, :, 0].to(torch.int16)
+        for place in range(1, self.num_ranges):
+            words |= ranges[:, :, place].to(torch.int16) << (num_bits * place)
+        return (words.transpose(0, 1) if self.num_ranges == NUM_RANGES_OF_NIBBLES else words).flatten()
+
+    def _of_groups(self, numbers_NG: Tensor) -> Tensor:
+        """Repeat the numbers of a group that is cut: [G, N]."""
+        times = self.num_inputs // self.group_size // numbers_NG.shape[1] if self.group_size else 1
+        return numbers_NG.T.repeat_interleave(times, dim=0)
 
 
-def _inputs_of_a_range(group_size: int, most: int) -> int:
-    """Find the largest power of two that divides a group."""
-    return min(group_size & -group_size, most)
-
-
-def _kind_of(weight: GroupedWeight) -> tuple[int, int, Tensor | None]:
-    """Return CODES, FIRST and a table, if numbers are looked up."""
+def _kind_of(weight: GroupedWeight) -> tuple[int, Tensor | None]:
+    """Return CODES, and a table if numbers are looked up."""
     if weight.table is None:
-        return (INT8 if weight.codes.dtype is torch.int8 else FLOAT8), 0, None
+        return (INT8 if weight.codes.dtype is torch.int8 else FLOAT8), None
     table = weight.table.float().cpu()
-    first = int(table[0]) if bool(table[0].isfinite()) else 0
-    if torch.equal(table - first, UNSIGNED_TABLE):
-        return NIBBLES_IN_ORDER, first, None
-    if torch.equal(table, E2M1_TABLE):
-        return NIBBLES_E2M1, 0, None
-    return NIBBLES_BY_TABLE, 0, weight.table.float()
+    orders = ((NIBBLES_FROM_ZERO, UNSIGNED_TABLE), (NIBBLES_LESS_EIGHT, SIGNED_TABLE))
+    for kind, numbers in (*orders, (NIBBLES_E2M1, E2M1_TABLE)):
+        if torch.equal(table, numbers):
+            return kind, None
+    return NIBBLES_BY_TABLE, weight.table.float()
+
+
+def _has_no_number(weight: GroupedWeight) -> bool:
+    """Tell whether a code of eight bits is none of a number."""
+    if weight.codes.dtype is not torch.float8_e4m3fn:
+        return False
+    return bool((weight.codes.view(torch.uint8) & _SIZE_OF_FLOAT8 == _SIZE_OF_FLOAT8).any())
 
 
 def _smallest(numbers: Tensor) -> Tensor:
@@ -208,6 +245,7 @@ class CodeProduct:
     def __init__(self, linear: Linear) -> None:
         self._weights = CodeWeights([grouped(linear.weight)])
         self._bias_N = linear.bias_N
+        self._arrivals = torch.zeros(_MOST_SHARED, dtype=torch.int32, device=linear.weight.device)
         self.num_outputs, self.num_inputs = linear.num_outputs, linear.num_inputs
         self._described = f"{self.num_outputs} x {self.num_inputs} in {grouped(linear.weight).kind}"
         self.fewest_by_numbers: int | None = None
@@ -223,9 +261,13 @@ class CodeProduct:
         return self._described
 
     @property
-    def float8_codes(self) -> Tensor:
-        """Codes as float8_e4m3fn [N, K], where they are such."""
-        return self._weights.codes_EB[0].view(torch.float8_e4m3fn)
+    def float8_words(self) -> tuple[Tensor, int]:
+        """Codes as float8_e4m3fn [N, K], where they are such, and the inputs of a range.
+
+        Inputs are in the order of the words, and of as many tiles as they begin.
+        """
+        words = self._weights.words_EW[0].view(self.num_outputs, -1)
+        return words.view(torch.float8_e4m3fn), self._weights.inputs
 
     def multiply(self, x_TK: Tensor) -> Tensor:
         """Return [T, N], with the bias."""
@@ -271,23 +313,18 @@ class CodeProduct:
         weights = self._weights
         tiles = choose_tiles(len(x_TK), x_TK.dtype, weights)
         grid = (triton.cdiv(self.num_outputs, tiles.outputs), triton.cdiv(len(x_TK), tiles.tokens))
-        num_splits = count_splits(grid[0] * grid[1], weights.num_tiles)
-        parts = None
+        num_splits = count_splits(grid[0] * grid[1], weights.num_tiles, tiles.programs)
+        call = Call(self._bias_N, multiplier=multiplier)
         if num_splits > 1:
-            shape = (num_splits, *target_TN.shape)
+            shape = (grid[0] * grid[1] * num_splits, tiles.tokens * tiles.outputs)
             parts = torch.empty(shape, dtype=torch.float32, device=x_TK.device)
-        call = Call(self._bias_N, parts, multiplier)
+            call = call._replace(parts=parts, arrivals=self._arrivals)
         launch((*grid, num_splits), x_TK, weights, target_TN, tiles, call)
-        if parts is not None:
-            add_parts_kernel[(triton.cdiv(target_TN.numel(), _ADDED_AT_ONCE),)](
-                parts, self._bias_N, target_TN, target_TN.numel(), self.num_outputs, num_splits,
-                multiplier or 0.0, ADDS=multiplier is not None, BLOCK=_ADDED_AT_ONCE, num_warps=4,
-            )  # fmt: skip
 
 
-def count_splits(num_programs: int, num_tiles: int) -> int:
+def count_splits(num_programs: int, num_tiles: int, most_programs: int) -> int:
     """Divide the inputs among so many programs that a GPU is busy, each with some tiles at least."""
-    wanted = min(_PROGRAMS // num_programs, num_tiles // _FEWEST_TILES_OF_A_SPLIT)
+    wanted = min(most_programs // num_programs, num_tiles // _FEWEST_TILES_OF_A_SPLIT)
     return 1 << (wanted.bit_length() - 1) if wanted > 1 else 1
 
 
@@ -301,15 +338,17 @@ def launch(
 ) -> None:
     """Launch the product of one weight, or that of each row's weight."""
     x_TK = weights.ordered(x_TK).contiguous()
-    offsets = weights.offsets_EGN
+    is_wide = x_TK.dtype is torch.float32
     multiply_codes_kernel[grid](
-        x_TK, weights.codes_EB, weights.table, weights.scales_EGN, offsets, call.bias, target, call.parts,
-        *(call.route or (None,) * 4),
+        x_TK, weights.words_EW, weights.table, weights.scales_EGN, weights.offsets_EGN, call.bias, target,
+        call.parts, call.arrivals, *(call.route or (None,) * 4),
         len(x_TK), weights.num_outputs, weights.num_inputs, weights.scales_EGN.shape[1],
-        weights.codes_EB.shape[-1], x_TK.shape[1], triton.cdiv(weights.num_tiles, grid[2]),
-        call.multiplier or 0.0,
-        CODES=weights.kind, FIRST=weights.first, GROUP=weights.group_size, NUM_CHOSEN=call.num_chosen,
-        ADDS=call.multiplier is not None, PRECISION="ieee" if x_TK.dtype is torch.float32 else "tf32",
+        weights.words_EW.shape[1], *weights.strides, x_TK.shape[1], triton.cdiv(weights.num_tiles, grid[2]),
+        grid[2], call.multiplier or 0.0,
+        CODES=weights.kind, GROUP=weights.group_size, NUM_CHOSEN=call.num_chosen,
+        BY_BITS=weights.has_bit_way and not is_wide and not _IS_INTERPRETED,
+        IS_WHOLE=weights.num_inputs % (weights.inputs * weights.num_ranges) == 0,
+        ADDS=call.multiplier is not None, PRECISION="ieee" if is_wide else "tf32",
         OUTPUTS=tiles.outputs, TOKENS=tiles.tokens, INPUTS=weights.inputs,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **launch_way(),
     )  # fmt: skip

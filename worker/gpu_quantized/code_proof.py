@@ -19,7 +19,7 @@ from worker.model.quantized_layers import find_kinds
 from worker.quantized.grouped_weight import GroupedWeight
 from worker.worker_errors import StartupError
 
-NUM_TOKENS = (1, 20, 50, 100)
+NUM_TOKENS = (1, 12, 20, 50, 100)
 """Rows of the trials: one for each choice of tiles."""
 _NUM_OUTPUTS, _EXAMPLE_INPUTS = 64, 256
 _SEED = 13

@@ -59,7 +59,8 @@ class Float8Product:
     def __init__(self, linear: Linear) -> None:
         codes = grouped(linear.weight)
         self._few_rows = CodeProduct(Linear.of(codes))
-        self._codes_KN = self._few_rows.float8_codes.t()
+        codes_NK, self._range = self._few_rows.float8_words
+        self._codes_KN = codes_NK.t()
         self._scales_1N = codes.scales_NG.view(1, -1).contiguous()
         self._bias_N = linear.bias_N
         self.num_outputs = linear.num_outputs
@@ -70,11 +71,12 @@ class Float8Product:
 
     def multiply(self, x_TK: Tensor) -> Tensor:
         """Return [T, N], with the bias."""
-        rounded_TK, scales_T1 = round_rows(x_TK)
         if len(x_TK) <= MOST_FEW_ROWS:
+            rounded_TK, scales_T1 = round_rows(x_TK)
             sums_TN = self._few_rows.multiply_to(rounded_TK.to(x_TK.dtype), torch.float32)
             out_TN = (sums_TN * scales_T1).to(x_TK.dtype)
         else:
+            rounded_TK, scales_T1 = round_rows(x_TK, in_ranges_of=self._range)
             out_TN = torch._scaled_mm(
                 rounded_TK,
                 self._codes_KN,

@@ -19,7 +19,7 @@ from worker.gpu_quantized.kernels.row_kernels import round_rows
 from worker.model.linear import Linear
 
 _NUM_OUTPUTS, _NUM_INPUTS = 144, 512
-_NUM_ROWS = (1, 20, 50, 140)
+_NUM_ROWS = (1, 12, 20, 50, 140)
 """One for each choice of tiles (worker/gpu_quantized/code_products.py)."""
 
 

@@ -16,7 +16,7 @@ from triton import language
 from triton.runtime import interpreter
 
 from tests.worker.gpu.interpreted_calls import repeated, truth_of
-from worker.gpu.kernels import dependent_launch
+from worker.devices import dependent_launch
 
 
 @cache

@@ -21,6 +21,7 @@ TYPES = {
     torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.int32: "*i32",
+    torch.int16: "*i16",
     torch.int64: "*i64",
     torch.uint8: "*u8",
     FLOAT8: "*fp8e4nv",

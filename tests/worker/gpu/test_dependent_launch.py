@@ -14,8 +14,9 @@ from tests.worker.gpu.interpreted_gpu import InterpretedGpu
 from tests.worker.gpu.test_attention_compiled import LAYERS, launches_of
 from tests.worker.gpu.test_layers_kernels import FOR_HOPPER as OF_LAYERS
 from tests.worker.gpu.test_skinny_products import FOR_HOPPER as OF_PRODUCTS
-from worker.gpu import kernels
-from worker.gpu.kernels.dependent_launch import dependent_launches, launch_way
+from tests.worker.gpu_quantized.test_code_compiled import launch_of
+from worker import gpu, gpu_quantized
+from worker.devices.dependent_launch import dependent_launches, launch_way
 from worker.gpu.kernels.norm import norm
 from worker.gpu.trials.launch_trial import StepOnTrial, gains_by_early_launches
 from worker.model.layer_parts import RmsNorm
@@ -27,6 +28,7 @@ EARLY = {
     "_rotate_and_write_kernel": OF_LAYERS["norms and rotation"],
     "skinny_kernel": OF_PRODUCTS["addition of parts"],
     "decode_kernel": launches_of(LAYERS["128"])["decode_kernel"],
+    "multiply_codes_kernel": launch_of("signed", 32, 1),
 }
 
 
@@ -54,13 +56,14 @@ def test_a_kernel_that_is_launched_whole_does_not_wait(compiled):
 def test_every_kernel_that_may_be_launched_early_was_compiled_here():
     """A wait in a branch, or behind a first read, would be the fault that no test of results shows."""
     launched, waiting = 0, set()
-    for path in Path(kernels.__file__).parent.glob("*.py"):
+    folders = [Path(str(folder.__file__)).parent for folder in (gpu, gpu_quantized)]
+    for path in (path for folder in folders for path in folder.rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         launched += sum(ast.unparse(node) == "launch_way()" for node in ast.walk(tree))
         for function in ast.walk(tree):
             if isinstance(function, ast.FunctionDef) and "WAITS" in map(str, _parameters(function)):
                 waiting.add(function.name)
-    assert waiting == {*EARLY, "wait_first"}
+    assert waiting == {*EARLY}
     assert launched == len(EARLY)
 
 

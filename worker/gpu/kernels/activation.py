@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker.gpu.kernels.dependent_launch import launch_way, wait_first
+from worker.devices.dependent_launch import launch_way, wait_first
 from worker.model.layer_parts import GateActivation
 
 BLOCK = 1024

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from worker.attention.interface import AttentionOptions
 from worker.attention.kv_cache import LayerCache
+from worker.devices.dependent_launch import launch_way, wait_first
 from worker.gpu.kernels.attention_tiles import (
     AttentionTiles,
     HeadGroups,
@@ -42,7 +43,6 @@ from worker.gpu.kernels.attention_tiles import (
     store_rows,
 )
 from worker.gpu.kernels.attention_work import AttentionWork, find_listed, load_decode, load_ends
-from worker.gpu.kernels.dependent_launch import launch_way, wait_first
 
 # By the bytes of the widest row, up to and including; a KV head of fewer query heads has fewer rows. Compiled
 # within shared memory and registers; measured for heads of 128 numbers of 16 bits, estimates for others.

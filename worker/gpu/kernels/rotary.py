@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from worker.attention.kv_cache import LayerCache
-from worker.gpu.kernels.dependent_launch import launch_way, wait_first
+from worker.devices.dependent_launch import launch_way, wait_first
 from worker.gpu.kernels.kv_write import in_cache
 from worker.model.layer_call import HeadShape, Rotation
 from worker.model.layer_parts import RmsNorm

@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from worker.devices.dependent_launch import launch_way, wait_first
 from worker.gpu.kernels.activation import gated
-from worker.gpu.kernels.dependent_launch import launch_way, wait_first
 from worker.model.layer_parts import GateActivation, RmsNorm
 
 MOST_ROWS = 16

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from triton import TritonError
 
+from worker.devices.dependent_launch import dependent_launches
 from worker.devices.device import Device
-from worker.gpu.kernels.dependent_launch import dependent_launches
 
 log = logging.getLogger(__name__)
 

@@ -35,28 +35,45 @@ def to_float8(x) -> tl.tensor:
 
 
 @triton.jit
-def round_rows_kernel(x_ptr, rounded_ptr, scales_ptr, num_inputs, AT_ONCE: tl.constexpr) -> None:
-    """One program: one row. Its largest number becomes the largest of e4m3."""
+def round_rows_kernel(
+    x_ptr, rounded_ptr, scales_ptr, num_inputs, num_places, RANGE: tl.constexpr, AT_ONCE: tl.constexpr
+) -> None:  # fmt: skip
+    """One program: one row. Its largest number becomes the largest of e4m3.
+
+    With a RANGE, two ranges of so many inputs take turns, as in words of codes; beyond the inputs are zeros.
+    """
     token = tl.program_id(0).to(tl.int64)
     places = tl.arange(0, AT_ONCE)
-    row = token * num_inputs
+    x_ptr += token * num_inputs
     largest = tl.zeros([AT_ONCE], tl.float32)
     for first in range(0, num_inputs, AT_ONCE):
-        x = tl.load(x_ptr + row + first + places, mask=places < num_inputs - first, other=0.0)
+        x = tl.load(x_ptr + first + places, mask=places < num_inputs - first, other=0.0)
         largest = tl.maximum(largest, tl.abs(x.to(tl.float32)))
     scale = tl.maximum(tl.max(largest, axis=0) / _MAX, 1e-30)
     tl.store(scales_ptr + token, scale)
-    for first in range(0, num_inputs, AT_ONCE):
-        is_there = places < num_inputs - first
-        x = tl.load(x_ptr + row + first + places, mask=is_there, other=0.0).to(tl.float32) / scale
+    for first in range(0, num_places, AT_ONCE):
+        inputs = first + places
+        if RANGE > 0:
+            in_tile = inputs % (2 * RANGE)
+            inputs += (in_tile % 2) * RANGE + in_tile // 2 - in_tile
+        x = tl.load(x_ptr + inputs, mask=inputs < num_inputs, other=0.0).to(tl.float32) / scale
         rounded = to_float8(x).to(tl.uint8, bitcast=True)
-        tl.store(rounded_ptr + row + first + places, rounded, mask=is_there)
+        tl.store(rounded_ptr + token * num_places + first + places, rounded, mask=places < num_places - first)
 
 
-def round_rows(x_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows as float8_e4m3fn [T, K], and their scales: float32 [T, 1]."""
+def round_rows(x_TK: Tensor, *, in_ranges_of: int = 0) -> tuple[Tensor, Tensor]:
+    """Return rows as float8_e4m3fn [T, K], and their scales: float32 [T, 1].
+
+    With ranges, inputs are in the order of words that have a code of each of two ranges, and are filled up to
+    whole words.
+    """
     x_TK = x_TK.contiguous()
-    rounded_TK = torch.empty(x_TK.shape, dtype=torch.uint8, device=x_TK.device)
-    scales_T1 = torch.empty((len(x_TK), 1), dtype=torch.float32, device=x_TK.device)
-    round_rows_kernel[(len(x_TK),)](x_TK, rounded_TK, scales_T1, x_TK.shape[1], AT_ONCE=_AT_ONCE, num_warps=4)
+    num_tokens, num_inputs = x_TK.shape
+    num_places = triton.cdiv(num_inputs, 2 * in_ranges_of) * 2 * in_ranges_of if in_ranges_of else num_inputs
+    rounded_TK = torch.empty((num_tokens, num_places), dtype=torch.uint8, device=x_TK.device)
+    scales_T1 = torch.empty((num_tokens, 1), dtype=torch.float32, device=x_TK.device)
+    round_rows_kernel[(num_tokens,)](
+        x_TK, rounded_TK, scales_T1, num_inputs, num_places,
+        RANGE=in_ranges_of, AT_ONCE=_AT_ONCE, num_warps=4,
+    )  # fmt: skip
     return rounded_TK.view(torch.float8_e4m3fn), scales_T1
