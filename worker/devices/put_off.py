@@ -16,7 +16,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib import import_module, metadata
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
@@ -94,8 +94,9 @@ def import_torch(device: str) -> None:
     if ".".join(metadata.version("torch").split(".")[:2]) in _SHAPES_PUT_OFF_IN:
         stand_ins[_SHAPES] = _stand_in(_SHAPES)
     sys.modules.update(stand_ins)
-    # For each operator that torch defines in Python it searches all modules for the one that this is in.
-    with _replaced(inspect, "getmodule", _no_module):
+    # For each operator that torch defines in Python it searches all modules for the one that this is in. The
+    # rules for shapes want the answer.
+    with _replaced(inspect, "getmodule", _no_module) if _SHAPES in stand_ins else nullcontext():
         import torch
         import torch.distributed
 

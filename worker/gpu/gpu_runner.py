@@ -150,7 +150,8 @@ class GpuSteps:
     def _on_trial(self, sizes: BatchSizes) -> StepOnTrial:
         """Make a step of decodes whose contexts are block 0 again and again, which is no sequence's.
 
-        All write their token to its first place. Attention has parts to add up, as in service.
+        One writes its token, to its first place: products may end otherwise for one row than for another, and
+        it would not be known whose keys are read. Attention has parts to add up, as in service.
         """
         batch = self._buffers.view(sizes)
 
@@ -161,7 +162,8 @@ class GpuSteps:
             starts_R = attention.query_starts_R
             starts_R.copy_(torch.arange(len(starts_R), device=starts_R.device))
             attention.seq_lens_R.fill_(min(_TRIED_CONTEXT, sizes.max_seq_len))
-            attention.slots_T.zero_()
+            attention.slots_T.fill_(-1)
+            attention.slots_T[:1].zero_()
             batch.input_ids_1T.fill_(token_id)
 
         logits_NV = self._logits_NV[: sizes.num_logits]

@@ -3,7 +3,7 @@
 Owns: the order of codes in memory, the choice of tiles, and how many programs share a product.
 Never: decoding (code_kernels.py), or where in a layer a product stands.
 
-Shapes: T tokens, N outputs, K inputs, G groups of inputs, W words of all outputs, E experts.
+Shapes: T tokens, N outputs, K inputs, R rows of scales, W words of all outputs, E experts.
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import linear as linear_of_torch
 from torch.nn.functional import pad
 from triton import knobs
+from triton import language as tl
 
 from worker.devices.dependent_launch import launch_way
 from worker.gpu_quantized.kernels.code_kernels import multiply_codes_kernel, write_numbers_kernel
@@ -30,6 +31,7 @@ from worker.gpu_quantized.kernels.code_numbers import (
     NUM_RANGES_OF_NIBBLES,
     WORD_BITS,
 )
+from worker.gpu_quantized.kernels.code_scales import find_short_dtype, stack_of_groups
 from worker.model.linear import Linear, PlainWeight, Weight
 from worker.model.quantization import Int8Weight
 from worker.quantized.grouped_weight import E2M1_TABLE, SIGNED_TABLE, UNSIGNED_TABLE, GroupedWeight
@@ -142,14 +144,8 @@ class CodeWeights:
         self.words_EW = torch.stack([self._in_words(each) for each in weights])
         self.is_nibbles = is_nibbles
         self.kind, self.table = _kind_of(first)
-        self.has_bit_way = self.table is None and not any(map(_has_no_number, weights))
-        self.scales_EGN = _smallest(torch.stack([self._of_groups(each.scales_NG) for each in weights]))
-        self.offsets_EGN: Tensor | None = None
-        if first.offsets_NG is not None:
-            offsets = [each.offsets_NG for each in weights]
-            self.offsets_EGN = _smallest(
-                torch.stack([self._of_groups(each) for each in offsets if each is not None])
-            )
+        self._has_bit_way = self.table is None and not any(map(_has_no_number, weights))
+        self.short, self.scales_ERN, self.offsets_ERN = self._pack_scales(weights)
         self.permutation_K = first.permutation_K
 
     @property
@@ -169,11 +165,16 @@ class CodeWeights:
             (self.num_outputs, self.num_inputs), dtype=dtype, device=self.words_EW.device
         )
         write_numbers_kernel[(self.num_tiles, triton.cdiv(self.num_outputs, _WRITTEN_OUTPUTS))](
-            self.words_EW, self.table, self.scales_EGN, self.offsets_EGN, numbers_NK,
-            self.num_outputs, self.num_inputs, self.scales_EGN.shape[1], *self.strides,
-            CODES=self.kind, GROUP=self.group_size, OUTPUTS=_WRITTEN_OUTPUTS, INPUTS=self.inputs, num_warps=4,
+            self.words_EW, self.table, self.scales_ERN, self.offsets_ERN, numbers_NK,
+            self.num_outputs, self.num_inputs, *self.strides,
+            CODES=self.kind, BY_BITS=self.goes_by_bits(dtype), GROUP=self.group_size, SHORT=self.short,
+            OUTPUTS=_WRITTEN_OUTPUTS, INPUTS=self.inputs, num_warps=4,
         )  # fmt: skip
         return numbers_NK
+
+    def goes_by_bits(self, dtype: torch.dtype) -> bool:
+        """Tell whether codes become numbers of a dtype two at a time."""
+        return self._has_bit_way and dtype is not torch.float32 and not _IS_INTERPRETED
 
     def ordered(self, x_TK: Tensor) -> Tensor:
         """Bring inputs into the order of the codes."""
@@ -189,10 +190,21 @@ class CodeWeights:
             words |= ranges[:, :, place].to(torch.int16) << (num_bits * place)
         return (words.transpose(0, 1) if self.num_ranges == NUM_RANGES_OF_NIBBLES else words).flatten()
 
-    def _of_groups(self, numbers_NG: Tensor) -> Tensor:
-        """Repeat the numbers of a group that is cut: [G, N]."""
-        times = self.num_inputs // self.group_size // numbers_NG.shape[1] if self.group_size else 1
-        return numbers_NG.T.repeat_interleave(times, dim=0)
+    def _pack_scales(self, weights: Sequence[GroupedWeight]) -> tuple[tl.dtype, Tensor, Tensor | None]:
+        """Return the dtype of numbers that share words, and scales and offsets as they are loaded."""
+        scales = [each.scales_NG for each in weights]
+        offsets = [each.offsets_NG for each in weights if each.offsets_NG is not None]
+        tile, times = self.inputs * self.num_ranges, 1
+        if self.group_size:
+            times = weights[0].group_size // self.group_size
+        groups_of_tile = tile // self.group_size if 0 < self.group_size < tile else 1
+        short = find_short_dtype(torch.stack(scales)) if groups_of_tile > 1 else None
+
+        def stack(numbers: Sequence[Tensor]) -> Tensor:
+            return stack_of_groups(numbers, times=times, groups_of_tile=groups_of_tile, short=short)
+
+        named = tl.float32 if short is None else tl.float16 if short is torch.float16 else tl.bfloat16
+        return named, stack(scales), stack(offsets) if offsets else None
 
 
 def _kind_of(weight: GroupedWeight) -> tuple[int, Tensor | None]:
@@ -212,15 +224,6 @@ def _has_no_number(weight: GroupedWeight) -> bool:
     if weight.codes.dtype is not torch.float8_e4m3fn:
         return False
     return bool((weight.codes.view(torch.uint8) & _SIZE_OF_FLOAT8 == _SIZE_OF_FLOAT8).any())
-
-
-def _smallest(numbers: Tensor) -> Tensor:
-    """Keep numbers in two bytes where that holds them exactly."""
-    for dtype in (torch.float16, torch.bfloat16):
-        rounded = numbers.to(dtype)
-        if torch.equal(rounded.float(), numbers):
-            return rounded.contiguous()
-    return numbers.float().contiguous()
 
 
 def grouped(weight: Weight) -> GroupedWeight:
@@ -340,13 +343,12 @@ def launch(
     x_TK = weights.ordered(x_TK).contiguous()
     is_wide = x_TK.dtype is torch.float32
     multiply_codes_kernel[grid](
-        x_TK, weights.words_EW, weights.table, weights.scales_EGN, weights.offsets_EGN, call.bias, target,
+        x_TK, weights.words_EW, weights.table, weights.scales_ERN, weights.offsets_ERN, call.bias, target,
         call.parts, call.arrivals, *(call.route or (None,) * 4),
-        len(x_TK), weights.num_outputs, weights.num_inputs, weights.scales_EGN.shape[1],
-        weights.words_EW.shape[1], *weights.strides, x_TK.shape[1], triton.cdiv(weights.num_tiles, grid[2]),
-        grid[2], call.multiplier or 0.0,
-        CODES=weights.kind, GROUP=weights.group_size, NUM_CHOSEN=call.num_chosen,
-        BY_BITS=weights.has_bit_way and not is_wide and not _IS_INTERPRETED,
+        len(x_TK), weights.num_outputs, weights.num_inputs, weights.words_EW.shape[1], *weights.strides,
+        x_TK.shape[1], triton.cdiv(weights.num_tiles, grid[2]), grid[2], call.multiplier or 0.0,
+        CODES=weights.kind, GROUP=weights.group_size, SHORT=weights.short, NUM_CHOSEN=call.num_chosen,
+        BY_BITS=weights.goes_by_bits(x_TK.dtype),
         IS_WHOLE=weights.num_inputs % (weights.inputs * weights.num_ranges) == 0,
         ADDS=call.multiplier is not None, PRECISION="ieee" if is_wide else "tf32",
         OUTPUTS=tiles.outputs, TOKENS=tiles.tokens, INPUTS=weights.inputs,

@@ -105,3 +105,15 @@ def test_nothing_is_put_off_where_there_may_be_a_gpu() -> None:
         import_torch("cuda")
         print(json.dumps("torch" not in sys.modules and "torch.export" not in sys.modules))
     """)
+
+
+def test_a_release_that_wants_the_shapes_in_python_at_once_is_imported_with_them() -> None:
+    assert in_a_process("""
+        import json
+        from worker.devices import put_off
+
+        put_off._SHAPES_PUT_OFF_IN = frozenset()
+        put_off.import_torch("cpu")
+        import torch
+        print(json.dumps(torch.zeros(2, device="meta").sum().device.type == "meta"))
+    """)

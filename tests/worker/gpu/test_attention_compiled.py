@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from tests.worker.gpu.cross_compile import SHARED_BYTES_LIMIT, Compiled, Kernel, compile_kernels
@@ -26,6 +27,8 @@ TYPES = {
     torch.uint8: "*u8",
     FLOAT8: "*fp8e4nv",
 }
+_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+"""Triton's words for its types, and their names in its language."""
 PLAIN = AttentionOptions(scaling=0.1, sliding_window=None, softcap=None, sinks=None)
 ALL = AttentionOptions(0.1, sliding_window=4096, softcap=50.0, sinks=torch.empty(32, dtype=torch.bfloat16))
 
@@ -74,6 +77,10 @@ class Recorder:
 
     def _note(self, *given: Any, num_warps: int = 4, num_stages: int = 3, **constants: Any) -> None:
         values = dict(zip(self._arguments, given, strict=False))
+        constants = {
+            name: f"tl.{_NAMES[str(value)]}" if isinstance(value, tl.dtype) else value
+            for name, value in constants.items()
+        }
         # Triton makes constants of these, too.
         constants |= {name: value for name, value in values.items() if value is None or _is_one(value)}
         self._noted[self._name] = Kernel(

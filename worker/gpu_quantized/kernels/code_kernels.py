@@ -19,54 +19,19 @@ import triton.language as tl
 
 from worker.devices.dependent_launch import wait_first
 from worker.gpu_quantized.kernels.code_numbers import INT8, decode_by_bits, decode_range
+from worker.gpu_quantized.kernels.code_scales import as_numbers, begin_of_expert, count_rows, load_of_tile
 
 _INT8 = tl.constexpr(INT8)
 
 
 @triton.jit
-def _load_scales(
-    scales_ptr, offsets_ptr, first, outputs, is_output, num_outputs, num_groups, GROUP: tl.constexpr
-) -> tl.tuple:  # fmt: skip
-    """Load scales and offsets of the group of an input; beyond the last input, of the last group."""
-    group = 0 if GROUP == 0 else tl.minimum(first // GROUP, num_groups - 1)
-    place = group * num_outputs + outputs
-    scales = tl.load(scales_ptr + place, mask=is_output, other=0.0)
-    offsets = scales  # nobody looks at these
-    if offsets_ptr is not None:
-        offsets = tl.load(offsets_ptr + place, mask=is_output, other=0.0)
-    return scales, offsets
-
-
-@triton.jit
-def _load_tile_scales(
-    scales_ptr, offsets_ptr, first, outputs, is_output, num_outputs, num_groups,
-    GROUP: tl.constexpr, SPAN: tl.constexpr, NUM_GROUPS: tl.constexpr,
-) -> tl.tuple:  # fmt: skip
-    """Load those of the one, two or four groups of a tile, of SPAN inputs each; beyond them, the first's."""
-    first_one = _load_scales(
-        scales_ptr, offsets_ptr, first, outputs, is_output, num_outputs, num_groups, GROUP
-    )
-    second, third, fourth = first_one, first_one, first_one
-    if NUM_GROUPS > 1:
-        second = _load_scales(
-            scales_ptr, offsets_ptr, first + SPAN, outputs, is_output, num_outputs, num_groups, GROUP
-        )
-    if NUM_GROUPS > 2:
-        third = _load_scales(
-            scales_ptr, offsets_ptr, first + 2 * SPAN, outputs, is_output, num_outputs, num_groups, GROUP
-        )
-        fourth = _load_scales(
-            scales_ptr, offsets_ptr, first + 3 * SPAN, outputs, is_output, num_outputs, num_groups, GROUP
-        )
-    return first_one, second, third, fourth
-
-
-@triton.jit
-def _add_scaled(totals, sums, input_sums, scales, HAS_OFFSETS: tl.constexpr):
-    """Add the sums of one group times its scales, less its offsets times the sums of inputs."""
-    totals += sums * scales[0].to(tl.float32)[:, None]
+def _add_scaled(
+    totals, sums, input_sums, scales, group: tl.constexpr, SHORT: tl.constexpr, HAS_OFFSETS: tl.constexpr
+):  # fmt: skip
+    """Add the sums of a tile's group times its scales, less its offsets times the sums of inputs."""
+    totals += sums * as_numbers(scales[0], group, SHORT)[:, None]
     if HAS_OFFSETS:
-        totals -= input_sums * scales[1].to(tl.float32)[:, None]
+        totals -= input_sums * as_numbers(scales[1], group, SHORT)[:, None]
     return totals
 
 
@@ -97,8 +62,9 @@ def _find_rows(
 @triton.jit
 def _multiply_tiles(
     x_ptrs, word_ptrs, table_ptr, scales_ptr, offsets_ptr, outputs, is_output, is_row,
-    num_outputs, num_inputs, num_groups, tile_stride, first_tile, end_tile,
-    CODES: tl.constexpr, BY_BITS: tl.constexpr, GROUP: tl.constexpr, IS_WHOLE: tl.constexpr,
+    num_outputs, num_inputs, num_rows, tile_stride, first_tile, end_tile,
+    CODES: tl.constexpr, BY_BITS: tl.constexpr, GROUP: tl.constexpr, SHORT: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
     PRECISION: tl.constexpr, OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
     """Return the scaled sums over some tiles of inputs: [OUTPUTS, TOKENS]. A GROUP of 0 is all inputs."""
@@ -112,18 +78,15 @@ def _multiply_tiles(
     totals = tl.zeros([OUTPUTS, TOKENS], tl.float32)
     sums = tl.zeros([OUTPUTS, TOKENS], tl.float32)
     input_sums = tl.zeros([OUTPUTS, TOKENS], tl.float32)
-    # Scales come a tile ahead: a product that is done would wait for them once for each group.
-    scales = _load_tile_scales(
-        scales_ptr, offsets_ptr, first_tile * TILE, outputs, is_output, num_outputs, num_groups,
-        GROUP, SPAN * INPUTS, NUM_GROUPS,
-    )  # fmt: skip
+    scales = load_of_tile(
+        scales_ptr, offsets_ptr, first_tile, outputs, is_output, num_outputs, num_rows, GROUP, TILE
+    )
     for tile in range(first_tile, end_tile):
         following = scales
         if GROUP > 0:
-            following = _load_tile_scales(
-                scales_ptr, offsets_ptr, (tile + 1) * TILE, outputs, is_output, num_outputs, num_groups,
-                GROUP, SPAN * INPUTS, NUM_GROUPS,
-            )  # fmt: skip
+            following = load_of_tile(
+                scales_ptr, offsets_ptr, tile + 1, outputs, is_output, num_outputs, num_rows, GROUP, TILE
+            )
         words = tl.load(word_ptrs + tile * tile_stride, mask=is_output[:, None], other=0)
         if BY_BITS:
             numbers = decode_by_bits(words, CODES, DTYPE)
@@ -138,12 +101,12 @@ def _multiply_tiles(
             if HAS_OFFSETS:
                 input_sums = tl.dot(ones, x, input_sums, input_precision=PRECISION)
             if (GROUP > 0) and ((place + 1) % SPAN == 0):
-                totals = _add_scaled(totals, sums, input_sums, scales[place // SPAN], HAS_OFFSETS)
+                totals = _add_scaled(totals, sums, input_sums, scales, place // SPAN, SHORT, HAS_OFFSETS)
                 sums = tl.zeros([OUTPUTS, TOKENS], tl.float32)
                 input_sums = tl.zeros([OUTPUTS, TOKENS], tl.float32)
         scales = following
     if GROUP == 0:
-        totals = _add_scaled(totals, sums, input_sums, scales[0], HAS_OFFSETS)
+        totals = _add_scaled(totals, sums, input_sums, scales, 0, SHORT, HAS_OFFSETS)
     return totals
 
 
@@ -151,10 +114,10 @@ def _multiply_tiles(
 def multiply_codes_kernel(
     x_ptr, words_ptr, table_ptr, scales_ptr, offsets_ptr, bias_ptr, target_ptr, parts_ptr, arrivals_ptr,
     pairs_ptr, expert_of_tile_ptr, start_of_tile_ptr, end_of_tile_ptr,
-    num_tokens, num_outputs, num_inputs, num_groups, expert_stride, row_stride, tile_stride, token_stride,
+    num_tokens, num_outputs, num_inputs, expert_stride, row_stride, tile_stride, token_stride,
     tiles_per_split, num_splits, multiplier,
-    CODES: tl.constexpr, BY_BITS: tl.constexpr, GROUP: tl.constexpr, NUM_CHOSEN: tl.constexpr,
-    IS_WHOLE: tl.constexpr, ADDS: tl.constexpr, PRECISION: tl.constexpr,
+    CODES: tl.constexpr, BY_BITS: tl.constexpr, GROUP: tl.constexpr, SHORT: tl.constexpr,
+    NUM_CHOSEN: tl.constexpr, IS_WHOLE: tl.constexpr, ADDS: tl.constexpr, PRECISION: tl.constexpr,
     OUTPUTS: tl.constexpr, TOKENS: tl.constexpr, INPUTS: tl.constexpr, WAITS: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program: some outputs of some tokens, over its share of the tiles of inputs.
@@ -172,18 +135,18 @@ def multiply_codes_kernel(
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     is_output = outputs < num_outputs
     inputs = tl.arange(0, INPUTS)
-    of_expert = expert * num_outputs
-    scales_ptr += of_expert * num_groups
+    TILE: tl.constexpr = INPUTS * (2 if CODES >= _INT8 else 4)
+    num_rows = count_rows(num_inputs, GROUP, TILE)
+    scales_ptr = begin_of_expert(scales_ptr, expert, num_outputs, num_rows)
     if offsets_ptr is not None:
-        offsets_ptr += of_expert * num_groups
+        offsets_ptr = begin_of_expert(offsets_ptr, expert, num_outputs, num_rows)
     first_tile = tl.program_id(2) * tiles_per_split
-    num_tiles = tl.cdiv(num_inputs, INPUTS * (2 if CODES >= _INT8 else 4))
     totals = _multiply_tiles(
         x_ptr + (source_rows * token_stride)[None, :] + inputs[:, None],
         words_ptr + expert * expert_stride + (outputs.to(tl.int64) * row_stride)[:, None] + inputs[None, :],
-        table_ptr, scales_ptr, offsets_ptr, outputs, is_output, is_row, num_outputs, num_inputs, num_groups,
-        tile_stride, first_tile, tl.minimum(first_tile + tiles_per_split, num_tiles),
-        CODES, BY_BITS, GROUP, IS_WHOLE, PRECISION, OUTPUTS, TOKENS, INPUTS,
+        table_ptr, scales_ptr, offsets_ptr, outputs, is_output, is_row, num_outputs, num_inputs, num_rows,
+        tile_stride, first_tile, tl.minimum(first_tile + tiles_per_split, tl.cdiv(num_inputs, TILE)),
+        CODES, BY_BITS, GROUP, SHORT, IS_WHOLE, PRECISION, OUTPUTS, TOKENS, INPUTS,
     )  # fmt: skip
     is_last = True
     if parts_ptr is not None:
@@ -191,7 +154,7 @@ def multiply_codes_kernel(
     if is_last:
         results = totals
         if bias_ptr is not None:
-            bias = tl.load(bias_ptr + of_expert + outputs, mask=is_output, other=0.0)
+            bias = tl.load(bias_ptr + expert * num_outputs + outputs, mask=is_output, other=0.0)
             results += bias.to(tl.float32)[:, None]
         mask = is_row[None, :] & is_output[:, None]
         targets = target_ptr + target_rows[None, :] * num_outputs + outputs[:, None]
@@ -224,11 +187,14 @@ def _add_parts(
 @triton.jit
 def write_numbers_kernel(
     words_ptr, table_ptr, scales_ptr, offsets_ptr, numbers_ptr,
-    num_outputs, num_inputs, num_groups, row_stride, tile_stride,
-    CODES: tl.constexpr, GROUP: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    num_outputs, num_inputs, row_stride, tile_stride,
+    CODES: tl.constexpr, BY_BITS: tl.constexpr, GROUP: tl.constexpr, SHORT: tl.constexpr,
+    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program: the numbers of a tile of inputs for some outputs, in float32, rounded once."""
     NUM_RANGES: tl.constexpr = 2 if CODES >= _INT8 else 4
+    TILE: tl.constexpr = NUM_RANGES * INPUTS
+    SPAN: tl.constexpr = GROUP // INPUTS if (GROUP > 0) and (GROUP < TILE) else NUM_RANGES
     tile = tl.program_id(0)
     outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     is_output = outputs < num_outputs
@@ -239,14 +205,18 @@ def write_numbers_kernel(
         mask=is_output[:, None],
         other=0,
     )
+    num_rows = count_rows(num_inputs, GROUP, TILE)
+    scales, offsets = load_of_tile(
+        scales_ptr, offsets_ptr, tile, outputs, is_output, num_outputs, num_rows, GROUP, TILE
+    )
+    if BY_BITS:
+        decoded = decode_by_bits(words, CODES, numbers_ptr.dtype.element_ty)
     for place in tl.static_range(NUM_RANGES):
-        first = (tile * NUM_RANGES + place) * INPUTS
-        scales, offsets = _load_scales(
-            scales_ptr, offsets_ptr, first, outputs, is_output, num_outputs, num_groups, GROUP
-        )
-        numbers = decode_range(words, table_ptr, place, CODES, tl.float32) * scales.to(tl.float32)[:, None]
+        first = tile * TILE + place * INPUTS
+        numbers = decoded[place] if BY_BITS else decode_range(words, table_ptr, place, CODES, tl.float32)
+        numbers = numbers.to(tl.float32) * as_numbers(scales, place // SPAN, SHORT)[:, None]
         if offsets_ptr is not None:
-            numbers -= offsets.to(tl.float32)[:, None]
+            numbers -= as_numbers(offsets, place // SPAN, SHORT)[:, None]
         is_there = is_output[:, None] & (inputs < num_inputs - first)[None, :]
         places = rows * num_inputs + (first + inputs)[None, :]
         tl.store(numbers_ptr + places, numbers.to(numbers_ptr.dtype.element_ty), mask=is_there)

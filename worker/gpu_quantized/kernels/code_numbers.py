@@ -132,21 +132,28 @@ _OUT_4, _OUT_2 = tl.constexpr("=&r,=&r,=&r,=&r,r"), tl.constexpr("=&r,=&r,r")
 @triton.jit
 def decode_by_bits(words, CODES: tl.constexpr, DTYPE: tl.constexpr) -> tl.tuple:
     """Return the numbers of each range, in bfloat16 or float16. CODES is none that looks a table up."""
-    IS_SHORT: tl.constexpr = tl.bfloat16 == DTYPE
     if CODES == _INT8:
-        LINES: tl.constexpr = _INT8_BFLOAT16 if IS_SHORT else _INT8_FLOAT16
+        return _two_ranges(words, _INT8_BFLOAT16, _INT8_FLOAT16, DTYPE)
     elif CODES == _FLOAT8:
-        LINES: tl.constexpr = _E4M3_BFLOAT16 if IS_SHORT else _E4M3_FLOAT16
+        return _two_ranges(words, _E4M3_BFLOAT16, _E4M3_FLOAT16, DTYPE)
     elif CODES == _E2M1:
-        LINES: tl.constexpr = _E2M1_BFLOAT16 if IS_SHORT else _E2M1_FLOAT16
+        return _four_ranges(words, _E2M1_BFLOAT16, _E2M1_FLOAT16, DTYPE)
     elif CODES == _LESS_EIGHT:
-        LINES: tl.constexpr = _LESS_EIGHT_BFLOAT16 if IS_SHORT else _LESS_EIGHT_FLOAT16
+        return _four_ranges(words, _LESS_EIGHT_BFLOAT16, _LESS_EIGHT_FLOAT16, DTYPE)
     else:
-        LINES: tl.constexpr = _FROM_ZERO_BFLOAT16 if IS_SHORT else _FROM_ZERO_FLOAT16
-    if CODES >= _INT8:
-        return tl.inline_asm_elementwise(LINES, _OUT_2, [words], (DTYPE.value,) * 2, is_pure=True, pack=2)
-    else:
-        return tl.inline_asm_elementwise(LINES, _OUT_4, [words], (DTYPE.value,) * 4, is_pure=True, pack=2)
+        return _four_ranges(words, _FROM_ZERO_BFLOAT16, _FROM_ZERO_FLOAT16, DTYPE)
+
+
+@triton.jit
+def _two_ranges(words, BFLOAT16: tl.constexpr, FLOAT16: tl.constexpr, DTYPE: tl.constexpr) -> tl.tuple:
+    LINES: tl.constexpr = BFLOAT16 if tl.bfloat16 == DTYPE else FLOAT16
+    return tl.inline_asm_elementwise(LINES, _OUT_2, [words], (DTYPE.value,) * 2, is_pure=True, pack=2)
+
+
+@triton.jit
+def _four_ranges(words, BFLOAT16: tl.constexpr, FLOAT16: tl.constexpr, DTYPE: tl.constexpr) -> tl.tuple:
+    LINES: tl.constexpr = BFLOAT16 if tl.bfloat16 == DTYPE else FLOAT16
+    return tl.inline_asm_elementwise(LINES, _OUT_4, [words], (DTYPE.value,) * 4, is_pure=True, pack=2)
 
 
 @triton.jit
