@@ -96,6 +96,8 @@ class Call(NamedTuple):
     """float32, for the sums of each program, where several share the inputs of one product."""
     arrivals: Tensor | None = None
     """With parts: int32 zeros, one for all programs of the same outputs and tokens."""
+    row_scales: Tensor | None = None
+    """float32, for each row a factor of its products."""
     multiplier: float | None = None
     """A factor of what is added to the target; without one, the target is overwritten."""
     route: Route | None = None
@@ -284,6 +286,18 @@ class CodeProduct:
         self._launch(x_TK, out_TN, None)
         return out_TN
 
+    def multiply_scaled(self, x_TK: Tensor, scales_T: Tensor) -> Tensor:
+        """Return [T, N], with the bias, of rows that are to be multiplied by float32 scales."""
+        out_TN = x_TK.new_empty((len(x_TK), self.num_outputs))
+        self._launch(x_TK, out_TN, None, scales_T)
+        return out_TN
+
+    def multiply_scaled_and_add(
+        self, residual_TN: Tensor, x_TK: Tensor, scales_T: Tensor, multiplier: float
+    ) -> None:
+        """Add the product of such rows, times `multiplier`, to the residual in place. There is no bias."""
+        self._launch(x_TK, residual_TN, multiplier, scales_T)
+
     def multiply_by_numbers(self, x_TK: Tensor) -> Tensor:
         """Return [T, N], with the bias, by numbers in the dtype of the rows."""
         weights = self._weights
@@ -312,12 +326,14 @@ class CodeProduct:
         else:
             self._launch(x_TK, residual_TN, multiplier)
 
-    def _launch(self, x_TK: Tensor, target_TN: Tensor, multiplier: float | None) -> None:
+    def _launch(
+        self, x_TK: Tensor, target_TN: Tensor, multiplier: float | None, row_scales_T: Tensor | None = None
+    ) -> None:
         weights = self._weights
         tiles = choose_tiles(len(x_TK), x_TK.dtype, weights)
         grid = (triton.cdiv(self.num_outputs, tiles.outputs), triton.cdiv(len(x_TK), tiles.tokens))
         num_splits = count_splits(grid[0] * grid[1], weights.num_tiles, tiles.programs)
-        call = Call(self._bias_N, multiplier=multiplier)
+        call = Call(self._bias_N, multiplier=multiplier, row_scales=row_scales_T)
         if num_splits > 1:
             shape = (grid[0] * grid[1] * num_splits, tiles.tokens * tiles.outputs)
             parts = torch.empty(shape, dtype=torch.float32, device=x_TK.device)
@@ -343,8 +359,8 @@ def launch(
     x_TK = weights.ordered(x_TK).contiguous()
     is_wide = x_TK.dtype is torch.float32
     multiply_codes_kernel[grid](
-        x_TK, weights.words_EW, weights.table, weights.scales_ERN, weights.offsets_ERN, call.bias, target,
-        call.parts, call.arrivals, *(call.route or (None,) * 4),
+        x_TK, call.row_scales, weights.words_EW, weights.table, weights.scales_ERN, weights.offsets_ERN,
+        call.bias, target, call.parts, call.arrivals, *(call.route or (None,) * 4),
         len(x_TK), weights.num_outputs, weights.num_inputs, weights.words_EW.shape[1], *weights.strides,
         x_TK.shape[1], triton.cdiv(weights.num_tiles, grid[2]), grid[2], call.multiplier or 0.0,
         CODES=weights.kind, GROUP=weights.group_size, SHORT=weights.short, NUM_CHOSEN=call.num_chosen,

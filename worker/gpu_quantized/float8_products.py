@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from worker.gpu_quantized.code_products import CodeProduct, grouped
-from worker.gpu_quantized.kernels.row_kernels import round_rows
+from worker.gpu_quantized.kernels.row_kernels import round_rows, round_rows_as_numbers
 from worker.model.linear import Linear, Weight
 from worker.quantized.grouped_weight import FLOAT8, GroupedWeight
 
@@ -58,7 +58,7 @@ class Float8Product:
 
     def __init__(self, linear: Linear) -> None:
         codes = grouped(linear.weight)
-        self._few_rows = CodeProduct(Linear.of(codes))
+        self._few_rows = CodeProduct(Linear.of(codes, linear.bias_N))
         codes_NK, self._range = self._few_rows.float8_words
         self._codes_KN = codes_NK.t()
         self._scales_1N = codes.scales_NG.view(1, -1).contiguous()
@@ -72,20 +72,22 @@ class Float8Product:
     def multiply(self, x_TK: Tensor) -> Tensor:
         """Return [T, N], with the bias."""
         if len(x_TK) <= MOST_FEW_ROWS:
-            rounded_TK, scales_T1 = round_rows(x_TK)
-            sums_TN = self._few_rows.multiply_to(rounded_TK.to(x_TK.dtype), torch.float32)
-            out_TN = (sums_TN * scales_T1).to(x_TK.dtype)
-        else:
-            rounded_TK, scales_T1 = round_rows(x_TK, in_ranges_of=self._range)
-            out_TN = torch._scaled_mm(
-                rounded_TK,
-                self._codes_KN,
-                scale_a=scales_T1,
-                scale_b=self._scales_1N,
-                out_dtype=torch.bfloat16,
-            ).to(x_TK.dtype)
+            rounded_TK, scales_T1 = round_rows_as_numbers(x_TK)
+            return self._few_rows.multiply_scaled(rounded_TK, scales_T1)
+        rounded_TK, scales_T1 = round_rows(x_TK, in_ranges_of=self._range)
+        out_TN = torch._scaled_mm(
+            rounded_TK,
+            self._codes_KN,
+            scale_a=scales_T1,
+            scale_b=self._scales_1N,
+            out_dtype=torch.bfloat16,
+        ).to(x_TK.dtype)
         return out_TN if self._bias_N is None else out_TN.add_(self._bias_N)
 
     def multiply_and_add(self, residual_TN: Tensor, x_TK: Tensor, multiplier: float) -> None:
         """Add the product, times `multiplier`, to the residual in place."""
-        residual_TN.add_(self.multiply(x_TK), alpha=multiplier)
+        if len(x_TK) <= MOST_FEW_ROWS and self._bias_N is None:
+            rounded_TK, scales_T1 = round_rows_as_numbers(x_TK)
+            self._few_rows.multiply_scaled_and_add(residual_TN, rounded_TK, scales_T1, multiplier)
+        else:
+            residual_TN.add_(self.multiply(x_TK), alpha=multiplier)

@@ -40,7 +40,8 @@ def random_codes(kind: str, num_outputs: int, num_inputs: int, device: torch.dev
     """Make a weight on the device; its numbers are small, so that sums are about 1."""
     this = KINDS[kind]
     groups = (num_outputs, num_inputs // min(this.group or num_inputs, num_inputs))
-    scales = (torch.rand(groups, device=device) + 0.5) * _SCALE
+    # Most checkpoints have them in 16 bits.
+    scales = ((torch.rand(groups, device=device) + 0.5) * _SCALE).half().float()
     if this.dtype is torch.float8_e4m3fn:
         # All but the two codes that are not numbers.
         raw = torch.randint(127, (num_outputs, num_inputs), device=device)

@@ -213,7 +213,12 @@ def test_a_product_of_float8_by_float8_is_that_of_the_rounded_rows(num_rows, has
     expected = (rounded.double() * scales) @ weight.dequantized().double().T
     if bias is not None:
         expected += bias.double()
-    assert error_of(Float8Product(Linear.of(weight, bias)).multiply(x), expected) < TOLERANCE[x.dtype]
+    product = Float8Product(Linear.of(weight, bias))
+    assert error_of(product.multiply(x), expected) < TOLERANCE[x.dtype]
+    residual = rows(num_rows, 48, torch.float16)
+    expected = residual.double() + 0.5 * expected
+    product.multiply_and_add(residual, x, 0.5)
+    assert error_of(residual, expected) < TOLERANCE[x.dtype]
 
 
 def test_only_floats_of_one_scale_for_each_output_have_their_rows_rounded():

@@ -112,8 +112,8 @@ def _multiply_tiles(
 
 @triton.jit(do_not_specialize=["num_tokens", "tiles_per_split", "num_splits"])
 def multiply_codes_kernel(
-    x_ptr, words_ptr, table_ptr, scales_ptr, offsets_ptr, bias_ptr, target_ptr, parts_ptr, arrivals_ptr,
-    pairs_ptr, expert_of_tile_ptr, start_of_tile_ptr, end_of_tile_ptr,
+    x_ptr, row_scales_ptr, words_ptr, table_ptr, scales_ptr, offsets_ptr, bias_ptr, target_ptr,
+    parts_ptr, arrivals_ptr, pairs_ptr, expert_of_tile_ptr, start_of_tile_ptr, end_of_tile_ptr,
     num_tokens, num_outputs, num_inputs, expert_stride, row_stride, tile_stride, token_stride,
     tiles_per_split, num_splits, multiplier,
     CODES: tl.constexpr, BY_BITS: tl.constexpr, GROUP: tl.constexpr, SHORT: tl.constexpr,
@@ -152,15 +152,21 @@ def multiply_codes_kernel(
     if parts_ptr is not None:
         totals, is_last = _add_parts(totals, parts_ptr, arrivals_ptr, num_splits, OUTPUTS, TOKENS)
     if is_last:
-        results = totals
+        if row_scales_ptr is not None:
+            totals *= tl.load(row_scales_ptr + source_rows, mask=is_row, other=0.0)[None, :]
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + expert * num_outputs + outputs, mask=is_output, other=0.0)
-            results += bias.to(tl.float32)[:, None]
-        mask = is_row[None, :] & is_output[:, None]
+            totals += bias.to(tl.float32)[:, None]
         targets = target_ptr + target_rows[None, :] * num_outputs + outputs[:, None]
-        if ADDS:
-            results = results * multiplier + tl.load(targets, mask=mask, other=0.0).to(tl.float32)
-        tl.store(targets, results.to(target_ptr.dtype.element_ty), mask=mask)
+        _store(targets, totals, multiplier, is_row[None, :] & is_output[:, None], ADDS)
+
+
+@triton.jit
+def _store(target_ptrs, results, multiplier, mask, ADDS: tl.constexpr) -> None:
+    """Store results, or add them, times a factor, to what is there."""
+    if ADDS:
+        results = results * multiplier + tl.load(target_ptrs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(target_ptrs, results.to(target_ptrs.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -20,18 +20,22 @@ _AT_ONCE = 1024
 
 
 @triton.jit
-def to_float8(x) -> tl.tensor:
-    """Round float32 numbers to e4m3, the nearest; what is too large becomes the largest.
+def round_to_float8(x) -> tl.tensor:
+    """Round float32 numbers to those of e4m3, the nearest; what is too large becomes the largest.
 
-    To the nearest float of 4 significant bits, or multiple of the smallest one, first: what is left to the
-    conversion is exact, so that it does not matter how it would round.
+    To the nearest float of 4 significant bits, or multiple of the smallest one.
     """
     x = tl.clamp(x, -_MAX, _MAX)
     bits = x.to(tl.int32, bitcast=True)
     bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
     small = (x + _STEPS_OF_SMALLEST) - _STEPS_OF_SMALLEST
-    rounded = tl.where(tl.abs(x) < _SMALLEST_NORMAL, small, bits.to(tl.float32, bitcast=True))
-    return rounded.to(tl.float8e4nv)
+    return tl.where(tl.abs(x) < _SMALLEST_NORMAL, small, bits.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def to_float8(x) -> tl.tensor:
+    """Round float32 numbers to e4m3; what is left to the conversion is exact, however it would round."""
+    return round_to_float8(x).to(tl.float8e4nv)
 
 
 @triton.jit
@@ -57,7 +61,10 @@ def round_rows_kernel(
             in_tile = inputs % (2 * RANGE)
             inputs += (in_tile % 2) * RANGE + in_tile // 2 - in_tile
         x = tl.load(x_ptr + inputs, mask=inputs < num_inputs, other=0.0).to(tl.float32) / scale
-        rounded = to_float8(x).to(tl.uint8, bitcast=True)
+        if rounded_ptr.dtype.element_ty == tl.uint8:
+            rounded = to_float8(x).to(tl.uint8, bitcast=True)
+        else:
+            rounded = round_to_float8(x).to(rounded_ptr.dtype.element_ty)
         tl.store(rounded_ptr + token * num_places + first + places, rounded, mask=places < num_places - first)
 
 
@@ -67,13 +74,26 @@ def round_rows(x_TK: Tensor, *, in_ranges_of: int = 0) -> tuple[Tensor, Tensor]:
     With ranges, inputs are in the order of words that have a code of each of two ranges, and are filled up to
     whole words.
     """
+    tile = 2 * in_ranges_of
+    num_places = triton.cdiv(x_TK.shape[1], tile) * tile if tile else x_TK.shape[1]
+    rounded_TK, scales_T1 = _round_rows(x_TK, num_places, torch.uint8, in_ranges_of)
+    return rounded_TK.view(torch.float8_e4m3fn), scales_T1
+
+
+def round_rows_as_numbers(x_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the same numbers in the dtype of the rows, which has them all."""
+    return _round_rows(x_TK, x_TK.shape[1], x_TK.dtype, 0)
+
+
+def _round_rows(
+    x_TK: Tensor, num_places: int, dtype: torch.dtype, in_ranges_of: int
+) -> tuple[Tensor, Tensor]:
     x_TK = x_TK.contiguous()
     num_tokens, num_inputs = x_TK.shape
-    num_places = triton.cdiv(num_inputs, 2 * in_ranges_of) * 2 * in_ranges_of if in_ranges_of else num_inputs
-    rounded_TK = torch.empty((num_tokens, num_places), dtype=torch.uint8, device=x_TK.device)
+    rounded_TK = torch.empty((num_tokens, num_places), dtype=dtype, device=x_TK.device)
     scales_T1 = torch.empty((num_tokens, 1), dtype=torch.float32, device=x_TK.device)
     round_rows_kernel[(num_tokens,)](
         x_TK, rounded_TK, scales_T1, num_inputs, num_places,
         RANGE=in_ranges_of, AT_ONCE=_AT_ONCE, num_warps=4,
     )  # fmt: skip
-    return rounded_TK.view(torch.float8_e4m3fn), scales_T1
+    return rounded_TK, scales_T1
