@@ -129,13 +129,15 @@ def find_hindrance(weight: Weight) -> str | None:
 class CodeWeights:
     """One weight, or those of several experts, in the order of the kernels.
 
-    A tile is four ranges of inputs, or two for codes of eight bits; a word has a code of each.
+    A tile is four ranges of inputs, or two for codes of eight bits; a word has a code of each. A tile's words
+    stand together, which is read fastest; with `in_rows` those of an output do, as a matrix has them.
     """
 
-    def __init__(self, weights: Sequence[GroupedWeight]) -> None:
+    def __init__(self, weights: Sequence[GroupedWeight], *, in_rows: bool = False) -> None:
         first = weights[0]
         is_nibbles = first.codes.dtype is torch.uint8
         self.num_outputs, self.num_inputs = first.shape
+        self._in_rows = in_rows
         has_groups = first.scales_NG.shape[1] > 1
         # A group is cut where it is no power of two, so that tiles and groups divide each other.
         self.group_size = first.group_size & -first.group_size if has_groups else 0
@@ -152,14 +154,10 @@ class CodeWeights:
 
     @property
     def strides(self) -> tuple[int, int]:
-        """Words from an output to the next, and from a tile to the next.
-
-        A tile's nibbles stand together. A row's bytes do, since a product of float8 by float8 takes them as a
-        matrix.
-        """
-        if self.is_nibbles:
-            return self.inputs, self.num_outputs * self.inputs
-        return self.num_tiles * self.inputs, self.inputs
+        """Words from an output to the next, and from a tile to the next."""
+        if self._in_rows:
+            return self.num_tiles * self.inputs, self.inputs
+        return self.inputs, self.num_outputs * self.inputs
 
     def numbers(self, dtype: torch.dtype) -> Tensor:
         """Write the numbers [N, K] of the one weight, in the order of its codes."""
@@ -190,7 +188,7 @@ class CodeWeights:
         words = ranges[:, :, 0].to(torch.int16)
         for place in range(1, self.num_ranges):
             words |= ranges[:, :, place].to(torch.int16) << (num_bits * place)
-        return (words.transpose(0, 1) if self.num_ranges == NUM_RANGES_OF_NIBBLES else words).flatten()
+        return (words if self._in_rows else words.transpose(0, 1)).flatten()
 
     def _pack_scales(self, weights: Sequence[GroupedWeight]) -> tuple[tl.dtype, Tensor, Tensor | None]:
         """Return the dtype of numbers that share words, and scales and offsets as they are loaded."""
@@ -245,10 +243,10 @@ def without_codes(linear: Linear) -> Linear:
 
 
 class CodeProduct:
-    """The product of a linear layer of codes. See Product (gpu/gpu_products.py)."""
+    """The product of a linear layer of codes. See Product (gpu/gpu_products.py), and CodeWeights."""
 
-    def __init__(self, linear: Linear) -> None:
-        self._weights = CodeWeights([grouped(linear.weight)])
+    def __init__(self, linear: Linear, *, in_rows: bool = False) -> None:
+        self._weights = CodeWeights([grouped(linear.weight)], in_rows=in_rows)
         self._bias_N = linear.bias_N
         self._arrivals = torch.zeros(_MOST_SHARED, dtype=torch.int32, device=linear.weight.device)
         self.num_outputs, self.num_inputs = linear.num_outputs, linear.num_inputs
@@ -267,7 +265,7 @@ class CodeProduct:
 
     @property
     def float8_words(self) -> tuple[Tensor, int]:
-        """Codes as float8_e4m3fn [N, K], where they are such, and the inputs of a range.
+        """Codes as float8_e4m3fn [N, K], where they are such and stand in rows, and the inputs of a range.
 
         Inputs are in the order of the words, and of as many tiles as they begin.
         """

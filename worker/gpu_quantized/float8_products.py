@@ -58,7 +58,7 @@ class Float8Product:
 
     def __init__(self, linear: Linear) -> None:
         codes = grouped(linear.weight)
-        self._few_rows = CodeProduct(Linear.of(codes, linear.bias_N))
+        self._few_rows = CodeProduct(Linear.of(codes, linear.bias_N), in_rows=True)
         codes_NK, self._range = self._few_rows.float8_words
         self._codes_KN = codes_NK.t()
         self._scales_1N = codes.scales_NG.view(1, -1).contiguous()
