@@ -27,12 +27,13 @@ from worker.gpu.graphs import GraphSizes, StepGraphs, capture_all
 from worker.gpu.kernels.input_fill import change_tables, fill_unknown_tokens, remember_tokens
 from worker.gpu.sampling.draw_fields import no_draws
 from worker.gpu.step_buffers import BatchSizes, StepBuffers
-from worker.gpu.trials.launch_trial import StepOnTrial, gains_by_early_launches
+from worker.gpu.trials.launch_trial import StepOnTrial, count_gains_by_early_launches
 from worker.ranks.ranks import ALONE, Ranks, is_divided
 from worker.steps.model_runner import BodyOutputs, ModelRunner
 from worker.steps.step_inputs import StepInputs
 
 _TRIED_CONTEXT = 1024
+_TRIED_ROWS = (1, 16, 64, 256)
 
 
 class StepSampler(Protocol):
@@ -74,19 +75,23 @@ class GpuSteps:
     def capture(self, sizes: GraphSizes, logits_NV: Tensor) -> None:
         """Capture as many sizes as fit into memory. Steps that fit into them are replayed from then on.
 
-        Each graph leaves its logits in `logits_NV`. Kernels of decodes are launched early where a trial of
-        the smallest and of the largest says so; beside kernels of NCCL they are not.
+        Each graph leaves its logits in `logits_NV`. Kernels of decodes are launched early up to the largest
+        size for which a trial says so; beside kernels of NCCL they are not.
         """
         self._logits_NV = logits_NV
-        tried = dict.fromkeys((sizes.decodes[0], sizes.decodes[-1]))
         is_alone = not is_divided(self._ranks)
-        is_early = is_alone and gains_by_early_launches(map(self._on_trial, tried), self._device)
+        largest = sizes.decodes[-1]
+        tried = [each for each in sizes.decodes if each.num_decodes in _TRIED_ROWS or each is largest]
+        num_faster = (
+            count_gains_by_early_launches(map(self._on_trial, tried), self._device) if is_alone else 0
+        )
+        most_early = tried[num_faster - 1].num_decodes if num_faster else 0
 
         def work_on(each: BatchSizes) -> "_Work":
             self._buffers.fill_with_padding(each)
             batch = self._buffers.view(each)
             self._rows_of[each] = batch.rows_N
-            return _Work(self, batch, each, is_early=is_early and each.num_decodes > 0)
+            return _Work(self, batch, each, is_early=0 < each.num_decodes <= most_early)
 
         self._graphs = capture_all(sizes, work_on, self._device, must_have_all=not is_alone)
 

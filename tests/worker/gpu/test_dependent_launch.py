@@ -18,7 +18,7 @@ from tests.worker.gpu_quantized.test_code_compiled import launch_of
 from worker import gpu, gpu_quantized
 from worker.devices.dependent_launch import dependent_launches, launch_way
 from worker.gpu.kernels.norm import norm
-from worker.gpu.trials.launch_trial import StepOnTrial, gains_by_early_launches
+from worker.gpu.trials.launch_trial import StepOnTrial, count_gains_by_early_launches
 from worker.model.layer_parts import RmsNorm
 from worker.worker_config import WorkerConfig
 
@@ -100,8 +100,9 @@ class Step:
         if self.ways[-1]:
             self._change(self.result_TH)
 
-    def gains(self, device: InterpretedGpu) -> bool:
-        return gains_by_early_launches([StepOnTrial(self.fill, self.launch, self.result_TH)], device)
+    def gains(self, device: InterpretedGpu, num_steps: int = 1) -> int:
+        steps = [StepOnTrial(self.fill, self.launch, self.result_TH)] * num_steps
+        return count_gains_by_early_launches(steps, device)
 
 
 def test_early_launches_are_taken_where_they_are_right_and_faster(caplog):
@@ -117,6 +118,24 @@ def test_early_launches_are_left_where_they_are_no_faster(caplog):
     caplog.set_level("INFO")
     assert not Step().gains(Stopwatch(1.0, 1.0))
     assert ": left" in caplog.text
+
+
+def test_small_steps_are_launched_early_where_large_ones_are_no_faster():
+    faster, equal = (2.0, 1.0), (1.0, 1.0)
+    assert Step().gains(Stopwatch(*faster, *faster, *equal), num_steps=3) == 2
+    # The trials end at the first that gains nothing.
+    assert Step().gains(Stopwatch(*equal, *faster), num_steps=2) == 0
+
+
+def test_nothing_is_launched_early_where_one_of_the_steps_is_wrong(caplog):
+    def change(result: Tensor) -> None:
+        result += 1
+
+    right, wrong = Step(), Step(change)
+    steps = [StepOnTrial(each.fill, each.launch, each.result_TH) for each in (right, wrong)]
+    assert count_gains_by_early_launches(steps[:1], Stopwatch(2.0, 1.0)) == 1
+    assert count_gains_by_early_launches(steps, Stopwatch(2.0, 1.0, 2.0)) == 0
+    assert "compute otherwise for 2 rows" in caplog.text
 
 
 def test_early_launches_that_compute_otherwise_by_one_bit_are_left(caplog):

@@ -33,17 +33,29 @@ class StepOnTrial(NamedTuple):
     """Memory in which each launch leaves its result."""
 
 
-def gains_by_early_launches(steps: Iterable[StepOnTrial], device: Device) -> bool:
-    """Whether all steps are right and faster in graphs of such launches; waits for the device."""
+def count_gains_by_early_launches(steps: Iterable[StepOnTrial], device: Device) -> int:
+    """Count the steps, from the first on, that are faster in graphs of such launches; waits for the device.
+
+    0 where one of those that were tried is not right.
+    """
+    num_faster = 0
     try:
-        return all(_gains(step, device) for step in steps)
+        for step in steps:
+            is_faster = _gains(step, device)
+            if is_faster is None:
+                return 0
+            if not is_faster:
+                break
+            num_faster += 1
     except (TritonError, RuntimeError) as error:  # older devices have no such launches
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         log.info("kernels are not launched early: %s", reason)
-        return False
+        return 0
+    return num_faster
 
 
-def _gains(step: StepOnTrial, device: Device) -> bool:
+def _gains(step: StepOnTrial, device: Device) -> bool | None:
+    """Tell whether early launches are faster; None where they compute otherwise."""
     step.fill(0)
     seconds_whole = device.seconds_of(step.launch)
     if seconds_whole is None:
@@ -51,7 +63,7 @@ def _gains(step: StepOnTrial, device: Device) -> bool:
     rows = len(step.result)
     if _computes_otherwise(step, device):
         log.warning("kernels that are launched early compute otherwise for %d rows: they are not", rows)
-        return False
+        return None
     with dependent_launches():
         seconds = device.seconds_of(step.launch)
     is_faster = seconds is not None and seconds * _LEAST_GAIN < seconds_whole
