@@ -37,12 +37,18 @@ _TOPIC = "GPU kernels"
 _SMALLEST_BLOCK = 8
 _LANGUAGE = {
     *("abs", "arange", "atomic_add", "bfloat16", "cdiv", "clamp", "constexpr", "cumsum", "debug_barrier"),
-    *("div_rn", "dot", "exp", "exp2", "float32", "float64", "float8e4nv", "full", "int32", "int64", "int8"),
-    *("load", "max", "maximum", "min", "minimum", "num_programs", "program_id", "range", "rsqrt"),
-    *("static_range", "store", "sum", "tensor", "trans", "tuple", "uint16", "uint8", "where", "zeros"),
+    *("div_rn", "dot", "dtype", "exp", "exp2", "float16", "float32", "float64", "float8e4nv", "full"),
+    *("inline_asm_elementwise", "int16", "int32", "int64", "int8", "load", "max", "maximum", "min"),
+    *("minimum", "num_programs", "program_id", "range", "rsqrt", "static_range", "store", "sum", "tensor"),
+    *("trans", "tuple", "uint8", "where", "zeros"),
 }
 """Triton's language, as far as our kernels are written in it; 3.6 and 3.9 have it."""
-_PARAMETERS = {"dot": "input_precision", "load": "cache_modifier", "atomic_add": "sem"}
+_PARAMETERS = {
+    "dot": "input_precision",
+    "load": "cache_modifier",
+    "atomic_add": "sem",
+    "inline_asm_elementwise": "pack",
+}
 _SAMPLER_BYTES = 160 << 20
 """The most memory that sampling takes, with its copies of some rows of logits in float32. An estimate."""
 
