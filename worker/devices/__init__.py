@@ -1,4 +1,4 @@
-"""The device and the host's memory: allocation, copies, streams (engine process).
+"""The device and the host's memory: allocation, copies, streams, ways to launch (engine process).
 
 Never: knows models or plans.
 """

@@ -44,12 +44,12 @@ class CodeExperts(nn.Module):
         num_tokens, num_chosen = expert_ids_TK.shape
         num_pairs = num_tokens * num_chosen
         num_each, dtype = -(-num_pairs // self._num_experts), hidden_TH.dtype
-        # Tiles of either kind have as many tokens.
         num_places = choose_tiles(num_each, dtype, self._gate_up).tokens
         route = Route(*self._route(expert_ids_TK.contiguous(), self._num_experts, num_places))
 
         def multiply(x: Tensor, weights: CodeWeights, bias: Tensor | None, num_chosen: int) -> Tensor:
-            tiles = choose_tiles(num_each, dtype, weights)
+            # The router's tiles are of so many tokens, whatever weights of this kind would take.
+            tiles = choose_tiles(num_each, dtype, weights)._replace(tokens=num_places)
             out_PN = x.new_empty((num_pairs, weights.num_outputs))
             num_tiles = triton.cdiv(weights.num_outputs, tiles.outputs)
             call = Call(bias=bias, route=route, num_chosen=num_chosen)

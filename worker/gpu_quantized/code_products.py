@@ -1,7 +1,7 @@
 """Linear layers of codes in the form in which a GPU multiplies by them.
 
 Owns: the order of codes in memory, the choice of tiles, and how many programs share a product.
-Never: decoding (code_kernels.py), or where in a layer a product stands.
+Never: decoding (kernels/code_numbers.py), or where in a layer a product stands.
 
 Shapes: T tokens, N outputs, K inputs, R rows of scales, W words of all outputs, E experts.
 """
@@ -29,7 +29,6 @@ from worker.gpu_quantized.kernels.code_numbers import (
     NIBBLES_LESS_EIGHT,
     NUM_RANGES_OF_BYTES,
     NUM_RANGES_OF_NIBBLES,
-    WORD_BITS,
 )
 from worker.gpu_quantized.kernels.code_scales import find_short_dtype, stack_of_groups
 from worker.model.linear import Linear, PlainWeight, Weight
@@ -73,10 +72,10 @@ _TILES_OF_BYTES = (
     CodeTiles(tokens=64, outputs=64, num_warps=4, num_stages=4, programs=264),
     CodeTiles(tokens=128, outputs=128, num_warps=8, num_stages=3, programs=132),
 )
-_MOST_SHARED = max(tiles.programs for tiles in (*_TILES_OF_NIBBLES, *_TILES_OF_BYTES)) // 2
-"""Outputs and tokens of a program that others share."""
 _WIDE_ITEM_TILES = CodeTiles(tokens=16, outputs=32, num_warps=4, num_stages=1, programs=264)
 """Tiles of float32, which has no tensor cores here: it is for trials."""
+_MOST_SHARED = max(each.programs for each in (*_TILES_OF_NIBBLES, *_TILES_OF_BYTES, _WIDE_ITEM_TILES)) // 2
+"""Outputs and tokens of a program that others share, at most."""
 
 
 class Route(NamedTuple):
@@ -138,14 +137,16 @@ class CodeWeights:
         is_nibbles = first.codes.dtype is torch.uint8
         self.num_outputs, self.num_inputs = first.shape
         self._in_rows = in_rows
-        has_groups = first.scales_NG.shape[1] > 1
-        # A group is cut where it is no power of two, so that tiles and groups divide each other.
-        self.group_size = first.group_size & -first.group_size if has_groups else 0
         most = _MOST_NIBBLE_INPUTS if is_nibbles else _MOST_BYTE_INPUTS
-        self.inputs = min(self.group_size or most, most)
         self.num_ranges = NUM_RANGES_OF_NIBBLES if is_nibbles else NUM_RANGES_OF_BYTES
+        self.group_size = first.group_size if first.scales_NG.shape[1] > 1 else 0
+        if self.group_size % (most * self.num_ranges):
+            # Tiles and groups are to divide each other: a group of neither is cut to a power of two.
+            self.group_size &= -self.group_size
+        self.inputs = min(self.group_size or most, most)
         self.num_tiles = -(-self.num_inputs // (self.inputs * self.num_ranges))
-        self.words_EW = torch.stack([self._in_words(each) for each in weights])
+        words = [self._in_words(each) for each in weights]
+        self.words_EW = torch.stack(words) if len(words) > 1 else words[0].unsqueeze(0)
         self.is_nibbles = is_nibbles
         self.kind, self.table = _kind_of(first)
         self._has_bit_way = self.table is None and not any(map(_has_no_number, weights))
@@ -181,14 +182,21 @@ class CodeWeights:
         return x_TK if self.permutation_K is None else x_TK[:, self.permutation_K]
 
     def _in_words(self, weight: GroupedWeight) -> Tensor:
-        codes_NK = weight.nibbles() if weight.codes.dtype is torch.uint8 else weight.codes.view(torch.uint8)
-        codes_NK = pad(codes_NK, (0, -self.num_inputs % (self.inputs * self.num_ranges)))
-        num_bits = WORD_BITS // self.num_ranges
+        is_nibbles = weight.codes.dtype is torch.uint8
+        codes_NK = weight.nibbles() if is_nibbles else weight.codes.view(torch.uint8)
+        missing = -self.num_inputs % (self.inputs * self.num_ranges)
+        if missing:
+            codes_NK = pad(codes_NK, (0, missing))
         ranges = codes_NK.view(self.num_outputs, self.num_tiles, self.num_ranges, self.inputs)
-        words = ranges[:, :, 0].to(torch.int16)
+        if not self._in_rows:
+            ranges = ranges.transpose(0, 1)
+        if not is_nibbles:
+            # A word is a byte of each range, the first below.
+            return ranges.transpose(2, 3).contiguous().view(torch.int16).flatten()
+        words = ranges[:, :, 0].to(torch.int16, memory_format=torch.contiguous_format)
         for place in range(1, self.num_ranges):
-            words |= ranges[:, :, place].to(torch.int16) << (num_bits * place)
-        return (words if self._in_rows else words.transpose(0, 1)).flatten()
+            words |= ranges[:, :, place].to(torch.int16).mul_(1 << (4 * place))
+        return words.flatten()
 
     def _pack_scales(self, weights: Sequence[GroupedWeight]) -> tuple[tl.dtype, Tensor, Tensor | None]:
         """Return the dtype of numbers that share words, and scales and offsets as they are loaded."""

@@ -14,11 +14,11 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from tests.worker.gpu.interpreted_gpu import HAS_GPU
 from worker.attention.interface import AttentionMetadata, AttentionOptions, BlockTables, Reach
-from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
+from worker.attention.kv_cache import FLOAT8, BlockLayout, KVCache, LayerShape
 from worker.attention.ref_attention import RefAttention
 from worker.devices.device import CpuDevice
 from worker.gpu.device_batch import AttentionBatch
-from worker.gpu.kernels import attention_decode, attention_work
+from worker.gpu.kernels import attention_decode, attention_tiles, attention_work
 from worker.gpu.kernels.attention_decode import attend_decodes
 from worker.gpu.kernels.attention_prefill import attend_prefills
 from worker.gpu.kernels.attention_tiles import HeadGroups
@@ -259,6 +259,31 @@ def test_a_decode_is_put_together_from_the_parts_of_however_many_programs(num_pr
         work = work_of(step, num_processors=num_processors)
         assert_close(attended(step, work), step.expected())
         assert not work.counters.any(), "ready for the next layer"
+
+
+@pytest.mark.parametrize(
+    ("key_dim", "value_dim", "is_in_words"),
+    [(48, 32, 1), (32, 80, 1), (128, 128, 1), (16, 32, 0), (33, 32, 0)],
+)
+def test_a_cache_of_eight_bits_is_attended_to_as_one_of_its_numbers(key_dim, value_dim, is_in_words) -> None:
+    step = Step(Case(MIXED, Heads(2, 3, key_dim, value_dim), window=50))
+    work = work_of(step, num_processors=3)
+    rounded_NE = step.cache.pool_NE.to(FLOAT8)
+    step.cache.pool_NE.copy_(rounded_NE.float())
+    expected = attended(step, work)
+    heads = step.case.heads
+    layout = BlockLayout(
+        layers={
+            0: LayerShape(1, 12, 12),
+            LAYER: LayerShape(heads.num_kv_heads, heads.key_dim, heads.value_dim),
+        },
+        block_size=step.case.block_size,
+        dtype=FLOAT8,
+    )
+    step.cache = KVCache(layout, step.num_blocks, rounded_NE.view(torch.uint8).flatten())
+    shape = HeadGroups(heads.num_kv_heads, heads.num_groups, key_dim, value_dim)
+    assert attention_tiles._words_of(step.cache.layers[LAYER], shape, torch.float32) == is_in_words
+    assert_close(attended(step, work), expected)
 
 
 def test_more_parts_and_heads_than_are_taken_at_once_are_put_together(

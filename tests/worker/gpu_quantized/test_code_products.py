@@ -33,6 +33,14 @@ def rows(num_rows: int, num_inputs: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn((num_rows, num_inputs), generator=torch.Generator().manual_seed(4)).to(dtype)
 
 
+def with_scales_of(dtype: torch.dtype, weight: GroupedWeight) -> GroupedWeight:
+    """Round scales, and half of all offsets, to what a dtype has: as checkpoints have them."""
+    offsets = weight.offsets_NG
+    if offsets is not None and dtype is torch.float16:
+        offsets = offsets.to(dtype).float()
+    return replace(weight, scales_NG=weight.scales_NG.to(dtype).float(), offsets_NG=offsets)
+
+
 def error_of(found: torch.Tensor, expected: torch.Tensor) -> float:
     assert found.shape == expected.shape
     return float((found.double() - expected).norm() / expected.norm())
@@ -45,11 +53,17 @@ def error_of(found: torch.Tensor, expected: torch.Tensor) -> float:
     st.integers(1, 20),
     st.integers(1, 70),
     # Sizes that no tile divides, groups of which a tile has several, one, or a part, and one of all inputs.
-    st.sampled_from([(48, 16), (96, 32), (288, 96), (192, 64), (160, 80), (512, 128), (256, 256), (80, 80)]),
+    st.sampled_from(
+        [(48, 16), (96, 32), (288, 96), (192, 64), (160, 80), (512, 128), (256, 256), (80, 80), (768, 384)]
+    ),
     st.booleans(),
+    st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
 )
-def test_a_product_is_that_of_the_dequantized_weight(kind, dtype, num_rows, num_outputs, sizes, is_added):
-    x, weight = rows(num_rows, sizes[0], dtype), random_weight(kind, num_outputs, *sizes)
+def test_a_product_is_that_of_the_dequantized_weight(
+    kind, dtype, num_rows, num_outputs, sizes, is_added, of_scales
+):
+    x = rows(num_rows, sizes[0], dtype)
+    weight = with_scales_of(of_scales, random_weight(kind, num_outputs, *sizes))
     expected = x.double() @ weight.dequantized().double().T
     bias = None if is_added else torch.randn(num_outputs)
     product = CodeProduct(Linear.of(weight, bias))
@@ -80,6 +94,32 @@ def test_numbers_that_are_written_are_those_of_the_codes(kind, num_outputs, size
     order = torch.randperm(sizes[0], generator=torch.Generator().manual_seed(3))
     for each in (weight, replace(weight, permutation_K=order)):
         assert torch.equal(CodeProduct(Linear.of(each)).numbers(torch.float32), each.dequantized())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_outputs", [1, 3])
+def test_groups_share_words_where_16_bits_have_their_scales_whatever_the_number_of_outputs(kind, num_outputs):
+    weight = with_scales_of(torch.float16, random_weight(kind, num_outputs, 96, 32))
+    product = CodeProduct(Linear.of(weight))
+    assert product._weights.scales_ERN.dtype is torch.int32
+    assert torch.equal(product.numbers(torch.float32), weight.dequantized())
+    x = rows(2, 96, torch.float16)
+    expected = x.double() @ weight.dequantized().double().T
+    assert error_of(product.multiply_to(x, torch.float32), expected) < 1e-5
+
+
+def test_weights_with_codes_that_are_no_numbers_go_the_longer_way():
+    weight = random_weight("float8", 16, 64, 64)
+    assert CodeProduct(Linear.of(weight))._weights._has_bit_way
+    weight.codes.view(torch.uint8)[3, 5] = 0xFF
+    assert not CodeProduct(Linear.of(weight))._weights._has_bit_way
+
+
+def test_weights_of_bytes_are_put_into_words_with_one_copy():
+    weight = random_weight("int8", 64, 256, 256)
+    product = CodeProduct(Linear.of(weight), in_rows=True)
+    in_tiles = CodeProduct(Linear.of(weight))
+    assert torch.equal(product.numbers(torch.float32), in_tiles.numbers(torch.float32))
 
 
 @pytest.mark.parametrize("has_bias", [True, False])

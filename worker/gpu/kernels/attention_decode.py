@@ -36,6 +36,7 @@ from worker.gpu.kernels.attention_tiles import (
     head_groups,
     layer_constants,
     load_queries,
+    pages,
     pick_tiles,
     score_scale,
     side,
@@ -116,12 +117,12 @@ def attend_decodes(
     parts = out_THV.new_empty(
         (2 * num_programs, heads_per_program, shape.value_dim + _PART_TAIL.value), dtype=torch.float32
     )
-    keys, values = cache.keys.blocks_NHSD, cache.values.blocks_NHSD
+    keys, values = pages(cache, shape)
     decode_kernel[(num_programs,)](
         queries_THD, out_THV, parts, work.arrivals, keys, values,
         listed, batch.block_tables_CB, options.sinks, batch.num_decodes or batch.num_sequences,
         *queries_THD.stride()[:2], keys.stride(0), batch.block_tables_CB.stride(0), score_scale(options),
-        **layer_constants(shape, cache, options),
+        **layer_constants(shape, cache, options, queries_THD.dtype),
         KV_HEADS=shape.num_kv_heads, NUM_ROWS=tiles.num_rows, NUM_KEYS=tiles.num_keys,
         HEADS=heads_per_program, PARTS=triton.cdiv(shape.num_groups, heads_per_program),
         HEADS_AT_ONCE=_heads_at_once(heads_per_program, shape.widths[1]), PARTS_AT_ONCE=_PARTS_AT_ONCE,
@@ -142,7 +143,7 @@ def decode_kernel(
     most_listed, query_token_stride, query_head_stride, block_stride, table_stride, scale,
     NUM_GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, WORDS: tl.constexpr,
     KV_HEADS: tl.constexpr, NUM_ROWS: tl.constexpr, NUM_KEYS: tl.constexpr,
     HEADS: tl.constexpr, PARTS: tl.constexpr, HEADS_AT_ONCE: tl.constexpr, PARTS_AT_ONCE: tl.constexpr,
     SEQUENCES_AT_ONCE: tl.constexpr, WAITS: tl.constexpr,
@@ -176,7 +177,7 @@ def decode_kernel(
             token, seq_len, head, passed, num_now, (here - passed) // share,
             (here - passed + tiles_each - 1) // share,
             query_token_stride, query_head_stride, block_stride, scale,
-            NUM_GROUPS, KEY_DIM, VALUE_DIM, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP,
+            NUM_GROUPS, KEY_DIM, VALUE_DIM, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, WORDS,
             KV_HEADS, NUM_ROWS, NUM_KEYS, HEADS, PARTS, HEADS_AT_ONCE, PARTS_AT_ONCE,
         )  # fmt: skip
         here += num_now
@@ -190,11 +191,12 @@ def _attend_part(
     query_token_stride, query_head_stride, block_stride, scale,
     NUM_GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, WORDS: tl.constexpr,
     KV_HEADS: tl.constexpr, NUM_ROWS: tl.constexpr, NUM_KEYS: tl.constexpr,
     HEADS: tl.constexpr, PARTS: tl.constexpr, HEADS_AT_ONCE: tl.constexpr, PARTS_AT_ONCE: tl.constexpr,
 ) -> None:  # fmt: skip
     """Attend to `num_tiles` of a sequence's and head's tiles, which first_program to last_program share."""
+    NUM: tl.constexpr = 2 if WORDS else 1
     kv_head = head // PARTS
     rows_M = tl.arange(0, NUM_ROWS)
     groups_M = head % PARTS * HEADS + rows_M
@@ -202,16 +204,18 @@ def _attend_part(
     is_row_M = (rows_M < HEADS) & (groups_M < NUM_GROUPS)
     tokens_M = rows_M * 0 + token
     queries_MD = load_queries(
-        queries, tokens_M, heads_M, is_row_M, query_token_stride, query_head_stride, KEY_DIM, KEY_WIDTH
-    )
+        queries, tokens_M, heads_M, is_row_M, query_token_stride, query_head_stride, KEY_DIM, KEY_WIDTH,
+        NUM,
+    )  # fmt: skip
     first_key = first_seen(seq_len - 1, WINDOW, CHUNK)
     sums_MV, totals_M, peaks_M = attend_tiles(
         tl.zeros([NUM_ROWS, VALUE_WIDTH], dtype=tl.float32), tl.zeros([NUM_ROWS], dtype=tl.float32),
         tl.full([NUM_ROWS], float("-inf"), dtype=tl.float32), queries_MD, rows_M * 0 + (seq_len - 1),
-        keys + kv_head * (BLOCK_SIZE * KEY_DIM), values + kv_head * (BLOCK_SIZE * VALUE_DIM),
+        keys + kv_head * (BLOCK_SIZE * (KEY_DIM // NUM)),
+        values + kv_head * (BLOCK_SIZE * (VALUE_DIM // NUM)),
         table, block_stride, scale,
         first_key, seq_len, first_key // NUM_KEYS + passed, first_key // NUM_KEYS + passed + num_tiles,
-        KEY_DIM, VALUE_DIM, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP,
+        KEY_DIM, VALUE_DIM, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, WORDS,
         NUM_KEYS, MASKED=True,
     )  # fmt: skip
     if first_program == last_program:
@@ -220,11 +224,7 @@ def _attend_part(
             VALUE_DIM, VALUE_WIDTH,
         )  # fmt: skip
     else:
-        slot = tl.program_id(0) * 2 + (passed == 0)
-        part_M = parts + (slot * HEADS + rows_M) * (VALUE_DIM + _PART_TAIL)
-        tl.store(part_M + VALUE_DIM, totals_M, mask=is_row_M)
-        tl.store(part_M + VALUE_DIM + 1, peaks_M, mask=is_row_M)
-        store_rows(part_M, sums_MV, is_row_M, VALUE_DIM, VALUE_WIDTH)
+        _leave_part(parts, sums_MV, totals_M, peaks_M, is_row_M, passed == 0, HEADS, VALUE_DIM, VALUE_WIDTH)
         first_head = kv_head * NUM_GROUPS + head % PARTS * HEADS
         num_parts = (last_program - first_program + 1).to(tl.int32)
         if _is_last(arrivals + first_program, num_parts):
@@ -234,6 +234,19 @@ def _attend_part(
                 first_program.to(tl.int32), num_parts,
                 HEADS, VALUE_DIM, VALUE_WIDTH, HEADS_AT_ONCE, PARTS_AT_ONCE,
             )  # fmt: skip
+
+
+@triton.jit
+def _leave_part(
+    parts, sums_MV, totals_M, peaks_M, is_row_M, is_first,
+    HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+) -> None:  # fmt: skip
+    """Leave what this program has of a sequence and its heads, of which it has the first part or another."""
+    slot = tl.program_id(0) * 2 + is_first
+    part_M = parts + (slot * HEADS + tl.arange(0, is_row_M.shape[0])) * (VALUE_DIM + _PART_TAIL)
+    tl.store(part_M + VALUE_DIM, totals_M, mask=is_row_M)
+    tl.store(part_M + VALUE_DIM + 1, peaks_M, mask=is_row_M)
+    store_rows(part_M, sums_MV, is_row_M, VALUE_DIM, VALUE_WIDTH)
 
 
 @triton.jit

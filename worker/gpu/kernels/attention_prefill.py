@@ -30,6 +30,7 @@ from worker.gpu.kernels.attention_tiles import (
     head_groups,
     layer_constants,
     load_queries,
+    pages,
     pick_tiles,
     score_scale,
     store_attended,
@@ -84,14 +85,14 @@ def attend_prefills(
     num_programs = min(
         _PROGRAMS_PER_PROCESSOR * work.num_processors, most_blocks * shape.num_kv_heads * head_parts
     )
-    keys, values = cache.keys.blocks_NHSD, cache.values.blocks_NHSD
+    keys, values = pages(cache, shape)
     prefill_kernel[(num_programs,)](
         queries_THD, out_THV, keys, values,
         work.list_prefills(tokens_per_program), work.counters,
         batch.block_tables_CB, batch.table_rows_R, batch.query_starts_R, batch.seq_lens_R, options.sinks,
         batch.num_tokens, batch.num_sequences, batch.num_decodes,
         *queries_THD.stride()[:2], keys.stride(0), batch.block_tables_CB.stride(0), score_scale(options),
-        **layer_constants(shape, cache, options),
+        **layer_constants(shape, cache, options, queries_THD.dtype),
         KV_HEADS=shape.num_kv_heads, NUM_ROWS=tiles.num_rows, NUM_KEYS=tiles.num_keys,
         HEADS=heads_per_program, PARTS=head_parts, TOKENS=tokens_per_program,
         SEQUENCES_AT_ONCE=_SEQUENCES_AT_ONCE,
@@ -107,7 +108,7 @@ def prefill_kernel(
     NUM_GROUPS: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr,
-    KV_HEADS: tl.constexpr, NUM_ROWS: tl.constexpr, NUM_KEYS: tl.constexpr,
+    WORDS: tl.constexpr, KV_HEADS: tl.constexpr, NUM_ROWS: tl.constexpr, NUM_KEYS: tl.constexpr,
     HEADS: tl.constexpr, PARTS: tl.constexpr, TOKENS: tl.constexpr, SEQUENCES_AT_ONCE: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program: blocks of TOKENS tokens of a sequence and HEADS query heads, while there are any.
@@ -130,7 +131,7 @@ def prefill_kernel(
             queries, out, keys, values, tables, table_rows, query_starts, seq_lens, sinks,
             sequence, block - first_block, head, num_tokens, num_sequences,
             query_token_stride, query_head_stride, block_stride, table_stride, scale, zero,
-            NUM_GROUPS, KEY_DIM, VALUE_DIM, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP,
+            NUM_GROUPS, KEY_DIM, VALUE_DIM, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, WORDS,
             KV_HEADS, NUM_ROWS, NUM_KEYS, HEADS, PARTS, TOKENS,
         )  # fmt: skip
         item = tl.atomic_add(counters, 1)
@@ -147,7 +148,7 @@ def _attend_block(
     query_token_stride, query_head_stride, block_stride, table_stride, scale, zero,
     NUM_GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, WORDS: tl.constexpr,
     KV_HEADS: tl.constexpr, NUM_ROWS: tl.constexpr, NUM_KEYS: tl.constexpr,
     HEADS: tl.constexpr, PARTS: tl.constexpr, TOKENS: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -160,6 +161,7 @@ def _attend_block(
     # Padding has a length of 0, and so neither a first key nor an end.
     seq_len = tl.load(seq_lens + sequence, mask=is_sequence, other=0)
     first_token = start + block * TOKENS
+    NUM: tl.constexpr = 2 if WORDS else 1
     kv_head = head // PARTS
     # The compiler does not know that it is 0: else it would compute at once, for all turns of the loop around
     # this, what each can compute in a clock, and registers run out.
@@ -169,16 +171,19 @@ def _attend_block(
     tokens_M = first_token + rows_M // HEADS
     is_row_M = (rows_M < TOKENS * HEADS) & (tokens_M < end_token) & (groups_M < NUM_GROUPS)
     queries_MD = load_queries(
-        queries, tokens_M, heads_M, is_row_M, query_token_stride, query_head_stride, KEY_DIM, KEY_WIDTH
-    )
+        queries, tokens_M, heads_M, is_row_M, query_token_stride, query_head_stride, KEY_DIM, KEY_WIDTH,
+        NUM,
+    )  # fmt: skip
     first_position = tl.maximum(seq_len - (end_token - first_token), 0)
     sums_MV, totals_M, peaks_M = _attend(
         queries_MD, first_position + rows_M // HEADS,
-        keys + kv_head * (BLOCK_SIZE * KEY_DIM), values + kv_head * (BLOCK_SIZE * VALUE_DIM),
+        keys + kv_head * (BLOCK_SIZE * (KEY_DIM // NUM)),
+        values + kv_head * (BLOCK_SIZE * (VALUE_DIM // NUM)),
         tables + find_line(table_rows, tl.where(is_sequence, sequence, 0)) * table_stride,
         block_stride, scale,
         first_position, tl.minimum(first_position + TOKENS, seq_len),
-        KEY_DIM, VALUE_DIM, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, NUM_ROWS, NUM_KEYS,
+        KEY_DIM, VALUE_DIM, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, WORDS,
+        NUM_ROWS, NUM_KEYS,
     )  # fmt: skip
     store_attended(
         out, sums_MV, totals_M, peaks_M, sinks, tokens_M, heads_M, KV_HEADS * NUM_GROUPS, is_row_M,
@@ -191,7 +196,7 @@ def _attend(
     queries_MD, positions_M, keys, values, table, block_stride, scale, first_position, end_key,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr,
-    NUM_ROWS: tl.constexpr, NUM_KEYS: tl.constexpr,
+    WORDS: tl.constexpr, NUM_ROWS: tl.constexpr, NUM_KEYS: tl.constexpr,
 ):  # fmt: skip
     """Walk over all keys that rows from first_position on see, which end before end_key."""
     first_key = first_seen(first_position, WINDOW, CHUNK)
@@ -206,18 +211,18 @@ def _attend(
         sums_MV, totals_M, peaks_M = attend_tiles(
             sums_MV, totals_M, peaks_M, queries_MD, positions_M,
             keys, values, table, block_stride, scale, first_key, end_key, first_key // NUM_KEYS, full_tile,
-            KEY_DIM, VALUE_DIM, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP,
+            KEY_DIM, VALUE_DIM, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, WORDS,
             NUM_KEYS, MASKED=True,
         )  # fmt: skip
     sums_MV, totals_M, peaks_M = attend_tiles(
         sums_MV, totals_M, peaks_M, queries_MD, positions_M,
         keys, values, table, block_stride, scale, first_key, end_key, full_tile, edge_tile,
-        KEY_DIM, VALUE_DIM, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP,
+        KEY_DIM, VALUE_DIM, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, WORDS,
         NUM_KEYS, MASKED=False,
     )  # fmt: skip
     return attend_tiles(
         sums_MV, totals_M, peaks_M, queries_MD, positions_M,
         keys, values, table, block_stride, scale, first_key, end_key, edge_tile, end_tile,
-        KEY_DIM, VALUE_DIM, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP,
+        KEY_DIM, VALUE_DIM, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, WORDS,
         NUM_KEYS, MASKED=True,
     )  # fmt: skip

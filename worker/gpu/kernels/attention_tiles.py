@@ -21,12 +21,20 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 
 from worker.attention.interface import AttentionOptions
+from worker.attention.kv_cache import FLOAT8 as FLOAT8_DTYPE
 from worker.attention.kv_cache import LayerCache
+from worker.gpu_quantized.kernels.code_numbers import FLOAT8, decode_by_bits, decode_range
 
 LOG2_E = 1.4426950408889634
 _LOG2_E = tl.constexpr(LOG2_E)
+_FLOAT8 = tl.constexpr(FLOAT8)
+_IS_INTERPRETED = knobs.runtime.interpret
+_ONE_BY_ONE, BY_BITS = 1, 2
+"""Values of WORDS, which is 0 where a cache has no words of two numbers."""
+_BY_BITS = tl.constexpr(BY_BITS)
 # A tensor core's tile has no smaller side.
 SMALLEST_SIDE = 16
 
@@ -93,7 +101,9 @@ def score_scale(options: AttentionOptions) -> float:
     return options.scaling * 2 * LOG2_E / options.softcap
 
 
-def layer_constants(shape: HeadGroups, cache: LayerCache, options: AttentionOptions) -> dict[str, Any]:
+def layer_constants(
+    shape: HeadGroups, cache: LayerCache, options: AttentionOptions, dtype: torch.dtype
+) -> dict[str, Any]:
     """Return the constants that kernels are compiled for, by the names of their parameters."""
     return {
         "NUM_GROUPS": shape.num_groups,
@@ -105,7 +115,26 @@ def layer_constants(shape: HeadGroups, cache: LayerCache, options: AttentionOpti
         "WINDOW": options.reach.sliding_window or 0,
         "CHUNK": options.reach.chunk_size or 0,
         "SOFTCAP": options.softcap or 0.0,
+        "WORDS": _words_of(cache, shape, dtype),
     }
+
+
+def pages(cache: LayerCache, shape: HeadGroups) -> tuple[Tensor, Tensor]:
+    """Return keys and values as kernels read them: floats of 8 bits as words of two, if rows have enough."""
+    keys, values = cache.keys.blocks_NHSD, cache.values.blocks_NHSD
+    if not _words_of(cache, shape, torch.float32):
+        return keys, values
+    return keys.view(torch.int16), values.view(torch.int16)
+
+
+def _words_of(cache: LayerCache, shape: HeadGroups, dtype: torch.dtype) -> int:
+    """Return WORDS of the kernels: whether a word of 16 bits has two numbers, and how it is decoded."""
+    is_even = shape.key_dim % 2 == 0 and shape.value_dim % 2 == 0
+    if cache.keys.blocks_NHSD.dtype is not FLOAT8_DTYPE or not is_even:
+        return 0
+    if min(shape.widths) < 2 * SMALLEST_SIDE:
+        return 0
+    return _ONE_BY_ONE if dtype is torch.float32 or _IS_INTERPRETED else BY_BITS
 
 
 @triton.jit
@@ -130,11 +159,11 @@ def find_line(table_rows, sequence) -> tl.tensor:
 
 @triton.jit
 def attend_tiles(
-    sums_MV, totals_M, peaks_M, queries_MD, positions_M,
+    sums_MV, totals_M, peaks_M, queries, positions_M,
     keys, values, table, block_stride, scale, first_key, end_key, first_tile, end_tile,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr,
-    NUM_KEYS: tl.constexpr, MASKED: tl.constexpr,
+    WORDS: tl.constexpr, NUM_KEYS: tl.constexpr, MASKED: tl.constexpr,
 ) -> tl.tuple:  # fmt: skip
     """Take the keys of some tiles into a running softmax, and return it.
 
@@ -143,6 +172,8 @@ def attend_tiles(
     first_key or from end_key on is read, table entries included; without, all rows must see all of the keys.
     """
     earliest_M = first_seen(positions_M, WINDOW, CHUNK)
+    NUM: tl.constexpr = 2 if WORDS else 1
+    sums = _parted(sums_MV, NUM)
     for tile in range(first_tile, end_tile):
         places_K = tile * NUM_KEYS + tl.arange(0, NUM_KEYS)
         is_there_K = (places_K >= first_key) & (places_K < end_key)
@@ -152,9 +183,8 @@ def attend_tiles(
         else:
             blocks_K = tl.load(table + entries_K)
         starts_K = blocks_K.to(tl.int64) * block_stride
-
-        keys_KD = _load_rows(keys + starts_K + offsets_K * KEY_DIM, is_there_K, KEY_DIM, KEY_WIDTH, MASKED)
-        scores_MK = tl.dot(queries_MD, tl.trans(keys_KD.to(queries_MD.dtype)), input_precision="ieee")
+        keys_K = keys + starts_K + offsets_K * (KEY_DIM // NUM)
+        scores_MK = _score(queries, keys_K, is_there_K, KEY_DIM, KEY_WIDTH, WORDS, MASKED)
         if SOFTCAP > 0:
             scores_MK = _squeeze(scores_MK * scale, SOFTCAP)
         if MASKED:
@@ -172,13 +202,74 @@ def attend_tiles(
         shrink_M = tl.exp2(peaks_M - base_M)
         totals_M = totals_M * shrink_M + tl.sum(weights_MK, axis=1)
         peaks_M = higher_M
+        values_K = values + starts_K + offsets_K * (VALUE_DIM // NUM)
+        weights_MK = weights_MK.to(queries[0].dtype)
+        sums = _add_values(
+            sums, shrink_M, weights_MK, values_K, is_there_K, VALUE_DIM, VALUE_WIDTH, WORDS, MASKED
+        )
+    return _whole(sums, NUM), totals_M, peaks_M
 
-        values_KV = _load_rows(
-            values + starts_K + offsets_K * VALUE_DIM, is_there_K, VALUE_DIM, VALUE_WIDTH, MASKED
-        ).to(queries_MD.dtype)  # in the cache they may be of one byte
-        sums_MV = sums_MV * shrink_M[:, None]
-        sums_MV = tl.dot(weights_MK.to(values_KV.dtype), values_KV, sums_MV, input_precision="ieee")
-    return sums_MV, totals_M, peaks_M
+
+@triton.jit
+def _score(
+    queries, keys_K, is_there_K, DIM: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Multiply queries and keys: [M, K]."""
+    DTYPE: tl.constexpr = queries[0].dtype
+    if WORDS:
+        words = _load_rows(keys_K, is_there_K, DIM // 2, WIDTH // 2, MASKED)
+        even, odd = _numbers_of_words(words, DTYPE, WORDS)
+        scores_MK = tl.dot(queries[0], tl.trans(even), input_precision="ieee")
+        return tl.dot(queries[1], tl.trans(odd), scores_MK, input_precision="ieee")
+    else:
+        keys_KD = _load_rows(keys_K, is_there_K, DIM, WIDTH, MASKED)
+        return tl.dot(queries[0], tl.trans(keys_KD.to(DTYPE)), input_precision="ieee")
+
+
+@triton.jit
+def _add_values(
+    sums, shrink_M, weights_MK, values_K, is_there_K, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    WORDS: tl.constexpr, MASKED: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
+    """Shrink sums, and add weighted values."""
+    DTYPE: tl.constexpr = weights_MK.dtype
+    if WORDS:
+        words = _load_rows(values_K, is_there_K, DIM // 2, WIDTH // 2, MASKED)
+        even, odd = _numbers_of_words(words, DTYPE, WORDS)
+        first = tl.dot(weights_MK, even, sums[0] * shrink_M[:, None], input_precision="ieee")
+        second = tl.dot(weights_MK, odd, sums[1] * shrink_M[:, None], input_precision="ieee")
+        return first, second
+    else:
+        values_KV = _load_rows(values_K, is_there_K, DIM, WIDTH, MASKED).to(DTYPE)  # maybe of one byte
+        return (tl.dot(weights_MK, values_KV, sums[0] * shrink_M[:, None], input_precision="ieee"),)
+
+
+@triton.jit
+def _numbers_of_words(words, DTYPE: tl.constexpr, WORDS: tl.constexpr) -> tl.tuple:
+    """Return the numbers with even places in a row, and those with odd ones."""
+    if WORDS == _BY_BITS:
+        return decode_by_bits(words, _FLOAT8, DTYPE)
+    else:
+        return decode_range(words, None, 0, _FLOAT8, DTYPE), decode_range(words, None, 1, _FLOAT8, DTYPE)
+
+
+@triton.jit
+def _parted(sums_MV, NUM: tl.constexpr) -> tl.tuple:
+    """Part sums as words part values."""
+    if NUM == 2:
+        return tl.split(tl.reshape(sums_MV, [sums_MV.shape[0], sums_MV.shape[1] // 2, 2]))
+    else:
+        return (sums_MV,)
+
+
+@triton.jit
+def _whole(sums, NUM: tl.constexpr) -> tl.tensor:
+    """Put the parts of sums together."""
+    if NUM == 2:
+        return tl.reshape(tl.join(sums[0], sums[1]), [sums[0].shape[0], sums[0].shape[1] * 2])
+    else:
+        return sums[0]
 
 
 @triton.jit
@@ -196,13 +287,17 @@ def _find_in_blocks(tile, NUM_KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
 @triton.jit
 def load_queries(
     queries, tokens_M, heads_M, is_row_M, token_stride, head_stride,
-    KEY_DIM: tl.constexpr, KEY_WIDTH: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """[M, D], zero where there is no row."""
+    KEY_DIM: tl.constexpr, KEY_WIDTH: tl.constexpr, NUM: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
+    """[M, D], zero where there is no row; in as many parts as keys have numbers in a word."""
     rows_M = queries + tokens_M.to(tl.int64) * token_stride + heads_M * head_stride
-    columns_D = tl.arange(0, KEY_WIDTH)
+    columns_D = tl.arange(0, KEY_WIDTH // NUM) * NUM
     is_there_MD = is_row_M[:, None] & (columns_D < KEY_DIM)[None, :]
-    return tl.load(rows_M[:, None] + columns_D[None, :], mask=is_there_MD, other=0.0)
+    first = tl.load(rows_M[:, None] + columns_D[None, :], mask=is_there_MD, other=0.0)
+    if NUM == 2:
+        return first, tl.load(rows_M[:, None] + columns_D[None, :] + 1, mask=is_there_MD, other=0.0)
+    else:
+        return (first,)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ that no number of it is rounded but by `write_numbers_kernel`. Split-K as in Str
 A tile is so many ranges of INPUTS inputs as a word of 16 bits has codes. A group is one or more ranges of a
 tile, or whole tiles.
 
-Shapes: T tokens, N outputs, K inputs, G groups of inputs, W words of a row, S splits of K.
+Shapes: T tokens, N outputs, K inputs, G groups of inputs, S splits of K.
 """
 
 import triton
@@ -87,7 +87,7 @@ def _multiply_tiles(
             following = load_of_tile(
                 scales_ptr, offsets_ptr, tile + 1, outputs, is_output, num_outputs, num_rows, GROUP, TILE
             )
-        words = tl.load(word_ptrs + tile * tile_stride, mask=is_output[:, None], other=0)
+        words = tl.load(word_ptrs + tile * tile_stride.to(tl.int64), mask=is_output[:, None], other=0)
         if BY_BITS:
             numbers = decode_by_bits(words, CODES, DTYPE)
         for place in tl.static_range(NUM_RANGES):
@@ -207,7 +207,7 @@ def write_numbers_kernel(
     inputs = tl.arange(0, INPUTS)
     rows = outputs.to(tl.int64)[:, None]
     words = tl.load(
-        words_ptr + rows * row_stride + tile * tile_stride + inputs[None, :],
+        words_ptr + rows * row_stride + tile * tile_stride.to(tl.int64) + inputs[None, :],
         mask=is_output[:, None],
         other=0,
     )

@@ -46,7 +46,7 @@ def stack_of_groups(
         return numbers_EGN.contiguous()
     num_experts, num_groups, num_outputs = numbers_EGN.shape
     pairs = numbers_EGN.to(short).view(num_experts, num_groups // 2, 2, num_outputs).transpose(2, 3)
-    return pairs.contiguous().view(torch.int32).view(num_experts, num_groups // 2, num_outputs)
+    return pairs.reshape(num_experts, num_groups // 2, 2 * num_outputs).view(torch.int32)
 
 
 @triton.jit
