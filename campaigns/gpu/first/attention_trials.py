@@ -18,7 +18,7 @@ from torch.nn import functional
 from campaigns.gpu.first.trial import Build, Place, Trial, agreement
 from campaigns.gpu.tune.workloads import work_of
 from worker.attention.interface import AttentionOptions
-from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
+from worker.attention.kv_cache import FLOAT8, BlockLayout, KVCache, LayerShape
 from worker.gpu.device_batch import AttentionBatch
 from worker.gpu.kernels.attention_decode import attend_decodes
 from worker.gpu.kernels.attention_prefill import attend_prefills
@@ -42,6 +42,7 @@ def attention_trials(place: Place) -> list[Build]:
         partial(_prefills, place, "attention of prefills", 64, [(40, 17), (9, 9), (130, 3)]),
         partial(_prefills, place, "attention of prefills", 128, [(70, 70)]),
         partial(_mixed, place, 128, [(33, 1), (50, 20), (8, 1)]),
+        partial(_mixed, place, 128, [(33, 1), (50, 20), (8, 1)], is_of_8_bits=True),
     ]
 
 
@@ -57,26 +58,33 @@ def _prefills(place: Place, name: str, head_dim: int, shares: Shares) -> Trial:
     )
 
 
-def _mixed(place: Place, head_dim: int, shares: Shares) -> Trial:
+def _mixed(place: Place, head_dim: int, shares: Shares, *, is_of_8_bits: bool = False) -> Trial:
     """Call as in a captured step, where the host knows no number of tokens."""
-    step = _Step(place, head_dim, shares, num_decodes=0)
+    step = _Step(place, head_dim, shares, num_decodes=0, is_of_8_bits=is_of_8_bits)
 
     def attend(out_THD: Tensor) -> None:
         attend_decodes(*step.arguments, out_THD)
         attend_prefills(*step.arguments, out_THD)
 
-    return step.trial("attention of a mixed step", attend)
+    return step.trial(f"attention of a mixed step{', 8 bits' if is_of_8_bits else ''}", attend)
 
 
 class _Step:
     """Sequences with their keys and values in a cache."""
 
-    def __init__(self, place: Place, head_dim: int, shares: Shares, *, num_decodes: int) -> None:
+    def __init__(
+        self, place: Place, head_dim: int, shares: Shares, *, num_decodes: int, is_of_8_bits: bool = False
+    ) -> None:
         self._place, self._shares = place, shares
         lengths, counts = zip(*shares, strict=True)
         self.queries_THD = place.random(sum(counts), _NUM_KV_HEADS * _NUM_GROUPS, head_dim)
         self._keys = [place.random(length, _NUM_KV_HEADS, head_dim) for length in lengths]
         self._values = [place.random(length, _NUM_KV_HEADS, head_dim, scale=2.0) for length in lengths]
+        if is_of_8_bits:
+            self._keys, self._values = (
+                [rows_LHD.to(FLOAT8).to(place.dtype) for rows_LHD in each]
+                for each in (self._keys, self._values)
+            )
         self._options = AttentionOptions(
             scaling=1 / math.sqrt(head_dim), sliding_window=None, softcap=None, sinks=None
         )
@@ -88,9 +96,9 @@ class _Step:
         layout = BlockLayout(
             layers=dict.fromkeys((0, _LAYER), LayerShape(_NUM_KV_HEADS, head_dim, head_dim)),
             block_size=_BLOCK_SIZE,
-            dtype=place.dtype,
+            dtype=FLOAT8 if is_of_8_bits else place.dtype,
         )
-        memory = torch.zeros((num_blocks + 1) * layout.block_numel, dtype=place.dtype, device=place.device)
+        memory = torch.zeros((num_blocks + 1) * layout.block_numel, dtype=layout.storage, device=place.device)
         self._layer = KVCache(layout, num_blocks, memory).layers[_LAYER]
         self._fill()
         batch = AttentionBatch(
