@@ -262,27 +262,34 @@ def test_a_decode_is_put_together_from_the_parts_of_however_many_programs(num_pr
 
 
 @pytest.mark.parametrize(
-    ("key_dim", "value_dim", "is_in_words"),
-    [(48, 32, 1), (32, 80, 1), (128, 128, 1), (16, 32, 0), (33, 32, 0)],
+    ("heads", "block_size", "other_layer", "is_in_words"),
+    [
+        (Heads(2, 3, 48, 32), 8, (1, 12), 1),
+        (Heads(2, 3, 32, 80), 8, (1, 12), 1),
+        (Heads(1, 3, 128, 128), 16, (1, 12), 1),
+        (Heads(2, 3, 16, 32), 8, (1, 12), 0),
+        (Heads(2, 3, 33, 32), 8, (1, 12), 0),
+        # Behind an odd number of others, words would begin at odd places.
+        (Heads(3, 2, 34, 64), 9, (1, 5), 0),
+    ],
 )
-def test_a_cache_of_eight_bits_is_attended_to_as_one_of_its_numbers(key_dim, value_dim, is_in_words) -> None:
-    step = Step(Case(MIXED, Heads(2, 3, key_dim, value_dim), window=50))
+def test_a_cache_of_eight_bits_is_attended_to_as_one_of_its_numbers(
+    heads, block_size, other_layer, is_in_words
+) -> None:
+    step = Step(Case(MIXED, heads, block_size, window=50))
     work = work_of(step, num_processors=3)
-    rounded_NE = step.cache.pool_NE.to(FLOAT8)
-    step.cache.pool_NE.copy_(rounded_NE.float())
+    of_floats = step.cache.layers[LAYER]
+    for paged in (of_floats.keys, of_floats.values):
+        paged.blocks_NHSD.copy_(paged.blocks_NHSD.to(FLOAT8).float())
     expected = attended(step, work)
-    heads = step.case.heads
-    layout = BlockLayout(
-        layers={
-            0: LayerShape(1, 12, 12),
-            LAYER: LayerShape(heads.num_kv_heads, heads.key_dim, heads.value_dim),
-        },
-        block_size=step.case.block_size,
-        dtype=FLOAT8,
-    )
-    step.cache = KVCache(layout, step.num_blocks, rounded_NE.view(torch.uint8).flatten())
-    shape = HeadGroups(heads.num_kv_heads, heads.num_groups, key_dim, value_dim)
-    assert attention_tiles._words_of(step.cache.layers[LAYER], shape, torch.float32) == is_in_words
+    other, shape = LayerShape(other_layer[0], other_layer[1], 12), LayerShape(heads[0], *heads[2:])
+    layout = BlockLayout(layers={0: other, LAYER: shape}, block_size=block_size, dtype=FLOAT8)
+    memory = torch.zeros((step.num_blocks + 1) * layout.block_numel, dtype=torch.uint8)
+    step.cache = KVCache(layout, step.num_blocks, memory)
+    of_bytes = step.cache.layers[LAYER]
+    for name in ("keys", "values"):
+        getattr(of_bytes, name).blocks_NHSD.copy_(getattr(of_floats, name).blocks_NHSD)
+    assert attention_tiles._words_of(of_bytes, HeadGroups(*heads), torch.float32) == is_in_words
     assert_close(attended(step, work), expected)
 
 

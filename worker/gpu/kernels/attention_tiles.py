@@ -129,10 +129,12 @@ def pages(cache: LayerCache, shape: HeadGroups) -> tuple[Tensor, Tensor]:
 
 def _words_of(cache: LayerCache, shape: HeadGroups, dtype: torch.dtype) -> int:
     """Return WORDS of the kernels: whether a word of 16 bits has two numbers, and how it is decoded."""
-    is_even = shape.key_dim % 2 == 0 and shape.value_dim % 2 == 0
-    if cache.keys.blocks_NHSD.dtype is not FLOAT8_DTYPE or not is_even:
-        return 0
-    if min(shape.widths) < 2 * SMALLEST_SIDE:
+    keys, values = cache.keys.blocks_NHSD, cache.values.blocks_NHSD
+    # Behind a layer of odd sizes, in blocks of odd ones, a word would not begin at an even place.
+    places = [shape.key_dim, shape.value_dim, *keys.stride()[:3], *values.stride()[:3]]
+    places += [int(keys.storage_offset()), int(values.storage_offset())]
+    is_wide = min(shape.widths) >= 2 * SMALLEST_SIDE
+    if keys.dtype is not FLOAT8_DTYPE or not is_wide or any(place % 2 for place in places):
         return 0
     return _ONE_BY_ONE if dtype is torch.float32 or _IS_INTERPRETED else BY_BITS
 
@@ -247,7 +249,10 @@ def _add_values(
 
 @triton.jit
 def _numbers_of_words(words, DTYPE: tl.constexpr, WORDS: tl.constexpr) -> tl.tuple:
-    """Return the numbers with even places in a row, and those with odd ones."""
+    """Return the numbers with even places in a row, and those with odd ones.
+
+    A cache has no code that is no number: what is written is cut off at the largest.
+    """
     if WORDS == _BY_BITS:
         return decode_by_bits(words, _FLOAT8, DTYPE)
     else:
