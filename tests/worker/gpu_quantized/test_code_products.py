@@ -115,7 +115,7 @@ def test_weights_with_codes_that_are_no_numbers_go_the_longer_way():
     assert not CodeProduct(Linear.of(weight))._weights._has_bit_way
 
 
-def test_weights_of_bytes_are_put_into_words_with_one_copy():
+def test_words_of_bytes_have_the_same_numbers_in_rows_as_in_tiles():
     weight = random_weight("int8", 64, 256, 256)
     product = CodeProduct(Linear.of(weight), in_rows=True)
     in_tiles = CodeProduct(Linear.of(weight))
