@@ -15,7 +15,6 @@ import triton
 from torch import Tensor
 from torch.nn.functional import linear as linear_of_torch
 from torch.nn.functional import pad
-from triton import knobs
 from triton import language as tl
 
 from worker.devices.dependent_launch import launch_way
@@ -29,6 +28,7 @@ from worker.gpu_quantized.kernels.code_numbers import (
     NIBBLES_LESS_EIGHT,
     NUM_RANGES_OF_BYTES,
     NUM_RANGES_OF_NIBBLES,
+    goes_by_bits,
 )
 from worker.gpu_quantized.kernels.code_scales import find_short_dtype, stack_of_groups
 from worker.model.linear import Linear, PlainWeight, Weight
@@ -43,8 +43,6 @@ _FEWEST_TILES_OF_A_SPLIT = 2
 _WRITTEN_OUTPUTS = 32
 _SIZE_OF_FLOAT8 = 0x7F
 """The bits of a code without its sign; with all of them it is no number."""
-_IS_INTERPRETED = knobs.runtime.interpret
-"""The interpreter knows no machine's instructions."""
 
 
 class CodeTiles(NamedTuple):
@@ -175,7 +173,7 @@ class CodeWeights:
 
     def goes_by_bits(self, dtype: torch.dtype) -> bool:
         """Tell whether codes become numbers of a dtype two at a time."""
-        return self._has_bit_way and dtype is not torch.float32 and not _IS_INTERPRETED
+        return self._has_bit_way and goes_by_bits(dtype)
 
     def ordered(self, x_TK: Tensor) -> Tensor:
         """Bring inputs into the order of the codes."""

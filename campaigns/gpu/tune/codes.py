@@ -29,7 +29,7 @@ from worker.worker_config import WorkerConfig
 if TYPE_CHECKING:
     from campaigns.gpu.cli import Settings
 
-_TOKENS = (1, 8, 16, 32, 64, 128, 256)
+_TOKENS = (1, 8, 16, 32, 64, 128, 256, 2048)
 _BEYOND_CACHES_BYTES = 192 << 20
 
 Multiply = Callable[[Tensor], Tensor]

@@ -18,10 +18,10 @@ from worker.gpu.device_batch import AttentionBatch
 from worker.gpu.kernels import (
     attention_decode,
     attention_prefill,
-    attention_tiles,
     attention_work,
     kv_write,
 )
+from worker.gpu_quantized.kernels import code_numbers
 
 TYPES = {
     torch.bfloat16: "*bf16",
@@ -138,9 +138,7 @@ def launches_of(layer: Layer) -> dict[str, Kernel]:
             (kv_write, "write_kernel"),
         ):
             patch.setattr(module, name, Recorder(module, name, noted))
-        patch.setattr(
-            attention_tiles, "_IS_INTERPRETED", False
-        )  # the compiler gets the machine's instructions
+        patch.setattr(code_numbers, "_IS_INTERPRETED", False)  # the compiler gets the machine's instructions
         queries, out = new(num_heads, layer.key_dim), new(num_heads, layer.value_dim)
         work = attention_work.AttentionWork(batch, torch.empty(500, dtype=torch.int32), num_processors=132)
         attention_decode.attend_decodes(queries, cache, work, layer.options, out)

@@ -264,13 +264,13 @@ def test_a_decode_is_put_together_from_the_parts_of_however_many_programs(num_pr
 @pytest.mark.parametrize(
     ("heads", "block_size", "other_layer", "is_in_words"),
     [
-        (Heads(2, 3, 48, 32), 8, (1, 12), 1),
-        (Heads(2, 3, 32, 80), 8, (1, 12), 1),
-        (Heads(1, 3, 128, 128), 16, (1, 12), 1),
-        (Heads(2, 3, 16, 32), 8, (1, 12), 0),
-        (Heads(2, 3, 33, 32), 8, (1, 12), 0),
+        (Heads(2, 3, 48, 32), 8, (1, 12), True),
+        (Heads(2, 3, 32, 80), 8, (1, 12), True),
+        (Heads(1, 3, 128, 128), 16, (1, 12), True),
+        (Heads(2, 3, 16, 32), 8, (1, 12), False),
+        (Heads(2, 3, 33, 32), 8, (1, 12), False),
         # Behind an odd number of others, words would begin at odd places.
-        (Heads(3, 2, 34, 64), 9, (1, 5), 0),
+        (Heads(3, 2, 34, 64), 9, (1, 5), False),
     ],
 )
 def test_a_cache_of_eight_bits_is_attended_to_as_one_of_its_numbers(
@@ -289,7 +289,7 @@ def test_a_cache_of_eight_bits_is_attended_to_as_one_of_its_numbers(
     of_bytes = step.cache.layers[LAYER]
     for name in ("keys", "values"):
         getattr(of_bytes, name).blocks_NHSD.copy_(getattr(of_floats, name).blocks_NHSD)
-    assert attention_tiles._words_of(of_bytes, HeadGroups(*heads), torch.float32) == is_in_words
+    assert (attention_tiles.pages(of_bytes, HeadGroups(*heads))[0].dtype is torch.int16) == is_in_words
     assert_close(attended(step, work), expected)
 
 

@@ -28,6 +28,7 @@ from torch import Tensor
 from worker.attention.interface import AttentionOptions
 from worker.attention.kv_cache import LayerCache
 from worker.devices.dependent_launch import launch_way, wait_first
+from worker.devices.last_arrival import is_last_arrival
 from worker.gpu.kernels.attention_tiles import (
     AttentionTiles,
     HeadGroups,
@@ -122,7 +123,7 @@ def attend_decodes(
         queries_THD, out_THV, parts, work.arrivals, keys, values,
         listed, batch.block_tables_CB, options.sinks, batch.num_decodes or batch.num_sequences,
         *queries_THD.stride()[:2], keys.stride(0), batch.block_tables_CB.stride(0), score_scale(options),
-        **layer_constants(shape, cache, options, queries_THD.dtype),
+        **layer_constants(shape, keys, options, queries_THD.dtype),
         KV_HEADS=shape.num_kv_heads, NUM_ROWS=tiles.num_rows, NUM_KEYS=tiles.num_keys,
         HEADS=heads_per_program, PARTS=triton.cdiv(shape.num_groups, heads_per_program),
         HEADS_AT_ONCE=_heads_at_once(heads_per_program, shape.widths[1]), PARTS_AT_ONCE=_PARTS_AT_ONCE,
@@ -227,7 +228,7 @@ def _attend_part(
         _leave_part(parts, sums_MV, totals_M, peaks_M, is_row_M, passed == 0, HEADS, VALUE_DIM, VALUE_WIDTH)
         first_head = kv_head * NUM_GROUPS + head % PARTS * HEADS
         num_parts = (last_program - first_program + 1).to(tl.int32)
-        if _is_last(arrivals + first_program, num_parts):
+        if is_last_arrival(arrivals + first_program, num_parts):
             _put_together(
                 out, parts, sinks, token, first_head,
                 tl.minimum(HEADS, (kv_head + 1) * NUM_GROUPS - first_head), KV_HEADS * NUM_GROUPS,
@@ -247,16 +248,6 @@ def _leave_part(
     tl.store(part_M + VALUE_DIM, totals_M, mask=is_row_M)
     tl.store(part_M + VALUE_DIM + 1, peaks_M, mask=is_row_M)
     store_rows(part_M, sums_MV, is_row_M, VALUE_DIM, VALUE_WIDTH)
-
-
-@triton.jit
-def _is_last(arrivals, num_parts) -> tl.tensor:
-    """Tell whether this is the last part to arrive, and clear the counter then for the next launch."""
-    # All threads have stored their part before one of them says so.
-    tl.debug_barrier()
-    is_last = tl.atomic_add(arrivals, 1, sem="acq_rel") == num_parts - 1
-    tl.store(arrivals, 0, mask=is_last)
-    return is_last
 
 
 @triton.jit

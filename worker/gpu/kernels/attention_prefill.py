@@ -92,7 +92,7 @@ def attend_prefills(
         batch.block_tables_CB, batch.table_rows_R, batch.query_starts_R, batch.seq_lens_R, options.sinks,
         batch.num_tokens, batch.num_sequences, batch.num_decodes,
         *queries_THD.stride()[:2], keys.stride(0), batch.block_tables_CB.stride(0), score_scale(options),
-        **layer_constants(shape, cache, options, queries_THD.dtype),
+        **layer_constants(shape, keys, options, queries_THD.dtype),
         KV_HEADS=shape.num_kv_heads, NUM_ROWS=tiles.num_rows, NUM_KEYS=tiles.num_keys,
         HEADS=heads_per_program, PARTS=head_parts, TOKENS=tokens_per_program,
         SEQUENCES_AT_ONCE=_SEQUENCES_AT_ONCE,

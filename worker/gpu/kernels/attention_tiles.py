@@ -21,17 +21,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import knobs
 
 from worker.attention.interface import AttentionOptions
 from worker.attention.kv_cache import FLOAT8 as FLOAT8_DTYPE
 from worker.attention.kv_cache import LayerCache
-from worker.gpu_quantized.kernels.code_numbers import FLOAT8, decode_by_bits, decode_range
+from worker.gpu_quantized.kernels.code_numbers import FLOAT8, decode_by_bits, decode_range, goes_by_bits
 
 LOG2_E = 1.4426950408889634
 _LOG2_E = tl.constexpr(LOG2_E)
 _FLOAT8 = tl.constexpr(FLOAT8)
-_IS_INTERPRETED = knobs.runtime.interpret
 _ONE_BY_ONE, BY_BITS = 1, 2
 """Values of WORDS, which is 0 where a cache has no words of two numbers."""
 _BY_BITS = tl.constexpr(BY_BITS)
@@ -102,7 +100,7 @@ def score_scale(options: AttentionOptions) -> float:
 
 
 def layer_constants(
-    shape: HeadGroups, cache: LayerCache, options: AttentionOptions, dtype: torch.dtype
+    shape: HeadGroups, keys: Tensor, options: AttentionOptions, dtype: torch.dtype
 ) -> dict[str, Any]:
     """Return the constants that kernels are compiled for, by the names of their parameters."""
     return {
@@ -111,32 +109,25 @@ def layer_constants(
         "VALUE_DIM": shape.value_dim,
         "KEY_WIDTH": shape.widths[0],
         "VALUE_WIDTH": shape.widths[1],
-        "BLOCK_SIZE": cache.keys.blocks_NHSD.shape[2],
+        "BLOCK_SIZE": keys.shape[2],
         "WINDOW": options.reach.sliding_window or 0,
         "CHUNK": options.reach.chunk_size or 0,
         "SOFTCAP": options.softcap or 0.0,
-        "WORDS": _words_of(cache, shape, dtype),
+        "WORDS": 0 if keys.dtype is not torch.int16 else BY_BITS if goes_by_bits(dtype) else _ONE_BY_ONE,
     }
 
 
 def pages(cache: LayerCache, shape: HeadGroups) -> tuple[Tensor, Tensor]:
-    """Return keys and values as kernels read them: floats of 8 bits as words of two, if rows have enough."""
+    """Return keys and values as kernels read them: floats of 8 bits as words of two, if rows allow."""
     keys, values = cache.keys.blocks_NHSD, cache.values.blocks_NHSD
-    if not _words_of(cache, shape, torch.float32):
+    if keys.dtype is not FLOAT8_DTYPE or min(shape.widths) < 2 * SMALLEST_SIDE:
         return keys, values
-    return keys.view(torch.int16), values.view(torch.int16)
-
-
-def _words_of(cache: LayerCache, shape: HeadGroups, dtype: torch.dtype) -> int:
-    """Return WORDS of the kernels: whether a word of 16 bits has two numbers, and how it is decoded."""
-    keys, values = cache.keys.blocks_NHSD, cache.values.blocks_NHSD
     # Behind a layer of odd sizes, in blocks of odd ones, a word would not begin at an even place.
     places = [shape.key_dim, shape.value_dim, *keys.stride()[:3], *values.stride()[:3]]
     places += [int(keys.storage_offset()), int(values.storage_offset())]
-    is_wide = min(shape.widths) >= 2 * SMALLEST_SIDE
-    if keys.dtype is not FLOAT8_DTYPE or not is_wide or any(place % 2 for place in places):
-        return 0
-    return _ONE_BY_ONE if dtype is torch.float32 or _IS_INTERPRETED else BY_BITS
+    if any(place % 2 for place in places):
+        return keys, values
+    return keys.view(torch.int16), values.view(torch.int16)
 
 
 @triton.jit

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from worker.devices.dependent_launch import launch_way, wait_first
+from worker.devices.last_arrival import is_last_arrival
 from worker.gpu.kernels.activation import gated
 from worker.model.layer_parts import GateActivation, RmsNorm
 
@@ -155,10 +156,7 @@ def skinny_kernel(
         places_TN = rows_T[:, None] * OUTPUTS + tl.arange(0, OUTPUTS)[None, :]
         part = parts + (tile * SPLITS + tl.program_id(1)).to(tl.int64) * (ROWS * OUTPUTS)
         tl.store(part + places_TN, sums_TN)
-        # All threads have stored their part before one of them says so.
-        tl.debug_barrier()
-        if tl.atomic_add(arrivals + tile, 1, sem="acq_rel") == SPLITS - 1:
-            tl.store(arrivals + tile, 0)
+        if is_last_arrival(arrivals + tile, SPLITS):
             sums_TN = tl.zeros([ROWS, OUTPUTS], dtype=tl.float32)
             for split in range(SPLITS):
                 part = parts + (tile * SPLITS + split).to(tl.int64) * (ROWS * OUTPUTS)

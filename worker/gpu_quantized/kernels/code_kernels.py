@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from worker.devices.dependent_launch import wait_first
+from worker.devices.last_arrival import is_last_arrival
 from worker.gpu_quantized.kernels.code_numbers import INT8, decode_by_bits, decode_range
 from worker.gpu_quantized.kernels.code_scales import as_numbers, begin_of_expert, count_rows, load_of_tile
 
@@ -178,11 +179,8 @@ def _add_parts(
     places = tl.arange(0, OUTPUTS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
     parts = parts_ptr + outputs.to(tl.int64) * num_splits * (OUTPUTS * TOKENS) + places
     tl.store(parts + tl.program_id(2) * (OUTPUTS * TOKENS), totals)
-    # All threads have stored their part before one of them says so.
-    tl.debug_barrier()
-    is_last = tl.atomic_add(arrivals_ptr + outputs, 1, sem="acq_rel") == num_splits - 1
+    is_last = is_last_arrival(arrivals_ptr + outputs, num_splits)
     if is_last:
-        tl.store(arrivals_ptr + outputs, 0)
         totals = tl.zeros([OUTPUTS, TOKENS], tl.float32)
         for split in range(0, num_splits):
             # Others have written them: not to be read from the cache of this processor.

@@ -16,8 +16,10 @@ import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
+from triton import knobs
 
 NIBBLES_FROM_ZERO, NIBBLES_LESS_EIGHT, NIBBLES_E2M1, NIBBLES_BY_TABLE, INT8, FLOAT8 = range(6)
 """Values of CODES: four bits for 0 to 15, for -8 to 7, for floats, for a table's numbers; eight bits."""
@@ -28,6 +30,7 @@ _INT8 = tl.constexpr(INT8)
 _FLOAT8 = tl.constexpr(FLOAT8)
 NUM_RANGES_OF_NIBBLES, NUM_RANGES_OF_BYTES = 4, 2
 WORD_BITS = 16
+_IS_INTERPRETED = knobs.runtime.interpret
 _AND_OR, _AND_XOR = 0xEA, 0x6A
 """Tables of `lop3`: the first and the second, then or (exclusive or) the third."""
 
@@ -72,12 +75,14 @@ def _moved(source: str, places: int) -> str:
     return f"shl.b32 a, {source}, {places}; " if places >= 0 else f"shr.u32 a, {source}, {-places}; "
 
 
-def _nibbles(form: _Float, first: int) -> str:
-    """Codes in order, of which the lowest stands for `first`."""
-    lines = f"mov.b32 c, {form.twice(1)}; mov.b32 d, {form.twice(first - form.unit)}; "
-    for place in range(NUM_RANGES_OF_NIBBLES):
-        lines += _moved("$4", -4 * place)
-        lines += f"lop3.b32 a, a, {_twice(15)}, {form.twice(form.unit)}, {_AND_OR}; "
+def _whole(form: _Float, num_bits: int, least: int, *, sign: int = 0) -> str:
+    """Whole numbers behind the bits of the unit; `sign` is the code's bit that makes a number less."""
+    num_ranges = WORD_BITS // num_bits
+    lines = f"mov.b32 c, {form.twice(1)}; mov.b32 d, {form.twice(least - form.unit)}; "
+    for place in range(num_ranges):
+        lines += _moved(f"${num_ranges}", -num_bits * place)
+        unit = _twice(form.to_bits(form.unit) ^ sign)
+        lines += f"lop3.b32 a, a, {_twice((1 << num_bits) - 1)}, {unit}, {_AND_XOR}; "
         lines += f"fma.rn.{form.ptx} ${place}, a, c, d; "
     return lines
 
@@ -97,7 +102,7 @@ def _floats(form: _Float, num_bits: int, num_fraction_bits: int, bias: int) -> s
 
 
 def _bytes_of_bfloat16(form: _Float) -> str:
-    """Whole numbers: 128 and the lower seven bits, less 128, or 256 where the highest bit is set."""
+    """Whole numbers of more bits than a fraction has: 128 and the lower seven bits, less 128 or 256."""
     lines, unit = f"mov.b32 c, {form.twice(-1)}; ", form.twice(form.unit)
     for place in range(NUM_RANGES_OF_BYTES):
         lines += _moved("$2", -8 * place)
@@ -107,26 +112,22 @@ def _bytes_of_bfloat16(form: _Float) -> str:
     return lines
 
 
-def _bytes_of_float16(form: _Float) -> str:
-    """Whole numbers, 128 more than they are, behind the bits of 1,024."""
-    lines = f"mov.b32 c, {form.twice(1)}; mov.b32 d, {form.twice(-form.unit - 128)}; "
-    for place in range(NUM_RANGES_OF_BYTES):
-        lines += _moved("$2", -8 * place)
-        lines += f"lop3.b32 a, a, {_twice(255)}, {_twice(form.to_bits(form.unit) ^ 128)}, {_AND_XOR}; "
-        lines += f"fma.rn.{form.ptx} ${place}, a, c, d; "
-    return lines
-
-
 def _program(lines: str) -> tl.constexpr:
     return tl.constexpr("{ .reg .b32 a, b, c, d; " + lines + "}")
 
 
-_FROM_ZERO_BFLOAT16, _FROM_ZERO_FLOAT16 = (_program(_nibbles(form, 0)) for form in (_BFLOAT16, _FLOAT16))
-_LESS_EIGHT_BFLOAT16, _LESS_EIGHT_FLOAT16 = (_program(_nibbles(form, -8)) for form in (_BFLOAT16, _FLOAT16))
+_FROM_ZERO_BFLOAT16, _FROM_ZERO_FLOAT16 = (_program(_whole(form, 4, 0)) for form in (_BFLOAT16, _FLOAT16))
+_LESS_EIGHT_BFLOAT16, _LESS_EIGHT_FLOAT16 = (_program(_whole(form, 4, -8)) for form in (_BFLOAT16, _FLOAT16))
 _E2M1_BFLOAT16, _E2M1_FLOAT16 = (_program(_floats(form, 4, 1, 1)) for form in (_BFLOAT16, _FLOAT16))
 _E4M3_BFLOAT16, _E4M3_FLOAT16 = (_program(_floats(form, 8, 3, 7)) for form in (_BFLOAT16, _FLOAT16))
-_INT8_BFLOAT16, _INT8_FLOAT16 = _program(_bytes_of_bfloat16(_BFLOAT16)), _program(_bytes_of_float16(_FLOAT16))
+_INT8_BFLOAT16 = _program(_bytes_of_bfloat16(_BFLOAT16))
+_INT8_FLOAT16 = _program(_whole(_FLOAT16, 8, -128, sign=128))
 _OUT_4, _OUT_2 = tl.constexpr("=&r,=&r,=&r,=&r,r"), tl.constexpr("=&r,=&r,r")
+
+
+def goes_by_bits(dtype: torch.dtype) -> bool:
+    """Tell whether codes become numbers of a dtype so. The interpreter knows no machine's instructions."""
+    return dtype is not torch.float32 and not _IS_INTERPRETED
 
 
 @triton.jit
