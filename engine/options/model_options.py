@@ -209,7 +209,19 @@ class ModelOptions(EdgeOptions):
     )
     cpu_kernels: str = _option(
         Group.MODEL,
-        Choice(words=("auto", "off", "avx512-bf16", "avx512-expanded", "amx", "avx2", "plain")),
+        Choice(
+            words=(
+                "auto",
+                "off",
+                "avx512-bf16",
+                "avx512-expanded",
+                "amx",
+                "avx512-vnni",
+                "avx-vnni",
+                "avx2",
+                "plain",
+            )
+        ),
         "Tokenyard's own CPU kernels, compiled once with the machine's C++ compiler: several times faster "
         "than torch alone. auto uses torch alone if there is no compiler, and of several ways to multiply "
         "bfloat16 the one that is fastest here, measured for some milliseconds at start. A name asks for the "

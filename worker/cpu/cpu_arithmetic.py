@@ -18,6 +18,10 @@ log = logging.getLogger(__name__)
 
 DOT, EXPANDED, TILES = "avx512-bf16", "avx512-expanded", "amx"
 """Instruction sets: the instruction for bf16, multiply-adds of weights expanded to float32, and tiles."""
+BYTES, WITHOUT_BYTES = "avx-vnni", "avx2"
+"""The instruction for bytes of processors without AVX-512, and the set that it is added to."""
+_TRIED_BESIDE = {TILES: DOT, BYTES: WITHOUT_BYTES}
+"""Sets that were written without a processor that has them, each with one whose sums it must have."""
 _WORDS = {
     DOT: "the dot instruction",
     EXPANDED: "multiply-adds of expanded weights",
@@ -49,7 +53,7 @@ def choose_kernels(library: Path, num_threads: int) -> Kernels:
 
 def open_ways(library: Path, num_threads: int) -> list[Kernels]:
     """Open the kernels once for each way that this processor has; the first is kept at small differences."""
-    first = Kernels(library, num_threads)
+    first = open_first(library, num_threads)
     if first.instruction_set != DOT:
         return [first]
     ways = [first, Kernels(library, num_threads, EXPANDED)]
@@ -62,18 +66,32 @@ def open_ways(library: Path, num_threads: int) -> list[Kernels]:
     return ways
 
 
+def open_first(library: Path, num_threads: int) -> Kernels:
+    """Open the kernels that are taken where nothing is measured. Raises OSError."""
+    first = Kernels(library, num_threads)
+    if _is_right(library, first.instruction_set):
+        return first
+    log.warning("%s is not taken: its products are not exact on this processor", first.instruction_set)
+    return Kernels(library, num_threads, _TRIED_BESIDE[first.instruction_set])
+
+
 def open_kernels(library: Path, num_threads: int, instruction_set: str) -> Kernels:
-    """Open the kernels of this name. Tiles are tried: they were written without a processor that has them.
+    """Open the kernels of this name, and try those that nobody has tried on such a processor.
 
     Raises OSError, ValueError if this processor lacks them, ArithmeticError if they are wrong.
     """
     kernels = Kernels(library, num_threads, instruction_set)
-    # One thread takes all blocks, and so every shape of tiles.
-    if instruction_set == TILES and not multiplies_exactly(
-        Kernels(library, 1, TILES), Kernels(library, 1, DOT)
-    ):
+    if not _is_right(library, instruction_set):
         raise ArithmeticError("its products are not exact on this processor")
     return kernels
+
+
+def _is_right(library: Path, instruction_set: str) -> bool:
+    beside = _TRIED_BESIDE.get(instruction_set)
+    # One thread takes all blocks, and so every shape of tiles.
+    return beside is None or multiplies_exactly(
+        Kernels(library, 1, instruction_set), Kernels(library, 1, beside)
+    )
 
 
 def _measure(*ways: Kernels) -> list[float]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from worker.attention.kv_cache import cache_dtype
-from worker.cpu.cpu_arithmetic import choose_kernels, open_kernels, open_ways
+from worker.cpu.cpu_arithmetic import choose_kernels, open_first, open_kernels, open_ways
 from worker.cpu.cpu_toolkit import CpuToolkit
 from worker.cpu.kernel_build import CannotBuild, build_library, find_library, foresee_build
 from worker.cpu.native import DTYPES, Kernels
@@ -62,7 +62,7 @@ def _open(config: WorkerConfig, library: Path, dtype: torch.dtype) -> Kernels:
         return _open_named(config, library, num_threads)
     if _is_measured(config, dtype):
         return choose_kernels(library, num_threads)
-    return Kernels(library, num_threads)
+    return open_first(library, num_threads)
 
 
 def _open_named(config: WorkerConfig, library: Path, num_threads: int) -> Kernels:
@@ -98,7 +98,7 @@ def _foresee_names(config: WorkerConfig, library: Path, dtype: torch.dtype) -> s
     if config.cpu_kernels != _AUTO:
         return _open_named(config, library, num_threads=1).instruction_set
     if not _is_measured(config, dtype):
-        return Kernels(library, num_threads=1).instruction_set
+        return open_first(library, num_threads=1).instruction_set
     *others, last = (each.instruction_set for each in open_ways(library, num_threads=1))
     return f"the fastest of {', '.join(others)} and {last}, measured at start" if others else last
 

@@ -94,6 +94,8 @@ class CProduct(Structure):
         ("run_sums", c_void_p),
         ("shrunk", c_void_p),
         ("run_starts", c_void_p),
+        ("input_stride", c_int64),
+        ("bytes_stride", c_int64),
     )
 
 
@@ -297,7 +299,8 @@ def _in_blocks(weight_NK: Tensor, *, step: int) -> Tensor:
 class Kernels:
     """An opened library with its threads. Not for several threads at once.
 
-    `instruction_set` is avx512-bf16, avx512-expanded, amx, avx2 or plain; empty takes the processor's first.
+    `instruction_set` is avx512-bf16, avx512-expanded, amx, avx512-vnni, avx-vnni, avx2 or plain; empty takes
+    the processor's first.
     Raises OSError if the library cannot or may not be loaded, ValueError if the processor lacks the
     instruction set.
     """

@@ -8,7 +8,7 @@ import torch
 from tests.checkpoints import make_checkpoint
 from tests.worker.conftest import load_worker
 from worker.cpu import cpu_arithmetic
-from worker.cpu.cpu_arithmetic import DOT, EXPANDED, choose_kernels
+from worker.cpu.cpu_arithmetic import BYTES, DOT, EXPANDED, WITHOUT_BYTES, choose_kernels
 from worker.cpu.native import Kernels, pack
 from worker.worker_errors import StartupError
 
@@ -35,6 +35,21 @@ def test_both_ways_sum_the_same_products(built):
     one, other = (Kernels(built, 1, name).multiply_to_float(x, weight) for name in (DOT, EXPANDED))
     assert not torch.equal(one, other)  # in another order
     assert (one - other).abs().max() < 1e-5 * one.abs().max()
+
+
+def test_the_byte_instruction_of_laptops_is_taken_if_it_is_exact(any_library, monkeypatch, caplog):
+    """The processor is one that has AVX-VNNI and says so to an empty name."""
+
+    class Laptop(Kernels):
+        def __init__(self, library, num_threads, name=""):
+            super().__init__(library, num_threads, WITHOUT_BYTES if name in ("", BYTES) else name)
+            self.instruction_set = name or BYTES
+
+    monkeypatch.setattr(cpu_arithmetic, "Kernels", Laptop)
+    assert choose_kernels(any_library, 1).instruction_set == BYTES
+    monkeypatch.setattr(cpu_arithmetic, "multiplies_exactly", lambda *_: False)
+    assert choose_kernels(any_library, 1).instruction_set == WITHOUT_BYTES
+    assert "avx-vnni is not taken: its products are not exact" in caplog.text
 
 
 @pytest.mark.parametrize("name", [DOT, EXPANDED, "plain"])

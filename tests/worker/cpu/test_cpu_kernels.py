@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch.nn import functional
 
+from tests.worker.cpu.conftest import INSTRUCTION_SETS, OpenKernels
 from worker.attention.interface import AttentionMetadata, AttentionOptions, BlockTables
 from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
 from worker.attention.ref_attention import RefAttention
 from worker.cpu.cpu_attention import CpuAttention
 from worker.cpu.cpu_products import pack_gate_up, pack_linear
-from worker.cpu.kernel_build import CannotBuild, build_library, find_library
+from worker.cpu.kernel_build import build_library, find_library
 from worker.cpu.native import Kernels, PackedWeight, pack
 from worker.devices.device import open_device
 from worker.model.layer_parts import GateActivation, GatedMlp
@@ -25,14 +26,9 @@ from worker.worker_config import WorkerConfig
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
 
 
-@pytest.fixture(scope="module", params=["avx512-bf16", "avx512-expanded", "avx2", "plain"])
-def kernels(request: pytest.FixtureRequest) -> Kernels:
-    try:
-        return Kernels(find_library() or build_library(), 2, request.param)
-    except ValueError as error:
-        pytest.skip(str(error))
-    except CannotBuild as error:
-        pytest.skip(str(error))
+@pytest.fixture(scope="module", params=INSTRUCTION_SETS)
+def kernels(request: pytest.FixtureRequest, open_kernels: OpenKernels) -> Kernels:
+    return open_kernels(request.param, 2)
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -103,11 +99,34 @@ def test_a_merged_product_weighs_its_ups_by_its_gates(kernels, dtype, activation
     assert_close(kernels.multiply(x, pack_gate_up(mlp)), expected, dtype)
 
 
-def test_a_rows_result_does_not_depend_on_its_neighbours_in_any_bit(kernels, dtype):
-    x, weight = numbers(200, 320, dtype=dtype), pack(numbers(130, 320, dtype=dtype, seed=1))
+FAR_APART = 4096
+"""Inputs of rows that begin on the same lines of a near cache, and are copied apart where they are many."""
+
+
+@pytest.mark.parametrize("num_inputs", [320, FAR_APART])
+@pytest.mark.parametrize("packed", [pack, packed_int8])
+def test_a_rows_result_does_not_depend_on_its_neighbours_in_any_bit(kernels, dtype, packed, num_inputs):
+    weight = packed(numbers(130, num_inputs, dtype=dtype, seed=1))
+    x = numbers(200, num_inputs, dtype=dtype)
     alone = torch.cat([kernels.multiply(x[row : row + 1].contiguous(), weight) for row in range(len(x))])
     for num_rows in (*range(2, 14), 29, len(x)):
         assert torch.equal(kernels.multiply(x[:num_rows], weight), alone[:num_rows])
+
+
+@pytest.mark.parametrize("num_rows", [4, 5, 40])
+def test_rows_that_begin_on_the_same_lines_of_a_cache_give_torchs_product(kernels, dtype, num_rows):
+    x, weight = numbers(num_rows, FAR_APART, dtype=dtype), numbers(77, FAR_APART, dtype=dtype, seed=1)
+    expected = x.double() @ weight.double().T
+    assert_close(kernels.multiply_to_float(x, pack(weight)), expected, torch.float32)
+
+
+@pytest.mark.parametrize("packed", [pack, packed_int8])
+def test_the_byte_instruction_of_laptops_changes_no_bit(open_kernels, packed):
+    x = numbers(40, 320, dtype=torch.bfloat16)
+    weight = packed(numbers(130, 320, dtype=torch.bfloat16, seed=1))
+    avx_vnni, avx2 = (open_kernels(name, 1) for name in ("avx-vnni", "avx2"))
+    for num_rows in (*range(1, 14), len(x)):
+        assert torch.equal(avx_vnni.multiply(x[:num_rows], weight), avx2.multiply(x[:num_rows], weight))
 
 
 def test_what_is_not_a_number_stays_so(kernels, dtype):

@@ -15,6 +15,7 @@ from transformers.models.olmo2 import modeling_olmo2
 from tests.checkpoints import make_checkpoint
 from tests.families import Family
 from tests.worker.conftest import MakeCheckpoint, load_worker
+from tests.worker.cpu.conftest import INSTRUCTION_SETS
 from tests.worker.family_trial import tiny_config
 from tests.worker.plan_driver import PlanDriver
 from worker.attention.interface import ATTENTION_NAME
@@ -88,13 +89,12 @@ OTHER_BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("instruction_set", ["avx512-bf16", "avx512-expanded", "avx2", "plain"])
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 @pytest.mark.parametrize("name", OTHER_BLOCKS)
-def test_a_block_of_another_make_is_fused_by_every_instruction_set(kernels, device, name, instruction_set):
-    try:
-        toolkit = CpuToolkit(Kernels(find_library() or build_library(), 2, instruction_set), device)
-    except ValueError as error:
-        pytest.skip(str(error))
+def test_a_block_of_another_make_is_fused_by_every_instruction_set(
+    open_kernels, device, name, instruction_set
+):
+    toolkit = CpuToolkit(open_kernels(instruction_set, 2), device)
     model_type, settings = OTHER_BLOCKS[name]
     done = put_kernels_under(build_tiny(model_type, **settings), toolkit, device, max_model_len=512)
     assert (done.num_fused, done.num_layers, dict(done.reasons)) == (3, 3, {})

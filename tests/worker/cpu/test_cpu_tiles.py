@@ -1,7 +1,6 @@
 """Products by tiles, whose instructions are plain functions here (plain_tiles.h)."""
 
 import logging
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,13 +10,13 @@ from torch import Tensor
 
 from tests.checkpoints import make_checkpoint
 from tests.worker.conftest import BLOCK_SIZE, load_worker
+from tests.worker.cpu.conftest import compile_beside
 from tests.worker.plan_driver import GREEDY, PlanDriver
-from worker.cpu import cpu_arithmetic, cpu_kernel_choice, kernel_build
+from worker.cpu import cpu_arithmetic, cpu_kernel_choice
 from worker.cpu.cpu_arithmetic import DOT, TILES, choose_kernels, open_kernels
 from worker.cpu.cpu_kernel_choice import foresee_kernels
 from worker.cpu.cpu_products import pack_gate_up, pack_linear
 from worker.cpu.cpu_proof import multiplies_exactly
-from worker.cpu.kernel_build import CannotBuild
 from worker.cpu.native import Kernels, PackedWeight, pack
 from worker.devices.device import open_device
 from worker.model.layer_parts import GateActivation, GatedMlp
@@ -31,17 +30,8 @@ from worker.worker_errors import StartupError
 def library(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The door and the products by tiles, compiled with plain functions; all else is the built library's."""
     path = tmp_path_factory.mktemp("tiles") / "plain_tiles.so"
-    sources = [str(kernel_build._SOURCES / name) for name in ("kernels_amx.cpp", "api.cpp")]
     tiles = f'-DTOKENYARD_TILES="{Path(__file__).with_name("plain_tiles.h")}"'
-    flags = (*kernel_build._FLAGS, *kernel_build._MATH_FLAGS, "-shared", tiles)
-    try:
-        compiler = str(kernel_build._find_compiler())
-    except CannotBuild as error:
-        pytest.skip(str(error))
-    asked = subprocess.run([compiler, "-dumpversion"], check=True, capture_output=True, text=True)
-    if int(asked.stdout.split(".")[0]) < 11:
-        pytest.skip("GCC 11 is the first that knows the instructions of the file beside")
-    subprocess.run([compiler, *flags, *sources, str(built), "-o", str(path)], check=True)
+    compile_beside(built, path, ("kernels_amx.cpp", "api.cpp"), tiles)
     return path
 
 

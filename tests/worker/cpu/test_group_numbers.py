@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.gguf_checkpoints import RandomBlocks
+from tests.worker.cpu.conftest import INSTRUCTION_SETS, OpenKernels
 from worker.checkpoint.gguf_file import GgufType
 from worker.cpu.cpu_proof import prove_product
-from worker.cpu.kernel_build import CannotBuild, build_library, find_library
 from worker.cpu.native import Kernels
 from worker.cpu.packing.group_numbers import pack_offsets, pack_scales
 from worker.cpu.packing.grouped_packing import Inputs, grouped_rows, pack_grouped
@@ -19,12 +19,9 @@ N, K, GROUP = 77, 512, 32
 EVERY = torch.arange(N)
 
 
-@pytest.fixture(scope="module", params=["avx512-bf16", "avx2", "plain"])
-def kernels(request: pytest.FixtureRequest) -> Kernels:
-    try:
-        return Kernels(find_library() or build_library(), 1, request.param)
-    except (ValueError, CannotBuild) as error:
-        pytest.skip(str(error))
+@pytest.fixture(scope="module", params=INSTRUCTION_SETS)
+def kernels(request: pytest.FixtureRequest, open_kernels: OpenKernels) -> Kernels:
+    return open_kernels(request.param, 1)
 
 
 def random(*shape: int) -> torch.Tensor:

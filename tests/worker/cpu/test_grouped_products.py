@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.nn import functional
 
+from tests.worker.cpu.conftest import INSTRUCTION_SETS, OpenKernels
 from tests.worker.quantized.random_weights import KINDS, random_weight
 from worker.cpu.cpu_proof import prove_product
-from worker.cpu.kernel_build import CannotBuild, build_library, find_library
+from worker.cpu.kernel_build import build_library, find_library
 from worker.cpu.native import Kernels
 from worker.cpu.packing import grouped_packing
 from worker.cpu.packing.grouped_packing import (
@@ -29,12 +30,9 @@ MORE_THAN_SHARE = 200
 """Rows of a product that the kernels compute in several passes."""
 
 
-@pytest.fixture(scope="module", params=["avx512-bf16", "avx2", "plain"])
-def kernels(request: pytest.FixtureRequest) -> Kernels:
-    try:
-        return Kernels(find_library() or build_library(), 2, request.param)
-    except (ValueError, CannotBuild) as error:
-        pytest.skip(str(error))
+@pytest.fixture(scope="module", params=INSTRUCTION_SETS)
+def kernels(request: pytest.FixtureRequest, open_kernels: OpenKernels) -> Kernels:
+    return open_kernels(request.param, 2)
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -92,6 +90,29 @@ def test_whole_inputs_give_the_product_of_the_dequantized_weight(kernels, dtype,
     x, weight = whole_rows(num_rows, 640, dtype), random_weight(kind, 77, 640, group_size)
     found = kernels.multiply_to_float(x, pack_grouped(weight, inputs=Inputs.INT8))
     assert_close(found, x.double() @ weight.dequantized().double().T, TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("inputs", Inputs)
+@pytest.mark.parametrize("kind", ["unsigned", "int8"])
+def test_rows_that_begin_on_the_same_lines_of_a_cache_give_the_same_product(kernels, dtype, kind, inputs):
+    """Many are copied apart: behind the order of inputs that codes have, and behind rounding."""
+    weight = replace(random_weight(kind, 64, 4096, 32), permutation_K=torch.randperm(4096))
+    x = whole_rows(6, 4096, dtype)
+    packed = pack_grouped(weight, inputs=inputs)
+    found = kernels.multiply_to_float(x, packed)
+    assert_close(found, x.double() @ weight.dequantized().double().T, TOLERANCE[torch.float32])
+    assert torch.equal(found[:4], kernels.multiply_to_float(x[:4], packed))
+
+
+@pytest.mark.parametrize("kind", BYTE_KINDS)
+@pytest.mark.parametrize(("num_inputs", "group_size"), [(640, 16), (480, 48), (640, 320), (4096, 32)])
+def test_the_byte_instruction_of_laptops_changes_no_bit(open_kernels, kind, num_inputs, group_size):
+    weight = random_weight(kind, 77, num_inputs, group_size)
+    x, bias = rows(MORE_THAN_SHARE, num_inputs, torch.bfloat16), torch.randn(77)
+    packed = pack_grouped(weight, bias, inputs=Inputs.INT8)
+    avx_vnni, avx2 = (open_kernels(name, 1) for name in ("avx-vnni", "avx2"))
+    for num_rows in (*range(1, 14), MORE_THAN_SHARE):
+        assert torch.equal(avx_vnni.multiply(x[:num_rows], packed), avx2.multiply(x[:num_rows], packed))
 
 
 @pytest.mark.parametrize("kind", ["signed", "unsigned"])

@@ -12,7 +12,7 @@ template <typename T>
 inline void quantize_runs(const T* input, const Product<T>& product, const Prepared<T>& memory, int64_t row) {
   const PackedWeight<T>& weight = product.weight;
   const T* x = input + row * weight.num_inputs;
-  uint8_t* bytes = memory.bytes + row * weight.num_inputs;
+  uint8_t* bytes = memory.bytes + row * memory.bytes_stride;
   const auto start_of = [&](const Run& run) -> RunStart& { return memory.run_starts[run.index * product.num_rows + row]; };
   Floats poison = {};  // not a number if one of the row is not finite
   float highest = 0;
@@ -60,7 +60,7 @@ struct ByteColumns {
   using Sum = Ints;
   using Vector = Words;
   static constexpr int kInputs = 4, kSteps = 1;
-#if defined(TOKENYARD_BYTE_DOT)
+#if TOKENYARD_LANES == 16
   static constexpr int kStraightInputs = 32;
 #else
   static constexpr int kStraightInputs = kInputs;
@@ -68,6 +68,8 @@ struct ByteColumns {
   static constexpr int kDirectRows = kTileRows, kSharingTileRows = kScaledTileRows;
   template <typename T>
   static const uint8_t* rows(const Product<T>& product) { return product.bytes; }
+  template <typename T>
+  static int64_t row_stride(const Product<T>& product) { return product.bytes_stride; }
   template <typename T>
   static Sum begin(const Product<T>& product, int64_t run) { return Sum{} + product.run_starts[run].bits; }
   template <typename T>
@@ -80,7 +82,7 @@ struct ByteColumns {
 
   static void add(Sum& total, const uint8_t* four, int, Words columns) {
 #if defined(TOKENYARD_BYTE_DOT)
-    total = (Ints)_mm512_dpbusd_epi32((__m512i)total, (__m512i)columns, _mm512_set1_epi32(four_of(four)));
+    total = with_byte_products(total, columns, (Words)splat(four_of(four)));
 #elif TOKENYARD_LANES == 8
     // Tables are of numbers up to 127: the sum of two products has room in 16 bits.
     const __m256i pairs = _mm256_maddubs_epi16((__m256i)columns, _mm256_set1_epi32(four_of(four)));
@@ -92,23 +94,31 @@ struct ByteColumns {
 };
 
 struct ByteNibbles : ByteColumns {
-  static constexpr bool kHasPanels = true;
+  static constexpr bool kHasPanels = kV == 8;
 #if TOKENYARD_LANES == 8
   static constexpr int kDirectRows = 3 * kTileRows;  // decoding is two instructions for as many as three products are
 #else
   static constexpr int kSharingTileRows = 4;  // more leave no registers to look up in
 #endif
   static constexpr int64_t kBytesPerInput = kColumns / 2;
-#if defined(TOKENYARD_BYTE_DOT)
+#if TOKENYARD_LANES == 16
   explicit ByteNibbles(const GroupedCodes& codes)
       : table(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes.lookup)))) {}
 
+#if defined(__AVX512VBMI__)
   // Of an index only the lower six bits count, and the table is there four times: nothing needs to be masked.
   void read(const uint8_t* data, Words (*columns)[kParts]) const {
     const __m512i raw = _mm512_loadu_si512(data);
     columns[0][0] = (Words)_mm512_permutexvar_epi8(raw, table);
     columns[0][1] = (Words)_mm512_permutexvar_epi8(_mm512_srli_epi16(raw, 4), table);
   }
+#else
+  void read(const uint8_t* data, Words (*columns)[kParts]) const {
+    const __m512i raw = _mm512_loadu_si512(data), lower = _mm512_set1_epi8(15);
+    columns[0][0] = (Words)_mm512_shuffle_epi8(table, _mm512_and_si512(raw, lower));
+    columns[0][1] = (Words)_mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(raw, 4), lower));
+  }
+#endif
 
   __m512i table;
 #elif TOKENYARD_LANES == 8
@@ -154,7 +164,7 @@ struct DecodedBytes : ByteColumns {
   }
 };
 
-#if TOKENYARD_LANES == 8
+#if TOKENYARD_LANES == 8 && !defined(TOKENYARD_BYTE_DOT)
 // Numbers of 8 bits: two products of them have no room in 16 bits. Inputs 0 and 2 of the four are words, then 1 and 3.
 struct WordColumns : ByteColumns {
   static constexpr int kSteps = 2;
@@ -188,6 +198,7 @@ struct DecodedWords : WordColumns {
 };
 #else
 struct ByteBytes : ByteColumns {
+  static constexpr bool kHasPanels = kV == 8;
   static constexpr int64_t kBytesPerInput = kColumns;
   explicit ByteBytes(const GroupedCodes&) {}
 

@@ -5,9 +5,9 @@
 template <int M>
 struct ExpandedRows {
   template <typename T>
-  ExpandedRows(const T* from, int64_t num_inputs, int64_t size) {
+  ExpandedRows(const T* from, int64_t row_stride, int64_t size) {
     for (int m = 0; m < M; ++m) {
-      for (int64_t k = 0; k < size; k += kV) store(numbers[m] + k, load(from + m * num_inputs + k));
+      for (int64_t k = 0; k < size; k += kV) store(numbers[m] + k, load(from + m * row_stride + k));
     }
   }
   alignas(64) float numbers[M][kRunInputs];
@@ -110,12 +110,13 @@ inline void read_pairs(const uint8_t* data, int part, Floats& even, Floats& odd)
   }
 }
 #else
+// Of the lowest four bits of each lane.
 inline Floats lookup(const float* table, Words codes) {
 #if TOKENYARD_LANES == 16
-  return __builtin_shuffle(load(table), (Ints)codes);
+  return (Floats)_mm512_permutexvar_ps((__m512i)codes, (__m512)load(table));
 #else
   Floats found;
-  for (int lane = 0; lane < kV; ++lane) found[lane] = table[codes[lane]];
+  for (int lane = 0; lane < kV; ++lane) found[lane] = table[codes[lane] & 15];
   return found;
 #endif
 }
@@ -131,7 +132,7 @@ struct FloatNibbles : FloatColumns<T> {
       Words raw;
       __builtin_memcpy(&raw, data + 4 * first, sizeof raw);
       for (int step = 0; step < 4; ++step) {
-        columns[step][part] = lookup(table, raw >> (16 * (step % 2) + 4 * (step / 2 * 2 + half)) & 15);
+        columns[step][part] = lookup(table, raw >> (16 * (step % 2) + 4 * (step / 2 * 2 + half)));
       }
     }
   }
@@ -139,6 +140,22 @@ struct FloatNibbles : FloatColumns<T> {
   const float* table;
 };
 
+#if TOKENYARD_LANES == 16
+// Both inputs of 16 columns, as numbers. As for eight: bytes of four columns of each half of a block alternate.
+template <CodeKind kKind>
+inline void read_pairs(const uint8_t* data, int part, Floats& even, Floats& odd) {
+  const __m512i raw = _mm512_loadu_si512(data), zero = _mm512_setzero_si512();
+  const Ints upper = (Ints)(part == 0 ? _mm512_unpacklo_epi8(zero, raw) : _mm512_unpackhi_epi8(zero, raw));
+  if constexpr (kKind == CodeKind::kInt8) {
+    even = __builtin_convertvector(upper << 16 >> 24, Floats);
+    odd = __builtin_convertvector(upper >> 24, Floats);
+  } else {
+    const __m512i halves = _mm512_and_si512(_mm512_srai_epi16((__m512i)upper, 1), _mm512_set1_epi16(static_cast<int16_t>(0xbf80)));
+    even = (Floats)_mm512_cvtph_ps(_mm512_cvtepi32_epi16(halves)) * 256.0f;
+    odd = (Floats)_mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(halves, 16))) * 256.0f;
+  }
+}
+#else
 inline Floats number_of_int8(Words code) { return __builtin_convertvector((Ints)(code << 24) >> 24, Floats); }
 
 // Of 4 bits of exponent and 3 of mantissa. A float of the same bits, its exponent moved, is right unless the code
@@ -162,6 +179,7 @@ inline void read_pairs(const uint8_t* data, int part, Floats& even, Floats& odd)
   const auto number = [](Words code) { return kKind == CodeKind::kInt8 ? number_of_int8(code) : number_of_float8(code); };
   even = number(codes & 255), odd = number(codes >> 8);
 }
+#endif
 #endif
 
 template <typename T, CodeKind kKind>

@@ -24,7 +24,7 @@ constexpr int scaled_blocks_at_once(int num_rows) {
 // Rows of a run that are read where they lie, `stride` numbers apart.
 template <typename T>
 struct RowsInPlace {
-  RowsInPlace(const T* from, int64_t num_inputs, int64_t) : first(from), stride(num_inputs) {}
+  RowsInPlace(const T* from, int64_t row_stride, int64_t) : first(from), stride(row_stride) {}
   const T* first;
   int64_t stride;
 };
@@ -32,13 +32,14 @@ struct RowsInPlace {
 // Inputs as they are: a run's sum begins at 0, and is what it is.
 template <typename T>
 struct PlainInputs {
-  static constexpr bool kIsDecoded = false, kHasPanels = true;
+  static constexpr bool kIsDecoded = false, kHasPanels = kPanels;
   static constexpr int kSharingTileRows = kScaledTileRows;  // of which several tiles decode for themselves
   using Input = T;
   template <int M>
   using Rows = RowsInPlace<T>;
   using Sum = Floats;
   static const T* rows(const Product<T>& product) { return product.input; }
+  static int64_t row_stride(const Product<T>& product) { return product.input_stride; }
   static Sum begin(const Product<T>&, int64_t) { return Sum{}; }
   static float zero(const Product<T>&, int64_t) { return 0; }
   static Floats end(Sum sum, float) { return sum; }
@@ -117,7 +118,7 @@ struct DecodedPairs : PairColumns {
 
 #include "grouped_planes_impl.h"
 
-#if TOKENYARD_LANES == 8
+#if defined(TOKENYARD_PANELS)
 #include "grouped_panels_impl.h"
 #endif
 
@@ -135,7 +136,7 @@ constexpr int nearness(int num_rows) { return num_rows == 1 ? 3 : 2; }
 // The next inputs of M rows, of which `data` has the codes of B blocks, `stride` bytes apart.
 template <int M, int B, class Codes>
 [[gnu::always_inline]] inline void sum_inputs(const Codes& codes, const uint8_t* data, int64_t stride,
-                                              const typename Codes::Input* x, int64_t num_inputs,
+                                              const typename Codes::Input* x, int64_t row_stride,
                                               typename Codes::Sum (*sums)[B * kParts]) {
 #pragma GCC unroll 4
   for (int b = 0; b < B; ++b) {
@@ -151,7 +152,7 @@ template <int M, int B, class Codes>
       for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 8
         for (int part = 0; part < kParts; ++part) {
-          Codes::add(sums[m][b * kParts + part], x + m * num_inputs, step, columns[step][part]);
+          Codes::add(sums[m][b * kParts + part], x + m * row_stride, step, columns[step][part]);
         }
       }
     }
@@ -162,18 +163,18 @@ template <int M, int B, class Codes>
 // loop would be foreseen wrongly too often.
 template <int M, int B, class Codes>
 inline void sum_run(const Codes& codes, const uint8_t*& data, int64_t stride, const typename Codes::Input* x,
-                    int64_t num_inputs, int64_t size, typename Codes::Sum (*sums)[B * kParts]) {
+                    int64_t row_stride, int64_t size, typename Codes::Sum (*sums)[B * kParts]) {
   constexpr int64_t kBytes = Codes::kInputs * Codes::kBytesPerInput;
   int64_t left = size;
   for (; left >= Codes::kStraightInputs; left -= Codes::kStraightInputs) {
 #pragma GCC unroll 16
     for (int k = 0; k < Codes::kStraightInputs; k += Codes::kInputs, data += kBytes, x += Codes::kInputs) {
-      sum_inputs<M, B>(codes, data, stride, x, num_inputs, sums);
+      sum_inputs<M, B>(codes, data, stride, x, row_stride, sums);
     }
   }
   if constexpr (Codes::kStraightInputs > Codes::kInputs) {
     for (; left > 0; left -= Codes::kInputs, data += kBytes, x += Codes::kInputs) {
-      sum_inputs<M, B>(codes, data, stride, x, num_inputs, sums);
+      sum_inputs<M, B>(codes, data, stride, x, row_stride, sums);
     }
   }
 }
@@ -185,7 +186,7 @@ template <int M, int B, class Codes, class Runs, typename T>
                                 const Runs& runs, int64_t row, Floats (*totals)[B * kParts]) {
   constexpr int kAll = B * kParts;
   constexpr bool kInRegisters = M * kAll <= kScaledTileRows * kParts;
-  const int64_t num_inputs = product.weight.num_inputs, num_rows = product.num_rows;
+  const int64_t row_stride = Codes::row_stride(product), num_rows = product.num_rows;
   const bool has_offsets = product.weight.grouped.offsets.data != nullptr;
   Floats here[M][kAll];
   if (kInRegisters) {
@@ -204,7 +205,7 @@ template <int M, int B, class Codes, class Runs, typename T>
 #pragma GCC unroll 32
       for (int part = 0; part < kAll; ++part) sums[m][part] = start;
     }
-    const typename Codes::template Rows<M> rows(Codes::rows(product) + row * num_inputs + run.first, num_inputs, run.size);
+    const typename Codes::template Rows<M> rows(Codes::rows(product) + row * row_stride + run.first, row_stride, run.size);
     sum_run<M, B>(codes, data, stride, rows.first, rows.stride, run.size, sums);
 #pragma GCC unroll 12
     for (int m = 0; m < M; ++m) {
@@ -336,7 +337,7 @@ inline void multiply_codes(const Product<T>& product, int64_t begin, int64_t end
       return;
     }
   }
-  if constexpr (kV == 8 && Codes::kHasPanels) {
+  if constexpr (Codes::kHasPanels) {
     multiply_codes_in_panels(product, codes, begin, end);
   } else {
     for (; begin < end; ++begin) multiply_many_grouped_rows<Codes, Decoded, true>(product, codes, begin);
@@ -367,19 +368,21 @@ struct NumbersOf<Bf16> {
 #endif
 
 template <typename T>
-inline void multiply_grouped(const Product<T>& product, int64_t begin, int64_t end) {
-  const CodeKind kind = product.weight.grouped.kind;
-  if (product.weight.grouped.takes_bytes) {
-    switch (kind) {
-      case CodeKind::kNibbles: return multiply_codes<ByteNibbles, DecodedBytes>(product, begin, end);
-      case CodeKind::kFiveBits: return multiply_codes<BytePlanes<5>, DecodedWords>(product, begin, end);
-      case CodeKind::kSixBits: return multiply_codes<BytePlanes<6>, DecodedWords>(product, begin, end);
-      default: return multiply_codes<ByteBytes, DecodedWords>(product, begin, end);
-    }
+inline void multiply_whole_inputs(const Product<T>& product, int64_t begin, int64_t end) {
+  switch (product.weight.grouped.kind) {
+    case CodeKind::kNibbles: return multiply_codes<ByteNibbles, DecodedBytes>(product, begin, end);
+    case CodeKind::kFiveBits: return multiply_codes<BytePlanes<5>, DecodedWords>(product, begin, end);
+    case CodeKind::kSixBits: return multiply_codes<BytePlanes<6>, DecodedWords>(product, begin, end);
+    default: return multiply_codes<ByteBytes, DecodedWords>(product, begin, end);
   }
+}
+
+template <typename T>
+inline void multiply_grouped(const Product<T>& product, int64_t begin, int64_t end) {
+  if (product.weight.grouped.takes_bytes) return multiply_whole_inputs(product, begin, end);
   using Numbers = NumbersOf<T>;
   using Decoded = typename Numbers::Decoded;
-  switch (kind) {
+  switch (product.weight.grouped.kind) {
     case CodeKind::kNibbles: return multiply_codes<typename Numbers::Nibbles, Decoded>(product, begin, end);
     case CodeKind::kInt8: return multiply_codes<typename Numbers::Int8, Decoded>(product, begin, end);
     case CodeKind::kFloat8: return multiply_codes<typename Numbers::Float8, Decoded>(product, begin, end);

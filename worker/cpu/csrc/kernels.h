@@ -137,14 +137,26 @@ struct Product {
   const float* run_sums = nullptr;  // [num_runs, T] of the input; read where grouped codes have offsets
   const float* shrunk = nullptr;    // [T, max_ranks], as `shrink` makes them; null: the step has no adapters
   const RunStart* run_starts = nullptr;  // [num_runs, T]; read where grouped codes take bytes
+  // Numbers from one row of `input`, or of `bytes`, to the next: K, or what `spread` makes of it.
+  int64_t input_stride = 0;
+  int64_t bytes_stride = 0;
 };
+
+// Bytes from one row to the next, of rows of so many bytes. Rows that are a multiple of a way of the nearest cache apart
+// fall on the same few lines of it, and push one another out while more are multiplied side by side than it has ways.
+constexpr int64_t kLineBytes = 64, kWayBytes = 4096;
+constexpr int64_t kSpreadRows = 5;  // fewer have room on any lines
+constexpr int64_t spread(int64_t row_bytes) { return row_bytes % kWayBytes == 0 ? row_bytes + kLineBytes : row_bytes; }
 
 // Memory for a product's input in another form.
 template <typename T>
 struct Prepared {
   T* permuted;     // [T, K]
-  uint8_t* bytes;  // [T, K]
-  float* scales;   // [T]
+  uint8_t* bytes;  // [T, K], rows `bytes_stride` apart
+  int64_t bytes_stride;
+  float* scales;  // [T]
+  T* spread;      // [T, K], rows `spread_stride` apart
+  int64_t spread_stride;
   float* run_sums;
   float* shrunk;  // [T, max_ranks]
   RunStart* run_starts;
@@ -266,7 +278,7 @@ int64_t shrink_items(const PackedWeight<T>& weight) {
 template <typename T>
 struct Kernels {
   // Rows [begin, end) of x [T, K] as whole numbers from 1 to 255, 128 standing for 0, times a scale for each row.
-  void (*quantize)(const T* x, uint8_t* bytes, float* scales, int64_t size, int64_t begin, int64_t end);
+  void (*quantize)(const T* x, const Prepared<T>&, int64_t size, int64_t begin, int64_t end);
   // Rows [begin, end) of a product's input as its grouped codes take it.
   void (*prepare)(const Product<T>&, const Prepared<T>&, int64_t begin, int64_t end);
   // Items [begin, end) of T * shrink_items: some ranks of a row's input times the `down` of its adapter.
@@ -298,6 +310,8 @@ struct AllKernels {
 const AllKernels* avx512_kernels();
 const AllKernels* avx512_expanded_kernels();  // taken by name only
 const AllKernels* amx_kernels();              // taken by name only
+const AllKernels* avx512_vnni_kernels();
+const AllKernels* avx_vnni_kernels();
 const AllKernels* avx2_kernels();
 const AllKernels* plain_kernels();
 

@@ -50,6 +50,7 @@ template <>
 struct Operands<Bf16> {
   using Sums = Floats;
   static const void* input(const Product<Bf16>& product) { return product.input; }
+  static int64_t row_stride(const Product<Bf16>& product) { return product.input_stride; }
   static const void* weight(const Product<Bf16>& product) { return product.weight.data; }
   static Floats number(const Product<Bf16>&, int64_t, int64_t, Floats sums) { return sums; }
 
@@ -63,6 +64,7 @@ template <>
 struct Operands<uint8_t> {
   using Sums = Ints;
   static const void* input(const Product<Bf16>& product) { return product.bytes; }
+  static int64_t row_stride(const Product<Bf16>& product) { return product.bytes_stride; }
   static const void* weight(const Product<Bf16>& product) { return product.weight.bytes; }
   static Floats number(const Product<Bf16>& product, int64_t row, int64_t column, Ints sums) {
     return scaled(product, row, column, sums);
@@ -133,7 +135,8 @@ inline void multiply_tiles(const Product<Bf16>& product, int64_t row, int64_t bl
   const uint8_t* input = static_cast<const uint8_t*>(Operands<X>::input(product));
   const uint8_t* weight = static_cast<const uint8_t*>(Operands<X>::weight(product));
   const int64_t stride = size / 4 * kBlockBytes;
-  TileStep step = {{input + first[0] * size, input + first[1] * size}, size, weight + block * stride, stride};
+  const int64_t row_stride = Operands<X>::row_stride(product) * static_cast<int64_t>(sizeof(X));
+  TileStep step = {{input + first[0] * row_stride, input + first[1] * row_stride}, row_stride, weight + block * stride, stride};
   zero_tile<0>(), zero_tile<1>(), zero_tile<2>(), zero_tile<3>();
   int64_t left = size;
   for (; left >= kTileBytes; left -= kTileBytes) {

@@ -20,8 +20,14 @@ Prepared<T> Engine::prepared(const PackedWeight<T>& weight, int64_t num_rows) {
   const GroupedCodes& grouped = weight.grouped;
   // One set of buffers for all products: each is read to its end before the next is written.
   if (weight.takes_bytes()) {
-    memory.bytes = bytes_.of<uint8_t>(num_rows * weight.num_inputs);
+    memory.bytes_stride = spread(weight.num_inputs);
+    memory.bytes = bytes_.of<uint8_t>(num_rows * memory.bytes_stride);
     memory.scales = scales_.of<float>(num_rows);
+  }
+  const int64_t row_bytes = weight.num_inputs * static_cast<int64_t>(sizeof(T));
+  if (!weight.takes_bytes() && num_rows >= kSpreadRows && spread(row_bytes) != row_bytes) {
+    memory.spread_stride = spread(row_bytes) / static_cast<int64_t>(sizeof(T));
+    memory.spread = spread_.of<T>(num_rows * memory.spread_stride);
   }
   if (weight.is_adapted()) memory.shrunk = shrunk_.of<float>(num_rows * weight.adapters->max_ranks);
   if (grouped.data == nullptr) return memory;
@@ -50,6 +56,7 @@ void Engine::add_product(std::vector<Phase>& phases, Product<T>& product) {
   }
   if (memory.permuted != nullptr || memory.bytes != nullptr || memory.run_sums != nullptr) {
     product.bytes = memory.bytes;
+    product.bytes_stride = memory.bytes_stride;
     product.scales = memory.scales;
     product.run_sums = memory.run_sums;
     product.run_starts = memory.run_starts;
@@ -57,11 +64,21 @@ void Engine::add_product(std::vector<Phase>& phases, Product<T>& product) {
                         if (product.weight.grouped.data != nullptr) {
                           kernels<T>().prepare(product, memory, begin, end);
                         } else {
-                          kernels<T>().quantize(product.input, memory.bytes, memory.scales, product.weight.num_inputs,
-                                                begin, end);
+                          kernels<T>().quantize(product.input, memory, product.weight.num_inputs, begin, end);
                         }
                       }});
     if (memory.permuted != nullptr) product.input = memory.permuted;
+  }
+  product.input_stride = weight.num_inputs;
+  if (memory.spread != nullptr) {
+    const T* from = product.input;
+    product.input = memory.spread;
+    product.input_stride = memory.spread_stride;
+    phases.push_back({product.num_rows, [from, memory, size = weight.num_inputs](int64_t begin, int64_t end, int) {
+                        for (int64_t row = begin; row < end; ++row) {
+                          std::copy_n(from + row * size, size, memory.spread + row * memory.spread_stride);
+                        }
+                      }});
   }
   phases.push_back({weight.num_blocks(), [this, &product](int64_t begin, int64_t end, int) {
                       kernels<T>().multiply(product, begin, end);

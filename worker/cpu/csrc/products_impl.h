@@ -2,6 +2,14 @@
 //
 // Included by kernels_impl.h, once for each instruction set. Weights with scales of groups: grouped_impl.h.
 
+// Without products of bf16, many rows are multiplied as floats that lie in panels.
+#if TOKENYARD_LANES == 8 || (TOKENYARD_LANES == 16 && (!defined(TOKENYARD_BF16_DOT) || defined(TOKENYARD_EXPANDED)))
+#define TOKENYARD_PANELS
+constexpr bool kPanels = true;
+#else
+constexpr bool kPanels = false;
+#endif
+
 // A block's 32 columns, in vectors; and the rows of a product that share the loads of the weight: as many as
 // there are registers for their sums.
 constexpr int kParts = kColumns / kV;
@@ -14,15 +22,15 @@ constexpr int blocks_at_once(int num_rows) {
   return kV == 8 && num_rows == 1 ? 2 : 1;
 }
 
-// A product's inner loop: M rows times B blocks of 32 columns, in order of K. Blocks lie `stride` apart.
+// A product's inner loop: M rows times B blocks of 32 columns, in order of K. Blocks lie `stride` apart, rows `row_stride`.
 template <int M, int B>
-inline void multiply_tile(const float* x, int64_t num_inputs, const float* weight, int64_t stride,
+inline void multiply_tile(const float* x, int64_t row_stride, int64_t num_inputs, const float* weight, int64_t stride,
                           Floats (*sums)[B * kParts]) {
   Floats total[M][B * kParts] = {};
   for (int64_t k = 0; k < num_inputs; ++k, weight += kColumns) {
     for (int part = 0; part < B * kParts; ++part) {
       const Floats columns = load(weight + part / kParts * stride + part % kParts * kV);
-      for (int m = 0; m < M; ++m) total[m][part] = fused(splat(x[m * num_inputs + k]), columns, total[m][part]);
+      for (int m = 0; m < M; ++m) total[m][part] = fused(splat(x[m * row_stride + k]), columns, total[m][part]);
     }
   }
   for (int m = 0; m < M; ++m) {
@@ -32,7 +40,7 @@ inline void multiply_tile(const float* x, int64_t num_inputs, const float* weigh
 
 #if defined(TOKENYARD_BF16_DOT) && !defined(TOKENYARD_EXPANDED)
 template <int M, int B>
-inline void multiply_tile(const Bf16* x, int64_t num_inputs, const Bf16* weight, int64_t stride,
+inline void multiply_tile(const Bf16* x, int64_t row_stride, int64_t num_inputs, const Bf16* weight, int64_t stride,
                           Floats (*sums)[B * kParts]) {
   __m512 total[M][B * kParts] = {};
   for (int64_t k = 0; k < num_inputs; k += 2, weight += 2 * kColumns) {
@@ -42,7 +50,7 @@ inline void multiply_tile(const Bf16* x, int64_t num_inputs, const Bf16* weight,
     }
     for (int m = 0; m < M; ++m) {
       int32_t pair;
-      __builtin_memcpy(&pair, x + m * num_inputs + k, sizeof pair);
+      __builtin_memcpy(&pair, x + m * row_stride + k, sizeof pair);
       const __m512bh value = (__m512bh)_mm512_set1_epi32(pair);
       for (int part = 0; part < B * kParts; ++part) {
         total[m][part] = _mm512_dpbf16_ps(total[m][part], value, columns[part]);
@@ -58,14 +66,14 @@ inline void multiply_tile(const Bf16* x, int64_t num_inputs, const Bf16* weight,
 constexpr int64_t kExpandedInputs = 256;
 
 template <int M, int B>
-inline void multiply_tile(const Bf16* x, int64_t num_inputs, const Bf16* weight, int64_t stride,
+inline void multiply_tile(const Bf16* x, int64_t row_stride, int64_t num_inputs, const Bf16* weight, int64_t stride,
                           Floats (*sums)[B * kParts]) {
   Floats total[M][B * kParts] = {};
   alignas(64) float rows[M][kExpandedInputs];
   for (int64_t first = 0; first < num_inputs; first += kExpandedInputs) {
     const int64_t left = num_inputs - first, size = left < kExpandedInputs ? left : kExpandedInputs;
     for (int m = 0; m < M; ++m) {
-      for (int64_t k = 0; k < size; k += kV) store(rows[m] + k, load(x + m * num_inputs + first + k));
+      for (int64_t k = 0; k < size; k += kV) store(rows[m] + k, load(x + m * row_stride + first + k));
     }
     for (int64_t k = 0; k < size; k += 2, weight += 2 * kColumns) {
       for (int part = 0; part < B * kParts; ++part) {
@@ -85,30 +93,55 @@ inline void multiply_tile(const Bf16* x, int64_t num_inputs, const Bf16* weight,
 }
 #endif
 
-// The same for whole numbers: exact, so that no order matters.
+// Four numbers of each column of a vector.
+struct FourNumbers {
+  void read(const int8_t* from) {
+    __builtin_memcpy(&numbers, from, sizeof numbers);
+#if TOKENYARD_LANES == 8 && !defined(TOKENYARD_BYTE_DOT)
+    // Two products of a byte with a sign and one without have no room in 16 bits.
+    odd = _mm256_srai_epi16((__m256i)numbers, 8);
+    numbers = (Ints)_mm256_srai_epi16(_mm256_slli_epi16((__m256i)numbers, 8), 8);
+#endif
+  }
+
+  // Adds their products with four inputs, which have no sign.
+  Ints added_to(Ints total, const uint8_t* four) const {
+#if defined(TOKENYARD_BYTE_DOT)
+    return with_byte_products(total, (Words)splat(four_of(four)), (Words)numbers);
+#elif TOKENYARD_LANES == 8
+    const __m256i inputs = _mm256_set1_epi32(four_of(four));
+    total += (Ints)_mm256_madd_epi16((__m256i)numbers, _mm256_and_si256(inputs, _mm256_set1_epi16(255)));
+    return total + (Ints)_mm256_madd_epi16(odd, _mm256_srli_epi16(inputs, 8));
+#else
+    for (int i = 0; i < 4; ++i) total += (numbers << (24 - 8 * i) >> 24) * static_cast<int32_t>(four[i]);
+    return total;
+#endif
+  }
+
+  Ints numbers;
+#if TOKENYARD_LANES == 8 && !defined(TOKENYARD_BYTE_DOT)
+  __m256i odd;
+#endif
+};
+
+// The same for whole numbers: exact, so that no order matters. With many registers a row's inputs are loaded once for all
+// columns: loaded for each vector of them, those of all rows would be kept in registers that sums need.
 template <int M, int B>
-inline void multiply_tile(const uint8_t* x, int64_t num_inputs, const int8_t* weight, int64_t stride,
+inline void multiply_tile(const uint8_t* x, int64_t row_stride, int64_t num_inputs, const int8_t* weight, int64_t stride,
                           Ints (*sums)[B * kParts]) {
+  constexpr int kTogether = kV == 16 ? B * kParts : 1;
   Ints total[M][B * kParts] = {};
   for (int64_t k = 0; k < num_inputs; k += 4, weight += 4 * kColumns) {
-    for (int part = 0; part < B * kParts; ++part) {
-      Ints columns;
-      __builtin_memcpy(&columns, weight + part / kParts * stride + part % kParts * 4 * kV, sizeof columns);
+    for (int first = 0; first < B * kParts; first += kTogether) {
+      FourNumbers columns[kTogether];
+      for (int i = 0; i < kTogether; ++i) {
+        const int part = first + i;
+        columns[i].read(weight + part / kParts * stride + part % kParts * 4 * kV);
+      }
       for (int m = 0; m < M; ++m) {
-#if defined(TOKENYARD_BYTE_DOT)
-        const __m512i four = _mm512_set1_epi32(four_of(x + m * num_inputs + k));
-        total[m][part] = (Ints)_mm512_dpbusd_epi32((__m512i)total[m][part], four, (__m512i)columns);
-#elif TOKENYARD_LANES == 8
-        // Two products of a byte with a sign and one without have no room in 16 bits.
-        const __m256i four = _mm256_set1_epi32(four_of(x + m * num_inputs + k));
-        const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16((__m256i)columns, 8), 8);
-        const __m256i odd = _mm256_srai_epi16((__m256i)columns, 8);
-        total[m][part] += (Ints)_mm256_madd_epi16(even, _mm256_and_si256(four, _mm256_set1_epi16(255)));
-        total[m][part] += (Ints)_mm256_madd_epi16(odd, _mm256_srli_epi16(four, 8));
-#else
-        const uint8_t* four = x + m * num_inputs + k;
-        for (int i = 0; i < 4; ++i) total[m][part] += (columns << (24 - 8 * i) >> 24) * static_cast<int32_t>(four[i]);
-#endif
+        for (int i = 0; i < kTogether; ++i) {
+          total[m][first + i] = columns[i].added_to(total[m][first + i], x + m * row_stride + k);
+        }
       }
     }
   }
@@ -118,9 +151,10 @@ inline void multiply_tile(const uint8_t* x, int64_t num_inputs, const int8_t* we
 }
 
 template <typename T>
-void quantize(const T* x, uint8_t* bytes, float* scales, int64_t size, int64_t begin, int64_t end) {
+void quantize(const T* x, const Prepared<T>& memory, int64_t size, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
     const T* from = x + row * size;
+    uint8_t* bytes = memory.bytes + row * memory.bytes_stride;
     Floats most = {}, poison = {};  // 0, or not a number if one of the row is not finite
     for (int64_t i = 0; i < size; i += kV) {
       const Floats value = load(from + i);
@@ -128,13 +162,13 @@ void quantize(const T* x, uint8_t* bytes, float* scales, int64_t size, int64_t b
       poison += value * 0.0f;
     }
     const float highest = largest(most);
-    scales[row] = highest / 127 + sum(poison);
+    memory.scales[row] = highest / 127 + sum(poison);
     const float inverse = highest > 0 ? 127 / highest : 0;
     for (int64_t i = 0; i < size; i += kV) {
       const Floats shift = splat(12582912.0f);  // as in `exponential`: rounds to the nearest whole number
       const Floats whole = (load(from + i) * inverse + shift) - shift + 128;
       const Ints values = __builtin_convertvector(whole, Ints);
-      for (int lane = 0; lane < kV; ++lane) bytes[row * size + i + lane] = static_cast<uint8_t>(values[lane]);
+      for (int lane = 0; lane < kV; ++lane) bytes[i + lane] = static_cast<uint8_t>(values[lane]);
     }
   }
 }
@@ -204,12 +238,14 @@ inline void multiply_blocks(const Product<T>& product, int64_t row, int64_t bloc
   const PackedWeight<T>& weight = product.weight;
   Floats sums[M][B * kParts];
   fetch_updates<M, B>(product, row, block);
-  const int64_t input = row * weight.num_inputs, stride = weight.num_inputs * kColumns;
+  const int64_t num_inputs = weight.num_inputs, stride = num_inputs * kColumns;
   if (weight.bytes == nullptr) {
-    multiply_tile<M, B>(product.input + input, weight.num_inputs, weight.data + block * stride, stride, sums);
+    const T* input = product.input + row * product.input_stride;
+    multiply_tile<M, B>(input, product.input_stride, num_inputs, weight.data + block * stride, stride, sums);
   } else {
     Ints totals[M][B * kParts];
-    multiply_tile<M, B>(product.bytes + input, weight.num_inputs, weight.bytes + block * stride, stride, totals);
+    const uint8_t* bytes = product.bytes + row * product.bytes_stride;
+    multiply_tile<M, B>(bytes, product.bytes_stride, num_inputs, weight.bytes + block * stride, stride, totals);
     for (int part = 0; part < B * kParts; ++part) {
       const int64_t column = block * kColumns + part * kV;
       for (int m = 0; m < M; ++m) sums[m][part] = scaled(product, row + m, column, totals[m][part]);
@@ -239,7 +275,7 @@ inline void multiply_last_rows(const Product<T>& product, int64_t row, int64_t b
   }
 }
 
-#if TOKENYARD_LANES == 8
+#if defined(TOKENYARD_PANELS)
 #include "panels_impl.h"
 #endif
 
@@ -250,10 +286,13 @@ void multiply(const Product<T>& product, int64_t begin, int64_t end) {
 #if defined(TOKENYARD_EXPANDED)
   // Codes are multiplied as they are without: what is expanded here is weights of bf16.
   if (product.weight.grouped.data != nullptr) return avx512_kernels()->bf16.multiply(product, begin, end);
+#elif defined(TOKENYARD_BYTES_ALONE)
+  if (!product.weight.takes_bytes()) return avx2_kernels()->bf16.multiply(product, begin, end);
+  if (product.weight.grouped.data != nullptr) return multiply_whole_inputs(product, begin, end);
 #else
   if (product.weight.grouped.data != nullptr) return multiply_grouped(product, begin, end);
 #endif
-#if TOKENYARD_LANES == 8
+#if defined(TOKENYARD_PANELS)
   if (product.weight.bytes == nullptr && product.num_rows > kTileRows) return multiply_in_panels(product, begin, end);
 #endif
   if (product.num_rows < kTileRows) return multiply_last_rows<kTileRows - 1>(product, 0, begin, end);

@@ -76,6 +76,21 @@ inline int32_t four_of(const uint8_t* bytes) {
   return four;
 }
 
+inline Ints splat(int32_t value) { return value + Ints{}; }
+
+#if defined(TOKENYARD_BYTE_DOT)
+// Adds the four products of each lane: bytes of `a` have no sign, those of `b` have one.
+inline Ints with_byte_products(Ints total, Words a, Words b) {
+#if TOKENYARD_LANES == 16
+  return (Ints)_mm512_dpbusd_epi32((__m512i)total, (__m512i)a, (__m512i)b);
+#elif defined(TOKENYARD_EVEX)
+  return (Ints)_mm256_dpbusd_epi32((__m256i)total, (__m256i)a, (__m256i)b);
+#else
+  return (Ints)_mm256_dpbusd_avx_epi32((__m256i)total, (__m256i)a, (__m256i)b);
+#endif
+}
+#endif
+
 inline Floats load_bytes(const int8_t* from) {
 #if TOKENYARD_LANES == 8
   return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
