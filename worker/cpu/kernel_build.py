@@ -152,8 +152,8 @@ def _cache() -> Path:
 
 def _library_name() -> str:
     digest = hashlib.sha256(" ".join((*_FLAGS, *_MATH_FLAGS, platform.machine())).encode())
-    for source in sorted(_SOURCES.iterdir()):
-        digest.update(source.name.encode() + source.read_bytes())
+    for source in sorted(path for path in _SOURCES.rglob("*") if path.is_file()):
+        digest.update(source.relative_to(_SOURCES).as_posix().encode() + source.read_bytes())
     return f"kernels-{digest.hexdigest()[:16]}.so"
 
 
@@ -285,10 +285,10 @@ def _users_of_primary_group(gid: int) -> frozenset[int]:
 
 
 def _compile(compiler: str, folder: Path) -> Path:
-    sources = sorted(_SOURCES.glob("*.cpp"))
+    sources = sorted(_SOURCES.rglob("*.cpp"))
     objects = [folder / f"{source.stem}.o" for source in sources]
     commands = [
-        [compiler, *_FLAGS, *_MATH_FLAGS, "-c", str(source), "-o", str(target)]
+        [compiler, *_FLAGS, *_MATH_FLAGS, f"-I{_SOURCES}", "-c", str(source), "-o", str(target)]
         for source, target in zip(sources, objects, strict=True)
     ]
     with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:

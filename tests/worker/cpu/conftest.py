@@ -52,7 +52,9 @@ def open_kernels(any_library: Path, tmp_path_factory: pytest.TempPathFactory) ->
                 pytest.skip(str(error))
         if not in_other_form:
             path = tmp_path_factory.mktemp("kernels") / "avx_vnni.so"
-            compile_beside(any_library, path, ("kernels_avx_vnni.cpp", "api.cpp"), "-DTOKENYARD_EVEX")
+            compile_beside(
+                any_library, path, ("instruction_sets/avx_vnni.cpp", "api.cpp"), "-DTOKENYARD_EVEX"
+            )
             in_other_form.append(path)
         try:
             return Kernels(in_other_form[0], num_threads, name)
@@ -72,6 +74,7 @@ def compile_beside(library: Path, path: Path, sources: tuple[str, ...], *flags: 
     asked = subprocess.run([compiler, "-dumpversion"], check=True, capture_output=True, text=True)
     if int(asked.stdout.split(".")[0]) < 11:
         pytest.skip("GCC 11 is the first that knows these instructions")
-    all_flags = (*kernel_build._FLAGS, *kernel_build._MATH_FLAGS, "-shared", *flags)
+    include = f"-I{kernel_build._SOURCES}"
+    all_flags = (*kernel_build._FLAGS, *kernel_build._MATH_FLAGS, include, "-shared", *flags)
     files = [str(kernel_build._SOURCES / name) for name in sources]
     subprocess.run([compiler, *all_flags, *files, str(library), "-o", str(path)], check=True)

@@ -1,4 +1,4 @@
-// Tiles as csrc/tiles.h has them, in plain functions: what the manual says of each instruction, for any processor.
+// Tiles as csrc/instruction_sets/tiles.h has them, in plain functions: what the manual says of each instruction, for any processor.
 //
 // A use that a processor refuses ends the program. What it says of TDPBF16PS: products of the first and of the second
 // numbers of all pairs are added up apart, each by one rounding, from 0; then both sums are added, and that is added to the

@@ -55,7 +55,7 @@ def test_servers_that_start_at_once_for_the_first_time_build_one_library(
         paths = {each.result() for each in [servers.submit(build_library) for _ in range(4)]}
     (path,) = paths
     assert path.read_text() == "built\n"
-    num_calls = len(list(build._SOURCES.glob("*.cpp"))) + 1
+    num_calls = len(list(build._SOURCES.rglob("*.cpp"))) + 1
     if has_locks:
         assert len(calls.read_text()) == num_calls, "and build it once"
     assert [found.name for found in path.parent.iterdir()] == [path.name], "nothing else is left"

@@ -100,7 +100,7 @@ def test_a_merged_product_weighs_its_ups_by_its_gates(kernels, dtype, activation
 
 
 FAR_APART = 4096
-"""Inputs of rows that begin on the same lines of a near cache, and are copied apart where they are many."""
+"""Bytes from row to row: many rows would begin on the same lines of a near cache, and are copied apart."""
 
 
 @pytest.mark.parametrize("num_inputs", [320, FAR_APART])
@@ -115,7 +115,8 @@ def test_a_rows_result_does_not_depend_on_its_neighbours_in_any_bit(kernels, dty
 
 @pytest.mark.parametrize("num_rows", [4, 5, 40])
 def test_rows_that_begin_on_the_same_lines_of_a_cache_give_torchs_product(kernels, dtype, num_rows):
-    x, weight = numbers(num_rows, FAR_APART, dtype=dtype), numbers(77, FAR_APART, dtype=dtype, seed=1)
+    num_inputs = FAR_APART // dtype.itemsize
+    x, weight = numbers(num_rows, num_inputs, dtype=dtype), numbers(77, num_inputs, dtype=dtype, seed=1)
     expected = x.double() @ weight.double().T
     assert_close(kernels.multiply_to_float(x, pack(weight)), expected, torch.float32)
 

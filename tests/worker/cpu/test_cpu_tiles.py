@@ -31,7 +31,7 @@ def library(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The door and the products by tiles, compiled with plain functions; all else is the built library's."""
     path = tmp_path_factory.mktemp("tiles") / "plain_tiles.so"
     tiles = f'-DTOKENYARD_TILES="{Path(__file__).with_name("plain_tiles.h")}"'
-    compile_beside(built, path, ("kernels_amx.cpp", "api.cpp"), tiles)
+    compile_beside(built, path, ("instruction_sets/amx.cpp", "api.cpp"), tiles)
     return path
 
 

@@ -51,4 +51,4 @@ def test_of_processes_that_start_at_once_one_builds_and_all_load_its_library(tmp
     assert [each.returncode for each in starting] == [0] * NUM_PROCESSES
     (library,) = (cache / "tokenyard").iterdir()
     assert {tuple(words) for words in said} == {(str(library.stat().st_ino), said[0][-1])}
-    assert len(calls.read_text().split()) == len(list(kernel_build._SOURCES.glob("*.cpp"))) + 1
+    assert len(calls.read_text().split()) == len(list(kernel_build._SOURCES.rglob("*.cpp"))) + 1

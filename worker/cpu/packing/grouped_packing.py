@@ -1,6 +1,6 @@
 """Weights with scales of groups in the order in which the CPU's kernels read them.
 
-Owns: the layouts of csrc/grouped_*_impl.h, and which weights fit them.
+Owns: the layouts of csrc/products/grouped_*_impl.h, and which weights fit them.
 Never: multiplies (native.py), or reads checkpoints (worker/quantized).
 
 Shapes: B blocks of 32 outputs, N outputs, K inputs, G groups of inputs. A block's column c is half c // 16,
@@ -61,7 +61,7 @@ class _Kind(IntEnum):
 
 
 _HIGH_BITS = {_Kind.FIVE_BITS: 1, _Kind.SIX_BITS: 2}
-"""Bits of a code beside a nibble, of which there is a plane (csrc/grouped_planes_impl.h)."""
+"""Bits of a code beside a nibble, of which there is a plane (csrc/products/grouped_planes_impl.h)."""
 WHOLE_RANGES = ((-16, 15), (-32, 31), (-128, 127))
 """Whole numbers, lowest and highest, that have a form of their own: of 5, 6 and 8 bits."""
 _CODES_OF_FOUR = 4 * COLUMNS

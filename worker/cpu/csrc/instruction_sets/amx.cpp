@@ -1,4 +1,4 @@
-// The kernels of kernels_avx512.cpp with other products of plain bf16 weights and of whole numbers: by tiles of 16 rows
+// The kernels of avx512_bf16.cpp with other products of plain bf16 weights and of whole numbers: by tiles of 16 rows
 // and 16 columns. They are taken where a trial and a measurement at load say so (cpu_arithmetic.py).
 //
 // A block of a packed weight is what tiles are loaded from: a row of it has four bytes for each of 32 columns, two bf16
@@ -11,10 +11,10 @@
 #include <type_traits>
 
 #define TOKENYARD_AVX512 amx
-#include "avx512_impl.h"
+#include "instruction_sets/avx512_impl.h"
 
 #if !defined(TOKENYARD_TILES)
-#define TOKENYARD_TILES "tiles.h"
+#define TOKENYARD_TILES "instruction_sets/tiles.h"
 #endif
 #include TOKENYARD_TILES
 

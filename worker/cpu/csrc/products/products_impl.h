@@ -193,7 +193,7 @@ inline void store_columns(Out* row, const T* residual, int64_t column, int64_t n
   for (int64_t i = 0; i < left; ++i) row[column + i] = edge[i];
 }
 
-#include "adapters_impl.h"
+#include "products/adapters_impl.h"
 
 template <typename T>
 inline void finish_row(const Product<T>& product, int64_t row, int64_t block, Floats* sums) {
@@ -276,10 +276,10 @@ inline void multiply_last_rows(const Product<T>& product, int64_t row, int64_t b
 }
 
 #if defined(TOKENYARD_PANELS)
-#include "panels_impl.h"
+#include "products/panels_impl.h"
 #endif
 
-#include "grouped_impl.h"
+#include "products/grouped_impl.h"
 
 template <typename T>
 void multiply(const Product<T>& product, int64_t begin, int64_t end) {

@@ -1,11 +1,11 @@
-// The kernels of kernels_avx512.cpp with other products of plain bf16 weights: multiply-adds of expanded numbers, which
+// The kernels of avx512_bf16.cpp with other products of plain bf16 weights: multiply-adds of expanded numbers, which
 // some processors do faster than the instruction for bf16. Which one a machine takes is measured (cpu_arithmetic.py).
 #include "kernels.h"
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define TOKENYARD_EXPANDED
 #define TOKENYARD_AVX512 avx512_expanded
-#include "avx512_impl.h"
+#include "instruction_sets/avx512_impl.h"
 #pragma GCC pop_options
 
 namespace tokenyard {

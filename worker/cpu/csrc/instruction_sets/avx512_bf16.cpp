@@ -2,7 +2,7 @@
 #include "kernels.h"
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#include "avx512_impl.h"
+#include "instruction_sets/avx512_impl.h"
 #pragma GCC pop_options
 
 namespace tokenyard {

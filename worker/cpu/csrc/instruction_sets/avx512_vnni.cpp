@@ -11,9 +11,9 @@
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c,prefer-vector-width=512")
 #define TOKENYARD_BYTE_DOT
 namespace tokenyard::avx512_vnni {
-#include "simd.h"
+#include "instruction_sets/simd.h"
 
-#include "kernels_impl.h"
+#include "instruction_sets/kernels_impl.h"
 }  // namespace tokenyard::avx512_vnni
 
 #pragma GCC pop_options

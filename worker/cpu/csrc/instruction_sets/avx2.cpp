@@ -9,9 +9,9 @@
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c")
 namespace tokenyard::avx2 {
-#include "simd.h"
+#include "instruction_sets/simd.h"
 
-#include "kernels_impl.h"
+#include "instruction_sets/kernels_impl.h"
 }  // namespace tokenyard::avx2
 
 #pragma GCC pop_options

@@ -43,7 +43,7 @@ struct CodePanels {
 };
 
 #if TOKENYARD_LANES == 8
-#include "grouped_byte_panels_impl.h"
+#include "products/grouped_byte_panels_impl.h"
 #endif
 
 template <class Codes, typename T>

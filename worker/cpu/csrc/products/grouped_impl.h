@@ -46,7 +46,7 @@ struct PlainInputs {
   static void finish(const Product<T>&, int64_t, Floats*) {}
 };
 
-#include "grouped_floats_impl.h"
+#include "products/grouped_floats_impl.h"
 
 #if defined(TOKENYARD_BF16_DOT)
 // Columns as pairs of bf16: four inputs are two vectors a part.
@@ -112,14 +112,14 @@ struct DecodedPairs : PairColumns {
 };
 #endif
 
-#include "grouped_runs_impl.h"
+#include "products/grouped_runs_impl.h"
 
-#include "grouped_bytes_impl.h"
+#include "products/grouped_bytes_impl.h"
 
-#include "grouped_planes_impl.h"
+#include "products/grouped_planes_impl.h"
 
 #if defined(TOKENYARD_PANELS)
-#include "grouped_panels_impl.h"
+#include "products/grouped_panels_impl.h"
 #endif
 
 // Bytes that come later are on their way: they cross pages, and pages stop a processor that reads ahead by itself.

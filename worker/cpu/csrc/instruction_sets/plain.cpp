@@ -4,9 +4,9 @@
 #define TOKENYARD_LANES 4
 
 namespace tokenyard::plain {
-#include "simd.h"
+#include "instruction_sets/simd.h"
 
-#include "kernels_impl.h"
+#include "instruction_sets/kernels_impl.h"
 }  // namespace tokenyard::plain
 
 namespace tokenyard {

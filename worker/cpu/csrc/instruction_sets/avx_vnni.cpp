@@ -1,6 +1,6 @@
-// The kernels of kernels_avx2.cpp with other products of whole inputs: by the instruction for bytes of processors that have
+// The kernels of avx2.cpp with other products of whole inputs: by the instruction for bytes of processors that have
 // it without AVX-512 (AVX-VNNI: Alder Lake and later). Sums of whole numbers are exact, so that these are bit for bit
-// those of kernels_avx2.cpp.
+// those of avx2.cpp.
 #include "kernels.h"
 
 #define TOKENYARD_LANES 8
@@ -17,9 +17,9 @@
 #define TOKENYARD_BYTE_DOT
 #define TOKENYARD_BYTES_ALONE
 namespace tokenyard::avx_vnni {
-#include "simd.h"
+#include "instruction_sets/simd.h"
 
-#include "kernels_impl.h"
+#include "instruction_sets/kernels_impl.h"
 }  // namespace tokenyard::avx_vnni
 
 #pragma GCC pop_options

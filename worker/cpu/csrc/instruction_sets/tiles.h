@@ -1,7 +1,7 @@
 // Tiles of a processor with AMX: eight registers of up to 16 rows of 64 bytes, which are loaded and multiplied whole.
 //
 // Owns: the instructions, and the permission that the system gives a process to use them.
-// Never: rows, columns or weights (kernels_amx.cpp). Tests have plain functions in the place of this file.
+// Never: rows, columns or weights (amx.cpp). Tests have plain functions in the place of this file.
 //
 // Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, "Programming with Intel AMX".
 #pragma once

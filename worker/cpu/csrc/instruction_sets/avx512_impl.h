@@ -1,4 +1,4 @@
-// The instructions of kernels_avx512.cpp and kernels_avx512_float.cpp, which are compiled side by side.
+// The instructions of avx512_bf16.cpp and avx512_float.cpp, which are compiled side by side.
 //
 // They are pushed: whoever includes this pops them before the functions that ask the processor what it has.
 #define TOKENYARD_LANES 16
@@ -17,7 +17,7 @@ extern const Kernels<float> avx512_float_kernels;  // no function: it would run 
 #define TOKENYARD_AVX512 avx512
 #endif
 namespace tokenyard::TOKENYARD_AVX512 {
-#include "simd.h"
+#include "instruction_sets/simd.h"
 
-#include "kernels_impl.h"
+#include "instruction_sets/kernels_impl.h"
 }  // namespace tokenyard::TOKENYARD_AVX512

@@ -1,6 +1,6 @@
 // The kernels, once for each instruction set: see simd.h for why this is included inside of a namespace.
 
-#include "products_impl.h"
+#include "products/products_impl.h"
 
 #include "attention_impl.h"
 #include "norms_impl.h"
