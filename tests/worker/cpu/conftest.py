@@ -12,7 +12,7 @@ from worker.cpu.kernel_build import CannotBuild, build_library, find_library
 from worker.cpu.native import Kernels
 
 INSTRUCTION_SETS = ("avx512-bf16", "avx512-expanded", "avx512-vnni", "avx2", "plain")
-"""Those with arithmetic of their own. Tiles have tests of their own, and AVX-VNNI has the bits of AVX2."""
+"""Sets with arithmetic of their own. Tiles have tests of their own, and AVX-VNNI has the bits of AVX2."""
 
 OpenKernels = Callable[[str, int], Kernels]
 
@@ -27,7 +27,7 @@ def any_library() -> Path:
 
 @pytest.fixture(scope="session")
 def built(any_library: Path) -> Path:
-    """Of a processor that has the dot instruction for bf16."""
+    """The library, on a processor that has the dot instruction for bf16."""
     try:
         Kernels(any_library, 1, DOT)
     except ValueError as error:
