@@ -1,6 +1,7 @@
-"""The choice between ways to multiply by plain bf16 weights, by a trial and a short measurement at load.
+"""The choice among the instruction sets that a processor has, by a trial and a short measurement at load.
 
-Owns: the ways, the product that is measured, and how much faster than the first another must be.
+Owns: the sets that are tried before they are taken; the ways to multiply by plain bf16 weights, the product
+that is measured, and how much faster than the first another must be.
 Never: chooses by the rows of a step: a token's numbers must not depend on its neighbours. For ranks or
 float32 models nothing is measured: ranks must agree, and the products of float32 are the same in all.
 """
@@ -18,10 +19,10 @@ log = logging.getLogger(__name__)
 
 DOT, EXPANDED, TILES = "avx512-bf16", "avx512-expanded", "amx"
 """Instruction sets: the instruction for bf16, multiply-adds of weights expanded to float32, and tiles."""
-BYTES, WITHOUT_BYTES = "avx-vnni", "avx2"
-"""The instruction for bytes of processors without AVX-512, and the set that it is added to."""
-_TRIED_BESIDE = {TILES: DOT, BYTES: WITHOUT_BYTES}
-"""Sets that were written without a processor that has them, each with one whose sums it must have."""
+BYTES, WIDE_BYTES, WITHOUT_BYTES = "avx-vnni", "avx512-vnni", "avx2"
+"""The instruction for bytes without AVX-512, and with it but without bf16; and neither."""
+_TRIED_BESIDE = {TILES: DOT, BYTES: WITHOUT_BYTES, WIDE_BYTES: WITHOUT_BYTES}
+"""Sets that were written without a processor that takes them, each with one whose whole sums it must have."""
 _WORDS = {
     DOT: "the dot instruction",
     EXPANDED: "multiply-adds of expanded weights",
@@ -67,7 +68,7 @@ def open_ways(library: Path, num_threads: int) -> list[Kernels]:
 
 
 def open_first(library: Path, num_threads: int) -> Kernels:
-    """Open the kernels that are taken where nothing is measured. Raises OSError."""
+    """Open this processor's first kernels, or others in their place if a trial says no. Raises OSError."""
     first = Kernels(library, num_threads)
     if _is_right(library, first.instruction_set):
         return first

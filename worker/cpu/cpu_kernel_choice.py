@@ -37,7 +37,7 @@ _AUTO = "auto"
 def open_toolkit(
     config: WorkerConfig, device: Device, dtype: torch.dtype, stage: LoadStage
 ) -> Toolkit | None:
-    """Open the kernels, and build them if need be, some seconds once for each machine; None without any.
+    """Open the kernels, and build them if need be, half a minute once for each machine; None without any.
 
     Raises StartupError if weights are to be quantized, which needs the kernels.
     """

@@ -19,7 +19,8 @@ from worker.model.quantized_layers import find_kinds
 from worker.quantized.grouped_weight import GroupedWeight
 from worker.worker_errors import StartupError
 
-_NUM_TOKENS, _NUM_OUTPUTS = 5, 64
+_NUM_TOKENS, _NUM_OUTPUTS = 13, 64
+"""More rows than are multiplied without being brought together: both ways are tried."""
 _SEED = 13
 _TOLERANCE = 1e-4
 """Error over size of the sums, which are float32 in another order."""

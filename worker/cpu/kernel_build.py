@@ -286,7 +286,7 @@ def _users_of_primary_group(gid: int) -> frozenset[int]:
 
 def _compile(compiler: str, folder: Path) -> Path:
     sources = sorted(_SOURCES.rglob("*.cpp"))
-    objects = [folder / f"{source.stem}.o" for source in sources]
+    objects = [folder / f"{number}.o" for number in range(len(sources))]
     commands = [
         [compiler, *_FLAGS, *_MATH_FLAGS, f"-I{_SOURCES}", "-c", str(source), "-o", str(target)]
         for source, target in zip(sources, objects, strict=True)

@@ -8,7 +8,7 @@ import torch
 from tests.checkpoints import make_checkpoint
 from tests.worker.conftest import load_worker
 from worker.cpu import cpu_arithmetic
-from worker.cpu.cpu_arithmetic import BYTES, DOT, EXPANDED, WITHOUT_BYTES, choose_kernels
+from worker.cpu.cpu_arithmetic import BYTES, DOT, EXPANDED, WIDE_BYTES, WITHOUT_BYTES, choose_kernels
 from worker.cpu.native import Kernels, pack
 from worker.worker_errors import StartupError
 
@@ -37,19 +37,21 @@ def test_both_ways_sum_the_same_products(built):
     assert (one - other).abs().max() < 1e-5 * one.abs().max()
 
 
-def test_the_byte_instruction_of_laptops_is_taken_if_it_is_exact(any_library, monkeypatch, caplog):
-    """The processor is one that has AVX-VNNI and says so to an empty name."""
+@pytest.mark.parametrize("first", [BYTES, WIDE_BYTES])
+def test_a_set_that_was_written_without_its_processor_is_taken_if_it_is_exact(
+    open_kernels, any_library, monkeypatch, caplog, first
+):
+    class Opened:
+        """Kernels of a processor whose first set it is."""
 
-    class Laptop(Kernels):
-        def __init__(self, library, num_threads, name=""):
-            super().__init__(library, num_threads, WITHOUT_BYTES if name in ("", BYTES) else name)
-            self.instruction_set = name or BYTES
+        def __new__(cls, _library, num_threads, name=first):
+            return open_kernels(name, num_threads)
 
-    monkeypatch.setattr(cpu_arithmetic, "Kernels", Laptop)
-    assert choose_kernels(any_library, 1).instruction_set == BYTES
+    monkeypatch.setattr(cpu_arithmetic, "Kernels", Opened)
+    assert choose_kernels(any_library, 1).instruction_set == first
     monkeypatch.setattr(cpu_arithmetic, "multiplies_exactly", lambda *_: False)
     assert choose_kernels(any_library, 1).instruction_set == WITHOUT_BYTES
-    assert "avx-vnni is not taken: its products are not exact" in caplog.text
+    assert f"{first} is not taken: its products are not exact" in caplog.text
 
 
 @pytest.mark.parametrize("name", [DOT, EXPANDED, "plain"])

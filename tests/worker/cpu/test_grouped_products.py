@@ -96,8 +96,8 @@ def test_whole_inputs_give_the_product_of_the_dequantized_weight(kernels, dtype,
 @pytest.mark.parametrize("kind", ["unsigned", "int8"])
 def test_rows_that_begin_on_the_same_lines_of_a_cache_give_the_same_product(kernels, dtype, kind, inputs):
     """Many are copied apart: behind the order of inputs that codes have, and behind rounding."""
-    weight = replace(random_weight(kind, 64, 4096, 32), permutation_K=torch.randperm(4096))
-    x = whole_rows(6, 4096, dtype)
+    weight = replace(random_weight(kind, 64, 4096, 512), permutation_K=torch.randperm(4096))
+    x = whole_rows(9, 4096, dtype)
     packed = pack_grouped(weight, inputs=inputs)
     found = kernels.multiply_to_float(x, packed)
     assert_close(found, x.double() @ weight.dequantized().double().T, TOLERANCE[torch.float32])

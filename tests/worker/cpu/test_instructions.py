@@ -14,27 +14,36 @@ NAMESPACES = {"zmm": ("avx512", "avx512_expanded", "avx512_vnni", "amx"), "ymm":
 """Registers, and the namespaces of kernels that alone may name them, or any that stand before."""
 
 
-def vector_functions(library):
-    """Return the names of functions that have instructions which not every x86-64 processor has."""
+@pytest.fixture(scope="module")
+def listing(any_library):
+    """The library's functions, each line of them with the function's name before it."""
     tool = shutil.which("objdump")
     if tool is None:
         pytest.skip("there is no objdump")
-    command = [tool, "--disassemble", "--demangle", "--no-show-raw-insn", str(library)]
-    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = defaultdict(set)
-    name = ""
-    for line in listing.splitlines():
+    command = [tool, "--disassemble", "--demangle", "--no-show-raw-insn", str(any_library)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    lines, name = [], ""
+    for line in text.splitlines():
         if begun := re.match(r"[0-9a-f]+ <(.*)>:$", line):
             name = begun[1]
-        elif "%zmm" in line or re.search(r"%k[1-7]", line):
+        else:
+            lines.append((name, line))
+    return lines
+
+
+def vector_functions(listing):
+    """Return the names of functions that have instructions which not every x86-64 processor has."""
+    found = defaultdict(set)
+    for name, line in listing:
+        if "%zmm" in line or re.search(r"%k[1-7]", line):
             found["zmm"].add(name)
         elif "%ymm" in line or re.search(r":\s+v[a-z]", line):
             found["ymm"].add(name)
     return found
 
 
-def test_only_kernels_have_instructions_that_some_processors_lack(any_library):
-    found, allowed = vector_functions(any_library), ()
+def test_only_kernels_have_instructions_that_some_processors_lack(listing):
+    found, allowed = vector_functions(listing), ()
     for registers, namespaces in NAMESPACES.items():
         allowed = (*allowed, *namespaces)
         own = re.compile(rf"tokenyard::({'|'.join(allowed)})::")
@@ -46,3 +55,20 @@ def test_a_processor_is_asked_for_its_instructions_without_any_of_them(any_libra
     for name in ("", "avx512-bf16", "avx512-expanded", "amx", "avx512-vnni", "avx-vnni", "avx2", "plain"):
         with suppress(ValueError):
             Kernels(any_library, 1, name)
+
+
+@pytest.mark.parametrize(
+    ("namespace", "instruction"),
+    [
+        ("avx512", "vpermb"),
+        ("avx512_vnni", "vpshufb"),
+        ("avx_vnni", "{vex} vpdpbusd"),
+        ("avx2", "vpmaddubsw"),
+    ],
+)
+def test_whole_inputs_take_the_instructions_that_each_set_was_written_for(listing, namespace, instruction):
+    """The right numbers would come of others too, later."""
+    lines = [line for name, line in listing if f"tokenyard::{namespace}::ByteNibbles" in name]
+    if not lines:
+        pytest.skip("this compiler knows no such set")
+    assert any(instruction in line for line in lines)

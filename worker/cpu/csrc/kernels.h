@@ -131,21 +131,23 @@ struct Product {
   T* output;            // [T, N], or [T, N / 2] with an activation; or null
   float* float_output;  // [T, N], where the output is not to be rounded; or null
   // The input as `quantize` makes it, or `prepare` for grouped codes: then with a sign. Read if the weight takes bytes.
-  const uint8_t* bytes;  // [T, K]
+  const uint8_t* bytes;  // [T, K], rows `bytes_stride` apart
   const float* scales;   // [T]
   float multiplier = 1;  // of the sums, before the residual is added; not with an activation
   const float* run_sums = nullptr;  // [num_runs, T] of the input; read where grouped codes have offsets
   const float* shrunk = nullptr;    // [T, max_ranks], as `shrink` makes them; null: the step has no adapters
   const RunStart* run_starts = nullptr;  // [num_runs, T]; read where grouped codes take bytes
-  // Numbers from one row of `input`, or of `bytes`, to the next: K, or what `spread` makes of it.
+  // Numbers from one row of `input`, or of `bytes`, to the next: K, or more where rows are spread. The engine says.
   int64_t input_stride = 0;
   int64_t bytes_stride = 0;
 };
 
-// Bytes from one row to the next, of rows of so many bytes. Rows that are a multiple of a way of the nearest cache apart
+// Groups of up to so many inputs are scaled so often that fewer rows are multiplied side by side.
+constexpr int64_t kSmallGroup = 256;
+
+// Bytes from one row to the next, for rows of so many bytes. Those that are a multiple of a way of the nearest cache apart
 // fall on the same few lines of it, and push one another out while more are multiplied side by side than it has ways.
-constexpr int64_t kLineBytes = 64, kWayBytes = 4096;
-constexpr int64_t kSpreadRows = 5;  // fewer have room on any lines
+constexpr int64_t kLineBytes = 64, kWayBytes = 4096, kWays = 8;
 constexpr int64_t spread(int64_t row_bytes) { return row_bytes % kWayBytes == 0 ? row_bytes + kLineBytes : row_bytes; }
 
 // Memory for a product's input in another form.
@@ -155,8 +157,8 @@ struct Prepared {
   uint8_t* bytes;  // [T, K], rows `bytes_stride` apart
   int64_t bytes_stride;
   float* scales;  // [T]
-  T* spread;      // [T, K], rows `spread_stride` apart
-  int64_t spread_stride;
+  T* copy;        // of the input [T, K], rows `copy_stride` apart
+  int64_t copy_stride;
   float* run_sums;
   float* shrunk;  // [T, max_ranks]
   RunStart* run_starts;
@@ -277,6 +279,7 @@ int64_t shrink_items(const PackedWeight<T>& weight) {
 
 template <typename T>
 struct Kernels {
+  int most_rows;  // that are read where they lie, side by side; 0: they are brought together before
   // Rows [begin, end) of x [T, K] as whole numbers from 1 to 255, 128 standing for 0, times a scale for each row.
   void (*quantize)(const T* x, const Prepared<T>&, int64_t size, int64_t begin, int64_t end);
   // Rows [begin, end) of a product's input as its grouped codes take it.

@@ -25,9 +25,11 @@ Prepared<T> Engine::prepared(const PackedWeight<T>& weight, int64_t num_rows) {
     memory.scales = scales_.of<float>(num_rows);
   }
   const int64_t row_bytes = weight.num_inputs * static_cast<int64_t>(sizeof(T));
-  if (!weight.takes_bytes() && num_rows >= kSpreadRows && spread(row_bytes) != row_bytes) {
-    memory.spread_stride = spread(row_bytes) / static_cast<int64_t>(sizeof(T));
-    memory.spread = spread_.of<T>(num_rows * memory.spread_stride);
+  const bool has_wide_tiles = kernels<T>().most_rows > kWays && !weight.takes_bytes() &&
+                              (grouped.data == nullptr || grouped.group_size > kSmallGroup);
+  if (has_wide_tiles && num_rows >= kWays && spread(row_bytes) != row_bytes) {
+    memory.copy_stride = spread(row_bytes) / static_cast<int64_t>(sizeof(T));
+    memory.copy = copy_.of<T>(num_rows * memory.copy_stride);
   }
   if (weight.is_adapted()) memory.shrunk = shrunk_.of<float>(num_rows * weight.adapters->max_ranks);
   if (grouped.data == nullptr) return memory;
@@ -70,13 +72,13 @@ void Engine::add_product(std::vector<Phase>& phases, Product<T>& product) {
     if (memory.permuted != nullptr) product.input = memory.permuted;
   }
   product.input_stride = weight.num_inputs;
-  if (memory.spread != nullptr) {
+  if (memory.copy != nullptr) {
     const T* from = product.input;
-    product.input = memory.spread;
-    product.input_stride = memory.spread_stride;
+    product.input = memory.copy;
+    product.input_stride = memory.copy_stride;
     phases.push_back({product.num_rows, [from, memory, size = weight.num_inputs](int64_t begin, int64_t end, int) {
                         for (int64_t row = begin; row < end; ++row) {
-                          std::copy_n(from + row * size, size, memory.spread + row * memory.spread_stride);
+                          std::copy_n(from + row * size, size, memory.copy + row * memory.copy_stride);
                         }
                       }});
   }

@@ -132,7 +132,7 @@ class Engine {
   void* context_ = nullptr;
   std::vector<AttentionTile> tiles_;
   Buffer normed_, rows_, attended_, activated_, added_, scratch_, bytes_, scales_, permuted_, run_sums_, shrunk_;
-  Buffer run_starts_, spread_;
+  Buffer run_starts_, copy_;
 };
 
 }  // namespace tokenyard

@@ -31,7 +31,7 @@ struct Phase {
 
 class Team {
  public:
-  static constexpr size_t kMostPhases = 24;
+  static constexpr size_t kMostPhases = 32;  // a layer that is divided and adapted has 24
 
   explicit Team(int num_threads) : num_threads_(num_threads), num_left_(kMostPhases * static_cast<size_t>(num_threads)) {
     for (int thread = 1; thread < num_threads; ++thread) {
@@ -56,6 +56,7 @@ class Team {
 
   // Does the phases one after another, the calling thread as number 0. For one caller at a time.
   void run(const std::vector<Phase>& phases) {
+    if (phases.size() > kMostPhases) __builtin_trap();  // an error of ours, which would be written past the ends
     if (num_threads_ == 1) {
       for (const Phase& phase : phases) phase.work(0, phase.num_items, 0);
       return;

@@ -13,6 +13,7 @@ extern const Kernels<float> avx512_float_kernels;  // no function: it would run 
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,avx512vbmi,avx2,fma,prefer-vector-width=512")
 #define TOKENYARD_BF16_DOT
 #define TOKENYARD_BYTE_DOT
+#define TOKENYARD_BYTE_TABLES
 #if !defined(TOKENYARD_AVX512)
 #define TOKENYARD_AVX512 avx512
 #endif

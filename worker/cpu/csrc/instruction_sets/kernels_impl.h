@@ -57,5 +57,5 @@ void rotate_and_write(float* rows, const Attention<T>& attention, const Rotation
 
 template <typename T>
 constexpr Kernels<T> kernels_of() {
-  return {quantize<T>, prepare<T>, shrink<T>, multiply<T>, normalize<T>, add_normalized<T>, add<T>, normalize_all_heads, rotate_and_write<T>, attend<T>};
+  return {kPanels ? 0 : kTileRows, quantize<T>, prepare<T>, shrink<T>, multiply<T>, normalize<T>, add_normalized<T>, add<T>, normalize_all_heads, rotate_and_write<T>, attend<T>};
 }

@@ -105,7 +105,7 @@ struct ByteNibbles : ByteColumns {
   explicit ByteNibbles(const GroupedCodes& codes)
       : table(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes.lookup)))) {}
 
-#if defined(__AVX512VBMI__)
+#if defined(TOKENYARD_BYTE_TABLES)
   // Of an index only the lower six bits count, and the table is there four times: nothing needs to be masked.
   void read(const uint8_t* data, Words (*columns)[kParts]) const {
     const __m512i raw = _mm512_loadu_si512(data);
@@ -124,9 +124,11 @@ struct ByteNibbles : ByteColumns {
 #elif TOKENYARD_LANES == 8
   explicit ByteNibbles(const GroupedCodes& codes)
       : table(_mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes.lookup)))) {
+#if !defined(TOKENYARD_BYTE_DOT)
     int highest = 1;
     for (int i = 0; i < 16; ++i) highest = codes.lookup[i] > highest ? codes.lookup[i] : highest;
     inputs_at_once = 4 * (INT16_MAX / (2 * 127 * highest));
+#endif
   }
 
   void read(const uint8_t* data, Words (*columns)[kParts]) const {
@@ -138,7 +140,9 @@ struct ByteNibbles : ByteColumns {
   }
 
   __m256i table;
+#if !defined(TOKENYARD_BYTE_DOT)
   int64_t inputs_at_once;  // whose products have room in 16 bits, two of each four summed
+#endif
 #else
   explicit ByteNibbles(const GroupedCodes& codes) : table(codes.lookup) {}
 

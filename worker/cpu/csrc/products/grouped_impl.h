@@ -12,7 +12,6 @@ constexpr int64_t kSharedInputs = kRunInputs;
 
 // Rows of which both sums and totals have registers. Groups are scaled so often that it pays to have fewer.
 constexpr int kScaledTileRows = kV == 16 ? 6 : kTileRows;
-constexpr int64_t kSmallGroup = 256;
 
 // As `blocks_at_once`, for rows that have totals beside their sums. Groups' sums do not wait for one another, so that one
 // row takes one block, whose bytes are one stream of memory.
@@ -118,7 +117,7 @@ struct DecodedPairs : PairColumns {
 
 #include "products/grouped_planes_impl.h"
 
-#if defined(TOKENYARD_PANELS)
+#if defined(TOKENYARD_PANELS) && !defined(TOKENYARD_EXPANDED)
 #include "products/grouped_panels_impl.h"
 #endif
 

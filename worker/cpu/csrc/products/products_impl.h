@@ -2,7 +2,7 @@
 //
 // Included by kernels_impl.h, once for each instruction set. Weights with scales of groups: grouped_impl.h.
 
-// Without products of bf16, many rows are multiplied as floats that lie in panels.
+// Without products of bf16, or where those are slow, many rows are multiplied as floats that lie in panels.
 #if TOKENYARD_LANES == 8 || (TOKENYARD_LANES == 16 && (!defined(TOKENYARD_BF16_DOT) || defined(TOKENYARD_EXPANDED)))
 #define TOKENYARD_PANELS
 constexpr bool kPanels = true;
@@ -292,7 +292,7 @@ void multiply(const Product<T>& product, int64_t begin, int64_t end) {
 #else
   if (product.weight.grouped.data != nullptr) return multiply_grouped(product, begin, end);
 #endif
-#if defined(TOKENYARD_PANELS)
+#if defined(TOKENYARD_PANELS) && !defined(TOKENYARD_BYTES_ALONE)
   if (product.weight.bytes == nullptr && product.num_rows > kTileRows) return multiply_in_panels(product, begin, end);
 #endif
   if (product.num_rows < kTileRows) return multiply_last_rows<kTileRows - 1>(product, 0, begin, end);
