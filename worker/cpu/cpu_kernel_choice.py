@@ -37,16 +37,17 @@ _AUTO = "auto"
 def open_toolkit(
     config: WorkerConfig, device: Device, dtype: torch.dtype, stage: LoadStage
 ) -> Toolkit | None:
-    """Open the kernels, and build them if need be, half a minute once for each machine; None without any.
+    """Open the kernels, and build them if need be, some 20 s once for each machine; None without any.
 
     Raises StartupError if weights are to be quantized, which needs the kernels.
     """
     try:
         _check_wanted(config, device, dtype)
-        library = find_library()
+        is_own = config.cpu_kernels == _AUTO
+        library = find_library(for_this_processor=is_own)
         if library is None:
             stage.enter(LoadPhase.COMPILING)
-            library = build_library()
+            library = build_library(for_this_processor=is_own)
         kernels = _open(config, library, dtype)
     except (CannotBuild, OSError) as error:
         _refuse_quantization(config, error)
@@ -83,7 +84,7 @@ def foresee_kernels(config: WorkerConfig, device: Device, dtype: torch.dtype) ->
     """
     try:
         _check_wanted(config, device, dtype)
-        library = find_library()
+        library = find_library(for_this_processor=config.cpu_kernels == _AUTO)
         if library is None:
             what = f"will be compiled at first start with {foresee_build().name}"
         else:

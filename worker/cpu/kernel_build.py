@@ -34,6 +34,17 @@ _SOURCES = _PACKAGE / "csrc"
 _FLAGS = ("-std=c++20", "-O3", "-fPIC", "-pthread", "-Wno-psabi")
 # Not -ffast-math: sums keep their order and NaN stays NaN.
 _MATH_FLAGS = ("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
+_FLAGS_OF_PROCESSOR = Path("/proc/cpuinfo")
+_AVX2 = frozenset({"avx2", "fma", "f16c"})
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"}
+_SETS = (
+    (_AVX512 | {"avx512_bf16", "avx512vbmi"}, {"avx512_bf16", "avx512_float", "avx512_expanded", "amx"}),
+    (_AVX512, {"avx512_vnni", "avx2"}),
+    (_AVX2 | {"avx_vnni"}, {"avx_vnni", "avx2"}),
+    (_AVX2, {"avx2"}),
+)
+"""Instructions, as Linux names them, and files of csrc/instruction_sets for a processor that has them; the
+first counts. `plain` is for all: should library and system differ about a processor, a start is only slow."""
 _TIMEOUT_S = 300
 _ASK_EVERY_S = 0.1
 _MOST_MESSAGE_CHARS = 300
@@ -53,14 +64,17 @@ class Untrusted(OSError):
     """Another user could have written the library, or put it there; its text says how."""
 
 
-def find_library() -> Path | None:
-    """Find the library that was built before for just these sources; None without one that may be loaded."""
+def find_library(*, for_this_processor: bool = False) -> Path | None:
+    """Find the library that was built before for just these sources; None without one that may be loaded.
+
+    One of all instruction sets, or also one of those that this processor takes.
+    """
     name = _library_name()
     in_place = Path(os.path.realpath(_PACKAGE)) / name
     if _may_be_loaded(in_place):
         return in_place
-    cached = _cache() / name
-    return cached if _may_be_loaded(cached) else None
+    names = [name, _library_name(_left_out())] if for_this_processor else [name]
+    return next((path for each in names if _may_be_loaded(path := _cache() / each)), None)
 
 
 def open_library(path: Path) -> Path:
@@ -91,13 +105,15 @@ def foresee_build() -> Path:
     return compiler
 
 
-def build_library(folder: Path | None = None) -> Path:
+def build_library(folder: Path | None = None, *, for_this_processor: bool = False) -> Path:
     """Compile into `folder`; without one, into the user's cache, unless the library is there.
 
-    Returns the library's path. Raises CannotBuild.
+    All instruction sets, or those that this processor takes, in a third to half of the time. Returns the
+    library's path. Raises CannotBuild.
     """
     compiler = str(_find_compiler())
-    path = (folder or _cache()) / _library_name()
+    left_out = _left_out() if for_this_processor else frozenset()
+    path = (folder or _cache()) / _library_name(left_out)
     try:
         if folder is None:
             _make_private(path.parent.absolute())
@@ -105,7 +121,7 @@ def build_library(folder: Path | None = None) -> Path:
             if folder is None and _may_be_loaded(path):  # by the process that this one waited for
                 return path
             with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-                built = _compile(compiler, Path(scratch))
+                built = _compile(compiler, Path(scratch), left_out)
                 built.replace(path)  # at once: another process sees all of it or nothing
     except Untrusted as error:
         raise CannotBuild(str(error)) from error
@@ -150,8 +166,18 @@ def _cache() -> Path:
         raise CannotBuild("this user has no home folder to keep the library in") from error
 
 
-def _library_name() -> str:
-    digest = hashlib.sha256(" ".join((*_FLAGS, *_MATH_FLAGS, platform.machine())).encode())
+def _left_out() -> frozenset[str]:
+    """Name the instruction sets that this processor does not take; none where the system does not say."""
+    lines = _FLAGS_OF_PROCESSOR.read_text().splitlines() if _FLAGS_OF_PROCESSOR.exists() else []
+    flags: set[str] = next((set(line.split()) for line in lines if line.startswith("flags")), set())
+    every = frozenset().union(*(taken for _, taken in _SETS))
+    taken = next((taken for needed, taken in _SETS if needed <= flags), None)
+    return frozenset() if taken is None else every - taken
+
+
+def _library_name(left_out: frozenset[str] = frozenset()) -> str:
+    words = (*_FLAGS, *_MATH_FLAGS, platform.machine(), *sorted(left_out))
+    digest = hashlib.sha256(" ".join(words).encode())
     for source in sorted(path for path in _SOURCES.rglob("*") if path.is_file()):
         digest.update(source.relative_to(_SOURCES).as_posix().encode() + source.read_bytes())
     return f"kernels-{digest.hexdigest()[:16]}.so"
@@ -284,11 +310,11 @@ def _users_of_primary_group(gid: int) -> frozenset[int]:
     return frozenset(user.pw_uid for user in pwd.getpwall() if user.pw_gid == gid)
 
 
-def _compile(compiler: str, folder: Path) -> Path:
+def _compile(compiler: str, folder: Path, left_out: frozenset[str]) -> Path:
     sources = sorted(_SOURCES.rglob("*.cpp"))
     objects = [folder / f"{number}.o" for number in range(len(sources))]
     commands = [
-        [compiler, *_FLAGS, *_MATH_FLAGS, f"-I{_SOURCES}", "-c", str(source), "-o", str(target)]
+        [compiler, *_flags_of(source, left_out), "-c", str(source), "-o", str(target)]
         for source, target in zip(sources, objects, strict=True)
     ]
     with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
@@ -298,6 +324,11 @@ def _compile(compiler: str, folder: Path) -> Path:
     _run([compiler, "-shared", "-pthread", "-o", str(library), *map(str, objects)])
     library.chmod(0o755)
     return library
+
+
+def _flags_of(source: Path, left_out: frozenset[str]) -> list[str]:
+    flags = [*_FLAGS, *_MATH_FLAGS, f"-I{_SOURCES}"]
+    return [*flags, "-DTOKENYARD_LEFT_OUT"] if source.stem in left_out else flags
 
 
 def _run(command: list[str]) -> None:

@@ -4,6 +4,7 @@ import grp
 import logging
 import os
 import pwd
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -17,6 +18,8 @@ from worker.devices.device import open_device
 from worker.doctor_findings import Finding, Verdict
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import StartupError
+
+SETS = sorted((build._SOURCES / "instruction_sets").glob("*.cpp"))
 
 
 @pytest.fixture
@@ -41,6 +44,42 @@ def test_it_is_found_once_it_was_built(cache, compiler):
     assert path.read_text() == "built\n"
     assert find_library() == path
     assert [found.name for found in path.parent.iterdir()] == [path.name], "nothing else is left"
+
+
+ZEN4 = "avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_vnni avx512_bf16 avx512vbmi"
+
+
+@pytest.mark.parametrize(
+    ("flags", "taken"),
+    [
+        (ZEN4, {"avx512_bf16", "avx512_float", "avx512_expanded", "amx"}),
+        (ZEN4.replace(" avx512_bf16", ""), {"avx512_vnni", "avx2"}),
+        ("avx2 fma f16c avx_vnni", {"avx_vnni", "avx2"}),
+        ("avx2 fma f16c", {"avx2"}),
+        ("avx2 fma", None),
+        (None, None),
+    ],
+)
+def test_a_start_compiles_what_its_processor_takes(cache, compiler, monkeypatch, flags, taken):
+    """All sets where none fits, or where the system does not say what there is."""
+    processor, calls = cache / "cpuinfo", compiler.with_name("calls")
+    if flags is not None:
+        processor.write_text(f"processor: 0\nflags\t\t: fpu {flags} sse\n")
+    monkeypatch.setattr(build, "_FLAGS_OF_PROCESSOR", processor)
+    compiler.write_text(compiler.read_text().replace("#!/bin/sh\n", f'#!/bin/sh\necho "$*" >> {calls}\n'))
+    path = build_library(for_this_processor=True)
+    assert find_library(for_this_processor=True) == path
+    assert find_library() == (path if taken is None else None)
+    lines = [line for line in calls.read_text().splitlines() if "instruction_sets/" in line]
+    compiled = {
+        re.search(r"instruction_sets/(\w+)\.cpp", line)[1] for line in lines if "LEFT_OUT" not in line
+    }
+    assert compiled == ({"plain", *taken} if taken else {source.stem for source in SETS})
+
+
+def test_a_library_of_all_sets_serves_a_start_too(cache, compiler):
+    path = build_library()
+    assert find_library(for_this_processor=True) == path
 
 
 @pytest.mark.parametrize("has_locks", [True, False])

@@ -125,7 +125,7 @@ def test_what_is_not_a_number_stays_in_its_row_and_its_column(tiles):
 
 def test_a_worker_samples_the_same_with_tiles_as_without_them(library, monkeypatch, tmp_path, caplog):
     folder = make_checkpoint("llama", tmp_path / "llama")
-    monkeypatch.setattr(cpu_kernel_choice, "find_library", lambda: library)
+    monkeypatch.setattr(cpu_kernel_choice, "find_library", lambda **_: library)
     likely = []
     for name in (TILES, DOT):
         with caplog.at_level(logging.INFO):
@@ -156,7 +156,7 @@ def test_tiles_that_multiply_otherwise_are_not_taken_and_refused_by_name(
     library, tmp_path, monkeypatch, caplog
 ):
     monkeypatch.setattr(cpu_arithmetic, "multiplies_exactly", lambda *_: False)
-    monkeypatch.setattr(cpu_kernel_choice, "find_library", lambda: library)
+    monkeypatch.setattr(cpu_kernel_choice, "find_library", lambda **_: library)
     assert choose_kernels(library, 1).instruction_set != TILES
     assert "amx is not taken: its products are not exact" in caplog.text
     with pytest.raises(StartupError, match="--cpu-kernels amx: its products are not exact"):
@@ -205,7 +205,7 @@ def test_tiles_on_a_processor_without_them_are_refused_and_that_is_foreseen(buil
 
 
 def test_what_will_be_measured_is_foreseen(library, monkeypatch):
-    monkeypatch.setattr(cpu_kernel_choice, "find_library", lambda: library)
+    monkeypatch.setattr(cpu_kernel_choice, "find_library", lambda **_: library)
     config = WorkerConfig(model_path="", device="cpu")
     found = foresee_kernels(config, open_device(config), torch.bfloat16)
     assert found.what == "the fastest of avx512-bf16, avx512-expanded and amx, measured at start, built"

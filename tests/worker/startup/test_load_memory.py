@@ -315,10 +315,10 @@ def test_the_kv_cache_is_sized_after_the_weights_took_their_memory(
 def test_weights_that_were_copied_for_want_of_kernels_are_not_taken_from_the_kv_cache_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse() -> None:
+    def refuse(**_: object) -> None:
         raise CannotBuild("there is no C++ compiler")
 
-    monkeypatch.setattr(cpu_kernel_choice, "find_library", lambda: None)
+    monkeypatch.setattr(cpu_kernel_choice, "find_library", lambda **_: None)
     monkeypatch.setattr(cpu_kernel_choice, "build_library", refuse)
     pretend_available(monkeypatch, 8 << 20)
     found, asked_for = (load_worker(folder, cpu_kernels=each)[1] for each in ("auto", "off"))

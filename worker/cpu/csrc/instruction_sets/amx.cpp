@@ -6,7 +6,7 @@
 // it nor the tile that it falls into change a bit.
 #include "kernels.h"
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 11
+#if !defined(TOKENYARD_LEFT_OUT) && defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 11
 #include <algorithm>
 #include <type_traits>
 

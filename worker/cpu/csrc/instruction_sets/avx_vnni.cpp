@@ -5,7 +5,7 @@
 
 #define TOKENYARD_LANES 8
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 11
+#if !defined(TOKENYARD_LEFT_OUT) && defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 11
 #include <immintrin.h>
 
 #pragma GCC push_options
