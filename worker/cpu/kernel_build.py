@@ -118,8 +118,9 @@ def build_library(folder: Path | None = None, *, for_this_processor: bool = Fals
         if folder is None:
             _make_private(path.parent.absolute())
         with _alone_in(path.parent):
-            if folder is None and _may_be_loaded(path):  # by the process that this one waited for
-                return path
+            built = find_library(for_this_processor=for_this_processor) if folder is None else None
+            if built is not None:  # by the process that this one waited for
+                return built
             with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
                 built = _compile(compiler, Path(scratch), left_out)
                 built.replace(path)  # at once: another process sees all of it or nothing
@@ -168,7 +169,9 @@ def _cache() -> Path:
 
 def _left_out() -> frozenset[str]:
     """Name the instruction sets that this processor does not take; none where the system does not say."""
-    lines = _FLAGS_OF_PROCESSOR.read_text().splitlines() if _FLAGS_OF_PROCESSOR.exists() else []
+    lines: list[str] = []
+    with suppress(OSError):  # another system
+        lines = _FLAGS_OF_PROCESSOR.read_text().splitlines()
     flags: set[str] = next((set(line.split()) for line in lines if line.startswith("flags")), set())
     every = frozenset().union(*(taken for _, taken in _SETS))
     taken = next((taken for needed, taken in _SETS if needed <= flags), None)
