@@ -1,8 +1,8 @@
 """The build of csrc/ into a shared library, once for each compiler and version of the sources.
 
-Owns: the place of the library, the checks that nobody but this user and root could have written or replaced
-it, and the descriptor by which it is loaded.
-Never: loads it (native.py), or needs torch: the kernels know pointers only, so that building takes seconds.
+Owns: the instruction sets that a processor takes, the place of the library, the checks that nobody but this
+user and root could have written or replaced it, and the descriptor by which it is loaded.
+Never: loads it (native.py), or needs torch: the kernels know pointers only, not torch's headers.
 Source: the rule for folders is that of OpenSSH for authorized_keys, and Debian's for groups of one user.
 
 By hand, for an image without a compiler: `python -m worker.cpu.kernel_build --in-place` in a checkout,

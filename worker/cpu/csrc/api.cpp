@@ -22,7 +22,8 @@ int guarded(const Work& work) {
 
 const AllKernels* find_kernels(const char* name) {
   // One after the other: asking for the last ones asks the system for a permission.
-  for (const auto find : {avx512_kernels, avx512_vnni_kernels, avx_vnni_kernels, avx2_kernels, plain_kernels, avx512_expanded_kernels, amx_kernels}) {
+  for (const auto find : {avx512_kernels, avx512_vnni_kernels, avx_vnni_kernels, avx2_kernels, plain_kernels,
+                          avx512_expanded_kernels, amx_kernels}) {
     const AllKernels* all = find();
     if (all != nullptr && (*name == '\0' || __builtin_strcmp(name, all->name) == 0)) return all;
   }

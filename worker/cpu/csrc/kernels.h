@@ -9,6 +9,11 @@
 
 #include <cstdint>
 
+// Instructions of x86 are known to be compiled right by GCC alone. Sets that the processor does not take are left out.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(TOKENYARD_LEFT_OUT)
+#define TOKENYARD_X86
+#endif
+
 namespace tokenyard {
 
 struct Bf16 {
@@ -308,6 +313,13 @@ struct AllKernels {
   Kernels<Bf16> bf16;
   Kernels<float> float32;
 };
+
+// The same kernels under another name, with other products in bf16.
+inline AllKernels with_products(AllKernels kernels, const char* name, void (*multiply)(const Product<Bf16>&, int64_t, int64_t)) {
+  kernels.name = name;
+  kernels.bf16.multiply = multiply;
+  return kernels;
+}
 
 // Null where this build or this processor has no such instructions.
 const AllKernels* avx512_kernels();

@@ -6,7 +6,7 @@
 // it nor the tile that it falls into change a bit.
 #include "kernels.h"
 
-#if !defined(TOKENYARD_LEFT_OUT) && defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 11
+#if defined(TOKENYARD_X86) && __GNUC__ >= 11
 #include <algorithm>
 #include <type_traits>
 
@@ -203,12 +203,7 @@ namespace tokenyard {
 const AllKernels* amx_kernels() {
   static const bool can = avx512_kernels() != nullptr && amx::has_tiles();
   if (!can) return nullptr;
-  static const AllKernels all = [] {
-    AllKernels kernels = *avx512_kernels();
-    kernels.name = "amx";
-    kernels.bf16.multiply = amx::multiply_plain_or_whole;
-    return kernels;
-  }();
+  static const AllKernels all = with_products(*avx512_kernels(), "amx", amx::multiply_plain_or_whole);
   return &all;
 }
 }  // namespace tokenyard

@@ -3,7 +3,7 @@
 
 #define TOKENYARD_LANES 8
 
-#if !defined(TOKENYARD_LEFT_OUT) && defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#if defined(TOKENYARD_X86)
 #include <immintrin.h>
 
 #pragma GCC push_options

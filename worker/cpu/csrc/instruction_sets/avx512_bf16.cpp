@@ -1,7 +1,7 @@
 // The kernels for processors with AVX-512, its bf16 products and its byte tables (Zen 4, Sapphire Rapids and later).
 #include "kernels.h"
 
-#if !defined(TOKENYARD_LEFT_OUT) && defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#if defined(TOKENYARD_X86)
 #include "instruction_sets/avx512_impl.h"
 #pragma GCC pop_options
 

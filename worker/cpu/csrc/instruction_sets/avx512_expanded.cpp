@@ -2,7 +2,7 @@
 // some processors do faster than the instruction for bf16. Which one a machine takes is measured (cpu_arithmetic.py).
 #include "kernels.h"
 
-#if !defined(TOKENYARD_LEFT_OUT) && defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#if defined(TOKENYARD_X86)
 #define TOKENYARD_EXPANDED
 #define TOKENYARD_AVX512 avx512_expanded
 #include "instruction_sets/avx512_impl.h"

@@ -1,7 +1,7 @@
 // The kernels of avx512_bf16.cpp for models in float32: a file of their own, so that both compile at once.
 #include "kernels.h"
 
-#if !defined(TOKENYARD_LEFT_OUT) && defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#if defined(TOKENYARD_X86)
 #include "instruction_sets/avx512_impl.h"
 #pragma GCC pop_options
 

@@ -4,7 +4,7 @@
 
 #define TOKENYARD_LANES 16
 
-#if !defined(TOKENYARD_LEFT_OUT) && defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#if defined(TOKENYARD_X86)
 #include <immintrin.h>
 
 #pragma GCC push_options

@@ -5,7 +5,7 @@
 
 #define TOKENYARD_LANES 8
 
-#if !defined(TOKENYARD_LEFT_OUT) && defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 11
+#if defined(TOKENYARD_X86) && __GNUC__ >= 11
 #include <immintrin.h>
 
 #pragma GCC push_options
@@ -31,14 +31,8 @@ const AllKernels* avx_vnni_kernels() {
 #else
   const bool can = __builtin_cpu_supports("avxvnni");
 #endif
-  const AllKernels* const base = avx2_kernels();
-  if (!can || base == nullptr) return nullptr;
-  static const AllKernels all = [base] {
-    AllKernels kernels = *base;
-    kernels.name = "avx-vnni";
-    kernels.bf16.multiply = avx_vnni::multiply<Bf16>;
-    return kernels;
-  }();
+  if (!can || avx2_kernels() == nullptr) return nullptr;
+  static const AllKernels all = with_products(*avx2_kernels(), "avx-vnni", avx_vnni::multiply<Bf16>);
   return &all;
 }
 }  // namespace tokenyard

@@ -1,7 +1,8 @@
 // Products of many rows as multiply-adds of floats: columns become floats in the nearest cache, and two vectors of them are
 // multiplied at a time by as many rows as have registers for their sums.
 //
-// Included by products_impl.h for instruction sets without products of bf16, or with slow ones. Each output is summed as it is for few rows.
+// Included by products_impl.h for instruction sets without products of bf16, or with slow ones. Each output is summed as it
+// is for few rows.
 
 constexpr int kPanelRows = 96;                 // that share columns
 constexpr int kPanelTile = kV == 16 ? 12 : 6;  // rows whose sums with a slice have registers
