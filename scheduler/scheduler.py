@@ -39,7 +39,6 @@ from scheduler.step.plan_draft import PlanDraft, plan_of_decodes
 from scheduler.step.planner import Planner
 from scheduler.step.rollback import Rollback
 from scheduler.step.scheduler_state import Counters, PlansInFlight, SchedulerState, Watchdog, stats_of
-from scheduler.step.steady_decodes import SteadyDecodes
 from scheduler.step.step_time import StepTimeModel
 from scheduler.step.token_shares import TokenShares
 from scheduler.tenant_ledger import GENERATED_TOKEN_COST
@@ -287,13 +286,9 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         return stats_of(self._state, self._planner.wait_reason)
 
-    def steady_decodes(self, *, token_id: int) -> SteadyDecodes:
-        """Sequences to which nothing happens for a while, for a simulator: each token is `token_id`."""
-        return SteadyDecodes(self._state, token_id, end=self._end)
-
     def _close(self, plan: PlanDraft) -> SchedulerOutput:
         self._released += plan.released
-        if plan.is_empty and not self._queues.num_steady:
+        if not self._is_step(plan):
             self._watch()
             return plan.finished(self._counters.num_steps, ())
         released, self._released = tuple(self._released), []
@@ -303,10 +298,13 @@ class Scheduler:
         released, self._released = tuple(self._released), []
         return self._counted(plan_of_decodes(self._counters.num_steps + 1, released, tuple(shares)))
 
+    def _is_step(self, plan: PlanDraft) -> bool:
+        return not plan.is_empty
+
     def _counted(self, plan: SchedulerOutput) -> SchedulerOutput:
         self._watchdog.note_progress()
         self._counters.num_steps += 1
-        self._counters.num_scheduled_tokens += plan.num_scheduled_tokens + self._queues.num_steady
+        self._counters.num_scheduled_tokens += plan.num_scheduled_tokens
         self._in_flight.add(plan)
         return plan
 

@@ -41,8 +41,6 @@ class RequestQueues:
         self.running: list[Sequence] = []
         self._accounts: TenantAccounts | None = None
         self._num_swapped = 0
-        self.num_steady = 0
-        """Running sequences that are not in `running`: set aside (steady_decodes.py)."""
         self.forecast = StartForecast()
         if config.fairness is Fairness.TENANT:
             self._accounts = TenantAccounts(dict(config.tenant_weights), order.level)
@@ -66,7 +64,16 @@ class RequestQueues:
 
     @property
     def num_running(self) -> int:
-        return len(self.running) + self.num_steady
+        return len(self.running)
+
+    def num_decodes(self) -> int:
+        """Running sequences that need one token."""
+        # A list, and no call for each sequence: this is a tenth of a step of decodes.
+        return sum([seq.num_tokens - seq.num_computed_tokens == 1 for seq in self.running])
+
+    def has_replies(self) -> bool:
+        """Whether a running sequence has tokens already: a long step is a pause for it."""
+        return any(seq.num_output_tokens for seq in self.running)
 
     @property
     def num_without_grammar(self) -> int:
@@ -140,16 +147,6 @@ class RequestQueues:
             self._leave_waiting(seq)
         if self._accounts is not None:
             self._accounts.leave(seq)
-
-    def set_aside(self, seq: Sequence) -> None:
-        """Count a running sequence beside the queue."""
-        self._leave_running(seq)
-        self.num_steady += 1
-
-    def bring_back(self, seq: Sequence) -> None:
-        """Put a sequence that was set aside back into the running queue."""
-        insort(self.running, seq, key=_running_rank_of)
-        self.num_steady -= 1
 
     def most_urgent(self) -> Sequence:
         """First of the waiting queue, whatever the age of others. There must be one."""

@@ -103,7 +103,7 @@ class Planner:
         if self._config.max_encoder_tokens:
             self._shares.encoder_cache.next_plan()
         running = self._queues.running
-        budget = budget_for_step(self._config, self._queues, self._step_time, self._limits(), now_s=now_s)
+        budget = self._budget(now_s=now_s)
         if self._config.max_chunk_tokens:
             budget.num_prefills_ahead = len(running) - budget.num_decodes_ahead + self._num_admissible(budget)
         plan = PlanDraft(budget, now_s)
@@ -144,16 +144,13 @@ class Planner:
         """Learn how long a plan took, and how long the worker had to wait for it."""
         num_decoded = len(plan.scheduled) + sum(map(len, plan.draft_token_ids.values()))
         has_prefill = plan.num_scheduled_tokens > num_decoded
-        num_tokens = plan.num_scheduled_tokens + self._queues.num_steady
         pause_s = seconds + waited_s if has_prefill and self._has_decodes(plan) else 0.0
-        self._step_time.observe(num_tokens, seconds, has_prefill=has_prefill, pause_s=pause_s)
+        self._step_time.observe(plan.num_scheduled_tokens, seconds, has_prefill=has_prefill, pause_s=pause_s)
         if not has_prefill:
             self._shares.observe_step(plan, seconds, waited_s)
 
     def _has_decodes(self, plan: SchedulerOutput) -> bool:
         """Whether sequences that have tokens already get the next, with drafts or without."""
-        if self._queues.num_steady:
-            return True
         starts = {
             share.sequence_id: share.start
             for share in plan.scheduled
@@ -168,6 +165,9 @@ class Planner:
     def note_memory_lacked(self, plan: SchedulerOutput) -> None:
         """Plan smaller steps: there was too little memory for `plan`."""
         self._step_limit.did_not_fit(plan.num_scheduled_tokens)
+
+    def _budget(self, *, now_s: float) -> SchedulingBudget:
+        return budget_for_step(self._config, self._queues, self._step_time, self._limits(), now_s=now_s)
 
     def _limits(self) -> StepLimits:
         """Tokens that the device has memory for.

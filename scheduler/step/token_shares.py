@@ -121,7 +121,7 @@ class TokenShares:
     def _num_within(self, seq: Sequence, limit: int) -> int:
         wanted = seq.num_uncomputed_tokens
         queues = self._state.queues
-        if seq.params.num_prompt_logprobs is not None and self._has_replies():
+        if seq.params.num_prompt_logprobs is not None and self._state.queues.has_replies():
             most_scored = self._state.config.max_scored_tokens
             limit = min(limit, most_scored) if limit and most_scored else limit or most_scored
         if limit and not seq.is_indivisible and queues.num_running + len(queues.waiting) > 1:
@@ -129,11 +129,6 @@ class TokenShares:
         if seq.encoder_inputs:
             return self.encoder_cache.computable_tokens(seq, seq.num_computed_tokens, wanted)
         return wanted
-
-    def _has_replies(self) -> bool:
-        """True if somebody who runs has tokens already, for whom a long step is a pause."""
-        queues = self._state.queues
-        return queues.num_steady > 0 or any(seq.num_output_tokens for seq in queues.running)
 
     def propose_drafts(self, seq: Sequence, token_ids: tuple[int, ...]) -> None:
         """Keep drafts for the next share of `seq`, if that computes the last known token and nothing else."""

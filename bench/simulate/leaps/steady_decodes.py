@@ -4,9 +4,9 @@ Owns: which these are, and the steps at which something is asked: a block is ful
 end is near. For a simulator, which knows each token beforehand: a step then costs what happens in it, and
 steps in which nothing happens can be leapt over.
 Never: decides anything. A step in which a running sequence might have to give way is planned with all of
-them, and so is every step of a server.
+them.
 
-Sequences that are set aside are not in the running queue. They are counted beside it (`num_steady`), so that
+Sequences that are set aside are not in the running queue. They are counted apart (`SteadyQueues`), so that
 a plan leaves a token and a place to each. Their own fields stand still; `_settle` moves them on.
 
     calendar   step 17: a, d      block full, or block needed: done there, in order of rank; before a plan the
@@ -17,6 +17,7 @@ Keys that are there before their tokens are names, which no other sequence has. 
 so they are published when their sequence goes back.
 """
 
+from bisect import insort
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container
 from collections.abc import Sequence as SequenceOf
@@ -25,6 +26,7 @@ from operator import attrgetter
 
 from scheduler.config import Batching, Fairness, PrefixCaching
 from scheduler.messages import FinishReason, SequenceId, SequenceOutput
+from scheduler.queues.request_queues import RequestQueues
 from scheduler.sequence import Sequence
 from scheduler.step.scheduler_state import SchedulerState
 
@@ -32,6 +34,32 @@ from scheduler.step.scheduler_state import SchedulerState
 _LEAST_STEPS = 3
 
 _running_rank_of = attrgetter("running_rank")
+
+
+class SteadyQueues(RequestQueues):
+    """Queues that count running sequences which are not in `running`: each has tokens, and needs one."""
+
+    num_steady = 0
+
+    def set_aside(self, seq: Sequence) -> None:
+        """Take a sequence from the running queue, and count it."""
+        self._leave_running(seq)
+        self.num_steady += 1
+
+    def bring_back(self, seq: Sequence) -> None:
+        """Put a sequence that was set aside back into the running queue."""
+        insort(self.running, seq, key=_running_rank_of)
+        self.num_steady -= 1
+
+    @property
+    def num_running(self) -> int:
+        return super().num_running + self.num_steady
+
+    def num_decodes(self) -> int:
+        return super().num_decodes() + self.num_steady
+
+    def has_replies(self) -> bool:
+        return self.num_steady > 0 or super().has_replies()
 
 
 class SteadyDecodes:
@@ -43,13 +71,14 @@ class SteadyDecodes:
     def __init__(
         self,
         state: SchedulerState,
+        queues: SteadyQueues,
         token_id: int,
         *,
         end: Callable[[Sequence, FinishReason, SequenceOutput], None],
     ) -> None:
         self._state = state
         self._end = end
-        self._queues, self._kv, self._counters = state.queues, state.kv, state.counters
+        self._queues, self._kv, self._counters = queues, state.kv, state.counters
         self._token_id = token_id
         self._block_size = state.config.block_size
         self._is_possible = _is_possible(state)
