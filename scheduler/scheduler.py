@@ -13,6 +13,7 @@ from scheduler.blocks.kv_cache_manager import KVCacheManager
 from scheduler.blocks.swap_space import SwapSpace
 from scheduler.config import Fairness, SchedulerConfig
 from scheduler.draft_messages import DraftPasses
+from scheduler.drafts.drafts import Drafts, prediction_use
 from scheduler.messages import (
     FinishReason,
     ModelRunnerOutput,
@@ -32,7 +33,6 @@ from scheduler.queues.deadlines import Deadlines
 from scheduler.queues.request_queues import RequestQueues
 from scheduler.sequence import Sequence, Status
 from scheduler.step.budget import SMALLEST_CHUNK_TOKENS
-from scheduler.step.draft_choice import prediction_use
 from scheduler.step.encoder_cache import EncoderCache
 from scheduler.step.never_fits import NeverFits, refuse_beyond_limits, refuse_inputs_without_room
 from scheduler.step.plan_draft import PlanDraft, plan_of_decodes
@@ -70,6 +70,7 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._watchdog = Watchdog()
         self._counters = Counters()
+        self._drafts = Drafts(config)
         self._in_flight = PlansInFlight(config.max_plans_in_flight)
         self._failed_in_flight: set[SequenceId] = set()  # their further failures change nothing
         self._state = SchedulerState(
@@ -80,6 +81,7 @@ class Scheduler:
             in_flight=self._in_flight,
             counters=self._counters,
             step_time=StepTimeModel(),
+            drafts=self._drafts,
         )
         self._shares = TokenShares(self._state)
         self._planner = Planner(self._state, self._shares, finish=self._finish)
@@ -129,7 +131,7 @@ class Scheduler:
         for sequence_id, token_ids in drafts.items():
             seq = self._sequences.get(sequence_id)
             if seq is not None:
-                self._shares.propose_drafts(seq, token_ids)
+                self._drafts.offer(seq, token_ids)
 
     def update_from_output(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> Outputs:
         """Take in the tokens that the worker sampled; results come in the order of the plans.
@@ -143,7 +145,7 @@ class Scheduler:
         is_plain = not (plan.draft_token_ids or result.logprobs or result.prompt_logprobs)
         for sequence_id, num_tokens in result.num_followed.items():
             if sequence_id in sequences:
-                self._shares.note_followed(sequences[sequence_id], num_tokens)
+                self._drafts.note_followed(sequences[sequence_id], num_tokens)
         for share in plan.scheduled:
             seq = sequences.get(share.sequence_id)
             if seq is None:
@@ -233,7 +235,7 @@ class Scheduler:
         Before it the worker `waited_s`, since the plan needed the last result.
         """
         self._planner.observe_step(plan, seconds, waited_s)
-        self._shares.observe_draft_passes(passes)
+        self._drafts.observe_passes(passes)
 
     @property
     def compilations(self) -> Compilations:

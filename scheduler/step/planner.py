@@ -55,6 +55,8 @@ class Planner:
         self._kv = state.kv
         self._queues = state.queues
         self._shares = shares
+        self._drafts = state.drafts
+        self._draft_shares = shares.draft_shares
         self._finish = finish
         self._step_time = state.step_time
         self._step_limit = StepLimit(state.config.max_num_batched_tokens)
@@ -109,7 +111,7 @@ class Planner:
         plan = PlanDraft(budget, now_s)
         if self._state.order.ages:
             self._reserve_for_oldest(budget)
-        self._shares.choose_drafts(plan)
+        plan.draft_choice = self._drafts.choose(running, num_decodes=budget.num_decodes_ahead)
         if self._may_displace:
             self._admission.admit_urgent(plan)
         if self._may_give_turns:
@@ -121,7 +123,7 @@ class Planner:
             self._admission.admit_waiting(plan)
         if self._may_displace and self._state.order.ages:
             self._admission.note_held_up()
-        self._shares.ask_for_drafts(plan)
+        self._draft_shares.ask(plan)
         # First the blocks that this very plan writes over.
         plan.swap_out = self._kv.complete_plan() + plan.swap_out
         return plan
@@ -147,7 +149,7 @@ class Planner:
         pause_s = seconds + waited_s if has_prefill and self._has_decodes(plan) else 0.0
         self._step_time.observe(plan.num_scheduled_tokens, seconds, has_prefill=has_prefill, pause_s=pause_s)
         if not has_prefill:
-            self._shares.observe_step(plan, seconds, waited_s)
+            self._drafts.observe_step(plan, seconds, waited_s)
 
     def _has_decodes(self, plan: SchedulerOutput) -> bool:
         """Whether sequences that have tokens already get the next, with drafts or without."""

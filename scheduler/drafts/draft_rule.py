@@ -1,9 +1,9 @@
 """Choice of the drafts that pay: how many the next step verifies, and how many a draft model makes for it.
 
-Owns: how often drafts were right, for each source, sequence and place among its drafts; the time of a step,
-and of a pass of a draft model, by its tokens; the choices by these, and the time that may be spent to learn
-more. No draft is a normal choice.
-Never: proposes or verifies a draft (the worker does both), gives a share (token_shares.py), or reads a clock.
+Owns: the choices by how often drafts were right (draft_rates.py) and by what they cost (draft_costs.py), and
+the time that may be spent to learn more. No draft is a normal choice.
+Never: keeps a draft (drafts.py), proposes or verifies one (the worker does both), gives a share, or reads a
+clock.
 Source: speculative decoding pays while expected tokens a second rise: arXiv:2211.17192, section 3.3; here the
 time of a step is measured, not assumed, and drafts of all sequences compete for the same step.
 
@@ -21,36 +21,16 @@ sequence that the draft model has not followed also has to win back the time of 
 """
 
 from collections.abc import Mapping, Sequence
-from enum import StrEnum
 from typing import NamedTuple
 
-from scheduler.draft_messages import DraftChoice, DraftReason, PredictionUse
-from scheduler.messages import (
-    ModelRunnerOutput,
-    SchedulerOutput,
-    SequenceId,
-)
-from scheduler.sequence import Sequence as TokenSequence
+from scheduler.draft_messages import DraftChoice, DraftReason
+from scheduler.drafts.draft_costs import DraftWaits, StepCosts
+from scheduler.drafts.draft_rates import FIRST_RATES, DraftSource, Rates
+from scheduler.messages import SequenceId
 
-_WEIGHT_OF_BASE = 4.0
-"""Outcomes that the rates of others count as."""
-_MEMORY, _MEMORY_OF_ALL = 24.0, 400.0
-"""Outcomes until the weight of one has gone down to a third."""
-_MOST_RATE = 0.99
-_FIXED_ROWS = 12
-"""A step takes as long as so many rows before it has any: until sizes are measured."""
-_COST_LEARNING = 0.1
-_MAX_SURPRISE = 2.0  # a step that took longer than so many times the usual counts as such; a wait, too
-_MAX_SURPRISE_AT_FIRST = 1.3  # a disturbance only ever adds
-_NUM_SETTLED = 10  # observations of a size, from which on it shows a trend
-_TREND_LEARNING = 0.05
-_LEAST_TREND, _MAX_TREND = 0.04, 0.1  # less is noise
-_LEAST_LEFT = 0.95
 _LEAST_GAIN = 1.03  # less is within the error of what is measured
 _PROBE_INTERVAL = 64
 _LEAST_SURVIVAL_OF_PROBE = 0.3
-_EXACT_SIZES = 16
-_WAIT_MEMORY = 0.95
 _FURTHER_ROWS, _FURTHER_TIMES = 8, 4
 """A step may be larger than the largest that was measured by so many rows, or so many times as large."""
 _EXPLORED_PART = 0.01
@@ -58,154 +38,6 @@ _EXPLORED_PART = 0.01
 _FEW_OUTCOMES = 8.0
 _NEAR = 16  # tokens that a draft model catches up with beside others
 _LEAST_AHEAD = 32  # tokens that a sequence is expected to get at least, if it may; else as many as it has
-
-
-class DraftSource(StrEnum):
-    """Source of a sequence's drafts. Each is right at rates of its own."""
-
-    PREDICTION = "prediction"
-    TEXT = "text"
-    MODEL = "model"
-
-
-_FIRST_RATES = {DraftSource.PREDICTION: 0.8, DraftSource.TEXT: 0.6, DraftSource.MODEL: 0.6}
-"""Rates before anything is known."""
-
-
-class StepCosts:
-    """Measured seconds of steps without prompts, by their number of tokens; straight lines between.
-
-    Growing contexts add time to steps of all sizes. So where settled sizes take more than they did, or less,
-    for a while, those not seen meanwhile follow: else they would look cheap.
-    """
-
-    def __init__(self) -> None:
-        self._means: dict[int, float] = {}
-        self._nums: dict[int, int] = {}  # of observations, of each size
-        self._trend = 0.0  # of late: time beyond the expected, as a part of it
-        self._sizes: list[int] = []  # in order; some two hundred at most
-
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        size = _rounded(num_tokens)
-        mean = self._means.get(size)
-        self._nums[size] = num = self._nums.get(size, 0) + 1
-        if mean is None:
-            self._means[size] = seconds
-            self._sizes = sorted(self._means)
-            return
-        surprise = min(seconds / mean, _MAX_SURPRISE if num >= _NUM_SETTLED else _MAX_SURPRISE_AT_FIRST) - 1.0
-        if num >= _NUM_SETTLED:
-            self._trend += _TREND_LEARNING * (surprise - self._trend)
-            if abs(self._trend) > _LEAST_TREND:
-                self._shift(_COST_LEARNING * max(-_MAX_TREND, min(self._trend, _MAX_TREND)) * mean)
-        # A size that was seen seldom must not look cheaper than one that is seen always: both are means.
-        self._means[size] = mean * (1.0 + max(_COST_LEARNING, 1.0 / num) * surprise)
-
-    def _shift(self, seconds: float) -> None:
-        """Add so much to the time of all sizes; they keep most of it if that is less than nothing."""
-        for size, mean in self._means.items():
-            self._means[size] = max(mean + seconds, _LEAST_LEFT * mean)
-
-    def knows(self, num_tokens: int) -> bool:
-        """Tell whether a size was measured, or smaller and larger ones were."""
-        return bool(self._sizes) and self._sizes[0] <= _rounded(num_tokens) <= self._sizes[-1]
-
-    @property
-    def largest(self) -> int:
-        """Most tokens of a step that was measured; 0 before any."""
-        return self._sizes[-1] if self._sizes else 0
-
-    def seconds(self, num_tokens: int) -> float:
-        """Expected time of a step.
-
-        Beyond what was measured it grows on like between the ends, if these lie apart.
-        """
-        sizes, means = self._sizes, self._means
-        if not sizes:
-            return 1.0
-        above = next((size for size in sizes if size >= num_tokens), None)
-        first, last = sizes[0], sizes[-1]
-        if num_tokens <= first:
-            return means[first] * (_FIXED_ROWS + num_tokens) / (_FIXED_ROWS + first)
-        if above is None:
-            slope = means[last] / (_FIXED_ROWS + last)
-            if last >= 2 * first:
-                slope = max(means[last] - means[first], 0.0) / (last - first)
-            return means[last] + slope * (num_tokens - last)
-        below = sizes[sizes.index(above) - 1]
-        share = (num_tokens - below) / (above - below)
-        return means[below] + share * (means[above] - means[below])
-
-
-class _Waits:
-    """Time that the worker stands still for one step with drafts, where plans are made ahead.
-
-    Such a step waits until the last token is known and its plan is made, and so does the step behind it.
-    Other steps count as time that passes: the next wait then counts for more.
-    """
-
-    def __init__(self) -> None:
-        self._all_s = self._num_drafted = 0.0
-        self._is_behind = False
-
-    def observe(self, seconds: float, step_s: float, *, has_drafts: bool) -> None:
-        """Take in how long the worker waited for a step.
-
-        A wait far beyond the usual, and beyond the time of a step, has causes that no draft brings.
-        """
-        most_s = max(step_s, _MAX_SURPRISE * self.seconds)
-        self._all_s *= _WAIT_MEMORY
-        self._num_drafted = self._num_drafted * _WAIT_MEMORY + has_drafts
-        if has_drafts or self._is_behind:
-            self._all_s += min(seconds, most_s)
-        self._is_behind = has_drafts
-
-    @property
-    def seconds(self) -> float:
-        return self._all_s / self._num_drafted if self._num_drafted else 0.0
-
-
-class Rates:
-    """Rates at which drafts at each place are right, if all before them are.
-
-    Where little is known of a place, the other places count, and before these the rates of others.
-    """
-
-    def __init__(self, max_drafts: int, base: "Rates | float") -> None:
-        """Take in the rates of all sequences, or the rate before anything is known of any."""
-        self._base = base
-        self._keep = 1.0 - 1.0 / (_MEMORY if isinstance(base, Rates) else _MEMORY_OF_ALL)
-        self._right = [0.0] * max_drafts
-        self._nums = [0.0] * max_drafts
-        self._all_right = self.num_outcomes = 0.0
-        self._rates: list[float] = []
-
-    def learn(self, place: int, *, is_right: bool) -> None:
-        self._right[place] = self._right[place] * self._keep + is_right
-        self._nums[place] = self._nums[place] * self._keep + 1.0
-        self._all_right = self._all_right * self._keep + is_right
-        self.num_outcomes = self.num_outcomes * self._keep + 1.0
-        self._rates = []
-
-    @property
-    def overall(self) -> float:
-        """Rate of all places together."""
-        base = self._base.overall if isinstance(self._base, Rates) else self._base
-        return (_WEIGHT_OF_BASE * base + self._all_right) / (_WEIGHT_OF_BASE + self.num_outcomes)
-
-    def of_places(self) -> list[float]:
-        """Rates of all places. Those of a sequence follow the others' when its own next outcome comes."""
-        if not self._rates:
-            overall = self.overall
-            expected = [overall] * len(self._nums)
-            if isinstance(self._base, Rates):
-                relative = overall / self._base.overall
-                expected = [min(rate * relative, _MOST_RATE) for rate in self._base.of_places()]
-            self._rates = [
-                (_WEIGHT_OF_BASE * each + right) / (_WEIGHT_OF_BASE + num)
-                for each, right, num in zip(expected, self._right, self._nums, strict=True)
-            ]
-        return self._rates
 
 
 class _Record:
@@ -242,12 +74,12 @@ class DraftRule:
     """The choice for one step after the other."""
 
     def __init__(self, max_drafts: int) -> None:
-        self._of_source = {each: Rates(max_drafts, rate) for each, rate in _FIRST_RATES.items()}
+        self._of_source = {each: Rates(max_drafts, rate) for each, rate in FIRST_RATES.items()}
         self._max_drafts = max_drafts
         self._records: dict[SequenceId, _Record] = {}
         self._num_choices = 0
         self._observed_s = self._explored_s = 0.0
-        self._waits = _Waits()
+        self._waits = DraftWaits()
         self._has_looked = False
         self.costs = StepCosts()
         self.pass_costs = StepCosts()
@@ -439,20 +271,3 @@ class DraftRule:
             rates_of_source.learn(place, is_right=is_right)
             if not is_right:
                 break
-
-
-def _rounded(num_tokens: int) -> int:
-    """Round larger sizes, so that few are told apart: to an eighth of themselves."""
-    if num_tokens <= _EXACT_SIZES:
-        return num_tokens
-    unit = 1 << (num_tokens.bit_length() - 4)
-    return -(-num_tokens // unit) * unit
-
-
-def prediction_use(
-    seq: TokenSequence, kept_ids: tuple[int, ...], plan: SchedulerOutput, result: ModelRunnerOutput
-) -> PredictionUse | None:
-    """Count the drafts of a sequence that were accepted, up to its end, and the others."""
-    num_drafts = len(plan.draft_token_ids.get(seq.sequence_id, ()))
-    num_accepted = min(len(result.token_ids[seq.sequence_id]) - 1, len(kept_ids))
-    return PredictionUse(num_accepted, num_drafts - num_accepted) if num_drafts else None
