@@ -5,6 +5,7 @@ Never: decides that a sequence moves; planner.py, admission.py and scheduler.py 
 """
 
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from operator import attrgetter
@@ -15,9 +16,7 @@ from scheduler.policy import OrderOfService
 from scheduler.queues.compilations import Compilations
 from scheduler.queues.fairness import FairWaitingQueue
 from scheduler.queues.lazy_heap import walk
-from scheduler.queues.need_index import NeedIndex
-from scheduler.queues.start_forecast import StartForecast
-from scheduler.queues.waiting_queue import AgingWaitingQueue, WaitingQueue
+from scheduler.queues.waiting_queue import AgingWaitingQueue, NeedIndex, WaitingQueue
 from scheduler.sequence import Sequence, Status
 from scheduler.tenant_ledger import GENERATED_TOKEN_COST, PROMPT_TOKEN_COST, TenantAccounts
 
@@ -31,6 +30,30 @@ _ReasonOf = Callable[[Sequence, int], WaitReason]
 """Reason of a waiting sequence, with so many ahead of it in the waiting queue."""
 
 _Queue = WaitingQueue | FairWaitingQueue
+
+_MAX_STARTS = 64
+_MIN_STARTS = 2
+
+
+class StartForecast:
+    """Forecast of when a waiting sequence starts, from the starts of the last ones.
+
+    A place of the queue takes as long as these were apart; the time since the last counts too.
+    """
+
+    def __init__(self) -> None:
+        self._starts_s: deque[float] = deque(maxlen=_MAX_STARTS)
+
+    def note_start(self, now_s: float) -> None:
+        """Note that a sequence was admitted."""
+        self._starts_s.append(now_s)
+
+    def expected_s(self, place: int, *, now_s: float) -> float | None:
+        """Seconds until the sequence at this place starts; None before there is anything to tell from."""
+        if len(self._starts_s) < _MIN_STARTS:
+            return None
+        span_s = max(now_s - self._starts_s[0], 0.0)
+        return (place + 1) * span_s / len(self._starts_s)
 
 
 class RequestQueues:
