@@ -191,14 +191,11 @@ def test_every_variable_and_flag_of_ours_that_is_named_exists(page: Path) -> Non
     )
     if page.name == "coming-from.md":
         others |= {*other_names._OURS, *other_names._NOT_NEEDED}
-    if page.name == "simulate.md":
+    if page.name in ("simulate.md", "simulator.md"):
         others |= {word.removeprefix("--") for word in simulate_command.build_parser()._option_string_actions}
     if page.name == "bench.md":
         serve = next(each for each in load_command.build_parser()._actions if each.choices).choices["serve"]
         others |= {word.removeprefix("--") for word in serve._option_string_actions}
-    if page.name in ("simulate.md", "0042-leaps-and-cells.md"):
-        words = simulate_command.build_parser()._option_string_actions
-        others |= {word.removeprefix("--") for word in words}
     assert {flag.removeprefix("no-").replace("-", "_") for flag in flags - others} <= DECLARATIONS.keys()
 
 
@@ -362,35 +359,30 @@ def test_the_way_of_a_request_has_twelve_stations_from_the_handler_to_the_kernel
     assert folders == {"server", "engine", "scheduler", "worker"}
 
 
-# Decision records.
+# Decisions.
 
-RECORDS = sorted((ROOT / "docs" / "decisions").glob("*.md"))
-
-
-@pytest.mark.parametrize("record", RECORDS, ids=name_of)
-def test_a_record_has_its_number_in_its_title_and_says_whether_it_holds(record: Path) -> None:
-    title, blank, status = record.read_text(encoding="utf-8").splitlines()[:3]
-    number = record.name[:4]
-    assert title.startswith(f"# {number}: ")
-    assert not blank
-    others = r"\[(\d{4})\]\((\d{4}-[\w-]+\.md)\)"
-    found = re.fullmatch(
-        rf"\*\*Status\.\*\* (?:accepted|(?:superseded|narrowed) by {others}(?: and {others})?)\.", status
-    )
-    assert found, status
-    for named, target in (found.group(1, 2), found.group(3, 4)):
-        if named:
-            assert target.startswith(named)
-            assert named != number
+DECISIONS = sorted((ROOT / "docs" / "decisions").glob("*.md"))
 
 
-def test_the_index_has_all_records_in_order_by_their_titles() -> None:
+def test_the_index_has_all_decisions_in_order_by_their_titles() -> None:
     rows = re.findall(
-        r"^\| \[(\d{4})\]\(decisions/([\w-]+\.md)\) \| (.*) \|$", read("docs/README.md"), flags=re.MULTILINE
+        r"^\| \[.+\]\(decisions/([\w-]+\.md)\) \| (.*) \|$", read("docs/README.md"), flags=re.MULTILINE
     )
-    titles = [record.read_text(encoding="utf-8").splitlines()[0] for record in RECORDS]
-    assert [name for _, name, _ in rows] == [record.name for record in RECORDS]
-    assert [f"# {number}: {title}" for number, _, title in rows] == titles
+    assert rows == [(page.name, page.read_text(encoding="utf-8").splitlines()[0][2:]) for page in DECISIONS]
+    assert not [name for name, _ in rows if name[0].isdigit()], "a page for a subject, not for a date"
+
+
+def test_sources_name_decisions_that_there_are() -> None:
+    sources = [
+        path for folder in (*CODE_FOLDERS, "tests", "tokenyard") for path in (ROOT / folder).rglob("*.py")
+    ]
+    for path in (*sources, ROOT / "pyproject.toml", ROOT / "setup.py", ROOT / "Dockerfile", ROOT / "NOTICE"):
+        for page, anchor in re.findall(
+            r"docs/decisions/([\w-]+)(?:\.md)?(?:#([\w-]+))?", path.read_text(encoding="utf-8")
+        ):
+            found = ROOT / "docs" / "decisions" / f"{page}.md"
+            assert found.is_file(), f"{path}: {page}"
+            assert not anchor or anchor in anchors(found.read_text(encoding="utf-8")), f"{path}: {anchor}"
 
 
 # Models, dependencies, layout.
@@ -405,7 +397,7 @@ def test_the_tested_families_are_those_that_are_listed() -> None:
 def test_every_dependency_has_its_reason() -> None:
     project = tomllib.loads(read("pyproject.toml"))["project"]
     wanted = [*project["dependencies"], *project["optional-dependencies"]["fast"]]
-    rows = re.findall(r"^\| `([\w-]+)` \|", read("docs/decisions/0002-dependencies.md"), flags=re.MULTILINE)
+    rows = re.findall(r"^\| `([\w-]+)` \|", read("docs/decisions/dependencies.md"), flags=re.MULTILINE)
     assert sorted(rows) == sorted(re.split(r"[<>=;\[]", text)[0].strip() for text in wanted)
 
 
