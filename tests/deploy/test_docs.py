@@ -18,7 +18,7 @@ from engine.adapters.adapter_metrics import AdapterMetrics
 from engine.frontend.metrics import EngineMetrics
 from engine.options.options import DECLARATIONS
 from engine.types import FinishReason
-from scripts import write_errors_page
+from scripts import write_errors_page, write_structure_page
 from scripts.write_options_page import PAGE, insert, render
 from server.chat.chat_protocol import CHAT_REFUSALS, ChatCompletionRequest
 from server.commands import other_names
@@ -357,6 +357,24 @@ def test_the_way_of_a_request_has_twelve_stations_from_the_handler_to_the_kernel
     assert all(re.search(r"\[`[\w/.]+:\w+`\]", part) for part in parts)
     folders = {file.split("/")[0] for file, _, _ in stations(ROOT / "docs" / "architecture.md")}
     assert folders == {"server", "engine", "scheduler", "worker"}
+
+
+def test_the_page_of_the_architecture_names_each_folder_of_the_four_packages() -> None:
+    named = code_words(read("docs/architecture.md"))
+    for package in ("server", "engine", "scheduler", "worker"):
+        folders = {path.parent.name for path in (ROOT / package).glob("*/__init__.py")}
+        assert not {name for name in folders if f"{package}/{name}/" not in named}
+
+
+def test_the_figures_of_the_structure_are_those_of_the_tree() -> None:
+    rows = re.findall(r"^\| (.+?) \|([ \d,|]+)\|$", read("docs/structure.md"), flags=re.MULTILINE)
+    listed = {
+        name: tuple(int(number.replace(",", "")) for number in re.findall(r"[\d,]+", cells))
+        for name, cells in rows
+    }
+    hint = "run: python scripts/write_structure_page.py"
+    for name, numbers in write_structure_page.figures().items():
+        assert listed[name] == pytest.approx(numbers, rel=0.02, abs=2), f"{name}: {hint}"
 
 
 # Decisions.
