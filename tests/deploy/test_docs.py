@@ -419,6 +419,14 @@ def test_every_dependency_has_its_reason() -> None:
     assert sorted(rows) == sorted(re.split(r"[<>=;\[]", text)[0].strip() for text in wanted)
 
 
+def test_the_version_is_the_same_in_the_package_the_chart_and_the_changelog() -> None:
+    version = tomllib.loads(read("pyproject.toml"))["project"]["version"]
+    chart = read("deploy/helm/tokenyard/Chart.yaml")
+    assert re.findall(r"^(?:appV|v)ersion: \"?([\d.]+)\"?$", chart, flags=re.MULTILINE) == [version, version]
+    releases = re.findall(r"^## ([\d.]+)$", read("CHANGELOG.md"), flags=re.MULTILINE)
+    assert releases[0] == version
+
+
 def test_the_readme_has_a_line_for_each_folder() -> None:
     listed = set(re.findall(r"^\| `(\w+)/` \|", read("README.md"), flags=re.MULTILINE))
     assert {*CODE_FOLDERS, "deploy", "docs", "scripts", "tests"} <= listed
