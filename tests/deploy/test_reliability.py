@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from scripts import write_reliability_page as writer
+from tests.for_each import for_each
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = writer.PAGE.read_text(encoding="utf-8")
@@ -18,7 +19,7 @@ RUN = """<?xml version="1.0"?><testsuites><testsuite time="90" timestamp="2026-0
 </testsuite></testsuites>"""
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.split(" | ")[0].strip("| "))
+@for_each(ROWS, ids=lambda row: row.split(" | ")[0].strip("| "))
 def test_every_test_that_a_row_names_exists(row: str) -> None:
     for file, test in writer.TEST_NAME.findall(row):
         tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))

@@ -11,6 +11,7 @@ from engine.options.option_sources import read_options
 from engine.options.option_values import Choice
 from engine.options.options import BY_KEY, DECLARATIONS, OptionError
 from tests.engine.options.test_options import _SAMPLES
+from tests.for_each import for_each
 
 SCHEMA = file_schema()
 VALIDATOR = Draft202012Validator(SCHEMA)
@@ -77,7 +78,7 @@ def test_an_invalid_file_is_invalid_to_both(content: str, tmp_path: Path) -> Non
     assert not server_accepts(path)
 
 
-@pytest.mark.parametrize("name", list(DECLARATIONS))
+@for_each(DECLARATIONS)
 def test_every_option_may_be_written_as_text_and_as_what_it_means(name: str) -> None:
     text, value = _SAMPLES[name]
     key = name.replace("_", "-")

@@ -159,21 +159,22 @@ _SAMPLES: dict[str, tuple[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", list(DECLARATIONS))
-def test_every_option_can_be_set_from_each_source_and_describes_itself(name, file) -> None:
-    text, value = _SAMPLES[name]
-    key = name.replace("_", "-")
-    if isinstance(DECLARATIONS[name].kind, Switch):
-        words = [f"--{key}" if value else f"--no-{key}"]
-    else:
-        words = [f"--{key}", text]
-    expected = dataclasses.replace(Options(), **{name: value})
-    assert expected != Options()
-    assert read(*words) == expected
-    assert read(environment={f"TOKENYARD_{name.upper()}": text}) == expected
-    file.write_text(f"{key}: {text!r}\n")
-    assert read("--config", str(file)) == expected
-    assert DECLARATIONS[name].help
+def test_every_option_can_be_set_from_each_source_and_describes_itself(file, subtests) -> None:
+    for name in DECLARATIONS:
+        with subtests.test(name):
+            text, value = _SAMPLES[name]
+            key = name.replace("_", "-")
+            if isinstance(DECLARATIONS[name].kind, Switch):
+                words = [f"--{key}" if value else f"--no-{key}"]
+            else:
+                words = [f"--{key}", text]
+            expected = dataclasses.replace(Options(), **{name: value})
+            assert expected != Options()
+            assert read(*words) == expected
+            assert read(environment={f"TOKENYARD_{name.upper()}": text}) == expected
+            file.write_text(f"{key}: {text!r}\n")
+            assert read("--config", str(file)) == expected
+            assert DECLARATIONS[name].help
 
 
 def test_repeatable_options_take_repeated_flags_commas_in_the_environment_and_lists_in_the_file(file) -> None:
