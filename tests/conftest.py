@@ -12,6 +12,7 @@ import pytest
 
 from campaigns.servers.free_ports import free_port
 from tests.checkpoints import make_checkpoint
+from tests.tiers import covering
 
 # Triton's kernels run in its interpreter, on the CPU. Triton reads this when it is first imported, its own
 # functions included, so it holds for the whole process.
@@ -27,38 +28,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-TESTS = Path(__file__).resolve().parent
-CORE = ("engine", "scheduler", "server", "deploy/test_docs.py", "test_architecture.py")
-"""Folders and files of the core: `python -m pytest -m core`, under a minute, and torch is not loaded."""
-NOT_CORE = frozenset(
-    {
-        # They start an engine or another process for each test.
-        *("test_client.py", "test_giving_way.py", "test_grammar_compiler.py", "test_engine_processes.py"),
-        *("test_doctor.py", "test_run_batch.py", "test_terminal.py", "test_tokenizer_trial.py"),
-        *("test_launch.py", "test_chat_template.py"),
-        # They import torch.
-        *("core/test_overlapped_loop.py", "core/test_prefill_limit.py", "core/test_pulse.py"),
-        # They wait for real time: slow clients, silent connections, an event loop that stands still.
-        *("test_body_limit.py", "test_connections.py", "test_health_listener.py", "test_lingering.py"),
-        *("test_disconnects.py", "test_tls.py", "test_half_closed.py", "test_http_client.py"),
-        *("test_pull_command.py", "test_switchboard.py"),
-        # They try thousands of requests.
-        *("test_fuzz.py", "test_wire_histories.py"),
-    }
-)
-
-
-def is_core(path: Path) -> bool:
-    """Whether a test file, or anything in a folder, belongs to the core."""
-    place = path.relative_to(TESTS).as_posix()
-    if path.is_dir():
-        return any(f"{part}/".startswith(f"{place}/") or f"{place}/".startswith(f"{part}/") for part in CORE)
-    is_slow = any(f"/{place}".endswith(f"/{name}") for name in NOT_CORE)
-    return not is_slow and any(f"{place}/".startswith(f"{part}/") for part in CORE)
+DAY = "not night and not alone"
+"""Tests that run when nothing is chosen: docs/testing.md."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "core: the tests of a minute; tests/conftest.py lists their files")
+    if config.args_source is not pytest.Config.ArgsSource.ARGS and not config.option.markexpr:
+        config.option.markexpr = DAY
     _read_certificates_once()
     # Five seconds are httpx's patience, of which a busy machine may need more for an answer.
     httpx._config.DEFAULT_TIMEOUT_CONFIG.__init__(60.0)  # type: ignore[misc] # the one that all calls share
@@ -76,18 +52,18 @@ def _read_certificates_once() -> None:
     httpx_transports.create_ssl_context = take
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With `-m core` no other file is even imported."""
-    if config.option.markexpr != "core" or collection_path == TESTS or TESTS not in collection_path.parents:
-        return None
-    return None if is_core(collection_path) else True
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave to the night those cases of tests marked `pairs` whose pairs of values other cases hold."""
+    products: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if TESTS in item.path.parents and is_core(item.path):
-            item.add_marker("core")
+        if hasattr(item, "callspec") and item.get_closest_marker("pairs"):
+            products.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in products.values():
+        by_day = covering([case.callspec._idlist for case in cases])  # a word for each `parametrize`
+        for place, case in enumerate(cases):
+            if place not in by_day:
+                case.add_marker("night")
 
 
 @pytest.fixture

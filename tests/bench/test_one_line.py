@@ -94,6 +94,7 @@ def lengths(number: int, least: int, most: int) -> int:
     return least + number * 7919 % (most - least + 1)
 
 
+@pytest.mark.night
 def test_512_clients_with_long_answers_fill_eight_engines_evenly() -> None:
     """vLLM #36748: two ranks had over a hundred waiting while others idled."""
     replay = Replay(setup_of(8))
@@ -129,6 +130,7 @@ def test_waves_are_spread_evenly() -> None:
     assert replay.busiest_to_mean <= 1.10
 
 
+@pytest.mark.night
 @pytest.mark.parametrize(("num_prefixes", "num_first"), [(1, 0), (2, 0), (8, 128), (64, 0)])
 def test_hot_prefixes_make_no_hot_engine(num_prefixes: int, num_first: int) -> None:
     """llm-d-router #355: with few long prefixes, all requests went where those were.

@@ -8,6 +8,8 @@ from campaigns.api_throughput.reader import Arrival, Readings
 from campaigns.api_throughput.result import Steps, summarize
 from campaigns.servers.running import ROOT
 
+pytestmark = pytest.mark.night
+
 
 @pytest.mark.parametrize("endpoint", list(Endpoint))
 def test_every_token_of_every_stream_arrives_at_the_pace_of_the_stand_in(endpoint: Endpoint) -> None:

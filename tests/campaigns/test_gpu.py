@@ -22,6 +22,8 @@ from scheduler.messages import ModelRunnerOutput, SchedulerOutput
 from tests.fakes import FakeWorker, continuation
 from worker.worker_config import ModelFacts
 
+pytestmark = pytest.mark.night
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -11,6 +11,8 @@ from campaigns.gpu.host_step import WAYS, Step
 from campaigns.gpu.null_device import Asked, CountedOperations, NullGpu
 from campaigns.gpu.results import Record, read_record
 
+pytestmark = pytest.mark.night
+
 
 @pytest.fixture(autouse=True)
 def _small_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,8 @@ from campaigns.servers.free_ports import free_port
 from campaigns.servers.running import Launch, PeerFailed, running
 from tests.checkpoints import make_checkpoint
 
+pytestmark = pytest.mark.night
+
 ROOT = Path(__file__).resolve().parents[2]
 FAKE = ROOT / "tests" / "campaigns" / "fake_peer.py"
 ONE = WORKLOADS["one"]

@@ -1,8 +1,12 @@
 """Cost of serving beside the model, measured on a real server."""
 
+import pytest
+
 from bench.load.load_client import Endpoint
 from campaigns.servers.running import ROOT
 from campaigns.stack_cost import measure
+
+pytestmark = pytest.mark.night
 
 
 def test_the_time_of_both_processes_is_taken_while_requests_run() -> None:

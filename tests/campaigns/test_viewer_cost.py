@@ -2,8 +2,12 @@
 
 import asyncio
 
+import pytest
+
 from campaigns.servers.own_server import own_server
 from campaigns.viewer_cost import at_rest, busy
+
+pytestmark = pytest.mark.night
 
 
 def test_the_time_of_both_processes_is_taken_with_and_without_a_viewer() -> None:

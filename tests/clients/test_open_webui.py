@@ -8,6 +8,8 @@ import json
 import httpx
 import pytest
 
+pytestmark = pytest.mark.night
+
 MODEL = "tokenyard-demo"
 HEADERS = {
     "authorization": "Bearer none",

@@ -2,7 +2,11 @@
 
 import shutil
 
+import pytest
+
 from tests.clients.conftest import HERE, run
+
+pytestmark = pytest.mark.night
 
 
 def test_litellm_streams_what_it_gets_whole_and_knows_our_errors(server, python):

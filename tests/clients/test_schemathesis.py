@@ -10,6 +10,8 @@ import pytest
 from tests.clients.conftest import HERE, INSTALLED
 from tests.e2e.serving import RunningServer, running_server
 
+pytestmark = pytest.mark.night
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:

@@ -38,6 +38,7 @@ from server.startup.launch import EXIT_BAD_MODEL
 from server.wire_model import WireModel
 from tests.checkpoints import FAMILIES
 from tests.deploy.exported import INFO
+from tests.for_each import for_each
 
 ROOT = Path(__file__).resolve().parents[2]
 CLIENT_FOLDERS = ("batch", "terminal")
@@ -103,9 +104,16 @@ def test_the_readme_serves_with_the_installed_command() -> None:
 
 
 def test_the_gates_of_the_contributors_page_are_those_of_ci() -> None:
-    gates = {"ruff check .", "ruff format --check .", "mypy", "python -m pytest -n 3 --dist loadfile"}
+    gates = {"ruff check .", "ruff format --check .", "mypy", "python -m pytest -n 2 --dist loadfile"}
     assert gates <= code_words(read("CONTRIBUTING.md"))
     assert gates <= commands_of_ci()
+
+
+def test_the_page_of_tests_has_the_commands_of_ci() -> None:
+    page = code_words(read("docs/testing.md"))
+    tiers = {command for command in commands_of_ci() if "python -m pytest" in command}
+    assert len(tiers) == 4
+    assert tiers <= page
 
 
 def test_ci_can_be_started_and_its_syntax_is_right() -> None:
@@ -123,7 +131,7 @@ def test_the_readmes_python_is_python(snippet: str) -> None:
 # Links and pictures.
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@for_each(PAGES, ids=name_of)
 def test_relative_links_lead_somewhere(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -162,7 +170,7 @@ def test_the_options_page_is_current() -> None:
     assert page == insert(page, render()), "run: python scripts/write_options_page.py"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@for_each(PAGES, ids=name_of)
 def test_every_variable_and_flag_of_ours_that_is_named_exists(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     variables = {name.lower() for name in re.findall(r"TOKENYARD_([A-Z_]*[A-Z])\b", text)}
@@ -247,7 +255,7 @@ def test_the_table_of_metrics_gives_types_and_labels() -> None:
             assert set(re.findall(r"`(\w+)`", labels)) == has, name
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@for_each(PAGES, ids=name_of)
 def test_every_metric_that_is_named_is_exported(page: Path) -> None:
     words = {
         word
@@ -342,7 +350,7 @@ def defined_names(path: Path) -> set[str]:
     return {node.name for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@for_each(PAGES, ids=name_of)
 def test_every_function_that_is_linked_is_in_its_file(page: Path) -> None:
     for file, name, target in stations(page):
         assert (page.parent / target).resolve() == ROOT / file, target
@@ -440,7 +448,7 @@ def test_the_readme_names_every_folder_of_a_package(package: str) -> None:
     assert set(re.findall(r"`(\w+)`", row)) == folders
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@for_each(PAGES, ids=name_of)
 def test_files_that_are_named_exist(page: Path) -> None:
     for word in code_words(page.read_text(encoding="utf-8")):
         if re.fullmatch(

@@ -18,6 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.serving import RunningServer, running_server
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "deploy" / "kubernetes" / "overlays" / "gateway" / "endpoint-picker-config.yaml"
 NUM_BLOCKS, BLOCK_SIZE = 24, 8

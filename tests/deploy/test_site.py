@@ -14,6 +14,8 @@ from urllib.parse import unquote
 
 import pytest
 
+pytestmark = pytest.mark.night
+
 pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install -e '.[docs]'")
 pytest.importorskip("material", reason="mkdocs-material is not installed: pip install -e '.[docs]'")
 

@@ -15,7 +15,10 @@ from server.startup.allocator import is_glibc
 from tests.deploy.wheels import INSIDE, ROOT, build_wheel, copy_sources, install, why_not_here
 from tests.e2e.serving import running_server
 
-pytestmark = pytest.mark.skipif(bool(why_not_here()), reason=f"no wheel is built here: {why_not_here()}")
+pytestmark = [
+    pytest.mark.night,
+    pytest.mark.skipif(bool(why_not_here()), reason=f"no wheel is built here: {why_not_here()}"),
+]
 
 
 @pytest.fixture(scope="module")

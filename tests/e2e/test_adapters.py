@@ -16,6 +16,8 @@ from engine.options.engine_config import DEMO_MODEL
 from tests.adapters import write_adapter
 from tests.e2e.serving import RunningServer, running_server, wait_for
 
+pytestmark = pytest.mark.night
+
 PROMPT = "one two three four one two three four one two three four one two"
 
 

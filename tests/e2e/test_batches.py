@@ -12,6 +12,8 @@ import pytest
 
 from tests.e2e.serving import running_server
 
+pytestmark = pytest.mark.night
+
 NUM_LINES = 10
 ENDPOINT = "/v1/chat/completions"
 

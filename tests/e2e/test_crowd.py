@@ -4,6 +4,7 @@ import asyncio
 import random
 
 import httpx
+import pytest
 from openai import AsyncOpenAI
 
 from tests.e2e.serving import RunningServer
@@ -45,6 +46,7 @@ async def test_64_streams_that_do_not_fit_all_get_the_text_they_get_alone(
     assert crowded_server.metric("tokenyard:recomputed_tokens_total") > 0
 
 
+@pytest.mark.night
 async def test_swapped_out_and_in_the_text_is_the_same_and_the_swap_space_is_empty_at_the_end(
     swapping_server: RunningServer,
 ) -> None:

@@ -15,6 +15,8 @@ import pytest
 from campaigns.servers.processes import held_by
 from tests.e2e.serving import RunningServer, running_server, wait_for
 
+pytestmark = pytest.mark.alone
+
 NUM_DROPS = 1000
 NUM_AT_ONCE = 50
 NUM_CLIENTS = 120

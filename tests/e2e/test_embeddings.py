@@ -19,6 +19,8 @@ from transformers import AutoModel, AutoModelForSequenceClassification
 from tests.e2e.serving import RunningServer, running_server, wait_for
 from tests.pooling_checkpoints import make_embedder, make_scorer, write_pooling_files
 
+pytestmark = pytest.mark.night
+
 TEXTS = ["hello world", "the train is in time", "Once upon a time that you token it", "a"]
 CROWDED = ("--num-gpu-blocks-override", "8", "--block-size", "8", "--max-num-seqs", "8")
 PRIORITIES = ("--scheduling-policy", "priority", "--max-num-batched-tokens", "16", "--enable-admin")

@@ -1,8 +1,11 @@
 """A prompt that the device's cache had to give up, asked for again over HTTP."""
 
 import httpx
+import pytest
 
 from tests.e2e.serving import RunningServer, wait_for
+
+pytestmark = pytest.mark.night
 
 PROMPT = [(7 * index + 5) % 90 + 10 for index in range(41)]  # five blocks of eight, and one token
 STRANGER = [(11 * index + 3) % 90 + 10 for index in range(180)]  # 23 of the 24 blocks

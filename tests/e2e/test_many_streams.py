@@ -2,9 +2,13 @@
 
 import asyncio
 
+import pytest
+
 from campaigns.servers.own_server import own_server, total
 from campaigns.soak.run import CROWDED
 from campaigns.soak.streams import ManyStreams
+
+pytestmark = pytest.mark.night
 
 NUM_STREAMS = 256
 DURATION_S = 1.0

@@ -4,9 +4,12 @@ import asyncio
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.checkpoints import make_checkpoint
 from tests.e2e.serving import running_server
+
+pytestmark = pytest.mark.night
 
 NUM_TOKENS = 24
 

@@ -34,9 +34,12 @@ FLAGS = (
 )
 PATIENCE_MS = 60_000
 
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="the page is not tried: there is no Chromium here (apt-get install chromium)"
-)
+pytestmark = [
+    pytest.mark.night,
+    pytest.mark.skipif(
+        CHROMIUM is None, reason="the page is not tried: there is no Chromium here (apt-get install chromium)"
+    ),
+]
 
 
 @pytest.fixture(scope="module")

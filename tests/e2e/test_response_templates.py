@@ -12,6 +12,8 @@ import pytest
 
 from tests.e2e.serving import ROOT, RunningServer, running_server
 
+pytestmark = pytest.mark.night
+
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
 # The built-in model knows no marks: the first sentence is its reasoning, the second one is a call.
 SENTENCE = "[.!?]"

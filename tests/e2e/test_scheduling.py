@@ -13,6 +13,8 @@ import pytest
 
 from tests.e2e.serving import ROOT, RunningServer, running_server
 
+pytestmark = pytest.mark.night
+
 
 @pytest.fixture(scope="module")
 def trace_file(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -1,7 +1,11 @@
 """A short soak; `python -m campaigns.soak --minutes 60` is the long one."""
 
+import pytest
+
 from campaigns.soak.acts import HUNG_UP
 from campaigns.soak.run import soak
+
+pytestmark = pytest.mark.night
 
 MINUTES = 0.1
 

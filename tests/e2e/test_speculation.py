@@ -12,6 +12,8 @@ from engine.options.engine_config import DEMO_MODEL
 from tests.e2e.serving import RunningServer, running_server, wait_for
 from tests.worker.speculation.draft_checkpoints import write_draft
 
+pytestmark = pytest.mark.night
+
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_min": 1}'
 REPEATING = "one two three four one two three four one two three four one two"
 

@@ -18,6 +18,8 @@ from openai import AsyncOpenAI, BadRequestError
 from tests.e2e.serving import RunningServer, running_server, wait_for
 from tests.engine.grammars.test_grammar_compiler import ENDLESS, used_ticks
 
+pytestmark = pytest.mark.night
+
 CHAT = [{"role": "user", "content": "Write a JSON object with name and age"}]
 
 

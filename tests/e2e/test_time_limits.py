@@ -10,6 +10,8 @@ import pytest
 
 from tests.e2e.serving import RunningServer, running_server
 
+pytestmark = pytest.mark.night
+
 # Far from done within the limit, and far from the first token's time: without our kernels a step is slow.
 _SLOW = ("--cpu-kernels", "off", "--request-timeout", "1s")
 _LONG = {"max_tokens": 480, "ignore_eos": True}

@@ -139,6 +139,7 @@ def untrained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServe
         yield server
 
 
+@pytest.mark.night
 async def test_a_model_without_a_dialect_writes_text_or_calls_that_match(untrained) -> None:
     async with openai.AsyncOpenAI(base_url=f"{untrained.url}/v1", api_key="none", max_retries=0) as sdk:
         reply = await sdk.chat.completions.create(

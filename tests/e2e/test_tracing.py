@@ -14,6 +14,8 @@ from tests.e2e.collector import Collector
 from tests.e2e.conftest import CROWDED
 from tests.e2e.serving import RunningServer, running_server, wait_for
 
+pytestmark = pytest.mark.night
+
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 MARKER = "violet-elephant"
 

@@ -8,6 +8,7 @@ import stat
 from pathlib import Path
 
 import httpx
+import pytest
 
 from server.commands.cli import main
 from server.http.listening import listen_unix
@@ -48,6 +49,7 @@ def test_a_server_at_a_socket_serves_what_the_operator_set(tmp_path: Path, capsy
     assert not path.exists()
 
 
+@pytest.mark.night
 def test_a_socket_left_behind_is_replaced_and_a_file_is_not(tmp_path: Path, capsys) -> None:
     dead, file = tmp_path / "dead", tmp_path / "file"
     with socket.socket(socket.AF_UNIX) as left:

@@ -18,7 +18,7 @@ from campaigns.servers.free_ports import free_port
 from tests.e2e.serving import running_server, wait_for
 
 PROMETHEUS = shutil.which("prometheus")
-pytestmark = pytest.mark.skipif(PROMETHEUS is None, reason="there is no prometheus here")
+pytestmark = [pytest.mark.night, pytest.mark.skipif(PROMETHEUS is None, reason="there is no prometheus here")]
 MODEL = "tokenyard-demo"
 SELECTED = f'{{job="vllm", model_name=~"{MODEL}", instance=~".+", engine=~"0"}}'
 

@@ -6,7 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.serving import ROOT
+
+pytestmark = pytest.mark.night
 
 
 def test_an_engine_that_dies_four_times_ends_the_server_with_code_70_and_leaves_nothing(

@@ -9,10 +9,13 @@ from collections import Counter
 from pathlib import Path
 
 import httpx
+import pytest
 from openai import APIConnectionError, APIStatusError, AsyncOpenAI
 
 from tests.e2e.serving import RunningServer, running_server
 from tests.faults.clients import num_tokens_streamed
+
+pytestmark = pytest.mark.night
 
 DELAY_S = 4
 

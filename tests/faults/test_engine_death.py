@@ -14,6 +14,8 @@ from openai import APIError, AsyncOpenAI
 
 from tests.e2e.serving import RunningServer, running_server, wait_for
 
+pytestmark = pytest.mark.night
+
 FIRST_TOKENS = "tokenyard:time_to_first_token_seconds_count"
 
 

@@ -20,7 +20,7 @@ from engine.processes.engine_processes import DeathCause
 from engine.types import GenerationRequest, SamplingParams, ServiceTerms, TimeLimits
 from tests.faults.faulty_engine import Fault
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.night, pytest.mark.asyncio(loop_scope="module")]
 
 WAIT_S = 60
 NO_LIMITS = TimeLimits()

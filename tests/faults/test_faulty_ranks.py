@@ -17,7 +17,7 @@ from engine.processes import supervisor
 from tests.faults.faulty_ranks import FAULT_FILE, NAME, Place
 from tests.faults.test_faulty_engine import WAIT_S, request, tokens_of
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.night, pytest.mark.asyncio(loop_scope="module")]
 
 STARTS_WITHIN_S = 3 * WAIT_S
 

@@ -34,6 +34,7 @@ from tests.faults.test_nodes import (
 from tests.worker.gpu.interpreted_gpu import HAS_GPU
 
 pytestmark = [
+    pytest.mark.night,
     pytest.mark.skipif(HAS_GPU, reason="stand-ins are needed"),
     pytest.mark.asyncio(loop_scope="module"),
 ]

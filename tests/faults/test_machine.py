@@ -21,9 +21,12 @@ from pathlib import Path
 from typing import IO, Any
 
 import httpx
+import pytest
 
 from campaigns.servers.free_ports import free_port
 from tests.e2e.serving import ROOT, RunningServer, wait_for
+
+pytestmark = pytest.mark.night
 
 READY_WITHIN_S = 60
 DAY_S = 86_400

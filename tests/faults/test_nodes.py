@@ -32,7 +32,7 @@ from tests.engine.nodes.test_switchboard import KEY
 from tests.worker.plan_driver import PlanDriver
 from worker.worker import Worker
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.night, pytest.mark.asyncio(loop_scope="module")]
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 120

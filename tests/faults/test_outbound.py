@@ -14,6 +14,8 @@ import pytest
 
 from tests.e2e.serving import ROOT, RunningServer, running_server
 
+pytestmark = pytest.mark.night
+
 GUARD = Path(__file__).parent / "outbound_guard"
 AWAY = "http://192.0.2.1/x"  # an address that belongs to nobody, by RFC 5737
 STRACE = shutil.which("strace")

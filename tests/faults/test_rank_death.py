@@ -15,6 +15,8 @@ from openai import AsyncOpenAI
 from tests.e2e.serving import RunningServer, running_server, wait_for
 from tests.faults.test_engine_death import error_of, is_ready
 
+pytestmark = pytest.mark.night
+
 RANKS = ("--num-threads", "1", "--dtype", "float32")
 WAITS_IN = {
     "--tensor-parallel-size": ("run_layers", "reduce", "_gather"),

@@ -27,6 +27,7 @@ from tests.faults.test_nodes import GIVEN, WAIT_S, all_tokens, fails_and_heals, 
 
 # Found, not imported: it puts its own copies of packages on the path of all tests of this process.
 pytestmark = [
+    pytest.mark.night,
     pytest.mark.skipif(find_spec("ray") is None, reason="of the extra `ray`"),
     pytest.mark.asyncio(loop_scope="module"),
 ]

@@ -6,11 +6,14 @@ import signal
 from collections import Counter
 from pathlib import Path
 
+import pytest
 from openai import AsyncOpenAI
 
 from tests.e2e.serving import RunningServer, running_server
 from tests.faults.clients import num_tokens_streamed, num_tokens_whole
 from tests.faults.proxy import Proxy, proxying
+
+pytestmark = pytest.mark.night
 
 NUM_CLIENTS = 4
 NUM_STREAMED, NUM_WHOLE = 200, 20

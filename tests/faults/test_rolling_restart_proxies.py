@@ -19,7 +19,10 @@ from tests.e2e.serving import RunningServer, running_server, wait_for
 from tests.faults.clients import num_tokens_streamed, num_tokens_whole
 from tests.faults.real_proxies import NAMES, installed, program, running_proxy
 
-pytestmark = pytest.mark.skipif(not installed(), reason="neither HAProxy nor nginx is installed")
+pytestmark = [
+    pytest.mark.night,
+    pytest.mark.skipif(not installed(), reason="neither HAProxy nor nginx is installed"),
+]
 
 NUM_CLIENTS = 2
 """For each proxy."""

@@ -23,6 +23,8 @@ from campaigns.servers.free_ports import free_port
 from tests.e2e.serving import ROOT, RunningServer, running_server, wait_for
 from tests.server.certificates import needs_openssl, self_signed
 
+pytestmark = pytest.mark.alone
+
 NUM_SILENT = 4_600
 """More than there are places."""
 LIMITED = ("sh", "-c", 'ulimit -Sn 1024; exec "$@"', "sh")

@@ -18,7 +18,7 @@ from engine.options.option_sources import read_options
 from engine.processes import engine_processes
 from engine.types import GenerationRequest, Page, SamplingParams, ServiceTerms, TimeLimits
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.night, pytest.mark.asyncio(loop_scope="module")]
 
 WAIT_S = 90
 SEATS = 4

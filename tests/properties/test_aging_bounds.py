@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import cycle
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.config import Fairness, SchedulingPolicy
 from scheduler.messages import SequenceId
 from scheduler.step.preemption import PROTECTED_TOKENS
 from tests.fakes import continuation, make_sequence
+from tests.properties.lengths import histories
 from tests.world import World, shares, small_config
 
 PROMPT_TOKENS = 5
@@ -136,13 +137,7 @@ class UrgentUsers:
             )
 
 
-@settings(
-    max_examples=60,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    derandomize=True,
-    database=None,
-)
+@histories(20)
 @given(LOADS)
 def test_nobody_starves_and_the_urgent_wait_for_one_turn_at_most(load: Load) -> None:
     world, users = load.world(), UrgentUsers(load)

@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.core.loop import EngineLoop, WorkerBroken
@@ -19,11 +19,10 @@ from scheduler.messages import FinishReason, SamplingParams, SequenceId, Sequenc
 from scheduler.scheduler import Scheduler
 from tests.fakes import FakeWorker, OutOfMemory, continuation
 from tests.invariants import check_invariants
+from tests.properties.lengths import histories
 from tests.world import small_config
 
-HISTORIES = settings(
-    max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None
-)
+HISTORIES = histories(20)
 _STOPS = tuple(range(0, 97, 9))
 
 

@@ -4,14 +4,13 @@ Invariants are checked after every step (tests/world.py), and the fake worker no
 does not hold what it should.
 """
 
-import os
 from dataclasses import dataclass, replace
 from enum import Enum
 from math import inf
 from random import Random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.config import (
@@ -42,15 +41,10 @@ from scheduler.messages import (
 from scheduler.scheduler import NeverFits
 from tests.fakes import OutOfMemory, continuation, make_sequence, pooled, prompt_logprobs
 from tests.oracle import Client, Oracle
+from tests.properties.lengths import TIMES, histories
 from tests.world import World, shares, small_config
 
-HISTORIES = settings(
-    max_examples=int(os.environ.get("HISTORIES", "400")),  # more of them by hand
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    derandomize=True,
-    database=None,
-)
+HISTORIES = histories(80)
 
 
 class Kind(Enum):
@@ -403,7 +397,7 @@ def test_under_constant_memory_pressure_every_request_still_ends_once_with_its_o
 ) -> None:
     num_preemptions = num_displacements = num_swaps = num_host_hits = num_tails = 0
     num_accepted_drafts = num_asked = 0
-    for seed in range(250):
+    for seed in range(50 * TIMES):
         random = Random(seed)
         order = random.choice(list(OrderAmongEquals))
         config = small_config(
@@ -441,9 +435,9 @@ def test_under_constant_memory_pressure_every_request_still_ends_once_with_its_o
         num_asked += sum(sum(plan.num_drafts_wanted.values()) for plan in world.worker.plans)
         num_accepted_drafts += world.scheduler.stats().num_accepted_tokens
         num_displacements += world.num_preemptions(PreemptionCause.DISPLACED)
-    assert num_preemptions > 1000, "the histories are too easy"
-    assert num_swaps > 300
-    assert num_accepted_drafts > 1000
-    assert num_asked > 1000
-    assert (num_host_hits > 800 and num_tails > 50) == (caching is PrefixCaching.ON)
-    assert (num_displacements > 300) == (policy is SchedulingPolicy.PRIORITY)
+    assert num_preemptions > 200 * TIMES, "the histories are too easy"
+    assert num_swaps > 60 * TIMES
+    assert num_accepted_drafts > 200 * TIMES
+    assert num_asked > 200 * TIMES
+    assert (num_host_hits > 160 * TIMES and num_tails > 10 * TIMES) == (caching is PrefixCaching.ON)
+    assert (num_displacements > 60 * TIMES) == (policy is SchedulingPolicy.PRIORITY)

@@ -99,6 +99,7 @@ def utilisation(pipeline: Pipeline, refill: Callable[[], None], *, seconds: floa
     return (pipeline.busy_s - before_s) / (pipeline.now_s - started_s)
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("num_running", [16, 17, 23, 32, 64])
 @pytest.mark.parametrize("num_prompt_tokens", [8, 100, 1000])
 def test_four_equal_stages_work_most_of_the_time(num_running: int, num_prompt_tokens: int) -> None:

@@ -257,6 +257,7 @@ def test_the_queue_gives_way_in_the_reverse_of_the_order_in_which_the_scheduler_
     assert leaving(queue_of(*calls, **options)) == list(reversed(world.ended))
 
 
+@pytest.mark.night
 async def test_over_http_the_displaced_gets_its_own_429_and_the_urgent_is_served(
     tiny_model: Path, tmp_path: Path
 ) -> None:

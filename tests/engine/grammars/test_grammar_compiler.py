@@ -185,6 +185,7 @@ async def test_a_text_that_is_soon_complete_or_never_ends_is_no_failure(attempt,
     assert (await attempt(grammar)).text == text
 
 
+@pytest.mark.night
 async def test_the_event_loop_goes_on_meanwhile(attempt) -> None:
     hopeless = attempt(ENDLESS)
     longest_s = 0.0

@@ -140,6 +140,7 @@ _GROWING = [
 ]
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("growing", _GROWING)
 def test_no_operation_takes_more_memory_than_a_rendering_may(
     make: Make, monkeypatch: pytest.MonkeyPatch, growing: str

@@ -230,6 +230,7 @@ async def test_ctrl_c_leaves_a_file_that_can_be_gone_on_with(url, files, engine)
     assert len(answers(files[1])) == 40
 
 
+@pytest.mark.night
 def test_a_batch_runs_with_a_model_of_its_own_and_opens_no_port(tiny_model, files, monkeypatch, capsys):
     monkeypatch.setenv("TOKENYARD_API_KEY", "a-key-that-only-servers-need")
     words = ("-i", str(files[0]), "-o", str(files[1]), str(tiny_model), "--num-gpu-blocks-override", "64")

@@ -47,6 +47,7 @@ def no_survey(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnosis, "_survey", lambda config: iter(()))
 
 
+@pytest.mark.night
 def test_a_server_that_would_start_is_reported_so_line_by_line(tiny_model: Path, capsys) -> None:
     # Kernels off: a machine without a compiler gets a warning.
     assert main(["doctor", str(tiny_model), "--port", "0", "--cpu-kernels", "off"]) == 0
@@ -66,6 +67,7 @@ def test_a_server_that_would_start_is_reported_so_line_by_line(tiny_model: Path,
         assert part in said
 
 
+@pytest.mark.night
 def test_a_fault_that_only_torch_can_find_ends_with_code_1(tiny_model: Path, examine) -> None:
     code, found = examine(str(tiny_model), "--max-model-len", "9999")
     assert code == 1

@@ -156,7 +156,9 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Work:
     return work
 
 
-@pytest.mark.parametrize(("path", "fields", "model"), [COMPLETION, CHAT])
+@pytest.mark.parametrize(
+    ("path", "fields", "model"), [COMPLETION, pytest.param(*CHAT, marks=pytest.mark.night)]
+)
 async def test_a_reply_of_very_many_logprobs_is_whole_and_holds_up_nobody(path, fields, model, work) -> None:
     asked = {**fields, "n": NUM_CHOICES, "max_tokens": NUM_TOKENS}
     reply = await answered(work, TalkativeEngine(work), path, asked)
@@ -181,6 +183,7 @@ async def test_a_reply_of_very_many_logprobs_is_whole_and_holds_up_nobody(path, 
             assert {len(each["top_logprobs"]) for each in content} == {NUM_TOP}
 
 
+@pytest.mark.night
 async def test_a_response_of_very_many_logprobs_is_whole_and_holds_up_nobody(work) -> None:
     engine = TalkativeEngine(work, num_tokens=8_000)
     reply = await answered(work, engine, "/v1/responses", {"input": "x", "top_logprobs": NUM_TOP})

@@ -122,6 +122,7 @@ def test_an_interpreter_that_drops_the_variable_is_started_anew_once(tmp_path: P
     assert run("serve", interpreter=str(wrapper))["given"] == []
 
 
+@pytest.mark.night
 def test_a_server_has_it_and_its_engine_process_has_not(tmp_path: Path) -> None:
     with running_server(tmp_path) as server:
         own, engine = (

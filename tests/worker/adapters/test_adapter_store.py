@@ -105,6 +105,7 @@ def test_the_same_content_under_two_names_is_two_adapters(driver: PlanDriver, fo
     assert store.load("a", str(folders[0])).identity == store.load("a", str(folders[0])).identity
 
 
+@pytest.mark.night
 def test_a_thousand_loads_leave_memory_as_it_was(
     driver: PlanDriver, folders: list[Path], checkpoints: MakeCheckpoint
 ) -> None:

@@ -98,6 +98,7 @@ OF_EXPERTS = {
 }
 
 
+@pytest.mark.pairs
 @pytest.mark.filterwarnings("ignore:.*_pattern keys did not match any targeted module")  # they did
 @pytest.mark.parametrize("kernels", ["auto", "off"])
 @pytest.mark.parametrize("case", OF_EXPERTS)

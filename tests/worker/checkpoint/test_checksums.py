@@ -166,6 +166,7 @@ def test_a_list_that_is_not_there_is_named(tmp_path: Path) -> None:
         Checksums.read(tmp_path / "SHA256SUMS")
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("name", ["tokenizer.json", "model.safetensors"])
 def test_doctor_and_serve_refuse_the_same_file(
     folder: Path, name: str, no_survey: None, capsys: pytest.CaptureFixture[str]
@@ -182,6 +183,7 @@ def test_doctor_and_serve_refuse_the_same_file(
     assert f"tokenyard: {name} is not the file that" in served.stderr
 
 
+@pytest.mark.night
 def test_a_server_starts_on_a_folder_as_listed_and_doctor_says_it_would(
     folder: Path, tmp_path: Path, no_survey: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,6 +22,8 @@ from worker.model.linear import Linear, PlainWeight, merge
 from worker.model.quantization import round_to_int8
 from worker.worker_config import WorkerConfig
 
+pytestmark = pytest.mark.pairs
+
 # Rounding of a sum of some hundred products, and of the result to its dtype.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
 

@@ -25,6 +25,8 @@ from worker.model.quantization import round_to_int8
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import StartupError
 
+pytestmark = pytest.mark.pairs
+
 
 @pytest.fixture(scope="module")
 def library(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:

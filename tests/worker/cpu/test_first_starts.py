@@ -17,6 +17,7 @@ COMPILER = '#!/bin/sh\necho "$$" >> "{calls}"\nexec {compiler} "$@" -O0\n'
 
 
 pytestmark = [
+    pytest.mark.night,
     pytest.mark.skipif(shutil.which("g++") is None, reason="there is no compiler here"),
     pytest.mark.skipif(
         (kernel_build._PACKAGE / kernel_build._library_name()).exists(), reason="a library was built in place"

@@ -15,6 +15,8 @@ from worker.cpu.packing.grouped_packing import Inputs, grouped_rows, pack_groupe
 from worker.quantized.gguf_blocks import weight_of_blocks
 from worker.quantized.grouped_weight import UNSIGNED_TABLE, GroupedWeight
 
+pytestmark = pytest.mark.pairs
+
 N, K, GROUP = 77, 512, 32
 EVERY = torch.arange(N)
 

@@ -23,6 +23,8 @@ from worker.model.layer_parts import GateActivation
 from worker.quantized.grouped_weight import SIGNED_TABLE, GroupedWeight, pack_nibbles
 from worker.worker_errors import StartupError
 
+pytestmark = pytest.mark.pairs
+
 # Rounding of a sum of some hundred products, and of the result to its dtype.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
 BYTE_KINDS = tuple(kind for kind in KINDS if kind != "float8")

@@ -65,6 +65,7 @@ def seen(tiny_model: Path) -> dict[str, Any]:
     """)
 
 
+@pytest.mark.night
 def test_a_model_is_loaded_without_them(seen: dict[str, Any]) -> None:
     assert seen["facts"] == "llama"
     assert seen["after_load"] == []
@@ -107,6 +108,7 @@ def test_nothing_is_put_off_where_there_may_be_a_gpu() -> None:
     """)
 
 
+@pytest.mark.night
 def test_a_release_that_wants_the_shapes_in_python_at_once_is_imported_with_them() -> None:
     assert in_a_process("""
         import json

@@ -106,7 +106,7 @@ def mixed(worker: Any, *orders: list[str], is_ahead: bool) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama, not fused"])
+@pytest.mark.parametrize("family", [pytest.param("qwen3", marks=pytest.mark.night), "llama, not fused"])
 def test_the_gpus_worker_draws_the_tokens_that_the_cpus_draws_with_adapters(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,6 +195,7 @@ def compiled() -> dict[str, Compiled]:
     return dict(zip(names, compile_kernels([kernel(name) for name in names]), strict=True))
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("name", ["_shrink_kernel", "_expand_kernel"])
 def test_a_hopper_gpu_computes_updates_without_spilling_and_with_wide_loads(
     compiled: dict[str, Compiled], name: str

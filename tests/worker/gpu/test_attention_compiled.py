@@ -23,6 +23,8 @@ from worker.gpu.kernels import (
 )
 from worker.gpu_quantized.kernels import code_numbers
 
+pytestmark = pytest.mark.night
+
 TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",

@@ -43,12 +43,14 @@ def compiled() -> dict[str, Compiled]:
     return dict(zip(wanted, compile_kernels(list(wanted.values())), strict=True))
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("name", EARLY)
 def test_the_first_that_all_threads_do_is_to_wait_for_the_kernel_before(compiled, name):
     assert compiled[name].waits_first
     assert compiled[name].local_bytes == 0
 
 
+@pytest.mark.night
 def test_a_kernel_that_is_launched_whole_does_not_wait(compiled):
     assert not compiled["whole"].waits
 

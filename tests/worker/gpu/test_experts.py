@@ -235,6 +235,7 @@ def compiled() -> dict[str, Compiled]:
     return dict(zip([*PRODUCTS, "route"], done, strict=True))
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_a_hopper_gpu_multiplies_on_its_tensor_cores_without_spilling(compiled, name):
     found = compiled[name]
@@ -252,5 +253,6 @@ def test_where_a_routing_lies_makes_nobody_compile_again(num_tokens):
     assert len(routing.expert_of_tile) == num_tokens * 2 // 4 + 5
 
 
+@pytest.mark.night
 def test_a_hopper_gpu_sorts_without_spilling(compiled):
     assert compiled["route"].local_bytes == 0

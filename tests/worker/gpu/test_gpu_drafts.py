@@ -98,6 +98,7 @@ def test_half_right_drafts_change_nothing_with_preemption_and_steps_in_flight(
     assert 0 < world.num_accepted < world.num_drafted
 
 
+@pytest.mark.night
 def test_a_late_device_verifies_what_the_worker_itself_proposes(lazy: Loaded, expected: list[Answer]) -> None:
     class Own(Speculated):
         def _drafts(self, made_up: Any, result: Any) -> Any:

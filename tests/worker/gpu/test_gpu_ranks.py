@@ -65,6 +65,7 @@ def config_of(folder: Path, device: str, **options: Any) -> WorkerConfig:
     return WorkerConfig(model_path=str(folder), **settings)
 
 
+@pytest.mark.night
 def test_ranks_that_share_a_gpu_draw_the_tokens_of_one_process(tmp_path: Path) -> None:
     """A checkpoint of codes, with sums through the host; with an adapter of all projections; and rounded."""
     folder, plain = write_quantized("llama", "awq", tmp_path)
@@ -84,6 +85,7 @@ def test_ranks_that_share_a_gpu_draw_the_tokens_of_one_process(tmp_path: Path) -
         assert served_by(divided) == rounded
 
 
+@pytest.mark.night
 def test_ranks_with_a_gpu_each_sum_within_graphs(folders: dict[str, Path], tmp_path: Path) -> None:
     """Sums of experts too, with drafts and with adapters."""
     base, targets = folders["qwen3_moe"], ["q_proj", "v_proj", "o_proj"]

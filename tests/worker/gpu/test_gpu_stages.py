@@ -25,7 +25,7 @@ from worker.ranks.device_stage import DeviceSender, around_graph
 from worker.worker import Worker
 from worker.worker_config import WorkerConfig
 
-pytestmark = pytest.mark.skipif(HAS_GPU, reason="stand-ins are needed")
+pytestmark = [pytest.mark.night, pytest.mark.skipif(HAS_GPU, reason="stand-ins are needed")]
 
 
 def config_for(divided: DividedWorker, folder: Path, device: str) -> WorkerConfig:

@@ -146,6 +146,7 @@ def test_graphs_with_steps_in_flight_draw_the_cpus_tokens(captured: Worker, on_c
     assert steps._num_padding > 20
 
 
+@pytest.mark.night
 @pytest.mark.skipif(HAS_GPU, reason="a tape tells what was recorded")
 def test_decodes_of_kernels_that_are_launched_early_draw_the_cpus_tokens(
     folders: dict[str, Path], on_cpu: Worker, monkeypatch: pytest.MonkeyPatch

@@ -34,7 +34,10 @@ from worker.worker import Worker
 from worker.worker_config import ModelFacts
 from worker.worker_errors import StepOutOfMemory
 
-pytestmark = pytest.mark.skipif(HAS_GPU, reason="near-equal logits are no equal logits there")
+pytestmark = [
+    pytest.mark.night,
+    pytest.mark.skipif(HAS_GPU, reason="near-equal logits are no equal logits there"),
+]
 
 VOCAB = 335
 EOS = 334

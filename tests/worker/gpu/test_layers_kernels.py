@@ -264,6 +264,7 @@ def compiled() -> dict[str, Compiled]:
     return dict(zip(FOR_HOPPER, compile_kernels(list(FOR_HOPPER.values())), strict=True))
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("name", FOR_HOPPER)
 def test_a_hopper_gpu_runs_them_without_spilling_and_with_wide_loads(compiled, name):
     assert compiled[name].local_bytes == 0

@@ -112,7 +112,7 @@ def expected_from(worker: Worker, scenario: Callable[[PlanDriver], Any]) -> Any:
     return expected
 
 
-@pytest.mark.parametrize("seed", [LATEST, 1, 2])
+@pytest.mark.parametrize("seed", [pytest.param(LATEST, marks=pytest.mark.night), 1, 2])
 def test_graphs_draw_the_cpus_tokens_in_whatever_order_streams_are_done(
     cuda: LazyCuda, lazy: Worker, on_cpu: Worker, seed: int | None
 ) -> None:
@@ -148,6 +148,7 @@ def test_what_depends_on_earlier_tokens_is_drawn_as_on_the_cpu_and_launched_with
     assert found == expected_from(on_cpu, launching.generate)
 
 
+@pytest.mark.night
 def test_a_family_launched_kernel_by_kernel_draws_the_cpus_tokens(
     cuda: LazyCuda, folders: dict[str, Path]
 ) -> None:
@@ -231,6 +232,7 @@ def _longer(sequence: Any) -> Any:
     return sequence._replace(block_ids=(*sequence.block_ids, *range(20, 25)))
 
 
+@pytest.mark.night
 def test_the_scheduler_preempts_and_swaps_with_tokens_in_flight(
     cuda: LazyCuda, folders: dict[str, Path]
 ) -> None:
@@ -240,6 +242,7 @@ def test_the_scheduler_preempts_and_swaps_with_tokens_in_flight(
     assert served.num_preemptions > 0
 
 
+@pytest.mark.night
 def test_torchs_own_operations_draw_the_cpus_tokens(
     cuda: LazyCuda, folders: dict[str, Path], on_cpu: Worker
 ) -> None:
@@ -248,6 +251,7 @@ def test_torchs_own_operations_draw_the_cpus_tokens(
     assert whole.serve(PlanDriver(worker, BLOCK_SIZE)) == expected_from(on_cpu, whole.serve)
 
 
+@pytest.mark.night
 def test_a_model_that_pools_gives_the_cpus_vector(cuda: LazyCuda, tmp_path: Path) -> None:
     folder = make_embedder("llama", tmp_path / "llama", num_hidden_layers=1)
     write_pooling_files(folder, "lasttoken")

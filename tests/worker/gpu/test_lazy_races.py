@@ -21,7 +21,7 @@ from worker.gpu.sampling.gpu_sampler import GpuSampler
 LATEST, AT_ONCE = None, 2
 """A device that is slower than the host, and one that is faster: each shows what the other hides."""
 
-pytestmark = pytest.mark.skipif(HAS_GPU, reason="it stands for one")
+pytestmark = [pytest.mark.night, pytest.mark.skipif(HAS_GPU, reason="it stands for one")]
 
 
 @pytest.fixture(scope="module")

@@ -207,12 +207,14 @@ def compiled() -> dict[str, Compiled]:
     return dict(zip(kernels, compile_kernels(list(kernels.values())), strict=True))
 
 
+@pytest.mark.night
 def test_every_kernel_compiles_for_hopper_and_stays_in_registers(compiled):
     """For a vocabulary of 151,936."""
     assert [name for name, each in compiled.items() if each.is_spilled] == []
     assert max(each.shared_bytes for each in compiled.values()) <= SHARED_BYTES_LIMIT
 
 
+@pytest.mark.night
 def test_whole_rows_are_read_sixteen_bytes_at_a_time(compiled):
     for name in ("peaks", "edited peaks", "sums", "draw", "edited draw", "copy"):
         assert compiled[name].widest_load_bytes == 16, name

@@ -254,6 +254,7 @@ def compiled() -> dict[str, Compiled]:
     return dict(zip(FOR_HOPPER, compile_kernels(list(FOR_HOPPER.values())), strict=True))
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("name", FOR_HOPPER)
 def test_a_hopper_gpu_reads_weights_ahead_sixteen_bytes_at_a_time_and_spills_nothing(compiled, name):
     found = compiled[name]

@@ -19,7 +19,7 @@ from worker.devices.device import CudaDevice
 from worker.worker import Worker
 from worker.worker_config import ModelFacts, WorkerConfig
 
-pytestmark = pytest.mark.skipif(HAS_GPU, reason="a device that stands for one is needed")
+pytestmark = [pytest.mark.night, pytest.mark.skipif(HAS_GPU, reason="a device that stands for one is needed")]
 
 NUM_TOKENS = 6
 ORDERS = (None, 1)

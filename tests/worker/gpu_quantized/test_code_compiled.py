@@ -13,6 +13,8 @@ from worker.gpu_quantized.code_products import CodeProduct
 from worker.gpu_quantized.kernels import code_kernels, code_numbers, row_kernels
 from worker.model.linear import Linear
 
+pytestmark = pytest.mark.night
+
 CASES = {
     "int4 by 128, one token": ("unsigned", 128, 1),
     "int4 by 128, decode": ("unsigned", 128, 16),

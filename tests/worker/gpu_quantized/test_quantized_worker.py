@@ -64,6 +64,7 @@ def test_a_quantized_checkpoint_on_a_gpu_gives_the_tokens_of_the_plain_one(
     assert driver.generated(prompt)[:NUM_DRAWN] == expected(plain, tuple(PROMPT))[:NUM_DRAWN]
 
 
+@pytest.mark.night
 def test_a_model_of_nothing_but_codes_starts_on_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -96,6 +97,7 @@ def test_a_cache_of_floats_of_8_bits_gives_the_same_tokens_by_torch_and_by_trito
     assert generated(by_torch) == generated(by_triton)
 
 
+@pytest.mark.night
 def test_options_that_round_serve_on_a_gpu(plain: Path) -> None:
     for options in (
         {"quantization": "int8", "quantize_head": "int8"},
@@ -104,6 +106,7 @@ def test_options_that_round_serve_on_a_gpu(plain: Path) -> None:
         assert len(generated(load(plain, enforce_eager=True, **options))) == 2 * NUM_DRAWN
 
 
+@pytest.mark.night
 def test_steps_that_write_numbers_draw_the_tokens_of_steps_that_do_not(
     plain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

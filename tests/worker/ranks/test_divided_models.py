@@ -10,6 +10,7 @@ from engine.options.engine_config import DEMO_MODEL
 from scheduler.config import PreemptionMode
 from tests.checkpoints import make_checkpoint
 from tests.quantized_checkpoints import write_quantized
+from tests.tiers import by_day
 from tests.worker.ranks.divided import DividedWorker
 from tests.worker.ranks.histories import (
     OVERRIDES,
@@ -61,7 +62,7 @@ def compare(two_ranks: DividedWorker, checkpoint: Path) -> None:
     check_busy_hour(two_ranks, expected)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", by_day(FAMILIES, ("llama", "gemma2", "qwen3_moe")))
 def test_two_ranks_and_two_stages_sample_the_tokens_of_one_process(
     two_ranks: DividedWorker, two_stages: DividedWorker, folder: Path, family: str
 ) -> None:
@@ -81,6 +82,7 @@ def test_the_built_in_model_is_divided_too(two_ranks: DividedWorker) -> None:
     compare(two_ranks, DEMO_MODEL)
 
 
+@pytest.mark.night
 def test_a_grid_of_stages_and_ranks_samples_the_tokens_of_one_process(
     grid: DividedWorker, folder: Path
 ) -> None:
@@ -103,11 +105,11 @@ def test_our_exchange_gives_the_bits_of_gloos(
     assert a_busy_hour(two_by_gloo) == ours
 
 
-@pytest.mark.parametrize(("family", "name"), FORMATS, ids=" ".join)
+@pytest.mark.parametrize("kind", by_day(FORMATS, FORMATS[::3]), ids=" ".join)
 def test_a_quantized_checkpoint_is_divided_between_its_groups(
-    two_ranks: DividedWorker, tmp_path: Path, family: str, name: str
+    two_ranks: DividedWorker, tmp_path: Path, kind: tuple[str, str]
 ) -> None:
-    compare(two_ranks, write_quantized(family, name, tmp_path)[0])
+    compare(two_ranks, write_quantized(*kind, tmp_path)[0])
 
 
 @pytest.mark.parametrize(

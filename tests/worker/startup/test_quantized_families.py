@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.gguf_checkpoints import write_gguf
 from tests.quantized_checkpoints import write_quantized
+from tests.tiers import by_day
 from tests.worker.conftest import BLOCK_SIZE, load_worker
 from tests.worker.plan_driver import PlanDriver
 from tests.worker.transformers_generate import NUM_TOKENS, expected
@@ -55,7 +56,14 @@ CASES = (
 )
 
 
-@pytest.fixture(scope="module", params=CASES, ids=" ".join)
+BY_DAY = (
+    *(("llama", "int4 with zeros"), ("llama", "gptq"), ("qwen3", "nvfp4"), ("qwen3", "fp8")),
+    *(("qwen3_moe", "awq"), ("gpt_oss", "mxfp4"), ("qwen2", "gguf Q4_K"), ("gemma2", "gguf Q5_K")),
+)
+"""Each way in which codes are stored; tests/worker/quantized reads every format."""
+
+
+@pytest.fixture(scope="module", params=by_day(CASES, BY_DAY), ids=" ".join)
 def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     family, name = request.param
     root = tmp_path_factory.mktemp("quantized")
