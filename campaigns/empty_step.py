@@ -138,7 +138,7 @@ def under_pressure(num_running: int, policy: SchedulingPolicy, mode: PreemptionM
     )
     scheduler = _decoding(config)
     spent_s = [_step(scheduler)[0] for _ in range(_NUM_PRESSED_STEPS)]
-    return Worst(spent_s, sum(count.num for count in scheduler.stats().preemptions))
+    return Worst(spent_s, sum(scheduler.stats().num_preemptions.values()))
 
 
 def displacing(num_running: int) -> Worst:
@@ -156,7 +156,7 @@ def displacing(num_running: int) -> Worst:
         )
         scheduler.add_request(urgent, now_s=1.0)
         spent_s.append(_step(scheduler)[0])
-    return Worst(spent_s, sum(count.num for count in scheduler.stats().preemptions))
+    return Worst(spent_s, sum(scheduler.stats().num_preemptions.values()))
 
 
 def mass_abort(num_queued: int, num_left: int) -> Worst:

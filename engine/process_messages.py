@@ -5,12 +5,12 @@ Owns: the wire form, msgpack by msgspec: typed in both directions, and data only
 
 import msgspec
 
+from scheduler.counters import SchedulerStats
 from scheduler.messages import (
     FinishReason,
     Page,
     PoolingParams,
     SamplingParams,
-    SchedulerStats,
     SequenceId,
     SequenceOutput,
     SequenceReport,

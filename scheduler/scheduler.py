@@ -12,6 +12,7 @@ from functools import partial
 from scheduler.blocks.kv_cache_manager import KVCacheManager
 from scheduler.blocks.swap_space import SwapSpace
 from scheduler.config import Fairness, SchedulerConfig
+from scheduler.counters import Counters, SchedulerStats
 from scheduler.draft_messages import DraftPasses
 from scheduler.drafts.drafts import Drafts, prediction_use
 from scheduler.messages import (
@@ -21,7 +22,6 @@ from scheduler.messages import (
     RequestCounts,
     ScheduledSequence,
     SchedulerOutput,
-    SchedulerStats,
     SequenceId,
     SequenceOutput,
     SequenceReport,
@@ -38,7 +38,7 @@ from scheduler.step.never_fits import NeverFits, refuse_beyond_limits, refuse_in
 from scheduler.step.plan_draft import PlanDraft, plan_of_decodes
 from scheduler.step.planner import Planner
 from scheduler.step.rollback import Rollback
-from scheduler.step.scheduler_state import Counters, PlansInFlight, SchedulerState, Watchdog, stats_of
+from scheduler.step.scheduler_state import PlansInFlight, SchedulerState, Watchdog, stats_of
 from scheduler.step.step_time import StepTimeModel
 from scheduler.step.token_shares import TokenShares
 from scheduler.tenant_ledger import GENERATED_TOKEN_COST

@@ -52,7 +52,7 @@ DOORS = {
 }
 # What the API process loads of packages that are the engine process's. They import no torch.
 SHARED_WITH_API = {
-    *("scheduler", "scheduler.config", "scheduler.messages", "scheduler.policy"),
+    *("scheduler", "scheduler.config", "scheduler.counters", "scheduler.messages", "scheduler.policy"),
     "scheduler.draft_messages",
     *("scheduler.prefix_keys", "scheduler.tenant_ledger"),
     *("worker", "worker.worker_config", "worker.worker_errors"),

@@ -172,11 +172,12 @@ class World:
 
     def num_preemptions(self, *causes: PreemptionCause) -> int:
         """For these causes; for all of them, if none is named."""
-        counts = self.scheduler.stats().preemptions
-        return sum(count.num for count in counts if count.cause in (causes or PreemptionCause))
+        counts = self.scheduler.stats().num_preemptions
+        return sum(num for (cause, _), num in counts.items() if cause in (causes or PreemptionCause))
 
     def num_swaps(self) -> int:
-        return sum(count.num for count in self.scheduler.stats().preemptions if count.was_swapped)
+        counts = self.scheduler.stats().num_preemptions
+        return sum(num for (_, was_swapped), num in counts.items() if was_swapped)
 
     def reason(self, sequence_id: int) -> FinishReason | None:
         return self.ended[SequenceId(sequence_id)].finish_reason

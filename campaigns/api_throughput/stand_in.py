@@ -21,9 +21,9 @@ from typing import Any
 import msgspec
 import zmq
 
+from scheduler.counters import SchedulerStats
 from scheduler.messages import (
     FinishReason,
-    SchedulerStats,
     SequenceId,
     SequenceOutput,
     SequenceStart,

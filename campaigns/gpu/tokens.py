@@ -90,14 +90,14 @@ def _try_ways(
         tokens, drive = _served(worker, facts, workload.prompts, workload.max_tokens, **changes)
         num_alike = sum(got == wanted for got, wanted in zip(tokens, expected, strict=True))
         num_tokens = sum(_num_equal(got, wanted) for got, wanted in zip(tokens, expected, strict=True))
-        preemptions = drive.scheduler.stats().preemptions
+        preemptions = drive.scheduler.stats().num_preemptions
         table.add(
             facts.dtype,
             f"{how}, {way}",
             f"{num_alike} of {len(expected)}",
             f"{num_tokens / sum(map(len, expected)):.1%}",
-            sum(each.num for each in preemptions),
-            sum(each.num for each in preemptions if each.was_swapped),
+            sum(preemptions.values()),
+            sum(num for (_, was_swapped), num in preemptions.items() if was_swapped),
         )
         is_alike &= num_alike == len(expected)
     return is_alike

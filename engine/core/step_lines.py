@@ -11,7 +11,8 @@ from collections.abc import Iterable
 import orjson
 
 from engine.process_messages import AddRequest, StepTimes
-from scheduler.messages import SchedulerOutput, SchedulerStats, SequenceId
+from scheduler.counters import SchedulerStats
+from scheduler.messages import SchedulerOutput, SequenceId
 
 
 class StepLines:

@@ -14,7 +14,8 @@ from typing import Any
 
 from engine.core.step_lines import StepLines
 from engine.process_messages import AddRequest, StepTimes
-from scheduler.messages import SchedulerOutput, SchedulerStats, SequenceId
+from scheduler.counters import SchedulerStats
+from scheduler.messages import SchedulerOutput, SequenceId
 
 log = logging.getLogger(__name__)
 

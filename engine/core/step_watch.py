@@ -20,7 +20,8 @@ from engine.core.request_names import RequestNames
 from engine.core.step_lines import StepLines
 from engine.process_messages import AddRequest, StepTimes, View
 from scheduler.blocks.block_map import block_runs
-from scheduler.messages import Page, SchedulerOutput, SchedulerStats, SequenceId, SequenceReport
+from scheduler.counters import SchedulerStats
+from scheduler.messages import Page, SchedulerOutput, SequenceId, SequenceReport
 from scheduler.scheduler import Scheduler
 
 MIN_INTERVAL_S = 0.1
@@ -166,7 +167,7 @@ def _gauges(stats: SchedulerStats) -> dict[str, Any]:
         "num_used_host_blocks": stats.num_used_host_blocks,
         "num_host_blocks": stats.num_host_blocks,
         "num_steps": stats.num_steps,
-        "num_preemptions": sum(count.num for count in stats.preemptions),
+        "num_preemptions": sum(stats.num_preemptions.values()),
         "num_recomputed_tokens": stats.num_recomputed_tokens,
         "num_prefix_queries": stats.num_prefix_queries,
         "num_prefix_hits": stats.num_prefix_hits,

@@ -33,10 +33,10 @@ from engine.reports.live_load import LiveCounts
 from engine.text.tokenizer import Tokenizer
 from engine.types import GenerationRequest, PoolingRequest, QueueForecast, ServiceTerms
 from scheduler.config import PrefixCaching
+from scheduler.counters import SchedulerStats
 from scheduler.messages import (
     FinishReason,
     SamplingParams,
-    SchedulerStats,
     SequenceId,
     SequenceOutput,
     SequenceStart,

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from engine.types import EngineLoad
-from scheduler.messages import SchedulerStats, WaitReason
+from scheduler.counters import SchedulerStats
+from scheduler.messages import WaitReason
 
 
 class LiveCounts(NamedTuple):

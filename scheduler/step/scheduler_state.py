@@ -7,20 +7,14 @@ Never: decides what is planned.
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, fields
 
 from scheduler.blocks.kv_cache_manager import KVCacheManager
 from scheduler.config import SchedulerConfig
+from scheduler.counters import Counters, SchedulerStats
 from scheduler.drafts.drafts import Drafts
-from scheduler.messages import (
-    Preemption,
-    PreemptionCause,
-    PreemptionCount,
-    SchedulerOutput,
-    SchedulerStats,
-    SequenceId,
-    WaitReason,
-)
+from scheduler.messages import SchedulerOutput, SequenceId, WaitReason
 from scheduler.policy import OrderOfService
 from scheduler.queues.request_queues import RequestQueues
 from scheduler.step.step_time import StepTimeModel
@@ -79,45 +73,6 @@ class PlansInFlight:
         )
 
 
-@dataclass(slots=True)
-class Counters:
-    """Events since the start, for the metrics. Counters only grow."""
-
-    num_added: int = 0
-    num_steps: int = 0
-    num_scheduled_tokens: int = 0
-    num_prefix_queries: int = 0
-    num_prefix_hits: int = 0
-    num_prefix_host_hits: int = 0
-    num_recomputed_tokens: int = 0
-    num_stalls: int = 0
-    num_out_of_memory: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_verified_shares: int = 0
-    num_accepted_by_place: list[int] = field(default_factory=list)
-    num_swap_space_full: int = 0
-    num_preemptions: dict[tuple[PreemptionCause, bool], int] = field(
-        default_factory=lambda: {(cause, swap): 0 for cause in PreemptionCause for swap in (False, True)}
-    )
-
-    def note_drafts(self, num_drafts: int, num_accepted: int) -> None:
-        """Count a share whose first `num_accepted` drafts were right."""
-        self.num_draft_tokens += num_drafts
-        self.num_accepted_tokens += num_accepted
-        self.num_verified_shares += num_drafts > 0
-        by_place = self.num_accepted_by_place
-        by_place += [0] * (num_accepted - len(by_place))
-        for place in range(num_accepted):
-            by_place[place] += 1
-
-    def note_preemption(self, preemption: Preemption) -> None:
-        self.num_preemptions[preemption.cause, preemption.was_swapped] += 1
-
-    def preemptions(self) -> tuple[PreemptionCount, ...]:
-        return tuple(PreemptionCount(*key, num) for key, num in self.num_preemptions.items())
-
-
 class Watchdog:
     """Count of consecutive empty plans while there was work.
 
@@ -155,8 +110,10 @@ class SchedulerState:
 
 def stats_of(state: SchedulerState, wait_reason: WaitReason) -> SchedulerStats:
     """Gauges of this moment and counters since the start."""
-    counts, kv, counters = state.queues.counts(), state.kv, state.counters
+    counts, kv = state.queues.counts(), state.kv
+    counted = {each.name: copy(getattr(state.counters, each.name)) for each in fields(Counters)}
     return SchedulerStats(
+        **counted | {"num_kept_host_blocks": kv.num_kept_blocks},
         num_running=counts.running,
         num_waiting=counts.waiting,
         wait_reason=wait_reason,
@@ -165,19 +122,4 @@ def stats_of(state: SchedulerState, wait_reason: WaitReason) -> SchedulerStats:
         num_blocks=kv.num_blocks,
         num_used_host_blocks=kv.swap_space.num_used,
         num_host_blocks=kv.swap_space.num_blocks,
-        num_steps=counters.num_steps,
-        num_scheduled_tokens=counters.num_scheduled_tokens,
-        num_stalls=counters.num_stalls,
-        num_out_of_memory=counters.num_out_of_memory,
-        preemptions=counters.preemptions(),
-        num_swap_space_full=counters.num_swap_space_full,
-        num_prefix_queries=counters.num_prefix_queries,
-        num_prefix_hits=counters.num_prefix_hits,
-        num_prefix_host_hits=counters.num_prefix_host_hits,
-        num_kept_host_blocks=kv.num_kept_blocks,
-        num_recomputed_tokens=counters.num_recomputed_tokens,
-        num_draft_tokens=counters.num_draft_tokens,
-        num_accepted_tokens=counters.num_accepted_tokens,
-        num_verified_shares=counters.num_verified_shares,
-        num_accepted_by_place=tuple(counters.num_accepted_by_place),
     )

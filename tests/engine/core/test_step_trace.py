@@ -11,7 +11,8 @@ import pytest
 from engine.core.step_trace import StepTrace
 from engine.process_messages import AddRequest, StepTimes
 from scheduler.config import SchedulerConfig
-from scheduler.messages import SamplingParams, SchedulerOutput, SchedulerStats, SequenceId, ServiceTerms
+from scheduler.counters import SchedulerStats
+from scheduler.messages import SamplingParams, SchedulerOutput, SequenceId, ServiceTerms
 from scheduler.scheduler import Scheduler
 from tests.bench.traces import arrival
 from tests.fakes import make_sequence

@@ -14,6 +14,7 @@ from engine.frontend.queue_limits import QueueLimits
 from engine.process_messages import Beat, StepTimes
 from engine.types import EngineState, Health
 from scheduler.config import SchedulerConfig
+from scheduler.counters import SchedulerStats
 from scheduler.scheduler import Scheduler
 from server.observe.http_metrics import HttpMetrics
 from tests.server.fake_engine import INFO
@@ -91,6 +92,19 @@ def test_dropped_lines_are_counted_across_engine_processes(metrics) -> None:
     metrics.beat(0, Beat(num_turns=1, stats=stats, times=StepTimes(), num_dropped_log_lines=2))
     assert value(metrics, "telemetry_dropped_total", what="engine_log_lines") == 7
     assert value(metrics, "telemetry_dropped_total", what="api_log_lines") == 0
+
+
+DECLARED = [each for each in dataclasses.fields(SchedulerStats) if each.metadata]
+
+
+def test_every_counter_that_the_scheduler_declares_is_exported_and_grows_with_the_beats(metrics) -> None:
+    for num in (3, 5):
+        counted = {each.name: num + place for place, each in enumerate(DECLARED)}
+        stats = SchedulerStats(num_blocks=8, **counted)
+        metrics.beat(0, Beat(num_turns=1, stats=stats, times=StepTimes()))
+    found = {each.name: value(metrics, f"{each.metadata['name']}_total") for each in DECLARED}
+    assert found == counted
+    assert len(found) > 10
 
 
 def test_times_of_steps_and_of_ranks_are_counted_across_engine_processes(metrics) -> None:

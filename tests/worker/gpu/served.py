@@ -4,7 +4,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from scheduler.messages import SchedulerOutput, SchedulerStats, SequenceId
+from scheduler.counters import SchedulerStats
+from scheduler.messages import SchedulerOutput, SequenceId
 from scheduler.scheduler import Scheduler
 from tests.fakes import make_sequence
 from tests.invariants import check_invariants
@@ -18,7 +19,7 @@ class Served(NamedTuple):
 
     @property
     def num_preemptions(self) -> int:
-        return sum(each.num for each in self.stats.preemptions)
+        return sum(self.stats.num_preemptions.values())
 
 
 def serve(

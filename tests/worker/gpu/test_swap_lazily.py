@@ -7,7 +7,8 @@ import pytest
 
 import worker.devices.device
 from scheduler.config import PreemptionMode, SchedulerConfig
-from scheduler.messages import FinishReason, SchedulerOutput, SchedulerStats, SequenceId
+from scheduler.counters import SchedulerStats
+from scheduler.messages import FinishReason, SchedulerOutput, SequenceId
 from scheduler.scheduler import Scheduler
 from tests.worker.conftest import BLOCK_SIZE, MakeCheckpoint
 from tests.worker.gpu.interpreted_gpu import HAS_GPU
@@ -84,7 +85,7 @@ def test_sequences_that_are_swapped_beside_steps_draw_what_they_draw_alone(
         for seed in ORDERS:
             cuda.start_order(seed)
             stats = check_tokens(folder, gpu_worker, facts, aborts=seed == 1)
-            assert sum(each.num for each in stats.preemptions if each.was_swapped) > 0
+            assert sum(num for (_, was_swapped), num in stats.num_preemptions.items() if was_swapped) > 0
             assert stats.num_kept_host_blocks > 0
             assert stats.num_prefix_host_hits > 0
         check_that_closing_waits(gpu_worker, monkeypatch)

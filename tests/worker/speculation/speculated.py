@@ -93,7 +93,7 @@ class Speculated:
         stats = scheduler.stats()
         self.num_drafted += stats.num_draft_tokens
         self.num_accepted += stats.num_accepted_tokens
-        self.num_preemptions += sum(count.num for count in stats.preemptions)
+        self.num_preemptions += sum(stats.num_preemptions.values())
         return answers
 
     def _note_offers(self, drafts: Drafts, first: int, answers: list[Answer]) -> None:
