@@ -5,7 +5,7 @@ Never: names blocks or steps.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -268,31 +268,11 @@ class Health:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelInfo:
+class ModelInfo(ModelFacts):
     """The loaded model and how it is served; known once the engine is ready."""
 
     served_names: tuple[str, ...]
     """Accepted names; replies report the first."""
-    model_type: str
-    num_parameters: int
-    dtype: str
-    device: str
-    """Text for people: `cpu (2 threads)`, `NVIDIA H100 80GB HBM3`."""
-    kernels: str = ""
-    """Text for people: kernels of our own, as `avx512-bf16`; empty where none are named."""
-    vocab_size: int
-    max_model_len: int
-    block_size: int
-    num_blocks: int
-    """Blocks that sequences can use."""
-    kv_cache_bytes: int
-    eos_token_ids: tuple[int, ...]
-    max_drafts: int = 0
-    """Most drafts of a sequence that a step can verify; 0: predictions of requests cannot be used."""
-    is_paged: bool = True
-    """Whether the KV cache is paged. If not, sequences are computed one by one and share no prefixes."""
-    default_sampling: dict[str, float] = field(default_factory=dict)
-    """Defaults that generation_config.json sets: temperature, top_p, top_k, min_p, repetition_penalty."""
     created_s: int = 0
     """Unix time at which it became ready."""
     has_chat_template: bool = False
@@ -302,43 +282,14 @@ class ModelInfo:
     """JSON text of the checkpoint's template for reading replies; empty without one."""
     added_tokens: dict[str, int] = field(default_factory=dict)
     """Ids of the tokens that the tokenizer finds before it splits a text: `<think>`, `<|im_end|>`."""
-    adapters: tuple[ServedAdapter, ...] = ()
+    served_adapters: tuple[ServedAdapter, ...] = ()
     """Adapters that requests may name in place of the model."""
-    num_ranks: int = 1
-    """Processes that compute the model together."""
-    pooling: PoolingFacts | None = None
-    """Set if the model pools prompts; None if it generates text."""
 
     def adapter_named(self, name: str | None) -> ServedAdapter | None:
         """Return the adapter of this name; None if there is none."""
-        return next((adapter for adapter in self.adapters if adapter.name == name), None)
+        return next((adapter for adapter in self.served_adapters if adapter.name == name), None)
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names that requests may use."""
-        return (*self.served_names, *(adapter.name for adapter in self.adapters))
-
-    @classmethod
-    def of(
-        cls,
-        facts: ModelFacts,
-        *,
-        served_names: tuple[str, ...],
-        created_s: int,
-        has_chat_template: bool,
-        chat_template: str,
-        added_tokens: dict[str, int],
-    ) -> "ModelInfo":
-        """Join the worker's facts, of which fields of the same name are taken over, with the rest."""
-        return cls(
-            **{name: getattr(facts, name) for name in _FIELDS_OF_FACTS},
-            served_names=served_names,
-            created_s=created_s,
-            has_chat_template=has_chat_template,
-            chat_template=chat_template,
-            added_tokens=added_tokens,
-        )
-
-
-_FIELDS_OF_FACTS = {each.name for each in fields(ModelFacts)} & {each.name for each in fields(ModelInfo)}
-_FIELDS_OF_FACTS -= {"adapters"}  # the registry has them
+        return (*self.served_names, *(adapter.name for adapter in self.served_adapters))

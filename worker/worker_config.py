@@ -246,6 +246,7 @@ class ModelFacts:
     """Drafts take time: they are made for sequences for which a plan asks."""
     eos_token_ids: tuple[int, ...]
     default_sampling: dict[str, float] = field(default_factory=dict)
+    """Defaults that generation_config.json sets: temperature, top_p, top_k, min_p, repetition_penalty."""
     adapters: tuple[AdapterFacts, ...] = ()
     """Adapters that were loaded at start."""
     num_ranks: int = 1

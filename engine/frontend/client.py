@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -347,13 +347,13 @@ class AsyncEngine:
         """Let requests name an adapter in the directory. Raises RequestRejected, EngineUnavailable."""
         self._health.require_ready(now_s=time.monotonic())
         await self._adapters.load(name, folder_name, replaces=replaces)
-        self._info = replace(self.info, adapters=self._adapters.served)
+        self._info = replace(self.info, served_adapters=self._adapters.served)
 
     def unload_adapter(self, name: str) -> bool:
         """Let no further request name an adapter. False if there is none. Raises EngineUnavailable."""
         self._health.require_ready(now_s=time.monotonic())
         is_there = self._adapters.unload(name)
-        self._info = replace(self.info, adapters=self._adapters.served)
+        self._info = replace(self.info, served_adapters=self._adapters.served)
         return is_there
 
     def _adapters_in_line(self) -> tuple[str, ...]:
@@ -419,16 +419,16 @@ class AsyncEngine:
         if death is not None:
             self.metrics.engine_restarted(death.cause)
         self._adapters.model_is_ready(facts.adapters)
-        info = ModelInfo.of(
-            facts,
+        self._info = ModelInfo(
+            **{each.name: getattr(facts, each.name) for each in fields(facts)},
             served_names=self._config.served_names,
             created_s=int(time.time()),
             has_chat_template=self._template.is_present,
             chat_template=self._template.source_with_tools,
+            response_template=self._response_template,
             added_tokens=self._tokenizer.added_tokens,
+            served_adapters=self._adapters.served,
         )
-        adapters, template = self._adapters.served, self._response_template
-        self._info = replace(info, adapters=adapters, response_template=template)
         self.metrics.model_is_ready(engine, self._info)
         self._health.ready(engine, now_s=time.monotonic())
         options = self._config.scheduler

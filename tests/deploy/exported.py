@@ -13,6 +13,7 @@ from tests.deploy.promql import Reads
 INFO = ModelInfo(
     served_names=("model",),
     model_type="llama",
+    weight_bytes=1,
     num_parameters=1,
     dtype="float32",
     device="cpu",

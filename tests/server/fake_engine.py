@@ -44,6 +44,7 @@ EOS = 256
 INFO = ModelInfo(
     served_names=("fake", "org/fake-alias"),
     model_type="fake",
+    weight_bytes=1,
     num_parameters=1,
     dtype="float32",
     device="cpu",
@@ -178,13 +179,13 @@ class FakeEngine:
         if self.model_info.adapter_named(name) and not replaces:
             raise AdapterConflict("it is loaded", param="lora_name")
         loaded = ServedAdapter(name=name, identity=f"{name}@1", folder="/x/good", rank=8, created_s=7)
-        others = tuple(each for each in self.model_info.adapters if each.name != name)
-        self.model_info = dataclasses.replace(self.model_info, adapters=(*others, loaded))
+        others = tuple(each for each in self.model_info.served_adapters if each.name != name)
+        self.model_info = dataclasses.replace(self.model_info, served_adapters=(*others, loaded))
 
     def unload_adapter(self, name: str) -> bool:
-        left = tuple(each for each in self.model_info.adapters if each.name != name)
-        is_there = len(left) < len(self.model_info.adapters)
-        self.model_info = dataclasses.replace(self.model_info, adapters=left)
+        left = tuple(each for each in self.model_info.served_adapters if each.name != name)
+        is_there = len(left) < len(self.model_info.served_adapters)
+        self.model_info = dataclasses.replace(self.model_info, served_adapters=left)
         return is_there
 
     def reset_prefix_cache(self) -> None:

@@ -41,6 +41,7 @@ def info_of(vocab_size: int) -> ModelInfo:
     return ModelInfo(
         served_names=("m",),
         model_type="llama",
+        weight_bytes=1,
         num_parameters=1,
         dtype="float32",
         device="cpu",

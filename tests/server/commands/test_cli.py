@@ -24,6 +24,7 @@ from server.startup.banner import LoadingDisplay, render_banner
 INFO = ModelInfo(
     served_names=("it's \x1b[31mred", "other"),
     model_type="llama",
+    weight_bytes=1,
     num_parameters=134_515_008,
     dtype="bfloat16",
     device="cpu (2 threads)",

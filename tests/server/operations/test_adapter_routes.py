@@ -19,7 +19,7 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 
 @pytest.fixture
 def engine() -> FakeEngine:
-    return FakeEngine(model_info=dataclasses.replace(INFO, adapters=(SQL,)))
+    return FakeEngine(model_info=dataclasses.replace(INFO, served_adapters=(SQL,)))
 
 
 @pytest.mark.parametrize(
