@@ -6,13 +6,14 @@ Never: types and bounds (protocol.py), tokenization (the engine), or fields of o
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from engine.errors import ContextLengthExceeded, RequestRejected, WrongTask
 from engine.types import GenerationRequest, Grammar, ModelInfo, SamplingParams, ServedAdapter
 from server.generate.calls import Origin
 from server.generate.model_checks import MAX_CHARS_PER_TOKEN, check_model, check_token_ids
-from server.generate.protocol import GenerationFields
+from server.generate.protocol import GenerationFields, SamplingFields
 from server.generate.structured_output import WantedGrammar
 from server.http.disconnect import while_connected
 from server.http.edge import Engine
@@ -21,6 +22,8 @@ MAX_PROMPT_LOGPROBS = 2**20
 """Entries of a reply: tokens of all prompts, times choices, times alternatives and the token itself. Each is
 some 50 bytes of JSON, and costs nothing to ask for."""
 _SEED_MASK = 2**64 - 1
+_PLAIN = SamplingFields.model_fields.keys() & {each.name for each in fields(SamplingParams)} - {"seed"}
+"""Numbers that go as they are into parameters of the same name."""
 
 TokenIds = tuple[int, ...]
 
@@ -179,16 +182,12 @@ def _sampling_params(
     grammar: Grammar | None,
 ) -> SamplingParams:
     """The request's fields first, then the checkpoint's generation config, then OpenAI's defaults."""
-    default = info.default_sampling
-    top_k = int(_first(body.top_k, default.get("top_k"), 0))
+    asked = {name: value for name in _PLAIN if (value := getattr(body, name)) is not None}
+    numbers: dict[str, Any] = info.default_sampling | asked
+    top_k = int(numbers.get("top_k", 0))
+    numbers["top_k"] = top_k if 0 < top_k < info.vocab_size else 0
     return SamplingParams(
-        temperature=_first(body.temperature, default.get("temperature"), 1.0),
-        top_p=_first(body.top_p, default.get("top_p"), 1.0),
-        top_k=top_k if 0 < top_k < info.vocab_size else 0,
-        min_p=_first(body.min_p, default.get("min_p"), 0.0),
-        repetition_penalty=_first(body.repetition_penalty, default.get("repetition_penalty"), 1.0),
-        presence_penalty=body.presence_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
+        **numbers,
         logit_bias=_logit_bias(body),
         allowed_token_ids=tuple(dict.fromkeys(body.allowed_token_ids or ())),
         bad_words=bad_words,
@@ -201,12 +200,6 @@ def _sampling_params(
         min_tokens=body.min_tokens or 0,
         stop_token_ids=_stop_token_ids(body, info),
     )
-
-
-def _first(asked: float | None, models: float | None, default: float) -> float:
-    if asked is not None:
-        return asked
-    return default if models is None else models
 
 
 def _stop_token_ids(body: GenerationFields, info: ModelInfo) -> tuple[int, ...]:

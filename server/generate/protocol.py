@@ -203,6 +203,15 @@ class SamplingFields(ServiceFields):
     service_tier: Literal["auto", "default"] | None = None
 
 
+WITHOUT_EFFECT = frozenset(
+    {
+        *("metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+        "service_tier",
+    }
+)
+"""Fields of these that are accepted, and on which nothing in a reply depends."""
+
+
 class GenerationFields(SamplingFields):
     """Fields that completions and chat completions share."""
 

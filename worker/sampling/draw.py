@@ -19,10 +19,12 @@ tokens in one of them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
+
+from scheduler.messages import SamplingParams
 
 BLOCK = 512
 """Logits of a row come in a multiple of this; small against a row, large against a vector register."""
@@ -44,22 +46,16 @@ LEAST_TOP_P = 1e-9
 _LOW_32 = (1 << 32) - 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Draw:
-    """Random number and limits of one row."""
+class Draw(NamedTuple):
+    """Parameters of one row, and its random number."""
 
+    params: SamplingParams
     uniform: float
     """Random number in [0, 1)."""
-    temperature: float
-    min_p: float
-    top_k: int
-    """Tokens to keep; 0 keeps all."""
-    top_p: float
-    """Share of the mass to keep, from LEAST_TOP_P; 1 keeps all."""
 
     @property
     def is_truncated(self) -> bool:
-        return self.top_k > 0 or self.top_p < 1.0
+        return self.params.top_k > 0 or self.params.top_p < 1.0
 
 
 def pick_best(logits_NW: torch.Tensor) -> list[int]:
@@ -79,13 +75,13 @@ def draw(logits_NW: torch.Tensor, peak_N: torch.Tensor, draws: Sequence[Draw]) -
     of each row, is finite.
     """
     weights_NW = logits_NW.sub_(peak_N.unsqueeze(1))
-    if any(each.temperature != 1.0 for each in draws):
-        temperatures = [max(each.temperature, _LEAST_TEMPERATURE) for each in draws]
+    if any(each.params.temperature != 1.0 for each in draws):
+        temperatures = [max(each.params.temperature, _LEAST_TEMPERATURE) for each in draws]
         weights_NW.div_(_column(temperatures, like=weights_NW))
     weights_NW.exp_()
-    if any(each.min_p > 0.0 for each in draws):
+    if any(each.params.min_p > 0.0 for each in draws):
         # The most likely token has weight 1, so min_p is the bound on weights as it stands.
-        weights_NW.mul_(weights_NW >= _column([each.min_p for each in draws], like=weights_NW))
+        weights_NW.mul_(weights_NW >= _column([each.params.min_p for each in draws], like=weights_NW))
     sums_NB = _sum_blocks(weights_NW)
     whole = [n for n, each in enumerate(draws) if not each.is_truncated]
     if len(whole) == len(draws):
@@ -132,7 +128,7 @@ def _draw_whole(weights_NW: torch.Tensor, sums_NB: torch.Tensor, draws: Sequence
 def _draw_truncated(weights_NW: torch.Tensor, draws: Sequence[Draw], total_N: torch.Tensor) -> dict[int, int]:
     """Sample the truncated rows among `draws`: from a few candidates, or from the whole row."""
     tokens: dict[int, int] = {}
-    short = [n for n, each in enumerate(draws) if each.is_truncated and each.top_k < _NUM_CANDIDATES]
+    short = [n for n, each in enumerate(draws) if each.is_truncated and each.params.top_k < _NUM_CANDIDATES]
     if short:
         index = torch.tensor(short, device=weights_NW.device)
         candidates_NW = weights_NW if len(short) == len(draws) else weights_NW[index]
@@ -141,7 +137,7 @@ def _draw_truncated(weights_NW: torch.Tensor, draws: Sequence[Draw], total_N: to
     for n, each in enumerate(draws):
         if each.is_truncated and n not in tokens:
             # A view of one row: cut in place, then drawn like a row without truncation.
-            _truncate(weights_NW[n], each)
+            _truncate(weights_NW[n], each.params)
             tokens[n] = _draw_whole(weights_NW[n : n + 1], _sum_blocks(weights_NW[n : n + 1]), [each])[0]
     return tokens
 
@@ -154,14 +150,14 @@ def _draw_among_heaviest(
     Also returns for each row whether all tokens that truncation keeps are among the candidates.
     """
     weights_NK, ids_NK = _heaviest(weights_NW)
-    top_k_N1 = torch.tensor([each.top_k or _NUM_CANDIDATES for each in draws], device=ids_NK.device)
+    top_k_N1 = torch.tensor([each.params.top_k or _NUM_CANDIDATES for each in draws], device=ids_NK.device)
     within_NK = torch.arange(_NUM_CANDIDATES, device=ids_NK.device) < top_k_N1.unsqueeze(1)
     mass_NK = weights_NK.double() * within_NK
     cumulated_NK = mass_NK.cumsum(-1)
     # top_p is a share of the mass that min-p and top-k leave; 1 keeps all of it, free of rounding.
-    has_top_k_N = torch.tensor([each.top_k > 0 for each in draws], device=ids_NK.device)
+    has_top_k_N = torch.tensor([each.params.top_k > 0 for each in draws], device=ids_NK.device)
     left_N = torch.where(has_top_k_N, cumulated_NK[:, -1], total_N)
-    share_N1 = _column([each.top_p if each.top_p < 1.0 else torch.inf for each in draws], like=mass_NK)
+    share_N1 = _column([_share(each.params) for each in draws], like=mass_NK)
     enough_N1 = share_N1 * left_N.unsqueeze(1)
     kept_NK = (cumulated_NK - mass_NK < enough_N1) & (mass_NK > 0)
     last_N1 = kept_NK.sum(-1, keepdim=True).sub_(1).clamp_(min=0)
@@ -175,6 +171,11 @@ def _draw_among_heaviest(
     return tokens, exact
 
 
+def _share(params: SamplingParams) -> float:
+    """Return the share of the mass that top-p keeps; without one, more than there is."""
+    return max(params.top_p, LEAST_TOP_P) if params.top_p < 1.0 else torch.inf
+
+
 def _heaviest(weights_NW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Select the heaviest tokens of each row, weights and ids, heaviest first, equals by id."""
     weights_NK, ids_NK = weights_NW.topk(_NUM_CANDIDATES, sorted=False)
@@ -185,13 +186,13 @@ def _heaviest(weights_NW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (key_NK >> 32).int().view(torch.float32), _LOW_32 - (key_NK & _LOW_32)
 
 
-def _truncate(weights_W: torch.Tensor, limits: Draw) -> None:
+def _truncate(weights_W: torch.Tensor, limits: SamplingParams) -> None:
     """Set the weights that top-k and top-p cut to 0, however many are kept."""
     if limits.top_k > 0:
         _keep_heaviest(weights_W, torch.ones_like(weights_W, dtype=torch.float64), limits.top_k)
     if limits.top_p < 1.0:
         mass_W = weights_W.double()
-        _keep_heaviest(weights_W, mass_W, limits.top_p * float(mass_W.sum()))
+        _keep_heaviest(weights_W, mass_W, _share(limits) * float(mass_W.sum()))
 
 
 def _keep_heaviest(weights_W: torch.Tensor, amounts_W: torch.Tensor, enough: float) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from worker.devices.device import Device
-from worker.sampling.draw import BLOCK, LEAST_TOP_P, Draw, draw, pick_best
+from worker.sampling.draw import BLOCK, Draw, draw, pick_best
 from worker.sampling.grammar_rows import Grammars
 from worker.sampling.logits import alternatives_of, edit_logits, report_logprobs
 from worker.sampling.row_sampler import LaunchedSample, PendingSample, RowSampler, SampleResult
@@ -110,20 +110,9 @@ class Sampler(RowSampler):
         if chosen[0].is_greedy:
             tokens = pick_best(loaded_NW)
         else:
-            tokens = draw(loaded_NW, peak_N, [self._draw_of(state) for state in chosen])
+            tokens = draw(loaded_NW, peak_N, [Draw(state.params, state.next_uniform()) for state in chosen])
         for n, token_id in zip(lines, tokens, strict=True):
             result.token_ids[n] = token_id
-
-    def _draw_of(self, state: SamplingRow) -> Draw:
-        params = state.params
-        return Draw(
-            uniform=state.next_uniform(),
-            temperature=params.temperature,
-            min_p=params.min_p,
-            # As many as there are is no truncation, and must not cost a sort of the whole row.
-            top_k=params.top_k if 0 < params.top_k < self._vocab_size else 0,
-            top_p=max(params.top_p, LEAST_TOP_P),
-        )
 
     def _report_lines(
         self, logits: torch.Tensor, lines: list[int], states: Sequence[SamplingRow], result: SampleResult

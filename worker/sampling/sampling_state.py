@@ -1,21 +1,22 @@
 """State of one row that the sampler keeps between steps.
 
-Owns: the counter-based source of uniform numbers, token counts for the penalties, and the count of
+Owns: the counter-based source of uniform numbers, token counts for the penalties, bad words and the count of
 generated tokens.
 Never: tensors; a row is host data, so that adding and removing one costs no device work.
 Source: SplitMix64, G. L. Steele, D. Lea, C. H. Flood, "Fast Splittable Pseudorandom Number
 Generators", OOPSLA 2014.
 """
 
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
 from copy import copy
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from scheduler.messages import SamplingParams
-from worker.sampling.bad_word_tokens import BadWords
 from worker.sampling.grammar_rows import RowGrammar
 
 TokenIds = NDArray[np.int64]
@@ -45,6 +46,40 @@ def uniforms(seeds_N: NDArray[np.uint64], indices_N: NDArray[np.uint64]) -> NDAr
     value ^= value >> np.uint64(31)
     uniforms_N: NDArray[np.float64] = (value >> np.uint64(11)).astype(np.float64) * 2.0**-53
     return uniforms_N
+
+
+class BadWords:
+    """Bad words, indexed by the tokens before their last: one look-up for each length, not for each word.
+
+    A word counts only if all of its tokens are generated: the prompt may end with its beginning.
+    """
+
+    def __init__(self, words: Iterable[Sequence[int]], generated: Sequence[int], *, vocab_size: int) -> None:
+        last_of: defaultdict[tuple[int, ...], set[int]] = defaultdict(set)
+        for *before, last in words:
+            if 0 <= last < vocab_size:  # another one can never be sampled
+                last_of[tuple(before)].add(last)
+        self._last_of = {before: np.array(sorted(tokens), np.int64) for before, tokens in last_of.items()}
+        self._lengths = sorted({len(before) for before in self._last_of})
+        longest = self._lengths[-1] if self._lengths else 0
+        self._tail = deque(generated[-longest:] if longest else (), maxlen=longest)
+
+    def after(self, token_id: int) -> "BadWords":
+        """Copy the words with one more token generated."""
+        words = copy(self)
+        words._tail = self._tail.copy()
+        words.record(token_id)
+        return words
+
+    def record(self, token_id: int) -> None:
+        self._tail.append(token_id)
+
+    def banned_ids(self) -> list[TokenIds]:
+        """List the tokens that must not be sampled now; a token may be in several lists."""
+        tail = tuple(self._tail)
+        # A slice from -0 on would be all of it.
+        befores = (tail[len(tail) - length :] for length in self._lengths if length <= len(tail))
+        return [self._last_of[before] for before in befores if before in self._last_of]
 
 
 class RowTokenCounts:
@@ -100,6 +135,8 @@ class SamplingRow:
     def __init__(
         self, params: SamplingParams, token_ids: Sequence[int], *, num_prompt_tokens: int, vocab_size: int
     ) -> None:
+        if params.top_k >= vocab_size:  # no truncation, and must not cost a sort of the whole row
+            params = replace(params, top_k=0)
         self.params = params
         self._vocab_size = vocab_size
         self.num_generated = len(token_ids) - num_prompt_tokens

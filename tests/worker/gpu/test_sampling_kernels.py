@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import pad
 
+from scheduler.messages import SamplingParams
 from tests.worker.gpu.cross_compile import SHARED_BYTES_LIMIT, Compiled, Kernel, compile_kernels
 from worker.gpu.kernels.input_fill import fill_unknown_tokens, remember_tokens
 from worker.gpu.sampling.draw_fields import MIN_P, NUM_FIELDS, TEMPERATURE, TOP_K, TOP_P, UNIFORM
@@ -21,7 +22,8 @@ def drawn_by(logits_V: torch.Tensor, each: Draw) -> int:
     """Token that the kernels sample."""
     row = torch.zeros((1, NUM_FIELDS), dtype=torch.float64)
     row[0, [TEMPERATURE, MIN_P, TOP_K, TOP_P, UNIFORM]] = torch.tensor(
-        [each.temperature, each.min_p, each.top_k, each.top_p, each.uniform], dtype=torch.float64
+        [each.params.temperature, each.params.min_p, each.params.top_k, each.params.top_p, each.uniform],
+        dtype=torch.float64,
     )
     outcome = torch.full((2, 1), -1)
     draw(LogitRows(logits_V[None], row), outcome, Workspace.allocate(1, len(logits_V), CPU))
@@ -34,8 +36,8 @@ def drawn_on_cpu(logits_V: torch.Tensor, each: Draw) -> int:
     return draw_on_cpu(logits_NW, logits_NW.amax(-1), [each])[0]
 
 
-def some_draw(**limits: float) -> Draw:
-    return Draw(**({"uniform": 0.73, "temperature": 1.0, "min_p": 0.0, "top_k": 0, "top_p": 1.0} | limits))
+def some_draw(uniform: float = 0.73, **limits: float) -> Draw:
+    return Draw(SamplingParams(**limits), uniform)
 
 
 def flat_logits(vocab_size: int, *, num_levels: int, spread: float = 0.5) -> torch.Tensor:

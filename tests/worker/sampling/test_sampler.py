@@ -154,10 +154,7 @@ def test_a_top_p_of_zero_keeps_one_token_also_of_many_equals(num_equal: int) -> 
 def test_the_ends_of_the_unit_interval_draw_possible_tokens(top_p: float, num_possible: int) -> None:
     logits = torch.full((2, 4 * BLOCK), -math.inf)
     logits[:, 600 : 600 + num_possible] = torch.linspace(0.0, 0.001, num_possible)
-    ends = [
-        Draw(uniform=uniform, temperature=1.0, min_p=0.0, top_k=0, top_p=top_p)
-        for uniform in (0.0, 1 - 2.0**-53)
-    ]
+    ends = [Draw(SamplingParams(top_p=top_p), uniform) for uniform in (0.0, 1 - 2.0**-53)]
     first, last = draw(logits.clone(), logits.amax(-1), ends)
     assert (first, last) == (600, 599 + num_possible)
 
@@ -166,7 +163,7 @@ def test_rounding_never_draws_an_impossible_token() -> None:
     """At the end of the interval, the sum of a block and the sum up to its last token differ in a bit."""
     logits = torch.randn((300, BLOCK), generator=torch.Generator().manual_seed(3)) * 8
     logits[:, 500:] = -math.inf
-    end = Draw(uniform=1 - 2.0**-53, temperature=1.0, min_p=0.0, top_k=0, top_p=1.0)
+    end = Draw(SamplingParams(), 1 - 2.0**-53)
     assert max(draw(logits.clone(), logits.amax(-1), [end] * 300)) < 500
 
 
