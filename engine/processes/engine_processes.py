@@ -1,7 +1,7 @@
 """The engine processes, one after another: a dead one is replaced, unless that is hopeless.
 
 Owns: start, death and replacement with back-off, and the kill of a process that hangs; at most one process
-at a time.
+at a time; the time since the last message of a loaded one, and the limit on it.
 Never: knows requests (client.py), or interprets messages beyond a failed start and a sign of life.
 """
 
@@ -19,7 +19,6 @@ import zmq
 from engine.options.engine_config import EngineConfig
 from engine.process_messages import Ready, Shutdown, StartFailed, ToClient, ToEngine
 from engine.processes.child_process import EXIT_START_FAILED, describe_exit
-from engine.processes.hang_watch import HangWatch
 from engine.processes.supervisor import EngineProcess
 from worker.machine import num_killed_for_memory
 
@@ -34,6 +33,46 @@ _MAX_RECEIVING_S = 0.05
 receiving task would never yield; so readers wait at most this long, and get the outputs merged."""
 _STACKS_S = 1.0
 """Time for a hung process to write its stacks. One that is stopped, or waits in the kernel, never does."""
+
+
+_LONGEST_INTERVAL_S = 0.5
+
+
+class HangWatch:
+    """The watch over one process. Silence counts only while this event loop itself moves.
+
+    A frozen container or a stopped API process, which leaves the engine's beats unread, is no hang.
+    """
+
+    def __init__(self, *, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._interval_s = min(timeout_s / 8, _LONGEST_INTERVAL_S)
+        self._silent_s = 0.0
+        self._is_loaded = False
+
+    def loaded(self) -> None:
+        """Note that the model is loaded: silence counts from now on."""
+        self._is_loaded = True
+        self._silent_s = 0.0
+
+    def moved(self) -> None:
+        """Note a message."""
+        self._silent_s = 0.0
+
+    @property
+    def is_hanging(self) -> bool:
+        return self._silent_s > self._timeout_s
+
+    async def until_hang(self) -> float:
+        """Wait until the process has been silent for too long; return the seconds of silence."""
+        last_s = time.monotonic()
+        while not self.is_hanging:
+            await asyncio.sleep(self._interval_s)
+            now_s = time.monotonic()
+            if self._is_loaded:
+                self._silent_s += min(now_s - last_s, 2 * self._interval_s)
+            last_s = now_s
+        return self._silent_s
 
 
 class DeathCause(StrEnum):

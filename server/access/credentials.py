@@ -1,23 +1,62 @@
 """Keys and certificate of the server, as their files have them now.
 
-Owns: that both follow their files while the server runs.
+Owns: that both follow their files while the server runs; when to look; that a broken file changes nothing.
 Never: a format (engine/options/api_keys.py, engine/options/edge_config.py), or a comparison (key_ring.py).
 """
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from engine.options.api_keys import ApiKey, KeysFile, given_keys
 from engine.options.edge_config import EdgeConfig
-from server.access.file_watch import reread_on_change
+from engine.options.options import OptionError
 from server.access.key_ring import KeyRing
 from server.access.tls import LiveTls
 
 log = logging.getLogger(__name__)
 
 _FOR_ALL_EYES = "everybody on this machine can read %s: chmod o-r %s"
+
+
+LOOK_EVERY_S = 2.0
+
+
+async def reread_on_change(paths: Iterable[str], reread: Callable[[], None]) -> None:
+    """Call `reread`, in a thread, whenever one of the files is another one than before. Until cancelled.
+
+    `reread` raises OptionError for files that are wrong; they are tried again once they have changed.
+    """
+    files = [Path(path) for path in paths]
+    names = ", ".join(map(str, files))
+    known = await asyncio.to_thread(_signatures, files)
+    while True:
+        await asyncio.sleep(LOOK_EVERY_S)
+        found = await asyncio.to_thread(_signatures, files)
+        if found == known:
+            continue
+        known = found
+        try:
+            await asyncio.to_thread(reread)
+        except OptionError as error:
+            log.error("%s; what was read before stays in force", error)
+        else:
+            log.info("read again: %s", names)
+
+
+def _signatures(files: Iterable[Path]) -> list[tuple[int, int, int] | None]:
+    return [_signature(file) for file in files]
+
+
+def _signature(file: Path) -> tuple[int, int, int] | None:
+    """Changes with the file, also where a link is bent to another; None while there is none."""
+    try:
+        status = file.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 class Credentials:

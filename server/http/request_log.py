@@ -1,6 +1,8 @@
 """One line of the log, one span and one count for each HTTP request, when it is over.
 
-Owns: the facts that are recorded, and the level. One place for all three, which record the same.
+Owns: the facts that are recorded, and the level. One place for all three, which record the same. Names of
+routes are a fixed set, looked up without the router: a request that is refused before it has one as well, and
+no client can make a new one.
 Never: prompts, outputs, headers, bodies, or a path as the client wrote it: the name of its route is enough.
 """
 
@@ -16,7 +18,6 @@ from engine.logs.rare_log import RareLog
 from server.access.auth import KEY_NAME
 from server.observe.http_metrics import HttpMetrics, RecentError
 from server.observe.request_ids import error_code_of, journal_of
-from server.observe.route_names import RouteNames
 from server.observe.spans import NoSpans, Spans
 from server.observe.trace_context import trace_context_of
 
@@ -31,6 +32,35 @@ _NO_SPANS = NoSpans()
 _OVERLOADED = "server_overloaded"
 
 _refused = RareLog(log, logging.INFO, "requests refused as the queue is full: %d; each is a line at debug")
+
+
+UNMATCHED = "unmatched"
+
+
+class RouteNames:
+    """Lookup of a path's name among the declared routes: `/v1/models/{model}`."""
+
+    def __init__(self, routes: Iterable[str]) -> None:
+        routes = tuple(routes)
+        self._exact = frozenset(route for route in routes if "{" not in route)
+        self._patterns = {_ends(route): route for route in routes if "{" in route}
+
+    def of(self, path: str) -> str:
+        """The route that serves a path."""
+        if path in self._exact:
+            return path
+        fitting = [
+            (len(suffix), route)
+            for (prefix, suffix), route in self._patterns.items()
+            if path.startswith(prefix) and path.endswith(suffix)
+        ]
+        return max(fitting, default=(0, UNMATCHED))[1]
+
+
+def _ends(route: str) -> tuple[str, str]:
+    """The text before the one parameter of a path, and the text after it."""
+    prefix, _, rest = route.partition("{")
+    return prefix, rest.partition("}")[2]
 
 
 class RequestLog:

@@ -1,22 +1,51 @@
 """Ranks of one stage on several nodes: over memory within a node, over links between nodes.
 
 Owns: the order of sums, first of a node and then of all nodes, and what each rank sends: its share of the
-node's sums, so that a node sends them once.
+node's sums, so that a node sends them once; the C function by which kernels ask for sums, and the end of the
+process where that exchange fails: a layer cannot be left.
 Never: opens a link (engine/nodes), or goes on after an error: any other end would be wrong tokens.
 
 Shapes: N nodes, L ranks on each, T rows, P numbers of one rank, E numbers of a share.
 """
 
+import ctypes
+import logging
+import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from worker.ranks.called_reducer import CalledReducer
 from worker.ranks.gathering_ranks import GatheringRanks
 from worker.ranks.ranks import ExchangeTimes, Ranks, Reducer, World
 from worker.ranks.stage import Stage
+
+log = logging.getLogger(__name__)
+
+_Reduce = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
+
+
+class CalledReducer:
+    """Lives as long as kernels may call it."""
+
+    def __init__(self, reduce: Callable[[Tensor], None]) -> None:
+        """Let `reduce` replace the sums, float32 numbers of any count, by those of all ranks."""
+        self._reduce = reduce
+        self._function = _Reduce(self._reduce_at)
+        function = ctypes.cast(self._function, ctypes.c_void_p).value
+        assert function is not None
+        self.reducer = Reducer(function, None)
+
+    def _reduce_at(self, _context: int | None, address: int, count: int) -> None:
+        try:
+            numbers = (ctypes.c_float * count).from_address(address)
+            self._reduce(torch.frombuffer(numbers, dtype=torch.float32))
+        except BaseException:
+            log.critical("a rank cannot exchange sums with the others, and ends", exc_info=True)
+            os.abort()
 
 
 class Peers(Protocol):

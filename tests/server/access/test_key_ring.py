@@ -187,7 +187,7 @@ def entry(name: str) -> str:
 
 @pytest.fixture
 async def followed(tmp_path, monkeypatch):
-    monkeypatch.setattr("server.access.file_watch.LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("server.access.credentials.LOOK_EVERY_S", 0.01)
     file = tmp_path / "keys.yaml"
     file.write_text(entry("a"))
     file.chmod(0o600)

@@ -196,7 +196,7 @@ async def test_a_reader_that_stopped_is_cut_off(engine, pair):
 
 @pytest.fixture
 async def followed(tmp_path, pair, engine, monkeypatch):
-    monkeypatch.setattr("server.access.file_watch.LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("server.access.credentials.LOOK_EVERY_S", 0.01)
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     shutil.copy(pair.cert, cert)
     shutil.copy(pair.key, key)

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from worker.ranks.called_reducer import CalledReducer
 from worker.ranks.gathering_ranks import GatheringRanks
+from worker.ranks.linked_ranks import CalledReducer
 from worker.ranks.ranks import ExchangeTimes, Reducer
 from worker.ranks.stage import ONLY_STAGE
 
