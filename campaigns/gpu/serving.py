@@ -21,16 +21,12 @@ if TYPE_CHECKING:
 
 _ROOT = Path(__file__).resolve().parents[2]
 _READY_WITHIN_S = 180.0
-_SMALL = "qwen3-0.6b"
-"""The shape that is served with and without overlap."""
 
 
 def run(record: Record, settings: "Settings") -> None:
     """Raises PeerFailed if the server does not start."""
     model = () if settings.is_smoke else (str(_model(settings)),)
-    both = ("off",) if settings.is_smoke else ("auto", "off")
-    for scheduling in both[:1] if settings.shape != _SMALL else both:
-        _serve_and_load(record, settings, model, scheduling)
+    _serve_and_load(record, settings, model)
 
 
 def _model(settings: "Settings") -> Path:
@@ -41,20 +37,20 @@ def _model(settings: "Settings") -> Path:
     return folder
 
 
-def _serve_and_load(record: Record, settings: "Settings", model: tuple[str, ...], scheduling: str) -> None:
+def _serve_and_load(record: Record, settings: "Settings", model: tuple[str, ...]) -> None:
     port = free_port()
     device = ("--device", "cpu", "--num-threads", "1") if settings.is_smoke else ("--device", "cuda")
     launch = Launch(
         command=(
             *(sys.executable, "-m", "server", "serve", *model, "--port", str(port), *device),
-            *("--async-scheduling", scheduling, "--max-model-len", "256" if settings.is_smoke else "2048"),
+            *("--max-model-len", "256" if settings.is_smoke else "2048"),
         ),
         variables={},
         folder=_ROOT,
         served_name="",
     )
     table = record.table(
-        f"--async-scheduling {scheduling}",
+        "A server under load",
         *(
             "Concurrency",
             "Requests",
@@ -68,11 +64,11 @@ def _serve_and_load(record: Record, settings: "Settings", model: tuple[str, ...]
             "TPOT p99",
         ),
     )
-    log = settings.out / f"server-{scheduling}.log"
+    log = settings.out / "server.log"
     with running(
         launch, port=port, ready_path="/health/ready", log=log, ready_within_s=_READY_WITHIN_S
     ) as server:
-        record.note(f"With --async-scheduling {scheduling} ready after {server.ready_s:.1f} s.")
+        record.note(f"Ready after {server.ready_s:.1f} s.")
         for concurrency in (2,) if settings.is_smoke else (1, 16, 64, 256):
             table.add(concurrency, *_round(settings, port, concurrency))
 

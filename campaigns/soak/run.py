@@ -41,7 +41,7 @@ SMALL = (
     *("--scheduling-policy", "priority", "--priority-aging", "1s", "--fairness", "tenant"),
     *("--max-queued-requests", "24", "--num-threads", "1", "--enable-admin", "--log-level", "warning"),
     # Full within a minute, so that what it fills with is not taken for growth.
-    *("--responses-store-size", "50"),
+    *("--responses-store-memory", "256KiB"),
 )
 """Room for a few sequences only, and a queue that is full at once."""
 CROWDED = ("--num-gpu-blocks-override", "400", "--block-size", "8", "--max-model-len", "512")

@@ -17,6 +17,8 @@ from engine.options.options import OptionError, Options
 
 _MAX_SOCKET_PATH_BYTES = 107  # the kernel's sun_path
 _ANY = "*"
+ADMIN_HOST = "127.0.0.1"
+"""Address of the port of the admin routes."""
 _ORIGIN = re.compile(r"\*|https?://[A-Za-z0-9.-]+(:\d{1,5})?|https?://\[[0-9a-f:]+\](:\d{1,5})?")
 
 
@@ -99,11 +101,8 @@ class EdgeConfig:
 
     api_keys_file: str | None
     metrics_auth: bool
-    metric_names: str
-    """tokenyard, vllm or both."""
     admin_port: int | None
-    """Port of the admin routes; None: no port of their own."""
-    admin_host: str
+    """Port of the admin routes, on ADMIN_HOST; None: no port of their own."""
     tls: TlsFiles | None
     cors_origins: tuple[str, ...]
     """Origins whose pages may call; empty: none."""
@@ -118,7 +117,6 @@ class EdgeConfig:
     """Prefix that a proxy puts before paths, without a slash at its end; empty: none."""
     uds: str | None
     """Path of the Unix socket that is listened on in the place of host and port."""
-    send_timeout_s: float
     max_memory_use: float
     """Share of memory in use above which requests are refused; 1: no limit."""
 
@@ -139,19 +137,16 @@ def edge_config(options: Options, *, node: int) -> EdgeConfig:
     return EdgeConfig(
         api_keys_file=options.api_keys_file,
         metrics_auth=options.metrics_auth,
-        metric_names=options.metric_names,
         admin_port=options.admin_port,
-        admin_host=options.admin_host,
         tls=tls,
         cors_origins=options.cors_origin,
         hosts=_host_rule(options, None if options.uds is not None else options.host),
-        admin_hosts=_host_rule(options, options.admin_host),
+        admin_hosts=_host_rule(options, ADMIN_HOST),
         state_folder=options.state_folder,
         state_max_bytes=options.state_max_size,
         page=_page(options),
         root_path=(options.root_path or "").rstrip("/"),
         uds=None if options.uds is None else _socket_path(options),
-        send_timeout_s=options.send_timeout,
         max_memory_use=options.max_memory_use,
     )
 
@@ -160,17 +155,10 @@ def _check_access(options: Options) -> None:
     has_key = bool(options.api_key) or options.api_keys_file is not None
     if options.metrics_auth and not has_key:
         raise OptionError("--metrics-auth", "there is no API key to ask for", "set TOKENYARD_API_KEY")
-    if options.admin_port is not None:
-        if options.admin_port == options.port and options.port:
-            raise OptionError(
-                f"--admin-port {options.admin_port}", "it is --port too", "choose another, or --enable-admin"
-            )
-        if not has_key and not _is_loopback(options.admin_host):
-            raise OptionError(
-                f"--admin-host {options.admin_host} without an API key",
-                "everybody who can reach this machine could see and order everything",
-                "set TOKENYARD_API_KEY, or use 127.0.0.1",
-            )
+    if options.admin_port and options.admin_port == options.port:
+        raise OptionError(
+            f"--admin-port {options.admin_port}", "it is --port too", "choose another, or --enable-admin"
+        )
     if has_key or options.allow_unauthenticated or options.uds is not None or _is_loopback(options.host):
         return
     raise OptionError(

@@ -7,7 +7,7 @@ Never: checks them against each other (edge_config.py).
 from dataclasses import dataclass
 
 from engine.options.option_declaration import Arity, Group, declared
-from engine.options.option_values import Bytes, Choice, Count, Duration, Pattern, Share, Switch, Text
+from engine.options.option_values import Bytes, Choice, Count, Pattern, Share, Switch, Text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,26 +28,13 @@ class EdgeOptions:
         "Ask for a key at /metrics too. Probes never need one.",
         default=False,
     )
-    metric_names: str = declared(
-        Group.LOGS,
-        Choice(words=("tokenyard", "vllm", "both")),
-        "Names on /metrics: Tokenyard's own, the `vllm:` names that boards and autoscalers know, or both, "
-        "which makes the page twice as long.",
-        default="both",
-    )
     admin_port: int | None = declared(
         Group.ADDRESS,
         Count(low=0, high=65535, metavar="PORT"),
-        "Serve the admin routes on this port instead of --port, also without --enable-admin; 0 takes any "
-        "free one.",
+        "Serve the admin routes on this port of 127.0.0.1 instead of --port, also without --enable-admin; 0 "
+        "takes any free one.",
         open_default="no port of their own",
         default=None,
-    )
-    admin_host: str = declared(
-        Group.ADDRESS,
-        Text(metavar="HOST"),
-        "Address of the admin port. An address that other machines can reach needs an API key.",
-        default="127.0.0.1",
     )
     tls_cert: str | None = declared(
         Group.KEYS,
@@ -135,13 +122,6 @@ class EdgeOptions:
         "group may connect; without keys they may do what any client may.",
         open_default="none",
         default=None,
-    )
-    send_timeout: float = declared(
-        Group.REQUESTS,
-        Duration(low=0.1, high=3600.0),
-        "How long a client may leave the data of its stream unread before its request is aborted. Unread "
-        "events are merged meanwhile.",
-        default=30.0,
     )
     max_memory_use: float = declared(
         Group.REQUESTS,

@@ -36,10 +36,7 @@ from engine.options.traces_endpoint import check_traces_endpoint
 from engine.step_limits import StepLimits, step_limits
 from scheduler.config import (
     Batching,
-    Displacement,
     Fairness,
-    HostTier,
-    OrderAmongEquals,
     PreemptionMode,
     PrefixCaching,
     SchedulerOptions,
@@ -126,10 +123,8 @@ class ServerConfig:
     """Unknown fields of requests are refused instead of ignored."""
     stream_keep_alive_s: float
     """0: no comments are sent."""
-    responses_store_size: int
-    """Responses that can be asked for again; 0 stores none."""
     responses_store_bytes: int
-    responses_store_ttl_s: float
+    """Memory for responses that can be asked for again; 0 stores none."""
     shutdown_timeout_s: float
     drain_delay_s: float
     """Time for which requests are accepted after probes report the shutdown."""
@@ -176,9 +171,7 @@ def resolve(
         max_body_bytes=options.max_body_size,
         strict_fields=options.strict_fields,
         stream_keep_alive_s=options.stream_keep_alive,
-        responses_store_size=options.responses_store_size,
         responses_store_bytes=options.responses_store_memory,
-        responses_store_ttl_s=options.responses_store_ttl,
         shutdown_timeout_s=options.shutdown_timeout,
         drain_delay_s=options.drain_delay,
         health_port=options.health_port,
@@ -283,13 +276,9 @@ def _scheduler_options(options: Options, limits: StepLimits) -> SchedulerOptions
         prefix_caching=PrefixCaching.ON if options.enable_prefix_caching else PrefixCaching.OFF,
         watermark=options.watermark,
         priority_aging_s=_priority_aging_s(options),
-        order_among_equals=OrderAmongEquals(options.order_among_equals),
-        displacement=Displacement.ON if options.enable_displacement else Displacement.OFF,
         fairness=Fairness(options.fairness),
         tenant_weights=_tenant_weights(options.tenant_weight),
         preemption_mode=PreemptionMode(options.preemption_mode),
-        host_tier=HostTier(options.prefix_cache_host_tier or "on"),
-        max_bypasses=options.max_bypasses,
         batching=Batching(options.batching),
         prefill_delay_factor=options.prefill_delay_factor or 0.0,
         target_itl_s=None if options.target_itl is None else options.target_itl or inf,
@@ -297,17 +286,14 @@ def _scheduler_options(options: Options, limits: StepLimits) -> SchedulerOptions
         large_crowd_prefill_share=_LARGE_CROWD_PREFILL_SHARE if options.target_itl is None else 0.0,
         prefill_patience_s=_DEFAULT_PREFILL_PATIENCE_S,
         max_prefill_tokens=options.max_prefill_tokens,
-        max_chunk_tokens=options.long_prefill_token_threshold,
-        max_plans_in_flight=1 if options.async_scheduling == "off" else _MOST_PLANS_IN_FLIGHT,
+        max_plans_in_flight=_MOST_PLANS_IN_FLIGHT,
     )
 
 
 def _priority_aging_s(options: Options) -> float:
-    """Aging as asked; by itself the default, where it does not contradict the order among equals."""
     if options.priority_aging is not None:
         return options.priority_aging or inf
-    is_by_deadline = options.order_among_equals == OrderAmongEquals.DEADLINE
-    return inf if options.scheduling_policy == "fcfs" or is_by_deadline else _DEFAULT_PRIORITY_AGING_S
+    return inf if options.scheduling_policy == "fcfs" else _DEFAULT_PRIORITY_AGING_S
 
 
 def _or_no_limit(seconds: float | None) -> float:
@@ -339,10 +325,6 @@ def _check_scheduler(options: Options) -> None:
             "--scheduling-policy fcfs has no priorities",
             "use --scheduling-policy priority",
         )
-    if options.order_among_equals == "deadline" and options.priority_aging:
-        raise OptionError(
-            "--order-among-equals deadline", "--priority-aging leaves no equals", "leave one of them out"
-        )
     if options.batching == "mixed" and options.prefill_delay_factor is not None:
         raise OptionError(
             "--prefill-delay-factor", "mixed steps delay no prefill", "use --batching separate with it"
@@ -354,17 +336,8 @@ def _check_scheduler(options: Options) -> None:
 
 def _check_swap_space(options: Options) -> None:
     """It is there for preempted requests, for the prefix cache, or for both."""
-    tier = options.prefix_cache_host_tier
-    if tier == "on" and not options.swap_space:
-        raise OptionError(
-            "--prefix-cache-host-tier on", "there is no swap space to use", "give --swap-space 4GiB, say"
-        )
-    if tier == "on" and not options.enable_prefix_caching:
-        raise OptionError(
-            "--prefix-cache-host-tier on", "--no-enable-prefix-caching leaves nothing to keep", "drop one"
-        )
-    is_kept_for_prefixes = options.enable_prefix_caching and tier != "off"
-    if options.preemption_mode == "recompute" and options.swap_space and not is_kept_for_prefixes:
+    is_of_use = options.enable_prefix_caching or options.preemption_mode != "recompute"
+    if options.swap_space and not is_of_use:
         raise OptionError(
             "--swap-space",
             "with --preemption-mode recompute nothing is swapped, and no prefix is kept there either",

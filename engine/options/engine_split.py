@@ -17,6 +17,8 @@ from scheduler.prefix_keys import JournalContent
 from worker.machine import visible_gpus
 
 _LOOPBACK = "127.0.0.1"
+_PLACEMENT_TIMEOUT_S = 300.0
+"""Longest wait for Ray to find free processors: an autoscaler needs some minutes to add machines."""
 _LEAST_KEY_CHARS = 32
 # Number of nodes, number of this one, address of the first.
 _LWS = ("LWS_GROUP_SIZE", "LWS_WORKER_INDEX", "LWS_LEADER_ADDRESS")
@@ -246,8 +248,6 @@ def ray_config(options: Options) -> RayConfig | None:
     """Check and resolve the options of Ray; None: it is not asked. Raises OptionError."""
     asked = f"--distributed-executor {options.distributed_executor}"
     if options.distributed_executor != "ray":
-        if options.placement_timeout != Options().placement_timeout:
-            raise OptionError("--placement-timeout", f"{asked} places nothing", "leave it out")
         return None
     if num_ranks_of(options) == 1:
         raise OptionError(asked, "there is one rank", "give --pipeline-parallel-size 2, say, or leave it out")
@@ -278,7 +278,7 @@ def ray_config(options: Options) -> RayConfig | None:
         host=host,
         port=options.cluster_port,
         key=key,
-        timeout_s=options.placement_timeout,
+        timeout_s=_PLACEMENT_TIMEOUT_S,
     )
 
 

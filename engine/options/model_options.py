@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from engine.options.edge_options import EdgeOptions
 from engine.options.option_declaration import Arity, Group
 from engine.options.option_declaration import declared as _option
-from engine.options.option_values import Choice, Count, Duration, Pattern, Switch, Text
+from engine.options.option_values import Choice, Count, Pattern, Switch, Text
 
 TOOL_CALL_PARSERS = Choice(
     words=(
@@ -199,13 +199,6 @@ class ModelOptions(EdgeOptions):
         "ranks, with --num-threads processors for each rank, or a processor and a GPU. Needs "
         "`tokenyard[ray]` on all machines.",
         default="processes",
-    )
-    placement_timeout: float = _option(
-        Group.MODEL,
-        Duration(low=1.0, high=86_400.0),
-        "Longest wait for Ray to find free processors; then the server ends. Longer gives an autoscaler time "
-        "to add machines, and tells later that there are too few.",
-        default=300.0,
     )
     cpu_kernels: str = _option(
         Group.MODEL,

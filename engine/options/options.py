@@ -19,7 +19,7 @@ from engine.options.option_declaration import Arity, Declaration, Group, OptionE
 from engine.options.option_declaration import declared as _option
 from engine.options.option_values import Bytes, Choice, Count, Duration, Share, Switch, Text
 from engine.options.speculation_option import SpeculationOptions
-from scheduler.config import OrderAmongEquals, SchedulingPolicy
+from scheduler.config import SchedulingPolicy
 
 __all__ = [
     "BY_KEY",
@@ -92,14 +92,6 @@ class Options(SpeculationOptions):
         open_default="none",
         default=None,
     )
-    prefix_cache_host_tier: str | None = _option(
-        Group.KV_CACHE,
-        Choice(words=("on", "off")),
-        "Keep blocks that the device's prefix cache evicts in the swap space, and copy them back when a "
-        "prompt needs them. Preempted requests have precedence there.",
-        open_default="on with --swap-space",
-        default=None,
-    )
 
     kv_events_port: int | None = _option(
         Group.KV_CACHE,
@@ -160,22 +152,8 @@ class Options(SpeculationOptions):
         Duration(low=0.0, high=1e6),
         "Waiting time that makes up for one level of priority, so that no request waits for ever. Shorter is "
         "fairer to less urgent requests, longer is stricter; 0 is strict priority.",
-        open_default="30s under the priority policy, unless --order-among-equals deadline",
+        open_default="30s under the priority policy",
         default=None,
-    )
-    order_among_equals: str = _option(
-        Group.SCHEDULER,
-        Choice(words=tuple(each.value for each in OrderAmongEquals)),
-        "Order of requests of equal priority: by arrival, or by the time limit that runs out first (requests "
-        "without a limit last).",
-        default="arrival",
-    )
-    enable_displacement: bool = _option(
-        Group.SCHEDULER,
-        Switch(),
-        "Under the priority policy, let a waiting request take the place of less urgent running ones at "
-        "once. The displaced requests lose time, but no output.",
-        default=True,
     )
     fairness: str = _option(
         Group.SCHEDULER,
@@ -217,13 +195,6 @@ class Options(SpeculationOptions):
         open_default="at once",
         default=None,
     )
-    long_prefill_token_threshold: int = _option(
-        Group.SCHEDULER,
-        Count(low=0, high=2**20, metavar="TOKENS"),
-        "Most tokens of a step that one prompt gets while other requests run or wait, so that shorter ones "
-        "get some. 0 is no limit.",
-        default=0,
-    )
     trace_steps: str | None = _option(
         Group.LOGS,
         Text(metavar="FILE"),
@@ -237,20 +208,6 @@ class Options(SpeculationOptions):
         Choice(words=("auto", "recompute", "swap")),
         "How a preempted request gets its KV cache back: computed again, copied out and in, or whichever is "
         "expected to take less time.",
-        default="auto",
-    )
-    max_bypasses: int = _option(
-        Group.SCHEDULER,
-        Count(low=0, high=2**20),
-        "How many smaller requests may overtake one that needs more KV cache than is free; after that, cache "
-        "is kept free for it. 0 keeps the order strictly.",
-        default=32,
-    )
-    async_scheduling: str = _option(
-        Group.SCHEDULER,
-        Choice(words=("auto", "off")),
-        "Plan a step and launch it while the device still computes the step before, so that the device never "
-        "waits. auto does so on GPUs; on CPUs there is nothing to overlap.",
         default="auto",
     )
     watermark: float = _option(
@@ -339,24 +296,12 @@ class Options(SpeculationOptions):
         "Largest request body. Larger ones are refused with 413 before they are read.",
         default=4 * 2**20,
     )
-    responses_store_size: int = _option(
-        Group.REPLIES,
-        Count(low=0, high=2**20),
-        "Responses of /v1/responses that are kept, in memory, for GET and previous_response_id; the one "
-        "unused for longest goes first. 0 stores none.",
-        default=1000,
-    )
     responses_store_memory: int = _option(
         Group.REPLIES,
-        Bytes(low=2**16, high=2**40),
-        "Memory for stored responses and the conversations that they end.",
+        Bytes(low=0, high=2**40),
+        "Memory for the responses of /v1/responses that are kept for GET and previous_response_id, with "
+        "their conversations: 1000 at most, for a day. The one unused for longest goes first. 0 stores none.",
         default=64 * 2**20,
-    )
-    responses_store_ttl: float = _option(
-        Group.REPLIES,
-        Duration(low=1.0, high=31536000.0),
-        "How long a stored response is kept after its last use.",
-        default=86400.0,
     )
     grammar_compile_timeout: float = _option(
         Group.REQUESTS,

@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from importlib import import_module
 
+from engine.options.edge_config import ADMIN_HOST
 from engine.options.engine_config import resolve
 from engine.options.option_sources import closest, merge, read_sources
 from engine.options.options import OptionError
@@ -98,7 +99,7 @@ def _serve(words: list[str]) -> int:
             port = server_config.health_port
             probes = stack.enter_context(listen(server_config.host, port, flag="--health-port"))
         if edge.admin_port is not None:
-            admin = stack.enter_context(listen(edge.admin_host, edge.admin_port, flag="--admin-port"))
+            admin = stack.enter_context(listen(ADMIN_HOST, edge.admin_port, flag="--admin-port"))
         listeners = Listeners(main=listener, probes=probes, admin=admin)
         # Not at the top: this is where the seconds of imports begin.
         from server.startup import launch

@@ -5,14 +5,12 @@ Never: a judgement of health, which follows from the engine's step counter.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 
 import orjson
 from fastapi import APIRouter, FastAPI
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -28,8 +26,6 @@ METRICS_TTL_S = 0.1
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _PROBE: dict[str, Any] = {"methods": ["GET", "HEAD"], "include_in_schema": False}
 """Answers both, so that the Allow header of a 405 names both; the GET beside it is the documented one."""
-_LEFT_OUT = {"tokenyard": "vllm:", "vllm": "tokenyard:", "both": ""}
-"""Prefix of the names that are not on the page, by --metric-names."""
 _NO_STORE = {"cache-control": "no-store"}
 
 
@@ -58,37 +54,13 @@ _METRICS_DOCUMENTATION: dict[str, Any] = {
 }
 
 
-class _Chosen(Collector):
-    """The families of a registry, but for those of one prefix."""
-
-    def __init__(self, registry: CollectorRegistry, left_out: str) -> None:
-        self._registry = registry
-        self._left_out = left_out
-
-    def collect(self) -> Iterator[Metric]:
-        for family in self._registry.collect():
-            if not family.name.startswith(self._left_out):
-                yield family
-
-
-def _without(registry: CollectorRegistry, left_out: str) -> CollectorRegistry:
-    chosen = CollectorRegistry()
-    chosen.register(_Chosen(registry, left_out))
-    return chosen
-
-
 class MetricsPage:
     """The rendered registry, at most METRICS_TTL_S old; rendered in a thread, once for all that wait."""
 
-    def __init__(
-        self, registry: CollectorRegistry, *, left_out: str = "", look: Callable[[], None] = lambda: None
-    ) -> None:
-        """`left_out` is the prefix of names that are not shown; empty: all are.
-
-        `look` sets the gauges that follow from the state of this moment, in the event loop.
-        """
+    def __init__(self, registry: CollectorRegistry, *, look: Callable[[], None] = lambda: None) -> None:
+        """`look` sets the gauges that follow from the state of this moment, in the event loop."""
         self._look = look
-        self._registry = _without(registry, left_out) if left_out else registry
+        self._registry = registry
         self._rendering = asyncio.Lock()
         self._body = b""
         self._expires_s = 0.0
@@ -103,11 +75,10 @@ class MetricsPage:
         return self._body
 
 
-def _add_page(app: FastAPI, settings: EdgeSettings) -> None:
+def _add_page(app: FastAPI, settings: EdgeSettings) -> None:  # noqa: ARG001 - for other endpoints
     edge: Edge = app.state.edge
     metrics = edge.engine.metrics
-    left_out = _LEFT_OUT[settings.edge.metric_names]
-    app.state.metrics_page = MetricsPage(metrics.registry, left_out=left_out, look=metrics.look)
+    app.state.metrics_page = MetricsPage(metrics.registry, look=metrics.look)
 
 
 router = APIRouter()

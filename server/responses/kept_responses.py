@@ -20,7 +20,13 @@ from server.generate.calls import Origin, service_terms
 from server.http.edge import Edge, EdgeSettings
 from server.responses.background import BackgroundResponses, Work
 from server.responses.response_making import Making, ResponseTask, begin_making, stored_response
-from server.responses.response_store import ResponseStore, StoredResponse, weigh
+from server.responses.response_store import (
+    MAX_RESPONSES,
+    RESPONSE_TTL_S,
+    ResponseStore,
+    StoredResponse,
+    weigh,
+)
 from server.responses.responses_protocol import InputItem, ResponsesRequest
 from server.state.state_desk import StateDesk, unix_time_s
 from server.state.state_store import ResponseBounds, ResponseRow
@@ -40,9 +46,7 @@ class KeptResponses:
         self._store = store
         self._desk = desk
         self._bounds = ResponseBounds(
-            max_responses=settings.responses_store_size,
-            max_bytes=settings.responses_store_bytes,
-            ttl_s=settings.responses_store_ttl_s,
+            max_responses=MAX_RESPONSES, max_bytes=settings.responses_store_bytes, ttl_s=RESPONSE_TTL_S
         )
 
     @property

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 from server.responses.responses_protocol import InputItem
 
+MAX_RESPONSES = 1000
+RESPONSE_TTL_S = 86_400.0
+"""Time for which a stored response is kept after its last use."""
 _ITEM_BYTES = 1536
 _PART_BYTES = 768
 """Bytes of the objects around the text; measured, an item with one part: 1.3 to 1.9 KB."""
@@ -58,7 +61,7 @@ class ResponseStore:
     """An LRU of responses. All times are seconds of one clock, the caller's."""
 
     def __init__(self, *, max_responses: int, max_bytes: int, ttl_s: float) -> None:
-        """`max_responses` 0 stores nothing. `ttl_s` counts from the last use."""
+        """`max_bytes` 0 stores nothing. `ttl_s` counts from the last use."""
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
@@ -67,7 +70,7 @@ class ResponseStore:
 
     @property
     def is_open(self) -> bool:
-        return self._max_responses > 0
+        return self._max_bytes > 0
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -31,7 +31,7 @@ from server.responses.input_items import MAX_PAGE_ITEMS, page_of, page_request
 from server.responses.kept_responses import KeptResponses
 from server.responses.response_making import Making, ResponseTask, begin_making, stored_response
 from server.responses.response_models import InputItemPage, ResponseDeletion, ResponseEvent, ResponseObject
-from server.responses.response_store import ResponseStore, StoredResponse
+from server.responses.response_store import MAX_RESPONSES, RESPONSE_TTL_S, ResponseStore, StoredResponse
 from server.responses.responses_events import ResponseFraming, WholeResponse
 from server.responses.responses_protocol import RESPONSES_REFUSALS, ResponsesRequest
 from server.state.state_desk import add_desk
@@ -72,9 +72,7 @@ def _create_documentation() -> dict[str, Any]:
 
 def _add_store(app: FastAPI, settings: EdgeSettings) -> None:
     app.state.response_store = ResponseStore(
-        max_responses=settings.responses_store_size,
-        max_bytes=settings.responses_store_bytes,
-        ttl_s=settings.responses_store_ttl_s,
+        max_responses=MAX_RESPONSES, max_bytes=settings.responses_store_bytes, ttl_s=RESPONSE_TTL_S
     )
     add_desk(app, settings)
     app.state.kept_responses = KeptResponses(app.state.response_store, app.state.desk, settings)

@@ -52,9 +52,7 @@ async def serve(launched: Launched, announcement: Announcement) -> int:
     """Serve until a signal or the end of the engine; return the exit code. Raises OptionError."""
     engine, signals, listeners = launched.engine, launched.signals, launched.listeners
     engine_config, server_config = launched.engine_config, launched.server_config
-    patience = Patience(
-        keep_alive_s=server_config.stream_keep_alive_s, send_timeout_s=server_config.edge.send_timeout_s
-    )
+    patience = Patience(keep_alive_s=server_config.stream_keep_alive_s)
     credentials = Credentials(server_config.api_keys, server_config.edge)
     spans = _open_spans(engine, engine_config, server_config)
     app = build_app(engine, server_config, patience=patience, keys=credentials.keys, spans=spans)

@@ -156,7 +156,9 @@ async def test_a_lost_node_ends_the_engine_and_another_takes_its_place(
 async def test_a_cluster_that_is_too_small_is_refused_in_one_line(
     served: Served, tiny_model: Path, device: str, asked: str, less: str
 ) -> None:
-    config = config_of(tiny_model, num_threads="3", nnodes="2", placement_timeout="1")
+    config = config_of(tiny_model, num_threads="3", nnodes="2")
+    assert config.ray is not None
+    config = replace(config, ray=replace(config.ray, timeout_s=1.0))
     if device == "cuda":
         config = replace(config, worker=replace(config.worker, device=device, num_stages=4))
     engine = lives.EngineProcesses(config, on_message=lambda _: None, on_death=lambda _: None)

@@ -24,9 +24,7 @@ ANY_HOST = HostRule(names=frozenset(), others=OtherHosts.ALL)
 EDGE = EdgeConfig(
     api_keys_file=None,
     metrics_auth=False,
-    metric_names="both",
     admin_port=None,
-    admin_host="127.0.0.1",
     tls=None,
     cors_origins=(),
     hosts=ANY_HOST,
@@ -36,7 +34,6 @@ EDGE = EdgeConfig(
     root_path="",
     uds=None,
     page=Page.YARD,
-    send_timeout_s=30.0,
     max_memory_use=1.0,
 )
 
@@ -51,9 +48,7 @@ class Settings:
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     strict_fields: bool = False
-    responses_store_size: int = 16
     responses_store_bytes: int = 2**20
-    responses_store_ttl_s: float = 60.0
     shown_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 

@@ -414,12 +414,11 @@ def _request(number: int, prompt: list[int], *, max_tokens: int) -> AddRequest:
 
 
 @pytest.mark.parametrize(
-    ("asked", "runs_ahead", "depth"),
-    [("auto", True, 2), ("auto", False, 1), ("off", True, 1), ("off", False, 1)],
+    ("runs_ahead", "depth"),
+    [(True, 2), (False, 1)],
 )
-def test_two_plans_are_in_flight_where_the_device_works_by_itself_and_nobody_asks_otherwise(
-    tiny_model: Path, asked: str, runs_ahead: bool, depth: int
+def test_two_plans_are_in_flight_where_the_device_works_by_itself(
+    tiny_model: Path, runs_ahead: bool, depth: int
 ) -> None:
-    given = {"model": str(tiny_model), "async_scheduling": asked}
-    config, _ = resolve(read_options(given, {}), environment={})
+    config, _ = resolve(read_options({"model": str(tiny_model)}, {}), environment={})
     assert scheduler_config(config.scheduler, facts(runs_ahead=runs_ahead)).max_plans_in_flight == depth

@@ -261,7 +261,7 @@ def test_the_queue_gives_way_in_the_reverse_of_the_order_in_which_the_scheduler_
 async def test_over_http_the_displaced_gets_its_own_429_and_the_urgent_is_served(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    options = ("--scheduling-policy", "priority", "--no-enable-displacement")
+    options = ("--scheduling-policy", "priority")
     limits = ("--max-num-seqs", "1", "--max-queued-requests", "2")
     with running_server(tmp_path, str(tiny_model), *options, *limits) as server:
         async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:

@@ -97,10 +97,6 @@ def test_a_wrong_place_is_refused_in_one_line(
         ({"master_addr": "::1"}, "--master-addr ::1: nodes meet over IPv4"),
         ({"cluster_key": "short"}, "--cluster-key: it has fewer than 32 characters; leave it out"),
         ({}, "ray: the package ray is not installed; pip install 'tokenyard[ray]', on all nodes"),
-        (
-            {"distributed_executor": "processes"},
-            "--placement-timeout: --distributed-executor processes",
-        ),
     ],
 )
 def test_ray_is_refused_in_one_line_what_it_cannot_place(
@@ -108,7 +104,7 @@ def test_ray_is_refused_in_one_line_what_it_cannot_place(
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(OptionError) as refusal:
-        cluster_of(BASE | {"distributed_executor": "ray", "placement_timeout": "60"} | given, TORCHRUN)
+        cluster_of(BASE | {"distributed_executor": "ray"} | given, TORCHRUN)
     assert line in str(refusal.value)
 
 

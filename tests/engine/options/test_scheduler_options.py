@@ -1,5 +1,6 @@
 """Options of the scheduler: what the operator says, else what follows from the model and the others."""
 
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 
@@ -31,12 +32,10 @@ def test_prompts_get_what_saturates_the_device_unless_the_operator_says_otherwis
 def test_one_prompt_leaves_some_to_shorter_ones_where_all_together_get_less_than_it_might(
     tiny_model: Path, threshold: int, saturating_tokens: int, expected: int
 ) -> None:
-    given = {"model": str(tiny_model), "long_prefill_token_threshold": threshold}
-    config, _ = resolve(read_options(given, {}), environment={})
-    assert (
-        scheduler_config(config.scheduler, facts(saturating_tokens=saturating_tokens)).max_chunk_tokens
-        == expected
-    )
+    config, _ = resolve(read_options({"model": str(tiny_model)}, {}), environment={})
+    options = replace(config.scheduler, max_chunk_tokens=threshold)
+    found = scheduler_config(options, facts(saturating_tokens=saturating_tokens))
+    assert found.max_chunk_tokens == expected
 
 
 @pytest.mark.parametrize(
@@ -46,7 +45,6 @@ def test_one_prompt_leaves_some_to_shorter_ones_where_all_together_get_less_than
         ({"scheduling_policy": "priority"}, 30.0),
         ({"scheduling_policy": "priority", "priority_aging": "0"}, inf),
         ({"scheduling_policy": "priority", "priority_aging": "2s"}, 2.0),
-        ({"scheduling_policy": "priority", "order_among_equals": "deadline"}, inf),
     ],
 )
 def test_priorities_age_unless_the_operator_says_otherwise(

@@ -11,7 +11,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.errors import DeadlineExceeded, RequestFailed
-from engine.frontend.metrics import EngineMetrics
 from engine.types import EngineState
 from server.app import build_app
 from server.endpoints import ADMIN, PUBLIC, ROUTES
@@ -20,7 +19,7 @@ from server.operations import ops
 from server.operations.models import Model, ModelList
 from server.operations.ops import HealthPage
 from tests.server.access.test_edge_options import routes_of
-from tests.server.conftest import EDGE, Settings, connect
+from tests.server.conftest import Settings, connect
 from tests.server.fake_engine import READY, FakeEngine
 
 LOADING = dataclasses.replace(
@@ -228,16 +227,3 @@ async def test_a_route_below_another_is_counted_as_itself(client):
 )
 async def test_live_requests_come_in_pages(client, query: str, status: int) -> None:
     assert (await client.get(f"/admin/requests?{query}")).status_code == status
-
-
-@pytest.mark.parametrize(
-    ("names", "shown"),
-    [("both", {"tokenyard", "vllm"}), ("tokenyard", {"tokenyard"}), ("vllm", {"vllm"})],
-)
-async def test_the_page_has_the_names_that_the_operator_chose(names, shown):
-    engine = FakeEngine(metrics=EngineMetrics("fake"))
-    settings = Settings(edge=dataclasses.replace(EDGE, metric_names=names))
-    async with connect(build_app(engine, settings)) as client:
-        page = (await client.get("/metrics")).text
-    prefixes = {family.name.partition(":")[0] for family in text_string_to_metric_families(page)}
-    assert {prefix for prefix in prefixes if prefix in ("tokenyard", "vllm")} == shown

@@ -265,9 +265,10 @@ async def test_after_a_restart_what_was_in_line_is_made_and_what_had_its_end_is_
         assert following["status"] == "completed"
 
 
-async def test_responses_on_disk_are_bounded_by_number(engine, tmp_path):
+async def test_responses_on_disk_are_bounded_by_number(engine, tmp_path, monkeypatch):
+    monkeypatch.setattr("server.responses.kept_responses.MAX_RESPONSES", 2)
     edge = dataclasses.replace(EDGE, state_folder=str(tmp_path / "state"), state_max_bytes=4096)
-    app = build_app(engine, Settings(edge=edge, responses_store_size=2))
+    app = build_app(engine, Settings(edge=edge))
     async with connect(app) as client:
         ids = []
         for _ in range(4):

@@ -209,7 +209,7 @@ async def test_what_shall_not_be_stored_is_not(client):
 
 
 async def test_a_server_without_a_store_says_so(engine):
-    async with connect(build_app(engine, Settings(responses_store_size=0))) as client:
+    async with connect(build_app(engine, Settings(responses_store_bytes=0))) as client:
         response = await create(client)
         assert not response["store"]
         assert (await client.get(f"{PATH}/{response['id']}")).status_code == 404
