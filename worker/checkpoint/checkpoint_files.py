@@ -363,7 +363,7 @@ def _open_weights(path: Path) -> WeightFile:
 
 
 def _stored(name: str, entry: dict[str, Any], base: int) -> StoredTensor:
-    """Read the entry of a header, whose offsets begin at `base`. Raises ValueError if its numbers disagree."""
+    """Read the entry of a header, whose offsets begin at `base`. Raises ValueError if numbers disagree."""
     dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     if not all(type(each) is int and each >= 0 for each in (*shape, start, end)):
         raise ValueError(f"{name} has sizes that are no counts")
