@@ -340,5 +340,5 @@ class ModelInfo:
         )
 
 
-_FIELDS_OF_FACTS = {each.name for each in fields(ModelFacts)} & {each.name for each in fields(ModelInfo)}
+_FIELDS_OF_FACTS = {each.name for each in fields(ModelInfo) if hasattr(ModelFacts, each.name)}
 _FIELDS_OF_FACTS -= {"adapters"}  # the registry has them

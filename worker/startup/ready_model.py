@@ -18,6 +18,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from scheduler.cache_groups import CacheGroup, Lifetime
 from worker.adapters.adapter_targets import Targets
 from worker.attention.interface import AttentionBackend
 from worker.attention.kv_cache import (
@@ -130,7 +131,7 @@ def start_loaded(
         check = replace(check, cache=cache, backend=toolkit.attention_over(cache))
         surgery = _put_kernels(config, toolkit, check, expected, stage, must_round_inputs=True)
     _log_codes(loaded, stored_codes)
-    facts = _facts(device, loaded, cache, size, host_pool, whole_layout.sliding_window)
+    facts = _facts(device, loaded, cache, size, host_pool, whole_layout.lifetime)
     return ReadyModel(
         facts=_with_kernels(facts, surgery),
         cache=cache,
@@ -417,7 +418,8 @@ def _size(
     config: WorkerConfig, layouts: _Layouts, budget_bytes: int, checkpoint_len: int, ranks: Ranks
 ) -> CacheSize:
     layout = layouts.all_stages
-    window = layout.sliding_window
+    lifetime = layout.lifetime
+    most_read_tokens = lifetime.num_tokens + config.max_num_batched_tokens if lifetime.is_limited else None
     # On a device of its own a rank needs room for its own layers alone.
     on_device = layout if config.num_devices == 1 else layouts.own
     share = 1.0
@@ -432,7 +434,7 @@ def _size(
             max_model_len=config.max_model_len,
             checkpoint_len=checkpoint_len,
             max_num_seqs=config.max_num_seqs,
-            most_read_tokens=None if window is None else window + config.max_num_batched_tokens,
+            most_read_tokens=most_read_tokens,
         )
     )
 
@@ -459,7 +461,7 @@ def _facts(
     cache: KVCache,
     size: CacheSize,
     host_pool: HostPool,
-    sliding_window: int | None,
+    lifetime: Lifetime,
 ) -> ModelFacts:
     facts = ModelFacts(
         model_type=loaded.model_type,
@@ -472,7 +474,7 @@ def _facts(
         block_size=cache.layout.block_size,
         num_blocks=size.num_blocks,
         kv_cache_bytes=cache.num_bytes,
-        sliding_window=sliding_window,
+        groups=(CacheGroup(lifetime),),
         num_host_blocks=host_pool.num_blocks,
         copy_s_per_block=host_pool.measure_copy_s(),
         # Each expert of a mixture has a few of the rows only, and gains by more.

@@ -88,7 +88,7 @@ def _open_rows(config: WorkerConfig, facts: ModelFacts) -> RowTable:
         max_model_len=facts.max_model_len,
         block_size=facts.block_size,
         num_blocks=facts.num_blocks,
-        sliding_window=facts.sliding_window,
+        lifetime=facts.groups[0].lifetime,
     )
 
 

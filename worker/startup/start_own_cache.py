@@ -193,7 +193,7 @@ def _facts(
         block_size=block_size,
         num_blocks=size.num_blocks,
         kv_cache_bytes=size.num_blocks * block_size * sizes.per_token + sizes.fixed * config.max_num_seqs,
-        is_paged=False,
+        groups=(),
         eos_token_ids=loaded.eos_token_ids,
         default_sampling=loaded.default_sampling,
     )

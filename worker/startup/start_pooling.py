@@ -58,7 +58,7 @@ def start_pooling(
         max_model_len=facts.max_model_len,
         block_size=facts.block_size,
         num_blocks=facts.num_blocks,
-        sliding_window=facts.sliding_window,
+        lifetime=facts.groups[0].lifetime,
     )
     return facts, PoolingSteps(PromptTable(facts, rows, runner), runner)
 

@@ -8,7 +8,7 @@ from worker.worker_config import ModelFacts
 
 
 def test_facts_of_the_worker_are_taken_over_and_the_rest_is_added() -> None:
-    loaded = facts(is_paged=False, sliding_window=8, default_sampling={"top_k": 5})
+    loaded = facts(groups=(), default_sampling={"top_k": 5})
     info = ModelInfo.of(
         loaded,
         served_names=("a", "b"),
@@ -17,7 +17,7 @@ def test_facts_of_the_worker_are_taken_over_and_the_rest_is_added() -> None:
         chat_template="{{ messages }}",
         added_tokens={"<think>": 3},
     )
-    shared = {each.name for each in fields(ModelInfo)} & {each.name for each in fields(ModelFacts)}
+    shared = {each.name for each in fields(ModelInfo)} & set(dir(ModelFacts))
     assert {"vocab_size", "is_paged", "eos_token_ids", "default_sampling", "pooling"} <= shared
     for name in shared:
         assert getattr(info, name) == getattr(loaded, name)
