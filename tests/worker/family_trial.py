@@ -38,6 +38,7 @@ from worker.startup.start_own_cache import find_way
 from worker.steps.model_runner import ModelRunner
 from worker.steps.row_table import RowTable
 from worker.steps.step_inputs import build_inputs
+from worker.steps.step_tokens import StepTokens
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import FamilyRefused
 
@@ -236,10 +237,7 @@ def _compute(
     assert inputs is not None
     assert not failures
     ready.backend.begin_step(inputs.metadata)
-    everything = device.tensor(np.arange(num_tokens))
-    token_ids_1T, positions_1T = (
-        device.tensor(each[None]) for each in (inputs.input_ids_T, inputs.position_ids_T)
-    )
-    logits_TV = ready.runner.forward(token_ids_1T, positions_1T, everything, ready.backend)
+    tokens = StepTokens.of(device, inputs.input_ids_T, inputs.position_ids_T, np.arange(num_tokens))
+    logits_TV = ready.runner.forward(tokens, ready.backend).logits_NV
     parts = logits_TV.split([share.num_tokens for share in inputs.shares])
     return {share.sequence_id: part for share, part in zip(inputs.shares, parts, strict=True)}

@@ -56,6 +56,7 @@ from worker.startup.loader import (
 from worker.startup.self_check import LONGEST_CHECK, Runner, SelfCheck, refusing
 from worker.startup.start_adapters import targets_of, with_adapters
 from worker.steps.host_pool import HostPool
+from worker.steps.step_tokens import StepTokens
 from worker.worker_config import ModelFacts, WorkerConfig
 from worker.worker_errors import FamilyRefused, StartupError
 
@@ -362,12 +363,8 @@ def _probe(
     """Run one sequence without a cache."""
     num_tokens = len(positions)
     probe = ProbeAttention()
-    runner.forward(
-        device.tensor(np.zeros((1, num_tokens), dtype=np.int64)),
-        device.tensor(positions[None]),
-        device.tensor(np.arange(num_tokens - num_logits, num_tokens)),
-        probe,
-    )
+    wanted = np.arange(num_tokens - num_logits, num_tokens)
+    runner.forward(StepTokens.of(device, np.zeros(num_tokens, np.int64), positions, wanted), probe)
     return probe
 
 
@@ -396,12 +393,8 @@ def _measure_scales(device: Device, loaded: LoadedModel, runner: Runner) -> dict
     token_ids = np.random.default_rng(_SEED).integers(0, loaded.vocab_size, length)
     probe = ProbeAttention()
     with refusing(loaded.model_type):
-        runner.forward(
-            device.tensor(token_ids[None]),
-            device.tensor(np.arange(length)[None]),
-            device.tensor(np.arange(length - 1, length)),
-            probe,
-        )
+        tokens = StepTokens.of(device, token_ids, np.arange(length), np.array([length - 1]))
+        runner.forward(tokens, probe)
     scales = {}
     for layer_idx, (key, value) in probe.largest.items():
         sizes = float(key), float(value)

@@ -17,7 +17,7 @@ from worker.checkpoint.task import Task
 from worker.devices.device import Device
 from worker.model.body import whole_body_of
 from worker.model.quantization import refuse_quantization
-from worker.pooling.decoder_pooling import DecoderPrompts, HiddenStates
+from worker.pooling.decoder_pooling import BodyRunner, DecoderPrompts
 from worker.pooling.encoder_pooling import (
     EncoderModel,
     EncoderPrompts,
@@ -87,7 +87,7 @@ def _start_decoder(
     def find_body() -> Any:
         return whole_body_of(loaded.model) or own_body
 
-    ready = start_loaded(config, device, stage, loaded, HiddenStates(find_body))
+    ready = start_loaded(config, device, stage, loaded, BodyRunner(find_body))
     pooling = PoolingFacts(task=_TASKS[kind.task], num_dimensions=readout.num_dimensions, prompt=prompt)
     prompts = DecoderPrompts(ready.runner, ready.backend, ready.host_pool, readout, device)
     return replace(ready.facts, pooling=pooling), prompts
