@@ -13,7 +13,7 @@ from torch import nn
 
 from worker.attention.kv_cache import BlockLayout, LayerShape
 from worker.model.layer_call import LayerCall, head_shape, norms_all_heads
-from worker.model.layer_parts import GatedMlp, LayerCuts, LayerParts, TakenWeights, Unrecognised
+from worker.model.layer_parts import GatedMlp, LayerCuts, LayerParts, TakenWeights, Unrecognised, find_layers
 from worker.model.linear import Axis, Cut, Linear, Segment
 from worker.model.mixture import find_experts
 from worker.ranks.ranks import Ranks
@@ -30,25 +30,29 @@ def shard_layer(
     if ranks.size == 1:
         return parts, call
     heads, place = head_shape(parts, call), (ranks.rank, ranks.size)
-    if norms_all_heads(parts.query_norm, heads) or norms_all_heads(parts.key_norm, heads):
+    mixer = parts.mixer
+    if norms_all_heads(mixer.query_norm, heads) or norms_all_heads(mixer.key_norm, heads):
         raise Unrecognised("it norms the queries or the keys of all heads as one, which are on several ranks")
     if heads.num_query_heads % ranks.size:
         raise Unrecognised(f"its {heads.num_query_heads} query heads cannot be divided by {ranks.size}")
     mlp = parts.mlp
     if isinstance(mlp, nn.Module) and not any(find_experts(mlp)):
         raise Unrecognised("its MLP cannot be divided among ranks")
-    query_key_value = parts.query_key_value.in_segments(heads.segments)
+    query_key_value = mixer.query_key_value.in_segments(heads.segments)
     try:
         cuts = LayerCuts(
             query_key_value.cut(*place, Axis.OUTPUTS),
-            parts.attention_output.cut(*place, Axis.INPUTS),
+            mixer.output.cut(*place, Axis.INPUTS),
             *((None, None) if isinstance(mlp, nn.Module) else _cut_mlp(mlp, ranks)),
         )
         parts = replace(
             parts,
             cuts=cuts,
-            query_key_value=query_key_value.shard(*place, Axis.OUTPUTS),
-            attention_output=parts.attention_output.shard(*place, Axis.INPUTS),
+            mixer=replace(
+                mixer,
+                query_key_value=query_key_value.shard(*place, Axis.OUTPUTS),
+                output=mixer.output.shard(*place, Axis.INPUTS),
+            ),
             # Experts are divided when they are replaced; the router and all else is computed on each rank.
             mlp=_shard_mlp(mlp, ranks, taken.size_multiple) if isinstance(mlp, GatedMlp) else mlp,
         )
@@ -111,7 +115,7 @@ def bytes_of_a_rank(model: Any, num_ranks: int, stage: Stage = ONLY_STAGE) -> in
     ends = embedding, output = (model.get_input_embeddings(), model.get_output_embeddings())
     elsewhere = {embedding} if stage.index else set()
     elsewhere |= set() if stage.is_last else {output}
-    layers = [each for each in model.modules() if "self_attn" in dict(each.named_children())]
+    layers = list(find_layers(model).values())
     own = stage.layers_of(len(layers))
     for place, layer in enumerate(layers):
         elsewhere |= set() if place in own else set(layer.modules())
