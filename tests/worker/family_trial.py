@@ -29,6 +29,7 @@ from tests.families import ALTERNATING, OTHER_PARTS, TINY, Family
 from tests.worker.family_traits import find_traits
 from worker.attention.interface import ATTENTION_NAME
 from worker.devices.device import Device, open_device
+from worker.devices.weight_life import WeightLife
 from worker.model.surgery import Surgery
 from worker.own_cache.own_cache_model import OwnCacheModel, Way
 from worker.progress import LoadStage
@@ -117,7 +118,7 @@ def _try_own_cache(found: Found, config: Any) -> Found:
     assert found.refused is not None
     try:
         model = _build(config, attention=None)
-        loaded = _loaded(model, checkpoint_len=CONFIG.max_model_len or 0)
+        loaded = _loaded(model, CONFIG.max_model_len or 0, open_device(CONFIG))
         way = find_way(OwnCacheModel(model, TINY["vocab_size"]), loaded, found.refused)
     except FamilyRefused:
         return found
@@ -166,11 +167,11 @@ def _build(config: Any, attention: str | None = ATTENTION_NAME) -> Any:
 
 
 def _start(model: Any, device: Device) -> ReadyModel[ModelRunner]:
-    loaded = _loaded(model, context_window(model.config.get_text_config(decoder=True)))
+    loaded = _loaded(model, context_window(model.config.get_text_config(decoder=True)), device)
     return start_loaded(CONFIG, device, LoadStage(), loaded, ModelRunner(model, loaded.vocab_size))
 
 
-def _loaded(model: Any, checkpoint_len: int) -> LoadedModel:
+def _loaded(model: Any, checkpoint_len: int, device: Device) -> LoadedModel:
     return LoadedModel(
         model=model,
         dtype=model.dtype,
@@ -182,6 +183,7 @@ def _loaded(model: Any, checkpoint_len: int) -> LoadedModel:
         checkpoint_len=checkpoint_len,
         eos_token_ids=(),
         default_sampling={},
+        weights=WeightLife(model, device),
     )
 
 

@@ -6,8 +6,9 @@ Never: cuts a layer that was not recognised (model/surgery.py refuses it), or re
 Source: column and row parallel layers, arXiv:1909.08053.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -18,6 +19,7 @@ from worker.model.linear import Axis, Cut, Linear, Segment
 from worker.model.mixture import find_experts
 from worker.ranks.ranks import Ranks
 from worker.ranks.stage import ONLY_STAGE, Stage
+from worker.worker_config import WorkerConfig
 from worker.worker_errors import StartupError
 
 _KEYS_AND_VALUES = ("k_proj", "v_proj", "qkv_proj")
@@ -101,6 +103,41 @@ def shard_layout(layout: BlockLayout, num_ranks: int) -> BlockLayout:
     return replace(
         layout, layers={key: shard_shape(shape, num_ranks) for key, shape in layout.layers.items()}
     )
+
+
+class DividedLayout(NamedTuple):
+    """The blocks of one rank's heads."""
+
+    all_stages: BlockLayout
+    own: BlockLayout
+    """Layers of its stage alone."""
+
+
+def divide_layout(
+    layout: BlockLayout, ranks: Ranks, count_head_layers: Callable[[int], float]
+) -> DividedLayout:
+    """Keep the heads and layers of one rank. Raises StartupError where they cannot be divided."""
+    if ranks.stage.count > 1:
+        ranks.stage = replace(ranks.stage, head_layers=count_head_layers(len(layout.layers)))
+    try:
+        divided = shard_layout(layout, ranks.size)
+    except Unrecognised as uneven:
+        raise refuse_division(f"--tensor-parallel-size {ranks.size}", str(uneven)) from uneven
+    num_layers, stage = len(divided.layers), ranks.stage
+    if num_layers < stage.count:
+        raise refuse_division(f"--pipeline-parallel-size {stage.count}", f"it has {num_layers} layers")
+    return DividedLayout(divided, divided.only(stage.layers_of(num_layers)))
+
+
+def share_of_node(config: WorkerConfig, layout: BlockLayout, ranks: Ranks) -> float:
+    """Count the blocks' bytes that are on this node, of those on all."""
+    if config.num_nodes == 1:
+        return 1.0
+    num_layers, stage = len(layout.layers), ranks.stage
+    stages = [replace(stage, index=index) for index in stage.node_of(config.num_nodes)]
+    own = layout.only(place for each in stages for place in each.layers_of(num_layers))
+    nodes_of_a_stage = max(1, config.num_nodes // stage.count)
+    return own.block_bytes / layout.block_bytes / nodes_of_a_stage
 
 
 def bytes_of_a_rank(model: Any, num_ranks: int, stage: Stage = ONLY_STAGE) -> int:

@@ -26,7 +26,7 @@ from worker.attention.interface import (
 from worker.attention.kv_cache import LayerShape
 from worker.attention.trial_step import TRIAL_TOKENS, trial_cache, trial_metadata
 from worker.devices.device import Device
-from worker.devices.visiting import staying_on
+from worker.devices.weight_life import lent_to
 from worker.machine import trim_heaps
 from worker.model.body import whole_body_of
 from worker.model.layer_call import AngleOrder, LayerCall, Pairing, Rotary
@@ -119,12 +119,12 @@ def put_kernels_under(
     *,
     max_model_len: int,
     ranks: Ranks = ALONE,
-    free_behind: Callable[[], None] = trim_heaps,
+    free_taken: Callable[[], None] = trim_heaps,
 ) -> Surgery:
     """Replace the layers that pass their trial. They compute the same up to `max_model_len` tokens.
 
     The trial is of whole layers; on several ranks each is then replaced by this rank's shard of it. Weights
-    move: `free_behind` is called before each layer, to give back those of the layers before.
+    move: `free_taken` is called before each layer, to give back those of the layers before.
     """
     done = Surgery(toolkit.name, toolkit.fused)
     verdicts: dict[object, str | LayerCall] = {}
@@ -133,10 +133,10 @@ def put_kernels_under(
     for place, (name, call) in enumerate(calls.items()):
         done.num_layers += 1
         layer = model.get_submodule(name)
-        free_behind()  # of the layers before
+        free_taken()  # of the layers before
         kind = _kind_of(layer, call)
         if kind not in verdicts:
-            with staying_on(device.torch_device, layer):
+            with lent_to(device.torch_device, layer):
                 verdicts[kind] = _try(layer, call, toolkit, device)
         verdict = verdicts[kind]
         if isinstance(verdict, str):
@@ -150,7 +150,7 @@ def put_kernels_under(
             done.num_fused += 1  # by the stage that has it
             continue
         try:
-            with staying_on(device.torch_device, layer):
+            with lent_to(device.torch_device, layer):
                 fused = _fuse(layer, own, toolkit, ranks)
         except Unrecognised as undivided:
             done.reasons[str(undivided)] += 1
