@@ -21,7 +21,9 @@ from worker.memory_sizes import WeightBytes
 from worker.worker_errors import StartupError
 
 _READ_BYTES = 16 << 20
-_INDEX = "model.safetensors.index.json"
+_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_MOST_COMPARED_BYTES = 1 << 30
+"""Numbers that are read to see whether two files hold the same ones, at most."""
 # Last names of tensors of quantized modules (worker/quantized reads them).
 _CODES = frozenset({"weight_packed", "qweight", "weight"})
 _ZEROS = frozenset({"qzeros", "weight_zero_point"})
@@ -64,6 +66,8 @@ class StoredTensor:
     """See GgufWeight."""
     added: float = 0.0
     """See GgufWeight."""
+    start: int = 0
+    """Place of the first byte in a safetensors file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,23 +125,25 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def find_weights(folder: Path) -> list[WeightFile]:
-    """List the files of weights, each checked to be whole. Raises StartupError if one is missing."""
+    """List the files of weights, each checked to be whole. Raises StartupError if one is missing.
+
+    As transformers does, takes model.safetensors where there is one. Shards of an index next to it must hold
+    the same tensors: either set may be left from before the model was trained, merged or quantized again.
+    """
     if (folder / GGUF).exists():
         return [_open_gguf(folder / GGUF)]
-    if (folder / _INDEX).is_file():
-        weight_map = read_json(folder / _INDEX).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise StartupError(f"{folder / _INDEX} has no weight_map", fix="download the checkpoint again")
-        names = sorted({str(name) for name in weight_map.values()})
-        leading_out = [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]
-        if leading_out:
-            raise StartupError(
-                f"{folder / _INDEX} names {leading_out[0][:200]!r}, which is outside of its folder",
-                fix="take the checkpoint from a source that you trust",
-            )
-    else:
-        names = ["model.safetensors"]
+    names = _names_in_index(folder) if (folder / _INDEX).is_file() else [_WHOLE]
     missing = [name for name in names if not (folder / name).is_file()]
+    if (folder / _WHOLE).is_file():
+        shards = [name for name in names if name not in (_WHOLE, *missing)]
+        files = [_open_weights(folder / name) for name in (_WHOLE, *shards)]
+        _refuse_contradictions(files)
+        in_shards = {name for file in files[1:] for name in file.tensors}
+        lacking = sorted(files[0].tensors.keys() - in_shards) if shards and not missing else []
+        if lacking or in_shards - files[0].tensors.keys():
+            only = min(lacking or in_shards - files[0].tensors.keys())
+            raise _two_sets(folder / _WHOLE, folder / shards[0], f"only one of them has {only}")
+        return files[:1]
     if missing and any(folder.glob("*.bin")):
         raise StartupError(
             f"{folder} holds pickled weights (*.bin), which can run code when they are read",
@@ -145,7 +151,63 @@ def find_weights(folder: Path) -> list[WeightFile]:
         )
     if missing:
         raise StartupError(f"{folder} lacks {', '.join(missing[:3])}", fix="download the checkpoint again")
-    return [_open_weights(folder / name) for name in names]
+    files = [_open_weights(folder / name) for name in names]
+    _refuse_contradictions(files)
+    return files
+
+
+def _names_in_index(folder: Path) -> list[str]:
+    weight_map = read_json(folder / _INDEX).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise StartupError(f"{folder / _INDEX} has no weight_map", fix="download the checkpoint again")
+    names = sorted({str(name) for name in weight_map.values()})
+    leading_out = [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]
+    if leading_out:
+        raise StartupError(
+            f"{folder / _INDEX} names {leading_out[0][:200]!r}, which is outside of its folder",
+            fix="take the checkpoint from a source that you trust",
+        )
+    return names
+
+
+def _refuse_contradictions(files: list[WeightFile]) -> None:
+    """Raise StartupError for a tensor that two files hold, unless its numbers are seen to be the same."""
+    found: dict[str, WeightFile] = {}
+    left_bytes = _MOST_COMPARED_BYTES
+    for file in files:
+        for name, tensor in file.tensors.items():
+            earlier = found.setdefault(name, file)
+            if earlier is file:
+                continue
+            known = earlier.tensors[name]
+            if (known.dtype, known.shape) != (tensor.dtype, tensor.shape):
+                kinds = " and ".join(f"{each.dtype} {list(each.shape)}" for each in (known, tensor))
+                raise _two_sets(earlier.path, file.path, f"{name} is {kinds} there")
+            left_bytes -= tensor.num_bytes
+            if left_bytes < 0:
+                raise _two_sets(earlier.path, file.path, "they are too large to be compared")
+            if not _is_same(earlier, file, name):
+                raise _two_sets(earlier.path, file.path, f"{name} has other numbers")
+
+
+def _is_same(first: WeightFile, second: WeightFile, name: str) -> bool:
+    with first.path.open("rb") as one, second.path.open("rb") as other:
+        one.seek(first.tensors[name].start)
+        other.seek(second.tensors[name].start)
+        left_bytes = first.tensors[name].num_bytes
+        while left_bytes:
+            piece = one.read(min(_READ_BYTES, left_bytes))
+            if not piece or piece != other.read(len(piece)):
+                return False
+            left_bytes -= len(piece)
+    return True
+
+
+def _two_sets(first: Path, second: Path, difference: str) -> StartupError:
+    return StartupError(
+        f"{first.parent} has two sets of weights, in {first.name} and {second.name}: {difference}",
+        fix="remove the one that is not the model's",
+    )
 
 
 def loaded_bytes(files: list[WeightFile], dtype: str | None) -> WeightBytes:
@@ -283,7 +345,9 @@ def _open_weights(path: Path) -> WeightFile:
         tensors: dict[str, StoredTensor] = {}
         for name, entry in entries.items():
             start, end = entry["data_offsets"]
-            tensors[name] = StoredTensor(str(entry["dtype"]), tuple(entry["shape"]), end - start)
+            tensors[name] = StoredTensor(
+                str(entry["dtype"]), tuple(entry["shape"]), end - start, start=8 + header_bytes + start
+            )
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise StartupError(
             f"{path} is not a whole safetensors file ({error})", fix="download it again"

@@ -5,11 +5,13 @@ Never: reads tensors (the readers do).
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from worker.checkpoint.checkpoint_files import read_json
 from worker.quantized.awq import read_awq_rules
 from worker.quantized.compressed_tensors import read_compressed_tensors_rules
-from worker.quantized.fp8 import read_fp8_rules
+from worker.quantized.fp8 import read_fp8_rules, read_modelopt_rules
 from worker.quantized.gguf_blocks import read_gguf_rules
 from worker.quantized.gptq import read_gptq_rules
 from worker.quantized.scheme import QuantizationRefused, Reader, Rules
@@ -24,14 +26,33 @@ class OnlyExperts:
         return None
 
 
+_SIDECAR = "hf_quant_config.json"
 _METHODS: dict[str, Callable[[dict[str, Any]], Rules]] = {
     "awq": read_awq_rules,
     "compressed-tensors": read_compressed_tensors_rules,
     "fp8": read_fp8_rules,
     "gguf": read_gguf_rules,
     "gptq": read_gptq_rules,
+    "modelopt": read_modelopt_rules,
     "mxfp4": lambda _: OnlyExperts(),
 }
+
+
+def find_rules(folder: Path, checkpoint_config: dict[str, Any]) -> Rules | None:
+    """The rules of a checkpoint, of which config.json tells or ModelOpt's own file; None: it is plain.
+
+    Raises StartupError.
+    """
+    parts = (checkpoint_config, checkpoint_config.get("text_config") or {})
+    found = next((part["quantization_config"] for part in parts if part.get("quantization_config")), None)
+    if found is not None:
+        return read_rules(found)
+    if not (folder / _SIDECAR).is_file():
+        return None
+    found = read_json(folder / _SIDECAR).get("quantization")
+    if isinstance(found, dict) and "quant_algo" in found and found["quant_algo"] is None:
+        return None  # but keys and values, which are kept as they are
+    return read_rules({"quant_method": "modelopt", **(found if isinstance(found, dict) else {})})
 
 
 def read_rules(quantization_config: Any) -> Rules:

@@ -65,3 +65,16 @@ def read_fp8_rules(config: dict[str, Any]) -> Fp8Rules:
         )
     excluded = config.get("modules_to_not_convert") or config.get("ignored_layers") or ()
     return Fp8Rules(None if block is None else (block[0], block[1]), tuple(excluded))
+
+
+def read_modelopt_rules(config: dict[str, Any]) -> Fp8Rules:
+    """Read ModelOpt's FP8: one scale for a weight. Lists of exceptions are written loosely, tensors are not.
+
+    Raises QuantizationRefused for its other algorithms.
+    """
+    algorithm = config.get("quant_algo")
+    if algorithm != "FP8":
+        raise QuantizationRefused(
+            f"the checkpoint is quantized by modelopt {algorithm}", fix="take one of FP8"
+        )
+    return Fp8Rules(None, ())

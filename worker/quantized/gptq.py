@@ -23,8 +23,9 @@ from worker.quantized.scheme import (
     weight_of,
 )
 
-_ZERO_SHIFTS = {"gptq": 1, "gptq_v2": 0}
-"""Keyed by checkpoint_format: the first version stores zeros that are one too small."""
+_ADDED_TO_ZEROS = {"gptq": {4: 0x11111111, 8: 0x01010101}, "gptq_v2": {4: 0, 8: 0}}
+"""Numbers by checkpoint_format and bits: the first version took one off all zeros of a word by a subtraction,
+which borrows from the next zero where one is 0. Added to the word, modulo 2**32, they undo it."""
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -33,7 +34,10 @@ class GptqReader:
     bits: int
     group_size: int
     """-1: all inputs are one group."""
-    zero_shift: int
+    version: str
+    """Key of _ADDED_TO_ZEROS."""
+    is_symmetric: bool
+    """Every zero is the middle of the codes: writers differ in what they store."""
 
     def read(self, tensors: ModuleTensors, shape: tuple[int, int]) -> GroupedWeight:
         num_outputs, num_inputs = shape
@@ -47,6 +51,10 @@ class GptqReader:
         qzeros = tensors.take("qzeros", (torch.int32,), (groups, num_outputs // per_word))
         scales = tensors.take("scales", _FLOATS, (groups, num_outputs))
         codes_NK = unpacked(qweight.T, self.bits)
+        zeros_NG = None
+        if not self.is_symmetric:
+            words = qzeros + _ADDED_TO_ZEROS[self.version][self.bits]
+            zeros_NG = unpacked(words, self.bits).T.contiguous()
         permutation = None
         if "g_idx" in tensors:
             g_idx = tensors.take("g_idx", (torch.int32, torch.int64), (num_inputs,))
@@ -56,7 +64,7 @@ class GptqReader:
         return weight_of(
             IntegerCodes(
                 codes_NK=codes_NK.contiguous(),
-                zeros_NG=(unpacked(qzeros, self.bits).int() + self.zero_shift).T.contiguous(),
+                zeros_NG=zeros_NG,
                 scales_NG=scales.T.contiguous(),
                 bits=self.bits,
             ),
@@ -92,18 +100,20 @@ class GptqRules:
     def _overridden(self, module: str, overrides: dict[str, Any]) -> GptqReader:
         bits = _bits(overrides.get("bits", self.reader.bits), module)
         size = int(overrides.get("group_size", self.reader.group_size))
-        return GptqReader(bits, size, self.reader.zero_shift)
+        return GptqReader(
+            bits, size, self.reader.version, overrides.get("sym", self.reader.is_symmetric) is True
+        )
 
 
 def read_gptq_rules(config: dict[str, Any]) -> GptqRules:
     """Raises QuantizationRefused."""
     version = str(config.get("checkpoint_format") or config.get("format") or "gptq").lower()
-    if version not in _ZERO_SHIFTS:
+    if version not in _ADDED_TO_ZEROS:
         raise QuantizationRefused(
             f"quantization_config has checkpoint_format {version}", fix="take one of gptq or gptq_v2"
         )
     bits = _bits(config.get("bits", 4), "quantization_config")
-    reader = GptqReader(bits, int(config.get("group_size", -1)), _ZERO_SHIFTS[version])
+    reader = GptqReader(bits, int(config.get("group_size", -1)), version, config.get("sym") is True)
     dynamic = tuple((config.get("dynamic") or {}).items())
     for pattern, _ in dynamic:
         try:

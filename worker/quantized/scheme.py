@@ -15,12 +15,18 @@ import torch
 from torch import Tensor
 
 from worker.checkpoint.gguf_config import BLOCKS
+from worker.checkpoint.passed_over import is_scale_of_values
 from worker.quantized.grouped_weight import SIGNED_TABLE, UNSIGNED_TABLE, GroupedWeight, pack_nibbles
 from worker.worker_errors import StartupError
 
 MARKERS = frozenset({"weight_packed", "qweight", "weight_scale", "weight_scale_inv", BLOCKS})
 """Tensors that no module has that is not quantized."""
 INTEGER_BITS = (4, 8)
+
+
+def is_bias(last_name: str) -> bool:
+    """Tell a bias from the tensors of a weight: it is stored plain, next to them."""
+    return last_name == "bias" or last_name.endswith("_bias")
 
 
 class QuantizationRefused(StartupError):
@@ -33,6 +39,7 @@ class ModuleTensors:
     def __init__(self, module: str, tensors: Mapping[str, Tensor]) -> None:
         self.module = module
         self._tensors = tensors
+        self._read: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
@@ -40,6 +47,7 @@ class ModuleTensors:
     def take(self, name: str, dtypes: tuple[torch.dtype, ...], *shapes: tuple[int, ...]) -> Tensor:
         """A tensor of one of these dtypes and shapes."""
         found = self._tensors.get(name)
+        self._read.add(name)
         if found is None:
             raise QuantizationRefused(
                 f"{self.module}.{name} is missing", fix="download the checkpoint again, whole"
@@ -51,6 +59,12 @@ class ModuleTensors:
                 name, f"is {list(found.shape)}", " or ".join(str(list(each)) for each in shapes)
             )
         return found
+
+    def refuse_unread(self) -> None:
+        """Raise QuantizationRefused for a tensor that no reader took and that is not all 0."""
+        for name in sorted(self._tensors.keys() - self._read):
+            if not (is_bias(name) or is_scale_of_values(name)) and bool(self._tensors[name].float().any()):
+                raise self.refusal(name, "is read by nothing", "part of the format, or left out")
 
     def refusal(self, name: str, what: str, supported: str) -> QuantizationRefused:
         return QuantizationRefused(

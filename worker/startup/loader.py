@@ -52,7 +52,7 @@ from worker.memory_sizes import WeightBytes
 from worker.model.mixture import find_experts
 from worker.model.quantized_layers import QuantizedEmbedding
 from worker.progress import LoadPhase, LoadStage
-from worker.quantized.formats import read_rules
+from worker.quantized.formats import find_rules
 from worker.quantized.grouped_weight import GroupedWeight
 from worker.quantized.scheme import Rules
 from worker.ranks.ranks import ALONE, Ranks, is_divided
@@ -61,6 +61,7 @@ from worker.startup.quantized_loading import (
     arguments_of,
     find_quantized,
     read_state,
+    refuse_unplaced,
     without_quantization,
 )
 from worker.worker_config import WorkerConfig
@@ -142,7 +143,7 @@ def find_kind(config: WorkerConfig) -> ModelKind:
         folder=folder,
         checkpoint_config=checkpoint_config,
         task=task,
-        quantization=_read_quantization(checkpoint_config),
+        quantization=find_rules(folder, checkpoint_config),
         is_encoder=reads_both_ways(checkpoint_config),
         has_overrides=bool(config.config_overrides),
     )
@@ -170,7 +171,7 @@ def load_model(
     with refusing_out_of_memory(device, f"{weights.total / (1 << 30):.2f} GiB of weights were loaded"):
         stage.enter(LoadPhase.BUILDING)
         modules = None if kind.quantization is None else find_quantized(kind.quantization, files)
-        model = _build(kind, config.dtype, modules, read_state(files))
+        model = _build(kind, config.dtype, modules, files)
         if modules is not None:
             modules.fill(model, device.torch_device)
         life = WeightLife(model, device, [file.path for file in files], modules, weights.total)
@@ -245,13 +246,6 @@ def refuse_layers(text_config: Any) -> None:
         )
 
 
-def _read_quantization(checkpoint_config: dict[str, Any]) -> Rules | None:
-    """Read how the checkpoint is quantized. Raises StartupError for a way that is not known."""
-    parts = (checkpoint_config, checkpoint_config.get("text_config") or {})
-    found = next((part["quantization_config"] for part in parts if part.get("quantization_config")), None)
-    return None if found is None else read_rules(found)
-
-
 def describe_division(config: WorkerConfig) -> str:
     """Name the options that divide the model."""
     options = {"--tensor-parallel-size": config.num_ranks, "--pipeline-parallel-size": config.num_stages}
@@ -298,15 +292,11 @@ def _quieten() -> None:
     transformers_logging.enable_propagation()
 
 
-def _build(
-    kind: ModelKind, dtype: str, modules: QuantizedModules | None, state: dict[str, Tensor] | None
-) -> Any:
-    """Build the model with its plain weights; those of quantized modules are yet to be filled in.
-
-    `state` are plain weights that transformers cannot read by itself.
-    """
+def _build(kind: ModelKind, dtype: str, modules: QuantizedModules | None, files: list[WeightFile]) -> Any:
+    """Build the model with its plain weights; those of quantized modules are yet to be filled in."""
     _quieten()
     folder = kind.folder
+    state = read_state(files)
     try:
         model_config = model_config_of(kind)
         is_paged = not (kind.is_encoder or kind.keeps_own_cache)
@@ -339,6 +329,7 @@ def _build(
         raise StartupError(
             f"transformers cannot load {folder}: {_first_line(error)}", fix=_CHECK_IT
         ) from error
+    refuse_unplaced(model, modules, files, kind.task)
     missing = sorted(name for name in loading["missing_keys"] if not name.startswith(_POOLER))
     if missing:
         raise StartupError(

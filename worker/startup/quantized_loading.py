@@ -16,26 +16,21 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    Concatenate,
-    MergeModulelist,
-    WeightConverter,
-    WeightRenaming,
-    rename_source_key,
-)
+from transformers.core_model_loading import Concatenate, MergeModulelist
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from worker.checkpoint.checkpoint_files import StoredTensor, WeightFile
+from worker.checkpoint.task import Task
 from worker.machine import trim_heaps
 from worker.model.mixture import declares_layout
 from worker.model.quantized_layers import QuantizedEmbedding, QuantizedExperts, QuantizedLinear
 from worker.quantized.gguf_blocks import in_halves, read_tensor
 from worker.quantized.grouped_weight import GroupedWeight, merged
 from worker.quantized.mxfp4 import read_experts
-from worker.quantized.scheme import ModuleTensors, QuantizationRefused, Reader, Rules, find_reader
+from worker.quantized.scheme import ModuleTensors, QuantizationRefused, Reader, Rules, find_reader, is_bias
+from worker.quantized.tensor_places import Places, Target
 from worker.worker_errors import StartupError
 
 _METHOD = "tokenyard"
@@ -85,11 +80,14 @@ class _StoredLinear:
 
     def read(self) -> GroupedWeight:
         try:
-            return self.reader.read(self.stored.read(), self.shape)
+            tensors = self.stored.read()
+            weight = self.reader.read(tensors, self.shape)
         except (ValueError, RuntimeError, TypeError, LookupError) as error:
             raise QuantizationRefused(
                 f"{self.stored.module} cannot be read: {error}", fix="download the checkpoint again"
             ) from error
+        tensors.refuse_unread()
+        return weight
 
 
 @dataclass(slots=True)
@@ -108,10 +106,12 @@ class QuantizedModules:
     """MXFP4 experts by the name of the model's module, with the shapes of gates and ups, and of downs."""
     is_tied: bool = False
     """Whether the output layer has the embedding's weight."""
+    places: Places | None = None
+    """Places in the model as it was before modules were put into it."""
 
     def replace(self, model: Any) -> None:
         """Put modules without weights into a model without content. Raises QuantizationRefused."""
-        names = _Names(model)
+        self.places = names = Places(model)
         for stored in self.stored.values():
             if any(name.endswith(_STACK_ENDS) for name in stored.last_names):
                 self._take_stacks(model, names, stored)
@@ -163,9 +163,19 @@ class QuantizedModules:
             tensors = stored.read()
             gate_ups = read_experts(tensors, "gate_up_proj", gate_up_shape)
             downs = read_experts(tensors, "down_proj", down_shape)
+            tensors.refuse_unread()
             model.get_submodule(name).fill(
                 *([_copied(each).to(device) for each in stack] for stack in (gate_ups, downs))
             )
+
+    def names_taken(self) -> set[str]:
+        """List the tensors that readers take, or refuse, by their names in the files."""
+        experts = (each for parts in self.experts.values() for each in parts.values())
+        linears = [*self.linears.values(), *self.embeddings.values(), *experts]
+        taken = [each.stored for each in linears] + [stored for stored, _, _ in self.stacks.values()]
+        return {
+            f"{stored.module}.{name}" for stored in taken for name in stored.last_names if not is_bias(name)
+        }
 
     def free(self, model: Any) -> None:
         """Free the weights of linear layers, which are read again once they are asked for."""
@@ -185,7 +195,7 @@ class QuantizedModules:
             found += model.get_submodule(name).weights
         return found
 
-    def _take_linear(self, model: Any, names: "_Names", stored: _Stored) -> None:
+    def _take_linear(self, model: Any, names: Places, stored: _Stored) -> None:
         target = names.find(f"{stored.module}.weight")
         module = None if target is None else model.get_submodule(target.module)
         is_expert = target is not None and target.converter is not None
@@ -209,7 +219,7 @@ class QuantizedModules:
                 f"{stored.module} is quantized, but it is a {class_name}", fix=_OTHER_CHECKPOINT
             )
 
-    def _take_stacks(self, model: Any, names: "_Names", stored: _Stored) -> None:
+    def _take_stacks(self, model: Any, names: Places, stored: _Stored) -> None:
         target = names.find(f"{stored.module}.down_proj")
         if target is None:
             return
@@ -250,6 +260,17 @@ def read_state(files: Sequence[WeightFile]) -> dict[str, Tensor] | None:
                 numbers = in_halves(read_tensor(file.path, tensor.place), tensor.num_interleaved_heads)
                 state[name] = numbers - tensor.added if tensor.added else numbers
     return state
+
+
+def refuse_unplaced(
+    model: Any, modules: QuantizedModules | None, files: Sequence[WeightFile], task: Task
+) -> None:
+    """Raise StartupError for a tensor that changes what is served, and that nothing would read."""
+    if modules is None:
+        Places(model).check(files, (), task)
+    else:
+        assert modules.places is not None
+        modules.places.check(files, modules.names_taken(), task)
 
 
 @register_quantization_config(_METHOD)
@@ -298,43 +319,7 @@ def arguments_of(modules: QuantizedModules | None) -> dict[str, Any]:
     return {} if modules is None else {"quantization_config": _OurConfig(modules)}
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """The place of a stored weight in a model."""
-
-    module: str
-    parameter: str
-    converter: Any = None
-    """transformers' recipe for a parameter that is made of several; None: it is taken as it is."""
-    source: str | None = None
-    """The pattern of names among the recipe's that this weight has."""
-
-
-class _Names:
-    """From names in a checkpoint to the model's, as transformers would load them."""
-
-    def __init__(self, model: Any) -> None:
-        mapping = get_model_conversion_mapping(model)
-        self._renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
-        self._converters = [each for each in mapping if isinstance(each, WeightConverter)]
-        self._prefix = model.base_model_prefix
-        self._parameters = model.state_dict()
-
-    def find(self, name: str) -> _Target | None:
-        """Return None where the model has no such parameter."""
-        renamed, source = rename_source_key(
-            name, self._renamings, self._converters, self._prefix, self._parameters
-        )
-        if renamed not in self._parameters and name in self._parameters:
-            renamed, source = name, None
-        if renamed not in self._parameters:
-            return None
-        module, _, parameter = renamed.rpartition(".")
-        converter = next((each for each in self._converters if source in each.source_patterns), None)
-        return _Target(module, parameter, converter if source else None, source)
-
-
-def _place_of_expert(stored: _Stored, target: _Target, module: Any) -> tuple[int, str, int]:
+def _place_of_expert(stored: _Stored, target: Target, module: Any) -> tuple[int, str, int]:
     """Return expert, parameter and place in it. Raises QuantizationRefused for other ways to merge."""
     operations = {type(operation) for operation in target.converter.operations}
     numbers = _NUMBER.findall(f".{stored.module}.")
@@ -347,7 +332,7 @@ def _place_of_expert(stored: _Stored, target: _Target, module: Any) -> tuple[int
     return int(numbers[-1]), target.parameter, target.converter.source_patterns.index(target.source)
 
 
-def _shape_of_expert(stored: _Stored, target: _Target, module: Any) -> tuple[int, int]:
+def _shape_of_expert(stored: _Stored, target: Target, module: Any) -> tuple[int, int]:
     _, num_outputs, num_inputs = getattr(module, target.parameter).shape
     num_parts = len(target.converter.source_patterns)
     if num_outputs % num_parts:

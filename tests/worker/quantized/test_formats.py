@@ -66,8 +66,10 @@ def test_gptq_takes_exceptions_by_module():
     dynamic = {r"-:.*\.down_proj": {}, r"+:.*\.q_proj": {"bits": 8, "group_size": 32}}
     rules = read_rules({"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": dynamic})
     assert rules.reader_of("model.layers.0.mlp.down_proj", "Linear") is None
-    assert rules.reader_of(Q_PROJ, "Linear") == GptqReader(8, 32, 1)
-    assert rules.reader_of("model.layers.0.self_attn.k_proj", "Linear") == GptqReader(4, 128, 1)
+    assert rules.reader_of(Q_PROJ, "Linear") == GptqReader(8, 32, "gptq", is_symmetric=False)
+    assert rules.reader_of("model.layers.0.self_attn.k_proj", "Linear") == GptqReader(
+        4, 128, "gptq", is_symmetric=False
+    )
     assert find_reader(rules, "lm_head", frozenset({"weight"})) is None
 
 
@@ -89,7 +91,7 @@ def test_fp8_excludes_modules_their_children_and_ends_of_names():
     [
         (
             {"quant_method": "hqq"},
-            "quantized by 'hqq'; take one of awq, compressed-tensors, fp8, gguf, gptq, mxfp4",
+            "quantized by 'hqq'; take one of awq, compressed-tensors, fp8, gguf, gptq, modelopt, mxfp4",
         ),
         ("int8", "quantized by None"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version gemv"),

@@ -73,16 +73,20 @@ def test_gptq(random, bits, version, is_permuted, is_symmetric):
     if is_permuted:
         g_idx = random.permutation(g_idx)
     codes = random.integers(0, highest, (K, N))
-    zeros = np.full((groups, N), highest // 2) if is_symmetric else random.integers(1, highest, (groups, N))
+    stored = random.integers(0, highest, (groups, N))  # of no meaning where `sym` is true
+    stored[:, ::5] = 0
+    zeros = np.full((groups, N), highest // 2) if is_symmetric else stored
     scales = halves(random, groups, N)
+    # The first version takes one off all zeros of a word by one subtraction, which borrows where one is 0.
+    ones = packed_bits(np.ones((groups, N), int), bits) if version == "gptq" else 0
     tensors = {
         "qweight": packed_bits(codes.T, bits).T.contiguous(),
-        "qzeros": packed_bits(zeros - (version == "gptq"), bits),
+        "qzeros": packed_bits(stored, bits) - ones,
         "scales": torch.from_numpy(scales),
         "g_idx": torch.from_numpy(g_idx.astype(np.int32)),
     }
     config = {"quant_method": "gptq", "bits": bits, "group_size": size, "checkpoint_format": version}
-    found = read(config, tensors)
+    found = read(config | {"sym": is_symmetric}, tensors)
     assert_same(found, ((codes - zeros[g_idx]) * scales[g_idx].astype(np.float64)).T)
     assert (found.permutation_K is not None) == is_permuted
     assert (found.offsets_NG is None) == is_symmetric

@@ -77,7 +77,7 @@ def test_an_unknown_method_names_those_that_are_supported(checkpoint: Path, tmp_
     folder = changed(checkpoint, tmp_path, config=lambda found: found.update(quant_method="bitsandbytes"))
     said = refusal(folder)
     assert "bitsandbytes" in said
-    assert "awq, compressed-tensors, fp8, gguf, gptq, mxfp4" in said
+    assert "awq, compressed-tensors, fp8, gguf, gptq, modelopt, mxfp4" in said
 
 
 def test_a_truncated_file_is_refused(checkpoint: Path, tmp_path: Path) -> None:

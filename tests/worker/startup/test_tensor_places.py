@@ -1,0 +1,257 @@
+"""Tensors of a checkpoint are read as they are meant, or end the start in a line that names one of them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.quantized_checkpoints import write_quantized
+from tests.worker.conftest import BLOCK_SIZE, MakeCheckpoint, load_worker
+from tests.worker.plan_driver import PlanDriver
+from tests.worker.transformers_generate import NUM_TOKENS, expected
+from worker.worker_errors import StartupError
+
+LAYER = "model.layers.0"
+PROMPT = tuple(range(20, 34))
+
+
+@pytest.fixture
+def folder(checkpoints: MakeCheckpoint, tmp_path: Path) -> Path:
+    return copied(checkpoints("llama"), tmp_path / "changed")
+
+
+@pytest.fixture(scope="module")
+def gptq(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_quantized("llama", "gptq", tmp_path_factory.mktemp("gptq"))[0]
+
+
+def copied(source: Path, folder: Path) -> Path:
+    folder.mkdir()
+    for file in source.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def store(folder: Path, tensors: dict[str, Tensor], name: str = "model.safetensors") -> None:
+    save_file(
+        {key: each.contiguous().clone() for key, each in tensors.items()}, folder / name, {"format": "pt"}
+    )
+
+
+def store_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
+    names = sorted(tensors)
+    place = {name: f"model-0000{1 + (index % 2)}-of-00002.safetensors" for index, name in enumerate(names)}
+    for shard in set(place.values()):
+        store(folder, {name: tensors[name] for name in names if place[name] == shard}, shard)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": place}))
+
+
+def add(folder: Path, **tensors: Tensor) -> None:
+    store(folder, stored(folder) | tensors)
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(StartupError) as refused:
+        load_worker(folder)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def generated(folder: Path) -> list[int]:
+    driver = PlanDriver(load_worker(folder)[0], BLOCK_SIZE)
+    sequence = driver.add(list(PROMPT))
+    driver.generate([sequence], NUM_TOKENS)
+    return driver.generated(sequence)
+
+
+def round_to_codes(folder: Path, plain: Path, dtype: torch.dtype) -> None:
+    """Put codes with one scale for each layer's weight into a folder, and their numbers into another."""
+    codes, numbers = stored(folder), stored(folder)
+    for name, tensor in stored(folder).items():
+        if name.startswith(LAYER) and name.endswith("_proj.weight"):
+            scale = tensor.abs().max() / 127
+            codes[name] = (tensor / scale).to(dtype)
+            numbers[name] = codes[name].float() * scale
+            codes[f"{name}_scale"] = scale
+            codes[name.replace("weight", "input_scale")] = torch.tensor(0.01)
+    store(folder, codes)
+    store(plain, numbers)
+
+
+def write_sidecar(folder: Path, algorithm: str | None) -> None:
+    quantization = {"quant_algo": algorithm, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    content = {"producer": {"name": "modelopt"}, "quantization": quantization}
+    (folder / "hf_quant_config.json").write_text(json.dumps(content))
+
+
+def test_float8_of_modelopt_is_read_by_its_own_file(folder: Path, tmp_path: Path) -> None:
+    plain = copied(folder, tmp_path / "plain")
+    round_to_codes(folder, plain, torch.float8_e4m3fn)
+    add(folder, **{f"{LAYER}.self_attn.k_proj.k_scale": torch.tensor(0.5)})
+    write_sidecar(folder, "FP8")
+    assert generated(folder) == expected(plain, PROMPT)
+
+
+def test_float8_of_modelopt_is_read_by_config_json(folder: Path, tmp_path: Path) -> None:
+    plain = copied(folder, tmp_path / "plain")
+    round_to_codes(folder, plain, torch.float8_e4m3fn)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert generated(folder) == expected(plain, PROMPT)
+
+
+def test_modelopts_other_ways_are_refused_by_name(folder: Path) -> None:
+    write_sidecar(folder, "NVFP4")
+    assert "modelopt NVFP4" in refusal(folder)
+
+
+def test_a_file_of_modelopt_about_keys_and_values_alone_leaves_weights_plain(
+    folder: Path, checkpoints: MakeCheckpoint
+) -> None:
+    write_sidecar(folder, None)
+    assert generated(folder) == expected(checkpoints("llama"), PROMPT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_codes_that_no_config_tells_of_are_never_served_as_weights(
+    folder: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    round_to_codes(folder, copied(folder, tmp_path / "plain"), dtype)
+    assert "mlp.down_proj.weight_scale is part of a quantized weight" in refusal(folder)
+    store(folder, {name: each for name, each in stored(folder).items() if "scale" not in name})
+    assert "mlp.down_proj.weight holds codes" in refusal(folder)
+
+
+def test_a_quantized_checkpoint_whose_config_is_lost_names_a_tensor_of_it(gptq: Path, tmp_path: Path) -> None:
+    folder = copied(gptq, tmp_path / "lost")
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert "mlp.down_proj.qweight is part of a quantized weight" in refusal(folder)
+
+
+def test_codes_without_a_scale_in_a_quantized_checkpoint_are_refused(gptq: Path, tmp_path: Path) -> None:
+    folder = copied(gptq, tmp_path / "codes")
+    name = "model.layers.1.mlp.down_proj.weight"
+    add(folder, **{name: stored(folder)[name].to(torch.float8_e4m3fn)})
+    assert f"{name} holds codes" in refusal(folder)
+
+
+def test_a_bias_that_the_configuration_denies_must_be_zero(
+    folder: Path, gptq: Path, checkpoints: MakeCheckpoint, tmp_path: Path
+) -> None:
+    name = f"{LAYER}.self_attn.q_proj.bias"
+    add(folder, **{name: torch.zeros(64)})
+    assert generated(folder) == expected(checkpoints("llama"), PROMPT)
+    quantized = copied(gptq, tmp_path / "biases")
+    add(quantized, **{name: torch.zeros(64)})
+    assert generated(quantized) == generated(gptq)
+    for each in (folder, quantized):
+        add(each, **{name: torch.full((64,), 0.1)})
+        assert f"{name} is a bias that is not 0" in refusal(each)
+
+
+@pytest.mark.parametrize(
+    "name", ["extra.weight", f"{LAYER}.mlp.extra_proj.weight", f"{LAYER}.self_attn.sinks"]
+)
+def test_a_tensor_without_a_place_is_named(folder: Path, gptq: Path, tmp_path: Path, name: str) -> None:
+    quantized = copied(gptq, tmp_path / "more")
+    for each in (folder, quantized):
+        add(each, **{name: torch.ones(4)})
+        assert f"{name} has no place in LlamaForCausalLM" in refusal(each)
+
+
+def test_a_tensor_of_a_quantized_weight_that_no_reader_takes_is_named(gptq: Path, tmp_path: Path) -> None:
+    folder = copied(gptq, tmp_path / "unread")
+    name = f"{LAYER}.self_attn.q_proj.pre_quant_scale"
+    add(folder, **{name: torch.full((64,), 2.0)})
+    assert f"{name} is read by nothing" in refusal(folder)
+
+
+def test_what_changes_no_text_is_passed_over(
+    folder: Path, gptq: Path, checkpoints: MakeCheckpoint, tmp_path: Path
+) -> None:
+    codes, ones = torch.ones(4, 4).to(torch.float8_e4m3fn), torch.ones(4)
+    names = (
+        "rotary_emb.inv_freq",
+        "self_attn.rotary_emb.cos_cached",
+        "self_attn.k_proj.k_scale",
+        "attn.bias",
+    )
+    more = {f"{LAYER}.{name}": ones for name in names} | {
+        "mtp.layers.0.self_attn.q_proj.weight": codes,
+        "mtp.layers.0.self_attn.q_proj.weight_scale": ones,
+        "model.layers.99.mlp.up_proj.weight": codes,
+        "model.visual.blocks.0.attn.qkv.weight": ones,
+        "multi_modal_projector.linear_1.weight": ones,
+    }
+    add(folder, **more)
+    assert generated(folder) == expected(checkpoints("llama"), PROMPT)
+    quantized = copied(gptq, tmp_path / "more")
+    add(quantized, **more)
+    assert generated(quantized) == generated(gptq)
+
+
+def test_shards_of_an_index_that_are_gone_leave_the_whole_file(
+    folder: Path, checkpoints: MakeCheckpoint
+) -> None:
+    weight_map = dict.fromkeys(stored(folder), "model-00001-of-00002.safetensors")
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
+    assert generated(folder) == expected(checkpoints("llama"), PROMPT)
+
+
+def test_two_sets_of_the_same_weights_are_one(folder: Path, checkpoints: MakeCheckpoint) -> None:
+    store_shards(folder, stored(folder))
+    store(folder, {"tok_embeddings.weight": torch.ones(4)}, "consolidated.safetensors")
+    assert generated(folder) == expected(checkpoints("llama"), PROMPT)
+
+
+def test_two_sets_of_weights_that_differ_are_named(folder: Path, gptq: Path, tmp_path: Path) -> None:
+    whole, name = stored(folder), "model.norm.weight"
+    others = {
+        f"{name} has other numbers": whole | {name: whole[name] + 1},
+        f"{name} is F32 [64] and F16 [64] there": whole | {name: whole[name].half()},
+        f"{name} is F32 [64] and F32 [32] there": whole | {name: whole[name][:32]},
+        f"only one of them has {name}": {key: each for key, each in whole.items() if key != name},
+        "only one of them has more.weight": whole | {"more.weight": torch.ones(1)},
+    }
+    for difference, tensors in others.items():
+        store_shards(folder, tensors)
+        said = refusal(folder)
+        assert "in model.safetensors and model-0000" in said
+        assert difference in said
+    quantized = copied(gptq, tmp_path / "quantized")
+    store_shards(quantized, stored(quantized))
+    store(quantized, whole)
+    assert "two sets of weights" in refusal(quantized)
+
+
+def test_a_shard_that_is_left_of_a_set_must_be_part_of_the_whole_file(folder: Path) -> None:
+    store_shards(folder, stored(folder))
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    load_worker(folder)
+    store_shards(folder, {name: each + 1 for name, each in stored(folder).items()})
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    assert "has other numbers" in refusal(folder)
+
+
+def test_shards_that_contradict_each_other_are_named(folder: Path) -> None:
+    tensors = stored(folder)
+    (folder / "model.safetensors").unlink()
+    store_shards(folder, tensors)
+    second = load_file(folder / "model-00002-of-00002.safetensors")
+    shared = min(tensors.keys() - second.keys())
+    store(folder, second | {shared: tensors[shared]}, "model-00002-of-00002.safetensors")
+    load_worker(folder)
+    store(folder, second | {shared: tensors[shared] + 1}, "model-00002-of-00002.safetensors")
+    assert f"{shared} has other numbers" in refusal(folder)

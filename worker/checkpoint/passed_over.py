@@ -1,0 +1,56 @@
+"""Tensors of a checkpoint that a model may leave unread, each kind with its reason.
+
+Owns: the whole list. A tensor that the model has no place for and that is not here ends the start.
+Never: decides what the model has a place for (worker/quantized/tensor_places.py).
+"""
+
+import re
+
+from worker.checkpoint.task import Task
+
+_SCALES_OF_VALUES = (
+    r"((input|output)_global_scale"
+    r"|(input|output|act|activation|[qkv]|kv|kv_cache|prob|prob_output)_(scale|zero_point))"
+)
+_KINDS = {
+    "heads that predict several tokens at once: no draft is taken from them": r"(^|\.)(mtp|nextn)[._]",
+    "towers for pictures and sound, and what joins them to the text: only text is served": (
+        r"(^|\.)(visual|vision_\w+|vit|img_processor|image_newline|image_encoder|audio_\w+|embed_vision"
+        r"|embed_audio|multi_?modal_projector|mm_projector|mm_\w+|mlp1|talker|code2wav|token2wav)(\.|$)"
+    ),
+    "masks of attention: they are computed": (
+        r"(^|\.)(attn|attention|self_attention)\.(bias|masked_bias|causal_mask)$"
+    ),
+    "angles of rotary embeddings: they are computed": (
+        r"(^|\.)(rotary_emb|rotary_pos_emb)\.|(^|\.)rope\.freqs$|(^|\.)inv_freq$|(^|\.)(cos|sin)_cached$"
+    ),
+    "numbers of positions: they are counted": r"(^|\.)position_ids$",
+    "scales of activations and of stored keys and values: neither is rounded by them": (
+        rf"(^|\.){_SCALES_OF_VALUES}$"
+    ),
+    "heads for training: a pooler, and one that says how good a text is": r"(^|\.)(pooler|v_head)\.",
+}
+_PASSED_OVER = re.compile("|".join(_KINDS.values()))
+# No text is generated from a model that embeds or scores.
+_HEADS = re.compile(
+    r"(lm_head|cls|classifier|score|qa_outputs|\w*predictions|vocab_\w+|dense|decoder|mlm_head|head)\."
+)
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+def is_passed_over(name: str, *, num_layers: float, task: Task) -> bool:
+    """Tell whether a tensor without a place changes nothing that is served.
+
+    Layers beyond the model's number are such: families store what predicts several tokens as one layer more.
+    """
+    layer = _LAYER.search(name)
+    return (
+        _PASSED_OVER.search(name) is not None
+        or (layer is not None and int(layer[1]) >= num_layers)
+        or (task is not Task.GENERATE and _HEADS.match(name) is not None)
+    )
+
+
+def is_scale_of_values(last_name: str) -> bool:
+    """Tell a scale of activations, or of stored keys and values, among the tensors of a quantized weight."""
+    return re.fullmatch(_SCALES_OF_VALUES, last_name) is not None
