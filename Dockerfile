@@ -8,7 +8,7 @@
 #
 # How to run it, without a writable root and under any user id: docs/operations.md
 
-# Python's official image, whose digest is that of all its platforms together. docs/decisions/0040-locks.md
+# Python's official image, whose digest is that of all its platforms together. docs/decisions/dependencies.md#locks-by-hash
 ARG PYTHON_IMAGE=python:3.11.13-slim-bookworm@sha256:86adf8dbadc3d6e82ee5dd2c74bec2e1c2467cdad47886280501df722372d2e1
 
 FROM ${PYTHON_IMAGE} AS build

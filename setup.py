@@ -5,7 +5,7 @@ lead nowhere.
 
 Owns: where each package is installed, and the description. An editable install leaves them where they are.
 Never: any other fact about the project (pyproject.toml).
-Source: docs/decisions/0033-one-installed-name.md.
+Source: docs/decisions/one-installed-name.md.
 """
 
 import re

@@ -72,7 +72,7 @@ class DraftAdmission(StrEnum):
     """Choice among the drafts that are offered to a step."""
 
     ALL = "all"  # as many as have room
-    PAYING = "paying"  # those that are expected to raise the tokens of a second; see draft_choice.py
+    PAYING = "paying"  # those that are expected to raise the tokens of a second; see draft_rule.py
 
 
 class DraftSupply(StrEnum):

@@ -13,6 +13,7 @@ from scheduler.blocks.kv_cache_manager import KVCacheManager
 from scheduler.blocks.swap_space import SwapSpace
 from scheduler.config import Fairness, SchedulerConfig
 from scheduler.draft_messages import DraftPasses
+from scheduler.drafts.drafts import Drafts, prediction_use
 from scheduler.messages import (
     FinishReason,
     ModelRunnerOutput,
@@ -32,14 +33,12 @@ from scheduler.queues.deadlines import Deadlines
 from scheduler.queues.request_queues import RequestQueues
 from scheduler.sequence import Sequence, Status
 from scheduler.step.budget import SMALLEST_CHUNK_TOKENS
-from scheduler.step.draft_choice import prediction_use
 from scheduler.step.encoder_cache import EncoderCache
 from scheduler.step.never_fits import NeverFits, refuse_beyond_limits, refuse_inputs_without_room
 from scheduler.step.plan_draft import PlanDraft, plan_of_decodes
 from scheduler.step.planner import Planner
 from scheduler.step.rollback import Rollback
 from scheduler.step.scheduler_state import Counters, PlansInFlight, SchedulerState, Watchdog, stats_of
-from scheduler.step.steady_decodes import SteadyDecodes
 from scheduler.step.step_time import StepTimeModel
 from scheduler.step.token_shares import TokenShares
 from scheduler.tenant_ledger import GENERATED_TOKEN_COST
@@ -71,6 +70,7 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._watchdog = Watchdog()
         self._counters = Counters()
+        self._drafts = Drafts(config)
         self._in_flight = PlansInFlight(config.max_plans_in_flight)
         self._failed_in_flight: set[SequenceId] = set()  # their further failures change nothing
         self._state = SchedulerState(
@@ -81,6 +81,7 @@ class Scheduler:
             in_flight=self._in_flight,
             counters=self._counters,
             step_time=StepTimeModel(),
+            drafts=self._drafts,
         )
         self._shares = TokenShares(self._state)
         self._planner = Planner(self._state, self._shares, finish=self._finish)
@@ -130,7 +131,7 @@ class Scheduler:
         for sequence_id, token_ids in drafts.items():
             seq = self._sequences.get(sequence_id)
             if seq is not None:
-                self._shares.propose_drafts(seq, token_ids)
+                self._drafts.offer(seq, token_ids)
 
     def update_from_output(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> Outputs:
         """Take in the tokens that the worker sampled; results come in the order of the plans.
@@ -144,7 +145,7 @@ class Scheduler:
         is_plain = not (plan.draft_token_ids or result.logprobs or result.prompt_logprobs)
         for sequence_id, num_tokens in result.num_followed.items():
             if sequence_id in sequences:
-                self._shares.note_followed(sequences[sequence_id], num_tokens)
+                self._drafts.note_followed(sequences[sequence_id], num_tokens)
         for share in plan.scheduled:
             seq = sequences.get(share.sequence_id)
             if seq is None:
@@ -234,7 +235,7 @@ class Scheduler:
         Before it the worker `waited_s`, since the plan needed the last result.
         """
         self._planner.observe_step(plan, seconds, waited_s)
-        self._shares.observe_draft_passes(passes)
+        self._drafts.observe_passes(passes)
 
     @property
     def compilations(self) -> Compilations:
@@ -287,13 +288,9 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         return stats_of(self._state, self._planner.wait_reason)
 
-    def steady_decodes(self, *, token_id: int) -> SteadyDecodes:
-        """Sequences to which nothing happens for a while, for a simulator: each token is `token_id`."""
-        return SteadyDecodes(self._state, token_id, end=self._end)
-
     def _close(self, plan: PlanDraft) -> SchedulerOutput:
         self._released += plan.released
-        if plan.is_empty and not self._queues.num_steady:
+        if not self._is_step(plan):
             self._watch()
             return plan.finished(self._counters.num_steps, ())
         released, self._released = tuple(self._released), []
@@ -303,10 +300,13 @@ class Scheduler:
         released, self._released = tuple(self._released), []
         return self._counted(plan_of_decodes(self._counters.num_steps + 1, released, tuple(shares)))
 
+    def _is_step(self, plan: PlanDraft) -> bool:
+        return not plan.is_empty
+
     def _counted(self, plan: SchedulerOutput) -> SchedulerOutput:
         self._watchdog.note_progress()
         self._counters.num_steps += 1
-        self._counters.num_scheduled_tokens += plan.num_scheduled_tokens + self._queues.num_steady
+        self._counters.num_scheduled_tokens += plan.num_scheduled_tokens
         self._in_flight.add(plan)
         return plan
 

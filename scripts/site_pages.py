@@ -28,11 +28,11 @@ _LANGUAGES = {".py": "python", ".cpp": "cpp", ".yml": "yaml", ".yaml": "yaml", "
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Fill in the records, so that a new one needs no line in mkdocs.yml."""
-    records = sorted(Path(config.docs_dir, "decisions").glob("*.md"))
+    """Fill in the decisions, so that a new page needs no line in mkdocs.yml."""
+    pages = sorted(Path(config.docs_dir, "decisions").glob("*.md"))
     for section in config.nav or []:
         if "Decisions" in section:
-            section["Decisions"] = [f"decisions/{record.name}" for record in records]
+            section["Decisions"] = [f"decisions/{page.name}" for page in pages]
     return config
 
 

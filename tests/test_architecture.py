@@ -29,8 +29,6 @@ MAY_IMPORT = {
 FOLDER_DOORS = {
     ("campaigns/gpu/", "worker.worker"),
     ("campaigns/gpu/", "worker.worker_config"),
-    ("campaigns/gpu/first/", "worker"),
-    ("campaigns/gpu/paper/", "worker"),
     ("campaigns/gpu/tune/", "worker"),
     # The host's part of a step is the engine's loop over a worker without a model.
     ("campaigns/adapters.py", "worker.worker"),

@@ -3,7 +3,7 @@
 Owns: that `server`, `engine`, `scheduler`, `worker` and `bench` are the packages of this installation,
 whatever else goes by these names on PYTHONPATH.
 Never: reads an option (server/commands/cli.py).
-Source: docs/decisions/0033-one-installed-name.md.
+Source: docs/decisions/one-installed-name.md.
 """
 
 import sys

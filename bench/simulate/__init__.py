@@ -6,4 +6,5 @@ simulate_report.py   the numbers side by side                 plots.py      the 
 arrivals.py          which requests come when, how long       simulated_drafts.py   how often drafts are right
 tally.py             what was measured                        setup.py      what is simulated, by name
 measured_run.py      how far off a measured run               cells.py      parts of it in processes
+leaps/               steps in which nothing is decided, many at once
 """

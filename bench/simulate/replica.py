@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from bench.simulate.arrivals import SimRequest, Waiting
 from bench.simulate.fitted_step_time import Durations, LinearStepTime, variation_of
+from bench.simulate.leaps.leaping_scheduler import LeapingScheduler
 from bench.simulate.simulated_drafts import NO_DRAFTS, DraftSource, SimulatedDrafts
 from bench.simulate.tally import ClassTally, Slo
 from scheduler.config import SchedulerConfig
@@ -35,7 +36,7 @@ from scheduler.messages import (
     SequenceOutput,
     ServiceTerms,
 )
-from scheduler.scheduler import NeverFits, Scheduler
+from scheduler.scheduler import NeverFits
 from scheduler.sequence import Sequence
 
 _TOKEN_ID = 1
@@ -114,7 +115,7 @@ class Replica:
         drafts: DraftSource = NO_DRAFTS,
         pace: Pace = Pace(),  # noqa: B008  (it is frozen)
     ) -> None:
-        self.scheduler = Scheduler(config)
+        self.scheduler = LeapingScheduler(config, token_id=_TOKEN_ID)
         self.event_s: float | None = None
         """The event ahead: the end of a step or of a leap, or a moment to begin one."""
         self.busy_s = 0.0
@@ -139,7 +140,7 @@ class Replica:
         self._sampled: dict[SequenceId, tuple[int, ...]] = {}  # of the last step that ended
         self._sampled_s = 0.0  # when it ended
         self._num_pauses = 0
-        self._steady = self.scheduler.steady_decodes(token_id=_TOKEN_ID)
+        self._steady = self.scheduler.steady
         self._is_leaping = pace.stepping is Stepping.LEAP
         self._leap: _Leap | None = None
         self._max_leap = _FIRST_LEAP

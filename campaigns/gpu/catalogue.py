@@ -36,13 +36,6 @@ class Part:
 
 PARTS = (
     Part(
-        name="first",
-        title="First contact: what works, one by one",
-        module="campaigns.gpu.first.part",
-        limit_s=60,
-        needs=_WORKER,
-    ),
-    Part(
         name="device",
         title="The device, and what it can do at most",
         module="campaigns.gpu.device_facts",

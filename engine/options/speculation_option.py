@@ -1,7 +1,7 @@
 """The options of speculation: one JSON object, spelled as other servers spell it, and a draft model alone.
 
 Owns: the options, the object's keys, their bounds, and the methods that are refused by name.
-Never: decides how many drafts a step verifies (scheduler/step/draft_choice.py): the numbers are ceilings.
+Never: decides how many drafts a step verifies (scheduler/drafts/draft_rule.py): the numbers are ceilings.
 """
 
 import json

@@ -5,6 +5,7 @@ Never: decides that a sequence moves; planner.py, admission.py and scheduler.py 
 """
 
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from operator import attrgetter
@@ -15,9 +16,7 @@ from scheduler.policy import OrderOfService
 from scheduler.queues.compilations import Compilations
 from scheduler.queues.fairness import FairWaitingQueue
 from scheduler.queues.lazy_heap import walk
-from scheduler.queues.need_index import NeedIndex
-from scheduler.queues.start_forecast import StartForecast
-from scheduler.queues.waiting_queue import AgingWaitingQueue, WaitingQueue
+from scheduler.queues.waiting_queue import AgingWaitingQueue, NeedIndex, WaitingQueue
 from scheduler.sequence import Sequence, Status
 from scheduler.tenant_ledger import GENERATED_TOKEN_COST, PROMPT_TOKEN_COST, TenantAccounts
 
@@ -32,6 +31,30 @@ _ReasonOf = Callable[[Sequence, int], WaitReason]
 
 _Queue = WaitingQueue | FairWaitingQueue
 
+_MAX_STARTS = 64
+_MIN_STARTS = 2
+
+
+class StartForecast:
+    """Forecast of when a waiting sequence starts, from the starts of the last ones.
+
+    A place of the queue takes as long as these were apart; the time since the last counts too.
+    """
+
+    def __init__(self) -> None:
+        self._starts_s: deque[float] = deque(maxlen=_MAX_STARTS)
+
+    def note_start(self, now_s: float) -> None:
+        """Note that a sequence was admitted."""
+        self._starts_s.append(now_s)
+
+    def expected_s(self, place: int, *, now_s: float) -> float | None:
+        """Seconds until the sequence at this place starts; None before there is anything to tell from."""
+        if len(self._starts_s) < _MIN_STARTS:
+            return None
+        span_s = max(now_s - self._starts_s[0], 0.0)
+        return (place + 1) * span_s / len(self._starts_s)
+
 
 class RequestQueues:
     """The running queue is kept in order of `running_rank`; the waiting queue knows its first."""
@@ -41,8 +64,6 @@ class RequestQueues:
         self.running: list[Sequence] = []
         self._accounts: TenantAccounts | None = None
         self._num_swapped = 0
-        self.num_steady = 0
-        """Running sequences that are not in `running`: set aside (steady_decodes.py)."""
         self.forecast = StartForecast()
         if config.fairness is Fairness.TENANT:
             self._accounts = TenantAccounts(dict(config.tenant_weights), order.level)
@@ -66,7 +87,16 @@ class RequestQueues:
 
     @property
     def num_running(self) -> int:
-        return len(self.running) + self.num_steady
+        return len(self.running)
+
+    def num_decodes(self) -> int:
+        """Running sequences that need one token."""
+        # A list, and no call for each sequence: this is a tenth of a step of decodes.
+        return sum([seq.num_tokens - seq.num_computed_tokens == 1 for seq in self.running])
+
+    def has_replies(self) -> bool:
+        """Whether a running sequence has tokens already: a long step is a pause for it."""
+        return any(seq.num_output_tokens for seq in self.running)
 
     @property
     def num_without_grammar(self) -> int:
@@ -140,16 +170,6 @@ class RequestQueues:
             self._leave_waiting(seq)
         if self._accounts is not None:
             self._accounts.leave(seq)
-
-    def set_aside(self, seq: Sequence) -> None:
-        """Count a running sequence beside the queue."""
-        self._leave_running(seq)
-        self.num_steady += 1
-
-    def bring_back(self, seq: Sequence) -> None:
-        """Put a sequence that was set aside back into the running queue."""
-        insort(self.running, seq, key=_running_rank_of)
-        self.num_steady -= 1
 
     def most_urgent(self) -> Sequence:
         """First of the waiting queue, whatever the age of others. There must be one."""

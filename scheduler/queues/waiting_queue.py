@@ -1,12 +1,17 @@
-"""Waiting queue, best rank first: new sequences and preempted ones.
+"""Waiting queue, best rank first: new sequences and preempted ones; and the same by the blocks they need.
 
-Owns: nothing beyond heaps by rank and by urgency; they have the interface of FairWaitingQueue.
+Owns: nothing beyond heaps by rank and by urgency, which have the interface of FairWaitingQueue, and by need.
 """
 
 from collections.abc import Iterator
 
+from scheduler.messages import SequenceId
 from scheduler.queues.lazy_heap import Entry, LazyHeap
 from scheduler.sequence import Sequence
+
+# Looked at in each group of needs. More than one: another thing than blocks may keep the first out of the
+# step, and in the last group only some fit.
+_CANDIDATES = 4
 
 
 class WaitingQueue:
@@ -81,3 +86,35 @@ class AgingWaitingQueue(WaitingQueue):
     def remove(self, seq: Sequence) -> None:
         super().remove(seq)
         self._by_urgency.note_removal()
+
+
+class NeedIndex:
+    """Waiting sequences by the blocks that they need, as far as the prefix cache does not give them.
+
+    A group holds needs of one binary order of magnitude, in order of rank. So a sequence that fits is found
+    behind any number of larger ones.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._groups: dict[int, LazyHeap] = {}
+        self._magnitudes: dict[SequenceId, int] = {}  # when they were added: tokens may still come meanwhile
+
+    def push(self, seq: Sequence) -> None:
+        magnitude = (seq.num_tokens // self._block_size + 1).bit_length()
+        self._magnitudes[seq.sequence_id] = magnitude
+        if magnitude not in self._groups:
+            self._groups[magnitude] = LazyHeap()
+        self._groups[magnitude].push(seq.rank, seq)
+
+    def remove(self, seq: Sequence) -> None:
+        """Note that a sequence waits no more."""
+        self._groups[self._magnitudes.pop(seq.sequence_id)].note_removal()
+
+    def candidates(self, num_free: int) -> list[Sequence]:
+        """Best few sequences of each group of which some may fit into `num_free` blocks, in order of rank."""
+        found: list[Sequence] = []
+        for magnitude, group in self._groups.items():
+            if 1 << max(magnitude - 1, 0) <= num_free:
+                found += group.first(_CANDIDATES)
+        return sorted(found, key=lambda seq: seq.rank)

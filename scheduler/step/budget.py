@@ -183,9 +183,7 @@ def budget_for_step(
     now_s: float,
 ) -> SchedulingBudget:
     """Budget within `limits`, with fewer tokens where decodes would else miss their target."""
-    # A list, and no call for each sequence: this is a tenth of a step of decodes.
-    num_decodes = sum([seq.num_tokens - seq.num_computed_tokens == 1 for seq in queues.running])
-    num_decodes += queues.num_steady
+    num_decodes = queues.num_decodes()
     if config.target_itl_s != inf and (num_decodes or _decodes_in_flight(config, queues)):
         decodes_s, target_s = step_time.seconds(num_decodes), _step_part_s(config, config.target_itl_s)
         share = _prefill_share(config, queues, decodes_s, target_s, now_s=now_s)
@@ -197,16 +195,13 @@ def budget_for_step(
         if within is not None:
             most = max(within, num_decodes + _MIN_CHUNK_TOKENS)
             limits = limits._replace(max_tokens=min(limits.max_tokens, most))
-    return SchedulingBudget(
-        StepLimits(limits.max_tokens - queues.num_steady, limits.max_prefill_tokens),
-        free_seqs=config.max_num_seqs - queues.num_running,
-        num_decodes=num_decodes - queues.num_steady,
-    )
+    free_seqs = config.max_num_seqs - queues.num_running
+    return SchedulingBudget(limits, free_seqs=free_seqs, num_decodes=num_decodes)
 
 
 def _decodes_in_flight(config: SchedulerConfig, queues: RequestQueues) -> bool:
     """Whether sequences in other plans wait for this one to pass, as it does for stages alone."""
-    return config.num_stages > 1 and any(seq.num_output_tokens for seq in queues.running)
+    return config.num_stages > 1 and queues.has_replies()
 
 
 def _step_part_s(config: SchedulerConfig, target_s: float) -> float:

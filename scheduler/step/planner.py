@@ -55,6 +55,8 @@ class Planner:
         self._kv = state.kv
         self._queues = state.queues
         self._shares = shares
+        self._drafts = state.drafts
+        self._draft_shares = shares.draft_shares
         self._finish = finish
         self._step_time = state.step_time
         self._step_limit = StepLimit(state.config.max_num_batched_tokens)
@@ -103,13 +105,13 @@ class Planner:
         if self._config.max_encoder_tokens:
             self._shares.encoder_cache.next_plan()
         running = self._queues.running
-        budget = budget_for_step(self._config, self._queues, self._step_time, self._limits(), now_s=now_s)
+        budget = self._budget(now_s=now_s)
         if self._config.max_chunk_tokens:
             budget.num_prefills_ahead = len(running) - budget.num_decodes_ahead + self._num_admissible(budget)
         plan = PlanDraft(budget, now_s)
         if self._state.order.ages:
             self._reserve_for_oldest(budget)
-        self._shares.choose_drafts(plan)
+        plan.draft_choice = self._drafts.choose(running, num_decodes=budget.num_decodes_ahead)
         if self._may_displace:
             self._admission.admit_urgent(plan)
         if self._may_give_turns:
@@ -121,7 +123,7 @@ class Planner:
             self._admission.admit_waiting(plan)
         if self._may_displace and self._state.order.ages:
             self._admission.note_held_up()
-        self._shares.ask_for_drafts(plan)
+        self._draft_shares.ask(plan)
         # First the blocks that this very plan writes over.
         plan.swap_out = self._kv.complete_plan() + plan.swap_out
         return plan
@@ -144,16 +146,13 @@ class Planner:
         """Learn how long a plan took, and how long the worker had to wait for it."""
         num_decoded = len(plan.scheduled) + sum(map(len, plan.draft_token_ids.values()))
         has_prefill = plan.num_scheduled_tokens > num_decoded
-        num_tokens = plan.num_scheduled_tokens + self._queues.num_steady
         pause_s = seconds + waited_s if has_prefill and self._has_decodes(plan) else 0.0
-        self._step_time.observe(num_tokens, seconds, has_prefill=has_prefill, pause_s=pause_s)
+        self._step_time.observe(plan.num_scheduled_tokens, seconds, has_prefill=has_prefill, pause_s=pause_s)
         if not has_prefill:
-            self._shares.observe_step(plan, seconds, waited_s)
+            self._drafts.observe_step(plan, seconds, waited_s)
 
     def _has_decodes(self, plan: SchedulerOutput) -> bool:
         """Whether sequences that have tokens already get the next, with drafts or without."""
-        if self._queues.num_steady:
-            return True
         starts = {
             share.sequence_id: share.start
             for share in plan.scheduled
@@ -168,6 +167,9 @@ class Planner:
     def note_memory_lacked(self, plan: SchedulerOutput) -> None:
         """Plan smaller steps: there was too little memory for `plan`."""
         self._step_limit.did_not_fit(plan.num_scheduled_tokens)
+
+    def _budget(self, *, now_s: float) -> SchedulingBudget:
+        return budget_for_step(self._config, self._queues, self._step_time, self._limits(), now_s=now_s)
 
     def _limits(self) -> StepLimits:
         """Tokens that the device has memory for.

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from scheduler.blocks.kv_cache_manager import KVCacheManager
 from scheduler.config import SchedulerConfig
+from scheduler.drafts.drafts import Drafts
 from scheduler.messages import (
     Preemption,
     PreemptionCause,
@@ -149,6 +150,7 @@ class SchedulerState:
     in_flight: PlansInFlight
     counters: Counters
     step_time: StepTimeModel
+    drafts: Drafts
 
 
 def stats_of(state: SchedulerState, wait_reason: WaitReason) -> SchedulerStats:

@@ -4,7 +4,7 @@ Owns: the framing of replies, and its limits.
 Never: sockets (http_client.py), or what a reply means.
 Source: RFC 9112, sections 6 and 7.1; the event stream format of the HTML standard, section 9.2.
 
-Not h11, which does the same three times as slowly: docs/decisions/0034-one-http-client.md.
+Not h11, which does the same three times as slowly: docs/decisions/dependencies.md#one-http-client.
 """
 
 import string

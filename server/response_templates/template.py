@@ -3,7 +3,7 @@
 Owns: the checks of a checkpoint's template, and its bounds.
 Never: reads a reply (template_reader.py), or knows a family.
 Source: the `response_template` of tokenizers that Hugging Face transformers 5.23 documents and reads; every
-key of it has the same meaning here, but for what decision 0076 lists.
+key of it has the same meaning here, but for what docs/decisions/response-templates.md lists.
 """
 
 import contextlib

@@ -44,7 +44,7 @@ _GOODBYE_S = 5.0
 ENCRYPTED_READ_BYTES = 32 * 1024
 """Buffer of a connection under TLS, from the beginning of its handshake to its end; a record has 16 KiB."""
 # asyncio's is of 256 KiB, and cleared, so that all of it is taken from the system: one GiB for a crowd. It is
-# made with the connection, so that the class is changed, for the whole process (docs/decisions/0095).
+# made with the connection, so the class is changed, for the whole process (docs/decisions/python-objects.md).
 sslproto.SSLProtocol.max_size = ENCRYPTED_READ_BYTES
 
 

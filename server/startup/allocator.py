@@ -7,7 +7,7 @@ Python's own allocator takes memory in arenas of 1 MiB and returns one only when
 large body fills dozens for a moment, and what is made in that moment and lives on keeps many. Of the C
 library's heaps each free page can be returned, and a block that was mapped by itself goes when it is freed.
 
-Source: docs/decisions/0095-python-objects-in-heaps.md; mallopt(3), prctl(2).
+Source: docs/decisions/python-objects.md; mallopt(3), prctl(2).
 """
 
 import os

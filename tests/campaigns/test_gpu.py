@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import tarfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -235,26 +234,13 @@ def test_limits_of_parts_are_stretched_where_patience_is_asked_for(
     assert limits == [25.0]
 
 
-def test_the_first_hour_asks_for_parts_that_exist_within_ten_minutes_a_command() -> None:
-    script = (ROOT / "campaigns" / "gpu" / "first_hour.sh").read_text()
-    cases = re.findall(r"^  (\w+)\)\n(.*?);;", script, re.M | re.S)
-    assert [name for name, _ in cases] == ["works", "numbers", "quantized", "more", "served"]
-    for name, body in cases:
-        asked = re.findall(r"measure \$\(\((\d+) \*.*?\)\) (\S+)", body)
-        assert {part for _, parts in asked for part in parts.split(",")} <= catalogue.BY_NAME.keys()
-        memcheck = [int(seconds) for seconds in re.findall(r"timeout (\d+) compute-sanitizer", body)]
-        assert sum(int(seconds) for seconds, _ in asked) + sum(memcheck) <= 570, name
-
-
-def test_a_word_that_is_no_command_of_the_first_hour_is_refused_with_its_use() -> None:
-    done = subprocess.run(
-        [ROOT / "campaigns" / "gpu" / "first_hour.sh", "nonsense"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "works|numbers|quantized|more|served|all FOLDER" in done.stdout
+def test_the_commands_of_the_page_ask_for_parts_that_exist_and_end_within_ten_minutes() -> None:
+    page = (ROOT / "docs" / "benchmarks" / "gpu.md").read_text()
+    commands = re.findall(r"--parts (\S+) --within (\d+)", page)
+    assert len(commands) == 3
+    for names, within in commands:
+        assert set(names.split(",")) <= catalogue.BY_NAME.keys()
+        assert sum(catalogue.BY_NAME[name].limit_s for name in names.split(",")) <= int(within) <= 570
 
 
 @pytest.mark.parametrize("part", [anchors, codes, pool])
@@ -296,7 +282,7 @@ def test_what_is_wanted_most_fits_into_the_time_there_is() -> None:
     names = list(catalogue.BY_NAME)
     wanted = catalogue.PARTS[: names.index("kernels")]
     assert sum(part.limit_s for part in wanted) <= 570 - 60
-    assert {"first", "tokens", "throughput-qwen3-0.6b"} < {part.name for part in wanted}
+    assert {"device", "tokens", "throughput-qwen3-0.6b"} < {part.name for part in wanted}
 
 
 def test_the_kernels_tests_are_found_without_those_that_need_an_interpreter() -> None:

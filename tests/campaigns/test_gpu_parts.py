@@ -1,6 +1,5 @@
-"""The parts `first`, `throughput-...` and `tune` of `python -m campaigns.gpu`, tried out without a GPU."""
+"""The parts `throughput-...` and `tune` of `python -m campaigns.gpu`, tried out without a GPU."""
 
-import json
 import subprocess
 import sys
 import time
@@ -22,8 +21,6 @@ from bench.load.request_record import CUT_OFF
 from campaigns.gpu import catalogue, cli, shapes, stand_ins
 from campaigns.gpu.cli import Settings
 from campaigns.gpu.driving import Drive, scheduler_config
-from campaigns.gpu.first import group, part
-from campaigns.gpu.first.trial import Build, Disagreement, Place, Trial, agreement
 from campaigns.gpu.launches import LastLaunch
 from campaigns.gpu.results import Record, read_record
 from campaigns.gpu.served import part as served_part
@@ -33,143 +30,6 @@ from campaigns.gpu.tune import part as tune_part
 from campaigns.gpu.tune.candidates import Candidate, Question
 from tests.campaigns.test_gpu import ClosableWorker, facts, fake_worker
 from tests.checkpoints import write_tokenizer
-
-CPU = torch.device("cpu")
-PLACE = Place(CPU, torch.float32)
-
-
-class Lines:
-    """Notes of a group, kept."""
-
-    def __init__(self) -> None:
-        self.lines: list[dict[str, Any]] = []
-
-    def write(self, **fields: Any) -> None:
-        self.lines.append(fields)
-
-
-def trial(name: str, work: Callable[[], str]) -> Build:
-    return lambda: Trial(name=name, inputs=f"inputs of {name}", work=work)
-
-
-def fails() -> str:
-    raise RuntimeError("Triton Error [CUDA]: misaligned address") from ValueError("the cause")
-
-
-def test_what_fails_is_told_with_its_cause_and_the_others_are_tried() -> None:
-    notes = Lines()
-    status = group.run([trial("a", fails), trial("b", lambda: "fine")], notes, CPU)  # type: ignore[arg-type]
-    assert status == 0
-    ends = [line for line in notes.lines if "is_right" in line]
-    assert [(end["is_right"], end["remark"]) for end in ends] == [
-        (False, "RuntimeError: Triton Error [CUDA]: misaligned address <- ValueError: the cause"),
-        (True, "fine"),
-    ]
-
-
-def test_inputs_that_cannot_be_made_are_told_and_the_others_are_tried() -> None:
-    def build() -> Trial:
-        raise RuntimeError("no memory for them")
-
-    notes = Lines()
-    group.run([build, trial("a", lambda: "fine")], notes, CPU)  # type: ignore[arg-type]
-    assert [line["remark"] for line in notes.lines if "is_right" in line] == [
-        "RuntimeError: no memory for them",
-        "fine",
-    ]
-
-
-def test_a_device_that_is_broken_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group, "_is_usable", lambda _: False)
-    notes = Lines()
-    trials = [trial("a", fails), trial("b", lambda: "fine")]
-    assert group.run(trials, notes, CPU) == group.UNUSABLE  # type: ignore[arg-type]
-    assert [line["trial"] for line in notes.lines if "inputs" in line][-1] == "a"
-
-
-@pytest.mark.parametrize(
-    ("found", "said"),
-    [
-        (torch.tensor([1.0, 2.5]), r"1 of 2 numbers differ; at \[1\] 2.5 instead of 2"),
-        (torch.tensor([torch.nan, 2.0]), r"at \[0\] nan instead of 1"),
-        (torch.tensor([1.0]), "shape"),
-    ],
-)
-def test_a_kernel_that_differs_from_its_definition_is_told_where(found: torch.Tensor, said: str) -> None:
-    expected = torch.tensor([1.0, 2.0])
-    with pytest.raises(Disagreement, match=said):
-        agreement("sum", {"x": expected}, lambda: [found], lambda: [expected])(1e-3).work()
-
-
-def test_equal_infinities_and_what_is_not_a_number_in_both_agree() -> None:
-    both = torch.tensor([-torch.inf, torch.nan, 1.0])
-    tried = agreement("mask", {"x": both}, lambda: [both], lambda: [both.clone()])(0.0)
-    assert tried.inputs == "x 3 float32"
-    assert tried.work() == "differs by 0.0e+00"
-
-
-@pytest.fixture
-def kernels(tmp_path: Path) -> part.Group:
-    return part.Group("layer-float32", tmp_path / "notes.jsonl", tmp_path / "log")
-
-
-def write_notes(of: part.Group, *lines: dict[str, Any]) -> None:
-    with of.notes.open("a") as file:
-        file.writelines(json.dumps(line) + "\n" for line in lines)
-
-
-RIGHT = {"is_right": True, "remark": "fine", "took_s": 0.1}
-
-
-def ended(of: part.Group, status: int) -> None:
-    of.process = SimpleNamespace(poll=lambda: status)  # type: ignore[assignment]
-    of.poll()
-
-
-def test_a_trial_that_kills_its_process_is_named_and_the_next_process_takes_up_behind_it(
-    kernels: part.Group,
-) -> None:
-    write_notes(kernels, {"trial": "norm", "inputs": "x"}, RIGHT, {"trial": "gate", "inputs": "hidden 5x200"})
-    kernels.log.write_text("some words\nSegmentation fault\n")
-    ended(kernels, -11)
-    outcome = kernels.outcomes()[-1]
-    assert (outcome["trial"], outcome["inputs"], outcome["is_right"]) == ("gate", "hidden 5x200", False)
-    assert outcome["remark"] == "its process died with status -11: Segmentation fault"
-    assert not kernels.is_done
-    write_notes(kernels, {"trial": "copy", "inputs": "y"}, RIGHT)
-    ended(kernels, 0)
-    assert kernels.is_done
-    assert [each["is_right"] for each in kernels.outcomes()] == [True, False, True]
-
-
-def test_a_group_that_cannot_even_begin_is_not_begun_for_ever(kernels: part.Group) -> None:
-    kernels.log.write_text("ModuleNotFoundError: No module named 'triton'\n")
-    ended(kernels, 1)
-    for _ in range(2):
-        assert not kernels.is_done
-        ended(kernels, 1)
-    assert kernels.is_done
-    assert kernels.outcomes()[0]["trial"] == "its beginning"
-
-
-def test_the_first_that_is_wrong_is_the_last_word_of_the_part(kernels: part.Group, tmp_path: Path) -> None:
-    wrong = {"is_right": False, "remark": "1 of 2 numbers differ", "took_s": 0.1}
-    write_notes(kernels, {"trial": "norm", "inputs": "x 2 float32"}, wrong)
-    record = Record(tmp_path, "first")
-    with pytest.raises(
-        part.FirstContactFailed, match="1 of 1 are wrong; the first: norm, of x 2 float32: 1 of 2"
-    ):
-        part._judge(record, [kernels])
-    assert record.figures == {"num_right": 0, "num_wrong": 1}
-
-
-@pytest.mark.parametrize("name", ["device", "layer-float32", "code-float32"])
-def test_what_is_tried_is_right_here(name: str, tmp_path: Path) -> None:
-    notes = Lines()
-    assert group.run(group.trials_of(name, CPU, tmp_path), notes, CPU) == 0  # type: ignore[arg-type]
-    ends = [line for line in notes.lines if "is_right" in line]
-    assert [end for end in ends if not end["is_right"]] == []
-    assert len(ends) > 5
 
 
 @pytest.fixture

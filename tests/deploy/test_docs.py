@@ -18,7 +18,7 @@ from engine.adapters.adapter_metrics import AdapterMetrics
 from engine.frontend.metrics import EngineMetrics
 from engine.options.options import DECLARATIONS
 from engine.types import FinishReason
-from scripts import write_errors_page
+from scripts import write_errors_page, write_structure_page
 from scripts.write_options_page import PAGE, insert, render
 from server.chat.chat_protocol import CHAT_REFUSALS, ChatCompletionRequest
 from server.commands import other_names
@@ -191,14 +191,11 @@ def test_every_variable_and_flag_of_ours_that_is_named_exists(page: Path) -> Non
     )
     if page.name == "coming-from.md":
         others |= {*other_names._OURS, *other_names._NOT_NEEDED}
-    if page.name == "simulate.md":
+    if page.name in ("simulate.md", "simulator.md"):
         others |= {word.removeprefix("--") for word in simulate_command.build_parser()._option_string_actions}
     if page.name == "bench.md":
         serve = next(each for each in load_command.build_parser()._actions if each.choices).choices["serve"]
         others |= {word.removeprefix("--") for word in serve._option_string_actions}
-    if page.name in ("simulate.md", "0042-leaps-and-cells.md"):
-        words = simulate_command.build_parser()._option_string_actions
-        others |= {word.removeprefix("--") for word in words}
     assert {flag.removeprefix("no-").replace("-", "_") for flag in flags - others} <= DECLARATIONS.keys()
 
 
@@ -362,35 +359,48 @@ def test_the_way_of_a_request_has_twelve_stations_from_the_handler_to_the_kernel
     assert folders == {"server", "engine", "scheduler", "worker"}
 
 
-# Decision records.
-
-RECORDS = sorted((ROOT / "docs" / "decisions").glob("*.md"))
-
-
-@pytest.mark.parametrize("record", RECORDS, ids=name_of)
-def test_a_record_has_its_number_in_its_title_and_says_whether_it_holds(record: Path) -> None:
-    title, blank, status = record.read_text(encoding="utf-8").splitlines()[:3]
-    number = record.name[:4]
-    assert title.startswith(f"# {number}: ")
-    assert not blank
-    others = r"\[(\d{4})\]\((\d{4}-[\w-]+\.md)\)"
-    found = re.fullmatch(
-        rf"\*\*Status\.\*\* (?:accepted|(?:superseded|narrowed) by {others}(?: and {others})?)\.", status
-    )
-    assert found, status
-    for named, target in (found.group(1, 2), found.group(3, 4)):
-        if named:
-            assert target.startswith(named)
-            assert named != number
+def test_the_page_of_the_architecture_names_each_folder_of_the_four_packages() -> None:
+    named = code_words(read("docs/architecture.md"))
+    for package in ("server", "engine", "scheduler", "worker"):
+        folders = {path.parent.name for path in (ROOT / package).glob("*/__init__.py")}
+        assert not {name for name in folders if f"{package}/{name}/" not in named}
 
 
-def test_the_index_has_all_records_in_order_by_their_titles() -> None:
+def test_the_figures_of_the_structure_are_those_of_the_tree() -> None:
+    rows = re.findall(r"^\| (.+?) \|([ \d,|]+)\|$", read("docs/structure.md"), flags=re.MULTILINE)
+    listed = {
+        name: tuple(int(number.replace(",", "")) for number in re.findall(r"[\d,]+", cells))
+        for name, cells in rows
+    }
+    hint = "run: python scripts/write_structure_page.py"
+    for name, numbers in write_structure_page.figures().items():
+        assert listed[name] == pytest.approx(numbers, rel=0.02, abs=2), f"{name}: {hint}"
+
+
+# Decisions.
+
+DECISIONS = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+
+
+def test_the_index_has_all_decisions_in_order_by_their_titles() -> None:
     rows = re.findall(
-        r"^\| \[(\d{4})\]\(decisions/([\w-]+\.md)\) \| (.*) \|$", read("docs/README.md"), flags=re.MULTILINE
+        r"^\| \[.+\]\(decisions/([\w-]+\.md)\) \| (.*) \|$", read("docs/README.md"), flags=re.MULTILINE
     )
-    titles = [record.read_text(encoding="utf-8").splitlines()[0] for record in RECORDS]
-    assert [name for _, name, _ in rows] == [record.name for record in RECORDS]
-    assert [f"# {number}: {title}" for number, _, title in rows] == titles
+    assert rows == [(page.name, page.read_text(encoding="utf-8").splitlines()[0][2:]) for page in DECISIONS]
+    assert not [name for name, _ in rows if name[0].isdigit()], "a page for a subject, not for a date"
+
+
+def test_sources_name_decisions_that_there_are() -> None:
+    sources = [
+        path for folder in (*CODE_FOLDERS, "tests", "tokenyard") for path in (ROOT / folder).rglob("*.py")
+    ]
+    for path in (*sources, ROOT / "pyproject.toml", ROOT / "setup.py", ROOT / "Dockerfile", ROOT / "NOTICE"):
+        for page, anchor in re.findall(
+            r"docs/decisions/([\w-]+)(?:\.md)?(?:#([\w-]+))?", path.read_text(encoding="utf-8")
+        ):
+            found = ROOT / "docs" / "decisions" / f"{page}.md"
+            assert found.is_file(), f"{path}: {page}"
+            assert not anchor or anchor in anchors(found.read_text(encoding="utf-8")), f"{path}: {anchor}"
 
 
 # Models, dependencies, layout.
@@ -405,8 +415,16 @@ def test_the_tested_families_are_those_that_are_listed() -> None:
 def test_every_dependency_has_its_reason() -> None:
     project = tomllib.loads(read("pyproject.toml"))["project"]
     wanted = [*project["dependencies"], *project["optional-dependencies"]["fast"]]
-    rows = re.findall(r"^\| `([\w-]+)` \|", read("docs/decisions/0002-dependencies.md"), flags=re.MULTILINE)
+    rows = re.findall(r"^\| `([\w-]+)` \|", read("docs/decisions/dependencies.md"), flags=re.MULTILINE)
     assert sorted(rows) == sorted(re.split(r"[<>=;\[]", text)[0].strip() for text in wanted)
+
+
+def test_the_version_is_the_same_in_the_package_the_chart_and_the_changelog() -> None:
+    version = tomllib.loads(read("pyproject.toml"))["project"]["version"]
+    chart = read("deploy/helm/tokenyard/Chart.yaml")
+    assert re.findall(r"^(?:appV|v)ersion: \"?([\d.]+)\"?$", chart, flags=re.MULTILINE) == [version, version]
+    releases = re.findall(r"^## ([\d.]+)$", read("CHANGELOG.md"), flags=re.MULTILINE)
+    assert releases[0] == version
 
 
 def test_the_readme_has_a_line_for_each_folder() -> None:

@@ -278,7 +278,7 @@ def check_ends(world: World, accepted: dict[int, Arrive]) -> None:
     assert world.scheduler.swap_space.num_used == 0
     assert not world.scheduler.plans_in_flight()
     assert not world.scheduler.encoder_cache.holders()
-    assert not world.scheduler._shares._drafts
+    assert not world.scheduler._drafts.offers
 
 
 def check_end(world: World, number: int, arrival: Arrive, tokens: list[int]) -> None:

@@ -8,9 +8,11 @@ import pytest
 
 from scheduler.config import DraftAdmission, DraftSupply
 from scheduler.draft_messages import DraftReason
+from scheduler.drafts.draft_costs import StepCosts
+from scheduler.drafts.draft_rates import DraftSource
+from scheduler.drafts.draft_rule import Drafting, DraftRule
 from scheduler.messages import ModelRunnerOutput, SequenceId
 from scheduler.scheduler import Scheduler
-from scheduler.step.draft_choice import Drafting, DraftRule, DraftSource, StepCosts
 from tests.fakes import make_sequence
 from tests.world import World, small_config
 

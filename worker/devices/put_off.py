@@ -8,7 +8,7 @@ A module that is put off has a stand-in, and becomes the real one at the first u
 
 Owns: the list of these modules, and the order of the imports.
 Never: changes a model's results, or runs where there is a GPU.
-Source: docs/decisions/0075-imports-at-start.md.
+Source: docs/decisions/imports-at-start.md.
 """
 
 import inspect

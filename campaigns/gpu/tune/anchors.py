@@ -2,7 +2,7 @@
 
 Owns: products by cuBLAS, in bf16 and in FP8, and ours of few rows; attention by cuDNN and FlashAttention
 beside ours; our decodes as bandwidth.
-Never: judges: whether a product of our own is worth it (docs/benchmarks/gpu-first-hour.md) is for the reader.
+Never: judges: whether a product of our own is worth it (docs/benchmarks/gpu.md) is for the reader.
 """
 
 import importlib

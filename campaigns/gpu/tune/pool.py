@@ -1,7 +1,7 @@
 """The part `pool`: decodes whose blocks lie all over a pool of 100 GiB, beside some in one of 2 GiB.
 
 Owns: the two pools. All layers of a block lie together, so that a layer's keys are small pieces far apart:
-this tells what that costs (docs/benchmarks/gpu-first-hour.md).
+this tells what that costs (docs/benchmarks/gpu.md).
 """
 
 import importlib

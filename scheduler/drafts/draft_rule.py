@@ -1,0 +1,273 @@
+"""Choice of the drafts that pay: how many the next step verifies, and how many a draft model makes for it.
+
+Owns: the choices by how often drafts were right (draft_rates.py) and by what they cost (draft_costs.py), and
+the time that may be spent to learn more. No draft is a normal choice.
+Never: keeps a draft (drafts.py), proposes or verifies one (the worker does both), gives a share, or reads a
+clock.
+Source: speculative decoding pays while expected tokens a second rise: arXiv:2211.17192, section 3.3; here the
+time of a step is measured, not assumed, and drafts of all sequences compete for the same step.
+
+A draft at place j is kept if the j before it are. Its survival is the product of the rates of all places up
+to its own. So drafts in order of their survival are, of each sequence, in order of their places:
+
+    tokens(m) = sequences + survival of the best m          seconds(m) = measured, by tokens of the step
+    the choice is the m with the most tokens(m) / seconds(m)
+
+An offer that was not verified teaches as well: the token that was sampled shows whether it was right.
+
+Drafts of a model are asked for one step ahead, and there their own time counts: a pass computes one place of
+all sequences that want it, and seconds(m) grow by the passes for m drafts. Once made, they are offers. A
+sequence that the draft model has not followed also has to win back the time of its prompt.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from scheduler.draft_messages import DraftChoice, DraftReason
+from scheduler.drafts.draft_costs import DraftWaits, StepCosts
+from scheduler.drafts.draft_rates import FIRST_RATES, DraftSource, Rates
+from scheduler.messages import SequenceId
+
+_LEAST_GAIN = 1.03  # less is within the error of what is measured
+_PROBE_INTERVAL = 64
+_LEAST_SURVIVAL_OF_PROBE = 0.3
+_FURTHER_ROWS, _FURTHER_TIMES = 8, 4
+"""A step may be larger than the largest that was measured by so many rows, or so many times as large."""
+_EXPLORED_PART = 0.01
+"""Part of all time that drafts may take that are not expected to pay."""
+_FEW_OUTCOMES = 8.0
+_NEAR = 16  # tokens that a draft model catches up with beside others
+_LEAST_AHEAD = 32  # tokens that a sequence is expected to get at least, if it may; else as many as it has
+
+
+class _Record:
+    """Rates of one sequence, and its latest offer."""
+
+    __slots__ = ("num_known", "offer", "rates")
+
+    def __init__(self, rates: Rates) -> None:
+        self.rates = rates
+        self.offer: tuple[int, ...] = ()
+        self.num_known = 0  # tokens of the sequence when the offer was made
+
+
+class Slot(NamedTuple):
+    """One draft that may be verified."""
+
+    survival: float
+    sequence_id: SequenceId
+
+
+class Drafting(NamedTuple):
+    """A sequence that a draft model may draft for."""
+
+    most: int
+    """Drafts that it has room for."""
+    lag: int
+    """Tokens that the draft model has to catch up with."""
+    num_generated: int
+    num_left: int
+    """Tokens that it may still get."""
+
+
+class DraftRule:
+    """The choice for one step after the other."""
+
+    def __init__(self, max_drafts: int) -> None:
+        self._of_source = {each: Rates(max_drafts, rate) for each, rate in FIRST_RATES.items()}
+        self._max_drafts = max_drafts
+        self._records: dict[SequenceId, _Record] = {}
+        self._num_choices = 0
+        self._observed_s = self._explored_s = 0.0
+        self._waits = DraftWaits()
+        self._has_looked = False
+        self.costs = StepCosts()
+        self.pass_costs = StepCosts()
+        """The same of passes of a draft model."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no running sequence was ever offered drafts: then no step needs to be measured."""
+        return not self._records
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """Learn how long a step without prompts took."""
+        self.costs.observe(num_tokens, seconds)
+        self._observed_s += seconds
+
+    def observe_wait(self, seconds: float, *, has_drafts: bool) -> None:
+        """Learn how long the worker waited for a step, where steps without drafts are planned ahead."""
+        self._waits.observe(seconds, self.costs.seconds(1), has_drafts=has_drafts)
+
+    def note_offer(
+        self, sequence_id: SequenceId, known: Sequence[int], offer: tuple[int, ...], source: DraftSource
+    ) -> None:
+        """Take in drafts that continue the `known` tokens, and learn from those offered before."""
+        record = self._records.get(sequence_id)
+        if record is None:
+            record = self._records[sequence_id] = _Record(Rates(self._max_drafts, self._of_source[source]))
+        self._learn(record, known, self._of_source[source])
+        record.offer, record.num_known = offer[: self._max_drafts], len(known)
+
+    def forget(self, sequence_id: SequenceId) -> None:
+        self._records.pop(sequence_id, None)
+
+    def rates(self, sequence_id: SequenceId) -> list[float]:
+        """Rates at which a draft at each place is right, if all before it are."""
+        record = self._records.get(sequence_id)
+        return (self._of_source[DraftSource.MODEL] if record is None else record.rates).of_places()
+
+    def choose(
+        self, offers: Mapping[SequenceId, int], *, num_decodes: int, has_prefill: bool
+    ) -> tuple[dict[SequenceId, int], DraftChoice]:
+        """Choose the number of drafts of each sequence, of so many, for a step of `num_decodes` sequences."""
+        slots = self._slots(offers)
+        if has_prefill:
+            return {}, DraftChoice(len(slots), 0, DraftReason.PREFILL, 0.0, 0.0)
+        num_chosen = self._num_that_pay(slots, num_decodes)
+        self._num_choices += 1
+        if not num_chosen and self._may_look_beyond(num_decodes):
+            num_chosen = min(_FURTHER_ROWS, len(slots))
+        elif self._num_choices % _PROBE_INTERVAL == 0:
+            num_chosen = max(num_chosen, self._num_to_probe(slots, num_chosen, num_decodes))
+        chosen: dict[SequenceId, int] = {}
+        for slot in slots[:num_chosen]:
+            chosen[slot.sequence_id] = chosen.get(slot.sequence_id, 0) + 1
+        reason = DraftReason.ALL if num_chosen == len(slots) else DraftReason.COST
+        tokens = num_decodes + sum(slot.survival for slot in slots[:num_chosen])
+        seconds = self._step_s(num_decodes, num_chosen)
+        return chosen, DraftChoice(len(slots), num_chosen, reason, tokens, seconds)
+
+    def ask(self, drafting: Mapping[SequenceId, Drafting], *, num_decodes: int) -> dict[SequenceId, int]:
+        """Choose the number of drafts that a model makes for each sequence, for a step of `num_decodes`.
+
+        Where none is expected to pay, one is made once in a while: nothing else shows how often it is right.
+        """
+        if not self.costs.knows(num_decodes):
+            return {}
+        model = self._of_source[DraftSource.MODEL]
+        asked: dict[SequenceId, int] = {}
+        if self.pass_costs.largest:
+            slots = self._slots({each: one.most for each, one in drafting.items()})
+            num_slots, saved_s = self._worth_making(slots, num_decodes)
+            for slot in slots[:num_slots]:
+                one = drafting[slot.sequence_id]
+                if self._wins_back(one, saved_s):
+                    asked[slot.sequence_id] = asked.get(slot.sequence_id, 0) + 1
+        if model.num_outcomes < _FEW_OUTCOMES and asked:  # little is known: one sequence shows it to all
+            first = min(asked, key=lambda each: drafting[each].lag)
+            return {first: min(asked[first], 1 + 2 * int(model.num_outcomes))}
+        return asked or self._explore(drafting, num_decodes)
+
+    def _wins_back(self, one: Drafting, saved_s: float) -> bool:
+        """Tell whether drafts save the time in which a sequence's prompt is caught up with."""
+        num_ahead = min(one.num_left, max(one.num_generated, _LEAST_AHEAD))
+        return num_ahead * saved_s >= self._catch_up_s(one)
+
+    def _catch_up_s(self, one: Drafting) -> float:
+        return self.pass_costs.seconds(one.lag) if one.lag > _NEAR else 0.0
+
+    def _explore(self, drafting: Mapping[SequenceId, Drafting], num_decodes: int) -> dict[SequenceId, int]:
+        """Ask for one draft of the sequence for which it takes least, if that time may be spent."""
+        able = [each for each, one in drafting.items() if one.most]
+        if not able:
+            return {}
+        cheapest = min(able, key=lambda each: drafting[each].lag)
+        spent_s = self._growth_s(num_decodes, 0, 1)
+        if self.pass_costs.largest:
+            spent_s += max(self.pass_costs.seconds(1), self._catch_up_s(drafting[cheapest]))
+            if not self._may_explore(spent_s):
+                return {}
+        return {cheapest: 1}
+
+    def _may_explore(self, seconds: float) -> bool:
+        """Tell whether so much time may be spent to learn more, and count it if so."""
+        if self._explored_s + seconds > _EXPLORED_PART * self._observed_s:
+            return False
+        self._explored_s += seconds
+        return True
+
+    def _worth_making(self, slots: Sequence[Slot], num_decodes: int) -> tuple[int, float]:
+        """Count the best slots with which tokens a second are most, the time to draft them included.
+
+        Returns the seconds, too, that they save for each token.
+        """
+        most = min(len(slots), self._num_foreseeable(num_decodes))
+        tokens, drafting_s = float(num_decodes), 0.0
+        num_in_pass = [0] * self._max_drafts
+        places: dict[SequenceId, int] = {}
+        without = tokens / self.costs.seconds(num_decodes)
+        best_num, best = 0, _LEAST_GAIN * without
+        for num, slot in enumerate(slots[:most], start=1):
+            place = places.get(slot.sequence_id, 0)
+            places[slot.sequence_id] = place + 1
+            num_before = num_in_pass[place]
+            num_in_pass[place] += 1
+            drafting_s += self.pass_costs.seconds(num_before + 1)
+            drafting_s -= self.pass_costs.seconds(num_before) if num_before else 0.0
+            tokens += slot.survival
+            speed = tokens / (self._step_s(num_decodes, num) + drafting_s)
+            if speed > best:
+                best_num, best = num, speed
+        return best_num, 1.0 / without - 1.0 / best if best_num else 0.0
+
+    def _num_foreseeable(self, num_decodes: int) -> int:
+        """Count drafts up to some times the largest step that was measured: costs beyond are a guess."""
+        largest = max(self.costs.largest, num_decodes)
+        return max(_FURTHER_TIMES * largest, largest + _FURTHER_ROWS) - num_decodes
+
+    def _num_that_pay(self, slots: Sequence[Slot], num_decodes: int) -> int:
+        """Count the best slots with which tokens a second are most; 0 if they hardly gain."""
+        if not self.costs.knows(num_decodes):
+            return 0  # without drafts first: else nothing shows what they cost
+        most = min(len(slots), self._num_foreseeable(num_decodes))
+        tokens = float(num_decodes)
+        best_num, best = 0, _LEAST_GAIN * tokens / self.costs.seconds(num_decodes)
+        for num in range(1, most + 1):
+            tokens += slots[num - 1].survival
+            speed = tokens / self._step_s(num_decodes, num)
+            if speed > best:
+                best_num, best = num, speed
+        return best_num
+
+    def _may_look_beyond(self, num_decodes: int) -> bool:
+        """Tell whether drafts are tried because nothing shows yet what they would cost; at first they are."""
+        if not num_decodes >= self.costs.largest > 0:
+            return False
+        if self._has_looked and not self._may_explore(self._growth_s(num_decodes, 0, _FURTHER_ROWS)):
+            return False
+        self._has_looked = True
+        return True
+
+    def _num_to_probe(self, slots: Sequence[Slot], num_chosen: int, num_decodes: int) -> int:
+        """Count slots for a step that is made larger once in a while, lest one slow step count for ever."""
+        num = min(2 * num_chosen + 1, len(slots))
+        if not num or slots[num - 1].survival < _LEAST_SURVIVAL_OF_PROBE:
+            return 0
+        return num if self._may_explore(self._growth_s(num_decodes, num_chosen, num)) else 0
+
+    def _growth_s(self, num_decodes: int, num_drafts: int, num_instead: int) -> float:
+        return self._step_s(num_decodes, num_instead) - self._step_s(num_decodes, num_drafts)
+
+    def _step_s(self, num_decodes: int, num_drafts: int) -> float:
+        """Return the expected time of a step, and of the waits that its drafts bring."""
+        return self.costs.seconds(num_decodes + num_drafts) + (self._waits.seconds if num_drafts else 0.0)
+
+    def _slots(self, offers: Mapping[SequenceId, int]) -> list[Slot]:
+        slots = []
+        for sequence_id, num_offered in offers.items():
+            survival = 1.0
+            for rate in self.rates(sequence_id)[:num_offered]:
+                survival *= rate
+                slots.append(Slot(survival, sequence_id))
+        slots.sort(key=lambda slot: -slot.survival)  # stable: of equals the earlier place first
+        return slots
+
+    def _learn(self, record: _Record, known: Sequence[int], rates_of_source: Rates) -> None:
+        sampled = known[record.num_known : record.num_known + len(record.offer)]
+        for place, (draft, token_id) in enumerate(zip(record.offer, sampled, strict=False)):
+            is_right = draft == token_id
+            record.rates.learn(place, is_right=is_right)
+            rates_of_source.learn(place, is_right=is_right)
+            if not is_right:
+                break
