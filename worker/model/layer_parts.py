@@ -126,7 +126,7 @@ class GatedMlp(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixer:
-    """What mixes tokens in a layer: attention over queries, keys and values of its input."""
+    """Attention of a layer, the part that mixes tokens."""
 
     query_key_value: Linear
     """Queries, keys and values of all heads, in this order."""

@@ -64,7 +64,7 @@ from worker.startup.quantized_loading import (
     refuse_unplaced,
     without_quantization,
 )
-from worker.worker_config import WorkerConfig
+from worker.worker_config import ModelFacts, WorkerConfig
 from worker.worker_errors import FamilyRefused, StartupError
 
 log = logging.getLogger(__name__)
@@ -126,6 +126,20 @@ class LoadedModel:
     """Layers of another model that keep keys and values in the same blocks, behind all layers of this one."""
     ranks: Ranks = ALONE
     """Ranks that are to divide the layers."""
+
+    def facts(self, device: Device, **sizes: Any) -> ModelFacts:
+        """Join what is known of the model with the sizes of its cache."""
+        return ModelFacts(
+            model_type=self.model_type,
+            num_parameters=self.num_parameters,
+            weight_bytes=self.weight_bytes,
+            dtype=str(self.dtype).removeprefix("torch."),
+            device=device.describe(),
+            vocab_size=self.vocab_size,
+            eos_token_ids=self.eos_token_ids,
+            default_sampling=self.default_sampling,
+            **sizes,
+        )
 
     def head_layers(self, num_layers: int) -> float:
         """Count the output layer's weights in layers, of so many."""

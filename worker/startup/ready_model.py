@@ -457,14 +457,9 @@ def _allocate(device: Device, layout: BlockLayout, size: CacheSize) -> KVCache:
 
 def _facts(start: _Start, measured: _Measured, sized: _Sized, surgery: Surgery | None) -> ModelFacts:
     device, loaded, cache = start.device, start.loaded, sized.cache
-    facts = ModelFacts(
-        model_type=loaded.model_type,
-        num_parameters=loaded.num_parameters,
-        weight_bytes=loaded.weight_bytes,
-        dtype=str(loaded.dtype).removeprefix("torch."),
-        device=device.describe(),
+    facts = loaded.facts(
+        device,
         kernels=surgery.kernels if surgery is not None and surgery.num_fused else "",
-        vocab_size=loaded.vocab_size,
         max_model_len=sized.max_model_len,
         block_size=cache.layout.block_size,
         num_blocks=cache.num_blocks,
@@ -474,8 +469,6 @@ def _facts(start: _Start, measured: _Measured, sized: _Sized, surgery: Surgery |
         copy_s_per_block=sized.host_pool.measure_copy_s(),
         # Each expert of a mixture has a few of the rows only, and gains by more.
         saturating_tokens=0 if loaded.has_experts else kernels_of(device).saturating_tokens,
-        eos_token_ids=loaded.eos_token_ids,
-        default_sampling=loaded.default_sampling,
         num_ranks=loaded.ranks.size * loaded.ranks.stage.count,
         num_stages=loaded.ranks.stage.count,
     )

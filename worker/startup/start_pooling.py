@@ -53,13 +53,7 @@ def start_pooling(
     else:
         facts, runner = _start_decoder(config, kind, device, stage, loaded)
     log.info("pools: %s", facts.pooling)
-    rows = RowTable(
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=facts.max_model_len,
-        block_size=facts.block_size,
-        num_blocks=facts.num_blocks,
-        lifetime=facts.groups[0].lifetime,
-    )
+    rows = RowTable.of(facts, config.max_num_seqs)
     return facts, PoolingSteps(PromptTable(facts, rows, runner), runner)
 
 
@@ -145,18 +139,12 @@ def _encoder_facts(
     """
     block_size = config.block_size or device.default_block_size
     blocks_of_longest = -(-max_model_len // block_size)
-    return ModelFacts(
-        model_type=loaded.model_type,
-        num_parameters=loaded.num_parameters,
-        weight_bytes=loaded.weight_bytes,
-        dtype=str(loaded.dtype).removeprefix("torch."),
-        device=device.describe(),
-        vocab_size=loaded.vocab_size,
+    return loaded.facts(
+        device,
         max_model_len=max_model_len,
         block_size=block_size,
         num_blocks=config.num_blocks or 2 * config.max_num_seqs * blocks_of_longest,
         kv_cache_bytes=0,
-        eos_token_ids=loaded.eos_token_ids,
     )
 
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from scheduler.cache_groups import ALL_TOKENS, Lifetime, LifetimeKind
 from scheduler.messages import BlockId, NewSequence, SequenceId
+from worker.worker_config import ModelFacts
 from worker.worker_errors import SequenceRefused
 
 UNKNOWN_TOKEN = -1
@@ -60,6 +61,17 @@ class RowTable:
         self._owner_C = np.zeros(max_num_seqs, dtype=np.int64)  # the last owner, once a row is free
         # Taken from the end: the lowest rows first, so that few pages of the arrays are ever touched.
         self._free = list(range(max_num_seqs - 1, -1, -1))
+
+    @classmethod
+    def of(cls, facts: ModelFacts, max_num_seqs: int) -> "RowTable":
+        """Make the table of a model that was loaded."""
+        return cls(
+            max_num_seqs=max_num_seqs,
+            max_model_len=facts.max_model_len,
+            block_size=facts.block_size,
+            num_blocks=facts.num_blocks,
+            lifetime=facts.groups[0].lifetime if facts.groups else ALL_TOKENS,
+        )
 
     def __len__(self) -> int:
         return len(self._row_of)

@@ -10,7 +10,7 @@ from tests.families import Family
 from tests.worker.family_trial import tiny_config
 from worker.model.layer_parts import GatedMlp, TakenWeights, Unrecognised, find_layers, find_parts
 
-TAKEN = TakenWeights(formats=frozenset({"plain"}), size_multiple=1)
+TAKEN = TakenWeights(formats=frozenset({"float32"}), size_multiple=1)
 
 
 def build(model_type: str, **settings: Any) -> nn.Module:
@@ -28,7 +28,7 @@ HYBRID = {"layer_types": ["linear_attention", "full_attention", "linear_attentio
         ("llama", {}, "model.layers"),
         ("gpt2", {}, "transformer.h"),
         ("qwen3_5_text", HYBRID, "model.layers"),
-        ("mamba2", {"num_heads": 16}, "backbone.layers"),
+        ("mamba2", {"num_heads": 8, "head_dim": 16}, "backbone.layers"),
     ],
 )
 def test_layers_are_found_by_their_norms_whatever_mixes_tokens_in_them(
