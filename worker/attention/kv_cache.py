@@ -110,6 +110,11 @@ class BlockLayout:
         """Lifetime of a block, which is that of all layers together."""
         return joint_lifetime([shape.lifetime for shape in self.layers.values()])
 
+    def most_read_tokens(self, num_step_tokens: int) -> int | None:
+        """Count the most tokens that a sequence reads and writes in a step; None: all of it."""
+        lifetime = self.lifetime
+        return lifetime.num_tokens + num_step_tokens if lifetime.is_limited else None
+
 
 @dataclass(frozen=True, slots=True)
 class PagedTensor:

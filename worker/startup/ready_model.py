@@ -424,8 +424,6 @@ def _cache_request(
     config: WorkerConfig, layouts: DividedLayout, budget_bytes: int, checkpoint_len: int, ranks: Ranks
 ) -> CacheRequest:
     layout = layouts.all_stages
-    lifetime = layout.lifetime
-    most_read_tokens = lifetime.num_tokens + config.max_num_batched_tokens if lifetime.is_limited else None
     # On a device of its own a rank needs room for its own layers alone.
     on_device = layout if config.num_devices == 1 else layouts.own
     share = 1.0
@@ -439,7 +437,7 @@ def _cache_request(
         max_model_len=config.max_model_len,
         checkpoint_len=checkpoint_len,
         max_num_seqs=config.max_num_seqs,
-        most_read_tokens=most_read_tokens,
+        most_read_tokens=layout.most_read_tokens(config.max_num_batched_tokens),
     )
 
 

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import worker.devices.device
+from scheduler.cache_groups import ALL_TOKENS, Lifetime, LifetimeKind
 from tests.adapters import write_adapter
 from tests.checkpoints import FAMILIES, make_checkpoint
 from tests.quantized_checkpoints import write_quantized
@@ -250,11 +251,12 @@ def test_a_gpu_of_a_node_that_has_one_has_room_for_the_layers_of_its_node_alone(
 
 @pytest.mark.parametrize("split", [{"num_stages": 2}, {"num_ranks": 2}], ids=["stages", "shards"])
 @pytest.mark.parametrize("num_nodes", [1, 2])
+@pytest.mark.parametrize("lifetime", [ALL_TOKENS, Lifetime(LifetimeKind.WINDOW, 32)], ids=["all", "window"])
 def test_a_start_sizes_the_cache_of_a_shared_gpu_as_it_was_foreseen(
-    split: dict[str, int], num_nodes: int
+    split: dict[str, int], num_nodes: int, lifetime: Lifetime
 ) -> None:
     config = config_of(Path(), device="cuda:0", num_nodes=num_nodes, **split)
-    layers = {place: LayerShape(num_heads=1, key_dim=8, value_dim=8) for place in range(4)}
+    layers = {place: LayerShape(1, key_dim=8, value_dim=8, lifetime=lifetime) for place in range(4)}
     layout = BlockLayout(layers=layers, block_size=16, dtype=torch.float32)
     ranks, budget_bytes = Alone(), 1 << 20
     ranks.stage = Stage(0, config.num_stages)
