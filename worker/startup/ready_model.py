@@ -96,7 +96,7 @@ class _Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Measured:
-    """What the model keeps of a token, and the memory that is left for it."""
+    """Measurements: the memory that a token takes, and that which is left for all of them."""
 
     whole_layout: BlockLayout
     """The blocks of all heads."""
