@@ -5,16 +5,18 @@ is kept.
 Never: runs while a server does: fetching is a command of its own. Fetches what can run code: pickles, Python.
 
 The transfer is huggingface_hub's: it resumes, follows HF_ENDPOINT to a mirror, HF_HOME and HF_HUB_CACHE to
-the cache, and HF_TOKEN to what is not public.
+the cache, and HF_TOKEN to what is not public. What it is answered is checked before (hub_answers.py).
 """
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from engine.hub_answers import HubAnswers, HubLies, check_commit, check_file
 from worker.checkpoint.checksums import digest_of
 from worker.worker_errors import StartupError
 
@@ -24,6 +26,7 @@ _GGUF = "*.gguf"
 # Weights of other programs, in folders of the same repository.
 _FOREIGN = ("onnx/*", "openvino/*", "original/*", "coreml/*", "*.bin.index.json")
 _SPARE_BYTES = 64 << 20
+_NUM_TRANSFERS = 8
 _NO_HUB_ERRORS = (OSError, ValueError, TypeError, KeyError)
 _MAX_REASON_CHARS = 200
 
@@ -46,10 +49,19 @@ class Plan:
     name: str
     host: str
     commit: str
-    files: tuple[str, ...]
-    num_bytes: int
+    sizes: Mapping[str, int]
+    """Bytes of each file that is to be fetched."""
     digests: Mapping[str, str]
     """SHA-256 that the hub publishes, by file; it has none of small texts."""
+    answers: HubAnswers
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return tuple(self.sizes)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.sizes.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,42 +80,68 @@ def plan_pull(name: str, *, revision: str, include: Sequence[str] = ()) -> Plan:
     """
     from huggingface_hub import HfApi, constants
 
+    answers = HubAnswers()
+    answers.watch()
     info = _asking(lambda: HfApi().model_info(name, revision=revision, files_metadata=True), name, revision)
     siblings = {each.rfilename: each for each in info.siblings or ()}
     files = _choose(tuple(siblings), include, name)
+    digests = {file: siblings[file].lfs.sha256 for file in files if siblings[file].lfs}
+    try:
+        answers.commit = check_commit(info.sha)
+        sizes = {file: check_file(file, siblings[file].size, digests.get(file)) for file in files}
+    except HubLies as error:
+        raise _lied(error) from error
     return Plan(
         name=name,
         host=constants.ENDPOINT,
-        commit=str(info.sha),
-        files=files,
-        num_bytes=sum(siblings[file].size or 0 for file in files),
-        digests={file: siblings[file].lfs.sha256 for file in files if siblings[file].lfs},
+        commit=answers.commit,
+        sizes=sizes,
+        digests=digests,
+        answers=answers,
     )
 
 
 def pull(plan: Plan, *, revision: str) -> Pulled:
     """Fetch the files of a plan, as far as they are not there; compare and list them. Raises PullFailed."""
-    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub import constants
 
     cache = Path(constants.HF_HUB_CACHE)
     _check_room(cache, plan)
-    # By branch, not by commit: the cache then knows under which name it is found.
-    folder = Path(
-        _asking(
-            lambda: snapshot_download(plan.name, revision=revision, allow_patterns=list(plan.files)),
-            plan.name,
-            revision,
-        )
-    )
+    _asking(lambda: _fetch(plan), plan.name, revision)
+    repository = cache / "--".join(["models", *plan.name.split("/")])
+    folder = repository / "snapshots" / plan.commit
+    if revision != plan.commit:  # under which name the cache finds it
+        (repository / "refs" / revision).parent.mkdir(parents=True, exist_ok=True)
+        (repository / "refs" / revision).write_text(plan.commit, encoding="utf-8")
     digests = {file: _digest(folder / file) for file in plan.files}
     for file, digest in plan.digests.items():
         if digests[file] != digest:
             real = (folder / file).resolve()
             real.unlink(missing_ok=True)
             raise PullFailed(f"{file} did not arrive as the hub has it", "it was removed: run this again")
-    checksums = cache / "--".join(["models", *plan.name.split("/")]) / f"SHA256SUMS.{plan.commit[:12]}"
+    checksums = repository / f"SHA256SUMS.{plan.commit[:12]}"
     checksums.write_text("".join(f"{digest}  {file}\n" for file, digest in digests.items()), encoding="utf-8")
     return Pulled(folder=folder, checksums=checksums)
+
+
+def _fetch(plan: Plan) -> None:
+    """Fetch by commit, which is checked, some files at a time."""
+    from huggingface_hub import hf_hub_download
+
+    def fetch(file: str) -> None:
+        plan.answers.expect(plan.sizes[file])
+        hf_hub_download(plan.name, file, revision=plan.commit)
+
+    with ThreadPoolExecutor(_NUM_TRANSFERS) as pool:
+        try:
+            list(pool.map(fetch, plan.files))
+        except BaseException:
+            plan.answers.end()  # the pool waits for those under way
+            raise
+
+
+def _lied(error: HubLies) -> PullFailed:
+    return PullFailed(f"the hub answers with {error}", "take the model from a hub that you trust")
 
 
 def _choose(names: Sequence[str], include: Sequence[str], name: str) -> tuple[str, ...]:
@@ -156,6 +194,8 @@ def _asking(ask: Callable[[], Any], name: str, revision: str) -> Any:
     host = constants.ENDPOINT
     try:
         return ask()
+    except HubLies as error:
+        raise _lied(error) from error
     except errors.OfflineModeIsEnabled as error:
         raise NoHub(
             "HF_HUB_OFFLINE forbids to ask a hub", "unset it, or copy the folder of a model"

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from scheduler.messages import ModelRunnerOutput, SchedulerOutput
 from worker.adapters.adapter_store import AdapterStore
@@ -26,7 +27,7 @@ from worker.startup.start_own_cache import start_with_own_caches
 from worker.startup.start_pooling import start_pooling
 from worker.steps.step_protocol import LaunchedStep, Steps, naming_out_of_memory
 from worker.worker_config import LoadProgress, ModelFacts, WorkerConfig
-from worker.worker_errors import FamilyRefused
+from worker.worker_errors import FamilyRefused, StartupError, refused_as
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,11 @@ class Worker:
         # Here and not in the loading thread: the number of compute threads is set for each thread.
         own_device = device_of_rank(self._config, number_of(self._ranks))
         device = self._open_device(replace(self._config, device=own_device))
-        facts, self._steps = run_reporting(lambda stage: self._start(device, stage), report)
+        # What a device or another rank does may pass; what files say stays.
+        passing = (OSError, MemoryError, *((RuntimeError,) if device.torch_device.type != "cpu" else ()))
+        refusal = partial(StartupError, fix="check the files of the model; --log-level debug says more")
+        with refused_as(refusal, self._config.model_path, but=passing):
+            facts, self._steps = run_reporting(lambda stage: self._start(device, stage), report)
         self._device = device
         if facts.weight_bytes >= _WORTH_RETURNING_BYTES:
             return_freed_memory()  # of weights before they were rounded or packed

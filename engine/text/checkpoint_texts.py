@@ -5,6 +5,8 @@ Never: parses them (tokenizer.py, chat_template.py), or reads weights (worker/st
 """
 
 import json
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,8 +17,11 @@ from engine.text.tokenizer_trial import Trial
 from worker.checkpoint.checkpoint_files import find_weights, read_json
 from worker.checkpoint.checksums import Checksums
 from worker.checkpoint.overrides import merged
+from worker.checkpoint.plausible_sizes import check_sizes
 from worker.worker_config import WorkerConfig
-from worker.worker_errors import StartupError
+from worker.worker_errors import StartupError, refused_as
+
+_FIX = "download it again, or serve a checkpoint from a source that you trust"
 
 
 class CheckpointTexts(NamedTuple):
@@ -30,15 +35,25 @@ class CheckpointTexts(NamedTuple):
     """JSON text; empty without one."""
 
 
+def refusing(folder: Path) -> AbstractContextManager[None]:
+    """Let whatever a folder's files make their readers raise be a TokenizerError."""
+    return refused_as(partial(TokenizerError, fix=_FIX), folder, but=(TokenizerError,))
+
+
 def check_files(config: WorkerConfig) -> None:
     """Find in a moment what the engine process would find after seconds of imports. Raises TokenizerError.
 
     A broken config.json, weights that are missing or cut off, and a context beyond the model's.
     """
     folder = Path(config.model_path)
+    with refusing(folder):
+        _check_files(config, folder)
+
+
+def _check_files(config: WorkerConfig, folder: Path) -> None:
     try:
         content = merged(read_json(folder / "config.json"), config.config_overrides)
-        find_weights(folder)
+        check_sizes(content, find_weights(folder))
     except StartupError as error:
         raise TokenizerError(error.what, error.fix) from error
     longest = _plain_context(content)
@@ -67,9 +82,10 @@ def load_texts(config: WorkerConfig) -> CheckpointTexts:
     file = None if config.chat_template_file is None else Path(config.chat_template_file)
     trial = Trial(folder / "tokenizer.json")
     try:
-        tokenizer = Tokenizer.load(folder)
-        template = ChatTemplate.load(folder, special_tokens=tokenizer.special_tokens, file=file)
-        response_template = read_response_template(folder)
+        with refusing(folder):
+            tokenizer = Tokenizer.load(folder)
+            template = ChatTemplate.load(folder, special_tokens=tokenizer.special_tokens, file=file)
+            response_template = read_response_template(folder)
     except BaseException:
         trial.close()
         raise

@@ -5,7 +5,9 @@ Never: renders chats (chat_template.py), decodes by increments (detokenizer.py),
 Source: the file formats of the `tokenizers` library; the byte alphabet is that of GPT-2's byte-level BPE.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -16,6 +18,7 @@ import tokenizers
 
 from engine.errors import RequestRejected
 from engine.types import TextCut, TokenizedText
+from worker.worker_errors import one_line
 
 NAMED_SPECIAL_TOKENS = (
     "bos_token",
@@ -36,6 +39,7 @@ class TokenizerError(Exception):
     """The checkpoint's text files are unusable; the server cannot start. Fit for the operator's eyes."""
 
     def __init__(self, what: str, fix: str) -> None:
+        what = one_line(what)
         super().__init__(f"{what}; {fix}")
         self.what = what
         self.fix = fix
@@ -99,7 +103,8 @@ class Tokenizer:
                 "serve a checkpoint that brings one; sentencepiece's tokenizer.model alone is not enough",
             ) from error
         try:
-            backend = tokenizers.Tokenizer.from_buffer(raw)
+            with _without_stacks():
+                backend = tokenizers.Tokenizer.from_buffer(raw)
             decoder = orjson.loads(raw).get("decoder")
         except ValueError as error:
             raise TokenizerError(
@@ -290,6 +295,19 @@ class _TokenBytes(dict[int, bytes]):
         alone = str(self._backend.decode([token_id], skip_special_tokens=False))
         twice = str(self._backend.decode([token_id, token_id], skip_special_tokens=False))
         return twice[len(alone) :] if twice.startswith(alone) else alone
+
+
+@contextmanager
+def _without_stacks() -> Iterator[None]:
+    """Keep the library's panics from writing their stacks to stderr; they are raised all the same."""
+    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(nowhere)
 
 
 def decoder_rule(decoder: Any) -> DecoderRule:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from engine.options.engine_config import ServerConfig
-from engine.text.checkpoint_texts import read_response_template
+from engine.text.checkpoint_texts import read_response_template, refusing
 from engine.text.tokenizer import TokenizerError
 from engine.types import ModelInfo
 from server.response_templates.template import (
@@ -38,6 +38,11 @@ def find_template(parsers: _Parsers, info: ModelInfo) -> ResponseTemplate | None
 
 def check_template(folder: Path, options: ServerConfig) -> None:
     """Compile the template that would be used, before anything is loaded. Raises TokenizerError."""
+    with refusing(folder):
+        _check_template(folder, options)
+
+
+def _check_template(folder: Path, options: ServerConfig) -> None:
     text = read_response_template(folder)
     if not text or not options.tool_call_parser == options.reasoning_parser == "auto":
         return

@@ -184,6 +184,33 @@ def test_two_engines_of_two_ranks_have_the_same_adapters(
         assert post(server, "/v1/completions", {"model": "sql", "prompt": "x"}).status_code == 404
 
 
+def test_settings_that_no_reader_expects_are_refused_while_a_stream_goes_on(
+    folder: Path, tmp_path: Path
+) -> None:
+    write_adapter(folder / "huge", DEMO_MODEL)
+    written = (folder / "huge" / "adapter_config.json").read_text()
+    hostile = [
+        written.replace(": 16", ": " + "1" * 400),
+        written.replace(": 8", ": " + "[" * 5000 + "]" * 5000),
+    ]
+    patterns = json.dumps({rf"\w{{90}}{index}": 8 for index in range(1500)})
+    hostile.append(written.replace('"bias"', f'"rank_pattern": {patterns}, "bias"'))
+    options = ("--lora-directory", str(folder), "--data-parallel-size", "2", "--max-model-len", "2048")
+    with running_server(tmp_path, *options) as server:
+        wait_for(lambda: ready_engines(server) == 2, within_s=60.0)
+        body = {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as stream:
+            lines = stream.iter_lines()
+            assert next(lines).startswith("data: {")
+            for text in hostile:
+                (folder / "huge" / "adapter_config.json").write_text(text)
+                assert load(server, "huge", "huge").status_code == 400
+            *_, last = [line for line in lines if line]
+        assert last == "data: [DONE]"
+        assert ready_engines(server) == 2
+        assert "engine process" not in server.text(), "none was replaced"
+
+
 def test_what_is_refused_stays_out(server: RunningServer, folder: Path) -> None:
     write_adapter(folder / "dora", DEMO_MODEL, use_dora=True)
     reply = load(server, "dora", "dora")

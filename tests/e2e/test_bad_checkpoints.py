@@ -11,11 +11,24 @@ import pytest
 from tests.e2e.serving import ROOT
 
 
+def serve(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "server", "serve", str(folder), "--port", "0", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
 @pytest.mark.parametrize(
     ("harm", "words", "part"),
     [
         ("config", (), "config.json"),
         ("weights", (), "model.safetensors"),
+        ("offsets", (), "model.safetensors"),
+        ("layers", (), "num_hidden_layers"),
+        ("deep", (), "config.json"),
         ("", ("--max-model-len", "100000"), "context window of"),
     ],
 )
@@ -28,19 +41,45 @@ def test_a_checkpoint_that_is_not_whole_is_told_in_one_line(
     elif harm == "weights":
         weights = (folder / "model.safetensors").read_bytes()
         (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    elif harm == "offsets":
+        weights = (folder / "model.safetensors").read_bytes()
+        (folder / "model.safetensors").write_bytes(
+            weights.replace(b'"data_offsets":[0,', b'"data_offsets":[9,')
+        )
+    elif harm == "deep":
+        (folder / "config.json").write_text("[" * 5000 + "]" * 5000)
+    elif harm == "layers":
+        content = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(content | {"num_hidden_layers": 10**7}))
     else:
         content = json.loads((folder / "config.json").read_text())
         content["rope_parameters"] = content["rope_scaling"] = None
         (folder / "config.json").write_text(json.dumps(content))
-    done = subprocess.run(
-        [sys.executable, "-m", "server", "serve", str(folder), "--port", "0", *words],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = serve(folder, *words)
     assert done.returncode == 78
     lines = [line for line in done.stderr.splitlines() if part in line]
     assert len(lines) == 1, done.stderr
     assert lines[0].startswith("tokenyard: ")
     assert "engine" not in done.stderr, "no engine process was started"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("config.json", {"num_attention_heads": 0}),
+        ("config.json", {"max_position_embeddings": 10**400}),
+        ("tokenizer.json", {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA////"}}),
+    ],
+)
+def test_values_that_no_library_takes_are_told_once_without_a_stack(
+    tiny_model: Path, tmp_path: Path, name, changes
+) -> None:
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    content = json.loads((folder / name).read_text())
+    (folder / name).write_text(json.dumps(content | changes))
+    done = serve(folder)
+    assert done.returncode == 78, done.stderr
+    assert "Traceback" not in done.stderr
+    assert len([line for line in done.stderr.splitlines() if line.startswith("tokenyard: ")]) == 1, (
+        done.stderr
+    )

@@ -6,9 +6,12 @@ Source: LoraConfig of peft 0.21 and its matching of target modules; low-rank upd
 """
 
 import re
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from math import isfinite, sqrt
-from typing import Any
+from math import sqrt
+from time import thread_time
+from typing import Any, TypeVar
 
 from pydantic_core import SchemaError, SchemaValidator, core_schema
 
@@ -17,6 +20,9 @@ from worker.worker_errors import AdapterRefused
 _WORD = re.compile(r"[A-Za-z0-9_.-]{1,200}")
 _MAX_PATTERN_CHARS = 4096
 _MAX_WORDS = 4096
+_MAX_LAYER_WORDS = 16
+_MAX_COMPILING_S = 0.1
+"""Processor time for the patterns of one key: the steps of all others wait meanwhile."""
 _LAYER = re.compile(r".*\.[^.]*\.(\d+)\.")
 _ALL = "all-linear"
 
@@ -38,6 +44,8 @@ _READ = frozenset(
 )
 # Beginnings that change the base's weights: the update alone would be added to the wrong ones.
 _CHANGING_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+_Value = TypeVar("_Value")
 
 
 class NamePattern:
@@ -133,14 +141,8 @@ def read_settings(config: dict[str, Any]) -> AdapterSettings:
         parameters=_parameters(config.get("target_parameters") or []),
         layers=_layers(config.get("layers_to_transform")),
         layer_words=_layer_words(config.get("layers_pattern")),
-        ranks=tuple(
-            (NamePattern(text, key="rank_pattern"), _rank(value, "rank_pattern"))
-            for text, value in _mapping(config, "rank_pattern")
-        ),
-        alphas=tuple(
-            (NamePattern(text, key="alpha_pattern"), _number(value, "alpha_pattern"))
-            for text, value in _mapping(config, "alpha_pattern")
-        ),
+        ranks=_by_pattern(config, "rank_pattern", _rank),
+        alphas=_by_pattern(config, "alpha_pattern", _number),
     )
 
 
@@ -201,11 +203,21 @@ def _accepts(expression: SchemaValidator, name: str) -> bool:
     return bool(expression.isinstance_python(name))
 
 
-def _mapping(config: dict[str, Any], key: str) -> list[tuple[str, Any]]:
-    found = config.get(key) or {}
-    if not isinstance(found, dict) or len(found) > _MAX_WORDS:
+def _by_pattern(
+    config: dict[str, Any], key: str, read: Callable[[object, str], _Value]
+) -> tuple[tuple[NamePattern, _Value], ...]:
+    """Read a mapping of names and patterns. Raises AdapterRefused, also if it takes long."""
+    named = config.get(key) or {}
+    if not isinstance(named, dict) or len(named) > _MAX_WORDS:
         raise AdapterRefused(f"{key} is not a mapping of names")
-    return list(found.items())
+    found, began_s = [], thread_time()
+    for text, value in named.items():
+        found.append((NamePattern(text, key=key), read(value, key)))
+        if thread_time() - began_s > _MAX_COMPILING_S:
+            raise AdapterRefused(
+                f"{key} has patterns that take too long to compile; list the names of the modules instead"
+            )
+    return tuple(found)
 
 
 def _rank(value: object, key: str) -> int:
@@ -215,9 +227,10 @@ def _rank(value: object, key: str) -> int:
 
 
 def _number(value: object, key: str) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not isfinite(value):
-        raise AdapterRefused(f"{key} holds {str(value)[:80]!r}, which is no number")
-    return float(value)
+    is_bool = isinstance(value, bool)
+    if not is_bool and isinstance(value, int | float) and abs(value) <= sys.float_info.max:
+        return float(value)
+    raise AdapterRefused(f"{key} holds {str(value)[:80]!r}, which is no number")
 
 
 def _layers(value: object) -> frozenset[int] | None:
@@ -231,6 +244,8 @@ def _layers(value: object) -> frozenset[int] | None:
 
 def _layer_words(value: object) -> tuple[str, ...]:
     words = [value] if isinstance(value, str) else value or []
-    if not isinstance(words, list) or not all(isinstance(each, str) for each in words):
-        raise AdapterRefused("layers_pattern is no list of names")
+    if not isinstance(words, list) or len(words) > _MAX_LAYER_WORDS:
+        raise AdapterRefused(f"layers_pattern is no list of up to {_MAX_LAYER_WORDS} names")
+    if not all(isinstance(each, str) and _WORD.fullmatch(each) for each in words):
+        raise AdapterRefused("layers_pattern holds what is no name of a module")
     return tuple(words)

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from worker.adapters.adapted_linear import NO_SLOT, AdaptablePart, StepAdapters
-from worker.adapters.adapter_files import FILE_BYTES_OF_A_NUMBER, LowRank, read_adapter
+from worker.adapters.adapter_files import LowRank
 from worker.adapters.adapter_targets import Targets
 from worker.attention.interface import note_layer_begun
 from worker.ranks.ranks import ALONE, Ranks
@@ -140,10 +140,8 @@ class AdapterStore:
         return digest, updates
 
     def _read_here(self, folder: str) -> tuple[str, dict[str, LowRank]]:
-        max_numbers = self._targets.num_numbers(self._limits.max_rank)
-        files = read_adapter(Path(folder), max_bytes=max_numbers * FILE_BYTES_OF_A_NUMBER)
-        updates = self._targets.check(files, max_rank=self._limits.max_rank)
-        return files.digest, {
+        digest, updates = self._targets.read(Path(folder), max_rank=self._limits.max_rank)
+        return digest, {
             name: LowRank(each.down_RK.to(self._dtype), each.up_NR.to(self._dtype), each.scale)
             for name, each in updates.items()
         }

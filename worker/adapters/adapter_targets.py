@@ -8,6 +8,7 @@ Never: knows a family, or a device's kernels.
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -15,13 +16,13 @@ from torch import Tensor, nn
 
 from worker.adapters.adapted_linear import AdaptablePart, AdaptedLinear, StepAdapters
 from worker.adapters.adapter_experts import AdaptedExperts, ExpertsSize, check_modules, size_experts
-from worker.adapters.adapter_files import AdapterFiles, LowRank
+from worker.adapters.adapter_files import FILE_BYTES_OF_A_NUMBER, AdapterFiles, LowRank, read_adapter
 from worker.model.layer_parts import Unrecognised
 from worker.model.linear import linear_of
 from worker.model.mixture import find_experts, read_experts
 from worker.model.stage_layers import places_before
 from worker.worker_config import AdapterLimits
-from worker.worker_errors import AdapterRefused
+from worker.worker_errors import AdapterRefused, refused_as
 
 
 class LayerSize(NamedTuple):
@@ -54,6 +55,12 @@ class Targets:
     def num_bytes(self, limits: AdapterLimits, dtype: torch.dtype) -> int:
         """Size as many adapters as may be in memory, each with an update of the highest rank everywhere."""
         return self.num_numbers(limits.max_rank) * dtype.itemsize * limits.max_in_memory
+
+    def read(self, folder: Path, *, max_rank: int) -> tuple[str, dict[str, LowRank]]:
+        """Read the files of an adapter; return their digest and its updates. Raises AdapterRefused only."""
+        with refused_as(AdapterRefused, f"the folder {folder.name}"):
+            files = read_adapter(folder, max_bytes=self.num_numbers(max_rank) * FILE_BYTES_OF_A_NUMBER)
+            return files.digest, self.check(files, max_rank=max_rank)
 
     def check(self, files: AdapterFiles, *, max_rank: int) -> dict[str, LowRank]:
         """Match updates and layers both ways. Raises AdapterRefused with the name that has no other."""

@@ -9,8 +9,9 @@ import math
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,26 @@ from worker.checkpoint.gguf_config import find_weights_of
 from worker.checkpoint.gguf_file import GgufTensor, GgufType, read_gguf
 from worker.checkpoint.gguf_folder import WEIGHTS as GGUF
 from worker.memory_sizes import WeightBytes
-from worker.worker_errors import StartupError
+from worker.worker_errors import StartupError, refused_as
 
 _READ_BYTES = 16 << 20
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MOST_COMPARED_BYTES = 1 << 30
 """Numbers that are read to see whether two files hold the same ones, at most."""
+_MAX_HEADER_BYTES = 100_000_000
+"""Limit of the safetensors library."""
+_BITS_OF_DTYPE = {
+    dtype: bits
+    for bits, dtypes in (
+        (4, "F4"),
+        (6, "F6_E2M3 F6_E3M2"),
+        (8, "BOOL U8 I8 F8_E4M3 F8_E5M2 F8_E8M0 F8_E4M3FNUZ F8_E5M2FNUZ"),
+        (16, "U16 I16 F16 BF16"),
+        (32, "U32 I32 F32"),
+        (64, "U64 I64 F64 C64"),
+    )
+    for dtype in dtypes.split()
+}
 # Last names of tensors of quantized modules (worker/quantized reads them).
 _CODES = frozenset({"weight_packed", "qweight", "weight"})
 _ZEROS = frozenset({"qzeros", "weight_zero_point"})
@@ -111,14 +126,12 @@ def find_checkpoint(model_path: str) -> Path:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object. Raises StartupError if it is missing or broken."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+    if not path.exists():
         raise StartupError(
             f"{path.parent} has no {path.name}", fix="give the folder of a checkpoint in Hugging Face format"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise StartupError(f"{path} cannot be read: {error}", fix="download the checkpoint again") from error
+        )
+    with refused_as(partial(StartupError, fix="download the checkpoint again"), path):
+        content = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(content, dict):
         raise StartupError(f"{path} holds no JSON object", fix="download the checkpoint again")
     return content
@@ -334,29 +347,38 @@ def _open_gguf(path: Path) -> WeightFile:
 
 def _open_weights(path: Path) -> WeightFile:
     """Read the header, and compare the file's size with what it promises."""
-    num_bytes = os.path.getsize(path)
-    try:
+    with refused_as(partial(StartupError, fix="download it again"), path):
+        num_bytes = os.path.getsize(path)
         with path.open("rb") as stream:
             header_bytes = int.from_bytes(stream.read(8), "little")
-            if header_bytes > num_bytes - 8:
-                raise ValueError("the header is cut off")
+            if header_bytes > min(num_bytes - 8, _MAX_HEADER_BYTES):
+                raise ValueError("its header is cut off")
             header = json.loads(stream.read(header_bytes))
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        tensors: dict[str, StoredTensor] = {}
-        for name, entry in entries.items():
-            start, end = entry["data_offsets"]
-            tensors[name] = StoredTensor(
-                str(entry["dtype"]), tuple(entry["shape"]), end - start, start=8 + header_bytes + start
-            )
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        raise StartupError(
-            f"{path} is not a whole safetensors file ({error})", fix="download it again"
-        ) from error
-    expected_bytes = (
-        8 + header_bytes + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-    )
-    if num_bytes != expected_bytes:
-        raise StartupError(
-            f"{path} has {num_bytes} bytes, but its header promises {expected_bytes}", fix="download it again"
-        )
-    return WeightFile(path, num_bytes, tensors)
+        tensors = {name: _stored(name, entry, 8 + header_bytes) for name, entry in entries.items()}
+        expected_bytes = 8 + header_bytes + _end_of(entry["data_offsets"] for entry in entries.values())
+        if num_bytes != expected_bytes:
+            raise ValueError(f"it has {num_bytes} bytes, but its header promises {expected_bytes}")
+        return WeightFile(path, num_bytes, tensors)
+
+
+def _stored(name: str, entry: dict[str, Any], base: int) -> StoredTensor:
+    """Read the entry of a header, whose offsets begin at `base`. Raises ValueError if its numbers disagree."""
+    dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    if not all(type(each) is int and each >= 0 for each in (*shape, start, end)):
+        raise ValueError(f"{name} has sizes that are no counts")
+    if dtype not in _BITS_OF_DTYPE:
+        raise ValueError(f"{name} is of the unknown dtype {dtype}")
+    if math.prod(shape) * _BITS_OF_DTYPE[dtype] != (end - start) * 8:
+        raise ValueError(f"{name} has {end - start} bytes, which are not those of {list(shape)} {dtype}")
+    return StoredTensor(dtype, shape, end - start, start=base + start)
+
+
+def _end_of(places: Iterable[list[int]]) -> int:
+    """Return where tensors end that follow each other. Raises ValueError for gaps and common bytes."""
+    reached = 0
+    for start, end in sorted(places):
+        if start != reached:
+            raise ValueError(f"a tensor begins at {start}, and the one before it ends at {reached}")
+        reached = end
+    return reached

@@ -145,7 +145,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden_size,
         "intermediate_size": _number(file, "feed_forward_length"),
-        "num_hidden_layers": _number(file, "block_count"),
+        "num_hidden_layers": _num_layers(file),
         "num_attention_heads": num_heads,
         "num_key_value_heads": _number(file, "attention.head_count_kv", num_heads),
         "head_dim": head_dim,
@@ -309,7 +309,7 @@ def _read_floats(file: GgufFile, tensor: GgufTensor) -> list[float]:
 def _gemma(file: GgufFile, hidden_size: int, num_heads: int, head_dim: int) -> dict[str, Any]:
     """Settings of Gemma's families beyond those of others."""
     found: dict[str, Any] = dict(_GEMMA_EXTRAS)
-    family, num_layers = file.architecture, _number(file, "block_count")
+    family, num_layers = file.architecture, _num_layers(file)
     if family == "gemma":
         return found
     is_odd = num_layers == _ODD_SCALED_LAYERS[family]
@@ -350,6 +350,16 @@ def _value(file: GgufFile, key: str, default: Any = _NO_DEFAULT) -> Any:
     if found is _NO_DEFAULT:
         raise StartupError(
             f"{file.path.name} has no {file.architecture}.{key} in its metadata", fix="download it again"
+        )
+    return found
+
+
+def _num_layers(file: GgufFile) -> int:
+    found = _number(file, "block_count")
+    if found > len(file.tensors):
+        raise StartupError(
+            f"{file.path.name} has {len(file.tensors)} tensors for {found} layers",
+            fix="take another GGUF file",
         )
     return found
 

@@ -11,10 +11,11 @@ import mmap
 import struct
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from worker.worker_errors import StartupError
+from worker.worker_errors import StartupError, refused_as
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -145,11 +146,12 @@ class _Cursor:
 
 def read_gguf(path: Path) -> GgufFile:
     """Read the header, and compare the file's size with what it promises. Raises StartupError."""
-    try:
-        with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _read(path, _Cursor(data), len(data))
-    except (ValueError, OSError, struct.error, OverflowError, MemoryError) as error:
-        raise StartupError(f"{path} is not a whole GGUF file ({error})", fix=_AGAIN) from error
+    with (
+        refused_as(partial(StartupError, fix=_AGAIN), path),
+        path.open("rb") as stream,
+        mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data,
+    ):
+        return _read(path, _Cursor(data), len(data))
 
 
 def _read(path: Path, cursor: _Cursor, num_bytes: int) -> GgufFile:

@@ -9,13 +9,14 @@ import json
 import os
 import stat
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from worker.checkpoint.gguf_config import config_of
 from worker.checkpoint.gguf_file import read_gguf
 from worker.checkpoint.gguf_tokenizer import tokenizer_of
-from worker.worker_errors import StartupError
+from worker.worker_errors import StartupError, refused_as
 
 WEIGHTS = "model.gguf"
 """Name of the link in the folder."""
@@ -52,17 +53,13 @@ def folder_of(path: Path) -> Path:
 def _texts_of(path: Path) -> dict[str, dict[str, Any]]:
     """The folder's files by name."""
     file = read_gguf(path)
-    try:
+    with refused_as(partial(StartupError, fix="take another GGUF file"), f"what {path} says of its model"):
         tokenizer, tokenizer_config = tokenizer_of(file)
         return {
             "config.json": config_of(file),
             "tokenizer.json": tokenizer,
             "tokenizer_config.json": tokenizer_config,
         }
-    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-        raise StartupError(
-            f"{path} has metadata that cannot be understood ({error})", fix="take another GGUF file"
-        ) from error
 
 
 def _write(folder: Path, path: Path, texts: dict[str, dict[str, Any]]) -> None:

@@ -14,6 +14,8 @@ from worker.worker_errors import StartupError
 
 _SPACE = "▁"
 _NORMAL, _USER_DEFINED = 1, 4
+_MAX_LETTERS = 1024
+"""Limit of a token that is made of others: all its cuts are tried."""
 _TEMPLATE = "tokenizer.chat_template"
 _GEMMAS = frozenset({"gemma", "gemma2", "gemma3"})
 _END_OF_SPLIT = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -266,7 +268,9 @@ def _merges_by_rank(
     for index, (token, kind) in enumerate(zip(*vocabulary, strict=True)):
         if kind not in (_NORMAL, _USER_DEFINED) or ids.get(token) != index:
             continue
-        pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+        if len(token) > _MAX_LETTERS:
+            raise StartupError(f"token {index} has {len(token)} letters", fix="take another GGUF file")
+        pairs = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
         known = [pair for pair in pairs if pair[0] in ids and pair[1] in ids]
         known.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]))
         found += [(ranks[index], -len(left), -len(right), (left, right)) for left, right in known]

@@ -9,11 +9,12 @@ Source: the folder layout that the sentence-transformers library writes.
 import json
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from worker.checkpoint.checkpoint_files import read_json
-from worker.worker_errors import StartupError
+from worker.worker_errors import StartupError, refused_as
 
 MODULES_FILE = "modules.json"
 _TRANSFORMER_FILE = "sentence_bert_config.json"
@@ -71,6 +72,11 @@ _KEYS = {
 
 def read_recipe(folder: Path, *, default: PoolingMode) -> PoolingRecipe:
     """Read the files; without any, pool by `default` and normalize. Raises StartupError."""
+    with refused_as(partial(StartupError, fix=_FIX), folder / MODULES_FILE):
+        return _read_recipe(folder, default)
+
+
+def _read_recipe(folder: Path, default: PoolingMode) -> PoolingRecipe:
     if not (folder / MODULES_FILE).is_file():
         return PoolingRecipe(mode=default)
     mode = default
@@ -105,11 +111,8 @@ def score_activation(checkpoint_config: dict[str, Any]) -> HeadActivation:
 def _modules(folder: Path) -> list[tuple[str, Path]]:
     """List name and folder of each module, in order."""
     path = folder / MODULES_FILE
-    try:
-        modules = json.loads(path.read_text(encoding="utf-8"))
-        found = [(str(each["type"]).rsplit(".", 1)[-1], str(each["path"])) for each in modules]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StartupError(f"{path} cannot be read: {error}", fix="download the checkpoint again") from error
+    modules = json.loads(path.read_text(encoding="utf-8"))
+    found = [(str(each["type"]).rsplit(".", 1)[-1], str(each["path"])) for each in modules]
     for _, inner in found:
         if PurePosixPath(inner).is_absolute() or ".." in PurePosixPath(inner).parts:
             raise _refused(path, f"the path {inner!r} leads out of the folder")

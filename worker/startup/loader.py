@@ -44,6 +44,7 @@ from worker.checkpoint.checkpoint_files import (
 from worker.checkpoint.checksums import Checksums
 from worker.checkpoint.generation_config import default_sampling, eos_token_ids
 from worker.checkpoint.overrides import merged
+from worker.checkpoint.plausible_sizes import check_sizes
 from worker.checkpoint.task import Task, choose_task, reads_both_ways
 from worker.devices.device import Device
 from worker.devices.put_off import load_shapes
@@ -179,6 +180,7 @@ def load_model(
     folder = kind.folder
     sampling = default_sampling(folder, config.sampling_overrides)
     files = find_weights(folder)
+    check_sizes(kind.checkpoint_config, files)
     weights = bytes_to_load(config, kind, files, device)
     left_bytes = device.check_weights(weights.on_one_of(config.num_devices, config.num_nodes))
     _read_weights(config, folder, files, stage, left_bytes)

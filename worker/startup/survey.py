@@ -5,13 +5,14 @@ Never: computes how memory is divided (forecast.py), or reports (survey_process.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 import transformers
 
-from worker.adapters.adapter_files import FILE_BYTES_OF_A_NUMBER, read_adapter
 from worker.checkpoint.checkpoint_files import WeightFile, find_weights
+from worker.checkpoint.plausible_sizes import check_sizes
 from worker.checkpoint.task import Task
 from worker.devices.device import Device, open_device
 from worker.doctor_findings import Finding, Verdict
@@ -30,7 +31,7 @@ from worker.startup.loader import ModelKind, dtype_name, find_kind, refuse_ranks
 from worker.startup.start_adapters import refuse_adapters
 from worker.startup.start_drafting import verifies_drafts
 from worker.worker_config import WorkerConfig
-from worker.worker_errors import AdapterRefused, FamilyRefused, StartupError
+from worker.worker_errors import AdapterRefused, FamilyRefused, StartupError, refused_as
 
 
 def survey(config: WorkerConfig) -> Iterator[Finding]:
@@ -40,18 +41,20 @@ def survey(config: WorkerConfig) -> Iterator[Finding]:
     try:
         device = open_device(config)
         yield _fine(topic, f"{device.describe()}, {device.describe_memory()}")
-        topic = "model"
-        kind = find_kind(config)
-        yield _fine(topic, f"{kind.checkpoint_config['model_type']}, made to {kind.task.value}")
-        topic = "weights"
-        files = find_weights(kind.folder)
-        yield _fine(topic, _describe_files(files))
-        if not kind.is_encoder:
-            topic = "kernels"
-            yield kernels_of(device).foresee(config, device, _dtype(config, kind))
-        refuse_adapters(config, kind, device)
-        topic = "memory"
-        yield from _look_at_memory(config, kind, device)
+        with refused_as(partial(StartupError, fix="check the files of the model"), config.model_path):
+            topic = "model"
+            kind = find_kind(config)
+            yield _fine(topic, f"{kind.checkpoint_config['model_type']}, made to {kind.task.value}")
+            topic = "weights"
+            files = find_weights(kind.folder)
+            check_sizes(kind.checkpoint_config, files)
+            yield _fine(topic, _describe_files(files))
+            if not kind.is_encoder:
+                topic = "kernels"
+                yield kernels_of(device).foresee(config, device, _dtype(config, kind))
+            refuse_adapters(config, kind, device)
+            topic = "memory"
+            yield from _look_at_memory(config, kind, device)
     except StartupError as error:
         yield Finding(topic=topic, verdict=Verdict.FAULT, what=error.what, fix=error.fix)
 
@@ -129,10 +132,9 @@ def _look_at_adapters(config: WorkerConfig, found: Forecast) -> Iterator[Finding
     if not limits.max_in_step:
         return
     targets = found.adapter_targets
-    max_bytes = targets.num_numbers(limits.max_rank) * FILE_BYTES_OF_A_NUMBER
     for adapter in config.adapters:
         try:
-            targets.check(read_adapter(Path(adapter.folder), max_bytes=max_bytes), max_rank=limits.max_rank)
+            targets.read(Path(adapter.folder), max_rank=limits.max_rank)
         except AdapterRefused as refusal:
             yield Finding(
                 topic="adapters",

@@ -1,5 +1,6 @@
 """`tokenyard pull` against a stand-in for the hub: what arrives, what is refused, what is resumed."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -33,6 +34,15 @@ class Hub(ThreadingHTTPServer):
         self.models["org/gguf"] = {"a-Q4_K_M.gguf": b"GGUF" * 100, "a-Q8_0.gguf": b"GGUF" * 200}
         self.breaks_left = 0
         self.lies = False
+        self.sha, self.header_commit = COMMIT, COMMIT
+        self.headers: dict[str, str] = {}
+        """Headers of all files, in the place of true ones."""
+        self.announced: int | None = None
+        """Size of each file in the list, in the place of the true one."""
+        self.is_endless = False
+        self.sent = 0
+        self.elsewhere = ""
+        """Another hub, to which requests for files are sent on."""
         self.ranges: list[str] = []
         self.asked: list[str] = []
 
@@ -66,6 +76,18 @@ class _Handler(BaseHTTPRequestHandler):
         content = files.get("/".join(parts[4:]))
         if content is None:
             return self._missing()
+        if self.server.elsewhere:
+            self.send_response(302)
+            self.send_header("Location", self.server.elsewhere + self.path)
+            self.send_header("X-Repo-Commit", COMMIT)
+            etag = {"X-Linked-Etag": hashlib.sha256(content).hexdigest()}
+            for name, value in (etag | self.server.headers).items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return None
+        if self.server.is_endless and self.command == "GET":
+            return self._send_for_ever()
         return self._send(content, self.headers.get("range", ""))
 
     def _info(self, parts: list[str], files: dict[str, bytes]) -> dict[str, object]:
@@ -74,12 +96,13 @@ class _Handler(BaseHTTPRequestHandler):
             digest = hashlib.sha256(b"other" if self.server.lies else content).hexdigest()
             lfs = {"lfs": {"sha256": digest, "size": len(content), "pointerSize": 1}}
             large = name.endswith((".safetensors", ".gguf"))
-            siblings.append({"rfilename": name, "size": len(content), **(lfs if large else {})})
+            size = len(content) if self.server.announced is None else self.server.announced
+            siblings.append({"rfilename": name, "size": size, **(lfs if large else {})})
         name = "/".join(parts[2:4])
         return {
             "id": name,
             "modelId": name,
-            "sha": COMMIT,
+            "sha": self.server.sha,
             "siblings": siblings,
             "private": False,
             "tags": [],
@@ -107,10 +130,10 @@ class _Handler(BaseHTTPRequestHandler):
             content = content[first:]
         else:
             self.send_response(200)
-        self.send_header("Content-Length", str(len(content)))
-        self.send_header("ETag", f'"{etag}"')
-        self.send_header("X-Repo-Commit", COMMIT)
-        self.send_header("Accept-Ranges", "bytes")
+        headers = {"Content-Length": str(len(content)), "ETag": f'"{etag}"'}
+        headers |= {"X-Repo-Commit": self.server.header_commit, "Accept-Ranges": "bytes"}
+        for name, value in (headers | self.server.headers).items():
+            self.send_header(name, value)
         self.end_headers()
         if self.command == "HEAD":
             return
@@ -123,9 +146,29 @@ class _Handler(BaseHTTPRequestHandler):
             return
         self.wfile.write(content)
 
+    def _send_for_ever(self) -> None:
+        """Send up to 256 MiB without an announced length."""
+        self.send_response(200)
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.end_headers()
+        self.close_connection = True
+        with contextlib.suppress(OSError):
+            while self.server.sent < 256 << 20:
+                self.wfile.write(bytes(1 << 20))
+                self.server.sent += 1 << 20
+
+
+@pytest.fixture
+def other_hub() -> Iterator[Hub]:
+    yield from _run()
+
 
 @pytest.fixture
 def hub() -> Iterator[Hub]:
+    yield from _run()
+
+
+def _run() -> Iterator[Hub]:
     with Hub() as hub:
         thread = threading.Thread(target=hub.serve_forever)
         thread.start()
@@ -203,3 +246,86 @@ def test_without_a_network_it_says_so_and_what_else_can_be_done(tmp_path) -> Non
     assert done.stderr.count("\n") == 1
     for part in ("http://127.0.0.1:9", "HF_ENDPOINT", "tokenyard serve ./folder"):
         assert part in done.stderr
+
+
+def written_by(home: Path) -> set[str]:
+    """Files near the cache, with those that a transfer leaves anywhere above it."""
+    return {str(path.relative_to(home)) for path in home.rglob("*") if path.is_file()}
+
+
+def assert_refused(done: subprocess.CompletedProcess[str], part: str, home: Path) -> None:
+    """One line, and no file but the library's own marks in its cache."""
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 1, done.stderr
+    assert last.startswith("tokenyard pull: the hub answers with "), done.stderr
+    assert part in last
+    assert "Traceback" not in done.stderr
+    kept = ("CACHEDIR.TAG", ".lock", ".incomplete")
+    inside = {each for each in written_by(home.parent) if not each.endswith(kept)}
+    assert all(each.startswith(f"{home.name}/hub/models--org--good/") for each in inside), inside
+
+
+@pytest.mark.parametrize(
+    ("header", "etag"),
+    [
+        ("ETag", "../../x"),
+        ("ETag", "x/../../y"),
+        ("ETag", "/tmp/absolute"),
+        ("ETag", '"a"b"'),
+        ("ETag", "x" * 10_000),
+        ("X-Linked-Etag", 'W/"../../../../x"'),
+        ("X-Linked-Etag", ".."),
+    ],
+)
+def test_an_etag_that_could_be_a_path_is_refused(hub, tmp_path, header, etag) -> None:
+    hub.headers = {header: etag}
+    home = tmp_path / "one" / "two" / "home"
+    assert_refused(pull(home, hub.url, "org/good"), "ETag", home)
+
+
+@pytest.mark.parametrize("sha", ["../", "", "A" * 40, "0" * 10_000])
+def test_a_commit_that_could_be_a_path_is_refused(hub, tmp_path, sha) -> None:
+    hub.sha = sha
+    home = tmp_path / "one" / "home"
+    assert_refused(pull(home, hub.url, "org/good"), "commit", home)
+
+
+def test_a_file_of_another_commit_than_was_asked_for_is_refused(hub, tmp_path) -> None:
+    hub.header_commit = "../../x"
+    home = tmp_path / "one" / "home"
+    assert_refused(pull(home, hub.url, "org/good"), "commit '../../x'", home)
+
+
+@pytest.mark.parametrize("name", ["../x.json", "a/../../x.json", "/x.json", "a\\x.json", "x" * 300 + ".json"])
+def test_a_name_that_leads_out_of_the_folder_is_refused(hub, tmp_path, name) -> None:
+    hub.models["org/good"] = {**GOOD, name: b"{}"}
+    home = tmp_path / "one" / "home"
+    assert_refused(pull(home, hub.url, "org/good"), "a file of the name", home)
+
+
+@pytest.mark.parametrize("announced", [0, 1000, -1])
+def test_a_hub_that_sends_more_than_it_announced_is_stopped_there(hub, tmp_path, announced) -> None:
+    hub.announced = announced
+    hub.is_endless = True
+    home = tmp_path / "home"
+    assert_refused(pull(home, hub.url, "org/good"), "the size" if announced < 0 else "more than", home)
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) < 100_000
+    assert hub.sent < 128 << 20, "the connection was closed"
+
+
+def test_a_hub_that_leads_to_another_host_is_checked_there_too(hub, other_hub, tmp_path) -> None:
+    hub.elsewhere = other_hub.url
+    home = tmp_path / "home"
+    hub.headers = {"X-Linked-Etag": "../../../x"}
+    assert_refused(pull(home, hub.url, "org/good"), "ETag", home)
+    hub.headers = {}
+    other_hub.is_endless = True
+    assert_refused(pull(home, hub.url, "org/good"), "more than", home)
+    other_hub.is_endless = False
+    assert pull(home, hub.url, "org/good").returncode == 0
+
+
+def test_a_compressed_answer_is_refused_before_it_is_written(hub, tmp_path) -> None:
+    hub.headers = {"Content-Encoding": "gzip"}
+    home = tmp_path / "home"
+    assert_refused(pull(home, hub.url, "org/good"), "compressed", home)

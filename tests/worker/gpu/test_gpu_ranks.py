@@ -27,7 +27,7 @@ from tests.worker.gpu.test_gpu_drafts import DRAFTING, VOCAB, check_alike
 from tests.worker.ranks.divided import TWO_SHARDS, DividedWorker
 from tests.worker.speculation.random_requests import TINY_REQUESTS
 from tests.worker.speculation.speculated import Answer, Speculated, half_right
-from worker.adapters import adapter_store
+from worker.adapters import adapter_targets
 from worker.devices.weight_life import lend_by_call, lent_to
 from worker.gpu.gpu_toolkit import _OwnOutput
 from worker.model.layer_shards import bytes_of_a_rank
@@ -126,10 +126,10 @@ def check_loading(divided: DividedWorker, adapter: Path, unlike: Path) -> None:
     """Load an adapter on all ranks, and one on none that they do not read alike."""
     store = divided.adapters
     store.load(adapter.name, str(adapter))
-    resident, read = store.resident, adapter_store.read_adapter
+    resident, read = store.resident, adapter_targets.read_adapter
     with pytest.MonkeyPatch.context() as patch:  # and not in the other process
         patch.setattr(
-            adapter_store, "read_adapter", lambda *args, **named: replace(read(*args, **named), digest="0")
+            adapter_targets, "read_adapter", lambda *args, **named: replace(read(*args, **named), digest="0")
         )
         with pytest.raises(AdapterRefused, match="not all ranks read the same files"):
             store.load(unlike.name, str(unlike))

@@ -15,7 +15,7 @@ from tests.worker.conftest import BLOCK_SIZE
 from tests.worker.plan_driver import PlanDriver
 from tests.worker.ranks.divided import DividedWorker
 from tests.worker.ranks.histories import OVERRIDES, PROMPT, config_of
-from worker.adapters import adapter_store
+from worker.adapters import adapter_targets
 from worker.worker import Worker
 from worker.worker_config import AdapterFolder, WorkerConfig
 from worker.worker_errors import AdapterRefused
@@ -98,10 +98,10 @@ def test_what_not_all_ranks_read_alike_is_refused_on_all_and_steps_go_on(
     store = divided.adapters
     (identity,) = store.resident
     before = mixed(divided, [identity, ""])
-    read = adapter_store.read_adapter
+    read = adapter_targets.read_adapter
     with monkeypatch.context() as here:  # and not in the other process
         here.setattr(
-            adapter_store,
+            adapter_targets,
             "read_adapter",
             lambda *args, **named: replace(read(*args, **named), digest="0" * 64),
         )

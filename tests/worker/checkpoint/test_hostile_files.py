@@ -1,0 +1,219 @@
+"""Files that lie: whatever they make their readers raise is one refusal of one line, in bounded time."""
+
+import json
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gguf_checkpoints import write_gguf
+from tests.hostile_values import HOSTILE, assert_one_line, hostile_texts
+from tests.worker.checkpoint.test_gguf_tokenizer import sentencepiece
+from tests.worker.conftest import MakeCheckpoint, load_worker
+from worker.adapters.adapter_settings import read_settings
+from worker.checkpoint import gguf_folder
+from worker.checkpoint.checkpoint_files import find_weights, read_json
+from worker.checkpoint.generation_config import default_sampling, eos_token_ids
+from worker.checkpoint.gguf_file import read_gguf
+from worker.checkpoint.gguf_tokenizer import tokenizer_of
+from worker.checkpoint.plausible_sizes import check_sizes
+from worker.startup.loader import find_kind
+from worker.worker_config import WorkerConfig
+from worker.worker_errors import AdapterRefused, StartupError, refused_as
+
+_MAX_S = 2.0
+"""Processor time for one file; it takes some milliseconds."""
+
+
+@contextmanager
+def ending_well(name: str, refusal: type[Exception]) -> Iterator[None]:
+    """Let it end by itself or in the one refusal of one line, soon."""
+    began_s = time.process_time()
+    try:
+        yield
+    except refusal as error:
+        assert_one_line(error)
+    except BaseException as error:
+        raise AssertionError(f"{name}: {type(error).__name__} {str(error)[:200]}") from error
+    assert time.process_time() - began_s < _MAX_S, name
+
+
+@pytest.fixture
+def folder(checkpoints: MakeCheckpoint, tmp_path: Path) -> Path:
+    """A checkpoint whose texts may be changed."""
+    for path in checkpoints("llama").iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    return tmp_path
+
+
+def rewrite(path: Path, text: str) -> None:
+    path.unlink(missing_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def test_any_value_of_config_json_is_read_or_refused(folder: Path) -> None:
+    path = folder / "config.json"
+    files = find_weights(folder)
+    for name, text in hostile_texts(json.loads(path.read_text())):
+        rewrite(path, text)
+        with ending_well(name, StartupError), refused_as(lambda what: StartupError(what, fix=""), folder):
+            check_sizes(find_kind(WorkerConfig(model_path=str(folder))).checkpoint_config, files)
+
+
+def test_any_value_of_generation_config_json_is_read_or_refused(folder: Path) -> None:
+    path = folder / "generation_config.json"
+    settings = {"do_sample": True, "temperature": 0.5, "top_k": 4, "top_p": 0.9, "min_p": 0.1}
+    settings |= {"repetition_penalty": 1.1, "eos_token_id": [1, 2]}
+    for name, text in hostile_texts(settings):
+        rewrite(path, text)
+        with ending_well(name, StartupError):
+            default_sampling(folder)
+            eos_token_ids(folder, (), vocab_size=300)
+
+
+def test_any_value_of_an_adapters_settings_is_read_or_refused() -> None:
+    settings = {
+        "peft_type": "LORA",
+        "r": 8,
+        "lora_alpha": 16,
+        "use_rslora": False,
+        "target_modules": ["q_proj", "k_proj"],
+        "exclude_modules": "x.*",
+        "bias": "none",
+        "rank_pattern": {"q_proj": 4, "k.*": 4},
+        "alpha_pattern": {"q_proj": 4.5},
+        "layers_to_transform": [0, 1],
+        "layers_pattern": ["layers"],
+        "init_lora_weights": True,
+        "target_parameters": ["a.weight"],
+    }
+    for name, text in hostile_texts(settings):
+        with ending_well(name, AdapterRefused):
+            try:
+                config = json.loads(text)
+            except RecursionError:
+                continue
+            found = read_settings(config)
+            found.scale_of("model.layers.0.q_proj")
+            found.include("model.layers.0.q_proj")
+
+
+def test_patterns_of_an_adapter_that_take_long_to_compile_are_refused_soon() -> None:
+    patterns = {rf"\w{{90}}{index}": 4 for index in range(1500)}
+    settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
+    with ending_well("patterns", AdapterRefused), pytest.raises(AdapterRefused, match="too long to compile"):
+        read_settings({**settings, "rank_pattern": patterns})
+
+
+def header_of(path: Path) -> tuple[dict[str, Any], bytes]:
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    return json.loads(content[8 : 8 + length]), content[8 + length :]
+
+
+def set_header(path: Path, text: str, rest: bytes) -> None:
+    path.unlink()
+    path.write_bytes(struct.pack("<Q", len(text.encode())) + text.encode() + rest)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda first, _: first.update(data_offsets=[-8, 0]), "no counts"),
+        (lambda first, _: first["data_offsets"].reverse(), "are not those of"),
+        (
+            lambda first, second: first.update(data_offsets=second["data_offsets"]),
+            "are not those of|begins at",
+        ),
+        (lambda first, _: first.update(shape=[2**40]), "are not those of"),
+        (lambda first, _: first.update(dtype="F64"), "are not those of"),
+        (lambda first, _: first.update(dtype="X9"), "unknown dtype"),
+        (lambda first, _: first.update(dtype=[]), "unhashable"),
+        (lambda first, _: first.update(shape=[True]), "no counts"),
+        (lambda first, _: first.update(data_offsets=[0, 1e400]), "no counts"),
+        (lambda first, _: first.pop("shape"), "KeyError"),
+    ],
+)
+def test_a_header_of_weights_that_lies_is_refused(
+    folder: Path, change: Callable[[dict[str, Any], dict[str, Any]], object], named: str
+) -> None:
+    path = folder / "model.safetensors"
+    header, rest = header_of(path)
+    entries = [entry for name, entry in header.items() if name != "__metadata__"]
+    change(entries[0], entries[1])
+    set_header(path, json.dumps(header), rest)
+    with pytest.raises(StartupError, match=named):
+        find_weights(folder)
+
+
+def test_deep_headers_and_texts_are_refused(folder: Path) -> None:
+    _, rest = header_of(folder / "model.safetensors")
+    set_header(folder / "model.safetensors", HOSTILE["deep"], rest)
+    rewrite(folder / "config.json", HOSTILE["deep"])
+    for read in (lambda: find_weights(folder), lambda: read_json(folder / "config.json")):
+        with pytest.raises(StartupError, match="RecursionError"):
+            read()
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"num_hidden_layers": 10**7}, "num_hidden_layers 10000000"),
+        ({"hidden_size": 2**40}, "hidden_size"),
+        ({"num_attention_heads": 0}, "cannot|ZeroDivisionError"),
+        ({"num_attention_heads": "x"}, "config.json|cannot"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": "x"}}, "cannot"),
+    ],
+)
+def test_a_model_that_cannot_be_built_or_tried_is_a_refusal(
+    folder: Path, changes: dict[str, Any], named: str
+) -> None:
+    content = json.loads((folder / "config.json").read_text())
+    rewrite(folder / "config.json", json.dumps(content | changes))
+    with pytest.raises(StartupError, match=named):
+        load_worker(folder)
+
+
+def test_a_panic_of_a_library_is_a_refusal_and_an_interrupt_is_none() -> None:
+    class Panic(BaseException):
+        pass
+
+    def refusal(what: str) -> StartupError:
+        return StartupError(what, fix="take another")
+
+    said = r"a\.json cannot be read: Panic of a library"
+    with pytest.raises(StartupError, match=said), refused_as(refusal, "a.json"):
+        raise Panic("of a\nlibrary")
+    with pytest.raises(KeyboardInterrupt), refused_as(refusal, "a.json"):
+        raise KeyboardInterrupt
+
+
+GGUF_VALUES: tuple[Any, ...] = (
+    *(10**400, float("inf"), float("nan"), -1, 0, 2**63, "", "x" * 100_000, True, {}),
+    *([], [1] * 100_000, ["x"] * 1000, [float("nan")] * 300),
+)
+
+
+def test_any_value_of_gguf_metadata_is_read_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = read_gguf(write_gguf("llama", {"": "Q4_0"}, tmp_path, is_tied=False)[0])
+    for key in file.metadata:
+        for value in GGUF_VALUES:
+            changed = replace(file, metadata=file.metadata | {key: value})
+            monkeypatch.setattr(gguf_folder, "read_gguf", lambda _path, found=changed: found)
+            with ending_well(f"{key}: {str(value)[:20]}", StartupError):
+                json.dumps(gguf_folder._texts_of(file.path))
+
+
+def test_a_token_of_many_letters_is_refused_and_not_cut_everywhere() -> None:
+    whole = sentencepiece().metadata
+    added = {"tokens": "a" * 60_000, "token_type": 1, "scores": -1.0}
+    file = sentencepiece(**{key: [*whole[f"tokenizer.ggml.{key}"], value] for key, value in added.items()})
+    with ending_well("letters", StartupError), pytest.raises(StartupError, match="60000 letters"):
+        tokenizer_of(file)

@@ -1,0 +1,37 @@
+"""The sizes that config.json names against the weights that are there, before a model of such sizes is built.
+
+Owns: the refusal of layers and widths that no file of this length can hold.
+Never: knows a family: whether all shapes fit is found where the model is built.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from worker.checkpoint.checkpoint_files import WeightFile
+from worker.worker_errors import StartupError
+
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+_WIDTHS = (
+    *("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size", "head_dim"),
+    *("num_attention_heads", "num_key_value_heads", "num_experts", "num_local_experts", "n_routed_experts"),
+)
+
+
+def check_sizes(config: dict[str, Any], files: list[WeightFile]) -> None:
+    """Refuse more layers than tensors, and a width beyond the bytes of all weights. Raises StartupError."""
+    num_tensors = sum(len(file.tensors) for file in files)
+    num_bytes = sum(file.num_bytes for file in files)
+    for part in (config, *_objects(config)):
+        for keys, most, counted in ((_LAYERS, num_tensors, "tensors"), (_WIDTHS, num_bytes, "bytes")):
+            for key in keys:
+                value = part.get(key)
+                if isinstance(value, int) and not 0 <= value <= most:
+                    raise StartupError(
+                        f"config.json has {key} {str(value)[:40]}, and its weights have {most} {counted}",
+                        fix="take the checkpoint from a source that you trust",
+                    )
+
+
+def _objects(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the configurations of parts, such as text_config."""
+    return (value for value in config.values() if isinstance(value, dict))
