@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import inf, isinf
 
+from scheduler.cache_groups import CacheGroup
+
 
 class SchedulingPolicy(StrEnum):
     """Order of service; see policy.py."""
@@ -200,8 +202,8 @@ class SchedulerConfig(SchedulerOptions):
     uncrowded_itl_s: float = 0.0
     """Takes the place of a shorter target while the sequences that run and wait are too few for a crowd
     (step/budget.py). 0: none does."""
-    sliding_window: int | None = None
-    """If every layer has a window, the largest of them: tokens that a token sees, itself included."""
+    groups: tuple[CacheGroup, ...] = (CacheGroup(),)
+    """Groups of layers. The scheduler keeps the blocks of one."""
     num_host_blocks: int = 0
     """Blocks of the swap space, ids 1 to num_host_blocks."""
     max_drafts: int = 0
@@ -222,8 +224,6 @@ class SchedulerConfig(SchedulerOptions):
         SchedulerOptions.__post_init__(self)  # super() finds no such class: slots=True makes it anew
         _check_least(self, 1, ("num_blocks", "block_size", "max_model_len", "num_stages"))
         _check_least(self, 0, ("num_host_blocks", "max_drafts", "max_compiling_s", "uncrowded_itl_s"))
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise ValueError(f"sliding_window must be at least 1, not {self.sliding_window}")
         if self.max_plans_in_flight < self.num_stages:
             raise ValueError(
                 f"max_plans_in_flight must be at least num_stages ({self.num_stages}), or stages idle, not "

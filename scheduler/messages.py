@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, NewType
 
 from scheduler.draft_messages import DraftChoice, DraftPasses, PredictionUse
+from scheduler.input_messages import EncoderInput
 
 SequenceId = NewType("SequenceId", int)
 """One stream of tokens; unique for the life of the engine. A request with n=3 has three."""
@@ -121,21 +122,6 @@ class PoolingParams:
     """Demand of the model's kind of pooling: REUSING if it reads the last position only."""
     second_text_start: int | None = None
     """Start of the second text of a pair, for models that distinguish the two; None: there is one text."""
-
-
-class EncoderInput(NamedTuple):
-    """An image, say, whose encoder output stands at some positions of a prompt in place of embeddings."""
-
-    offset: int
-    """First of these positions."""
-    num_tokens: int
-    content: str
-    """Name of the input. Equal names are equal inputs: prefixes are shared under this name."""
-
-    @property
-    def end(self) -> int:
-        """Position behind the input."""
-        return self.offset + self.num_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

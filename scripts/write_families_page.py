@@ -76,8 +76,6 @@ def _reasons(found: Found) -> str:
         reason = found.refused.removeprefix(f"{found.family.model_type} ")
         return _SAID_ABOVE.sub("", _MEASURED.sub("", reason))
     assert found.surgery is not None
-    if not found.surgery.num_layers:
-        return "no module of its layers is called self_attn"
     return "; ".join(dict.fromkeys(_MEASURED.sub("", reason) for reason in found.surgery.reasons))
 
 

@@ -3,9 +3,10 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
+from scheduler.cache_groups import ALL_TOKENS, Lifetime
+from scheduler.input_messages import EncoderInput
 from scheduler.messages import (
     BlockId,
-    EncoderInput,
     ModelRunnerOutput,
     NewSequence,
     SamplingParams,
@@ -105,7 +106,7 @@ class FakeWorker:
     """
 
     block_size: int
-    window: int | None = None
+    lifetime: Lifetime = ALL_TOKENS
     encoder_cache_tokens: int = 0
     slots: dict[tuple[BlockId, int], Slot] = field(default_factory=dict)
     host_slots: dict[tuple[BlockId, int], Slot | None] = field(default_factory=dict)
@@ -255,7 +256,7 @@ class FakeWorker:
             self.slots[self._slot(row, position)] = _content(row, position)
 
     def _check_prefix(self, row: _Row, start: int, end: int) -> None:
-        for position in range(0 if self.window is None else max(start - self.window + 1, 0), end):
+        for position in range(self.lifetime.first_read(start), end):
             held = self.slots.get(self._slot(row, position))
             assert held == _content(row, position), f"slot of position {position} holds {held}"
 

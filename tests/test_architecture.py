@@ -45,7 +45,9 @@ FOLDER_DOORS = {
 }
 # Single doors through which a wall may be passed.
 DOORS = {
-    ("worker", "scheduler.messages"),  # the plan is the worker's only way to hear of the scheduler
+    ("worker", "scheduler.messages"),  # the plan is the worker's only way to hear of the scheduler,
+    ("worker", "scheduler.cache_groups"),  # but for the words that both have for what layers keep
+    ("worker", "scheduler.input_messages"),
     # One HTTP client for the commands that talk to a server and for what measures one.
     ("bench", "server.http.http_client"),
     ("campaigns", "server.http.http_client"),
@@ -53,7 +55,7 @@ DOORS = {
 # What the API process loads of packages that are the engine process's. They import no torch.
 SHARED_WITH_API = {
     *("scheduler", "scheduler.config", "scheduler.counters", "scheduler.messages", "scheduler.policy"),
-    "scheduler.draft_messages",
+    *("scheduler.draft_messages", "scheduler.input_messages", "scheduler.cache_groups"),
     *("scheduler.prefix_keys", "scheduler.tenant_ledger"),
     *("worker", "worker.worker_config", "worker.worker_errors"),
     *("worker.doctor_findings", "worker.machine", "worker.memory_sizes"),

@@ -4,6 +4,7 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from scheduler.cache_groups import ALL_TOKENS, CacheGroup, Lifetime, LifetimeKind
 from scheduler.config import DraftSupply, SchedulerConfig
 from scheduler.messages import (
     FinishReason,
@@ -18,6 +19,11 @@ from scheduler.sequence import Sequence
 from tests.fakes import FakeStep, FakeWorker, WorkerExploded, continuation
 from tests.invariants import check_invariants, check_plan
 from worker.worker_errors import StepOutOfMemory
+
+
+def windows_of(num_tokens: int | None) -> tuple[CacheGroup, ...]:
+    """One group, whose layers have a window, or none."""
+    return (CacheGroup(Lifetime(LifetimeKind.WINDOW, num_tokens) if num_tokens else ALL_TOKENS),)
 
 
 def small_config(**changes: object) -> SchedulerConfig:
@@ -50,7 +56,7 @@ class World:
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.config)
         config = self.config
-        self.worker = FakeWorker(config.block_size, config.sliding_window, config.encoder_cache_tokens)
+        self.worker = FakeWorker(config.block_size, config.groups[0].lifetime, config.encoder_cache_tokens)
         self._late: deque[tuple[SchedulerOutput, FakeStep]] = deque()
         self._compiling: deque[tuple[int, SequenceId]] = deque()
         self._compiled: set[SequenceId] = set()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from scheduler.cache_groups import CacheGroup
 from scheduler.messages import PoolingTask, PromptComputation
 
 MAX_DRAFTS = 16
@@ -226,11 +227,9 @@ class ModelFacts:
     num_blocks: int
     """Blocks that sequences can use, ids 1 to num_blocks; block 0 is the worker's own, for padding."""
     kv_cache_bytes: int
-    is_paged: bool = True
-    """False: each sequence has a cache of the model's own, and blocks only stand for memory. They cannot be
-    reused, swapped or copied."""
-    sliding_window: int | None = None
-    """Largest window, if every layer has one: blocks before it are never read again."""
+    groups: tuple[CacheGroup, ...] = (CacheGroup(),)
+    """Layers by how long they keep keys and values. Empty: each sequence has a cache of the model's own, and
+    blocks only stand for memory. They cannot be reused, swapped or copied."""
     num_host_blocks: int = 0
     """Blocks of the host pool, ids 1 to num_host_blocks."""
     copy_s_per_block: float = 0.0
@@ -255,3 +254,8 @@ class ModelFacts:
     """Groups of layers that compute different steps at the same time."""
     pooling: PoolingFacts | None = None
     """Facts of a model that pools; None for one that generates."""
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether blocks hold keys and values."""
+        return bool(self.groups)

@@ -40,6 +40,7 @@ from worker.steps import generation_step
 from worker.steps.generation_step import GenerationSteps
 from worker.steps.host_pool import HostPool
 from worker.steps.row_table import RowTable
+from worker.steps.step_tokens import StepOutcome, StepTokens
 from worker.worker_config import ModelFacts, WorkerConfig
 
 if TYPE_CHECKING:
@@ -83,8 +84,8 @@ class _NoModel:
     def note_rows(self, _rows_T: Tensor) -> None:
         """Take no notice: there are no adapters."""
 
-    def forward(self, _ids: Tensor, _positions: Tensor, logits_indices_N: Tensor, _executor: Any) -> Tensor:
-        return self._logits_NV[: len(logits_indices_N)]
+    def forward(self, tokens: StepTokens, _executor: Any) -> StepOutcome:
+        return StepOutcome(self._logits_NV[: len(tokens.logits_indices_N)])
 
 
 class _NoAttention:

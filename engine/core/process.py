@@ -39,6 +39,7 @@ from engine.processes.process_end import (
     write_stacks_on_signal,
 )
 from engine.processes.transport import EngineSide
+from scheduler.cache_groups import CacheGroup
 from scheduler.config import DraftAdmission, DraftSupply, PrefixCaching, SchedulerConfig, SchedulerOptions
 from scheduler.prefix_keys import PrefixJournal
 from scheduler.scheduler import Scheduler
@@ -215,7 +216,7 @@ def scheduler_config(options: SchedulerOptions, facts: ModelFacts) -> SchedulerC
         num_blocks=facts.num_blocks,
         block_size=facts.block_size,
         max_model_len=facts.max_model_len,
-        sliding_window=facts.sliding_window,
+        groups=facts.groups or (CacheGroup(),),
         num_host_blocks=facts.num_host_blocks,
         copy_s_per_block=facts.copy_s_per_block,
         max_drafts=facts.max_drafts,

@@ -11,7 +11,8 @@ next shares compute, so no two sequences wait for each other.
 """
 
 from scheduler.config import SchedulerConfig
-from scheduler.messages import EncoderInput, SequenceId
+from scheduler.input_messages import EncoderInput
+from scheduler.messages import SequenceId
 from scheduler.sequence import Sequence
 
 

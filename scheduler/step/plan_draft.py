@@ -5,10 +5,10 @@ Never: decides.
 """
 
 from scheduler.draft_messages import DraftChoice
+from scheduler.input_messages import EncoderInput
 from scheduler.messages import (
     BlockCopy,
     BlockId,
-    EncoderInput,
     NewSequence,
     Preemption,
     ScheduledSequence,

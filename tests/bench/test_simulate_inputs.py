@@ -165,5 +165,5 @@ def test_the_share_of_a_large_crowd_is_that_of_the_server() -> None:
 
 def test_every_number_and_choice_of_the_scheduler_can_be_set() -> None:
     known = {"num_blocks", "max_num_seqs", "policy", "prefix_caching", "watermark", "priority_aging_s"}
-    known |= {"large_crowd_prefill_share", "sliding_window"}  # numbers that may be none
+    known |= {"large_crowd_prefill_share"}  # a number that may be none
     assert known <= set(settable_fields()) <= {each.name for each in fields(SchedulerConfig)}

@@ -20,7 +20,7 @@ from scheduler.scheduler import Scheduler
 from tests.fakes import FakeWorker, OutOfMemory, continuation
 from tests.invariants import check_invariants
 from tests.properties.lengths import histories
-from tests.world import small_config
+from tests.world import small_config, windows_of
 
 HISTORIES = histories(20)
 _STOPS = tuple(range(0, 97, 9))
@@ -109,7 +109,7 @@ CONFIGS = st.builds(
     batching=st.sampled_from(Batching),
     preemption_mode=st.sampled_from(PreemptionMode),
     num_host_blocks=st.sampled_from([0, 3, 20]),
-    sliding_window=st.sampled_from([None, None, 7]),
+    groups=st.sampled_from([None, None, 7]).map(windows_of),
 )
 
 
@@ -118,7 +118,7 @@ class Play:
 
     def __init__(self, config: SchedulerConfig, history: list[Event]) -> None:
         self.scheduler = Scheduler(config)
-        self.worker = FakeWorker(config.block_size, config.sliding_window)
+        self.worker = FakeWorker(config.block_size, config.groups[0].lifetime)
         self.history = deque(history)
         self.asked: dict[SequenceId, Arrive] = {}
         self.tokens: dict[SequenceId, list[int]] = {}

@@ -42,7 +42,7 @@ from scheduler.scheduler import NeverFits
 from tests.fakes import OutOfMemory, continuation, make_sequence, pooled, prompt_logprobs
 from tests.oracle import Client, Oracle
 from tests.properties.lengths import TIMES, histories
-from tests.world import World, shares, small_config
+from tests.world import World, shares, small_config, windows_of
 
 HISTORIES = histories(80)
 
@@ -187,7 +187,7 @@ CONFIGS = st.builds(
     num_host_blocks=st.sampled_from([0, 3, 20]),
     copy_s_per_block=st.sampled_from([0.0, 0.005, 0.3]),
     host_tier=st.sampled_from(HostTier),
-    sliding_window=st.sampled_from([None, None, 1, 4, 7]),
+    groups=st.sampled_from([None, None, 1, 4, 7]).map(windows_of),
     fairness=st.sampled_from(Fairness),
     batching=st.sampled_from(Batching),
     max_prefill_tokens=st.sampled_from([0, 0, 4, 30]),
@@ -328,7 +328,7 @@ def test_the_plans_agree_with_a_slow_and_obvious_simulator(policy: SchedulingPol
             batching=Batching.MIXED,
             max_chunk_tokens=0,
             target_itl_s=inf,
-            sliding_window=None,
+            groups=windows_of(None),
             max_plans_in_flight=1,
         )
         world, oracle = World(config), Oracle(config)
@@ -410,7 +410,7 @@ def test_under_constant_memory_pressure_every_request_still_ends_once_with_its_o
             num_host_blocks=random.choice([0, 4, 30]),
             copy_s_per_block=random.choice([0.0, 0.2]),
             host_tier=random.choice(list(HostTier)),
-            sliding_window=random.choice([None, None, 6]),
+            groups=windows_of(random.choice([None, None, 6])),
             fairness=random.choice(list(Fairness)),
             order_among_equals=order,
             batching=random.choice(list(Batching)),

@@ -20,7 +20,7 @@ from tests.fakes import FakeWorker, _content, _Row
 from tests.late_streams import LateGpu
 from tests.properties.lengths import TIMES
 from tests.properties.test_scheduler_histories import _random_history, check_ends, play
-from tests.world import World, small_config
+from tests.world import World, small_config, windows_of
 from worker.attention.interface import AttentionMetadata, BlockTables
 from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
 from worker.devices.block_copies import PoolCopier, Pools
@@ -49,7 +49,7 @@ class LateWorker(FakeWorker):
     """A FakeWorker whose slots are in the pools of a device that works late."""
 
     def __init__(self, config: SchedulerConfig, random: Random) -> None:
-        super().__init__(config.block_size, config.sliding_window, config.encoder_cache_tokens)
+        super().__init__(config.block_size, config.groups[0].lifetime, config.encoder_cache_tokens)
         self.gpu = LateGpu()
         self._random = random
         layout = BlockLayout(layers={0: LayerShape(1, 1, 1)}, block_size=config.block_size, dtype=torch.int64)
@@ -115,7 +115,7 @@ def _config(random: Random) -> SchedulerConfig:
         max_num_seqs=random.randint(2, 6),
         preemption_mode=PreemptionMode.SWAP,
         num_host_blocks=random.choice([4, 12, 30]),
-        sliding_window=random.choice([None, None, 6]),
+        groups=windows_of(random.choice([None, None, 6])),
         max_plans_in_flight=random.randint(1, 3),
         max_encoder_tokens=6,
         encoder_cache_tokens=6,

@@ -8,7 +8,7 @@ from scheduler.config import PreemptionMode
 from scheduler.messages import FinishReason, ModelRunnerOutput, SchedulerOutput, SequenceId, TokenLogprobs
 from scheduler.scheduler import Scheduler
 from tests.fakes import continuation, make_sequence
-from tests.world import World, shares, small_config
+from tests.world import World, shares, small_config, windows_of
 
 
 def prompt(length: int, salt: int = 0) -> list[int]:
@@ -241,7 +241,7 @@ def test_drafts_leave_alone_all_the_blocks_that_a_prompt_behind_a_window_asks_fo
         block_size=2,
         max_num_batched_tokens=max_tokens,
         max_model_len=200,
-        sliding_window=window,
+        groups=windows_of(window),
     )
     world = World(config, max_drafts=7)
     world.add(make_sequence(1, short, max_tokens=40))

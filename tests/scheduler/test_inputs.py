@@ -3,8 +3,8 @@
 import pytest
 
 from scheduler.config import SchedulingPolicy
+from scheduler.input_messages import EncoderInput
 from scheduler.messages import (
-    EncoderInput,
     PoolingParams,
     PoolingTask,
     PromptComputation,

@@ -6,7 +6,7 @@ from scheduler.config import Batching, PreemptionMode
 from scheduler.messages import FinishReason, ModelRunnerOutput, SequenceId, TimeLimits
 from scheduler.scheduler import Scheduler
 from tests.fakes import continuation, make_sequence
-from tests.world import World, shares, small_config
+from tests.world import World, shares, small_config, windows_of
 
 
 def prompt(length: int, salt: int = 0) -> list[int]:
@@ -252,7 +252,7 @@ def test_further_failures_of_a_sequence_that_failed_cost_nobody_else_its_cache()
 
 
 def test_a_block_that_the_window_passed_before_its_last_token_was_known_cannot_be_found() -> None:
-    world = deep(4, sliding_window=2, num_blocks=6, max_model_len=200)
+    world = deep(4, groups=windows_of(2), num_blocks=6, max_model_len=200)
     world.add(make_sequence(1, prompt(5), max_tokens=40))
     world.run()
     world.add(make_sequence(2, prompt(5) + world.tokens[SequenceId(1)][:30], max_tokens=9))

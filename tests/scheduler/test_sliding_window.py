@@ -14,7 +14,7 @@ from scheduler.config import (
 from scheduler.messages import FinishReason, SequenceId
 from scheduler.scheduler import NeverFits
 from tests.fakes import continuation, make_sequence
-from tests.world import World, small_config
+from tests.world import World, small_config, windows_of
 
 
 def prompt(length: int, salt: int = 0) -> list[int]:
@@ -23,7 +23,7 @@ def prompt(length: int, salt: int = 0) -> list[int]:
 
 def windowed(**changes: object) -> World:
     """A window of six tokens, steps of at most eight: 13 tokens touch at most four blocks of four."""
-    settings = {"sliding_window": 6, "max_num_batched_tokens": 8, "max_model_len": 200, "num_blocks": 8}
+    settings = {"groups": windows_of(6), "max_num_batched_tokens": 8, "max_model_len": 200, "num_blocks": 8}
     return World(small_config(**(settings | changes)))
 
 
@@ -165,14 +165,14 @@ def test_one_that_was_sent_away_and_cannot_start_over_ends() -> None:
 
 @pytest.mark.parametrize("window", [None, 64, 1000])
 def test_a_window_as_long_as_the_context_is_none(window: int | None) -> None:
-    reach = AttendedBlocks(small_config(sliding_window=window))
+    reach = AttendedBlocks(small_config(groups=windows_of(window)))
     assert not reach.is_limited
     assert reach.first_block(60) == 0
     assert reach.most_blocks(60) == 15
 
 
 def test_what_a_window_reaches() -> None:
-    reach = AttendedBlocks(small_config(sliding_window=6, max_num_batched_tokens=8, max_num_seqs=4))
+    reach = AttendedBlocks(small_config(groups=windows_of(6), max_num_batched_tokens=8, max_num_seqs=4))
     assert [reach.first_block(start) for start in (0, 5, 8, 9, 12, 13)] == [0, 0, 0, 1, 1, 2]
     assert reach.most_blocks(1000) == 4
     assert reach.end_block(1000, 9) == 5

@@ -29,6 +29,7 @@ from tests.families import ALTERNATING, OTHER_PARTS, TINY, Family
 from tests.worker.family_traits import find_traits
 from worker.attention.interface import ATTENTION_NAME
 from worker.devices.device import Device, open_device
+from worker.devices.weight_life import WeightLife
 from worker.model.surgery import Surgery
 from worker.own_cache.own_cache_model import OwnCacheModel, Way
 from worker.progress import LoadStage
@@ -38,6 +39,7 @@ from worker.startup.start_own_cache import find_way
 from worker.steps.model_runner import ModelRunner
 from worker.steps.row_table import RowTable
 from worker.steps.step_inputs import build_inputs
+from worker.steps.step_tokens import StepTokens
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import FamilyRefused
 
@@ -116,7 +118,7 @@ def _try_own_cache(found: Found, config: Any) -> Found:
     assert found.refused is not None
     try:
         model = _build(config, attention=None)
-        loaded = _loaded(model, checkpoint_len=CONFIG.max_model_len or 0)
+        loaded = _loaded(model, CONFIG.max_model_len or 0, open_device(CONFIG))
         way = find_way(OwnCacheModel(model, TINY["vocab_size"]), loaded, found.refused)
     except FamilyRefused:
         return found
@@ -165,11 +167,11 @@ def _build(config: Any, attention: str | None = ATTENTION_NAME) -> Any:
 
 
 def _start(model: Any, device: Device) -> ReadyModel[ModelRunner]:
-    loaded = _loaded(model, context_window(model.config.get_text_config(decoder=True)))
+    loaded = _loaded(model, context_window(model.config.get_text_config(decoder=True)), device)
     return start_loaded(CONFIG, device, LoadStage(), loaded, ModelRunner(model, loaded.vocab_size))
 
 
-def _loaded(model: Any, checkpoint_len: int) -> LoadedModel:
+def _loaded(model: Any, checkpoint_len: int, device: Device) -> LoadedModel:
     return LoadedModel(
         model=model,
         dtype=model.dtype,
@@ -181,6 +183,7 @@ def _loaded(model: Any, checkpoint_len: int) -> LoadedModel:
         checkpoint_len=checkpoint_len,
         eos_token_ids=(),
         default_sampling={},
+        weights=WeightLife(model, device),
     )
 
 
@@ -236,10 +239,7 @@ def _compute(
     assert inputs is not None
     assert not failures
     ready.backend.begin_step(inputs.metadata)
-    everything = device.tensor(np.arange(num_tokens))
-    token_ids_1T, positions_1T = (
-        device.tensor(each[None]) for each in (inputs.input_ids_T, inputs.position_ids_T)
-    )
-    logits_TV = ready.runner.forward(token_ids_1T, positions_1T, everything, ready.backend)
+    tokens = StepTokens.of(device, inputs.input_ids_T, inputs.position_ids_T, np.arange(num_tokens))
+    logits_TV = ready.runner.forward(tokens, ready.backend).logits_NV
     parts = logits_TV.split([share.num_tokens for share in inputs.shares])
     return {share.sequence_id: part for share, part in zip(inputs.shares, parts, strict=True)}

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from scheduler.cache_groups import ALL_TOKENS, Lifetime, LifetimeKind
 from scheduler.config import SchedulerConfig
 from scheduler.messages import BlockId, NewSequence, ScheduledSequence, SchedulerOutput, SequenceId
 from scheduler.scheduler import Scheduler
@@ -40,7 +41,7 @@ class Served:
             "max_model_len": self.facts.max_model_len,
             "watermark": 0.0,
             "num_host_blocks": self.facts.num_host_blocks,
-            "sliding_window": self.facts.sliding_window,
+            "groups": self.facts.groups,
         }
         self.scheduler = Scheduler(SchedulerConfig(**(settings | self.changes)))
 
@@ -108,9 +109,13 @@ def test_a_sibling_that_gets_a_copy_of_the_tail_draws_the_same_tokens(
 
 def test_only_a_window_in_every_layer_is_reported(checkpoints: MakeCheckpoint) -> None:
     windows = {
-        name: load_worker(checkpoints(name))[1].sliding_window for name in ("mistral", "gemma2", "llama")
+        name: load_worker(checkpoints(name))[1].groups[0].lifetime for name in ("mistral", "gemma2", "llama")
     }
-    assert windows == {"mistral": 12, "gemma2": None, "llama": None}
+    assert windows == {
+        "mistral": Lifetime(LifetimeKind.WINDOW, 12),
+        "gemma2": ALL_TOKENS,
+        "llama": ALL_TOKENS,
+    }
 
 
 @pytest.mark.parametrize("max_num_batched_tokens", [8, 17])

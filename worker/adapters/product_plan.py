@@ -61,16 +61,15 @@ class LayerPlan(NamedTuple):
 
 def plan_layer(parts: LayerParts, call: LayerCall, gate_up_order_N: Tensor | None = None) -> LayerPlan:
     """Plan the updates of a layer whose gates and ups stand in this order, if they were moved."""
-    names, rows, mlp = parts.linear_names, parts.query_key_value, parts.mlp
+    names, rows, mlp = parts.linear_names, parts.mixer.query_key_value, parts.mlp
     cuts = parts.cuts
     if cuts is None:
         of_mlp = (mlp.gate_up.whole(), mlp.down.whole()) if isinstance(mlp, GatedMlp) else (None, None)
-        cuts = LayerCuts(rows.whole(), parts.attention_output.whole(), *of_mlp)
+        cuts = LayerCuts(rows.whole(), parts.mixer.output.whole(), *of_mlp)
     # Numbers that say which output they are, in the order that the rotation asks for.
     numbers = Linear(PlainWeight(arange(rows.num_outputs)[:, None]), None, rows.segments)
-    order_N = in_halves(replace(parts, query_key_value=numbers), call).query_key_value.weight.dequantized(
-        int64
-    )
+    numbered = replace(parts, mixer=replace(parts.mixer, query_key_value=numbers))
+    order_N = in_halves(numbered, call).mixer.query_key_value.weight.dequantized(int64)
     return LayerPlan(
         ProductPlan.of(names.query_key_value, cuts.query_key_value, order_N[:, 0]),
         ProductPlan.of((names.attention_output,), cuts.attention_output),

@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from scheduler.cache_groups import ALL_TOKENS, Lifetime, LifetimeKind
 from worker.worker_errors import UnsupportedAttention
 
 ATTENTION_NAME = "tokenyard_paged"
@@ -56,6 +57,15 @@ class Reach(NamedTuple):
     def most_tokens(self) -> int | None:
         """The most tokens that one sees, itself included; None for all before it."""
         return self.sliding_window if self.chunk_size is None else self.chunk_size
+
+    @property
+    def lifetime(self) -> Lifetime:
+        """Time for which the layer's keys and values are read."""
+        if self.chunk_size is not None:
+            return Lifetime(LifetimeKind.CHUNK, self.chunk_size)
+        return (
+            ALL_TOKENS if self.sliding_window is None else Lifetime(LifetimeKind.WINDOW, self.sliding_window)
+        )
 
     def first_seen(self, positions: _Positions) -> _Positions:
         """Return the first position seen from each position; below 0 where the window is longer."""

@@ -28,6 +28,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from scheduler.cache_groups import ALL_TOKENS, Lifetime, joint_lifetime
+
 FLOAT8 = torch.float8_e4m3fn
 LARGEST_FLOAT8 = 448.0
 _HEADROOM = 4.0
@@ -44,8 +46,7 @@ class LayerShape:
     num_heads: int
     key_dim: int
     value_dim: int
-    sliding_window: int | None = None
-    """The most tokens that one sees, itself included; None for all. Chunks count as windows."""
+    lifetime: Lifetime = ALL_TOKENS
 
 
 def with_layers_beside(layers: dict[int, LayerShape], beside: dict[int, LayerShape]) -> dict[int, LayerShape]:
@@ -105,10 +106,14 @@ class BlockLayout:
         return self.block_numel * self.dtype.itemsize
 
     @property
-    def sliding_window(self) -> int | None:
-        """The largest window. None if some layer has none: for that one, blocks of all layers are kept."""
-        windows = [shape.sliding_window for shape in self.layers.values()]
-        return None if None in windows else max(window for window in windows if window is not None)
+    def lifetime(self) -> Lifetime:
+        """Lifetime of a block, which is that of all layers together."""
+        return joint_lifetime([shape.lifetime for shape in self.layers.values()])
+
+    def most_read_tokens(self, num_step_tokens: int) -> int | None:
+        """Count the most tokens that a sequence reads and writes in a step; None: all of it."""
+        lifetime = self.lifetime
+        return lifetime.num_tokens + num_step_tokens if lifetime.is_limited else None
 
 
 @dataclass(frozen=True, slots=True)

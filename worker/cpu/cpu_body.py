@@ -81,9 +81,18 @@ class CpuBody(nn.Module):
         self._norm = norm
         self._stack = _stack([layer.c for layer in layers], len(norm.weight_H), norm_struct(norm))
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, **_: Any) -> _Outputs:
-        """Compute the hidden states [1, T, H] behind the last norm."""
-        hidden_1TH = self.embed_tokens(input_ids).contiguous()
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        *,
+        position_ids: Tensor,
+        **_: Any,
+    ) -> _Outputs:
+        """Compute the hidden states [1, T, H] behind the last norm, of ids or of rows of embeddings."""
+        # Layers change the rows in place.
+        embeds_1TH = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds.clone()
+        hidden_1TH = embeds_1TH.contiguous()
         hidden_TH = hidden_1TH[0]
         angles = CAngles() if self._angles is None else self._angles.of(hidden_1TH, position_ids)
         # The toolkit that made the layers made the backend.
@@ -108,17 +117,17 @@ class _KeptAngles:
         self._kept_PR = self._compute(example_11H, torch.arange(self._num_kept).unsqueeze(0))
         self._pointed_to: object = None
 
-    def of(self, hidden_1TH: Tensor, position_ids_1T: Tensor) -> CAngles:
-        """Give the rotations of some positions; good until the next call."""
-        if int(position_ids_1T.numpy().max()) >= self._num_kept:
-            cosines_TR, sines_TR = self._pointed_to = self._compute(hidden_1TH, position_ids_1T)
+    def of(self, hidden_1TH: Tensor, position_ids: Tensor) -> CAngles:
+        """Give the rotations of some positions, [1, T] or [3, 1, T]; good until the next call."""
+        if position_ids.dim() == 3 or int(position_ids.numpy().max()) >= self._num_kept:
+            cosines_TR, sines_TR = self._pointed_to = self._compute(hidden_1TH, position_ids)
             return CAngles(pointer(cosines_TR), pointer(sines_TR))
         cosines_PR, sines_PR = self._kept_PR
-        self._pointed_to = positions_1T = position_ids_1T.contiguous()
+        self._pointed_to = positions_1T = position_ids.contiguous()
         return CAngles(pointer(cosines_PR), pointer(sines_PR), pointer(positions_1T))
 
-    def _compute(self, hidden_1TH: Tensor, position_ids_1T: Tensor) -> list[Tensor]:
-        rotation = self._module(hidden_1TH, position_ids_1T)
+    def _compute(self, hidden_1TH: Tensor, position_ids: Tensor) -> list[Tensor]:
+        rotation = self._module(hidden_1TH, position_ids)
         return [all_and_all_again(each[0].float(), self._rotary.order) for each in rotation]
 
 

@@ -56,6 +56,7 @@ class CpuLayer(nn.Module):
         self.shape = call.shape
         self._plan = _plan(parts, call)
         parts = in_halves(parts, call)
+        mixer = parts.mixer
         self.layer_idx = call.layer_idx
         self.rotary = call.rotary
         self._kept: list[Any] = []  # the struct points to it
@@ -66,18 +67,18 @@ class CpuLayer(nn.Module):
         self.is_whole = isinstance(parts.mlp, GatedMlp)
         """Whether the kernels compute the MLP too."""
         gate_up, down = self._take_mlp(parts.mlp)
-        query_norm, all_queries_norm = self._head_norms(parts.query_norm, heads)
-        key_norm, all_keys_norm = self._head_norms(parts.key_norm, heads)
+        query_norm, all_queries_norm = self._head_norms(mixer.query_norm, heads)
+        key_norm, all_keys_norm = self._head_norms(mixer.key_norm, heads)
         self.c = CLayer(
-            hidden_size=parts.attention_output.num_outputs,
+            hidden_size=mixer.output.num_outputs,
             attention_norm=self._norm(parts.attention_norm),
-            query_key_value=self._packed(pack_linear(parts.query_key_value, inputs)),
+            query_key_value=self._packed(pack_linear(mixer.query_key_value, inputs)),
             heads=CHeadShape(*heads),
             all_queries_norm=all_queries_norm,
             all_keys_norm=all_keys_norm,
             rotation=CRotation(query_norm, key_norm, rotated_dim=call.rotated_dim),
             attention=attention_options(call.options, sinks),
-            attention_output=self._packed(pack_linear(parts.attention_output, inputs)),
+            attention_output=self._packed(pack_linear(mixer.output, inputs)),
             after_attention_norm=self._norm(parts.after_attention_norm),
             mlp_norm=self._norm(parts.mlp_norm),
             gate_up=gate_up,

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from worker.steps.step_tokens import StepTokens
+
 
 class AttentionBatch(NamedTuple):
     """The inputs of attention. Counts on the host are fixed for a captured graph; bounds may be too high."""
@@ -63,15 +65,12 @@ class DeviceBatch(NamedTuple):
     """All inputs of one step."""
 
     attention: AttentionBatch
-    input_ids_1T: Tensor
-    """int64; -1 stands for a token that the host does not know yet: the last one sampled for its row."""
-    position_ids_1T: Tensor
-    """int64; 0 for padding."""
+    tokens: StepTokens
+    """An id of -1 stands for a token that the host does not know yet: the last one sampled for its row.
+    Padding has position 0, and wants logits of token 0."""
     rows_T: Tensor
-    """int32: the row of each token, for adapters, and where input_ids_1T is -1; padding has the row of no
+    """int32: the row of each token, for adapters, and where its id is -1; padding has the row of no
     sequence."""
-    logits_indices_N: Tensor
-    """int64; padding points to token 0."""
     rows_N: Tensor
     """int32: the rows that sample a token; padding has the row of no sequence, max_num_seqs."""
     draws_NF: Tensor

@@ -29,8 +29,9 @@ from worker.gpu.sampling.draw_fields import no_draws
 from worker.gpu.step_buffers import BatchSizes, StepBuffers
 from worker.gpu.trials.launch_trial import StepOnTrial, count_gains_by_early_launches
 from worker.ranks.ranks import ALONE, Ranks, is_divided
-from worker.steps.model_runner import BodyOutputs, ModelRunner
+from worker.steps.model_runner import ModelRunner
 from worker.steps.step_inputs import StepInputs
+from worker.steps.step_tokens import HiddenStates, StepOutcome
 
 _TRIED_CONTEXT = 1024
 _TRIED_ROWS = (1, 16, 64, 256)
@@ -95,15 +96,15 @@ class GpuSteps:
 
         self._graphs = capture_all(sizes, work_on, self._device, must_have_all=not is_alone)
 
-    def compute(self, inputs: StepInputs) -> Tensor:
+    def compute(self, inputs: StepInputs) -> StepOutcome:
         """See StepRunner."""
-        captured = self._graphs.find(inputs)
+        captured = None if inputs.keeps_hidden else self._graphs.find(inputs)
         if captured is None:
             batch = self._begin(inputs)
-            logits_NV = self._forward(batch)
+            outcome = self._forward(batch)
             if not inputs.has_drafts:
-                self.draw(logits_NV, batch)
-            return logits_NV
+                self.draw(outcome.logits_NV, batch)
+            return outcome
         self._buffers.fill(inputs, self._draws_of(inputs), captured.sizes)
         self._rows_N = self._rows_of[captured.sizes]
         with self._ranks.stage.around_graph(captured.sizes.num_tokens):
@@ -111,22 +112,11 @@ class GpuSteps:
         note_layers_begun(captured.num_layers)
         self._num_replayed += 1
         self._num_padding += captured.sizes.num_tokens - len(inputs.input_ids_T)
-        return self._logits_NV[: len(inputs.logits_indices_N)]
+        return StepOutcome(self._logits_NV[: len(inputs.logits_indices_N)])
 
-    def compute_keeping_body(self, inputs: StepInputs) -> tuple[Tensor, BodyOutputs]:
+    def head(self, hidden: HiddenStates, indices_S: NDArray[np.int64]) -> Tensor:
         """See StepRunner."""
-        batch = self._begin(inputs)
-        self._prepare(batch)
-        logits_NV, body = self._runner.forward_keeping_body(
-            batch.input_ids_1T, batch.position_ids_1T, batch.logits_indices_N, self._backend
-        )
-        if not inputs.has_drafts:
-            self.draw(logits_NV, batch)
-        return logits_NV, body
-
-    def head(self, body: BodyOutputs, indices_S: NDArray[np.int64]) -> Tensor:
-        """See StepRunner."""
-        return self._runner.head(body, self._device.tensor(indices_S))
+        return self._runner.head(hidden, self._device.tensor(indices_S))
 
     @torch.inference_mode()
     def remember(self, token_ids_N: Tensor) -> None:
@@ -145,9 +135,9 @@ class GpuSteps:
 
     def compute_into_graphs_memory(self, batch: DeviceBatch) -> Tensor:
         """Compute a batch. Its logits go to the memory for graphs."""
-        logits_NV = self._logits_NV[: len(batch.logits_indices_N)]
+        logits_NV = self._logits_NV[: len(batch.tokens.logits_indices_N)]
         with self._runner.logits_into(logits_NV):
-            found_NV = self._forward(batch)
+            found_NV = self._forward(batch).logits_NV
         if self._ranks.stage.is_last and found_NV.data_ptr() != logits_NV.data_ptr():
             logits_NV.copy_(found_NV)
         return logits_NV
@@ -169,7 +159,7 @@ class GpuSteps:
             attention.seq_lens_R.fill_(min(_TRIED_CONTEXT, sizes.max_seq_len))
             attention.slots_T.fill_(-1)
             attention.slots_T[:1].zero_()
-            batch.input_ids_1T.fill_(token_id)
+            batch.tokens.input_ids_1T.fill_(token_id)
 
         logits_NV = self._logits_NV[: sizes.num_logits]
         return StepOnTrial(fill, _Work(self, batch, sizes, is_early=False), logits_NV)
@@ -181,7 +171,7 @@ class GpuSteps:
         self._buffers.fill(inputs, self._draws_of(inputs), sizes)
         batch = self._buffers.view(sizes)
         self._rows_N = batch.rows_N
-        return batch
+        return batch._replace(tokens=batch.tokens._replace(keeps_hidden=inputs.keeps_hidden))
 
     def _draws_of(self, inputs: StepInputs) -> NDArray[np.float64]:
         """Return the sampling fields of a step; with drafts it samples nothing itself."""
@@ -189,18 +179,13 @@ class GpuSteps:
             return no_draws(len(inputs.logits_indices_N))
         return self._sampler.draws_of_step(inputs.rows)
 
-    def _forward(self, batch: DeviceBatch) -> Tensor:
-        self._prepare(batch)
-        return self._runner.forward(
-            batch.input_ids_1T, batch.position_ids_1T, batch.logits_indices_N, self._backend
-        )
-
     @torch.inference_mode()
-    def _prepare(self, batch: DeviceBatch) -> None:
+    def _forward(self, batch: DeviceBatch) -> StepOutcome:
         change_tables(batch.changes, batch.attention.block_tables_CB)
-        fill_unknown_tokens(batch.input_ids_1T, batch.rows_T, self._last_token_C)
+        fill_unknown_tokens(batch.tokens.input_ids_1T, batch.rows_T, self._last_token_C)
         self._backend.begin_batch(batch.attention)
         self._runner.note_rows(batch.rows_T)
+        return self._runner.forward(batch.tokens, self._backend)
 
     @torch.inference_mode()
     def _warm_up(self) -> None:

@@ -14,7 +14,7 @@ from triton import TritonError
 
 from worker.attention.kv_cache import KVCache
 from worker.devices.device import Device
-from worker.devices.visiting import staying_on
+from worker.devices.weight_life import lent_to
 from worker.gpu.gpu_attention import DEFAULT_BACKEND, PagedAttention, choose_attention
 from worker.gpu.gpu_products import TAKEN, product_of
 from worker.gpu.kernels.expert_products import route
@@ -131,7 +131,7 @@ class GpuToolkit:
         if linear is None or not TAKEN.include(linear) or isinstance(embedding, QuantizedEmbedding):
             return
         device = self._device.torch_device
-        with staying_on(device, output), staying_on(device, embedding):
+        with lent_to(device, output), lent_to(device, embedding):
             linear = linear_of(output)
             assert linear is not None
             divide_ends(model, _rounded_by(self._rounding.head, linear), _OwnOutput, self._ranks)

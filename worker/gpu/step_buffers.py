@@ -27,6 +27,7 @@ from worker.devices.device import Device, DeviceEvent
 from worker.gpu.device_batch import AttentionBatch, DeviceBatch, TableChanges
 from worker.gpu.sampling.draw_fields import LINE, NOBODY, NUM_FIELDS, PLACE
 from worker.steps.step_inputs import StepInputs
+from worker.steps.step_tokens import StepTokens
 
 _ALIGNMENT = 16
 """Bytes. Kernels load that much at once where they may."""
@@ -205,10 +206,12 @@ class StepBuffers:
                 slots_T=layout.slots_T.of(memory),
                 table_rows_R=layout.table_rows_R.of(memory),
             ),
-            input_ids_1T=layout.input_ids_T.of(memory).unsqueeze(0),
-            position_ids_1T=layout.position_ids_T.of(memory).unsqueeze(0),
+            tokens=StepTokens(
+                layout.input_ids_T.of(memory).unsqueeze(0),
+                layout.position_ids_T.of(memory).unsqueeze(0),
+                layout.logits_indices_N.of(memory),
+            ),
             rows_T=layout.rows_T.of(memory),
-            logits_indices_N=layout.logits_indices_N.of(memory),
             rows_N=layout.rows_N.of(memory),
             draws_NF=layout.draws_NF.of(memory).view(-1, NUM_FIELDS),
             changes=TableChanges(

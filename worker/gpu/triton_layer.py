@@ -36,11 +36,11 @@ class TritonLayer(nn.Module):
     def __init__(self, parts: LayerParts, call: LayerCall, ranks: Ranks = ALONE) -> None:
         """Take a layer, or the shard of one of several ranks."""
         super().__init__()
-        hidden_size = parts.attention_output.num_outputs
+        hidden_size = parts.mixer.output.num_outputs
         if hidden_size > LARGEST_ROW:
             raise Unrecognised(f"its hidden state has {hidden_size} numbers")
         self._heads = head_shape(parts, call)
-        if any(norms_all_heads(norm, self._heads) for norm in (parts.query_norm, parts.key_norm)):
+        if any(norms_all_heads(norm, self._heads) for norm in (parts.mixer.query_norm, parts.mixer.key_norm)):
             raise Unrecognised("it norms all heads of a token as one")
         if parts.mlp_is_parallel:
             raise Unrecognised("its MLP is given what attention is given")
@@ -48,8 +48,8 @@ class TritonLayer(nn.Module):
             raise Unrecognised("it is given the angles of its heads in pairs")
         parts, self._ranks = in_halves(parts, call), ranks
         self._parts, self._call = parts.with_linears(without_codes), call
-        self._query_key_value = FoldedProduct(parts.query_key_value, Folds(norm=parts.attention_norm))
-        self._attention_output = self._added(parts.attention_output, parts.after_attention_norm)
+        self._query_key_value = FoldedProduct(parts.mixer.query_key_value, Folds(norm=parts.attention_norm))
+        self._attention_output = self._added(parts.mixer.output, parts.after_attention_norm)
         self.products = [self._query_key_value, self._attention_output]
         if isinstance(parts.mlp, GatedMlp):
             # An addition that needs a kernel of its own brings the norm with it.
@@ -98,7 +98,7 @@ class TritonLayer(nn.Module):
     def _attend(self, executor: PagedAttention, hidden_TH: Tensor, rotation: Rotation | None) -> Tensor:
         """Return the attention outputs of all query heads of each token, side by side."""
         merged_TM = self._query_key_value.multiply(hidden_TH)
-        norms = self._parts.query_norm, self._parts.key_norm
+        norms = self._parts.mixer.query_norm, self._parts.mixer.key_norm
         queries_THD = executor.rotate_and_write(self._call.layer_idx, merged_TM, self._heads, norms, rotation)
         attended_THV = executor.attend_written(self._call.layer_idx, queries_THD, self._call.options)
         return attended_THV.flatten(1)

@@ -31,8 +31,8 @@ class WholeBody(Protocol):
     """The output layer, where logits are its outputs and nothing else. Empty: they come of the model's own
     forward."""
 
-    def __call__(self, *, input_ids: Tensor, position_ids: Tensor) -> WholeOutputs:
-        """Compute tokens [1, T] in the step of the active executor."""
+    def __call__(self, **arguments: Tensor) -> WholeOutputs:
+        """Compute the arguments of StepTokens in the step of the active executor."""
 
 
 def body_name(model: Any) -> str:

@@ -84,14 +84,15 @@ class LayerCall:
 def head_shape(parts: LayerParts, call: LayerCall) -> HeadShape:
     """Count the query heads. Raises Unrecognised if the projections are not those of the heads alone."""
     shape = call.shape
-    num_attended = parts.attention_output.num_inputs
+    mixer = parts.mixer
+    num_attended = mixer.output.num_inputs
     heads = HeadShape(num_attended // shape.value_dim, shape.num_heads, shape.key_dim, shape.value_dim)
     num_rows = sum(segment.num_outputs for segment in heads.segments)
-    if parts.query_key_value.num_outputs != num_rows or num_attended % shape.value_dim:
+    if mixer.query_key_value.num_outputs != num_rows or num_attended % shape.value_dim:
         raise Unrecognised("its projections are not those of its heads alone")
     for norm, num_heads in (
-        (parts.query_norm, heads.num_query_heads),
-        (parts.key_norm, heads.num_kv_heads),
+        (mixer.query_norm, heads.num_query_heads),
+        (mixer.key_norm, heads.num_kv_heads),
     ):
         if norm is not None and len(norm.weight_H) not in (heads.key_dim, num_heads * heads.key_dim):
             raise Unrecognised("its norms of queries and keys are neither of a head nor of all")
@@ -111,7 +112,7 @@ def in_halves(parts: LayerParts, call: LayerCall) -> LayerParts:
     if call.rotary is None or call.rotary.pairing is Pairing.HALVES:
         return parts
     heads, rotated_dim = head_shape(parts, call), call.rotary.rotated_dim
-    device = parts.query_key_value.weight.device
+    mixer, device = parts.mixer, parts.mixer.query_key_value.weight.device
     order_D = torch.cat(
         [
             torch.arange(0, rotated_dim, 2, device=device),
@@ -122,14 +123,15 @@ def in_halves(parts: LayerParts, call: LayerCall) -> LayerParts:
     num_rotated_heads = heads.num_query_heads + heads.num_kv_heads
     starts_H1 = torch.arange(num_rotated_heads, device=device).unsqueeze(1) * heads.key_dim
     rotated_N = (starts_H1 + order_D).reshape(-1)
-    order_N = torch.arange(parts.query_key_value.num_outputs, device=device)
+    order_N = torch.arange(mixer.query_key_value.num_outputs, device=device)
     order_N[: len(rotated_N)] = rotated_N
-    return replace(
-        parts,
-        query_key_value=parts.query_key_value.reordered(order_N),
-        query_norm=_reordered(parts.query_norm, rotated_N),
-        key_norm=_reordered(parts.key_norm, rotated_N),
+    mixer = replace(
+        mixer,
+        query_key_value=mixer.query_key_value.reordered(order_N),
+        query_norm=_reordered(mixer.query_norm, rotated_N),
+        key_norm=_reordered(mixer.key_norm, rotated_N),
     )
+    return replace(parts, mixer=mixer)
 
 
 def _reordered(norm: RmsNorm | None, order_N: Tensor) -> RmsNorm | None:

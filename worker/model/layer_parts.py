@@ -1,7 +1,8 @@
 """The parts of a decoder layer of transformers, where it is built like most.
 
-Owns: the recognition of a block of attention and MLP: modules by their names, norms and the activation by the
-values they compute. A wrong guess is found by surgery.py, which compares the results.
+Owns: where the layers of a model are, and the recognition of a layer's mixer and MLP: norms and MLPs by their
+names, mixers as the module that is left, norms and the activation by the values they compute. A wrong guess
+is found by surgery.py, which compares the results.
 Never: knows a model family, or reads a layer's code.
 
 Shapes: H numbers of a hidden state.
@@ -41,11 +42,12 @@ class _NormNames(NamedTuple):
     after_mlp: str | None
 
 
+_PARALLEL = _NormNames("input_layernorm", None, None, None)
 _NORM_NAMES = (
     _NormNames("input_layernorm", None, "post_attention_layernorm", None),
     _NormNames("input_layernorm", None, "pre_feedforward_layernorm", None),
     _NormNames("attention_layernorm", None, "feedforward_layernorm", None),
-    _NormNames("input_layernorm", None, None, None),
+    _PARALLEL,
     _NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
     _NormNames(
         "input_layernorm",
@@ -122,6 +124,18 @@ class GatedMlp(NamedTuple):
     activation: GateActivation
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixer:
+    """Attention of a layer, the part that mixes tokens."""
+
+    query_key_value: Linear
+    """Queries, keys and values of all heads, in this order."""
+    query_norm: RmsNorm | None
+    """The norm of each head; or of all heads of a token as one, if it has as many numbers."""
+    key_norm: RmsNorm | None
+    output: Linear
+
+
 class LinearNames(NamedTuple):
     """Names within a layer of the modules that its products were made of."""
 
@@ -148,12 +162,7 @@ class LayerParts:
     linear_names: LinearNames
 
     attention_norm: RmsNorm | None
-    query_key_value: Linear
-    """Queries, keys and values of all heads, in this order."""
-    query_norm: RmsNorm | None
-    """The norm of each head; or of all heads of a token as one, if it has as many numbers."""
-    key_norm: RmsNorm | None
-    attention_output: Linear
+    mixer: Mixer
     after_attention_norm: RmsNorm | None
     mlp_norm: RmsNorm | None
     mlp: GatedMlp | nn.Module
@@ -173,45 +182,59 @@ class LayerParts:
             mlp = mlp._replace(gate_up=change(mlp.gate_up), down=change(mlp.down))
         return replace(
             self,
-            query_key_value=change(self.query_key_value),
-            attention_output=change(self.attention_output),
+            mixer=replace(
+                self.mixer,
+                query_key_value=change(self.mixer.query_key_value),
+                output=change(self.mixer.output),
+            ),
             mlp=mlp,
         )
+
+
+class _Names(NamedTuple):
+    """Names of a layer's children: its norms, and the two modules between them."""
+
+    mixer: str
+    mlp: str
+    norms: _NormNames
+
+
+def find_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Find the layers of a model by their names: the entries of its lists of modules that hold norms."""
+    found: dict[str, nn.Module] = {}
+    for name, child in model.named_children():
+        is_list = isinstance(child, nn.ModuleList) and any(map(_is_norm, child.modules()))
+        inner = dict(child.named_children()) if is_list else find_layers(child)
+        found |= {f"{name}.{place}": layer for place, layer in inner.items()}
+    return found
 
 
 def find_parts(layer: nn.Module, taken: TakenWeights) -> LayerParts:
     """Take a layer apart without changing it. Raises Unrecognised."""
     children = _children(layer)
-    mlp_name, norm_names = _names(children)
-    if getattr(getattr(children["self_attn"], "config", None), _CLIPPING_NAME, None) is not None:
-        raise Unrecognised("it clips queries, keys and values")
-    attention = _children(children["self_attn"])
-    rows = _MERGED_ROWS if _MERGED_ROWS[0] in attention else _SPLIT_ROWS
-    output = next((name for name in _OUTPUT_NAMES if name in attention), _OUTPUT_NAMES[0])
-    _refuse_others(attention, {*rows, output, "q_norm", "k_norm", "rotary_emb"}, "attention")
-    norms = [None if name is None else read_norm(children[name], taken) for name in norm_names]
-    mlp = _mlp(children[mlp_name], taken)
-    merged_or_split = _MERGED_MLP if _MERGED_MLP[0] in _children(children[mlp_name]) else _SPLIT_MLP
+    names = _names(children)
+    mixer_names, mixer = _mixer(children[names.mixer], taken)
+    norms = [None if name is None else read_norm(children[name], taken) for name in names.norms]
+    mlp = _mlp(children[names.mlp], taken)
+    merged_or_split = _MERGED_MLP if _MERGED_MLP[0] in _children(children[names.mlp]) else _SPLIT_MLP
+    *rows, output = (f"{names.mixer}.{name}" for name in mixer_names)
     return LayerParts(
         linear_names=LinearNames(
-            query_key_value=tuple(f"self_attn.{name}" for name in rows),
-            attention_output=f"self_attn.{output}",
-            gate_up=tuple(f"{mlp_name}.{name}" for name in merged_or_split)
+            query_key_value=tuple(rows),
+            attention_output=output,
+            gate_up=tuple(f"{names.mlp}.{name}" for name in merged_or_split)
             if isinstance(mlp, GatedMlp)
             else (),
-            down=f"{mlp_name}.down_proj",
+            down=f"{names.mlp}.down_proj",
         ),
         attention_norm=norms[0],
-        query_key_value=_merged([_linear(attention, name, taken) for name in rows]),
-        query_norm=read_norm(attention["q_norm"], taken) if "q_norm" in attention else None,
-        key_norm=read_norm(attention["k_norm"], taken) if "k_norm" in attention else None,
-        attention_output=_linear(attention, output, taken),
+        mixer=mixer,
         after_attention_norm=norms[1],
         mlp_norm=norms[2],
         mlp=mlp,
         after_mlp_norm=norms[3],
         residual_multiplier=float(getattr(layer, _RESIDUAL_MULTIPLIER_NAME, 1.0)),
-        mlp_is_parallel=norm_names == _NormNames("input_layernorm", None, None, None),
+        mlp_is_parallel=names.norms == _PARALLEL,
     )
 
 
@@ -220,12 +243,34 @@ def find_mlp(layer: nn.Module) -> nn.Module | None:
     return next((child for name, child in layer.named_children() if name in _MLP_NAMES), None)
 
 
-def _names(children: dict[str, nn.Module]) -> tuple[str, _NormNames]:
-    """Find the names of the MLP and of the norms. Raises Unrecognised."""
-    for mlp_name, norm_names in product(_MLP_NAMES, _NORM_NAMES):
-        if {*filter(None, norm_names), "self_attn", mlp_name} == set(children):
-            return mlp_name, norm_names
+def _is_norm(module: nn.Module) -> bool:
+    return "norm" in type(module).__name__.lower()
+
+
+def _names(children: dict[str, nn.Module]) -> _Names:
+    """Find the names of the norms, of the MLP, and of what is left, the mixer. Raises Unrecognised."""
+    for mlp, norms in product(_MLP_NAMES, _NORM_NAMES):
+        known = {*filter(None, norms), mlp}
+        others = list(children.keys() - known)
+        if known <= children.keys() and len(others) == 1 and not _is_norm(children[others[0]]):
+            return _Names(others[0], mlp, norms)
     raise Unrecognised(f"it consists of {', '.join(children) or 'nothing'}")
+
+
+def _mixer(module: nn.Module, taken: TakenWeights) -> tuple[tuple[str, ...], Mixer]:
+    """Take attention apart, and name its products. Raises Unrecognised."""
+    if getattr(getattr(module, "config", None), _CLIPPING_NAME, None) is not None:
+        raise Unrecognised("it clips queries, keys and values")
+    attention = _children(module)
+    rows = _MERGED_ROWS if _MERGED_ROWS[0] in attention else _SPLIT_ROWS
+    output = next((name for name in _OUTPUT_NAMES if name in attention), _OUTPUT_NAMES[0])
+    _refuse_others(attention, {*rows, output, "q_norm", "k_norm", "rotary_emb"}, "attention")
+    return (*rows, output), Mixer(
+        query_key_value=_merged([_linear(attention, name, taken) for name in rows]),
+        query_norm=read_norm(attention["q_norm"], taken) if "q_norm" in attention else None,
+        key_norm=read_norm(attention["k_norm"], taken) if "k_norm" in attention else None,
+        output=_linear(attention, output, taken),
+    )
 
 
 def _mlp(module: nn.Module, taken: TakenWeights) -> GatedMlp | nn.Module:

@@ -6,18 +6,20 @@ Never: cuts a layer that was not recognised (model/surgery.py refuses it), or re
 Source: column and row parallel layers, arXiv:1909.08053.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from worker.attention.kv_cache import BlockLayout, LayerShape
 from worker.model.layer_call import LayerCall, head_shape, norms_all_heads
-from worker.model.layer_parts import GatedMlp, LayerCuts, LayerParts, TakenWeights, Unrecognised
+from worker.model.layer_parts import GatedMlp, LayerCuts, LayerParts, TakenWeights, Unrecognised, find_layers
 from worker.model.linear import Axis, Cut, Linear, Segment
 from worker.model.mixture import find_experts
 from worker.ranks.ranks import Ranks
 from worker.ranks.stage import ONLY_STAGE, Stage
+from worker.worker_config import WorkerConfig
 from worker.worker_errors import StartupError
 
 _KEYS_AND_VALUES = ("k_proj", "v_proj", "qkv_proj")
@@ -30,25 +32,29 @@ def shard_layer(
     if ranks.size == 1:
         return parts, call
     heads, place = head_shape(parts, call), (ranks.rank, ranks.size)
-    if norms_all_heads(parts.query_norm, heads) or norms_all_heads(parts.key_norm, heads):
+    mixer = parts.mixer
+    if norms_all_heads(mixer.query_norm, heads) or norms_all_heads(mixer.key_norm, heads):
         raise Unrecognised("it norms the queries or the keys of all heads as one, which are on several ranks")
     if heads.num_query_heads % ranks.size:
         raise Unrecognised(f"its {heads.num_query_heads} query heads cannot be divided by {ranks.size}")
     mlp = parts.mlp
     if isinstance(mlp, nn.Module) and not any(find_experts(mlp)):
         raise Unrecognised("its MLP cannot be divided among ranks")
-    query_key_value = parts.query_key_value.in_segments(heads.segments)
+    query_key_value = mixer.query_key_value.in_segments(heads.segments)
     try:
         cuts = LayerCuts(
             query_key_value.cut(*place, Axis.OUTPUTS),
-            parts.attention_output.cut(*place, Axis.INPUTS),
+            mixer.output.cut(*place, Axis.INPUTS),
             *((None, None) if isinstance(mlp, nn.Module) else _cut_mlp(mlp, ranks)),
         )
         parts = replace(
             parts,
             cuts=cuts,
-            query_key_value=query_key_value.shard(*place, Axis.OUTPUTS),
-            attention_output=parts.attention_output.shard(*place, Axis.INPUTS),
+            mixer=replace(
+                mixer,
+                query_key_value=query_key_value.shard(*place, Axis.OUTPUTS),
+                output=mixer.output.shard(*place, Axis.INPUTS),
+            ),
             # Experts are divided when they are replaced; the router and all else is computed on each rank.
             mlp=_shard_mlp(mlp, ranks, taken.size_multiple) if isinstance(mlp, GatedMlp) else mlp,
         )
@@ -99,6 +105,41 @@ def shard_layout(layout: BlockLayout, num_ranks: int) -> BlockLayout:
     )
 
 
+class DividedLayout(NamedTuple):
+    """The blocks of one rank's heads."""
+
+    all_stages: BlockLayout
+    own: BlockLayout
+    """Layers of its stage alone."""
+
+
+def divide_layout(
+    layout: BlockLayout, ranks: Ranks, count_head_layers: Callable[[int], float]
+) -> DividedLayout:
+    """Keep the heads and layers of one rank. Raises StartupError where they cannot be divided."""
+    if ranks.stage.count > 1:
+        ranks.stage = replace(ranks.stage, head_layers=count_head_layers(len(layout.layers)))
+    try:
+        divided = shard_layout(layout, ranks.size)
+    except Unrecognised as uneven:
+        raise refuse_division(f"--tensor-parallel-size {ranks.size}", str(uneven)) from uneven
+    num_layers, stage = len(divided.layers), ranks.stage
+    if num_layers < stage.count:
+        raise refuse_division(f"--pipeline-parallel-size {stage.count}", f"it has {num_layers} layers")
+    return DividedLayout(divided, divided.only(stage.layers_of(num_layers)))
+
+
+def share_of_node(config: WorkerConfig, layout: BlockLayout, ranks: Ranks) -> float:
+    """Count the blocks' bytes that are on this node, of those on all."""
+    if config.num_nodes == 1:
+        return 1.0
+    num_layers, stage = len(layout.layers), ranks.stage
+    stages = [replace(stage, index=index) for index in stage.node_of(config.num_nodes)]
+    own = layout.only(place for each in stages for place in each.layers_of(num_layers))
+    nodes_of_a_stage = max(1, config.num_nodes // stage.count)
+    return own.block_bytes / layout.block_bytes / nodes_of_a_stage
+
+
 def bytes_of_a_rank(model: Any, num_ranks: int, stage: Stage = ONLY_STAGE) -> int:
     """Estimate the bytes of a rank's weights, not too low.
 
@@ -111,7 +152,7 @@ def bytes_of_a_rank(model: Any, num_ranks: int, stage: Stage = ONLY_STAGE) -> in
     ends = embedding, output = (model.get_input_embeddings(), model.get_output_embeddings())
     elsewhere = {embedding} if stage.index else set()
     elsewhere |= set() if stage.is_last else {output}
-    layers = [each for each in model.modules() if "self_attn" in dict(each.named_children())]
+    layers = list(find_layers(model).values())
     own = stage.layers_of(len(layers))
     for place, layer in enumerate(layers):
         elsewhere |= set() if place in own else set(layer.modules())

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from worker.devices.visiting import staying_on
+from worker.devices.weight_life import lent_to
 from worker.machine import trim_heaps
 from worker.model.layer_parts import GateActivation, Unrecognised
 from worker.model.linear import Axis, Cut, Linear, PlainWeight, Segment, merge
@@ -287,7 +287,7 @@ def replace_experts(
         trim_heaps()  # of the layer before
         done.num_found += 1
         try:
-            with staying_on(device, module):
+            with lent_to(device, module):
                 experts = read_experts(module)
                 ours = make(experts)
                 check_experts(ours, module, experts)

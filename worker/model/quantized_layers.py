@@ -60,12 +60,12 @@ class QuantizedLinear(nn.Module):
         """Take the weight."""
         self._weight, self._read, self.kind = weight, None, weight.kind
 
-    def put_off(self, read: Callable[[], GroupedWeight]) -> None:
+    def read_when_asked(self, read: Callable[[], GroupedWeight]) -> None:
         """Give the weight away, and read it again each time that it is asked for."""
         self._weight, self._read = None, read
 
     def keep(self) -> None:
-        """Read a weight that was put off once and for all."""
+        """Read a weight that was given away once and for all."""
         if self._read is not None:
             self.fill(self._read())
 
@@ -190,13 +190,6 @@ class _GroupedExperts:
     def down(self, expert: int) -> Linear:
         bias = self._module.down_proj_bias
         return Linear.of(self._module._downs[expert], None if bias is None else bias[expert].detach())
-
-
-def keep_weights(model: nn.Module) -> None:
-    """Read the weights that were put off and that nothing has replaced meanwhile."""
-    for module in model.modules():
-        if isinstance(module, QuantizedLinear):
-            module.keep()
 
 
 class Codes(NamedTuple):

@@ -26,11 +26,11 @@ from worker.attention.interface import (
 from worker.attention.kv_cache import LayerShape
 from worker.attention.trial_step import TRIAL_TOKENS, trial_cache, trial_metadata
 from worker.devices.device import Device
-from worker.devices.visiting import staying_on
+from worker.devices.weight_life import lent_to
 from worker.machine import trim_heaps
 from worker.model.body import whole_body_of
 from worker.model.layer_call import AngleOrder, LayerCall, Pairing, Rotary
-from worker.model.layer_parts import TakenWeights, Unrecognised, find_mlp, find_parts
+from worker.model.layer_parts import TakenWeights, Unrecognised, find_layers, find_mlp, find_parts
 from worker.model.layer_shards import shard_layer
 from worker.model.mixture import ReplacedExperts
 from worker.model.quantized_layers import skipping_products
@@ -119,12 +119,12 @@ def put_kernels_under(
     *,
     max_model_len: int,
     ranks: Ranks = ALONE,
-    free_behind: Callable[[], None] = trim_heaps,
+    free_taken: Callable[[], None] = trim_heaps,
 ) -> Surgery:
     """Replace the layers that pass their trial. They compute the same up to `max_model_len` tokens.
 
     The trial is of whole layers; on several ranks each is then replaced by this rank's shard of it. Weights
-    move: `free_behind` is called before each layer, to give back those of the layers before.
+    move: `free_taken` is called before each layer, to give back those of the layers before.
     """
     done = Surgery(toolkit.name, toolkit.fused)
     verdicts: dict[object, str | LayerCall] = {}
@@ -133,10 +133,10 @@ def put_kernels_under(
     for place, (name, call) in enumerate(calls.items()):
         done.num_layers += 1
         layer = model.get_submodule(name)
-        free_behind()  # of the layers before
+        free_taken()  # of the layers before
         kind = _kind_of(layer, call)
         if kind not in verdicts:
-            with staying_on(device.torch_device, layer):
+            with lent_to(device.torch_device, layer):
                 verdicts[kind] = _try(layer, call, toolkit, device)
         verdict = verdicts[kind]
         if isinstance(verdict, str):
@@ -150,7 +150,7 @@ def put_kernels_under(
             done.num_fused += 1  # by the stage that has it
             continue
         try:
-            with staying_on(device.torch_device, layer):
+            with lent_to(device.torch_device, layer):
                 fused = _fuse(layer, own, toolkit, ranks)
         except Unrecognised as undivided:
             done.reasons[str(undivided)] += 1
@@ -182,7 +182,7 @@ def _at_edge(layer: nn.Module, stage: Stage, place: int, places: range) -> nn.Mo
 
 
 def _record(model: Any, device: Device, last_position: int) -> dict[str, _Call]:
-    """Call the model once and record the calls of its layers: modules that hold one attention module.
+    """Call the model once and record the calls of its layers.
 
     The call is at the last positions: some families weigh queries by position, from some thousand tokens on.
 
@@ -191,26 +191,27 @@ def _record(model: Any, device: Device, last_position: int) -> dict[str, _Call]:
     recorder, calls, hooks = _Recorder(), {}, []
 
     def before(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden = args[0] if args else kwargs["hidden_states"]
-        recorder.current = calls[name] = _Call(kwargs, hidden.shape[-1])
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        if isinstance(hidden, Tensor):
+            recorder.current = calls[name] = _Call(kwargs, hidden.shape[-1])
 
     def behind_mlp(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        is_alone = len(args) == 1 and not kwargs
-        calls[name].mlp_is_plain = is_alone and isinstance(output, Tensor) and output.shape == args[0].shape
+        is_alone = len(args) == 1 and not kwargs and isinstance(output, Tensor)
+        if name in calls:
+            calls[name].mlp_is_plain = is_alone and output.shape == args[0].shape
 
-    for name, module in model.named_modules():
-        if "self_attn" in dict(module.named_children()):
-            hook = module.register_forward_pre_hook(
-                lambda _layer, args, kwargs, name=name: before(name, args, kwargs), with_kwargs=True
+    for name, layer in find_layers(model).items():
+        hook = layer.register_forward_pre_hook(
+            lambda _layer, args, kwargs, name=name: before(name, args, kwargs), with_kwargs=True
+        )
+        hooks.append(hook)
+        mlp = find_mlp(layer)
+        if mlp is not None:
+            hook = mlp.register_forward_hook(
+                lambda _mlp, args, kwargs, output, name=name: behind_mlp(name, args, kwargs, output),
+                with_kwargs=True,
             )
             hooks.append(hook)
-            mlp = find_mlp(module)
-            if mlp is not None:
-                hook = mlp.register_forward_hook(
-                    lambda _mlp, args, kwargs, output, name=name: behind_mlp(name, args, kwargs, output),
-                    with_kwargs=True,
-                )
-                hooks.append(hook)
     try:
         with torch.inference_mode(), active(recorder), skipping_products():
             positions = np.arange(TRIAL_TOKENS) + max(0, last_position - TRIAL_TOKENS + 1)

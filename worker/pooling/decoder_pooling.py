@@ -23,24 +23,22 @@ from worker.pooling.pooler import Readout, TokenSpan
 from worker.pooling.pooling_step import NOTHING_POOLED, PooledPrompts, PromptTable
 from worker.steps.host_pool import HostPool
 from worker.steps.step_inputs import StepInputs, build_inputs
+from worker.steps.step_tokens import StepOutcome, StepTokens
 
 
-class HiddenStates:
+class BodyRunner:
     """Caller of a model without its head, with the methods of ModelRunner that startup tries."""
 
     def __init__(self, find_body: Callable[[], nn.Module]) -> None:
         self._find_body = find_body  # asked in each step: kernels put another in its place
 
     @torch.inference_mode()
-    def forward(
-        self, input_ids_1T: Tensor, position_ids_1T: Tensor, indices_N: Tensor, executor: LayerExecutor
-    ) -> Tensor:
+    def forward(self, tokens: StepTokens, executor: LayerExecutor) -> StepOutcome:
         """Run the model, its attention calls executed by `executor`; returns hidden states [N, H]."""
         arguments: dict[str, Any] = {"use_cache": False, "return_dict": True}
         with active(executor):
-            outputs = self._find_body()(input_ids=input_ids_1T, position_ids=position_ids_1T, **arguments)
-        hidden_NH: Tensor = outputs.last_hidden_state[0, indices_N]
-        return hidden_NH
+            outputs = self._find_body()(**tokens.arguments, **arguments)
+        return StepOutcome(outputs.last_hidden_state[0, tokens.logits_indices_N])
 
     @torch.inference_mode()
     def forward_alone(self, input_ids_1T: Tensor) -> Tensor:
@@ -54,7 +52,7 @@ class DecoderPrompts:
 
     def __init__(
         self,
-        model: HiddenStates,
+        model: BodyRunner,
         backend: AttentionBackend,
         host_pool: HostPool,
         readout: Readout,
@@ -80,12 +78,9 @@ class DecoderPrompts:
             return NOTHING_POOLED
         with self._host_pool.step(inputs.metadata):
             self._backend.begin_step(inputs.metadata)
-            hidden_TH = self._model.forward(
-                self._device.tensor(inputs.input_ids_T[None]),
-                self._device.tensor(inputs.position_ids_T[None]),
-                self._device.tensor(np.arange(len(inputs.input_ids_T))),
-                self._backend,
-            )
+            everything = np.arange(len(inputs.input_ids_T))
+            tokens = StepTokens.of(self._device, inputs.input_ids_T, inputs.position_ids_T, everything)
+            hidden_TH = self._model.forward(tokens, self._backend).logits_NV
         if not inputs.rows:
             return NOTHING_POOLED
         return PooledPrompts(inputs.sequence_ids, self._readout.pool(hidden_TH, _spans(inputs)))

@@ -194,6 +194,7 @@ def _size_of_cache(
             max_model_len=config.max_model_len,
             checkpoint_len=checkpoint_len,
             max_num_seqs=config.max_num_seqs,
+            most_read_tokens=layout.most_read_tokens(config.max_num_batched_tokens),
         )
     )
 

@@ -1,15 +1,13 @@
 """Loader of a checkpoint as a transformers model; a decoder's attention calls reach the worker's backend.
 
-Owns: building the class that transformers has for the family and the task, the refusal of checkpoints that
-cannot be served, and the copy of the weights to this process's own memory.
-Never: code from the checkpoint (auto_map is not followed), pickled weights, the network.
+Owns: building the class that transformers has for the family and the task, and the refusal of checkpoints
+that cannot be served.
+Never: moves weights (devices/weight_life.py), or takes code from the checkpoint (auto_map is not followed),
+pickled weights, or anything from the network.
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +48,10 @@ from worker.checkpoint.plausible_sizes import check_sizes
 from worker.checkpoint.task import Task, choose_task, reads_both_ways
 from worker.devices.device import Device
 from worker.devices.put_off import load_shapes
-from worker.devices.visiting import let_visit
-from worker.machine import find_mapped, free_behind, once_grown, trim_heaps
+from worker.devices.weight_life import WeightLife, is_out_of_memory, refusing_out_of_memory
 from worker.memory_sizes import WeightBytes
 from worker.model.mixture import find_experts
-from worker.model.quantized_layers import QuantizedEmbedding, keep_weights
+from worker.model.quantized_layers import QuantizedEmbedding
 from worker.progress import LoadPhase, LoadStage
 from worker.quantized.formats import find_rules
 from worker.quantized.grouped_weight import GroupedWeight
@@ -68,13 +65,12 @@ from worker.startup.quantized_loading import (
     refuse_unplaced,
     without_quantization,
 )
-from worker.worker_config import WorkerConfig
+from worker.worker_config import ModelFacts, WorkerConfig
 from worker.worker_errors import FamilyRefused, StartupError
 
 log = logging.getLogger(__name__)
 
 _MOST_REASON_CHARS = 200
-_CPU_ALLOCATOR = "DefaultCPUAllocator"
 _CHECK_IT = "check the checkpoint with AutoModelForCausalLM.from_pretrained"
 NO_PAGED_ATTENTION = "has attention of its own that a paged KV cache cannot be put under"
 _BITS = {"int8": 8, "int4": 4.5}
@@ -124,24 +120,27 @@ class LoadedModel:
     checkpoint_len: int
     eos_token_ids: tuple[int, ...]
     default_sampling: dict[str, float]
+    weights: WeightLife
     has_experts: bool = False
     """Mixture of experts: a token reads the weights of some experts only."""
     layers_beside: dict[int, LayerShape] = field(default_factory=dict)
     """Layers of another model that keep keys and values in the same blocks, behind all layers of this one."""
     ranks: Ranks = ALONE
     """Ranks that are to divide the layers."""
-    awaits_kernels: bool = False
-    """Kernels are to take the weights over, layer by layer; what is left is copied after that."""
-    files: tuple[Path, ...] = ()
-    """Files that weights may be pages of yet."""
-    bytes_to_come: int = 0
-    """Memory that weights are yet to take which are pages of their files."""
-    put_off: Callable[[], None] = lambda: None
-    """Free weights of codes that kernels are to take over; each layer's are read again in its turn."""
-    free_behind: Callable[[], None] = trim_heaps
-    """Give back memory, and pages of files, of layers that were taken over, once there is much of it."""
-    end_visits: Callable[[], None] = lambda: None
-    """Let weights no longer visit the device for each call, once they are on it."""
+
+    def facts(self, device: Device, **sizes: Any) -> ModelFacts:
+        """Join what is known of the model with the sizes of its cache."""
+        return ModelFacts(
+            model_type=self.model_type,
+            num_parameters=self.num_parameters,
+            weight_bytes=self.weight_bytes,
+            dtype=str(self.dtype).removeprefix("torch."),
+            device=device.describe(),
+            vocab_size=self.vocab_size,
+            eos_token_ids=self.eos_token_ids,
+            default_sampling=self.default_sampling,
+            **sizes,
+        )
 
     def head_layers(self, num_layers: int) -> float:
         """Count the output layer's weights in layers, of so many."""
@@ -191,14 +190,13 @@ def load_model(
         model = _build(kind, config.dtype, modules, files)
         if modules is not None:
             modules.fill(model, device.torch_device)
-        awaits_kernels = is_divided(ranks) or _await_kernels(config, kind, device)
-        if not awaits_kernels:
-            move_weights(model, device, stage)
-        end_visits = let_visit(model, device.torch_device)
+        life = WeightLife(model, device, [file.path for file in files], modules, weights.total)
+        if not (is_divided(ranks) or _await_kernels(config, kind, device)):
+            life.move(stage)
     model.eval()
     text_config = model.config.get_text_config(decoder=True)
     vocab_size = vocab_size_of(model)
-    parameters, paths = list(model.parameters()), [file.path for file in files]
+    parameters = list(model.parameters())
     quantized = [] if modules is None else modules.weights_of(model)
     return LoadedModel(
         model=model,
@@ -211,14 +209,9 @@ def load_model(
         checkpoint_len=_checkpoint_len(config, kind, text_config),
         eos_token_ids=eos_token_ids(folder, (text_config, model.config), vocab_size=vocab_size),
         default_sampling=sampling,
+        weights=life,
         has_experts=any(find_experts(model)),
         ranks=ranks,
-        awaits_kernels=awaits_kernels,
-        files=tuple(paths),
-        bytes_to_come=min(weights.total, _mapped_bytes(parameters, paths)) if awaits_kernels else 0,
-        put_off=_putting_off(model, modules, device),
-        free_behind=once_grown(lambda: free_behind(paths)),
-        end_visits=end_visits,
     )
 
 
@@ -240,17 +233,6 @@ def _await_kernels(config: WorkerConfig, kind: ModelKind, device: Device) -> boo
     """Tell whether kernels are to take the weights over, which copies them."""
     is_replaced = not (kind.is_encoder or kind.keeps_own_cache)
     return is_replaced and device.torch_device.type == "cpu" and config.cpu_kernels != "off"
-
-
-def _mapped_bytes(parameters: Iterable[nn.Parameter], files: Collection[Path]) -> int:
-    places = find_mapped(files)
-    return sum(each.nbytes for each in parameters if any(each.data_ptr() in place for place in places))
-
-
-def _putting_off(model: Any, modules: QuantizedModules | None, device: Device) -> Callable[[], None]:
-    if modules is None or device.torch_device.type != "cpu":
-        return lambda: None
-    return lambda: modules.put_off(model)
 
 
 def _read_weights(
@@ -358,7 +340,7 @@ def _build(kind: ModelKind, dtype: str, modules: QuantizedModules | None, files:
     except StartupError:
         raise
     except (OSError, ValueError, RuntimeError, AttributeError, TypeError, ImportError) as error:
-        if _is_out_of_memory(error):
+        if is_out_of_memory(error):
             raise
         raise StartupError(
             f"transformers cannot load {folder}: {_first_line(error)}", fix=_CHECK_IT
@@ -382,56 +364,6 @@ def _from_pretrained(model_class: Any, folder: Path | None, **options: Any) -> A
         if not load_shapes():
             raise
         return model_class.from_pretrained(folder, **options)
-
-
-def bring_weights(loaded: LoadedModel, device: Device, stage: LoadStage) -> LoadedModel:
-    """Copy the weights that are in files only: those that no kernel has taken over.
-
-    Raises StartupError if they are more than fit: fewer layers may have been rounded than were to be.
-    """
-    keep_weights(loaded.model)
-    if loaded.awaits_kernels:
-        if device.torch_device.type == "cpu":
-            left = _mapped_bytes(loaded.model.parameters(), loaded.files)
-            device.check_weights(WeightBytes(total=left, converted=0))
-        with refusing_out_of_memory(device, "weights were copied"):
-            move_weights(loaded.model, device, stage)
-        loaded.end_visits()
-    return replace(loaded, awaits_kernels=False, bytes_to_come=0)
-
-
-def move_weights(model: nn.Module, device: Device, stage: LoadStage) -> None:
-    """Copy the weights to the device one after another; on CPU too, into memory of this process.
-
-    Before the copy they are pages of the mapped files. Such pages count as free memory, a machine short of
-    memory reads them from disk again at each step, and they change, or are lost, when the file is written
-    to. The copy takes about 0.4 s per GB and never more memory than the weights.
-    """
-    tensors = list(chain(model.parameters(), model.buffers()))
-    stage.enter(LoadPhase.COPYING, total_bytes=sum(tensor.nbytes for tensor in tensors))
-    for tensor in tensors:
-        # Through .data, which keeps tied weights one and the same.
-        tensor.data = tensor.data.to(device.torch_device, copy=True)
-        stage.count(tensor.nbytes)
-
-
-@contextmanager
-def refusing_out_of_memory(device: Device, moment: str) -> Iterator[None]:
-    """Turn a failed allocation into a StartupError that names the moment."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not _is_out_of_memory(error):
-            raise
-        raise StartupError(
-            f"memory of {device.describe()} ran out while {moment}",
-            fix="free some, ask for --dtype bfloat16 if they are loaded as float32, or take a smaller model",
-        ) from error
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    # On CPU torch raises a plain RuntimeError, known by the name of its allocator only.
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or _CPU_ALLOCATOR in str(error)
 
 
 def dtype_name(dtype: str, checkpoint_config: dict[str, Any]) -> str | None:

@@ -177,10 +177,16 @@ class QuantizedModules:
             f"{stored.module}.{name}" for stored in taken for name in stored.last_names if not is_bias(name)
         }
 
-    def put_off(self, model: Any) -> None:
+    def free(self, model: Any) -> None:
         """Free the weights of linear layers, which are read again once they are asked for."""
         for name, linear in self.linears.items():
-            model.get_submodule(name).put_off(linear.read)
+            model.get_submodule(name).read_when_asked(linear.read)
+
+    def keep(self, model: Any) -> None:
+        """Read those of them that nothing has replaced meanwhile, once and for all."""
+        for module in model.modules():
+            if isinstance(module, QuantizedLinear):
+                module.keep()
 
     def weights_of(self, model: Any) -> list[GroupedWeight]:
         """List all weights of a model that was filled."""

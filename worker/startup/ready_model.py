@@ -18,6 +18,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from scheduler.cache_groups import CacheGroup
 from worker.adapters.adapter_targets import Targets
 from worker.attention.interface import AttentionBackend
 from worker.attention.kv_cache import (
@@ -33,11 +34,11 @@ from worker.attention.probe_attention import ProbeAttention
 from worker.attention.ref_attention import RefAttention
 from worker.checkpoint.checkpoint_files import find_weights
 from worker.devices.device import NO_RESERVE, Device, Reserve
+from worker.devices.weight_life import refusing_out_of_memory
 from worker.memory_sizes import CacheRequest, CacheSize, format_size, num_host_blocks, size_cache
-from worker.model.layer_parts import Unrecognised
-from worker.model.layer_shards import refuse_division, shard_layout
+from worker.model.layer_shards import DividedLayout, divide_layout, refuse_division, share_of_node
 from worker.model.quantization import rounding_of
-from worker.model.quantized_layers import Codes, describe_codes, find_codes, skipping_products
+from worker.model.quantized_layers import describe_codes, find_codes, skipping_products
 from worker.model.rope import fix_rope, longest_right_len
 from worker.model.surgery import Surgery, put_kernels_under
 from worker.model.temperature import fix_temperatures
@@ -48,13 +49,12 @@ from worker.startup.kernel_choice import kernels_of
 from worker.startup.loader import (
     NO_PAGED_ATTENTION,
     LoadedModel,
-    bring_weights,
     describe_division,
-    refusing_out_of_memory,
 )
 from worker.startup.self_check import LONGEST_CHECK, Runner, SelfCheck, refusing
 from worker.startup.start_adapters import targets_of, with_adapters
 from worker.steps.host_pool import HostPool
+from worker.steps.step_tokens import StepTokens
 from worker.worker_config import ModelFacts, WorkerConfig
 from worker.worker_errors import FamilyRefused, StartupError
 
@@ -83,12 +83,45 @@ class ReadyModel(Generic[AnyRunner]):
     """The layers that our own kernels compute; None where torch computes all."""
 
 
-class _Layouts(NamedTuple):
-    """The blocks of one rank's heads."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Start:
+    """A loaded model, and what it starts with."""
 
-    all_stages: BlockLayout
-    own: BlockLayout
-    """Layers of its stage alone."""
+    config: WorkerConfig
+    device: Device
+    stage: LoadStage
+    loaded: LoadedModel
+    runner: Runner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Measured:
+    """Measurements: the memory that a token takes, and that which is left for all of them."""
+
+    whole_layout: BlockLayout
+    """The blocks of all heads."""
+    layouts: DividedLayout
+    toolkit: Toolkit | None
+    adapter_targets: Targets
+    checkpoint_len: int
+    """The longest sequence that can be right."""
+    budget_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sized:
+    """The pools, and the longest sequence that they serve."""
+
+    max_model_len: int
+    cache: KVCache
+    host_pool: HostPool
+
+
+class _Proven(NamedTuple):
+    """The backend that was tried, and the layers that kernels took over."""
+
+    backend: AttentionBackend
+    surgery: Surgery | None
 
 
 def start_loaded(
@@ -101,46 +134,65 @@ def start_loaded(
     reserve: Reserve = NO_RESERVE,
 ) -> ReadyModel[AnyRunner]:
     """Measure, allocate and try a loaded model; `reserve` is for after the cache. Raises StartupError."""
+    start = _Start(config=config, device=device, stage=stage, loaded=loaded, runner=runner)
+    measured = _measure(start, reserve)
+    sized = _size(start, measured)
+    proven = _prove(start, measured, sized)
+    return ReadyModel(
+        facts=_facts(start, measured, sized, proven.surgery),
+        cache=sized.cache,
+        host_pool=sized.host_pool,
+        runner=runner,
+        backend=proven.backend,
+        toolkit=measured.toolkit,
+        adapter_targets=measured.adapter_targets,
+        surgery=proven.surgery,
+    )
+
+
+def _measure(start: _Start, reserve: Reserve) -> _Measured:
+    """Find out what layers keep, open the kernels, and compute the largest step. Raises StartupError."""
+    config, device, loaded = start.config, start.device, start.loaded
     checkpoint_len = longest_right_len(loaded.text_config, loaded.checkpoint_len, config.max_model_len)
-    ranks = loaded.ranks
-    stage.enter(LoadPhase.MEASURING)
-    whole_layout = _probe_layout(config, device, loaded, runner)
-    layouts, (toolkit, loaded) = _divide(loaded, whole_layout), _open_toolkit(config, device, loaded, stage)
-    adapter_targets, reserve = _find_targets(config, device, loaded, runner, reserve)
-    largest_step = _largest_step(config, device, loaded, runner, checkpoint_len)
-    budget_bytes = device.kv_cache_budget_bytes(largest_step, reserve=reserve) // config.num_ranks_on_device
-    size = _agreed(_size(config, layouts, budget_bytes, checkpoint_len, ranks), ranks)
-    cache = _allocate(device, layouts.own, size)
-    host_pool = _open_host_pool(config, device, layouts, cache, ranks)
-    _correct(loaded, size.max_model_len)
-    stage.enter(LoadPhase.WARMING_UP)
-    whole_cache = _small_cache(device, whole_layout) if is_divided(ranks) else cache
+    start.stage.enter(LoadPhase.MEASURING)
+    whole_layout = _probe_layout(start)
+    layouts = divide_layout(whole_layout, loaded.ranks, loaded.head_layers)
+    toolkit = _open_toolkit(start)
+    adapter_targets, reserve = _find_targets(start, reserve)
+    budget_bytes = device.kv_cache_budget_bytes(_largest_step(start, checkpoint_len), reserve=reserve)
+    return _Measured(
+        whole_layout=whole_layout,
+        layouts=layouts,
+        toolkit=toolkit,
+        adapter_targets=adapter_targets,
+        checkpoint_len=checkpoint_len,
+        budget_bytes=budget_bytes // config.num_ranks_on_device,
+    )
+
+
+def _prove(start: _Start, measured: _Measured, sized: _Sized) -> _Proven:
+    """Try the model over the cache, put kernels under it, and try these. Raises StartupError."""
+    loaded, device = start.loaded, start.device
+    _correct(loaded, sized.max_model_len)
+    start.stage.enter(LoadPhase.WARMING_UP)
+    whole_cache = _small_cache(device, measured.whole_layout) if is_divided(loaded.ranks) else sized.cache
     check = SelfCheck(
         loaded=loaded,
-        runner=runner,
+        runner=start.runner,
         backend=RefAttention(whole_cache, device),
         cache=whole_cache,
         device=device,
-        max_model_len=size.max_model_len,
+        max_model_len=sized.max_model_len,
     )
     expected = check.run()
     stored_codes = find_codes(loaded.model)
-    surgery = None
+    surgery, toolkit = None, measured.toolkit
     if toolkit is not None:
-        check = replace(check, cache=cache, backend=toolkit.attention_over(cache))
-        surgery = _put_kernels(config, toolkit, check, expected, stage, must_round_inputs=True)
-    _log_codes(loaded, stored_codes)
-    facts = _facts(device, loaded, cache, size, host_pool, whole_layout.sliding_window)
-    return ReadyModel(
-        facts=_with_kernels(facts, surgery),
-        cache=cache,
-        host_pool=host_pool,
-        runner=runner,
-        backend=check.backend,
-        toolkit=toolkit,
-        adapter_targets=adapter_targets,
-        surgery=surgery,
-    )
+        check = replace(check, cache=sized.cache, backend=toolkit.attention_over(sized.cache))
+        surgery = _put_kernels(start.config, toolkit, check, expected, start.stage, must_round_inputs=True)
+    for line in describe_codes(stored_codes, find_codes(loaded.model)):
+        log.info("%s", line)
+    return _Proven(check.backend, surgery)
 
 
 def _correct(loaded: LoadedModel, max_model_len: int) -> None:
@@ -161,24 +213,6 @@ def start_beside(config: WorkerConfig, toolkit: Toolkit | None, check: SelfCheck
     stage = LoadStage()  # the bar is the model's
     _put_kernels(config, toolkit, check, expected, stage, must_round_inputs=False)
     return backend
-
-
-def _open_host_pool(
-    config: WorkerConfig, device: Device, layouts: _Layouts, cache: KVCache, ranks: Ranks
-) -> HostPool:
-    """Make a pool of as many blocks as each stage has. Raises StartupError."""
-    num_blocks = num_host_blocks(
-        swap_bytes=int(config.swap_space_bytes / _share_of_node(config, layouts.all_stages, ranks))
-        // ranks.size,
-        block_bytes=layouts.all_stages.block_bytes,
-    )
-    return HostPool(num_blocks * cache.layout.block_bytes, cache, device)
-
-
-def _log_codes(loaded: LoadedModel, stored: dict[str, Codes]) -> None:
-    """Log what computes with the weights that the checkpoint holds as codes."""
-    for line in describe_codes(stored, find_codes(loaded.model)):
-        log.info("%s", line)
 
 
 def _put_kernels(
@@ -203,47 +237,46 @@ def _put_kernels(
 
 def _operate(config: WorkerConfig, toolkit: Toolkit, check: SelfCheck, stage: LoadStage) -> Surgery:
     loaded = check.loaded
-    loaded.put_off()
+    loaded.weights.offer()
     surgery = put_kernels_under(
         loaded.model,
         toolkit,
         check.device,
         max_model_len=check.max_model_len,
         ranks=loaded.ranks,
-        free_behind=loaded.free_behind,
+        free_taken=loaded.weights.free_taken,
     )
     log.info("%s", surgery.describe())
     _refuse_unquantized(config, surgery)
     if is_divided(loaded.ranks):
         _refuse_undivided(config, check, surgery)
-    bring_weights(loaded, check.device, stage)
+    loaded.weights.settle(stage)
     stage.enter(LoadPhase.WARMING_UP)
     return surgery
 
 
-def _open_toolkit(
-    config: WorkerConfig, device: Device, loaded: LoadedModel, stage: LoadStage
-) -> tuple[Toolkit | None, LoadedModel]:
+def _open_toolkit(start: _Start) -> Toolkit | None:
     """Open the kernels, and the exchange of ranks, which needs them; without any, copy the weights.
 
     Raises StartupError.
     """
+    config, device, stage, loaded = start.config, start.device, start.stage, start.loaded
     toolkit = kernels_of(device).open_toolkit(config, device, loaded.dtype, stage)
-    if not is_divided(loaded.ranks):
+    if is_divided(loaded.ranks):
         if toolkit is None:
-            loaded = bring_weights(loaded, device, stage)
-            stage.enter(LoadPhase.MEASURING)
-        return toolkit, loaded
-    if toolkit is None:
-        raise StartupError(
-            f"{describe_division(config)} needs the {device.kind} kernels, and there are none",
-            fix=kernels_of(device).fix_of_ranks,
-        )
-    toolkit.divide_among(loaded.ranks)
-    loaded.ranks.check_same("software and checkpoint", _describe_origin(config))
-    loaded.ranks.check_same("devices", device.describe())
+            raise StartupError(
+                f"{describe_division(config)} needs the {device.kind} kernels, and there are none",
+                fix=kernels_of(device).fix_of_ranks,
+            )
+        toolkit.divide_among(loaded.ranks)
+        loaded.ranks.check_same("software and checkpoint", _describe_origin(config))
+        loaded.ranks.check_same("devices", device.describe())
+    elif toolkit is None:
+        loaded.weights.settle(stage)
+    else:
+        return toolkit
     stage.enter(LoadPhase.MEASURING)
-    return toolkit, loaded
+    return toolkit
 
 
 def _describe_origin(config: WorkerConfig) -> str:
@@ -257,55 +290,19 @@ def _describe_origin(config: WorkerConfig) -> str:
     return ", ".join(words)
 
 
-def _divide(loaded: LoadedModel, layout: BlockLayout) -> _Layouts:
-    """Keep the heads and layers of one rank. Raises StartupError where they cannot be divided."""
-    ranks = loaded.ranks
-    if ranks.stage.count > 1:
-        ranks.stage = replace(ranks.stage, head_layers=loaded.head_layers(len(layout.layers)))
-    try:
-        divided = shard_layout(layout, ranks.size)
-        return _Layouts(divided, _of_stage(divided, ranks))
-    except Unrecognised as uneven:
-        raise refuse_division(f"--tensor-parallel-size {ranks.size}", str(uneven)) from uneven
-
-
-def _of_stage(layout: BlockLayout, ranks: Ranks) -> BlockLayout:
-    """Keep the layers of one stage. Raises StartupError where there are fewer than stages."""
-    num_layers, stage = len(layout.layers), ranks.stage
-    if num_layers < stage.count:
-        raise refuse_division(f"--pipeline-parallel-size {stage.count}", f"it has {num_layers} layers")
-    return layout.only(stage.layers_of(num_layers))
-
-
-def _share_of_node(config: WorkerConfig, layout: BlockLayout, ranks: Ranks) -> float:
-    """Count the blocks' bytes that are on this node, of those on all."""
-    if config.num_nodes == 1:
-        return 1.0
-    num_layers, stage = len(layout.layers), ranks.stage
-    stages = [replace(stage, index=index) for index in stage.node_of(config.num_nodes)]
-    own = layout.only(place for each in stages for place in each.layers_of(num_layers))
-    nodes_of_a_stage = max(1, config.num_nodes // stage.count)
-    return own.block_bytes / layout.block_bytes / nodes_of_a_stage
-
-
-def _agreed(size: CacheSize, ranks: Ranks) -> CacheSize:
-    """Take the smallest size of all ranks: one scheduler plans for all of them."""
-    return CacheSize(
-        num_blocks=ranks.agree_min(size.num_blocks), max_model_len=ranks.agree_min(size.max_model_len)
-    )
-
-
-def _find_targets(
-    config: WorkerConfig, device: Device, loaded: LoadedModel, runner: Runner, reserve: Reserve
-) -> tuple[Targets, Reserve]:
+def _find_targets(start: _Start, reserve: Reserve) -> tuple[Targets, Reserve]:
     """Find what adapters can update, before any layer is replaced.
 
     Their memory is added to what is reserved, and that of weights that are yet to be copied.
     """
+    config, loaded = start.config, start.loaded
     targets = targets_of(
-        config, device, loaded.model, lambda num: _probe(runner, device, np.arange(num), num_logits=1)
+        config,
+        start.device,
+        loaded.model,
+        lambda num: _probe(start.runner, start.device, np.arange(num), num_logits=1),
     )
-    reserve = reserve._replace(weight_bytes=loaded.bytes_to_come // config.num_nodes)
+    reserve = reserve._replace(weight_bytes=loaded.weights.bytes_to_come // config.num_nodes)
     return targets, with_adapters(reserve, config, targets, loaded.dtype)
 
 
@@ -327,16 +324,15 @@ def _refuse_undivided(config: WorkerConfig, check: SelfCheck, surgery: Surgery) 
         raise refuse_division(describe_division(config), surgery.describe())
 
 
-def _largest_step(
-    config: WorkerConfig, device: Device, loaded: LoadedModel, runner: Runner, checkpoint_len: int
-) -> Callable[[], None]:
+def _largest_step(start: _Start, checkpoint_len: int) -> Callable[[], None]:
     """Make a step of the most tokens, whose memory is measured."""
-    num_tokens = config.max_num_batched_tokens
+    num_tokens = start.config.max_num_batched_tokens
     positions = np.arange(num_tokens) % checkpoint_len
 
     def run() -> None:
-        with refusing(loaded.model_type):
-            _probe(runner, device, positions, num_logits=min(config.max_num_seqs, num_tokens))
+        with refusing(start.loaded.model_type):
+            num_logits = min(start.config.max_num_seqs, num_tokens)
+            _probe(start.runner, start.device, positions, num_logits=num_logits)
 
     return run
 
@@ -357,16 +353,14 @@ def _probe(
     positions: np.ndarray[tuple[int], np.dtype[np.int64]],
     *,
     num_logits: int,
+    token_ids: np.ndarray[tuple[int], np.dtype[np.int64]] | None = None,
 ) -> ProbeAttention:
-    """Run one sequence without a cache."""
+    """Run one sequence without a cache, of tokens 0 unless others are given."""
     num_tokens = len(positions)
     probe = ProbeAttention()
-    runner.forward(
-        device.tensor(np.zeros((1, num_tokens), dtype=np.int64)),
-        device.tensor(positions[None]),
-        device.tensor(np.arange(num_tokens - num_logits, num_tokens)),
-        probe,
-    )
+    wanted = np.arange(num_tokens - num_logits, num_tokens)
+    ids = np.zeros(num_tokens, np.int64) if token_ids is None else token_ids
+    runner.forward(StepTokens.of(device, ids, positions, wanted), probe)
     return probe
 
 
@@ -379,28 +373,24 @@ def probe_shapes(device: Device, loaded: LoadedModel, runner: Runner) -> dict[in
     return dict(sorted(probe.shapes.items()))
 
 
-def _probe_layout(config: WorkerConfig, device: Device, loaded: LoadedModel, runner: Runner) -> BlockLayout:
+def _probe_layout(start: _Start) -> BlockLayout:
+    config, device, loaded = start.config, start.device, start.loaded
     dtype = cache_dtype(config.kv_cache_dtype, loaded.dtype)
     return BlockLayout(
-        layers=with_layers_beside(probe_shapes(device, loaded, runner), loaded.layers_beside),
+        layers=with_layers_beside(probe_shapes(device, loaded, start.runner), loaded.layers_beside),
         block_size=config.block_size or device.default_block_size,
         dtype=dtype,
-        scales=_measure_scales(device, loaded, runner) if dtype is FLOAT8 else {},
+        scales=_measure_scales(start) if dtype is FLOAT8 else {},
     )
 
 
-def _measure_scales(device: Device, loaded: LoadedModel, runner: Runner) -> dict[int, tuple[float, float]]:
+def _measure_scales(start: _Start) -> dict[int, tuple[float, float]]:
     """Find the scales of each layer's keys and values from a sequence of random tokens."""
+    loaded = start.loaded
     length = min(_MEASURED_TOKENS, loaded.checkpoint_len)
-    token_ids = np.random.default_rng(_SEED).integers(0, loaded.vocab_size, length)
-    probe = ProbeAttention()
+    ids = np.random.default_rng(_SEED).integers(0, loaded.vocab_size, length)
     with refusing(loaded.model_type):
-        runner.forward(
-            device.tensor(token_ids[None]),
-            device.tensor(np.arange(length)[None]),
-            device.tensor(np.arange(length - 1, length)),
-            probe,
-        )
+        probe = _probe(start.runner, start.device, np.arange(length), num_logits=1, token_ids=ids)
     scales = {}
     for layer_idx, (key, value) in probe.largest.items():
         sizes = float(key), float(value)
@@ -413,27 +403,41 @@ def _measure_scales(device: Device, loaded: LoadedModel, runner: Runner) -> dict
     return scales
 
 
-def _size(
-    config: WorkerConfig, layouts: _Layouts, budget_bytes: int, checkpoint_len: int, ranks: Ranks
-) -> CacheSize:
+def _size(start: _Start, measured: _Measured) -> _Sized:
+    """Open the pools. All ranks take the smallest size: they have one scheduler. Raises StartupError."""
+    config, ranks, layouts = start.config, start.loaded.ranks, measured.layouts
+    size = size_cache(_cache_request(config, layouts, measured.budget_bytes, measured.checkpoint_len, ranks))
+    size = CacheSize(
+        num_blocks=ranks.agree_min(size.num_blocks), max_model_len=ranks.agree_min(size.max_model_len)
+    )
+    cache = _allocate(start.device, layouts.own, size)
+    num_on_host = num_host_blocks(
+        swap_bytes=int(config.swap_space_bytes / share_of_node(config, layouts.all_stages, ranks))
+        // ranks.size,
+        block_bytes=layouts.all_stages.block_bytes,
+    )
+    host_pool = HostPool(num_on_host * cache.layout.block_bytes, cache, start.device)
+    return _Sized(max_model_len=size.max_model_len, cache=cache, host_pool=host_pool)
+
+
+def _cache_request(
+    config: WorkerConfig, layouts: DividedLayout, budget_bytes: int, checkpoint_len: int, ranks: Ranks
+) -> CacheRequest:
     layout = layouts.all_stages
-    window = layout.sliding_window
     # On a device of its own a rank needs room for its own layers alone.
     on_device = layout if config.num_devices == 1 else layouts.own
     share = 1.0
     if config.num_devices == 1:  # `num_ranks_on_device` already counts only the ranks of one GPU
-        share = _share_of_node(config, layout, ranks) * config.num_gpus_of_a_stage
-    return size_cache(
-        CacheRequest(
-            block_bytes=on_device.block_bytes,
-            block_size=layout.block_size,
-            budget_bytes=int(budget_bytes / share),
-            num_blocks=config.num_blocks,
-            max_model_len=config.max_model_len,
-            checkpoint_len=checkpoint_len,
-            max_num_seqs=config.max_num_seqs,
-            most_read_tokens=None if window is None else window + config.max_num_batched_tokens,
-        )
+        share = share_of_node(config, layout, ranks) * config.num_gpus_of_a_stage
+    return CacheRequest(
+        block_bytes=on_device.block_bytes,
+        block_size=layout.block_size,
+        budget_bytes=int(budget_bytes / share),
+        num_blocks=config.num_blocks,
+        max_model_len=config.max_model_len,
+        checkpoint_len=checkpoint_len,
+        max_num_seqs=config.max_num_seqs,
+        most_read_tokens=layout.most_read_tokens(config.max_num_batched_tokens),
     )
 
 
@@ -449,36 +453,20 @@ def _allocate(device: Device, layout: BlockLayout, size: CacheSize) -> KVCache:
     return KVCache(layout, size.num_blocks, memory)
 
 
-def _with_kernels(facts: ModelFacts, surgery: Surgery | None) -> ModelFacts:
-    return replace(facts, kernels=surgery.kernels) if surgery is not None and surgery.num_fused else facts
-
-
-def _facts(
-    device: Device,
-    loaded: LoadedModel,
-    cache: KVCache,
-    size: CacheSize,
-    host_pool: HostPool,
-    sliding_window: int | None,
-) -> ModelFacts:
-    facts = ModelFacts(
-        model_type=loaded.model_type,
-        num_parameters=loaded.num_parameters,
-        weight_bytes=loaded.weight_bytes,
-        dtype=str(loaded.dtype).removeprefix("torch."),
-        device=device.describe(),
-        vocab_size=loaded.vocab_size,
-        max_model_len=size.max_model_len,
+def _facts(start: _Start, measured: _Measured, sized: _Sized, surgery: Surgery | None) -> ModelFacts:
+    device, loaded, cache = start.device, start.loaded, sized.cache
+    facts = loaded.facts(
+        device,
+        kernels=surgery.kernels if surgery is not None and surgery.num_fused else "",
+        max_model_len=sized.max_model_len,
         block_size=cache.layout.block_size,
-        num_blocks=size.num_blocks,
+        num_blocks=cache.num_blocks,
         kv_cache_bytes=cache.num_bytes,
-        sliding_window=sliding_window,
-        num_host_blocks=host_pool.num_blocks,
-        copy_s_per_block=host_pool.measure_copy_s(),
+        groups=(CacheGroup(measured.whole_layout.lifetime),),
+        num_host_blocks=sized.host_pool.num_blocks,
+        copy_s_per_block=sized.host_pool.measure_copy_s(),
         # Each expert of a mixture has a few of the rows only, and gains by more.
         saturating_tokens=0 if loaded.has_experts else kernels_of(device).saturating_tokens,
-        eos_token_ids=loaded.eos_token_ids,
-        default_sampling=loaded.default_sampling,
         num_ranks=loaded.ranks.size * loaded.ranks.stage.count,
         num_stages=loaded.ranks.stage.count,
     )

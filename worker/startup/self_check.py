@@ -32,6 +32,7 @@ from worker.ranks.ranks import samples
 from worker.startup.loader import LoadedModel
 from worker.steps.row_table import RowTable
 from worker.steps.step_inputs import build_inputs
+from worker.steps.step_tokens import StepOutcome, StepTokens
 from worker.worker_errors import FamilyRefused, StartupError, UnsupportedAttention
 
 LONGEST_CHECK = 12
@@ -71,9 +72,7 @@ def refusing(model_type: str) -> Iterator[None]:
 class Runner(Protocol):
     """Caller of the model for the logits, or for the hidden states, of some of its tokens."""
 
-    def forward(
-        self, input_ids_1T: Tensor, position_ids_1T: Tensor, indices_N: Tensor, executor: LayerExecutor, /
-    ) -> Tensor:
+    def forward(self, tokens: StepTokens, executor: LayerExecutor, /) -> StepOutcome:
         """Compute with attention in `executor`; returns one row for each of N tokens."""
 
     def forward_alone(self, input_ids_1T: Tensor, /) -> Tensor:
@@ -195,15 +194,10 @@ class SelfCheck:
             inputs = build_inputs(plan, rows, failures={})
             assert inputs is not None
             self.backend.begin_step(inputs.metadata)
-            everything = self.device.tensor(np.arange(end - start))
-            logits.append(
-                self.runner.forward(
-                    self.device.tensor(inputs.input_ids_T[None]),
-                    self.device.tensor(inputs.position_ids_T[None]),
-                    everything,
-                    self.backend,
-                )
+            tokens = StepTokens.of(
+                self.device, inputs.input_ids_T, inputs.position_ids_T, np.arange(end - start)
             )
+            logits.append(self.runner.forward(tokens, self.backend).logits_NV)
         return torch.cat(logits).float()
 
     def _run_eagerly(self, token_ids: np.ndarray[Any, Any]) -> Tensor:

@@ -23,7 +23,7 @@ from worker.progress import LoadStage
 from worker.sampling.row_sampler import RowSampler
 from worker.speculation.unsupported import refuse_speculation
 from worker.startup.kernel_choice import kernels_of
-from worker.startup.loader import LoadedModel, ModelKind, bring_weights, find_kind, load_model
+from worker.startup.loader import LoadedModel, ModelKind, find_kind, load_model
 from worker.startup.ready_model import ReadyModel, probe_shapes, start_beside
 from worker.startup.self_check import SelfCheck
 from worker.steps.draft_model import DraftModel, DraftSizes
@@ -145,7 +145,8 @@ def load_draft(
         check_vocabulary(kind, draft_kind)
         stage = LoadStage()  # the bar is the model's
         # Before memory is measured for the cache of both.
-        draft = bring_weights(load_model(own, draft_kind, device, stage), device, stage)
+        draft = load_model(own, draft_kind, device, stage)
+        draft.weights.settle(stage)
         runner = ModelRunner(draft.model, draft.vocab_size)
         return LoadedDraft(
             config=own, loaded=draft, runner=runner, shapes=probe_shapes(device, draft, runner)

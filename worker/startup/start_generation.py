@@ -41,7 +41,7 @@ def start_generating(
     adapters, adapter_facts = _open_adapters(config, loaded, ready, device)
     facts = replace(ready.facts, adapters=adapter_facts)
     grammars = _open_grammars(config, facts)
-    rows = _open_rows(config, facts)
+    rows = RowTable.of(facts, config.max_num_seqs)
     steps: StepRunner
     sampler: RowSampler
     if ready.toolkit is not None and ready.toolkit.runs_ahead:
@@ -80,16 +80,6 @@ def _open_grammars(config: WorkerConfig, facts: ModelFacts) -> Grammars:
     )
     grammars.open_ahead()
     return grammars
-
-
-def _open_rows(config: WorkerConfig, facts: ModelFacts) -> RowTable:
-    return RowTable(
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=facts.max_model_len,
-        block_size=facts.block_size,
-        num_blocks=facts.num_blocks,
-        sliding_window=facts.sliding_window,
-    )
 
 
 def _open_adapters(

@@ -182,20 +182,13 @@ def _facts(
     config: WorkerConfig, device: Device, loaded: LoadedModel, sizes: CacheBytes, size: CacheSize
 ) -> ModelFacts:
     block_size = config.block_size or device.default_block_size
-    return ModelFacts(
-        model_type=loaded.model_type,
-        num_parameters=loaded.num_parameters,
-        weight_bytes=loaded.weight_bytes,
-        dtype=str(loaded.dtype).removeprefix("torch."),
-        device=device.describe(),
-        vocab_size=loaded.vocab_size,
+    return loaded.facts(
+        device,
         max_model_len=size.max_model_len,
         block_size=block_size,
         num_blocks=size.num_blocks,
         kv_cache_bytes=size.num_blocks * block_size * sizes.per_token + sizes.fixed * config.max_num_seqs,
-        is_paged=False,
-        eos_token_ids=loaded.eos_token_ids,
-        default_sampling=loaded.default_sampling,
+        groups=(),
     )
 
 
@@ -212,12 +205,7 @@ def _steps(
     )
     grammars.open_ahead()
     sampler = Sampler(vocab_size=facts.vocab_size, device=device, grammars=grammars)
-    rows = RowTable(
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=facts.max_model_len,
-        block_size=facts.block_size,
-        num_blocks=facts.num_blocks,
-    )
+    rows = RowTable.of(facts, config.max_num_seqs)
     table = CacheTable(rows, sampler, way, facts.vocab_size, adapters)
     return OwnCacheSteps(model, way, table, sampler, facts.vocab_size)
 

@@ -17,7 +17,7 @@ from worker.checkpoint.task import Task
 from worker.devices.device import Device
 from worker.model.body import whole_body_of
 from worker.model.quantization import refuse_quantization
-from worker.pooling.decoder_pooling import DecoderPrompts, HiddenStates
+from worker.pooling.decoder_pooling import BodyRunner, DecoderPrompts
 from worker.pooling.encoder_pooling import (
     EncoderModel,
     EncoderPrompts,
@@ -53,13 +53,7 @@ def start_pooling(
     else:
         facts, runner = _start_decoder(config, kind, device, stage, loaded)
     log.info("pools: %s", facts.pooling)
-    rows = RowTable(
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=facts.max_model_len,
-        block_size=facts.block_size,
-        num_blocks=facts.num_blocks,
-        sliding_window=facts.sliding_window,
-    )
+    rows = RowTable.of(facts, config.max_num_seqs)
     return facts, PoolingSteps(PromptTable(facts, rows, runner), runner)
 
 
@@ -87,7 +81,7 @@ def _start_decoder(
     def find_body() -> Any:
         return whole_body_of(loaded.model) or own_body
 
-    ready = start_loaded(config, device, stage, loaded, HiddenStates(find_body))
+    ready = start_loaded(config, device, stage, loaded, BodyRunner(find_body))
     pooling = PoolingFacts(task=_TASKS[kind.task], num_dimensions=readout.num_dimensions, prompt=prompt)
     prompts = DecoderPrompts(ready.runner, ready.backend, ready.host_pool, readout, device)
     return replace(ready.facts, pooling=pooling), prompts
@@ -145,18 +139,12 @@ def _encoder_facts(
     """
     block_size = config.block_size or device.default_block_size
     blocks_of_longest = -(-max_model_len // block_size)
-    return ModelFacts(
-        model_type=loaded.model_type,
-        num_parameters=loaded.num_parameters,
-        weight_bytes=loaded.weight_bytes,
-        dtype=str(loaded.dtype).removeprefix("torch."),
-        device=device.describe(),
-        vocab_size=loaded.vocab_size,
+    return loaded.facts(
+        device,
         max_model_len=max_model_len,
         block_size=block_size,
         num_blocks=config.num_blocks or 2 * config.max_num_seqs * blocks_of_longest,
         kv_cache_bytes=0,
-        eos_token_ids=loaded.eos_token_ids,
     )
 
 

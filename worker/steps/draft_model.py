@@ -248,7 +248,7 @@ class DraftModel:
 
     def _compute(self, inputs: StepInputs) -> Tensor:
         """Compute a pass; returns logits [N, V] as wide as the model's."""
-        logits_NV = self._steps.compute(inputs)
+        logits_NV = self._steps.compute(inputs).logits_NV
         self._filled.raise_to(inputs.metadata.token_blocks, inputs.metadata.token_offsets)
         num_more = self._sizes.sampled_vocab_size - logits_NV.shape[1]
         return pad(logits_NV, (0, num_more), value=-torch.inf) if num_more else logits_NV

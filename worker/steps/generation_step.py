@@ -225,9 +225,9 @@ class GenerationSteps:
             self.adapters.begin_step(inputs.rows_T)
         wanted = self._prompt_logprobs.wanted(inputs.shares, self.rows)
         if not wanted:
-            return self._steps.compute(inputs), PromptReport()
-        logits_NV, body = self._steps.compute_keeping_body(inputs)
-        return logits_NV, self._prompt_logprobs.report(wanted, body, self._steps)
+            return self._steps.compute(inputs).logits_NV, PromptReport()
+        outcome = self._steps.compute(replace(inputs, keeps_hidden=True))
+        return outcome.logits_NV, self._prompt_logprobs.report(wanted, outcome, self._steps)
 
 
 class _PendingStep:

@@ -5,7 +5,6 @@ protocol, and the plain runner.
 Never: builds the batch (step_inputs.py) or samples tokens (sampling/).
 """
 
-import copy
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,25 +19,7 @@ from worker.attention.interface import AttentionBackend, LayerExecutor, active
 from worker.devices.device import Device
 from worker.model.body import body_gives, body_name, whole_body_of
 from worker.steps.step_inputs import StepInputs
-
-
-class BodyOutputs:
-    """Outputs of the model's body (all but its head) in one step: hidden states [1, T, H], mainly."""
-
-    def __init__(self, input_ids_1T: Tensor, position_ids_1T: Tensor) -> None:
-        self.input_ids_1T = input_ids_1T
-        self.position_ids_1T = position_ids_1T
-        self._outputs: Any = None
-
-    def keep(self, _body: nn.Module, _arguments: Any, outputs: Any) -> None:
-        """Keep the outputs: a forward hook."""
-        self._outputs = outputs
-
-    def only(self, indices_N: Tensor) -> Any:
-        """Select the outputs of some tokens."""
-        outputs = copy.copy(self._outputs)
-        outputs.last_hidden_state = self._outputs.last_hidden_state[:, indices_N]
-        return outputs
+from worker.steps.step_tokens import HiddenStates, StepOutcome, StepTokens
 
 
 class _OutputLayer(nn.Module):
@@ -93,26 +74,35 @@ class ModelRunner:
             layer.target_NV = None
 
     @torch.inference_mode()
-    def forward(
-        self, input_ids_1T: Tensor, position_ids_1T: Tensor, logits_indices_N: Tensor, executor: LayerExecutor
-    ) -> Tensor:
-        """Run the model, its attention calls executed by `executor`; returns logits [N, V].
+    def forward(self, tokens: StepTokens, executor: LayerExecutor) -> StepOutcome:
+        """Run the model, its attention calls executed by `executor`.
 
-        Indices ascend, without repeats, so that as many as there are tokens are all of them in their order.
         Where a whole body has a plain head, the model's own forward is not called, and no hooks of it run:
         it takes as long as two layers of a small model.
         """
+        if not tokens.keeps_hidden:
+            return StepOutcome(self._run(tokens, executor))
+        kept: list[Any] = []
+        body = self._model.get_submodule(body_name(self._model))
+        hook = body.register_forward_hook(lambda _body, _given, outputs: kept.append(outputs))
+        try:
+            return StepOutcome(self._run(tokens, executor), HiddenStates(tokens, kept.pop()))
+        finally:
+            hook.remove()
+
+    def _run(self, tokens: StepTokens, executor: LayerExecutor) -> Tensor:
         arguments: dict[str, Any] = {"use_cache": False, "return_dict": True}
         # The output layer is the largest product of a step: only wanted tokens go through it.
         if self._can_choose_logits:
-            arguments["logits_to_keep"] = logits_indices_N
+            arguments["logits_to_keep"] = tokens.logits_indices_N
         with active(executor):
             body = whole_body_of(self._model)
             if body is not None and body.plain_head:
-                outputs = body(input_ids=input_ids_1T, position_ids=position_ids_1T)
-                return self._logits(outputs.hidden_TH, body.plain_head[0], logits_indices_N)
-            logits_1NV = self._model(input_ids=input_ids_1T, position_ids=position_ids_1T, **arguments).logits
-        logits_NV: Tensor = logits_1NV[0] if self._can_choose_logits else logits_1NV[0, logits_indices_N]
+                outputs = body(**tokens.arguments)
+                return self._logits(outputs.hidden_TH, body.plain_head[0], tokens.logits_indices_N)
+            logits_1NV = self._model(**tokens.arguments, **arguments).logits
+        logits_NV: Tensor
+        logits_NV = logits_1NV[0] if self._can_choose_logits else logits_1NV[0, tokens.logits_indices_N]
         return logits_NV[:, : self._vocab_size]
 
     def _logits(self, hidden_TH: Tensor, head: nn.Module, logits_indices_N: Tensor) -> Tensor:
@@ -128,43 +118,29 @@ class ModelRunner:
         logits_1TV: Tensor = self._model(input_ids=input_ids_1T, use_cache=False).logits
         return logits_1TV[0, :, : self._vocab_size]
 
-    def forward_keeping_body(
-        self, input_ids_1T: Tensor, position_ids_1T: Tensor, logits_indices_N: Tensor, executor: LayerExecutor
-    ) -> tuple[Tensor, BodyOutputs]:
-        """Run `forward` and keep the body's outputs, from which `head` computes logits of further tokens."""
-        body = BodyOutputs(input_ids_1T, position_ids_1T)
-        hook = self._model.get_submodule(body_name(self._model)).register_forward_hook(body.keep)
-        try:
-            return self.forward(input_ids_1T, position_ids_1T, logits_indices_N, executor), body
-        finally:
-            hook.remove()
-
     @torch.inference_mode()
-    def head(self, body: BodyOutputs, indices_N: Tensor) -> Tensor:
-        """Compute logits [N, V] of any tokens of the last step from its body's outputs.
+    def head(self, hidden: HiddenStates, indices_S: Tensor) -> Tensor:
+        """Compute logits [S, V] of any tokens of the last step from the hidden states that it kept.
 
         The model's own forward computes them, because several families scale or cap their logits after the
         output layer.
         """
-        with body_gives(self._model, body.only(indices_N)):
-            logits_1NV: Tensor = self._model(
-                input_ids=body.input_ids_1T[:, indices_N],
-                position_ids=body.position_ids_1T[:, indices_N],
-                use_cache=False,
-                return_dict=True,
+        hidden = hidden.only(indices_S)
+        with body_gives(self._model, hidden.outputs):
+            logits_1SV: Tensor = self._model(
+                **hidden.tokens.arguments, use_cache=False, return_dict=True
             ).logits
-        return logits_1NV[0, :, : self._vocab_size]
+        return logits_1SV[0, :, : self._vocab_size]
 
 
 class StageRunner(ModelRunner):
     """Caller of a stage that is not the last: it computes no logits, and returns zeros."""
 
-    def forward(
-        self, input_ids_1T: Tensor, position_ids_1T: Tensor, logits_indices_N: Tensor, executor: LayerExecutor
-    ) -> Tensor:
+    def forward(self, tokens: StepTokens, executor: LayerExecutor) -> StepOutcome:
         """See ModelRunner."""
-        super().forward(input_ids_1T, position_ids_1T, logits_indices_N[:0], executor)
-        return no_logits(len(logits_indices_N), self._vocab_size, input_ids_1T.device)
+        indices_N = tokens.logits_indices_N
+        outcome = super().forward(tokens._replace(logits_indices_N=indices_N[:0]), executor)
+        return outcome._replace(logits_NV=no_logits(len(indices_N), self._vocab_size, indices_N.device))
 
 
 def no_logits(num_lines: int, vocab_size: int, device: torch.device) -> Tensor:
@@ -175,13 +151,10 @@ def no_logits(num_lines: int, vocab_size: int, device: torch.device) -> Tensor:
 class StepRunner(Protocol):
     """Computation of steps, one after another."""
 
-    def compute(self, inputs: StepInputs) -> Tensor:
-        """Compute the logits [N, V] of the tokens that sample; valid until the next step is computed."""
+    def compute(self, inputs: StepInputs) -> StepOutcome:
+        """Compute a step. Its logits are valid until the next one is computed."""
 
-    def compute_keeping_body(self, inputs: StepInputs) -> tuple[Tensor, BodyOutputs]:
-        """Run `compute` and keep the body's outputs, from which `head` computes further logits."""
-
-    def head(self, body: BodyOutputs, indices_S: NDArray[np.int64]) -> Tensor:
+    def head(self, hidden: HiddenStates, indices_S: NDArray[np.int64]) -> Tensor:
         """Compute logits [S, V] of any tokens of the step that was computed last."""
 
     def remember(self, token_ids_N: Tensor) -> None:
@@ -197,19 +170,17 @@ class EagerSteps:
     def __init__(self, runner: ModelRunner, backend: AttentionBackend, device: Device) -> None:
         self._runner, self._backend, self._device = runner, backend, device
 
-    def compute(self, inputs: StepInputs) -> Tensor:
+    def compute(self, inputs: StepInputs) -> StepOutcome:
         """See StepRunner."""
         self._backend.begin_step(inputs.metadata)
-        return self._runner.forward(*self._tensors(inputs), self._backend)
+        tokens = StepTokens.of(
+            self._device, inputs.input_ids_T, inputs.position_ids_T, inputs.logits_indices_N
+        )
+        return self._runner.forward(tokens._replace(keeps_hidden=inputs.keeps_hidden), self._backend)
 
-    def compute_keeping_body(self, inputs: StepInputs) -> tuple[Tensor, BodyOutputs]:
+    def head(self, hidden: HiddenStates, indices_S: NDArray[np.int64]) -> Tensor:
         """See StepRunner."""
-        self._backend.begin_step(inputs.metadata)
-        return self._runner.forward_keeping_body(*self._tensors(inputs), self._backend)
-
-    def head(self, body: BodyOutputs, indices_S: NDArray[np.int64]) -> Tensor:
-        """See StepRunner."""
-        return self._runner.head(body, self._device.tensor(indices_S))
+        return self._runner.head(hidden, self._device.tensor(indices_S))
 
     def remember(self, token_ids_N: Tensor) -> None:
         """Do nothing: the host reads every token before it builds the next step."""
@@ -217,10 +188,3 @@ class EagerSteps:
     def describe(self) -> str:
         """See StepRunner."""
         return ""
-
-    def _tensors(self, inputs: StepInputs) -> tuple[Tensor, Tensor, Tensor]:
-        return (
-            self._device.tensor(inputs.input_ids_T[None]),
-            self._device.tensor(inputs.position_ids_T[None]),
-            self._device.tensor(inputs.logits_indices_N),
-        )

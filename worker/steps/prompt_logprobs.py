@@ -16,8 +16,9 @@ import numpy as np
 
 from scheduler.messages import NewSequence, ScheduledSequence, SequenceId, TokenLogprobs
 from worker.sampling.logits import Alternatives, report_logprobs
-from worker.steps.model_runner import BodyOutputs, StepRunner
+from worker.steps.model_runner import StepRunner
 from worker.steps.row_table import RowTable
+from worker.steps.step_tokens import StepOutcome
 
 _SLICE_LOGITS = 1 << 23
 """32 MiB of float32; their report takes about three times as much for a moment."""
@@ -78,15 +79,16 @@ class PromptScorer:
         """List the tokens of this step to score; empty for nearly every step."""
         return [] if not self._asked else list(self._find(shares, rows))
 
-    def report(self, wanted: list[_Wanted], body: BodyOutputs, steps: StepRunner) -> PromptReport:
+    def report(self, wanted: list[_Wanted], outcome: StepOutcome, steps: StepRunner) -> PromptReport:
         """Report each prompt token that follows a computed one, in order. Waits for the device.
 
         A sequence whose logits are not finite fails alone.
         """
+        assert outcome.hidden is not None
         found = PromptReport()
         for part in (part for each in wanted for part in each.cut(self._slice_tokens)):
             indices_S = np.arange(part.start, part.start + len(part.next_ids))
-            logits_SV = steps.head(body, indices_S).float()
+            logits_SV = steps.head(outcome.hidden, indices_S).float()
             if not bool(logits_SV.amax(-1).isfinite().all()):
                 found.failures[part.sequence_id] = "logits of the prompt are not finite"
                 continue

@@ -14,7 +14,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from scheduler.cache_groups import ALL_TOKENS, Lifetime, LifetimeKind
 from scheduler.messages import BlockId, NewSequence, SequenceId
+from worker.worker_config import ModelFacts
 from worker.worker_errors import SequenceRefused
 
 UNKNOWN_TOKEN = -1
@@ -40,12 +42,12 @@ class RowTable:
         max_model_len: int,
         block_size: int,
         num_blocks: int,
-        sliding_window: int | None = None,
+        lifetime: Lifetime = ALL_TOKENS,
     ) -> None:
         # One more than the longest: the last token of a full sequence is sampled, but never computed.
         self._capacity_tokens = max_model_len + 1
         self._num_pool_blocks = num_blocks
-        self._sliding_window = sliding_window
+        self._lifetime = lifetime
         self.block_size = block_size
         self.token_ids_CL = np.zeros((max_num_seqs, self._capacity_tokens), dtype=np.int32)
         self.num_tokens_C = np.zeros(max_num_seqs, dtype=np.int64)
@@ -59,6 +61,17 @@ class RowTable:
         self._owner_C = np.zeros(max_num_seqs, dtype=np.int64)  # the last owner, once a row is free
         # Taken from the end: the lowest rows first, so that few pages of the arrays are ever touched.
         self._free = list(range(max_num_seqs - 1, -1, -1))
+
+    @classmethod
+    def of(cls, facts: ModelFacts, max_num_seqs: int) -> "RowTable":
+        """Make the table of a model that was loaded."""
+        return cls(
+            max_num_seqs=max_num_seqs,
+            max_model_len=facts.max_model_len,
+            block_size=facts.block_size,
+            num_blocks=facts.num_blocks,
+            lifetime=facts.groups[0].lifetime if facts.groups else ALL_TOKENS,
+        )
 
     def __len__(self) -> int:
         return len(self._row_of)
@@ -103,12 +116,17 @@ class RowTable:
 
     def first_read(self, start: int) -> int:
         """Return the first position that a share from `start` on attends to."""
-        return 0 if self._sliding_window is None else max(start - self._sliding_window + 1, 0)
+        return self._lifetime.first_read(start)
 
     def first_reads(self, starts_R: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return `first_read` of R shares."""
-        window = self._sliding_window
-        return np.zeros_like(starts_R) if window is None else np.maximum(starts_R - window + 1, 0)
+        num_tokens = self._lifetime.num_tokens
+        match self._lifetime.kind:
+            case LifetimeKind.WINDOW:
+                return np.maximum(starts_R - num_tokens + 1, 0)
+            case LifetimeKind.CHUNK:
+                return starts_R // num_tokens * num_tokens
+        return np.zeros_like(starts_R)
 
     def append_tokens(self, rows: list[int], token_ids: list[int]) -> None:
         """Append one token to each row; the rows are distinct."""
@@ -178,7 +196,7 @@ class RowTable:
 
     def _num_passed(self, block_ids: Sequence[BlockId]) -> int:
         """Count the entries that a window has passed. Without a window, 0 is a wrong block like others."""
-        if self._sliding_window is None or not block_ids or block_ids[0]:
+        if not self._lifetime.is_limited or not block_ids or block_ids[0]:
             return 0
         return next((place for place, block in enumerate(block_ids) if block), len(block_ids))
 

@@ -40,6 +40,8 @@ class StepInputs:
     """Rows that sample, aligned with sequence_ids."""
     shares: list[ScheduledSequence]
     """Shares in the order of the batch: the first num_tokens of T belong to the first share, and so on."""
+    keeps_hidden: bool = False
+    """Whether the hidden states of all tokens are asked for."""
 
     @property
     def has_drafts(self) -> bool:

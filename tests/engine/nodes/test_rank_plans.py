@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.nodes.rank_plans import decode_plan, encode_plan
+from scheduler.input_messages import EncoderInput
 from scheduler.messages import (
     BlockCopy,
     BlockId,
-    EncoderInput,
     Grammar,
     GrammarKind,
     NewSequence,

@@ -23,6 +23,7 @@ from worker.model.body import whole_body_of
 from worker.model.layer_parts import Unrecognised
 from worker.model.surgery import put_kernels_under
 from worker.steps.model_runner import ModelRunner
+from worker.steps.step_tokens import StepTokens
 from worker.worker_config import WorkerConfig
 
 CPU = WorkerConfig(model_path="", device="cpu")
@@ -95,7 +96,7 @@ def compute_logits(
     backend.begin_step(trial_metadata(num_tokens))
     inputs = trial_arguments(60, 5, num_tokens).values()
     indices_N = torch.tensor(indices, dtype=torch.int64)
-    return ModelRunner(model, vocab_size).forward(*inputs, indices_N, backend)
+    return ModelRunner(model, vocab_size).forward(StepTokens(*inputs, indices_N), backend).logits_NV
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 21])
@@ -106,6 +107,32 @@ def test_all_layers_in_one_call_are_the_same_to_the_bit_as_one_by_one(toolkit, m
     backend = open_backend(toolkit, body)
     found = compute(body, backend, 5, num_tokens)
     assert torch.equal(found, compute_one_by_one(body, backend, 5, num_tokens))
+
+
+def test_rows_of_embeddings_are_computed_as_their_ids_are_and_stay_as_they_were(toolkit):
+    model = build(toolkit, "llama")
+    body, backend = model.model, open_backend(toolkit, model.model)
+    ids_1T, positions_1T = trial_arguments(60, 5, 9).values()
+    tokens = StepTokens(ids_1T, positions_1T, torch.tensor([3, 8]), body.embed_tokens(ids_1T).detach())
+    before_1TH = tokens.embeds_1TH.clone()
+    backend.begin_step(trial_metadata(9))
+    outcome = ModelRunner(model, 60).forward(tokens._replace(keeps_hidden=True), backend)
+    assert torch.equal(outcome.logits_NV, compute_logits(model, backend, [3, 8]))
+    assert torch.equal(outcome.hidden.hidden_TH, compute(body, backend, 5, 9)[0])
+    assert torch.equal(tokens.embeds_1TH, before_1TH)
+
+
+def test_positions_of_three_numbers_are_rotated_by_the_module_of_the_model(toolkit):
+    body = build(toolkit, "llama").model
+    backend, own = open_backend(toolkit, body), body.rotary_emb
+    expected = compute(body, backend, 5, 9)
+    body._angles._module = lambda hidden_1TH, position_ids: own(hidden_1TH, position_ids[0])
+    arguments = trial_arguments(60, 5, 9)
+    one_axis_1T = arguments["position_ids"]
+    arguments["position_ids"] = torch.stack([one_axis_1T, one_axis_1T + 1, one_axis_1T + 2])
+    backend.begin_step(trial_metadata(9))
+    with torch.inference_mode(), active(backend):
+        assert torch.equal(body(**arguments).last_hidden_state, expected)
 
 
 def test_rotations_are_the_same_whether_they_are_kept_or_not(toolkit, monkeypatch):

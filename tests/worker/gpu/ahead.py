@@ -14,6 +14,7 @@ from worker.steps.model_runner import EagerSteps
 from worker.steps.row_table import UNKNOWN_TOKEN
 from worker.steps.step_inputs import StepInputs
 from worker.steps.step_protocol import LaunchedStep
+from worker.steps.step_tokens import StepOutcome
 from worker.worker import Worker
 
 _PLACEHOLDER = -1
@@ -75,11 +76,8 @@ class RememberingSteps:
         self.num_filled = 0
         self.head, self.describe = steps.head, steps.describe
 
-    def compute(self, inputs: StepInputs) -> Tensor:
+    def compute(self, inputs: StepInputs) -> StepOutcome:
         return self._steps.compute(self._filled(inputs))
-
-    def compute_keeping_body(self, inputs: StepInputs) -> Any:
-        return self._steps.compute_keeping_body(self._filled(inputs))
 
     def remember(self, token_ids_N: Tensor) -> None:
         self._last_token_C[self._rows] = token_ids_N.numpy()
@@ -105,10 +103,10 @@ def nan_for(row: int, steps: RememberingSteps) -> None:
     """Let the next logits of a place in the batch be no numbers."""
     compute = steps.compute
 
-    def once(inputs: StepInputs) -> Tensor:
+    def once(inputs: StepInputs) -> StepOutcome:
         steps.compute = compute  # type: ignore[method-assign]
-        logits_NV = compute(inputs).clone()
+        logits_NV = compute(inputs).logits_NV.clone()
         logits_NV[row] = torch.nan
-        return logits_NV
+        return StepOutcome(logits_NV)
 
     steps.compute = once  # type: ignore[method-assign]

@@ -28,7 +28,7 @@ from tests.worker.ranks.divided import TWO_SHARDS, DividedWorker
 from tests.worker.speculation.random_requests import TINY_REQUESTS
 from tests.worker.speculation.speculated import Answer, Speculated, half_right
 from worker.adapters import adapter_targets
-from worker.devices.visiting import let_visit, staying_on
+from worker.devices.weight_life import lend_by_call, lent_to
 from worker.gpu.gpu_toolkit import _OwnOutput
 from worker.model.layer_shards import bytes_of_a_rank
 from worker.model.linear import linear_of
@@ -174,7 +174,7 @@ def test_weights_of_the_host_visit_the_device_module_by_module() -> None:
         model = nn.Sequential(*layers, layers[0]).requires_grad_(False)
         x = torch.ones(1, NUM_NUMBERS)
         on_host = model(x)
-        end = let_visit(model, DEVICE)
+        end = lend_by_call(model, DEVICE)
         cuda.driver.reset_peak(DEVICE.index)
         for _ in range(2):
             with torch.inference_mode():
@@ -183,7 +183,7 @@ def test_weights_of_the_host_visit_the_device_module_by_module() -> None:
         assert all(each.weight.device.type == "cpu" for each in layers)
         peak = torch.cuda.max_memory_allocated(DEVICE)
         assert 4 * NUM_NUMBERS**2 <= peak < 8 * NUM_NUMBERS**2, "one layer at a time"
-        with staying_on(DEVICE, model):
+        with lent_to(DEVICE, model):
             assert all(each.weight.device == DEVICE for each in layers)
         end()
         assert torch.equal(model(x), on_host)
@@ -200,7 +200,7 @@ def test_a_copy_that_fails_on_the_way_leaves_all_weights_on_the_host(monkeypatch
 
     on_host = [each.data_ptr() for each in model.parameters()]
     monkeypatch.setattr(torch.Tensor, "to", copy_one)
-    with pytest.raises(torch.OutOfMemoryError), staying_on(torch.device("meta"), model):
+    with pytest.raises(torch.OutOfMemoryError), lent_to(torch.device("meta"), model):
         pass
     assert [each.data_ptr() for each in model.parameters()] == on_host
 
@@ -297,7 +297,7 @@ def test_tied_ends_weigh_what_is_there_once_they_are_divided(family: str, tmp_pa
     foreseen = bytes_of_a_rank(model, ThreeRanks.size)
     with LazyCuda():
         torch.cuda.set_device(DEVICE)
-        with staying_on(DEVICE, output):
+        with lent_to(DEVICE, output):
             linear = linear_of(output)
             assert linear is not None
             divide_ends(model, linear, _OwnOutput, ThreeRanks())

@@ -35,7 +35,7 @@ def serve_with_scheduler(worker: Worker, facts: ModelFacts) -> Served:
         max_model_len=facts.max_model_len,
         watermark=0.0,
         num_host_blocks=facts.num_host_blocks,
-        sliding_window=facts.sliding_window,
+        groups=facts.groups,
         max_plans_in_flight=2,
     )
     return serve(worker, Scheduler(config), PROMPTS, NUM_TOKENS)

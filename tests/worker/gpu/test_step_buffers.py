@@ -98,13 +98,14 @@ def check(buffers: StepBuffers, inputs: StepInputs, sizes: BatchSizes) -> None:
     batch, metadata = buffers.view(sizes), inputs.metadata
     num_tokens, num_sequences = len(inputs.input_ids_T), len(metadata.seq_lens)
     num_logits = len(inputs.rows)
-    assert batch.input_ids_1T[0].tolist() == [*inputs.input_ids_T, *[0] * (sizes.num_tokens - num_tokens)]
-    assert batch.position_ids_1T[0, :num_tokens].tolist() == inputs.position_ids_T.tolist()
-    assert not batch.position_ids_1T[0, num_tokens:].any()
+    ids = batch.tokens.input_ids_1T[0].tolist()
+    assert ids == [*inputs.input_ids_T, *[0] * (sizes.num_tokens - num_tokens)]
+    assert batch.tokens.position_ids[0, :num_tokens].tolist() == inputs.position_ids_T.tolist()
+    assert not batch.tokens.position_ids[0, num_tokens:].any()
     assert batch.rows_T[:num_tokens].tolist() == inputs.rows_T.tolist()
     assert set(batch.rows_T[num_tokens:].tolist()) <= {LIMITS.num_sequences}, "padding is of no sequence"
     padding = sizes.num_logits - num_logits
-    assert batch.logits_indices_N.tolist() == [*inputs.logits_indices_N, *[0] * padding]
+    assert batch.tokens.logits_indices_N.tolist() == [*inputs.logits_indices_N, *[0] * padding]
     assert batch.rows_N.tolist() == [*inputs.rows, *[LIMITS.num_sequences] * padding]
     assert batch.draws_NF[:num_logits].tolist() == draws_of(inputs).tolist()
     assert batch.draws_NF[num_logits:, LINE].tolist() == [NOBODY] * padding
@@ -120,7 +121,7 @@ def check(buffers: StepBuffers, inputs: StepInputs, sizes: BatchSizes) -> None:
     tables = attention.block_tables_CB[attention.table_rows_R[:num_sequences].long()]
     assert tables[:, : metadata.block_tables.shape[1]].tolist() == metadata.block_tables.tolist()
     assert attention.block_tables_CB.stride() == (LIMITS.num_blocks, 1)
-    for tensor in (batch.input_ids_1T, batch.position_ids_1T, attention.slots_T, batch.draws_NF):
+    for tensor in (batch.tokens.input_ids_1T, batch.tokens.position_ids, attention.slots_T, batch.draws_NF):
         assert tensor.data_ptr() % 16 == 0
 
 
@@ -154,9 +155,11 @@ def test_steps_of_the_same_sizes_stand_at_the_same_addresses() -> None:
         fill(buffers, inputs, sizes)
         check(buffers, inputs, sizes)
     after = buffers.view(sizes)
-    assert [tensor.data_ptr() for tensor in (*before.attention[3:], *before[1:-1], *before.changes)] == [
-        tensor.data_ptr() for tensor in (*after.attention[3:], *after[1:-1], *after.changes)
+    places = [
+        [tensor.data_ptr() for tensor in (*each.attention[3:], *each.tokens[:3], *each[2:-1], *each.changes)]
+        for each in (before, after)
     ]
+    assert places[0] == places[1]
 
 
 def test_pinned_memory_is_written_again_only_when_the_device_has_read_it() -> None:
@@ -193,8 +196,8 @@ def test_a_step_of_padding_alone_writes_nothing_and_attends_to_nothing() -> None
     assert batch.rows_N.tolist() == [LIMITS.num_sequences] * 4
     assert batch.draws_NF[:, LINE].tolist() == [NOBODY] * 4
     assert not batch.changes.starts_R.any()
-    assert not batch.input_ids_1T.any()
-    assert not batch.logits_indices_N.any()
+    assert not batch.tokens.input_ids_1T.any()
+    assert not batch.tokens.logits_indices_N.any()
 
 
 def test_the_memory_told_beforehand_is_enough() -> None:

@@ -45,7 +45,7 @@ def test_each_prompt_gets_its_vector_however_few_blocks_there_are(
             num_blocks=facts.num_blocks,
             block_size=facts.block_size,
             max_model_len=facts.max_model_len,
-            sliding_window=facts.sliding_window,
+            groups=facts.groups,
             max_num_seqs=8,
             max_num_batched_tokens=48,
         )

@@ -130,7 +130,7 @@ def serve(worker: Executor, facts: ModelFacts, mode: PreemptionMode) -> Tokens:
         num_host_blocks=facts.num_host_blocks,
         block_size=facts.block_size,
         max_model_len=facts.max_model_len,
-        sliding_window=facts.sliding_window,
+        groups=facts.groups,
         num_stages=facts.num_stages,
         max_plans_in_flight=facts.num_stages + 1 if facts.num_stages > 1 else 1,
     )

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import worker.devices.device
+from scheduler.cache_groups import ALL_TOKENS, Lifetime, LifetimeKind
 from tests.adapters import write_adapter
 from tests.checkpoints import FAMILIES, make_checkpoint
 from tests.quantized_checkpoints import write_quantized
@@ -18,13 +19,13 @@ from worker.attention.kv_cache import BlockLayout, LayerShape
 from worker.checkpoint.checkpoint_files import find_weights, loaded_bytes
 from worker.devices.device import CpuDevice
 from worker.doctor_findings import Verdict
-from worker.memory_sizes import CPU_SHARE_OF_AVAILABLE, format_size
-from worker.model.layer_shards import bytes_of_a_rank
+from worker.memory_sizes import CPU_SHARE_OF_AVAILABLE, format_size, size_cache
+from worker.model.layer_shards import DividedLayout, bytes_of_a_rank
 from worker.ranks.ranks import Alone
 from worker.ranks.stage import Stage
 from worker.startup.forecast import _size_of_cache, forecast, weight_bytes
 from worker.startup.loader import find_kind
-from worker.startup.ready_model import _Layouts, _size
+from worker.startup.ready_model import _cache_request
 from worker.startup.survey import survey
 from worker.worker import Worker
 from worker.worker_config import AdapterFolder, AdapterLimits, WorkerConfig
@@ -250,17 +251,18 @@ def test_a_gpu_of_a_node_that_has_one_has_room_for_the_layers_of_its_node_alone(
 
 @pytest.mark.parametrize("split", [{"num_stages": 2}, {"num_ranks": 2}], ids=["stages", "shards"])
 @pytest.mark.parametrize("num_nodes", [1, 2])
+@pytest.mark.parametrize("lifetime", [ALL_TOKENS, Lifetime(LifetimeKind.WINDOW, 32)], ids=["all", "window"])
 def test_a_start_sizes_the_cache_of_a_shared_gpu_as_it_was_foreseen(
-    split: dict[str, int], num_nodes: int
+    split: dict[str, int], num_nodes: int, lifetime: Lifetime
 ) -> None:
     config = config_of(Path(), device="cuda:0", num_nodes=num_nodes, **split)
-    layers = {place: LayerShape(num_heads=1, key_dim=8, value_dim=8) for place in range(4)}
+    layers = {place: LayerShape(1, key_dim=8, value_dim=8, lifetime=lifetime) for place in range(4)}
     layout = BlockLayout(layers=layers, block_size=16, dtype=torch.float32)
     ranks, budget_bytes = Alone(), 1 << 20
     ranks.stage = Stage(0, config.num_stages)
-    layouts = _Layouts(layout, layout.only(ranks.stage.layers_of(len(layers))))
-    found = _size(config, layouts, budget_bytes // config.num_ranks_on_device, 1 << 20, ranks)
-    assert found == _size_of_cache(config, layout, budget_bytes, 1 << 20)
+    layouts = DividedLayout(layout, layout.only(ranks.stage.layers_of(len(layers))))
+    request = _cache_request(config, layouts, budget_bytes // config.num_ranks_on_device, 1 << 20, ranks)
+    assert size_cache(request) == _size_of_cache(config, layout, budget_bytes, 1 << 20)
 
 
 def test_ranks_share_a_gpu_with_those_of_their_own_node_alone(tiny_model: Path) -> None:

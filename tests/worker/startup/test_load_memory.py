@@ -26,6 +26,7 @@ from worker.checkpoint.checkpoint_files import (
 from worker.cpu import cpu_kernel_choice
 from worker.cpu.kernel_build import CannotBuild
 from worker.cpu.packing import large_pages
+from worker.devices import weight_life
 from worker.devices.device import CpuDevice
 from worker.machine import free_behind
 from worker.memory_sizes import CPU_SHARE_OF_AVAILABLE, WeightBytes
@@ -80,8 +81,8 @@ def test_codes_are_read_again_for_each_layer_and_freed_behind_it(
         between_layers.append(sum(each.nbytes for each in gc.get_objects() if is_codes(each)))
         free_behind(files)
 
-    monkeypatch.setattr(worker.startup.loader, "free_behind", noting)
-    monkeypatch.setattr(worker.startup.loader, "once_grown", lambda free: free)  # too small to be worth it
+    monkeypatch.setattr(weight_life, "free_behind", noting)
+    monkeypatch.setattr(weight_life, "once_grown", lambda free: free)  # too small to be worth it
     loaded, facts = load_worker(coded)
     assert len(between_layers) > 1
     assert len(set(between_layers)) == 1  # those of models that other tests have loaded
@@ -274,7 +275,7 @@ def test_memory_that_runs_out_on_the_way_to_the_device_is_a_refusal_with_numbers
     def run_out(*args: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(worker.startup.loader, "move_weights", run_out)
+    monkeypatch.setattr(weight_life.WeightLife, "move", run_out)
     with pytest.raises(StartupError, match=r"ran out while \d+\.\d\d GiB of weights"):
         load(folder)
 

@@ -18,6 +18,7 @@ from worker.devices.device import Device
 from worker.ranks.ranks import ALONE
 from worker.startup.loader import LoadedModel
 from worker.startup.self_check import LONGEST_CHECK, SelfCheck
+from worker.steps.step_tokens import StepOutcome, StepTokens
 from worker.worker_errors import FamilyRefused, StartupError
 
 
@@ -28,11 +29,11 @@ class _Model:
         self.own = torch.randn(num_tokens, 8, generator=torch.Generator().manual_seed(0))
         self.steps: list[int] = []
 
-    def forward(self, input_ids_1T: Tensor, position_ids_1T: Tensor, indices_N: Tensor, _: Any) -> Tensor:
-        self.steps.append(position_ids_1T.shape[1])
+    def forward(self, tokens: StepTokens, _: Any) -> StepOutcome:
+        self.steps.append(tokens.position_ids.shape[1])
         paged = self.own.clone()
         paged[-1] *= 2
-        return paged[position_ids_1T[0]]
+        return StepOutcome(paged[tokens.position_ids[0]])
 
     def forward_alone(self, input_ids_1T: Tensor) -> Tensor:
         return self.own
