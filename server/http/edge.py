@@ -7,21 +7,23 @@ Never: behaviour.
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from starlette.requests import Request
 
-from engine.frontend.client import AsyncEngine
-from engine.options.engine_config import ServerConfig
 from engine.types import TokenOutput
 from server.http.listening import num_connections_allowed
 from server.observe.http_metrics import HttpMetrics
 from server.observe.spans import NoSpans, Spans
 
+if TYPE_CHECKING:  # names alone: what a route is given was made by server/startup/serving.py
+    from engine.frontend.client import AsyncEngine
+    from engine.options.engine_config import ServerConfig
+
 NumberedOutputs = AsyncGenerator[tuple[int, TokenOutput], None]
 """Each output with the place of its request among those of one HTTP request."""
-Engine = AsyncEngine
-EdgeSettings = ServerConfig
+Engine: TypeAlias = "AsyncEngine"
+EdgeSettings: TypeAlias = "ServerConfig"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

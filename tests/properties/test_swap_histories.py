@@ -93,7 +93,7 @@ class LateWorker(FakeWorker):
             self._written.append((*self._slot(row, position), hash(_content(row, position))))
 
     def _check_prefix(self, row: _Row, start: int, end: int) -> None:
-        for position in range(0 if self.window is None else max(start - self.window + 1, 0), end):
+        for position in range(self.lifetime.first_read(start), end):
             self._read.append((*self._slot(row, position), hash(_content(row, position))))
 
     def _metadata(self) -> AttentionMetadata:
