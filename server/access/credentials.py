@@ -34,14 +34,16 @@ async def reread_on_change(paths: Iterable[str], reread: Callable[[], None]) -> 
     known = await asyncio.to_thread(_signatures, files)
     while True:
         await asyncio.sleep(LOOK_EVERY_S)
-        found = await asyncio.to_thread(_signatures, files)
-        if found == known:
-            continue
-        known = found
         try:
+            found = await asyncio.to_thread(_signatures, files)
+            if found == known:
+                continue
+            known = found
             await asyncio.to_thread(reread)
         except OptionError as error:
             log.error("%s; what was read before stays in force", error)
+        except Exception:  # or no file would be followed any more
+            log.exception("%s cannot be read again; what was read before stays in force", names)
         else:
             log.info("read again: %s", names)
 

@@ -32,6 +32,10 @@ class BatchFileError(Exception):
     """A file that cannot be used. One line for the operator."""
 
 
+class LineFault(Exception):
+    """A line that cannot be sent; the text says why."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRequest:
     """A line of the input."""
@@ -42,17 +46,20 @@ class BatchRequest:
     body: Any
     """All three unchecked: their faults are reported in the request's own line."""
 
-    def fault(self) -> str | None:
-        """The reason why it cannot be sent; None if it can."""
+    def encoded(self, **fields: Any) -> bytes:
+        """The body that is sent, with these fields in it. Raises LineFault."""
         if self.method != "POST":
-            return 'method must be "POST"'
+            raise LineFault('method must be "POST"')
         if self.url not in BATCH_PATHS:
-            return f"url must be one of {', '.join(sorted(BATCH_PATHS))}"
+            raise LineFault(f"url must be one of {', '.join(sorted(BATCH_PATHS))}")
         if not isinstance(self.body, dict):
-            return "body must be a JSON object"
+            raise LineFault("body must be a JSON object")
         if self.body.get("stream"):
-            return "stream: replies in a batch are whole; leave it out"
-        return None
+            raise LineFault("stream: replies in a batch are whole; leave it out")
+        try:
+            return orjson.dumps({**self.body, **fields})
+        except orjson.JSONEncodeError as error:  # nested deeper than it writes, though it has read it
+            raise LineFault(f"body cannot be sent: {error}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,21 +130,27 @@ def _request(line: bytes, where: str) -> BatchRequest:
 
 def answer_line(custom_id: str, reply: Reply) -> bytes:
     """A reply, whether good or bad, as the output file has it."""
-    try:
-        body = orjson.loads(reply.body)
-    except orjson.JSONDecodeError:  # a proxy's page, say
-        body = reply.body[:4096].decode(errors="replace")
-    response = {
+    response: dict[str, Any] = {
         "status_code": reply.status,
         "request_id": reply.headers.get("x-request-id", ""),
-        "body": body,
     }
-    return _line(custom_id, response=response, error=None)
+    try:
+        response["body"] = orjson.loads(reply.body)
+        return _line(custom_id, response=response, error=None)
+    except (orjson.JSONDecodeError, orjson.JSONEncodeError):  # a proxy's page, or nested too deep to write
+        response["body"] = reply.body[:4096].decode(errors="replace")
+        return _line(custom_id, response=response, error=None)
 
 
 def fault_line(custom_id: str, message: str) -> bytes:
     """A request that was never sent."""
     return _line(custom_id, response=None, error={"code": "invalid_request", "message": message})
+
+
+def failed_line(custom_id: str) -> bytes:
+    """A request that failed by a fault of this server."""
+    message = "this line failed by a fault of the server, which its log has; send it again in another batch"
+    return _line(custom_id, response=None, error={"code": "internal_error", "message": message})
 
 
 def _line(custom_id: str, *, response: Any, error: Any) -> bytes:

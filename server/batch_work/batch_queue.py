@@ -1,41 +1,44 @@
 """Batches of a running server, one after the other, at the lowest priority.
 
-Owns: the steps of a batch from validating to its end, and going on with it after a restart.
+Owns: the steps of a batch from validating to its end, going on with it after a restart, and that whatever
+goes wrong with a line or a batch is the end of that line or batch alone.
 Never: routes (server/state/batch_routes.py), the tables (server/state/state_store.py), or how a request is
 sent again (batch_run.py).
 
 An answer is on disk before its line counts as answered. A line without an answer is sent when the server runs
-again, so that a restart loses and repeats no answer.
+again, so that a restart loses and repeats no answer. What a disk does not take is tried again until it does.
 """
 
 import asyncio
 import logging
-import sqlite3
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
-
 from server.batch_work.batch_files import (
     BatchFileError,
     BatchRequest,
+    LineFault,
     answer_line,
+    failed_line,
     fault_line,
     numbered_requests,
 )
-from server.batch_work.batch_run import BatchRun, Client, ServerLost, failing_together
+from server.batch_work.batch_run import BatchRun, Client, failing_together
 from server.generate.protocol import INT32_MAX
+from server.http.http_client import Reply
 from server.state.batch_routes import WINDOW_S
-from server.state.state_desk import StateDesk, unix_time_s
-from server.state.state_store import OPEN_STATUSES
+from server.state.state_desk import PAUSE_S, StateDesk, unix_time_s
+from server.state.state_store import STORAGE_FAULTS
 
 log = logging.getLogger(__name__)
 
 MAX_LINES = 50_000
 _LOWEST_PRIORITY = INT32_MAX
 _TIMED_OUT = 504
-_PAUSE_AFTER_FAILURE_S = 5.0
+_OUR_FAULT = "the batch failed by a fault of the server, which its log has; what was answered is in its files"
+_FAULTS = (Exception, asyncio.CancelledError)
+"""Whatever may come out of a step; also the cancelling of what it waited for, which did not mean the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,36 +54,73 @@ class _Unfit(Exception):
 class BatchQueue:
     """Works through the batches of a desk."""
 
-    def __init__(self, desk: StateDesk, client_of: Callable[[str], Client], *, concurrency: int) -> None:
-        """`client_of` makes a client that sends requests as the key of this name."""
+    def __init__(
+        self,
+        desk: StateDesk,
+        client_of: Callable[[str], Client],
+        *,
+        concurrency: int,
+        count_fault: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """`client_of` makes a client that sends requests as the key of this name.
+
+        `count_fault` takes the part that failed by a fault of ours.
+        """
         self._desk = desk
         self._client_of = client_of
         self._concurrency = concurrency
+        self._count_fault = count_fault
+        self._after: str | None = None
+        """The batch that could not be brought to its end: those behind it come first."""
 
     async def run(self) -> None:
         """Work until cancelled."""
         while True:
-            self._desk.changed.clear()
             try:
-                found = await self._desk.do(lambda store: store.next_open())
-                if found is None:
-                    await self._desk.changed.wait()
-                else:
-                    await self._advance(*found)
-            except (sqlite3.Error, OSError, ServerLost) as error:
-                log.error("a batch cannot go on, and is tried again: %s", error)
-                await asyncio.sleep(_PAUSE_AFTER_FAILURE_S)
+                if self._desk.waits_for(self):
+                    await asyncio.sleep(PAUSE_S)
+                await self._take_turn()
+            except _FAULTS as error:
+                _raise_if_stopped(error)
+                if not isinstance(error, STORAGE_FAULTS):
+                    log.error("no batch can be worked on; tried again", exc_info=error)
+                    self._count_fault("batches")
+                self._desk.waits(self, error)
 
-    async def _advance(self, owner: str, batch: dict[str, Any]) -> None:
-        """Bring one batch to its end."""
-        if batch["status"] == "cancelling":
-            await self._finish(owner, batch, "cancelled")
+    async def _take_turn(self) -> None:
+        """Bring the next batch to its end; wait if there is none."""
+        self._desk.changed.clear()
+        found = await self._desk.attempt(lambda store: store.next_open(self._after) or store.next_open(None))
+        if found is None:
+            self._desk.goes_on(self)
+            await self._desk.changed.wait()
             return
-        content = await self._desk.do(lambda store: store.content(owner, batch["input_file_id"]))
+        owner, batch_id = found
+        self._after = batch_id
+        try:
+            await self._advance(owner, batch_id)
+        except STORAGE_FAULTS:
+            raise
+        except _FAULTS as error:
+            _raise_if_stopped(error)
+            log.error("batch %s: failed", batch_id, exc_info=error)
+            self._count_fault("batch")
+            await self._fail(owner, batch_id, "internal_error", _OUR_FAULT)
+        self._after = None
+        self._desk.goes_on(self)
+
+    async def _advance(self, owner: str, batch_id: str) -> None:
+        """Bring one batch to its end."""
+        batch = await self._desk.attempt(lambda store: store.batch(owner, batch_id))
+        assert batch is not None, "batches are not deleted"
+        if batch["status"] == "cancelling":
+            await self._finish(owner, batch_id, "cancelled")
+            return
+        content = await self._desk.attempt(lambda store: store.content(owner, batch["input_file_id"]))
         try:
             lines = await asyncio.to_thread(_read_lines, content, batch["endpoint"])
         except _Unfit as error:
-            await self._fail(batch, str(error))
+            await self._fail(owner, batch_id, "invalid_file", str(error))
             return
         if batch["status"] == "validating":
             counts = {"total": len(lines), "completed": 0, "failed": 0}
@@ -89,17 +129,17 @@ class BatchQueue:
                 "in_progress_at": unix_time_s(),
                 "request_counts": counts,
             }
-            started = await self._desk.do(
-                lambda store: store.update_batch(batch["id"], changes, expected={"validating"})
+            started = await self._desk.attempt(
+                lambda store: store.update_batch(batch_id, changes, expected={"validating"})
             )
             if started is None:  # cancelled meanwhile
                 return
         end = await self._send_until_the_end(owner, batch, lines)
-        await self._finish(owner, batch, end)
+        await self._finish(owner, batch_id, end)
 
     async def _send_until_the_end(self, owner: str, batch: dict[str, Any], lines: list[_Line]) -> str:
         """Send the open lines; return the status that the batch ends with."""
-        answered = await self._desk.do(lambda store: store.answered(batch["id"]))
+        answered = await self._desk.attempt(lambda store: store.answered(batch["id"]))
         still_open = [line for line in lines if line.number not in answered]
         sending = asyncio.create_task(self._send_all(owner, batch["id"], still_open))
         try:
@@ -118,7 +158,7 @@ class BatchQueue:
                     return "completed"
                 if batch["expires_at"] <= unix_time_s():
                     return "expired"
-                now = await self._desk.do(lambda store: store.batch(owner, batch["id"]))
+                now = await self._desk.attempt(lambda store: store.batch(owner, batch["id"]))
                 if now is None or now["status"] == "cancelling":
                     return "cancelled"
         finally:
@@ -140,29 +180,60 @@ class BatchQueue:
                 task.add_done_callback(lambda _: places.release())
 
     async def _answer(self, run: BatchRun, batch_id: str, line: _Line) -> None:
-        request = line.request
-        fault = request.fault()
-        if fault is not None:
-            answer, is_error = fault_line(request.custom_id, fault), True
-        else:
-            body = {**request.body, "priority": _LOWEST_PRIORITY}
-            reply = await run.send(request.url, orjson.dumps(body))
-            while reply.status == _TIMED_OUT:  # it had no turn before the server's time limit
-                reply = await run.send(request.url, orjson.dumps(body))
-            answer, is_error = answer_line(request.custom_id, reply), not 200 <= reply.status < 300
-        await self._desk.do(lambda store: store.add_answer(batch_id, line.number, answer, is_error=is_error))
+        """Keep the answer of a line, or that it failed."""
 
-    async def _finish(self, owner: str, batch: dict[str, Any], status: str) -> None:
+        async def keep(answer: bytes, *, is_error: bool) -> None:
+            await self._desk.keep(
+                lambda store: store.add_answer(batch_id, line.number, answer, is_error=is_error)
+            )
+
+        custom_id = line.request.custom_id
+        try:
+            reply = await self._reply_to(run, line.request)
+            await keep(answer_line(custom_id, reply), is_error=not 200 <= reply.status < 300)
+        except LineFault as fault:
+            await keep(fault_line(custom_id, str(fault)), is_error=True)
+        except _FAULTS as error:
+            _raise_if_stopped(error)
+            log.error("batch %s: line %d failed", batch_id, line.number, exc_info=error)
+            self._count_fault("batch_line")
+            await keep(failed_line(custom_id), is_error=True)
+
+    async def _reply_to(self, run: BatchRun, request: BatchRequest) -> Reply:
+        """Raises LineFault."""
+        body = request.encoded(priority=_LOWEST_PRIORITY)
+        reply = await run.send(request.url, body)
+        while reply.status == _TIMED_OUT:  # it had no turn before the server's time limit
+            reply = await run.send(request.url, body)
+        return reply
+
+    async def _finish(self, owner: str, batch_id: str, status: str) -> None:
         now_s = unix_time_s()
         changes = {"status": status, f"{status}_at": now_s, "finalizing_at": now_s}
-        await self._desk.do(lambda store: store.finish(owner, batch["id"], changes, now_s=now_s))
-        log.info("batch %s: %s", batch["id"], status)
+        await self._desk.attempt(lambda store: store.finish(owner, batch_id, changes, now_s=now_s))
+        log.info("batch %s: %s", batch_id, status)
 
-    async def _fail(self, batch: dict[str, Any], message: str) -> None:
-        fault = {"code": "invalid_file", "message": message, "param": "input_file_id", "line": None}
-        errors = {"object": "list", "data": [fault]}
-        changes = {"status": "failed", "failed_at": unix_time_s(), "errors": errors}
-        await self._desk.do(lambda store: store.update_batch(batch["id"], changes, expected=OPEN_STATUSES))
+    async def _fail(self, owner: str, batch_id: str, code: str, message: str) -> None:
+        """End a batch with the reason; what is answered stays in its files, if they can be written."""
+        param = "input_file_id" if code == "invalid_file" else None
+        fault = {"code": code, "message": message, "param": param, "line": None}
+        now_s = unix_time_s()
+        changes = {"status": "failed", "failed_at": now_s, "errors": {"object": "list", "data": [fault]}}
+        try:
+            await self._desk.attempt(lambda store: store.finish(owner, batch_id, changes, now_s=now_s))
+        except STORAGE_FAULTS:
+            raise
+        except _FAULTS as error:
+            _raise_if_stopped(error)
+            log.error("batch %s: its files cannot be written", batch_id, exc_info=error)
+            await self._desk.attempt(lambda store: store.abandon(batch_id, changes))
+
+
+def _raise_if_stopped(error: BaseException) -> None:
+    """Raise the error if the task itself is to end, and not only what it waited for."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise error
 
 
 def _read_lines(content: bytes | None, endpoint: str) -> list[_Line]:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import orjson
 
-from server.batch_work.batch_files import BatchRequest, answer_line, fault_line
+from server.batch_work.batch_files import BatchRequest, LineFault, answer_line, fault_line
 from server.http.http_client import ExchangeFailed, Reply
 
 _WAIT_STATUSES = frozenset({429, 503})
@@ -103,13 +103,12 @@ class BatchRun:
                 task.add_done_callback(lambda _: places.release())
 
     async def _answer(self, request: BatchRequest) -> None:
-        fault = request.fault()
-        reply = None if fault is not None else await self.send(request.url, orjson.dumps(request.body))
-        line = (
-            fault_line(request.custom_id, fault or "")
-            if reply is None
-            else answer_line(request.custom_id, reply)
-        )
+        reply = None
+        try:
+            reply = await self.send(request.url, request.encoded())
+            line = answer_line(request.custom_id, reply)
+        except LineFault as fault:
+            line = fault_line(request.custom_id, str(fault))
         self.write(line)
         self.counts.add(reply)
         self.show(self.counts)

@@ -11,7 +11,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from engine.types import Health
@@ -50,13 +50,19 @@ class LoopPulse:
 
 
 class HealthListener:
-    """Use `start` and `close` in the event loop of the API. `health` is called in another thread."""
+    """Use `start` and `close` in the event loop of the API. Its functions are called in another thread."""
 
     def __init__(
-        self, listener: socket.socket, health: Callable[[], Health], *, heartbeat_timeout_s: float
+        self,
+        listener: socket.socket,
+        health: Callable[[], Health],
+        *,
+        heartbeat_timeout_s: float,
+        degraded: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         self._listener = listener
         self._health = health
+        self._degraded = degraded
         self._pulse = LoopPulse()
         self._beating: asyncio.Task[None] | None = None
         self._heartbeat_timeout_s = heartbeat_timeout_s
@@ -123,7 +129,7 @@ class HealthListener:
             return _reply(b"404 Not Found", b"")
         if method not in (b"GET", b"HEAD"):
             return _reply(b"405 Method Not Allowed", b"", b"allow: GET, HEAD\r\n")
-        is_yes, body = health_page(self.judge(), question)
+        is_yes, body = health_page(self.judge(), question, self._degraded())
         reply = _reply(b"200 OK" if is_yes else b"503 Service Unavailable", body)
         return reply.removesuffix(body) if method == b"HEAD" else reply
 

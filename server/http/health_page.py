@@ -4,6 +4,7 @@ Owns: the answer to each question, and the page.
 Never: a judgement of health: the engine's own (engine/frontend/health.py).
 """
 
+from collections.abc import Sequence
 from enum import Enum
 
 import orjson
@@ -18,8 +19,8 @@ class Question(Enum):
     LIVE = "does it move, or is a restart the cure?"
 
 
-def health_page(health: Health, question: Question) -> tuple[bool, bytes]:
-    """The answer, and the JSON that explains it."""
+def health_page(health: Health, question: Question, degraded: Sequence[str]) -> tuple[bool, bytes]:
+    """The answer, and the JSON that explains it. What is `degraded` changes no answer."""
     is_yes = health.is_ready if question is Question.READY else health.is_live
     body = {
         "status": "ok" if is_yes else "unavailable",
@@ -27,5 +28,6 @@ def health_page(health: Health, question: Question) -> tuple[bool, bytes]:
         "detail": health.detail,
         "progress": round(health.progress, 4),
         "num_steps": health.num_steps,
+        "degraded": degraded,
     }
     return is_yes, orjson.dumps(body)

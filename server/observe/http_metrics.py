@@ -7,7 +7,7 @@ Never: the engine's own metrics; both live in the engine's registry and appear o
 from collections import deque
 from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
 _RECENT_ERRORS = 50
 OWN_LIMIT = "own"
@@ -57,6 +57,17 @@ class HttpMetrics:
             "Streams given up because the client stopped reading.",
             registry=registry,
         )
+        self.state_writes_waiting = Gauge(
+            "tokenyard:state_writes_waiting",
+            "Writes to --state-folder that failed, by a full disk say, and are tried again.",
+            registry=registry,
+        )
+        self.background_faults = Counter(
+            "tokenyard:background_faults",
+            "Faults in work that no client waits for, by the part that failed and was given up.",
+            ("part",),
+            registry=registry,
+        )
 
         self.recent_errors: deque[RecentError] = deque(maxlen=_RECENT_ERRORS)
         """The last error replies, oldest first, for the web page."""
@@ -72,6 +83,10 @@ class HttpMetrics:
     def count_own_limit(self, method: str, route: str, status: int) -> None:
         """Count a request that failed by its own time limit: by the status alone it would be our fault."""
         self.requests.labels(method, route, str(status), OWN_LIMIT).inc()
+
+    def count_background_fault(self, part: str) -> None:
+        """Count a fault in the work on batches or responses; `part` is of a fixed set."""
+        self.background_faults.labels(part).inc()
 
     def count_error(self, code: str) -> None:
         """Count an error; `code` is one of the catalogue, so that its rows bound the series."""

@@ -35,6 +35,8 @@ class HealthPage(ReplyModel):
     detail: str
     progress: float
     num_steps: int
+    degraded: list[str]
+    """What cannot go on at the moment, though requests are served."""
 
 
 class ServerLoad(ReplyModel):
@@ -112,7 +114,8 @@ async def is_live(request: Request) -> Response:
 
 
 def _answer(request: Request, question: Question) -> Response:
-    is_yes, body = health_page(edge_of(request).engine.health(), question)
+    degraded = request.app.state.desk.degraded()
+    is_yes, body = health_page(edge_of(request).engine.health(), question, degraded)
     return Response(body, 200 if is_yes else 503, headers=_NO_STORE, media_type="application/json")
 
 

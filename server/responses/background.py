@@ -33,6 +33,8 @@ _PLACES = 8
 _RETRY_AFTER_S = 5.0
 _PAUSE_S = 1.0
 _GIVE_UP_S = 24 * 3600.0
+_KEPT_WITHIN_S = 2.0
+"""Seconds that a client who cancels waits for the disk."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -110,6 +112,8 @@ class BackgroundResponses:
         if not work.is_cancelled:
             work.is_cancelled = True
             work.task.cancel()
+        await asyncio.wait([work.task], timeout=_KEPT_WITHIN_S)
+        work.task.cancel()  # a full disk makes no client wait
         await asyncio.gather(work.task, return_exceptions=True)
         return work.response
 
@@ -138,6 +142,7 @@ class BackgroundResponses:
             log.info("background", extra=fields(reply_id=response_id, **facts, total_s=total_s))
         except Exception:
             log.exception("background response %s could not be kept", response_id)
+            self._edge.metrics.count_background_fault("response")
         finally:
             work.settle()
             del self._works[response_id]

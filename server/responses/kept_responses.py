@@ -75,7 +75,7 @@ class KeptResponses:
             stored = stored_response(owner, task.body, task.earlier, response)
             self._store.add(response["id"], stored, now_s=time.monotonic())
             if self._desk.is_open:
-                await self._desk.do(
+                await self._desk.keep(
                     lambda rows: rows.end_response(
                         response["id"], stored.body, self._bounds, now_s=unix_time_s()
                     )
@@ -94,29 +94,41 @@ class KeptResponses:
         self._store.add(row.id, stored, now_s=time.monotonic())
 
     async def rows(self) -> list[ResponseRow]:
-        return await self._desk.do(lambda rows: rows.responses()) if self._desk.is_open else []
+        return await self._desk.keep(lambda rows: rows.responses()) if self._desk.is_open else []
 
 
-async def go_on(app: FastAPI, *, num_places: int) -> None:
-    """Take up what the last run of the server left on disk."""
-    background = cast(BackgroundResponses, app.state.background)
-    background.set_places(num_places)
+async def go_on(app: FastAPI) -> None:
+    """Take up what the last run of the server left on disk. Raises nothing."""
+    edge = cast(Edge, app.state.edge)
     kept = cast(KeptResponses, app.state.kept_responses)
-    keys = cast(KeyRing, app.state.keys)
-    for row in await kept.rows():
+    try:
+        rows = await kept.rows()
+    except Exception:
+        log.exception("no response on disk can be taken up before the next start")
+        edge.metrics.count_background_fault("responses")
+        return
+    for row in rows:
         try:
-            task = _read(row, keys)
-            save, response = kept.saver(row.owner, task), orjson.loads(row.body)
-            if not row.is_open:
-                kept.store_again(row, task, response)
-            elif task.body.stream:
-                await save(response | {"status": "failed", "error": _INTERRUPTED})
-            else:
-                background.begin(row.id, _work(app.state.edge, row.owner, task, save, response))
-        except InvalidApiKey:  # nobody could fetch it
-            await kept.delete(row.owner, row.id)
+            await _take_up(app, kept, row)
         except Exception:  # one row that cannot be read must not keep the others back
             log.exception("a response on disk cannot be taken up: %s", row.id)
+            edge.metrics.count_background_fault("response")
+
+
+async def _take_up(app: FastAPI, kept: KeptResponses, row: ResponseRow) -> None:
+    try:
+        task = _read(row, cast(KeyRing, app.state.keys))
+    except InvalidApiKey:  # nobody could fetch it
+        await kept.delete(row.owner, row.id)
+        return
+    save, response = kept.saver(row.owner, task), orjson.loads(row.body)
+    if not row.is_open:
+        kept.store_again(row, task, response)
+    elif task.body.stream:
+        await save(response | {"status": "failed", "error": _INTERRUPTED})
+    else:
+        background = cast(BackgroundResponses, app.state.background)
+        background.begin(row.id, _work(app.state.edge, row.owner, task, save, response))
 
 
 def _work(

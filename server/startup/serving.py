@@ -61,7 +61,7 @@ async def serve(launched: Launched, announcement: Announcement) -> int:
     http = _http_server(app, credentials.tls)
     url = url_of(listeners.main, scheme="http" if credentials.tls is None else "https")
     keep_what_is_loaded()
-    health = _start_health(engine, engine_config, listeners.probes)
+    health = _start_health(engine, engine_config, listeners.probes, desk)
     administering = asyncio.create_task(
         _administer(build_admin_app(app, server_config), credentials.tls, listeners.admin)
     )
@@ -94,27 +94,27 @@ async def _work_unwatched(app: FastAPI, config: EngineConfig, stopping: asyncio.
     num_seqs = config.scheduler.max_num_seqs
     yields = config.scheduler.policy.value == "priority"
     num_places = num_seqs if yields else max(1, num_seqs // 4)
-    await go_on(app, num_places=num_places)
+    background: BackgroundResponses = app.state.background
+    background.set_places(num_places)
     desk: StateDesk = app.state.desk
-    if desk.is_open:
-        await _run_batches(app, desk, num_places, stopping)
-        background: BackgroundResponses = app.state.background
-        await background.leave_to_next_start()
-
-
-async def _run_batches(app: FastAPI, desk: StateDesk, concurrency: int, stopping: asyncio.Event) -> None:
-    """Work on batches until the server is to stop."""
-    queue = BatchQueue(desk, lambda owner: AppClient(app, owner=owner), concurrency=concurrency)
-    working = asyncio.create_task(queue.run())
-    stopped = asyncio.create_task(stopping.wait())
+    if not desk.is_open:
+        return
+    edge: Edge = app.state.edge
+    queue = BatchQueue(
+        desk,
+        lambda owner: AppClient(app, owner=owner),
+        concurrency=num_places,
+        count_fault=edge.metrics.count_background_fault,
+    )
+    # Neither ends by a fault: each takes what goes wrong with one batch or response as the end of that.
+    working = [asyncio.create_task(queue.run()), asyncio.create_task(go_on(app))]
     try:
-        await asyncio.wait([working, stopped], return_when=asyncio.FIRST_COMPLETED)
+        await stopping.wait()
     finally:
-        stopped.cancel()
-        working.cancel()
-        (end,) = await asyncio.gather(working, return_exceptions=True)
-        if not isinstance(end, asyncio.CancelledError):
-            log.error("no more batches are worked on until the next start", exc_info=end)
+        for task in working:
+            task.cancel()
+        await asyncio.gather(*working, return_exceptions=True)
+    await background.leave_to_next_start()
 
 
 async def _administer(app: FastAPI, tls: LiveTls | None, listener: socket.socket | None) -> None:
@@ -147,11 +147,13 @@ def _open_spans(engine: AsyncEngine, config: EngineConfig, server: ServerConfig)
 
 
 def _start_health(
-    engine: AsyncEngine, config: EngineConfig, probes: socket.socket | None
+    engine: AsyncEngine, config: EngineConfig, probes: socket.socket | None, desk: StateDesk
 ) -> HealthListener | None:
     if probes is None:
         return None
-    listener = HealthListener(probes, engine.health, heartbeat_timeout_s=config.heartbeat_timeout_s)
+    listener = HealthListener(
+        probes, engine.health, heartbeat_timeout_s=config.heartbeat_timeout_s, degraded=desk.degraded
+    )
     listener.start()
     log.info("probes are answered at %s too", url_of(probes))
     return listener

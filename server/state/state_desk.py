@@ -1,9 +1,11 @@
 """The store of one server, and the word that there is a batch to begin or to cancel.
 
-Owns: the refusal of routes where no folder is given, and the owner of a request.
+Owns: the refusal of routes where no folder is given, the owner of a request, and the wait for a disk that
+takes no writes: what waits is counted, for health and metrics.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -17,9 +19,20 @@ from engine.errors import RequestRejected
 from server.access.auth import KEY_NAME
 from server.http.edge import EdgeSettings
 from server.refusals import unsupported
-from server.state.state_store import FileInUse, Page, StateStore, StorageFull, open_store
+from server.state.state_store import (
+    STORAGE_FAULTS,
+    FileInUse,
+    Page,
+    StateStore,
+    StorageFull,
+    open_store,
+)
+
+log = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT")
+PAUSE_S = 5.0
+"""Between two tries of a write."""
 
 
 class StateDesk:
@@ -32,6 +45,7 @@ class StateDesk:
             self._store = open_store(folder, max_bytes=max_bytes)
         self.changed = asyncio.Event()
         """Set when a batch was added or is to be cancelled."""
+        self._waiting: set[object] = set()
 
     def close(self) -> None:
         """Close the store, if there is one."""
@@ -51,11 +65,54 @@ class StateDesk:
             )
         return self._store
 
-    async def do(self, action: Callable[[StateStore], ResultT]) -> ResultT:
-        """Do one thing with the store in a thread. Raises RequestRejected."""
-        store = self.store
+    @property
+    def num_waiting(self) -> int:
+        """Count the writes that failed and are tried again. Safe in any thread."""
+        return len(self._waiting)
+
+    def degraded(self) -> list[str]:
+        """What health says of it, in any thread."""
+        num_waiting = self.num_waiting
+        return [f"--state-folder: {num_waiting} writes failed and are tried again"] if num_waiting else []
+
+    async def attempt(self, action: Callable[[StateStore], ResultT]) -> ResultT:
+        """Do one thing with the store in a thread. Raises what the store raises."""
+        return await asyncio.to_thread(action, self.store)
+
+    async def keep(self, action: Callable[[StateStore], ResultT]) -> ResultT:
+        """Do one thing, again and again until the disk has room for it."""
+        waiting = object()
         try:
-            return await asyncio.to_thread(action, store)
+            while True:
+                try:
+                    return await self.attempt(action)
+                except STORAGE_FAULTS as error:
+                    self.waits(waiting, error)
+                await asyncio.sleep(PAUSE_S)
+        finally:
+            self.goes_on(waiting)
+
+    def waits_for(self, waiting: object) -> bool:
+        """Whether this one waits."""
+        return waiting in self._waiting
+
+    def waits(self, waiting: object, fault: BaseException) -> None:
+        """Note that a write has failed and is to be tried again."""
+        if not self._waiting:
+            log.error("--state-folder: what failed is tried again every %g s: %s", PAUSE_S, fault)
+        self._waiting.add(waiting)
+
+    def goes_on(self, waiting: object) -> None:
+        """Note that it waits no more."""
+        if waiting in self._waiting:
+            self._waiting.remove(waiting)
+            if not self._waiting:
+                log.info("--state-folder: nothing waits any more")
+
+    async def do(self, action: Callable[[StateStore], ResultT]) -> ResultT:
+        """Do one thing with the store in a thread, for a client. Raises RequestRejected."""
+        try:
+            return await self.attempt(action)
         except FileInUse as error:
             raise RequestRejected(str(error), param="file_id") from None
         except StorageFull as error:
@@ -66,7 +123,9 @@ def add_desk(app: FastAPI, settings: EdgeSettings) -> None:
     """Put the one desk of all routes into the state of the application."""
     if not hasattr(app.state, "desk"):
         edge = settings.edge
-        app.state.desk = StateDesk(edge.state_folder, max_bytes=edge.state_max_bytes)
+        desk = StateDesk(edge.state_folder, max_bytes=edge.state_max_bytes)
+        app.state.desk = desk
+        app.state.edge.metrics.state_writes_waiting.set_function(lambda: desk.num_waiting)
 
 
 def desk_of(request: Request) -> StateDesk:

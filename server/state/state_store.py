@@ -46,6 +46,10 @@ class StorageFull(Exception):
     """There is no room for a file or a batch of this owner; the text says why."""
 
 
+STORAGE_FAULTS = (StorageFull, sqlite3.OperationalError, OSError)
+"""Errors of the disk, or of another process that holds the database: all that has to be kept waits."""
+
+
 class FileInUse(Exception):
     """The file cannot be deleted yet; the text says why."""
 
@@ -220,14 +224,16 @@ class StateStore:
             ).fetchall()
             return [_batch_body(database, row[0]) for row in rows]
 
-    def next_open(self) -> tuple[str, dict[str, Any]] | None:
-        """Return owner and body of the oldest batch that is not at its end."""
+    def next_open(self, after: str | None) -> tuple[str, str] | None:
+        """Return owner and id of the oldest batch under way, of those behind the batch `after`."""
         with self._transaction() as database:
-            row = database.execute(
-                "SELECT owner, body FROM batches WHERE status IN (?, ?, ?) ORDER BY number LIMIT 1",
-                OPEN_STATUSES,
+            row: tuple[str, str] | None = database.execute(
+                "SELECT owner, id FROM batches WHERE status IN (?, ?, ?)"
+                " AND number > coalesce((SELECT number FROM batches WHERE id = ?), 0)"
+                " ORDER BY number LIMIT 1",
+                (*OPEN_STATUSES, after),
             ).fetchone()
-            return None if row is None else (row[0], _batch_body(database, row[1]))
+        return row
 
     def update_batch(
         self, batch_id: str, changes: dict[str, Any], *, expected: Iterable[str]
@@ -254,10 +260,12 @@ class StateStore:
         return frozenset(line for (line,) in rows)
 
     def finish(self, owner: str, batch_id: str, changes: dict[str, Any], *, now_s: int) -> None:
-        """End a batch: write its files, drop its answers and set its last status, all at once."""
+        """End a batch, once: write its files, drop its answers and set its last status, all together."""
         with self._transaction() as database:
             (row,) = database.execute("SELECT body FROM batches WHERE id = ?", (batch_id,)).fetchone()
             body = _batch_body(database, row)
+            if body["status"] not in OPEN_STATUSES:
+                return
             for is_error, field in ((0, "output_file_id"), (1, "error_file_id")):
                 rows = database.execute(
                     "SELECT answer FROM answers WHERE batch = ? AND is_error = ? ORDER BY line",
@@ -270,6 +278,15 @@ class StateStore:
                     body[field] = _add_file(database, owner, file)["id"]
             _change(database, body, changes)
             database.execute("DELETE FROM answers WHERE batch = ?", (batch_id,))
+
+    def abandon(self, batch_id: str, changes: dict[str, Any]) -> None:
+        """End a batch whose files cannot be written: its answers are lost."""
+        with self._transaction() as database:
+            database.execute("DELETE FROM answers WHERE batch = ?", (batch_id,))
+            (row,) = database.execute("SELECT body FROM batches WHERE id = ?", (batch_id,)).fetchone()
+            body = _batch_body(database, row)
+            if body["status"] in OPEN_STATUSES:
+                _change(database, body, changes)
 
     # Responses of the background.
 

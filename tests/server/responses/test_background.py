@@ -247,7 +247,7 @@ async def test_after_a_restart_what_was_in_line_is_made_and_what_had_its_end_is_
     engine.stall_after = None
     second = with_folder()
     async with connect(second) as client:
-        await go_on(second, num_places=2)
+        await go_on(second)
         assert await ended(client, done["id"]) == done
         response = await ended(client, made["id"])
         assert response["status"] == "completed"
@@ -259,7 +259,7 @@ async def test_after_a_restart_what_was_in_line_is_made_and_what_had_its_end_is_
     second.state.desk.close()
     third = with_folder()
     async with connect(third) as client:
-        await go_on(third, num_places=2)
+        await go_on(third)
         assert (await client.get(f"{PATH}/{made['id']}")).status_code == 404
         following = await create(client, input="gh", previous_response_id=done["id"], max_output_tokens=1)
         assert following["status"] == "completed"
