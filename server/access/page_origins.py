@@ -1,6 +1,6 @@
 """Origins of web pages that may use a server without keys, which any client on this machine may use.
 
-Owns: the checks of the headers `origin` and `host`.
+Owns: the checks of the headers `origin` and `host`, and that cookies are not read.
 Never: the replies that pages of other origins may read: the browser decides that, by CORS (app.py).
 
 A page can make a browser send requests to this machine without asking first (a body without a type), and a
@@ -62,6 +62,9 @@ class PageOrigins:
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            # Each route would have them parsed, in quadratic time, and none uses them.
+            scope["headers"] = [each for each in scope["headers"] if each[0] != b"cookie"]
         if scope["type"] == "http" and not self._keys.is_locked:
             host = _header(scope, b"host")
             name = _name_in(host)

@@ -2,17 +2,25 @@
 
 Owns: the parts, their names and file names, and the faults of a form.
 Never: the number of bytes (body_limit.py), or what a file means (file_routes.py).
-Source: RFC 7578; RFC 2046, section 5.1.
+Source: RFC 7578; RFC 2046, section 5.1; RFC 9110, section 5.6.6, for parameters; RFC 8187 for encoded ones.
 """
 
+import re
 from dataclasses import dataclass
-from email.message import Message
+from urllib.parse import unquote
 
 from engine.errors import RequestRejected
 from server.error_replies import UnsupportedMediaType
 
 _MAX_PARTS = 16
 _MAX_HEAD_BYTES = 4096
+_MAX_BOUNDARY_CHARS = 70
+_PARAMETER = re.compile(
+    r"[ \t]*;[ \t]*(?P<name>[!#$%&'*+.^_`|~0-9A-Za-z-]+)[ \t]*=[ \t]*"
+    r'(?:"(?P<quoted>(?:[^"\\]|\\.)*)"|(?P<plain>[^";\s]+))',
+    re.DOTALL,
+)
+_ESCAPED = re.compile(r'\\(["\\])')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +33,9 @@ class FormPart:
 
 def read_form(content_type: str, body: bytes) -> dict[str, FormPart]:
     """Return the fields by name. Raises RequestRejected, UnsupportedMediaType."""
-    boundary = _parameters(content_type).get_param("boundary")
-    if not content_type.lower().startswith("multipart/form-data") or not isinstance(boundary, str):
+    media_type, parameters = _parameters(content_type)
+    boundary = parameters.get("boundary", "")
+    if media_type != "multipart/form-data" or not 0 < len(boundary) <= _MAX_BOUNDARY_CHARS:
         raise UnsupportedMediaType("an upload must be multipart/form-data with a boundary")
     mark = b"\r\n--" + boundary.encode("latin-1", "replace")
     pieces = (b"\r\n" + body).split(mark, _MAX_PARTS + 2)
@@ -48,19 +57,30 @@ def _part(piece: bytes) -> tuple[str, FormPart]:
     for line in head.decode("utf-8", "replace").split("\r\n"):
         name, _, value = line.partition(":")
         if name.strip().lower() == "content-disposition":
-            found = _parameters(value.strip())
-            field = found.get_param("name")
-            if isinstance(field, str):
-                return field, FormPart(filename=found.get_filename(), content=content)
+            _, found = _parameters(value)
+            if "name" in found:
+                return found["name"], FormPart(filename=found.get("filename"), content=content)
     raise _broken("a part has no name")
 
 
-def _parameters(value: str) -> Message:
-    """Let the library read the parameters of a header, quoted or encoded."""
-    message = Message()
-    message["content-type"] = value
-    message["content-disposition"] = value
-    return message
+def _parameters(header: str) -> tuple[str, dict[str, str]]:
+    """Return what a header begins with, in lower case, and its parameters by name; none of a broken header.
+
+    Each character is looked at a few times at most, whatever the others are.
+    """
+    start, found = header.partition(";")[0], {}
+    place = len(start)
+    while parameter := _PARAMETER.match(header, place):
+        name, quoted, plain = parameter.group("name", "quoted", "plain")
+        found[name.lower()] = plain if quoted is None else _ESCAPED.sub(r"\1", quoted)
+        place = parameter.end()
+    if header[place:].strip("; \t"):
+        found = {}
+    for name in [each for each in found if each.endswith("*")]:
+        charset, _, text = found.pop(name).partition("'")
+        if charset.lower() == "utf-8":
+            found[name[:-1]] = unquote(text.partition("'")[2])
+    return start.strip().lower(), found
 
 
 def _broken(reason: str) -> RequestRejected:
