@@ -36,7 +36,7 @@ class HealthPage(ReplyModel):
     progress: float
     num_steps: int
     degraded: list[str]
-    """What cannot go on at the moment, though requests are served."""
+    """Work that cannot go on at the moment, though requests are served."""
 
 
 class ServerLoad(ReplyModel):

@@ -71,7 +71,7 @@ class StateDesk:
         return len(self._waiting)
 
     def degraded(self) -> list[str]:
-        """What health says of it, in any thread."""
+        """List what health says of it, in any thread."""
         num_waiting = self.num_waiting
         return [f"--state-folder: {num_waiting} writes failed and are tried again"] if num_waiting else []
 
@@ -93,7 +93,7 @@ class StateDesk:
             self.goes_on(waiting)
 
     def waits_for(self, waiting: object) -> bool:
-        """Whether this one waits."""
+        """Return True if this one waits."""
         return waiting in self._waiting
 
     def waits(self, waiting: object, fault: BaseException) -> None:

@@ -55,6 +55,7 @@ async def test_a_loading_server_says_how_far_it_is(client, engine):
         "detail": "reading weights",
         "progress": 0.25,
         "num_steps": 0,
+        "degraded": [],
     }
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import resource
 import sqlite3
 
 import pytest
@@ -207,12 +208,12 @@ class Interposed:
                 continue
             try:
                 value = yield waits_for
-            except BaseException as error:  # cancelled, or what it waited for has failed
+            except BaseException as error:  # noqa: BLE001 -- cancelled, or what it waited for has failed
                 value, fault = None, error
 
 
 class Plan:
-    """Which await is to fail, and how many there were."""
+    """The await that is to fail, and the count of all."""
 
     def __init__(self, place: int, kind: type[BaseException]) -> None:
         self._place = place
@@ -286,3 +287,27 @@ async def test_a_fault_at_any_await_ends_neither_the_queue_nor_another_tenants_b
 
 async def test_these_are_all_awaits_of_two_batches(desk):
     assert await run_with_a_fault(desk, -1, Odd) < _MOST_AWAITS
+
+
+async def test_a_batch_goes_on_by_itself_when_a_full_disk_has_room_again(desk, tmp_path):
+    """A limit of the size of files stands for the disk."""
+    begin(desk, "a", line("one"), line("two"))
+    begin(desk, "b", line("three"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    largest = max(path.stat().st_size for path in (tmp_path / "state").iterdir())
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest, limits[1]))
+    try:
+        async with Working(desk) as working:
+            while not desk.degraded():
+                await asyncio.sleep(0.002)
+            assert desk.num_waiting > 0
+            await asyncio.sleep(0.05)  # more tries
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            assert await until_ended(desk, "a", "b") == ["completed", "completed"]
+            assert working.parts == []
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert len(answers(desk, "a", "output_file_id")) == 2
+    async with asyncio.timeout(60):
+        while desk.degraded():
+            await asyncio.sleep(0.002)
