@@ -137,7 +137,7 @@ def test_ranks_share_kv_heads_or_divide_them(
 @pytest.mark.parametrize(
     ("family", "overrides", "reason"),
     [
-        ("gpt2", {}, "0 of 0 layers fused"),
+        ("gpt2", {}, "0 of 3 layers fused; as they were: it consists of ln_1, attn"),
         ("mixtral", {"intermediate_size": 80}, "its experts have 80 gates, no multiple of 2 ranks times 16"),
         (
             "llama",
@@ -158,7 +158,7 @@ def test_models_that_cannot_be_divided_are_refused_with_the_reason(
     ("family", "overrides", "reason"),
     [
         ("llama", {"num_hidden_layers": 1}, "it has 1 layers"),
-        ("gpt2", {}, "--pipeline-parallel-size 2 does not fit this model: .* 0 of 0 layers fused"),
+        ("gpt2", {}, "--pipeline-parallel-size 2 does not fit this model: .* 0 of 3 layers fused"),
     ],
 )
 def test_models_that_have_no_stages_are_refused_with_the_reason(
