@@ -1,4 +1,4 @@
-"""Priorities, aging, fairness and bounded bypass on the real server, beside plain first come, first served.
+"""Priorities, aging and fairness on the real server, beside plain first come, first served.
 
     python -m campaigns.scheduling_demo [--model FOLDER]
 
@@ -94,17 +94,6 @@ async def _quiet_beside_flood(client: Client) -> list[float]:
     return quiet
 
 
-async def _small_behind_large(client: Client) -> list[float]:
-    """A large prompt has to wait for memory; small ones that would fit stand behind it."""
-    holder = asyncio.create_task(client.complete(250, 1000))
-    await asyncio.sleep(0.1)
-    large = asyncio.create_task(client.complete(1900, 8))
-    await asyncio.sleep(0.05)
-    small = await asyncio.gather(*(client.complete(5, 8) for _ in range(4)))
-    await asyncio.gather(holder, large)
-    return list(small)
-
-
 _PRIORITY = ("--scheduling-policy", "priority")
 SCENES = (
     Scene(
@@ -127,13 +116,6 @@ SCENES = (
         base=_SMALL,
         options=("--fairness", "tenant"),
         act=_quiet_beside_flood,
-    ),
-    Scene(
-        claim="small requests pass one that does not fit yet",
-        measured="small requests",
-        base=(*_SMALL, "--block-size", "16", "--num-gpu-blocks-override", "130", "--max-bypasses", "0"),
-        options=("--max-bypasses", "32"),
-        act=_small_behind_large,
     ),
 )
 
