@@ -22,7 +22,7 @@ from scheduler.config import Fairness, PreemptionMode, SchedulerConfig, Scheduli
 from scheduler.messages import (
     FinishReason,
     ModelRunnerOutput,
-    Page,
+    ReportPage,
     SamplingParams,
     SequenceId,
     SequenceReport,
@@ -66,7 +66,7 @@ def main() -> int:
     _print_call("add, with 100,000 waiting", lambda i: _add(crowded, 3_000_000 + i))
     _print_call("abort of a waiting one", lambda i: _abort(crowded, 1_000_000 + 7 * i))
     _print_call("abort of a running one", lambda i: _abort(crowded, i))
-    tenth_page = crowded.reports(Page(9 * _PAGE, _PAGE), now_s=1.0)
+    tenth_page = crowded.reports(ReportPage(9 * _PAGE, _PAGE), now_s=1.0)
     _print_call("a part of the tenth page", lambda _: _part(tenth_page), times=10 * _PAGE // _PART)
     for name, measure in WORST_CASES.items():
         _print_worst(name, measure())

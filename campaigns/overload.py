@@ -28,11 +28,11 @@ from pathlib import Path
 
 import orjson
 
-from bench.load.load_report import percentile
+from bench.load.report import percentile
 from bench.load.workload import words
 from campaigns.servers.own_server import SERVED_NAME, OwnServer, own_server
 from campaigns.servers.processes import held_by, processor_s
-from server.http.http_client import ExchangeFailed, Target, Timeouts, exchange
+from server.edge.http.http_client import ExchangeFailed, Target, Timeouts, exchange
 
 NUM_SEATS, NUM_PLACES = 8, 16
 _NUM_WORDS = 24

@@ -26,7 +26,7 @@ import orjson
 
 from campaigns.servers.own_server import SERVED_NAME, OwnServer, own_server
 from campaigns.servers.processes import processor_s, ranks_of
-from server.http.http_client import ExchangeFailed, Timeouts, exchange
+from server.edge.http.http_client import ExchangeFailed, Timeouts, exchange
 
 HEARTBEAT_S = 3.0
 NUM_STREAMS, LONG = 4, 1900

@@ -30,7 +30,7 @@ import orjson
 from campaigns.checkpoints.make_shapes import SHAPES, write_shape
 from campaigns.servers.own_server import SERVED_NAME, Metrics, OwnServer, own_server
 from campaigns.servers.processes import machine_s, processor_s, ranks_of
-from server.http.http_client import Timeouts, exchange
+from server.edge.http.http_client import Timeouts, exchange
 
 SHAPE = replace(SHAPES["smollm2-135m"], num_attention_heads=8, num_key_value_heads=4)
 _NUM_TOKENS = 40

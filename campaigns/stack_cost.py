@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from bench.load.load_client import Endpoint, LoadRun, RequestStyle, UsageMode, measure_words
-from bench.load.load_report import summarize
+from bench.load.client import Endpoint, LoadRun, RequestStyle, UsageMode, measure_words
+from bench.load.report import summarize
 from bench.load.request_record import RequestRecord
 from bench.load.workload import Shape, plan, synthetic_prompts
 from campaigns.servers.free_ports import free_port
 from campaigns.servers.processes import engine_of, processor_s
 from campaigns.servers.running import ROOT, Launch, PeerFailed, running
-from server.http.http_client import Target
+from server.edge.http.http_client import Target
 
 _CONCURRENCY, _INPUT_LEN, _OUTPUT_LEN = 64, 32, 24
 _MAX_OUTPUT_LEN = 1024

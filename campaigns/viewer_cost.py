@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from statistics import median
 from time import monotonic
 
-from bench.load.load_client import Endpoint
+from bench.load.client import Endpoint
 from campaigns.servers.own_server import OwnServer, own_server
 from campaigns.servers.processes import processor_s
 from campaigns.stack_cost import send_load
-from server.http.http_client import open_stream
+from server.edge.http.http_client import open_stream
 
 _CONCURRENCY = 64
 _SILENCE_S = 30.0

@@ -2,7 +2,7 @@
 
 Owns: the checks of packages, options, folders, limits and text files, and the process that may import torch
 for the rest (worker/startup/survey.py).
-Never: loads a model, opens a port (server/commands/doctor.py tries it), or changes anything.
+Never: loads a model, opens a port (server/command/doctor.py tries it), or changes anything.
 """
 
 import importlib.metadata

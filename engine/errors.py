@@ -1,4 +1,4 @@
-"""The errors of the engine, ordered by fault; server/error_replies.py maps each type to HTTP.
+"""The errors of the engine, ordered by fault; server/edge/error_replies.py maps each type to HTTP.
 
 EngineError
 ├── RequestRejected      the caller's fault; names the parameter, and what would be right

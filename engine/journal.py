@@ -2,7 +2,7 @@
 
 Owns: the facts, from admission to the last choice. Written by active_requests.py, read when the reply is
 complete.
-Never: holds text or tokens, or formats the facts (server/http/request_log.py, server/observe/otel_spans.py).
+Never: holds text or tokens, or formats the facts (request_log.py and otel_spans.py in server/edge/).
 """
 
 import time
@@ -48,7 +48,7 @@ class Journal:
         """The tenant by API key or header; never the field `user`."""
         self.priority: int | None = None
         self.own_limit_ran_out = False
-        """Whether one of its time limits ran out that was the client's choice (patience.py)."""
+        """Whether one of its time limits ran out that the client chose (frontend/waiting_deadlines.py)."""
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_output_tokens = 0

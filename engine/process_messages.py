@@ -8,8 +8,8 @@ import msgspec
 from scheduler.counters import SchedulerStats
 from scheduler.messages import (
     FinishReason,
-    Page,
     PoolingParams,
+    ReportPage,
     SamplingParams,
     SequenceId,
     SequenceOutput,
@@ -56,7 +56,7 @@ class Explain(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     question: int
     """Number of the question, which the answer repeats."""
-    page: Page
+    page: ReportPage
 
 
 class ForgetQuestion(msgspec.Struct, frozen=True, tag=True, kw_only=True):

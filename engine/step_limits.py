@@ -13,20 +13,20 @@ from worker.machine import least_gpu_memory_bytes
 _LARGE_GPU_BYTES = 70 << 30
 
 
-class StepLimits(NamedTuple):
+class EngineStepLimits(NamedTuple):
     """The most that one step computes."""
 
     num_sequences: int
     num_tokens: int
 
 
-_ON_LARGE_GPUS = StepLimits(1024, 8192)
-_ELSEWHERE = StepLimits(256, 2048)
+_ON_LARGE_GPUS = EngineStepLimits(1024, 8192)
+_ELSEWHERE = EngineStepLimits(256, 2048)
 
 
 def step_limits(
     device: str, asked_sequences: int | None, asked_tokens: int | None, gpu_bytes: int | None = None
-) -> StepLimits:
+) -> EngineStepLimits:
     """Take what the operator asks for, and for the rest the device's default, as far as the two agree.
 
     `gpu_bytes` is the memory of the smallest GPU; without it the driver is asked.
@@ -37,7 +37,7 @@ def step_limits(
         default = _ON_LARGE_GPUS if found_bytes >= _LARGE_GPU_BYTES else _ELSEWHERE
     num_tokens = max(default.num_tokens, asked_sequences or 0) if asked_tokens is None else asked_tokens
     num_sequences = min(default.num_sequences, num_tokens) if asked_sequences is None else asked_sequences
-    return StepLimits(num_sequences, num_tokens)
+    return EngineStepLimits(num_sequences, num_tokens)
 
 
 def _torch_has_cuda() -> bool:

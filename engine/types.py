@@ -16,10 +16,10 @@ from scheduler.messages import (
     FinishReason,
     Grammar,
     GrammarKind,
-    Page,
     PoolingParams,
     PoolingTask,
     PromptComputation,
+    ReportPage,
     SamplingParams,
     ServiceTerms,
     TimeLimits,
@@ -37,7 +37,7 @@ __all__ = [
     "Health",
     "LogprobEntry",
     "ModelInfo",
-    "Page",
+    "ReportPage",
     "PooledOutput",
     "PoolingFacts",
     "PoolingParams",
@@ -50,7 +50,7 @@ __all__ = [
     "ServiceTerms",
     "TextCut",
     "TimeLimits",
-    "TokenLogprob",
+    "ChosenLogprob",
     "TokenOutput",
     "TokenText",
     "TokenizedText",
@@ -172,7 +172,7 @@ class TokenText(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLogprob:
+class ChosenLogprob:
     """The chosen token and the alternatives, best first."""
 
     chosen: LogprobEntry
@@ -197,7 +197,7 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     token_ids: tuple[int, ...]
     """Tokens not reported before; their text may still be held back."""
-    logprobs: tuple[TokenLogprob, ...] = ()
+    logprobs: tuple[ChosenLogprob, ...] = ()
     """One for each of `token_ids`, if the request asked for them."""
     finish_reason: FinishReason | None = None
     """STOP, LENGTH, ABORTED or EXPIRED, in the last output of the choice. Other ends are raised as errors."""
@@ -209,7 +209,7 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of the request's prediction that this output has."""
     num_rejected_prediction: int = 0
     """Tokens of it that were verified in vain."""
-    prompt_logprobs: Sequence[TokenLogprob] = ()
+    prompt_logprobs: Sequence[ChosenLogprob] = ()
     """One for each prompt token from the second on, in the first output of a choice, if asked for."""
 
 

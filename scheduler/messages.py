@@ -387,7 +387,7 @@ class WaitReason(StrEnum):
     ORDER = "order"  # of one sequence: it has all that it needs, but one before it waits
 
 
-class Page(NamedTuple):
+class ReportPage(NamedTuple):
     """Part of a long list of reports."""
 
     first: int

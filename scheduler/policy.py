@@ -89,7 +89,7 @@ class OrderOfService(ABC):
         """Group of equals that a priority belongs to; fairness between tenants holds inside each."""
         return 0
 
-    def giving_way(self, newcomer: Ranked, line: Sequence[RankedT]) -> Iterator[RankedT]:  # noqa: ARG002
+    def displaceable(self, newcomer: Ranked, line: Sequence[RankedT]) -> Iterator[RankedT]:  # noqa: ARG002
         """Requests whose place `newcomer` may take, the one that is served last first.
 
         `line` waits, and is in order of rank.
@@ -129,7 +129,7 @@ class StrictPriority(OrderOfService):
     def level(self, priority: int) -> int:
         return priority
 
-    def giving_way(self, newcomer: Ranked, line: Sequence[RankedT]) -> Iterator[RankedT]:
+    def displaceable(self, newcomer: Ranked, line: Sequence[RankedT]) -> Iterator[RankedT]:
         """Requests that are strictly less urgent, by priority and by rank, the one that is served last first.
 
         Two requests of one priority never displace each other.

@@ -18,7 +18,7 @@ from scheduler.drafts.drafts import Drafts, prediction_use
 from scheduler.messages import (
     FinishReason,
     ModelRunnerOutput,
-    Page,
+    ReportPage,
     RequestCounts,
     ScheduledSequence,
     SchedulerOutput,
@@ -246,11 +246,11 @@ class Scheduler:
         """Let a sequence be admitted; False if it has ended meanwhile."""
         return self._queues.note_compiled(sequence_id)
 
-    def report(self, page: Page, *, now_s: float) -> list[SequenceReport]:
+    def report(self, page: ReportPage, *, now_s: float) -> list[SequenceReport]:
         """Reports on unfinished sequences, running ones first, and why each waits."""
         return [report for report in self.reports(page, now_s=now_s) if report is not None]
 
-    def reports(self, page: Page, *, now_s: float) -> Iterator[SequenceReport | None]:
+    def reports(self, page: ReportPage, *, now_s: float) -> Iterator[SequenceReport | None]:
         """Yield what `report` returns when the first is asked for, and None for others before the page."""
         return self._queues.reports(page, self._planner.reason_of, now_s=now_s)
 

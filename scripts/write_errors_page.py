@@ -3,12 +3,12 @@
     python scripts/write_errors_page.py
 
 Owns: the lines between the two marks of that page. tests/deploy/test_docs.py fails when they are stale.
-Never: a word about an error that server/error_catalogue.py does not say.
+Never: a word about an error that server/edge/error_catalogue.py does not say.
 """
 
 from pathlib import Path
 
-from server.error_catalogue import CATALOGUE, Entry
+from server.edge.error_catalogue import CATALOGUE, Entry
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "errors.md"
 BEGIN, END = "<!-- errors: begin -->", "<!-- errors: end -->"

@@ -9,8 +9,8 @@ Never: a word about an option that engine/options/options.py does not say.
 from dataclasses import fields
 from pathlib import Path
 
-from engine.options.option_values import Switch
 from engine.options.options import DECLARATIONS, Arity, Group, Options
+from engine.options.values import Switch
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 BEGIN, END = "<!-- options: begin -->", "<!-- options: end -->"

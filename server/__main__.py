@@ -2,11 +2,11 @@
 
 import sys
 
-from server.startup.allocator import allocate_from_heaps
+from server.command.startup.allocator import allocate_from_heaps
 
 if __name__ == "__main__":
     # Before the imports of the command, which would be made twice.
     allocate_from_heaps(sys.argv[1:])
-    from server.commands.cli import main
+    from server.command.cli import main
 
     sys.exit(main())

@@ -20,13 +20,24 @@ from starlette.requests import Request
 
 from engine.frontend.memory_use import available_memory_bytes
 from engine.options.api_keys import given_keys
-from engine.options.edge_config import HostRule, Page
+from engine.options.edge_config import HostRule, PageParts
 from engine.version import VERSION
-from server.access.auth import Auth
-from server.access.key_ring import KeyRing
-from server.access.memory_gate import MemoryGate
-from server.access.page_origins import PageOrigins
-from server.access.rate_limits import RATE_HEADERS
+from server.api.operations.ops import METRICS_PATH
+from server.edge.access.auth import Auth
+from server.edge.access.key_ring import KeyRing
+from server.edge.access.memory_gate import MemoryGate
+from server.edge.access.page_origins import PageOrigins
+from server.edge.access.rate_limits import RATE_HEADERS
+from server.edge.error_replies import ErrorBoundary
+from server.edge.http.body_limit import BodyLimit
+from server.edge.http.connections import LastReplies, ReservedPlaces
+from server.edge.http.edge import ClientTimeouts, Edge, EdgeSettings, Engine, Parsers, UnknownFields
+from server.edge.http.endpoint import Endpoint
+from server.edge.http.request_log import RequestLog
+from server.edge.http.root_path import RootPath
+from server.edge.observe.http_metrics import HttpMetrics
+from server.edge.observe.request_ids import RequestIds
+from server.edge.observe.spans import NoSpans, Spans
 from server.endpoints import (
     ADAPTERS,
     ADMIN,
@@ -42,26 +53,15 @@ from server.endpoints import (
     ROUTES,
     YARD,
 )
-from server.error_replies import ErrorBoundary
-from server.generate.full_queue import FullQueue
-from server.http.body_limit import BodyLimit
-from server.http.connections import LastReplies, ReservedPlaces
-from server.http.edge import Edge, EdgeSettings, Engine, Parsers, Patience, UnknownFields
-from server.http.endpoint import Endpoint
-from server.http.request_log import RequestLog
-from server.http.root_path import RootPath
-from server.observe.http_metrics import HttpMetrics
-from server.observe.request_ids import RequestIds
-from server.observe.spans import NoSpans, Spans
 from server.openapi import document
-from server.operations.ops import METRICS_PATH
+from server.reply.generate.full_queue import FullQueue
 
 
 def build_app(
     engine: Engine,
     settings: EdgeSettings,
     *,
-    patience: Patience | None = None,
+    patience: ClientTimeouts | None = None,
     keys: KeyRing | None = None,
     spans: Spans | None = None,
 ) -> FastAPI:
@@ -73,7 +73,7 @@ def build_app(
     edge = Edge(
         engine=engine,
         metrics=HttpMetrics(engine.metrics.registry),
-        patience=patience or Patience(),
+        patience=patience or ClientTimeouts(),
         unknown_fields=UnknownFields.REFUSE if settings.strict_fields else UnknownFields.IGNORE,
         spans=spans or NoSpans(),
         parsers=Parsers(tool_calls=settings.tool_call_parser, reasoning=settings.reasoning_parser),
@@ -102,17 +102,17 @@ def build_admin_app(app: FastAPI, settings: EdgeSettings) -> FastAPI:
     edge: Edge = app.state.edge
     hosts = settings.edge.admin_hosts
     admin_app = _layered(edge, settings, app.state.keys, hosts=hosts, openapi_url=None)
-    _include(admin_app, ADMIN if settings.edge.page is Page.OFF else (*PAGE, *ADMIN), settings)
+    _include(admin_app, ADMIN if settings.edge.page is PageParts.OFF else (*PAGE, *ADMIN), settings)
     return admin_app
 
 
 def _endpoints(settings: EdgeSettings) -> tuple[Endpoint, ...]:
     page = settings.edge.page
-    endpoints = PUBLIC if page is Page.OFF else (*PAGE, *PUBLIC)  # its HEAD / goes first
+    endpoints = PUBLIC if page is PageParts.OFF else (*PAGE, *PUBLIC)  # its HEAD / goes first
     endpoints = (*endpoints, *(ADAPTERS if settings.loads_adapters else ()))
     if settings.enable_admin and settings.edge.admin_port is None:
         return (*endpoints, *ADMIN)
-    return (*endpoints, *YARD) if page is Page.YARD else endpoints
+    return (*endpoints, *YARD) if page is PageParts.YARD else endpoints
 
 
 def _include(app: FastAPI, endpoints: Sequence[Endpoint], settings: EdgeSettings) -> None:
@@ -178,7 +178,7 @@ def _open_paths(settings: EdgeSettings) -> frozenset[str]:
 
 def _keyless_paths(settings: EdgeSettings) -> frozenset[str]:
     open_paths = _open_paths(settings)
-    return open_paths if settings.edge.page is Page.OFF else open_paths | KEYLESS_PATHS
+    return open_paths if settings.edge.page is PageParts.OFF else open_paths | KEYLESS_PATHS
 
 
 def _cors(origins: Sequence[str]) -> list[Middleware]:

@@ -2,21 +2,21 @@
 
 Owns: the list from which the application, the document, the names of routes in logs, metrics and traces, the
 paths without a key and the paths of batch files follow.
-Never: anything about one endpoint: its own module says that (server/http/endpoint.py).
+Never: anything about one endpoint: its own module says that (server/edge/http/endpoint.py).
 """
 
 from collections.abc import Iterable
 
-from server.anthropic import anthropic_messages
-from server.chat import chat
-from server.completions import completions
-from server.http.endpoint import Endpoint
-from server.ollama import ollama_endpoints
-from server.operations import adapter_routes, admin, invocations, models, ops, tokenization
+from server.api.anthropic import messages as anthropic_messages
+from server.api.chat import chat
+from server.api.completions import completions
+from server.api.files import batch_routes, file_routes
+from server.api.ollama import endpoints as ollama_endpoints
+from server.api.operations import adapter_routes, admin, invocations, models, ops, tokenization
+from server.api.pooling import embeddings, scoring
+from server.api.responses import responses
+from server.edge.http.endpoint import Endpoint
 from server.page import page, yard
-from server.pooling import embeddings, scoring
-from server.responses import responses
-from server.state import batch_routes, file_routes
 
 PUBLIC: tuple[Endpoint, ...] = (
     chat.ENDPOINT,

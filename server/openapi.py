@@ -1,7 +1,7 @@
 """The document at /openapi.json: the parameters and replies of each route, errors and streams included.
 
 Owns: the assembly: schemas of bodies, replies and events, which FastAPI does not see, and the need of a key.
-Never: the documentation of one route, which stands beside it (server/http/endpoint.py has the helpers).
+Never: the documentation of one route, which stands beside it (server/edge/http/endpoint.py has the helpers).
 """
 
 import ast
@@ -19,8 +19,8 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from server.http.endpoint import MODEL_REFERENCE, Endpoint, ReplyModel
-from server.wire_model import WireModel
+from server.edge.http.endpoint import MODEL_REFERENCE, Endpoint, ReplyModel
+from server.edge.wire_model import WireModel
 
 _REFERENCE = re.compile(MODEL_REFERENCE.format(model=r"(\w+)"))
 

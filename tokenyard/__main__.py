@@ -2,7 +2,7 @@
 
 Owns: that `server`, `engine`, `scheduler`, `worker` and `bench` are the packages of this installation,
 whatever else goes by these names on PYTHONPATH.
-Never: reads an option (server/commands/cli.py).
+Never: reads an option (server/command/cli.py).
 Source: docs/decisions/one-installed-name.md.
 """
 
@@ -22,11 +22,11 @@ def main() -> int:
     """Run the command; return its exit code."""
     # Before the first import, and first: a `server.py` of somebody else would be found instead.
     sys.path.insert(0, str(packages_folder()))
-    from server.startup.allocator import allocate_from_heaps
+    from server.command.startup.allocator import allocate_from_heaps
 
     # Before the imports of the command, which would be made twice.
     allocate_from_heaps(sys.argv[1:])
-    from server.commands.cli import main as run
+    from server.command.cli import main as run
 
     return run()
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from scheduler.messages import ModelRunnerOutput, SchedulerOutput
-from worker.adapters.adapter_store import AdapterStore
+from worker.adapters.store import AdapterStore
 from worker.checkpoint.task import Task
 from worker.devices.device import Device, open_device
 from worker.machine import return_freed_memory
@@ -25,7 +25,7 @@ from worker.startup.start_adapters import refuse_adapters
 from worker.startup.start_generation import start_generating
 from worker.startup.start_own_cache import start_with_own_caches
 from worker.startup.start_pooling import start_pooling
-from worker.steps.step_protocol import LaunchedStep, Steps, naming_out_of_memory
+from worker.steps.protocol import LaunchedStep, Steps, naming_out_of_memory
 from worker.worker_config import LoadProgress, ModelFacts, WorkerConfig
 from worker.worker_errors import FamilyRefused, StartupError, refused_as
 

@@ -1,7 +1,7 @@
 """Limits of latencies that a user would notice, and the requests that keep all of them.
 
 Owns: the metrics that can be limited, the way they are written, goodput.
-Never: the run (load_client.py), or latencies of many requests (load_report.py).
+Never: the run (client.py), or latencies of many requests (report.py).
 Source: the option of the same name of vLLM's serving benchmark, which has no `itl`.
 """
 

@@ -1,7 +1,7 @@
 """Sweep of arrival rates: one open loop after another, and before them the saturation that shares refer to.
 
 Owns: the points of a sweep, their order, the saturation, one table and JSON of all runs.
-Never: sends a request (load_client.py) or measures a run (load_report.py).
+Never: sends a request (client.py) or measures a run (report.py).
 """
 
 import math
@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.load.load_report import Distribution, Summary
+from bench.load.report import Distribution, Summary
 from bench.load.request_record import RequestRecord
 from bench.load.workload import WorkloadError
 

@@ -1,7 +1,7 @@
 """The record of one request of a load run.
 
 Owns: the meaning of its times and counts, for all who measure requests.
-Never: takes a time (load_client.py, gpu/clients.py), or adds them up (report.py).
+Never: takes a time (client.py, gpu/clients.py), or adds them up (report.py).
 """
 
 from dataclasses import dataclass

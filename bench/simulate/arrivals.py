@@ -49,7 +49,7 @@ class SimRequest(NamedTuple):
     """The token ids themselves, if a file gave the prompt; else they are made up."""
 
 
-class Waiting(NamedTuple):
+class RequestUnderWay(NamedTuple):
     """A request on its way to a replica."""
 
     request: SimRequest

@@ -1,7 +1,7 @@
 """Cells in processes of their own: each simulates its part of the replicas, and writes its result as JSON.
 
 Owns: the processes, and the form of a result between them.
-Never: simulates (simulate_run.py); what a cell is does not depend on where it runs.
+Never: simulates (run.py); what a cell is does not depend on where it runs.
 """
 
 import os
@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 
 from bench.simulate.replica import Stuck
-from bench.simulate.simulate_run import RunResult, merged
+from bench.simulate.run import RunResult, merged
 from bench.simulate.tally import ClassTally
 
 _PACKAGES = Path(__file__).resolve().parents[2]
@@ -36,7 +36,7 @@ def simulate_cells(words: Sequence[str], variant: str, num_cells: int) -> RunRes
 
 
 def _run(words: Sequence[str]) -> RunResult:
-    command = [sys.executable, "-P", "-m", "bench.simulate.simulate_command", *words]
+    command = [sys.executable, "-P", "-m", "bench.simulate.command", *words]
     environment = os.environ | {"PYTHONPATH": str(_PACKAGES)}
     done = subprocess.run(command, env=environment, capture_output=True, check=False)
     if done.returncode:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.trace.trace_reading import TracedStep
+from bench.trace.reading import TracedStep
 
 Floats = NDArray[np.floating[Any]]
 

@@ -12,12 +12,12 @@ from statistics import median
 
 import msgspec
 
-from bench.load.load_report import Distribution, distribution_ms
+from bench.load.report import Distribution, distribution_ms
 from bench.load.request_record import COMPLETED
 from bench.simulate.arrivals import ArrivalsError, SimRequest
 from bench.simulate.fitted_step_time import MOST_FACTORS, LinearStepTime
+from bench.simulate.run import RunResult, simulate
 from bench.simulate.setup import Overhead, Setup
-from bench.simulate.simulate_run import RunResult, simulate
 from bench.simulate.tally import GapCounts
 
 _PERCENTILES = ("p50", "p99")

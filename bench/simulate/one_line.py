@@ -6,7 +6,7 @@ Source: scheduler/routing, which `tokenyard serve --data-parallel-size` runs.
 
 from collections.abc import Iterator, Sequence
 
-from bench.simulate.arrivals import Waiting
+from bench.simulate.arrivals import RequestUnderWay
 from bench.simulate.replica import Replica
 from scheduler.config import PrefixCaching, SchedulerConfig
 from scheduler.policy import Standing, order_of_service
@@ -19,11 +19,11 @@ class OneLine:
     """`arrive` and `look` take notes; `bind` yields what can begin."""
 
     def __init__(self, config: SchedulerConfig, replicas: Sequence[Replica]) -> None:
-        self.dispatcher: Dispatcher[Waiting] = Dispatcher(len(replicas), config)
+        self.dispatcher: Dispatcher[RequestUnderWay] = Dispatcher(len(replicas), config)
         self._config = config
         self._order = order_of_service(config)
         self._replicas = replicas
-        self._tickets: dict[int, Ticket[Waiting]] = {}
+        self._tickets: dict[int, Ticket[RequestUnderWay]] = {}
         size = EngineSize(
             config.num_blocks, config.block_size, config.max_num_seqs, config.max_num_batched_tokens
         )
@@ -36,7 +36,7 @@ class OneLine:
     def num_waiting(self) -> int:
         return len(self.dispatcher.line)
 
-    def arrive(self, waiting: Waiting) -> None:
+    def arrive(self, waiting: RequestUnderWay) -> None:
         """Put a request into the line."""
         request = waiting.request
         standing = Standing(request.priority, request.arrival_s, float("inf"), waiting.number)
@@ -51,7 +51,7 @@ class OneLine:
         )
         self._tickets[waiting.number] = self.dispatcher.add(waiting, needs)
 
-    def bind(self) -> Iterator[tuple[int, Waiting]]:
+    def bind(self) -> Iterator[tuple[int, RequestUnderWay]]:
         """Yield the requests that can begin, each with the place of its replica."""
         while (ticket := self.dispatcher.next()) is not None:
             assert ticket.engine is not None

@@ -7,8 +7,8 @@ Never: how SVG is written (bench/svg.py).
 from collections.abc import Sequence
 from math import inf, isfinite
 
-from bench.load.load_report import percentile
-from bench.simulate.simulate_run import RunResult
+from bench.load.report import percentile
+from bench.simulate.run import RunResult
 from bench.svg import Axis, Canvas, Mark, axis, line_chart, log_axis, staircase
 
 _NUM_POINTS = 200

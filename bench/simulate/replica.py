@@ -20,7 +20,7 @@ from enum import StrEnum
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from bench.simulate.arrivals import SimRequest, Waiting
+from bench.simulate.arrivals import RequestUnderWay, SimRequest
 from bench.simulate.fitted_step_time import Durations, LinearStepTime, variation_of
 from bench.simulate.leaps.leaping_scheduler import LeapingScheduler
 from bench.simulate.simulated_drafts import NO_DRAFTS, DraftSource, SimulatedDrafts
@@ -153,7 +153,7 @@ class Replica:
         self.outputs: list[SequenceOutput] | None = None
         """Outputs since they were last taken away, for one line before the replicas; None: not kept."""
 
-    def add(self, waiting: Waiting, now_s: float) -> None:
+    def add(self, waiting: RequestUnderWay, now_s: float) -> None:
         request, sequence_id = waiting.request, SequenceId(waiting.number)
         index = self._tallies.index_of(request)
         tally = self._tallies.all[index]

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf
 
-from bench.load.load_report import Distribution, distribution_ms
+from bench.load.report import Distribution, distribution_ms
 
 _MAX_QUEUE_POINTS = 4096
 

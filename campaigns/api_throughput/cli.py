@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from bench.load.load_client import Endpoint
+from bench.load.client import Endpoint
 from campaigns.api_throughput.reader import Readings
 from campaigns.api_throughput.result import HEADER, Result, Steps, summarize
 from campaigns.servers.free_ports import free_port

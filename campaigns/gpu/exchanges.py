@@ -159,7 +159,7 @@ def _joined(meeting: Path, device: str, *, rank: int, num_ranks: int) -> Iterato
     import torch.distributed as dist
 
     from worker.ranks.device_ranks import DeviceRanks
-    from worker.ranks.rank_places import make_places
+    from worker.ranks.places import make_places
     from worker.worker_config import WorkerConfig
 
     config = WorkerConfig(model_path="", device=device, num_ranks=num_ranks)

@@ -31,8 +31,8 @@ from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence
 from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
 from worker.devices.device import Device, open_device
-from worker.gpu.gpu_runner import GpuSteps
 from worker.gpu.graphs import GraphSizes
+from worker.gpu.runner import GpuSteps
 from worker.gpu.sampling import gpu_sampler as sampler
 from worker.gpu.sampling.gpu_sampler import GpuSampler
 from worker.gpu.step_buffers import Limits, StepBuffers
@@ -40,7 +40,7 @@ from worker.steps import generation_step
 from worker.steps.generation_step import GenerationSteps
 from worker.steps.host_pool import HostPool
 from worker.steps.row_table import RowTable
-from worker.steps.step_tokens import StepOutcome, StepTokens
+from worker.steps.tokens import StepOutcome, StepTokens
 from worker.worker_config import ModelFacts, WorkerConfig
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Serving over HTTP: a server of its own on the device, and the load client against it.
 
 Owns: the server's command, and the rounds of load.
-Never: times a request itself: bench/load/load_command.py does.
+Never: times a request itself: bench/load/command.py does.
 """
 
 import json
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.load.load_command import main as load
+from bench.load.command import main as load
 from campaigns.checkpoints.make_shapes import write_full_tokenizer
 from campaigns.gpu.results import Record
 from campaigns.gpu.shapes import SHAPES, checkpoint

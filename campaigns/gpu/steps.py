@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bench.load.load_report import percentile
+from bench.load.report import percentile
 from campaigns.gpu.driving import Drive, TimedStep, open_worker, scheduler_config
 from campaigns.gpu.results import Record, read_record
 from campaigns.gpu.shapes import SHAPES, checkpoint

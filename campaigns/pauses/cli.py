@@ -25,14 +25,14 @@ from pathlib import Path
 import msgspec
 import orjson
 
-from bench.load.load_report import percentile
-from bench.trace.trace_reading import read_trace
+from bench.load.report import percentile
+from bench.trace.reading import read_trace
 from campaigns.pauses.crowds import BODIES, CROWDED_BODIES, GRAMMARS, REPLIES, Crowd
 from campaigns.pauses.neighbour import Readings
 from campaigns.pauses.places import place_of
 from campaigns.pauses.verdict import ALONE, Row, faults_of, why_not_judged
 from campaigns.servers.own_server import SERVED_NAME, OwnServer, own_server
-from server.http.http_client import ExchangeFailed, Timeouts, exchange
+from server.edge.http.http_client import ExchangeFailed, Timeouts, exchange
 
 _TIMEOUT_S = 60.0
 _COME_AGAIN_S = 0.05

@@ -7,7 +7,7 @@ Never: measures (neighbour.py).
 from collections.abc import Sequence
 from itertools import pairwise
 
-from bench.trace.trace_reading import TracedStep
+from bench.trace.reading import TracedStep
 from campaigns.pauses.crowds import MOST_TOKENS_OF_OTHERS
 from campaigns.pauses.neighbour import Pause
 

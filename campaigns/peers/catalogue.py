@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.load.load_client import StreamEnd, UsageMode
+from bench.load.client import StreamEnd, UsageMode
 from campaigns.servers.running import ROOT, Launch
 
 OURS = "tokenyard"

@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 
-from bench.load.load_report import summarize
+from bench.load.report import summarize
 from campaigns.peers.bandwidth import read_bandwidth
 from campaigns.peers.catalogue import OURS, PEERS, num_processors
 from campaigns.peers.floor import UnreadableCheckpoint, step_bytes

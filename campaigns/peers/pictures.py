@@ -5,7 +5,7 @@ Owns: the layout. Never: the numbers (results.py).
 
 from collections.abc import Sequence
 
-from bench.load.load_report import Latencies
+from bench.load.report import Latencies
 from bench.svg import GREY, INK, SERIES, Axis, Canvas, log_axis
 from campaigns.peers.results import Row
 from campaigns.peers.tables import Setting

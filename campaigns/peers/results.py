@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from bench.load.load_report import Distribution, Latencies, latencies_of, summarize
+from bench.load.report import Distribution, Latencies, latencies_of, summarize
 from bench.load.request_record import RequestRecord
 from campaigns.peers.catalogue import OURS
 from campaigns.peers.workloads import Workload

@@ -13,8 +13,8 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.load.load_client import Endpoint, LoadRun, RequestStyle
-from bench.load.load_report import summarize
+from bench.load.client import Endpoint, LoadRun, RequestStyle
+from bench.load.report import summarize
 from bench.load.request_record import RequestRecord
 from bench.load.workload import WordCost
 from campaigns.peers.catalogue import OURS, PEERS, Peer, Site, python_of
@@ -22,7 +22,7 @@ from campaigns.peers.results import Failure, Measurement, Saturation, Start
 from campaigns.peers.workloads import SATURATION, Workload
 from campaigns.servers.free_ports import free_port
 from campaigns.servers.running import Launch, PeerFailed, last_line, running
-from server.http.http_client import Target
+from server.edge.http.http_client import Target
 
 _VERSION_OF = "import sys; from importlib.metadata import version; print(version(sys.argv[1]))"
 _WARM_UP_SEED = 10_000_000

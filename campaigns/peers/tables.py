@@ -7,7 +7,7 @@ Never: the numbers (results.py).
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from bench.load.load_report import Distribution
+from bench.load.report import Distribution
 from campaigns.peers.results import Results, Row, percentiles
 from campaigns.peers.workloads import Workload
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from campaigns.servers.free_ports import free_port
 from campaigns.servers.processes import engine_of
 from campaigns.servers.running import ROOT, Launch, PeerFailed, running
-from server.http.http_client import Target, Timeouts, exchange
+from server.edge.http.http_client import Target, Timeouts, exchange
 
 SERVED_NAME = "tiny"
 _READY_WITHIN_S = 120.0

@@ -18,7 +18,7 @@ import orjson
 
 from bench.load.workload import words
 from campaigns.servers.own_server import SERVED_NAME
-from server.http.http_client import ExchangeFailed, Reply, Target, Timeouts, exchange
+from server.edge.http.http_client import ExchangeFailed, Reply, Target, Timeouts, exchange
 
 _TIMEOUT_S = 60.0
 _NUM_EXAMPLES = 10

@@ -20,10 +20,10 @@ from typing import Any
 
 import orjson
 
-from bench.load.load_report import percentile
+from bench.load.report import percentile
 from campaigns.servers.own_server import SERVED_NAME, OwnServer
 from campaigns.soak.acts import Pace
-from server.http.http_client import ExchangeFailed, Timeouts, exchange
+from server.edge.http.http_client import ExchangeFailed, Timeouts, exchange
 
 _MIB = 2**20
 _TIMEOUT_S = 60.0

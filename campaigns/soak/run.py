@@ -26,13 +26,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from bench.load.load_report import percentile
+from bench.load.report import percentile
 from campaigns.servers.own_server import OwnServer, own_server, total
 from campaigns.servers.processes import Held, held_by
 from campaigns.soak.acts import Acts, Ends, Known, Pace, ask_alone, keep_acting
 from campaigns.soak.attacks import Attacks
 from campaigns.soak.streams import ManyStreams
-from server.http.http_client import ExchangeFailed, Timeouts, exchange
+from server.edge.http.http_client import ExchangeFailed, Timeouts, exchange
 
 MAX_MODEL_LEN = 256
 SMALL = (

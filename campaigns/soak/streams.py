@@ -22,7 +22,7 @@ import orjson
 
 from bench.load.workload import words
 from campaigns.servers.own_server import SERVED_NAME
-from server.http.http_client import ExchangeFailed, Target, Timeouts, exchange
+from server.edge.http.http_client import ExchangeFailed, Target, Timeouts, exchange
 
 _NUM_PROMPTS = 24
 _NUM_WORDS = (4, 60)

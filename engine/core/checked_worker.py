@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain
 
-from engine.core.loop import Executor, Launched
+from engine.core.loop import BegunStep, Executor
 from scheduler.messages import ModelRunnerOutput, SchedulerOutput, SequenceId
 
 
@@ -20,12 +20,12 @@ class CheckedWorker:
         self._worker = worker
         self._vocab_size = vocab_size
 
-    def launch(self, plan: SchedulerOutput) -> Launched:
+    def launch(self, plan: SchedulerOutput) -> BegunStep:
         return _CheckedStep(self._worker.launch(plan), self._vocab_size)
 
 
 class _CheckedStep:
-    def __init__(self, launched: Launched, vocab_size: int) -> None:
+    def __init__(self, launched: BegunStep, vocab_size: int) -> None:
         self._launched = launched
         self._vocab_size = vocab_size
 

@@ -17,13 +17,13 @@ from dataclasses import replace
 from math import isfinite
 from typing import NamedTuple, Protocol
 
-from engine.core.adapter_desk import AdapterDesk, Adapters
+from engine.core.adapter_loads import AdapterLoads, Adapters
 from engine.core.explanations import Explanations
-from engine.core.grammar_desk import CompilesAhead, GrammarDesk
+from engine.core.grammar_admission import CompilesAhead, GrammarAdmission
 from engine.core.request_names import RequestNames
 from engine.core.step_trace import StepTrace
 from engine.core.step_watch import StepWatch
-from engine.logs.log_setup import num_dropped_lines
+from engine.logs.setup import num_dropped_lines
 from engine.process_messages import (
     AddRequest,
     Beat,
@@ -72,7 +72,7 @@ def _is_due(_wait_s: float) -> bool:
     return True
 
 
-class Launched(Protocol):
+class BegunStep(Protocol):
     """A step that the worker has begun."""
 
     def result(self) -> ModelRunnerOutput:
@@ -82,7 +82,7 @@ class Launched(Protocol):
 class Executor(Protocol):
     """The loop's interface to a worker."""
 
-    def launch(self, plan: SchedulerOutput) -> Launched:
+    def launch(self, plan: SchedulerOutput) -> BegunStep:
         """Begin a step; on a CPU, compute it. Steps are computed in order. Raises as `result` does."""
 
 
@@ -112,7 +112,7 @@ class _StepUnderWay(NamedTuple):
     plan: SchedulerOutput
     planned_s: float
     launched_s: float
-    launched: Launched
+    launched: BegunStep
 
     @property
     def is_launched(self) -> bool:
@@ -146,8 +146,8 @@ class EngineLoop:
         beside: BesideSteps = _NOTHING_BESIDE,
     ) -> None:
         self._scheduler = scheduler
-        self._adapters = AdapterDesk(scheduler, beside.adapters)
-        self._grammars = GrammarDesk(scheduler, beside.grammars)
+        self._adapters = AdapterLoads(scheduler, beside.adapters)
+        self._grammars = GrammarAdmission(scheduler, beside.grammars)
         self._worker = worker
         self._mailbox = mailbox
         self._clock = clock
@@ -281,7 +281,7 @@ class EngineLoop:
             self._under_way.append(_StepUnderWay(plan, planned_s, launched_s, self._launch(plan)))
         return plan
 
-    def _launch(self, plan: SchedulerOutput) -> Launched:
+    def _launch(self, plan: SchedulerOutput) -> BegunStep:
         try:
             return self._worker.launch(plan)
         except Exception as error:  # noqa: BLE001 - raised again, in its turn

@@ -19,10 +19,9 @@ from engine.core.loop import BesideSteps, EngineLoop, Executor, WorkerBroken
 from engine.core.pulse import pulse_of_steps
 from engine.core.rank_group import RankGroup
 from engine.core.step_trace import StepTrace
-from engine.logs.log_lines import ProcessName
-from engine.logs.log_setup import Logs
+from engine.logs.lines import ProcessName
+from engine.logs.setup import Logs
 from engine.nodes.first_node import gather_nodes
-from engine.nodes.ray_nodes import RayNodes
 from engine.options.engine_config import EngineConfig
 from engine.process_messages import Loading, Ready, StartFailed
 from engine.processes.child_process import (
@@ -39,12 +38,13 @@ from engine.processes.process_end import (
     write_stacks_on_signal,
 )
 from engine.processes.transport import EngineSide
+from engine.ray_cluster.nodes import RayNodes
 from scheduler.cache_groups import CacheGroup
 from scheduler.config import DraftAdmission, DraftSupply, PrefixCaching, SchedulerConfig, SchedulerOptions
 from scheduler.prefix_keys import PrefixJournal
 from scheduler.scheduler import Scheduler
 from worker.devices.put_off import import_torch
-from worker.ranks.rank_places import make_places
+from worker.ranks.places import make_places
 from worker.worker_config import LoadProgress, ModelFacts
 
 if TYPE_CHECKING:

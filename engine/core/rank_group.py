@@ -17,21 +17,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
 
-from engine.core.adapter_desk import Adapters
-from engine.core.grammar_desk import CompilesAhead, GrammarsOfLastStage
-from engine.core.loop import Launched
+from engine.core.adapter_loads import Adapters
+from engine.core.grammar_admission import CompilesAhead, GrammarsOfLastStage
+from engine.core.loop import BegunStep
 from engine.core.stage_steps import LedStep, SamplingExecutor, StageSteps
 from engine.nodes.rank_plans import AdapterOrder, PlansOut, RankStep, ResultsIn
 from engine.nodes.rank_start import start_rank
 from engine.processes.child_process import EXIT_START_FAILED, SIGNAL_FOR_STACKS
 from engine.processes.process_end import EXIT_WORKER_BROKEN, leave, report_signals_for_stacks
 from scheduler.messages import ModelRunnerOutput, SchedulerOutput
-from worker.ranks.rank_places import RankPlace
+from worker.ranks.places import RankPlace
 from worker.worker_config import AdapterFacts
 
 if TYPE_CHECKING:
-    from engine.nodes.ray_nodes import RayNodes
     from engine.nodes.switchboard import Switchboard
+    from engine.ray_cluster.nodes import RayNodes
     from worker.ranks.stage import Stage
 
 log = logging.getLogger(__name__)
@@ -111,11 +111,11 @@ class RankGroup:
             else GrammarsOfLastStage(self._plans.send, self._results.take_compiled)
         )
 
-    def launch(self, plan: SchedulerOutput) -> Launched:
+    def launch(self, plan: SchedulerOutput) -> BegunStep:
         """Begin a step on all ranks. An error ends the process: the others wait within their step."""
         return self._or_end(plan, lambda: self._launch(plan))
 
-    def _launch(self, plan: SchedulerOutput) -> Launched:
+    def _launch(self, plan: SchedulerOutput) -> BegunStep:
         sampled, self._sampled = self._sampled, []
         self._plans.send(RankStep(plan, sampled))
         if self._steps is not None:

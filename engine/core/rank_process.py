@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from engine.core.grammar_desk import GrammarsOfRank
+from engine.core.grammar_admission import GrammarsOfRank
 from engine.core.pulse import pulse_of_steps
 from engine.core.stage_steps import ReportedSteps, StageSteps
-from engine.logs.log_lines import ProcessName
-from engine.logs.log_setup import Logs
+from engine.logs.lines import ProcessName
+from engine.logs.setup import Logs
 from engine.nodes.rank_plans import AdapterOrder, GrammarOrder, Order, PlansIn, ResultsOut, StageResult
 from engine.options.engine_config import EngineConfig
 from engine.process_messages import StartFailed
@@ -35,7 +35,7 @@ from engine.processes.garbage import keep_what_is_loaded, only_imports
 from engine.processes.process_end import EXIT_WORKER_BROKEN, leave, write_stacks_on_signal
 from engine.processes.transport import PulseSide
 from worker.devices.put_off import import_torch
-from worker.ranks.rank_places import RankPlace
+from worker.ranks.places import RankPlace
 from worker.worker_errors import AdapterRefused
 
 if TYPE_CHECKING:

@@ -8,14 +8,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from engine.core.loop import Executor, Launched
+from engine.core.loop import BegunStep, Executor
 from scheduler.messages import ModelRunnerOutput, SchedulerOutput
 
 if TYPE_CHECKING:
     from worker.ranks.stage import Stage
 
 
-class SampledStep(Launched, Protocol):
+class SampledStep(BegunStep, Protocol):
     """A step on the rank that samples."""
 
     @property
@@ -35,7 +35,7 @@ class StageSteps:
     def __init__(self, worker: Executor, stage: "Stage") -> None:
         self._worker = worker
         self._stage = stage
-        self._pending: deque[Launched] = deque()
+        self._pending: deque[BegunStep] = deque()
 
     def launch(self, plan: SchedulerOutput) -> None:
         """Compute a step, and send hidden states on."""

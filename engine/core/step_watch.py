@@ -21,7 +21,7 @@ from engine.core.step_lines import StepLines
 from engine.process_messages import AddRequest, StepTimes, View
 from scheduler.blocks.block_map import block_runs
 from scheduler.counters import SchedulerStats
-from scheduler.messages import Page, SchedulerOutput, SequenceId, SequenceReport
+from scheduler.messages import ReportPage, SchedulerOutput, SequenceId, SequenceReport
 from scheduler.scheduler import Scheduler
 
 MIN_INTERVAL_S = 0.1
@@ -134,8 +134,8 @@ class StepWatch:
         self._num_views += 1
         scheduler = self._scheduler
         config, stats = scheduler.config, scheduler.stats()
-        running = scheduler.report(Page(0, min(stats.num_running, _MAX_SEQUENCES)), now_s=now_s)
-        waiting = scheduler.report(Page(stats.num_running, _MAX_SEQUENCES), now_s=now_s)
+        running = scheduler.report(ReportPage(0, min(stats.num_running, _MAX_SEQUENCES)), now_s=now_s)
+        waiting = scheduler.report(ReportPage(stats.num_running, _MAX_SEQUENCES), now_s=now_s)
         return orjson.dumps(
             {
                 "view": self._num_views,

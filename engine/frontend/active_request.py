@@ -21,8 +21,8 @@ from engine.errors import (
     RequestRejected,
 )
 from engine.frontend.metrics import AbortCause
-from engine.frontend.patience import is_own_limit, kinds_named
 from engine.frontend.vllm_metrics import Timeline
+from engine.frontend.waiting_deadlines import is_own_limit, kinds_named
 from engine.types import GenerationRequest, PoolingRequest
 from scheduler.messages import FinishReason, SequenceId, SequenceOutput, TimeLimitKind, TimeLimits
 from scheduler.routing.dispatcher import CallNeeds, Ticket

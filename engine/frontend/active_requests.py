@@ -24,9 +24,9 @@ from engine.frontend.active_pooling import ActivePooling
 from engine.frontend.active_request import NO_TICKET, RequestChoice
 from engine.frontend.active_text import ActiveText
 from engine.frontend.metrics import EngineMetrics
-from engine.frontend.patience import Patience, nearer_limits, remaining_limits
 from engine.frontend.queue_limits import QueueLimits, TenantTokens
-from engine.frontend.waiting_calls import Call, CallTerms, WaitingCalls
+from engine.frontend.waiting_calls import CallTerms, WaitingCall, WaitingCalls
+from engine.frontend.waiting_deadlines import WaitingDeadlines, nearer_limits, remaining_limits
 from engine.options.engine_config import EngineConfig
 from engine.process_messages import AddRequest, EndSequences, ToEngine
 from engine.reports.live_load import LiveCounts
@@ -84,7 +84,7 @@ class ActiveRequests:
         self._next_id = 1
         self._by_id: dict[str, AnyActive] = {}
         self._by_sequence: dict[SequenceId, AnyActive] = {}
-        self._patience = Patience()
+        self._patience = WaitingDeadlines()
         self.is_empty = asyncio.Event()
         self.is_empty.set()
         self.num_cut_off = 0
@@ -109,7 +109,7 @@ class ActiveRequests:
             terms = CallTerms(
                 priority=priority, tenant="", arrived_s=now_s, time_limit_s=self._limits.nearest_s
             )
-        if self._giving_way(1, 1, terms):
+        if self._displaceable(1, 1, terms):
             return
         with self._metrics.counting_refusals():
             raise self._queue_limits.refusal(1, now_s=now_s)
@@ -300,7 +300,7 @@ class ActiveRequests:
 
     def _make_room(self, num_sequences: int, num_tokens: int, terms: CallTerms) -> None:
         """Displace the calls that would be served last, if that makes room for a new one."""
-        leaving = self._giving_way(num_sequences, num_tokens, terms)
+        leaving = self._displaceable(num_sequences, num_tokens, terms)
         error = Overloaded(
             "the queue is full, and a more urgent request took the place of this one; try again later",
             retry_after_s=self._queue_limits.retry_after_s(now_s=terms.arrived_s),
@@ -312,13 +312,13 @@ class ActiveRequests:
                 active.fail(error)
                 self._remove(active)
 
-    def _giving_way(
+    def _displaceable(
         self, num_sequences: int, num_tokens: int, terms: CallTerms | None
-    ) -> list[Call[AnyActive]]:
+    ) -> list[WaitingCall[AnyActive]]:
         """List the calls to displace; empty if even that would not make room."""
-        leaving: list[Call[AnyActive]] = []
+        leaving: list[WaitingCall[AnyActive]] = []
         freed_sequences = freed_tokens = 0
-        for call in self._waiting.giving_way(terms, next_id=self._next_id):
+        for call in self._waiting.displaceable(terms, next_id=self._next_id):
             leaving.append(call)
             freed_sequences += call.num_sequences
             freed_tokens += call.num_tokens

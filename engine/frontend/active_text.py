@@ -12,7 +12,7 @@ from engine.frontend.active_request import ActiveRequest
 from engine.text.detokenizer import IncrementalDetokenizer, StopText
 from engine.text.token_logprobs import CollectedPromptLogprobs, explain
 from engine.text.tokenizer import SpecialTokens, Tokenizer
-from engine.types import GenerationRequest, TokenLogprob, TokenOutput
+from engine.types import ChosenLogprob, GenerationRequest, TokenOutput
 from scheduler.messages import FinishReason, SequenceId, SequenceOutput, TokenLogprobs
 
 
@@ -45,7 +45,7 @@ class TextChoice:
         self._token_ids: list[int] = []
         self._waiting_ids: list[int] = []
         """The last of `_token_ids`, which are not detokenized yet."""
-        self._logprobs: list[TokenLogprob] = []
+        self._logprobs: list[ChosenLogprob] = []
         self._num_accepted = self._num_rejected = 0
 
     def push(self, output: SequenceOutput, eos_token_ids: tuple[int, ...]) -> None:

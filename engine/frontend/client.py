@@ -13,14 +13,14 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from engine.adapters.adapter_metrics import AdapterMetrics
-from engine.adapters.adapter_registry import AdapterRegistry
+from engine.adapters.metrics import AdapterMetrics
+from engine.adapters.registry import AdapterRegistry
 from engine.errors import EngineDied, EngineUnavailable, GrammarRejected, WrongTask
 from engine.frontend.active_requests import ActiveRequests
 from engine.frontend.health import HealthMonitor, Welcome
 from engine.frontend.metrics import EngineMetrics
-from engine.frontend.viewers import Viewers
-from engine.grammars.grammar_compiler import GrammarCompiler
+from engine.frontend.subscribers import Subscribers
+from engine.grammars.compiler import GrammarCompiler
 from engine.options.engine_config import EngineConfig
 from engine.process_messages import (
     AdapterAnswer,
@@ -50,10 +50,10 @@ from engine.types import (
     Grammar,
     Health,
     ModelInfo,
-    Page,
     PooledOutput,
     PoolingRequest,
     QueueForecast,
+    ReportPage,
     ServiceTerms,
     TextCut,
     TokenizedText,
@@ -83,7 +83,7 @@ class AsyncEngine:
         self._info: ModelInfo | None = None
         self._deaths: dict[int, Death] = {}
         """The death of each engine's last process, until the next is ready."""
-        self._viewers = Viewers(self._engines.send_all)
+        self._viewers = Subscribers(self._engines.send_all)
         self._views = JoinedViews(config.num_engines)
         self.metrics = EngineMetrics(config.served_names[0], num_engines=config.num_engines)
         self.metrics.watch_health(self.health)
@@ -320,7 +320,7 @@ class AsyncEngine:
             for active in admitted:
                 self._requests.leave(active)
 
-    async def explain(self, page: Page) -> tuple[list[dict[str, Any]], int]:
+    async def explain(self, page: ReportPage) -> tuple[list[dict[str, Any]], int]:
         """Report sequences: state, place in line, blocks, why each waits; and how many there are in all.
 
         Raises EngineUnavailable.

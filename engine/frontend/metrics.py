@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 from engine.errors import Overloaded, OverloadReason
 from engine.frontend.batched_histogram import BatchedHistogram
 from engine.frontend.vllm_metrics import Timeline, VllmMetrics
-from engine.logs.log_setup import num_dropped_lines
+from engine.logs.setup import num_dropped_lines
 from engine.process_messages import Beat, StepTimes
 from engine.processes.engine_processes import DeathCause
 from engine.reports.live_load import LiveCounts, LiveLoad

@@ -18,7 +18,7 @@ from scheduler.messages import SequenceId
 from scheduler.policy import MOST_URGENT, Newcomer, Rank, Standing, order_of_service
 
 
-class Waiting(Protocol):
+class WaitingRequest(Protocol):
     """A request, as far as its place is concerned."""
 
     @property
@@ -31,7 +31,7 @@ class Waiting(Protocol):
     def num_prompt_tokens(self) -> int: ...
 
 
-WaitingT = TypeVar("WaitingT", bound=Waiting)
+WaitingT = TypeVar("WaitingT", bound=WaitingRequest)
 _rank_of = attrgetter("rank")
 
 
@@ -50,7 +50,7 @@ class CallTerms:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Call(Generic[WaitingT]):
+class WaitingCall(Generic[WaitingT]):
     """Requests that were admitted together, and go together."""
 
     lives: tuple[WaitingT, ...]
@@ -69,14 +69,14 @@ class WaitingCalls(Generic[WaitingT]):
         self._order = order_of_service(options)
         self._is_fair = options.fairness is Fairness.TENANT
         self._weights = dict(options.tenant_weights)
-        self._line: list[Call[WaitingT]] = []
-        self._by_id: dict[SequenceId, Call[WaitingT]] = {}
+        self._line: list[WaitingCall[WaitingT]] = []
+        self._by_id: dict[SequenceId, WaitingCall[WaitingT]] = {}
 
     def __len__(self) -> int:
         return len(self._line)
 
     def add(self, lives: Sequence[WaitingT], terms: CallTerms) -> None:
-        call = Call(
+        call = WaitingCall(
             lives=tuple(lives),
             priority=terms.priority,
             rank=self._order.rank(terms.standing(lives[0].first_id)),
@@ -101,7 +101,7 @@ class WaitingCalls(Generic[WaitingT]):
         rank = self._order.rank(terms.standing(next_id))
         return sum(call.num_sequences for call in self._line[: bisect_left(self._line, rank, key=_rank_of)])
 
-    def giving_way(self, terms: CallTerms | None, *, next_id: int) -> Iterator[Call[WaitingT]]:
+    def displaceable(self, terms: CallTerms | None, *, next_id: int) -> Iterator[WaitingCall[WaitingT]]:
         """Calls whose place a new one of these terms may take, the one that is served last first.
 
         None is the most urgent call that can come; `next_id` is the first id that the new one would get.
@@ -109,10 +109,10 @@ class WaitingCalls(Generic[WaitingT]):
         newcomer = MOST_URGENT
         if terms is not None:
             newcomer = Newcomer(terms.priority, self._order.rank(terms.standing(next_id)))
-        calls = self._order.giving_way(newcomer, self._line)
+        calls = self._order.displaceable(newcomer, self._line)
         return self._largest_backlog_first(list(calls)) if self._is_fair else calls
 
-    def _largest_backlog_first(self, calls: list[Call[WaitingT]]) -> Iterator[Call[WaitingT]]:
+    def _largest_backlog_first(self, calls: list[WaitingCall[WaitingT]]) -> Iterator[WaitingCall[WaitingT]]:
         """Reorder calls.
 
         Inside each priority, the last call of the tenant that has most to be served comes first.
@@ -123,7 +123,7 @@ class WaitingCalls(Generic[WaitingT]):
         backlog: defaultdict[tuple[int, str], float] = defaultdict(float)
         for call in self._line:
             backlog[call.priority, call.tenant] += self._cost(call)
-        lines: defaultdict[int, dict[str, list[Call[WaitingT]]]] = defaultdict(dict)
+        lines: defaultdict[int, dict[str, list[WaitingCall[WaitingT]]]] = defaultdict(dict)
         for call in reversed(calls):
             lines[call.priority].setdefault(call.tenant, []).append(call)
         for place in calls:
@@ -137,5 +137,5 @@ class WaitingCalls(Generic[WaitingT]):
                 del by_tenant[tenant]
             yield call
 
-    def _cost(self, call: Call[WaitingT]) -> float:
+    def _cost(self, call: WaitingCall[WaitingT]) -> float:
         return call.num_tokens / self._weights.get(call.tenant, 1.0)

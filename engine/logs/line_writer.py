@@ -1,7 +1,7 @@
 """A thread that writes lines to a file descriptor, so that logging never waits for a reader.
 
 Owns: the bounded queue, the thread, and the count of dropped lines.
-Never: forms a line (log_lines.py).
+Never: forms a line (lines.py).
 
 It writes with os.write and not through sys.stderr: a thread stuck in a full pipe would hold that stream's
 lock, and the interpreter could not exit.

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import zmq
 
-from engine.nodes.node_roll import NodeRoll
+from engine.nodes.registry import NodeRegistry
 from engine.nodes.switchboard import Switchboard
 from engine.options.engine_config import EngineConfig
 from worker.checkpoint.fingerprint import fingerprint
@@ -36,7 +36,7 @@ def gather_nodes(
     """Listen, and wait until all other nodes are there; check while waiting. Raises StartupError."""
     assert config.cluster is not None
     started_s = time.monotonic()
-    roll = NodeRoll(
+    roll = NodeRegistry(
         config.cluster.num_nodes,
         software=software(),
         checkpoint=checkpoint_of(config),

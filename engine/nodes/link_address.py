@@ -1,7 +1,7 @@
 """The address of the first node for ranks, and the encryption and the interface of the way there.
 
 Owns: the file with the address in the directory of ranks, and the names of the ends of links.
-Never: connects (links.py, node_agent.py).
+Never: connects (links.py, agent.py).
 Source: netdevice(7), for the address of an interface.
 """
 

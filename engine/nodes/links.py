@@ -35,11 +35,11 @@ from engine.nodes.link_address import (
     read_link,
     secure,
 )
-from engine.nodes.node_messages import MAX_MESSAGE_BYTES
+from engine.nodes.messages import MAX_MESSAGE_BYTES
+from engine.nodes.outbox import Add, Look, Put, ShelfCall
 from engine.nodes.rank_plans import Compiled, Order, StageResult, decode_order, encode_plan
-from engine.nodes.shelf import Add, Look, Put, ShelfCall
 from engine.processes.process_end import EXIT_WORKER_BROKEN, leave
-from worker.ranks.rank_places import RankPlace
+from worker.ranks.places import RankPlace
 from worker.ranks.stage import pieces_of
 
 log = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """The start of ranks, by rank 0 of their node or by the node itself.
 
 Owns: their command.
-Never: ends one (rank_group.py, node_agent.py).
+Never: ends one (rank_group.py, agent.py).
 """
 
 import logging
@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from engine.processes import child_process
-from worker.ranks.rank_places import RankPlace
+from worker.ranks.places import RankPlace
 
 log = logging.getLogger(__name__)
 

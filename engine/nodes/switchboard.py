@@ -31,7 +31,7 @@ from engine.nodes.link_address import (
     channel_id,
     write_link,
 )
-from engine.nodes.node_messages import (
+from engine.nodes.messages import (
     MAX_BYTES_FROM_NODES,
     MAX_MESSAGE_BYTES,
     SILENCE_S,
@@ -46,16 +46,16 @@ from engine.nodes.node_messages import (
     decode_to_leader,
     encode,
 )
-from engine.nodes.node_roll import NodeRoll, describe_missing
+from engine.nodes.outbox import Outbox
 from engine.nodes.rank_plans import Order, Reports, StageResult, encode_plan
-from engine.nodes.shelf import Shelf
+from engine.nodes.registry import NodeRegistry, describe_missing
 from engine.options.engine_config import EngineConfig
 from engine.process_messages import StartFailed
 from engine.processes.child_process import EXIT_START_FAILED
 from engine.processes.process_end import EXIT_WORKER_BROKEN
 from engine.processes.transport import PulseSide
 from scheduler.messages import SequenceId
-from worker.ranks.rank_places import peers_of
+from worker.ranks.places import peers_of
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class _OnlyNodes:
 class Switchboard:
     """All links of one engine. Made and closed in the main thread, which sends plans and takes results."""
 
-    def __init__(self, config: EngineConfig, directory: Path, address: str, roll: NodeRoll) -> None:
+    def __init__(self, config: EngineConfig, directory: Path, address: str, roll: NodeRegistry) -> None:
         """Listen on `address`. Raises zmq.ZMQError where that cannot be."""
         assert config.cluster is not None
         self.life = secrets.token_hex(8)
@@ -117,7 +117,7 @@ class Switchboard:
         self._sockets_of: dict[bytes, zmq.Socket[bytes]] = {}
         self._numbers: dict[bytes, list[int]] = {}
         self._parts: dict[range, dict[int, bytes]] = {}
-        self._shelf = Shelf()
+        self._shelf = Outbox()
         self._reports: PulseSide | None = None
         self._is_begun = self._is_closing = False
         self._has_all = threading.Event()

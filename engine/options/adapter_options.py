@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.adapters.adapter_registry import MAX_ADAPTERS, is_adapter_name
+from engine.adapters.registry import MAX_ADAPTERS, is_adapter_name
+from engine.options.declaration import Arity, Group, OptionError, declared
 from engine.options.model_options import ModelOptions
-from engine.options.option_declaration import Arity, Group, OptionError, declared
-from engine.options.option_values import Count, Text
+from engine.options.values import Count, Text
 from worker.worker_config import AdapterFolder, AdapterLimits
 
 _FLAG = "--lora-modules"

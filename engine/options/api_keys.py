@@ -1,7 +1,7 @@
 """API keys, given directly or listed in a file by their hashes.
 
 Owns: the rights of a key, the format of the file of --api-keys-file, and its checks.
-Never: compares keys with those of clients, or counts their requests (server/access/key_ring.py).
+Never: compares keys with those of clients, or counts their requests (server/edge/access/key_ring.py).
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from engine.options.option_declaration import OptionError
+from engine.options.declaration import OptionError
 
 MAX_KEYS = 1024
 """Limit, since each request's key is compared with all: more would take over a millisecond."""

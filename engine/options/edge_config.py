@@ -66,7 +66,7 @@ class TlsFiles:
         return tuple(path for path in (self.cert, self.key, self.client_ca) if path is not None)
 
 
-class Page(Enum):
+class PageParts(Enum):
     """Parts of the web page that the main port serves."""
 
     OFF = "off"
@@ -112,7 +112,7 @@ class EdgeConfig:
     state_folder: str | None
     """Folder of files and batches; None: there are none."""
     state_max_bytes: int
-    page: Page
+    page: PageParts
     root_path: str
     """Prefix that a proxy puts before paths, without a slash at its end; empty: none."""
     uds: str | None
@@ -168,14 +168,14 @@ def _check_access(options: Options) -> None:
     )
 
 
-def _page(options: Options) -> Page:
+def _page(options: Options) -> PageParts:
     # Behind a Unix socket stands a proxy, and nobody but the operator knows before whom.
     is_local = options.uds is None and _is_loopback(options.host)
     is_private = bool(options.api_key) or options.api_keys_file is not None or is_local
     if options.page == "off" or (options.page is None and not is_private):
-        return Page.OFF
+        return PageParts.OFF
     # With a port for administration, the live view is served there.
-    return Page.YARD if is_private and options.admin_port is None else Page.CHAT
+    return PageParts.YARD if is_private and options.admin_port is None else PageParts.CHAT
 
 
 def _host_rule(options: Options, address: str | None) -> HostRule:

@@ -6,8 +6,8 @@ Never: checks them against each other (edge_config.py).
 
 from dataclasses import dataclass
 
-from engine.options.option_declaration import Arity, Group, declared
-from engine.options.option_values import Bytes, Choice, Count, Pattern, Share, Switch, Text
+from engine.options.declaration import Arity, Group, declared
+from engine.options.values import Bytes, Choice, Count, Fraction, Pattern, Switch, Text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +125,7 @@ class EdgeOptions:
     )
     max_memory_use: float = declared(
         Group.REQUESTS,
-        Share(low=0.1, high=1.0),
+        Fraction(low=0.1, high=1.0),
         "Refuse new requests with 503 from this share of memory in use: of the machine, its control group, "
         "or what a process may map (ulimit), whichever is fuller; and a large body where too little is left "
         "for it. File caches do not count. 1 never refuses.",

@@ -2,7 +2,7 @@
 
 Owns: the resolution of each open option, and every check that needs no tensor library, so that a mistake is
 reported in a tenth of a second and not after the model was loaded.
-Never: downloads, measures memory (the worker does), or opens a port (server/http/listening.py).
+Never: downloads, measures memory (the worker does), or opens a port (server/edge/http/listening.py).
 """
 
 import os
@@ -13,7 +13,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from engine.logs.log_lines import LogFormat
+from engine.logs.lines import LogFormat
 from engine.options.adapter_options import AdapterConfig, adapter_config
 from engine.options.edge_config import EdgeConfig, edge_config
 from engine.options.engine_split import (
@@ -33,7 +33,7 @@ from engine.options.engine_split import (
 from engine.options.options import OptionError, Options
 from engine.options.speculation_option import speculation_config
 from engine.options.traces_endpoint import check_traces_endpoint
-from engine.step_limits import StepLimits, step_limits
+from engine.step_limits import EngineStepLimits, step_limits
 from scheduler.config import (
     Batching,
     Fairness,
@@ -214,7 +214,7 @@ def _engine_config(options: Options, folder: Path, name: str, speculation: Specu
 
 
 def _worker_config(
-    options: Options, folder: Path, limits: StepLimits, adapters: AdapterConfig
+    options: Options, folder: Path, limits: EngineStepLimits, adapters: AdapterConfig
 ) -> WorkerConfig:
     return WorkerConfig(
         model_path=str(folder),
@@ -250,7 +250,7 @@ def _worker_config(
     )
 
 
-def _step_limits(options: Options) -> StepLimits:
+def _step_limits(options: Options) -> EngineStepLimits:
     return step_limits(options.device, options.max_num_seqs, options.max_num_batched_tokens)
 
 
@@ -268,7 +268,7 @@ def _overrides(read: Callable[[str | None], dict[str, Any]], text: str | None) -
         raise OptionError(flag, why, error.fix) from error
 
 
-def _scheduler_options(options: Options, limits: StepLimits) -> SchedulerOptions:
+def _scheduler_options(options: Options, limits: EngineStepLimits) -> SchedulerOptions:
     return SchedulerOptions(
         max_num_seqs=limits.num_sequences,
         max_num_batched_tokens=limits.num_tokens,

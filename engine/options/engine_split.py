@@ -11,7 +11,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from engine.options.option_declaration import OptionError
+from engine.options.declaration import OptionError
 from engine.options.options import Options
 from scheduler.prefix_keys import JournalContent
 from worker.machine import visible_gpus

@@ -1,15 +1,15 @@
 """The options of the model: the checkpoint, the device, the numbers that it is computed in.
 
 Owns: names, defaults, bounds and descriptions of those options.
-Never: reads them (option_sources.py), or resolves None (engine_config.py).
+Never: reads them (sources.py), or resolves None (engine_config.py).
 """
 
 from dataclasses import dataclass
 
+from engine.options.declaration import Arity, Group
+from engine.options.declaration import declared as _option
 from engine.options.edge_options import EdgeOptions
-from engine.options.option_declaration import Arity, Group
-from engine.options.option_declaration import declared as _option
-from engine.options.option_values import Choice, Count, Pattern, Switch, Text
+from engine.options.values import Choice, Count, Pattern, Switch, Text
 
 TOOL_CALL_PARSERS = Choice(
     words=(

@@ -2,23 +2,23 @@
 
 Owns: names, defaults, bounds and descriptions. One field of Options is at once `--max-num-seqs`,
 TOKENYARD_MAX_NUM_SEQS and `max-num-seqs:` in the file of --config.
-Never: reads them (option_sources.py), or resolves None (engine_config.py).
+Never: reads them (sources.py), or resolves None (engine_config.py).
 """
 
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from engine.options.declaration import Arity, Declaration, Group, OptionError
+from engine.options.declaration import declared as _option
 from engine.options.model_options import (
     REASONING_HELP,
     REASONING_PARSERS,
     TOOL_CALL_HELP,
     TOOL_CALL_PARSERS,
 )
-from engine.options.option_declaration import Arity, Declaration, Group, OptionError
-from engine.options.option_declaration import declared as _option
-from engine.options.option_values import Bytes, Choice, Count, Duration, Share, Switch, Text
 from engine.options.speculation_option import SpeculationOptions
+from engine.options.values import Bytes, Choice, Count, Duration, Fraction, Switch, Text
 from scheduler.config import SchedulingPolicy
 
 __all__ = [
@@ -55,7 +55,7 @@ class Options(SpeculationOptions):
     )
     gpu_memory_utilization: float | None = _option(
         Group.KV_CACHE,
-        Share(low=0.01, high=1.0),
+        Fraction(low=0.01, high=1.0),
         "Share of the GPU's memory for weights, KV cache and activations together. Less leaves room for "
         "other programs, more for longer and more requests.",
         open_default="0.9",
@@ -189,7 +189,7 @@ class Options(SpeculationOptions):
     )
     prefill_delay_factor: float | None = _option(
         Group.SCHEDULER,
-        Share(low=0.0, high=1000.0),
+        Fraction(low=0.0, high=1000.0),
         "With --batching separate: prompts interrupt decoding only after they have waited this many times "
         "the duration of the latest prefill step. More gathers larger batches of prompts.",
         open_default="at once",
@@ -212,7 +212,7 @@ class Options(SpeculationOptions):
     )
     watermark: float = _option(
         Group.SCHEDULER,
-        Share(low=0.0, high=0.5),
+        Fraction(low=0.0, high=0.5),
         "Share of the KV cache kept free when a new request is admitted. More means fewer preemptions and "
         "fewer requests at once.",
         default=0.01,

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from engine.options.adapter_options import AdapterOptions
-from engine.options.option_declaration import Group, OptionError, declared
-from engine.options.option_values import Text
+from engine.options.declaration import Group, OptionError, declared
+from engine.options.values import Text
 from worker.worker_config import MAX_DRAFTS, DraftMethod, SpeculationConfig
 
 _FLAG = "--speculative-config"

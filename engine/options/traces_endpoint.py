@@ -1,13 +1,13 @@
 """The check of --otlp-traces-endpoint.
 
 Owns: the rules for the address, and the check that OpenTelemetry is installed, before anything slow.
-Never: imports OpenTelemetry (server/observe/otel_spans.py does, if asked for).
+Never: imports OpenTelemetry (server/edge/observe/otel_spans.py does, if asked for).
 """
 
 from importlib.metadata import PackageNotFoundError, version
 from urllib.parse import urlsplit
 
-from engine.options.option_declaration import OptionError
+from engine.options.declaration import OptionError
 
 _FLAG = "--otlp-traces-endpoint"
 _NEEDED = ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import zmq
 
+from engine.options.declaration import OptionError
 from engine.options.engine_split import KVEventsConfig
-from engine.options.option_declaration import OptionError
 from engine.reports.kv_events import AllBlocksCleared, KVEvent, SharedBlocks
 from scheduler.prefix_keys import PrefixChange
 

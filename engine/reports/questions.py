@@ -1,7 +1,7 @@
 """Questions to all engines about their live sequences, and one answer for all.
 
 Owns: the questions under way.
-Never: decides who may ask (server/operations/admin.py).
+Never: decides who may ask (server/api/operations/admin.py).
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from engine.errors import EngineUnavailable
 from engine.process_messages import Explain, Explanation, ForgetQuestion, ToEngine
-from scheduler.messages import Page, SequenceReport
+from scheduler.messages import ReportPage, SequenceReport
 
 _MAX_ANSWER_S = 30.0
 """A far page is found in parts, one with each step; steps may be long."""
@@ -42,7 +42,7 @@ class Questions:
         """Answers that are awaited, by question and engine."""
 
     async def ask(
-        self, page: Page, engines: Sequence[int], in_line: Sequence[dict[str, Any]]
+        self, page: ReportPage, engines: Sequence[int], in_line: Sequence[dict[str, Any]]
     ) -> tuple[list[dict[str, Any]], int]:
         """Return a page of reports, and how many there are: running, then waiting, then those in the line.
 
@@ -52,7 +52,7 @@ class Questions:
             raise EngineUnavailable(f"{_MOST_AWAITED} questions for live sequences are awaited already")
         self._num_asked += 1
         question = self._num_asked
-        whole = page if len(engines) == 1 else Page(0, page.first + page.most)
+        whole = page if len(engines) == 1 else ReportPage(0, page.first + page.most)
         loop = asyncio.get_running_loop()
         answers = {engine: loop.create_future() for engine in engines}
         self._answers |= {(question, engine): answer for engine, answer in answers.items()}

@@ -1,19 +1,19 @@
 """Log-probabilities with the texts of their tokens; for a prompt, collected until they are complete.
 
 Owns: the step from token ids to the texts that logprobs show.
-Never: decides how they look on the wire (server/generate/wire_logprobs.py).
+Never: decides how they look on the wire (server/reply/generate/wire_logprobs.py).
 """
 
 from collections.abc import Iterable, Sequence
 from typing import overload
 
 from engine.text.tokenizer import SpecialTokens, Tokenizer
-from engine.types import GenerationRequest, LogprobEntry, TokenLogprob
+from engine.types import ChosenLogprob, GenerationRequest, LogprobEntry
 from scheduler.messages import TokenLogprobs
 
 
-def explain(logprobs: TokenLogprobs, tokenizer: Tokenizer, special: SpecialTokens) -> TokenLogprob:
-    return TokenLogprob(
+def explain(logprobs: TokenLogprobs, tokenizer: Tokenizer, special: SpecialTokens) -> ChosenLogprob:
+    return ChosenLogprob(
         chosen=_entry(logprobs.token_id, logprobs.logprob, tokenizer),
         top=tuple(_entry(token_id, logprob, tokenizer) for token_id, logprob in logprobs.top),
         rank=logprobs.rank,
@@ -30,7 +30,7 @@ def _entry(token_id: int, logprob: float, tokenizer: Tokenizer) -> LogprobEntry:
     )
 
 
-class ExplainedLogprobs(Sequence[TokenLogprob]):
+class ExplainedLogprobs(Sequence[ChosenLogprob]):
     """A sequence that looks texts up when an entry is read: for a long prompt that is work for a thread."""
 
     def __init__(self, logprobs: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> None:
@@ -41,10 +41,10 @@ class ExplainedLogprobs(Sequence[TokenLogprob]):
         return len(self._logprobs)
 
     @overload
-    def __getitem__(self, place: int) -> TokenLogprob: ...
+    def __getitem__(self, place: int) -> ChosenLogprob: ...
     @overload
     def __getitem__(self, place: slice) -> "ExplainedLogprobs": ...
-    def __getitem__(self, place: int | slice) -> "TokenLogprob | ExplainedLogprobs":
+    def __getitem__(self, place: int | slice) -> "ChosenLogprob | ExplainedLogprobs":
         if isinstance(place, slice):
             return ExplainedLogprobs(self._logprobs[place], self._tokenizer)
         return explain(self._logprobs[place], self._tokenizer, SpecialTokens.KEEP)
@@ -69,7 +69,7 @@ class CollectedPromptLogprobs:
         self._found.extend(logprobs)
         self._num_missing -= len(self._found) - num_before
 
-    def take(self, index: int) -> Sequence[TokenLogprob]:
+    def take(self, index: int) -> Sequence[ChosenLogprob]:
         """Return all of them, once for each choice."""
         if index not in self._unreported:
             return ()

@@ -15,7 +15,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from scheduler.blocks.attended_blocks import AttendedBlocks
-from scheduler.blocks.block_pool import BlockPool
+from scheduler.blocks.pool import BlockPool
 from scheduler.blocks.prefix_cache import PrefixCache
 from scheduler.blocks.prefix_index import PrefixHit, PrefixIndex
 from scheduler.blocks.swap_space import SwapSpace

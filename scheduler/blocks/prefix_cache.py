@@ -1,7 +1,7 @@
 """Prefix cache: full blocks found again by their content.
 
 Owns: the map from a block's key to the block, and back.
-Never: reference counts or the order of eviction (block_pool.py).
+Never: reference counts or the order of eviction (pool.py).
 Source: keys are those of prefix_keys.py: equal ones mean equal prefixes of the same salt.
 """
 

@@ -2,7 +2,7 @@
 
 Owns: which host blocks a preempted sequence holds, what content the others keep, and which is reused next.
 Never: moves contents; the plan's copies do.
-Source: block_pool.py and prefix_cache.py once more, for the host: a block without a holder may keep content
+Source: pool.py and prefix_cache.py once more, for the host: a block without a holder may keep content
 that is found by its key, until the block is needed.
 
 A plan copies out before it copies in. So a host block that a plan copies in is pinned until the plan is
@@ -11,7 +11,7 @@ complete: nothing else of the same plan may be copied out to it.
 
 from collections.abc import Iterable
 
-from scheduler.blocks.block_pool import BlockPool
+from scheduler.blocks.pool import BlockPool
 from scheduler.blocks.prefix_cache import PrefixCache
 from scheduler.messages import BlockId
 

@@ -11,7 +11,7 @@ from itertools import chain
 from operator import attrgetter
 
 from scheduler.config import Fairness, SchedulerConfig
-from scheduler.messages import Page, RequestCounts, SequenceId, SequenceReport, WaitReason
+from scheduler.messages import ReportPage, RequestCounts, SequenceId, SequenceReport, WaitReason
 from scheduler.policy import OrderOfService
 from scheduler.queues.compilations import Compilations
 from scheduler.queues.fairness import FairWaitingQueue
@@ -225,7 +225,9 @@ class RequestQueues:
         ]
         return sorted(found, key=lambda each: (each.num_computed_tokens, -each.admission))
 
-    def reports(self, page: Page, reason_of: _ReasonOf, *, now_s: float) -> Iterator[SequenceReport | None]:
+    def reports(
+        self, page: ReportPage, reason_of: _ReasonOf, *, now_s: float
+    ) -> Iterator[SequenceReport | None]:
         """Yield a page of the running queue, those whose grammar is being compiled, and the others by rank.
 
         None stands for a sequence before the page, or that has left meanwhile. The first costs a copy of the

@@ -16,7 +16,7 @@ from scheduler.tenant_ledger import TenantAccounts
 _Key = tuple[int, str]
 
 
-class Waiting(Protocol):
+class LineRequest(Protocol):
     """A request in the line."""
 
     @property
@@ -29,7 +29,7 @@ class Waiting(Protocol):
     def tenant(self) -> str: ...
 
 
-WaitingT = TypeVar("WaitingT", bound=Waiting)
+WaitingT = TypeVar("WaitingT", bound=LineRequest)
 _rank_of = attrgetter("rank")
 
 

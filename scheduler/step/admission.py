@@ -116,12 +116,12 @@ class Admission:
         seq, budget = self._queues.waiting.peek(), plan.budget
         if self._obstacle(seq, budget) is not None:
             return
-        giving_way = self._queues.over_served(seq)
+        displaceable = self._queues.over_served(seq)
         demand = self._demand(seq, budget)
-        if not giving_way or self._lacks_encoder(seq, demand) or self._is_too_late(seq, demand, plan.now_s):
+        if not displaceable or self._lacks_encoder(seq, demand) or self._is_too_late(seq, demand, plan.now_s):
             return
         victims = self._preemptor.choose_displaced(
-            iter(giving_way), demand, num_free_slots=budget.remaining_seqs
+            iter(displaceable), demand, num_free_slots=budget.remaining_seqs
         )
         if victims:
             self._has_displaced(victims, seq, demand, plan, PreemptionCause.FAIRNESS)
@@ -162,17 +162,19 @@ class Admission:
         An older one may be the first in the queue. Then the place and the blocks that are free are kept for
         that one, which would else wait for ever: `seq` gets only what it takes from running ones.
         """
-        giving_way = self._order.displaced_by(seq, self._queues.running)
+        displaceable = self._order.displaced_by(seq, self._queues.running)
         head = self._first()
         if head is seq:
-            return self._preemptor.choose_displaced(giving_way, demand, num_free_slots=budget.remaining_seqs)
+            return self._preemptor.choose_displaced(
+                displaceable, demand, num_free_slots=budget.remaining_seqs
+            )
         free_slots = max(budget.remaining_seqs - 1, 0)
         if self._awaits_token(head):  # what may be cached of it is not known yet
             num_kept = self._kv.blocks_for(head.num_tokens)
         else:
             num_kept = self._kv.demand(head).num_from_free
         victims = self._preemptor.choose_displaced(
-            giving_way, demand, num_free_slots=free_slots, num_kept_blocks=num_kept
+            displaceable, demand, num_free_slots=free_slots, num_kept_blocks=num_kept
         )
         return victims or None
 
@@ -207,10 +209,10 @@ class Admission:
         if self._awaits_token(seq) or not compilations.has_time(seq):
             return False
         if not compilations.has_row:
-            giving_way = next(self._order.giving_way(seq, compilations.compiled()), None)
-            if giving_way is None:
+            displaceable = next(self._order.displaceable(seq, compilations.compiled()), None)
+            if displaceable is None:
                 return False
-            self._queues.give_up_row(giving_way)
+            self._queues.give_up_row(displaceable)
         self._queues.compile(seq)
         return True
 

@@ -44,7 +44,7 @@ SMALLEST_CHUNK_TOKENS = 64
 _STEPS_UNTIL_DOUBLED = 256
 
 
-class StepLimits(NamedTuple):
+class BudgetLimits(NamedTuple):
     """Most tokens of a step."""
 
     max_tokens: int
@@ -97,7 +97,7 @@ class SchedulingBudget:
         "reserved_tokens",
     )
 
-    def __init__(self, limits: StepLimits, *, free_seqs: int, num_decodes: int) -> None:
+    def __init__(self, limits: BudgetLimits, *, free_seqs: int, num_decodes: int) -> None:
         self.remaining_tokens = limits.max_tokens
         self.remaining_prefill_tokens = limits.max_prefill_tokens
         """Most of these for prompts."""
@@ -178,7 +178,7 @@ def budget_for_step(
     config: SchedulerConfig,
     queues: RequestQueues,
     step_time: StepTimeModel,
-    limits: StepLimits,
+    limits: BudgetLimits,
     *,
     now_s: float,
 ) -> SchedulingBudget:

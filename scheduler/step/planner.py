@@ -28,7 +28,7 @@ from scheduler.messages import (
 )
 from scheduler.sequence import Sequence
 from scheduler.step.admission import Admission
-from scheduler.step.budget import SchedulingBudget, StepLimit, StepLimits, budget_for_step
+from scheduler.step.budget import BudgetLimits, SchedulingBudget, StepLimit, budget_for_step
 from scheduler.step.plan_draft import PlanDraft
 from scheduler.step.preemption import Preemptor
 from scheduler.step.scheduler_state import SchedulerState
@@ -171,7 +171,7 @@ class Planner:
     def _budget(self, *, now_s: float) -> SchedulingBudget:
         return budget_for_step(self._config, self._queues, self._step_time, self._limits(), now_s=now_s)
 
-    def _limits(self) -> StepLimits:
+    def _limits(self) -> BudgetLimits:
         """Tokens that the device has memory for.
 
         More for a prompt that is to be computed at once and alone.
@@ -182,7 +182,7 @@ class Planner:
             if head.is_indivisible:
                 max_tokens = max(max_tokens, head.num_tokens)
         # Chunks of a prompt are in all stages at once; a plan with much more than others would hold them up.
-        return StepLimits(max_tokens, -(-(self._config.max_prefill_tokens or most) // self._num_stages))
+        return BudgetLimits(max_tokens, -(-(self._config.max_prefill_tokens or most) // self._num_stages))
 
     def _plan_separately(self, plan: PlanDraft) -> None:
         """Prefill alone if there is any to do and it is due, else decodes alone."""

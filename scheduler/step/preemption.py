@@ -21,8 +21,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import inf
 
-from scheduler.blocks.block_pool import BlockPool
 from scheduler.blocks.kv_cache_manager import BlockDemand
+from scheduler.blocks.pool import BlockPool
 from scheduler.config import PreemptionMode, VictimChoice
 from scheduler.messages import BlockId, Preemption, PreemptionCause
 from scheduler.policy import Standing
@@ -64,13 +64,13 @@ class Preemptor:
 
     def choose_displaced(
         self,
-        giving_way: Iterator[Sequence],
+        displaceable: Iterator[Sequence],
         demand: BlockDemand,
         *,
         num_free_slots: int,
         num_kept_blocks: int = 0,
     ) -> list[Sequence] | None:
-        """Choose the fewest of `giving_way`, maybe none, that make room for a sequence of this demand.
+        """Choose the fewest of `displaceable`, maybe none, that make room for a sequence of this demand.
 
         None if there is no such choice. `num_kept_blocks` of the free blocks are another's.
         """
@@ -82,7 +82,7 @@ class Preemptor:
         while num_free_slots + len(victims) < 1 or (
             num_free + gain.num_blocks < demand.num_from_free + num_growing
         ):
-            victim = next((seq for seq in giving_way if not seq.is_protected), None)
+            victim = next((seq for seq in displaceable if not seq.is_protected), None)
             if victim is None:
                 return None
             victims.append(victim)

@@ -16,8 +16,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.error_replies import RouteNotFound
-from server.http.endpoint import Endpoint
+from server.edge.error_replies import RouteNotFound
+from server.edge.http.endpoint import Endpoint
 
 _FOLDER = Path(__file__).parent / "web"
 _PAGES = {"/": "index.html", "/docs": "docs.html"}

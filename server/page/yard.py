@@ -20,10 +20,10 @@ from starlette.types import Receive, Scope, Send
 from engine.errors import EngineUnavailable
 from engine.types import ModelInfo
 from engine.version import VERSION
-from server.http.connections import cut_off
-from server.http.disconnect import while_connected
-from server.http.edge import EdgeSettings, edge_of
-from server.http.endpoint import ERRORS, Endpoint, ReplyModel, documentation
+from server.edge.http.connections import cut_off
+from server.edge.http.disconnect import while_connected
+from server.edge.http.edge import EdgeSettings, edge_of
+from server.edge.http.endpoint import ERRORS, Endpoint, ReplyModel, documentation
 
 _ALIVE = b": alive\n\n"
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}

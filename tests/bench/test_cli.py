@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.load.load_command import main
-from bench.load.load_report import summarize
+from bench.load.command import main
 from bench.load.rate_sweep import RunOfSweep, parse_sweep, render_sweep, run_sweep
+from bench.load.report import summarize
 from tests.bench.fake_openai import fake_openai
 
 

@@ -11,8 +11,8 @@ from bench.simulate.arrivals import LengthDistribution, PromptMaker, SimRequest,
 from bench.simulate.fitted_step_time import LinearStepTime
 from bench.simulate.replica import Stepping
 from bench.simulate.router import RouterKind
+from bench.simulate.run import RunResult, simulate
 from bench.simulate.setup import Setup
-from bench.simulate.simulate_run import RunResult, simulate
 from bench.simulate.tally import Slo
 from scheduler.config import Batching, Fairness, PrefixCaching, SchedulerConfig, SchedulingPolicy
 from scheduler.scheduler import Scheduler

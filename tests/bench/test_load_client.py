@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from bench.load.load_client import (
+from bench.load.client import (
     Endpoint,
     LoadRun,
     RequestRecord,
@@ -18,7 +18,7 @@ from bench.load.load_client import (
     measure_words,
 )
 from bench.load.workload import PlannedRequest, WordCost
-from server.http.http_client import ExchangeFailed, Target
+from server.edge.http.http_client import ExchangeFailed, Target
 from tests.bench.fake_openai import fake_openai
 
 STYLE = RequestStyle(

@@ -8,11 +8,11 @@ from random import Random
 import pytest
 
 from bench.simulate.arrivals import ArrivalsError, LengthDistribution, SimRequest
+from bench.simulate.command import main
 from bench.simulate.fitted_step_time import MOST_FACTORS, LinearStepTime
 from bench.simulate.measured_run import calibrated, read_measured_run
+from bench.simulate.run import simulate
 from bench.simulate.setup import Overhead, Setup
-from bench.simulate.simulate_command import main
-from bench.simulate.simulate_run import simulate
 from scheduler.config import Batching, Fairness, SchedulingPolicy
 from tests.bench.test_leaps import drawn_setup, drawn_workload
 

@@ -9,8 +9,8 @@ from bench.simulate.arrivals import SimRequest
 from bench.simulate.fitted_step_time import LinearStepTime
 from bench.simulate.replica import Stepping
 from bench.simulate.router import RouterKind
+from bench.simulate.run import _Run
 from bench.simulate.setup import Setup
-from bench.simulate.simulate_run import _Run
 from bench.simulate.tally import Slo
 from scheduler.config import SchedulerConfig
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.load.goodput import parse_limits
-from bench.load.load_report import distribution_ms, percentile, render, summarize
+from bench.load.report import distribution_ms, percentile, render, summarize
 from bench.load.request_record import COMPLETED, RequestRecord
 
 RECORD = RequestRecord(

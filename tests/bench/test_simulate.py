@@ -7,13 +7,13 @@ from random import Random
 
 import pytest
 
-from bench.simulate.arrivals import LengthDistribution, SimRequest, SyntheticWorkload, Waiting
+from bench.simulate.arrivals import LengthDistribution, RequestUnderWay, SimRequest, SyntheticWorkload
 from bench.simulate.fitted_step_time import LinearStepTime
 from bench.simulate.replica import Replica, Stuck, Tallies
+from bench.simulate.report import RunReport, report_of
 from bench.simulate.router import LeastBusy, RouterKind, router_of
+from bench.simulate.run import simulate
 from bench.simulate.setup import Setup, variant, with_drafts
-from bench.simulate.simulate_report import RunReport, report_of
-from bench.simulate.simulate_run import simulate
 from bench.simulate.tally import GapCounts, QueueLine, Slo
 from scheduler.config import PreemptionMode, PrefixCaching, SchedulerConfig, SchedulingPolicy
 
@@ -203,7 +203,7 @@ def replicas(number: int) -> list[Replica]:
 
 
 def place(request: SimRequest, replica: Replica, number: int) -> None:
-    replica.add(Waiting(request, (number,) * request.prompt_len, number, [], None), 0.0)
+    replica.add(RequestUnderWay(request, (number,) * request.prompt_len, number, [], None), 0.0)
 
 
 @pytest.mark.parametrize("kind", [RouterKind.LEAST_WAITING, RouterKind.ROUND_ROBIN])

@@ -6,10 +6,10 @@ from random import Random
 import pytest
 
 from bench.simulate.cells import from_json, simulate_cells, to_json
+from bench.simulate.command import main
 from bench.simulate.router import RouterKind
+from bench.simulate.run import simulate
 from bench.simulate.setup import Setup, SetupError, variant
-from bench.simulate.simulate_command import main
-from bench.simulate.simulate_run import simulate
 from tests.bench.test_leaps import drawn_setup, drawn_workload, history
 
 SMALL = ("--num-requests", "80", "--request-rate", "300", "--replicas", "4", "--num-blocks", "300")

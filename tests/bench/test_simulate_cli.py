@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.simulate.simulate_command import main
+from bench.simulate.command import main
 from tests.bench.traces import traced
 
 SMALL = ("--num-requests", "60", "--prompt-len", "uniform:5:40", "--output-len", "uniform:1:20")

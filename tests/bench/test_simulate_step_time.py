@@ -14,7 +14,7 @@ from bench.simulate.fitted_step_time import (
     running_medians,
     variation_of,
 )
-from bench.trace.trace_reading import TracedStep, read_trace
+from bench.trace.reading import TracedStep, read_trace
 from tests.bench.traces import MODEL, traced
 
 COEFFICIENTS = ("base_s", "per_token_s", "per_decode_s", "per_context_token_s")

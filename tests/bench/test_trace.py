@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from bench.trace.trace_command import TraceSummary, main
-from bench.trace.trace_reading import TracedPreemption, TracedStep, TraceError, read_trace
-from bench.trace.trace_timeline import Cell, Timeline
+from bench.trace.command import TraceSummary, main
+from bench.trace.reading import TracedPreemption, TracedStep, TraceError, read_trace
+from bench.trace.timeline import Cell, Timeline
 from scheduler.messages import PreemptionCause
 from tests.bench.traces import busy_world, traced, write_trace
 from tests.fakes import make_sequence

@@ -12,7 +12,7 @@ from bench.simulate.fitted_step_time import fit
 from bench.simulate.measured_run import Error, calibrated, read_measured_run
 from bench.simulate.replica import Replica
 from bench.simulate.setup import Setup
-from bench.trace.trace_reading import read_trace
+from bench.trace.reading import read_trace
 from scheduler.config import SchedulerConfig
 from tests.bench.virtual_server import QUIET, Machine, Request, serve
 

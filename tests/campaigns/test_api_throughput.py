@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.load.load_client import Endpoint
+from bench.load.client import Endpoint
 from campaigns.api_throughput import cli
 from campaigns.api_throughput.reader import Arrival, Readings
 from campaigns.api_throughput.result import Steps, summarize

@@ -16,7 +16,7 @@ from triton.runtime.errors import OutOfResources
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-from bench.load.load_report import summarize
+from bench.load.report import summarize
 from bench.load.request_record import CUT_OFF
 from campaigns.gpu import catalogue, cli, shapes, stand_ins
 from campaigns.gpu.cli import Settings

@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from campaigns.overload import Cores, Crowd, Rounds, Seen
-from server.http.http_client import Target
+from server.edge.http.http_client import Target
 
 
 def seen(*, ttft_s: float = 0.1, refused_s: float = 0.01, retry_after_s: int = 2) -> Seen:

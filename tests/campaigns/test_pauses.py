@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 import msgspec
 import pytest
 
-from bench.trace.trace_reading import TracedStep
+from bench.trace.reading import TracedStep
 from campaigns.pauses.cli import PAGE_HEAD, page_table
 from campaigns.pauses.crowds import BODIES, CROWDED_BODIES, GRAMMARS, REPLIES
 from campaigns.pauses.neighbour import Counters, Meters, Neighbour, Pause, Readings

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from bench.load.load_client import LoadRun
+from bench.load.client import LoadRun
 from bench.load.request_record import RequestRecord
 from bench.load.workload import Pace, plan
 from campaigns.peers import catalogue, rounds

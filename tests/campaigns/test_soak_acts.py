@@ -7,7 +7,7 @@ import orjson
 import pytest
 
 from campaigns.soak.acts import Act, Acts, Ends, Events, _judge
-from server.http.http_client import Reply
+from server.edge.http.http_client import Reply
 
 ACT = Act(name="act", path="/v1/completions", body=b"{}", num_choices=2)
 JSON = {"content-type": "application/json"}

@@ -8,7 +8,7 @@ import pytest
 from campaigns.servers.own_server import OwnServer
 from campaigns.soak.acts import Pace
 from campaigns.soak.attacks import Attacks
-from server.http.http_client import Target
+from server.edge.http.http_client import Target
 
 NOWHERE = OwnServer(pid=0, target=Target.parse("http://127.0.0.1:1"), log=Path("log"))
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.load.load_client import Endpoint
+from bench.load.client import Endpoint
 from campaigns.servers.running import ROOT
 from campaigns.stack_cost import measure
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 
 from engine.frontend.metrics import EngineMetrics
 from engine.types import ModelInfo
-from server.observe.http_metrics import HttpMetrics
+from server.edge.observe.http_metrics import HttpMetrics
 from tests.deploy.promql import Reads
 
 INFO = ModelInfo(

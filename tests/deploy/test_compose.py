@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import yaml
 
-from engine.options.option_sources import read_options
 from engine.options.options import DECLARATIONS
+from engine.options.sources import read_options
 from tests.deploy.manifests import ROOT
 
 FOLDER = ROOT / "deploy" / "compose"

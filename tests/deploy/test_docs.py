@@ -12,30 +12,30 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
-from bench.load import load_command
-from bench.simulate import simulate_command
-from engine.adapters.adapter_metrics import AdapterMetrics
+from bench.load import command as load_command
+from bench.simulate import command as simulate_command
+from engine.adapters.metrics import AdapterMetrics
 from engine.frontend.metrics import EngineMetrics
 from engine.options.options import DECLARATIONS
 from engine.types import FinishReason
 from scripts import write_errors_page, write_structure_page
 from scripts.write_options_page import PAGE, insert, render
-from server.chat.chat_protocol import CHAT_REFUSALS, ChatCompletionRequest
-from server.commands import other_names
-from server.completions.completion_protocol import COMPLETION_REFUSALS, CompletionRequest
-from server.error_catalogue import CATALOGUE
-from server.error_replies import _CODES
-from server.observe.http_metrics import HttpMetrics
-from server.pooling.pooling_protocol import (
+from server.api.chat.protocol import CHAT_REFUSALS, ChatCompletionRequest
+from server.api.completions.protocol import COMPLETION_REFUSALS, CompletionRequest
+from server.api.pooling.protocol import (
     EMBEDDING_REFUSALS,
     SCORE_REFUSALS,
     EmbeddingRequest,
     RerankRequest,
     ScoreRequest,
 )
-from server.responses.responses_protocol import RESPONSES_REFUSALS, ResponsesRequest
-from server.startup.launch import EXIT_BAD_MODEL
-from server.wire_model import WireModel
+from server.api.responses.protocol import RESPONSES_REFUSALS, ResponsesRequest
+from server.command import other_names
+from server.command.startup.launch import EXIT_BAD_MODEL
+from server.edge.error_catalogue import CATALOGUE
+from server.edge.error_replies import _CODES
+from server.edge.observe.http_metrics import HttpMetrics
+from server.edge.wire_model import WireModel
 from tests.checkpoints import FAMILIES
 from tests.deploy.exported import INFO
 from tests.for_each import for_each
@@ -322,7 +322,7 @@ def test_the_exit_codes_are_those_of_the_source() -> None:
 
 def test_the_exit_codes_of_the_clients_are_those_of_their_source() -> None:
     listed = {int(code) for code in re.findall(r"^\| (\d+) \|", read("docs/clients.md"), flags=re.MULTILINE)}
-    folders = [ROOT / "server" / name for name in CLIENT_FOLDERS]
+    folders = [ROOT / "server" / "command" / name for name in CLIENT_FOLDERS]
     source = "\n".join(path.read_text() for folder in folders for path in folder.glob("*.py"))
     codes = {int(code) for code in re.findall(r"^EXIT_\w+ = (\d+)$", source, flags=re.MULTILINE)}
     assert listed == {0} | codes

@@ -11,9 +11,9 @@ import jsonschema
 import pytest
 import yaml
 
-from engine.options.option_schema import file_schema
-from engine.options.option_sources import read_options
 from engine.options.options import DECLARATIONS
+from engine.options.schema import file_schema
+from engine.options.sources import read_options
 from tests.deploy import promql
 from tests.deploy.exported import faults
 from tests.deploy.helm_subset import render

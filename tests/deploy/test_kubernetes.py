@@ -10,11 +10,11 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from engine.options.option_schema import file_schema
-from engine.options.option_sources import read_options
 from engine.options.options import DECLARATIONS, Options
+from engine.options.schema import file_schema
+from engine.options.sources import read_options
+from server.edge.http import health_listener
 from server.endpoints import OPEN_PATHS
-from server.http import health_listener
 from tests.deploy import promql
 from tests.deploy.exported import faults, series
 from tests.deploy.manifests import (

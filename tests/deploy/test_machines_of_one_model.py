@@ -7,10 +7,10 @@ from typing import Any
 import jsonschema
 import pytest
 
-from engine.nodes.ray_nodes import share_of
 from engine.options.engine_config import resolve
-from engine.options.option_sources import read_options
 from engine.options.options import DECLARATIONS, Options
+from engine.options.sources import read_options
+from engine.ray_cluster.nodes import share_of
 from tests.deploy.manifests import KUBERNETES, KUBERNETES_VERSIONS, build, check, read_file, the_only
 from tests.deploy.test_dockerfile import ENVIRONMENT
 from tests.deploy.test_kubernetes import DEPLOYMENT, GOODBYE_S, container_of, needs_kustomize

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from scripts.write_dashboard import PAGE, render
-from server.observe.http_metrics import OWN_LIMIT
+from server.edge.observe.http_metrics import OWN_LIMIT
 from tests.deploy import promql
 from tests.deploy.exported import FROM_PROMETHEUS, faults, series
 

@@ -7,9 +7,9 @@ import pytest
 import yaml
 
 from engine.options.options import Options
-from server.error_catalogue import CATALOGUE
-from server.http.endpoint import ErrorReplyBody
-from server.startup.serving import _KEEP_ALIVE_S
+from server.command.startup.serving import _KEEP_ALIVE_S
+from server.edge.error_catalogue import CATALOGUE
+from server.edge.http.endpoint import ErrorReplyBody
 from tests.deploy.manifests import KUBERNETES, ROOT
 
 FOLDER = ROOT / "deploy" / "proxies"

@@ -15,7 +15,7 @@ RUN = """<?xml version="1.0"?><testsuites><testsuite time="90" timestamp="2026-0
 <testcase classname="tests.faults.test_machine" name="test_clock" time="1"/>
 <testcase classname="tests.faults.test_machine" name="test_disk[full]" time="1"/>
 <testcase classname="tests.faults.test_machine" name="test_disk[none]" time="1"><failure/></testcase>
-<testcase classname="tests.server.access.test_auth" name="test_key" time="1"><skipped/></testcase>
+<testcase classname="tests.server.edge.access.test_auth" name="test_key" time="1"><skipped/></testcase>
 </testsuite></testsuites>"""
 
 
@@ -46,7 +46,7 @@ CLOCK, DISK, GONE, KEY = (
     "`tests/faults/test_machine.py::test_clock`",
     "`tests/faults/test_machine.py::test_disk`",
     "`tests/faults/test_machine.py::test_gone`",
-    "`tests/server/access/test_auth.py::test_key`",
+    "`tests/server/edge/access/test_auth.py::test_key`",
 )
 
 

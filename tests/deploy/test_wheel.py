@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from server.startup.allocator import is_glibc
+from server.command.startup.allocator import is_glibc
 from tests.deploy.wheels import INSIDE, ROOT, build_wheel, copy_sources, install, why_not_here
 from tests.e2e.serving import running_server
 

@@ -34,7 +34,7 @@ class RunningServer:
     @property
     def grammar_pid(self) -> int | None:
         """Process id of the one that tries grammars; None while there is none."""
-        return self._child_running("engine.grammars.grammar_process")
+        return self._child_running("engine.grammars.process")
 
     @property
     def renderer_pid(self) -> int | None:

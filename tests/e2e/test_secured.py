@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from server.commands.cli import main
+from server.command.cli import main
 from tests.e2e.serving import RunningServer, running_server, wait_for
 from tests.server.certificates import needs_openssl, self_signed
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from server.commands.cli import main
-from server.http.listening import listen_unix
+from server.command.cli import main
+from server.edge.http.listening import listen_unix
 from tests.e2e.serving import running_server
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %} and then"

@@ -4,7 +4,7 @@ import sys
 
 from engine.processes import engine_processes as lives
 from engine.processes import supervisor
-from server.commands.cli import main
+from server.command.cli import main
 
 if __name__ == "__main__":
     lives._FIRST_BACK_OFF_S = 0.05

@@ -25,7 +25,7 @@ from engine.core import process
 from scheduler.messages import SchedulerOutput, SequenceId
 from worker.attention.ref_attention import RefAttention
 from worker.steps.model_runner import EagerSteps
-from worker.steps.step_protocol import ComputedStep
+from worker.steps.protocol import ComputedStep
 from worker.worker import Worker
 
 LONG_LAYER_S = 1.6

@@ -18,8 +18,8 @@ from typing import Any
 
 from engine.core import process, rank_process
 from engine.nodes import rank_start
-from worker.cpu.cpu_layer import CpuLayer
-from worker.cpu.cpu_toolkit import CpuToolkit
+from worker.cpu.layer import CpuLayer
+from worker.cpu.toolkit import CpuToolkit
 from worker.sampling.rank_samplers import FollowingSampler, LeadingSampler
 
 FAULT_FILE = "fault"

@@ -18,7 +18,7 @@ NAME = "tests.faults.gpu_node"
 def main() -> int:
     rank_start.RANK_MODULE = NAME
     if sys.argv[1] == "serve":
-        from server.commands.cli import main as serve
+        from server.command.cli import main as serve
 
         return serve(sys.argv[1:])
     from engine.core import process, rank_process

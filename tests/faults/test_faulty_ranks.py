@@ -11,7 +11,7 @@ import pytest_asyncio
 from engine.errors import EngineDied
 from engine.frontend.client import AsyncEngine
 from engine.options.engine_config import resolve
-from engine.options.option_sources import read_options
+from engine.options.sources import read_options
 from engine.processes import engine_processes as lives
 from engine.processes import supervisor
 from tests.faults.faulty_ranks import FAULT_FILE, NAME, Place

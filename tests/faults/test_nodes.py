@@ -23,7 +23,7 @@ from campaigns.servers.relay import Relay, relaying
 from engine.errors import EngineDied
 from engine.frontend.client import AsyncEngine
 from engine.options.engine_config import resolve
-from engine.options.option_sources import read_options
+from engine.options.sources import read_options
 from engine.processes import engine_processes as lives
 from engine.types import GenerationRequest, SamplingParams
 from tests.adapters import write_adapter

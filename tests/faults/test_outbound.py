@@ -155,7 +155,7 @@ def test_all_processes_are_guarded_offline_and_hold_no_key(server: RunningServer
     with client_of(server) as client:
         client.post("/v1/completions", json=CALLS["expression"][1])
     started = guarded.read_text()
-    children = ("engine.core.process", "engine.grammars.grammar_process", "engine.text.template_process")
+    children = ("engine.core.process", "engine.grammars.process", "engine.text.template_process")
     for module in ("server serve", *children):
         assert f"-m {module}" in started
     for pid in (server.engine_pid, server.grammar_pid, server.renderer_pid):

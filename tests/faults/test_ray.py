@@ -17,11 +17,11 @@ import pytest_asyncio
 
 from campaigns.servers.free_ports import free_port
 from engine.frontend.client import AsyncEngine
-from engine.nodes.ray_nodes import RayNodes
 from engine.options.engine_config import EngineConfig, resolve
-from engine.options.option_sources import read_options
+from engine.options.sources import read_options
 from engine.processes import engine_processes as lives
 from engine.processes.child_process import CONFIG_FILE
+from engine.ray_cluster.nodes import RayNodes
 from tests.faults.ray_cluster import RayCluster, ray_cluster
 from tests.faults.test_nodes import GIVEN, WAIT_S, all_tokens, fails_and_heals, tokens_of_one_process
 

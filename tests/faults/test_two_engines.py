@@ -14,9 +14,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.errors import DeadlineExceeded, EngineDied, EngineError
 from engine.frontend.client import AsyncEngine
 from engine.options.engine_config import resolve
-from engine.options.option_sources import read_options
+from engine.options.sources import read_options
 from engine.processes import engine_processes
-from engine.types import GenerationRequest, Page, SamplingParams, ServiceTerms, TimeLimits
+from engine.types import GenerationRequest, ReportPage, SamplingParams, ServiceTerms, TimeLimits
 
 pytestmark = [pytest.mark.night, pytest.mark.asyncio(loop_scope="module")]
 
@@ -88,7 +88,7 @@ def samples(engine: AsyncEngine, name: str) -> dict[str, float]:
 
 
 async def live(engine: AsyncEngine) -> list[tuple[int | None, str]]:
-    reports, total = await engine.explain(Page(0, 1000))
+    reports, total = await engine.explain(ReportPage(0, 1000))
     assert total >= len(reports)
     return [(report["engine"], report["state"]) for report in reports]
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.chat.message_reader import Message, MessageReader, Reading
-from server.chat.reasoning import ReasoningStart
-from server.tool_calls.dialects import DIALECTS as DIALECT_ROWS
-from server.tool_calls.dialects import find_dialect
-from server.tool_calls.events import ToolCallParser
-from server.tool_calls.forced import ForcedCallParser
+from server.api.chat.message_reader import Message, MessageReader, Reading
+from server.api.chat.reasoning import ReasoningStart
+from server.reply.tool_calls.dialects import DIALECTS as DIALECT_ROWS
+from server.reply.tool_calls.dialects import find_dialect
+from server.reply.tool_calls.events import ToolCallParser
+from server.reply.tool_calls.forced import ForcedCallParser
 
 NAMES = {"look": {}, "f": {"properties": {"a": {"type": "string"}}}}
 DIALECTS = ("hermes", "llama3_json", "mistral", "json")

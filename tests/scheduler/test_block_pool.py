@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.blocks.block_pool import BlockPool
+from scheduler.blocks.pool import BlockPool
 
 ACTIONS = st.lists(st.tuples(st.sampled_from(["take", "share", "put first", "put last"]), st.integers(0, 99)))
 

@@ -10,8 +10,8 @@ from scheduler.messages import (
     FinishReason,
     Grammar,
     GrammarKind,
-    Page,
     PreemptionCause,
+    ReportPage,
     SchedulerOutput,
     SequenceId,
     TimeLimits,
@@ -78,7 +78,7 @@ def test_it_waits_for_its_grammar_and_is_reported_so_ahead_of_the_others() -> No
     world.step()
     world.add(bound(2), free(3))
     world.step()
-    waiting = [report for report in world.scheduler.report(Page(1, 9), now_s=9.0)]
+    waiting = [report for report in world.scheduler.report(ReportPage(1, 9), now_s=9.0)]
     assert [(each.sequence_id, each.state, each.place, each.wait_reason) for each in waiting] == [
         (2, "waiting", 0, "grammar"),
         (3, "waiting", 1, "places"),
@@ -135,7 +135,7 @@ def test_those_without_a_grammar_pass_any_number_that_wait_for_theirs_and_nobody
     world = roomy(compile_steps=99)
     world.add(*(bound(i) for i in range(1, 100)), *(free(i) for i in range(100, 110)))
     assert admitted(world.step()) == [*range(100, 110)]
-    assert {report.num_bypasses for report in world.scheduler.report(Page(0, 200), now_s=0.0)} == {0}
+    assert {report.num_bypasses for report in world.scheduler.report(ReportPage(0, 200), now_s=0.0)} == {0}
     world.run(5000)
 
 

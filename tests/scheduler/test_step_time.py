@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from scheduler.config import Batching, Fairness, PrefixCaching, SchedulingPolicy
-from scheduler.messages import FinishReason, Page, SequenceId, TimeLimits, WaitReason
+from scheduler.messages import FinishReason, ReportPage, SequenceId, TimeLimits, WaitReason
 from scheduler.step.step_time import StepTimeModel
 from tests.fakes import continuation, make_sequence
 from tests.world import World, shares, small_config
@@ -187,7 +187,7 @@ def test_every_live_sequence_can_be_explained() -> None:
     world = World(small_config(max_num_seqs=2))
     world.add(*(make_sequence(i, prompt(5, i), max_tokens=9, tenant=f"t{i}") for i in (1, 2, 3, 4)))
     world.step()
-    reports = world.scheduler.report(Page(0, 9), now_s=world.now_s)
+    reports = world.scheduler.report(ReportPage(0, 9), now_s=world.now_s)
     assert [(r.sequence_id, r.state, r.place, r.wait_reason) for r in reports] == [
         (1, "running", 0, ""),
         (2, "running", 1, ""),
@@ -261,7 +261,7 @@ def test_each_waiting_sequence_has_a_reason_of_its_own_and_an_expected_start() -
     world.step()
     world.add(*(make_sequence(i, prompt(size, i)) for i, size in ((3, 28), (4, 28), (5, 2))))
     world.step()
-    reports = {report.sequence_id: report for report in world.scheduler.report(Page(0, 9), now_s=8.0)}
+    reports = {report.sequence_id: report for report in world.scheduler.report(ReportPage(0, 9), now_s=8.0)}
     assert [reports[SequenceId(i)].wait_reason for i in (3, 4, 5)] == ["blocks", "blocks", "order"]
     starts = [reports[SequenceId(i)].expected_start_s for i in (3, 4, 5)]
     assert starts == [4.0, 8.0, 12.0], "two began in the 8 seconds"
@@ -275,10 +275,12 @@ def test_a_page_of_reports_looks_at_no_more_of_the_queue_than_it_shows(fairness:
     world.step()
     world.abort(4, 5, 6)
     shown = [
-        seq.sequence_id for report in (0, 4) for seq in world.scheduler.report(Page(report, 4), now_s=1.0)
+        seq.sequence_id
+        for report in (0, 4)
+        for seq in world.scheduler.report(ReportPage(report, 4), now_s=1.0)
     ]
     assert shown == [0, 1, 2, 3, 7, 8, 9, 10]
-    assert len(world.scheduler.report(Page(290, 50), now_s=1.0)) == 7
+    assert len(world.scheduler.report(ReportPage(290, 50), now_s=1.0)) == 7
     waiting = world.scheduler._queues.waiting
     in_order = [waiting.peek(), *waiting.after_first(2)]
     assert [seq.sequence_id for seq in in_order] == [2, 3, 7]
@@ -289,7 +291,7 @@ def test_a_far_page_is_that_of_its_beginning_whatever_changes_before_it_is_found
     world = World(small_config(max_num_seqs=2, fairness=fairness))
     world.add(*(make_sequence(i, [1], max_tokens=9, tenant=f"t{i % 3}") for i in range(60)))
     world.step()
-    reports = world.scheduler.reports(Page(42, 4), now_s=1.0)
+    reports = world.scheduler.reports(ReportPage(42, 4), now_s=1.0)
     looked_at = [next(reports) for _ in range(20)]
     assert not any(looked_at), "places before the page"
     world.abort(0, 1, 30, 43)

@@ -13,11 +13,11 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from engine.options.edge_config import EdgeConfig, HostRule, OtherHosts, Page
+from engine.options.edge_config import EdgeConfig, HostRule, OtherHosts, PageParts
 from server.app import build_app
-from server.http.connections import ClientConnection
-from server.http.edge import Patience
-from server.sockets.accepting import ClientServer
+from server.edge.http.connections import ClientConnection
+from server.edge.http.edge import ClientTimeouts
+from server.edge.sockets.accepting import ClientServer
 from tests.server.fake_engine import FakeEngine
 
 ANY_HOST = HostRule(names=frozenset(), others=OtherHosts.ALL)
@@ -33,7 +33,7 @@ EDGE = EdgeConfig(
     state_max_bytes=2**24,
     root_path="",
     uds=None,
-    page=Page.YARD,
+    page=PageParts.YARD,
     max_memory_use=1.0,
 )
 
@@ -120,4 +120,4 @@ async def eventually(condition, timeout_s: float = 30.0) -> None:
 
 
 def impatient(engine: FakeEngine, **patience: float) -> FastAPI:
-    return build_app(engine, Settings(), patience=Patience(**patience))
+    return build_app(engine, Settings(), patience=ClientTimeouts(**patience))

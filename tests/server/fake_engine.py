@@ -17,6 +17,7 @@ from engine.errors import AdapterConflict, EngineUnavailable, NoChatTemplate, Ov
 from engine.text.tokenizer import SpecialTokens
 from engine.types import (
     ChatOptions,
+    ChosenLogprob,
     EngineLoad,
     EngineState,
     FinishReason,
@@ -25,19 +26,18 @@ from engine.types import (
     Health,
     LogprobEntry,
     ModelInfo,
-    Page,
     PooledOutput,
     PoolingRequest,
     QueueForecast,
+    ReportPage,
     ServedAdapter,
     ServiceTerms,
     TextCut,
     TokenizedText,
-    TokenLogprob,
     TokenOutput,
     TokenText,
 )
-from server.http.edge import NumberedOutputs
+from server.edge.http.edge import NumberedOutputs
 from tests.server.merging import merged
 
 EOS = 256
@@ -106,7 +106,7 @@ class FakeEngine:
     num_running: int = 0
     num_resets: int = 0
 
-    async def explain(self, page: Page) -> tuple[list[dict[str, Any]], int]:
+    async def explain(self, page: ReportPage) -> tuple[list[dict[str, Any]], int]:
         live = [{"request_id": request.request_id, "state": "running"} for request in self.requests]
         return live[page.first :][: page.most], len(live)
 
@@ -277,13 +277,13 @@ class FakeEngine:
         return outputs
 
     def _output(self, request: GenerationRequest, index: int, place: int, text: str) -> TokenOutput:
-        logprobs: tuple[TokenLogprob, ...] = ()
+        logprobs: tuple[ChosenLogprob, ...] = ()
         if request.params.num_logprobs is not None:
             chosen = entry(text, self.choice_logprobs[index % len(self.choice_logprobs)])
             top = tuple(
                 entry(other, -1.0) for other in "ABCDEFGHIJKLMNOPQRSTU"[: request.params.num_logprobs]
             )
-            logprobs = (TokenLogprob(chosen=chosen, top=top),)
+            logprobs = (ChosenLogprob(chosen=chosen, top=top),)
         return TokenOutput(
             index=index,
             text=text,
@@ -295,13 +295,13 @@ class FakeEngine:
             prompt_logprobs=self._prompt_logprobs(request) if place == 0 else (),
         )
 
-    def _prompt_logprobs(self, request: GenerationRequest) -> tuple[TokenLogprob, ...]:
+    def _prompt_logprobs(self, request: GenerationRequest) -> tuple[ChosenLogprob, ...]:
         num_top = request.params.num_prompt_logprobs
         if num_top is None:
             return ()
         top = tuple(entry(other, -1.0) for other in "ABCDEFGHIJKLMNOPQRSTU"[:num_top])
         return tuple(
-            TokenLogprob(chosen=entry(chr(token_id), -2.0), top=top, rank=30)
+            ChosenLogprob(chosen=entry(chr(token_id), -2.0), top=top, rank=30)
             for token_id in request.prompt_token_ids[1:]
         )
 

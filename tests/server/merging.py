@@ -10,7 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from engine.types import TokenOutput
-from server.http.edge import NumberedOutputs
+from server.edge.http.edge import NumberedOutputs
 
 Outputs = AsyncGenerator[TokenOutput, None]
 

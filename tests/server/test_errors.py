@@ -15,9 +15,9 @@ from engine.errors import (
     RequestFailed,
     RequestRejected,
 )
-from server import error_replies as errors
-from server.error_catalogue import CATALOGUE, Retry
-from server.error_replies import MAX_MESSAGE_CHARS, ErrorBoundary, describe
+from server.edge import error_replies as errors
+from server.edge.error_catalogue import CATALOGUE, Retry
+from server.edge.error_replies import MAX_MESSAGE_CHARS, ErrorBoundary, describe
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ async def test_an_unexpected_failure_tells_the_client_nothing_and_the_log_where(
     (record,) = caplog.records
     assert "mine" in record.getMessage()
     assert "ZeroDivisionError" in record.getMessage()
-    assert "secret" not in record.getMessage()  # its words may be the client's; engine/logs/log_lines.py
+    assert "secret" not in record.getMessage()  # its words may be the client's; engine/logs/lines.py
     assert record.exc_info is not None
 
 

@@ -5,11 +5,11 @@ from collections import Counter
 
 from pydantic import BaseModel
 
+from server.api.operations.admin import LiveSequence
 from server.app import build_app
+from server.edge.http.endpoint import ReplyModel
+from server.edge.wire_model import WireModel
 from server.endpoints import OPEN_PATHS, PUBLIC
-from server.http.endpoint import ReplyModel
-from server.operations.admin import LiveSequence
-from server.wire_model import WireModel
 from tests.server.conftest import Settings, connect
 
 

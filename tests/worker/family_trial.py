@@ -31,15 +31,15 @@ from worker.attention.interface import ATTENTION_NAME
 from worker.devices.device import Device, open_device
 from worker.devices.weight_life import WeightLife
 from worker.model.surgery import Surgery
-from worker.own_cache.own_cache_model import OwnCacheModel, Way
+from worker.own_cache.model import OwnCacheModel, Way
 from worker.progress import LoadStage
 from worker.startup.loader import NO_PAGED_ATTENTION, LoadedModel, context_window, refuse_layers
 from worker.startup.ready_model import ReadyModel, start_loaded
 from worker.startup.start_own_cache import find_way
+from worker.steps.inputs import build_inputs
 from worker.steps.model_runner import ModelRunner
 from worker.steps.row_table import RowTable
-from worker.steps.step_inputs import build_inputs
-from worker.steps.step_tokens import StepTokens
+from worker.steps.tokens import StepTokens
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import FamilyRefused
 

@@ -2,7 +2,7 @@
 
 Owns: the slots of the tokens of the step under way, and the product of every linear layer that no kernel
 computes; it defines what is right.
-Never: reads adapters (adapter_files.py), or chooses their slots (adapter_store.py).
+Never: reads adapters (files.py), or chooses their slots (store.py).
 
 Shapes: T tokens, R ranks, N outputs and K inputs of a layer.
 """
@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from worker.adapters.adapter_files import LowRank
+from worker.adapters.files import LowRank
 from worker.worker_errors import WorkerError
 
 NO_SLOT = -1

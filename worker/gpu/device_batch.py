@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from worker.steps.step_tokens import StepTokens
+from worker.steps.tokens import StepTokens
 
 
 class AttentionBatch(NamedTuple):

@@ -1,7 +1,7 @@
 """Steps that were captured as CUDA graphs, by their sizes.
 
 Owns: the sizes to capture, the size to which a step is padded, and the early end of capturing.
-Never: computes; the work to capture comes from gpu_runner.py.
+Never: computes; the work to capture comes from runner.py.
 
 A step of a few tokens is some three hundred kernels, each a few microseconds of the host's time to launch and
 less than that to compute. Captured, it is launched at once.
@@ -25,7 +25,7 @@ import torch
 from worker.attention.interface import num_layers_begun
 from worker.devices.device import Device, Graph
 from worker.gpu.step_buffers import BatchSizes, Limits
-from worker.steps.step_inputs import StepInputs
+from worker.steps.inputs import StepInputs
 from worker.worker_errors import StartupError
 
 log = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 Owns: the memory that graphs read a step from, at addresses that never change, and the pinned memory that it
 is copied from: two pieces in turn, so that one is filled while the other is still being read.
-Never: knows the meaning of the numbers (step_inputs.py), or their reader (gpu_runner.py).
+Never: knows the meaning of the numbers (steps/inputs.py), or their reader (runner.py).
 
     pinned  | token ids | positions | slots | logits indices | rows | ... | blocks that are new to tables |
     device  | the same, in one copy                                      | -> into the tables, in the step |
@@ -26,8 +26,8 @@ from worker.attention.interface import BlockTables
 from worker.devices.device import Device, DeviceEvent
 from worker.gpu.device_batch import AttentionBatch, DeviceBatch, TableChanges
 from worker.gpu.sampling.draw_fields import LINE, NOBODY, NUM_FIELDS, PLACE
-from worker.steps.step_inputs import StepInputs
-from worker.steps.step_tokens import StepTokens
+from worker.steps.inputs import StepInputs
+from worker.steps.tokens import StepTokens
 
 _ALIGNMENT = 16
 """Bytes. Kernels load that much at once where they may."""

@@ -1,7 +1,7 @@
 """Updates of a GPU's products by adapters, stacked by slot, and the slots of a step's tokens on the device.
 
 Owns: the memory of all slots, which is allocated at start at the highest rank, so that graphs find it again.
-Never: multiplies (kernels/adapter_updates.py), or chooses slots (worker/adapters/adapter_store.py).
+Never: multiplies (kernels/adapter_updates.py), or chooses slots (worker/adapters/store.py).
 
 Shapes: T tokens, C rows of the worker, S slots, M modules, R ranks of a module, N outputs and K inputs.
 """
@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from worker.adapters.adapted_linear import NO_SLOT, StepAdapters, WrappedModule
-from worker.adapters.adapter_files import LowRank
+from worker.adapters.files import LowRank
 from worker.adapters.product_plan import ProductPlan
 from worker.devices.device import Device
-from worker.gpu.gpu_products import Product
 from worker.gpu.kernels.adapter_updates import OUTPUTS, StackedUpdates, add_updates
+from worker.gpu.products import Product
 from worker.model.linear import Linear, linear_of
 from worker.worker_config import padded_rank
 

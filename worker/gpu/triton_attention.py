@@ -24,7 +24,7 @@ from worker.model.layer_parts import RmsNorm
 
 
 class TritonAttention:
-    """See PagedAttention (gpu_attention.py). One step at a time."""
+    """See PagedAttention (attention.py). One step at a time."""
 
     def __init__(self, cache: KVCache, device: Device) -> None:
         self._cache = cache

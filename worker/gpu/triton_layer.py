@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from worker.adapters.product_plan import plan_layer
 from worker.attention.interface import executor_of_step
-from worker.gpu.gpu_attention import PagedAttention
+from worker.gpu.attention import PagedAttention
 from worker.gpu.kernels.norm import LARGEST_ROW, add, add_and_norm, norm
 from worker.gpu.kernels.skinny_products import Folds
+from worker.gpu.quantized.products import without_codes
 from worker.gpu.trials.skinny import FoldedProduct
 from worker.gpu.triton_adapters import AdaptedGpuProduct, GpuStepAdapters, TritonUpdates
-from worker.gpu_quantized.code_products import without_codes
 from worker.model.layer_call import AngleOrder, LayerCall, Rotation, head_shape, in_halves, norms_all_heads
 from worker.model.layer_parts import GatedMlp, LayerParts, RmsNorm, Unrecognised
 from worker.model.linear import Linear

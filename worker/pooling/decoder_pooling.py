@@ -4,7 +4,7 @@ A prompt is computed in chunks, and read from the prefix cache, if only its last
 is computed whole.
 
 Owns: one forward pass without an output layer, and the spans of its prompts.
-Never: KV blocks or rows; a step is built as for generation (step_inputs.py).
+Never: KV blocks or rows; a step is built as for generation (steps/inputs.py).
 
 Shapes: T tokens, N prompts that end in this step, H hidden size, E size of the vectors.
 """
@@ -20,10 +20,10 @@ from scheduler.messages import BlockId, SchedulerOutput, SequenceId
 from worker.attention.interface import AttentionBackend, LayerExecutor, active
 from worker.devices.device import Device
 from worker.pooling.pooler import Readout, TokenSpan
-from worker.pooling.pooling_step import NOTHING_POOLED, PooledPrompts, PromptTable
+from worker.pooling.step import NOTHING_POOLED, PooledPrompts, PromptTable
 from worker.steps.host_pool import HostPool
-from worker.steps.step_inputs import StepInputs, build_inputs
-from worker.steps.step_tokens import StepOutcome, StepTokens
+from worker.steps.inputs import StepInputs, build_inputs
+from worker.steps.tokens import StepOutcome, StepTokens
 
 
 class BodyRunner:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from scheduler.messages import BlockId, SchedulerOutput, SequenceId
 from worker.devices.device import Device
 from worker.pooling.pooler import Pooler, Scores, TokenSpan
-from worker.pooling.pooling_step import NOTHING_POOLED, PooledPrompts, PromptTable
+from worker.pooling.step import NOTHING_POOLED, PooledPrompts, PromptTable
 from worker.worker_errors import FamilyRefused
 
 # A batch is padded to its longest prompt: none in it is shorter than this share of that.

@@ -1,4 +1,4 @@
-"""Places of stored tensors in a transformers model, and the refusal of tensors that have none.
+"""TensorPlaces of stored tensors in a transformers model, and the refusal of tensors that have none.
 
 Owns: the way from a checkpoint's names to the model's, by transformers' own renamings, and the comparison of
 what the files hold with what the model takes.
@@ -25,7 +25,7 @@ _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class TensorTarget:
     """The place of a stored weight in a model."""
 
     module: str
@@ -36,7 +36,7 @@ class Target:
     """The pattern of names among the recipe's that this weight has."""
 
 
-class Places:
+class TensorPlaces:
     """From names in a checkpoint to the model's, as transformers would load them."""
 
     def __init__(self, model: Any) -> None:
@@ -50,14 +50,14 @@ class Places:
         self._num_layers: float = getattr(text_config, "num_hidden_layers", None) or math.inf
         self._class_name = type(model).__name__
 
-    def find(self, name: str) -> Target | None:
+    def find(self, name: str) -> TensorTarget | None:
         """Return None where the model has no such parameter."""
         renamed, source = self._rename(name)
         if renamed not in self._parameters:
             return None
         module, _, parameter = renamed.rpartition(".")
         converter = next((each for each in self._converters if source in each.source_patterns), None)
-        return Target(module, parameter, converter if source else None, source)
+        return TensorTarget(module, parameter, converter if source else None, source)
 
     def _rename(self, name: str) -> tuple[str, str | None]:
         renamed, source = rename_source_key(

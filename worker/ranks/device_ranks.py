@@ -22,9 +22,9 @@ from torch._C._distributed_c10d import FileStore
 
 from worker.ranks.device_stage import DeviceReceiver, DeviceSender, around_graph, through_host
 from worker.ranks.gathering_ranks import GatheringRanks
-from worker.ranks.rank_places import RankPlace
+from worker.ranks.places import RankPlace
 from worker.ranks.ranks import ExchangeTimes, Reducer
-from worker.ranks.shared_ranks import Links, stage_of
+from worker.ranks.shared_ranks import NodeLinks, stage_of
 from worker.ranks.stage import Stage
 from worker.worker_config import WorkerConfig
 
@@ -42,7 +42,7 @@ _QUIET = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
 class DeviceWorld:
     """All ranks of all stages: see World."""
 
-    def __init__(self, directory: Path, config: WorkerConfig, rank: int, links: Links | None) -> None:
+    def __init__(self, directory: Path, config: WorkerConfig, rank: int, links: NodeLinks | None) -> None:
         """Meet once `join` is called: in a directory that all ranks have for themselves, or over links."""
         self.rank = rank
         self.is_by_nccl = not shares_device(config)
@@ -98,7 +98,7 @@ class DeviceRanks(GatheringRanks):
     """See Ranks. Not for several threads at once."""
 
     def __init__(
-        self, directory: Path, config: WorkerConfig, place: RankPlace, links: Links | None = None
+        self, directory: Path, config: WorkerConfig, place: RankPlace, links: NodeLinks | None = None
     ) -> None:
         """See DeviceWorld."""
         self.rank, self.size = place.shard, place.num_shards

@@ -7,14 +7,14 @@ Never: opens a device.
 from pathlib import Path
 
 from worker.ranks.device_ranks import DeviceRanks
-from worker.ranks.rank_places import RankPlace
+from worker.ranks.places import RankPlace
 from worker.ranks.ranks import Ranks
-from worker.ranks.shared_ranks import Links, open_ranks
+from worker.ranks.shared_ranks import NodeLinks, open_ranks
 from worker.worker_config import WorkerConfig
 
 
 def open_ranks_of(
-    config: WorkerConfig, place: RankPlace, directory: Path, links: Links | None = None
+    config: WorkerConfig, place: RankPlace, directory: Path, links: NodeLinks | None = None
 ) -> Ranks:
     """Open the exchange of one rank; `directory` is that of its engine alone."""
     if config.device.startswith("cuda"):

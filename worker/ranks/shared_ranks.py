@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import Store
 
 from worker.ranks.gathering_ranks import GatheringRanks
 from worker.ranks.linked_ranks import LinkedRanks, Peers
-from worker.ranks.rank_places import RankPlace
+from worker.ranks.places import RankPlace
 from worker.ranks.ranks import ExchangeTimes, Reducer, World
 from worker.ranks.shared_page import PAGE_BYTES
 from worker.ranks.stage import (
@@ -103,7 +103,7 @@ class SharedRanks(GatheringRanks):
         )
 
 
-class Links(Protocol):
+class NodeLinks(Protocol):
     """Links of a rank to other nodes, in the place of shared memory."""
 
     def world(self) -> World: ...
@@ -119,7 +119,7 @@ class Links(Protocol):
     def interface(self) -> str: ...
 
 
-def open_ranks(place: RankPlace, links: Links | None = None) -> SharedRanks | LinkedRanks:
+def open_ranks(place: RankPlace, links: NodeLinks | None = None) -> SharedRanks | LinkedRanks:
     """Open what a process has inherited for its place, and `links` for what it has not."""
     world = _world_of(place, links)
     here = SharedRanks(
@@ -134,25 +134,25 @@ def open_ranks(place: RankPlace, links: Links | None = None) -> SharedRanks | Li
     return LinkedRanks(here, links.peers(), world, rank=place.shard, size=place.num_shards)
 
 
-def stage_of(place: RankPlace, links: Links | None) -> Stage:
+def stage_of(place: RankPlace, links: NodeLinks | None) -> Stage:
     """Open the ways of hidden states through the host."""
     inlet, outlet = _inlet_of(place, links), _outlet_of(place, links)
     return Stage(place.stage, place.num_stages, inlet=inlet, outlet=outlet)
 
 
-def _inlet_of(place: RankPlace, links: Links | None) -> HiddenReceiver | None:
+def _inlet_of(place: RankPlace, links: NodeLinks | None) -> HiddenReceiver | None:
     if place.inlet is not None:
         return SharedReceiver(place.inlet)
     return links.inlet() if links is not None and place.needs_inlet else None
 
 
-def _outlet_of(place: RankPlace, links: Links | None) -> HiddenSender | None:
+def _outlet_of(place: RankPlace, links: NodeLinks | None) -> HiddenSender | None:
     if place.outlet is not None:
         return SharedSender(place.outlet)
     return links.outlet() if links is not None and place.needs_outlet else None
 
 
-def _world_of(place: RankPlace, links: Links | None) -> World | None:
+def _world_of(place: RankPlace, links: NodeLinks | None) -> World | None:
     if place.world is None:
         assert links is not None, "ranks of other nodes are reached over links"
         return links.world()

@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from worker.ranks.rank_places import PipeEnd
+from worker.ranks.places import PipeEnd
 from worker.ranks.shared_page import PAGE_BYTES
 
 _NUM_PIECES = 4

@@ -1,7 +1,7 @@
 """llguidance as this server uses it: the model's tokens, the cost limits of a grammar, the languages.
 
 Owns: the limits, and the options for JSON Schema. The process that tries grammars
-(engine/grammars/grammar_process.py) and the worker call the same functions: a grammar that compiles in one
+(engine/grammars/process.py) and the worker call the same functions: a grammar that compiles in one
 compiles in the other.
 Never: torch, so that the process which only tries grammars starts in a fraction of a second.
 Source: llguidance, a parser over a lexer of regex derivatives that walks the vocabulary as a trie.

@@ -1,7 +1,7 @@
 """Edits of logits that requests ask for before sampling, and reports of log-probabilities.
 
 Owns: logit bias, bans, the penalties, log-probabilities.
-Never: temperature, truncation or the draw (draw.py), nor the state of rows (sampling_state.py).
+Never: temperature, truncation or the draw (draw.py), nor the state of rows (state.py).
 Source: repetition penalty, CTRL, arXiv:1909.05858, section 4.1, over prompt and output; presence and
 frequency penalty as OpenAI's API reference defines them, over the output.
 
@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from scheduler.messages import SamplingParams, TokenLogprobs
-from worker.sampling.sampling_state import SamplingRow, TokenIds
+from worker.sampling.state import SamplingRow, TokenIds
 
 
 def edit_logits(logits_NW: torch.Tensor, rows: Sequence[SamplingRow]) -> None:

@@ -27,7 +27,7 @@ from worker.sampling.row_sampler import (
     lines_of,
 )
 from worker.sampling.sampler import Sampler
-from worker.sampling.sampling_state import SamplingRow
+from worker.sampling.state import SamplingRow
 
 Verify = Callable[[Tensor, Sequence[int], Sequence[Sequence[int]]], list[VerifiedRow]]
 """See RowSampler.verify."""

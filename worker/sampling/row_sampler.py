@@ -23,7 +23,7 @@ from torch import Tensor
 from scheduler.messages import SamplingParams, TokenLogprobs
 from worker.sampling.compile_ahead import CompileAhead
 from worker.sampling.grammar_rows import Grammars
-from worker.sampling.sampling_state import RowTokenCounts, SamplingRow
+from worker.sampling.state import RowTokenCounts, SamplingRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from worker.sampling.draw import BLOCK, Draw, draw, pick_best
 from worker.sampling.grammar_rows import Grammars
 from worker.sampling.logits import alternatives_of, edit_logits, report_logprobs
 from worker.sampling.row_sampler import LaunchedSample, PendingSample, RowSampler, SampleResult
-from worker.sampling.sampling_state import SamplingRow
+from worker.sampling.state import SamplingRow
 
 __all__ = ["PendingSample", "SampleResult", "Sampler"]
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from scheduler.messages import NewSequence
 from worker.speculation.matching import TokenIds
-from worker.speculation.proposers import OwnText, Prediction, Proposer, Scope, ScopedReplies
+from worker.speculation.proposers import ExpectedText, OwnText, Proposer, Scope, ScopedReplies
 from worker.worker_config import DraftMethod, SpeculationConfig
 
 _RING_TOKENS = 1 << 16
@@ -44,7 +44,7 @@ class Drafter:
         """Take a row into use. A prediction is its only source, since its tokens are reported."""
         if new.prediction:
             expected = np.array(new.prediction, np.int32)
-            self._proposers[row] = (Prediction(expected, num_prompt_tokens=new.num_prompt_tokens),)
+            self._proposers[row] = (ExpectedText(expected, num_prompt_tokens=new.num_prompt_tokens),)
         elif self._replies is not None:
             self._proposers[row] = (self._own_text, self._replies.of(_scope_of(new)))
         elif self._method is DraftMethod.NGRAM:

@@ -49,7 +49,7 @@ class OwnText:
         return tokens[place + np.arange(num_wanted) % (len(tokens) - place)]
 
 
-class Prediction:
+class ExpectedText:
     """The text that the client expects, followed from place to place.
 
     After a token that is not the expected one, the place is looked up by the last tokens, at most half the

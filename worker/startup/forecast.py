@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from worker.adapters.adapter_targets import Targets
+from worker.adapters.targets import Targets
 from worker.attention.interface import ATTENTION_NAME, active
 from worker.attention.kv_cache import BlockLayout, LayerShape, cache_dtype, with_layers_beside
 from worker.attention.probe_attention import ProbeAttention

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import torch
 
-from worker.cpu import cpu_kernel_choice
+from worker.cpu import kernel_choice as cpu_kernel_choice
 from worker.devices.device import NO_RESERVE, Device, Reserve
 from worker.doctor_findings import Finding
-from worker.gpu import gpu_kernel_choice
+from worker.gpu import kernel_choice as gpu_kernel_choice
 from worker.model.layer_shards import bytes_of_a_rank
 from worker.model.toolkit import Toolkit
 from worker.progress import LoadStage

@@ -30,7 +30,7 @@ from worker.quantized.gguf_blocks import in_halves, read_tensor
 from worker.quantized.grouped_weight import GroupedWeight, merged
 from worker.quantized.mxfp4 import read_experts
 from worker.quantized.scheme import ModuleTensors, QuantizationRefused, Reader, Rules, find_reader, is_bias
-from worker.quantized.tensor_places import Places, Target
+from worker.quantized.tensor_places import TensorPlaces, TensorTarget
 from worker.worker_errors import StartupError
 
 _METHOD = "tokenyard"
@@ -106,12 +106,12 @@ class QuantizedModules:
     """MXFP4 experts by the name of the model's module, with the shapes of gates and ups, and of downs."""
     is_tied: bool = False
     """Whether the output layer has the embedding's weight."""
-    places: Places | None = None
-    """Places in the model as it was before modules were put into it."""
+    places: TensorPlaces | None = None
+    """TensorPlaces in the model as it was before modules were put into it."""
 
     def replace(self, model: Any) -> None:
         """Put modules without weights into a model without content. Raises QuantizationRefused."""
-        self.places = names = Places(model)
+        self.places = names = TensorPlaces(model)
         for stored in self.stored.values():
             if any(name.endswith(_STACK_ENDS) for name in stored.last_names):
                 self._take_stacks(model, names, stored)
@@ -195,7 +195,7 @@ class QuantizedModules:
             found += model.get_submodule(name).weights
         return found
 
-    def _take_linear(self, model: Any, names: Places, stored: _Stored) -> None:
+    def _take_linear(self, model: Any, names: TensorPlaces, stored: _Stored) -> None:
         target = names.find(f"{stored.module}.weight")
         module = None if target is None else model.get_submodule(target.module)
         is_expert = target is not None and target.converter is not None
@@ -219,7 +219,7 @@ class QuantizedModules:
                 f"{stored.module} is quantized, but it is a {class_name}", fix=_OTHER_CHECKPOINT
             )
 
-    def _take_stacks(self, model: Any, names: Places, stored: _Stored) -> None:
+    def _take_stacks(self, model: Any, names: TensorPlaces, stored: _Stored) -> None:
         target = names.find(f"{stored.module}.down_proj")
         if target is None:
             return
@@ -267,7 +267,7 @@ def refuse_unplaced(
 ) -> None:
     """Raise StartupError for a tensor that changes what is served, and that nothing would read."""
     if modules is None:
-        Places(model).check(files, (), task)
+        TensorPlaces(model).check(files, (), task)
     else:
         assert modules.places is not None
         modules.places.check(files, modules.names_taken(), task)
@@ -319,7 +319,7 @@ def arguments_of(modules: QuantizedModules | None) -> dict[str, Any]:
     return {} if modules is None else {"quantization_config": _OurConfig(modules)}
 
 
-def _place_of_expert(stored: _Stored, target: Target, module: Any) -> tuple[int, str, int]:
+def _place_of_expert(stored: _Stored, target: TensorTarget, module: Any) -> tuple[int, str, int]:
     """Return expert, parameter and place in it. Raises QuantizationRefused for other ways to merge."""
     operations = {type(operation) for operation in target.converter.operations}
     numbers = _NUMBER.findall(f".{stored.module}.")
@@ -332,7 +332,7 @@ def _place_of_expert(stored: _Stored, target: Target, module: Any) -> tuple[int,
     return int(numbers[-1]), target.parameter, target.converter.source_patterns.index(target.source)
 
 
-def _shape_of_expert(stored: _Stored, target: Target, module: Any) -> tuple[int, int]:
+def _shape_of_expert(stored: _Stored, target: TensorTarget, module: Any) -> tuple[int, int]:
     _, num_outputs, num_inputs = getattr(module, target.parameter).shape
     num_parts = len(target.converter.source_patterns)
     if num_outputs % num_parts:

@@ -19,7 +19,7 @@ import transformers
 from torch import Tensor
 
 from scheduler.cache_groups import CacheGroup
-from worker.adapters.adapter_targets import Targets
+from worker.adapters.targets import Targets
 from worker.attention.interface import AttentionBackend
 from worker.attention.kv_cache import (
     FLOAT8,
@@ -54,7 +54,7 @@ from worker.startup.loader import (
 from worker.startup.self_check import LONGEST_CHECK, Runner, SelfCheck, refusing
 from worker.startup.start_adapters import targets_of, with_adapters
 from worker.steps.host_pool import HostPool
-from worker.steps.step_tokens import StepTokens
+from worker.steps.tokens import StepTokens
 from worker.worker_config import ModelFacts, WorkerConfig
 from worker.worker_errors import FamilyRefused, StartupError
 

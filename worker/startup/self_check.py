@@ -30,9 +30,9 @@ from worker.attention.kv_cache import FLOAT8, KVCache
 from worker.devices.device import Device
 from worker.ranks.ranks import samples
 from worker.startup.loader import LoadedModel
+from worker.steps.inputs import build_inputs
 from worker.steps.row_table import RowTable
-from worker.steps.step_inputs import build_inputs
-from worker.steps.step_tokens import StepOutcome, StepTokens
+from worker.steps.tokens import StepOutcome, StepTokens
 from worker.worker_errors import FamilyRefused, StartupError, UnsupportedAttention
 
 LONGEST_CHECK = 12

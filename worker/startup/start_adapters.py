@@ -13,8 +13,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from worker.adapters.adapter_store import AdaptableModel, AdapterStore
-from worker.adapters.adapter_targets import AdapterWay, Targets, adaptable_parts, find_targets
+from worker.adapters.store import AdaptableModel, AdapterStore
+from worker.adapters.targets import AdapterWay, Targets, adaptable_parts, find_targets
 from worker.checkpoint.task import Task
 from worker.devices.device import Device, Reserve
 from worker.machine import available_memory_bytes

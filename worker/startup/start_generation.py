@@ -6,8 +6,8 @@ Never: runs a plan.
 
 from dataclasses import replace
 
-from worker.adapters.adapter_store import AdapterStore
-from worker.adapters.adapter_targets import in_torch
+from worker.adapters.store import AdapterStore
+from worker.adapters.targets import in_torch
 from worker.checkpoint.checkpoint_files import find_checkpoint
 from worker.devices.device import Device
 from worker.progress import LoadStage

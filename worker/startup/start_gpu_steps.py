@@ -9,13 +9,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from worker.adapters.adapter_targets import AdapterWay
+from worker.adapters.targets import AdapterWay
 from worker.devices.device import Device
-from worker.gpu.gpu_attention import PagedAttention
-from worker.gpu.gpu_kernel_choice import num_graph_logits, step_limits
-from worker.gpu.gpu_runner import GpuSteps
+from worker.gpu.attention import PagedAttention
 from worker.gpu.graphs import GraphSizes
+from worker.gpu.kernel_choice import num_graph_logits, step_limits
 from worker.gpu.kernels.copies import WORD_BYTES, copy_blocks
+from worker.gpu.runner import GpuSteps
 from worker.gpu.sampling.gpu_rank_samplers import GpuFollowingSampler, GpuLeadingSampler
 from worker.gpu.sampling.gpu_sampler import GpuSampler
 from worker.gpu.step_buffers import StepBuffers

@@ -13,15 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from worker.adapters.adapter_store import AdapterStore
-from worker.adapters.adapter_targets import in_torch
+from worker.adapters.store import AdapterStore
+from worker.adapters.targets import in_torch
 from worker.checkpoint.checkpoint_files import find_checkpoint
 from worker.devices.device import Device
 from worker.memory_sizes import CacheRequest, CacheSize, size_cache
 from worker.model.quantization import refuse_quantization
 from worker.model.quantized_layers import describe_codes, find_codes
-from worker.own_cache.own_cache_model import OwnCacheModel, SequenceCache, Way, num_bytes
-from worker.own_cache.own_cache_steps import CacheTable, OwnCacheSteps
+from worker.own_cache.model import OwnCacheModel, SequenceCache, Way, num_bytes
+from worker.own_cache.steps import CacheTable, OwnCacheSteps
 from worker.progress import LoadPhase, LoadStage
 from worker.sampling.grammar_rows import Grammars
 from worker.sampling.sampler import Sampler

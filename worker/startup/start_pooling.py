@@ -27,7 +27,7 @@ from worker.pooling.encoder_pooling import (
     read_logits,
 )
 from worker.pooling.pooler import LastTokenScores, Pooler, Readout, Scores
-from worker.pooling.pooling_step import PoolingSteps, PromptRunner, PromptTable
+from worker.pooling.step import PoolingSteps, PromptRunner, PromptTable
 from worker.progress import LoadPhase, LoadStage
 from worker.startup.loader import LoadedModel, ModelKind, load_model
 from worker.startup.ready_model import start_loaded

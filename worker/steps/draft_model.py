@@ -26,10 +26,10 @@ from torch.nn.functional import pad
 
 from scheduler.messages import BlockCopy, ScheduledSequence, SchedulerOutput, SequenceId
 from worker.sampling.row_sampler import RowSampler
-from worker.sampling.sampling_state import SamplingRow
+from worker.sampling.state import SamplingRow
+from worker.steps.inputs import StepInputs, build_inputs
 from worker.steps.model_runner import StepRunner
 from worker.steps.row_table import RowTable
-from worker.steps.step_inputs import StepInputs, build_inputs
 
 
 class DraftSizes(NamedTuple):

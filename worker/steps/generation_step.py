@@ -25,19 +25,19 @@ from scheduler.messages import (
     SchedulerOutput,
     SequenceId,
 )
-from worker.adapters.adapter_store import AdapterStore
+from worker.adapters.store import AdapterStore
 from worker.devices.device import Device
 from worker.sampling.row_sampler import PendingSample, RowSampler
 from worker.speculation.drafter import Drafter
 from worker.steps.draft_model import NOTHING_MADE, DraftModel
 from worker.steps.held_drafts import hold_drafts
 from worker.steps.host_pool import HostPool
+from worker.steps.inputs import StepInputs, build_inputs, check_new_sequence
 from worker.steps.model_runner import StepRunner
 from worker.steps.prompt_logprobs import PromptReport, PromptScorer
+from worker.steps.protocol import ComputedStep, LaunchedStep, naming_out_of_memory
 from worker.steps.row_table import RowTable
 from worker.steps.sequence_table import add_row, apply_changes
-from worker.steps.step_inputs import StepInputs, build_inputs, check_new_sequence
-from worker.steps.step_protocol import ComputedStep, LaunchedStep, naming_out_of_memory
 from worker.worker_config import ModelFacts
 
 

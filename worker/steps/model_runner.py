@@ -2,7 +2,7 @@
 
 Owns: the call of a transformers model, and the executor that its attention calls reach; the StepRunner
 protocol, and the plain runner.
-Never: builds the batch (step_inputs.py) or samples tokens (sampling/).
+Never: builds the batch (inputs.py) or samples tokens (sampling/).
 """
 
 import inspect
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from worker.attention.interface import AttentionBackend, LayerExecutor, active
 from worker.devices.device import Device
 from worker.model.body import body_gives, body_name, whole_body_of
-from worker.steps.step_inputs import StepInputs
-from worker.steps.step_tokens import HiddenStates, StepOutcome, StepTokens
+from worker.steps.inputs import StepInputs
+from worker.steps.tokens import HiddenStates, StepOutcome, StepTokens
 
 
 class _OutputLayer(nn.Module):

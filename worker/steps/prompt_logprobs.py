@@ -18,7 +18,7 @@ from scheduler.messages import NewSequence, ScheduledSequence, SequenceId, Token
 from worker.sampling.logits import Alternatives, report_logprobs
 from worker.steps.model_runner import StepRunner
 from worker.steps.row_table import RowTable
-from worker.steps.step_tokens import StepOutcome
+from worker.steps.tokens import StepOutcome
 
 _SLICE_LOGITS = 1 << 23
 """32 MiB of float32; their report takes about three times as much for a moment."""

@@ -7,7 +7,7 @@ Never: decides; a plan that is wrong about one sequence fails that sequence.
 from typing import Protocol
 
 from scheduler.messages import BlockId, NewSequence, SchedulerOutput, SequenceId
-from worker.adapters.adapter_store import AdapterStore
+from worker.adapters.store import AdapterStore
 from worker.steps.row_table import RowTable
 from worker.worker_errors import SequenceRefused
 

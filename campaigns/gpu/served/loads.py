@@ -1,6 +1,6 @@
 """A load on the scheduler and the worker, in the order of the engine's loop, and the records of its requests.
 
-Owns: when requests are added, and the records of bench/load/load_report.py for them.
+Owns: when requests are added, and the records of bench/load/report.py for them.
 Never: reads the tokens (readers.py), or decides who runs.
 """
 

@@ -1,7 +1,7 @@
 """Throughput and latency of requests on the scheduler and the worker, without HTTP.
 
 Owns: the loads: closed ones of some requests in flight, and an open one at a share of what the device can do.
-Never: the statistics: they are the load client's (bench/load/load_report.py).
+Never: the statistics: they are the load client's (bench/load/report.py).
 """
 
 import random
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.load.load_report import Summary, summarize
+from bench.load.report import Summary, summarize
 from bench.load.request_record import RequestRecord
 from campaigns.checkpoints.make_shapes import write_full_tokenizer
 from campaigns.gpu.driving import Drive, open_worker, scheduler_config

@@ -21,8 +21,8 @@ from campaigns.gpu.tune.anchors import products_of
 from campaigns.gpu.tune.random_codes import KINDS, random_codes
 from campaigns.gpu.tune.timing import time_calls
 from worker.devices.device import Device, open_device
-from worker.gpu_quantized.code_products import CodeProduct
-from worker.gpu_quantized.float8_products import Float8Product
+from worker.gpu.quantized.float8_products import Float8Product
+from worker.gpu.quantized.products import CodeProduct
 from worker.model.linear import Linear
 from worker.worker_config import WorkerConfig
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.adapters.adapter_metrics import AdapterMetrics
-from engine.adapters.adapter_registry import AdapterRegistry
+from engine.adapters.metrics import AdapterMetrics
+from engine.adapters.registry import AdapterRegistry
 from engine.errors import AdapterConflict, EngineUnavailable, RequestRejected
 from engine.process_messages import AdapterAnswer, AdapterUse, ForgetAdapter, LoadAdapter, ToEngine
 from worker.worker_config import AdapterFacts

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 import pytest
 
-from engine.core.grammar_desk import CompilesAhead, GrammarsOfLastStage, GrammarsOfRank
+from engine.core.grammar_admission import CompilesAhead, GrammarsOfLastStage, GrammarsOfRank
 from engine.core.loop import BesideSteps, EngineLoop
 from engine.nodes.rank_plans import GrammarOrder, decode_order, encode_plan
 from engine.process_messages import EndSequences, ToEngine

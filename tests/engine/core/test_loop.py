@@ -24,7 +24,7 @@ from engine.process_messages import (
 from scheduler.messages import (
     FinishReason,
     ModelRunnerOutput,
-    Page,
+    ReportPage,
     SamplingParams,
     SchedulerOutput,
     SequenceId,
@@ -230,7 +230,7 @@ def test_the_wire_form_keeps_every_field() -> None:
 def test_a_far_page_of_live_sequences_is_found_in_parts_while_steps_go_on() -> None:
     desk = Desk()
     loop = make_loop(desk)
-    desk.letters.append([request(*range(1000), max_tokens=9), Explain(question=7, page=Page(900, 3))])
+    desk.letters.append([request(*range(1000), max_tokens=9), Explain(question=7, page=ReportPage(900, 3))])
     told: list[Explanation] = []
     num_turns = 0
     while not told:
@@ -247,8 +247,10 @@ def test_a_far_page_of_live_sequences_is_found_in_parts_while_steps_go_on() -> N
 def test_many_short_questions_are_answered_in_one_turn_and_a_far_page_is_shared_out() -> None:
     desk = Desk()
     loop = make_loop(desk)
-    near = [Explain(question=number, page=Page(0, 3)) for number in range(8)]
-    desk.letters.append([request(*range(1000), max_tokens=9), *near, Explain(question=8, page=Page(900, 3))])
+    near = [Explain(question=number, page=ReportPage(0, 3)) for number in range(8)]
+    desk.letters.append(
+        [request(*range(1000), max_tokens=9), *near, Explain(question=8, page=ReportPage(900, 3))]
+    )
     loop.turn()
     answers = [message for message in desk.sent if isinstance(message, Explanation)]
     assert [(answer.question, len(answer.reports)) for answer in answers] == [(num, 3) for num in range(8)]
@@ -257,7 +259,7 @@ def test_many_short_questions_are_answered_in_one_turn_and_a_far_page_is_shared_
 def test_of_too_many_questions_the_oldest_are_left() -> None:
     desk = Desk()
     loop = make_loop(desk)
-    desk.letters.append([Explain(question=number, page=Page(0, 9)) for number in range(1000)])
+    desk.letters.append([Explain(question=number, page=ReportPage(0, 9)) for number in range(1000)])
     while not desk.sent or loop._explanations.are_due:
         loop.turn()
     answers = [message.question for message in desk.sent if isinstance(message, Explanation)]
@@ -267,7 +269,7 @@ def test_of_too_many_questions_the_oldest_are_left() -> None:
 def test_a_question_whose_client_gave_up_is_dropped_wherever_it_stands() -> None:
     desk = Desk()
     loop = make_loop(desk)
-    far = [Explain(question=number, page=Page(900, 3)) for number in range(4)]
+    far = [Explain(question=number, page=ReportPage(900, 3)) for number in range(4)]
     desk.letters.append([request(*range(1000), max_tokens=9), *far])
     desk.letters.append([ForgetQuestion(question=number) for number in (0, 2, 77)])
     num_turns = 0
@@ -287,7 +289,7 @@ def test_an_idle_loop_finishes_what_it_was_asked() -> None:
     desk.letters.append(
         [EndSequences(sequence_ids=tuple(map(SequenceId, range(1000))), reason=FinishReason.ABORTED)]
     )
-    desk.letters.append([Explain(question=number, page=Page(0, 9)) for number in range(30)])
+    desk.letters.append([Explain(question=number, page=ReportPage(0, 9)) for number in range(30)])
     for _ in range(2):
         loop.turn()
     assert loop._explanations.are_due

@@ -11,7 +11,7 @@ from engine.core.loop import BesideSteps, EngineLoop, WorkerBroken
 from engine.core.process import from_now_on, scheduler_config
 from engine.core.step_trace import StepTrace
 from engine.options.engine_config import resolve
-from engine.options.option_sources import read_options
+from engine.options.sources import read_options
 from engine.process_messages import AdapterAnswer, AddRequest, EndSequences, LoadAdapter, Shutdown
 from scheduler.messages import FinishReason, ModelRunnerOutput, SchedulerOutput, SequenceId
 from scheduler.scheduler import Scheduler

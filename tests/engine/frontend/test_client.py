@@ -14,8 +14,8 @@ from campaigns.servers.free_ports import free_ports
 from engine.errors import EngineUnavailable, Overloaded
 from engine.frontend.client import AsyncEngine
 from engine.options.engine_config import resolve
-from engine.options.option_sources import read_options
-from engine.types import EngineState, FinishReason, GenerationRequest, Page, SamplingParams
+from engine.options.sources import read_options
+from engine.types import EngineState, FinishReason, GenerationRequest, ReportPage, SamplingParams
 
 
 def make_engine(folder: Path, **options: str) -> AsyncEngine:
@@ -55,7 +55,7 @@ async def test_a_life_of_the_engine_from_loading_to_closing(tiny_model: Path) ->
     left = engine.generate_all([request("left alone")])
     await anext(left)
     await left.aclose()
-    assert await engine.explain(Page(0, 9)) == ([], 0)
+    assert await engine.explain(ReportPage(0, 9)) == ([], 0)
 
     crowd = asyncio.ensure_future(finish_reasons(engine, "crowd", max_tokens=5, n=4))
     await asyncio.sleep(0)
@@ -63,7 +63,7 @@ async def test_a_life_of_the_engine_from_loading_to_closing(tiny_model: Path) ->
     with pytest.raises(Overloaded):
         await anext(two)
     assert await crowd == [FinishReason.LENGTH] * 4
-    assert await engine.explain(Page(0, 9)) == ([], 0), "together or not at all"
+    assert await engine.explain(ReportPage(0, 9)) == ([], 0), "together or not at all"
 
     cut_off = asyncio.create_task(finish_reasons(engine, "cut off"))
     await asyncio.sleep(0.05)

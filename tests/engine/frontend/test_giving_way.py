@@ -196,7 +196,7 @@ def terms_of(
 
 
 def leaving(calls: WaitingCalls[Item], newcomer: CallTerms | None = None) -> list[int]:
-    return [call.lives[0].first_id for call in calls.giving_way(newcomer, next_id=100)]
+    return [call.lives[0].first_id for call in calls.displaceable(newcomer, next_id=100)]
 
 
 def test_waiting_makes_up_for_priority_as_it_does_in_the_scheduler() -> None:

@@ -16,7 +16,7 @@ from engine.types import EngineState, Health
 from scheduler.config import SchedulerConfig
 from scheduler.counters import SchedulerStats
 from scheduler.scheduler import Scheduler
-from server.observe.http_metrics import HttpMetrics
+from server.edge.observe.http_metrics import HttpMetrics
 from tests.server.fake_engine import INFO
 
 READY = Health(state=EngineState.READY, is_live=True, detail="ready", num_steps=1, progress=1.0)

@@ -5,11 +5,11 @@ import asyncio
 import pytest
 
 from engine.errors import Overloaded
-from engine.frontend.viewers import MAX_VIEWERS, Viewers
+from engine.frontend.subscribers import MAX_VIEWERS, Subscribers
 from engine.process_messages import Watch
 
 
-async def start(viewers: Viewers) -> tuple:
+async def start(viewers: Subscribers) -> tuple:
     views = viewers.views()
     first = asyncio.create_task(anext(views))
     await asyncio.sleep(0)
@@ -19,7 +19,7 @@ async def start(viewers: Viewers) -> tuple:
 
 async def test_each_viewer_gets_a_view_and_the_engine_is_asked_for_a_lease() -> None:
     asked: list[Watch] = []
-    viewers = Viewers(asked.append)
+    viewers = Subscribers(asked.append)
     viewers.show(b"nobody sees this")
     assert asked == []
     both = [await start(viewers), await start(viewers)]
@@ -31,7 +31,7 @@ async def test_each_viewer_gets_a_view_and_the_engine_is_asked_for_a_lease() -> 
 
 
 async def test_a_slow_viewer_loses_its_oldest_views() -> None:
-    viewers = Viewers(lambda _: None)
+    viewers = Subscribers(lambda _: None)
     views, first = await start(viewers)
     viewers.show(b"0")
     assert await first == b"0"
@@ -42,7 +42,7 @@ async def test_a_slow_viewer_loses_its_oldest_views() -> None:
 
 
 async def test_one_viewer_too_many_is_refused_until_another_leaves() -> None:
-    viewers = Viewers(lambda _: None)
+    viewers = Subscribers(lambda _: None)
     all_of_them = [await start(viewers) for _ in range(MAX_VIEWERS)]
     with pytest.raises(Overloaded):
         await anext(viewers.views())

@@ -14,8 +14,8 @@ import pytest
 from tokenizers import decoders
 
 from engine.errors import EngineUnavailable, Overloaded, RequestRejected
-from engine.grammars import grammar_compiler
-from engine.grammars.grammar_compiler import GrammarCompiler
+from engine.grammars import compiler as grammar_compiler
+from engine.grammars.compiler import GrammarCompiler
 from engine.types import ModelInfo
 from scheduler.messages import Grammar, GrammarKind
 from tests.checkpoints import write_tokenizer

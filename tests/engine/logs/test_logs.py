@@ -12,10 +12,10 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from engine.errors import EngineDied, RequestRejected
-from engine.logs import log_setup as logs_module
+from engine.logs import setup as logs_module
 from engine.logs.line_writer import LineWriter
-from engine.logs.log_lines import LogFormat, ProcessName, fields
-from engine.logs.log_setup import Logs, num_dropped_lines
+from engine.logs.lines import LogFormat, ProcessName, fields
+from engine.logs.setup import Logs, num_dropped_lines
 
 log = logging.getLogger("server.something")
 

@@ -11,11 +11,12 @@ import msgspec
 import pytest
 from torch.distributed import DistStoreError, PrefixStore
 
-from engine.nodes import link_address, shelf
+from engine.nodes import link_address
 from engine.nodes import links as links_module
+from engine.nodes import outbox as shelf
 from engine.nodes.link_address import interface_to
 from engine.nodes.links import Links
-from engine.nodes.shelf import Put, Shelf
+from engine.nodes.outbox import Outbox, Put
 from engine.processes.process_end import EXIT_WORKER_BROKEN
 from tests.engine.nodes.test_switchboard import HELLO, First, answer_to, first, four, until
 from worker.worker_errors import StartupError
@@ -52,7 +53,7 @@ def test_a_call_that_is_none_ends_the_engine(first: First, four: list[Links]) ->
 def test_what_ranks_leave_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shelf, "_MAX_BYTES", 30)
     monkeypatch.setattr(shelf, "_BESIDE_BYTES", 4)
-    texts = Shelf()
+    texts = Outbox()
 
     def put(key: str, value: bytes) -> bytes:
         return texts.answer(msgspec.msgpack.encode(Put(key, value)))

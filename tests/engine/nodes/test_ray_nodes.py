@@ -5,12 +5,12 @@ from itertools import islice
 
 import pytest
 
-from engine.nodes.node_agent import ClusterConfig
-from engine.nodes.ray_agent import options_of
-from engine.nodes.ray_nodes import Placed, Resources, divided, possible_nodes, share_of, turns
+from engine.nodes.agent import ClusterConfig
 from engine.options.engine_config import EngineConfig, resolve
 from engine.options.engine_split import RayConfig
-from engine.options.option_sources import read_options
+from engine.options.sources import read_options
+from engine.ray_cluster.agent import options_of
+from engine.ray_cluster.nodes import Placed, Resources, divided, possible_nodes, share_of, turns
 
 
 def asking(*, num_nodes: int | None = None, **given: str) -> EngineConfig:

@@ -17,7 +17,7 @@ from engine.options.engine_split import fits_nodes
 from tests.engine.nodes.test_switchboard import First
 from worker.cpu.kernel_build import CannotBuild, build_library, find_library
 from worker.ranks.linked_ranks import LinkedRanks
-from worker.ranks.rank_places import make_places
+from worker.ranks.places import make_places
 from worker.ranks.shared_ranks import open_ranks
 
 NUM_NODES = 3

@@ -14,10 +14,10 @@ from msgspec.structs import replace as replace_in
 
 from campaigns.servers.free_ports import free_port
 from engine.nodes import switchboard as switchboards
+from engine.nodes.agent import Leader, NodeAgent, address_of
 from engine.nodes.link_address import LinkAddress, write_link
 from engine.nodes.links import Links
-from engine.nodes.node_agent import Leader, NodeAgent, address_of
-from engine.nodes.node_messages import (
+from engine.nodes.messages import (
     Alive,
     Begin,
     Hello,
@@ -28,13 +28,13 @@ from engine.nodes.node_messages import (
     Wait,
     decode_to_node,
 )
-from engine.nodes.node_roll import NodeRoll
 from engine.nodes.rank_plans import RankStep
+from engine.nodes.registry import NodeRegistry
 from engine.nodes.switchboard import Switchboard
 from engine.options.engine_config import EngineConfig, resolve
-from engine.options.option_sources import read_options
+from engine.options.sources import read_options
 from scheduler.messages import SchedulerOutput
-from worker.ranks.rank_places import RankPlace
+from worker.ranks.places import RankPlace
 
 KEY = "a secret that all nodes of a test share"
 HELLO = Hello(node=1, num_nodes=2, software="0.9", checkpoint="abc", num_gpus=2)
@@ -61,7 +61,7 @@ class First:
         self.port, self.directory, self.losses = port, directory, list[str]()
         self.config = config_of(0, self.port, num_nodes, **more)
         assert self.config.cluster is not None
-        roll = NodeRoll(num_nodes, software=HELLO.software, checkpoint=HELLO.checkpoint, num_gpus=2)
+        roll = NodeRegistry(num_nodes, software=HELLO.software, checkpoint=HELLO.checkpoint, num_gpus=2)
         self.board = Switchboard(self.config, directory, address_of(self.config.cluster), roll)
         self.board.on_loss = lambda code, what: self.losses.append(f"{code}: {what}")
 
@@ -186,7 +186,7 @@ def test_the_end_of_a_rank_is_the_end_of_the_engine(first: First) -> None:
 def test_a_node_that_falls_silent_is_the_end_of_the_engine(
     first: First, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.nodes.node_roll.SILENCE_S", 0.3)
+    monkeypatch.setattr("engine.nodes.registry.SILENCE_S", 0.3)
     with first.node() as leader:
         answer_to(leader, HELLO)
         first.board.begin()
@@ -197,7 +197,7 @@ def test_a_node_that_falls_silent_is_the_end_of_the_engine(
 def test_a_connection_that_was_given_up_takes_no_place_when_the_first_node_comes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.nodes.node_agent.SILENCE_S", 0.1)
+    monkeypatch.setattr("engine.nodes.agent.SILENCE_S", 0.1)
     port = free_port()
     agent = NodeAgent(config_of(1, port, 2))
     with agent.connected() as leader:
@@ -228,7 +228,7 @@ def repeating(leader: Leader, message: ToLeader) -> Iterator[None]:
 def test_a_silent_node_is_noticed_though_another_is_never_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.nodes.node_roll.SILENCE_S", 0.3)
+    monkeypatch.setattr("engine.nodes.registry.SILENCE_S", 0.3)
     first = First(tmp_path, num_nodes=3, port=free_port())
     with closing(first.board), first.node() as silent, first.node() as other:
         for node, leader in ((1, silent), (2, other)):
@@ -242,7 +242,7 @@ def test_a_silent_node_is_noticed_though_another_is_never_silent(
 def test_the_place_of_a_silent_node_goes_to_no_other_once_the_engine_has_begun(
     first: First, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.nodes.node_roll.SILENCE_S", 0.3)
+    monkeypatch.setattr("engine.nodes.registry.SILENCE_S", 0.3)
     with first.node() as silent, first.node() as other:
         answer_to(silent, HELLO)
         first.board.begin()

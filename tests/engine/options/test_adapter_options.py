@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from engine.options.adapter_options import AdapterOptions, adapter_config
-from engine.options.option_declaration import OptionError
+from engine.options.declaration import OptionError
 from worker.worker_config import AdapterFolder
 
 

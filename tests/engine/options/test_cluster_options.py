@@ -4,10 +4,10 @@ import sys
 
 import pytest
 
+from engine.options.declaration import OptionError
 from engine.options.engine_config import resolve
 from engine.options.engine_split import ClusterConfig
-from engine.options.option_declaration import OptionError
-from engine.options.option_sources import read_options
+from engine.options.sources import read_options
 from engine.processes.engine_group import config_of
 from engine.processes.supervisor import device_environment
 from worker.ranks.device_ranks import device_of_rank

@@ -6,10 +6,10 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from engine.options.option_schema import file_schema
-from engine.options.option_sources import read_options
-from engine.options.option_values import Choice
 from engine.options.options import BY_KEY, DECLARATIONS, OptionError
+from engine.options.schema import file_schema
+from engine.options.sources import read_options
+from engine.options.values import Choice
 from tests.engine.options.test_options import _SAMPLES
 from tests.for_each import for_each
 

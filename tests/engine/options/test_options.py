@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from engine.options.engine_config import EngineConfig, resolve
-from engine.options.option_sources import add_flags, read_options
-from engine.options.option_values import Bytes, Count, Duration, Kind, Share, Switch, show_bytes
 from engine.options.options import DECLARATIONS, Arity, OptionError, Options
+from engine.options.sources import add_flags, read_options
+from engine.options.values import Bytes, Count, Duration, Fraction, Switch, ValueKind, show_bytes
 
 
 def read(*words: str, environment: dict[str, str] | None = None) -> Options:
@@ -257,10 +257,10 @@ def test_a_secret_is_shown_neither_in_an_error_nor_in_the_configuration(checkpoi
         (Bytes(low=0, high=2**60), "512 MiB", 2**29),
         (Duration(low=0, high=100), "500ms", 0.5),
         (Duration(low=0, high=100), "1.5m", 90.0),
-        (Share(low=0, high=1), "90%", 0.9),
+        (Fraction(low=0, high=1), "90%", 0.9),
     ],
 )
-def test_numbers_may_be_written_as_people_write_them(kind: Kind, text, value) -> None:
+def test_numbers_may_be_written_as_people_write_them(kind: ValueKind, text, value) -> None:
     assert kind.parse(text) == value
 
 
@@ -275,14 +275,14 @@ def test_numbers_may_be_written_as_people_write_them(kind: Kind, text, value) ->
         (Count(low=1, high=9), "0x5"),
         (Count(low=0, high=10**7), "4KB"),
         (Bytes(low=1, high=2**40), "four"),
-        (Share(low=0.1, high=1), "nan"),
-        (Share(low=0.1, high=1), "101%"),
+        (Fraction(low=0.1, high=1), "nan"),
+        (Fraction(low=0.1, high=1), "101%"),
         (Duration(low=0, high=10), "11"),
         (Duration(low=0, high=10), "-1"),
         (Switch(), "maybe"),
     ],
 )
-def test_a_value_out_of_bounds_or_form_is_refused_with_what_it_must_be(kind: Kind, text) -> None:
+def test_a_value_out_of_bounds_or_form_is_refused_with_what_it_must_be(kind: ValueKind, text) -> None:
     with pytest.raises(ValueError, match=r"^be "):
         kind.parse(text)
 

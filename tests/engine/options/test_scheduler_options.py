@@ -8,7 +8,7 @@ import pytest
 
 from engine.core.process import scheduler_config
 from engine.options.engine_config import resolve
-from engine.options.option_sources import read_options
+from engine.options.sources import read_options
 from tests.engine.model_facts import facts
 
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from engine.options.declaration import OptionError
 from engine.options.engine_config import DEMO_MODEL, resolve
-from engine.options.option_declaration import OptionError
 from engine.options.options import Options
 from engine.options.speculation_option import SpeculationOptions, speculation_config
 from worker.worker_config import DraftMethod, SpeculationConfig

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from engine.options import traces_endpoint
-from engine.options.option_declaration import OptionError
+from engine.options.declaration import OptionError
 from engine.options.traces_endpoint import check_traces_endpoint
 
 URL = "http://localhost:4318/v1/traces"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from engine.options.engine_config import resolve
-from engine.options.option_sources import read_options
+from engine.options.sources import read_options
 from engine.process_messages import ToClient
 from engine.processes import engine_processes, supervisor
 from engine.processes.engine_processes import EngineProcesses

@@ -10,8 +10,8 @@ import zmq
 
 from campaigns.servers.free_ports import free_ports
 from engine.options.api_keys import is_private
+from engine.options.declaration import OptionError
 from engine.options.engine_split import KVEventsConfig
-from engine.options.option_declaration import OptionError
 from engine.reports import kv_publisher
 from engine.reports.kv_events import SharedBlocks, block_hash
 from engine.reports.kv_publisher import KVPublisher

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.options.edge_config import Page
+from engine.options.edge_config import PageParts
 from server.app import build_admin_app, build_app
 from server.page.page import FILES
 from tests.server.conftest import EDGE, Settings, connect
@@ -66,14 +66,18 @@ async def test_there_is_no_other_file(client):
     ("page", "enable_admin", "expected"),
     [
         (
-            Page.OFF,
+            PageParts.OFF,
             False,
             {"/docs": 404, "/": 405, "/admin/events": 404, "/admin/server": 404, "/admin/requests": 404},
         ),
-        (Page.OFF, True, {"/": 405, "/admin/events": 200, "/admin/server": 200, "/admin/requests": 200}),
-        (Page.CHAT, False, {"/docs": 200, "/": 200, "/admin/events": 404, "/admin/server": 404}),
-        (Page.CHAT, True, {"/": 200, "/admin/events": 200, "/admin/server": 200}),
-        (Page.YARD, False, {"/": 200, "/admin/events": 200, "/admin/server": 200, "/admin/requests": 404}),
+        (PageParts.OFF, True, {"/": 405, "/admin/events": 200, "/admin/server": 200, "/admin/requests": 200}),
+        (PageParts.CHAT, False, {"/docs": 200, "/": 200, "/admin/events": 404, "/admin/server": 404}),
+        (PageParts.CHAT, True, {"/": 200, "/admin/events": 200, "/admin/server": 200}),
+        (
+            PageParts.YARD,
+            False,
+            {"/": 200, "/admin/events": 200, "/admin/server": 200, "/admin/requests": 404},
+        ),
     ],
 )
 async def test_the_option_says_what_is_served(page, enable_admin, expected):
@@ -83,7 +87,7 @@ async def test_the_option_says_what_is_served(page, enable_admin, expected):
 
 
 async def test_a_port_for_administration_has_the_page_with_the_yard(engine):
-    settings = Settings(edge=replace(EDGE, page=Page.CHAT, admin_port=0), enable_admin=False)
+    settings = Settings(edge=replace(EDGE, page=PageParts.CHAT, admin_port=0), enable_admin=False)
     app = build_app(engine, settings)
     async with connect(app) as client, connect(build_admin_app(app, settings)) as admin:
         assert (await client.get("/admin/events")).status_code == 404

@@ -7,8 +7,8 @@ import pytest
 from engine.errors import EngineUnavailable, Overloaded
 from engine.options.api_keys import ApiKey, digest_of
 from engine.types import EngineState
-from server.access.key_ring import KeyRing
 from server.app import build_app
+from server.edge.access.key_ring import KeyRing
 from tests.server.conftest import Settings, connect
 from tests.server.fake_engine import FakeEngine
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tests.adapters import write_adapter
 from tests.worker.adapters.test_adapted_models import LIMITS, load_with
 from tests.worker.conftest import MakeCheckpoint, load_worker
-from worker.adapters.adapter_store import AdapterStore
+from worker.adapters.store import AdapterStore
 from worker.worker_config import AdapterLimits
 from worker.worker_errors import AdapterRefused, StartupError
 

@@ -10,7 +10,7 @@ from tests.adapters import write_adapter
 from tests.worker.adapters.test_adapted_models import PROMPT, load_with, scores
 from tests.worker.conftest import BLOCK_SIZE, MakeCheckpoint, load_worker
 from tests.worker.plan_driver import PlanDriver
-from worker.adapters.adapter_store import AdapterStore
+from worker.adapters.store import AdapterStore
 from worker.worker_config import AdapterLimits
 
 TWO = AdapterLimits(max_in_step=2, max_in_memory=2, max_rank=16)

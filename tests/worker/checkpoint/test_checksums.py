@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine import diagnosis
-from server.commands.cli import main
+from server.command.cli import main
 from tests.e2e.serving import ROOT, running_server
 from tests.worker.conftest import MakeCheckpoint, load_worker
 from worker.checkpoint.checksums import Checksums

@@ -15,7 +15,7 @@ from tests.gguf_checkpoints import write_gguf
 from tests.hostile_values import HOSTILE, assert_one_line, hostile_texts
 from tests.worker.checkpoint.test_gguf_tokenizer import sentencepiece
 from tests.worker.conftest import MakeCheckpoint, load_worker
-from worker.adapters.adapter_settings import read_settings
+from worker.adapters.settings import read_settings
 from worker.checkpoint import gguf_folder
 from worker.checkpoint.checkpoint_files import find_weights, read_json
 from worker.checkpoint.generation_config import default_sampling, eos_token_ids

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from worker.cpu import kernel_build
-from worker.cpu.cpu_arithmetic import DOT
+from worker.cpu.arithmetic import DOT
 from worker.cpu.kernel_build import CannotBuild, build_library, find_library
 from worker.cpu.native import Kernels
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from worker.cpu.cpu_kernel_choice import open_toolkit
-from worker.cpu.cpu_toolkit import CpuToolkit
+from worker.cpu.kernel_choice import open_toolkit
 from worker.cpu.native import pack
+from worker.cpu.toolkit import CpuToolkit
 from worker.devices.device import open_device
 from worker.progress import LoadStage
 from worker.worker_config import WorkerConfig

@@ -7,8 +7,8 @@ import torch
 
 from tests.checkpoints import make_checkpoint
 from tests.worker.conftest import load_worker
-from worker.cpu import cpu_arithmetic
-from worker.cpu.cpu_arithmetic import BYTES, DOT, EXPANDED, WIDE_BYTES, WITHOUT_BYTES, choose_kernels
+from worker.cpu import arithmetic as cpu_arithmetic
+from worker.cpu.arithmetic import BYTES, DOT, EXPANDED, WIDE_BYTES, WITHOUT_BYTES, choose_kernels
 from worker.cpu.native import Kernels, pack
 from worker.worker_errors import StartupError
 

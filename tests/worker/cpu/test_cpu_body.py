@@ -12,18 +12,18 @@ from tests.families import Family
 from tests.worker.family_trial import tiny_config
 from worker.attention.interface import ATTENTION_NAME, active, num_layers_begun
 from worker.attention.trial_step import trial_cache, trial_metadata
-from worker.cpu import cpu_body
-from worker.cpu.cpu_attention import CpuAttention, LayerAttention
-from worker.cpu.cpu_body import CpuBody, join_body, trial_arguments
-from worker.cpu.cpu_products import TAKEN
-from worker.cpu.cpu_toolkit import CpuToolkit, PackedOutput
+from worker.cpu import body as cpu_body
+from worker.cpu.attention import CpuAttention, LayerAttention
+from worker.cpu.body import CpuBody, join_body, trial_arguments
 from worker.cpu.native import Kernels
+from worker.cpu.products import TAKEN
+from worker.cpu.toolkit import CpuToolkit, PackedOutput
 from worker.devices.device import open_device
 from worker.model.body import whole_body_of
 from worker.model.layer_parts import Unrecognised
 from worker.model.surgery import put_kernels_under
 from worker.steps.model_runner import ModelRunner
-from worker.steps.step_tokens import StepTokens
+from worker.steps.tokens import StepTokens
 from worker.worker_config import WorkerConfig
 
 CPU = WorkerConfig(model_path="", device="cpu")

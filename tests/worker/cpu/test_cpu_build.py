@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from worker.cpu import kernel_build as build
-from worker.cpu.cpu_kernel_choice import foresee_kernels
 from worker.cpu.kernel_build import CannotBuild, Untrusted, build_library, find_library, open_library
+from worker.cpu.kernel_choice import foresee_kernels
 from worker.cpu.native import Kernels
 from worker.devices.device import open_device
 from worker.doctor_findings import Finding, Verdict

@@ -12,10 +12,10 @@ from tests.worker.cpu.conftest import INSTRUCTION_SETS, OpenKernels
 from worker.attention.interface import AttentionMetadata, AttentionOptions, BlockTables
 from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
 from worker.attention.ref_attention import RefAttention
-from worker.cpu.cpu_attention import CpuAttention
-from worker.cpu.cpu_products import pack_gate_up, pack_linear
+from worker.cpu.attention import CpuAttention
 from worker.cpu.kernel_build import build_library, find_library
 from worker.cpu.native import Kernels, PackedWeight, pack
+from worker.cpu.products import pack_gate_up, pack_linear
 from worker.devices.device import open_device
 from worker.model.layer_parts import GateActivation, GatedMlp
 from worker.model.linear import Linear, PlainWeight, merge

@@ -19,10 +19,10 @@ from tests.worker.cpu.conftest import INSTRUCTION_SETS
 from tests.worker.family_trial import tiny_config
 from tests.worker.plan_driver import PlanDriver
 from worker.attention.interface import ATTENTION_NAME
-from worker.cpu.cpu_layer import CpuLayer
-from worker.cpu.cpu_toolkit import CpuToolkit, PackedEmbedding, PackedLinear
 from worker.cpu.kernel_build import CannotBuild, build_library, find_library
+from worker.cpu.layer import CpuLayer
 from worker.cpu.native import Kernels
+from worker.cpu.toolkit import CpuToolkit, PackedEmbedding, PackedLinear
 from worker.devices.device import open_device
 from worker.model.mixture import find_experts
 from worker.model.surgery import put_kernels_under

@@ -12,12 +12,13 @@ from tests.checkpoints import make_checkpoint
 from tests.worker.conftest import BLOCK_SIZE, load_worker
 from tests.worker.cpu.conftest import compile_beside
 from tests.worker.plan_driver import GREEDY, PlanDriver
-from worker.cpu import cpu_arithmetic, cpu_kernel_choice
-from worker.cpu.cpu_arithmetic import DOT, TILES, choose_kernels, open_kernels
-from worker.cpu.cpu_kernel_choice import foresee_kernels
-from worker.cpu.cpu_products import pack_gate_up, pack_linear
-from worker.cpu.cpu_proof import multiplies_exactly
+from worker.cpu import arithmetic as cpu_arithmetic
+from worker.cpu import kernel_choice as cpu_kernel_choice
+from worker.cpu.arithmetic import DOT, TILES, choose_kernels, open_kernels
+from worker.cpu.kernel_choice import foresee_kernels
 from worker.cpu.native import Kernels, PackedWeight, pack
+from worker.cpu.products import pack_gate_up, pack_linear
+from worker.cpu.proof import multiplies_exactly
 from worker.devices.device import open_device
 from worker.model.layer_parts import GateActivation, GatedMlp
 from worker.model.linear import Linear, PlainWeight, merge

@@ -8,7 +8,6 @@ from torch.nn import functional
 
 from tests.worker.cpu.conftest import INSTRUCTION_SETS, OpenKernels
 from tests.worker.quantized.random_weights import KINDS, random_weight
-from worker.cpu.cpu_proof import prove_product
 from worker.cpu.kernel_build import build_library, find_library
 from worker.cpu.native import Kernels
 from worker.cpu.packing import grouped_packing
@@ -19,6 +18,7 @@ from worker.cpu.packing.grouped_packing import (
     pack_grouped,
     pack_grouped_gate_up,
 )
+from worker.cpu.proof import prove_product
 from worker.model.layer_parts import GateActivation
 from worker.quantized.grouped_weight import SIGNED_TABLE, GroupedWeight, pack_nibbles
 from worker.worker_errors import StartupError

@@ -10,11 +10,11 @@ from torch import Tensor
 from scheduler.messages import ModelRunnerOutput, SequenceId
 from tests.worker.plan_driver import PlanDriver
 from worker.steps.generation_step import GenerationSteps
+from worker.steps.inputs import StepInputs
 from worker.steps.model_runner import EagerSteps
+from worker.steps.protocol import LaunchedStep
 from worker.steps.row_table import UNKNOWN_TOKEN
-from worker.steps.step_inputs import StepInputs
-from worker.steps.step_protocol import LaunchedStep
-from worker.steps.step_tokens import StepOutcome
+from worker.steps.tokens import StepOutcome
 from worker.worker import Worker
 
 _PLACEHOLDER = -1

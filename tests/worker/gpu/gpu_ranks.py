@@ -18,9 +18,10 @@ from tests.worker.gpu.lazy_nccl import LazyNccl
 from tests.worker.ranks.divided import DividedWorker, RankProcesses
 from tests.worker.ranks.follower import follow
 from worker import worker
-from worker.gpu import gpu_toolkit, graphs
+from worker.gpu import graphs
+from worker.gpu import toolkit as gpu_toolkit
 from worker.ranks import device_ranks
-from worker.ranks.rank_places import RankPlace
+from worker.ranks.places import RankPlace
 
 SHARED, OWN = "cuda:1", "cuda"
 """Devices: one for all ranks, or one for each."""

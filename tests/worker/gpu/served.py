@@ -9,7 +9,7 @@ from scheduler.messages import SchedulerOutput, SequenceId
 from scheduler.scheduler import Scheduler
 from tests.fakes import make_sequence
 from tests.invariants import check_invariants
-from worker.steps.step_protocol import LaunchedStep
+from worker.steps.protocol import LaunchedStep
 from worker.worker import Worker
 
 

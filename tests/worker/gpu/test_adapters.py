@@ -18,10 +18,11 @@ from tests.worker.gpu.cross_compile import SHARED_BYTES_LIMIT, Compiled, Kernel,
 from tests.worker.gpu.interpreted_gpu import open_gpu
 from tests.worker.gpu.test_gpu_worker import SETTINGS, steps_of
 from tests.worker.plan_driver import PlanDriver
-from worker.adapters.adapter_files import LowRank
+from worker.adapters.files import LowRank
 from worker.adapters.product_plan import ProductPlan
 from worker.devices.device import open_device
-from worker.gpu import gpu_toolkit, graphs, triton_layer
+from worker.gpu import graphs, triton_layer
+from worker.gpu import toolkit as gpu_toolkit
 from worker.gpu.triton_adapters import GpuStepAdapters, TritonUpdates
 from worker.model.linear import Cut, Linear, PlainWeight, Segment
 from worker.worker import Worker

@@ -21,7 +21,7 @@ from worker.gpu.kernels import (
     attention_work,
     kv_write,
 )
-from worker.gpu_quantized.kernels import code_numbers
+from worker.gpu.quantized.kernels import numbers as code_numbers
 
 pytestmark = pytest.mark.night
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from tests.worker.gpu.cross_compile import Compiled, Kernel, compile_kernels
 from tests.worker.gpu.interpreted_gpu import InterpretedGpu
+from tests.worker.gpu.quantized.test_code_compiled import launch_of
 from tests.worker.gpu.test_attention_compiled import LAYERS, launches_of
 from tests.worker.gpu.test_layers_kernels import FOR_HOPPER as OF_LAYERS
 from tests.worker.gpu.test_skinny_products import FOR_HOPPER as OF_PRODUCTS
-from tests.worker.gpu_quantized.test_code_compiled import launch_of
 from worker import gpu, gpu_quantized
 from worker.devices.dependent_launch import dependent_launches, launch_way
 from worker.gpu.kernels.norm import norm

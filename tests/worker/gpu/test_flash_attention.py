@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.worker.gpu import attention_library
 from tests.worker.gpu.attention_library import Changed, Stopwatch, attend_causally
 from tests.worker.gpu.test_attention_kernels import Case, Step, assert_close
-from worker.gpu.gpu_attention import choose_attention
+from worker.gpu.attention import choose_attention
 from worker.gpu.trials import flash_attention
 from worker.gpu.trials.attention_trial import LibraryAttention
 from worker.gpu.trials.flash_attention import FlashAttention3

@@ -18,8 +18,8 @@ from tests.worker.gpu import attention_library
 from tests.worker.gpu.attention_library import Changed, Stopwatch, attend_causally
 from tests.worker.gpu.test_attention_kernels import LAYER, Case, Heads, Step, assert_close
 from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
-from worker.gpu import gpu_kernel_choice
-from worker.gpu.gpu_attention import choose_attention
+from worker.gpu import kernel_choice as gpu_kernel_choice
+from worker.gpu.attention import choose_attention
 from worker.gpu.trials import flashinfer
 from worker.gpu.trials.attention_trial import LibraryAttention
 from worker.gpu.trials.flashinfer import FlashInfer

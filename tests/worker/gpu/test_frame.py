@@ -7,7 +7,7 @@ import torch
 
 from tests.worker.gpu.test_layers_fused import build
 from worker.devices.device import open_device
-from worker.gpu.gpu_toolkit import GpuToolkit
+from worker.gpu.toolkit import GpuToolkit
 from worker.gpu.trials import triton_frame
 from worker.gpu.trials.triton_frame import TableRotary, TritonNorm, table_bytes
 from worker.model.surgery import put_kernels_under

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from triton import knobs, language
 
-from worker.gpu import gpu_kernel_choice
+from worker.gpu import kernel_choice as gpu_kernel_choice
 from worker.worker_config import WorkerConfig
 
 

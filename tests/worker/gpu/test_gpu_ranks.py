@@ -27,14 +27,14 @@ from tests.worker.gpu.test_gpu_drafts import DRAFTING, VOCAB, check_alike
 from tests.worker.ranks.divided import TWO_SHARDS, DividedWorker
 from tests.worker.speculation.random_requests import TINY_REQUESTS
 from tests.worker.speculation.speculated import Answer, Speculated, half_right
-from worker.adapters import adapter_targets
+from worker.adapters import targets as adapter_targets
 from worker.devices.weight_life import lend_by_call, lent_to
-from worker.gpu.gpu_toolkit import _OwnOutput
+from worker.gpu.toolkit import _OwnOutput
 from worker.model.layer_shards import bytes_of_a_rank
 from worker.model.linear import linear_of
 from worker.model.vocabulary_shards import divide_ends
 from worker.ranks.device_ranks import DeviceRanks, device_of_rank
-from worker.ranks.rank_places import RankPlace
+from worker.ranks.places import RankPlace
 from worker.ranks.ranks import Alone
 from worker.ranks.stage import Stage
 from worker.startup.kernel_choice import _ON_GPU

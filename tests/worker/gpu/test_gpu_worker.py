@@ -26,9 +26,10 @@ from tests.worker.gpu.interpreted_gpu import HAS_GPU, InterpretedGpu, open_gpu
 from tests.worker.gpu.test_launch import new, plan
 from tests.worker.plan_driver import PlanDriver
 from worker.attention.interface import num_layers_begun
-from worker.gpu import gpu_kernel_choice as opening
-from worker.gpu import gpu_toolkit, graphs
-from worker.gpu.gpu_runner import GpuSteps
+from worker.gpu import graphs
+from worker.gpu import kernel_choice as opening
+from worker.gpu import toolkit as gpu_toolkit
+from worker.gpu.runner import GpuSteps
 from worker.gpu.trials import launch_trial, skinny
 from worker.gpu.triton_attention import TritonAttention
 from worker.steps.generation_step import GenerationSteps

@@ -13,9 +13,9 @@ import torch
 from tests.worker.gpu.interpreted_gpu import HAS_GPU, InterpretedGpu, WaitsForDevice
 from worker.attention.interface import note_layers_begun, num_layers_begun
 from worker.devices.device import CudaDevice, Graph, open_device
-from worker.gpu.gpu_runner import sizes_of
 from worker.gpu.graphs import CapturedStep, GraphSizes, StepGraphs, capture_all
 from worker.gpu.kernels.input_fill import fill_unknown_tokens
+from worker.gpu.runner import sizes_of
 from worker.gpu.step_buffers import BatchSizes, Limits
 from worker.memory_sizes import cuda_budget_bytes, graph_bytes
 from worker.worker_config import WorkerConfig

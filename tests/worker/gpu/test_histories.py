@@ -29,7 +29,7 @@ from tests.worker.gpu.interpreted_gpu import HAS_GPU
 from tests.worker.gpu.test_gpu_worker import load_gpu
 from worker.gpu import graphs
 from worker.steps.generation_step import GenerationSteps
-from worker.steps.step_protocol import LaunchedStep
+from worker.steps.protocol import LaunchedStep
 from worker.worker import Worker
 from worker.worker_config import ModelFacts
 from worker.worker_errors import StepOutOfMemory

@@ -23,7 +23,7 @@ from worker.attention.interface import (
 )
 from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
 from worker.devices.device import open_device
-from worker.gpu.gpu_toolkit import GpuToolkit
+from worker.gpu.toolkit import GpuToolkit
 from worker.gpu.triton_attention import TritonAttention
 from worker.gpu.triton_layer import TritonLayer
 from worker.model.surgery import put_kernels_under

@@ -32,7 +32,7 @@ from tests.worker.plan_driver import PlanDriver
 from worker.devices.device import CudaDevice, open_device
 from worker.gpu import graphs
 from worker.steps.generation_step import GenerationSteps
-from worker.steps.step_protocol import LaunchedStep
+from worker.steps.protocol import LaunchedStep
 from worker.worker import Worker
 from worker.worker_config import ModelFacts, WorkerConfig
 from worker.worker_errors import StepOutOfMemory

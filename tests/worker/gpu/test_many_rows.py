@@ -8,8 +8,8 @@ import torch
 
 from tests.worker.quantized.random_weights import random_weight
 from worker.devices.device import CpuDevice
+from worker.gpu.quantized.products import CodeProduct
 from worker.gpu.trials.many_rows import SIZES, choose_many_rows
-from worker.gpu_quantized.code_products import CodeProduct
 from worker.model.linear import Linear
 from worker.worker_config import WorkerConfig
 

@@ -22,8 +22,8 @@ from worker.devices.device import DeviceEvent
 from worker.gpu.kernels.input_fill import change_tables
 from worker.gpu.sampling.draw_fields import LINE, NOBODY, NUM_FIELDS, PLACE
 from worker.gpu.step_buffers import BatchSizes, Limits, StepBuffers
+from worker.steps.inputs import StepInputs, build_inputs
 from worker.steps.row_table import RowTable
-from worker.steps.step_inputs import StepInputs, build_inputs
 from worker.worker_config import WorkerConfig
 
 LIMITS = Limits(num_tokens=40, num_sequences=6, num_blocks=9, block_size=4)

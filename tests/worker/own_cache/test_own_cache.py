@@ -16,7 +16,7 @@ from tests.worker.plan_driver import GREEDY, PlanDriver
 from tests.worker.steps.test_prompt_logprobs import check
 from tests.worker.transformers_generate import NUM_TOKENS, expected
 from worker.devices.device import CpuDevice
-from worker.own_cache.own_cache_model import OwnCacheModel, Way
+from worker.own_cache.model import OwnCacheModel, Way
 from worker.worker import Worker
 from worker.worker_config import ModelFacts
 from worker.worker_errors import StartupError, StepOutOfMemory, WorkerError

@@ -26,7 +26,7 @@ from scheduler.messages import (
 from tests.checkpoints import make_checkpoint
 from tests.pooling_checkpoints import ENCODERS, make_embedder, make_scorer, write_pooling_files
 from tests.worker.conftest import BLOCK_SIZE, load_worker
-from worker.cpu.cpu_attention import CpuAttention
+from worker.cpu.attention import CpuAttention
 from worker.pooling.encoder_pooling import cut_by_length
 from worker.worker import Worker
 from worker.worker_config import ModelFacts

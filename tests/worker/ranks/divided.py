@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from engine.core.loop import Launched
+from engine.core.loop import BegunStep
 from engine.core.rank_group import RankAdapters
 from engine.core.stage_steps import LedStep, StageSteps
 from engine.nodes.rank_plans import RankStep, ResultsIn, encode_plan
 from scheduler.messages import ModelRunnerOutput, SchedulerOutput
 from tests.worker.ranks.follower import GLOO, Order, open_ranks_of, send
-from worker.ranks.rank_places import RankPlace, make_places
+from worker.ranks.places import RankPlace, make_places
 from worker.ranks.ranks import Ranks
 from worker.worker import Worker
 from worker.worker_config import ModelFacts, WorkerConfig
@@ -142,7 +142,7 @@ class DividedWorker:
         assert self._worker.adapters is not None
         return RankAdapters(self._worker.adapters, lambda order: self._send(encode_plan(order)))
 
-    def launch(self, plan: SchedulerOutput) -> Launched:
+    def launch(self, plan: SchedulerOutput) -> BegunStep:
         assert self._worker is not None
         sampled, self._sampled = self._sampled, []
         self._send(encode_plan(RankStep(plan, sampled)))

@@ -23,7 +23,7 @@ from engine.core.stage_steps import ReportedSteps, StageSteps
 from engine.nodes.rank_plans import AdapterOrder, ResultsOut, StageResult, decode_order
 from tests.worker.ranks.gloo_ranks import GlooRanks
 from worker.ranks import opening
-from worker.ranks.rank_places import RankPlace
+from worker.ranks.places import RankPlace
 from worker.ranks.ranks import Ranks
 from worker.worker import Worker
 from worker.worker_config import WorkerConfig

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.core.loop import Executor, Launched
+from engine.core.loop import BegunStep, Executor
 from scheduler.config import PreemptionMode, SchedulerConfig
 from scheduler.messages import SamplingParams, SchedulerOutput, SequenceId, TokenLogprobs
 from scheduler.scheduler import Scheduler
@@ -137,7 +137,7 @@ def serve(worker: Executor, facts: ModelFacts, mode: PreemptionMode) -> Tokens:
     scheduler, all_of_them = Scheduler(config), _requests()
     for seq in all_of_them:
         scheduler.add_request(seq, now_s=0.0)
-    under_way: deque[tuple[SchedulerOutput, Launched]] = deque()
+    under_way: deque[tuple[SchedulerOutput, BegunStep]] = deque()
     while scheduler.has_unfinished_requests or under_way:
         plan = scheduler.schedule(now_s=1.0)
         if not plan.is_empty:

@@ -15,7 +15,7 @@ from tests.worker.conftest import BLOCK_SIZE
 from tests.worker.plan_driver import PlanDriver
 from tests.worker.ranks.divided import DividedWorker
 from tests.worker.ranks.histories import OVERRIDES, PROMPT, config_of
-from worker.adapters import adapter_targets
+from worker.adapters import targets as adapter_targets
 from worker.worker import Worker
 from worker.worker_config import AdapterFolder, WorkerConfig
 from worker.worker_errors import AdapterRefused

@@ -16,7 +16,7 @@ from worker.sampling.grammar_rows import Grammars
 from worker.sampling.rank_samplers import FollowingSampler, LeadingSampler, divide_lines
 from worker.sampling.row_sampler import RowSampler, SampleResult
 from worker.sampling.sampler import Sampler
-from worker.sampling.sampling_state import SamplingRow
+from worker.sampling.state import SamplingRow
 from worker.worker_config import WorkerConfig
 
 VOCAB = 700

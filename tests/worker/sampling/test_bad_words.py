@@ -6,7 +6,7 @@ import numpy as np
 
 from scheduler.messages import SamplingParams
 from tests.worker.plan_driver import GREEDY, PlanDriver
-from worker.sampling.sampling_state import BadWords
+from worker.sampling.state import BadWords
 
 PROMPT = [10, 20, 30, 40]
 

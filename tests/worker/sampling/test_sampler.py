@@ -16,7 +16,7 @@ from worker.devices.device import CpuDevice
 from worker.sampling.draw import BLOCK, Draw, draw
 from worker.sampling.logits import Alternatives, report_logprobs
 from worker.sampling.sampler import Sampler
-from worker.sampling.sampling_state import SamplingRow
+from worker.sampling.state import SamplingRow
 from worker.worker_config import WorkerConfig
 
 CPU = CpuDevice(WorkerConfig(model_path="", num_threads=torch.get_num_threads()))

@@ -20,7 +20,7 @@ from scheduler.messages import (
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence as TokenSequence
 from tests.invariants import check_invariants
-from worker.steps.step_protocol import LaunchedStep
+from worker.steps.protocol import LaunchedStep
 from worker.worker import Worker
 from worker.worker_config import ModelFacts
 

@@ -21,7 +21,7 @@ from worker.doctor_findings import Verdict
 from worker.startup.forecast import forecast, foresee_draft, weight_bytes
 from worker.startup.loader import find_kind
 from worker.startup.survey import survey
-from worker.steps.step_protocol import LaunchedStep
+from worker.steps.protocol import LaunchedStep
 from worker.worker import Worker
 from worker.worker_config import DraftMethod, SpeculationConfig, WorkerConfig
 from worker.worker_errors import StartupError

@@ -7,7 +7,7 @@ from scheduler.messages import NewSequence, SamplingParams, SequenceId, Sequence
 from scheduler.sequence import Sequence
 from worker.speculation.drafter import Drafter
 from worker.speculation.matching import find_continuations
-from worker.speculation.proposers import OwnText, Prediction, RecentReplies, ScopedReplies
+from worker.speculation.proposers import ExpectedText, OwnText, RecentReplies, ScopedReplies
 from worker.worker_config import DraftMethod, SpeculationConfig
 
 
@@ -45,7 +45,7 @@ def test_the_own_text_goes_on_as_it_last_did_and_a_loop_goes_on_beyond_its_end()
 
 def test_a_prediction_is_followed_past_tokens_that_differ() -> None:
     expected = ids(*range(10, 40))
-    proposer = Prediction(expected, num_prompt_tokens=2)
+    proposer = ExpectedText(expected, num_prompt_tokens=2)
     text = [1, 2]
     assert proposer.propose(ids(*text), 3, reach=100).tolist() == [10, 11, 12]
     text += [10, 11]
@@ -62,7 +62,7 @@ def test_a_prediction_is_looked_up_about_its_place_and_no_farther_than_half_the_
     expected = ids(*range(10, 60))
     text = [1, 10, 11, 12, 13, 99, 30, 31]
     for reach, place in ((48, 32), (20, 17)):
-        proposer = Prediction(expected, num_prompt_tokens=1)
+        proposer = ExpectedText(expected, num_prompt_tokens=1)
         assert proposer.propose(ids(*text), 1, reach=reach).tolist() == [place]
 
 

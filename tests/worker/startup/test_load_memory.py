@@ -23,7 +23,7 @@ from worker.checkpoint.checkpoint_files import (
     find_weights,
     loaded_bytes,
 )
-from worker.cpu import cpu_kernel_choice
+from worker.cpu import kernel_choice as cpu_kernel_choice
 from worker.cpu.kernel_build import CannotBuild
 from worker.cpu.packing import large_pages
 from worker.devices import weight_life

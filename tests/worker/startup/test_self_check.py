@@ -13,12 +13,12 @@ from tests.quantized_checkpoints import write_quantized
 from tests.worker.conftest import load_worker
 from worker.attention.interface import AttentionBackend
 from worker.attention.kv_cache import FLOAT8, KVCache
-from worker.cpu.cpu_attention import CpuAttention
+from worker.cpu.attention import CpuAttention
 from worker.devices.device import Device
 from worker.ranks.ranks import ALONE
 from worker.startup.loader import LoadedModel
 from worker.startup.self_check import LONGEST_CHECK, SelfCheck
-from worker.steps.step_tokens import StepOutcome, StepTokens
+from worker.steps.tokens import StepOutcome, StepTokens
 from worker.worker_errors import FamilyRefused, StartupError
 
 

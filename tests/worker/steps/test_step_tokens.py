@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from worker.devices.device import CpuDevice
-from worker.steps.step_tokens import HiddenStates, StepTokens
+from worker.steps.tokens import HiddenStates, StepTokens
 from worker.worker_config import WorkerConfig
 
 ONE_AXIS = np.array([3, 4, 0])

@@ -25,7 +25,7 @@ from torch import Tensor
 from worker.attention.interface import AttentionOptions
 from worker.attention.kv_cache import FLOAT8 as FLOAT8_DTYPE
 from worker.attention.kv_cache import LayerCache
-from worker.gpu_quantized.kernels.code_numbers import FLOAT8, decode_by_bits, decode_range, goes_by_bits
+from worker.gpu.quantized.kernels.numbers import FLOAT8, decode_by_bits, decode_range, goes_by_bits
 
 LOG2_E = 1.4426950408889634
 _LOG2_E = tl.constexpr(LOG2_E)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from worker.attention.kv_cache import LayerCache
-from worker.gpu_quantized.kernels.row_kernels import to_float8
+from worker.gpu.quantized.kernels.row_kernels import to_float8
 
 # Eight rows of 128 numbers give each thread of four warps one load of 16 bytes.
 _TOKENS_PER_PROGRAM = 8

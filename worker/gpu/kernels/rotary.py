@@ -160,7 +160,7 @@ def rotate_and_write(
     Rows of merged_TM are contiguous: all queries, then all keys, then all values. `norms` are those of a
     query head and of a key head. R is the last size of the rotation; without one nothing is rotated. The
     second half of a row of it is the first once more (AngleOrder.TWICE), and is not read.
-    Raises nothing: a slot out of range corrupts memory, so step_inputs.py checks on the host.
+    Raises nothing: a slot out of range corrupts memory, so steps/inputs.py checks on the host.
     """
     num_tokens = merged_TM.shape[0]
     queries_THD = torch.empty(

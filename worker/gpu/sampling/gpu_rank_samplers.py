@@ -3,7 +3,7 @@
 Owns: the samplers of all ranks. The tokens of a step reach the devices of the others behind it, whatever
 sampled them, and their hosts with a later plan (engine/core/stage_steps.py). Those of a step with drafts
 reach the hosts within it, which know each token before the next step; no device needs them then.
-Never: exchanges (gpu_runner.py).
+Never: exchanges (gpu/runner.py).
 
 Shapes: N tokens that are sampled in a step, V vocabulary, F fields of a row.
 """
@@ -22,7 +22,7 @@ from worker.ranks.ranks import Ranks
 from worker.sampling.grammar_rows import Grammars
 from worker.sampling.rank_samplers import FollowingSampler, verify_for_all
 from worker.sampling.row_sampler import LaunchedSample, VerifiedRow
-from worker.sampling.sampling_state import SamplingRow
+from worker.sampling.state import SamplingRow
 
 
 class GpuLeadingSampler(GpuSampler):

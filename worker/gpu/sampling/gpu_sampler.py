@@ -34,7 +34,7 @@ from worker.gpu.upload import upload
 from worker.sampling.grammar_rows import Grammars
 from worker.sampling.logits import alternatives_of, given_ids_NG, measure_logprobs, write_reports
 from worker.sampling.row_sampler import DraftedPlace, LaunchedSample, RowSampler, SampleResult, lines_of
-from worker.sampling.sampling_state import SamplingRow, uniforms
+from worker.sampling.state import SamplingRow, uniforms
 
 _NUM_REPORTED = 64
 """Lines at once: their logits are copied as float32, 39 MB at a vocabulary of 151,936."""

@@ -22,7 +22,7 @@ from worker.gpu.sampling_kernels.bitmask import copy_masked
 from worker.gpu.sampling_kernels.token_draw import SPAN, LogitRows
 from worker.gpu.upload import upload
 from worker.sampling.grammar_rows import Grammars
-from worker.sampling.sampling_state import SamplingRow
+from worker.sampling.state import SamplingRow
 
 _NUM_LOGITS = 1 << 24
 """64 MiB of float32: enough to fill a GPU, little beside its KV cache."""

@@ -58,7 +58,7 @@ class LibraryFunction(NamedTuple):
         return function
 
 
-class Kind(NamedTuple):
+class TrialKind(NamedTuple):
     """Layers, and steps of them, that one trial speaks for."""
 
     shape: LayerShape
@@ -111,19 +111,19 @@ class PreparedStep:
 
 
 class LibraryAttention(TritonAttention, ABC):
-    """See PagedAttention (gpu_attention.py). Layers that the library cannot take are left to our kernels."""
+    """See PagedAttention (gpu/attention.py). Layers that the library cannot take are left to our kernels."""
 
     name: ClassVar[str]
     """The library's, for a person."""
 
     def __init__(self, cache: KVCache, device: Device) -> None:
         super().__init__(cache, device)
-        self._taken: dict[Kind, bool] = {}
+        self._taken: dict[TrialKind, bool] = {}
         self._is_trial = False
         self._prepared: PreparedStep | None = None
 
     @abstractmethod
-    def find_hindrance(self, kind: Kind) -> str:
+    def find_hindrance(self, kind: TrialKind) -> str:
         """Say why it is not given these layers whatever a trial says; empty if it is.
 
         They have neither sinks nor a window, and their queries, keys and values are of one dtype and size.
@@ -150,7 +150,7 @@ class LibraryAttention(TritonAttention, ABC):
         batch = self._work.batch
         shape = self._cache.layout.layers[layer_idx]
         num_groups = queries_THD.shape[1] // shape.num_heads
-        kind = Kind(shape, num_groups, options, batch.num_decodes == batch.num_tokens)
+        kind = TrialKind(shape, num_groups, options, batch.num_decodes == batch.num_tokens)
         hindrance = self._find_any_hindrance(kind, {queries_THD.dtype, self._cache.layout.dtype})
         if hindrance:
             if self._is_trial and kind not in self._taken and queries_THD.dtype in _TOLERANCE:
@@ -166,7 +166,7 @@ class LibraryAttention(TritonAttention, ABC):
             self._try(kind, layer_idx, queries_THD, expected_THV)
         return expected_THV
 
-    def _find_any_hindrance(self, kind: Kind, dtypes: set[torch.dtype]) -> str:
+    def _find_any_hindrance(self, kind: TrialKind, dtypes: set[torch.dtype]) -> str:
         """Say why layers stay with Triton's kernels; `dtypes` are those of queries and of the cache."""
         if len(dtypes) > 1 or not dtypes <= _TOLERANCE.keys():
             return f"its numbers are {' and '.join(map(str, dtypes))}"
@@ -187,7 +187,7 @@ class LibraryAttention(TritonAttention, ABC):
         found_THV = self.attend_prepared(self._prepared, layer_idx, queries_THD, options)
         return found_THV.masked_fill_(self._prepared.is_padding_T11, 0.0)
 
-    def _try(self, kind: Kind, layer_idx: int, queries_THD: Tensor, expected_THV: Tensor) -> None:
+    def _try(self, kind: TrialKind, layer_idx: int, queries_THD: Tensor, expected_THV: Tensor) -> None:
         """Compare; time where that is right, once. Waits for the device, which is allowed at load."""
         named = f"{self.name} for {kind}"
         try:
@@ -203,7 +203,7 @@ class LibraryAttention(TritonAttention, ABC):
             log.warning("%s fails: %s; Triton's kernels stay", named, reason)
             self._taken[kind] = False
 
-    def _is_faster(self, kind: Kind, layer_idx: int, queries_THD: Tensor, named: str) -> bool:
+    def _is_faster(self, kind: TrialKind, layer_idx: int, queries_THD: Tensor, named: str) -> bool:
         """Time one layer of a load over blocks of the cache, whatever they hold."""
         batch = self._timed_batch(is_of_decodes=kind.is_of_decodes)
         queries_THD = queries_THD[:1].expand(batch.num_tokens, -1, -1).contiguous()

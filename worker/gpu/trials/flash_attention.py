@@ -14,7 +14,7 @@ from torch import Tensor
 from worker.attention.interface import AttentionOptions
 from worker.attention.kv_cache import KVCache, LayerCache
 from worker.devices.device import Device
-from worker.gpu.trials.attention_trial import Kind, LibraryAttention, LibraryFunction, PreparedStep
+from worker.gpu.trials.attention_trial import LibraryAttention, LibraryFunction, PreparedStep, TrialKind
 
 _FUNCTION = LibraryFunction(
     "flash_attn_interface",
@@ -41,7 +41,7 @@ class FlashAttention3(LibraryAttention):
         super().__init__(cache, device)
         self._call = _FUNCTION.load()
 
-    def find_hindrance(self, kind: Kind) -> str:
+    def find_hindrance(self, kind: TrialKind) -> str:
         """See LibraryAttention."""
         key_dim = kind.shape.key_dim
         return f"its heads have {key_dim} numbers" if key_dim > _LARGEST_HEAD or key_dim % 8 else ""

@@ -22,7 +22,7 @@ from torch import Tensor
 from worker.attention.interface import AttentionOptions
 from worker.attention.kv_cache import KVCache, LayerCache
 from worker.devices.device import Device
-from worker.gpu.trials.attention_trial import Kind, LibraryAttention, LibraryFunction, PreparedStep
+from worker.gpu.trials.attention_trial import LibraryAttention, LibraryFunction, PreparedStep, TrialKind
 
 _DECODES = LibraryFunction(
     "flashinfer.decode",
@@ -79,7 +79,7 @@ class FlashInfer(LibraryAttention):
     def _prefill_memory(self) -> Tensor:
         return self._device.zeros(WORKSPACE_BYTES, torch.uint8)
 
-    def find_hindrance(self, kind: Kind) -> str:
+    def find_hindrance(self, kind: TrialKind) -> str:
         """See LibraryAttention."""
         cards = _DECODE_CARDS if kind.is_of_decodes else _PROMPT_CARDS
         head_sizes = _DECODE_HEAD_SIZES if kind.is_of_decodes else _PROMPT_HEAD_SIZES

@@ -1,7 +1,7 @@
 """Trial of launches that begin early: right bit for bit, and faster, or not made.
 
 Owns: the comparison of steps launched both ways, and their times.
-Never: launches a kernel of its own, or knows a step (gpu_runner.py).
+Never: launches a kernel of its own, or knows a step (gpu/runner.py).
 """
 
 import logging

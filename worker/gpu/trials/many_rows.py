@@ -18,7 +18,7 @@ from torch import Tensor
 from triton import TritonError
 
 from worker.devices.device import Device
-from worker.gpu_quantized.code_products import CodeProduct
+from worker.gpu.quantized.products import CodeProduct
 
 log = logging.getLogger(__name__)
 

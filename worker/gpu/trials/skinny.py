@@ -20,7 +20,6 @@ from torch import Tensor
 from triton import TritonError
 
 from worker.devices.device import Device
-from worker.gpu.gpu_products import Product, product_of
 from worker.gpu.kernels.activation import multiply_by_gates
 from worker.gpu.kernels.norm import norm
 from worker.gpu.kernels.skinny_products import (
@@ -30,7 +29,8 @@ from worker.gpu.kernels.skinny_products import (
     choose_skinny_tiles,
     multiply_skinny,
 )
-from worker.gpu_quantized.code_products import CodeProduct, without_codes
+from worker.gpu.products import Product, product_of
+from worker.gpu.quantized.products import CodeProduct, without_codes
 from worker.model.layer_parts import GateActivation
 from worker.model.linear import Linear, PlainWeight
 

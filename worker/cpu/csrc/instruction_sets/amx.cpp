@@ -1,5 +1,5 @@
 // The kernels of avx512_bf16.cpp with other products of plain bf16 weights and of whole numbers: by tiles of 16 rows
-// and 16 columns. They are taken where a trial and a measurement at load say so (cpu_arithmetic.py).
+// and 16 columns. They are taken where a trial and a measurement at load say so (cpu/arithmetic.py).
 //
 // A block of a packed weight is what tiles are loaded from: a row of it has four bytes for each of 32 columns, two bf16
 // or four whole numbers. A row of a tile of sums depends on that row of the inputs alone, so that neither the rows beside

@@ -1,5 +1,5 @@
 // The kernels of avx512_bf16.cpp with other products of plain bf16 weights: multiply-adds of expanded numbers, which
-// some processors do faster than the instruction for bf16. Which one a machine takes is measured (cpu_arithmetic.py).
+// some processors do faster than the instruction for bf16. Which one a machine takes is measured (cpu/arithmetic.py).
 #include "kernels.h"
 
 #if defined(TOKENYARD_X86)

@@ -1,0 +1,133 @@
+"""The log of a process: one handler, one form, one thread that writes.
+
+Owns: the settings of Python's logging while a process runs, and their return afterwards.
+Never: forms a line (lines.py), or queues it (line_writer.py).
+
+Both processes write to the same stderr, each line with one call. The stacks that faulthandler writes for a
+hung or dying process bypass the queue.
+"""
+
+import logging
+import os
+import threading
+from types import TracebackType
+
+from engine.logs.line_writer import LineWriter
+from engine.logs.lines import JsonLines, LineFormatter, LogFormat, ProcessName, TextLines
+
+STDERR = 2
+_FLUSH_S = 2.0
+_OURS = ("server", "engine", "scheduler", "worker", "bench", "__main__")
+"""Our loggers. Libraries log from WARNING on: their lesser messages may quote a request."""
+
+log = logging.getLogger(__name__)
+
+_running: list["Logs"] = []
+"""The Logs in use, at most one: Python's logging is global to a process."""
+
+
+def num_dropped_lines() -> int:
+    """Count the lines of this process's log that were dropped so far."""
+    return sum(logs.num_dropped for logs in _running)
+
+
+ERASE_LINE = b"\r\x1b[K"
+"""Moves a terminal's cursor to the beginning of its line, and empties the line."""
+
+
+class Logs:
+    """A context in which all logging of this process, and errors that end a thread, go through one queue."""
+
+    def __init__(
+        self, log_format: LogFormat, *, level: int, process: ProcessName, descriptor: int = STDERR
+    ) -> None:
+        self._is_text = log_format is LogFormat.TEXT or (
+            log_format is LogFormat.AUTO and os.isatty(descriptor)
+        )
+        self._level = level
+        self._formatter: LineFormatter = (TextLines if self._is_text else JsonLines)(process)
+        self._writer = LineWriter(descriptor, describe_loss=self._describe_loss)
+        # A bar of progress, perhaps another process's, may stand where the line begins on a terminal.
+        begins_with = ERASE_LINE if self._is_text and os.isatty(descriptor) else b""
+        self._handler = _QueuedHandler(self._writer, self._formatter, begins_with)
+        self._before: list[tuple[logging.Logger, int]] = []
+        self._handlers_before: list[logging.Handler] = []
+        self._hook_before = threading.excepthook
+
+    @property
+    def is_text(self) -> bool:
+        """Whether lines are text, for people."""
+        return self._is_text
+
+    @property
+    def num_dropped(self) -> int:
+        """Lines dropped because the queue was full or the write failed."""
+        return self._writer.num_dropped
+
+    def show(self, text: str) -> None:
+        """Write a text as it is, in order with the lines of the log."""
+        self._writer.put(text.encode(errors="backslashreplace") + b"\n")
+
+    def __enter__(self) -> "Logs":
+        _running.append(self)
+        root = logging.getLogger()
+        self._handlers_before = root.handlers[:]
+        root.handlers[:] = [self._handler]
+        self._set_level(root, max(self._level, logging.WARNING))
+        for name in _OURS:
+            self._set_level(logging.getLogger(name), self._level)
+        logging.captureWarnings(True)  # noqa: FBT003 -- its only parameter
+        threading.excepthook = _log_end_of_thread
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        threading.excepthook = self._hook_before
+        logging.captureWarnings(False)  # noqa: FBT003 -- its only parameter
+        for logger, level in self._before:
+            logger.setLevel(level)
+        logging.getLogger().handlers[:] = self._handlers_before
+        self._handler.close()
+        _running.remove(self)
+
+    def _set_level(self, logger: logging.Logger, level: int) -> None:
+        self._before.append((logger, logger.level))
+        logger.setLevel(level)
+
+    def _describe_loss(self, num_lines: int) -> bytes:
+        words, arguments = "%d lines of the log were dropped here: nobody read them in time", (num_lines,)
+        record = log.makeRecord(log.name, logging.WARNING, __file__, 0, words, arguments, None)
+        return self._formatter.encode(record)
+
+
+class _QueuedHandler(logging.Handler):
+    """A handler that forms lines at once, since their arguments may change, and queues them."""
+
+    def __init__(self, writer: LineWriter, formatter: LineFormatter, begins_with: bytes) -> None:
+        super().__init__()
+        self._writer = writer
+        self._lines = formatter
+        self._begins_with = begins_with
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Queue the line without waiting."""
+        try:
+            line = self._lines.encode(record)
+        except (TypeError, ValueError):  # a mistake in the call; its arguments may hold client data
+            record.msg, record.args, record.exc_info = "a line could not be formed: %s", (record.msg,), None
+            line = self._lines.encode(record)
+        self._writer.put(self._begins_with + line)
+
+    def close(self) -> None:
+        """Flush and close; logging.shutdown calls it too."""
+        self._writer.close(timeout_s=_FLUSH_S)
+        super().close()
+
+
+def _log_end_of_thread(ended: threading.ExceptHookArgs) -> None:
+    if ended.exc_value is None:
+        return
+    log.critical(
+        "a thread ended: nobody caught this", exc_info=(ended.exc_type, ended.exc_value, ended.exc_traceback)
+    )

@@ -1,0 +1,61 @@
+"""The declaration of an option, beside its type and default.
+
+Owns: the types of a declaration, and the error for a wrong option.
+Never: declares an option (options.py, edge_options.py).
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+from typing import Any
+
+from engine.options.values import ValueKind
+
+
+class OptionError(Exception):
+    """An error in one line for the operator: what is wrong, why, and what to do. Exit code 2."""
+
+    def __init__(self, what: str, why: str, fix: str) -> None:
+        super().__init__(f"{what}: {why}; {fix}")
+        self.what = what
+        self.why = why
+        self.fix = fix
+
+
+class Group(StrEnum):
+    """A heading of --help."""
+
+    MODEL = "Model"
+    KV_CACHE = "KV cache"
+    SCHEDULER = "Scheduler"
+    ADDRESS = "Address and page"
+    KEYS = "Keys and TLS"
+    REQUESTS = "Requests and time limits"
+    REPLIES = "Replies"
+    LIFE = "Health and end"
+    LOGS = "Logs, metrics and traces"
+
+
+class Arity(Enum):
+    """The number of values that an option takes."""
+
+    ONE = 1
+    MANY = 2  # repeated flags, a YAML list, commas in the environment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declaration:
+    """The declaration of one field of Options."""
+
+    group: Group
+    kind: ValueKind
+    help: str
+    open_default: str = ""
+    """Text of --help for the default None; empty if the default is a value."""
+    arity: Arity = Arity.ONE
+    is_secret: bool = False
+    """Whether the value is hidden everywhere, even in errors."""
+
+
+def declared(group: Group, kind: ValueKind, text: str, *, default: Any, **rest: Any) -> Any:
+    """Make a field of Options."""
+    return field(default=default, metadata={"option": Declaration(group=group, kind=kind, help=text, **rest)})

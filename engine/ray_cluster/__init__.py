@@ -1,0 +1,4 @@
+"""Nodes that Ray places (commands, nodes).
+
+Never: carries a plan or a token (engine/nodes/).
+"""

@@ -1,0 +1,201 @@
+"""The events of a streamed message, in Anthropic's order, made from the deltas of a chat completion.
+
+Owns: the open block, the message that grows, and the bytes of an event.
+Never: the meaning of the text: the chat path has separated text, thinking and calls of tools.
+Source: Anthropic's reference of streaming events; the accumulator of its Python SDK.
+
+    message_start
+    for each block: content_block_start, content_block_delta ..., content_block_stop
+    message_delta, message_stop
+    error, in the place of all that is missing
+"""
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+import orjson
+
+from engine.types import TokenOutput
+from server.api.anthropic.errors import error_body
+from server.edge.error_replies import ErrorReply
+from server.reply.generate.replies import StreamReply
+from server.reply.generate.sse import ServerSentEvents
+
+_STOP_REASONS: Final = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
+_TIMED_OUT: Final = "max_tokens"
+"""Anthropic has no time limits; clients know this reason, and that the text was cut off."""
+_FIELD_OF: Final = {"text": "text", "thinking": "thinking", "tool_use": "partial_json"}
+_DELTA_OF: Final = {"text": "text_delta", "thinking": "thinking_delta", "tool_use": "input_json_delta"}
+
+
+class MessageStream:
+    """A streamed message. Also gathers it: `message` is whole once `finish` was called."""
+
+    def __init__(self, message_id: str, model: str, num_prompt_tokens: int, chat: StreamReply) -> None:
+        """`chat` makes chunks of one choice of the outputs, and reports the usage at the end."""
+        self._chat = chat
+        self._num_prompt_tokens = num_prompt_tokens
+        self._has_begun = False
+        self._pieces: list[str] = []
+        """The text of the open block."""
+        self._is_open = False
+        self._call_index: int | None = None
+        self._finish_reason = "stop"
+        self._stop_sequence: str | None = None
+        self.message: dict[str, Any] = {
+            "id": message_id,
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {},
+        }
+
+    def update(self, prompt_index: int, output: TokenOutput) -> list[dict[str, Any]]:
+        events = self._begin(output.num_cached_tokens)
+        for chunk in self._chat.update(prompt_index, output):
+            for choice in chunk["choices"]:
+                events += self._take(choice)
+        return events
+
+    def finish(self) -> list[dict[str, Any]]:
+        (last,) = self._chat.finish()
+        usage = last["usage"]
+        events = [*self._begin(0), *self._close_block()]
+        num_cached = usage["prompt_tokens_details"]["cached_tokens"]
+        self.message["usage"] = self._usage(num_cached, usage["completion_tokens"])
+        self.message |= {"stop_reason": self._stop_reason(), "stop_sequence": self._stop_sequence}
+        delta = {name: self.message[name] for name in ("stop_reason", "stop_sequence")}
+        return [
+            *events,
+            {"type": "message_delta", "delta": delta, "usage": self.message["usage"]},
+            {"type": "message_stop"},
+        ]
+
+    def _begin(self, num_cached: int) -> list[dict[str, Any]]:
+        if self._has_begun:
+            return []
+        self._has_begun = True
+        begun = {**self.message, "content": [], "usage": self._usage(num_cached, 0)}
+        return [{"type": "message_start", "message": begun}]
+
+    def _take(self, choice: dict[str, Any]) -> list[dict[str, Any]]:
+        delta = choice["delta"]
+        events: list[dict[str, Any]] = []
+        if text := delta.get("reasoning_content"):
+            events += self._add({"type": "thinking", "thinking": "", "signature": ""}, text)
+        if text := delta.get("content"):
+            events += self._add({"type": "text", "text": ""}, text)
+        for call in delta.get("tool_calls") or ():
+            events += self._add_call(call)
+        if choice.get("finish_reason") is not None:
+            self._finish_reason = choice["finish_reason"]
+            stopped_by = choice.get("stop_reason")
+            self._stop_sequence = stopped_by if isinstance(stopped_by, str) else None
+        return events
+
+    def _add_call(self, call: dict[str, Any]) -> list[dict[str, Any]]:
+        events: list[dict[str, Any]] = []
+        function = call.get("function") or {}
+        if call["index"] != self._call_index:
+            self._call_index = call["index"]
+            block = {"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}}
+            events += self._open_block(block)
+        if arguments := function.get("arguments"):
+            events.append(self._delta(arguments))
+        return events
+
+    def _add(self, block: dict[str, Any], text: str) -> list[dict[str, Any]]:
+        is_same = self._is_open and self._block["type"] == block["type"]
+        events = [] if is_same else self._open_block(block)
+        return [*events, self._delta(text)]
+
+    def _open_block(self, block: dict[str, Any]) -> list[dict[str, Any]]:
+        events = self._close_block()
+        self.message["content"].append(block)
+        self._pieces = []
+        self._is_open = True
+        begun = dict(block)  # it changes while this event waits to be sent
+        return [*events, {"type": "content_block_start", "index": self._place, "content_block": begun}]
+
+    def _close_block(self) -> list[dict[str, Any]]:
+        if not self._is_open:
+            return []
+        self._is_open = False
+        block, text = self._block, "".join(self._pieces)
+        if block["type"] == "tool_use":
+            block["input"] = _object(text)
+        else:
+            block[_FIELD_OF[block["type"]]] = text
+        return [{"type": "content_block_stop", "index": self._place}]
+
+    def _delta(self, text: str) -> dict[str, Any]:
+        self._pieces.append(text)
+        kind = self._block["type"]
+        delta = {"type": _DELTA_OF[kind], _FIELD_OF[kind]: text}
+        return {"type": "content_block_delta", "index": self._place, "delta": delta}
+
+    @property
+    def _block(self) -> dict[str, Any]:
+        block: dict[str, Any] = self.message["content"][-1]
+        return block
+
+    @property
+    def _place(self) -> int:
+        return len(self.message["content"]) - 1
+
+    def _stop_reason(self) -> str:
+        if self._stop_sequence is not None:
+            return "stop_sequence"
+        # A named tool ends with `stop` in OpenAI's words.
+        if self._call_index is not None and self._finish_reason == "stop":
+            return "tool_use"
+        return _STOP_REASONS.get(self._finish_reason, _TIMED_OUT)
+
+    def _usage(self, num_cached: int, num_output_tokens: int) -> dict[str, int]:
+        return {
+            "input_tokens": self._num_prompt_tokens - num_cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": num_cached,
+            "output_tokens": num_output_tokens,
+        }
+
+
+class WholeMessage:
+    """A message that is sent when all of it is there."""
+
+    def __init__(self, stream: MessageStream) -> None:
+        self._stream = stream
+
+    def update(self, prompt_index: int, output: TokenOutput) -> None:
+        self._stream.update(prompt_index, output)
+
+    def finish(self) -> dict[str, Any]:
+        self._stream.finish()
+        return self._stream.message
+
+
+class AnthropicFraming(ServerSentEvents):
+    """Named events, and no [DONE]."""
+
+    end = b""
+
+    def events(self, payloads: Iterable[dict[str, Any]]) -> bytes:
+        return b"".join(
+            b"event: " + payload["type"].encode() + b"\ndata: " + orjson.dumps(payload) + b"\n\n"
+            for payload in payloads
+        )
+
+    def failure(self, error: ErrorReply) -> bytes:
+        return self.events([error_body(error)])
+
+
+def _object(text: str) -> dict[str, Any]:
+    """The arguments of a call; a text that was cut off, or is none, is an empty object."""
+    try:
+        value = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,199 @@
+"""A conversation in Anthropic's words to the chat request that means the same.
+
+Owns: the chat message for each kind of block, and the names under which errors of the chat path reach the
+caller of /v1/messages.
+Never: checks the request itself: that is the chat path's work (chat/turn.py).
+"""
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import orjson
+from pydantic import ValidationError
+
+from engine.errors import ContextLengthExceeded, RequestRejected
+from server.api.anthropic.protocol import (
+    AnthropicBlock,
+    AnthropicResultBlock,
+    AnthropicTool,
+    AnthropicToolChoice,
+    AnthropicTurn,
+    CountTokensRequest,
+    MessagesRequest,
+)
+from server.api.chat.protocol import ChatCompletionRequest
+from server.edge.http.json_body import rejection
+from server.edge.refusals import unsupported
+from server.reply.generate.protocol import SamplingFields
+
+_PASSED_ON: Final = frozenset(SamplingFields.model_fields) - {"metadata", "service_tier"}
+_TOOL_CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
+_NAMES: Final = (
+    (".function.parameters", ".input_schema"),
+    (".function", ""),
+    ("max_completion_tokens", "max_tokens"),
+    ("response_format.json_schema.schema", "output_config.format.schema"),
+    ("response_format", "output_config.format"),
+    ("tool_choice required, or name a function", "tool_choice any or tool"),
+)
+"""The chat path's words to Anthropic's."""
+
+
+def chat_request_of(body: CountTokensRequest) -> ChatCompletionRequest:
+    """Build the chat request. Raises RequestRejected."""
+    fields: dict[str, Any] = {name: getattr(body, name) for name in _PASSED_ON}
+    fields["messages"] = _messages(body)
+    if isinstance(body, MessagesRequest):
+        fields |= {"max_completion_tokens": body.max_tokens, "stop": body.stop_sequences}
+    if body.messages[-1].role == "assistant":
+        fields |= {"continue_final_message": True, "add_generation_prompt": False}
+    if body.tools:
+        fields["tools"] = [_tool(tool, f"tools[{place}]") for place, tool in enumerate(body.tools)]
+    if body.tool_choice is not None and body.tools:
+        fields |= _tool_choice(body.tool_choice)
+    if body.thinking is not None and body.thinking.type == "disabled":
+        fields["reasoning_effort"] = "none"
+    elif body.output_config is not None:
+        fields["reasoning_effort"] = body.output_config.effort
+    if body.output_config is not None and body.output_config.format is not None:
+        schema = body.output_config.format.schema_
+        fields["response_format"] = {
+            "type": "json_schema",
+            "json_schema": {"name": "reply", "schema": schema},
+        }
+    present = {name: value for name, value in fields.items() if value is not None}
+    try:
+        return ChatCompletionRequest.model_validate(present)
+    except ValidationError as error:
+        raise renamed(rejection(error)) from None
+
+
+@contextmanager
+def in_their_words() -> Generator[None, None, None]:
+    """Let the chat path's complaints name the fields that the caller wrote."""
+    try:
+        yield
+    except RequestRejected as error:
+        raise renamed(error) from error
+
+
+def renamed(error: RequestRejected) -> RequestRejected:
+    """Translate an error about a chat field into one about Anthropic's field."""
+    message, param = str(error), error.param or ""
+    for ours, theirs in _NAMES:
+        message, param = message.replace(ours, theirs), param.replace(ours, theirs)
+    if isinstance(error, ContextLengthExceeded):
+        return ContextLengthExceeded(message, param=param)
+    return RequestRejected(message, param=param or None, code=error.code)
+
+
+def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    if body.system is not None:
+        messages.append({"role": "system", "content": _texts(body.system, "system")})
+    for place, turn in enumerate(body.messages):
+        where = f"messages[{place}].content"
+        if turn.role == "assistant":
+            messages.append(_assistant_message(turn, where))
+        elif turn.role == "system":
+            messages.append({"role": "system", "content": _texts(turn.content, where)})
+        else:
+            messages += _user_messages(turn, where)
+    return messages
+
+
+def _user_messages(turn: AnthropicTurn, where: str) -> list[dict[str, Any]]:
+    """Results of tools are messages of their own, in the order of the blocks."""
+    messages: list[dict[str, Any]] = []
+    texts: list[str] = []
+    for place, block in enumerate(turn.content):
+        at = f"{where}[{place}]"
+        if block.type == "tool_result":
+            if texts:
+                messages.append({"role": "user", "content": "\n".join(texts)})
+                texts = []
+            messages.append(_tool_message(block, at))
+        else:
+            texts.append(_text(block, at))
+    if texts or not messages:
+        messages.append({"role": "user", "content": "\n".join(texts)})
+    return messages
+
+
+def _tool_message(block: AnthropicBlock, at: str) -> dict[str, Any]:
+    text = _texts(block.content or (), f"{at}.content")
+    call_id = _required(block.tool_use_id, f"{at}.tool_use_id")
+    # A template has no place for the mark of a failure: the word is for the model.
+    return {"role": "tool", "tool_call_id": call_id, "content": f"Error: {text}" if block.is_error else text}
+
+
+def _assistant_message(turn: AnthropicTurn, where: str) -> dict[str, Any]:
+    texts, thoughts, calls = [], [], []
+    for place, block in enumerate(turn.content):
+        at = f"{where}[{place}]"
+        match block.type:
+            case "thinking":
+                thoughts.append(_required(block.thinking, f"{at}.thinking"))
+            case "tool_use":
+                calls.append(_call(block, at))
+            case _:
+                texts.append(_text(block, at))
+    message: dict[str, Any] = {"role": "assistant"}
+    if texts or not calls:
+        message["content"] = "\n".join(texts)
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _call(block: AnthropicBlock, at: str) -> dict[str, Any]:
+    function = {
+        "name": _required(block.name, f"{at}.name"),
+        "arguments": orjson.dumps(block.input or {}).decode(),
+    }
+    return {"id": _required(block.id, f"{at}.id"), "type": "function", "function": function}
+
+
+def _texts(blocks: Sequence[AnthropicBlock | AnthropicResultBlock], where: str) -> str:
+    return "\n".join(_text(block, f"{where}[{place}]") for place, block in enumerate(blocks))
+
+
+def _text(block: AnthropicBlock | AnthropicResultBlock, at: str) -> str:
+    if block.type != "text":
+        raise unsupported(
+            f"{at}.type",
+            f"{at}: content blocks of type {block.type!r} are not supported here; use text, thinking,"
+            " tool_use or tool_result, each in its place",
+        )
+    return _required(block.text, f"{at}.text")
+
+
+def _required(value: str | None, where: str) -> str:
+    if value is None:
+        raise RequestRejected(f"{where} is required", param=where, code="missing_field")
+    return value
+
+
+def _tool(tool: AnthropicTool, where: str) -> dict[str, Any]:
+    if tool.type not in (None, "custom"):
+        raise unsupported(
+            f"{where}.type", f"{where}: tools of type {tool.type!r} run elsewhere; use tools of your own"
+        )
+    described = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    return {
+        "type": "function",
+        "function": {name: value for name, value in described.items() if value is not None},
+    }
+
+
+def _tool_choice(choice: AnthropicToolChoice) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if choice.disable_parallel_tool_use:
+        fields["parallel_tool_calls"] = False
+    if choice.type != "tool":
+        return {**fields, "tool_choice": _TOOL_CHOICES[choice.type]}
+    name = _required(choice.name, "tool_choice.name")
+    return {**fields, "tool_choice": {"type": "function", "function": {"name": name}}}

@@ -1,0 +1,163 @@
+"""The body of POST /v1/messages and of /v1/messages/count_tokens, as Anthropic documents them.
+
+Owns: the type and the bounds of each field, and the fields that are refused by name.
+Never: the meaning of a message (input.py).
+Source: Anthropic's reference of the Messages API. Sampling fields of ours are understood as well.
+"""
+
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BeforeValidator, Field, StringConstraints
+
+from server.api.chat.protocol import MAX_CONTENT_PARTS, MAX_MESSAGES
+from server.api.chat.tool_protocol import MAX_TOOLS, ParametersSchema
+from server.edge.wire_model import WireModel, shown_as
+from server.reply.generate.protocol import (
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    NumTokens,
+    SamplingFields,
+    Text,
+    wrong_shape,
+)
+
+MAX_OPTION_KEYS = 16
+
+MESSAGES_REFUSALS: Final[dict[str, tuple[Any, ...]]] = {
+    "container": (),
+    "inference_geo": (),
+    "mcp_servers": ([],),
+    "output_format": (),
+    "user_profile_id": (),
+}
+"""Fields refused by name, unless set to one of these values, or to null."""
+
+
+def _as_blocks(value: Any) -> Any:
+    """A text is one block of text."""
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    if isinstance(value, list):
+        return value
+    raise wrong_shape("must be a string or a list of content blocks")
+
+
+_ShortText = Annotated[str, StringConstraints(max_length=256)]
+_Options = Annotated[dict[str, Any], Field(max_length=MAX_OPTION_KEYS)]
+
+
+class AnthropicResultBlock(WireModel):
+    """A block within the result of a tool."""
+
+    type: _ShortText
+    text: Text | None = None
+
+
+_ResultShapes = Text | Annotated[list[AnthropicResultBlock], Field(max_length=MAX_CONTENT_PARTS)]
+
+
+class AnthropicBlock(WireModel):
+    """A block of a message: text, thinking, tool_use or tool_result."""
+
+    type: _ShortText
+    text: Text | None = None
+    thinking: Text | None = None
+    signature: Text | None = None
+    """Without effect: thinking is taken as it is."""
+    id: _ShortText | None = None
+    name: _ShortText | None = None
+    input: Annotated[dict[str, Any], Field(max_length=1024)] | None = None
+    tool_use_id: _ShortText | None = None
+    content: (
+        Annotated[
+            list[AnthropicResultBlock],
+            Field(max_length=MAX_CONTENT_PARTS, fail_fast=True),
+            BeforeValidator(_as_blocks, json_schema_input_type=_ResultShapes),
+        ]
+        | None
+    ) = None
+    is_error: bool | None = None
+    cache_control: _Options | None = None
+    """Without effect: every prefix is cached."""
+
+
+_BlockShapes = Text | Annotated[list[AnthropicBlock], Field(max_length=MAX_CONTENT_PARTS)]
+AnthropicBlocks = Annotated[
+    list[AnthropicBlock],
+    Field(max_length=MAX_CONTENT_PARTS, fail_fast=True),
+    BeforeValidator(_as_blocks, json_schema_input_type=_BlockShapes),
+]
+
+
+class AnthropicTurn(WireModel):
+    role: Literal["user", "assistant", "system"]
+    content: AnthropicBlocks
+
+
+class AnthropicTool(WireModel):
+    type: _ShortText | None = None
+    """`custom`, or absent."""
+    name: _ShortText
+    description: Text | None = None
+    input_schema: ParametersSchema | None = None
+    strict: bool | None = None
+    """Without effect: see FunctionDefinition."""
+    cache_control: _Options | None = None
+
+
+class AnthropicToolChoice(WireModel):
+    type: Literal["auto", "any", "tool", "none"]
+    name: _ShortText | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class AnthropicThinking(WireModel):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: NumTokens | None = None
+    """Without effect: thinking counts towards max_tokens."""
+    display: _ShortText | None = None
+
+
+class AnthropicFormat(WireModel):
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(max_length=4096, alias="schema")]
+
+
+class AnthropicOutputConfig(WireModel):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: AnthropicFormat | None = None
+
+
+class CountTokensRequest(SamplingFields):
+    """The body of POST /v1/messages/count_tokens."""
+
+    model_config = shown_as(messages=[{"role": "user", "content": "Hello!"}])
+
+    messages: Annotated[list[AnthropicTurn], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    system: AnthropicBlocks | None = None
+    tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: AnthropicToolChoice | None = None
+    thinking: AnthropicThinking | None = None
+    output_config: AnthropicOutputConfig | None = None
+
+    # Accepted without effect.
+    context_management: _Options | None = None
+    cache_control: _Options | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None  # type: ignore[assignment]
+
+
+class MessagesRequest(CountTokensRequest):
+    """The body of POST /v1/messages."""
+
+    model_config = shown_as(messages=[{"role": "user", "content": "Hello!"}], max_tokens=60)
+
+    max_tokens: NumTokens
+    """Cut to the room that the context window leaves."""
+    stop_sequences: (
+        Annotated[
+            list[Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]],
+            Field(max_length=MAX_STOPS, fail_fast=True),
+        ]
+        | None
+    ) = None
+    stream: bool | None = None

@@ -1,0 +1,67 @@
+"""A client of an application in the same process: the whole edge, and no port.
+
+Owns: one ASGI call for each request.
+Never: the contents of requests; fits where run.py expects a client.
+"""
+
+import asyncio
+
+from starlette.types import ASGIApp, Message, Scope
+
+from server.edge.access.auth import OWNER_NAME
+from server.edge.http.http_client import ExchangeFailed, Reply
+
+
+class AppClient:
+    """Sends requests to `app` without a socket."""
+
+    def __init__(self, app: ASGIApp, *, owner: str | None = None) -> None:
+        """`owner` is the name of the key as which they are sent; None: as an outside caller without one."""
+        self._app = app
+        self._owner = owner
+
+    async def post(self, path: str, body: bytes) -> Reply:
+        """Raises ExchangeFailed if the application ends without a reply. Cancelling it aborts the request."""
+        unread = [body]
+        head: Message = {}
+        pieces: list[bytes] = []
+
+        async def receive() -> Message:
+            if unread:
+                return {"type": "http.request", "body": unread.pop(), "more_body": False}
+            await asyncio.Event().wait()  # until cancelled: this client does not hang up
+            raise AssertionError
+
+        async def send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                head.update(message)
+            else:
+                pieces.append(message.get("body", b""))
+
+        scope = _scope(path, len(body))
+        if self._owner is not None:
+            scope[OWNER_NAME] = self._owner
+        await self._app(scope, receive, send)
+        if not head:
+            raise ExchangeFailed("no reply", "the application ended without a reply")
+        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in head["headers"]}
+        return Reply(status=head["status"], headers=headers, body=b"".join(pieces))
+
+
+def _scope(path: str, num_bytes: int) -> Scope:
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(num_bytes).encode())]
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": headers,
+        "client": None,
+        "server": None,
+        "state": {},
+    }

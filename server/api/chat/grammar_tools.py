@@ -1,0 +1,123 @@
+"""Tools for models without a dialect: shown in the prompt, kept to their schemas by a grammar.
+
+Owns: the text that shows the tools, earlier calls and results as plain text, and the grammars of replies
+with calls between marks.
+Never: required and named calls (tool_use.py).
+Source: the marks are those of Hermes' function-calling format, the most common one; the grammars are in
+llguidance's Lark.
+"""
+
+import json
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Any
+
+from engine.types import Grammar, GrammarKind
+from server.reply.tool_calls.dialects import HERMES
+
+OPENING = HERMES.opening
+_CLOSING = HERMES.closing
+_RESULT = "<tool_response>\n{}\n</tool_response>"
+_FORM = (
+    f"To call a function, write {OPENING}"
+    '{"name": <name of the function>, "arguments": <JSON object>}'
+    f"{_CLOSING} and nothing behind it. If no function is needed, answer in plain text."
+)
+
+
+def free_or_calls(body: dict[str, Any], max_calls: int | None) -> Grammar:
+    """Text, or text and then calls, each of which matches the schema `body`."""
+    more = "" if max_calls == 1 else " (again call)*"
+    return _grammar(
+        f"start: TEXT | opened call{more}",
+        f'opened[suffix="{OPENING}"]: /(?s:.*)/',
+        f"TEXT: /(?s:.*)/ & ~/(?s:.*){OPENING}(?s:.*)/",
+        body=body,
+    )
+
+
+def answer_or_calls(answer: dict[str, Any], body: dict[str, Any], max_calls: int | None) -> Grammar:
+    """JSON that matches the schema `answer`, or calls."""
+    more = "" if max_calls == 1 else " (again call)*"
+    schema = json.dumps(answer, ensure_ascii=False).replace("::=", r"\u003a:=")
+    return _grammar(
+        f'start: answer | "{OPENING}" call{more}',
+        f"answer: %json {schema}",
+        body=body,
+    )
+
+
+def opened_call(body: dict[str, Any], max_calls: int | None) -> Grammar:
+    """The rest of a reply whose prompt ends with the mark of a call."""
+    return _grammar("start: call" + ("" if max_calls == 1 else " (again call)*"), body=body)
+
+
+def _grammar(*rules: str, body: dict[str, Any]) -> Grammar:
+    # By "::=", which may stand in a description, grammars in another language are recognized.
+    schema = json.dumps(body, ensure_ascii=False).replace("::=", r"\u003a:=")
+    common = (f'again: "{OPENING}"', f'call: %json {schema} "{_CLOSING}"')
+    return Grammar(kind=GrammarKind.LARK, text="\n".join([*rules, *common]))
+
+
+class CallForm(StrEnum):
+    """Source of the form of calls."""
+
+    MARKS = "marks"  # the prompt says it
+    GRAMMAR = "grammar"  # a grammar forces it, marks or not
+
+
+def with_tools_shown(
+    messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]], form: CallForm
+) -> list[dict[str, Any]]:
+    """Put the tools into the system message, or else before the first message of the user.
+
+    Not every template takes a system message, or a role for results: those become messages of the user.
+    """
+    plain = _as_plain_turns(messages)
+    if not tools:
+        return plain
+    lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    shown = f"You can call these functions:\n<tools>\n{lines}\n</tools>"
+    if form is CallForm.MARKS:
+        shown += f"\n{_FORM}"
+    for place, message in enumerate(plain):
+        if message["role"] == "system":
+            return _replaced(plain, place, f"{message['content']}\n\n{shown}")
+        if message["role"] == "user":
+            return _replaced(plain, place, f"{shown}\n\n{message['content']}")
+    return [{"role": "user", "content": shown}, *plain]
+
+
+def _replaced(messages: list[dict[str, Any]], place: int, content: str) -> list[dict[str, Any]]:
+    return [*messages[:place], {**messages[place], "content": content}, *messages[place + 1 :]]
+
+
+def _as_plain_turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Write calls and results as text; the results of one turn, and what follows them, are one message."""
+    plain: list[dict[str, Any]] = []
+    has_results = False
+    for message in messages:
+        if message["role"] == "tool":
+            turn = {"role": "user", "content": _RESULT.format(message["content"])}
+        else:
+            turn = _with_calls_written(message)
+        if has_results and turn["role"] == "user":
+            plain[-1] = {**plain[-1], "content": f"{plain[-1]['content']}\n{turn['content']}"}
+        else:
+            plain.append(turn)
+        has_results = message["role"] == "tool" or (has_results and turn["role"] == "user")
+    return plain
+
+
+def _with_calls_written(message: dict[str, Any]) -> dict[str, Any]:
+    if not message.get("tool_calls"):
+        return message
+    written = [_written(call["function"]) for call in message["tool_calls"]]
+    kept = {key: value for key, value in message.items() if key != "tool_calls"}
+    texts = [message["content"]] if message["content"] else []
+    return {**kept, "content": "\n".join([*texts, "".join(written)])}
+
+
+def _written(function: dict[str, Any]) -> str:
+    name = json.dumps(function["name"], ensure_ascii=False)
+    return f'{OPENING}{{"name": {name}, "arguments": {function["arguments"] or "{}"}}}{_CLOSING}'

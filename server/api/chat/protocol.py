@@ -1,0 +1,130 @@
+"""The body of POST /v1/chat/completions as OpenAI documents it, with the extensions of other local servers.
+
+Owns: the type and the bounds of each field that has an effect, and the fields that are refused by name.
+Never: checks that need the model (turn.py, engine_requests.py).
+"""
+
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BeforeValidator, Field, StringConstraints
+
+from server.api.chat.tool_protocol import CallId, ToolCalls, ToolChoice, Tools
+from server.edge.refusals import EMPTY, OFF, REFUSED_OF_OPENAI, REFUSED_OF_OTHER_SERVERS
+from server.edge.wire_model import WireModel, shown_as
+from server.reply.generate.protocol import (
+    GenerationFields,
+    NumLogprobs,
+    NumTokens,
+    ReasoningEffort,
+    TemplateKwargs,
+    Text,
+    wrong_shape,
+)
+
+MAX_MESSAGES = 4096
+MAX_CONTENT_PARTS = 1024
+_NO_TOOL_CHOICE: Final = ("none", "auto")
+
+_CHAT_ONLY: Final[dict[str, tuple[Any, ...]]] = {
+    "audio": (),
+    "function_call": _NO_TOOL_CHOICE,
+    "functions": EMPTY,
+    "modalities": (["text"],),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+CHAT_REFUSALS: Final = {
+    **REFUSED_OF_OPENAI,
+    **_CHAT_ONLY,
+    **REFUSED_OF_OTHER_SERVERS,
+    "add_special_tokens": OFF,
+    "best_of": (1,),
+    "echo": OFF,
+}
+"""Fields refused by name, unless set to one of these values, or to null."""
+
+
+def _as_parts(value: Any) -> Any:
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    if isinstance(value, list):
+        return value
+    raise wrong_shape("must be a string or a list of content parts")
+
+
+class ContentPart(WireModel):
+    type: Annotated[str, StringConstraints(max_length=64)]
+    """`text`; in assistant messages `refusal` as well."""
+    text: Text | None = None
+    refusal: Text | None = None
+
+
+_ContentShapes = Text | Annotated[list[ContentPart], Field(min_length=1, max_length=MAX_CONTENT_PARTS)]
+
+
+class ChatMessage(WireModel):
+    role: Annotated[str, StringConstraints(max_length=64)]
+    """system, developer (the same), user, assistant or tool."""
+    content: (
+        Annotated[
+            list[ContentPart],
+            Field(min_length=1, max_length=MAX_CONTENT_PARTS, fail_fast=True),
+            BeforeValidator(_as_parts, json_schema_input_type=_ContentShapes),
+        ]
+        | None
+    ) = None
+    name: Annotated[str, StringConstraints(max_length=64)] | None = None
+    tool_calls: ToolCalls | None = None
+    tool_call_id: CallId | None = None
+    """The call that a message with role tool answers."""
+    refusal: Text | None = None
+    """The text of an assistant that refused to answer."""
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None
+    """The newer name of reasoning_content. Whether the model sees it again, its chat template decides."""
+    # Refused by name if they are set.
+    function_call: dict[str, Any] | None = None
+    audio: dict[str, Any] | None = None
+
+
+class Prediction(WireModel):
+    """Text that the client expects: a hint for speed, without an effect on what is generated."""
+
+    type: Literal["content"]
+    content: Annotated[
+        list[ContentPart],
+        Field(min_length=1, max_length=MAX_CONTENT_PARTS, fail_fast=True),
+        BeforeValidator(_as_parts, json_schema_input_type=_ContentShapes),
+    ]
+
+
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+
+
+class ChatCompletionRequest(GenerationFields):
+    """The body of POST /v1/chat/completions."""
+
+    model_config = shown_as(
+        messages=[{"role": "user", "content": "What is the capital of France?"}], max_completion_tokens=60
+    )
+
+    messages: Messages
+    max_completion_tokens: NumTokens | None = None
+    """The newer name of max_tokens; one of the two, or both alike."""
+    prediction: Prediction | None = None
+    """Verified several tokens at a time as far as the reply goes the same way; usage counts both kinds."""
+    logprobs: bool | None = None
+    top_logprobs: NumLogprobs | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    """Go on with the last message instead of answering it."""
+    chat_template_kwargs: TemplateKwargs | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    """`auto` where there are tools. For a required or named call, a grammar keeps to the schemas."""
+    parallel_tool_calls: bool | None = None
+    """Off: one call at most."""
+    include_reasoning: bool | None = None
+    """Off: reasoning is counted, but not shown."""
+    reasoning_effort: ReasoningEffort | None = None
+    """Read by some templates; none and minimal also switch thinking off where a template has a switch."""

@@ -1,0 +1,203 @@
+"""A chat request to the input of the chat template: messages, and the template's options.
+
+Owns: the fields that each role may have, and the checks before a template is rendered.
+Never: types and bounds (protocol.py), or the template itself (the engine).
+Source: the shape of messages that `apply_chat_template` of Hugging Face transformers defines.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, Final
+
+from engine.errors import RequestRejected
+from engine.types import ChatOptions, ModelInfo
+from server.api.chat.grammar_tools import CallForm, with_tools_shown
+from server.api.chat.protocol import ChatCompletionRequest, ChatMessage, ContentPart
+from server.api.chat.tool_use import ToolMode, ToolUse
+from server.edge.refusals import unsupported
+from server.reply.generate.engine_requests import check_fields, check_num_chars
+
+_ROLES: Final = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+_ONLY_OF: Final = {
+    "tool_calls": "assistant",
+    "refusal": "assistant",
+    "reasoning_content": "assistant",
+    "reasoning": "assistant",
+    "tool_call_id": "tool",
+}
+"""Field to the one role that has it."""
+_THINKING_SWITCHES = ("enable_thinking", "thinking")
+"""Names of the variable that turns reasoning off, in Qwen's and DeepSeek's templates."""
+_NO_REASONING = ("none", "minimal")
+"""Efforts that leave a model no time to think, where all it has is a switch."""
+
+
+def template_input(
+    body: ChatCompletionRequest, info: ModelInfo, tool_use: ToolUse
+) -> tuple[list[dict[str, Any]], ChatOptions]:
+    """Messages and options, with the tools where this model is shown them. Raises RequestRejected."""
+    messages = chat_messages(body, info)
+    if not tool_use.is_shown_in_messages:
+        if tool_use.offered and tool_use.dialect is not None and tool_use.dialect.system_field:
+            messages = _with_system_field(messages, tool_use.dialect.system_field, tool_use.definitions)
+        return messages, chat_options(body, tools=tool_use.definitions)
+    form = CallForm.MARKS if tool_use.mode is ToolMode.AUTO else CallForm.GRAMMAR
+    return with_tools_shown(messages, tool_use.definitions, form), chat_options(body, tools=())
+
+
+def chat_messages(body: ChatCompletionRequest, info: ModelInfo) -> list[dict[str, Any]]:
+    """Check all that can be checked before the template is rendered; return its messages."""
+    check_fields(body, info)
+    if body.top_logprobs and not body.logprobs:
+        raise RequestRejected("top_logprobs needs logprobs to be true", param="top_logprobs")
+    if body.logprob_token_ids and not body.logprobs:
+        raise RequestRejected("logprob_token_ids needs logprobs to be true", param="logprob_token_ids")
+    messages = _template_messages(body.messages, info.chat_template)
+    check_num_chars(_num_chars(messages), info, param="messages")
+    return messages
+
+
+def chat_options(body: ChatCompletionRequest, *, tools: tuple[dict[str, Any], ...]) -> ChatOptions:
+    """Variables of the template, and how its text ends. Raises RequestRejected."""
+    continues = bool(body.continue_final_message)
+    if continues and body.add_generation_prompt:
+        raise RequestRejected(
+            "continue_final_message and add_generation_prompt exclude each other",
+            param="continue_final_message",
+        )
+    answers = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+    return ChatOptions(
+        add_generation_prompt=answers,
+        continue_final_message=continues,
+        tools=tools,
+        template_kwargs=dict(body.chat_template_kwargs or {}),
+        template_hints=_effort_hints(body),
+    )
+
+
+def turns_reasoning_off(options: ChatOptions) -> bool:
+    """True if the template is asked for an answer without reasoning before it."""
+    variables = {**options.template_hints, **options.template_kwargs}
+    return any(variables.get(name) is False for name in _THINKING_SWITCHES)
+
+
+def _effort_hints(body: ChatCompletionRequest) -> dict[str, Any]:
+    """Template variables for reasoning_effort. Many clients send it unasked: no template must know it."""
+    if body.reasoning_effort is None:
+        return {}
+    hints: dict[str, Any] = {"reasoning_effort": body.reasoning_effort}
+    has_switch = any(name in _THINKING_SWITCHES for name in body.chat_template_kwargs or {})
+    if body.reasoning_effort in _NO_REASONING and not has_switch:
+        hints |= dict.fromkeys(_THINKING_SWITCHES, False)
+    return hints
+
+
+def _template_messages(messages: Sequence[ChatMessage], template: str) -> list[dict[str, Any]]:
+    """Raises RequestRejected."""
+    names: dict[str, str] = {}
+    """Names of the functions that were called so far, by the id of the call."""
+    rendered = []
+    for index, message in enumerate(messages):
+        rendered.append(_template_message(message, f"messages[{index}]", names, template))
+        names |= {call.id: call.function.name for call in message.tool_calls or ()}
+    return rendered
+
+
+def _with_system_field(
+    messages: list[dict[str, Any]], name: str, tools: tuple[dict[str, Any], ...]
+) -> list[dict[str, Any]]:
+    text = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
+    if messages and messages[0]["role"] == "system":
+        return [{**messages[0], name: text}, *messages[1:]]
+    return [{"role": "system", "content": "", name: text}, *messages]
+
+
+def _num_chars(messages: Sequence[dict[str, Any]]) -> int:
+    """Characters of all texts that a template may write down."""
+    return sum(
+        len(message.get("content") or "")
+        + len(message.get("reasoning_content") or "")
+        + sum(len(call["function"]["arguments"]) for call in message.get("tool_calls") or ())
+        for message in messages
+    )
+
+
+def _template_message(
+    message: ChatMessage, where: str, names: dict[str, str], template: str
+) -> dict[str, Any]:
+    role = _role(message, where, template)
+    _check_fields(message, where)
+    rendered: dict[str, Any] = {"role": role, "content": _content(message, where)}
+    name = message.name
+    if role == "tool":
+        if message.tool_call_id is None:
+            param = f"{where}.tool_call_id"
+            raise RequestRejected(f"{param} is required", param=param, code="missing_field")
+        rendered["tool_call_id"] = message.tool_call_id
+        name = name or names.get(message.tool_call_id)
+    if name is not None:
+        rendered["name"] = name
+    reasoning = message.reasoning_content or message.reasoning
+    if reasoning:
+        # Both names that templates read: DeepSeek's and that of gpt-oss.
+        rendered |= {"reasoning_content": reasoning, "thinking": reasoning}
+    if message.tool_calls:
+        rendered["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+    return rendered
+
+
+def _role(message: ChatMessage, where: str, template: str) -> str:
+    """The role for the template. A role of its own is one that it names: others it would leave out."""
+    role = _ROLES.get(message.role)
+    if role is None and message.role.isidentifier() and re.search(rf"['\"]{message.role}['\"]", template):
+        return message.role
+    if role is None:
+        instead = "tool" if message.role == "function" else "system, user, assistant or tool"
+        raise unsupported(f"{where}.role", f"the role {message.role!r} is not supported; use {instead}")
+    return role
+
+
+def _check_fields(message: ChatMessage, where: str) -> None:
+    for name in ("function_call", "audio"):
+        if getattr(message, name):
+            advice = "; use tool_calls" if name == "function_call" else ""
+            text = f"{name} in a message is not supported by this server{advice}"
+            raise unsupported(f"{where}.{name}", text)
+    for name, role in _ONLY_OF.items():
+        if getattr(message, name) and message.role != role:
+            raise RequestRejected(
+                f"{where}.{name} belongs to messages with the role {role}", param=f"{where}.{name}"
+            )
+
+
+def _content(message: ChatMessage, where: str) -> str | None:
+    """Join the texts of a message; None only beside tool calls."""
+    texts = [
+        _part_text(part, message.role, f"{where}.content[{place}]")
+        for place, part in enumerate(message.content or ())
+    ]
+    if message.refusal:
+        texts.append(message.refusal)
+    if texts:
+        return "\n".join(texts)
+    if message.tool_calls:
+        return None
+    raise RequestRejected(f"{where}.content is required", param=f"{where}.content", code="missing_field")
+
+
+def _part_text(part: ContentPart, role: str, where: str) -> str:
+    if part.type != "text" and (part.type != "refusal" or role != "assistant"):
+        raise unsupported(f"{where}.type", f"content parts of type {part.type!r} are not supported; use text")
+    text = part.refusal if part.type == "refusal" else part.text
+    if text is None:
+        raise RequestRejected(
+            f"{where}.{part.type} is required", param=f"{where}.{part.type}", code="missing_field"
+        )
+    return text

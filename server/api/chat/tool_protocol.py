@@ -1,0 +1,96 @@
+"""Tools, the choice among them, and calls of earlier turns, as a chat request brings them.
+
+Owns: their types and bounds.
+Never: their effect on a reply (tool_use.py) or on the template (template_input.py).
+"""
+
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
+from pydantic_core import PydanticCustomError
+
+from server.edge.wire_model import WireModel
+
+MAX_TOOLS = 128
+MAX_SCHEMA_BYTES = 64 * 1024
+"""Size of the parameters of one tool, as JSON."""
+MAX_TOOL_TEXT_CHARS = 64 * 1024 * 1024
+"""Texts end where the body does; the number is there so that no field is without a bound."""
+
+
+def _as_choice(value: Any) -> Any:
+    """A word is an object whose type is the word."""
+    return {"type": value} if isinstance(value, str) else value
+
+
+def _check_schema_size(value: dict[str, Any]) -> dict[str, Any]:
+    num_bytes = len(orjson.dumps(value))
+    if num_bytes > MAX_SCHEMA_BYTES:
+        message = f"must be at most {MAX_SCHEMA_BYTES} bytes of JSON, not {num_bytes}"
+        raise PydanticCustomError("too_large", "{reason}", {"reason": message})
+    return value
+
+
+_Text = Annotated[str, StringConstraints(max_length=MAX_TOOL_TEXT_CHARS)]
+CallId = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]+$", min_length=1, max_length=64)]
+ParametersSchema = Annotated[dict[str, Any], Field(max_length=256), AfterValidator(_check_schema_size)]
+
+
+class EarlierFunction(WireModel):
+    name: Annotated[str, StringConstraints(min_length=1, max_length=256)]
+    arguments: _Text
+    """JSON text, as the model wrote it."""
+
+
+class EarlierCall(WireModel):
+    """A call that the model made in an earlier turn."""
+
+    id: CallId
+    type: Literal["function"] = "function"
+    function: EarlierFunction
+
+
+class FunctionDefinition(WireModel):
+    name: FunctionName
+    description: _Text | None = None
+    parameters: ParametersSchema | None = None
+    """JSON Schema of an object; absent: there are none."""
+    strict: bool | None = None
+    """Without effect: arguments keep to the schema if and only if a grammar makes the call."""
+
+
+class Tool(WireModel):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class NamedFunction(WireModel):
+    name: FunctionName
+
+
+class NamedTool(WireModel):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class AllowedTools(WireModel):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class ToolChoiceObject(WireModel):
+    """A word stands for an object with nothing but that type."""
+
+    type: Literal["none", "auto", "required", "function", "allowed_tools"]
+    function: NamedFunction | None = None
+    allowed_tools: AllowedTools | None = None
+
+
+_ToolChoiceShapes = Literal["none", "auto", "required"] | ToolChoiceObject
+ToolChoice = Annotated[
+    ToolChoiceObject, BeforeValidator(_as_choice, json_schema_input_type=_ToolChoiceShapes)
+]
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+ToolCalls = Annotated[list[EarlierCall], Field(max_length=MAX_TOOLS, fail_fast=True)]

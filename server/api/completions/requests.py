@@ -1,0 +1,146 @@
+"""Completion requests: their checks before tokenization, their prompts as token ids, their engine fields.
+
+Owns: the fields that only /v1/completions has, as this model understands them.
+Never: types and bounds (protocol.py), or shared fields (engine_requests.py).
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.errors import RequestRejected
+from engine.text.tokenizer import SpecialTokens
+from engine.types import ModelInfo
+from server.api.completions.protocol import CompletionRequest
+from server.edge.http.edge import Engine
+from server.reply.generate.engine_requests import (
+    FieldNames,
+    TokenIds,
+    Wanted,
+    check_fields,
+    check_num_chars,
+    check_num_prompt_logprobs,
+    kept_prompt,
+)
+from server.reply.generate.model_checks import check_token_ids
+from server.reply.generate.protocol import Prompt
+from server.reply.generate.structured_output import check_can_end, wanted_grammar
+
+MAX_CHOICES = 1024
+"""Prompts times n: sequences that one HTTP request may make the engine hold at once."""
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's default."""
+_NAMES = FieldNames("prompt", "max_tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedPrompt:
+    """One prompt of a completion."""
+
+    token_ids: TokenIds
+    echo: str = ""
+    """Its text, where it is to be echoed."""
+
+
+def check_completion(body: CompletionRequest, info: ModelInfo) -> None:
+    """Check all that can be checked before tokenization. Raises RequestRejected."""
+    check_fields(body, info)
+    n = body.n or 1
+    num_sequences = len(body.prompt) * (body.best_of or n)
+    if num_sequences > MAX_CHOICES:
+        name = "n" if body.best_of is None else "best_of"
+        raise RequestRejected(
+            f"prompts times {name} must be at most {MAX_CHOICES}, not {num_sequences}", param=name
+        )
+    if body.best_of is not None:
+        _check_best_of(body.best_of, n, body)
+    if body.max_tokens == 0 and not body.echo:
+        raise RequestRejected(
+            "max_tokens: 0 is allowed with echo only, for the prompt alone; else it must be at least 1",
+            param="max_tokens",
+        )
+    if body.logprob_token_ids and (body.logprobs is None or body.max_tokens == 0):
+        raise RequestRejected(
+            "logprob_token_ids needs logprobs to be set, and max_tokens of at least 1: it is about generated"
+            " tokens",
+            param="logprob_token_ids",
+        )
+    for prompt in body.prompt:
+        _check_prompt(body, prompt, info)
+
+
+def _check_best_of(best_of: int, n: int, body: CompletionRequest) -> None:
+    if best_of < n:
+        raise RequestRejected(f"best_of must be at least n, {n}, not {best_of}", param="best_of")
+    if best_of > n and body.stream:
+        raise RequestRejected(
+            "best_of beyond n cannot be streamed: which are the best is known at the end only",
+            param="best_of",
+        )
+
+
+def _check_prompt(body: CompletionRequest, prompt: Prompt, info: ModelInfo) -> None:
+    if isinstance(prompt, str):
+        check_num_chars(len(prompt) + len(body.suffix or ""), info, param="prompt")
+    else:
+        check_token_ids(prompt, info, param="prompt")
+    if body.suffix and not isinstance(prompt, str):
+        raise RequestRejected("suffix needs a prompt that is text, not token ids", param="suffix")
+    if body.suffix and (body.echo or body.truncate_prompt_tokens is not None):
+        raise RequestRejected("suffix excludes echo and truncate_prompt_tokens", param="suffix")
+
+
+async def encode_prompts(engine: Engine, body: CompletionRequest) -> list[EncodedPrompt]:
+    """Token ids of all prompts of a request. Raises RequestRejected, Overloaded."""
+    return await asyncio.gather(*(_encode(engine, body, prompt) for prompt in body.prompt))
+
+
+def wanted_completion(body: CompletionRequest, prompts: Sequence[EncodedPrompt], info: ModelInfo) -> Wanted:
+    """Settle the fields of all engine requests of a body. Raises RequestRejected."""
+    name = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+    num_prompt_logprobs = _num_prompt_logprobs(body)
+    num_shown = sum(len(prompt.token_ids) for prompt in prompts) * (body.n or 1)
+    check_num_prompt_logprobs(num_prompt_logprobs, num_shown, param=name)
+    num_choices = body.best_of or body.n or 1
+    ranks = num_choices > (body.n or 1)
+    grammar = wanted_grammar(body)
+    if grammar is not None:
+        check_can_end(body, info, param=grammar.param)
+    return Wanted(
+        names=_NAMES,
+        # One token is sampled even if none is asked for; it is not shown.
+        max_tokens=body.max_tokens if body.max_tokens is None else max(body.max_tokens, 1),
+        default_max_tokens=DEFAULT_MAX_TOKENS,
+        num_choices=num_choices,
+        num_logprobs=0 if body.logprobs is None and ranks else body.logprobs,
+        num_prompt_logprobs=num_prompt_logprobs,
+        grammar=grammar,
+    )
+
+
+def _num_prompt_logprobs(body: CompletionRequest) -> int | None:
+    """Alternatives that the two fields which ask for them need together."""
+    asked = (body.prompt_logprobs, body.logprobs if body.echo else None)
+    return max((number for number in asked if number is not None), default=None)
+
+
+async def _encode(engine: Engine, body: CompletionRequest, prompt: Prompt) -> EncodedPrompt:
+    token_ids = await _encode_whole(engine, body, prompt)
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
+    kept = kept_prompt(body, token_ids, engine.info, max_tokens=max_tokens)
+    if not body.echo:
+        return EncodedPrompt(token_ids=kept)
+    if isinstance(prompt, str) and len(kept) == len(token_ids):
+        return EncodedPrompt(token_ids=kept, echo=prompt)
+    special = SpecialTokens.KEEP if body.skip_special_tokens is False else SpecialTokens.SKIP
+    return EncodedPrompt(token_ids=kept, echo=await engine.decode(kept, special))
+
+
+async def _encode_whole(engine: Engine, body: CompletionRequest, prompt: Prompt) -> TokenIds:
+    if not isinstance(prompt, str):
+        return prompt
+    if body.suffix:
+        return await engine.encode_infill(prompt, body.suffix)
+    if body.add_special_tokens is False:
+        return await engine.encode_plain(prompt)
+    return await engine.encode(prompt)

@@ -1,0 +1,167 @@
+"""The store of one server, and the word that there is a batch to begin or to cancel.
+
+Owns: the refusal of routes where no folder is given, the owner of a request, and the wait for a disk that
+takes no writes: what waits is counted, for health and metrics.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import orjson
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine.errors import RequestRejected
+from server.api.files.store import (
+    STORAGE_FAULTS,
+    FileInUse,
+    ListPage,
+    StateStore,
+    StorageFull,
+    open_store,
+)
+from server.edge.access.auth import KEY_NAME
+from server.edge.http.edge import EdgeSettings
+from server.edge.refusals import unsupported
+
+log = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
+PAUSE_S = 5.0
+"""Between two tries of a write."""
+
+
+class StateAccess:
+    """Without a folder it refuses everything."""
+
+    def __init__(self, folder: str | None, *, max_bytes: int) -> None:
+        """Raises OptionError if the folder cannot be used."""
+        self._store: StateStore | None = None
+        if folder is not None:
+            self._store = open_store(folder, max_bytes=max_bytes)
+        self.changed = asyncio.Event()
+        """Set when a batch was added or is to be cancelled."""
+        self._waiting: set[object] = set()
+
+    def close(self) -> None:
+        """Close the store, if there is one."""
+        if self._store is not None:
+            self._store.close()
+
+    @property
+    def is_open(self) -> bool:
+        return self._store is not None
+
+    @property
+    def store(self) -> StateStore:
+        """Raises RequestRejected if there is none."""
+        if self._store is None:
+            raise unsupported(
+                "state", "this server keeps no files and batches: it was started without --state-folder"
+            )
+        return self._store
+
+    @property
+    def num_waiting(self) -> int:
+        """Count the writes that failed and are tried again. Safe in any thread."""
+        return len(self._waiting)
+
+    def degraded(self) -> list[str]:
+        """List what health says of it, in any thread."""
+        num_waiting = self.num_waiting
+        return [f"--state-folder: {num_waiting} writes failed and are tried again"] if num_waiting else []
+
+    async def attempt(self, action: Callable[[StateStore], ResultT]) -> ResultT:
+        """Do one thing with the store in a thread. Raises what the store raises."""
+        return await asyncio.to_thread(action, self.store)
+
+    async def keep(self, action: Callable[[StateStore], ResultT]) -> ResultT:
+        """Do one thing, again and again until the disk has room for it."""
+        waiting = object()
+        try:
+            while True:
+                try:
+                    return await self.attempt(action)
+                except STORAGE_FAULTS as error:
+                    self.waits(waiting, error)
+                await asyncio.sleep(PAUSE_S)
+        finally:
+            self.goes_on(waiting)
+
+    def waits_for(self, waiting: object) -> bool:
+        """Return True if this one waits."""
+        return waiting in self._waiting
+
+    def waits(self, waiting: object, fault: BaseException) -> None:
+        """Note that a write has failed and is to be tried again."""
+        if not self._waiting:
+            log.error("--state-folder: what failed is tried again every %g s: %s", PAUSE_S, fault)
+        self._waiting.add(waiting)
+
+    def goes_on(self, waiting: object) -> None:
+        """Note that it waits no more."""
+        if waiting in self._waiting:
+            self._waiting.remove(waiting)
+            if not self._waiting:
+                log.info("--state-folder: nothing waits any more")
+
+    async def do(self, action: Callable[[StateStore], ResultT]) -> ResultT:
+        """Do one thing with the store in a thread, for a client. Raises RequestRejected."""
+        try:
+            return await self.attempt(action)
+        except FileInUse as error:
+            raise RequestRejected(str(error), param="file_id") from None
+        except StorageFull as error:
+            raise RequestRejected(str(error), code="storage_full") from None
+
+
+def add_state_access(app: FastAPI, settings: EdgeSettings) -> None:
+    """Put the one desk of all routes into the state of the application."""
+    if not hasattr(app.state, "desk"):
+        edge = settings.edge
+        desk = StateAccess(edge.state_folder, max_bytes=edge.state_max_bytes)
+        app.state.desk = desk
+        app.state.edge.metrics.state_writes_waiting.set_function(lambda: desk.num_waiting)
+
+
+def desk_of(request: Request) -> StateAccess:
+    return cast(StateAccess, request.app.state.desk)
+
+
+def owner_of(request: Request) -> str:
+    """Name of the key; without keys all callers are one owner."""
+    return str(request.scope.get(KEY_NAME, ""))
+
+
+def unix_time_s() -> int:
+    return int(time.time())
+
+
+def page_asked(request: Request, *, default: int, most: int) -> ListPage:
+    """Read `limit` and `after` of a list. Raises RequestRejected."""
+    text = request.query_params.get("limit", str(default))
+    if not (text.isascii() and text.isdigit() and len(text) < 9 and 1 <= int(text) <= most):
+        raise RequestRejected(f"limit must be a number from 1 to {most}", param="limit")
+    return ListPage(limit=int(text), after=request.query_params.get("after"))
+
+
+def page_reply(items: list[dict[str, Any]], page: ListPage) -> Response:
+    """A list as OpenAI's API has it, of items that may be one more than the page holds."""
+    shown = items[: page.limit]
+    return json_reply(
+        {
+            "object": "list",
+            "data": shown,
+            "first_id": shown[0]["id"] if shown else None,
+            "last_id": shown[-1]["id"] if shown else None,
+            "has_more": len(items) > page.limit,
+        }
+    )
+
+
+def json_reply(body: dict[str, Any]) -> Response:
+    return Response(orjson.dumps(body), media_type="application/json", headers={"cache-control": "no-store"})

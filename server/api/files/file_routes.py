@@ -1,0 +1,172 @@
+"""/v1/files: uploads of requests for batches, and the answers to download.
+
+Owns: the shape that OpenAI documents for files.
+Never: the lines of a file (server/command/batch/batch_queue.py reads them).
+"""
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine.errors import RequestRejected
+from server.api.files.access import (
+    add_state_access,
+    desk_of,
+    json_reply,
+    owner_of,
+    page_asked,
+    page_reply,
+    unix_time_s,
+)
+from server.api.files.multipart import FormPart, read_form
+from server.api.files.store import NewFile
+from server.edge.error_replies import ObjectNotFound
+from server.edge.http.endpoint import ERRORS, Endpoint, ReplyModel, documentation, documentation_of_one
+from server.edge.refusals import unsupported
+from server.reply.generate.long_reply import reply_of
+
+_PATH = "/v1/files"
+_ONE = "/v1/files/{file_id}"
+_MAX_NAME_CHARS = 255
+_MOST = 10_000
+_QUERY: dict[str, dict[str, Any]] = {
+    "limit": {"type": "integer", "minimum": 1, "maximum": _MOST, "default": _MOST},
+    "after": {"type": "string"},
+    "purpose": {"type": "string"},
+}
+
+
+class FileObject(ReplyModel):
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    expires_at: None
+    filename: str
+    purpose: Literal["batch", "batch_output"]
+    status: Literal["processed"]
+    status_details: None
+
+
+class FileList(ReplyModel):
+    object: Literal["list"]
+    data: Annotated[list[FileObject], Field(max_length=_MOST)]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class FileDeletion(ReplyModel):
+    id: str
+    object: Literal["file"]
+    deleted: Literal[True]
+
+
+def _upload_documentation() -> dict[str, Any]:
+    fields = {
+        "file": {"type": "string", "contentMediaType": "application/jsonl"},
+        "purpose": {"const": "batch"},
+    }
+    schema = {"type": "object", "required": ["file", "purpose"], "properties": fields}
+    found = documentation(FileObject)
+    found["openapi_extra"] = {
+        "requestBody": {"required": True, "content": {"multipart/form-data": {"schema": schema}}}
+    }
+    return found
+
+
+def _list_documentation() -> dict[str, Any]:
+    in_query = [{"name": name, "in": "query", "schema": schema} for name, schema in _QUERY.items()]
+    return {**documentation(FileList), "openapi_extra": {"parameters": in_query}}
+
+
+def _content_documentation() -> dict[str, Any]:
+    schema = {"type": "string", "contentMediaType": "application/jsonl"}
+    success = {"description": "The file.", "content": {"application/octet-stream": {"schema": schema}}}
+    found = documentation_of_one(FileObject, "file_id")
+    return {**found, "responses": {200: success, **ERRORS}}
+
+
+router = APIRouter()
+ENDPOINT = Endpoint(router=router, add_state=add_state_access)
+
+
+@router.api_route(_PATH, methods=["POST", "GET"], include_in_schema=False)
+async def use_files(request: Request) -> Response:
+    """Serve both methods, so that the Allow header of a 405 names both; the routes below document them."""
+    return await (list_files if request.method == "GET" else upload_file)(request)
+
+
+@router.post(_PATH, **_upload_documentation())
+async def upload_file(request: Request) -> Response:
+    """Keep a file of requests for a batch."""
+    desk = desk_of(request)
+    store = desk.store
+    del store  # refuses before the body is read
+    fields = read_form(request.headers.get("content-type", ""), await request.body())
+    file = _field(fields, "file")
+    purpose = _field(fields, "purpose").content
+    if purpose != b"batch":
+        raise unsupported("purpose", "purpose: files are kept for batches only; use batch")
+    for name in fields.keys() - {"file", "purpose"}:
+        raise unsupported(name[:64], f"{name[:64]} is not supported by this server: files stay until deleted")
+    new = NewFile(
+        filename=(file.filename or "upload.jsonl")[:_MAX_NAME_CHARS],
+        purpose="batch",
+        created_s=unix_time_s(),
+        content=file.content,
+    )
+    owner = owner_of(request)
+    return json_reply(await desk.do(lambda store: store.add_file(owner, new)))
+
+
+@router.get(_PATH, **_list_documentation())
+async def list_files(request: Request) -> Response:
+    """List the files of this key, the newest first."""
+    page = page_asked(request, default=_MOST, most=_MOST)
+    owner, purpose = owner_of(request), request.query_params.get("purpose")
+    return page_reply(await desk_of(request).do(lambda store: store.files(owner, page, purpose)), page)
+
+
+@router.api_route(_ONE, methods=["GET", "DELETE"], include_in_schema=False)
+async def use_file(request: Request) -> Response:
+    """Serve both methods, so that the Allow header of a 405 names both; the routes below document them."""
+    return await (delete_file if request.method == "DELETE" else retrieve_file)(request)
+
+
+@router.get(_ONE, **documentation_of_one(FileObject, "file_id"))
+async def retrieve_file(request: Request) -> Response:
+    """Describe a file."""
+    owner, file_id = owner_of(request), request.path_params["file_id"]
+    found = await desk_of(request).do(lambda store: store.file(owner, file_id))
+    if found is None:
+        raise ObjectNotFound("file", file_id)
+    return json_reply(found)
+
+
+@router.get(f"{_ONE}/content", **_content_documentation())
+async def download_file(request: Request) -> Response:
+    """Return the bytes of a file."""
+    owner, file_id = owner_of(request), request.path_params["file_id"]
+    content = await desk_of(request).do(lambda store: store.content(owner, file_id))
+    if content is None:
+        raise ObjectNotFound("file", file_id)
+    return reply_of([content], {"cache-control": "no-store"}, media_type="application/octet-stream")
+
+
+@router.delete(_ONE, **documentation_of_one(FileDeletion, "file_id"))
+async def delete_file(request: Request) -> Response:
+    """Delete a file, unless a batch under way reads it."""
+    owner, file_id = owner_of(request), request.path_params["file_id"]
+    if not await desk_of(request).do(lambda store: store.delete_file(owner, file_id)):
+        raise ObjectNotFound("file", file_id)
+    return json_reply({"id": file_id, "object": "file", "deleted": True})
+
+
+def _field(fields: dict[str, FormPart], name: str) -> FormPart:
+    if name not in fields:
+        raise RequestRejected(f"{name} is required", param=name, code="missing_field")
+    return fields[name]

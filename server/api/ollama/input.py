@@ -1,0 +1,114 @@
+"""A request in Ollama's words to the chat request that means the same.
+
+Owns: the chat message for each of Ollama's, ids for calls of tools (Ollama has none), names of models.
+Never: checks the request itself: that is the chat path's work (chat/turn.py).
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+from pydantic import ValidationError
+
+from engine.errors import RequestRejected
+from engine.types import ModelInfo
+from server.api.chat.protocol import ChatCompletionRequest
+from server.api.ollama.protocol import (
+    OllamaChatRequest,
+    OllamaFields,
+    OllamaGenerateRequest,
+    OllamaMessage,
+)
+from server.edge.http.json_body import rejection
+from server.edge.refusals import unsupported
+from server.reply.generate.protocol import ServiceFields
+
+_LATEST = ":latest"
+_SAMPLING = (
+    *("temperature", "top_k", "top_p", "min_p", "presence_penalty"),
+    *("frequency_penalty", "seed", "stop"),
+)
+
+
+def served_name(name: str | None, info: ModelInfo) -> str | None:
+    """The name without the tag that Ollama's clients add, unless one is served with it."""
+    if name is None or name in info.names:
+        return name
+    return name.removesuffix(_LATEST)
+
+
+def chat_request_of(
+    body: OllamaChatRequest | OllamaGenerateRequest, info: ModelInfo
+) -> ChatCompletionRequest:
+    """Build the chat request. Raises RequestRejected."""
+    fields: dict[str, Any] = {name: getattr(body, name) for name in ServiceFields.model_fields}
+    fields["model"] = served_name(body.model, info)
+    fields |= _option_fields(body)
+    if isinstance(body, OllamaChatRequest):
+        fields["messages"] = _messages(body.messages or ())
+        fields["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+    else:
+        system = [{"role": "system", "content": body.system}] if body.system else []
+        fields["messages"] = [*system, {"role": "user", "content": body.prompt}]
+    present = {name: value for name, value in fields.items() if value is not None}
+    try:
+        return ChatCompletionRequest.model_validate(present)
+    except ValidationError as error:
+        raise rejection(error) from None
+
+
+def _option_fields(body: OllamaFields) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if body.options is not None:
+        fields |= {name: getattr(body.options, name) for name in _SAMPLING}
+        fields["repetition_penalty"] = body.options.repeat_penalty
+        if body.options.num_predict is not None and body.options.num_predict > 0:
+            fields["max_completion_tokens"] = body.options.num_predict
+    if body.format is not None:
+        described = {"name": "reply", "schema": body.format}
+        fields["response_format"] = {"type": "json_schema", "json_schema": described}
+    if body.think is False:
+        fields["reasoning_effort"] = "none"
+    elif isinstance(body.think, str):
+        fields["reasoning_effort"] = body.think
+    return fields
+
+
+def _messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
+    """Give calls ids, and each result the id of the earliest call of its tool that has none."""
+    waiting: deque[tuple[str, str]] = deque()
+    """Id and name of each call without a result."""
+    found = []
+    for place, message in enumerate(messages):
+        if message.images:
+            where = f"messages[{place}].images"
+            raise unsupported(where, f"{where}: images are not supported by this server")
+        rendered: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+        if message.thinking:
+            rendered["reasoning_content"] = message.thinking
+        if message.tool_calls:
+            calls = [(f"call_{place}_{number}", call) for number, call in enumerate(message.tool_calls)]
+            waiting.extend((call_id, call.function.name) for call_id, call in calls)
+            rendered["tool_calls"] = [_call(call_id, call.function) for call_id, call in calls]
+        if message.role == "tool":
+            rendered["tool_call_id"] = _answered(waiting, message, f"messages[{place}]")
+        found.append(rendered)
+    return found
+
+
+def _call(call_id: str, function: Any) -> dict[str, Any]:
+    arguments = orjson.dumps(function.arguments or {}).decode()
+    return {
+        "id": call_id,
+        "type": "function",
+        "function": {"name": function.name, "arguments": arguments},
+    }
+
+
+def _answered(waiting: deque[tuple[str, str]], message: OllamaMessage, where: str) -> str:
+    for each in waiting:
+        if message.tool_name in (None, "", each[1]):
+            waiting.remove(each)
+            return each[0]
+    raise RequestRejected(f"{where}: no earlier call of a tool waits for this result", param=where)

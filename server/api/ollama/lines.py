@@ -1,0 +1,165 @@
+"""The lines of a streamed reply in Ollama's shape, made from the deltas of a chat completion.
+
+Owns: the lines of /api/chat and /api/generate, the counts and times of the last one, and the bytes of a line.
+Never: the meaning of the text: the chat path has separated text, thinking and calls of tools.
+Source: Ollama's page of its API; its Python client.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import orjson
+
+from engine.types import TokenOutput
+from server.edge.error_replies import ErrorReply
+from server.reply.generate.replies import StreamReply
+
+_DONE_REASONS: Final = {"tool_calls": "stop", "timeout": "length"}
+
+
+def error_body(error: ErrorReply) -> dict[str, Any]:
+    """The error object; the same in a reply and as a line of a stream."""
+    return {"error": error.message}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineShape:
+    """The part of a line that differs between the two endpoints."""
+
+    model: str
+    is_chat: bool
+
+    def line(self, said: dict[str, Any], unix_time_s: float) -> dict[str, Any]:
+        """Make a line of `content`, `thinking` and `tool_calls`."""
+        at = datetime.fromtimestamp(unix_time_s, UTC).isoformat().replace("+00:00", "Z")
+        head = {"model": self.model, "created_at": at}
+        if self.is_chat:
+            return {**head, "message": {"role": "assistant", **said}, "done": False}
+        thinking = {name: said[name] for name in ("thinking",) if name in said}
+        return {**head, "response": said["content"], **thinking, "done": False}
+
+
+class LineStream:
+    """A streamed reply. Also gathers it: `reply` is the whole object once `finish` was called."""
+
+    def __init__(
+        self,
+        shape: LineShape,
+        chat: StreamReply,
+        *,
+        clock: Callable[[], float],
+        unix_time_s: Callable[[], float],
+    ) -> None:
+        """`chat` makes chunks of one choice of the outputs, and reports the usage at the end."""
+        self._shape = shape
+        self._chat = chat
+        self._clock = clock
+        self._unix_time_s = unix_time_s
+        self._began_s = clock()
+        self._first_s: float | None = None
+        self._calls: list[dict[str, Any]] = []
+        """Name and arguments, as text; a call is sent when it is complete."""
+        self._content: list[str] = []
+        self._thinking: list[str] = []
+        self._finish_reason = "stop"
+        self.reply: dict[str, Any] = {}
+
+    def update(self, prompt_index: int, output: TokenOutput) -> list[dict[str, Any]]:
+        if self._first_s is None:
+            self._first_s = self._clock()
+        lines = []
+        for chunk in self._chat.update(prompt_index, output):
+            for choice in chunk["choices"]:
+                if said := self._take(choice):
+                    lines.append(self._shape.line({"content": "", **said}, self._unix_time_s()))
+        return lines
+
+    def finish(self) -> list[dict[str, Any]]:
+        (last,) = self._chat.finish()
+        ended = self._ended(last["usage"])
+        calls = [{"function": {"name": call["name"], "arguments": _object(call)}} for call in self._calls]
+        lines = []
+        if calls:
+            lines.append(self._shape.line({"content": "", "tool_calls": calls}, self._unix_time_s()))
+        lines.append({**self._shape.line({"content": ""}, self._unix_time_s()), **ended})
+        said: dict[str, Any] = {"content": "".join(self._content)}
+        if self._thinking:
+            said["thinking"] = "".join(self._thinking)
+        if calls:
+            said["tool_calls"] = calls
+        self.reply = {**self._shape.line(said, self._unix_time_s()), **ended}
+        return lines
+
+    def _take(self, choice: dict[str, Any]) -> dict[str, Any]:
+        delta = choice["delta"]
+        said: dict[str, Any] = {}
+        if text := delta.get("content"):
+            self._content.append(text)
+            said["content"] = text
+        if text := delta.get("reasoning_content"):
+            self._thinking.append(text)
+            said["thinking"] = text
+        for call in delta.get("tool_calls") or ():
+            function = call.get("function") or {}
+            if call["index"] >= len(self._calls):
+                self._calls.append({"name": function["name"], "arguments": []})
+            self._calls[-1]["arguments"].append(function.get("arguments") or "")
+        self._finish_reason = choice.get("finish_reason") or self._finish_reason
+        return said
+
+    def _ended(self, usage: dict[str, Any]) -> dict[str, Any]:
+        now_s = self._clock()
+        first_s = now_s if self._first_s is None else self._first_s
+        return {
+            "done": True,
+            "done_reason": _DONE_REASONS.get(self._finish_reason, self._finish_reason),
+            "total_duration": _nanoseconds(now_s - self._began_s),
+            "load_duration": 0,
+            "prompt_eval_count": usage["prompt_tokens"],
+            "prompt_eval_duration": _nanoseconds(first_s - self._began_s),
+            "eval_count": usage["completion_tokens"],
+            "eval_duration": _nanoseconds(now_s - first_s),
+        }
+
+
+class WholeLine:
+    """A reply that is sent when all of it is there."""
+
+    def __init__(self, stream: LineStream) -> None:
+        self._stream = stream
+
+    def update(self, prompt_index: int, output: TokenOutput) -> None:
+        self._stream.update(prompt_index, output)
+
+    def finish(self) -> dict[str, Any]:
+        self._stream.finish()
+        return self._stream.reply
+
+
+class LineFraming:
+    """One JSON object on each line. Nothing can be written in a silence: clients read every line as JSON."""
+
+    media_type = "application/x-ndjson"
+    keep_alive = b""
+    end = b""
+
+    def events(self, payloads: Iterable[dict[str, Any]]) -> bytes:
+        return b"".join(orjson.dumps(payload) + b"\n" for payload in payloads)
+
+    def failure(self, error: ErrorReply) -> bytes:
+        return self.events([error_body(error)])
+
+
+def _object(call: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call; a text that was cut off, or is none, is an empty object."""
+    try:
+        value = orjson.loads("".join(call["arguments"]))
+    except orjson.JSONDecodeError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _nanoseconds(seconds: float) -> int:
+    return int(max(0.0, seconds) * 1e9)

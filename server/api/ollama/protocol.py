@@ -1,0 +1,139 @@
+"""The bodies of /api/chat, /api/generate and /api/show, as Ollama documents them.
+
+Owns: the type and the bounds of each field, and the fields that are refused by name.
+Never: the meaning of a message (input.py).
+Source: Ollama's page of its API.
+"""
+
+from typing import Annotated, Any, Final
+
+from pydantic import BeforeValidator, Field, StringConstraints
+
+from server.api.chat.protocol import MAX_MESSAGES
+from server.api.chat.tool_protocol import MAX_TOOLS, FunctionName, Tools
+from server.edge.wire_model import WireModel, shown_as
+from server.reply.generate.protocol import (
+    INT32_MAX,
+    Penalty,
+    Seed,
+    ServiceFields,
+    Stop,
+    Text,
+    TopP,
+    wrong_shape,
+)
+from server.reply.generate.structured_output import Schema
+
+TURN_REFUSALS: Final[dict[str, tuple[Any, ...]]] = {"logprobs": (False,), "top_logprobs": (0,)}
+PROMPT_REFUSALS: Final[dict[str, tuple[Any, ...]]] = {
+    **TURN_REFUSALS,
+    "context": ([],),
+    "images": ([],),
+    "raw": (False,),
+    "suffix": ("",),
+    "template": ("",),
+}
+"""Fields refused by name, unless set to one of these values, or to null."""
+_EFFORTS: Final = ("low", "medium", "high", "max")
+
+
+def _as_format(value: Any) -> Any:
+    """`json` is any object; a schema stands for itself."""
+    if value == "json":
+        return {"type": "object"}
+    if value == "":
+        return None
+    if isinstance(value, dict):
+        return value
+    raise wrong_shape("must be 'json' or a JSON schema")
+
+
+def _check_think(value: Any) -> Any:
+    if isinstance(value, bool) or value in _EFFORTS:
+        return value
+    raise wrong_shape(f"must be true, false, or one of {', '.join(_EFFORTS)}")
+
+
+_ShortText = Annotated[str, StringConstraints(max_length=256)]
+_Format = Annotated[
+    Schema | None, BeforeValidator(_as_format, json_schema_input_type=_ShortText | Schema | None)
+]
+_Think = Annotated[bool | _ShortText, BeforeValidator(_check_think)]
+_KeepAlive = Annotated[str, StringConstraints(max_length=64)] | Annotated[float, Field(ge=-1e9, le=1e9)]
+
+
+class OllamaOptions(WireModel):
+    """Sampling options; others of Ollama's, such as num_ctx, set up its own engine and are ignored."""
+
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
+    top_p: TopP | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repeat_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    seed: Seed | None = None
+    stop: Stop | None = None
+    num_predict: Annotated[int, Field(ge=-2, le=INT32_MAX)] | None = None
+    """Tokens of the reply; below 1: what the context window leaves."""
+
+
+class OllamaFunctionCall(WireModel):
+    name: FunctionName
+    arguments: Annotated[dict[str, Any], Field(max_length=1024)] | None = None
+
+
+class OllamaToolCall(WireModel):
+    function: OllamaFunctionCall
+
+
+class OllamaMessage(WireModel):
+    role: _ShortText
+    content: Text | None = None
+    thinking: Text | None = None
+    tool_calls: Annotated[list[OllamaToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_name: _ShortText | None = None
+    images: Annotated[list[Text], Field(max_length=MAX_TOOLS)] | None = None
+    """Refused by name if there are any."""
+
+
+class OllamaFields(ServiceFields):
+    """Fields of both endpoints."""
+
+    format: _Format | None = None
+    options: OllamaOptions | None = None
+    stream: bool | None = None
+    """On if absent."""
+    think: _Think | None = None
+    keep_alive: _KeepAlive | None = None
+    """Without effect: the model stays loaded."""
+
+
+class OllamaChatRequest(OllamaFields):
+    """The body of POST /api/chat."""
+
+    model_config = shown_as(messages=[{"role": "user", "content": "Hello!"}], stream=False)
+
+    messages: Annotated[list[OllamaMessage], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
+    """Absent or empty: the reply says that the model is loaded."""
+    tools: Tools | None = None
+
+
+class OllamaGenerateRequest(OllamaFields):
+    """The body of POST /api/generate: one turn, by the chat template."""
+
+    model_config = shown_as(prompt="Hello!", stream=False)
+
+    prompt: Text | None = None
+    """Absent or empty: the reply says that the model is loaded."""
+    system: Text | None = None
+
+
+class OllamaShowRequest(WireModel):
+    """The body of POST /api/show."""
+
+    model: _ShortText | None = None
+    name: _ShortText | None = None
+    """The older name of `model`."""
+    verbose: bool | None = None
+    """Without effect."""

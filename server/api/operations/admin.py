@@ -1,0 +1,92 @@
+"""GET /admin/requests and POST /admin/reset_prefix_cache.
+
+Off unless the operator asks for it (--enable-admin), and then behind the API keys, if there are any: it
+names the requests and tenants of all clients.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import orjson
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine.errors import RequestRejected
+from engine.types import ReportPage
+from server.edge.http.disconnect import while_connected
+from server.edge.http.edge import edge_of
+from server.edge.http.endpoint import ERRORS, Endpoint, ReplyModel, documentation
+
+router = APIRouter()
+ENDPOINT = Endpoint(router=router)
+
+# The engine answers between two steps: no page may cost it more than some milliseconds.
+_MAX_PAGE = 250
+"""To report on so many takes 2 ms, in which no step is computed."""
+_MAX_FIRST = 10_000
+
+_RESET_DOCUMENTATION: dict[str, Any] = {"responses": {204: {"description": "It is empty."}, **ERRORS}}
+
+
+class LiveSequence(ReplyModel):
+    request_id: str | None
+    """Id of the answer, as chatcmpl-...; null in the moment after its end."""
+    x_request_id: str | None
+    trace_id: str | None
+    choice: int = 0
+    sequence_id: int
+    state: Literal["running", "waiting", "swapped"]
+    place: int
+    priority: int
+    rank: list[float | None]
+    """null stands for infinity: a time limit that is not set."""
+    tenant: str
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_computed_tokens: int
+    num_blocks: int
+    num_host_blocks: int
+    num_preemptions: int
+    num_bypasses: int
+    age_s: float
+    wait_reason: str
+    engine: int | None = 0
+    """Engine that has it; null while it waits for one."""
+    expected_start_s: float | None = None
+    """Seconds until it starts, as the last starts were apart; null if it runs, or nothing is known."""
+
+
+class LiveSequences(ReplyModel):
+    requests: list[LiveSequence]
+    total: int
+    """Live sequences, on other pages too."""
+
+
+def _page(query: Mapping[str, str]) -> ReportPage:
+    """Read the query of the URL. Raises RequestRejected."""
+    first = _number(query, "first", most=_MAX_FIRST, default=0)
+    return ReportPage(first, _number(query, "limit", most=_MAX_PAGE, default=_MAX_PAGE))
+
+
+def _number(query: Mapping[str, str], name: str, *, most: int, default: int) -> int:
+    text = query.get(name, str(default))
+    is_number = text.isascii() and text.isdigit() and len(text) <= len(str(most))
+    if not is_number or int(text) > most:
+        raise RequestRejected(f"{name} must be a whole number from 0 to {most}, not {text!r}", param=name)
+    return int(text)
+
+
+@router.get("/admin/requests", **documentation(LiveSequences))
+async def list_live_requests(request: Request) -> Response:
+    """The running line, then the waiting line, each in the order in which it is served: a page of them."""
+    asked = edge_of(request).engine.explain(_page(request.query_params))
+    reports, total = await while_connected(request.receive, asked)
+    return Response(orjson.dumps({"requests": reports, "total": total}), media_type="application/json")
+
+
+@router.post("/admin/reset_prefix_cache", status_code=204, **_RESET_DOCUMENTATION)
+async def reset_prefix_cache(request: Request) -> Response:
+    """Forget all cached prefixes."""
+    edge_of(request).engine.reset_prefix_cache()
+    return Response(status_code=204)

@@ -1,0 +1,139 @@
+"""GET /health, /ping, /load, /version and /metrics, for machines.
+
+Owns: the probes' status codes and the cached metrics page.
+Never: a judgement of health, which follows from the engine's step counter.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Literal
+
+import orjson
+from fastapi import APIRouter, FastAPI
+from prometheus_client import CollectorRegistry, generate_latest
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine.version import VERSION
+from server.edge.http.edge import Edge, EdgeSettings, edge_of
+from server.edge.http.endpoint import Endpoint, ReplyModel, documentation, in_json
+from server.edge.http.health_page import Question, health_page
+
+METRICS_PATH = "/metrics"
+
+METRICS_TTL_S = 0.1
+"""Some routers scrape every 50 ms; rendering costs milliseconds."""
+_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_PROBE: dict[str, Any] = {"methods": ["GET", "HEAD"], "include_in_schema": False}
+"""Answers both, so that the Allow header of a 405 names both; the GET beside it is the documented one."""
+_NO_STORE = {"cache-control": "no-store"}
+
+
+class HealthPage(ReplyModel):
+    status: Literal["ok", "unavailable"]
+    state: Literal["loading", "ready", "draining", "dead"]
+    detail: str
+    progress: float
+    num_steps: int
+    degraded: list[str]
+    """Work that cannot go on at the moment, though requests are served."""
+
+
+class ServerLoad(ReplyModel):
+    server_load: int
+    """Requests that are admitted and not over."""
+
+
+class Version(ReplyModel):
+    version: str
+
+
+_HEALTH_DOCUMENTATION: dict[str, Any] = {
+    "responses": {200: {"content": in_json(HealthPage)}, 503: {"content": in_json(HealthPage)}}
+}
+_METRICS_DOCUMENTATION: dict[str, Any] = {
+    "responses": {200: {"content": {"text/plain": {}}, "description": "Prometheus' text format."}},
+}
+
+
+class MetricsPage:
+    """The rendered registry, at most METRICS_TTL_S old; rendered in a thread, once for all that wait."""
+
+    def __init__(self, registry: CollectorRegistry, *, look: Callable[[], None] = lambda: None) -> None:
+        """`look` sets the gauges that follow from the state of this moment, in the event loop."""
+        self._look = look
+        self._registry = registry
+        self._rendering = asyncio.Lock()
+        self._body = b""
+        self._expires_s = 0.0
+
+    async def render(self) -> bytes:
+        clock = asyncio.get_running_loop().time
+        async with self._rendering:
+            if clock() >= self._expires_s:
+                self._look()
+                self._body = await asyncio.to_thread(generate_latest, self._registry)
+                self._expires_s = clock() + METRICS_TTL_S
+        return self._body
+
+
+def _add_page(app: FastAPI, settings: EdgeSettings) -> None:  # noqa: ARG001 - for other endpoints
+    edge: Edge = app.state.edge
+    metrics = edge.engine.metrics
+    app.state.metrics_page = MetricsPage(metrics.registry, look=metrics.look)
+
+
+router = APIRouter()
+ENDPOINT = Endpoint(
+    router=router,
+    add_state=_add_page,
+    # Kubelets, load balancers and Prometheus carry no key; none of the pages says anything about a request.
+    open_paths=frozenset({"/health", "/health/live", "/health/ready", "/ping", METRICS_PATH}),
+)
+
+
+@router.get("/health", **_HEALTH_DOCUMENTATION)
+@router.api_route("/health", **_PROBE)
+@router.get("/health/ready", **_HEALTH_DOCUMENTATION)
+@router.api_route("/health/ready", **_PROBE)
+@router.get("/ping", **_HEALTH_DOCUMENTATION)
+@router.api_route("/ping", **_PROBE)
+async def is_ready(request: Request) -> Response:
+    """200 if requests are accepted; 503 while loading, draining, stuck or dead."""
+    return _answer(request, Question.READY)
+
+
+@router.get("/health/live", **_HEALTH_DOCUMENTATION)
+@router.api_route("/health/live", **_PROBE)
+async def is_live(request: Request) -> Response:
+    """503 only if a restart is the cure: the loop of a loaded engine stands still.
+
+    A loading engine is live, and so is a dead one: it is replaced from within.
+    """
+    return _answer(request, Question.LIVE)
+
+
+def _answer(request: Request, question: Question) -> Response:
+    degraded = request.app.state.desk.degraded()
+    is_yes, body = health_page(edge_of(request).engine.health(), question, degraded)
+    return Response(body, 200 if is_yes else 503, headers=_NO_STORE, media_type="application/json")
+
+
+@router.get("/load", **documentation(ServerLoad))
+async def show_load(request: Request) -> Response:
+    """The number of requests under way."""
+    body = orjson.dumps({"server_load": edge_of(request).engine.load().num_requests})
+    return Response(body, headers=_NO_STORE, media_type="application/json")
+
+
+@router.get("/version", **documentation(Version))
+async def show_version() -> Response:
+    """The version of the server."""
+    return Response(orjson.dumps({"version": VERSION}), media_type="application/json")
+
+
+@router.get(METRICS_PATH, **_METRICS_DOCUMENTATION)
+async def show_metrics(request: Request) -> Response:
+    """All metrics, in Prometheus' text format."""
+    page: MetricsPage = request.app.state.metrics_page
+    return Response(await page.render(), media_type=_METRICS_TYPE)

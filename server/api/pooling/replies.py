@@ -1,0 +1,78 @@
+"""Replies with vectors, scores and rankings.
+
+Owns: their shapes, and how float32 numbers become JSON or base64, without holding the event loop for long.
+Never: the meaning of the numbers.
+"""
+
+import asyncio
+import base64
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import orjson
+from starlette.responses import Response
+
+from engine.types import PooledOutput
+from server.reply.generate.long_reply import reply_of
+from server.reply.generate.replies import ReplyHead
+
+_VECTORS_AT_ONCE = 64
+
+Format = Literal["float", "base64"]
+
+
+async def embeddings_reply(
+    head: ReplyHead, outputs: Sequence[PooledOutput], encoding: Format, *, num_tokens: int
+) -> Response:
+    """OpenAI's list of embeddings."""
+    from server.api.pooling.vectors import vectors_of  # not at the top: it brings numpy
+
+    pieces = [b'{"object":"list","data":[']
+    for index, vector in enumerate(vectors_of(outputs)):
+        if index % _VECTORS_AT_ONCE == 0:
+            await asyncio.sleep(0)
+        embedding: Any = vector
+        if encoding == "base64":
+            embedding = base64.b64encode(outputs[index].vector).decode("ascii")
+        item = {"object": "embedding", "index": index, "embedding": embedding}
+        pieces.append((b"," if index else b"") + orjson.dumps(item, option=orjson.OPT_SERIALIZE_NUMPY))
+    after = {"model": head.model, "usage": _usage(num_tokens)}
+    return reply_of([*pieces, b"]," + orjson.dumps(after)[1:]])
+
+
+def scores_reply(head: ReplyHead, scores: Sequence[float], *, num_tokens: int) -> Response:
+    """Scores in the order of the texts, as vLLM lists them."""
+    return _json(
+        {
+            "id": head.id,
+            "object": "list",
+            "created": head.created_s,
+            "model": head.model,
+            "data": [
+                {"index": index, "object": "score", "score": score} for index, score in enumerate(scores)
+            ],
+            "usage": _usage(num_tokens),
+        }
+    )
+
+
+def ranking_reply(
+    head: ReplyHead, scores: Sequence[float], documents: Sequence[str | None], *, most: int, num_tokens: int
+) -> Response:
+    """Jina's and Cohere's list of results, best first; a document of None is left out."""
+    order = sorted(range(len(scores)), key=lambda index: -scores[index])[:most]
+    results = []
+    for index in order:
+        result: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
+        if documents[index] is not None:
+            result["document"] = {"text": documents[index]}
+        results.append(result)
+    return _json({"id": head.id, "model": head.model, "results": results, "usage": _usage(num_tokens)})
+
+
+def _usage(num_tokens: int) -> dict[str, int]:
+    return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+
+
+def _json(body: dict[str, Any]) -> Response:
+    return Response(orjson.dumps(body), media_type="application/json")

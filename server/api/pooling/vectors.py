@@ -1,0 +1,36 @@
+"""Vectors of a model that pools, and how alike they are.
+
+Owns: float32 of what the engine gave. It is imported by the first request that needs it: numpy takes as long
+as a tenth of a server's start, and a server of a model that generates does without.
+Never: replies.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.types import FinishReason, PooledOutput
+from server.edge.error_replies import ReplyAborted
+
+Rows = NDArray[np.float32]
+
+
+def vectors_of(outputs: Sequence[PooledOutput]) -> list[NDArray[np.float32]]:
+    """Raises ReplyAborted if the engine gave one of them up."""
+    if any(output.finish_reason is not FinishReason.STOP for output in outputs):
+        raise ReplyAborted("the server stopped this request before it was finished")
+    return [np.frombuffer(output.vector, dtype="<f4").astype(np.float32, copy=False) for output in outputs]
+
+
+def rows_of(outputs: Sequence[PooledOutput]) -> Rows:
+    """One vector in each row. Raises ReplyAborted like vectors_of."""
+    return np.stack(vectors_of(outputs))
+
+
+def cosines(left_NE: Rows, right_ME: Rows) -> Rows:
+    """[M]; N is 1 or M. A vector of zeros is like nothing."""
+    lengths = np.linalg.norm(left_NE, axis=1) * np.linalg.norm(right_ME, axis=1)
+    products = (left_NE * right_ME).sum(axis=1)
+    alike: Rows = np.divide(products, lengths, out=np.zeros_like(products), where=lengths > 0)
+    return alike

@@ -1,0 +1,223 @@
+"""Responses that are made whether or not a client waits for them.
+
+Owns: the responses under way, how many of them the engine holds at once, the events of those that were asked
+for as streams, and their end: complete, failed or cancelled.
+Never: HTTP, the store of responses at their end (store.py), or the disk (kept_responses.py).
+"""
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from math import isinf
+from typing import Any
+
+from engine.errors import DeadlineExceeded, EngineUnavailable, Overloaded
+from engine.logs.lines import fields
+from engine.types import GenerationRequest
+from server.api.responses.event_log import EventLog
+from server.api.responses.events import ResponseStream
+from server.api.responses.making import Making
+from server.edge.error_replies import RateLimited, TooManyOfOneKey, describe, log_failure
+from server.edge.http.edge import Edge
+
+log = logging.getLogger(__name__)
+
+MAX_UNDER_WAY = 1000
+MAX_UNDER_WAY_OF_OWNER = 100
+_MAX_LOGS = 2 * MAX_UNDER_WAY
+_PLACES = 8
+_RETRY_AFTER_S = 5.0
+_PAUSE_S = 1.0
+_GIVE_UP_S = 24 * 3600.0
+_KEPT_WITHIN_S = 2.0
+"""Seconds that a client who cancels waits for the disk."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Work:
+    """One response under way."""
+
+    owner: str
+    """The key that asked for it, by name; empty where there are no keys."""
+    make: Callable[[], Awaitable[Making]]
+    """Called when its turn has come."""
+    save: Callable[[dict[str, Any]], Awaitable[None]]
+    """Keeps the response object at its end."""
+    response: dict[str, Any]
+    """The response object as it is now."""
+    events: EventLog | None
+    """Its events, if it was asked for as a stream."""
+    settle: Callable[[], None]
+    """Called at its end: counts its output against the limits of its key."""
+    can_be_left: bool
+    """True if the next start of the server makes it again, from the disk."""
+    reply: ResponseStream | None = None
+    is_cancelled: bool = False
+    began_s: float = field(default_factory=time.monotonic)
+    task: "asyncio.Task[None] | None" = None
+
+
+class BackgroundResponses:
+    """Responses under way by id, and the events of those that had an end not long ago."""
+
+    def __init__(self, edge: Edge, *, max_event_bytes: int) -> None:
+        """`max_event_bytes`: all events together; the oldest go first."""
+        self._edge = edge
+        self._max_event_bytes = max_event_bytes
+        self._works: dict[str, Work] = {}
+        self._logs: OrderedDict[str, EventLog] = OrderedDict()
+        self._num_event_bytes = 0
+        self._places = asyncio.Semaphore(_PLACES)
+
+    def set_places(self, num_places: int) -> None:
+        """Bound the responses that the engine holds at once; for those that begin after it."""
+        self._places = asyncio.Semaphore(num_places)
+
+    def require_place(self, owner: str) -> None:
+        """Raise TooManyOfOneKey if this owner, or the server, has too many under way."""
+        num_of_owner = sum(work.owner == owner for work in self._works.values())
+        if num_of_owner >= MAX_UNDER_WAY_OF_OWNER or len(self._works) >= MAX_UNDER_WAY:
+            raise TooManyOfOneKey(limit=MAX_UNDER_WAY_OF_OWNER, retry_after_s=_RETRY_AFTER_S)
+
+    def begin(self, response_id: str, work: Work) -> None:
+        """Make a response, in its turn."""
+        self._works[response_id] = work
+        if work.events is not None:
+            self._logs[response_id] = work.events
+            self._num_event_bytes += work.events.num_bytes
+            self._trim()
+        work.task = asyncio.create_task(self._run(response_id, work))
+
+    def find(self, response_id: str, *, owner: str) -> Work | None:
+        """Find a response under way; None if there is none of `owner`."""
+        work = self._works.get(response_id)
+        return work if work is not None and work.owner == owner else None
+
+    def events_of(self, response_id: str) -> EventLog | None:
+        """The events of a response, under way or at its end, as long as they are kept."""
+        return self._logs.get(response_id)
+
+    def forget_events(self, response_id: str) -> None:
+        events = self._logs.pop(response_id, None)
+        if events is not None:
+            self._num_event_bytes -= events.num_bytes
+
+    async def cancel(self, work: Work) -> dict[str, Any]:
+        """End a response; return it as it is then. One that has just had its end stays as it is."""
+        assert work.task is not None
+        if not work.is_cancelled:
+            work.is_cancelled = True
+            work.task.cancel()
+        await asyncio.wait([work.task], timeout=_KEPT_WITHIN_S)
+        work.task.cancel()  # a full disk makes no client wait
+        await asyncio.gather(work.task, return_exceptions=True)
+        return work.response
+
+    async def leave_to_next_start(self) -> None:
+        """Stop what the next start of the server can make again."""
+        await self._stop([work for work in self._works.values() if work.can_be_left])
+
+    async def close(self) -> None:
+        """Stop everything."""
+        await self._stop(list(self._works.values()))
+
+    async def _stop(self, works: list[Work]) -> None:
+        tasks = [work.task for work in works if work.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self, response_id: str, work: Work) -> None:
+        """Make a response to its end, and keep it."""
+        try:
+            last = await self._end_of(response_id, work)
+            await work.save(work.response)
+            self._add(work, last)
+            facts = {"key": work.owner or None, "status": work.response["status"]}
+            total_s = round(time.monotonic() - work.began_s, 6)
+            log.info("background", extra=fields(reply_id=response_id, **facts, total_s=total_s))
+        except Exception:
+            log.exception("background response %s could not be kept", response_id)
+            self._edge.metrics.count_background_fault("response")
+        finally:
+            work.settle()
+            del self._works[response_id]
+            if work.events is not None:
+                work.events.close()
+
+    async def _end_of(self, response_id: str, work: Work) -> list[dict[str, Any]]:
+        """Generate; return the events of the end, which are read only once the response is kept."""
+        try:
+            async with self._places:
+                last = await self._generate(work)
+        except asyncio.CancelledError:
+            if not work.is_cancelled:  # the server ends
+                raise
+            if work.reply is None:
+                work.response = work.response | {"status": "cancelled"}
+                return []
+            last = work.reply.cancel()
+        except Exception as error:  # noqa: BLE001 -- describe has a row for each
+            described = describe(error, response_id)
+            log_failure(error, described, response_id)
+            self._edge.metrics.count_error(described.code)
+            if work.reply is None:
+                said = {"code": "server_error", "message": described.message}
+                work.response = work.response | {"status": "failed", "error": said}
+                return []
+            last = work.reply.fail(described)
+        assert work.reply is not None
+        work.response = work.reply.response
+        return last
+
+    async def _generate(self, work: Work) -> list[dict[str, Any]]:
+        """Wait for room as long as it takes, within a day."""
+        while True:
+            request: GenerationRequest | None = None
+            try:
+                making = await work.make()
+                reply, request = making.reply, making.request
+                work.reply = reply
+                async with aclosing(self._edge.engine.generate_all([request])) as outputs:
+                    async for place, output in outputs:
+                        self._add(work, reply.update(place, output))
+                        work.response = reply.response
+                return reply.finish()
+            except (Overloaded, EngineUnavailable, DeadlineExceeded, RateLimited) as error:
+                has_begun = work.reply is not None and work.reply.has_begun
+                is_late = time.monotonic() - work.began_s > _GIVE_UP_S
+                if has_begun or is_late or (isinstance(error, DeadlineExceeded) and _has_limits(request)):
+                    raise
+                await asyncio.sleep(getattr(error, "retry_after_s", _PAUSE_S))
+
+    def _add(self, work: Work, events: list[dict[str, Any]]) -> None:
+        if work.events is None or not events:
+            return
+        before = work.events.num_bytes
+        work.events.add(events)
+        self._num_event_bytes += work.events.num_bytes - before
+        self._trim()
+
+    def _trim(self) -> None:
+        """Let events go for want of room: first those of the responses that had their end first."""
+        while self._num_event_bytes > self._max_event_bytes or len(self._logs) > _MAX_LOGS:
+            over = next((name for name, events in self._logs.items() if events.is_over), None)
+            if over is not None:
+                self.forget_events(over)
+                continue
+            largest = max(self._logs.values(), key=lambda events: events.num_bytes)
+            before = largest.num_bytes
+            largest.drop_half()
+            self._num_event_bytes += largest.num_bytes - before
+
+
+def _has_limits(request: GenerationRequest | None) -> bool:
+    """Whether the client itself has set a limit of time."""
+    if request is None:
+        return False
+    limits = request.terms.time_limits
+    return not all(map(isinf, (limits.queue_s, limits.first_token_s, limits.total_s)))

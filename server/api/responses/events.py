@@ -1,0 +1,258 @@
+"""The events of a streamed response, in OpenAI's order, made from the deltas of a chat completion.
+
+Owns: the open item, sequence numbers, the bytes of an event, and the end of a stream that failed.
+Never: the meaning of the text: the chat path has separated text, reasoning and function calls.
+Source: OpenAI's reference of streaming events; the accumulator of its Python SDK.
+
+    response.created, response.queued (in the background), response.in_progress
+    for each item: response.output_item.added
+        message:        content_part.added, output_text.delta ..., output_text.done, content_part.done
+        reasoning:      content_part.added, reasoning_text.delta ..., reasoning_text.done, content_part.done
+        function call:  function_call_arguments.delta ..., function_call_arguments.done
+        response.output_item.done
+    response.completed | response.incomplete | response.failed
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import orjson
+
+from engine.types import TokenOutput
+from server.api.responses.replies import (
+    FunctionCallItem,
+    MessageItem,
+    OutputItem,
+    ReasoningItem,
+    ResponsePlan,
+    begun,
+    cancelled,
+    ended,
+    failed,
+    queued,
+    raw_messages,
+    status_of,
+)
+from server.edge.error_replies import ErrorReply
+from server.reply.generate.replies import StreamReply
+from server.reply.generate.sse import ServerSentEvents
+
+OnEnd = Callable[[dict[str, Any]], None]
+"""Called with the finished response object, before the client receives it."""
+
+_SAYING = {"content", "reasoning_content", "tool_calls"}
+"""Fields of a delta that decide to which item its tokens belong."""
+_CODES = {"server_overloaded": "rate_limit_exceeded"}
+"""OpenAI's own words for our codes; all else is a `server_error` there."""
+
+
+class ResponseStream:
+    """A streamed response. Also gathers it: `response` is the whole object once it has an end."""
+
+    def __init__(
+        self, plan: ResponsePlan, chat: StreamReply, *, on_end: OnEnd, unix_time_s: Callable[[], float]
+    ) -> None:
+        """`chat` makes chunks of one choice of the outputs, and reports the usage at the end."""
+        self._plan = plan
+        self._chat = chat
+        self._on_end = on_end
+        self._unix_time_s = unix_time_s
+        self._sequence_number = 0
+        self._output: list[dict[str, Any]] = []
+        """Items that are done."""
+        self._open: OutputItem | None = None
+        self._held_logprobs: list[dict[str, Any]] = []
+        """Log-probabilities of tokens whose item is not known yet."""
+        self._output_ids: list[int] = []
+        self._finish_reason: str | None = None
+        self._has_begun = self._was_queued = False
+        self.response: dict[str, Any] = {}
+
+    @property
+    def has_begun(self) -> bool:
+        """True once there was an output."""
+        return self._has_begun
+
+    def queue(self) -> list[dict[str, Any]]:
+        """The events of a response in the background before its turn."""
+        self._was_queued = True
+        self.response = queued(self._plan)
+        return [
+            self._event("response.created", response=self.response),
+            self._event("response.queued", response=self.response),
+        ]
+
+    def update(self, prompt_index: int, output: TokenOutput) -> list[dict[str, Any]]:
+        if self._plan.raw_text is not None:
+            self._output_ids += output.token_ids
+        chunks = self._chat.update(prompt_index, output)
+        return [*self._begin(), *(event for chunk in chunks for event in self._take(chunk))]
+
+    def finish(self) -> list[dict[str, Any]]:
+        (last,) = self._chat.finish()
+        assert self._finish_reason is not None, "the chat path has checked that the choice has an end"
+        events = self._begin()
+        if not self._output and self._open is None:  # an answer without a word is an answer
+            events += self._open_item(MessageItem(self._item_id("msg")))
+        status = status_of(self._finish_reason)
+        events += self._close_item(status)
+        self.response = ended(
+            self._plan,
+            self._output,
+            finish_reason=self._finish_reason,
+            usage=last["usage"],
+            now_s=int(self._unix_time_s()),
+        ) | raw_messages(self._plan, self._output_ids)
+        self._on_end(self.response)
+        return [*events, self._event(f"response.{status}", response=self.response)]
+
+    def fail(self, error: ErrorReply) -> list[dict[str, Any]]:
+        """The events that end a stream which has begun and cannot go on."""
+        events = [*self._begin(), *self._close_item("incomplete")]
+        code = _CODES.get(error.code, "server_error")
+        self.response = failed(self._plan, self._output, {"code": code, "message": error.message})
+        return [*events, self._event("response.failed", response=self.response)]
+
+    def cancel(self) -> list[dict[str, Any]]:
+        """The last events of a response in the background that shall not go on."""
+        events = self._close_item("incomplete")
+        self.response = cancelled(self._plan, self._output)
+        # No event is called after it: the status of the response tells it from one that was cut off.
+        return [*events, self._event("response.incomplete", response=self.response)]
+
+    def _begin(self) -> list[dict[str, Any]]:
+        if self._has_begun:
+            return []
+        self._has_begun = True
+        response = self.response = begun(self._plan)
+        kinds = ("in_progress",) if self._was_queued else ("created", "in_progress")
+        return [self._event(f"response.{kind}", response=response) for kind in kinds]
+
+    def _take(self, chunk: dict[str, Any]) -> list[dict[str, Any]]:
+        events: list[dict[str, Any]] = []
+        for choice in chunk["choices"]:
+            delta = choice["delta"]
+            if delta.get("reasoning_content"):
+                events += self._add_reasoning(delta["reasoning_content"])
+            self._held_logprobs += (choice.get("logprobs") or {}).get("content") or []
+            is_text = "content" in delta or isinstance(self._open, MessageItem)
+            if delta.get("content") or (self._held_logprobs and is_text):
+                events += self._add_text(delta.get("content") or "", self._held_logprobs)
+            # An output without a word, behind reasoning or a call, is the mark that ends it.
+            if delta.keys() & _SAYING or self._open is not None:
+                self._held_logprobs = []
+            for call in delta.get("tool_calls") or ():
+                events += self._add_call(call)
+            self._finish_reason = choice.get("finish_reason") or self._finish_reason
+        return events
+
+    def _add_text(self, text: str, logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        events: list[dict[str, Any]] = []
+        if not isinstance(self._open, MessageItem):
+            events += self._open_item(MessageItem(self._item_id("msg")))
+        assert isinstance(self._open, MessageItem)
+        self._open.text.append(text)
+        self._open.logprobs.add({"logprobs": logprobs})
+        delta = self._part_event("response.output_text.delta", delta=text, logprobs=logprobs)
+        return [*events, delta]
+
+    def _add_reasoning(self, text: str) -> list[dict[str, Any]]:
+        events: list[dict[str, Any]] = []
+        if not isinstance(self._open, ReasoningItem):
+            events += self._open_item(ReasoningItem(self._item_id("rs")))
+        assert isinstance(self._open, ReasoningItem)
+        self._open.text.append(text)
+        return [*events, self._part_event("response.reasoning_text.delta", delta=text)]
+
+    def _add_call(self, call: dict[str, Any]) -> list[dict[str, Any]]:
+        events: list[dict[str, Any]] = []
+        function = call.get("function") or {}
+        if not isinstance(self._open, FunctionCallItem) or self._open.number != call["index"]:
+            item = FunctionCallItem(self._item_id("fc"), call["id"], function["name"], call["index"])
+            events += self._open_item(item)
+        assert isinstance(self._open, FunctionCallItem)
+        if arguments := function.get("arguments"):
+            self._open.arguments.append(arguments)
+            events.append(self._item_event("response.function_call_arguments.delta", delta=arguments))
+        return events
+
+    def _open_item(self, item: OutputItem) -> list[dict[str, Any]]:
+        events = self._close_item("completed")
+        self._open = item
+        added = item.body("in_progress")
+        events.append(self._event("response.output_item.added", output_index=len(self._output), item=added))
+        if not isinstance(item, FunctionCallItem):
+            events.append(self._part_event("response.content_part.added", part=item.part()))
+        return events
+
+    def _close_item(self, status: str) -> list[dict[str, Any]]:
+        item = self._open
+        if item is None:
+            return []
+        if isinstance(item, FunctionCallItem):
+            events = [
+                self._item_event("response.function_call_arguments.done", arguments="".join(item.arguments))
+            ]
+        else:
+            part = item.part()
+            kind = "output_text" if isinstance(item, MessageItem) else "reasoning_text"
+            said = {name: part[name] for name in ("text", "logprobs") if name in part}
+            events = [
+                self._part_event(f"response.{kind}.done", **said),
+                self._part_event("response.content_part.done", part=part),
+            ]
+        body = item.body(status)
+        events.append(self._event("response.output_item.done", output_index=len(self._output), item=body))
+        self._output.append(body)
+        self._open = None
+        return events
+
+    def _item_id(self, prefix: str) -> str:
+        place = len(self._output) + (self._open is not None)
+        return self._plan.item_id(prefix, place)
+
+    def _part_event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        return self._item_event(kind, content_index=0, **fields)
+
+    def _item_event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        assert self._open is not None
+        return self._event(kind, item_id=self._open.id, output_index=len(self._output), **fields)
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        self._sequence_number += 1
+        return {"type": kind, "sequence_number": self._sequence_number - 1, **fields}
+
+
+class WholeResponse:
+    """A response that is sent when all of it is there."""
+
+    def __init__(self, stream: ResponseStream) -> None:
+        self._stream = stream
+
+    def update(self, prompt_index: int, output: TokenOutput) -> None:
+        self._stream.update(prompt_index, output)
+
+    def finish(self) -> dict[str, Any]:
+        self._stream.finish()
+        return self._stream.response
+
+
+class ResponseFraming(ServerSentEvents):
+    """Named events, and no [DONE]: the last event says by its name that it is the last."""
+
+    end = b""
+
+    def __init__(self, stream: ResponseStream) -> None:
+        self._stream = stream
+
+    def events(self, payloads: Iterable[dict[str, Any]]) -> bytes:
+        return b"".join(map(framed, payloads))
+
+    def failure(self, error: ErrorReply) -> bytes:
+        return self.events(self._stream.fail(error))
+
+
+def framed(payload: dict[str, Any]) -> bytes:
+    """One named event."""
+    name = str(payload["type"]).encode()
+    return b"event: " + name + b"\ndata: " + orjson.dumps(payload) + b"\n\n"

@@ -1,0 +1,270 @@
+"""Items of a conversation to the chat request that means the same.
+
+Owns: the chat message for each kind of item, the turns that may be left out, and the names under which
+errors of the chat path reach the caller of /v1/responses.
+Never: checks the request itself: that is the chat path's work (chat/turn.py).
+"""
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+from pydantic import ValidationError
+
+from engine.errors import ContextLengthExceeded, RequestRejected
+from server.api.chat.protocol import CHAT_REFUSALS, ChatCompletionRequest
+from server.api.responses.protocol import (
+    LOGPROBS_INCLUDE,
+    PASSED_ON,
+    AllowedFunctions,
+    FunctionChoice,
+    FunctionTool,
+    InputItem,
+    ItemPart,
+    ResponsesRequest,
+    TextFormat,
+)
+from server.edge.http.json_body import rejection
+from server.edge.refusals import refuse_unsupported, unsupported
+
+_ROLES: Final = ("user", "assistant", "system", "developer")
+_INSTRUCTING_ROLES: Final = ("system", "developer")
+_AFTER_REASONING: Final = ("content", "tool_calls")
+_ALL_OF_A_TURN: Final = ("reasoning_content", *_AFTER_REASONING)
+"""The parts of a message in their order: reasoning, text, calls. Each is an item of its own."""
+_TEXT_PARTS: Final = ("input_text", "output_text", "text")
+
+_NAMES: Final = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+"""The chat path's name of a field to ours; a name comes before its own beginning."""
+
+
+def chat_request_of(body: ResponsesRequest, items: Sequence[InputItem]) -> ChatCompletionRequest:
+    """`items` are the whole conversation; of `body` all the rest counts. Raises RequestRejected."""
+    fields: dict[str, Any] = {name: getattr(body, name) for name in PASSED_ON}
+    fields["messages"] = _messages(body, items)
+    fields["max_completion_tokens"] = body.max_output_tokens
+    if wants_logprobs(body):
+        fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
+    if body.text is not None and body.text.format is not None and body.text.format.type != "text":
+        fields["response_format"] = _response_format(body.text.format)
+    if body.tools:
+        fields["tools"] = [_tool(tool, f"tools[{place}]") for place, tool in enumerate(body.tools)]
+        fields["parallel_tool_calls"] = body.parallel_tool_calls
+    if body.tool_choice is not None and (body.tools or body.tool_choice not in ("none", "auto")):
+        fields["tool_choice"] = _tool_choice(body.tool_choice)
+    if body.reasoning is not None:
+        fields["reasoning_effort"] = body.reasoning.effort
+    present = {name: value for name, value in fields.items() if value is not None}
+    try:
+        refuse_unsupported(present, CHAT_REFUSALS)
+        return ChatCompletionRequest.model_validate(present)
+    except ValidationError as error:
+        raise renamed(rejection(error)) from None
+
+
+def said_item(item: dict[str, Any]) -> InputItem:
+    """An item of a response's output, as input of the next. Never refused: a model keeps to no bounds."""
+    parts = [
+        ItemPart.model_construct(type=part["type"], text=part["text"]) for part in item.get("content") or ()
+    ]
+    names = ("type", "id", "status", "role", "call_id", "name", "arguments")
+    return InputItem.model_construct(
+        content=parts or None, **{name: item[name] for name in names if name in item}
+    )
+
+
+def wants_logprobs(body: ResponsesRequest) -> bool:
+    return LOGPROBS_INCLUDE in (body.include or ()) or bool(body.top_logprobs)
+
+
+def turns(items: Sequence[InputItem]) -> list[int]:
+    """Places where the conversation can be cut: each message of the user.
+
+    A template, and the answer to a function call, need what came before them in their turn.
+    """
+    return [place for place, item in enumerate(items) if _is_message(item) and item.role == "user"]
+
+
+def cut_before(items: Sequence[InputItem], place: int) -> tuple[InputItem, ...]:
+    """The conversation from `place` on, with the system messages that stand before it."""
+    return (*(item for item in items[:place] if _is_instructing(item)), *items[place:])
+
+
+def num_parts(items: Sequence[InputItem]) -> int:
+    """Number of parts, with which the work on the items grows."""
+    return sum(1 + len(item.content or ()) + len(item.output or ()) for item in items)
+
+
+@contextmanager
+def in_our_words() -> Generator[None, None, None]:
+    """Let the chat path's complaints name the fields that the caller wrote."""
+    try:
+        yield
+    except RequestRejected as error:
+        raise renamed(error) from error
+
+
+def renamed(error: RequestRejected) -> RequestRejected:
+    """Translate an error about a chat field into one about the response's field."""
+    message, param = str(error), error.param
+    if param is not None:
+        param = _our_name(param)
+        message = message.replace(str(error.param), param)
+    for theirs, ours in _NAMES.items():
+        if theirs != "messages":  # which is also a word
+            message = message.replace(theirs, ours)
+    if isinstance(error, ContextLengthExceeded):
+        return ContextLengthExceeded(message, param=param or "input")
+    return RequestRejected(message, param=param, code=error.code)
+
+
+def _our_name(param: str) -> str:
+    if param.startswith("messages"):  # items are numbered differently: the place says nothing here
+        return "input"
+    if param.startswith(("tools[", "tool_choice.")):
+        # A chat wraps what it says of a tool into one more object.
+        return param.replace(".function", "", 1).replace(".allowed_tools", "", 1)
+    for theirs, ours in _NAMES.items():
+        if param == theirs or param.startswith(f"{theirs}."):
+            return ours + param.removeprefix(theirs)
+    return param
+
+
+def _messages(body: ResponsesRequest, items: Sequence[InputItem]) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    if body.instructions is not None:
+        messages.append({"role": "system", "content": body.instructions})
+    num_earlier = len(items) - len(body.input)
+    for place, item in enumerate(items):
+        _append(messages, item, f"input[{place - num_earlier}]" if place >= num_earlier else "input")
+    for message in messages:  # a turn of reasoning alone has said nothing
+        if "content" not in message and "tool_calls" not in message:
+            message["content"] = ""
+    return messages
+
+
+def _append(messages: list[dict[str, Any]], item: InputItem, where: str) -> None:
+    if _is_message(item):
+        if item.role not in _ROLES:
+            raise unsupported(f"{where}.role", f"the role must be one of {', '.join(_ROLES)}")
+        text = _text(item.content, f"{where}.content")
+        if item.role == "assistant":
+            _assistant_turn(messages, before=_AFTER_REASONING)["content"] = text
+        else:
+            messages.append({"role": item.role, "content": text})
+    elif item.type == "reasoning":
+        if item.encrypted_content is not None:
+            where += ".encrypted_content"
+            raise unsupported(where, f"{where} cannot be read here; send the item without it")
+        text = "\n".join(part.text or "" for part in (*(item.summary or ()), *(item.content or ())))
+        if text:
+            _assistant_turn(messages, before=_ALL_OF_A_TURN)["reasoning_content"] = text
+    elif item.type == "function_call":
+        _assistant_turn(messages, before=()).setdefault("tool_calls", []).append(_call(item, where))
+    elif item.type == "function_call_output":
+        call_id = _required(item.call_id, f"{where}.call_id")
+        text = _text(item.output, f"{where}.output")
+        messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+    else:
+        raise unsupported(
+            f"{where}.type",
+            f"items of type {item.type!r} are not supported; use message, function_call,"
+            " function_call_output or reasoning",
+        )
+
+
+def _assistant_turn(messages: list[dict[str, Any]], *, before: Sequence[str]) -> dict[str, Any]:
+    """The message under way, unless it is past this point already; else a new one."""
+    last = messages[-1] if messages else {}
+    if last.get("role") != "assistant" or any(name in last for name in before):
+        messages.append({"role": "assistant"})
+    return messages[-1]
+
+
+def _is_message(item: InputItem) -> bool:
+    return item.type == "message" or (item.type is None and item.role is not None)
+
+
+def _is_instructing(item: InputItem) -> bool:
+    return _is_message(item) and item.role in _INSTRUCTING_ROLES
+
+
+def _text(parts: Sequence[ItemPart] | None, where: str) -> str:
+    if parts is None:
+        raise RequestRejected(f"{where} is required", param=where, code="missing_field")
+    return "\n".join(_part_text(part, f"{where}[{place}]") for place, part in enumerate(parts))
+
+
+def _part_text(part: ItemPart, where: str) -> str:
+    if part.type == "refusal":
+        return _required(part.refusal, f"{where}.refusal")
+    if part.type not in _TEXT_PARTS:
+        raise unsupported(
+            f"{where}.type", f"content parts of type {part.type!r} are not supported; use input_text"
+        )
+    return _required(part.text, f"{where}.text")
+
+
+def _call(item: InputItem, where: str) -> dict[str, Any]:
+    function = {
+        "name": _required(item.name, f"{where}.name"),
+        "arguments": _required(item.arguments, f"{where}.arguments"),
+    }
+    return {"id": _required(item.call_id, f"{where}.call_id"), "type": "function", "function": function}
+
+
+def _required(value: str | None, where: str) -> str:
+    if value is None:
+        raise RequestRejected(f"{where} is required", param=where, code="missing_field")
+    return value
+
+
+def _response_format(asked: TextFormat) -> dict[str, Any]:
+    if asked.type != "json_schema":
+        return {"type": asked.type}
+    if asked.json_schema is None:
+        raise RequestRejected(
+            "text.format.schema is required", param="text.format.schema", code="missing_field"
+        )
+    described = {
+        "name": asked.name or "response",
+        "description": asked.description,
+        "schema": asked.json_schema,
+        "strict": asked.strict,
+    }
+    return {
+        "type": "json_schema",
+        "json_schema": {name: value for name, value in described.items() if value is not None},
+    }
+
+
+def _tool(tool: FunctionTool, where: str) -> dict[str, Any]:
+    if tool.type != "function":
+        raise unsupported(f"{where}.type", f"tools of type {tool.type!r} are not supported; use function")
+    described = {
+        "name": _required(tool.name, f"{where}.name"),
+        "description": tool.description,
+        "parameters": tool.parameters,
+        "strict": tool.strict,
+    }
+    return {
+        "type": "function",
+        "function": {name: value for name, value in described.items() if value is not None},
+    }
+
+
+def _tool_choice(choice: str | FunctionChoice | AllowedFunctions) -> str | dict[str, Any]:
+    match choice:
+        case FunctionChoice():
+            return {"type": "function", "function": {"name": choice.name}}
+        case AllowedFunctions():
+            tools = [_tool_choice(tool) for tool in choice.tools]
+            return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
+        case _:
+            return choice

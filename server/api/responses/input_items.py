@@ -1,0 +1,116 @@
+"""Input items of a stored response, a page at a time.
+
+Owns: the shape and the id of each item, and the choice of items for a page.
+Never: items as input of a chat template (input.py), or the owner of a response.
+Source: OpenAI's reference of GET /v1/responses/{id}/input_items.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from engine.errors import RequestRejected
+from server.api.responses.protocol import InputItem, ItemPart
+
+MAX_PAGE_ITEMS = 100
+_PAGE_ITEMS = 20
+_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+"""Prefix of the ids of items that came without one."""
+
+
+class Order(StrEnum):
+    """Order of the items."""
+
+    OLDEST_FIRST = "asc"
+    NEWEST_FIRST = "desc"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageRequest:
+    """The page that is asked for."""
+
+    limit: int = _PAGE_ITEMS
+    order: Order = Order.NEWEST_FIRST
+    after: str | None = None
+    """The id of the item before the first one, in this order; None: from the beginning."""
+
+
+def page_request(query: Mapping[str, str]) -> PageRequest:
+    """Read the query of the URL. Raises RequestRejected."""
+    limit, order = query.get("limit", str(_PAGE_ITEMS)), query.get("order", Order.NEWEST_FIRST)
+    is_number = limit.isascii() and limit.isdigit() and len(limit) <= len(str(MAX_PAGE_ITEMS))
+    if not is_number or not 1 <= int(limit) <= MAX_PAGE_ITEMS:
+        raise RequestRejected(
+            f"limit must be a whole number from 1 to {MAX_PAGE_ITEMS}, not {limit!r}", param="limit"
+        )
+    if order not in tuple(Order):
+        raise RequestRejected(f"order must be asc or desc, not {order!r}", param="order")
+    return PageRequest(limit=int(limit), order=Order(order), after=query.get("after"))
+
+
+def page_of(items: Sequence[InputItem], response_id: str, asked: PageRequest) -> dict[str, Any]:
+    """Build a page, as OpenAI documents it. Raises RequestRejected if no item has the id of `after`."""
+    named = list(zip(_ids(items, response_id), items, strict=True))
+    if asked.order is Order.NEWEST_FIRST:
+        named.reverse()
+    start = 0
+    if asked.after is not None:
+        start = _place_of(asked.after, [item_id for item_id, _ in named]) + 1
+    shown = named[start : start + asked.limit]
+    return {
+        "object": "list",
+        "data": [_body(item_id, item) for item_id, item in shown],
+        "first_id": shown[0][0] if shown else None,
+        "last_id": shown[-1][0] if shown else None,
+        "has_more": start + asked.limit < len(named),
+    }
+
+
+def _place_of(item_id: str, ids: Sequence[str]) -> int:
+    if item_id not in ids:
+        raise RequestRejected(f"after: this response has no input item {item_id[:128]!r}", param="after")
+    return ids.index(item_id)
+
+
+def _ids(items: Iterable[InputItem], response_id: str) -> list[str]:
+    """Each id names one item, and the same one each time, so that pages join without a gap."""
+    ids: dict[str, None] = {}
+    for place, item in enumerate(items):
+        made = f"{_PREFIXES[_kind(item)]}_{response_id.partition('_')[2]}_in{place}"
+        ids[item.id if item.id and item.id not in ids else made] = None
+    return list(ids)
+
+
+def _kind(item: InputItem) -> str:
+    return item.type or "message"
+
+
+def _body(item_id: str, item: InputItem) -> dict[str, Any]:
+    body: dict[str, Any] = {"id": item_id, "type": _kind(item), "status": item.status or "completed"}
+    match item.type:
+        case "function_call":
+            return body | {"call_id": item.call_id, "name": item.name, "arguments": item.arguments}
+        case "function_call_output":
+            return body | {"call_id": item.call_id, "output": _output(item.output or ())}
+        case "reasoning":
+            return body | {"summary": _plain(item.summary or ()), "content": _plain(item.content or ())}
+        case _:
+            parts = [_message_part(item.role, part) for part in item.content or ()]
+            return body | {"role": item.role, "content": parts}
+
+
+def _plain(parts: Iterable[ItemPart]) -> list[dict[str, Any]]:
+    return [part.model_dump(exclude_none=True) for part in parts]
+
+
+def _output(parts: Sequence[ItemPart]) -> str | list[dict[str, Any]]:
+    return parts[0].text or "" if len(parts) == 1 else _plain(parts)
+
+
+def _message_part(role: str | None, part: ItemPart) -> dict[str, Any]:
+    if part.type == "refusal":
+        return {"type": "refusal", "refusal": part.refusal}
+    if role == "assistant":
+        return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": []}
+    return {"type": "input_text", "text": part.text}

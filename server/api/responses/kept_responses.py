@@ -1,0 +1,200 @@
+"""Responses of the background on disk, and their return after a restart of the server.
+
+Owns: what is written of a request so that it can be made again, and what becomes of each response at a start:
+one at its end is stored again, one under way is made again, and one that was streamed has failed.
+Never: the tables (server/api/files/store.py), or the making (background.py).
+"""
+
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+
+import orjson
+from fastapi import FastAPI
+
+from server.api.files.access import StateAccess, unix_time_s
+from server.api.files.store import ResponseBounds, ResponseRow
+from server.api.responses.background import BackgroundResponses, Work
+from server.api.responses.making import Making, ResponseTask, begin_making, stored_response
+from server.api.responses.protocol import InputItem, ResponsesRequest
+from server.api.responses.store import (
+    MAX_RESPONSES,
+    RESPONSE_TTL_S,
+    ResponseStore,
+    StoredResponse,
+    weigh,
+)
+from server.edge.access.key_ring import KeyRing
+from server.edge.access.rate_limits import Caller
+from server.edge.error_replies import InvalidApiKey
+from server.edge.http.edge import Edge, EdgeSettings
+from server.reply.generate.calls import Origin, service_terms
+
+log = logging.getLogger(__name__)
+
+_INTERRUPTED = {
+    "code": "server_error",
+    "message": "the server was restarted, and a stream cannot be gone on with: ask again",
+}
+
+
+class KeptResponses:
+    """The store in memory, and the copy of what came from the background on disk, if there is a folder."""
+
+    def __init__(self, store: ResponseStore, desk: StateAccess, settings: EdgeSettings) -> None:
+        self._store = store
+        self._desk = desk
+        self._bounds = ResponseBounds(
+            max_responses=MAX_RESPONSES, max_bytes=settings.responses_store_bytes, ttl_s=RESPONSE_TTL_S
+        )
+
+    @property
+    def is_on_disk(self) -> bool:
+        """True if a restart loses nothing."""
+        return self._desk.is_open
+
+    async def begin(self, owner: str, task: ResponseTask, response: dict[str, Any]) -> None:
+        """Write down a response that is to be made, before the client hears of it."""
+        if not self._desk.is_open:
+            return
+        row = ResponseRow(
+            id=response["id"],
+            owner=owner,
+            is_open=True,
+            changed_s=unix_time_s(),
+            request=_written(task),
+            body=orjson.dumps(response),
+        )
+        await self._desk.do(lambda store: store.add_response(row))
+
+    def saver(self, owner: str, task: ResponseTask) -> Callable[[dict[str, Any]], Awaitable[None]]:
+        """Return a function that keeps the response at its end."""
+
+        async def save(response: dict[str, Any]) -> None:
+            stored = stored_response(owner, task.body, task.earlier, response)
+            self._store.add(response["id"], stored, now_s=time.monotonic())
+            if self._desk.is_open:
+                await self._desk.keep(
+                    lambda rows: rows.end_response(
+                        response["id"], stored.body, self._bounds, now_s=unix_time_s()
+                    )
+                )
+
+        return save
+
+    async def delete(self, owner: str, response_id: str) -> None:
+        """Delete what is on disk."""
+        if self._desk.is_open:
+            await self._desk.do(lambda rows: rows.delete_response(owner, response_id))
+
+    def store_again(self, row: ResponseRow, task: ResponseTask, response: dict[str, Any]) -> None:
+        """Store a response that had its end before the restart."""
+        stored = stored_response(row.owner, task.body, task.earlier, response)
+        self._store.add(row.id, stored, now_s=time.monotonic())
+
+    async def rows(self) -> list[ResponseRow]:
+        return await self._desk.keep(lambda rows: rows.responses()) if self._desk.is_open else []
+
+
+async def go_on(app: FastAPI) -> None:
+    """Take up what the last run of the server left on disk. Raises nothing."""
+    edge = cast(Edge, app.state.edge)
+    kept = cast(KeptResponses, app.state.kept_responses)
+    try:
+        rows = await kept.rows()
+    except Exception:
+        log.exception("no response on disk can be taken up before the next start")
+        edge.metrics.count_background_fault("responses")
+        return
+    for row in rows:
+        try:
+            await _take_up(app, kept, row)
+        except Exception:  # one row that cannot be read must not keep the others back
+            log.exception("a response on disk cannot be taken up: %s", row.id)
+            edge.metrics.count_background_fault("response")
+
+
+async def _take_up(app: FastAPI, kept: KeptResponses, row: ResponseRow) -> None:
+    try:
+        task = _read(row, cast(KeyRing, app.state.keys))
+    except InvalidApiKey:  # nobody could fetch it
+        await kept.delete(row.owner, row.id)
+        return
+    save, response = kept.saver(row.owner, task), orjson.loads(row.body)
+    if not row.is_open:
+        kept.store_again(row, task, response)
+    elif task.body.stream:
+        await save(response | {"status": "failed", "error": _INTERRUPTED})
+    else:
+        background = cast(BackgroundResponses, app.state.background)
+        background.begin(row.id, _work(app.state.edge, row.owner, task, save, response))
+
+
+def _work(
+    edge: Edge,
+    owner: str,
+    task: ResponseTask,
+    save: Callable[[dict[str, Any]], Awaitable[None]],
+    response: dict[str, Any],
+) -> Work:
+    async def make() -> Making:
+        return await begin_making(edge, task, on_end=lambda _: None)
+
+    return Work(
+        owner=owner,
+        make=make,
+        save=save,
+        response=response,
+        events=None,
+        settle=task.origin.settle,
+        can_be_left=True,
+    )
+
+
+def _written(task: ResponseTask) -> bytes:
+    items = None if task.earlier is None else [_plain(item) for item in task.earlier.conversation]
+    body = task.body.model_dump(mode="json", by_alias=True, exclude_none=True)
+    return orjson.dumps(
+        {
+            "body": body,
+            "earlier": items,
+            "tenant": task.origin.terms.tenant,
+            "created_at": task.created_s,
+        }
+    )
+
+
+def _plain(item: InputItem) -> dict[str, Any]:
+    return item.model_dump(mode="json", exclude_none=True)
+
+
+def _read(row: ResponseRow, keys: KeyRing) -> ResponseTask:
+    """Read a request back. Raises InvalidApiKey if its key is not known any more."""
+    written = orjson.loads(row.request)
+    body = ResponsesRequest.model_validate(written["body"])
+    key = keys.named(row.owner)
+    if key is None and keys.is_locked and row.is_open:
+        raise InvalidApiKey("the API key of this response is not known here any more")
+    origin = Origin(
+        reply_id=row.id,
+        terms=service_terms(body, key, written["tenant"]),
+        max_tenant_tokens=key.max_queued_tokens if key else None,
+        allowance=keys.rates.allowance(key, Caller.CLIENT),
+    )
+    return ResponseTask(
+        body=body,
+        earlier=_earlier(row.owner, written["earlier"]),
+        origin=origin,
+        created_s=written["created_at"],
+        is_stored=True,
+    )
+
+
+def _earlier(owner: str, written: list[dict[str, Any]] | None) -> StoredResponse | None:
+    if written is None:
+        return None
+    items = tuple(map(InputItem.model_validate, written))
+    return StoredResponse(
+        owner=owner, body=b"", input=(), conversation=items, num_conversation_bytes=weigh(items)
+    )

@@ -1,0 +1,152 @@
+"""The making of one response: its conversation, its chat turn, and the stored part of it.
+
+Owns: the way from a request, fresh or read back from disk, to a reply that is ready to be made.
+Never: HTTP, or rendering and generating: that is the chat path, step for step.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import orjson
+
+from engine.errors import ContextLengthExceeded, RequestRejected
+from engine.types import GenerationRequest
+from server.api.chat.replies import ChatStream
+from server.api.chat.turn import ChatTurn, prepare_turn, raw_text
+from server.api.responses.events import OnEnd, ResponseStream
+from server.api.responses.input import (
+    chat_request_of,
+    cut_before,
+    in_our_words,
+    num_parts,
+    said_item,
+    turns,
+    wants_logprobs,
+)
+from server.api.responses.protocol import InputItem, ResponsesRequest
+from server.api.responses.replies import ResponsePlan
+from server.api.responses.store import StoredResponse, weigh
+from server.edge.http.edge import Edge
+from server.reply.generate.answering import new_head
+from server.reply.generate.calls import Origin
+from server.reply.generate.replies import ReplyHead, ReplyPlan, UsageReport
+
+_MAX_INLINE_PARTS = 1024
+"""More are converted in a thread, so that other streams go on meanwhile: 4096 took 60 ms."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseTask:
+    """A response that is asked for."""
+
+    body: ResponsesRequest
+    earlier: StoredResponse | None
+    """The response that it goes on from."""
+    origin: Origin
+    created_s: int
+    is_stored: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Making:
+    """A response that can be made now."""
+
+    request: GenerationRequest
+    reply: ResponseStream
+
+
+async def begin_making(edge: Edge, task: ResponseTask, on_end: OnEnd) -> Making:
+    """Prepare the chat turn. Raises RequestRejected, Overloaded, EngineUnavailable."""
+    turn = await _prepare(edge, task.body, _conversation(task.body, task.earlier), task.origin)
+    head = new_head(task.origin, edge.engine.info)
+    plan = ResponsePlan(
+        id=head.id,
+        created_s=task.created_s,
+        model=head.model,
+        body=task.body,
+        params=turn.request.params,
+        is_stored=task.is_stored,
+        prompt_ids=turn.prompt_ids,
+        raw_text=partial(raw_text, edge.engine) if task.body.enable_response_messages else None,
+    )
+    chat = ChatStream(_chat_plan(task.body, turn, head), turn.reading)
+    return Making(
+        request=turn.request, reply=ResponseStream(plan, chat, on_end=on_end, unix_time_s=time.time)
+    )
+
+
+def stored_response(
+    owner: str, body: ResponsesRequest, earlier: StoredResponse | None, response: dict[str, Any]
+) -> StoredResponse:
+    """Make the entry of the store for a response at its end."""
+    new = (*body.input, *map(said_item, response["output"]))
+    return StoredResponse(
+        owner=owner,
+        body=orjson.dumps(response),
+        input=tuple(body.input),
+        conversation=(*(earlier.conversation if earlier else ()), *new),
+        num_conversation_bytes=weigh(new) + (earlier.num_conversation_bytes if earlier else 0),
+    )
+
+
+def _conversation(body: ResponsesRequest, earlier: StoredResponse | None) -> tuple[InputItem, ...]:
+    """The items of the earlier response and of this request. Raises RequestRejected if there are none."""
+    items = (*(earlier.conversation if earlier else ()), *body.input)
+    if not items and body.instructions is None:
+        raise RequestRejected("input must not be an empty list", param="input")
+    return items
+
+
+def _chat_plan(body: ResponsesRequest, turn: ChatTurn, head: ReplyHead) -> ReplyPlan:
+    return ReplyPlan(
+        head=head,
+        num_prompt_tokens=(len(turn.prompt_ids),),
+        n=1,
+        has_logprobs=wants_logprobs(body),
+        usage=UsageReport(at_end=True),
+    )
+
+
+async def _prepare(
+    edge: Edge, body: ResponsesRequest, items: Sequence[InputItem], origin: Origin
+) -> ChatTurn:
+    """The chat path up to the first token, its errors in the words of this endpoint."""
+    with in_our_words():
+        prepare = _turn_that_fits if body.truncation == "auto" else _turn
+        return await prepare(edge, body, items, origin)
+
+
+async def _turn(edge: Edge, body: ResponsesRequest, items: Sequence[InputItem], origin: Origin) -> ChatTurn:
+    """The chat path up to the first token. Raises RequestRejected, Overloaded."""
+    if num_parts(items) > _MAX_INLINE_PARTS:
+        chat = await asyncio.to_thread(chat_request_of, body, items)
+    else:
+        chat = chat_request_of(body, items)
+    return await prepare_turn(edge, chat, origin)
+
+
+async def _turn_that_fits(
+    edge: Edge, body: ResponsesRequest, items: Sequence[InputItem], origin: Origin
+) -> ChatTurn:
+    """Leave out as few of the oldest turns as possible. Raises ContextLengthExceeded if one is too long."""
+    try:
+        return await _turn(edge, body, items, origin)
+    except ContextLengthExceeded:
+        places = turns(items)
+        if not places:
+            raise
+    # The fewer turns, the shorter: each try rules out half of the remaining ones.
+    low, high = 0, len(places) - 1
+    while low < high:
+        middle = (low + high) // 2
+        try:
+            await _turn(edge, body, cut_before(items, places[middle]), origin)
+        except ContextLengthExceeded:
+            low = middle + 1
+        else:
+            high = middle
+    return await _turn(edge, body, cut_before(items, places[low]), origin)

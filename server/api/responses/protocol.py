@@ -1,0 +1,269 @@
+"""Requests to POST /v1/responses exactly as OpenAI documents them, as far as text goes.
+
+Owns: the type and the bounds of every field that has an effect, and the fields that are refused by name.
+Never: items as input of a chat template (input.py).
+Source: OpenAI's reference of the Responses API; the types of its Python SDK.
+"""
+
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BeforeValidator, Field, PlainValidator, StringConstraints, ValidationError
+from pydantic_core import PydanticCustomError
+
+from server.api.chat.protocol import MAX_CONTENT_PARTS, MAX_MESSAGES
+from server.edge.wire_model import WireModel, shown_as
+from server.reply.generate.protocol import (
+    INT32_MAX,
+    MAX_LOGPROBS,
+    MAX_TEXT_CHARS,
+    WITHOUT_EFFECT,
+    LogitBias,
+    NumTokens,
+    ReasoningEffort,
+    SamplingFields,
+    Stop,
+)
+from server.reply.generate.structured_output import StructuredOutputsField
+
+MAX_TOOLS = 128
+MAX_INCLUDES = 16
+LOGPROBS_INCLUDE: Final = "message.output_text.logprobs"
+
+_Text = Annotated[str, StringConstraints(max_length=MAX_TEXT_CHARS)]
+_Word = Annotated[str, StringConstraints(max_length=64)]
+_Id = Annotated[str, StringConstraints(min_length=1, max_length=128)]
+_Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+_Summary = Literal["auto", "concise", "detailed"]
+
+
+def _wrong(message: str) -> PydanticCustomError:
+    return PydanticCustomError("wrong_shape", "{reason}", {"reason": message})
+
+
+def _as_parts(value: Any) -> Any:
+    if isinstance(value, str):
+        return [{"type": "input_text", "text": value}]
+    if isinstance(value, list):
+        return value
+    raise _wrong("must be a string or a list of content parts")
+
+
+def _as_items(value: Any) -> Any:
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if isinstance(value, list):
+        return value
+    raise _wrong("must be a string or a list of items")
+
+
+class ItemPart(WireModel):
+    """A piece of an item's content."""
+
+    type: _Word
+    """input_text, output_text or text; summary_text and reasoning_text in a reasoning item."""
+    text: _Text | None = None
+    refusal: _Text | None = None
+
+
+_PartList = Annotated[list[ItemPart], Field(max_length=MAX_CONTENT_PARTS, fail_fast=True)]
+_Content = Annotated[_PartList, BeforeValidator(_as_parts, json_schema_input_type=_Text | _PartList)]
+
+
+class InputItem(WireModel):
+    """One step of a conversation. Which of the fields count, `type` says."""
+
+    type: _Word | None = None
+    """message (or absent), function_call, function_call_output or reasoning."""
+    role: _Word | None = None
+    """Role of a message: user, assistant, system or developer (the same)."""
+    content: _Content | None = None
+    call_id: _Id | None = None
+    """Id that a function call shares with its output."""
+    name: Annotated[str, StringConstraints(min_length=1, max_length=64)] | None = None
+    """Name of the function that is called."""
+    arguments: _Text | None = None
+    """Arguments of the call, as JSON text."""
+    output: _Content | None = None
+    """Return value of the function."""
+    summary: _PartList | None = None
+    """Summary of a reasoning item, beside its content."""
+    encrypted_content: _Text | None = None
+    """Refused by name: only its author can read it."""
+
+    # Fields that items of a reply have; nothing depends on them.
+    id: Annotated[str, StringConstraints(max_length=128)] | None = None
+    status: _Word | None = None
+    phase: _Word | None = None
+
+
+_ItemList = Annotated[list[InputItem], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+Input = Annotated[_ItemList, BeforeValidator(_as_items, json_schema_input_type=_Text | _ItemList)]
+
+
+class TextFormat(WireModel):
+    """The shape of the reply's text."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: _Word | None = None
+    description: Annotated[str, StringConstraints(max_length=4096)] | None = None
+    # `schema` is a method of the base class, under which pydantic would hide the field.
+    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(WireModel):
+    """Options of the reply's text."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ReasoningOptions(WireModel):
+    """Amount of reasoning before the reply."""
+
+    effort: ReasoningEffort | None = None
+
+    # Accepted without effect, since agents send them unasked: the reasoning is in the reply itself.
+    summary: _Summary | None = None
+    generate_summary: _Summary | None = None
+
+
+class FunctionTool(WireModel):
+    """A function that the caller can run."""
+
+    type: _Word
+    """`function`; no other type is understood."""
+    name: Annotated[str, StringConstraints(min_length=1, max_length=64)] | None = None
+    description: Annotated[str, StringConstraints(max_length=16_384)] | None = None
+    parameters: dict[str, Any] | None = None
+    """A JSON schema; absent: no parameters."""
+    strict: bool | None = None
+
+
+class FunctionChoice(WireModel):
+    """Call this function and no other."""
+
+    type: Literal["function"]
+    name: _Word
+
+
+class AllowedFunctions(WireModel):
+    """Call these functions and no others."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[FunctionChoice], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+def _as_tool_choice(value: Any) -> Any:
+    """Distinguish the shapes by hand: a union would report an error for each of them."""
+    if isinstance(value, str) and value in ("none", "auto", "required"):
+        return value
+    kind = value.get("type") if isinstance(value, dict) else None
+    shape = _CHOICES.get(kind) if isinstance(kind, str) else None
+    if shape is None:
+        raise _wrong('must be "none", "auto" or "required", or have the type function or allowed_tools')
+    try:
+        return shape.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise _wrong(f"{where}: {first['msg']}") from None
+
+
+_CHOICES: Final[dict[str, type[FunctionChoice | AllowedFunctions]]] = {
+    "function": FunctionChoice,
+    "allowed_tools": AllowedFunctions,
+}
+ToolChoice = Annotated[
+    str | FunctionChoice | AllowedFunctions,
+    PlainValidator(
+        _as_tool_choice,
+        json_schema_input_type=Literal["none", "auto", "required"] | FunctionChoice | AllowedFunctions,
+    ),
+]
+
+
+class ResponsesRequest(SamplingFields):
+    """The body of POST /v1/responses. Its metadata is returned with the response."""
+
+    model_config = shown_as(input="Count from 3 to 8.", max_output_tokens=60)
+
+    input: Input
+    """A text, or the items of a conversation."""
+    instructions: _Text | None = None
+    """A system message before all else. It is not carried over by previous_response_id."""
+    previous_response_id: _Id | None = None
+    """Continue a stored response: its input and output come before `input`."""
+    store: bool | None = None
+    """On by default, where the server has a store."""
+    stream: bool | None = None
+    background: bool | None = None
+    """Answer at once, and make the response last in line; it is fetched, or followed, by its id."""
+    max_output_tokens: NumTokens | None = None
+    """Reasoning counts as well; absent: the rest of the context window."""
+    truncation: Literal["auto", "disabled"] | None = None
+    """auto: leave the oldest turns out until the rest fits the context window."""
+    text: TextOptions | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningOptions | None = None
+    include: Annotated[list[_Include], Field(max_length=MAX_INCLUDES, fail_fast=True)] | None = None
+    """Encrypted reasoning is accepted and not made: the reasoning itself is in the response."""
+    enable_response_messages: bool | None = None
+    """Return prompt and output as the model has them, as text and token ids."""
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    """Alternatives to each token; asks for logprobs by itself."""
+
+    # As vLLM has them here too.
+    logit_bias: LogitBias | None = None
+    stop: Stop | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    structured_outputs: StructuredOutputsField | None = None
+
+    @property
+    def default_priority(self) -> int:
+        """The last place in line for what nobody waits for."""
+        return INT32_MAX if self.background else 0
+
+
+PASSED_ON: Final = (
+    *(name for name in SamplingFields.model_fields if name not in WITHOUT_EFFECT),
+    "logit_bias",
+    "stop",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "skip_special_tokens",
+    "structured_outputs",
+)
+"""Fields that mean for a response what they mean for a chat completion."""
+
+_OFF: Final = (False,)
+
+RESPONSES_REFUSALS: Final[dict[str, tuple[Any, ...]]] = {
+    "access_programs": (),
+    "background_options": (),
+    "context_management": ([],),
+    "conversation": (),
+    "image": (),
+    "max_tool_calls": (),
+    "moderation": (),
+    "previous_input_messages": ([],),
+    "previous_response": (),
+    "prompt": (),
+    "prompt_cache_options": (),
+    "stream_options": ({}, {"include_obfuscation": False}),
+    # Of the other endpoints: here they have other names, or no meaning.
+    "functions": ([],),
+    "logprobs": _OFF,
+    "max_completion_tokens": (),
+    "max_tokens": (),
+    "messages": (),
+    "n": (1,),
+    "reasoning_effort": (),
+    "response_format": (),
+}
+"""Fields refused by name, unless set to one of these values, or to null."""

@@ -1,4 +1,0 @@
-"""The requests of a batch: their lines, their sending, and the batches of a running server (API process).
-
-Never: a command line (server/batch/), or a route (server/state/).
-"""

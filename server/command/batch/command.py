@@ -1,0 +1,276 @@
+"""`tokenyard run-batch`: a file of requests in, a file of answers out.
+
+Owns: the command line, whether the model runs here or a server is asked, the exit code.
+Never: opens a port: where the model runs here, its application is called in this process.
+
+Codes: 0 every request has an answer, 1 some have an error, 2 a mistake on the command line or in a file,
+69 the server was lost, 130 interrupted (both: run it again to go on), others as of `serve`.
+"""
+
+import argparse
+import asyncio
+import math
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from engine.options.edge_options import EdgeOptions
+from engine.options.engine_config import EngineConfig, ServerConfig, resolve
+from engine.options.options import OptionError
+from engine.options.sources import Source, merge, read_sources, source_of
+from server.api.batches.files import BatchFileError, InputFile, OutputFile, check_input, open_output
+from server.api.batches.run import BatchRun, Client, Counts, ServerLost
+from server.command.batch.progress import progress, summary
+from server.command.command_line import OptionParser
+from server.edge.http.http_client import ExchangeFailed, Reply, Target, fetch, key_from_environment
+from server.endpoints import BATCH_PATHS
+
+EXIT_SOME_FAILED = 1
+EXIT_USAGE = 2
+EXIT_SERVER_LOST = 69
+EXIT_INTERRUPTED = 130
+_PROGRAM = "tokenyard run-batch"
+_GO_ON = "run the same command again to go on from here"
+_REMOTE_CONCURRENCY = 64
+_MAX_CONCURRENCY = 4096
+_FIRST_CONTACT_S = 30.0
+_ABOUT_THE_PORT = (
+    *("host", "port", "api_key", "allow_unauthenticated", "enable_admin", "shutdown_timeout"),
+    *("drain_delay", "health_port"),
+    *(field.name for field in fields(EdgeOptions)),
+)
+"""Options of `serve` that mean nothing where no port is opened."""
+
+
+class _CannotRun(Exception):
+    """No model is there to answer. One line for the operator, and the code to end with."""
+
+    def __init__(self, what: str, code: int) -> None:
+        super().__init__(what)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """The parsed command line."""
+
+    input: Path
+    output: Path
+    target: Target | None
+    """A server elsewhere; None: the model runs here."""
+    concurrency: int | None
+    retry_s: float
+    timeout_s: float
+    serve_flags: dict[str, Any]
+    """Options of `serve`, as text."""
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the command with the words behind it; returns the exit code. Raises OptionError."""
+    asked = _read(words)
+    try:
+        source = check_input(asked.input)
+        with open_output(asked.output) as output:
+            return asyncio.run(_run(asked, source, output))
+    except BatchFileError as error:
+        return _say(str(error), EXIT_USAGE)
+    except _CannotRun as error:
+        return _say(str(error), error.code)
+    except ServerLost as error:
+        return _say(f"{error}; {_GO_ON}", EXIT_SERVER_LOST)
+    except OSError as error:  # a full disk
+        return _say(f"{asked.output} cannot be written ({error.strerror}); {_GO_ON}", EXIT_SOME_FAILED)
+    except KeyboardInterrupt:
+        return _say(f"interrupted; {_GO_ON}", EXIT_INTERRUPTED)
+
+
+def _say(text: str, code: int) -> int:
+    print(f"{_PROGRAM}: {text}", file=sys.stderr)
+    return code
+
+
+async def _run(asked: _Asked, source: InputFile, output: OutputFile) -> int:
+    num_skipped = sum(request.custom_id in output.answered_ids for request in source.requests())
+    num_open = source.num_requests - num_skipped
+    counts = Counts()
+    started_s = time.monotonic()
+    if num_open:
+        async with _client(asked) as (client, concurrency):
+            started_s = time.monotonic()
+            with progress(num_open) as show:
+                run = BatchRun(
+                    client=client,
+                    write=output.append,
+                    concurrency=asked.concurrency or concurrency,
+                    retry_s=asked.retry_s,
+                    counts=counts,
+                    show=show,
+                )
+                still_open = (
+                    request for request in source.requests() if request.custom_id not in output.answered_ids
+                )
+                await run.send_all(still_open, paths=BATCH_PATHS)
+    elapsed_s = time.monotonic() - started_s
+    print(summary(counts, num_skipped=num_skipped, elapsed_s=elapsed_s), file=sys.stderr)
+    return EXIT_SOME_FAILED if counts.num_failed else 0
+
+
+class _RemoteClient:
+    """A server that runs elsewhere."""
+
+    def __init__(self, target: Target, silence_s: float) -> None:
+        self._target = target
+        self._silence_s = silence_s
+
+    async def post(self, path: str, body: bytes) -> Reply:
+        return await fetch(self._target, "POST", path, body, silence_s=self._silence_s)
+
+
+@asynccontextmanager
+async def _client(asked: _Asked) -> AsyncIterator[tuple[Client, int]]:
+    """Open the client, and say how many requests keep its server busy. Raises _CannotRun."""
+    if asked.target is None:
+        async with _local_client(asked) as found:
+            yield found
+        return
+    try:
+        # A server that is not there at all is a mistake; one that goes away later is waited for.
+        await fetch(asked.target, "GET", "/health", silence_s=_FIRST_CONTACT_S)
+    except ExchangeFailed as error:
+        advice = "check --base-url, or leave it out to run the model here"
+        raise _CannotRun(f"{error}; {advice}", EXIT_SERVER_LOST) from None
+    yield _RemoteClient(asked.target, asked.timeout_s), _REMOTE_CONCURRENCY
+
+
+@asynccontextmanager
+async def _local_client(asked: _Asked) -> AsyncIterator[tuple[Client, int]]:
+    engine_config, server_config = _configs(asked.serve_flags)
+    # Not at the top: this is where the seconds of imports begin.
+    from server.api.batches.app_client import AppClient
+    from server.command.batch.local_engine import CannotLoad, local_app
+
+    # Twice what runs at once, so that the next one is there when one ends; more would only wait.
+    concurrency = min(2 * engine_config.scheduler.max_num_seqs, engine_config.max_queued_requests)
+    try:
+        async with local_app(engine_config, server_config) as app:
+            yield AppClient(app), concurrency
+    except CannotLoad as error:
+        raise _CannotRun(str(error), error.code) from None
+
+
+def _read(words: Sequence[str]) -> _Asked:
+    """Raises OptionError."""
+    found = build_parser().read(words)
+    own = {name: found.pop(name) for name in ("input", "output", "concurrency", "retry_for", "timeout")}
+    base_url = found.pop("base_url")
+    target = None
+    if base_url is not None:
+        given = found.pop("api_key", None)
+        target = _target(base_url, given[0] if given else key_from_environment())
+        _refuse(found, "the server at --base-url has options of its own")
+    else:
+        _refuse([name for name in found if name in _ABOUT_THE_PORT], "run-batch opens no port")
+        _configs(found)  # mistakes first, before the files are looked at
+    return _Asked(
+        input=own["input"],
+        output=own["output"],
+        target=target,
+        concurrency=own["concurrency"],
+        retry_s=own["retry_for"],
+        timeout_s=own["timeout"],
+        serve_flags=found,
+    )
+
+
+def _configs(serve_flags: dict[str, Any]) -> tuple[EngineConfig, ServerConfig]:
+    """Configuration of the model that is loaded here. Raises OptionError."""
+    sources = read_sources(serve_flags, os.environ)
+    options = merge(sources)
+    if source_of("request_timeout", sources) is Source.DEFAULT:
+        # Nobody waits at the other end, and half of all requests wait in the queue by intent.
+        options = replace(options, request_timeout=0.0)
+    engine, server = resolve(options)
+    if engine.cluster is not None and engine.cluster.node:
+        raise OptionError(
+            f"--node-rank {engine.cluster.node}",
+            "the first node reads the file",
+            "run `tokenyard serve` with the same options here",
+        )
+    return engine, server
+
+
+def _refuse(names: Any, why: str) -> None:
+    for name in names:
+        flag = "MODEL" if name == "positional_model" else f"--{name.replace('_', '-')}"
+        raise OptionError(flag, why, "leave it out")
+
+
+def _target(base_url: str, api_key: str) -> Target:
+    try:
+        return Target.parse(base_url, api_key=api_key)
+    except ValueError as error:
+        raise OptionError("--base-url", str(error), "write http://127.0.0.1:8000, say") from None
+
+
+def build_parser() -> OptionParser:
+    parser = OptionParser(
+        prog=_PROGRAM,
+        description="Answer a file of requests in OpenAI's batch format, with a model that is loaded for it"
+        " or a server that runs already. Run it again to go on after an interruption. Requests to a model"
+        " that is loaded for it have no time limit unless --request-timeout is given.",
+    )
+    own = parser.add_argument_group("Batch")
+    own.add_argument("-i", "--input", type=Path, metavar="FILE", required=True, help="requests, one a line")
+    own.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        required=True,
+        help="answers, one a line; those that are there already are not asked for again",
+    )
+    own.add_argument("--base-url", metavar="URL", help="ask this server instead of loading a model")
+    own.add_argument(
+        "--concurrency",
+        type=_count,
+        metavar="N",
+        help=f"requests under way at once (default: enough to keep the model busy; {_REMOTE_CONCURRENCY}"
+        " with --base-url)",
+    )
+    own.add_argument(
+        "--retry-for",
+        type=_seconds,
+        default=600.0,
+        metavar="SECONDS",
+        help="how long a request is sent again that met 429, 503 or a lost connection (default: 600)",
+    )
+    own.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=3600.0,
+        metavar="SECONDS",
+        help="with --base-url: how long a server may be silent about a request (default: 3600)",
+    )
+    return parser
+
+
+def _count(text: str) -> int:
+    number = int(text) if text.isascii() and text.isdigit() else 0
+    if not 1 <= number <= _MAX_CONCURRENCY:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 to {_MAX_CONCURRENCY}")
+    return number
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds <= 1e6:
+        raise argparse.ArgumentTypeError("must be a number of seconds from 0 to 1000000")
+    return seconds

@@ -1,0 +1,205 @@
+"""Text in the operator's terminal: progress of loading, and the loaded model.
+
+Owns: words and layout.
+Never: measures or decides; every number comes from ModelInfo or the configuration.
+"""
+
+import asyncio
+import json
+import math
+import shlex
+import shutil
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TextIO
+
+from engine.logs.setup import ERASE_LINE
+from engine.options.edge_config import PageParts
+from engine.options.engine_config import EngineConfig, ServerConfig
+from engine.types import ModelInfo, PoolingTask
+from server.edge.http.http_client import DEFAULT_URL
+
+if TYPE_CHECKING:
+    from engine.frontend.client import AsyncEngine
+
+_UNIX = "unix:"
+_BAR_WIDTH = 20
+_PROGRESS_EVERY_S = 0.25
+_PLAIN_LINES_EVERY_S = 2.0
+_MIN_FRACTION_FOR_ESTIMATE = 0.02
+_ERASE_LINE = ERASE_LINE.decode()
+
+
+def render_banner(info: ModelInfo, engine: EngineConfig, server: ServerConfig, *, url: str) -> str:
+    """Several lines, ending with a command to paste. `url` has no slash at its end."""
+    rows = [
+        (
+            "model",
+            f"{', '.join(info.served_names)} ({info.model_type}, {_count(info.num_parameters)} parameters)",
+        ),
+        ("runs on", ", ".join([info.device, info.dtype, *_kernels(info)])),
+        ("served for", _purpose(info)),
+        ("context", f"{info.max_model_len:,} tokens"),
+        *_kv_cache(info),
+        ("scheduler", _scheduler(engine, info)),
+        ("API key", "needed" if _needs_key(server) else "not needed"),
+        *_addresses(server, url),
+    ]
+    lines = [f"  {label:<12}{_printable(text)}" for label, text in rows]
+    examples = [f"  Try: {each}" for each in (*_chat(info, url), _curl(info, server, url))]
+    return "\n".join(["", *lines, "", *examples, ""])
+
+
+def _kernels(info: ModelInfo) -> list[str]:
+    return [f"{info.kernels} kernels"] if info.kernels else []
+
+
+def _addresses(server: ServerConfig, url: str) -> list[tuple[str, str]]:
+    if server.edge.uds is not None:  # no address that a browser could open
+        return [("listens on", server.edge.uds)]
+    if server.edge.page is PageParts.OFF:
+        return [("listens on", f"{url}   (API description: {url}/openapi.json)")]
+    return [("listens on", f"{url}   (API: {url}/docs)"), ("web page", f"{url}/")]
+
+
+def _purpose(info: ModelInfo) -> str:
+    if info.pooling is None:
+        return "text"
+    if info.pooling.task is PoolingTask.SCORE:
+        return "scores of pairs of texts"
+    return f"embeddings of {info.pooling.num_dimensions:,} dimensions"
+
+
+def _kv_cache(info: ModelInfo) -> list[tuple[str, str]]:
+    """An encoder has none."""
+    if not info.kv_cache_bytes:
+        return []
+    tokens = info.num_blocks * info.block_size
+    size = f"{tokens:,} tokens in {info.num_blocks:,} blocks, {_size(info.kv_cache_bytes)}"
+    if info.is_paged:
+        return [("KV cache", size), ("", _full_length_requests(info))]
+    return [
+        ("cache", f"{size}; each sequence has one of its own"),
+        ("", "sequences are computed one after the other, slowly: docs/models.md says why"),
+    ]
+
+
+def _full_length_requests(info: ModelInfo) -> str:
+    num_requests = info.num_blocks // math.ceil(info.max_model_len / info.block_size)
+    if num_requests == 0:
+        return "no request can use the whole context window"
+    noun = "request" if num_requests == 1 else "requests"
+    return f"room for {num_requests:,} {noun} of full length at once, and for more shorter ones"
+
+
+def _scheduler(engine: EngineConfig, info: ModelInfo) -> str:
+    config = engine.scheduler
+    prefix_caching = config.prefix_caching if info.is_paged else "off"
+    return (
+        f"{config.policy}, up to {config.max_num_seqs:,} sequences "
+        f"and {config.max_num_batched_tokens:,} tokens a step, prefix caching {prefix_caching}"
+    )
+
+
+def _chat(info: ModelInfo, url: str) -> list[str]:
+    """The command that talks to this server, for a model that talks."""
+    if info.pooling is not None or not info.has_chat_template or url.startswith(_UNIX):
+        return []
+    return ["tokenyard chat" if url == DEFAULT_URL else f"tokenyard chat --base-url {url}"]
+
+
+def _curl(info: ModelInfo, server: ServerConfig, url: str) -> str:
+    prompt: dict[str, Any]
+    if info.pooling is not None and info.pooling.task is PoolingTask.SCORE:
+        path, prompt = "rerank", {"query": "Hello", "documents": ["Hi!", "No."]}
+    elif info.pooling is not None:
+        path, prompt = "embeddings", {"input": "Hello"}
+    elif info.has_chat_template:
+        path, prompt = "chat/completions", {"messages": [{"role": "user", "content": "Hello!"}]}
+    else:
+        path, prompt = "completions", {"prompt": "Hello", "max_tokens": 32}
+    body = json.dumps({"model": info.served_names[0], **prompt})
+    # The variable, not the key: this text ends up in log files.
+    key = ' -H "Authorization: Bearer $TOKENYARD_API_KEY"' if _needs_key(server) else ""
+    if url.startswith(_UNIX):
+        url = f"--unix-socket {shlex.quote(url.removeprefix(_UNIX))} http://localhost"
+    return f"curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+
+
+def _needs_key(server: ServerConfig) -> bool:
+    return bool(server.api_keys) or server.edge.api_keys_file is not None
+
+
+def _size(num_bytes: int) -> str:
+    """Format memory: `1.25 GiB`, and below one GiB `3.40 MiB`."""
+    unit, name = (2**30, "GiB") if num_bytes >= 2**30 else (2**20, "MiB")
+    return f"{num_bytes / unit:.2f} {name}"
+
+
+def _count(number: int) -> str:
+    """135,000,000 is 135 million."""
+    for size, word in ((10**9, "billion"), (10**6, "million"), (10**3, "thousand")):
+        if number >= size:
+            return f"{number / size:.3g} {word}"
+    return str(number)
+
+
+def _printable(text: str) -> str:
+    """Names come from folders and command lines; none may move the cursor."""
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
+class LoadingDisplay:
+    """Progress while the model loads: one line that changes on a terminal, else a line now and then."""
+
+    def __init__(self, stream: TextIO, *, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream
+        self._clock_s = clock_s
+        self._started_s = clock_s()
+        self._last_line_s = -math.inf
+        self._is_live = stream.isatty()
+        self._is_line_open = False
+
+    def update(self, fraction: float, stage: str, detail: str = "") -> None:
+        """`fraction` of the whole, 0 to 1; `detail` is text such as `1.2 of 2.7 GiB`."""
+        now_s = self._clock_s()
+        if not self._is_live and now_s - self._last_line_s < _PLAIN_LINES_EVERY_S:
+            return
+        self._last_line_s = now_s
+        fraction = min(max(fraction, 0.0), 1.0)
+        words = [f"{fraction:4.0%}", stage, detail, self._time_left(fraction, now_s)]
+        text = _printable("  ".join(word for word in words if word))
+        if self._is_live:
+            filled = round(fraction * _BAR_WIDTH)
+            line = f"  [{'#' * filled}{'.' * (_BAR_WIDTH - filled)}] {text}"
+            width = shutil.get_terminal_size().columns - 1
+            self._stream.write(_ERASE_LINE + line[:width])
+            self._is_line_open = True
+        else:
+            self._stream.write(f"loading: {text.strip()}\n")
+        self._stream.flush()
+
+    async def follow(self, engine: "AsyncEngine") -> ModelInfo:
+        """Show how far the model is loaded until it is, and return its facts. Raises EngineUnavailable."""
+        ready = asyncio.create_task(engine.ready())
+        try:
+            while not (await asyncio.wait([ready], timeout=_PROGRESS_EVERY_S))[0]:
+                health = engine.health()
+                self.update(health.progress, health.detail)
+            return ready.result()
+        finally:
+            ready.cancel()
+            self.close()
+
+    def close(self) -> None:
+        """Leaves a clean line behind. May be called twice."""
+        if self._is_line_open:
+            self._stream.write(_ERASE_LINE)
+            self._stream.flush()
+            self._is_line_open = False
+
+    def _time_left(self, fraction: float, now_s: float) -> str:
+        if not _MIN_FRACTION_FOR_ESTIMATE <= fraction < 1.0:
+            return ""
+        left_s = (now_s - self._started_s) * (1.0 - fraction) / fraction
+        return f"about {left_s:.0f} s left"

@@ -1,0 +1,126 @@
+"""`tokenyard top`: the lines, the blocks and the steps of a running server, as they change.
+
+Owns: the options of the command, and what it does when the stream of views ends.
+Never: a drawing of a view (top_screen.py), or HTTP (http_client.py).
+
+Codes: 0 the person left, 1 the server refused, 2 a mistake on the command line, 69 there is no server.
+"""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any, NoReturn
+
+import orjson
+from rich.console import Console
+from rich.live import Live
+
+from engine.options.options import OptionError
+from server.command.terminal.client import (
+    EXIT_FAILED,
+    EXIT_NO_SERVER,
+    Failed,
+    no_server,
+    reason_of,
+    say,
+    target_of,
+    url_text,
+)
+from server.command.terminal.top_screen import Recent, screen
+from server.edge.http.http_client import DEFAULT_URL, ExchangeFailed, Target, open_stream
+
+_PATH = "/admin/events"
+_SILENCE_S = 30.0
+"""A server breaks every silence after 2 seconds."""
+_REFRESHES_PER_S = 4
+_SECOND_S = 1.0
+_MAX_ROWS = 30
+_OTHER_LINES = 18
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise OptionError(self.prog, message, f"see `{self.prog} --help`")
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the command with the words behind it; returns the exit code. Raises OptionError."""
+    options = build_parser().parse_args(list(words))
+    target = target_of(options)
+    try:
+        asyncio.run(_once(target) if options.once else _watch(target))
+    except Failed as error:
+        say(f"tokenyard top: {error}")
+        return EXIT_FAILED
+    except ExchangeFailed as error:
+        say(f"tokenyard top: {no_server(error)}")
+        return EXIT_NO_SERVER
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="tokenyard top",
+        usage="tokenyard top [options]",
+        description="Show what a running server does: who runs, who waits and why, blocks and steps. "
+        "It needs a key that may administer; without keys the server must listen on a loopback address or "
+        "have --enable-admin. Ctrl-C leaves.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--base-url",
+        type=url_text,
+        default=DEFAULT_URL,
+        metavar="URL",
+        help=f"the server, or its admin port (default: {DEFAULT_URL})",
+    )
+    parser.add_argument(
+        "--api-key", default="", metavar="KEY", help="its key (default: TOKENYARD_API_KEY, where that is set)"
+    )
+    parser.add_argument("--once", action="store_true", help="show one view and leave")
+    return parser
+
+
+async def _once(target: Target) -> None:
+    """Show the last of the views of one second."""
+    recent, console = Recent(), Console(file=sys.stdout)
+    began_s: float | None = None
+    async with aclosing(_views(target)) as views:
+        async for view in views:
+            recent.take(view)
+            began_s = view["time_s"] if began_s is None else began_s
+            if view["time_s"] - began_s >= _SECOND_S:
+                break
+    console.print(screen(recent, target.url, max_rows=_MAX_ROWS))
+
+
+async def _watch(target: Target) -> None:
+    """Show views until the stream ends. Raises Failed, ExchangeFailed."""
+    recent = Recent()
+    console = Console()
+    with Live(console=console, screen=sys.stdout.isatty(), refresh_per_second=_REFRESHES_PER_S) as live:
+        async with aclosing(_views(target)) as views:
+            async for view in views:
+                recent.take(view)
+                max_rows = max((console.height - _OTHER_LINES) // 2, 3)
+                live.update(screen(recent, target.url, max_rows=min(max_rows, _MAX_ROWS)))
+    say("tokenyard top: the server has ended the stream: it is stopping")
+
+
+async def _views(target: Target) -> AsyncGenerator[dict[str, Any], None]:
+    async with open_stream(target, "GET", _PATH, b"", silence_s=_SILENCE_S) as reply:
+        async for data in reply.events():
+            view = orjson.loads(data)
+            if isinstance(view, dict) and "stats" in view:
+                yield view
+        whole = await reply.whole()
+        if whole.status == 404:
+            raise Failed(
+                "this server does not show its yard here: see --page, --enable-admin and --admin-port"
+            )
+        if whole.status != 200:
+            raise Failed(reason_of(whole))

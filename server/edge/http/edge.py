@@ -1,0 +1,71 @@
+"""The edge: the objects that every route uses, kept in the state of the application.
+
+Owns: the names under which server/ knows the engine and the settings.
+Never: behaviour.
+"""
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, TypeAlias, cast
+
+from starlette.requests import Request
+
+from engine.types import TokenOutput
+from server.edge.http.listening import num_connections_allowed
+from server.edge.observe.http_metrics import HttpMetrics
+from server.edge.observe.spans import NoSpans, Spans
+
+if TYPE_CHECKING:  # names alone: what a route is given was made by server/command/startup/serving.py
+    from engine.frontend.client import AsyncEngine
+    from engine.options.engine_config import ServerConfig
+
+NumberedOutputs = AsyncGenerator[tuple[int, TokenOutput], None]
+"""Each output with the place of its request among those of one HTTP request."""
+Engine: TypeAlias = "AsyncEngine"
+EdgeSettings: TypeAlias = "ServerConfig"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientTimeouts:
+    """Time limits for clients, and the number of their connections."""
+
+    keep_alive_s: float = 45.0
+    """Silence after which a comment line is sent, so that no proxy takes the stream for dead; 0: none."""
+    send_timeout_s: float = 30.0
+    """Seconds in which a client may leave its socket full before its request is aborted."""
+    head_timeout_s: float = 10.0
+    """Seconds from a connection, or from the first byte of a further request, to the end of the head."""
+    max_connections: int = field(default_factory=num_connections_allowed)
+    """Beyond this number only probes are answered."""
+
+
+class UnknownFields(Enum):
+    """The answer to a field that is neither known nor refused by name."""
+
+    IGNORE = "ignore"  # and count
+    REFUSE = "forbid"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parsers:
+    """Parsers of replies, as --tool-call-parser and --reasoning-parser name them."""
+
+    tool_calls: str = "auto"
+    reasoning: str = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edge:
+    """One for each application."""
+
+    engine: Engine
+    metrics: HttpMetrics
+    patience: ClientTimeouts
+    unknown_fields: UnknownFields = UnknownFields.IGNORE
+    parsers: Parsers = Parsers()
+    spans: Spans = field(default_factory=NoSpans)
+
+
+def edge_of(request: Request) -> Edge:
+    return cast(Edge, request.app.state.edge)

@@ -1,0 +1,125 @@
+"""An endpoint of the API: its routes, and all that other parts of the server must know about them.
+
+Owns: the record that each endpoint brings, and the helpers with which it documents its routes. Routes read
+their bodies themselves, for the sake of speed and of our own error replies, so FastAPI cannot see the models.
+Nor is it given those of replies, of which it would make validators at each start.
+Never: one certain endpoint (server/endpoints.py lists them), or validation.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import APIRouter, FastAPI
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ConfigDict
+
+from server.edge.error_replies import ErrorShape
+from server.edge.http.edge import EdgeSettings
+
+MODEL_REFERENCE = "#/components/schemas/{model}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """Registered by one line of server/endpoints.py; everything else follows from it."""
+
+    router: APIRouter
+    requests: Mapping[type[BaseModel], Collection[str]] = field(default_factory=dict)
+    """Models of the bodies, each with the names of the fields that are refused."""
+    events: tuple[type[BaseModel], ...] = ()
+    """Models of stream events that are no whole replies."""
+    open_paths: frozenset[str] = frozenset()
+    """Paths that are served without a key, for probes and scrapers: logged at DEBUG, not traced."""
+    keyless_paths: frozenset[str] = frozenset()
+    """Paths that are served without a key, and are no probes: they have no place in the reserve."""
+    batch_paths: frozenset[str] = frozenset()
+    """Paths that a line of a batch file may name."""
+    operations: Mapping[str, str] = field(default_factory=dict)
+    """Path to OpenTelemetry's `gen_ai.operation.name`, which its spans carry."""
+
+    error_shapes: Mapping[str, ErrorShape] = field(default_factory=dict)
+    """Path to the shape of its errors, where that is not OpenAI's."""
+
+    add_state: Callable[[FastAPI, EdgeSettings], None] = lambda app, settings: None  # noqa: ARG005
+    """Puts the objects that only its routes use into the state of the application, beside the edge."""
+
+    @property
+    def paths(self) -> frozenset[str]:
+        """Names of the routes in logs and metrics: `/v1/models/{model}`."""
+        return frozenset(route.path_format for route in self.router.routes if isinstance(route, APIRoute))
+
+
+class ReplyModel(BaseModel):
+    """The shape of a reply, for the document only. Replies are built as plain dicts, token by token."""
+
+    model_config = ConfigDict(extra="forbid", defer_build=True)  # few servers are asked for the document
+
+
+class ErrorDetail(ReplyModel):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorReplyBody(ReplyModel):
+    error: ErrorDetail
+
+
+def reference(model: type[BaseModel]) -> dict[str, str]:
+    return {"$ref": MODEL_REFERENCE.format(model=model.__name__)}
+
+
+def in_json(model: type[BaseModel]) -> dict[str, Any]:
+    """The content of a reply, by its media type."""
+    return {"application/json": {"schema": reference(model)}}
+
+
+def errors_as(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """Errors in the shape of a model, by status."""
+    return {
+        "4XX": {"content": in_json(model), "description": "The caller's mistake, or too much work (429)."},
+        "5XX": {"content": in_json(model), "description": "The server's failure, or not ready (503)."},
+    }
+
+
+ERRORS = errors_as(ErrorReplyBody)
+_STREAM_NOTE = (
+    "With `stream`: server-sent events, each `data: ` and a chunk; comments keep the connection alive;"
+    ' a failure under way is an event `{"error": ...}`; the last event is `data: [DONE]`.'
+)
+
+
+def documentation(
+    model: type[BaseModel], *, request: type[BaseModel] | None = None, chunk: type[BaseModel] | None = None
+) -> dict[str, Any]:
+    """Keyword arguments for the decorator of a route."""
+    success: dict[str, Any] = {"content": in_json(model), "description": "Success."}
+    if chunk is not None:
+        success["description"] = _STREAM_NOTE
+        success["content"]["text/event-stream"] = {"schema": _event(chunk)}
+    found: dict[str, Any] = {"responses": {200: success, **ERRORS}}
+    if request is not None:
+        found["openapi_extra"] = {"requestBody": {"required": True, "content": in_json(request)}}
+    return found
+
+
+def documentation_of_one(
+    model: type[BaseModel], parameter: str, *, query: Mapping[str, dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    """Keyword arguments for a route whose path has a parameter; `query` are schemas by name."""
+    place = {"name": parameter, "in": "path", "required": True, "schema": {"type": "string"}}
+    in_query = [{"name": name, "in": "query", "schema": schema} for name, schema in (query or {}).items()]
+    return {**documentation(model), "openapi_extra": {"parameters": [place, *in_query]}}
+
+
+def _event(chunk: type[BaseModel]) -> dict[str, Any]:
+    """One server-sent event, as OpenAPI 3.2 describes it: an object of its fields, `data` being a string."""
+    json = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": {"oneOf": [reference(chunk), reference(ErrorReplyBody)]},
+    }
+    data = {"oneOf": [{"const": "[DONE]"}, json]}
+    return {"type": "object", "required": ["data"], "properties": {"data": data}}

@@ -1,0 +1,4 @@
+"""Requests to the engine, and replies as they are read, for all generating endpoints (API process).
+
+Never: is about one protocol.
+"""

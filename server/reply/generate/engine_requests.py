@@ -1,0 +1,256 @@
+"""Wire requests to engine requests: the one builder of `GenerationRequest` and `SamplingParams`.
+
+Owns: the defaults of shared fields, the room in the context window, and which fields exclude each other.
+Never: types and bounds (protocol.py), tokenization (the engine), or fields of one endpoint.
+"""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from engine.errors import ContextLengthExceeded, RequestRejected, WrongTask
+from engine.types import GenerationRequest, Grammar, ModelInfo, SamplingParams, ServedAdapter
+from server.edge.http.disconnect import while_connected
+from server.edge.http.edge import Engine
+from server.reply.generate.calls import Origin
+from server.reply.generate.model_checks import MAX_CHARS_PER_TOKEN, check_model, check_token_ids
+from server.reply.generate.protocol import GenerationFields, SamplingFields
+from server.reply.generate.structured_output import WantedGrammar
+
+MAX_PROMPT_LOGPROBS = 2**20
+"""Entries of a reply: tokens of all prompts, times choices, times alternatives and the token itself. Each is
+some 50 bytes of JSON, and costs nothing to ask for."""
+_SEED_MASK = 2**64 - 1
+_PLAIN = SamplingFields.model_fields.keys() & {each.name for each in fields(SamplingParams)} - {"seed"}
+"""Numbers that go as they are into parameters of the same name."""
+
+TokenIds = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FieldNames:
+    """Names by which an endpoint's errors call the two parts of the context window."""
+
+    prompt: str
+    max_tokens: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """The fields of engine requests that each endpoint settles in its own way."""
+
+    names: FieldNames
+    max_tokens: int | None
+    """The number asked for; must fit the context window."""
+    default_max_tokens: int | None = None
+    """Cut to the room there is; None: all of it."""
+    num_choices: int
+    num_logprobs: int | None
+    num_prompt_logprobs: int | None
+    grammar: WantedGrammar | None = None
+    shown_special_ids: frozenset[int] = frozenset()
+    """Special tokens that stay in the text, for the parsers of the reply."""
+
+
+async def engine_requests(
+    engine: Engine,
+    body: GenerationFields,
+    prompts: Mapping[str, TokenIds],
+    wanted: Wanted,
+    origin: Origin,
+) -> list[GenerationRequest]:
+    """Build one request for each prompt; `prompts` are token ids by request id.
+
+    Raises RequestRejected, Overloaded.
+    """
+    info = engine.info
+    bad_words = await engine.encode_words(body.bad_words) if body.bad_words else ()
+    max_tokens = [_fit_max_tokens(body, prompt, wanted, info) for prompt in prompts.values()]
+    _check_something_is_left(body, bad_words, info)
+    # The last of the checks, since it costs the most.
+    grammar = await _compiled(engine, wanted, origin, num_choices=len(prompts) * wanted.num_choices)
+    adapter = _adapter(body.model, engine.info)  # as it is now: others may have changed it meanwhile
+    origin.allowance.take_prompt(sum(map(len, prompts.values())))
+    return [
+        GenerationRequest(
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            params=_sampling_params(
+                body, info, wanted, max_tokens=num_fitting, bad_words=bad_words, grammar=grammar
+            ),
+            n=wanted.num_choices,
+            stop=tuple(body.stop or ()),
+            include_stop_str_in_output=bool(body.include_stop_str_in_output),
+            skip_special_tokens=body.skip_special_tokens is not False,
+            shown_special_ids=wanted.shown_special_ids,
+            adapter=adapter,
+            terms=origin.terms,
+            max_tenant_tokens=origin.max_tenant_tokens,
+            journal=origin.journal,
+        )
+        for (request_id, prompt), num_fitting in zip(prompts.items(), max_tokens, strict=True)
+    ]
+
+
+def check_fields(body: GenerationFields, info: ModelInfo) -> None:
+    """Check the shared fields, before tokenization. Raises RequestRejected, ModelNotFound, WrongTask."""
+    check_model(body.model, info)
+    if info.pooling is not None:
+        raise WrongTask(f"this model does not generate text; it is served to {info.pooling.task}")
+    if body.stream_options is not None and not body.stream:
+        raise RequestRejected("stream_options is allowed only with stream", param="stream_options")
+    for name, token_ids in (
+        ("stop_token_ids", body.stop_token_ids),
+        ("allowed_token_ids", body.allowed_token_ids),
+        ("logprob_token_ids", body.logprob_token_ids),
+    ):
+        check_token_ids(token_ids or (), info, param=name)
+    if body.prompt_logprobs is not None and body.stream:
+        raise RequestRejected(
+            "prompt_logprobs is not available with stream; completions stream them with echo and logprobs",
+            param="prompt_logprobs",
+        )
+    for key in body.logit_bias or {}:
+        # int() would also take "1_0", " 1" and other alphabets' digits.
+        if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < info.vocab_size):
+            raise RequestRejected(
+                f"the keys of logit_bias must be token ids from 0 to {info.vocab_size - 1}, as strings, not"
+                f" {key[:64]!r}",
+                param="logit_bias",
+            )
+
+
+def check_num_chars(num_chars: int, info: ModelInfo, *, param: str) -> None:
+    """Refuse a text that can never fit, before the tokenizer spends seconds on it."""
+    limit = info.max_model_len * MAX_CHARS_PER_TOKEN
+    if num_chars > limit:
+        raise ContextLengthExceeded(
+            f"the prompt has {num_chars} characters; no text of more than {limit} fits the context window"
+            f" of {info.max_model_len} tokens",
+            param=param,
+        )
+
+
+def check_num_prompt_logprobs(num_top: int | None, num_shown: int, *, param: str) -> None:
+    """Bound the entries of the reply; `num_shown` counts prompt tokens times choices."""
+    if num_top is not None and num_shown * (num_top + 1) > MAX_PROMPT_LOGPROBS:
+        raise RequestRejected(
+            f"{param}: {num_shown} prompt tokens times choices, with {num_top} alternatives each, are more"
+            f" than {MAX_PROMPT_LOGPROBS} log-probabilities; send fewer prompts or ask for fewer",
+            param=param,
+        )
+
+
+def kept_prompt(body: GenerationFields, prompt: TokenIds, info: ModelInfo, *, max_tokens: int) -> TokenIds:
+    """Cut a prompt as truncate_prompt_tokens and truncation_side ask. Raises RequestRejected."""
+    asked = body.truncate_prompt_tokens
+    if asked is None:
+        return prompt
+    if asked == 0 or asked > info.max_model_len:
+        raise RequestRejected(
+            f"truncate_prompt_tokens must be -1 or from 1 to {info.max_model_len}, not {asked}",
+            param="truncate_prompt_tokens",
+        )
+    num_kept = max(info.max_model_len - max_tokens, 1) if asked == -1 else asked
+    return prompt[:num_kept] if body.truncation_side == "right" else prompt[-num_kept:]
+
+
+def _adapter(model: str | None, info: ModelInfo) -> ServedAdapter | None:
+    """The adapter that the request names. Raises ModelNotFound for one that was just unloaded."""
+    check_model(model, info)
+    return info.adapter_named(model)
+
+
+async def _compiled(engine: Engine, wanted: Wanted, origin: Origin, *, num_choices: int) -> Grammar | None:
+    """Have the grammar tried; a client that leaves gives up its place in the line for that."""
+    if wanted.grammar is None:
+        return None
+    tried = engine.compile_grammar(
+        wanted.grammar.grammar, param=wanted.grammar.param, num_choices=num_choices
+    )
+    return await while_connected(origin.receive, tried)
+
+
+def _sampling_params(
+    body: GenerationFields,
+    info: ModelInfo,
+    wanted: Wanted,
+    *,
+    max_tokens: int,
+    bad_words: tuple[TokenIds, ...],
+    grammar: Grammar | None,
+) -> SamplingParams:
+    """The request's fields first, then the checkpoint's generation config, then OpenAI's defaults."""
+    asked = {name: value for name in _PLAIN if (value := getattr(body, name)) is not None}
+    numbers: dict[str, Any] = info.default_sampling | asked
+    top_k = int(numbers.get("top_k", 0))
+    numbers["top_k"] = top_k if 0 < top_k < info.vocab_size else 0
+    return SamplingParams(
+        **numbers,
+        logit_bias=_logit_bias(body),
+        allowed_token_ids=tuple(dict.fromkeys(body.allowed_token_ids or ())),
+        bad_words=bad_words,
+        grammar=grammar,
+        seed=secrets.randbits(64) if body.seed is None else body.seed & _SEED_MASK,
+        num_logprobs=wanted.num_logprobs,
+        logprob_token_ids=tuple(dict.fromkeys(body.logprob_token_ids or ())),
+        num_prompt_logprobs=wanted.num_prompt_logprobs,
+        max_tokens=max_tokens,
+        min_tokens=body.min_tokens or 0,
+        stop_token_ids=_stop_token_ids(body, info),
+    )
+
+
+def _stop_token_ids(body: GenerationFields, info: ModelInfo) -> tuple[int, ...]:
+    model_ids = () if body.ignore_eos else info.eos_token_ids
+    return tuple(dict.fromkeys((*model_ids, *(body.stop_token_ids or ()))))
+
+
+def _logit_bias(body: GenerationFields) -> tuple[tuple[int, float], ...]:
+    """Sorted by token id; of two spellings of one id the later one counts."""
+    biases = {int(key): float(bias) for key, bias in (body.logit_bias or {}).items()}
+    return tuple(sorted(biases.items()))
+
+
+def _check_something_is_left(body: GenerationFields, bad_words: Sequence[TokenIds], info: ModelInfo) -> None:
+    """Refuse a request that bans every token it allows: nothing could be sampled."""
+    banned = {word[0] for word in bad_words if len(word) == 1}
+    if body.min_tokens:
+        banned |= set(_stop_token_ids(body, info))
+    if body.allowed_token_ids and banned.issuperset(body.allowed_token_ids):
+        raise RequestRejected(
+            "allowed_token_ids: bad_words and min_tokens ban every one of them", param="allowed_token_ids"
+        )
+
+
+def _fit_max_tokens(body: GenerationFields, prompt: TokenIds, wanted: Wanted, info: ModelInfo) -> int:
+    """Check a prompt and the tokens asked for against the context window; return how many there may be."""
+    max_tokens = _room_taken(len(prompt), wanted, info)
+    check_token_ids(prompt, info, param=wanted.names.prompt)
+    if (body.min_tokens or 0) > max_tokens:
+        raise RequestRejected(f"min_tokens must be at most max_tokens, {max_tokens}", param="min_tokens")
+    return max_tokens
+
+
+def _room_taken(num_prompt_tokens: int, wanted: Wanted, info: ModelInfo) -> int:
+    """A number that is asked for must fit; a default is cut to the room there is."""
+    names, asked = wanted.names, wanted.max_tokens
+    if num_prompt_tokens == 0:
+        raise RequestRejected("the prompt is empty: this model needs at least one token", param=names.prompt)
+    room = info.max_model_len - num_prompt_tokens
+    if room < 1:
+        raise ContextLengthExceeded(
+            f"the prompt has {num_prompt_tokens} tokens; the context window is {info.max_model_len} tokens"
+            " and must hold the reply as well",
+            param=names.prompt,
+        )
+    if asked is None:
+        return room if wanted.default_max_tokens is None else min(wanted.default_max_tokens, room)
+    if asked > room:
+        raise ContextLengthExceeded(
+            f"the prompt has {num_prompt_tokens} tokens and {names.max_tokens} asks for {asked} more:"
+            f" together more than the context window of {info.max_model_len} tokens",
+            param=names.max_tokens,
+        )
+    return asked

@@ -1,0 +1,31 @@
+"""Checks of a request against the served model: its names, its vocabulary, its context window.
+
+Owns: the checks that generation, pooling and tokenization share.
+Never: types and bounds of fields (protocol.py).
+"""
+
+from collections.abc import Sequence
+
+from engine.errors import RequestRejected
+from engine.types import ModelInfo
+from server.edge.error_replies import ModelNotFound
+
+MAX_CHARS_PER_TOKEN = 256
+"""No tokenizer in use has longer tokens, so that a text of more characters than this allows cannot fit."""
+
+
+_MOST_NAMES = 16
+
+
+def check_model(model: str | None, info: ModelInfo) -> None:
+    """Absent means the first name. Raises ModelNotFound."""
+    if model is not None and model not in info.names:
+        names = ", ".join(info.names[:_MOST_NAMES])
+        raise ModelNotFound(f"the model {model!r} is not served here; there is: {names}")
+
+
+def check_token_ids(token_ids: Sequence[int], info: ModelInfo, *, param: str) -> None:
+    """Refuse ids that the model has no embedding for; a tokenizer may know more tokens than the model."""
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= info.vocab_size):
+        wrong = next(token_id for token_id in token_ids if not 0 <= token_id < info.vocab_size)
+        raise RequestRejected(f"token ids must be from 0 to {info.vocab_size - 1}, not {wrong}", param=param)

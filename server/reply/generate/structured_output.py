@@ -1,0 +1,207 @@
+"""Replies that must match a schema, a regular expression, a list of choices or a grammar.
+
+Owns: the fields that ask for it, with their bounds, and the grammar of each.
+Never: compiles a grammar (the engine does, in a process that can be stopped), or reads a reply.
+Source: `response_format` as OpenAI documents it, `structured_outputs` as vLLM does.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Protocol
+
+import orjson
+from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
+from pydantic_core import PydanticCustomError
+
+from engine.errors import RequestRejected
+from engine.types import Grammar, GrammarKind, ModelInfo
+from server.edge.wire_model import WireModel
+from server.reply.generate.schema_formats import without_unknown_formats
+
+MAX_GRAMMAR_BYTES = 64 * 1024
+"""Size of a schema as compact JSON, of a grammar, or of all choices together."""
+MAX_SCHEMA_KEYS = 4096
+MAX_REGEX_CHARS = 4096
+MAX_CHOICES = 1024
+MAX_CHOICE_CHARS = 1024
+MAX_DESCRIPTION_CHARS = 1024
+
+_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+_ANY_OBJECT = '{"type":"object"}'
+
+
+def _wrong(message: str) -> PydanticCustomError:
+    return PydanticCustomError("wrong_grammar", "{reason}", {"reason": message})
+
+
+def _fitting(content: Any) -> Any:
+    num_bytes = len(orjson.dumps(content))
+    if num_bytes > MAX_GRAMMAR_BYTES:
+        raise _wrong(f"must be at most {MAX_GRAMMAR_BYTES} bytes of JSON, not {num_bytes}")
+    return content
+
+
+def _of_known_kinds(value: Any) -> Any:
+    """Refuse keys that change the grammar in other servers (vLLM's structural_tag, say)."""
+    for name in value if isinstance(value, dict) else ():
+        if name not in _KINDS and value[name] is not None:
+            raise _wrong(f"has {name[:64]!r}; only {', '.join(_KINDS)} are supported")
+    return value
+
+
+Schema = Annotated[dict[str, Any], Field(max_length=MAX_SCHEMA_KEYS), AfterValidator(_fitting)]
+_Choice = Annotated[str, StringConstraints(min_length=1, max_length=MAX_CHOICE_CHARS)]
+
+
+class JsonSchema(WireModel):
+    name: Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$", max_length=64)]
+    schema_: Schema = Field(alias="schema")
+    strict: bool | None = None
+    """Without effect: every reply matches, and a schema that cannot be enforced is refused."""
+    description: Annotated[str, StringConstraints(max_length=MAX_DESCRIPTION_CHARS)] | None = None
+    """For readers of the request; the model is not shown it."""
+
+
+class ResponseFormat(WireModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(WireModel):
+    """Exactly one of them."""
+
+    json_: Schema | None = Field(default=None, alias="json")
+    regex: Annotated[str, StringConstraints(min_length=1, max_length=MAX_REGEX_CHARS)] | None = None
+    choice: (
+        Annotated[
+            list[_Choice],
+            Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True),
+            AfterValidator(_fitting),
+        ]
+        | None
+    ) = None
+    grammar: Annotated[str, StringConstraints(min_length=1, max_length=MAX_GRAMMAR_BYTES)] | None = None
+    """Lark, or GBNF."""
+    json_object: bool | None = None
+
+
+StructuredOutputsField = Annotated[StructuredOutputs, BeforeValidator(_of_known_kinds)]
+
+
+class StructureFields(Protocol):
+    """Fields about the structure of a reply."""
+
+    @property
+    def response_format(self) -> ResponseFormat | None: ...
+
+    @property
+    def structured_outputs(self) -> StructuredOutputs | None: ...
+
+    @property
+    def ignore_eos(self) -> bool | None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WantedGrammar:
+    """A grammar that is not compiled yet."""
+
+    grammar: Grammar
+    param: str
+    """The field that it came in."""
+
+
+def wanted_grammar(body: StructureFields) -> WantedGrammar | None:
+    """The grammar that the fields ask for; None if the reply is free. Raises RequestRejected."""
+    by_format = None if body.response_format is None else _of_response_format(body.response_format)
+    if body.structured_outputs is None:
+        return by_format
+    if by_format is not None:
+        raise RequestRejected(
+            "response_format and structured_outputs exclude each other", param="structured_outputs"
+        )
+    return _of_structured_outputs(body.structured_outputs)
+
+
+def check_can_end(body: StructureFields, info: ModelInfo, *, param: str) -> None:
+    """Refuse a grammar if no end-of-sequence token can end the reply."""
+    if not info.eos_token_ids:
+        raise RequestRejected(
+            f"{param}: this model has no end-of-sequence token, with which every grammar ends",
+            param=param,
+            code="unsupported_parameter",
+        )
+    if body.ignore_eos:
+        raise RequestRejected(
+            f"ignore_eos and {param} exclude each other: a grammar ends with the end-of-sequence token",
+            param="ignore_eos",
+        )
+
+
+def json_schema_grammar(schema: dict[str, Any]) -> Grammar:
+    """JSON that matches `schema`, its keys in the order in which the schema lists them."""
+    text = orjson.dumps(without_unknown_formats(schema)).decode()
+    return Grammar(kind=GrammarKind.JSON_SCHEMA, text=text)
+
+
+def answer_schema(wanted: ResponseFormat) -> dict[str, Any] | None:
+    """The schema of a reply in this format; None if it is free text."""
+    if wanted.type == "text":
+        return None
+    if wanted.json_schema is None:
+        return {"type": "object"}
+    return dict(without_unknown_formats(wanted.json_schema.schema_))
+
+
+def choice_grammar(choices: Sequence[str]) -> Grammar:
+    """Exactly one of the texts."""
+    # Lark's strings are written as JSON's are, but know no surrogate pairs.
+    texts = (json.dumps(choice, ensure_ascii=False) for choice in choices)
+    return Grammar(kind=GrammarKind.LARK, text="start: " + " | ".join(texts))
+
+
+def _of_response_format(wanted: ResponseFormat) -> WantedGrammar | None:
+    described = wanted.json_schema
+    if wanted.type != "json_schema" and described is not None:
+        raise RequestRejected(
+            f"response_format.json_schema is allowed only with type json_schema, not {wanted.type}",
+            param="response_format.json_schema",
+        )
+    match wanted.type:
+        case "text":
+            return None
+        case "json_object":
+            return WantedGrammar(grammar=_any_object(), param="response_format")
+        case "json_schema":
+            if described is None:
+                where = "response_format.json_schema"
+                raise RequestRejected(f"{where} is required", param=where, code="missing_field")
+            return WantedGrammar(
+                grammar=json_schema_grammar(described.schema_), param="response_format.json_schema.schema"
+            )
+
+
+def _of_structured_outputs(wanted: StructuredOutputs) -> WantedGrammar:
+    grammars: dict[str, Grammar] = {}
+    if wanted.json_ is not None:
+        grammars["json"] = json_schema_grammar(wanted.json_)
+    if wanted.regex is not None:
+        grammars["regex"] = Grammar(kind=GrammarKind.REGEX, text=wanted.regex)
+    if wanted.choice is not None:
+        grammars["choice"] = choice_grammar(wanted.choice)
+    if wanted.grammar is not None:
+        grammars["grammar"] = Grammar(kind=GrammarKind.LARK, text=wanted.grammar)
+    if wanted.json_object:
+        grammars["json_object"] = _any_object()
+    if len(grammars) != 1:
+        found = ", ".join(grammars) or "none of them"
+        raise RequestRejected(
+            f"structured_outputs must have exactly one of {', '.join(_KINDS)}; it has {found}",
+            param="structured_outputs",
+        )
+    ((name, grammar),) = grammars.items()
+    return WantedGrammar(grammar=grammar, param=f"structured_outputs.{name}")
+
+
+def _any_object() -> Grammar:
+    return Grammar(kind=GrammarKind.JSON_SCHEMA, text=_ANY_OBJECT)

@@ -1,0 +1,111 @@
+"""POST /v1/chat/completions, through the whole application."""
+
+import dataclasses
+
+from engine.types import FinishReason
+from server.api.chat.models import ChatCompletion
+from tests.server.fake_engine import INFO
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+async def chat(client, **body):
+    response = await client.post("/v1/chat/completions", json={"messages": HI, "max_tokens": 2, **body})
+    assert response.status_code == 200, response.text
+    ChatCompletion.model_validate(response.json(), strict=True)
+    return response.json()
+
+
+async def test_a_message_is_answered(client):
+    reply = await chat(client)
+    assert reply["object"] == "chat.completion"
+    assert reply["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "HI", "refusal": None},
+            "logprobs": None,
+            "finish_reason": "length",
+            "stop_reason": None,
+        }
+    ]
+
+
+async def test_logprobs_come_as_objects_with_bytes(client, engine):
+    engine.texts = ("é",)
+    reply = await chat(client, logprobs=True, top_logprobs=1, max_tokens=1)
+    assert reply["choices"][0]["logprobs"]["content"] == [
+        {
+            "token": "é",
+            "logprob": -0.5,
+            "bytes": [195, 169],
+            "top_logprobs": [{"token": "A", "logprob": -1.0, "bytes": [65]}],
+        }
+    ]
+
+
+async def test_no_alternatives_are_no_reason_to_refuse(client, engine):
+    for logprobs in ({}, {"logprobs": False}):
+        assert (await chat(client, top_logprobs=0, **logprobs))["choices"][0]["logprobs"] is None
+    assert engine.requests[-1].params.num_logprobs is None
+
+
+async def test_an_expired_reply_is_one_that_the_document_describes(client, engine):
+    engine.end_as = FinishReason.EXPIRED
+    assert (await chat(client))["choices"][0]["finish_reason"] == "timeout"
+
+
+async def test_messages_reach_the_template_in_its_own_words(client, engine):
+    messages = [
+        {"role": "developer", "content": "be brief"},
+        {
+            "role": "user",
+            "name": "ada",
+            "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+        },
+        {"role": "assistant", "content": "c", "refusal": None, "tool_calls": []},
+        {"role": "user", "content": ""},
+    ]
+    await chat(client, messages=messages)
+    assert engine.chats[0][0] == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "name": "ada", "content": "a\nb"},
+        {"role": "assistant", "content": "c"},
+        {"role": "user", "content": ""},
+    ]
+
+
+async def test_the_end_of_the_template_is_the_callers_choice(client, engine):
+    await chat(client)
+    await chat(client, continue_final_message=True)
+    await chat(client, add_generation_prompt=False, chat_template_kwargs={"enable_thinking": False})
+    ends = [(options.add_generation_prompt, options.continue_final_message) for _, options in engine.chats]
+    assert ends == [(True, False), (False, True), (False, False)]
+    assert engine.chats[2][1].template_kwargs == {"enable_thinking": False}
+
+
+async def test_without_a_limit_the_reply_may_fill_the_context(client, engine):
+    await chat(client, max_tokens=None)
+    await chat(client, max_tokens=None, max_completion_tokens=7)
+    await chat(client, max_tokens=8, max_completion_tokens=8)
+    assert [request.params.max_tokens for request in engine.requests] == [126, 7, 8]
+
+
+async def test_harmless_values_of_unsupported_fields_are_accepted(client):
+    await chat(
+        client,
+        tools=[],
+        tool_choice="none",
+        response_format={"type": "text"},
+        modalities=["text"],
+        parallel_tool_calls=True,
+        store=False,
+        audio=None,
+        echo=False,
+    )
+
+
+async def test_a_model_without_a_template_says_so(client, engine):
+    engine.model_info = dataclasses.replace(INFO, has_chat_template=False)
+    response = await client.post("/v1/chat/completions", json={"messages": HI})
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "no_chat_template"

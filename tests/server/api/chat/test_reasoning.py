@@ -1,0 +1,237 @@
+"""Reasoning apart from the answer."""
+
+import dataclasses
+
+import pytest
+
+from server.api.chat.message_reader import MessageReader, Reading
+from server.api.chat.reasoning import ReasoningStart
+from server.api.chat.reasoning_styles import THINK
+from server.app import build_app
+from server.reply.tool_calls.events import Content, Reasoning
+from tests.server.conftest import Settings, connect
+from tests.server.fake_engine import INFO
+
+TEMPLATE = "{{ messages }}{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+THINKING = dataclasses.replace(INFO, chat_template=TEMPLATE, added_tokens={"<think>": 60, "</think>": 62})
+HI = {"messages": [{"role": "user", "content": "hi"}]}
+TEXTS = ("<think>", "\nHm", "m.\n", "</think>", "\n\n", "Yes", ".\n")
+CHAT = "/v1/chat/completions"
+
+
+def split(start: ReasoningStart, text: str) -> list[Reasoning | Content]:
+    splitter = THINK.new_splitter(start)
+    *found, last = [*splitter.feed(text), *splitter.finish()]
+    if found and type(found[-1]) is type(last):
+        return [*found[:-1], type(last)(found[-1].text + last.text)]
+    return [*found, last]
+
+
+@pytest.mark.parametrize(
+    ("start", "text", "found"),
+    [
+        ("possible", "<think>\nHm.\n</think>\n\nYes.\n", [Reasoning("Hm."), Content("Yes.\n")]),
+        ("possible", "\n<think></think>Yes.", [Content("Yes.")]),
+        ("possible", "<think>Hm", [Reasoning("Hm")]),
+        ("possible", "<thin", [Content("<thin")]),
+        ("possible", " \n", [Content(" \n")]),
+        ("possible", "Yes. <think>no</think>", [Content("Yes. <think>no</think>")]),
+        ("open", "Hm, 1 < 2 </thin\n\n</think> Yes", [Reasoning("Hm, 1 < 2 </thin"), Content("Yes")]),
+        ("open", "\n<think>\nHm</think>Yes", [Reasoning("Hm"), Content("Yes")]),
+        ("open", "Hm</th", [Reasoning("Hm</th")]),
+        ("open", "<thi", [Reasoning("<thi")]),
+        ("none", "<think>Hm</think>", [Content("<think>Hm</think>")]),
+    ],
+)
+def test_the_block_at_the_beginning_is_reasoning(start, text, found) -> None:
+    assert split(ReasoningStart(start), text) == found
+
+
+@pytest.mark.parametrize(
+    ("start", "end_id", "outputs", "num"),
+    [
+        ("possible", 9, [("<think>", [8]), ("Hm", [1]), ("</think>", [9]), ("Yes", [2])], 3),
+        ("possible", 9, [("<think>Hm</think>Yes", [8, 1, 9, 2])], 3),
+        ("possible", None, [("<th", [8]), ("ink>", [7]), ("Hm", [1]), ("</think>", [9]), ("Yes", [2])], 4),
+        ("possible", None, [("<think>Hm</think>Yes", [8, 1, 9, 2])], 4),
+        ("possible", 9, [(" ", [3]), ("Yes", [2])], 0),
+        ("open", 9, [("Hm", [1]), ("", [4]), ("</think>", [9]), ("Yes </think>", [2, 9])], 3),
+        ("open", 9, [("Hm", [1, 2, 3])], 3),
+        ("none", 9, [("</think>", [9])], 0),
+        ("possible", 9, [("</think>Yes", [9, 2])], 0),
+        ("possible", 9, [("So</think>", [1, 9]), ("Yes", [2])], 0),
+        ("possible", 9, [("<think></think>Yes", [8, 9, 2])], 2),
+        ("possible", 9, [("", [8, 9]), ("<think></think>Yes", [2, 3])], 2),
+    ],
+)
+def test_tokens_of_reasoning_are_counted_to_the_end_of_the_block(start, end_id, outputs, num) -> None:
+    reader = MessageReader(Reading(reasoning=ReasoningStart(start), reasoning_end_id=end_id))
+    for text, token_ids in outputs:
+        reader.feed(text, token_ids)
+    reader.finish()
+    assert reader.num_reasoning_tokens == num
+
+
+@pytest.fixture
+def thinking(engine):
+    engine.model_info, engine.texts = THINKING, TEXTS
+    engine.model_info.added_tokens["</think>"] = TEXTS.index("</think>")  # the id that it gets there
+    return engine
+
+
+async def ask(client, **fields) -> dict:
+    response = await client.post(CHAT, json={**HI, "max_tokens": len(TEXTS), **fields})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def test_a_message_tells_it_under_both_names_and_usage_counts_it(client, thinking) -> None:
+    reply = await ask(client)
+    message = reply["choices"][0]["message"]
+    assert message["reasoning"] == message["reasoning_content"] == "Hmm."
+    assert message["content"] == "Yes.\n"
+    assert reply["usage"]["completion_tokens_details"] == {"reasoning_tokens": 4}
+    assert thinking.requests[0].shown_special_ids == {60, 3}
+
+
+async def test_reasoning_can_be_left_out_and_is_counted_all_the_same(client, thinking) -> None:
+    reply = await ask(client, include_reasoning=False)
+    assert reply["choices"][0]["message"] == {"role": "assistant", "content": "Yes.\n", "refusal": None}
+    assert reply["usage"]["completion_tokens_details"] == {"reasoning_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    ("fields", "reasoning", "content"),
+    [
+        ({"messages": [{"role": "user", "content": "a<think>\n"}]}, "Hm", "Yes"),
+        ({"messages": [{"role": "user", "content": "a<think>\n\n</think>\n\n"}]}, None, "Hm</think>\n\nYes"),
+        (
+            {
+                "messages": [{"role": "assistant", "content": "<think>Well"}],
+                "continue_final_message": True,
+            },
+            "Hm",
+            "Yes",
+        ),
+        (
+            {
+                "messages": [{"role": "assistant", "content": "<think>Well</think>So"}],
+                "continue_final_message": True,
+            },
+            None,
+            "Hm</think>\n\nYes",
+        ),
+    ],
+)
+async def test_a_prompt_may_have_opened_or_closed_the_block(
+    client, thinking, fields, reasoning, content
+) -> None:
+    thinking.texts = ("Hm", "</think>", "\n\n", "Yes")
+    message = (await ask(client, max_tokens=4, **fields))["choices"][0]["message"]
+    assert (message.get("reasoning"), message["content"]) == (reasoning, content)
+
+
+_OFF = {"enable_thinking": False, "thinking": False}
+
+
+@pytest.mark.parametrize(
+    ("effort", "switches"),
+    [
+        ("none", _OFF),
+        ("minimal", _OFF),
+        ("low", {}),
+        ("medium", {}),
+        ("high", {}),
+        ("xhigh", {}),
+        ("max", {}),
+    ],
+)
+async def test_every_effort_is_offered_to_the_template(client, engine, effort, switches) -> None:
+    response = await client.post(CHAT, json={**HI, "reasoning_effort": effort})
+    assert response.status_code == 200
+    await client.post("/v1/responses", json={"input": "hi", "reasoning": {"effort": effort}})
+    await client.post("/tokenize", json={**HI, "reasoning_effort": effort})
+    for _, options in engine.chats:
+        assert options.template_hints == {"reasoning_effort": effort, **switches}
+    assert len(engine.chats) == 3
+
+
+async def test_what_the_caller_says_of_thinking_wins_over_the_effort(client, engine) -> None:
+    kwargs = {"enable_thinking": True}
+    await client.post(CHAT, json={**HI, "reasoning_effort": "none", "chat_template_kwargs": kwargs})
+    ((_, options),) = engine.chats
+    assert (options.template_hints, options.template_kwargs) == ({"reasoning_effort": "none"}, kwargs)
+
+
+@pytest.mark.parametrize(
+    ("option", "info", "is_split"),
+    [
+        ("auto", INFO, False),
+        ("auto", dataclasses.replace(INFO, chat_template="</think>"), True),
+        ("auto", dataclasses.replace(INFO, added_tokens={"</think>": 5}), True),
+        ("none", THINKING, False),
+        ("think", INFO, True),
+    ],
+)
+async def test_the_option_decides_and_auto_looks_at_the_model(engine, option, info, is_split) -> None:
+    engine.model_info, engine.texts = info, ("<think>a</think>", "b")
+    async with connect(build_app(engine, Settings(reasoning_parser=option))) as client:
+        reply = await ask(client, max_tokens=2)
+    assert ("reasoning" in reply["choices"][0]["message"]) == is_split
+    assert ("completion_tokens_details" in reply["usage"]) == is_split
+
+
+@pytest.mark.parametrize(
+    ("content", "fields", "added", "begins_after"),
+    [
+        ("hi", {}, (60,), 3),  # the model would open the block: opened for it
+        ("hi<think>", {}, (), 3),
+        ("hi</think>", {}, (), None),
+        ("hi", {"chat_template_kwargs": {"enable_thinking": False}}, (), None),
+        ("hi", {"reasoning_effort": "none"}, (), None),
+        ("hi", {"reasoning_effort": "low"}, (60,), 3),
+        ("hi", {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, (60,), 3),
+    ],
+)
+async def test_a_grammar_begins_behind_the_reasoning(
+    client, thinking, content, fields, added, begins_after
+) -> None:
+    messages = [{"role": "user", "content": content}]
+    await ask(client, messages=messages, response_format={"type": "json_object"}, **fields)
+    request = thinking.requests[0]
+    assert request.prompt_token_ids == (*content.encode(), *added)
+    assert request.params.grammar.begins_after == begins_after
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(("fields", "num_tokens"), [({"max_tokens": 28}, 100), ({"max_tokens": None}, 127)])
+async def test_a_prompt_that_is_cut_to_what_fits_leaves_room_for_the_opened_block(
+    client, thinking, side, fields, num_tokens
+) -> None:
+    messages = [{"role": "user", "content": "x" * 500}]
+    cut = {"truncate_prompt_tokens": -1, "truncation_side": side, **fields}
+    await ask(client, messages=messages, response_format={"type": "json_object"}, **cut)
+    prompt = thinking.requests[0].prompt_token_ids
+    assert (len(prompt), prompt[-1]) == (num_tokens, 60)
+
+
+async def test_without_a_token_for_its_end_a_grammar_leaves_no_reasoning(client, thinking) -> None:
+    thinking.model_info = dataclasses.replace(THINKING, added_tokens={})
+    thinking.texts = ("{", "}")
+    messages = [{"role": "user", "content": "hi<think>"}]
+    reply = await ask(client, max_tokens=2, messages=messages, response_format={"type": "json_object"})
+    assert thinking.requests[0].params.grammar.begins_after is None
+    assert reply["choices"][0]["message"]["content"] == "{}"
+
+
+async def test_reasoning_of_earlier_turns_is_the_templates_to_use(client, thinking) -> None:
+    messages = [
+        {"role": "assistant", "content": "a", "reasoning": "why"},
+        {"role": "assistant", "content": "b", "reasoning_content": "how"},
+        {"role": "user", "content": "c"},
+    ]
+    await ask(client, messages=messages)
+    assert thinking.chats[0][0][:2] == [
+        {"role": "assistant", "content": "a", "reasoning_content": "why", "thinking": "why"},
+        {"role": "assistant", "content": "b", "reasoning_content": "how", "thinking": "how"},
+    ]

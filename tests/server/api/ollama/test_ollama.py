@@ -1,0 +1,143 @@
+"""Ollama's endpoints over HTTP: its words in, its lines out."""
+
+import dataclasses
+
+import httpx
+import orjson
+import pytest
+
+from engine.errors import RequestFailed
+from engine.types import FinishReason
+from server.api.ollama.models import (
+    OllamaError,
+    OllamaLoadedList,
+    OllamaModelList,
+    OllamaModelPage,
+    OllamaReply,
+)
+from tests.server.conftest import connect, impatient
+from tests.server.fake_engine import INFO, FakeEngine
+
+CHAT, GENERATE = "/api/chat", "/api/generate"
+HELLO = {"model": "fake:latest", "messages": [{"role": "user", "content": "hi"}]}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+CALL = '<tool_call>{"name": "look", "arguments": {"at": "x"}}</tool_call>'
+
+
+def lines(reply: httpx.Response) -> list[dict]:
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["content-type"] == "application/x-ndjson"
+    found = [orjson.loads(line) for line in reply.text.splitlines()]
+    for line in found:
+        OllamaReply.model_validate(line, strict=True)
+    return found
+
+
+@pytest.fixture
+def thinker(engine: FakeEngine) -> FakeEngine:
+    """A model that thinks, says something, and calls."""
+    engine.model_info = dataclasses.replace(
+        INFO, chat_template="<tool_call></think>", max_model_len=4096, added_tokens={"</think>": 9}
+    )
+    engine.texts = ("<think>", "hm", "</think>", "I ", "look", *CALL)
+    engine.end_as = FinishReason.STOP
+    return engine
+
+
+async def test_a_chat_comes_in_lines_and_adds_up_to_the_whole_reply(client, thinker):
+    body = {**HELLO, "tools": [TOOL], "options": {"num_predict": len(thinker.texts)}}
+    found = lines(await client.post(CHAT, json=body))
+    whole = (await client.post(CHAT, json={**body, "stream": False})).json()
+    OllamaReply.model_validate(whole, strict=True)
+    assert [line["done"] for line in found] == [False] * (len(found) - 1) + [True]
+    said = [line["message"] for line in found]
+    assert "".join(message["content"] for message in said) == whole["message"]["content"]
+    assert "".join(message.get("thinking", "") for message in said) == whole["message"]["thinking"] == "hm"
+    calls = [{"function": {"name": "look", "arguments": {"at": "x"}}}]
+    assert said[-2]["tool_calls"] == whole["message"]["tool_calls"] == calls
+    assert found[-1]["eval_count"] == whole["eval_count"] == len(thinker.texts)
+    assert found[-1]["done_reason"] == "stop"
+
+
+async def test_options_and_format_become_sampling_parameters(client, engine):
+    options = {"temperature": 0.25, "repeat_penalty": 1.5, "seed": 7, "num_predict": 3, "stop": ["x"]}
+    options["num_ctx"] = 9  # for Ollama's own engine
+    body = {"model": "fake", "prompt": "hi", "system": "be brief", "options": options, "format": "json"}
+    found = lines(await client.post(GENERATE, json=body))
+    (request,) = engine.requests
+    params = request.params
+    assert (params.temperature, params.repetition_penalty, params.seed) == (0.25, 1.5, 7)
+    assert (params.max_tokens, request.stop) == (3, ("x",))
+    assert params.grammar is not None
+    assert [message["role"] for message in engine.chats[0][0]] == ["system", "user"]
+    assert "".join(line["response"] for line in found)
+    assert found[-1]["done_reason"] == "length"
+
+
+async def test_results_of_tools_find_the_calls_that_wait_for_them(client, engine):
+    engine.model_info = dataclasses.replace(INFO, chat_template="<tool_call>", max_model_len=4096)
+    calls = [{"function": {"name": name, "arguments": {}}} for name in ("look", "hear")]
+    messages = [
+        *HELLO["messages"],
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "tool_name": "hear", "content": "a bell"},
+        {"role": "tool", "content": "a tower"},
+    ]
+    assert (await client.post(CHAT, json={**HELLO, "messages": messages})).status_code == 200
+    rendered, _ = engine.chats[0]
+    assert [(message["name"], message["content"]) for message in rendered[2:]] == [
+        ("hear", "a bell"),
+        ("look", "a tower"),
+    ]
+
+
+@pytest.mark.parametrize(("path", "field"), [(CHAT, "messages"), (GENERATE, "prompt")])
+async def test_a_request_without_words_asks_whether_the_model_is_loaded(client, engine, path, field):
+    reply = (await client.post(path, json={"model": "fake"})).json()
+    assert (reply["done"], reply["done_reason"]) == (True, "load")
+    assert not engine.requests
+    assert field not in reply
+
+
+async def test_the_model_is_listed_and_described(client, thinker):
+    listed = (await client.get("/api/tags")).json()
+    OllamaModelList.model_validate(listed, strict=True)
+    assert [model["name"] for model in listed["models"]] == list(INFO.served_names)
+    loaded = (await client.get("/api/ps")).json()
+    OllamaLoadedList.model_validate(loaded, strict=True)
+    assert [model["name"] for model in loaded["models"]] == list(INFO.served_names)
+    page = (await client.post("/api/show", json={"model": "fake:latest"})).json()
+    OllamaModelPage.model_validate(page, strict=True)
+    assert page["capabilities"] == ["completion", "tools", "thinking"]
+    assert page["model_info"]["fake.context_length"] == 4096
+    assert (await client.get("/api/version")).json()["version"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "told"),
+    [
+        (CHAT, {**HELLO, "model": "other"}, 404, "'other'"),
+        ("/api/show", {"model": "other"}, 404, "'other'"),
+        (CHAT, {**HELLO, "options": {"temperature": 9}}, 400, "options.temperature"),
+        (CHAT, {**HELLO, "messages": [{"role": "user", "content": "x", "images": ["aa"]}]}, 400, "images"),
+        (CHAT, {**HELLO, "messages": [{"role": "tool", "content": "x"}]}, 400, "no earlier call"),
+        (GENERATE, {"prompt": "x", "raw": True}, 400, "raw is not supported"),
+        (GENERATE, {"prompt": "x", "format": "yaml"}, 400, "format"),
+        (GENERATE, {"prompt": "x", "think": "much"}, 400, "think"),
+    ],
+)
+async def test_what_is_wrong_is_said_in_ollamas_shape(client, engine, path, body, status, told):
+    reply = await client.post(path, json=body)
+    assert reply.status_code == status
+    OllamaError.model_validate(reply.json(), strict=True)
+    assert told in reply.json()["error"]
+    assert not engine.requests
+
+
+async def test_a_stream_that_breaks_ends_with_an_error_and_nothing_is_written_in_a_silence(engine):
+    engine.error_after, engine.error, engine.pause_s = 1, RequestFailed("no"), 0.05
+    async with connect(impatient(engine, keep_alive_s=0.005)) as client:
+        reply = await client.post(CHAT, json=HELLO)
+    found = [orjson.loads(line) for line in reply.text.splitlines()]
+    assert list(found[-1]) == ["error"]
+    assert len(found) == 2

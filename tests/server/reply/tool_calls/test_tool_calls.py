@@ -1,0 +1,201 @@
+"""Each dialect's parser: what it takes for a call, and what becomes of malformed ones."""
+
+import pytest
+
+from server.reply.tool_calls.dialects import find_dialect
+from server.reply.tool_calls.events import Arguments, CallStart, Content, ToolEvent
+from server.reply.tool_calls.forced import ForcedCallParser
+
+NAMES = {"f": {}, "g": {}}
+
+
+def read(dialect: str, text: str) -> list[ToolEvent]:
+    found = find_dialect(dialect, "")
+    assert found is not None
+    parser = found.new_parser(NAMES)
+    events = parser.feed(text) + parser.finish()
+    texts = [event.text for event in events if isinstance(event, Content)]
+    return [Content("".join(texts))] if len(texts) == len(events) else events
+
+
+def call(index: int, name: str, arguments: str) -> list[ToolEvent]:
+    return [CallStart(index, name), Arguments(index, arguments)]
+
+
+@pytest.mark.parametrize(
+    ("dialect", "text", "events"),
+    [
+        (
+            "hermes",
+            'One moment.\n<tool_call>\n{"name": "f", "arguments": {"a": "x}<y"}}\n</tool_call>\n'
+            '<tool_call>{"name": "unheard_of"}</tool_call>\n',
+            [Content("One moment."), *call(0, "f", '{"a": "x}<y"}'), *call(1, "unheard_of", "{}")],
+        ),
+        (
+            "hermes",
+            'Wait.\n<tool_call>{"name": "f"}</tool_call>\n\n<tool_call>{"name": "g"}</tool_call>\n Done.',
+            [
+                Content("Wait."),
+                *call(0, "f", "{}"),
+                *call(1, "g", "{}"),
+                Content("\n\n Done."),
+            ],
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": null}</tool_call>'
+            '<tool_call>{"arguments": null, "name": "g"}</tool_call>'
+            '<tool_call>{"name": "g", "arguments": "null" }</tool_call>',
+            [*call(0, "f", "{}"), *call(1, "g", "{}"), *call(2, "g", "{}")],
+        ),
+        ("hermes", '<tool_call>{"name": "f", "arguments": 12}</tool_call>', call(0, "f", "12")),
+        (
+            "hermes",
+            '<tool_call>{"arguments": { "a":1 }, "name": "f"}</tool_call> Done.',
+            [*call(0, "f", '{ "a":1 }'), Content("Done.")],
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
+            call(0, "f", '{"a": 1}'),
+        ),
+        (
+            "llama3_json",
+            '{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}',
+            [*call(0, "f", '{"a": 1}'), *call(1, "g", "{}")],
+        ),
+        (
+            "llama3_json",
+            '{"type": "function", "name": "f", "parameters": {"a": 1}}',
+            call(0, "f", '{"a": 1}'),
+        ),
+        (
+            "llama3_json",
+            'Look:<|python_tag|>{"name": "unheard_of", "parameters": {}}',
+            [Content("Look:"), *call(0, "unheard_of", "{}")],
+        ),
+        (
+            "mistral",
+            'Well [TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
+            [Content("Well"), *call(0, "f", '{"a": 1}'), *call(1, "g", "{}")],
+        ),
+        (
+            "mistral",
+            '[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"a": [1]}[TOOL_CALLS]g{"b": "]}"}',
+            [*call(0, "f", '{"a": [1]}'), *call(1, "g", '{"b": "]}"}')],
+        ),
+        (
+            "json",
+            '[{"name": "f", "parameters": {"a": 1}},\n {"name": "g", "arguments": {}}]',
+            [*call(0, "f", '{"a": 1}'), *call(1, "g", "{}")],
+        ),
+    ],
+)
+def test_calls_are_found(dialect, text, events) -> None:
+    assert read(dialect, text) == events
+
+
+@pytest.mark.parametrize(
+    ("dialect", "text"),
+    [
+        ("hermes", "a < b </tool_call> <tool"),
+        ("hermes", "<tool_call>oops</tool_call> and on"),
+        ("hermes", '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f"'),
+        ("hermes", "<tool_call>"),
+        ("hermes", "<tool_call>\n<function=f>"),
+        ("llama3_json", '{"name": "Ada", "parameters": {}}'),
+        ("llama3_json", '{"name": "f", "age": 36}'),
+        ("llama3_json", '{"name": "f"}'),
+        ("llama3_json", '{"name": "f", "parameters": 5}'),
+        ("llama3_json", 'Like this: {"name": "f", "parameters": {}}'),
+        ("llama3_json", '<|python_tag|>search.call(query="x")'),
+        ("mistral", "[TOOL_CALLS]f says hello"),
+        ("mistral", "[TOOL_CALLS][1, 2]"),
+        ("mistral", "[TOOL_CALLS]f[ARGS]"),
+        ("mistral", "[TOOL"),
+        ("json", "[1, 2] is a list"),
+        ("json", '{"answer": 42}'),
+        ("json", 'Sure: {"name": "f", "arguments": {}}'),
+        ("json", "  two spaces at both ends  "),
+    ],
+)
+def test_what_is_no_call_after_all_stays_in_the_text(dialect, text) -> None:
+    assert read(dialect, text) == [Content(text)]
+
+
+@pytest.mark.parametrize(
+    ("dialect", "text", "events"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": [1, ', call(0, "f", '{"a": [1, ')),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a', call(0, "f", '"{\\"a')),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1</tool_call>', call(0, "f", '{"a": 1')),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}}}</tool_call>', call(0, "f", '{"a": 1}')),
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": {}} I hope.</tool_call>',
+            [*call(0, "f", "{}"), Content("I hope.</tool_call>")],
+        ),
+        (
+            "llama3_json",
+            '{"name": "f", "parameters": {}} is what I would call',
+            [*call(0, "f", "{}"), Content("is what I would call")],
+        ),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"a": ', call(0, "f", '{"a": ')),
+        ("json", '[{"name": "f", "arguments": {"a": "', call(0, "f", '{"a": "')),
+    ],
+)
+def test_a_call_that_has_begun_keeps_what_the_model_wrote(dialect, text, events) -> None:
+    assert read(dialect, text) == events
+
+
+def test_arguments_are_passed_on_as_they_come() -> None:
+    found = find_dialect("hermes", "")
+    parser = found.new_parser(NAMES)
+    assert parser.feed('<tool_call>{"name": "f", "argum') == []
+    assert parser.feed('ents": {"city"') == [CallStart(0, "f"), Arguments(0, '{"city"')]
+    assert parser.feed(': "Köl') == [Arguments(0, ': "Köl')]
+    assert parser.feed('n"}') == [Arguments(0, 'n"}')]
+    assert parser.feed("}</tool_call>") == []
+
+
+def test_text_before_a_possible_mark_is_not_held_back() -> None:
+    parser = find_dialect("hermes", "").new_parser(NAMES)
+    assert parser.feed("Hello <tool") == [Content("Hello")]
+    assert parser.feed("box>") == [Content(" <toolbox>")]
+
+
+def test_a_forced_call_is_all_of_the_text() -> None:
+    parser = ForcedCallParser("f")
+    assert parser.feed(" \n") == []
+    assert parser.feed(' {"a') + parser.feed('": 1}') == [*call(0, "f", '{"a'), Arguments(0, '": 1}')]
+    assert parser.finish() == []
+
+
+QWEN_25 = "{%- if tools %}return a json object within <tool_call></tool_call> XML tags{% endif %}"
+QWEN_3_CODER = "{%- if tools %}<tool_call>\n<function=example>{% endif %}"
+GLM_45 = "{%- if tools %}<tool_call>{name}<arg_key>{% endif %}"
+MISTRAL_7 = "{{- '[TOOL_CALLS]' + message.tool_calls | tojson }}"
+LLAMA_31 = "{{- '<|python_tag|>' }}{% if tools %}{% endif %}"
+LLAMA_32 = '{"name": function name, "parameters": dictionary of argument name and its value}'
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        (QWEN_25, "hermes"),
+        (MISTRAL_7, "mistral"),
+        (LLAMA_31, "llama3_json"),
+        (LLAMA_32, "llama3_json"),
+        (QWEN_3_CODER, "qwen3_coder"),
+        (GLM_45, "glm45"),
+        ("{{ messages[0].content }}", "generic"),
+        ("", "generic"),
+    ],
+)
+def test_auto_knows_a_dialect_by_the_template(template, name) -> None:
+    found = find_dialect("auto", template)
+    assert found.name == name
+    assert find_dialect("none", template) is None
+    assert find_dialect("json", template).name == "json"

@@ -1,0 +1,311 @@
+"""Replies as each family of models writes them: whole, and cut in every place."""
+
+import codecs
+import json
+from itertools import pairwise
+
+import pytest
+
+from server.reply.tool_calls.dialects import DIALECTS, find_dialect
+from server.reply.tool_calls.events import Arguments, CallStart, Content, ToolEvent
+
+TOOLS = {
+    "get_weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "detail": {"type": ["string", "null"]},
+            "units": {"enum": ["C", "F"]},
+            "at": {"type": "object"},
+        },
+    },
+    "now": {"type": "object", "properties": {}},
+}
+BONN = {"city": 'Bonn "am\nRhein" 🚂', "days": 3}
+BONN_JSON = json.dumps(BONN, ensure_ascii=False)
+WEATHER_AND_TIME = [("get_weather", BONN), ("now", {})]
+
+GOLDEN = [
+    (
+        "hermes",
+        'Let me look.\n<tool_call>\n{"name": "get_weather", "arguments": ' + BONN_JSON + "}\n</tool_call>\n"
+        '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+        "Let me look.",
+    ),
+    (
+        "llama3_json",
+        '{"name": "get_weather", "parameters": ' + BONN_JSON + '}; {"name": "now", "parameters": {}}',
+        "",
+    ),
+    (
+        "llama4_json",
+        'Look: <|python_start|>{"name": "get_weather", "parameters": ' + BONN_JSON + "}<|python_end|>"
+        '<|python_start|>{"name": "now", "parameters": {}}<|python_end|>',
+        "Look:",
+    ),
+    (
+        "mistral",
+        "[TOOL_CALLS]get_weather[CALL_ID]abcdefghi[ARGS]" + BONN_JSON + "[TOOL_CALLS]now[ARGS]{}",
+        "",
+    ),
+    (
+        "granite",
+        '<|tool_call|>[{"name": "get_weather", "arguments": ' + BONN_JSON + '}, {"name": "now"}]',
+        "",
+    ),
+    (
+        "phi4",
+        'functools[{"name": "get_weather", "arguments": '
+        + BONN_JSON
+        + '}, {"name": "now", "arguments": {}}]',
+        "",
+    ),
+    (
+        "phi4",
+        '<|tool_call|>[{"name": "get_weather", "arguments": ' + BONN_JSON + '}, {"name": "now"}]'
+        "<|/tool_call|>",
+        "",
+    ),
+    (
+        "json",
+        '[{"name": "get_weather", "arguments": ' + BONN_JSON + '}, {"name": "now", "arguments": {}}]',
+        "",
+    ),
+    (
+        "deepseek",
+        "I look it up.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+        + BONN_JSON
+        + "\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```"
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "I look it up.",
+    ),
+    (
+        "deepseek",
+        "I look it up.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
+        + BONN_JSON
+        + "<｜tool▁call▁end｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+        "<｜tool▁calls▁end｜>",
+        "I look it up.",
+    ),
+    (
+        "kimi_k2",
+        "Well.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0"
+        "<|tool_call_argument_begin|>" + BONN_JSON + "<|tool_call_end|><|tool_call_begin|>functions.now:1"
+        "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+        "Well.",
+    ),
+    (
+        "harmony",
+        "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+        + BONN_JSON
+        + "<|call|><|channel|>commentary to=functions.now<|message|>{}<|call|>",
+        "",
+    ),
+    (
+        "qwen3_coder",
+        'Let me look.\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nBonn "am\nRhein" 🚂\n'
+        "</parameter>\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=now>\n"
+        "</function>\n</tool_call>",
+        "Let me look.",
+    ),
+    (
+        "qwen3_coder",
+        '<seed:tool_call><function=get_weather><parameter=city>Bonn "am\nRhein" 🚂</parameter>'
+        "<parameter=days>3</parameter></function></seed:tool_call><function=now></function>",
+        "",
+    ),
+    (
+        "glm45",
+        "I see.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n"
+        '<arg_value>Bonn "am\nRhein" 🚂</arg_value>\n'
+        "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>",
+        "I see.",
+    ),
+    (
+        "glm45",
+        '<tool_call>get_weather<arg_key>city</arg_key><arg_value>Bonn "am\nRhein" 🚂</arg_value>'
+        "<arg_key>days</arg_key><arg_value>3</arg_value></tool_call><tool_call>now</tool_call>",
+        "",
+    ),
+    (
+        "minimax_m2",
+        'Hm.\n<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Bonn "am\nRhein" 🚂'
+        '</parameter>\n<parameter name="days">3</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n'
+        "</minimax:tool_call>",
+        "Hm.",
+    ),
+    (
+        "pythonic",
+        r"""[get_weather(city='Bonn "am\nRhein" 🚂', days=3), now()]""",
+        "",
+    ),
+    (
+        "pythonic",
+        r"""So: <|python_start|>[get_weather(city='Bonn "am\nRhein" 🚂', days=3), now()]<|python_end|>""",
+        "So:",
+    ),
+    (
+        "lfm2",
+        r"""One moment. <|tool_call_start|>[get_weather(city='Bonn "am\nRhein" 🚂', days=3), now()]"""
+        "<|tool_call_end|>",
+        "One moment.",
+    ),
+    (
+        "olmo3",
+        r"""<function_calls>get_weather(city='Bonn "am\nRhein" 🚂', days=3)""" + "\nnow()</function_calls>",
+        "",
+    ),
+    (
+        "gemma4",
+        'Yes.<|tool_call>call:get_weather{city:<|"|>Bonn "am\nRhein" 🚂<|"|>,days:3}<tool_call|>'
+        "<|tool_call>call:now{}<tool_call|>",
+        "Yes.",
+    ),
+    (
+        "functiongemma",
+        '<start_function_call>call:get_weather{city:<escape>Bonn "am\nRhein" 🚂<escape>,days:3}'
+        "<end_function_call><start_function_call>call:now{}<end_function_call>",
+        "",
+    ),
+]
+
+
+def read(dialect: str, *pieces: str) -> tuple[str, list[tuple[str, str]]]:
+    """Content and calls, joined as a client joins them."""
+    found = find_dialect(dialect, "")
+    assert found is not None
+    parser = found.new_parser(TOOLS)
+    events: list[ToolEvent] = []
+    for piece in pieces:
+        events += parser.feed(piece)
+    events += parser.finish()
+    calls: list[tuple[str, str]] = []
+    for event in events:
+        if isinstance(event, CallStart):
+            assert event.index == len(calls)
+            calls.append((event.name, ""))
+        elif isinstance(event, Arguments):
+            name, arguments = calls[event.index]
+            calls[event.index] = (name, arguments + event.text)
+    return "".join(event.text for event in events if isinstance(event, Content)), calls
+
+
+def parsed(calls: list[tuple[str, str]]) -> list[tuple[str, dict]]:
+    return [(name, json.loads(arguments)) for name, arguments in calls]
+
+
+@pytest.mark.parametrize(("dialect", "text", "content"), GOLDEN)
+def test_a_familys_calls_are_read_however_the_text_is_cut(dialect, text, content) -> None:
+    whole = read(dialect, text)
+    assert (whole[0], parsed(whole[1])) == (content, WEATHER_AND_TIME)
+    assert read(dialect, *text) == whole
+    for cut in range(1, len(text)):
+        assert read(dialect, text[:cut], text[cut:]) == whole
+
+
+@pytest.mark.parametrize(("dialect", "text", "content"), GOLDEN)
+def test_a_familys_calls_are_read_from_tokens_that_end_at_any_byte(dialect, text, content) -> None:
+    """Cut as the detokenizer hands tokens on: a character that is not whole waits for its last byte."""
+    data, whole = text.encode(), read(dialect, text)
+    for cuts in (range(1, len(data)), *((cut,) for cut in range(1, len(data)))):
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        ends = [*cuts, len(data)]
+        pieces = [decoder.decode(data[begin:end]) for begin, end in pairwise([0, *ends])]
+        assert read(dialect, *pieces) == whole
+
+
+@pytest.mark.parametrize(("dialect", "text", "content"), GOLDEN)
+def test_a_reply_that_breaks_off_raises_nothing_and_never_grows_a_call(dialect, text, content) -> None:
+    for end in range(len(text)):
+        _, calls = read(dialect, text[:end])
+        assert [name for name, _ in calls] in ([], ["get_weather"], ["get_weather", "now"])
+
+
+def test_every_dialect_has_a_golden_text() -> None:
+    assert {dialect for dialect, _, _ in GOLDEN} == {row.name for row in DIALECTS}
+
+
+@pytest.mark.parametrize("row", [row for row in DIALECTS if row.found_by], ids=lambda row: row.name)
+def test_auto_finds_a_dialect_by_each_of_its_signs(row) -> None:
+    for sign in row.found_by:
+        assert find_dialect("auto", f"{{% if tools %}}{sign}{{% endif %}}") is row
+
+
+@pytest.mark.parametrize(
+    ("dialect", "text"),
+    [
+        ("qwen3_coder", "a < b <tool_call> and <function oops"),
+        ("qwen3_coder", "<function=two words></function>"),
+        ("glm45", "<tool_call>two words\n"),
+        ("deepseek", "<｜tool▁call▁begin｜>nothing<｜tool▁call▁end｜> and on"),
+        ("kimi_k2", "<|tool_call_begin|>"),
+        ("harmony", "<|channel|>final<|message|>Hello {you}"),
+        ("pythonic", "[1, 2]"),
+        ("pythonic", "[link](https://example.org)"),
+        ("pythonic", "[unheard_of(a=1)]"),
+        ("pythonic", "[now(1)]"),
+        ("pythonic", "[now(a=open('x'))]"),
+        ("lfm2", "<|tool_call_start|>now(<|tool_call_end|>"),
+        ("gemma4", "<|tool_call>call:now{a<tool_call|>"),
+        ("gemma4", "<|tool_call>call:now"),
+    ],
+)
+def test_a_text_that_is_no_call_stays_in_the_content(dialect, text) -> None:
+    assert read(dialect, text) == (text, [])
+
+
+def coder(**arguments: str) -> str:
+    tags = (f"<parameter={key}>\n{value}\n</parameter>" for key, value in arguments.items())
+    return "<function=get_weather>" + "".join(tags) + "</function>"
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ({"days": "3"}, {"days": 3}),
+        ({"days": "many"}, {"days": "many"}),
+        ({"city": "3"}, {"city": "3"}),
+        ({"city": "true"}, {"city": "true"}),
+        ({"city": "\n a\\b\t\n"}, {"city": "\n a\\b\t\n"}),
+        ({"detail": "None"}, {"detail": None}),
+        ({"detail": "12"}, {"detail": "12"}),
+        ({"units": "C"}, {"units": "C"}),
+        ({"at": '{"x": [1, 2]}'}, {"at": {"x": [1, 2]}}),
+        ({"at": "{broken"}, {"at": "{broken"}),
+        ({"unknown": "[1]"}, {"unknown": [1]}),
+        ({"unknown": "plain"}, {"unknown": "plain"}),
+        ({"days": "1e999"}, {"days": "1e999"}),
+        ({"at": '{"x": "\\ud800"}'}, {"at": '{"x": "\\ud800"}'}),
+    ],
+)
+def test_a_value_in_tags_gets_the_type_of_its_schema_if_it_fits(written, meant) -> None:
+    assert parsed(read("qwen3_coder", coder(**written))[1]) == [("get_weather", meant)]
+
+
+def test_long_texts_in_tags_are_passed_on_as_they_come() -> None:
+    parser = find_dialect("qwen3_coder", "").new_parser(TOOLS)
+    parser.feed("<function=get_weather><parameter=city>\nBo")
+    assert parser.feed('nn "') == [Arguments(0, 'nn \\"')]
+    assert parser.is_inside_call
+
+
+def test_kimis_own_ids_are_kept() -> None:
+    parser = find_dialect("kimi_k2", "").new_parser(TOOLS)
+    events = parser.feed("<|tool_call_begin|>functions.now:7<|tool_call_argument_begin|>{}<|tool_call_end|>")
+    assert events[0] == CallStart(0, "now", "functions.now:7")
+
+
+@pytest.mark.parametrize(
+    ("dialect", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "now", "arguments": "{\\"a\\": \\"\\ud800\\"}"}</tool_call>'),
+        ("pythonic", '[now(a="\\ud800")]'),
+    ],
+)
+def test_half_a_character_that_a_call_escapes_is_written_as_the_model_wrote_it(dialect, text) -> None:
+    content, calls = read(dialect, text)
+    assert "\\ud800" in (content + str(calls)).replace("\\\\", "\\")
+    for part in (content, *(part for call in calls for part in call)):
+        part.encode()

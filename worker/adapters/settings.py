@@ -1,0 +1,251 @@
+"""The settings of an adapter, as peft writes them in adapter_config.json.
+
+Owns: the meaning of each key, and the refusal by name of every key that would change the result otherwise.
+Never: reads files (files.py), or runs a pattern in an engine that can take exponential time.
+Source: LoraConfig of peft 0.21 and its matching of target modules; low-rank updates, arXiv:2106.09685.
+"""
+
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import sqrt
+from time import thread_time
+from typing import Any, TypeVar
+
+from pydantic_core import SchemaError, SchemaValidator, core_schema
+
+from worker.worker_errors import AdapterRefused
+
+_WORD = re.compile(r"[A-Za-z0-9_.-]{1,200}")
+_MAX_PATTERN_CHARS = 4096
+_MAX_WORDS = 4096
+_MAX_LAYER_WORDS = 16
+_MAX_COMPILING_S = 0.1
+"""Processor time for the patterns of one key: the steps of all others wait meanwhile."""
+_LAYER = re.compile(r".*\.[^.]*\.(\d+)\.")
+_ALL = "all-linear"
+
+# Keys that say where an adapter comes from or how it was trained, and nothing about its result.
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout", "peft_version"),
+        *("revision", "task_type", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+        *("megatron_config", "megatron_core", "qalora_group_size", "runtime_config", "fan_in_fan_out"),
+        *("velora_config", "ensure_weight_tying"),
+    }
+)
+_READ = frozenset(
+    {
+        *("peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "bias"),
+        *("rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern", "init_lora_weights"),
+        *("target_parameters",),
+    }
+)
+# Beginnings that change the base's weights: the update alone would be added to the wrong ones.
+_CHANGING_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+_Value = TypeVar("_Value")
+
+
+class NamePattern:
+    """A word that ends a module's name at a dot, or a regular expression for the whole name."""
+
+    def __init__(self, text: str, *, key: str) -> None:
+        """Raises AdapterRefused for an expression that cannot be run in linear time."""
+        self._word = text if _WORD.fullmatch(text) else None
+        self._expression: SchemaValidator | None = None
+        if self._word is None:
+            self._expression = _compile(rf"^(?:(?:.*\.)?(?:{text}))$", text, key)
+
+    def ends(self, name: str) -> bool:
+        """Tell whether it matches the name, or its end behind a dot."""
+        if self._expression is None:
+            return name == self._word or name.endswith(f".{self._word}")
+        return _accepts(self._expression, name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSettings:
+    """Settings of one adapter, of which every key is known."""
+
+    rank: int
+    alpha: float
+    is_rank_stabilized: bool
+    targets: "tuple[NamePattern, ...] | SchemaValidator | None"
+    """Words, or one expression for whole names; None: all linear layers."""
+    excluded: "tuple[NamePattern, ...] | SchemaValidator"
+    parameters: tuple[NamePattern, ...]
+    """Names of parameters that are no module's own, such as those of experts."""
+    layers: frozenset[int] | None
+    layer_words: tuple[str, ...]
+    """Names of the lists that the numbers of `layers` count in; none: any list."""
+    ranks: tuple[tuple[NamePattern, int], ...]
+    alphas: tuple[tuple[NamePattern, float], ...]
+
+    def rank_of(self, module: str) -> int:
+        """Return the rank of a module's update."""
+        return next((rank for pattern, rank in self.ranks if pattern.ends(module)), self.rank)
+
+    def scale_of(self, module: str) -> float:
+        """Return the factor of a module's update."""
+        alpha = next((alpha for pattern, alpha in self.alphas if pattern.ends(module)), self.alpha)
+        rank = self.rank_of(module)
+        return alpha / (sqrt(rank) if self.is_rank_stabilized else rank)
+
+    def include(self, module: str) -> bool:
+        """Tell whether the adapter is meant to have an update for a module of this name."""
+        if _matches(self.excluded, module):
+            return False
+        if self.targets is None:
+            return True
+        if not _matches(self.targets, module):
+            return False
+        return self.layers is None or isinstance(self.targets, SchemaValidator) or self._counts(module)
+
+    def name_of(self, module: str) -> str:
+        """Return the name that patterns know a layer by: that of its weight, where that is the target."""
+        weight = f"{module}.weight"
+        return weight if self.include_parameter(weight) else module
+
+    def include_parameter(self, name: str) -> bool:
+        """Tell whether a parameter of this name is a target."""
+        return _matches(self.parameters, name)
+
+    def _counts(self, module: str) -> bool:
+        found = _LAYER.match(module)
+        for word in self.layer_words:
+            found = re.match(rf".*\.{re.escape(word)}\.(\d+)\.", module)
+            if found is not None:
+                break
+        return found is not None and self.layers is not None and int(found.group(1)) in self.layers
+
+
+def read_settings(config: dict[str, Any]) -> AdapterSettings:
+    """Check and read the parsed JSON. Raises AdapterRefused, which names the key."""
+    if config.get("peft_type") != "LORA":
+        raise AdapterRefused(f"peft_type is {config.get('peft_type')!r}, and only LORA is computed")
+    for key, value in config.items():
+        if key not in _READ and key not in _WITHOUT_EFFECT and value not in (None, False, [], {}):
+            raise AdapterRefused(f"{key} is set, which is not computed")
+    _refuse_changes_of_the_base(config)
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    return AdapterSettings(
+        rank=_rank(rank, "r"),
+        alpha=_number(alpha, "lora_alpha"),
+        is_rank_stabilized=bool(config.get("use_rslora")),
+        targets=None
+        if config.get("target_modules") == _ALL
+        else _patterns(_targets(config), "target_modules"),
+        excluded=_patterns(config.get("exclude_modules") or [], "exclude_modules"),
+        parameters=_parameters(config.get("target_parameters") or []),
+        layers=_layers(config.get("layers_to_transform")),
+        layer_words=_layer_words(config.get("layers_pattern")),
+        ranks=_by_pattern(config, "rank_pattern", _rank),
+        alphas=_by_pattern(config, "alpha_pattern", _number),
+    )
+
+
+def _refuse_changes_of_the_base(config: dict[str, Any]) -> None:
+    if config.get("bias", "none") != "none":
+        raise AdapterRefused(f"bias is {config['bias']!r}: trained biases are not computed")
+    begin = config.get("init_lora_weights")
+    if isinstance(begin, str) and begin.lower().startswith(_CHANGING_THE_BASE):
+        raise AdapterRefused(
+            f"init_lora_weights is {begin!r}, which changes the base's weights; convert it to a plain adapter"
+        )
+
+
+def _patterns(value: object, key: str) -> tuple[NamePattern, ...] | SchemaValidator:
+    if isinstance(value, str):
+        return _compile(rf"^(?:{value})$", value, key)
+    if not isinstance(value, list) or len(value) > _MAX_WORDS:
+        raise AdapterRefused(f"{key} is neither a list of names nor a pattern")
+    for word in value:
+        if not isinstance(word, str) or not _WORD.fullmatch(word):
+            raise AdapterRefused(f"{key} holds {str(word)[:80]!r}, which is no name of a module")
+    return tuple(NamePattern(word, key=key) for word in value)
+
+
+def _targets(config: dict[str, Any]) -> object:
+    modules = config.get("target_modules")
+    return [] if modules is None and config.get("target_parameters") else modules
+
+
+def _parameters(value: object) -> tuple[NamePattern, ...]:
+    if isinstance(value, str):
+        raise AdapterRefused("target_parameters is no list of names")
+    names = _patterns(value, "target_parameters")
+    assert isinstance(names, tuple), "a list stays one"
+    return names
+
+
+def _matches(patterns: tuple[NamePattern, ...] | SchemaValidator, module: str) -> bool:
+    if isinstance(patterns, SchemaValidator):
+        return _accepts(patterns, module)
+    return any(pattern.ends(module) for pattern in patterns)
+
+
+def _compile(expression: str, text: str, key: str) -> SchemaValidator:
+    """Compile for Rust's engine, which takes linear time. Raises AdapterRefused."""
+    if len(text) > _MAX_PATTERN_CHARS:
+        raise AdapterRefused(f"{key} has a pattern of {len(text)} characters")
+    try:
+        return SchemaValidator(core_schema.str_schema(pattern=expression, regex_engine="rust-regex"))
+    except SchemaError as error:
+        raise AdapterRefused(
+            f"{key} has the pattern {text[:80]!r}, which needs look-around or is no regular expression; "
+            "list the names of the modules instead"
+        ) from error
+
+
+def _accepts(expression: SchemaValidator, name: str) -> bool:
+    return bool(expression.isinstance_python(name))
+
+
+def _by_pattern(
+    config: dict[str, Any], key: str, read: Callable[[object, str], _Value]
+) -> tuple[tuple[NamePattern, _Value], ...]:
+    """Read a mapping of names and patterns. Raises AdapterRefused, also if it takes long."""
+    named = config.get(key) or {}
+    if not isinstance(named, dict) or len(named) > _MAX_WORDS:
+        raise AdapterRefused(f"{key} is not a mapping of names")
+    found, began_s = [], thread_time()
+    for text, value in named.items():
+        found.append((NamePattern(text, key=key), read(value, key)))
+        if thread_time() - began_s > _MAX_COMPILING_S:
+            raise AdapterRefused(
+                f"{key} has patterns that take too long to compile; list the names of the modules instead"
+            )
+    return tuple(found)
+
+
+def _rank(value: object, key: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 2**20:
+        raise AdapterRefused(f"{key} holds {str(value)[:80]!r}, which is no rank")
+    return value
+
+
+def _number(value: object, key: str) -> float:
+    is_bool = isinstance(value, bool)
+    if not is_bool and isinstance(value, int | float) and abs(value) <= sys.float_info.max:
+        return float(value)
+    raise AdapterRefused(f"{key} holds {str(value)[:80]!r}, which is no number")
+
+
+def _layers(value: object) -> frozenset[int] | None:
+    numbers = [value] if isinstance(value, int) else value
+    if numbers is None or numbers == []:
+        return None
+    if not isinstance(numbers, list) or not all(isinstance(each, int) for each in numbers):
+        raise AdapterRefused("layers_to_transform is no list of numbers")
+    return frozenset(numbers)
+
+
+def _layer_words(value: object) -> tuple[str, ...]:
+    words = [value] if isinstance(value, str) else value or []
+    if not isinstance(words, list) or len(words) > _MAX_LAYER_WORDS:
+        raise AdapterRefused(f"layers_pattern is no list of up to {_MAX_LAYER_WORDS} names")
+    if not all(isinstance(each, str) and _WORD.fullmatch(each) for each in words):
+        raise AdapterRefused("layers_pattern holds what is no name of a module")
+    return tuple(words)

@@ -1,0 +1,202 @@
+"""The linear layers of a model that adapters can update, and the parts that compute them.
+
+Owns: the search for them, by a call of the model that is watched: a layer whose call does not go through its
+module, or that is given some of the tokens only, would leave an adapter out without a word.
+Never: knows a family, or a device's kernels.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from worker.adapters.adapted_linear import AdaptablePart, AdaptedLinear, StepAdapters
+from worker.adapters.experts import AdaptedExperts, ExpertsSize, check_modules, size_experts
+from worker.adapters.files import FILE_BYTES_OF_A_NUMBER, AdapterFiles, LowRank, read_adapter
+from worker.model.layer_parts import Unrecognised
+from worker.model.linear import linear_of
+from worker.model.mixture import find_experts, read_experts
+from worker.model.stage_layers import places_before
+from worker.worker_config import AdapterLimits
+from worker.worker_errors import AdapterRefused, refused_as
+
+
+class LayerSize(NamedTuple):
+    """Numbers of a linear layer."""
+
+    num_outputs: int
+    num_inputs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """The layers that can be updated, by name, and the reasons why others cannot."""
+
+    sizes: Mapping[str, LayerSize]
+    """Linear layers, and those of each expert."""
+    reasons: Mapping[str, str]
+    experts: Mapping[str, ExpertsSize]
+    """Mixtures, whose linear layers are in `sizes`."""
+
+    def without_experts(self, why: str) -> "Targets":
+        """Leave mixtures out, for this reason."""
+        of_experts = {layer for name, size in self.experts.items() for layer in size.layers(name)}
+        sizes = {name: size for name, size in self.sizes.items() if name not in of_experts}
+        return Targets(sizes, {**self.reasons, **dict.fromkeys(self.experts, why)}, {})
+
+    def num_numbers(self, rank: int) -> int:
+        """Count the numbers of an adapter of this rank with an update for every layer."""
+        return rank * sum(size.num_outputs + size.num_inputs for size in self.sizes.values())
+
+    def num_bytes(self, limits: AdapterLimits, dtype: torch.dtype) -> int:
+        """Size as many adapters as may be in memory, each with an update of the highest rank everywhere."""
+        return self.num_numbers(limits.max_rank) * dtype.itemsize * limits.max_in_memory
+
+    def read(self, folder: Path, *, max_rank: int) -> tuple[str, dict[str, LowRank]]:
+        """Read the files of an adapter; return their digest and its updates. Raises AdapterRefused only."""
+        with refused_as(AdapterRefused, f"the folder {folder.name}"):
+            files = read_adapter(folder, max_bytes=self.num_numbers(max_rank) * FILE_BYTES_OF_A_NUMBER)
+            return files.digest, self.check(files, max_rank=max_rank)
+
+    def check(self, files: AdapterFiles, *, max_rank: int) -> dict[str, LowRank]:
+        """Match updates and layers both ways. Raises AdapterRefused with the name that has no other."""
+        updates = self._updates_of(files)
+        for name, update in updates.items():
+            size = self.sizes[name]
+            if (update.up_NR.shape[0], update.down_RK.shape[1]) != size:
+                raise AdapterRefused(
+                    f"the tensors of {name} are for {update.down_RK.shape[1]} inputs and "
+                    f"{update.up_NR.shape[0]} outputs, "
+                    f"and the layer has {size.num_inputs} and {size.num_outputs}"
+                )
+            if update.rank > max_rank:
+                raise AdapterRefused(
+                    f"{name} has rank {update.rank}, and --max-lora-rank allows {max_rank} at most"
+                )
+        of_experts = {layer for name, size in self.experts.items() for layer in size.layers(name)}
+        for name in (*self.sizes, *(self.reasons if files.settings.targets is not None else ())):
+            is_target = files.settings.include(name) or files.settings.name_of(name) != name
+            if is_target and name not in of_experts and name not in updates:
+                raise AdapterRefused(f"{name} is a target of adapter_config.json and has no tensors")
+        if not updates:
+            raise AdapterRefused("it updates no layer")
+        return updates
+
+    def _updates_of(self, files: AdapterFiles) -> dict[str, LowRank]:
+        """Give each tensor to its layer. Raises AdapterRefused for one that is left."""
+        halves, updates = dict(files.halves), dict[str, LowRank]()
+        check_modules(self.experts, halves, files.settings)
+        for name, size in self.experts.items():
+            updates |= size.take_all(name, halves, files.settings)
+        for name, both in halves.items():
+            if name not in self.sizes:
+                why = self.reasons.get(name, "the model has no linear layer of this name")
+                raise AdapterRefused(f"the tensors of {name} find no layer: {why}")
+            updates[name] = both.low_rank(files.settings.name_of(name), files.settings)
+        return updates
+
+
+def find_targets(model: Any, run: Callable[[], object], *, num_tokens: int) -> Targets:
+    """Watch `run`, a call of the model with so many tokens, before any layer is replaced."""
+    output = model.get_output_embeddings()
+    sizes, experts = {}, {}
+    for name, module in model.named_modules():
+        linear = linear_of(module)
+        if linear is not None:
+            sizes[name] = LayerSize(linear.num_outputs, linear.num_inputs)
+    reasons = {}
+    for name, module in find_experts(model):
+        try:
+            experts[name] = size_experts(module)
+        except Unrecognised as unusual:
+            reasons[name] = str(unusual)
+    calls, whole = _watch(model, {*sizes, *experts}, run, num_tokens)
+    for name in (*sizes, *experts):
+        if model.get_submodule(name) is output:
+            reasons[name] = "updates of the output layer are not computed"
+        elif name not in calls:
+            reasons[name] = "the model does not call it by itself"
+        elif calls[name] > 1 or name not in whole:
+            reasons[name] = "the model does not call it once with all tokens"
+    experts = {name: size for name, size in experts.items() if name not in reasons}
+    sizes = {name: size for name, size in sizes.items() if name not in reasons}
+    for name, size in experts.items():
+        sizes |= {layer: LayerSize(*of_layer) for layer, of_layer in size.layers(name).items()}
+    return Targets(sizes, reasons, experts)
+
+
+def _watch(
+    model: nn.Module, names: set[str], run: Callable[[], object], num_tokens: int
+) -> tuple[Counter[str], set[str]]:
+    """Count the calls of modules, and find those that are given all tokens."""
+    calls: Counter[str] = Counter()
+    whole: set[str] = set()
+
+    def note(name: str, args: tuple[Any, ...]) -> None:
+        calls[name] += 1
+        x = args[0] if args else None
+        if isinstance(x, Tensor) and x.numel() == num_tokens * x.shape[-1]:
+            whole.add(name)
+
+    hooks = [
+        model.get_submodule(name).register_forward_pre_hook(lambda _, args, name=name: note(name, args))
+        for name in names
+    ]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls, whole
+
+
+class AdapterWay(NamedTuple):
+    """The way in which a device computes updates."""
+
+    step: StepAdapters
+    wrap: Callable[[str, nn.Module, Any, int], Any]
+    """Put a module with updates, an AdaptablePart, around a linear layer that is none of a fused layer's; it
+    is given the layer's name, the layer, `step` and the number of slots."""
+
+
+def _wrap(name: str, module: nn.Module, step: StepAdapters, _num_slots: int) -> AdaptedLinear:
+    return AdaptedLinear(name, module, step)
+
+
+def in_torch() -> AdapterWay:
+    """Compute updates in torch, where no kernel does."""
+    return AdapterWay(StepAdapters(), _wrap)
+
+
+def adaptable_parts(
+    model: nn.Module, targets: Targets, way: AdapterWay, num_slots: int
+) -> list[AdaptablePart]:
+    """Make every target computable, after layers were replaced. Returns the parts that compute them.
+
+    A target that is still a module is wrapped; of a layer that was replaced, the layer's own parts take it.
+    Targets in layers of other stages are theirs.
+    """
+    parts: list[AdaptablePart] = []
+    places = places_before(model)
+    for name, place in places.items():
+        adapt = getattr(model.get_submodule(place), "adapt", None)
+        if adapt is not None:
+            parts += adapt(name, way.step, num_slots)
+    missing = set(targets.sizes).difference(*(part.adapted_names() for part in parts))
+    for name, size in targets.experts.items():
+        of_experts = set(size.layers(name))
+        if of_experts <= missing and name in places:
+            module = model.get_submodule(places[name])
+            experts = AdaptedExperts(name, module, read_experts(module), way.step)
+            model.set_submodule(places[name], experts)
+            parts.append(experts)
+        missing -= of_experts
+    for name in missing & places.keys():
+        wrapped = way.wrap(name, model.get_submodule(places[name]), way.step, num_slots)
+        model.set_submodule(places[name], wrapped)
+        parts.append(wrapped)
+    return parts

@@ -1,0 +1,185 @@
+"""Paged attention by the CPU's kernels, for single calls of attention and for whole fused layers.
+
+Owns: the interface that fused layers of a CPU call, and a step and its caches in the kernels' own form.
+Never: computes. Layers that the kernels cannot take (head sizes that are no multiple of a vector, chunks)
+are left to ref_attention.py.
+
+Shapes: T tokens, Hq and Hk query and KV heads, D key size, V value size, R rotated numbers of a head.
+"""
+
+from ctypes import Array
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from worker.attention.interface import AttentionBackend, AttentionMetadata, AttentionOptions
+from worker.attention.kv_cache import KVCache, PagedTensor
+from worker.attention.ref_attention import RefAttention
+from worker.cpu.native import (
+    DTYPES,
+    WIDEST_VECTOR,
+    CAngles,
+    CAttention,
+    CAttentionOptions,
+    CCache,
+    CHeadShape,
+    CLayer,
+    CPages,
+    CStack,
+    CStep,
+    Kernels,
+    LayerPlace,
+    pointer,
+)
+from worker.devices.device import Device
+from worker.model.layer_call import AngleOrder, Rotation
+
+
+class GivenAngles(NamedTuple):
+    """The rotation that a model passes to a layer, and the order of its angles."""
+
+    rotation: Rotation
+    order: AngleOrder
+
+
+class LayerAttention(AttentionBackend, Protocol):
+    """An attention backend that fused layers call (layer.py)."""
+
+    def run_layer(self, layer: CLayer, layer_idx: int, hidden_TH: Tensor, given: GivenAngles | None) -> None:
+        """Compute a whole fused layer, in place."""
+
+    def run_attention_part(
+        self, layer: CLayer, layer_idx: int, hidden_TH: Tensor, given: GivenAngles | None
+    ) -> Tensor:
+        """Compute a fused layer without its MLP, in place; return the MLP's input [T, H]."""
+
+    def run_layers(
+        self, stack: CStack, layer_idxs: tuple[int, ...], hidden_TH: Tensor, angles: CAngles
+    ) -> None:
+        """Compute whole fused layers, one after another, and the norm behind them, in place."""
+
+
+class CpuAttention:
+    """See LayerAttention. One step at a time."""
+
+    def __init__(self, cache: KVCache, device: Device, kernels: Kernels) -> None:
+        self._ref = RefAttention(cache, device)
+        self._kernels = kernels
+        self._dtype = cache.layout.dtype
+        self._block_size = cache.layout.block_size
+        self._caches = {
+            layer_idx: CCache(_pages(layer.keys), _pages(layer.values))
+            for layer_idx, layer in cache.layers.items()
+        }
+        self._caches_of: dict[tuple[int, ...], Array[CCache]] = {}
+        self._has_kernel = {
+            layer_idx: self._dtype in DTYPES
+            and shape.key_dim % WIDEST_VECTOR == 0
+            and shape.value_dim % WIDEST_VECTOR == 0
+            for layer_idx, shape in cache.layout.layers.items()
+        }
+        self._step: CStep
+        self._pointed_to: object = None  # lives as long as the step that points to it
+        self._angles: dict[int, tuple[CAngles, Rotation, Rotation]] = {}
+
+    def begin_step(self, metadata: AttentionMetadata) -> None:
+        self._ref.begin_step(metadata)
+        self._angles.clear()
+        tables = np.ascontiguousarray(metadata.block_tables)
+        self._pointed_to = (metadata, tables)
+        self._step = CStep(
+            metadata.query_starts.ctypes.data,
+            metadata.seq_lens.ctypes.data,
+            tables.ctypes.data,
+            tables.shape[1],
+            metadata.token_blocks.ctypes.data,
+            metadata.token_offsets.ctypes.data,
+            len(metadata.seq_lens),
+            len(metadata.token_blocks),
+            self._block_size,
+        )
+
+    def attend(
+        self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
+        """See LayerExecutor.attend."""
+        if not self._has_kernel[layer_idx] or options.chunk_size is not None:
+            return self._ref.attend(layer_idx, query, key, value, options)
+        self._ref.write(layer_idx, key, value)
+        num_query_heads, num_tokens, key_dim = query.shape
+        queries_THD = query.transpose(0, 1).to(torch.float32).contiguous()
+        out_THV = query.new_empty((num_tokens, num_query_heads, value.shape[-1]))
+        sinks = None if options.sinks is None else options.sinks.float().contiguous()
+        attention = CAttention(
+            CHeadShape(num_query_heads, key.shape[0], key_dim, value.shape[-1]),
+            attention_options(options, sinks),
+            self._step,
+            self._caches[layer_idx],
+            pointer(queries_THD),
+            num_query_heads * key_dim,
+            pointer(out_THV),
+        )
+        self._kernels.attend(attention, self._dtype)
+        return out_THV
+
+    def run_layer(self, layer: CLayer, layer_idx: int, hidden_TH: Tensor, given: GivenAngles | None) -> None:
+        """See LayerAttention."""
+        self._kernels.run_layer(layer, self._place_of(layer_idx, given), hidden_TH, None)
+
+    def run_attention_part(
+        self, layer: CLayer, layer_idx: int, hidden_TH: Tensor, given: GivenAngles | None
+    ) -> Tensor:
+        """See LayerAttention."""
+        place = self._place_of(layer_idx, given)
+        if layer.mlp_norm.weight is None and not layer.mlp_is_parallel:
+            self._kernels.run_layer(layer, place, hidden_TH, None)
+            return hidden_TH
+        mlp_input_TH = torch.empty_like(hidden_TH)
+        self._kernels.run_layer(layer, place, hidden_TH, mlp_input_TH)
+        return mlp_input_TH
+
+    def run_layers(
+        self, stack: CStack, layer_idxs: tuple[int, ...], hidden_TH: Tensor, angles: CAngles
+    ) -> None:
+        """See LayerAttention."""
+        caches = self._caches_of.get(layer_idxs)
+        if caches is None:
+            own = [self._caches[layer_idx] for layer_idx in layer_idxs]
+            caches = self._caches_of[layer_idxs] = (CCache * len(own))(*own)
+        self._kernels.run_layers(stack, self._step, angles, caches, hidden_TH)
+
+    def _place_of(self, layer_idx: int, given: GivenAngles | None) -> LayerPlace:
+        return LayerPlace(self._step, self._read_angles(given), self._caches[layer_idx])
+
+    def _read_angles(self, given: GivenAngles | None) -> CAngles:
+        """Convert a rotation once for all layers of the step that share it."""
+        if given is None:
+            return CAngles()
+        rotation = given.rotation
+        found = self._angles.get(id(rotation[0]))
+        if found is None:
+            cosines, sines = (all_and_all_again(angles[0].float(), given.order) for angles in rotation)
+            # The tensors are kept too: an id is only unique among those that live.
+            found = (CAngles(pointer(cosines), pointer(sines)), rotation, (cosines, sines))
+            self._angles[id(rotation[0])] = found
+        return found[0]
+
+
+def attention_options(options: AttentionOptions, sinks: Tensor | None) -> CAttentionOptions:
+    """Put a layer's options in the kernels' form; `sinks` are [Hq] float32 and must outlive it."""
+    return CAttentionOptions(
+        options.scaling, options.sliding_window or 0, options.softcap or 0.0, pointer(sinks)
+    )
+
+
+def all_and_all_again(angles_TR: Tensor, order: AngleOrder) -> Tensor:
+    """Reorder angles as the kernels read them, contiguous."""
+    if order is AngleOrder.IN_PAIRS:
+        angles_TR = torch.cat((angles_TR[:, ::2], angles_TR[:, 1::2]), dim=1)
+    return angles_TR.contiguous()
+
+
+def _pages(tensor: PagedTensor) -> CPages:
+    return CPages(tensor.blocks_NHSD.data_ptr(), tensor.blocks_NHSD.stride(0))

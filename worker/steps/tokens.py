@@ -1,0 +1,90 @@
+"""Input and output of one forward pass of a model, on its device.
+
+Owns: the two records.
+Never: arrays on the host (inputs.py), or the call of a model (model_runner.py).
+
+Shapes: T tokens, N tokens whose outputs are wanted, H numbers of a hidden state, V tokens of the vocabulary.
+"""
+
+import copy
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from worker.devices.device import Device
+
+
+class StepTokens(NamedTuple):
+    """Tokens to compute, side by side."""
+
+    input_ids_1T: Tensor
+    """int64"""
+    position_ids: Tensor
+    """int64: [1, T], or [3, 1, T] where a rotation takes time, row and column apart."""
+    logits_indices_N: Tensor
+    """int64, ascending, without repeats: as many as there are tokens are all of them in their order."""
+    embeds_1TH: Tensor | None = None
+    """Rows in the place of the embeddings of all ids; None: the model looks the ids up."""
+    keeps_hidden: bool = False
+    """Whether the hidden states of all tokens are asked for."""
+
+    @classmethod
+    def of(
+        cls,
+        device: Device,
+        input_ids_T: NDArray[np.int64],
+        position_ids: NDArray[np.int64],
+        logits_indices_N: NDArray[np.int64],
+    ) -> "StepTokens":
+        """Bring tokens to a device; their positions are [T] or [3, T]."""
+        return cls(
+            device.tensor(input_ids_T[None]),
+            device.tensor(position_ids[..., None, :]),
+            device.tensor(logits_indices_N),
+        )
+
+    @property
+    def arguments(self) -> dict[str, Tensor]:
+        """Arguments of transformers' models and of their bodies."""
+        if self.embeds_1TH is not None:
+            return {"inputs_embeds": self.embeds_1TH, "position_ids": self.position_ids}
+        return {"input_ids": self.input_ids_1T, "position_ids": self.position_ids}
+
+    def only(self, indices_S: Tensor) -> "StepTokens":
+        """Select some tokens, by their places among T."""
+        return self._replace(
+            input_ids_1T=self.input_ids_1T[:, indices_S],
+            position_ids=self.position_ids[..., indices_S],
+            embeds_1TH=None if self.embeds_1TH is None else self.embeds_1TH[:, indices_S],
+        )
+
+
+class HiddenStates(NamedTuple):
+    """Hidden states of all tokens of a step, as the model's body (all but its head) gave them."""
+
+    tokens: StepTokens
+    outputs: Any
+    """Output of transformers' body."""
+
+    @property
+    def hidden_TH(self) -> Tensor:
+        """The states themselves, behind the last norm."""
+        hidden_1TH: Tensor = self.outputs.last_hidden_state
+        return hidden_1TH[0]
+
+    def only(self, indices_S: Tensor) -> "HiddenStates":
+        """Select some tokens."""
+        outputs = copy.copy(self.outputs)
+        outputs.last_hidden_state = self.outputs.last_hidden_state[:, indices_S]
+        return HiddenStates(self.tokens.only(indices_S), outputs)
+
+
+class StepOutcome(NamedTuple):
+    """Result of a forward pass."""
+
+    logits_NV: Tensor
+    """Logits of the wanted tokens; of a model that pools, their hidden states [N, H]."""
+    hidden: HiddenStates | None = None
+    """Set if they were asked for."""
