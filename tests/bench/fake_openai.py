@@ -204,7 +204,7 @@ async def fake_openai() -> AsyncIterator[tuple[FakeOpenAI, Target]]:
             tasks.discard(task)
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    fake.port = server.edge.sockets[0].getsockname()[1]
+    fake.port = server.sockets[0].getsockname()[1]
     try:
         yield fake, Target.parse(f"http://127.0.0.1:{fake.port}")
     finally:
