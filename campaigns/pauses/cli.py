@@ -41,7 +41,7 @@ _NUM_PLACED = 3
 _NAME_CHARS = 40
 _NOT_JUDGED = 2
 PAGE_HEAD = """\
-| Beside | Tokens/s | p99, ms | Longest, ms | Longest of the server, ms |
+| Load | Tokens/s | p99, ms | Longest, ms | Longest of the server, ms |
 |---|---|---|---|---|"""
 """Head of the table of docs/security.md."""
 _KINDS = {"grammars": GRAMMARS, "bodies": BODIES, "crowds": CROWDED_BODIES, "replies": REPLIES}
@@ -127,7 +127,7 @@ def page_table(rows: Mapping[str, Row], seconds: float) -> str:
     """The table in Markdown, as docs/security.md has it, of rounds that took so many seconds each."""
     lines = [PAGE_HEAD]
     for name, row in rows.items():
-        cells = "nobody" if name == ALONE else name, *(f"{each:.0f}" for each in _figures(row, seconds))
+        cells = "none" if name == ALONE else name, *(f"{each:.0f}" for each in _figures(row, seconds))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -17,8 +17,8 @@ from scheduler.prefix_keys import JournalContent
 from worker.machine import visible_gpus
 
 _LOOPBACK = "127.0.0.1"
-_PLACEMENT_TIMEOUT_S = 300.0
-"""Longest wait for Ray to find free processors: an autoscaler needs some minutes to add machines."""
+_PLACEMENT_TIMEOUT_S = 1800.0
+"""Longest wait for Ray to find free processors: machines are added and images are pulled meanwhile."""
 _LEAST_KEY_CHARS = 32
 # Number of nodes, number of this one, address of the first.
 _LWS = ("LWS_GROUP_SIZE", "LWS_WORKER_INDEX", "LWS_LEADER_ADDRESS")
