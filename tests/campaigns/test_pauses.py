@@ -113,9 +113,9 @@ def test_where_the_stream_that_is_alone_pauses_nothing_is_judged() -> None:
 
 def test_the_table_for_the_page_is_in_the_form_of_the_page() -> None:
     table = page_table({ALONE: QUIET, "an echo": row(pause(1.0, 0.03, reader_waited_s=0.01))}, 0.5)
-    assert table == f"{PAGE_HEAD}\n| nobody | 4 | 89 | 90 | 10 |\n| an echo | 2 | 30 | 30 | 20 |"
+    assert table == f"{PAGE_HEAD}\n| none | 4 | 89 | 90 | 10 |\n| an echo | 2 | 30 | 30 | 20 |"
     page = (ROOT / "docs" / "security.md").read_text()
-    assert f"\n\n{PAGE_HEAD}\n| nobody | " in page
+    assert f"\n\n{PAGE_HEAD}\n| none | " in page
 
 
 def test_no_two_rows_have_one_name_and_each_large_body_comes_from_four_as_well() -> None:
