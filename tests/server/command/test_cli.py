@@ -217,7 +217,7 @@ def test_the_banner_of_an_encoder_shows_its_endpoint_and_no_kv_cache(
 
 
 def test_the_banner_of_a_family_without_a_paged_cache_says_that_it_is_slow(checkpoint) -> None:
-    banner = render_banner(replace(INFO, is_paged=False), *_configs(checkpoint), url="http://h")
+    banner = render_banner(replace(INFO, groups=()), *_configs(checkpoint), url="http://h")
     assert "one after the other, slowly" in banner
     assert "prefix caching off" in banner
 

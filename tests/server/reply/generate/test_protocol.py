@@ -24,9 +24,9 @@ from server.api.operations.tokenization import DetokenizeRequest, TokenizeReques
 from server.reply.generate.protocol import StreamOptions
 
 READERS = (
-    *("generate/calls.py", "generate/engine_requests.py", "generate/answering.py"),
-    *("completions/completions.py", "completions/completion_requests.py", "generate/structured_output.py"),
-    *("chat/chat.py", "chat/template_input.py", "chat/chat_turn.py", "chat/tool_use.py"),
+    *("reply/generate/calls.py", "reply/generate/engine_requests.py", "reply/generate/answering.py"),
+    *("reply/generate/structured_output.py", "api/completions/completions.py", "api/completions/requests.py"),
+    *("api/chat/chat.py", "api/chat/template_input.py", "api/chat/turn.py", "api/chat/tool_use.py"),
 )
 ACCEPTED_WITHOUT_EFFECT = frozenset(
     {"metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier"}
