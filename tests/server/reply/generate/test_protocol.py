@@ -21,6 +21,7 @@ from server.api.chat.tool_protocol import (
 )
 from server.api.completions.protocol import COMPLETION_REFUSALS, CompletionRequest
 from server.api.operations.tokenization import DetokenizeRequest, TokenizeRequest
+from server.reply.generate.engine_requests import _PLAIN
 from server.reply.generate.protocol import StreamOptions
 
 READERS = (
@@ -36,7 +37,7 @@ ACCEPTED_WITHOUT_EFFECT = frozenset(
 
 def fields_read() -> set[str]:
     """Attribute names, and names asked for by getattr in a loop, in the modules that read requests."""
-    names = set()
+    names = set(_PLAIN)
     for module in READERS:
         for node in ast.walk(ast.parse((Path(server.__file__).parent / module).read_text())):
             if isinstance(node, ast.Attribute):
