@@ -5,6 +5,7 @@ Never: decides what the model has a place for (worker/quantized/tensor_places.py
 """
 
 import re
+from collections.abc import Collection, Iterable
 
 from worker.checkpoint.task import Task
 
@@ -24,31 +25,39 @@ _KINDS = {
     "angles of rotary embeddings: they are computed": (
         r"(^|\.)(rotary_emb|rotary_pos_emb)\.|(^|\.)rope\.freqs$|(^|\.)inv_freq$|(^|\.)(cos|sin)_cached$"
     ),
-    "numbers of positions: they are counted": r"(^|\.)position_ids$",
+    "numbers of positions: they are counted": r"(^|\.)(position_ids|embed_positions\.weights)$",
     "scales of activations and of stored keys and values: neither is rounded by them": (
         rf"(^|\.){_SCALES_OF_VALUES}$"
     ),
-    "heads for training: a pooler, and one that says how good a text is": r"(^|\.)(pooler|v_head)\.",
+    "heads for training: a pooler, one that says how good a text is, one for the order of sentences": (
+        r"(^|\.)(pooler|v_head|seq_relationship|sop_classifier)\."
+    ),
 }
 _PASSED_OVER = re.compile("|".join(_KINDS.values()))
 # No text is generated from a model that embeds or scores.
 _HEADS = re.compile(
     r"(lm_head|cls|classifier|score|qa_outputs|\w*predictions|vocab_\w+|dense|decoder|mlm_head|head)\."
 )
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_LAYER = re.compile(r"(?:^|\.)layers\.(?P<number>\d+)\.(?P<is_draft>(?:eh_proj|enorm|hnorm|shared_head)\.)?")
 
 
-def is_passed_over(name: str, *, num_layers: float, task: Task) -> bool:
-    """Tell whether a tensor without a place changes nothing that is served.
-
-    Layers beyond the model's number are such: families store what predicts several tokens as one layer more.
-    """
+def is_passed_over(name: str, *, draft_layers: Collection[int], task: Task) -> bool:
+    """Tell whether a tensor without a place changes nothing that is served."""
     layer = _LAYER.search(name)
     return (
         _PASSED_OVER.search(name) is not None
-        or (layer is not None and int(layer[1]) >= num_layers)
+        or (layer is not None and int(layer["number"]) in draft_layers)
         or (task is not Task.GENERATE and _HEADS.match(name) is not None)
     )
+
+
+def draft_layers_in(names: Iterable[str], num_layers: float) -> set[int]:
+    """Find the layers beyond the model's number that predict several tokens at once, by what only they have.
+
+    Any other layer beyond it tells of a configuration that is another model's.
+    """
+    layers = [found for name in names if (found := _LAYER.search(name)) and found["is_draft"]]
+    return {number for found in layers if (number := int(found["number"])) >= num_layers}
 
 
 def is_scale_of_values(last_name: str) -> bool:

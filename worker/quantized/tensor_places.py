@@ -7,8 +7,9 @@ Never: reads a weight, but for biases that the model lacks.
 
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from safetensors import safe_open
@@ -16,7 +17,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from worker.checkpoint.checkpoint_files import StoredTensor, WeightFile
-from worker.checkpoint.passed_over import is_passed_over
+from worker.checkpoint.passed_over import draft_layers_in, is_passed_over
 from worker.checkpoint.task import Task
 from worker.quantized.scheme import MARKERS
 from worker.worker_errors import StartupError
@@ -72,11 +73,13 @@ class TensorPlaces:
 
         `taken` are the names of tensors that readers of quantized weights take.
         """
+        draft_layers = draft_layers_in((name for file in files for name in file.tensors), self._num_layers)
+        is_dropped = partial(is_passed_over, draft_layers=draft_layers, task=task)
         for file in files:
             faults = [
                 (name, fault)
                 for name, tensor in sorted(file.tensors.items())
-                if name not in taken and (fault := self._fault(name, tensor, task)) is not None
+                if name not in taken and (fault := self._fault(name, tensor, is_dropped)) is not None
             ]
             zeros = _zero_biases(file, [name for name, _ in faults])
             found = [(name, fault) for name, fault in faults if name not in zeros]
@@ -87,7 +90,7 @@ class TensorPlaces:
                     fix="take a checkpoint whose config and tensors agree",
                 )
 
-    def _fault(self, name: str, tensor: StoredTensor, task: Task) -> str | None:
+    def _fault(self, name: str, tensor: StoredTensor, is_dropped: Callable[[str], bool]) -> str | None:
         renamed = name if name in self._parameters else self._rename(name)[0]
         if renamed in self._parameters:
             is_misread = tensor.place is None and tensor.dtype not in _FLOATS
@@ -96,7 +99,7 @@ class TensorPlaces:
             return None
         if any(each.search(renamed) for each in self._family_ignores):
             return None
-        if is_passed_over(name, num_layers=self._num_layers, task=task):
+        if is_dropped(name):
             return None
         if name.rpartition(".")[2] in MARKERS:
             return "is part of a quantized weight, and config.json does not say how it is to be read"

@@ -190,6 +190,9 @@ def test_what_changes_no_text_is_passed_over(
         "mtp.layers.0.self_attn.q_proj.weight": codes,
         "mtp.layers.0.self_attn.q_proj.weight_scale": ones,
         "model.layers.99.mlp.up_proj.weight": codes,
+        "model.layers.99.eh_proj.weight": ones,
+        "model.embed_positions.weights": ones,
+        "cls.seq_relationship.bias": ones,
         "model.visual.blocks.0.attn.qkv.weight": ones,
         "multi_modal_projector.linear_1.weight": ones,
     }
@@ -198,6 +201,14 @@ def test_what_changes_no_text_is_passed_over(
     quantized = copied(gptq, tmp_path / "more")
     add(quantized, **more)
     assert generated(quantized) == generated(gptq)
+
+
+def test_a_layer_beyond_the_configuration_that_drafts_nothing_is_named(folder: Path, gptq: Path) -> None:
+    with_codes = copied(gptq, folder / "quantized")
+    for each in (folder, with_codes):
+        config = json.loads((each / "config.json").read_text())
+        (each / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+        assert f"{each}: model.layers.2." in refusal(each)
 
 
 def test_shards_of_an_index_that_are_gone_leave_the_whole_file(
