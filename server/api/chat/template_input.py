@@ -6,8 +6,8 @@ Source: the shape of messages that `apply_chat_template` of Hugging Face transfo
 """
 
 import json
-import re
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 from engine.errors import RequestRejected
@@ -156,12 +156,18 @@ def _template_message(
 def _role(message: ChatMessage, where: str, template: str) -> str:
     """The role for the template. A role of its own is one that it names: others it would leave out."""
     role = _ROLES.get(message.role)
-    if role is None and message.role.isidentifier() and re.search(rf"['\"]{message.role}['\"]", template):
+    if role is None and message.role.isidentifier() and _names(template, message.role):
         return message.role
     if role is None:
         instead = "tool" if message.role == "function" else "system, user, assistant or tool"
         raise unsupported(f"{where}.role", f"the role {message.role!r} is not supported; use {instead}")
     return role
+
+
+@lru_cache(maxsize=256)
+def _names(template: str, role: str) -> bool:
+    """Tell whether a template has this word in quotes; asked once for each of a request's messages."""
+    return f"'{role}'" in template or f'"{role}"' in template
 
 
 def _check_fields(message: ChatMessage, where: str) -> None:

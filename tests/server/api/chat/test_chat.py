@@ -1,9 +1,12 @@
 """POST /v1/chat/completions, through the whole application."""
 
 import dataclasses
+import time
 
 from engine.types import FinishReason
 from server.api.chat.models import ChatCompletion
+from server.api.chat.protocol import MAX_MESSAGES, ChatMessage
+from server.api.chat.template_input import _template_messages
 from tests.server.fake_engine import INFO
 
 HI = [{"role": "user", "content": "hi"}]
@@ -109,3 +112,13 @@ async def test_a_model_without_a_template_says_so(client, engine):
     response = await client.post("/v1/chat/completions", json={"messages": HI})
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "no_chat_template"
+
+
+def test_a_role_is_looked_for_in_a_long_template_once():
+    def taken_s(role: str) -> float:
+        messages = [ChatMessage(role=role, content="a")] * MAX_MESSAGES
+        began_s = time.thread_time()
+        _template_messages(messages, "x" * 50_000 + "{{ m['role'] }}")
+        return time.thread_time() - began_s
+
+    assert min(taken_s("role") for _ in range(3)) < 8 * max(taken_s("user"), 0.01)
