@@ -47,7 +47,7 @@ class BatchRequest:
 
     def check_url(self, paths: frozenset[str]) -> None:
         """Raises LineFault if its URL is none of these paths."""
-        if self.url not in paths:
+        if not isinstance(self.url, str) or self.url not in paths:
             raise LineFault(f"url must be one of {', '.join(sorted(paths))}")
 
     def encoded(self, **fields: Any) -> bytes:

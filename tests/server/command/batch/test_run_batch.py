@@ -13,7 +13,7 @@ from engine.errors import Overloaded, RequestFailed
 from engine.options.options import OptionError
 from engine.processes.engine_processes import GaveUp
 from engine.types import FinishReason
-from server.api.batches.files import BatchFileError, check_input, open_output
+from server.api.batches.files import BatchFileError, BatchRequest, LineFault, check_input, open_output
 from server.api.batches.run import BatchRun, ServerLost
 from server.app import build_app
 from server.command.batch import command as cli
@@ -269,3 +269,10 @@ async def test_a_run_ends_when_its_engine_is_gone_for_good():
         async with while_it_lives(Engine()):
             await asyncio.sleep(10)
     assert caught.value.code == 70
+
+
+@pytest.mark.parametrize("url", [[], {}, None, 5])
+def test_a_url_that_is_no_text_is_a_fault_of_its_line(url):
+    request = BatchRequest(custom_id="a", method="POST", url=url, body={})
+    with pytest.raises(LineFault, match="url must be one of"):
+        request.check_url(frozenset({"/v1/completions"}))
