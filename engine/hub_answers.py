@@ -13,6 +13,7 @@ from typing import Any
 
 _MAX_REPLY_BYTES = 64 << 20
 """Limit of a list of files, which is JSON."""
+_MAX_FILE_BYTES = 1 << 50
 _COMMIT = re.compile(r"[0-9a-f]{40,64}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _ETAG = re.compile(r'(?:W/)?"?[0-9A-Za-z][0-9A-Za-z._+=-]{0,127}"?')
@@ -93,6 +94,13 @@ def check_commit(commit: object) -> str:
     return commit
 
 
+def check_text(name: object) -> str:
+    """Return the name of a file, which need not be one that is fetched. Raises HubLies."""
+    if not isinstance(name, str):
+        raise HubLies(f"a file of the name {str(name)[:80]!r}")
+    return name
+
+
 def check_file(name: str, size: object, digest: object) -> int:
     """Return the size of a file, once its name may be a path. Raises HubLies."""
     parts = name.split("/")
@@ -100,6 +108,6 @@ def check_file(name: str, size: object, digest: object) -> int:
         raise HubLies(f"a file of the name {name[:80]!r}")
     if digest is not None and not (isinstance(digest, str) and _DIGEST.fullmatch(digest)):
         raise HubLies(f"the SHA-256 {str(digest)[:80]!r} of {name}")
-    if size is not None and not (type(size) is int and size >= 0):
-        raise HubLies(f"the size {str(size)[:80]!r} of {name}")
+    if size is not None and not (type(size) is int and 0 <= size < _MAX_FILE_BYTES):
+        raise HubLies(f"a size of {name} that no file has")
     return _MAX_REPLY_BYTES if size is None else int(size)

@@ -16,7 +16,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from engine.hub_answers import HubAnswers, HubLies, check_commit, check_file
+from engine.hub_answers import HubAnswers, HubLies, check_commit, check_file, check_text
 from worker.checkpoint.checksums import digest_of
 from worker.worker_errors import StartupError
 
@@ -27,7 +27,7 @@ _GGUF = "*.gguf"
 _FOREIGN = ("onnx/*", "openvino/*", "original/*", "coreml/*", "*.bin.index.json")
 _SPARE_BYTES = 64 << 20
 _NUM_TRANSFERS = 8
-_NO_HUB_ERRORS = (OSError, ValueError, TypeError, KeyError)
+_NO_HUB_ERRORS = (OSError, ValueError, TypeError, KeyError, RecursionError)
 _MAX_REASON_CHARS = 200
 
 
@@ -83,10 +83,10 @@ def plan_pull(name: str, *, revision: str, include: Sequence[str] = ()) -> Plan:
     answers = HubAnswers()
     answers.watch()
     info = _asking(lambda: HfApi().model_info(name, revision=revision, files_metadata=True), name, revision)
-    siblings = {each.rfilename: each for each in info.siblings or ()}
-    files = _choose(tuple(siblings), include, name)
-    digests = {file: siblings[file].lfs.sha256 for file in files if siblings[file].lfs}
     try:
+        siblings = {check_text(each.rfilename): each for each in info.siblings or ()}
+        files = _choose(tuple(siblings), include, name)
+        digests = {file: siblings[file].lfs.sha256 for file in files if siblings[file].lfs}
         answers.commit = check_commit(info.sha)
         sizes = {file: check_file(file, siblings[file].size, digests.get(file)) for file in files}
     except HubLies as error:

@@ -82,5 +82,8 @@ def _pull(options: argparse.Namespace) -> int:
 
 
 def _say(error: Exception, code: int) -> int:
-    print(f"tokenyard pull: {' '.join(str(error).split())}", file=sys.stderr)
+    """Print one line; names and words of a hub in it may hold commands for a terminal."""
+    line = " ".join(str(error).split())
+    shown = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in line)
+    print(f"tokenyard pull: {shown}", file=sys.stderr)
     return code

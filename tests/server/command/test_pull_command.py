@@ -39,6 +39,10 @@ class Hub(ThreadingHTTPServer):
         """Headers of all files, in the place of true ones."""
         self.announced: int | None = None
         """Size of each file in the list, in the place of the true one."""
+        self.listed: dict[str, object] = {}
+        """More of each file in the list."""
+        self.page = b""
+        """The answer about a model, in the place of the true one."""
         self.is_endless = False
         self.sent = 0
         self.elsewhere = ""
@@ -71,7 +75,7 @@ class _Handler(BaseHTTPRequestHandler):
             if files is None:
                 return self._missing()
             made = self._tree(files) if "tree" in parts else self._info(parts, files)
-            return self._send(json.dumps(made).encode())
+            return self._send(self.server.page or json.dumps(made).encode())
         files = self.server.models.get("/".join(parts[:2]), {})
         content = files.get("/".join(parts[4:]))
         if content is None:
@@ -97,7 +101,7 @@ class _Handler(BaseHTTPRequestHandler):
             lfs = {"lfs": {"sha256": digest, "size": len(content), "pointerSize": 1}}
             large = name.endswith((".safetensors", ".gguf"))
             size = len(content) if self.server.announced is None else self.server.announced
-            siblings.append({"rfilename": name, "size": size, **(lfs if large else {})})
+            siblings.append({"rfilename": name, "size": size, **(lfs if large else {})} | self.server.listed)
         name = "/".join(parts[2:4])
         return {
             "id": name,
@@ -303,12 +307,40 @@ def test_a_name_that_leads_out_of_the_folder_is_refused(hub, tmp_path, name) -> 
     assert_refused(pull(home, hub.url, "org/good"), "a file of the name", home)
 
 
+@pytest.mark.parametrize(
+    ("listed", "part"),
+    [
+        ({"rfilename": 5}, "a file of the name '5'"),
+        ({"rfilename": ["x.json"]}, "a file of the name"),
+        ({"size": 10**4200}, "a size of config.json"),
+    ],
+)
+def test_a_list_of_files_that_is_none_is_refused(hub, tmp_path, listed, part) -> None:
+    hub.listed = listed
+    home = tmp_path / "one" / "home"
+    assert_refused(pull(home, hub.url, "org/good"), part, home)
+
+
+def test_an_answer_nested_too_deep_is_one_line(hub, tmp_path) -> None:
+    hub.page = b"[" * 100_000
+    done = pull(tmp_path, hub.url, "org/good")
+    assert (done.returncode, done.stderr.count("\n")) == (69, 1), done.stderr
+
+
+def test_names_from_a_hub_command_no_terminal(hub, tmp_path) -> None:
+    hub.models["org/good"] = {"\x1b]0;owned\x07.bin": b""}
+    done = pull(tmp_path, hub.url, "org/good")
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+    assert "\x1b" not in done.stderr
+    assert r"\x1b]0;owned\x07.bin" in done.stderr
+
+
 @pytest.mark.parametrize("announced", [0, 1000, -1])
 def test_a_hub_that_sends_more_than_it_announced_is_stopped_there(hub, tmp_path, announced) -> None:
     hub.announced = announced
     hub.is_endless = True
     home = tmp_path / "home"
-    assert_refused(pull(home, hub.url, "org/good"), "the size" if announced < 0 else "more than", home)
+    assert_refused(pull(home, hub.url, "org/good"), "a size of" if announced < 0 else "more than", home)
     assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) < 100_000
     assert hub.sent < 128 << 20, "the connection was closed"
 
