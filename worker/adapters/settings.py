@@ -7,11 +7,11 @@ Source: LoraConfig of peft 0.21 and its matching of target modules; low-rank upd
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import sqrt
 from time import thread_time
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pydantic_core import SchemaError, SchemaValidator, core_schema
 
@@ -20,6 +20,8 @@ from worker.worker_errors import AdapterRefused
 _WORD = re.compile(r"[A-Za-z0-9_.-]{1,200}")
 _MAX_PATTERN_CHARS = 4096
 _MAX_WORDS = 4096
+_MAX_EXPRESSIONS = 256
+"""Expressions of one key: each is asked for each layer, between two steps."""
 _MAX_LAYER_WORDS = 16
 _MAX_COMPILING_S = 0.1
 """Processor time for the patterns of one key: the steps of all others wait meanwhile."""
@@ -48,21 +50,29 @@ _CHANGING_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _Value = TypeVar("_Value")
 
 
-class NamePattern:
-    """A word that ends a module's name at a dot, or a regular expression for the whole name."""
+class ByName(Generic[_Value]):
+    """Values by words that end a module's name at a dot, or by regular expressions for the whole name."""
 
-    def __init__(self, text: str, *, key: str) -> None:
-        """Raises AdapterRefused for an expression that cannot be run in linear time."""
-        self._word = text if _WORD.fullmatch(text) else None
-        self._expression: SchemaValidator | None = None
-        if self._word is None:
-            self._expression = _compile(rf"^(?:(?:.*\.)?(?:{text}))$", text, key)
+    def __init__(self, named: Mapping[str, _Value], key: str) -> None:
+        """Raises AdapterRefused for expressions that need more than linear time, or long to compile."""
+        self._words: dict[str, tuple[int, _Value]] = {}
+        self._expressions: list[tuple[int, SchemaValidator, _Value]] = []
+        began_s = thread_time()
+        for place, (text, value) in enumerate(named.items()):
+            if _WORD.fullmatch(text):
+                self._words[text] = place, value
+                continue
+            self._expressions.append((place, _compile(rf"^(?:(?:.*\.)?(?:{text}))$", text, key), value))
+            if len(self._expressions) > _MAX_EXPRESSIONS or thread_time() - began_s > _MAX_COMPILING_S:
+                raise AdapterRefused(
+                    f"{key} has patterns that take too long to compile; list the names of the modules instead"
+                )
 
-    def ends(self, name: str) -> bool:
-        """Tell whether it matches the name, or its end behind a dot."""
-        if self._expression is None:
-            return name == self._word or name.endswith(f".{self._word}")
-        return _accepts(self._expression, name)
+    def find(self, name: str, default: _Value) -> _Value:
+        """Return the value of the first that matches the name."""
+        found = [self._words[end] for end in _ends(name) if end in self._words]
+        found += [(place, value) for place, each, value in self._expressions if _accepts(each, name)]
+        return min(found, key=lambda each: each[0])[1] if found else default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,24 +82,24 @@ class AdapterSettings:
     rank: int
     alpha: float
     is_rank_stabilized: bool
-    targets: "tuple[NamePattern, ...] | SchemaValidator | None"
+    targets: "frozenset[str] | SchemaValidator | None"
     """Words, or one expression for whole names; None: all linear layers."""
-    excluded: "tuple[NamePattern, ...] | SchemaValidator"
-    parameters: tuple[NamePattern, ...]
+    excluded: "frozenset[str] | SchemaValidator"
+    parameters: frozenset[str]
     """Names of parameters that are no module's own, such as those of experts."""
     layers: frozenset[int] | None
     layer_words: tuple[str, ...]
     """Names of the lists that the numbers of `layers` count in; none: any list."""
-    ranks: tuple[tuple[NamePattern, int], ...]
-    alphas: tuple[tuple[NamePattern, float], ...]
+    ranks: ByName[int]
+    alphas: ByName[float]
 
     def rank_of(self, module: str) -> int:
         """Return the rank of a module's update."""
-        return next((rank for pattern, rank in self.ranks if pattern.ends(module)), self.rank)
+        return self.ranks.find(module, self.rank)
 
     def scale_of(self, module: str) -> float:
         """Return the factor of a module's update."""
-        alpha = next((alpha for pattern, alpha in self.alphas if pattern.ends(module)), self.alpha)
+        alpha = self.alphas.find(module, self.alpha)
         rank = self.rank_of(module)
         return alpha / (sqrt(rank) if self.is_rank_stabilized else rank)
 
@@ -138,7 +148,7 @@ def read_settings(config: dict[str, Any]) -> AdapterSettings:
         if config.get("target_modules") == _ALL
         else _patterns(_targets(config), "target_modules"),
         excluded=_patterns(config.get("exclude_modules") or [], "exclude_modules"),
-        parameters=_parameters(config.get("target_parameters") or []),
+        parameters=_names(config.get("target_parameters") or [], "target_parameters"),
         layers=_layers(config.get("layers_to_transform")),
         layer_words=_layer_words(config.get("layers_pattern")),
         ranks=_by_pattern(config, "rank_pattern", _rank),
@@ -156,15 +166,17 @@ def _refuse_changes_of_the_base(config: dict[str, Any]) -> None:
         )
 
 
-def _patterns(value: object, key: str) -> tuple[NamePattern, ...] | SchemaValidator:
-    if isinstance(value, str):
-        return _compile(rf"^(?:{value})$", value, key)
+def _patterns(value: object, key: str) -> frozenset[str] | SchemaValidator:
+    return _compile(rf"^(?:{value})$", value, key) if isinstance(value, str) else _names(value, key)
+
+
+def _names(value: object, key: str) -> frozenset[str]:
     if not isinstance(value, list) or len(value) > _MAX_WORDS:
         raise AdapterRefused(f"{key} is neither a list of names nor a pattern")
     for word in value:
         if not isinstance(word, str) or not _WORD.fullmatch(word):
             raise AdapterRefused(f"{key} holds {str(word)[:80]!r}, which is no name of a module")
-    return tuple(NamePattern(word, key=key) for word in value)
+    return frozenset(value)
 
 
 def _targets(config: dict[str, Any]) -> object:
@@ -172,18 +184,16 @@ def _targets(config: dict[str, Any]) -> object:
     return [] if modules is None and config.get("target_parameters") else modules
 
 
-def _parameters(value: object) -> tuple[NamePattern, ...]:
-    if isinstance(value, str):
-        raise AdapterRefused("target_parameters is no list of names")
-    names = _patterns(value, "target_parameters")
-    assert isinstance(names, tuple), "a list stays one"
-    return names
-
-
-def _matches(patterns: tuple[NamePattern, ...] | SchemaValidator, module: str) -> bool:
+def _matches(patterns: frozenset[str] | SchemaValidator, module: str) -> bool:
     if isinstance(patterns, SchemaValidator):
         return _accepts(patterns, module)
-    return any(pattern.ends(module) for pattern in patterns)
+    return not patterns.isdisjoint(_ends(module))
+
+
+def _ends(name: str) -> list[str]:
+    """List a name, and what is behind each of its dots."""
+    parts = name.split(".")
+    return [".".join(parts[place:]) for place in range(len(parts))]
 
 
 def _compile(expression: str, text: str, key: str) -> SchemaValidator:
@@ -203,21 +213,12 @@ def _accepts(expression: SchemaValidator, name: str) -> bool:
     return bool(expression.isinstance_python(name))
 
 
-def _by_pattern(
-    config: dict[str, Any], key: str, read: Callable[[object, str], _Value]
-) -> tuple[tuple[NamePattern, _Value], ...]:
-    """Read a mapping of names and patterns. Raises AdapterRefused, also if it takes long."""
+def _by_pattern(config: dict[str, Any], key: str, read: Callable[[object, str], _Value]) -> ByName[_Value]:
+    """Read a mapping of names and patterns. Raises AdapterRefused."""
     named = config.get(key) or {}
     if not isinstance(named, dict) or len(named) > _MAX_WORDS:
         raise AdapterRefused(f"{key} is not a mapping of names")
-    found, began_s = [], thread_time()
-    for text, value in named.items():
-        found.append((NamePattern(text, key=key), read(value, key)))
-        if thread_time() - began_s > _MAX_COMPILING_S:
-            raise AdapterRefused(
-                f"{key} has patterns that take too long to compile; list the names of the modules instead"
-            )
-    return tuple(found)
+    return ByName({text: read(value, key) for text, value in named.items()}, key)
 
 
 def _rank(value: object, key: str) -> int:

@@ -41,7 +41,7 @@ def refusal(store: AdapterStore, folder: Path) -> str:
         ({"modules_to_save": ["lm_head"]}, "modules_to_save is set"),
         ({"bias": "lora_only"}, "bias is 'lora_only'"),
         ({"lora_bias": True}, "lora_bias is set"),
-        ({"target_parameters": "mlp.experts.gate_up_proj"}, "target_parameters is no list"),
+        ({"target_parameters": "mlp.experts.gate_up_proj"}, "target_parameters is neither a list"),
         ({"layer_replication": [[0, 2]]}, "layer_replication is set"),
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens is set"),
         ({"some_new_method": {"x": 1}}, "some_new_method is set"),

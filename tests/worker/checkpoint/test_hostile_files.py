@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from time import thread_time
 from typing import Any
 
 import pytest
@@ -108,6 +109,30 @@ def test_patterns_of_an_adapter_that_take_long_to_compile_are_refused_soon() -> 
     settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
     with ending_well("patterns", AdapterRefused), pytest.raises(AdapterRefused, match="too long to compile"):
         read_settings({**settings, "rank_pattern": patterns})
+
+
+def test_very_many_names_of_an_adapter_are_compared_with_very_many_layers_soon() -> None:
+    names = [f"name{number}" for number in range(4096)]
+    settings = read_settings(
+        {
+            **{"peft_type": "LORA", "r": 8, "lora_alpha": 16, "exclude_modules": names},
+            **{"target_modules": [*names[1:], "q_proj"], "target_parameters": names},
+            **{"rank_pattern": dict.fromkeys(names, 4), "alpha_pattern": dict.fromkeys(names, 4)},
+        }
+    )
+    began_s = thread_time()
+    for number in range(500):
+        name = f"model.layers.{number}.self_attn.q_proj"
+        assert settings.include(name)
+        assert settings.name_of(name) == name
+        assert settings.scale_of(name) == 2
+    assert thread_time() - began_s < 0.5
+
+
+def test_the_first_of_a_pattern_and_a_name_gives_the_rank() -> None:
+    settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
+    for pattern, rank in (({"q.*": 2, "q_proj": 4}, 2), ({"q_proj": 4, "q.*": 2}, 4), ({"k": 2}, 8)):
+        assert read_settings({**settings, "rank_pattern": pattern}).rank_of("model.layers.0.q_proj") == rank
 
 
 def header_of(path: Path) -> tuple[dict[str, Any], bytes]:
