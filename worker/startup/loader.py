@@ -153,6 +153,11 @@ def find_kind(config: WorkerConfig) -> ModelKind:
     if config.checksums_file is not None:
         Checksums.read(Path(config.checksums_file)).check_texts(folder)
     checkpoint_config = merged(read_json(folder / "config.json"), config.config_overrides)
+    if checkpoint_config.get("transformers_weights") not in (None, "model.safetensors"):
+        raise StartupError(
+            f"{folder / 'config.json'} names weights of its own, by transformers_weights",
+            fix="name them model.safetensors, and remove that key",
+        )
     task = choose_task(config.task, folder, checkpoint_config)
     return ModelKind(
         folder=folder,

@@ -221,10 +221,24 @@ def test_shards_of_an_index_that_are_gone_leave_the_whole_file(
     assert generated(folder) == expected(checkpoints("llama"), PROMPT)
 
 
+def test_an_index_with_a_name_that_no_file_has_is_refused(folder: Path) -> None:
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": "x" * 5000}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "index.json names no files" in refusal(folder)
+
+
 def test_two_sets_of_the_same_weights_are_one(folder: Path, checkpoints: MakeCheckpoint) -> None:
     store_shards(folder, stored(folder))
     store(folder, {"tok_embeddings.weight": torch.ones(4)}, "consolidated.safetensors")
     assert generated(folder) == expected(checkpoints("llama"), PROMPT)
+
+
+@pytest.mark.parametrize("named", ["other.safetensors", "/other.safetensors", 5])
+def test_weights_that_config_json_names_are_not_taken_unchecked(folder: Path, named: object) -> None:
+    store(folder, {name: each + 1 for name, each in stored(folder).items()}, "other.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"transformers_weights": named}))
+    assert "names weights of its own, by transformers_weights" in refusal(folder)
 
 
 def test_two_sets_of_weights_that_differ_are_named(folder: Path, gptq: Path, tmp_path: Path) -> None:
