@@ -25,6 +25,8 @@ _READ_BYTES = 16 << 20
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MOST_COMPARED_BYTES = 1 << 30
 """Numbers that are read to see whether two files hold the same ones, at most."""
+_MAX_NAME_BYTES = 255
+"""Limit of file systems."""
 _MAX_HEADER_BYTES = 100_000_000
 """Limit of the safetensors library."""
 _BITS_OF_DTYPE = {
@@ -174,6 +176,8 @@ def _names_in_index(folder: Path) -> list[str]:
     if not isinstance(weight_map, dict):
         raise StartupError(f"{folder / _INDEX} has no weight_map", fix="download the checkpoint again")
     names = sorted({str(name) for name in weight_map.values()})
+    if any(len(name.encode(errors="replace")) > _MAX_NAME_BYTES for name in names):
+        raise StartupError(f"{folder / _INDEX} names no files", fix="download the checkpoint again")
     leading_out = [name for name in names if Path(name).is_absolute() or ".." in Path(name).parts]
     if leading_out:
         raise StartupError(
