@@ -52,12 +52,15 @@ def is_passed_over(name: str, *, draft_layers: Collection[int], task: Task) -> b
 
 
 def draft_layers_in(names: Iterable[str], num_layers: float) -> set[int]:
-    """Find the layers beyond the model's number that predict several tokens at once, by what only they have.
+    """Find the layers beyond the model's number that predict several tokens at once.
 
-    Any other layer beyond it tells of a configuration that is another model's.
+    They have tensors that no other layer has, or a number that does not follow the model's last layer. Any
+    other layer beyond it tells of a configuration that is another model's.
     """
-    layers = [found for name in names if (found := _LAYER.search(name)) and found["is_draft"]]
-    return {number for found in layers if (number := int(found["number"])) >= num_layers}
+    layers = [found for name in names if (found := _LAYER.search(name))]
+    beyond = {number for found in layers if (number := int(found["number"])) >= num_layers}
+    drafting = {int(found["number"]) for found in layers if found["is_draft"]}
+    return beyond & drafting if num_layers in beyond else beyond
 
 
 def is_scale_of_values(last_name: str) -> bool:

@@ -193,6 +193,7 @@ def test_what_changes_no_text_is_passed_over(
         "model.layers.99.eh_proj.weight": ones,
         "model.embed_positions.weights": ones,
         "cls.seq_relationship.bias": ones,
+        "model.layers.99.self_attn.o_proj.weight": ones,
         "model.visual.blocks.0.attn.qkv.weight": ones,
         "multi_modal_projector.linear_1.weight": ones,
     }
