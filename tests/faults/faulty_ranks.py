@@ -20,7 +20,8 @@ from engine.core import process, rank_process
 from engine.nodes import rank_start
 from worker.cpu.layer import CpuLayer
 from worker.cpu.toolkit import CpuToolkit
-from worker.sampling.rank_samplers import FollowingSampler, LeadingSampler
+from worker.sampling.rank_samplers import FollowingSampler
+from worker.sampling.sampler import Sampler
 
 FAULT_FILE = "fault"
 """Beside the directory of the engine process."""
@@ -52,7 +53,7 @@ def plant(directory: Path, rank: int) -> None:
 
     CpuLayer.forward = forward  # type: ignore[method-assign]
     CpuToolkit._join_layers = lambda *_: None  # type: ignore[method-assign]  # one call has no place between
-    sampler = FollowingSampler if rank else LeadingSampler
+    sampler = FollowingSampler if rank else Sampler
     launch = sampler._launch
 
     def launch_then_fail(*arguments: Any) -> Any:

@@ -25,10 +25,10 @@ from worker.gpu.attention import PagedAttention
 from worker.gpu.device_batch import DeviceBatch
 from worker.gpu.graphs import GraphSizes, StepGraphs, capture_all
 from worker.gpu.kernels.input_fill import change_tables, fill_unknown_tokens, remember_tokens
-from worker.gpu.sampling.draw_fields import no_draws
 from worker.gpu.step_buffers import BatchSizes, StepBuffers
 from worker.gpu.trials.launch_trial import StepOnTrial, count_gains_by_early_launches
 from worker.ranks.ranks import ALONE, Ranks, is_divided
+from worker.sampling.draw_fields import no_draws
 from worker.steps.inputs import StepInputs
 from worker.steps.model_runner import ModelRunner
 from worker.steps.tokens import HiddenStates, StepOutcome

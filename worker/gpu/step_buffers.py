@@ -25,7 +25,7 @@ from torch import Tensor
 from worker.attention.interface import BlockTables
 from worker.devices.device import Device, DeviceEvent
 from worker.gpu.device_batch import AttentionBatch, DeviceBatch, TableChanges
-from worker.gpu.sampling.draw_fields import LINE, NOBODY, NUM_FIELDS, PLACE
+from worker.sampling.draw_fields import LINE, NOBODY, NUM_FIELDS, PLACE
 from worker.steps.inputs import StepInputs
 from worker.steps.tokens import StepTokens
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from scheduler.messages import SamplingParams, TokenLogprobs
+from worker.ranks.ranks import ALONE, Ranks
 from worker.sampling.compile_ahead import CompileAhead
 from worker.sampling.grammar_rows import Grammars
 from worker.sampling.state import RowTokenCounts, SamplingRow
@@ -110,9 +111,10 @@ class DraftedPlace(NamedTuple):
 class RowSampler(ABC):
     """Sampler of rows, with the parameters, the counts and the progress of each."""
 
-    def __init__(self, *, vocab_size: int, grammars: Grammars | None = None) -> None:
-        """Without `grammars` no row may have one."""
+    def __init__(self, *, vocab_size: int, grammars: Grammars | None = None, ranks: Ranks = ALONE) -> None:
+        """Without `grammars` no row may have one. `ranks` get their tokens from rank 0."""
         self._vocab_size = vocab_size
+        self._ranks = ranks
         self._grammars = grammars
         self.compile_ahead = None if grammars is None else CompileAhead(grammars.row_ahead)
         """The side that compiles grammars of rows before they are added."""
@@ -192,6 +194,7 @@ class RowSampler(ABC):
 
         The logits have 1 + k lines for a row with k drafts: that of its last token, then one for each draft.
         Tokens are recorded as after `begin`. All earlier results of these rows must have been collected.
+        The other ranks wait for the tokens within the step, as their next step depends on how many there are.
         """
         self._begin_masks([self._rows[row] for row in rows])
         places: list[DraftedPlace] = []
@@ -215,6 +218,7 @@ class RowSampler(ABC):
                 found = replace(found, is_unfit=places[first].state.is_unfit)
             self._take(row, found)
             verified.append(found)
+        self._ranks.broadcast(_as_numbers(verified, drafts))
         return verified
 
     def _sample_places(self, logits_NV: Tensor, places: Sequence[DraftedPlace]) -> SampleResult:
@@ -295,6 +299,15 @@ def lines_of(logits_NV: Tensor, lines: list[int]) -> Tensor:
 
 def _before_stop(drafts: Sequence[int], state: SamplingRow) -> tuple[int, ...]:
     return tuple(takewhile(lambda each: each not in state.params.stop_token_ids, drafts))
+
+
+def _as_numbers(verified: Sequence[VerifiedRow], drafts: Sequence[Sequence[int]]) -> list[int]:
+    """Write each row's tokens as FollowingSampler reads them: how many, and one number for each place."""
+    numbers: list[int] = []
+    for found, guesses in zip(verified, drafts, strict=True):
+        num_tokens = len(found.token_ids)
+        numbers += (num_tokens, *found.token_ids, *[0] * (1 + len(guesses) - num_tokens))
+    return numbers
 
 
 def _longest_right(result: SampleResult, positions: range, drafts: Sequence[int]) -> VerifiedRow:

@@ -1,6 +1,6 @@
 """Sampler in plain torch: one call for all sequences that sample in a step.
 
-Owns: the grouping of rows by the work they need, the check that logits are finite.
+Owns: the grouping of rows by the work they need, the check that logits are finite, the division among ranks.
 Never: the state of rows (row_sampler.py), nor when a sequence ends (the scheduler).
 Source: the order of the steps is that of scheduler.messages.SamplingParams.
 
@@ -16,24 +16,49 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from worker.devices.device import Device
+from worker.ranks.ranks import ALONE, Ranks
 from worker.sampling.draw import BLOCK, Draw, draw, pick_best
 from worker.sampling.grammar_rows import Grammars
 from worker.sampling.logits import alternatives_of, edit_logits, report_logprobs
-from worker.sampling.row_sampler import LaunchedSample, PendingSample, RowSampler, SampleResult
+from worker.sampling.row_sampler import (
+    DraftedPlace,
+    LaunchedSample,
+    PendingSample,
+    RowSampler,
+    SampleResult,
+    lines_of,
+)
 from worker.sampling.state import SamplingRow
 
 __all__ = ["PendingSample", "SampleResult", "Sampler"]
 
 _FEW_LINES = 8
 """Lines that one thread looks through as fast as several that have to be woken."""
+FAILED = -1
+"""Token that a rank sends for a row without one."""
+
+
+def divide_lines(states: Sequence[SamplingRow], num_ranks: int) -> list[list[int]]:
+    """Divide the rows of a step: each rank gets as many, as far as they are plain, and the first the rest."""
+    num_each = len(states) // num_ranks
+    plain = [n for n, state in enumerate(states) if state.is_plain]
+    others: list[list[int]] = []
+    for _ in range(1, num_ranks):
+        start = max(0, len(plain) - num_each)
+        others.append(plain[start:])
+        del plain[start:]
+    taken = {n for lines in others for n in lines}
+    return [[n for n in range(len(states)) if n not in taken], *others]
 
 
 class Sampler(RowSampler):
     """RowSampler that computes everything in `begin`; the host waits for the device."""
 
-    def __init__(self, *, vocab_size: int, device: Device, grammars: Grammars | None = None) -> None:
-        """Without `grammars` no row may have one."""
-        super().__init__(vocab_size=vocab_size, grammars=grammars)
+    def __init__(
+        self, *, vocab_size: int, device: Device, grammars: Grammars | None = None, ranks: Ranks = ALONE
+    ) -> None:
+        """Without `grammars` no row may have one. Of several ranks this is the first."""
+        super().__init__(vocab_size=vocab_size, grammars=grammars, ranks=ranks)
         width = -(-vocab_size // BLOCK) * BLOCK
         shape = (device.rows_at_once(width), width)
         self._scratch_NW = torch.empty(shape, dtype=torch.float32, device=device.torch_device)
@@ -44,11 +69,33 @@ class Sampler(RowSampler):
         rows: Sequence[int],  # noqa: ARG002 - `states` has all of them
         states: Sequence[SamplingRow],
     ) -> LaunchedSample:
-        result = self._sample(logits_NV, range(len(states)), states)
+        if self._ranks.size == 1:
+            result = self.sample_lines(logits_NV, range(len(states)), states)
+        else:
+            result = self._sample_with_others(logits_NV, states)
         token_ids_N = torch.tensor(result.token_ids, dtype=torch.int64, device=logits_NV.device)
         return LaunchedSample(token_ids_N, lambda: result)
 
-    def _sample(
+    def _sample_places(self, logits_NV: torch.Tensor, places: Sequence[DraftedPlace]) -> SampleResult:
+        """See RowSampler. The first rank samples all of them."""
+        lines_NV = lines_of(logits_NV, [each.line for each in places])
+        return self.sample_lines(lines_NV, range(len(places)), [each.state for each in places])
+
+    def _sample_with_others(self, logits_NV: torch.Tensor, states: Sequence[SamplingRow]) -> SampleResult:
+        """Sample this rank's rows, and take the tokens that FollowingSamplers draw for the others."""
+        own, *others = divide_lines(states, self._ranks.size)
+        result = self.sample_lines(logits_NV, own, states)
+        if num_most := max(map(len, others), default=0):
+            _, *drawn = self._ranks.of_all([0] * num_most).tolist()
+            for lines, token_ids in zip(others, drawn, strict=True):
+                for n, token_id in zip(lines, token_ids, strict=False):
+                    if token_id == FAILED:
+                        result.failed[n] = states[n].failure
+                    else:
+                        result.token_ids[n] = token_id
+        return result
+
+    def sample_lines(
         self, logits_NV: torch.Tensor, lines: Sequence[int], states: Sequence[SamplingRow]
     ) -> SampleResult:
         """Sample at some lines, in ascending order; the result has nothing at the others."""
@@ -59,7 +106,7 @@ class Sampler(RowSampler):
         greedy = [n for n in lines if states[n].is_greedy]
         random = [n for n in lines if not states[n].is_greedy]
         for chunk in (*self._in_chunks(greedy), *self._in_chunks(random)):
-            self._sample_lines(logits_NV, chunk, states, result)
+            self._sample_chunk(logits_NV, chunk, states, result)
         asked = [n for n in lines if states[n].params.num_logprobs is not None]
         for chunk in self._in_chunks([n for n in asked if n not in result.failed]):
             self._report_lines(logits_NV, chunk, states, result)
@@ -80,7 +127,7 @@ class Sampler(RowSampler):
         loaded_NW[:, self._vocab_size :] = -torch.inf
         return loaded_NW
 
-    def _sample_lines(
+    def _sample_chunk(
         self, logits: torch.Tensor, lines: list[int], states: Sequence[SamplingRow], result: SampleResult
     ) -> None:
         """Fill in `result` for `lines`, which are all greedy or all random."""

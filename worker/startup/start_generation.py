@@ -11,9 +11,9 @@ from worker.adapters.targets import in_torch
 from worker.checkpoint.checkpoint_files import find_checkpoint
 from worker.devices.device import Device
 from worker.progress import LoadStage
-from worker.ranks.ranks import ALONE, Ranks, is_divided, samples
+from worker.ranks.ranks import ALONE, Ranks, samples
 from worker.sampling.grammar_rows import Grammars
-from worker.sampling.rank_samplers import FollowingSampler, LeadingSampler
+from worker.sampling.rank_samplers import FollowingSampler
 from worker.sampling.row_sampler import RowSampler
 from worker.sampling.sampler import Sampler
 from worker.speculation.drafter import Drafter
@@ -51,7 +51,7 @@ def start_generating(
         facts = replace(facts, runs_ahead=True)
     else:
         steps = EagerSteps(ready.runner, ready.backend, device)
-        sampler = _open_sampler(facts, device, grammars, ranks)
+        sampler = _open_sampler(config, facts.vocab_size, device, grammars, ranks)
     if has_drafts:
         max_drafts = config.speculation.num_speculative_tokens
         facts = replace(facts, max_drafts=max_drafts, has_draft_model=draft is not None)
@@ -94,12 +94,18 @@ def _open_adapters(
     return open_adapters(config, loaded, ready.adapter_targets, way, cache_bytes=None)
 
 
-def _open_sampler(facts: ModelFacts, device: Device, grammars: Grammars, ranks: Ranks) -> RowSampler:
-    if not samples(ranks):
-        return FollowingSampler(vocab_size=facts.vocab_size, device=device, ranks=ranks)
-    if is_divided(ranks):
-        return LeadingSampler(vocab_size=facts.vocab_size, device=device, grammars=grammars, ranks=ranks)
-    return Sampler(vocab_size=facts.vocab_size, device=device, grammars=grammars)
+def _open_sampler(
+    config: WorkerConfig, vocab_size: int, device: Device, grammars: Grammars, ranks: Ranks
+) -> RowSampler:
+    if samples(ranks):
+        return Sampler(vocab_size=vocab_size, device=device, grammars=grammars, ranks=ranks)
+    return FollowingSampler(
+        vocab_size=vocab_size,
+        max_num_seqs=config.max_num_seqs,
+        device=device,
+        ranks=ranks,
+        drawn_by=Sampler(vocab_size=vocab_size, device=device),
+    )
 
 
 def load_generator(

@@ -16,13 +16,13 @@ from worker.gpu.graphs import GraphSizes
 from worker.gpu.kernel_choice import num_graph_logits, step_limits
 from worker.gpu.kernels.copies import WORD_BYTES, copy_blocks
 from worker.gpu.runner import GpuSteps
-from worker.gpu.sampling.gpu_rank_samplers import GpuFollowingSampler, GpuLeadingSampler
 from worker.gpu.sampling.gpu_sampler import GpuSampler
 from worker.gpu.step_buffers import StepBuffers
 from worker.gpu.triton_adapters import AdaptedGpuLinear, GpuStepAdapters
 from worker.progress import LoadPhase, LoadStage
-from worker.ranks.ranks import Ranks, is_divided, samples
+from worker.ranks.ranks import Ranks, samples
 from worker.sampling.grammar_rows import Grammars
+from worker.sampling.rank_samplers import FollowingSampler
 from worker.sampling.row_sampler import RowSampler
 from worker.startup.ready_model import ReadyModel
 from worker.steps.model_runner import ModelRunner, StepRunner, no_logits
@@ -85,13 +85,9 @@ def _open_logits(num_logits: int, facts: ModelFacts, device: Device, ranks: Rank
 
 def _open_sampler(
     vocab_size: int, max_num_seqs: int, device: Device, grammars: Grammars, ranks: Ranks
-) -> GpuSampler | GpuFollowingSampler:
+) -> GpuSampler | FollowingSampler:
     if not samples(ranks):
-        return GpuFollowingSampler(
-            vocab_size=vocab_size, max_num_seqs=max_num_seqs, device=device, ranks=ranks
-        )
-    if is_divided(ranks):
-        return GpuLeadingSampler(
-            vocab_size=vocab_size, max_num_seqs=max_num_seqs, device=device, grammars=grammars, ranks=ranks
-        )
-    return GpuSampler(vocab_size=vocab_size, max_num_seqs=max_num_seqs, device=device, grammars=grammars)
+        return FollowingSampler(vocab_size=vocab_size, max_num_seqs=max_num_seqs, device=device, ranks=ranks)
+    return GpuSampler(
+        vocab_size=vocab_size, max_num_seqs=max_num_seqs, device=device, grammars=grammars, ranks=ranks
+    )

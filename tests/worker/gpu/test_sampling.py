@@ -17,8 +17,8 @@ from tests.worker.sampling.test_sampler import GREEDY, VOCAB, histories, rows_of
 from tests.worker.sampling_oracle import choose
 from worker.devices.device import CpuDevice
 from worker.gpu.sampling import logit_edits as edits
-from worker.gpu.sampling.draw_fields import LINE, NOBODY, NUM_FIELDS, PLACE
 from worker.gpu.sampling.gpu_sampler import GpuSampler
+from worker.sampling.draw_fields import LINE, NOBODY, NUM_FIELDS, PLACE
 from worker.sampling.grammar_rows import Grammars
 from worker.sampling.row_sampler import PendingSample, RowSampler, SampleResult
 from worker.sampling.sampler import Sampler

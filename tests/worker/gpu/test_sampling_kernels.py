@@ -9,11 +9,11 @@ from torch.nn.functional import pad
 from scheduler.messages import SamplingParams
 from tests.worker.gpu.cross_compile import SHARED_BYTES_LIMIT, Compiled, Kernel, compile_kernels
 from worker.gpu.kernels.input_fill import fill_unknown_tokens, remember_tokens
-from worker.gpu.sampling.draw_fields import MIN_P, NUM_FIELDS, TEMPERATURE, TOP_K, TOP_P, UNIFORM
 from worker.gpu.sampling_kernels import truncation
 from worker.gpu.sampling_kernels.token_draw import LogitRows, Workspace, draw
 from worker.sampling.draw import BLOCK, Draw
 from worker.sampling.draw import draw as draw_on_cpu
+from worker.sampling.draw_fields import MIN_P, NUM_FIELDS, TEMPERATURE, TOP_K, TOP_P, UNIFORM
 
 CPU = torch.device("cpu")
 

@@ -20,8 +20,8 @@ from tests.worker.gpu.interpreted_gpu import InterpretedGpu
 from worker.attention.interface import AttentionMetadata, BlockTables
 from worker.devices.device import DeviceEvent
 from worker.gpu.kernels.input_fill import change_tables
-from worker.gpu.sampling.draw_fields import LINE, NOBODY, NUM_FIELDS, PLACE
 from worker.gpu.step_buffers import BatchSizes, Limits, StepBuffers
+from worker.sampling.draw_fields import LINE, NOBODY, NUM_FIELDS, PLACE
 from worker.steps.inputs import StepInputs, build_inputs
 from worker.steps.row_table import RowTable
 from worker.worker_config import WorkerConfig

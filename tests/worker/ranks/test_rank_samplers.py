@@ -13,9 +13,9 @@ from tests.worker.ranks.test_shared_ranks import together
 from worker.devices.device import CpuDevice
 from worker.ranks.shared_ranks import SharedRanks
 from worker.sampling.grammar_rows import Grammars
-from worker.sampling.rank_samplers import FollowingSampler, LeadingSampler, divide_lines
+from worker.sampling.rank_samplers import FollowingSampler
 from worker.sampling.row_sampler import RowSampler, SampleResult
-from worker.sampling.sampler import Sampler
+from worker.sampling.sampler import Sampler, divide_lines
 from worker.sampling.state import SamplingRow
 from worker.worker_config import WorkerConfig
 
@@ -73,8 +73,9 @@ def sampled(
 
 def sampler_of(ranks: SharedRanks, grammars: Grammars) -> RowSampler:
     if ranks.rank == 0:
-        return LeadingSampler(vocab_size=VOCAB, device=CPU, grammars=grammars, ranks=ranks)
-    return FollowingSampler(vocab_size=VOCAB, device=CPU, ranks=ranks)
+        return Sampler(vocab_size=VOCAB, device=CPU, grammars=grammars, ranks=ranks)
+    drawn_by = Sampler(vocab_size=VOCAB, device=CPU)
+    return FollowingSampler(vocab_size=VOCAB, max_num_seqs=16, device=CPU, ranks=ranks, drawn_by=drawn_by)
 
 
 def sampled_by_all(

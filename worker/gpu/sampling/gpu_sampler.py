@@ -26,11 +26,12 @@ from torch import Tensor
 
 from scheduler.messages import SamplingParams, TokenLogprobs
 from worker.devices.device import Device
-from worker.gpu.sampling.draw_fields import LINE, NOBODY, NUM_FIELDS, PLACE, TOP_K, UNIFORM, draw_fields
 from worker.gpu.sampling.logit_edits import EditedRow, LogitsEditor
 from worker.gpu.sampling.token_counts import GpuTokenCounts
 from worker.gpu.sampling_kernels.token_draw import LogitRows, Workspace, draw, pick_best
 from worker.gpu.upload import upload
+from worker.ranks.ranks import ALONE, Ranks, is_divided
+from worker.sampling.draw_fields import LINE, NOBODY, NUM_FIELDS, PLACE, TOP_K, UNIFORM, draw_fields
 from worker.sampling.grammar_rows import Grammars
 from worker.sampling.logits import alternatives_of, given_ids_NG, measure_logprobs, write_reports
 from worker.sampling.row_sampler import DraftedPlace, LaunchedSample, RowSampler, SampleResult, lines_of
@@ -49,10 +50,16 @@ class GpuSampler(RowSampler):
     """A sampler that launches in `begin`; only the result waits for the device."""
 
     def __init__(
-        self, *, vocab_size: int, max_num_seqs: int, device: Device, grammars: Grammars | None = None
+        self,
+        *,
+        vocab_size: int,
+        max_num_seqs: int,
+        device: Device,
+        grammars: Grammars | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
-        """Rows are below max_num_seqs. Without `grammars` no row may have one."""
-        super().__init__(vocab_size=vocab_size, grammars=grammars)
+        """Rows are below max_num_seqs. Without `grammars` no row may have one. Of ranks this is the first."""
+        super().__init__(vocab_size=vocab_size, grammars=grammars, ranks=ranks)
         self._device = device
         self._counts = GpuTokenCounts(num_rows=max_num_seqs, vocab_size=vocab_size, device=device)
         self._editor = LogitsEditor(
@@ -176,9 +183,9 @@ class GpuSampler(RowSampler):
             self._free_results.append(outcome)
             return SampleResult(token_ids=token_ids, logprobs=logprobs, failed=failed)
 
-        return LaunchedSample(
-            self._outcome_2C[0, : len(rows)], collect, is_new=bool(not_drawn) or bool(edited)
-        )
+        # The other ranks do not know the tokens that the step itself has sampled.
+        is_new = bool(not_drawn) or bool(edited) or is_divided(self._ranks)
+        return LaunchedSample(self._outcome_2C[0, : len(rows)], collect, is_new)
 
     def _sample_places(self, logits_NV: Tensor, places: Sequence[DraftedPlace]) -> SampleResult:
         """See RowSampler. The host waits.

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from worker.devices.device import Device
-from worker.gpu.sampling.draw_fields import LINE, PLACE
 from worker.gpu.sampling.token_counts import GpuTokenCounts
 from worker.gpu.sampling_kernels.bitmask import copy_masked
 from worker.gpu.sampling_kernels.token_draw import SPAN, LogitRows
 from worker.gpu.upload import upload
+from worker.sampling.draw_fields import LINE, PLACE
 from worker.sampling.grammar_rows import Grammars
 from worker.sampling.state import SamplingRow
 

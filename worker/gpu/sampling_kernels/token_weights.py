@@ -12,7 +12,7 @@ a uniform number hits the border between two tokens to about one part in 10**7.
 import triton
 import triton.language as tl
 
-from worker.gpu.sampling.draw_fields import LINE, MIN_P, NUM_FIELDS, PLACE, TEMPERATURE, TOP_K, TOP_P, UNIFORM
+from worker.sampling.draw_fields import LINE, MIN_P, NUM_FIELDS, PLACE, TEMPERATURE, TOP_K, TOP_P, UNIFORM
 
 # A kernel may read a global number only if it is one of these.
 FIELDS_PER_ROW = tl.constexpr(NUM_FIELDS)
