@@ -1,4 +1,4 @@
-"""Adapters: small updates of linear layers beside the model's weights (engine process).
+"""Adapters: small updates of linear layers, apart from the model's weights (engine process).
 
 Imports no device's kernels: a layer that computes updates itself has `adapt`.
 """

@@ -1,7 +1,7 @@
 """Adapters of a step in plain torch: the adapter of each token, and linear layers that add its updates.
 
 Owns: the slots of the tokens of the step under way, and the product of every linear layer that no kernel
-computes; it defines what is right.
+computes; it defines the right results.
 Never: reads adapters (files.py), or chooses their slots (store.py).
 
 Shapes: T tokens, R ranks, N outputs and K inputs of a layer.

@@ -2,7 +2,7 @@
 
 Owns: the updates of one expert, taken out of the tensors of all (peft's target_parameters) or put together
 from those of its own modules, as adapters have them that were trained when experts were modules; and the
-experts that no kernel computes, which define what is right.
+experts that no kernel computes, which define the right results.
 Never: reads files (files.py), or knows the router.
 Source: ParamWrapper of peft 0.21.
 
@@ -35,7 +35,7 @@ class ExpertsSize(NamedTuple):
     num_gates: int
     hidden_size: int
     is_concatenated: bool
-    """Whether all ups follow all gates in the tensors of a checkpoint; else each follows its gate."""
+    """Whether all ups follow all gates in the tensors of a checkpoint; otherwise each follows its gate."""
 
     def layers(self, name: str) -> dict[str, tuple[int, int]]:
         """Return outputs and inputs of each expert's two layers."""

@@ -51,7 +51,7 @@ class LowRank(NamedTuple):
         return int(self.down_RK.shape[0])
 
     def multiply(self, x: Tensor) -> Tensor:
-        """Return what is added to the product of `x`."""
+        """Return the update to add to the product of `x`."""
         return (x @ self.down_RK.t().to(x.dtype)) @ self.up_NR.t().to(x.dtype) * self.scale
 
 

@@ -101,7 +101,7 @@ class Targets:
 
 
 def find_targets(model: Any, run: Callable[[], object], *, num_tokens: int) -> Targets:
-    """Watch `run`, a call of the model with so many tokens, before any layer is replaced."""
+    """Watch `run`, a call of the model with `num_tokens`, before any layer is replaced."""
     output = model.get_output_embeddings()
     sizes, experts = {}, {}
     for name, module in model.named_modules():

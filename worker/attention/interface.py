@@ -1,11 +1,11 @@
 """The one attention function that every model calls, and the interface of its backends.
 
 Owns: the name under which transformers' models find us, the check of their arguments, and the backend of the
-step that is under way. Some families drop keyword arguments on the way to attention, so it travels beside the
-call, in one module-level place that only `active` sets.
+step that is under way. Some families drop keyword arguments on the way to attention, so it travels outside of
+the call, in one module-level place that only `active` sets.
 Never: computes (ref_attention.py and its siblings), or chooses blocks.
 
-Fused layers call more of a backend than this: cpu/cpu_attention.py and gpu/gpu_attention.py declare it.
+Fused layers call more of a backend than this: cpu/attention.py and gpu/attention.py declare it.
 Source: transformers' AttentionInterface. A name without a mask function makes its models build no
 mask at all; causality and windows are the backend's.
 
@@ -98,7 +98,7 @@ class BlockTables:
     """The block tables of a step's R sequences, in a table of C rows that is kept between steps.
 
     Good until the rows change. A row's blocks are appended to, as long as its generation is the same: a copy
-    of them needs what is new only.
+    of them needs the new part only.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ def note_layer_begun() -> None:
 
 def note_layers_begun(num_layers: int) -> None:
     """Count the layers of a step that was recorded before, and is replayed."""
-    # Kernels add to it as well. An update that is lost is harmless: whoever watches asks whether the number
+    # Kernels add to it as well. A lost update is harmless: the watcher asks whether the number
     # has changed, and the next layer changes it again.
     _num_layers_begun.value += num_layers
 
@@ -299,7 +299,7 @@ def _read_reach(module: Any, kwargs: Mapping[str, Any]) -> Reach:
 
 
 def is_plain(options: AttentionOptions) -> bool:
-    """Tell whether these are scaled dot products and nothing else, so that torch's fused kernels apply."""
+    """Tell whether these are plain scaled dot products, to which torch's fused kernels apply."""
     return options.softcap is None and options.sinks is None
 
 

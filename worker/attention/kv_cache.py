@@ -33,7 +33,7 @@ from scheduler.cache_groups import ALL_TOKENS, Lifetime, joint_lifetime
 FLOAT8 = torch.float8_e4m3fn
 LARGEST_FLOAT8 = 448.0
 _HEADROOM = 4.0
-"""Numbers may become so many times as large as the largest that was seen, before they are cut off."""
+"""Factor by which numbers may exceed the largest that was seen before they are cut off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def with_layers_beside(layers: dict[int, LayerShape], beside: dict[int, LayerSha
 
 
 def numbers_beside(layers: Iterable[int], beside: Iterable[int]) -> dict[int, int]:
-    """Number the layers of a second model behind those of the first: number there, number here."""
+    """Map the layers of a second model to numbers behind those of the first."""
     first = max(layers) + 1
     return {there: first + place for place, there in enumerate(sorted(beside))}
 
@@ -127,10 +127,10 @@ class PagedTensor:
     """Row of block n, head h, offset s: (n * pages_per_block + h) * block_size + s."""
     pages_per_block: int
     scale: float
-    """A factor of what is stored; 1 unless numbers are of one byte."""
+    """A factor of the stored numbers; 1 unless they are of one byte."""
 
     def write(self, rows: Tensor, numbers_XD: Tensor) -> None:
-        """Round numbers and put them into rows; what is too large becomes the largest number."""
+        """Round numbers and put them into rows; larger ones become the largest."""
         target_RD = self.rows_RD
         if target_RD.dtype is FLOAT8:
             scaled = (numbers_XD.float() / self.scale).clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8)

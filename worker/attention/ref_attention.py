@@ -26,7 +26,7 @@ from worker.attention.interface import AttentionMetadata, AttentionOptions, Reac
 from worker.attention.kv_cache import KVCache, PagedTensor
 from worker.devices.device import Device
 
-# A group of decodes is cut where the longest has so many times the blocks of the shortest, ...
+# A group of decodes is cut where the longest has this many times the blocks of the shortest, ...
 _LONGEST_OVER_SHORTEST = 2
 # ... or where the gathered keys would exceed this many numbers: larger falls out of the CPU's cache.
 _MOST_IN_GROUP = 1 << 22

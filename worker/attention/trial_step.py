@@ -26,7 +26,7 @@ def trial_cache(shapes: Mapping[int, LayerShape], dtype: torch.dtype, device: De
 
 
 def trial_metadata(num_tokens: int = TRIAL_TOKENS) -> AttentionMetadata:
-    """Describe the first step of a sequence. Its blocks lie backwards: block tables are to be followed."""
+    """Describe the first step of a sequence. Its blocks are in reverse order, to test block tables."""
     places = np.arange(num_tokens)
     blocks = np.arange(_NUM_BLOCKS, 0, -1)
     return AttentionMetadata(

@@ -33,7 +33,7 @@ class AdaptedProduct:
         self._kept: dict[int, tuple[object, ...]] = {}  # the structs point to it
 
     def attach(self, weight: CPackedWeight) -> None:
-        """Let the kernels find the updates beside the weight, which must not outlive this object."""
+        """Let the kernels find the updates with the weight, which must not outlive this object."""
         weight.adapters = ctypes.addressof(self._c)
 
     def adapted_names(self) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ _WORDS = {
 _NUM_INPUTS, _NUM_OUTPUTS, _NUM_ROWS = 1024, 512, 48
 _NUM_TIMES = 9
 _LEAST_GAIN = 1.1
-"""Smaller differences come and go with what else the machine does; two starts should choose the same."""
+"""Other work of the machine causes smaller differences; two starts should choose the same."""
 
 
 def choose_kernels(library: Path, num_threads: int) -> Kernels:
@@ -77,7 +77,7 @@ def open_first(library: Path, num_threads: int) -> Kernels:
 
 
 def open_kernels(library: Path, num_threads: int, instruction_set: str) -> Kernels:
-    """Open the kernels of this name, and try those that nobody has tried on such a processor.
+    """Open the kernels of this name, and try those that were written without such a processor.
 
     Raises OSError, ValueError if this processor lacks them, ArithmeticError if they are wrong.
     """

@@ -101,7 +101,7 @@ class CpuBody(nn.Module):
         return _Outputs(hidden_1TH, hidden_TH)
 
     def normed(self, hidden_1TH: Tensor) -> Tensor:
-        """Compute the norm by itself."""
+        """Apply the last norm alone."""
         out_1TH = hidden_1TH.clone()
         stack = _stack([], len(self._norm.weight_H), norm_struct(self._norm))
         cast("LayerAttention", present_executor()).run_layers(stack, (), out_1TH[0], CAngles())
@@ -149,9 +149,9 @@ def join_body(
     device: Device,
     max_model_len: int,
 ) -> None:
-    """Put a CpuBody in the place of the model's own body, or beside the layers of a model that is a body.
+    """Put a CpuBody in the place of the model's own body, or around the layers of a model that is a body.
 
-    Raises Unrecognised, and changes nothing, where that computes something else, or memory runs out.
+    Raises Unrecognised, and changes nothing, where the results differ, or memory runs out.
     """
     body: Any = getattr(model, body_name(model), model)
     if not all(hasattr(body, part) for part in _PARTS):
@@ -172,7 +172,7 @@ def join_body(
 
 
 def _try_body(body: Any, joined: CpuBody, arguments: dict[str, Tensor]) -> _Outputs:
-    """Compare all before the last norm to the bit, and that with its own. Raises Unrecognised."""
+    """Compare the last norm's input bit for bit, and its output within a tolerance. Raises Unrecognised."""
     seen: list[Tensor] = []
     hook = body.norm.register_forward_pre_hook(lambda _, given: seen.append(given[0].clone()))
     try:
@@ -203,7 +203,7 @@ def _plain_head_of(model: Any, outputs: _Outputs, arguments: dict[str, Tensor]) 
 
 
 def _are_same(a: Tensor, b: Tensor) -> bool:
-    """Compare bits: what is not a number equals itself."""
+    """Compare bits, so that a NaN equals itself."""
     return a.dtype is b.dtype and torch.equal(a.view(torch.int16), b.view(torch.int16))
 
 

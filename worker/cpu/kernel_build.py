@@ -1,12 +1,12 @@
 """The build of csrc/ into a shared library, once for each compiler and version of the sources.
 
-Owns: the instruction sets that a processor takes, the place of the library, the checks that nobody but this
+Owns: the instruction sets that a processor takes, the place of the library, the checks that no user but this
 user and root could have written or replaced it, and the descriptor by which it is loaded.
 Never: loads it (native.py), or needs torch: the kernels know pointers only, not torch's headers.
 Source: the rule for folders is that of OpenSSH for authorized_keys, and Debian's for groups of one user.
 
 By hand, for an image without a compiler: `python -m worker.cpu.kernel_build --in-place` in a checkout,
-`python -P -m tokenyard.inside.worker.cpu.kernel_build --in-place` installed: it imports nothing else of ours.
+`python -P -m tokenyard.inside.worker.cpu.kernel_build --in-place` installed: it imports no module of ours.
 """
 
 import fcntl
@@ -78,7 +78,7 @@ def find_library(*, for_this_processor: bool = False) -> Path | None:
 
 
 def open_library(path: Path) -> Path:
-    """Open a library and check what was opened; return the name by which just that is loaded.
+    """Open a library and check it; return a name by which exactly the checked file is loaded.
 
     The name is good for as long as this process lives. Raises Untrusted, OSError.
     """
@@ -143,7 +143,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
                 break
             except BlockingIOError:
                 time.sleep(_ASK_EVERY_S)
-            except OSError:  # no locks here: they build beside each other
+            except OSError:  # no locks here: they build at the same time
                 break
         yield
     finally:
@@ -200,7 +200,7 @@ def _may_be_loaded(path: Path) -> bool:
 
 
 def _make_private(folder: Path) -> None:
-    """Make a folder in which nobody else can put a file, or refuse the one that is there.
+    """Make a folder in which no other user can put a file, or refuse an existing one.
 
     Raises Untrusted, OSError.
     """
@@ -246,7 +246,7 @@ def _open_private(folder: Path) -> int:
 
 
 def _open_shared(folder: Path) -> int:
-    """Open a folder in which no other user can replace what is this user's, and all above it are so too.
+    """Open a folder in which, as in all above it, no other user can replace this user's files.
 
     Links on the way to it are resolved. Raises Untrusted, OSError.
     """
@@ -282,7 +282,7 @@ def _open_below(above: int, folder: Path, *, shared_bit: int) -> int:
 
 
 def _is_group_of_one(descriptor: int, found: os.stat_result) -> bool:
-    """Tell whether a folder's group is its owner's alone, so that what the group may do harms nobody.
+    """Tell whether a folder's group is its owner's alone, so that the group's rights harm no other user.
 
     Many systems give each user a group of the same name and let it write to each new folder (umask 002). A
     list of access rights hides other users behind the group's bits.

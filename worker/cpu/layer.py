@@ -92,7 +92,7 @@ class CpuLayer(nn.Module):
     def forward(
         self, hidden_states: Tensor, *_: Any, position_embeddings: Rotation | None = None, **__: Any
     ) -> Tensor:
-        """Compute [1, T, H] in place: nothing else of the model reads a layer's input."""
+        """Compute [1, T, H] in place: no other part of the model reads a layer's input."""
         # The toolkit that made this layer made the backend.
         executor = cast("LayerAttention", executor_of_step())
         given = None

@@ -15,7 +15,7 @@ from worker.cpu.native import WIDEST_VECTOR, PackedWeight, gate_up_order, pack, 
 from worker.cpu.packing.grouped_packing import Inputs, find_hindrance, pack_grouped
 from worker.model.layer_parts import GateActivation, GatedMlp, TakenWeights
 from worker.model.linear import Linear, PlainWeight, Weight
-from worker.model.quantization import Int8Weight
+from worker.model.quantization import Int8Weight, Rounding
 from worker.quantized.grouped_weight import EIGHT_BITS, FLOAT8, FOUR_BITS, GroupedWeight
 
 Packer = Callable[[Any, Tensor | None, GateActivation, Inputs], PackedWeight]
@@ -61,6 +61,11 @@ TAKEN = TakenWeights(
     takes_layer_norms=True,
     find_hindrance=_find_hindrance,
 )
+
+
+def inputs_of(rounding: Rounding) -> Inputs:
+    """Return what rows are multiplied as, where the format leaves a choice."""
+    return Inputs.INT8 if rounding.of_inputs else Inputs.AS_THEY_ARE
 
 
 def pack_linear(linear: Linear, inputs: Inputs = Inputs.AS_THEY_ARE) -> PackedWeight:

@@ -13,15 +13,19 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from worker.cpu.native import DTYPES, Kernels, pack, pack_int8
+from worker.cpu.native import DTYPES, WIDEST_VECTOR, Kernels, pack, pack_int8
 from worker.cpu.packing.grouped_packing import WHOLE_RANGES, Inputs, find_hindrance, pack_grouped
+from worker.cpu.products import inputs_of
+from worker.devices.trial import relative_error
+from worker.model.linear import Linear, PlainWeight
+from worker.model.quantization import Rounding
 from worker.model.quantized_layers import find_kinds
 from worker.quantized.grouped_weight import GroupedWeight
 from worker.worker_errors import StartupError
 
 _NUM_TOKENS, _NUM_OUTPUTS = 13, 64
 """More rows than are multiplied without being brought together: both ways are tried."""
-_SEED = 13
+_SEED, _EXAMPLE_INPUTS = 13, 256
 _TOLERANCE = 1e-4
 """Error over size of the sums, which are float32 in another order."""
 _HIGHEST_BYTE = 127
@@ -39,21 +43,36 @@ def multiplies_exactly(kernels: Kernels, other: Kernels) -> bool:
     found_TN = kernels.multiply_to_float(x_TK, plain)
     alone_TN = torch.cat([kernels.multiply_to_float(row_K[None], plain) for row_K in x_TK])
     expected_TN = x_TK.double() @ numbers_NK.double().T
-    is_right = float((found_TN - expected_TN).norm() / expected_TN.norm()) <= _TOLERANCE
+    is_right = relative_error(found_TN, expected_TN) <= _TOLERANCE
     sums_TN, expected_sums_TN = (each.multiply_to_float(x_TK, whole) for each in (kernels, other))
     return is_right and torch.equal(found_TN, alone_TN) and torch.equal(sums_TN, expected_sums_TN)
 
 
-def prove_products(model: nn.Module, kernels: Kernels, inputs: Inputs) -> bool:
-    """Try each kind of weight; returns whether there is any. Raises StartupError with a module's name.
+def prove_products(
+    model: nn.Module, kernels: Kernels, rounding: Rounding, *, must_round_inputs: bool
+) -> None:
+    """Try each kind of weight, and the one that an option makes. Raises StartupError.
 
-    Kinds that the kernels do not take are left out: torch multiplies by them (quantized_layers.py).
+    Its text names a module, or the option. Kinds that the kernels do not take are left out: torch multiplies
+    by them (quantized_layers.py).
     """
-    kinds = find_kinds(model)
+    inputs, kinds = inputs_of(rounding), find_kinds(model)
+    has_codes = bool(kinds)
+    if rounding.layers is not None:
+        plain = Linear.of(PlainWeight(torch.randn(WIDEST_VECTOR, _EXAMPLE_INPUTS)))
+        example = rounding.layers.quantize(plain).weight
+        if isinstance(example, GroupedWeight):
+            option = f"--quantization {rounding.layers.word}"
+            prove_product(option, example, kernels, inputs)
+            has_codes = True
     for name, weight in kinds.values():
         if find_hindrance(weight) is None:
             prove_product(name, weight, kernels, inputs)
-    return bool(kinds)
+    if must_round_inputs and inputs is Inputs.INT8 and not has_codes:
+        raise StartupError(
+            "--activations int8 has no effect on weights that are not codes in groups",
+            fix="leave it out, or add --quantization int4",
+        )
 
 
 def prove_product(name: str, weight: GroupedWeight, kernels: Kernels, inputs: Inputs) -> None:
@@ -69,7 +88,7 @@ def prove_product(name: str, weight: GroupedWeight, kernels: Kernels, inputs: In
             x_TK = _random_rows(some.num_inputs, inputs).to(dtype)
             found_TN = kernels.multiply_to_float(x_TK, pack_grouped(some, inputs=inputs)).double()
             expected_TN = x_TK.double() @ numbers_NK.T
-            error = float(((found_TN - expected_TN).norm() / expected_TN.norm()).nan_to_num(torch.inf))
+            error = relative_error(found_TN, expected_TN)
             if error > _TOLERANCE:
                 raise StartupError(
                     f"the kernels do not multiply exactly by {name} ({weight.kind}, error {error:.1e})",

@@ -62,7 +62,7 @@ class Backend(NamedTuple):
     find_obstacle: Callable[[], str]
     """Say why it cannot serve here; empty if it can."""
     num_bytes: int = 0
-    """Memory that it keeps beside the cache."""
+    """Memory that it keeps in addition to the cache."""
 
 
 ATTENTION_BACKENDS = {

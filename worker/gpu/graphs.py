@@ -8,7 +8,7 @@ less than that to compute. Captured, it is launched at once.
 
     decodes   1 2 4 8 16 24 32 ... 256 288 ... 512 576 ... 1024 sequences of one token each
     mixed     256 384 512 768 1024 1536 2048 tokens of any sequences
-    drafted   4 8 16 32 64 128 256 tokens of sequences with up to so many drafts each; all have logits
+    drafted   4 8 16 32 64 128 256 tokens of sequences with drafts; all have logits
 
 Sizes in between are padded to the next. Steps beyond the largest are launched kernel by kernel: they compute
 for longer than the host launches.
@@ -24,6 +24,7 @@ import torch
 
 from worker.attention.interface import num_layers_begun
 from worker.devices.device import Device, Graph
+from worker.devices.trial import first_line
 from worker.gpu.step_buffers import BatchSizes, Limits
 from worker.steps.inputs import StepInputs
 from worker.worker_errors import StartupError
@@ -122,10 +123,6 @@ def _refuse_missing(num_missing: int, why: str) -> StartupError:
     )
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
 def _first_of(steps: list[CapturedStep], num_tokens: int) -> CapturedStep | None:
     place = bisect_left([step.sizes.num_tokens for step in steps], num_tokens)
     return steps[place] if place < len(steps) else None
@@ -163,8 +160,8 @@ def capture_all(
             break
         except RuntimeError as error:
             if must_have_all:
-                raise _refuse_missing(len(sizes) - len(graphs), _first_line(error)) from error
-            log.warning("steps cannot be captured as CUDA graphs: %s", _first_line(error))
+                raise _refuse_missing(len(sizes) - len(graphs), first_line(error)) from error
+            log.warning("steps cannot be captured as CUDA graphs: %s", first_line(error))
             return StepGraphs()
         # Done once to set up, and once to record.
         graphs.add(CapturedStep(each, graph, (num_layers_begun() - begun_before) // 2))

@@ -1,7 +1,7 @@
 """The choice between Triton's kernels and torch on a GPU.
 
 Owns: the reasons against kernels, the line of the log that gives one, the forecast for `tokenyard doctor`,
-and the sizes of the memory that steps and graphs take beside the KV cache.
+and the sizes of the memory that steps and graphs take in addition to the KV cache.
 Never: imports Triton before it is known to be there and wanted.
 """
 
@@ -149,7 +149,7 @@ def foresee_kernels(config: WorkerConfig, _device: Device, _dtype: torch.dtype) 
 def reserve(
     config: WorkerConfig, model: torch.nn.Module, *, checkpoint_len: int, vocab_size: int, dtype: torch.dtype
 ) -> Reserve:
-    """Measure the memory that steps hold beside weights and KV cache."""
+    """Measure the memory that steps hold in addition to weights and KV cache."""
     if obstacle(config):
         return NO_RESERVE
     from worker.gpu.attention import ATTENTION_BACKENDS
@@ -170,7 +170,7 @@ def reserve(
 
 
 def _numbers_bytes(config: WorkerConfig, model: torch.nn.Module, dtype: torch.dtype) -> int:
-    """Measure the numbers that a product of many rows makes of its codes: in graphs, and beside them."""
+    """Measure the decoded weights of a product of many rows: once in graphs, once for steps without."""
     if dtype is torch.float32:
         return 0
     sizes = {"layers": 0, "head": 0}

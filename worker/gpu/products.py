@@ -11,11 +11,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from worker.gpu.quantized.float8_products import FLOAT8_ROWS, Float8Product
+from worker.gpu.quantized.float8_products import FLOAT8_ROWS, Float8Product, with_float8_rows
 from worker.gpu.quantized.products import CodeProduct, find_hindrance
 from worker.model.layer_parts import TakenWeights
 from worker.model.linear import Linear
-from worker.model.quantization import Int8Weight
+from worker.model.quantization import Int8Weight, Quantization, Rounding
 from worker.quantized.grouped_weight import EIGHT_BITS, FLOAT8, FOUR_BITS
 
 
@@ -51,6 +51,18 @@ _PRODUCTS: dict[str, Callable[[Linear], Product]] = {
     FLOAT8_ROWS: Float8Product,
 }
 TAKEN = TakenWeights(formats=frozenset(_PRODUCTS), size_multiple=1, find_hindrance=find_hindrance)
+
+
+def round_weight(quantization: Quantization | None, linear: Linear) -> Linear:
+    """Round weights, unless there is no product by the result."""
+    rounded = linear if quantization is None else quantization.quantize(linear)
+    return rounded if TAKEN.include(rounded) else linear
+
+
+def round_layer(rounding: Rounding, linear: Linear) -> Linear:
+    """Round a fused layer's weights as the options ask, and let rows be rounded too if they do."""
+    linear = round_weight(rounding.layers, linear)
+    return linear if rounding.of_inputs is None else with_float8_rows(linear)
 
 
 def product_of(linear: Linear) -> Product:

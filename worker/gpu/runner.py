@@ -77,7 +77,7 @@ class GpuSteps:
         """Capture as many sizes as fit into memory. Steps that fit into them are replayed from then on.
 
         Each graph leaves its logits in `logits_NV`. Kernels of decodes are launched early up to the largest
-        size for which a trial says so; beside kernels of NCCL they are not.
+        size for which a trial says so; together with kernels of NCCL they are not.
         """
         self._logits_NV = logits_NV
         is_alone = not is_divided(self._ranks)
@@ -206,7 +206,7 @@ class GpuSteps:
         """Sample the tokens of a batch without drafts, and keep them for a next step built without them."""
         if len(batch.rows_N) and self._ranks.stage.is_last:
             token_ids_N = self._sampler.draw_in_step(logits_NV, batch.draws_NF)
-            if self._ranks.size == 1:  # else each step is followed by `remember`
+            if self._ranks.size == 1:  # otherwise each step is followed by `remember`
                 remember_tokens(self._last_token_C, batch.rows_N, token_ids_N)
 
 

@@ -43,7 +43,7 @@ class BatchSizes(NamedTuple):
     num_sequences: int
     num_logits: int
     num_decodes: int
-    """The first so many sequences have one token each, or are padding; 0 where any may have several."""
+    """The number of first sequences with one token each, or padding; 0 where any may have several."""
     max_query_len: int
     max_seq_len: int
 
@@ -289,7 +289,7 @@ class StepBuffers:
         return layout, _HostFields.of(self._stagings[turn].memory, layout)
 
     def _pad(self, host: _HostFields, num_tokens: int, num_sequences: int, num_logits: int) -> None:
-        """Behind so many of each."""
+        """Return the offsets behind these sizes."""
         host.draws_NF[num_logits:] = 0
         host.draws_NF[num_logits:, LINE] = NOBODY
         host.draws_NF[num_logits:, PLACE] = np.arange(num_logits, len(host.draws_NF))

@@ -10,8 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from worker.gpu.kernels.expert_products import ExpertTiles, multiply_down, multiply_gate_up, route
+from worker.gpu.products import TAKEN
+from worker.gpu.quantized.experts import CodeExperts
 from worker.model.layer_parts import Unrecognised
-from worker.model.mixture import ExpertLinears, Experts
+from worker.model.mixture import ExpertLinears, Experts, ExpertShards, SummedExperts, shard_experts
+from worker.ranks.ranks import Ranks
 
 # Keys are the most pairs that an expert has on average. Two products share a program's registers in
 # gate_up_tiles. Warp-group products want 64 pairs; fewer are read by the tensor cores of before.
@@ -47,6 +50,16 @@ class TritonExperts(nn.Module):
         gated_PI = multiply_gate_up(hidden_TH.contiguous(), self._experts, routing, num_chosen, gate_up_tiles)
         out_TKH = multiply_down(gated_PI, self._experts, routing, scores_TK.contiguous(), down_tiles)
         return out_TKH.sum(dim=1)
+
+
+def experts_of_rank(experts: ExpertLinears, ranks: Ranks) -> nn.Module:
+    """Make a mixture of plain numbers or of codes, or a shard of each expert. Raises Unrecognised."""
+    if ranks.size == 1:
+        return TritonExperts(experts) if isinstance(experts, Experts) else CodeExperts(experts, route)
+    if isinstance(experts, Experts):
+        return SummedExperts(TritonExperts(shard_experts(experts, ranks)), ranks)
+    shards = ExpertShards(experts, ranks, size_multiple=TAKEN.size_multiple)
+    return SummedExperts(CodeExperts(shards, route), ranks)
 
 
 def choose_tiles(num_pairs: int, num_experts: int, dtype: torch.dtype) -> tuple[ExpertTiles, ExpertTiles]:

@@ -73,7 +73,7 @@ class TritonLayer(nn.Module):
     def forward(
         self, hidden_states: Tensor, *_: Any, position_embeddings: Rotation | None = None, **__: Any
     ) -> Tensor:
-        """Compute [1, T, H] in place: nothing else of the model reads a layer's input."""
+        """Compute [1, T, H] in place: no other part of the model reads a layer's input."""
         # The toolkit that made this layer made the backend.
         executor = cast("PagedAttention", executor_of_step())
         hidden_states = hidden_states.contiguous()
@@ -131,7 +131,7 @@ class TritonLayer(nn.Module):
         return sums_TH
 
     def _weighed(self, delta_TH: Tensor, after_norm: RmsNorm | None) -> Tensor:
-        """Multiply by the residual's multiplier, which a norm would undo."""
+        """Multiply by the residual's multiplier, unless a norm follows, which would undo it."""
         if after_norm is not None or self._parts.residual_multiplier == 1.0:
             return delta_TH
         return delta_TH * self._parts.residual_multiplier

@@ -1,7 +1,7 @@
 """Hidden states on their way between stages on GPUs.
 
-Owns: a one-way channel over NCCL, whose sends wait beside the device's work and not within it; and one
-through the host's memory, for stages that share a GPU.
+Owns: a one-way channel over NCCL, whose sends wait on a stream of their own and not
+within the device's work; and one through the host's memory, for stages that share a GPU.
 Never: opens a process group (device_ranks.py), or sums.
 
 A stage with a GPU of its own goes on with its next step while the hidden states of up to two others wait for
@@ -31,7 +31,7 @@ _MOST_UNDER_WAY = 2
 
 class _DeviceEnd:
     def __init__(self, max_graph_tokens: int) -> None:
-        """Prepare an end for graphs of so many tokens, 0 without graphs; `open` comes before a step."""
+        """Prepare an end for graphs of this size, 0 without graphs; `open` comes before a step."""
         self._max_graph_tokens = max_graph_tokens
         self._group: dist.ProcessGroup | None = None
         self._kept_1TH: Tensor
@@ -149,7 +149,7 @@ def through_host(stage: Stage) -> Stage:
 def around_graph(
     inlet: DeviceReceiver | None, outlet: DeviceSender | None
 ) -> Callable[[int], AbstractContextManager[None]]:
-    """Make a context for each graph of so many tokens: receive before it, and send behind it."""
+    """Make the context of a graph, by its number of tokens: receive before it, and send behind it."""
 
     @contextmanager
     def around(num_tokens: int) -> Iterator[None]:

@@ -1,17 +1,19 @@
 """The places of ranks in the grid of stages and shards, and the memory and sockets that each inherits.
 
-Owns: who shares what. Shards of a stage sum over a page of their own; all ranks agree over another; each rank
+Owns: which ranks share a memory, and that memory, which has no name: processes inherit it, and it ends with
+the last of them. Shards of a stage sum over a page of their own; all ranks agree over another. Each rank
 sends its hidden states to the one with the same shard in the next stage. Where ranks are on several nodes, a
-node has whole stages or a part of one, and what is on different nodes goes over links (engine/nodes) in the
-place of memory.
+node has whole stages or a part of one, and parts on different nodes exchange over links (engine/nodes).
 Never: needs torch, so that the ranks can be started before anything slow is imported.
 """
 
+import os
 import socket
 
 import msgspec
 
-from worker.ranks.shared_page import make_page
+PAGE_BYTES = 16 << 20
+"""For the parts of all ranks, two of each; larger ones are exchanged in pieces."""
 
 
 class PipeEnd(msgspec.Struct, frozen=True):
@@ -24,7 +26,7 @@ class PipeEnd(msgspec.Struct, frozen=True):
 class RankPlace(msgspec.Struct, frozen=True):
     """One rank in the grid. `page` is that of its stage here, `world` that of all ranks; file descriptors.
 
-    What is None although the grid has it comes over a link from another node.
+    A field of None that the grid has is reached over a link to another node.
     """
 
     stage: int
@@ -118,3 +120,10 @@ def peers_of(rank: int, *, num_shards: int, num_here: int) -> range:
 def _make_way() -> tuple[PipeEnd, PipeEnd]:
     page, (one, other) = make_page(), socket.socketpair()
     return PipeEnd(page, one.detach()), PipeEnd(page, other.detach())
+
+
+def make_page() -> int:
+    """Allocate the memory; return its file descriptor. Raises OSError."""
+    descriptor = os.memfd_create("tokenyard-ranks", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, PAGE_BYTES)
+    return descriptor

@@ -18,9 +18,8 @@ from torch._C._distributed_c10d import Store
 
 from worker.ranks.gathering_ranks import GatheringRanks
 from worker.ranks.linked_ranks import LinkedRanks, Peers
-from worker.ranks.places import RankPlace
+from worker.ranks.places import PAGE_BYTES, RankPlace
 from worker.ranks.ranks import ExchangeTimes, Reducer, World
-from worker.ranks.shared_page import PAGE_BYTES
 from worker.ranks.stage import (
     ONLY_STAGE,
     HiddenReceiver,

@@ -19,8 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from worker.ranks.places import PipeEnd
-from worker.ranks.shared_page import PAGE_BYTES
+from worker.ranks.places import PAGE_BYTES, PipeEnd
 
 _NUM_PIECES = 4
 _PIECE_BYTES = PAGE_BYTES // _NUM_PIECES
@@ -58,7 +57,7 @@ class Stage:
     head_layers: float = 0.0
     """Number of layers that the output layer, which the last stage has too, counts for."""
     around_graph: Callable[[int], AbstractContextManager[None]] = lambda _num_tokens: nullcontext()
-    """Receive before a graph of so many tokens, and send behind it: on GPUs no graph records that."""
+    """Context by a graph's number of tokens: receive before it, send behind it; graphs do not record that."""
 
     @property
     def is_last(self) -> bool:
@@ -71,7 +70,7 @@ class Stage:
                 end.close()
 
     def layers_of(self, num_layers: int) -> range:
-        """Return the places of this stage's layers, so that the slowest stage has as little as can be.
+        """Return this stage's layers, divided so that the slowest stage has as few as possible.
 
         The first stages have one more where they are uneven.
         """
@@ -147,7 +146,7 @@ class SharedReceiver(_SharedEnd):
 
 
 def pieces_of(hidden: Tensor, num_bytes: int) -> tuple[Tensor, ...]:
-    """Cut the bytes of hidden states into pieces of so many at most, which share their memory."""
+    """Cut the bytes of hidden states into pieces of at most `num_bytes`, which share their memory."""
     assert hidden.is_contiguous()
     return torch.split(hidden.view(-1).view(torch.uint8), num_bytes)
 

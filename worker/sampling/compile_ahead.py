@@ -1,9 +1,9 @@
-"""Rows with grammars that are compiled beside the steps, for sequences that wait to be admitted.
+"""Rows with grammars that are compiled while steps run, for sequences that wait to be admitted.
 
 Owns: the thread that compiles, one grammar after the other, and the rows until the step that admits their
 sequences takes them. It also frees the matchers of rows that are gone, which takes up to a millisecond each,
 and gives their memory back to the system.
-Never: decides what is compiled and how much at once (scheduler/queues/compilations.py).
+Never: decides which grammars are compiled and how many at once (scheduler/queues/compilations.py).
 
 The library lets go of the interpreter while it compiles and computes a mask, so that steps go on meanwhile.
 """
@@ -85,7 +85,7 @@ class CompileAhead:
         self.free(row)
 
     def free(self, row: RowGrammar | None) -> None:
-        """Free the matcher of a row that is gone, beside the steps; nothing happens without one."""
+        """Free the matcher of a removed row while steps run; nothing happens without one."""
         matcher = None if row is None else row.give_up_matcher()
         if matcher is not None:
             last_reference = [matcher]
@@ -125,7 +125,7 @@ class CompileAhead:
         trim_heaps()
 
     def _trim_late(self) -> None:
-        """Give back what the last rows of a burst took, after which nothing may come for long."""
+        """Return the memory of a burst's last rows to the system: a long pause may follow."""
         lower_precedence(_NICENESS)
-        self._next_trim = None  # first: what is freed from here on is for a trim of its own
+        self._next_trim = None  # first: memory that is freed from here on is for a trim of its own
         self._trim()

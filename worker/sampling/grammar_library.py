@@ -27,7 +27,7 @@ _LIMITS = LLParserLimits(
     step_lexer_fuel=50_000,
     step_max_items=5_000,
     max_grammar_size=100_000,
-    # Above the library's own: an object of 500 optional properties has so many where its next one begins.
+    # Above the library's own: an object of 500 optional properties is that deep where its next one begins.
     max_items_in_row=4_000,
     # 1 to 2 KiB each.
     max_lexer_states=20_000,

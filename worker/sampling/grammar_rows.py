@@ -71,7 +71,7 @@ class RowGrammar:
         return self.is_active and self._matcher.is_stopped()
 
     def give_up_matcher(self) -> LLMatcher | None:
-        """Part with the matcher: no token is sampled any more."""
+        """Drop the matcher: no further token is sampled."""
         matcher, self._matcher = self._matcher, None
         return matcher
 
@@ -96,7 +96,7 @@ class RowGrammar:
         self._unread.clear()
 
     def as_now(self, mask: Bitmask | None) -> "RowGrammar":
-        """Copy the position, to sample from later: the matcher will be elsewhere by then."""
+        """Copy the position for sampling later, when the matcher has moved on."""
         now = RowGrammar(None, self._begins_after, failure=self.failure)
         now.is_active, now.mask, now._is_complete = self.is_active, mask, self.is_complete
         return now
@@ -168,7 +168,7 @@ class Grammars:
             self._open()
 
     def begin_step(self, num_rows: int) -> None:
-        """Open a new account: the masks that follow are those of one step, with so many active grammars."""
+        """Open a new account for the masks of one step with `num_rows` active grammars."""
         self._step = StepAccount(num_threads=self._num_threads, num_rows=num_rows)
 
     def row(self, grammar: Grammar, generated: Sequence[int]) -> RowGrammar:

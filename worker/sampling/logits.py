@@ -76,7 +76,7 @@ def _penalize(logits_NW: torch.Tensor, lines: Sequence[int], rows: Sequence[Samp
 
 
 class Alternatives(NamedTuple):
-    """Tokens that are reported beside a chosen one: the likeliest, or those that the request names."""
+    """Tokens that are reported with a chosen one: the likeliest, or those that the request names."""
 
     num_top: int
     given_ids: tuple[int, ...] = ()

@@ -4,7 +4,7 @@ Owns: the limits, a row's account, and the account of a step. A mask is computed
 wait, so its cost is measured where it is spent.
 Never: computes a mask (grammar_rows.py), or torch: the process that tries grammars keeps the same account.
 
-Processor time, not time on the clock: a busy machine must not end anybody's request.
+Processor time, not time on the clock: a busy machine must not end a request.
 """
 
 from collections.abc import Hashable
@@ -49,7 +49,7 @@ class RowAccount:
 
 
 def max_replay_s(num_tokens: int) -> float:
-    """Seconds for a row to read so many tokens of its own again."""
+    """Seconds for a row to read `num_tokens` of its own tokens again."""
     return max(MAX_REPLAY_S, num_tokens * _REPLAY_TOKEN_S)
 
 
@@ -75,7 +75,7 @@ class StepAccount:
         return self._spent_s + self._drafts_s <= MAX_STEP_S
 
     def set_aside_drafts(self, since_s: float) -> None:
-        """Count as drafts' what was paid after `spent_s` was `since_s`: rows do not lose that time."""
+        """Charge mask time since `since_s` to drafts, not to the rows' own budgets."""
         self._drafts_s += self._spent_s - since_s
         self._spent_s = since_s
 

@@ -141,7 +141,7 @@ class Sampler(RowSampler):
                 # First: whether a text is complete decides whether it may end before its minimum length.
                 self._grammars.mask(loaded_NW, [state.grammar for state in chosen])
             edit_logits(loaded_NW, chosen)
-            # The first check stands: a ban may have hidden what was wrong.
+            # The first check stands: a ban may have hidden the fault.
             peak_N = loaded_NW.amax(-1)
             is_sound_N &= peak_N.isfinite()
         is_sound = is_sound_N.tolist()

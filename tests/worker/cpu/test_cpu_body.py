@@ -17,7 +17,8 @@ from worker.cpu.attention import CpuAttention, LayerAttention
 from worker.cpu.body import CpuBody, join_body, trial_arguments
 from worker.cpu.native import Kernels
 from worker.cpu.products import TAKEN
-from worker.cpu.toolkit import CpuToolkit, PackedOutput
+from worker.cpu.toolkit import CpuToolkit
+from worker.cpu.unfused import PackedOutput
 from worker.devices.device import open_device
 from worker.model.body import whole_body_of
 from worker.model.layer_parts import Unrecognised

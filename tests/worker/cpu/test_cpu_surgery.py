@@ -22,7 +22,8 @@ from worker.attention.interface import ATTENTION_NAME
 from worker.cpu.kernel_build import CannotBuild, build_library, find_library
 from worker.cpu.layer import CpuLayer
 from worker.cpu.native import Kernels
-from worker.cpu.toolkit import CpuToolkit, PackedEmbedding, PackedLinear
+from worker.cpu.toolkit import CpuToolkit
+from worker.cpu.unfused import PackedEmbedding, PackedLinear
 from worker.devices.device import open_device
 from worker.model.mixture import find_experts
 from worker.model.surgery import put_kernels_under

@@ -9,18 +9,17 @@ from torch.nn import functional
 from tests.worker.cpu.conftest import INSTRUCTION_SETS, OpenKernels
 from tests.worker.quantized.random_weights import KINDS, random_weight
 from worker.cpu.kernel_build import build_library, find_library
-from worker.cpu.native import Kernels
+from worker.cpu.native import Kernels, gate_up_order
 from worker.cpu.packing import grouped_packing
 from worker.cpu.packing.grouped_packing import (
     CannotPack,
     Inputs,
     grouped_rows,
     pack_grouped,
-    pack_grouped_gate_up,
 )
 from worker.cpu.proof import prove_product
 from worker.model.layer_parts import GateActivation
-from worker.quantized.grouped_weight import SIGNED_TABLE, GroupedWeight, pack_nibbles
+from worker.quantized.grouped_weight import SIGNED_TABLE, GroupedWeight, merged, pack_nibbles
 from worker.worker_errors import StartupError
 
 pytestmark = pytest.mark.pairs
@@ -199,9 +198,9 @@ def test_a_merged_product_weighs_its_ups_by_its_gates(kernels, dtype, kind):
     gate, up = random_weight(kind, 48, 128, 32), random_weight(kind, 48, 128, 64, seed=2)
     expected = functional.silu(x.double() @ gate.dequantized().double().T)
     expected = expected * (x.double() @ up.dequantized().double().T)
-    assert_close(
-        kernels.multiply(x, pack_grouped_gate_up(gate, up, GateActivation.SILU)), expected, TOLERANCE[dtype]
-    )
+    both = merged([gate, up]).outputs(gate_up_order(gate.num_outputs, gate.device))
+    found = kernels.multiply(x, pack_grouped(both, None, GateActivation.SILU))
+    assert_close(found, expected, TOLERANCE[dtype])
 
 
 def test_what_the_kernels_have_no_form_for_is_refused_with_the_reason():
@@ -217,10 +216,6 @@ def test_what_the_kernels_have_no_form_for_is_refused_with_the_reason():
         pack_grouped(weight)
     with pytest.raises(CannotPack, match="whole multiples"):
         pack_grouped(weight, inputs=Inputs.INT8)
-    with pytest.raises(CannotPack, match="cannot alternate"):
-        pack_grouped_gate_up(
-            random_weight("signed", 24, 64, 32), random_weight("signed", 24, 64, 32), GateActivation.SILU
-        )
 
 
 class _MisreadWeight(GroupedWeight):

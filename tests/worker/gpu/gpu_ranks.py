@@ -18,8 +18,7 @@ from tests.worker.gpu.lazy_nccl import LazyNccl
 from tests.worker.ranks.divided import DividedWorker, RankProcesses
 from tests.worker.ranks.follower import follow
 from worker import worker
-from worker.gpu import graphs
-from worker.gpu import toolkit as gpu_toolkit
+from worker.gpu import graphs, unfused
 from worker.ranks import device_ranks
 from worker.ranks.places import RankPlace
 
@@ -36,7 +35,7 @@ def stand_ins(device: str, seed: int | None) -> Iterator[LazyCuda]:
         patch.setattr(graphs, "_DRAFTED", (4, 8))
         for module in (worker, device_ranks):
             patch.setattr(module, "device_of_rank", lambda config, rank: str(DEVICE))
-        patch.setattr(gpu_toolkit, "choose_products", lambda products, device: None)  # each rank's own
+        patch.setattr(unfused, "choose_products", lambda products, device: None)  # each rank's own
         if device == OWN:
             LazyNccl(cuda).install(patch)
         yield cuda

@@ -21,8 +21,7 @@ from tests.worker.plan_driver import PlanDriver
 from worker.adapters.files import LowRank
 from worker.adapters.product_plan import ProductPlan
 from worker.devices.device import open_device
-from worker.gpu import graphs, triton_layer
-from worker.gpu import toolkit as gpu_toolkit
+from worker.gpu import graphs, triton_layer, unfused
 from worker.gpu.triton_adapters import GpuStepAdapters, TritonUpdates
 from worker.model.linear import Cut, Linear, PlainWeight, Segment
 from worker.worker import Worker
@@ -151,7 +150,7 @@ def test_a_gpu_with_adapters_tries_no_products_that_fold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried = []
-    monkeypatch.setattr(gpu_toolkit, "choose_products", lambda products, _device: tried.append(products))
+    monkeypatch.setattr(unfused, "choose_products", lambda products, _device: tried.append(products))
     base = make_checkpoint("llama", tmp_path / "base", num_hidden_layers=1)
     config = WorkerConfig(model_path=str(base), enforce_eager=True, **SETTINGS)
     Worker(replace(config, adapter_limits=LIMITS), open_gpu).load(lambda _progress: None)

@@ -15,7 +15,7 @@ from tests.worker.gpu.quantized.test_code_compiled import launch_of
 from tests.worker.gpu.test_attention_compiled import LAYERS, launches_of
 from tests.worker.gpu.test_layers_kernels import FOR_HOPPER as OF_LAYERS
 from tests.worker.gpu.test_skinny_products import FOR_HOPPER as OF_PRODUCTS
-from worker import gpu, gpu_quantized
+from worker import gpu
 from worker.devices.dependent_launch import dependent_launches, launch_way
 from worker.gpu.kernels.norm import norm
 from worker.gpu.trials.launch_trial import StepOnTrial, count_gains_by_early_launches
@@ -58,8 +58,7 @@ def test_a_kernel_that_is_launched_whole_does_not_wait(compiled):
 def test_every_kernel_that_may_be_launched_early_was_compiled_here():
     """A wait in a branch, or behind a first read, would be the fault that no test of results shows."""
     launched, waiting = 0, set()
-    folders = [Path(str(folder.__file__)).parent for folder in (gpu, gpu_quantized)]
-    for path in (path for folder in folders for path in folder.rglob("*.py")):
+    for path in Path(str(gpu.__file__)).parent.rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         launched += sum(ast.unparse(node) == "launch_way()" for node in ast.walk(tree))
         for function in ast.walk(tree):

@@ -29,7 +29,7 @@ from tests.worker.speculation.random_requests import TINY_REQUESTS
 from tests.worker.speculation.speculated import Answer, Speculated, half_right
 from worker.adapters import targets as adapter_targets
 from worker.devices.weight_life import lend_by_call, lent_to
-from worker.gpu.toolkit import _OwnOutput
+from worker.gpu.unfused import RankOutput
 from worker.model.layer_shards import bytes_of_a_rank
 from worker.model.linear import linear_of
 from worker.model.vocabulary_shards import divide_ends
@@ -300,7 +300,7 @@ def test_tied_ends_weigh_what_is_there_once_they_are_divided(family: str, tmp_pa
         with lent_to(DEVICE, output):
             linear = linear_of(output)
             assert linear is not None
-            divide_ends(model, linear, _OwnOutput, ThreeRanks())
+            divide_ends(model, linear, RankOutput, ThreeRanks())
             del linear
         for parameter in model.parameters():
             parameter.data = parameter.data.to(DEVICE)

@@ -26,9 +26,8 @@ from tests.worker.gpu.interpreted_gpu import HAS_GPU, InterpretedGpu, open_gpu
 from tests.worker.gpu.test_launch import new, plan
 from tests.worker.plan_driver import PlanDriver
 from worker.attention.interface import num_layers_begun
-from worker.gpu import graphs
+from worker.gpu import graphs, unfused
 from worker.gpu import kernel_choice as opening
-from worker.gpu import toolkit as gpu_toolkit
 from worker.gpu.runner import GpuSteps
 from worker.gpu.trials import launch_trial, skinny
 from worker.gpu.triton_attention import TritonAttention
@@ -154,7 +153,7 @@ def test_decodes_of_kernels_that_are_launched_early_draw_the_cpus_tokens(
 ) -> None:
     seconds = iter(2.0**-turn for turn in range(20))  # each way is faster than the one before
     monkeypatch.setattr(InterpretedGpu, "seconds_of", lambda self, work: work() or next(seconds))
-    monkeypatch.setattr(gpu_toolkit, "choose_products", lambda products, device: None)
+    monkeypatch.setattr(unfused, "choose_products", lambda products, device: None)
     monkeypatch.setattr(launch_trial, "_NUM_REPLAYS", 2)
     monkeypatch.setattr(graphs, "_MIXED", (16,))
     worker, _ = load_gpu(folders["llama"])

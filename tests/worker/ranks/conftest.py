@@ -8,7 +8,7 @@ import pytest
 
 from tests.worker.ranks.divided import GLOO, GRID, TWO_SHARDS, TWO_STAGES, DividedWorker, RankProcesses
 from worker.cpu.kernel_build import CannotBuild, build_library, find_library
-from worker.ranks.shared_page import make_page
+from worker.ranks.places import make_page
 from worker.ranks.shared_ranks import SharedRanks
 from worker.ranks.stage import Stage
 

@@ -14,7 +14,8 @@ from tests.worker.ranks.histories import a_busy_hour, check_busy_hour, config_of
 from worker.checkpoint.gguf_folder import folder_of
 from worker.cpu.kernel_build import CannotBuild, build_library, find_library
 from worker.cpu.native import Kernels
-from worker.cpu.toolkit import CpuToolkit, PackedOutput
+from worker.cpu.toolkit import CpuToolkit
+from worker.cpu.unfused import PackedOutput
 from worker.devices.device import open_device
 from worker.model.linear import Linear, linear_of
 from worker.model.quantization import round_to_int4

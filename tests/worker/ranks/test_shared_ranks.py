@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.worker.ranks.conftest import SIZE
+from worker.ranks.places import PAGE_BYTES
 from worker.ranks.ranks import ExchangeTimes
-from worker.ranks.shared_page import PAGE_BYTES
 from worker.ranks.shared_ranks import SharedRanks
 from worker.worker_errors import StartupError
 

@@ -86,7 +86,7 @@ def pack_offsets(offsets_NG: Tensor | None, scales_NG: Tensor, units_NU: Tensor 
 
 
 def _multiples(values: Tensor, units: Tensor) -> Tensor | None:
-    """Whole numbers int8 by which the units are the values exactly; None where there are none."""
+    """Return int8 multiples of the units that give the values exactly; None where there are none."""
     found = torch.where(units == 0, 0, values / units).round().clamp(-1 - _HIGHEST_BYTE, _HIGHEST_BYTE)
     return found.to(torch.int8) if torch.equal(found * units, values) else None
 

@@ -21,13 +21,12 @@ from worker.cpu.native import (
     CGroupedCodes,
     CPackedWeight,
     PackedWeight,
-    gate_up_order,
     pointer,
 )
 from worker.cpu.packing.group_numbers import pack_offsets, pack_scales
 from worker.cpu.packing.large_pages import WEIGHTS
 from worker.model.layer_parts import GateActivation
-from worker.quantized.grouped_weight import GroupedWeight, merged
+from worker.quantized.grouped_weight import GroupedWeight
 
 _HALF = COLUMNS // 2
 _ZERO_OF_INT8 = 128
@@ -61,7 +60,7 @@ class _Kind(IntEnum):
 
 
 _HIGH_BITS = {_Kind.FIVE_BITS: 1, _Kind.SIX_BITS: 2}
-"""Bits of a code beside a nibble, of which there is a plane (csrc/products/grouped_planes_impl.h)."""
+"""Bits of a code above its nibble, stored in a plane of their own (csrc/products/grouped_planes_impl.h)."""
 WHOLE_RANGES = ((-16, 15), (-32, 31), (-128, 127))
 """Whole numbers, lowest and highest, that have a form of their own: of 5, 6 and 8 bits."""
 _CODES_OF_FOUR = 4 * COLUMNS
@@ -99,20 +98,6 @@ def find_hindrance(weight: GroupedWeight, *, inputs: Inputs = Inputs.AS_THEY_ARE
     except CannotPack as error:
         return str(error)
     return None
-
-
-def pack_grouped_gate_up(
-    gate: GroupedWeight, up: GroupedWeight, activation: GateActivation, *, inputs: Inputs = Inputs.AS_THEY_ARE
-) -> PackedWeight:
-    """Merge two weights of one shape: 16 gates, the 16 ups that they weigh, and so on. Raises CannotPack."""
-    if gate.shape != up.shape or gate.num_outputs % WIDEST_VECTOR:
-        raise CannotPack(f"gates {gate.shape} and ups {up.shape} cannot alternate by {WIDEST_VECTOR}")
-    try:
-        both = merged([gate, up])
-    except ValueError as error:
-        raise CannotPack(str(error)) from error
-    order = gate_up_order(gate.num_outputs, both.device)
-    return pack_grouped(both.outputs(order), None, activation, inputs=inputs)
 
 
 def grouped_rows(packed: PackedWeight, indices_U: Tensor) -> Tensor:
@@ -204,7 +189,7 @@ def _kind_of(weight: GroupedWeight) -> tuple[_Kind, int]:
 
 
 def _data(weight: GroupedWeight, kind: _Kind, lowest: int, *, takes_bytes: bool) -> Tensor:
-    """Bytes [B, ...] of each block, in order of K. Some blocks at a time: packing takes more beside them."""
+    """Bytes [B, ...] of each block, in order of K, some blocks at a time: packing needs further memory."""
     codes, num_inputs = weight.codes.view(torch.uint8), weight.num_inputs
     pack: Callable[[Tensor, Tensor], None]
     shape: tuple[int, ...]
@@ -284,7 +269,7 @@ def _join_planes(data: Tensor, block_U: Tensor, place_U4: Tensor) -> Tensor:
 
 
 def _spread(fours: Tensor, *, keeps_order: bool) -> Tensor:
-    """Codes of four bits, one a byte: int16 to int32. Else the second and the third change places."""
+    """Codes of four bits, one a byte: int16 to int32. For other codes the second and third change places."""
     words = fours.to(torch.int32, memory_format=torch.contiguous_format)
     if not keeps_order:
         return (words & 0x0F0F).bitwise_or_((words & 0xF0F0) << 12)
@@ -314,7 +299,7 @@ def _bytes_of(numbers: Tensor) -> Tensor:
 
 
 def _byte_lookup(weight: GroupedWeight) -> tuple[float, Tensor | None, int]:
-    """A unit, the table in it as bytes from 0 on, and how much they were raised for that."""
+    """Return a unit, the table as multiples of it in bytes from 0 on, and the shift that made them so."""
     if weight.table is None:
         return 1.0, None, _ZERO_OF_INT8
     sizes = weight.table.abs()

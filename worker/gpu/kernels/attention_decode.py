@@ -11,9 +11,9 @@ The grid is as large as the device, whatever may come: programs take equal share
     tiles      | sequence 3, head 0 | head 1 | sequence 5, head 0                                   | ...
     programs   | 0         | 1         | 2         | 3         | 4         | 5         | 6         |
 
-A program that has a sequence and head whole writes the result. Else it leaves its part, and the last of those
-that share it to arrive puts the parts together, always in the same order. A program leaves two parts at most:
-one that ends another's beginning, and one that it begins.
+A program that has a sequence and head whole writes the result. Otherwise it stores partial sums, and the
+last program to finish a sequence and head combines the parts of all, always in the same order. A program
+stores two parts at most: the end of a head that another began, and the beginning of the next.
 
 Shapes: L sequences of the list, Hq query heads, P programs, and those of attention_tiles.py.
 """
@@ -105,7 +105,7 @@ def attend_decodes(
 ) -> None:
     """Attend for the batch's decodes; where the host does not know them, for all sequences with one token.
 
-    Tokens of padding among the first so many get zeros if the host knows the decodes. queries_THD has any
+    Padding among the decodes gets zeros if the host knows their number. queries_THD has any
     strides, but its last is 1; out_THV is contiguous.
     """
     batch = work.batch
@@ -133,7 +133,7 @@ def attend_decodes(
 
 
 def _heads_at_once(num_heads: int, value_width: int) -> int:
-    """Count the query heads whose parts are put together at once: a power of two, as registers allow."""
+    """Count the query heads whose parts are combined at once: a power of two, as registers allow."""
     room = max(1, _NUMBERS_AT_ONCE // (_PARTS_AT_ONCE * value_width))
     return min(_MOST_HEADS_AT_ONCE, room, 1 << (num_heads - 1).bit_length())
 
@@ -242,7 +242,7 @@ def _leave_part(
     parts, sums_MV, totals_M, peaks_M, is_row_M, is_first,
     HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Leave what this program has of a sequence and its heads, of which it has the first part or another."""
+    """Store this program's partial sums of a sequence and its heads: the first part, or a later one."""
     slot = tl.program_id(0) * 2 + is_first
     part_M = parts + (slot * HEADS + tl.arange(0, is_row_M.shape[0])) * (VALUE_DIM + _PART_TAIL)
     tl.store(part_M + VALUE_DIM, totals_M, mask=is_row_M)
@@ -256,7 +256,7 @@ def _put_together(
     HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     HEADS_AT_ONCE: tl.constexpr, PARTS_AT_ONCE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Put the parts of a sequence and `num_heads` query heads together, which several programs have left."""
+    """Split-K reduction of a sequence and `num_heads` query heads: combine the parts of several programs."""
     columns_V = tl.arange(0, VALUE_WIDTH)
     # One head after the other would wait for memory as often as there are heads.
     for first_row in range(0, num_heads, HEADS_AT_ONCE):

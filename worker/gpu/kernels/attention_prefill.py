@@ -8,7 +8,7 @@ another FlashAttention-3 (arXiv:2407.08608). Its results are defined by worker/a
     tokens     | sequence 0          | sequence 1 | 2    | padding |
     blocks     | B tokens | B | less | B | less   | less | less    |
 
-The grid is as large as the device. Each program takes the next block and head that nobody has, from the end,
+The grid is as large as the device. Each program takes the next free block and head, from the end,
 until there is none.
 
 Shapes: T tokens, R sequences, Hq query heads, and those of attention_tiles.py.
@@ -38,7 +38,7 @@ from worker.gpu.kernels.attention_tiles import (
 from worker.gpu.kernels.attention_work import AttentionWork, find_listed, load_ends, load_prefill
 
 # By the bytes of the widest row, up to and including. From 64 rows on, products use the instructions of
-# whole warp groups. Compiled within shared memory and registers; others were not measured beside these.
+# whole warp groups. Compiled within shared memory and registers; others were not measured.
 _TILES = {
     128: AttentionTiles(num_rows=128, num_keys=64, num_warps=8, num_stages=5),
     256: AttentionTiles(num_rows=128, num_keys=64, num_warps=8, num_stages=5),
@@ -135,7 +135,7 @@ def prefill_kernel(
             KV_HEADS, NUM_ROWS, NUM_KEYS, HEADS, PARTS, TOKENS,
         )  # fmt: skip
         item = tl.atomic_add(counters, 1)
-    # The last to find nothing left makes the counters ready for the next launch.
+    # The last program to finish resets the counters for the next launch.
     if tl.atomic_add(counters + 1, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         tl.store(counters, 0)
         tl.store(counters + 1, 0)
@@ -163,8 +163,8 @@ def _attend_block(
     first_token = start + block * TOKENS
     NUM: tl.constexpr = 2 if WORDS else 1
     kv_head = head // PARTS
-    # The compiler does not know that it is 0: else it would compute at once, for all turns of the loop around
-    # this, what each can compute in a clock, and registers run out.
+    # The compiler does not know that `zero` is 0. If it did, it would hoist cheap terms out of the
+    # caller's loop and run out of registers.
     rows_M = tl.arange(0, NUM_ROWS) + zero
     groups_M = head % PARTS * HEADS + rows_M % HEADS
     heads_M = kv_head * NUM_GROUPS + groups_M

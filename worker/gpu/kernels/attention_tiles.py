@@ -79,7 +79,7 @@ def pick_tiles(
     shape: HeadGroups,
     dtype: torch.dtype,
 ) -> AttentionTiles:
-    """Take the entry of the first limit that the longer of a key and a value, as tiles have them, keeps to.
+    """Pick the tiles of the smallest limit that the wider of a key and a value row fits into.
 
     Limits are in bytes. Raises ValueError where even the last one is exceeded.
     """
@@ -242,7 +242,7 @@ def _add_values(
 def _numbers_of_words(words, DTYPE: tl.constexpr, WORDS: tl.constexpr) -> tl.tuple:
     """Return the numbers with even places in a row, and those with odd ones.
 
-    A cache has no code that is no number: what is written is cut off at the largest.
+    A cache has no NaN: larger numbers are written as the largest.
     """
     if WORDS == _BY_BITS:
         return decode_by_bits(words, _FLOAT8, DTYPE)
@@ -252,7 +252,7 @@ def _numbers_of_words(words, DTYPE: tl.constexpr, WORDS: tl.constexpr) -> tl.tup
 
 @triton.jit
 def _parted(sums_MV, NUM: tl.constexpr) -> tl.tuple:
-    """Part sums as words part values."""
+    """Split sums into even and odd columns, as words of two numbers hold values."""
     if NUM == 2:
         return tl.split(tl.reshape(sums_MV, [sums_MV.shape[0], sums_MV.shape[1] // 2, 2]))
     else:
@@ -261,7 +261,7 @@ def _parted(sums_MV, NUM: tl.constexpr) -> tl.tuple:
 
 @triton.jit
 def _whole(sums, NUM: tl.constexpr) -> tl.tensor:
-    """Put the parts of sums together."""
+    """Join the sums of even and odd columns, which `_parted` split."""
     if NUM == 2:
         return tl.reshape(tl.join(sums[0], sums[1]), [sums[0].shape[0], sums[0].shape[1] * 2])
     else:

@@ -33,11 +33,11 @@ _NUM_WARPS = 4
 _NUM_DECODE_FIELDS = 3
 """The token, the length and the line in the block tables. Prefills have the sequence alone."""
 _NUM_SHARED_COUNTERS = 2
-"""Before those of single programs: the next prefill that nobody has, and the programs that are through."""
+"""Counters before those of single programs: the next free prefill, and the number of finished programs."""
 
 
 class AttentionWork:
-    """The work of one step. Lists are made when the first layer asks, so that a graph records them there."""
+    """The work of one step. Lists are made for the first layer, so that a graph records it."""
 
     def __init__(self, batch: AttentionBatch, counters: Tensor, num_processors: int) -> None:
         """Take `counters` of `num_counters`, int32: zero now, and zero again after each launch."""

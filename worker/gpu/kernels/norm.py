@@ -5,7 +5,7 @@ Never: knows the place of a norm in a layer (triton_layer.py).
 Source: RMSNorm, arXiv:1910.07467.
 
 The sum that is normed is the one that was stored: rounded to the residual's dtype, as a model by itself
-rounds it. Everything else is float32.
+rounds it. All other arithmetic is float32.
 
 Shapes: T tokens, H numbers of a hidden state.
 """
@@ -104,5 +104,5 @@ def _launch(
 
 
 def warps_for_row(block: int) -> int:
-    """16 numbers per thread, where they are so many: two loads of 16 bytes each in bfloat16."""
+    """16 numbers per thread where rows are long enough: two loads of 16 bytes each in bfloat16."""
     return min(max(block // (32 * 16), 1), 16)

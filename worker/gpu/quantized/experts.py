@@ -27,7 +27,7 @@ from worker.model.mixture import ExpertLinears
 from worker.quantized.grouped_weight import GroupedWeight
 
 Router = Callable[[Tensor, int, int], tuple[Tensor, Tensor, Tensor, Tensor]]
-"""Sorts expert ids [T, K], for so many experts, into tiles of so many pairs."""
+"""Sorts expert ids [T, K] into tiles: of ids, the number of experts, and the pairs of a tile."""
 
 
 class CodeExperts(nn.Module):
@@ -48,7 +48,7 @@ class CodeExperts(nn.Module):
         route = Route(*self._route(expert_ids_TK.contiguous(), self._num_experts, num_places))
 
         def multiply(x: Tensor, weights: CodeWeights, bias: Tensor | None, num_chosen: int) -> Tensor:
-            # The router's tiles are of so many tokens, whatever weights of this kind would take.
+            # The router's tiles fix the tokens, even where weights of this kind would take others.
             tiles = choose_tiles(num_each, dtype, weights)._replace(tokens=num_places)
             out_PN = x.new_empty((num_pairs, weights.num_outputs))
             num_tiles = triton.cdiv(weights.num_outputs, tiles.outputs)

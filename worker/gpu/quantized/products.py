@@ -96,7 +96,7 @@ class ProductArguments(NamedTuple):
     row_scales: Tensor | None = None
     """float32, for each row a factor of its products."""
     multiplier: float | None = None
-    """A factor of what is added to the target; without one, the target is overwritten."""
+    """A factor of the product, which is added to the target; without one, the target is overwritten."""
     route: Route | None = None
     """Rows of several weights, each to be multiplied by one of them."""
     num_chosen: int = 0
@@ -104,7 +104,7 @@ class ProductArguments(NamedTuple):
 
 
 def choose_tiles(num_tokens: int, dtype: torch.dtype, weights: "CodeWeights") -> CodeTiles:
-    """Choose the tiles of a product of so many rows of one weight."""
+    """Choose the tiles of a product of `num_tokens` rows of one weight."""
     if dtype is torch.float32:
         return _WIDE_ITEM_TILES
     tiles = _TILES_OF_NIBBLES if weights.is_nibbles else _TILES_OF_BYTES
@@ -346,7 +346,7 @@ class CodeProduct:
 
 
 def count_splits(num_programs: int, num_tiles: int, most_programs: int) -> int:
-    """Divide the inputs among so many programs that a GPU is busy, each with some tiles at least."""
+    """Divide the inputs among programs that keep a GPU busy, each with some tiles at least."""
     wanted = min(most_programs // num_programs, num_tiles // _FEWEST_TILES_OF_A_SPLIT)
     return 1 << (wanted.bit_length() - 1) if wanted > 1 else 1
 

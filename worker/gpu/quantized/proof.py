@@ -10,6 +10,7 @@ Shapes: T tokens, N outputs, K inputs.
 import torch
 from torch import Tensor, nn
 
+from worker.devices.trial import relative_error
 from worker.gpu.quantized.float8_products import MOST_FEW_ROWS, Float8Product, has_float8_product
 from worker.gpu.quantized.kernels.row_kernels import round_rows
 from worker.gpu.quantized.products import CodeProduct, find_hindrance, grouped
@@ -68,14 +69,14 @@ def _prove_float8(weight: GroupedWeight, dtype: torch.dtype) -> None:
         rounded_TK, scales_T1 = round_rows(x_TK)
         rows_TK = rounded_TK.double() * scales_T1
         expected_TN = rows_TK @ weight.dequantized().double().T
-        rounding_error = _error(rows_TK, x_TK.double())
+        rounding_error = relative_error(rows_TK, x_TK.double())
         try:
             found_TN = product.multiply(x_TK).double()
         except RuntimeError as error:
             raise StartupError(
                 f"--activations fp8: this GPU has no such product: {error}", fix="leave --activations out"
             ) from error
-        product_error = _error(found_TN, expected_TN)
+        product_error = relative_error(found_TN, expected_TN)
         if product_error > _ROUNDED_TOLERANCE or rounding_error > _ROUNDING_TOLERANCE:
             raise StartupError(
                 "products of float8 by float8 are not exact "
@@ -92,14 +93,14 @@ def prove_product(name: str, weight: GroupedWeight, dtype: torch.dtype) -> None:
     for num_tokens in NUM_TOKENS:
         x_TK = _random_rows(num_tokens, some).to(dtype)
         found_TN = product.multiply_to(x_TK, torch.float32).double()
-        error = _error(found_TN, x_TK.double() @ numbers_NK.T)
+        error = relative_error(found_TN, x_TK.double() @ numbers_NK.T)
         if error > _TOLERANCE:
             raise StartupError(
                 f"the kernels do not multiply exactly by {name} ({weight.kind}, error {error:.1e})",
                 fix="start with --gpu-kernels off, and report it",
             )
     # The same of the numbers that are written for many rows; in the dtype of the rows they are rounded once.
-    error = _error(product.numbers(torch.float32).double(), numbers_NK)
+    error = relative_error(product.numbers(torch.float32).double(), numbers_NK)
     if error > _TOLERANCE:
         raise StartupError(
             f"the kernels do not write the numbers of {name} exactly ({weight.kind}, error {error:.1e})",
@@ -110,7 +111,3 @@ def prove_product(name: str, weight: GroupedWeight, dtype: torch.dtype) -> None:
 def _random_rows(num_tokens: int, weight: GroupedWeight) -> Tensor:
     generator = torch.Generator().manual_seed(_SEED)
     return torch.randn((num_tokens, weight.num_inputs), generator=generator).to(weight.device)
-
-
-def _error(found: Tensor, expected: Tensor) -> float:
-    return float(((found - expected).norm() / expected.norm()).nan_to_num(torch.inf))

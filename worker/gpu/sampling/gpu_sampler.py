@@ -158,7 +158,7 @@ class GpuSampler(RowSampler):
         if not has_step:
             self._draws_of(rows, states)
             not_drawn = list(range(len(rows)))
-        # A token that was learned since may have begun or ended what is edited.
+        # A token that was learned since may have begun or ended an edit.
         places = not_drawn if has_step and not self._learners else self._edited_places(rows, states)
         edited = [EditedRow(rows[n], n, states[n]) for n in places]
         if places != not_drawn:

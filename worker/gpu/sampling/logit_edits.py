@@ -25,7 +25,7 @@ from worker.sampling.grammar_rows import Grammars
 from worker.sampling.state import SamplingRow
 
 _NUM_LOGITS = 1 << 24
-"""64 MiB of float32: enough to fill a GPU, little beside its KV cache."""
+"""64 MiB of float32: enough to fill a GPU, little against its KV cache."""
 
 _LINE_MULTIPLE = 128
 
@@ -56,7 +56,7 @@ class EditedLogits(NamedTuple):
 
     lines: LogitRows
     """To draw from: the logits are float32, their faults +inf where a span held a NaN or +inf before it was
-    edited, else -inf."""
+    edited, otherwise -inf."""
     rows_E: Tensor
     """int32: whose tokens are to be counted for penalties; -1 for others."""
     places_E: Tensor
@@ -65,7 +65,7 @@ class EditedLogits(NamedTuple):
 
 
 class LogitsEditor:
-    """Edits copies of logits, of so many rows at once as its memory holds."""
+    """Editor of copies of logits, of as many rows at once as its memory holds."""
 
     def __init__(
         self, *, vocab_size: int, device: Device, grammars: Grammars | None, counts: GpuTokenCounts

@@ -16,7 +16,7 @@ from worker.gpu.sampling_kernels.token_draw import SPAN
 def copy_masked(
     logits_NV: Tensor, lines_E2: Tensor, masks_GK: Tensor | None, edited_EV: Tensor, faults_ES: Tensor
 ) -> None:
-    """Fill in edited_EV, and faults_ES with +inf where a span holds a NaN or +inf, else -inf.
+    """Fill in edited_EV, and faults_ES with +inf where a span holds a NaN or +inf, otherwise -inf.
 
     lines_E2 is int32: which line of the logits, and which mask, or -1 for none. Masks are int32, one bit for
     each token, the lowest of a word first, 1 is allowed; tokens behind their end are not.

@@ -22,7 +22,7 @@ _NUM_FOLLOWED = tl.constexpr(192)
 
 @triton.jit
 def _find_bound(maxima, peak, temperature):
-    """A logit that the maxima of so many blocks reach, or of fewer where nothing below it can be sampled."""
+    """Find a logit that _NUM_FOLLOWED maxima reach, or fewer where no lower one can be sampled."""
     low = peak - LEAST_LOG * temperature
     high = peak
     num_low = tl.sum((maxima >= low).to(tl.int32), axis=0)

@@ -81,7 +81,7 @@ class LogitRows(NamedTuple):
     rows_MF: Tensor
     """float64; see gpu/draw_fields.py. A row whose line is -1 is padding, and fails."""
     faults_MS: Tensor | None = None
-    """+inf where a span was unsound before it was edited, else -inf."""
+    """+inf where a span was unsound before it was edited, otherwise -inf."""
 
 
 def pick_best(lines: LogitRows, outcome_2N: Tensor, work: Workspace) -> None:

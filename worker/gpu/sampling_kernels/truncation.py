@@ -109,13 +109,13 @@ def _list_bracket(values, count, peak, temperature, low, high, listed, listed_pl
 def _find_cut_of_row(
     values, count, peak, temperature, least, enough, listed, listed_places, BY_MASS: tl.constexpr
 ):
-    """Do as `_find_cut`, for so many values that a list of the bracket pays."""
+    """Find the cut as `_find_cut` does, among so many values that listing the bracket pays."""
     high = tl.full((), ONE_BITS + 1, tl.int32)
     above = tl.full((), 0, tl.int64)
     low, high, above = _narrow(values, count, peak, temperature, least, high, above, enough, BY_MASS)
     num = tl.full((), CAPACITY + 1, tl.int32)
     while (num > CAPACITY) & (high - low > 1):
-        # All threads have read what was listed before.
+        # All threads have read the list before.
         tl.debug_barrier()
         low, high, above = _narrow(values, count, peak, temperature, low, high, above, enough, BY_MASS)
         num = _list_bracket(values, count, peak, temperature, low, high, listed, listed_places)

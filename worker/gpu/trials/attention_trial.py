@@ -1,7 +1,7 @@
 """Attention by another library, kind of layer by kind, where a trial at load finds it right and faster.
 
 Owns: the check of a library's functions, and the trial: the steps of the model's own check are computed both
-ways, and a load of decodes and a prompt are timed both ways. What is not taken stays with our Triton kernels.
+ways, and a load of decodes and a prompt are timed both ways. Other layers stay with our Triton kernels.
 Never: calls a library (flash_attention.py, flashinfer.py), or writes keys or values: those are written as
 for our own kernels, in the blocks that a library reads too.
 
@@ -24,12 +24,13 @@ from torch import Tensor
 from worker.attention.interface import AttentionMetadata, AttentionOptions
 from worker.attention.kv_cache import KVCache, LayerShape
 from worker.devices.device import Device
+from worker.devices.trial import ROUNDING, first_line, relative_error
 from worker.gpu.device_batch import AttentionBatch
 from worker.gpu.triton_attention import TritonAttention
 
 log = logging.getLogger(__name__)
 
-_TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 2e-2}
+_DTYPES = {torch.float16, torch.bfloat16}
 _LEAST_GAIN = 1.05
 _TIMED_SEQUENCES, _TIMED_CONTEXT, _TIMED_PROMPT = 32, 1024, 2048
 
@@ -87,7 +88,7 @@ class PreparedStep:
         return tables_CB if rows_R is None else tables_CB.index_select(0, rows_R)
 
     def tables_in_pages(self, pages_per_block: int) -> Tensor:
-        """Return the first page of each block, where a pool has so many for each."""
+        """Return the first page of each block, in a pool of `pages_per_block` pages for each."""
         if pages_per_block not in self._tables_of_pages:
             self._tables_of_pages[pages_per_block] = self.tables_RB * pages_per_block
         return self._tables_of_pages[pages_per_block]
@@ -153,7 +154,7 @@ class LibraryAttention(TritonAttention, ABC):
         kind = TrialKind(shape, num_groups, options, batch.num_decodes == batch.num_tokens)
         hindrance = self._find_any_hindrance(kind, {queries_THD.dtype, self._cache.layout.dtype})
         if hindrance:
-            if self._is_trial and kind not in self._taken and queries_THD.dtype in _TOLERANCE:
+            if self._is_trial and kind not in self._taken and queries_THD.dtype in _DTYPES:
                 log.info("%s is not given %s: %s", self.name, kind, hindrance)
             self._taken[kind] = False
             return super().attend_written(layer_idx, queries_THD, options)
@@ -168,7 +169,7 @@ class LibraryAttention(TritonAttention, ABC):
 
     def _find_any_hindrance(self, kind: TrialKind, dtypes: set[torch.dtype]) -> str:
         """Say why layers stay with Triton's kernels; `dtypes` are those of queries and of the cache."""
-        if len(dtypes) > 1 or not dtypes <= _TOLERANCE.keys():
+        if len(dtypes) > 1 or not dtypes <= _DTYPES:
             return f"its numbers are {' and '.join(map(str, dtypes))}"
         if kind.options.sinks is not None:
             return "it has sinks"
@@ -192,15 +193,14 @@ class LibraryAttention(TritonAttention, ABC):
         named = f"{self.name} for {kind}"
         try:
             found_THV = self._attend_by_library(layer_idx, queries_THD, kind.options)
-            error = float((found_THV.float() - expected_THV.float()).norm() / expected_THV.float().norm())
-            if not error <= _TOLERANCE[queries_THD.dtype]:
+            error = relative_error(found_THV.float(), expected_THV.float())
+            if not error <= ROUNDING[queries_THD.dtype]:
                 log.warning("%s is wrong by %.1e: Triton's kernels stay", named, error)
                 self._taken[kind] = False
             elif kind not in self._taken:
                 self._taken[kind] = self._is_faster(kind, layer_idx, queries_THD, named)
         except Exception as error:  # noqa: BLE001 - a library raises any error, and its compiler too
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            log.warning("%s fails: %s; Triton's kernels stay", named, reason)
+            log.warning("%s fails: %s; Triton's kernels stay", named, first_line(error))
             self._taken[kind] = False
 
     def _is_faster(self, kind: TrialKind, layer_idx: int, queries_THD: Tensor, named: str) -> bool:

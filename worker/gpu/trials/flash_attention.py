@@ -1,4 +1,4 @@
-"""Attention by FlashAttention 3, where it is installed, right and faster; else by our Triton kernels.
+"""Attention by FlashAttention 3, where it is installed, right and faster; otherwise by our Triton kernels.
 
 Owns: the call of its `flash_attn_with_kvcache`, and the layers that it is not given.
 Never: decides for it (attention_trial.py).

@@ -1,4 +1,4 @@
-"""Attention by FlashInfer, where it is installed, right and faster; else by our Triton kernels.
+"""Attention by FlashInfer, where it is installed, right and faster; otherwise by our Triton kernels.
 
 Owns: the calls of its `xqa_batch_decode_with_kv_cache` and `trtllm_fmha_v2_prefill`, the memory that they
 work in, and the layers that they are not given.

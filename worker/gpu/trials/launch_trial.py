@@ -14,12 +14,13 @@ from triton import TritonError
 
 from worker.devices.dependent_launch import dependent_launches
 from worker.devices.device import Device
+from worker.devices.trial import first_line
 
 log = logging.getLogger(__name__)
 
 _LEAST_GAIN = 1.01
 _NUM_CONTENTS = 3
-"""Steps of different content, one after the other: what was read too early is another step's."""
+"""Steps of different content, one after the other: a value that is read too early belongs to another step."""
 _NUM_REPLAYS = 30
 
 
@@ -48,8 +49,7 @@ def count_gains_by_early_launches(steps: Iterable[StepOnTrial], device: Device) 
                 break
             num_faster += 1
     except (TritonError, RuntimeError) as error:  # older devices have no such launches
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        log.info("kernels are not launched early: %s", reason)
+        log.info("kernels are not launched early: %s", first_line(error))
         return 0
     return num_faster
 

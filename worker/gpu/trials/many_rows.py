@@ -3,7 +3,7 @@
 Owns: the choice, for each kind of product, of the number of rows from which on cuBLAS multiplies numbers that
 were written for it. A kernel that decodes does so once for each tile of rows; numbers are written once, and
 take their way through memory.
-Never: computes, or judges errors (gpu_quantized/code_proof.py).
+Never: computes, or judges errors (gpu/quantized/proof.py).
 
 Shapes: T tokens, K inputs.
 """
@@ -18,6 +18,7 @@ from torch import Tensor
 from triton import TritonError
 
 from worker.devices.device import Device
+from worker.devices.trial import first_line
 from worker.gpu.quantized.products import CodeProduct
 
 log = logging.getLogger(__name__)
@@ -41,8 +42,8 @@ def choose_many_rows(products: Iterable[CodeProduct], device: Device, dtype: tor
         try:
             _choose(alike, device, dtype)
         except (TritonError, RuntimeError) as error:  # a smaller device may not have room for numbers
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            log.warning("numbers of %s cannot be tried: %s; codes stay", alike[0].describe(), reason)
+            named = alike[0].describe()
+            log.warning("numbers of %s cannot be tried: %s; codes stay", named, first_line(error))
 
 
 @torch.inference_mode()

@@ -1,6 +1,6 @@
 """Products of a layer with what stands before and behind them: a norm, gates, the addition to the residual.
 
-Owns: the choice, for each kind of product and each small number of rows, between cuBLAS with kernels beside
+Owns: the choice, for each kind of product and each small number of rows, between cuBLAS with kernels around
 it and one kernel of ours that does all of it. At load each kind is computed both ways, and timed on the
 device over the weights of all layers; ours is taken where it computes the same and is faster.
 Never: computes (kernels/skinny_products.py), or decides for formats that have kernels of their own.
@@ -20,6 +20,7 @@ from torch import Tensor
 from triton import TritonError
 
 from worker.devices.device import Device
+from worker.devices.trial import ROUNDING, first_line, relative_error
 from worker.gpu.kernels.activation import multiply_by_gates
 from worker.gpu.kernels.norm import norm
 from worker.gpu.kernels.skinny_products import (
@@ -39,8 +40,6 @@ log = logging.getLogger(__name__)
 _SIZES = (1, 4, MOST_ROWS)
 """Rows of a trial; numbers in between are as the next one."""
 _LEAST_GAIN = 1.02
-# Error over magnitude, of one rounding more or less than cuBLAS and the kernels beside it have.
-_TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 _MOST_TIMED_LAYERS = 64
 _SEED = 5
 
@@ -198,8 +197,8 @@ def choose_products(products: Iterable[FoldedProduct], device: Device) -> None:
         try:
             _choose(alike, device)
         except (TritonError, RuntimeError) as error:  # a smaller device may not have room for it
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            log.warning("our product of %s cannot be tried: %s; cuBLAS stays", alike[0].describe(), reason)
+            named = alike[0].describe()
+            log.warning("our product of %s cannot be tried: %s; cuBLAS stays", named, first_line(error))
 
 
 @torch.inference_mode()
@@ -216,7 +215,7 @@ def _choose(alike: list[FoldedProduct], device: Device) -> None:
         if seconds_plain is None:
             return  # nothing is gained where time tells nothing
         error = _error_of(alike[0], size, ours)
-        if not error <= _TOLERANCE[alike[0].examples(1)[0].dtype]:
+        if not error <= ROUNDING[alike[0].examples(1)[0].dtype]:
             log.warning("our product of %s is wrong by %.1e: cuBLAS stays", alike[0].describe(), error)
             break
         seconds = _time(alike, size, ours, device)
@@ -230,14 +229,14 @@ def _choose(alike: list[FoldedProduct], device: Device) -> None:
 
 
 def _error_of(product: FoldedProduct, size: int, ours: _Skinny) -> float:
-    """Return the error of our kernel over the magnitude of what cuBLAS and the kernels beside it compute."""
+    """Return the relative error of our kernel, against cuBLAS and the kernels around it."""
     x_TK, residual_TN = product.examples(size)
     expected_TN, found_TN = (
         _run_by(product, skinny, x_TK, residual_TN.clone()).float() for skinny in (None, ours)
     )
     if product.is_added:
         expected_TN, found_TN = expected_TN - residual_TN.float(), found_TN - residual_TN.float()
-    return float(((found_TN - expected_TN).norm() / expected_TN.norm().clamp_min(1e-9)).nan_to_num(torch.inf))
+    return relative_error(found_TN, expected_TN)
 
 
 def _run_by(product: FoldedProduct, skinny: _Skinny | None, x_TK: Tensor, residual_TN: Tensor) -> Tensor:

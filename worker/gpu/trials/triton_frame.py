@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from worker.devices.trial import ROUNDING, relative_error
 from worker.gpu.kernels.norm import LARGEST_ROW, norm
 from worker.gpu.triton_layer import TritonLayer
 from worker.memory_sizes import format_size
@@ -31,7 +32,6 @@ _MOST_TABLE_BYTES = 256 << 20
 _POSITIONS_AT_ONCE = 4096
 _NUM_TRIED = 64
 _SEED = 3
-_TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 
 class _Angles(NamedTuple):
@@ -88,7 +88,7 @@ def replace_frame(model: nn.Module, taken: TakenWeights, max_model_len: int) -> 
     bodies = _bodies(model)
     if not bodies:
         return
-    weight = next(each for each in model.parameters() if each.dtype in _TOLERANCE)
+    weight = next(each for each in model.parameters() if each.dtype in ROUNDING)
     if table_bytes(model, max_model_len, weight.dtype):
         for angles in list(_find_angles(model)):
             _replace_angles(model, angles, max_model_len, weight)
@@ -104,7 +104,7 @@ def _bodies(model: nn.Module) -> list[nn.Module]:
 
 
 def _find_angles(model: nn.Module) -> Iterator[_Angles]:
-    """Find modules that make a rotation of positions and of nothing else."""
+    """Find modules whose rotation depends on positions alone."""
     for name, module in model.named_modules():
         rope_type: Any = getattr(module, "rope_type", None)
         if rope_type is None or isinstance(module, TableRotary) or ".computed" in name:
@@ -153,7 +153,7 @@ def _replace_angles(model: nn.Module, angles: _Angles, max_model_len: int, weigh
 
 @torch.inference_mode()
 def _replace_norm(body: nn.Module, name: str, child: nn.Module, taken: TakenWeights) -> None:
-    """Replace a norm beside the layers."""
+    """Replace a norm outside of layers."""
     try:
         by = read_norm(child, taken)
     except Unrecognised:
@@ -163,9 +163,8 @@ def _replace_norm(body: nn.Module, name: str, child: nn.Module, taken: TakenWeig
         return
     ours, generator = TritonNorm(by), torch.Generator().manual_seed(_SEED)
     hidden_1TH = torch.randn((1, 3, len(by.weight_H)), generator=generator).to(weight)
-    expected, found = child(hidden_1TH).float(), ours(hidden_1TH).float()
-    error = float((found - expected).norm() / expected.norm())
-    if error <= _TOLERANCE[weight.dtype]:
+    error = relative_error(ours(hidden_1TH).float(), child(hidden_1TH).float())
+    if error <= ROUNDING[weight.dtype]:
         setattr(body, name, ours)
     else:
         log.warning("our norm in the place of %s is wrong by %.1e: it stays", name, error)

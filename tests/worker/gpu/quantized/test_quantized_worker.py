@@ -18,10 +18,9 @@ from tests.worker.plan_driver import PlanDriver
 from tests.worker.transformers_generate import expected
 from worker.checkpoint.gguf_folder import folder_of
 from worker.devices.device import open_device
-from worker.gpu import graphs
+from worker.gpu import graphs, unfused
 from worker.gpu import kernel_choice as gpu_kernel_choice
 from worker.gpu import runner as gpu_runner
-from worker.gpu import toolkit as gpu_toolkit
 from worker.gpu.quantized import products as code_products
 from worker.gpu.trials import many_rows
 from worker.worker import Worker
@@ -119,7 +118,7 @@ def test_steps_that_write_numbers_draw_the_tokens_of_steps_that_do_not(
     monkeypatch.setattr(many_rows, "SIZES", (1,))
     seconds = cycle((2.0, 1.0))
     monkeypatch.setattr(InterpretedGpu, "seconds_of", lambda _, work: work() or next(seconds))
-    monkeypatch.setattr(gpu_toolkit, "choose_products", lambda *_: None)
+    monkeypatch.setattr(unfused, "choose_products", lambda *_: None)
     monkeypatch.setattr(gpu_runner, "count_gains_by_early_launches", lambda *_: 0)
     by_numbers = load(plain, **options)
     monkeypatch.setattr(code_products, "launch", None)

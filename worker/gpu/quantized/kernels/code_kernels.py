@@ -8,7 +8,7 @@ Source: mixed-precision products as in Marlin, arXiv:2408.11743, with the weight
 core then takes it from registers, where it was decoded. Unlike there, sums are scaled and not the weight, so
 that no number of it is rounded but by `write_numbers_kernel`. Split-K as in Stream-K, arXiv:2301.03598.
 
-A tile is so many ranges of INPUTS inputs as a word of 16 bits has codes. A group is one or more ranges of a
+A tile has one range of INPUTS inputs for each code in a word of 16 bits. A group is one or more ranges of a
 tile, or whole tiles.
 
 Shapes: T tokens, N outputs, K inputs, G groups of inputs, S splits of K.
@@ -164,7 +164,7 @@ def multiply_codes_kernel(
 
 @triton.jit
 def _store(target_ptrs, results, multiplier, mask, ADDS: tl.constexpr) -> None:
-    """Store results, or add them, times a factor, to what is there."""
+    """Store results, or add them, times a factor, to the target."""
     if ADDS:
         results = results * multiplier + tl.load(target_ptrs, mask=mask, other=0.0).to(tl.float32)
     tl.store(target_ptrs, results.to(target_ptrs.dtype.element_ty), mask=mask)

@@ -71,7 +71,7 @@ def _twice(bits: int) -> str:
 
 
 def _moved(source: str, places: int) -> str:
-    """Write a register's bits, so many places up, to `a`; bits of the other half are to be masked."""
+    """Shift a register's bits up and write them to `a`; bits of the other half are to be masked."""
     return f"shl.b32 a, {source}, {places}; " if places >= 0 else f"shr.u32 a, {source}, {-places}; "
 
 

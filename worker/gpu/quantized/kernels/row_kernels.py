@@ -21,7 +21,7 @@ _AT_ONCE = 1024
 
 @triton.jit
 def round_to_float8(x) -> tl.tensor:
-    """Round float32 numbers to those of e4m3, the nearest; what is too large becomes the largest.
+    """Round float32 numbers to those of e4m3, the nearest; larger numbers become the largest.
 
     To the nearest float of 4 significant bits, or multiple of the smallest one.
     """
@@ -34,7 +34,7 @@ def round_to_float8(x) -> tl.tensor:
 
 @triton.jit
 def to_float8(x) -> tl.tensor:
-    """Round float32 numbers to e4m3; what is left to the conversion is exact, however it would round."""
+    """Round float32 numbers to e4m3; the conversion that follows is exact and rounds nothing."""
     return round_to_float8(x).to(tl.float8e4nv)
 
 
@@ -44,7 +44,7 @@ def round_rows_kernel(
 ) -> None:  # fmt: skip
     """One program: one row. Its largest number becomes the largest of e4m3.
 
-    With a RANGE, two ranges of so many inputs take turns, as in words of codes; beyond the inputs are zeros.
+    With a RANGE, two ranges of RANGE inputs take turns, as in words of codes; beyond the inputs are zeros.
     """
     token = tl.program_id(0).to(tl.int64)
     places = tl.arange(0, AT_ONCE)

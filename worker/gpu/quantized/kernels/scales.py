@@ -36,7 +36,7 @@ def stack_of_groups(
     """Put the numbers [N, G] of experts as the kernels load them, each group as `times` smaller ones.
 
     Returns int32 [E, G / 2, N], of two groups each, where a tile has several groups and `short` all numbers;
-    else float32 [E, G, N].
+    otherwise float32 [E, G, N].
     """
     numbers_EGN = torch.stack([each.T.float() for each in experts]).repeat_interleave(times, dim=1)
     if groups_of_tile == 1:

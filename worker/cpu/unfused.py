@@ -1,0 +1,124 @@
+"""Modules outside of fused layers in the form in which the CPU's kernels compute them.
+
+Owns: the output layer with the embedding tied to it, experts, and linear layers of codes, in packed form.
+Never: fuses layers (layer.py), or joins them (body.py).
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from worker.cpu.experts import PackedExperts
+from worker.cpu.native import Kernels, PackedWeight
+from worker.cpu.packing.grouped_packing import Inputs, grouped_rows
+from worker.cpu.products import TAKEN, pack_linear
+from worker.machine import trim_heaps
+from worker.model.linear import Linear, linear_of
+from worker.model.mixture import ReplacedExperts, replace_experts
+from worker.model.quantization import Quantization
+from worker.model.quantized_layers import QuantizedEmbedding, QuantizedLinear
+from worker.model.vocabulary_shards import divide_ends
+from worker.ranks.ranks import Ranks
+
+
+class PackedLinear(nn.Module):
+    """A linear layer outside of fused ones."""
+
+    def __init__(self, weight: PackedWeight, kernels: Kernels) -> None:
+        super().__init__()
+        self._weight, self._kernels = weight, kernels
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply [..., K] to [..., N]."""
+        if x.dim() == 2 and x.is_contiguous():
+            return self._multiply(x)
+        flat = x.reshape(-1, x.shape[-1]).contiguous()
+        return self._multiply(flat).view(*x.shape[:-1], self._weight.num_outputs)
+
+    def _multiply(self, x_TK: Tensor) -> Tensor:
+        return self._kernels.multiply(x_TK, self._weight)
+
+
+class PackedOutput(PackedLinear):
+    """The model's output layer. Its logits are float32: sums that were never rounded."""
+
+    def _multiply(self, x_TK: Tensor) -> Tensor:
+        return self._kernels.multiply_to_float(x_TK, self._weight)
+
+
+class PackedEmbedding(nn.Module):
+    """An embedding that shares its weight with the output layer."""
+
+    def __init__(self, weight: PackedWeight) -> None:
+        super().__init__()
+        self._weight = weight
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """Look up [...] to [..., H]."""
+        return self._weight.rows(token_ids)
+
+
+class UnfusedPacking(NamedTuple):
+    """The packing of the modules outside of fused layers."""
+
+    kernels: Kernels
+    inputs: Inputs
+    head: Quantization | None
+    """Rounding of the output layer."""
+    ranks: Ranks
+
+    def pack(self, model: Any, device: torch.device) -> ReplacedExperts:
+        """Pack the output layer, experts, and the codes of layers that were not fused."""
+        trim_heaps()  # of the layers: while it is packed, the output layer takes the most memory
+        self._pack_output(model)
+        done = replace_experts(
+            model, lambda experts: PackedExperts(experts, self.kernels, self.inputs, self.ranks), device
+        )
+        for name, module in list(model.named_modules()):
+            if isinstance(module, QuantizedLinear) and TAKEN.include(linear := module.as_linear()):
+                model.set_submodule(name, PackedLinear(pack_linear(linear, self.inputs), self.kernels))
+        return done
+
+    def _pack_output(self, model: Any) -> None:
+        """Pack the output layer. An embedding that is tied to it then reads the same memory."""
+        output, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # None: an embedder
+        linear = linear_of(output)
+        if linear is None or not TAKEN.include(linear):
+            return
+        if isinstance(embedding, QuantizedEmbedding):
+            self._pack_quantized(model, linear, embedding)
+            return
+        is_tied = embedding.weight is not None and embedding.weight is getattr(output, "weight", None)
+        if self.ranks.size > 1:
+            self._divide_output(model, linear)
+            return
+        if is_tied and type(embedding) is not nn.Embedding:
+            return  # one that does more than look up; a second copy would be the larger loss
+        if self.head is not None:
+            # The embedding looks up numbers as they were: a tied one is kept in addition to the codes.
+            linear, is_tied = self.head.quantize(linear), False
+        weight = pack_linear(linear, self.inputs)
+        model.set_output_embeddings(PackedOutput(weight, self.kernels))
+        if is_tied:
+            model.set_input_embeddings(PackedEmbedding(weight))
+
+    def _pack_quantized(self, model: Any, linear: Linear, embedding: QuantizedEmbedding) -> None:
+        """Pack the output layer, and let an embedding of the same codes look up in the packed weight."""
+        is_tied = linear.weight is embedding.weight_codes
+        if self.head is not None:
+            linear = self.head.quantize(linear)  # codes stay as they are
+        weight = pack_linear(linear, self.inputs)
+        model.set_output_embeddings(PackedOutput(weight, self.kernels))
+        if is_tied:
+            embedding.look_up_in(lambda indices_U: grouped_rows(weight, indices_U))
+
+    def _divide_output(self, model: Any, linear: Linear) -> None:
+        """Pack a rank's part of the output layer, and divide an embedding that only looks up."""
+        if self.head is not None:
+            linear = self.head.quantize(linear)
+
+        def pack(own: Linear) -> nn.Module:
+            return PackedOutput(pack_linear(own, self.inputs), self.kernels)
+
+        divide_ends(model, linear, pack, self.ranks)
