@@ -1,8 +1,8 @@
 """The files of an adapter: adapter_config.json and adapter_model.safetensors, as peft saves them.
 
 Owns: reading both whole, their digest, and the refusal of every tensor that is no half of a low-rank update.
-Never: pickled weights, the network, or a file that may change after its digest was made: what is hashed is
-what is used.
+Never: pickled weights, the network, or a file that may change after its digest was made: the
+bytes that are hashed are used.
 
 Shapes: R ranks, N outputs and K inputs of a module.
 """

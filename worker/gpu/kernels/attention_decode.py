@@ -1,7 +1,7 @@
 """Paged attention for sequences with one token in the step, cut evenly among the programs.
 
-Owns: the cut of all tiles of keys into one share for each program, and putting the parts of a sequence
-together.
+Owns: the cut of all tiles of keys into one share for each program, and the split-K
+reduction of the parts of a sequence.
 Never: the walk over keys (attention_tiles.py), or which sequences there are (attention_work.py).
 Source: Flash-Decoding (split softmax), with Stream-K's cut (arXiv:2301.03598). Its results are defined by
 worker/attention/ref_attention.py.
@@ -66,7 +66,7 @@ _PROGRAMS_PER_PROCESSOR = 2
 _PARTS_AT_ONCE = 16
 _MOST_HEADS_AT_ONCE = 4
 _NUMBERS_AT_ONCE = 8192
-"""Numbers of parts that are put together at once: an eighth of a processor's registers."""
+"""Numbers of parts that are combined at once: an eighth of a processor's registers."""
 _PART_TAIL = tl.constexpr(4)
 """Behind the sums of a row: its total, its peak, and two numbers that keep rows at multiples of 16 bytes."""
 _SEQUENCES_AT_ONCE = 512

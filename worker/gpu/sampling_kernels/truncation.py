@@ -109,7 +109,7 @@ def _list_bracket(values, count, peak, temperature, low, high, listed, listed_pl
 def _find_cut_of_row(
     values, count, peak, temperature, least, enough, listed, listed_places, BY_MASS: tl.constexpr
 ):
-    """Find the cut as `_find_cut` does, among so many values that listing the bracket pays."""
+    """Find the cut as `_find_cut` does, among values enough that listing the bracket pays."""
     high = tl.full((), ONE_BITS + 1, tl.int32)
     above = tl.full((), 0, tl.int64)
     low, high, above = _narrow(values, count, peak, temperature, least, high, above, enough, BY_MASS)
