@@ -1,7 +1,6 @@
 """Groups of layers that keep the same kind of thing of a sequence for the same time.
 
-Owns: the rules of lifetime, and the records of a group, of what a sequence holds of it, and of a position at
-which a sequence can be taken up again.
+Owns: the rules of lifetime, and the record of a group.
 Never: blocks that are free or shared (blocks/), or tensors (worker/attention/kv_cache.py).
 
     ALL        [ every token .................................... ]
@@ -10,11 +9,8 @@ Never: blocks that are free or shared (blocks/), or tensors (worker/attention/kv
     FIXED                                                   [state]   as large after one token as after many
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
-
-from scheduler.messages import BlockId
 
 
 class LifetimeKind(StrEnum):
@@ -63,29 +59,6 @@ class CacheGroup:
     lifetime: Lifetime = ALL_TOKENS
     num_stripes: int = 1
     """Blocks of a place, which is block_size tokens of all the group's layers; of FIXED: of its one state."""
-
-
-@dataclass(slots=True)
-class BlockTable:
-    """Blocks that a sequence holds of one group, on one side: the device's or the host's."""
-
-    first: int = 0
-    """First place that is held; those before it are passed."""
-    block_ids: list[BlockId] = field(default_factory=list)
-    """Blocks of the held places alone: that of stripe s of place p is at (p - first) * num_stripes + s."""
-
-    def end(self, num_stripes: int) -> int:
-        """Place behind the last one that is held."""
-        return self.first + len(self.block_ids) // num_stripes
-
-
-class RestorePoint(NamedTuple):
-    """Position at which all groups have what the next token reads, windows and states too."""
-
-    num_tokens: int
-    """Tokens before it; a multiple of nothing."""
-    key: bytes
-    """Key of the last full block before it in the chain of prefix keys; empty if there is none."""
 
 
 def joint_lifetime(lifetimes: list[Lifetime]) -> Lifetime:

@@ -135,7 +135,7 @@ class SchedulerOptions:
     queue, has waited for `prefill_patience_s`."""
     large_crowd_prefill_share: float | None = None
     """The same once twelve sequences run and wait. `least_prefill_share` holds up to eight; between, the
-    share grows in proportion. Cut where it makes steps too long (step/budget.py). None: it does not grow."""
+    share grows in proportion. Cut where it makes steps too long (step/pace.py). None: it does not grow."""
     prefill_patience_s: float = 0.0
     """Before that, prefill gets a part of its share in proportion to the wait. 0: all of it at once."""
     max_prefill_tokens: int | None = 0
@@ -201,7 +201,7 @@ class SchedulerConfig(SchedulerOptions):
     is under way: each of them costs an output layer. 0 is no limit."""
     uncrowded_itl_s: float = 0.0
     """Takes the place of a shorter target while the sequences that run and wait are too few for a crowd
-    (step/budget.py). 0: none does."""
+    (step/pace.py). 0: none does."""
     groups: tuple[CacheGroup, ...] = (CacheGroup(),)
     """Groups of layers. The scheduler keeps the blocks of one."""
     num_host_blocks: int = 0

@@ -9,12 +9,9 @@ Sources: continuous batching (Orca), chunked prefill (Sarathi-Serve, arXiv:2403.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
-from scheduler.blocks.kv_cache_manager import KVCacheManager
-from scheduler.blocks.swap_space import SwapSpace
 from scheduler.config import Fairness, SchedulerConfig
-from scheduler.counters import Counters, SchedulerStats
+from scheduler.counters import SchedulerStats
 from scheduler.draft_messages import DraftPasses
-from scheduler.drafts.drafts import Drafts, prediction_use
 from scheduler.messages import (
     FinishReason,
     ModelRunnerOutput,
@@ -27,21 +24,16 @@ from scheduler.messages import (
     SequenceReport,
     TokenLogprobs,
 )
-from scheduler.policy import Standing, order_of_service
 from scheduler.queues.compilations import Compilations
 from scheduler.queues.deadlines import Deadlines
-from scheduler.queues.request_queues import RequestQueues
 from scheduler.sequence import Sequence, Status
 from scheduler.step.budget import SMALLEST_CHUNK_TOKENS
-from scheduler.step.encoder_cache import EncoderCache
 from scheduler.step.never_fits import NeverFits, refuse_beyond_limits, refuse_inputs_without_room
 from scheduler.step.plan_draft import PlanDraft, plan_of_decodes
 from scheduler.step.planner import Planner
 from scheduler.step.rollback import Rollback
-from scheduler.step.scheduler_state import PlansInFlight, SchedulerState, Watchdog, stats_of
-from scheduler.step.step_time import StepTimeModel
+from scheduler.step.scheduler_state import SchedulerState, Watchdog, stats_of
 from scheduler.step.token_shares import TokenShares
-from scheduler.tenant_ledger import GENERATED_TOKEN_COST
 
 __all__ = ["NeverFits", "Outputs", "Scheduler"]
 
@@ -60,29 +52,19 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.kv = KVCacheManager(config)
-        self._order = order_of_service(config)
+        self._state = state = SchedulerState.of(config)
+        self.kv = state.kv
         self._has_accounts = config.fairness is Fairness.TENANT
         self._sequences: dict[SequenceId, Sequence] = {}
-        self._queues = RequestQueues(config, self._order)
+        self._queues = state.queues
         self._released: list[SequenceId] = []  # rows that the worker may free, sent with the next plan
         self._outputs: Outputs = {}
         self._deadlines = Deadlines()
         self._watchdog = Watchdog()
-        self._counters = Counters()
-        self._drafts = Drafts(config)
-        self._in_flight = PlansInFlight(config.max_plans_in_flight)
+        self._counters = state.counters
+        self._drafts = state.drafts
+        self._in_flight = state.in_flight
         self._failed_in_flight: set[SequenceId] = set()  # their further failures change nothing
-        self._state = SchedulerState(
-            config=config,
-            order=self._order,
-            kv=self.kv,
-            queues=self._queues,
-            in_flight=self._in_flight,
-            counters=self._counters,
-            step_time=StepTimeModel(),
-            drafts=self._drafts,
-        )
         self._shares = TokenShares(self._state)
         self._planner = Planner(self._state, self._shares, finish=self._finish)
 
@@ -101,10 +83,7 @@ class Scheduler:
         self._counters.num_added += 1
         seq.admission = self._counters.num_added
         seq.admitted_s = now_s
-        deadline_s = now_s + seq.time_limits.nearest_s
-        standing = Standing(seq.priority, now_s, deadline_s, seq.admission)
-        seq.rank = self._order.rank(standing)
-        seq.running_rank = self._order.running_rank(standing)
+        self._state.rank(seq)
         self._sequences[seq.sequence_id] = seq
         self._queues.add(seq)
         self._deadlines.add(seq)
@@ -258,10 +237,6 @@ class Scheduler:
         """Service of each tenant so far, by cost; empty without fairness."""
         return self._queues.tenant_service()
 
-    @property
-    def swap_space(self) -> SwapSpace:
-        return self.kv.swap_space
-
     def running_sequences(self) -> list[Sequence]:
         """Running sequences in the order in which they are served.
 
@@ -276,10 +251,6 @@ class Scheduler:
     def plans_in_flight(self) -> list[SchedulerOutput]:
         """Plans without a result, oldest first."""
         return list(self._in_flight)
-
-    @property
-    def encoder_cache(self) -> EncoderCache:
-        return self._shares.encoder_cache
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -344,7 +315,7 @@ class Scheduler:
             return False
         known.append(token_id)
         if self._has_accounts:
-            self._queues.charge(seq, GENERATED_TOKEN_COST)
+            self._queues.charge_generated(seq, 1)
         if seq.num_tokens != num_known or seq.num_computed_tokens != num_known - 1:
             self._settle(seq, 0)
         of_client = self._outputs.get(seq.client_index)
@@ -375,7 +346,7 @@ class Scheduler:
         elif len(token_ids) > 1:  # tokens accepted behind the end are dropped
             token_ids, logprobs = token_ids[: num_known - num_before], logprobs[: num_known - num_before]
         if self._has_accounts:
-            self._queues.charge(seq, GENERATED_TOKEN_COST * len(token_ids))
+            self._queues.charge_generated(seq, len(token_ids))
         start, seq.pending_start = seq.pending_start, None
         prompt_logprobs = self._new_prompt_logprobs(seq, share, result) if result.prompt_logprobs else ()
         num_preemptions = seq.num_preemptions
@@ -383,7 +354,7 @@ class Scheduler:
             seq.sequence_id, token_ids, reason, logprobs, start, "", prompt_logprobs, b"", num_preemptions
         )
         if plan.draft_token_ids and seq.prediction:
-            output = output._replace(prediction=prediction_use(seq, token_ids, plan, result))
+            output = output._replace(prediction=self._drafts.prediction_use(seq, token_ids, plan, result))
         if reason is None:
             self._post(seq, output)
         else:

@@ -96,8 +96,9 @@ def _check_shared_room(scheduler: Scheduler, running: list[Sequence]) -> None:
     """Check that only running sequences hold adapters and encoder outputs, and not too many."""
     config = scheduler.config
     assert len({seq.adapter for seq in running if seq.adapter}) <= config.max_adapters
-    assert scheduler.encoder_cache.num_held_tokens <= config.encoder_cache_tokens
-    assert scheduler.encoder_cache.holders() <= {seq.sequence_id for seq in running}, "no sequence holds them"
+    encoder_cache = scheduler._shares.encoder_cache
+    assert encoder_cache.num_held_tokens <= config.encoder_cache_tokens
+    assert encoder_cache.holders() <= {seq.sequence_id for seq in running}, "no sequence holds them"
 
 
 def _check_blocks(scheduler: Scheduler, running: list[Sequence]) -> None:
@@ -123,7 +124,7 @@ def _own_blocks(seq: Sequence) -> list[BlockId]:
 
 
 def _check_swap_space(scheduler: Scheduler, waiting: list[Sequence]) -> None:
-    space, block_size = scheduler.swap_space, scheduler.config.block_size
+    space, block_size = scheduler.kv.swap_space, scheduler.config.block_size
     held = [block for seq in waiting for block in seq.host_block_ids if block]
     assert sorted(held + space.free_blocks()) == list(range(1, space.num_blocks + 1)), "a host block is lost"
     for seq in waiting:

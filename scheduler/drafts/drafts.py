@@ -116,6 +116,14 @@ class Drafts:
             for num_tokens, seconds in passes:
                 self._rule.pass_costs.observe(num_tokens, seconds)
 
+    def prediction_use(
+        self, seq: Sequence, kept_ids: tuple[int, ...], plan: SchedulerOutput, result: ModelRunnerOutput
+    ) -> PredictionUse | None:
+        """Count the drafts of a sequence that were accepted, up to its end, and the others."""
+        num_drafts = len(plan.draft_token_ids.get(seq.sequence_id, ()))
+        num_accepted = min(len(result.token_ids[seq.sequence_id]) - 1, len(kept_ids))
+        return PredictionUse(num_accepted, num_drafts - num_accepted) if num_drafts else None
+
     def _source_of(self, seq: Sequence) -> DraftSource:
         if seq.prediction:
             return DraftSource.PREDICTION
@@ -130,12 +138,3 @@ class Drafts:
             num_generated=seq.num_output_tokens,
             num_left=max(num_left, 0),
         )
-
-
-def prediction_use(
-    seq: Sequence, kept_ids: tuple[int, ...], plan: SchedulerOutput, result: ModelRunnerOutput
-) -> PredictionUse | None:
-    """Count the drafts of a sequence that were accepted, up to its end, and the others."""
-    num_drafts = len(plan.draft_token_ids.get(seq.sequence_id, ()))
-    num_accepted = min(len(result.token_ids[seq.sequence_id]) - 1, len(kept_ids))
-    return PredictionUse(num_accepted, num_drafts - num_accepted) if num_drafts else None

@@ -203,6 +203,10 @@ class RequestQueues:
         if self._accounts is not None:
             self._accounts.charge(seq, cost)
 
+    def charge_generated(self, seq: Sequence, num_tokens: int) -> None:
+        """Put generated tokens on a tenant's account, if there are accounts."""
+        self.charge(seq, GENERATED_TOKEN_COST * num_tokens)
+
     def tenant_service(self) -> dict[str, float]:
         """Service of each tenant so far, by cost; empty without fairness."""
         return {} if self._accounts is None else self._accounts.tenants

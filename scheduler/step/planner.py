@@ -28,7 +28,8 @@ from scheduler.messages import (
 )
 from scheduler.sequence import Sequence
 from scheduler.step.admission import Admission
-from scheduler.step.budget import BudgetLimits, SchedulingBudget, StepLimit, budget_for_step
+from scheduler.step.budget import BudgetLimits, SchedulingBudget, StepLimit
+from scheduler.step.pace import budget_for_step
 from scheduler.step.plan_draft import PlanDraft
 from scheduler.step.preemption import Preemptor
 from scheduler.step.scheduler_state import SchedulerState
@@ -60,7 +61,7 @@ class Planner:
         self._finish = finish
         self._step_time = state.step_time
         self._step_limit = StepLimit(state.config.max_num_batched_tokens)
-        self._preemptor = Preemptor(state, shares)
+        self._preemptor = Preemptor(state, shares.forget_extras)
         self._admission = Admission(state, shares, self._preemptor, finish=finish)
         self._has_window = self._kv.attended.is_limited
         self._num_stages = state.config.num_stages
@@ -169,7 +170,7 @@ class Planner:
         self._step_limit.did_not_fit(plan.num_scheduled_tokens)
 
     def _budget(self, *, now_s: float) -> SchedulingBudget:
-        return budget_for_step(self._config, self._queues, self._step_time, self._limits(), now_s=now_s)
+        return budget_for_step(self._state, self._limits(), now_s=now_s)
 
     def _limits(self) -> BudgetLimits:
         """Tokens that the device has memory for.

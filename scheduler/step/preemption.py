@@ -17,7 +17,7 @@ undone;
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import inf
 
@@ -29,7 +29,6 @@ from scheduler.policy import Standing
 from scheduler.sequence import Sequence, Status
 from scheduler.step.plan_draft import PlanDraft
 from scheduler.step.scheduler_state import SchedulerState
-from scheduler.step.token_shares import TokenShares
 
 PROTECTED_TOKENS = 16
 """Tokens that a resumed sequence generates before it can be displaced again, so that bringing it back was not
@@ -40,11 +39,14 @@ _VICTIM_WINDOW = 8
 
 
 class Preemptor:
-    """Moves running sequences back to the waiting queue."""
+    """Moves running sequences back to the waiting queue.
 
-    def __init__(self, state: SchedulerState, shares: TokenShares) -> None:
+    `forget_extras` drops the drafts and encoder outputs of one.
+    """
+
+    def __init__(self, state: SchedulerState, forget_extras: Callable[[Sequence], None]) -> None:
         self._state = state
-        self._shares = shares
+        self._forget_extras = forget_extras
         self._copy_s_per_block = state.config.copy_s_per_block
         self._step_time = state.step_time
         self._mode = state.config.preemption_mode
@@ -102,7 +104,7 @@ class Preemptor:
         if is_swap:
             plan.swap_out += self._kv.copy_out(victim)
         self._kv.free(victim)
-        self._shares.forget_extras(victim)
+        self._forget_extras(victim)
         plan.released.append(victim.sequence_id)
         if cause is PreemptionCause.DISPLACED:
             self._spend_age(victim, plan.now_s)

@@ -9,14 +9,16 @@ from collections import deque
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, fields
+from typing import Self
 
 from scheduler.blocks.kv_cache_manager import KVCacheManager
 from scheduler.config import SchedulerConfig
 from scheduler.counters import Counters, SchedulerStats
 from scheduler.drafts.drafts import Drafts
 from scheduler.messages import SchedulerOutput, SequenceId, WaitReason
-from scheduler.policy import OrderOfService
+from scheduler.policy import OrderOfService, Standing, order_of_service
 from scheduler.queues.request_queues import RequestQueues
+from scheduler.sequence import Sequence
 from scheduler.step.step_time import StepTimeModel
 
 _MAX_EMPTY_PLANS = 3
@@ -106,6 +108,27 @@ class SchedulerState:
     counters: Counters
     step_time: StepTimeModel
     drafts: Drafts
+
+    @classmethod
+    def of(cls, config: SchedulerConfig) -> Self:
+        """State of a scheduler that has no request yet."""
+        order = order_of_service(config)
+        return cls(
+            config=config,
+            order=order,
+            kv=KVCacheManager(config),
+            queues=RequestQueues(config, order),
+            in_flight=PlansInFlight(config.max_plans_in_flight),
+            counters=Counters(),
+            step_time=StepTimeModel(),
+            drafts=Drafts(config),
+        )
+
+    def rank(self, seq: Sequence) -> None:
+        """Give a new sequence its places in the orders of waiting and of running."""
+        deadline_s = seq.admitted_s + seq.time_limits.nearest_s
+        standing = Standing(seq.priority, seq.admitted_s, deadline_s, seq.admission)
+        seq.rank, seq.running_rank = self.order.rank(standing), self.order.running_rank(standing)
 
 
 def stats_of(state: SchedulerState, wait_reason: WaitReason) -> SchedulerStats:

@@ -202,7 +202,7 @@ def test_every_sequence_ends_once_with_its_own_tokens_and_nothing_is_left(depth:
             if play.ended[sequence_id].finish_reason is FinishReason.STOP:
                 assert tokens == arrival.expected()
         assert play.scheduler.kv.pool.num_used == 0
-        assert play.scheduler.swap_space.num_used == 0
+        assert play.scheduler.kv.swap_space.num_used == 0
         assert play.scheduler.get_request_counts() == (0, 0, 0)
 
     check()

@@ -269,9 +269,9 @@ def check_ends(world: World, accepted: dict[int, Arrive]) -> None:
         check_end(world, number, arrival, tokens)
     assert world.scheduler.kv.pool.num_used == 0
     assert world.scheduler.get_request_counts() == (0, 0, 0)
-    assert world.scheduler.swap_space.num_used == 0
+    assert world.scheduler.kv.swap_space.num_used == 0
     assert not world.scheduler.plans_in_flight()
-    assert not world.scheduler.encoder_cache.holders()
+    assert not world.scheduler._shares.encoder_cache.holders()
     assert not world.scheduler._drafts.offers
 
 

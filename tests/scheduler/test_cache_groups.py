@@ -1,17 +1,15 @@
-"""Lifetimes of layers, and the records of what a sequence holds of a group."""
+"""Lifetimes of layers, and of groups of them."""
 
 import pytest
 
 from scheduler.blocks.attended_blocks import AttendedBlocks
 from scheduler.cache_groups import (
     ALL_TOKENS,
-    BlockTable,
     CacheGroup,
     Lifetime,
     LifetimeKind,
     joint_lifetime,
 )
-from scheduler.messages import BlockId
 from tests.world import small_config
 
 WINDOW = Lifetime(LifetimeKind.WINDOW, 3)
@@ -47,9 +45,3 @@ def test_blocks_of_a_chunk_are_passed_at_its_end() -> None:
     attended = AttendedBlocks(small_config(groups=groups))  # blocks of 4 tokens
     assert [attended.first_block(start) for start in (0, 7, 8, 15, 16)] == [0, 0, 2, 2, 4]
     assert attended.most_blocks(60) == 7, "7 tokens of the chunk and a step of 16 touch no more"
-
-
-def test_a_table_ends_behind_the_places_that_it_holds() -> None:
-    table = BlockTable(first=5, block_ids=[BlockId(each) for each in range(1, 7)])
-    assert table.end(num_stripes=3) == 7
-    assert BlockTable().end(num_stripes=1) == 0

@@ -138,7 +138,7 @@ def test_a_preempted_sequence_takes_the_place_of_kept_prefixes() -> None:
     world.add(make_sequence(1, [*SHARED, 50], max_tokens=1))
     world.run()
     evict(world, number=2)
-    assert len(world.scheduler.swap_space.kept()) == 3
+    assert len(world.scheduler.kv.swap_space.kept()) == 3
     world.add(make_sequence(3, prompt(7, 3), max_tokens=8), make_sequence(4, prompt(7, 4), max_tokens=6))
     while not world.num_preemptions():
         world.step()

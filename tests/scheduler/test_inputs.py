@@ -79,9 +79,9 @@ def test_an_output_is_kept_until_the_last_of_its_positions_is_computed() -> None
     world = seeing(max_num_batched_tokens=4, encoder_cache_tokens=4)
     world.add(make_sequence(1, prompt(12), encoder_inputs=(image(2),), max_tokens=1))
     world.step()
-    assert world.scheduler.encoder_cache.num_held_tokens == 4
+    assert world.scheduler._shares.encoder_cache.num_held_tokens == 4
     world.step()
-    assert world.scheduler.encoder_cache.num_held_tokens == 0
+    assert world.scheduler._shares.encoder_cache.num_held_tokens == 0
     world.run()
 
 
@@ -128,7 +128,7 @@ def test_an_abort_frees_the_encoder_cache() -> None:
     world.add(make_sequence(1, prompt(9, 1), encoder_inputs=(image(2),)))
     world.step()
     world.abort(1)
-    assert world.scheduler.encoder_cache.num_held_tokens == 0
+    assert world.scheduler._shares.encoder_cache.num_held_tokens == 0
 
 
 @pytest.mark.parametrize(("content", "start"), [("a cat", 8), ("a dog", 0)])

@@ -33,7 +33,7 @@ def test_a_swapped_sequence_returns_without_computing_anything_again() -> None:
     positions = [s.start for plan in world.worker.plans for s in plan.scheduled if s.sequence_id == 2]
     assert len(positions) == len(set(positions)), "no position was computed twice"
     assert world.scheduler.stats().num_recomputed_tokens == 0
-    assert world.scheduler.swap_space.num_used == 0
+    assert world.scheduler.kv.swap_space.num_used == 0
 
 
 def test_blocks_that_the_prefix_cache_still_holds_are_not_copied_in() -> None:
@@ -79,7 +79,7 @@ def test_auto_takes_whatever_costs_less(copy_s_per_block: float, num_swaps: int)
 def test_an_abort_while_swapped_frees_the_host_blocks() -> None:
     world = crowded()
     world.abort(2)
-    assert world.scheduler.swap_space.num_used == 0
+    assert world.scheduler.kv.swap_space.num_used == 0
     assert world.reason(2) is FinishReason.ABORTED
 
 
@@ -93,7 +93,7 @@ def test_a_deadline_while_swapped_frees_the_host_blocks() -> None:
     world.run()
     assert world.reason(2) is FinishReason.EXPIRED
     assert world.num_swaps() == 1
-    assert world.scheduler.swap_space.num_used == 0
+    assert world.scheduler.kv.swap_space.num_used == 0
 
 
 def test_if_the_step_fails_that_was_to_copy_out_the_sequence_recomputes() -> None:
@@ -106,7 +106,7 @@ def test_if_the_step_fails_that_was_to_copy_out_the_sequence_recomputes() -> Non
     world.step()
     assert world.num_swaps() == 1
     assert world.reason(1) is FinishReason.FAILED
-    assert world.scheduler.swap_space.num_used == 0
+    assert world.scheduler.kv.swap_space.num_used == 0
     world.run()
     assert world.tokens[SequenceId(2)] == continuation(prompt(7, 2), 6)
 

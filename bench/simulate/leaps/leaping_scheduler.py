@@ -24,7 +24,7 @@ class LeapingScheduler(Scheduler):
 
     def __init__(self, config: SchedulerConfig, *, token_id: int) -> None:
         super().__init__(config)
-        self._queues = queues = SteadyQueues(config, self._order)
+        self._queues = queues = SteadyQueues(config, self._state.order)
         self._state = replace(self._state, queues=queues)
         self._shares = TokenShares(self._state)
         self._planner = _LeapingPlanner(self._state, self._shares, queues, finish=self._finish)
