@@ -63,11 +63,11 @@ def _computed_by(found: Found) -> str:
         return f"{ALONE}, {found.way.value}"
     if found.refused is not None:
         return REFUSED
-    assert found.surgery is not None, "without kernels there is no telling what they could compute"
-    num_fused, num_layers = found.surgery.num_fused, found.surgery.num_layers
+    assert found.replacement is not None, "without kernels there is no telling what they could compute"
+    num_fused, num_layers = found.replacement.num_fused, found.replacement.num_layers
     if not num_fused:
         return LAYERS
-    said = KERNELS_BUT_FOR_MLPS if found.surgery.num_kept_mlps else KERNELS
+    said = KERNELS_BUT_FOR_MLPS if found.replacement.num_kept_mlps else KERNELS
     return said if num_fused == num_layers else f"{said}, {num_fused} of {num_layers} layers"
 
 
@@ -75,8 +75,8 @@ def _reasons(found: Found) -> str:
     if found.refused is not None:
         reason = found.refused.removeprefix(f"{found.family.model_type} ")
         return _SAID_ABOVE.sub("", _MEASURED.sub("", reason))
-    assert found.surgery is not None
-    return "; ".join(dict.fromkeys(_MEASURED.sub("", reason) for reason in found.surgery.reasons))
+    assert found.replacement is not None
+    return "; ".join(dict.fromkeys(_MEASURED.sub("", reason) for reason in found.replacement.reasons))
 
 
 def _try_all() -> list[Found]:

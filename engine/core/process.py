@@ -43,7 +43,7 @@ from scheduler.cache_groups import CacheGroup
 from scheduler.config import DraftAdmission, DraftSupply, PrefixCaching, SchedulerConfig, SchedulerOptions
 from scheduler.prefix_keys import PrefixJournal
 from scheduler.scheduler import Scheduler
-from worker.devices.put_off import import_torch
+from worker.devices.lazy_imports import import_torch
 from worker.ranks.places import make_places
 from worker.worker_config import LoadProgress, ModelFacts
 

@@ -34,7 +34,7 @@ from engine.processes.child_process import (
 from engine.processes.garbage import keep_what_is_loaded, only_imports
 from engine.processes.process_end import EXIT_WORKER_BROKEN, leave, write_stacks_on_signal
 from engine.processes.transport import PulseSide
-from worker.devices.put_off import import_torch
+from worker.devices.lazy_imports import import_torch
 from worker.ranks.places import RankPlace
 from worker.worker_errors import AdapterRefused
 

@@ -30,7 +30,7 @@ from tests.worker.family_traits import find_traits
 from worker.attention.interface import ATTENTION_NAME
 from worker.devices.device import Device, open_device
 from worker.devices.weight_life import WeightLife
-from worker.model.surgery import Surgery
+from worker.model.layer_replacement import LayerReplacement
 from worker.own_cache.model import OwnCacheModel, Way
 from worker.progress import LoadStage
 from worker.startup.loader import NO_PAGED_ATTENTION, LoadedModel, context_window, refuse_layers
@@ -81,7 +81,7 @@ class Found:
     """Demands of the tiny model on attention and on its layers."""
     error: float = 0.0
     """The largest error of a logit over the size of the largest logit."""
-    surgery: Surgery | None = None
+    replacement: LayerReplacement | None = None
     """Report of the kernels; None: there were none."""
 
 
@@ -103,7 +103,7 @@ def try_family(family: Family) -> Found:
         each: generator.integers(3, ready.facts.vocab_size, length) for each, length in LENGTHS.items()
     }
     ours = _serve(ready, device, token_ids)
-    found = Found(family=family, surgery=ready.surgery, traits=traits)
+    found = Found(family=family, replacement=ready.replacement, traits=traits)
     for each, ids in token_ids.items():
         with torch.inference_mode():
             expected_TV = reference(input_ids=torch.from_numpy(ids[None]), use_cache=False).logits[0]

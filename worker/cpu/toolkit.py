@@ -1,7 +1,7 @@
-"""The CPU's kernels as surgery uses them: a Toolkit.
+"""The CPU's kernels that replace a model's layers: a Toolkit.
 
 Owns: the table of attention backends.
-Never: decides which layers are replaced (surgery.py).
+Never: decides which layers are replaced (layer_replacement.py).
 """
 
 import logging

@@ -1,7 +1,7 @@
-"""The GPU's kernels as surgery uses them: a Toolkit.
+"""The GPU's kernels that replace a model's layers: a Toolkit.
 
 Owns: the formats that they take, and the error for a kernel that Triton cannot compile.
-Never: decides which layers are replaced (surgery.py).
+Never: decides which layers are replaced (layer_replacement.py).
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
 """A decoder layer of few kernels, in the place of transformers' own: nine launches for most families, or six.
 
 Owns: a layer's merged weights, and the order of its products and kernels.
-Never: decides whether that computes the same as the layer (surgery.py), or waits for the device: a graph can
-capture it.
+Never: decides whether that computes the same as the layer (layer_replacement.py), or waits for the device: a
+graph can capture it.
 
 The hidden state is the residual, changed in place. Where neither a bias nor a norm stands between a product
 and the addition to the residual, the product adds as it writes its sums; but not the shard of a layer, whose

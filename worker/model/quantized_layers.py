@@ -44,7 +44,7 @@ class QuantizedLinear(nn.Module):
         self.in_features, self.out_features = replaced.in_features, replaced.out_features
         self.bias = replaced.bias
         self.kind = ""
-        """See GroupedWeight.kind: layers of different kinds are tried one by one (surgery.py)."""
+        """See GroupedWeight.kind: layers of different kinds are tried one by one (layer_replacement.py)."""
         self._weight: GroupedWeight | None = None
         self._read: Callable[[], GroupedWeight] | None = None
 

@@ -1,6 +1,6 @@
 """The kernels of one kind of device, as a model that is loaded meets them.
 
-Owns: the interface between surgery, the start of a model, and each device's kernels.
+Owns: the interface between the replacement of layers, the start of a model, and each device's kernels.
 Never: implements it (cpu/cpu_toolkit.py, gpu/gpu_toolkit.py).
 """
 

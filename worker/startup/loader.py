@@ -47,7 +47,7 @@ from worker.checkpoint.overrides import merged
 from worker.checkpoint.plausible_sizes import check_sizes
 from worker.checkpoint.task import Task, choose_task, reads_both_ways
 from worker.devices.device import Device
-from worker.devices.put_off import load_shapes
+from worker.devices.lazy_imports import load_shapes
 from worker.devices.weight_life import WeightLife, is_out_of_memory, refusing_out_of_memory
 from worker.memory_sizes import WeightBytes
 from worker.model.mixture import find_experts

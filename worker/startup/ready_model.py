@@ -36,11 +36,11 @@ from worker.checkpoint.checkpoint_files import find_weights
 from worker.devices.device import NO_RESERVE, Device, Reserve
 from worker.devices.weight_life import refusing_out_of_memory
 from worker.memory_sizes import CacheRequest, CacheSize, format_size, num_host_blocks, size_cache
+from worker.model.layer_replacement import LayerReplacement, replace_layers
 from worker.model.layer_shards import DividedLayout, divide_layout, refuse_division, share_of_node
 from worker.model.quantization import rounding_of
 from worker.model.quantized_layers import describe_codes, find_codes, skipping_products
 from worker.model.rope import fix_rope, longest_right_len
-from worker.model.surgery import Surgery, put_kernels_under
 from worker.model.temperature import fix_temperatures
 from worker.model.toolkit import Toolkit
 from worker.progress import LoadPhase, LoadStage
@@ -79,7 +79,7 @@ class ReadyModel(Generic[AnyRunner]):
     """Our own kernels; None where torch computes all."""
     adapter_targets: Targets
     """The layers that adapters can update."""
-    surgery: Surgery | None
+    replacement: LayerReplacement | None
     """The layers that our own kernels compute; None where torch computes all."""
 
 
@@ -121,7 +121,7 @@ class _Proven(NamedTuple):
     """The backend that was tried, and the layers that kernels took over."""
 
     backend: AttentionBackend
-    surgery: Surgery | None
+    replacement: LayerReplacement | None
 
 
 def start_loaded(
@@ -139,14 +139,14 @@ def start_loaded(
     sized = _size(start, measured)
     proven = _prove(start, measured, sized)
     return ReadyModel(
-        facts=_facts(start, measured, sized, proven.surgery),
+        facts=_facts(start, measured, sized, proven.replacement),
         cache=sized.cache,
         host_pool=sized.host_pool,
         runner=runner,
         backend=proven.backend,
         toolkit=measured.toolkit,
         adapter_targets=measured.adapter_targets,
-        surgery=proven.surgery,
+        replacement=proven.replacement,
     )
 
 
@@ -186,13 +186,15 @@ def _prove(start: _Start, measured: _Measured, sized: _Sized) -> _Proven:
     )
     expected = check.run()
     stored_codes = find_codes(loaded.model)
-    surgery, toolkit = None, measured.toolkit
+    replacement, toolkit = None, measured.toolkit
     if toolkit is not None:
         check = replace(check, cache=sized.cache, backend=toolkit.attention_over(sized.cache))
-        surgery = _put_kernels(start.config, toolkit, check, expected, start.stage, must_round_inputs=True)
+        replacement = _put_kernels(
+            start.config, toolkit, check, expected, start.stage, must_round_inputs=True
+        )
     for line in describe_codes(stored_codes, find_codes(loaded.model)):
         log.info("%s", line)
-    return _Proven(check.backend, surgery)
+    return _Proven(check.backend, replacement)
 
 
 def _correct(loaded: LoadedModel, max_model_len: int) -> None:
@@ -223,22 +225,24 @@ def _put_kernels(
     stage: LoadStage,
     *,
     must_round_inputs: bool,
-) -> Surgery:
+) -> LayerReplacement:
     """Prove the products, replace layers, by the shards of this rank where there are several, and try them.
 
     Raises StartupError.
     """
     with toolkit.refusing_kernels(), refusing_out_of_memory(check.device, "kernels took over the weights"):
         toolkit.prove(check.loaded.model, must_round_inputs=must_round_inputs)
-        surgery = _operate(config, toolkit, check, stage)
+        replacement = _replace_layers(config, toolkit, check, stage)
         check.run_again(check.backend, expected, tolerance=rounding_of(config).tolerance)
-    return surgery
+    return replacement
 
 
-def _operate(config: WorkerConfig, toolkit: Toolkit, check: SelfCheck, stage: LoadStage) -> Surgery:
+def _replace_layers(
+    config: WorkerConfig, toolkit: Toolkit, check: SelfCheck, stage: LoadStage
+) -> LayerReplacement:
     loaded = check.loaded
     loaded.weights.offer()
-    surgery = put_kernels_under(
+    replacement = replace_layers(
         loaded.model,
         toolkit,
         check.device,
@@ -246,13 +250,13 @@ def _operate(config: WorkerConfig, toolkit: Toolkit, check: SelfCheck, stage: Lo
         ranks=loaded.ranks,
         free_taken=loaded.weights.free_taken,
     )
-    log.info("%s", surgery.describe())
-    _refuse_unquantized(config, surgery)
+    log.info("%s", replacement.describe())
+    _refuse_unquantized(config, replacement)
     if is_divided(loaded.ranks):
-        _refuse_undivided(config, check, surgery)
+        _refuse_undivided(config, check, replacement)
     loaded.weights.settle(stage)
     stage.enter(LoadPhase.WARMING_UP)
-    return surgery
+    return replacement
 
 
 def _open_toolkit(start: _Start) -> Toolkit | None:
@@ -313,15 +317,15 @@ def _small_cache(device: Device, layout: BlockLayout) -> KVCache:
     return KVCache(layout, num_blocks, memory)
 
 
-def _refuse_undivided(config: WorkerConfig, check: SelfCheck, surgery: Surgery) -> None:
+def _refuse_undivided(config: WorkerConfig, check: SelfCheck, replacement: LayerReplacement) -> None:
     """Raise StartupError if a layer with keys and values stayed whole."""
     ranks = check.loaded.ranks
-    ranks.check_same("layers", f"{surgery.num_fused} of {surgery.num_layers} divided")
-    has_whole_experts = surgery.experts.num_replaced < surgery.experts.num_found
-    num_own = len(ranks.stage.layers_of(surgery.num_layers))
-    is_whole = surgery.num_fused < surgery.num_layers or num_own < len(check.cache.layout.layers)
+    ranks.check_same("layers", f"{replacement.num_fused} of {replacement.num_layers} divided")
+    has_whole_experts = replacement.experts.num_replaced < replacement.experts.num_found
+    num_own = len(ranks.stage.layers_of(replacement.num_layers))
+    is_whole = replacement.num_fused < replacement.num_layers or num_own < len(check.cache.layout.layers)
     if is_whole or has_whole_experts:
-        raise refuse_division(describe_division(config), surgery.describe())
+        raise refuse_division(describe_division(config), replacement.describe())
 
 
 def _largest_step(start: _Start, checkpoint_len: int) -> Callable[[], None]:
@@ -337,12 +341,12 @@ def _largest_step(start: _Start, checkpoint_len: int) -> Callable[[], None]:
     return run
 
 
-def _refuse_unquantized(config: WorkerConfig, surgery: Surgery) -> None:
+def _refuse_unquantized(config: WorkerConfig, replacement: LayerReplacement) -> None:
     quantization = rounding_of(config).layers
-    if quantization is not None and surgery.num_fused == surgery.num_kept_mlps:
-        weights = "the MLPs of this model" if surgery.num_fused else "this model"
+    if quantization is not None and replacement.num_fused == replacement.num_kept_mlps:
+        weights = "the MLPs of this model" if replacement.num_fused else "this model"
         raise StartupError(
-            f"--quantization {quantization.word} has no effect on {weights} ({surgery.describe()})",
+            f"--quantization {quantization.word} has no effect on {weights} ({replacement.describe()})",
             fix="leave it out, or serve a model whose layers can be fused (docs/models.md)",
         )
 
@@ -453,11 +457,13 @@ def _allocate(device: Device, layout: BlockLayout, size: CacheSize) -> KVCache:
     return KVCache(layout, size.num_blocks, memory)
 
 
-def _facts(start: _Start, measured: _Measured, sized: _Sized, surgery: Surgery | None) -> ModelFacts:
+def _facts(
+    start: _Start, measured: _Measured, sized: _Sized, replacement: LayerReplacement | None
+) -> ModelFacts:
     device, loaded, cache = start.device, start.loaded, sized.cache
     facts = loaded.facts(
         device,
-        kernels=surgery.kernels if surgery is not None and surgery.num_fused else "",
+        kernels=replacement.kernels if replacement is not None and replacement.num_fused else "",
         max_model_len=sized.max_model_len,
         block_size=cache.layout.block_size,
         num_blocks=cache.num_blocks,

@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 import msgspec
 
-from worker.devices.put_off import import_torch, load_shapes
+from worker.devices.lazy_imports import import_torch, load_shapes
 from worker.worker_config import WorkerConfig
 
 

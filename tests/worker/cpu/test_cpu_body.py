@@ -22,7 +22,7 @@ from worker.cpu.unfused import PackedOutput
 from worker.devices.device import open_device
 from worker.model.body import whole_body_of
 from worker.model.layer_parts import Unrecognised
-from worker.model.surgery import put_kernels_under
+from worker.model.layer_replacement import replace_layers
 from worker.steps.model_runner import ModelRunner
 from worker.steps.tokens import StepTokens
 from worker.worker_config import WorkerConfig
@@ -55,7 +55,7 @@ def build_plain(model_type: str, kind: Any = AutoModelForCausalLM, **settings: A
 
 def fuse(toolkit: CpuToolkit, model: Any) -> Any:
     """Fuse its layers, and try to join them."""
-    done = put_kernels_under(model, toolkit, open_device(CPU), max_model_len=MAX_MODEL_LEN)
+    done = replace_layers(model, toolkit, open_device(CPU), max_model_len=MAX_MODEL_LEN)
     assert done.num_fused == 3
     assert ("all by one call" in done.describe()) is (whole_body_of(model) is not None)
     return model

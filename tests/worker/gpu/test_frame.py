@@ -10,7 +10,7 @@ from worker.devices.device import open_device
 from worker.gpu.toolkit import GpuToolkit
 from worker.gpu.trials import triton_frame
 from worker.gpu.trials.triton_frame import TableRotary, TritonNorm, table_bytes
-from worker.model.surgery import put_kernels_under
+from worker.model.layer_replacement import replace_layers
 from worker.worker_config import WorkerConfig
 
 LONGEST = 40
@@ -21,7 +21,7 @@ def replaced(name: str) -> tuple[Any, int]:
     device = open_device(WorkerConfig(model_path="", device="cpu"))
     model = build(name)
     foreseen = table_bytes(model, LONGEST, torch.float32)
-    put_kernels_under(model, GpuToolkit(device), device, max_model_len=LONGEST)
+    replace_layers(model, GpuToolkit(device), device, max_model_len=LONGEST)
     return model, foreseen
 
 
@@ -71,7 +71,7 @@ def test_a_rotation_by_more_than_positions_stays(monkeypatch, caplog):
 
     monkeypatch.setattr(rotary, "forward", forward)
     device = open_device(WorkerConfig(model_path="", device="cpu"))
-    put_kernels_under(model, GpuToolkit(device), device, max_model_len=LONGEST)
+    replace_layers(model, GpuToolkit(device), device, max_model_len=LONGEST)
     assert model.model.rotary_emb is rotary
     assert "depend on more than positions" in caplog.text
 

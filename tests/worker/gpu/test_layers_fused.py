@@ -26,7 +26,7 @@ from worker.devices.device import open_device
 from worker.gpu.toolkit import GpuToolkit
 from worker.gpu.triton_attention import TritonAttention
 from worker.gpu.triton_layer import TritonLayer
-from worker.model.surgery import put_kernels_under
+from worker.model.layer_replacement import replace_layers
 from worker.worker_config import WorkerConfig
 
 BLOCK_SIZE = 4
@@ -120,7 +120,7 @@ def test_families_made_as_most_are_have_all_their_layers_fused_and_their_logits_
     model = build(name)
     reference = deepcopy(model)
     reference.set_attn_implementation("eager")
-    done = put_kernels_under(model, toolkit, device, max_model_len=64)
+    done = replace_layers(model, toolkit, device, max_model_len=64)
     assert (done.num_fused, done.num_layers, dict(done.reasons)) == (2, 2, {})
     assert all(isinstance(layer, TritonLayer) for layer in model.model.layers)
     generator = np.random.default_rng(3)
@@ -142,23 +142,23 @@ def test_a_layer_whose_mlp_is_given_more_than_its_hidden_state_stays_as_it_is(to
         computed = layer.mlp.forward
         layer.mlp.forward = lambda hidden_states, extra=None, computed=computed: computed(hidden_states)
         layer.mlp.register_forward_pre_hook(lambda mlp, args, kwargs: (args, {"extra": 1}), with_kwargs=True)
-    done = put_kernels_under(model, toolkit, device, max_model_len=64)
+    done = replace_layers(model, toolkit, device, max_model_len=64)
     assert dict(done.reasons) == {"its MLP takes or returns more than a hidden state": 2}
 
 
 def test_a_norm_of_all_heads_of_a_token_as_one_has_no_kernel(toolkit, device):
-    done = put_kernels_under(build("olmo2"), toolkit, device, max_model_len=64)
+    done = replace_layers(build("olmo2"), toolkit, device, max_model_len=64)
     assert dict(done.reasons) == {"it norms all heads of a token as one": 2}
 
 
 def test_what_only_the_cpus_kernels_know_is_refused(toolkit, device):
     model = build("cohere")
-    assert dict(put_kernels_under(model, toolkit, device, max_model_len=64).reasons) == {
+    assert dict(replace_layers(model, toolkit, device, max_model_len=64).reasons) == {
         "its CohereLayerNorm is no root-mean-square norm": 2
     }
     for layer in model.model.layers:
         layer.input_layernorm = LlamaRMSNorm(model.config.hidden_size)
-    assert dict(put_kernels_under(model, toolkit, device, max_model_len=64).reasons) == {
+    assert dict(replace_layers(model, toolkit, device, max_model_len=64).reasons) == {
         "its MLP is given what attention is given": 2
     }
 
@@ -168,7 +168,7 @@ def test_weights_that_were_merged_are_not_kept_twice(toolkit, device):
     layer = model.model.layers[1]
     old = [weakref.ref(weight) for weight in (layer.self_attn.q_proj.weight, layer.mlp.up_proj.weight)]
     del layer
-    put_kernels_under(model, toolkit, device, max_model_len=64)
+    replace_layers(model, toolkit, device, max_model_len=64)
     gc.collect()
     assert not any(each() is not None for each in old)
 
@@ -182,7 +182,7 @@ def test_a_layer_that_computes_something_else_stays_as_it_is(toolkit, device):
             return super().forward(hidden_states, **kwargs) * 1.01
 
     layer.__class__ = ScaledLayer
-    done = put_kernels_under(model, toolkit, device, max_model_len=64)
+    done = replace_layers(model, toolkit, device, max_model_len=64)
     assert done.num_fused == 1
     assert "computes something else" in done.describe()
     assert "Triton kernels: 1 of 2 layers fused" in done.describe()

@@ -6,7 +6,7 @@ Importing torch takes seconds, and is done once for all models. PLACES are by th
 
 # The real process imports torch in the same way; any other takes two seconds longer, at each start.
 # ruff: noqa: E402
-from worker.devices.put_off import import_torch
+from worker.devices.lazy_imports import import_torch
 
 import_torch("cpu")
 

@@ -46,8 +46,8 @@ _SEED = 11
 
 
 @dataclass(slots=True)
-class Surgery:
-    """The report: layers that were replaced, and why others were not."""
+class LayerReplacement:
+    """Report of the layers that were replaced, and of the reasons why others were not."""
 
     kernels: str
     fused: str = "fused"
@@ -112,7 +112,7 @@ class _Recorder:
         return attend_densely(query.reshape(num_heads, -1, num_tokens, key_dim), key, value, options)
 
 
-def put_kernels_under(
+def replace_layers(
     model: Any,
     toolkit: Toolkit,
     device: Device,
@@ -120,13 +120,13 @@ def put_kernels_under(
     max_model_len: int,
     ranks: Ranks = ALONE,
     free_taken: Callable[[], None] = trim_heaps,
-) -> Surgery:
+) -> LayerReplacement:
     """Replace the layers that pass their trial. They compute the same up to `max_model_len` tokens.
 
     The trial is of whole layers; on several ranks each is then replaced by this rank's shard of it. Weights
     move: `free_taken` is called before each layer, to give back those of the layers before.
     """
-    done = Surgery(toolkit.name, toolkit.fused)
+    done = LayerReplacement(toolkit.name, toolkit.fused)
     verdicts: dict[object, str | LayerCall] = {}
     calls = _record(model, device, max_model_len - 1)
     stage_places = ranks.stage.layers_of(len(calls))
@@ -164,7 +164,7 @@ def put_kernels_under(
     return done
 
 
-def _replace_others(model: Any, toolkit: Toolkit, max_model_len: int, done: Surgery) -> None:
+def _replace_others(model: Any, toolkit: Toolkit, max_model_len: int, done: LayerReplacement) -> None:
     done.experts = toolkit.replace_others(model, max_model_len)
     done.is_one_call = whole_body_of(model) is not None
 

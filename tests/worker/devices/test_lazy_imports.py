@@ -29,7 +29,7 @@ def in_a_process(code: str) -> Any:
 def seen(tiny_model: Path) -> dict[str, Any]:
     return in_a_process(f"""
         import json, sys
-        from worker.devices.put_off import import_torch
+        from worker.devices.lazy_imports import import_torch
 
         import_torch("cpu")
         import torch
@@ -79,7 +79,7 @@ def test_each_is_the_real_one_once_something_of_it_is_used(seen: dict[str, Any])
 
 
 def test_the_package_is_whole_once_a_name_of_it_is_used(seen: dict[str, Any]) -> None:
-    assert seen["gathered"] == "_PutOff", "it was not put off while a model was loaded"
+    assert seen["gathered"] == "_LazyModule", "it was not put off while a model was loaded"
     assert seen["whole"]
 
 
@@ -101,7 +101,7 @@ def test_random_numbers_are_the_same_before_and_after_torchs_rules_are_loaded(se
 def test_nothing_is_put_off_where_there_may_be_a_gpu() -> None:
     assert in_a_process("""
         import json, sys
-        from worker.devices.put_off import import_torch
+        from worker.devices.lazy_imports import import_torch
 
         import_torch("cuda")
         print(json.dumps("torch" not in sys.modules and "torch.export" not in sys.modules))
@@ -112,10 +112,10 @@ def test_nothing_is_put_off_where_there_may_be_a_gpu() -> None:
 def test_a_release_that_wants_the_shapes_in_python_at_once_is_imported_with_them() -> None:
     assert in_a_process("""
         import json
-        from worker.devices import put_off
+        from worker.devices import lazy_imports
 
-        put_off._SHAPES_PUT_OFF_IN = frozenset()
-        put_off.import_torch("cpu")
+        lazy_imports._SHAPES_ARE_LAZY_IN = frozenset()
+        lazy_imports.import_torch("cpu")
         import torch
         print(json.dumps(torch.zeros(2, device="meta").sum().device.type == "meta"))
     """)

@@ -25,8 +25,8 @@ from worker.cpu.native import Kernels
 from worker.cpu.toolkit import CpuToolkit
 from worker.cpu.unfused import PackedEmbedding, PackedLinear
 from worker.devices.device import open_device
+from worker.model.layer_replacement import replace_layers
 from worker.model.mixture import find_experts
-from worker.model.surgery import put_kernels_under
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import StartupError
 
@@ -70,7 +70,7 @@ FUSED = ["llama", "llama3_rope", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_
 @pytest.mark.parametrize("family", FUSED)
 def test_families_made_as_most_are_have_all_their_layers_fused(toolkit, device, checkpoints, family):
     model = build(checkpoints, family)
-    done = put_kernels_under(model, toolkit, device, max_model_len=512)
+    done = replace_layers(model, toolkit, device, max_model_len=512)
     assert (done.num_fused, done.num_layers, dict(done.reasons)) == (3, 3, {})
     assert all(isinstance(layer, CpuLayer) for layer in model.model.layers)
     assert "3 of 3 layers fused" in done.describe()
@@ -97,26 +97,26 @@ def test_a_block_of_another_make_is_fused_by_every_instruction_set(
 ):
     toolkit = CpuToolkit(open_kernels(instruction_set, 2), device)
     model_type, settings = OTHER_BLOCKS[name]
-    done = put_kernels_under(build_tiny(model_type, **settings), toolkit, device, max_model_len=512)
+    done = replace_layers(build_tiny(model_type, **settings), toolkit, device, max_model_len=512)
     assert (done.num_fused, done.num_layers, dict(done.reasons)) == (3, 3, {})
     assert done.num_kept_mlps == (3 if "stays" in name else 0)
 
 
 def test_a_layer_that_clips_what_a_trial_never_has_so_large_stays_as_it_is(toolkit, device):
-    done = put_kernels_under(build_tiny("olmoe", clip_qkv=50.0), toolkit, device, max_model_len=512)
+    done = replace_layers(build_tiny("olmoe", clip_qkv=50.0), toolkit, device, max_model_len=512)
     assert dict(done.reasons) == {"it clips queries, keys and values": 3}
 
 
 def test_a_norm_of_all_heads_follows_the_numbers_that_were_reordered(toolkit, device, monkeypatch):
     monkeypatch.setattr(modeling_olmo2, "apply_rotary_pos_emb", modeling_helium.apply_rotary_pos_emb)
-    done = put_kernels_under(build_tiny("olmo2"), toolkit, device, max_model_len=512)
+    done = replace_layers(build_tiny("olmo2"), toolkit, device, max_model_len=512)
     assert (done.num_fused, dict(done.reasons)) == (3, {})
 
 
 def test_weights_that_were_packed_are_not_kept_twice(toolkit, device, checkpoints):
     model = build(checkpoints, "llama")
     old = [weakref.ref(parameter) for parameter in model.model.layers.parameters()]
-    put_kernels_under(model, toolkit, device, max_model_len=512)
+    replace_layers(model, toolkit, device, max_model_len=512)
     gc.collect()
     assert not any(each() is not None for each in old)
 
@@ -133,7 +133,7 @@ def test_queries_weighed_by_position_are_noticed_where_they_are(toolkit, device)
     config = tiny_config(Family(model_type="ministral3", settings={"rope_parameters": rope}))
     for max_model_len, num_fused in ((64, 3), (512, 0)):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME).eval()
-        done = put_kernels_under(model, toolkit, device, max_model_len=max_model_len)
+        done = replace_layers(model, toolkit, device, max_model_len=max_model_len)
         assert done.num_fused == num_fused
 
 
@@ -143,7 +143,7 @@ def test_a_layer_that_attends_in_chunks_stays_as_it_is(toolkit, device):
     model = AutoModelForCausalLM.from_config(
         tiny_config(Family(model_type="llama", settings=settings)), attn_implementation=ATTENTION_NAME
     )
-    done = put_kernels_under(model.eval(), toolkit, device, max_model_len=512)
+    done = replace_layers(model.eval(), toolkit, device, max_model_len=512)
     assert dict(done.reasons) == {"it attends in chunks": 3}
 
 
@@ -157,7 +157,7 @@ class ScaledLayer(LlamaDecoderLayer):
 def test_a_layer_that_computes_something_else_stays_as_it_is(toolkit, device, checkpoints):
     model = build(checkpoints, "llama")
     model.model.layers[1].__class__ = ScaledLayer
-    done = put_kernels_under(model, toolkit, device, max_model_len=512)
+    done = replace_layers(model, toolkit, device, max_model_len=512)
     assert done.num_fused == 2
     assert isinstance(model.model.layers[1], ScaledLayer)
     assert "computes something else" in done.describe()
@@ -174,7 +174,7 @@ def test_a_wrong_epsilon_is_noticed(toolkit, device, checkpoints):
     model = build(checkpoints, "llama")
     norm = model.model.layers[1].input_layernorm
     norm.__class__ = MisleadingNorm
-    done = put_kernels_under(model, toolkit, device, max_model_len=512)
+    done = replace_layers(model, toolkit, device, max_model_len=512)
     assert done.num_fused == 2
     assert "computes something else" in done.describe()
 
@@ -184,7 +184,7 @@ def test_an_embedding_tied_to_the_output_reads_the_same_memory(toolkit, device, 
     model.config.tie_word_embeddings = True
     model.lm_head.weight = model.model.embed_tokens.weight
     expected = model.model.embed_tokens(torch.tensor([[3, 300]])).clone()
-    put_kernels_under(model, toolkit, device, max_model_len=512)
+    replace_layers(model, toolkit, device, max_model_len=512)
     assert isinstance(model.get_output_embeddings(), PackedLinear)
     assert isinstance(model.get_input_embeddings(), PackedEmbedding)
     assert torch.equal(model.get_input_embeddings()(torch.tensor([[3, 300]])), expected)
@@ -197,7 +197,7 @@ def test_experts_are_packed_in_layers_that_are_fused_around_them(toolkit, device
     hidden_TH, ids_TK = torch.randn(19, 64), torch.rand(19, 4).topk(2).indices
     scores_TK = torch.rand(19, 2)
     expected_TH = module(hidden_TH, ids_TK, scores_TK)
-    done = put_kernels_under(model, toolkit, device, max_model_len=512)
+    done = replace_layers(model, toolkit, device, max_model_len=512)
     assert "3 of 3 layers fused (3 but for their MLPs), and the experts of 3 of 3" in done.describe()
     found_TH = model.get_submodule(name)(hidden_TH, ids_TK, scores_TK)
     assert (found_TH - expected_TH).abs().max() / expected_TH.abs().max() < 1e-5
@@ -206,7 +206,7 @@ def test_experts_are_packed_in_layers_that_are_fused_around_them(toolkit, device
 def test_experts_that_are_no_whole_number_of_vectors_stay_as_they_are(toolkit, device):
     config = tiny_config(Family(model_type="qwen3_moe", settings={"moe_intermediate_size": 40}))
     model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME).eval()
-    done = put_kernels_under(model, toolkit, device, max_model_len=512)
+    done = replace_layers(model, toolkit, device, max_model_len=512)
     assert (done.experts.num_replaced, done.experts.num_found) == (0, 3)
     assert "its experts are (64, 40) float32 (3)" in done.describe()
 

@@ -27,7 +27,7 @@ from worker.machine import visible_gpus
 
 _COMPILER = "torch._dynamo"
 _SHAPES = "torch._meta_registrations"
-_SHAPES_PUT_OFF_IN = frozenset({"2.13"})
+_SHAPES_ARE_LAZY_IN = frozenset({"2.13"})
 """Releases of torch that were seen to build every family without these rules; others import them as ever."""
 _TRANSFORMERS = "transformers"
 _COMPILERS = (_COMPILER, "torch.export")
@@ -39,7 +39,7 @@ _PATH = "__path__"
 _loading = threading.RLock()
 
 
-class _PutOff(ModuleType):
+class _LazyModule(ModuleType):
     """Module that is loaded at the first use of a name in it, or of a submodule once it has no path."""
 
     def __getattr__(self, name: str) -> Any:
@@ -48,7 +48,7 @@ class _PutOff(ModuleType):
         if self.__name__ == _COMPILER and name in _MARKS:
             return _unmarked
         with _loading:
-            if sys.modules[self.__name__] is self and isinstance(self, _PutOff):
+            if sys.modules[self.__name__] is self and isinstance(self, _LazyModule):
                 module = f"{self.__name__}.{name}"
                 if self.__name__ in _GATHERERS and PathFinder.find_spec(module, self.__path__):
                     return import_module(module)
@@ -56,7 +56,7 @@ class _PutOff(ModuleType):
         return getattr(sys.modules[self.__name__], name)
 
 
-def _load(module: _PutOff) -> None:
+def _load(module: _LazyModule) -> None:
     """Make a module the real one, or let it speak for the module that its own code has put in its place."""
     spec = module.__spec__
     assert spec is not None
@@ -69,17 +69,17 @@ def _load(module: _PutOff) -> None:
     try:
         spec.loader.exec_module(module)
     except BaseException:  # the next use tries again and says the same
-        object.__setattr__(module, "__class__", _PutOff)
+        object.__setattr__(module, "__class__", _LazyModule)
         raise
     if sys.modules[module.__name__] is not module:
-        object.__setattr__(module, "__class__", _PutOff)
+        object.__setattr__(module, "__class__", _LazyModule)
 
 
 def load_shapes() -> bool:
     """Load torch's rules for shapes in Python, for an operator without others. False: they are there."""
     shapes = sys.modules.get(_SHAPES)
     with _loading:
-        if not isinstance(shapes, _PutOff):
+        if not isinstance(shapes, _LazyModule):
             return False
         _load(shapes)
     return True
@@ -91,7 +91,7 @@ def import_torch(device: str) -> None:
     if not is_cpu or "torch" in sys.modules:  # there already, as in tests: nothing is left to put off
         return
     stand_ins = {name: _stand_in(name) for name in (*_COMPILERS, *_GATHERERS)}
-    if ".".join(metadata.version("torch").split(".")[:2]) in _SHAPES_PUT_OFF_IN:
+    if ".".join(metadata.version("torch").split(".")[:2]) in _SHAPES_ARE_LAZY_IN:
         stand_ins[_SHAPES] = _stand_in(_SHAPES)
     sys.modules.update(stand_ins)
     # For each operator that torch defines in Python it searches all modules for the one that this is in. The
@@ -122,10 +122,10 @@ def import_torch(device: str) -> None:
         # What prepares pictures and sounds would load the package itself, for names that it may need one day.
         with _replaced(transformers.utils, "direct_transformers_import", lambda *_: gathered):
             import transformers.modeling_layers
-    _put_off_patterns()
+    _compile_patterns_late()
     for name in _COMPILERS:
         # From now on a submodule brings the whole module: alone it may need what that has not defined yet.
-        if isinstance(stand_ins[name], _PutOff):
+        if isinstance(stand_ins[name], _LazyModule):
             del stand_ins[name].__path__
 
 
@@ -137,7 +137,7 @@ def _make_generators_usable() -> None:
     torch._C._set_generator_metaclass(OpaqueBaseMeta)
 
 
-def _put_off_patterns() -> None:
+def _compile_patterns_late() -> None:
     """Let transformers build its table of renamings for all families without compiling their 900 patterns."""
     from transformers import conversion_mapping, core_model_loading
 
@@ -167,7 +167,7 @@ class _Pattern:
 
 
 def _stand_in(name: str) -> ModuleType:
-    module = _PutOff(name)
+    module = _LazyModule(name)
     spec = _spec_of(name)
     assert spec is not None
     module.__spec__, module.__loader__, module.__file__ = spec, spec.loader, spec.origin
