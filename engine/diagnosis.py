@@ -1,7 +1,7 @@
 """Checks of everything that could keep the server from starting, without starting it.
 
 Owns: the checks of packages, options, folders, limits and text files, and the process that may import torch
-for the rest (worker/startup/survey.py).
+for the rest (worker/survey/survey.py).
 Never: loads a model, opens a port (server/command/doctor.py tries it), or changes anything.
 """
 
@@ -176,7 +176,7 @@ def _survey(config: WorkerConfig) -> Iterator[Finding]:
     """Check torch and the device in another process: importing torch may fail."""
     try:
         done = subprocess.run(
-            [*child_process.INTERPRETER, "-m", "worker.startup.survey_process"],
+            [*child_process.INTERPRETER, "-m", "worker.survey.process"],
             input=json.dumps(asdict(config)),
             capture_output=True,
             text=True,

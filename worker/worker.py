@@ -1,6 +1,6 @@
 """The worker: one model on one device, which carries out plans.
 
-Owns: the choice among the three kinds of steps, and an error of its own for out of memory.
+Owns: the order of its life, and an error of its own for out of memory.
 Never: decides which tokens are computed (scheduler/), or knows requests, text or clients.
 """
 
@@ -12,22 +12,16 @@ from functools import partial
 
 from scheduler.messages import ModelRunnerOutput, SchedulerOutput
 from worker.adapters.store import AdapterStore
-from worker.checkpoint.task import Task
 from worker.devices.device import Device, open_device
 from worker.machine import return_freed_memory
-from worker.progress import LoadStage, run_reporting
+from worker.model_start import start_steps
+from worker.progress import run_reporting
 from worker.ranks.device_ranks import device_of_rank
-from worker.ranks.ranks import ALONE, Ranks, is_divided, number_of
+from worker.ranks.ranks import ALONE, Ranks, number_of
 from worker.sampling.compile_ahead import CompileAhead
-from worker.speculation.unsupported import refuse_speculation
-from worker.startup.loader import find_kind, refuse_ranks
-from worker.startup.start_adapters import refuse_adapters
-from worker.startup.start_generation import start_generating
-from worker.startup.start_own_cache import start_with_own_caches
-from worker.startup.start_pooling import start_pooling
 from worker.steps.protocol import LaunchedStep, Steps, naming_out_of_memory
 from worker.worker_config import LoadProgress, ModelFacts, WorkerConfig
-from worker.worker_errors import FamilyRefused, StartupError, refused_as
+from worker.worker_errors import StartupError, refused_as
 
 log = logging.getLogger(__name__)
 
@@ -63,30 +57,13 @@ class Worker:
         passing = (OSError, MemoryError, *((RuntimeError,) if device.torch_device.type != "cpu" else ()))
         refusal = partial(StartupError, fix="check the files of the model; --log-level debug says more")
         with refused_as(refusal, self._config.model_path, but=passing):
-            facts, self._steps = run_reporting(lambda stage: self._start(device, stage), report)
+            facts, self._steps = run_reporting(
+                lambda stage: start_steps(self._config, device, stage, self._ranks), report
+            )
         self._device = device
         if facts.weight_bytes >= _WORTH_RETURNING_BYTES:
             return_freed_memory()  # of weights before they were rounded or packed
         return facts
-
-    def _start(self, device: Device, stage: LoadStage) -> tuple[ModelFacts, Steps]:
-        device.make_current()
-        kind = find_kind(self._config)
-        refuse_ranks(self._config, kind)
-        refuse_adapters(self._config, kind, device)
-        if kind.task is not Task.GENERATE:
-            refuse_speculation(self._config, "a model that pools generates no tokens to draft")
-            return start_pooling(self._config, kind, device, stage)
-        try:
-            return start_generating(self._config, kind, device, stage, self._ranks)
-        except FamilyRefused as error:
-            if is_divided(self._ranks):
-                raise
-            refused = error.what  # not the error: its traceback keeps the model's memory alive
-        refuse_speculation(
-            self._config, f"{refused}, and a state that has taken in a draft cannot be taken back"
-        )
-        return start_with_own_caches(self._config, kind, device, stage, refused)
 
     @property
     def adapters(self) -> AdapterStore | None:

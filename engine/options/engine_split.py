@@ -1,7 +1,7 @@
 """Devices, ranks and engines: the checks of how work is divided, and what several engines change in each.
 
 Owns: the device of each engine, and the reports that the choice between engines and outside routers need.
-Never: counts memory (`tokenyard doctor` does, worker/startup/survey.py).
+Never: counts memory (`tokenyard doctor` does, worker/survey/survey.py).
 """
 
 import importlib.util

@@ -30,10 +30,12 @@ from tests.worker.family_traits import find_traits
 from worker.attention.interface import ATTENTION_NAME
 from worker.devices.device import Device, open_device
 from worker.devices.weight_life import WeightLife
+from worker.load.loader import LoadedModel
+from worker.load.model_kind import NO_PAGED_ATTENTION, refuse_layers
+from worker.load.model_sizes import context_window
 from worker.model.layer_replacement import LayerReplacement
 from worker.own_cache.model import OwnCacheModel, Way
 from worker.progress import LoadStage
-from worker.startup.loader import NO_PAGED_ATTENTION, LoadedModel, context_window, refuse_layers
 from worker.startup.ready_model import ReadyModel, start_loaded
 from worker.startup.start_own_cache import find_way
 from worker.steps.inputs import build_inputs
@@ -103,7 +105,7 @@ def try_family(family: Family) -> Found:
         each: generator.integers(3, ready.facts.vocab_size, length) for each, length in LENGTHS.items()
     }
     ours = _serve(ready, device, token_ids)
-    found = Found(family=family, replacement=ready.replacement, traits=traits)
+    found = Found(family=family, replacement=ready.proven.replacement, traits=traits)
     for each, ids in token_ids.items():
         with torch.inference_mode():
             expected_TV = reference(input_ids=torch.from_numpy(ids[None]), use_cache=False).logits[0]
@@ -238,8 +240,8 @@ def _compute(
     inputs = build_inputs(plan, rows, failures)
     assert inputs is not None
     assert not failures
-    ready.backend.begin_step(inputs.metadata)
+    ready.proven.backend.begin_step(inputs.metadata)
     tokens = StepTokens.of(device, inputs.input_ids_T, inputs.position_ids_T, np.arange(num_tokens))
-    logits_TV = ready.runner.forward(tokens, ready.backend).logits_NV
+    logits_TV = ready.runner.forward(tokens, ready.proven.backend).logits_NV
     parts = logits_TV.split([share.num_tokens for share in inputs.shares])
     return {share.sequence_id: part for share, part in zip(inputs.shares, parts, strict=True)}

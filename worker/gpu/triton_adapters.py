@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from worker.adapters.adapted_linear import NO_SLOT, StepAdapters, WrappedModule
 from worker.adapters.files import LowRank
 from worker.adapters.product_plan import ProductPlan
+from worker.adapters.targets import AdapterWay
 from worker.devices.device import Device
 from worker.gpu.kernels.adapter_updates import OUTPUTS, StackedUpdates, add_updates
 from worker.gpu.products import Product
 from worker.model.linear import Linear, linear_of
-from worker.worker_config import padded_rank
+from worker.steps.model_runner import ModelRunner
+from worker.worker_config import WorkerConfig, padded_rank
 
 
 class GpuStepAdapters(StepAdapters):
@@ -162,3 +164,13 @@ class AdaptedGpuLinear(WrappedModule):
         flat = product.view(-1, product.shape[-1])
         self._updates.add(flat, x.reshape(-1, x.shape[-1]).contiguous())
         return product
+
+
+def adapters_by_triton(
+    config: WorkerConfig, runner: ModelRunner, device: Device, *, dtype: torch.dtype
+) -> AdapterWay:
+    """Let layers compute updates by kernels, from the rows of each step's tokens on."""
+    max_rank = config.adapter_limits.max_rank
+    step = GpuStepAdapters(device, dtype=dtype, max_num_seqs=config.max_num_seqs, max_rank=max_rank)
+    runner.rows_listener = step.take_rows
+    return AdapterWay(step, AdaptedGpuLinear)

@@ -6,20 +6,26 @@ Never: compiles (cpu/cpu_kernel_choice.py, gpu/gpu_kernel_choice.py).
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import transformers
 
+from worker.checkpoint.checkpoint_files import find_weights
 from worker.cpu import kernel_choice as cpu_kernel_choice
 from worker.devices.device import NO_RESERVE, Device, Reserve
 from worker.doctor_findings import Finding
 from worker.gpu import kernel_choice as gpu_kernel_choice
+from worker.load.loader import LoadedModel
+from worker.load.model_kind import describe_division
 from worker.model.layer_shards import bytes_of_a_rank
 from worker.model.toolkit import Toolkit
-from worker.progress import LoadStage
+from worker.progress import LoadPhase, LoadStage
 from worker.ranks.ranks import is_divided
-from worker.startup.loader import LoadedModel
-from worker.worker_config import WorkerConfig
+from worker.speculation.unsupported import refuse_speculation
+from worker.worker_config import DraftMethod, WorkerConfig
+from worker.worker_errors import StartupError
 
 _HIDDEN_STATES_OF_A_STAGE = 4
 """Received, left by a graph, and twice on their way (ranks/device_stage.py)."""
@@ -95,3 +101,51 @@ _ON_GPU = KernelChoice(
 def kernels_of(device: Device) -> KernelChoice:
     """Return the kernels for this device."""
     return _ON_GPU if device.is_gpu else _ON_CPU
+
+
+def open_kernels(
+    config: WorkerConfig, device: Device, stage: LoadStage, loaded: LoadedModel
+) -> Toolkit | None:
+    """Open the kernels, and the exchange of ranks, which needs them; without any, copy the weights.
+
+    Raises StartupError.
+    """
+    toolkit = kernels_of(device).open_toolkit(config, device, loaded.dtype, stage)
+    if is_divided(loaded.ranks):
+        if toolkit is None:
+            raise StartupError(
+                f"{describe_division(config)} needs the {device.kind} kernels, and there are none",
+                fix=kernels_of(device).fix_of_ranks,
+            )
+        toolkit.divide_among(loaded.ranks)
+        loaded.ranks.check_same("software and checkpoint", _describe_origin(config))
+        loaded.ranks.check_same("devices", device.describe())
+    elif toolkit is None:
+        loaded.weights.settle(stage)
+    else:
+        return toolkit
+    stage.enter(LoadPhase.MEASURING)
+    return toolkit
+
+
+def _describe_origin(config: WorkerConfig) -> str:
+    """Name the versions and files that the shards of all ranks must come from."""
+    words = [f"torch {torch.__version__}", f"transformers {transformers.__version__}"]
+    if config.model_path:
+        for file in find_weights(Path(config.model_path)):
+            words.append(f"{file.path.name} {file.num_bytes}")
+            if config.num_nodes == 1:  # else contents were compared when a node came: times differ there
+                words.append(str(file.path.stat().st_mtime_ns))
+    return ", ".join(words)
+
+
+def verifies_drafts(config: WorkerConfig, device: Device) -> bool:
+    """Tell whether steps verify drafts. Raises StartupError for speculation that there is none of."""
+    if config.num_stages > 1:
+        refuse_speculation(config, "stages verify no drafts yet")
+        return False
+    if config.speculation.method is DraftMethod.DRAFT_MODEL:
+        reason = "a draft model is not divided over ranks yet" if config.num_ranks > 1 else None
+        if (reason := reason or kernels_of(device).why_no_draft_model) is not None:
+            refuse_speculation(config, f"{reason}; ngram and suffix are verified there")
+    return True

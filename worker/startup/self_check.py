@@ -28,8 +28,8 @@ from scheduler.messages import (
 from worker.attention.interface import ATTENTION_NAME, AttentionBackend, LayerExecutor
 from worker.attention.kv_cache import FLOAT8, KVCache
 from worker.devices.device import Device
+from worker.load.loader import LoadedModel
 from worker.ranks.ranks import samples
-from worker.startup.loader import LoadedModel
 from worker.steps.inputs import build_inputs
 from worker.steps.row_table import RowTable
 from worker.steps.tokens import StepOutcome, StepTokens

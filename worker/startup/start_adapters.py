@@ -14,13 +14,15 @@ import torch
 from torch import nn
 
 from worker.adapters.store import AdaptableModel, AdapterStore
-from worker.adapters.targets import AdapterWay, Targets, adaptable_parts, find_targets
+from worker.adapters.targets import AdapterWay, Targets, adaptable_parts, find_targets, in_torch
 from worker.checkpoint.task import Task
 from worker.devices.device import Device, Reserve
+from worker.load.loader import LoadedModel
+from worker.load.model_kind import ModelKind
 from worker.machine import available_memory_bytes
 from worker.memory_sizes import format_size
 from worker.startup.kernel_choice import kernels_of
-from worker.startup.loader import LoadedModel, ModelKind
+from worker.steps.model_runner import ModelRunner
 from worker.worker_config import AdapterFacts, WorkerConfig, padded_rank
 from worker.worker_errors import AdapterRefused, StartupError
 
@@ -82,14 +84,19 @@ def stacked_bytes(config: WorkerConfig, targets: Targets, dtype: torch.dtype) ->
 
 
 def open_adapters(
-    config: WorkerConfig, loaded: LoadedModel, targets: Targets, way: AdapterWay, *, cache_bytes: int | None
+    config: WorkerConfig,
+    loaded: LoadedModel,
+    targets: Targets,
+    way: AdapterWay | None = None,
+    *,
+    cache_bytes: int | None,
 ) -> tuple[AdapterStore | None, tuple[AdapterFacts, ...]]:
     """Load the adapters of the command line. Raises StartupError with the name of one that does not fit.
 
     `cache_bytes` are those of a cache in the host's memory, with adapters beside it; None: memory for these
     was reserved before.
     """
-    limits = config.adapter_limits
+    limits, way = config.adapter_limits, way or in_torch()
     if not limits.max_in_step:
         return None, ()
     if not targets.sizes:
@@ -109,6 +116,23 @@ def open_adapters(
                 fix="correct it, or leave it out of --lora-modules",
             ) from refusal
     return store, tuple(facts)
+
+
+def open_generator_adapters(
+    config: WorkerConfig,
+    loaded: LoadedModel,
+    targets: Targets,
+    runner: ModelRunner,
+    device: Device,
+    cache_bytes: int,
+) -> tuple[AdapterStore | None, tuple[AdapterFacts, ...]]:
+    """Load the adapters of a model with a paged cache: by kernels where the device stacks them."""
+    if not kernels_of(device).stacks_adapters or not config.adapter_limits.max_in_step:
+        return open_adapters(config, loaded, targets, cache_bytes=cache_bytes)
+    from worker.gpu.triton_adapters import adapters_by_triton  # only here: Triton is not on every machine
+
+    way = adapters_by_triton(config, runner, device, dtype=loaded.dtype)
+    return open_adapters(config, loaded, targets, way, cache_bytes=None)
 
 
 def most_bytes(config: WorkerConfig, targets: Targets, dtype: torch.dtype) -> int:

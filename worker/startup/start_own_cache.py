@@ -13,19 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from worker.adapters.store import AdapterStore
-from worker.adapters.targets import in_torch
-from worker.checkpoint.checkpoint_files import find_checkpoint
 from worker.devices.device import Device
+from worker.load.loader import LoadedModel, load_model
+from worker.load.model_kind import ModelKind
 from worker.memory_sizes import CacheRequest, CacheSize, size_cache
 from worker.model.quantization import refuse_quantization
 from worker.model.quantized_layers import describe_codes, find_codes
 from worker.own_cache.model import OwnCacheModel, SequenceCache, Way, num_bytes
 from worker.own_cache.steps import CacheTable, OwnCacheSteps
 from worker.progress import LoadPhase, LoadStage
-from worker.sampling.grammar_rows import Grammars
-from worker.sampling.sampler import Sampler
-from worker.startup.loader import LoadedModel, ModelKind, load_model
+from worker.sampling.open_sampler import open_plain_sampler
 from worker.startup.self_check import TOLERANCE, refusing, relative_error
 from worker.startup.start_adapters import open_adapters, refuse_adapters_alone, targets_of
 from worker.steps.row_table import RowTable
@@ -97,11 +94,12 @@ def start_with_own_caches(
         way.value,
     )
     facts = _facts(config, device, loaded, sizes, size)
-    adapters, adapter_facts = open_adapters(
-        config, loaded, targets, in_torch(), cache_bytes=facts.kv_cache_bytes
-    )
+    adapters, adapter_facts = open_adapters(config, loaded, targets, cache_bytes=facts.kv_cache_bytes)
     facts = replace(facts, adapters=adapter_facts)
-    return facts, _steps(config, device, model, way, facts, adapters)
+    sampler = open_plain_sampler(config, facts, device)
+    rows = RowTable.of(facts, config.max_num_seqs)
+    table = CacheTable(rows, sampler, way, facts.vocab_size, adapters)
+    return facts, OwnCacheSteps(model, way, table, sampler, facts.vocab_size)
 
 
 def find_way(model: OwnCacheModel, loaded: LoadedModel, refused: str) -> WayFound:
@@ -190,24 +188,6 @@ def _facts(
         kv_cache_bytes=size.num_blocks * block_size * sizes.per_token + sizes.fixed * config.max_num_seqs,
         groups=(),
     )
-
-
-def _steps(
-    config: WorkerConfig,
-    device: Device,
-    model: OwnCacheModel,
-    way: Way,
-    facts: ModelFacts,
-    adapters: AdapterStore | None,
-) -> OwnCacheSteps:
-    grammars = Grammars(
-        find_checkpoint(config.model_path), vocab_size=facts.vocab_size, eos_token_ids=facts.eos_token_ids
-    )
-    grammars.open_ahead()
-    sampler = Sampler(vocab_size=facts.vocab_size, device=device, grammars=grammars)
-    rows = RowTable.of(facts, config.max_num_seqs)
-    table = CacheTable(rows, sampler, way, facts.vocab_size, adapters)
-    return OwnCacheSteps(model, way, table, sampler, facts.vocab_size)
 
 
 def _refuse_useless_options(config: WorkerConfig, refused: str) -> None:

@@ -29,7 +29,7 @@ from worker.adapters.store import AdapterStore
 from worker.devices.device import Device
 from worker.sampling.row_sampler import PendingSample, RowSampler
 from worker.speculation.drafter import Drafter
-from worker.steps.draft_model import NOTHING_MADE, DraftModel
+from worker.steps.draft_model import NOTHING_MADE, DraftModel, DraftSizes
 from worker.steps.held_drafts import hold_drafts
 from worker.steps.host_pool import HostPool
 from worker.steps.inputs import StepInputs, build_inputs, check_new_sequence
@@ -38,7 +38,7 @@ from worker.steps.prompt_logprobs import PromptReport, PromptScorer
 from worker.steps.protocol import ComputedStep, LaunchedStep, naming_out_of_memory
 from worker.steps.row_table import RowTable
 from worker.steps.sequence_table import add_row, apply_changes
-from worker.worker_config import ModelFacts
+from worker.worker_config import ModelFacts, SpeculationConfig
 
 
 class GenerationSteps:
@@ -68,14 +68,14 @@ class GenerationSteps:
         self._works_ahead = facts.runs_ahead
         self._pending: deque[_PendingStep] = deque()
 
-    def speculate(self, drafter: Drafter) -> None:
+    def speculate(self, config: SpeculationConfig) -> None:
         """Propose drafts after each step from now on."""
-        self._drafter = drafter
+        self._drafter = Drafter(config)
 
-    def speculate_with(self, draft_model: DraftModel) -> None:
-        """Make drafts where plans ask for them, from now on; only where a launch computes at once."""
+    def speculate_with(self, draft_steps: StepRunner, sizes: DraftSizes) -> None:
+        """Let a draft model make drafts where plans ask for them; only where a launch computes at once."""
         assert not self._works_ahead
-        self._draft_model = draft_model
+        self._draft_model = DraftModel(draft_steps, self.rows, self._sampler, sizes)
 
     def adapt(self, adapters: AdapterStore) -> None:
         """Compute with adapters from now on."""

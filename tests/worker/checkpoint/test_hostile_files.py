@@ -23,7 +23,7 @@ from worker.checkpoint.generation_config import default_sampling, eos_token_ids
 from worker.checkpoint.gguf_file import read_gguf
 from worker.checkpoint.gguf_tokenizer import tokenizer_of
 from worker.checkpoint.plausible_sizes import check_sizes
-from worker.startup.loader import find_kind
+from worker.load.model_kind import find_kind
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import AdapterRefused, StartupError, refused_as
 

@@ -48,7 +48,7 @@ def seen(tiny_model: Path) -> dict[str, Any]:
         drawn = torch.rand(2, generator=torch.Generator().manual_seed(3)).tolist()
         gathered = type(transformers).__name__
         whole = issubclass(transformers.BertModel, transformers.PreTrainedModel)
-        from worker.startup.loader import _from_pretrained
+        from worker.load.build import _from_pretrained
         class Model:
             def from_pretrained(folder, **options):
                 return list(torch.{SHAPED_IN_PYTHON}.shape)

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.worker.conftest import BLOCK_SIZE, MakeCheckpoint, load_worker
 from tests.worker.plan_driver import PlanDriver
-from worker.model.rope import fix_rope
+from worker.model.corrections import fix_rope
 from worker.worker_errors import StartupError
 
 PROMPT = [10, 20, 30, 40, 50, 60, 70]

@@ -18,10 +18,12 @@ from tests.worker.speculation.speculated import ModelDrafted
 from tests.worker.speculation.test_verification import DEMO, EOS, TOKENIZER, Loaded, check_equal
 from worker.devices.device import CpuDevice
 from worker.doctor_findings import Verdict
-from worker.startup.forecast import forecast, foresee_draft, weight_bytes
-from worker.startup.loader import find_kind
-from worker.startup.survey import survey
+from worker.load.model_kind import find_kind
+from worker.load.weight_files import weight_bytes
 from worker.steps.protocol import LaunchedStep
+from worker.survey.draft_forecast import foresee_draft
+from worker.survey.forecast import forecast
+from worker.survey.survey import survey
 from worker.worker import Worker
 from worker.worker_config import DraftMethod, SpeculationConfig, WorkerConfig
 from worker.worker_errors import StartupError
@@ -240,7 +242,9 @@ def test_doctor_foresees_the_memory_of_both_models(four_layers: Path) -> None:
     kind, device = find_kind(config), CpuDevice(config)
     draft = foresee_draft(config, kind, device)
     assert draft is not None
-    found = forecast(config, kind, device, weight_bytes(config, kind, device) + draft.weight_bytes, draft)
+    found = forecast(
+        config, kind, device, weight_bytes(config, kind, device) + draft.weight_bytes, draft.shapes
+    )
     facts = Worker(config).load(lambda progress: None)
     assert found.size.num_blocks == facts.num_blocks
     memory = next(each for each in survey(config) if each.topic == "memory")

@@ -19,14 +19,15 @@ from worker.attention.kv_cache import BlockLayout, LayerShape
 from worker.checkpoint.checkpoint_files import find_weights, loaded_bytes
 from worker.devices.device import CpuDevice
 from worker.doctor_findings import Verdict
+from worker.load.model_kind import find_kind
+from worker.load.weight_files import weight_bytes
 from worker.memory_sizes import CPU_SHARE_OF_AVAILABLE, format_size, size_cache
 from worker.model.layer_shards import DividedLayout, bytes_of_a_rank
 from worker.ranks.ranks import Alone
 from worker.ranks.stage import Stage
-from worker.startup.forecast import _size_of_cache, forecast, weight_bytes
-from worker.startup.loader import find_kind
-from worker.startup.ready_model import _cache_request
-from worker.startup.survey import survey
+from worker.startup.cache_memory import _cache_request
+from worker.survey.forecast import _size_of_cache, forecast
+from worker.survey.survey import survey
 from worker.worker import Worker
 from worker.worker_config import AdapterFolder, AdapterLimits, WorkerConfig
 from worker.worker_errors import StartupError

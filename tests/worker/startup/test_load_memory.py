@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import worker.devices.device
-import worker.startup.loader
+import worker.load.build
+import worker.load.weight_files
 from tests.quantized_checkpoints import write_quantized
 from tests.worker.conftest import MakeCheckpoint, load_worker
 from worker.checkpoint.checkpoint_files import (
@@ -28,12 +29,13 @@ from worker.cpu.kernel_build import CannotBuild
 from worker.cpu.packing import large_pages
 from worker.devices import weight_life
 from worker.devices.device import CpuDevice
+from worker.load.loader import load_model
+from worker.load.model_kind import find_kind
+from worker.load.weight_files import weight_bytes
 from worker.machine import free_behind
 from worker.memory_sizes import CPU_SHARE_OF_AVAILABLE, WeightBytes
 from worker.progress import LoadStage
-from worker.startup.forecast import weight_bytes
-from worker.startup.loader import find_kind, load_model
-from worker.startup.start_generation import load_generator
+from worker.startup.ready_model import start_generator
 from worker.worker_config import LoadProgress, WorkerConfig
 from worker.worker_errors import StartupError
 
@@ -143,7 +145,7 @@ def test_weights_larger_than_memory_are_refused_before_they_are_read(
 ) -> None:
     needed = loaded_bytes(find_weights(folder), None).total
     pretend_available(monkeypatch, needed - 1)
-    monkeypatch.setattr(worker.startup.loader, "warm_page_cache", None)
+    monkeypatch.setattr(worker.load.weight_files, "warm_page_cache", None)
     with pytest.raises(StartupError, match=r"the weights take .* this machine has .*available; free some"):
         load(folder)
 
@@ -206,7 +208,7 @@ def test_layers_that_may_stay_as_they_were_are_counted_whole(files: list[WeightF
 def half_is_rounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     """Half of the weights' bytes, which fits; these layers are too small to be counted otherwise."""
     total = loaded_bytes(find_weights(folder), None).total
-    monkeypatch.setattr(worker.startup.loader, "bytes_not_taken", lambda *_, **__: total - total // 2)
+    monkeypatch.setattr(worker.load.weight_files, "bytes_not_taken", lambda *_, **__: total - total // 2)
     return total // 2
 
 
@@ -227,7 +229,7 @@ def test_layers_that_stayed_as_they_were_are_refused_if_they_do_not_fit(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     total = loaded_bytes(find_weights(folder), None).total
-    monkeypatch.setattr(worker.startup.loader, "bytes_not_taken", lambda *_, **__: total - 1000)
+    monkeypatch.setattr(worker.load.weight_files, "bytes_not_taken", lambda *_, **__: total - 1000)
     pretend_available(monkeypatch, 1000)
     with pytest.raises(StartupError, match=r"the weights take .* available; free some"):
         load_worker(folder, quantization="int8", num_blocks=20)
@@ -237,7 +239,9 @@ def test_files_that_do_not_fit_beside_the_weights_are_not_read_ahead(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[list[Any]] = []
-    monkeypatch.setattr(worker.startup.loader, "warm_page_cache", lambda files, on_read: read.append(files))
+    monkeypatch.setattr(
+        worker.load.weight_files, "warm_page_cache", lambda files, on_read: read.append(files)
+    )
     (file,) = find_weights(folder)
     needed = loaded_bytes([file], None).total
     pretend_available(monkeypatch, needed + file.num_bytes - 1)
@@ -264,7 +268,7 @@ class TooLarge:
 def test_memory_that_runs_out_while_building_is_a_refusal_with_numbers(
     folder: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception] | None
 ) -> None:
-    monkeypatch.setattr(worker.startup.loader, "AutoModelForCausalLM", TooLarge(error))
+    monkeypatch.setattr(worker.load.build, "AutoModelForCausalLM", TooLarge(error))
     with pytest.raises(StartupError, match=r"memory of cpu .* ran out while \d+\.\d\d GiB .*; free some"):
         load(folder)
 
@@ -292,7 +296,7 @@ def test_memory_that_runs_out_while_weights_are_packed_is_a_refusal(
 def test_an_error_that_is_not_about_memory_keeps_its_own_refusal(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker.startup.loader, "AutoModelForCausalLM", TooLarge(RuntimeError))
+    monkeypatch.setattr(worker.load.build, "AutoModelForCausalLM", TooLarge(RuntimeError))
     with pytest.raises(StartupError, match="transformers cannot load"):
         load(folder)
 
@@ -351,7 +355,8 @@ def test_what_no_kernel_takes_is_counted_while_it_is_copied(folder: Path) -> Non
             seen.append(self.progress(0.0))
 
     stage = Watched()
-    load_generator(config, find_kind(config), CpuDevice(config), stage)
+    device = CpuDevice(config)
+    start_generator(config, load_model(config, find_kind(config), device, stage), device, stage)
     copied = [each for each in seen if each.stage == "copying weights"]
     assert 0 < copied[-1].done_bytes == copied[-1].total_bytes
     assert stage.progress(0.0).stage == "warming up"
@@ -360,7 +365,7 @@ def test_what_no_kernel_takes_is_counted_while_it_is_copied(folder: Path) -> Non
 def test_a_wrong_generation_config_is_refused_before_the_weights_are_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker.startup.loader, "warm_page_cache", None)
+    monkeypatch.setattr(worker.load.weight_files, "warm_page_cache", None)
     (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": "0.7"}')
     with pytest.raises(StartupError, match=r"generation_config\.json has temperature '0\.7'"):
         load(folder)

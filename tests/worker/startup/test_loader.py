@@ -9,7 +9,7 @@ import huggingface_hub.constants
 import pytest
 from safetensors.torch import load_file, save_file
 
-import worker.startup.loader
+import worker.load.build
 from tests.worker.conftest import MakeCheckpoint, load_worker
 from worker.worker_errors import StartupError
 
@@ -160,7 +160,7 @@ def test_state_besides_keys_and_values_shows_in_the_logits(
     caplog: pytest.LogCaptureFixture,
     dtype: str,
 ) -> None:
-    monkeypatch.setattr(worker.startup.loader, "refuse_layers", lambda text_config: None)
+    monkeypatch.setattr(worker.load.build, "refuse_layers", lambda text_config: None)
     _, facts = load_worker(checkpoints("lfm2"), dtype=dtype)
     assert "keeps state besides keys and values" in caplog.text
     assert not facts.is_paged

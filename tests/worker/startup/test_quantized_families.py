@@ -19,8 +19,9 @@ from tests.worker.transformers_generate import NUM_TOKENS, expected
 from worker.checkpoint.checkpoint_files import find_weights, loaded_bytes
 from worker.checkpoint.gguf_folder import folder_of
 from worker.devices.device import open_device
+from worker.load.loader import load_model
+from worker.load.model_kind import find_kind
 from worker.progress import LoadStage
-from worker.startup.loader import find_kind, load_model
 from worker.worker import Worker
 from worker.worker_config import WorkerConfig
 

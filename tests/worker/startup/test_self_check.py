@@ -15,8 +15,8 @@ from worker.attention.interface import AttentionBackend
 from worker.attention.kv_cache import FLOAT8, KVCache
 from worker.cpu.attention import CpuAttention
 from worker.devices.device import Device
+from worker.load.loader import LoadedModel
 from worker.ranks.ranks import ALONE
-from worker.startup.loader import LoadedModel
 from worker.startup.self_check import LONGEST_CHECK, SelfCheck
 from worker.steps.tokens import StepOutcome, StepTokens
 from worker.worker_errors import FamilyRefused, StartupError

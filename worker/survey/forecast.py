@@ -6,47 +6,30 @@ Never: reads weights beyond their headers, or allocates memory for them. The act
 measured at load only, so that on a GPU the forecast is an upper bound.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
-import torch
-from transformers.models.auto.modeling_auto import AutoModelForCausalLM
-
 from worker.adapters.targets import Targets
-from worker.attention.interface import ATTENTION_NAME, active
 from worker.attention.kv_cache import BlockLayout, LayerShape, cache_dtype, with_layers_beside
-from worker.attention.probe_attention import ProbeAttention
-from worker.checkpoint.checkpoint_files import find_weights
 from worker.devices.device import Device
+from worker.load.model_kind import (
+    ModelKind,
+    describe_division,
+    torch_dtype,
+)
+from worker.load.model_sizes import context_window, head_layers, vocab_size_of
+from worker.load.weight_files import foreseen_weights
 from worker.memory_sizes import CacheRequest, CacheSize, size_cache
+from worker.model.corrections import longest_right_len
 from worker.model.layer_parts import Unrecognised
 from worker.model.layer_shards import bytes_of_a_rank, refuse_division, shard_layout
-from worker.model.rope import longest_right_len
 from worker.ranks.stage import ONLY_STAGE, Stage
 from worker.startup.kernel_choice import kernels_of
-from worker.startup.loader import (
-    NO_PAGED_ATTENTION,
-    ModelKind,
-    bytes_to_load,
-    context_window,
-    describe_division,
-    dtype_name,
-    find_kind,
-    head_layers,
-    model_config_of,
-    refuse_layers,
-    vocab_size_of,
-)
-from worker.startup.quantized_loading import without_quantization
-from worker.startup.start_adapters import most_bytes, stacked_bytes, targets_of
-from worker.startup.start_drafting import (
-    check_vocabulary,
-    draft_config,
-    naming_draft,
-    refuse_scales_with_draft,
-)
-from worker.worker_config import DraftMethod, WorkerConfig
-from worker.worker_errors import FamilyRefused
+from worker.startup.start_adapters import most_bytes, stacked_bytes
+from worker.survey.unloaded_model import foresee_layers
+from worker.worker_config import WorkerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,26 +46,6 @@ class Forecast:
     """Most memory of adapters, beside the cache."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftForecast:
-    """The memory that a draft model is expected to take."""
-
-    weight_bytes: int
-    shapes: dict[int, LayerShape]
-    """Its layers, which lie in each block behind those of the model."""
-
-
-class CannotForesee(Exception):
-    """The model's code fails on tensors without content; loading it may still succeed."""
-
-
-def weight_bytes(config: WorkerConfig, kind: ModelKind, device: Device) -> int:
-    """Size the weights once loaded. Raises StartupError for damaged files, and if they do not fit."""
-    weights = bytes_to_load(config, kind, find_weights(kind.folder), device)
-    device.check_weights(weights.on_one_of(config.num_devices, config.num_nodes))
-    return weights.total
-
-
 def _bytes_on_a_device(
     config: WorkerConfig, kind: ModelKind, device: Device, model: Any, num_weight_bytes: int, stage: Stage
 ) -> int:
@@ -95,41 +58,9 @@ def _bytes_on_a_device(
     evenly: int = sum(parameter.nbytes for parameter in model.parameters()) // config.num_devices
     beside = bytes_of_a_rank(model, config.num_ranks, stage) - evenly
     bytes_each: int = model.dtype.itemsize
-    weights = bytes_to_load(config, kind, find_weights(kind.folder), device)
+    weights = foreseen_weights(config, kind, device)
     on_one = weights.on_one_of(config.num_devices, config.num_nodes)
-    return on_one.total + beside * _dtype(config, kind).itemsize // bytes_each
-
-
-def foresee_draft(config: WorkerConfig, kind: ModelKind, device: Device) -> DraftForecast | None:
-    """Forecast for the draft model, if there is one. Raises StartupError, and CannotForesee."""
-    if config.speculation.method is not DraftMethod.DRAFT_MODEL:
-        return None
-    refuse_scales_with_draft(config)
-    own = draft_config(config, dtype_name(config.dtype, kind.checkpoint_config) or "float32")
-    with naming_draft(config):
-        draft_kind = find_kind(own)
-        check_vocabulary(kind, draft_kind)
-        num_bytes = weight_bytes(own, draft_kind, device)
-        _, shapes, _ = _foresee_layers(own, draft_kind, device)
-        return DraftForecast(weight_bytes=num_bytes, shapes=shapes)
-
-
-def _foresee_layers(
-    config: WorkerConfig, kind: ModelKind, device: Device
-) -> tuple[Any, dict[int, LayerShape], Targets]:
-    """Build the model without content, and see what its layers keep. Raises as `forecast` does."""
-    try:
-        model = _build_without_content(kind)
-        shapes, targets = _probe(model, config, device)
-    except KeyError as error:
-        if ATTENTION_NAME in error.args:
-            raise FamilyRefused(f"{kind.checkpoint_config['model_type']} {NO_PAGED_ATTENTION}") from error
-        raise CannotForesee(str(error)) from error
-    except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError, OSError) as error:
-        raise CannotForesee(str(error)) from error
-    if not shapes:
-        raise FamilyRefused(f"{kind.checkpoint_config['model_type']} {NO_PAGED_ATTENTION}")
-    return model, dict(sorted(shapes.items())), targets
+    return on_one.total + beside * torch_dtype(config.dtype, kind).itemsize // bytes_each
 
 
 def forecast(
@@ -137,16 +68,16 @@ def forecast(
     kind: ModelKind,
     device: Device,
     num_weight_bytes: int,
-    draft: DraftForecast | None = None,
+    draft_shapes: Mapping[int, LayerShape] = MappingProxyType({}),
 ) -> Forecast:
     """Forecast for a decoder that generates. Raises StartupError if it would not fit, and CannotForesee.
 
-    `num_weight_bytes` are those of the draft model too, if there is one.
+    `num_weight_bytes` are those of the draft model too, if there is one, and `draft_shapes` its layers.
     """
-    model, shapes, targets = _foresee_layers(config, kind, device)
-    dtype = _dtype(config, kind)
+    model, shapes, targets = foresee_layers(config, kind, device)
+    dtype = torch_dtype(config.dtype, kind)
     whole = BlockLayout(
-        layers=with_layers_beside(shapes, {} if draft is None else draft.shapes),
+        layers=with_layers_beside(shapes, dict(draft_shapes)),
         block_size=config.block_size or device.default_block_size,
         dtype=cache_dtype(config.kv_cache_dtype, dtype),
     )
@@ -209,11 +140,6 @@ def _stages_on_devices(config: WorkerConfig, model: Any, num_layers: int) -> lis
     return [Stage(index, config.num_stages, head_layers=head) for index in range(config.num_stages)]
 
 
-def _dtype(config: WorkerConfig, kind: ModelKind) -> torch.dtype:
-    named: torch.dtype = getattr(torch, dtype_name(config.dtype, kind.checkpoint_config) or "float32")
-    return named
-
-
 def _check_division(config: WorkerConfig, layout: BlockLayout, text_config: Any) -> None:
     """Raise StartupError where stages have no layer, or ranks cannot divide the query heads."""
     if len(layout.layers) < config.num_stages:
@@ -229,27 +155,3 @@ def _layout_of_a_rank(layout: BlockLayout, config: WorkerConfig) -> BlockLayout:
         return shard_layout(layout, config.num_ranks)
     except Unrecognised as uneven:
         raise refuse_division(describe_division(config), str(uneven)) from uneven
-
-
-def _build_without_content(kind: ModelKind) -> Any:
-    model_config = model_config_of(kind)
-    refuse_layers(model_config.get_text_config(decoder=True))
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
-            without_quantization(model_config),  # which asks for no other KV cache
-            dtype=torch.bfloat16,  # shapes do not depend on it, and torch's grouped products need it
-            attn_implementation=ATTENTION_NAME,
-            trust_remote_code=False,
-        ).eval()
-
-
-@torch.inference_mode()
-def _probe(model: Any, config: WorkerConfig, device: Device) -> tuple[dict[int, Any], Targets]:
-    def run(num_tokens: int) -> ProbeAttention:
-        probe = ProbeAttention()
-        with torch.device("meta"), active(probe):
-            ids = torch.zeros((1, num_tokens), dtype=torch.int64)
-            model(input_ids=ids, position_ids=torch.arange(num_tokens)[None], use_cache=False)
-        return probe
-
-    return dict(run(2).shapes), targets_of(config, device, model, run)

@@ -1,4 +1,4 @@
-"""The process of a survey: `echo '{"model_path": "..."}' | python -m worker.startup.survey_process`.
+"""The process of a survey: `echo '{"model_path": "..."}' | python -m worker.survey.process`.
 
 Owns: imports in the order of the engine process, and the report: each finding is one line of JSON, so that
 earlier findings are read even if a later one takes the process down.
@@ -19,7 +19,7 @@ def main() -> None:
     config = msgspec.convert(json.load(sys.stdin), WorkerConfig)
     import_torch(config.device)
     load_shapes()  # models are built without memory, and all shapes asked for
-    from worker.startup.survey import survey
+    from worker.survey.survey import survey
 
     for each in survey(config):
         print(json.dumps(asdict(each)), flush=True)

@@ -16,20 +16,14 @@ from worker.checkpoint.plausible_sizes import check_sizes
 from worker.checkpoint.task import Task
 from worker.devices.device import Device, open_device
 from worker.doctor_findings import Finding, Verdict
-from worker.machine import available_memory_bytes
-from worker.memory_sizes import check_host_memory, check_weights_fit, format_size
-from worker.startup.forecast import (
-    CannotForesee,
-    DraftForecast,
-    Forecast,
-    forecast,
-    foresee_draft,
-    weight_bytes,
-)
-from worker.startup.kernel_choice import kernels_of
-from worker.startup.loader import ModelKind, dtype_name, find_kind, refuse_ranks
+from worker.load.model_kind import ModelKind, find_kind, refuse_ranks, torch_dtype
+from worker.load.weight_files import refuse_engines, weight_bytes
+from worker.memory_sizes import format_size
+from worker.startup.kernel_choice import kernels_of, verifies_drafts
 from worker.startup.start_adapters import refuse_adapters
-from worker.startup.start_drafting import verifies_drafts
+from worker.survey.draft_forecast import DraftForecast, foresee_draft
+from worker.survey.forecast import Forecast, forecast
+from worker.survey.unloaded_model import CannotForesee
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import AdapterRefused, FamilyRefused, StartupError, refused_as
 
@@ -51,7 +45,7 @@ def survey(config: WorkerConfig) -> Iterator[Finding]:
             yield _fine(topic, _describe_files(files))
             if not kind.is_encoder:
                 topic = "kernels"
-                yield kernels_of(device).foresee(config, device, _dtype(config, kind))
+                yield kernels_of(device).foresee(config, device, torch_dtype(config.dtype, kind))
             refuse_adapters(config, kind, device)
             topic = "memory"
             yield from _look_at_memory(config, kind, device)
@@ -66,11 +60,6 @@ def _describe_files(files: list[WeightFile]) -> str:
     return f"{size} in {len(files)} {files[0].path.suffix.removeprefix('.')}, each as long as it promises"
 
 
-def _dtype(config: WorkerConfig, kind: ModelKind) -> torch.dtype:
-    named: torch.dtype = getattr(torch, dtype_name(config.dtype, kind.checkpoint_config) or "float32")
-    return named
-
-
 def _look_at_memory(config: WorkerConfig, kind: ModelKind, device: Device) -> Iterator[Finding]:
     num_weight_bytes = weight_bytes(config, kind, device)
     weights = f"weights {format_size(num_weight_bytes)}"
@@ -80,7 +69,7 @@ def _look_at_memory(config: WorkerConfig, kind: ModelKind, device: Device) -> It
         weights += f" and {format_size(draft.weight_bytes)} of the draft model"
     if config.num_engines > 1:
         weights += f" for each of {config.num_engines} engines"
-        _refuse_so_many_engines(config, device, num_weight_bytes)
+        refuse_engines(config, device, num_weight_bytes)
     num_processes = config.num_ranks * config.num_stages
     if num_processes > 1:
         weights += (
@@ -93,7 +82,7 @@ def _look_at_memory(config: WorkerConfig, kind: ModelKind, device: Device) -> It
         yield _fine("memory", f"{weights}; not looked at: what a step takes")
         return
     try:
-        found = forecast(config, kind, device, num_weight_bytes, draft)
+        found = forecast(config, kind, device, num_weight_bytes, {} if draft is None else draft.shapes)
     except CannotForesee:
         yield Finding(
             topic="memory",
@@ -146,20 +135,6 @@ def _look_at_adapters(config: WorkerConfig, found: Forecast) -> Iterator[Finding
         "adapters",
         f"{len(targets.sizes)} layers can be updated; up to {limits.max_in_memory} adapters of rank "
         f"{limits.max_rank} in memory, {format_size(found.adapter_bytes)} beside the KV cache",
-    )
-
-
-def _refuse_so_many_engines(config: WorkerConfig, device: Device, num_weight_bytes: int) -> None:
-    """Raise StartupError if the engines, which have the host's memory in common, do not fit together."""
-    available_bytes = available_memory_bytes()
-    where = f"this machine, for {config.num_engines} engines,"
-    if device.kind == "CPU":
-        num_bytes = config.num_engines * num_weight_bytes
-        available_bytes = check_weights_fit(num_bytes, available_bytes=available_bytes, where=where)
-    check_host_memory(
-        available_bytes,
-        cache_bytes=0 if device.kind == "GPU" else config.num_engines * (config.kv_cache_bytes or 0),
-        swap_bytes=config.num_engines * config.swap_space_bytes,
     )
 
 

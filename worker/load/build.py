@@ -1,0 +1,135 @@
+"""Build of the class that transformers has for a checkpoint's family and task, with its plain weights.
+
+Owns: the registration of the worker's attention in transformers, and the errors of its loader in plain words.
+Never: takes code from the checkpoint (auto_map is not followed), pickled weights, or anything from the
+network.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
+from transformers.modeling_utils import AttentionInterface
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+)
+from transformers.utils import logging as transformers_logging
+
+from worker.attention.interface import ATTENTION_NAME, attention_forward
+from worker.checkpoint.checkpoint_files import WeightFile
+from worker.checkpoint.task import Task
+from worker.devices.lazy_imports import load_shapes
+from worker.devices.weight_life import is_out_of_memory
+from worker.load.model_kind import NO_PAGED_ATTENTION, ModelKind, model_config_of, refuse_layers, torch_dtype
+from worker.load.quantized_loading import (
+    QuantizedModules,
+    arguments_of,
+    find_quantized,
+    read_state,
+    refuse_unplaced,
+    without_quantization,
+)
+from worker.worker_errors import FamilyRefused, StartupError
+
+_MOST_REASON_CHARS = 200
+_CHECK_IT = "check the checkpoint with AutoModelForCausalLM.from_pretrained"
+# A head for the training of encoders: its output is never read, and many checkpoints leave it out.
+_POOLER = "pooler."
+
+AttentionInterface.register(ATTENTION_NAME, attention_forward)
+
+AttentionInterface.register(ATTENTION_NAME, attention_forward)
+
+
+def build_model(kind: ModelKind, dtype: str, files: list[WeightFile]) -> tuple[Any, QuantizedModules | None]:
+    """Build the model with its plain weights; those of quantized modules are yet to be filled in.
+
+    Raises StartupError for what cannot be served.
+    """
+    modules = None if kind.quantization is None else find_quantized(kind.quantization, files)
+    _quieten()
+    folder = kind.folder
+    state = read_state(files)
+    try:
+        model_config = model_config_of(kind)
+        is_paged = not (kind.is_encoder or kind.keeps_own_cache)
+        if is_paged:
+            refuse_layers(model_config.get_text_config(decoder=True))
+        model, loading = _from_pretrained(
+            _class_of(kind, model_config, state),
+            folder if state is None else None,
+            config=without_quantization(model_config),
+            dtype=torch_dtype(dtype, kind) if state is not None or dtype != "auto" else dtype,
+            attn_implementation=ATTENTION_NAME if is_paged else None,
+            output_loading_info=True,
+            **arguments_of(modules),
+            **({} if state is None else {"state_dict": state}),
+        )
+    except KeyError as error:
+        if ATTENTION_NAME in error.args:  # the class looks attention up in a table of its own
+            raise FamilyRefused(f"{model_config.model_type} {NO_PAGED_ATTENTION}") from error
+        raise StartupError(f"transformers cannot load {folder}: {error}", fix=_CHECK_IT) from error
+    except StrictDataclassError as error:
+        reason = " ".join(str(error).split())[:_MOST_REASON_CHARS]
+        raise StartupError(
+            f"{folder / 'config.json'} is refused: {reason}", fix="correct that file"
+        ) from error
+    except StartupError:
+        raise
+    except (OSError, ValueError, RuntimeError, AttributeError, TypeError, ImportError) as error:
+        if is_out_of_memory(error):
+            raise
+        raise StartupError(
+            f"transformers cannot load {folder}: {_first_line(error)}", fix=_CHECK_IT
+        ) from error
+    refuse_unplaced(model, modules, files, kind.task)
+    missing = sorted(name for name in loading["missing_keys"] if not name.startswith(_POOLER))
+    if missing:
+        raise StartupError(
+            f"{folder} has no weights for {len(missing)} parameters, {missing[0]} first",
+            fix="download it again",
+        )
+    return model, modules
+
+
+def _class_of(kind: ModelKind, model_config: Any, state: dict[str, Tensor] | None) -> Any:
+    if state is not None:  # which transformers takes by a class alone
+        if kind.task is not Task.GENERATE:
+            raise StartupError(
+                f"GGUF files are not served for --task {kind.task.value}", fix="take the model's safetensors"
+            )
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]
+    match kind.task:
+        case Task.GENERATE:
+            return AutoModelForCausalLM
+        case Task.EMBED:
+            return AutoModel
+        case Task.SCORE:
+            return AutoModelForSequenceClassification
+
+
+def _quieten() -> None:
+    """Let transformers' lines go where ours go, in the same form."""
+    transformers_logging.disable_progress_bar()
+    transformers_logging.disable_default_handler()
+    transformers_logging.enable_propagation()
+
+
+def _from_pretrained(model_class: Any, folder: Path | None, **options: Any) -> Any:
+    """Build a model and read its weights, with torch's rules for shapes in C++ or else with all rules."""
+    options |= {"use_safetensors": True, "local_files_only": True, "trust_remote_code": False}
+    try:
+        return model_class.from_pretrained(folder, **options)
+    except NotImplementedError:
+        if not load_shapes():
+            raise
+        return model_class.from_pretrained(folder, **options)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,94 @@
+"""The draft model that a model may have: its configuration, and the refusal of one that does not go with it.
+
+Owns: the check that both have one vocabulary.
+Never: loads it (startup/start_drafting.py).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import tokenizers
+import torch
+
+from worker.attention.kv_cache import FLOAT8, cache_dtype
+from worker.checkpoint.task import Task
+from worker.load.model_kind import ModelKind
+from worker.worker_config import AdapterLimits, SpeculationConfig, WorkerConfig
+from worker.worker_errors import FamilyRefused, StartupError
+
+_TOKENIZER = "tokenizer.json"
+
+
+@contextmanager
+def naming_draft(config: WorkerConfig) -> Iterator[None]:
+    """Say of an error that the draft model is meant. Raises StartupError."""
+    try:
+        yield
+    except FamilyRefused as error:
+        raise StartupError(
+            f"draft model {config.speculation.model_path}: {error.what}; one must keep its state in blocks",
+            fix="take one of another family (docs/models.md)",
+        ) from error
+    except StartupError as error:
+        raise StartupError(
+            f"draft model {config.speculation.model_path}: {error.what}", fix=error.fix
+        ) from error
+
+
+def draft_config(config: WorkerConfig, dtype: str) -> WorkerConfig:
+    """Make the configuration of the draft model: the numbers and the kernels are those of the model."""
+    return replace(
+        config,
+        model_path=config.speculation.model_path,
+        task=Task.GENERATE.value,
+        dtype=dtype,
+        checksums_file=None,
+        chat_template_file=None,
+        sampling_overrides={},
+        config_overrides={},
+        max_model_len=None,
+        speculation=SpeculationConfig(),
+        adapters=(),
+        adapter_limits=AdapterLimits(),
+    )
+
+
+def refuse_scales_with_draft(config: WorkerConfig) -> None:
+    """Raise StartupError for a KV cache with scales, which are measured for the model's layers alone."""
+    # Any dtype of the model: it does not change the answer.
+    if cache_dtype(config.kv_cache_dtype, torch.float32) is FLOAT8:
+        raise StartupError(
+            f"--kv-cache-dtype {config.kv_cache_dtype} does not go with a draft model, which has no scales",
+            fix="leave one of them out",
+        )
+
+
+def check_vocabulary(kind: ModelKind, draft_kind: ModelKind) -> None:
+    """Raise StartupError unless a token is the same text for both models."""
+    words, draft_words = _vocabulary(kind.folder), _vocabulary(draft_kind.folder)
+    if words == draft_words:
+        return
+    ids = set(words.values()) ^ set(draft_words.values())
+    differing = [word for word, token_id in words.items() if draft_words.get(word) != token_id]
+    example = repr(differing[0]) if differing else f"token {min(ids)}"
+    raise StartupError(
+        f"it has another vocabulary than the model ({len(draft_words)} and {len(words)} tokens, "
+        f"{max(len(differing), len(ids))} of them not the same, {example} first)",
+        fix="take a smaller model of the same family, which has the same tokenizer.json",
+    )
+
+
+def _vocabulary(folder: Path) -> dict[str, int]:
+    path = folder / _TOKENIZER
+    if not path.is_file():
+        raise StartupError(
+            f"{folder} has no {_TOKENIZER}, by which vocabularies are compared",
+            fix="take checkpoints that have one",
+        )
+    try:
+        found: dict[str, int] = tokenizers.Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
+    except Exception as error:  # tokenizers raises no other type
+        raise StartupError(f"{path} cannot be read: {error}", fix="download it again") from error
+    return found

@@ -1,0 +1,115 @@
+"""Kind of a checkpoint: the task, the format and the options by which its model is built and divided.
+
+Owns: the reading of config.json with the operator's values in it, and the refusals that need nothing else.
+Never: reads weights (weight_files.py), or builds a model (build.py).
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
+
+from worker.attention.interface import CHUNKED_LAYER, FULL_LAYER, SLIDING_LAYER
+from worker.checkpoint.checkpoint_files import find_checkpoint, read_json
+from worker.checkpoint.checksums import Checksums
+from worker.checkpoint.overrides import merged
+from worker.checkpoint.task import Task
+from worker.checkpoint.task_choice import choose_task, reads_both_ways
+from worker.quantized.formats import find_rules
+from worker.quantized.scheme import Rules
+from worker.worker_config import WorkerConfig
+from worker.worker_errors import FamilyRefused, StartupError
+
+NO_PAGED_ATTENTION = "has attention of its own that a paged KV cache cannot be put under"
+_SUPPORTED_LAYERS = frozenset({FULL_LAYER, SLIDING_LAYER, CHUNKED_LAYER})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelKind:
+    """Properties of a checkpoint that decide how it is built and run."""
+
+    folder: Path
+    checkpoint_config: dict[str, Any]
+    task: Task
+    quantization: Rules | None
+    """Rules of a checkpoint whose weights were rounded before; None: they are plain."""
+    is_encoder: bool
+    """Tokens see later ones: there is no KV cache, and attention stays the model's own."""
+    has_overrides: bool = False
+    """The operator has changed `checkpoint_config`: it is not the file's."""
+    keeps_own_cache: bool = False
+    """Attention, or its replacement in the family, stays the model's own: no paged KV cache fits under it."""
+
+
+def find_kind(config: WorkerConfig) -> ModelKind:
+    """Read config.json, and compare all texts with their checksums. Raises StartupError to refuse them."""
+    folder = find_checkpoint(config.model_path)
+    if config.checksums_file is not None:
+        Checksums.read(Path(config.checksums_file)).check_texts(folder)
+    checkpoint_config = merged(read_json(folder / "config.json"), config.config_overrides)
+    if checkpoint_config.get("transformers_weights") not in (None, "model.safetensors"):
+        raise StartupError(
+            f"{folder / 'config.json'} names weights of its own, by transformers_weights",
+            fix="name them model.safetensors, and remove that key",
+        )
+    task = choose_task(config.task, folder, checkpoint_config)
+    return ModelKind(
+        folder=folder,
+        checkpoint_config=checkpoint_config,
+        task=task,
+        quantization=find_rules(folder, checkpoint_config),
+        is_encoder=reads_both_ways(checkpoint_config),
+        has_overrides=bool(config.config_overrides),
+    )
+
+
+def model_config_of(kind: ModelKind) -> Any:
+    """Make transformers' configuration of a checkpoint, with the operator's values in it."""
+    if not kind.has_overrides:
+        return AutoConfig.from_pretrained(kind.folder, local_files_only=True, trust_remote_code=False)
+    return CONFIG_MAPPING[kind.checkpoint_config["model_type"]].from_dict(dict(kind.checkpoint_config))
+
+
+def dtype_name(dtype: str, checkpoint_config: dict[str, Any]) -> str | None:
+    """Name the dtype that the weights will have; None for that of the files."""
+    if dtype != "auto":
+        return dtype
+    named = checkpoint_config.get("dtype") or checkpoint_config.get("torch_dtype")
+    return named.removeprefix("torch.") if isinstance(named, str) else None
+
+
+def torch_dtype(dtype: str, kind: ModelKind) -> torch.dtype:
+    """Find the dtype that the weights will have; float32 where neither option nor files name one."""
+    named: torch.dtype = getattr(torch, dtype_name(dtype, kind.checkpoint_config) or "float32")
+    return named
+
+
+def refuse_layers(text_config: Any) -> None:
+    """Raise StartupError for layers whose kind of attention the attention call does not show."""
+    layer_types = set(getattr(text_config, "layer_types", None) or ())
+    unknown = sorted(layer_types - _SUPPORTED_LAYERS)
+    if unknown:
+        raise FamilyRefused(
+            f"{text_config.model_type} has layers of type {', '.join(unknown)}, which this worker cannot "
+            "compute: it keeps keys and values of full, sliding and chunked attention only"
+        )
+
+
+def describe_division(config: WorkerConfig) -> str:
+    """Name the options that divide the model."""
+    options = {"--tensor-parallel-size": config.num_ranks, "--pipeline-parallel-size": config.num_stages}
+    return " ".join(f"{option} {number}" for option, number in options.items() if number > 1)
+
+
+def refuse_ranks(config: WorkerConfig, kind: ModelKind) -> None:
+    """Raise StartupError for ranks of a kind of model that is not divided among them."""
+    if config.num_ranks == config.num_stages == 1:
+        return
+    asked = describe_division(config)
+    if kind.task is not Task.GENERATE or kind.is_encoder:
+        raise StartupError(
+            f"{asked} divides models that generate, and this one is made to {kind.task.value}",
+            fix="leave it out",
+        )

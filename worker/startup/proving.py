@@ -1,0 +1,90 @@
+"""Proof of a model over its cache: by torch first, then by our own kernels against that.
+
+Owns: the order of the two trials, and the cache of whole heads for the first.
+Never: compares logits itself (self_check.py).
+"""
+
+import logging
+from dataclasses import replace
+from typing import NamedTuple
+
+from worker.attention.interface import AttentionBackend
+from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape, numbers_beside
+from worker.attention.ref_attention import RefAttention
+from worker.devices.device import Device
+from worker.model.layer_replacement import LayerReplacement
+from worker.model.quantized_layers import describe_codes, find_codes
+from worker.model.toolkit import Toolkit
+from worker.progress import LoadPhase
+from worker.ranks.ranks import is_divided
+from worker.startup.kernel_layers import correct_model, put_kernels
+from worker.startup.probing import Start
+from worker.startup.self_check import LONGEST_CHECK, SelfCheck
+
+log = logging.getLogger(__name__)
+
+
+class Proven(NamedTuple):
+    """The backend that was tried, and the layers that kernels took over."""
+
+    backend: AttentionBackend
+    replacement: LayerReplacement | None
+    """Report on the layers that kernels compute; None where torch computes all."""
+
+
+def prove(
+    start: Start, whole_layout: BlockLayout, toolkit: Toolkit | None, cache: KVCache, max_model_len: int
+) -> Proven:
+    """Try the model over the cache, put kernels under it, and try these. Raises StartupError."""
+    loaded, device = start.loaded, start.device
+    correct_model(loaded, max_model_len)
+    start.stage.enter(LoadPhase.WARMING_UP)
+    whole_cache = _small_cache(device, whole_layout) if is_divided(loaded.ranks) else cache
+    check = _check_of(start, whole_cache, max_model_len)
+    expected = check.run()
+    stored_codes = find_codes(loaded.model)
+    replacement = None
+    if toolkit is not None:
+        check = replace(check, cache=cache, backend=toolkit.attention_over(cache))
+        replacement = put_kernels(start.config, toolkit, check, expected, start.stage, must_round_inputs=True)
+    for line in describe_codes(stored_codes, find_codes(loaded.model)):
+        log.info("%s", line)
+    return Proven(check.backend, replacement)
+
+
+def prove_draft(
+    start: Start, shapes: dict[int, LayerShape], toolkit: Toolkit | None, cache: KVCache, max_model_len: int
+) -> AttentionBackend:
+    """Try a draft model over its layers of `cache`, which stand behind the model's, and put kernels under it.
+
+    Raises StartupError.
+    """
+    layers = sorted(cache.layout.layers)[: -len(shapes)]
+    view = cache.view_of(numbers_beside(layers, shapes))
+    correct_model(start.loaded, max_model_len)
+    check = _check_of(start, view, max_model_len)
+    expected = check.run()
+    if toolkit is None:
+        return check.backend
+    check = replace(check, backend=toolkit.attention_over(view))
+    # Options are the model's: they need not have an effect on the draft model.
+    put_kernels(start.config, toolkit, check, expected, start.stage, must_round_inputs=False)
+    return check.backend
+
+
+def _check_of(start: Start, cache: KVCache, max_model_len: int) -> SelfCheck:
+    return SelfCheck(
+        loaded=start.loaded,
+        runner=start.runner,
+        backend=RefAttention(cache, start.device),
+        cache=cache,
+        device=start.device,
+        max_model_len=max_model_len,
+    )
+
+
+def _small_cache(device: Device, layout: BlockLayout) -> KVCache:
+    """Make a cache of whole heads for the check of the model before it is divided."""
+    num_blocks = -(-LONGEST_CHECK // layout.block_size)
+    memory = device.zeros((num_blocks + 1) * layout.block_numel, layout.storage)
+    return KVCache(layout, num_blocks, memory)
