@@ -1,7 +1,7 @@
-"""Settings of the scheduler: what the operator decided, and what is known once the model is loaded.
+"""Settings of the scheduler: the operator's decisions, and facts of the loaded model.
 
 Owns: the names of the choices, their defaults, and the checks of single values and of contradictions.
-Never: decides what is left open; engine/core/process.py does.
+Never: decides settings that the operator left open; engine/core/process.py does.
 """
 
 from dataclasses import dataclass
@@ -76,7 +76,7 @@ class DraftAdmission(StrEnum):
 
 
 class DraftSupply(StrEnum):
-    """Way in which the worker comes by drafts."""
+    """Source of the worker's drafts."""
 
     FREE = "free"  # it offers what it finds: a search takes no time that counts
     ASKED = "asked"  # it computes them with a model, for sequences for which a plan asks
@@ -214,7 +214,7 @@ class SchedulerConfig(SchedulerOptions):
     """Groups of layers that work on different plans at the same time. With several, no sequence is planned
     while a token of it is being sampled, and a plan takes a stage's part of the running ones."""
     max_compiling_s: float = 0.0
-    """Processor time of all grammars that are compiled beside the steps at once; the first may take more. A
+    """Processor time of all grammars that are compiled during steps at once; the first may take more. A
     sequence with another one waits that long at most before its own begins. 0: sequences do not wait for
     grammars."""
     copy_s_per_block: float = 0.0

@@ -10,7 +10,7 @@ from scheduler.messages import Preemption, PreemptionCause, WaitReason
 
 
 def _exported(name: str, text: str) -> int:
-    """Declare a counter that is exported; `text` says what is counted."""
+    """Declare a counter that is exported, with a text for its readers."""
     number: int = field(default=0, metadata={"name": name, "text": text})
     return number
 

@@ -1,4 +1,4 @@
-"""Messages about drafts: why so many are verified, and what became of a prediction.
+"""Messages about drafts: how many are verified and why, and how a client's prediction was used.
 
 Owns: their fields.
 Never: drafts themselves, which plans and results carry (messages.py).
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class DraftReason(StrEnum):
-    """Reason why a step verifies so many of the drafts that were offered."""
+    """Reason for the number of offered drafts that a step verifies."""
 
     ALL = "all"  # each was expected to pay
     COST = "cost"  # one more was expected to cost more time than it saves

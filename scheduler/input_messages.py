@@ -1,4 +1,4 @@
-"""Messages about what a request brings beside its tokens, and about where its answer begins.
+"""Messages about inputs of a request other than tokens, and about the start of its answer.
 
 Owns: their fields.
 Never: the bytes of an input, which lie in shared memory.

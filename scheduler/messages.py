@@ -78,7 +78,7 @@ class SamplingParams:
     seed: int = 0
     """64 bits, unsigned. Always set: a request without one is given a random one on arrival."""
     num_logprobs: int | None = None
-    """Number of alternatives to report beside the chosen token; None reports no log-probability at all."""
+    """Number of alternatives to the chosen token to report; None reports no log-probability at all."""
     logprob_token_ids: tuple[int, ...] = ()
     """Distinct tokens that are reported in place of the likeliest ones, if any log-probability is."""
     num_prompt_logprobs: int | None = None
@@ -126,7 +126,7 @@ class PoolingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceInputs:
-    """Inputs of a sequence beside its tokens; all of them empty for plain generation."""
+    """Inputs of a sequence other than its tokens; all of them empty for plain generation."""
 
     pooling: PoolingParams | None = None
     """If set, nothing is generated."""
@@ -207,7 +207,7 @@ class NewSequence(NamedTuple):
     adapter: str = ""
     """Adapter to run the model with; empty: none."""
     prediction: tuple[int, ...] = ()
-    """Text that the client expects, as tokens: a source of drafts, without any effect on what is sampled."""
+    """Text that the client expects, as tokens: a source of drafts, without any effect on the sampled text."""
     scope: tuple[str, str] = ("", "")
     """Tenant and cache salt. Nothing that is kept of this sequence serves one of another scope."""
 
@@ -226,7 +226,7 @@ class Preemption(NamedTuple):
     sequence_id: SequenceId
     cause: PreemptionCause
     was_swapped: bool
-    """Its KV went to the host; else it is computed again, or found in the prefix cache."""
+    """Whether its KV went to the host; otherwise it is computed again, or found in the prefix cache."""
     beneficiary: SequenceId
     """Sequence that it made room for; itself, if it was the last in the queue and needed more."""
     num_computed_tokens: int
@@ -271,8 +271,8 @@ class SchedulerOutput(NamedTuple):
     Plans are carried out one after the other. One may be made before the result of an earlier one is known;
     a share may then begin at a token that the worker has sampled and the scheduler does not know yet.
 
-    A named tuple because one is built for each step: to build a frozen dataclass of so many fields takes half
-    as long as to plan a step of one decode.
+    A named tuple because one is built for each step: a frozen dataclass with as many fields takes
+    half as long to build as a step of one decode to plan.
     """
 
     step: int
@@ -285,9 +285,9 @@ class SchedulerOutput(NamedTuple):
     """Shares: decodes first, then shares of several tokens, prefill chunks and decodes with drafts."""
     num_scheduled_tokens: int
     swap_out: tuple[BlockCopy, ...] = ()
-    """Copies from the device's pool to the host's, before anything else is written: blocks of preempted
+    """Copies from the device's pool to the host's, before any other write: blocks of preempted
     sequences, and cached prefixes that the device gives up. Blocks that are written again first come first,
-    as far as that is known: a device that copies beside its steps waits for no others."""
+    as far as that is known: a device that copies during its steps waits for no others."""
     swap_in: tuple[BlockCopy, ...] = ()
     """Copies from the host's pool to the device's, after all of `swap_out`."""
     copies: tuple[BlockCopy, ...] = ()
@@ -336,7 +336,7 @@ class ModelRunnerOutput:
     draft_token_ids: Mapping[SequenceId, tuple[int, ...]] = field(default_factory=dict)
     """Guesses at the tokens after those in `token_ids`, for a next plan to verify."""
     draft_passes: DraftPasses = ()
-    """Passes that made some of these, beside the step itself."""
+    """Passes that made some of these, in addition to the step itself."""
     num_followed: Mapping[SequenceId, int] = field(default_factory=dict)
     """Tokens that a draft model has computed, of each sequence that it was asked about."""
 

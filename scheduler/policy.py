@@ -60,7 +60,7 @@ class Newcomer(NamedTuple):
 
 
 MOST_URGENT = Newcomer(-inf, (-inf,))
-"""Ahead of every request that can come."""
+"""Standing before every possible request."""
 
 RankedT = TypeVar("RankedT", bound=Ranked)
 _SortKey = Callable[[Standing], Rank]

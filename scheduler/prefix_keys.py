@@ -18,7 +18,8 @@ from typing import NamedTuple
 def root_key(cache_salt: str, adapter: str = "") -> bytes:
     """Key of the parent of a sequence's first block.
 
-    The two texts are hashed apart: else one could end earlier and the other begin earlier, with the same key.
+    The two texts are hashed apart: joined, one could end earlier and the other begin earlier, for the same
+    key.
     """
     return sha256(sha256(cache_salt.encode()).digest() + adapter.encode()).digest()
 
@@ -43,7 +44,7 @@ def prompt_keys(token_ids: Sequence[int], block_size: int, root: bytes) -> list[
 
 
 class ChangeKind(StrEnum):
-    """Change of what is found."""
+    """Change of the blocks that are found."""
 
     STORED = "stored"
     FORGOTTEN = "forgotten"

@@ -209,7 +209,7 @@ class Scheduler:
     def observe_step(
         self, plan: SchedulerOutput, seconds: float, passes: DraftPasses = (), *, waited_s: float = 0.0
     ) -> None:
-        """Learn how long the worker took for a plan, and beside it for passes of a draft model.
+        """Learn how long the worker took for a plan, and for passes of a draft model.
 
         Before it the worker `waited_s`, since the plan needed the last result.
         """
@@ -218,7 +218,7 @@ class Scheduler:
 
     @property
     def compilations(self) -> Compilations:
-        """Grammars that the worker compiles beside its steps; it reports each to `note_compiled`."""
+        """Grammars that the worker compiles during its steps; it reports each to `note_compiled`."""
         return self._queues.compilations
 
     def note_compiled(self, sequence_id: SequenceId) -> bool:

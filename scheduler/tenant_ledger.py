@@ -28,8 +28,8 @@ class Account(Protocol):
 class TenantAccounts:
     """A ledger for each level of priority, while requests of it are unfinished.
 
-    Service at one level is none at another: a tenant's urgent requests would else keep its others waiting,
-    as long as there are any.
+    Service at one level is none at another: with one ledger a tenant's urgent requests would keep its others
+    waiting, as long as there are any.
     """
 
     def __init__(self, weights: dict[str, float], level: Callable[[int], int]) -> None:

@@ -42,7 +42,7 @@ def block_runs(
 
 
 def _decoded(code: int) -> tuple[int, int]:
-    """Use and owner: 0 free, 1 cached, else twice the sequence's id and 2, and 1 more if others share it."""
+    """Use and owner: 0 free, 1 cached; twice the sequence's id plus 2, plus 1 if others share it."""
     if code <= 1:
         return code, 0
     return BlockUse.SHARED.value if code & 1 else BlockUse.OWNED.value, (code >> 1) - 1

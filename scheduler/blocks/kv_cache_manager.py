@@ -4,7 +4,7 @@ Owns: the block tables, through the pool (which blocks are free) and the index (
 Never: chooses which sequence is preempted; it says OK, LATER or NEVER and on anything but OK it changes
 nothing.
 Source: PagedAttention, arXiv:2309.06180. Hits are taken out of the free list before fresh blocks are
-popped, else a fresh block could evict a hit.
+popped, otherwise a fresh block could evict a hit.
 
 A plan's copies are made before it computes, in the order swap_out, swap_in, copies. So a block may be popped
 in the plan that copies it out, but not in the plan that copies from it: sources of `swap_in` and of `copies`
@@ -202,7 +202,7 @@ class KVCacheManager:
         return fresh
 
     def append_blocks(self, seqs: list[Sequence]) -> None:
-        """Give one block to each in turn; the caller makes sure that all are missing, and so many free."""
+        """Give one block to each in turn; the caller makes sure that all are missing, and as many free."""
         for seq, block in zip(seqs, self._take(len(seqs)), strict=True):
             seq.block_ids.append(block)
             seq.num_slots += self.block_size

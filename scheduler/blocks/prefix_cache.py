@@ -20,7 +20,7 @@ class PrefixCache:
         self._key_by_block: dict[BlockId, bytes] = {}
         self.num_changes = 0
         self.journal: PrefixJournal | None = None
-        """Record of what is found and no longer found, for readers outside; None: there are none."""
+        """Record of blocks that are found, and found no more, for readers outside; None: there are none."""
 
     def __len__(self) -> int:
         return len(self._block_by_key)
@@ -74,7 +74,7 @@ class PrefixCache:
         return found[0][0] if found else None
 
     def forget_all(self, blocks: list[BlockId]) -> list[tuple[bytes, BlockId]]:
-        """Remove those of the blocks that can be found; returns them, with their keys."""
+        """Remove the findable ones among these blocks; returns them with their keys."""
         keys = map(self._key_by_block.pop, blocks, repeat(b""))
         found = [pair for pair in zip(keys, blocks, strict=True) if pair[0]]
         for key, _ in found:

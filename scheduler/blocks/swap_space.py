@@ -6,7 +6,7 @@ Source: pool.py and prefix_cache.py once more, for the host: a block without a h
 that is found by its key, until the block is needed.
 
 A plan copies out before it copies in. So a host block that a plan copies in is pinned until the plan is
-complete: nothing else of the same plan may be copied out to it.
+complete: no other copy of the same plan may go to it.
 """
 
 from collections.abc import Iterable
@@ -77,7 +77,7 @@ class SwapSpace:
         return self._kept.get(key)
 
     def pin(self, block: BlockId) -> None:
-        """Hold a block that this plan copies in."""
+        """Keep a block of the swap space from being reused: this plan copies it to the device."""
         self._pool.share(block)
         self._pinned.append(block)
 
@@ -95,7 +95,7 @@ class SwapSpace:
         self._kept.forget(block)
 
     def forget_key(self, key: bytes) -> None:
-        """Let the content of a key, which cannot be trusted, not be found."""
+        """Forget a key whose content may be wrong."""
         self._kept.forget_key(key)
 
     def clear(self) -> None:

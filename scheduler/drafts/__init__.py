@@ -1,4 +1,4 @@
 """Drafts: guesses at the next tokens of running sequences, kept until a plan verifies them (engine process).
 
-Owns: which there are, how many are worth their time, and what is known of their rates and costs.
+Owns: the drafts that exist, how many are worth their time, and measurements of their rates and costs.
 """

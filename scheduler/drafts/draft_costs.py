@@ -1,13 +1,13 @@
 """Times that drafts cost: of steps and of passes of a draft model by their tokens, and of waits.
 
-Owns: what was measured of each.
+Owns: the measurements of each.
 Never: reads a clock, or weighs a time against the tokens that it brings (draft_rule.py).
 """
 
 _FIXED_ROWS = 12
-"""A step takes as long as so many rows before it has any: until sizes are measured."""
+"""Rows that take as long as the fixed part of a step: assumed until sizes are measured."""
 _COST_LEARNING = 0.1
-_MAX_SURPRISE = 2.0  # a step that took longer than so many times the usual counts as such; a wait, too
+_MAX_SURPRISE = 2.0  # a step that took longer than this many times the usual counts as that; so does a wait
 _MAX_SURPRISE_AT_FIRST = 1.3  # a disturbance only ever adds
 _NUM_SETTLED = 10  # observations of a size, from which on it shows a trend
 _TREND_LEARNING = 0.05
@@ -21,7 +21,7 @@ class StepCosts:
     """Measured seconds of steps without prompts, by their number of tokens; straight lines between.
 
     Growing contexts add time to steps of all sizes. So where settled sizes take more than they did, or less,
-    for a while, those not seen meanwhile follow: else they would look cheap.
+    for a while, those not seen meanwhile follow: otherwise they would look cheap.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class StepCosts:
     def seconds(self, num_tokens: int) -> float:
         """Expected time of a step.
 
-        Beyond what was measured it grows on like between the ends, if these lie apart.
+        Beyond the largest measurement it grows on like between the ends, if these lie apart.
         """
         sizes, means = self._sizes, self._means
         if not sizes:
@@ -111,7 +111,7 @@ class DraftWaits:
 
 
 def _rounded(num_tokens: int) -> int:
-    """Round larger sizes, so that few are told apart: to an eighth of themselves."""
+    """Round larger sizes to an eighth of themselves, so that there are few."""
     if num_tokens <= _EXACT_SIZES:
         return num_tokens
     unit = 1 << (num_tokens.bit_length() - 4)

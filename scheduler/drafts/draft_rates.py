@@ -1,6 +1,6 @@
 """Rates at which drafts are right: for each source, sequence and place among its drafts.
 
-Owns: what was learnt of each, and what is expected where little is known.
+Owns: the outcomes of each, and the rates that are expected where little is known.
 Never: chooses drafts (draft_rule.py).
 """
 

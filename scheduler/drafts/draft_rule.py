@@ -28,16 +28,18 @@ from scheduler.drafts.draft_costs import DraftWaits, StepCosts
 from scheduler.drafts.draft_rates import FIRST_RATES, DraftSource, Rates
 from scheduler.messages import SequenceId
 
-_LEAST_GAIN = 1.03  # less is within the error of what is measured
+_LEAST_GAIN = 1.03  # less is within the error of measurement
 _PROBE_INTERVAL = 64
 _LEAST_SURVIVAL_OF_PROBE = 0.3
 _FURTHER_ROWS, _FURTHER_TIMES = 8, 4
-"""A step may be larger than the largest that was measured by so many rows, or so many times as large."""
+"""A step may have this many rows more than the largest that was measured, or be this many times as large."""
 _EXPLORED_PART = 0.01
 """Part of all time that drafts may take that are not expected to pay."""
 _FEW_OUTCOMES = 8.0
-_NEAR = 16  # tokens that a draft model catches up with beside others
-_LEAST_AHEAD = 32  # tokens that a sequence is expected to get at least, if it may; else as many as it has
+_NEAR = 16  # tokens that a draft model catches up with in the passes of others
+_LEAST_AHEAD = (
+    32  # tokens that a sequence is expected to get at least, if it may; otherwise as many as it has
+)
 
 
 class _Record:
@@ -83,7 +85,7 @@ class DraftRule:
         self._has_looked = False
         self.costs = StepCosts()
         self.pass_costs = StepCosts()
-        """The same of passes of a draft model."""
+        """Costs of passes of a draft model."""
 
     @property
     def is_idle(self) -> bool:
@@ -120,7 +122,7 @@ class DraftRule:
     def choose(
         self, offers: Mapping[SequenceId, int], *, num_decodes: int, has_prefill: bool
     ) -> tuple[dict[SequenceId, int], DraftChoice]:
-        """Choose the number of drafts of each sequence, of so many, for a step of `num_decodes` sequences."""
+        """Choose how many offered drafts of each sequence a step of `num_decodes` sequences verifies."""
         slots = self._slots(offers)
         if has_prefill:
             return {}, DraftChoice(len(slots), 0, DraftReason.PREFILL, 0.0, 0.0)
@@ -141,7 +143,7 @@ class DraftRule:
     def ask(self, drafting: Mapping[SequenceId, Drafting], *, num_decodes: int) -> dict[SequenceId, int]:
         """Choose the number of drafts that a model makes for each sequence, for a step of `num_decodes`.
 
-        Where none is expected to pay, one is made once in a while: nothing else shows how often it is right.
+        Where none is expected to pay, one is made once in a while: only that shows how often it is right.
         """
         if not self.costs.knows(num_decodes):
             return {}
@@ -219,7 +221,7 @@ class DraftRule:
     def _num_that_pay(self, slots: Sequence[Slot], num_decodes: int) -> int:
         """Count the best slots with which tokens a second are most; 0 if they hardly gain."""
         if not self.costs.knows(num_decodes):
-            return 0  # without drafts first: else nothing shows what they cost
+            return 0  # without drafts first: their cost is measured against that
         most = min(len(slots), self._num_foreseeable(num_decodes))
         tokens = float(num_decodes)
         best_num, best = 0, _LEAST_GAIN * tokens / self.costs.seconds(num_decodes)
@@ -240,7 +242,7 @@ class DraftRule:
         return True
 
     def _num_to_probe(self, slots: Sequence[Slot], num_chosen: int, num_decodes: int) -> int:
-        """Count slots for a step that is made larger once in a while, lest one slow step count for ever."""
+        """Count slots for a larger step, made at times so that one slow step does not count for ever."""
         num = min(2 * num_chosen + 1, len(slots))
         if not num or slots[num - 1].survival < _LEAST_SURVIVAL_OF_PROBE:
             return 0

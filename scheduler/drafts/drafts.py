@@ -43,7 +43,7 @@ class Drafts:
         return bool(self.offers or self._late or self.has_model)
 
     def offer(self, seq: Sequence, token_ids: tuple[int, ...]) -> None:
-        """Keep drafts for the next share of `seq`, if that computes the last known token and nothing else."""
+        """Keep drafts for the next share of `seq`, if that computes the last known token alone."""
         if seq.status is not Status.RUNNING or not token_ids:
             return
         fits = seq.num_uncomputed_tokens == 1 and seq.num_tokens == len(seq.token_ids)
@@ -107,7 +107,7 @@ class Drafts:
         if self._rule is None or not (self.has_model or not self._rule.is_idle):
             return
         self._rule.observe(plan.num_scheduled_tokens, seconds)
-        if self._config.max_plans_in_flight > 1:  # else all steps wait
+        if self._config.max_plans_in_flight > 1:  # with one, all steps wait
             self._rule.observe_wait(waited_s, has_drafts=bool(plan.draft_token_ids))
 
     def observe_passes(self, passes: DraftPasses) -> None:
@@ -130,7 +130,7 @@ class Drafts:
         return DraftSource.MODEL if self.has_model else DraftSource.TEXT
 
     def _drafting(self, seq: Sequence, num_verified: int) -> Drafting:
-        """Describe a sequence after all that a plan which verifies so many drafts may bring."""
+        """Describe a sequence as it will be if all drafts hold that the present plan verifies."""
         num_left = seq.max_length - seq.num_tokens - num_verified - 2
         return Drafting(
             most=max(min(num_left, self._config.max_drafts), 0),

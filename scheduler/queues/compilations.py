@@ -1,4 +1,4 @@
-"""Compilations of grammars beside the steps: sequences of those under way, and rows that are compiled.
+"""Compilations of grammars during steps: sequences of those under way, and rows that are compiled.
 
 Owns: which these are, the time and the rows that they may take together, and what the worker has not heard of
 yet.

@@ -27,7 +27,7 @@ _running_rank_of = attrgetter("running_rank")
 _LEAST_LEAD = 64 * GENERATED_TOKEN_COST
 
 _ReasonOf = Callable[[Sequence, int], WaitReason]
-"""Reason of a waiting sequence, with so many ahead of it in the waiting queue."""
+"""Reason why a sequence waits, by the number ahead of it in the waiting queue."""
 
 _Queue = WaitingQueue | FairWaitingQueue
 
@@ -70,7 +70,7 @@ class RequestQueues:
         self.waiting = self._new_queue()
         """Sequences that may be admitted as soon as there is room."""
         self.uncompiled = self._new_queue()
-        """Sequences with a grammar that is not compiled yet, beside `waiting`; empty where steps compile."""
+        """Other sequences, whose grammar is not compiled yet; empty where steps compile."""
         self.num_arrivals = 0
         """Times that a sequence joined `waiting`."""
         self._by_need = NeedIndex(config.block_size) if config.max_bypasses else None
@@ -104,7 +104,7 @@ class RequestQueues:
         return len(self.uncompiled) + len(self.compilations)
 
     def lacks_grammar(self, seq: Sequence) -> bool:
-        """Whether it waits for its grammar, where that is compiled beside the steps."""
+        """Whether it waits for its grammar, where that is compiled during steps."""
         return self.compilations.is_on and seq.has_grammar and not seq.is_compiled
 
     def all_waiting(self) -> list[Sequence]:

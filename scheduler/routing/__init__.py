@@ -1,4 +1,4 @@
 """The line before several engines, and the choice of one for each request (API process and simulator).
 
-Never: sends anything, or reads a clock; it counts what it is told about each engine.
+Never: sends anything, or reads a clock; its caller reports to it about each engine.
 """

@@ -4,8 +4,8 @@ Owns: the line, which engine has which request, and the choice.
 Never: sends a request, or reads a clock; the API process and the simulator run this same code.
 
 A request goes where it costs least: tokens to compute before its first token, those that wait there already
-included, and the load beside which it would run. A prefix that an engine has is a saving of tokens and
-nothing more; so a prefix that everybody asks for spreads by itself, once load costs more than computing it.
+included, and the load of the other requests there. A prefix that an engine has is a saving of tokens and
+nothing more; so a prefix of many requests spreads by itself, once load costs more than computing it.
 With one engine there is nothing to choose, and no request waits here while that engine is ready.
 """
 
@@ -119,7 +119,7 @@ class Dispatcher(Generic[OwnerT]):
             self._accounts.charge(ticket, GENERATED_TOKEN_COST * num_tokens)
 
     def note_start(self, ticket: Ticket[OwnerT]) -> None:
-        """Count the first output of one of its sequences; the prompt is computed with the first of all."""
+        """Record a first output of the request: with the earliest of them its prompt is computed."""
         view = ticket.view
         if view is None or not ticket.num_unbegun:
             return

@@ -19,7 +19,7 @@ _STEPS_AHEAD = 2
 _HELD_TOKEN_PRICE = 0.25
 """Cost of a token of context that an engine holds, in prompt tokens computed: all its steps read it."""
 _LIVE_PRICE_TOKENS = 64
-"""Cost of a sequence that runs beside, in prompt tokens computed: a token of each step is its own."""
+"""Cost of another running sequence, in prompt tokens computed: it takes a token of each step."""
 
 
 class EngineSize(NamedTuple):
@@ -70,7 +70,7 @@ class EngineView:
         return self.size.block_size * sum(1 for _ in takewhile(self.keys.__contains__, keys))
 
     def can_begin(self, num_tokens: int, *, priority: float) -> bool:
-        """Whether a request with so many tokens to compute can begin soon.
+        """Whether a request with `num_tokens` to compute can begin soon.
 
         Priority inf is that of a request which takes no other's place.
         """
@@ -86,7 +86,7 @@ class EngineView:
         return self.num_unbegun_tokens + num_tokens <= _STEPS_AHEAD * size.step_tokens
 
     def cost(self, num_tokens: int) -> float:
-        """Work before the first token and beside all others, in prompt tokens computed."""
+        """Work before the first token, and that of all other sequences, in prompt tokens computed."""
         assert self.size is not None
         ahead = self.num_unbegun_tokens + num_tokens
         beside = _HELD_TOKEN_PRICE * self.num_held_tokens + _LIVE_PRICE_TOKENS * self.num_live

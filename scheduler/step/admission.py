@@ -1,6 +1,6 @@
 """Admission: which waiting sequences join a step, and what the others wait for.
 
-Owns: the order of admissions, bounded bypass, and what is noted when a sequence starts.
+Owns: the order of admissions, bounded bypass, and the notes about a sequence that starts.
 Never: serves the running queue (planner.py), or chooses victims and preempts them (preemption.py).
 """
 
@@ -27,7 +27,7 @@ _BYPASS_WINDOW = 8
 # for ever.
 _ADAPTER_BYPASSES = 16
 
-# Steps between two turns of tenants: who is owed something has waited for longer.
+# Steps between two turns of tenants: a tenant that is owed service has waited for longer.
 _STEPS_BETWEEN_TURNS = 8
 
 # Reasons that concern the first in the queue; the others concern all.
@@ -86,8 +86,8 @@ class Admission:
     def note_held_up(self) -> None:
         """Note, once a step is planned, whether the turn of a less urgent one keeps an urgent one waiting.
 
-        Behind that the urgent come first for as many steps, and for the length of a turn at least. Else many
-        that grow old together would have their turns in a row, and the urgent wait for all of these.
+        Behind that the urgent come first for as many steps, and for the length of a turn at least: many that
+        grow old together would have their turns in a row, and the urgent wait for all of these.
         """
         if not len(self._queues.waiting):
             return
@@ -101,7 +101,7 @@ class Admission:
             self._urgent_first_until = self._held_up_until + num_steps
 
     def _first(self) -> Sequence:
-        """First of those who wait, by rank; by urgency alone for some steps after the urgent were held up."""
+        """First waiting sequence by rank; by urgency alone for some steps after the urgent were held up."""
         if self._state.counters.num_steps < self._urgent_first_until:
             return self._queues.most_urgent()
         return self._queues.waiting.peek()
@@ -160,7 +160,7 @@ class Admission:
         """Sequences that give way to `seq`; None if it must wait.
 
         An older one may be the first in the queue. Then the place and the blocks that are free are kept for
-        that one, which would else wait for ever: `seq` gets only what it takes from running ones.
+        that one, which would otherwise wait for ever: `seq` gets only what it takes from running ones.
         """
         displaceable = self._order.displaced_by(seq, self._queues.running)
         head = self._first()
@@ -181,7 +181,7 @@ class Admission:
     def _would_delay_better(self, seq: Sequence, demand: BlockDemand, room: int, plan: PlanDraft) -> bool:
         """Whether prompts before it in the running queue would get less of the step for its chunk.
 
-        Else urgent ones that keep coming would stop an earlier one of their own priority.
+        Otherwise urgent ones that keep coming would stop an earlier one of their own priority.
         """
         before = takewhile(lambda each: each.running_rank < seq.running_rank, self._queues.running)
         unserved = [each for each in before if each.sequence_id not in plan.urgent]
@@ -197,7 +197,7 @@ class Admission:
         self.wait_reason = WaitReason.STEP
 
     def compile_ahead(self) -> None:
-        """Have the grammars of those who come next compiled, beside the steps."""
+        """Have the grammars of the next sequences compiled during steps."""
         uncompiled = self._queues.uncompiled
         while len(uncompiled):
             if not any(map(self._begins_to_compile, (uncompiled.peek(), uncompiled.most_urgent()))):

@@ -1,6 +1,6 @@
 """Budget of one step: tokens, slots and tokens to look up.
 
-Owns: what is left of them while a step is planned, and the limit on a device that has run out of memory.
+Owns: the rest of them while a step is planned, and the limit on a device that has run out of memory.
 Never: chooses the part of prompts (pace.py), or what becomes of a step that found too little memory
 (rollback.py).
 """
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from scheduler.sequence import Sequence
 
-# Part of the prefill of a step, one in so many, for the prompt that has waited longest: more urgent ones that
+# One in this many tokens of a step's prefill is for the prompt that has waited longest: more urgent ones that
 # keep coming slow it down and do not stop it.
 _RESERVED_PART = 8
 
@@ -91,7 +91,7 @@ class SchedulingBudget:
         """Prompts that may still want a part of this step; counted where one may not take all of it."""
         self.reserved_tokens = 0
         self.reserved_for: Sequence | None = None
-        """Prefill that gets so many tokens, whatever stands before it."""
+        """Prefill that gets these tokens, whatever stands before it."""
 
     def take_decode(self) -> None:
         self.remaining_tokens -= 1
@@ -114,7 +114,7 @@ class SchedulingBudget:
         return share
 
     def equal_part(self) -> int:
-        """Part of each prompt, if those that may still come share what is left."""
+        """Part of each prompt, if the rest is shared with those that may still come."""
         room = min(self.remaining_tokens - self.num_decodes_ahead, self.remaining_prefill_tokens)
         return room // max(self.num_prefills_ahead, 1)
 
@@ -124,7 +124,7 @@ class SchedulingBudget:
         self.reserved_for, self.reserved_tokens = seq, min(room // _RESERVED_PART, seq.num_uncomputed_tokens)
 
     def chunk_tokens(self, seq: Sequence, *, num_decodes: int) -> int:
-        """Longest chunk that the step has room for beside `num_decodes`; 0 or less is none.
+        """Longest chunk that the step has room for next to `num_decodes`; 0 or less is none.
 
         A prompt that is computed at once or not at all may be longer than the part of prompts, if it is the
         first.
@@ -139,7 +139,7 @@ class SchedulingBudget:
         self.remaining_seqs -= 1
 
     def may_hash(self, num_tokens: int) -> bool:
-        """Whether keys of so many more tokens may be computed. The first sequence may always have its own."""
+        """Whether keys of `num_tokens` more may be computed. The first sequence may always have its own."""
         return (
             num_tokens <= self.remaining_hashed_tokens or self.remaining_hashed_tokens == _MOST_HASHED_TOKENS
         )

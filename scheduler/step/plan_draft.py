@@ -1,6 +1,6 @@
 """Draft of a plan: a step while it is being planned.
 
-Owns: what was decided so far, and the budget that is left.
+Owns: the decisions so far, and the budget that is left.
 Never: decides.
 """
 

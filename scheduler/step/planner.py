@@ -186,7 +186,7 @@ class Planner:
         return BudgetLimits(max_tokens, -(-(self._config.max_prefill_tokens or most) // self._num_stages))
 
     def _plan_separately(self, plan: PlanDraft) -> None:
-        """Prefill alone if there is any to do and it is due, else decodes alone."""
+        """Prefill alone if there is any to do and it is due, otherwise decodes alone."""
         num_decodes, plan.budget.num_decodes_ahead = plan.budget.num_decodes_ahead, 0
         self._serve_prefills(plan)
         if self._prefill_is_due(plan.now_s):
@@ -237,7 +237,7 @@ class Planner:
     def _move_window(self, seq: Sequence, plan: PlanDraft) -> bool:
         """Exchange blocks that the window passed for the blocks of the next share.
 
-        False if others still share these, and nothing else is free: the sequence has to wait.
+        False if others still share these, and no block is free: the sequence has to wait.
         """
         self._kv.pass_blocks(seq)
         fresh = self._kv.append(seq)

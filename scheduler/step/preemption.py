@@ -5,7 +5,7 @@ that a preempted sequence leaves behind.
 Never: decides that a sequence must go (planner.py, admission.py) or is less urgent (policy.py), or moves
 blocks (kv_cache_manager.py).
 Sources: vLLM's first engine had both modes and chose by the number of sequences; here the cost decides.
-Displacement is asked for by users of priority scheduling: else an urgent request waits until work of low
+Displacement is asked for by users of priority scheduling: otherwise an urgent request waits until work of low
 priority ends.
 
 The rules of displacement, each against a fault that others have had:

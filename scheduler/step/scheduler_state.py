@@ -2,7 +2,7 @@
 
 Owns: the order of the plans in flight. The device carries them out in the order in which they were made, and
 their results come in that order too.
-Never: decides what is planned.
+Never: plans.
 """
 
 from collections import deque
@@ -35,7 +35,7 @@ class PlansInFlight:
     def hold(self) -> None:
         """Make no plan behind the one that is being made: it verifies drafts, or waits for some to fit.
 
-        Sequences with drafts would else go on in two halves, each in every second step.
+        Sequences with drafts would otherwise go on in two halves, each in every second step.
         """
         self._is_held = True
 

@@ -40,7 +40,7 @@ class StepTimeModel:
     ) -> None:
         """Observe a step.
 
-        `pause_s` is the time between two tokens of those that decoded beside a prefill; 0 if none did.
+        `pause_s` is the time between two tokens of those that decoded in a step with prefill; 0 if none did.
         """
         if has_prefill:
             self.last_prefill_s = seconds
@@ -50,7 +50,7 @@ class StepTimeModel:
             self._learn()
 
     def observe_all(self, num_tokens: int, durations_s: Sequence[float]) -> None:
-        """Observe steps of so many tokens each, without a prefill."""
+        """Observe steps of `num_tokens` each, without a prefill."""
         self._unread += [(num_tokens, seconds, 0.0) for seconds in durations_s]
         if len(self._unread) >= _MOST_UNREAD:
             self._learn()
@@ -77,7 +77,7 @@ class StepTimeModel:
             tokens_seconds = tokens_seconds * _DECAY + num_tokens * seconds
             mean = tokens / weight
             variance = tokens_squared / weight - mean * mean
-            if variance > _MIN_SPREAD * _MIN_SPREAD:  # else the slope that was seen before still holds
+            if variance > _MIN_SPREAD * _MIN_SPREAD:  # otherwise the slope that was seen before still holds
                 covariance = tokens_seconds / weight - mean * total_s / weight
                 slope_s = max(covariance / variance, 0.0)
             if slope_s is not None and num_tokens:
@@ -95,9 +95,9 @@ class StepTimeModel:
 
     @property
     def headroom(self) -> float:
-        """Factor by which the pauses beside a prefill exceed the expected duration: about one in 100 by more.
+        """Factor by which pauses in steps with prefill exceed the expected time: about one in 100 by more.
 
-        It has in it whatever the line has not: steps that vary, the time between two steps.
+        It covers what the straight line does not: steps that vary, and the time between two steps.
         """
         if self._unread:
             self._learn()

@@ -73,7 +73,7 @@ class TokenShares:
         return shares
 
     def part(self, seq: Sequence, plan: PlanDraft) -> None:
-        """Give as much of what is left to compute as the budget has; no share, if nothing is left."""
+        """Give as many of the uncomputed tokens as the budget has; no share, if none are left."""
         share = plan.budget.take_chunk(seq, self.num_shared(seq, plan.budget))
         if share:
             self.chunk(seq, share, plan)

@@ -64,7 +64,7 @@ _ROUNDED = re.compile(r"(?:self_attn\.(?:[qkvo]|qkv)|mlp\.(?:gate|up|gate_up|dow
 _BLOCK = 32
 """A divisor of the outputs and inputs of a weight that is rounded whole."""
 _BYTES_OF_A_START = 128 << 20
-"""Beside the weights: the vocabulary as a tree, for grammars, pages of libraries, numbers of the check."""
+"""Memory other than weights: the vocabulary as a tree for grammars, libraries, numbers of the check."""
 # torch's name of a dtype -> the name in a safetensors header, and bytes per number. Others are not converted.
 _FLOATS = {"float64": ("F64", 8), "float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2)}
 
@@ -251,10 +251,10 @@ def loaded_bytes(files: list[WeightFile], dtype: str | None) -> WeightBytes:
 
 
 def bytes_not_taken(files: list[WeightFile], dtype: str | None, *, num_bits: float, rounds_head: bool) -> int:
-    """Size the part of `loaded_bytes` that a start never holds if it rounds layers to so many bits a number.
+    """Size the part of `loaded_bytes` that a start never holds if it rounds layers to `num_bits` a number.
 
     Weights are pages of their files until their layer is rounded. Counts layers that consist of attention and
-    a gated MLP, and leaves out what a start takes beside them: a layer in float32 twice, the output
+    a gated MLP, and leaves out the rest that a start takes: a layer in float32 twice, the output
     layer's codes twice, and memory that is the same for any model.
     """
     if dtype != "bfloat16":  # others are converted, all at once

@@ -15,7 +15,7 @@ from threading import Lock
 from worker.worker_errors import StartupError
 
 _TEXT_SUFFIXES = frozenset({".json", ".jinja"})
-"""Configuration, tokenizer and templates; nothing else beside the weights is ever read."""
+"""Configuration, tokenizer and templates; of other files only weights are ever read."""
 _MAX_LIST_BYTES = 1 << 20
 _LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](\S.*)")
 _SPELLED = "write it with `sha256sum *.safetensors *.json *.jinja` in the folder of the model"

@@ -1,6 +1,6 @@
 """Translation of a GGUF file's metadata into config.json, and of its names into those of the model's weights.
 
-Owns: the families that are read from such files, and what is done to each of their tensors.
+Owns: the families that are read from such files, and the changes of each of their tensors.
 Never: reads tensors but the few numbers of rotary frequencies, or knows the tokenizer.
 Source: the names and metadata that llama.cpp's converter writes.
 """
@@ -47,7 +47,7 @@ _DEFAULT_THETA = 10000.0
 _OTHER_SCALING = ("attn_factor", "yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow")
 """Settings of rotary embeddings that are refused."""
 _GEMMA_EXTRAS = {"hidden_activation": "gelu_pytorch_tanh"}
-# Of these families the sizes with so many layers divide queries by another number than the size of a head.
+# Models with these numbers of layers divide queries by another number than the size of a head.
 _ODD_SCALED_LAYERS = {"gemma2": 46, "gemma3": 62}
 _WINDOW_PATTERNS = {"gemma2": 2, "gemma3": 6}
 _DEFAULT_WINDOWS = {"gemma2": 4096}
@@ -92,7 +92,7 @@ _FAMILIES = {
 
 @dataclass(frozen=True, slots=True)
 class GgufWeight:
-    """One weight of the model, and what is to be done to its numbers."""
+    """One weight of the model, and the change of its numbers."""
 
     name: str
     """The model's name for it; the last part is BLOCKS where it is stored as blocks."""
@@ -128,7 +128,7 @@ def find_weights_of(file: GgufFile) -> Iterator[GgufWeight]:
 
 
 def config_of(file: GgufFile) -> dict[str, Any]:
-    """config.json. Raises StartupError for what is not supported, by the name of the key or tensor."""
+    """config.json. Raises StartupError, with the name of a key or tensor that is not supported."""
     family = _family_of(file)
     num_heads, hidden_size = _number(file, "attention.head_count"), _number(file, "embedding_length")
     head_dim = _number(file, "attention.key_length", hidden_size // max(1, num_heads))

@@ -73,7 +73,7 @@ def _write(folder: Path, path: Path, texts: dict[str, dict[str, Any]]) -> None:
         try:
             written.rename(folder)
         except OSError:
-            if not (folder / WEIGHTS).exists():  # nobody was faster
+            if not (folder / WEIGHTS).exists():  # no other process was faster
                 raise
 
 

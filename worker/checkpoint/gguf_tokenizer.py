@@ -190,7 +190,7 @@ def _byte_level(file: GgufFile) -> tuple[dict[str, Any], bool]:
 
 
 def _byte_letters() -> list[str]:
-    """The letter that stands for each byte: its own where that can be seen, else one from 256 on."""
+    """The letter that stands for each byte: its own where that can be seen, otherwise one from 256 on."""
     seen = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     unseen = [byte for byte in range(256) if byte not in seen]
     return [chr(byte if byte in seen else 256 + unseen.index(byte)) for byte in range(256)]

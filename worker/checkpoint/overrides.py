@@ -33,7 +33,7 @@ def generation_overrides(text: str | None) -> dict[str, float]:
 
 
 def config_overrides(text: str | None) -> dict[str, Any]:
-    """Parse what is to stand in config.json. Raises StartupError."""
+    """Parse the changes to config.json. Raises StartupError."""
     values = _object(_CONFIG_FLAG, text, '{"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}')
     fixed = sorted(_FIXED & values.keys())
     if fixed:
@@ -45,7 +45,7 @@ def config_overrides(text: str | None) -> dict[str, Any]:
 
 
 def merged(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge objects key by key, all else by replacement; null takes a key away."""
+    """Merge objects key by key, and replace other values; null takes a key away."""
     result = dict(content)
     for key, value in overrides.items():
         if value is None:

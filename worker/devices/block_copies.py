@@ -90,14 +90,12 @@ class PlainCopier:
         self._host_ME = pools.host_ME.view(torch.uint8).numpy()
 
     def swap(self, out: Sequence[RowCopy], back: Sequence[RowCopy]) -> None:
-        """See PoolCopier."""
         for run in merge_runs(out):
             self._host_ME[run.target_rows] = self._device_NE[run.source_rows]
         for run in merge_runs(back):
             self._device_NE[run.target_rows] = self._host_ME[run.source_rows]
 
     def step(self, touched: TouchedRows) -> AbstractContextManager[None]:  # noqa: ARG002 - nothing is late
-        """See PoolCopier."""
         return nullcontext()
 
 

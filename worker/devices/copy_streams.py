@@ -1,4 +1,4 @@
-"""Copies between the pools that run beside the steps of a GPU.
+"""Copies between the pools that run during the steps of a GPU.
 
 Owns: the waits of copies for steps, of steps for copies, and of copies for each other.
 Never: decides which rows are copied, or when (scheduler/); torch.cuda (cuda_streams.py).
@@ -146,7 +146,6 @@ class CopyStreams:
         self._at_host: _LastPieces = {}  # by row of the host's pool
 
     def swap(self, out: Sequence[RowCopy], back: Sequence[RowCopy]) -> None:
-        """See PoolCopier."""
         self._forget_done()
         ready, late = _divide(out, self._must_wait(self._out, self._leaving, _ends_of_out(out)))
         for lane, copies in ((self._out, ready), (self._late_out, late)):
@@ -159,7 +158,6 @@ class CopyStreams:
 
     @contextmanager
     def step(self, touched: TouchedRows) -> Iterator[None]:
-        """See PoolCopier."""
         self._forget_done()
         step = _Step(touched, len(self._pools.device_NE))
         for piece in self._in_the_way_of(step):

@@ -27,19 +27,17 @@ class CudaStream:
                 target.copy_(source, non_blocking=True)
 
     def record(self) -> StreamEvent:
-        """See Stream."""
         new_event: Any = torch.cuda.Event  # torch leaves its constructor untyped
         event: torch.cuda.Event = new_event()
         event.record(self._find())
         return event
 
     def wait(self, event: StreamEvent) -> None:
-        """See Stream."""
         self._find().wait_event(cast("torch.cuda.Event", event))  # `record` gave it
 
 
 def open_streams(torch_device: torch.device) -> Streams:
-    """Open streams for copies, beside the one that computes."""
+    """Open streams for copies, and find the one that computes."""
     new_stream: Any = torch.cuda.Stream  # its constructor is untyped, too
     copying = [new_stream(torch_device) for _ in Streams._fields[1:]]
     return Streams(

@@ -29,7 +29,7 @@ def launch_way() -> dict[str, bool]:
 
 @contextmanager
 def dependent_launches() -> Iterator[None]:
-    """Launch kernels so meanwhile. One at a time: the worker has one thread."""
+    """Launch kernels in this way inside the block. Not for several threads: the worker has one."""
     global _way
     before, _way = _way, _DEPENDENT
     try:

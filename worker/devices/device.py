@@ -38,14 +38,14 @@ HostArray = np.ndarray[Any, Any]
 _CPU_NUMEL_PER_THREAD = 1 << 17
 """Half a MiB of float32: stays in each core's own cache from pass to pass."""
 _GPU_NUMEL = 1 << 24
-"""64 MiB of float32: enough to fill an accelerator, little beside its KV cache."""
+"""64 MiB of float32: enough to fill an accelerator, little next to its KV cache."""
 
 _TIMED_REPLAYS = 10
-"""The fastest counts: others were held up by something else."""
+"""The fastest counts: the others were held up."""
 
 
 class Reserve(NamedTuple):
-    """Memory that will be held beside what was measured and the KV cache."""
+    """Memory that will be held in addition to the measured step and the KV cache."""
 
     num_graphs: int = 0
     buffer_bytes: int = 0
@@ -164,7 +164,7 @@ class Device(Protocol):
         """
 
     def check_swap_space(self, *, swap_bytes: int, cache_bytes: int) -> None:
-        """Raise StartupError if the host cannot hold the swap space beside the cache just allocated."""
+        """Raise StartupError if the host cannot hold the swap space after the cache was allocated."""
 
     def open_copier(self, pools: Pools) -> PoolCopier:
         """Open the copier between these two pools. Earlier work of the device must be done."""
@@ -247,7 +247,7 @@ class CpuDevice:
         *,
         reserve: Reserve = NO_RESERVE,
     ) -> int:
-        # Buffers that a CPU holds beside its cache are no part of the cache's share.
+        # Other buffers of a CPU are no part of the cache's share.
         return self.foreseen_budget_bytes(reserve.weight_bytes)
 
     def foreseen_budget_bytes(self, num_weight_bytes: int) -> int:

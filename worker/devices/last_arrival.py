@@ -1,7 +1,7 @@
-"""The last of several programs of a kernel to arrive, which puts together what all have left.
+"""Split-K reduction: the last program to finish a tile sums the partial results of all.
 
-Owns: the count of arrivals, and its order with what is left.
-Never: what is left, or how it is put together.
+Owns: the counter of arrivals, and its memory order with the partial results.
+Never: stores or sums partial results.
 Source: split-K products (Stream-K, arXiv:2301.03598).
 """
 
@@ -11,11 +11,11 @@ import triton.language as tl
 
 @triton.jit
 def is_last_arrival(arrivals, num_programs) -> tl.tensor:
-    """Tell whether all others have left their part; clears the counter then for the next launch.
+    """Tell whether all other programs have stored their results; clears the counter then for the next launch.
 
-    What they have left is not to be read from the cache of this processor.
+    Their results are not to be read from the cache of this processor.
     """
-    # All threads have stored their part before one of them says so.
+    # All threads store their part before one of them counts the program.
     tl.debug_barrier()
     is_last = tl.atomic_add(arrivals, 1, sem="acq_rel") == num_programs - 1
     tl.store(arrivals, 0, mask=is_last)

@@ -1,10 +1,10 @@
-"""Imports that a CPU worker never uses, put off until something of them is asked for.
+"""Lazy imports of modules that a CPU worker hardly uses: each is loaded at the first use of a name in it.
 
 torch's compiler, exporter and distributed tensors are half of the time that `import transformers` takes: its
 model classes import them for the sake of a decorator or a type. A third of the rest is transformers' search
 through the files of all its models, three times, for names that are not used here. Another are torch's
 second rules for the shapes of results, in Python, which bring an algebra system when a model is built.
-A module that is put off has a stand-in, and becomes the real one at the first use of a name that this lacks.
+A lazy module has a stand-in, and becomes the real one at the first use of a name that this lacks.
 
 Owns: the list of these modules, and the order of the imports.
 Never: changes a model's results, or runs where there is a GPU.
@@ -130,7 +130,7 @@ def import_torch(device: str) -> None:
 
 
 def _make_generators_usable() -> None:
-    """Set the metaclass that torch sets among these rules, beside operators that only its compiler uses."""
+    """Set the metaclass that torch sets in the module of these rules, with operators of its compiler."""
     import torch._C
     from torch._opaque_base import OpaqueBaseMeta
 

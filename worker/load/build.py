@@ -120,7 +120,7 @@ def _quieten() -> None:
 
 
 def _from_pretrained(model_class: Any, folder: Path | None, **options: Any) -> Any:
-    """Build a model and read its weights, with torch's rules for shapes in C++ or else with all rules."""
+    """Build a model and read its weights: by torch's rules for shapes in C++, or by all where needed."""
     options |= {"use_safetensors": True, "local_files_only": True, "trust_remote_code": False}
     try:
         return model_class.from_pretrained(folder, **options)

@@ -15,10 +15,19 @@ import torch
 from worker.attention.kv_cache import FLOAT8, cache_dtype
 from worker.checkpoint.task import Task
 from worker.load.model_kind import ModelKind
-from worker.worker_config import AdapterLimits, SpeculationConfig, WorkerConfig
+from worker.worker_config import AdapterLimits, DraftMethod, SpeculationConfig, WorkerConfig
 from worker.worker_errors import FamilyRefused, StartupError
 
 _TOKENIZER = "tokenizer.json"
+
+
+def refuse_speculation(config: WorkerConfig, reason: str) -> None:
+    """Raise StartupError if --speculative-config was given; `reason` says what drafts are in the way of."""
+    if config.speculation.method is not DraftMethod.PREDICTION:
+        raise StartupError(
+            f"--speculative-config: {reason}",
+            fix="leave it out; what is generated is the same without it",
+        )
 
 
 @contextmanager

@@ -54,7 +54,7 @@ class LoadedModel:
     """Ranks that are to divide the layers."""
 
     def facts(self, device: Device, **sizes: Any) -> ModelFacts:
-        """Join what is known of the model with the sizes of its cache."""
+        """Join the facts of the model with the sizes of its cache."""
         return ModelFacts(
             model_type=self.model_type,
             num_parameters=self.num_parameters,
@@ -68,7 +68,7 @@ class LoadedModel:
         )
 
     def head_layers(self, num_layers: int) -> float:
-        """Count the output layer's weights in layers, of so many."""
+        """Measure the output layer's weights in layers, of a model with `num_layers`."""
         return head_layers(self.text_config, self.vocab_size, self.num_parameters, num_layers)
 
 

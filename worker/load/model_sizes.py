@@ -10,7 +10,7 @@ from worker.model.quantized_layers import QuantizedEmbedding
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import FamilyRefused
 
-# Where families keep the length of their context window, besides max_position_embeddings.
+# Names that families have for the length of their context window.
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _LEN_WITHOUT_LIMIT = 8192
 """Context window of a model whose configuration gives none, unless one is asked for."""

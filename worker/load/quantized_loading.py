@@ -149,7 +149,7 @@ class QuantizedModules:
             model.get_submodule(name).fill(weight)
             if self.is_tied:
                 model.get_output_embeddings().fill(weight)
-        # The largest first: reading takes memory beside a weight, and then there is most of it.
+        # The largest first: reading takes memory of its own, and at first there is most of it.
         by_size = sorted(self.linears.items(), key=lambda each: -math.prod(each[1].shape))
         for place, (name, linear) in enumerate(by_size):
             if place % _TRIM_EVERY == 0:
@@ -265,7 +265,7 @@ def read_state(files: Sequence[WeightFile]) -> dict[str, Tensor] | None:
 def refuse_unplaced(
     model: Any, modules: QuantizedModules | None, files: Sequence[WeightFile], task: Task
 ) -> None:
-    """Raise StartupError for a tensor that changes what is served, and that nothing would read."""
+    """Raise StartupError for a tensor that would change results, and that nothing would read."""
     if modules is None:
         TensorPlaces(model).check(files, (), task)
     else:

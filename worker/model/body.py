@@ -2,7 +2,7 @@
 
 Owns: where it is found and put, a stand-in for it, and the interface of one that computes its layers by one
 call.
-Never: makes one (cpu/cpu_body.py), or calls one (steps/model_runner.py).
+Never: makes one (cpu/body.py), or calls one (steps/model_runner.py).
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ class WholeBody(Protocol):
     """A body that computes all layers by one call, in the place of the model's own."""
 
     plain_head: tuple[nn.Module, ...]
-    """The output layer, where logits are its outputs and nothing else. Empty: they come of the model's own
+    """The output layer, where logits are exactly its outputs. Empty: they come of the model's own
     forward."""
 
     def __call__(self, **arguments: Tensor) -> WholeOutputs:
@@ -43,7 +43,7 @@ def body_name(model: Any) -> str:
 
 
 def put_whole_body(model: Any, body: nn.Module) -> None:
-    """Put a whole body in the place of the model's own, or beside the layers of a model that is a body."""
+    """Put a whole body in the place of the model's own, or next to the layers of a model that is a body."""
     name = body_name(model)
     setattr(model, name if hasattr(model, name) else _BESIDE, body)
 

@@ -42,7 +42,7 @@ def longest_right_len(text_config: Any, checkpoint_len: int, asked_len: int | No
 
 
 def fix_rope(model: nn.Module, text_config: Any, max_model_len: int) -> None:
-    """Choose frequencies for good. Longrope's long ones if any sequence may outgrow the short ones.
+    """Choose frequencies for good. Longrope gets its long ones if any sequence may outgrow the short ones.
 
     Left to itself, a module looks at the positions of each batch, for which the host waits on a GPU.
     """

@@ -136,7 +136,7 @@ def in_halves(parts: LayerParts, call: LayerCall) -> LayerParts:
 
 
 def _reordered(norm: RmsNorm | None, order_N: Tensor) -> RmsNorm | None:
-    """Permute the norm's weights as the heads: the order of each head is that of the first, moved on."""
+    """Permute the norm's weights like the outputs: each head has the order of the first, shifted."""
     if norm is None:
         return None
     own_order = order_N[: len(norm.weight_H)]

@@ -173,7 +173,7 @@ class LayerParts:
     mlp_is_parallel: bool
     """Whether the MLP has the same input as attention, and both outputs are added."""
     cuts: LayerCuts | None = None
-    """The parts that the products are of those of the whole layer; None: they are whole."""
+    """The cuts of the whole layer's products that these are; None: they are whole."""
 
     def with_linears(self, change: Callable[[Linear], Linear]) -> "LayerParts":
         """Change each linear layer in the same way: round it, or return it to plain numbers."""
@@ -248,7 +248,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _names(children: dict[str, nn.Module]) -> _Names:
-    """Find the names of the norms, of the MLP, and of what is left, the mixer. Raises Unrecognised."""
+    """Find the names of the norms, of the MLP and of the remaining module, the mixer. Raises Unrecognised."""
     for mlp, norms in product(_MLP_NAMES, _NORM_NAMES):
         known = {*filter(None, norms), mlp}
         others = list(children.keys() - known)
@@ -295,7 +295,7 @@ def _gated_mlp(module: nn.Module, taken: TakenWeights) -> GatedMlp:
 
 
 def _children(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the children that do anything when nothing is trained."""
+    """Return the children that have an effect on results: no dropout, no identity."""
     return {
         name: child
         for name, child in module.named_children()

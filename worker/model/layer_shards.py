@@ -55,7 +55,7 @@ def shard_layer(
                 query_key_value=query_key_value.shard(*place, Axis.OUTPUTS),
                 output=mixer.output.shard(*place, Axis.INPUTS),
             ),
-            # Experts are divided when they are replaced; the router and all else is computed on each rank.
+            # Experts are divided when they are replaced; the router and the rest are computed on each rank.
             mlp=_shard_mlp(mlp, ranks, taken.size_multiple) if isinstance(mlp, GatedMlp) else mlp,
         )
     except ValueError as uneven:

@@ -1,8 +1,8 @@
 """The product of a linear layer, whatever numbers its weight is in: one seam for formats, shards and devices.
 
 Owns: the form of a weight that the rest of the worker relies on, the merging, reordering and cutting of
-linear layers, and their product in plain torch, which defines what is right.
-Never: knows a device's kernels (cpu/cpu_products.py, gpu/gpu_products.py), or reads a checkpoint.
+linear layers, and their product in plain torch, which is the reference.
+Never: knows a device's kernels (cpu/products.py, gpu/products.py), or reads a checkpoint.
 Source: column and row parallel layers, arXiv:1909.08053.
 
 A new format of weights is a Weight, and a row in the table of each device that has a kernel for it.
@@ -25,7 +25,7 @@ class Weight(Protocol):
 
     @property
     def format(self) -> str:
-        """Name the numbers, such as "bfloat16". Weights of one format can be merged, and share kernels."""
+        """Number format, such as "bfloat16". Weights of one format can be merged, and share kernels."""
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 Owns: the reading of experts modules that declare their layout, as transformers' experts interface asks; the
 gate, found by its values; and a trial of each kind on the module's own weights.
-Never: the router, or the products (cpu/cpu_experts.py, gpu/triton_experts.py).
+Never: the router, or the products (cpu/experts.py, gpu/triton_experts.py).
 
 Shapes: T tokens, K experts per token, E experts, H numbers of a hidden state, I gates of an expert.
 """
@@ -140,11 +140,9 @@ class ExpertShards:
         self._halves = (Segment(num_gates, size_multiple),) * 2
 
     def gate_up(self, expert: int) -> Linear:
-        """See ExpertLinears."""
         return self._shard(self._experts.gate_up(expert).in_segments(self._halves), Axis.OUTPUTS)
 
     def down(self, expert: int) -> Linear:
-        """See ExpertLinears."""
         return self._shard(self._experts.down(expert), Axis.INPUTS)
 
     def cuts(self) -> tuple[Cut, Cut]:

@@ -70,7 +70,6 @@ class QuantizedLinear(nn.Module):
             self.fill(self._read())
 
     def as_linear(self) -> Linear:
-        """See LinearModule."""
         return Linear.of(self.weight_codes, None if self.bias is None else self.bias.detach())
 
     def forward(self, x: Tensor) -> Tensor:

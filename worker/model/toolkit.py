@@ -1,7 +1,7 @@
-"""The kernels of one kind of device, as a model that is loaded meets them.
+"""Interface of the kernels of one kind of device, for the start of a model.
 
-Owns: the interface between the replacement of layers, the start of a model, and each device's kernels.
-Never: implements it (cpu/cpu_toolkit.py, gpu/gpu_toolkit.py).
+Owns: the calls that the replacement of layers and the start of a model make.
+Never: implements it (cpu/toolkit.py, gpu/toolkit.py).
 """
 
 from contextlib import AbstractContextManager

@@ -1,7 +1,7 @@
 """The output layer and the embedding, divided by tokens of the vocabulary.
 
 Owns: the shard of each rank, and what ranks exchange for whole rows of logits and whole embeddings.
-Never: multiplies (cpu/cpu_toolkit.py, gpu/gpu_toolkit.py).
+Never: multiplies (cpu/toolkit.py, gpu/toolkit.py).
 
 Shapes: T tokens, V tokens of the vocabulary, P of them on one rank, H numbers of a hidden state.
 """

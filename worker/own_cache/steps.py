@@ -126,7 +126,6 @@ class OwnCacheSteps:
         return ComputedStep(self._compute_plan(plan))
 
     def describe(self) -> str:
-        """See Steps."""
         return ""
 
     def _compute_plan(self, plan: SchedulerOutput) -> ModelRunnerOutput:

@@ -1,7 +1,7 @@
 """Pooling of prompts through a decoder and the paged cache.
 
-A prompt is computed in chunks, and read from the prefix cache, if only its last hidden state counts; else it
-is computed whole.
+A prompt is computed in chunks, and read from the prefix cache, if only its last hidden state counts;
+otherwise it is computed whole.
 
 Owns: one forward pass without an output layer, and the spans of its prompts.
 Never: KV blocks or rows; a step is built as for generation (steps/inputs.py).
@@ -66,13 +66,11 @@ class DecoderPrompts:
         self.cut = readout.cut
 
     def copy_blocks(self, plan: SchedulerOutput) -> dict[BlockId, str]:
-        """See PromptRunner.copy_blocks."""
         return self._host_pool.swap(plan.swap_out, plan.swap_in, plan.copies)
 
     def run(
         self, plan: SchedulerOutput, table: PromptTable, failures: dict[SequenceId, str]
     ) -> PooledPrompts:
-        """See PromptRunner.run."""
         inputs = build_inputs(plan, table.rows, failures)
         if inputs is None:
             return NOTHING_POOLED

@@ -98,7 +98,6 @@ class EncoderPrompts:
     def run(
         self, plan: SchedulerOutput, table: PromptTable, failures: dict[SequenceId, str]
     ) -> PooledPrompts:
-        """See PromptRunner.run."""
         sequence_ids, prompts = [], []
         for share in plan.scheduled:
             row = table.rows.row_of(share.sequence_id)

@@ -99,7 +99,6 @@ class PoolingSteps:
         return ComputedStep(self._compute_plan(plan))
 
     def describe(self) -> str:
-        """See Steps."""
         return ""
 
     def _compute_plan(self, plan: SchedulerOutput) -> ModelRunnerOutput:

@@ -1,11 +1,14 @@
 """compressed-tensors checkpoints: integers and floats of four and eight bits, by groups, channels or blocks.
 
-Owns: the grammar of its quantization_config as far as weights go, and the layout of each of its formats.
+Owns: the grammar of its quantization_config as far as weights go, and the layout of each of its formats. A
+target of a group names a module, its class, or after `re:` a regular expression for the start of its name.
 Never: rounds activations as the config may ask: they stay as they are, which is closer to the model.
 
 Shapes: N outputs, K inputs, G groups of inputs.
 """
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +17,6 @@ from torch import Tensor
 
 from worker.quantized.gptq import order_by_group
 from worker.quantized.grouped_weight import E2M1_TABLE, GroupedWeight
-from worker.quantized.module_names import best_match, find_fault, matches
 from worker.quantized.mxfp4 import BLOCK, powers_of_two
 from worker.quantized.scheme import (
     INTEGER_BITS,
@@ -31,11 +33,12 @@ from worker.quantized.scheme import (
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _NVFP4_GROUP = 16
 _MIXED = "mixed-precision"
+_REGULAR = "re:"
 
 
 @dataclass(frozen=True, slots=True)
 class _Strategy:
-    """Over what a scale spreads."""
+    """Span of a scale."""
 
     name: str
     group_size: int | None
@@ -157,9 +160,9 @@ class CompressedTensorsRules:
     must_agree: bool = True
 
     def reader_of(self, module: str, class_name: str) -> Reader | None:
-        if any(matches(each, module, class_name) for each in self.ignored):
+        if any(_matches(each, module, class_name) for each in self.ignored):
             return None
-        target = best_match(self.readers, module, class_name)
+        target = _best_match(self.readers, module, class_name)
         return None if target is None else self.readers[target]
 
 
@@ -244,7 +247,7 @@ def _targets(found: Any, where: str) -> tuple[str, ...]:
     fault = (
         f"{found!r} is no list"
         if not isinstance(found, list)
-        else next(filter(None, map(find_fault, found)), None)
+        else next(filter(None, map(_find_fault, found)), None)
     )
     if fault is not None:
         raise QuantizationRefused(f"quantization_config.{where}: {fault}", fix="correct the config")
@@ -259,3 +262,36 @@ def _refused(group: str, key: str, found: Any, supported: str) -> QuantizationRe
 
 def _is_dense(found: Any) -> bool:
     return not found or found.get("format") == "dense"
+
+
+def _matches(target: str, module: str, class_name: str) -> bool:
+    return _matches_name(target, module) or target == class_name
+
+
+def _best_match(targets: Iterable[str], module: str, class_name: str) -> str | None:
+    """The most specific target: a name, then a regular expression, then a class; among equals by alphabet."""
+    found = [each for each in sorted(targets) if _matches(each, module, class_name)]
+    return min(found, key=lambda each: _rank(each, module), default=None)
+
+
+def _matches_name(target: str, module: str) -> bool:
+    if target.startswith(_REGULAR):
+        return re.match(target.removeprefix(_REGULAR), module) is not None
+    return target == module
+
+
+def _rank(target: str, module: str) -> int:
+    if target.startswith(_REGULAR):
+        return 1
+    return 0 if target == module else 2
+
+
+def _find_fault(target: object) -> str | None:
+    """Describe the fault of a target, if it has one."""
+    if not isinstance(target, str):
+        return f"{target!r} is no text"
+    try:
+        re.compile(target.removeprefix(_REGULAR) if target.startswith(_REGULAR) else "")
+    except re.error as error:
+        return f"{target!r} is no regular expression: {error}"
+    return None

@@ -102,7 +102,7 @@ class GroupedWeight:
 
     @property
     def kind(self) -> str:
-        """The format and all else that a product depends on but sizes and numbers, for a person."""
+        """The format, for a person, with all that a product depends on but sizes and numbers."""
         described = f"{self.format} by {self.group_size}"
         if self.table is not None and torch.equal(self.table.cpu(), E2M1_TABLE):
             described += ", e2m1"
@@ -208,7 +208,7 @@ def pack_nibbles(codes_NK: Tensor) -> Tensor:
 def merged(weights: Sequence[GroupedWeight]) -> GroupedWeight:
     """Outputs of several weights of the same inputs, one after the other.
 
-    Group sizes may differ: the larger groups are cut. Beside whole numbers of eight bits, those of four
+    Group sizes may differ: the larger groups are cut. Next to whole numbers of eight bits, those of four
     become such. Raises ValueError where other codes, tables or permutations differ.
     """
     if len({each.codes.dtype for each in weights}) > 1:
@@ -245,7 +245,7 @@ def merged(weights: Sequence[GroupedWeight]) -> GroupedWeight:
 
 
 def _units_of_offsets(weight: GroupedWeight) -> Tensor | None:
-    """Return those of the weight, or zeros where it has no offsets, which then are 0."""
+    """Return the offsets of the weight; zeros where it has none."""
     units_NU = weight.scale_units_NU
     if weight.offsets_NG is not None or units_NU is None:
         return weight.offset_units_NU

@@ -1,4 +1,4 @@
-"""Drafts for each row: who guesses for it, and what is left of the guess.
+"""Drafts for each row: its proposer, and the rest of its guess.
 
 Owns: the proposers of each row.
 Never: limits of a step or of a sequence (the scheduler's), or grammars and stop tokens (row_sampler.py).
@@ -15,7 +15,7 @@ _RING_TOKENS = 1 << 16
 """Kept of each scope, and searched for each token that is sampled: some 20 µs."""
 _REACH_OF_ALL = 1 << 19
 """Tokens of all texts, predictions among them, that all rows of a step may search together. A row with a long
-context beside many others looks at the last part of it: on a GPU the next step waits for these searches."""
+context among many others looks at the last part of it: on a GPU the next step waits for these searches."""
 _MAX_SCOPES = 64
 """16 MiB of tokens."""
 
@@ -61,7 +61,7 @@ class Drafter:
             self._replies.add(scope, tokens[num_prompt_tokens:])
 
     def propose(self, row: int, tokens: TokenIds, *, num_rows: int) -> tuple[int, ...]:
-        """Guess the tokens after those of a row, one of so many; none where nothing is known of the kind."""
+        """Guess the tokens after those of a row, one of `num_rows`; none without a match."""
         proposers = self._proposers.get(row, ())
         for proposer in proposers:
             found = proposer.propose(tokens, self._most, reach=_REACH_OF_ALL // (num_rows * len(proposers)))

@@ -27,7 +27,7 @@ class Proposer(Protocol):
     def propose(self, tokens: TokenIds, num_wanted: int, *, reach: int) -> TokenIds:
         """Guess the tokens that follow `tokens`, the row's prompt and output; as many as wanted at most.
 
-        So many tokens are searched: the last `reach` of a text that grows, and of another those about the
+        Limits of a search: the last `reach` of a text that grows, and of another those about the
         place where it was left.
         """
 
@@ -100,7 +100,7 @@ class RecentReplies:
             self._end = 0
         self._ring[self._end : self._end + len(reply)] = reply
         self._end += len(reply)
-        self._ring[self._end : self._end + 1] = self._BORDER  # what is left of an overwritten one begins here
+        self._ring[self._end : self._end + 1] = self._BORDER  # the rest of an overwritten one begins here
 
     def propose(self, tokens: TokenIds, num_wanted: int, *, reach: int) -> TokenIds:
         """See Proposer."""

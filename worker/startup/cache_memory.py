@@ -73,7 +73,7 @@ def measure(start: Start, reserve: Reserve) -> Measured:
 def _find_targets(start: Start, reserve: Reserve) -> tuple[Targets, Reserve]:
     """Find what adapters can update, before any layer is replaced.
 
-    Their memory is added to what is reserved, and that of weights that are yet to be copied.
+    Their memory is added to the reserve, and that of weights that are yet to be copied.
     """
     config, loaded = start.config, start.loaded
     targets = targets_of(

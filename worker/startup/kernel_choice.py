@@ -1,7 +1,7 @@
 """The kernels of the device that a model is loaded on: CPU or GPU is asked here, once.
 
 Owns: the table of kinds of devices, each with its forecast, its toolkit and the memory that it will need.
-Never: compiles (cpu/cpu_kernel_choice.py, gpu/gpu_kernel_choice.py).
+Never: compiles (cpu/kernel_choice.py, gpu/kernel_choice.py).
 """
 
 from collections.abc import Callable
@@ -17,18 +17,18 @@ from worker.cpu import kernel_choice as cpu_kernel_choice
 from worker.devices.device import NO_RESERVE, Device, Reserve
 from worker.doctor_findings import Finding
 from worker.gpu import kernel_choice as gpu_kernel_choice
+from worker.load.draft_kind import refuse_speculation
 from worker.load.loader import LoadedModel
 from worker.load.model_kind import describe_division
 from worker.model.layer_shards import bytes_of_a_rank
 from worker.model.toolkit import Toolkit
 from worker.progress import LoadPhase, LoadStage
 from worker.ranks.ranks import is_divided
-from worker.speculation.unsupported import refuse_speculation
 from worker.worker_config import DraftMethod, WorkerConfig
 from worker.worker_errors import StartupError
 
 _HIDDEN_STATES_OF_A_STAGE = 4
-"""Received, left by a graph, and twice on their way (ranks/device_stage.py)."""
+"""Copies of a step's hidden states: one received, one of a graph, two being sent (ranks/device_stage.py)."""
 
 
 class KernelChoice(NamedTuple):
@@ -39,7 +39,7 @@ class KernelChoice(NamedTuple):
     open_toolkit: Callable[[WorkerConfig, Device, torch.dtype, LoadStage], Toolkit | None]
     """Open the kernels; None where torch computes all."""
     reserve: Callable[[WorkerConfig, LoadedModel], Reserve]
-    """Measure the memory that generation holds beside weights and KV cache."""
+    """Measure the memory that generation holds in addition to weights and KV cache."""
     saturating_tokens: int
     """The rows from which on products get no faster; 0 where more are always better."""
     obstacle_to_adapters: Callable[[WorkerConfig], str]
@@ -71,7 +71,7 @@ def _reserve_on_gpu(config: WorkerConfig, loaded: LoadedModel) -> Reserve:
         num_numbers = config.max_num_batched_tokens * hidden_size
         buffer_bytes += _HIDDEN_STATES_OF_A_STAGE * num_numbers * loaded.dtype.itemsize
     stages, num_shards = [own], 1
-    if config.num_devices == 1:  # the others' weights and buffers are beside this rank's
+    if config.num_devices == 1:  # the others' weights and buffers are on the same device
         stages, num_shards = [replace(own, index=index) for index in range(own.count)], ranks.size
     num_bytes = sum(buffer_bytes + bytes_of_a_rank(loaded.model, ranks.size, each) for each in stages)
     return Reserve(found.num_graphs, num_shards * num_bytes)
@@ -134,7 +134,9 @@ def _describe_origin(config: WorkerConfig) -> str:
     if config.model_path:
         for file in find_weights(Path(config.model_path)):
             words.append(f"{file.path.name} {file.num_bytes}")
-            if config.num_nodes == 1:  # else contents were compared when a node came: times differ there
+            if (
+                config.num_nodes == 1
+            ):  # with several, contents were compared when a node came: times differ there
                 words.append(str(file.path.stat().st_mtime_ns))
     return ", ".join(words)
 

@@ -2,7 +2,7 @@
 
 Owns: one short random sequence, run in three steps (a first chunk, a later chunk, a decode), or in more if
 the decode alone differs, and the comparison with the model's own eager attention. Some families keep state
-besides keys and values, or do not use the attention call at all: the check finds them without a list of
+other than keys and values, or do not use the attention call at all: the check finds them without a list of
 names. It is also the warm-up.
 Never: compares texts, or corrects anything.
 """
@@ -211,7 +211,7 @@ class SelfCheck:
 
 
 def _chunks(length: int, rests: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Cut tokens where so many are left; fewer tokens into fewer chunks."""
+    """Cut tokens where `rests` are left; fewer tokens into fewer chunks."""
     cuts = sorted({0, *(max(length - rest, 0) for rest in rests), length})
     return list(pairwise(cuts))
 

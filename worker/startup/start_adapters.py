@@ -1,9 +1,9 @@
 """Start of the adapters of a model that generates.
 
 Owns: the order: the layers that can be updated are found before any is replaced; after that every one of them
-is made computable, and the adapters of the command line are loaded. Their memory is checked against what is
-left beside the KV cache.
-Never: reads an adapter (adapters/adapter_files.py).
+is made computable, and the adapters of the command line are loaded. Their memory is checked against the
+memory that the KV cache leaves.
+Never: reads an adapter (adapters/files.py).
 """
 
 import logging
@@ -62,7 +62,7 @@ def refuse_adapters_alone(config: WorkerConfig, device: Device, why: str) -> Non
 def targets_of(
     config: WorkerConfig, device: Device, model: nn.Module, run: Callable[[int], object]
 ) -> Targets:
-    """Find the layers that can be updated; `run` calls the model with so many tokens."""
+    """Find the layers that can be updated; `run` calls the model with a number of tokens."""
     if not config.adapter_limits.max_in_step:
         return Targets({}, {}, {})
     targets = find_targets(model, lambda: run(_NUM_TOKENS), num_tokens=_NUM_TOKENS)
@@ -72,7 +72,7 @@ def targets_of(
 
 
 def with_adapters(reserve: Reserve, config: WorkerConfig, targets: Targets, dtype: torch.dtype) -> Reserve:
-    """Add the memory of adapters to what a GPU keeps beside the cache: that of all slots, at the start."""
+    """Add the memory of adapters to the reserve of a GPU: that of all slots, at the start."""
     return reserve._replace(buffer_bytes=reserve.buffer_bytes + stacked_bytes(config, targets, dtype))
 
 
@@ -93,7 +93,7 @@ def open_adapters(
 ) -> tuple[AdapterStore | None, tuple[AdapterFacts, ...]]:
     """Load the adapters of the command line. Raises StartupError with the name of one that does not fit.
 
-    `cache_bytes` are those of a cache in the host's memory, with adapters beside it; None: memory for these
+    `cache_bytes` are those of a cache in the host's memory, where adapters are too; None: memory for these
     was reserved before.
     """
     limits, way = config.adapter_limits, way or in_torch()

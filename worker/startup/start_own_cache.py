@@ -126,7 +126,7 @@ def find_way(model: OwnCacheModel, loaded: LoadedModel, refused: str) -> WayFoun
 
 
 def _try(way: Way, model: OwnCacheModel, token_ids: list[list[int]], expected: list[Tensor]) -> WayFound:
-    """Run two sequences in turns: no state of one may stay in the model for the other."""
+    """Run two sequences in turns, so that a state of one that stays in the model spoils the other."""
     caches = [SequenceCache(), SequenceCache()]
     bytes_after: dict[int, int] = {}
     errors: list[float] = []

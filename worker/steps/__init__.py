@@ -1,4 +1,4 @@
 """One step of a model that generates: rows, inputs, the forward pass, the host's pool (engine process).
 
-Never: decides what is computed.
+Never: decides which tokens are computed.
 """

@@ -38,7 +38,7 @@ class DraftSizes(NamedTuple):
     vocab_size: int
     """Tokens that it reads and samples; ids behind are read as token 0."""
     sampled_vocab_size: int
-    """Tokens that the model samples; no guess is behind those of the draft model."""
+    """Tokens that the model samples; the draft model may know fewer, and guesses only those."""
     max_len: int
     """Its context window: sequences beyond it get no drafts."""
     max_tokens: int
@@ -97,7 +97,7 @@ class _Filled:
         np.maximum.at(self._device, blocks_T, offsets_T + 1)
 
     def count(self, block_ids: NDArray[np.int32]) -> int:
-        """Count the positions from the first of these blocks on that are there without a gap."""
+        """Count the positions without a gap from the first of these blocks on."""
         filled = self._device[block_ids]
         gaps = np.flatnonzero(filled < self._block_size)
         first = int(gaps[0]) if len(gaps) else len(filled)
@@ -129,7 +129,7 @@ class DraftModel:
         self._filled.lower(inputs.metadata.token_blocks, inputs.metadata.token_offsets)
 
     def propose(self, wanted: Mapping[SequenceId, int]) -> DraftsMade:
-        """Guess up to so many tokens of each sequence, one place of all of them in a pass."""
+        """Guess up to `wanted` tokens of each sequence, one place of all of them in a pass."""
         drafts: dict[SequenceId, list[int]] = {}
         passes: list[tuple[int, float]] = []
         shares, views = self._first_shares(wanted)
@@ -141,7 +141,7 @@ class DraftModel:
                 for sequence_id, token_id in self._guess(inputs, views).items():
                     drafts.setdefault(sequence_id, []).append(token_id)
                     views[sequence_id] = views[sequence_id].after(token_id)
-                    row = self._rows.hold_drafts(sequence_id, (token_id,))
+                    row = self._rows.hold_drafts(sequence_id, (token_id,), self._sizes.sampled_vocab_size)
                     if len(drafts[sequence_id]) < wanted[sequence_id] and self._has_place(row):
                         position = int(self._rows.num_tokens_C[row]) - 1
                         shares.append(ScheduledSequence(sequence_id, position, 1, samples=True))
@@ -159,7 +159,7 @@ class DraftModel:
     ) -> tuple[list[ScheduledSequence], dict[SequenceId, SamplingRow]]:
         """List what the draft model has not computed of each sequence, as much as a pass takes.
 
-        A sequence that its last token ends is left out. Returns the states of the others beside.
+        A sequence that its last token ends is left out. Returns the states of the others too.
         """
         views: dict[SequenceId, SamplingRow] = {}
         starts: dict[SequenceId, int] = {}

@@ -8,7 +8,7 @@ steps. On a device that works ahead, a launch asks for all of this and waits for
 The device carries steps out in the order of their launches. An earlier step is computed before a later one
 copies or overwrites its blocks. A token that the host has not read when it builds the next step is known on
 the device by then (UNKNOWN_TOKEN).
-Never: loads (startup/), or computes (model_runner.py and gpu/gpu_runner.py).
+Never: loads (startup/), or computes (model_runner.py and gpu/runner.py).
 
 Shapes: N tokens that are sampled in a step, V vocabulary.
 """
@@ -30,7 +30,6 @@ from worker.devices.device import Device
 from worker.sampling.row_sampler import PendingSample, RowSampler
 from worker.speculation.drafter import Drafter
 from worker.steps.draft_model import NOTHING_MADE, DraftModel, DraftSizes
-from worker.steps.held_drafts import hold_drafts
 from worker.steps.host_pool import HostPool
 from worker.steps.inputs import StepInputs, build_inputs, check_new_sequence
 from worker.steps.model_runner import StepRunner
@@ -39,6 +38,7 @@ from worker.steps.protocol import ComputedStep, LaunchedStep, naming_out_of_memo
 from worker.steps.row_table import RowTable
 from worker.steps.sequence_table import add_row, apply_changes
 from worker.worker_config import ModelFacts, SpeculationConfig
+from worker.worker_errors import SequenceRefused
 
 
 class GenerationSteps:
@@ -150,7 +150,6 @@ class GenerationSteps:
             self._pending.remove(step)
 
     def describe(self) -> str:
-        """See Steps."""
         return self._steps.describe()
 
     def _verify(self, plan: SchedulerOutput, failures: dict[SequenceId, str]) -> ModelRunnerOutput:
@@ -159,7 +158,12 @@ class GenerationSteps:
         Where steps are in flight, their tokens are read first: each token of the step is known to the host.
         """
         self._collect_all()
-        held = hold_drafts(plan, self.rows, self._vocab_size, failures)
+        held: dict[int, tuple[int, ...]] = {}
+        for sequence_id, drafts in plan.draft_token_ids.items():
+            try:
+                held[self.rows.hold_drafts(sequence_id, drafts, self._vocab_size)] = drafts
+            except SequenceRefused as error:
+                failures.setdefault(sequence_id, str(error))
         try:
             inputs = build_inputs(plan, self.rows, failures)
             if inputs is None:
@@ -252,7 +256,6 @@ class _PendingStep:
         self.expected = steps.rows.expect_tokens(inputs.rows)
 
     def result(self) -> ModelRunnerOutput:
-        """See LaunchedStep."""
         if self._output is None:
             try:
                 output = naming_out_of_memory(self._steps.device, self._collect)

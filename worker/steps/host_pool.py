@@ -72,7 +72,7 @@ class HostPool:
     ) -> dict[BlockId, str]:
         """Carry out a plan's copies: all of `out` before any of `back`, and all of these before `within`.
 
-        A device that works ahead makes them later, beside its steps: see `step`.
+        A device that works ahead makes them later, during its steps: see `step`.
 
         Returns the device blocks whose content did not arrive, with the reason: a sequence with one of them
         in its table must fail. A copy is left out if it names a block outside of the pools, or a host block

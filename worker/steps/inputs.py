@@ -1,4 +1,4 @@
-"""Arrays of one step on the host, built from a plan and the rows, here and nowhere else.
+"""Arrays of one step on the host, built from a plan and the rows, here alone.
 
 Owns: the flattened batch (one token after another, sequences side by side, decodes first), and the
 checks that keep a wrong plan from writing outside of its blocks or reading outside of the vocabulary.

@@ -58,7 +58,7 @@ class ModelRunner:
     def logits_into(self, target_NV: Tensor) -> Iterator[None]:
         """Let the output layer write to `target_NV`, where nothing stands between its product and logits.
 
-        Else the logits lie elsewhere, and the caller copies them.
+        Otherwise the logits lie elsewhere, and the caller copies them.
         """
         layer = self._model.get_output_embeddings()
         if type(layer) is nn.Linear and layer.bias is None and layer.out_features == target_NV.shape[1]:
@@ -137,7 +137,6 @@ class StageRunner(ModelRunner):
     """Caller of a stage that is not the last: it computes no logits, and returns zeros."""
 
     def forward(self, tokens: StepTokens, executor: LayerExecutor) -> StepOutcome:
-        """See ModelRunner."""
         indices_N = tokens.logits_indices_N
         outcome = super().forward(tokens._replace(logits_indices_N=indices_N[:0]), executor)
         return outcome._replace(logits_NV=no_logits(len(indices_N), self._vocab_size, indices_N.device))
@@ -171,7 +170,6 @@ class EagerSteps:
         self._runner, self._backend, self._device = runner, backend, device
 
     def compute(self, inputs: StepInputs) -> StepOutcome:
-        """See StepRunner."""
         self._backend.begin_step(inputs.metadata)
         tokens = StepTokens.of(
             self._device, inputs.input_ids_T, inputs.position_ids_T, inputs.logits_indices_N
@@ -179,12 +177,10 @@ class EagerSteps:
         return self._runner.forward(tokens._replace(keeps_hidden=inputs.keeps_hidden), self._backend)
 
     def head(self, hidden: HiddenStates, indices_S: NDArray[np.int64]) -> Tensor:
-        """See StepRunner."""
         return self._runner.head(hidden, self._device.tensor(indices_S))
 
     def remember(self, token_ids_N: Tensor) -> None:
         """Do nothing: the host reads every token before it builds the next step."""
 
     def describe(self) -> str:
-        """See StepRunner."""
         return ""

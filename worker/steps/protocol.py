@@ -37,7 +37,7 @@ class Steps(Protocol):
     adapters: AdapterStore | None
     """The adapters that sequences may have; None: the steps compute none."""
     grammars: CompileAhead | None
-    """The side that compiles grammars beside the steps; None: the steps take no sequences with one."""
+    """Compiler of grammars during steps; None: the steps take no sequences with one."""
 
     def launch(self, plan: SchedulerOutput) -> LaunchedStep:
         """Ask the device for a step. An error in one sequence fails that sequence; the others go on.
@@ -58,7 +58,6 @@ class ComputedStep:
     sampled: list[int] = field(default_factory=list)
 
     def result(self) -> ModelRunnerOutput:
-        """See LaunchedStep."""
         return self.output
 
 

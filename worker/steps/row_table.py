@@ -144,7 +144,7 @@ class RowTable:
             tokens = tokens[:-1]
         return tokens
 
-    def hold_drafts(self, sequence_id: SequenceId, draft_ids: Sequence[int]) -> int:
+    def hold_drafts(self, sequence_id: SequenceId, draft_ids: Sequence[int], vocab_size: int) -> int:
         """Append drafts to a row, for one step, and return the row. Raises SequenceRefused.
 
         `num_tokens_C` counts them until `drop_drafts`.
@@ -152,6 +152,9 @@ class RowTable:
         row = self._row_of.get(sequence_id)
         if row is None:
             raise SequenceRefused("drafts for a sequence that the worker does not know")
+        unknown = next((draft for draft in draft_ids if not 0 <= draft < vocab_size), None)
+        if unknown is not None:
+            raise SequenceRefused(f"draft {unknown}: the model knows tokens 0 to {vocab_size - 1}")
         start = int(self.num_tokens_C[row])
         if start + len(draft_ids) >= self._capacity_tokens:
             raise SequenceRefused(f"{len(draft_ids)} drafts after {start} tokens, beyond max_model_len")
@@ -160,7 +163,7 @@ class RowTable:
         return row
 
     def drop_drafts(self, row: int, num_drafts: int) -> None:
-        """Cut the drafts of a step off again, the right ones too: `extend` appends what was sampled."""
+        """Cut the drafts of a step off again, the right ones too: `extend` appends the sampled tokens."""
         self.num_tokens_C[row] -= num_drafts
 
     def extend(self, row: int, token_ids: Sequence[int]) -> None:

@@ -43,7 +43,7 @@ class Forecast:
     adapter_targets: Targets
     """The layers that adapters can update; none where no adapters are asked for."""
     adapter_bytes: int
-    """Most memory of adapters, beside the cache."""
+    """Most memory of adapters, in addition to the cache."""
 
 
 def _bytes_on_a_device(

@@ -1,7 +1,7 @@
 """Survey of the device and the model, as the worker would find them, without loading the model.
 
 Owns: the part of `tokenyard doctor` that needs torch and transformers.
-Never: computes how memory is divided (forecast.py), or reports (survey_process.py).
+Never: computes how memory is divided (forecast.py), or reports (process.py).
 """
 
 from collections.abc import Iterator
