@@ -389,26 +389,13 @@ class Scheduler:
         elif sequence_id in result.unfit:
             self._finish(seq, FinishReason.UNFIT, result.unfit[sequence_id])
         elif share.samples and sequence_id in result.pooled:
-            self._take_pooled(seq, result.pooled[sequence_id])
+            self._finish(seq, FinishReason.STOP, pooled=result.pooled[sequence_id])
         elif share.samples:
             # A silent worker counts as a failed one: the sequence could never be scheduled again.
             self._fail(seq, "the model returned no token")
         elif prompt_logprobs := self._new_prompt_logprobs(seq, share, result):
             output = SequenceOutput(sequence_id, (), None, (), seq.take_start(), "", prompt_logprobs)
             self._post(seq, output)
-
-    def _take_pooled(self, seq: Sequence, pooled: bytes) -> None:
-        """Post the one output of a sequence that generates nothing."""
-        reason = FinishReason.STOP
-        output = SequenceOutput(
-            seq.sequence_id,
-            (),
-            reason,
-            start=seq.take_start(),
-            pooled=pooled,
-            num_preemptions=seq.num_preemptions,
-        )
-        self._end(seq, reason, output)
 
     def _new_prompt_logprobs(
         self, seq: Sequence, share: ScheduledSequence, result: ModelRunnerOutput
@@ -438,11 +425,10 @@ class Scheduler:
         if sequence_id not in self._failed_in_flight:
             self.reset_prefix_cache()
 
-    def _finish(self, seq: Sequence, reason: FinishReason, message: str = "") -> None:
+    def _finish(self, seq: Sequence, reason: FinishReason, message: str = "", *, pooled: bytes = b"") -> None:
+        """End a sequence with an output without a token."""
         start, num_preemptions = seq.take_start(), seq.num_preemptions
-        output = SequenceOutput(
-            seq.sequence_id, (), reason, start=start, message=message, num_preemptions=num_preemptions
-        )
+        output = SequenceOutput(seq.sequence_id, (), reason, (), start, message, (), pooled, num_preemptions)
         self._end(seq, reason, output)
 
     def _end(self, seq: Sequence, reason: FinishReason, output: SequenceOutput) -> None:
