@@ -84,20 +84,16 @@ def _look_at_memory(config: WorkerConfig, kind: ModelKind, device: Device) -> It
     try:
         found = forecast(config, kind, device, num_weight_bytes, {} if draft is None else draft.shapes)
     except CannotForesee:
-        yield Finding(
-            topic="memory",
-            verdict=Verdict.WARNING,
-            what=f"{weights}; how much KV cache fits is not known without loading this family",
+        yield _memory_warning(
+            f"{weights}; how much KV cache fits is not known without loading this family",
             fix="start the server: it measures, and says what does not fit",
         )
         return
     except FamilyRefused as refused:
         if kind.is_encoder:
             raise
-        yield Finding(
-            topic="memory",
-            verdict=Verdict.WARNING,
-            what=f"{weights}; {refused.what}: sequences will be computed one after the other, if at all",
+        yield _memory_warning(
+            f"{weights}; {refused.what}: sequences will be computed one after the other, if at all",
             fix="expect a fraction of the speed, or serve a model of another family (docs/models.md)",
         )
         return
@@ -153,10 +149,8 @@ def _judge(config: WorkerConfig, weights: str, found: Forecast) -> Finding:
     )
     if max_model_len >= found.checkpoint_len:
         return _fine("memory", what)
-    return Finding(
-        topic="memory",
-        verdict=Verdict.WARNING,
-        what=f"{what}; the model could take {found.checkpoint_len:,} tokens",
+    return _memory_warning(
+        f"{what}; the model could take {found.checkpoint_len:,} tokens",
         fix="give the KV cache more memory, or accept it",
     )
 
@@ -171,3 +165,7 @@ def _describe_heads(config: WorkerConfig, found: Forecast) -> str:
 
 def _fine(topic: str, what: str) -> Finding:
     return Finding(topic=topic, verdict=Verdict.OK, what=what)
+
+
+def _memory_warning(what: str, *, fix: str) -> Finding:
+    return Finding(topic="memory", verdict=Verdict.WARNING, what=what, fix=fix)
