@@ -11,21 +11,15 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from engine.adapters.names import MAX_ADAPTERS, is_adapter_name
 from engine.errors import AdapterConflict, EngineUnavailable, RequestRejected
 from engine.process_messages import AdapterAnswer, ForgetAdapter, LoadAdapter, ToEngine
 from engine.types import ServedAdapter
 from worker.worker_config import AdapterFacts
 
-MAX_ADAPTERS = 1024
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 _FOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
 _MAX_LOAD_S = 120.0
-
-
-def is_adapter_name(text: str) -> bool:
-    """Tell whether an adapter may have this name."""
-    return _NAME.fullmatch(text) is not None
 
 
 class _Load:

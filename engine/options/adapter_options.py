@@ -6,12 +6,12 @@ Never: reads an adapter: the worker does, which knows the model.
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.adapters.registry import MAX_ADAPTERS, is_adapter_name
-from engine.options.declaration import Arity, Group, OptionError, declared
-from engine.options.model_options import ModelOptions
+from engine.adapters.names import MAX_ADAPTERS, is_adapter_name
+from engine.options.declaration import Arity, Group, OptionError, declared, refuse_given
 from engine.options.values import Count, Text
 from worker.worker_config import AdapterFolder, AdapterLimits
 
@@ -20,50 +20,42 @@ _DEFAULT_MAX_LORAS = 4
 _DEFAULT_MAX_RANK = 64
 _EXAMPLE = "write sql=/adapters/sql, say"
 
+_model = partial(declared, Group.MODEL)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterOptions(ModelOptions):
-    """Options of adapters."""
 
-    lora_modules: tuple[str, ...] = declared(
-        Group.MODEL,
+@dataclass(frozen=True, kw_only=True)
+class AdapterOptions:
+    """Options of adapters: a part of Options."""
+
+    lora_modules: tuple[str, ...] = _model(
         Text(metavar="NAME=FOLDER"),
         'LoRA adapter that requests choose by its name in `model`; or JSON: {"name": "a", "path": "b"}. '
         "Repeat it for several. Folders as peft saves them, with safetensors.",
         arity=Arity.MANY,
         open_default="none",
-        default=(),
     )
-    lora_directory: str | None = declared(
-        Group.MODEL,
+    lora_directory: str | None = _model(
         Text(metavar="FOLDER"),
         "Folder whose folders hold adapters that may be loaded and unloaded while the server runs, by "
         "/v1/load_lora_adapter and with a key that may administer. Clients name a folder in it and no path.",
         open_default="adapters come and go with the server only",
-        default=None,
     )
-    max_loras: int | None = declared(
-        Group.MODEL,
+    max_loras: int | None = _model(
         Count(low=1, high=256, metavar="ADAPTERS"),
         "Different adapters that run at once. More wait less for each other; each one more reads its own "
         "weights in every step.",
         open_default="4",
-        default=None,
     )
-    max_lora_rank: int | None = declared(
-        Group.MODEL,
+    max_lora_rank: int | None = _model(
         Count(low=1, high=1024, metavar="RANK"),
         "Highest rank of an adapter. With --max-cpu-loras it says how much memory adapters may take.",
         open_default="64",
-        default=None,
     )
-    max_cpu_loras: int | None = declared(
-        Group.MODEL,
+    max_cpu_loras: int | None = _model(
         Count(low=1, high=1024, metavar="ADAPTERS"),
         "Adapters in memory. One more takes the place of the one that was used least recently, which is read "
         "from its folder again when it is needed.",
         open_default="twice --max-loras",
-        default=None,
     )
 
 
@@ -80,13 +72,12 @@ def adapter_config(options: AdapterOptions, served_names: tuple[str, ...]) -> Ad
     at_start = tuple(_read(word) for word in options.lora_modules)
     directory = None if options.lora_directory is None else Path(options.lora_directory).expanduser()
     if not at_start and directory is None:
-        for key, value in (
-            ("--max-loras", options.max_loras),
-            ("--max-lora-rank", options.max_lora_rank),
-            ("--max-cpu-loras", options.max_cpu_loras),
-        ):
-            if value is not None:
-                raise OptionError(key, "there are no adapters", f"add {_FLAG} or --lora-directory")
+        limits = {
+            "--max-loras": options.max_loras,
+            "--max-lora-rank": options.max_lora_rank,
+            "--max-cpu-loras": options.max_cpu_loras,
+        }
+        refuse_given(limits, "there are no adapters", f"add {_FLAG} or --lora-directory")
         return AdapterConfig(AdapterLimits(), (), None)
     _check_names([adapter.name for adapter in at_start], served_names)
     if directory is not None and not directory.is_dir():

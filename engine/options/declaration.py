@@ -1,9 +1,10 @@
 """The declaration of an option, beside its type and default.
 
 Owns: the types of a declaration, and the error for a wrong option.
-Never: declares an option (options.py, edge_options.py).
+Never: declares an option (options.py and its parts).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Any
@@ -19,6 +20,13 @@ class OptionError(Exception):
         self.what = what
         self.why = why
         self.fix = fix
+
+
+def refuse_given(values: Mapping[str, object], why: str, fix: str) -> None:
+    """Raise OptionError for the first flag with a value: none of them has an effect here."""
+    for flag, value in values.items():
+        if value is not None:
+            raise OptionError(flag, why, fix)
 
 
 class Group(StrEnum):
@@ -56,6 +64,9 @@ class Declaration:
     """Whether the value is hidden everywhere, even in errors."""
 
 
-def declared(group: Group, kind: ValueKind, text: str, *, default: Any, **rest: Any) -> Any:
-    """Make a field of Options."""
-    return field(default=default, metadata={"option": Declaration(group=group, kind=kind, help=text, **rest)})
+def declared(group: Group, kind: ValueKind, text: str, *, default: Any = None, **rest: Any) -> Any:
+    """Make a field of Options. Without a default it is None, or no values where there may be several."""
+    declaration = Declaration(group=group, kind=kind, help=text, **rest)
+    if declaration.arity is Arity.MANY:
+        default = ()
+    return field(default=default, metadata={"option": declaration})

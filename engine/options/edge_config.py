@@ -1,6 +1,6 @@
-"""The configuration of keys, TLS and access, checked before anything is opened.
+"""The options for addresses, keys, TLS and the limits of one machine, and the configuration they resolve to.
 
-Owns: the checks of EdgeOptions, against each other and against the address.
+Owns: these options, and their checks against each other, before anything is opened.
 Never: opens a port, or keeps keys or certificates, which are read again where they are used.
 """
 
@@ -11,15 +11,155 @@ import ssl
 import stat
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 
-from engine.options.options import OptionError, Options
+from engine.options.declaration import Arity, Group, OptionError, declared, refuse_given
+from engine.options.values import Bytes, Choice, Count, Fraction, Pattern, Switch, Text
 
 _MAX_SOCKET_PATH_BYTES = 107  # the kernel's sun_path
 _ANY = "*"
 ADMIN_HOST = "127.0.0.1"
 """Address of the port of the admin routes."""
 _ORIGIN = re.compile(r"\*|https?://[A-Za-z0-9.-]+(:\d{1,5})?|https?://\[[0-9a-f:]+\](:\d{1,5})?")
+
+_keys = partial(declared, Group.KEYS)
+_address = partial(declared, Group.ADDRESS)
+_replies = partial(declared, Group.REPLIES)
+_requests = partial(declared, Group.REQUESTS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EdgeOptions:
+    """The options for addresses, keys, TLS and the limits of one machine: a part of Options."""
+
+    api_keys_file: str | None = _keys(
+        Text(metavar="FILE"),
+        "YAML list of keys by their SHA-256, each with its limits; read again when it changes. `tokenyard "
+        "keys new` makes an entry.",
+        open_default="no file",
+    )
+    metrics_auth: bool = _keys(
+        Switch(),
+        "Ask for a key at /metrics too. Probes never need one.",
+        default=False,
+    )
+    admin_port: int | None = _address(
+        Count(low=0, high=65535, metavar="PORT"),
+        "Serve the admin routes on this port of 127.0.0.1 instead of --port, also without --enable-admin; 0 "
+        "takes any free one.",
+        open_default="no port of their own",
+    )
+    tls_cert: str | None = _keys(
+        Text(metavar="FILE"),
+        "Certificate chain in PEM, for HTTPS. Read again when it changes; open connections stay.",
+        open_default="no TLS",
+    )
+    tls_key: str | None = _keys(
+        Text(metavar="FILE"),
+        "Private key of --tls-cert, in PEM, not encrypted.",
+        open_default="in the certificate's file",
+    )
+    tls_client_ca: str | None = _keys(
+        Text(metavar="FILE"),
+        "Certificate authorities in PEM. Every client, probes included, must show a certificate signed by "
+        "one of them (mTLS). Read at the start only.",
+        open_default="clients need no certificate",
+    )
+    cors_origin: tuple[str, ...] = _address(
+        Text(metavar="ORIGIN"),
+        "Origin whose web pages may call this server, such as https://app.example; * allows all. Repeat it "
+        "for several. Cookies are never allowed.",
+        arity=Arity.MANY,
+        open_default="none",
+    )
+    allowed_host: tuple[str, ...] = _address(
+        Pattern(
+            pattern=r"\*|[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?",
+            form="llm.example.com, or *",
+            metavar="NAME",
+        ),
+        "Name under which clients may reach a server without keys, beside localhost, addresses and the names "
+        "of --cors-origin; elsewhere than on a loopback address also beside names that nobody else can own: "
+        "the machine's, those without a dot, those under local, internal, svc, lan and the like. A page of a "
+        "foreign name that points to this machine would else read what the server shows. Repeat it for "
+        "several; * allows all. The server's own page may be opened by all these names but those that only "
+        "* allows.",
+        arity=Arity.MANY,
+        open_default="none",
+    )
+    state_folder: str | None = _replies(
+        Text(metavar="FOLDER"),
+        "Keep files and batches (/v1/files, /v1/batches) in a SQLite database in this folder, so that they "
+        "survive a restart; one server to a folder. Each answer is written to disk before it counts.",
+        open_default="no files and batches",
+    )
+    state_max_size: int = _replies(
+        Bytes(low=2**20, high=2**44),
+        "Uploads are refused when all files in the state folder would be larger together. Answers of batches "
+        "under way are kept all the same.",
+        default=4 * 2**30,
+    )
+    page: str | None = _address(
+        Choice(words=("on", "off")),
+        "Serve a web page at / with a chat and a live view of the scheduler. The live view needs a key that "
+        "may administer; without keys it is shown on a loopback address only, or with --enable-admin.",
+        open_default="on at a loopback address or with API keys, else off",
+    )
+    root_path: str | None = _address(
+        Pattern(pattern=r"(/[A-Za-z0-9._~-]+){1,8}/?", form="a path such as /llm", metavar="PATH"),
+        "Prefix under which a proxy shows this server. Paths are served with it and without it, and the API "
+        "description names it.",
+        open_default="no prefix",
+    )
+    uds: str | None = _address(
+        Text(metavar="PATH"),
+        "Unix socket to listen on instead of --host and --port, for a proxy on this machine. Its owner and "
+        "group may connect; without keys they may do what any client may.",
+        open_default="none",
+    )
+    max_memory_use: float = _requests(
+        Fraction(low=0.1, high=1.0),
+        "Refuse new requests with 503 from this share of memory in use: of the machine, its control group, "
+        "or what a process may map (ulimit), whichever is fuller; and a large body where too little is left "
+        "for it. File caches do not count. 1 never refuses.",
+        default=0.95,
+    )
+    host: str = _address(
+        Text(metavar="HOST"),
+        "Address to listen on; 0.0.0.0 is every IPv4 address of this machine.",
+        default="127.0.0.1",
+    )
+    port: int = _address(
+        Count(low=0, high=65535, metavar="PORT"),
+        "Port to listen on; 0 takes any free one.",
+        default=8000,
+    )
+    api_key: tuple[str, ...] = _keys(
+        Text(metavar="KEY"),
+        "Key that clients must send as a bearer token. Repeat it for several. A flag can be seen by other "
+        "users of this machine: prefer TOKENYARD_API_KEY (separated by commas).",
+        arity=Arity.MANY,
+        is_secret=True,
+        open_default="no key needed",
+    )
+    allow_unauthenticated: bool = _keys(
+        Switch(),
+        "Listen on addresses that other machines can reach although there is no API key.",
+        default=False,
+    )
+    enable_admin: bool = _address(
+        Switch(),
+        "Answer GET /admin/requests, which lists what every live request does or waits for, with the names "
+        "of tenants. It needs a key like other routes.",
+        default=False,
+    )
+    health_port: int | None = _address(
+        Count(low=0, high=65535, metavar="PORT"),
+        "One more port for /health, /health/ready and /health/live, answered by a thread of its own however "
+        "busy the API is, without TLS; 0 takes any free one.",
+        open_default="probes ask --port",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,10 +261,11 @@ class EdgeConfig:
     """Share of memory in use above which requests are refused; 1: no limit."""
 
 
-def edge_config(options: Options, *, node: int) -> EdgeConfig:
+def edge_config(options: EdgeOptions, *, node: int) -> EdgeConfig:
     """Check and resolve the options of a node. Raises OptionError."""
     if node == 0:  # the others listen nowhere for clients, and need no API key
         _check_access(options)
+    _check_health_port(options)
     tls = _tls(options)
     if options.api_keys_file is not None:
         # Not at the top: most starts have no file, and --help must not wait for its reader.
@@ -151,7 +292,7 @@ def edge_config(options: Options, *, node: int) -> EdgeConfig:
     )
 
 
-def _check_access(options: Options) -> None:
+def _check_access(options: EdgeOptions) -> None:
     has_key = bool(options.api_key) or options.api_keys_file is not None
     if options.metrics_auth and not has_key:
         raise OptionError("--metrics-auth", "there is no API key to ask for", "set TOKENYARD_API_KEY")
@@ -168,7 +309,15 @@ def _check_access(options: Options) -> None:
     )
 
 
-def _page(options: Options) -> PageParts:
+def _check_health_port(options: EdgeOptions) -> None:
+    for flag, port in (("--port", options.port), ("--admin-port", options.admin_port)):
+        if options.health_port and options.health_port == port:
+            raise OptionError(
+                f"--health-port {port}", f"it is {flag} too", "choose another, or 0 for any that is free"
+            )
+
+
+def _page(options: EdgeOptions) -> PageParts:
     # Behind a Unix socket stands a proxy, and nobody but the operator knows before whom.
     is_local = options.uds is None and _is_loopback(options.host)
     is_private = bool(options.api_key) or options.api_keys_file is not None or is_local
@@ -178,7 +327,7 @@ def _page(options: Options) -> PageParts:
     return PageParts.YARD if is_private and options.admin_port is None else PageParts.CHAT
 
 
-def _host_rule(options: Options, address: str | None) -> HostRule:
+def _host_rule(options: EdgeOptions, address: str | None) -> HostRule:
     """Make the rule of a port on `address`; None: of a Unix socket."""
     names = set(options.allowed_host)
     others = OtherHosts.LOCAL if address is not None and _is_loopback(address) else OtherHosts.PRIVATE
@@ -192,7 +341,7 @@ def _host_rule(options: Options, address: str | None) -> HostRule:
     )
 
 
-def _socket_path(options: Options) -> str:
+def _socket_path(options: EdgeOptions) -> str:
     if options.tls_cert is not None:
         raise OptionError("--uds with --tls-cert", "a Unix socket needs no encryption", "give one of them")
     path = Path(str(options.uds)).expanduser().absolute()
@@ -207,11 +356,10 @@ def _socket_path(options: Options) -> str:
     return str(path)
 
 
-def _tls(options: Options) -> TlsFiles | None:
+def _tls(options: EdgeOptions) -> TlsFiles | None:
     if options.tls_cert is None:
-        for flag, value in (("--tls-key", options.tls_key), ("--tls-client-ca", options.tls_client_ca)):
-            if value is not None:
-                raise OptionError(flag, "without --tls-cert nothing is encrypted", "give the certificate too")
+        others = {"--tls-key": options.tls_key, "--tls-client-ca": options.tls_client_ca}
+        refuse_given(others, "without --tls-cert nothing is encrypted", "give the certificate too")
         return None
     files = TlsFiles(cert=options.tls_cert, key=options.tls_key, client_ca=options.tls_client_ca)
     files.load()

@@ -6,9 +6,8 @@ Never: downloads, measures memory (the worker does), or opens a port (server/edg
 """
 
 import os
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,8 @@ from engine.options.engine_split import (
     ray_config,
     share_gpu,
 )
-from engine.options.options import OptionError, Options
+from engine.options.found_model import check_checksums, find_model
+from engine.options.options import FIELDS, OptionError, Options, refuse_given
 from engine.options.speculation_option import speculation_config
 from engine.options.traces_endpoint import check_traces_endpoint
 from engine.step_limits import EngineStepLimits, step_limits
@@ -44,15 +44,10 @@ from scheduler.config import (
 )
 from scheduler.messages import TimeLimits
 from scheduler.prefix_keys import JournalContent
-from worker.checkpoint import gguf_folder
-from worker.checkpoint.checksums import Checksums
 from worker.checkpoint.overrides import config_overrides, generation_overrides
 from worker.worker_config import SpeculationConfig, WorkerConfig
 from worker.worker_errors import StartupError
 
-DEMO_MODEL = Path(__file__).resolve().parent.parent / "demo_model"
-_DEMO_NAME = "tokenyard-demo"
-_GGUF_SUFFIX = ".gguf"
 _DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
 # One that the device computes, and one that is ready when it has finished.
 _MOST_PLANS_IN_FLIGHT = 2
@@ -143,17 +138,15 @@ def resolve(
     """Check and resolve the options. Raises OptionError. `environment` names the hub cache."""
     cluster, ray = cluster_config(options, environment), ray_config(options)
     edge = edge_config(options, node=0 if cluster is None else cluster.node)
-    _check_health_port(options)
     _check_limits(options)
     _check_scheduler(options)
     check_traces_endpoint(options.otlp_traces_endpoint)
     check_device(options)
     check_ranks(options, cluster)
     check_engines(options)
-    folder, name = _find_model(options.model, environment)
-    _check_checkpoint(folder)
-    _check_checksums(options.checksums, folder)
-    speculation = speculation_config(options, lambda draft: _find_draft_model(draft, environment))
+    folder, name = find_model(options.model, environment)
+    check_checksums(options.checksums, folder)
+    speculation = speculation_config(options, lambda draft: find_model(draft, environment)[0])
     engine = _engine_config(options, folder, name, speculation)
     if cluster is not None:
         engine = replace(engine, cluster=cluster, worker=replace(engine.worker, num_nodes=cluster.num_nodes))
@@ -178,12 +171,6 @@ def resolve(
         log_level=options.log_level,
         otlp_traces_endpoint=options.otlp_traces_endpoint,
     )
-
-
-def _find_draft_model(model: str, environment: Mapping[str, str]) -> Path:
-    folder, _ = _find_model(model, environment)
-    _check_checkpoint(folder)
-    return folder
 
 
 def _engine_config(options: Options, folder: Path, name: str, speculation: SpeculationConfig) -> EngineConfig:
@@ -216,38 +203,29 @@ def _engine_config(options: Options, folder: Path, name: str, speculation: Specu
 def _worker_config(
     options: Options, folder: Path, limits: EngineStepLimits, adapters: AdapterConfig
 ) -> WorkerConfig:
-    return WorkerConfig(
-        model_path=str(folder),
-        checksums_file=None if options.checksums is None else str(Path(options.checksums).absolute()),
-        chat_template_file=_chat_template(options.chat_template),
-        sampling_overrides=_overrides(generation_overrides, options.override_generation_config),
-        config_overrides=_overrides(config_overrides, options.hf_overrides),
-        task=options.task,
-        dtype=options.dtype,
-        device=device_of(options),
-        max_model_len=options.max_model_len,
-        block_size=options.block_size,
-        num_blocks=options.num_gpu_blocks_override,
-        gpu_memory_utilization=options.gpu_memory_utilization or _DEFAULT_GPU_MEMORY_UTILIZATION,
-        kv_cache_bytes=options.kv_cache_memory,
-        kv_cache_dtype=options.kv_cache_dtype,
-        swap_space_bytes=options.swap_space or 0,
-        max_num_seqs=limits.num_sequences,
-        max_num_batched_tokens=limits.num_tokens,
-        cpu_kernels=options.cpu_kernels,
-        gpu_kernels=options.gpu_kernels,
-        attention_backend=options.attention_backend,
-        enforce_eager=options.enforce_eager or share_gpu(options),
-        quantization=options.quantization,
-        quantize_head=options.quantize_head,
-        activations=options.activations,
-        adapter_limits=adapters.limits,
-        adapters=adapters.at_start,
-        num_threads=options.num_threads,
-        num_ranks=options.tensor_parallel_size,
-        num_engines=options.data_parallel_size,
-        num_stages=options.pipeline_parallel_size,
-    )
+    """Resolve what the worker decides otherwise; options with the worker's own names pass as they are."""
+    decided: dict[str, Any] = {
+        "model_path": str(folder),
+        "checksums_file": None if options.checksums is None else str(Path(options.checksums).absolute()),
+        "chat_template_file": _chat_template(options.chat_template),
+        "sampling_overrides": _overrides(generation_overrides, options.override_generation_config),
+        "config_overrides": _overrides(config_overrides, options.hf_overrides),
+        "device": device_of(options),
+        "num_blocks": options.num_gpu_blocks_override,
+        "gpu_memory_utilization": options.gpu_memory_utilization or _DEFAULT_GPU_MEMORY_UTILIZATION,
+        "kv_cache_bytes": options.kv_cache_memory,
+        "swap_space_bytes": options.swap_space or 0,
+        "max_num_seqs": limits.num_sequences,
+        "max_num_batched_tokens": limits.num_tokens,
+        "enforce_eager": options.enforce_eager or share_gpu(options),
+        "adapter_limits": adapters.limits,
+        "adapters": adapters.at_start,
+        "num_ranks": options.tensor_parallel_size,
+        "num_engines": options.data_parallel_size,
+        "num_stages": options.pipeline_parallel_size,
+    }
+    same = {each.name for each in fields(WorkerConfig)} & FIELDS.keys() - decided.keys()
+    return WorkerConfig(**decided, **{name: getattr(options, name) for name in same})
 
 
 def _step_limits(options: Options) -> EngineStepLimits:
@@ -349,14 +327,6 @@ def _check_swap_space(options: Options) -> None:
         )
 
 
-def _check_health_port(options: Options) -> None:
-    for flag, port in (("--port", options.port), ("--admin-port", options.admin_port)):
-        if options.health_port and options.health_port == port:
-            raise OptionError(
-                f"--health-port {port}", f"it is {flag} too", "choose another, or 0 for any that is free"
-            )
-
-
 def _check_limits(options: Options) -> None:
     limits = _step_limits(options)
     if limits.num_tokens < limits.num_sequences:
@@ -371,102 +341,9 @@ def _check_limits(options: Options) -> None:
             f"a step has {limits.num_tokens} tokens at most",
             "raise --max-num-batched-tokens too, or use 0 for no limit",
         )
-    if options.num_gpu_blocks_override is None:
-        return
-    for key, value in (
-        ("--kv-cache-memory", options.kv_cache_memory),
-        ("--gpu-memory-utilization", options.gpu_memory_utilization),
-    ):
-        if value is not None:
-            raise OptionError(
-                f"--num-gpu-blocks-override with {key}",
-                "both set the size of the KV cache",
-                "give one of them",
-            )
-
-
-def _find_model(model: str | None, environment: Mapping[str, str]) -> tuple[Path, str]:
-    """Find the checkpoint's folder and its default name."""
-    if model is None:
-        return DEMO_MODEL, _DEMO_NAME
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return folder.resolve(), folder.resolve().name
-    if folder.is_file() and folder.suffix == _GGUF_SUFFIX:
-        return _folder_of_gguf(folder), folder.stem
-    if folder.exists():
-        raise OptionError(
-            f"model {model!r}", "this is a file", f"name the checkpoint's folder, or a {_GGUF_SUFFIX} file"
-        )
-    cached = _find_in_hub_cache(model, environment)
-    if cached is None:
-        raise OptionError(
-            f"model {model!r}",
-            "there is no such folder, and no model of this name in the local hub cache",
-            "check the path; nothing is downloaded by itself, "
-            f"`tokenyard pull {_hub_name(model)}` fetches a model",
-        )
-    return cached, model
-
-
-def _hub_name(model: str) -> str:
-    return model if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", model) else "ORG/NAME"
-
-
-def _folder_of_gguf(path: Path) -> Path:
-    try:
-        return gguf_folder.folder_of(path)
-    except StartupError as error:
-        raise OptionError(f"model {str(path)!r}", error.what, error.fix) from error
-
-
-def _find_in_hub_cache(model: str, environment: Mapping[str, str]) -> Path | None:
-    """Find the snapshot of the branch `main` as it was downloaded.
-
-    Source: the cache layout that huggingface_hub documents: models--ORG--NAME/refs, snapshots.
-    """
-    parts = model.split("/")
-    if len(parts) > 2 or any(part in ("", ".", "..") for part in parts):
-        return None
-    home = Path(environment.get("HF_HOME", "~/.cache/huggingface"))
-    cache = Path(environment.get("HF_HUB_CACHE", home / "hub")).expanduser()
-    repository = cache / "--".join(["models", *parts])
-    try:
-        commit = (repository / "refs" / "main").read_text(encoding="utf-8").strip()
-    except OSError:
-        return None
-    snapshot = repository / "snapshots" / commit
-    return snapshot if snapshot.is_dir() else None
-
-
-def _check_checkpoint(folder: Path) -> None:
-    for name in ("config.json", "tokenizer.json"):
-        if not (folder / name).is_file():
-            raise OptionError(
-                f"model {str(folder)!r}",
-                f"it has no {name}",
-                "name the folder of a complete Hugging Face checkpoint",
-            )
-    if next(folder.glob("*.safetensors"), None) is None and not (folder / gguf_folder.WEIGHTS).exists():
-        raise OptionError(
-            f"model {str(folder)!r}",
-            "it has no *.safetensors files, the only format of weights that is read (others can run code)",
-            "pull a copy that has them, or convert this one where you trust it: "
-            "AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW), and the same for AutoTokenizer",
-        )
-
-
-def _check_checksums(path: str | None, folder: Path) -> None:
-    """Check the list alone; the checkpoint's files are compared where they are read."""
-    if path is None:
-        return
-    if (folder / gguf_folder.WEIGHTS).exists():
-        raise OptionError(
-            f"--checksums {path}",
-            "it is a list for the files of a folder",
-            "compare the GGUF file with sha256sum before the start",
-        )
-    try:
-        Checksums.read(Path(path).absolute())
-    except StartupError as error:
-        raise OptionError(f"--checksums {path}", error.what, error.fix) from error
+    if options.num_gpu_blocks_override is not None:
+        others = {
+            "--num-gpu-blocks-override with --kv-cache-memory": options.kv_cache_memory,
+            "--num-gpu-blocks-override with --gpu-memory-utilization": options.gpu_memory_utilization,
+        }
+        refuse_given(others, "both set the size of the KV cache", "give one of them")

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from engine.options.declaration import OptionError
+from engine.options.declaration import OptionError, refuse_given
 from engine.options.options import Options
 from scheduler.prefix_keys import JournalContent
 from worker.machine import visible_gpus
@@ -65,25 +65,20 @@ class RayConfig:
 def check_device(options: Options) -> None:
     """An option that the chosen device has no use for is a mistake. auto is decided by the worker."""
     if options.device == "cpu":
-        unused, instead = (
-            {
-                "--gpu-memory-utilization": options.gpu_memory_utilization,
-                "--gpu-kernels": None if options.gpu_kernels == "auto" else options.gpu_kernels,
-                "--attention-backend": (
-                    None if options.attention_backend == "triton" else options.attention_backend
-                ),
-                "--enforce-eager": options.enforce_eager or None,
-            },
-            "use --kv-cache-memory for the size of the KV cache",
-        )
+        unused = {
+            "--gpu-memory-utilization": options.gpu_memory_utilization,
+            "--gpu-kernels": None if options.gpu_kernels == "auto" else options.gpu_kernels,
+            "--attention-backend": None if options.attention_backend == "triton" else True,
+            "--enforce-eager": options.enforce_eager or None,
+        }
+        instead = "use --kv-cache-memory for the size of the KV cache"
     elif options.device.startswith("cuda"):
         unused = {"--kv-cache-memory": options.kv_cache_memory, "--num-threads": options.num_threads}
         instead = "use --gpu-memory-utilization for the size of the KV cache"
     else:
         return
-    for key, value in unused.items():
-        if value is not None:
-            raise OptionError(f"{key} with --device {options.device}", "it has no effect there", instead)
+    unused = {f"{flag} with --device {options.device}": value for flag, value in unused.items()}
+    refuse_given(unused, "it has no effect there", instead)
 
 
 def check_ranks(options: Options, cluster: ClusterConfig | None) -> None:
@@ -197,12 +192,8 @@ def prefix_journal(options: Options) -> JournalContent | None:
 def kv_events_config(options: Options, served_name: str) -> KVEventsConfig | None:
     """Check and resolve the options of events; None: none are published. Raises OptionError."""
     if options.kv_events_port is None:
-        for flag, value in (
-            ("--kv-events-host", options.kv_events_host),
-            ("--kv-events-topic", options.kv_events_topic),
-        ):
-            if value is not None:
-                raise OptionError(flag, "no events are published", "give --kv-events-port 5557, say")
+        unused = {"--kv-events-host": options.kv_events_host, "--kv-events-topic": options.kv_events_topic}
+        refuse_given(unused, "no events are published", "give --kv-events-port 5557, say")
         return None
     if not options.enable_prefix_caching:
         raise OptionError(
@@ -231,8 +222,7 @@ def cluster_config(options: Options, environment: Mapping[str, str]) -> ClusterC
             f"{asked} with --node-rank {node}", "nodes count from 0", f"give {num_nodes - 1} at most"
         )
     _check_several(options, asked, num_nodes)
-    if ":" in host:
-        raise OptionError(f"--master-addr {host}", "nodes meet over IPv4", "give an IPv4 address or a name")
+    _check_host(host)
     if len(options.cluster_key or "") < _LEAST_KEY_CHARS:
         raise OptionError(
             asked,
@@ -260,9 +250,8 @@ def ray_config(options: Options) -> RayConfig | None:
             "use --device cuda; or cuda:0, where ranks of a node share one",
         )
     _check_several(options, asked, options.nnodes or 1)
-    host, key = options.master_addr, options.cluster_key or secrets.token_hex(_LEAST_KEY_CHARS)
-    if ":" in (host or ""):
-        raise OptionError(f"--master-addr {host}", "nodes meet over IPv4", "give an IPv4 address or a name")
+    _check_host(options.master_addr or "")
+    key = options.cluster_key or secrets.token_hex(_LEAST_KEY_CHARS)
     if len(key) < _LEAST_KEY_CHARS:
         raise OptionError(
             "--cluster-key",
@@ -275,11 +264,16 @@ def ray_config(options: Options) -> RayConfig | None:
         )
     return RayConfig(
         num_nodes=options.nnodes,
-        host=host,
+        host=options.master_addr,
         port=options.cluster_port,
         key=key,
         timeout_s=_PLACEMENT_TIMEOUT_S,
     )
+
+
+def _check_host(host: str) -> None:
+    if ":" in host:
+        raise OptionError(f"--master-addr {host}", "nodes meet over IPv4", "give an IPv4 address or a name")
 
 
 def fits_nodes(num_stages: int, num_shards: int, num_nodes: int) -> bool:
@@ -336,14 +330,13 @@ def _where(options: Options, environment: Mapping[str, str]) -> tuple[int, int, 
 def _check_alone(options: Options) -> None:
     """Refuse what only several nodes have a use for."""
     has_port = options.cluster_port != Options().cluster_port
-    for flag, is_given in (
-        ("--node-rank", options.node_rank is not None),
-        ("--master-addr", options.master_addr is not None),
-        ("--cluster-key", options.cluster_key is not None),
-        (f"--cluster-port {options.cluster_port}", has_port),
-    ):
-        if is_given:
-            raise OptionError(flag, "there is one node", "give --nnodes too, or leave it out")
+    unused = {
+        "--node-rank": options.node_rank,
+        "--master-addr": options.master_addr,
+        "--cluster-key": options.cluster_key,
+        f"--cluster-port {options.cluster_port}": has_port or None,
+    }
+    refuse_given(unused, "there is one node", "give --nnodes too, or leave it out")
 
 
 def _check_variables(options: Options, environment: Mapping[str, str], names: tuple[str, ...]) -> None:

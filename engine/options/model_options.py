@@ -5,10 +5,9 @@ Never: reads them (sources.py), or resolves None (engine_config.py).
 """
 
 from dataclasses import dataclass
+from functools import partial
 
-from engine.options.declaration import Arity, Group
-from engine.options.declaration import declared as _option
-from engine.options.edge_options import EdgeOptions
+from engine.options.declaration import Arity, Group, declared
 from engine.options.values import Choice, Count, Pattern, Switch, Text
 
 TOOL_CALL_PARSERS = Choice(
@@ -32,68 +31,56 @@ REASONING_HELP = (
     "A name for either parser sets the template aside."
 )
 
+_model = partial(declared, Group.MODEL)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelOptions(EdgeOptions):
-    """Options for the model. One chain of classes declares all options, since their objects have slots."""
 
-    model: str | None = _option(
-        Group.MODEL,
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Options for the model: a part of Options."""
+
+    model: str | None = _model(
         Text(metavar="MODEL"),
         "Checkpoint folder, a GGUF file, or the hub name (org/name) of a checkpoint that is in the local hub "
         "cache already. `tokenyard pull` fetches one; nothing is downloaded from here.",
         open_default="a tiny built-in model, for trying the server out",
-        default=None,
     )
-    checksums: str | None = _option(
-        Group.MODEL,
+    checksums: str | None = _model(
         Text(metavar="FILE"),
         "List of the SHA-256 of the model's files, as sha256sum writes it in their folder. Weights, "
         "configuration, tokenizer and templates are compared with it at every start.",
         open_default="nothing is compared",
-        default=None,
     )
-    served_model_name: tuple[str, ...] = _option(
-        Group.MODEL,
+    served_model_name: tuple[str, ...] = _model(
         Text(metavar="NAME"),
         "Name that requests use. Repeat it for several; replies report the first.",
         arity=Arity.MANY,
         open_default="the hub name, or the folder's name",
-        default=(),
     )
-    chat_template: str | None = _option(
-        Group.MODEL,
+    chat_template: str | None = _model(
         Text(metavar="FILE"),
         "Jinja file with the chat template, in the place of the checkpoint's own. It is run in the same "
         "sandbox.",
         open_default="the checkpoint's own",
-        default=None,
     )
-    override_generation_config: str | None = _option(
-        Group.MODEL,
+    override_generation_config: str | None = _model(
         Text(metavar="JSON"),
         'Defaults of sampling that win over generation_config.json, such as {"temperature": 0.7, "top_p": '
         "0.9}; requests win over both.",
         open_default="those of generation_config.json",
-        default=None,
     )
-    hf_overrides: str | None = _option(
-        Group.MODEL,
+    hf_overrides: str | None = _model(
         Text(metavar="JSON"),
         "Values for config.json, merged into it key by key; null takes a key away. For a longer context, say "
         '{"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}; wrong values make wrong text.',
         open_default="config.json as it is",
-        default=None,
     )
-    task: str = _option(
-        Group.MODEL,
+    task: str = _model(
         Choice(words=("auto", "generate", "embed", "score")),
         "Task of the model: text, embeddings, or scores of pairs of texts. auto follows the checkpoint; "
         "embed also makes vectors with a model that generates.",
         default="auto",
     )
-    dtype: str = _option(
-        Group.MODEL,
+    dtype: str = _model(
         Choice(
             words=("auto", "float32", "bfloat16", "float16"),
             synonyms=(("half", "float16"), ("fp16", "float16"), ("bf16", "bfloat16"), ("float", "float32")),
@@ -102,28 +89,22 @@ class ModelOptions(EdgeOptions):
         "and on CPUs without support for them cost speed.",
         default="auto",
     )
-    device: str = _option(
-        Group.MODEL,
+    device: str = _model(
         Pattern(pattern=r"auto|cpu|cuda(:\d{1,3})?", form="auto, cpu, cuda or cuda:1", metavar="DEVICE"),
         "Where the model runs. auto takes the first GPU if there is one.",
         default="auto",
     )
-    max_model_len: int | None = _option(
-        Group.MODEL,
+    max_model_len: int | None = _model(
         Count(low=1, high=2**24, metavar="TOKENS"),
         "Longest prompt and answer together, in tokens. Longer needs more KV cache for one request.",
         open_default="the model's own context window, as far as it fits the KV cache",
-        default=None,
     )
-    num_threads: int | None = _option(
-        Group.MODEL,
+    num_threads: int | None = _model(
         Count(low=1, high=1024),
         "Compute threads, on CPU only, of each rank. More than there are cores makes every step slower.",
         open_default="one for each physical core this process may use, divided among ranks",
-        default=None,
     )
-    tensor_parallel_size: int = _option(
-        Group.MODEL,
+    tensor_parallel_size: int = _model(
         Count(low=1, high=64, metavar="RANKS"),
         "Processes that compute the model together, each with a part of every layer and of the KV cache. On "
         "GPUs each has one of its machine's CUDA_VISIBLE_DEVICES, in their order; with a number in "
@@ -133,8 +114,7 @@ class ModelOptions(EdgeOptions):
         "are on several, and wait longer.",
         default=1,
     )
-    data_parallel_size: int = _option(
-        Group.MODEL,
+    data_parallel_size: int = _model(
         Count(low=1, high=64, metavar="ENGINES"),
         "Engines behind this one server, each with the whole model, a KV cache and the other limits of this "
         "page for itself; on GPUs each has one, on CPUs they share the cores. Requests wait in one line, and "
@@ -142,16 +122,14 @@ class ModelOptions(EdgeOptions):
         "none of them faster; weights take memory once for each.",
         default=1,
     )
-    pipeline_parallel_size: int = _option(
-        Group.MODEL,
+    pipeline_parallel_size: int = _model(
         Count(low=1, high=64, metavar="STAGES"),
         "Groups of layers, each computed by processes of its own (--tensor-parallel-size in each). On GPUs "
         "each process has one, unless --device has a number. Stages work on different sequences at the same "
         "time and exchange little; one alone is computed no faster.",
         default=1,
     )
-    nnodes: int | None = _option(
-        Group.MODEL,
+    nnodes: int | None = _model(
         Count(low=1, high=64, metavar="NODES"),
         "Machines that compute the model together, each with as many stages of --pipeline-parallel-size, or "
         "with as many ranks of --tensor-parallel-size of one stage, which is much slower. The same command "
@@ -159,40 +137,31 @@ class ModelOptions(EdgeOptions):
         "each. More machines hold larger models; each stage that is elsewhere makes a token later by the "
         "time that its numbers travel.",
         open_default="LWS_GROUP_SIZE, or WORLD_SIZE beside MASTER_ADDR, or 1",
-        default=None,
     )
-    node_rank: int | None = _option(
-        Group.MODEL,
+    node_rank: int | None = _model(
         Count(low=0, high=63, metavar="NUMBER"),
         "Number of this machine among --nnodes, from 0, which is the one that listens for requests.",
         open_default="LWS_WORKER_INDEX, or RANK",
-        default=None,
     )
-    master_addr: str | None = _option(
-        Group.MODEL,
+    master_addr: str | None = _model(
         Text(metavar="ADDRESS"),
         "Address of the first machine, at which the others reach it; it listens there and nowhere else.",
         open_default="LWS_LEADER_ADDRESS, or MASTER_ADDR",
-        default=None,
     )
-    cluster_port: int = _option(
-        Group.MODEL,
+    cluster_port: int = _model(
         Count(low=1, high=65535, metavar="PORT"),
         "Port on the first machine for the others. MASTER_PORT is not read: torchrun uses it itself.",
         default=29600,
     )
-    cluster_key: str | None = _option(
-        Group.MODEL,
+    cluster_key: str | None = _model(
         Text(metavar="KEY"),
         "Secret that all machines share, of 32 characters or more; what they exchange is encrypted with keys "
         "made of it, but for what GPUs exchange with each other. A flag can be seen by other users of a "
         "machine: prefer TOKENYARD_CLUSTER_KEY.",
         is_secret=True,
         open_default="none, and then there are no --nnodes",
-        default=None,
     )
-    distributed_executor: str = _option(
-        Group.MODEL,
+    distributed_executor: str = _model(
         Choice(words=("processes", "ray")),
         "Starter of ranks on other machines. processes: this command, run on each of them. ray: the Ray "
         "cluster of which this machine is a node; it finds --nnodes nodes, by default as few as hold all "
@@ -200,8 +169,7 @@ class ModelOptions(EdgeOptions):
         "`tokenyard[ray]` on all machines.",
         default="processes",
     )
-    cpu_kernels: str = _option(
-        Group.MODEL,
+    cpu_kernels: str = _model(
         Choice(
             words=(
                 "auto",
@@ -221,15 +189,13 @@ class ModelOptions(EdgeOptions):
         "same on every machine: numbers differ a little between them.",
         default="auto",
     )
-    gpu_kernels: str = _option(
-        Group.MODEL,
+    gpu_kernels: str = _model(
         Choice(words=("auto", "off")),
         "Tokenyard's own GPU kernels, compiled by Triton at start: several times faster than torch alone. "
         "Turn them off to see whether a wrong answer comes from them.",
         default="auto",
     )
-    attention_backend: str = _option(
-        Group.MODEL,
+    attention_backend: str = _model(
         Choice(words=("triton", "fa3", "flashinfer")),
         "Kernels of attention on a GPU. triton: Tokenyard's own. fa3, flashinfer: FlashAttention 3 or "
         "FlashInfer where it is installed and a trial at start finds it right and 5% faster, which starts "
@@ -237,15 +203,13 @@ class ModelOptions(EdgeOptions):
         "compiled.",
         default="triton",
     )
-    enforce_eager: bool = _option(
-        Group.MODEL,
+    enforce_eager: bool = _model(
         Switch(),
         "Launch the kernels of a step one by one on a GPU, instead of capturing steps as CUDA graphs: starts "
         "sooner and leaves more memory to the KV cache, but small steps take several times as long.",
         default=False,
     )
-    quantization: str = _option(
-        Group.MODEL,
+    quantization: str = _model(
         Choice(words=("none", "int8", "int4", "fp8")),
         "int8 keeps the weights of the layers as 8-bit numbers, and rounds what they multiply to 8 bits "
         "token by token: about twice as fast on CPU and half the memory, at some loss of accuracy. int4 "
@@ -254,16 +218,14 @@ class ModelOptions(EdgeOptions):
         "the checkpoint holds quantized stay as they are. Needs the CPU or GPU kernels.",
         default="none",
     )
-    quantize_head: str = _option(
-        Group.MODEL,
+    quantize_head: str = _model(
         Choice(words=("none", "int8")),
         "int8 keeps the output layer as 8-bit numbers too, which reads half of its bytes for each step: a "
         "gain for small models, whose output layer is large. An embedding that is tied to it is kept "
         "beside it. Needs the CPU or GPU kernels.",
         default="none",
     )
-    activations: str = _option(
-        Group.MODEL,
+    activations: str = _model(
         Choice(words=("none", "int8", "fp8")),
         "int8 rounds what 4-bit and 8-bit weights in groups multiply to 8 bits, token by token: faster with "
         "several sequences on CPU, at some loss of accuracy. Needs the CPU kernels. fp8 does the same on "

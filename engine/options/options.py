@@ -8,9 +8,11 @@ Never: reads them (sources.py), or resolves None (engine_config.py).
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
-from engine.options.declaration import Arity, Declaration, Group, OptionError
-from engine.options.declaration import declared as _option
+from engine.options.adapter_options import AdapterOptions
+from engine.options.declaration import Arity, Declaration, Group, OptionError, declared, refuse_given
+from engine.options.edge_config import EdgeOptions
 from engine.options.model_options import (
     REASONING_HELP,
     REASONING_PARSERS,
@@ -31,346 +33,253 @@ __all__ = [
     "Group",
     "OptionError",
     "Options",
+    "refuse_given",
 ]
 
+_kv_cache = partial(declared, Group.KV_CACHE)
+_scheduler = partial(declared, Group.SCHEDULER)
+_logs = partial(declared, Group.LOGS)
+_replies = partial(declared, Group.REPLIES)
+_requests = partial(declared, Group.REQUESTS)
+_life = partial(declared, Group.LIFE)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options(SpeculationOptions):
+
+@dataclass(frozen=True, kw_only=True)
+class Options(AdapterOptions, SpeculationOptions, EdgeOptions):
     """The operator's options. None leaves the decision to the server."""
 
-    block_size: int | None = _option(
-        Group.KV_CACHE,
+    block_size: int | None = _kv_cache(
         Count(low=1, high=1024, metavar="TOKENS"),
         "Tokens in a KV cache block. Larger wastes the tail of each sequence and shares shorter prefixes "
         "less; smaller makes longer block tables.",
         open_default="16 on GPUs, 32 on CPUs",
-        default=None,
     )
-    num_gpu_blocks_override: int | None = _option(
-        Group.KV_CACHE,
+    num_gpu_blocks_override: int | None = _kv_cache(
         Count(low=1, high=2**31 - 2, metavar="BLOCKS"),
         "Number of KV cache blocks on the device (on a CPU too) instead of measuring free memory.",
         open_default="as many as fit",
-        default=None,
     )
-    gpu_memory_utilization: float | None = _option(
-        Group.KV_CACHE,
+    gpu_memory_utilization: float | None = _kv_cache(
         Fraction(low=0.01, high=1.0),
         "Share of the GPU's memory for weights, KV cache and activations together. Less leaves room for "
         "other programs, more for longer and more requests.",
         open_default="0.9",
-        default=None,
     )
-    kv_cache_dtype: str = _option(
-        Group.KV_CACHE,
+    kv_cache_dtype: str = _kv_cache(
         Choice(words=("auto", "fp8")),
         "auto keeps keys and values as the model computes them. fp8 keeps them as 8-bit floats, with two "
         "scales for each layer that are measured at load: twice the tokens in the same memory, at some loss "
         "of accuracy. On GPUs that know 8-bit floats; on CPUs only with --cpu-kernels off.",
         default="auto",
     )
-    kv_cache_memory: int | None = _option(
-        Group.KV_CACHE,
+    kv_cache_memory: int | None = _kv_cache(
         Bytes(low=2**20, high=2**50),
         "Memory for the KV cache when the model runs on a CPU.",
         open_default="a share of what is free",
-        default=None,
     )
-    enable_prefix_caching: bool = _option(
-        Group.KV_CACHE,
+    enable_prefix_caching: bool = _kv_cache(
         Switch(),
         "Keep the KV cache of finished requests and reuse it for prompts that begin alike. Costs a hash "
         "for each block.",
         default=True,
     )
 
-    swap_space: int | None = _option(
-        Group.KV_CACHE,
+    swap_space: int | None = _kv_cache(
         Bytes(low=0, high=2**50),
         "Host memory for the KV cache of preempted requests, and for cached prompts that the device has no "
         "room for. More lets more of both return without being computed again.",
         open_default="none",
-        default=None,
     )
 
-    kv_events_port: int | None = _option(
-        Group.KV_CACHE,
+    kv_events_port: int | None = _kv_cache(
         Count(low=1, high=65534, metavar="PORT"),
         "Publish which prompts the prefix cache has got and lost, in the form of vLLM's KV events (ZeroMQ), "
         "for routers that choose a server by its cache. Old events can be asked for at the next port. They "
         "hold the tokens of all prompts and answers but those of private keys, for anybody who connects.",
         open_default="no events",
-        default=None,
     )
-    kv_events_host: str | None = _option(
-        Group.KV_CACHE,
+    kv_events_host: str | None = _kv_cache(
         Text(metavar="ADDRESS"),
         "Address of both KV event ports; 0.0.0.0 is every IPv4 address of this machine.",
         open_default="127.0.0.1",
-        default=None,
     )
-    kv_events_topic: str | None = _option(
-        Group.KV_CACHE,
+    kv_events_topic: str | None = _kv_cache(
         Text(metavar="TOPIC"),
         "Topic of KV events, as kv@SERVER@MODEL. Routers that do not connect to each server themselves know "
         "it by this name, such as 10.0.0.11:8000.",
         open_default="kv@, this machine's name, @ and the model's first name",
-        default=None,
     )
 
-    max_num_seqs: int | None = _option(
-        Group.SCHEDULER,
+    max_num_seqs: int | None = _scheduler(
         Count(low=1, high=65536),
         "Sequences in one step at most. More raises throughput and the time between two tokens.",
         open_default="1024 on GPUs of 70 GiB or more, otherwise 256; no more than tokens of a step",
-        default=None,
     )
-    max_num_batched_tokens: int | None = _option(
-        Group.SCHEDULER,
+    max_num_batched_tokens: int | None = _scheduler(
         Count(low=1, high=2**20, metavar="TOKENS"),
         "Tokens computed in one step at most. More brings long prompts to their first token sooner, and "
         "makes running requests stutter.",
         open_default="8192 on GPUs of 70 GiB or more, otherwise 2048; no less than sequences of a step",
-        default=None,
     )
-    max_prefill_tokens: int | None = _option(
-        Group.SCHEDULER,
+    max_prefill_tokens: int | None = _scheduler(
         Count(low=0, high=2**20, metavar="TOKENS"),
         "Most tokens of a step that go to prefill. Fewer bring the first of many prompts to its first token "
         "sooner and make running requests stutter less; too few leave the device idle. 0 is no limit.",
         open_default="256 on CPUs, except for mixtures of experts; otherwise no limit",
-        default=None,
     )
-    scheduling_policy: str = _option(
-        Group.SCHEDULER,
+    scheduling_policy: str = _scheduler(
         Choice(words=tuple(each.value for each in SchedulingPolicy)),
         "fcfs serves in order of arrival; priority serves lower `priority` values first and may preempt.",
         default="fcfs",
     )
-    priority_aging: float | None = _option(
-        Group.SCHEDULER,
+    priority_aging: float | None = _scheduler(
         Duration(low=0.0, high=1e6),
         "Waiting time that makes up for one level of priority, so that no request waits for ever. Shorter is "
         "fairer to less urgent requests, longer is stricter; 0 is strict priority.",
         open_default="30s under the priority policy",
-        default=None,
     )
-    fairness: str = _option(
-        Group.SCHEDULER,
+    fairness: str = _scheduler(
         Choice(words=("none", "tenant")),
         "tenant gives equal service to tenants that wait at the same time, within each priority. A tenant is "
         "an API key; without keys the header x-tokenyard-tenant, or else the field `user`.",
         default="none",
     )
-    tenant_weight: tuple[str, ...] = _option(
-        Group.SCHEDULER,
+    tenant_weight: tuple[str, ...] = _scheduler(
         Text(metavar="NAME=WEIGHT"),
         "Weight of a tenant, if it is not 1. Repeat it for several. Keys are named key-1, key-2 and so on.",
         arity=Arity.MANY,
         open_default="all tenants alike",
-        default=(),
     )
-    target_itl: float | None = _option(
-        Group.SCHEDULER,
+    target_itl: float | None = _scheduler(
         Duration(low=0.0, high=3600.0),
         "Target for the time between two tokens of a running request; prefill gets the rest of each step. "
         "Shorter makes streams smoother and first tokens later. 0 is no target.",
         open_default="70ms on a CPU for models without experts, there 500ms while fewer than seven sequences "
         "run and wait; else 200ms; half of each step to prefill, and up to 85% while more than eight run and "
         "wait, where decodes alone take two thirds of it, or after a wait of 4s",
-        default=None,
     )
-    batching: str = _option(
-        Group.SCHEDULER,
+    batching: str = _scheduler(
         Choice(words=("mixed", "separate")),
         "mixed lets decodes and chunks of prefill share a step; separate makes each step one or the other, "
         "prefill first, and lets running requests stutter.",
         default="mixed",
     )
-    prefill_delay_factor: float | None = _option(
-        Group.SCHEDULER,
+    prefill_delay_factor: float | None = _scheduler(
         Fraction(low=0.0, high=1000.0),
         "With --batching separate: prompts interrupt decoding only after they have waited this many times "
         "the duration of the latest prefill step. More gathers larger batches of prompts.",
         open_default="at once",
-        default=None,
     )
-    trace_steps: str | None = _option(
-        Group.LOGS,
+    trace_steps: str | None = _logs(
         Text(metavar="FILE"),
         "Write each step as a line of JSON: the tokens of each request, preemptions with their causes, and "
         "the reason of waiting. For `tokenyard trace`.",
         open_default="no trace",
-        default=None,
     )
-    preemption_mode: str = _option(
-        Group.SCHEDULER,
+    preemption_mode: str = _scheduler(
         Choice(words=("auto", "recompute", "swap")),
         "How a preempted request gets its KV cache back: computed again, copied out and in, or whichever is "
         "expected to take less time.",
         default="auto",
     )
-    watermark: float = _option(
-        Group.SCHEDULER,
+    watermark: float = _scheduler(
         Fraction(low=0.0, high=0.5),
         "Share of the KV cache kept free when a new request is admitted. More means fewer preemptions and "
         "fewer requests at once.",
         default=0.01,
     )
 
-    host: str = _option(
-        Group.ADDRESS,
-        Text(metavar="HOST"),
-        "Address to listen on; 0.0.0.0 is every IPv4 address of this machine.",
-        default="127.0.0.1",
-    )
-    port: int = _option(
-        Group.ADDRESS,
-        Count(low=0, high=65535, metavar="PORT"),
-        "Port to listen on; 0 takes any free one.",
-        default=8000,
-    )
-    api_key: tuple[str, ...] = _option(
-        Group.KEYS,
-        Text(metavar="KEY"),
-        "Key that clients must send as a bearer token. Repeat it for several. A flag can be seen by other "
-        "users of this machine: prefer TOKENYARD_API_KEY (separated by commas).",
-        arity=Arity.MANY,
-        is_secret=True,
-        open_default="no key needed",
-        default=(),
-    )
-    allow_unauthenticated: bool = _option(
-        Group.KEYS,
-        Switch(),
-        "Listen on addresses that other machines can reach although there is no API key.",
-        default=False,
-    )
-    enable_admin: bool = _option(
-        Group.ADDRESS,
-        Switch(),
-        "Answer GET /admin/requests, which lists what every live request does or waits for, with the names "
-        "of tenants. It needs a key like other routes.",
-        default=False,
-    )
-    tool_call_parser: str = _option(Group.REPLIES, TOOL_CALL_PARSERS, TOOL_CALL_HELP, default="auto")
-    reasoning_parser: str = _option(Group.REPLIES, REASONING_PARSERS, REASONING_HELP, default="auto")
-    max_queued_requests: int = _option(
-        Group.REQUESTS,
+    tool_call_parser: str = _replies(TOOL_CALL_PARSERS, TOOL_CALL_HELP, default="auto")
+    reasoning_parser: str = _replies(REASONING_PARSERS, REASONING_HELP, default="auto")
+    max_queued_requests: int = _requests(
         Count(low=1, high=2**20),
         "Sequences (a request with n=3 has three) that may wait for their first token; more are refused "
         "with 429 and a time to come back.",
         default=1024,
     )
-    max_queued_tokens: int = _option(
-        Group.REQUESTS,
+    max_queued_tokens: int = _requests(
         Count(low=1, high=2**40, metavar="TOKENS"),
         "Prompt tokens that may wait at once; more are refused with 429. They are held in memory.",
         default=4 * 2**20,
     )
-    queue_timeout: float | None = _option(
-        Group.REQUESTS,
+    queue_timeout: float | None = _requests(
         Duration(low=0.001, high=1e6),
         "How long a request may wait for its first step; then it is answered with 504. Requests may ask "
         "for less.",
         open_default="no limit",
-        default=None,
     )
-    first_token_timeout: float | None = _option(
-        Group.REQUESTS,
+    first_token_timeout: float | None = _requests(
         Duration(low=0.001, high=1e6),
         "How long a request may take to its first token; then it is answered with 504.",
         open_default="no limit",
-        default=None,
     )
-    request_timeout: float = _option(
-        Group.REQUESTS,
+    request_timeout: float = _requests(
         Duration(low=0.0, high=1e6),
         "How long a request may take in all, from its admission; then it ends with what it has. Requests may "
         "ask for less. 0 is no limit.",
         default=600.0,
     )
-    max_body_size: int = _option(
-        Group.REQUESTS,
+    max_body_size: int = _requests(
         Bytes(low=1024, high=2**30),
         "Largest request body. Larger ones are refused with 413 before they are read.",
         default=4 * 2**20,
     )
-    responses_store_memory: int = _option(
-        Group.REPLIES,
+    responses_store_memory: int = _replies(
         Bytes(low=0, high=2**40),
         "Memory for the responses of /v1/responses that are kept for GET and previous_response_id, with "
         "their conversations: 1000 at most, for a day. The one unused for longest goes first. 0 stores none.",
         default=64 * 2**20,
     )
-    grammar_compile_timeout: float = _option(
-        Group.REQUESTS,
+    grammar_compile_timeout: float = _requests(
         Duration(low=0.1, high=60.0),
         "How long the grammar or schema of a request may take to compile; then the request is refused with "
         "400. Longer lets one such request hold up others that bring a new grammar.",
         default=5.0,
     )
-    strict_fields: bool = _option(
-        Group.REQUESTS,
+    strict_fields: bool = _requests(
         Switch(),
         "Refuse requests with fields that this server does not know, by name. Without it they are counted "
         "and ignored, as clients of other servers expect.",
         default=False,
     )
-    stream_keep_alive: float = _option(
-        Group.REPLIES,
+    stream_keep_alive: float = _replies(
         Duration(low=0.0, high=3600.0),
         "Silence in a stream after which a comment is sent, so that no proxy takes it for dead. Shorter than "
         "the proxies' own limit, which is often 60 seconds; some clients cannot read comments. 0 sends none.",
         default=45.0,
     )
-    shutdown_timeout: float = _option(
-        Group.LIFE,
+    shutdown_timeout: float = _life(
         Duration(low=0.0, high=86400.0),
         "Time for running requests to finish after SIGTERM; then they are aborted.",
         default=30.0,
     )
-    drain_delay: float = _option(
-        Group.LIFE,
+    drain_delay: float = _life(
         Duration(low=0.0, high=3600.0),
         "After SIGTERM, /health/ready fails at once, but new requests are accepted for this long, until "
         "every load balancer has noticed.",
         default=0.0,
     )
-    heartbeat_timeout: float = _option(
-        Group.LIFE,
+    heartbeat_timeout: float = _life(
         Duration(low=2.0, high=3600.0),
         "An engine that makes no progress for this long, not even within a step, is reported by "
         "/health/live, killed and replaced.",
         default=60.0,
     )
-    health_port: int | None = _option(
-        Group.ADDRESS,
-        Count(low=0, high=65535, metavar="PORT"),
-        "One more port for /health, /health/ready and /health/live, answered by a thread of its own however "
-        "busy the API is, without TLS; 0 takes any free one.",
-        open_default="probes ask --port",
-        default=None,
-    )
-    log_level: str = _option(
-        Group.LOGS,
+    log_level: str = _logs(
         Choice(words=("debug", "info", "warning", "error")),
         "How much is logged.",
         default="info",
     )
-    log_format: str = _option(
-        Group.LOGS,
+    log_format: str = _logs(
         Choice(words=("auto", "text", "json")),
         "Lines for people, or one JSON object each; auto writes text to a terminal and JSON elsewhere.",
         default="auto",
     )
-    otlp_traces_endpoint: str | None = _option(
-        Group.LOGS,
+    otlp_traces_endpoint: str | None = _logs(
         Text(metavar="URL"),
         "Send a span of each request to this OpenTelemetry collector, by OTLP over HTTP, such as "
         "http://localhost:4318/v1/traces. Needs the extra `otel`.",
         open_default="no spans",
-        default=None,
     )
 
 

@@ -7,11 +7,12 @@ Never: decides how many drafts a step verifies (scheduler/drafts/draft_rule.py):
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from engine.options.adapter_options import AdapterOptions
 from engine.options.declaration import Group, OptionError, declared
+from engine.options.model_options import ModelOptions
 from engine.options.values import Text
 from worker.worker_config import MAX_DRAFTS, DraftMethod, SpeculationConfig
 
@@ -22,13 +23,14 @@ _LOOKUPS = {"prompt_lookup_min": (1, 16), "prompt_lookup_max": (1, 16)}
 _BOUNDS = {"num_speculative_tokens": (1, MAX_DRAFTS), **_LOOKUPS}
 _EXAMPLE = '\'{"method": "ngram", "num_speculative_tokens": 8}\''
 
+_scheduler = partial(declared, Group.SCHEDULER)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpeculationOptions(AdapterOptions):
-    """The option itself."""
 
-    speculative_config: str | None = declared(
-        Group.SCHEDULER,
+@dataclass(frozen=True, kw_only=True)
+class SpeculationOptions(ModelOptions):
+    """Options of speculation, with those of the model that they are checked against: a part of Options."""
+
+    speculative_config: str | None = _scheduler(
         Text(metavar="JSON"),
         'Guess tokens from repeated text and verify several in one step: {"method": "ngram"} looks in the '
         'request\'s own text, "suffix" also in recent replies to the same tenant, salt and adapter. Output '
@@ -36,16 +38,13 @@ class SpeculationOptions(AdapterOptions):
         '{"method": "draft_model", "model": MODEL} asks a smaller model, see --speculative-model. '
         "Not with several stages.",
         open_default="only the `prediction` of a request is used",
-        default=None,
     )
-    speculative_model: str | None = declared(
-        Group.SCHEDULER,
+    speculative_model: str | None = _scheduler(
         Text(metavar="MODEL"),
         "Smaller model with the same tokenizer, as --model names one, that guesses tokens for the model to "
         "verify. Its weights, and its keys and values in every KV block, take memory; it guesses only where "
         "that is expected to save time. On CPUs, with one rank.",
         open_default="none",
-        default=None,
     )
 
 

@@ -7,7 +7,7 @@ Never: knows an option by name, or the source of its text (options.py).
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 _HUMAN_NUMBER = re.compile(r"([0-9][0-9_]{0,30}(?:\.[0-9]{1,15})?)\s*([kmgt]?)(i?)(b?)", re.IGNORECASE)
 _POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -20,21 +20,22 @@ _FEWEST_BYTES = 1024
 _UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
-class ValueKind(Protocol):
+class ValueKind:
     """A kind of value. `parse` raises ValueError whose text completes the sentence `it must ...`."""
 
-    @property
-    def metavar(self) -> str:
-        """Placeholder for the value in --help."""
+    metavar: Any
+    """Placeholder for the value in --help."""
 
-    def parse(self, text: str) -> object: ...
+    def parse(self, text: str) -> object:
+        raise NotImplementedError
 
     def show(self, value: object) -> str:
         """Format a value as people write it."""
+        return str(value)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Text:
+@dataclass(frozen=True, kw_only=True)
+class Text(ValueKind):
     """Any text that is not blank."""
 
     metavar: str = "TEXT"
@@ -44,12 +45,9 @@ class Text:
             raise ValueError("not be empty")
         return text.strip()
 
-    def show(self, value: object) -> str:
-        return str(value)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pattern:
+@dataclass(frozen=True, kw_only=True)
+class Pattern(ValueKind):
     """Text of one form, described for people by `form`."""
 
     pattern: str
@@ -61,12 +59,9 @@ class Pattern:
             raise ValueError(f"be {self.form}")
         return text.strip()
 
-    def show(self, value: object) -> str:
-        return str(value)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+@dataclass(frozen=True, kw_only=True)
+class Choice(ValueKind):
     """One of a few words."""
 
     words: tuple[str, ...]
@@ -84,12 +79,9 @@ class Choice:
             raise ValueError(f"be one of {', '.join(self.words)}")
         return word
 
-    def show(self, value: object) -> str:
-        return str(value)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Switch:
+@dataclass(frozen=True, kw_only=True)
+class Switch(ValueKind):
     """Yes or no; on the command line a flag and its --no- twin."""
 
     metavar: str = "true|false"
@@ -104,8 +96,8 @@ class Switch:
         return "on" if value else "off"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Count:
+@dataclass(frozen=True, kw_only=True)
+class Count(ValueKind):
     """A whole number within bounds, both included: 2048, 2_048, 2K (2048), 2k (2000)."""
 
     low: int
@@ -118,12 +110,9 @@ class Count:
             raise ValueError(f"be {like}: it counts no bytes")
         return _within(_whole(text, like=like), self.low, self.high, str)
 
-    def show(self, value: object) -> str:
-        return str(value)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bytes:
+@dataclass(frozen=True, kw_only=True)
+class Bytes(ValueKind):
     """An amount of memory within bounds, both included: 4GiB, 4G (the same), 4GB (4 * 10**9), 4096."""
 
     low: int
@@ -142,8 +131,8 @@ class Bytes:
         return show_bytes(int(str(value)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fraction:
+@dataclass(frozen=True, kw_only=True)
+class Fraction(ValueKind):
     """A fraction within bounds, both included: 0.9 or 90%."""
 
     low: float
@@ -159,12 +148,9 @@ class Fraction:
             raise ValueError("be a share such as 0.9 or 90%") from None
         return _within(number / 100 if is_percent else number, self.low, self.high, str)
 
-    def show(self, value: object) -> str:
-        return str(value)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Duration:
+@dataclass(frozen=True, kw_only=True)
+class Duration(ValueKind):
     """Seconds within bounds, both included: 30, 30s, 500ms, 2m."""
 
     low: float

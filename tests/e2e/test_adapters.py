@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from engine.options.engine_config import DEMO_MODEL
+from engine.options.found_model import DEMO_MODEL
 from tests.adapters import write_adapter
 from tests.e2e.serving import RunningServer, running_server, wait_for
 

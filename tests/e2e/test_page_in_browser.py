@@ -17,7 +17,7 @@ import pytest
 
 from bench.simulate.arrivals import read_requests
 from bench.trace.reading import read_trace
-from engine.options.engine_config import DEMO_MODEL
+from engine.options.found_model import DEMO_MODEL
 from tests.adapters import write_adapter
 from tests.e2e.serving import RunningServer, running_server
 

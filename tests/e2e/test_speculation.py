@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from engine.options.engine_config import DEMO_MODEL
+from engine.options.found_model import DEMO_MODEL
 from tests.e2e.serving import RunningServer, running_server, wait_for
 from tests.worker.speculation.draft_checkpoints import write_draft
 

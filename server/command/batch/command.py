@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from engine.options.edge_options import EdgeOptions
+from engine.options.edge_config import EdgeOptions
 from engine.options.engine_config import EngineConfig, ServerConfig, resolve
 from engine.options.options import OptionError
 from engine.options.sources import Source, merge, read_sources, source_of

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from engine.options.declaration import OptionError
-from engine.options.engine_config import DEMO_MODEL, resolve
+from engine.options.engine_config import resolve
+from engine.options.found_model import DEMO_MODEL
 from engine.options.options import Options
 from engine.options.speculation_option import SpeculationOptions, speculation_config
 from worker.worker_config import DraftMethod, SpeculationConfig

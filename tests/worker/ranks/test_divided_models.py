@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from engine.options.engine_config import DEMO_MODEL
+from engine.options.found_model import DEMO_MODEL
 from scheduler.config import PreemptionMode
 from tests.checkpoints import make_checkpoint
 from tests.quantized_checkpoints import write_quantized

@@ -14,7 +14,8 @@ import pytest
 
 from engine.frontend.client import AsyncEngine
 from engine.frontend.health import Welcome
-from engine.options.engine_config import DEMO_MODEL, EngineConfig, ServerConfig, resolve
+from engine.options.engine_config import EngineConfig, ServerConfig, resolve
+from engine.options.found_model import DEMO_MODEL
 from engine.options.options import OptionError
 from engine.options.sources import read_options
 from engine.processes import child_process, engine_processes
