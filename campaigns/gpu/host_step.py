@@ -23,8 +23,8 @@ from torch import Tensor
 from campaigns.gpu.driving import scheduler_config
 from campaigns.gpu.null_device import Asked, CountedOperations, NullGpu, NullGraph, no_kernels
 from campaigns.gpu.results import Record
-from engine.core.checked_worker import CheckedWorker
 from engine.core.loop import EngineLoop
+from engine.core.worker_steps import CheckedWorker
 from engine.process_messages import ToClient, ToEngine, encode
 from scheduler.messages import SamplingParams, SchedulerOutput, SequenceId
 from scheduler.scheduler import Scheduler

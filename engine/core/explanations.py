@@ -7,10 +7,13 @@ Never: decides what a report says (scheduler/queues/request_queues.py), or what 
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from engine.process_messages import Explain, Explanation, ForgetQuestion
 from scheduler.messages import SequenceReport
-from scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from scheduler.scheduler import Scheduler
 
 _MOST_AT_ONCE = 256
 """Sequences that a turn looks at, for all questions: 2 ms, in which no step is planned."""
@@ -23,7 +26,7 @@ _MOST_ASKED = 128
 class Explanations:
     """Each question is answered once, or dropped as soon as its client gives up."""
 
-    def __init__(self, scheduler: Scheduler, send: Callable[[Explanation], None]) -> None:
+    def __init__(self, scheduler: "Scheduler", send: Callable[[Explanation], None]) -> None:
         self._scheduler = scheduler
         self._send = send
         self._asked: deque[Explain] = deque()

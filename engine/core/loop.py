@@ -15,11 +15,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from math import isfinite
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from engine.core.adapter_loads import AdapterLoads, Adapters
+from engine.core.between_steps import AdapterLoads, GrammarAdmission
 from engine.core.explanations import Explanations
-from engine.core.grammar_admission import CompilesAhead, GrammarAdmission
+from engine.core.interfaces import NOTHING_BESIDE, BegunStep, BesideSteps, Executor, Mailbox
 from engine.core.request_names import RequestNames
 from engine.core.step_trace import StepTrace
 from engine.core.step_watch import StepWatch
@@ -37,8 +37,6 @@ from engine.process_messages import (
     ResetPrefixCache,
     Shutdown,
     StepTimes,
-    ToClient,
-    ToEngine,
     Watch,
 )
 from scheduler.messages import (
@@ -67,33 +65,6 @@ _MAX_FAILED_STEPS_IN_A_ROW = 3
 _TOO_LITTLE_MEMORY = "the device has too little memory to compute this request, even by itself"
 
 
-def _is_due(_wait_s: float) -> bool:
-    """Tell that nothing can be done but to wait for a step."""
-    return True
-
-
-class BegunStep(Protocol):
-    """A step that the worker has begun."""
-
-    def result(self) -> ModelRunnerOutput:
-        """Wait for the result. Raises the step's error; StepOutOfMemory if it may be made again in parts."""
-
-
-class Executor(Protocol):
-    """The loop's interface to a worker."""
-
-    def launch(self, plan: SchedulerOutput) -> BegunStep:
-        """Begin a step; on a CPU, compute it. Steps are computed in order. Raises as `result` does."""
-
-
-class Mailbox(Protocol):
-    """The loop's interface to a transport."""
-
-    def receive(self, *, wait_s: float) -> list[ToEngine]: ...
-
-    def send(self, message: ToClient) -> None: ...
-
-
 class WorkerBroken(Exception):
     """The worker failed too often in a row; the process must be replaced."""
 
@@ -119,20 +90,6 @@ class _StepUnderWay(NamedTuple):
         return not isinstance(self.launched, _NotLaunched)
 
 
-class BesideSteps(NamedTuple):
-    """Abilities of the worker that no plan asks for."""
-
-    adapters: Adapters | None = None
-    grammars: CompilesAhead | None = None
-    has_result: Callable[[float], bool] = _is_due
-    """Wait so many seconds for the oldest step, and return whether it is computed."""
-    rank_times_s: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)
-    """Seconds so far of copying and adding between ranks, and of waiting for them."""
-
-
-_NOTHING_BESIDE = BesideSteps()
-
-
 class EngineLoop:
     """The loop, which turns until a Shutdown arrives. Raises WorkerBroken, which ends the process."""
 
@@ -143,7 +100,7 @@ class EngineLoop:
         mailbox: Mailbox,
         clock: Callable[[], float],
         trace: StepTrace | None = None,
-        beside: BesideSteps = _NOTHING_BESIDE,
+        beside: BesideSteps = NOTHING_BESIDE,
     ) -> None:
         self._scheduler = scheduler
         self._adapters = AdapterLoads(scheduler, beside.adapters)

@@ -17,17 +17,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
 
-from engine.core.adapter_loads import Adapters
-from engine.core.grammar_admission import CompilesAhead, GrammarsOfLastStage
-from engine.core.loop import BegunStep
-from engine.core.stage_steps import LedStep, SamplingExecutor, StageSteps
-from engine.nodes.rank_plans import AdapterOrder, PlansOut, RankStep, ResultsIn
+from engine.core.between_steps import GrammarsOfLastStage, RankAdapters
+from engine.core.interfaces import Adapters, BegunStep, CompilesAhead, SamplingExecutor
+from engine.core.worker_steps import LedStep, StageSteps
+from engine.nodes.rank_plans import PlansOut, RankStep, ResultsIn
 from engine.nodes.rank_start import start_rank
 from engine.processes.child_process import EXIT_START_FAILED, SIGNAL_FOR_STACKS
 from engine.processes.process_end import EXIT_WORKER_BROKEN, leave, report_signals_for_stacks
 from scheduler.messages import ModelRunnerOutput, SchedulerOutput
 from worker.ranks.places import RankPlace
-from worker.worker_config import AdapterFacts
 
 if TYPE_CHECKING:
     from engine.nodes.switchboard import Switchboard
@@ -223,31 +221,6 @@ class RankGroup:
                 child.kill()
         if self._placed is not None:
             self._placed.kill()
-
-
-class RankAdapters:
-    """The stores of adapters of all ranks as one: each makes the same calls between the same steps."""
-
-    def __init__(self, own: Adapters, send: Callable[[AdapterOrder], None]) -> None:
-        self._own, self._send = own, send
-
-    @property
-    def resident(self) -> tuple[str, ...]:
-        """Identities in memory, which are the same on all ranks."""
-        return self._own.resident
-
-    def load(self, name: str, folder: str) -> AdapterFacts:
-        """Read a folder on all ranks. Raises AdapterRefused, and nothing changes, if one of them cannot."""
-        self._send(AdapterOrder("load", (name, folder)))
-        return self._own.load(name, folder)
-
-    def introduce(self, identity: str, folder: str) -> None:
-        self._send(AdapterOrder("introduce", (identity, folder)))
-        self._own.introduce(identity, folder)
-
-    def forget(self, identity: str) -> None:
-        self._send(AdapterOrder("forget", (identity,)))
-        self._own.forget(identity)
 
 
 class _StepOfRanks(NamedTuple):

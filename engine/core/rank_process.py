@@ -11,15 +11,14 @@ PLACE is a RankPlace as JSON; the configuration is in DIRECTORY.
 import logging
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from engine.core.grammar_admission import GrammarsOfRank
+from engine.core.between_steps import GrammarsOfRank, change_adapters
 from engine.core.pulse import pulse_of_steps
-from engine.core.stage_steps import ReportedSteps, StageSteps
+from engine.core.worker_steps import ReportedSteps, StageSteps
 from engine.logs.lines import ProcessName
 from engine.logs.setup import Logs
 from engine.nodes.rank_plans import AdapterOrder, GrammarOrder, Order, PlansIn, ResultsOut, StageResult
@@ -36,7 +35,6 @@ from engine.processes.process_end import EXIT_WORKER_BROKEN, leave, write_stacks
 from engine.processes.transport import PulseSide
 from worker.devices.lazy_imports import import_torch
 from worker.ranks.places import RankPlace
-from worker.worker_errors import AdapterRefused
 
 if TYPE_CHECKING:
     from engine.nodes.links import Links
@@ -107,7 +105,7 @@ def _report(
     grammars = GrammarsOfRank(worker.grammars, results.send)
     while (step := _next_order(plans, grammars)) is not None:
         if isinstance(step, AdapterOrder):
-            change_adapters(worker, step)
+            change_adapters(worker.adapters, step)
         elif isinstance(step, GrammarOrder):
             grammars.carry_out(step)
         else:
@@ -120,7 +118,7 @@ def _carry_out(plans: "PlansIn | Links", worker: "Worker", stage: "Stage") -> No
     steps = StageSteps(worker, stage)
     while (step := plans.receive()) is not None:
         if isinstance(step, AdapterOrder):
-            change_adapters(worker, step)
+            change_adapters(worker.adapters, step)
             continue
         if isinstance(step, GrammarOrder):
             continue
@@ -136,14 +134,6 @@ def _next_order(plans: "PlansIn | Links", grammars: GrammarsOfRank) -> Order | N
         if plans.has_any(_REPORT_GRAMMARS_EVERY_S):
             break
     return plans.receive()
-
-
-def change_adapters(worker: "Worker", order: AdapterOrder) -> None:
-    """Make the call that rank 0 makes too; it answers for all whether an adapter is refused."""
-    store = worker.adapters
-    assert store is not None, "rank 0 has a store"
-    with suppress(AdapterRefused):
-        getattr(store, order.call)(*order.arguments)
 
 
 def read_place(argument: str) -> RankPlace:

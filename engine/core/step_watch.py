@@ -12,17 +12,19 @@ view are counted and dropped.
 import time
 from collections.abc import Callable, Iterable
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from engine.core.request_names import RequestNames
-from engine.core.step_lines import StepLines
+from engine.core.step_trace import StepLines
 from engine.process_messages import AddRequest, StepTimes, View
 from scheduler.blocks.block_map import block_runs
 from scheduler.counters import SchedulerStats
 from scheduler.messages import ReportPage, SchedulerOutput, SequenceId, SequenceReport
-from scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from scheduler.scheduler import Scheduler
 
 MIN_INTERVAL_S = 0.1
 _IDLE_INTERVAL_S = 1.0
@@ -34,6 +36,12 @@ _MAX_PREEMPTING_STEPS = 32
 _MAX_SEQUENCES = 128
 """Sequences of each queue, running and waiting, that a view holds: the first ones."""
 _MAX_RUNS = 8192
+_SHOWN_STATS = (
+    *("num_running", "num_waiting", "num_swapped", "num_used_blocks", "num_blocks"),
+    *("num_used_host_blocks", "num_host_blocks", "num_steps", "num_recomputed_tokens"),
+    *("num_prefix_queries", "num_prefix_hits"),
+)
+"""Statistics that a view shows as they are."""
 
 
 class StepWatch:
@@ -41,7 +49,7 @@ class StepWatch:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: "Scheduler",
         send: Callable[[View], None],
         names: RequestNames,
         *,
@@ -157,18 +165,6 @@ class StepWatch:
 
 
 def _gauges(stats: SchedulerStats) -> dict[str, Any]:
-    return {
-        "num_running": stats.num_running,
-        "num_waiting": stats.num_waiting,
-        "num_swapped": stats.num_swapped,
-        "wait_reason": stats.wait_reason.value,
-        "num_used_blocks": stats.num_used_blocks,
-        "num_blocks": stats.num_blocks,
-        "num_used_host_blocks": stats.num_used_host_blocks,
-        "num_host_blocks": stats.num_host_blocks,
-        "num_steps": stats.num_steps,
-        "num_preemptions": sum(stats.num_preemptions.values()),
-        "num_recomputed_tokens": stats.num_recomputed_tokens,
-        "num_prefix_queries": stats.num_prefix_queries,
-        "num_prefix_hits": stats.num_prefix_hits,
-    }
+    shown = {name: getattr(stats, name) for name in _SHOWN_STATS}
+    num_preemptions = sum(stats.num_preemptions.values())
+    return {**shown, "wait_reason": stats.wait_reason.value, "num_preemptions": num_preemptions}

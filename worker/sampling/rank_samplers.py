@@ -4,7 +4,7 @@ Owns: which rows a following rank draws, and the tokens of the rest. On CPUs all
 the logits, so each draws some of the plain rows: those whose token follows from logits, seed and place alone.
 The first rank (Sampler, GpuSampler) has grammars, counts and reports, samples all other rows, and gets these
 tokens within the step. On GPUs it samples every row, and its device sends the tokens (gpu/runner.py).
-The hosts find the tokens of a step in `sampled` of their stage (engine/core/stage_steps.py). Those of a step
+The hosts find the tokens of a step in `sampled` of their stage (engine/core/worker_steps.py). Those of a step
 with drafts are broadcast within it, since its length depends on them.
 Never: decides by anything but the plan, or the ranks would exchange different numbers.
 

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 import pytest
 
-from engine.core.grammar_admission import CompilesAhead, GrammarsOfLastStage, GrammarsOfRank
-from engine.core.loop import BesideSteps, EngineLoop
+from engine.core.between_steps import GrammarsOfLastStage, GrammarsOfRank
+from engine.core.interfaces import BesideSteps, CompilesAhead
+from engine.core.loop import EngineLoop
 from engine.nodes.rank_plans import GrammarOrder, decode_order, encode_plan
 from engine.process_messages import EndSequences, ToEngine
 from scheduler.messages import (

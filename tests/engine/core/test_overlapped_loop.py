@@ -6,10 +6,12 @@ from pathlib import Path
 import orjson
 import pytest
 
-from engine.core.checked_worker import CheckedWorker
-from engine.core.loop import BesideSteps, EngineLoop, WorkerBroken
-from engine.core.process import from_now_on, scheduler_config
+from engine.core.interfaces import BesideSteps
+from engine.core.loop import EngineLoop, WorkerBroken
+from engine.core.scheduler_start import scheduler_config
 from engine.core.step_trace import StepTrace
+from engine.core.worker_start import from_now_on
+from engine.core.worker_steps import CheckedWorker
 from engine.options.engine_config import resolve
 from engine.options.sources import read_options
 from engine.process_messages import AdapterAnswer, AddRequest, EndSequences, LoadAdapter, Shutdown

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from engine.core.stage_steps import LedStep, ReportedSteps, StageSteps
+from engine.core.worker_steps import LedStep, ReportedSteps, StageSteps
 from scheduler.messages import ModelRunnerOutput, SchedulerOutput
 from worker.ranks.stage import Stage
 

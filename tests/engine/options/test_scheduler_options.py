@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.process import scheduler_config
+from engine.core.scheduler_start import scheduler_config
 from engine.options.engine_config import resolve
 from engine.options.sources import read_options
 from tests.engine.model_facts import facts

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from engine.core.loop import BegunStep
-from engine.core.rank_group import RankAdapters
-from engine.core.stage_steps import LedStep, StageSteps
+from engine.core.between_steps import RankAdapters
+from engine.core.interfaces import BegunStep
+from engine.core.worker_steps import LedStep, StageSteps
 from engine.nodes.rank_plans import RankStep, ResultsIn, encode_plan
 from scheduler.messages import ModelRunnerOutput, SchedulerOutput
 from tests.worker.ranks.follower import GLOO, Order, open_ranks_of, send

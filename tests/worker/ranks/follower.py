@@ -18,8 +18,8 @@ from typing import BinaryIO, NamedTuple
 
 import msgspec
 
-from engine.core.rank_process import change_adapters
-from engine.core.stage_steps import ReportedSteps, StageSteps
+from engine.core.between_steps import change_adapters
+from engine.core.worker_steps import ReportedSteps, StageSteps
 from engine.nodes.rank_plans import AdapterOrder, ResultsOut, StageResult, decode_order
 from tests.worker.ranks.gloo_ranks import GlooRanks
 from worker.ranks import opening
@@ -95,7 +95,7 @@ def report(worker: Worker, results: ResultsOut, messages: Iterator[bytes], *, ru
     while message := next(messages, b""):
         step = decode_order(message)
         if isinstance(step, AdapterOrder):
-            change_adapters(worker, step)
+            change_adapters(worker.adapters, step)
         else:
             steps.launch(step.plan)
         steps.report(_has_message)
@@ -107,7 +107,7 @@ def carry_out(worker: Worker, ranks: Ranks, messages: Iterator[bytes]) -> None:
     while message := next(messages, b""):
         step = decode_order(message)
         if isinstance(step, AdapterOrder):
-            change_adapters(worker, step)
+            change_adapters(worker.adapters, step)
         else:
             for token_ids in step.sampled:
                 steps.learn(token_ids)

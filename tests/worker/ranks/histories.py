@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.core.loop import BegunStep, Executor
+from engine.core.interfaces import BegunStep, Executor
 from scheduler.config import PreemptionMode, SchedulerConfig
 from scheduler.messages import SamplingParams, SchedulerOutput, SequenceId, TokenLogprobs
 from scheduler.scheduler import Scheduler

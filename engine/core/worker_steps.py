@@ -1,32 +1,20 @@
-"""The steps of one rank, and the tokens that one rank samples for all others.
+"""Steps of a worker: those of ranks that wait for tokens which another one samples, and checked ones.
 
-Owns: the steps that wait for their tokens, oldest first.
+Owns: the steps that wait for their tokens, oldest first; and the check that each token is in the vocabulary.
 Never: samples.
 """
 
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import chain
+from typing import TYPE_CHECKING
 
-from engine.core.loop import BegunStep, Executor
-from scheduler.messages import ModelRunnerOutput, SchedulerOutput
+from engine.core.interfaces import BegunStep, Executor, SampledStep, SamplingExecutor
+from scheduler.messages import ModelRunnerOutput, SchedulerOutput, SequenceId
 
 if TYPE_CHECKING:
     from worker.ranks.stage import Stage
-
-
-class SampledStep(BegunStep, Protocol):
-    """A step on the rank that samples."""
-
-    @property
-    def sampled(self) -> list[int]:
-        """Tokens that it sampled, once there is a result."""
-
-
-class SamplingExecutor(Protocol):
-    """See Executor: the worker of the rank that samples."""
-
-    def launch(self, plan: SchedulerOutput) -> SampledStep: ...
 
 
 class StageSteps:
@@ -87,3 +75,43 @@ class LedStep:
             self._output = self._step.result()
             self._report(self._step.sampled)
         return self._output
+
+
+class CheckedWorker:
+    """An executor that checks the tokens that `worker` samples.
+
+    A token outside the vocabulary would fail the next step of the whole batch at the embedding, on a GPU for
+    good; so its sequence fails alone, at once.
+    """
+
+    def __init__(self, worker: Executor, *, vocab_size: int) -> None:
+        self._worker = worker
+        self._vocab_size = vocab_size
+
+    def launch(self, plan: SchedulerOutput) -> BegunStep:
+        return _CheckedStep(self._worker.launch(plan), self._vocab_size)
+
+
+class _CheckedStep:
+    def __init__(self, launched: BegunStep, vocab_size: int) -> None:
+        self._launched = launched
+        self._vocab_size = vocab_size
+
+    def result(self) -> ModelRunnerOutput:
+        output = self._launched.result()
+        impossible = self._impossible(output.token_ids)
+        if not impossible:
+            return output
+        kept = {key: value for key, value in output.token_ids.items() if key not in impossible}
+        return replace(output, token_ids=kept, failures={**output.failures, **impossible})
+
+    def _impossible(self, sampled: Mapping[SequenceId, tuple[int, ...]]) -> dict[SequenceId, str]:
+        """Find sequences with impossible tokens, each with its error message."""
+        all_ids = list(chain.from_iterable(sampled.values()))
+        if not all_ids or (min(all_ids) >= 0 and max(all_ids) < self._vocab_size):
+            return {}
+        return {
+            sequence_id: f"the model drew a token that is none of its {self._vocab_size}"
+            for sequence_id, token_ids in sampled.items()
+            if min(token_ids, default=0) < 0 or max(token_ids, default=0) >= self._vocab_size
+        }
