@@ -87,7 +87,6 @@ FORBIDDEN_IN_SCHEDULER = {
 # These write the time of day for others to read. A deadline or a duration by it would jump with it.
 READS_TIME_OF_DAY = {
     *(
-        "engine/adapters/metrics.py",
         "engine/adapters/registry.py",
         "engine/frontend/client.py",
     ),

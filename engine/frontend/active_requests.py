@@ -20,20 +20,17 @@ from engine.errors import (
     Overloaded,
     OverloadReason,
 )
-from engine.frontend.active_pooling import ActivePooling
-from engine.frontend.active_request import NO_TICKET, RequestChoice
+from engine.frontend.active_request import NO_TICKET, ActivePooling, RequestChoice
 from engine.frontend.active_text import ActiveText
+from engine.frontend.engine_line import AnyActive, EngineLine
 from engine.frontend.metrics import EngineMetrics
 from engine.frontend.queue_limits import QueueLimits, TenantTokens
 from engine.frontend.waiting_calls import CallTerms, WaitingCall, WaitingCalls
 from engine.frontend.waiting_deadlines import WaitingDeadlines, nearer_limits, remaining_limits
 from engine.options.engine_config import EngineConfig
 from engine.process_messages import AddRequest, EndSequences, ToEngine
-from engine.reports.live_load import LiveCounts
 from engine.text.tokenizer import Tokenizer
 from engine.types import GenerationRequest, PoolingRequest, QueueForecast, ServiceTerms
-from scheduler.config import PrefixCaching
-from scheduler.counters import SchedulerStats
 from scheduler.messages import (
     FinishReason,
     SamplingParams,
@@ -42,17 +39,10 @@ from scheduler.messages import (
     SequenceStart,
     TimeLimitKind,
 )
-from scheduler.policy import order_of_service
-from scheduler.prefix_keys import PrefixChange, prompt_keys, root_key
-from scheduler.routing.dispatcher import CallNeeds, Dispatcher
-from scheduler.routing.engine_view import EngineSize
 
 log = logging.getLogger(__name__)
 
-AnyActive = ActiveText | ActivePooling
 _NO_SAMPLING = SamplingParams()
-_ONE_ENGINE = EngineSize(num_blocks=1, block_size=1, max_num_seqs=1, step_tokens=1)
-"""Size of an engine among which there is no choice; it is not read."""
 
 
 class ActiveRequests:
@@ -74,13 +64,7 @@ class ActiveRequests:
         )
         self._tenant_tokens = TenantTokens()
         self._waiting: WaitingCalls[AnyActive] = WaitingCalls(config.scheduler)
-        self._order = order_of_service(config.scheduler)
-        self._dispatcher: Dispatcher[AnyActive] = Dispatcher(config.num_engines, config.scheduler)
-        self._chooses = config.num_engines > 1
-        self._reads_prefixes = config.scheduler.prefix_caching is PrefixCaching.ON
-        if not self._chooses:
-            # It gets all that is admitted; the client of this class asks whether it is ready.
-            self._dispatcher.open(0, _ONE_ENGINE)
+        self.engines = EngineLine(config.num_engines, config.scheduler)
         self._next_id = 1
         self._by_id: dict[str, AnyActive] = {}
         self._by_sequence: dict[SequenceId, AnyActive] = {}
@@ -158,7 +142,7 @@ class ActiveRequests:
         del self._by_id[active.request.request_id]
         self._patience.let_go(active.first_id)
         ticket, active.ticket = active.ticket, NO_TICKET  # it holds the request: no cycle stays behind
-        self._dispatcher.close(ticket)
+        self.engines.close(ticket)
         self._waiting.discard(active)
         unfinished = [each for each in active.unfinished_ids if each in self._by_sequence]
         for sequence_id in active.choices:
@@ -190,7 +174,7 @@ class ActiveRequests:
 
         A request returns only once: one that was there at two deaths may be their cause.
         """
-        self._dispatcher.shut(engine)
+        self.engines.shut(engine)
         for active in list(self._by_id.values()):
             if active.is_over or active.ticket.engine != engine:  # ended, in the line, or elsewhere
                 continue
@@ -200,33 +184,14 @@ class ActiveRequests:
             elif active.has_started:
                 self._cut_off(active, EngineDied())
             else:
-                self._dispatcher.take_back(active.ticket)
+                self.engines.take_back(active.ticket)
                 self._hold(active)
         self._bind()
 
-    def engine_ready(self, engine: int, size: EngineSize) -> None:
+    def engine_ready(self, engine: int, *, num_blocks: int, block_size: int) -> None:
         """Let a new engine process have requests of the line."""
-        self._dispatcher.open(engine, size)
+        self.engines.begin(engine, num_blocks=num_blocks, block_size=block_size)
         self._bind()
-
-    def note_load(self, engine: int, stats: SchedulerStats) -> None:
-        """Take in how much of its KV cache an engine has left."""
-        self._dispatcher.views[engine].num_free_blocks = stats.num_blocks - stats.num_used_blocks
-
-    def note_prefixes(self, engine: int, changes: Iterable[PrefixChange]) -> None:
-        """Take in which prefixes an engine has got and lost."""
-        self._dispatcher.views[engine].note_prefixes(changes)
-
-    def live_counts(self, engine: int) -> LiveCounts:
-        """Count the sequences of an engine, and its part of the line; the parts add up to the whole."""
-        num_in_line = sum(ticket.needs.num_sequences for ticket in self._dispatcher.line)
-        views = self._dispatcher.views
-        share, rest = divmod(num_in_line, len(views))
-        return LiveCounts(views[engine].num_live, share + (engine < rest))
-
-    def line(self) -> list[AnyActive]:
-        """Requests that no engine has, in the order of service."""
-        return [ticket.owner for ticket in self._dispatcher.line]
 
     def abort(self, active: AnyActive, eos_token_ids: tuple[int, ...]) -> None:
         """End a request from outside; its reader gets the output so far."""
@@ -254,8 +219,8 @@ class ActiveRequests:
                 active.request.journal.note_preemptions(output.sequence_id, output.num_preemptions)
             active.push(output, eos_token_ids)
             num_tokens = len(output.token_ids)
-            if self._chooses:
-                self._dispatcher.note_output(active.ticket, num_tokens)
+            if self.engines.are_several:
+                self.engines.note_output(active.ticket, num_tokens)
             if num_tokens and choice.last_token_s is not None:
                 # All tokens of a step follow those of an earlier step: there are few different gaps.
                 gap_s = (now_s - choice.last_token_s) / num_tokens
@@ -363,7 +328,8 @@ class ActiveRequests:
                 self._call_terms([active.request for active in admitted], admitted[0].arrived_s),
             )
             for active in admitted:
-                active.ticket = self._dispatcher.add(active, self._needs(active))
+                terms = self._call_terms([active.request], active.arrived_s)
+                active.ticket = self.engines.enter(active, terms)
             self._bind()
         except BaseException:  # requests that cannot be sent must not stay behind
             for active in admitted:
@@ -376,12 +342,12 @@ class ActiveRequests:
     def _bind(self) -> None:
         """Send the requests of the line that an engine can begin soon."""
         num_resent = 0
-        while (ticket := self._dispatcher.next()) is not None:
+        while (ticket := self.engines.next()) is not None:
             active, engine = ticket.owner, ticket.engine
             assert engine is not None
             self._patience.let_go(active.first_id)
             if active.is_over:  # aborted meanwhile; its reader has not seen it yet
-                self._dispatcher.close(ticket)
+                self.engines.close(ticket)
                 continue
             active.sent_s = time.monotonic()
             self._send(engine, self._message(active))
@@ -390,25 +356,6 @@ class ActiveRequests:
                 self._metrics.request_replayed()
         if num_resent:
             log.warning("%d requests that had not begun go to a new engine process", num_resent)
-
-    def _needs(self, active: AnyActive) -> CallNeeds:
-        terms = self._call_terms([active.request], active.arrived_s)
-        return CallNeeds(
-            rank=self._order.rank(terms.standing(active.first_id)),
-            priority=terms.priority,
-            tenant=terms.tenant,
-            num_sequences=len(active.choices),
-            num_prompt_tokens=active.num_prompt_tokens,
-            keys=self._keys(active.request),
-        )
-
-    def _keys(self, request: GenerationRequest | PoolingRequest) -> list[bytes]:
-        """Keys of the prompt's blocks, where they help to choose an engine."""
-        sizes = [view.size for view in self._dispatcher.views if view.size is not None]
-        if not self._chooses or not self._reads_prefixes or not sizes or isinstance(request, PoolingRequest):
-            return []
-        root = root_key(request.terms.cache_salt, _adapter_of(request).get("adapter", ""))
-        return prompt_keys(request.prompt_token_ids, sizes[0].block_size, root)
 
     def _cut_off(self, active: AnyActive, error: EngineError) -> None:
         if active.is_over:  # complete; its reader has not fetched the rest yet
@@ -433,7 +380,7 @@ class ActiveRequests:
             params=_NO_SAMPLING if isinstance(request, PoolingRequest) else request.params,
             pooling=request.params if isinstance(request, PoolingRequest) else None,
             prediction=() if isinstance(request, PoolingRequest) else request.prediction,
-            **_adapter_of(request),
+            **_adapter_fields(request),
             terms=self._terms(active),
             request_id=request.journal.request_id,
             trace_id=request.journal.trace_id,
@@ -442,15 +389,15 @@ class ActiveRequests:
     def _terms(self, active: AnyActive) -> ServiceTerms:
         """Return the request's terms, with time limits capped by the operator's and counted from now."""
         limits = nearer_limits(active.request.terms.time_limits, self._limits)
-        if active.num_deaths or self._chooses:
+        if active.num_deaths or self.engines.are_several:
             limits = remaining_limits(limits, time.monotonic() - active.arrived_s)
         return replace(active.request.terms, time_limits=limits)
 
     def _note_start(self, active: AnyActive, start: SequenceStart, now_s: float) -> None:
         num_tokens = 0 if active.has_started else active.num_prompt_tokens
-        if self._chooses:
+        if self.engines.are_several:
             start = start._replace(queue_s=start.queue_s + active.sent_s - active.arrived_s)
-        self._dispatcher.note_start(active.ticket)
+        self.engines.note_start(active.ticket)
         active.request.journal.note_start(start.queue_s)
         if not active.has_started:
             active.started_s = active.arrived_s + start.queue_s
@@ -477,7 +424,7 @@ class ActiveRequests:
         assert choice.finish_reason is not None
         del self._by_sequence[output.sequence_id]
         engine = active.ticket.engine
-        self._dispatcher.note_end(active.ticket)
+        self.engines.note_end(active.ticket)
         self._metrics.choice_finished(choice.finish_reason, choice.num_tokens)
         active.request.journal.note_end(choice.finish_reason, choice.num_tokens)
         is_ours = output.finish_reason is None  # a stop string, which only this process can see
@@ -488,7 +435,7 @@ class ActiveRequests:
         self._send(engine, EndSequences(sequence_ids=tuple(ids), reason=reason))
 
 
-def _adapter_of(request: GenerationRequest | PoolingRequest) -> dict[str, str]:
+def _adapter_fields(request: GenerationRequest | PoolingRequest) -> dict[str, str]:
     if isinstance(request, PoolingRequest) or request.adapter is None:
         return {}
     return {"adapter": request.adapter.identity, "adapter_folder": request.adapter.folder}

@@ -10,16 +10,14 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
-from engine.adapters.metrics import AdapterMetrics
-from engine.adapters.registry import AdapterRegistry
+from engine.adapters.registry import AdapterMetrics, AdapterRegistry
 from engine.errors import EngineDied, EngineUnavailable, GrammarRejected, WrongTask
 from engine.frontend.active_requests import ActiveRequests
 from engine.frontend.health import HealthMonitor, Welcome
 from engine.frontend.metrics import EngineMetrics
-from engine.frontend.subscribers import Subscribers
+from engine.frontend.subscribers import JoinedViews, Subscribers
 from engine.grammars.compiler import GrammarCompiler
 from engine.options.engine_config import EngineConfig
 from engine.process_messages import (
@@ -35,16 +33,12 @@ from engine.process_messages import (
     ToClient,
     View,
 )
-from engine.processes.engine_group import EngineGroup
-from engine.processes.engine_processes import Death, GaveUp
-from engine.reports.joined_views import JoinedViews
+from engine.processes.engine_processes import Death, EngineGroup, GaveUp
 from engine.reports.kv_publisher import KVPublisher
 from engine.reports.questions import Questions, report_in_line
-from engine.text.checkpoint_texts import load_texts
-from engine.text.tokenizer import SpecialTokens, read_json
+from engine.text.checkpoint_texts import load_texts, tokenizer_config
 from engine.text.tokenizer_threads import TokenizerThreads
 from engine.types import (
-    ChatOptions,
     EngineLoad,
     GenerationRequest,
     Grammar,
@@ -55,13 +49,9 @@ from engine.types import (
     QueueForecast,
     ReportPage,
     ServiceTerms,
-    TextCut,
-    TokenizedText,
     TokenOutput,
     TokenText,
 )
-from scheduler.routing.engine_view import EngineSize
-from worker.worker_config import ModelFacts
 
 _SHUTTING_DOWN = EngineUnavailable("the server is shutting down", code="shutting_down")
 
@@ -73,7 +63,6 @@ class AsyncEngine:
         """Raises OptionError if the ports of KV events cannot be had."""
         self._config = config
         self._tokenizer, self._template, self._trial, self._response_template = load_texts(config.worker)
-        self._texts = TokenizerThreads(self._tokenizer, self._template)
         self._grammars = GrammarCompiler(config.model_path, timeout_s=config.grammar_compile_timeout_s)
         self._health = HealthMonitor(
             heartbeat_timeout_s=config.heartbeat_timeout_s, num_engines=config.num_engines
@@ -87,8 +76,15 @@ class AsyncEngine:
         self._views = JoinedViews(config.num_engines)
         self.metrics = EngineMetrics(config.served_names[0], num_engines=config.num_engines)
         self.metrics.watch_health(self.health)
+        texts = TokenizerThreads(self._tokenizer, self._template, self.metrics.counting_refusals)
+        self._texts = texts
+        # Calls about texts, which the threads document.
+        self.encode, self.encode_plain, self.encode_chat = texts.encode, texts.encode_plain, texts.encode_chat
+        self.encode_texts, self.encode_pairs = texts.encode_texts, texts.encode_pairs
+        self.encode_words, self.encode_infill = texts.encode_words, texts.encode_infill
+        self.decode, self.vocabulary_strings = texts.decode, texts.vocabulary_strings
         self._requests = ActiveRequests(config, self._tokenizer, self.metrics, self._engines.send)
-        self.metrics.watch_load(self._requests.live_counts)
+        self.metrics.watch_load(self._requests.engines.live_counts)
         self._questions = Questions(self._engines.send)
         self._adapters = AdapterRegistry(
             config.lora_directory, config.served_names, self._engines.send_all, self._health.ready_engines
@@ -200,36 +196,6 @@ class AsyncEngine:
 
     # Requests.
 
-    async def encode(self, text: str) -> tuple[int, ...]:
-        """Encode a plain prompt. Raises RequestRejected, Overloaded."""
-        with self.metrics.counting_refusals():
-            return await self._texts.encode(text)
-
-    async def encode_chat(self, messages: list[dict[str, Any]], options: ChatOptions) -> tuple[int, ...]:
-        """Render a conversation by the model's template and encode it. Raises RequestRejected, Overloaded."""
-        with self.metrics.counting_refusals():
-            return await self._texts.encode_chat(messages, options)
-
-    async def encode_plain(self, text: str) -> tuple[int, ...]:
-        """Encode a prompt without special tokens around it. Raises RequestRejected, Overloaded."""
-        with self.metrics.counting_refusals():
-            return await self._texts.encode_plain(text)
-
-    async def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Encode bad words as token sequences. Raises RequestRejected, Overloaded."""
-        with self.metrics.counting_refusals():
-            return await self._texts.encode_words(words)
-
-    async def encode_infill(self, prefix: str, suffix: str) -> tuple[int, ...]:
-        """Encode a prompt whose middle is to be filled in. Raises RequestRejected, Overloaded."""
-        with self.metrics.counting_refusals():
-            return await self._texts.encode_infill(prefix, suffix)
-
-    async def decode(self, token_ids: Sequence[int], special: SpecialTokens) -> str:
-        """Decode a whole prompt. Raises Overloaded."""
-        with self.metrics.counting_refusals():
-            return await self._texts.decode(token_ids, special)
-
     def token_text(self, token_id: int) -> TokenText:
         """Return the text and the bytes of one token in the middle of a text."""
         tokenizer = self._tokenizer
@@ -237,23 +203,7 @@ class AsyncEngine:
 
     async def tokenizer_config(self) -> dict[str, Any]:
         """Return tokenizer_config.json of the checkpoint; empty without one."""
-        path = Path(self._config.worker.model_path) / "tokenizer_config.json"
-        return await asyncio.to_thread(read_json, path)
-
-    async def vocabulary_strings(self, token_ids: Sequence[int]) -> list[str]:
-        """Return tokens as the vocabulary spells them. Raises Overloaded."""
-        with self.metrics.counting_refusals():
-            return await self._texts.vocabulary_strings(token_ids)
-
-    async def encode_texts(self, texts: Sequence[str], cut: TextCut) -> list[TokenizedText]:
-        """Encode texts for a pooling model, with special tokens. Raises RequestRejected, Overloaded."""
-        with self.metrics.counting_refusals():
-            return await self._texts.encode_texts(texts, cut)
-
-    async def encode_pairs(self, pairs: Sequence[tuple[str, str]], cut: TextCut) -> list[TokenizedText]:
-        """Encode pairs of texts for a scoring model. Raises RequestRejected, Overloaded."""
-        with self.metrics.counting_refusals():
-            return await self._texts.encode_pairs(pairs, cut)
+        return await asyncio.to_thread(tokenizer_config, self._config.worker)
 
     async def compile_grammar(self, grammar: Grammar, *, param: str, num_choices: int) -> Grammar:
         """Compile a grammar from the field `param` on trial, in another process; return it ready for params.
@@ -327,7 +277,7 @@ class AsyncEngine:
         """
         self._health.require_ready(now_s=time.monotonic())
         engines = self._health.ready_engines()
-        in_line = [report_in_line(*each) for each in enumerate(self._requests.line())]
+        in_line = [report_in_line(*each) for each in enumerate(self._requests.engines.owners())]
         reports, num_live = await self._questions.ask(page, engines, in_line)
         return [self._name(report) for report in reports], num_live
 
@@ -358,7 +308,7 @@ class AsyncEngine:
 
     def _adapters_in_line(self) -> tuple[str, ...]:
         """Identities of the adapters of requests that no engine has."""
-        requests = (active.request for active in self._requests.line())
+        requests = (active.request for active in self._requests.engines.owners())
         adapters = (each.adapter for each in requests if isinstance(each, GenerationRequest))
         return tuple(adapter.identity for adapter in adapters if adapter is not None)
 
@@ -394,7 +344,7 @@ class AsyncEngine:
             case Beat():
                 self._health.engines[engine].beat(message, now_s=time.monotonic())
                 self.metrics.beat(engine, message)
-                self._requests.note_load(engine, message.stats)
+                self._requests.engines.note_load(engine, message.stats)
                 self._adapter_metrics.beat(engine, message.adapters)
             case View():
                 self._viewers.show(self._views.join(engine, message.document))
@@ -407,14 +357,15 @@ class AsyncEngine:
             case Loading():
                 self._health.engines[engine].loading(message.progress, now_s=time.monotonic())
             case Ready():
-                self._take_ready(engine, message.facts)
+                self._take_ready(engine, message)
 
     def _take_prefix_changes(self, engine: int, message: PrefixChanges) -> None:
-        self._requests.note_prefixes(engine, message.changes)
+        self._requests.engines.note_prefixes(engine, message.changes)
         if self._kv_events is not None:
             self._kv_events.note(engine, message.changes)
 
-    def _take_ready(self, engine: int, facts: ModelFacts) -> None:
+    def _take_ready(self, engine: int, message: Ready) -> None:
+        facts = message.facts
         death = self._deaths.pop(engine, None)
         if death is not None:
             self.metrics.engine_restarted(death.cause)
@@ -431,11 +382,7 @@ class AsyncEngine:
         )
         self.metrics.model_is_ready(engine, self._info)
         self._health.ready(engine, now_s=time.monotonic())
-        options = self._config.scheduler
-        size = EngineSize(
-            facts.num_blocks, facts.block_size, options.max_num_seqs, options.max_num_batched_tokens
-        )
-        self._requests.engine_ready(engine, size)
+        self._requests.engine_ready(engine, num_blocks=facts.num_blocks, block_size=facts.block_size)
 
     def _take_death(self, engine: int, death: Death) -> None:
         self._deaths[engine] = death

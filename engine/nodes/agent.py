@@ -43,7 +43,6 @@ from engine.nodes.messages import (
 )
 from engine.nodes.rank_start import start_rank
 from engine.options.engine_config import EngineConfig
-from engine.options.engine_split import ClusterConfig
 from engine.process_messages import Pulse, StartFailed
 from engine.processes.child_process import CONFIG_FILE, SIGNAL_FOR_STACKS
 from engine.processes.runtime_directory import RuntimeDirectory
@@ -51,7 +50,6 @@ from engine.processes.supervisor import compute_environment
 from engine.processes.transport import RankReports
 from worker.machine import visible_gpus
 from worker.ranks.places import make_places
-from worker.worker_config import WorkerConfig
 from worker.worker_errors import StartupError
 
 log = logging.getLogger(__name__)
@@ -80,7 +78,7 @@ class NodeAgent:
         """Read the checkpoint's digest. Raises StartupError."""
         assert config.cluster is not None
         self._config = config
-        self._cluster: ClusterConfig = config.cluster
+        self._cluster = config.cluster
         self._hello = Hello(
             node=self._cluster.node,
             num_nodes=self._cluster.num_nodes,
@@ -148,7 +146,7 @@ class NodeAgent:
         socket.maxmsgsize = MAX_MESSAGE_BYTES
         socket.linger = 1000
         secure(socket, self._cluster.key)
-        socket.connect(address_of(self._cluster))
+        socket.connect(self._cluster.address)
         try:
             yield Leader(socket)
         finally:
@@ -195,7 +193,14 @@ class _Part:
         assert own.cluster is not None
         self._cluster = own.cluster
         self._life, self._leader = begin.life, leader
-        self._config = replace(begin.config, worker=_adapted(begin, own), log_format=own.log_format)
+        worker = replace(  # the first node's, with this node's files and threads
+            begin.config.worker,
+            model_path=own.worker.model_path,
+            checksums_file=own.worker.checksums_file,
+            chat_template_file=own.worker.chat_template_file,
+            num_threads=own.worker.num_threads,
+        )
+        self._config = replace(begin.config, worker=worker, log_format=own.log_format)
 
     def run(self, stopping: threading.Event) -> None:
         """Run the ranks until one of them ends, the engine ends, or a signal comes."""
@@ -218,7 +223,7 @@ class _Part:
     def _start(self, directory: Path, children: dict[int, subprocess.Popen[bytes]]) -> None:
         worker = self._config.worker
         (directory / CONFIG_FILE).write_bytes(msgspec.msgpack.encode(self._config))
-        link = LinkAddress(address_of(self._cluster), self._life, self._cluster.key, self._cluster.host)
+        link = LinkAddress(self._cluster.address, self._life, self._cluster.key, self._cluster.host)
         write_link(directory, link)
         places = make_places(
             worker.num_stages, worker.num_ranks, node=self._cluster.node, num_nodes=worker.num_nodes
@@ -252,19 +257,3 @@ class _Part:
             log.critical("rank %d ended with code %d, and all others here end with it", rank, code)
             self._leader.send(RankEnded(rank=rank, exit_code=code))
         return not failed and len(ended) < len(children)
-
-
-def address_of(cluster: ClusterConfig) -> str:
-    """Write the address of the first node for ZeroMQ."""
-    return f"tcp://{cluster.host}:{cluster.port}"
-
-
-def _adapted(begin: Begin, own: EngineConfig) -> WorkerConfig:
-    """Take the first node's configuration, with this node's files and threads."""
-    return replace(
-        begin.config.worker,
-        model_path=own.worker.model_path,
-        checksums_file=own.worker.checksums_file,
-        chat_template_file=own.worker.chat_template_file,
-        num_threads=own.worker.num_threads,
-    )

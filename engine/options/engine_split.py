@@ -48,6 +48,11 @@ class ClusterConfig:
     key: str = field(repr=False)
     """Secret that all share."""
 
+    @property
+    def address(self) -> str:
+        """The address of the first, for ZeroMQ."""
+        return f"tcp://{self.host}:{self.port}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayConfig:

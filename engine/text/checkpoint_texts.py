@@ -92,6 +92,11 @@ def load_texts(config: WorkerConfig) -> CheckpointTexts:
     return CheckpointTexts(tokenizer, template, trial, response_template)
 
 
+def tokenizer_config(config: WorkerConfig) -> dict[str, Any]:
+    """Return tokenizer_config.json of the checkpoint; empty without one."""
+    return read_tokenizer_json(Path(config.model_path) / "tokenizer_config.json")
+
+
 def read_response_template(folder: Path) -> str:
     """Return the JSON text of the template by which replies are read; empty without one.
 

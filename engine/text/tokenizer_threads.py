@@ -7,6 +7,7 @@ never wait for them; no text waits for a chat that is being rendered.
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -30,7 +31,16 @@ _NICENESS_OF_LONG = 10
 class _Lane:
     """A pool of threads with a bound on the texts that run and wait."""
 
-    def __init__(self, name: str, *, num_threads: int, max_under_way: int, niceness: int = 0) -> None:
+    def __init__(
+        self,
+        counting_refusals: Callable[[], AbstractContextManager[None]],
+        name: str,
+        *,
+        num_threads: int,
+        max_under_way: int,
+        niceness: int = 0,
+    ) -> None:
+        self._counting_refusals = counting_refusals
         step_back = partial(lower_precedence, niceness) if niceness else None
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name, initializer=step_back)
         self._max_under_way = max_under_way
@@ -39,11 +49,12 @@ class _Lane:
     async def run(self, work: Callable[[], ResultT]) -> ResultT:
         """Run `work` in a thread. Raises Overloaded, and the errors of `work`."""
         if self._num_under_way >= self._max_under_way:
-            raise Overloaded(
-                "too many prompts are being tokenized; try again later",
-                retry_after_s=1.0,
-                reason=OverloadReason.TEXTS,
-            )
+            with self._counting_refusals():
+                raise Overloaded(
+                    "too many prompts are being tokenized; try again later",
+                    retry_after_s=1.0,
+                    reason=OverloadReason.TEXTS,
+                )
         self._num_under_way += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._pool, work)
@@ -60,37 +71,51 @@ class TokenizerThreads:
     Methods raise RequestRejected for text that has no tokens, Overloaded if too many texts wait.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        counting_refusals: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """`counting_refusals` is a context that counts an Overloaded which is raised inside."""
         self._tokenizer = tokenizer
         self._template = template
-        self._short = _Lane("encoder", num_threads=2, max_under_way=256)
-        self._long = _Lane("encoder-long", num_threads=1, max_under_way=32, niceness=_NICENESS_OF_LONG)
-        self._chats = _Lane("renderer", num_threads=MAX_RENDERERS, max_under_way=256)
+        lane = partial(_Lane, counting_refusals)
+        self._short = lane("encoder", num_threads=2, max_under_way=256)
+        self._long = lane("encoder-long", num_threads=1, max_under_way=32, niceness=_NICENESS_OF_LONG)
+        self._chats = lane("renderer", num_threads=MAX_RENDERERS, max_under_way=256)
 
     async def encode(self, text: str) -> tuple[int, ...]:
+        """Encode a plain prompt."""
         return await self._lane(len(text)).run(lambda: self._tokenizer.encode_prompt(text))
 
     async def encode_chat(self, messages: list[dict[str, Any]], options: ChatOptions) -> tuple[int, ...]:
+        """Render a conversation by the model's template, and encode it."""
         rendered = await self._chats.run(lambda: self._render(messages, options))
         return await self._lane(len(rendered)).run(lambda: self._tokenizer.encode_rendered_chat(rendered))
 
     async def encode_texts(self, texts: Sequence[str], cut: TextCut) -> list[TokenizedText]:
+        """Encode texts for a pooling model, with special tokens."""
         lane = self._lane(sum(map(len, texts)))
         return await lane.run(lambda: [self._tokenizer.encode_text(text, cut) for text in texts])
 
     async def encode_pairs(self, pairs: Sequence[tuple[str, str]], cut: TextCut) -> list[TokenizedText]:
+        """Encode pairs of texts for a scoring model."""
         lane = self._lane(sum(len(text) + len(second) for text, second in pairs))
         return await lane.run(
             lambda: [self._tokenizer.encode_text(text, cut, second=second) for text, second in pairs]
         )
 
     async def encode_plain(self, text: str) -> tuple[int, ...]:
+        """Encode a prompt without special tokens around it."""
         return await self._lane(len(text)).run(lambda: self._tokenizer.encode_plain(text, param="prompt"))
 
     async def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Encode bad words as token sequences."""
         return await self._short.run(lambda: self._tokenizer.encode_bad_words(words))
 
     async def encode_infill(self, prefix: str, suffix: str) -> tuple[int, ...]:
+        """Encode a prompt whose middle is to be filled in."""
         lane = self._lane(len(prefix) + len(suffix))
         return await lane.run(lambda: encode_infill(prefix, suffix, self._tokenizer))
 
@@ -99,6 +124,7 @@ class TokenizerThreads:
         return await lane.run(lambda: self._tokenizer.decode(token_ids, special=special))
 
     async def vocabulary_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """Return tokens as the vocabulary spells them."""
         lane = self._lane(len(token_ids))
         return await lane.run(lambda: [self._tokenizer.vocabulary_string(each) for each in token_ids])
 

@@ -14,7 +14,7 @@ from prometheus_client.metrics_core import Metric
 
 from bench.load import command as load_command
 from bench.simulate import command as simulate_command
-from engine.adapters.metrics import AdapterMetrics
+from engine.adapters.registry import AdapterMetrics
 from engine.frontend.metrics import EngineMetrics
 from engine.options.options import DECLARATIONS
 from engine.types import FinishReason

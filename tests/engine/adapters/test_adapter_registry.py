@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.adapters.metrics import AdapterMetrics
-from engine.adapters.registry import AdapterRegistry
+from engine.adapters.registry import AdapterMetrics, AdapterRegistry
 from engine.errors import AdapterConflict, EngineUnavailable, RequestRejected
 from engine.process_messages import AdapterAnswer, AdapterUse, ForgetAdapter, LoadAdapter, ToEngine
 from worker.worker_config import AdapterFacts

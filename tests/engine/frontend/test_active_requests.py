@@ -14,12 +14,10 @@ from engine.options.options import Options
 from engine.process_messages import AddRequest
 from engine.types import GenerationRequest, SamplingParams, ServiceTerms, TimeLimits
 from scheduler.messages import FinishReason, SequenceOutput, SequenceStart, TimeLimitKind
-from scheduler.routing.engine_view import EngineSize
 from scheduler.step.admission import TOO_LATE
 from tests.engine.frontend.test_giving_way import Door
 
 EOS: tuple[int, ...] = ()
-SIZE = EngineSize(num_blocks=100, block_size=16, max_num_seqs=8, step_tokens=256)
 START = SequenceStart(queue_s=0.0, num_cached_tokens=0)
 HISTORIES = settings(
     max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None
@@ -63,7 +61,7 @@ class Hall:
         elif operation == "die":
             self.in_flight.engine_died(0)
         elif operation == "replay":
-            self.in_flight.engine_ready(0, SIZE)
+            self.in_flight.engine_ready(0, num_blocks=100, block_size=16)
         elif self.lives:
             self._happen(operation, self.lives[first % len(self.lives)], second)
 
@@ -140,7 +138,7 @@ async def test_one_that_was_aborted_between_two_processes_is_not_replayed(
     if not is_aborted_first:
         door.in_flight.abort(live, EOS)
     door.sent.clear()
-    door.in_flight.engine_ready(0, SIZE)
+    door.in_flight.engine_ready(0, num_blocks=100, block_size=16)
     assert not [message for message in door.sent if isinstance(message, AddRequest)]
     (output,) = live.take()
     assert output.finish_reason is FinishReason.ABORTED

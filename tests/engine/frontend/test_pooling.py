@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import DeadlineExceeded, EngineError, RequestFailed, RequestRejected
-from engine.frontend.active_pooling import ActivePooling
+from engine.frontend.active_request import ActivePooling
 from engine.text.tokenizer import Tokenizer
 from engine.types import PoolingParams, PoolingRequest, PoolingTask, TextCut
 from scheduler.messages import FinishReason, SequenceId, SequenceOutput, SequenceStart

@@ -14,7 +14,7 @@ from msgspec.structs import replace as replace_in
 
 from campaigns.servers.free_ports import free_port
 from engine.nodes import switchboard as switchboards
-from engine.nodes.agent import Leader, NodeAgent, address_of
+from engine.nodes.agent import Leader, NodeAgent
 from engine.nodes.link_address import LinkAddress, write_link
 from engine.nodes.links import Links
 from engine.nodes.messages import (
@@ -62,15 +62,13 @@ class First:
         self.config = config_of(0, self.port, num_nodes, **more)
         assert self.config.cluster is not None
         roll = NodeRegistry(num_nodes, software=HELLO.software, checkpoint=HELLO.checkpoint, num_gpus=2)
-        self.board = Switchboard(self.config, directory, address_of(self.config.cluster), roll)
+        self.board = Switchboard(self.config, directory, self.config.cluster.address, roll)
         self.board.on_loss = lambda code, what: self.losses.append(f"{code}: {what}")
 
     def link_of_others(self) -> LinkAddress:
         """Return what a rank of another node reads."""
         assert self.config.cluster is not None
-        return LinkAddress(
-            address_of(self.config.cluster), self.board.life, KEY, host=self.config.cluster.host
-        )
+        return LinkAddress(self.config.cluster.address, self.board.life, KEY, host=self.config.cluster.host)
 
     @contextmanager
     def node(self, key: str = KEY) -> Iterator[Leader]:
@@ -146,7 +144,7 @@ def test_a_peer_without_the_key_is_not_heard_and_changes_nothing(first: First) -
             assert not stranger.socket.poll(300)
         plain = zmq.Context.instance().socket(zmq.DEALER)
         plain.identity = b"node/1/00"
-        plain.connect(address_of(first.config.cluster))  # type: ignore[arg-type]
+        plain.connect(first.config.cluster.address)
         plain.send(b"anything")
         assert not plain.poll(300)
         plain.close(linger=0)

@@ -8,7 +8,7 @@ from engine.options.declaration import OptionError
 from engine.options.engine_config import resolve
 from engine.options.engine_split import ClusterConfig
 from engine.options.sources import read_options
-from engine.processes.engine_group import config_of
+from engine.processes.engine_processes import config_of
 from engine.processes.supervisor import device_environment
 from worker.ranks.device_ranks import device_of_rank
 
