@@ -43,7 +43,7 @@ class HubAnswers:
         set_client_factory(self._client)
 
     def expect(self, num_bytes: int) -> None:
-        """Let answers to this thread have so many bytes at most."""
+        """Limit the bytes of each answer to this thread."""
         self._here.most = num_bytes
 
     def end(self) -> None:
@@ -54,7 +54,7 @@ class HubAnswers:
         from huggingface_hub.utils._http import default_client_factory
 
         client = default_client_factory()
-        client.headers["Accept-Encoding"] = "identity"  # what is counted is what is written
+        client.headers["Accept-Encoding"] = "identity"  # so that bytes on the wire are those of the file
         client.event_hooks = {**client.event_hooks, "response": [self._check]}
         return client
 

@@ -59,7 +59,7 @@ class Journal:
         self.finish_reasons: list[FinishReason] = []
         """Finish reasons of the choices, in the order in which they ended."""
         self.abort_cause = ""
-        """A value of AbortCause if the request was cut short, else empty."""
+        """A value of AbortCause if the request was cut short; otherwise empty."""
         self.events: list[JournalEvent] = []
         self._preemptions: dict[SequenceId, int] = {}
 
@@ -84,20 +84,17 @@ class Journal:
         self.own_limit_ran_out = True
 
     def note_admission(self, num_prompt_tokens: int, priority: int) -> None:
-        """Note that one of its prompts was admitted."""
         self.num_prompt_tokens += num_prompt_tokens
         if self.priority is None:
             self._add(JournalStage.QUEUED)
         self.priority = priority
 
     def note_start(self, queue_s: float) -> None:
-        """Note the first step of one of its sequences."""
         if self.queue_s is None:
             self.queue_s = queue_s
             self._add(JournalStage.STARTED)
 
     def note_cached_tokens(self, num_tokens: int) -> None:
-        """Add the cached tokens of one of its prompts."""
         self.num_cached_tokens += num_tokens
 
     def note_first_token(self, since_arrival_s: float) -> None:
@@ -113,7 +110,6 @@ class Journal:
             self._add(JournalStage.PREEMPTED)
 
     def note_end(self, reason: FinishReason, num_tokens: int) -> None:
-        """Note the end of a choice."""
         self.finish_reasons.append(reason)
         self.num_output_tokens += num_tokens
         self._add(JournalStage.FINISHED, reason.value)

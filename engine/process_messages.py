@@ -173,7 +173,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Pulse(msgspec.Struct, frozen=True, tag=True):
-    """Progress within a step. Sent by a thread beside the loop, twice a second at most."""
+    """Progress within a step. Sent by a thread of its own, twice a second at most."""
 
 
 class Explanation(msgspec.Struct, frozen=True, tag=True, kw_only=True):

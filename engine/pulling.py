@@ -5,7 +5,7 @@ is kept.
 Never: runs while a server does: fetching is a command of its own. Fetches what can run code: pickles, Python.
 
 The transfer is huggingface_hub's: it resumes, follows HF_ENDPOINT to a mirror, HF_HOME and HF_HUB_CACHE to
-the cache, and HF_TOKEN to what is not public. What it is answered is checked before (hub_answers.py).
+the cache, and HF_TOKEN to private models. Answers are checked before it reads them (hub_answers.py).
 """
 
 import shutil

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from worker.machine import least_gpu_memory_bytes
 
-# The cards from H100 up, as vLLM draws the line: keys and values of a thousand sequences fit beside a model.
+# The cards from H100 up, as vLLM draws the line: a model and KV of a thousand sequences fit.
 _LARGE_GPU_BYTES = 70 << 30
 
 

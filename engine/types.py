@@ -74,7 +74,7 @@ class ServedAdapter:
 
     name: str
     identity: str
-    """Name and content: what is loaded later under the same name is another adapter."""
+    """Name and content: another content under the same name is another adapter."""
     folder: str
     rank: int
     created_s: int
@@ -286,7 +286,6 @@ class ModelInfo(ModelFacts):
     """Adapters that requests may name in place of the model."""
 
     def adapter_named(self, name: str | None) -> ServedAdapter | None:
-        """Return the adapter of this name; None if there is none."""
         return next((adapter for adapter in self.served_adapters if adapter.name == name), None)
 
     @property

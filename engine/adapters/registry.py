@@ -1,7 +1,7 @@
 """The adapters that requests may name, and their metrics.
 
 Owns: which name stands for which content; loading and unloading while the server runs, by the name of a
-folder below the one of --lora-directory and by nothing else; vLLM's gauge by which routers choose a server.
+folder below the one of --lora-directory and by no path; vLLM's gauge by which routers choose a server.
 Never: reads an adapter: the engine process does, which knows the model.
 Source: vllm:lora_requests_info, as the inference gateway of Kubernetes reads it: its value is the time.
 """
@@ -38,7 +38,7 @@ class _Load:
             self.is_over.set()
 
     def close(self, engine: int, answer: AdapterAnswer | None) -> None:
-        """Take an engine's answer; None: it has ended."""
+        """Take an engine's answer; None if the engine has ended."""
         if engine not in self._open:
             return
         self._open.discard(engine)
@@ -198,7 +198,6 @@ class AdapterMetrics(Collector):
         self._uses[engine] = use or AdapterUse()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the families."""
         labels = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"]
         requests = GaugeMetricFamily("vllm:lora_requests_info", "Adapters in use; the time", labels=labels)
         uses = self._uses.values()

@@ -2,7 +2,7 @@
 
 Owns: loading adapters on demand, and giving one up when the last sequence with it has ended; the exchange of
 grammars between scheduler and worker; the orders by which other ranks make the calls of rank 0 too.
-Never: reads a file, compiles a grammar, or decides who runs.
+Never: reads a file, compiles a grammar, or decides which sequences run.
 """
 
 from collections.abc import Callable, Iterable
@@ -47,11 +47,11 @@ class AdapterLoads:
         return AdapterAnswer(question=asked.question, facts=facts)
 
     def forget(self, asked: ForgetAdapter) -> None:
-        """Give an adapter up once no sequence has it any more."""
+        """Drop an adapter once no sequence uses it."""
         self._leaving.add(asked.identity)
 
     def report(self) -> AdapterUse | None:
-        """Sum up the use of adapters, and give up those that nobody uses; None where there are none."""
+        """Sum up the use of adapters, and drop those without a sequence; None where there are none."""
         if self._store is None:
             return None
         running = _used(self._scheduler.running_sequences())
@@ -78,11 +78,10 @@ class GrammarAdmission:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a compilation is under way."""
         return bool(self._compilations.num_under_way)
 
     def exchange(self) -> None:
-        """Between a plan and its step: begin what the scheduler waits for, and let it know what is done."""
+        """Begin compilations that the scheduler waits for, and report finished ones, before a step."""
         worker, compilations = self._worker, self._compilations
         if worker is None:
             return
@@ -133,7 +132,7 @@ def change_adapters(store: Adapters | None, order: AdapterOrder) -> None:
 
 
 class GrammarsOfLastStage:
-    """Rank 0's end of what passes to the rank that samples, where rows are compiled: its calls become orders.
+    """Rank 0's end of the calls to the rank that samples, where rows are compiled: its calls become orders.
 
     Each is sent before the plan that needs it.
     """
@@ -154,7 +153,7 @@ class GrammarsOfLastStage:
         return self._take_compiled()
 
     def hand_out(self, sequence_ids: Iterable[SequenceId]) -> None:
-        """Hand out rows; once more with none, since that frees what the step before has left."""
+        """Hand out rows. After the last ones it is called once more without any, which frees their memory."""
         handed_out = tuple(sequence_ids)
         if handed_out or self._has_handed_out:
             self._send(GrammarOrder("hand_out", handed_out))
@@ -165,7 +164,7 @@ class GrammarsOfLastStage:
 
 
 class GrammarsOfRank:
-    """The end on the rank that samples: it carries out the orders of rank 0, and reports what is compiled."""
+    """The end on the rank that samples: it carries out orders, and reports compiled grammars."""
 
     def __init__(self, worker: CompilesAhead, send: Callable[[Compiled], None]) -> None:
         self._worker, self._send = worker, send
@@ -177,7 +176,7 @@ class GrammarsOfRank:
         return bool(self._under_way)
 
     def carry_out(self, order: GrammarOrder) -> None:
-        """Make a call of rank 0."""
+        """Make a call that rank 0 has made."""
         if order.call == "begin":
             assert order.grammar is not None
             self._worker.begin(order.sequence_ids[0], order.grammar, order.generated)
@@ -192,7 +191,7 @@ class GrammarsOfRank:
                 self._worker.give_up(sequence_id)
 
     def report(self) -> None:
-        """Report what is compiled since the last call."""
+        """Report the grammars compiled since the last call."""
         if finished := self._worker.take_finished():
             self._under_way.difference_update(finished)
             self._send(Compiled(tuple(finished)))

@@ -38,7 +38,7 @@ class Explanations:
         return bool(self._asked)
 
     def take(self, message: Explain | ForgetQuestion) -> None:
-        """Take in a question, or that a client gave one up."""
+        """Take in a question, or the end of one whose client gave up."""
         if isinstance(message, Explain):
             self._ask(message)
         else:

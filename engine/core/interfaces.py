@@ -70,7 +70,7 @@ class CompilesAhead(Protocol):
 
 
 def _is_due(_wait_s: float) -> bool:
-    """Tell that nothing can be done but to wait for a step."""
+    """Say that a step must be waited for: the default of a worker that computes within `launch`."""
     return True
 
 
@@ -80,7 +80,7 @@ class BesideSteps(NamedTuple):
     adapters: Adapters | None = None
     grammars: CompilesAhead | None = None
     has_result: Callable[[float], bool] = _is_due
-    """Wait so many seconds for the oldest step, and return whether it is computed."""
+    """Wait up to this many seconds for the oldest step; return whether it is computed."""
     rank_times_s: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)
     """Seconds so far of copying and adding between ranks, and of waiting for them."""
 

@@ -130,7 +130,7 @@ class RankGroup:
             self._end(EXIT_WORKER_BROKEN)
 
     def has_result(self, wait_s: float) -> bool:
-        """Wait so many seconds for the oldest step of a pipeline; tell whether it is computed."""
+        """Wait up to `wait_s` seconds for the oldest step of a pipeline; return whether it is computed."""
         assert self._results is not None
         return self._results.has_any(wait_s)
 
@@ -144,7 +144,7 @@ class RankGroup:
         return result.output
 
     def close(self) -> None:
-        """Let the ranks end; kill those that do not."""
+        """Let the ranks end; kill those that have not ended in time."""
         self._is_closing.set()
         self._plans.say_goodbye()
         deadline_s = time.monotonic() + _GOODBYE_S
@@ -161,7 +161,7 @@ class RankGroup:
 
     def end_for_node(self, exit_code: int, what: str) -> None:
         """End all: a node is lost, or a rank of it. For the thread of the switchboard."""
-        if exit_code != EXIT_START_FAILED:  # else it has reported why
+        if exit_code != EXIT_START_FAILED:  # one that could not start has reported why
             log.critical("%s, and all ranks end with it", what)
         self._end(exit_code)
 

@@ -1,4 +1,4 @@
-"""A rank beside rank 0: `python -m engine.core.rank_process DIRECTORY PARENT_PID LOG_LEVEL PLACE`.
+"""One of the ranks above 0: `python -m engine.core.rank_process DIRECTORY PARENT_PID LOG_LEVEL PLACE`.
 
 Owns: one worker with a part of the model, which carries out the plans of rank 0. Results are reported by one
 rank of the last stage, if there are several stages, and by no other.
@@ -114,7 +114,6 @@ def _report(
 
 
 def _carry_out(plans: "PlansIn | Links", worker: "Worker", stage: "Stage") -> None:
-    """Compute all steps until goodbye."""
     steps = StageSteps(worker, stage)
     while (step := plans.receive()) is not None:
         if isinstance(step, AdapterOrder):
@@ -137,7 +136,6 @@ def _next_order(plans: "PlansIn | Links", grammars: GrammarsOfRank) -> Order | N
 
 
 def read_place(argument: str) -> RankPlace:
-    """Read the last argument."""
     return msgspec.json.decode(argument, type=RankPlace)
 
 

@@ -33,7 +33,6 @@ class RequestNames:
         self._room = max(self._min_room, 2 * len(self._names))
 
     def add(self, request: AddRequest) -> None:
-        """Add a request whose sequences arrive."""
         name = request.request_id or _NO_ID
         if request.trace_id:
             name += f"{_TRACE}{request.trace_id})"
@@ -45,7 +44,7 @@ class RequestNames:
         return "" if name == _NO_ID else name.partition(_TRACE)[0]
 
     def of(self, sequence_ids: Iterable[SequenceId]) -> str:
-        """List some of their names for a line of the log, each once."""
+        """List the names of some sequences for a line of the log, each name once."""
         names = list(dict.fromkeys(self._names.get(each, _NO_ID) for each in sequence_ids))
         more = f" and {len(names) - _MAX_NAMES_IN_A_LINE} more" if len(names) > _MAX_NAMES_IN_A_LINE else ""
         return ", ".join(names[:_MAX_NAMES_IN_A_LINE]) + more

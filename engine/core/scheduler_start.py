@@ -77,7 +77,7 @@ def _target_itl_s(options: SchedulerOptions, facts: ModelFacts) -> float:
 
 
 def _has_short_pauses(options: SchedulerOptions, facts: ModelFacts) -> bool:
-    """Whether the target is ours, and the shorter one."""
+    """Whether the operator set no target, and the device saturates with few tokens."""
     return options.target_itl_s is None and bool(facts.saturating_tokens)
 
 

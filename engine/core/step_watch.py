@@ -55,7 +55,7 @@ class StepWatch:
         *,
         work_clock: Callable[[], float] = time.thread_time,
     ) -> None:
-        """`work_clock` measures work: time in which the machine did something else does not count."""
+        """`work_clock` measures work: time that other programs take does not count."""
         self._scheduler = scheduler
         self._send = send
         self._work_clock = work_clock
@@ -89,7 +89,6 @@ class StepWatch:
             self.due_s = min(self.due_s, self._earliest_s)  # it was idle
 
     def note_ends(self, sequence_ids: Iterable[SequenceId]) -> None:
-        """Note aborted sequences."""
         if self.is_on:
             self._lines.note_ends(sequence_ids)
 

@@ -97,7 +97,7 @@ def _open_worker(
 
 
 def from_now_on(times: Callable[[], tuple[float, float]]) -> Callable[[], tuple[float, float]]:
-    """Leave out of times what has passed already: the ranks wait for each other while they load."""
+    """Count times from this call on: the ranks wait for each other while they load."""
     exchanged_s, waited_s = times()
 
     def since() -> tuple[float, float]:

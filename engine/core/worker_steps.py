@@ -70,7 +70,6 @@ class LedStep:
         self._output: ModelRunnerOutput | None = None
 
     def result(self) -> ModelRunnerOutput:
-        """See Launched."""
         if self._output is None:
             self._output = self._step.result()
             self._report(self._step.sampled)

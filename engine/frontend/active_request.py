@@ -147,7 +147,6 @@ class ActiveRequest(Generic[RequestT, ChoiceT]):
         return _ABORT_CAUSES.get(type(self.error))
 
     def push(self, output: SequenceOutput, eos_token_ids: tuple[int, ...]) -> None:
-        """Take in an output of one of the sequences."""
         if output.finish_reason is None:  # nearly every token
             self._push(output, eos_token_ids)
         elif output.finish_reason is FinishReason.REJECTED:

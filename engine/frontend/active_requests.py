@@ -125,7 +125,6 @@ class ActiveRequests:
     def admit_pooling(
         self, requests: Sequence[PoolingRequest], readable: asyncio.Event
     ) -> list[ActivePooling]:
-        """Admit pooling requests; otherwise as `admit`."""
         self._take_places(requests, len(requests))
         admitted = [ActivePooling(request, self._new_ids(1)[0], readable) for request in requests]
         self._start(admitted)
@@ -165,7 +164,6 @@ class ActiveRequests:
             self.is_empty.set()
 
     def fail_all(self, error: EngineError) -> None:
-        """End every request with an error."""
         for active in list(self._by_id.values()):
             self._cut_off(active, error)
 
@@ -420,7 +418,7 @@ class ActiveRequests:
         choice.last_token_s = now_s
 
     def _note_end(self, active: AnyActive, choice: RequestChoice, output: SequenceOutput) -> None:
-        """Account for a sequence whose last output this was."""
+        """Count the end of a sequence, after its last output."""
         assert choice.finish_reason is not None
         del self._by_sequence[output.sequence_id]
         engine = active.ticket.engine

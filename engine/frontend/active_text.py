@@ -151,6 +151,5 @@ class ActiveText(ActiveRequest[GenerationRequest, TextChoice]):
 
     @property
     def _has_reply(self) -> bool:
-        """Whether there is something to send even if no more comes."""
         has_tokens = any(choice.num_tokens for choice in self.choices.values())
         return has_tokens and self._prompt_logprobs.is_complete

@@ -19,7 +19,7 @@ class BatchedHistogram(Collector):
     def __init__(
         self, name: str, text: str, *, buckets: tuple[float, ...], registry: CollectorRegistry | None
     ) -> None:
-        """`registry` None: something else collects it."""
+        """`registry` None: another collector renders it."""
         self._name = name
         self._text = text
         self._buckets = buckets
@@ -30,7 +30,6 @@ class BatchedHistogram(Collector):
             registry.register(self)
 
     def observe(self, value: float, *, num: int) -> None:
-        """Observe `value` `num` times."""
         self._nums[bisect_left(self._buckets, value)] += num
         self._sum += value * num
 

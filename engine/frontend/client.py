@@ -191,7 +191,6 @@ class AsyncEngine:
         return self._health.judge(now_s=time.monotonic())
 
     def load(self) -> EngineLoad:
-        """Report the work that the engine has now."""
         return self.metrics.live_load.summary(len(self._requests))
 
     # Requests.

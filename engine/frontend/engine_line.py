@@ -39,7 +39,6 @@ class EngineLine(Dispatcher[AnyActive]):
         )
 
     def enter(self, active: AnyActive, terms: CallTerms) -> Ticket[AnyActive]:
-        """Put a request into the line."""
         needs = CallNeeds(
             rank=self._order.rank(terms.standing(active.first_id)),
             priority=terms.priority,
@@ -51,11 +50,11 @@ class EngineLine(Dispatcher[AnyActive]):
         return self.add(active, needs)
 
     def note_load(self, engine: int, stats: SchedulerStats) -> None:
-        """Take in how much of its KV cache an engine has left."""
+        """Note the free KV blocks of an engine."""
         self.views[engine].num_free_blocks = stats.num_blocks - stats.num_used_blocks
 
     def note_prefixes(self, engine: int, changes: Iterable[PrefixChange]) -> None:
-        """Take in which prefixes an engine has got and lost."""
+        """Note prefixes that an engine's cache has gained and lost."""
         self.views[engine].note_prefixes(changes)
 
     def live_counts(self, engine: int) -> LiveCounts:

@@ -50,7 +50,7 @@ class HealthMonitor:
             self.became_ready.clear()
 
     def ready_engines(self) -> list[int]:
-        """Number the engines whose model is loaded."""
+        """List the numbers of engines whose model is loaded."""
         return [number for number, each in enumerate(self.engines) if each.is_ready]
 
     def judge(self, *, now_s: float) -> Health:

@@ -155,7 +155,6 @@ class EngineMetrics:
         self._live.set_function(lambda: health().is_live)
 
     def engine_is_gone(self, engine: int) -> None:
-        """Set the gauges of a dead process to zero."""
         self._forget(engine)
         for name in ("num_requests_swapped", "kv_cache_usage_perc", "swap_space_usage_perc", "engine_ready"):
             self._set_of_engine(name, engine, 0)
@@ -273,7 +272,6 @@ class EngineMetrics:
         self._counted["request_aborts", cause].inc()
 
     def params_admitted(self, *, n: int, max_tokens: int) -> None:
-        """Observe the parameters of a request that generates."""
         self._vllm.request_admitted(n=n, max_tokens=max_tokens)
 
     def request_finished(self, since_arrival_s: float, timeline: Timeline | None) -> None:

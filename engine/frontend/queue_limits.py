@@ -73,7 +73,7 @@ class QueueLimits:
         return min(max(self.num_queued / rate_hz, _MIN_RETRY_S), _MAX_RETRY_S)
 
     def time_to_start(self, num_sequences: int, *, now_s: float) -> float | None:
-        """Seconds in which so many begin, as fast as in the last seconds; None if none has begun in them."""
+        """Estimate the seconds until this many have begun, from recent starts; None if none began lately."""
         self._forget_old(now_s)
         if not num_sequences:
             return 0.0

@@ -45,7 +45,6 @@ class Subscribers:
             viewer.has_news.set()
 
     def close(self) -> None:
-        """Let all viewers end."""
         self._is_closed = True
         for viewer in self._viewers:
             viewer.has_news.set()

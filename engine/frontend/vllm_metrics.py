@@ -72,12 +72,11 @@ class VllmMetrics(Collector):
         }
 
     def stepped(self, num_steps: int, num_tokens: int) -> None:
-        """Observe steps that computed so many tokens together."""
+        """Observe steps, which computed `num_tokens` together."""
         if num_steps > 0:
             self._observe("iteration_tokens_total", num_tokens / num_steps, num=num_steps)
 
     def request_admitted(self, *, n: int, max_tokens: int) -> None:
-        """Observe the parameters of a request that generates."""
         self._observe("request_params_n", n)
         self._observe("request_params_max_tokens", max_tokens)
 
@@ -108,7 +107,7 @@ class VllmMetrics(Collector):
         yield from self._derived()
 
     def _renamed(self, family: Metric, name: str) -> Metric:
-        """Repeat a family under vLLM's name, with vLLM's labels beside its own."""
+        """Repeat a family under vLLM's name, with vLLM's labels added to its own."""
         renamed = Metric(name, family.documentation, family.type)
         for sample in family.samples:
             suffix = sample.name.removeprefix(family.name)
@@ -116,7 +115,7 @@ class VllmMetrics(Collector):
         return renamed
 
     def _derived(self) -> Iterator[Metric]:
-        """Families that are sums or other labels of ours; what vLLM calls external is the swap space here."""
+        """Families computed from ours. vLLM's word `external` means the swap space here."""
         found, on_host = self._sum("prefix_cache_hits"), self._sum("prefix_cache_host_hits")
         on_device = found - on_host
         asked_of_host = self._sum("prefix_cache_queries") - on_device
@@ -150,5 +149,4 @@ class VllmMetrics(Collector):
         return family
 
     def _sum(self, name: str) -> float:
-        """Sum the samples of a counter or gauge of ours."""
         return sum(sample.value for family in self._ours[name].collect() for sample in family.samples)

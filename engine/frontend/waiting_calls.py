@@ -1,4 +1,4 @@
-"""Calls that wait, from the one that would be served last: a more urgent one may take its place.
+"""Waiting calls in the order of service, the last of which may lose its place to a more urgent one.
 
 Owns: the order of the calls of which no sequence has begun. A call is the requests that were admitted
 together.
@@ -117,8 +117,8 @@ class WaitingCalls(Generic[WaitingT]):
 
         Inside each priority, the last call of the tenant that has most to be served comes first.
 
-        Tenants that wait get equal service, so this one's last call is the last to be served. The counters of
-        the service that they had are the scheduler's, in another process, and not far apart.
+        Under fairness the tenant with the largest backlog is served last. Past service is ignored: its
+        counters are in the engine process, and differ little between tenants that wait.
         """
         backlog: defaultdict[tuple[int, str], float] = defaultdict(float)
         for call in self._line:

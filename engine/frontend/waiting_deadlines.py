@@ -1,8 +1,8 @@
-"""The time limits of requests, beside the operator's.
+"""The time limits of requests, compared with the operator's.
 
-Owns: until when those wait that no engine process has, which keeps to the limits of its own; and whose choice
-a limit was that ran out.
-Never: decides which wait, or sends anything (active_requests.py).
+Owns: the timers of requests that no engine process has yet (an engine keeps its own limits), and whether a
+limit that ran out was the client's choice or the operator's.
+Never: decides which requests wait, or sends a message (active_requests.py).
 """
 
 import asyncio
@@ -31,14 +31,13 @@ class WaitingDeadlines:
             self._timers[first_id] = loop.call_later(max(patience_s, 0.0), give_up)
 
     def let_go(self, first_id: SequenceId) -> None:
-        """Forget a request, if it waits with a limit."""
         timer = self._timers.pop(first_id, None)
         if timer is not None:
             timer.cancel()
 
 
 def nearer_limits(asked: TimeLimits, allowed: TimeLimits) -> TimeLimits:
-    """The limit that runs out first, of each kind."""
+    """Take the shorter limit of each kind."""
     return TimeLimits(
         queue_s=min(asked.queue_s, allowed.queue_s),
         first_token_s=min(asked.first_token_s, allowed.first_token_s),
@@ -59,15 +58,15 @@ def remaining_limits(limits: TimeLimits, spent_s: float) -> TimeLimits:
 def kinds_named(message: str) -> tuple[TimeLimitKind, ...]:
     """List the limits of which the scheduler's message may speak."""
     known = [kind for kind in TimeLimitKind if kind.value == message]
-    # Else a prompt would have taken too long to compute: it waits for no queue any more.
+    # Another message means that computing the prompt took too long: its wait in the queue is over.
     return (known[0],) if known else (TimeLimitKind.FIRST_TOKEN, TimeLimitKind.TOTAL)
 
 
 def is_own_limit(kinds: Iterable[TimeLimitKind], asked: TimeLimits, allowed: TimeLimits) -> bool:
-    """Tell whether it is the client's doing that the nearest limit of these kinds ran out.
+    """Whether the nearest limit of these kinds, which ran out, was the client's choice.
 
-    It is if the client asked for half of the operator's limit of that kind, or less. A longer limit may be
-    one that only a server at fault exceeds.
+    It was if the client asked for at most half of the operator's limit. A longer limit may run out because
+    the server is slow.
     """
     asked_s, allowed_s = min(
         ((_seconds(asked, kind), _seconds(allowed, kind)) for kind in kinds), key=lambda pair: min(pair)

@@ -97,7 +97,6 @@ class GrammarCompiler:
             self._blamed.popitem(last=False)
 
     async def close(self) -> None:
-        """End the process."""
         await self._kill()
 
     async def _wait_and_try(self, grammar: Grammar, info: ModelInfo, param: str) -> GrammarVerdict:
@@ -110,8 +109,8 @@ class GrammarCompiler:
         self._num_waiting += 1
         try:
             await self._turn.acquire()
-            # A trial goes to its end though its client leaves. Else the process would have to be replaced,
-            # and others would wait for that each time that a client comes and goes.
+            # A trial goes to its end though its client leaves: to stop it is to replace the process, and
+            # others would wait for that each time that a client comes and goes.
             self._trial = asyncio.create_task(self._try_in_turn(grammar, info, param))
             self._trial.add_done_callback(_mark_as_seen)
             return await asyncio.shield(self._trial)
@@ -164,7 +163,7 @@ class GrammarCompiler:
         self._refuses_all = (await self._ask(tokens, _START_TIMEOUT_S)).refusal
 
     async def _ask(self, message: object, timeout_s: float) -> GrammarVerdict:
-        """Send a message and wait for the verdict; else kill the process. Raises TimeoutError, _Ended."""
+        """Send a message and wait for the verdict; kill a late process. Raises TimeoutError, _Ended."""
         child = self._child
         assert child is not None
         assert child.stdin is not None

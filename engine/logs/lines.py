@@ -46,7 +46,7 @@ class ProcessName(StrEnum):
 
 
 def fields(**values: Field) -> dict[str, dict[str, Field]]:
-    """Make the `extra` of a logger call: fields beside the message. None and empty texts are left out."""
+    """Make the `extra` of a logger call: fields after the message. None and empty texts are left out."""
     return {_FIELDS: {name: value for name, value in values.items() if value not in (None, "")}}
 
 
@@ -76,7 +76,6 @@ class TextLines(LineFormatter):
     """Text: `2026-11-21 19:06:51.123 INFO api[17] server.app: words field=value`, then a stack."""
 
     def encode(self, record: logging.LogRecord) -> bytes:
-        """Make the line; see the base class."""
         when = _time_of(record).astimezone().strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
         head = f"{when} {record.levelname} {self._process}[{self._pid}] {_logger_name(record)}"
         facts = "".join(f" {name}={_shown(value)}" for name, value in _fields_of(record).items())
@@ -89,7 +88,6 @@ class JsonLines(LineFormatter):
     """JSON with time (UTC), level, process, pid, logger, message, the fields, and any stack."""
 
     def encode(self, record: logging.LogRecord) -> bytes:
-        """Make the line; see the base class."""
         document: dict[str, Field] = {
             "time": _time_of(record).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "level": record.levelname.lower(),

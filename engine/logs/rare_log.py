@@ -1,7 +1,7 @@
-"""Log lines about things that happen thousands of times a second, as a count now and then.
+"""Log lines about frequent events: one line in ten seconds, with the number of events.
 
 Owns: the interval, and the number of times since the last line.
-Never: drops a number, from whichever thread it comes.
+Never: loses an event, from any thread.
 """
 
 import logging

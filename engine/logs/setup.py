@@ -56,7 +56,6 @@ class Logs:
 
     @property
     def is_text(self) -> bool:
-        """Whether lines are text, for people."""
         return self._is_text
 
     @property

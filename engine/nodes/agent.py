@@ -1,4 +1,4 @@
-"""A node beside the first: it waits for an engine, and runs the ranks of its stages for it.
+"""A node that is not the first: it waits for an engine, and runs the ranks of its stages for it.
 
 Owns: the ranks, which end with it, with the engine that they take part in, or when one of them ends; and the
 wait for the next engine. It connects to the first node and opens no port.
@@ -132,7 +132,7 @@ class NodeAgent:
         return None
 
     def _say(self, what: str) -> None:
-        """Log what is not what was said last."""
+        """Log a sentence, unless it is the same as the last one."""
         if what != self._said:
             log.info("%s", what)
             self._said = what
@@ -156,7 +156,7 @@ class NodeAgent:
 
 
 class Leader:
-    """The first node, as another one hears it."""
+    """The connection to the first node."""
 
     def __init__(self, socket: "zmq.Socket[bytes]") -> None:
         self.socket = socket

@@ -20,12 +20,10 @@ class KeyPair(NamedTuple):
 
 
 def leader_keys(shared: str) -> KeyPair:
-    """Make the pair of the first node."""
     return _pair(shared, "leader")
 
 
 def node_keys(shared: str) -> KeyPair:
-    """Make the pair of all other nodes."""
     return _pair(shared, "node")
 
 

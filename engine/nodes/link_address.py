@@ -46,7 +46,6 @@ def write_link(directory: Path, link: LinkAddress) -> None:
 
 
 def read_link(directory: Path) -> LinkAddress:
-    """Read the address that `write_link` left."""
     return msgspec.msgpack.decode((directory / _FILE).read_bytes(), type=LinkAddress)
 
 

@@ -1,7 +1,7 @@
 """The links of one rank, where some are on other nodes: plans, results, agreement, sums, hidden states.
 
 Owns: one connection for each of them to the switchboard of the first node, and the end of the rank when one
-is cut: what was under way is lost, and a rank that went on would compute something else.
+is cut: messages under way are lost, and a rank that went on would compute other numbers.
 Ranks on GPUs only meet over links, and exchange the rest by libraries of their own.
 Never: listens. Ranks of the first node connect within its directory, the others by an address, with keys.
 
@@ -73,7 +73,6 @@ class Links:
         self._watching.start()
 
     def world(self) -> "LinkedWorld":
-        """Return the agreement of all ranks."""
         return LinkedWorld(self._sockets[WORLD], self._rank)
 
     def peers(self) -> "LinkedPeers":
@@ -81,11 +80,11 @@ class Links:
         return LinkedPeers(self._sockets[PEERS], self._peers.index(self._rank), len(self._peers))
 
     def inlet(self) -> "LinkedReceiver":
-        """Return the way from the stage before."""
+        """Return the receiver of the stage before."""
         return LinkedReceiver(self._sockets[INLET])
 
     def outlet(self) -> "LinkedSender":
-        """Return the way to the next stage."""
+        """Return the sender to the next stage."""
         return LinkedSender(self._sockets[OUTLET])
 
     def store(self) -> "LinkedStore":
@@ -99,7 +98,7 @@ class Links:
         return interface_to(self._link.host)
 
     def has_any(self, wait_s: float = 0.0) -> bool:
-        """Wait so many seconds for an order; return whether there is one."""
+        """Wait up to `wait_s` seconds for an order; return whether there is one."""
         return bool(self._sockets[PLANS].poll(int(wait_s * 1000)))
 
     def receive(self) -> Order | None:
@@ -112,7 +111,7 @@ class Links:
         self._sockets[RESULTS].send(encode_plan(report))
 
     def close(self) -> None:
-        """Close; what was posted has a second to leave."""
+        """Close; posted messages have a second to leave."""
         self._is_closing.set()
         self._watching.join()
         if self._store is not None:
@@ -121,7 +120,7 @@ class Links:
 
     def _open(self, channel: str) -> "zmq.Socket[bytes]":
         socket = self._context.socket(zmq.DEALER)
-        socket.set_hwm(0)  # the plans in flight bound what is under way
+        socket.set_hwm(0)  # bounded by the plans in flight
         socket.maxmsgsize = MAX_MESSAGE_BYTES
         socket.identity = channel_id(self._link.life, channel, self._rank)
         if self._link.key is not None:
@@ -191,7 +190,7 @@ class LinkedPeers:
 
 
 class LinkedSender:
-    """See HiddenSender. Plans in flight bound what is under way: nothing is waited for."""
+    """See HiddenSender. It never waits: the plans in flight bound the queue."""
 
     def __init__(self, socket: "zmq.Socket[bytes]") -> None:
         self._socket = socket

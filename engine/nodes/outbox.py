@@ -1,4 +1,4 @@
-"""The texts by which ranks on GPUs of several nodes meet, before they reach each other by torch.distributed.
+"""The key-value store by which ranks on GPUs of several nodes meet before torch.distributed connects them.
 
 Owns: the three calls of ranks, their wire form, and what all ranks of an engine have left.
 Never: reads a text, or waits: a rank asks again (links.py).
@@ -8,7 +8,7 @@ import msgspec
 
 _MAX_BYTES = 16 << 20
 _BESIDE_BYTES = 128
-"""Memory of a text beside its content and its key."""
+"""Memory of a text, without its content and its key."""
 
 
 class Put(msgspec.Struct, frozen=True, tag=True):

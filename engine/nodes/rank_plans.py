@@ -1,7 +1,7 @@
-"""Plans and what comes between them on their way to ranks, and results on their way back from the last stage.
+"""Messages between rank 0 and other ranks: plans and orders one way, results of the last stage the other.
 
 Owns: their encoding, and a one-way channel for each rank in the directory of the engine process.
-Never: decides what is sent (rank_group.py).
+Never: decides which message is sent (rank_group.py).
 """
 
 from collections import deque
@@ -45,12 +45,12 @@ class AdapterOrder(msgspec.Struct, frozen=True, tag=True):
 
 
 class GrammarOrder(msgspec.Struct, frozen=True, tag=True):
-    """A call of the side that compiles grammars beside the steps, for the rank that samples."""
+    """A call of the side that compiles grammars during steps, for the rank that samples."""
 
     call: Literal["begin", "give_up", "hand_out", "discard"]
     sequence_ids: tuple[SequenceId, ...]
     grammar: Grammar | None = None
-    """With `begin`; the text is what was generated so far."""
+    """Set with `begin`; `generated` are the tokens so far."""
     generated: tuple[int, ...] = ()
 
 
@@ -86,7 +86,7 @@ class PlansOut:
         self._context = zmq.Context(io_threads=1)
         self._sockets = [self._context.socket(zmq.PUSH) for _ in range(1, num_ranks)]
         for rank, socket in enumerate(self._sockets, start=1):
-            # Unlimited: the plans in flight bound what is under way.
+            # Unlimited: the plans in flight bound it.
             socket.set_hwm(0)
             socket.linger = 0
             socket.bind(_address(directory, rank))
@@ -96,7 +96,7 @@ class PlansOut:
         self._send(encode_plan(order))
 
     def say_goodbye(self) -> None:
-        """Let all ranks end once they have carried out what was posted."""
+        """Let all ranks end once they have carried out all orders."""
         self._send(_GOODBYE)
 
     def close(self) -> None:
@@ -117,7 +117,7 @@ class PlansIn:
         self._socket.connect(_address(directory, rank))
 
     def has_any(self, wait_s: float = 0.0) -> bool:
-        """Wait so many seconds for an order; return whether there is one."""
+        """Wait up to `wait_s` seconds for an order; return whether there is one."""
         return bool(self._socket.poll(int(wait_s * 1000)))
 
     def receive(self) -> Order | None:
@@ -138,7 +138,7 @@ class Reports:
         self._compiled: list[SequenceId] = []
 
     def has_any(self, wait_s: float) -> bool:
-        """Wait at most so many seconds for a result; return whether there is one."""
+        """Wait up to `wait_s` seconds for a result; return whether there is one."""
         if not self._results and self._socket.poll(int(wait_s * 1000)):
             self._read()
         return bool(self._results)

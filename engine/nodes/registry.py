@@ -57,7 +57,6 @@ class NodeRegistry:
         return Wait(describe_missing(self.missing))
 
     def hear(self, agent: bytes, now_s: float) -> None:
-        """Note a message."""
         for each in self._present.values():
             if each.agent == agent:
                 each.heard_s = now_s

@@ -3,7 +3,7 @@
 Owns: the two sockets, one with keys for other nodes and one for ranks of this node; the way of each message;
 the start of an engine on all nodes; and its end when a node is silent, comes anew or loses a rank.
 Never: reads plans, results, sums or hidden states, which it passes on; or computes. It runs in a thread
-beside the engine's loop, which sleeps while nothing comes.
+of the engine process, which sleeps while nothing comes.
 """
 
 import logging
@@ -133,7 +133,7 @@ class Switchboard:
     # In the main thread.
 
     def wait_for_nodes(self, wait_s: float) -> str:
-        """Wait so many seconds for all nodes; name those that are missing, or return an empty text."""
+        """Wait up to `wait_s` seconds for all nodes; name missing ones, or return an empty text."""
         return "" if self._has_all.wait(wait_s) else describe_missing(self._roll.missing)
 
     def begin(self) -> None:
@@ -149,7 +149,7 @@ class Switchboard:
         self._order(_PLAN, encode_plan(order))
 
     def say_goodbye(self) -> None:
-        """Let all ranks end once they have carried out what was posted."""
+        """Let all ranks end once they have carried out all orders."""
         self._is_closing = True
         self._order(_PLAN, b"")
 
@@ -166,7 +166,7 @@ class Switchboard:
         return self._results.take_compiled()
 
     def close(self) -> None:
-        """End the thread; what was posted has a second to leave."""
+        """End the thread; posted messages have a second to leave."""
         if not self._thread.is_alive():
             return
         self._is_closing = True
@@ -180,7 +180,7 @@ class Switchboard:
 
     def _router(self, most_bytes: int) -> "zmq.Socket[bytes]":
         socket = self._context.socket(zmq.ROUTER)
-        socket.set_hwm(0)  # the plans in flight bound what is under way
+        socket.set_hwm(0)  # bounded by the plans in flight
         socket.maxmsgsize = most_bytes
         socket.router_mandatory = True
         return socket
@@ -289,7 +289,6 @@ class Switchboard:
         self._sockets_of[end].send_multipart((end, payload))
 
     def _hear(self, agent: bytes, payload: bytes) -> None:
-        """Take in a message of a node."""
         try:
             message = decode_to_leader(payload)
         except msgspec.DecodeError as error:
@@ -345,7 +344,7 @@ class Switchboard:
 
 
 def _waiting(socket: "zmq.Socket[bytes]") -> Iterator[list[bytes]]:
-    """Yield the messages that have come. So many at most, so that no socket keeps the others waiting."""
+    """Yield the messages that have come, up to a limit, so that no socket keeps the others waiting."""
     for _ in range(_MOST_AT_ONCE):
         try:
             frames = socket.recv_multipart(zmq.NOBLOCK)

@@ -118,7 +118,6 @@ class KeysFile:
 
 
 def is_name(text: str) -> bool:
-    """Whether a key of the file may have this name."""
     return re.match(_NAME, text) is not None and not _RESERVED_NAME.fullmatch(text)
 
 

@@ -1,4 +1,4 @@
-"""The declaration of an option, beside its type and default.
+"""The declaration of an option: its group, its kind of value and its text of help.
 
 Owns: the types of a declaration, and the error for a wrong option.
 Never: declares an option (options.py and its parts).
@@ -13,7 +13,7 @@ from engine.options.values import ValueKind
 
 
 class OptionError(Exception):
-    """An error in one line for the operator: what is wrong, why, and what to do. Exit code 2."""
+    """An error in one line for the operator: the option at fault, the reason, and a remedy. Exit code 2."""
 
     def __init__(self, what: str, why: str, fix: str) -> None:
         super().__init__(f"{what}: {why}; {fix}")

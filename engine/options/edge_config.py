@@ -217,12 +217,12 @@ class PageParts(Enum):
 
 
 class OtherHosts(Enum):
-    """Names in `Host` that a server without keys answers to beside those that it is given."""
+    """Further names in `Host` that a server without keys answers to."""
 
     LOCAL = "local"
     """Addresses and localhost: others on the link can claim a name without a dot, or under .local."""
     PRIVATE = "private"
-    """Names that nobody can register too: whoever is on the link reaches the server anyway."""
+    """Names that cannot be registered too: machines on the link reach the server anyway."""
     ALL = "all"
 
 
@@ -318,7 +318,7 @@ def _check_health_port(options: EdgeOptions) -> None:
 
 
 def _page(options: EdgeOptions) -> PageParts:
-    # Behind a Unix socket stands a proxy, and nobody but the operator knows before whom.
+    # A Unix socket is for a proxy, whose clients only the operator knows.
     is_local = options.uds is None and _is_loopback(options.host)
     is_private = bool(options.api_key) or options.api_keys_file is not None or is_local
     if options.page == "off" or (options.page is None and not is_private):

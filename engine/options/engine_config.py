@@ -52,9 +52,8 @@ _DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
 # One that the device computes, and one that is ready when it has finished.
 _MOST_PLANS_IN_FLIGHT = 2
 
-# Without a target of the operator's: where decodes alone take two thirds of ours, prompts get as much time as
-# they, or more in a large crowd, or else first tokens would come late; and so they do after a wait that a
-# reader minds.
+# Used without --target-itl. Where decodes alone take two thirds of our target, prompts get as much time as
+# decodes, or more in a large crowd, so that first tokens are not late; the same after the wait below.
 _DEFAULT_PREFILL_SHARE, _LARGE_CROWD_PREFILL_SHARE = 0.5, 0.85
 _DEFAULT_PREFILL_PATIENCE_S = 4.0
 

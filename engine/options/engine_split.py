@@ -289,7 +289,7 @@ def fits_nodes(num_stages: int, num_shards: int, num_nodes: int) -> bool:
 
 
 def _check_several(options: Options, asked: str, num_nodes: int) -> None:
-    """Refuse more than several machines compute."""
+    """Refuse combinations that several machines cannot compute."""
     num_stages, num_ranks = options.pipeline_parallel_size, options.tensor_parallel_size
     if not fits_nodes(num_stages, num_ranks, num_nodes):
         raise OptionError(
@@ -333,7 +333,7 @@ def _where(options: Options, environment: Mapping[str, str]) -> tuple[int, int, 
 
 
 def _check_alone(options: Options) -> None:
-    """Refuse what only several nodes have a use for."""
+    """Refuse options that are for several nodes."""
     has_port = options.cluster_port != Options().cluster_port
     unused = {
         "--node-rank": options.node_rank,

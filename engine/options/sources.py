@@ -18,7 +18,7 @@ from engine.options.values import Switch
 
 ENVIRONMENT_PREFIX = "TOKENYARD_"
 
-# Kubernetes sets such variables in every pod beside a Service whose name starts with `tokenyard`.
+# Kubernetes sets such variables in every pod next to a Service whose name starts with `tokenyard`.
 _SERVICE_LINK_VALUE = re.compile(r"(tcp|udp|sctp)://.*")
 _SERVICE_LINK_NAME = re.compile(
     r"TOKENYARD_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
@@ -103,7 +103,6 @@ def merge(sources: Mapping[Source, Mapping[str, Any]]) -> Options:
 
 
 def source_of(name: str, sources: Mapping[Source, Mapping[str, Any]]) -> Source:
-    """Return the source that decided an option."""
     found = [source for source, said in sources.items() if name in said]
     return found[-1] if found else Source.DEFAULT
 

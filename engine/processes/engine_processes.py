@@ -60,7 +60,6 @@ class HangWatch:
         self._silent_s = 0.0
 
     def moved(self) -> None:
-        """Note a message."""
         self._silent_s = 0.0
 
     @property
@@ -164,7 +163,6 @@ class EngineProcesses:
         self._is_replacing = False
 
     async def _run_process(self) -> Death:
-        """Run one process from its start to its death."""
         num_killed = num_killed_for_memory()
         try:
             process = await EngineProcess.start(self._config)
@@ -365,7 +363,6 @@ class EngineGroup:
         self._on_message(engine, message)
 
     async def _end(self, running: "dict[asyncio.Task[GaveUp | None], int]") -> None:
-        """End the engines that still run."""
         if running:
             await self.stop()
             await asyncio.gather(*running, return_exceptions=True)

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 _ENVIRONMENT = {
     # OpenMP's threads spin between two parallel regions by default, and a decode step on a CPU has more than
     # a hundred. One busy neighbour (our own API process) then makes a step of 38 ms take 1,130 ms. Passive
-    # waiting takes 43 ms on the idle machine and 52 ms beside the neighbour (Qwen3-0.6B's shape, one
+    # waiting takes 43 ms on the idle machine and 52 ms with the neighbour (Qwen3-0.6B's shape, one
     # sequence, 2 cores of a Zen 4). It must be set before torch is loaded; the operator's environment wins.
     "OMP_WAIT_POLICY": "PASSIVE",
     "TOKENIZERS_PARALLELISM": "false",

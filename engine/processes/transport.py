@@ -54,7 +54,7 @@ class ClientSide:
 
 
 class PulseSide:
-    """An end for a thread beside the engine's loop, since threads cannot share a socket."""
+    """An end for another thread than the engine's loop, since threads cannot share a socket."""
 
     def __init__(self, directory: Path) -> None:
         self._context = zmq.Context(io_threads=1)
@@ -97,7 +97,7 @@ class RankReports:
 
 
 class EngineSide:
-    """The engine process's end, with blocking calls: its loop waits for nothing else."""
+    """The engine process's end, with blocking calls: its loop has no other wait."""
 
     def __init__(self, directory: Path) -> None:
         self._context = zmq.Context(io_threads=1)

@@ -32,7 +32,7 @@ from worker.worker_errors import StartupError
 log = logging.getLogger(__name__)
 
 _ANSWERS_WITHIN_S = 120.0
-"""Time for Ray's own start in the process, beside that for processors."""
+"""Time for Ray's own start in the process, added to the time for processors."""
 _MAX_TURN_S = 10
 """Time to ask for one number of nodes, where others are possible too."""
 _PLACED_FILE = "placed.msgpack"
@@ -45,7 +45,7 @@ class Resources(NamedTuple):
     num_gpus: int = 0
 
     def hold(self, part: "Resources") -> bool:
-        """Tell whether a part is not larger."""
+        """Whether a part fits into these."""
         return self.num_processors >= part.num_processors and self.num_gpus >= part.num_gpus
 
 

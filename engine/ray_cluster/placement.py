@@ -6,7 +6,7 @@ Never: chooses a machine or carries a message of ranks: Ray does the one, the sw
 Source: Ray's placement groups, https://docs.ray.io/en/latest/ray-core/scheduling/placement-group.html.
 
 What Ray carries between its own processes it pickles: here the code of `_Node`, a mapping of texts to it, and
-a list of texts back. Nothing of ours is pickled beside.
+a list of texts back. No other object of ours is pickled.
 """
 
 import logging
@@ -51,7 +51,7 @@ from worker.worker_errors import StartupError
 log = logging.getLogger("engine.ray_cluster.placement")
 
 _RAY_STARTS_WITHIN_S = 60.0
-"""Time for a Ray that is started beside the server."""
+"""Time for a Ray that is started together with the server."""
 _CPU, _GPU = "CPU", "GPU"
 _NODE_ID_LABEL = "ray.io/node-id"
 
@@ -60,7 +60,6 @@ class _Node:
     """An actor. Ray sends its code: a process of Ray's does not find our modules before it runs."""
 
     def run(self, given: dict[str, str]) -> list[str]:
-        """See take_part."""
         from importlib import import_module
 
         sys = import_module("sys")

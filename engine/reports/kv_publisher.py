@@ -39,7 +39,7 @@ class KVPublisher:
         self._context = zmq.Context(io_threads=1)
         self._out: zmq.Socket[bytes] = self._context.socket(zmq.PUB)
         self._asked: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        # All batches fit for a reader that asks, or else the last ones would be dropped without a word.
+        # Room for all batches: a full queue would drop the last ones silently.
         self._asked.sndhwm = _MAX_KEPT + 1
         self._asked.router_mandatory = 1
         for place, end in enumerate((self._out, self._asked)):
@@ -53,7 +53,6 @@ class KVPublisher:
         self._thread.start()
 
     def note(self, engine: int, changes: Iterable[PrefixChange]) -> None:
-        """Publish changes of one engine's prefix cache."""
         self._publish(self._blocks.events(engine, changes))
 
     def forget(self, engine: int) -> None:

@@ -1,6 +1,6 @@
-"""Sequences that run and that wait, at the moment of the question.
+"""The numbers of running and waiting sequences at this moment.
 
-Owns: the last statistics of each engine, and the count of what was sent since.
+Owns: the last statistics of each engine, and the count of sequences sent since.
 Never: renders a metric (engine/frontend/metrics.py).
 """
 

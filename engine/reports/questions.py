@@ -1,7 +1,7 @@
 """Questions to all engines about their live sequences, and one answer for all.
 
 Owns: the questions under way.
-Never: decides who may ask (server/api/operations/admin.py).
+Never: decides which client may ask (server/api/operations/admin.py).
 """
 
 import asyncio
@@ -69,7 +69,7 @@ class Questions:
                 if answer.cancelled() or not answer.done():
                     self._send(engine, ForgetQuestion(question=question))
                 else:
-                    answer.exception()  # seen: asyncio would log an engine's end that nobody waited for
+                    answer.exception()  # seen: asyncio would log an unread error
         num_live = sum(each.num_live for each in found) + len(in_line)
         reports = [
             {**report._asdict(), "engine": engine}

@@ -60,7 +60,7 @@ class ChatTemplate:
     def load(
         cls, folder: Path, *, special_tokens: Mapping[str, str], file: Path | None = None
     ) -> "ChatTemplate":
-        """Read `file`, else chat_template.jinja, else tokenizer_config.json.
+        """Read `file`; without it chat_template.jinja, or tokenizer_config.json.
 
         Raises TokenizerError for one that is unusable.
         """

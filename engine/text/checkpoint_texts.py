@@ -36,7 +36,7 @@ class CheckpointTexts(NamedTuple):
 
 
 def refusing(folder: Path) -> AbstractContextManager[None]:
-    """Let whatever a folder's files make their readers raise be a TokenizerError."""
+    """Turn any error of reading a folder's files into a TokenizerError."""
     return refused_as(partial(TokenizerError, fix=_FIX), folder, but=(TokenizerError,))
 
 
@@ -72,7 +72,7 @@ def _plain_context(content: dict[str, Any]) -> int:
 
 
 def load_texts(config: WorkerConfig) -> CheckpointTexts:
-    """Check and load all; begin the trial beside that. Raises TokenizerError."""
+    """Check and load all, and begin the trial. Raises TokenizerError."""
     folder = Path(config.model_path)
     if config.checksums_file is not None:
         try:

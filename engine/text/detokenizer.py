@@ -25,7 +25,7 @@ REPLACEMENT = "\ufffd"
 _NUM_CONTEXT_TOKENS = 4
 # How a byte within a character begins, in UTF-8.
 _CONTINUATION = 0b1000_0000
-# A window that does not come to a whole character within so many tokens never will: the bytes are noise.
+# A window without a whole character after this many tokens will never have one: the bytes are noise.
 _MAX_UNFINISHED_TOKENS = 16
 
 

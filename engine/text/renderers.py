@@ -100,7 +100,7 @@ class _Renderer:
             raise
 
     def kill(self) -> None:
-        """End the process. Whoever waits for its answer sees its end."""
+        """End the process. A thread that waits for its answer gets an error."""
         self._process.kill()
         self._process.wait()
 
@@ -133,7 +133,6 @@ class Renderers:
 
     @property
     def pids(self) -> list[int]:
-        """The processes' ids, for tests."""
         return [each.pid for each in self._living]
 
     def try_program(self) -> str:

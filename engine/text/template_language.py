@@ -247,7 +247,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class _LazyCompiler(jinja2.compiler.CodeGenerator):
-    """A compiler that computes nothing beforehand: constants can be as expensive as anything else."""
+    """A compiler that computes nothing beforehand: constants can be as expensive as other expressions."""
 
     def _output_child_to_const(self, node: Any, frame: Any, finalize: Any) -> str:
         if not isinstance(node, jinja2.nodes.TemplateData | jinja2.nodes.Const):

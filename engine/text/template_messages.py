@@ -63,7 +63,7 @@ class Rendering(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ended(Exception):
-    """The other side has closed its socket, or sends what is no message."""
+    """The other side has closed its socket, or sends bytes that are no message."""
 
 
 def frame(message: Any) -> bytes:

@@ -3,9 +3,9 @@
 Owns: its limits on memory and time, which the kernel keeps whatever the template does.
 Never: opens a file of the checkpoint, or goes on once memory has run out.
 
-Chat templates are programs from strangers. Which of their operations grow a value beyond what was put in, no
-list can tell for good: filters with a width, products of numbers, lists of lists that are printed. So each
-may, and the process pays.
+Chat templates are programs from strangers. No list of the operations that make a value grow is
+complete: filters with a width, products of numbers, lists of lists that are printed. So all are allowed, and
+the kernel limits the process.
 """
 
 import math

@@ -53,7 +53,7 @@ class SpecialTokens(StrEnum):
 
 
 class DecoderKind(StrEnum):
-    """Kinds of decoders, by what is known of the step from tokens to text."""
+    """Kinds of decoders, by how their tokens become text."""
 
     BYTE_LEVEL = "byte-level"  # tokens are bytes in disguise; the text is their concatenation
     BYTE_FALLBACK = "byte-fallback"  # tokens are text with a mark for the space; <0xNN> is one byte
@@ -352,7 +352,7 @@ def _as_replacement(step: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Map the character that stands for a byte to the byte: itself if printable, else from U+0100 on."""
+    """Map the character that stands for a byte to the byte: itself if printable, otherwise from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     alphabet = {chr(byte): byte for byte in printable}

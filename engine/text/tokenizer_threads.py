@@ -1,4 +1,4 @@
-"""Threads that tokenize beside the event loop, which takes seconds for megabytes, and have chats rendered.
+"""Threads that tokenize and have chats rendered, so that long texts do not block the event loop.
 
 Owns: the threads and the bounds on waiting texts. Long texts have a thread of their own, so short ones
 never wait for them; no text waits for a chat that is being rendered.
@@ -86,7 +86,6 @@ class TokenizerThreads:
         self._chats = lane("renderer", num_threads=MAX_RENDERERS, max_under_way=256)
 
     async def encode(self, text: str) -> tuple[int, ...]:
-        """Encode a plain prompt."""
         return await self._lane(len(text)).run(lambda: self._tokenizer.encode_prompt(text))
 
     async def encode_chat(self, messages: list[dict[str, Any]], options: ChatOptions) -> tuple[int, ...]:

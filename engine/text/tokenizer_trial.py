@@ -25,7 +25,7 @@ from engine.text.tokenizer import TokenizerError
 
 _NUM_CHARS = 16 * 1024
 _MAX_TEXT_S = 0.15
-"""Processor time for one text: fifty times what is usual. If it grows with the square, it is 0.5 s."""
+"""Processor time for one text: fifty times the usual time. If it grows with the square, it is 0.5 s."""
 _MAX_WAIT_S = 30.0
 _MAX_MEMORY_BYTES = 2**30
 _MAX_PROCESSOR_S = 10
@@ -37,7 +37,7 @@ _NOT_USUAL = 3
 
 
 class Trial:
-    """Trial of the patterns of a tokenizer.json in another process, beside other work, until `close`."""
+    """Trial of the patterns of a tokenizer.json in another process, until `close`."""
 
     def __init__(self, file: Path) -> None:
         """Without expressions in the file there is no process."""
@@ -72,7 +72,6 @@ class Trial:
             )
 
     def close(self) -> None:
-        """End the process if it still runs."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
