@@ -12,49 +12,18 @@ from typing import Any, NamedTuple
 import msgspec
 
 from engine.journal import Journal
-from scheduler.messages import (
-    FinishReason,
-    Grammar,
-    GrammarKind,
-    PoolingParams,
-    PoolingTask,
-    PromptComputation,
-    ReportPage,
-    SamplingParams,
-    ServiceTerms,
-    TimeLimits,
-)
-from worker.worker_config import ModelFacts, PoolingFacts
-
-__all__ = [
-    "ChatOptions",
-    "EngineLoad",
-    "EngineState",
-    "FinishReason",
-    "GenerationRequest",
-    "Grammar",
-    "GrammarKind",
-    "Health",
-    "LogprobEntry",
-    "ModelInfo",
-    "ReportPage",
-    "PooledOutput",
-    "PoolingFacts",
-    "PoolingParams",
-    "PoolingRequest",
-    "PoolingTask",
-    "PromptComputation",
-    "QueueForecast",
-    "ServedAdapter",
-    "SamplingParams",
-    "ServiceTerms",
-    "TextCut",
-    "TimeLimits",
-    "ChosenLogprob",
-    "TokenOutput",
-    "TokenText",
-    "TokenizedText",
-]
+from scheduler.messages import FinishReason as FinishReason
+from scheduler.messages import Grammar as Grammar
+from scheduler.messages import GrammarKind as GrammarKind
+from scheduler.messages import PoolingParams as PoolingParams
+from scheduler.messages import PoolingTask as PoolingTask
+from scheduler.messages import PromptComputation as PromptComputation
+from scheduler.messages import ReportPage as ReportPage
+from scheduler.messages import SamplingParams as SamplingParams
+from scheduler.messages import ServiceTerms as ServiceTerms
+from scheduler.messages import TimeLimits as TimeLimits
+from worker.worker_config import ModelFacts
+from worker.worker_config import PoolingFacts as PoolingFacts
 
 
 class QueueForecast(NamedTuple):
@@ -82,11 +51,22 @@ class ServedAdapter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationRequest:
-    """One prompt, tokenized, and `n` independent continuations of it."""
+class EngineRequest:
+    """One tokenized prompt, for text or for a vector."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
+    terms: ServiceTerms = field(default_factory=ServiceTerms)
+    max_tenant_tokens: int | None = None
+    """Limit on the tenant's waiting prompt tokens, these included; None: only the queue's own limit."""
+    journal: Journal = field(default_factory=Journal, compare=False, repr=False)
+    """The journal of its HTTP request; other prompts of that request share it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest(EngineRequest):
+    """One prompt, tokenized, and `n` independent continuations of it."""
+
     params: SamplingParams
     """Sequence i of n samples with seed + i."""
     n: int = 1
@@ -100,25 +80,13 @@ class GenerationRequest:
     """Text that the client expects, as tokens; a hint that changes no output."""
     adapter: ServedAdapter | None = None
     """Adapter to run the model with; None: the model alone."""
-    terms: ServiceTerms = field(default_factory=ServiceTerms)
-    max_tenant_tokens: int | None = None
-    """Limit on the tenant's waiting prompt tokens, these included; None: only the queue's own limit."""
-    journal: Journal = field(default_factory=Journal, compare=False, repr=False)
-    """The journal of its HTTP request; other prompts of that request share it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PoolingRequest:
+class PoolingRequest(EngineRequest):
     """One tokenized prompt, from which the model makes one vector or score."""
 
-    request_id: str
-    prompt_token_ids: tuple[int, ...]
     params: PoolingParams
-    terms: ServiceTerms = field(default_factory=ServiceTerms)
-    max_tenant_tokens: int | None = None
-    """See GenerationRequest."""
-    journal: Journal = field(default_factory=Journal, compare=False, repr=False)
-    """See GenerationRequest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

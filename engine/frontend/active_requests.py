@@ -157,7 +157,7 @@ class ActiveRequests:
                 self._metrics.choice_finished(active.reason_of_end, num_generated)
                 active.request.journal.note_end(active.reason_of_end, num_generated)
             if active.abort_cause is not None:
-                self._metrics.request_aborted(active.abort_cause)
+                self._metrics.count("request_aborts", active.abort_cause)
                 active.request.journal.abort_cause = active.abort_cause
         self._metrics.request_finished(time.monotonic() - active.arrived_s, active.timeline)
         if not self._by_id:
@@ -270,7 +270,7 @@ class ActiveRequests:
             reason=OverloadReason.DISPLACED,
         )
         for call in leaving:
-            self._metrics.request_displaced()
+            self._metrics.count("admission_rejections", OverloadReason.DISPLACED)
             for active in call.lives:
                 active.fail(error)
                 self._remove(active)
@@ -351,7 +351,7 @@ class ActiveRequests:
             self._send(engine, self._message(active))
             if active.num_deaths:
                 num_resent += 1
-                self._metrics.request_replayed()
+                self._metrics.count("requests_replayed")
         if num_resent:
             log.warning("%d requests that had not begun go to a new engine process", num_resent)
 
@@ -405,7 +405,7 @@ class ActiveRequests:
         active.num_unstarted -= 1
         self._queue_limits.start(num_tokens, now_s=now_s)
         self._tenant_tokens.leave(active.request.terms.tenant, num_tokens)
-        self._metrics.sequence_started(start.queue_s)
+        self._metrics.observe("request_queue_time_seconds", start.queue_s)
 
     def _note_first_token(
         self, active: AnyActive, choice: RequestChoice, num_tokens: int, now_s: float

@@ -367,7 +367,7 @@ class AsyncEngine:
         facts = message.facts
         death = self._deaths.pop(engine, None)
         if death is not None:
-            self.metrics.engine_restarted(death.cause)
+            self.metrics.count("engine_restarts", death.cause)
         self._adapters.model_is_ready(facts.adapters)
         self._info = ModelInfo(
             **{each.name: getattr(facts, each.name) for each in fields(facts)},

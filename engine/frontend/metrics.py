@@ -184,11 +184,9 @@ class EngineMetrics:
         """Reason why most sequences wait, as of the last beats."""
         return self.live_load.wait_reason.value
 
-    def engine_restarted(self, cause: DeathCause) -> None:
-        self._counted["engine_restarts", cause].inc()
-
-    def request_replayed(self) -> None:
-        self._counted["requests_replayed", ""].inc()
+    def count(self, name: str, word: str = "") -> None:
+        """Add one to a counter of the tables above; `word` is the value of its label."""
+        self._counted[name, word].inc()
 
     def beat(self, engine: int, beat: Beat) -> None:
         """Set gauges to their values, and raise counters by the difference to the last beat."""
@@ -240,8 +238,9 @@ class EngineMetrics:
         self._histograms["time_to_first_token_seconds"].observe(since_arrival_s)
         self._first_token_of_band[band_of(priority)].observe(since_arrival_s)
 
-    def sequence_started(self, queue_s: float) -> None:
-        self._histograms["request_queue_time_seconds"].observe(queue_s)
+    def observe(self, name: str, value: float) -> None:
+        """Observe a value of a histogram of the table above."""
+        self._histograms[name].observe(value)
 
     def choice_finished(self, reason: FinishReason, num_tokens: int) -> None:
         self._counted["request_success", reason].inc()
@@ -263,13 +262,6 @@ class EngineMetrics:
     def spans_dropped(self, num: float) -> None:
         """Count spans that the trace collector did not take. Called by any thread."""
         self._counted["telemetry_dropped", Telemetry.SPANS].inc(num)
-
-    def request_displaced(self) -> None:
-        """Count a waiting request that gave its place to a more urgent one."""
-        self._counted["admission_rejections", OverloadReason.DISPLACED].inc()
-
-    def request_aborted(self, cause: AbortCause) -> None:
-        self._counted["request_aborts", cause].inc()
 
     def params_admitted(self, *, n: int, max_tokens: int) -> None:
         self._vllm.request_admitted(n=n, max_tokens=max_tokens)

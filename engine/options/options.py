@@ -11,7 +11,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from engine.options.adapter_options import AdapterOptions
-from engine.options.declaration import Arity, Declaration, Group, OptionError, declared, refuse_given
+from engine.options.declaration import Arity as Arity
+from engine.options.declaration import Declaration, declared
+from engine.options.declaration import Group as Group
+from engine.options.declaration import OptionError as OptionError
+from engine.options.declaration import refuse_given as refuse_given
 from engine.options.edge_config import EdgeOptions
 from engine.options.model_options import (
     REASONING_HELP,
@@ -22,19 +26,6 @@ from engine.options.model_options import (
 from engine.options.speculation_option import SpeculationOptions
 from engine.options.values import Bytes, Choice, Count, Duration, Fraction, Switch, Text
 from scheduler.config import SchedulingPolicy
-
-__all__ = [
-    "BY_KEY",
-    "COMMON",
-    "DECLARATIONS",
-    "FIELDS",
-    "Arity",
-    "Declaration",
-    "Group",
-    "OptionError",
-    "Options",
-    "refuse_given",
-]
 
 _kv_cache = partial(declared, Group.KV_CACHE)
 _scheduler = partial(declared, Group.SCHEDULER)
