@@ -369,7 +369,7 @@ class EngineLoop:
         return _GRAMMAR_WAIT_S
 
     def _note_pause(self) -> None:
-        """Let a pause of the loop count for no step: neither as its own time nor as a wait for its plan."""
+        """Note a pause of the loop, which counts neither as a step's time nor as its wait."""
         self._paused_s = self._clock()
         if not self._under_way:
             self._last_result_s = float("-inf")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
 from engine.core.between_steps import GrammarsOfLastStage, RankAdapters
 from engine.core.interfaces import Adapters, BegunStep, CompilesAhead, SamplingExecutor
 from engine.core.worker_steps import LedStep, StageSteps
-from engine.nodes.rank_plans import PlansOut, RankStep, ResultsIn
+from engine.nodes.rank_plans import PlansOut, RankStep, Reports, ResultsIn
 from engine.nodes.rank_start import start_rank
 from engine.processes.child_process import EXIT_START_FAILED, SIGNAL_FOR_STACKS
 from engine.processes.process_end import EXIT_WORKER_BROKEN, leave, report_signals_for_stacks
@@ -50,7 +50,7 @@ class RankGroup:
         self,
         children: list[subprocess.Popen[bytes]],
         plans: "PlansOut | Switchboard",
-        results: "ResultsIn | Switchboard | None",
+        results: Reports | None,
         switchboard: "Switchboard | None" = None,
         placed: "RayNodes | None" = None,
     ) -> None:
@@ -78,9 +78,9 @@ class RankGroup:
     ) -> "RankGroup":
         """Start all ranks of this node but rank 0, and those of other nodes over the switchboard."""
         plans: PlansOut | Switchboard = switchboard or PlansOut(directory, num_ranks=len(places))
-        results: ResultsIn | Switchboard | None = None
+        results: Reports | None = None
         if places[0].num_stages > 1:
-            results = switchboard or ResultsIn(directory)
+            results = ResultsIn(directory) if switchboard is None else switchboard.results
         children = [start_rank(directory, place) for place in places[1:]]
         for descriptor in {each for place in places[1:] for each in place.descriptors}:
             if descriptor not in places[0].descriptors:
@@ -156,7 +156,7 @@ class RankGroup:
                 self._placed.wait(_NODES_GOODBYE_S)
         self._kill()
         self._plans.close()
-        if self._results is not None:
+        if isinstance(self._results, ResultsIn):
             self._results.close()
 
     def end_for_node(self, exit_code: int, what: str) -> None:

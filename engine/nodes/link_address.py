@@ -1,20 +1,24 @@
 """The address of the first node for ranks, and the encryption and the interface of the way there.
 
-Owns: the file with the address in the directory of ranks, and the names of the ends of links.
+Owns: the file with the address in the directory of ranks, the names of the ends of links, and the keys that
+are made of the secret which all nodes share: a peer without the secret has neither public key.
 Never: connects (links.py, agent.py).
-Source: netdevice(7), for the address of an interface.
+Source: netdevice(7), for the address of an interface; CurveZMQ, https://rfc.zeromq.org/spec/26/, for keys.
 """
 
 import fcntl
+import hashlib
+import hmac
 import socket
 import struct
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import zmq
+from zmq.utils import z85
 
-from engine.nodes.cluster_keys import leader_keys, node_keys
 from worker.worker_errors import StartupError
 
 _FILE = "link.msgpack"
@@ -52,6 +56,27 @@ def read_link(directory: Path) -> LinkAddress:
 def channel_id(life: str, channel: str, rank: int) -> bytes:
     """Name one end of a link for the switchboard."""
     return f"{life}/{channel}/{rank}".encode()
+
+
+class KeyPair(NamedTuple):
+    """A pair in the form that ZeroMQ takes, Z85."""
+
+    public: bytes
+    secret: bytes
+
+
+def leader_keys(shared: str) -> KeyPair:
+    return _pair(shared, "leader")
+
+
+def node_keys(shared: str) -> KeyPair:
+    return _pair(shared, "node")
+
+
+def _pair(shared: str, role: str) -> KeyPair:
+    numbers = hmac.digest(shared.encode(), f"tokenyard {role}".encode(), hashlib.sha256)
+    secret = z85.encode(numbers)
+    return KeyPair(zmq.curve_public(secret), secret)
 
 
 def secure(socket: "zmq.Socket[bytes]", key: str | None) -> None:

@@ -18,7 +18,6 @@ import msgspec
 import zmq
 import zmq.auth.thread
 
-from engine.nodes.cluster_keys import leader_keys, node_keys
 from engine.nodes.link_address import (
     INLET,
     OUTLET,
@@ -29,6 +28,8 @@ from engine.nodes.link_address import (
     WORLD,
     LinkAddress,
     channel_id,
+    leader_keys,
+    node_keys,
     write_link,
 )
 from engine.nodes.messages import (
@@ -47,14 +48,13 @@ from engine.nodes.messages import (
     encode,
 )
 from engine.nodes.outbox import Outbox
-from engine.nodes.rank_plans import Order, Reports, StageResult, encode_plan
+from engine.nodes.rank_plans import Order, Reports, encode_plan
 from engine.nodes.registry import NodeRegistry, describe_missing
 from engine.options.engine_config import EngineConfig
 from engine.process_messages import StartFailed
 from engine.processes.child_process import EXIT_START_FAILED
 from engine.processes.process_end import EXIT_WORKER_BROKEN
 from engine.processes.transport import PulseSide
-from scheduler.messages import SequenceId
 from worker.ranks.places import peers_of
 
 log = logging.getLogger(__name__)
@@ -113,7 +113,8 @@ class Switchboard:
         self._outcomes = self._inproc(zmq.PUSH, _OUTCOMES)
         self._commands = self._inproc(zmq.PUSH, _COMMANDS)
         self._commands_lock = threading.Lock()
-        self._results = Reports(self._inproc(zmq.PULL, _OUTCOMES))
+        self.results = Reports(self._inproc(zmq.PULL, _OUTCOMES))
+        """Reports of the last stage; `close` closes them too."""
         self._sockets_of: dict[bytes, zmq.Socket[bytes]] = {}
         self._numbers: dict[bytes, list[int]] = {}
         self._parts: dict[range, dict[int, bytes]] = {}
@@ -152,18 +153,6 @@ class Switchboard:
         """Let all ranks end once they have carried out all orders."""
         self._is_closing = True
         self._order(_PLAN, b"")
-
-    def has_any(self, wait_s: float) -> bool:
-        """See Reports."""
-        return self._results.has_any(wait_s)
-
-    def receive(self) -> StageResult:
-        """See Reports."""
-        return self._results.receive()
-
-    def take_compiled(self) -> list[SequenceId]:
-        """See Reports."""
-        return self._results.take_compiled()
 
     def close(self) -> None:
         """End the thread; posted messages have a second to leave."""

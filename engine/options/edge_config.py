@@ -328,7 +328,7 @@ def _page(options: EdgeOptions) -> PageParts:
 
 
 def _host_rule(options: EdgeOptions, address: str | None) -> HostRule:
-    """Make the rule of a port on `address`; None: of a Unix socket."""
+    """Make the rule of a port on `address`, or of a Unix socket if it is None."""
     names = set(options.allowed_host)
     others = OtherHosts.LOCAL if address is not None and _is_loopback(address) else OtherHosts.PRIVATE
     if _ANY in names:

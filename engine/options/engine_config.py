@@ -312,7 +312,7 @@ def _check_scheduler(options: Options) -> None:
 
 
 def _check_swap_space(options: Options) -> None:
-    """It is there for preempted requests, for the prefix cache, or for both."""
+    """Refuse swap space without a use: it holds KV of preempted requests and of the prefix cache."""
     is_of_use = options.enable_prefix_caching or options.preemption_mode != "recompute"
     if options.swap_space and not is_of_use:
         raise OptionError(
