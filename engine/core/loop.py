@@ -21,7 +21,7 @@ from engine.core.between_steps import AdapterLoads, GrammarAdmission
 from engine.core.explanations import Explanations
 from engine.core.interfaces import NOTHING_BESIDE, BegunStep, BesideSteps, Executor, Mailbox
 from engine.core.request_names import RequestNames
-from engine.core.step_trace import StepTrace
+from engine.core.step_trace import StepFacts, StepTrace
 from engine.core.step_watch import StepWatch
 from engine.logs.setup import num_dropped_lines
 from engine.process_messages import (
@@ -345,9 +345,10 @@ class EngineLoop:
             return
         stats = self._scheduler.stats()
         waiting = {stats.wait_reason.value: stats.num_waiting} if stats.num_waiting else {}
+        facts = StepFacts(planned_s, stats, waiting, self._times())
         for recorder in (self._watch, self._trace):
             if recorder is not None:
-                recorder.record(plan, now_s=planned_s, stats=stats, waiting=waiting, times=self._times())
+                recorder.record(plan, facts)
 
     def _times(self) -> StepTimes:
         exchange_s, wait_s = self._rank_times_s()

@@ -10,7 +10,7 @@ Times are in seconds of the engine's monotonic clock; sequences are given by the
 import logging
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -24,6 +24,18 @@ _FLUSH_INTERVAL_S = 1.0
 _MAX_PENDING_BYTES = 1 << 20
 # A forgotten trace must not fill the disk. This is enough for hours of a large server, days of a small one.
 _MAX_FILE_BYTES = 4 << 30
+
+
+class StepFacts(NamedTuple):
+    """Facts of the engine for the line of a step."""
+
+    now_s: float
+    """Time of planning."""
+    stats: SchedulerStats
+    waiting: dict[str, int]
+    """Number of waiting sequences by reason."""
+    times: StepTimes
+    """Totals since the engine's start; the line holds the differences to the last line."""
 
 
 class StepLines:
@@ -49,17 +61,10 @@ class StepLines:
         """Let the next line hold the times since these totals."""
         self._last_times = times
 
-    def line(
-        self,
-        plan: SchedulerOutput,
-        *,
-        now_s: float,
-        stats: SchedulerStats,
-        waiting: dict[str, int],
-        times: StepTimes,
-    ) -> bytes:
+    def line(self, plan: SchedulerOutput, facts: StepFacts) -> bytes:
         """Build the line of one step, with everything that was noted since the last line."""
         scheduled, last = plan.scheduled, self._last_times
+        now_s, stats, waiting, times = facts
         decodes = [(share[0], share[1]) for share in scheduled if share[2] == 1]
         chunks = [(share[0], share[1], share[2]) for share in scheduled if share[2] > 1]
         document = {
@@ -120,28 +125,18 @@ class StepTrace:
         if self._file is not None:
             self._lines.note_ends(sequence_ids)
 
-    def record(
-        self,
-        plan: SchedulerOutput,
-        *,
-        now_s: float,
-        stats: SchedulerStats,
-        waiting: dict[str, int],
-        times: StepTimes,
-    ) -> None:
+    def record(self, plan: SchedulerOutput, facts: StepFacts) -> None:
         """Record one step, after its results were taken in.
 
-        `now_s` is the time of planning. `times` are the engine's totals since its start; the line holds the
-        differences to the last line. `waiting` is the number of waiting sequences by reason. A plan with
-        nothing to compute is recorded only if it preempted a sequence.
+        A plan with nothing to compute is recorded only if it preempted a sequence.
         """
         if self._file is None or (plan.is_empty and not plan.preemptions):
             return
-        line = self._lines.line(plan, now_s=now_s, stats=stats, waiting=waiting, times=times)
+        line = self._lines.line(plan, facts)
         self._pending.append(line)
         self._num_pending_bytes += len(line)
-        if now_s - self._flushed_s >= _FLUSH_INTERVAL_S or self._num_pending_bytes > _MAX_PENDING_BYTES:
-            self._flushed_s = now_s
+        if facts.now_s - self._flushed_s >= _FLUSH_INTERVAL_S or self._num_pending_bytes > _MAX_PENDING_BYTES:
+            self._flushed_s = facts.now_s
             self.flush()
 
     def flush(self) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from engine.core.request_names import RequestNames
-from engine.core.step_trace import StepLines
+from engine.core.step_trace import StepFacts, StepLines
 from engine.process_messages import AddRequest, StepTimes, View
 from scheduler.blocks.block_map import block_runs
 from scheduler.counters import SchedulerStats
@@ -92,15 +92,7 @@ class StepWatch:
         if self.is_on:
             self._lines.note_ends(sequence_ids)
 
-    def record(
-        self,
-        plan: SchedulerOutput,
-        *,
-        now_s: float,
-        stats: SchedulerStats,
-        waiting: dict[str, int],
-        times: StepTimes,
-    ) -> None:
+    def record(self, plan: SchedulerOutput, facts: StepFacts) -> None:
         """Keep one step for the next view, as StepTrace.record does for its file."""
         if not self.is_on or (plan.is_empty and not plan.preemptions):
             return
@@ -109,9 +101,7 @@ class StepWatch:
             self._num_dropped += 1
             return
         began_s = self._work_clock()
-        self._steps.append(
-            self._lines.line(plan, now_s=now_s, stats=stats, waiting=waiting, times=times).rstrip()
-        )
+        self._steps.append(self._lines.line(plan, facts).rstrip())
         self._spent_s += self._work_clock() - began_s
 
     def look(self, *, now_s: float) -> None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from bench.simulate.fitted_step_time import LinearStepTime
-from engine.core.step_trace import StepTrace
+from engine.core.step_trace import StepFacts, StepTrace
 from engine.process_messages import AddRequest, StepTimes
 from scheduler.config import SchedulingPolicy
 from scheduler.messages import SamplingParams, SequenceId, ServiceTerms
@@ -39,10 +39,12 @@ def write_trace(path: Path, world: World, *, max_steps: int = 200) -> None:
         execute_s += MODEL.seconds(plan.num_scheduled_tokens, num_decodes, num_context_tokens)
         trace.record(
             plan,
-            now_s=now_s,
-            stats=world.scheduler.stats(),
-            waiting={"blocks": world.scheduler.get_request_counts().waiting},
-            times=StepTimes(execute_s=execute_s),
+            StepFacts(
+                now_s=now_s,
+                stats=world.scheduler.stats(),
+                waiting={"blocks": world.scheduler.get_request_counts().waiting},
+                times=StepTimes(execute_s=execute_s),
+            ),
         )
     trace.close()
 

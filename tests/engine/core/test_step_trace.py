@@ -8,7 +8,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from engine.core.step_trace import StepTrace
+from engine.core.step_trace import StepFacts, StepTrace
 from engine.process_messages import AddRequest, StepTimes
 from scheduler.config import SchedulerConfig
 from scheduler.counters import SchedulerStats
@@ -42,7 +42,7 @@ def plan_of(num_prompt_tokens: int) -> SchedulerOutput:
 
 def record(trace: StepTrace, plan: SchedulerOutput, *, now_s: float = 0.0, execute_s: float = 0.0) -> None:
     times = StepTimes(execute_s=execute_s)
-    trace.record(plan, now_s=now_s, stats=stats(), waiting={"blocks": 2}, times=times)
+    trace.record(plan, StepFacts(now_s=now_s, stats=stats(), waiting={"blocks": 2}, times=times))
 
 
 def test_a_line_tells_the_shares_the_counts_and_the_reasons_for_waiting(tmp_path: Path) -> None:
@@ -61,7 +61,8 @@ def test_a_line_tells_the_shares_the_counts_and_the_reasons_for_waiting(tmp_path
         plan = world.step()
         times = StepTimes(schedule_s=0.1 * step, execute_s=step, update_s=0.2 * step)
         trace.record(
-            plan, now_s=10.0 + step, stats=world.scheduler.stats(), waiting={"slots": 1}, times=times
+            plan,
+            StepFacts(now_s=10.0 + step, stats=world.scheduler.stats(), waiting={"slots": 1}, times=times),
         )
     trace.note_ends([SequenceId(2)])
     record(trace, world.step())
