@@ -1,11 +1,7 @@
-"""The application: the endpoints, and the layers that every request passes.
+"""The application: the endpoints behind the layers that every request passes.
 
-Owns: the order of the layers.
-Never: the engine's life (launch.py), sockets and signals (the server that runs the application).
-
-From outside in: prefix of a proxy, request id, log, count, origins of pages, error replies, places in
-reserve, pages without a key, key, memory, body size, router. Each layer may rely on those outside of it;
-whatever one of them raises becomes a reply in exactly one place.
+Owns: the endpoints that the settings ask for, and the objects that they share.
+Never: the layers (edge/layers.py), the engine's life (launch.py), sockets and signals.
 """
 
 from collections.abc import Sequence
@@ -14,29 +10,17 @@ from typing import Any, NoReturn
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 
-from engine.frontend.memory_use import available_memory_bytes
 from engine.options.api_keys import given_keys
 from engine.options.edge_config import HostRule, PageParts
 from engine.version import VERSION
 from server.api.operations.ops import METRICS_PATH
-from server.edge.access.auth import Auth
 from server.edge.access.key_ring import KeyRing
-from server.edge.access.memory_gate import MemoryGate
-from server.edge.access.page_origins import PageOrigins
-from server.edge.access.rate_limits import RATE_HEADERS
-from server.edge.error_replies import ErrorBoundary
-from server.edge.http.body_limit import BodyLimit
-from server.edge.http.connections import LastReplies, ReservedPlaces
 from server.edge.http.edge import ClientTimeouts, Edge, EdgeSettings, Engine, Parsers, UnknownFields
 from server.edge.http.endpoint import Endpoint
-from server.edge.http.request_log import RequestLog
-from server.edge.http.root_path import RootPath
+from server.edge.layers import LayerPaths, layers
 from server.edge.observe.http_metrics import HttpMetrics
-from server.edge.observe.request_ids import RequestIds
 from server.edge.observe.spans import NoSpans, Spans
 from server.endpoints import (
     ADAPTERS,
@@ -98,7 +82,7 @@ def build_app(
 
 
 def build_admin_app(app: FastAPI, settings: EdgeSettings) -> FastAPI:
-    """Build an application of the admin routes and the page, for a port of their own beside `build_app`'s."""
+    """Build an application of the admin routes and the page, for a port of their own."""
     edge: Edge = app.state.edge
     hosts = settings.edge.admin_hosts
     admin_app = _layered(edge, settings, app.state.keys, hosts=hosts, openapi_url=None)
@@ -133,36 +117,7 @@ def _layered(
         docs_url=None,  # FastAPI's pages load their scripts from elsewhere
         redoc_url=None,
         redirect_slashes=False,
-        middleware=[
-            *([Middleware(RootPath, prefix=prefix)] if (prefix := settings.edge.root_path) else []),
-            Middleware(RequestIds),
-            Middleware(
-                RequestLog,
-                routes=ROUTES,
-                probes=OPEN_PATHS | KEYLESS_PATHS,
-                polled=POLLED_PATHS,
-                spans=edge.spans,
-                metrics=edge.metrics,
-            ),
-            *_cors(settings.edge.cors_origins),
-            Middleware(LastReplies, health=edge.engine.health),
-            Middleware(ErrorBoundary, count=edge.metrics.count_error, shapes=ERROR_SHAPES),
-            Middleware(ReservedPlaces, open_paths=OPEN_PATHS),
-            Middleware(
-                PageOrigins,
-                keys=keys,
-                origins=settings.edge.cors_origins,
-                hosts=hosts,
-                open_paths=OPEN_PATHS,
-            ),
-            Middleware(Auth, keys=keys, open_paths=_keyless_paths(settings)),
-            Middleware(MemoryGate, max_use=settings.edge.max_memory_use),
-            Middleware(
-                BodyLimit,
-                max_body_bytes=settings.max_body_bytes,
-                available_bytes=available_memory_bytes if settings.edge.max_memory_use < 1 else None,
-            ),
-        ],
+        middleware=layers(edge, settings, keys, hosts=hosts, paths=_paths(settings)),
         exception_handlers={HTTPException: _to_boundary, RequestValidationError: _to_boundary},
     )
     app.state.edge = edge
@@ -172,31 +127,20 @@ def _layered(
     return app
 
 
+def _paths(settings: EdgeSettings) -> LayerPaths:
+    without_key = _open_paths(settings)
+    return LayerPaths(
+        routes=ROUTES,
+        open=OPEN_PATHS,
+        quiet=OPEN_PATHS | KEYLESS_PATHS,
+        polled=POLLED_PATHS,
+        without_key=without_key if settings.edge.page is PageParts.OFF else without_key | KEYLESS_PATHS,
+        error_shapes=ERROR_SHAPES,
+    )
+
+
 def _open_paths(settings: EdgeSettings) -> frozenset[str]:
     return OPEN_PATHS - {METRICS_PATH} if settings.edge.metrics_auth else OPEN_PATHS
-
-
-def _keyless_paths(settings: EdgeSettings) -> frozenset[str]:
-    open_paths = _open_paths(settings)
-    return open_paths if settings.edge.page is PageParts.OFF else open_paths | KEYLESS_PATHS
-
-
-def _cors(origins: Sequence[str]) -> list[Middleware]:
-    """CORS, outside of the keys: a browser asks for permission without one."""
-    if not origins:
-        return []
-    return [
-        Middleware(
-            CORSMiddleware,
-            allow_origins=list(origins),
-            allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["*"],
-            expose_headers=[
-                *("x-request-id", "retry-after", "retry-after-ms", "x-should-retry"),
-                *RATE_HEADERS,
-            ],
-        )
-    ]
 
 
 async def _to_boundary(request: Request, error: Exception) -> NoReturn:  # noqa: ARG001 -- Starlette's signature

@@ -12,8 +12,8 @@ from server.api.chat import chat
 from server.api.completions import completions
 from server.api.files import batch_routes, file_routes
 from server.api.ollama import endpoints as ollama_endpoints
-from server.api.operations import adapter_routes, admin, invocations, models, ops, tokenization
-from server.api.pooling import embeddings, scoring
+from server.api.operations import admin, models, ops, tokenization
+from server.api.pooling import endpoints as pooling_endpoints
 from server.api.responses import responses
 from server.edge.http.endpoint import Endpoint
 from server.page import page, yard
@@ -25,11 +25,9 @@ PUBLIC: tuple[Endpoint, ...] = (
     ops.ENDPOINT,
     responses.ENDPOINT,
     tokenization.ENDPOINT,
-    embeddings.ENDPOINT,
-    scoring.ENDPOINT,
+    pooling_endpoints.ENDPOINT,
     file_routes.ENDPOINT,
     batch_routes.ENDPOINT,
-    invocations.ENDPOINT,
     anthropic_messages.ENDPOINT,
     ollama_endpoints.ENDPOINT,
 )
@@ -39,8 +37,8 @@ YARD: tuple[Endpoint, ...] = (yard.ENDPOINT,)
 """The live view of the scheduler, which reads and changes nothing."""
 ADMIN: tuple[Endpoint, ...] = (admin.ENDPOINT, *YARD)
 """Endpoints for operators, served only if they are enabled; they may have a port of their own."""
-ADAPTERS: tuple[Endpoint, ...] = (adapter_routes.ENDPOINT,)
-"""Endpoints that change what is served, there only where --lora-directory is."""
+ADAPTERS: tuple[Endpoint, ...] = (models.ADAPTERS,)
+"""Endpoints that load and unload adapters, only with --lora-directory."""
 POLLED_PATHS = frozenset({"/admin/requests", "/admin/events", "/admin/server"})
 """Routes that pages and tools ask again and again."""
 OPENAPI_PATH = "/openapi.json"

@@ -1,7 +1,7 @@
 """The document at /openapi.json: the parameters and replies of each route, errors and streams included.
 
 Owns: the assembly: schemas of bodies, replies and events, which FastAPI does not see, and the need of a key.
-Never: the documentation of one route, which stands beside it (server/edge/http/endpoint.py has the helpers).
+Never: the documentation of one route, which its module has (server/edge/http/endpoint.py has helpers).
 """
 
 import ast
@@ -53,13 +53,12 @@ def document(
 
 
 def _replies_in(page: Mapping[str, Any]) -> list[type[BaseModel]]:
-    """Models that the page refers to. A test holds their names apart."""
+    """Models that the page refers to. A test checks that their names differ."""
     named = set(_REFERENCE.findall(json.dumps(page)))
     return [model for model in _subclasses(ReplyModel) if model.__name__ in named]
 
 
 def _schemas(requests: Iterable[type[BaseModel]], replies: Iterable[type[BaseModel]]) -> dict[str, Any]:
-    """Schemas by name."""
     _, definitions = models_json_schema(
         [*((model, "validation") for model in requests), *((reply, "serialization") for reply in replies)],
         ref_template=MODEL_REFERENCE,

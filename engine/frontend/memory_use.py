@@ -1,7 +1,7 @@
 """The memory use of this machine, for the server, which may not import the worker.
 
 Owns: the age that the answer may have.
-Never: reads it from the kernel (worker/machine.py), or acts on it (server/edge/access/memory_gate.py).
+Never: reads it from the kernel (worker/machine.py), or acts on it (server/edge/http/body_limit.py).
 """
 
 import math

@@ -19,7 +19,7 @@ from engine.options.engine_config import resolve
 from engine.options.options import OptionError
 from engine.options.sources import closest, merge, read_sources
 from engine.version import VERSION
-from server.command.command_line import OptionParser
+from server.command.command_line import OptionParser, failed
 from server.command.config_command import rows_of
 from server.command.manual import USAGE
 from server.edge.http.listening import CannotListen, Listeners, PortInUse, listen, listen_unix
@@ -49,14 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _dispatch(words)
     except (OptionError, CannotListen) as error:
-        return _say(error, EXIT_USAGE)
+        return failed("tokenyard", error, EXIT_USAGE)
     except PortInUse as error:
-        return _say(error, EXIT_PORT_IN_USE)
-
-
-def _say(error: Exception, code: int) -> int:
-    print(f"tokenyard: {' '.join(str(error).split())}", file=sys.stderr)
-    return code
+        return failed("tokenyard", error, EXIT_PORT_IN_USE)
 
 
 def _dispatch(words: list[str]) -> int:

@@ -93,7 +93,7 @@ def _add(commands: Any, name: str, parent: argparse.ArgumentParser) -> None:
 
 
 def _add_values(action: argparse.Action) -> None:
-    """Say what the values of a flag are: one of a few words, a file, a folder."""
+    """Set the values that a flag can have: one of a few words, a file, a folder."""
     import shtab
 
     declared = DECLARATIONS.get(action.dest)

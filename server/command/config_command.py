@@ -24,7 +24,6 @@ _MASK = "***"
 
 
 def main(words: Sequence[str]) -> int:
-    """Entry point; returns the exit code. Raises OptionError."""
     command, rest = (words[0], list(words[1:])) if words else ("", [])
     if command == "show":
         return _show(rest)

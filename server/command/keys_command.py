@@ -21,7 +21,6 @@ _MIN_KEY_CHARS = 20
 
 
 def main(words: Sequence[str]) -> int:
-    """Entry point; returns the exit code. Raises OptionError."""
     if list(words) in (["-h"], ["--help"]):
         print(_USAGE, end="")
         return 0

@@ -10,17 +10,11 @@ interrupted.
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
-from engine.options.options import OptionError
 from engine.options.values import show_bytes
 from engine.pulling import NoHub, PullFailed, plan_pull, pull
-from server.command.terminal.client import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_NO_SERVER
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise OptionError(self.prog, message, f"see `{self.prog} --help`")
+from server.command.command_line import failed
+from server.command.terminal.client import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_NO_SERVER, Parser
 
 
 def main(words: Sequence[str]) -> int:
@@ -29,17 +23,17 @@ def main(words: Sequence[str]) -> int:
     try:
         return _pull(options)
     except NoHub as error:
-        return _say(error, EXIT_NO_SERVER)
+        return failed("tokenyard pull", error, EXIT_NO_SERVER)
     except PullFailed as error:
-        return _say(error, EXIT_FAILED)
+        return failed("tokenyard pull", error, EXIT_FAILED)
     except KeyboardInterrupt:
         print("\ntokenyard pull: interrupted; the same command goes on from here", file=sys.stderr)
         return EXIT_INTERRUPTED
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """Make the parser of the words behind the command."""
-    parser = _Parser(
+    parser = Parser(
         prog="tokenyard pull",
         usage="tokenyard pull ORG/NAME [options]",
         description="Fetch a model from a hub into the hub's own cache: configuration, tokenizer and "
@@ -79,11 +73,3 @@ def _pull(options: argparse.Namespace) -> int:
     if not gguf:
         print(f"  To have its files compared at every start, add --checksums {pulled.checksums}")
     return 0
-
-
-def _say(error: Exception, code: int) -> int:
-    """Print one line; names and words of a hub in it may hold commands for a terminal."""
-    line = " ".join(str(error).split())
-    shown = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in line)
-    print(f"tokenyard pull: {shown}", file=sys.stderr)
-    return code

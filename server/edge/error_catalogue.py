@@ -22,8 +22,6 @@ class Retry(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One row of the catalogue."""
-
     status: int
     type: str
     retry: Retry
@@ -44,6 +42,10 @@ _SERVER = "server_error"
 
 def _wrong(meaning: str) -> Entry:
     return Entry(400, _CALLER, Retry.NEVER, meaning)
+
+
+def _fault(retry: Retry, meaning: str, shown: str) -> Entry:
+    return Entry(500, _SERVER, retry, meaning, fixed_text=shown)
 
 
 CATALOGUE: Final[Mapping[str, Entry]] = {
@@ -115,40 +117,24 @@ CATALOGUE: Final[Mapping[str, Entry]] = {
     ),
     "server_overloaded": Entry(429, "rate_limit_error", Retry.LATER, "too many requests wait"),
     "client_closed": Entry(499, _CALLER, Retry.NOW, "in logs and metrics only: the client left first"),
-    "model_error": Entry(
-        500,
-        _SERVER,
-        Retry.NEVER,
-        "the model failed on this request alone",
-        fixed_text="the model failed on this request",
+    "model_error": _fault(
+        Retry.NEVER, "the model failed on this request alone", "the model failed on this request"
     ),
-    "engine_restarted": Entry(
-        500,
-        _SERVER,
+    "engine_restarted": _fault(
         Retry.NOW,
         "the engine process died with this request in flight",
-        fixed_text="the engine stopped while it worked on this request",
+        "the engine stopped while it worked on this request",
     ),
-    "engine_died_twice": Entry(
-        500,
-        _SERVER,
+    "engine_died_twice": _fault(
         Retry.NEVER,
         "so did the next engine process, to which it was handed",
-        fixed_text="the engine stopped twice while it held this request",
+        "the engine stopped twice while it held this request",
     ),
-    "engine_error": Entry(
-        500,
-        _SERVER,
-        Retry.NEVER,
-        "a fault of ours; quote the request id",
-        fixed_text="the engine failed on this request",
+    "engine_error": _fault(
+        Retry.NEVER, "a fault of ours; quote the request id", "the engine failed on this request"
     ),
-    "internal_error": Entry(
-        500,
-        _SERVER,
-        Retry.NEVER,
-        "a fault of ours; quote the request id",
-        fixed_text="the server failed on this request",
+    "internal_error": _fault(
+        Retry.NEVER, "a fault of ours; quote the request id", "the server failed on this request"
     ),
     "not_ready": Entry(503, _SERVER, Retry.LATER, "the model is loading, or the engine is being replaced"),
     "low_memory": Entry(

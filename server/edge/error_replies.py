@@ -1,7 +1,7 @@
 """Errors to replies, in one place.
 
-Owns: the errors that are found at the edge itself, and the code of every error; all else follows from its
-row of the catalogue.
+Owns: the errors that are found at the edge itself, and the code of every error; status and headers follow
+from its row of the catalogue.
 Never: the decision that something is wrong (json_body.py, auth.py, endpoints, the engine), or the
 meaning of a code (error_catalogue.py).
 """
@@ -39,7 +39,7 @@ MAX_MESSAGE_CHARS = 400
 
 
 class EdgeError(Exception):
-    """Found before the engine was asked. Its text is fit for the caller's eyes."""
+    """An error found before the engine was asked. Its text may be shown to the caller."""
 
     param: str | None = None
 
@@ -93,7 +93,7 @@ class HeadTimeout(EdgeError):
 
 
 class TooManyConnections(EdgeError):
-    """Every place is taken; the reserve is for probes."""
+    """Every place for a connection is taken; the reserve is for probes only."""
 
     def __init__(self) -> None:
         super().__init__("this server holds as many connections as it can; try again later")
@@ -143,7 +143,7 @@ class ForeignHost(EdgeError):
 
 
 class TooManyOfOneKey(EdgeError):
-    """The key has as many requests under way as it may."""
+    """The key has its maximum number of requests under way."""
 
     def __init__(self, *, limit: int, retry_after_s: float) -> None:
         super().__init__(f"this key may have {limit} requests under way; wait until one of them has ended")
@@ -249,7 +249,7 @@ def _code_of(error: Exception) -> str:
 
 
 def _from_router(error: HTTPException) -> EdgeError | RequestRejected:
-    """Take the words of the routing layer into our own."""
+    """Replace an error of the router by one of ours."""
     if error.status_code == 404:
         return RouteNotFound("there is nothing at this path; see /openapi.json for what there is")
     if error.status_code == 405:
@@ -286,7 +286,7 @@ def log_failure(error: Exception, reply: ErrorReply, request_id: str) -> None:
     """Log the details that a 500 hides from the client. Milder errors are only counted."""
     if reply.status != 500:
         return
-    # An engine error was raised on purpose and explains itself; anything else needs its stack.
+    # An engine error was raised on purpose and explains itself; other errors need their stack.
     # The text of such a one stays out: it may quote the request.
     if isinstance(error, EngineError):
         # Behind a colon others speak: the library for grammars, of the grammar.

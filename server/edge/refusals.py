@@ -4,11 +4,13 @@ Owns: the lists that endpoints share, and the check. A field may have values tha
 Never: the fields that have an effect (protocol.py).
 """
 
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final, TypeVar
 
 from engine.errors import RequestRejected
 
+ValueT = TypeVar("ValueT")
 OFF: Final = (False,)
 EMPTY: Final[tuple[Any, ...]] = ([],)
 
@@ -74,6 +76,32 @@ def unsupported(param: str, message: str) -> RequestRejected:
     return RequestRejected(message, param=param, code="unsupported_parameter")
 
 
+def required(value: ValueT | None, param: str) -> ValueT:
+    if value is None:
+        raise RequestRejected(f"{param} is required", param=param, code="missing_field")
+    return value
+
+
+@contextmanager
+def translated(translate: Callable[[RequestRejected], RequestRejected]) -> Generator[None, None, None]:
+    """Raise refusals in other words: in those of the protocol whose fields the caller wrote."""
+    try:
+        yield
+    except RequestRejected as error:
+        raise translate(error) from error
+
+
 def _is_same(value: Any, harmless: Any) -> bool:
     # 0 == False and 1 == True in Python, but not in JSON.
     return value == harmless and isinstance(value, bool) == isinstance(harmless, bool)
+
+
+def whole_number(query: Mapping[str, str], name: str, *, least: int = 0, most: int, default: int) -> int:
+    """Read a number of the query of a URL. Raises RequestRejected."""
+    text = query.get(name, str(default))
+    is_number = text.isascii() and text.isdigit() and len(text) <= len(str(most))
+    if not is_number or not least <= int(text) <= most:
+        raise RequestRejected(
+            f"{name} must be a whole number from {least} to {most}, not {text!r}", param=name
+        )
+    return int(text)

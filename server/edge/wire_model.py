@@ -1,8 +1,10 @@
-"""The base class of all JSON objects from outside."""
+"""The base class of all JSON objects from outside, and what their validators share."""
 
+from collections.abc import Callable
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
+from pydantic_core import PydanticCustomError
 
 
 class WireModel(BaseModel):
@@ -15,3 +17,21 @@ class WireModel(BaseModel):
 def shown_as(**body: Any) -> ConfigDict:
     """The configuration of a model whose document has this example of it."""
     return ConfigDict(json_schema_extra={"examples": [body]})
+
+
+def wrong_shape(message: str) -> PydanticCustomError:
+    """An error for a validator to raise; clients read the message behind the name of the field."""
+    return PydanticCustomError("wrong_shape", "{reason}", {"reason": message})
+
+
+def text_or_list(noun: str, of_text: Callable[[str], dict[str, str]]) -> Callable[[Any], Any]:
+    """Make a validator that takes a list, or a text in place of its only item, which `of_text` makes."""
+
+    def as_list(value: Any) -> Any:
+        if isinstance(value, str):
+            return [of_text(value)]
+        if isinstance(value, list):
+            return value
+        raise wrong_shape(f"must be a string or a list of {noun}")
+
+    return as_list

@@ -70,13 +70,13 @@ ENDPOINT = Endpoint(
 @router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
 @router.api_route("/docs", methods=["GET", "HEAD"], include_in_schema=False)
 async def show_page(request: Request) -> Response:
-    """Chat and yard, or the API as /openapi.json describes it."""
+    """Show the page with chat and yard, or the page that describes the API."""
     return _answer(request, _PAGES[request.scope["route"].path])
 
 
 @router.api_route("/page/{name}", methods=["GET", "HEAD"], include_in_schema=False)
 async def show_file(request: Request) -> Response:
-    """A script, a style or a picture of them."""
+    """Return a script, a style or a picture of the page."""
     name = request.path_params["name"]
     if name not in FILES or name in _PAGES.values():
         raise RouteNotFound(f"the page has no file {name[:64]!r}")

@@ -6,27 +6,24 @@ Never: changes anything, or shows a prompt, a reply or a key.
 With keys it takes one that may administer; app.py says where it is served without keys.
 """
 
-import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any, Literal
 
 import orjson
 from fastapi import APIRouter, FastAPI
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Send
 
 from engine.errors import EngineUnavailable
 from engine.types import ModelInfo
 from engine.version import VERSION
-from server.edge.http.connections import cut_off
-from server.edge.http.disconnect import while_connected
-from server.edge.http.edge import EdgeSettings, edge_of
+from server.edge.http.edge import Edge, EdgeSettings, edge_of
 from server.edge.http.endpoint import ERRORS, Endpoint, ReplyModel, documentation
+from server.reply.generate.sse import ChunkFraming, StreamedResponse
 
 _ALIVE = b": alive\n\n"
-_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 _EVENTS: dict[str, Any] = {
     "responses": {
         200: {
@@ -90,49 +87,30 @@ router = APIRouter()
 ENDPOINT = Endpoint(router=router, add_state=_keep_options)
 
 
-class ViewStream(Response):
+class _Views(StreamedResponse):
     """Views as server-sent events, as fast as the client reads; a client that stops reading is cut off."""
 
-    media_type = "text/event-stream"
-
-    def __init__(self, views: AsyncGenerator[bytes, None], first: bytes, *, send_timeout_s: float) -> None:
-        # Response.__init__ would declare an empty body and its length.
-        self.status_code = 200
-        self.background = None
-        self.init_headers(_HEADERS)
+    def __init__(self, views: AsyncGenerator[bytes, None], edge: Edge) -> None:
+        super().__init__(edge, _ViewFrame())
         self._views = views
-        self._first = first
-        self._send_timeout_s = send_timeout_s
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await while_connected(receive, self._write(send))
-        except TimeoutError:
-            await cut_off(scope, receive)
-        except ClientDisconnect:
-            pass
-
-    async def _write(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+    async def _pass_on(self, send: Send) -> bytes:
         async with aclosing(self._views) as views:
-            await self._send(send, self._first)
             async for view in views:
-                await self._send(send, view)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+                await self._send(send, b"data: " + view + b"\n\n" if view else _ALIVE)
+        return b""
 
-    async def _send(self, send: Send, view: bytes) -> None:
-        event = b"data: " + view + b"\n\n" if view else _ALIVE
-        async with asyncio.timeout(self._send_timeout_s):
-            await send({"type": "http.response.body", "body": event, "more_body": True})
+
+class _ViewFrame(ChunkFraming):
+    keep_alive = b""  # the engine breaks each silence
+    end = b""
 
 
 @router.get("/admin/events", **_EVENTS)
 async def stream_views(request: Request) -> Response:
     """Steps, lines and blocks as they change, until the client leaves."""
     edge = edge_of(request)
-    views = edge.engine.watch()
-    first = await anext(views, b"")  # a refusal still gets its own status
-    return ViewStream(views, first, send_timeout_s=edge.patience.send_timeout_s)
+    return _Views(edge.engine.watch(), edge)
 
 
 @router.get("/admin/server", **documentation(ServerFacts))
@@ -160,15 +138,5 @@ def _is_loaded(request: Request) -> bool:
 
 
 def _model(info: ModelInfo) -> dict[str, Any]:
-    return {
-        "name": info.served_names[0],
-        "model_type": info.model_type,
-        "device": info.device,
-        "dtype": info.dtype,
-        "num_parameters": info.num_parameters,
-        "max_model_len": info.max_model_len,
-        "num_blocks": info.num_blocks,
-        "block_size": info.block_size,
-        "kv_cache_bytes": info.kv_cache_bytes,
-        "has_chat_template": info.has_chat_template,
-    }
+    shown = ServedModelFacts.model_fields.keys() - {"name"}
+    return {"name": info.served_names[0], **{name: getattr(info, name) for name in shown}}

@@ -30,7 +30,7 @@ from server.api.pooling.protocol import (
     ScoreRequest,
 )
 from server.api.responses.protocol import RESPONSES_REFUSALS, ResponsesRequest
-from server.command import other_names
+from server.command import command_line
 from server.command.startup.launch import EXIT_BAD_MODEL
 from server.edge.error_catalogue import CATALOGUE
 from server.edge.error_replies import _CODES
@@ -198,7 +198,7 @@ def test_every_variable_and_flag_of_ours_that_is_named_exists(page: Path) -> Non
         | OF_PULL
     )
     if page.name == "coming-from.md":
-        others |= {*other_names._OURS, *other_names._NOT_NEEDED}
+        others |= {*command_line._OURS, *command_line._NOT_NEEDED}
     if page.name in ("simulate.md", "simulator.md"):
         others |= {word.removeprefix("--") for word in simulate_command.build_parser()._option_string_actions}
     if page.name == "bench.md":

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from engine.options.options import Options
-from server.command.startup.serving import _KEEP_ALIVE_S
+from server.command.startup.http_servers import KEEP_ALIVE_S
 from server.edge.error_catalogue import CATALOGUE
 from server.edge.http.endpoint import ErrorReplyBody
 from tests.deploy.manifests import KUBERNETES, ROOT
@@ -48,7 +48,7 @@ def test_nginx_lets_a_body_through_that_the_server_has_to_refuse() -> None:
 
 
 def test_nginx_closes_a_kept_connection_before_the_server_does() -> None:
-    assert seconds(directive(NGINX, "keepalive_timeout")) < _KEEP_ALIVE_S
+    assert seconds(directive(NGINX, "keepalive_timeout")) < KEEP_ALIVE_S
 
 
 def test_a_replica_serves_on_for_longer_than_either_needs_to_notice() -> None:

@@ -1,8 +1,8 @@
 """The events of a streamed message, in Anthropic's order, made from the deltas of a chat completion.
 
-Owns: the open block, the message that grows, and the bytes of an event.
+Owns: the open block, the message that grows, the bytes of an event, and the shape of an error.
 Never: the meaning of the text: the chat path has separated text, thinking and calls of tools.
-Source: Anthropic's reference of streaming events; the accumulator of its Python SDK.
+Source: Anthropic's references of streaming events and of errors; the accumulator of its Python SDK.
 
     message_start
     for each block: content_block_start, content_block_delta ..., content_block_stop
@@ -10,16 +10,30 @@ Source: Anthropic's reference of streaming events; the accumulator of its Python
     error, in the place of all that is missing
 """
 
-from collections.abc import Iterable
 from typing import Any, Final
 
-import orjson
-
 from engine.types import TokenOutput
-from server.api.anthropic.errors import error_body
 from server.edge.error_replies import ErrorReply
-from server.reply.generate.replies import StreamReply
-from server.reply.generate.sse import ServerSentEvents
+from server.reply.generate.replies import StreamReply, arguments_of
+from server.reply.generate.sse import NamedEvents
+
+_ERROR_TYPES: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def error_body(error: ErrorReply) -> dict[str, Any]:
+    """The error object; the same in a reply and as an event of a stream."""
+    otherwise = "api_error" if error.status >= 500 else "invalid_request_error"
+    detail = {"type": _ERROR_TYPES.get(error.status, otherwise), "message": error.message}
+    return {"type": "error", "error": detail}
+
 
 _STOP_REASONS: Final = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
 _TIMED_OUT: Final = "max_tokens"
@@ -126,7 +140,7 @@ class MessageStream:
         self._is_open = False
         block, text = self._block, "".join(self._pieces)
         if block["type"] == "tool_use":
-            block["input"] = _object(text)
+            block["input"] = arguments_of(text)
         else:
             block[_FIELD_OF[block["type"]]] = text
         return [{"type": "content_block_stop", "index": self._place}]
@@ -163,39 +177,6 @@ class MessageStream:
         }
 
 
-class WholeMessage:
-    """A message that is sent when all of it is there."""
-
-    def __init__(self, stream: MessageStream) -> None:
-        self._stream = stream
-
-    def update(self, prompt_index: int, output: TokenOutput) -> None:
-        self._stream.update(prompt_index, output)
-
-    def finish(self) -> dict[str, Any]:
-        self._stream.finish()
-        return self._stream.message
-
-
-class AnthropicFraming(ServerSentEvents):
-    """Named events, and no [DONE]."""
-
-    end = b""
-
-    def events(self, payloads: Iterable[dict[str, Any]]) -> bytes:
-        return b"".join(
-            b"event: " + payload["type"].encode() + b"\ndata: " + orjson.dumps(payload) + b"\n\n"
-            for payload in payloads
-        )
-
+class AnthropicFraming(NamedEvents):
     def failure(self, error: ErrorReply) -> bytes:
         return self.events([error_body(error)])
-
-
-def _object(text: str) -> dict[str, Any]:
-    """The arguments of a call; a text that was cut off, or is none, is an empty object."""
-    try:
-        value = orjson.loads(text)
-    except orjson.JSONDecodeError:
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -5,12 +5,11 @@ caller of /v1/messages.
 Never: checks the request itself: that is the chat path's work (chat/turn.py).
 """
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 import orjson
-from pydantic import ValidationError
 
 from engine.errors import ContextLengthExceeded, RequestRejected
 from server.api.anthropic.protocol import (
@@ -23,8 +22,8 @@ from server.api.anthropic.protocol import (
     MessagesRequest,
 )
 from server.api.chat.protocol import ChatCompletionRequest
-from server.edge.http.json_body import rejection
-from server.edge.refusals import unsupported
+from server.edge.http.json_body import built
+from server.edge.refusals import required, translated, unsupported
 from server.reply.generate.protocol import SamplingFields
 
 _PASSED_ON: Final = frozenset(SamplingFields.model_fields) - {"metadata", "service_tier"}
@@ -62,20 +61,8 @@ def chat_request_of(body: CountTokensRequest) -> ChatCompletionRequest:
             "type": "json_schema",
             "json_schema": {"name": "reply", "schema": schema},
         }
-    present = {name: value for name, value in fields.items() if value is not None}
-    try:
-        return ChatCompletionRequest.model_validate(present)
-    except ValidationError as error:
-        raise renamed(rejection(error)) from None
-
-
-@contextmanager
-def in_their_words() -> Generator[None, None, None]:
-    """Let the chat path's complaints name the fields that the caller wrote."""
-    try:
-        yield
-    except RequestRejected as error:
-        raise renamed(error) from error
+    with in_their_words():
+        return built(ChatCompletionRequest, fields)
 
 
 def renamed(error: RequestRejected) -> RequestRejected:
@@ -86,6 +73,10 @@ def renamed(error: RequestRejected) -> RequestRejected:
     if isinstance(error, ContextLengthExceeded):
         return ContextLengthExceeded(message, param=param)
     return RequestRejected(message, param=param or None, code=error.code)
+
+
+in_their_words = partial(translated, renamed)
+"""Makes refusals of the chat path name the fields that the caller wrote."""
 
 
 def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
@@ -123,7 +114,7 @@ def _user_messages(turn: AnthropicTurn, where: str) -> list[dict[str, Any]]:
 
 def _tool_message(block: AnthropicBlock, at: str) -> dict[str, Any]:
     text = _texts(block.content or (), f"{at}.content")
-    call_id = _required(block.tool_use_id, f"{at}.tool_use_id")
+    call_id = required(block.tool_use_id, f"{at}.tool_use_id")
     # A template has no place for the mark of a failure: the word is for the model.
     return {"role": "tool", "tool_call_id": call_id, "content": f"Error: {text}" if block.is_error else text}
 
@@ -134,7 +125,7 @@ def _assistant_message(turn: AnthropicTurn, where: str) -> dict[str, Any]:
         at = f"{where}[{place}]"
         match block.type:
             case "thinking":
-                thoughts.append(_required(block.thinking, f"{at}.thinking"))
+                thoughts.append(required(block.thinking, f"{at}.thinking"))
             case "tool_use":
                 calls.append(_call(block, at))
             case _:
@@ -151,10 +142,10 @@ def _assistant_message(turn: AnthropicTurn, where: str) -> dict[str, Any]:
 
 def _call(block: AnthropicBlock, at: str) -> dict[str, Any]:
     function = {
-        "name": _required(block.name, f"{at}.name"),
+        "name": required(block.name, f"{at}.name"),
         "arguments": orjson.dumps(block.input or {}).decode(),
     }
-    return {"id": _required(block.id, f"{at}.id"), "type": "function", "function": function}
+    return {"id": required(block.id, f"{at}.id"), "type": "function", "function": function}
 
 
 def _texts(blocks: Sequence[AnthropicBlock | AnthropicResultBlock], where: str) -> str:
@@ -168,13 +159,7 @@ def _text(block: AnthropicBlock | AnthropicResultBlock, at: str) -> str:
             f"{at}: content blocks of type {block.type!r} are not supported here; use text, thinking,"
             " tool_use or tool_result, each in its place",
         )
-    return _required(block.text, f"{at}.text")
-
-
-def _required(value: str | None, where: str) -> str:
-    if value is None:
-        raise RequestRejected(f"{where} is required", param=where, code="missing_field")
-    return value
+    return required(block.text, f"{at}.text")
 
 
 def _tool(tool: AnthropicTool, where: str) -> dict[str, Any]:
@@ -195,5 +180,5 @@ def _tool_choice(choice: AnthropicToolChoice) -> dict[str, Any]:
         fields["parallel_tool_calls"] = False
     if choice.type != "tool":
         return {**fields, "tool_choice": _TOOL_CHOICES[choice.type]}
-    name = _required(choice.name, "tool_choice.name")
+    name = required(choice.name, "tool_choice.name")
     return {**fields, "tool_choice": {"type": "function", "function": {"name": name}}}

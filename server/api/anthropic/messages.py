@@ -1,41 +1,118 @@
 """POST /v1/messages and /v1/messages/count_tokens, and HEAD /, with which clients look for a server.
 
-Owns: the way from body to reply.
+Owns: the way from body to reply, and the shapes of replies, for /openapi.json only; tests/server holds every
+real reply against them.
 Never: rendering or generating: that is the chat path, step for step.
 """
 
 import secrets
-from typing import Any
+from typing import Any, Literal
 
-import orjson
 from fastapi import APIRouter
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.errors import ContextLengthExceeded
-from server.api.anthropic.errors import error_body
-from server.api.anthropic.events import AnthropicFraming, MessageStream, WholeMessage
+from server.api.anthropic.events import AnthropicFraming, MessageStream, error_body
 from server.api.anthropic.input import chat_request_of, in_their_words
-from server.api.anthropic.models import AnthropicErrorBody, AnthropicEvent, AnthropicMessage, TokenCount
 from server.api.anthropic.protocol import MESSAGES_REFUSALS, CountTokensRequest, MessagesRequest
 from server.api.chat.protocol import ChatCompletionRequest
 from server.api.chat.replies import ChatStream
 from server.api.chat.turn import ChatTurn, prepare_turn, prompt_of
 from server.edge.http.edge import Edge, edge_of
-from server.edge.http.endpoint import Endpoint, documentation, errors_as, reference
+from server.edge.http.endpoint import (
+    Endpoint,
+    ReplyModel,
+    add_named_events,
+    documentation,
+    errors_as,
+    json_reply,
+)
 from server.edge.http.json_body import read_request
 from server.reply.generate.answering import new_head, whole
 from server.reply.generate.calls import Origin, read_call
-from server.reply.generate.replies import ReplyPlan, UsageReport
+from server.reply.generate.replies import Gathered, ReplyPlan, UsageReport
 from server.reply.generate.sse import EventStream
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
+class AnthropicText(ReplyModel):
+    type: Literal["text"]
+    text: str
+
+
+class AnthropicThoughts(ReplyModel):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+    """Always empty."""
+
+
+class AnthropicToolUse(ReplyModel):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class AnthropicUsage(ReplyModel):
+    input_tokens: int
+    """Prompt tokens that were in no cache."""
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class AnthropicMessage(ReplyModel):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[AnthropicText | AnthropicThoughts | AnthropicToolUse]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: AnthropicUsage
+
+
+class AnthropicEvent(ReplyModel):
+    """One event; the fields depend on its type."""
+
+    type: Literal[
+        "message_start",
+        "content_block_start",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+        "error",
+    ]
+    message: AnthropicMessage | None = None
+    index: int | None = None
+    content_block: dict[str, Any] | None = None
+    delta: dict[str, Any] | None = None
+    usage: AnthropicUsage | None = None
+    error: dict[str, str] | None = None
+
+
+class AnthropicErrorDetail(ReplyModel):
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(ReplyModel):
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+
+
+class TokenCount(ReplyModel):
+    input_tokens: int
+
 
 _PATH = "/v1/messages"
 _COUNT_PATH = "/v1/messages/count_tokens"
-_STREAM_NOTE = (
-    "With `stream`: server-sent events whose names are their types, `message_start` first, `message_stop`"
-    " or `error` last; comments keep the connection alive."
-)
+_STREAM_NOTE = "`message_start` first, `message_stop` or `error` last; comments keep the connection alive."
 
 
 def _documentation(
@@ -44,16 +121,7 @@ def _documentation(
     found = documentation(reply, request=request)
     found["responses"] |= errors_as(AnthropicErrorBody)
     if event is not None:
-        payload = {
-            "type": "string",
-            "contentMediaType": "application/json",
-            "contentSchema": reference(event),
-        }
-        properties = {"event": {"type": "string"}, "data": payload}
-        schema = {"type": "object", "required": ["event", "data"], "properties": properties}
-        success = found["responses"][200]
-        success["description"] = _STREAM_NOTE
-        success["content"]["text/event-stream"] = {"schema": schema}
+        add_named_events(found, event, _STREAM_NOTE)
     return found
 
 
@@ -81,18 +149,13 @@ async def create_message(request: Request) -> Response:
     body, origin = await read_call(request, MessagesRequest, MESSAGES_REFUSALS, reply_id=reply_id)
     turn = await _prepare(edge, chat_request_of(body), origin)
     head = new_head(origin, edge.engine.info)
-    plan = ReplyPlan(
-        head=head,
-        num_prompt_tokens=(len(turn.prompt_ids),),
-        n=1,
-        has_logprobs=False,
-        usage=UsageReport(at_end=True),
-    )
-    stream = MessageStream(reply_id, head.model, len(turn.prompt_ids), ChatStream(plan, turn.reading))
+    num_tokens = len(turn.prompt_ids)
+    plan = ReplyPlan(head=head, num_prompt_tokens=(num_tokens,), usage=UsageReport(at_end=True))
+    stream = MessageStream(reply_id, head.model, num_tokens, ChatStream(plan, turn.reading))
     outputs = edge.engine.generate_all([turn.request])
     if body.stream:
         return EventStream(outputs, stream, edge, framing=AnthropicFraming())
-    return await whole(request, outputs, WholeMessage(stream))
+    return await whole(request, outputs, Gathered(stream, lambda: stream.message))
 
 
 @router.post(_COUNT_PATH, **_documentation(TokenCount, CountTokensRequest))
@@ -101,11 +164,11 @@ async def count_tokens(request: Request) -> Response:
     body = await read_request(request, CountTokensRequest, MESSAGES_REFUSALS, from_headers={})
     with in_their_words():
         token_ids = await prompt_of(edge_of(request), chat_request_of(body))
-    return Response(orjson.dumps({"input_tokens": len(token_ids)}), media_type="application/json")
+    return json_reply({"input_tokens": len(token_ids)})
 
 
 async def _prepare(edge: Edge, chat: ChatCompletionRequest, origin: Origin) -> ChatTurn:
-    """Prepare the turn. Agents ask for more tokens than many a context window has: they get what is left."""
+    """Prepare the turn. Agents ask for more tokens than a context window has: they get the room left."""
     with in_their_words():
         try:
             return await prepare_turn(edge, chat, origin)

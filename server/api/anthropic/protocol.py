@@ -11,14 +11,13 @@ from pydantic import BeforeValidator, Field, StringConstraints
 
 from server.api.chat.protocol import MAX_CONTENT_PARTS, MAX_MESSAGES
 from server.api.chat.tool_protocol import MAX_TOOLS, ParametersSchema
-from server.edge.wire_model import WireModel, shown_as
+from server.edge.wire_model import WireModel, shown_as, text_or_list
 from server.reply.generate.protocol import (
     MAX_STOP_CHARS,
     MAX_STOPS,
     NumTokens,
     SamplingFields,
     Text,
-    wrong_shape,
 )
 
 MAX_OPTION_KEYS = 16
@@ -33,15 +32,7 @@ MESSAGES_REFUSALS: Final[dict[str, tuple[Any, ...]]] = {
 """Fields refused by name, unless set to one of these values, or to null."""
 
 
-def _as_blocks(value: Any) -> Any:
-    """A text is one block of text."""
-    if isinstance(value, str):
-        return [{"type": "text", "text": value}]
-    if isinstance(value, list):
-        return value
-    raise wrong_shape("must be a string or a list of content blocks")
-
-
+_as_blocks = text_or_list("content blocks", lambda text: {"type": "text", "text": text})
 _ShortText = Annotated[str, StringConstraints(max_length=256)]
 _Options = Annotated[dict[str, Any], Field(max_length=MAX_OPTION_KEYS)]
 

@@ -43,7 +43,7 @@ class BatchRequest:
     method: Any
     url: Any
     body: Any
-    """All three unchecked: their faults are reported in the request's own line."""
+    """These three are not checked yet: faults are reported in the line of the request."""
 
     def check_url(self, paths: frozenset[str]) -> None:
         """Raises LineFault if its URL is none of these paths."""

@@ -214,7 +214,7 @@ class BatchQueue:
         log.info("batch %s: %s", batch_id, status)
 
     async def _fail(self, owner: str, batch_id: str, code: str, message: str) -> None:
-        """End a batch with the reason; what is answered stays in its files, if they can be written."""
+        """End a batch with the reason; answers so far stay in its files, if they can be written."""
         param = "input_file_id" if code == "invalid_file" else None
         fault = {"code": code, "message": message, "param": param, "line": None}
         now_s = unix_time_s()

@@ -1,8 +1,7 @@
 """The requests of a batch, some at a time, each sent again while that can help.
 
 Owns: concurrency, waiting and sending again, the counts.
-Never: files (files.py), the bar (batch/progress.py), or the choice of a server here or elsewhere
-(cli.py).
+Never: files (files.py), the bar, or the choice of a server here or elsewhere (cli.py).
 """
 
 import asyncio
@@ -33,8 +32,6 @@ class ServerLost(Exception):
 
 @dataclass(slots=True)
 class Counts:
-    """Counts of the requests so far."""
-
     num_done: int = 0
     num_failed: int = 0
     """Requests done whose line has an error."""
@@ -78,8 +75,6 @@ def _is_cut_off(body: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRun:
-    """The sending of the requests of a batch."""
-
     client: Client
     write: Callable[[bytes], None]
     """Takes the line of a request that is done."""

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, StringConstraints
 
 from server.api.chat.tool_protocol import CallId, ToolCalls, ToolChoice, Tools
 from server.edge.refusals import EMPTY, OFF, REFUSED_OF_OPENAI, REFUSED_OF_OTHER_SERVERS
-from server.edge.wire_model import WireModel, shown_as
+from server.edge.wire_model import WireModel, shown_as, wrong_shape
 from server.reply.generate.protocol import (
     GenerationFields,
     NumLogprobs,
@@ -18,7 +18,6 @@ from server.reply.generate.protocol import (
     ReasoningEffort,
     TemplateKwargs,
     Text,
-    wrong_shape,
 )
 
 MAX_MESSAGES = 4096

@@ -19,7 +19,7 @@ from server.api.chat.message_reader import call_id, no_calls, short_call_id
 from server.api.chat.protocol import ChatCompletionRequest
 from server.api.chat.tool_protocol import FunctionDefinition, NamedTool, Tool, ToolChoiceObject
 from server.edge.refusals import unsupported
-from server.reply.generate.schema_formats import without_unknown_formats
+from server.reply.generate.structured_output import without_unknown_formats
 from server.reply.tool_calls.dialects import HERMES, JSON, Dialect
 from server.reply.tool_calls.events import ToolCallParser
 from server.reply.tool_calls.forced import ForcedCallParser, ForcedListParser

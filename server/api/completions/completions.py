@@ -1,16 +1,17 @@
 """POST /v1/completions.
 
-Owns: the way from body to reply. Each step is in a module of its own.
+Owns: the way from body to reply, and the shapes of replies, for /openapi.json only; tests/server holds every
+real reply against them. Each step is in a module of its own.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.completions.models import Completion
 from server.api.completions.protocol import COMPLETION_REFUSALS, CompletionRequest
 from server.api.completions.replies import CompletionPlan, CompletionReply, CompletionStream
 from server.api.completions.requests import (
@@ -20,12 +21,48 @@ from server.api.completions.requests import (
     wanted_completion,
 )
 from server.edge.http.edge import Engine, edge_of
-from server.edge.http.endpoint import Endpoint, documentation
+from server.edge.http.endpoint import Endpoint, ReplyModel, documentation
 from server.reply.generate.answering import new_head, new_reply_id, token_names, usage_report, whole
 from server.reply.generate.calls import read_call
 from server.reply.generate.engine_requests import engine_requests
 from server.reply.generate.replies import ReplyHead, ReplyPlan
+from server.reply.generate.reply_models import FinishReasonName, PromptLogprobs, RequestTimes, Usage
 from server.reply.generate.sse import EventStream
+
+
+class CompletionLogprobs(ReplyModel):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    """Null for the first token of an echoed prompt, in both lists."""
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(ReplyModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReasonName | None
+    """Null only in the chunks of a stream."""
+    stop_reason: int | str | None = None
+    """The stop token or stop string that ended the choice; null for the end-of-sequence token."""
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
+
+
+class Completion(ReplyModel):
+    """A whole reply, or a chunk of a stream."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+    metrics: RequestTimes | None = None
+
 
 _PATH = "/v1/completions"
 

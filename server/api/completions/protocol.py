@@ -32,6 +32,6 @@ class CompletionRequest(GenerationFields):
     echo: bool | None = None
     logprobs: NumLogprobs | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
-    """Generate so many, and return the n with the highest log-probability per token."""
+    """Generate that many choices, and return the n with the highest log-probability per token."""
     add_special_tokens: bool | None = None
     """Put special tokens around text prompts, as the checkpoint asks for; on by default."""

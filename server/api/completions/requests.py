@@ -35,8 +35,6 @@ _NAMES = FieldNames("prompt", "max_tokens")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedPrompt:
-    """One prompt of a completion."""
-
     token_ids: TokenIds
     echo: str = ""
     """Its text, where it is to be echoed."""
@@ -96,7 +94,7 @@ async def encode_prompts(engine: Engine, body: CompletionRequest) -> list[Encode
 
 
 def wanted_completion(body: CompletionRequest, prompts: Sequence[EncodedPrompt], info: ModelInfo) -> Wanted:
-    """Settle the fields of all engine requests of a body. Raises RequestRejected."""
+    """Compute the fields that all engine requests of a body share. Raises RequestRejected."""
     name = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
     num_prompt_logprobs = _num_prompt_logprobs(body)
     num_shown = sum(len(prompt.token_ids) for prompt in prompts) * (body.n or 1)

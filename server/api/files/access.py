@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-import orjson
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
@@ -26,6 +25,7 @@ from server.api.files.store import (
 )
 from server.edge.access.auth import KEY_NAME
 from server.edge.http.edge import EdgeSettings
+from server.edge.http.endpoint import NO_STORE, json_reply
 from server.edge.refusals import unsupported
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,6 @@ class StateAccess:
         self._waiting: set[object] = set()
 
     def close(self) -> None:
-        """Close the store, if there is one."""
         if self._store is not None:
             self._store.close()
 
@@ -159,9 +158,6 @@ def page_reply(items: list[dict[str, Any]], page: ListPage) -> Response:
             "first_id": shown[0]["id"] if shown else None,
             "last_id": shown[-1]["id"] if shown else None,
             "has_more": len(items) > page.limit,
-        }
+        },
+        NO_STORE,
     )
-
-
-def json_reply(body: dict[str, Any]) -> Response:
-    return Response(orjson.dumps(body), media_type="application/json", headers={"cache-control": "no-store"})

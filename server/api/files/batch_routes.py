@@ -16,14 +16,20 @@ from engine.errors import RequestRejected
 from server.api.files.access import (
     add_state_access,
     desk_of,
-    json_reply,
     owner_of,
     page_asked,
     page_reply,
     unix_time_s,
 )
 from server.edge.error_replies import ObjectNotFound
-from server.edge.http.endpoint import Endpoint, ReplyModel, documentation, documentation_of_one
+from server.edge.http.endpoint import (
+    NO_STORE,
+    Endpoint,
+    ReplyModel,
+    documentation,
+    documentation_of_one,
+    json_reply,
+)
 from server.edge.http.json_body import read_request
 from server.edge.refusals import unsupported
 from server.edge.wire_model import WireModel
@@ -108,11 +114,6 @@ class BatchList(ReplyModel):
     has_more: bool
 
 
-def _list_documentation() -> dict[str, Any]:
-    in_query = [{"name": name, "in": "query", "schema": schema} for name, schema in _QUERY.items()]
-    return {**documentation(BatchList), "openapi_extra": {"parameters": in_query}}
-
-
 router = APIRouter()
 ENDPOINT = Endpoint(router=router, add_state=add_state_access, requests={BatchBeginning: {}})
 
@@ -144,10 +145,10 @@ async def create_batch(request: Request) -> Response:
     body = _new_batch(asked)
     await desk.do(lambda store: store.add_batch(owner, body))
     desk.changed.set()
-    return json_reply(body)
+    return json_reply(body, NO_STORE)
 
 
-@router.get(_PATH, **_list_documentation())
+@router.get(_PATH, **documentation(BatchList, query=_QUERY))
 async def list_batches(request: Request) -> Response:
     """List the batches of this key, the newest first."""
     page, owner = page_asked(request, default=20, most=_MOST), owner_of(request)
@@ -157,18 +158,18 @@ async def list_batches(request: Request) -> Response:
 @router.get(_ONE, **documentation_of_one(Batch, "batch_id"))
 async def retrieve_batch(request: Request) -> Response:
     """Return a batch, with the counts of now."""
-    return json_reply(await _batch_of(request))
+    return json_reply(await _batch_of(request), NO_STORE)
 
 
 @router.post(f"{_ONE}/cancel", **documentation_of_one(Batch, "batch_id"))
 async def cancel_batch(request: Request) -> Response:
-    """Cancel a batch: what is answered stays in its files. A batch at its end stays as it is."""
+    """Cancel a batch: answers so far stay in its files. A batch at its end stays as it is."""
     batch = await _batch_of(request)
     changes = {"status": "cancelling", "cancelling_at": unix_time_s()}
     desk = desk_of(request)
     await desk.do(lambda store: store.update_batch(batch["id"], changes, expected=_BEGINNING))
     desk.changed.set()
-    return json_reply(await _batch_of(request))
+    return json_reply(await _batch_of(request), NO_STORE)
 
 
 async def _batch_of(request: Request) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from engine.errors import RequestRejected
 from server.api.files.access import (
     add_state_access,
     desk_of,
-    json_reply,
     owner_of,
     page_asked,
     page_reply,
@@ -24,7 +23,15 @@ from server.api.files.access import (
 from server.api.files.multipart import FormPart, read_form
 from server.api.files.store import NewFile
 from server.edge.error_replies import ObjectNotFound
-from server.edge.http.endpoint import ERRORS, Endpoint, ReplyModel, documentation, documentation_of_one
+from server.edge.http.endpoint import (
+    ERRORS,
+    NO_STORE,
+    Endpoint,
+    ReplyModel,
+    documentation,
+    documentation_of_one,
+    json_reply,
+)
 from server.edge.refusals import unsupported
 from server.reply.generate.long_reply import reply_of
 
@@ -78,11 +85,6 @@ def _upload_documentation() -> dict[str, Any]:
     return found
 
 
-def _list_documentation() -> dict[str, Any]:
-    in_query = [{"name": name, "in": "query", "schema": schema} for name, schema in _QUERY.items()]
-    return {**documentation(FileList), "openapi_extra": {"parameters": in_query}}
-
-
 def _content_documentation() -> dict[str, Any]:
     schema = {"type": "string", "contentMediaType": "application/jsonl"}
     success = {"description": "The file.", "content": {"application/octet-stream": {"schema": schema}}}
@@ -120,10 +122,10 @@ async def upload_file(request: Request) -> Response:
         content=file.content,
     )
     owner = owner_of(request)
-    return json_reply(await desk.do(lambda store: store.add_file(owner, new)))
+    return json_reply(await desk.do(lambda store: store.add_file(owner, new)), NO_STORE)
 
 
-@router.get(_PATH, **_list_documentation())
+@router.get(_PATH, **documentation(FileList, query=_QUERY))
 async def list_files(request: Request) -> Response:
     """List the files of this key, the newest first."""
     page = page_asked(request, default=_MOST, most=_MOST)
@@ -144,7 +146,7 @@ async def retrieve_file(request: Request) -> Response:
     found = await desk_of(request).do(lambda store: store.file(owner, file_id))
     if found is None:
         raise ObjectNotFound("file", file_id)
-    return json_reply(found)
+    return json_reply(found, NO_STORE)
 
 
 @router.get(f"{_ONE}/content", **_content_documentation())
@@ -154,7 +156,7 @@ async def download_file(request: Request) -> Response:
     content = await desk_of(request).do(lambda store: store.content(owner, file_id))
     if content is None:
         raise ObjectNotFound("file", file_id)
-    return reply_of([content], {"cache-control": "no-store"}, media_type="application/octet-stream")
+    return reply_of([content], NO_STORE, media_type="application/octet-stream")
 
 
 @router.delete(_ONE, **documentation_of_one(FileDeletion, "file_id"))
@@ -163,7 +165,7 @@ async def delete_file(request: Request) -> Response:
     owner, file_id = owner_of(request), request.path_params["file_id"]
     if not await desk_of(request).do(lambda store: store.delete_file(owner, file_id)):
         raise ObjectNotFound("file", file_id)
-    return json_reply({"id": file_id, "object": "file", "deleted": True})
+    return json_reply({"id": file_id, "object": "file", "deleted": True}, NO_STORE)
 
 
 def _field(fields: dict[str, FormPart], name: str) -> FormPart:

@@ -25,8 +25,6 @@ _ESCAPED = re.compile(r'\\(["\\])')
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormPart:
-    """One field of a form."""
-
     filename: str | None
     content: bytes
 
@@ -66,7 +64,7 @@ def _part(piece: bytes) -> tuple[str, FormPart]:
 def _parameters(header: str) -> tuple[str, dict[str, str]]:
     """Return what a header begins with, in lower case, and its parameters by name; none of a broken header.
 
-    Each character is looked at a few times at most, whatever the others are.
+    Linear time: each character is read a few times at most.
     """
     start, found = header.partition(";")[0], {}
     place = len(start)

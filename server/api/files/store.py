@@ -126,7 +126,7 @@ class StateStore:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Do all or nothing; the next one may begin whatever happens. Raises StorageFull if the disk is."""
+        """Run one transaction, whole or not at all. Raises StorageFull if the disk is full."""
         with self._lock:
             try:
                 self._connection.execute("BEGIN IMMEDIATE")

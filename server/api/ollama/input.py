@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import orjson
-from pydantic import ValidationError
 
 from engine.errors import RequestRejected
 from engine.types import ModelInfo
@@ -20,7 +19,7 @@ from server.api.ollama.protocol import (
     OllamaGenerateRequest,
     OllamaMessage,
 )
-from server.edge.http.json_body import rejection
+from server.edge.http.json_body import built
 from server.edge.refusals import unsupported
 from server.reply.generate.protocol import ServiceFields
 
@@ -51,11 +50,7 @@ def chat_request_of(
     else:
         system = [{"role": "system", "content": body.system}] if body.system else []
         fields["messages"] = [*system, {"role": "user", "content": body.prompt}]
-    present = {name: value for name, value in fields.items() if value is not None}
-    try:
-        return ChatCompletionRequest.model_validate(present)
-    except ValidationError as error:
-        raise rejection(error) from None
+    return built(ChatCompletionRequest, fields)
 
 
 def _option_fields(body: OllamaFields) -> dict[str, Any]:

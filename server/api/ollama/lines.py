@@ -14,7 +14,7 @@ import orjson
 
 from engine.types import TokenOutput
 from server.edge.error_replies import ErrorReply
-from server.reply.generate.replies import StreamReply
+from server.reply.generate.replies import StreamReply, arguments_of
 
 _DONE_REASONS: Final = {"tool_calls": "stop", "timeout": "length"}
 
@@ -79,7 +79,10 @@ class LineStream:
     def finish(self) -> list[dict[str, Any]]:
         (last,) = self._chat.finish()
         ended = self._ended(last["usage"])
-        calls = [{"function": {"name": call["name"], "arguments": _object(call)}} for call in self._calls]
+        calls = [
+            {"function": {"name": call["name"], "arguments": arguments_of("".join(call["arguments"]))}}
+            for call in self._calls
+        ]
         lines = []
         if calls:
             lines.append(self._shape.line({"content": "", "tool_calls": calls}, self._unix_time_s()))
@@ -124,20 +127,6 @@ class LineStream:
         }
 
 
-class WholeLine:
-    """A reply that is sent when all of it is there."""
-
-    def __init__(self, stream: LineStream) -> None:
-        self._stream = stream
-
-    def update(self, prompt_index: int, output: TokenOutput) -> None:
-        self._stream.update(prompt_index, output)
-
-    def finish(self) -> dict[str, Any]:
-        self._stream.finish()
-        return self._stream.reply
-
-
 class LineFraming:
     """One JSON object on each line. Nothing can be written in a silence: clients read every line as JSON."""
 
@@ -150,15 +139,6 @@ class LineFraming:
 
     def failure(self, error: ErrorReply) -> bytes:
         return self.events([error_body(error)])
-
-
-def _object(call: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call; a text that was cut off, or is none, is an empty object."""
-    try:
-        value = orjson.loads("".join(call["arguments"]))
-    except orjson.JSONDecodeError:
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, StringConstraints
 
 from server.api.chat.protocol import MAX_MESSAGES
 from server.api.chat.tool_protocol import MAX_TOOLS, FunctionName, Tools
-from server.edge.wire_model import WireModel, shown_as
+from server.edge.wire_model import WireModel, shown_as, wrong_shape
 from server.reply.generate.protocol import (
     INT32_MAX,
     Penalty,
@@ -20,7 +20,6 @@ from server.reply.generate.protocol import (
     Stop,
     Text,
     TopP,
-    wrong_shape,
 )
 from server.reply.generate.structured_output import Schema
 

@@ -4,26 +4,24 @@ Off unless the operator asks for it (--enable-admin), and then behind the API ke
 names the requests and tenants of all clients.
 """
 
-from collections.abc import Mapping
 from typing import Any, Literal
 
-import orjson
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.errors import RequestRejected
 from engine.types import ReportPage
 from server.edge.http.disconnect import while_connected
 from server.edge.http.edge import edge_of
-from server.edge.http.endpoint import ERRORS, Endpoint, ReplyModel, documentation
+from server.edge.http.endpoint import ERRORS, Endpoint, ReplyModel, documentation, json_reply
+from server.edge.refusals import whole_number
 
 router = APIRouter()
 ENDPOINT = Endpoint(router=router)
 
 # The engine answers between two steps: no page may cost it more than some milliseconds.
 _MAX_PAGE = 250
-"""To report on so many takes 2 ms, in which no step is computed."""
+"""A report on 250 sequences takes 2 ms, in which no step is computed."""
 _MAX_FIRST = 10_000
 
 _RESET_DOCUMENTATION: dict[str, Any] = {"responses": {204: {"description": "It is empty."}, **ERRORS}}
@@ -63,26 +61,17 @@ class LiveSequences(ReplyModel):
     """Live sequences, on other pages too."""
 
 
-def _page(query: Mapping[str, str]) -> ReportPage:
-    """Read the query of the URL. Raises RequestRejected."""
-    first = _number(query, "first", most=_MAX_FIRST, default=0)
-    return ReportPage(first, _number(query, "limit", most=_MAX_PAGE, default=_MAX_PAGE))
-
-
-def _number(query: Mapping[str, str], name: str, *, most: int, default: int) -> int:
-    text = query.get(name, str(default))
-    is_number = text.isascii() and text.isdigit() and len(text) <= len(str(most))
-    if not is_number or int(text) > most:
-        raise RequestRejected(f"{name} must be a whole number from 0 to {most}, not {text!r}", param=name)
-    return int(text)
-
-
 @router.get("/admin/requests", **documentation(LiveSequences))
 async def list_live_requests(request: Request) -> Response:
     """The running line, then the waiting line, each in the order in which it is served: a page of them."""
-    asked = edge_of(request).engine.explain(_page(request.query_params))
+    asked = edge_of(request).engine.explain(
+        ReportPage(
+            whole_number(request.query_params, "first", most=_MAX_FIRST, default=0),
+            whole_number(request.query_params, "limit", most=_MAX_PAGE, default=_MAX_PAGE),
+        )
+    )
     reports, total = await while_connected(request.receive, asked)
-    return Response(orjson.dumps({"requests": reports, "total": total}), media_type="application/json")
+    return json_reply({"requests": reports, "total": total})
 
 
 @router.post("/admin/reset_prefix_cache", status_code=204, **_RESET_DOCUMENTATION)

@@ -1,19 +1,31 @@
-"""GET /v1/models and /v1/models/{model}.
+"""GET /v1/models and /v1/models/{model}; loading and unloading of adapters, as vLLM has them.
 
-Owns: how the served model introduces itself. Never: which model that is.
+Owns: the description of the served model, and the bodies and answers, in plain text, of the routes of
+adapters. These are off without --lora-directory, and need a key that may administer, if there are keys.
+Never: takes a path: a folder is named, and must lie in the directory (engine/adapters/registry.py).
 """
 
 from typing import Any, Literal
 
-import orjson
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from engine.types import ModelInfo
 from server.edge.error_replies import ModelNotFound
 from server.edge.http.edge import edge_of
-from server.edge.http.endpoint import Endpoint, ReplyModel, documentation, documentation_of_one
+from server.edge.http.endpoint import (
+    ERRORS,
+    Endpoint,
+    ReplyModel,
+    documentation,
+    documentation_of_one,
+    in_json,
+    json_reply,
+)
+from server.edge.http.json_body import read_request
+from server.edge.wire_model import WireModel
+from server.reply.generate.protocol import Name
 
 router = APIRouter()
 ENDPOINT = Endpoint(router=router)
@@ -42,17 +54,17 @@ class ModelList(ReplyModel):
 async def list_models(request: Request) -> Response:
     """List the names under which the model is served."""
     info = edge_of(request).engine.info
-    return _json({"object": "list", "data": [_model(name, info) for name in info.names]})
+    return json_reply({"object": "list", "data": [_model(name, info) for name in info.names]})
 
 
 @router.get("/v1/models/{model:path}", **documentation_of_one(Model, "model"))
 async def retrieve_model(request: Request) -> Response:
-    """Describe one served name; names may contain slashes."""
+    """Describe the model of one served name; names may contain slashes."""
     info = edge_of(request).engine.info
     name = request.path_params["model"]
     if name not in info.names:
         raise ModelNotFound(f"the model {name!r} is not served here")
-    return _json(_model(name, info))
+    return json_reply(_model(name, info))
 
 
 def _model(name: str, info: ModelInfo) -> dict[str, Any]:
@@ -70,5 +82,47 @@ def _model(name: str, info: ModelInfo) -> dict[str, Any]:
     }
 
 
-def _json(body: dict[str, Any]) -> Response:
-    return Response(orjson.dumps(body), media_type="application/json")
+class LoadAdapterRequest(WireModel):
+    """The body of POST /v1/load_lora_adapter."""
+
+    lora_name: Name
+    lora_path: Name
+    """Name of a folder in the server's directory of adapters."""
+    load_inplace: bool | None = None
+    """Replace the adapter of this name; requests that run finish with the old one."""
+
+
+class UnloadAdapterRequest(WireModel):
+    """The body of POST /v1/unload_lora_adapter."""
+
+    lora_name: Name
+
+
+adapter_router = APIRouter()
+ADAPTERS = Endpoint(router=adapter_router, requests={LoadAdapterRequest: (), UnloadAdapterRequest: ()})
+
+
+def _described(model: type[WireModel], done: str) -> dict[str, Any]:
+    body = {"required": True, "content": in_json(model)}
+    text = {"description": done, "content": {"text/plain": {"schema": {"type": "string"}}}}
+    return {"responses": {200: text, **ERRORS}, "openapi_extra": {"requestBody": body}}
+
+
+@adapter_router.post("/v1/load_lora_adapter", **_described(LoadAdapterRequest, "Requests may name it."))
+async def load_adapter(request: Request) -> Response:
+    """Load an adapter, or load it again."""
+    body = await read_request(request, LoadAdapterRequest, {}, from_headers={})
+    engine = edge_of(request).engine
+    await engine.load_adapter(body.lora_name, body.lora_path, replaces=bool(body.load_inplace))
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+@adapter_router.post(
+    "/v1/unload_lora_adapter", **_described(UnloadAdapterRequest, "No request may name it now.")
+)
+async def unload_adapter(request: Request) -> Response:
+    """Unload an adapter; requests that run finish with it."""
+    body = await read_request(request, UnloadAdapterRequest, {}, from_headers={})
+    if not edge_of(request).engine.unload_adapter(body.lora_name):
+        raise ModelNotFound(f"the adapter {body.lora_name!r} is not loaded here")
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

@@ -1,23 +1,35 @@
-"""GET /health, /ping, /load, /version and /metrics, for machines.
+"""GET /health, /ping, /load, /version and /metrics, for machines, and POST /invocations, for SageMaker.
 
-Owns: the probes' status codes and the cached metrics page.
+Owns: the probes' status codes, the cached metrics page, and the endpoint that a body's fields choose.
 Never: a judgement of health, which follows from the engine's step counter.
 """
 
 import asyncio
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final, Literal
 
-import orjson
 from fastapi import APIRouter, FastAPI
 from prometheus_client import CollectorRegistry, generate_latest
 from starlette.requests import Request
 from starlette.responses import Response
 
+from engine.errors import RequestRejected
 from engine.version import VERSION
+from server.api.chat.chat import create_chat_completion
+from server.api.completions.completions import create_completion
+from server.api.pooling.endpoints import create_embeddings
 from server.edge.http.edge import Edge, EdgeSettings, edge_of
-from server.edge.http.endpoint import Endpoint, ReplyModel, documentation, in_json
-from server.edge.http.health_page import Question, health_page
+from server.edge.http.endpoint import (
+    ERRORS,
+    NO_STORE,
+    Endpoint,
+    ReplyModel,
+    documentation,
+    in_json,
+    json_reply,
+)
+from server.edge.http.health_listener import Question, health_page
+from server.edge.http.json_body import parse_object
 
 METRICS_PATH = "/metrics"
 
@@ -25,8 +37,7 @@ METRICS_TTL_S = 0.1
 """Some routers scrape every 50 ms; rendering costs milliseconds."""
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _PROBE: dict[str, Any] = {"methods": ["GET", "HEAD"], "include_in_schema": False}
-"""Answers both, so that the Allow header of a 405 names both; the GET beside it is the documented one."""
-_NO_STORE = {"cache-control": "no-store"}
+"""Answers both, so that the Allow header of a 405 names both; the GET of the same path is documented."""
 
 
 class HealthPage(ReplyModel):
@@ -53,6 +64,18 @@ _HEALTH_DOCUMENTATION: dict[str, Any] = {
 }
 _METRICS_DOCUMENTATION: dict[str, Any] = {
     "responses": {200: {"content": {"text/plain": {}}, "description": "Prometheus' text format."}},
+}
+
+_BY_FIELD: Final[Mapping[str, Callable[[Request], Awaitable[Response]]]] = {
+    "messages": create_chat_completion,
+    "prompt": create_completion,
+    "input": create_embeddings,
+}
+_CALL_DOCUMENTATION: dict[str, Any] = {
+    "responses": {200: {"description": "As the endpoint that knows the fields of the body."}, **ERRORS},
+    "openapi_extra": {
+        "requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}
+    },
 }
 
 
@@ -116,20 +139,19 @@ async def is_live(request: Request) -> Response:
 def _answer(request: Request, question: Question) -> Response:
     degraded = request.app.state.desk.degraded()
     is_yes, body = health_page(edge_of(request).engine.health(), question, degraded)
-    return Response(body, 200 if is_yes else 503, headers=_NO_STORE, media_type="application/json")
+    return Response(body, 200 if is_yes else 503, headers=NO_STORE, media_type="application/json")
 
 
 @router.get("/load", **documentation(ServerLoad))
 async def show_load(request: Request) -> Response:
     """The number of requests under way."""
-    body = orjson.dumps({"server_load": edge_of(request).engine.load().num_requests})
-    return Response(body, headers=_NO_STORE, media_type="application/json")
+    return json_reply({"server_load": edge_of(request).engine.load().num_requests}, NO_STORE)
 
 
 @router.get("/version", **documentation(Version))
 async def show_version() -> Response:
     """The version of the server."""
-    return Response(orjson.dumps({"version": VERSION}), media_type="application/json")
+    return json_reply({"version": VERSION})
 
 
 @router.get(METRICS_PATH, **_METRICS_DOCUMENTATION)
@@ -137,3 +159,14 @@ async def show_metrics(request: Request) -> Response:
     """All metrics, in Prometheus' text format."""
     page: MetricsPage = request.app.state.metrics_page
     return Response(await page.render(), media_type=_METRICS_TYPE)
+
+
+@router.post("/invocations", **_CALL_DOCUMENTATION)
+async def invoke(request: Request) -> Response:
+    """Answer as a chat completion, a completion or embeddings: by `messages`, `prompt` or `input`."""
+    body = parse_object(await request.body())
+    for field, endpoint in _BY_FIELD.items():
+        if body.get(field) is not None:
+            return await endpoint(request)
+    names = ", ".join(_BY_FIELD)
+    raise RequestRejected(f"the body needs one of {names}", param="messages", code="missing_field")

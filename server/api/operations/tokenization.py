@@ -20,7 +20,7 @@ from server.api.chat.protocol import ChatCompletionRequest, Messages
 from server.api.chat.tool_protocol import Tools
 from server.api.chat.turn import prompt_of
 from server.edge.http.edge import Edge, edge_of
-from server.edge.http.endpoint import Endpoint, ReplyModel, documentation
+from server.edge.http.endpoint import Endpoint, ReplyModel, documentation, json_reply
 from server.edge.http.json_body import read_request
 from server.edge.refusals import unsupported
 from server.edge.wire_model import WireModel, shown_as
@@ -62,7 +62,7 @@ class TokenizeRequest(WireModel):
 _PLACES = ("name_or_path", "auto_map")
 """Entries that name folders of the machine where the checkpoint was made, or code."""
 MAX_DECODED_TOKENS = 64 * 1024
-"""To decode so many takes 0.03 s, in which the tokenizer holds the interpreter's lock."""
+"""To decode 64 Ki tokens takes 0.03 s, in which the tokenizer holds the interpreter's lock."""
 _PIECE_TOKENS = 8 * 1024
 """Tokens that are written to a reply at once, so that others have their turn between two pieces: a text of
 4 MiB has a hundred times as many, whose strings take 0.05 s to write as JSON and to free."""
@@ -145,7 +145,7 @@ async def detokenize(request: Request) -> Response:
             param="tokens",
         )
     check_token_ids(body.tokens, info, param="tokens")
-    return _json({"prompt": await engine.decode(body.tokens, SpecialTokens.KEEP)})
+    return json_reply({"prompt": await engine.decode(body.tokens, SpecialTokens.KEEP)})
 
 
 @router.get("/tokenizer_info", **documentation(TokenizerInfo))
@@ -155,7 +155,7 @@ async def tokenizer_info(request: Request) -> Response:
     info = engine.info
     config = await engine.tokenizer_config()
     shown = {name: value for name, value in config.items() if name not in _PLACES}
-    return _json({**shown, "chat_template": info.chat_template or None})
+    return json_reply({**shown, "chat_template": info.chat_template or None})
 
 
 async def _encode(edge: Edge, body: TokenizeRequest) -> tuple[int, ...]:
@@ -179,16 +179,5 @@ async def _encode_chat(edge: Edge, body: TokenizeRequest) -> tuple[int, ...]:
         raise unsupported(
             "add_special_tokens", "add_special_tokens: a chat template brings its special tokens itself"
         )
-    chat = ChatCompletionRequest(
-        messages=body.messages or [],
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        chat_template_kwargs=body.chat_template_kwargs,
-        reasoning_effort=body.reasoning_effort,
-        tools=body.tools,
-    )
-    return await prompt_of(edge, chat)
-
-
-def _json(body: dict[str, Any]) -> Response:
-    return Response(orjson.dumps(body), media_type="application/json")
+    fields = {name: getattr(body, name) for name in _CHAT_FIELDS}
+    return await prompt_of(edge, ChatCompletionRequest(messages=body.messages or [], **fields))

@@ -8,19 +8,19 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator, StringConstraints
 
-from server.edge.wire_model import WireModel, shown_as
+from server.edge.wire_model import WireModel, shown_as, wrong_shape
 from server.reply.generate.protocol import (
-    MAX_PROMPT_TOKENS,
+    INT32_MAX,
     MAX_TEXT_CHARS,
     Prompt,
     ServiceFields,
+    Text,
+    TokenIdList,
     as_prompts,
-    wrong_shape,
 )
 
 MAX_INPUTS = 2048
 """OpenAI's bound; documents of one ranking too."""
-_INT32_MAX = 2**31 - 1
 
 _OTHER_SERVERS: Final[dict[str, tuple[Any, ...]]] = {
     "activation": (),
@@ -64,22 +64,20 @@ def _as_documents(value: Any) -> Any:
     return [each["text"] if isinstance(each, dict) and set(each) == {"text"} else each for each in value]
 
 
-_Text = Annotated[str, StringConstraints(max_length=MAX_TEXT_CHARS)]
 _Input = Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT_CHARS)]
-_Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, max_length=MAX_PROMPT_TOKENS)]
 _InputShapes = (
     _Input
     | Annotated[list[_Input], Field(min_length=1, max_length=MAX_INPUTS)]
-    | _Ids
-    | Annotated[list[_Ids], Field(min_length=1, max_length=MAX_INPUTS)]
+    | TokenIdList
+    | Annotated[list[TokenIdList], Field(min_length=1, max_length=MAX_INPUTS)]
 )
 Inputs = Annotated[tuple[Prompt, ...], PlainValidator(_as_inputs, json_schema_input_type=_InputShapes)]
-_TextList = Annotated[list[_Text], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
-Texts = Annotated[_TextList, BeforeValidator(_as_texts, json_schema_input_type=_Text | _TextList)]
+_TextList = Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
+Texts = Annotated[_TextList, BeforeValidator(_as_texts, json_schema_input_type=Text | _TextList)]
 
 
 class _TextObject(WireModel):
-    text: _Text
+    text: Text
 
 
 Documents = Annotated[
@@ -87,7 +85,7 @@ Documents = Annotated[
     BeforeValidator(
         _as_documents,
         json_schema_input_type=Annotated[
-            list[_Text | _TextObject], Field(min_length=1, max_length=MAX_INPUTS)
+            list[Text | _TextObject], Field(min_length=1, max_length=MAX_INPUTS)
         ],
     ),
 ]
@@ -96,7 +94,7 @@ Documents = Annotated[
 class PoolingFields(ServiceFields):
     """Fields that all these endpoints share."""
 
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=_INT32_MAX)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
     """Cut texts at their end to that many tokens, special ones included; -1: to the model's window."""
 
 
@@ -108,8 +106,8 @@ class EmbeddingRequest(PoolingFields):
     input: Inputs
     encoding_format: Literal["float", "base64"] | None = None
     """base64 is that of the float32 numbers, little-endian."""
-    dimensions: Annotated[int, Field(ge=1, le=_INT32_MAX)] | None = None
-    """Keep the first so many, and normalize again."""
+    dimensions: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    """Keep that many of the first dimensions, and normalize again."""
 
 
 class ScoreRequest(PoolingFields):
@@ -126,9 +124,9 @@ class RerankRequest(PoolingFields):
 
     model_config = shown_as(query="What is a yard?", documents=["A fish.", "A place with tracks."])
 
-    query: _Text
+    query: Text
     documents: Documents
-    top_n: Annotated[int, Field(ge=1, le=_INT32_MAX)] | None = None
+    top_n: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     """Absent: all of them."""
     return_documents: bool | None = None
     """On by default."""

@@ -13,6 +13,7 @@ import orjson
 from starlette.responses import Response
 
 from engine.types import PooledOutput
+from server.edge.http.endpoint import json_reply
 from server.reply.generate.long_reply import reply_of
 from server.reply.generate.replies import ReplyHead
 
@@ -42,7 +43,7 @@ async def embeddings_reply(
 
 def scores_reply(head: ReplyHead, scores: Sequence[float], *, num_tokens: int) -> Response:
     """Scores in the order of the texts, as vLLM lists them."""
-    return _json(
+    return json_reply(
         {
             "id": head.id,
             "object": "list",
@@ -67,12 +68,8 @@ def ranking_reply(
         if documents[index] is not None:
             result["document"] = {"text": documents[index]}
         results.append(result)
-    return _json({"id": head.id, "model": head.model, "results": results, "usage": _usage(num_tokens)})
+    return json_reply({"id": head.id, "model": head.model, "results": results, "usage": _usage(num_tokens)})
 
 
 def _usage(num_tokens: int) -> dict[str, int]:
     return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-
-
-def _json(body: dict[str, Any]) -> Response:
-    return Response(orjson.dumps(body), media_type="application/json")

@@ -29,7 +29,7 @@ def rows_of(outputs: Sequence[PooledOutput]) -> Rows:
 
 
 def cosines(left_NE: Rows, right_ME: Rows) -> Rows:
-    """[M]; N is 1 or M. A vector of zeros is like nothing."""
+    """Cosines [M] of pairs of rows; N is 1 or M. The cosine of a vector of zeros is 0."""
     lengths = np.linalg.norm(left_NE, axis=1) * np.linalg.norm(right_ME, axis=1)
     products = (left_NE * right_ME).sum(axis=1)
     alike: Rows = np.divide(products, lengths, out=np.zeros_like(products), where=lengths > 0)

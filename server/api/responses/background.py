@@ -34,7 +34,7 @@ _RETRY_AFTER_S = 5.0
 _PAUSE_S = 1.0
 _GIVE_UP_S = 24 * 3600.0
 _KEPT_WITHIN_S = 2.0
-"""Seconds that a client who cancels waits for the disk."""
+"""Seconds that a cancelling client waits for the disk."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -122,7 +122,6 @@ class BackgroundResponses:
         await self._stop([work for work in self._works.values() if work.can_be_left])
 
     async def close(self) -> None:
-        """Stop everything."""
         await self._stop(list(self._works.values()))
 
     async def _stop(self, works: list[Work]) -> None:
@@ -175,7 +174,7 @@ class BackgroundResponses:
         return last
 
     async def _generate(self, work: Work) -> list[dict[str, Any]]:
-        """Wait for room as long as it takes, within a day."""
+        """Generate, and try again for up to a day while there is no room."""
         while True:
             request: GenerationRequest | None = None
             try:
@@ -203,7 +202,7 @@ class BackgroundResponses:
         self._trim()
 
     def _trim(self) -> None:
-        """Let events go for want of room: first those of the responses that had their end first."""
+        """Forget events while they are too many: first those of responses that ended first."""
         while self._num_event_bytes > self._max_event_bytes or len(self._logs) > _MAX_LOGS:
             over = next((name for name, events in self._logs.items() if events.is_over), None)
             if over is not None:

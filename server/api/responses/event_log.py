@@ -9,14 +9,12 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-import orjson
 from starlette.types import Send
 
 from engine.errors import RequestRejected
-from server.api.responses.events import framed
 from server.edge.error_replies import ErrorReply
 from server.edge.http.edge import Edge
-from server.reply.generate.sse import ServerSentEvents, StreamedResponse
+from server.reply.generate.sse import NamedEvents, StreamedResponse, named_event
 
 
 class EventLog:
@@ -31,13 +29,13 @@ class EventLog:
 
     def add(self, events: Sequence[dict[str, Any]]) -> None:
         """Add the events that follow on the last one."""
-        new = [framed(event) for event in events]
+        new = [named_event(event) for event in events]
         self._events += new
         self.num_bytes += sum(map(len, new))
         self._wake()
 
     def close(self) -> None:
-        """Let readers end behind the last event."""
+        """Note that there will be no further event, so that readers end."""
         self.is_over = True
         self._wake()
 
@@ -92,10 +90,8 @@ class LoggedEvents(StreamedResponse):
         return b""
 
 
-class _LoggedFraming(ServerSentEvents):
-    end = b""
-
+class _LoggedFraming(NamedEvents):
     def failure(self, error: ErrorReply) -> bytes:
         """An event outside of the numbered ones: the response itself has not failed."""
         event = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
-        return b"event: error\ndata: " + orjson.dumps(event) + b"\n\n"
+        return named_event(event)

@@ -13,10 +13,8 @@ Source: OpenAI's reference of streaming events; the accumulator of its Python SD
     response.completed | response.incomplete | response.failed
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
-
-import orjson
 
 from engine.types import TokenOutput
 from server.api.responses.replies import (
@@ -25,17 +23,14 @@ from server.api.responses.replies import (
     OutputItem,
     ReasoningItem,
     ResponsePlan,
-    begun,
-    cancelled,
     ended,
-    failed,
-    queued,
     raw_messages,
+    response_of,
     status_of,
 )
 from server.edge.error_replies import ErrorReply
 from server.reply.generate.replies import StreamReply
-from server.reply.generate.sse import ServerSentEvents
+from server.reply.generate.sse import NamedEvents
 
 OnEnd = Callable[[dict[str, Any]], None]
 """Called with the finished response object, before the client receives it."""
@@ -43,7 +38,7 @@ OnEnd = Callable[[dict[str, Any]], None]
 _SAYING = {"content", "reasoning_content", "tool_calls"}
 """Fields of a delta that decide to which item its tokens belong."""
 _CODES = {"server_overloaded": "rate_limit_exceeded"}
-"""OpenAI's own words for our codes; all else is a `server_error` there."""
+"""OpenAI's own words for our codes; every other one is a `server_error` there."""
 
 
 class ResponseStream:
@@ -76,7 +71,7 @@ class ResponseStream:
     def queue(self) -> list[dict[str, Any]]:
         """The events of a response in the background before its turn."""
         self._was_queued = True
-        self.response = queued(self._plan)
+        self.response = response_of(self._plan, status="queued")
         return [
             self._event("response.created", response=self.response),
             self._event("response.queued", response=self.response),
@@ -110,13 +105,16 @@ class ResponseStream:
         """The events that end a stream which has begun and cannot go on."""
         events = [*self._begin(), *self._close_item("incomplete")]
         code = _CODES.get(error.code, "server_error")
-        self.response = failed(self._plan, self._output, {"code": code, "message": error.message})
+        self.response = response_of(self._plan, status="failed") | {
+            "output": self._output,
+            "error": {"code": code, "message": error.message},
+        }
         return [*events, self._event("response.failed", response=self.response)]
 
     def cancel(self) -> list[dict[str, Any]]:
         """The last events of a response in the background that shall not go on."""
         events = self._close_item("incomplete")
-        self.response = cancelled(self._plan, self._output)
+        self.response = response_of(self._plan, status="cancelled") | {"output": self._output}
         # No event is called after it: the status of the response tells it from one that was cut off.
         return [*events, self._event("response.incomplete", response=self.response)]
 
@@ -124,7 +122,7 @@ class ResponseStream:
         if self._has_begun:
             return []
         self._has_begun = True
-        response = self.response = begun(self._plan)
+        response = self.response = response_of(self._plan, status="in_progress")
         kinds = ("in_progress",) if self._was_queued else ("created", "in_progress")
         return [self._event(f"response.{kind}", response=response) for kind in kinds]
 
@@ -223,36 +221,11 @@ class ResponseStream:
         return {"type": kind, "sequence_number": self._sequence_number - 1, **fields}
 
 
-class WholeResponse:
-    """A response that is sent when all of it is there."""
+class ResponseFraming(NamedEvents):
+    """The events of a response; a failure is an event of its stream."""
 
     def __init__(self, stream: ResponseStream) -> None:
         self._stream = stream
-
-    def update(self, prompt_index: int, output: TokenOutput) -> None:
-        self._stream.update(prompt_index, output)
-
-    def finish(self) -> dict[str, Any]:
-        self._stream.finish()
-        return self._stream.response
-
-
-class ResponseFraming(ServerSentEvents):
-    """Named events, and no [DONE]: the last event says by its name that it is the last."""
-
-    end = b""
-
-    def __init__(self, stream: ResponseStream) -> None:
-        self._stream = stream
-
-    def events(self, payloads: Iterable[dict[str, Any]]) -> bytes:
-        return b"".join(map(framed, payloads))
 
     def failure(self, error: ErrorReply) -> bytes:
         return self.events(self._stream.fail(error))
-
-
-def framed(payload: dict[str, Any]) -> bytes:
-    """One named event."""
-    name = str(payload["type"]).encode()
-    return b"event: " + name + b"\ndata: " + orjson.dumps(payload) + b"\n\n"

@@ -5,11 +5,8 @@ errors of the chat path reach the caller of /v1/responses.
 Never: checks the request itself: that is the chat path's work (chat/turn.py).
 """
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, Final
-
-from pydantic import ValidationError
 
 from engine.errors import ContextLengthExceeded, RequestRejected
 from server.api.chat.protocol import CHAT_REFUSALS, ChatCompletionRequest
@@ -24,8 +21,8 @@ from server.api.responses.protocol import (
     ResponsesRequest,
     TextFormat,
 )
-from server.edge.http.json_body import rejection
-from server.edge.refusals import refuse_unsupported, unsupported
+from server.edge.http.json_body import built
+from server.edge.refusals import refuse_unsupported, required, translated, unsupported
 
 _ROLES: Final = ("user", "assistant", "system", "developer")
 _INSTRUCTING_ROLES: Final = ("system", "developer")
@@ -60,12 +57,9 @@ def chat_request_of(body: ResponsesRequest, items: Sequence[InputItem]) -> ChatC
         fields["tool_choice"] = _tool_choice(body.tool_choice)
     if body.reasoning is not None:
         fields["reasoning_effort"] = body.reasoning.effort
-    present = {name: value for name, value in fields.items() if value is not None}
-    try:
-        refuse_unsupported(present, CHAT_REFUSALS)
-        return ChatCompletionRequest.model_validate(present)
-    except ValidationError as error:
-        raise renamed(rejection(error)) from None
+    refuse_unsupported(fields, CHAT_REFUSALS)
+    with translated(renamed):
+        return built(ChatCompletionRequest, fields)
 
 
 def said_item(item: dict[str, Any]) -> InputItem:
@@ -99,15 +93,6 @@ def cut_before(items: Sequence[InputItem], place: int) -> tuple[InputItem, ...]:
 def num_parts(items: Sequence[InputItem]) -> int:
     """Number of parts, with which the work on the items grows."""
     return sum(1 + len(item.content or ()) + len(item.output or ()) for item in items)
-
-
-@contextmanager
-def in_our_words() -> Generator[None, None, None]:
-    """Let the chat path's complaints name the fields that the caller wrote."""
-    try:
-        yield
-    except RequestRejected as error:
-        raise renamed(error) from error
 
 
 def renamed(error: RequestRejected) -> RequestRejected:
@@ -168,7 +153,7 @@ def _append(messages: list[dict[str, Any]], item: InputItem, where: str) -> None
     elif item.type == "function_call":
         _assistant_turn(messages, before=()).setdefault("tool_calls", []).append(_call(item, where))
     elif item.type == "function_call_output":
-        call_id = _required(item.call_id, f"{where}.call_id")
+        call_id = required(item.call_id, f"{where}.call_id")
         text = _text(item.output, f"{where}.output")
         messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
     else:
@@ -180,7 +165,7 @@ def _append(messages: list[dict[str, Any]], item: InputItem, where: str) -> None
 
 
 def _assistant_turn(messages: list[dict[str, Any]], *, before: Sequence[str]) -> dict[str, Any]:
-    """The message under way, unless it is past this point already; else a new one."""
+    """The message under way, or a new one if it is past this point already."""
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or any(name in last for name in before):
         messages.append({"role": "assistant"})
@@ -196,46 +181,36 @@ def _is_instructing(item: InputItem) -> bool:
 
 
 def _text(parts: Sequence[ItemPart] | None, where: str) -> str:
-    if parts is None:
-        raise RequestRejected(f"{where} is required", param=where, code="missing_field")
-    return "\n".join(_part_text(part, f"{where}[{place}]") for place, part in enumerate(parts))
+    return "\n".join(
+        _part_text(part, f"{where}[{place}]") for place, part in enumerate(required(parts, where))
+    )
 
 
 def _part_text(part: ItemPart, where: str) -> str:
     if part.type == "refusal":
-        return _required(part.refusal, f"{where}.refusal")
+        return required(part.refusal, f"{where}.refusal")
     if part.type not in _TEXT_PARTS:
         raise unsupported(
             f"{where}.type", f"content parts of type {part.type!r} are not supported; use input_text"
         )
-    return _required(part.text, f"{where}.text")
+    return required(part.text, f"{where}.text")
 
 
 def _call(item: InputItem, where: str) -> dict[str, Any]:
     function = {
-        "name": _required(item.name, f"{where}.name"),
-        "arguments": _required(item.arguments, f"{where}.arguments"),
+        "name": required(item.name, f"{where}.name"),
+        "arguments": required(item.arguments, f"{where}.arguments"),
     }
-    return {"id": _required(item.call_id, f"{where}.call_id"), "type": "function", "function": function}
-
-
-def _required(value: str | None, where: str) -> str:
-    if value is None:
-        raise RequestRejected(f"{where} is required", param=where, code="missing_field")
-    return value
+    return {"id": required(item.call_id, f"{where}.call_id"), "type": "function", "function": function}
 
 
 def _response_format(asked: TextFormat) -> dict[str, Any]:
     if asked.type != "json_schema":
         return {"type": asked.type}
-    if asked.json_schema is None:
-        raise RequestRejected(
-            "text.format.schema is required", param="text.format.schema", code="missing_field"
-        )
     described = {
         "name": asked.name or "response",
         "description": asked.description,
-        "schema": asked.json_schema,
+        "schema": required(asked.json_schema, "text.format.schema"),
         "strict": asked.strict,
     }
     return {
@@ -248,7 +223,7 @@ def _tool(tool: FunctionTool, where: str) -> dict[str, Any]:
     if tool.type != "function":
         raise unsupported(f"{where}.type", f"tools of type {tool.type!r} are not supported; use function")
     described = {
-        "name": _required(tool.name, f"{where}.name"),
+        "name": required(tool.name, f"{where}.name"),
         "description": tool.description,
         "parameters": tool.parameters,
         "strict": tool.strict,

@@ -12,6 +12,7 @@ from typing import Any
 
 from engine.errors import RequestRejected
 from server.api.responses.protocol import InputItem, ItemPart
+from server.edge.refusals import whole_number
 
 MAX_PAGE_ITEMS = 100
 _PAGE_ITEMS = 20
@@ -20,16 +21,12 @@ _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "f
 
 
 class Order(StrEnum):
-    """Order of the items."""
-
     OLDEST_FIRST = "asc"
     NEWEST_FIRST = "desc"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageRequest:
-    """The page that is asked for."""
-
     limit: int = _PAGE_ITEMS
     order: Order = Order.NEWEST_FIRST
     after: str | None = None
@@ -38,15 +35,11 @@ class PageRequest:
 
 def page_request(query: Mapping[str, str]) -> PageRequest:
     """Read the query of the URL. Raises RequestRejected."""
-    limit, order = query.get("limit", str(_PAGE_ITEMS)), query.get("order", Order.NEWEST_FIRST)
-    is_number = limit.isascii() and limit.isdigit() and len(limit) <= len(str(MAX_PAGE_ITEMS))
-    if not is_number or not 1 <= int(limit) <= MAX_PAGE_ITEMS:
-        raise RequestRejected(
-            f"limit must be a whole number from 1 to {MAX_PAGE_ITEMS}, not {limit!r}", param="limit"
-        )
+    limit = whole_number(query, "limit", least=1, most=MAX_PAGE_ITEMS, default=_PAGE_ITEMS)
+    order = query.get("order", Order.NEWEST_FIRST)
     if order not in tuple(Order):
         raise RequestRejected(f"order must be asc or desc, not {order!r}", param="order")
-    return PageRequest(limit=int(limit), order=Order(order), after=query.get("after"))
+    return PageRequest(limit=limit, order=Order(order), after=query.get("after"))
 
 
 def page_of(items: Sequence[InputItem], response_id: str, asked: PageRequest) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Responses of the background on disk, and their return after a restart of the server.
 
-Owns: what is written of a request so that it can be made again, and what becomes of each response at a start:
+Owns: the written form of a request, from which it can be made again, and what a start does with each:
 one at its end is stored again, one under way is made again, and one that was streamed has failed.
 Never: the tables (server/api/files/store.py), or the making (background.py).
 """
@@ -26,7 +26,7 @@ from server.api.responses.store import (
     weigh,
 )
 from server.edge.access.key_ring import KeyRing
-from server.edge.access.rate_limits import Caller
+from server.edge.access.rate_limits import Allowance, Caller
 from server.edge.error_replies import InvalidApiKey
 from server.edge.http.edge import Edge, EdgeSettings
 from server.reply.generate.calls import Origin, service_terms
@@ -84,7 +84,7 @@ class KeptResponses:
         return save
 
     async def delete(self, owner: str, response_id: str) -> None:
-        """Delete what is on disk."""
+        """Delete the copy on disk."""
         if self._desk.is_open:
             await self._desk.do(lambda rows: rows.delete_response(owner, response_id))
 
@@ -118,7 +118,7 @@ async def go_on(app: FastAPI) -> None:
 async def _take_up(app: FastAPI, kept: KeptResponses, row: ResponseRow) -> None:
     try:
         task = _read(row, cast(KeyRing, app.state.keys))
-    except InvalidApiKey:  # nobody could fetch it
+    except InvalidApiKey:  # no client could fetch it
         await kept.delete(row.owner, row.id)
         return
     save, response = kept.saver(row.owner, task), orjson.loads(row.body)
@@ -180,7 +180,7 @@ def _read(row: ResponseRow, keys: KeyRing) -> ResponseTask:
         reply_id=row.id,
         terms=service_terms(body, key, written["tenant"]),
         max_tenant_tokens=key.max_queued_tokens if key else None,
-        allowance=keys.rates.allowance(key, Caller.CLIENT),
+        allowance=Allowance(keys.rates, key, Caller.CLIENT),
     )
     return ResponseTask(
         body=body,

@@ -21,8 +21,8 @@ from server.api.responses.events import OnEnd, ResponseStream
 from server.api.responses.input import (
     chat_request_of,
     cut_before,
-    in_our_words,
     num_parts,
+    renamed,
     said_item,
     turns,
     wants_logprobs,
@@ -31,6 +31,7 @@ from server.api.responses.protocol import InputItem, ResponsesRequest
 from server.api.responses.replies import ResponsePlan
 from server.api.responses.store import StoredResponse, weigh
 from server.edge.http.edge import Edge
+from server.edge.refusals import translated
 from server.reply.generate.answering import new_head
 from server.reply.generate.calls import Origin
 from server.reply.generate.replies import ReplyHead, ReplyPlan, UsageReport
@@ -41,8 +42,6 @@ _MAX_INLINE_PARTS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseTask:
-    """A response that is asked for."""
-
     body: ResponsesRequest
     earlier: StoredResponse | None
     """The response that it goes on from."""
@@ -105,7 +104,6 @@ def _chat_plan(body: ResponsesRequest, turn: ChatTurn, head: ReplyHead) -> Reply
     return ReplyPlan(
         head=head,
         num_prompt_tokens=(len(turn.prompt_ids),),
-        n=1,
         has_logprobs=wants_logprobs(body),
         usage=UsageReport(at_end=True),
     )
@@ -115,7 +113,7 @@ async def _prepare(
     edge: Edge, body: ResponsesRequest, items: Sequence[InputItem], origin: Origin
 ) -> ChatTurn:
     """The chat path up to the first token, its errors in the words of this endpoint."""
-    with in_our_words():
+    with translated(renamed):
         prepare = _turn_that_fits if body.truncation == "auto" else _turn
         return await prepare(edge, body, items, origin)
 

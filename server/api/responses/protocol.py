@@ -8,52 +8,34 @@ Source: OpenAI's reference of the Responses API; the types of its Python SDK.
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator, StringConstraints, ValidationError
-from pydantic_core import PydanticCustomError
 
 from server.api.chat.protocol import MAX_CONTENT_PARTS, MAX_MESSAGES
-from server.edge.wire_model import WireModel, shown_as
+from server.api.chat.tool_protocol import MAX_TOOLS
+from server.edge.wire_model import WireModel, shown_as, text_or_list, wrong_shape
 from server.reply.generate.protocol import (
     INT32_MAX,
     MAX_LOGPROBS,
-    MAX_TEXT_CHARS,
     WITHOUT_EFFECT,
     LogitBias,
     NumTokens,
     ReasoningEffort,
     SamplingFields,
     Stop,
+    Text,
 )
 from server.reply.generate.structured_output import StructuredOutputsField
 
-MAX_TOOLS = 128
 MAX_INCLUDES = 16
 LOGPROBS_INCLUDE: Final = "message.output_text.logprobs"
 
-_Text = Annotated[str, StringConstraints(max_length=MAX_TEXT_CHARS)]
 _Word = Annotated[str, StringConstraints(max_length=64)]
 _Id = Annotated[str, StringConstraints(min_length=1, max_length=128)]
 _Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 _Summary = Literal["auto", "concise", "detailed"]
 
 
-def _wrong(message: str) -> PydanticCustomError:
-    return PydanticCustomError("wrong_shape", "{reason}", {"reason": message})
-
-
-def _as_parts(value: Any) -> Any:
-    if isinstance(value, str):
-        return [{"type": "input_text", "text": value}]
-    if isinstance(value, list):
-        return value
-    raise _wrong("must be a string or a list of content parts")
-
-
-def _as_items(value: Any) -> Any:
-    if isinstance(value, str):
-        return [{"role": "user", "content": value}]
-    if isinstance(value, list):
-        return value
-    raise _wrong("must be a string or a list of items")
+_as_parts = text_or_list("content parts", lambda text: {"type": "input_text", "text": text})
+_as_items = text_or_list("items", lambda text: {"role": "user", "content": text})
 
 
 class ItemPart(WireModel):
@@ -61,12 +43,12 @@ class ItemPart(WireModel):
 
     type: _Word
     """input_text, output_text or text; summary_text and reasoning_text in a reasoning item."""
-    text: _Text | None = None
-    refusal: _Text | None = None
+    text: Text | None = None
+    refusal: Text | None = None
 
 
 _PartList = Annotated[list[ItemPart], Field(max_length=MAX_CONTENT_PARTS, fail_fast=True)]
-_Content = Annotated[_PartList, BeforeValidator(_as_parts, json_schema_input_type=_Text | _PartList)]
+_Content = Annotated[_PartList, BeforeValidator(_as_parts, json_schema_input_type=Text | _PartList)]
 
 
 class InputItem(WireModel):
@@ -81,13 +63,13 @@ class InputItem(WireModel):
     """Id that a function call shares with its output."""
     name: Annotated[str, StringConstraints(min_length=1, max_length=64)] | None = None
     """Name of the function that is called."""
-    arguments: _Text | None = None
+    arguments: Text | None = None
     """Arguments of the call, as JSON text."""
     output: _Content | None = None
     """Return value of the function."""
     summary: _PartList | None = None
-    """Summary of a reasoning item, beside its content."""
-    encrypted_content: _Text | None = None
+    """Summary of a reasoning item; its content is a field of its own."""
+    encrypted_content: Text | None = None
     """Refused by name: only its author can read it."""
 
     # Fields that items of a reply have; nothing depends on them.
@@ -97,7 +79,7 @@ class InputItem(WireModel):
 
 
 _ItemList = Annotated[list[InputItem], Field(max_length=MAX_MESSAGES, fail_fast=True)]
-Input = Annotated[_ItemList, BeforeValidator(_as_items, json_schema_input_type=_Text | _ItemList)]
+Input = Annotated[_ItemList, BeforeValidator(_as_items, json_schema_input_type=Text | _ItemList)]
 
 
 class TextFormat(WireModel):
@@ -112,8 +94,6 @@ class TextFormat(WireModel):
 
 
 class TextOptions(WireModel):
-    """Options of the reply's text."""
-
     format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None
 
@@ -162,13 +142,13 @@ def _as_tool_choice(value: Any) -> Any:
     kind = value.get("type") if isinstance(value, dict) else None
     shape = _CHOICES.get(kind) if isinstance(kind, str) else None
     if shape is None:
-        raise _wrong('must be "none", "auto" or "required", or have the type function or allowed_tools')
+        raise wrong_shape('must be "none", "auto" or "required", or have the type function or allowed_tools')
     try:
         return shape.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
-        raise _wrong(f"{where}: {first['msg']}") from None
+        raise wrong_shape(f"{where}: {first['msg']}") from None
 
 
 _CHOICES: Final[dict[str, type[FunctionChoice | AllowedFunctions]]] = {
@@ -191,8 +171,8 @@ class ResponsesRequest(SamplingFields):
 
     input: Input
     """A text, or the items of a conversation."""
-    instructions: _Text | None = None
-    """A system message before all else. It is not carried over by previous_response_id."""
+    instructions: Text | None = None
+    """A system message before the conversation. It is not carried over by previous_response_id."""
     previous_response_id: _Id | None = None
     """Continue a stored response: its input and output come before `input`."""
     store: bool | None = None
@@ -226,7 +206,7 @@ class ResponsesRequest(SamplingFields):
 
     @property
     def default_priority(self) -> int:
-        """The last place in line for what nobody waits for."""
+        """The last place in line for a response in the background: no client waits for it."""
         return INT32_MAX if self.background else 0
 
 

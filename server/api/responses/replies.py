@@ -97,21 +97,11 @@ class FunctionCallItem:
 OutputItem = MessageItem | ReasoningItem | FunctionCallItem
 
 
-def queued(plan: ResponsePlan) -> dict[str, Any]:
-    """The response object of the background while it waits for its turn."""
-    return _response(plan, status="queued")
-
-
-def begun(plan: ResponsePlan) -> dict[str, Any]:
-    """The response object before there is any output."""
-    return _response(plan, status="in_progress")
-
-
 def ended(
     plan: ResponsePlan, output: list[dict[str, Any]], *, finish_reason: str, usage: dict[str, Any], now_s: int
 ) -> dict[str, Any]:
     """The response object with all its output; `usage` is that of a chat completion."""
-    response = _response(plan, status=status_of(finish_reason))
+    response = response_of(plan, status=status_of(finish_reason))
     response["output"] = output
     response["usage"] = _usage(usage)
     if finish_reason in _INCOMPLETE:
@@ -136,17 +126,8 @@ def status_of(finish_reason: str) -> str:
     return "incomplete" if finish_reason in _INCOMPLETE else "completed"
 
 
-def failed(plan: ResponsePlan, output: list[dict[str, Any]], error: dict[str, Any]) -> dict[str, Any]:
-    """The response object of a stream that broke; `error` has `code` and `message`."""
-    return _response(plan, status="failed") | {"output": output, "error": error}
-
-
-def cancelled(plan: ResponsePlan, output: list[dict[str, Any]]) -> dict[str, Any]:
-    """The response object of the background that its client has cancelled, with the output so far."""
-    return _response(plan, status="cancelled") | {"output": output}
-
-
-def _response(plan: ResponsePlan, *, status: str) -> dict[str, Any]:
+def response_of(plan: ResponsePlan, *, status: str) -> dict[str, Any]:
+    """The response object without output, error and usage."""
     body, params = plan.body, plan.params
     return {
         "id": plan.id,

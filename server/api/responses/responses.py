@@ -1,88 +1,54 @@
-"""POST /v1/responses, and the routes of a response that is stored or under way in the background.
+"""POST /v1/responses.
 
-Owns: who may see a response, and in which form it is asked for.
-Never: the making of a response (making.py, background.py).
+Owns: the way from body to reply, at once or in the background.
+Never: the making of a response (making.py, background.py), or routes of one that exists (stored_routes.py).
 """
 
-import asyncio
 import secrets
 import time
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
-import orjson
-from fastapi import APIRouter, FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.errors import RequestRejected
 from engine.journal import Journal
-from server.api.files.access import add_state_access
-from server.api.responses.background import BackgroundResponses, Work
+from server.api.files.access import owner_of
+from server.api.responses.background import Work
 from server.api.responses.event_log import EventLog, LoggedEvents
-from server.api.responses.events import ResponseFraming, WholeResponse
-from server.api.responses.input_items import MAX_PAGE_ITEMS, page_of, page_request
-from server.api.responses.kept_responses import KeptResponses
+from server.api.responses.events import ResponseFraming
 from server.api.responses.making import Making, ResponseTask, begin_making, stored_response
-from server.api.responses.models import InputItemPage, ResponseDeletion, ResponseEvent, ResponseObject
+from server.api.responses.models import ResponseEvent, ResponseObject
 from server.api.responses.protocol import RESPONSES_REFUSALS, ResponsesRequest
-from server.api.responses.store import MAX_RESPONSES, RESPONSE_TTL_S, ResponseStore, StoredResponse
-from server.edge.access.auth import KEY_NAME
-from server.edge.error_replies import ResponseNotFound
-from server.edge.http.edge import EdgeSettings, edge_of
-from server.edge.http.endpoint import Endpoint, documentation, documentation_of_one, reference
-from server.edge.refusals import unsupported
+from server.api.responses.stored_routes import (
+    add_store,
+    background_of,
+    earlier_response,
+    is_stored,
+    kept_of,
+    router,
+    store_of,
+)
+from server.edge.http.edge import edge_of
+from server.edge.http.endpoint import NO_STORE, Endpoint, add_named_events, documentation, json_reply
 from server.reply.generate.answering import whole
 from server.reply.generate.calls import read_call
+from server.reply.generate.replies import Gathered
 from server.reply.generate.sse import EventStream
 
 _PATH = "/v1/responses"
-_ONE = "/v1/responses/{response_id}"
-_NO_STORE = {"cache-control": "no-store"}
-_PAGE_PARAMETERS: dict[str, dict[str, Any]] = {
-    "limit": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE_ITEMS, "default": 20},
-    "order": {"enum": ["asc", "desc"], "default": "desc"},
-    "after": {"type": "string"},
-}
-_FOLLOW_PARAMETERS: dict[str, dict[str, Any]] = {
-    "stream": {"type": "boolean", "default": False},
-    "starting_after": {"type": "integer", "minimum": 0},
-}
-_STREAM_NOTE = (
-    "With `stream`: server-sent events whose names are their types, `response.created` first, and"
-    " `response.completed`, `response.incomplete` or `response.failed` last; comments keep the connection"
-    " alive."
+_DOCUMENTATION = documentation(ResponseObject, request=ResponsesRequest)
+add_named_events(
+    _DOCUMENTATION,
+    ResponseEvent,
+    "`response.created` first, and `response.completed`, `response.incomplete` or `response.failed` last;"
+    " comments keep the connection alive.",
 )
 
 
-def _create_documentation() -> dict[str, Any]:
-    payload = {
-        "type": "string",
-        "contentMediaType": "application/json",
-        "contentSchema": reference(ResponseEvent),
-    }
-    properties = {"event": {"type": "string"}, "data": payload}
-    event = {"type": "object", "required": ["event", "data"], "properties": properties}
-    found = documentation(ResponseObject, request=ResponsesRequest)
-    success = found["responses"][200]
-    success["description"] = _STREAM_NOTE
-    success["content"]["text/event-stream"] = {"schema": event}
-    return found
-
-
-def _add_store(app: FastAPI, settings: EdgeSettings) -> None:
-    app.state.response_store = ResponseStore(
-        max_responses=MAX_RESPONSES, max_bytes=settings.responses_store_bytes, ttl_s=RESPONSE_TTL_S
-    )
-    add_state_access(app, settings)
-    app.state.kept_responses = KeptResponses(app.state.response_store, app.state.desk, settings)
-    app.state.background = BackgroundResponses(app.state.edge, max_event_bytes=settings.responses_store_bytes)
-
-
-router = APIRouter()
 ENDPOINT = Endpoint(
     router=router,
-    add_state=_add_store,
+    add_state=add_store,
     requests={ResponsesRequest: RESPONSES_REFUSALS},
     events=(ResponseEvent,),
     batch_paths=frozenset({_PATH}),
@@ -90,7 +56,7 @@ ENDPOINT = Endpoint(
 )
 
 
-@router.post(_PATH, **_create_documentation())
+@router.post(_PATH, **_DOCUMENTATION)
 async def create_response(request: Request) -> Response:
     """Answer a text or a conversation, which may go on from a stored response."""
     edge, store = edge_of(request), store_of(request)
@@ -98,30 +64,30 @@ async def create_response(request: Request) -> Response:
     body, origin = await read_call(request, ResponsesRequest, RESPONSES_REFUSALS, reply_id=reply_id)
     task = ResponseTask(
         body=body,
-        earlier=_earlier(request, store, body),
+        earlier=earlier_response(request, body),
         origin=origin,
         created_s=int(time.time()),
-        is_stored=_is_stored(body, store),
+        is_stored=is_stored(body, store),
     )
     if body.background:
         return await _begin_in_background(request, task)
 
     def keep(response: dict[str, Any]) -> None:
         if task.is_stored:
-            stored = stored_response(_owner(request), body, task.earlier, response)
+            stored = stored_response(owner_of(request), body, task.earlier, response)
             store.add(reply_id, stored, now_s=time.monotonic())
 
     making = await begin_making(edge, task, on_end=keep)
     outputs = edge.engine.generate_all([making.request])
     if body.stream:
         return EventStream(outputs, making.reply, edge, framing=ResponseFraming(making.reply))
-    return await whole(request, outputs, WholeResponse(making.reply))
+    return await whole(request, outputs, Gathered(making.reply, lambda: making.reply.response))
 
 
 async def _begin_in_background(request: Request, task: ResponseTask) -> Response:
     """Answer with the response object before its first token, or with the stream of its events."""
-    edge, background, kept = edge_of(request), _background_of(request), _kept(request)
-    owner, is_stream = _owner(request), bool(task.body.stream)
+    edge, background, kept = edge_of(request), background_of(request), kept_of(request)
+    owner, is_stream = owner_of(request), bool(task.body.stream)
     background.require_place(owner)
     # The request is checked, and its prompt made, while the client can still be answered with an error.
     # The record of the HTTP request ends with it, so that the response has its own.
@@ -147,146 +113,4 @@ async def _begin_in_background(request: Request, task: ResponseTask) -> Response
         can_be_left=kept.is_on_disk and not is_stream,
     )
     background.begin(response["id"], work)
-    return _json(orjson.dumps(response)) if log is None else LoggedEvents(log, 0, edge)
-
-
-@router.api_route(_ONE, methods=["GET", "DELETE"], include_in_schema=False)
-async def use_stored_response(request: Request) -> Response:
-    """Serve both methods, so that the Allow header of a 405 names both; the routes below document them."""
-    return await (delete_response if request.method == "DELETE" else retrieve_response)(request)
-
-
-@router.get(_ONE, **documentation_of_one(ResponseObject, "response_id", query=_FOLLOW_PARAMETERS))
-async def retrieve_response(request: Request) -> Response:
-    """Return a response as it is now, or follow its events if it was begun as a stream in the background."""
-    work = _work_here(request)
-    body = _stored_here(request).body if work is None else orjson.dumps(work.response)
-    start = _start_of_stream(request)
-    if start is None:
-        return _json(body)
-    log = _background_of(request).events_of(request.path_params["response_id"])
-    if log is None:
-        raise RequestRejected(
-            "stream: only a response that was created with background and stream has events, for as long as"
-            " there is room for them; retrieve it without stream",
-            param="stream",
-        )
-    log.require(start)
-    return LoggedEvents(log, start, edge_of(request))
-
-
-@router.get(
-    f"{_ONE}/input_items",
-    **documentation_of_one(InputItemPage, "response_id", query=_PAGE_PARAMETERS),
-)
-async def list_input_items(request: Request) -> Response:
-    """List the input items of a stored response, without the items of earlier responses."""
-    asked = page_request(request.query_params)
-    items, response_id = _stored_here(request).input, request.path_params["response_id"]
-    # In a thread, since there may be as much text as a body holds.
-    page = await asyncio.to_thread(lambda: orjson.dumps(page_of(items, response_id, asked)))
-    return Response(page, headers=_NO_STORE, media_type="application/json")
-
-
-@router.post(f"{_ONE}/cancel", **documentation_of_one(ResponseObject, "response_id"))
-async def cancel_response(request: Request) -> Response:
-    """Cancel a response of the background. One at its end stays as it is; any other cannot be cancelled."""
-    work = _work_here(request)
-    if work is not None:
-        return _json(orjson.dumps(await _background_of(request).cancel(work)))
-    body = _stored_here(request).body
-    if orjson.loads(body)["background"]:
-        return _json(body)
-    raise RequestRejected(
-        "Cannot cancel a synchronous response: only responses created with background set to true can be"
-        " cancelled. To end this one early, close its connection",
-        param="response_id",
-    )
-
-
-@router.delete(_ONE, **documentation_of_one(ResponseDeletion, "response_id"))
-async def delete_response(request: Request) -> Response:
-    """Delete a response, under way or stored. Responses that continue it stay."""
-    response_id, owner = request.path_params["response_id"], _owner(request)
-    work = _work_here(request)
-    if work is not None:
-        await _background_of(request).cancel(work)
-    elif not store_of(request).find(response_id, owner=owner, now_s=time.monotonic()):
-        raise ResponseNotFound(response_id)
-    store_of(request).delete(response_id, owner=owner, now_s=time.monotonic())
-    _background_of(request).forget_events(response_id)
-    await _kept(request).delete(owner, response_id)
-    return _json(orjson.dumps({"id": response_id, "object": "response", "deleted": True}))
-
-
-def _json(body: bytes) -> Response:
-    return Response(body, headers=_NO_STORE, media_type="application/json")
-
-
-def _start_of_stream(request: Request) -> int | None:
-    """The number of the first event that is asked for; None: no events. Raises RequestRejected."""
-    stream, after = request.query_params.get("stream", "false"), request.query_params.get("starting_after")
-    if stream not in ("true", "false"):
-        raise RequestRejected(f"stream must be true or false, not {stream[:32]!r}", param="stream")
-    if after is None:
-        return 0 if stream == "true" else None
-    if stream == "false":
-        raise RequestRejected("starting_after needs stream=true", param="starting_after")
-    if not (after.isascii() and after.isdigit() and len(after) < 10):
-        raise RequestRejected("starting_after must be the number of an event", param="starting_after")
-    return int(after) + 1
-
-
-def _work_here(request: Request) -> Work | None:
-    """The response under way that the path names, if it is one."""
-    return _background_of(request).find(request.path_params["response_id"], owner=_owner(request))
-
-
-def _background_of(request: Request) -> BackgroundResponses:
-    return cast(BackgroundResponses, request.app.state.background)
-
-
-def _kept(request: Request) -> KeptResponses:
-    return cast(KeptResponses, request.app.state.kept_responses)
-
-
-def _stored_here(request: Request) -> StoredResponse:
-    """The stored response that the path names. Raises ResponseNotFound."""
-    response_id = request.path_params["response_id"]
-    stored = store_of(request).find(response_id, owner=_owner(request), now_s=time.monotonic())
-    if stored is None:
-        raise ResponseNotFound(response_id)
-    return stored
-
-
-def store_of(request: Request) -> ResponseStore:
-    return cast(ResponseStore, request.app.state.response_store)
-
-
-def _owner(request: Request) -> str:
-    """Name of the key; without keys all callers are one owner."""
-    return str(request.scope.get(KEY_NAME, ""))
-
-
-def _is_stored(body: ResponsesRequest, store: ResponseStore) -> bool:
-    """True unless store is off. Raises RequestRejected for a request that needs it where there is none."""
-    if body.store and not store.is_open:
-        raise unsupported("store", "store: this server stores no responses; send the whole conversation")
-    is_stored = store.is_open and body.store is not False
-    if body.background and not is_stored:
-        raise unsupported("background", "background: a response that is not stored could not be fetched")
-    return is_stored
-
-
-def _earlier(request: Request, store: ResponseStore, body: ResponsesRequest) -> StoredResponse | None:
-    if body.previous_response_id is None:
-        return None
-    found = store.find(body.previous_response_id, owner=_owner(request), now_s=time.monotonic())
-    if found is None:
-        raise RequestRejected(
-            f"there is no stored response {body.previous_response_id!r} (any more);"
-            " send the whole conversation as input",
-            param="previous_response_id",
-            code="previous_response_not_found",
-        )
-    return found
+    return json_reply(response, NO_STORE) if log is None else LoggedEvents(log, 0, edge)

@@ -76,7 +76,7 @@ class ResponseStore:
         return len(self._entries)
 
     def add(self, response_id: str, stored: StoredResponse, *, now_s: float) -> None:
-        """Keep it, and let others go for it. One that is larger than the whole store is not kept."""
+        """Store a response, and drop others for it. One that is larger than the whole store is not stored."""
         self._drop_expired(now_s)
         if not self.is_open or stored.num_bytes > self._max_bytes:
             return

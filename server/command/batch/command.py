@@ -1,6 +1,6 @@
 """`tokenyard run-batch`: a file of requests in, a file of answers out.
 
-Owns: the command line, whether the model runs here or a server is asked, the exit code.
+Owns: the command line, whether the model runs here or a server is asked, progress and summary, the exit code.
 Never: opens a port: where the model runs here, its application is called in this process.
 
 Codes: 0 every request has an answer, 1 some have an error, 2 a mistake on the command line or in a file,
@@ -13,8 +13,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from engine.options.options import OptionError
 from engine.options.sources import Source, merge, read_sources, source_of
 from server.api.batches.files import BatchFileError, InputFile, OutputFile, check_input, open_output
 from server.api.batches.run import BatchRun, Client, Counts, ServerLost
-from server.command.batch.progress import progress, summary
 from server.command.command_line import OptionParser
 from server.edge.http.http_client import ExchangeFailed, Reply, Target, fetch, key_from_environment
 from server.endpoints import BATCH_PATHS
@@ -47,7 +46,7 @@ _ABOUT_THE_PORT = (
 """Options of `serve` that mean nothing where no port is opened."""
 
 
-class _CannotRun(Exception):
+class CannotRun(Exception):
     """No model is there to answer. One line for the operator, and the code to end with."""
 
     def __init__(self, what: str, code: int) -> None:
@@ -79,7 +78,7 @@ def main(words: Sequence[str]) -> int:
             return asyncio.run(_run(asked, source, output))
     except BatchFileError as error:
         return _say(str(error), EXIT_USAGE)
-    except _CannotRun as error:
+    except CannotRun as error:
         return _say(str(error), error.code)
     except ServerLost as error:
         return _say(f"{error}; {_GO_ON}", EXIT_SERVER_LOST)
@@ -133,7 +132,7 @@ class _RemoteClient:
 
 @asynccontextmanager
 async def _client(asked: _Asked) -> AsyncIterator[tuple[Client, int]]:
-    """Open the client, and say how many requests keep its server busy. Raises _CannotRun."""
+    """Open the client, and say how many requests keep its server busy. Raises CannotRun."""
     if asked.target is None:
         async with _local_client(asked) as found:
             yield found
@@ -143,7 +142,7 @@ async def _client(asked: _Asked) -> AsyncIterator[tuple[Client, int]]:
         await fetch(asked.target, "GET", "/health", silence_s=_FIRST_CONTACT_S)
     except ExchangeFailed as error:
         advice = "check --base-url, or leave it out to run the model here"
-        raise _CannotRun(f"{error}; {advice}", EXIT_SERVER_LOST) from None
+        raise CannotRun(f"{error}; {advice}", EXIT_SERVER_LOST) from None
     yield _RemoteClient(asked.target, asked.timeout_s), _REMOTE_CONCURRENCY
 
 
@@ -152,15 +151,12 @@ async def _local_client(asked: _Asked) -> AsyncIterator[tuple[Client, int]]:
     engine_config, server_config = _configs(asked.serve_flags)
     # Not at the top: this is where the seconds of imports begin.
     from server.api.batches.app_client import AppClient
-    from server.command.batch.local_engine import CannotLoad, local_app
+    from server.command.batch.local_engine import local_app
 
     # Twice what runs at once, so that the next one is there when one ends; more would only wait.
     concurrency = min(2 * engine_config.scheduler.max_num_seqs, engine_config.max_queued_requests)
-    try:
-        async with local_app(engine_config, server_config) as app:
-            yield AppClient(app), concurrency
-    except CannotLoad as error:
-        raise _CannotRun(str(error), error.code) from None
+    async with local_app(engine_config, server_config) as app:
+        yield AppClient(app), concurrency
 
 
 def _read(words: Sequence[str]) -> _Asked:
@@ -192,7 +188,7 @@ def _configs(serve_flags: dict[str, Any]) -> tuple[EngineConfig, ServerConfig]:
     sources = read_sources(serve_flags, os.environ)
     options = merge(sources)
     if source_of("request_timeout", sources) is Source.DEFAULT:
-        # Nobody waits at the other end, and half of all requests wait in the queue by intent.
+        # No client waits at the other end, and half of all requests wait in the queue by intent.
         options = replace(options, request_timeout=0.0)
     engine, server = resolve(options)
     if engine.cluster is not None and engine.cluster.node:
@@ -274,3 +270,65 @@ def _seconds(text: str) -> float:
     if not 0 <= seconds <= 1e6:
         raise argparse.ArgumentTypeError("must be a number of seconds from 0 to 1000000")
     return seconds
+
+
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+@contextmanager
+def progress(num_requests: int) -> Iterator[Callable[[Counts], None]]:
+    """Yield a function that shows the counts it is called with."""
+    with _bar(num_requests) if sys.stderr.isatty() else _lines(num_requests) as show:
+        yield show
+
+
+def summary(counts: Counts, *, num_skipped: int, elapsed_s: float) -> str:
+    """The line for the end."""
+    words = [f"{counts.num_done:,} answered", f"{counts.num_failed:,} of them with an error"]
+    if counts.num_cut_off:
+        words.append(f"{counts.num_cut_off:,} cut off by a time limit")
+    if num_skipped:
+        words.append(f"{num_skipped:,} had been answered before")
+    if counts.num_retries:
+        words.append(f"{counts.num_retries:,} sent again")
+    rate = counts.num_output_tokens / max(elapsed_s, 1e-9)
+    tokens = f"{counts.num_prompt_tokens:,} prompt and {counts.num_output_tokens:,} output tokens"
+    return f"{', '.join(words)}; {tokens} in {elapsed_s:,.1f} s ({rate:,.0f} output tokens/s)"
+
+
+@contextmanager
+def _bar(num_requests: int) -> Iterator[Callable[[Counts], None]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    started_s = time.monotonic()
+    # Twice a second: the model may run on the same cores.
+    with Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=2) as bar:
+        task = bar.add_task("", total=num_requests)
+
+        def show(counts: Counts) -> None:
+            bar.update(task, completed=counts.num_done, description=_state(counts, started_s))
+
+        yield show
+
+
+@contextmanager
+def _lines(num_requests: int) -> Iterator[Callable[[Counts], None]]:
+    started_s = last_s = time.monotonic()
+
+    def show(counts: Counts) -> None:
+        nonlocal last_s
+        now_s = time.monotonic()
+        if now_s - last_s >= _SECONDS_BETWEEN_LINES:
+            last_s = now_s
+            print(
+                f"{counts.num_done} of {num_requests} requests, {_state(counts, started_s)}", file=sys.stderr
+            )
+
+    yield show
+
+
+def _state(counts: Counts, started_s: float) -> str:
+    rate = counts.num_output_tokens / max(time.monotonic() - started_s, 1e-9)
+    return f"{counts.num_failed} with an error, {rate:.0f} output tokens/s"

@@ -19,23 +19,16 @@ from engine.options.engine_config import EngineConfig, ServerConfig
 from engine.text.chat_template import NoRenderer
 from engine.text.tokenizer import TokenizerError
 from server.app import build_app
+from server.command.batch.command import CannotRun
 from server.command.startup.banner import LoadingDisplay
 from server.reply.response_templates.template_choice import check_template
 
 _BAD_MODEL = 78
 
 
-class CannotLoad(Exception):
-    """There will be no engine. One line for the operator, and the code to end with."""
-
-    def __init__(self, what: str, code: int) -> None:
-        super().__init__(what)
-        self.code = code
-
-
 @asynccontextmanager
 async def local_app(engine_config: EngineConfig, server_config: ServerConfig) -> AsyncIterator[FastAPI]:
-    """Ready when this yields; leaving ends the engine process. Raises CannotLoad."""
+    """Ready when this yields; leaving ends the engine process. Raises CannotRun."""
     try:
         check_template(Path(engine_config.model_path), server_config)
         engine = AsyncEngine(engine_config)
@@ -55,7 +48,7 @@ async def local_app(engine_config: EngineConfig, server_config: ServerConfig) ->
 
 @asynccontextmanager
 async def while_it_lives(engine: AsyncEngine) -> AsyncIterator[None]:
-    """Cancel the body of the `with` when the engine is gone for good, and raise CannotLoad instead."""
+    """Cancel the body of the `with` when the engine is gone for good, and raise CannotRun instead."""
     owner = asyncio.current_task()
     assert owner is not None
     watching = asyncio.create_task(engine.gave_up())
@@ -67,13 +60,13 @@ async def while_it_lives(engine: AsyncEngine) -> AsyncIterator[None]:
         if gave_up is None:
             raise
         owner.uncancel()
-        raise CannotLoad(f"{gave_up.what}; {gave_up.fix}", gave_up.exit_code) from None
+        raise CannotRun(f"{gave_up.what}; {gave_up.fix}", gave_up.exit_code) from None
     finally:
         watching.cancel()
 
 
-def _unusable(error: TokenizerError) -> CannotLoad:
-    return CannotLoad(f"{error.what}; {error.fix}", _BAD_MODEL)
+def _unusable(error: TokenizerError) -> CannotRun:
+    return CannotRun(f"{error.what}; {error.fix}", _BAD_MODEL)
 
 
 async def _load(engine: AsyncEngine) -> None:
@@ -83,9 +76,9 @@ async def _load(engine: AsyncEngine) -> None:
     except TokenizerError as error:
         raise _unusable(error) from None
     except NoRenderer as error:
-        raise CannotLoad(f"{error.what}; {error.fix}", error.exit_code) from None
+        raise CannotRun(f"{error.what}; {error.fix}", error.exit_code) from None
     except EngineUnavailable:
         gave_up = await engine.gave_up()
         if gave_up is None:
             raise
-        raise CannotLoad(f"{gave_up.what}; {gave_up.fix}", gave_up.exit_code) from None
+        raise CannotRun(f"{gave_up.what}; {gave_up.fix}", gave_up.exit_code) from None

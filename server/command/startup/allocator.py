@@ -4,7 +4,7 @@ Owns: that the process of `tokenyard serve` runs with it, and that its children 
 Never: gives memory back (sockets/trimming.py).
 
 Python's own allocator takes memory in arenas of 1 MiB and returns one only when nothing in it is in use. A
-large body fills dozens for a moment, and what is made in that moment and lives on keeps many. Of the C
+large body fills dozens for a moment, and objects made in that moment that live on keep many. Of the C
 library's heaps each free page can be returned, and a block that was mapped by itself goes when it is freed.
 
 Source: docs/decisions/python-objects.md; mallopt(3), prctl(2).
@@ -55,7 +55,7 @@ def _can_start_anew(words: Sequence[str]) -> bool:
 
 
 def is_glibc() -> bool:
-    """Whether the C library is the one whose heaps give back what is asked for."""
+    """Whether the C library is the one whose heaps give memory back when asked."""
     with suppress(ValueError, OSError):  # the name is not known; musl knows it, and has no value
         return (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc")
     return False

@@ -1,10 +1,11 @@
-"""Text in the operator's terminal: progress of loading, and the loaded model.
+"""Messages to the operator: progress of loading, the loaded model, the reason of an end.
 
-Owns: words and layout.
+Owns: words and layout, and the choice between a terminal, lines of text, and lines of JSON.
 Never: measures or decides; every number comes from ModelInfo or the configuration.
 """
 
 import asyncio
+import contextlib
 import json
 import math
 import shlex
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TextIO
 
+from engine.errors import EngineUnavailable
 from engine.logs.setup import ERASE_LINE
 from engine.options.edge_config import PageParts
 from engine.options.engine_config import EngineConfig, ServerConfig
@@ -21,6 +23,14 @@ from server.edge.http.http_client import DEFAULT_URL
 
 if TYPE_CHECKING:
     from engine.frontend.client import AsyncEngine
+
+
+import io
+import logging
+import sys
+
+from engine.logs.lines import fields
+from engine.logs.setup import Logs
 
 _UNIX = "unix:"
 _BAR_WIDTH = 20
@@ -71,7 +81,7 @@ def _purpose(info: ModelInfo) -> str:
 
 
 def _kv_cache(info: ModelInfo) -> list[tuple[str, str]]:
-    """An encoder has none."""
+    """Describe the KV cache; empty for an encoder, which has none."""
     if not info.kv_cache_bytes:
         return []
     tokens = info.num_blocks * info.block_size
@@ -137,7 +147,7 @@ def _size(num_bytes: int) -> str:
 
 
 def _count(number: int) -> str:
-    """135,000,000 is 135 million."""
+    """Format a count in words: 135,000,000 is 135 million."""
     for size, word in ((10**9, "billion"), (10**6, "million"), (10**3, "thousand")):
         if number >= size:
             return f"{number / size:.3g} {word}"
@@ -145,12 +155,12 @@ def _count(number: int) -> str:
 
 
 def _printable(text: str) -> str:
-    """Names come from folders and command lines; none may move the cursor."""
+    """Replace characters that could move the cursor: names come from folders and command lines."""
     return "".join(char if char.isprintable() else "?" for char in text)
 
 
 class LoadingDisplay:
-    """Progress while the model loads: one line that changes on a terminal, else a line now and then."""
+    """Progress while the model loads: one line that changes on a terminal, a line now and then elsewhere."""
 
     def __init__(self, stream: TextIO, *, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
@@ -203,3 +213,64 @@ class LoadingDisplay:
             return ""
         left_s = (now_s - self._started_s) * (1.0 - fraction) / fraction
         return f"about {left_s:.0f} s left"
+
+
+log = logging.getLogger(__name__)
+
+
+class Announcement:
+    """Messages to the operator. Only a terminal can block the writer; the log never does."""
+
+    def __init__(self, logs: Logs) -> None:
+        self._logs = logs
+
+    def loading_display(self) -> LoadingDisplay:
+        """Make the display of progress: one changing line on a terminal, lines of the log elsewhere."""
+        if self._logs.is_text and sys.stderr.isatty():
+            return LoadingDisplay(sys.stderr)
+        return LoadingDisplay(_LinesOfLog(self._logs))
+
+    def ready(self, info: ModelInfo, engine: EngineConfig, server: ServerConfig, *, url: str) -> None:
+        """Announce the loaded model, and the address of the server."""
+        if self._logs.is_text:
+            self._logs.show(render_banner(info, engine, server, url=url))
+            return
+        facts = fields(
+            url=url,
+            model=info.served_names[0],
+            model_type=info.model_type,
+            device=info.device,
+            dtype=info.dtype,
+            max_model_len=info.max_model_len,
+            num_blocks=info.num_blocks,
+            block_size=info.block_size,
+        )
+        log.info("listens on %s and serves %s", url, ", ".join(info.served_names), extra=facts)
+
+    async def follow(
+        self, engine: "AsyncEngine", config: EngineConfig, server: ServerConfig, *, url: str
+    ) -> None:
+        """Show progress while the model loads, then a summary of it. The end of a failed engine tells why."""
+        with contextlib.suppress(EngineUnavailable):
+            self.ready(await self.loading_display().follow(engine), config, server, url=url)
+
+    def end(self, what: str, fix: str, exit_code: int) -> int:
+        """Write the last line, readable in every format: why the server ends, and what to do."""
+        self._logs.show(f"tokenyard: {what}; {fix}")
+        return exit_code
+
+
+class _LinesOfLog(io.StringIO):
+    """Takes whole lines. Not a terminal."""
+
+    def __init__(self, logs: Logs) -> None:
+        super().__init__()
+        self._logs = logs
+
+    def write(self, text: str) -> int:
+        line = text.rstrip("\n")
+        if self._logs.is_text:
+            self._logs.show(line)
+        else:
+            log.info("%s", line)
+        return len(text)

@@ -1,4 +1,4 @@
-"""The run of a server from a checked configuration to the exit code: the engine first, HTTP beside it.
+"""The run of a server from a checked configuration to the exit code: the engine first, HTTP while it loads.
 
 Owns: the order of the start, and that the engine is closed at the end. The engine process takes seconds to
 import a tensor library; this process imports the web framework meanwhile, on another core.
@@ -19,7 +19,7 @@ from engine.processes.garbage import only_imports
 from engine.text.chat_template import NoRenderer
 from engine.text.checkpoint_texts import check_files
 from engine.text.tokenizer import TokenizerError
-from server.command.startup.announcement import Announcement
+from server.command.startup.banner import Announcement
 from server.command.startup.launched import EXIT_HTTP_ENDED, Launched, Signals
 from server.edge.http.listening import CannotListen, Listeners
 from server.reply.response_templates.template_choice import check_template
@@ -70,7 +70,7 @@ async def _launch(
     engine.start()
     try:
         await engine.begun()
-        # Not at the top: a second of imports, beside those of the engine process.
+        # Not at the top: a second of imports, while the engine process has its own.
         with only_imports():
             from server.command.startup.serving import serve
         if await _texts_are_tried(engine, launched.signals):

@@ -16,14 +16,11 @@ from contextlib import aclosing
 from typing import Any
 
 from server.command.terminal.client import (
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    EXIT_NO_SERVER,
     Failed,
-    Parser,
+    GeneratingParser,
     ReplyStats,
     TokenWriter,
-    no_server,
+    run_client,
     sampling_of,
     say,
     served_model,
@@ -107,7 +104,8 @@ def main(words: Sequence[str]) -> int:
     options = build_parser().parse_args(list(words))
     target = target_of(options)
     with asyncio.Runner() as runner:
-        try:
+
+        def converse() -> None:
             model = runner.run(served_model(target, options.model))
             conversation = Conversation(target, model.name, sampling_of(options), options.system)
             if sys.stdin.isatty():
@@ -115,19 +113,12 @@ def main(words: Sequence[str]) -> int:
             else:
                 runner.run(conversation.answer(sys.stdin.read()))
                 _show_stats(conversation, options)
-        except Failed as error:
-            say(f"tokenyard chat: {error}")
-            return EXIT_FAILED
-        except ExchangeFailed as error:
-            say(f"tokenyard chat: {no_server(error)}")
-            return EXIT_NO_SERVER
-        except KeyboardInterrupt:
-            return EXIT_INTERRUPTED
-    return 0
+
+        return run_client("tokenyard chat", converse)
 
 
 def _talk(runner: asyncio.Runner, conversation: Conversation, options: argparse.Namespace) -> None:
-    """Until /exit or the end of the input."""
+    """Read messages and answer them until /exit or the end of the input."""
     # Its import gives input() a history and the keys that people expect.
     import readline  # noqa: F401
 
@@ -147,7 +138,7 @@ def _talk(runner: asyncio.Runner, conversation: Conversation, options: argparse.
 
 
 def _read_message() -> str | None:
-    """One message, of several lines where each but the last ends with a backslash; None to leave."""
+    """Read one message, of several lines if all but the last end with a backslash; None to leave."""
     lines: list[str] = []
     while True:
         try:
@@ -193,8 +184,8 @@ def _show_stats(conversation: Conversation, options: argparse.Namespace) -> None
         say(f"({conversation.last_stats})")
 
 
-def build_parser() -> Parser:
-    parser = Parser(
+def build_parser() -> GeneratingParser:
+    parser = GeneratingParser(
         prog="tokenyard chat",
         usage="tokenyard chat [--base-url URL] [--model NAME] [--system TEXT] [options]",
         description="Talk to a running server. What comes through a pipe is one message.",

@@ -8,7 +8,7 @@ Never: the conversation (chat.py).
 import argparse
 import sys
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, TextIO
 
@@ -39,8 +39,6 @@ class Failed(Exception):
 
 @dataclass(slots=True)
 class ReplyStats:
-    """Times of one reply."""
-
     started_s: float
     first_token_s: float | None = None
     last_token_s: float | None = None
@@ -184,11 +182,11 @@ def _message(body: Any) -> str | None:
 
 
 def say(text: str) -> None:
-    """To the person, beside the model's text."""
+    """Print a line for the person; it goes to stderr, apart from the model's text."""
     print(text, file=sys.stderr, flush=True)
 
 
-def no_server(error: ExchangeFailed) -> str:
+def _no_server(error: ExchangeFailed) -> str:
     """The fault, and its remedy."""
     return (
         f"{error}.\nStart a server in another terminal with `tokenyard serve`, or name one that runs with"
@@ -196,17 +194,35 @@ def no_server(error: ExchangeFailed) -> str:
     )
 
 
-class Parser(argparse.ArgumentParser):
-    """The options that both commands have. A mistake raises OptionError."""
+def run_client(command: str, work: Callable[[], None]) -> int:
+    """Do the work of a command; return its exit code, after a line about the failure if there was one."""
+    try:
+        work()
+    except Failed as error:
+        say(f"{command}: {error}")
+        return EXIT_FAILED
+    except ExchangeFailed as error:
+        say(f"{command}: {_no_server(error)}")
+        return EXIT_NO_SERVER
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    return 0
 
-    def __init__(self, *, prog: str, usage: str, description: str) -> None:
-        super().__init__(prog=prog, usage=usage, description=description, allow_abbrev=False)
+
+class Parser(argparse.ArgumentParser):
+    """The words of one command. A mistake raises OptionError."""
+
+    def error(self, message: str) -> NoReturn:
+        raise OptionError(self.prog, message, f"see `{self.prog} --help`")
+
+    def add_server(self, place: str) -> None:
+        """Add the options about the server; `place` says which one is asked."""
         self.add_argument(
             "--base-url",
-            type=url_text,
+            type=_url,
             default=DEFAULT_URL,
             metavar="URL",
-            help=f"the server (default: {DEFAULT_URL})",
+            help=f"{place} (default: {DEFAULT_URL})",
         )
         self.add_argument(
             "--api-key",
@@ -214,6 +230,14 @@ class Parser(argparse.ArgumentParser):
             metavar="KEY",
             help="its key (default: TOKENYARD_API_KEY, where that is set)",
         )
+
+
+class GeneratingParser(Parser):
+    """The options of the commands that show a reply."""
+
+    def __init__(self, *, prog: str, usage: str, description: str) -> None:
+        super().__init__(prog=prog, usage=usage, description=description, allow_abbrev=False)
+        self.add_server("the server")
         self.add_argument("--model", metavar="NAME", help="which model (default: the first that it serves)")
         self.add_argument(
             "--max-tokens", type=_count, metavar="N", help="end each reply after so many tokens"
@@ -229,9 +253,6 @@ class Parser(argparse.ArgumentParser):
             "--stats", action="store_true", help="after each reply: tokens, speed, time to first token"
         )
 
-    def error(self, message: str) -> NoReturn:
-        raise OptionError(self.prog, message, f"see `{self.prog} --help`")
-
 
 def target_of(options: argparse.Namespace) -> Target:
     key = options.api_key or key_from_environment()
@@ -244,7 +265,7 @@ def sampling_of(options: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(options, name) for name in names if getattr(options, name) is not None}
 
 
-def url_text(text: str) -> str:
+def _url(text: str) -> str:
     try:
         Target.parse(text, api_key="")
     except ValueError as error:

@@ -14,21 +14,17 @@ from typing import Any
 
 from engine.options.options import OptionError
 from server.command.terminal.client import (
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    EXIT_NO_SERVER,
-    Failed,
-    Parser,
+    GeneratingParser,
     ReplyStats,
     TokenWriter,
-    no_server,
+    run_client,
     sampling_of,
     say,
     served_model,
     stream,
     target_of,
 )
-from server.edge.http.http_client import ExchangeFailed, Target
+from server.edge.http.http_client import Target
 
 _MAX_TOKENS = 256
 """Default, unless half of the context window is less. OpenAI's 16 would stop in the middle of a sentence."""
@@ -44,20 +40,17 @@ def main(words: Sequence[str]) -> int:
             raise OptionError("tokenyard complete", "there is no PROMPT", "give one, or pipe it in")
         prompt = sys.stdin.read()
     fields = {**sampling_of(options), "prompt": prompt}
-    try:
-        stats = asyncio.run(_complete(target, options.model, fields))
-    except Failed as error:
-        say(f"tokenyard complete: {error}")
-        return EXIT_FAILED
-    except ExchangeFailed as error:
-        say(f"tokenyard complete: {no_server(error)}")
-        return EXIT_NO_SERVER
-    except KeyboardInterrupt:
-        say("")
-        return EXIT_INTERRUPTED
-    if options.stats:
-        say(f"({stats})")
-    return 0
+
+    def complete() -> None:
+        try:
+            stats = asyncio.run(_complete(target, options.model, fields))
+        except KeyboardInterrupt:
+            say("")
+            raise
+        if options.stats:
+            say(f"({stats})")
+
+    return run_client("tokenyard complete", complete)
 
 
 async def _complete(target: Target, name: str | None, fields: dict[str, Any]) -> ReplyStats:
@@ -78,8 +71,8 @@ async def _complete(target: Target, name: str | None, fields: dict[str, Any]) ->
     return stats
 
 
-def build_parser() -> Parser:
-    parser = Parser(
+def build_parser() -> GeneratingParser:
+    parser = GeneratingParser(
         prog="tokenyard complete",
         usage="tokenyard complete [PROMPT] [--base-url URL] [--model NAME] [options]",
         description="Continue a text. Without PROMPT it is read from a pipe.",

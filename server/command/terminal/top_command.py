@@ -6,30 +6,27 @@ Never: a drawing of a view (top_screen.py), or HTTP (http_client.py).
 Codes: 0 the person left, 1 the server refused, 2 a mistake on the command line, 69 there is no server.
 """
 
-import argparse
 import asyncio
 import sys
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any, NoReturn
+from typing import Any
 
 import orjson
 from rich.console import Console
 from rich.live import Live
 
-from engine.options.options import OptionError
 from server.command.terminal.client import (
-    EXIT_FAILED,
-    EXIT_NO_SERVER,
+    EXIT_INTERRUPTED,
     Failed,
-    no_server,
+    Parser,
     reason_of,
+    run_client,
     say,
     target_of,
-    url_text,
 )
 from server.command.terminal.top_screen import Recent, screen
-from server.edge.http.http_client import DEFAULT_URL, ExchangeFailed, Target, open_stream
+from server.edge.http.http_client import Target, open_stream
 
 _PATH = "/admin/events"
 _SILENCE_S = 30.0
@@ -40,30 +37,16 @@ _MAX_ROWS = 30
 _OTHER_LINES = 18
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise OptionError(self.prog, message, f"see `{self.prog} --help`")
-
-
 def main(words: Sequence[str]) -> int:
     """Run the command with the words behind it; returns the exit code. Raises OptionError."""
     options = build_parser().parse_args(list(words))
     target = target_of(options)
-    try:
-        asyncio.run(_once(target) if options.once else _watch(target))
-    except Failed as error:
-        say(f"tokenyard top: {error}")
-        return EXIT_FAILED
-    except ExchangeFailed as error:
-        say(f"tokenyard top: {no_server(error)}")
-        return EXIT_NO_SERVER
-    except KeyboardInterrupt:
-        pass
-    return 0
+    code = run_client("tokenyard top", lambda: asyncio.run(_once(target) if options.once else _watch(target)))
+    return 0 if code == EXIT_INTERRUPTED else code  # Ctrl-C is the way to leave
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+def build_parser() -> Parser:
+    parser = Parser(
         prog="tokenyard top",
         usage="tokenyard top [options]",
         description="Show what a running server does: who runs, who waits and why, blocks and steps. "
@@ -71,16 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
         "have --enable-admin. Ctrl-C leaves.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--base-url",
-        type=url_text,
-        default=DEFAULT_URL,
-        metavar="URL",
-        help=f"the server, or its admin port (default: {DEFAULT_URL})",
-    )
-    parser.add_argument(
-        "--api-key", default="", metavar="KEY", help="its key (default: TOKENYARD_API_KEY, where that is set)"
-    )
+    parser.add_server("the server, or its admin port")
     parser.add_argument("--once", action="store_true", help="show one view and leave")
     return parser
 

@@ -81,9 +81,9 @@ class Auth:
 
 
 def open_allowance(scope: Scope, rates: RateLimits) -> Allowance:
-    """The part of this request in the limits of its key, settled when it is over."""
+    """Begin to count this request against the limits of its key; its output is counted when it is over."""
     caller = Caller.BATCH if scope.get(OWNER_NAME) is not None else Caller.CLIENT
-    allowance = rates.allowance(key_of(scope), caller)
+    allowance = Allowance(rates, key_of(scope), caller)
     scope[_ALLOWANCE] = allowance
     return allowance
 

@@ -1,7 +1,8 @@
 """Keys and certificate of the server, as their files have them now.
 
 Owns: that both follow their files while the server runs; when to look; that a broken file changes nothing.
-Never: a format (engine/options/api_keys.py, engine/options/edge_config.py), or a comparison (key_ring.py).
+Never: a format (engine/options/api_keys.py, engine/options/edge_config.py), a comparison (key_ring.py), or
+HTTP (connections.py).
 """
 
 import asyncio
@@ -11,10 +12,27 @@ from pathlib import Path
 from typing import Any
 
 from engine.options.api_keys import ApiKey, KeysFile, given_keys
-from engine.options.edge_config import EdgeConfig
+from engine.options.edge_config import EdgeConfig, TlsFiles
 from engine.options.options import OptionError
 from server.edge.access.key_ring import KeyRing
-from server.edge.access.tls import LiveTls
+
+
+class LiveTls:
+    """The TLS context of all connections; each new one uses the certificate that was loaded last."""
+
+    def __init__(self, files: TlsFiles) -> None:
+        """Raises OptionError."""
+        self.files = files
+        self.context = files.load()
+
+    def reload(self) -> None:
+        """Take over certificate and key. The authorities stay: a context cannot forget any.
+
+        Raises OptionError, and keeps the present ones then.
+        """
+        self.files.load()  # elsewhere first: a context that gets a certificate without its key has neither
+        self.files.show_by(self.context)
+
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +43,7 @@ LOOK_EVERY_S = 2.0
 
 
 async def reread_on_change(paths: Iterable[str], reread: Callable[[], None]) -> None:
-    """Call `reread`, in a thread, whenever one of the files is another one than before. Until cancelled.
+    """Call `reread` in a thread whenever one of the files has changed, until cancelled.
 
     `reread` raises OptionError for files that are wrong; they are tried again once they have changed.
     """

@@ -17,7 +17,7 @@ _RETRY_AFTER_S = 1.0
 
 
 class KeyRing:
-    """A ring without keys opens to everybody, but one that ever had keys never does."""
+    """The valid keys. Without keys the server is open, but one that ever had keys stays locked."""
 
     def __init__(self, keys: Iterable[ApiKey] = ()) -> None:
         self._keys = tuple(keys)
@@ -44,7 +44,6 @@ class KeyRing:
         return keys[matches.index(True)] if any(matches) else None
 
     def named(self, name: str) -> ApiKey | None:
-        """The key of this name."""
         return next((key for key in self._keys if key.name == name), None)
 
     @contextmanager

@@ -11,7 +11,7 @@ Source: RFC 6454; CVE-2024-28224, the same in another server.
 """
 
 import re
-from ipaddress import ip_address
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -31,7 +31,7 @@ _PRIVATE_TOPS = frozenset(
         "svc",  # neither reserved nor delegated; Kubernetes' names of services, cut short
     }
 )
-"""Last labels under which nobody can register a name."""
+"""Last labels under which no name can be registered."""
 _PRIVATE_HOME = ".home.arpa"  # reserved: RFC 8375
 _SHOWN_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 """Names that --allowed-host takes."""
@@ -85,7 +85,7 @@ class PageOrigins:
         if self._others is OtherHosts.ALL or not name:  # no browser leaves the header out
             return True
         is_trusted = name in self._names_of_origins  # the pages there may ask anyway
-        return is_trusted or _is_local(name) or _is_address(name) or self._is_own(name)
+        return is_trusted or _is_local(name) or _address(name) is not None or self._is_own(name)
 
     def _is_own(self, name: str) -> bool:
         """True if no page but ours can be at this name."""
@@ -110,21 +110,20 @@ def _is_local(name: str) -> bool:
 
 
 def _is_private(name: str) -> bool:
-    """True if no stranger can let the name point here: it has one label, or a last one that is nobody's.
+    """True if no stranger can let the name point here: it has one label, or a private last one.
 
-    Whoever owns a name of one label owns a top-level domain. These have no underscore, which the networks of
+    The owner of a name of one label owns a top-level domain. These have no underscore, which the networks of
     Docker Compose have: service.project_default.
     """
     top = name.rpartition(".")[2]
     return "." not in name or top in _PRIVATE_TOPS or "_" in top or name.endswith(_PRIVATE_HOME)
 
 
-def _is_address(name: str) -> bool:
+def _address(name: str) -> IPv4Address | IPv6Address | None:
     try:
-        ip_address(name)
+        return ip_address(name)
     except ValueError:
-        return False
-    return True
+        return None
 
 
 def _is_ours(origin: str, host: str) -> bool:
@@ -138,10 +137,7 @@ def _is_ours(origin: str, host: str) -> bool:
         name = url.hostname or ""
     except ValueError:
         return False
-    if _is_local(name):
+    address = _address(name)
+    if _is_local(name) or (address is not None and address.is_loopback):
         return True
-    try:
-        is_loopback, is_address = ip_address(name).is_loopback, True
-    except ValueError:
-        is_loopback = is_address = False
-    return is_loopback or (url.netloc == host and (is_address or url.scheme == "https"))
+    return url.netloc == host and (address is not None or url.scheme == "https")

@@ -43,8 +43,6 @@ class Caller(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Limit:
-    """One of the limits of a key."""
-
     noun: str
     most: int
     counter: str
@@ -52,8 +50,6 @@ class _Limit:
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """The use of a limit now."""
-
     before: int
     """Count of the last minute."""
     before_left_s: float
@@ -92,22 +88,18 @@ class RateLimits:
 
         return MemoryStorage()
 
-    def allowance(self, key: ApiKey | None, caller: Caller) -> "Allowance":
-        """The part of one request in the limits of its key; without a key, of none."""
-        return Allowance(self, key, caller)
-
     def use(self, limit: _Limit) -> _Use:
         before, before_left_s, current, left_s = self._storage.get_sliding_window(limit.counter, _WINDOW_S)
         return _Use(before, before_left_s, current, max(left_s - _WINDOW_S, 0.0))
 
     def count(self, limit: _Limit, num: int) -> None:
-        """Add to a count; what is used already cannot be refused any more."""
+        """Add to a count, even beyond the limit: the tokens are used already."""
         if num:
             self._storage.acquire_sliding_window_entry(limit.counter, _NO_LIMIT, _WINDOW_S, num)
 
 
 class Allowance:
-    """Everything that one request takes of the limits of its key."""
+    """The requests and tokens that one request counts against the limits of its key."""
 
     def __init__(self, rates: RateLimits, key: ApiKey | None, caller: Caller) -> None:
         self._rates = rates
@@ -153,7 +145,6 @@ class Allowance:
         self._num_prompt_tokens = num_tokens
 
     def settle(self, num_output_tokens: int) -> None:
-        """Count the output so far."""
         if self._tokens is not None:
             self._rates.count(self._tokens, num_output_tokens - self._num_output_tokens)
             self._num_output_tokens = num_output_tokens
@@ -182,4 +173,4 @@ class Allowance:
 
 def no_limits() -> Allowance:
     """The part of a request without a key."""
-    return RateLimits().allowance(None, Caller.CLIENT)
+    return Allowance(RateLimits(), None, Caller.CLIENT)

@@ -1,7 +1,8 @@
-"""Limits of a body before it is parsed: bytes, pauses, total time.
+"""Limits of a body before it is parsed, and of new work while memory is short.
 
-Owns: the byte count of the body: declared, chunked or lied about.
-Never: the meaning of the bytes (json_body.py).
+Owns: the bytes of a body, declared, chunked or lied about, its pauses and total time, and the requests that
+count as new work.
+Never: the meaning of the bytes (json_body.py), or the end of running requests.
 """
 
 import asyncio
@@ -13,15 +14,16 @@ from math import inf
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.errors import Overloaded, RequestRejected
-from engine.frontend.memory_use import available_memory_bytes
+from engine.frontend.memory_use import MemoryGauge, available_memory_bytes
+from server.edge.access.auth import ADMIN_PATHS
 from server.edge.error_replies import BodyTimeout, BodyTooLarge, LowMemory
 from server.edge.sockets.trimming import trim_soon
 
 BODY_IDLE_S = 30.0
-"""A body that stands still for so long is given up; none has more patience than that in hand."""
+"""A body that stands still for that long is given up."""
 MIN_BYTES_PER_S = 1024
-"""Bytes that buy a second of patience. Whoever was fast has no more of it than others: else a body that is
-nearly whole would hold its part of the budget of all for an hour, at a byte every BODY_IDLE_S."""
+"""Bytes that buy a second of patience. A fast client cannot save up more than BODY_IDLE_S: otherwise a body
+that is nearly whole would hold its part of the budget of all for an hour, at a byte every BODY_IDLE_S."""
 
 _DRAIN_BYTES = 32 * 1024 * 1024
 _DRAIN_S = 2.0
@@ -33,7 +35,7 @@ while it sends sees a reset connection instead of the reason."""
 _BUDGET_BYTES = 64 * 1024 * 1024
 """Bytes of the bodies of all requests under way, from their arrival to the end of their replies."""
 _FREE_BYTES = 64 * 1024
-"""Bytes of each body that are held even beyond the budget: those who send little do not pay for others."""
+"""Bytes of each body that are held even beyond the budget: small requests pass while large ones fill it."""
 _MEMORY_PER_BYTE = 4
 """Bytes of memory that must be left for each byte of a body: it is joined, decoded and parsed."""
 _MEMORY_READ_EVERY_S = 0.05
@@ -126,7 +128,7 @@ class BodyLimit:
         if self._available_bytes is None or now_s - self._memory_read_s < _MEMORY_READ_EVERY_S:
             return
         self._memory_read_s = now_s
-        with suppress(OSError):  # no descriptor is free: what was read before holds
+        with suppress(OSError):  # no descriptor is free: the reading before stays in force
             self._memory_bytes = self._held_bytes + self._available_bytes() // _MEMORY_PER_BYTE
 
     def _let_go(self, num_bytes: int) -> None:
@@ -154,9 +156,9 @@ async def _drain(receive: Receive) -> None:
 
 
 def _check_framing(scope: Scope) -> None:
-    """Two lengths are two opinions on where the next request begins: ours, and that of a proxy before us.
+    """Refuse a request with two lengths: a proxy may see another end of it than we do.
 
-    So is a transfer coding in HTTP/1.0, which has none. Source: RFC 9112, section 6.1.
+    The same holds for a transfer coding in HTTP/1.0, which has none. Source: RFC 9112, section 6.1.
     """
     if scope.get("http_version") == "1.0" and _header(scope, b"transfer-encoding") is not None:
         raise RequestRejected("HTTP/1.0 has no Transfer-Encoding", code="invalid_request")
@@ -174,3 +176,23 @@ def _declared_bytes(scope: Scope) -> int:
 
 def _header(scope: Scope, name: bytes) -> bytes | None:
     return next((value for key, value in scope["headers"] if key == name), None)
+
+
+class MemoryGate:
+    """ASGI middleware. Stands before the body is read, which may be the largest part of a request."""
+
+    def __init__(self, app: ASGIApp, *, max_use: float, gauge: MemoryGauge | None = None) -> None:
+        """`max_use` is a share of the memory; 1 lets everything pass."""
+        self._app = app
+        self._max_use = max_use
+        self._gauge = gauge or MemoryGauge()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_new_work = (
+            scope["type"] == "http"
+            and scope["method"] == "POST"
+            and not scope["path"].startswith(ADMIN_PATHS)  # may be the cure
+        )
+        if is_new_work and self._max_use < 1 and self._gauge.share() >= self._max_use:
+            raise LowMemory
+        await self._app(scope, receive, send)

@@ -218,7 +218,7 @@ class ClientConnection(H11Protocol):
             self.transport.close()
 
     def _give_way(self) -> None:
-        """End a connection on which no request is under way, for the sake of a newcomer."""
+        """End a connection without a request under way, so that a new one has its place."""
         self._refused.inc()
         self.transport.abort()
 

@@ -40,7 +40,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, ResultT]) 
 
 
 async def stay_connected() -> Message:
-    """Receive nothing: there is no client that could leave."""
+    """Wait for ever, in place of a client that cannot leave."""
     await asyncio.Event().wait()
     raise AssertionError("the event is never set")
 

@@ -10,19 +10,22 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import orjson
 from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict
+from starlette.responses import Response
 
 from server.edge.error_replies import ErrorShape
 from server.edge.http.edge import EdgeSettings
 
 MODEL_REFERENCE = "#/components/schemas/{model}"
+NO_STORE = {"cache-control": "no-store"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """Registered by one line of server/endpoints.py; everything else follows from it."""
+    """Registered by one line of server/endpoints.py; log, document and counters follow from it."""
 
     router: APIRouter
     requests: Mapping[type[BaseModel], Collection[str]] = field(default_factory=dict)
@@ -42,7 +45,7 @@ class Endpoint:
     """Path to the shape of its errors, where that is not OpenAI's."""
 
     add_state: Callable[[FastAPI, EdgeSettings], None] = lambda app, settings: None  # noqa: ARG005
-    """Puts the objects that only its routes use into the state of the application, beside the edge."""
+    """Puts the objects that only its routes use into the state of the application."""
 
     @property
     def paths(self) -> frozenset[str]:
@@ -91,10 +94,18 @@ _STREAM_NOTE = (
 )
 
 
+def json_reply(body: Any, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(body), headers=headers, media_type="application/json")
+
+
 def documentation(
-    model: type[BaseModel], *, request: type[BaseModel] | None = None, chunk: type[BaseModel] | None = None
+    model: type[BaseModel],
+    *,
+    request: type[BaseModel] | None = None,
+    chunk: type[BaseModel] | None = None,
+    query: Mapping[str, dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Keyword arguments for the decorator of a route."""
+    """Keyword arguments for the decorator of a route; `query` are schemas by name."""
     success: dict[str, Any] = {"content": in_json(model), "description": "Success."}
     if chunk is not None:
         success["description"] = _STREAM_NOTE
@@ -102,7 +113,23 @@ def documentation(
     found: dict[str, Any] = {"responses": {200: success, **ERRORS}}
     if request is not None:
         found["openapi_extra"] = {"requestBody": {"required": True, "content": in_json(request)}}
+    if query is not None:
+        found["openapi_extra"] = {"parameters": _in_query(query)}
     return found
+
+
+def add_named_events(found: dict[str, Any], event: type[BaseModel], note: str) -> None:
+    """Add to the documentation of a route that its reply may be a stream of events with names."""
+    payload = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": reference(event),
+    }
+    properties = {"event": {"type": "string"}, "data": payload}
+    schema = {"type": "object", "required": ["event", "data"], "properties": properties}
+    success = found["responses"][200]
+    success["description"] = f"With `stream`: server-sent events whose names are their types, {note}"
+    success["content"]["text/event-stream"] = {"schema": schema}
 
 
 def documentation_of_one(
@@ -110,8 +137,11 @@ def documentation_of_one(
 ) -> dict[str, Any]:
     """Keyword arguments for a route whose path has a parameter; `query` are schemas by name."""
     place = {"name": parameter, "in": "path", "required": True, "schema": {"type": "string"}}
-    in_query = [{"name": name, "in": "query", "schema": schema} for name, schema in (query or {}).items()]
-    return {**documentation(model), "openapi_extra": {"parameters": [place, *in_query]}}
+    return {**documentation(model), "openapi_extra": {"parameters": [place, *_in_query(query or {})]}}
+
+
+def _in_query(query: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"name": name, "in": "query", "schema": schema} for name, schema in query.items()]
 
 
 def _event(chunk: type[BaseModel]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Probes on a port of their own, with their own thread and event loop.
+"""Answers to probes: the page that every port shows, and a port of their own with its thread and event loop.
 
 Owns: the limits of the port's connections (number, time, bytes), and the check that the API's event loop
 still runs. Work that blocks the API's loop cannot delay an answer here.
-Never: a judgement of the engine, or the page that is shown (health_page.py).
+Never: a judgement of the engine (engine/frontend/health.py).
 """
 
 import asyncio
@@ -13,9 +13,31 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from enum import Enum
+
+import orjson
 
 from engine.types import Health
-from server.edge.http.health_page import Question, health_page
+
+
+class Question(Enum):
+    READY = "are requests welcome?"
+    LIVE = "does it move, or is a restart the cure?"
+
+
+def health_page(health: Health, question: Question, degraded: Sequence[str]) -> tuple[bool, bytes]:
+    """The answer, and the JSON that explains it. Entries of `degraded` do not change the answer."""
+    is_yes = health.is_ready if question is Question.READY else health.is_live
+    body = {
+        "status": "ok" if is_yes else "unavailable",
+        "state": health.state.value,
+        "detail": health.detail,
+        "progress": round(health.progress, 4),
+        "num_steps": health.num_steps,
+        "degraded": degraded,
+    }
+    return is_yes, orjson.dumps(body)
+
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +61,6 @@ class LoopPulse:
         self._last_s = time.monotonic()
 
     async def beat(self) -> None:
-        """Beat until cancelled."""
         while True:
             self._last_s = time.monotonic()
             await asyncio.sleep(_PULSE_S)

@@ -5,8 +5,8 @@ below HTTP.
 Never: what requests ask and events mean, or the framing of replies (reply_parser.py).
 Source: RFC 9112; asyncio's documentation of BufferedProtocol; docs/decisions/dependencies.md#one-http-client.
 
-An asyncio protocol rather than streams or a library: the load client runs beside the server that it
-measures, and here a token costs a callback, not a task switch through several layers.
+An asyncio protocol rather than streams or a library: the load client runs on the machine of the server
+that it measures, and here a token costs a callback, not a task switch through several layers.
 """
 
 import asyncio
@@ -213,7 +213,7 @@ class _Exchange(asyncio.BufferedProtocol):
         )
 
     def _check_silence(self, silence_s: float) -> None:
-        """One timer that looks back, so that an event costs no new one."""
+        """Check the time of the last byte. One timer runs on, so that an event starts no new one."""
         if self.done.done():
             return
         now_s = time.perf_counter()

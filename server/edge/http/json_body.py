@@ -13,8 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import orjson
 from pydantic import BaseModel, ValidationError
@@ -71,17 +70,15 @@ async def read_request(
     _check_media_type(request.headers.getlist("content-type"))
     _check_encoding(request.headers.get("content-encoding"))
     edge = edge_of(request)
-    reader = _Reader(
-        model=model,
-        refusals=refusals,
-        from_headers=from_headers,
-        unknown_fields=edge.unknown_fields,
-    )
     raw = await request.body()
-    if len(raw) <= _INLINE_BYTES:
-        parsed, num_unknown = reader.read(raw)
-    else:
-        parsed, num_unknown = await _in_large_lane(lambda rest: reader.read(raw, rest))
+
+    def read(rest: "_Rest | None") -> tuple[ModelT, int]:
+        body = {**parse_object(raw), **from_headers}
+        if rest is not None:
+            rest.take()
+        return _validated(body, model, refusals, edge.unknown_fields)
+
+    parsed, num_unknown = read(None) if len(raw) <= _INLINE_BYTES else await _in_large_lane(read)
     if num_unknown:
         edge.metrics.unknown_fields.inc(num_unknown)
     return parsed
@@ -135,31 +132,18 @@ def _check_encoding(encoding: str | None) -> None:
         raise UnsupportedMediaType("the request body must not be compressed: send no Content-Encoding")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Reader(Generic[ModelT]):
-    """Work on a body, done in one go by the event loop, or in a thread beside it."""
-
-    model: type[ModelT]
-    refusals: Mapping[str, tuple[Any, ...]]
-    from_headers: Mapping[str, Any]
-    unknown_fields: UnknownFields
-
-    def read(self, raw: bytes, rest: "_Rest | None" = None) -> tuple[ModelT, int]:
-        """Return the request, and the number of unknown fields at its top. Raises RequestRejected."""
-        body = {**parse_object(raw), **self.from_headers}
-        if rest is not None:
-            rest.take()
-        refuse_unsupported(body, self.refusals)
-        # OpenAI's clients send null for what they do not ask for.
-        known = {
-            name: value for name, value in body.items() if value is not None and name not in self.refusals
-        }
-        try:
-            parsed = self.model.model_validate(known, extra=self.unknown_fields.value)
-        except ValidationError as error:
-            raise rejection(error) from None
-        names = self.model.model_fields
-        return parsed, sum(name not in names and name not in self.refusals for name in body)
+def _validated(
+    body: dict[str, Any], model: type[ModelT], refusals: Mapping[str, Any], unknown_fields: UnknownFields
+) -> tuple[ModelT, int]:
+    """Return the request, and the number of unknown fields at its top. Raises RequestRejected."""
+    refuse_unsupported(body, refusals)
+    # OpenAI's clients send null for fields that they do not use.
+    known = {name: value for name, value in body.items() if value is not None and name not in refusals}
+    try:
+        parsed = model.model_validate(known, extra=unknown_fields.value)
+    except ValidationError as error:
+        raise rejection(error) from None
+    return parsed, sum(name not in model.model_fields and name not in refusals for name in body)
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
@@ -241,6 +225,14 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> None:
 
 def _not_json(reason: str) -> RequestRejected:
     return RequestRejected(f"the request body is not valid JSON: {reason}", code="invalid_json")
+
+
+def built(model: type[ModelT], fields: Mapping[str, Any]) -> ModelT:
+    """Make a request of the fields that are not None. Raises RequestRejected."""
+    try:
+        return model.model_validate({name: value for name, value in fields.items() if value is not None})
+    except ValidationError as error:
+        raise rejection(error) from None
 
 
 def rejection(error: ValidationError) -> RequestRejected:

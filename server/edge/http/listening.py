@@ -179,7 +179,7 @@ def _owner_of(port: int) -> str | None:
             if any(str(link.readlink()) in wanted for link in (process / "fd").iterdir()):
                 return f"{process.name} ({(process / 'comm').read_text(encoding='utf-8').strip()})"
         except OSError:
-            continue  # gone meanwhile, or somebody else's
+            continue  # gone meanwhile, or another user's
     return None
 
 

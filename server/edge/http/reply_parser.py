@@ -51,7 +51,7 @@ class ReplyParser:
         self._is_chunked = False
 
     def feed(self, data: bytes) -> bytes:
-        """Return what `data` adds to the body. Raises ExchangeFailed on what is not HTTP."""
+        """Return what `data` adds to the body. Raises ExchangeFailed on bytes that are not HTTP."""
         self._buffer += data
         while not self.status:
             if not self._read_head():

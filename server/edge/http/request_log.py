@@ -18,8 +18,7 @@ from engine.logs.rare_log import RareLog
 from server.edge.access.auth import KEY_NAME
 from server.edge.observe.http_metrics import HttpMetrics, RecentError
 from server.edge.observe.request_ids import error_code_of, journal_of
-from server.edge.observe.spans import NoSpans, Spans
-from server.edge.observe.trace_context import trace_context_of
+from server.edge.observe.spans import NoSpans, Spans, trace_context_of
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +45,6 @@ class RouteNames:
         self._patterns = {_ends(route): route for route in routes if "{" in route}
 
     def of(self, path: str) -> str:
-        """The route that serves a path."""
         if path in self._exact:
             return path
         fitting = [
@@ -114,7 +112,7 @@ class RequestLog:
             code = error_code_of(scope)
             if code:
                 request_id = journal.request_id
-                self._metrics.note_error_reply(
+                self._metrics.recent_errors.append(
                     RecentError(time.time(), method, route, status, code, request_id)
                 )
             span.end(journal, status=status, error_code=code)
@@ -139,7 +137,7 @@ def record_refusal(metrics: HttpMetrics, route: str, request_id: str) -> None:
     status = 429
     metrics.count_request("POST", route, status)
     metrics.count_error(_OVERLOADED)
-    metrics.note_error_reply(RecentError(time.time(), "POST", route, status, _OVERLOADED, request_id))
+    metrics.recent_errors.append(RecentError(time.time(), "POST", route, status, _OVERLOADED, request_id))
     _refused.note()
     if log.isEnabledFor(logging.DEBUG):
         facts = fields(request_id=request_id, error=_OVERLOADED, method="POST", route=route, status=status)

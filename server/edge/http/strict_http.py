@@ -24,7 +24,7 @@ _MAX_DIGITS = 15
 
 
 class Head(Protocol):
-    """Head of a request, whoever has parsed it; names of fields are in lower case."""
+    """Head of a request, from either parser; names of fields are in lower case."""
 
     @property
     def method(self) -> bytes: ...
@@ -35,7 +35,7 @@ class Head(Protocol):
 
 
 class PlainHead(NamedTuple):
-    """Head that is HTTP/1.1 beyond doubt, in its plainest form."""
+    """Head of a plain HTTP/1.1 request that every parser reads alike."""
 
     method: bytes
     target: bytes

@@ -72,10 +72,6 @@ class HttpMetrics:
         self.recent_errors: deque[RecentError] = deque(maxlen=_RECENT_ERRORS)
         """The last error replies, oldest first, for the web page."""
 
-    def note_error_reply(self, error: RecentError) -> None:
-        """Keep an error reply; the oldest one goes."""
-        self.recent_errors.append(error)
-
     def count_request(self, method: str, route: str, status: int) -> None:
         """Count a request; method and route are of fixed sets."""
         self.requests.labels(method, route, str(status), "").inc()

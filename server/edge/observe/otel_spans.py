@@ -18,8 +18,8 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.util.types import AttributeValue
 
 from engine.journal import Journal
-from server.edge.observe.spans import Span
-from server.edge.observe.trace_context import TraceContext
+from engine.version import VERSION
+from server.edge.observe.spans import Span, TraceContext
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,6 @@ class OtelSpans:
         operations: Mapping[str, str],
         count_lost: Callable[[float], None],
         model_name: str,
-        version: str,
     ) -> None:
         # Said once by us instead of at every attempt by the library.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
@@ -50,10 +49,10 @@ class OtelSpans:
         )
         self._processor = _BoundedProcessor(self._exporter, count_lost)
         # Attributes of the operator's own come from OTEL_RESOURCE_ATTRIBUTES.
-        resource = Resource.create({"service.name": "tokenyard", "service.version": version})
+        resource = Resource.create({"service.name": "tokenyard", "service.version": VERSION})
         provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         provider.add_span_processor(self._processor)
-        self._tracer = provider.get_tracer("tokenyard", version)
+        self._tracer = provider.get_tracer("tokenyard", VERSION)
         self._model_name = model_name
         self._operations = operations
 
@@ -84,8 +83,6 @@ class OtelSpans:
 
 
 class _OtelSpan:
-    """The span of one request."""
-
     def __init__(self, span: trace.Span) -> None:
         self._span = span
         self.trace_id = trace.format_trace_id(span.get_span_context().trace_id)
@@ -177,7 +174,7 @@ class _CountingExporter(SpanExporter):
 
 
 class _BoundedProcessor(SpanProcessor):
-    """The library's batches behind a bound of our own, since it does not count the spans it drops."""
+    """The library's queue of spans with a bound of ours: the library does not count spans that it drops."""
 
     def __init__(self, exporter: _CountingExporter, count_lost: Callable[[float], None]) -> None:
         self._exporter = exporter
@@ -199,9 +196,7 @@ class _BoundedProcessor(SpanProcessor):
         self._batches.on_end(span)
 
     def force_flush(self, timeout_millis: int = 30000) -> bool:
-        """Send the pending spans; blocks."""
         return self._batches.force_flush(timeout_millis)
 
     def shutdown(self) -> None:
-        """Take no more; blocks."""
         self._batches.shutdown()  # type: ignore[no-untyped-call]

@@ -76,7 +76,7 @@ class ClientServer(uvicorn.Server):
         acceptors = [Acceptor(self, listener) for listener in sockets or ()]
         for each in acceptors:
             each.start()
-        # uvicorn closes them, and asks nothing else of them.
+        # uvicorn only closes them.
         self.servers = acceptors  # type: ignore[assignment]
         self.started = True
 
@@ -195,7 +195,7 @@ class Acceptor:
             place.give_way = partial(self._end, opening)
 
     def _end(self, opening: "asyncio.Task[None]") -> None:
-        """End a handshake, for the sake of a newcomer."""
+        """End a handshake, so that a new socket has its place."""
         self._server.refused.inc()
         opening.cancel()
 
@@ -246,7 +246,7 @@ def _wake(heard: "asyncio.Future[None]") -> None:
 
 
 def is_whole_hello(seen: bytes) -> bool:
-    """Whether a handshake can begin with these bytes. Raises ConnectionAbortedError if none ever can.
+    """Return True if a handshake can begin with these bytes. Raises ConnectionAbortedError if none ever can.
 
     A ClientHello that is divided into several records is refused: no usual client sends one, and its last
     piece could come from thousands at once. Source: RFC 8446, sections 4 and 5.1.

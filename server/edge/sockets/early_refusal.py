@@ -56,7 +56,7 @@ class FirstLooks:
         """Looks that wait for bytes of the client, those after a refusal too."""
 
     def close(self) -> None:
-        """End those under way: none becomes a connection any more."""
+        """End the looks under way; their sockets are closed."""
         for each in tuple(self.under_way):
             each.end()
 
@@ -67,7 +67,7 @@ class FirstLook:
     def __init__(
         self, client: socket.socket, place: Place, looks: FirstLooks, on_request: Callable[[], None]
     ) -> None:
-        """Begin; everything may be over when this returns."""
+        """Begin. The look may have ended already when this returns."""
         self._client = client
         self._place = place
         self._looks = looks
@@ -128,7 +128,7 @@ class FirstLook:
         self.end()
 
     def _give_way(self) -> None:
-        """End for the sake of a newcomer."""
+        """End, so that a new socket has this place."""
         if not self._is_answered:
             self._looks.refused.inc()
         self.end()

@@ -20,7 +20,7 @@ _HEAD_BEGINS = b"HTTP/1.1 "
 
 
 class LingeringTransport:
-    """A transport that ends so; all else is that of the one within."""
+    """A transport that half-closes before it closes; all other calls go to the inner transport."""
 
     def __init__(self, transport: asyncio.Transport, *, may_hear_more: Callable[[], bool]) -> None:
         """`may_hear_more` is asked at the end: whether the client may be saying something."""
@@ -67,7 +67,7 @@ class LingeringTransport:
         nothing of ours is, and waits for Python's collector.
         """
         self._may_hear_more = _is_over
-        # asyncio's keeps a bound method of its own: a cycle, which nothing else would break.
+        # asyncio's keeps a bound method of its own: a cycle, which stays unless it is broken here.
         getattr(self._transport, "__dict__", {}).pop("_read_ready_cb", None)
 
     def pause_reading(self) -> None:

@@ -1,4 +1,4 @@
-"""Clients that have said all they will say, and still listen, told from clients that have left.
+"""The difference between clients that have sent everything and still listen, and clients that have left.
 
 Owns: the time after the end of a client's bytes, while a request of theirs is under way.
 Never: decides what is under way (connections.py), or ends a reply.
@@ -61,7 +61,7 @@ class HalfClosed:
 
 
 def can_watch(client: socket.socket) -> bool:
-    """Return True if the system shows the state of this socket: Linux does."""
+    """Return True if the system shows the state of this socket, as Linux does."""
     return hasattr(socket, "TCP_INFO") and client.family in (socket.AF_INET, socket.AF_INET6)
 
 

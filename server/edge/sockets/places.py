@@ -1,4 +1,4 @@
-"""Places of connections: how many there are, and which connection gives its own to a newcomer.
+"""Places of connections: their number, and the connection that loses its place to a new one.
 
 Owns: the number of sockets, from the moment they are accepted, a TLS handshake included.
 Never: accepts (accepting.py), or reads a byte (connections.py).
@@ -12,14 +12,12 @@ from collections.abc import Callable
 
 MAX_CONNECTIONS = 4096
 RESERVED_PLACES = 64
-"""Places beyond the limit, from which probes are answered and all else is refused with a reason."""
+"""Places beyond the limit, from which probes are answered and other requests are refused with a reason."""
 QUIET_S = 1.0
 """Time that a quiet connection has for itself. Only a newcomer beyond the reserve does not grant it."""
 
 
 class Place:
-    """The place of one connection."""
-
     def __init__(self, places: "Places", *, is_reserved: bool) -> None:
         self._places = places
         self.is_reserved = is_reserved
@@ -41,8 +39,6 @@ class Place:
 
 
 class Places:
-    """The places of one server."""
-
     def __init__(self, max_connections: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._max = max_connections
         self._clock = clock
@@ -77,15 +73,12 @@ class Places:
         return True
 
     def note_quiet(self, place: Place) -> None:
-        """See Place."""
         if place in self._taken:
             self._quiet_since.setdefault(place, self._clock())
 
     def note_busy(self, place: Place) -> None:
-        """See Place."""
         self._quiet_since.pop(place, None)
 
     def take_back(self, place: Place) -> None:
-        """See Place."""
         self._taken.discard(place)
         self._quiet_since.pop(place, None)

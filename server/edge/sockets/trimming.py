@@ -16,7 +16,7 @@ _timers: dict[asyncio.AbstractEventLoop, asyncio.TimerHandle] = {}
 
 
 def trim_soon() -> None:
-    """Ask for it in a while, in a thread: it may take milliseconds."""
+    """Have the allocator return memory a second later, in a thread: it may take milliseconds."""
     loop = asyncio.get_running_loop()
     if loop not in _timers:
         _timers[loop] = loop.call_later(_AFTER_S, _trim, loop)

@@ -115,7 +115,7 @@ async def _collect(outputs: NumberedOutputs, reply: FullReply) -> list[bytes]:
 
 
 def _pieces(reply: Mapping[str, Any]) -> Iterator[bytes]:
-    """Divide the JSON of a reply, such that each choice is a piece."""
+    """Divide the JSON of a reply so that each choice is a piece."""
     names = list(reply)
     if "choices" not in reply:
         yield orjson.dumps(reply)

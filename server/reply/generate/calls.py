@@ -1,10 +1,12 @@
 """The way in of an HTTP request: headers, room in the queue, body, terms of service.
 
 Owns: when the queue is asked for room: before the body is read, and again once the body has named a priority.
-The headers are read here, once.
+The headers are read here, once: fields that a gateway sets in them, since it does not rewrite bodies, win
+over the body's and meet the same bounds.
 Never: whether there is room (engine/frontend/active_requests.py has the last word, after tokenization).
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
@@ -13,9 +15,10 @@ from typing import Any, TypeVar, cast
 from starlette.requests import Request
 from starlette.types import Receive
 
+from engine.errors import RequestRejected
 from engine.journal import Journal
 from engine.options.api_keys import ApiKey
-from engine.types import ServiceTerms, TimeLimits
+from engine.types import QueueForecast, ServiceTerms, TimeLimits
 from server.edge.access.auth import KEY_NAME, key_of, open_allowance
 from server.edge.access.key_ring import KeyRing
 from server.edge.access.rate_limits import Allowance, no_limits
@@ -24,12 +27,6 @@ from server.edge.http.disconnect import stay_connected
 from server.edge.http.edge import edge_of
 from server.edge.http.json_body import read_request
 from server.edge.observe.request_ids import add_reply_headers, journal_of
-from server.reply.generate.header_fields import (
-    asks_for_forecast,
-    fields_from_headers,
-    forecast_headers,
-    tenant_from_headers,
-)
 from server.reply.generate.protocol import ServiceFields
 
 FieldsT = TypeVar("FieldsT", bound=ServiceFields)
@@ -131,3 +128,67 @@ def _priority(body: ServiceFields, key: ApiKey | None) -> int:
 
 def _or_no_limit(seconds: float | None) -> float:
     return inf if seconds is None else seconds
+
+
+TENANT_HEADER = "x-tokenyard-tenant"
+FORECAST_HEADER = "x-tokenyard-forecast"
+MAX_TENANT_CHARS = 256
+_MAX_NUMBER_CHARS = 64
+_FIELDS = {
+    # The name without a prefix, which other gateways set. Ours comes after it, and so wins.
+    "x-priority": "priority",
+    "x-tokenyard-priority": "priority",
+    "x-tokenyard-timeout": "timeout",
+    "x-tokenyard-queue-timeout": "queue_timeout",
+    "x-tokenyard-first-token-timeout": "first_token_timeout",
+}
+
+
+def fields_from_headers(headers: Mapping[str, str]) -> dict[str, Any]:
+    """Values by field name. Raises RequestRejected for a value that is not a number."""
+    found: dict[str, Any] = {}
+    for header, name in _FIELDS.items():
+        text = headers.get(header)
+        if text is not None:
+            found[name] = _number(header, text)
+    return found
+
+
+def asks_for_forecast(headers: Mapping[str, str]) -> bool:
+    """Raises RequestRejected for anything but 0 and 1."""
+    asked = headers.get(FORECAST_HEADER, "0")
+    if asked not in ("0", "1"):
+        raise RequestRejected(f"{FORECAST_HEADER} must be 1 or 0", param=FORECAST_HEADER)
+    return asked == "1"
+
+
+def forecast_headers(forecast: QueueForecast) -> dict[str, str]:
+    """Headers of the reply; without the time where nothing is known of it."""
+    headers = {
+        "x-tokenyard-sequences-ahead": str(forecast.num_ahead),
+        "x-tokenyard-wait-reason": forecast.wait_reason,
+    }
+    if forecast.expected_start_s is not None:
+        headers["x-tokenyard-expected-start"] = f"{forecast.expected_start_s:.3f}"
+    return headers
+
+
+def tenant_from_headers(headers: Mapping[str, str]) -> str | None:
+    """Raises RequestRejected for a name that is too long."""
+    tenant = headers.get(TENANT_HEADER)
+    if tenant is not None and len(tenant) > MAX_TENANT_CHARS:
+        raise RequestRejected(
+            f"{TENANT_HEADER} must have at most {MAX_TENANT_CHARS} characters", param=TENANT_HEADER
+        )
+    return tenant
+
+
+def _number(header: str, text: str) -> float:
+    try:
+        # Not longer, since a number needs no more, and brackets without end would exhaust the parser.
+        number = json.loads(text) if len(text) <= _MAX_NUMBER_CHARS else None
+    except ValueError:
+        number = None
+    if not isinstance(number, int | float) or isinstance(number, bool):
+        raise RequestRejected(f"the header {header} must be a number", param=header)
+    return number

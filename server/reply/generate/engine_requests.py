@@ -38,7 +38,7 @@ class FieldNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """The fields of engine requests that each endpoint settles in its own way."""
+    """The fields of engine requests that each endpoint computes in its own way."""
 
     names: FieldNames
     max_tokens: int | None
@@ -163,7 +163,7 @@ def _adapter(model: str | None, info: ModelInfo) -> ServedAdapter | None:
 
 
 async def _compiled(engine: Engine, wanted: Wanted, origin: Origin, *, num_choices: int) -> Grammar | None:
-    """Have the grammar tried; a client that leaves gives up its place in the line for that."""
+    """Compile the grammar for a check; a client that leaves gives up its place in the line."""
     if wanted.grammar is None:
         return None
     tried = engine.compile_grammar(

@@ -3,10 +3,9 @@
 Owns: the check of a head that was just parsed, and the bytes of the refusal.
 Never: whether there is room (engine/frontend/active_requests.py), or the words (error_catalogue.py).
 
-Under a crowd refusals are most of the work of the API process, and those who are served pay for it. All
-layers, the router and a task of its own cost as much as accepting the connection does. Only a request that
-would meet the same refusal behind all layers gets it here; where a layer may have another opinion, the
-layers decide.
+Under a crowd refusals are most of the work of the API process, and slow the requests that are served. All
+layers, the router and a task of its own cost as much as accepting the connection does. A request is refused
+here only if the layers would refuse it with the same words; in doubt the layers decide.
 """
 
 import time
@@ -50,11 +49,9 @@ class FullQueue:
 
     @property
     def are_likely(self) -> bool:
-        """See EarlyRefusals."""
         return time.monotonic() - self._refused_s < _LIKELY_S
 
     def of_bytes(self, seen: bytes) -> EarlyRefusal | None:
-        """See EarlyRefusals."""
         head = plain_head(seen)
         reply = None if head is None else self.refusal_of(head)
         return None if head is None or reply is None else EarlyRefusal(reply, head.num_bytes)

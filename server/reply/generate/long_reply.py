@@ -1,6 +1,6 @@
 """A whole reply in pieces, so that no turn of the event loop is long for it.
 
-Owns: how its bytes are sent. Never: what they say.
+Owns: the order and the size of its parts. Never: their contents.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ class _LongReply(Response):
     """A reply that is sent part by part, with a turn of the event loop after each.
 
     A socket takes tens of MiB in one call, which would hold the event loop for all that time; and so would
-    the copy of so many into one piece.
+    a copy of all pieces into one.
     """
 
     def __init__(self, pieces: Sequence[bytes], headers: Mapping[str, str], media_type: str) -> None:
@@ -44,7 +44,7 @@ class _LongReply(Response):
 
 
 def _parts(pieces: Sequence[bytes]) -> Iterator[bytes]:
-    """Cut the pieces to parts of one turn; small ones go together, each turn being a wait for all others."""
+    """Divide the pieces into parts of SENT_AT_ONCE bytes, one for each turn of the event loop."""
     gathered = bytearray()
     for piece in pieces:
         for start in range(0, len(piece), SENT_AT_ONCE):

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator, StringConstraints
-from pydantic_core import PydanticCustomError
 
-from server.edge.wire_model import WireModel
+from server.edge.wire_model import WireModel, wrong_shape
 from server.reply.generate.structured_output import ResponseFormat, StructuredOutputsField
 
 MAX_PROMPTS = 128
@@ -32,10 +31,6 @@ INT32_MAX = 2**31 - 1
 _INT64_MAX = 2**63 - 1
 
 Prompt = str | tuple[int, ...]
-
-
-def wrong_shape(message: str) -> PydanticCustomError:
-    return PydanticCustomError("wrong_shape", "{reason}", {"reason": message})
 
 
 def as_prompts(value: Any, *, most: int = MAX_PROMPTS, noun: str = "prompts") -> tuple[Prompt, ...]:
@@ -84,13 +79,13 @@ def _at_most(limit: int) -> Callable[[Any], Any]:
     return check
 
 
-_Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, max_length=MAX_PROMPT_TOKENS)]
+TokenIdList = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, max_length=MAX_PROMPT_TOKENS)]
 Text = Annotated[str, StringConstraints(max_length=MAX_TEXT_CHARS)]
 _PromptShapes = (
     Text
     | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
-    | _Ids
-    | Annotated[list[_Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
+    | TokenIdList
+    | Annotated[list[TokenIdList], Field(min_length=1, max_length=MAX_PROMPTS)]
 )
 Prompts = Annotated[tuple[Prompt, ...], PlainValidator(_as_prompts, json_schema_input_type=_PromptShapes)]
 
@@ -209,7 +204,7 @@ WITHOUT_EFFECT = frozenset(
         "service_tier",
     }
 )
-"""Fields of these that are accepted, and on which nothing in a reply depends."""
+"""Sampling fields that are accepted and change nothing in a reply."""
 
 
 class GenerationFields(SamplingFields):

@@ -5,9 +5,11 @@ Never: the shape of an endpoint's reply (chat/replies.py, completions/replies.py
 Pure: fed with TokenOutputs, read as dicts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+import orjson
 
 from engine.journal import Journal
 from engine.types import ChosenLogprob, FinishReason, TokenOutput
@@ -59,9 +61,9 @@ class ReplyPlan:
     head: ReplyHead
     num_prompt_tokens: tuple[int, ...]
     """One for each prompt."""
-    n: int
+    n: int = 1
     """Choices of each prompt; choice i of prompt p is number p * n + i."""
-    has_logprobs: bool
+    has_logprobs: bool = False
     usage: UsageReport = UsageReport()
     token_names: TokenNames = TokenNames.TEXT
     prompts: tuple[tuple[int, ...], ...] = ()
@@ -117,6 +119,31 @@ class FullReply(Protocol):
     def update(self, prompt_index: int, output: TokenOutput) -> None: ...
 
     def finish(self) -> dict[str, Any]: ...
+
+
+class Gathered:
+    """The whole reply that a stream gathers while it makes its events."""
+
+    def __init__(self, stream: StreamReply, reply: Callable[[], dict[str, Any]]) -> None:
+        """`reply` is called at the end of the stream."""
+        self._stream = stream
+        self._reply = reply
+
+    def update(self, prompt_index: int, output: TokenOutput) -> None:
+        self._stream.update(prompt_index, output)
+
+    def finish(self) -> dict[str, Any]:
+        self._stream.finish()
+        return self._reply()
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """The arguments of a call; a text that was cut off, or is none, is an empty object."""
+    try:
+        value = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 class Tally:

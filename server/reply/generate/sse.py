@@ -32,15 +32,6 @@ _HEADERS = {
 }
 
 
-def event(payload: dict[str, Any]) -> bytes:
-    """One event. JSON has no raw line break, so that one line is enough."""
-    return b"data: " + orjson.dumps(payload) + b"\n\n"
-
-
-def events(payloads: Iterable[dict[str, Any]]) -> bytes:
-    return b"".join(map(event, payloads))
-
-
 class Frame(Protocol):
     """The bytes of a stream that are no payload."""
 
@@ -68,16 +59,30 @@ class ServerSentEvents:
     keep_alive = KEEP_ALIVE
 
 
+class NamedEvents(ServerSentEvents):
+    """Events that have their type as a name, and no [DONE]: the last one says by its name that it is last."""
+
+    end = b""
+
+    def events(self, payloads: Iterable[dict[str, Any]]) -> bytes:
+        return b"".join(map(named_event, payloads))
+
+
+def named_event(payload: dict[str, Any]) -> bytes:
+    return b"event: " + str(payload["type"]).encode() + b"\ndata: " + orjson.dumps(payload) + b"\n\n"
+
+
 class ChunkFraming(ServerSentEvents):
     """OpenAI's older endpoints: events without names. Clients raise on one that has an `error`."""
 
     end = DONE
 
     def events(self, payloads: Iterable[dict[str, Any]]) -> bytes:
-        return events(payloads)
+        # JSON has no raw line break, so that one line is enough.
+        return b"".join([b"data: " + orjson.dumps(payload) + b"\n\n" for payload in payloads])
 
     def failure(self, error: ErrorReply) -> bytes:
-        return event(error.body())
+        return self.events([error.body()])
 
 
 CHUNKS = ChunkFraming()
@@ -168,7 +173,7 @@ class StreamedResponse(Response):
             self._last_sent_s = asyncio.get_running_loop().time()
 
     async def _keep_alive(self, send: Send) -> None:
-        """Break every silence. Ends when a send is stuck: the next chunk will find that out as well."""
+        """Send a comment in every silence, until a send takes too long; the next chunk will then fail too."""
         if self._patience.keep_alive_s <= 0 or not self._frame.keep_alive:
             return
         clock = asyncio.get_running_loop().time
@@ -182,8 +187,6 @@ class StreamedResponse(Response):
 
 
 class EventStream(StreamedResponse):
-    """Streams the outputs of the engine."""
-
     def __init__(
         self, outputs: NumberedOutputs, reply: StreamReply, edge: Edge, *, framing: Framing = CHUNKS
     ) -> None:
@@ -193,7 +196,6 @@ class EventStream(StreamedResponse):
         self._framing = framing
 
     async def _pass_on(self, send: Send) -> bytes:
-        """Send everything but the last events, and return these."""
         async with aclosing(self._outputs) as outputs:
             async for prompt_index, output in outputs:
                 if len(output.prompt_logprobs) > INLINE_PROMPT_LOGPROBS:

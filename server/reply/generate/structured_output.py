@@ -2,7 +2,9 @@
 
 Owns: the fields that ask for it, with their bounds, and the grammar of each.
 Never: compiles a grammar (the engine does, in a process that can be stopped), or reads a reply.
-Source: `response_format` as OpenAI documents it, `structured_outputs` as vLLM does.
+Source: `response_format` as OpenAI documents it, `structured_outputs` as vLLM does. JSON Schema 2020-12,
+Validation, section 7: a format that is not defined there is an annotation. Schemas are full of them:
+OpenAPI's int32, binary and password, and Pydantic's path.
 """
 
 import json
@@ -12,12 +14,10 @@ from typing import Annotated, Any, Literal, Protocol
 
 import orjson
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
-from pydantic_core import PydanticCustomError
 
 from engine.errors import RequestRejected
 from engine.types import Grammar, GrammarKind, ModelInfo
-from server.edge.wire_model import WireModel
-from server.reply.generate.schema_formats import without_unknown_formats
+from server.edge.wire_model import WireModel, wrong_shape
 
 MAX_GRAMMAR_BYTES = 64 * 1024
 """Size of a schema as compact JSON, of a grammar, or of all choices together."""
@@ -31,14 +31,10 @@ _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 _ANY_OBJECT = '{"type":"object"}'
 
 
-def _wrong(message: str) -> PydanticCustomError:
-    return PydanticCustomError("wrong_grammar", "{reason}", {"reason": message})
-
-
 def _fitting(content: Any) -> Any:
     num_bytes = len(orjson.dumps(content))
     if num_bytes > MAX_GRAMMAR_BYTES:
-        raise _wrong(f"must be at most {MAX_GRAMMAR_BYTES} bytes of JSON, not {num_bytes}")
+        raise wrong_shape(f"must be at most {MAX_GRAMMAR_BYTES} bytes of JSON, not {num_bytes}")
     return content
 
 
@@ -46,7 +42,7 @@ def _of_known_kinds(value: Any) -> Any:
     """Refuse keys that change the grammar in other servers (vLLM's structural_tag, say)."""
     for name in value if isinstance(value, dict) else ():
         if name not in _KINDS and value[name] is not None:
-            raise _wrong(f"has {name[:64]!r}; only {', '.join(_KINDS)} are supported")
+            raise wrong_shape(f"has {name[:64]!r}; only {', '.join(_KINDS)} are supported")
     return value
 
 
@@ -154,7 +150,7 @@ def answer_schema(wanted: ResponseFormat) -> dict[str, Any] | None:
 
 
 def choice_grammar(choices: Sequence[str]) -> Grammar:
-    """Exactly one of the texts."""
+    """Make a grammar of exactly these texts."""
     # Lark's strings are written as JSON's are, but know no surrogate pairs.
     texts = (json.dumps(choice, ensure_ascii=False) for choice in choices)
     return Grammar(kind=GrammarKind.LARK, text="start: " + " | ".join(texts))
@@ -205,3 +201,38 @@ def _of_structured_outputs(wanted: StructuredOutputs) -> WantedGrammar:
 
 def _any_object() -> Grammar:
     return Grammar(kind=GrammarKind.JSON_SCHEMA, text=_ANY_OBJECT)
+
+
+_KNOWN_FORMATS = frozenset(
+    {
+        *("date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname"),
+        *("ipv4", "ipv6", "uri", "uri-reference", "iri", "iri-reference", "uuid", "uri-template"),
+        *("json-pointer", "relative-json-pointer", "regex"),
+    }
+)
+_OF_SCHEMAS_BY_NAME = frozenset(
+    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+)
+"""Keywords whose keys are the caller's names, which may be `format`."""
+_OF_VALUES = frozenset({"const", "enum", "default", "examples"})
+
+
+def without_unknown_formats(schema: Any) -> Any:
+    """Copy a schema without the formats that JSON Schema does not know; the compiler judges the others."""
+    if isinstance(schema, list):
+        return [without_unknown_formats(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: _entry(key, value)
+        for key, value in schema.items()
+        if key != "format" or not isinstance(value, str) or value in _KNOWN_FORMATS
+    }
+
+
+def _entry(key: str, value: Any) -> Any:
+    if key in _OF_VALUES:
+        return value
+    if key in _OF_SCHEMAS_BY_NAME and isinstance(value, dict):
+        return {name: without_unknown_formats(schema) for name, schema in value.items()}
+    return without_unknown_formats(value)

@@ -23,14 +23,11 @@ COMPLETION_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
 class TokenNames(Enum):
-    """Names of tokens."""
-
     TEXT = "text"
     ID = "id"  # token_id:123, for clients that cannot do with a text that several tokens share
 
 
 def chat_logprobs(tokens: Sequence[ChosenLogprob], names: TokenNames = TokenNames.TEXT) -> dict[str, Any]:
-    """The `logprobs` of a chat choice."""
     content = [
         {**_entry(token.chosen, names), "top_logprobs": [_entry(top, names) for top in token.top]}
         for token in tokens
@@ -118,7 +115,6 @@ class EchoOffsets:
 def completion_logprobs(
     tokens: Sequence[ChosenLogprob], offsets: TokenOffsets, names: TokenNames = TokenNames.TEXT
 ) -> dict[str, Any]:
-    """The `logprobs` of a completion choice."""
     return {
         "tokens": [_name(token.chosen, names) for token in tokens],
         "token_logprobs": [max(token.chosen.logprob, _FLOOR) for token in tokens],

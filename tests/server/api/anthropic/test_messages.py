@@ -8,7 +8,7 @@ import pytest
 
 from engine.errors import RequestFailed
 from engine.types import FinishReason
-from server.api.anthropic.models import AnthropicErrorBody, AnthropicEvent, AnthropicMessage
+from server.api.anthropic.messages import AnthropicErrorBody, AnthropicEvent, AnthropicMessage
 from server.app import build_app
 from tests.server.conftest import Settings, connect
 from tests.server.fake_engine import INFO, FakeEngine

@@ -9,7 +9,7 @@ import pytest
 from engine.types import FinishReason
 from server.api.chat.models import ChatCompletion, ChatCompletionChunk
 from server.api.completions import replies as completion_replies
-from server.api.completions.models import Completion
+from server.api.completions.completions import Completion
 from server.app import build_app
 from tests.server.conftest import Settings, connect
 from tests.server.fake_engine import EOS

@@ -3,7 +3,7 @@
 import pytest
 
 from engine.types import FinishReason
-from server.api.completions.models import Completion
+from server.api.completions.completions import Completion
 from tests.server.fake_engine import EOS
 
 

@@ -10,7 +10,7 @@ import pytest
 from engine.errors import Overloaded
 from engine.options.api_keys import ApiKey, digest_of
 from engine.types import FinishReason, PoolingFacts, PoolingTask, PromptComputation
-from server.api.pooling.models import Embeddings, Ranking, ScoreList
+from server.api.pooling.endpoints import Embeddings, Ranking, ScoreList
 from server.api.pooling.protocol import MAX_INPUTS
 from server.api.pooling.requests import MAX_TOKENS
 from server.app import build_app

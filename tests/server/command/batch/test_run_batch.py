@@ -17,7 +17,8 @@ from server.api.batches.files import BatchFileError, BatchRequest, LineFault, ch
 from server.api.batches.run import BatchRun, ServerLost
 from server.app import build_app
 from server.command.batch import command as cli
-from server.command.batch.local_engine import CannotLoad, while_it_lives
+from server.command.batch.command import CannotRun
+from server.command.batch.local_engine import while_it_lives
 from server.command.command_line import OptionParser
 from server.edge.http.http_client import ExchangeFailed, Reply
 from server.endpoints import BATCH_PATHS
@@ -265,7 +266,7 @@ async def test_a_run_ends_when_its_engine_is_gone_for_good():
         async def gave_up(self) -> GaveUp:
             return GaveUp(exit_code=70, what="the engine died too often", fix="see the log")
 
-    with pytest.raises(CannotLoad, match="too often") as caught:
+    with pytest.raises(CannotRun, match="too often") as caught:
         async with while_it_lives(Engine()):
             await asyncio.sleep(10)
     assert caught.value.code == 70

@@ -21,7 +21,7 @@ from engine.options.sources import read_options
 from engine.processes import child_process, engine_processes
 from engine.text.renderers import Renderers
 from server.command.startup import launch, serving
-from server.command.startup.announcement import Announcement
+from server.command.startup.banner import Announcement
 from server.command.startup.launched import Signals
 from server.edge.http.listening import Listeners, listen
 from tests.engine.text.test_tokenizer_trial import save

@@ -11,7 +11,7 @@ from engine.options.engine_config import resolve
 from engine.options.options import OptionError, Options
 from server.app import build_admin_app, build_app
 from server.edge.access.key_ring import KeyRing
-from server.edge.access.memory_gate import MemoryGate
+from server.edge.http.body_limit import MemoryGate
 from server.endpoints import KEYLESS_PATHS, OPEN_PATHS
 from tests.server.conftest import EDGE, Settings, connect
 from tests.server.edge.access.test_key_ring import as_key, key
@@ -109,7 +109,7 @@ class Memory:
 
 async def test_new_work_is_refused_while_memory_is_short_and_everything_else_is_not(engine, monkeypatch):
     memory = Memory()
-    monkeypatch.setattr("server.edge.access.memory_gate.MemoryGauge", memory.gauge)
+    monkeypatch.setattr("server.edge.http.body_limit.MemoryGauge", memory.gauge)
     async with connect(build_app(engine, Settings(edge=replace(EDGE, max_memory_use=0.9)))) as client:
         assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
         memory.share, memory.now_s = 0.9, 1.0

@@ -13,7 +13,7 @@ from server.api.batches.app_client import AppClient
 from server.api.batches.queue import BatchQueue
 from server.app import build_app
 from server.edge.access.key_ring import KeyRing
-from server.edge.access.rate_limits import Caller, RateLimits
+from server.edge.access.rate_limits import Allowance, Caller, RateLimits
 from server.edge.error_replies import RateLimited
 from tests.server.conftest import EDGE, Settings, connect, eventually, serving
 from tests.server.edge.access.test_key_ring import BODY, as_key, guarded, key
@@ -118,7 +118,7 @@ async def test_truncation_by_trial_counts_the_prompt_once(engine):
         body = {"input": items, "truncation": "auto", "max_output_tokens": 8}
         reply = await client.post("/v1/responses", json=body, headers=as_key("a"))
     used = reply.json()["usage"]["input_tokens"] + 8
-    reading = RateLimits.allowance(app.state.keys.rates, key("a", **limited(tokens=1000)), Caller.CLIENT)
+    reading = Allowance(app.state.keys.rates, key("a", **limited(tokens=1000)), Caller.CLIENT)
     assert reading.headers()["x-ratelimit-remaining-tokens"] == str(1000 - used)
 
 
@@ -175,37 +175,37 @@ async def test_lines_of_a_batch_count_once_and_leave_half_to_clients(engine, tmp
 def test_a_refused_prompt_gives_its_request_back():
     rates = RateLimits()
     one = key("a", **limited(requests=10, tokens=10))
-    rates.allowance(one, Caller.CLIENT).take_prompt(8)
-    again = rates.allowance(one, Caller.CLIENT)
+    Allowance(rates, one, Caller.CLIENT).take_prompt(8)
+    again = Allowance(rates, one, Caller.CLIENT)
     again.take_request()
     assert again.headers()["x-ratelimit-remaining-requests"] == "9"
     with pytest.raises(RateLimited):
         again.take_prompt(5)
     assert again.headers()["x-ratelimit-remaining-requests"] == "10"
     with pytest.raises(RequestRejected, match="5 a minute for batches"):
-        rates.allowance(one, Caller.BATCH).take_prompt(6)
+        Allowance(rates, one, Caller.BATCH).take_prompt(6)
 
 
 def test_the_wait_that_is_named_is_the_one_that_is_needed(clock):
     rates = RateLimits()
     one = key("a", **limited(tokens=100))
     clock.now_s += 30
-    allowance = rates.allowance(one, Caller.CLIENT)
+    allowance = Allowance(rates, one, Caller.CLIENT)
     allowance.take_prompt(80)
     for cost in (30, 100):
         with pytest.raises(RateLimited) as caught:
-            rates.allowance(one, Caller.CLIENT).take_prompt(cost)
+            Allowance(rates, one, Caller.CLIENT).take_prompt(cost)
         before_s = clock.now_s
         clock.now_s += caught.value.retry_after_s - 2
         with pytest.raises(RateLimited):
-            rates.allowance(one, Caller.CLIENT).take_prompt(cost)
+            Allowance(rates, one, Caller.CLIENT).take_prompt(cost)
         clock.now_s = before_s + caught.value.retry_after_s + 0.01
-        rates.allowance(one, Caller.CLIENT).take_prompt(cost)
+        Allowance(rates, one, Caller.CLIENT).take_prompt(cost)
 
 
 def test_a_key_without_limits_needs_no_counts():
     rates = RateLimits()
-    allowance = rates.allowance(key("a"), Caller.CLIENT)
+    allowance = Allowance(rates, key("a"), Caller.CLIENT)
     allowance.take_request()
     allowance.take_prompt(10**9)
     allowance.settle(10**9)

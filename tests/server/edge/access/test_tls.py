@@ -14,8 +14,7 @@ import pytest
 from engine.options.edge_config import TlsFiles
 from engine.options.options import OptionError
 from server.app import build_app
-from server.edge.access.credentials import Credentials
-from server.edge.access.tls import LiveTls
+from server.edge.access.credentials import Credentials, LiveTls
 from server.edge.http.edge import ClientTimeouts
 from server.edge.sockets.accepting import ENCRYPTED_READ_BYTES
 from server.edge.sockets.places import RESERVED_PLACES

@@ -14,7 +14,7 @@ from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 
 from engine.options.edge_config import TlsFiles
 from server.app import build_app
-from server.edge.access.tls import LiveTls
+from server.edge.access.credentials import LiveTls
 from server.edge.http.connections import ClientConnection
 from server.edge.sockets.early_refusal import FirstLook
 from server.edge.sockets.lingering_close import LingeringTransport

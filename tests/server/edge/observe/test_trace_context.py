@@ -2,7 +2,7 @@
 
 import pytest
 
-from server.edge.observe.trace_context import TraceContext, trace_context_of
+from server.edge.observe.spans import TraceContext, trace_context_of
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 

@@ -16,7 +16,6 @@ from server.api.chat.protocol import ChatCompletionRequest
 from server.api.completions.protocol import CompletionRequest
 from server.app import build_app
 from server.edge.http import json_body
-from server.edge.http.edge import UnknownFields
 from server.edge.http.endpoint import ErrorReplyBody
 from server.edge.http.json_body import parse_object
 from tests.server.conftest import Settings, connect
@@ -487,13 +486,12 @@ async def test_of_many_large_bodies_some_are_sent_away_and_small_ones_are_read(m
     assert [type(result) for result in results] == [bool] * 16 + [Overloaded] * 4
 
 
-async def test_behind_each_part_of_a_large_body_the_event_loop_has_the_interpreter(monkeypatch) -> None:
+async def test_behind_each_part_of_a_large_body_the_event_loop_has_the_interpreter(
+    engine: FakeEngine, monkeypatch
+) -> None:
     rests = []
     monkeypatch.setattr(json_body.time, "sleep", rests.append)
-    reader = json_body._Reader(
-        model=CompletionRequest, refusals={}, from_headers={}, unknown_fields=UnknownFields.IGNORE
-    )
-    raw = b'{"prompt": "' + b"x" * 100_000 + b'"}'
-    await json_body._in_large_lane(lambda rest: reader.read(raw, rest))
+    async with connect(build_app(engine, Settings(max_body_bytes=1 << 20))) as client:
+        await client.post(COMPLETIONS, json={"prompt": "x" * 100_000})
     assert len(rests) == 2, "behind parsing, and behind all"
     assert all(0 < rest_s <= json_body._LONGEST_REST_S for rest_s in rests)

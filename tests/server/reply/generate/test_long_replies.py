@@ -29,9 +29,9 @@ from engine.types import (
     TokenOutput,
 )
 from server.api.chat.models import ChatCompletion
-from server.api.completions.models import Completion
+from server.api.completions.completions import Completion
 from server.api.operations.tokenization import Tokenization
-from server.api.pooling.models import Embeddings
+from server.api.pooling.endpoints import Embeddings
 from server.api.responses.models import ResponseObject
 from server.app import build_app
 from server.edge.http.edge import NumberedOutputs

@@ -11,7 +11,7 @@ import pytest
 from engine.errors import EngineDied, EngineUnavailable, Overloaded, RequestFailed, RequestRejected
 from engine.types import FinishReason
 from server.api.chat.models import ChatCompletionChunk
-from server.api.completions.models import Completion
+from server.api.completions.completions import Completion
 from server.edge.http.endpoint import ErrorReplyBody
 from tests.server.conftest import connect, impatient
 

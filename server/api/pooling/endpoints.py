@@ -1,11 +1,12 @@
-"""POST /v1/score and /v1/rerank: scores of pairs of texts.
+"""POST /v1/embeddings, and /v1/score and /v1/rerank: scores of pairs of texts.
 
-Owns: the two ways to a score: a cross-encoder reads both texts at once; of a model that makes embeddings it
-is the cosine between two of them. Also the other paths at which clients of vLLM, Jina and Cohere ask.
+Owns: the way from body to reply, and the shapes of replies, for /openapi.json only; tests/server holds every
+real reply against them. A cross-encoder reads both texts of a pair at once; with embeddings
+a score is the cosine of two vectors. Also the other paths at which clients of vLLM, Jina and Cohere ask.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -13,10 +14,17 @@ from starlette.responses import Response
 
 from engine.errors import RequestRejected
 from engine.types import PoolingTask
-from server.api.pooling.models import Ranking, ScoreList
-from server.api.pooling.protocol import SCORE_REFUSALS, PoolingFields, RerankRequest, ScoreRequest
-from server.api.pooling.replies import ranking_reply, scores_reply
+from server.api.pooling.protocol import (
+    EMBEDDING_REFUSALS,
+    SCORE_REFUSALS,
+    EmbeddingRequest,
+    PoolingFields,
+    RerankRequest,
+    ScoreRequest,
+)
+from server.api.pooling.replies import embeddings_reply, ranking_reply, scores_reply
 from server.api.pooling.requests import (
+    check_embeds,
     names_of,
     pooling_of,
     pooling_requests,
@@ -26,12 +34,77 @@ from server.api.pooling.requests import (
 )
 from server.edge.http.disconnect import while_connected
 from server.edge.http.edge import edge_of
-from server.edge.http.endpoint import Endpoint, documentation
+from server.edge.http.endpoint import Endpoint, ReplyModel, documentation
 from server.reply.generate.answering import new_head, new_reply_id
 from server.reply.generate.calls import Origin, read_call
 
+
+class PoolingUsage(ReplyModel):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(ReplyModel):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+    """Base64 of float32 numbers, little-endian, if that was asked for."""
+
+
+class Embeddings(ReplyModel):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: PoolingUsage
+
+
+class Score(ReplyModel):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class ScoreList(ReplyModel):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: PoolingUsage
+
+
+class RankedText(ReplyModel):
+    text: str
+
+
+class RankedDocument(ReplyModel):
+    index: int
+    """Among the documents of the request."""
+    relevance_score: float
+    document: RankedText | None = None
+
+
+class Ranking(ReplyModel):
+    id: str
+    model: str
+    results: list[RankedDocument]
+    """Best first."""
+    usage: PoolingUsage
+
+
+_EMBEDDINGS = "/v1/embeddings"
+
 router = APIRouter()
-ENDPOINT = Endpoint(router=router, requests={ScoreRequest: SCORE_REFUSALS, RerankRequest: SCORE_REFUSALS})
+ENDPOINT = Endpoint(
+    router=router,
+    requests={
+        EmbeddingRequest: EMBEDDING_REFUSALS,
+        ScoreRequest: SCORE_REFUSALS,
+        RerankRequest: SCORE_REFUSALS,
+    },
+    batch_paths=frozenset({_EMBEDDINGS}),
+    operations={_EMBEDDINGS: "embeddings"},
+)
 
 
 class Sides(NamedTuple):
@@ -46,6 +119,23 @@ class Sides(NamedTuple):
 class Scored(NamedTuple):
     scores: list[float]
     num_tokens: int
+
+
+@router.post(_EMBEDDINGS, **documentation(Embeddings, request=EmbeddingRequest))
+async def create_embeddings(request: Request) -> Response:
+    """Make one vector of each input."""
+    engine = edge_of(request).engine
+    reply_id = new_reply_id("embd")
+    body, origin = await read_call(request, EmbeddingRequest, EMBEDDING_REFUSALS, reply_id=reply_id)
+    info = engine.info
+    check_embeds(body, info)
+    texts = await tokenize_inputs(engine, body.input, text_cut(body, info, param="input"))
+    requests = pooling_requests(body, texts, info, origin, names=names_of("input", len(texts)))
+    outputs = await while_connected(request.receive, engine.pool_all(requests))
+    num_tokens = sum(len(text.token_ids) for text in texts)
+    return await embeddings_reply(
+        new_head(origin, info), outputs, body.encoding_format or "float", num_tokens=num_tokens
+    )
 
 
 @router.post("/score", include_in_schema=False)

@@ -1,0 +1,125 @@
+"""The served model in Ollama's words: GET /api/tags, /api/ps and /api/version, POST /api/show.
+
+Owns: its description, and the router of all Ollama's routes.
+Never: generates (endpoints.py).
+"""
+
+from datetime import UTC, datetime
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine.types import ModelInfo
+from engine.version import VERSION
+from server.api.chat.reasoning_styles import find_style
+from server.api.ollama.input import served_name
+from server.api.ollama.models import (
+    OllamaError,
+    OllamaLoadedList,
+    OllamaModelList,
+    OllamaModelPage,
+    OllamaVersion,
+)
+from server.api.ollama.protocol import OllamaShowRequest
+from server.edge.http.edge import Edge, edge_of
+from server.edge.http.endpoint import documentation, errors_as, json_reply
+from server.edge.http.json_body import read_request
+from server.reply.generate.model_checks import check_model
+from server.reply.response_templates.template import Role
+from server.reply.response_templates.template_choice import find_template
+from server.reply.tool_calls.dialects import find_dialect
+
+_SHOW, _TAGS, _LOADED, _VERSION = PATHS = "/api/show", "/api/tags", "/api/ps", "/api/version"
+_NEVER = "2318-04-10T00:00:00Z"
+"""A time that clients read as never."""
+
+router = APIRouter()
+
+
+def documented(reply: type[BaseModel], *, request: type[BaseModel] | None = None) -> dict[str, Any]:
+    """Keyword arguments for the decorator of a route."""
+    found = documentation(reply, request=request)
+    found["responses"] |= errors_as(OllamaError)
+    return found
+
+
+@router.get(_TAGS, **documented(OllamaModelList))
+async def list_in_ollamas_words(request: Request) -> Response:
+    """List the names under which the model is served."""
+    info = edge_of(request).engine.info
+    return json_reply({"models": _listed(info, {"modified_at": _time(info.created_s)})})
+
+
+@router.get(_LOADED, **documented(OllamaLoadedList))
+async def list_loaded_in_ollamas_words(request: Request) -> Response:
+    """List the same names: the model stays loaded."""
+    info = edge_of(request).engine.info
+    facts = {"expires_at": _NEVER, "size_vram": 0, "context_length": info.max_model_len}
+    return json_reply({"models": _listed(info, facts)})
+
+
+@router.post(_SHOW, **documented(OllamaModelPage, request=OllamaShowRequest))
+async def show_in_ollamas_words(request: Request) -> Response:
+    """Describe the served model."""
+    edge = edge_of(request)
+    info = edge.engine.info
+    body = await read_request(request, OllamaShowRequest, {}, from_headers={})
+    check_model(served_name(body.model or body.name, info), info)
+    return json_reply(
+        {
+            "modelfile": "",
+            "parameters": "\n".join(f"{name} {value}" for name, value in info.default_sampling.items()),
+            "template": info.chat_template,
+            "details": _details(info),
+            "model_info": {
+                "general.architecture": info.model_type,
+                "general.parameter_count": info.num_parameters,
+                f"{info.model_type}.context_length": info.max_model_len,
+            },
+            "capabilities": _capabilities(edge, info),
+            "modified_at": _time(info.created_s),
+        }
+    )
+
+
+@router.get(_VERSION, **documented(OllamaVersion))
+async def version_in_ollamas_words() -> Response:
+    """The version of this server, which is not Ollama's."""
+    return json_reply({"version": VERSION})
+
+
+def _listed(info: ModelInfo, facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """One entry for each served name."""
+    described = {"size": 0, "digest": "", "details": _details(info), **facts}
+    return [{"name": name, "model": name, **described} for name in info.names]
+
+
+def _details(info: ModelInfo) -> dict[str, Any]:
+    return {
+        "parent_model": "",
+        "format": "safetensors",
+        "family": info.model_type,
+        "families": [info.model_type],
+        "parameter_size": f"{info.num_parameters / 1e9:.1f}B",
+        "quantization_level": info.dtype,
+    }
+
+
+def _capabilities(edge: Edge, info: ModelInfo) -> list[str]:
+    if info.pooling is not None:
+        return ["embedding"]
+    found = ["completion"]
+    template = find_template(edge.parsers, info)
+    if find_dialect(edge.parsers.tool_calls, info.chat_template) is not None:
+        found.append("tools")
+    has_style = find_style(edge.parsers.reasoning, info) is not None
+    if has_style if template is None else template.field_of(Role.REASONING) is not None:
+        found.append("thinking")
+    return found
+
+
+def _time(unix_time_s: int) -> str:
+    return datetime.fromtimestamp(unix_time_s, UTC).isoformat().replace("+00:00", "Z")

@@ -1,0 +1,188 @@
+"""The routes of a response that is stored or under way in the background.
+
+Owns: the access to a response by its owner, and the objects that all routes of responses share.
+Never: the making of a response (responses.py, making.py, background.py).
+"""
+
+import asyncio
+import time
+from typing import Any, cast
+
+import orjson
+from fastapi import APIRouter, FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine.errors import RequestRejected
+from server.api.files.access import add_state_access, owner_of
+from server.api.responses.background import BackgroundResponses, Work
+from server.api.responses.event_log import LoggedEvents
+from server.api.responses.input_items import MAX_PAGE_ITEMS, page_of, page_request
+from server.api.responses.kept_responses import KeptResponses
+from server.api.responses.models import InputItemPage, ResponseDeletion, ResponseObject
+from server.api.responses.protocol import ResponsesRequest
+from server.api.responses.store import MAX_RESPONSES, RESPONSE_TTL_S, ResponseStore, StoredResponse
+from server.edge.error_replies import ResponseNotFound
+from server.edge.http.edge import EdgeSettings, edge_of
+from server.edge.http.endpoint import NO_STORE, documentation_of_one, json_reply
+from server.edge.refusals import unsupported
+
+_ONE = "/v1/responses/{response_id}"
+_PAGE_PARAMETERS: dict[str, dict[str, Any]] = {
+    "limit": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE_ITEMS, "default": 20},
+    "order": {"enum": ["asc", "desc"], "default": "desc"},
+    "after": {"type": "string"},
+}
+_FOLLOW_PARAMETERS: dict[str, dict[str, Any]] = {
+    "stream": {"type": "boolean", "default": False},
+    "starting_after": {"type": "integer", "minimum": 0},
+}
+
+router = APIRouter()
+
+
+def add_store(app: FastAPI, settings: EdgeSettings) -> None:
+    """Put the objects that only routes of responses use into the state of the application."""
+    app.state.response_store = ResponseStore(
+        max_responses=MAX_RESPONSES, max_bytes=settings.responses_store_bytes, ttl_s=RESPONSE_TTL_S
+    )
+    add_state_access(app, settings)
+    app.state.kept_responses = KeptResponses(app.state.response_store, app.state.desk, settings)
+    app.state.background = BackgroundResponses(app.state.edge, max_event_bytes=settings.responses_store_bytes)
+
+
+@router.api_route(_ONE, methods=["GET", "DELETE"], include_in_schema=False)
+async def use_stored_response(request: Request) -> Response:
+    """Serve both methods, so that the Allow header of a 405 names both; the routes below document them."""
+    return await (delete_response if request.method == "DELETE" else retrieve_response)(request)
+
+
+@router.get(_ONE, **documentation_of_one(ResponseObject, "response_id", query=_FOLLOW_PARAMETERS))
+async def retrieve_response(request: Request) -> Response:
+    """Return a response as it is now, or follow its events if it was begun as a stream in the background."""
+    work = _work_here(request)
+    body = _stored_here(request).body if work is None else orjson.dumps(work.response)
+    start = _start_of_stream(request)
+    if start is None:
+        return _json(body)
+    log = background_of(request).events_of(request.path_params["response_id"])
+    if log is None:
+        raise RequestRejected(
+            "stream: only a response that was created with background and stream has events, for as long as"
+            " there is room for them; retrieve it without stream",
+            param="stream",
+        )
+    log.require(start)
+    return LoggedEvents(log, start, edge_of(request))
+
+
+@router.get(
+    f"{_ONE}/input_items",
+    **documentation_of_one(InputItemPage, "response_id", query=_PAGE_PARAMETERS),
+)
+async def list_input_items(request: Request) -> Response:
+    """List the input items of a stored response, without the items of earlier responses."""
+    asked = page_request(request.query_params)
+    items, response_id = _stored_here(request).input, request.path_params["response_id"]
+    # In a thread, since there may be as much text as a body holds.
+    page = await asyncio.to_thread(lambda: orjson.dumps(page_of(items, response_id, asked)))
+    return _json(page)
+
+
+@router.post(f"{_ONE}/cancel", **documentation_of_one(ResponseObject, "response_id"))
+async def cancel_response(request: Request) -> Response:
+    """Cancel a response of the background. One at its end stays as it is; any other cannot be cancelled."""
+    work = _work_here(request)
+    if work is not None:
+        return json_reply(await background_of(request).cancel(work), NO_STORE)
+    body = _stored_here(request).body
+    if orjson.loads(body)["background"]:
+        return _json(body)
+    raise RequestRejected(
+        "Cannot cancel a synchronous response: only responses created with background set to true can be"
+        " cancelled. To end this one early, close its connection",
+        param="response_id",
+    )
+
+
+@router.delete(_ONE, **documentation_of_one(ResponseDeletion, "response_id"))
+async def delete_response(request: Request) -> Response:
+    """Delete a response, under way or stored. Responses that continue it stay."""
+    response_id, owner = request.path_params["response_id"], owner_of(request)
+    work = _work_here(request)
+    if work is not None:
+        await background_of(request).cancel(work)
+    elif not store_of(request).find(response_id, owner=owner, now_s=time.monotonic()):
+        raise ResponseNotFound(response_id)
+    store_of(request).delete(response_id, owner=owner, now_s=time.monotonic())
+    background_of(request).forget_events(response_id)
+    await kept_of(request).delete(owner, response_id)
+    return json_reply({"id": response_id, "object": "response", "deleted": True}, NO_STORE)
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, headers=NO_STORE, media_type="application/json")
+
+
+def _start_of_stream(request: Request) -> int | None:
+    """The number of the first event that is asked for; None: no events. Raises RequestRejected."""
+    stream, after = request.query_params.get("stream", "false"), request.query_params.get("starting_after")
+    if stream not in ("true", "false"):
+        raise RequestRejected(f"stream must be true or false, not {stream[:32]!r}", param="stream")
+    if after is None:
+        return 0 if stream == "true" else None
+    if stream == "false":
+        raise RequestRejected("starting_after needs stream=true", param="starting_after")
+    if not (after.isascii() and after.isdigit() and len(after) < 10):
+        raise RequestRejected("starting_after must be the number of an event", param="starting_after")
+    return int(after) + 1
+
+
+def _work_here(request: Request) -> Work | None:
+    """The response under way that the path names, if it is one."""
+    return background_of(request).find(request.path_params["response_id"], owner=owner_of(request))
+
+
+def background_of(request: Request) -> BackgroundResponses:
+    return cast(BackgroundResponses, request.app.state.background)
+
+
+def kept_of(request: Request) -> KeptResponses:
+    return cast(KeptResponses, request.app.state.kept_responses)
+
+
+def _stored_here(request: Request) -> StoredResponse:
+    """The stored response that the path names. Raises ResponseNotFound."""
+    response_id = request.path_params["response_id"]
+    stored = store_of(request).find(response_id, owner=owner_of(request), now_s=time.monotonic())
+    if stored is None:
+        raise ResponseNotFound(response_id)
+    return stored
+
+
+def store_of(request: Request) -> ResponseStore:
+    return cast(ResponseStore, request.app.state.response_store)
+
+
+def is_stored(body: ResponsesRequest, store: ResponseStore) -> bool:
+    """True unless store is off. Raises RequestRejected for a request that needs it where there is none."""
+    if body.store and not store.is_open:
+        raise unsupported("store", "store: this server stores no responses; send the whole conversation")
+    is_stored = store.is_open and body.store is not False
+    if body.background and not is_stored:
+        raise unsupported("background", "background: a response that is not stored could not be fetched")
+    return is_stored
+
+
+def earlier_response(request: Request, body: ResponsesRequest) -> StoredResponse | None:
+    if body.previous_response_id is None:
+        return None
+    found = store_of(request).find(body.previous_response_id, owner=owner_of(request), now_s=time.monotonic())
+    if found is None:
+        raise RequestRejected(
+            f"there is no stored response {body.previous_response_id!r} (any more);"
+            " send the whole conversation as input",
+            param="previous_response_id",
+            code="previous_response_not_found",
+        )
+    return found
