@@ -26,6 +26,11 @@ _ERROR_TYPES: Final = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+_STOP_REASONS: Final = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
+_TIMED_OUT: Final = "max_tokens"
+"""Anthropic has no time limits; clients know this reason, and that the text was cut off."""
+_FIELD_OF: Final = {"text": "text", "thinking": "thinking", "tool_use": "partial_json"}
+_DELTA_OF: Final = {"text": "text_delta", "thinking": "thinking_delta", "tool_use": "input_json_delta"}
 
 
 def error_body(error: ErrorReply) -> dict[str, Any]:
@@ -33,13 +38,6 @@ def error_body(error: ErrorReply) -> dict[str, Any]:
     otherwise = "api_error" if error.status >= 500 else "invalid_request_error"
     detail = {"type": _ERROR_TYPES.get(error.status, otherwise), "message": error.message}
     return {"type": "error", "error": detail}
-
-
-_STOP_REASONS: Final = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
-_TIMED_OUT: Final = "max_tokens"
-"""Anthropic has no time limits; clients know this reason, and that the text was cut off."""
-_FIELD_OF: Final = {"text": "text", "thinking": "thinking", "tool_use": "partial_json"}
-_DELTA_OF: Final = {"text": "text_delta", "thinking": "thinking_delta", "tool_use": "input_json_delta"}
 
 
 class MessageStream:

@@ -22,7 +22,7 @@ from server.api.anthropic.protocol import (
     MessagesRequest,
 )
 from server.api.chat.protocol import ChatCompletionRequest
-from server.edge.http.json_body import built
+from server.edge.http.json_body import built, without_nones
 from server.edge.refusals import required, translated, unsupported
 from server.reply.generate.protocol import SamplingFields
 
@@ -168,10 +168,7 @@ def _tool(tool: AnthropicTool, where: str) -> dict[str, Any]:
             f"{where}.type", f"{where}: tools of type {tool.type!r} run elsewhere; use tools of your own"
         )
     described = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
-    return {
-        "type": "function",
-        "function": {name: value for name, value in described.items() if value is not None},
-    }
+    return {"type": "function", "function": without_nones(described)}
 
 
 def _tool_choice(choice: AnthropicToolChoice) -> dict[str, Any]:

@@ -4,11 +4,10 @@ Owns: one ASGI call for each request.
 Never: the contents of requests; fits where run.py expects a client.
 """
 
-import asyncio
-
 from starlette.types import ASGIApp, Message, Scope
 
 from server.edge.access.auth import OWNER_NAME
+from server.edge.http.disconnect import stay_connected
 from server.edge.http.http_client import ExchangeFailed, Reply
 
 
@@ -29,8 +28,7 @@ class AppClient:
         async def receive() -> Message:
             if unread:
                 return {"type": "http.request", "body": unread.pop(), "more_body": False}
-            await asyncio.Event().wait()  # until cancelled: this client does not hang up
-            raise AssertionError
+            return await stay_connected()
 
         async def send(message: Message) -> None:
             if message["type"] == "http.response.start":

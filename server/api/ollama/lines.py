@@ -24,6 +24,10 @@ def error_body(error: ErrorReply) -> dict[str, Any]:
     return {"error": error.message}
 
 
+def time_text(unix_time_s: float) -> str:
+    return datetime.fromtimestamp(unix_time_s, UTC).isoformat().replace("+00:00", "Z")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineShape:
     """The part of a line that differs between the two endpoints."""
@@ -33,8 +37,7 @@ class LineShape:
 
     def line(self, said: dict[str, Any], unix_time_s: float) -> dict[str, Any]:
         """Make a line of `content`, `thinking` and `tool_calls`."""
-        at = datetime.fromtimestamp(unix_time_s, UTC).isoformat().replace("+00:00", "Z")
-        head = {"model": self.model, "created_at": at}
+        head = {"model": self.model, "created_at": time_text(unix_time_s)}
         if self.is_chat:
             return {**head, "message": {"role": "assistant", **said}, "done": False}
         thinking = {name: said[name] for name in ("thinking",) if name in said}

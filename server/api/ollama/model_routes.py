@@ -4,7 +4,6 @@ Owns: its description, and the router of all Ollama's routes.
 Never: generates (endpoints.py).
 """
 
-from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter
@@ -16,6 +15,7 @@ from engine.types import ModelInfo
 from engine.version import VERSION
 from server.api.chat.reasoning_styles import find_style
 from server.api.ollama.input import served_name
+from server.api.ollama.lines import time_text
 from server.api.ollama.models import (
     OllamaError,
     OllamaLoadedList,
@@ -50,7 +50,7 @@ def documented(reply: type[BaseModel], *, request: type[BaseModel] | None = None
 async def list_in_ollamas_words(request: Request) -> Response:
     """List the names under which the model is served."""
     info = edge_of(request).engine.info
-    return json_reply({"models": _listed(info, {"modified_at": _time(info.created_s)})})
+    return json_reply({"models": _listed(info, {"modified_at": time_text(info.created_s)})})
 
 
 @router.get(_LOADED, **documented(OllamaLoadedList))
@@ -80,7 +80,7 @@ async def show_in_ollamas_words(request: Request) -> Response:
                 f"{info.model_type}.context_length": info.max_model_len,
             },
             "capabilities": _capabilities(edge, info),
-            "modified_at": _time(info.created_s),
+            "modified_at": time_text(info.created_s),
         }
     )
 
@@ -119,7 +119,3 @@ def _capabilities(edge: Edge, info: ModelInfo) -> list[str]:
     if has_style if template is None else template.field_of(Role.REASONING) is not None:
         found.append("thinking")
     return found
-
-
-def _time(unix_time_s: int) -> str:
-    return datetime.fromtimestamp(unix_time_s, UTC).isoformat().replace("+00:00", "Z")

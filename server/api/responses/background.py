@@ -20,7 +20,7 @@ from engine.logs.lines import fields
 from engine.types import GenerationRequest
 from server.api.responses.event_log import EventLog
 from server.api.responses.events import ResponseStream
-from server.api.responses.making import Making
+from server.api.responses.making import Making, ResponseTask, begin_making
 from server.edge.error_replies import RateLimited, TooManyOfOneKey, describe, log_failure
 from server.edge.http.edge import Edge
 
@@ -43,22 +43,21 @@ class Work:
 
     owner: str
     """The key that asked for it, by name; empty where there are no keys."""
-    make: Callable[[], Awaitable[Making]]
-    """Called when its turn has come."""
+    task: ResponseTask
+    making: Making | None = None
+    """The prepared response; None: it is prepared when its turn has come."""
     save: Callable[[dict[str, Any]], Awaitable[None]]
     """Keeps the response object at its end."""
     response: dict[str, Any]
     """The response object as it is now."""
-    events: EventLog | None
+    events: EventLog | None = None
     """Its events, if it was asked for as a stream."""
-    settle: Callable[[], None]
-    """Called at its end: counts its output against the limits of its key."""
     can_be_left: bool
     """True if the next start of the server makes it again, from the disk."""
     reply: ResponseStream | None = None
     is_cancelled: bool = False
     began_s: float = field(default_factory=time.monotonic)
-    task: "asyncio.Task[None] | None" = None
+    running: "asyncio.Task[None] | None" = None
 
 
 class BackgroundResponses:
@@ -90,7 +89,7 @@ class BackgroundResponses:
             self._logs[response_id] = work.events
             self._num_event_bytes += work.events.num_bytes
             self._trim()
-        work.task = asyncio.create_task(self._run(response_id, work))
+        work.running = asyncio.create_task(self._run(response_id, work))
 
     def find(self, response_id: str, *, owner: str) -> Work | None:
         """Find a response under way; None if there is none of `owner`."""
@@ -108,13 +107,13 @@ class BackgroundResponses:
 
     async def cancel(self, work: Work) -> dict[str, Any]:
         """End a response; return it as it is then. One that has just had its end stays as it is."""
-        assert work.task is not None
+        assert work.running is not None
         if not work.is_cancelled:
             work.is_cancelled = True
-            work.task.cancel()
-        await asyncio.wait([work.task], timeout=_KEPT_WITHIN_S)
-        work.task.cancel()  # a full disk makes no client wait
-        await asyncio.gather(work.task, return_exceptions=True)
+            work.running.cancel()
+        await asyncio.wait([work.running], timeout=_KEPT_WITHIN_S)
+        work.running.cancel()  # a full disk makes no client wait
+        await asyncio.gather(work.running, return_exceptions=True)
         return work.response
 
     async def leave_to_next_start(self) -> None:
@@ -125,7 +124,7 @@ class BackgroundResponses:
         await self._stop(list(self._works.values()))
 
     async def _stop(self, works: list[Work]) -> None:
-        tasks = [work.task for work in works if work.task is not None]
+        tasks = [work.running for work in works if work.running is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -143,7 +142,7 @@ class BackgroundResponses:
             log.exception("background response %s could not be kept", response_id)
             self._edge.metrics.count_background_fault("response")
         finally:
-            work.settle()
+            work.task.origin.settle()
             del self._works[response_id]
             if work.events is not None:
                 work.events.close()
@@ -178,7 +177,7 @@ class BackgroundResponses:
         while True:
             request: GenerationRequest | None = None
             try:
-                making = await work.make()
+                making = work.making or await begin_making(self._edge, work.task)
                 reply, request = making.reply, making.request
                 work.reply = reply
                 async with aclosing(self._edge.engine.generate_all([request])) as outputs:

@@ -21,7 +21,7 @@ from server.api.responses.protocol import (
     ResponsesRequest,
     TextFormat,
 )
-from server.edge.http.json_body import built
+from server.edge.http.json_body import built, without_nones
 from server.edge.refusals import refuse_unsupported, required, translated, unsupported
 
 _ROLES: Final = ("user", "assistant", "system", "developer")
@@ -213,10 +213,7 @@ def _response_format(asked: TextFormat) -> dict[str, Any]:
         "schema": required(asked.json_schema, "text.format.schema"),
         "strict": asked.strict,
     }
-    return {
-        "type": "json_schema",
-        "json_schema": {name: value for name, value in described.items() if value is not None},
-    }
+    return {"type": "json_schema", "json_schema": without_nones(described)}
 
 
 def _tool(tool: FunctionTool, where: str) -> dict[str, Any]:
@@ -228,10 +225,7 @@ def _tool(tool: FunctionTool, where: str) -> dict[str, Any]:
         "parameters": tool.parameters,
         "strict": tool.strict,
     }
-    return {
-        "type": "function",
-        "function": {name: value for name, value in described.items() if value is not None},
-    }
+    return {"type": "function", "function": without_nones(described)}
 
 
 def _tool_choice(choice: str | FunctionChoice | AllowedFunctions) -> str | dict[str, Any]:

@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from server.api.files.access import StateAccess, unix_time_s
 from server.api.files.store import ResponseBounds, ResponseRow
 from server.api.responses.background import BackgroundResponses, Work
-from server.api.responses.making import Making, ResponseTask, begin_making, stored_response
+from server.api.responses.making import ResponseTask, stored_response
 from server.api.responses.protocol import InputItem, ResponsesRequest
 from server.api.responses.store import (
     MAX_RESPONSES,
@@ -128,33 +128,15 @@ async def _take_up(app: FastAPI, kept: KeptResponses, row: ResponseRow) -> None:
         await save(response | {"status": "failed", "error": _INTERRUPTED})
     else:
         background = cast(BackgroundResponses, app.state.background)
-        background.begin(row.id, _work(app.state.edge, row.owner, task, save, response))
-
-
-def _work(
-    edge: Edge,
-    owner: str,
-    task: ResponseTask,
-    save: Callable[[dict[str, Any]], Awaitable[None]],
-    response: dict[str, Any],
-) -> Work:
-    async def make() -> Making:
-        return await begin_making(edge, task, on_end=lambda _: None)
-
-    return Work(
-        owner=owner,
-        make=make,
-        save=save,
-        response=response,
-        events=None,
-        settle=task.origin.settle,
-        can_be_left=True,
-    )
+        work = Work(owner=row.owner, task=task, save=save, response=response, can_be_left=True)
+        background.begin(row.id, work)
 
 
 def _written(task: ResponseTask) -> bytes:
-    items = None if task.earlier is None else [_plain(item) for item in task.earlier.conversation]
     body = task.body.model_dump(mode="json", by_alias=True, exclude_none=True)
+    items = None
+    if task.earlier is not None:
+        items = [item.model_dump(mode="json", exclude_none=True) for item in task.earlier.conversation]
     return orjson.dumps(
         {
             "body": body,
@@ -163,10 +145,6 @@ def _written(task: ResponseTask) -> bytes:
             "created_at": task.created_s,
         }
     )
-
-
-def _plain(item: InputItem) -> dict[str, Any]:
-    return item.model_dump(mode="json", exclude_none=True)
 
 
 def _read(row: ResponseRow, keys: KeyRing) -> ResponseTask:

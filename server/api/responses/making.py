@@ -58,7 +58,7 @@ class Making:
     reply: ResponseStream
 
 
-async def begin_making(edge: Edge, task: ResponseTask, on_end: OnEnd) -> Making:
+async def begin_making(edge: Edge, task: ResponseTask, on_end: OnEnd = lambda _: None) -> Making:
     """Prepare the chat turn. Raises RequestRejected, Overloaded, EngineUnavailable."""
     turn = await _prepare(edge, task.body, _conversation(task.body, task.earlier), task.origin)
     head = new_head(task.origin, edge.engine.info)

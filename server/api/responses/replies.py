@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from engine.types import SamplingParams
-from server.api.responses.protocol import FunctionTool, ResponsesRequest
+from server.api.responses.protocol import ResponsesRequest
 from server.reply.generate.wire_logprobs import GrowingLists
 
 _INCOMPLETE: Final = {"length": "max_output_tokens", "timeout": "timeout"}
@@ -151,7 +151,10 @@ def response_of(plan: ResponsePlan, *, status: str) -> dict[str, Any]:
         "temperature": params.temperature,
         "text": {"format": _text_format(body), "verbosity": "medium"},
         "tool_choice": _tool_choice(body),
-        "tools": [_tool(tool) for tool in body.tools or ()],
+        "tools": [
+            {"parameters": None, "strict": None, **tool.model_dump(exclude_none=True)}
+            for tool in body.tools or ()
+        ],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": params.top_p,
         "truncation": body.truncation or "disabled",
@@ -169,10 +172,6 @@ def _text_format(body: ResponsesRequest) -> dict[str, Any]:
 def _tool_choice(body: ResponsesRequest) -> Any:
     choice = body.tool_choice
     return choice or "auto" if choice is None or isinstance(choice, str) else choice.model_dump()
-
-
-def _tool(tool: FunctionTool) -> dict[str, Any]:
-    return {"parameters": None, "strict": None, **tool.model_dump(exclude_none=True)}
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from server.api.files.access import owner_of
 from server.api.responses.background import Work
 from server.api.responses.event_log import EventLog, LoggedEvents
 from server.api.responses.events import ResponseFraming
-from server.api.responses.making import Making, ResponseTask, begin_making, stored_response
+from server.api.responses.making import ResponseTask, begin_making, stored_response
 from server.api.responses.models import ResponseEvent, ResponseObject
 from server.api.responses.protocol import RESPONSES_REFUSALS, ResponsesRequest
 from server.api.responses.stored_routes import (
@@ -92,11 +92,7 @@ async def _begin_in_background(request: Request, task: ResponseTask) -> Response
     # The request is checked, and its prompt made, while the client can still be answered with an error.
     # The record of the HTTP request ends with it, so that the response has its own.
     task = replace(task, origin=replace(task.origin, journal=Journal()))
-    making = await begin_making(edge, task, on_end=lambda _: None)
-
-    async def make() -> Making:
-        return making
-
+    making = await begin_making(edge, task)
     events = making.reply.queue()
     response = making.reply.response
     await kept.begin(owner, task, response)
@@ -105,11 +101,11 @@ async def _begin_in_background(request: Request, task: ResponseTask) -> Response
         log.add(events)
     work = Work(
         owner=owner,
-        make=make,
+        task=task,
+        making=making,
         save=kept.saver(owner, task),
         response=response,
         events=log,
-        settle=task.origin.settle,
         can_be_left=kept.is_on_disk and not is_stream,
     )
     background.begin(response["id"], work)

@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ _ABOUT_THE_PORT = (
     *(field.name for field in fields(EdgeOptions)),
 )
 """Options of `serve` that mean nothing where no port is opened."""
+_SECONDS_BETWEEN_LINES = 5.0
 
 
 class CannotRun(Exception):
@@ -272,14 +273,9 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-_SECONDS_BETWEEN_LINES = 5.0
-
-
-@contextmanager
-def progress(num_requests: int) -> Iterator[Callable[[Counts], None]]:
-    """Yield a function that shows the counts it is called with."""
-    with _bar(num_requests) if sys.stderr.isatty() else _lines(num_requests) as show:
-        yield show
+def progress(num_requests: int) -> AbstractContextManager[Callable[[Counts], None]]:
+    """Open a function that shows the counts it is called with."""
+    return _bar(num_requests) if sys.stderr.isatty() else _lines(num_requests)
 
 
 def summary(counts: Counts, *, num_skipped: int, elapsed_s: float) -> str:

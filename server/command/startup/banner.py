@@ -47,7 +47,7 @@ def render_banner(info: ModelInfo, engine: EngineConfig, server: ServerConfig, *
             "model",
             f"{', '.join(info.served_names)} ({info.model_type}, {_count(info.num_parameters)} parameters)",
         ),
-        ("runs on", ", ".join([info.device, info.dtype, *_kernels(info)])),
+        ("runs on", f"{info.device}, {info.dtype}" + (f", {info.kernels} kernels" if info.kernels else "")),
         ("served for", _purpose(info)),
         ("context", f"{info.max_model_len:,} tokens"),
         *_kv_cache(info),
@@ -58,10 +58,6 @@ def render_banner(info: ModelInfo, engine: EngineConfig, server: ServerConfig, *
     lines = [f"  {label:<12}{_printable(text)}" for label, text in rows]
     examples = [f"  Try: {each}" for each in (*_chat(info, url), _curl(info, server, url))]
     return "\n".join(["", *lines, "", *examples, ""])
-
-
-def _kernels(info: ModelInfo) -> list[str]:
-    return [f"{info.kernels} kernels"] if info.kernels else []
 
 
 def _addresses(server: ServerConfig, url: str) -> list[tuple[str, str]]:

@@ -9,6 +9,7 @@ import argparse
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn, TextIO
 
@@ -125,11 +126,15 @@ async def stream(target: Target, path: str, body: Mapping[str, Any]) -> AsyncGen
             raise Failed(reason_of(whole))
 
 
+def _parsed(data: bytes) -> Any:
+    """Parse JSON; None if it is none."""
+    with suppress(orjson.JSONDecodeError):
+        return orjson.loads(data)
+    return None
+
+
 def _chunk_of(data: bytes) -> dict[str, Any]:
-    try:
-        chunk = orjson.loads(data)
-    except orjson.JSONDecodeError:
-        chunk = None
+    chunk = _parsed(data)
     if not isinstance(chunk, dict):
         raise Failed("the server sent an event that is not a JSON object")
     return chunk
@@ -147,10 +152,7 @@ class ServedModel:
 async def served_model(target: Target, name: str | None) -> ServedModel:
     """The model of this name, or the first that the server has. Raises Failed, ExchangeFailed."""
     reply = await fetch(target, "GET", "/v1/models", silence_s=_SILENCE_S)
-    try:
-        listed = orjson.loads(reply.body)
-    except orjson.JSONDecodeError:
-        listed = {}
+    listed = _parsed(reply.body)
     if reply.status != 200:
         raise Failed(_message(listed) or f"{target.url} answers with status {reply.status}")
     models = {model.get("id"): model for model in _objects(listed)}
@@ -167,11 +169,7 @@ def _objects(listed: Any) -> list[dict[str, Any]]:
 
 
 def reason_of(reply: Reply) -> str:
-    try:
-        message = _message(orjson.loads(reply.body))
-    except orjson.JSONDecodeError:
-        message = None
-    return message or f"the server answers with status {reply.status}"
+    return _message(_parsed(reply.body)) or f"the server answers with status {reply.status}"
 
 
 def _message(body: Any) -> str | None:

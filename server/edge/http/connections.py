@@ -292,7 +292,7 @@ class ReservedPlaces:
 
         async def last_send(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", ()), _HANG_UP]}
+                message = _hanging_up(message)
             await send(message)
 
         await self._app(scope, receive, last_send)
@@ -312,11 +312,16 @@ class LastReplies:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def last_send(message: Message) -> None:
             if message["type"] == "http.response.start" and self._health().state is EngineState.DRAINING:
-                headers = [field for field in message.get("headers", ()) if field[0] != _HANG_UP[0]]
-                message = {**message, "headers": [*headers, _HANG_UP]}
+                message = _hanging_up(message)
             await send(message)
 
         await self._app(scope, receive, last_send)
+
+
+def _hanging_up(message: Message) -> Message:
+    """The start of a reply, after which the connection ends."""
+    headers = [field for field in message.get("headers", ()) if field[0] != _HANG_UP[0]]
+    return {**message, "headers": [*headers, _HANG_UP]}
 
 
 def chunk_writer(scope: Scope) -> WriteChunk:

@@ -230,9 +230,13 @@ def _not_json(reason: str) -> RequestRejected:
 def built(model: type[ModelT], fields: Mapping[str, Any]) -> ModelT:
     """Make a request of the fields that are not None. Raises RequestRejected."""
     try:
-        return model.model_validate({name: value for name, value in fields.items() if value is not None})
+        return model.model_validate(without_nones(fields))
     except ValidationError as error:
         raise rejection(error) from None
+
+
+def without_nones(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def rejection(error: ValidationError) -> RequestRejected:

@@ -92,7 +92,8 @@ class StrictConnection(h11.Connection):
             _check(before[: len(before) - len(self.trailing_data[0])], event)
             reply = self.refusal_of(event) if self.refusal_of is not None else None
             if reply is not None:
-                raise RefusedHead(reply, num_body_bytes=_declared_bytes(event))
+                declared = (int(value) for key, value in event.headers if key == _LENGTH)
+                raise RefusedHead(reply, num_body_bytes=next(declared, math.inf))
         return event
 
 
@@ -101,7 +102,3 @@ def _check(head: bytes, request: h11.Request) -> None:
         raise h11.RemoteProtocolError("a line of the head ends without CR, or goes on in the next")
     if not request.http_version.startswith(b"1."):
         raise h11.RemoteProtocolError("this is not HTTP/1")
-
-
-def _declared_bytes(request: h11.Request) -> float:
-    return next((int(value) for key, value in request.headers if key == b"content-length"), math.inf)

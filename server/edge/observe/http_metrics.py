@@ -29,44 +29,44 @@ class HttpMetrics:
     """The counters, created once per engine registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.requests = Counter(
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(name, text, labels, registry=registry)
+
+        self.requests = counter(
             "tokenyard:http_requests",
             "HTTP requests answered, by method, route and status; 499: the client left first; limit is"
             " own for a 504 of a request that asked for less time than the operator allows, else empty.",
-            ("method", "route", "status", "limit"),
-            registry=registry,
+            "method",
+            "route",
+            "status",
+            "limit",
         )
-        self.errors = Counter(
+        self.errors = counter(
             "tokenyard:request_errors",
             "Errors told to clients, in replies and in streams, by code.",
-            ("code",),
-            registry=registry,
+            "code",
         )
-        self.unknown_fields = Counter(
+        self.unknown_fields = counter(
             "tokenyard:unknown_request_fields",
             "Fields in request bodies that this server does not know and ignored.",
-            registry=registry,
         )
-        self.refused_connections = Counter(
+        self.refused_connections = counter(
             "tokenyard:refused_connections",
             "Connections closed at once because every place was taken, the reserve for probes too.",
-            registry=registry,
         )
-        self.slow_client_aborts = Counter(
+        self.slow_client_aborts = counter(
             "tokenyard:slow_client_aborts",
             "Streams given up because the client stopped reading.",
-            registry=registry,
         )
         self.state_writes_waiting = Gauge(
             "tokenyard:state_writes_waiting",
             "Writes to --state-folder that failed, by a full disk say, and are tried again.",
             registry=registry,
         )
-        self.background_faults = Counter(
+        self.background_faults = counter(
             "tokenyard:background_faults",
             "Faults in work that no client waits for, by the part that failed and was given up.",
-            ("part",),
-            registry=registry,
+            "part",
         )
 
         self.recent_errors: deque[RecentError] = deque(maxlen=_RECENT_ERRORS)

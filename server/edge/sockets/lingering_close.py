@@ -66,7 +66,7 @@ class LingeringTransport:
         Both transports are freed with their last user; but under TLS asyncio's is two, a cycle in which
         nothing of ours is, and waits for Python's collector.
         """
-        self._may_hear_more = _is_over
+        self._may_hear_more = lambda: False
         # asyncio's keeps a bound method of its own: a cycle, which stays unless it is broken here.
         getattr(self._transport, "__dict__", {}).pop("_read_ready_cb", None)
 
@@ -100,7 +100,3 @@ class LingeringTransport:
         if self._is_paused:
             self.resume_reading()
         return True
-
-
-def _is_over() -> bool:
-    return False

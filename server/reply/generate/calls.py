@@ -30,6 +30,18 @@ from server.edge.observe.request_ids import add_reply_headers, journal_of
 from server.reply.generate.protocol import ServiceFields
 
 FieldsT = TypeVar("FieldsT", bound=ServiceFields)
+TENANT_HEADER = "x-tokenyard-tenant"
+FORECAST_HEADER = "x-tokenyard-forecast"
+MAX_TENANT_CHARS = 256
+_MAX_NUMBER_CHARS = 64
+_FIELDS = {
+    # The name without a prefix, which other gateways set. Ours comes after it, and so wins.
+    "x-priority": "priority",
+    "x-tokenyard-priority": "priority",
+    "x-tokenyard-timeout": "timeout",
+    "x-tokenyard-queue-timeout": "queue_timeout",
+    "x-tokenyard-first-token-timeout": "first_token_timeout",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,20 +140,6 @@ def _priority(body: ServiceFields, key: ApiKey | None) -> int:
 
 def _or_no_limit(seconds: float | None) -> float:
     return inf if seconds is None else seconds
-
-
-TENANT_HEADER = "x-tokenyard-tenant"
-FORECAST_HEADER = "x-tokenyard-forecast"
-MAX_TENANT_CHARS = 256
-_MAX_NUMBER_CHARS = 64
-_FIELDS = {
-    # The name without a prefix, which other gateways set. Ours comes after it, and so wins.
-    "x-priority": "priority",
-    "x-tokenyard-priority": "priority",
-    "x-tokenyard-timeout": "timeout",
-    "x-tokenyard-queue-timeout": "queue_timeout",
-    "x-tokenyard-first-token-timeout": "first_token_timeout",
-}
 
 
 def fields_from_headers(headers: Mapping[str, str]) -> dict[str, Any]:

@@ -43,10 +43,6 @@ def as_prompts(value: Any, *, most: int = MAX_PROMPTS, noun: str = "prompts") ->
     return tuple(_as_prompt(prompt) for prompt in prompts)
 
 
-def _as_prompts(value: Any) -> tuple[Prompt, ...]:
-    return as_prompts(value)
-
-
 def _as_prompt(value: Any) -> Prompt:
     if isinstance(value, str):
         return value
@@ -87,7 +83,7 @@ _PromptShapes = (
     | TokenIdList
     | Annotated[list[TokenIdList], Field(min_length=1, max_length=MAX_PROMPTS)]
 )
-Prompts = Annotated[tuple[Prompt, ...], PlainValidator(_as_prompts, json_schema_input_type=_PromptShapes)]
+Prompts = Annotated[tuple[Prompt, ...], PlainValidator(as_prompts, json_schema_input_type=_PromptShapes)]
 
 _StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
 Stop = Annotated[

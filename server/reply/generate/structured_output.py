@@ -29,6 +29,18 @@ MAX_DESCRIPTION_CHARS = 1024
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 _ANY_OBJECT = '{"type":"object"}'
+_KNOWN_FORMATS = frozenset(
+    {
+        *("date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname"),
+        *("ipv4", "ipv6", "uri", "uri-reference", "iri", "iri-reference", "uuid", "uri-template"),
+        *("json-pointer", "relative-json-pointer", "regex"),
+    }
+)
+_OF_SCHEMAS_BY_NAME = frozenset(
+    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+)
+"""Keywords whose keys are the caller's names, which may be `format`."""
+_OF_VALUES = frozenset({"const", "enum", "default", "examples"})
 
 
 def _fitting(content: Any) -> Any:
@@ -201,20 +213,6 @@ def _of_structured_outputs(wanted: StructuredOutputs) -> WantedGrammar:
 
 def _any_object() -> Grammar:
     return Grammar(kind=GrammarKind.JSON_SCHEMA, text=_ANY_OBJECT)
-
-
-_KNOWN_FORMATS = frozenset(
-    {
-        *("date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname"),
-        *("ipv4", "ipv6", "uri", "uri-reference", "iri", "iri-reference", "uuid", "uri-template"),
-        *("json-pointer", "relative-json-pointer", "regex"),
-    }
-)
-_OF_SCHEMAS_BY_NAME = frozenset(
-    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
-)
-"""Keywords whose keys are the caller's names, which may be `format`."""
-_OF_VALUES = frozenset({"const", "enum", "default", "examples"})
 
 
 def without_unknown_formats(schema: Any) -> Any:
