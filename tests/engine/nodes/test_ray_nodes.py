@@ -5,9 +5,8 @@ from itertools import islice
 
 import pytest
 
-from engine.nodes.agent import ClusterConfig
 from engine.options.engine_config import EngineConfig, resolve
-from engine.options.engine_split import RayConfig
+from engine.options.engine_split import ClusterConfig, RayConfig
 from engine.options.sources import read_options
 from engine.ray_cluster.agent import options_of
 from engine.ray_cluster.nodes import Placed, Resources, divided, possible_nodes, share_of, turns
