@@ -16,6 +16,8 @@ from bench.trace.reading import read_trace
 from scheduler.config import SchedulerConfig
 from tests.bench.virtual_server import QUIET, Machine, Request, serve
 
+pytestmark = pytest.mark.night
+
 ON_CPU = SchedulerConfig(
     max_num_seqs=64,
     max_num_batched_tokens=2048,

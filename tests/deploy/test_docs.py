@@ -104,7 +104,7 @@ def test_the_readme_serves_with_the_installed_command() -> None:
 
 
 def test_the_gates_of_the_contributors_page_are_those_of_ci() -> None:
-    gates = {"ruff check .", "ruff format --check .", "mypy", "python -m pytest -n 2 --dist loadfile"}
+    gates = {"ruff check .", "ruff format --check .", "mypy", "python -m pytest -n 3 --dist loadfile"}
     assert gates <= code_words(read("CONTRIBUTING.md"))
     assert gates <= commands_of_ci()
 

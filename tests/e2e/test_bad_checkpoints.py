@@ -10,6 +10,8 @@ import pytest
 
 from tests.e2e.serving import ROOT
 
+pytestmark = pytest.mark.night
+
 
 def serve(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(

@@ -9,6 +9,8 @@ from openai import AsyncOpenAI
 
 from tests.e2e.serving import RunningServer
 
+pytestmark = pytest.mark.night
+
 NUM_CLIENTS = 64
 MAX_TOKENS = 40
 

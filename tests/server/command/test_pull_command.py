@@ -17,6 +17,8 @@ from engine.options.engine_config import resolve
 from engine.options.options import Options
 from worker.checkpoint.checksums import Checksums
 
+pytestmark = pytest.mark.night
+
 ROOT = Path(__file__).resolve().parents[3]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 WEIGHTS = bytes(range(256)) * 4096 * 12

@@ -18,6 +18,8 @@ from worker.checkpoint.gguf_folder import folder_of
 from worker.worker import Worker
 from worker.worker_config import AdapterFolder, AdapterLimits
 
+pytestmark = pytest.mark.night
+
 LIMITS = AdapterLimits(max_in_step=4, max_in_memory=4, max_rank=64)
 SCORED = SamplingParams(temperature=0.0, num_logprobs=8)
 PROMPT = [5, 9, 33, 17, 80, 41, 7, 66, 12, 101]

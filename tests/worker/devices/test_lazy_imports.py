@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.night
+
 HEAVY = (
     *("torch._dynamo.utils", "torch.distributed.tensor", "torch._refs", "torch._prims", "sympy"),
     "accelerate",  # tests have it, for the sake of others

@@ -28,6 +28,8 @@ from worker.worker import Worker
 from worker.worker_config import AdapterFolder, AdapterLimits, WorkerConfig
 from worker.worker_errors import StartupError
 
+pytestmark = pytest.mark.night
+
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3}
 LIMITS = AdapterLimits(max_in_step=2, max_in_memory=2, max_rank=20)
 few = settings(max_examples=12, deadline=None, derandomize=True)

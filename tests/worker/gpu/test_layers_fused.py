@@ -29,6 +29,8 @@ from worker.gpu.triton_layer import TritonLayer
 from worker.model.layer_replacement import replace_layers
 from worker.worker_config import WorkerConfig
 
+pytestmark = pytest.mark.night
+
 BLOCK_SIZE = 4
 # A later chunk beside the first of another sequence, then a decode beside a chunk. The interpreter is slow.
 STEPS = (((0, 6),), ((0, 2), (1, 3)), ((0, 1), (1, 4)))

@@ -27,6 +27,8 @@ from worker.worker import Worker
 from worker.worker_config import DraftMethod, SpeculationConfig
 from worker.worker_errors import StartupError
 
+pytestmark = pytest.mark.night
+
 RECOMPUTE, SWAP = PreemptionMode.RECOMPUTE, PreemptionMode.SWAP
 FAMILIES = {
     "llama": RECOMPUTE,

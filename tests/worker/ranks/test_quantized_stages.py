@@ -24,6 +24,8 @@ from worker.model.stage_layers import drop_ends
 from worker.quantized.grouped_weight import GroupedWeight
 from worker.ranks.stage import Stage
 
+pytestmark = pytest.mark.night
+
 
 @pytest.fixture
 def last_stage(folder: Path) -> Any:

@@ -28,6 +28,8 @@ from worker.worker import Worker
 from worker.worker_config import DraftMethod, SpeculationConfig, WorkerConfig
 from worker.worker_errors import StartupError
 
+pytestmark = pytest.mark.night
+
 
 def drafting(folder: Path) -> SpeculationConfig:
     return SpeculationConfig(method=DraftMethod.DRAFT_MODEL, model_path=str(folder), num_speculative_tokens=4)

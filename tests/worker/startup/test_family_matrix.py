@@ -10,6 +10,8 @@ from tests.families import MATRIX, Family
 from tests.tiers import by_day
 from tests.worker.family_trial import UnknownFamily, try_family
 
+pytestmark = pytest.mark.night
+
 # In float32. Wrong computation gives about 1.
 TOLERANCE = 2e-5
 

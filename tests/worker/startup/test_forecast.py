@@ -32,6 +32,8 @@ from worker.worker import Worker
 from worker.worker_config import AdapterFolder, AdapterLimits, WorkerConfig
 from worker.worker_errors import StartupError
 
+pytestmark = pytest.mark.night
+
 KV_CACHE_BYTES = 4 << 20
 CALCULATOR = Path(__file__).parents[3] / "docs" / "sizing.mjs"
 

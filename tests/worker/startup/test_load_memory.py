@@ -39,6 +39,8 @@ from worker.startup.ready_model import start_generator
 from worker.worker_config import LoadProgress, WorkerConfig
 from worker.worker_errors import StartupError
 
+pytestmark = pytest.mark.night
+
 
 @pytest.fixture
 def folder(checkpoints: MakeCheckpoint, tmp_path: Path) -> Path:

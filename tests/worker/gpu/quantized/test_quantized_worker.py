@@ -27,6 +27,8 @@ from worker.worker import Worker
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import StartupError
 
+pytestmark = pytest.mark.night
+
 PROMPT = [40, 41, 42, 43, 44, 9, 3]
 OTHER = [7, 19, 5]
 NUM_DRAWN = 4  # the interpreter is slow
