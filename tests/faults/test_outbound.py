@@ -203,7 +203,9 @@ def test_what_is_missing_and_needed_is_told_at_once_and_not_looked_for(
     if missing in NEEDED:
         (folder / missing).unlink()
     else:
-        index = {"weight_map": {"a": "model.safetensors", "b": missing}}
+        first = missing.replace("00002-of", "00001-of")
+        (folder / "model.safetensors").rename(folder / first)
+        index = {"weight_map": {"a": first, "b": missing}}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     began_s = time.monotonic()
     done = tool("serve", str(folder), "--port", "0")
