@@ -138,8 +138,8 @@ def test_the_gauges_name_who_runs_and_who_is_in_memory(server: RunningServer) ->
     complete(server, "seen")
     found = '{adapter="seen",rank="4"}'
     wait_for(lambda: server.metrics().get(f"tokenyard:adapter_in_memory{found}") == 1)
-    page = httpx.get(f"{server.url}/metrics").text
-    assert 'vllm:lora_requests_info{max_lora="2",running_lora_adapters="",waiting_lora_adapters=""}' in page
+    idle = 'vllm:lora_requests_info{max_lora="2",running_lora_adapters="",waiting_lora_adapters=""}'
+    wait_for(lambda: idle in httpx.get(f"{server.url}/metrics").text)
 
 
 def test_a_new_engine_process_has_the_adapters_of_the_one_before(server: RunningServer) -> None:
