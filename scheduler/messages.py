@@ -191,6 +191,19 @@ class TokenLogprobs(NamedTuple):
     the generated token, then each of them."""
 
 
+GroupBlocks = tuple[tuple[BlockId, ...], ...]
+"""Blocks for each group of layers."""
+
+
+class NewTable(NamedTuple):
+    """Blocks of a new sequence for one group of layers, prefix-cache hits first."""
+
+    block_ids: tuple[BlockId, ...]
+    """Blocks of the places that are held; those of one place, one for each stripe, lie together."""
+    first: int = 0
+    """Place of the first; those before it were passed by a window, and are not read any more."""
+
+
 class NewSequence(NamedTuple):
     """Sequence that the worker has no row for: admitted first, or again after a preemption."""
 
@@ -199,9 +212,9 @@ class NewSequence(NamedTuple):
     """Prompt and, on readmission, the tokens that were generated before."""
     num_prompt_tokens: int
     params: SamplingParams
-    block_ids: tuple[BlockId, ...]
-    """Whole block table so far, prefix-cache hits first. 0 at its beginning stands for blocks that a
-    sliding window has passed; later ones stay in the worker's table, and are not read either."""
+    tables: tuple[NewTable, ...]
+    """Whole block tables so far, one for each group of layers. Blocks that a window passes later stay in the
+    worker's table, and are not read either."""
     pooling: PoolingParams | None = None
     """If set, no token is sampled; the share that samples returns the pooled vector."""
     adapter: str = ""
@@ -279,7 +292,7 @@ class SchedulerOutput(NamedTuple):
     released: tuple[SequenceId, ...]
     """Sequences finished, aborted or preempted since the last plan: their rows are free."""
     new_sequences: tuple[NewSequence, ...]
-    new_blocks: dict[SequenceId, tuple[BlockId, ...]]
+    new_blocks: dict[SequenceId, GroupBlocks]
     """Blocks to append to the tables of sequences that the worker already knows."""
     scheduled: tuple[ScheduledSequence, ...]
     """Shares: decodes first, then shares of several tokens, prefill chunks and decodes with drafts."""

@@ -4,14 +4,17 @@ Owns: the tokens of a sequence, how many of them are computed, its state and whi
 Never: decides anything. Only the scheduler and its parts write to it.
 """
 
+from collections.abc import Iterator
 from enum import StrEnum
 from hashlib import sha256
+from itertools import chain
 
 from scheduler.messages import (
     NO_INPUTS,
     BlockId,
     FinishReason,
     NewSequence,
+    NewTable,
     PromptComputation,
     SamplingParams,
     SequenceId,
@@ -44,6 +47,31 @@ _LEAST_COMPILE_S = 0.001
 """Time that a small grammar takes in the worker; the least that any grammar counts."""
 
 
+class BlockTable:
+    """Blocks of a sequence for one group of layers, without those that were passed.
+
+    The blocks of a place lie together: that of stripe s of place p is at (p - first) * num_stripes + s.
+    """
+
+    __slots__ = ("block_ids", "end", "first", "host_ids")
+
+    def __init__(self) -> None:
+        self.first = 0  # place of the first block; still that of `host_ids` while it is swapped out
+        self.end = 0  # place behind the last
+        self.block_ids: list[BlockId] = []
+        self.host_ids: list[BlockId] = []  # while it is swapped out
+
+    def row(self, place: int, num_stripes: int) -> tuple[BlockId, ...]:
+        """Blocks of a place."""
+        start = (place - self.first) * num_stripes
+        return tuple(self.block_ids[start : start + num_stripes])
+
+    def host_row(self, place: int, num_stripes: int) -> tuple[BlockId, ...]:
+        """Host blocks of a place."""
+        start = (place - self.first) * num_stripes
+        return tuple(self.host_ids[start : start + num_stripes])
+
+
 class Sequence:
     """One stream of tokens. It has no prefill or decode phase: `num_computed_tokens` runs after `num_tokens`.
 
@@ -59,20 +87,17 @@ class Sequence:
         "adapter",
         "admission",
         "admitted_s",
-        "block_ids",
         "block_keys",
         "cache_salt",
         "client_index",
         "encoder_inputs",
         "finish_reason",
-        "host_block_ids",
         "is_compiled",
         "is_indivisible",
         "max_length",
         "num_bypasses",
         "num_cached_tokens",
         "num_computed_tokens",
-        "num_passed_blocks",
         "num_preemptions",
         "num_prompt_tokens",
         "num_reached_tokens",
@@ -91,6 +116,7 @@ class Sequence:
         "running_rank",
         "sequence_id",
         "status",
+        "tables",
         "tail_key",
         "tenant",
         "time_limits",
@@ -141,13 +167,20 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.num_reported_positions = 0  # of the prompt: the client has their log-probabilities
-        self.block_ids: list[BlockId] = []
-        self.num_passed_blocks = 0  # of these, passed by a sliding window: 0 stands in their place
-        self.num_slots = 0  # len(block_ids) * block_size
-        self.host_block_ids: list[BlockId] = []  # while it is swapped out; 0 as above
-        self.num_swapped_tokens = 0  # computed tokens whose KV is in them
+        self.tables: list[BlockTable] = []  # one for each group of layers; none before it was admitted
+        self.num_slots = 0  # positions that have a place in each
+        self.num_swapped_tokens = 0  # computed tokens whose KV is on the host, while it is swapped out
         self.block_keys: list[bytes] = []  # of the full blocks, as far as they were needed
         self.tail_key: bytes | None = None  # of the prompt's tail; empty: none that others could have
+
+    def held_blocks(self) -> Iterator[BlockId]:
+        """Blocks of all its tables."""
+        return chain.from_iterable([table.block_ids for table in self.tables])
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that it holds."""
+        return sum([len(table.block_ids) for table in self.tables])
 
     @property
     def reads_prefix_cache(self) -> bool:
@@ -232,7 +265,7 @@ class Sequence:
             token_ids=tuple(self.token_ids),
             num_prompt_tokens=self.num_prompt_tokens,
             params=self.params,
-            block_ids=tuple(self.block_ids),
+            tables=tuple([NewTable(tuple(table.block_ids), table.first) for table in self.tables]),
             pooling=self.pooling,
             adapter=self.adapter,
             prediction=self.prediction,
@@ -242,7 +275,7 @@ class Sequence:
     def __repr__(self) -> str:
         return (
             f"Sequence({self.sequence_id}, {self.status.value}, rank={self.rank}, "
-            f"computed {self.num_computed_tokens} of {self.num_tokens}, {len(self.block_ids)} blocks)"
+            f"computed {self.num_computed_tokens} of {self.num_tokens}, {self.num_blocks} blocks)"
         )
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
-from scheduler.cache_groups import ALL_TOKENS, Lifetime
+from scheduler.cache_groups import CacheGroup, LifetimeKind
 from scheduler.input_messages import EncoderInput
 from scheduler.messages import (
     BlockId,
@@ -80,7 +80,8 @@ class _Row:
     new: NewSequence
     inputs: tuple[EncoderInput, ...]
     token_ids: list[int]
-    block_ids: list[BlockId]
+    tables: list[dict[int, tuple[BlockId, ...]]]
+    """Blocks of each place that was ever given, for each group."""
 
 
 @dataclass
@@ -93,8 +94,9 @@ class _Result:
     pooled: dict[SequenceId, bytes] = field(default_factory=dict)
 
 
-Slot = tuple[int, int, str]
-"""Contents of a slot: a token, its position, and with which adapter and input it was computed."""
+Slot = tuple[object, ...]
+"""Contents of a slot: of which group and stripe, a token, its position, and with which adapter and input it
+was computed. The first slot of a block of a state holds all tokens that it stands for."""
 
 
 @dataclass
@@ -106,7 +108,7 @@ class FakeWorker:
     """
 
     block_size: int
-    lifetime: Lifetime = ALL_TOKENS
+    groups: tuple[CacheGroup, ...] = (CacheGroup(),)
     encoder_cache_tokens: int = 0
     slots: dict[tuple[BlockId, int], Slot] = field(default_factory=dict)
     host_slots: dict[tuple[BlockId, int], Slot | None] = field(default_factory=dict)
@@ -172,7 +174,7 @@ class FakeWorker:
             self._add_row(new)
         for sequence_id, blocks in plan.new_blocks.items():
             if sequence_id not in self.lost:
-                self.rows[sequence_id].block_ids.extend(blocks)
+                self._extend(self.rows[sequence_id], blocks)
         shares = [share for share in plan.scheduled if share.sequence_id not in self.lost]
         self._encode(plan)
         for share in shares:
@@ -188,6 +190,7 @@ class FakeWorker:
         row = self.rows[share.sequence_id]
         end = share.start + share.num_tokens
         self._check_prefix(row, share.start, end)
+        self._move_states(row, share.start, end, len(drafts))
         self._forget_encoded(share.sequence_id, end)
         assert share.samples == (end == len(row.token_ids)), "samples exactly at the end of what is known"
         if row.new.params.num_prompt_logprobs is not None:
@@ -210,7 +213,8 @@ class FakeWorker:
     def _check_room(self, sequence_id: SequenceId, num_drafts: int) -> None:
         """Check that a draft model has slots for the last token and for the drafts behind it."""
         row = self.rows[sequence_id]
-        num_slots = len(row.block_ids) * self.block_size
+        ends = [max(row.tables[group], default=-1) + 1 for group in self._groups_of_tokens()]
+        num_slots = min(ends, default=len(row.token_ids) + num_drafts) * self.block_size
         assert not num_drafts or len(row.token_ids) + num_drafts <= num_slots
 
     def _encode(self, plan: SchedulerOutput) -> None:
@@ -246,24 +250,60 @@ class FakeWorker:
         if self.is_in_doubt:
             self.lost.add(new.sequence_id)
         inputs = self.inputs.get(new.sequence_id, ())
-        self.rows[new.sequence_id] = _Row(new, inputs, list(new.token_ids), list(new.block_ids))
+        row = _Row(new, inputs, list(new.token_ids), [{} for _ in self.groups])
+        self.rows[new.sequence_id] = row
+        for group, table, held in zip(self.groups, new.tables, row.tables, strict=True):
+            held.update(enumerate(_rows(table.block_ids, group.num_stripes), start=table.first))
+
+    def _extend(self, row: _Row, blocks: tuple[tuple[BlockId, ...], ...]) -> None:
+        for group, more, held in zip(self.groups, blocks, row.tables, strict=True):
+            held.update(enumerate(_rows(more, group.num_stripes), start=max(held, default=-1) + 1))
 
     def _write(self, row: _Row, start: int, num_tokens: int) -> None:
         due = [item for item in row.inputs if item.offset < start + num_tokens and item.end > start]
         encoded = self.encoded.get(row.new.sequence_id, [])
         assert all(item in encoded for item in due), "an input is computed that was not encoded"
         for position in range(start, start + num_tokens):
-            self.slots[self._slot(row, position)] = _content(row, position)
+            for group in self._groups_of_tokens():
+                for stripe, slot in enumerate(self._slots(row, group, position)):
+                    self.slots[slot] = (group, stripe, *_content(row, position))
 
     def _check_prefix(self, row: _Row, start: int, end: int) -> None:
-        for position in range(self.lifetime.first_read(start), end):
-            held = self.slots.get(self._slot(row, position))
-            assert held == _content(row, position), f"slot of position {position} holds {held}"
+        for group in self._groups_of_tokens():
+            for position in range(self.groups[group].lifetime.first_read(start), end):
+                for stripe, slot in enumerate(self._slots(row, group, position)):
+                    held = self.slots.get(slot)
+                    assert held == (group, stripe, *_content(row, position)), f"{position} holds {held}"
 
-    def _slot(self, row: _Row, position: int) -> tuple[BlockId, int]:
-        block = row.block_ids[position // self.block_size]
-        assert block != 0, f"position {position} is read or written, but its block was given up"
-        return block, position % self.block_size
+    def _move_states(self, row: _Row, start: int, end: int, num_drafts: int) -> None:
+        """From `start`, where it must stand, to `end`; with drafts to the last of them that holds."""
+        if num_drafts:
+            known = row.token_ids[: len(row.token_ids) - num_drafts]
+            end = len(_verified(known, tuple(row.token_ids[len(known) :]))) - 1
+        for group, table in enumerate(row.tables):
+            if self.groups[group].lifetime.kind is LifetimeKind.FIXED:
+                for stripe, block in enumerate(table[0]):
+                    held = self.slots.get((block, 0))
+                    assert not start or held == (group, stripe, *_contents(row, start)), f"a state of {held}"
+                    self.slots[block, 0] = (group, stripe, *_contents(row, end))
+
+    def _groups_of_tokens(self) -> list[int]:
+        fixed = LifetimeKind.FIXED
+        return [index for index, group in enumerate(self.groups) if group.lifetime.kind is not fixed]
+
+    def _slots(self, row: _Row, group: int, position: int) -> list[tuple[BlockId, int]]:
+        blocks = row.tables[group].get(position // self.block_size)
+        assert blocks, f"position {position} is read or written, but group {group} has no block for it"
+        return [(block, position % self.block_size) for block in blocks]
+
+
+def _rows(blocks: tuple[BlockId, ...], num_stripes: int) -> list[tuple[BlockId, ...]]:
+    assert len(blocks) % num_stripes == 0, "a place has a block for each stripe"
+    return [blocks[start : start + num_stripes] for start in range(0, len(blocks), num_stripes)]
+
+
+def _contents(row: _Row, end: int) -> Slot:
+    return tuple(_content(row, position) for position in range(end))
 
 
 def _content(row: _Row, position: int) -> Slot:

@@ -5,6 +5,7 @@ Owns: nothing. Reads what the scheduler holds, private state included.
 
 from collections import Counter
 
+from scheduler.cache_groups import CacheGroup, LifetimeKind
 from scheduler.messages import BlockId, PromptComputation, SchedulerOutput
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence, Status
@@ -61,11 +62,17 @@ def _check_queues(scheduler: Scheduler, running: list[Sequence], waiting: list[S
     assert len(ids) == len(set(ids)), "a sequence is in two places"
     assert bool(ids) == scheduler.has_unfinished_requests
     for seq in waiting:
-        assert not seq.block_ids, f"{seq} waits and holds blocks"
+        assert not seq.num_blocks, f"{seq} waits and holds blocks"
         assert seq.num_computed_tokens == 0
     for seq in running:
         assert 0 < seq.num_computed_tokens <= seq.num_tokens
-        assert seq.num_slots == len(seq.block_ids) * scheduler.config.block_size >= seq.num_computed_tokens
+        assert seq.num_slots >= seq.num_computed_tokens
+        for group, table in zip(scheduler.config.groups, seq.tables, strict=True):
+            assert len(table.block_ids) == (table.end - table.first) * group.num_stripes, "a row is not whole"
+            if group.lifetime.kind is LifetimeKind.FIXED:
+                assert (table.first, table.end) == (0, 1)
+            else:
+                assert table.end * scheduler.config.block_size >= seq.num_slots
 
 
 def _check_compilations(scheduler: Scheduler, waiting: list[Sequence]) -> None:
@@ -104,41 +111,54 @@ def _check_shared_room(scheduler: Scheduler, running: list[Sequence]) -> None:
 def _check_blocks(scheduler: Scheduler, running: list[Sequence]) -> None:
     pool = scheduler.kv.pool
     free = pool.free_blocks()
-    held: Counter[BlockId] = Counter(block for seq in running for block in _own_blocks(seq))
+    held: Counter[BlockId] = Counter(block for seq in running for block in seq.held_blocks())
     assert len(free) == len(set(free)) == pool.num_free, "the free list miscounts"
     assert not held.keys() & set(free), "a block is free and held"
     assert held.keys() | set(free) == set(range(1, pool.num_blocks + 1)), "a block is lost"
     for block, num_holders in held.items():
         assert pool.num_references(block) == num_holders, f"block {block} has a wrong reference count"
     for seq in running:
-        own = _own_blocks(seq)
+        own = list(seq.held_blocks())
         assert len(own) == len(set(own)), f"{seq} holds a block twice"
-        assert not any(seq.block_ids[: seq.num_passed_blocks]), f"{seq} holds what its window passed"
-        assert all(own), f"{seq} misses a block"
-        most = scheduler.kv.attended.most_blocks(seq.max_length)  # drafts may have asked for blocks ahead
+        most = scheduler.kv.most_blocks(seq.max_length)  # drafts may have asked for blocks ahead
         assert len(own) <= most, f"{seq} holds more than it reads"
-
-
-def _own_blocks(seq: Sequence) -> list[BlockId]:
-    return seq.block_ids[seq.num_passed_blocks :]
+        for group, table in zip(scheduler.config.groups, seq.tables, strict=True):
+            if group.lifetime.kind is LifetimeKind.FIXED:
+                published = {block for cache in scheduler.kv._index.caches for block in cache.published()}
+                assert not published & set(table.block_ids), f"{seq}: others find a state that it moves on"
+                assert all(held[block] == 1 for block in table.block_ids), f"{seq} shares its state"
 
 
 def _check_swap_space(scheduler: Scheduler, waiting: list[Sequence]) -> None:
     space, block_size = scheduler.kv.swap_space, scheduler.config.block_size
-    held = [block for seq in waiting for block in seq.host_block_ids if block]
+    held = [block for seq in waiting for table in seq.tables for block in table.host_ids]
     assert sorted(held + space.free_blocks()) == list(range(1, space.num_blocks + 1)), "a host block is lost"
     for seq in waiting:
-        assert len(seq.host_block_ids) == -(-seq.num_swapped_tokens // block_size)
-        assert bool(seq.host_block_ids) == (seq.status is Status.SWAPPED)
-    kept = space.kept()
-    assert len(kept) == len(set(kept.values())), "two host blocks have one key"
+        is_swapped = seq.status is Status.SWAPPED
+        assert bool(seq.num_swapped_tokens) == is_swapped
+        for group, table in zip(scheduler.config.groups, seq.tables, strict=False):
+            end = 1 if group.lifetime.kind is LifetimeKind.FIXED else -(-seq.num_swapped_tokens // block_size)
+            num_places = end - table.first if is_swapped else 0
+            assert len(table.host_ids) == num_places * group.num_stripes
+    for group, kept in zip(scheduler.config.groups, space.kept(), strict=True):
+        _check_rows(group, kept)
 
 
 def _check_prefix_cache(scheduler: Scheduler, running: list[Sequence]) -> None:
-    published = scheduler.kv.prefix_cache.published()
-    assert len(published) == len(set(published.values())), "two blocks have one key"
-    assert not published or min(published) > 0, "block 0, which is never handed out, can be found"
-    for seq in running:
-        num_full = seq.num_computed_tokens // scheduler.config.block_size
-        for block in seq.block_ids[num_full:]:
-            assert block not in published, f"{seq}: a block that is not full can be found"
+    found = [cache.published() for cache in scheduler.kv._index.caches]
+    blocks = [block for published in found for block in published]
+    assert len(blocks) == len(set(blocks)), "a block is found in two groups"
+    assert 0 not in blocks, "block 0, which is never handed out, can be found"
+    for index, (group, published) in enumerate(zip(scheduler.config.groups, found, strict=True)):
+        _check_rows(group, published)
+        for seq in running:
+            table = seq.tables[index]
+            num_full = seq.num_computed_tokens // scheduler.config.block_size - table.first
+            for block in table.block_ids[max(num_full, 0) * group.num_stripes :]:
+                assert block not in published, f"{seq}: a block that is not full can be found"
+
+
+def _check_rows(group: CacheGroup, key_by_block: dict[BlockId, bytes]) -> None:
+    """One row of blocks for each key."""
+    counts = Counter(key_by_block.values())
+    assert set(counts.values()) <= {group.num_stripes}, "a row is not whole, or two rows have one key"

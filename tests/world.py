@@ -56,7 +56,7 @@ class World:
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.config)
         config = self.config
-        self.worker = FakeWorker(config.block_size, config.groups[0].lifetime, config.encoder_cache_tokens)
+        self.worker = FakeWorker(config.block_size, config.groups, config.encoder_cache_tokens)
         self._late: deque[tuple[SchedulerOutput, FakeStep]] = deque()
         self._compiling: deque[tuple[int, SequenceId]] = deque()
         self._compiled: set[SequenceId] = set()

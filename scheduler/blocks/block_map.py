@@ -30,11 +30,11 @@ def block_runs(
     unknown.
     """
     codes = [0] * (kv.num_blocks + 1)  # as _decoded reads them
-    for block in kv.prefix_cache.published():
+    for block in kv.findable_blocks():
         codes[block] = 1
     for seq in running:
         owned = 2 * seq.sequence_id + 2
-        for block in seq.block_ids[seq.num_passed_blocks :]:
+        for block in seq.held_blocks():
             code = codes[block]
             codes[block] = owned if code <= 1 else code | 1
     runs = islice(groupby(islice(codes, 1, None)), max_runs)

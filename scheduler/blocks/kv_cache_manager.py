@@ -11,20 +11,22 @@ in the plan that copies it out, but not in the plan that copies from it: sources
 are held until the plan is complete.
 """
 
+from collections.abc import Iterable, Iterator
 from enum import Enum
+from functools import partial
+from itertools import chain, islice
+from sys import maxsize
 from typing import NamedTuple
 
-from scheduler.blocks.attended_blocks import AttendedBlocks
+from scheduler.blocks.group_places import most_blocks, places_of
+from scheduler.blocks.longest_hit import longest_hit
 from scheduler.blocks.pool import BlockPool
-from scheduler.blocks.prefix_cache import PrefixCache
-from scheduler.blocks.prefix_index import PrefixHit, PrefixIndex
+from scheduler.blocks.prefix_cache import PrefixCache, Row, rows_of
+from scheduler.blocks.prefix_index import EvictedRow, PrefixHit, PrefixIndex
 from scheduler.blocks.swap_space import SwapSpace
 from scheduler.config import SchedulerConfig
-from scheduler.messages import BlockCopy, BlockId
-from scheduler.sequence import Sequence
-
-_PASSED = BlockId(0)
-"""Placeholder in a block table for a block that a window has passed; it is not read any more."""
+from scheduler.messages import BlockCopy, BlockId, GroupBlocks
+from scheduler.sequence import BlockTable, Sequence
 
 # Limits of a step for copying evicted blocks to the host: running requests do not notice as little as this.
 _MOST_KEEPING_S = 0.01
@@ -43,24 +45,16 @@ class BlockDemand(NamedTuple):
     """Blocks that admitting a sequence would take out of the pool. Good until another is admitted."""
 
     hit: PrefixHit
-    first: int
-    """First place of its table that holds a block."""
-    end: int
-    """Length that its table will have."""
-    num_free_hits: int
-    """Blocks of the hit without a reference: they are in the free list and would leave it."""
-
-    @property
-    def num_blocks(self) -> int:
-        return self.end - self.first
-
-    @property
-    def num_fresh(self) -> int:
-        return self.num_blocks - len(self.hit.device)
-
-    @property
-    def num_from_free(self) -> int:
-        return self.num_fresh + self.num_free_hits
+    places: list[range]
+    """Places that the table of each group will hold."""
+    num_blocks: int
+    """Blocks that it will hold."""
+    num_fresh: int
+    """Blocks of these that no hit gives."""
+    num_from_free: int
+    """Blocks that leave the free list, for the time of the plan at least."""
+    takes_state: bool
+    """Whether it goes on in the blocks of the state that was found: there is no room for a copy."""
 
 
 class AdmissionCopies(NamedTuple):
@@ -74,18 +68,24 @@ class KVCacheManager:
     """Blocks for sequences, shared where their prefixes are equal.
 
     All of a sequence's known tokens get their blocks at admission, so that a prefill, once begun, never
-    waits for memory; a decode takes one block every `block_size` tokens. With a sliding window a sequence
-    gets as many as it ever holds at once, and takes one further for each one that the window passed.
+    waits for memory; a decode takes one place every `block_size` tokens. Of a group with a window a sequence
+    gets as many places as it ever holds at once, and takes one further for each one that the window passed; a
+    state has its one place from admission on.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.block_size = config.block_size
         self.pool = BlockPool(config.num_blocks)
-        self.attended = AttendedBlocks(config)
-        self._index = PrefixIndex(config, self.attended)
+        self.groups = places_of(config)
+        self.passes_blocks = any(group.is_limited for group in self.groups)
+        """Whether some group gives blocks back while a sequence runs."""
+        self._paged = [index for index, group in enumerate(self.groups) if not group.is_fixed]
+        self._has_state = len(self._paged) < len(self.groups)
+        self._free_order = sorted(range(len(self.groups)), key=lambda index: self.groups[index].keeps_all)
+        self._index = PrefixIndex(config, self.groups)
         self._watermark_blocks = int(config.watermark * config.num_blocks)
         self._held_for_copies: list[BlockId] = []
-        self._evicted: list[tuple[bytes, BlockId]] = []
+        self._evicted: list[EvictedRow] = []
         self._max_kept = _MOST_KEPT_BLOCKS
         if config.copy_s_per_block:
             self._max_kept = min(self._max_kept, int(_MOST_KEEPING_S / config.copy_s_per_block) or 1)
@@ -94,8 +94,12 @@ class KVCacheManager:
 
     @property
     def prefix_cache(self) -> PrefixCache:
-        """Blocks that are found on the device."""
+        """Places that are found on the device, of the group that keeps most."""
         return self._index.cache
+
+    def findable_blocks(self) -> Iterator[BlockId]:
+        """Blocks that are found on the device, of all groups."""
+        return chain.from_iterable([cache.blocks for cache in self._index.caches])
 
     @property
     def swap_space(self) -> SwapSpace:
@@ -104,7 +108,7 @@ class KVCacheManager:
     @property
     def num_changes(self) -> int:
         """Count of changes: while it is the same, every sequence finds the same blocks."""
-        return self.prefix_cache.num_changes + self.swap_space.num_changes
+        return sum([cache.num_changes for cache in self._index.caches], self.swap_space.num_changes)
 
     @property
     def num_blocks(self) -> int:
@@ -114,12 +118,13 @@ class KVCacheManager:
     def num_used_blocks(self) -> int:
         return self.pool.num_used
 
-    def blocks_for(self, num_tokens: int) -> int:
-        return self.attended.blocks_for(num_tokens)
+    def most_blocks(self, num_tokens: int) -> int:
+        """Most blocks that a sequence of `num_tokens` ever holds at once."""
+        return most_blocks(self.groups, num_tokens)
 
     def can_ever_fit(self, num_tokens: int) -> bool:
         """Whether the empty pool would be large enough."""
-        return self.attended.most_blocks(num_tokens) <= self.pool.num_blocks
+        return self.most_blocks(num_tokens) <= self.pool.num_blocks
 
     def num_unhashed(self, seq: Sequence) -> int:
         """Tokens whose keys `demand` would have to compute first."""
@@ -127,15 +132,21 @@ class KVCacheManager:
 
     def demand(self, seq: Sequence) -> BlockDemand:
         """Blocks that admitting `seq` would take now; it changes nothing."""
-        hit = self._index.find(seq)
-        if hit.tail is not None and self.pool.is_free(hit.tail):
-            hit.tail = None  # to hold it for the copy would cost a block
-        return BlockDemand(
-            hit=hit,
-            first=self.attended.first_block(hit.num_tokens),
-            end=self.attended.end_block(seq.num_tokens, hit.num_tokens),
-            num_free_hits=self.pool.count_free(hit.device.values()),
-        )
+        hit, pool = self._index.find(seq), self.pool
+        if pool.count_free(hit.tail):
+            hit.tail = ()  # to hold it for the copy would cost a block
+        start = hit.num_tokens
+        places = [range(group.first(start), group.end(seq.num_tokens, start)) for group in self.groups]
+        num_blocks = self._count_blocks(map(len, places))
+        num_fresh = num_blocks - self._count_blocks([len(found.device) for found in hit.groups])
+        num_from_free = num_fresh + pool.count_free(hit.device_blocks())
+        num_free_of_state = pool.count_free(hit.state)
+        takes_state = num_free_of_state > max(pool.num_free - num_from_free, 0)
+        if takes_state:
+            num_fresh -= num_free_of_state
+        else:
+            num_from_free += num_free_of_state
+        return BlockDemand(hit, places, num_blocks, num_fresh, num_from_free, takes_state)
 
     def can_allocate(self, demand: BlockDemand, *, num_running: int) -> AllocationStatus:
         """Whether there is room now. The watermark counts only while others run."""
@@ -147,7 +158,7 @@ class KVCacheManager:
 
     def pin(self, demand: BlockDemand) -> None:
         """Keep the host blocks that a sequence needs from the sequences that are preempted for it."""
-        for block in demand.hit.host.values():
+        for block in demand.hit.host_blocks():
             self.swap_space.pin(block)
 
     def allocate(self, seq: Sequence, demand: BlockDemand) -> AdmissionCopies:
@@ -156,66 +167,113 @@ class KVCacheManager:
         Sets `num_computed_tokens` to the prefix that was found: at most all but the last token, which must be
         computed to sample the next one.
         """
-        assert not seq.block_ids, f"{seq} has blocks already"
+        assert not seq.num_blocks, f"{seq} has blocks already"
         hit = demand.hit
-        for block in hit.device.values():
+        for block in hit.device_blocks():
             self.pool.share(block)
         self.pin(demand)
-        tail = self._hold_for_copy(hit.tail)
-        seq.num_passed_blocks = demand.first
-        seq.block_ids = [_PASSED] * demand.first
-        fresh = self._take(demand.num_fresh)
-        if hit.device:
-            rest = iter(fresh)
-            places = range(demand.first, demand.end)
-            fresh = [hit.device[place] if place in hit.device else next(rest) for place in places]
-        seq.block_ids += fresh
-        seq.num_slots = demand.end * self.block_size
+        tail = hit.tail
+        if self.pool.count_free(tail):
+            tail = ()  # its holder was preempted meanwhile
+        self._hold_for_copy(tail)
+        if demand.takes_state:
+            for block in hit.state:
+                self.pool.share(block)
+            self._index.reuse_all(hit.state)
+        else:
+            self._hold_for_copy(hit.state)
+        fresh = iter(self._take(demand.num_fresh))
+        self.drop_copy(seq)
+        seq.tables = [self._table(index, demand, fresh) for index in range(len(self.groups))]
+        self._note_slots(seq)
         seq.num_computed_tokens = hit.num_tokens
         self._index.publish_hit(seq, hit)
-        self.drop_copy(seq)
-        copies_in = AdmissionCopies(
-            [BlockCopy(block, seq.block_ids[place]) for place, block in hit.host.items()], []
-        )
-        if tail is not None:
-            place = hit.num_tokens // self.block_size
-            copies_in.copies.append(BlockCopy(tail, seq.block_ids[place]))
+        copies = self._copies_within(seq, demand)
+        if tail:
+            copies += map(BlockCopy, tail, self._index.row_at(seq, hit.num_tokens // self.block_size))
             seq.num_computed_tokens = seq.num_tokens - 1
-        return copies_in
+        return AdmissionCopies(self._copies_from_host(seq, hit), copies)
+
+    def _table(self, index: int, demand: BlockDemand, fresh: Iterator[BlockId]) -> BlockTable:
+        """Table of a group: what was found in its places, and fresh blocks in the others."""
+        table, num_stripes = BlockTable(), self.groups[index].num_stripes
+        places, found = demand.places[index], demand.hit.groups[index].device
+        table.first, table.end = places.start, places.stop
+        if demand.takes_state and self.groups[index].is_fixed:
+            table.block_ids += demand.hit.state
+        elif not found:
+            table.block_ids += islice(fresh, len(places) * num_stripes)
+        else:
+            for place in places:
+                table.block_ids += found.get(place) or islice(fresh, num_stripes)
+        return table
+
+    def _copies_within(self, seq: Sequence, demand: BlockDemand) -> list[BlockCopy]:
+        """Copies of the state that was found to the sequence's own blocks."""
+        if demand.takes_state or not demand.hit.state:
+            return []
+        (table,) = [seq.tables[index] for index, group in enumerate(self.groups) if group.is_fixed]
+        return list(map(BlockCopy, demand.hit.state, table.block_ids))
+
+    def _copies_from_host(self, seq: Sequence, hit: PrefixHit) -> list[BlockCopy]:
+        """Copies of what was found on the host to the places of the tables."""
+        copies: list[BlockCopy] = []
+        for group, table, found in zip(self.groups, seq.tables, hit.groups, strict=True):
+            for place, row in found.host.items():
+                copies += map(BlockCopy, row, table.row(place, group.num_stripes))
+        return copies
 
     def num_missing(self, seq: Sequence, *, num_lookahead: int = 0) -> int:
         """Number of blocks that `append` would take."""
-        end = self.attended.end_block(seq.num_tokens + num_lookahead, seq.num_computed_tokens)
-        return max(end - len(seq.block_ids), 0)
+        num_tokens, start = seq.num_tokens + num_lookahead, seq.num_computed_tokens
+        num_missing = 0
+        for group, table in zip(self.groups, seq.tables, strict=True):
+            end = group.end(num_tokens, start)
+            if end > table.end:
+                num_missing += (end - table.end) * group.num_stripes
+        return num_missing
 
-    def append(self, seq: Sequence, *, num_lookahead: int = 0) -> tuple[BlockId, ...] | None:
+    def append(self, seq: Sequence, *, num_lookahead: int = 0) -> GroupBlocks | None:
         """Give blocks to the tokens that have none yet; None, and nothing changed, if too few are free.
 
-        `num_lookahead` more tokens may be written behind the known ones.
+        `num_lookahead` more tokens may be written behind the known ones. Empty if none were missing.
         """
         num_missing = self.num_missing(seq, num_lookahead=num_lookahead)
         if num_missing > self.pool.num_free:
             return None
-        fresh = tuple(self._take(num_missing))
-        seq.block_ids.extend(fresh)
-        seq.num_slots = len(seq.block_ids) * self.block_size
-        return fresh
+        if not num_missing:
+            return ()
+        fresh, added = iter(self._take(num_missing)), []
+        num_tokens, start = seq.num_tokens + num_lookahead, seq.num_computed_tokens
+        for group, table in zip(self.groups, seq.tables, strict=True):
+            end = max(group.end(num_tokens, start), table.end)
+            blocks = tuple(islice(fresh, (end - table.end) * group.num_stripes))
+            table.block_ids += blocks
+            table.end = end
+            added.append(blocks)
+        self._note_slots(seq)
+        return tuple(added)
 
     def append_blocks(self, seqs: list[Sequence]) -> None:
-        """Give one block to each in turn; the caller makes sure that all are missing, and as many free."""
+        """Give one block to each in turn, of the only group; as many must be missing, and free."""
         for seq, block in zip(seqs, self._take(len(seqs)), strict=True):
-            seq.block_ids.append(block)
+            seq.tables[0].block_ids.append(block)
+            seq.tables[0].end += 1
             seq.num_slots += self.block_size
 
     def pass_blocks(self, seq: Sequence) -> None:
-        """Give up blocks that the window has passed, now that the next share of `seq` is planned.
+        """Give up blocks that a window has passed, now that the next share of `seq` is planned.
 
-        The worker need not know: it does not read that part of the table. Cached blocks can still be found.
+        The worker need not know: it does not read that part of the table. They are reused before blocks of
+        others that can be found, and can be found themselves until then.
         """
-        for place in range(seq.num_passed_blocks, self.attended.first_block(seq.num_computed_tokens)):
-            self._drop(seq.block_ids[place])
-            seq.block_ids[place] = _PASSED
-            seq.num_passed_blocks = place + 1
+        for group, table in zip(self.groups, seq.tables, strict=True):
+            first = group.first(seq.num_computed_tokens)
+            if first > table.first:
+                num_passed = (first - table.first) * group.num_stripes
+                self.pool.release_passed(table.block_ids[:num_passed])
+                del table.block_ids[:num_passed]
+                table.first = first
 
     def publish(self, seq: Sequence, start: int, end: int) -> None:
         """Let others find the blocks that [start, end) completes.
@@ -227,12 +285,21 @@ class KVCacheManager:
         self._index.publish(seq, start, end)
 
     def free(self, seq: Sequence) -> None:
-        """Give all blocks back. The tail is reused first: it is shared least likely."""
-        self.pool.release(reversed(seq.block_ids[seq.num_passed_blocks :]), self.prefix_cache.blocks)
-        seq.block_ids = []
-        seq.num_passed_blocks = 0
+        """Give all blocks back. The tail is reused first: it is shared least likely.
+
+        Before it what windows hold, all of which a hit at the end needs.
+        """
+        for index in self._free_order:
+            table = seq.tables[index]
+            self.pool.release(reversed(table.block_ids), self._index.caches[index].blocks)
+            table.block_ids, table.end = [], 0
         seq.num_slots = 0
         seq.num_computed_tokens = 0
+
+    def num_written_blocks(self, seq: Sequence) -> int:
+        """Blocks that `copy_out` would copy."""
+        num_tokens, pairs = seq.num_computed_tokens, zip(self.groups, seq.tables, strict=True)
+        return self._count_blocks([group.end_written(num_tokens) - table.first for group, table in pairs])
 
     def copy_out(self, seq: Sequence) -> list[BlockCopy]:
         """Take host blocks for all that `seq` has computed and still attends.
@@ -241,23 +308,48 @@ class KVCacheManager:
 
         The copies are in the order in which `free` lets others have the blocks.
         """
-        num_written = self.blocks_for(seq.num_computed_tokens)
-        sources = seq.block_ids[seq.num_passed_blocks : num_written]
-        targets = self.swap_space.take(len(sources))
-        for source, target in zip(sources, targets, strict=True):
-            self._index.publish_swapped(source, target)
-        seq.host_block_ids = [_PASSED] * seq.num_passed_blocks + targets
+        copies: list[BlockCopy] = []
+        for index in reversed(self._free_order):
+            group, table = self.groups[index], seq.tables[index]
+            num_places = group.end_written(seq.num_computed_tokens) - table.first
+            sources = table.block_ids[: num_places * group.num_stripes]
+            table.host_ids = self.swap_space.take(len(sources))
+            pairs = (rows_of(blocks, group.num_stripes) for blocks in (sources, table.host_ids))
+            for source, target in zip(*pairs, strict=True):
+                self._index.publish_swapped(index, source, target)
+            copies += map(BlockCopy, sources, table.host_ids)
         seq.num_swapped_tokens = seq.num_computed_tokens
-        copies = [BlockCopy(*pair) for pair in zip(sources, targets, strict=True)]
-        reused_last = [copy for copy in reversed(copies) if copy.source in self.prefix_cache]
-        return [copy for copy in copies if copy.source not in self.prefix_cache] + reused_last
+        kept = self._index.kept()
+        reused_last = [copy for copy in reversed(copies) if copy.source in kept]
+        return [copy for copy in copies if copy.source not in kept] + reused_last
 
     def drop_copy(self, seq: Sequence) -> None:
         """Give up the copy on the host: the sequence is back or has ended, or its copy cannot be trusted."""
-        if seq.host_block_ids:
-            self.swap_space.give_back(block for block in reversed(seq.host_block_ids) if block != _PASSED)
-            seq.host_block_ids = []
+        for table in seq.tables:
+            if table.host_ids:
+                self.swap_space.give_back(reversed(table.host_ids))
+                table.host_ids = []
         seq.num_swapped_tokens = 0
+
+    def num_tokens_at_stake(self, seq: Sequence) -> int:
+        """Computed tokens that are computed again if the sequence gives up its blocks.
+
+        What another sequence holds will be found again. A state is only found at points that were kept; what
+        lies before these is taken to be there still.
+        """
+        tests = [partial(self._comes_back, index, seq) for index in range(len(self.groups))]
+        num_places = -(-seq.num_computed_tokens // self.block_size)
+        end = longest_hit(self.groups, tests, num_places, self.block_size)
+        return max(seq.num_computed_tokens - end * self.block_size, 0)
+
+    def _comes_back(self, index: int, seq: Sequence, place: int) -> bool:
+        """Whether a place will be found again once the sequence has given it up."""
+        if self.groups[index].is_fixed:
+            return self._index.is_found(index, seq, place)
+        if self._has_state:
+            return True
+        row = seq.tables[index].row(place, self.groups[index].num_stripes)
+        return bool(row) and self.pool.num_references(row[0]) > 1
 
     def complete_plan(self) -> list[BlockCopy]:
         """Complete a plan, once all of it is decided.
@@ -266,8 +358,7 @@ class KVCacheManager:
         """
         copies = self._keep_evicted() if self._evicted else []
         if self._held_for_copies:
-            for block in self._held_for_copies:
-                self._drop(block)
+            self.pool.release(self._held_for_copies, self._index.kept())
             self._held_for_copies.clear()
         self.swap_space.unpin()
         self._index.complete_plan()
@@ -279,7 +370,7 @@ class KVCacheManager:
 
     def forget_block(self, block: BlockId) -> None:
         """Let the content that was to be copied to a block not be found."""
-        self._index.reuse(block)
+        self._index.reuse_all((block,))
 
     def forget_copies(self, swap_out: tuple[BlockCopy, ...]) -> None:
         """Let the content that these copies were to bring to the host not be found: the step failed."""
@@ -298,22 +389,34 @@ class KVCacheManager:
         If they are too many for a step, the ones that were used last are kept.
         """
         most = min(self._max_kept, self.swap_space.num_free)
-        copies = []
-        for key, block in self._evicted[max(len(self._evicted) - most, 0) :]:
-            target = self.swap_space.keep(key)
-            if target is not None:
-                copies.append(BlockCopy(block, target))
+        kept: list[EvictedRow] = []
+        for evicted in reversed(self._evicted):
+            most -= len(evicted.row)
+            if most < 0:
+                break
+            kept.append(evicted)
+        copies: list[BlockCopy] = []
+        for evicted in reversed(kept):
+            target = self.swap_space.keep(evicted.group, evicted.key, len(evicted.row))
+            copies += map(BlockCopy, evicted.row, target)
         self._evicted.clear()
         self.num_kept_blocks += len(copies)
         return copies
 
-    def _hold_for_copy(self, tail: BlockId | None) -> BlockId | None:
-        """Keep a tail from being reused in this plan. None if its holder was preempted meanwhile."""
-        if tail is None or self.pool.is_free(tail):
-            return None
-        self.pool.share(tail)
-        self._held_for_copies.append(tail)
-        return tail
+    def _hold_for_copy(self, row: Row) -> None:
+        """Keep blocks from being reused in this plan."""
+        for block in row:
+            self.pool.share(block)
+        self._held_for_copies += row
+
+    def _count_blocks(self, num_places: Iterable[int]) -> int:
+        """Blocks of so many places of each group."""
+        return sum([num * group.num_stripes for num, group in zip(num_places, self.groups, strict=True)])
+
+    def _note_slots(self, seq: Sequence) -> None:
+        """Count the positions that have a place in each group; a state has none for them."""
+        ends = [seq.tables[index].end for index in self._paged]
+        seq.num_slots = min(ends) * self.block_size if ends else maxsize
 
     def _take(self, num_blocks: int) -> list[BlockId]:
         taken = self.pool.take(num_blocks)
@@ -321,7 +424,3 @@ class KVCacheManager:
         if evicted and self._index.keeps_on_host:
             self._evicted += evicted
         return taken
-
-    def _drop(self, block: BlockId) -> None:
-        """Drop a reference; without any left the block waits for reuse, the longer if it can be found."""
-        self.pool.release((block,), self.prefix_cache.blocks)

@@ -28,6 +28,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_free = num_blocks
         self._references = [0] * (num_blocks + 1)
+        self._last_passed = BlockId(num_blocks)
+        """Last of the blocks at the front that are reused before those of `kept`; 0: there are none."""
         numbers = _numbers(num_blocks + 1)
         self._after = cast("list[BlockId]", [*numbers[1:], 0])
         self._before = cast("list[BlockId]", [num_blocks, *numbers[:-1]])
@@ -59,6 +61,8 @@ class BlockPool:
             block = after[block]
         after[_SENTINEL], self._before[block] = block, _SENTINEL
         self.num_free -= num_blocks
+        if references[self._last_passed]:
+            self._last_passed = _SENTINEL
         return taken
 
     def share(self, block: BlockId) -> None:
@@ -89,6 +93,24 @@ class BlockPool:
             num_freed += 1
         self.num_free += num_freed
 
+    def release_passed(self, blocks: Iterable[BlockId]) -> None:
+        """Drop a reference to each in turn; those without any left are reused before all of `kept`.
+
+        Those before them are blocks that hold nothing, and those that were passed earlier.
+        """
+        after, before, references = self._after, self._before, self._references
+        left = self._last_passed
+        for block in blocks:
+            references[block] -= 1
+            if references[block]:
+                continue
+            right = after[left]
+            before[block], after[block] = left, right
+            after[left] = before[right] = block
+            left = block
+            self.num_free += 1
+        self._last_passed = left
+
     def free_blocks(self) -> list[BlockId]:
         """Free blocks in the order in which they would be reused. O(free); for tests and invariants."""
         blocks: list[BlockId] = []
@@ -100,6 +122,8 @@ class BlockPool:
 
     def _unlink(self, block: BlockId) -> None:
         before, after = self._before[block], self._after[block]
+        if block == self._last_passed:
+            self._last_passed = before
         self._after[before] = after
         self._before[after] = before
         self.num_free -= 1

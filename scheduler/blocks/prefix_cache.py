@@ -1,29 +1,40 @@
-"""Prefix cache: full blocks found again by their content.
+"""Prefix cache: full places of a group of layers found again by their content.
 
-Owns: the map from a block's key to the block, and back.
+Owns: the map from a place's key to its blocks, and back.
 Never: reference counts or the order of eviction (pool.py).
 Source: keys are those of prefix_keys.py: equal ones mean equal prefixes of the same salt.
 """
 
-from collections.abc import KeysView
+from collections.abc import Container, Iterable, KeysView
 from itertools import repeat, takewhile
 
 from scheduler.messages import BlockId
 from scheduler.prefix_keys import PrefixJournal
 
+Row = tuple[BlockId, ...]
+"""Blocks of a place, one for each stripe of its group."""
+
+
+def rows_of(blocks: list[BlockId], num_stripes: int) -> list[Row]:
+    """Rows of a table, in which the blocks of a place lie together."""
+    return list(zip(*[iter(blocks)] * num_stripes, strict=True))
+
 
 class PrefixCache:
-    """At most one block per key; a second block with the same content simply stays unpublished."""
+    """At most one row per key; a second one with the same content simply stays unpublished.
+
+    A row is found whole or not at all: with one of its blocks all of it is forgotten.
+    """
 
     def __init__(self) -> None:
-        self._block_by_key: dict[bytes, BlockId] = {}
+        self._row_by_key: dict[bytes, Row] = {}
         self._key_by_block: dict[BlockId, bytes] = {}
         self.num_changes = 0
         self.journal: PrefixJournal | None = None
-        """Record of blocks that are found, and found no more, for readers outside; None: there are none."""
+        """Record of places that are found, and found no more, for readers outside; None: there are none."""
 
     def __len__(self) -> int:
-        return len(self._block_by_key)
+        return len(self._row_by_key)
 
     def __contains__(self, block: BlockId) -> bool:
         return block in self._key_by_block
@@ -33,52 +44,54 @@ class PrefixCache:
         """Blocks that can be found."""
         return self._key_by_block.keys()
 
-    def get(self, key: bytes) -> BlockId | None:
-        return self._block_by_key.get(key)
+    def get(self, key: bytes) -> Row | None:
+        return self._row_by_key.get(key)
 
-    def leading_blocks(self, keys: list[bytes]) -> list[BlockId]:
-        """Blocks of `keys`, up to the first key that has none."""
-        return list(takewhile(bool, map(self._block_by_key.get, keys)))  # type: ignore[arg-type]
+    def leading_rows(self, keys: list[bytes]) -> list[Row]:
+        """Rows of `keys`, up to the first key that has none."""
+        return list(takewhile(bool, map(self._row_by_key.get, keys)))  # type: ignore[arg-type]
 
     def key_of(self, block: BlockId) -> bytes | None:
         return self._key_by_block.get(block)
 
-    def publish(self, key: bytes, block: BlockId) -> None:
-        if key not in self._block_by_key:
-            self._block_by_key[key] = block
-            self._key_by_block[block] = key
+    def publish(self, key: bytes, row: Row) -> None:
+        if key not in self._row_by_key:
+            self._row_by_key[key] = row
+            self._key_by_block.update(zip(row, repeat(key)))
             self.num_changes += 1
 
-    def publish_all(self, keys: list[bytes], blocks: list[BlockId]) -> None:
-        """Publish each block under its key."""
-        if not self._block_by_key.keys().isdisjoint(keys):
-            known = self._block_by_key
-            pairs = [pair for pair in zip(keys, blocks, strict=True) if pair[0] not in known]
-            keys, blocks = [key for key, _ in pairs], [block for _, block in pairs]
-        self._block_by_key.update(zip(keys, blocks, strict=True))
-        self._key_by_block.update(zip(blocks, keys, strict=True))
+    def publish_all(self, keys: list[bytes], rows: list[Row]) -> None:
+        """Publish each row under its key."""
+        known = self._row_by_key
+        if not known.keys().isdisjoint(keys):
+            pairs = [pair for pair in zip(keys, rows, strict=True) if pair[0] not in known]
+            keys, rows = [key for key, _ in pairs], [row for _, row in pairs]
+        known.update(zip(keys, rows, strict=True))
+        for blocks in zip(*rows, strict=True):
+            self._key_by_block.update(zip(blocks, keys, strict=True))
         self.num_changes += len(keys)
 
-    def replace(self, key: bytes, block: BlockId) -> None:
-        """Publish; a block that had the key before is not found any more."""
+    def replace(self, key: bytes, row: Row) -> None:
+        """Publish; a row that had the key before is not found any more."""
         self.forget_key(key)
-        self.forget(block)
-        self.publish(key, block)
+        self.forget_all(row)
+        self.publish(key, row)
 
-    def forget(self, block: BlockId) -> bytes | None:
-        """Remove a block: its content is about to change, or was never written.
+    def forget_all(self, blocks: Iterable[BlockId]) -> list[tuple[bytes, Row]]:
+        """Remove the rows of these blocks: their content is about to change, or was never written.
 
-        Returns its key, if it had one.
+        Returns those that were found, with their keys.
         """
-        found = self.forget_all([block])
-        return found[0][0] if found else None
-
-    def forget_all(self, blocks: list[BlockId]) -> list[tuple[bytes, BlockId]]:
-        """Remove the findable ones among these blocks; returns them with their keys."""
-        keys = map(self._key_by_block.pop, blocks, repeat(b""))
-        found = [pair for pair in zip(keys, blocks, strict=True) if pair[0]]
-        for key, _ in found:
-            del self._block_by_key[key]
+        # Of a row's blocks the first that is looked at takes the others along.
+        found = []
+        for key in filter(None, map(self._key_by_block.pop, blocks, repeat(b""))):
+            row = self._row_by_key.pop(key, None)
+            if row is not None:
+                found.append((key, row))
+        for _, row in found:
+            if len(row) > 1:
+                for block in row:
+                    self._key_by_block.pop(block, None)
         self.num_changes += len(found)
         if self.journal is not None:
             for key, _ in found:
@@ -86,12 +99,12 @@ class PrefixCache:
         return found
 
     def forget_key(self, key: bytes) -> None:
-        block = self._block_by_key.get(key)
-        if block is not None:
-            self.forget(block)
+        row = self._row_by_key.get(key)
+        if row is not None:
+            self.forget_all(row)
 
     def clear(self) -> None:
-        self._block_by_key.clear()
+        self._row_by_key.clear()
         self._key_by_block.clear()
         self.num_changes += 1
         if self.journal is not None:
@@ -100,3 +113,18 @@ class PrefixCache:
     def published(self) -> dict[BlockId, bytes]:
         """Copy of the keys by block; for tests and invariants."""
         return dict(self._key_by_block)
+
+
+class _AnyOf:
+    """Blocks that one of several caches finds."""
+
+    def __init__(self, caches: list[PrefixCache]) -> None:
+        self._caches = caches
+
+    def __contains__(self, block: object) -> bool:
+        return any([block in cache.blocks for cache in self._caches])
+
+
+def any_of(caches: list[PrefixCache]) -> Container[BlockId]:
+    """Blocks that can be found in one of `caches`."""
+    return caches[0].blocks if len(caches) == 1 else _AnyOf(caches)

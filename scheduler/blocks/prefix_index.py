@@ -1,7 +1,8 @@
 """Index of KV that is there already, on the device or on the host.
 
-Owns: the blocks that are found by content. Full blocks on the device (the prefix cache), full blocks in the
-swap space (its second tier), and the tails of prompts, which are copied and never shared.
+Owns: the blocks that are found by content. Full places of each group of layers on the device (the prefix
+cache) and in the swap space (its second tier), the tails of prompts, and states; the last two are copied and
+never shared.
 Never: takes or gives back a block (kv_cache_manager.py).
 Sources: vLLM's lazy CPU offload, which saves blocks about to be evicted; copy-on-write of PagedAttention,
 arXiv:2309.06180, for tails.
@@ -10,13 +11,19 @@ A tail is the part of a prompt behind its last full block, without the prompt's 
 in any case. A request with n > 1 has n sequences with one tail. The sequence that computed it goes on writing
 behind it in the same block; so the others get a copy of the block, if they are admitted in a later step. In
 the same step the tail is not written yet when copies are made, and to compute it costs less than to wait.
+
+A state stands for all tokens up to one position, the end of a block, under whose key it is found.
 """
 
 from array import array
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import NamedTuple
 
-from scheduler.blocks.attended_blocks import AttendedBlocks
-from scheduler.blocks.prefix_cache import PrefixCache
+from scheduler.blocks.group_places import GroupPlaces
+from scheduler.blocks.longest_hit import IsFound, longest_hit
+from scheduler.blocks.prefix_cache import PrefixCache, Row, any_of, rows_of
 from scheduler.blocks.swap_space import SwapSpace
 from scheduler.config import HostTier, PrefixCaching, SchedulerConfig
 from scheduler.messages import BlockId
@@ -24,32 +31,79 @@ from scheduler.prefix_keys import ChangeKind, JournalContent, PrefixChange, Pref
 from scheduler.sequence import Sequence
 
 
+class EvictedRow(NamedTuple):
+    """Blocks that were found until now, under which key."""
+
+    group: int
+    key: bytes
+    row: Row
+
+
+@dataclass(slots=True)
+class GroupHit:
+    """Part of one group in a prefix. Places count from the first of its table."""
+
+    device: dict[int, Row] = field(default_factory=dict)
+    """Blocks to share, by place."""
+    host: dict[int, Row] = field(default_factory=dict)
+    """Host blocks to copy in, by place."""
+
+    def __len__(self) -> int:
+        return len(self.device) + len(self.host)
+
+    def cut(self, end: int) -> "GroupHit":
+        """Leave out the places from `end` on."""
+        device = {place: row for place, row in self.device.items() if place < end}
+        return GroupHit(device, {place: row for place, row in self.host.items() if place < end})
+
+
 @dataclass(slots=True, kw_only=True)
 class PrefixHit:
-    """Prefix that a sequence need not compute. Places count blocks from the first of its table."""
+    """Prefix that a sequence need not compute."""
 
+    groups: list[GroupHit]
     num_tokens: int = 0
     """Length of the prefix; a window may have passed its beginning."""
-    device: dict[int, BlockId] = field(default_factory=dict)
-    """Blocks to share, by place."""
-    host: dict[int, BlockId] = field(default_factory=dict)
-    """Host blocks to copy in, by place."""
-    tail: BlockId | None = None
-    """Block to copy for the place behind `num_tokens`; all but the last known token is then there."""
+    tail: Row = ()
+    """Blocks to copy for the place behind `num_tokens`, of all groups; all but the last known token is then
+    there."""
+    state: Row = ()
+    """Blocks to copy to those of the group with a state."""
+
+    def device_blocks(self) -> Iterator[BlockId]:
+        """Blocks to share, of all groups."""
+        return chain.from_iterable(chain.from_iterable([each.device.values() for each in self.groups]))
+
+    def host_blocks(self) -> Iterator[BlockId]:
+        return chain.from_iterable(chain.from_iterable([each.host.values() for each in self.groups]))
+
+    @property
+    def num_host_places(self) -> int:
+        """Places of the group that copies in most."""
+        return max([len(each.host) for each in self.groups])
 
 
 class PrefixIndex:
     """Finds and publishes; keys are computed once for each sequence, since its tokens never change."""
 
-    def __init__(self, config: SchedulerConfig, attended: AttendedBlocks) -> None:
-        self.cache = PrefixCache()
-        self.swap_space = SwapSpace(config.num_host_blocks)
+    def __init__(self, config: SchedulerConfig, groups: tuple[GroupPlaces, ...]) -> None:
+        self.caches = [PrefixCache() for _ in groups]
+        self.swap_space = SwapSpace(config.num_host_blocks, len(groups))
+        self._groups = groups
+        # Readers outside are told of the group that keeps most, and of no state.
+        self._main = min(range(len(groups)), key=lambda i: (groups[i].is_fixed, groups[i].is_limited))
+        self._paged = [i for i, group in enumerate(groups) if not group.is_fixed]
+        self._fixed = next((i for i, group in enumerate(groups) if group.is_fixed), None)
         self._tails = PrefixCache()
-        self._new_tails: list[tuple[bytes, BlockId]] = []
-        self._attended = attended
+        self._new_tails: list[tuple[bytes, Row]] = []
         self._block_size = config.block_size
         self._is_on = config.prefix_caching is PrefixCaching.ON
         self.keeps_on_host = self._is_on and config.host_tier is HostTier.ON and config.num_host_blocks > 0
+
+    @property
+    def cache(self) -> PrefixCache:
+        """Blocks of the group that readers outside are told of."""
+        return self.caches[self._main]
 
     def num_unhashed(self, seq: Sequence) -> int:
         """Tokens whose keys `find` would have to compute first; they are kept."""
@@ -59,90 +113,107 @@ class PrefixIndex:
 
     def find(self, seq: Sequence) -> PrefixHit:
         """Longest prefix of a sequence that has no blocks; its own copy on the host counts too."""
-        hit = self._find_prefix(seq) if self._is_on and seq.reads_prefix_cache else PrefixHit()
+        is_read = self._is_on and seq.reads_prefix_cache
+        hit = self._find_prefix(seq) if is_read else PrefixHit(groups=[GroupHit() for _ in self._groups])
         num_swapped = min(seq.num_swapped_tokens, seq.num_tokens - 1)
-        if num_swapped > hit.num_tokens:
+        if num_swapped > hit.num_tokens and (self._fixed is None or num_swapped == seq.num_swapped_tokens):
             return self._find_swapped(seq, num_swapped)
         if hit.num_tokens == self._num_findable(seq) * self._block_size:
             hit.tail = self._find_tail(seq)
         return hit
 
     def publish(self, seq: Sequence, start: int, end: int) -> None:
-        """Let others find the blocks that [start, end) completes, and a prompt's tail that it completes."""
+        """Let others find the places that [start, end) completes, and a prompt's tail that it completes."""
         if not self._is_on:
             return
         first, last = start // self._block_size, end // self._block_size
         if first < last:
-            keys = self._keys(seq, last)
-            # Plans in flight may have moved the window past a block before its last token was known.
-            first = max(first, seq.num_passed_blocks)
-            if self.cache.journal is None:
-                self.cache.publish_all(keys[first:last], seq.block_ids[first:last])
-            else:
-                for place in range(first, last):
-                    self._publish(seq, place, keys[place])
+            self._keys(seq, last)
+            for group in self._paged:
+                table, num_stripes = seq.tables[group], self._groups[group].num_stripes
+                # Plans in flight may have moved a window past a place before its last token was known.
+                begin, stop = max(first - table.first, 0), max(last - table.first, 0)
+                rows = rows_of(table.block_ids[begin * num_stripes : stop * num_stripes], num_stripes)
+                self._publish(group, seq, table.first + begin, rows)
         if start < seq.num_prompt_tokens <= end:
             key = self._tail_key(seq)
             if key:
-                self._new_tails.append((key, seq.block_ids[self._num_findable_of_prompt(seq)]))
+                self._new_tails.append((key, self.row_at(seq, self._num_findable_of_prompt(seq))))
+
+    def row_at(self, seq: Sequence, place: int) -> Row:
+        """Blocks that a sequence holds at a place, of all groups."""
+        rows = [seq.tables[group].row(place, self._groups[group].num_stripes) for group in self._paged]
+        return tuple(chain.from_iterable(rows))
 
     def publish_hit(self, seq: Sequence, hit: PrefixHit) -> None:
         """Let blocks that this plan copies in be found: they arrive before anything is computed."""
-        if not self._is_on or not hit.host:
+        if not self._is_on:
             return
         num_full = hit.num_tokens // self._block_size
-        keys = self._keys(seq, num_full)
-        for place in hit.host:
-            if place < num_full:
-                self._publish(seq, place, keys[place])
+        for group in self._paged:
+            for place in hit.groups[group].host:
+                if place < num_full:
+                    self._keys(seq, num_full)
+                    row = seq.tables[group].row(place, self._groups[group].num_stripes)
+                    self._publish(group, seq, place, [row])
 
-    def publish_swapped(self, device_block: BlockId, host_block: BlockId) -> None:
-        """Let others find the copy of a preempted sequence as well, if they can find the block itself."""
-        key = self.cache.key_of(device_block)
+    def publish_swapped(self, group: int, device_row: Row, host_row: Row) -> None:
+        """Let others find the copy of a preempted sequence as well, if they can find what was copied."""
+        key = self.caches[group].key_of(device_row[0])
         if key is not None and self.keeps_on_host:
-            self.swap_space.publish(key, host_block)
+            self.swap_space.publish(group, key, host_row)
 
-    def reuse(self, block: BlockId) -> bytes | None:
-        """Forget a block whose content is about to change.
+    def is_found(self, group: int, seq: Sequence, place: int) -> bool:
+        """Whether the device has a place of a sequence whose keys are known that far."""
+        return place < len(seq.block_keys) and self.caches[group].get(seq.block_keys[place]) is not None
 
-        Returns the key under which it was found, if any.
-        """
-        self._tails.forget(block)
-        return self.cache.forget(block)
+    def kept(self) -> Container[BlockId]:
+        """Blocks that can be found on the device, of any group."""
+        return any_of(self.caches)
 
-    def reuse_all(self, blocks: list[BlockId]) -> list[tuple[bytes, BlockId]]:
-        """Forget blocks, as `reuse` does; returns those that were found, with their keys."""
+    def reuse_all(self, blocks: Iterable[BlockId]) -> list[EvictedRow]:
+        """Forget blocks whose content is about to change; returns the rows that were found."""
         if len(self._tails):
             self._tails.forget_all(blocks)
-        return self.cache.forget_all(blocks)
+        return [
+            EvictedRow(group, key, row)
+            for group, cache in enumerate(self.caches)
+            for key, row in cache.forget_all(blocks)
+        ]
 
     def forget(self, seq: Sequence, *, start: int = 0) -> None:
         """Forget all that this sequence computed from `start` on, wherever it is by now."""
-        first = start // self._block_size
-        for block in seq.block_ids[first:]:
-            self.reuse(block)
-        for key in seq.block_keys[first:]:
-            self.cache.forget_key(key)
+        place = start // self._block_size
+        for table, group in zip(seq.tables, self._groups, strict=False):
+            skipped = 0 if group.is_fixed else max(place - table.first, 0) * group.num_stripes
+            self.reuse_all(table.block_ids[skipped:])
+        for key in seq.block_keys[place:]:
+            for cache in self.caches:
+                cache.forget_key(key)
             self.swap_space.forget_key(key)
 
     def clear(self) -> None:
         """Forget all that was computed so far."""
-        self.cache.clear()
+        for cache in self.caches:
+            cache.clear()
         self._tails.clear()
         self.swap_space.clear()
 
     def complete_plan(self) -> None:
         """Let the next plan find the tails that this plan computes. The newest lives longest."""
-        for key, block in self._new_tails:
-            self._tails.replace(key, block)
+        for key, row in self._new_tails:
+            self._tails.replace(key, row)
         self._new_tails.clear()
 
-    def _publish(self, seq: Sequence, place: int, key: bytes) -> None:
-        """Let others find the block at a place of the table of `seq`."""
-        journal = self.cache.journal
-        if journal is not None and self.cache.get(key) is None:
-            journal.note_stored(self._stored(seq, place, journal))
-        self.cache.publish(key, seq.block_ids[place])
+    def _publish(self, group: int, seq: Sequence, place: int, rows: list[Row]) -> None:
+        """Let others find rows of the table of `seq`, from a place on. Their keys are known."""
+        cache, keys = self.caches[group], seq.block_keys[place : place + len(rows)]
+        journal = cache.journal
+        if journal is not None:
+            for offset, key in enumerate(keys):
+                if cache.get(key) is None:
+                    journal.note_stored(self._stored(seq, place + offset, journal))
+        cache.publish_all(keys, rows)
 
     def _stored(self, seq: Sequence, place: int, journal: PrefixJournal) -> PrefixChange:
         key = seq.block_keys[place]
@@ -154,51 +225,90 @@ class PrefixIndex:
         return PrefixChange(ChangeKind.STORED, key, parent, token_ids, seq.cache_salt, seq.adapter)
 
     def _find_prefix(self, seq: Sequence) -> PrefixHit:
-        """Longest prefix of full blocks of which all blocks that the next token attends are there."""
+        """Longest prefix of full places of which each group has all that the next token reads."""
         num_findable = self._num_findable(seq)
-        keys = self._keys(seq, num_findable)
-        # Most often that is all: one call, because a long prompt that does not fit is looked up in each step.
-        device = dict(enumerate(self.cache.leading_blocks(keys[:num_findable])))
-        end, unbroken_from = len(device), 0
-        if not self.keeps_on_host and not self._attended.is_limited:
-            return PrefixHit(num_tokens=end * self._block_size, device=device)
-        host: dict[int, BlockId] = {}
-        for place in range(end, num_findable):
-            if (block := self.cache.get(keys[place])) is not None:
-                device[place] = block
-            elif (block := self.swap_space.find(keys[place])) is not None:
-                host[place] = block
-            elif self._attended.is_limited:
-                unbroken_from = place + 1
-                continue
+        keys = self._keys(seq, num_findable)[:num_findable]
+        leading = {
+            index: self._find_leading(index, keys)
+            for index, group in enumerate(self._groups)
+            if group.keeps_all
+        }
+        if len(leading) == len(self._groups) == 1:
+            return PrefixHit(groups=[leading[0]], num_tokens=len(leading[0]) * self._block_size)
+        tests = [
+            range(len(leading[index])).__contains__ if index in leading else self._finder(index, keys)
+            for index in range(len(self._groups))
+        ]
+        end = longest_hit(self._groups, tests, num_findable, self._block_size)
+        hit = PrefixHit(groups=[], num_tokens=end * self._block_size)
+        for index, group in enumerate(self._groups):
+            if group.is_fixed:
+                hit.groups.append(self._find_state(index, keys[end - 1], hit) if end else GroupHit())
+            elif index in leading:
+                hit.groups.append(leading[index].cut(end))
             else:
-                break
-            if unbroken_from <= self._attended.first_block((place + 1) * self._block_size):
-                end = place + 1
-        first = self._attended.first_block(end * self._block_size)
-        return PrefixHit(
-            num_tokens=end * self._block_size,
-            device={place: block for place, block in device.items() if first <= place < end},
-            host={place: block for place, block in host.items() if first <= place < end},
-        )
-
-    def _find_swapped(self, seq: Sequence, num_tokens: int) -> PrefixHit:
-        """Prefix in its own copy on the host, but for the blocks that the device still has."""
-        hit = PrefixHit(num_tokens=num_tokens)
-        num_full = num_tokens // self._block_size if self._is_on else 0
-        keys = self._keys(seq, num_full)
-        for place in range(self._attended.first_block(num_tokens), self._attended.blocks_for(num_tokens)):
-            block = self.cache.get(keys[place]) if place < num_full else None
-            if block is not None:
-                hit.device[place] = block
-            else:
-                hit.host[place] = seq.host_block_ids[place]
+                hit.groups.append(self._find_places(index, keys, range(group.first(hit.num_tokens), end)))
         return hit
 
-    def _find_tail(self, seq: Sequence) -> BlockId | None:
+    def _find_leading(self, group: int, keys: list[bytes]) -> GroupHit:
+        """All places up to the first that is nowhere."""
+        # One call, because a long prompt that does not fit is looked up in each step.
+        hit = GroupHit(dict(enumerate(self.caches[group].leading_rows(keys))))
+        if self.keeps_on_host:
+            for place in range(len(hit.device), len(keys)):
+                if (row := self.caches[group].get(keys[place])) is not None:
+                    hit.device[place] = row
+                elif (row := self.swap_space.find(group, keys[place])) is not None:
+                    hit.host[place] = row
+                else:
+                    break
+        return hit
+
+    def _finder(self, group: int, keys: list[bytes]) -> IsFound:
+        on_device, on_host = self.caches[group].get, self.swap_space.find
+        if not self.keeps_on_host:
+            return lambda place: on_device(keys[place]) is not None
+        return lambda place: on_device(keys[place]) is not None or on_host(group, keys[place]) is not None
+
+    def _find_state(self, group: int, key: bytes, hit: PrefixHit) -> GroupHit:
+        """Note the state of a key that has one: to be copied on the device, or in from the host."""
+        hit.state = self.caches[group].get(key) or ()
+        if hit.state:
+            return GroupHit()
+        return GroupHit(host={0: self.swap_space.find(group, key) or ()})
+
+    def _find_places(self, group: int, keys: list[bytes], places: range) -> GroupHit:
+        """Rows of places that are on the device or on the host."""
+        hit = GroupHit()
+        for place in places:
+            row = self.caches[group].get(keys[place])
+            if row is not None:
+                hit.device[place] = row
+            else:
+                hit.host[place] = self.swap_space.find(group, keys[place]) or ()
+        return hit
+
+    def _find_swapped(self, seq: Sequence, num_tokens: int) -> PrefixHit:
+        """Prefix in its own copy on the host, but for the places that the device still has."""
+        hit = PrefixHit(groups=[], num_tokens=num_tokens)
+        num_full = num_tokens // self._block_size if self._is_on else 0
+        keys = self._keys(seq, num_full)
+        for index, (group, table) in enumerate(zip(self._groups, seq.tables, strict=True)):
+            found = GroupHit()
+            hit.groups.append(found)
+            for place in range(group.first(num_tokens), group.end_written(num_tokens)):
+                is_full = place < num_full and not group.is_fixed
+                row = self.caches[index].get(keys[place]) if is_full else None
+                if row is not None:
+                    found.device[place] = row
+                else:
+                    found.host[place] = table.host_row(place, group.num_stripes)
+        return hit
+
+    def _find_tail(self, seq: Sequence) -> Row:
         if not self._is_on or not seq.reads_prefix_cache or seq.num_tokens > seq.num_prompt_tokens:
-            return None
-        return self._tails.get(self._tail_key(seq)) if len(self._tails) else None
+            return ()
+        return (self._tails.get(self._tail_key(seq)) or ()) if len(self._tails) else ()
 
     def _tail_key(self, seq: Sequence) -> bytes:
         """Key of a prompt's tail; empty if it has none."""
@@ -206,7 +316,7 @@ class PrefixIndex:
             place, end = self._num_findable_of_prompt(seq), seq.num_prompt_tokens - 1
             start = place * self._block_size
             seq.tail_key = b""
-            if start < end:
+            if start < end and self._fixed is None:  # a state is of a place's end
                 parent = self._parent_key(seq, place)
                 seq.tail_key = block_key(parent, seq.token_ids[start:end], seq.inputs_within(start, end))
         return seq.tail_key

@@ -3,7 +3,7 @@
 Owns: which host blocks a preempted sequence holds, what content the others keep, and which is reused next.
 Never: moves contents; the plan's copies do.
 Source: pool.py and prefix_cache.py once more, for the host: a block without a holder may keep content
-that is found by its key, until the block is needed.
+that is found by its key, until the block is needed. Each group of layers has keys of its own.
 
 A plan copies out before it copies in. So a host block that a plan copies in is pinned until the plan is
 complete: no other copy of the same plan may go to it.
@@ -12,7 +12,7 @@ complete: no other copy of the same plan may go to it.
 from collections.abc import Iterable
 
 from scheduler.blocks.pool import BlockPool
-from scheduler.blocks.prefix_cache import PrefixCache
+from scheduler.blocks.prefix_cache import PrefixCache, Row, any_of
 from scheduler.messages import BlockId
 
 
@@ -22,10 +22,10 @@ class SwapSpace:
     They take blocks that only keep a prefix.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, num_groups: int = 1) -> None:
         self.num_blocks = num_blocks
         self._pool = BlockPool(num_blocks)
-        self._kept = PrefixCache()
+        self._kept = [PrefixCache() for _ in range(num_groups)]
         self._pinned: list[BlockId] = []
 
     @property
@@ -41,40 +41,43 @@ class SwapSpace:
     @property
     def num_changes(self) -> int:
         """Changes of what can be found, since the start."""
-        return self._kept.num_changes
+        return sum([kept.num_changes for kept in self._kept])
 
     def take(self, num_blocks: int) -> list[BlockId]:
         """Take blocks for a preempted sequence. The caller makes sure that as many are free."""
-        return [self._pop() for _ in range(num_blocks)]
+        blocks = self._pool.take(num_blocks)
+        for kept in self._kept:
+            kept.forget_all(blocks)
+        return blocks
 
     def give_back(self, blocks: Iterable[BlockId]) -> None:
-        for block in blocks:
-            self._drop(block)
+        self._drop(blocks)
 
-    def publish(self, key: bytes, block: BlockId) -> None:
-        """Let the content of a held block be found too, until the block is reused."""
-        self._kept.publish(key, block)
+    def publish(self, group: int, key: bytes, row: Row) -> None:
+        """Let the content of held blocks be found too, until one is reused."""
+        self._kept[group].publish(key, row)
 
-    def keep(self, key: bytes) -> BlockId | None:
-        """Take a block to copy the content of `key` to. None if it is kept already, or there is no room.
+    def keep(self, group: int, key: bytes, num_stripes: int) -> Row:
+        """Take blocks to copy the content of `key` to. Empty if it is kept already, or there is no room.
 
         Kept content that is asked for again becomes the last to be given up.
         """
-        kept = self._kept.get(key)
+        kept = self._kept[group].get(key)
         if kept is not None:
-            if self._pool.is_free(kept):
-                self._pool.share(kept)
-                self._drop(kept)
-            return None
-        if not self._pool.num_free:
-            return None
-        block = self._pop()
-        self._kept.publish(key, block)
-        self._drop(block)
-        return block
+            for block in kept:
+                if self._pool.is_free(block):
+                    self._pool.share(block)
+                    self._drop((block,))
+            return ()
+        if self._pool.num_free < num_stripes:
+            return ()
+        row = tuple(self.take(num_stripes))
+        self._kept[group].publish(key, row)
+        self._drop(row)
+        return row
 
-    def find(self, key: bytes) -> BlockId | None:
-        return self._kept.get(key)
+    def find(self, group: int, key: bytes) -> Row | None:
+        return self._kept[group].get(key)
 
     def pin(self, block: BlockId) -> None:
         """Keep a block of the swap space from being reused: this plan copies it to the device."""
@@ -92,28 +95,26 @@ class SwapSpace:
 
     def forget(self, block: BlockId) -> None:
         """Let the content not be found: it is unknown whether it ever arrived."""
-        self._kept.forget(block)
+        for kept in self._kept:
+            kept.forget_all((block,))
 
     def forget_key(self, key: bytes) -> None:
         """Forget a key whose content may be wrong."""
-        self._kept.forget_key(key)
+        for kept in self._kept:
+            kept.forget_key(key)
 
     def clear(self) -> None:
         """Forget all content."""
-        self._kept.clear()
+        for kept in self._kept:
+            kept.clear()
 
     def free_blocks(self) -> list[BlockId]:
         """Free blocks in the order in which they would be reused; for tests and invariants."""
         return self._pool.free_blocks()
 
-    def kept(self) -> dict[BlockId, bytes]:
-        """Copy of the keys by block; for tests and invariants."""
-        return self._kept.published()
+    def kept(self) -> list[dict[BlockId, bytes]]:
+        """Copy of the keys by block, of each group; for tests and invariants."""
+        return [kept.published() for kept in self._kept]
 
-    def _pop(self) -> BlockId:
-        (block,) = self._pool.take(1)
-        self._kept.forget(block)
-        return block
-
-    def _drop(self, block: BlockId) -> None:
-        self._pool.release((block,), self._kept.blocks)
+    def _drop(self, blocks: Iterable[BlockId]) -> None:
+        self._pool.release(blocks, any_of(self._kept))

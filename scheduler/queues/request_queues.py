@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from operator import attrgetter
 
+from scheduler.blocks.group_places import places_of
 from scheduler.config import Fairness, SchedulerConfig
 from scheduler.messages import ReportPage, RequestCounts, SequenceId, SequenceReport, WaitReason
 from scheduler.policy import OrderOfService
@@ -73,7 +74,7 @@ class RequestQueues:
         """Other sequences, whose grammar is not compiled yet; empty where steps compile."""
         self.num_arrivals = 0
         """Times that a sequence joined `waiting`."""
-        self._by_need = NeedIndex(config.block_size) if config.max_bypasses else None
+        self._by_need = NeedIndex(places_of(config)) if config.max_bypasses else None
         self._by_adapter: dict[str, _Queue] | None = {} if config.max_adapters else None
         """The waiting queue once more, by adapter, so that those that need no place for theirs are found."""
         self.compilations = Compilations(config.max_compiling_s, config.max_num_seqs)
@@ -320,8 +321,8 @@ def _report(
         num_prompt_tokens=seq.num_prompt_tokens,
         num_output_tokens=seq.num_output_tokens,
         num_computed_tokens=seq.num_computed_tokens,
-        num_blocks=len(seq.block_ids) - seq.num_passed_blocks,
-        num_host_blocks=sum(1 for block in seq.host_block_ids if block),
+        num_blocks=seq.num_blocks,
+        num_host_blocks=sum([len(table.host_ids) for table in seq.tables]),
         num_preemptions=seq.num_preemptions,
         num_bypasses=seq.num_bypasses,
         age_s=now_s - seq.admitted_s,

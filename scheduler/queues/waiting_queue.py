@@ -5,6 +5,7 @@ Owns: nothing beyond heaps by rank and by urgency, which have the interface of F
 
 from collections.abc import Iterator
 
+from scheduler.blocks.group_places import GroupPlaces, most_blocks
 from scheduler.messages import SequenceId
 from scheduler.queues.lazy_heap import Entry, LazyHeap
 from scheduler.sequence import Sequence
@@ -95,13 +96,13 @@ class NeedIndex:
     behind any number of larger ones.
     """
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+    def __init__(self, groups: tuple[GroupPlaces, ...]) -> None:
+        self._places = groups
         self._groups: dict[int, LazyHeap] = {}
         self._magnitudes: dict[SequenceId, int] = {}  # when they were added: tokens may still come meanwhile
 
     def push(self, seq: Sequence) -> None:
-        magnitude = (seq.num_tokens // self._block_size + 1).bit_length()
+        magnitude = most_blocks(self._places, seq.num_tokens + 1).bit_length()
         self._magnitudes[seq.sequence_id] = magnitude
         if magnitude not in self._groups:
             self._groups[magnitude] = LazyHeap()

@@ -170,7 +170,7 @@ class Admission:
             )
         free_slots = max(budget.remaining_seqs - 1, 0)
         if self._awaits_token(head):  # what may be cached of it is not known yet
-            num_kept = self._kv.blocks_for(head.num_tokens)
+            num_kept = self._kv.most_blocks(head.num_tokens)
         else:
             num_kept = self._kv.demand(head).num_from_free
         victims = self._preemptor.choose_displaced(
@@ -267,7 +267,7 @@ class Admission:
             return WaitReason.ADAPTER
         if self.wait_reason is WaitReason.ENCODER and seq.encoder_inputs:
             return WaitReason.ENCODER
-        if self._kv.blocks_for(seq.num_tokens) > self._kv.pool.num_free:
+        if self._kv.most_blocks(seq.num_tokens) > self._kv.pool.num_free:
             return WaitReason.BLOCKS
         return WaitReason.ORDER
 
@@ -421,7 +421,7 @@ class Admission:
         if seq.reads_prefix_cache and self._config.prefix_caching is PrefixCaching.ON:
             counters.num_prefix_queries += seq.num_prompt_tokens
         counters.num_prefix_hits += seq.num_cached_tokens
-        counters.num_prefix_host_hits += len(demand.hit.host) * self._config.block_size
+        counters.num_prefix_host_hits += demand.hit.num_host_places * self._config.block_size
         # Once: a preemption is not the tenant's doing.
         num_to_compute = seq.num_prompt_tokens - seq.num_cached_tokens
         self._queues.charge(seq, PROMPT_TOKEN_COST * num_to_compute)

@@ -35,7 +35,7 @@ class DraftShares:
         fresh = self._kv.append(seq, num_lookahead=num_drafts)
         assert fresh is not None, "there was room for them"
         if fresh:
-            plan.new_blocks[seq.sequence_id] = plan.new_blocks.get(seq.sequence_id, ()) + fresh
+            plan.add_blocks(seq.sequence_id, fresh)
         plan.budget.remaining_tokens -= num_drafts
         plan.draft_token_ids[seq.sequence_id] = drafts[:num_drafts]
         plan.chunks.append(share)
@@ -92,5 +92,5 @@ class DraftShares:
             num_free -= num_missing
             fresh = self._kv.append(seq, num_lookahead=num_ahead)
             if fresh:
-                plan.new_blocks[seq.sequence_id] = plan.new_blocks.get(seq.sequence_id, ()) + fresh
+                plan.add_blocks(seq.sequence_id, fresh)
             plan.num_drafts_wanted[seq.sequence_id] = num_drafts

@@ -8,7 +8,7 @@ from scheduler.draft_messages import DraftChoice
 from scheduler.input_messages import EncoderInput
 from scheduler.messages import (
     BlockCopy,
-    BlockId,
+    GroupBlocks,
     NewSequence,
     Preemption,
     ScheduledSequence,
@@ -49,7 +49,7 @@ class PlanDraft:
         self.chunks: list[ScheduledSequence] = []
         self.urgent: set[SequenceId] = set()  # admitted before the queue was served: they have their share
         self.new_sequences: list[NewSequence] = []
-        self.new_blocks: dict[SequenceId, tuple[BlockId, ...]] = {}
+        self.new_blocks: dict[SequenceId, GroupBlocks] = {}
         self.draft_token_ids: dict[SequenceId, tuple[int, ...]] = {}
         self.draft_choice: DraftChoice | None = None
         self.num_drafts_wanted: dict[SequenceId, int] = {}
@@ -59,6 +59,13 @@ class PlanDraft:
         self.swap_out: list[BlockCopy] = []
         self.swap_in: list[BlockCopy] = []
         self.copies: list[BlockCopy] = []
+
+    def add_blocks(self, sequence_id: SequenceId, blocks: GroupBlocks) -> None:
+        """Note blocks for a sequence that the worker knows, behind those that it was given in this plan."""
+        before = self.new_blocks.get(sequence_id)
+        if before is not None:
+            blocks = tuple([known + more for known, more in zip(before, blocks, strict=True)])
+        self.new_blocks[sequence_id] = blocks
 
     @property
     def is_empty(self) -> bool:

@@ -63,9 +63,10 @@ class Planner:
         self._step_limit = StepLimit(state.config.max_num_batched_tokens)
         self._preemptor = Preemptor(state, shares.forget_extras)
         self._admission = Admission(state, shares, self._preemptor, finish=finish)
-        self._has_window = self._kv.attended.is_limited
+        self._passes_blocks = self._kv.passes_blocks
+        self._has_chunks = False  # in the last plan
         self._num_stages = state.config.num_stages
-        self._decides_always = self._has_window or self._num_stages > 1
+        self._decides_always = self._num_stages > 1
         may_displace = self._config.displacement is Displacement.ON
         self._may_give_turns = self._config.fairness is Fairness.TENANT and may_displace
         self._may_displace = state.order.displaces and may_displace
@@ -92,6 +93,8 @@ class Planner:
         running = self._queues.running
         if len(self._queues.waiting) or self._decides_always or self._shares.has_extras:
             return None
+        if self._has_chunks and self._passes_blocks:
+            return None  # windows have passed as much as a chunk, and not by a place at most as in a decode
         if not running or len(running) > self._step_limit.max_tokens:
             return None
         for seq in running:
@@ -125,6 +128,7 @@ class Planner:
         if self._may_displace and self._state.order.ages:
             self._admission.note_held_up()
         self._draft_shares.ask(plan)
+        self._has_chunks = bool(plan.chunks)
         # First the blocks that this very plan writes over.
         plan.swap_out = self._kv.complete_plan() + plan.swap_out
         return plan
@@ -208,7 +212,7 @@ class Planner:
                 continue
             if self._num_stages > 1 and self._waits_for_stages(seq, plan, most_decodes):
                 continue
-            if self._has_window:
+            if self._passes_blocks:
                 self._kv.pass_blocks(seq)
             if seq.num_tokens > seq.num_slots and not self._grow(seq, plan):
                 break
@@ -230,7 +234,7 @@ class Planner:
         for seq in self._queues.running:
             is_prefill = seq.num_uncomputed_tokens > 1
             if is_prefill and plan.budget.remaining_tokens > 0 and seq.sequence_id not in plan.urgent:
-                if self._has_window and not self._move_window(seq, plan):
+                if self._passes_blocks and not self._move_window(seq, plan):
                     continue
                 self._shares.part(seq, plan)
 

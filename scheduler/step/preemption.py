@@ -62,7 +62,7 @@ class Preemptor:
         if self._victim_choice is VictimChoice.LAST:
             return behind[-1]
         window = self._state.order.equals_of_last(behind[-_VICTIM_WINDOW:])
-        return min(reversed(window), key=lambda seq: (seq.is_protected, self._num_tokens_at_stake(seq)))
+        return min(reversed(window), key=lambda seq: (seq.is_protected, self._kv.num_tokens_at_stake(seq)))
 
     def choose_displaced(
         self,
@@ -79,7 +79,7 @@ class Preemptor:
         kv, running = self._kv, self._state.queues.running
         num_free = max(kv.pool.num_free - num_kept_blocks, 0)
         num_growing = sum(kv.num_missing(seq) for seq in running if seq.num_tokens > seq.num_slots)
-        gain = _Gain(kv.pool, set(demand.hit.device.values()))
+        gain = _Gain(kv.pool, set(demand.hit.device_blocks()))
         victims: list[Sequence] = []
         while num_free_slots + len(victims) < 1 or (
             num_free + gain.num_blocks < demand.num_from_free + num_growing
@@ -131,28 +131,16 @@ class Preemptor:
         """RECOMPUTE or SWAP. Counts when only the size of the swap space speaks against SWAP."""
         if self._mode is PreemptionMode.RECOMPUTE or not self._kv.swap_space.num_blocks:
             return PreemptionMode.RECOMPUTE
-        num_blocks = self._num_written_blocks(victim)
+        num_blocks = self._kv.num_written_blocks(victim)
         if self._mode is PreemptionMode.AUTO:
             swapping_s = 2 * num_blocks * self._copy_s_per_block  # out, and back in
-            recomputing_s = self._num_tokens_at_stake(victim) * (self._step_time.slope_s or 0.0)
+            recomputing_s = self._kv.num_tokens_at_stake(victim) * (self._step_time.slope_s or 0.0)
             if swapping_s >= recomputing_s:
                 return PreemptionMode.RECOMPUTE
         if num_blocks > self._kv.swap_space.num_free:
             self._state.counters.num_swap_space_full += 1
             return PreemptionMode.RECOMPUTE
         return PreemptionMode.SWAP
-
-    def _num_written_blocks(self, seq: Sequence) -> int:
-        return self._kv.blocks_for(seq.num_computed_tokens) - seq.num_passed_blocks
-
-    def _num_tokens_at_stake(self, seq: Sequence) -> int:
-        """Computed tokens in blocks that no other sequence holds; the rest will be found again."""
-        num_shared = 0
-        for block in seq.block_ids:
-            if self._kv.pool.num_references(block) == 1:
-                break
-            num_shared += 1
-        return max(seq.num_computed_tokens - num_shared * self._kv.block_size, 0)
 
 
 @dataclass(slots=True)
@@ -165,7 +153,7 @@ class _Gain:
     dropped: Counter[BlockId] = field(default_factory=Counter)
 
     def add(self, victim: Sequence) -> None:
-        for block in victim.block_ids:
+        for block in victim.held_blocks():
             self.dropped[block] += 1
             if self.dropped[block] == self.pool.num_references(block) and block not in self.kept:
                 self.num_blocks += 1

@@ -166,7 +166,8 @@ def test_swaps_that_are_measured_are_of_blocks_that_nobody_has(
     worker, found = fake_worker()
     monkeypatch.setattr(steps, "open_worker", lambda *_, **__: (worker, found))
     steps.run(Record(settings.out, "steps"), settings)
-    written = {block for plan in worker.plans for new in plan.new_sequences for block in new.block_ids}
+    tables = [table for plan in worker.plans for new in plan.new_sequences for table in new.tables]
+    written = {block for table in tables for block in table.block_ids}
     out = [copy for plan in worker.plans for copy in plan.swap_out]
     back = [copy for plan in worker.plans for copy in plan.swap_in]
     assert written.isdisjoint(copy.source for copy in out)

@@ -118,7 +118,7 @@ class Play:
 
     def __init__(self, config: SchedulerConfig, history: list[Event]) -> None:
         self.scheduler = Scheduler(config)
-        self.worker = FakeWorker(config.block_size, config.groups[0].lifetime)
+        self.worker = FakeWorker(config.block_size, config.groups)
         self.history = deque(history)
         self.asked: dict[SequenceId, Arrive] = {}
         self.tokens: dict[SequenceId, list[int]] = {}

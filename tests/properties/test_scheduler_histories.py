@@ -13,6 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scheduler.blocks.group_places import most_blocks, places_of
+from scheduler.cache_groups import ALL_TOKENS, CacheGroup, Lifetime, LifetimeKind
 from scheduler.config import (
     Batching,
     Displacement,
@@ -172,9 +174,22 @@ EVENTS = st.one_of(
     st.builds(Poison, which=st.integers(0, 20)),
     st.builds(Reset),
 )
+LIFETIMES = st.one_of(
+    st.just(ALL_TOKENS),
+    st.builds(Lifetime, st.just(LifetimeKind.WINDOW), st.integers(1, 7)),
+    st.builds(Lifetime, st.just(LifetimeKind.CHUNK), st.sampled_from([4, 6])),
+)
+STRIPES = st.sampled_from([1, 1, 2, 3])
+OF_TOKENS = st.lists(st.builds(CacheGroup, LIFETIMES, STRIPES), min_size=1, max_size=3)
+OF_STATES = st.lists(st.builds(CacheGroup, st.just(Lifetime(LifetimeKind.FIXED)), STRIPES), max_size=1)
+GROUPS = st.one_of(
+    st.sampled_from([None, None, 1, 4, 7]).map(windows_of),
+    st.tuples(OF_TOKENS, OF_STATES).flatmap(lambda parts: st.permutations(parts[0] + parts[1])).map(tuple),
+)
+"""Mostly one group, whose layers have a window or none; or several, one of which may have a state."""
 CONFIGS = st.builds(
     small_config,
-    num_blocks=st.integers(2, 14),
+    num_blocks=st.sampled_from([*range(2, 15), 30, 50]),
     block_size=st.sampled_from([1, 3, 4]),
     max_num_seqs=st.integers(1, 5),
     max_num_batched_tokens=st.integers(5, 20),
@@ -187,7 +202,7 @@ CONFIGS = st.builds(
     num_host_blocks=st.sampled_from([0, 3, 20]),
     copy_s_per_block=st.sampled_from([0.0, 0.005, 0.3]),
     host_tier=st.sampled_from(HostTier),
-    groups=st.sampled_from([None, None, 1, 4, 7]).map(windows_of),
+    groups=GROUPS,
     fairness=st.sampled_from(Fairness),
     batching=st.sampled_from(Batching),
     max_prefill_tokens=st.sampled_from([0, 0, 4, 30]),
@@ -294,7 +309,8 @@ def _ran_out_of_room(world: World, arrival: Arrive, num_tokens: int) -> bool:
     """The context window is full, or the next token would need more blocks than there are."""
     config = world.config
     length = arrival.length + num_tokens
-    return length == config.max_model_len or length > config.num_blocks * config.block_size
+    num_blocks = most_blocks(places_of(config), length + 1)
+    return length == config.max_model_len or num_blocks > config.num_blocks
 
 
 @pytest.mark.parametrize("caching", PrefixCaching)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from scheduler.cache_groups import CacheGroup, Lifetime, LifetimeKind
 from scheduler.config import PreemptionMode, PrefixCaching, SchedulerConfig
 from scheduler.messages import ModelRunnerOutput, SchedulerOutput
 from tests.fakes import FakeWorker, _content, _Row
@@ -49,7 +50,7 @@ class LateWorker(FakeWorker):
     """A FakeWorker whose slots are in the pools of a device that works late."""
 
     def __init__(self, config: SchedulerConfig, random: Random) -> None:
-        super().__init__(config.block_size, config.groups[0].lifetime, config.encoder_cache_tokens)
+        super().__init__(config.block_size, config.groups, config.encoder_cache_tokens)
         self.gpu = LateGpu()
         self._random = random
         layout = BlockLayout(layers={0: LayerShape(1, 1, 1)}, block_size=config.block_size, dtype=torch.int64)
@@ -90,11 +91,20 @@ class LateWorker(FakeWorker):
 
     def _write(self, row: _Row, start: int, num_tokens: int) -> None:
         for position in range(start, start + num_tokens):
-            self._written.append((*self._slot(row, position), hash(_content(row, position))))
+            self._written += self._numbers(row, position, self._groups_of_tokens())
 
     def _check_prefix(self, row: _Row, start: int, end: int) -> None:
-        for position in range(self.lifetime.first_read(start), end):
-            self._read.append((*self._slot(row, position), hash(_content(row, position))))
+        for group in self._groups_of_tokens():
+            for position in range(self.groups[group].lifetime.first_read(start), end):
+                self._read += self._numbers(row, position, [group])
+
+    def _numbers(self, row: _Row, position: int, groups: list[int]) -> list[tuple[int, int, int]]:
+        """Block, offset and content of a position, of each stripe of these groups."""
+        return [
+            (*slot, hash((group, stripe, *_content(row, position))))
+            for group in groups
+            for stripe, slot in enumerate(self._slots(row, group, position))
+        ]
 
     def _metadata(self) -> AttentionMetadata:
         """One sequence that reads all that is read."""
@@ -109,13 +119,16 @@ class LateWorker(FakeWorker):
         )
 
 
+SEVERAL = (CacheGroup(), CacheGroup(Lifetime(LifetimeKind.WINDOW, 6), num_stripes=2))
+
+
 def _config(random: Random) -> SchedulerConfig:
     return small_config(
-        num_blocks=random.randint(6, 14),
+        num_blocks=random.randint(8, 16),
         max_num_seqs=random.randint(2, 6),
         preemption_mode=PreemptionMode.SWAP,
         num_host_blocks=random.choice([4, 12, 30]),
-        groups=windows_of(random.choice([None, None, 6])),
+        groups=random.choice([windows_of(None), windows_of(None), windows_of(6), SEVERAL]),
         max_plans_in_flight=random.randint(1, 3),
         max_encoder_tokens=6,
         encoder_cache_tokens=6,

@@ -1,11 +1,29 @@
-"""The free list, against a plain list that does the same."""
+"""The free list, against plain lists that do the same."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.blocks.pool import BlockPool
 
-ACTIONS = st.lists(st.tuples(st.sampled_from(["take", "share", "put first", "put last"]), st.integers(0, 99)))
+KINDS = st.sampled_from(["take", "share", "put first", "put last", "pass"])
+ACTIONS = st.lists(st.tuples(KINDS, st.integers(0, 99)))
+
+
+def put(block: int, front: list[int], back: list[int], action: str) -> None:
+    """Put a block into one of two parts of the list: what is reused before all that is kept, and the rest."""
+    match action:
+        case "pass":
+            front.append(block)
+        case "put last":
+            back.append(block)
+        case _:
+            (front or back).insert(0, block)
+
+
+def remove(block: int, *parts: list[int]) -> None:
+    for part in parts:
+        if block in part:
+            part.remove(block)
 
 
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
@@ -13,27 +31,29 @@ ACTIONS = st.lists(st.tuples(st.sampled_from(["take", "share", "put first", "put
 def test_the_free_list_is_a_list_from_whose_middle_blocks_may_leave(
     num_blocks: int, actions: list[tuple[str, int]]
 ) -> None:
-    pool, free, held = BlockPool(num_blocks), list(range(1, num_blocks + 1)), []
+    pool, front, back, held = BlockPool(num_blocks), list(range(1, num_blocks + 1)), [], []
     for action, place in actions:
         if action == "take":
-            num = place % (len(free) + 1)
-            taken, free = free[:num], free[num:]
+            num = place % (len(front) + len(back) + 1)
+            taken = (front + back)[:num]
+            front, back = front[num:], back[max(num - len(front), 0) :]
             assert pool.take(num) == taken
             held += taken
         elif action == "share":
             block = 1 + place % num_blocks
             pool.share(block)
             held.append(block)
-            if block in free:
-                free.remove(block)
-        elif action.startswith("put") and held:
+            remove(block, front, back)
+        elif held:
             num = place % len(held) + 1
             given_up, held = held[:num], held[num:]
-            is_kept = action == "put last"
-            pool.release(given_up, given_up if is_kept else ())
+            if action == "pass":
+                pool.release_passed(given_up)
+            else:
+                pool.release(given_up, given_up if action == "put last" else ())
             for number, block in enumerate(given_up):
                 if block not in held and block not in given_up[number + 1 :]:
-                    free.insert(len(free) if is_kept else 0, block)
-        assert pool.free_blocks() == free
-        assert pool.num_free == len(free)
+                    put(block, front, back, action)
+        assert pool.free_blocks() == front + back
+        assert pool.num_free == len(front) + len(back)
         assert all(pool.num_references(block) == held.count(block) for block in range(1, num_blocks + 1))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from scheduler.blocks.attended_blocks import AttendedBlocks
+from scheduler.blocks.group_places import most_blocks, places_of
 from scheduler.cache_groups import (
     ALL_TOKENS,
     CacheGroup,
@@ -42,6 +42,6 @@ def test_layers_that_share_blocks_keep_what_one_of_them_still_reads() -> None:
 
 def test_blocks_of_a_chunk_are_passed_at_its_end() -> None:
     groups = (CacheGroup(Lifetime(LifetimeKind.CHUNK, 8)),)
-    attended = AttendedBlocks(small_config(groups=groups))  # blocks of 4 tokens
-    assert [attended.first_block(start) for start in (0, 7, 8, 15, 16)] == [0, 0, 2, 2, 4]
-    assert attended.most_blocks(60) == 7, "7 tokens of the chunk and a step of 16 touch no more"
+    (places,) = places_of(small_config(groups=groups))  # blocks of 4 tokens
+    assert [places.first(start) for start in (0, 7, 8, 15, 16)] == [0, 0, 2, 2, 4]
+    assert most_blocks((places,), 60) == 7, "7 tokens of the chunk and a step of 16 touch no more"

@@ -117,19 +117,28 @@ def test_the_host_gives_up_what_was_asked_for_longest_ago() -> None:
 
 def test_what_is_given_up_by_the_device_again_is_the_last_to_go_from_the_host() -> None:
     space = SwapSpace(2)
-    first, second = space.keep(b"first"), space.keep(b"second")
-    assert space.keep(b"first") is None, "it is there already"
-    assert space.keep(b"third") == second
-    assert (space.find(b"first"), space.find(b"second")) == (first, None)
+    first, second = space.keep(0, b"first", 1), space.keep(0, b"second", 1)
+    assert space.keep(0, b"first", 1) == (), "it is there already"
+    assert space.keep(0, b"third", 1) == second
+    assert (space.find(0, b"first"), space.find(0, b"second")) == (first, None)
+
+
+def test_what_is_kept_of_one_group_is_found_of_that_one_and_whole_or_not_at_all() -> None:
+    space = SwapSpace(4, num_groups=2)
+    row = space.keep(1, b"state", 3)
+    assert (len(row), space.find(0, b"state"), space.find(1, b"state")) == (3, None, row)
+    assert space.keep(0, b"place", 1) != ()
+    assert space.keep(0, b"more", 1) != ()
+    assert space.find(1, b"state") is None, "one of its blocks was needed"
 
 
 def test_with_every_host_block_held_nothing_is_kept() -> None:
     space = SwapSpace(2)
     held = space.take(2)
-    assert space.keep(b"a") is None
-    space.publish(b"held", held[0])
+    assert space.keep(0, b"a", 1) == ()
+    space.publish(0, b"held", (held[0],))
     space.give_back(held)
-    assert space.find(b"held") == held[0]
+    assert space.find(0, b"held") == (held[0],)
     assert space.free_blocks() == [held[1], held[0]], "what can be found is reused last"
 
 
@@ -138,7 +147,7 @@ def test_a_preempted_sequence_takes_the_place_of_kept_prefixes() -> None:
     world.add(make_sequence(1, [*SHARED, 50], max_tokens=1))
     world.run()
     evict(world, number=2)
-    assert len(world.scheduler.kv.swap_space.kept()) == 3
+    assert len(world.scheduler.kv.swap_space.kept()[0]) == 3
     world.add(make_sequence(3, prompt(7, 3), max_tokens=8), make_sequence(4, prompt(7, 4), max_tokens=6))
     while not world.num_preemptions():
         world.step()
@@ -221,4 +230,4 @@ def test_what_a_plan_writes_over_is_copied_out_before_what_a_preempted_sequence_
     num_kept = world.scheduler.stats().num_kept_host_blocks
     assert 0 < num_kept < len(plan.swap_out), "somebody was displaced, and cached blocks were taken as well"
     [new] = plan.new_sequences
-    assert {copy.source for copy in plan.swap_out[:num_kept]} <= set(new.block_ids)
+    assert {copy.source for copy in plan.swap_out[:num_kept]} <= set(new.tables[0].block_ids)

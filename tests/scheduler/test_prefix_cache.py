@@ -131,7 +131,7 @@ def test_free_hits_count_as_needed_and_a_refusal_changes_nothing() -> None:
     kv = world.scheduler.kv
     assert kv.can_allocate(kv.demand(wants_three), num_running=1) is AllocationStatus.LATER
     assert world.scheduler.kv.pool.free_blocks() == before
-    assert wants_three.block_ids == []
+    assert wants_three.num_blocks == 0
 
 
 def test_a_preempted_sequence_finds_its_own_blocks_again() -> None:
@@ -152,7 +152,7 @@ def test_blocks_without_reusable_content_are_reused_before_cached_ones() -> None
     kv = KVCacheManager(small_config(num_blocks=4))
     seq = make_sequence(1, SHARED[:6])
     kv.allocate(seq, kv.demand(seq))
-    first, second = seq.block_ids
+    first, second = seq.tables[0].block_ids
     kv.publish(seq, 0, 6)
     kv.free(seq)
     order = kv.pool.free_blocks()

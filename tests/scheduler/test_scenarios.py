@@ -31,7 +31,7 @@ def test_a_new_request_gets_all_its_blocks_is_computed_and_joins_the_line_in_one
     assert world.scheduler.get_request_counts() == (0, 1, 0)
     plan = world.step()
     (new,) = plan.new_sequences
-    assert (len(new.block_ids), shares(plan)) == (2, {1: 6})
+    assert (len(new.tables[0].block_ids), shares(plan)) == (2, {1: 6})
     assert world.scheduler.get_request_counts() == (1, 0, 0)
     assert len(world.tokens[SequenceId(1)]) == 1
 
@@ -40,7 +40,7 @@ def test_a_decode_takes_a_block_whenever_its_last_one_is_full_and_gives_all_back
     world = World(small_config())
     world.add(make_sequence(1, prompt(6), max_tokens=8))
     plans = [world.step() for _ in range(8)]
-    assert [len(plan.new_blocks.get(SequenceId(1), ())) for plan in plans] == [0, 0, 0, 1, 0, 0, 0, 1]
+    assert [len(plan.new_blocks.get(SequenceId(1), ((),))[0]) for plan in plans] == [0, 0, 0, 1, 0, 0, 0, 1]
     assert world.scheduler.kv.pool.num_used == 0
     assert world.scheduler.schedule(now_s=9.0).is_empty
 

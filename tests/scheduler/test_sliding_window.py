@@ -2,7 +2,7 @@
 
 import pytest
 
-from scheduler.blocks.attended_blocks import AttendedBlocks
+from scheduler.blocks.group_places import most_blocks, places_of
 from scheduler.config import (
     Batching,
     Displacement,
@@ -61,8 +61,8 @@ def test_a_decode_gives_back_what_the_window_has_passed() -> None:
         world.step()
         assert world.scheduler.kv.pool.num_used <= 3, "six tokens touch at most three blocks"
     (seq,) = world.scheduler.running_sequences()
-    assert len(seq.block_ids) > 12
-    assert seq.num_passed_blocks >= 10
+    assert seq.tables[0].end > 12
+    assert seq.tables[0].first >= 10
 
 
 def test_two_long_prompts_run_where_one_would_not_fit_whole() -> None:
@@ -87,8 +87,8 @@ def test_a_hit_needs_only_the_blocks_that_the_window_reaches() -> None:
     plan = world.step()
     (new,) = plan.new_sequences
     assert plan.scheduled[0].start == 32
-    assert new.block_ids[:6] == (0,) * 6
-    assert all(new.block_ids[6:])
+    (table,) = new.tables
+    assert table.first == 6
     world.run()
     assert world.tokens[SequenceId(3)] == continuation([*tokens, 6], 8)
 
@@ -102,7 +102,7 @@ def test_a_gap_in_what_the_window_reaches_is_no_hit() -> None:
     seventh = {key: block for block, key in cache.published().items()}
     keys = make_sequence(9, [*tokens, 6])
     world.scheduler.kv.demand(keys)
-    cache.forget(seventh[keys.block_keys[6]])
+    cache.forget_all([seventh[keys.block_keys[6]]])
     world.add(make_sequence(2, [*tokens, 6], max_tokens=4))
     assert world.step().scheduled[0].start == 24, "the window of the next token ends before the gap"
     world.run()
@@ -165,19 +165,19 @@ def test_one_that_was_sent_away_and_cannot_start_over_ends() -> None:
 
 @pytest.mark.parametrize("window", [None, 64, 1000])
 def test_a_window_as_long_as_the_context_is_none(window: int | None) -> None:
-    reach = AttendedBlocks(small_config(groups=windows_of(window)))
+    (reach,) = places_of(small_config(groups=windows_of(window)))
     assert not reach.is_limited
-    assert reach.first_block(60) == 0
-    assert reach.most_blocks(60) == 15
+    assert reach.first(60) == 0
+    assert most_blocks((reach,), 60) == 15
 
 
 def test_what_a_window_reaches() -> None:
-    reach = AttendedBlocks(small_config(groups=windows_of(6), max_num_batched_tokens=8, max_num_seqs=4))
-    assert [reach.first_block(start) for start in (0, 5, 8, 9, 12, 13)] == [0, 0, 0, 1, 1, 2]
-    assert reach.most_blocks(1000) == 4
-    assert reach.end_block(1000, 9) == 5
-    assert reach.end_block(18, 9) == 5
-    assert reach.end_block(16, 9) == 4
+    (reach,) = places_of(small_config(groups=windows_of(6), max_num_batched_tokens=8, max_num_seqs=4))
+    assert [reach.first(start) for start in (0, 5, 8, 9, 12, 13)] == [0, 0, 0, 1, 1, 2]
+    assert most_blocks((reach,), 1000) == 4
+    assert reach.end(1000, 9) == 5
+    assert reach.end(18, 9) == 5
+    assert reach.end(16, 9) == 4
 
 
 def test_one_that_got_blocks_but_no_share_of_a_step_that_failed_does_not_go_on_without_them() -> None:

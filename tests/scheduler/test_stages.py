@@ -69,10 +69,7 @@ class Pipeline:
     def _has_room(self, seq: Sequence) -> bool:
         """Whether its next token has a slot: else the last in rank gives way, perhaps the sequence itself."""
         pool = self.scheduler.kv.pool
-        return (
-            pool.num_free > 0
-            or seq.num_computed_tokens < len(seq.block_ids) * self.scheduler.config.block_size
-        )
+        return pool.num_free > 0 or seq.num_computed_tokens < seq.num_slots
 
     def _compute(self, plan: SchedulerOutput) -> float:
         """Return when the last stage is done. The first one computes in the loop itself."""

@@ -175,7 +175,7 @@ def test_a_scheduler_that_finds_no_way_fails_one_request_and_serves_the_rest(
     monkeypatch.setattr(  # a fault is planted: nobody knows a real one
         world.scheduler.kv,
         "demand",
-        lambda seq: honest(seq)._replace(num_free_hits=100 if seq.sequence_id == 1 else 0),
+        lambda seq: honest(seq)._replace(num_from_free=100 if seq.sequence_id == 1 else 0),
     )
     world.run(max_steps=20)
     assert world.reason(1) is FinishReason.FAILED

@@ -168,7 +168,7 @@ def test_blocks_are_copied_out_in_the_order_in_which_others_get_them(caching: Pr
         plan = world.step()
     sources = [copy.source for copy in plan.swap_out]
     assert len(sources) == 4
-    taken = [block for blocks in plan.new_blocks.values() for block in blocks]
+    taken = [block for (blocks,) in plan.new_blocks.values() for block in blocks]
     assert sources[: len(taken)] == taken, "written by this very plan"
     left = [block for block in world.scheduler.kv.pool.free_blocks() if block in sources]
     assert sources[len(taken) :] == left

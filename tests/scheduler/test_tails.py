@@ -25,8 +25,10 @@ def test_a_sibling_of_a_later_step_computes_one_token() -> None:
     assert shares(plan) == {1: 1, 2: 1}
     (copy,) = plan.copies
     first, second = world.scheduler.running_sequences()
-    assert copy == BlockCopy(first.block_ids[2], second.block_ids[2])
-    assert first.block_ids[:2] == second.block_ids[:2], "full blocks are shared, not copied"
+    assert copy == BlockCopy(first.tables[0].block_ids[2], second.tables[0].block_ids[2])
+    assert first.tables[0].block_ids[:2] == second.tables[0].block_ids[:2], (
+        "full blocks are shared, not copied"
+    )
     world.run()
     for number in (1, 2):
         assert world.tokens[SequenceId(number)] == continuation(PROMPT, 6)
@@ -124,12 +126,12 @@ def test_the_source_of_a_copy_is_given_to_nobody_before_the_plan_is_complete() -
     kv.allocate(first, kv.demand(first))
     kv.publish(first, 0, 11)
     kv.complete_plan()
-    source = first.block_ids[2]
+    source = first.tables[0].block_ids[2]
     arrivals = kv.allocate(second, kv.demand(second))
-    assert arrivals.copies == [BlockCopy(source, second.block_ids[2])]
+    assert arrivals.copies == [BlockCopy(source, second.tables[0].block_ids[2])]
     kv.free(first)
     third = make_sequence(3, list(range(40, 52)))
     kv.allocate(third, kv.demand(third))
-    assert source not in third.block_ids
+    assert source not in third.tables[0].block_ids
     kv.complete_plan()
     assert kv.pool.free_blocks()[0] == source

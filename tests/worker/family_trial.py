@@ -19,6 +19,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from scheduler.messages import (
     BlockId,
     NewSequence,
+    NewTable,
     SamplingParams,
     ScheduledSequence,
     SchedulerOutput,
@@ -209,7 +210,7 @@ def _serve(
                 num_prompt_tokens=len(ids),
                 params=SamplingParams(),
                 # One has the even blocks and the other the odd ones.
-                block_ids=tuple(BlockId(1 + each + 2 * index) for index in range(num_blocks)),
+                tables=(NewTable(tuple(BlockId(1 + each + 2 * index) for index in range(num_blocks))),),
             )
         )
     num_computed = dict.fromkeys(token_ids, 0)

@@ -5,8 +5,10 @@ from dataclasses import dataclass, field
 from scheduler.messages import (
     BlockCopy,
     BlockId,
+    GroupBlocks,
     ModelRunnerOutput,
     NewSequence,
+    NewTable,
     SamplingParams,
     ScheduledSequence,
     SchedulerOutput,
@@ -107,12 +109,12 @@ class PlanDriver:
                         token_ids=tuple(sequence.token_ids),
                         num_prompt_tokens=sequence.num_prompt_tokens,
                         params=sequence.params,
-                        block_ids=tuple(sequence.block_ids),
+                        tables=(NewTable(tuple(sequence.block_ids)),),
                         adapter=sequence.adapter,
                     )
                 )
             elif grown:
-                new_blocks[sequence_id] = grown
+                new_blocks[sequence_id] = (grown,)
             sequence.is_new = False
             scheduled.append(ScheduledSequence(sequence_id, sequence.num_computed, num_tokens, end == known))
             sequence.num_computed = end
@@ -167,7 +169,7 @@ class PlanDriver:
     def _plan(
         self,
         new_sequences: tuple[NewSequence, ...],
-        new_blocks: dict[SequenceId, tuple[BlockId, ...]],
+        new_blocks: dict[SequenceId, GroupBlocks],
         scheduled: tuple[ScheduledSequence, ...],
     ) -> SchedulerOutput:
         self._step += 1

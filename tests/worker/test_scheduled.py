@@ -8,7 +8,7 @@ import pytest
 
 from scheduler.cache_groups import ALL_TOKENS, Lifetime, LifetimeKind
 from scheduler.config import SchedulerConfig
-from scheduler.messages import BlockId, NewSequence, ScheduledSequence, SchedulerOutput, SequenceId
+from scheduler.messages import BlockId, NewSequence, NewTable, ScheduledSequence, SchedulerOutput, SequenceId
 from scheduler.scheduler import Scheduler
 from tests.fakes import make_sequence
 from tests.invariants import check_invariants
@@ -136,14 +136,14 @@ def test_a_windowed_model_answers_the_same_in_a_cache_that_holds_the_window_only
     assert served.generate(9, hit) == expected(folder, tuple(hit))
 
 
-def windowed_plan(start: int, block_ids: tuple[int, ...]) -> SchedulerOutput:
-    """The rest of a prompt of 20 tokens, of which the first blocks are said to be passed."""
+def windowed_plan(start: int, table: NewTable) -> SchedulerOutput:
+    """The rest of a prompt of 20 tokens, of which the first blocks may have been passed."""
     new = NewSequence(
         sequence_id=SequenceId(1),
         token_ids=tuple(range(10, 30)),
         num_prompt_tokens=20,
         params=GREEDY,
-        block_ids=tuple(BlockId(block) for block in block_ids),
+        tables=(table,),
     )
     share = ScheduledSequence(SequenceId(1), start, 20 - start, samples=True)
     return SchedulerOutput(
@@ -157,18 +157,18 @@ def windowed_plan(start: int, block_ids: tuple[int, ...]) -> SchedulerOutput:
 
 
 @pytest.mark.parametrize(
-    ("family", "start", "block_ids", "reason"),
+    ("family", "start", "blocks", "reason"),
     [
-        ("mistral", 19, (0, 0, 3, 4, 5), None),
-        ("mistral", 18, (0, 0, 3, 4, 5), "scheduled from position 18, but its blocks begin at 8"),
-        ("mistral", 19, (0, 2, 0, 4, 5), "a block outside of 1 to"),
-        ("llama", 19, (0, 2, 3, 4, 5), "a block outside of 1 to"),
+        ("mistral", 19, (3, 4, 5), None),
+        ("mistral", 18, (3, 4, 5), "scheduled from position 18, but its blocks begin at 8"),
+        ("mistral", 19, (0, 4, 5), "a block outside of 1 to"),
+        ("llama", 19, (3, 4, 5), "scheduled from position 19, but its blocks begin at 8"),
     ],
 )
 def test_a_plan_that_would_read_what_the_window_has_passed_fails(
-    checkpoints: MakeCheckpoint, family: str, start: int, block_ids: tuple[int, ...], reason: str | None
+    checkpoints: MakeCheckpoint, family: str, start: int, blocks: tuple[int, ...], reason: str | None
 ) -> None:
     worker, _ = load_worker(checkpoints(family), num_blocks=9)
-    failures = worker.execute(windowed_plan(start, block_ids)).failures
+    failures = worker.execute(windowed_plan(start, NewTable(tuple(map(BlockId, blocks)), 2))).failures
     assert bool(failures) == bool(reason)
     assert (reason or "") in failures.get(SequenceId(1), "")

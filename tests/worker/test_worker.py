@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from scheduler.messages import (
     BlockId,
     NewSequence,
+    NewTable,
     SamplingParams,
     ScheduledSequence,
     SchedulerOutput,
@@ -45,7 +46,7 @@ def new_sequence(sequence_id: int, token_ids: list[int], block_ids: list[int]) -
         token_ids=tuple(token_ids),
         num_prompt_tokens=len(token_ids),
         params=GREEDY,
-        block_ids=tuple(BlockId(each) for each in block_ids),
+        tables=(NewTable(tuple(BlockId(each) for each in block_ids)),),
     )
 
 
@@ -136,7 +137,7 @@ def test_a_plan_that_is_wrong_about_one_sequence_fails_that_one(
 
 def test_a_sequence_that_was_never_sent_fails_and_an_unknown_release_is_ignored(llama_worker: Worker) -> None:
     share = ScheduledSequence(SequenceId(77), 0, 1, samples=True)
-    plan = release(77, 78)._replace(scheduled=(share,), new_blocks={SequenceId(79): (BlockId(1),)})
+    plan = release(77, 78)._replace(scheduled=(share,), new_blocks={SequenceId(79): ((BlockId(1),),)})
     output = llama_worker.execute(plan)
     assert set(output.failures) == {77, 79}
     assert output.token_ids == {}

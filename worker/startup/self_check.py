@@ -20,6 +20,7 @@ from torch import Tensor
 from scheduler.messages import (
     BlockId,
     NewSequence,
+    NewTable,
     SamplingParams,
     ScheduledSequence,
     SchedulerOutput,
@@ -178,7 +179,9 @@ class SelfCheck:
                 num_prompt_tokens=len(token_ids),
                 params=SamplingParams(),
                 # In descending order, to check that block tables are followed.
-                block_ids=tuple(BlockId(self.cache.num_blocks - index) for index in range(num_blocks)),
+                tables=(
+                    NewTable(tuple(BlockId(self.cache.num_blocks - index) for index in range(num_blocks))),
+                ),
             )
         )
         logits = []

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scheduler.cache_groups import ALL_TOKENS, Lifetime, LifetimeKind
-from scheduler.messages import BlockId, NewSequence, SequenceId
+from scheduler.messages import BlockId, GroupBlocks, NewSequence, SequenceId
 from worker.worker_config import ModelFacts
 from worker.worker_errors import SequenceRefused
 
@@ -93,24 +93,25 @@ class RowTable:
             raise SequenceRefused(
                 f"{len(new.token_ids)} tokens, but max_model_len is {self._capacity_tokens - 1}"
             )
-        num_passed = self._num_passed(new.block_ids)
-        self._check_blocks(new.block_ids[num_passed:], num_before=num_passed)
+        (table,) = new.tables
+        self._check_blocks(table.block_ids, num_before=table.first)
         row = self._free.pop()
-        self.first_position_C[row] = num_passed * self.block_size
+        self.first_position_C[row] = table.first * self.block_size
         self._row_of[new.sequence_id] = row
         self._owner_C[row] = new.sequence_id
         self.generations_C[row] += 1
         self.token_ids_CL[row, : len(new.token_ids)] = new.token_ids
         self.num_tokens_C[row] = len(new.token_ids)
-        self.num_blocks_C[row] = 0
-        self._append_blocks(row, new.block_ids)
+        self.num_blocks_C[row] = table.first
+        self._append_blocks(row, table.block_ids)
         return row
 
-    def grow(self, sequence_id: SequenceId, block_ids: Sequence[BlockId]) -> None:
+    def grow(self, sequence_id: SequenceId, blocks: GroupBlocks) -> None:
         """Append to a block table. Raises SequenceRefused and changes nothing if that cannot be right."""
         row = self._row_of.get(sequence_id)
         if row is None:
             raise SequenceRefused("blocks for a sequence that the worker does not know")
+        (block_ids,) = blocks
         self._check_blocks(block_ids, num_before=int(self.num_blocks_C[row]))
         self._append_blocks(row, block_ids)
 
@@ -196,12 +197,6 @@ class RowTable:
         if row is not None:
             self._free.append(row)
         return row
-
-    def _num_passed(self, block_ids: Sequence[BlockId]) -> int:
-        """Count the entries that a window has passed. Without a window, 0 is a wrong block like others."""
-        if not self._lifetime.is_limited or not block_ids or block_ids[0]:
-            return 0
-        return next((place for place, block in enumerate(block_ids) if block), len(block_ids))
 
     def _append_blocks(self, row: int, block_ids: Sequence[BlockId]) -> None:
         start = self.num_blocks_C[row]

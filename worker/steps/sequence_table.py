@@ -4,6 +4,7 @@ Owns: the order: release, copy, add, grow; the failure of a sequence whose block
 Never: decides; a plan that is wrong about one sequence fails that sequence.
 """
 
+from itertools import chain
 from typing import Protocol
 
 from scheduler.messages import BlockId, NewSequence, SchedulerOutput, SequenceId
@@ -41,9 +42,9 @@ def apply_changes(plan: SchedulerOutput, table: SequenceTable, failures: dict[Se
             table.add(new)
         except SequenceRefused as error:
             failures[new.sequence_id] = str(error)
-    for sequence_id, block_ids in plan.new_blocks.items():
+    for sequence_id, blocks in plan.new_blocks.items():
         try:
-            table.rows.grow(sequence_id, block_ids)
+            table.rows.grow(sequence_id, blocks)
         except SequenceRefused as error:
             failures.setdefault(sequence_id, str(error))
 
@@ -64,6 +65,6 @@ def add_row(rows: RowTable, adapters: AdapterStore | None, new: NewSequence) -> 
 
 def _check_copied(new: NewSequence, lost_blocks: dict[BlockId, str]) -> None:
     """Raise SequenceRefused for a sequence whose keys and values did not arrive."""
-    for block_id in new.block_ids if lost_blocks else ():
+    for block_id in chain.from_iterable([each.block_ids for each in new.tables]) if lost_blocks else ():
         if block_id in lost_blocks:
             raise SequenceRefused(f"block {block_id}: {lost_blocks[block_id]}")

@@ -24,6 +24,7 @@ from collections.abc import Sequence as SequenceOf
 from math import inf, isinf
 from operator import attrgetter
 
+from scheduler.cache_groups import CacheGroup
 from scheduler.config import Batching, Fairness, PrefixCaching
 from scheduler.messages import FinishReason, SequenceId, SequenceOutput
 from scheduler.queues.request_queues import RequestQueues
@@ -302,7 +303,7 @@ def _is_possible(state: SchedulerState) -> bool:
     config = state.config
     has_extras = config.max_encoder_tokens or config.max_drafts or config.num_host_blocks
     is_plain = config.batching is Batching.MIXED and config.fairness is Fairness.NONE
-    return is_plain and not has_extras and not state.kv.attended.is_limited and config.num_stages == 1
+    return is_plain and not has_extras and config.groups == (CacheGroup(),) and config.num_stages == 1
 
 
 def _take_off(calendar: dict[int, list[Sequence]], step: int, seq: Sequence) -> None:

@@ -13,6 +13,7 @@ from scheduler.messages import (
     Grammar,
     GrammarKind,
     NewSequence,
+    NewTable,
     PoolingParams,
     PoolingTask,
     Preemption,
@@ -58,7 +59,7 @@ new_sequences = st.builds(
     token_ids=token_ids,
     num_prompt_tokens=st.integers(0, 8),
     params=st.sampled_from((SamplingParams(), FULL, replace(FULL, grammar=None))),
-    block_ids=block_ids,
+    tables=st.lists(st.builds(NewTable, block_ids, st.integers(0, 9)), max_size=2).map(tuple),
     pooling=st.sampled_from((None, PoolingParams(task=PoolingTask.EMBED, num_dimensions=8))),
     adapter=st.text(max_size=5),
     prediction=token_ids,
@@ -69,7 +70,7 @@ plans = st.builds(
     step=st.integers(0, 2**40),
     released=st.lists(ids, max_size=3).map(tuple),
     new_sequences=st.lists(new_sequences, max_size=3).map(tuple),
-    new_blocks=st.dictionaries(ids, block_ids, max_size=3),
+    new_blocks=st.dictionaries(ids, st.tuples(block_ids, block_ids), max_size=3),
     scheduled=st.lists(
         st.builds(ScheduledSequence, ids, st.integers(0, 99), st.integers(1, 9), st.booleans()), max_size=3
     ).map(tuple),

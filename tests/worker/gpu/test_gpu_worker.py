@@ -13,6 +13,7 @@ from triton import TritonError
 from scheduler.messages import (
     BlockCopy,
     BlockId,
+    NewTable,
     PoolingParams,
     SamplingParams,
     ScheduledSequence,
@@ -225,7 +226,7 @@ def test_a_sibling_gets_a_copy_of_the_tail(captured: Worker, on_cpu: Worker) -> 
     """Two of the three tokens in the second block: the last one is computed, for its logits."""
     prompt = [*SHORT, 8, 2]
     first, second = new(1, prompt, 1), new(2, prompt, 1)
-    second = second._replace(block_ids=(BlockId(1), BlockId(30)))
+    second = second._replace(tables=(NewTable((BlockId(1), BlockId(30))),))
     share = ScheduledSequence(SequenceId(2), 6, 1, samples=True)
     copying = plan(second, copies=(BlockCopy(BlockId(2), BlockId(30)),))._replace(scheduled=(share,))
     for worker in (on_cpu, captured):

@@ -9,6 +9,7 @@ import torch
 from scheduler.messages import (
     BlockId,
     NewSequence,
+    NewTable,
     SamplingParams,
     ScheduledSequence,
     SchedulerOutput,
@@ -85,7 +86,7 @@ def new(number: int, token_ids: list[int], first_block: int, params: SamplingPar
         token_ids=tuple(token_ids),
         num_prompt_tokens=len(token_ids),
         params=params,
-        block_ids=tuple(BlockId(first_block + index) for index in range(3)),
+        tables=(NewTable(tuple(BlockId(first_block + index) for index in range(3))),),
     )
 
 

@@ -13,6 +13,7 @@ from scheduler.messages import (
     Grammar,
     GrammarKind,
     ModelRunnerOutput,
+    NewTable,
     PoolingParams,
     SamplingParams,
     SchedulerOutput,
@@ -229,7 +230,7 @@ def test_a_capture_that_fails_leaves_the_stream_and_the_graphs_before_it(
 
 
 def _longer(sequence: Any) -> Any:
-    return sequence._replace(block_ids=(*sequence.block_ids, *range(20, 25)))
+    return sequence._replace(tables=(NewTable((*sequence.tables[0].block_ids, *range(20, 25))),))
 
 
 @pytest.mark.night

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from scheduler.messages import (
     BlockId,
     NewSequence,
+    NewTable,
     SamplingParams,
     ScheduledSequence,
     SchedulerOutput,
@@ -237,7 +238,7 @@ def add(table: RowTable, sequence_id: int, blocks: list[int]) -> int:
             token_ids=tokens,
             num_prompt_tokens=len(tokens),
             params=params,
-            block_ids=tuple(BlockId(each) for each in blocks),
+            tables=(NewTable(tuple(BlockId(each) for each in blocks)),),
         )
     )
 
@@ -257,7 +258,7 @@ def test_only_blocks_that_are_new_to_a_row_travel() -> None:
     first, second = add(table, 1, [7, 8, 9]), add(table, 2, [5])
     run([second, first])
     run([first, second])
-    table.grow(SequenceId(1), (BlockId(20),))
+    table.grow(SequenceId(1), ((BlockId(20),),))
     run([second])
     third = add(table, 3, [30, 31])
     run([third, second, first])

@@ -15,6 +15,7 @@ from scheduler.messages import (
     BlockId,
     ModelRunnerOutput,
     NewSequence,
+    NewTable,
     PoolingParams,
     PoolingTask,
     PromptComputation,
@@ -66,7 +67,7 @@ class Pools:
             token_ids=tuple(prompt),
             num_prompt_tokens=len(prompt),
             params=SamplingParams(),
-            block_ids=blocks + more,
+            tables=(NewTable(blocks + more),),
             pooling=PoolingParams(**settings),
         )
 
@@ -303,7 +304,7 @@ def test_a_decoder_takes_a_prefix_from_the_cache(last_token: tuple[Path, Pools])
     first = pools.new(PROMPTS[0])
     pools.step([(first, 0, 29)])
     prompt = [*PROMPTS[0][:22], 9, 8, 7]
-    second = pools.new(prompt, blocks=first.block_ids[: 22 // BLOCK_SIZE])
+    second = pools.new(prompt, blocks=first.tables[0].block_ids[: 22 // BLOCK_SIZE])
     output = pools.step([(second, 22 // BLOCK_SIZE * BLOCK_SIZE, len(prompt))])
     assert_close(vector(output, second), expected_last(folder, prompt))
     pools.release(first, second)

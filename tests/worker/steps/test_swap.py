@@ -9,6 +9,7 @@ from scheduler.messages import (
     BlockCopy,
     BlockId,
     NewSequence,
+    NewTable,
     SamplingParams,
     ScheduledSequence,
     SchedulerOutput,
@@ -128,7 +129,7 @@ def decode(sequence_id: int, block_id: int) -> tuple[NewSequence, ScheduledSeque
         token_ids=(5, 6),
         num_prompt_tokens=2,
         params=GREEDY,
-        block_ids=(BlockId(block_id),),
+        tables=(NewTable((BlockId(block_id),)),),
     )
     return new, ScheduledSequence(SequenceId(sequence_id), 1, 1, samples=True)
 

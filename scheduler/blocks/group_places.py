@@ -1,0 +1,62 @@
+"""Places of a group of layers that a sequence needs: all of them, those that are still read, or one.
+
+Owns: the arithmetic from positions to places in a block table.
+Never: blocks themselves (kv_cache_manager.py), or how attention masks what it reads (worker/attention/).
+
+A place is block_size tokens of all layers of a group, and takes a block for each stripe. With a window of n
+tokens a token sees itself and the n - 1 tokens before it. Places that lie wholly before that are never read
+again, which limits the places that a sequence needs at once:
+
+    table   | passed | passed | held | held | held | not yet |
+    tokens    ................[.. window ..)[ one step )
+                                            ^ start of the share
+"""
+
+from scheduler.cache_groups import CacheGroup, LifetimeKind
+from scheduler.config import SchedulerConfig
+
+
+class GroupPlaces:
+    """Ranges of a table, counted from a sequence's first token. Where all tokens are kept, none is passed."""
+
+    def __init__(self, group: CacheGroup, config: SchedulerConfig) -> None:
+        self._block_size = config.block_size
+        self._lifetime = lifetime = group.lifetime
+        # A range of tokens touches one block more than fit into it, unless it begins where a block does.
+        longest_range = lifetime.num_tokens - 1 + config.max_num_batched_tokens
+        self._most_at_once = -(-(longest_range - 1) // config.block_size) + 1
+        self.num_stripes = group.num_stripes
+        """Blocks of a place."""
+        self.is_fixed = lifetime.kind is LifetimeKind.FIXED
+        """Whether one place holds the state after all tokens."""
+        self.is_limited = lifetime.is_limited and lifetime.num_tokens < config.max_model_len
+        """Whether places are passed."""
+
+    @property
+    def keeps_all(self) -> bool:
+        return not (self.is_fixed or self.is_limited)
+
+    def first(self, start: int) -> int:
+        """First place that a share from position `start` on reads; those before it are passed."""
+        return self._lifetime.first_read(start) // self._block_size if self.is_limited else 0
+
+    def end(self, num_tokens: int, start: int) -> int:
+        """Place behind the last that a sequence of `num_tokens` needs for any share from `start` on."""
+        if self.is_fixed:
+            return 1
+        end = -(-num_tokens // self._block_size)
+        return min(end, self.first(start) + self._most_at_once) if self.is_limited else end
+
+    def end_written(self, num_tokens: int) -> int:
+        """Place behind the last that the first `num_tokens` have written to."""
+        return 1 if self.is_fixed else -(-num_tokens // self._block_size)
+
+
+def places_of(config: SchedulerConfig) -> tuple[GroupPlaces, ...]:
+    """Make the arithmetic of each group."""
+    return tuple(GroupPlaces(group, config) for group in config.groups)
+
+
+def most_blocks(groups: tuple[GroupPlaces, ...], num_tokens: int) -> int:
+    """Most blocks that a sequence of `num_tokens` ever holds at once."""
+    return sum([group.end(num_tokens, 0) * group.num_stripes for group in groups])

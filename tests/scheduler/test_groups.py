@@ -1,0 +1,105 @@
+"""Groups of layers: each sequence has a table for each, and a prefix is found where all of them have it."""
+
+import pytest
+
+from scheduler.cache_groups import ALL_TOKENS, CacheGroup, Lifetime, LifetimeKind
+from scheduler.config import PreemptionMode, PrefixCaching
+from scheduler.messages import SequenceId
+from scheduler.scheduler import NeverFits
+from tests.fakes import continuation, make_sequence
+from tests.world import World, small_config
+
+FULL = CacheGroup(ALL_TOKENS, 1)
+WINDOW = CacheGroup(Lifetime(LifetimeKind.WINDOW, 8), 3)
+STATE = CacheGroup(Lifetime(LifetimeKind.FIXED), 5)
+
+
+def prompt(length: int, salt: int = 0) -> list[int]:
+    return [(salt * 13 + i * 7 + 1) % 89 for i in range(length)]
+
+
+def grouped(*groups: CacheGroup, **changes: object) -> World:
+    """Blocks of four tokens, steps of sixteen."""
+    settings = {"groups": groups, "max_model_len": 400, "num_blocks": 200}
+    return World(small_config(**(settings | changes)))
+
+
+def turn(world: World, number: int, tokens: list[int], *, max_tokens: int = 8) -> int:
+    """Run a request to its end; returns how many tokens of it were found."""
+    world.add(make_sequence(number, tokens, max_tokens=max_tokens))
+    start = world.step().scheduled[0].start
+    world.run()
+    assert world.tokens[SequenceId(number)] == continuation(tokens, max_tokens)
+    return start
+
+
+def test_each_group_has_its_own_table_with_a_row_of_blocks_for_each_place() -> None:
+    world = grouped(FULL, WINDOW, STATE)
+    world.add(make_sequence(1, prompt(40), max_tokens=20))
+    while world.scheduler.has_unfinished_requests:
+        world.step()
+        for seq in world.scheduler.running_sequences():
+            full, window, state = seq.tables
+            assert len(full.block_ids) == full.end
+            assert len(window.block_ids) == 3 * (window.end - window.first)
+            assert len(state.block_ids) == 5
+    assert world.tokens[SequenceId(1)] == continuation(prompt(40), 20)
+
+
+def test_a_decode_holds_what_its_window_reaches_and_one_place_more() -> None:
+    world = grouped(FULL, WINDOW)
+    world.add(make_sequence(1, prompt(40), max_tokens=60))
+    for _ in range(6):
+        world.step()
+    while world.scheduler.has_unfinished_requests:
+        for seq in world.scheduler.running_sequences():
+            assert seq.tables[1].end - seq.tables[1].first <= 4, "eight tokens touch three places"
+        world.step()
+
+
+def test_a_cache_without_room_for_a_place_of_each_group_refuses() -> None:
+    world = grouped(FULL, WINDOW, STATE, num_blocks=8)
+    with pytest.raises(NeverFits):
+        world.add(make_sequence(1, prompt(3)))
+    world = grouped(FULL, WINDOW, STATE, num_blocks=9)
+    world.add(make_sequence(1, prompt(3), max_tokens=1))
+    world.run()
+    assert world.tokens[SequenceId(1)] == continuation(prompt(3), 1)
+
+
+def test_a_long_prompt_of_a_windowed_model_takes_nothing_from_cached_conversations() -> None:
+    """Passed blocks that go to the back of the free list push all others out (vLLM #48435)."""
+    world = grouped(FULL, WINDOW, num_blocks=190)
+    for number in range(1, 5):
+        turn(world, number, prompt(40, number))  # 12 places of the full group, 3 of the window at the end
+    turn(world, 9, prompt(300, 9), max_tokens=4)  # 76 of the full group, and 228 that are passed
+    for number in range(1, 5):
+        tokens = [*prompt(40, number), *continuation(prompt(40, number), 8)]
+        assert turn(world, 10 + number, [*tokens, 3, 4, 5], max_tokens=1) == 44, "all but its last token"
+
+
+def test_prompts_that_part_near_the_end_of_a_finished_turn_find_all_but_a_window() -> None:
+    """A hit needs no alignment but that of a block (vLLM #57610)."""
+    for num_other in range(1, 20):
+        world = grouped(FULL, WINDOW)
+        turn(world, 1, prompt(80), max_tokens=2)
+        other = [*prompt(80)[: 80 - num_other], *([88] * num_other)]
+        assert turn(world, 2, other, max_tokens=2) == (80 - num_other) // 4 * 4
+
+
+def test_a_swapped_sequence_takes_all_its_groups_along() -> None:
+    world = grouped(
+        FULL, WINDOW, STATE, num_blocks=48, num_host_blocks=100, preemption_mode=PreemptionMode.SWAP
+    )
+    for number in (1, 2):
+        world.add(make_sequence(number, prompt(20, number), max_tokens=60))
+    world.run()
+    assert world.num_swaps() > 0
+    for number in (1, 2):
+        assert world.tokens[SequenceId(number)] == continuation(prompt(20, number), 60)
+
+
+def test_without_a_prefix_cache_nothing_is_found_in_any_group() -> None:
+    world = grouped(FULL, WINDOW, STATE, prefix_caching=PrefixCaching.OFF)
+    assert turn(world, 1, prompt(30)) == 0
+    assert turn(world, 2, prompt(30)) == 0
