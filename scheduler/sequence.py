@@ -66,6 +66,12 @@ class BlockTable:
         start = (place - self.first) * num_stripes
         return tuple(self.block_ids[start : start + num_stripes])
 
+    def rows(self, start: int, end: int, num_stripes: int) -> list[tuple[BlockId, ...]]:
+        """Rows of the places [start, end), of which `start` is not passed."""
+        if num_stripes == 1:
+            return [(block,) for block in self.block_ids[start - self.first : max(end - self.first, 0)]]
+        return [self.row(place, num_stripes) for place in range(start, end)]
+
     def host_row(self, place: int, num_stripes: int) -> tuple[BlockId, ...]:
         """Host blocks of a place."""
         start = (place - self.first) * num_stripes

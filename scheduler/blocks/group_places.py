@@ -31,10 +31,7 @@ class GroupPlaces:
         """Whether one place holds the state after all tokens."""
         self.is_limited = lifetime.is_limited and lifetime.num_tokens < config.max_model_len
         """Whether places are passed."""
-
-    @property
-    def keeps_all(self) -> bool:
-        return not (self.is_fixed or self.is_limited)
+        self.keeps_all = not (self.is_fixed or self.is_limited)
 
     def first(self, start: int) -> int:
         """First place that a share from position `start` on reads; those before it are passed."""
@@ -42,10 +39,10 @@ class GroupPlaces:
 
     def end(self, num_tokens: int, start: int) -> int:
         """Place behind the last that a sequence of `num_tokens` needs for any share from `start` on."""
-        if self.is_fixed:
-            return 1
         end = -(-num_tokens // self._block_size)
-        return min(end, self.first(start) + self._most_at_once) if self.is_limited else end
+        if self.keeps_all:
+            return end
+        return 1 if self.is_fixed else min(end, self.first(start) + self._most_at_once)
 
     def end_written(self, num_tokens: int) -> int:
         """Place behind the last that the first `num_tokens` have written to."""

@@ -225,34 +225,37 @@ class KVCacheManager:
 
     def num_missing(self, seq: Sequence, *, num_lookahead: int = 0) -> int:
         """Number of blocks that `append` would take."""
-        num_tokens, start = seq.num_tokens + num_lookahead, seq.num_computed_tokens
-        num_missing = 0
-        for group, table in zip(self.groups, seq.tables, strict=True):
-            end = group.end(num_tokens, start)
-            if end > table.end:
-                num_missing += (end - table.end) * group.num_stripes
-        return num_missing
+        return sum(self._missing(seq, num_lookahead))
 
     def append(self, seq: Sequence, *, num_lookahead: int = 0) -> GroupBlocks | None:
         """Give blocks to the tokens that have none yet; None, and nothing changed, if too few are free.
 
         `num_lookahead` more tokens may be written behind the known ones. Empty if none were missing.
         """
-        num_missing = self.num_missing(seq, num_lookahead=num_lookahead)
+        missing = self._missing(seq, num_lookahead)
+        num_missing = sum(missing)
         if num_missing > self.pool.num_free:
             return None
         if not num_missing:
             return ()
-        fresh, added = iter(self._take(num_missing)), []
-        num_tokens, start = seq.num_tokens + num_lookahead, seq.num_computed_tokens
-        for group, table in zip(self.groups, seq.tables, strict=True):
-            end = max(group.end(num_tokens, start), table.end)
-            blocks = tuple(islice(fresh, (end - table.end) * group.num_stripes))
+        fresh, added, taken = self._take(num_missing), [], 0
+        for num, group, table in zip(missing, self.groups, seq.tables, strict=True):
+            blocks = tuple(fresh[taken : taken + num])
             table.block_ids += blocks
-            table.end = end
+            table.end += num // group.num_stripes
             added.append(blocks)
+            taken += num
         self._note_slots(seq)
         return tuple(added)
+
+    def _missing(self, seq: Sequence, num_lookahead: int) -> list[int]:
+        """Blocks of each group that the table of `seq` lacks."""
+        num_tokens, start = seq.num_tokens + num_lookahead, seq.num_computed_tokens
+        missing = []
+        for group, table in zip(self.groups, seq.tables, strict=True):
+            end = group.end(num_tokens, start)
+            missing.append((end - table.end) * group.num_stripes if end > table.end else 0)
+        return missing
 
     def append_blocks(self, seqs: list[Sequence]) -> None:
         """Give one block to each in turn, of the only group; as many must be missing, and free."""
@@ -416,7 +419,10 @@ class KVCacheManager:
     def _note_slots(self, seq: Sequence) -> None:
         """Count the positions that have a place in each group; a state has none for them."""
         ends = [seq.tables[index].end for index in self._paged]
-        seq.num_slots = min(ends) * self.block_size if ends else maxsize
+        if len(ends) == 1:
+            seq.num_slots = ends[0] * self.block_size
+        else:
+            seq.num_slots = min(ends) * self.block_size if ends else maxsize
 
     def _take(self, num_blocks: int) -> list[BlockId]:
         taken = self.pool.take(num_blocks)

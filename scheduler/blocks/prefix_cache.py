@@ -5,7 +5,7 @@ Never: reference counts or the order of eviction (pool.py).
 Source: keys are those of prefix_keys.py: equal ones mean equal prefixes of the same salt.
 """
 
-from collections.abc import Container, Iterable, KeysView
+from collections.abc import Container, KeysView, Sequence
 from itertools import repeat, takewhile
 
 from scheduler.messages import BlockId
@@ -55,21 +55,17 @@ class PrefixCache:
         return self._key_by_block.get(block)
 
     def publish(self, key: bytes, row: Row) -> None:
-        if key not in self._row_by_key:
-            self._row_by_key[key] = row
-            self._key_by_block.update(zip(row, repeat(key)))
-            self.num_changes += 1
+        self.publish_all([key], [row])
 
     def publish_all(self, keys: list[bytes], rows: list[Row]) -> None:
         """Publish each row under its key."""
-        known = self._row_by_key
-        if not known.keys().isdisjoint(keys):
-            pairs = [pair for pair in zip(keys, rows, strict=True) if pair[0] not in known]
-            keys, rows = [key for key, _ in pairs], [row for _, row in pairs]
-        known.update(zip(keys, rows, strict=True))
-        for blocks in zip(*rows, strict=True):
-            self._key_by_block.update(zip(blocks, keys, strict=True))
-        self.num_changes += len(keys)
+        known, key_by_block = self._row_by_key, self._key_by_block
+        for key, row in zip(keys, rows, strict=True):
+            if key not in known:
+                known[key] = row
+                for block in row:
+                    key_by_block[block] = key
+                self.num_changes += 1
 
     def replace(self, key: bytes, row: Row) -> None:
         """Publish; a row that had the key before is not found any more."""
@@ -77,11 +73,13 @@ class PrefixCache:
         self.forget_all(row)
         self.publish(key, row)
 
-    def forget_all(self, blocks: Iterable[BlockId]) -> list[tuple[bytes, Row]]:
+    def forget_all(self, blocks: Sequence[BlockId]) -> list[tuple[bytes, Row]]:
         """Remove the rows of these blocks: their content is about to change, or was never written.
 
         Returns those that were found, with their keys.
         """
+        if self._key_by_block.keys().isdisjoint(blocks):
+            return []
         # Of a row's blocks the first that is looked at takes the others along.
         found = []
         for key in filter(None, map(self._key_by_block.pop, blocks, repeat(b""))):

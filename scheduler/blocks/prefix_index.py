@@ -16,14 +16,14 @@ A state stands for all tokens up to one position, the end of a block, under whos
 """
 
 from array import array
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
 from scheduler.blocks.group_places import GroupPlaces
 from scheduler.blocks.longest_hit import IsFound, longest_hit
-from scheduler.blocks.prefix_cache import PrefixCache, Row, any_of, rows_of
+from scheduler.blocks.prefix_cache import PrefixCache, Row, any_of
 from scheduler.blocks.swap_space import SwapSpace
 from scheduler.config import HostTier, PrefixCaching, SchedulerConfig
 from scheduler.messages import BlockId
@@ -128,13 +128,15 @@ class PrefixIndex:
             return
         first, last = start // self._block_size, end // self._block_size
         if first < last:
-            self._keys(seq, last)
+            keys = self._keys(seq, last)
             for group in self._paged:
-                table, num_stripes = seq.tables[group], self._groups[group].num_stripes
+                table = seq.tables[group]
                 # Plans in flight may have moved a window past a place before its last token was known.
-                begin, stop = max(first - table.first, 0), max(last - table.first, 0)
-                rows = rows_of(table.block_ids[begin * num_stripes : stop * num_stripes], num_stripes)
-                self._publish(group, seq, table.first + begin, rows)
+                begin = max(first, table.first)
+                cache = self.caches[group]
+                if cache.journal is not None:
+                    self._note_stored(cache, seq, range(begin, last))
+                cache.publish_all(keys[begin:last], table.rows(begin, last, self._groups[group].num_stripes))
         if start < seq.num_prompt_tokens <= end:
             key = self._tail_key(seq)
             if key:
@@ -153,9 +155,9 @@ class PrefixIndex:
         for group in self._paged:
             for place in hit.groups[group].host:
                 if place < num_full:
-                    self._keys(seq, num_full)
-                    row = seq.tables[group].row(place, self._groups[group].num_stripes)
-                    self._publish(group, seq, place, [row])
+                    key, cache = self._keys(seq, num_full)[place], self.caches[group]
+                    self._note_stored(cache, seq, range(place, place + 1))
+                    cache.publish(key, seq.tables[group].row(place, self._groups[group].num_stripes))
 
     def publish_swapped(self, group: int, device_row: Row, host_row: Row) -> None:
         """Let others find the copy of a preempted sequence as well, if they can find what was copied."""
@@ -171,15 +173,15 @@ class PrefixIndex:
         """Blocks that can be found on the device, of any group."""
         return any_of(self.caches)
 
-    def reuse_all(self, blocks: Iterable[BlockId]) -> list[EvictedRow]:
+    def reuse_all(self, blocks: list[BlockId] | Row) -> list[EvictedRow]:
         """Forget blocks whose content is about to change; returns the rows that were found."""
         if len(self._tails):
             self._tails.forget_all(blocks)
-        return [
-            EvictedRow(group, key, row)
-            for group, cache in enumerate(self.caches)
-            for key, row in cache.forget_all(blocks)
-        ]
+        found: list[EvictedRow] = []
+        for group, cache in enumerate(self.caches):
+            if rows := cache.forget_all(blocks):
+                found += [EvictedRow(group, key, row) for key, row in rows]
+        return found
 
     def forget(self, seq: Sequence, *, start: int = 0) -> None:
         """Forget all that this sequence computed from `start` on, wherever it is by now."""
@@ -205,15 +207,13 @@ class PrefixIndex:
             self._tails.replace(key, row)
         self._new_tails.clear()
 
-    def _publish(self, group: int, seq: Sequence, place: int, rows: list[Row]) -> None:
-        """Let others find rows of the table of `seq`, from a place on. Their keys are known."""
-        cache, keys = self.caches[group], seq.block_keys[place : place + len(rows)]
+    def _note_stored(self, cache: PrefixCache, seq: Sequence, places: range) -> None:
+        """Tell readers outside of places that are about to be found, and were not before."""
         journal = cache.journal
         if journal is not None:
-            for offset, key in enumerate(keys):
-                if cache.get(key) is None:
-                    journal.note_stored(self._stored(seq, place + offset, journal))
-        cache.publish_all(keys, rows)
+            for place in places:
+                if cache.get(seq.block_keys[place]) is None:
+                    journal.note_stored(self._stored(seq, place, journal))
 
     def _stored(self, seq: Sequence, place: int, journal: PrefixJournal) -> PrefixChange:
         key = seq.block_keys[place]
