@@ -22,7 +22,7 @@ _SIZE = 0.3
 """Size of a typical weight, as tests/checkpoints.py has it."""
 PLAIN_MODULES = ("lm_head", "model.layers.1.mlp.down_proj")
 """Linear layers that stay as they are in every format."""
-_LINEAR = re.compile(r".*(_proj|\.w[123])\.weight$|lm_head\.weight$")
+_LINEAR = re.compile(r".*(_proj(_with_mqa)?|\.w[123])\.weight$|lm_head\.weight$")
 
 
 class Written(NamedTuple):

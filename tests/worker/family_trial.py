@@ -29,6 +29,7 @@ from tests.checkpoints import vary_constants
 from tests.families import ALTERNATING, OTHER_PARTS, TINY, Family
 from tests.worker.family_traits import find_traits
 from worker.attention.interface import ATTENTION_NAME
+from worker.attention.latents import keep_latents
 from worker.devices.device import Device, open_device
 from worker.devices.weight_life import WeightLife
 from worker.load.loader import LoadedModel
@@ -170,6 +171,7 @@ def _build(config: Any, attention: str | None = ATTENTION_NAME) -> Any:
 
 
 def _start(model: Any, device: Device) -> ReadyModel[ModelRunner]:
+    keep_latents(model)
     loaded = _loaded(model, context_window(model.config.get_text_config(decoder=True)), device)
     return start_loaded(CONFIG, device, LoadStage(), loaded, ModelRunner(model, loaded.vocab_size))
 

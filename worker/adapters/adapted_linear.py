@@ -7,7 +7,7 @@ Never: reads adapters (files.py), or chooses their slots (store.py).
 Shapes: T tokens, R ranks, N outputs and K inputs of a layer.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from worker.adapters.files import LowRank
+from worker.attention.latents import LatentExpansion
 from worker.worker_errors import WorkerError
 
 NO_SLOT = -1
@@ -143,3 +144,44 @@ class AdaptedLinear(WrappedModule):
             sums[tokens] += update.multiply(rows[tokens]).to(sums.dtype)
             product = sums.view(product.shape)
         return product
+
+
+class AdaptedExpansion(AdaptedLinear):
+    """The product that expands latents, with updates of both its parts. See AdaptablePart, LatentExpansion.
+
+    An update is a product in two steps in either direction.
+    """
+
+    inner: LatentExpansion
+
+    def absorb(self, queries_HTD: Tensor) -> Tensor:
+        """See LatentExpansion."""
+        latent_dim, key_dim, _ = self.inner.sizes
+        absorbed_HTD = self.inner.absorb(queries_HTD)
+        for tokens, update in self._updates_of(queries_HTD.shape[1]):
+            up_HDR, _ = self.inner.split(update.up_NR.to(queries_HTD.dtype))
+            ranks_HXR = queries_HTD[:, tokens, :key_dim] @ up_HDR
+            added_HXL = ranks_HXR @ update.down_RK.to(ranks_HXR.dtype) * update.scale
+            absorbed_HTD[:, tokens, :latent_dim] += added_HXL
+        return absorbed_HTD
+
+    def expand(self, sums_THL: Tensor) -> Tensor:
+        """See LatentExpansion."""
+        values_THV = self.inner.expand(sums_THL).contiguous()
+        for tokens, update in self._updates_of(len(sums_THL)):
+            _, up_HVR = self.inner.split(update.up_NR.to(sums_THL.dtype))
+            ranks_HXR = sums_THL[tokens].transpose(0, 1) @ update.down_RK.to(sums_THL.dtype).t()
+            values_THV[tokens] += (ranks_HXR @ up_HVR.transpose(1, 2) * update.scale).transpose(0, 1)
+        return values_THV
+
+    def _updates_of(self, num_tokens: int) -> Iterator[tuple[Tensor, LowRank]]:
+        """Find the places of tokens with an adapter of this layer."""
+        for slot, tokens in self._step.groups:
+            if slot in self._updates:
+                yield torch.arange(num_tokens) if tokens is None else tokens, self._updates[slot]
+
+
+def adapt_linear(name: str, module: nn.Module, step: StepAdapters, _num_slots: int) -> AdaptedLinear:
+    """Put a module with updates around a linear layer."""
+    adapted = AdaptedExpansion if isinstance(module, LatentExpansion) else AdaptedLinear
+    return adapted(name, module, step)

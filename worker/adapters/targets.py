@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from worker.adapters.adapted_linear import AdaptablePart, AdaptedLinear, StepAdapters
+from worker.adapters.adapted_linear import AdaptablePart, StepAdapters, adapt_linear
 from worker.adapters.experts import AdaptedExperts, ExpertsSize, check_modules, size_experts
 from worker.adapters.files import FILE_BYTES_OF_A_NUMBER, AdapterFiles, LowRank, read_adapter
+from worker.attention.latents import LatentExpansion
 from worker.model.layer_parts import Unrecognised
 from worker.model.linear import linear_of
 from worker.model.mixture import find_experts, read_experts
@@ -41,6 +42,12 @@ class Targets:
     reasons: Mapping[str, str]
     experts: Mapping[str, ExpertsSize]
     """Mixtures, whose linear layers are in `sizes`."""
+
+    def without_latents(self, model: nn.Module, why: str) -> "Targets":
+        """Leave products that expand latents out, for this reason."""
+        names = [name for name in self.sizes if isinstance(model.get_submodule(name), LatentExpansion)]
+        sizes = {name: size for name, size in self.sizes.items() if name not in names}
+        return Targets(sizes, {**self.reasons, **dict.fromkeys(names, why)}, self.experts)
 
     def without_experts(self, why: str) -> "Targets":
         """Leave mixtures out, for this reason."""
@@ -124,6 +131,11 @@ def find_targets(model: Any, run: Callable[[], object], *, num_tokens: int) -> T
             reasons[name] = "the model does not call it once with all tokens"
     experts = {name: size for name, size in experts.items() if name not in reasons}
     sizes = {name: size for name, size in sizes.items() if name not in reasons}
+    sizes |= {
+        name: LayerSize(*module.weight.shape)
+        for name, module in model.named_modules()
+        if isinstance(module, LatentExpansion)  # which attention multiplies by, for all tokens at once
+    }
     for name, size in experts.items():
         sizes |= {layer: LayerSize(*of_layer) for layer, of_layer in size.layers(name).items()}
     return Targets(sizes, reasons, experts)
@@ -163,13 +175,9 @@ class AdapterWay(NamedTuple):
     is given the layer's name, the layer, `step` and the number of slots."""
 
 
-def _wrap(name: str, module: nn.Module, step: StepAdapters, _num_slots: int) -> AdaptedLinear:
-    return AdaptedLinear(name, module, step)
-
-
 def in_torch() -> AdapterWay:
     """Compute updates in torch, where no kernel does."""
-    return AdapterWay(StepAdapters(), _wrap)
+    return AdapterWay(StepAdapters(), adapt_linear)
 
 
 def adaptable_parts(

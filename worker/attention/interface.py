@@ -29,6 +29,8 @@ from scheduler.cache_groups import ALL_TOKENS, Lifetime, LifetimeKind
 from worker.worker_errors import UnsupportedAttention
 
 ATTENTION_NAME = "tokenyard_paged"
+KEEPS_LATENTS = "keeps_latents"
+"""Mark of attention modules whose keys and values are latents (latents.py)."""
 FULL_LAYER, SLIDING_LAYER, CHUNKED_LAYER = "full_attention", "sliding_attention", "chunked_attention"
 """Names of layers in transformers' `layer_types`."""
 
@@ -88,6 +90,8 @@ class AttentionOptions(NamedTuple):
     """[Hq]: one more score per head that takes its part of the softmax and has no value."""
     chunk_size: int | None = None
     """A token sees itself and those before it in its chunk, which begins at a multiple of chunk_size."""
+    value_is_key_part: bool = False
+    """Whether each value is the first numbers of its key (latents.py)."""
 
     @property
     def reach(self) -> Reach:
@@ -212,6 +216,11 @@ def present_executor() -> LayerExecutor:
     return _active
 
 
+def is_executing() -> bool:
+    """Tell whether a step is under way."""
+    return _active is not None
+
+
 def note_layer_begun() -> None:
     """Count a layer that does not ask for its executor."""
     note_layers_begun(1)
@@ -254,7 +263,12 @@ def attention_forward(
     if not isinstance(layer_idx, int):
         raise UnsupportedAttention(f"attention module {type(module).__name__} without a layer_idx")
     options = _read_options(module, query, kwargs)
-    return executor.attend(layer_idx, query[0], key[0], value[0], options).unsqueeze(0), None
+    if not getattr(module, KEEPS_LATENTS, False):
+        return executor.attend(layer_idx, query[0], key[0], value[0], options).unsqueeze(0), None
+    options = options._replace(value_is_key_part=True)
+    expansion: Any = module.kv_b_proj
+    sums_THL = executor.attend(layer_idx, expansion.absorb(query[0]), key[0], value[0], options)
+    return expansion.expand(sums_THL).unsqueeze(0), None
 
 
 def _read_options(module: nn.Module, query: Tensor, kwargs: Mapping[str, Any]) -> AttentionOptions:

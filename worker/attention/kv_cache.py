@@ -40,13 +40,21 @@ _HEADROOM = 4.0
 class LayerShape:
     """The keys and values that one layer keeps of each token, and for how long.
 
-    Key and value sizes differ in some families (DeepSeek's MLA).
+    Key and value sizes differ in some families.
     """
 
     num_heads: int
     key_dim: int
     value_dim: int
     lifetime: Lifetime = ALL_TOKENS
+    value_is_key_part: bool = False
+    """Whether a value is the first numbers of its key, as of latents (latents.py), and takes no memory."""
+
+    @property
+    def numel(self) -> int:
+        """Count the numbers of a token."""
+        own_value_dim = 0 if self.value_is_key_part else self.value_dim
+        return self.num_heads * (self.key_dim + own_value_dim)
 
 
 def with_layers_beside(layers: dict[int, LayerShape], beside: dict[int, LayerShape]) -> dict[int, LayerShape]:
@@ -86,18 +94,16 @@ class BlockLayout:
         """Start of a layer's keys and of its values within a block."""
         offsets, end = {}, 0
         for layer_idx, shape in self.layers.items():
-            keys_size = shape.num_heads * self.block_size * shape.key_dim
+            keys_size = 0 if shape.value_is_key_part else shape.num_heads * self.block_size * shape.key_dim
             offsets[layer_idx] = (end, end + keys_size)
-            end += keys_size + shape.num_heads * self.block_size * shape.value_dim
+            end += self.block_size * shape.numel
         return offsets
 
     @cached_property
     def block_numel(self) -> int:
-        used = sum(
-            shape.num_heads * self.block_size * (shape.key_dim + shape.value_dim)
-            for shape in self.layers.values()
-        )
-        dims = [dim for shape in self.layers.values() for dim in (shape.key_dim, shape.value_dim)]
+        used = self.block_size * sum(shape.numel for shape in self.layers.values())
+        dims = [shape.key_dim for shape in self.layers.values()]
+        dims += [shape.value_dim for shape in self.layers.values() if not shape.value_is_key_part]
         page_multiple = math.lcm(*(self.block_size * dim for dim in dims))
         return math.ceil(used / page_multiple) * page_multiple
 
@@ -128,6 +134,15 @@ class PagedTensor:
     pages_per_block: int
     scale: float
     """A factor of the stored numbers; 1 unless they are of one byte."""
+
+    def first_numbers(self, dim: int) -> "PagedTensor":
+        """Show the first `dim` numbers of each row; rows stay as far apart as they are."""
+        return replace(
+            self,
+            blocks_NHSD=self.blocks_NHSD[..., :dim],
+            pages_PSD=self.pages_PSD[..., :dim],
+            rows_RD=self.rows_RD[..., :dim],
+        )
 
     def write(self, rows: Tensor, numbers_XD: Tensor) -> None:
         """Round numbers and put them into rows; larger ones become the largest."""
@@ -187,7 +202,10 @@ class KVCache:
         keys_offset, values_offset = self.layout.offsets[layer_idx]
         key_scale, value_scale = self.layout.scales.get(layer_idx, (1.0, 1.0))
         keys = self._paged(keys_offset, shape.num_heads, shape.key_dim)
-        values = self._paged(values_offset, shape.num_heads, shape.value_dim)
+        if shape.value_is_key_part:
+            values = keys.first_numbers(shape.value_dim)
+        else:
+            values = self._paged(values_offset, shape.num_heads, shape.value_dim)
         return LayerCache(replace(keys, scale=key_scale), replace(values, scale=value_scale))
 
     def _paged(self, offset: int, num_heads: int, dim: int) -> PagedTensor:

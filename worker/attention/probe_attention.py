@@ -28,7 +28,9 @@ class ProbeAttention:
         if layer_idx in self.shapes:
             raise UnsupportedAttention(f"attention called twice for layer {layer_idx}")
         num_heads, num_tokens, key_dim = key.shape
-        self.shapes[layer_idx] = LayerShape(num_heads, key_dim, value.shape[-1], options.reach.lifetime)
+        self.shapes[layer_idx] = LayerShape(
+            num_heads, key_dim, value.shape[-1], options.reach.lifetime, options.value_is_key_part
+        )
         self.largest[layer_idx] = key.detach().abs().amax(), value.detach().abs().amax()
         queries_HGND = query.reshape(num_heads, -1, num_tokens, key_dim)
         return attend_densely(queries_HGND, key, value, options)

@@ -83,7 +83,8 @@ class RefAttention:
         """Put the step's keys [Hk, T, D] and values [Hk, T, V] into a layer's pages."""
         cache = self._cache.layers[layer_idx]
         self._write(cache.keys, key)
-        self._write(cache.values, value)
+        if not self._cache.layout.layers[layer_idx].value_is_key_part:
+            self._write(cache.values, value)
 
     def _write(self, target: PagedTensor, values_HTD: Tensor) -> None:
         num_heads, _, dim = values_HTD.shape
@@ -114,8 +115,7 @@ class RefAttention:
         num_seqs = queries_RHD.shape[0]
         cache = self._cache.layers[layer_idx]
         dtype = queries_RHD.dtype
-        keys_HKD = self._gather("keys", cache.keys, group.name, group.blocks_RB).to(dtype)
-        values_HKV = self._gather("values", cache.values, group.name, group.blocks_RB).to(dtype)
+        keys_HKD, values_HKV = self._gather_both(layer_idx, group.name, group.blocks_RB, dtype)
         self._forget_unwritten(values_HKV, group)
         num_heads = keys_HKD.shape[0] // num_seqs
         queries_HGD = queries_RHD.reshape(num_seqs * num_heads, -1, queries_RHD.shape[-1])
@@ -144,11 +144,22 @@ class RefAttention:
         cache = self._cache.layers[layer_idx]
         seen = slice(first_seen - first * block_size, seq_len - first * block_size)
         dtype = query_HND.dtype
-        keys_HKD = self._gather("keys", cache.keys, name, blocks_1B)[:, seen].to(dtype)
-        values_HKV = self._gather("values", cache.values, name, blocks_1B)[:, seen].to(dtype)
+        keys_HKD, values_HKV = (
+            each[:, seen] for each in self._gather_both(layer_idx, name, blocks_1B, dtype)
+        )
         queries_HGND = query_HND.reshape(keys_HKD.shape[0], -1, num_queries, query_HND.shape[-1])
         options = options._replace(scaling=options.scaling * cache.keys.scale)
         return _scaled(attend_densely(queries_HGND, keys_HKD, values_HKV, options), cache.values)
+
+    def _gather_both(
+        self, layer_idx: int, name: Hashable, blocks_RB: NDArray[np.signedinteger], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Gather keys and values in `dtype`; see `_gather`."""
+        cache, shape = self._cache.layers[layer_idx], self._cache.layout.layers[layer_idx]
+        keys_HKD = self._gather("keys", cache.keys, name, blocks_RB).to(dtype)
+        if shape.value_is_key_part:
+            return keys_HKD, keys_HKD[..., : shape.value_dim]
+        return keys_HKD, self._gather("values", cache.values, name, blocks_RB).to(dtype)
 
     def _gather(
         self, buffer: str, source: PagedTensor, name: Hashable, blocks_RB: NDArray[np.signedinteger]

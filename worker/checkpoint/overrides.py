@@ -1,16 +1,19 @@
 """Values that the operator sets in the place of a checkpoint's own.
 
 Owns: the reading of --override-generation-config and --hf-overrides, the keys that they may have, and the
-merge with config.json.
+merge with config.json; the names that families have here.
 Never: a key that names code, other weights or another family: that is another checkpoint.
 """
 
 import json
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from worker.checkpoint.generation_config import check_sampling
 from worker.worker_errors import StartupError
+
+log = logging.getLogger(__name__)
 
 _GENERATION_FLAG, _CONFIG_FLAG = "--override-generation-config", "--hf-overrides"
 _FIXED = frozenset(
@@ -23,6 +26,9 @@ _FIXED = frozenset(
         "transformers_version",
     }
 )
+
+_SAME_FAMILIES = {"kimi_k2": "deepseek_v3"}
+"""Model types of checkpoints that bring code for what transformers has under another name."""
 
 
 def generation_overrides(text: str | None) -> dict[str, float]:
@@ -55,6 +61,16 @@ def merged(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
         else:
             result[key] = value
     return result
+
+
+def in_known_family(content: dict[str, Any]) -> dict[str, Any]:
+    """Name the family of config.json as transformers does, where it has it under another name."""
+    named = content.get("model_type")
+    known = _SAME_FAMILIES.get(named) if isinstance(named, str) else None
+    if known is None:
+        return content
+    log.info("model_type %s is served as %s", named, known)
+    return {**content, "model_type": known}
 
 
 def _object(flag: str, text: str | None, example: str) -> dict[str, Any]:

@@ -78,6 +78,7 @@ class CpuAttention:
             layer_idx: self._dtype in DTYPES
             and shape.key_dim % WIDEST_VECTOR == 0
             and shape.value_dim % WIDEST_VECTOR == 0
+            and not shape.value_is_key_part
             for layer_idx, shape in cache.layout.layers.items()
         }
         self._step: CStep

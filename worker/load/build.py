@@ -20,6 +20,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import logging as transformers_logging
 
 from worker.attention.interface import ATTENTION_NAME, attention_forward
+from worker.attention.latents import find_expansions, keep_latents
 from worker.checkpoint.checkpoint_files import WeightFile
 from worker.checkpoint.task import Task
 from worker.devices.lazy_imports import load_shapes
@@ -94,6 +95,15 @@ def build_model(kind: ModelKind, dtype: str, files: list[WeightFile]) -> tuple[A
             fix="download it again",
         )
     return model, modules
+
+
+def compress(model: Any, modules: QuantizedModules | None) -> None:
+    """Let layers keep latents where they can."""
+    if modules is not None:
+        # Codes are in groups along the inputs, and this product is multiplied by along its outputs too.
+        for name, _ in list(find_expansions(model)):
+            modules.expand(model, name)
+    keep_latents(model)
 
 
 def _class_of(kind: ModelKind, model_config: Any, state: dict[str, Tensor] | None) -> Any:

@@ -17,7 +17,7 @@ from worker.checkpoint.generation_config import default_sampling, eos_token_ids
 from worker.checkpoint.plausible_sizes import check_sizes
 from worker.devices.device import Device
 from worker.devices.weight_life import WeightLife, refusing_out_of_memory
-from worker.load.build import build_model
+from worker.load.build import build_model, compress
 from worker.load.model_kind import ModelKind
 from worker.load.model_sizes import checkpoint_len, head_layers, vocab_size_of
 from worker.load.weight_files import awaits_kernels, bytes_to_load, read_weights
@@ -90,6 +90,8 @@ def load_model(
         model, modules = build_model(kind, config.dtype, files)
         if modules is not None:
             modules.fill(model, device.torch_device)
+        if not (kind.is_encoder or kind.keeps_own_cache):
+            compress(model, modules)
         life = WeightLife(model, device, [file.path for file in files], modules, weights.total)
         if not (is_divided(ranks) or awaits_kernels(config, kind, device)):
             life.move(stage)

@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConf
 from worker.attention.interface import CHUNKED_LAYER, FULL_LAYER, SLIDING_LAYER
 from worker.checkpoint.checkpoint_files import find_checkpoint, read_json
 from worker.checkpoint.checksums import Checksums
-from worker.checkpoint.overrides import merged
+from worker.checkpoint.overrides import in_known_family, merged
 from worker.checkpoint.task import Task
 from worker.checkpoint.task_choice import choose_task, reads_both_ways
 from worker.quantized.formats import find_rules
@@ -38,7 +38,7 @@ class ModelKind:
     is_encoder: bool
     """Tokens see later ones: there is no KV cache, and attention stays the model's own."""
     has_overrides: bool = False
-    """The operator has changed `checkpoint_config`: it is not the file's."""
+    """`checkpoint_config` is not the file's: the operator has changed it, or its family has another name."""
     keeps_own_cache: bool = False
     """Attention, or its replacement in the family, stays the model's own: no paged KV cache fits under it."""
 
@@ -48,7 +48,8 @@ def find_kind(config: WorkerConfig) -> ModelKind:
     folder = find_checkpoint(config.model_path)
     if config.checksums_file is not None:
         Checksums.read(Path(config.checksums_file)).check_texts(folder)
-    checkpoint_config = merged(read_json(folder / "config.json"), config.config_overrides)
+    content = read_json(folder / "config.json")
+    checkpoint_config = in_known_family(merged(content, config.config_overrides))
     if checkpoint_config.get("transformers_weights") not in (None, "model.safetensors"):
         raise StartupError(
             f"{folder / 'config.json'} names weights of its own, by transformers_weights",
@@ -61,7 +62,7 @@ def find_kind(config: WorkerConfig) -> ModelKind:
         task=task,
         quantization=find_rules(folder, checkpoint_config),
         is_encoder=reads_both_ways(checkpoint_config),
-        has_overrides=bool(config.config_overrides),
+        has_overrides=checkpoint_config != content,
     )
 
 

@@ -168,6 +168,16 @@ class QuantizedModules:
                 *([_copied(each).to(device) for each in stack] for stack in (gate_ups, downs))
             )
 
+    def expand(self, model: Any, name: str) -> None:
+        """Put a plain linear layer in the place of one of codes, for good."""
+        if self.linears.pop(name, None) is None:
+            return
+        module: QuantizedLinear = model.get_submodule(name)
+        plain = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
+        weight_NK = module.weight_codes.dequantized(model.dtype)
+        plain.weight, plain.bias = nn.Parameter(weight_NK, requires_grad=False), module.bias
+        model.set_submodule(name, plain)
+
     def names_taken(self) -> set[str]:
         """List the tensors that readers take, or refuse, by their names in the files."""
         experts = (each for parts in self.experts.values() for each in parts.values())

@@ -8,6 +8,7 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
+from worker.attention.latents import EXPANSION
 from worker.checkpoint.checkpoint_files import (
     WeightFile,
     bytes_not_taken,
@@ -17,7 +18,7 @@ from worker.checkpoint.checkpoint_files import (
 )
 from worker.checkpoint.checksums import Checksums
 from worker.devices.device import Device
-from worker.load.model_kind import ModelKind, dtype_name
+from worker.load.model_kind import ModelKind, dtype_name, torch_dtype
 from worker.machine import available_memory_bytes
 from worker.memory_sizes import WeightBytes, check_host_memory, check_weights_fit
 from worker.progress import LoadPhase, LoadStage
@@ -25,6 +26,8 @@ from worker.worker_config import WorkerConfig
 
 log = logging.getLogger(__name__)
 
+_LATENT_SIZES = ("num_attention_heads", "qk_nope_head_dim", "v_head_dim", "kv_lora_rank")
+_PLAIN_DTYPES = frozenset({"BF16", "F16", "F32"})
 _BITS = {"int8": 8, "int4": 4.5}
 """Bits of a number, with its share of a group's scale, by the words of --quantization."""
 
@@ -35,12 +38,28 @@ def bytes_to_load(
     """Size the weights as a load takes them: rounded layer by layer on a CPU, if they are to be."""
     dtype = dtype_name(config.dtype, kind.checkpoint_config)
     weights, num_bits = loaded_bytes(files, dtype), _BITS.get(config.quantization)
+    weights = replace(weights, total=weights.total + _expanded_bytes(config, kind, files))
     is_alone = config.num_ranks == config.num_stages == 1
     if num_bits is None or not is_alone or not awaits_kernels(config, kind, device):
         return weights
     rounds_head = config.quantize_head != "none"
     not_taken = bytes_not_taken(files, dtype, num_bits=num_bits, rounds_head=rounds_head)
     return replace(weights, total=weights.total - not_taken)
+
+
+def _expanded_bytes(config: WorkerConfig, kind: ModelKind, files: list[WeightFile]) -> int:
+    """Size the products that expand latents (latents.py) and are codes in the files: they become numbers."""
+    content = kind.checkpoint_config.get("text_config") or kind.checkpoint_config
+    num_heads, key_dim, value_dim, latent_dim = (content.get(key) or 0 for key in _LATENT_SIZES)
+    tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
+    modules = {name.rpartition(".")[0] for name in tensors if f".{EXPANSION}." in name}
+    codes = [
+        name
+        for name in modules
+        if f"{name}.weight" not in tensors or tensors[f"{name}.weight"].dtype not in _PLAIN_DTYPES
+    ]
+    num_numbers = len(codes) * num_heads * (key_dim + value_dim) * latent_dim
+    return num_numbers * torch_dtype(config.dtype, kind).itemsize if kind.quantization is not None else 0
 
 
 def weight_bytes(config: WorkerConfig, kind: ModelKind, device: Device) -> int:

@@ -62,7 +62,9 @@ class _Recorder:
         num_heads, num_tokens, key_dim = key.shape
         if self.current is not None:
             self.current.layer_idx = layer_idx
-            self.current.shape = LayerShape(num_heads, key_dim, value.shape[-1])
+            self.current.shape = LayerShape(
+                num_heads, key_dim, value.shape[-1], value_is_key_part=options.value_is_key_part
+            )
             self.current.options = options
         return attend_densely(query.reshape(num_heads, -1, num_tokens, key_dim), key, value, options)
 

@@ -67,6 +67,7 @@ def targets_of(
         return Targets({}, {}, {})
     targets = find_targets(model, lambda: run(_NUM_TOKENS), num_tokens=_NUM_TOKENS)
     if kernels_of(device).stacks_adapters:
+        targets = targets.without_latents(model, "updates of what expands latents are computed on CPUs only")
         return targets.without_experts("updates of experts are computed on CPUs only")
     return targets
 

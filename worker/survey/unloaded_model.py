@@ -12,6 +12,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from worker.adapters.targets import Targets
 from worker.attention.interface import ATTENTION_NAME, active
 from worker.attention.kv_cache import LayerShape
+from worker.attention.latents import keep_latents
 from worker.attention.probe_attention import ProbeAttention
 from worker.devices.device import Device
 from worker.load.model_kind import NO_PAGED_ATTENTION, ModelKind, model_config_of, refuse_layers
@@ -47,12 +48,14 @@ def _build(kind: ModelKind) -> Any:
     model_config = model_config_of(kind)
     refuse_layers(model_config.get_text_config(decoder=True))
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
+        model = AutoModelForCausalLM.from_config(
             without_quantization(model_config),  # which asks for no other KV cache
             dtype=torch.bfloat16,  # shapes do not depend on it, and torch's grouped products need it
             attn_implementation=ATTENTION_NAME,
             trust_remote_code=False,
         ).eval()
+    keep_latents(model)
+    return model
 
 
 @torch.inference_mode()

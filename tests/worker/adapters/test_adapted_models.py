@@ -54,7 +54,7 @@ def test_an_adapter_computes_what_its_merged_checkpoint_does(
     base = checkpoints(family)
     targets = LAYERS_OF.get(family, ATTENTION if family == "qwen3_moe" else None)
     if family == "deepseek_v3":
-        targets = ["q_b_proj", "kv_a_proj_with_mqa", "o_proj", "gate_proj", "down_proj"]
+        targets = ["q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "down_proj"]
     adapter = write_adapter(tmp_path / "tuned", base, targets=targets)
     merged = merge_adapter(tmp_path / "merged", base, adapter)
     expected = scores(PlanDriver(load_worker(merged, cpu_kernels=kernels)[0], BLOCK_SIZE), "")

@@ -57,6 +57,7 @@ class Case(NamedTuple):
     softcap: float | None = None
     has_sinks: bool = False
     dtype: torch.dtype = torch.float32
+    value_is_key_part: bool = False
 
 
 class Step:
@@ -91,13 +92,20 @@ class Step:
         self.query = self.random(heads.num_kv_heads * heads.num_groups, num_tokens, heads.key_dim)
         self.key = self.random(heads.num_kv_heads, num_tokens, heads.key_dim)
         self.value = self.random(heads.num_kv_heads, num_tokens, heads.value_dim)
+        if case.value_is_key_part:
+            self.value = self.key[..., : heads.value_dim]
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator).to(self.case.dtype)
 
     def new_cache(self, dtype: torch.dtype) -> KVCache:
         heads = self.case.heads
-        shape = LayerShape(heads.num_kv_heads, heads.key_dim, heads.value_dim)
+        shape = LayerShape(
+            heads.num_kv_heads,
+            heads.key_dim,
+            heads.value_dim,
+            value_is_key_part=self.case.value_is_key_part,
+        )
         layout = BlockLayout(
             layers={0: LayerShape(1, 12, 12), LAYER: shape}, block_size=self.case.block_size, dtype=dtype
         )
@@ -291,6 +299,11 @@ def test_a_cache_of_eight_bits_is_attended_to_as_one_of_its_numbers(
         getattr(of_bytes, name).blocks_NHSD.copy_(getattr(of_floats, name).blocks_NHSD)
     assert (attention_tiles.pages(of_bytes, HeadGroups(*heads))[0].dtype is torch.int16) == is_in_words
     assert_close(attended(step, work), expected)
+
+
+@pytest.mark.parametrize("heads", [Heads(1, 20, 48, 32), Heads(2, 3, 24, 16)])
+def test_values_that_lie_in_keys_are_read_there(heads: Heads) -> None:
+    check(Case([(70, 1), (3, 1), (0, 9), (21, 12)], heads, value_is_key_part=True))
 
 
 def test_more_parts_and_heads_than_are_taken_at_once_are_put_together(

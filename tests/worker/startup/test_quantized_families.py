@@ -16,11 +16,11 @@ from tests.tiers import by_day
 from tests.worker.conftest import BLOCK_SIZE, load_worker
 from tests.worker.plan_driver import PlanDriver
 from tests.worker.transformers_generate import NUM_TOKENS, expected
-from worker.checkpoint.checkpoint_files import find_weights, loaded_bytes
 from worker.checkpoint.gguf_folder import folder_of
 from worker.devices.device import open_device
 from worker.load.loader import load_model
 from worker.load.model_kind import find_kind
+from worker.load.weight_files import foreseen_weights
 from worker.progress import LoadStage
 from worker.worker import Worker
 from worker.worker_config import WorkerConfig
@@ -52,6 +52,7 @@ CASES = (
     *(("qwen3", name) for name in ("int8", "float8", "nvfp4", "fp8")),
     *(("qwen3_moe", name) for name in ("int4 with zeros", "awq", "fp8")),
     ("mixtral", "gptq"),
+    *(("deepseek_v3", name) for name in ("fp8", "int4")),
     ("gpt_oss", "mxfp4"),
     *((case.family, name) for name, case in GGUF_CASES.items()),
 )
@@ -127,7 +128,7 @@ def test_logits_are_those_of_the_plain_checkpoint(folders: tuple[Path, Path]) ->
         found, exact = loaded.model(ids, use_cache=False).logits, plain(ids).logits
     assert (found - exact).abs().max() <= 1e-4 * exact.abs().max()
     assert loaded.num_parameters == sum(each.numel() for each in plain.parameters())
-    foreseen = loaded_bytes(find_weights(folders[0]), "float32").total
+    foreseen = foreseen_weights(config, find_kind(config), open_device(config)).total
     assert abs(foreseen - loaded.weight_bytes) <= 0.05 * foreseen
 
 

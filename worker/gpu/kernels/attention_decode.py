@@ -124,6 +124,7 @@ def attend_decodes(
         listed, batch.block_tables_CB, options.sinks, batch.num_decodes or batch.num_sequences,
         *queries_THD.stride()[:2], keys.stride(0), batch.block_tables_CB.stride(0), score_scale(options),
         **layer_constants(shape, keys, options, queries_THD.dtype),
+        VALUE_ROW=cache.values.blocks_NHSD.stride(2),
         KV_HEADS=shape.num_kv_heads, NUM_ROWS=tiles.num_rows, NUM_KEYS=tiles.num_keys,
         HEADS=heads_per_program, PARTS=triton.cdiv(shape.num_groups, heads_per_program),
         HEADS_AT_ONCE=_heads_at_once(heads_per_program, shape.widths[1]), PARTS_AT_ONCE=_PARTS_AT_ONCE,
@@ -142,7 +143,7 @@ def _heads_at_once(num_heads: int, value_width: int) -> int:
 def decode_kernel(
     queries, out, parts, arrivals, keys, values, listed, tables, sinks,
     most_listed, query_token_stride, query_head_stride, block_stride, table_stride, scale,
-    NUM_GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_ROW: tl.constexpr,
     KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, WORDS: tl.constexpr,
     KV_HEADS: tl.constexpr, NUM_ROWS: tl.constexpr, NUM_KEYS: tl.constexpr,
@@ -178,8 +179,8 @@ def decode_kernel(
             token, seq_len, head, passed, num_now, (here - passed) // share,
             (here - passed + tiles_each - 1) // share,
             query_token_stride, query_head_stride, block_stride, scale,
-            NUM_GROUPS, KEY_DIM, VALUE_DIM, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, WORDS,
-            KV_HEADS, NUM_ROWS, NUM_KEYS, HEADS, PARTS, HEADS_AT_ONCE, PARTS_AT_ONCE,
+            NUM_GROUPS, KEY_DIM, VALUE_DIM, VALUE_ROW, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK,
+            SOFTCAP, WORDS, KV_HEADS, NUM_ROWS, NUM_KEYS, HEADS, PARTS, HEADS_AT_ONCE, PARTS_AT_ONCE,
         )  # fmt: skip
         here += num_now
         place += (passed + num_now == tiles_each) & (head == HEAD_GROUPS - 1)
@@ -190,7 +191,7 @@ def _attend_part(
     queries, out, parts, arrivals, keys, values, table, sinks,
     token, seq_len, head, passed, num_tiles, first_program, last_program,
     query_token_stride, query_head_stride, block_stride, scale,
-    NUM_GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_ROW: tl.constexpr,
     KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, WORDS: tl.constexpr,
     KV_HEADS: tl.constexpr, NUM_ROWS: tl.constexpr, NUM_KEYS: tl.constexpr,
@@ -213,10 +214,10 @@ def _attend_part(
         tl.zeros([NUM_ROWS, VALUE_WIDTH], dtype=tl.float32), tl.zeros([NUM_ROWS], dtype=tl.float32),
         tl.full([NUM_ROWS], float("-inf"), dtype=tl.float32), queries_MD, rows_M * 0 + (seq_len - 1),
         keys + kv_head * (BLOCK_SIZE * (KEY_DIM // NUM)),
-        values + kv_head * (BLOCK_SIZE * (VALUE_DIM // NUM)),
+        values + kv_head * (BLOCK_SIZE * (VALUE_ROW // NUM)),
         table, block_stride, scale,
         first_key, seq_len, first_key // NUM_KEYS + passed, first_key // NUM_KEYS + passed + num_tiles,
-        KEY_DIM, VALUE_DIM, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, WORDS,
+        KEY_DIM, VALUE_DIM, VALUE_ROW, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, WORDS,
         NUM_KEYS, MASKED=True,
     )  # fmt: skip
     if first_program == last_program:

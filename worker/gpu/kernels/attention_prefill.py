@@ -93,6 +93,7 @@ def attend_prefills(
         batch.num_tokens, batch.num_sequences, batch.num_decodes,
         *queries_THD.stride()[:2], keys.stride(0), batch.block_tables_CB.stride(0), score_scale(options),
         **layer_constants(shape, keys, options, queries_THD.dtype),
+        VALUE_ROW=cache.values.blocks_NHSD.stride(2),
         KV_HEADS=shape.num_kv_heads, NUM_ROWS=tiles.num_rows, NUM_KEYS=tiles.num_keys,
         HEADS=heads_per_program, PARTS=head_parts, TOKENS=tokens_per_program,
         SEQUENCES_AT_ONCE=_SEQUENCES_AT_ONCE,
@@ -105,8 +106,8 @@ def prefill_kernel(
     queries, out, keys, values, listed, counters, tables, table_rows, query_starts, seq_lens, sinks,
     num_tokens, num_sequences, first_sequence,
     query_token_stride, query_head_stride, block_stride, table_stride, scale,
-    NUM_GROUPS: tl.constexpr,
-    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_ROW: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr,
     WORDS: tl.constexpr, KV_HEADS: tl.constexpr, NUM_ROWS: tl.constexpr, NUM_KEYS: tl.constexpr,
     HEADS: tl.constexpr, PARTS: tl.constexpr, TOKENS: tl.constexpr, SEQUENCES_AT_ONCE: tl.constexpr,
@@ -131,8 +132,8 @@ def prefill_kernel(
             queries, out, keys, values, tables, table_rows, query_starts, seq_lens, sinks,
             sequence, block - first_block, head, num_tokens, num_sequences,
             query_token_stride, query_head_stride, block_stride, table_stride, scale, zero,
-            NUM_GROUPS, KEY_DIM, VALUE_DIM, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, WORDS,
-            KV_HEADS, NUM_ROWS, NUM_KEYS, HEADS, PARTS, TOKENS,
+            NUM_GROUPS, KEY_DIM, VALUE_DIM, VALUE_ROW, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK,
+            SOFTCAP, WORDS, KV_HEADS, NUM_ROWS, NUM_KEYS, HEADS, PARTS, TOKENS,
         )  # fmt: skip
         item = tl.atomic_add(counters, 1)
     # The last program to finish resets the counters for the next launch.
@@ -146,7 +147,7 @@ def _attend_block(
     queries, out, keys, values, tables, table_rows, query_starts, seq_lens, sinks,
     sequence, block, head, num_tokens, num_sequences,
     query_token_stride, query_head_stride, block_stride, table_stride, scale, zero,
-    NUM_GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_ROW: tl.constexpr,
     KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, WORDS: tl.constexpr,
     KV_HEADS: tl.constexpr, NUM_ROWS: tl.constexpr, NUM_KEYS: tl.constexpr,
@@ -178,11 +179,11 @@ def _attend_block(
     sums_MV, totals_M, peaks_M = _attend(
         queries_MD, first_position + rows_M // HEADS,
         keys + kv_head * (BLOCK_SIZE * (KEY_DIM // NUM)),
-        values + kv_head * (BLOCK_SIZE * (VALUE_DIM // NUM)),
+        values + kv_head * (BLOCK_SIZE * (VALUE_ROW // NUM)),
         tables + find_line(table_rows, tl.where(is_sequence, sequence, 0)) * table_stride,
         block_stride, scale,
         first_position, tl.minimum(first_position + TOKENS, seq_len),
-        KEY_DIM, VALUE_DIM, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, WORDS,
+        KEY_DIM, VALUE_DIM, VALUE_ROW, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, WORDS,
         NUM_ROWS, NUM_KEYS,
     )  # fmt: skip
     store_attended(
@@ -194,7 +195,8 @@ def _attend_block(
 @triton.jit
 def _attend(
     queries_MD, positions_M, keys, values, table, block_stride, scale, first_position, end_key,
-    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_ROW: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr,
     WORDS: tl.constexpr, NUM_ROWS: tl.constexpr, NUM_KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -211,18 +213,18 @@ def _attend(
         sums_MV, totals_M, peaks_M = attend_tiles(
             sums_MV, totals_M, peaks_M, queries_MD, positions_M,
             keys, values, table, block_stride, scale, first_key, end_key, first_key // NUM_KEYS, full_tile,
-            KEY_DIM, VALUE_DIM, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, WORDS,
+            KEY_DIM, VALUE_DIM, VALUE_ROW, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, WORDS,
             NUM_KEYS, MASKED=True,
         )  # fmt: skip
     sums_MV, totals_M, peaks_M = attend_tiles(
         sums_MV, totals_M, peaks_M, queries_MD, positions_M,
         keys, values, table, block_stride, scale, first_key, end_key, full_tile, edge_tile,
-        KEY_DIM, VALUE_DIM, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, WORDS,
+        KEY_DIM, VALUE_DIM, VALUE_ROW, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, WORDS,
         NUM_KEYS, MASKED=False,
     )  # fmt: skip
     return attend_tiles(
         sums_MV, totals_M, peaks_M, queries_MD, positions_M,
         keys, values, table, block_stride, scale, first_key, end_key, edge_tile, end_tile,
-        KEY_DIM, VALUE_DIM, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, WORDS,
+        KEY_DIM, VALUE_DIM, VALUE_ROW, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, WORDS,
         NUM_KEYS, MASKED=True,
     )  # fmt: skip

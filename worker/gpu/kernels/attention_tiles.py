@@ -154,9 +154,9 @@ def find_line(table_rows, sequence) -> tl.tensor:
 def attend_tiles(
     sums_MV, totals_M, peaks_M, queries, positions_M,
     keys, values, table, block_stride, scale, first_key, end_key, first_tile, end_tile,
-    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr,
-    WORDS: tl.constexpr, NUM_KEYS: tl.constexpr, MASKED: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_ROW: tl.constexpr, KEY_WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    SOFTCAP: tl.constexpr, WORDS: tl.constexpr, NUM_KEYS: tl.constexpr, MASKED: tl.constexpr,
 ) -> tl.tuple:  # fmt: skip
     """Take the keys of some tiles into a running softmax, and return it.
 
@@ -195,7 +195,7 @@ def attend_tiles(
         shrink_M = tl.exp2(peaks_M - base_M)
         totals_M = totals_M * shrink_M + tl.sum(weights_MK, axis=1)
         peaks_M = higher_M
-        values_K = values + starts_K + offsets_K * (VALUE_DIM // NUM)
+        values_K = values + starts_K + offsets_K * (VALUE_ROW // NUM)
         weights_MK = weights_MK.to(queries[0].dtype)
         sums = _add_values(
             sums, shrink_M, weights_MK, values_K, is_there_K, VALUE_DIM, VALUE_WIDTH, WORDS, MASKED

@@ -29,7 +29,7 @@ def write_kv(key_HTD: Tensor, value_HTV: Tensor, cache: LayerCache, slots_T: Ten
         key_HTD, value_HTV, keys, values, slots_T, num_tokens,
         *key_HTD.stride(), *value_HTV.stride(), keys.stride(0),
         1 / cache.keys.scale, 1 / cache.values.scale,
-        KEY_DIM=key_dim, VALUE_DIM=value_dim,
+        KEY_DIM=key_dim, VALUE_DIM=value_dim, VALUE_ROW=values.stride(2),
         KEY_WIDTH=triton.next_power_of_2(key_dim), VALUE_WIDTH=triton.next_power_of_2(value_dim),
         BLOCK_SIZE=keys.shape[2], TOKENS=_TOKENS_PER_PROGRAM,
     )  # fmt: skip
@@ -49,10 +49,10 @@ def write_kernel(
     key, value, cached_keys, cached_values, slots, num_tokens,
     key_head_stride, key_token_stride, key_dim_stride,
     value_head_stride, value_token_stride, value_dim_stride, block_stride, key_factor, value_factor,
-    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_ROW: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program: some tokens of one KV head."""
+    """One program: some tokens of one KV head. Values that lie in keys are written twice, alike."""
     head = tl.program_id(1)
     tokens_T = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     slots_T = tl.load(slots + tokens_T, mask=tokens_T < num_tokens, other=-1)
@@ -65,7 +65,7 @@ def write_kernel(
     )  # fmt: skip
     _copy_rows(
         value + tokens_T.to(tl.int64) * value_token_stride + head * value_head_stride, value_dim_stride,
-        cached_values + starts_T + rows_T * VALUE_DIM, is_there_T, value_factor, VALUE_DIM, VALUE_WIDTH,
+        cached_values + starts_T + rows_T * VALUE_ROW, is_there_T, value_factor, VALUE_DIM, VALUE_WIDTH,
     )  # fmt: skip
 
 
