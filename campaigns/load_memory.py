@@ -13,7 +13,7 @@ import argparse
 from argparse import Namespace
 from pathlib import Path
 
-from worker.checkpoint.gguf_folder import folder_of
+from worker.checkpoint.gguf.folder import folder_of
 from worker.machine import return_freed_memory
 from worker.worker import Worker
 from worker.worker_config import ModelFacts, WorkerConfig

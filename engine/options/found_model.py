@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from engine.options.declaration import OptionError
-from worker.checkpoint import gguf_folder
 from worker.checkpoint.checksums import Checksums
+from worker.checkpoint.gguf import folder as gguf_folder
 from worker.worker_errors import StartupError
 
 DEMO_MODEL = Path(__file__).resolve().parent.parent / "demo_model"

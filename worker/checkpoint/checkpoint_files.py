@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from worker.checkpoint.gguf_config import find_weights_of
-from worker.checkpoint.gguf_file import GgufTensor, GgufType, read_gguf
-from worker.checkpoint.gguf_folder import WEIGHTS as GGUF
+from worker.checkpoint.gguf.config import find_weights_of
+from worker.checkpoint.gguf.file import GgufTensor, GgufType, read_gguf
+from worker.checkpoint.gguf.folder import WEIGHTS as GGUF
 from worker.memory_sizes import WeightBytes
 from worker.worker_errors import StartupError, refused_as
 

@@ -1,7 +1,7 @@
 """Blocks of GGUF files as weights: codes with scales of groups, exactly as their types define them.
 
 Owns: the layouts of the types, and the order of rows that llama.cpp's rotary embeddings ask for.
-Never: reads metadata (worker/checkpoint/gguf_config.py).
+Never: reads metadata (worker/checkpoint/gguf/config.py).
 Source: ggml's block types.
 
 Shapes: N outputs, K inputs, B blocks of an output, G groups of inputs.
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from worker.checkpoint.gguf_config import BLOCKS
-from worker.checkpoint.gguf_file import GgufTensor, GgufType
+from worker.checkpoint.gguf.config import BLOCKS
+from worker.checkpoint.gguf.file import GgufTensor, GgufType
 from worker.quantized.grouped_weight import SIGNED_TABLE, UNSIGNED_TABLE, GroupedWeight, gathered
 from worker.quantized.scheme import ModuleTensors, Reader
 from worker.worker_errors import StartupError
@@ -53,7 +53,7 @@ class GgufRules:
 
 
 def read_gguf_rules(config: dict[str, Any]) -> GgufRules:
-    """The rules that worker/checkpoint/gguf_config.py writes."""
+    """The rules that worker/checkpoint/gguf/config.py writes."""
     return GgufRules(
         {
             module: BlockReader(GgufType[found["type"]], found["interleaved_heads"])

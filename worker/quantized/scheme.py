@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from worker.checkpoint.gguf_config import BLOCKS
+from worker.checkpoint.gguf.config import BLOCKS
 from worker.checkpoint.passed_over import is_scale_of_values
 from worker.quantized.grouped_weight import SIGNED_TABLE, UNSIGNED_TABLE, GroupedWeight, pack_nibbles
 from worker.worker_errors import StartupError

@@ -14,7 +14,7 @@ from tests.quantized_checkpoints import write_quantized
 from tests.worker.conftest import BLOCK_SIZE, MakeCheckpoint, load_worker
 from tests.worker.family_trial import tiny_config
 from tests.worker.plan_driver import PlanDriver
-from worker.checkpoint.gguf_folder import folder_of
+from worker.checkpoint.gguf.folder import folder_of
 from worker.worker import Worker
 from worker.worker_config import AdapterFolder, AdapterLimits
 

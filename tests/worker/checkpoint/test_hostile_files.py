@@ -14,14 +14,14 @@ import pytest
 
 from tests.gguf_checkpoints import write_gguf
 from tests.hostile_values import HOSTILE, assert_one_line, hostile_texts
-from tests.worker.checkpoint.test_gguf_tokenizer import sentencepiece
+from tests.worker.checkpoint.gguf.test_tokenizer import sentencepiece
 from tests.worker.conftest import MakeCheckpoint, load_worker
 from worker.adapters.settings import read_settings
-from worker.checkpoint import gguf_folder
 from worker.checkpoint.checkpoint_files import find_weights, read_json
 from worker.checkpoint.generation_config import default_sampling, eos_token_ids
-from worker.checkpoint.gguf_file import read_gguf
-from worker.checkpoint.gguf_tokenizer import tokenizer_of
+from worker.checkpoint.gguf import folder as gguf_folder
+from worker.checkpoint.gguf.file import read_gguf
+from worker.checkpoint.gguf.tokenizer import tokenizer_of
 from worker.checkpoint.plausible_sizes import check_sizes
 from worker.load.model_kind import find_kind
 from worker.worker_config import WorkerConfig

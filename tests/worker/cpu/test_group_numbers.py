@@ -7,7 +7,7 @@ import torch
 
 from tests.gguf_checkpoints import RandomBlocks
 from tests.worker.cpu.conftest import INSTRUCTION_SETS, OpenKernels
-from worker.checkpoint.gguf_file import GgufType
+from worker.checkpoint.gguf.file import GgufType
 from worker.cpu.native import Kernels
 from worker.cpu.packing.group_numbers import pack_offsets, pack_scales
 from worker.cpu.packing.grouped_packing import Inputs, grouped_rows, pack_grouped

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from worker.checkpoint.gguf_file import GgufType
+from worker.checkpoint.gguf.file import GgufType
 from worker.quantized import gguf_blocks
 from worker.quantized.gguf_blocks import in_halves, weight_of_blocks
 

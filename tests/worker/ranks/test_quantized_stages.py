@@ -11,7 +11,7 @@ from tests.checkpoints import make_checkpoint
 from tests.gguf_checkpoints import write_gguf
 from tests.worker.ranks.divided import DividedWorker
 from tests.worker.ranks.histories import a_busy_hour, check_busy_hour, config_of, load_alone, load_divided
-from worker.checkpoint.gguf_folder import folder_of
+from worker.checkpoint.gguf.folder import folder_of
 from worker.cpu.kernel_build import CannotBuild, build_library, find_library
 from worker.cpu.native import Kernels
 from worker.cpu.toolkit import CpuToolkit

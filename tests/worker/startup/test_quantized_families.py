@@ -16,7 +16,7 @@ from tests.tiers import by_day
 from tests.worker.conftest import BLOCK_SIZE, load_worker
 from tests.worker.plan_driver import PlanDriver
 from tests.worker.transformers_generate import NUM_TOKENS, expected
-from worker.checkpoint.gguf_folder import folder_of
+from worker.checkpoint.gguf.folder import folder_of
 from worker.devices.device import open_device
 from worker.load.loader import load_model
 from worker.load.model_kind import find_kind

@@ -16,7 +16,7 @@ from tests.worker.gpu.ahead import AheadDriver
 from tests.worker.gpu.interpreted_gpu import InterpretedGpu, open_gpu
 from tests.worker.plan_driver import PlanDriver
 from tests.worker.transformers_generate import expected
-from worker.checkpoint.gguf_folder import folder_of
+from worker.checkpoint.gguf.folder import folder_of
 from worker.devices.device import open_device
 from worker.gpu import graphs, unfused
 from worker.gpu import kernel_choice as gpu_kernel_choice

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from worker.checkpoint.gguf_file import GgufFile, GgufTensor, GgufType
+from worker.checkpoint.gguf.file import GgufFile, GgufTensor, GgufType
 from worker.worker_errors import StartupError
 
 METHOD = "gguf"

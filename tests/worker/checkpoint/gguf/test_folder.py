@@ -12,9 +12,9 @@ import pytest
 from engine.options.engine_config import resolve
 from engine.options.options import OptionError, Options
 from tests.gguf_checkpoints import add_shape, add_tokenizer, gguf, write_gguf
-from worker.checkpoint.gguf_config import config_of
-from worker.checkpoint.gguf_file import read_gguf
-from worker.checkpoint.gguf_folder import WEIGHTS, folder_of
+from worker.checkpoint.gguf.config import config_of
+from worker.checkpoint.gguf.file import read_gguf
+from worker.checkpoint.gguf.folder import WEIGHTS, folder_of
 from worker.worker_errors import StartupError
 
 SHAPE = {

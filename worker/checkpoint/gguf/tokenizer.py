@@ -8,8 +8,8 @@ Source: the metadata that llama.cpp's converter writes; the file format of the `
 
 from typing import Any, NamedTuple
 
-from worker.checkpoint.gguf_config import CONTROL
-from worker.checkpoint.gguf_file import GgufFile
+from worker.checkpoint.gguf.config import CONTROL
+from worker.checkpoint.gguf.file import GgufFile
 from worker.worker_errors import StartupError
 
 _SPACE = "▁"

@@ -8,8 +8,8 @@ import pytest
 import tokenizers
 
 from tests.checkpoints import write_tokenizer
-from worker.checkpoint.gguf_file import GgufFile
-from worker.checkpoint.gguf_tokenizer import tokenizer_of
+from worker.checkpoint.gguf.file import GgufFile
+from worker.checkpoint.gguf.tokenizer import tokenizer_of
 from worker.worker_errors import StartupError
 
 TEXTS = (

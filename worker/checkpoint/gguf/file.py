@@ -1,7 +1,7 @@
 """The header of a GGUF file: its metadata, and where each tensor lies.
 
 Owns: the parsing, bounded by the file's own length, and the sizes of the types of blocks.
-Never: reads tensors (gguf_blocks.py), or knows what the metadata mean (gguf_config.py, gguf_tokenizer.py).
+Never: reads tensors (worker/quantized/gguf_blocks.py), or knows what the metadata mean (config.py).
 Source: the GGUF specification, versions 2 and 3. The package gguf reads it too, but takes 10 s and 0.5 GB for
 the tokens of a large vocabulary.
 """

@@ -13,14 +13,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from worker.checkpoint.gguf_config import config_of
-from worker.checkpoint.gguf_file import read_gguf
-from worker.checkpoint.gguf_tokenizer import tokenizer_of
+from worker.checkpoint.gguf.config import config_of
+from worker.checkpoint.gguf.file import read_gguf
+from worker.checkpoint.gguf.tokenizer import tokenizer_of
 from worker.worker_errors import StartupError, refused_as
 
 WEIGHTS = "model.gguf"
 """Name of the link in the folder."""
-_SOURCES = ("gguf_config.py", "gguf_tokenizer.py", "gguf_folder.py")
+_SOURCES = ("config.py", "tokenizer.py", "folder.py")
 """A folder that others of these modules wrote is not used."""
 
 

@@ -1,0 +1,4 @@
+"""GGUF files as checkpoint folders: header, metadata and tokenizer, without torch (API and engine process).
+
+Never: reads tensors.
+"""
