@@ -20,9 +20,12 @@ from engine.text.template_messages import (
     Program,
     Rendering,
 )
-from engine.text.tokenizer import NAMED_SPECIAL_TOKENS, TokenizerError, read_json
+from engine.text.tokenizer import TokenizerError, read_json
+from worker.checkpoint.tokenizer_files import NAMED_SPECIAL_TOKENS, SETTINGS
 
 MAX_TEMPLATE_BYTES = 256 * 1024
+_TOOL_USE_FILE = "additional_chat_templates/tool_use.jinja"
+"""The other templates that are saved there are for uses that no request can ask for."""
 
 
 class NoRenderer(Exception):
@@ -60,7 +63,7 @@ class ChatTemplate:
     def load(
         cls, folder: Path, *, special_tokens: Mapping[str, str], file: Path | None = None
     ) -> "ChatTemplate":
-        """Read `file`; without it chat_template.jinja, or tokenizer_config.json.
+        """Read `file`; without it the checkpoint's template, and its template for tools.
 
         Raises TokenizerError for one that is unusable.
         """
@@ -170,28 +173,47 @@ def _check_length(name: str, source: str) -> None:
 
 
 def _read_templates(folder: Path, file: Path | None) -> dict[str, str]:
-    path = file or folder / "chat_template.jinja"
+    """Find templates by name. Those in files come before those in settings."""
+    default = _read_template(file or folder / "chat_template.jinja")
+    if default is None and file is not None:
+        raise TokenizerError(f"{file} cannot be read: there is no such file", "correct or replace it")
+    found = {} if default is not None else _configured_templates(folder)
+    named = {"default": default, "tool_use": None if file else _read_template(folder / _TOOL_USE_FILE)}
+    return found | {name: source for name, source in named.items() if source is not None}
+
+
+def _read_template(path: Path) -> str | None:
+    """Read a file no further than its size is judged by; None without it. Raises TokenizerError."""
     try:
         with path.open(encoding="utf-8") as opened:
-            return {"default": opened.read(MAX_TEMPLATE_BYTES + 1)}
+            return opened.read(MAX_TEMPLATE_BYTES + 1)
+    except FileNotFoundError:
+        return None
     except (OSError, ValueError) as error:
-        if file is not None or not isinstance(error, FileNotFoundError):
-            raise TokenizerError(f"{path} cannot be read: {error}", "correct or replace it") from error
-    found = read_json(folder / "tokenizer_config.json").get("chat_template")
-    if found is None:
-        return {}
-    if isinstance(found, str):
-        return {"default": found}
+        raise TokenizerError(f"{path} cannot be read: {error}", "correct or replace it") from error
+
+
+def _configured_templates(folder: Path) -> dict[str, str]:
+    """Find the templates of tokenizer_config.json, or else of chat_template.json, the processor's file."""
+    for name in (SETTINGS, "chat_template.json"):
+        found = read_json(folder / name).get("chat_template")
+        if isinstance(found, str):
+            return {"default": found}
+        if found is not None:
+            return _templates_by_name(folder / name, found)
+    return {}
+
+
+def _templates_by_name(path: Path, found: Any) -> dict[str, str]:
     try:
         templates = {entry["name"]: entry["template"] for entry in found}
     except (TypeError, KeyError) as error:
         raise TokenizerError(
-            f"{folder / 'tokenizer_config.json'}: chat_template is neither a text nor a list of named texts",
-            "correct or remove it",
+            f"{path}: chat_template is neither a text nor a list of named texts", "correct or remove it"
         ) from error
     if "default" not in templates:
         raise TokenizerError(
             f"the checkpoint has the chat templates {', '.join(sorted(templates))}, and none named default",
-            "rename one of them in tokenizer_config.json",
+            f"rename one of them in {path.name}",
         )
     return templates

@@ -1,6 +1,6 @@
 """Text to token ids and back, by the checkpoint's tokenizer.json.
 
-Owns: the tokenizer, the names of its special tokens, and the exact bytes of each token.
+Owns: the tokenizer, and the exact bytes of each token.
 Never: renders chats (chat_template.py), decodes by increments (detokenizer.py), or imports torch.
 Source: the file formats of the `tokenizers` library; the byte alphabet is that of GPT-2's byte-level BPE.
 """
@@ -13,22 +13,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-import orjson
 import tokenizers
 
 from engine.errors import RequestRejected
 from engine.types import TextCut, TokenizedText
-from worker.worker_errors import one_line
-
-NAMED_SPECIAL_TOKENS = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
+from worker.checkpoint import checkpoint_files
+from worker.checkpoint.tokenizer_files import TOKENIZER, named_tokens, read_tokenizer
+from worker.worker_errors import StartupError, one_line
 
 _PANIC = "PanicException"
 """Name of the library's own error, which cannot be imported."""
@@ -93,25 +84,26 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
-        """Read tokenizer.json, tokenizer_config.json and special_tokens_map.json. Raises TokenizerError."""
-        path = folder / "tokenizer.json"
+        """Read tokenizer.json with the tokens of the files beside it. Raises TokenizerError."""
+        path = folder / TOKENIZER
         try:
-            raw = path.read_bytes()
+            with _without_stacks():
+                file = read_tokenizer(folder)
+                backend = tokenizers.Tokenizer.from_buffer(file.text)
+            named = named_tokens(folder)
         except OSError as error:
             raise TokenizerError(
                 f"no readable tokenizer.json in {folder} ({error.strerror})",
                 "serve a checkpoint that brings one; sentencepiece's tokenizer.model alone is not enough",
             ) from error
-        try:
-            with _without_stacks():
-                backend = tokenizers.Tokenizer.from_buffer(raw)
-            decoder = orjson.loads(raw).get("decoder")
+        except StartupError as error:
+            raise TokenizerError(error.what, error.fix) from error
         except ValueError as error:
             raise TokenizerError(
                 f"{path} is not a valid tokenizer: {error}",
                 "download it again, or upgrade the tokenizers library",
             ) from error
-        return cls(backend, rule=decoder_rule(decoder), special_tokens=_read_special_tokens(folder))
+        return cls(backend, rule=decoder_rule(file.content.get("decoder")), special_tokens=named)
 
     @property
     def vocab_size(self) -> int:
@@ -391,26 +383,9 @@ def _check_encodable(text: str, *, param: str) -> None:
         ) from error
 
 
-def _read_special_tokens(folder: Path) -> dict[str, str]:
-    """Read tokenizer_config.json, and for tokens missing there its older form, special_tokens_map.json."""
-    config = {**read_json(folder / "special_tokens_map.json"), **read_json(folder / "tokenizer_config.json")}
-    found = {}
-    for name in NAMED_SPECIAL_TOKENS:
-        value = config.get(name)
-        token = value.get("content") if isinstance(value, dict) else value
-        if isinstance(token, str):
-            found[name] = token
-    return found
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object of the checkpoint; empty without the file. Raises TokenizerError if it is broken."""
     try:
-        content = orjson.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise TokenizerError(f"{path} cannot be read: {error}", "download it again") from error
-    if not isinstance(content, dict):
-        raise TokenizerError(f"{path} is not a JSON object", "download it again")
-    return content
+        return checkpoint_files.read_json(path) if path.is_file() else {}
+    except StartupError as error:
+        raise TokenizerError(error.what, error.fix) from error

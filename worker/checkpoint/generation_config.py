@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from worker.checkpoint.checkpoint_files import read_json
+from worker.checkpoint.tokenizer_files import end_token_id
 from worker.worker_errors import StartupError
 
 _INT32_MAX = 2**31 - 1
@@ -93,6 +94,8 @@ def eos_token_ids(folder: Path, configs: Iterable[Any], *, vocab_size: int) -> t
         # Here a value may be the family's default, which names a token of another vocabulary.
         values = _as_list(getattr(config, "eos_token_id", None))
         found += [value for value in values if _is_token_id(value, vocab_size)]
+    of_tokenizer = end_token_id(folder)
+    found += [of_tokenizer] if _is_token_id(of_tokenizer, vocab_size) else []
     return tuple(dict.fromkeys(found))
 
 

@@ -16,6 +16,8 @@ from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
 from scheduler.messages import Grammar, GrammarKind
+from worker.checkpoint.tokenizer_files import read_tokenizer
+from worker.worker_errors import StartupError
 
 Bitmask = NDArray[np.int32]
 """One bit for each token, the lowest of a word first; 1 is allowed."""
@@ -58,7 +60,10 @@ def open_tokenizer(folder: Path, *, vocab_size: int, eos_token_ids: Sequence[int
     vocab_size is that of the model, whose logits may have lines for tokens that do not exist. Raises
     GrammarRefused.
     """
-    text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+    try:
+        text = read_tokenizer(folder).text.decode()
+    except StartupError as error:
+        raise GrammarRefused(f"this model's tokenizer cannot be constrained: {error}") from error
     ends = [token_id for token_id in eos_token_ids if token_id < vocab_size]
     try:
         return LLTokenizer(text, n_vocab=vocab_size, eos_token=ends, slices=_SLICES)

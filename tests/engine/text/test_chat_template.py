@@ -398,6 +398,8 @@ def test_the_template_file_comes_before_the_one_in_the_configuration(tmp_path: P
     def load() -> str:
         return ChatTemplate.load(tmp_path, special_tokens={}).source_with_tools
 
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "the processor's"}))
+    assert load() == "the processor's"
     config = tmp_path / "tokenizer_config.json"
     named = [{"name": "rag", "template": "rag"}, {"name": "default", "template": "named"}]
     config.write_text(json.dumps({"chat_template": named}))
@@ -406,6 +408,9 @@ def test_the_template_file_comes_before_the_one_in_the_configuration(tmp_path: P
     assert load() == "configured"
     (tmp_path / "chat_template.jinja").write_text("filed", encoding="utf-8")
     assert load() == "filed"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("for tools", encoding="utf-8")
+    assert load() == "for tools"
 
 
 @pytest.mark.parametrize(

@@ -79,8 +79,9 @@ def test_a_checkpoint_that_names_no_special_tokens_has_none(folder) -> None:
     ("name", "content", "words"),
     [
         ("tokenizer.json", None, "no readable tokenizer.json"),
-        ("tokenizer.json", "{broken", "not a valid tokenizer"),
-        ("tokenizer_config.json", "[1]", "not a JSON object"),
+        ("tokenizer.json", "{broken", "cannot be read"),
+        ("tokenizer.json", "{}", "not a valid tokenizer"),
+        ("tokenizer_config.json", "[1]", "holds no JSON object"),
         ("tokenizer_config.json", "{", "cannot be read"),
     ],
 )

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.checkpoints import SPECIAL_TOKENS, write_tokenizer
 from worker.checkpoint.generation_config import default_sampling, eos_token_ids
 from worker.worker_errors import StartupError
 
@@ -72,6 +73,14 @@ def test_end_of_sequence_tokens_are_merged_from_all_places(tmp_path: Path) -> No
     write(tmp_path, "config.json", eos_token_id=334)
     nested = SimpleNamespace(eos_token_id=7)
     assert eos_token_ids(tmp_path, [nested, SimpleNamespace()], vocab_size=335) == (333, 334, 7)
+
+
+def test_the_tokenizers_end_token_ends_a_text_too(tmp_path: Path) -> None:
+    num_tokens = write_tokenizer(tmp_path)
+    write(tmp_path, "tokenizer_config.json", eos_token=SPECIAL_TOKENS[-1])
+    write(tmp_path, eos_token_id=[3])
+    assert eos_token_ids(tmp_path, [], vocab_size=num_tokens) == (3, num_tokens - 1)
+    assert eos_token_ids(tmp_path, [], vocab_size=num_tokens - 1) == (3,)
 
 
 def test_a_familys_default_that_this_vocabulary_lacks_is_left_out(tmp_path: Path) -> None:

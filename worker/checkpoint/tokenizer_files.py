@@ -1,0 +1,131 @@
+"""A checkpoint's tokenizer.json, with the tokens that only the files beside it name.
+
+Owns: which tokens those are, the names by which templates know them, and the token that ends a text.
+Never: encodes a text (engine/text/tokenizer.py).
+Source: transformers' AutoTokenizer, whose ids these tokens get.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import orjson
+import tokenizers
+
+from worker.checkpoint.checkpoint_files import read_json
+from worker.worker_errors import StartupError, refused_as
+
+TOKENIZER = "tokenizer.json"
+SETTINGS = "tokenizer_config.json"
+NAMED_SPECIAL_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_END_OF_NAME = "_token"
+_AGAIN = "download it again"
+
+_Token = dict[str, Any]
+"""Text of a token, as `content`, with what tokenizer.json says of an added one."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFile:
+    """The text of a tokenizer.json that has all tokens, and its parts."""
+
+    text: bytes
+    content: dict[str, Any]
+
+
+def read_tokenizer(folder: Path) -> TokenizerFile:
+    """Read tokenizer.json with all tokens. Raises StartupError, and OSError where there is none."""
+    text = (folder / TOKENIZER).read_bytes()
+    settings = _read_settings(folder)
+    with refused_as(partial(StartupError, fix=_AGAIN), folder / TOKENIZER):
+        content = orjson.loads(text)
+        known = {token["content"]: token for token in content.get("added_tokens") or ()}
+        lacking = list(_lacking(folder, settings, known))
+        if lacking:
+            backend = tokenizers.Tokenizer.from_buffer(text)
+            backend.add_tokens([tokenizers.AddedToken(**token) for token in lacking])
+            text = str(backend.to_str()).encode()
+            content = orjson.loads(text)
+        return TokenizerFile(text, content)
+
+
+def named_tokens(folder: Path) -> dict[str, str]:
+    """Texts of tokens by name: the usual ones, and those of the family, such as `image_token`."""
+    return {name: token["content"] for name, token in _named(_read_settings(folder)).items()}
+
+
+def end_token_id(folder: Path) -> int | None:
+    """Look up the token that ends a text by the tokenizer's settings; None if they name none."""
+    end = named_tokens(folder).get("eos_token")
+    if end is None or not (folder / TOKENIZER).is_file():
+        return None
+    added = read_tokenizer(folder).content.get("added_tokens") or ()
+    return next((int(token["id"]) for token in added if token["content"] == end), None)
+
+
+def _read_settings(folder: Path) -> dict[str, Any]:
+    """Read tokenizer_config.json, and for keys missing there its older form, special_tokens_map.json."""
+    return {**_read_if_there(folder / "special_tokens_map.json"), **_read_if_there(folder / SETTINGS)}
+
+
+def _read_if_there(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
+
+
+def _named(settings: dict[str, Any]) -> dict[str, _Token]:
+    found = {name: value for name, value in settings.items() if name.endswith(_END_OF_NAME)}
+    extra = settings.get("extra_special_tokens")
+    if isinstance(extra, dict):
+        found |= extra
+    return {name: token for name, value in found.items() if (token := _special(value)) is not None}
+
+
+def _special(value: Any) -> _Token | None:
+    """Read a text, or an object with a text; None for other values, such as that of `add_bos_token`."""
+    token = {"content": value} if isinstance(value, str) else value
+    if not isinstance(token, dict) or not isinstance(token.get("content"), str) or not token["content"]:
+        return None
+    return {**_described(token), "special": True}
+
+
+def _described(token: _Token) -> _Token:
+    return {"content": token["content"], **{name: token[name] for name in _FLAGS if name in token}}
+
+
+def _lacking(folder: Path, settings: dict[str, Any], known: dict[str, _Token]) -> Iterator[_Token]:
+    """Tokens that tokenizer.json lacks, or describes otherwise, in the order in which they get their ids."""
+    named = _named(settings).values()
+    extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or ()
+    special = {token["content"]: token for value in extra if (token := _special(value)) is not None}
+    special = {token["content"]: token for token in named} | special
+    if "added_tokens_decoder" in settings:
+        numbered = [
+            (int(number), _described(token)) for number, token in settings["added_tokens_decoder"].items()
+        ]
+    else:
+        stored = _read_if_there(folder / "added_tokens.json")
+        numbered = [
+            (int(number), {"content": text, "normalized": text not in special, "special": text in special})
+            for text, number in stored.items()
+            if text not in known
+        ]
+    described = {token["content"]: token for _, token in sorted(numbered, key=lambda each: each[0])}
+    for text, token in described.items():
+        if any(text == each["content"] for each in named):
+            token["special"] = True
+        if text not in known or any(known[text].get(name, False) != token[name] for name in token):
+            yield token
+    for text, token in special.items():
+        if text not in known and text not in described:
+            yield token
