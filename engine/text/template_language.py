@@ -33,6 +33,15 @@ _OUR_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_
 # space at its end is there to be trimmed: whether it survived tells whether the template trims content.
 _CONTINUE_MARK = "\ue000continue here\ue001 "
 
+# Chats that show whether the messages of a role may have several texts.
+_TWO_TEXTS = [{"type": "text", "text": "\ue000first\ue001"}, {"type": "text", "text": "\ue000second\ue001"}]
+_QUESTION = {"role": "user", "content": "question"}
+_TRIALS: dict[str, list[dict[str, Any]]] = {
+    "system": [{"role": "system", "content": _TWO_TEXTS}, _QUESTION],
+    "user": [{"role": "user", "content": _TWO_TEXTS}],
+    "assistant": [_QUESTION, {"role": "assistant", "content": _TWO_TEXTS}, _QUESTION],
+}
+
 # A template is a program over data from the request; these are its errors on unfit data.
 _RENDERING_ERRORS = (
     jinja2.TemplateError,
@@ -88,7 +97,7 @@ class Templates:
         template = self._templates[name]
         extra = dict(template_kwargs or {})
         template.check_kwargs(extra)
-        plain = [_plain(message) for message in messages]
+        plain = [self._with_content(template, _plain(message)) for message in messages]
         if final is FinalMessage.CONTINUE:
             plain = _mark_final_message(plain)
         text = template.render(
@@ -103,6 +112,13 @@ class Templates:
             }
         )
         return _cut_at_mark(text) if final is FinalMessage.CONTINUE else text
+
+    def _with_content(self, template: "_Compiled", message: dict[str, Any]) -> dict[str, Any]:
+        """Leave a list of texts to a template that walks through such; join it for others."""
+        content = message.get("content")
+        if not isinstance(content, list) or template.takes_parts(message["role"], self._special_tokens):
+            return message
+        return {**message, "content": "\n".join(part["text"] for part in content)}
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,6 +181,24 @@ class _Compiled:
             ) from error
         self._template = jinja2.Template.from_code(_ENVIRONMENT, code, _ENVIRONMENT.make_globals(None))
         self._free_variables = frozenset(names.undeclared_identifiers) - ours
+        self._takes_parts: dict[str, bool] = {}
+        """Answers of takes_parts, by role."""
+
+    def takes_parts(self, role: str, special_tokens: Mapping[str, str]) -> bool:
+        """Tell whether messages of a role may have lists of texts as content: by a trial, once."""
+        if role not in self._takes_parts:
+            self._takes_parts[role] = role in _TRIALS and self._writes_parts(_TRIALS[role], special_tokens)
+        return self._takes_parts[role]
+
+    def _writes_parts(self, messages: list[dict[str, Any]], special_tokens: Mapping[str, str]) -> bool:
+        """Render a chat of two texts; a template that knows no parts fails, or shows the list as such."""
+        variables = {**special_tokens, "documents": None, "tools": None, "add_generation_prompt": False}
+        try:
+            _, first, rest = self.render({**variables, "messages": messages}).partition(_TWO_TEXTS[0]["text"])
+        except RequestRejected:
+            return False
+        between, second, _ = rest.partition(_TWO_TEXTS[1]["text"])
+        return bool(first and second) and "text" not in between
 
     def check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
         """Refuse variables that the template does not read, or that the server sets."""

@@ -171,7 +171,11 @@ class FakeEngine:
         if not self.model_info.has_chat_template:
             raise NoChatTemplate
         self.chats.append((messages, options))
-        return tuple("".join(message["content"] or "" for message in messages).encode()) or (10,)
+        contents = [message["content"] or "" for message in messages]
+        texts = [
+            each if isinstance(each, str) else "\n".join(part["text"] for part in each) for each in contents
+        ]
+        return tuple("".join(texts).encode()) or (10,)
 
     async def load_adapter(self, name: str, folder_name: str, *, replaces: bool) -> None:
         if folder_name != "good":

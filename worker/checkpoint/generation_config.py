@@ -94,8 +94,9 @@ def eos_token_ids(folder: Path, configs: Iterable[Any], *, vocab_size: int) -> t
         # Here a value may be the family's default, which names a token of another vocabulary.
         values = _as_list(getattr(config, "eos_token_id", None))
         found += [value for value in values if _is_token_id(value, vocab_size)]
-    of_tokenizer = end_token_id(folder)
-    found += [of_tokenizer] if _is_token_id(of_tokenizer, vocab_size) else []
+    by_tokenizer = end_token_id(folder)
+    if by_tokenizer is not None and by_tokenizer < vocab_size:
+        found.append(by_tokenizer)
     return tuple(dict.fromkeys(found))
 
 

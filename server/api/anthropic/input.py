@@ -82,13 +82,13 @@ in_their_words = partial(translated, renamed)
 def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     if body.system is not None:
-        messages.append({"role": "system", "content": _texts(body.system, "system")})
+        messages.append({"role": "system", "content": _parts(_texts(body.system, "system"))})
     for place, turn in enumerate(body.messages):
         where = f"messages[{place}].content"
         if turn.role == "assistant":
             messages.append(_assistant_message(turn, where))
         elif turn.role == "system":
-            messages.append({"role": "system", "content": _texts(turn.content, where)})
+            messages.append({"role": "system", "content": _parts(_texts(turn.content, where))})
         else:
             messages += _user_messages(turn, where)
     return messages
@@ -102,18 +102,18 @@ def _user_messages(turn: AnthropicTurn, where: str) -> list[dict[str, Any]]:
         at = f"{where}[{place}]"
         if block.type == "tool_result":
             if texts:
-                messages.append({"role": "user", "content": "\n".join(texts)})
+                messages.append({"role": "user", "content": _parts(texts)})
                 texts = []
             messages.append(_tool_message(block, at))
         else:
             texts.append(_text(block, at))
     if texts or not messages:
-        messages.append({"role": "user", "content": "\n".join(texts)})
+        messages.append({"role": "user", "content": _parts(texts)})
     return messages
 
 
 def _tool_message(block: AnthropicBlock, at: str) -> dict[str, Any]:
-    text = _texts(block.content or (), f"{at}.content")
+    text = "\n".join(_texts(block.content or (), f"{at}.content"))
     call_id = required(block.tool_use_id, f"{at}.tool_use_id")
     # A template has no place for the mark of a failure: the word is for the model.
     return {"role": "tool", "tool_call_id": call_id, "content": f"Error: {text}" if block.is_error else text}
@@ -132,7 +132,7 @@ def _assistant_message(turn: AnthropicTurn, where: str) -> dict[str, Any]:
                 texts.append(_text(block, at))
     message: dict[str, Any] = {"role": "assistant"}
     if texts or not calls:
-        message["content"] = "\n".join(texts)
+        message["content"] = _parts(texts)
     if thoughts:
         message["reasoning_content"] = "\n".join(thoughts)
     if calls:
@@ -148,8 +148,13 @@ def _call(block: AnthropicBlock, at: str) -> dict[str, Any]:
     return {"id": required(block.id, f"{at}.id"), "type": "function", "function": function}
 
 
-def _texts(blocks: Sequence[AnthropicBlock | AnthropicResultBlock], where: str) -> str:
-    return "\n".join(_text(block, f"{where}[{place}]") for place, block in enumerate(blocks))
+def _texts(blocks: Sequence[AnthropicBlock | AnthropicResultBlock], where: str) -> list[str]:
+    return [_text(block, f"{where}[{place}]") for place, block in enumerate(blocks)]
+
+
+def _parts(texts: list[str]) -> str | list[dict[str, str]]:
+    """Return the content of a chat's message; no text is an empty one."""
+    return [{"type": "text", "text": text} for text in texts] or ""
 
 
 def _text(block: AnthropicBlock | AnthropicResultBlock, at: str) -> str:

@@ -48,6 +48,8 @@ def template_input(
         if tool_use.offered and tool_use.dialect is not None and tool_use.dialect.system_field:
             messages = _with_system_field(messages, tool_use.dialect.system_field, tool_use.definitions)
         return messages, chat_options(body, tools=tool_use.definitions)
+    if tool_use.definitions or any(each["role"] == "tool" or each.get("tool_calls") for each in messages):
+        messages = [_with_one_text(message) for message in messages]
     form = CallForm.MARKS if tool_use.mode is ToolMode.AUTO else CallForm.GRAMMAR
     return with_tools_shown(messages, tool_use.definitions, form), chat_options(body, tools=())
 
@@ -122,7 +124,7 @@ def _with_system_field(
 def _num_chars(messages: Sequence[dict[str, Any]]) -> int:
     """Characters of all texts that a template may write down."""
     return sum(
-        len(message.get("content") or "")
+        sum(map(len, _texts(message)))
         + len(message.get("reasoning_content") or "")
         + sum(len(call["function"]["arguments"]) for call in message.get("tool_calls") or ())
         for message in messages
@@ -183,19 +185,33 @@ def _check_fields(message: ChatMessage, where: str) -> None:
             )
 
 
-def _content(message: ChatMessage, where: str) -> str | None:
-    """Join the texts of a message; None only beside tool calls."""
+def _content(message: ChatMessage, where: str) -> str | list[dict[str, str]] | None:
+    """List the texts of a message, since some templates join them, or return its only one.
+
+    None only beside tool calls. Results of tools are always one text: few templates read others.
+    """
     texts = [
         _part_text(part, message.role, f"{where}.content[{place}]")
         for place, part in enumerate(message.content or ())
     ]
     if message.refusal:
         texts.append(message.refusal)
+    if len(texts) > 1 and message.role != "tool":
+        return [{"type": "text", "text": text} for text in texts]
     if texts:
         return "\n".join(texts)
     if message.tool_calls:
         return None
     raise RequestRejected(f"{where}.content is required", param=f"{where}.content", code="missing_field")
+
+
+def _texts(message: dict[str, Any]) -> list[str]:
+    content = message.get("content") or ""
+    return [content] if isinstance(content, str) else [part["text"] for part in content]
+
+
+def _with_one_text(message: dict[str, Any]) -> dict[str, Any]:
+    return {**message, "content": "\n".join(_texts(message)) if message["content"] else message["content"]}
 
 
 def _part_text(part: ContentPart, role: str, where: str) -> str:

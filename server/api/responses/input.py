@@ -138,11 +138,12 @@ def _append(messages: list[dict[str, Any]], item: InputItem, where: str) -> None
     if _is_message(item):
         if item.role not in _ROLES:
             raise unsupported(f"{where}.role", f"the role must be one of {', '.join(_ROLES)}")
-        text = _text(item.content, f"{where}.content")
+        texts = _texts(item.content, f"{where}.content")
+        content = [{"type": "text", "text": text} for text in texts] or ""
         if item.role == "assistant":
-            _assistant_turn(messages, before=_AFTER_REASONING)["content"] = text
+            _assistant_turn(messages, before=_AFTER_REASONING)["content"] = content
         else:
-            messages.append({"role": item.role, "content": text})
+            messages.append({"role": item.role, "content": content})
     elif item.type == "reasoning":
         if item.encrypted_content is not None:
             where += ".encrypted_content"
@@ -154,7 +155,7 @@ def _append(messages: list[dict[str, Any]], item: InputItem, where: str) -> None
         _assistant_turn(messages, before=()).setdefault("tool_calls", []).append(_call(item, where))
     elif item.type == "function_call_output":
         call_id = required(item.call_id, f"{where}.call_id")
-        text = _text(item.output, f"{where}.output")
+        text = "\n".join(_texts(item.output, f"{where}.output"))
         messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
     else:
         raise unsupported(
@@ -180,10 +181,8 @@ def _is_instructing(item: InputItem) -> bool:
     return _is_message(item) and item.role in _INSTRUCTING_ROLES
 
 
-def _text(parts: Sequence[ItemPart] | None, where: str) -> str:
-    return "\n".join(
-        _part_text(part, f"{where}[{place}]") for place, part in enumerate(required(parts, where))
-    )
+def _texts(parts: Sequence[ItemPart] | None, where: str) -> list[str]:
+    return [_part_text(part, f"{where}[{place}]") for place, part in enumerate(required(parts, where))]
 
 
 def _part_text(part: ItemPart, where: str) -> str:

@@ -99,6 +99,12 @@ GEMMA = """\
 {%- endif -%}
 """
 
+IN_PARTS = """\
+{%- for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content | trim }}{% else %}\
+{% for p in m.content if p.type == 'text' %}{{ p.text }}{% endfor %}{% endif %}{% endfor %}"""
+SHOWS_LISTS = "{% for m in messages %}{{ m.role }} {{ m.content | tojson }} {{ m.content }}{% endfor %}"
+FIRST_PART = "{% for m in messages %}{{ m.content[0].text or m.content }}{% endfor %}"
+
 TEMPLATES = {"chatml": CHATML, "llama_3": LLAMA_3, "mistral": MISTRAL, "gemma": GEMMA}
 
 QUESTION = {"role": "user", "content": "What is <b>2 & 2</b>? 日本 😀 "}
@@ -174,6 +180,18 @@ def test_content_in_parts_is_continued_after_its_last_text() -> None:
     rendered = ours(GEMMA).render(chat, final=FinalMessage.CONTINUE)
     assert rendered == theirs(GEMMA, chat, continue_final_message=True)
     assert rendered.endswith("One,two,")
+
+
+@pytest.mark.parametrize("role", ["system", "user", "assistant"])
+def test_texts_of_a_message_are_given_as_parts_to_a_template_that_walks_through_them(role: str) -> None:
+    parts = [{"type": "text", "text": text} for text in ("one", " two")]
+    chat = [*([QUESTION] if role == "assistant" else []), {"role": role, "content": parts}, QUESTION]
+    assert ours(IN_PARTS).render(chat) == theirs(IN_PARTS, chat, add_generation_prompt=True)
+    for source in (CHATML, LLAMA_3, SHOWS_LISTS, FIRST_PART):
+        joined = [
+            message | {"content": "one\n two"} if message["content"] is parts else message for message in chat
+        ]
+        assert ours(source).render(chat) == ours(source).render(joined)
 
 
 @pytest.mark.parametrize(

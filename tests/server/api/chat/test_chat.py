@@ -58,20 +58,17 @@ async def test_an_expired_reply_is_one_that_the_document_describes(client, engin
 
 
 async def test_messages_reach_the_template_in_its_own_words(client, engine):
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [
-        {"role": "developer", "content": "be brief"},
-        {
-            "role": "user",
-            "name": "ada",
-            "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
-        },
+        {"role": "developer", "content": parts[:1]},
+        {"role": "user", "name": "ada", "content": parts},
         {"role": "assistant", "content": "c", "refusal": None, "tool_calls": []},
         {"role": "user", "content": ""},
     ]
     await chat(client, messages=messages)
     assert engine.chats[0][0] == [
-        {"role": "system", "content": "be brief"},
-        {"role": "user", "name": "ada", "content": "a\nb"},
+        {"role": "system", "content": "a"},
+        {"role": "user", "name": "ada", "content": parts},
         {"role": "assistant", "content": "c"},
         {"role": "user", "content": ""},
     ]

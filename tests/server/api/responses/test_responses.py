@@ -101,7 +101,7 @@ async def test_items_are_messages_in_their_order(client, engine):
         ("system", "a"),
         ("user", "b"),
         ("assistant", "c"),
-        ("user", "d\ne"),
+        ("user", [{"type": "text", "text": "d"}, {"type": "text", "text": "e"}]),
     ]
 
 
