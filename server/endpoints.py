@@ -56,4 +56,4 @@ BATCH_PATHS = _union(each.batch_paths for each in PUBLIC)
 OPERATIONS = {path: name for each in PUBLIC for path, name in each.operations.items()}
 """`gen_ai.operation.name` by path."""
 ERROR_SHAPES = {path: shape for each in PUBLIC for path, shape in each.error_shapes.items()}
-"""Shapes of errors by path; elsewhere OpenAI's."""
+"""Shapes of errors by the beginning of paths; elsewhere OpenAI's."""

@@ -8,6 +8,7 @@ meaning of a code (error_catalogue.py).
 
 import logging
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,12 +31,15 @@ from engine.errors import (
     TenantOverloaded,
 )
 from server.edge.error_catalogue import CATALOGUE, Entry, Retry
-from server.edge.observe.request_ids import note_error, request_id_of
+from server.edge.observe.request_ids import NotedError, note_error, request_id_of
 
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE_CHARS = 400
 """A message quotes the caller's input here and there; it must not grow with it."""
+MAX_NOTED_CHARS = 100
+_OTHERS_WORDS = re.compile(r": | \(")
+_QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'?|"(?:[^"\\]|\\.)*"?""")
 
 
 class EdgeError(Exception):
@@ -218,6 +222,22 @@ ErrorShape = Callable[[ErrorReply], dict[str, Any]]
 """An error object in the words of one protocol."""
 
 
+def shape_at(path: str, shapes: Mapping[str, ErrorShape]) -> ErrorShape:
+    """The shape of errors at a path; `shapes` are by the beginning of paths: `/api` has all of `/api/...`."""
+    found = (shape for start, shape in shapes.items() if f"{path}/".startswith(f"{start}/"))
+    return next(found, ErrorReply.body)
+
+
+def noted(reply: ErrorReply) -> NotedError:
+    """Code, field and our own words, for logs and operators.
+
+    Quoted words, and what stands behind a colon or in brackets, may be the client's, or a template's.
+    """
+    words = reply.message.removeprefix(f"{reply.param}: ")
+    words = _QUOTED.sub("…", _OTHERS_WORDS.split(words, maxsplit=1)[0])
+    return NotedError(reply.code, (reply.param or "")[:MAX_NOTED_CHARS], words[:MAX_NOTED_CHARS])
+
+
 def describe(error: Exception, request_id: str) -> ErrorReply:
     """Find the error's row, most specific type first. Never raises: every exception has a row."""
     if isinstance(error, HTTPException):
@@ -306,7 +326,7 @@ class ErrorBoundary:
         count: Callable[[str], None] | None = None,
         shapes: Mapping[str, ErrorShape] | None = None,
     ) -> None:
-        """`count` is called with the code of every error; `shapes` are by path, where not OpenAI's."""
+        """`count` is called with the code of every error; `shapes` are by beginning, as in `shape_at`."""
         self._app = app
         self._count = count
         self._shapes = shapes or {}
@@ -327,13 +347,13 @@ class ErrorBoundary:
         except Exception as error:
             reply = describe(error, request_id_of(scope))
             log_failure(error, reply, request_id_of(scope))
-            note_error(scope, reply.code)
+            note_error(scope, noted(reply))
             if self._count is not None:
                 self._count(reply.code)
             if has_started:
                 # Half a reply is on its way: only cutting the connection can show that to the client.
                 raise
-            shape = self._shapes.get(scope.get("path", ""), ErrorReply.body)
+            shape = shape_at(scope.get("path", ""), self._shapes)
             await error_response(reply, shape)(scope, receive, send)
 
 

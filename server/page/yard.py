@@ -65,6 +65,8 @@ class ErrorRow(ReplyModel):
     route: str
     status: int
     code: str
+    param: str
+    message: str
     request_id: str
 
 

@@ -133,6 +133,37 @@ async def test_an_unknown_path_is_not_found_in_openais_shape(client, path):
 
 
 @pytest.mark.parametrize(
+    ("path", "shape"),
+    [
+        ("/api/pull", {"error": str}),
+        ("/api", {"error": str}),
+        ("/v1/messages/batches", {"type": str, "error": dict}),
+        ("/v1/messagesque", {"error": dict}),
+        ("/apiary", {"error": dict}),
+    ],
+)
+async def test_an_unknown_path_has_the_shape_of_its_neighbours(client, path, shape):
+    reply = await client.post(path, json={})
+    assert reply.status_code == 404
+    assert {name: type(value) for name, value in reply.json().items()} == shape
+
+
+@pytest.mark.parametrize(
+    ("message", "param", "words"),
+    [
+        ("n: must be 1 (not 2)", "n", "must be 1"),
+        ("the role 'it''s me' is not supported; use user", "r", "the role …… is not supported; use user"),
+        ('the name "a\\"b', None, "the name …"),
+        ("the template refuses: my words", None, "the template refuses"),
+        ("x" * 300, None, "x" * 100),
+    ],
+)
+def test_what_operators_read_of_an_error_has_no_word_of_the_clients(message, param, words):
+    reply = describe(RequestRejected(message, param=param), "req_1")
+    assert errors.noted(reply) == ("invalid_value", param or "", words)
+
+
+@pytest.mark.parametrize(
     ("method", "path"),
     [
         ("GET", "/v1/completions"),

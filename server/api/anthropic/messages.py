@@ -131,7 +131,7 @@ ENDPOINT = Endpoint(
     requests={MessagesRequest: MESSAGES_REFUSALS, CountTokensRequest: MESSAGES_REFUSALS},
     events=(AnthropicEvent,),
     operations={_PATH: "chat"},
-    error_shapes={_PATH: error_body, _COUNT_PATH: error_body},
+    error_shapes={_PATH: error_body},
 )
 
 

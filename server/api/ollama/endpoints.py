@@ -16,7 +16,7 @@ from server.api.chat.replies import ChatStream
 from server.api.chat.turn import prepare_turn
 from server.api.ollama.input import chat_request_of, served_name
 from server.api.ollama.lines import LineFraming, LineShape, LineStream, error_body
-from server.api.ollama.model_routes import PATHS, documented, router
+from server.api.ollama.model_routes import documented, router
 from server.api.ollama.models import OllamaReply
 from server.api.ollama.protocol import (
     PROMPT_REFUSALS,
@@ -53,7 +53,7 @@ ENDPOINT = Endpoint(
         OllamaShowRequest: (),
     },
     operations={_CHAT: "chat", _GENERATE: "generate_content"},
-    error_shapes=dict.fromkeys((_CHAT, _GENERATE, *PATHS), error_body),
+    error_shapes={"/api": error_body},
 )
 
 

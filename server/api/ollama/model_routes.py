@@ -32,7 +32,7 @@ from server.reply.response_templates.template import Role
 from server.reply.response_templates.template_choice import find_template
 from server.reply.tool_calls.dialects import find_dialect
 
-_SHOW, _TAGS, _LOADED, _VERSION = PATHS = "/api/show", "/api/tags", "/api/ps", "/api/version"
+_SHOW, _TAGS, _LOADED, _VERSION = "/api/show", "/api/tags", "/api/ps", "/api/version"
 _NEVER = "2318-04-10T00:00:00Z"
 """A time that clients read as never."""
 

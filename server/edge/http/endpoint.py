@@ -42,7 +42,7 @@ class Endpoint:
     """Path to OpenTelemetry's `gen_ai.operation.name`, which its spans carry."""
 
     error_shapes: Mapping[str, ErrorShape] = field(default_factory=dict)
-    """Path to the shape of its errors, where that is not OpenAI's."""
+    """Beginning of paths to the shape of errors below it, where that is not OpenAI's."""
 
     add_state: Callable[[FastAPI, EdgeSettings], None] = lambda app, settings: None  # noqa: ARG005
     """Puts the objects that only its routes use into the state of the application."""

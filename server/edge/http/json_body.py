@@ -41,6 +41,9 @@ _LONGEST_REST_S = 0.005
 took. Parser and validator hold the interpreter's lock for up to 20 ms each, and the event loop, which gives
 the lock up with every call of the system, waited as long several times for one token. In a rest it has whole
 turns."""
+_OF_OLLAMA = "/api/"
+"""Paths whose bodies are JSON whatever their media type says: Ollama asks for none, and its own examples send
+that of a form. Pages of other origins are kept away by their origin."""
 _large = ThreadPoolExecutor(1, thread_name_prefix="large-bodies")
 _num_large_under_way = 0
 
@@ -67,7 +70,8 @@ async def read_request(
 
     Raises RequestRejected, UnsupportedMediaType, BodyTooLarge, BodyTimeout.
     """
-    _check_media_type(request.headers.getlist("content-type"))
+    if not request.scope["path"].startswith(_OF_OLLAMA):
+        _check_media_type(request.headers.getlist("content-type"))
     _check_encoding(request.headers.get("content-encoding"))
     edge = edge_of(request)
     raw = await request.body()

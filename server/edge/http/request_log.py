@@ -17,7 +17,7 @@ from engine.logs.lines import fields
 from engine.logs.rare_log import RareLog
 from server.edge.access.auth import KEY_NAME
 from server.edge.observe.http_metrics import HttpMetrics, RecentError
-from server.edge.observe.request_ids import error_code_of, journal_of
+from server.edge.observe.request_ids import NotedError, error_of, journal_of
 from server.edge.observe.spans import NoSpans, Spans, trace_context_of
 
 log = logging.getLogger(__name__)
@@ -109,18 +109,18 @@ class RequestLog:
             is_by_own_limit = status == _TOO_LATE and journal.own_limit_ran_out
             count = self._metrics.count_own_limit if is_by_own_limit else self._metrics.count_request
             count(method, route, status)
-            code = error_code_of(scope)
-            if code:
+            error = error_of(scope)
+            if error.code:
                 request_id = journal.request_id
                 self._metrics.recent_errors.append(
-                    RecentError(time.time(), method, route, status, code, request_id)
+                    RecentError(time.time(), method, route, status, *error, request_id)
                 )
-            span.end(journal, status=status, error_code=code)
-            if code == _OVERLOADED:
+            span.end(journal, status=status, error_code=error.code)
+            if error.code == _OVERLOADED:
                 _refused.note()
             # A poll that was answered says nothing; one that was refused does.
             is_quiet = is_probe or (scope["path"] in self._polled and status < _FIRST_ERROR)
-            level = logging.DEBUG if is_quiet or code == _OVERLOADED else logging.INFO
+            level = logging.DEBUG if is_quiet or error.code == _OVERLOADED else logging.INFO
             if log.isEnabledFor(level):
                 facts = fields(
                     **_facts_of(scope, journal),
@@ -132,27 +132,30 @@ class RequestLog:
                 log.log(level, "request", extra=facts)
 
 
-def record_refusal(metrics: HttpMetrics, route: str, request_id: str) -> None:
+def record_refusal(metrics: HttpMetrics, route: str, error: NotedError, request_id: str) -> None:
     """Record a POST that was refused with 429 as the queue is full, before it was a request."""
     status = 429
     metrics.count_request("POST", route, status)
-    metrics.count_error(_OVERLOADED)
-    metrics.recent_errors.append(RecentError(time.time(), "POST", route, status, _OVERLOADED, request_id))
+    metrics.count_error(error.code)
+    metrics.recent_errors.append(RecentError(time.time(), "POST", route, status, *error, request_id))
     _refused.note()
     if log.isEnabledFor(logging.DEBUG):
-        facts = fields(request_id=request_id, error=_OVERLOADED, method="POST", route=route, status=status)
+        facts = fields(request_id=request_id, error=error.code, method="POST", route=route, status=status)
         log.debug("request", extra=facts)
 
 
 def _facts_of(scope: Scope, journal: Journal) -> dict[str, str | int | float | None]:
     """Facts that are known about a request at its end, early or late."""
+    error = error_of(scope)
     facts: dict[str, str | int | float | None] = {
         "request_id": journal.request_id,
         "trace_id": journal.trace_id,
         "reply_id": journal.reply_id,
         "key": scope.get(KEY_NAME),
         "tenant": journal.tenant if journal.tenant != scope.get(KEY_NAME) else None,
-        "error": error_code_of(scope),
+        "error": error.code,
+        "error_param": error.param,
+        "error_message": error.message,
     }
     if journal.was_admitted:
         facts |= {

@@ -14,7 +14,7 @@ OWN_LIMIT = "own"
 
 
 class RecentError(NamedTuple):
-    """One error reply; of a fixed size, and without a word of the client's but the request id."""
+    """One error reply; of a bounded size, and without a word of the client's but names of fields and its id."""
 
     time_s: float
     """Seconds since the epoch."""
@@ -22,6 +22,9 @@ class RecentError(NamedTuple):
     route: str
     status: int
     code: str
+    param: str
+    """The field at fault; empty if it is none."""
+    message: str
     request_id: str
 
 

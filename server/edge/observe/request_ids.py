@@ -7,6 +7,7 @@ Never: the engine's request ids: two clients may send the same x-request-id.
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -15,8 +16,19 @@ from engine.journal import Journal
 _HEADER = b"x-request-id"
 _JOURNAL = "tokenyard.journal"
 _REPLY_HEADERS = "tokenyard.reply_headers"
-_ERROR_CODE = "tokenyard.error_code"
+_ERROR = "tokenyard.error"
 _HARMLESS = re.compile(rb"[A-Za-z0-9._:/-]{1,128}")
+
+
+class NotedError(NamedTuple):
+    """An error as logs and operators see it: without a word of the request but the names of fields."""
+
+    code: str = ""
+    param: str = ""
+    message: str = ""
+
+
+NO_ERROR = NotedError()
 
 
 class RequestIds:
@@ -71,12 +83,12 @@ def _late_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
     return [(name.encode(), value.encode()) for make in makers for name, value in make().items()]
 
 
-def note_error(scope: Scope, code: str) -> None:
-    """Keep the code of the error that the client received, in a reply or in a stream."""
-    scope[_ERROR_CODE] = code
+def note_error(scope: Scope, error: NotedError) -> None:
+    """Keep the error that the client received, in a reply or in a stream."""
+    scope[_ERROR] = error
 
 
-def error_code_of(scope: Scope) -> str:
-    """The code of the request's error; empty if there was none."""
-    code: str = scope.get(_ERROR_CODE, "")
-    return code
+def error_of(scope: Scope) -> NotedError:
+    """The request's error; one of empty texts if there was none."""
+    error: NotedError = scope.get(_ERROR, NO_ERROR)
+    return error

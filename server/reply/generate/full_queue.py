@@ -17,7 +17,7 @@ import orjson
 
 from engine.errors import Overloaded
 from server.edge.access.key_ring import KeyRing
-from server.edge.error_replies import ErrorReply, ErrorShape, describe
+from server.edge.error_replies import ErrorReply, ErrorShape, describe, noted, shape_at
 from server.edge.http.edge import Edge
 from server.edge.http.request_log import record_refusal
 from server.edge.http.strict_http import Head, plain_head
@@ -77,9 +77,9 @@ class FullQueue:
         except Overloaded as error:
             self._refused_s = time.monotonic()
             request_id = id_for(headers).decode("ascii")
-            record_refusal(self._metrics, path, request_id)
             reply = describe(error, request_id)
-            return _reply_bytes(reply, self._shapes.get(path, ErrorReply.body), request_id)
+            record_refusal(self._metrics, path, noted(reply), request_id)
+            return _reply_bytes(reply, shape_at(path, self._shapes), request_id)
         return None
 
 

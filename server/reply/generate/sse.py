@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from engine.types import TokenOutput
-from server.edge.error_replies import ErrorReply, describe, log_failure
+from server.edge.error_replies import ErrorReply, describe, log_failure, noted
 from server.edge.http.connections import WriteChunk, chunk_writer, cut_off, nothing_written
 from server.edge.http.disconnect import while_connected
 from server.edge.http.edge import Edge, NumberedOutputs
@@ -142,7 +142,7 @@ class StreamedResponse(Response):
             # The status line is gone.
             reply = describe(error, request_id_of(scope))
             log_failure(error, reply, request_id_of(scope))
-            note_error(scope, reply.code)
+            note_error(scope, noted(reply))
             self._count_error(reply.code)
             last = self._frame.failure(reply)
         await self._send(send, last + self._frame.end)

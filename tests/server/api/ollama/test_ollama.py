@@ -59,6 +59,13 @@ async def test_a_chat_comes_in_lines_and_adds_up_to_the_whole_reply(client, thin
     assert found[-1]["done_reason"] == "stop"
 
 
+@pytest.mark.parametrize("media_type", [None, "application/x-www-form-urlencoded"])
+async def test_bodies_need_no_media_type_as_in_ollamas_own_examples(client, media_type):
+    headers = {} if media_type is None else {"content-type": media_type}
+    for path in (CHAT, GENERATE, "/api/show"):
+        assert (await client.post(path, content=orjson.dumps(HELLO), headers=headers)).status_code == 200
+
+
 async def test_options_and_format_become_sampling_parameters(client, engine):
     options = {"temperature": 0.25, "repeat_penalty": 1.5, "seed": 7, "num_predict": 3, "stop": ["x"]}
     options["num_ctx"] = 9  # for Ollama's own engine

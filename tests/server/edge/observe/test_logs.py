@@ -76,10 +76,11 @@ async def test_a_response_is_logged_under_the_id_that_its_client_has(http, lines
     assert line["reply_id"] == reply.json()["id"]
 
 
-async def test_a_refusal_is_one_line_with_its_code(http, lines, engine) -> None:
+async def test_a_refusal_is_one_line_with_its_code_field_and_reason(http, lines, engine) -> None:
     reply = await http.post("/v1/completions", json={"prompt": 7})
     (line,) = await requests_of(lines, 1)
-    assert (line["status"], line["error"]) == (400, "invalid_value")
+    assert (line["status"], line["error"], line["error_param"]) == (400, "invalid_value", "prompt")
+    assert line["error_message"].startswith("must be a string, a list of strings")
     assert line["request_id"] == reply.headers["x-request-id"]
 
 
