@@ -1,4 +1,4 @@
-"""Fields of other servers that are not supported: each is refused by name, never ignored.
+"""Fields of other servers that are not supported: refused by name, or ignored by name if they are hints.
 
 Owns: the lists that endpoints share, and the check. A field may have values that ask for nothing.
 Never: the fields that have an effect (protocol.py).
@@ -14,10 +14,18 @@ ValueT = TypeVar("ValueT")
 OFF: Final = (False,)
 EMPTY: Final[tuple[Any, ...]] = ([],)
 
+
+class Hint(tuple[Any, ...]):
+    """Values of a field whose absence promises no other tokens: with any other it is ignored and counted."""
+
+    __slots__ = ()
+
+
 REFUSED_OF_OPENAI: Final[dict[str, tuple[Any, ...]]] = {
     "moderation": (),
-    "prompt_cache_options": (),
-    "store": OFF,
+    "prompt_cache_options": Hint(),
+    "service_tier": Hint(("auto", "default")),
+    "store": Hint(OFF),
 }
 REFUSED_OF_OTHER_SERVERS: Final[dict[str, tuple[Any, ...]]] = {
     "chat_template": (),  # a template is a program; it comes with the checkpoint only
@@ -65,11 +73,16 @@ _INSTEAD: Final = {
 def refuse_unsupported(body: Mapping[str, Any], refusals: Mapping[str, tuple[Any, ...]]) -> None:
     """Raise RequestRejected for the first field that asks for a feature that is not there."""
     for name in body.keys() & refusals.keys():
-        value = body[name]
-        if value is not None and not any(_is_same(value, harmless) for harmless in refusals[name]):
+        if not isinstance(refusals[name], Hint) and _asks(body[name], refusals[name]):
             advice = f"; use {_INSTEAD[name]}" if name in _INSTEAD else ""
             reason = f": {_REASONS[name]}" if name in _REASONS else ""
             raise unsupported(name, f"{name} is not supported by this server{advice}{reason}")
+
+
+def hints_of(body: Mapping[str, Any], refusals: Mapping[str, tuple[Any, ...]]) -> list[str]:
+    """Names of the fields that are only hints, and ask for something."""
+    names = (name for name in body if isinstance(refusals.get(name), Hint))
+    return [name for name in names if _asks(body[name], refusals[name])]
 
 
 def unsupported(param: str, message: str) -> RequestRejected:
@@ -89,6 +102,10 @@ def translated(translate: Callable[[RequestRejected], RequestRejected]) -> Gener
         yield
     except RequestRejected as error:
         raise translate(error) from error
+
+
+def _asks(value: Any, harmless: tuple[Any, ...]) -> bool:
+    return value is not None and not any(_is_same(value, each) for each in harmless)
 
 
 def _is_same(value: Any, harmless: Any) -> bool:

@@ -77,7 +77,7 @@ async def test_a_guarded_server_documents_its_key(engine):
 
 def test_no_two_models_share_the_one_place_that_the_document_has_for_their_name():
     models = [model for base in (WireModel, ReplyModel) for model in below(base)]
-    assert {"Tool", "FunctionTool"} <= {model.__name__ for model in models}
+    assert {"Tool", "ResponseTool"} <= {model.__name__ for model in models}
     counts = Counter(model.__name__ for model in models if model.__module__.startswith("server."))
     assert not {name for name, count in counts.items() if count > 1}
 

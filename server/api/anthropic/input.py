@@ -26,7 +26,7 @@ from server.edge.http.json_body import built, without_nones
 from server.edge.refusals import required, translated, unsupported
 from server.reply.generate.protocol import SamplingFields
 
-_PASSED_ON: Final = frozenset(SamplingFields.model_fields) - {"metadata", "service_tier"}
+_PASSED_ON: Final = frozenset(SamplingFields.model_fields) - {"metadata"}
 _TOOL_CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 _NAMES: Final = (
     (".function.parameters", ".input_schema"),

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, StringConstraints
 
 from server.api.chat.protocol import MAX_CONTENT_PARTS, MAX_MESSAGES
 from server.api.chat.tool_protocol import MAX_TOOLS, ParametersSchema
+from server.edge.refusals import Hint
 from server.edge.wire_model import WireModel, shown_as, text_or_list
 from server.reply.generate.protocol import (
     MAX_STOP_CHARS,
@@ -27,6 +28,7 @@ MESSAGES_REFUSALS: Final[dict[str, tuple[Any, ...]]] = {
     "inference_geo": (),
     "mcp_servers": ([],),
     "output_format": (),
+    "service_tier": Hint(("auto", "standard_only")),
     "user_profile_id": (),
 }
 """Fields refused by name, unless set to one of these values, or to null."""
@@ -134,7 +136,6 @@ class CountTokensRequest(SamplingFields):
     # Accepted without effect.
     context_management: _Options | None = None
     cache_control: _Options | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None  # type: ignore[assignment]
 
 
 class MessagesRequest(CountTokensRequest):

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BeforeValidator, Field, StringConstraints
 
 from server.api.chat.tool_protocol import CallId, ToolCalls, ToolChoice, Tools
-from server.edge.refusals import EMPTY, OFF, REFUSED_OF_OPENAI, REFUSED_OF_OTHER_SERVERS
+from server.edge.refusals import EMPTY, OFF, REFUSED_OF_OPENAI, REFUSED_OF_OTHER_SERVERS, Hint
 from server.edge.wire_model import WireModel, shown_as, wrong_shape
 from server.reply.generate.protocol import (
     GenerationFields,
@@ -29,7 +29,7 @@ _CHAT_ONLY: Final[dict[str, tuple[Any, ...]]] = {
     "function_call": _NO_TOOL_CHOICE,
     "functions": EMPTY,
     "modalities": (["text"],),
-    "verbosity": ("medium",),
+    "verbosity": Hint(("medium",)),
     "web_search_options": (),
 }
 CHAT_REFUSALS: Final = {

@@ -9,6 +9,7 @@ Source: OpenAI's reference of streaming events; the accumulator of its Python SD
         message:        content_part.added, output_text.delta ..., output_text.done, content_part.done
         reasoning:      content_part.added, reasoning_text.delta ..., reasoning_text.done, content_part.done
         function call:  function_call_arguments.delta ..., function_call_arguments.done
+        custom call:    custom_tool_call_input.delta ..., custom_tool_call_input.done
         response.output_item.done
     response.completed | response.incomplete | response.failed
 """
@@ -18,7 +19,7 @@ from typing import Any
 
 from engine.types import TokenOutput
 from server.api.responses.replies import (
-    FunctionCallItem,
+    CallItem,
     MessageItem,
     OutputItem,
     ReasoningItem,
@@ -28,6 +29,7 @@ from server.api.responses.replies import (
     response_of,
     status_of,
 )
+from server.api.responses.tools import ID_PREFIXES, WireForm
 from server.edge.error_replies import ErrorReply
 from server.reply.generate.replies import StreamReply
 from server.reply.generate.sse import NamedEvents
@@ -37,6 +39,11 @@ OnEnd = Callable[[dict[str, Any]], None]
 
 _SAYING = {"content", "reasoning_content", "tool_calls"}
 """Fields of a delta that decide to which item its tokens belong."""
+_DONE_EVENTS = {
+    WireForm.FUNCTION: ("function_call_arguments", "arguments"),
+    WireForm.CUSTOM: ("custom_tool_call_input", "input"),
+}
+"""The event of the pieces of a call, and the field of its last one; a call of the shell comes whole."""
 _CODES = {"server_overloaded": "rate_limit_exceeded"}
 """OpenAI's own words for our codes; every other one is a `server_error` there."""
 
@@ -165,13 +172,18 @@ class ResponseStream:
     def _add_call(self, call: dict[str, Any]) -> list[dict[str, Any]]:
         events: list[dict[str, Any]] = []
         function = call.get("function") or {}
-        if not isinstance(self._open, FunctionCallItem) or self._open.number != call["index"]:
-            item = FunctionCallItem(self._item_id("fc"), call["id"], function["name"], call["index"])
-            events += self._open_item(item)
-        assert isinstance(self._open, FunctionCallItem)
+        if not isinstance(self._open, CallItem) or self._open.number != call["index"]:
+            tool = self._plan.tools.named(function["name"])
+            begun = CallItem(self._item_id(ID_PREFIXES[tool.form]), call["id"], tool, call["index"])
+            events += self._open_item(begun)
+        item = self._open
+        assert isinstance(item, CallItem)
         if arguments := function.get("arguments"):
-            self._open.arguments.append(arguments)
-            events.append(self._item_event("response.function_call_arguments.delta", delta=arguments))
+            item.arguments.append(arguments)
+            if item.tool.form is WireForm.FUNCTION:
+                events.append(self._item_event("response.function_call_arguments.delta", delta=arguments))
+            elif item.tool.form is WireForm.CUSTOM and (text := item.text.feed(arguments)):
+                events.append(self._item_event("response.custom_tool_call_input.delta", delta=text))
         return events
 
     def _open_item(self, item: OutputItem) -> list[dict[str, Any]]:
@@ -179,7 +191,7 @@ class ResponseStream:
         self._open = item
         added = item.body("in_progress")
         events.append(self._event("response.output_item.added", output_index=len(self._output), item=added))
-        if not isinstance(item, FunctionCallItem):
+        if not isinstance(item, CallItem):
             events.append(self._part_event("response.content_part.added", part=item.part()))
         return events
 
@@ -187,10 +199,12 @@ class ResponseStream:
         item = self._open
         if item is None:
             return []
-        if isinstance(item, FunctionCallItem):
-            events = [
-                self._item_event("response.function_call_arguments.done", arguments="".join(item.arguments))
-            ]
+        body = item.body(status)
+        if isinstance(item, CallItem):
+            events = []
+            if item.tool.form in _DONE_EVENTS:
+                kind, name = _DONE_EVENTS[item.tool.form]
+                events.append(self._item_event(f"response.{kind}.done", **{name: body[name]}))
         else:
             part = item.part()
             kind = "output_text" if isinstance(item, MessageItem) else "reasoning_text"
@@ -199,7 +213,6 @@ class ResponseStream:
                 self._part_event(f"response.{kind}.done", **said),
                 self._part_event("response.content_part.done", part=part),
             ]
-        body = item.body(status)
         events.append(self._event("response.output_item.done", output_index=len(self._output), item=body))
         self._output.append(body)
         self._open = None

@@ -5,7 +5,10 @@ errors of the chat path reach the caller of /v1/responses.
 Never: checks the request itself: that is the chat path's work (chat/turn.py).
 """
 
+import re
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Final
 
 from engine.errors import ContextLengthExceeded, RequestRejected
@@ -15,12 +18,13 @@ from server.api.responses.protocol import (
     PASSED_ON,
     AllowedFunctions,
     FunctionChoice,
-    FunctionTool,
     InputItem,
     ItemPart,
     ResponsesRequest,
     TextFormat,
+    runs_elsewhere,
 )
+from server.api.responses.tools import Toolbox, WireForm, call_of
 from server.edge.http.json_body import built, without_nones
 from server.edge.refusals import refuse_unsupported, required, translated, unsupported
 
@@ -29,6 +33,9 @@ _INSTRUCTING_ROLES: Final = ("system", "developer")
 _AFTER_REASONING: Final = ("content", "tool_calls")
 _ALL_OF_A_TURN: Final = ("reasoning_content", *_AFTER_REASONING)
 """The parts of a message in their order: reasoning, text, calls. Each is an item of its own."""
+_OUTPUTS: Final = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
+_INCLUDES: Final = (LOGPROBS_INCLUDE, "reasoning.encrypted_content")
+_NUMBERED_TOOL: Final = re.compile(r"tools\[(\d+)\](?:\.function)?")
 _TEXT_PARTS: Final = ("input_text", "output_text", "text")
 
 _NAMES: Final = {
@@ -41,25 +48,41 @@ _NAMES: Final = {
 """The chat path's name of a field to ours; a name comes before its own beginning."""
 
 
-def chat_request_of(body: ResponsesRequest, items: Sequence[InputItem]) -> ChatCompletionRequest:
-    """`items` are the whole conversation; of `body` all the rest counts. Raises RequestRejected."""
+def chat_request_of(
+    body: ResponsesRequest, items: Sequence[InputItem], tools: Toolbox
+) -> ChatCompletionRequest:
+    """`items` are the whole conversation; of `body` all the rest counts.
+
+    Raises RequestRejected, in part in the words of a chat (`in_our_words`).
+    """
     fields: dict[str, Any] = {name: getattr(body, name) for name in PASSED_ON}
-    fields["messages"] = _messages(body, items)
+    fields["messages"] = _messages(body, items, tools)
     fields["max_completion_tokens"] = body.max_output_tokens
     if wants_logprobs(body):
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     if body.text is not None and body.text.format is not None and body.text.format.type != "text":
         fields["response_format"] = _response_format(body.text.format)
-    if body.tools:
-        fields["tools"] = [_tool(tool, f"tools[{place}]") for place, tool in enumerate(body.tools)]
+    if tools.tools:
+        shown = [tool.function for tool in tools.tools.values()]
+        fields["tools"] = [{"type": "function", "function": function} for function in shown]
         fields["parallel_tool_calls"] = body.parallel_tool_calls
-    if body.tool_choice is not None and (body.tools or body.tool_choice not in ("none", "auto")):
-        fields["tool_choice"] = _tool_choice(body.tool_choice)
+    if body.tool_choice is not None and (tools.tools or body.tool_choice not in ("none", "auto")):
+        fields["tool_choice"] = _tool_choice(body.tool_choice, tools)
     if body.reasoning is not None:
         fields["reasoning_effort"] = body.reasoning.effort
     refuse_unsupported(fields, CHAT_REFUSALS)
-    with translated(renamed):
-        return built(ChatCompletionRequest, fields)
+    return built(ChatCompletionRequest, fields)
+
+
+def ignored_names(body: ResponsesRequest, tools: Toolbox) -> list[str]:
+    """Names of what is left out of a request: tools and items of others' work, and hints within fields."""
+    names = [f"tools.{kind}" for kind in tools.left_out]
+    names += [f"input.{item.type}" for item in body.input if item.type and _is_left_out(item)]
+    names += ["input.encrypted_content" for item in body.input if item.encrypted_content is not None]
+    names += [f"include.{name}" for name in body.include or () if name not in _INCLUDES]
+    if body.text is not None and body.text.verbosity not in (None, "medium"):
+        names.append("text.verbosity")
+    return names
 
 
 def said_item(item: dict[str, Any]) -> InputItem:
@@ -67,7 +90,7 @@ def said_item(item: dict[str, Any]) -> InputItem:
     parts = [
         ItemPart.model_construct(type=part["type"], text=part["text"]) for part in item.get("content") or ()
     ]
-    names = ("type", "id", "status", "role", "call_id", "name", "arguments")
+    names = ("type", "id", "status", "role", "call_id", "name", "namespace", "arguments", "input", "action")
     return InputItem.model_construct(
         content=parts or None, **{name: item[name] for name in names if name in item}
     )
@@ -95,11 +118,16 @@ def num_parts(items: Sequence[InputItem]) -> int:
     return sum(1 + len(item.content or ()) + len(item.output or ()) for item in items)
 
 
-def renamed(error: RequestRejected) -> RequestRejected:
+def in_our_words(tools: Toolbox) -> AbstractContextManager[None]:
+    """Make refusals of the chat path name the fields of the response."""
+    return translated(partial(_renamed, tools=tools))
+
+
+def _renamed(error: RequestRejected, tools: Toolbox) -> RequestRejected:
     """Translate an error about a chat field into one about the response's field."""
     message, param = str(error), error.param
     if param is not None:
-        param = _our_name(param)
+        param = _our_name(param, tools)
         message = message.replace(str(error.param), param)
     for theirs, ours in _NAMES.items():
         if theirs != "messages":  # which is also a word
@@ -109,11 +137,14 @@ def renamed(error: RequestRejected) -> RequestRejected:
     return RequestRejected(message, param=param, code=error.code)
 
 
-def _our_name(param: str) -> str:
+def _our_name(param: str, tools: Toolbox) -> str:
     if param.startswith("messages"):  # items are numbered differently: the place says nothing here
         return "input"
-    if param.startswith(("tools[", "tool_choice.")):
+    if numbered := _NUMBERED_TOOL.match(param):
         # A chat wraps what it says of a tool into one more object.
+        tool = list(tools.tools.values())[int(numbered[1])]
+        return tool.place + param[numbered.end() :]
+    if param.startswith("tool_choice."):
         return param.replace(".function", "", 1).replace(".allowed_tools", "", 1)
     for theirs, ours in _NAMES.items():
         if param == theirs or param.startswith(f"{theirs}."):
@@ -121,20 +152,21 @@ def _our_name(param: str) -> str:
     return param
 
 
-def _messages(body: ResponsesRequest, items: Sequence[InputItem]) -> list[dict[str, Any]]:
+def _messages(body: ResponsesRequest, items: Sequence[InputItem], tools: Toolbox) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     if body.instructions is not None:
         messages.append({"role": "system", "content": body.instructions})
     num_earlier = len(items) - len(body.input)
     for place, item in enumerate(items):
-        _append(messages, item, f"input[{place - num_earlier}]" if place >= num_earlier else "input")
+        where = f"input[{place - num_earlier}]" if place >= num_earlier else "input"
+        _append(messages, item, tools, where)
     for message in messages:  # a turn of reasoning alone has said nothing
         if "content" not in message and "tool_calls" not in message:
             message["content"] = ""
     return messages
 
 
-def _append(messages: list[dict[str, Any]], item: InputItem, where: str) -> None:
+def _append(messages: list[dict[str, Any]], item: InputItem, tools: Toolbox, where: str) -> None:
     if _is_message(item):
         if item.role not in _ROLES:
             raise unsupported(f"{where}.role", f"the role must be one of {', '.join(_ROLES)}")
@@ -145,19 +177,18 @@ def _append(messages: list[dict[str, Any]], item: InputItem, where: str) -> None
         else:
             messages.append({"role": item.role, "content": content})
     elif item.type == "reasoning":
-        if item.encrypted_content is not None:
-            where += ".encrypted_content"
-            raise unsupported(where, f"{where} cannot be read here; send the item without it")
         text = "\n".join(part.text or "" for part in (*(item.summary or ()), *(item.content or ())))
         if text:
             _assistant_turn(messages, before=_ALL_OF_A_TURN)["reasoning_content"] = text
-    elif item.type == "function_call":
-        _assistant_turn(messages, before=()).setdefault("tool_calls", []).append(_call(item, where))
-    elif item.type == "function_call_output":
-        call_id = required(item.call_id, f"{where}.call_id")
+    elif item.type in tuple(WireForm):
+        calls = _assistant_turn(messages, before=()).setdefault("tool_calls", [])
+        calls.append(call_of(item, tools, where))
+    elif item.type in _OUTPUTS:
+        of_shell = item.id if item.type == "local_shell_call_output" else None
+        call_id = required(item.call_id or of_shell, f"{where}.call_id")
         text = "\n".join(_texts(item.output, f"{where}.output"))
         messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
-    else:
+    elif item.type != "additional_tools" and not _is_left_out(item):
         raise unsupported(
             f"{where}.type",
             f"items of type {item.type!r} are not supported; use message, function_call,"
@@ -171,6 +202,11 @@ def _assistant_turn(messages: list[dict[str, Any]], *, before: Sequence[str]) ->
     if last.get("role") != "assistant" or any(name in last for name in before):
         messages.append({"role": "assistant"})
     return messages[-1]
+
+
+def _is_left_out(item: InputItem) -> bool:
+    """True for the work of tools that run elsewhere, and for a compaction, which only its author can read."""
+    return item.type is not None and (item.type == "compaction" or runs_elsewhere(item.type))
 
 
 def _is_message(item: InputItem) -> bool:
@@ -195,14 +231,6 @@ def _part_text(part: ItemPart, where: str) -> str:
     return required(part.text, f"{where}.text")
 
 
-def _call(item: InputItem, where: str) -> dict[str, Any]:
-    function = {
-        "name": required(item.name, f"{where}.name"),
-        "arguments": required(item.arguments, f"{where}.arguments"),
-    }
-    return {"id": required(item.call_id, f"{where}.call_id"), "type": "function", "function": function}
-
-
 def _response_format(asked: TextFormat) -> dict[str, Any]:
     if asked.type != "json_schema":
         return {"type": asked.type}
@@ -215,24 +243,12 @@ def _response_format(asked: TextFormat) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": without_nones(described)}
 
 
-def _tool(tool: FunctionTool, where: str) -> dict[str, Any]:
-    if tool.type != "function":
-        raise unsupported(f"{where}.type", f"tools of type {tool.type!r} are not supported; use function")
-    described = {
-        "name": required(tool.name, f"{where}.name"),
-        "description": tool.description,
-        "parameters": tool.parameters,
-        "strict": tool.strict,
-    }
-    return {"type": "function", "function": without_nones(described)}
-
-
-def _tool_choice(choice: str | FunctionChoice | AllowedFunctions) -> str | dict[str, Any]:
+def _tool_choice(choice: str | FunctionChoice | AllowedFunctions, tools: Toolbox) -> str | dict[str, Any]:
     match choice:
         case FunctionChoice():
-            return {"type": "function", "function": {"name": choice.name}}
+            return {"type": "function", "function": {"name": tools.shown(choice.name, choice.namespace)}}
         case AllowedFunctions():
-            tools = [_tool_choice(tool) for tool in choice.tools]
-            return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
+            allowed = [_tool_choice(tool, tools) for tool in choice.tools]
+            return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": allowed}}
         case _:
             return choice

@@ -12,12 +12,12 @@ from typing import Any
 
 from engine.errors import RequestRejected
 from server.api.responses.protocol import InputItem, ItemPart
+from server.api.responses.tools import ID_PREFIXES
+from server.edge.http.json_body import without_nones
 from server.edge.refusals import whole_number
 
 MAX_PAGE_ITEMS = 100
 _PAGE_ITEMS = 20
-_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
-"""Prefix of the ids of items that came without one."""
 
 
 class Order(StrEnum):
@@ -70,7 +70,7 @@ def _ids(items: Iterable[InputItem], response_id: str) -> list[str]:
     """Each id names one item, and the same one each time, so that pages join without a gap."""
     ids: dict[str, None] = {}
     for place, item in enumerate(items):
-        made = f"{_PREFIXES[_kind(item)]}_{response_id.partition('_')[2]}_in{place}"
+        made = f"{ID_PREFIXES.get(_kind(item), 'item')}_{response_id.partition('_')[2]}_in{place}"
         ids[item.id if item.id and item.id not in ids else made] = None
     return list(ids)
 
@@ -82,12 +82,15 @@ def _kind(item: InputItem) -> str:
 def _body(item_id: str, item: InputItem) -> dict[str, Any]:
     body: dict[str, Any] = {"id": item_id, "type": _kind(item), "status": item.status or "completed"}
     match item.type:
-        case "function_call":
-            return body | {"call_id": item.call_id, "name": item.name, "arguments": item.arguments}
-        case "function_call_output":
+        case "function_call" | "custom_tool_call" | "local_shell_call":
+            names = ("call_id", "name", "namespace", "arguments", "input", "action")
+            return body | without_nones({name: getattr(item, name, None) for name in names})
+        case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
             return body | {"call_id": item.call_id, "output": _output(item.output or ())}
         case "reasoning":
             return body | {"summary": _plain(item.summary or ()), "content": _plain(item.content or ())}
+        case kind if kind not in (None, "message"):
+            return body
         case _:
             parts = [_message_part(item.role, part) for part in item.content or ()]
             return body | {"role": item.role, "content": parts}

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import orjson
+from starlette.requests import Request
 
 from engine.errors import ContextLengthExceeded, RequestRejected
 from engine.types import GenerationRequest
@@ -21,8 +22,9 @@ from server.api.responses.events import OnEnd, ResponseStream
 from server.api.responses.input import (
     chat_request_of,
     cut_before,
+    ignored_names,
+    in_our_words,
     num_parts,
-    renamed,
     said_item,
     turns,
     wants_logprobs,
@@ -30,8 +32,9 @@ from server.api.responses.input import (
 from server.api.responses.protocol import InputItem, ResponsesRequest
 from server.api.responses.replies import ResponsePlan
 from server.api.responses.store import StoredResponse, weigh
+from server.api.responses.tools import Toolbox, toolbox_of
 from server.edge.http.edge import Edge
-from server.edge.refusals import translated
+from server.edge.http.ignored import note_ignored
 from server.reply.generate.answering import new_head
 from server.reply.generate.calls import Origin
 from server.reply.generate.replies import ReplyHead, ReplyPlan, UsageReport
@@ -58,9 +61,16 @@ class Making:
     reply: ResponseStream
 
 
+def note_left_out(request: Request, body: ResponsesRequest) -> None:
+    """Count and name what a request brings in vain. Raises RequestRejected under --strict-fields."""
+    note_ignored(request, ignored_names(body, toolbox_of(body, body.input)))
+
+
 async def begin_making(edge: Edge, task: ResponseTask, on_end: OnEnd = lambda _: None) -> Making:
     """Prepare the chat turn. Raises RequestRejected, Overloaded, EngineUnavailable."""
-    turn = await _prepare(edge, task.body, _conversation(task.body, task.earlier), task.origin)
+    items = _conversation(task.body, task.earlier)
+    tools = toolbox_of(task.body, items)
+    turn = await _prepare(edge, task, items, tools)
     head = new_head(task.origin, edge.engine.info)
     plan = ResponsePlan(
         id=head.id,
@@ -69,6 +79,7 @@ async def begin_making(edge: Edge, task: ResponseTask, on_end: OnEnd = lambda _:
         body=task.body,
         params=turn.request.params,
         is_stored=task.is_stored,
+        tools=tools,
         prompt_ids=turn.prompt_ids,
         raw_text=partial(raw_text, edge.engine) if task.body.enable_response_messages else None,
     )
@@ -109,30 +120,28 @@ def _chat_plan(body: ResponsesRequest, turn: ChatTurn, head: ReplyHead) -> Reply
     )
 
 
-async def _prepare(
-    edge: Edge, body: ResponsesRequest, items: Sequence[InputItem], origin: Origin
-) -> ChatTurn:
+async def _prepare(edge: Edge, task: ResponseTask, items: Sequence[InputItem], tools: Toolbox) -> ChatTurn:
     """The chat path up to the first token, its errors in the words of this endpoint."""
-    with translated(renamed):
-        prepare = _turn_that_fits if body.truncation == "auto" else _turn
-        return await prepare(edge, body, items, origin)
+    with in_our_words(tools):
+        prepare = _turn_that_fits if task.body.truncation == "auto" else _turn
+        return await prepare(edge, task, items, tools)
 
 
-async def _turn(edge: Edge, body: ResponsesRequest, items: Sequence[InputItem], origin: Origin) -> ChatTurn:
+async def _turn(edge: Edge, task: ResponseTask, items: Sequence[InputItem], tools: Toolbox) -> ChatTurn:
     """The chat path up to the first token. Raises RequestRejected, Overloaded."""
     if num_parts(items) > _MAX_INLINE_PARTS:
-        chat = await asyncio.to_thread(chat_request_of, body, items)
+        chat = await asyncio.to_thread(chat_request_of, task.body, items, tools)
     else:
-        chat = chat_request_of(body, items)
-    return await prepare_turn(edge, chat, origin)
+        chat = chat_request_of(task.body, items, tools)
+    return await prepare_turn(edge, chat, task.origin)
 
 
 async def _turn_that_fits(
-    edge: Edge, body: ResponsesRequest, items: Sequence[InputItem], origin: Origin
+    edge: Edge, task: ResponseTask, items: Sequence[InputItem], tools: Toolbox
 ) -> ChatTurn:
     """Leave out as few of the oldest turns as possible. Raises ContextLengthExceeded if one is too long."""
     try:
-        return await _turn(edge, body, items, origin)
+        return await _turn(edge, task, items, tools)
     except ContextLengthExceeded:
         places = turns(items)
         if not places:
@@ -142,9 +151,9 @@ async def _turn_that_fits(
     while low < high:
         middle = (low + high) // 2
         try:
-            await _turn(edge, body, cut_before(items, places[middle]), origin)
+            await _turn(edge, task, cut_before(items, places[middle]), tools)
         except ContextLengthExceeded:
             low = middle + 1
         else:
             high = middle
-    return await _turn(edge, body, cut_before(items, places[low]), origin)
+    return await _turn(edge, task, cut_before(items, places[low]), tools)

@@ -48,7 +48,25 @@ class FunctionCallOutput(ReplyModel):
     status: ItemStatus
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
+
+
+class CustomCallOutput(ReplyModel):
+    id: str
+    type: Literal["custom_tool_call"]
+    status: ItemStatus
+    call_id: str
+    name: str
+    input: str
+
+
+class ShellCallOutput(ReplyModel):
+    id: str
+    type: Literal["local_shell_call"]
+    status: ItemStatus
+    call_id: str
+    action: dict[str, Any]
 
 
 class IncompleteDetails(ReplyModel):
@@ -100,7 +118,7 @@ class ResponseObject(ReplyModel):
     max_output_tokens: int | None
     metadata: dict[str, str]
     model: str
-    output: list[OutputMessage | ReasoningOutput | FunctionCallOutput]
+    output: list[OutputMessage | ReasoningOutput | FunctionCallOutput | CustomCallOutput | ShellCallOutput]
     parallel_tool_calls: bool
     previous_response_id: str | None
     reasoning: dict[str, str | None]
@@ -136,6 +154,7 @@ class ResponseEvent(ReplyModel):
     delta: str | None = None
     text: str | None = None
     arguments: str | None = None
+    input: str | None = None
     logprobs: list[TokenLogprob] | None = None
 
 

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, PlainValidator, StringConstraints, 
 
 from server.api.chat.protocol import MAX_CONTENT_PARTS, MAX_MESSAGES
 from server.api.chat.tool_protocol import MAX_TOOLS
+from server.edge.refusals import Hint
 from server.edge.wire_model import WireModel, shown_as, text_or_list, wrong_shape
 from server.reply.generate.protocol import (
     INT32_MAX,
@@ -26,16 +27,38 @@ from server.reply.generate.protocol import (
 from server.reply.generate.structured_output import StructuredOutputsField
 
 MAX_INCLUDES = 16
+_ELSEWHERE: Final = (
+    *("web_search", "file_search", "code_interpreter", "image_generation"),
+    *("computer", "mcp", "tool_search"),
+)
+"""Beginnings of the types of tools and items of others' work."""
 LOGPROBS_INCLUDE: Final = "message.output_text.logprobs"
 
 _Word = Annotated[str, StringConstraints(max_length=64)]
+_ToolName = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 _Id = Annotated[str, StringConstraints(min_length=1, max_length=128)]
-_Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 _Summary = Literal["auto", "concise", "detailed"]
 
 
 _as_parts = text_or_list("content parts", lambda text: {"type": "input_text", "text": text})
-_as_items = text_or_list("items", lambda text: {"role": "user", "content": text})
+_items = text_or_list("items", lambda text: {"role": "user", "content": text})
+
+
+def runs_elsewhere(kind: str) -> bool:
+    """True for the type of a tool, or of an item, whose work a provider, or a server of its choice, does."""
+    return kind.startswith(_ELSEWHERE)
+
+
+def _as_items(value: Any) -> Any:
+    """Items of work done elsewhere have fields of their own, and are left out whatever these hold."""
+    return [_bare(item) for item in _items(value)]
+
+
+def _bare(item: Any) -> Any:
+    kind = item.get("type") if isinstance(item, dict) else None
+    if isinstance(kind, str) and (kind == "compaction" or runs_elsewhere(kind)):
+        return {"type": kind[:64]}
+    return item
 
 
 class ItemPart(WireModel):
@@ -51,26 +74,59 @@ _PartList = Annotated[list[ItemPart], Field(max_length=MAX_CONTENT_PARTS, fail_f
 _Content = Annotated[_PartList, BeforeValidator(_as_parts, json_schema_input_type=Text | _PartList)]
 
 
+class CustomFormat(WireModel):
+    """The form of the text that a custom tool takes."""
+
+    type: _Word
+    syntax: _Word | None = None
+    definition: Text | None = None
+    """Shown to the model, which keeps to it by itself."""
+
+
+class ResponseTool(WireModel):
+    """A tool that the caller can run, or some other that is left out."""
+
+    type: _Word
+    """function, namespace (of functions), custom (with free text) or local_shell."""
+    name: _ToolName | None = None
+    description: Annotated[str, StringConstraints(max_length=16_384)] | None = None
+    parameters: dict[str, Any] | None = None
+    """A JSON schema; absent: no parameters."""
+    strict: bool | None = None
+    tools: Annotated[list["ResponseTool"], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    """Functions of a namespace."""
+    format: CustomFormat | None = None
+
+
 class InputItem(WireModel):
     """One step of a conversation. Which of the fields count, `type` says."""
 
     type: _Word | None = None
-    """message (or absent), function_call, function_call_output or reasoning."""
+    """message (or absent), reasoning, additional_tools, a call (function_call, custom_tool_call,
+    local_shell_call) or its output."""
     role: _Word | None = None
     """Role of a message: user, assistant, system or developer (the same)."""
     content: _Content | None = None
     call_id: _Id | None = None
     """Id that a function call shares with its output."""
-    name: Annotated[str, StringConstraints(min_length=1, max_length=64)] | None = None
-    """Name of the function that is called."""
+    name: _ToolName | None = None
+    """Name of the tool that is called."""
+    namespace: _ToolName | None = None
+    """Namespace of the function that is called."""
     arguments: Text | None = None
     """Arguments of the call, as JSON text."""
+    input: Text | None = None
+    """Text of the call of a custom tool."""
+    action: Annotated[dict[str, Any], Field(max_length=64)] | None = None
+    """Command of a call of the local shell."""
     output: _Content | None = None
-    """Return value of the function."""
+    """Return value of the tool."""
+    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    """More tools of the caller, from here on."""
     summary: _PartList | None = None
     """Summary of a reasoning item; its content is a field of its own."""
     encrypted_content: Text | None = None
-    """Refused by name: only its author can read it."""
+    """Left out: only its author can read it."""
 
     # Fields that items of a reply have; nothing depends on them.
     id: Annotated[str, StringConstraints(max_length=128)] | None = None
@@ -95,7 +151,8 @@ class TextFormat(WireModel):
 
 class TextOptions(WireModel):
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: _Word | None = None
+    """Without effect, and counted as such unless it is `medium`."""
 
 
 class ReasoningOptions(WireModel):
@@ -108,23 +165,12 @@ class ReasoningOptions(WireModel):
     generate_summary: _Summary | None = None
 
 
-class FunctionTool(WireModel):
-    """A function that the caller can run."""
-
-    type: _Word
-    """`function`; no other type is understood."""
-    name: Annotated[str, StringConstraints(min_length=1, max_length=64)] | None = None
-    description: Annotated[str, StringConstraints(max_length=16_384)] | None = None
-    parameters: dict[str, Any] | None = None
-    """A JSON schema; absent: no parameters."""
-    strict: bool | None = None
-
-
 class FunctionChoice(WireModel):
-    """Call this function and no other."""
+    """Call this tool and no other."""
 
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: _Word
+    namespace: _ToolName | None = None
 
 
 class AllowedFunctions(WireModel):
@@ -142,7 +188,9 @@ def _as_tool_choice(value: Any) -> Any:
     kind = value.get("type") if isinstance(value, dict) else None
     shape = _CHOICES.get(kind) if isinstance(kind, str) else None
     if shape is None:
-        raise wrong_shape('must be "none", "auto" or "required", or have the type function or allowed_tools')
+        raise wrong_shape(
+            'must be "none", "auto" or "required", or have the type function, custom or allowed_tools'
+        )
     try:
         return shape.model_validate(value)
     except ValidationError as error:
@@ -153,6 +201,7 @@ def _as_tool_choice(value: Any) -> Any:
 
 _CHOICES: Final[dict[str, type[FunctionChoice | AllowedFunctions]]] = {
     "function": FunctionChoice,
+    "custom": FunctionChoice,
     "allowed_tools": AllowedFunctions,
 }
 ToolChoice = Annotated[
@@ -185,12 +234,13 @@ class ResponsesRequest(SamplingFields):
     truncation: Literal["auto", "disabled"] | None = None
     """auto: leave the oldest turns out until the rest fits the context window."""
     text: TextOptions | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
-    include: Annotated[list[_Include], Field(max_length=MAX_INCLUDES, fail_fast=True)] | None = None
-    """Encrypted reasoning is accepted and not made: the reasoning itself is in the response."""
+    include: Annotated[list[_Word], Field(max_length=MAX_INCLUDES, fail_fast=True)] | None = None
+    """Encrypted reasoning is accepted and not made: the reasoning itself is in the response. What else there
+    is belongs to tools that are left out, and is counted as without effect."""
     enable_response_messages: bool | None = None
     """Return prompt and output as the model has them, as text and token ids."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -229,13 +279,14 @@ RESPONSES_REFUSALS: Final[dict[str, tuple[Any, ...]]] = {
     "context_management": ([],),
     "conversation": (),
     "image": (),
-    "max_tool_calls": (),
+    "max_tool_calls": Hint(),
     "moderation": (),
     "previous_input_messages": ([],),
     "previous_response": (),
     "prompt": (),
-    "prompt_cache_options": (),
-    "stream_options": ({}, {"include_obfuscation": False}),
+    "prompt_cache_options": Hint(),
+    "service_tier": Hint(("auto", "default")),
+    "stream_options": Hint(({}, {"include_obfuscation": False})),
     # Of the other endpoints: here they have other names, or no meaning.
     "functions": ([],),
     "logprobs": _OFF,

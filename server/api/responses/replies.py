@@ -11,10 +11,12 @@ from typing import Any, Final
 
 from engine.types import SamplingParams
 from server.api.responses.protocol import ResponsesRequest
+from server.api.responses.tools import InputText, Toolbox, WireTool
 from server.reply.generate.wire_logprobs import GrowingLists
 
 _INCOMPLETE: Final = {"length": "max_output_tokens", "timeout": "timeout"}
 """Finish reasons of a response that is not complete; the second is ours: OpenAI has no time limits."""
+_FUNCTION: Final = {"parameters": None, "strict": None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +30,7 @@ class ResponsePlan:
     params: SamplingParams
     """Resolved parameters, for the fields that the request left open."""
     is_stored: bool
+    tools: Toolbox
     prompt_ids: tuple[int, ...] = ()
     raw_text: Callable[[Sequence[int]], str] | None = None
     """Text of token ids with all their marks, if the response shall have its messages; else None."""
@@ -73,28 +76,24 @@ class ReasoningItem:
 
 
 @dataclass(slots=True)
-class FunctionCallItem:
-    """A function that the caller shall run."""
+class CallItem:
+    """A tool that the caller shall run."""
 
     id: str
     call_id: str
-    name: str
+    tool: WireTool
     number: int
     """Among the calls of this response."""
     arguments: list[str] = field(default_factory=list)
+    text: InputText = field(default_factory=InputText)
+    """The text of a custom tool, as it is streamed."""
 
     def body(self, status: str) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "type": "function_call",
-            "status": status,
-            "arguments": "".join(self.arguments),
-            "call_id": self.call_id,
-            "name": self.name,
-        }
+        head = {"id": self.id, "type": self.tool.form.value, "status": status, "call_id": self.call_id}
+        return {**head, **self.tool.said("".join(self.arguments))}
 
 
-OutputItem = MessageItem | ReasoningItem | FunctionCallItem
+OutputItem = MessageItem | ReasoningItem | CallItem
 
 
 def ended(
@@ -152,7 +151,7 @@ def response_of(plan: ResponsePlan, *, status: str) -> dict[str, Any]:
         "text": {"format": _text_format(body), "verbosity": "medium"},
         "tool_choice": _tool_choice(body),
         "tools": [
-            {"parameters": None, "strict": None, **tool.model_dump(exclude_none=True)}
+            {**(_FUNCTION if tool.type == "function" else {}), **tool.model_dump(exclude_none=True)}
             for tool in body.tools or ()
         ],
         "top_logprobs": body.top_logprobs or 0,
@@ -171,7 +170,11 @@ def _text_format(body: ResponsesRequest) -> dict[str, Any]:
 
 def _tool_choice(body: ResponsesRequest) -> Any:
     choice = body.tool_choice
-    return choice or "auto" if choice is None or isinstance(choice, str) else choice.model_dump()
+    return (
+        choice or "auto"
+        if choice is None or isinstance(choice, str)
+        else choice.model_dump(exclude_none=True)
+    )
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from server.api.files.access import owner_of
 from server.api.responses.background import Work
 from server.api.responses.event_log import EventLog, LoggedEvents
 from server.api.responses.events import ResponseFraming
-from server.api.responses.making import ResponseTask, begin_making, stored_response
+from server.api.responses.making import ResponseTask, begin_making, note_left_out, stored_response
 from server.api.responses.models import ResponseEvent, ResponseObject
 from server.api.responses.protocol import RESPONSES_REFUSALS, ResponsesRequest
 from server.api.responses.stored_routes import (
@@ -62,6 +62,7 @@ async def create_response(request: Request) -> Response:
     edge, store = edge_of(request), store_of(request)
     reply_id = f"resp_{secrets.token_hex(24)}"
     body, origin = await read_call(request, ResponsesRequest, RESPONSES_REFUSALS, reply_id=reply_id)
+    note_left_out(request, body)
     task = ResponseTask(
         body=body,
         earlier=earlier_response(request, body),

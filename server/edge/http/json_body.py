@@ -22,7 +22,8 @@ from starlette.requests import Request
 from engine.errors import Overloaded, OverloadReason, RequestRejected
 from server.edge.error_replies import UnsupportedMediaType
 from server.edge.http.edge import UnknownFields, edge_of
-from server.edge.refusals import refuse_unsupported
+from server.edge.http.ignored import note_ignored
+from server.edge.refusals import hints_of, refuse_unsupported
 
 MAX_DEPTH = 32
 """A chat message is four levels deep. Deep nesting costs recursion in everything that walks it."""
@@ -76,15 +77,16 @@ async def read_request(
     edge = edge_of(request)
     raw = await request.body()
 
-    def read(rest: "_Rest | None") -> tuple[ModelT, int]:
+    def read(rest: "_Rest | None") -> tuple[ModelT, int, list[str]]:
         body = {**parse_object(raw), **from_headers}
         if rest is not None:
             rest.take()
-        return _validated(body, model, refusals, edge.unknown_fields)
+        return *_validated(body, model, refusals, edge.unknown_fields), hints_of(body, refusals)
 
-    parsed, num_unknown = read(None) if len(raw) <= _INLINE_BYTES else await _in_large_lane(read)
+    parsed, num_unknown, hints = read(None) if len(raw) <= _INLINE_BYTES else await _in_large_lane(read)
     if num_unknown:
         edge.metrics.unknown_fields.inc(num_unknown)
+    note_ignored(request, hints)
     return parsed
 
 

@@ -17,7 +17,7 @@ from engine.logs.lines import fields
 from engine.logs.rare_log import RareLog
 from server.edge.access.auth import KEY_NAME
 from server.edge.observe.http_metrics import HttpMetrics, RecentError
-from server.edge.observe.request_ids import NotedError, error_of, journal_of
+from server.edge.observe.request_ids import NotedError, error_of, ignored_of, journal_of
 from server.edge.observe.spans import NoSpans, Spans, trace_context_of
 
 log = logging.getLogger(__name__)
@@ -156,6 +156,7 @@ def _facts_of(scope: Scope, journal: Journal) -> dict[str, str | int | float | N
         "error": error.code,
         "error_param": error.param,
         "error_message": error.message,
+        "ignored": ", ".join(ignored_of(scope)),
     }
     if journal.was_admitted:
         facts |= {

@@ -14,7 +14,7 @@ OWN_LIMIT = "own"
 
 
 class RecentError(NamedTuple):
-    """One error reply; of a bounded size, and without a word of the client's but names of fields and its id."""
+    """One error reply; of a bounded size, and of the client's words only names of fields and its id."""
 
     time_s: float
     """Seconds since the epoch."""
@@ -52,6 +52,11 @@ class HttpMetrics:
         self.unknown_fields = counter(
             "tokenyard:unknown_request_fields",
             "Fields in request bodies that this server does not know and ignored.",
+        )
+        self.ignored_fields = counter(
+            "tokenyard:ignored_request_fields",
+            "Hints and tools in request bodies that this server has no use for and ignored, by field.",
+            "field",
         )
         self.refused_connections = counter(
             "tokenyard:refused_connections",

@@ -17,6 +17,7 @@ _HEADER = b"x-request-id"
 _JOURNAL = "tokenyard.journal"
 _REPLY_HEADERS = "tokenyard.reply_headers"
 _ERROR = "tokenyard.error"
+_IGNORED = "tokenyard.ignored"
 _HARMLESS = re.compile(rb"[A-Za-z0-9._:/-]{1,128}")
 
 
@@ -81,6 +82,12 @@ def add_reply_headers(scope: Scope, make: Callable[[], Mapping[str, str]]) -> No
 def _late_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
     makers: list[Callable[[], Mapping[str, str]]] = scope.get(_REPLY_HEADERS, [])
     return [(name.encode(), value.encode()) for make in makers for name, value in make().items()]
+
+
+def ignored_of(scope: Scope) -> list[str]:
+    """Names of what the request asked for in vain, to which more may be added."""
+    names: list[str] = scope.setdefault(_IGNORED, [])
+    return names
 
 
 def note_error(scope: Scope, error: NotedError) -> None:

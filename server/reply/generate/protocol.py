@@ -191,15 +191,9 @@ class SamplingFields(ServiceFields):
     safety_identifier: Annotated[str, StringConstraints(max_length=512)] | None = None
     prompt_cache_key: Annotated[str, StringConstraints(max_length=512)] | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
-    service_tier: Literal["auto", "default"] | None = None
 
 
-WITHOUT_EFFECT = frozenset(
-    {
-        *("metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-        "service_tier",
-    }
-)
+WITHOUT_EFFECT = frozenset({"metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
 """Sampling fields that are accepted and change nothing in a reply."""
 
 

@@ -11,6 +11,7 @@ from server.api.responses.events import ResponseStream
 from server.api.responses.models import ResponseEvent, ResponseObject
 from server.api.responses.protocol import ResponsesRequest
 from server.api.responses.replies import ResponsePlan
+from server.api.responses.tools import Toolbox
 from server.edge.error_replies import ErrorReply
 
 USAGE = {
@@ -67,6 +68,7 @@ def new_stream(chunks: list[list[dict[str, Any]]], ends: list[dict[str, Any]]) -
         body=ResponsesRequest.model_validate({"input": "hi"}),
         params=SamplingParams(),
         is_stored=True,
+        tools=Toolbox({}),
     )
     return ResponseStream(plan, FakeChat(chunks), on_end=ends.append, unix_time_s=lambda: 2.0)
 

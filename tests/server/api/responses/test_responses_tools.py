@@ -204,7 +204,6 @@ async def test_the_sdk_accumulates_calls(engine, url):
         ),
         ({"reasoning": {"effort": "utmost"}}, "reasoning.effort"),
         ({"reasoning": {"summary": "short"}}, "reasoning.summary"),
-        ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input[0].encrypted_content"),
     ],
 )
 async def test_what_is_wrong_has_the_name_that_the_caller_used(client, body, param):

@@ -118,12 +118,10 @@ BAD_FIELDS = [
     ({"user": "x" * 513}, "user", "invalid_value"),
     ({"user": 5}, "user", "invalid_value"),
     ({"metadata": {"a": 1}}, "metadata.a", "invalid_value"),
-    ({"service_tier": "flex"}, "service_tier", "invalid_value"),
     ({"model": 5}, "model", "invalid_value"),
     ({"model": "x" * 257}, "model", "invalid_value"),
     ({"model": "gpt-4"}, "model", "model_not_found"),
     ({"suffix": "end"}, "suffix", "unsupported_parameter"),
-    ({"store": True}, "store", "unsupported_parameter"),
     ({"use_beam_search": True}, "use_beam_search", "unsupported_parameter"),
     ({"spaces_between_special_tokens": True}, "spaces_between_special_tokens", "unsupported_parameter"),
     ({"logits_processors": ["x"]}, "logits_processors", "unsupported_parameter"),
@@ -276,7 +274,6 @@ BAD_CHATS = [
     ({"prediction": {"type": "content", "content": "x"}}, "prediction", "unsupported_parameter"),
     ({"web_search_options": {}}, "web_search_options", "unsupported_parameter"),
     ({"reasoning_effort": "utmost"}, "reasoning_effort", "invalid_value"),
-    ({"verbosity": "low"}, "verbosity", "unsupported_parameter"),
     ({"echo": True}, "echo", "unsupported_parameter"),
 ]
 

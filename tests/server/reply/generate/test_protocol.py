@@ -30,9 +30,9 @@ READERS = (
     *("api/chat/chat.py", "api/chat/template_input.py", "api/chat/turn.py", "api/chat/tool_use.py"),
 )
 ACCEPTED_WITHOUT_EFFECT = frozenset(
-    {"metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier"}
+    {"metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
 )
-"""They speak to a provider's billing, storage and routing."""
+"""They speak to a provider's billing and storage."""
 
 
 def fields_read() -> set[str]:

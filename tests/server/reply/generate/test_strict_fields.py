@@ -60,3 +60,51 @@ async def test_fields_from_headers_are_none_of_a_body_that_has_no_use_for_them(s
     headers = {"x-tokenyard-priority": "3"}
     assert (await strict.post("/tokenize", json={"prompt": "x"}, headers=headers)).status_code == 200
     assert (await strict.post("/v1/completions", json={"prompt": "x"}, headers=headers)).status_code == 200
+
+
+HINTS = [
+    ("/v1/chat/completions", {"messages": [MESSAGE], "store": True}, "store"),
+    ("/v1/chat/completions", {"messages": [MESSAGE], "verbosity": "low"}, "verbosity"),
+    ("/v1/completions", {"prompt": "x", "service_tier": "flex"}, "service_tier"),
+    ("/v1/responses", {"input": "x", "text": {"verbosity": "low"}}, "text.verbosity"),
+    (
+        "/v1/responses",
+        {"input": "x", "include": ["file_search_call.results"]},
+        "include.file_search_call.results",
+    ),
+    ("/v1/responses", {"input": "x", "max_tool_calls": 3}, "max_tool_calls"),
+    ("/v1/responses", {"input": "x", "tools": [{"type": "web_search"}]}, "tools.web_search"),
+    (
+        "/v1/responses",
+        {"input": [MESSAGE, {"type": "web_search_call", "action": 1}]},
+        "input.web_search_call",
+    ),
+    ("/v1/messages", {"messages": [MESSAGE], "max_tokens": 1, "service_tier": "fast"}, "service_tier"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "name"), HINTS)
+async def test_a_hint_is_ignored_counted_and_named(client, engine, path, body, name):
+    reply = await client.post(path, json=body)
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["x-tokenyard-ignored"] == name
+    counted = engine.metrics.registry.get_sample_value(
+        "tokenyard:ignored_request_fields_total", {"field": name.partition(".")[0]}
+    )
+    assert counted == 1
+
+
+@pytest.mark.parametrize(("path", "body", "name"), HINTS)
+async def test_a_strict_server_refuses_a_hint_by_its_name(strict, path, body, name):
+    reply = await strict.post(path, json=body)
+    assert reply.status_code == 400
+    assert name in reply.json()["error"]["message"]
+
+
+async def test_many_hints_are_one_header_of_a_bounded_length(client):
+    tools = [{"type": f"web_search_{'é' * 40}{number}"} for number in range(40)]
+    reply = await client.post("/v1/responses", json={"input": "x", "tools": tools, "max_tool_calls": 1})
+    names = reply.headers["x-tokenyard-ignored"].split(", ")
+    assert names[0] == "max_tool_calls"
+    assert len(names) == 16
+    assert all(len(name) <= 64 and name.isascii() for name in names)

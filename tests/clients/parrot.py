@@ -1,0 +1,109 @@
+"""A checkpoint that calls the tool it is offered, and says one sentence once it has the result.
+
+Its next token follows from the present one alone, so that agents made by others go through a whole loop of
+ask, call, result and answer in seconds. The last mark of its chat template says which text it recites.
+"""
+
+import json
+import shutil
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+from tokenizers import AddedToken, Tokenizer
+
+import engine
+
+DEMO = Path(engine.__file__).parent / "demo_model"
+FILE = "note.txt"
+ANSWER = "Parrot has read the note."
+_SHOW = {"command": f"cat {FILE}", "description": "Show the note"}
+CALLS: dict[str, dict[str, Any]] = {
+    "Bash": _SHOW,  # Claude Code's
+    "bash": _SHOW,  # opencode's
+    "exec_command": {"cmd": f"cat {FILE}"},  # Codex's, and its older names
+    "shell_command": {"command": f"cat {FILE}"},
+    "shell": {"command": ["cat", FILE]},
+}
+_WIDTH = 256
+_TEMPLATE = """\
+{%- if tools %}{{- '<|im_start|>system\\n' }}\
+{%- for tool in tools %}{{- tool | tojson + '\\n' }}{%- endfor %}\
+{{- '<tool_call><|im_end|>\\n' }}{%- endif %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' + (message.content or '') + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- set told = namespace(mark='<|say|>') %}
+{%- if messages[-1].role != 'tool' %}{%- for tool in tools or [] %}
+{%- if tool.function.name in NAMES %}{%- set told.mark = '<|' + tool.function.name + '|>' %}{%- endif %}
+{%- endfor %}{%- endif %}
+{{- told.mark }}
+{%- endif %}
+"""
+
+
+def make_parrot(folder: Path) -> Path:
+    """Write the checkpoint into `folder`, and return the folder."""
+    folder.mkdir(parents=True)
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    texts = {"say": ANSWER}
+    for name, arguments in CALLS.items():
+        call = json.dumps({"name": name, "arguments": arguments})
+        texts[name] = f"<tool_call>\n{call}\n</tool_call>"
+    config = json.loads((DEMO / "config.json").read_text())
+    chains = {name: [*_chain(tokenizer, name, text), config["eos_token_id"]] for name, text in texts.items()}
+    size = -(-tokenizer.get_vocab_size() // 64) * 64
+    vectors = np.random.default_rng(1).standard_normal((size, _WIDTH)).astype("f4")
+    vectors *= 16 / np.linalg.norm(vectors, axis=1, keepdims=True)  # so that the norm leaves them as they are
+    head = np.zeros((size, _WIDTH), "f4")
+    for chain in chains.values():
+        for before, token in pairwise(chain):
+            head[token] += vectors[before] * 0.2
+    save_file(_weights(vectors, head), folder / "model.safetensors", {"format": "pt"})
+    tokenizer.save(str(folder / "tokenizer.json"))
+    shutil.copy(DEMO / "tokenizer_config.json", folder)
+    (folder / "chat_template.jinja").write_text(_TEMPLATE.replace("NAMES", str(list(CALLS))))
+    (folder / "config.json").write_text(json.dumps(_config(config, size)))
+    return folder
+
+
+def _chain(tokenizer: Tokenizer, name: str, text: str) -> list[int]:
+    """A mark for the template, and the text in two tokens."""
+    tokenizer.add_special_tokens([AddedToken(f"<|{name}|>", special=True, normalized=False)])
+    pieces = (text[: len(text) // 2], text[len(text) // 2 :])
+    tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in pieces])
+    return [tokenizer.token_to_id(token) for token in (f"<|{name}|>", *pieces)]
+
+
+def _weights(vectors: np.ndarray, head: np.ndarray) -> dict[str, np.ndarray]:
+    """One layer that adds next to nothing."""
+    rng = np.random.default_rng(2)
+    attention = {
+        "q_proj": (64, _WIDTH),
+        "k_proj": (32, _WIDTH),
+        "v_proj": (32, _WIDTH),
+        "o_proj": (_WIDTH, 64),
+    }
+    mlp = {"gate_proj": (32, _WIDTH), "up_proj": (32, _WIDTH), "down_proj": (_WIDTH, 32)}
+    shapes = {f"self_attn.{name}": shape for name, shape in attention.items()}
+    shapes |= {f"mlp.{name}": shape for name, shape in mlp.items()}
+    ones = np.ones(_WIDTH, "f4")
+    layer = {
+        f"{name}.weight": (rng.standard_normal(shape) * 1e-3).astype("f4") for name, shape in shapes.items()
+    }
+    layer |= {"input_layernorm.weight": ones, "post_attention_layernorm.weight": ones}
+    placed = {f"model.layers.0.{name}": value for name, value in layer.items()}
+    return {"model.embed_tokens.weight": vectors, "lm_head.weight": head, "model.norm.weight": ones, **placed}
+
+
+def _config(demo: dict[str, Any], vocab_size: int) -> dict[str, Any]:
+    ids = {name: demo[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in demo}
+    shape = {"hidden_size": _WIDTH, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": False}
+    kind = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float32"}
+    rest = {"hidden_act": "silu", "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "rope_theta": 1e4}
+    return {**kind, **shape, **heads, **rest, **ids, "vocab_size": vocab_size}
