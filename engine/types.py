@@ -246,6 +246,8 @@ class ModelInfo(ModelFacts):
     has_chat_template: bool = False
     chat_template: str = ""
     """Source of the chat template; of several, the one for requests with tools."""
+    template_variables: frozenset[str] = frozenset()
+    """Names of `chat_template_kwargs` that have an effect."""
     response_template: str = ""
     """JSON text of the checkpoint's template for reading replies; empty without one."""
     added_tokens: dict[str, int] = field(default_factory=dict)

@@ -62,7 +62,9 @@ class AsyncEngine:
     def __init__(self, config: EngineConfig) -> None:
         """Raises OptionError if the ports of KV events cannot be had."""
         self._config = config
-        self._tokenizer, self._template, self._trial, self._response_template = load_texts(config.worker)
+        self._tokenizer, self._template, self._trial, self._response_template = load_texts(
+            config.worker, default_kwargs=config.default_template_kwargs
+        )
         self._grammars = GrammarCompiler(config.model_path, timeout_s=config.grammar_compile_timeout_s)
         self._health = HealthMonitor(
             heartbeat_timeout_s=config.heartbeat_timeout_s, num_engines=config.num_engines
@@ -375,6 +377,7 @@ class AsyncEngine:
             created_s=int(time.time()),
             has_chat_template=self._template.is_present,
             chat_template=self._template.source_with_tools,
+            template_variables=self._template.variables,
             response_template=self._response_template,
             added_tokens=self._tokenizer.added_tokens,
             served_adapters=self._adapters.served,

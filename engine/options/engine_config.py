@@ -44,7 +44,7 @@ from scheduler.config import (
 )
 from scheduler.messages import TimeLimits
 from scheduler.prefix_keys import JournalContent
-from worker.checkpoint.overrides import config_overrides, generation_overrides
+from worker.checkpoint.overrides import config_overrides, generation_overrides, template_kwargs
 from worker.worker_config import SpeculationConfig, WorkerConfig
 from worker.worker_errors import StartupError
 
@@ -87,6 +87,8 @@ class EngineConfig:
     """Engine processes behind one API process."""
     engine: int = 0
     """Number of this one, in the configuration that its process gets."""
+    default_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template that requests may override."""
     prefix_journal: JournalContent | None = None
     """Content of the reports on cached prefixes; None: nothing reads them."""
     kv_events: KVEventsConfig | None = None
@@ -192,6 +194,7 @@ def _engine_config(options: Options, folder: Path, name: str, speculation: Specu
         max_queued_tokens=options.max_queued_tokens,
         heartbeat_timeout_s=options.heartbeat_timeout,
         grammar_compile_timeout_s=options.grammar_compile_timeout,
+        default_template_kwargs=_overrides(template_kwargs, options.default_chat_template_kwargs),
         worker=replace(_worker_config(options, folder, limits, adapters), speculation=speculation),
         num_engines=options.data_parallel_size,
         prefix_journal=prefix_journal(options),

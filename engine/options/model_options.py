@@ -62,6 +62,13 @@ class ModelOptions:
         "sandbox.",
         open_default="the checkpoint's own",
     )
+    default_chat_template_kwargs: str | None = _model(
+        Text(metavar="JSON"),
+        "Variables of the chat template for requests that do not set them, such as "
+        '{"enable_thinking": false}. Each template has its own, so that no default fits; those that it does '
+        "not read have no effect.",
+        open_default="the template's own",
+    )
     override_generation_config: str | None = _model(
         Text(metavar="JSON"),
         'Defaults of sampling that win over generation_config.json, such as {"temperature": 0.7, "top_p": '

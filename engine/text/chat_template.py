@@ -7,6 +7,7 @@ Never: runs anything of a template (template_language.py), or tokenizes; knows a
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from engine.errors import EngineUnavailable, NoChatTemplate, RequestRejected
@@ -43,11 +44,19 @@ class NoRenderer(Exception):
 class ChatTemplate:
     """A checkpoint's chat template. `render` may be called from several threads at once, until `close`."""
 
-    def __init__(self, templates: Mapping[str, str], *, special_tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        templates: Mapping[str, str],
+        *,
+        special_tokens: Mapping[str, str],
+        default_kwargs: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         """Take templates by name: `default`, and possibly `tool_use` for requests with tools, or none.
 
-        Raises TokenizerError for one that is too long.
+        `default_kwargs` are values of their variables. Raises TokenizerError for one that is too long.
         """
+        self.variables: frozenset[str] = frozenset()
+        """Names that requests may set with an effect; none before `judge`."""
         for name, source in templates.items():
             _check_length(name, source)
         self._templates = dict(templates)
@@ -56,18 +65,25 @@ class ChatTemplate:
                 templates=self._templates,
                 special_tokens=dict(special_tokens),
                 reserved_names=NAMED_SPECIAL_TOKENS,
+                default_kwargs=dict(default_kwargs),
             )
         )
 
     @classmethod
     def load(
-        cls, folder: Path, *, special_tokens: Mapping[str, str], file: Path | None = None
+        cls,
+        folder: Path,
+        *,
+        special_tokens: Mapping[str, str],
+        file: Path | None = None,
+        default_kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> "ChatTemplate":
         """Read `file`; without it the checkpoint's template, and its template for tools.
 
         Raises TokenizerError for one that is unusable.
         """
-        return cls(_read_templates(folder, file), special_tokens=special_tokens)
+        templates = _read_templates(folder, file)
+        return cls(templates, special_tokens=special_tokens, default_kwargs=default_kwargs)
 
     @property
     def is_present(self) -> bool:
@@ -108,8 +124,8 @@ class ChatTemplate:
     ) -> str:
         """Render the prompt. See Templates.render.
 
-        Raises NoChatTemplate, or RequestRejected with the parameter at fault: `messages`,
-        `chat_template_kwargs` or `continue_final_message`; EngineUnavailable.
+        Raises NoChatTemplate, or RequestRejected with the parameter at fault: `messages` or
+        `continue_final_message`; EngineUnavailable.
         """
         if not self._templates:
             raise NoChatTemplate
@@ -132,7 +148,7 @@ class ChatTemplate:
     def _compile(self) -> str:
         """Return why it cannot be compiled, or nothing. Raises NoRenderer."""
         try:
-            return self._renderers.try_program()
+            answer = self._renderers.try_program()
         except TimeoutError:
             raise NoRenderer("it has not answered in time") from None
         except RendererEnded as error:
@@ -141,6 +157,8 @@ class ChatTemplate:
             return "compiling the chat template takes too much memory, or fails"
         except CannotRender as error:
             raise NoRenderer(str(error)) from None
+        self.variables = frozenset(answer.variables)
+        return answer.refusal
 
     def _ask(self, chat: Chat) -> Rendering:
         try:

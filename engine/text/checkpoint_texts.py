@@ -5,9 +5,11 @@ Never: parses them (tokenizer.py, chat_template.py), or reads weights (worker/lo
 """
 
 import json
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from engine.text.chat_template import ChatTemplate
@@ -71,8 +73,13 @@ def _plain_context(content: dict[str, Any]) -> int:
     return length if isinstance(length, int) and not scaled else 0
 
 
-def load_texts(config: WorkerConfig) -> CheckpointTexts:
-    """Check and load all, and begin the trial. Raises TokenizerError."""
+def load_texts(
+    config: WorkerConfig, *, default_kwargs: Mapping[str, Any] = MappingProxyType({})
+) -> CheckpointTexts:
+    """Check and load all, and begin the trial; `default_kwargs` are the template's.
+
+    Raises TokenizerError.
+    """
     folder = Path(config.model_path)
     if config.checksums_file is not None:
         try:
@@ -84,7 +91,9 @@ def load_texts(config: WorkerConfig) -> CheckpointTexts:
     try:
         with refusing(folder):
             tokenizer = Tokenizer.load(folder)
-            template = ChatTemplate.load(folder, special_tokens=tokenizer.special_tokens, file=file)
+            template = ChatTemplate.load(
+                folder, special_tokens=tokenizer.special_tokens, file=file, default_kwargs=default_kwargs
+            )
             response_template = read_response_template(folder)
     except BaseException:
         trial.close()

@@ -135,18 +135,18 @@ class Renderers:
     def pids(self) -> list[int]:
         return [each.pid for each in self._living]
 
-    def try_program(self) -> str:
-        """Start a process; return why it cannot use the templates, or nothing.
+    def try_program(self) -> Rendering:
+        """Start a process; return its answer: why it cannot use the templates, or their variables.
 
         Raises TimeoutError, RendererEnded, CannotRender.
         """
         renderer = self._start()
-        refusal = self._introduce(renderer)
-        if refusal:
+        answer = self._introduce(renderer)
+        if answer.refusal:
             self._end(renderer)
         else:
             self._put_back(renderer)
-        return refusal
+        return answer
 
     def render(self, chat: Chat, *, timeout_s: float) -> Rendering:
         """Raises TimeoutError, RendererEnded, CannotRender, UnicodeEncodeError for half a surrogate pair."""
@@ -190,7 +190,7 @@ class Renderers:
     def _start_for_a_chat(self) -> _Renderer:
         renderer = self._start()
         try:
-            refusal = self._introduce(renderer)
+            refusal = self._introduce(renderer).refusal
         except (TimeoutError, RendererEnded):
             refusal = "it does not start"
         if refusal:
@@ -209,9 +209,9 @@ class Renderers:
             self._living.add(renderer)
         return renderer
 
-    def _introduce(self, renderer: _Renderer) -> str:
+    def _introduce(self, renderer: _Renderer) -> Rendering:
         try:
-            return self._ask(renderer, self._program, _START_TIMEOUT_S).refusal
+            return self._ask(renderer, self._program, _START_TIMEOUT_S)
         except BaseException:
             self._end(renderer)
             raise

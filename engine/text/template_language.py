@@ -10,6 +10,7 @@ results are matched text for text (tests/engine/text/test_template_language.py).
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -67,14 +68,22 @@ class Templates:
         *,
         special_tokens: Mapping[str, str],
         reserved_names: Sequence[str] = (),
+        default_kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Compile templates by name: `default`, and possibly `tool_use` for requests with tools.
 
-        No request may set the `reserved_names`, or the names of special tokens. Raises BrokenTemplate.
+        No request may set the `reserved_names`, or the names of special tokens. `default_kwargs` are the
+        operator's, which hints and requests override. Raises BrokenTemplate.
         """
         self._special_tokens = dict(special_tokens)
+        self._default_kwargs = dict(default_kwargs)
         ours = frozenset({*_OUR_VARIABLES, *special_tokens, *reserved_names, *_ENVIRONMENT.globals})
         self._templates = {name: _Compiled(name, source, ours) for name, source in templates.items()}
+
+    @property
+    def variables(self) -> frozenset[str]:
+        """Names that requests may set with an effect: those that a template reads and nobody else sets."""
+        return frozenset().union(*(each.free_variables for each in self._templates.values()))
 
     def render(
         self,
@@ -87,16 +96,14 @@ class Templates:
     ) -> str:
         """Render the prompt. Messages and tools are plain JSON data; keys that are None count as absent.
 
-        The arguments of calls are JSON texts, as on the wire; the template gets objects. A hint need not be
-        read by the template; `template_kwargs` override it.
+        The arguments of calls are JSON texts, as on the wire; the template gets objects. Neither hints nor
+        `template_kwargs`, which override them, need be read by the template: then they have no effect.
 
-        Raises RequestRejected with the parameter at fault: `messages`, `chat_template_kwargs` or
-        `continue_final_message`; MemoryError.
+        Raises RequestRejected with the parameter at fault: `messages` or `continue_final_message`;
+        MemoryError.
         """
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         template = self._templates[name]
-        extra = dict(template_kwargs or {})
-        template.check_kwargs(extra)
         plain = [self._with_content(template, _plain(message)) for message in messages]
         if final is FinalMessage.CONTINUE:
             plain = _mark_final_message(plain)
@@ -104,8 +111,9 @@ class Templates:
             {
                 **self._special_tokens,
                 "documents": None,
+                **template.read(self._default_kwargs),
                 **(template_hints or {}),
-                **extra,
+                **template.read(template_kwargs or {}),
                 "messages": plain,
                 "tools": list(tools) if tools else None,
                 "add_generation_prompt": final is FinalMessage.ANSWER,
@@ -180,7 +188,7 @@ class _Compiled:
                 f"the chat template {name!r} is broken at line {error.lineno}: {error.message}"
             ) from error
         self._template = jinja2.Template.from_code(_ENVIRONMENT, code, _ENVIRONMENT.make_globals(None))
-        self._free_variables = frozenset(names.undeclared_identifiers) - ours
+        self.free_variables = frozenset(names.undeclared_identifiers) - ours
         self._takes_parts: dict[str, bool] = {}
         """Answers of takes_parts, by role."""
 
@@ -200,15 +208,9 @@ class _Compiled:
         between, second, _ = rest.partition(_TWO_TEXTS[1]["text"])
         return bool(first and second) and "text" not in between
 
-    def check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
-        """Refuse variables that the template does not read, or that the server sets."""
-        for name in kwargs:
-            if name not in self._free_variables:
-                known = ", ".join(sorted(self._free_variables)) or "nothing"
-                raise RequestRejected(
-                    f"chat_template_kwargs cannot set {name[:100]!r}; it can set, for this model: {known}",
-                    param="chat_template_kwargs",
-                )
+    def read(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The variables of these that the template reads, and that are not the server's."""
+        return {name: value for name, value in kwargs.items() if name in self.free_variables}
 
     def render(self, variables: Mapping[str, Any]) -> str:
         pieces = []

@@ -39,6 +39,8 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     special_tokens: dict[str, str]
     reserved_names: tuple[str, ...]
     """Names of special tokens, set or not, which no request may set."""
+    default_kwargs: dict[str, Any] = {}
+    """The operator's values of variables."""
 
 
 class Chat(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +62,8 @@ class Rendering(msgspec.Struct, frozen=True, kw_only=True):
     """The reason, which may be shown to clients; empty if there is none."""
     param: str = ""
     """The parameter at fault."""
+    variables: list[str] = []
+    """Names that requests may set with an effect; in the answer to a Program only."""
 
 
 class Ended(Exception):

@@ -59,11 +59,12 @@ def _serve(channel: socket.socket) -> None:
             program.templates,
             special_tokens=program.special_tokens,
             reserved_names=program.reserved_names,
+            default_kwargs=program.default_kwargs,
         )
     except BrokenTemplate as error:
         _answer(channel, Rendering(refusal=_sendable(str(error))))
         return
-    _answer(channel, Rendering())
+    _answer(channel, Rendering(variables=sorted(templates.variables)))
     while True:
         chat = receive(channel, Chat, max_bytes=_MAX_MESSAGE_BYTES, deadline_s=math.inf)
         signal.setitimer(signal.ITIMER_REAL, MAX_RENDERING_S + _ORPHAN_S)

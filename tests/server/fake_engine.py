@@ -57,6 +57,7 @@ INFO = ModelInfo(
     default_sampling={"temperature": 0.5, "top_k": 40.0},
     created_s=1_700_000_000,
     has_chat_template=True,
+    template_variables=frozenset({"known"}),
 )
 READY = Health(state=EngineState.READY, is_live=True, detail="ready", num_steps=7, progress=1.0)
 

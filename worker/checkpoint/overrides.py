@@ -1,7 +1,7 @@
 """Values that the operator sets in the place of a checkpoint's own.
 
-Owns: the reading of --override-generation-config and --hf-overrides, the keys that they may have, and the
-merge with config.json; the names that families have here.
+Owns: the reading of --override-generation-config, --default-chat-template-kwargs and --hf-overrides, the keys
+that they may have, and the merge with config.json; the names that families have here.
 Never: a key that names code, other weights or another family: that is another checkpoint.
 """
 
@@ -16,6 +16,7 @@ from worker.worker_errors import StartupError
 log = logging.getLogger(__name__)
 
 _GENERATION_FLAG, _CONFIG_FLAG = "--override-generation-config", "--hf-overrides"
+_TEMPLATE_FLAG = "--default-chat-template-kwargs"
 _FIXED = frozenset(
     {
         "auto_map",
@@ -36,6 +37,11 @@ def generation_overrides(text: str | None) -> dict[str, float]:
     values = _object(_GENERATION_FLAG, text, '{"temperature": 0.7}')
     check_sampling(_GENERATION_FLAG, values)
     return values
+
+
+def template_kwargs(text: str | None) -> dict[str, Any]:
+    """Parse defaults of the chat template's variables. Raises StartupError."""
+    return _object(_TEMPLATE_FLAG, text, '{"enable_thinking": false}')
 
 
 def config_overrides(text: str | None) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from server.api.chat.replies import ChatReply, ChatStream
 from server.api.chat.turn import prepare_turn
 from server.edge.http.edge import edge_of
 from server.edge.http.endpoint import Endpoint, documentation
+from server.edge.http.ignored import note_unread_kwargs
 from server.reply.generate.answering import new_head, new_reply_id, token_names, usage_report, whole
 from server.reply.generate.calls import read_call
 from server.reply.generate.replies import ReplyPlan
@@ -37,6 +38,7 @@ async def create_chat_completion(request: Request) -> Response:
     edge = edge_of(request)
     reply_id = new_reply_id("chatcmpl")
     body, origin = await read_call(request, ChatCompletionRequest, CHAT_REFUSALS, reply_id=reply_id)
+    note_unread_kwargs(request, body.chat_template_kwargs)
     turn = await prepare_turn(edge, body, origin)
     plan = ReplyPlan(
         head=new_head(origin, edge.engine.info),

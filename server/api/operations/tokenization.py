@@ -21,6 +21,7 @@ from server.api.chat.tool_protocol import Tools
 from server.api.chat.turn import prompt_of
 from server.edge.http.edge import Edge, edge_of
 from server.edge.http.endpoint import Endpoint, ReplyModel, documentation, json_reply
+from server.edge.http.ignored import note_unread_kwargs
 from server.edge.http.json_body import read_request
 from server.edge.refusals import unsupported
 from server.edge.wire_model import WireModel, shown_as
@@ -109,6 +110,7 @@ async def tokenize(request: Request) -> Response:
     body = await read_request(request, TokenizeRequest, TOKENIZE_REFUSALS, from_headers={})
     info = engine.info
     check_model(body.model, info)
+    note_unread_kwargs(request, body.chat_template_kwargs)
     token_ids = await _encode(edge_of(request), body)
     before = {"count": len(token_ids), "max_model_len": info.max_model_len}
     pieces = [orjson.dumps(before)[:-1] + b',"tokens":', *await _written(token_ids, _themselves)]

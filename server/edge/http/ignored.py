@@ -5,7 +5,8 @@ Never: which they are (refusals.py, and the translations of each protocol).
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from starlette.requests import Request
 
@@ -17,6 +18,13 @@ IGNORED_HEADER = "x-tokenyard-ignored"
 _MAX_NAMED = 16
 _UNFIT = re.compile(r"[^A-Za-z0-9_.-]")
 """Characters of names of the caller's own that a header or a line of the log need not bear."""
+
+
+def note_unread_kwargs(request: Request, kwargs: Mapping[str, Any] | None) -> None:
+    """Note the variables of `chat_template_kwargs` that the template does not read."""
+    if kwargs:
+        read = edge_of(request).engine.info.template_variables
+        note_ignored(request, [f"chat_template_kwargs.{name}" for name in kwargs if name not in read])
 
 
 def note_ignored(request: Request, names: Iterable[str]) -> None:

@@ -8,6 +8,7 @@ OpenAPI's int32, binary and password, and Pydantic's path.
 """
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Protocol
@@ -40,6 +41,8 @@ _OF_SCHEMAS_BY_NAME = frozenset(
     {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 )
 """Keywords whose keys are the caller's names, which may be `format`."""
+_TREE_MARKS = re.compile(r"(?m)^[ \t]*[?!]{1,2}(?=_?[a-z][a-z0-9_]*[ \t]*(?:\.[0-9]+[ \t]*)?:)")
+"""Marks before the name of a Lark rule, which shape the tree of a text and not the text."""
 _OF_VALUES = frozenset({"const", "enum", "default", "examples"})
 
 
@@ -198,7 +201,7 @@ def _of_structured_outputs(wanted: StructuredOutputs) -> WantedGrammar:
     if wanted.choice is not None:
         grammars["choice"] = choice_grammar(wanted.choice)
     if wanted.grammar is not None:
-        grammars["grammar"] = Grammar(kind=GrammarKind.LARK, text=wanted.grammar)
+        grammars["grammar"] = Grammar(kind=GrammarKind.LARK, text=_TREE_MARKS.sub("", wanted.grammar))
     if wanted.json_object:
         grammars["json_object"] = _any_object()
     if len(grammars) != 1:

@@ -82,10 +82,6 @@ def test_a_refusal_names_the_parameter_and_the_process_goes_on(make: Make) -> No
     with pytest.raises(RequestRejected, match="roles must alternate") as caught:
         template.render([QUESTION, QUESTION])
     assert caught.value.param == "messages"
-    for name in ("messages", "bos_token", "unheard_of"):
-        with pytest.raises(RequestRejected, match="it can set, for this model: mood") as caught:
-            template.render([QUESTION], template_kwargs={name: "x"})
-        assert caught.value.param == "chat_template_kwargs"
     (pid,) = template.renderer_pids
     assert template.render([QUESTION], template_kwargs={"mood": "good"}) == "good"
     assert template.renderer_pids == [pid]
@@ -436,3 +432,21 @@ def test_nothing_is_computed_before_a_chat_asks_for_it(make: Make, expensive: st
     template = make("{% if messages[0].content != 'hi' %}" + expensive + "{% endif %}" + ALL_OF_IT)
     template.judge()
     assert template.render([QUESTION]) == "hi"
+
+
+def test_the_variables_that_requests_may_set_are_known_from_the_start(make: Make) -> None:
+    template = make({"default": "{{ mood }}{{ bos_token }}{{ messages }}", "tool_use": "{{ effort }}"})
+    assert template.variables == frozenset()
+    template.judge()
+    assert template.variables == {"mood", "effort"}
+
+
+def test_defaults_of_variables_reach_the_process_that_renders() -> None:
+    template = ChatTemplate(
+        {"default": "{{ mood }}"}, special_tokens={}, default_kwargs={"mood": ["good"], "unheard_of": 1}
+    )
+    try:
+        assert template.render([QUESTION]) == "['good']"
+        assert template.render([QUESTION], template_kwargs={"mood": "bad"}) == "bad"
+    finally:
+        template.close()

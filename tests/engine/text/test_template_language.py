@@ -307,10 +307,21 @@ def test_a_template_argument_reaches_the_template() -> None:
     ],
 )
 def test_a_template_argument_never_replaces_our_own(name) -> None:
-    source = CHATML + LLAMA_3 + "{{ range(1) }}"
-    with pytest.raises(RequestRejected, match="enable_thinking") as caught:
-        ours(source).render([QUESTION], template_kwargs={name: "x"})
-    assert caught.value.param == "chat_template_kwargs"
+    templates = ours(CHATML + LLAMA_3 + "{{ range(1) }}")
+    plain = templates.render([QUESTION])
+    assert templates.render([QUESTION], template_kwargs={name: "x"}) == plain
+    assert name not in templates.variables
+    assert "enable_thinking" in templates.variables
+
+
+def test_the_operators_values_give_way_to_hints_and_these_to_the_requests() -> None:
+    templates = Templates(
+        {"default": "{{ a }}{{ b }}{{ c }}{{ d is defined }}{% set d = 1 %}"},
+        special_tokens={},
+        default_kwargs={"a": 1, "b": 1, "c": 1, "messages": 1},
+    )
+    rendered = templates.render([QUESTION], template_hints={"b": 2, "c": 2}, template_kwargs={"c": 3})
+    assert rendered == "123False"
 
 
 def test_the_templates_own_refusal_reaches_the_caller() -> None:

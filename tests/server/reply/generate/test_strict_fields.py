@@ -66,6 +66,16 @@ HINTS = [
     ("/v1/chat/completions", {"messages": [MESSAGE], "store": True}, "store"),
     ("/v1/chat/completions", {"messages": [MESSAGE], "verbosity": "low"}, "verbosity"),
     ("/v1/completions", {"prompt": "x", "service_tier": "flex"}, "service_tier"),
+    (
+        "/v1/chat/completions",
+        {"messages": [MESSAGE], "chat_template_kwargs": {"known": 1, "mood": 1}},
+        "chat_template_kwargs.mood",
+    ),
+    (
+        "/tokenize",
+        {"messages": [MESSAGE], "chat_template_kwargs": {"mood": 1}},
+        "chat_template_kwargs.mood",
+    ),
     ("/v1/responses", {"input": "x", "text": {"verbosity": "low"}}, "text.verbosity"),
     (
         "/v1/responses",

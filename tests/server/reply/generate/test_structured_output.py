@@ -185,3 +185,17 @@ async def test_a_grammar_is_tried_for_all_choices_that_will_need_it(client, engi
     reply = await client.post(path, json=body | of_outputs(regex="a+") | {"max_tokens": 2})
     assert reply.status_code == 200
     assert engine.grammar_choices == [num_choices]
+
+
+@pytest.mark.parametrize(
+    ("grammar", "compiled"),
+    [
+        ('?start: value\n!value.2: "a"\n  ?!_x : "b"', 'start: value\nvalue.2: "a"\n_x : "b"'),
+        ('start: "a"\n? "b"', 'start: "a"\n? "b"'),
+        ('start: "x"?\n!TERMINAL: "b"', 'start: "x"?\n!TERMINAL: "b"'),
+    ],
+)
+async def test_marks_of_a_lark_rule_that_shape_its_tree_alone_are_left_out(client, engine, grammar, compiled):
+    reply = await client.post("/v1/completions", json={"prompt": "x", **of_outputs(grammar=grammar)})
+    assert reply.status_code == 200, reply.text
+    assert engine.requests[-1].params.grammar.text == compiled
