@@ -8,9 +8,9 @@ Never: anything about one endpoint: its own module says that (server/edge/http/e
 from collections.abc import Iterable
 
 from server.api.anthropic import messages as anthropic_messages
+from server.api.batches import batch_routes, file_routes
 from server.api.chat import chat
 from server.api.completions import completions
-from server.api.files import batch_routes, file_routes
 from server.api.ollama import endpoints as ollama_endpoints
 from server.api.operations import admin, models, ops, tokenization
 from server.api.pooling import endpoints as pooling_endpoints

@@ -96,7 +96,7 @@ READS_TIME_OF_DAY = {
         "server/edge/http/request_log.py",
         "server/api/ollama/endpoints.py",
     ),
-    *("server/api/responses/making.py", "server/api/responses/responses.py", "server/api/files/access.py"),
+    *("server/api/responses/making.py", "server/api/responses/responses.py", "server/api/batches/access.py"),
 }
 TIMES_OF_DAY = {
     ("time", "time"),

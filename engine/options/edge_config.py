@@ -96,8 +96,8 @@ class EdgeOptions:
     )
     state_max_size: int = _replies(
         Bytes(low=2**20, high=2**44),
-        "Uploads are refused when all files in the state folder would be larger together. Answers of batches "
-        "under way are kept all the same.",
+        "Uploads and new batches are refused while all that is kept in the state folder is larger. Answers "
+        "of batches under way are kept, for each key so many bytes.",
         default=4 * 2**30,
     )
     page: str | None = _address(

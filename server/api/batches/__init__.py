@@ -1,4 +1,4 @@
-"""The requests of a batch: their lines, their sending, and the batches of a running server (API process).
+"""Files and batches, which outlive the process: /v1/files, /v1/batches, and the work on them (API process).
 
-Never: a command line (server/command/batch/), or a route (server/api/files/).
+Never: a command line (server/command/batch/).
 """

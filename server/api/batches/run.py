@@ -6,14 +6,14 @@ Never: files (files.py), the bar, or the choice of a server here or elsewhere (c
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import orjson
 
-from server.api.batches.files import BatchRequest, LineFault, answer_line, fault_line
+from server.api.batches.lines import BatchRequest, LineFault, answer_line, as_one_line, fault_line
 from server.edge.http.http_client import ExchangeFailed, Reply
 
 _WAIT_STATUSES = frozenset({429, 503})
@@ -90,19 +90,16 @@ class BatchRun:
 
         Every request ends with one line. Cancelled, it leaves no half line.
         """
-        places = asyncio.Semaphore(self.concurrency)
-        async with failing_together() as group:
+        async with some_at_a_time(self.concurrency) as begin:
             for request in requests:
-                await places.acquire()
-                task = group.create_task(self._answer(request, paths))
-                task.add_done_callback(lambda _: places.release())
+                await begin(self._answer(request, paths))
 
     async def _answer(self, request: BatchRequest, paths: frozenset[str]) -> None:
         reply = None
         try:
             request.check_url(paths)
             reply = await self.send(request.url, request.encoded())
-            line = answer_line(request.custom_id, reply)
+            line = answer_line(request.custom_id, as_one_line(reply))
         except LineFault as fault:
             line = fault_line(request.custom_id, str(fault))
         self.write(line)
@@ -123,7 +120,7 @@ class BatchRun:
                 if clock() + wait_s > give_up_s:
                     raise ServerLost(str(last)) from None
             else:
-                if not _helps_to_retry(reply):
+                if not helps_to_retry(reply):
                     return reply
                 wait_s = _wait_s(reply, num_tries)
                 if clock() + wait_s > give_up_s:
@@ -132,17 +129,23 @@ class BatchRun:
             await asyncio.sleep(wait_s)
 
 
-def _helps_to_retry(reply: Reply) -> bool:
+def helps_to_retry(reply: Reply) -> bool:
     return reply.status in _WAIT_STATUSES or reply.headers.get("x-should-retry") == "true"
+
+
+def asked_wait_s(reply: Reply) -> float | None:
+    """Seconds that the server asks to wait, within _LONGEST_WAIT_S; None if it does not say."""
+    for header, unit_s in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
+        text = reply.headers.get(header, "")
+        if text.isascii() and text.isdigit() and len(text) < 16:
+            return min(int(text) * unit_s, _LONGEST_WAIT_S)
+    return None
 
 
 def _wait_s(reply: Reply, num_tries: int) -> float:
     """The wait that the server asks for, and some more, so that refused requests do not return together."""
-    for header, unit_s in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
-        text = reply.headers.get(header, "")
-        if text.isascii() and text.isdigit():
-            return min(int(text) * unit_s, _LONGEST_WAIT_S) * random.uniform(1.0, 1.25)
-    return _backoff_s(num_tries)
+    asked_s = asked_wait_s(reply)
+    return _backoff_s(num_tries) if asked_s is None else asked_s * random.uniform(1.0, 1.25)
 
 
 def _backoff_s(num_tries: int) -> float:
@@ -150,10 +153,23 @@ def _backoff_s(num_tries: int) -> float:
 
 
 @asynccontextmanager
-async def failing_together() -> AsyncIterator[asyncio.TaskGroup]:
-    """A task group that raises the first error itself rather than a group of errors."""
+async def some_at_a_time(most: int) -> AsyncIterator[Callable[[Coroutine[Any, Any, None]], Awaitable[None]]]:
+    """Open a function that begins work once less than `most` is under way; the end waits for all.
+
+    The first error of any is raised itself, rather than a group of errors, and ends the others.
+    """
+    places = asyncio.Semaphore(most)
     try:
         async with asyncio.TaskGroup() as group:
-            yield group
+
+            async def begin(work: Coroutine[Any, Any, None]) -> None:
+                try:
+                    await places.acquire()
+                except BaseException:
+                    work.close()
+                    raise
+                group.create_task(work).add_done_callback(lambda _: places.release())
+
+            yield begin
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None

@@ -8,7 +8,7 @@ Never: HTTP, the store of responses at their end (store.py), or the disk (kept_r
 import asyncio
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -18,6 +18,7 @@ from typing import Any
 from engine.errors import DeadlineExceeded, EngineUnavailable, Overloaded
 from engine.logs.lines import fields
 from engine.types import GenerationRequest
+from server.api.batches.places import FairPlaces
 from server.api.responses.event_log import EventLog
 from server.api.responses.events import ResponseStream
 from server.api.responses.making import Making, ResponseTask, begin_making
@@ -31,7 +32,6 @@ MAX_UNDER_WAY_OF_OWNER = 100
 _MAX_LOGS = 2 * MAX_UNDER_WAY
 _PLACES = 8
 _RETRY_AFTER_S = 5.0
-_PAUSE_S = 1.0
 _GIVE_UP_S = 24 * 3600.0
 _KEPT_WITHIN_S = 2.0
 """Seconds that a cancelling client waits for the disk."""
@@ -70,17 +70,17 @@ class BackgroundResponses:
         self._works: dict[str, Work] = {}
         self._logs: OrderedDict[str, EventLog] = OrderedDict()
         self._num_event_bytes = 0
-        self._places = asyncio.Semaphore(_PLACES)
-
-    def set_places(self, num_places: int) -> None:
-        """Bound the responses that the engine holds at once; for those that begin after it."""
-        self._places = asyncio.Semaphore(num_places)
+        self.places = FairPlaces(_PLACES)
+        """For responses that the engine holds, and lines of batches."""
 
     def require_place(self, owner: str) -> None:
-        """Raise TooManyOfOneKey if this owner, or the server, has too many under way."""
-        num_of_owner = sum(work.owner == owner for work in self._works.values())
-        if num_of_owner >= MAX_UNDER_WAY_OF_OWNER or len(self._works) >= MAX_UNDER_WAY:
-            raise TooManyOfOneKey(limit=MAX_UNDER_WAY_OF_OWNER, retry_after_s=_RETRY_AFTER_S)
+        """Raise TooManyOfOneKey if this owner has too many under way, or its part of what all may have."""
+        of_owner = Counter(work.owner for work in self._works.values())
+        limit = MAX_UNDER_WAY_OF_OWNER
+        if len(self._works) >= MAX_UNDER_WAY:
+            limit = min(limit, max(1, MAX_UNDER_WAY // len({*of_owner, owner})))
+        if of_owner[owner] >= limit:
+            raise TooManyOfOneKey(limit=limit, retry_after_s=_RETRY_AFTER_S)
 
     def begin(self, response_id: str, work: Work) -> None:
         """Make a response, in its turn."""
@@ -150,8 +150,7 @@ class BackgroundResponses:
     async def _end_of(self, response_id: str, work: Work) -> list[dict[str, Any]]:
         """Generate; return the events of the end, which are read only once the response is kept."""
         try:
-            async with self._places:
-                last = await self._generate(work)
+            last = await self._generate(work)
         except asyncio.CancelledError:
             if not work.is_cancelled:  # the server ends
                 raise
@@ -177,20 +176,21 @@ class BackgroundResponses:
         while True:
             request: GenerationRequest | None = None
             try:
-                making = work.making or await begin_making(self._edge, work.task)
-                reply, request = making.reply, making.request
-                work.reply = reply
-                async with aclosing(self._edge.engine.generate_all([request])) as outputs:
-                    async for place, output in outputs:
-                        self._add(work, reply.update(place, output))
-                        work.response = reply.response
+                async with self.places.held_by(work.owner):
+                    making = work.making or await begin_making(self._edge, work.task)
+                    reply, request = making.reply, making.request
+                    work.reply = reply
+                    async with aclosing(self._edge.engine.generate_all([request])) as outputs:
+                        async for place, output in outputs:
+                            self._add(work, reply.update(place, output))
+                            work.response = reply.response
                 return reply.finish()
             except (Overloaded, EngineUnavailable, DeadlineExceeded, RateLimited) as error:
                 has_begun = work.reply is not None and work.reply.has_begun
                 is_late = time.monotonic() - work.began_s > _GIVE_UP_S
                 if has_begun or is_late or (isinstance(error, DeadlineExceeded) and _has_limits(request)):
                     raise
-                await asyncio.sleep(getattr(error, "retry_after_s", _PAUSE_S))
+                self.places.rest(work.owner, getattr(error, "retry_after_s", 0.0))
 
     def _add(self, work: Work, events: list[dict[str, Any]]) -> None:
         if work.events is None or not events:

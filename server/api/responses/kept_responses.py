@@ -2,7 +2,7 @@
 
 Owns: the written form of a request, from which it can be made again, and what a start does with each:
 one at its end is stored again, one under way is made again, and one that was streamed has failed.
-Never: the tables (server/api/files/store.py), or the making (background.py).
+Never: the tables (server/api/batches/store.py), or the making (background.py).
 """
 
 import logging
@@ -13,8 +13,8 @@ from typing import Any, cast
 import orjson
 from fastapi import FastAPI
 
-from server.api.files.access import StateAccess, unix_time_s
-from server.api.files.store import ResponseBounds, ResponseRow
+from server.api.batches.access import StateAccess, settled_time_s
+from server.api.batches.store import ResponseBounds, ResponseRow
 from server.api.responses.background import BackgroundResponses, Work
 from server.api.responses.making import ResponseTask, stored_response
 from server.api.responses.protocol import InputItem, ResponsesRequest
@@ -62,7 +62,7 @@ class KeptResponses:
             id=response["id"],
             owner=owner,
             is_open=True,
-            changed_s=unix_time_s(),
+            changed_s=settled_time_s(),
             request=_written(task),
             body=orjson.dumps(response),
         )
@@ -77,7 +77,7 @@ class KeptResponses:
             if self._desk.is_open:
                 await self._desk.keep(
                     lambda rows: rows.end_response(
-                        response["id"], stored.body, self._bounds, now_s=unix_time_s()
+                        response["id"], stored.body, self._bounds, now_s=settled_time_s()
                     )
                 )
 

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.journal import Journal
-from server.api.files.access import owner_of
+from server.api.batches.access import owner_of
 from server.api.responses.background import Work
 from server.api.responses.event_log import EventLog, LoggedEvents
 from server.api.responses.events import ResponseFraming

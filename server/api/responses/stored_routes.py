@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.errors import RequestRejected
-from server.api.files.access import add_state_access, owner_of
+from server.api.batches.access import add_state_access, owner_of
 from server.api.responses.background import BackgroundResponses, Work
 from server.api.responses.event_log import LoggedEvents
 from server.api.responses.input_items import MAX_PAGE_ITEMS, page_of, page_request

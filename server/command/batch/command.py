@@ -23,7 +23,7 @@ from engine.options.edge_config import EdgeOptions
 from engine.options.engine_config import EngineConfig, ServerConfig, resolve
 from engine.options.options import OptionError
 from engine.options.sources import Source, merge, read_sources, source_of
-from server.api.batches.files import BatchFileError, InputFile, OutputFile, check_input, open_output
+from server.api.batches.lines import BatchFileError, InputFile, OutputFile, check_input, open_output
 from server.api.batches.run import BatchRun, Client, Counts, ServerLost
 from server.command.command_line import OptionParser
 from server.edge.http.http_client import ExchangeFailed, Reply, Target, fetch, key_from_environment

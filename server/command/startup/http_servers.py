@@ -15,7 +15,7 @@ from fastapi import FastAPI
 
 from engine.frontend.client import AsyncEngine
 from engine.options.engine_config import EngineConfig
-from server.api.files.access import StateAccess
+from server.api.batches.access import StateAccess
 from server.edge.access.credentials import LiveTls
 from server.edge.http.connections import ClientConnection
 from server.edge.http.edge import Edge

@@ -102,7 +102,7 @@ async def _texts_are_tried(engine: AsyncEngine, signals: Signals) -> bool:
 def _check_state(config: ServerConfig) -> None:
     """Open the folder of files and batches once before there is an engine process. Raises OptionError."""
     if config.edge.state_folder is not None:
-        from server.api.files.store import open_store  # not at the top: few have one
+        from server.api.batches.store import open_store  # not at the top: few have one
 
         open_store(config.edge.state_folder, max_bytes=config.edge.state_max_bytes).close()
 

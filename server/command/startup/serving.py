@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from engine.frontend.client import AsyncEngine
 from engine.options.engine_config import EngineConfig, ServerConfig
 from engine.processes.garbage import keep_what_is_loaded
-from server.api.files.access import StateAccess
+from server.api.batches.access import StateAccess
 from server.app import build_admin_app, build_app
 from server.command.startup.banner import Announcement
 from server.command.startup.http_servers import administer, http_server, start_health

@@ -9,9 +9,9 @@ import asyncio
 from fastapi import FastAPI
 
 from engine.options.engine_config import EngineConfig
+from server.api.batches.access import StateAccess
 from server.api.batches.app_client import AppClient
 from server.api.batches.queue import BatchQueue
-from server.api.files.access import StateAccess
 from server.api.responses.background import BackgroundResponses
 from server.api.responses.kept_responses import go_on
 from server.edge.http.edge import Edge
@@ -24,7 +24,7 @@ async def work_unwatched(app: FastAPI, config: EngineConfig, stopping: asyncio.E
     yields = config.scheduler.policy.value == "priority"
     num_places = num_seqs if yields else max(1, num_seqs // 4)
     background: BackgroundResponses = app.state.background
-    background.set_places(num_places)
+    background.places.num_places = num_places
     desk: StateAccess = app.state.desk
     if not desk.is_open:
         return
@@ -32,7 +32,7 @@ async def work_unwatched(app: FastAPI, config: EngineConfig, stopping: asyncio.E
     queue = BatchQueue(
         desk,
         lambda owner: AppClient(app, owner=owner),
-        concurrency=num_places,
+        background.places,
         count_fault=edge.metrics.count_background_fault,
     )
     # Neither ends by a fault: each takes what goes wrong with one batch or response as the end of that.

@@ -4,7 +4,7 @@ Owns: the order and the size of its parts. Never: their contents.
 """
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -18,35 +18,48 @@ def reply_of(
     pieces: Sequence[bytes], headers: Mapping[str, str] | None = None, *, media_type: str = _JSON
 ) -> Response:
     """Return the reply whose body is these pieces, one behind the other."""
-    if sum(map(len, pieces)) <= SENT_AT_ONCE:
+    num_bytes = sum(map(len, pieces))
+    if num_bytes <= SENT_AT_ONCE:
         return Response(b"".join(pieces), headers=headers, media_type=media_type)
-    return _LongReply(pieces, headers or {}, media_type)
+    return LongReply(_each(pieces), num_bytes, headers, media_type=media_type)
 
 
-class _LongReply(Response):
+async def _each(pieces: Sequence[bytes]) -> AsyncIterator[bytes]:
+    for piece in pieces:
+        yield piece
+
+
+class LongReply(Response):
     """A reply that is sent part by part, with a turn of the event loop after each.
 
     A socket takes tens of MiB in one call, which would hold the event loop for all that time; and so would
     a copy of all pieces into one.
     """
 
-    def __init__(self, pieces: Sequence[bytes], headers: Mapping[str, str], media_type: str) -> None:
-        length = str(sum(map(len, pieces)))
-        super().__init__(headers={**headers, "content-length": length}, media_type=media_type)
+    def __init__(
+        self,
+        pieces: AsyncIterator[bytes],
+        num_bytes: int,
+        headers: Mapping[str, str] | None = None,
+        *,
+        media_type: str = _JSON,
+    ) -> None:
+        """`num_bytes`: of all pieces together."""
+        super().__init__(headers={**(headers or {}), "content-length": str(num_bytes)}, media_type=media_type)
         self._pieces = pieces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 -- ASGI
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        for part in _parts(self._pieces):
+        async for part in _parts(self._pieces):
             await send({"type": "http.response.body", "body": part, "more_body": True})
             await asyncio.sleep(0)
         await send({"type": "http.response.body", "body": b""})
 
 
-def _parts(pieces: Sequence[bytes]) -> Iterator[bytes]:
+async def _parts(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """Divide the pieces into parts of SENT_AT_ONCE bytes, one for each turn of the event loop."""
     gathered = bytearray()
-    for piece in pieces:
+    async for piece in pieces:
         for start in range(0, len(piece), SENT_AT_ONCE):
             gathered += piece[start : start + SENT_AT_ONCE]
             while len(gathered) >= SENT_AT_ONCE:

@@ -174,6 +174,37 @@ async def test_it_is_there_only_for_the_key_that_made_it_and_each_key_has_a_boun
         assert (await client.get(place, headers=mine)).json()["status"] in ("queued", "in_progress")
 
 
+async def test_a_response_of_another_key_has_the_next_place(engine):
+    engine.stall_after = 1
+    many, one = ({"authorization": f"Bearer {name}"} for name in ("many", "one"))
+    app = build_app(engine, Settings(api_keys=("many", "one")))
+    app.state.background.places.num_places = 2
+    async with connect(app) as client:
+        body = {"input": "many", "background": True}
+        ids = [(await client.post(PATH, json=body, headers=many)).json()["id"] for _ in range(6)]
+        await client.post(PATH, json=body | {"input": "one"}, headers=one)
+        await eventually(lambda: engine.num_running == 2)
+        await client.post(f"{PATH}/{ids[0]}/cancel", headers=many)
+        await eventually(lambda: len(engine.requests) == 3)
+        assert [message["content"] for message in engine.chats[-1][0]] == ["one"]
+        await app.state.background.close()
+
+
+async def test_all_places_under_way_are_divided_among_the_keys_that_ask(engine, monkeypatch):
+    monkeypatch.setattr("server.api.responses.background.MAX_UNDER_WAY", 4)
+    engine.stall_after = 1
+    many, one = ({"authorization": f"Bearer {name}"} for name in ("many", "one"))
+    app = build_app(engine, Settings(api_keys=("many", "one")))
+    async with connect(app) as client:
+        body = {"input": "hi", "background": True}
+        replies = [await client.post(PATH, json=body, headers=many) for _ in range(5)]
+        assert [reply.status_code for reply in replies] == [200] * 4 + [429]
+        replies = [await client.post(PATH, json=body, headers=one) for _ in range(3)]
+        assert [reply.status_code for reply in replies] == [200, 200, 429]
+        assert "may have 2 requests" in replies[-1].text
+        await app.state.background.close()
+
+
 async def test_what_cannot_be_followed_says_why(client, engine):
     error = await refused(client, background=True, store=False)
     assert error["param"] == "background"
@@ -212,7 +243,7 @@ def with_folder(engine, tmp_path):
     apps = []
 
     def make():
-        edge = dataclasses.replace(EDGE, state_folder=str(tmp_path / "state"), state_max_bytes=4096)
+        edge = dataclasses.replace(EDGE, state_folder=str(tmp_path / "state"), state_max_bytes=2**20)
         engine.metrics = FakeMetrics()
         apps.append(build_app(engine, Settings(edge=edge)))
         return apps[-1]
@@ -267,7 +298,7 @@ async def test_after_a_restart_what_was_in_line_is_made_and_what_had_its_end_is_
 
 async def test_responses_on_disk_are_bounded_by_number(engine, tmp_path, monkeypatch):
     monkeypatch.setattr("server.api.responses.kept_responses.MAX_RESPONSES", 2)
-    edge = dataclasses.replace(EDGE, state_folder=str(tmp_path / "state"), state_max_bytes=4096)
+    edge = dataclasses.replace(EDGE, state_folder=str(tmp_path / "state"), state_max_bytes=2**20)
     app = build_app(engine, Settings(edge=edge))
     async with connect(app) as client:
         ids = []

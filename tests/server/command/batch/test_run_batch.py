@@ -13,7 +13,7 @@ from engine.errors import Overloaded, RequestFailed
 from engine.options.options import OptionError
 from engine.processes.engine_processes import GaveUp
 from engine.types import FinishReason
-from server.api.batches.files import BatchFileError, BatchRequest, LineFault, check_input, open_output
+from server.api.batches.lines import BatchFileError, BatchRequest, LineFault, check_input, open_output
 from server.api.batches.run import BatchRun, ServerLost
 from server.app import build_app
 from server.command.batch import command as cli

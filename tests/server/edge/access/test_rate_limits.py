@@ -10,6 +10,7 @@ import pytest
 
 from engine.errors import RequestRejected
 from server.api.batches.app_client import AppClient
+from server.api.batches.places import FairPlaces
 from server.api.batches.queue import BatchQueue
 from server.app import build_app
 from server.edge.access.key_ring import KeyRing
@@ -135,7 +136,7 @@ async def test_a_response_in_the_background_counts_once(engine):
 
 
 async def test_lines_of_a_batch_count_once_and_leave_half_to_clients(engine, tmp_path, clock):
-    edge = dataclasses.replace(EDGE, state_folder=str(tmp_path / "state"), state_max_bytes=4096)
+    edge = dataclasses.replace(EDGE, state_folder=str(tmp_path / "state"), state_max_bytes=2**20)
     keys = KeyRing([key("a", **limited(requests=4, tokens=1000))])
     app = build_app(engine, Settings(edge=edge), keys=keys)
     lines = [
@@ -158,7 +159,7 @@ async def test_lines_of_a_batch_count_once_and_leave_half_to_clients(engine, tmp
             "completion_window": "24h",
         }
         assert (await client.post("/v1/batches", json=body, headers=as_key("a"))).status_code == 200
-        queue = BatchQueue(app.state.desk, lambda owner: AppClient(app, owner=owner), concurrency=4)
+        queue = BatchQueue(app.state.desk, lambda owner: AppClient(app, owner=owner), FairPlaces(4))
         working = asyncio.create_task(queue.run())
         await eventually(lambda: len(engine.requests) == 2)
         await asyncio.sleep(0.05)

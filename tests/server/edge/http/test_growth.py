@@ -12,7 +12,7 @@ import h11
 import pytest
 
 from engine.errors import RequestRejected
-from server.api.files.multipart import read_form
+from server.api.batches.multipart import read_form
 from server.app import build_app
 from server.edge.error_replies import UnsupportedMediaType
 from server.edge.http.strict_http import StrictConnection, plain_head

@@ -1,16 +1,15 @@
-"""Files, batches and responses of the background in one SQLite database, in the folder of --state-folder.
+"""Files, batches and responses of the background, in the folder of --state-folder.
 
-Owns: the tables, the owner of each row (the key that made it), and that an answer is kept once.
-Never: a clock of its own, HTTP, or the sending of requests.
+Owns: the owner of each row (the key that made it), that an answer is kept once, and when rows are deleted.
+Never: the tables (database.py), a clock of its own, HTTP, or the sending of requests.
 
-Every method is one transaction and blocks: callers of the event loop use a thread.
+Every method is one transaction and blocks: callers of the event loop use a thread. A file lies in pieces: of
+an upload some lines each, of a batch's output one answer each, so that neither is ever whole in memory.
 """
 
 import secrets
 import sqlite3
-import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,36 +17,26 @@ from typing import Any
 import orjson
 
 from engine.options.declaration import OptionError
+from server.api.batches.database import Database, StorageFull
 
 MAX_FILES_OF_OWNER = 1000
 MAX_OPEN_BATCHES_OF_OWNER = 100
-_DATABASE = "tokenyard.sqlite"
-_LOCK_WAIT_S = 10.0
-_NO_ROOM = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR})
-"""Kinds of SQLite's errors when a write fails; a limit of the file's size gives the second."""
+MAX_BATCHES_OF_OWNER = 1000
+TTL_S = 30 * 24 * 3600
+"""Age at which files, and batches that have ended, are deleted."""
+PIECE_BYTES = 256 * 1024
 OPEN_STATUSES = ("validating", "in_progress", "cancelling")
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS files (
-    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, owner TEXT NOT NULL,
-    filename TEXT NOT NULL, purpose TEXT NOT NULL, created_at INTEGER NOT NULL, content BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS batches (
-    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, owner TEXT NOT NULL,
-    status TEXT NOT NULL, body BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS answers (
-    batch TEXT NOT NULL, line INTEGER NOT NULL, is_error INTEGER NOT NULL, answer BLOB NOT NULL,
-    PRIMARY KEY (batch, line)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS responses (
-    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, owner TEXT NOT NULL,
-    is_open INTEGER NOT NULL, changed_at INTEGER NOT NULL, request BLOB NOT NULL, body BLOB NOT NULL);
-"""
+_OPEN = f"status IN {OPEN_STATUSES}"
+_INPUT, _EXPIRES, _CREATED = (  # of a batch that can be read
+    f"iif(json_valid(CAST(body AS TEXT)), json_extract(CAST(body AS TEXT), '$.{name}'), 0)"
+    for name in ("input_file_id", "expires_at", "created_at")
+)
+FilePart = list[tuple[int, bytes]]
+"""Pieces of a file, one behind the other, each with the number of its first line."""
 
 
-class StorageFull(Exception):
-    """There is no room for a file or a batch of this owner; the text says why."""
-
-
-STORAGE_FAULTS = (StorageFull, sqlite3.OperationalError, OSError)
-"""Errors of the disk, or of another process that holds the database: all that has to be kept waits."""
+class OwnerFull(Exception):
+    """The files of an owner fill all that is allowed for all; the text says so."""
 
 
 class FileInUse(Exception):
@@ -59,9 +48,29 @@ class NewFile:
     """A file before it has an id."""
 
     filename: str
-    purpose: str
     created_s: int
     content: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenBatch:
+    """A batch under way."""
+
+    owner: str
+    id: str
+    expires_s: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A line of the output of a batch."""
+
+    owner: str
+    batch_id: str
+    line: int
+    content: bytes
+    is_error: bool
+    now_s: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,62 +108,43 @@ class ResponseBounds:
 def open_store(folder: str, *, max_bytes: int) -> "StateStore":
     """Open the database in a folder, or make it. Raises OptionError if the folder cannot be used."""
     try:
-        return StateStore(Path(folder), max_bytes=max_bytes)
+        return StateStore(Database(Path(folder)), max_bytes=max_bytes)
     except Exception as error:
         fix = "name a folder that this user may write"
         raise OptionError(f"--state-folder {folder}", f"it cannot be used ({error})", fix) from error
 
 
 class StateStore:
-    """One connection, used by one thread at a time."""
+    """One connection, used by one thread at a time, and by this process alone."""
 
-    def __init__(self, folder: Path, *, max_bytes: int) -> None:
-        """Raises OSError or sqlite3.Error if the folder cannot be used."""
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    def __init__(self, database: Database, *, max_bytes: int) -> None:
+        self._database = database
+        self._transaction = database.transaction
         self._max_bytes = max_bytes
-        self._lock = threading.Lock()
-        self._connection = sqlite3.connect(
-            folder / _DATABASE, check_same_thread=False, timeout=_LOCK_WAIT_S, isolation_level=None
-        )
-        self._connection.execute("PRAGMA journal_mode=WAL")
-        self._connection.execute("PRAGMA synchronous=FULL")
-        self._connection.executescript(_SCHEMA)
 
     def close(self) -> None:
-        with self._lock:
-            self._connection.close()
-
-    @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Run one transaction, whole or not at all. Raises StorageFull if the disk is full."""
-        with self._lock:
-            try:
-                self._connection.execute("BEGIN IMMEDIATE")
-                yield self._connection
-                self._connection.execute("COMMIT")
-            except sqlite3.OperationalError as error:
-                if error.sqlite_errorcode & 0xFF in _NO_ROOM:
-                    raise StorageFull(
-                        "the disk of this server has no room for it; try again later"
-                    ) from error
-                raise
-            finally:
-                # Also a COMMIT may fail, and SQLite may have rolled back by itself.
-                if self._connection.in_transaction:
-                    self._connection.execute("ROLLBACK")
+        self._database.close()
 
     # Files.
 
     def add_file(self, owner: str, file: NewFile) -> dict[str, Any]:
         """Keep a file of a client. Raises StorageFull."""
+        file_id = f"file-{secrets.token_hex(16)}"
         with self._transaction() as database:
             (num_files,) = database.execute("SELECT count(*) FROM files WHERE owner = ?", (owner,)).fetchone()
             if num_files >= MAX_FILES_OF_OWNER:
                 raise StorageFull(f"there are {num_files} files already; delete some")
-            (num_bytes,) = database.execute("SELECT total(length(content)) FROM files").fetchone()
-            if num_bytes + len(file.content) > self._max_bytes:
-                raise StorageFull(f"all files together may have {self._max_bytes} bytes; delete some")
-            return _add_file(database, owner, file)
+            self._require_room(len(file.content))
+            database.execute(
+                "INSERT INTO files (id, owner, filename, purpose, created_at, num_bytes)"
+                " VALUES (?, ?, ?, 'batch', ?, ?)",
+                (file_id, owner, file.filename, file.created_s, len(file.content)),
+            )
+            database.executemany(
+                "INSERT INTO pieces VALUES (?, ?, ?)",
+                ((file_id, line, content) for line, content in _pieces(file.content)),
+            )
+        return _file_body((file_id, file.filename, "batch", file.created_s, len(file.content)))
 
     def file(self, owner: str, file_id: str) -> dict[str, Any] | None:
         """Return the description of a file; None if there is none of this owner."""
@@ -172,39 +162,66 @@ class StateStore:
             ).fetchall()
         return [_file_body(row) for row in rows]
 
-    def content(self, owner: str, file_id: str) -> bytes | None:
-        """Return the bytes of a file; None if there is none of this owner."""
+    def part(self, file_id: str, after: int) -> FilePart:
+        """Return pieces of a file behind the one of line `after`, PIECE_BYTES or one; none at the end."""
+        part: FilePart = []
+        num_bytes = 0
         with self._transaction() as database:
-            row = database.execute(
-                "SELECT content FROM files WHERE owner = ? AND id = ?", (owner, file_id)
-            ).fetchone()
-        return None if row is None else row[0]
+            for line, content in database.execute(
+                "SELECT line, content FROM pieces WHERE file = ? AND line > ? ORDER BY line", (file_id, after)
+            ):
+                num_bytes += len(content)
+                if part and num_bytes > PIECE_BYTES:
+                    break
+                part.append((line, content))
+        return part
 
     def delete_file(self, owner: str, file_id: str) -> bool:
         """Delete a file; False if there is none of this owner. Raises FileInUse."""
         with self._transaction() as database:
-            rows = database.execute(
-                "SELECT body FROM batches WHERE owner = ? AND status IN (?, ?, ?)", (owner, *OPEN_STATUSES)
-            ).fetchall()
-            if any(orjson.loads(row)["input_file_id"] == file_id for (row,) in rows):
+            if database.execute(
+                f"SELECT 1 FROM batches WHERE owner = ? AND {_OPEN} AND {_INPUT} = ?", (owner, file_id)
+            ).fetchone():
                 raise FileInUse(f"a batch under way reads {file_id}; cancel it first")
-            statement = "DELETE FROM files WHERE owner = ? AND id = ?"
+            statement = "DELETE FROM files WHERE owner = ? AND id = ? AND batch IS NULL"
             return database.execute(statement, (owner, file_id)).rowcount > 0
+
+    def delete_old(self, now_s: int) -> None:
+        """Delete files, and batches at their end, of an age of TTL_S."""
+        with self._transaction() as database:
+            database.execute(
+                "DELETE FROM files WHERE created_at < ? AND batch IS NULL"
+                f" AND id NOT IN (SELECT {_INPUT} FROM batches WHERE {_OPEN})",
+                (now_s - TTL_S,),
+            )
+            database.execute(f"DELETE FROM batches WHERE NOT {_OPEN} AND {_CREATED} < ?", (now_s - TTL_S,))
+
+    def _require_room(self, num_bytes: int) -> None:
+        """Raise StorageFull if the disk has no room, or all that is kept would be more than is allowed."""
+        self._database.require_disk(num_bytes)
+        if self._database.num_bytes() + num_bytes > self._max_bytes:
+            raise StorageFull(f"all files and batches together may have {self._max_bytes} bytes; delete some")
 
     # Batches.
 
     def add_batch(self, owner: str, body: dict[str, Any]) -> None:
-        """Keep a new batch. Raises StorageFull."""
+        """Keep a new batch, in place of the oldest at their end if there are many. Raises StorageFull."""
         with self._transaction() as database:
             (num_open,) = database.execute(
-                "SELECT count(*) FROM batches WHERE owner = ? AND status IN (?, ?, ?)",
-                (owner, *OPEN_STATUSES),
+                f"SELECT count(*) FROM batches WHERE owner = ? AND {_OPEN}", (owner,)
             ).fetchone()
             if num_open >= MAX_OPEN_BATCHES_OF_OWNER:
                 raise StorageFull(f"there are {num_open} batches under way; wait, or cancel some")
+            stored = orjson.dumps(body)
+            self._require_room(len(stored))
+            database.execute(
+                f"DELETE FROM batches WHERE owner = ? AND NOT {_OPEN} AND number <= ("
+                " SELECT number FROM batches WHERE owner = ? ORDER BY number DESC LIMIT 1 OFFSET ?)",
+                (owner, owner, MAX_BATCHES_OF_OWNER - 1),
+            )
             database.execute(
                 "INSERT INTO batches (id, owner, status, body) VALUES (?, ?, ?, ?)",
-                (body["id"], owner, body["status"], orjson.dumps(body)),
+                (body["id"], owner, body["status"], stored),
             )
 
     def batch(self, owner: str, batch_id: str) -> dict[str, Any] | None:
@@ -224,16 +241,13 @@ class StateStore:
             ).fetchall()
             return [_batch_body(database, row[0]) for row in rows]
 
-    def next_open(self, after: str | None) -> tuple[str, str] | None:
-        """Return owner and id of the oldest batch under way, of those behind the batch `after`."""
+    def open_batches(self) -> list[OpenBatch]:
+        """Return the batches under way, the oldest first."""
         with self._transaction() as database:
-            row: tuple[str, str] | None = database.execute(
-                "SELECT owner, id FROM batches WHERE status IN (?, ?, ?)"
-                " AND number > coalesce((SELECT number FROM batches WHERE id = ?), 0)"
-                " ORDER BY number LIMIT 1",
-                (*OPEN_STATUSES, after),
-            ).fetchone()
-        return row
+            rows = database.execute(
+                f"SELECT owner, id, {_EXPIRES} FROM batches WHERE {_OPEN} ORDER BY number"
+            ).fetchall()
+        return [OpenBatch(owner=owner, id=id_, expires_s=expires_s) for owner, id_, expires_s in rows]
 
     def update_batch(
         self, batch_id: str, changes: dict[str, Any], *, expected: Iterable[str]
@@ -246,47 +260,54 @@ class StateStore:
                 return None
             return _change(database, body, changes)
 
-    def add_answer(self, batch_id: str, line: int, answer: bytes, *, is_error: bool) -> None:
-        """Keep the answer of a line. A second one changes nothing."""
+    def add_answer(self, answer: Answer) -> None:
+        """Keep the answer of a line. A second one changes nothing. Raises OwnerFull."""
+        files = _output_files(answer.batch_id)
+        file_id = files[answer.is_error]
         with self._transaction() as database:
+            if database.execute(
+                "SELECT 1 FROM pieces WHERE file IN (?, ?) AND line = ?", (*files, answer.line)
+            ).fetchone():
+                return
+            (num_bytes,) = database.execute(
+                "SELECT total(num_bytes) FROM files WHERE owner = ?", (answer.owner,)
+            ).fetchone()
+            if num_bytes + len(answer.content) > self._max_bytes:
+                raise OwnerFull(f"the files of this key fill all of {self._max_bytes} bytes; delete some")
+            self._database.require_disk(len(answer.content))
+            name = f"{answer.batch_id}_{'error' if answer.is_error else 'output'}.jsonl"
             database.execute(
-                "INSERT OR IGNORE INTO answers VALUES (?, ?, ?, ?)", (batch_id, line, is_error, answer)
+                "INSERT OR IGNORE INTO files (id, owner, filename, purpose, created_at, batch)"
+                " VALUES (?, ?, ?, 'batch_output', ?, ?)",
+                (file_id, answer.owner, name, answer.now_s, answer.batch_id),
+            )
+            database.execute("INSERT INTO pieces VALUES (?, ?, ?)", (file_id, answer.line, answer.content))
+            database.execute(
+                "UPDATE files SET num_bytes = num_bytes + ? WHERE id = ?", (len(answer.content), file_id)
             )
 
-    def answered(self, batch_id: str) -> frozenset[int]:
+    def answered(self, batch_id: str) -> set[int]:
         """Return the numbers of the lines that have an answer."""
         with self._transaction() as database:
-            rows = database.execute("SELECT line FROM answers WHERE batch = ?", (batch_id,)).fetchall()
-        return frozenset(line for (line,) in rows)
+            rows = database.execute(
+                "SELECT line FROM pieces WHERE file IN (?, ?)", _output_files(batch_id)
+            ).fetchall()
+        return {line for (line,) in rows}
 
-    def finish(self, owner: str, batch_id: str, changes: dict[str, Any], *, now_s: int) -> None:
-        """End a batch, once: write its files, drop its answers and set its last status, all together."""
+    def finish(self, batch_id: str, changes: dict[str, Any]) -> None:
+        """End a batch, once: show its files and set its last status, together."""
         with self._transaction() as database:
             (row,) = database.execute("SELECT body FROM batches WHERE id = ?", (batch_id,)).fetchone()
             body = _batch_body(database, row)
             if body["status"] not in OPEN_STATUSES:
                 return
-            for is_error, field in ((0, "output_file_id"), (1, "error_file_id")):
-                rows = database.execute(
-                    "SELECT answer FROM answers WHERE batch = ? AND is_error = ? ORDER BY line",
-                    (batch_id, is_error),
-                ).fetchall()
-                if rows:
-                    content = b"".join(answer for (answer,) in rows)
-                    name = f"{batch_id}_{'error' if is_error else 'output'}.jsonl"
-                    file = NewFile(filename=name, purpose="batch_output", created_s=now_s, content=content)
-                    body[field] = _add_file(database, owner, file)["id"]
+            database.execute("UPDATE files SET batch = NULL WHERE batch = ?", (batch_id,))
+            for file_id, field in zip(
+                _output_files(batch_id), ("output_file_id", "error_file_id"), strict=True
+            ):
+                if database.execute("SELECT 1 FROM files WHERE id = ?", (file_id,)).fetchone():
+                    body[field] = file_id
             _change(database, body, changes)
-            database.execute("DELETE FROM answers WHERE batch = ?", (batch_id,))
-
-    def abandon(self, batch_id: str, changes: dict[str, Any]) -> None:
-        """End a batch whose files cannot be written: its answers are lost."""
-        with self._transaction() as database:
-            database.execute("DELETE FROM answers WHERE batch = ?", (batch_id,))
-            (row,) = database.execute("SELECT body FROM batches WHERE id = ?", (batch_id,)).fetchone()
-            body = _batch_body(database, row)
-            if body["status"] in OPEN_STATUSES:
-                _change(database, body, changes)
 
     # Responses of the background.
 
@@ -294,6 +315,7 @@ class StateStore:
         """Keep a response that is to be made."""
         values = (row.id, row.owner, row.is_open, row.changed_s, row.request, row.body)
         with self._transaction() as database:
+            self._database.require_disk(len(row.request) + len(row.body))
             database.execute(
                 "INSERT INTO responses (id, owner, is_open, changed_at, request, body)"
                 " VALUES (?, ?, ?, ?, ?, ?)",
@@ -303,6 +325,7 @@ class StateStore:
     def end_response(self, response_id: str, body: bytes, bounds: ResponseBounds, *, now_s: int) -> None:
         """Keep the end of a response, and let older ones go for it."""
         with self._transaction() as database:
+            self._database.require_disk(len(body))
             database.execute(
                 "UPDATE responses SET is_open = 0, changed_at = ?, body = ? WHERE id = ?",
                 (now_s, body, response_id),
@@ -333,16 +356,26 @@ class StateStore:
         ]
 
 
-_FILES = "SELECT id, filename, purpose, created_at, length(content) FROM files WHERE owner = ?"
+_FILES = "SELECT id, filename, purpose, created_at, num_bytes FROM files WHERE batch IS NULL AND owner = ?"
 
 
-def _add_file(database: sqlite3.Connection, owner: str, file: NewFile) -> dict[str, Any]:
-    file_id = f"file-{secrets.token_hex(16)}"
-    database.execute(
-        "INSERT INTO files (id, owner, filename, purpose, created_at, content) VALUES (?, ?, ?, ?, ?, ?)",
-        (file_id, owner, file.filename, file.purpose, file.created_s, file.content),
-    )
-    return _file_body((file_id, file.filename, file.purpose, file.created_s, len(file.content)))
+def _pieces(content: bytes) -> Iterator[tuple[int, bytes]]:
+    """Divide a file behind line breaks; each piece has the number of its first line."""
+    start, line = 0, 1
+    while start < len(content):
+        end = len(content)
+        if end - start > PIECE_BYTES:
+            end = content.rfind(b"\n", start, start + PIECE_BYTES) + 1
+            end = end or content.find(b"\n", start + PIECE_BYTES) + 1 or len(content)
+        yield line, content[start:end]
+        line += content.count(b"\n", start, end)
+        start = end
+
+
+def _output_files(batch_id: str) -> tuple[str, str]:
+    """Return the ids of the files with the answers and the errors of a batch."""
+    number = batch_id.removeprefix("batch_")
+    return f"file-{number}output", f"file-{number}error"
 
 
 def _file_body(row: tuple[Any, ...]) -> dict[str, Any]:
@@ -352,7 +385,7 @@ def _file_body(row: tuple[Any, ...]) -> dict[str, Any]:
         "object": "file",
         "bytes": num_bytes,
         "created_at": created_s,
-        "expires_at": None,
+        "expires_at": created_s + TTL_S,
         "filename": filename,
         "purpose": purpose,
         "status": "processed",
@@ -364,10 +397,11 @@ def _batch_body(database: sqlite3.Connection, stored: bytes) -> dict[str, Any]:
     """Return a batch; while it is under way, its counts are those of its answers."""
     body: dict[str, Any] = orjson.loads(stored)
     if body["status"] in OPEN_STATUSES:
-        num_answers, num_errors = database.execute(
-            "SELECT count(*), total(is_error) FROM answers WHERE batch = ?", (body["id"],)
-        ).fetchone()
-        body["request_counts"] |= {"completed": num_answers - int(num_errors), "failed": int(num_errors)}
+        num_completed, num_failed = (
+            database.execute("SELECT count(*) FROM pieces WHERE file = ?", (file_id,)).fetchone()[0]
+            for file_id in _output_files(body["id"])
+        )
+        body["request_counts"] |= {"completed": num_completed, "failed": num_failed}
     return body
 
 

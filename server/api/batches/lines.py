@@ -12,7 +12,7 @@ import io
 import os
 import secrets
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -29,6 +29,10 @@ _TAIL_BYTES = 64 * 1024
 
 class BatchFileError(Exception):
     """A file that cannot be used. One line for the operator."""
+
+    def __init__(self, message: str, *, line: int | None = None) -> None:
+        super().__init__(message)
+        self.line = line
 
 
 class LineFault(Exception):
@@ -78,14 +82,16 @@ class InputFile:
                 yield _request(line, f"{self.path} line {number}")
 
 
-def numbered_requests(content: bytes) -> Iterator[tuple[int, BatchRequest]]:
-    """Requests of a file in memory, with their line numbers. Raises BatchFileError."""
-    for number, line in _numbered_lines(io.BytesIO(content)):
+def numbered_requests(content: bytes, *, first: int = 1) -> Iterator[tuple[int, BatchRequest]]:
+    """Requests of some lines, with their numbers from `first` on. Raises BatchFileError."""
+    for place, line in _numbered_lines(io.BytesIO(content)):
+        number = first - 1 + place
         try:
             check_num_items(line)
-        except RequestRejected as error:
-            raise BatchFileError(f"line {number}: {error}") from None
-        yield number, _request(line, f"line {number}")
+            yield number, _request(line, f"line {number}")
+        except (RequestRejected, BatchFileError) as error:
+            told = str(error).removeprefix(f"line {number}: ")
+            raise BatchFileError(f"line {number}: {told}", line=number) from None
 
 
 def check_input(path: Path) -> InputFile:
@@ -131,17 +137,20 @@ def _request(line: bytes, where: str) -> BatchRequest:
 
 
 def answer_line(custom_id: str, reply: Reply) -> bytes:
-    """A reply, whether good or bad, as the output file has it."""
-    response: dict[str, Any] = {
-        "status_code": reply.status,
-        "request_id": reply.headers.get("x-request-id", ""),
-    }
+    """A reply, good or bad, as the output file has it. Its body is copied: it must be JSON of one line."""
+    response = {"status_code": reply.status, "request_id": reply.headers.get("x-request-id", "")}
+    line = _line(custom_id, response=response, error=None)
+    head, tail = line.rsplit(b'},"error"', 1)
+    return b'%b,"body":%b},"error"%b' % (head, reply.body, tail)
+
+
+def as_one_line(reply: Reply) -> Reply:
+    """Return a reply of any server with a body that an answer may have."""
     try:
-        response["body"] = orjson.loads(reply.body)
-        return _line(custom_id, response=response, error=None)
+        body = orjson.dumps(orjson.loads(reply.body))
     except (orjson.JSONDecodeError, orjson.JSONEncodeError):  # a proxy's page, or nested too deep to write
-        response["body"] = reply.body[:4096].decode(errors="replace")
-        return _line(custom_id, response=response, error=None)
+        body = orjson.dumps(reply.body[:4096].decode(errors="replace"))
+    return replace(reply, body=body)
 
 
 def fault_line(custom_id: str, message: str) -> bytes:

@@ -1,4 +1,4 @@
-"""The store of one server, and the word that there is a batch to begin or to cancel.
+"""The store of one server, the word that there is a batch to begin or to cancel, and its clocks.
 
 Owns: the refusal of routes where no folder is given, the owner of a request, and the wait for a disk that
 takes no writes: what waits is counted, for health and metrics.
@@ -7,7 +7,8 @@ takes no writes: what waits is counted, for health and metrics.
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from fastapi import FastAPI
@@ -15,14 +16,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.errors import RequestRejected
-from server.api.files.store import (
-    STORAGE_FAULTS,
-    FileInUse,
-    ListPage,
-    StateStore,
-    StorageFull,
-    open_store,
-)
+from server.api.batches.database import STORAGE_FAULTS, StorageFull
+from server.api.batches.store import FileInUse, FilePart, ListPage, StateStore, open_store
 from server.edge.access.auth import KEY_NAME
 from server.edge.http.edge import EdgeSettings
 from server.edge.http.endpoint import NO_STORE, json_reply
@@ -44,12 +39,18 @@ class StateAccess:
         if folder is not None:
             self._store = open_store(folder, max_bytes=max_bytes)
         self.changed = asyncio.Event()
-        """Set when a batch was added or is to be cancelled."""
+        """Set, and replaced, when a batch was added or is to be cancelled."""
         self._waiting: set[object] = set()
+        self._num_keeping = 0
 
     def close(self) -> None:
         if self._store is not None:
             self._store.close()
+
+    def wake(self) -> None:
+        """Tell all that wait for `changed`."""
+        self.changed.set()
+        self.changed = asyncio.Event()
 
     @property
     def is_open(self) -> bool:
@@ -81,19 +82,31 @@ class StateAccess:
     async def keep(self, action: Callable[[StateStore], ResultT]) -> ResultT:
         """Do one thing, again and again until the disk has room for it."""
         waiting = object()
+        num_keeping = 0
         try:
             while True:
                 try:
                     return await self.attempt(action)
                 except STORAGE_FAULTS as error:
                     self.waits(waiting, error)
+                    self._num_keeping += 1 - num_keeping
+                    num_keeping = 1
                 await asyncio.sleep(PAUSE_S)
         finally:
+            self._num_keeping -= num_keeping
             self.goes_on(waiting)
 
-    def waits_for(self, waiting: object) -> bool:
-        """Return True if this one waits."""
-        return waiting in self._waiting
+    async def parts(self, file_id: str) -> AsyncIterator[FilePart]:
+        """Read a file, some of it at a time."""
+        last = 0
+        while part := await self.keep(partial(StateStore.part, file_id=file_id, after=last)):
+            yield part
+            last = part[-1][0]
+
+    async def until_kept(self) -> None:
+        """Wait while `keep` has something that the disk does not take."""
+        while self._num_keeping:
+            await asyncio.sleep(PAUSE_S)
 
     def waits(self, waiting: object, fault: BaseException) -> None:
         """Note that a write has failed and is to be tried again."""
@@ -138,6 +151,14 @@ def owner_of(request: Request) -> str:
 
 def unix_time_s() -> int:
     return int(time.time())
+
+
+_BOOT_S = time.time() - time.monotonic()
+
+
+def settled_time_s() -> int:
+    """Return the time by which things are old: by the clock, and no later than by that of the start."""
+    return int(min(time.time(), time.monotonic() + _BOOT_S))
 
 
 def page_asked(request: Request, *, default: int, most: int) -> ListPage:

@@ -1,7 +1,7 @@
 """/v1/batches: files of requests, answered when nothing more urgent waits.
 
 Owns: the shape that OpenAI documents for batches, and their beginning and cancelling.
-Never: sends their requests (server/command/batch/batch_queue.py).
+Never: sends their requests (queue.py).
 """
 
 import secrets
@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.errors import RequestRejected
-from server.api.files.access import (
+from server.api.batches.access import (
     add_state_access,
     desk_of,
     owner_of,
@@ -130,7 +130,7 @@ async def create_batch(request: Request) -> Response:
     desk = desk_of(request)
     asked = await read_request(request, BatchBeginning, {}, from_headers={})
     if asked.output_expires_after is not None:
-        raise unsupported("output_expires_after", "output_expires_after: files stay until they are deleted")
+        raise unsupported("output_expires_after", "output_expires_after: files are deleted after 30 days")
     paths = request.app.state.batch_paths
     if asked.endpoint not in paths:
         known = ", ".join(sorted(paths))
@@ -144,7 +144,7 @@ async def create_batch(request: Request) -> Response:
         )
     body = _new_batch(asked)
     await desk.do(lambda store: store.add_batch(owner, body))
-    desk.changed.set()
+    desk.wake()
     return json_reply(body, NO_STORE)
 
 
@@ -168,7 +168,7 @@ async def cancel_batch(request: Request) -> Response:
     changes = {"status": "cancelling", "cancelling_at": unix_time_s()}
     desk = desk_of(request)
     await desk.do(lambda store: store.update_batch(batch["id"], changes, expected=_BEGINNING))
-    desk.changed.set()
+    desk.wake()
     return json_reply(await _batch_of(request), NO_STORE)
 
 

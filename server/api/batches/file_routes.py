@@ -1,9 +1,10 @@
 """/v1/files: uploads of requests for batches, and the answers to download.
 
 Owns: the shape that OpenAI documents for files.
-Never: the lines of a file (server/command/batch/batch_queue.py reads them).
+Never: the lines of a file (queue.py reads them).
 """
 
+from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
@@ -12,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.errors import RequestRejected
-from server.api.files.access import (
+from server.api.batches.access import (
     add_state_access,
     desk_of,
     owner_of,
@@ -20,8 +21,8 @@ from server.api.files.access import (
     page_reply,
     unix_time_s,
 )
-from server.api.files.multipart import FormPart, read_form
-from server.api.files.store import NewFile
+from server.api.batches.multipart import FormPart, read_form
+from server.api.batches.store import NewFile
 from server.edge.error_replies import ObjectNotFound
 from server.edge.http.endpoint import (
     ERRORS,
@@ -33,7 +34,7 @@ from server.edge.http.endpoint import (
     json_reply,
 )
 from server.edge.refusals import unsupported
-from server.reply.generate.long_reply import reply_of
+from server.reply.generate.long_reply import LongReply
 
 _PATH = "/v1/files"
 _ONE = "/v1/files/{file_id}"
@@ -51,7 +52,7 @@ class FileObject(ReplyModel):
     object: Literal["file"]
     bytes: int
     created_at: int
-    expires_at: None
+    expires_at: int
     filename: str
     purpose: Literal["batch", "batch_output"]
     status: Literal["processed"]
@@ -114,10 +115,9 @@ async def upload_file(request: Request) -> Response:
     if purpose != b"batch":
         raise unsupported("purpose", "purpose: files are kept for batches only; use batch")
     for name in fields.keys() - {"file", "purpose"}:
-        raise unsupported(name[:64], f"{name[:64]} is not supported by this server: files stay until deleted")
+        raise unsupported(name[:64], f"{name[:64]} is not supported: files are deleted after 30 days")
     new = NewFile(
         filename=(file.filename or "upload.jsonl")[:_MAX_NAME_CHARS],
-        purpose="batch",
         created_s=unix_time_s(),
         content=file.content,
     )
@@ -142,21 +142,21 @@ async def use_file(request: Request) -> Response:
 @router.get(_ONE, **documentation_of_one(FileObject, "file_id"))
 async def retrieve_file(request: Request) -> Response:
     """Describe a file."""
-    owner, file_id = owner_of(request), request.path_params["file_id"]
-    found = await desk_of(request).do(lambda store: store.file(owner, file_id))
-    if found is None:
-        raise ObjectNotFound("file", file_id)
-    return json_reply(found, NO_STORE)
+    return json_reply(await _file_of(request), NO_STORE)
 
 
 @router.get(f"{_ONE}/content", **_content_documentation())
 async def download_file(request: Request) -> Response:
     """Return the bytes of a file."""
-    owner, file_id = owner_of(request), request.path_params["file_id"]
-    content = await desk_of(request).do(lambda store: store.content(owner, file_id))
-    if content is None:
-        raise ObjectNotFound("file", file_id)
-    return reply_of([content], NO_STORE, media_type="application/octet-stream")
+    file = await _file_of(request)
+    desk = desk_of(request)
+
+    async def pieces() -> AsyncIterator[bytes]:
+        async for part in desk.parts(file["id"]):
+            for _, content in part:
+                yield content
+
+    return LongReply(pieces(), file["bytes"], NO_STORE, media_type="application/octet-stream")
 
 
 @router.delete(_ONE, **documentation_of_one(FileDeletion, "file_id"))
@@ -166,6 +166,15 @@ async def delete_file(request: Request) -> Response:
     if not await desk_of(request).do(lambda store: store.delete_file(owner, file_id)):
         raise ObjectNotFound("file", file_id)
     return json_reply({"id": file_id, "object": "file", "deleted": True}, NO_STORE)
+
+
+async def _file_of(request: Request) -> dict[str, Any]:
+    """Describe the file that the path names. Raises ObjectNotFound."""
+    owner, file_id = owner_of(request), request.path_params["file_id"]
+    found = await desk_of(request).do(lambda store: store.file(owner, file_id))
+    if found is None:
+        raise ObjectNotFound("file", file_id)
+    return found
 
 
 def _field(fields: dict[str, FormPart], name: str) -> FormPart:

@@ -8,7 +8,8 @@ import resource
 import pytest
 
 from server.api.batches.app_client import AppClient
-from server.api.batches.files import BatchFileError, numbered_requests
+from server.api.batches.lines import BatchFileError, numbered_requests
+from server.api.batches.places import FairPlaces
 from server.api.batches.queue import BatchQueue
 from server.app import build_app
 from tests.server.conftest import EDGE, Settings, connect
@@ -25,7 +26,7 @@ def line(custom_id: str = "one", **changes: object) -> str:
 
 @pytest.fixture
 def app(engine, tmp_path):
-    edge = dataclasses.replace(EDGE, state_folder=str(tmp_path / "state"), state_max_bytes=4096)
+    edge = dataclasses.replace(EDGE, state_folder=str(tmp_path / "state"), state_max_bytes=150_000)
     app = build_app(engine, Settings(edge=edge, api_keys=("a", "b")))
     yield app
     app.state.desk.store.close()
@@ -51,7 +52,7 @@ async def begin(client, file_id: str, *, headers=KEYS, **changes):
 
 async def work(app, client, batch_id: str) -> dict:
     """Let the queue of a running server work until the batch has ended."""
-    queue = BatchQueue(app.state.desk, lambda owner: AppClient(app, owner=owner), concurrency=2)
+    queue = BatchQueue(app.state.desk, lambda owner: AppClient(app, owner=owner), FairPlaces(2))
     working = asyncio.create_task(queue.run())
     try:
         while True:
@@ -114,7 +115,7 @@ async def test_a_key_that_is_gone_leaves_its_lines_with_an_error(app, client, en
     file_id = await upload(client, line())
     batch_id = (await begin(client, file_id)).json()["id"]
     app.state.keys.replace([key for key in app.state.keys._keys if key.name != "key-1"])
-    queue = BatchQueue(app.state.desk, lambda owner: AppClient(app, owner=owner), concurrency=2)
+    queue = BatchQueue(app.state.desk, lambda owner: AppClient(app, owner=owner), FairPlaces(2))
     working = asyncio.create_task(queue.run())
     while (batch := app.state.desk.store.batch("key-1", batch_id))["status"] != "completed":
         await asyncio.sleep(0.01)
@@ -147,8 +148,8 @@ async def test_a_file_that_cannot_be_a_batch_fails_it_with_the_reason(app, clien
 
 
 async def test_files_have_a_bound_together(client):
-    await upload(client, "x" * 3000)
-    files = {"file": ("in.jsonl", b"x" * 3000), "purpose": (None, "batch")}
+    await upload(client, "x" * 60_000)
+    files = {"file": ("in.jsonl", b"x" * 60_000), "purpose": (None, "batch")}
     reply = await client.post("/v1/files", files=files, headers=KEYS)
     assert (reply.status_code, reply.json()["error"]["code"]) == (400, "storage_full")
 
@@ -209,7 +210,7 @@ async def test_without_a_folder_every_route_says_which_option_is_missing(engine)
 async def test_on_a_full_disk_an_upload_is_refused_and_the_next_one_with_room_is_kept(client, tmp_path):
     """A limit of the size of files stands for the disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    files = {"file": ("in.jsonl", b"x" * 3000), "purpose": (None, "batch")}
+    files = {"file": ("in.jsonl", b"x" * 60_000), "purpose": (None, "batch")}
     largest = max(path.stat().st_size for path in (tmp_path / "state").iterdir())
     resource.setrlimit(resource.RLIMIT_FSIZE, (largest + 512, limits[1]))
     try:
