@@ -6,8 +6,8 @@ Source: scheduler/routing, which `tokenyard serve --data-parallel-size` runs.
 
 from collections.abc import Iterator, Sequence
 
-from bench.simulate.arrivals import RequestUnderWay
 from bench.simulate.replica import Replica
+from bench.simulate.requests.arrivals import RequestUnderWay
 from scheduler.config import PrefixCaching, SchedulerConfig
 from scheduler.policy import Standing, order_of_service
 from scheduler.prefix_keys import JournalContent, PrefixJournal, prompt_keys, root_key

@@ -20,9 +20,9 @@ from enum import StrEnum
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from bench.simulate.arrivals import RequestUnderWay, SimRequest
-from bench.simulate.fitted_step_time import Durations, LinearStepTime, variation_of
+from bench.simulate.fitting.fitted_step_time import Durations, LinearStepTime, variation_of
 from bench.simulate.leaps.leaping_scheduler import LeapingScheduler
+from bench.simulate.requests.arrivals import RequestUnderWay, SimRequest
 from bench.simulate.simulated_drafts import NO_DRAFTS, DraftSource, SimulatedDrafts
 from bench.simulate.tally import ClassTally, Slo
 from scheduler.config import SchedulerConfig
@@ -93,6 +93,11 @@ class Tallies:
     def __init__(self) -> None:
         self.all: list[ClassTally] = []
         self._index_of: dict[tuple[int, str], int] = {}
+
+    @property
+    def num_missed(self) -> int:
+        """Requests that ended and did not keep to the SLO."""
+        return sum(each.num_rejected + len(each.e2e_s) - each.num_good for each in self.all)
 
     def index_of(self, request: SimRequest) -> int:
         key = (request.priority, request.tenant)

@@ -10,8 +10,8 @@ from enum import StrEnum
 from heapq import heapify, heappop, heappush
 from itertools import count
 
-from bench.simulate.arrivals import SimRequest
 from bench.simulate.replica import Replica
+from bench.simulate.requests.arrivals import SimRequest
 
 # A prefix group leaves its replica when so many more wait there than at the least busy one.
 _SPILL_WAITING = 8

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
 
-from bench.simulate.arrivals import PromptMaker, RequestUnderWay, SimRequest
 from bench.simulate.one_line import OneLine
 from bench.simulate.replica import Pace, Replica, Stepping, Tallies
+from bench.simulate.requests.arrivals import PromptMaker, RequestUnderWay, SimRequest
 from bench.simulate.router import LeastBusy, RouterKind, router_of
 from bench.simulate.setup import Setup
 from bench.simulate.tally import ClassTally, QueueLine, Slo
@@ -78,6 +78,10 @@ class RunResult:
         """KV blocks in use, summed over time: of the replica with most, to the mean."""
         loads = self.kv_block_s
         return max(loads) * len(loads) / sum(loads) if any(loads) else 1.0
+
+
+class TooManyMissesError(Exception):
+    """More requests missed the SLO than may; the run was given up."""
 
 
 class _Run:
@@ -171,12 +175,18 @@ def simulate(
     setup: Setup,
     slo: Slo = Slo(ttft_s=inf, itl_s=inf),  # noqa: B008  (it is frozen)
     on_arrival: Callable[[int], None] = lambda _: None,
+    *,
+    max_misses: int | None = None,
 ) -> RunResult:
     """Serve all requests, in virtual time. Raises Stuck if the scheduler has a fault.
 
-    `on_arrival` is told how many have arrived, after each.
+    `on_arrival` is told how many have arrived, after each. Raises TooManyMissesError as soon as more than
+    `max_misses` requests of a cell missed the SLO.
     """
-    results = [simulate_cell(workload, setup, slo, cell, on_arrival) for cell in range(setup.cells)]
+    results = [
+        simulate_cell(workload, setup, slo, cell, on_arrival, max_misses=max_misses)
+        for cell in range(setup.cells)
+    ]
     return results[0] if len(results) == 1 else merged(results)
 
 
@@ -186,15 +196,27 @@ def simulate_cell(
     slo: Slo,
     cell: int,
     on_arrival: Callable[[int], None] = lambda _: None,
+    *,
+    max_misses: int | None = None,
 ) -> RunResult:
-    """Serve the requests of one cell. Raises Stuck.
+    """Serve the requests of one cell. Raises Stuck and TooManyMissesError.
 
     Cells have a router and a part of the replicas each, and take turns with the requests; so they know
     nothing of each other.
     """
+    run = _Run(setup, slo, cell)
+
+    def refuse_misses() -> None:
+        if max_misses is not None and run.tallies.num_missed > max_misses:
+            raise TooManyMissesError
+
+    def note(num_arrived: int) -> None:
+        on_arrival(num_arrived)
+        refuse_misses()
+
     with _without_collector():
-        run = _Run(setup, slo, cell)
-        _serve(run, workload, setup, cell, on_arrival)
+        _serve(run, workload, setup, cell, note)
+        refuse_misses()
     return _result(run, setup)
 
 

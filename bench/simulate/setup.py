@@ -13,9 +13,9 @@ from enum import StrEnum
 from types import NoneType, UnionType
 from typing import Any
 
-from bench.simulate.arrivals import LengthDistribution
-from bench.simulate.fitted_step_time import LinearStepTime
+from bench.simulate.fitting.fitted_step_time import LinearStepTime
 from bench.simulate.replica import Stepping
+from bench.simulate.requests.arrivals import LengthDistribution
 from bench.simulate.router import RouterKind
 from bench.simulate.simulated_drafts import NO_DRAFTS, DraftSource
 from scheduler.config import DraftAdmission, DraftSupply, SchedulerConfig, SchedulingPolicy
@@ -188,6 +188,13 @@ def number(least: float, *, most: float = 1e300) -> Callable[[str], float]:
         return value
 
     return parse
+
+
+def share(text: str) -> float:
+    value = number(0.0)(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"expected a share above 0, at most 1, got {text!r}")
+    return value
 
 
 def length(text: str) -> LengthDistribution:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from bench.simulate.arrivals import LengthDistribution, PromptMaker, SimRequest, SyntheticWorkload
-from bench.simulate.fitted_step_time import LinearStepTime
+from bench.simulate.fitting.fitted_step_time import LinearStepTime
 from bench.simulate.replica import Stepping
+from bench.simulate.requests.arrivals import LengthDistribution, PromptMaker, SimRequest, SyntheticWorkload
 from bench.simulate.router import RouterKind
 from bench.simulate.run import RunResult, simulate
 from bench.simulate.setup import Setup

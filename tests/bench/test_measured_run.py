@@ -7,10 +7,10 @@ from random import Random
 
 import pytest
 
-from bench.simulate.arrivals import ArrivalsError, LengthDistribution, SimRequest
 from bench.simulate.command import main
-from bench.simulate.fitted_step_time import MOST_FACTORS, LinearStepTime
-from bench.simulate.measured_run import calibrated, read_measured_run
+from bench.simulate.fitting.fitted_step_time import MOST_FACTORS, LinearStepTime
+from bench.simulate.fitting.measured_run import calibrated, read_measured_run
+from bench.simulate.requests.arrivals import ArrivalsError, LengthDistribution, SimRequest
 from bench.simulate.run import simulate
 from bench.simulate.setup import Overhead, Setup
 from scheduler.config import Batching, Fairness, SchedulingPolicy

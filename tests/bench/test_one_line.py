@@ -5,9 +5,9 @@ from math import inf, nextafter
 
 import pytest
 
-from bench.simulate.arrivals import SimRequest
-from bench.simulate.fitted_step_time import LinearStepTime
+from bench.simulate.fitting.fitted_step_time import LinearStepTime
 from bench.simulate.replica import Stepping
+from bench.simulate.requests.arrivals import SimRequest
 from bench.simulate.router import RouterKind
 from bench.simulate.run import _Run
 from bench.simulate.setup import Setup

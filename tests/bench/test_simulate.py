@@ -7,10 +7,15 @@ from random import Random
 
 import pytest
 
-from bench.simulate.arrivals import LengthDistribution, RequestUnderWay, SimRequest, SyntheticWorkload
-from bench.simulate.fitted_step_time import LinearStepTime
+from bench.simulate.fitting.fitted_step_time import LinearStepTime
 from bench.simulate.replica import Replica, Stuck, Tallies
 from bench.simulate.report import RunReport, report_of
+from bench.simulate.requests.arrivals import (
+    LengthDistribution,
+    RequestUnderWay,
+    SimRequest,
+    SyntheticWorkload,
+)
 from bench.simulate.router import LeastBusy, RouterKind, router_of
 from bench.simulate.run import simulate
 from bench.simulate.setup import Setup, variant, with_drafts

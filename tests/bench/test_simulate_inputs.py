@@ -9,14 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.simulate.arrivals import (
-    ArrivalsError,
-    LengthDistribution,
-    PromptMaker,
-    SimRequest,
-    read_requests,
-    write_requests,
-)
+from bench.simulate.requests.arrivals import ArrivalsError, LengthDistribution, PromptMaker, SimRequest
+from bench.simulate.requests.files import read_requests, write_requests
 from bench.simulate.router import RouterKind
 from bench.simulate.setup import SetupError, settable_fields, variant
 from scheduler.config import SchedulerConfig, SchedulingPolicy

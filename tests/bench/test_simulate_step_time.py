@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bench.simulate.fitted_step_time import (
+from bench.simulate.fitting.fitted_step_time import (
     FitError,
     LinearStepTime,
     fit,

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from bench.simulate.fitted_step_time import fit
-from bench.simulate.measured_run import Error, calibrated, read_measured_run
+from bench.simulate.fitting.fitted_step_time import fit
+from bench.simulate.fitting.measured_run import Error, calibrated, read_measured_run
 from bench.simulate.replica import Replica
 from bench.simulate.setup import Setup
 from bench.trace.reading import read_trace

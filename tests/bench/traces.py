@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from bench.simulate.fitted_step_time import LinearStepTime
+from bench.simulate.fitting.fitted_step_time import LinearStepTime
 from engine.core.step_trace import StepFacts, StepTrace
 from engine.process_messages import AddRequest, StepTimes
 from scheduler.config import SchedulingPolicy

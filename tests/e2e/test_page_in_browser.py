@@ -15,7 +15,7 @@ import httpx
 import orjson
 import pytest
 
-from bench.simulate.arrivals import read_requests
+from bench.simulate.requests.files import read_requests
 from bench.trace.reading import read_trace
 from engine.options.found_model import DEMO_MODEL
 from tests.adapters import write_adapter

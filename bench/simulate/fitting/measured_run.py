@@ -14,8 +14,8 @@ import msgspec
 
 from bench.load.report import Distribution, distribution_ms
 from bench.load.request_record import COMPLETED
-from bench.simulate.arrivals import ArrivalsError, SimRequest
-from bench.simulate.fitted_step_time import MOST_FACTORS, LinearStepTime
+from bench.simulate.fitting.fitted_step_time import MOST_FACTORS, LinearStepTime
+from bench.simulate.requests.arrivals import ArrivalsError, SimRequest
 from bench.simulate.run import RunResult, simulate
 from bench.simulate.setup import Overhead, Setup
 from bench.simulate.tally import GapCounts

@@ -1,7 +1,7 @@
-"""Requests and their arrivals: sampled from a seed, or read from a file.
+"""Requests and their arrivals, sampled from a seed.
 
-Owns: the form of a request file, the draws, and the token ids that stand for a prompt.
-Never: the scheduler.
+Owns: the draws, and the token ids and block names that stand for a prompt.
+Never: the scheduler, or files (files.py).
 
 Lengths of prompts and answers in tokens are a distribution by its name:
 
@@ -13,13 +13,9 @@ lognormal:MEDIAN:SIGMA[:MAX] sigma of the logarithm; 1 is a long tail
 
 import math
 import random
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
-
-import orjson
+from typing import NamedTuple, Protocol, TypeVar, cast
 
 _Value = TypeVar("_Value")
 
@@ -29,7 +25,7 @@ _FIRST_GROUP_TOKEN = 1 << 31
 
 
 class ArrivalsError(Exception):
-    """The request file cannot be used; the text says where and why."""
+    """A file of requests cannot be used; the text says where and why."""
 
 
 class SimRequest(NamedTuple):
@@ -47,6 +43,10 @@ class SimRequest(NamedTuple):
     """Number of tokens that the group shares."""
     prompt: tuple[int, ...] = ()
     """The token ids themselves, if a file gave the prompt; else they are made up."""
+    block_ids: tuple[int, ...] = ()
+    """Names of the prompt's parts, if a file gave these; equal ids behind equal ids are equal tokens."""
+    block_id_len: int = 0
+    """Tokens of such a part; the last one may be shorter."""
 
 
 class RequestUnderWay(NamedTuple):
@@ -168,95 +168,6 @@ def _draw(mix: Sequence[tuple[_Value, float]], rng: random.Random) -> _Value:
     return rng.choices([value for value, _ in mix], [weight for _, weight in mix])[0]
 
 
-def read_requests(path: Path) -> list[SimRequest]:
-    """Read the requests of a JSON lines file, by arrival. Raises ArrivalsError with the line number.
-
-    Fields: `arrival_s`; `prompt_len`, or `prompt` as text or token ids; `max_tokens` or `output_len`, the
-    smaller if both are there; and, where wanted, `priority`, `tenant`, `prefix_group` and `prefix_len`.
-    """
-    requests: list[SimRequest] = []
-    try:
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    requests.append(_parse(line, f"{path}:{number}"))
-    except OSError as error:
-        raise ArrivalsError(f"cannot read {path}: {error.strerror}") from None
-    if not requests:
-        raise ArrivalsError(f"{path} holds no requests")
-    requests.sort(key=lambda request: request.arrival_s)
-    return requests
-
-
-def write_requests(path: Path, workload: Iterable[SimRequest]) -> None:
-    """Write a file that `read_requests` reads. Raises ArrivalsError."""
-    try:
-        with path.open("wb") as lines:
-            for request in workload:
-                entry = request._asdict()
-                del entry["prompt_len" if request.prompt else "prompt"]
-                lines.write(orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE))
-    except OSError as error:
-        raise ArrivalsError(f"cannot write {path}: {error.strerror}") from None
-
-
-_FIELDS = {
-    *("arrival_s", "prompt_len", "prompt", "max_tokens", "output_len"),
-    *("priority", "tenant", "prefix_group", "prefix_len"),
-}
-
-
-def _parse(line: bytes, where: str) -> SimRequest:
-    try:
-        entry: Any = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        raise ArrivalsError(f"{where}: {error}") from None
-    if not isinstance(entry, dict):
-        raise ArrivalsError(f"{where}: expected an object")
-    if unknown := set(entry) - _FIELDS:
-        raise ArrivalsError(f"{where}: unknown field {min(unknown)!r}")
-    prompt = _prompt_tokens(entry.get("prompt"), where)
-    limits = [_whole(entry, name, where, 1) for name in ("max_tokens", "output_len") if name in entry]
-    if not limits:
-        raise ArrivalsError(f"{where}: neither max_tokens nor output_len is there")
-    arrival_s = entry.get("arrival_s")
-    if not isinstance(arrival_s, int | float) or isinstance(arrival_s, bool) or arrival_s < 0:
-        raise ArrivalsError(f"{where}: arrival_s must be a number of seconds, 0 or more")
-    return SimRequest(
-        arrival_s=float(arrival_s),
-        prompt_len=len(prompt) or _whole(entry, "prompt_len", where, 1),
-        max_tokens=min(limits),
-        priority=_whole({"priority": 0} | entry, "priority", where, -(2**31)),
-        tenant=str(entry.get("tenant", "")),
-        prefix_group=str(entry.get("prefix_group", "")),
-        prefix_len=_whole({"prefix_len": 0} | entry, "prefix_len", where, 0),
-        prompt=prompt,
-    )
-
-
-def _whole(entry: dict[str, Any], name: str, where: str, least: int) -> int:
-    value = entry.get(name)
-    if type(value) is not int or value < least:
-        raise ArrivalsError(f"{where}: {name} must be a whole number of at least {least}")
-    return value
-
-
-def _prompt_tokens(prompt: Any, where: str) -> tuple[int, ...]:
-    """Return token ids as they are; for text, one for each four bytes, so equal beginnings stay equal."""
-    if prompt is None:
-        return ()
-    if isinstance(prompt, str) and prompt:
-        data = prompt.encode()
-        return tuple(array("I", data + bytes(-len(data) % 4)))
-    if (
-        isinstance(prompt, list)
-        and prompt
-        and all(type(each) is int and 0 <= each < 2**32 for each in prompt)
-    ):
-        return tuple(prompt)
-    raise ArrivalsError(f"{where}: prompt must be text or token ids, and not empty")
-
-
 class PromptMaker:
     """Makes the token ids of a request: its own number behind the tokens of its group, then always the same.
 
@@ -268,6 +179,7 @@ class PromptMaker:
         self._filling: tuple[int, ...] = ()
         self._groups: dict[str, tuple[int, ...]] = {}
         self._names: dict[str, list[bytes]] = {}
+        self._named_parts: dict[tuple[bytes | None, tuple[int, ...], int], bytes] = {}
         self._num_names = 0
 
     def token_ids(self, request: SimRequest, number: int) -> tuple[int, ...]:
@@ -292,7 +204,9 @@ class PromptMaker:
             return []
         num_blocks = (request.prompt_len + request.max_tokens) // block_size
         shared: list[bytes] = []
-        if request.prefix_group:
+        if request.block_ids:
+            shared = self._names_of_parts(request, block_size)
+        elif request.prefix_group:
             num_shared = min(request.prefix_len, request.prompt_len - 1) // block_size
             known = self._names.setdefault(request.prefix_group, [])
             if len(known) < num_shared:
@@ -308,6 +222,26 @@ class PromptMaker:
         if not request.prefix_group or request.prefix_len < end or end % block_size == 0:
             return b""
         return b"tail %d of group %s" % (end, request.prefix_group.encode())
+
+    def _names_of_parts(self, request: SimRequest, block_size: int) -> list[bytes]:
+        """Name the full blocks that the ids of a file cover.
+
+        A name stands for all tokens up to the end of its block, and an id for those of its part alone: some
+        traces hash each part by itself. So a block is named by the block before it and by its ids.
+        """
+        part_len = request.block_id_len
+        num_blocks = min(len(request.block_ids) * part_len, request.prompt_len) // block_size
+        names: list[bytes] = []
+        before: bytes | None = None
+        for start in range(0, num_blocks * block_size, block_size):
+            ids = request.block_ids[start // part_len : (start + block_size - 1) // part_len + 1]
+            part = (before, ids, start % part_len)
+            known = self._named_parts.get(part)
+            if known is None:
+                known = self._named_parts[part] = self._new_names(1)[0]
+            names.append(known)
+            before = known
+        return names
 
     def _new_names(self, num: int) -> list[bytes]:
         first = self._num_names + 1
