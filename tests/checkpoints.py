@@ -179,7 +179,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "no_rope_layers": [1, 0, 1],
         },
     ),
-    # Families that no paged cache can be put under; the last one cannot be served at all.
+    # Families with recurrent layers.
     "lfm2": (
         "lfm2",
         {
@@ -189,17 +189,21 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "conv_L_cache": 3,
         },
     ),
-    "bloom": ("bloom", {"head_dim": None, "n_layer": 2, "n_head": 4}),
     "qwen3_next": (
         "qwen3_next",
         {**_EXPERTS, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     ),
+    # Families that no paged cache can be put under; the last one cannot be served at all.
+    "bloom": ("bloom", {"head_dim": None, "n_layer": 2, "n_head": 4}),
     "mamba": ("mamba", {"head_dim": None, "max_position_embeddings": None}),
     "recurrent_gemma": ("recurrent_gemma", {"head_dim": None, "attention_window_size": 12}),
     "bert": ("bert", {"head_dim": None}),
 }
 
-ALONE_FAMILIES = ("lfm2", "bloom", "qwen3_next", "mamba", "recurrent_gemma")
+RECURRENT_FAMILIES = ("lfm2", "qwen3_next")
+"""Families with states of a fixed size beside keys and values, in batches."""
+
+ALONE_FAMILIES = ("bloom", "mamba", "recurrent_gemma")
 """Families whose sequences have caches of their own."""
 
 FAMILIES = (

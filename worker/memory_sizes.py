@@ -14,6 +14,8 @@ CPU_MOST_BYTES = 4 << 30
 """A CPU rarely computes fast enough to fill more; kv_cache_bytes asks for more."""
 _BYTES_OF_A_GRAPH = 16 << 20
 """Estimate for some hundred kernels with arguments; the driver takes memory in pieces of 2 MiB."""
+_MOST_OF_BUDGET = 0.5
+"""Largest part of the cache for states, of all sequences that may run at once."""
 _MOST_USEFUL_FILLS = 2
 """Twice every sequence at full length: once for the sequences, once for cached prefixes."""
 
@@ -32,6 +34,8 @@ class CacheRequest:
     checkpoint_len: int
     """The model's own context window, the longest that can be right."""
     max_num_seqs: int
+    num_state_blocks: int = 0
+    """Blocks of the state of one sequence. They are kept for each that may run."""
     most_read_tokens: int | None = None
     """Most tokens that a sequence reads and writes in a step, if every layer has a window. None: all of the
     sequence."""
@@ -154,7 +158,7 @@ def size_cache(request: CacheRequest) -> CacheSize:
     num_blocks = request.num_blocks
     if num_blocks is None:
         # One block of the budget is the padding block.
-        num_blocks = request.budget_bytes // request.block_bytes - 1
+        num_blocks = request.budget_bytes // request.block_bytes - 1 - _state_blocks(request)
         longest = asked_len or request.checkpoint_len
         useful = _MOST_USEFUL_FILLS * request.max_num_seqs * _ceil_div(longest, request.block_size)
         num_blocks = min(num_blocks, useful)
@@ -174,6 +178,22 @@ def size_cache(request: CacheRequest) -> CacheSize:
             fix=f"ask for --max-model-len {cache_len} or less, or give the cache {needed_bytes} bytes",
         )
     return CacheSize(num_blocks=num_blocks, max_model_len=asked_len or min(request.checkpoint_len, cache_len))
+
+
+def _state_blocks(request: CacheRequest) -> int:
+    """Count the blocks of all states. Raises StartupError if they take more than half of the budget."""
+    affordable = int(request.budget_bytes * _MOST_OF_BUDGET) // request.block_bytes
+    num_blocks = request.num_state_blocks * request.max_num_seqs
+    if num_blocks > affordable:
+        num_bytes, fits = num_blocks * request.block_bytes, affordable // request.num_state_blocks
+        raise StartupError(
+            f"the states of {request.max_num_seqs} sequences take {format_size(num_bytes)}, more than half "
+            f"of the {format_size(request.budget_bytes)} for the cache",
+            fix=f"ask for --max-num-seqs {fits} or less, or give the cache more (--kv-cache-memory)"
+            if fits
+            else f"give the cache at least {2 * num_bytes // request.max_num_seqs} bytes (--kv-cache-memory)",
+        )
+    return num_blocks
 
 
 def _cache_len(request: CacheRequest, num_blocks: int) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from scheduler.cache_groups import CacheGroup
+from scheduler.cache_groups import CacheGroup, LifetimeKind
 from scheduler.messages import PoolingTask, PromptComputation
 
 MAX_DRAFTS = 16
@@ -254,6 +254,17 @@ class ModelFacts:
     """Groups of layers that compute different steps at the same time."""
     pooling: PoolingFacts | None = None
     """Facts of a model that pools; None for one that generates."""
+
+    @property
+    def num_state_blocks(self) -> int:
+        """Count the blocks of a sequence's state, as large after one token as after many."""
+        fixed = (group for group in self.groups if group.lifetime.kind is LifetimeKind.FIXED)
+        return sum(group.num_stripes for group in fixed)
+
+    @property
+    def finds_prefixes(self) -> bool:
+        """Whether a prefix that was computed serves another sequence: not yet where there are states."""
+        return self.is_paged and not self.num_state_blocks
 
     @property
     def is_paged(self) -> bool:

@@ -35,6 +35,7 @@ from worker.devices.weight_life import WeightLife
 from worker.load.loader import LoadedModel
 from worker.load.model_kind import NO_PAGED_ATTENTION, refuse_layers
 from worker.load.model_sizes import context_window
+from worker.load.recurrent_functions import knows_recurrence, replace_functions
 from worker.model.layer_replacement import LayerReplacement
 from worker.own_cache.model import OwnCacheModel, Way
 from worker.progress import LoadStage
@@ -94,7 +95,8 @@ def try_family(family: Family) -> Found:
     config = tiny_config(family)
     device = open_device(CONFIG)
     try:
-        refuse_layers(config.get_text_config(decoder=True))
+        if not knows_recurrence(config):
+            refuse_layers(config.get_text_config(decoder=True))
         model = _build(config)
         reference = copy.deepcopy(model)
         ready = _start(model, device)
@@ -167,6 +169,7 @@ def _build(config: Any, attention: str | None = ATTENTION_NAME) -> Any:
                 if parameter.dim() > 1:
                     parameter.normal_(0.0, _WEIGHT_SCALE)
         vary_constants(model, torch)
+    replace_functions(model)
     return model.eval()
 
 
@@ -202,6 +205,7 @@ def _serve(
         max_model_len=facts.max_model_len,
         block_size=facts.block_size,
         num_blocks=facts.num_blocks,
+        num_state_blocks=facts.num_state_blocks,
     )
     num_blocks = -(-max(LENGTHS.values()) // facts.block_size)
     for each, ids in token_ids.items():

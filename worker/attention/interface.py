@@ -16,7 +16,7 @@ Hq and Hk query and KV heads, D key size, V value size.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from ctypes import c_int64
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from scheduler.cache_groups import ALL_TOKENS, Lifetime, LifetimeKind
+from worker.states.interface import StateExecutor, StateStep
 from worker.worker_errors import UnsupportedAttention
 
 ATTENTION_NAME = "tokenyard_paged"
@@ -159,6 +160,14 @@ class AttentionMetadata:
     """[T]: the block of each token's key and value."""
     token_offsets: NDArray[np.int64]
     """[T]: the place within that block."""
+    state_blocks: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 0), np.int64))
+    """[R, S]: the blocks of each sequence's state, where layers are recurrent."""
+
+    @property
+    def states(self) -> StateStep:
+        """Return the step as recurrent layers see it."""
+        is_first_R = self.seq_lens == np.diff(self.query_starts)
+        return StateStep(self.num_decodes, self.query_starts, is_first_R, self.state_blocks)
 
     @property
     def block_tables(self) -> NDArray[np.int32]:
@@ -168,6 +177,10 @@ class AttentionMetadata:
 
 class LayerExecutor(Protocol):
     """Computes attention for the layers of a model, one call per layer and step."""
+
+    @property
+    def states(self) -> StateExecutor | None:
+        """Return what computes recurrent layers; None where the model's own functions do."""
 
     def attend(
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
@@ -219,6 +232,11 @@ def present_executor() -> LayerExecutor:
 def is_executing() -> bool:
     """Tell whether a step is under way."""
     return _active is not None
+
+
+def states_of_step() -> StateExecutor | None:
+    """Return what computes recurrent layers; None outside of a step, and where nothing does."""
+    return None if _active is None else _active.states
 
 
 def note_layer_begun() -> None:

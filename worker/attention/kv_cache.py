@@ -28,7 +28,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from scheduler.cache_groups import ALL_TOKENS, Lifetime, joint_lifetime
+from scheduler.cache_groups import ALL_TOKENS, CacheGroup, Lifetime, LifetimeKind, joint_lifetime
+from worker.states.interface import StateShape
+from worker.states.state_layout import StateLayout
+from worker.worker_errors import StartupError
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST_FLOAT8 = 448.0
@@ -78,6 +81,8 @@ class BlockLayout:
     dtype: torch.dtype
     scales: dict[int, tuple[float, float]] = field(default_factory=dict)
     """Scales of a layer's keys and values, where the dtype is FLOAT8."""
+    state_shapes: dict[int, StateShape] = field(default_factory=dict)
+    """States of recurrent layers, which fill blocks of the same size. Keys as in `layers`."""
 
     def only(self, places: Iterable[int]) -> "BlockLayout":
         """Keep the layers at these places in the order of all."""
@@ -111,15 +116,41 @@ class BlockLayout:
     def block_bytes(self) -> int:
         return self.block_numel * self.dtype.itemsize
 
+    @cached_property
+    def states(self) -> StateLayout | None:
+        """Place of a sequence's states in blocks; None where no layer is recurrent."""
+        return StateLayout(self.state_shapes, self.block_bytes) if self.state_shapes else None
+
+    @property
+    def num_state_blocks(self) -> int:
+        """Count the blocks of a sequence's state."""
+        return 0 if self.states is None else self.states.num_stripes
+
     @property
     def lifetime(self) -> Lifetime:
         """Lifetime of a block, which is that of all layers together."""
         return joint_lifetime([shape.lifetime for shape in self.layers.values()])
 
+    @property
+    def groups(self) -> tuple[CacheGroup, ...]:
+        """Layers by how long they keep something of a token."""
+        keys = CacheGroup(self.lifetime)
+        if self.states is None:
+            return (keys,)
+        return (keys, CacheGroup(Lifetime(LifetimeKind.FIXED), self.states.num_stripes))
+
     def most_read_tokens(self, num_step_tokens: int) -> int | None:
         """Count the most tokens that a sequence reads and writes in a step; None: all of it."""
         lifetime = self.lifetime
         return lifetime.num_tokens + num_step_tokens if lifetime.is_limited else None
+
+
+def check_states(layout: BlockLayout) -> None:
+    """Raise StartupError for blocks that are too small for the rows of a state."""
+    try:
+        _ = layout.num_state_blocks
+    except ValueError as error:
+        raise StartupError(str(error), fix="ask for a larger --block-size") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,14 +203,15 @@ class LayerCache:
 class KVCache:
     """The pool and its views. `pool_NE` is one row per block, as swapping and copying move them.
 
-    `memory` is flat and zeroed, of (num_blocks + 1) * layout.block_numel numbers. Zeroed because slots
-    that were never written are gathered too, and 0 * NaN is NaN even where the weight is 0.
+    `memory` is flat and zeroed, of (num_blocks + 1) * layout.block_numel numbers. Behind these blocks there
+    may be more, of states. Zeroed because slots that were never written are gathered too, and 0 * NaN is NaN
+    even where the weight is 0.
     """
 
     def __init__(self, layout: BlockLayout, num_blocks: int, memory: Tensor) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
-        self.pool_NE = memory.view(layout.storage).view(num_blocks + 1, layout.block_numel)
+        self.pool_NE = memory.view(layout.storage).view(-1, layout.block_numel)
         self.layers = {layer_idx: self._layer_cache(layer_idx) for layer_idx in layout.layers}
 
     @property
@@ -194,7 +226,7 @@ class KVCache:
         view = copy(self)
         view.layers = {there: self.layers[here] for there, here in numbers.items()}
         shapes = {there: self.layout.layers[here] for there, here in numbers.items()}
-        view.layout = replace(self.layout, layers=shapes)
+        view.layout = replace(self.layout, layers=shapes, state_shapes={})
         return view
 
     def _layer_cache(self, layer_idx: int) -> LayerCache:

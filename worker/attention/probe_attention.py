@@ -5,12 +5,23 @@ of its largest key and value.
 Never: runs in a served step.
 """
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from worker.attention.dense_attention import attend_densely
 from worker.attention.interface import AttentionOptions
 from worker.attention.kv_cache import LayerShape
+from worker.states.interface import StateShape
+from worker.states.probe_states import ProbeStates
 from worker.worker_errors import UnsupportedAttention
+
+
+class KeptShapes(NamedTuple):
+    """Shapes of all that the layers of a model keep of a sequence, in the order of their numbers."""
+
+    layers: dict[int, LayerShape]
+    states: dict[int, StateShape]
 
 
 class ProbeAttention:
@@ -20,6 +31,11 @@ class ProbeAttention:
         self.shapes: dict[int, LayerShape] = {}
         self.largest: dict[int, tuple[Tensor, Tensor]] = {}
         """The largest key and value of each layer, on the device."""
+        self.states = ProbeStates()
+
+    @property
+    def kept(self) -> KeptShapes:
+        return KeptShapes(dict(sorted(self.shapes.items())), dict(sorted(self.states.shapes.items())))
 
     def attend(
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions

@@ -25,6 +25,7 @@ from worker.attention.dense_attention import attend_densely
 from worker.attention.interface import AttentionMetadata, AttentionOptions, Reach, softmax_with_sinks
 from worker.attention.kv_cache import KVCache, PagedTensor
 from worker.devices.device import Device
+from worker.states.ref_states import RefStates
 
 # A group of decodes is cut where the longest has this many times the blocks of the shortest, ...
 _LONGEST_OVER_SHORTEST = 2
@@ -54,6 +55,9 @@ class RefAttention:
     def __init__(self, cache: KVCache, device: Device) -> None:
         self._cache = cache
         self._device = device
+        self.states = (
+            RefStates(cache.pool_NE, cache.layout.states) if cache.layout.states is not None else None
+        )
         self._metadata: AttentionMetadata
         self._buffers: dict[str, Tensor] = {}
         self._groups: dict[Reach, list[_DecodeGroup]] = {}
@@ -63,6 +67,8 @@ class RefAttention:
         self._metadata = metadata
         self._groups = {}
         self._indices = {}
+        if self.states is not None:
+            self.states.begin_step(metadata.states)
 
     def attend(
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions

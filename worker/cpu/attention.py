@@ -66,6 +66,7 @@ class CpuAttention:
 
     def __init__(self, cache: KVCache, device: Device, kernels: Kernels) -> None:
         self._ref = RefAttention(cache, device)
+        self.states = self._ref.states
         self._kernels = kernels
         self._dtype = cache.layout.dtype
         self._block_size = cache.layout.block_size

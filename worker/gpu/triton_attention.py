@@ -26,6 +26,8 @@ from worker.model.layer_parts import RmsNorm
 class TritonAttention:
     """See PagedAttention (attention.py). One step at a time."""
 
+    states = None
+
     def __init__(self, cache: KVCache, device: Device) -> None:
         self._cache = cache
         self._device = device

@@ -34,14 +34,13 @@ from worker.load.quantized_loading import (
     refuse_unplaced,
     without_quantization,
 )
+from worker.load.recurrent_functions import knows_recurrence, replace_functions
 from worker.worker_errors import FamilyRefused, StartupError
 
 _MOST_REASON_CHARS = 200
 _CHECK_IT = "check the checkpoint with AutoModelForCausalLM.from_pretrained"
 # A head for the training of encoders: its output is never read, and many checkpoints leave it out.
 _POOLER = "pooler."
-
-AttentionInterface.register(ATTENTION_NAME, attention_forward)
 
 AttentionInterface.register(ATTENTION_NAME, attention_forward)
 
@@ -57,15 +56,13 @@ def build_model(kind: ModelKind, dtype: str, files: list[WeightFile]) -> tuple[A
     state = read_state(files)
     try:
         model_config = model_config_of(kind)
-        is_paged = not (kind.is_encoder or kind.keeps_own_cache)
-        if is_paged:
-            refuse_layers(model_config.get_text_config(decoder=True))
+        _refuse_layers(kind, model_config)
         model, loading = _from_pretrained(
             _class_of(kind, model_config, state),
             folder if state is None else None,
             config=without_quantization(model_config),
             dtype=torch_dtype(dtype, kind) if state is not None or dtype != "auto" else dtype,
-            attn_implementation=ATTENTION_NAME if is_paged else None,
+            attn_implementation=ATTENTION_NAME if kind.is_paged else None,
             output_loading_info=True,
             **arguments_of(modules),
             **({} if state is None else {"state_dict": state}),
@@ -87,6 +84,7 @@ def build_model(kind: ModelKind, dtype: str, files: list[WeightFile]) -> tuple[A
         raise StartupError(
             f"transformers cannot load {folder}: {_first_line(error)}", fix=_CHECK_IT
         ) from error
+    replace_functions(model)
     refuse_unplaced(model, modules, files, kind.task)
     missing = sorted(name for name in loading["missing_keys"] if not name.startswith(_POOLER))
     if missing:
@@ -104,6 +102,12 @@ def compress(model: Any, modules: QuantizedModules | None) -> None:
         for name, _ in list(find_expansions(model)):
             modules.expand(model, name)
     keep_latents(model)
+
+
+def _refuse_layers(kind: ModelKind, model_config: Any) -> None:
+    """Raise FamilyRefused for layers that are no attention, unless their functions are replaced."""
+    if kind.is_paged and not (kind.task is Task.GENERATE and knows_recurrence(model_config)):
+        refuse_layers(model_config.get_text_config(decoder=True))
 
 
 def _class_of(kind: ModelKind, model_config: Any, state: dict[str, Tensor] | None) -> Any:

@@ -42,6 +42,11 @@ class ModelKind:
     keeps_own_cache: bool = False
     """Attention, or its replacement in the family, stays the model's own: no paged KV cache fits under it."""
 
+    @property
+    def is_paged(self) -> bool:
+        """Whether attention calls go to a paged KV cache."""
+        return not (self.is_encoder or self.keeps_own_cache)
+
 
 def find_kind(config: WorkerConfig) -> ModelKind:
     """Read config.json, and compare all texts with their checksums. Raises StartupError to refuse them."""
@@ -88,7 +93,10 @@ def torch_dtype(dtype: str, kind: ModelKind) -> torch.dtype:
 
 
 def refuse_layers(text_config: Any) -> None:
-    """Raise StartupError for layers whose kind of attention the attention call does not show."""
+    """Raise StartupError for layers whose kind of attention the attention call does not show.
+
+    Of families whose recurrent layers are replaced, nothing is asked: they are tried.
+    """
     layer_types = set(getattr(text_config, "layer_types", None) or ())
     unknown = sorted(layer_types - _SUPPORTED_LAYERS)
     if unknown:

@@ -53,6 +53,8 @@ class _Halve(nn.Module):
 class _Recorder:
     """A LayerExecutor that notes the attention call of each layer."""
 
+    states = None
+
     def __init__(self) -> None:
         self.current: RecordedCall | None = None
 

@@ -93,7 +93,8 @@ def open_pools(start: Start, measured: Measured) -> OpenPools:
     size = CacheSize(
         num_blocks=ranks.agree_min(size.num_blocks), max_model_len=ranks.agree_min(size.max_model_len)
     )
-    cache = _allocate(start.device, layouts.own, size)
+    num_state_blocks = layouts.own.num_state_blocks * config.max_num_seqs
+    cache = _allocate(start.device, layouts.own, size, num_state_blocks)
     num_on_host = num_host_blocks(
         swap_bytes=int(config.swap_space_bytes / share_of_node(config, layouts.all_stages, ranks))
         // ranks.size,
@@ -120,12 +121,13 @@ def _cache_request(
         max_model_len=config.max_model_len,
         checkpoint_len=checkpoint_len,
         max_num_seqs=config.max_num_seqs,
+        num_state_blocks=layout.num_state_blocks,
         most_read_tokens=layout.most_read_tokens(config.max_num_batched_tokens),
     )
 
 
-def _allocate(device: Device, layout: BlockLayout, size: CacheSize) -> KVCache:
-    numel = (size.num_blocks + 1) * layout.block_numel
+def _allocate(device: Device, layout: BlockLayout, size: CacheSize, num_state_blocks: int) -> KVCache:
+    numel = (size.num_blocks + 1 + num_state_blocks) * layout.block_numel
     try:
         memory = device.zeros(numel, layout.storage)
     except (torch.OutOfMemoryError, MemoryError, OSError) as error:

@@ -25,7 +25,7 @@ from worker.model.toolkit import Toolkit
 from worker.progress import LoadPhase, LoadStage
 from worker.ranks.ranks import is_divided
 from worker.worker_config import DraftMethod, WorkerConfig
-from worker.worker_errors import StartupError
+from worker.worker_errors import FamilyRefused, StartupError
 
 _HIDDEN_STATES_OF_A_STAGE = 4
 """Copies of a step's hidden states: one received, one of a graph, two being sent (ranks/device_stage.py)."""
@@ -50,6 +50,8 @@ class KernelChoice(NamedTuple):
     """The way to kernels, which ranks need."""
     why_no_draft_model: str | None = None
     """The reason why no model drafts there; None if one may."""
+    why_no_states: str | None = None
+    """The reason why recurrent layers have no batches there; None if they have."""
 
 
 def _reserve_on_gpu(config: WorkerConfig, loaded: LoadedModel) -> Reserve:
@@ -95,12 +97,28 @@ _ON_GPU = KernelChoice(
     stacks_adapters=True,
     fix_of_ranks="install triton, gcc and Python's headers, or leave --gpu-kernels on",
     why_no_draft_model="a draft model has no passes on a GPU yet",
+    why_no_states="which GPUs do not compute in batches yet",
 )
 
 
 def kernels_of(device: Device) -> KernelChoice:
     """Return the kernels for this device."""
     return _ON_GPU if device.is_gpu else _ON_CPU
+
+
+def refuse_states(model_type: str, config: WorkerConfig, device: Device) -> None:
+    """Raise FamilyRefused where recurrent layers have no batches, StartupError for useless options."""
+    reason = kernels_of(device).why_no_states
+    if reason is None and config.num_ranks * config.num_stages > 1:
+        reason = "which are not divided yet"
+    if reason is not None:
+        raise FamilyRefused(f"{model_type} has recurrent layers, {reason}")
+    refuse_speculation(config, "a state that has taken in a draft cannot be taken back yet")
+    if config.swap_space_bytes:
+        raise StartupError(
+            f"--swap-space {config.swap_space_bytes}: states of recurrent layers are not swapped yet",
+            fix="leave it out",
+        )
 
 
 def open_kernels(

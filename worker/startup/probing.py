@@ -13,17 +13,18 @@ import numpy as np
 from worker.attention.kv_cache import (
     FLOAT8,
     BlockLayout,
-    LayerShape,
     cache_dtype,
+    check_states,
     scale_for,
     with_layers_beside,
 )
-from worker.attention.probe_attention import ProbeAttention
+from worker.attention.probe_attention import KeptShapes, ProbeAttention
 from worker.devices.device import Device
 from worker.load.loader import LoadedModel
 from worker.load.model_kind import NO_PAGED_ATTENTION
 from worker.model.quantized_layers import skipping_products
 from worker.progress import LoadStage
+from worker.startup.kernel_choice import refuse_states
 from worker.startup.self_check import Runner, refusing
 from worker.steps.tokens import StepTokens
 from worker.worker_config import WorkerConfig
@@ -61,25 +62,31 @@ def probe(
     return attention
 
 
-def probe_shapes(device: Device, loaded: LoadedModel, runner: Runner) -> dict[int, LayerShape]:
+def probe_shapes(device: Device, loaded: LoadedModel, runner: Runner) -> KeptShapes:
     """Read each layer's shape from one call. Raises StartupError if the model calls another attention."""
     with refusing(loaded.model_type), skipping_products():
         found = probe(runner, device, np.arange(2), num_logits=1)
     if not found.shapes:
         raise FamilyRefused(f"{loaded.model_type} {NO_PAGED_ATTENTION}")
-    return dict(sorted(found.shapes.items()))
+    return found.kept
 
 
 def probe_layout(start: Start) -> BlockLayout:
     """Lay out a block of all layers and heads. Raises StartupError."""
     config, device, loaded = start.config, start.device, start.loaded
     dtype = cache_dtype(config.kv_cache_dtype, loaded.dtype)
-    return BlockLayout(
-        layers=with_layers_beside(probe_shapes(device, loaded, start.runner), loaded.layers_beside),
+    kept = probe_shapes(device, loaded, start.runner)
+    if kept.states:
+        refuse_states(loaded.model_type, config, device)
+    layout = BlockLayout(
+        layers=with_layers_beside(kept.layers, loaded.layers_beside),
+        state_shapes=kept.states,
         block_size=config.block_size or device.default_block_size,
         dtype=dtype,
         scales=_measure_scales(start) if dtype is FLOAT8 else {},
     )
+    check_states(layout)
+    return layout
 
 
 def _measure_scales(start: Start) -> dict[int, tuple[float, float]]:

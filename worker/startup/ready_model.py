@@ -10,7 +10,6 @@ import logging
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from scheduler.cache_groups import CacheGroup
 from worker.attention.kv_cache import FLOAT8
 from worker.devices.device import NO_RESERVE, Device, Reserve
 from worker.load.loader import LoadedModel
@@ -68,7 +67,7 @@ def _facts(start: Start, measured: Measured, pools: OpenPools, proven: Proven) -
         block_size=cache.layout.block_size,
         num_blocks=cache.num_blocks,
         kv_cache_bytes=cache.num_bytes,
-        groups=(CacheGroup(measured.whole_layout.lifetime),),
+        groups=measured.whole_layout.groups,
         num_host_blocks=pools.host_pool.num_blocks,
         copy_s_per_block=pools.host_pool.measure_copy_s(),
         # Each expert of a mixture has a few of the rows only, and gains by more.

@@ -169,6 +169,7 @@ class SelfCheck:
             max_model_len=self.max_model_len,
             block_size=self.cache.layout.block_size,
             num_blocks=self.cache.num_blocks,
+            num_state_blocks=self.cache.layout.num_state_blocks,
         )
         num_blocks = -(-len(token_ids) // rows.block_size)
         sequence_id = SequenceId(0)

@@ -9,7 +9,13 @@ from typing import NamedTuple
 
 from worker.attention.kv_cache import LayerShape
 from worker.devices.device import Device
-from worker.load.draft_kind import check_vocabulary, draft_config, naming_draft, refuse_scales_with_draft
+from worker.load.draft_kind import (
+    check_vocabulary,
+    draft_config,
+    naming_draft,
+    refuse_recurrent_draft,
+    refuse_scales_with_draft,
+)
 from worker.load.loader import LoadedModel, load_model
 from worker.load.model_kind import ModelKind, find_kind
 from worker.memory_sizes import format_size
@@ -51,7 +57,9 @@ def load_draft(
         draft.weights.settle(stage)
         runner = ModelRunner(draft.model, draft.vocab_size)
         start = Start(config=own, device=device, stage=stage, loaded=draft, runner=runner)
-        return LoadedDraft(start, runner, probe_shapes(device, draft, runner))
+        kept = probe_shapes(device, draft, runner)
+        refuse_recurrent_draft(draft.model_type, kept.states)
+        return LoadedDraft(start, runner, kept.layers)
 
 
 def open_draft(

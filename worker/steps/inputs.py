@@ -125,6 +125,7 @@ def build_inputs(plan: SchedulerOutput, rows: RowTable, failures: dict[SequenceI
         tables=_block_tables(rows, row_of_R, seq_lens_R),
         token_blocks=rows.block_ids_CB[rows_T, positions_T // rows.block_size].astype(np.int64),
         token_offsets=positions_T % rows.block_size,
+        state_blocks=rows.state_blocks_CS[row_of_R],
     )
     return StepInputs(
         input_ids_T=rows.token_ids_CL[rows_T, positions_T].astype(np.int64),

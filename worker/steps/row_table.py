@@ -43,7 +43,9 @@ class RowTable:
         block_size: int,
         num_blocks: int,
         lifetime: Lifetime = ALL_TOKENS,
+        num_state_blocks: int = 0,
     ) -> None:
+        """Make an empty table. Each row has `num_state_blocks` for states, behind those of the pool."""
         # One more than the longest: the last token of a full sequence is sampled, but never computed.
         self._capacity_tokens = max_model_len + 1
         self._num_pool_blocks = num_blocks
@@ -55,6 +57,9 @@ class RowTable:
         self.num_blocks_C = np.zeros(max_num_seqs, dtype=np.int64)
         # Positions below are behind a window: 0 stands in the block table.
         self.first_position_C = np.zeros(max_num_seqs, dtype=np.int64)
+        self.state_blocks_CS = (
+            num_blocks + 1 + np.arange(max_num_seqs * num_state_blocks).reshape(max_num_seqs, -1)
+        )
         self._row_of: dict[SequenceId, int] = {}
         self.generations_C = np.zeros(max_num_seqs, dtype=np.int64)
         """One more for each sequence that has had the row: its table began anew."""
@@ -71,6 +76,7 @@ class RowTable:
             block_size=facts.block_size,
             num_blocks=facts.num_blocks,
             lifetime=facts.groups[0].lifetime if facts.groups else ALL_TOKENS,
+            num_state_blocks=facts.num_state_blocks,
         )
 
     def __len__(self) -> int:

@@ -7,7 +7,13 @@ from dataclasses import dataclass
 
 from worker.attention.kv_cache import LayerShape
 from worker.devices.device import Device
-from worker.load.draft_kind import check_vocabulary, draft_config, naming_draft, refuse_scales_with_draft
+from worker.load.draft_kind import (
+    check_vocabulary,
+    draft_config,
+    naming_draft,
+    refuse_recurrent_draft,
+    refuse_scales_with_draft,
+)
 from worker.load.model_kind import ModelKind, dtype_name, find_kind
 from worker.load.weight_files import weight_bytes
 from worker.survey.unloaded_model import foresee_layers
@@ -33,5 +39,6 @@ def foresee_draft(config: WorkerConfig, kind: ModelKind, device: Device) -> Draf
         draft_kind = find_kind(own)
         check_vocabulary(kind, draft_kind)
         num_bytes = weight_bytes(own, draft_kind, device)
-        _, shapes, _ = foresee_layers(own, draft_kind, device)
-        return DraftForecast(weight_bytes=num_bytes, shapes=shapes)
+        model, kept, _ = foresee_layers(own, draft_kind, device)
+        refuse_recurrent_draft(model.config.model_type, kept.states)
+        return DraftForecast(weight_bytes=num_bytes, shapes=kept.layers)

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from worker.adapters.targets import Targets
-from worker.attention.kv_cache import BlockLayout, LayerShape, cache_dtype, with_layers_beside
+from worker.attention.kv_cache import BlockLayout, LayerShape, cache_dtype, check_states, with_layers_beside
 from worker.devices.device import Device
 from worker.load.model_kind import (
     ModelKind,
@@ -26,7 +26,7 @@ from worker.model.corrections import longest_right_len
 from worker.model.layer_parts import Unrecognised
 from worker.model.layer_shards import bytes_of_a_rank, refuse_division, shard_layout
 from worker.ranks.stage import ONLY_STAGE, Stage
-from worker.startup.kernel_choice import kernels_of
+from worker.startup.kernel_choice import kernels_of, refuse_states
 from worker.startup.start_adapters import most_bytes, stacked_bytes
 from worker.survey.unloaded_model import foresee_layers
 from worker.worker_config import WorkerConfig
@@ -74,13 +74,17 @@ def forecast(
 
     `num_weight_bytes` are those of the draft model too, if there is one, and `draft_shapes` its layers.
     """
-    model, shapes, targets = foresee_layers(config, kind, device)
+    model, kept, targets = foresee_layers(config, kind, device)
+    if kept.states:
+        refuse_states(model.config.model_type, config, device)
     dtype = torch_dtype(config.dtype, kind)
     whole = BlockLayout(
-        layers=with_layers_beside(shapes, dict(draft_shapes)),
+        layers=with_layers_beside(kept.layers, dict(draft_shapes)),
+        state_shapes=kept.states,
         block_size=config.block_size or device.default_block_size,
         dtype=cache_dtype(config.kv_cache_dtype, dtype),
     )
+    check_states(whole)
     layout = _layout_of_a_rank(whole, config)
     text_config = model.config.get_text_config(decoder=True)
     _check_division(config, layout, text_config)
@@ -125,6 +129,7 @@ def _size_of_cache(
             max_model_len=config.max_model_len,
             checkpoint_len=checkpoint_len,
             max_num_seqs=config.max_num_seqs,
+            num_state_blocks=layout.num_state_blocks,
             most_read_tokens=layout.most_read_tokens(config.max_num_batched_tokens),
         )
     )

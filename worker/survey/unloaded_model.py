@@ -11,12 +11,12 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from worker.adapters.targets import Targets
 from worker.attention.interface import ATTENTION_NAME, active
-from worker.attention.kv_cache import LayerShape
 from worker.attention.latents import keep_latents
-from worker.attention.probe_attention import ProbeAttention
+from worker.attention.probe_attention import KeptShapes, ProbeAttention
 from worker.devices.device import Device
 from worker.load.model_kind import NO_PAGED_ATTENTION, ModelKind, model_config_of, refuse_layers
 from worker.load.quantized_loading import without_quantization
+from worker.load.recurrent_functions import knows_recurrence, replace_functions
 from worker.startup.start_adapters import targets_of
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import FamilyRefused
@@ -26,27 +26,26 @@ class CannotForesee(Exception):
     """The model's code fails on tensors without content; loading it may still succeed."""
 
 
-def foresee_layers(
-    config: WorkerConfig, kind: ModelKind, device: Device
-) -> tuple[Any, dict[int, LayerShape], Targets]:
+def foresee_layers(config: WorkerConfig, kind: ModelKind, device: Device) -> tuple[Any, KeptShapes, Targets]:
     """Build the model without content, and see what its layers keep. Raises as `forecast` does."""
     try:
         model = _build(kind)
-        shapes, targets = _probe(model, config, device)
+        kept, targets = _probe(model, config, device)
     except KeyError as error:
         if ATTENTION_NAME in error.args:
             raise FamilyRefused(f"{kind.checkpoint_config['model_type']} {NO_PAGED_ATTENTION}") from error
         raise CannotForesee(str(error)) from error
     except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError, OSError) as error:
         raise CannotForesee(str(error)) from error
-    if not shapes:
+    if not kept.layers:
         raise FamilyRefused(f"{kind.checkpoint_config['model_type']} {NO_PAGED_ATTENTION}")
-    return model, dict(sorted(shapes.items())), targets
+    return model, kept, targets
 
 
 def _build(kind: ModelKind) -> Any:
     model_config = model_config_of(kind)
-    refuse_layers(model_config.get_text_config(decoder=True))
+    if not knows_recurrence(model_config):
+        refuse_layers(model_config.get_text_config(decoder=True))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             without_quantization(model_config),  # which asks for no other KV cache
@@ -55,11 +54,12 @@ def _build(kind: ModelKind) -> Any:
             trust_remote_code=False,
         ).eval()
     keep_latents(model)
+    replace_functions(model)
     return model
 
 
 @torch.inference_mode()
-def _probe(model: Any, config: WorkerConfig, device: Device) -> tuple[dict[int, Any], Targets]:
+def _probe(model: Any, config: WorkerConfig, device: Device) -> tuple[KeptShapes, Targets]:
     def run(num_tokens: int) -> ProbeAttention:
         probe = ProbeAttention()
         with torch.device("meta"), active(probe):
@@ -67,4 +67,4 @@ def _probe(model: Any, config: WorkerConfig, device: Device) -> tuple[dict[int, 
             model(input_ids=ids, position_ids=torch.arange(num_tokens)[None], use_cache=False)
         return probe
 
-    return dict(run(2).shapes), targets_of(config, device, model, run)
+    return run(2).kept, targets_of(config, device, model, run)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 import worker.devices.device
 from scheduler.cache_groups import ALL_TOKENS, Lifetime, LifetimeKind
 from tests.adapters import write_adapter
-from tests.checkpoints import FAMILIES, make_checkpoint
+from tests.checkpoints import FAMILIES, RECURRENT_FAMILIES, make_checkpoint
 from tests.quantized_checkpoints import write_quantized
 from worker.attention.kv_cache import BlockLayout, LayerShape
 from worker.checkpoint.checkpoint_files import find_weights, loaded_bytes
@@ -133,9 +133,19 @@ def test_a_shorter_context_window_than_the_models_is_a_warning(tiny_model: Path)
 
 
 def test_a_family_without_a_paged_cache_is_a_warning_that_says_why(tmp_path: Path) -> None:
-    *_, last = survey(config_of(make_checkpoint("lfm2", tmp_path / "lfm2")))
+    *_, last = survey(config_of(make_checkpoint("recurrent_gemma", tmp_path / "recurrent_gemma")))
     assert last.verdict is Verdict.WARNING
-    assert "layers of type conv" in last.what
+    assert "layers of type linear_attention" in last.what
+
+
+@pytest.mark.parametrize("family", RECURRENT_FAMILIES)
+def test_states_are_foreseen(family: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(family, tmp_path / family)
+    config = config_of(folder, num_blocks=None, kv_cache_bytes=1 << 26, max_num_seqs=4)
+    *_, last = survey(config)
+    facts = Worker(config).load(lambda progress: None)
+    assert last.verdict is Verdict.OK
+    assert f"for {facts.num_blocks * facts.block_size:,} tokens" in last.what
 
 
 def test_a_family_that_is_refused_at_load_is_refused_here(tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ def test_state_besides_keys_and_values_shows_in_the_logits(
     caplog: pytest.LogCaptureFixture,
     dtype: str,
 ) -> None:
-    monkeypatch.setattr(worker.load.build, "refuse_layers", lambda text_config: None)
+    monkeypatch.setattr(worker.load.recurrent_functions, "states_of_step", lambda: None)
     _, facts = load_worker(checkpoints("lfm2"), dtype=dtype)
     assert "keeps state besides keys and values" in caplog.text
     assert not facts.is_paged

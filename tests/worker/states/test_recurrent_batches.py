@@ -1,0 +1,132 @@
+"""Families with recurrent layers give in batches what transformers gives for each sequence alone."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from tests.checkpoints import RECURRENT_FAMILIES
+from tests.worker.conftest import BLOCK_SIZE, MakeCheckpoint, load_worker
+from tests.worker.plan_driver import PlanDriver
+from tests.worker.transformers_generate import NUM_TOKENS, expected
+from worker.load import recurrent_functions
+from worker.worker import Worker
+from worker.worker_config import DraftMethod, SpeculationConfig
+from worker.worker_errors import StartupError
+
+LONG = [(7 * index + 3) % 300 for index in range(29)]
+SHORT = [40, 41, 42, 43, 44]
+OTHER = [(11 * index + 5) % 300 for index in range(17)]
+
+DELTA_RULE, KDA, SCAN = "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chunk_scan"
+FUNCTIONS = {
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid"), DELTA_RULE),
+    **dict.fromkeys(("kimi_linear", "bailing_hybrid"), KDA),
+    **dict.fromkeys(("granitemoehybrid", "nemotron_h", "falcon_h1", "bamba", "mamba2"), SCAN),
+    **dict.fromkeys(("jamba", "falcon_mamba", "mamba"), "mamba_selective_scan"),
+    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), "causal_conv1d_fn"),
+}
+"""Names of the recurrence of each family in transformers."""
+
+
+@pytest.fixture(scope="module", params=RECURRENT_FAMILIES)
+def folder(request: pytest.FixtureRequest, checkpoints: MakeCheckpoint) -> Path:
+    return checkpoints(request.param)
+
+
+@pytest.fixture(scope="module")
+def worker(folder: Path) -> Worker:
+    return load_worker(folder)[0]
+
+
+@pytest.fixture
+def driver(worker: Worker) -> Iterator[PlanDriver]:
+    driver = PlanDriver(worker, BLOCK_SIZE)
+    yield driver
+    driver.release_all()
+
+
+def test_neighbours_chunks_and_a_preemption_change_nothing(folder: Path, driver: PlanDriver) -> None:
+    first, chunked, victim = (driver.add(prompt) for prompt in (SHORT, LONG, OTHER))
+    driver.step({first: None, victim: None})
+    for num_tokens in (6, 1, 13):
+        driver.step({first: None, chunked: num_tokens, victim: None})
+    driver.preempt(victim)
+    driver.step({first: None})
+    driver.generate([first, chunked, victim], NUM_TOKENS)
+    for sequence, prompt in ((first, SHORT), (chunked, LONG), (victim, OTHER)):
+        assert driver.generated(sequence)[:NUM_TOKENS] == expected(folder, tuple(prompt))
+
+
+def test_a_state_begins_from_zero_where_another_sequence_had_its_own(
+    folder: Path, driver: PlanDriver
+) -> None:
+    for prompt in (LONG, OTHER, SHORT):  # one after the other, in the same row
+        sequence = driver.add(prompt)
+        driver.generate([sequence], NUM_TOKENS)
+        assert driver.generated(sequence) == expected(folder, tuple(prompt))
+        driver.release_all()
+
+
+def test_facts_count_the_blocks_of_a_state(folder: Path) -> None:
+    _, facts = load_worker(folder)
+    assert facts.num_state_blocks > 0
+    assert facts.is_paged
+    assert not facts.finds_prefixes
+    assert facts.max_drafts == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ({"swap_space_bytes": 1 << 20}, "states of recurrent layers are not swapped yet"),
+        ({"kv_cache_bytes": 1 << 19, "max_num_seqs": 2000}, r"--max-num-seqs \d+ or less"),
+        ({"kv_cache_bytes": 1 << 10, "max_num_seqs": 1}, r"give the cache at least \d+ bytes"),
+        (
+            {"speculation": SpeculationConfig(method=DraftMethod.NGRAM, num_speculative_tokens=2)},
+            "a state that has taken in a draft cannot be taken back yet",
+        ),
+    ],
+)
+def test_options_that_states_do_not_allow_are_refused(
+    checkpoints: MakeCheckpoint, options: dict[str, object], part: str
+) -> None:
+    with pytest.raises(StartupError, match=part):
+        load_worker(checkpoints("lfm2"), **options)
+
+
+def test_a_function_of_another_name_leaves_the_family_alone_and_the_log_says_so(
+    checkpoints: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delitem(recurrent_functions._FUNCTIONS, "causal_conv1d_fn")
+    _, facts = load_worker(checkpoints("lfm2"))
+    assert not facts.is_paged
+    assert "has layers of type conv" in caplog.text
+
+
+def test_transformers_has_the_functions_that_are_replaced() -> None:
+    """A version that renames one computes its families one sequence after the other again."""
+    lacking = []
+    for family, name in FUNCTIONS.items():
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[family]]
+        module = sys.modules[model_class.__module__]
+        lacking += [(family, each) for each in {name, "causal_conv1d_fn"} if not hasattr(module, each)]
+    assert not lacking
+
+
+def test_bf16_gives_the_same_bits_however_a_prompt_is_cut(checkpoints: MakeCheckpoint) -> None:
+    """Tokens drawn by seed are as sensitive as logits: one bit and a later draw falls elsewhere."""
+    worker, _ = load_worker(checkpoints("qwen3_next"), dtype="bfloat16")
+    driver = PlanDriver(worker, BLOCK_SIZE)
+    outputs = []
+    for cuts in ((), (1,), (6, 1, 13), (28,)):
+        sequence = driver.add(LONG)
+        for num_tokens in cuts:
+            driver.step({sequence: num_tokens})
+        driver.generate([sequence], NUM_TOKENS)
+        outputs.append(driver.generated(sequence))
+    assert all(torch.equal(torch.tensor(each), torch.tensor(outputs[0])) for each in outputs)
