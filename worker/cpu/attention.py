@@ -33,6 +33,7 @@ from worker.cpu.native import (
     LayerPlace,
     pointer,
 )
+from worker.cpu.states import CpuStates
 from worker.devices.device import Device
 from worker.model.layer_call import AngleOrder, Rotation
 
@@ -66,7 +67,8 @@ class CpuAttention:
 
     def __init__(self, cache: KVCache, device: Device, kernels: Kernels) -> None:
         self._ref = RefAttention(cache, device)
-        self.states = self._ref.states
+        layout = cache.layout.states
+        self.states = None if layout is None else CpuStates(cache.pool_NE, layout, kernels)
         self._kernels = kernels
         self._dtype = cache.layout.dtype
         self._block_size = cache.layout.block_size
@@ -88,6 +90,8 @@ class CpuAttention:
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
         self._ref.begin_step(metadata)
+        if self.states is not None:
+            self.states.begin_step(metadata.states)
         self._angles.clear()
         tables = np.ascontiguousarray(metadata.block_tables)
         self._pointed_to = (metadata, tables)

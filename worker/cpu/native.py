@@ -30,6 +30,10 @@ _ZERO_OF_INPUTS = 128
 """Added to whole inputs, which the processor's products want without a sign."""
 _SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "float32"}
 DTYPES = frozenset(_SUFFIXES)
+_NUM_ARGUMENTS = {"multiply": 2, "attend": 2, "convolve": 2, "recur": 2, "run": 7, "run_all": 6}
+"""Functions of csrc/api.cpp for each dtype."""
+MOST_COLUMNS = 8
+"""Most earlier inputs of a convolution."""
 
 
 class CGroupNumbers(Structure):
@@ -154,6 +158,60 @@ class CAttention(Structure):
         ("cache", CCache),
         ("queries", c_void_p),
         ("query_stride", c_int64),
+        ("output", c_void_p),
+    )
+
+
+class CStateRun(Structure):
+    _fields_ = (("first", c_int64), ("length", c_int64), ("stripe", c_int64), ("offset", c_int64))
+
+
+class CStateStep(Structure):
+    _fields_ = (
+        ("pool", c_void_p),
+        ("block_bytes", c_int64),
+        ("block_ids", c_void_p),
+        ("num_stripes", c_int64),
+        ("query_starts", c_void_p),
+        ("is_first", c_void_p),
+        ("num_seqs", c_int64),
+    )
+
+
+class CConvolution(Structure):
+    _fields_ = (
+        ("step", CStateStep),
+        ("runs", c_void_p),
+        ("num_channels", c_int64),
+        ("num_columns", c_int64),
+        ("input", c_void_p),
+        ("input_stride", c_int64),
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("is_activated", c_bool),
+        ("output", c_void_p),
+    )
+
+
+class CRecurrence(Structure):
+    _fields_ = (
+        ("step", CStateStep),
+        ("runs", c_void_p),
+        ("num_heads", c_int64),
+        ("num_groups", c_int64),
+        ("key_dim", c_int64),
+        ("value_dim", c_int64),
+        ("queries", c_void_p),
+        ("query_stride", c_int64),
+        ("keys", c_void_p),
+        ("key_stride", c_int64),
+        ("values", c_void_p),
+        ("value_stride", c_int64),
+        ("decay", c_void_p),
+        ("decays_by_number", c_bool),
+        ("beta", c_void_p),
+        ("has_unit_keys", c_bool),
+        ("scaling", c_float),
         ("output", c_void_p),
     )
 
@@ -343,6 +401,14 @@ class Kernels:
         """Attend over a cache that holds the step's keys and values already."""
         self._call("attend", dtype, byref(attention))
 
+    def convolve(self, given: CConvolution, dtype: torch.dtype) -> None:
+        """Convolve the sequences of a step, and keep their last inputs."""
+        self._call("convolve", dtype, byref(given))
+
+    def recur(self, given: CRecurrence, dtype: torch.dtype) -> None:
+        """Continue the recurrences of a step; `dtype` is that of queries, keys and values."""
+        self._call("recur", dtype, byref(given))
+
     def run_layer(
         self, layer: CLayer, place: LayerPlace, hidden_TH: Tensor, mlp_input_TH: Tensor | None
     ) -> None:
@@ -373,7 +439,7 @@ class Kernels:
         library.tokenyard_divide.argtypes, library.tokenyard_divide.restype = (c_void_p,) * 3, None
         self._functions: dict[tuple[str, torch.dtype], Any] = {}
         for dtype, suffix in _SUFFIXES.items():
-            for name, num_arguments in (("multiply", 2), ("attend", 2), ("run", 7), ("run_all", 6)):
+            for name, num_arguments in _NUM_ARGUMENTS.items():
                 function = getattr(library, f"tokenyard_{name}_{suffix}")
                 function.argtypes = (c_void_p,) * num_arguments
                 self._functions[name, dtype] = function

@@ -23,11 +23,13 @@ class ProbeStates:
         self._layer_idx = layer_idx
 
     def convolve(self, given: Convolution) -> None:
-        """Note the channels. Raises UnsupportedAttention for a second convolution of a layer."""
+        """Note the channels. Raises UnsupportedAttention where none is kept, and for a second call."""
         shape = self.shapes[self._layer_idx]
         if shape.num_channels:
             raise UnsupportedAttention(f"two convolutions of layer {self._layer_idx}")
         num_channels, width = given.weight_CW.shape
+        if width == 1:
+            raise UnsupportedAttention("a convolution over single tokens")
         self.shapes[self._layer_idx] = replace(
             shape, input_dtype=given.input_TC.dtype, num_channels=num_channels, num_columns=width - 1
         )

@@ -76,6 +76,12 @@ void tokenyard_ranks_times(const Ranks* ranks, double* exchanged_and_waited_s) {
   int tokenyard_attend_##suffix(Engine* engine, const Attention<T>* attention) {                              \
     return guarded([&] { engine->attend(*attention); });                                                      \
   }                                                                                                           \
+  int tokenyard_convolve_##suffix(Engine* engine, const Convolution<T>* given) {                              \
+    return guarded([&] { engine->convolve(*given); });                                                        \
+  }                                                                                                           \
+  int tokenyard_recur_##suffix(Engine* engine, const Recurrence<T>* given) {                                  \
+    return guarded([&] { engine->recur(*given); });                                                           \
+  }                                                                                                           \
   int tokenyard_run_##suffix(Engine* engine, const Layer<T>* layer, const Step* step, const Angles* angles,    \
                              const Cache<T>* cache, T* hidden, T* mlp_input) {                                \
     return guarded([&] { engine->run(*layer, *step, *angles, *cache, hidden, mlp_input); });                  \

@@ -274,6 +274,75 @@ int64_t attention_scratch_size(const Attention<T>& attention) {
   return rows * ((keys > kSpanKeys ? keys : kSpanKeys) + heads.value_dim + 2) + keys * heads.key_dim;
 }
 
+// Neighbouring rows of a state, or channels of a convolution, in one block of a sequence.
+struct StateRun {
+  int64_t first;
+  int64_t length;
+  int64_t stripe;  // which of the sequence's blocks
+  int64_t offset;  // bytes
+};
+
+// One step, as recurrent layers see it.
+struct StateStep {
+  uint8_t* pool;
+  int64_t block_bytes;
+  const int64_t* block_ids;  // [R, num_stripes]
+  int64_t num_stripes;
+  const int64_t* query_starts;  // [R + 1]
+  const bool* is_first;         // [R]: the sequence begins, whatever its blocks contain
+  int64_t num_seqs;
+};
+
+// Channels and rows of an item of work, and the most earlier inputs of a convolution.
+constexpr int64_t kChannelsTogether = 16, kRowsTogether = 32, kMostColumns = 8;
+
+// Each channel by itself over its last inputs, of which those of earlier steps are kept: [columns][channels] of a run.
+template <typename T>
+struct Convolution {
+  StateStep step;
+  const StateRun* runs;
+  int64_t num_channels;  // a multiple of kChannelsTogether
+  int64_t num_columns;   // of earlier inputs
+  const T* input;        // of token t from t * input_stride on
+  int64_t input_stride;
+  const float* weight;  // [num_columns + 1, C]
+  const float* bias;    // [C], or null
+  bool is_activated;    // by SiLU
+  T* output;            // [T, C]
+
+  int64_t num_parts() const { return num_channels / kChannelsTogether; }
+  int64_t num_items() const { return step.num_seqs * num_parts(); }
+};
+
+constexpr float kLengthEpsilon = 1e-6f;
+
+// Of each head a state [V][K], which a token changes and reads. Heads of a group have one key and one query.
+template <typename T>
+struct Recurrence {
+  StateStep step;
+  const StateRun* runs;
+  int64_t num_heads;
+  int64_t num_groups;
+  int64_t key_dim;
+  int64_t value_dim;
+  const T* queries;  // [T, G, K], tokens `query_stride` apart
+  int64_t query_stride;
+  const T* keys;
+  int64_t key_stride;
+  const T* values;  // [T, H, V]
+  int64_t value_stride;
+  const float* decay;     // [T, H], or [T, H, K]
+  bool decays_by_number;  // of the key
+  const float* beta;      // [T, H]; null: no delta rule
+  bool has_unit_keys;
+  float scaling;  // of queries
+  float* output;  // [T, H, V]
+
+  int64_t num_tokens() const { return step.query_starts[step.num_seqs]; }
+  int64_t num_parts() const { return (value_dim + kRowsTogether - 1) / kRowsTogether; }
+  int64_t num_items() const { return step.num_seqs * num_heads * num_parts(); }
+};
+
 // Ranks that are computed together: their sums share the loads of the row.
 constexpr int64_t kRanksTogether = 8;
 
@@ -306,6 +375,12 @@ struct Kernels {
   // Heads [begin, end) of all T * (Hq + 2 Hk): queries are changed in place, keys and values go to the cache.
   void (*rotate_and_write)(float* rows, const Attention<T>&, const Rotation&, int64_t begin, int64_t end);
   void (*attend)(const Attention<T>&, const AttentionTile&, float* scratch);
+  // Items [begin, end) of a convolution: some channels of a sequence.
+  void (*convolve)(const Convolution<T>&, int64_t begin, int64_t end);
+  // Items [begin, end) of all T * G: keys and queries as `recur` reads them, each [T, G, K].
+  void (*prepare_keys)(const Recurrence<T>&, float* keys, float* queries, int64_t begin, int64_t end);
+  // Items [begin, end) of a recurrence: some rows of one head of a sequence.
+  void (*recur)(const Recurrence<T>&, const float* keys, const float* queries, int64_t begin, int64_t end);
 };
 
 struct AllKernels {

@@ -125,6 +125,22 @@ void Engine::attend(const Attention<T>& attention) {
 }
 
 template <typename T>
+void Engine::convolve(const Convolution<T>& given) {
+  team_.run({{given.num_items(), [&](int64_t begin, int64_t end, int) { kernels<T>().convolve(given, begin, end); }}});
+}
+
+template <typename T>
+void Engine::recur(const Recurrence<T>& given) {
+  const int64_t num_keys = given.num_tokens() * given.num_groups;
+  float* keys = keys_.of<float>(2 * num_keys * given.key_dim);
+  float* queries = keys + num_keys * given.key_dim;
+  team_.run({
+      {num_keys, [&](int64_t begin, int64_t end, int) { kernels<T>().prepare_keys(given, keys, queries, begin, end); }},
+      {given.num_items(), [&](int64_t begin, int64_t end, int) { kernels<T>().recur(given, keys, queries, begin, end); }},
+  });
+}
+
+template <typename T>
 Product<T> Engine::adding(const Layer<T>& layer, const PackedWeight<T>& weight, const Norm& after_norm,
                           const T* input, int64_t num_tokens, T* hidden) {
   Product<T> product = {input, num_tokens, weight, nullptr, nullptr, nullptr, nullptr, nullptr};
@@ -224,6 +240,10 @@ template void Engine::multiply(Product<Bf16>);
 template void Engine::multiply(Product<float>);
 template void Engine::attend(const Attention<Bf16>&);
 template void Engine::attend(const Attention<float>&);
+template void Engine::convolve(const Convolution<Bf16>&);
+template void Engine::convolve(const Convolution<float>&);
+template void Engine::recur(const Recurrence<Bf16>&);
+template void Engine::recur(const Recurrence<float>&);
 template void Engine::run(const Layer<Bf16>&, const Step&, const Angles&, const Cache<Bf16>&, Bf16*, Bf16*);
 template void Engine::run(const Layer<float>&, const Step&, const Angles&, const Cache<float>&, float*, float*);
 template void Engine::run_all(const Stack<Bf16>&, const Step&, const Angles&, const Cache<Bf16>*, Bf16*);

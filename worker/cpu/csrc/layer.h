@@ -93,6 +93,12 @@ class Engine {
   template <typename T>
   void attend(const Attention<T>& attention);
 
+  template <typename T>
+  void convolve(const Convolution<T>& given);
+
+  template <typename T>
+  void recur(const Recurrence<T>& given);
+
   // Changes `hidden` [T, H] in place. Of a layer without MLP, what the MLP is to be given comes to `mlp_input` [T, H].
   template <typename T>
   void run(const Layer<T>& layer, const Step& step, const Angles& angles, const Cache<T>& cache, T* hidden,
@@ -132,7 +138,7 @@ class Engine {
   void* context_ = nullptr;
   std::vector<AttentionTile> tiles_;
   Buffer normed_, rows_, attended_, activated_, added_, scratch_, bytes_, scales_, permuted_, run_sums_, shrunk_;
-  Buffer run_starts_, copy_;
+  Buffer run_starts_, copy_, keys_;
 };
 
 }  // namespace tokenyard

@@ -4,6 +4,7 @@
 
 #include "attention_impl.h"
 #include "norms_impl.h"
+#include "states_impl.h"
 
 // Norm and rotation of one head, in place.
 inline void rotate(float* head, int64_t dim, const Norm& norm, const Rotation& rotation, int64_t token) {
@@ -57,5 +58,5 @@ void rotate_and_write(float* rows, const Attention<T>& attention, const Rotation
 
 template <typename T>
 constexpr Kernels<T> kernels_of() {
-  return {kPanels ? 0 : kTileRows, quantize<T>, prepare<T>, shrink<T>, multiply<T>, normalize<T>, add_normalized<T>, add<T>, normalize_all_heads, rotate_and_write<T>, attend<T>};
+  return {kPanels ? 0 : kTileRows, quantize<T>, prepare<T>, shrink<T>, multiply<T>, normalize<T>, add_normalized<T>, add<T>, normalize_all_heads, rotate_and_write<T>, attend<T>, convolve<T>, prepare_keys<T>, recur<T>};
 }
