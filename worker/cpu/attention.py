@@ -81,7 +81,6 @@ class CpuAttention:
             layer_idx: self._dtype in DTYPES
             and shape.key_dim % WIDEST_VECTOR == 0
             and shape.value_dim % WIDEST_VECTOR == 0
-            and not shape.value_is_key_part
             for layer_idx, shape in cache.layout.layers.items()
         }
         self._step: CStep
@@ -188,4 +187,5 @@ def all_and_all_again(angles_TR: Tensor, order: AngleOrder) -> Tensor:
 
 
 def _pages(tensor: PagedTensor) -> CPages:
-    return CPages(tensor.blocks_NHSD.data_ptr(), tensor.blocks_NHSD.stride(0))
+    blocks_NHSD = tensor.blocks_NHSD
+    return CPages(blocks_NHSD.data_ptr(), blocks_NHSD.stride(0), blocks_NHSD.stride(2))

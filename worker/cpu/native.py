@@ -125,7 +125,7 @@ class CRotation(Structure):
 
 
 class CPages(Structure):
-    _fields_ = (("data", c_void_p), ("block_stride", c_int64))
+    _fields_ = (("data", c_void_p), ("block_stride", c_int64), ("row_stride", c_int64))
 
 
 class CCache(Structure):

@@ -190,6 +190,8 @@ class Scene:
         self.query = numbers(num_query_heads, num_tokens, shape.key_dim, dtype=dtype, seed=7)
         self.key = numbers(shape.num_heads, num_tokens, shape.key_dim, dtype=dtype, seed=8)
         self.value = numbers(shape.num_heads, num_tokens, shape.value_dim, dtype=dtype, seed=9)
+        if shape.value_is_key_part:
+            self.value = self.key[..., : shape.value_dim]
 
 
 OPTIONS = {
@@ -200,31 +202,42 @@ OPTIONS = {
     "sinks": AttentionOptions(0.2, None, None, numbers(6, seed=3)),
     "all": AttentionOptions(0.3, 13, 5.0, numbers(6, seed=3)),
 }
+LATENTS = LayerShape(1, 48, 32, value_is_key_part=True)
+LAYERS = {
+    "heads": (LayerShape(2, 32, 48), 6),
+    "latents": (LATENTS, 6),
+    "latents of many heads": (LATENTS, 42),
+}
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 32, 5])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_attention_is_the_reference(kernels, dtype, name, block_size):
-    shape = LayerShape(2, 32, 48)
-    scene = Scene(shape, 6, dtype, block_size)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_attention_is_the_reference(kernels, dtype, name, block_size, layer):
+    shape, num_heads = LAYERS[layer]
+    options = OPTIONS[name]
+    if options.sinks is not None:
+        options = options._replace(sinks=options.sinks.repeat(num_heads // 6))
+    scene = Scene(shape, num_heads, dtype, block_size)
     device = open_device(WorkerConfig(model_path="", device="cpu"))
     ours = CpuAttention(scene.cache, device, kernels)
     ours.begin_step(scene.metadata)
-    found = ours.attend(0, scene.query, scene.key, scene.value, OPTIONS[name])
+    found = ours.attend(0, scene.query, scene.key, scene.value, options)
     # The reference gathers whole pages: what was never written must be finite for it.
     scene.memory.nan_to_num_(0.0)
     reference = RefAttention(scene.cache, device)
     reference.begin_step(scene.metadata)
-    expected = reference.attend(0, scene.query, scene.key, scene.value, OPTIONS[name])
+    expected = reference.attend(0, scene.query, scene.key, scene.value, options)
     tolerance = 2e-6 if dtype is torch.float32 else 2e-2
     assert (found.double() - expected.double()).abs().max() < tolerance * expected.abs().max()
 
 
 @pytest.mark.parametrize("name", ["plain", "long window"])
-def test_a_query_attends_the_same_in_any_cut_of_its_prompt_and_alone(kernels, dtype, name):
+@pytest.mark.parametrize("layer", [(LayerShape(8, 32, 32), 16), (LATENTS, 12), (LATENTS, 40)], ids=str)
+def test_a_query_attends_the_same_in_any_cut_of_its_prompt_and_alone(kernels, dtype, name, layer):
     """To the last bit: a prompt in chunks, or beside others, gives what it gives whole. Beside others several
     heads are computed together."""
-    scene = Scene(LayerShape(8, 32, 32), 16, dtype, 16)
+    scene = Scene(*layer, dtype, 16)
     device = open_device(WorkerConfig(model_path="", device="cpu"))
     backend = CpuAttention(scene.cache, device, kernels)
     backend.begin_step(scene.metadata)

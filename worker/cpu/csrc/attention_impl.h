@@ -96,7 +96,7 @@ inline void weigh(const TileState& state, int64_t row, const AttentionOptions& o
 // sees fewer of them has weights of 0 there.
 template <int M, int N, typename T>
 inline void add_some_values(float* const* totals, const float* const* weights, const T* values, const T* later,
-                            int64_t dim, int64_t d, Sight sight) {
+                            int64_t stride, int64_t d, Sight sight) {
   Floats sums[M][N];
   for (int m = 0; m < M; ++m) {
     for (int n = 0; n < N; ++n) sums[m][n] = load(totals[m] + d + n * kV);
@@ -104,8 +104,8 @@ inline void add_some_values(float* const* totals, const float* const* weights, c
   for (int64_t s = sight.first; s < sight.last; ++s) {
     Floats value[N];
     for (int n = 0; n < N; ++n) {
-      fetch_line(later, s * dim + d + n * kV);
-      value[n] = load(values + s * dim + d + n * kV);
+      fetch_line(later, s * stride + d + n * kV);
+      value[n] = load(values + s * stride + d + n * kV);
     }
     for (int m = 0; m < M; ++m) {
       const Floats weight = splat(weights[m][s]);
@@ -119,13 +119,13 @@ inline void add_some_values(float* const* totals, const float* const* weights, c
 
 template <int M, typename T>
 inline void add_values(float* const* totals, const float* const* weights, const T* values, const T* later, int64_t dim,
-                       Sight sight) {
+                       int64_t stride, Sight sight) {
   constexpr int kMany = kV == 16 ? 4 : M == 1 ? 8 : 2;
   int64_t d = 0;
   for (; d + kMany * kV <= dim; d += kMany * kV) {
-    add_some_values<M, kMany>(totals, weights, values, later, dim, d, sight);
+    add_some_values<M, kMany>(totals, weights, values, later, stride, d, sight);
   }
-  for (; d < dim; d += kV) add_some_values<M, 1>(totals, weights, values, later, dim, d, sight);
+  for (; d < dim; d += kV) add_some_values<M, 1>(totals, weights, values, later, stride, d, sight);
 }
 
 // Does `work` for all rows, as many at a time as share the loads of keys and values.
@@ -146,7 +146,8 @@ struct Tile {
   const Attention<T>& attention;
   const AttentionTile& tile;
   const HeadShape& heads = attention.heads;
-  const int64_t group = heads.num_query_heads / heads.num_kv_heads;
+  const int64_t all_heads = heads.num_query_heads / heads.num_kv_heads;
+  const int64_t group = tile.num_query_heads;
   const int64_t num_rows = tile.num_tokens * group;  // of each head
   const int64_t page_size = attention.step.block_size;
   const int64_t padded_size = (page_size + kV - 1) / kV * kV;
@@ -160,22 +161,26 @@ struct Tile {
   const int64_t begin_page = window && first_position >= window ? (first_position - window + 1) / page_size : 0;
   const int64_t end_page = (first_position + tile.num_tokens + page_size - 1) / page_size;
 
-  const T* page_of(const Pages<T>& pages, int64_t page, int64_t head, int64_t dim) const {
+  const T* page_of(const Pages<T>& pages, int64_t page, int64_t head) const {
     const Step& step = attention.step;
     if (page >= end_page) return nullptr;
     const int64_t block = step.block_tables[tile.seq * step.table_size + page];
-    return pages.data + block * pages.block_stride + (tile.kv_head + head) * page_size * dim;
+    return pages.data + block * pages.block_stride + (tile.kv_head + head) * page_size * pages.row_stride;
   }
   const T* keys_of(int64_t page, int64_t head) const {
-    return page_of(attention.cache.keys, page, head, heads.key_dim);
+    return page_of(attention.cache.keys, page, head);
   }
   const T* values_of(int64_t page, int64_t head) const {
-    return page_of(attention.cache.values, page, head, heads.value_dim);
+    return page_of(attention.cache.values, page, head);
   }
 
+  // Of all query heads, that of a row of a KV head.
+  int64_t query_head_of(int64_t head, int64_t row) const {
+    return (tile.kv_head + head) * all_heads + tile.first_query_head + row % group;
+  }
   const float* query_of(int64_t head, int64_t row) const {
     return attention.queries + (tile.first_token + row / group) * attention.query_stride +
-           ((tile.kv_head + head) * group + row % group) * heads.key_dim;
+           query_head_of(head, row) * heads.key_dim;
   }
 
   // Of keys [start, start + count), those that a row sees.
@@ -255,7 +260,7 @@ struct Tile {
                                                        float** weights, Sight sight) {
       float* totals[M];
       for (int m = 0; m < M; ++m) totals[m] = state.totals + (head * num_rows + row + m) * heads.value_dim;
-      add_values<M>(totals, weights, values, later, heads.value_dim, sight);
+      add_values<M>(totals, weights, values, later, heads.value_dim, attention.cache.values.row_stride, sight);
     });
   }
 };
@@ -282,7 +287,7 @@ void attend(const Attention<T>& attention, const AttentionTile& tile, float* scr
   }
   for (int64_t row = 0; row < num_rows; ++row) {
     const int64_t token = tile.first_token + row % here.num_rows / here.group;
-    const int64_t head = (tile.kv_head + row / here.num_rows) * here.group + row % here.group;
+    const int64_t head = here.query_head_of(row / here.num_rows, row % here.num_rows);
     float total = state.sums[row];
     float shrink = 1;
     if (options.sinks != nullptr) {

@@ -205,11 +205,12 @@ struct Rotation {
   int64_t rotated_dim;  // the first so many numbers of a head are rotated, by halves
 };
 
-// The pages of one layer's keys or values: block b and head h at data + b * block_stride + h * S * D.
+// The pages of one layer's keys or values: block b and head h at data + b * block_stride + h * S * row_stride.
 template <typename T>
 struct Pages {
   T* data;
   int64_t block_stride;
+  int64_t row_stride;  // from one token to the next: D, or that of keys where values are a part of them
 };
 
 template <typename T>
@@ -256,11 +257,16 @@ struct AttentionTile {
   int64_t num_tokens;
   int64_t kv_head;
   int64_t num_kv_heads;
+  int64_t first_query_head;  // of those of a KV head: all of them, unless the tile has one KV head
+  int64_t num_query_heads;
 };
 
 // More queries of a tile share the loads of a page; fewer fit the cache better. Of a few tokens a tile has several
 // heads, whose pages lie side by side: as many as there are tokens in others.
 constexpr int64_t kTileTokens = 8;
+
+// Query heads of one KV head that share its loads; more are divided among tiles. Rows are tokens times heads.
+constexpr int64_t kTileHeads = 16, kTileRows = 64, kHeadsTogether = 4;
 
 // Keys between two looks at how high the scores are: many, for that look is a chain of waits.
 constexpr int64_t kSpanKeys = 64;
@@ -270,7 +276,8 @@ template <typename T>
 int64_t attention_scratch_size(const Attention<T>& attention) {
   const int64_t keys = (attention.step.block_size + 15) / 16 * 16;
   const HeadShape& heads = attention.heads;
-  const int64_t rows = kTileTokens * (heads.num_query_heads / heads.num_kv_heads);
+  const int64_t group = heads.num_query_heads / heads.num_kv_heads;
+  const int64_t rows = kTileTokens * (group < kTileHeads ? group : kTileHeads);
   return rows * ((keys > kSpanKeys ? keys : kSpanKeys) + heads.value_dim + 2) + keys * heads.key_dim;
 }
 

@@ -97,16 +97,24 @@ void Engine::multiply(Product<T> product) {
 template <typename T>
 Phase Engine::attending(const Attention<T>& attention) {
   const Step& step = attention.step;
-  const int64_t num_heads = attention.heads.num_kv_heads;
+  const int64_t num_heads = attention.heads.num_kv_heads, group = attention.heads.num_query_heads / num_heads;
   // Several heads in a tile, but no fewer tiles than pieces that the threads share.
   const int64_t most = step.num_seqs * num_heads / team_.most_pieces();
+  // Query heads of one KV head are divided if they are many, or if some threads would have no tile.
+  const int64_t some_tiles = std::max(step.num_seqs, step.num_tokens / kTileTokens);
+  const int64_t parts = num_heads == 1 ? (team_.num_threads() + some_tiles - 1) / some_tiles : 1;
+  const int64_t share = std::max((group + parts - 1) / parts, std::min(group, kHeadsTogether));
   tiles_.clear();
   for (int64_t seq = 0; seq < step.num_seqs; ++seq) {
     for (int64_t first = step.query_starts[seq]; first < step.query_starts[seq + 1]; first += kTileTokens) {
       const int64_t left = step.query_starts[seq + 1] - first, count = left < kTileTokens ? left : kTileTokens;
       const int64_t together = std::clamp<int64_t>(most, 1, kTileTokens / count);
-      for (int64_t head = 0; head < num_heads; head += together) {
-        tiles_.push_back({seq, first, count, head, std::min(together, num_heads - head)});
+      const int64_t queries = group <= kTileHeads ? share : std::min(share, std::min(kTileHeads, kTileRows / count));
+      for (int64_t head = 0; head < num_heads; head += queries < group ? 1 : together) {
+        const int64_t heads = queries < group ? 1 : std::min(together, num_heads - head);
+        for (int64_t query = 0; query < group; query += queries) {
+          tiles_.push_back({seq, first, count, head, heads, query, std::min(queries, group - query)});
+        }
       }
     }
   }
