@@ -5,16 +5,21 @@ caller of /v1/messages.
 Never: checks the request itself: that is the chat path's work (chat/turn.py).
 """
 
+import re
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Final
 
 import orjson
 
 from engine.errors import ContextLengthExceeded, RequestRejected
+from server.api.anthropic.client_tools import described, is_others_work, is_run_by_others
 from server.api.anthropic.protocol import (
     AnthropicBlock,
     AnthropicResultBlock,
+    AnthropicSource,
+    AnthropicTextBlock,
     AnthropicTool,
     AnthropicToolChoice,
     AnthropicTurn,
@@ -27,6 +32,7 @@ from server.edge.refusals import required, translated, unsupported
 from server.reply.generate.protocol import SamplingFields
 
 _PASSED_ON: Final = frozenset(SamplingFields.model_fields) - {"metadata"}
+_NUMBERED_TOOL: Final = re.compile(r"tools\[(\d+)\]")
 _TOOL_CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 _NAMES: Final = (
     (".function.parameters", ".input_schema"),
@@ -40,16 +46,16 @@ _NAMES: Final = (
 
 
 def chat_request_of(body: CountTokensRequest) -> ChatCompletionRequest:
-    """Build the chat request. Raises RequestRejected."""
+    """Build the chat request. Raises RequestRejected, in part in the words of a chat (`in_their_words`)."""
     fields: dict[str, Any] = {name: getattr(body, name) for name in _PASSED_ON}
     fields["messages"] = _messages(body)
     if isinstance(body, MessagesRequest):
         fields |= {"max_completion_tokens": body.max_tokens, "stop": body.stop_sequences}
     if body.messages[-1].role == "assistant":
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
-    if body.tools:
-        fields["tools"] = [_tool(tool, f"tools[{place}]") for place, tool in enumerate(body.tools)]
-    if body.tool_choice is not None and body.tools:
+    tools = [_tool(tool, f"tools[{place}]") for place, tool in enumerate(body.tools or ())]
+    fields["tools"] = list(filter(None, tools)) or None
+    if body.tool_choice is not None and fields["tools"]:
         fields |= _tool_choice(body.tool_choice)
     if body.thinking is not None and body.thinking.type == "disabled":
         fields["reasoning_effort"] = "none"
@@ -61,22 +67,33 @@ def chat_request_of(body: CountTokensRequest) -> ChatCompletionRequest:
             "type": "json_schema",
             "json_schema": {"name": "reply", "schema": schema},
         }
-    with in_their_words():
-        return built(ChatCompletionRequest, fields)
+    return built(ChatCompletionRequest, fields)
 
 
-def renamed(error: RequestRejected) -> RequestRejected:
+def ignored_names(body: CountTokensRequest) -> list[str]:
+    """Names of what is left out of a request: tools and blocks of others' work."""
+    tools = (f"tools.{tool.type}" for tool in body.tools or () if is_run_by_others(tool.type or ""))
+    blocks = (block.type for turn in body.messages for block in turn.content)
+    return [*tools, *(f"messages.{kind}" for kind in blocks if is_others_work(kind))]
+
+
+def in_their_words(body: CountTokensRequest) -> AbstractContextManager[None]:
+    """Make refusals of the chat path name the fields that the caller wrote."""
+    return translated(partial(_renamed, body=body))
+
+
+def _renamed(error: RequestRejected, body: CountTokensRequest) -> RequestRejected:
     """Translate an error about a chat field into one about Anthropic's field."""
     message, param = str(error), error.param or ""
+    if numbered := _NUMBERED_TOOL.match(param):
+        kept = [place for place, tool in enumerate(body.tools or ()) if not is_run_by_others(tool.type or "")]
+        theirs = f"tools[{kept[int(numbered[1])]}]"
+        message, param = message.replace(numbered[0], theirs), param.replace(numbered[0], theirs)
     for ours, theirs in _NAMES:
         message, param = message.replace(ours, theirs), param.replace(ours, theirs)
     if isinstance(error, ContextLengthExceeded):
         return ContextLengthExceeded(message, param=param)
     return RequestRejected(message, param=param or None, code=error.code)
-
-
-in_their_words = partial(translated, renamed)
-"""Makes refusals of the chat path name the fields that the caller wrote."""
 
 
 def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
@@ -105,7 +122,7 @@ def _user_messages(turn: AnthropicTurn, where: str) -> list[dict[str, Any]]:
                 messages.append({"role": "user", "content": _parts(texts)})
                 texts = []
             messages.append(_tool_message(block, at))
-        else:
+        elif not is_others_work(block.type):
             texts.append(_text(block, at))
     if texts or not messages:
         messages.append({"role": "user", "content": _parts(texts)})
@@ -128,7 +145,7 @@ def _assistant_message(turn: AnthropicTurn, where: str) -> dict[str, Any]:
                 thoughts.append(required(block.thinking, f"{at}.thinking"))
             case "tool_use":
                 calls.append(_call(block, at))
-            case _:
+            case kind if not is_others_work(kind):
                 texts.append(_text(block, at))
     message: dict[str, Any] = {"role": "assistant"}
     if texts or not calls:
@@ -148,7 +165,7 @@ def _call(block: AnthropicBlock, at: str) -> dict[str, Any]:
     return {"id": required(block.id, f"{at}.id"), "type": "function", "function": function}
 
 
-def _texts(blocks: Sequence[AnthropicBlock | AnthropicResultBlock], where: str) -> list[str]:
+def _texts(blocks: Sequence[AnthropicTextBlock], where: str) -> list[str]:
     return [_text(block, f"{where}[{place}]") for place, block in enumerate(blocks)]
 
 
@@ -157,23 +174,46 @@ def _parts(texts: list[str]) -> str | list[dict[str, str]]:
     return [{"type": "text", "text": text} for text in texts] or ""
 
 
-def _text(block: AnthropicBlock | AnthropicResultBlock, at: str) -> str:
+def _text(block: AnthropicTextBlock, at: str) -> str:
+    if isinstance(block, AnthropicBlock | AnthropicResultBlock):
+        if block.type == "document":
+            text = _document(required(block.source, f"{at}.source"), f"{at}.source")
+            return "\n".join(filter(None, (block.title, block.context, text)))
+        if block.type == "search_result":
+            source = block.source.data if block.source is not None else None
+            text = "\n".join(_texts(required(block.content, f"{at}.content"), f"{at}.content"))
+            return "\n".join(filter(None, (block.title, source, text)))
     if block.type != "text":
         raise unsupported(
             f"{at}.type",
-            f"{at}: content blocks of type {block.type!r} are not supported here; use text, thinking,"
-            " tool_use or tool_result, each in its place",
+            f"{at}: content blocks of type {block.type!r} are not supported here; use text, document,"
+            " thinking, tool_use or tool_result, each in its place",
         )
     return required(block.text, f"{at}.text")
 
 
-def _tool(tool: AnthropicTool, where: str) -> dict[str, Any]:
-    if tool.type not in (None, "custom"):
-        raise unsupported(
-            f"{where}.type", f"{where}: tools of type {tool.type!r} run elsewhere; use tools of your own"
-        )
-    described = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
-    return {"type": "function", "function": without_nones(described)}
+def _document(source: AnthropicSource, at: str) -> str:
+    if source.type == "content":
+        return _texts(required(source.content, f"{at}.content"), f"{at}.content")
+    if source.type != "text":
+        raise unsupported(f"{at}.type", f"{at}: documents must be text, not of type {source.type!r}")
+    return required(source.data, f"{at}.data")
+
+
+def _tool(tool: AnthropicTool, where: str) -> dict[str, Any] | None:
+    """The function that the model sees; None for a tool of others' work."""
+    kind = tool.type or "custom"
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    if kind != "custom":
+        if is_run_by_others(kind):
+            return None
+        of_callers = described(kind)
+        if of_callers is None:
+            raise unsupported(
+                f"{where}.type", f"{where}: tools of type {kind!r} are not supported; use tools of your own"
+            )
+        function = {"name": tool.name, **of_callers}
+    return {"type": "function", "function": without_nones(function)}
 
 
 def _tool_choice(choice: AnthropicToolChoice) -> dict[str, Any]:

@@ -13,14 +13,13 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.errors import ContextLengthExceeded
 from server.api.anthropic.events import AnthropicFraming, MessageStream, error_body
-from server.api.anthropic.input import chat_request_of, in_their_words
+from server.api.anthropic.input import chat_request_of, ignored_names, in_their_words
 from server.api.anthropic.protocol import MESSAGES_REFUSALS, CountTokensRequest, MessagesRequest
-from server.api.chat.protocol import ChatCompletionRequest
+from server.api.chat.fitting import prepare_fitting
 from server.api.chat.replies import ChatStream
-from server.api.chat.turn import ChatTurn, prepare_turn, prompt_of
-from server.edge.http.edge import Edge, edge_of
+from server.api.chat.turn import prompt_of
+from server.edge.http.edge import edge_of
 from server.edge.http.endpoint import (
     Endpoint,
     ReplyModel,
@@ -29,9 +28,10 @@ from server.edge.http.endpoint import (
     errors_as,
     json_reply,
 )
+from server.edge.http.ignored import note_ignored
 from server.edge.http.json_body import read_request
 from server.reply.generate.answering import new_head, whole
-from server.reply.generate.calls import Origin, read_call
+from server.reply.generate.calls import read_call
 from server.reply.generate.replies import Gathered, ReplyPlan, UsageReport
 from server.reply.generate.sse import EventStream
 
@@ -147,7 +147,9 @@ async def create_message(request: Request) -> Response:
     edge = edge_of(request)
     reply_id = f"msg_{secrets.token_hex(12)}"
     body, origin = await read_call(request, MessagesRequest, MESSAGES_REFUSALS, reply_id=reply_id)
-    turn = await _prepare(edge, chat_request_of(body), origin)
+    note_ignored(request, ignored_names(body))
+    with in_their_words(body):
+        turn = await prepare_fitting(edge, chat_request_of(body), origin)
     head = new_head(origin, edge.engine.info)
     num_tokens = len(turn.prompt_ids)
     plan = ReplyPlan(head=head, num_prompt_tokens=(num_tokens,), usage=UsageReport(at_end=True))
@@ -162,17 +164,7 @@ async def create_message(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """The number of tokens of the prompt that the same body would make."""
     body = await read_request(request, CountTokensRequest, MESSAGES_REFUSALS, from_headers={})
-    with in_their_words():
+    note_ignored(request, ignored_names(body))
+    with in_their_words(body):
         token_ids = await prompt_of(edge_of(request), chat_request_of(body))
     return json_reply({"input_tokens": len(token_ids)})
-
-
-async def _prepare(edge: Edge, chat: ChatCompletionRequest, origin: Origin) -> ChatTurn:
-    """Prepare the turn. Agents ask for more tokens than a context window has: they get the room left."""
-    with in_their_words():
-        try:
-            return await prepare_turn(edge, chat, origin)
-        except ContextLengthExceeded as error:
-            if error.param != "max_completion_tokens":
-                raise
-        return await prepare_turn(edge, chat.model_copy(update={"max_completion_tokens": None}), origin)

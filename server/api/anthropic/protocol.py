@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field, StringConstraints
 
+from server.api.anthropic.client_tools import is_others_work
 from server.api.chat.protocol import MAX_CONTENT_PARTS, MAX_MESSAGES
 from server.api.chat.tool_protocol import MAX_TOOLS, ParametersSchema
 from server.edge.refusals import Hint
@@ -34,26 +35,76 @@ MESSAGES_REFUSALS: Final[dict[str, tuple[Any, ...]]] = {
 """Fields refused by name, unless set to one of these values, or to null."""
 
 
-_as_blocks = text_or_list("content blocks", lambda text: {"type": "text", "text": text})
+_blocks = text_or_list("content blocks", lambda text: {"type": "text", "text": text})
+
+
+def _as_blocks(value: Any) -> Any:
+    """Blocks of others' work have fields of their own, and are left out whatever these hold."""
+    return [_bare(block) for block in _blocks(value)]
+
+
+def _bare(block: Any) -> Any:
+    kind = block.get("type") if isinstance(block, dict) else None
+    return {"type": kind[:256]} if isinstance(kind, str) and is_others_work(kind) else block
+
+
 _ShortText = Annotated[str, StringConstraints(max_length=256)]
 _Options = Annotated[dict[str, Any], Field(max_length=MAX_OPTION_KEYS)]
 
 
-class AnthropicResultBlock(WireModel):
-    """A block within the result of a tool."""
+class AnthropicTextBlock(WireModel):
+    """A block within a document, a search result or the result of a tool."""
 
     type: _ShortText
     text: Text | None = None
+
+
+_InnerShapes = Text | Annotated[list[AnthropicTextBlock], Field(max_length=MAX_CONTENT_PARTS)]
+_InnerBlocks = Annotated[
+    list[AnthropicTextBlock],
+    Field(max_length=MAX_CONTENT_PARTS, fail_fast=True),
+    BeforeValidator(_as_blocks, json_schema_input_type=_InnerShapes),
+]
+
+
+class AnthropicSource(WireModel):
+    """The content of a document."""
+
+    type: _ShortText = ""
+    """`text`, with `data`, or `content`, with blocks of text."""
+    data: Text | None = None
+    content: _InnerBlocks | None = None
+
+
+def _as_source(value: Any) -> Any:
+    """The source of a search result is a text, and says where it is from."""
+    return {"type": "origin", "data": value} if isinstance(value, str) else value
+
+
+class _SourcedBlock(AnthropicTextBlock):
+    """A block that may be a document or a search result."""
+
+    source: (
+        Annotated[AnthropicSource, BeforeValidator(_as_source, json_schema_input_type=Text | AnthropicSource)]
+        | None
+    ) = None
+    title: Text | None = None
+    context: Text | None = None
+    """More about a document, which is no part of it."""
+
+
+class AnthropicResultBlock(_SourcedBlock):
+    """A block within the result of a tool: text, document or search_result."""
+
+    content: _InnerBlocks | None = None
 
 
 _ResultShapes = Text | Annotated[list[AnthropicResultBlock], Field(max_length=MAX_CONTENT_PARTS)]
 
 
-class AnthropicBlock(WireModel):
-    """A block of a message: text, thinking, tool_use or tool_result."""
+class AnthropicBlock(_SourcedBlock):
+    """A block of a message: text, document, search_result, thinking, tool_use or tool_result."""
 
-    type: _ShortText
-    text: Text | None = None
     thinking: Text | None = None
     signature: Text | None = None
     """Without effect: thinking is taken as it is."""
@@ -89,7 +140,7 @@ class AnthropicTurn(WireModel):
 
 class AnthropicTool(WireModel):
     type: _ShortText | None = None
-    """`custom`, or absent."""
+    """`custom`, or absent, or one of Anthropic's that the caller runs: `bash_20250124`, say."""
     name: _ShortText
     description: Text | None = None
     input_schema: ParametersSchema | None = None

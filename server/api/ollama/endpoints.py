@@ -12,8 +12,8 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
+from server.api.chat.fitting import prepare_fitting
 from server.api.chat.replies import ChatStream
-from server.api.chat.turn import prepare_turn
 from server.api.ollama.input import chat_request_of, served_name
 from server.api.ollama.lines import LineFraming, LineShape, LineStream, error_body
 from server.api.ollama.model_routes import documented, router
@@ -80,7 +80,7 @@ async def _answer(
     if is_empty:  # clients ask so for the model to be loaded
         check_model(served_name(body.model, info), info)
         return json_reply({**shape.line({"content": ""}, time.time()), "done": True, "done_reason": "load"})
-    turn = await prepare_turn(edge, chat_request_of(body, info), origin)
+    turn = await prepare_fitting(edge, chat_request_of(body, info), origin)
     plan = ReplyPlan(
         head=new_head(origin, info),
         num_prompt_tokens=(len(turn.prompt_ids),),

@@ -150,6 +150,65 @@ async def test_results_of_tools_reach_the_template_as_messages_of_their_own(clie
     assert messages[3]["content"] == "and?"
 
 
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [
+        ("bash_20250124", "command"),
+        ("text_editor_20250728", "old_str"),
+        ("memory_20250818", "old_path"),
+        ("computer_20251124", "coordinate"),
+    ],
+)
+async def test_a_tool_of_anthropics_that_the_caller_runs_is_a_function(client, engine, kind, field):
+    engine.model_info = dataclasses.replace(INFO, chat_template="<tool_call>", max_model_len=4096)
+    tool = {"type": kind, "name": "theirs", "display_width_px": 9, "max_characters": 9}
+    await create(client, tools=[tool], max_tokens=1)
+    (shown,) = engine.chats[0][1].tools
+    assert shown["function"]["name"] == "theirs"
+    assert field in shown["function"]["parameters"]["properties"]
+
+
+async def test_work_of_others_is_left_out_and_named(client, engine):
+    engine.model_info = dataclasses.replace(INFO, chat_template="<tool_call>", max_model_len=4096)
+    blocks = [
+        {"type": "redacted_thinking", "data": "x"},
+        {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}},
+        {"type": "web_search_tool_result", "tool_use_id": "s", "content": {"type": "error"}},
+        {"type": "text", "text": "found"},
+    ]
+    body = {
+        "max_tokens": 1,
+        "tools": [{"type": "web_search_20250305", "name": "web_search"}],
+        "messages": [{"role": "user", "content": "go"}, {"role": "assistant", "content": blocks}],
+    }
+    reply = await client.post(PATH, json=body)
+    assert reply.status_code == 200, reply.text
+    assert [message["content"] for message in engine.chats[0][0]] == ["go", "found"]
+    assert engine.chats[0][1].tools == ()
+    assert reply.headers["x-tokenyard-ignored"].split(", ") == [
+        "tools.web_search_20250305",
+        *(f"messages.{block['type']}" for block in blocks[:3]),
+    ]
+
+
+async def test_documents_and_search_results_are_read_as_text_in_results_of_tools_too(client, engine):
+    engine.model_info = dataclasses.replace(INFO, chat_template="<tool_call>", max_model_len=4096)
+    plain = {"type": "document", "title": "T", "source": {"type": "text", "data": "one"}}
+    parts = {"type": "document", "source": {"type": "content", "content": [{"type": "text", "text": "two"}]}}
+    inner = [{"type": "text", "text": "three"}]
+    found = {"type": "search_result", "source": "http://x", "title": "S", "content": inner}
+    use = {"type": "tool_use", "id": "t", "name": "look", "input": {}}
+    turns = [
+        {"role": "user", "content": [plain, parts, found]},
+        {"role": "assistant", "content": [use]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [found, plain]}]},
+    ]
+    await create(client, messages=turns, max_tokens=1)
+    user, _, result = engine.chats[0][0]
+    assert user["content"] == "T\none\ntwo\nS\nhttp://x\nthree"
+    assert result["content"] == "S\nhttp://x\nthree\nT\none"
+
+
 async def test_a_last_turn_of_the_assistant_is_gone_on_with(client, engine):
     await create(client, messages=[*ASK["messages"], {"role": "assistant", "content": "Well"}])
     assert engine.chats[0][1].continue_final_message
@@ -177,7 +236,15 @@ async def test_a_choice_of_tools_holds_the_reply_to_it(client, engine, choice, i
         ({"max_tokens": None}, "max_tokens is required"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "'image'"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
+        ({"tools": [{"type": "teapot_20250305", "name": "tea"}]}, "'teapot_20250305'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "base64"}}]}]},
+            "messages[0].content[0].source: documents must be text, not of type 'base64'",
+        ),
+        (
+            {"tools": [{"type": "web_search_20250305", "name": "w"}, {**TOOL, "name": "no blanks"}]},
+            "tools[1].name",
+        ),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name is required"),
         ({"tools": [{**TOOL, "input_schema": {"type": "string"}}]}, "tools[0].input_schema"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers is not supported"),
