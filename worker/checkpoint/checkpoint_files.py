@@ -23,6 +23,7 @@ from worker.worker_errors import StartupError, refused_as
 
 _READ_BYTES = 16 << 20
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_ADAPTER = "adapter_config.json"
 _MOST_COMPARED_BYTES = 1 << 30
 """Numbers that are read to see whether two files hold the same ones, at most."""
 _MAX_NAME_BYTES = 255
@@ -129,6 +130,11 @@ def find_checkpoint(model_path: str) -> Path:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object. Raises StartupError if it is missing or broken."""
     if not path.exists():
+        if (path.parent / _ADAPTER).exists():
+            raise StartupError(
+                f"{path.parent} is an adapter, no model: it has {_ADAPTER} and no {path.name}",
+                fix=f"serve the model that it was trained on, with --lora-modules NAME={path.parent}",
+            )
         raise StartupError(
             f"{path.parent} has no {path.name}", fix="give the folder of a checkpoint in Hugging Face format"
         )
@@ -145,6 +151,12 @@ def find_weights(folder: Path) -> list[WeightFile]:
     As transformers does, takes model.safetensors where there is one. Shards of an index next to it must hold
     the same tensors: either set may be left from before the model was trained, merged or quantized again.
     """
+    if (folder / _ADAPTER).exists():
+        raise StartupError(
+            f"{folder} has {_ADAPTER} beside a model's files, and nothing says whether the weights have the "
+            "adapter in them",
+            fix=f"remove {_ADAPTER} if they have; else move the adapter to a folder for --lora-modules",
+        )
     if (folder / GGUF).exists():
         return [_open_gguf(folder / GGUF)]
     names = _names_in_index(folder) if (folder / _INDEX).is_file() else [_WHOLE]
@@ -166,6 +178,8 @@ def find_weights(folder: Path) -> list[WeightFile]:
         )
     if missing:
         raise StartupError(f"{folder} lacks {', '.join(missing[:3])}", fix="download the checkpoint again")
+    if not isinstance(read_json(folder / _INDEX).get("metadata"), dict):  # which transformers reads
+        raise StartupError(f"{folder / _INDEX} has no metadata", fix='add "metadata": {} to it')
     files = [_open_weights(folder / name) for name in names]
     _refuse_contradictions(files)
     return files

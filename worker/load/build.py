@@ -5,6 +5,8 @@ Never: takes code from the checkpoint (auto_map is not followed), pickled weight
 network.
 """
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from worker.attention.interface import ATTENTION_NAME, attention_forward
 from worker.attention.latents import find_expansions, keep_latents
-from worker.checkpoint.checkpoint_files import WeightFile
+from worker.checkpoint.checkpoint_files import WeightFile, read_json
 from worker.checkpoint.task import Task
 from worker.devices.lazy_imports import load_shapes
 from worker.devices.weight_life import is_out_of_memory
@@ -52,24 +54,38 @@ def build_model(kind: ModelKind, dtype: str, files: list[WeightFile]) -> tuple[A
     """
     modules = None if kind.quantization is None else find_quantized(kind.quantization, files)
     _quieten()
-    folder = kind.folder
     state = read_state(files)
-    try:
+    with _in_plain_words(kind.folder):
         model_config = model_config_of(kind)
         _refuse_layers(kind, model_config)
         model, loading = _from_pretrained(
             _class_of(kind, model_config, state),
-            folder if state is None else None,
+            kind.folder if state is None else None,
             config=without_quantization(model_config),
             dtype=torch_dtype(dtype, kind) if state is not None or dtype != "auto" else dtype,
             attn_implementation=ATTENTION_NAME if kind.is_paged else None,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
             **arguments_of(modules),
             **({} if state is None else {"state_dict": state}),
         )
+    replace_functions(model)
+    refuse_unplaced(model, modules, files, kind.task)
+    _refuse_mismatched(kind.folder, list(loading["mismatched_keys"]))
+    missing = [name for name in loading["missing_keys"] if not name.startswith(_POOLER)]
+    _refuse_missing(kind.folder, model, sorted(missing), files)
+    return model, modules
+
+
+@contextmanager
+def _in_plain_words(folder: Path) -> Iterator[None]:
+    """Raise StartupError or FamilyRefused for what transformers raises."""
+    try:
+        yield
     except KeyError as error:
         if ATTENTION_NAME in error.args:  # the class looks attention up in a table of its own
-            raise FamilyRefused(f"{model_config.model_type} {NO_PAGED_ATTENTION}") from error
+            model_type = read_json(folder / "config.json").get("model_type")
+            raise FamilyRefused(f"{model_type} {NO_PAGED_ATTENTION}") from error
         raise StartupError(f"transformers cannot load {folder}: {error}", fix=_CHECK_IT) from error
     except StrictDataclassError as error:
         reason = " ".join(str(error).split())[:_MOST_REASON_CHARS]
@@ -84,15 +100,37 @@ def build_model(kind: ModelKind, dtype: str, files: list[WeightFile]) -> tuple[A
         raise StartupError(
             f"transformers cannot load {folder}: {_first_line(error)}", fix=_CHECK_IT
         ) from error
-    replace_functions(model)
-    refuse_unplaced(model, modules, files, kind.task)
-    missing = sorted(name for name in loading["missing_keys"] if not name.startswith(_POOLER))
-    if missing:
+
+
+def _refuse_mismatched(folder: Path, mismatched: list[tuple[str, Sequence[int], Sequence[int]]]) -> None:
+    """Raise StartupError for weights of other shapes, each given by name, shape there, and shape here."""
+    for name, stored, expected in sorted(mismatched):
         raise StartupError(
-            f"{folder} has no weights for {len(missing)} parameters, {missing[0]} first",
-            fix="download it again",
+            f"{folder}: {name} is {list(stored)} in the files, and {list(expected)} by config.json"
+            + (f" ({len(mismatched)} such tensors)" if len(mismatched) > 1 else ""),
+            fix="take the config.json that belongs to these weights",
         )
-    return model, modules
+
+
+def _refuse_missing(folder: Path, model: Any, missing: list[str], files: list[WeightFile]) -> None:
+    """Raise StartupError for parameters that no file has, with what may be the cause."""
+    if not missing:
+        return
+    output = model.get_output_embeddings()
+    heads = [f"{name}.weight" for name, module in model.named_modules() if module is output]
+    if missing == heads:
+        raise StartupError(
+            f"{folder} has no weights of the output layer ({heads[0]}), and config.json says by "
+            "tie_word_embeddings that it has others than the embedding",
+            fix="set tie_word_embeddings to true if they are the same, or take a checkpoint that has both",
+        )
+    unnamed = sorted({*folder.glob("*.safetensors")} - {file.path for file in files})
+    raise StartupError(
+        f"{folder} has no weights for {len(missing)} parameters, {missing[0]} first",
+        fix=f"correct model.safetensors.index.json, which does not name {unnamed[0].name}"
+        if unnamed
+        else "download it again, or take the config.json that belongs to these weights",
+    )
 
 
 def compress(model: Any, modules: QuantizedModules | None) -> None:

@@ -194,7 +194,7 @@ def _text(block: AnthropicTextBlock, at: str) -> str:
 
 def _document(source: AnthropicSource, at: str) -> str:
     if source.type == "content":
-        return _texts(required(source.content, f"{at}.content"), f"{at}.content")
+        return "\n".join(_texts(required(source.content, f"{at}.content"), f"{at}.content"))
     if source.type != "text":
         raise unsupported(f"{at}.type", f"{at}: documents must be text, not of type {source.type!r}")
     return required(source.data, f"{at}.data")

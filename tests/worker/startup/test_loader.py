@@ -150,7 +150,46 @@ def test_weights_that_lack_a_parameter(folder: Path) -> None:
 
 def test_weights_of_another_shape(folder: Path) -> None:
     edit_json(folder / "config.json", intermediate_size=80)
-    assert "cannot load" in refusal(folder)
+    said = refusal(folder)
+    assert "model.layers.0.mlp.down_proj.weight is [64, 96] in the files, and [64, 80] by config.json" in said
+    assert "(9 such tensors)" in said
+
+
+def test_experts_of_another_shape(checkpoints: MakeCheckpoint, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checkpoints("qwen3_moe"), tmp_path / "experts"))
+    edit_json(folder / "config.json", moe_intermediate_size=32)
+    assert "model.layers.0.mlp.experts.down_proj is [4, 64, 48] in the files" in refusal(folder)
+
+
+def test_an_output_layer_that_is_neither_stored_nor_tied(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights.pop("lm_head.weight", None)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    edit_json(folder / "config.json", tie_word_embeddings=False)
+    said = refusal(folder)
+    assert "has no weights of the output layer (lm_head.weight)" in said
+    assert "tie_word_embeddings" in said
+    assert load_worker(folder, config_overrides={"tie_word_embeddings": True})
+
+
+def test_a_shard_that_a_stale_index_does_not_name(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(weights)
+    for shard, some in (("first", names[::2]), ("second", names[1::2])):
+        save_file({name: weights[name] for name in some}, folder / f"{shard}.safetensors", {"format": "pt"})
+    weight_map = dict.fromkeys(names[::2], "first.safetensors")
+    edit_json(folder / "model.safetensors.index.json", weight_map=weight_map)
+    assert "has no metadata" in refusal(folder)
+    edit_json(folder / "model.safetensors.index.json", metadata={})
+    assert "correct model.safetensors.index.json, which does not name second.safetensors" in refusal(folder)
+
+
+def test_an_adapter_in_the_place_of_a_model_or_beside_one(folder: Path) -> None:
+    edit_json(folder / "adapter_config.json", peft_type="LORA", base_model_name_or_path="elsewhere/base")
+    assert "adapter_config.json beside a model's files" in refusal(folder)
+    (folder / "config.json").unlink()
+    assert "is an adapter, no model" in refusal(folder)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
