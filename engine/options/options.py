@@ -59,8 +59,9 @@ class Options(AdapterOptions, SpeculationOptions, EdgeOptions):
     kv_cache_dtype: str = _kv_cache(
         Choice(words=("auto", "fp8")),
         "auto keeps keys and values as the model computes them. fp8 keeps them as 8-bit floats, with two "
-        "scales for each layer that are measured at load: twice the tokens in the same memory, at some loss "
-        "of accuracy. On GPUs that know 8-bit floats; on CPUs only with --cpu-kernels off.",
+        "scales for each layer, which the checkpoint brings or which are measured at load: twice the tokens "
+        "in the same memory, at some loss of accuracy. On GPUs that know 8-bit floats; on CPUs only with "
+        "--cpu-kernels off.",
         default="auto",
     )
     kv_cache_memory: int | None = _kv_cache(

@@ -71,9 +71,12 @@ def build_model(kind: ModelKind, dtype: str, files: list[WeightFile]) -> tuple[A
         )
     replace_functions(model)
     refuse_unplaced(model, modules, files, kind.task)
-    _refuse_mismatched(kind.folder, list(loading["mismatched_keys"]))
+    is_filled_later = set() if modules is None else {f"{name}.weight" for name in modules.numbers}
+    _refuse_mismatched(
+        kind.folder, [each for each in loading["mismatched_keys"] if each[0] not in is_filled_later]
+    )
     missing = [name for name in loading["missing_keys"] if not name.startswith(_POOLER)]
-    _refuse_missing(kind.folder, model, sorted(missing), files)
+    _refuse_missing(kind.folder, model, sorted({*missing} - is_filled_later), files)
     return model, modules
 
 

@@ -5,6 +5,7 @@ for linear layers and experts; and the refusal of everything that would not be c
 Never: knows a format (worker/quantized), or multiplies (worker/model/quantized_layers.py).
 """
 
+import logging
 import math
 import re
 from collections import Counter, defaultdict
@@ -17,11 +18,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.core_model_loading import Concatenate, MergeModulelist
+from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from worker.checkpoint.checkpoint_files import StoredTensor, WeightFile
+from worker.checkpoint.passed_over import is_passed_over
 from worker.checkpoint.task import Task
 from worker.machine import trim_heaps
 from worker.model.mixture import declares_layout
@@ -29,15 +32,26 @@ from worker.model.quantized_layers import QuantizedEmbedding, QuantizedExperts, 
 from worker.quantized.gguf_blocks import in_halves, read_tensor
 from worker.quantized.grouped_weight import GroupedWeight, merged
 from worker.quantized.mxfp4 import read_experts
-from worker.quantized.scheme import ModuleTensors, QuantizationRefused, Reader, Rules, find_reader, is_bias
+from worker.quantized.scheme import (
+    MARKERS,
+    ModuleTensors,
+    QuantizationRefused,
+    Reader,
+    Rules,
+    find_reader,
+    is_bias,
+)
 from worker.quantized.tensor_places import TensorPlaces, TensorTarget
 from worker.worker_errors import StartupError
+
+log = logging.getLogger(__name__)
 
 _METHOD = "tokenyard"
 _STACK_ENDS = ("_blocks", "_scales")
 _TRIM_EVERY = 16
 """Weights after which the memory that reading them took is given back; the next ones would take it again."""
 _NUMBER = re.compile(r"\.(\d+)\.")
+_MATRIX_DIMS = 2
 _OTHER_CHECKPOINT = "take a checkpoint that is quantized in another way"
 
 
@@ -102,6 +116,9 @@ class QuantizedModules:
     """Experts by the name of the model's module; then by expert, parameter and place in it."""
     embeddings: dict[str, _StoredLinear] = field(default_factory=dict)
     """Embeddings by the name of the model's module."""
+    numbers: dict[str, _StoredLinear] = field(default_factory=dict)
+    """Other modules with such a weight, routers for example, by the name of the model's module: their codes
+    are made numbers at load."""
     stacks: dict[str, tuple[_Stored, _StackShape, _StackShape]] = field(default_factory=dict)
     """MXFP4 experts by the name of the model's module, with the shapes of gates and ups, and of downs."""
     is_tied: bool = False
@@ -117,7 +134,7 @@ class QuantizedModules:
                 self._take_stacks(model, names, stored)
             else:
                 self._take_linear(model, names, stored)
-        if not (self.linears or self.embeddings or self.experts or self.stacks):
+        if not (self.linears or self.embeddings or self.experts or self.stacks or self.numbers):
             raise QuantizationRefused(
                 "config.json has a quantization_config, but no tensor of the model is quantized",
                 fix="take a checkpoint whose config and tensors agree",
@@ -128,6 +145,12 @@ class QuantizedModules:
             model.set_submodule(name, QuantizedExperts(model.get_submodule(name)))
         for name in self.embeddings:
             self._replace_embedding(model, name)
+        if self.numbers:
+            log.info(
+                "codes of %d modules are made numbers at load, %s first: they are no linear layers",
+                len(self.numbers),
+                next(iter(self.numbers)),
+            )
 
     def _replace_embedding(self, model: Any, name: str) -> None:
         """Replace an embedding, and the output layer that is tied to it: neither has a weight to tie then."""
@@ -149,6 +172,9 @@ class QuantizedModules:
             model.get_submodule(name).fill(weight)
             if self.is_tied:
                 model.get_output_embeddings().fill(weight)
+        for name, linear in self.numbers.items():
+            parameter = model.get_submodule(name).weight
+            parameter.data.copy_(linear.read().dequantized(parameter.dtype))
         # The largest first: reading takes memory of its own, and at first there is most of it.
         by_size = sorted(self.linears.items(), key=lambda each: -math.prod(each[1].shape))
         for place, (name, linear) in enumerate(by_size):
@@ -181,7 +207,7 @@ class QuantizedModules:
     def names_taken(self) -> set[str]:
         """List the tensors that readers take, or refuse, by their names in the files."""
         experts = (each for parts in self.experts.values() for each in parts.values())
-        linears = [*self.linears.values(), *self.embeddings.values(), *experts]
+        linears = [*self.linears.values(), *self.embeddings.values(), *self.numbers.values(), *experts]
         taken = [each.stored for each in linears] + [stored for stored, _, _ in self.stacks.values()]
         return {
             f"{stored.module}.{name}" for stored in taken for name in stored.last_names if not is_bias(name)
@@ -206,28 +232,50 @@ class QuantizedModules:
         return found
 
     def _take_linear(self, model: Any, names: TensorPlaces, stored: _Stored) -> None:
+        """Find the reader of a module's weight; tensors of no module are the matter of TensorPlaces.check."""
         target = names.find(f"{stored.module}.weight")
-        module = None if target is None else model.get_submodule(target.module)
-        is_expert = target is not None and target.converter is not None
-        class_name = "Linear" if module is None or is_expert else type(module).__name__
-        reader = find_reader(self.rules, stored.module, stored.last_names, class_name=class_name)
-        if reader is None or target is None or module is None:
+        if target is None:
+            return
+        module = model.get_submodule(target.module)
+        if MARKERS.isdisjoint(stored.last_names) and _is_of_tower(stored):
+            return  # configurations name towers as an older class did, and no text depends on them
+        reader = self._reader_of(stored, target, module)
+        if reader is None:
             return
         if target.converter is not None:
             place = _place_of_expert(stored, target, module)
             shape = _shape_of_expert(stored, target, module)
             self.experts.setdefault(target.module, {})[place] = _StoredLinear(stored, reader, shape)
-        elif isinstance(module, nn.Embedding):
-            shape = (module.num_embeddings, module.embedding_dim)
-            self.embeddings[target.module] = _StoredLinear(stored, reader, shape)
+            return
+        if not isinstance(module, nn.Linear | nn.Embedding) and not _multiplies_rows(module):
+            raise QuantizationRefused(
+                f"{stored.module} is quantized, but it is a {type(module).__name__}", fix=_OTHER_CHECKPOINT
+            )
+        num_outputs, num_inputs = module.weight.shape
+        linear = _StoredLinear(stored, reader, (num_outputs, num_inputs))
+        if isinstance(module, nn.Embedding):
+            self.embeddings[target.module] = linear
         elif type(module) is nn.Linear:
             _refuse_tied(model, target.module, stored)
-            shape = (module.out_features, module.in_features)
-            self.linears[target.module] = _StoredLinear(stored, reader, shape)
+            self.linears[target.module] = linear
         else:
-            raise QuantizationRefused(
-                f"{stored.module} is quantized, but it is a {class_name}", fix=_OTHER_CHECKPOINT
-            )
+            self.numbers[target.module] = linear
+
+    def _reader_of(self, stored: _Stored, target: TensorTarget, module: Any) -> Reader | None:
+        """Ask the rules by the names and classes that the module has here or had where it was quantized.
+
+        A router, for example, was a linear layer there. Raises QuantizationRefused where none agrees with the
+        tensors.
+        """
+        classes = ["Linear"] if target.converter is not None else [type(module).__name__, "Linear"]
+        refusals = []
+        for class_name in dict.fromkeys(classes):
+            for name in dict.fromkeys((stored.module, target.module)):
+                try:
+                    return find_reader(self.rules, name, stored.last_names, class_name=class_name)
+                except QuantizationRefused as refusal:
+                    refusals.append(refusal)
+        raise refusals[0]
 
     def _take_stacks(self, model: Any, names: TensorPlaces, stored: _Stored) -> None:
         target = names.find(f"{stored.module}.down_proj")
@@ -385,6 +433,16 @@ def _refuse_tied(model: Any, name: str, stored: _Stored) -> None:
             f"{stored.module} is quantized, but config.json ties it to the embedding",
             fix="set tie_word_embeddings to false where the embedding is stored by itself",
         )
+
+
+def _is_of_tower(stored: _Stored) -> bool:
+    return is_passed_over(f"{stored.module}.weight", draft_layers=(), task=Task.GENERATE)
+
+
+def _multiplies_rows(module: nn.Module) -> bool:
+    """Tell whether a module has a weight of outputs and inputs, in this order."""
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and weight.dim() == _MATRIX_DIMS and not isinstance(module, Conv1D)
 
 
 def _copied(weight: GroupedWeight) -> GroupedWeight:

@@ -15,6 +15,12 @@ import torch
 from worker.quantized.grouped_weight import GroupedWeight
 from worker.quantized.scheme import ModuleTensors, QuantizationRefused, refuse_not_finite, scales_of_blocks
 
+_KNOWN_WORDS = {
+    "fmt": ("e4m3", "float8_e4m3fn"),
+    "scale_fmt": ("float", "ue8m0"),  # powers of two, which are stored as floats or as their exponents
+    "expert_dtype": ("fp8", "float8_e4m3fn"),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Fp8Rules:
@@ -51,8 +57,8 @@ def read_fp8_rules(config: dict[str, Any]) -> Fp8Rules:
     block = config.get("weight_block_size")
     unknown = [
         f"{name} {config[name]}"
-        for name, known in (("fmt", "e4m3"), ("scale_fmt", "float"), ("expert_dtype", "fp8"))
-        if config.get(name) not in (None, known, "float8_e4m3fn")
+        for name, known in _KNOWN_WORDS.items()
+        if config.get(name) is not None and config[name] not in known
     ]
     if block is not None and (
         len(block) != 2 or not all(isinstance(each, int) and each > 0 for each in block)

@@ -168,7 +168,10 @@ def scales_of_blocks(
     """
     (num_outputs, num_inputs), (rows, columns) = shape, block
     stored = (-(-num_outputs // rows), -(-num_inputs // columns))
-    scales = tensors.take(name, (torch.float32, torch.bfloat16, torch.float16), stored).float()
+    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
+    scales = tensors.take(name, dtypes, stored).float()
+    if not bool(scales.isfinite().all()):
+        raise tensors.refusal(name, "has scales that are not a number", "finite")
     size = math.gcd(columns, num_inputs)
     groups = torch.arange(num_inputs // size) * size // columns
     return scales[:, groups].repeat_interleave(rows, dim=0)[:num_outputs].contiguous()

@@ -102,7 +102,10 @@ class TensorPlaces:
         if is_dropped(name):
             return None
         if name.rpartition(".")[2] in MARKERS:
-            return "is part of a quantized weight, and config.json does not say how it is to be read"
+            return (
+                f"is part of a quantized weight, and config.json does not say how it is to be read, or "
+                f"{self._class_name} has no layer there"
+            )
         if name.endswith("bias"):
             return f"is a bias that is not 0, and {self._class_name} has none there by its configuration"
         return f"has no place in {self._class_name}"

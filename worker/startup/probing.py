@@ -19,7 +19,9 @@ from worker.attention.kv_cache import (
     with_layers_beside,
 )
 from worker.attention.probe_attention import KeptShapes, ProbeAttention
+from worker.checkpoint.checkpoint_files import find_checkpoint, find_weights
 from worker.devices.device import Device
+from worker.load.cache_scales import read_cache_scales
 from worker.load.loader import LoadedModel
 from worker.load.model_kind import NO_PAGED_ATTENTION
 from worker.model.quantized_layers import skipping_products
@@ -78,12 +80,17 @@ def probe_layout(start: Start) -> BlockLayout:
     kept = probe_shapes(device, loaded, start.runner)
     if kept.states:
         refuse_states(loaded.model_type, config, device)
+    scales: dict[int, tuple[float, float]] = {}
+    if dtype is FLOAT8:
+        scales = read_cache_scales(find_weights(find_checkpoint(config.model_path)))
+        if not kept.layers.keys() <= scales.keys():
+            scales = _measure_scales(start) | scales
     layout = BlockLayout(
         layers=with_layers_beside(kept.layers, loaded.layers_beside),
         state_shapes=kept.states,
         block_size=config.block_size or device.default_block_size,
         dtype=dtype,
-        scales=_measure_scales(start) if dtype is FLOAT8 else {},
+        scales=scales,
     )
     check_states(layout)
     return layout

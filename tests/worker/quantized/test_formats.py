@@ -100,7 +100,7 @@ def test_fp8_excludes_modules_their_children_and_ends_of_names():
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:(": {}}}, r"pattern '-:\('"),
         ({"quant_method": "gptq", "bits": 4, "group_size": "x"}, "cannot be understood"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size \[128\]"),
-        ({"quant_method": "fp8", "scale_fmt": "ue8m0"}, "scale_fmt ue8m0"),
+        ({"quant_method": "fp8", "scale_fmt": "ue4m3"}, "scale_fmt ue4m3"),
         (compressed(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config"),
         (compressed(transform_config={"config_groups": {"R1": {}}}), "transform_config"),
         (compressed(config_groups={"W4A16": ["Linear"]}), "no config_groups"),

@@ -115,6 +115,23 @@ def test_fp8_by_blocks_of_which_the_last_may_be_short(random, shape):
     assert_same(read(config, tensors, shape), expected)
 
 
+@pytest.mark.parametrize("is_stored_as_exponents", [False, True])
+def test_fp8_by_blocks_with_powers_of_two(random, is_stored_as_exponents):
+    codes, exponents = float8(random, N, K), random.integers(120, 132, (1, 2)).astype(np.uint8)
+    scales = 2.0 ** (exponents.astype(np.float32) - 127)
+    stored = torch.from_numpy(exponents).view(torch.float8_e8m0fnu)
+    tensors = {
+        "weight": codes,
+        "weight_scale_inv": stored if is_stored_as_exponents else torch.from_numpy(scales),
+    }
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
+    assert_same(read(config, tensors), numbers_of_float8(codes) * scales.repeat(128, 1))
+    exponents[0, 1] = 255
+    tensors["weight_scale_inv"] = torch.from_numpy(exponents).view(torch.float8_e8m0fnu)
+    with pytest.raises(QuantizationRefused, match="weight_scale_inv has scales that are not a number"):
+        read(config, tensors)
+
+
 def test_fp8_with_one_scale(random):
     codes = float8(random, N, K)
     tensors = {"weight": codes, "weight_scale": torch.tensor(0.25)}

@@ -54,6 +54,7 @@ CASES = (
     ("mixtral", "gptq"),
     *(("deepseek_v3", name) for name in ("fp8", "int4")),
     ("gpt_oss", "mxfp4"),
+    ("gpt_oss", "int8"),
     *((case.family, name) for name, case in GGUF_CASES.items()),
 )
 

@@ -1,17 +1,21 @@
 """Tensors of a checkpoint are read as they are meant, or end the start in a line that names one of them."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.quantized_checkpoints import write_quantized
+from tests.quantized_checkpoints import FORMATS, PLAIN_MODULES, Random, write_quantized
 from tests.worker.conftest import BLOCK_SIZE, MakeCheckpoint, load_worker
 from tests.worker.plan_driver import PlanDriver
 from tests.worker.transformers_generate import NUM_TOKENS, expected
+from worker.checkpoint.checkpoint_files import find_weights
+from worker.load.cache_scales import read_cache_scales
 from worker.worker_errors import StartupError
 
 LAYER = "model.layers.0"
@@ -21,6 +25,11 @@ PROMPT = tuple(range(20, 34))
 @pytest.fixture
 def folder(checkpoints: MakeCheckpoint, tmp_path: Path) -> Path:
     return copied(checkpoints("llama"), tmp_path / "changed")
+
+
+@pytest.fixture(scope="module")
+def int4(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_quantized("llama", "int4", tmp_path_factory.mktemp("int4"))
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +73,17 @@ def refusal(folder: Path) -> str:
     return str(refused.value)
 
 
-def generated(folder: Path) -> list[int]:
-    driver = PlanDriver(load_worker(folder)[0], BLOCK_SIZE)
+def generated(folder: Path, **options: object) -> list[int]:
+    driver = PlanDriver(load_worker(folder, **options)[0], BLOCK_SIZE)
     sequence = driver.add(list(PROMPT))
     driver.generate([sequence], NUM_TOKENS)
     return driver.generated(sequence)
+
+
+def change_quantization(folder: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = change(config["quantization_config"])
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def round_to_codes(folder: Path, plain: Path, dtype: torch.dtype) -> None:
@@ -143,6 +158,66 @@ def test_codes_without_a_scale_in_a_quantized_checkpoint_are_refused(gptq: Path,
     name = "model.layers.1.mlp.down_proj.weight"
     add(folder, **{name: stored(folder)[name].to(torch.float8_e4m3fn)})
     assert f"{name} holds codes" in refusal(folder)
+
+
+def test_plain_tensors_that_are_no_weight_of_a_module_are_passed_over_beside_packed_ones(
+    int4: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder = copied(int4[0], tmp_path / "beside")
+    names = ("vision_tower.encoder.layers.0.fc1", "model.layers.3.eh_proj", "mtp.layers.0.mlp.up_proj")
+    add(folder, **{f"{name}.weight": torch.ones(64, 64) for name in names})
+    add(folder, **{f"{LAYER}.self_attn.{part}_scale": torch.tensor([0.02]) for part in "kv"})
+    add(folder, **{f"mtp.layers.0.mlp.down_proj.{end}": torch.ones(2) for end in ("weight_packed", "bias")})
+    assert generated(folder) == expected(int4[1], PROMPT)
+
+
+def test_a_quantized_weight_that_no_module_has_is_refused(int4: tuple[Path, Path], tmp_path: Path) -> None:
+    folder = copied(int4[0], tmp_path / "extra")
+    add(folder, **{f"{LAYER}.mlp.third_proj.weight_packed": torch.ones(2, dtype=torch.int32)})
+    assert "mlp.third_proj.weight_packed is part of a quantized weight" in refusal(folder)
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8"])
+def test_a_router_in_codes_is_made_numbers(name: str, tmp_path: Path) -> None:
+    folder, plain = write_quantized("qwen3_moe", name, tmp_path)
+    codes, numbers = stored(folder), stored(plain)
+    for layer in range(2):
+        gate = f"model.layers.{layer}.mlp.gate"
+        written = FORMATS[name].write(Random(), *codes.pop(f"{gate}.weight").shape)
+        codes |= {f"{gate}.{end}": each for end, each in written.tensors.items()}
+        numbers[f"{gate}.weight"] = written.numbers_NK
+    store(folder, codes)
+    store(plain, numbers)
+    change_quantization(
+        folder, lambda found: {**found, "ignore": [*PLAIN_MODULES, "model.layers.2.mlp.gate"]}
+    )
+    assert generated(folder) == expected(plain, PROMPT)
+
+
+def test_a_kv_cache_of_8_bits_takes_the_scales_of_the_checkpoint(folder: Path) -> None:
+    def tokens() -> list[int]:
+        return generated(folder, kv_cache_dtype="fp8", cpu_kernels="off")
+
+    measured, layers = tokens(), range(3)
+    for key, value in (
+        ("self_attn.k_scale", "self_attn.v_scale"),
+        ("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale"),
+    ):
+        names = {
+            f"model.layers.{layer}.{name}": size
+            for layer in layers
+            for name, size in ((key, 0.25), (value, 0.5))
+        }
+        add(folder, **{name: torch.tensor([size]) for name, size in names.items()})
+        assert read_cache_scales(find_weights(folder)) == dict.fromkeys(layers, (0.25, 0.5))
+    assert measured == tokens()
+    add(folder, **{f"{LAYER}.self_attn.{end}": torch.tensor(1e-4) for end in ("v_scale", "v_proj.v_scale")})
+    with pytest.raises(StartupError, match="--kv-cache-dtype fp8"):  # nearly all values are cut off
+        load_worker(folder, kv_cache_dtype="fp8", cpu_kernels="off")
+    add(folder, **{f"{LAYER}.self_attn.k_scale": torch.tensor(float("nan"))})
+    with pytest.raises(StartupError, match=r"self_attn.k_scale is nan"):
+        load_worker(folder, kv_cache_dtype="fp8", cpu_kernels="off")
+    assert load_worker(folder)
 
 
 def test_a_bias_that_the_configuration_denies_must_be_zero(
