@@ -18,6 +18,12 @@ from tests.checkpoints import make_checkpoint
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+_NF4 = torch.tensor(
+    [
+        *(-1.0, -0.6961928, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.09105004, 0.0),
+        *(0.07958029, 0.1609302, 0.24611230, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0),
+    ]
+)
 _SIZE = 0.3
 """Size of a typical weight, as tests/checkpoints.py has it."""
 PLAIN_MODULES = ("lm_head", "model.layers.1.mlp.down_proj")
@@ -182,6 +188,80 @@ def _gptq(*, shift: int, is_permuted: bool) -> Callable[..., Written]:
     return write
 
 
+def _modelopt(random: Random, n: int, k: int) -> Written:
+    codes, factor = random.codes(16, n, k), torch.tensor(1 / 512)
+    scales = (random.scales(3, n, k // 16) / factor).to(torch.float8_e4m3fn)
+    tensors = {
+        "weight": (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8),
+        "weight_scale": scales,
+        "weight_scale_2": factor,
+        "input_scale": torch.tensor(0.01),
+    }
+    return Written(tensors, _E2M1[codes] * _spread(scales.float() * factor, k))
+
+
+def _auto_round(random: Random, n: int, k: int) -> Written:
+    """GPTQ's words without an order of inputs."""
+    written = _gptq(shift=1, is_permuted=False)(random, n, k)
+    return Written(
+        {name: each for name, each in written.tensors.items() if name != "g_idx"}, written.numbers_NK
+    )
+
+
+def _nf4(random: Random, n: int, k: int) -> Written:
+    """One line of all rows in blocks of 64, the first code of a byte in the upper bits, scales as codes."""
+    codes, num_blocks = random.codes(16, n * k), -(-n * k // 64)
+    numbers = torch.linspace(0, 1, 256)
+    largest, places = random.scales(0.3, -(-num_blocks // 256)) / 2, random.codes(256, num_blocks)
+    absmax = numbers[places] * largest[torch.arange(num_blocks) // 256] + 0.25
+    state = {
+        "quant_type": "nf4",
+        "blocksize": 64,
+        "dtype": "bfloat16",
+        "shape": [n, k],
+        "nested_blocksize": 256,
+        "nested_dtype": "float32",
+        "nested_offset": 0.25,
+    }
+    tensors = {
+        "weight": (codes[::2] << 4 | codes[1::2]).to(torch.uint8).view(-1, 1),
+        "weight.absmax": places.to(torch.uint8),
+        "weight.quant_map": _NF4.clone(),
+        "weight.nested_absmax": largest,
+        "weight.nested_quant_map": numbers,
+        "weight.quant_state.bitsandbytes__nf4": torch.tensor(
+            list(json.dumps(state).encode()), dtype=torch.uint8
+        ),
+    }
+    return Written(tensors, (_NF4[codes] * absmax[torch.arange(n * k) // 64]).view(n, k))
+
+
+def _llm_int8(random: Random, n: int, k: int) -> Written:
+    codes, largest = random.codes(255, n, k) - 127, random.scales(73, n) * 127
+    tensors = {
+        "weight": codes.to(torch.int8),
+        "SCB": largest,
+        "weight_format": torch.tensor(0, dtype=torch.uint8),
+    }
+    return Written(tensors, codes * (largest / 127)[:, None])
+
+
+def _torchao_int4(random: Random, n: int, k: int) -> Written:
+    codes, zeros = random.codes(16, n, k) - 8, random.scales(1, k // 16, n).bfloat16()
+    scales = random.scales(4.6, k // 16, n).bfloat16()
+    tensors = {
+        "_weight_qdata": (codes[:, ::2] & 15 | codes[:, 1::2] << 4).to(torch.int8),
+        "_weight_scale": scales,
+        "_weight_zero_point": zeros,
+    }
+    return Written(tensors, codes * _spread(scales.T.float(), k) + _spread(zeros.T.float(), k))
+
+
+def _torchao_float8(random: Random, n: int, k: int) -> Written:
+    codes, scales = _float8(random, n, k), random.scales(80, n, 1)
+    return Written({"_weight_qdata": codes, "_weight_scale": scales}, codes.float() * scales)
+
+
 def _write_stack(random: Random, num_experts: int, k: int, n: int) -> tuple[dict[str, Tensor], Tensor]:
     """MXFP4 of a parameter [E, K, N]."""
     codes = random.codes(16, num_experts, n, k)
@@ -242,6 +322,39 @@ FORMATS = {
     "fp8": Format(
         {"quant_method": "fp8", "weight_block_size": [32, 16], "modules_to_not_convert": [*PLAIN_MODULES]},
         _float8_by_block,
+    ),
+    "modelopt nvfp4": Format(
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": [*PLAIN_MODULES]}, _modelopt
+    ),
+    "auto-round": Format(
+        {
+            "quant_method": "auto-round",
+            "bits": 4,
+            "group_size": 16,
+            "sym": False,
+            "packing_format": "auto_round:auto_gptq",
+            "extra_config": {PLAIN_MODULES[1]: {"bits": 16, "data_type": "float"}},
+        },
+        _auto_round,
+    ),
+    "nf4": Format(
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "llm_int8_skip_modules": [*PLAIN_MODULES]},
+        _nf4,
+    ),
+    "llm.int8": Format({"quant_method": "bitsandbytes", "load_in_8bit": True}, _llm_int8),
+    "torchao int4": Format(
+        {
+            "quant_method": "torchao",
+            "quant_type": {"default": {"_type": "Int4WeightOnlyConfig", "_data": {"group_size": 16}}},
+        },
+        _torchao_int4,
+    ),
+    "torchao float8": Format(
+        {
+            "quant_method": "torchao",
+            "quant_type": {"default": {"_type": "Float8WeightOnlyConfig", "_data": {}}},
+        },
+        _torchao_float8,
     ),
     "mxfp4": Format({"quant_method": "mxfp4", "modules_to_not_convert": ["self_attn"]}, _no_linear),
 }

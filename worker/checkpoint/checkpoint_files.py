@@ -43,8 +43,11 @@ _BITS_OF_DTYPE = {
     for dtype in dtypes.split()
 }
 # Last names of tensors of quantized modules (worker/quantized reads them).
-_CODES = frozenset({"weight_packed", "qweight", "weight"})
-_ZEROS = frozenset({"qzeros", "weight_zero_point"})
+_CODES = frozenset({"weight_packed", "qweight", "weight", "_weight_qdata"})
+_SCALE_WORDS = ("scale", "weight.absmax", "SCB")
+"""Parts of the names of scales, each of which becomes a number or several."""
+_SCALE_OF_TORCHAO = "_weight_scale"
+_ZEROS = frozenset({"qzeros", "weight_zero_point", "_weight_zero_point"})
 _ORDERS = frozenset({"g_idx", "weight_g_idx"})
 _BYTE_CODES = frozenset({"I8", "F8_E4M3"})
 _BYTES_OF_A_SCALE, _BYTES_OF_AN_INDEX = 4, 8
@@ -301,24 +304,38 @@ def _quantized_bytes(tensors: dict[str, StoredTensor]) -> tuple[int, list[str]]:
     """Size all quantized modules; returns the names of all other tensors too."""
     modules: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
     for name, tensor in tensors.items():
-        module, _, last_name = name.rpartition(".")
+        module, last_name = module_of(name)
         modules[module][last_name] = tensor
     total, plain = 0, []
     for module, parts in modules.items():
         codes = [parts[name] for name in parts if name in _CODES or name.endswith("_blocks")]
-        if not codes or not any("scale" in name for name in parts):
+        if not codes or not any(map(_is_scale, parts)):
             plain += [f"{module}.{name}" if module else name for name in parts]
             continue
         total += sum(tensor.num_bytes for tensor in codes)
         num_zeros = sum(name in _ZEROS for name in parts)
         for name, tensor in parts.items():
-            if "scale" in name and "global" not in name and "input" not in name:
+            if _is_scale(name):
                 total += _BYTES_OF_A_SCALE * (1 + num_zeros) * _num_scales(name, tensor, codes[0])
             elif name in _ORDERS:
                 total += _BYTES_OF_AN_INDEX * math.prod(tensor.shape)
             elif name == "bias" or name.endswith("_bias"):
                 plain.append(f"{module}.{name}")
     return total, plain
+
+
+def module_of(name: str) -> tuple[str, str]:
+    """Cut a tensor's name into that of its module and the rest: `weight`, `weight.absmax`."""
+    module, dot, part = name.partition(".weight.")
+    if dot:
+        return module, f"weight.{part}"
+    module, _, last_name = name.rpartition(".")
+    return module, last_name
+
+
+def _is_scale(name: str) -> bool:
+    is_of_weight = "global" not in name and "input" not in name
+    return is_of_weight and any(word in name for word in _SCALE_WORDS)
 
 
 def _bytes_of_blocks(tensor: GgufTensor) -> int:
@@ -329,6 +346,8 @@ def _bytes_of_blocks(tensor: GgufTensor) -> int:
 
 def _num_scales(name: str, scales: StoredTensor, codes: StoredTensor) -> int:
     """Count scales by output and group: one for a block or for all is repeated for each output."""
+    if name == _SCALE_OF_TORCHAO:  # of one output for all, or with outputs last
+        return max(codes.shape[0], math.prod(scales.shape))
     if name.startswith("weight_scale") and codes.dtype in _BYTE_CODES and len(scales.shape) < 3:
         return codes.shape[0] * (scales.shape[1] if len(scales.shape) == 2 else 1)
     return math.prod(scales.shape)

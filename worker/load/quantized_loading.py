@@ -23,14 +23,14 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from worker.checkpoint.checkpoint_files import StoredTensor, WeightFile
+from worker.checkpoint.checkpoint_files import StoredTensor, WeightFile, module_of
 from worker.checkpoint.passed_over import is_passed_over
 from worker.checkpoint.task import Task
 from worker.machine import trim_heaps
 from worker.model.mixture import declares_layout
 from worker.model.quantized_layers import QuantizedEmbedding, QuantizedExperts, QuantizedLinear
 from worker.quantized.gguf_blocks import in_halves, read_tensor
-from worker.quantized.grouped_weight import GroupedWeight, merged
+from worker.quantized.grouped_weight import GroupedWeight, for_products_in, merged
 from worker.quantized.mxfp4 import read_experts
 from worker.quantized.scheme import (
     MARKERS,
@@ -90,6 +90,8 @@ class _StoredLinear:
 
     stored: _Stored
     reader: Reader
+    dtype: torch.dtype
+    """In which the model computes."""
     shape: tuple[int, int]
 
     def read(self) -> GroupedWeight:
@@ -101,7 +103,7 @@ class _StoredLinear:
                 f"{self.stored.module} cannot be read: {error}", fix="download the checkpoint again"
             ) from error
         tensors.refuse_unread()
-        return weight
+        return for_products_in(self.dtype, weight)
 
 
 @dataclass(slots=True)
@@ -245,14 +247,15 @@ class QuantizedModules:
         if target.converter is not None:
             place = _place_of_expert(stored, target, module)
             shape = _shape_of_expert(stored, target, module)
-            self.experts.setdefault(target.module, {})[place] = _StoredLinear(stored, reader, shape)
+            linear = _StoredLinear(stored, reader, model.dtype, shape)
+            self.experts.setdefault(target.module, {})[place] = linear
             return
         if not isinstance(module, nn.Linear | nn.Embedding) and not _multiplies_rows(module):
             raise QuantizationRefused(
                 f"{stored.module} is quantized, but it is a {type(module).__name__}", fix=_OTHER_CHECKPOINT
             )
         num_outputs, num_inputs = module.weight.shape
-        linear = _StoredLinear(stored, reader, (num_outputs, num_inputs))
+        linear = _StoredLinear(stored, reader, model.dtype, (num_outputs, num_inputs))
         if isinstance(module, nn.Embedding):
             self.embeddings[target.module] = linear
         elif type(module) is nn.Linear:
@@ -302,7 +305,7 @@ def find_quantized(rules: Rules, files: Sequence[WeightFile]) -> QuantizedModule
     places: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
     for file in files:
         for name, tensor in file.tensors.items():
-            module, _, last_name = name.rpartition(".")
+            module, last_name = module_of(name)
             paths[module][last_name], places[module][last_name] = file.path, tensor
     return QuantizedModules(rules, {name: _Stored(name, paths[name], places[name]) for name in paths})
 

@@ -9,7 +9,7 @@ Shapes: N outputs, K inputs, G groups of inputs.
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from worker.quantized.scheme import (
     ModuleTensors,
     QuantizationRefused,
     Reader,
+    e2m1_of_16,
     refuse_not_finite,
     scales_of_blocks,
     unpacked,
@@ -129,15 +130,11 @@ class Nvfp4Reader:
     """nvfp4-pack-quantized: e2m1 with e4m3 scales of 16 inputs, all of them divided by one number."""
 
     def read(self, tensors: ModuleTensors, shape: tuple[int, int]) -> GroupedWeight:
-        num_outputs, num_inputs = shape
-        groups = (num_outputs, num_inputs // _NVFP4_GROUP)
-        codes = tensors.take("weight_packed", (torch.uint8,), (num_outputs, num_inputs // 2))
-        scales = tensors.take("weight_scale", (torch.float8_e4m3fn,), groups)
-        refuse_not_finite(tensors, "weight_scale", scales)
         divisor = tensors.take("weight_global_scale", (torch.float32,), (), (1,)).reshape(())
         if not bool(divisor.isfinite()) or divisor == 0:
             raise tensors.refusal("weight_global_scale", f"is {float(divisor)}", "finite and not 0")
-        return GroupedWeight(codes=codes, table=E2M1_TABLE, scales_NG=scales.float() / divisor)
+        weight = e2m1_of_16(tensors, "weight_packed", shape)
+        return replace(weight, scales_NG=weight.scales_NG / divisor)
 
 
 @dataclass(frozen=True, slots=True)

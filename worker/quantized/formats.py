@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from worker.checkpoint.checkpoint_files import read_json
+from worker.quantized.auto_round import read_auto_round_rules
 from worker.quantized.awq import read_awq_rules
+from worker.quantized.bitsandbytes import read_bitsandbytes_rules
 from worker.quantized.compressed_tensors import read_compressed_tensors_rules
 from worker.quantized.fp8 import read_fp8_rules, read_modelopt_rules
 from worker.quantized.gguf_blocks import read_gguf_rules
 from worker.quantized.gptq import read_gptq_rules
 from worker.quantized.scheme import QuantizationRefused, Reader, Rules
+from worker.quantized.torchao import read_torchao_rules
 
 
 class OnlyExperts:
@@ -28,13 +31,23 @@ class OnlyExperts:
 
 _SIDECAR = "hf_quant_config.json"
 _METHODS: dict[str, Callable[[dict[str, Any]], Rules]] = {
+    "auto-round": read_auto_round_rules,
     "awq": read_awq_rules,
+    "bitsandbytes": read_bitsandbytes_rules,
     "compressed-tensors": read_compressed_tensors_rules,
     "fp8": read_fp8_rules,
     "gguf": read_gguf_rules,
     "gptq": read_gptq_rules,
     "modelopt": read_modelopt_rules,
     "mxfp4": lambda _: OnlyExperts(),
+    "torchao": read_torchao_rules,
+}
+_OTHER_NAMES = {
+    "auto_round": "auto-round",
+    "intel/auto-round": "auto-round",
+    "modelopt_fp4": "modelopt",
+    "modelopt_fp8": "modelopt",
+    "modelopt_mixed": "modelopt",
 }
 
 
@@ -58,6 +71,7 @@ def find_rules(folder: Path, checkpoint_config: dict[str, Any]) -> Rules | None:
 def read_rules(quantization_config: Any) -> Rules:
     """The rules of a config.json's quantization_config. Raises QuantizationRefused."""
     method = quantization_config.get("quant_method") if isinstance(quantization_config, dict) else None
+    method = _OTHER_NAMES.get(str(method), method)
     if method not in _METHODS:
         raise QuantizationRefused(
             f"the checkpoint is quantized by {method!r}", fix=f"take one of {', '.join(sorted(_METHODS))}"

@@ -1,20 +1,28 @@
-"""FP8 checkpoints as DeepSeek and Qwen publish them: e4m3 with a scale for each block of the weight.
+"""FP8 checkpoints as DeepSeek and Qwen publish them, with a scale for each block, and those of ModelOpt.
 
-Owns: blocks of any size, and a single scale for a whole weight.
+Owns: blocks of any size, a single scale for a whole weight or for each output, and ModelOpt's NVFP4.
 Never: compressed-tensors' float-quantized (compressed_tensors.py).
 
 Shapes: N outputs, K inputs.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from worker.quantized.grouped_weight import GroupedWeight
-from worker.quantized.scheme import ModuleTensors, QuantizationRefused, refuse_not_finite, scales_of_blocks
+from worker.quantized.scheme import (
+    ModuleTensors,
+    QuantizationRefused,
+    e2m1_of_16,
+    refuse_not_finite,
+    scales_of_blocks,
+)
 
+_SECOND_SCALE = "weight_scale_2"
+_MODELOPT_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION")
 _KNOWN_WORDS = {
     "fmt": ("e4m3", "float8_e4m3fn"),
     "scale_fmt": ("float", "ue8m0"),  # powers of two, which are stored as floats or as their exponents
@@ -27,7 +35,7 @@ class Fp8Rules:
     """Every module with a scale is quantized, but for those that are excluded by name."""
 
     block: tuple[int, int] | None
-    """Outputs and inputs; None: one scale for the weight."""
+    """Outputs and inputs; None: one scale for the weight, or for each output."""
     excluded: tuple[str, ...]
     must_agree: bool = False
 
@@ -42,8 +50,9 @@ class Fp8Rules:
         else:
             # Multiplies under either name.
             name = "weight_scale_inv" if "weight_scale_inv" in tensors else "weight_scale"
-            dtypes = (torch.float32, torch.bfloat16, torch.float16)
-            scales = tensors.take(name, dtypes, (), (1,), (1, 1)).float().reshape(1, 1).expand(shape[0], 1)
+            dtypes, outputs = (torch.float32, torch.bfloat16, torch.float16), shape[0]
+            stored = tensors.take(name, dtypes, (), (1,), (1, 1), (outputs,), (outputs, 1))
+            scales = stored.float().reshape(-1, 1).expand(outputs, 1)
         return GroupedWeight(codes=codes, scales_NG=scales.contiguous())
 
 
@@ -73,14 +82,35 @@ def read_fp8_rules(config: dict[str, Any]) -> Fp8Rules:
     return Fp8Rules(None if block is None else (block[0], block[1]), tuple(excluded))
 
 
-def read_modelopt_rules(config: dict[str, Any]) -> Fp8Rules:
-    """Read ModelOpt's FP8: one scale for a weight. Lists of exceptions are written loosely, tensors are not.
+_FP8 = Fp8Rules(None, ())
 
-    Raises QuantizationRefused for its other algorithms.
-    """
-    algorithm = config.get("quant_algo")
-    if algorithm != "FP8":
+
+@dataclass(frozen=True, slots=True)
+class ModelOptRules:
+    """Every module with a scale is quantized: lists of exceptions are written loosely, tensors are not."""
+
+    must_agree: bool = False
+
+    def reader_of(self, module: str, class_name: str) -> "ModelOptRules":  # noqa: ARG002
+        return self
+
+    def read(self, tensors: ModuleTensors, shape: tuple[int, int]) -> GroupedWeight:
+        if _SECOND_SCALE not in tensors:
+            return _FP8.read(tensors, shape)
+        factor = tensors.take(_SECOND_SCALE, (torch.float32,), (), (1,)).reshape(())
+        if not bool(factor.isfinite()):
+            raise tensors.refusal(_SECOND_SCALE, f"is {float(factor)}", "finite")
+        weight = e2m1_of_16(tensors, "weight", shape)
+        return replace(weight, scales_NG=weight.scales_NG * factor)
+
+
+def read_modelopt_rules(config: dict[str, Any]) -> ModelOptRules:
+    """Read ModelOpt's FP8 and NVFP4, which tensors tell apart. Raises QuantizationRefused for others."""
+    inner = config.get("quantization")
+    algorithm = (inner if isinstance(inner, dict) else config).get("quant_algo")
+    if algorithm not in _MODELOPT_ALGORITHMS:
         raise QuantizationRefused(
-            f"the checkpoint is quantized by modelopt {algorithm}", fix="take one of FP8"
+            f"the checkpoint is quantized by modelopt {algorithm}",
+            fix=f"take one of {', '.join(_MODELOPT_ALGORITHMS)}",
         )
-    return Fp8Rules(None, ())
+    return ModelOptRules()

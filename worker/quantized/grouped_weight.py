@@ -199,6 +199,17 @@ class GroupedWeight:
         )
 
 
+def for_products_in(dtype: torch.dtype, weight: GroupedWeight) -> GroupedWeight:
+    """The weight with a table of bfloat16's numbers, unless products are in float32.
+
+    Kernels look numbers up in bfloat16. NF4's are the only ones that it lacks, and a product in bfloat16 or
+    float16 rounds its weights as much.
+    """
+    if weight.table is None or dtype is torch.float32:
+        return weight
+    return replace(weight, table=weight.table.bfloat16().float())
+
+
 def pack_nibbles(codes_NK: Tensor) -> Tensor:
     """Codes of four bits, one a byte, to two a byte: uint8 [N, K] to [N, K / 2]."""
     pairs = codes_NK.view(len(codes_NK), -1, 2)

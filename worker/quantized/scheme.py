@@ -6,22 +6,33 @@ Never: knows a format (formats.py and the readers do).
 Shapes: N outputs, K inputs, G groups of inputs.
 """
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from worker.checkpoint.gguf.config import BLOCKS
 from worker.checkpoint.passed_over import is_scale_of_values
-from worker.quantized.grouped_weight import SIGNED_TABLE, UNSIGNED_TABLE, GroupedWeight, pack_nibbles
+from worker.quantized.grouped_weight import (
+    E2M1_TABLE,
+    SIGNED_TABLE,
+    UNSIGNED_TABLE,
+    GroupedWeight,
+    pack_nibbles,
+)
 from worker.worker_errors import StartupError
 
-MARKERS = frozenset({"weight_packed", "qweight", "weight_scale", "weight_scale_inv", BLOCKS})
+MARKERS = frozenset(
+    {"weight_packed", "qweight", "weight_scale", "weight_scale_inv", "weight.absmax", "SCB", "_weight_qdata"}
+    | {BLOCKS}
+)
 """Tensors that no module has that is not quantized."""
 INTEGER_BITS = (4, 8)
+_NVFP4_GROUP = 16
 
 
 def is_bias(last_name: str) -> bool:
@@ -58,6 +69,18 @@ class ModuleTensors:
             raise self.refusal(
                 name, f"is {list(found.shape)}", " or ".join(str(list(each)) for each in shapes)
             )
+        return found
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape; that of a number where it is missing."""
+        return tuple(self._tensors[name].shape) if name in self._tensors else ()
+
+    def take_object(self, name: str) -> dict[str, Any]:
+        """An object of JSON, stored as bytes."""
+        stored = self.take(name, (torch.uint8,), self.shape_of(name))
+        found = json.loads(stored.numpy().tobytes())
+        if not isinstance(found, dict):
+            raise self.refusal(name, "is no object of JSON", "one")
         return found
 
     def refuse_unread(self) -> None:
@@ -157,6 +180,16 @@ def unpacked(words: Tensor, bits: int, order: tuple[int, ...] | None = None) -> 
         return codes
     places = torch.tensor(order).argsort()
     return codes.view(len(words), -1, len(order))[:, :, places].reshape(len(words), -1)
+
+
+def e2m1_of_16(tensors: ModuleTensors, codes_name: str, shape: tuple[int, int]) -> GroupedWeight:
+    """NVFP4 but for the one number that all scales are still to be multiplied by: e4m3 for 16 inputs each."""
+    num_outputs, num_inputs = shape
+    codes = tensors.take(codes_name, (torch.uint8,), (num_outputs, num_inputs // 2))
+    groups = (num_outputs, num_inputs // _NVFP4_GROUP)
+    scales = tensors.take("weight_scale", (torch.float8_e4m3fn,), groups)
+    refuse_not_finite(tensors, "weight_scale", scales)
+    return GroupedWeight(codes=codes, table=E2M1_TABLE, scales_NG=scales.float())
 
 
 def scales_of_blocks(

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from worker.checkpoint.checkpoint_files import StoredTensor, WeightFile
+from worker.checkpoint.checkpoint_files import StoredTensor, WeightFile, module_of
 from worker.checkpoint.passed_over import draft_layers_in, is_passed_over
 from worker.checkpoint.task import Task
 from worker.quantized.scheme import MARKERS
@@ -84,7 +84,7 @@ class TensorPlaces:
             zeros = _zero_biases(file, [name for name, _ in faults])
             found = [(name, fault) for name, fault in faults if name not in zeros]
             # What tells of a quantization says more than what follows from it.
-            for name, fault in sorted(found, key=lambda each: each[0].rpartition(".")[2] not in MARKERS):
+            for name, fault in sorted(found, key=lambda each: module_of(each[0])[1] not in MARKERS):
                 raise StartupError(
                     f"{file.path.parent}: {name} {fault}",
                     fix="take a checkpoint whose config and tensors agree",
@@ -101,7 +101,7 @@ class TensorPlaces:
             return None
         if is_dropped(name):
             return None
-        if name.rpartition(".")[2] in MARKERS:
+        if module_of(name)[1] in MARKERS:
             return (
                 f"is part of a quantized weight, and config.json does not say how it is to be read, or "
                 f"{self._class_name} has no layer there"

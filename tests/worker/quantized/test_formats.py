@@ -73,6 +73,25 @@ def test_gptq_takes_exceptions_by_module():
     assert find_reader(rules, "lm_head", frozenset({"weight"})) is None
 
 
+def test_auto_round_has_settings_for_single_modules():
+    other = {
+        "model.layers.0.self_attn.k_proj": {"bits": 8},
+        Q_PROJ: {"bits": 16, "data_type": "float"},
+        r".*mlp\.gate.*": {"bits": 16},
+        r".*mlp\..*": {"group_size": 32},
+    }
+    rules = read_rules(
+        {"quant_method": "intel/auto-round", "bits": 4, "group_size": 128, "extra_config": other}
+    )
+    found = {
+        name: rules.reader_of(f"model.layers.0.{name}", "Linear") for name in ("mlp.gate", "mlp.up_proj")
+    }
+    assert found == {"mlp.gate": None, "mlp.up_proj": GptqReader(4, 32, "gptq", is_symmetric=True)}
+    assert rules.reader_of(Q_PROJ, "Linear") is None
+    assert rules.reader_of("model.layers.0.self_attn.k_proj", "Linear").bits == 8
+    assert rules.reader_of("lm_head", "Linear") == GptqReader(4, 128, "gptq", is_symmetric=True)
+
+
 def test_fp8_excludes_modules_their_children_and_ends_of_names():
     config = {
         "quant_method": "fp8",
@@ -91,7 +110,7 @@ def test_fp8_excludes_modules_their_children_and_ends_of_names():
     [
         (
             {"quant_method": "hqq"},
-            "quantized by 'hqq'; take one of awq, compressed-tensors, fp8, gguf, gptq, modelopt, mxfp4",
+            "quantized by 'hqq'; take one of auto-round, awq, bitsandbytes, compressed-tensors, fp8, gguf",
         ),
         ("int8", "quantized by None"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version gemv"),
@@ -101,6 +120,18 @@ def test_fp8_excludes_modules_their_children_and_ends_of_names():
         ({"quant_method": "gptq", "bits": 4, "group_size": "x"}, "cannot be understood"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size \[128\]"),
         ({"quant_method": "fp8", "scale_fmt": "ue4m3"}, "scale_fmt ue4m3"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "modelopt W4A8_AWQ; take one of FP8"),
+        (
+            {
+                "quant_method": "auto-round",
+                "packing_format": "auto_round:llm_compressor",
+                "data_type": "mx_fp",
+            },
+            "packing_format auto_round:llm_compressor and data_type mx_fp",
+        ),
+        ({"quant_method": "auto-round", "bits": 3}, "codes of 3 bits"),
+        ({"quant_method": "auto-round", "extra_config": {"(": {"bits": 16}}}, r"pattern '\('"),
+        ({"quant_method": "torchao", "quant_type": "int4_weight_only"}, "quant_type int4_weight_only"),
         (compressed(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config"),
         (compressed(transform_config={"config_groups": {"R1": {}}}), "transform_config"),
         (compressed(config_groups={"W4A16": ["Linear"]}), "no config_groups"),

@@ -91,6 +91,60 @@ def test_transformers_dequantizes_the_experts_of_mxfp4_to_the_same_weights():
         assert torch.equal(found[expert].dequantized(), expected[expert].T)
 
 
+def read_module(config: dict, tensors: dict) -> torch.Tensor:
+    stored = ModuleTensors("up_proj", tensors)
+    reader = read_rules(config).reader_of("up_proj", "Linear")
+    assert reader is not None
+    found = reader.read(stored, (N, K))
+    stored.refuse_unread()
+    return found.dequantized()
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_bitsandbytes_dequantizes_its_four_bits_to_the_same_weight(kind, is_nested):
+    functional = pytest.importorskip("bitsandbytes.functional")
+    codes, state = functional.quantize_4bit(
+        random(N, K) - 0.7, blocksize=64, quant_type=kind, compress_statistics=is_nested
+    )
+    tensors = {f"weight.{name}": each for name, each in state.as_dict(packed=True).items()}
+    found = read_module({"quant_method": "bitsandbytes"}, {"weight": codes, **tensors})
+    assert torch.equal(found, functional.dequantize_4bit(codes, state))
+
+
+def test_bitsandbytes_int8_state_is_read_to_the_same_weight():
+    functional = pytest.importorskip("bitsandbytes.functional")
+    codes, largest, _ = functional.int8_vectorwise_quant((random(N, K) - 0.7).half())
+    found = read_module({"quant_method": "bitsandbytes"}, {"weight": codes, "SCB": largest})
+    # It multiplies by a rounded 1 / 127.
+    assert torch.allclose(found, functional.int8_vectorwise_dequant(codes, largest), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", ["Float8WeightOnlyConfig", "Int8WeightOnlyConfig", "IntxWeightOnlyConfig"])
+def test_torchao_dequantizes_what_it_flattens_to_the_same_weight(name):
+    quantization = pytest.importorskip("torchao.quantization")
+    from torchao.core.config import config_to_dict
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+
+    chosen = getattr(quantization, name)()
+    model = torch.nn.ModuleDict({"up_proj": torch.nn.Linear(K, N, bias=False, dtype=torch.bfloat16)})
+    quantization.quantize_(model, chosen)
+    tensors, _ = flatten_tensor_state_dict(model.state_dict())
+    config = {"quant_method": "torchao", "quant_type": {"default": config_to_dict(chosen)}}
+    found = read_module(config, {key.removeprefix("up_proj."): each for key, each in tensors.items()})
+    assert torch.equal(found.bfloat16(), model["up_proj"].weight.dequantize())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, whose kernel packs the words")
+def test_torch_packs_the_tiles_that_torchao_stores_in_the_same_order():
+    from worker.quantized.torchao import _codes_of_tiles
+
+    numbers = codes(0, 16, 64, 1024)
+    pairs = (numbers[:, ::2] << 4 | numbers[:, 1::2]).to(torch.uint8)
+    words = torch.ops.aten._convert_weight_to_int4pack(pairs.cuda(), 8)
+    assert torch.equal(_codes_of_tiles(words.cpu()).long(), numbers)
+
+
 def test_cut_and_merged_weights_are_those_of_the_dequantized_weight():
     from tests.worker.quantized.random_weights import KINDS, random_weight
     from worker.quantized.grouped_weight import merged

@@ -1,5 +1,6 @@
 """Every format's tensors against its definition, written once more in numpy, from random codes."""
 
+import json
 import math
 
 import numpy as np
@@ -273,3 +274,163 @@ def test_memory_is_that_of_the_codes_and_scales():
     found = read({"quant_method": "gptq", "bits": 4, "group_size": 128}, gptq_tensors())
     assert found.num_bytes == N * K // 2 + 2 * N * 2 * 4  # codes; float32 scales and offsets
     assert math.prod(found.shape) == N * K
+
+
+def test_modelopt_nvfp4_multiplies_by_its_second_scale(random):
+    codes, scales = random.integers(0, 256, (N, K // 2)), float8(random, N, K // 16)
+    tensors = {
+        "weight": torch.from_numpy(codes.astype(np.uint8)),
+        "weight_scale": scales,
+        "weight_scale_2": torch.tensor(0.0021),
+        "input_scale": torch.tensor(3.0),
+    }
+    numbers = E2M1[np.stack((codes & 15, codes >> 4), axis=-1).reshape(N, K)]
+    spread = (numbers_of_float8(scales).astype(np.float32) * np.float32(0.0021)).repeat(16, 1)
+    for algorithm in ("NVFP4", "MIXED_PRECISION"):
+        config = {"quant_method": "modelopt", "quant_algo": algorithm}
+        assert_same(read(config, tensors), numbers.astype(np.float32) * spread)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (N,), (N, 1)])
+def test_modelopt_fp8_has_a_scale_for_the_weight_or_for_each_output(random, shape):
+    codes, scales = float8(random, N, K), random.uniform(0.1, 1, shape)
+    tensors = {"weight": codes, "weight_scale": torch.tensor(scales, dtype=torch.float32)}
+    expected = numbers_of_float8(codes) * tensors["weight_scale"].double().numpy().reshape(-1, 1)
+    assert_same(read({"quant_method": "modelopt", "quant_algo": "FP8"}, tensors), expected)
+
+
+@pytest.mark.parametrize("packing", ["auto_round", "auto_round:auto_gptq", "auto_round:auto_awq"])
+@pytest.mark.parametrize("is_symmetric", [False, True])
+def test_auto_round_packs_as_gptq_or_awq_do(random, packing, is_symmetric):
+    codes, scales = random.integers(0, 16, (K, N)), halves(random, K // 64, N)
+    zeros = np.full((K // 64, N), 8) if is_symmetric else random.integers(0, 16, (K // 64, N))
+    if packing.endswith("awq"):
+        order = [0, 2, 4, 6, 1, 3, 5, 7]
+        both = [each.reshape(len(each), -1, 8)[:, :, order].reshape(len(each), -1) for each in (codes, zeros)]
+        qweight, qzeros = (packed_bits(each, 4) for each in both)
+    else:
+        is_first = packing.endswith("gptq")
+        qweight, qzeros = packed_bits(codes.T, 4).T.contiguous(), packed_bits(zeros, 4)
+        qzeros = qzeros - packed_bits(np.ones_like(zeros), 4) if is_first else qzeros
+    tensors = {"qweight": qweight, "qzeros": qzeros, "scales": torch.from_numpy(scales)}
+    config = {"quant_method": "auto-round", "bits": 4, "group_size": 64, "sym": is_symmetric}
+    expected = (codes - zeros.repeat(64, 0)) * scales.repeat(64, 0).astype(np.float64)
+    assert_same(read({**config, "packing_format": packing}, tensors), expected.T)
+
+
+def nibbles_of_bitsandbytes(codes: np.ndarray, blocksize: int, **state: object) -> dict[str, torch.Tensor]:
+    """The first code of a byte in the upper bits, all rows behind each other."""
+    line = codes.reshape(-1, 2)
+    content = json.dumps({"shape": list(codes.shape), "blocksize": blocksize, **state}).encode()
+    return {
+        "weight": torch.from_numpy((line[:, 0] << 4 | line[:, 1]).astype(np.uint8)).view(-1, 1),
+        "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(content), dtype=torch.uint8),
+    }
+
+
+@pytest.mark.parametrize("blocksize", [64, 128, 512])  # one is longer than a row
+@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16])
+def test_bitsandbytes_looks_its_codes_up(random, blocksize, storage):
+    codes, table = random.integers(0, 16, (N, K)), random.uniform(-1, 1, 16).astype(np.float32)
+    largest = random.uniform(0.1, 1, -(-N * K // blocksize)).astype(np.float32)
+    tensors = nibbles_of_bitsandbytes(codes, blocksize)
+    tensors["weight"] = tensors["weight"].view(-1).view(storage).view(-1, 1)
+    tensors |= {"weight.absmax": torch.from_numpy(largest), "weight.quant_map": torch.from_numpy(table)}
+    expected = table[codes].reshape(-1) * largest[np.arange(N * K) // blocksize]
+    config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    assert_same(read(config, tensors), expected.reshape(N, K))
+
+
+def test_bitsandbytes_scales_may_be_codes_themselves(random):
+    codes, table = random.integers(0, 16, (N, K)), random.uniform(-1, 1, 16).astype(np.float32)
+    places, numbers = random.integers(0, 256, N * K // 16), random.uniform(-1, 1, 256).astype(np.float32)
+    largest = random.uniform(0.1, 1, -(-len(places) // 256)).astype(np.float32)
+    state = {"nested_blocksize": 256, "nested_offset": 0.5}
+    tensors = nibbles_of_bitsandbytes(codes, 16, **state) | {
+        "weight.quant_map": torch.from_numpy(table),
+        "weight.absmax": torch.from_numpy(places.astype(np.uint8)),
+        "weight.nested_absmax": torch.from_numpy(largest),
+        "weight.nested_quant_map": torch.from_numpy(numbers),
+    }
+    scales = numbers[places] * largest[np.arange(len(places)) // 256] + np.float32(0.5)
+    expected = table[codes].reshape(-1) * scales.repeat(16)
+    assert_same(read({"quant_method": "bitsandbytes"}, tensors), expected.reshape(N, K))
+
+
+def test_bitsandbytes_int8_has_the_largest_number_of_each_output(random):
+    codes = torch.from_numpy(random.integers(-128, 128, (N, K)).astype(np.int8))
+    largest = random.uniform(0.1, 9, N).astype(np.float32)
+    tensors = {"weight": codes, "SCB": torch.from_numpy(largest), "weight_format": torch.tensor(0).byte()}
+    expected = codes.numpy() * (largest / np.float32(127))[:, None]
+    assert_same(read({"quant_method": "bitsandbytes"}, tensors), expected)
+    tensors["weight_format"] = torch.tensor(1).byte()
+    with pytest.raises(QuantizationRefused, match="weight_format is the order of one kind of GPU"):
+        read({"quant_method": "bitsandbytes"}, tensors)
+
+
+TORCHAO = {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int4WeightOnlyConfig"}}}
+
+
+def test_torchao_int4_in_plain_order(random):
+    codes = random.integers(-8, 8, (N, K))
+    scales, zeros = (torch.from_numpy(random.uniform(0.1, 1, (K // 32, N))).bfloat16() for _ in range(2))
+    tensors = {
+        "_weight_qdata": torch.from_numpy((codes[:, ::2] & 15 | codes[:, 1::2] << 4).astype(np.int8)),
+        "_weight_scale": scales,
+        "_weight_zero_point": zeros,
+    }
+    spread = scales.double().numpy().repeat(32, 0).T
+    assert_same(read(TORCHAO, tensors), codes * spread + zeros.double().numpy().repeat(32, 0).T)
+
+
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(40, 1024), (37, 256), (16, 1536)])
+def test_torchao_int4_in_tiles_of_tensor_cores(random, num_outputs, num_inputs):
+    rows, columns = -(-num_outputs // 8) * 8, -(-num_inputs // 1024) * 1024
+    codes = random.integers(0, 16, (rows, columns))
+    scales, zeros = (
+        torch.from_numpy(random.uniform(0.1, 1, (columns // 64, rows))).bfloat16() for _ in range(2)
+    )
+    words = np.zeros((rows // 8, columns // 128, 32, 4), np.uint64)
+    for lane in range(32):
+        for pair in range(4):
+            for place in range(8):
+                # Two inputs of a tile, two that are 8 further on, and the same of the next tile.
+                inputs = pair * 32 + place // 4 * 16 + place // 2 % 2 * 8 + lane % 4 * 2 + place % 2
+                found = codes[lane // 4 :: 8, inputs::128].astype(np.uint64)
+                nibble = place // 2 if place % 2 == 0 else 4 + place // 2
+                words[:, :, lane, pair] |= found << np.uint64(4 * nibble)
+    tensors = {
+        "_weight_qdata": torch.from_numpy(words.astype(np.uint32).view(np.int32)),
+        "_weight_scale_and_zero": torch.stack((scales, zeros), dim=-1),
+    }
+    spread = scales.double().numpy().repeat(64, 0).T
+    expected = (codes - 8) * spread + zeros.double().numpy().repeat(64, 0).T
+    found = read(TORCHAO, tensors, (num_outputs, num_inputs))
+    assert_same(found, expected[:num_outputs, :num_inputs])
+
+
+@pytest.mark.parametrize("shape", [(), (1, 1), (N, 1), (N // 8, K // 64)])
+def test_torchao_float8_by_tensor_row_or_block(random, shape):
+    codes, scales = float8(random, N, K), random.uniform(0.1, 1, shape)
+    tensors = {"_weight_qdata": codes, "_weight_scale": torch.tensor(scales, dtype=torch.float32)}
+    by_block = np.atleast_2d(tensors["_weight_scale"].double().numpy())
+    spread = by_block.repeat(N // len(by_block), 0).repeat(K // by_block.shape[1], 1)
+    assert_same(read(TORCHAO, tensors), numbers_of_float8(codes) * spread)
+
+
+@pytest.mark.parametrize("has_zeros", [False, True])
+def test_torchao_int8_in_groups(random, has_zeros):
+    codes = random.integers(-128, 128, (N, K))
+    scales = torch.from_numpy(random.uniform(0.1, 1, (N, K // 32))).bfloat16()
+    zeros = random.integers(-8, 8, (N, K // 32)) * has_zeros
+    tensors = {"_weight_qdata": torch.from_numpy(codes.astype(np.int8)), "_weight_scale": scales}
+    if has_zeros:
+        tensors["_weight_zero_point"] = torch.from_numpy(zeros.astype(np.int8))
+    expected = (codes - zeros.repeat(32, 1)) * scales.double().numpy().repeat(32, 1)
+    assert_same(read(TORCHAO, tensors), expected)
+
+
+def test_scales_of_torchao_that_divide_nothing_are_refused(random):
+    tensors = {"_weight_qdata": float8(random, N, K), "_weight_scale": torch.ones(3, 1)}
+    with pytest.raises(QuantizationRefused, match=r"up_proj._weight_scale is \[3, 1\]; .* parts of 40"):
+        read(TORCHAO, tensors)

@@ -74,10 +74,10 @@ def test_a_config_that_contradicts_the_tensors_names_the_module(checkpoint: Path
 
 
 def test_an_unknown_method_names_those_that_are_supported(checkpoint: Path, tmp_path: Path) -> None:
-    folder = changed(checkpoint, tmp_path, config=lambda found: found.update(quant_method="bitsandbytes"))
+    folder = changed(checkpoint, tmp_path, config=lambda found: found.update(quant_method="hqq"))
     said = refusal(folder)
-    assert "bitsandbytes" in said
-    assert "awq, compressed-tensors, fp8, gguf, gptq, modelopt, mxfp4" in said
+    assert "hqq" in said
+    assert "awq, bitsandbytes, compressed-tensors, fp8, gguf, gptq, modelopt, mxfp4, torchao" in said
 
 
 def test_a_truncated_file_is_refused(checkpoint: Path, tmp_path: Path) -> None:

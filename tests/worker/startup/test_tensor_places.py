@@ -124,8 +124,8 @@ def test_float8_of_modelopt_is_read_by_config_json(folder: Path, tmp_path: Path)
 
 
 def test_modelopts_other_ways_are_refused_by_name(folder: Path) -> None:
-    write_sidecar(folder, "NVFP4")
-    assert "modelopt NVFP4" in refusal(folder)
+    write_sidecar(folder, "W4A8_AWQ")
+    assert "modelopt W4A8_AWQ" in refusal(folder)
 
 
 def test_a_file_of_modelopt_about_keys_and_values_alone_leaves_weights_plain(
