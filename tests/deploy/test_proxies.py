@@ -67,3 +67,9 @@ def test_what_they_answer_themselves_has_our_shape_and_a_code_of_ours(text: str)
     error = ErrorReplyBody.model_validate(orjson.loads(bodies.pop())).error
     assert (error.code, CATALOGUE[error.code].status) == ("not_ready", 503)
     assert CATALOGUE[error.code].type == error.type
+
+
+def test_paths_that_are_closed_are_compared_as_the_server_reads_them() -> None:
+    """`/%6detrics` is /metrics for the server; nginx decodes a path before it looks for a location."""
+    assert re.findall(r"\{ path(\S*) /\S+ \}", HAPROXY) == [",url_dec"]
+    assert re.findall(r"location\s+=\s+(/\S+)", NGINX) == ["/metrics"]

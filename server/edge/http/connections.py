@@ -32,7 +32,7 @@ from server.edge.http.edge import Edge
 from server.edge.http.strict_http import RefusalOf, RefusedHead, StrictConnection
 from server.edge.observe.request_ids import new_request_id
 from server.edge.sockets.lingering_close import LingeringTransport
-from server.edge.sockets.peer_probe import HalfClosed, can_watch
+from server.edge.sockets.peer_probe import HalfClosed, can_watch, let_kernel_ask
 from server.edge.sockets.places import Place
 
 log = logging.getLogger(__name__)
@@ -239,9 +239,12 @@ class ClientConnection(H11Protocol):
         return True
 
     def _write_interim(self) -> bool:
-        """Write a head that means nothing, if there may be one: see `HalfClosed`."""
-        if self.conn.our_state is not h11.SEND_RESPONSE or self.conn.their_http_version != b"1.1":
+        """Write a head that means nothing, or let the kernel ask where none is known: see `HalfClosed`."""
+        if self.conn.our_state is not h11.SEND_RESPONSE:
             return False
+        if self.conn.their_http_version != b"1.1":
+            let_kernel_ask(self.transport.get_extra_info("socket"))
+            return True
         interim = h11.InformationalResponse(status_code=_PROCESSING, headers=[], reason=b"Processing")
         self.transport.write(self.conn.send(interim) or b"")
         return True

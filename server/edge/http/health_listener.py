@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 _MAX_CONNECTIONS = 64
 _MAX_HEAD_BYTES = 8 * 1024
 _MAX_CONNECTION_S = 2.0
-"""A probe asks at once. A connection that does not only holds a place."""
+"""A probe asks at once. A connection that does not only holds a place, until a newcomer has none."""
 _PULSE_S = 0.25
 _GOODBYE_S = 1.0
 _QUESTIONS = {
@@ -87,7 +87,8 @@ class HealthListener:
         self._pulse = LoopPulse()
         self._beating: asyncio.Task[None] | None = None
         self._heartbeat_timeout_s = heartbeat_timeout_s
-        self._num_connections = 0
+        self._silent: dict[asyncio.StreamWriter, None] = {}
+        """Connections that have not asked yet, the oldest first."""
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="health", daemon=True)
@@ -128,16 +129,19 @@ class HealthListener:
         server.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer one question; a connection without one in time is closed."""
-        self._num_connections += 1
+        """Answer one question; one without it in time is closed, or once there are many newer ones."""
+        self._silent[writer] = None
+        if len(self._silent) > _MAX_CONNECTIONS:
+            longest = next(iter(self._silent))
+            del self._silent[longest]
+            longest.transport.abort()
         try:
-            if self._num_connections <= _MAX_CONNECTIONS:
-                with contextlib.suppress(OSError, TimeoutError, EOFError, asyncio.LimitOverrunError):
-                    async with asyncio.timeout(_MAX_CONNECTION_S):
-                        writer.write(self._reply(await reader.readuntil(b"\r\n\r\n")))
-                        await writer.drain()
+            with contextlib.suppress(OSError, TimeoutError, EOFError, asyncio.LimitOverrunError):
+                async with asyncio.timeout(_MAX_CONNECTION_S):
+                    writer.write(self._reply(await reader.readuntil(b"\r\n\r\n")))
+                    await writer.drain()
         finally:
-            self._num_connections -= 1
+            self._silent.pop(writer, None)
             writer.close()
 
     def _reply(self, head: bytes) -> bytes:

@@ -5,9 +5,10 @@ Never: decides which requests are under way (connections.py), or ends a reply.
 
 Both look the same: the client's half of the connection is closed. The kernel of a client that has left
 answers our next bytes with a reset. So bytes are sent that mean nothing, an interim response (102), and the
-state of the socket is looked at. Where none can be sent, since the reply has begun or the client speaks
-HTTP/1.0, the reply has a second to say something itself.
-Source: RFC 9110, section 15.2; RFC 9112, section 9.6; RFC 9293, section 3.6.
+state of the socket is looked at. HTTP/1.0 has no interim responses: there the kernel asks, and notices a
+client that has left once its own kernel has forgotten it, after a minute in Linux. Where the reply has begun,
+it has a second to say something itself.
+Source: RFC 9110, section 15.2; RFC 9112, section 9.6; RFC 9293, sections 3.6 and 3.8.4.
 """
 
 import asyncio
@@ -32,7 +33,7 @@ class HalfClosed:
         num_writes: Callable[[], int],
         on_left: Callable[[], None],
     ) -> None:
-        """Begin. `ask` sends bytes that mean nothing, and returns False if it cannot."""
+        """Begin. `ask` sends bytes that mean nothing, or lets the kernel ask; False if it cannot."""
         self._client = client
         self._ask = ask
         self._num_writes = num_writes
@@ -41,7 +42,7 @@ class HalfClosed:
         self._loop = asyncio.get_running_loop()
         self._began_s = self._loop.time()
         self._pause_s = _FIRST_LOOK_S
-        ask()
+        self._is_asked = ask()
         self._timer = self._loop.call_later(self._pause_s, self._look)
 
     def stop(self) -> None:
@@ -50,7 +51,7 @@ class HalfClosed:
 
     def _look(self) -> None:
         waited_s = self._loop.time() - self._began_s
-        is_unknown = self._num_writes() == self._num_before and waited_s >= _SILENT_S
+        is_unknown = not self._is_asked and self._num_writes() == self._num_before and waited_s >= _SILENT_S
         if is_unknown or not _is_there(self._client):
             self._on_left()
             return
@@ -58,6 +59,13 @@ class HalfClosed:
             self._ask()
         self._pause_s = min(2 * self._pause_s, _MAX_LOOK_S)
         self._timer = self._loop.call_later(self._pause_s, self._look)
+
+
+def let_kernel_ask(client: socket.socket) -> None:
+    """Send segments without data, which only a client that has left answers by a reset."""
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+        client.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 def can_watch(client: socket.socket) -> bool:

@@ -41,6 +41,14 @@ async def test_a_client_that_has_said_all_and_listens_gets_its_reply(url, engine
     assert engine.aborted == []
 
 
+async def test_a_client_of_http_1_0_that_listens_gets_a_reply_that_takes_long(url, engine):
+    """Its reply is silent for longer than one that has begun may be."""
+    engine.pause_s = 0.5
+    body = {**CHAT, "max_tokens": 4}
+    assert b'"usage"' in await answer_to(url, asking("/v1/chat/completions", body, "1.0"))
+    assert engine.aborted == []
+
+
 async def test_a_reply_that_has_begun_goes_on_after_the_end_of_the_clients_half(url, engine):
     engine.pause_s = 0.02
     words = asking("/v1/chat/completions", {**CHAT, "max_tokens": 10, "stream": True}, "1.1")

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -157,17 +158,30 @@ def test_it_answers_nothing_but_probes(asked_for, status) -> None:
     assert asyncio.run(ask())[9:12] == status
 
 
-async def test_silent_clients_lose_their_places_soon() -> None:
+async def test_the_silent_for_longest_gives_way_to_a_probe() -> None:
     with listening() as asked, contextlib.ExitStack() as stack:
-        for _ in range(80):
-            silent = stack.enter_context(socket.create_connection(("127.0.0.1", asked.port)))
-        await asyncio.sleep(0.1)
-        silent.settimeout(30)
-        assert silent.recv(1) == b"", "beyond the places there are: at once"
-        deadline_s = time.monotonic() + 5
-        while True:
-            with contextlib.suppress(OSError, http.client.HTTPException):
-                assert asked.get("/health")[0] == 200
-                break
-            assert time.monotonic() < deadline_s
-            await asyncio.sleep(0.1)
+        silent = [stack.enter_context(socket.create_connection(("127.0.0.1", asked.port))) for _ in range(80)]
+        silent[0].settimeout(30)
+        with contextlib.suppress(ConnectionResetError):
+            assert silent[0].recv(1) == b""
+        for _ in range(10):
+            assert asked.get("/health")[0] == 200
+
+
+async def test_probes_are_answered_beside_silent_clients_that_come_again() -> None:
+    over = threading.Event()
+
+    def come_again(port: int) -> None:
+        while not over.is_set():
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)) as silent:
+                silent.settimeout(0.5)
+                silent.recv(1)
+
+    with listening() as asked, ThreadPoolExecutor(100) as crowd:
+        for _ in range(100):
+            crowd.submit(come_again, asked.port)
+        await asyncio.sleep(0.5)
+        try:
+            assert [asked.get("/health/live")[0] for _ in range(30)] == [200] * 30
+        finally:
+            over.set()
