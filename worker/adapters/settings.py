@@ -7,7 +7,8 @@ Source: LoraConfig of peft 0.21 and its matching of target modules; low-rank upd
 
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import sqrt
 from time import thread_time
@@ -20,11 +21,9 @@ from worker.worker_errors import AdapterRefused
 _WORD = re.compile(r"[A-Za-z0-9_.-]{1,200}")
 _MAX_PATTERN_CHARS = 4096
 _MAX_WORDS = 4096
-_MAX_EXPRESSIONS = 256
-"""Expressions of one key: each is asked for each layer, between two steps."""
 _MAX_LAYER_WORDS = 16
-_MAX_COMPILING_S = 0.1
-"""Processor time for the patterns of one key: the steps of all others wait meanwhile."""
+_MAX_PATTERNS_S = 0.1
+"""Processor time for the patterns of an adapter, compiled and asked for each layer: steps wait meanwhile."""
 _LAYER = re.compile(r".*\.[^.]*\.(\d+)\.")
 _ALL = "all-linear"
 
@@ -50,28 +49,59 @@ _CHANGING_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _Value = TypeVar("_Value")
 
 
+class Patterns:
+    """The regular expressions of one adapter, and the time that they take together."""
+
+    def __init__(self) -> None:
+        self._left_s = _MAX_PATTERNS_S
+
+    def compile(self, expression: str, text: str, key: str) -> SchemaValidator:
+        """Compile for Rust's engine, which takes linear time. Raises AdapterRefused."""
+        if len(text) > _MAX_PATTERN_CHARS:
+            raise AdapterRefused(f"{key} has a pattern of {len(text)} characters")
+        try:
+            with self._in_time():
+                return SchemaValidator(core_schema.str_schema(pattern=expression, regex_engine="rust-regex"))
+        except SchemaError as error:
+            raise AdapterRefused(
+                f"{key} has the pattern {text[:80]!r}, which needs look-around or is no regular expression; "
+                "list the names of the modules instead"
+            ) from error
+
+    def accept(self, expression: SchemaValidator, name: str) -> bool:
+        """Tell whether an expression matches a whole name. Raises AdapterRefused."""
+        with self._in_time():
+            return bool(expression.isinstance_python(name))
+
+    @contextmanager
+    def _in_time(self) -> Iterator[None]:
+        began_s = thread_time()
+        yield
+        self._left_s -= thread_time() - began_s
+        if self._left_s < 0:
+            raise AdapterRefused("its patterns take too long; list the names of the modules instead")
+
+
 class ByName(Generic[_Value]):
     """Values by words that end a module's name at a dot, or by regular expressions for the whole name."""
 
-    def __init__(self, named: Mapping[str, _Value], key: str) -> None:
-        """Raises AdapterRefused for expressions that need more than linear time, or long to compile."""
+    def __init__(self, named: Mapping[str, _Value], key: str, patterns: Patterns) -> None:
+        """Raises AdapterRefused for expressions that need more than linear time, or long."""
+        self._patterns = patterns
         self._words: dict[str, tuple[int, _Value]] = {}
         self._expressions: list[tuple[int, SchemaValidator, _Value]] = []
-        began_s = thread_time()
         for place, (text, value) in enumerate(named.items()):
             if _WORD.fullmatch(text):
                 self._words[text] = place, value
-                continue
-            self._expressions.append((place, _compile(rf"^(?:(?:.*\.)?(?:{text}))$", text, key), value))
-            if len(self._expressions) > _MAX_EXPRESSIONS or thread_time() - began_s > _MAX_COMPILING_S:
-                raise AdapterRefused(
-                    f"{key} has patterns that take too long to compile; list the names of the modules instead"
-                )
+            else:
+                expression = patterns.compile(rf"^(?:(?:.*\.)?(?:{text}))$", text, key)
+                self._expressions.append((place, expression, value))
 
     def find(self, name: str, default: _Value) -> _Value:
-        """Return the value of the first that matches the name."""
+        """Return the value of the first that matches the name. Raises AdapterRefused."""
+        accept = self._patterns.accept
         found = [self._words[end] for end in _ends(name) if end in self._words]
-        found += [(place, value) for place, each, value in self._expressions if _accepts(each, name)]
+        found += [(place, value) for place, each, value in self._expressions if accept(each, name)]
         return min(found, key=lambda each: each[0])[1] if found else default
 
 
@@ -92,6 +122,7 @@ class AdapterSettings:
     """Names of the lists that the numbers of `layers` count in; none: any list."""
     ranks: ByName[int]
     alphas: ByName[float]
+    patterns: Patterns
 
     def rank_of(self, module: str) -> int:
         """Return the rank of a module's update."""
@@ -105,11 +136,11 @@ class AdapterSettings:
 
     def include(self, module: str) -> bool:
         """Tell whether the adapter is meant to have an update for a module of this name."""
-        if _matches(self.excluded, module):
+        if self._matches(self.excluded, module):
             return False
         if self.targets is None:
             return True
-        if not _matches(self.targets, module):
+        if not self._matches(self.targets, module):
             return False
         return self.layers is None or isinstance(self.targets, SchemaValidator) or self._counts(module)
 
@@ -120,7 +151,12 @@ class AdapterSettings:
 
     def include_parameter(self, name: str) -> bool:
         """Tell whether a parameter of this name is a target."""
-        return _matches(self.parameters, name)
+        return self._matches(self.parameters, name)
+
+    def _matches(self, patterns: "frozenset[str] | SchemaValidator", module: str) -> bool:
+        if isinstance(patterns, SchemaValidator):
+            return self.patterns.accept(patterns, module)
+        return not patterns.isdisjoint(_ends(module))
 
     def _counts(self, module: str) -> bool:
         found = _LAYER.match(module)
@@ -139,20 +175,21 @@ def read_settings(config: dict[str, Any]) -> AdapterSettings:
         if key not in _READ and key not in _WITHOUT_EFFECT and value not in (None, False, [], {}):
             raise AdapterRefused(f"{key} is set, which is not computed")
     _refuse_changes_of_the_base(config)
-    rank, alpha = config.get("r"), config.get("lora_alpha")
+    rank, alpha, patterns = config.get("r"), config.get("lora_alpha"), Patterns()
     return AdapterSettings(
         rank=_rank(rank, "r"),
         alpha=_number(alpha, "lora_alpha"),
         is_rank_stabilized=bool(config.get("use_rslora")),
         targets=None
         if config.get("target_modules") == _ALL
-        else _patterns(_targets(config), "target_modules"),
-        excluded=_patterns(config.get("exclude_modules") or [], "exclude_modules"),
+        else _names_or_pattern(_targets(config), "target_modules", patterns),
+        excluded=_names_or_pattern(config.get("exclude_modules") or [], "exclude_modules", patterns),
         parameters=_names(config.get("target_parameters") or [], "target_parameters"),
         layers=_layers(config.get("layers_to_transform")),
         layer_words=_layer_words(config.get("layers_pattern")),
-        ranks=_by_pattern(config, "rank_pattern", _rank),
-        alphas=_by_pattern(config, "alpha_pattern", _number),
+        ranks=_by_pattern(config, "rank_pattern", _rank, patterns),
+        alphas=_by_pattern(config, "alpha_pattern", _number, patterns),
+        patterns=patterns,
     )
 
 
@@ -166,8 +203,10 @@ def _refuse_changes_of_the_base(config: dict[str, Any]) -> None:
         )
 
 
-def _patterns(value: object, key: str) -> frozenset[str] | SchemaValidator:
-    return _compile(rf"^(?:{value})$", value, key) if isinstance(value, str) else _names(value, key)
+def _names_or_pattern(value: object, key: str, patterns: Patterns) -> frozenset[str] | SchemaValidator:
+    if isinstance(value, str):
+        return patterns.compile(rf"^(?:{value})$", value, key)
+    return _names(value, key)
 
 
 def _names(value: object, key: str) -> frozenset[str]:
@@ -184,41 +223,20 @@ def _targets(config: dict[str, Any]) -> object:
     return [] if modules is None and config.get("target_parameters") else modules
 
 
-def _matches(patterns: frozenset[str] | SchemaValidator, module: str) -> bool:
-    if isinstance(patterns, SchemaValidator):
-        return _accepts(patterns, module)
-    return not patterns.isdisjoint(_ends(module))
-
-
 def _ends(name: str) -> list[str]:
     """List a name, and what is behind each of its dots."""
     parts = name.split(".")
     return [".".join(parts[place:]) for place in range(len(parts))]
 
 
-def _compile(expression: str, text: str, key: str) -> SchemaValidator:
-    """Compile for Rust's engine, which takes linear time. Raises AdapterRefused."""
-    if len(text) > _MAX_PATTERN_CHARS:
-        raise AdapterRefused(f"{key} has a pattern of {len(text)} characters")
-    try:
-        return SchemaValidator(core_schema.str_schema(pattern=expression, regex_engine="rust-regex"))
-    except SchemaError as error:
-        raise AdapterRefused(
-            f"{key} has the pattern {text[:80]!r}, which needs look-around or is no regular expression; "
-            "list the names of the modules instead"
-        ) from error
-
-
-def _accepts(expression: SchemaValidator, name: str) -> bool:
-    return bool(expression.isinstance_python(name))
-
-
-def _by_pattern(config: dict[str, Any], key: str, read: Callable[[object, str], _Value]) -> ByName[_Value]:
+def _by_pattern(
+    config: dict[str, Any], key: str, read: Callable[[object, str], _Value], patterns: Patterns
+) -> ByName[_Value]:
     """Read a mapping of names and patterns. Raises AdapterRefused."""
     named = config.get(key) or {}
     if not isinstance(named, dict) or len(named) > _MAX_WORDS:
         raise AdapterRefused(f"{key} is not a mapping of names")
-    return ByName({text: read(value, key) for text, value in named.items()}, key)
+    return ByName({text: read(value, key) for text, value in named.items()}, key, patterns)
 
 
 def _rank(value: object, key: str) -> int:

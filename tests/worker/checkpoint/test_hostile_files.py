@@ -107,8 +107,18 @@ def test_any_value_of_an_adapters_settings_is_read_or_refused() -> None:
 def test_patterns_of_an_adapter_that_take_long_to_compile_are_refused_soon() -> None:
     patterns = {rf"\w{{90}}{index}": 4 for index in range(1500)}
     settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
-    with ending_well("patterns", AdapterRefused), pytest.raises(AdapterRefused, match="too long to compile"):
+    with ending_well("patterns", AdapterRefused), pytest.raises(AdapterRefused, match="too long"):
         read_settings({**settings, "rank_pattern": patterns})
+
+
+def test_patterns_of_an_adapter_that_take_long_to_match_are_refused_soon() -> None:
+    """Each takes a moment, and all are asked for each layer."""
+    patterns = {rf"(?:.{{0,30}}){{{times}}}x": 4 for times in range(2, 12)}
+    settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
+    found = read_settings({**settings, "rank_pattern": patterns})
+    layers = (f"model.layers.{number}.self_attn.q_proj" for number in range(100_000))
+    with ending_well("patterns", AdapterRefused), pytest.raises(AdapterRefused, match="too long"):
+        list(map(found.scale_of, layers))
 
 
 def test_very_many_names_of_an_adapter_are_compared_with_very_many_layers_soon() -> None:
