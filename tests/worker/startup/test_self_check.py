@@ -54,7 +54,10 @@ def run_check(
         backend=cast(AttentionBackend, SimpleNamespace(begin_step=lambda metadata: None)),
         cache=cast(
             KVCache,
-            SimpleNamespace(num_blocks=8, layout=SimpleNamespace(block_size=16, dtype=cache_dtype or dtype)),
+            SimpleNamespace(
+                num_blocks=8,
+                layout=SimpleNamespace(block_size=16, dtype=cache_dtype or dtype, num_state_blocks=0),
+            ),
         ),
         device=cast(Device, SimpleNamespace(tensor=torch.from_numpy)),
         max_model_len=num_tokens,
