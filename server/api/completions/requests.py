@@ -6,13 +6,14 @@ Never: types and bounds (protocol.py), or shared fields (engine_requests.py).
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.errors import RequestRejected
 from engine.text.tokenizer import SpecialTokens
-from engine.types import ModelInfo
+from engine.types import GenerationRequest, ModelInfo
 from server.api.completions.protocol import CompletionRequest
 from server.edge.http.edge import Engine
+from server.reply.generate.calls import Origin
 from server.reply.generate.engine_requests import (
     FieldNames,
     TokenIds,
@@ -20,6 +21,7 @@ from server.reply.generate.engine_requests import (
     check_fields,
     check_num_chars,
     check_num_prompt_logprobs,
+    engine_requests,
     kept_prompt,
 )
 from server.reply.generate.model_checks import check_token_ids
@@ -114,6 +116,20 @@ def wanted_completion(body: CompletionRequest, prompts: Sequence[EncodedPrompt],
         num_prompt_logprobs=num_prompt_logprobs,
         grammar=grammar,
     )
+
+
+async def fitting_completion(engine: Engine, body: CompletionRequest, origin: Origin) -> GenerationRequest:
+    """Prepare the only prompt of a body whose max_tokens says "at most"; absent: what the window leaves.
+
+    For other servers' endpoints. Raises RequestRejected, Overloaded.
+    """
+    check_completion(body, engine.info)
+    prompts = await encode_prompts(engine, body)
+    wanted = wanted_completion(body, prompts, engine.info)
+    wanted = replace(wanted, max_tokens=None, default_max_tokens=body.max_tokens)
+    prompt_ids = {origin.reply_id: prompts[0].token_ids}
+    (request,) = await engine_requests(engine, body, prompt_ids, wanted, origin)
+    return request
 
 
 def _num_prompt_logprobs(body: CompletionRequest) -> int | None:

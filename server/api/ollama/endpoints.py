@@ -6,6 +6,8 @@ Never: rendering or generating: that is the chat path, step for step.
 
 import secrets
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from pydantic import BaseModel
@@ -14,7 +16,8 @@ from starlette.responses import Response
 
 from server.api.chat.fitting import prepare_fitting
 from server.api.chat.replies import ChatStream
-from server.api.ollama.input import chat_request_of, served_name
+from server.api.completions.requests import fitting_completion
+from server.api.ollama.input import chat_request_of, completion_request_of, served_name
 from server.api.ollama.lines import LineFraming, LineShape, LineStream, error_body
 from server.api.ollama.model_routes import documented, router
 from server.api.ollama.models import OllamaReply
@@ -30,7 +33,7 @@ from server.edge.http.endpoint import Endpoint, json_reply, reference
 from server.reply.generate.answering import new_head, whole
 from server.reply.generate.calls import Origin, read_call
 from server.reply.generate.model_checks import check_model
-from server.reply.generate.replies import Gathered, ReplyPlan, UsageReport
+from server.reply.generate.replies import Gathered, ReplyPlan, StreamReply, UsageReport
 from server.reply.generate.sse import EventStream
 
 _CHAT, _GENERATE = "/api/chat", "/api/generate"
@@ -66,7 +69,7 @@ async def chat_in_lines(request: Request) -> Response:
 
 @router.post(_GENERATE, **_documentation(OllamaGenerateRequest))
 async def generate_in_lines(request: Request) -> Response:
-    """Answer one prompt, by the chat template."""
+    """Answer one prompt, by the chat template unless it is raw, or has a suffix."""
     body, origin = await read_call(request, OllamaGenerateRequest, PROMPT_REFUSALS, reply_id=_reply_id())
     return await _answer(request, body, origin, is_empty=not body.prompt)
 
@@ -80,15 +83,19 @@ async def _answer(
     if is_empty:  # clients ask so for the model to be loaded
         check_model(served_name(body.model, info), info)
         return json_reply({**shape.line({"content": ""}, time.time()), "done": True, "done_reason": "load"})
-    turn = await prepare_fitting(edge, chat_request_of(body, info), origin)
+    if isinstance(body, OllamaGenerateRequest) and (body.raw or body.suffix):
+        new_stream: Callable[[ReplyPlan], StreamReply] = ChatStream
+        made = await fitting_completion(edge.engine, completion_request_of(body, info), origin)
+    else:
+        turn = await prepare_fitting(edge, chat_request_of(body, info), origin)
+        made, new_stream = turn.request, partial(ChatStream, reading=turn.reading)
     plan = ReplyPlan(
         head=new_head(origin, info),
-        num_prompt_tokens=(len(turn.prompt_ids),),
+        num_prompt_tokens=(len(made.prompt_token_ids),),
         usage=UsageReport(at_end=True),
     )
-    chat = ChatStream(plan, turn.reading)
-    stream = LineStream(shape, chat, clock=time.monotonic, unix_time_s=time.time)
-    outputs = edge.engine.generate_all([turn.request])
+    stream = LineStream(shape, new_stream(plan), clock=time.monotonic, unix_time_s=time.time)
+    outputs = edge.engine.generate_all([made])
     if body.stream is not False:
         return EventStream(outputs, stream, edge, framing=LineFraming())
     return await whole(request, outputs, Gathered(stream, lambda: stream.reply))

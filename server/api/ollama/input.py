@@ -13,6 +13,7 @@ import orjson
 from engine.errors import RequestRejected
 from engine.types import ModelInfo
 from server.api.chat.protocol import ChatCompletionRequest
+from server.api.completions.protocol import CompletionRequest
 from server.api.ollama.protocol import (
     OllamaChatRequest,
     OllamaFields,
@@ -51,6 +52,19 @@ def chat_request_of(
         system = [{"role": "system", "content": body.system}] if body.system else []
         fields["messages"] = [*system, {"role": "user", "content": body.prompt}]
     return built(ChatCompletionRequest, fields)
+
+
+def completion_request_of(body: OllamaGenerateRequest, info: ModelInfo) -> CompletionRequest:
+    """Build the completion of a prompt that is raw, or has a suffix. Raises RequestRejected."""
+    if body.system:
+        why = "system: a prompt that is raw, or has a suffix, has no place for it"
+        raise RequestRejected(why, param="system")
+    fields: dict[str, Any] = {name: getattr(body, name) for name in ServiceFields.model_fields}
+    options = _option_fields(body)
+    options.pop("reasoning_effort", None)  # no template, no switch for thoughts
+    fields |= {"max_tokens": options.pop("max_completion_tokens", None), **options}
+    fields |= {"model": served_name(body.model, info), "prompt": body.prompt, "suffix": body.suffix}
+    return built(CompletionRequest, fields)
 
 
 def _option_fields(body: OllamaFields) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Owns: its description, and the router of all Ollama's routes.
 Never: generates (endpoints.py).
 """
 
+from hashlib import sha256
 from typing import Any
 
 from fastapi import APIRouter
@@ -57,7 +58,8 @@ async def list_in_ollamas_words(request: Request) -> Response:
 async def list_loaded_in_ollamas_words(request: Request) -> Response:
     """List the same names: the model stays loaded."""
     info = edge_of(request).engine.info
-    facts = {"expires_at": _NEVER, "size_vram": 0, "context_length": info.max_model_len}
+    on_device = 0 if info.device.startswith("cpu") else info.weight_bytes
+    facts = {"expires_at": _NEVER, "size_vram": on_device, "context_length": info.max_model_len}
     return json_reply({"models": _listed(info, facts)})
 
 
@@ -93,7 +95,9 @@ async def version_in_ollamas_words() -> Response:
 
 def _listed(info: ModelInfo, facts: dict[str, Any]) -> list[dict[str, Any]]:
     """One entry for each served name."""
-    described = {"size": 0, "digest": "", "details": _details(info), **facts}
+    served = (info.model_type, info.num_parameters, info.weight_bytes, info.dtype)
+    digest = sha256(repr(served).encode()).hexdigest()
+    described = {"size": info.weight_bytes, "digest": digest, "details": _details(info), **facts}
     return [{"name": name, "model": name, **described} for name in info.names]
 
 

@@ -51,7 +51,7 @@ class OllamaModel(ReplyModel):
     modified_at: str
     size: int
     digest: str
-    """Always empty."""
+    """Changes with kind, size and type of the weights; no digest of the files."""
     details: OllamaDetails
 
 

@@ -28,8 +28,6 @@ PROMPT_REFUSALS: Final[dict[str, tuple[Any, ...]]] = {
     **TURN_REFUSALS,
     "context": ([],),
     "images": ([],),
-    "raw": (False,),
-    "suffix": ("",),
     "template": ("",),
 }
 """Fields refused by name, unless set to one of these values, or to null."""
@@ -58,7 +56,7 @@ _Format = Annotated[
     Schema | None, BeforeValidator(_as_format, json_schema_input_type=_ShortText | Schema | None)
 ]
 _Think = Annotated[bool | _ShortText, BeforeValidator(_check_think)]
-_KeepAlive = Annotated[str, StringConstraints(max_length=64)] | Annotated[float, Field(ge=-1e9, le=1e9)]
+KeepAlive = Annotated[str, StringConstraints(max_length=64)] | Annotated[float, Field(ge=-1e9, le=1e9)]
 
 
 class OllamaOptions(WireModel):
@@ -104,7 +102,7 @@ class OllamaFields(ServiceFields):
     stream: bool | None = None
     """On if absent."""
     think: _Think | None = None
-    keep_alive: _KeepAlive | None = None
+    keep_alive: KeepAlive | None = None
     """Without effect: the model stays loaded."""
 
 
@@ -119,13 +117,17 @@ class OllamaChatRequest(OllamaFields):
 
 
 class OllamaGenerateRequest(OllamaFields):
-    """The body of POST /api/generate: one turn, by the chat template."""
+    """The body of POST /api/generate: one turn, by the chat template unless `raw` or `suffix` is set."""
 
     model_config = shown_as(prompt="Hello!", stream=False)
 
     prompt: Text | None = None
     """Absent or empty: the reply says that the model is loaded."""
     system: Text | None = None
+    raw: bool | None = None
+    """On: the prompt is gone on with as it is, without the chat template."""
+    suffix: Text | None = None
+    """Text after the one to be generated; for models that were trained to fill holes."""
 
 
 class OllamaShowRequest(WireModel):

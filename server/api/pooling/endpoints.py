@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.errors import RequestRejected
-from engine.types import PoolingTask
+from engine.types import PooledOutput, PoolingTask
 from server.api.pooling.protocol import (
     EMBEDDING_REFUSALS,
     SCORE_REFUSALS,
@@ -124,18 +124,24 @@ class Scored(NamedTuple):
 @router.post(_EMBEDDINGS, **documentation(Embeddings, request=EmbeddingRequest))
 async def create_embeddings(request: Request) -> Response:
     """Make one vector of each input."""
-    engine = edge_of(request).engine
     reply_id = new_reply_id("embd")
     body, origin = await read_call(request, EmbeddingRequest, EMBEDDING_REFUSALS, reply_id=reply_id)
+    outputs, num_tokens = await embed(request, body, origin)
+    head = new_head(origin, edge_of(request).engine.info)
+    return await embeddings_reply(head, outputs, body.encoding_format or "float", num_tokens=num_tokens)
+
+
+async def embed(
+    request: Request, body: EmbeddingRequest, origin: Origin
+) -> tuple[Sequence[PooledOutput], int]:
+    """Compute one vector of each input; return the number of tokens, too. Raises the engine's errors."""
+    engine = edge_of(request).engine
     info = engine.info
     check_embeds(body, info)
     texts = await tokenize_inputs(engine, body.input, text_cut(body, info, param="input"))
     requests = pooling_requests(body, texts, info, origin, names=names_of("input", len(texts)))
     outputs = await while_connected(request.receive, engine.pool_all(requests))
-    num_tokens = sum(len(text.token_ids) for text in texts)
-    return await embeddings_reply(
-        new_head(origin, info), outputs, body.encoding_format or "float", num_tokens=num_tokens
-    )
+    return outputs, sum(len(text.token_ids) for text in texts)
 
 
 @router.post("/score", include_in_schema=False)

@@ -6,7 +6,7 @@ Never: the meaning of the numbers.
 
 import asyncio
 import base64
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import orjson
@@ -26,19 +26,31 @@ async def embeddings_reply(
     head: ReplyHead, outputs: Sequence[PooledOutput], encoding: Format, *, num_tokens: int
 ) -> Response:
     """OpenAI's list of embeddings."""
+
+    def item_of(index: int, vector: Any) -> dict[str, Any]:
+        if encoding == "base64":
+            vector = base64.b64encode(outputs[index].vector).decode("ascii")
+        return {"object": "embedding", "index": index, "embedding": vector}
+
+    pieces = await written_vectors(outputs, item_of)
+    after = {"model": head.model, "usage": _usage(num_tokens)}
+    return reply_of([b'{"object":"list","data":[', *pieces, b"]," + orjson.dumps(after)[1:]])
+
+
+async def written_vectors(outputs: Sequence[PooledOutput], item_of: Callable[[int, Any], Any]) -> list[bytes]:
+    """Items of a list of JSON with the commas between them, made of each vector and its place.
+
+    Raises ReplyAborted if the engine gave one of them up.
+    """
     from server.api.pooling.vectors import vectors_of  # not at the top: it brings numpy
 
-    pieces = [b'{"object":"list","data":[']
+    pieces = []
     for index, vector in enumerate(vectors_of(outputs)):
         if index % _VECTORS_AT_ONCE == 0:
             await asyncio.sleep(0)
-        embedding: Any = vector
-        if encoding == "base64":
-            embedding = base64.b64encode(outputs[index].vector).decode("ascii")
-        item = {"object": "embedding", "index": index, "embedding": embedding}
-        pieces.append((b"," if index else b"") + orjson.dumps(item, option=orjson.OPT_SERIALIZE_NUMPY))
-    after = {"model": head.model, "usage": _usage(num_tokens)}
-    return reply_of([*pieces, b"]," + orjson.dumps(after)[1:]])
+        item = orjson.dumps(item_of(index, vector), option=orjson.OPT_SERIALIZE_NUMPY)
+        pieces.append((b"," if index else b"") + item)
+    return pieces
 
 
 def scores_reply(head: ReplyHead, scores: Sequence[float], *, num_tokens: int) -> Response:

@@ -8,6 +8,7 @@ import pytest
 
 from engine.errors import RequestFailed
 from engine.types import FinishReason
+from server.api.ollama.embed import OllamaVector, OllamaVectors
 from server.api.ollama.models import (
     OllamaError,
     OllamaLoadedList,
@@ -15,6 +16,7 @@ from server.api.ollama.models import (
     OllamaModelPage,
     OllamaReply,
 )
+from tests.server.api.pooling.test_embeddings import EMBEDS
 from tests.server.conftest import connect, impatient
 from tests.server.fake_engine import INFO, FakeEngine
 
@@ -106,10 +108,64 @@ async def test_a_request_without_words_asks_whether_the_model_is_loaded(client, 
     assert field not in reply
 
 
+async def test_a_raw_prompt_is_gone_on_with_as_it_is(client, engine):
+    options = {"num_predict": 3, "seed": 7}
+    found = lines(await client.post(GENERATE, json={"prompt": "ab", "raw": True, "options": options}))
+    (request,) = engine.requests
+    assert request.prompt_token_ids == await engine.encode("ab")
+    assert (request.params.max_tokens, request.params.seed) == (3, 7)
+    assert not engine.chats
+    assert "".join(line["response"] for line in found) == "ABA"
+    assert (found[-1]["eval_count"], found[-1]["prompt_eval_count"]) == (3, len(request.prompt_token_ids))
+
+
+async def test_a_suffix_is_the_other_side_of_the_hole(client, engine):
+    engine.can_infill = True
+    body = {"prompt": "a", "suffix": "z", "stream": False, "options": {"num_predict": 9999}}
+    assert (await client.post(GENERATE, json=body)).json()["done"]
+    (request,) = engine.requests
+    assert request.prompt_token_ids == await engine.encode_infill("a", "z")
+    assert request.params.max_tokens == INFO.max_model_len - len(request.prompt_token_ids)
+
+
+async def test_more_tokens_than_the_context_window_leaves_are_cut_to_it(client, engine):
+    await client.post(CHAT, json={**HELLO, "options": {"num_predict": 9999}})
+    (request,) = engine.requests
+    assert request.params.max_tokens == INFO.max_model_len - len(request.prompt_token_ids)
+
+
+async def test_a_model_that_makes_vectors_makes_them_in_ollamas_words_too(client, engine):
+    engine.model_info = dataclasses.replace(INFO, pooling=EMBEDS)
+    plain = (await client.post("/v1/embeddings", json={"input": ["abc", "q"]})).json()
+    vectors = [item["embedding"] for item in plain["data"]]
+    reply = (await client.post("/api/embed", json={"model": "fake:latest", "input": ["abc", "q"]})).json()
+    OllamaVectors.model_validate(reply, strict=True)
+    assert (reply["embeddings"], reply["prompt_eval_count"]) == (vectors, plain["usage"]["prompt_tokens"])
+    one = (await client.post("/api/embed", json={"input": "abc", "dimensions": 2})).json()
+    assert one["embeddings"] == [vectors[0][:2]]
+    older = (await client.post("/api/embeddings", json={"prompt": "abc"})).json()
+    OllamaVector.model_validate(older, strict=True)
+    assert older["embedding"] == vectors[0]
+    assert (await client.post("/api/embed", json={"model": "fake"})).json()["embeddings"] == []
+    assert (await client.post("/api/embeddings", json={})).json() == {"embedding": []}
+
+
+async def test_a_long_text_is_cut_unless_it_shall_not_be(client, engine):
+    engine.model_info = dataclasses.replace(INFO, pooling=EMBEDS)
+    body = {"input": "x" * (INFO.max_model_len + 1)}
+    assert (await client.post("/api/embed", json=body)).status_code == 200
+    reply = await client.post("/api/embed", json={**body, "truncate": False})
+    assert reply.status_code == 400
+    assert "128 at most" in reply.json()["error"]
+
+
 async def test_the_model_is_listed_and_described(client, thinker):
     listed = (await client.get("/api/tags")).json()
     OllamaModelList.model_validate(listed, strict=True)
     assert [model["name"] for model in listed["models"]] == list(INFO.served_names)
+    (digest,) = {model["digest"] for model in listed["models"]}
+    assert len(bytes.fromhex(digest)) == 32
+    assert {model["size"] for model in listed["models"]} == {INFO.weight_bytes}
     loaded = (await client.get("/api/ps")).json()
     OllamaLoadedList.model_validate(loaded, strict=True)
     assert [model["name"] for model in loaded["models"]] == list(INFO.served_names)
@@ -128,7 +184,10 @@ async def test_the_model_is_listed_and_described(client, thinker):
         (CHAT, {**HELLO, "options": {"temperature": 9}}, 400, "options.temperature"),
         (CHAT, {**HELLO, "messages": [{"role": "user", "content": "x", "images": ["aa"]}]}, 400, "images"),
         (CHAT, {**HELLO, "messages": [{"role": "tool", "content": "x"}]}, 400, "no earlier call"),
-        (GENERATE, {"prompt": "x", "raw": True}, 400, "raw is not supported"),
+        (GENERATE, {"prompt": "x", "raw": True, "system": "y"}, 400, "system"),
+        (GENERATE, {"prompt": "x", "suffix": "y"}, 400, "no holes"),
+        ("/api/embed", {"input": "x"}, 400, "generates text"),
+        ("/api/embeddings", {"model": "other", "prompt": "x"}, 404, "'other'"),
         (GENERATE, {"prompt": "x", "format": "yaml"}, 400, "format"),
         (GENERATE, {"prompt": "x", "think": "much"}, 400, "think"),
     ],
