@@ -116,6 +116,16 @@ def test_a_compiler_that_fails_is_quoted(cache, compiler):
     assert find_library() is None
 
 
+def test_a_server_waits_for_a_compiler_so_long_and_an_image_as_long_as_it_takes(
+    cache, compiler, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(build, "_TIMEOUT_S", 0.05)
+    compiler.write_text(compiler.read_text().replace("\n", "\nsleep 0.2\n", 1))
+    with pytest.raises(CannotBuild, match=r"took more than 0\.05 s"):
+        build_library()
+    assert build_library(tmp_path).read_text() == "built\n"
+
+
 def test_no_compiler_at_all_is_said(cache, monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(cache))
