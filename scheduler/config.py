@@ -40,13 +40,6 @@ class PreemptionMode(StrEnum):
     AUTO = "auto"  # the one that is expected to cost less time, for each victim
 
 
-class VictimChoice(StrEnum):
-    """Choice of the sequence that makes room when another one grows, among the least urgent."""
-
-    LAST = "last"  # the newest
-    CHEAPEST = "cheapest"  # of the last few, the one that loses the fewest tokens
-
-
 class Batching(StrEnum):
     """Kinds of work that may share a step."""
 
@@ -121,7 +114,6 @@ class SchedulerOptions:
     """Most later sequences that are admitted before a head of the queue for which there are too few free
     blocks; then blocks are kept for it. 0 keeps the order strictly."""
     preemption_mode: PreemptionMode = PreemptionMode.RECOMPUTE
-    victim_choice: VictimChoice = VictimChoice.CHEAPEST
     batching: Batching = Batching.MIXED
     prefill_delay_factor: float = 0.0
     """Under SEPARATE: new prompts interrupt decoding only after they have waited for this many times the

@@ -23,7 +23,7 @@ from math import inf
 
 from scheduler.blocks.kv_cache_manager import BlockDemand
 from scheduler.blocks.pool import BlockPool
-from scheduler.config import PreemptionMode, VictimChoice
+from scheduler.config import PreemptionMode
 from scheduler.messages import BlockId, Preemption, PreemptionCause
 from scheduler.policy import Standing
 from scheduler.sequence import Sequence, Status
@@ -50,7 +50,6 @@ class Preemptor:
         self._copy_s_per_block = state.config.copy_s_per_block
         self._step_time = state.step_time
         self._mode = state.config.preemption_mode
-        self._victim_choice = state.config.victim_choice
         self._kv = state.kv
 
     def choose_victim(self, behind: list[Sequence]) -> Sequence:
@@ -59,8 +58,6 @@ class Preemptor:
         The least urgent give way, and among them the sequence that loses the fewest tokens; one that has just
         come back is spared while there is another.
         """
-        if self._victim_choice is VictimChoice.LAST:
-            return behind[-1]
         window = self._state.order.equals_of_last(behind[-_VICTIM_WINDOW:])
         return min(reversed(window), key=lambda seq: (seq.is_protected, self._kv.num_tokens_at_stake(seq)))
 
