@@ -191,7 +191,14 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_next": (
         "qwen3_next",
-        {**_EXPERTS, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+        {
+            **_EXPERTS,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+        },
     ),
     # Families that no paged cache can be put under; the last one cannot be served at all.
     "bloom": ("bloom", {"head_dim": None, "n_layer": 2, "n_head": 4}),

@@ -182,6 +182,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "gpt_neo": {"num_layers": 2, "num_hidden_layers": None, "attention_types": [[["global", "local"], 1]]},
     "mamba2": {"num_heads": 8, "head_dim": 16},
+    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 1},
 }
 
 _MODEL_TYPES = (

@@ -14,8 +14,6 @@ CPU_MOST_BYTES = 4 << 30
 """A CPU rarely computes fast enough to fill more; kv_cache_bytes asks for more."""
 _BYTES_OF_A_GRAPH = 16 << 20
 """Estimate for some hundred kernels with arguments; the driver takes memory in pieces of 2 MiB."""
-_MOST_OF_BUDGET = 0.5
-"""Largest part of the cache for states, of all sequences that may run at once."""
 _MOST_USEFUL_FILLS = 2
 """Twice every sequence at full length: once for the sequences, once for cached prefixes."""
 
@@ -35,7 +33,7 @@ class CacheRequest:
     """The model's own context window, the longest that can be right."""
     max_num_seqs: int
     num_state_blocks: int = 0
-    """Blocks of the state of one sequence. They are kept for each that may run."""
+    """Blocks of the state of one sequence, as large after one token as after many."""
     most_read_tokens: int | None = None
     """Most tokens that a sequence reads and writes in a step, if every layer has a window. None: all of the
     sequence."""
@@ -158,10 +156,17 @@ def size_cache(request: CacheRequest) -> CacheSize:
     num_blocks = request.num_blocks
     if num_blocks is None:
         # One block of the budget is the padding block.
-        num_blocks = request.budget_bytes // request.block_bytes - 1 - _state_blocks(request)
+        num_blocks = request.budget_bytes // request.block_bytes - 1
         longest = asked_len or request.checkpoint_len
-        useful = _MOST_USEFUL_FILLS * request.max_num_seqs * _ceil_div(longest, request.block_size)
+        useful = _MOST_USEFUL_FILLS * request.max_num_seqs * _blocks_of(request, longest)
         num_blocks = min(num_blocks, useful)
+    if 1 <= num_blocks <= request.num_state_blocks:
+        needed_bytes = (request.num_state_blocks + 2) * request.block_bytes
+        raise StartupError(
+            f"the KV cache of {num_blocks} blocks does not hold the state of one sequence, "
+            f"which takes {request.num_state_blocks} of them, and a block of tokens",
+            fix=f"give the cache {needed_bytes} bytes or more (--kv-cache-memory)",
+        )
     if num_blocks < 1:
         raise StartupError(
             f"the memory left for the KV cache ({format_size(request.budget_bytes)}) holds no two blocks "
@@ -171,29 +176,13 @@ def size_cache(request: CacheRequest) -> CacheSize:
         )
     cache_len = _cache_len(request, num_blocks)
     if asked_len is not None and asked_len > cache_len:
-        needed_bytes = (_ceil_div(asked_len, request.block_size) + 1) * request.block_bytes
+        needed_bytes = (_blocks_of(request, asked_len) + 1) * request.block_bytes
         raise StartupError(
             f"the KV cache of {num_blocks} blocks holds {cache_len} tokens, "
             f"but one sequence of max_model_len {asked_len} needs {format_size(needed_bytes)} of it",
             fix=f"ask for --max-model-len {cache_len} or less, or give the cache {needed_bytes} bytes",
         )
     return CacheSize(num_blocks=num_blocks, max_model_len=asked_len or min(request.checkpoint_len, cache_len))
-
-
-def _state_blocks(request: CacheRequest) -> int:
-    """Count the blocks of all states. Raises StartupError if they take more than half of the budget."""
-    affordable = int(request.budget_bytes * _MOST_OF_BUDGET) // request.block_bytes
-    num_blocks = request.num_state_blocks * request.max_num_seqs
-    if num_blocks > affordable:
-        num_bytes, fits = num_blocks * request.block_bytes, affordable // request.num_state_blocks
-        raise StartupError(
-            f"the states of {request.max_num_seqs} sequences take {format_size(num_bytes)}, more than half "
-            f"of the {format_size(request.budget_bytes)} for the cache",
-            fix=f"ask for --max-num-seqs {fits} or less, or give the cache more (--kv-cache-memory)"
-            if fits
-            else f"give the cache at least {2 * num_bytes // request.max_num_seqs} bytes (--kv-cache-memory)",
-        )
-    return num_blocks
 
 
 def _cache_len(request: CacheRequest, num_blocks: int) -> int:
@@ -203,7 +192,12 @@ def _cache_len(request: CacheRequest, num_blocks: int) -> int:
         most_blocks = _ceil_div(request.most_read_tokens, request.block_size) + 1
         if num_blocks >= most_blocks:
             return request.checkpoint_len
-    return num_blocks * request.block_size
+    return (num_blocks - request.num_state_blocks) * request.block_size
+
+
+def _blocks_of(request: CacheRequest, num_tokens: int) -> int:
+    """Count the blocks of a sequence."""
+    return _ceil_div(num_tokens, request.block_size) + request.num_state_blocks
 
 
 def _ceil_div(amount: int, unit: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from engine.core.interfaces import BesideSteps
 from engine.options.engine_config import EngineConfig
-from scheduler.cache_groups import CacheGroup, LifetimeKind
+from scheduler.cache_groups import CacheGroup
 from scheduler.config import DraftAdmission, DraftSupply, PrefixCaching, SchedulerConfig, SchedulerOptions
 from scheduler.prefix_keys import PrefixJournal
 from scheduler.scheduler import Scheduler
@@ -61,19 +61,12 @@ def scheduler_config(options: SchedulerOptions, facts: ModelFacts) -> SchedulerC
         num_blocks=facts.num_blocks,
         block_size=facts.block_size,
         max_model_len=facts.max_model_len,
-        groups=_groups(facts),
+        groups=facts.groups or (CacheGroup(),),
         num_host_blocks=facts.num_host_blocks,
         copy_s_per_block=facts.copy_s_per_block,
         max_drafts=facts.max_drafts,
         draft_supply=DraftSupply.ASKED if facts.has_draft_model else DraftSupply.FREE,
         num_stages=facts.num_stages,
-    )
-
-
-def _groups(facts: ModelFacts) -> tuple[CacheGroup, ...]:
-    """Groups whose blocks the scheduler gives: states have theirs by the row of a sequence."""
-    return tuple(each for each in facts.groups if each.lifetime.kind is not LifetimeKind.FIXED) or (
-        CacheGroup(),
     )
 
 

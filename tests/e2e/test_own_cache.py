@@ -24,12 +24,23 @@ async def complete(client: httpx.AsyncClient, index: int, **fields: object) -> d
     return reply.raise_for_status().json()
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "bloom"])
+@pytest.mark.parametrize(
+    ("family", "num_blocks", "swap"),
+    [("qwen3_next", 40, ()), ("qwen3_next", 40, ("--swap-space", "16MiB")), ("bloom", 20, ())],
+)
 async def test_a_crowd_that_preempts_itself_gets_the_same_texts_as_each_alone(
-    tmp_path: Path, family: str
+    tmp_path: Path, family: str, num_blocks: int, swap: tuple[str, ...]
 ) -> None:
     model = make_checkpoint(family, tmp_path / family)
-    options = ("--num-gpu-blocks-override", "20", "--block-size", "8", "--max-num-seqs", "8")
+    options = (
+        "--num-gpu-blocks-override",
+        str(num_blocks),
+        "--block-size",
+        "8",
+        "--max-num-seqs",
+        "8",
+        *swap,
+    )
     chunks = ("--max-num-batched-tokens", "16")
     with running_server(tmp_path, str(model), *options, *chunks) as server:
         is_alone = "transformers alone computes, one sequence after the other" in server.text()

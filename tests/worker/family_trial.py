@@ -45,7 +45,7 @@ from worker.steps.inputs import build_inputs
 from worker.steps.model_runner import ModelRunner
 from worker.steps.row_table import RowTable
 from worker.steps.tokens import StepTokens
-from worker.worker_config import WorkerConfig
+from worker.worker_config import ModelFacts, WorkerConfig
 from worker.worker_errors import FamilyRefused
 
 FIRST, SECOND = SequenceId(0), SequenceId(1)
@@ -59,7 +59,7 @@ CONFIG = WorkerConfig(
     device="cpu",
     num_threads=1,
     block_size=4,
-    num_blocks=40,
+    num_blocks=600,
     max_model_len=64,
     max_num_seqs=2,
     max_num_batched_tokens=32,
@@ -216,7 +216,7 @@ def _serve(
                 num_prompt_tokens=len(ids),
                 params=SamplingParams(),
                 # One has the even blocks and the other the odd ones.
-                tables=(NewTable(tuple(BlockId(1 + each + 2 * index) for index in range(num_blocks))),),
+                tables=_tables(facts, each, num_blocks),
             )
         )
     num_computed = dict.fromkeys(token_ids, 0)
@@ -229,6 +229,13 @@ def _serve(
             logits[each].append(rows_TV)
             num_computed[each] += len(rows_TV)
     return {each: torch.cat(parts) for each, parts in logits.items()}
+
+
+def _tables(facts: ModelFacts, sequence: int, num_blocks: int) -> tuple[NewTable, ...]:
+    """Blocks of every second number; those of states behind those of tokens."""
+    blocks = [BlockId(1 + sequence + 2 * place) for place in range(num_blocks + facts.num_state_blocks)]
+    tables = NewTable(tuple(blocks[:num_blocks])), NewTable(tuple(blocks[num_blocks:]))
+    return tables[: len(facts.groups)]
 
 
 def _compute(

@@ -27,6 +27,7 @@ class _Sequence:
     adapter: str = ""
     num_computed: int = 0
     block_ids: list[BlockId] = field(default_factory=list)
+    state_blocks: list[BlockId] = field(default_factory=list)
     host_block_ids: list[BlockId] = field(default_factory=list)
     is_new: bool = True
 
@@ -40,6 +41,8 @@ class PlanDriver:
     def __init__(self, worker: Worker, block_size: int) -> None:
         self._worker = worker
         self._block_size = block_size
+        rows = getattr(worker._steps, "rows", None)  # not of those that pool
+        self._num_state_blocks = 0 if rows is None else rows.state_blocks_CS.shape[1]
         self._next_block = 1
         self._next_host_block = 1
         self._vacated: list[BlockId] = []
@@ -77,19 +80,20 @@ class PlanDriver:
         """Forget what was computed; the sequence comes back whole with its next share."""
         sequence = self._sequences[SequenceId(sequence_id)]
         sequence.num_computed, sequence.block_ids, sequence.is_new = 0, [], True
+        sequence.state_blocks = []
         self._released.append(SequenceId(sequence_id))
 
     def swap_out(self, sequence_id: int) -> None:
         """Let it wait in the host's pool from the next plan on; it comes back with its next share."""
         sequence = self._sequences[SequenceId(sequence_id)]
         num_filled = -(-sequence.num_computed // self._block_size)
-        for source in sequence.block_ids[:num_filled]:
+        for source in sequence.block_ids[:num_filled] + sequence.state_blocks:
             target = BlockId(self._next_host_block)
             self._next_host_block += 1
             sequence.host_block_ids.append(target)
             self._swap_out.append(BlockCopy(source, target))
-        self._vacated += sequence.block_ids
-        sequence.block_ids, sequence.is_new = [], True
+        self._vacated += sequence.block_ids + sequence.state_blocks
+        sequence.block_ids, sequence.state_blocks, sequence.is_new = [], [], True
         self._released.append(SequenceId(sequence_id))
 
     def step(self, shares: dict[int, int | None]) -> ModelRunnerOutput:
@@ -109,7 +113,7 @@ class PlanDriver:
                         token_ids=tuple(sequence.token_ids),
                         num_prompt_tokens=sequence.num_prompt_tokens,
                         params=sequence.params,
-                        tables=(NewTable(tuple(sequence.block_ids)),),
+                        tables=self._tables(sequence),
                         adapter=sequence.adapter,
                     )
                 )
@@ -151,8 +155,19 @@ class PlanDriver:
         sources, sequence.host_block_ids = sequence.host_block_ids, []
         if not sources:
             return []
-        self._grow(sequence, len(sources) * self._block_size)
-        return [BlockCopy(*copy) for copy in zip(sources, sequence.block_ids, strict=True)]
+        self._grow(sequence, (len(sources) - self._num_state_blocks) * self._block_size)
+        targets = sequence.block_ids + self._states_of(sequence)
+        return [BlockCopy(*copy) for copy in zip(sources, targets, strict=True)]
+
+    def _tables(self, sequence: _Sequence) -> tuple[NewTable, ...]:
+        tables = NewTable(tuple(sequence.block_ids)), NewTable(tuple(self._states_of(sequence)))
+        return tables if self._num_state_blocks else tables[:1]
+
+    def _states_of(self, sequence: _Sequence) -> list[BlockId]:
+        """Take the blocks of a sequence's state, unless it has them."""
+        while len(sequence.state_blocks) < self._num_state_blocks:
+            sequence.state_blocks.append(self._next_free())
+        return sequence.state_blocks
 
     def _grow(self, sequence: _Sequence, num_tokens: int) -> tuple[BlockId, ...]:
         missing = -(-num_tokens // self._block_size) - len(sequence.block_ids)

@@ -203,16 +203,20 @@ class LayerCache:
 class KVCache:
     """The pool and its views. `pool_NE` is one row per block, as swapping and copying move them.
 
-    `memory` is flat and zeroed, of (num_blocks + 1) * layout.block_numel numbers. Behind these blocks there
-    may be more, of states. Zeroed because slots that were never written are gathered too, and 0 * NaN is NaN
-    even where the weight is 0.
+    `memory` is flat and zeroed, of (num_blocks + 1) * layout.block_numel numbers. Zeroed because slots
+    that were never written are gathered too, and 0 * NaN is NaN even where the weight is 0.
     """
 
     def __init__(self, layout: BlockLayout, num_blocks: int, memory: Tensor) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
-        self.pool_NE = memory.view(layout.storage).view(-1, layout.block_numel)
+        self.pool_NE = memory.view(layout.storage).view(num_blocks + 1, layout.block_numel)
         self.layers = {layer_idx: self._layer_cache(layer_idx) for layer_idx in layout.layers}
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of one sequence that has all blocks."""
+        return (self.num_blocks - self.layout.num_state_blocks) * self.layout.block_size
 
     @property
     def num_bytes(self) -> int:

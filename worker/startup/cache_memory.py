@@ -93,8 +93,7 @@ def open_pools(start: Start, measured: Measured) -> OpenPools:
     size = CacheSize(
         num_blocks=ranks.agree_min(size.num_blocks), max_model_len=ranks.agree_min(size.max_model_len)
     )
-    num_state_blocks = layouts.own.num_state_blocks * config.max_num_seqs
-    cache = _allocate(start.device, layouts.own, size, num_state_blocks)
+    cache = _allocate(start.device, layouts.own, size)
     num_on_host = num_host_blocks(
         swap_bytes=int(config.swap_space_bytes / share_of_node(config, layouts.all_stages, ranks))
         // ranks.size,
@@ -126,8 +125,8 @@ def _cache_request(
     )
 
 
-def _allocate(device: Device, layout: BlockLayout, size: CacheSize, num_state_blocks: int) -> KVCache:
-    numel = (size.num_blocks + 1 + num_state_blocks) * layout.block_numel
+def _allocate(device: Device, layout: BlockLayout, size: CacheSize) -> KVCache:
+    numel = (size.num_blocks + 1) * layout.block_numel
     try:
         memory = device.zeros(numel, layout.storage)
     except (torch.OutOfMemoryError, MemoryError, OSError) as error:

@@ -114,11 +114,6 @@ def refuse_states(model_type: str, config: WorkerConfig, device: Device) -> None
     if reason is not None:
         raise FamilyRefused(f"{model_type} has recurrent layers, {reason}")
     refuse_speculation(config, "a state that has taken in a draft cannot be taken back yet")
-    if config.swap_space_bytes:
-        raise StartupError(
-            f"--swap-space {config.swap_space_bytes}: states of recurrent layers are not swapped yet",
-            fix="leave it out",
-        )
 
 
 def open_kernels(

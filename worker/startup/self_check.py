@@ -159,7 +159,7 @@ class SelfCheck:
         return float(errors.max()), in_decodes  # of which NaN is the largest
 
     def _token_ids(self) -> np.ndarray[Any, Any]:
-        length = min(LONGEST_CHECK, self.max_model_len, self.cache.num_blocks * self.cache.layout.block_size)
+        length = min(LONGEST_CHECK, self.max_model_len, self.cache.most_tokens)
         return np.random.default_rng(_SEED).integers(0, self.loaded.vocab_size, length)
 
     def _run_paged(self, token_ids: list[int], chunks: list[tuple[int, int]]) -> Tensor:
@@ -171,7 +171,6 @@ class SelfCheck:
             num_blocks=self.cache.num_blocks,
             num_state_blocks=self.cache.layout.num_state_blocks,
         )
-        num_blocks = -(-len(token_ids) // rows.block_size)
         sequence_id = SequenceId(0)
         rows.add(
             NewSequence(
@@ -179,10 +178,7 @@ class SelfCheck:
                 token_ids=tuple(token_ids),
                 num_prompt_tokens=len(token_ids),
                 params=SamplingParams(),
-                # In descending order, to check that block tables are followed.
-                tables=(
-                    NewTable(tuple(BlockId(self.cache.num_blocks - index) for index in range(num_blocks))),
-                ),
+                tables=self._tables(-(-len(token_ids) // rows.block_size)),
             )
         )
         logits = []
@@ -203,6 +199,13 @@ class SelfCheck:
             )
             logits.append(self.runner.forward(tokens, self.backend).logits_NV)
         return torch.cat(logits).float()
+
+    def _tables(self, num_blocks: int) -> tuple[NewTable, ...]:
+        """Take blocks in descending order, to check that block tables are followed."""
+        blocks = [BlockId(self.cache.num_blocks - place) for place in range(self.cache.num_blocks)]
+        num_state_blocks = self.cache.layout.num_state_blocks
+        tables = NewTable(tuple(blocks[:num_blocks])), NewTable(tuple(blocks[num_blocks:][:num_state_blocks]))
+        return tables if num_state_blocks else tables[:1]
 
     def _run_eagerly(self, token_ids: np.ndarray[Any, Any]) -> Tensor:
         """Return the logits of all tokens with the model's own attention."""

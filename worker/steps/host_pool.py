@@ -105,7 +105,13 @@ class HostPool:
         if not self.num_blocks:
             return nullcontext()
         read_blocks_R = -(-metadata.seq_lens // self._block_size)
-        return self._among_copies(TouchedRows(metadata.token_blocks, metadata.block_tables, read_blocks_R))
+        tables_RB, states_RS = metadata.block_tables, metadata.state_blocks
+        written_W = metadata.token_blocks
+        if states_RS.size:  # of which a step writes all that it reads
+            tables_RB = np.concatenate([states_RS, tables_RB], axis=1)
+            read_blocks_R = read_blocks_R + states_RS.shape[1]
+            written_W = np.concatenate([written_W, states_RS.reshape(-1)])
+        return self._among_copies(TouchedRows(written_W, tables_RB, read_blocks_R))
 
     def _among_copies(self, touched: TouchedRows) -> AbstractContextManager[None]:
         return self._copier.step(touched) if self.num_blocks else nullcontext()

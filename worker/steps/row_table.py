@@ -45,7 +45,6 @@ class RowTable:
         lifetime: Lifetime = ALL_TOKENS,
         num_state_blocks: int = 0,
     ) -> None:
-        """Make an empty table. Each row has `num_state_blocks` for states, behind those of the pool."""
         # One more than the longest: the last token of a full sequence is sampled, but never computed.
         self._capacity_tokens = max_model_len + 1
         self._num_pool_blocks = num_blocks
@@ -57,9 +56,8 @@ class RowTable:
         self.num_blocks_C = np.zeros(max_num_seqs, dtype=np.int64)
         # Positions below are behind a window: 0 stands in the block table.
         self.first_position_C = np.zeros(max_num_seqs, dtype=np.int64)
-        self.state_blocks_CS = (
-            num_blocks + 1 + np.arange(max_num_seqs * num_state_blocks).reshape(max_num_seqs, -1)
-        )
+        self.state_blocks_CS = np.zeros((max_num_seqs, num_state_blocks), dtype=np.int64)
+        """Blocks of states, which a row has for as long as it is taken."""
         self._row_of: dict[SequenceId, int] = {}
         self.generations_C = np.zeros(max_num_seqs, dtype=np.int64)
         """One more for each sequence that has had the row: its table began anew."""
@@ -99,8 +97,10 @@ class RowTable:
             raise SequenceRefused(
                 f"{len(new.token_ids)} tokens, but max_model_len is {self._capacity_tokens - 1}"
             )
-        (table,) = new.tables
+        table, *states = new.tables
         self._check_blocks(table.block_ids, num_before=table.first)
+        state_blocks = [block for each in states for block in each.block_ids]
+        self._check_states(state_blocks)
         row = self._free.pop()
         self.first_position_C[row] = table.first * self.block_size
         self._row_of[new.sequence_id] = row
@@ -110,6 +110,7 @@ class RowTable:
         self.num_tokens_C[row] = len(new.token_ids)
         self.num_blocks_C[row] = table.first
         self._append_blocks(row, table.block_ids)
+        self.state_blocks_CS[row] = state_blocks
         return row
 
     def grow(self, sequence_id: SequenceId, blocks: GroupBlocks) -> None:
@@ -117,7 +118,7 @@ class RowTable:
         row = self._row_of.get(sequence_id)
         if row is None:
             raise SequenceRefused("blocks for a sequence that the worker does not know")
-        (block_ids,) = blocks
+        block_ids, *_ = blocks  # a state has all of its blocks from the beginning
         self._check_blocks(block_ids, num_before=int(self.num_blocks_C[row]))
         self._append_blocks(row, block_ids)
 
@@ -212,5 +213,13 @@ class RowTable:
     def _check_blocks(self, block_ids: Sequence[BlockId], *, num_before: int) -> None:
         if num_before + len(block_ids) > self.block_ids_CB.shape[1]:
             raise SequenceRefused(f"more than {self.block_ids_CB.shape[1]} blocks for one sequence")
+        self._check_in_pool(block_ids)
+
+    def _check_states(self, block_ids: Sequence[BlockId]) -> None:
+        if len(block_ids) != self.state_blocks_CS.shape[1]:
+            raise SequenceRefused(f"{len(block_ids)} blocks for a state of {self.state_blocks_CS.shape[1]}")
+        self._check_in_pool(block_ids)
+
+    def _check_in_pool(self, block_ids: Sequence[BlockId]) -> None:
         if block_ids and not (min(block_ids) >= 1 and max(block_ids) <= self._num_pool_blocks):
             raise SequenceRefused(f"a block outside of 1 to {self._num_pool_blocks}")

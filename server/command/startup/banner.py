@@ -91,7 +91,8 @@ def _kv_cache(info: ModelInfo) -> list[tuple[str, str]]:
 
 
 def _full_length_requests(info: ModelInfo) -> str:
-    num_requests = info.num_blocks // math.ceil(info.max_model_len / info.block_size)
+    blocks_of_longest = math.ceil(info.max_model_len / info.block_size) + info.num_state_blocks
+    num_requests = info.num_blocks // blocks_of_longest
     if num_requests == 0:
         return "no request can use the whole context window"
     noun = "request" if num_requests == 1 else "requests"

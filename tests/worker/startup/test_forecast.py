@@ -141,7 +141,7 @@ def test_a_family_without_a_paged_cache_is_a_warning_that_says_why(tmp_path: Pat
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)
 def test_states_are_foreseen(family: str, tmp_path: Path) -> None:
     folder = make_checkpoint(family, tmp_path / family)
-    config = config_of(folder, num_blocks=None, kv_cache_bytes=1 << 26, max_num_seqs=4)
+    config = config_of(folder, num_blocks=None, kv_cache_bytes=1 << 22)
     *_, last = survey(config)
     facts = Worker(config).load(lambda progress: None)
     assert last.verdict is Verdict.OK

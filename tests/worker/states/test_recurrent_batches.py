@@ -15,7 +15,7 @@ from tests.worker.plan_driver import PlanDriver
 from tests.worker.transformers_generate import NUM_TOKENS, expected
 from worker.load import recurrent_functions
 from worker.worker import Worker
-from worker.worker_config import DraftMethod, SpeculationConfig
+from worker.worker_config import DraftMethod, ModelFacts, SpeculationConfig
 from worker.worker_errors import StartupError
 
 LONG = [(7 * index + 3) % 300 for index in range(29)]
@@ -39,13 +39,13 @@ def folder(request: pytest.FixtureRequest, checkpoints: MakeCheckpoint) -> Path:
 
 
 @pytest.fixture(scope="module")
-def worker(folder: Path) -> Worker:
-    return load_worker(folder)[0]
+def loaded(folder: Path) -> tuple[Worker, ModelFacts]:
+    return load_worker(folder, swap_space_bytes=1 << 24)
 
 
 @pytest.fixture
-def driver(worker: Worker) -> Iterator[PlanDriver]:
-    driver = PlanDriver(worker, BLOCK_SIZE)
+def driver(loaded: tuple[Worker, ModelFacts]) -> Iterator[PlanDriver]:
+    driver = PlanDriver(loaded[0], BLOCK_SIZE)
     yield driver
     driver.release_all()
 
@@ -65,15 +65,27 @@ def test_neighbours_chunks_and_a_preemption_change_nothing(folder: Path, driver:
 def test_a_state_begins_from_zero_where_another_sequence_had_its_own(
     folder: Path, driver: PlanDriver
 ) -> None:
-    for prompt in (LONG, OTHER, SHORT):  # one after the other, in the same row
+    for prompt in (LONG, OTHER, SHORT):
+        driver.restart_blocks()
         sequence = driver.add(prompt)
         driver.generate([sequence], NUM_TOKENS)
         assert driver.generated(sequence) == expected(folder, tuple(prompt))
         driver.release_all()
 
 
-def test_facts_count_the_blocks_of_a_state(folder: Path) -> None:
-    _, facts = load_worker(folder)
+def test_a_state_travels_to_the_host_and_back(folder: Path, driver: PlanDriver) -> None:
+    victim, other = driver.add(LONG), driver.add(OTHER)
+    for _ in range(4):
+        driver.step({victim: None, other: None})
+    driver.swap_out(victim)
+    third = driver.add(SHORT)  # takes the blocks that were left
+    driver.step({other: None, third: None})
+    driver.generate([victim, other, third], NUM_TOKENS)
+    assert driver.generated(victim) == expected(folder, tuple(LONG))
+
+
+def test_facts_count_the_blocks_of_a_state(loaded: tuple[Worker, ModelFacts]) -> None:
+    facts = loaded[1]
     assert facts.num_state_blocks > 0
     assert facts.is_paged
     assert not facts.finds_prefixes
@@ -83,9 +95,7 @@ def test_facts_count_the_blocks_of_a_state(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "part"),
     [
-        ({"swap_space_bytes": 1 << 20}, "states of recurrent layers are not swapped yet"),
-        ({"kv_cache_bytes": 1 << 19, "max_num_seqs": 2000}, r"--max-num-seqs \d+ or less"),
-        ({"kv_cache_bytes": 1 << 10, "max_num_seqs": 1}, r"give the cache at least \d+ bytes"),
+        ({"num_blocks": 1}, r"does not hold the state of one sequence, which takes \d+ of them"),
         (
             {"speculation": SpeculationConfig(method=DraftMethod.NGRAM, num_speculative_tokens=2)},
             "a state that has taken in a draft cannot be taken back yet",
@@ -120,8 +130,7 @@ def test_transformers_has_the_functions_that_are_replaced() -> None:
 
 def test_bf16_gives_the_same_bits_however_a_prompt_is_cut(checkpoints: MakeCheckpoint) -> None:
     """Tokens drawn by seed are as sensitive as logits: one bit and a later draw falls elsewhere."""
-    worker, _ = load_worker(checkpoints("qwen3_next"), dtype="bfloat16")
-    driver = PlanDriver(worker, BLOCK_SIZE)
+    driver = PlanDriver(load_worker(checkpoints("qwen3_next"), dtype="bfloat16")[0], BLOCK_SIZE)
     outputs = []
     for cuts in ((), (1,), (6, 1, 13), (28,)):
         sequence = driver.add(LONG)
