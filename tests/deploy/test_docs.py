@@ -422,9 +422,8 @@ def test_the_tested_families_are_those_that_are_listed() -> None:
 
 def test_every_dependency_has_its_reason() -> None:
     project = tomllib.loads(read("pyproject.toml"))["project"]
-    wanted = [*project["dependencies"], *project["optional-dependencies"]["fast"]]
     rows = re.findall(r"^\| `([\w-]+)` \|", read("docs/decisions/dependencies.md"), flags=re.MULTILINE)
-    assert sorted(rows) == sorted(re.split(r"[<>=;\[]", text)[0].strip() for text in wanted)
+    assert sorted(rows) == sorted(re.split(r"[<>=;\[]", text)[0].strip() for text in project["dependencies"])
 
 
 def test_the_version_is_the_same_in_the_package_the_chart_and_the_changelog() -> None:

@@ -18,7 +18,7 @@ import write_sbom  # noqa: E402
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-SERVED = [*PROJECT["dependencies"], *EXTRAS["fast"]]
+SERVED = PROJECT["dependencies"]
 
 
 def pins_of(*files: str) -> dict[str, str]:

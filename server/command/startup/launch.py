@@ -7,8 +7,9 @@ Never: options (cli.py), HTTP or the order of the end (serving.py).
 
 import asyncio
 import logging
-from collections.abc import Callable
 from pathlib import Path
+
+import uvloop
 
 from engine.frontend.client import AsyncEngine
 from engine.logs.lines import ProcessName
@@ -34,7 +35,7 @@ def run(engine_config: EngineConfig, server_config: ServerConfig, listeners: Lis
     level = logging.getLevelNamesMapping()[server_config.log_level.upper()]
     with (
         Logs(engine_config.log_format, level=level, process=ProcessName.API) as logs,
-        asyncio.Runner(loop_factory=_loop_factory()) as runner,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         announcement = Announcement(logs)
         try:
@@ -105,13 +106,3 @@ def _check_state(config: ServerConfig) -> None:
         from server.api.batches.store import open_store  # not at the top: few have one
 
         open_store(config.edge.state_folder, max_bytes=config.edge.state_max_bytes).close()
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Uvloop where the `fast` extra installed it."""
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory
