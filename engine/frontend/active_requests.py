@@ -110,14 +110,24 @@ class ActiveRequests:
         num_ahead = self._waiting.num_ahead(call, next_id=self._next_id)
         return QueueForecast(num_ahead, self._queue_limits.time_to_start(num_ahead, now_s=now_s), wait_reason)
 
-    def admit(self, requests: Sequence[GenerationRequest], readable: asyncio.Event) -> list[ActiveText]:
+    def admit(
+        self, requests: Sequence[GenerationRequest], readable: asyncio.Event, *, is_read_whole: bool
+    ) -> list[ActiveText]:
         """Admit all requests or none. `readable` is set whenever one of them has something to read.
 
+        Where replies are read whole, that is at their ends, and before only for very long ones.
         Raises Overloaded, and ValueError for an id that is in use already.
         """
         self._take_places(requests, sum(request.n for request in requests))
         admitted = [
-            ActiveText(request, self._new_ids(request.n), self._tokenizer, readable) for request in requests
+            ActiveText(
+                request,
+                self._new_ids(request.n),
+                self._tokenizer,
+                readable,
+                is_read_whole=is_read_whole,
+            )
+            for request in requests
         ]
         self._start(admitted)
         return admitted

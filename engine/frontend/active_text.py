@@ -15,6 +15,10 @@ from engine.text.tokenizer import SpecialTokens, Tokenizer
 from engine.types import ChosenLogprob, GenerationRequest, TokenOutput
 from scheduler.messages import FinishReason, SequenceId, SequenceOutput, TokenLogprobs
 
+_MOST_UNREAD = 512
+"""Tokens of a choice that a reader of the whole is not woken for. More would be turned into text at one go,
+while other replies wait."""
+
 
 class TextChoice:
     """One of the n continuations. Unread outputs are merged, so memory stays small."""
@@ -103,6 +107,11 @@ class TextChoice:
         self.is_readable = False
         return output
 
+    @property
+    def num_unread(self) -> int:
+        """Tokens since the last call of `take`."""
+        return len(self._token_ids)
+
     def _make_text(self) -> None:
         if self._waiting_ids:
             self._texts.append(self._detokenizer.push(self._waiting_ids))
@@ -121,20 +130,26 @@ class ActiveText(ActiveRequest[GenerationRequest, TextChoice]):
         sequence_ids: tuple[SequenceId, ...],
         tokenizer: Tokenizer,
         readable: asyncio.Event,
+        *,
+        is_read_whole: bool,
     ) -> None:
+        """A request that is read whole is readable at its end, and when much of it has not been read."""
         choices = {
             sequence_id: TextChoice(index, request, tokenizer)
             for index, sequence_id in enumerate(sequence_ids)
         }
         super().__init__(request, choices, readable)
         self._prompt_logprobs = CollectedPromptLogprobs(request, tokenizer)
+        self._is_read_whole = is_read_whole
 
     def _push(self, output: SequenceOutput, eos_token_ids: tuple[int, ...]) -> None:
         if output.prompt_logprobs:
             self._prompt_logprobs.push(output.prompt_logprobs)
         if output.token_ids or output.finish_reason is not None:
-            self.choices[output.sequence_id].push(output, eos_token_ids)
-            self._readable.set()
+            choice = self.choices[output.sequence_id]
+            choice.push(output, eos_token_ids)
+            if not self._is_read_whole or self.is_over or choice.num_unread >= _MOST_UNREAD:
+                self._readable.set()
 
     def take(self) -> list[TokenOutput]:
         """Return the new outputs, if any. Raises the error that ended the request."""

@@ -226,9 +226,11 @@ class AsyncEngine:
         return self._requests.forecast(terms, self.metrics.wait_reason)
 
     async def generate_all(
-        self, requests: Sequence[GenerationRequest]
+        self, requests: Sequence[GenerationRequest], *, is_read_whole: bool = False
     ) -> AsyncGenerator[tuple[int, TokenOutput], None]:
         """Yield the outputs of all choices as they come, each with the place of its request.
+
+        With `is_read_whole` they come in few large pieces: nobody looks at a reply before all of it is there.
 
         Requests are admitted together or not at all; closing the generator aborts the unfinished ones.
         Raises Overloaded, EngineUnavailable, RequestRejected before the first output; RequestFailed,
@@ -238,7 +240,7 @@ class AsyncEngine:
         if self.info.pooling is not None:
             raise WrongTask("this model does not generate text")
         readable = asyncio.Event()
-        admitted = self._requests.admit(requests, readable)
+        admitted = self._requests.admit(requests, readable, is_read_whole=is_read_whole)
         try:
             while not all(active.is_over for active in admitted) or readable.is_set():
                 await readable.wait()

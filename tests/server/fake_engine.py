@@ -101,6 +101,8 @@ class FakeEngine:
     texts: tuple[str, ...] | None = None
     """Text of a choice, one token each; None: the prompt in capitals."""
     requests: list[GenerationRequest] = field(default_factory=list)
+    are_read_whole: list[bool] = field(default_factory=list)
+    """For each call of `generate_all`, whether its outputs are read in large pieces."""
     chats: list[tuple[list[dict[str, Any]], ChatOptions]] = field(default_factory=list)
     pooled: list[PoolingRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
@@ -236,7 +238,10 @@ class FakeEngine:
     def forecast(self, terms: ServiceTerms) -> QueueForecast:
         return QueueForecast(7, 2.5, "places") if terms.priority else QueueForecast(0, None, "step")
 
-    def generate_all(self, requests: Sequence[GenerationRequest]) -> NumberedOutputs:
+    def generate_all(
+        self, requests: Sequence[GenerationRequest], *, is_read_whole: bool = False
+    ) -> NumberedOutputs:
+        self.are_read_whole.append(is_read_whole)
         return merged([self.generate(request) for request in requests])
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenOutput, None]:

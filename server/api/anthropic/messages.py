@@ -154,7 +154,7 @@ async def create_message(request: Request) -> Response:
     num_tokens = len(turn.prompt_ids)
     plan = ReplyPlan(head=head, num_prompt_tokens=(num_tokens,), usage=UsageReport(at_end=True))
     stream = MessageStream(reply_id, head.model, num_tokens, ChatStream(plan, turn.reading))
-    outputs = edge.engine.generate_all([turn.request])
+    outputs = edge.engine.generate_all([turn.request], is_read_whole=not body.stream)
     if body.stream:
         return EventStream(outputs, stream, edge, framing=AnthropicFraming())
     return await whole(request, outputs, Gathered(stream, lambda: stream.message))

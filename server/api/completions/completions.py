@@ -89,7 +89,7 @@ async def create_completion(request: Request) -> Response:
     plan = _plan(body, prompts, new_head(origin, engine.info), engine)
     if body.include_metrics and plan.shared.num_choices == 1:
         plan = replace(plan, shared=replace(plan.shared, journal=origin.journal))
-    outputs = engine.generate_all(requests)
+    outputs = engine.generate_all(requests, is_read_whole=not body.stream)
     if body.stream:
         return EventStream(outputs, CompletionStream(plan), edge)
     return await whole(request, outputs, CompletionReply(plan))

@@ -52,6 +52,12 @@ async def test_a_life_of_the_engine_from_loading_to_closing(tiny_model: Path) ->
     await engine.abort("abort me")
     assert await aborted == [FinishReason.ABORTED]
 
+    whole = [request("a", max_tokens=350, n=2), request("b", max_tokens=480)]
+    pieces = [piece async for piece in engine.generate_all(whole, is_read_whole=True)]
+    assert len(pieces) <= 5  # two at the end of one, three at the end of the other
+    lengths = [sum(len(each.token_ids) for place, each in pieces if place == wanted) for wanted in (0, 1)]
+    assert lengths == [700, 480]
+
     left = engine.generate_all([request("left alone")])
     await anext(left)
     await left.aclose()
