@@ -111,7 +111,7 @@ class ActiveRequests:
         return QueueForecast(num_ahead, self._queue_limits.time_to_start(num_ahead, now_s=now_s), wait_reason)
 
     def admit(
-        self, requests: Sequence[GenerationRequest], readable: asyncio.Event, *, is_read_whole: bool
+        self, requests: Sequence[GenerationRequest], readable: asyncio.Event, *, is_read_whole: bool = False
     ) -> list[ActiveText]:
         """Admit all requests or none. `readable` is set whenever one of them has something to read.
 

@@ -131,7 +131,7 @@ class ActiveText(ActiveRequest[GenerationRequest, TextChoice]):
         tokenizer: Tokenizer,
         readable: asyncio.Event,
         *,
-        is_read_whole: bool,
+        is_read_whole: bool = False,
     ) -> None:
         """A request that is read whole is readable at its end, and when much of it has not been read."""
         choices = {

@@ -205,7 +205,7 @@ async def test_documents_and_search_results_are_read_as_text_in_results_of_tools
     ]
     await create(client, messages=turns, max_tokens=1)
     user, _, result = engine.chats[0][0]
-    assert user["content"] == "T\none\ntwo\nS\nhttp://x\nthree"
+    assert [part["text"] for part in user["content"]] == ["T\none", "two", "S\nhttp://x\nthree"]
     assert result["content"] == "S\nhttp://x\nthree\nT\none"
 
 
