@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from engine.journal import Journal
+from scheduler.input_messages import AnswerStart as AnswerStart
 from scheduler.messages import FinishReason as FinishReason
 from scheduler.messages import Grammar as Grammar
 from scheduler.messages import GrammarKind as GrammarKind

@@ -45,3 +45,9 @@ class AnswerStart:
     """The same mark as text."""
     begin: str = ""
     """A reply that does not begin with this has no thoughts; empty: they are open from its first token."""
+    begin_token_ids: tuple[int, ...] = ()
+    """Tokens of `begin`; empty if it is known as text alone."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Stop tokens of the caller: before the answer they are tokens like others."""
+    max_tokens: int | None = None
+    """Tokens after which nothing but the mark can follow, if it has not come; None: as many as there are."""

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, NewType
 
 from scheduler.draft_messages import DraftChoice, DraftPasses, PredictionUse
-from scheduler.input_messages import EncoderInput
+from scheduler.input_messages import AnswerStart, EncoderInput
 
 SequenceId = NewType("SequenceId", int)
 """One stream of tokens; unique for the life of the engine. A request with n=3 has three."""
@@ -94,6 +94,8 @@ class SamplingParams:
     """Number of tokens before which no token of `stop_token_ids` can be sampled."""
     stop_token_ids: tuple[int, ...] = ()
     """Ends the sequence; holds the model's end-of-sequence tokens unless the caller ignores them."""
+    answer: AnswerStart | None = None
+    """Beginning of the answer, for all that is meant for it alone; None: the first token."""
 
 
 class PoolingTask(StrEnum):

@@ -2,18 +2,18 @@
 
 import json
 import sys
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.api.chat.message_reader import Message, MessageReader, Reading
-from server.api.chat.reasoning import ReasoningStart
-from server.reply.tool_calls.dialects import DIALECTS as DIALECT_ROWS
-from server.reply.tool_calls.dialects import find_dialect
-from server.reply.tool_calls.events import ToolCallParser
-from server.reply.tool_calls.forced import ForcedCallParser
+from server.reply.reading.dialects import DIALECTS as DIALECT_ROWS
+from server.reply.reading.dialects import THINK, find_dialect, named_row
+from server.reply.reading.machine import ReplyReader
+from server.reply.reading.row import Phase, Row
+from tests.server.reply.reading.joined_replies import JoinedReply, joined_reply
 
 NAMES = {"look": {}, "f": {"properties": {"a": {"type": "string"}}}}
 DIALECTS = ("hermes", "llama3_json", "mistral", "json")
@@ -60,43 +60,45 @@ def pieces(text: str, cuts: list[int]) -> list[str]:
     return [text[start:end] for start, end in pairwise(places)]
 
 
-def parser_of(dialect: str) -> ToolCallParser:
+def row_of(dialect: str) -> Row:
     found = find_dialect(dialect, "")
-    return ForcedCallParser("f") if found is None else found.new_parser(NAMES)
+    return named_row("f") if found is None else found.row
 
 
-def message(reading: Reading, parts: list[str]) -> dict:
-    """Message that a client has after joining the deltas."""
-    reader, whole = MessageReader(reading), Message()
-    for part in parts:
-        whole.add(reader.feed(part, ()))
-    whole.add(reader.finish())
-    return whole.body()
+def reader_of(dialect: str) -> ReplyReader:
+    return ReplyReader(row_of(dialect), NAMES, Phase.ANSWER)
+
+
+def read(dialect: str, parts: list[str]) -> JoinedReply:
+    return joined_reply(reader_of(dialect), parts)
 
 
 @pytest.mark.parametrize("dialect", [*ALL_DIALECTS, "none"])
 @settings(max_examples=60, deadline=None)
 @given(text=TEXTS, cuts=CUTS)
 def test_a_text_means_the_same_however_it_is_cut(dialect: str, text: str, cuts: list[int]) -> None:
-    for start in ReasoningStart:
-        reading = Reading(
-            reasoning=start, new_parser=lambda: parser_of(dialect), new_call_id=lambda: "call_1"
-        )
-        whole = message(reading, [text])
-        assert message(reading, pieces(text, cuts)) == whole
-        assert message(reading, list(text)) == whole
+    row = row_of(dialect)
+    row = row if row.thoughts is not None else replace(row, thoughts=THINK.thoughts)
+    for start in (Phase.ANSWER, Phase.THOUGHT, Phase.POSSIBLE):
+        whole = joined_reply(ReplyReader(row, NAMES, start), [text])
+        for parts in (pieces(text, cuts), list(text)):
+            assert joined_reply(ReplyReader(row, NAMES, start), parts) == whole
 
 
 @settings(max_examples=100, deadline=None)
 @given(text=st.text(max_size=40), cuts=CUTS)
 def test_without_readers_a_text_stays_as_it_is(text: str, cuts: list[int]) -> None:
-    assert message(Reading(), pieces(text, cuts))["content"] == text
+    assert joined_reply(ReplyReader(Row(), {}, Phase.ANSWER), pieces(text, cuts)).content == text
 
 
 ARGUMENTS = st.dictionaries(
     st.text(max_size=6),
     st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=12),
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats(allow_nan=False, allow_infinity=False)
+        | st.text(max_size=12),
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
         max_leaves=6,
     ),
@@ -126,12 +128,9 @@ def written(dialect: str, calls: list[tuple[str, dict]]) -> str:
 def test_calls_come_out_as_they_were_meant(
     dialect: str, calls: list[tuple[str, dict]], cuts: list[int]
 ) -> None:
-    reading = Reading(new_parser=lambda: parser_of(dialect.removesuffix("_13")))
-    found = message(reading, pieces(written(dialect, calls), cuts))
-    assert found["content"] is None
-    assert [
-        (call["function"]["name"], json.loads(call["function"]["arguments"])) for call in found["tool_calls"]
-    ] == calls
+    found = read(dialect.removesuffix("_13"), pieces(written(dialect, calls), cuts))
+    assert found.content == ""
+    assert [(name, json.loads(arguments)) for name, arguments in found.calls] == calls
 
 
 SLOW = (
@@ -149,7 +148,7 @@ SLOW = (
 
 def num_lines(dialect: str, text: str) -> int:
     """Lines of Python that reading a text takes."""
-    num, parser = 0, parser_of(dialect)
+    num, parser = 0, reader_of(dialect)
 
     def count(_frame: object, event: str, _value: object) -> object:
         nonlocal num
@@ -172,6 +171,6 @@ def test_reading_takes_time_in_proportion_to_the_text(dialect: str) -> None:
     for unit in ("<tool_call>{", "[TOOL_CALLS][", "{", "<", " ", '{"name": "f", "arguments": {"a": "', *SLOW):
         times = 400 // len(unit)
         assert num_lines(dialect, unit * 2 * times) < 2.2 * num_lines(dialect, unit * times) + 100, unit
-        parser = parser_of(dialect)
+        parser = reader_of(dialect)
         parser.feed(unit * (5000 // len(unit)))  # deeper than Python may call
         parser.finish()

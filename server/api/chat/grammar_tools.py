@@ -13,10 +13,9 @@ from enum import StrEnum
 from typing import Any
 
 from engine.types import Grammar, GrammarKind
-from server.reply.tool_calls.dialects import HERMES
 
-OPENING = HERMES.opening
-_CLOSING = HERMES.closing
+OPENING = "<tool_call>"
+_CLOSING = "</tool_call>"
 _RESULT = "<tool_response>\n{}\n</tool_response>"
 _FORM = (
     f"To call a function, write {OPENING}"

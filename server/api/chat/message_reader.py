@@ -1,8 +1,7 @@
-"""The text of one choice, split into reasoning, answer and tool calls.
+"""The text of one choice, as reasoning, answer and tool calls for a reply.
 
-Owns: the order of the readers (reasoning first, then calls), ids of calls, the count of reasoning tokens.
-Never: finds marks itself (reasoning.py, tool_calls/, response_templates/), or knows the shape of a reply
-(replies.py).
+Owns: ids of calls, the count of reasoning tokens, the number of calls that are allowed.
+Never: reads the text itself (server/reply/reading), or knows the shape of a reply (replies.py).
 """
 
 import secrets
@@ -12,16 +11,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from server.api.chat.reasoning import Phase, Pieces, ReasoningStart
-from server.api.chat.reasoning_styles import THINK, ReasoningStyle
-from server.reply.tool_calls.events import Arguments, CallStart, Content, Reasoning, ToolCallParser, ToolEvent
+from server.reply.reading.events import Arguments, CallStart, Content, Event, Reasoning
+from server.reply.reading.machine import ReplyReader
+from server.reply.reading.row import Phase, Row, ToolSchemas
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
-
-
-def no_calls() -> ToolCallParser | None:
-    """No parser: all of the answer is content."""
-    return None
 
 
 def call_id() -> str:
@@ -45,15 +39,17 @@ class ShownReasoning(StrEnum):
 class Reading:
     """Settings for reading the replies to one request."""
 
-    reasoning: ReasoningStart = ReasoningStart.NONE
-    style: ReasoningStyle = THINK
-    """Marks of the reasoning, where there may be any."""
+    row: Row = field(default_factory=Row)
+    schemas: ToolSchemas = field(default_factory=dict)
+    """Tools that may be called."""
+    start: Phase = Phase.ANSWER
+    prompt_end: str = ""
+    """The end of the prompt that is read before the reply, where a checkpoint's template says so."""
     shown_reasoning: ShownReasoning = ShownReasoning.ALL
     reasoning_end_id: int | None = None
     """The token that ends a block of reasoning, if it is one token."""
     reports_reasoning: bool = False
     """Usage has the number of reasoning tokens."""
-    new_parser: Callable[[], ToolCallParser | None] = no_calls
     max_calls: int | None = None
     new_call_id: Callable[[], str] = call_id
     finish_reason_of_calls: str = "tool_calls"
@@ -62,7 +58,13 @@ class Reading:
     @property
     def is_plain(self) -> bool:
         """Text is passed on as it is."""
-        return self.new_parser is no_calls and self.reasoning is ReasoningStart.NONE
+        return self.row == Row() and self.start is Phase.ANSWER
+
+    def new_reader(self) -> ReplyReader:
+        reader = ReplyReader(self.row, self.schemas, self.start)
+        if self.prompt_end:
+            reader.begin_behind(self.prompt_end)
+        return reader
 
 
 PLAIN = Reading()
@@ -85,34 +87,32 @@ class MessageReader:
 
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
-        self._splitter = reading.style.new_splitter(reading.reasoning)
-        self._parser = reading.new_parser()
+        self._is_plain = reading.is_plain
+        self._reader = reading.new_reader()
+        shows = reading.shown_reasoning is ShownReasoning.ALL
+        self._passed_on: tuple[type[Content | Reasoning], ...] = (Content, Reasoning) if shows else (Content,)
         self._num_calls = 0
         self._undecided_ids: list[int] = []
         """Tokens that may be the beginning of a block."""
-        self._is_counted = reading.reasoning is ReasoningStart.NONE
+        self._is_counted = self._reader.place is Phase.ANSWER
         self.num_reasoning_tokens = 0
         """Exact where the end of the block is one token; else its last output counts as a whole."""
 
-    def feed(self, text: str, token_ids: Sequence[int]) -> list[Piece]:
+    def feed(self, text: str, token_ids: Sequence[int]) -> Sequence[Piece]:
         """Return the pieces that are certain by now. `token_ids` came with the text, and are only counted."""
-        if self._reading.is_plain:
+        if self._is_plain:
             return [Content(text)] if text else []
-        events = self._splitter.feed(text)
+        events = self._reader.feed(text)
         if not self._is_counted:
-            self._count(token_ids)
-        return self._read(events)
+            if self._reader.is_in_thought and not self._undecided_ids:
+                self.num_reasoning_tokens += len(token_ids)
+            else:
+                self._count(token_ids)
+        return self._allowed(events) if events else ()
 
-    def cut_off(self) -> None:
-        """Note, before `finish`, that the text ends and the model has not ended it."""
-        self._splitter.is_cut_off = True
-
-    def finish(self) -> list[Piece]:
-        """The text has ended."""
-        pieces = self._read(self._splitter.finish())
-        if self._parser is not None:
-            pieces += self._allowed(self._parser.finish())
-        return pieces
+    def finish(self, *, is_cut: bool = False) -> Sequence[Piece]:
+        """The text has ended. `is_cut`: the model has not ended it."""
+        return self._allowed(self._reader.finish(is_cut=is_cut))
 
     def finish_reason(self, reason: str, stop_reason: int | str | None = None) -> str:
         """A reply that calls tools ends for that reason, unless it was cut off.
@@ -120,44 +120,38 @@ class MessageReader:
         `stop_reason` is the stop string or stop token that the caller has set and met. Inside of a call it
         leaves nothing to call.
         """
-        parser = self._splitter if self._parser is None else self._parser
-        is_cut_off = stop_reason is not None and parser.is_inside_call
+        is_cut_off = stop_reason is not None and self._reader.is_inside_call
         is_called = reason == "stop" and self._num_calls > 0 and not is_cut_off
         return self._reading.finish_reason_of_calls if is_called else reason
 
-    def _read(self, events: Sequence[Pieces]) -> list[Piece]:
-        pieces: list[Piece] = []
-        for event in events:
-            if isinstance(event, Reasoning):
-                if self._reading.shown_reasoning is ShownReasoning.ALL:
-                    pieces.append(event)
-            elif isinstance(event, Content) and self._parser is not None:
-                pieces += self._allowed(self._parser.feed(event.text))
-            else:
-                pieces += self._allowed((event,))
-        return pieces
-
-    def _allowed(self, events: Sequence[ToolEvent]) -> list[Piece]:
-        """Calls beyond the allowed number are left out."""
+    def _allowed(self, events: list[Event]) -> Sequence[Piece]:
+        """Calls beyond the allowed number are left out, and reasoning that is not shown."""
+        if len(events) == 1 and isinstance(events[0], self._passed_on):
+            return (events[0],)
         limit = self._reading.max_calls
         pieces: list[Piece] = []
         for event in events:
-            if isinstance(event, Content):
-                pieces.append(event)
-            elif limit is not None and event.index >= limit:
-                continue
-            elif isinstance(event, CallStart):
-                self._num_calls += 1
-                pieces.append(ToolCall(event.index, event.id or self._reading.new_call_id(), event.name))
-            else:
-                pieces.append(event)
+            match event:
+                case Content():
+                    pieces.append(event)
+                case Reasoning():
+                    if Reasoning in self._passed_on:
+                        pieces.append(event)
+                case _ if limit is not None and event.index >= limit:
+                    continue
+                case CallStart():
+                    self._num_calls += 1
+                    new_id = event.id or self._reading.new_call_id()
+                    pieces.append(ToolCall(event.index, new_id, event.name))
+                case Arguments():
+                    pieces.append(event)
         return pieces
 
     def _count(self, token_ids: Sequence[int]) -> None:
         ids = [*self._undecided_ids, *token_ids]
         self._undecided_ids.clear()
-        self._is_counted = self._splitter.phase is Phase.ANSWER
-        if self._splitter.has_block:
+        self._is_counted = self._reader.place in (Phase.ANSWER, Phase.CALL)
+        if self._reader.has_thought:
             end_id = self._reading.reasoning_end_id
             if end_id is not None and end_id in ids:
                 self._is_counted = True

@@ -4,6 +4,7 @@ Owns: the shapes that OpenAI documents for /v1/chat/completions.
 Never: bytes (sse.py), counting (replies.py).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from engine.types import FinishReason, TokenOutput
@@ -25,7 +26,7 @@ from server.reply.generate.replies import (
     shown_times,
 )
 from server.reply.generate.wire_logprobs import GrowingLists, chat_logprobs, prompt_logprobs
-from server.reply.tool_calls.events import Arguments, Content, Reasoning
+from server.reply.reading.events import Arguments, Content, Reasoning
 
 
 class ChatReply:
@@ -141,14 +142,13 @@ class _Readers:
         if reading.reports_reasoning:
             tally.num_reasoning_tokens = 0
 
-    def read(self, output: TokenOutput) -> list[Piece]:
+    def read(self, output: TokenOutput) -> Sequence[Piece]:
         reader = self._readers[output.index]
         num_before = reader.num_reasoning_tokens
         pieces = reader.feed(output.text, output.token_ids)
         if output.finish_reason is not None:
-            if output.finish_reason is not FinishReason.STOP or output.stop_reason is not None:
-                reader.cut_off()
-            pieces += reader.finish()
+            is_cut = output.finish_reason is not FinishReason.STOP or output.stop_reason is not None
+            pieces = [*pieces, *reader.finish(is_cut=is_cut)]
         if self._tally.num_reasoning_tokens is not None:
             self._tally.num_reasoning_tokens += reader.num_reasoning_tokens - num_before
         return pieces

@@ -16,7 +16,6 @@ from server.api.chat.grammar_tools import CallForm, with_tools_shown
 from server.api.chat.protocol import ChatCompletionRequest, ChatMessage, ContentPart
 from server.api.chat.tool_use import ToolMode, ToolUse
 from server.edge.refusals import unsupported
-from server.reply.generate.engine_requests import check_fields, check_num_chars
 
 _ROLES: Final = {
     "system": "system",
@@ -56,14 +55,11 @@ def template_input(
 
 def chat_messages(body: ChatCompletionRequest, info: ModelInfo) -> list[dict[str, Any]]:
     """Check all that can be checked before the template is rendered; return its messages."""
-    check_fields(body, info)
     if body.top_logprobs and not body.logprobs:
         raise RequestRejected("top_logprobs needs logprobs to be true", param="top_logprobs")
     if body.logprob_token_ids and not body.logprobs:
         raise RequestRejected("logprob_token_ids needs logprobs to be true", param="logprob_token_ids")
-    messages = _template_messages(body.messages, info.chat_template)
-    check_num_chars(_num_chars(messages), info, param="messages")
-    return messages
+    return _template_messages(body.messages, info.chat_template)
 
 
 def chat_options(body: ChatCompletionRequest, *, tools: tuple[dict[str, Any], ...]) -> ChatOptions:
@@ -121,7 +117,7 @@ def _with_system_field(
     return [{"role": "system", "content": "", name: text}, *messages]
 
 
-def _num_chars(messages: Sequence[dict[str, Any]]) -> int:
+def num_chars(messages: Sequence[dict[str, Any]]) -> int:
     """Characters of all texts that a template may write down."""
     return sum(
         sum(map(len, _texts(message)))

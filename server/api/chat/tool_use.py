@@ -15,14 +15,13 @@ from typing import Any, TypeVar
 from engine.errors import RequestRejected
 from engine.types import Grammar, GrammarKind
 from server.api.chat.grammar_tools import OPENING, answer_or_calls, free_or_calls, opened_call
-from server.api.chat.message_reader import call_id, no_calls, short_call_id
+from server.api.chat.message_reader import call_id, short_call_id
 from server.api.chat.protocol import ChatCompletionRequest
 from server.api.chat.tool_protocol import FunctionDefinition, NamedTool, Tool, ToolChoiceObject
 from server.edge.refusals import unsupported
 from server.reply.generate.structured_output import without_unknown_formats
-from server.reply.tool_calls.dialects import HERMES, JSON, Dialect
-from server.reply.tool_calls.events import ToolCallParser
-from server.reply.tool_calls.forced import ForcedCallParser, ForcedListParser
+from server.reply.reading.dialects import FORCED_LIST, HERMES, Dialect, named_row
+from server.reply.reading.row import Row
 
 PartT = TypeVar("PartT")
 
@@ -102,7 +101,7 @@ class ToolUse:
         """Grammar of a reply that matches the schema `answer` or calls; None if the dialect has none."""
         if self.mode is not ToolMode.AUTO:
             return self.grammar  # it calls, and has no other text
-        if self.dialect is None or not (self.is_shown_in_messages or self.dialect.marks == HERMES.marks):
+        if self.dialect is None or not (self.is_shown_in_messages or self.dialect.row == HERMES):
             return None
         return answer_or_calls({**answer, "x-guidance": _JSON_OPTIONS}, self._call_body, self.max_calls)
 
@@ -112,37 +111,34 @@ class ToolUse:
         choices, places = _call_schemas(self.callable, arguments="arguments")
         return {"anyOf": choices, "$defs": places, "x-guidance": _JSON_OPTIONS}
 
-    def opened_by(self, prompt_tail: str) -> "ToolUse":
-        """Return the use of tools behind a prompt that ends so: it may have opened a call."""
-        dialect = self.dialect
-        can_open = dialect is not None and dialect.marks == HERMES.marks
-        is_possible = self.mode in (ToolMode.AUTO, ToolMode.REQUIRED) and can_open
-        is_opened = is_possible and prompt_tail.rstrip().endswith(OPENING)
-        return replace(self, mode=ToolMode.OPENED) if is_opened else self
+    @property
+    def opening(self) -> str:
+        """The mark of a call with which the prompt may end; empty if that would open none."""
+        is_possible = self.mode in (ToolMode.AUTO, ToolMode.REQUIRED)
+        has_form = self.dialect is not None and self.dialect.row == HERMES
+        return OPENING if is_possible and has_form else ""
 
     @property
     def schemas(self) -> dict[str, dict[str, Any]]:
         """Schemas of the parameters, by the name of the tool."""
         return {function.name: function.parameters or {} for function in self.callable}
 
-    @property
-    def new_parser(self) -> Callable[[], ToolCallParser | None]:
-        schemas = self.schemas
+    def row_in(self, row: Row) -> Row:
+        """The row of a model's replies with the calls that this reply may have, and no others."""
+        if self.mode in (ToolMode.AUTO, ToolMode.OPENED):
+            return row
         if self.mode is ToolMode.NAMED:
-            return lambda: ForcedCallParser(self.callable[0].name)
+            return replace(named_row(self.callable[0].name), thoughts=row.thoughts, answer=row.answer)
         if self.mode is ToolMode.REQUIRED:
-            return lambda: ForcedListParser(JSON, frozenset(schemas))
-        dialect = self.dialect
-        if self.mode is ToolMode.OPENED and dialect is not None:
-            return lambda: _behind_mark(dialect.new_parser(schemas))
-        if self.mode is ToolMode.AUTO and dialect is not None:
-            return lambda: dialect.new_parser(schemas)
-        return no_calls
-
-    @property
-    def marks(self) -> tuple[str, ...]:
-        """Marks that the parser must see in the text."""
-        return self.dialect.marks if self.mode is ToolMode.AUTO and self.dialect is not None else ()
+            return replace(FORCED_LIST, thoughts=row.thoughts, answer=row.answer)
+        answer = row.answer
+        if row.call is not None and answer.openings:  # calls are parts of the answer then
+            answer = replace(
+                answer,
+                openings=(*answer.openings, *row.call.openings),
+                closings=(*answer.closings, *row.call.closings),
+            )
+        return Row(thoughts=row.thoughts, answer=answer)
 
     @property
     def new_call_id(self) -> Callable[[], str]:
@@ -260,12 +256,6 @@ def _call_schemas(
             }
         )
     return calls, places
-
-
-def _behind_mark(parser: ToolCallParser) -> ToolCallParser:
-    """Begin where the prompt ends."""
-    parser.feed(OPENING)
-    return parser
 
 
 def _moved(schema: Any, place: str) -> Any:

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from engine.types import ModelInfo
 from engine.version import VERSION
-from server.api.chat.reasoning_styles import find_style
+from server.api.chat.plan import model_reading
 from server.api.ollama.input import served_name
 from server.api.ollama.lines import time_text
 from server.api.ollama.models import (
@@ -29,9 +29,6 @@ from server.edge.http.edge import Edge, edge_of
 from server.edge.http.endpoint import documentation, errors_as, json_reply
 from server.edge.http.json_body import read_request
 from server.reply.generate.model_checks import check_model
-from server.reply.response_templates.template import Role
-from server.reply.response_templates.template_choice import find_template
-from server.reply.tool_calls.dialects import find_dialect
 
 _SHOW, _TAGS, _LOADED, _VERSION = "/api/show", "/api/tags", "/api/ps", "/api/version"
 _NEVER = "2318-04-10T00:00:00Z"
@@ -116,10 +113,9 @@ def _capabilities(edge: Edge, info: ModelInfo) -> list[str]:
     if info.pooling is not None:
         return ["embedding"]
     found = ["completion"]
-    template = find_template(edge.parsers, info)
-    if find_dialect(edge.parsers.tool_calls, info.chat_template) is not None:
+    reading = model_reading(edge.parsers, info)
+    if reading.dialect is not None:
         found.append("tools")
-    has_style = find_style(edge.parsers.reasoning, info) is not None
-    if has_style if template is None else template.field_of(Role.REASONING) is not None:
+    if reading.reads_thoughts:
         found.append("thinking")
     return found

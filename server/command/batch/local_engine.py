@@ -21,7 +21,7 @@ from engine.text.tokenizer import TokenizerError
 from server.app import build_app
 from server.command.batch.command import CannotRun
 from server.command.startup.banner import LoadingDisplay
-from server.reply.response_templates.template_choice import check_template
+from server.command.startup.template_notice import note_template
 
 _BAD_MODEL = 78
 
@@ -30,7 +30,7 @@ _BAD_MODEL = 78
 async def local_app(engine_config: EngineConfig, server_config: ServerConfig) -> AsyncIterator[FastAPI]:
     """Ready when this yields; leaving ends the engine process. Raises CannotRun."""
     try:
-        check_template(Path(engine_config.model_path), server_config)
+        note_template(Path(engine_config.model_path), server_config)
         engine = AsyncEngine(engine_config)
     except TokenizerError as error:
         raise _unusable(error) from None

@@ -22,8 +22,8 @@ from engine.text.checkpoint_texts import check_files
 from engine.text.tokenizer import TokenizerError
 from server.command.startup.banner import Announcement
 from server.command.startup.launched import EXIT_HTTP_ENDED, Launched, Signals
+from server.command.startup.template_notice import note_template
 from server.edge.http.listening import CannotListen, Listeners
-from server.reply.response_templates.template_choice import check_template
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def run(engine_config: EngineConfig, server_config: ServerConfig, listeners: Lis
         try:
             _check_state(server_config)
             check_files(engine_config.worker)
-            check_template(Path(engine_config.model_path), server_config)
+            note_template(Path(engine_config.model_path), server_config)
             return runner.run(_launch(engine_config, server_config, listeners, announcement))
         except TokenizerError as error:
             return announcement.end(error.what, error.fix, EXIT_BAD_MODEL)

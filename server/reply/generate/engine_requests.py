@@ -6,11 +6,11 @@ Never: types and bounds (protocol.py), tokenization (the engine), or fields of o
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from engine.errors import ContextLengthExceeded, RequestRejected, WrongTask
-from engine.types import GenerationRequest, Grammar, ModelInfo, SamplingParams, ServedAdapter
+from engine.types import AnswerStart, GenerationRequest, Grammar, ModelInfo, SamplingParams, ServedAdapter
 from server.edge.http.disconnect import while_connected
 from server.edge.http.edge import Engine
 from server.reply.generate.calls import Origin
@@ -49,6 +49,8 @@ class Wanted:
     num_logprobs: int | None
     num_prompt_logprobs: int | None
     grammar: WantedGrammar | None = None
+    answer: AnswerStart | None = None
+    """Beginning of the answer; None: the first token."""
     shown_special_ids: frozenset[int] = frozenset()
     """Special tokens that stay in the text, for the parsers of the reply."""
 
@@ -186,6 +188,13 @@ def _sampling_params(
     numbers: dict[str, Any] = info.default_sampling | asked
     top_k = int(numbers.get("top_k", 0))
     numbers["top_k"] = top_k if 0 < top_k < info.vocab_size else 0
+    answer = wanted.answer
+    if answer is not None:
+        own_ids = () if body.ignore_eos else info.eos_token_ids
+        late_ids = tuple(each for each in body.stop_token_ids or () if each not in own_ids)
+        answer = replace(answer, stop_token_ids=late_ids if answer.token_ids else ())
+    if grammar is not None and answer is not None and answer.token_ids:
+        grammar = replace(grammar, begins_after=answer.token_ids[0])
     return SamplingParams(
         **numbers,
         logit_bias=_logit_bias(body),
@@ -199,6 +208,7 @@ def _sampling_params(
         max_tokens=max_tokens,
         min_tokens=body.min_tokens or 0,
         stop_token_ids=_stop_token_ids(body, info),
+        answer=answer,
     )
 
 

@@ -11,7 +11,7 @@ from server.api.chat.models import ChatCompletion, ChatCompletionChunk
 from server.api.chat.protocol import ChatCompletionRequest
 from server.api.chat.tool_use import tool_use_of
 from server.app import build_app
-from server.reply.tool_calls.dialects import find_dialect
+from server.reply.reading.dialects import find_dialect
 from tests.server.conftest import Settings, connect
 from tests.server.fake_engine import INFO
 
@@ -121,8 +121,8 @@ async def test_a_stream_tells_the_call_first_and_then_its_arguments_in_pieces(cl
     ]
     assert [call["function"]["arguments"] for call in calls if call["index"] == 0] == [
         "",
-        '{"city":',
-        ' "Bonn"',
+        "{",
+        '"city": "Bonn"',
         "}",
     ]
     assert choices[-1]["finish_reason"] == "tool_calls"

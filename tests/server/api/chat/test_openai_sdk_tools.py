@@ -50,8 +50,8 @@ async def test_the_events_of_a_stream_tell_content_and_arguments_apart(sdk):
     assert "".join(content) == "Let me look."
     pieces = [event for event in events if event.type == "tool_calls.function.arguments.delta"]
     assert [event.arguments_delta for event in pieces if event.arguments_delta] == [
-        '{"ci',
-        'ty": "Bo',
+        "{",
+        '"city": "Bo',
         'nn"}',
     ]
     assert final.choices[0].finish_reason == "tool_calls"

@@ -5,10 +5,11 @@ import dataclasses
 import pytest
 
 from server.api.chat.message_reader import MessageReader, Reading
-from server.api.chat.reasoning import ReasoningStart
-from server.api.chat.reasoning_styles import THINK
 from server.app import build_app
-from server.reply.tool_calls.events import Content, Reasoning
+from server.reply.reading.dialects import THINK
+from server.reply.reading.events import Content, Reasoning
+from server.reply.reading.machine import ReplyReader
+from server.reply.reading.row import Phase, Row
 from tests.server.conftest import Settings, connect
 from tests.server.fake_engine import INFO
 
@@ -19,9 +20,12 @@ TEXTS = ("<think>", "\nHm", "m.\n", "</think>", "\n\n", "Yes", ".\n")
 CHAT = "/v1/chat/completions"
 
 
-def split(start: ReasoningStart, text: str) -> list[Reasoning | Content]:
-    splitter = THINK.new_splitter(start)
-    *found, last = [*splitter.feed(text), *splitter.finish()]
+ROW = Row(thoughts=THINK.thoughts)
+
+
+def split(start: Phase, text: str) -> list[Reasoning | Content]:
+    reader = ReplyReader(ROW, {}, start)
+    *found, last = [*reader.feed(text), *reader.finish()]
     if found and type(found[-1]) is type(last):
         return [*found[:-1], type(last)(found[-1].text + last.text)]
     return [*found, last]
@@ -30,42 +34,51 @@ def split(start: ReasoningStart, text: str) -> list[Reasoning | Content]:
 @pytest.mark.parametrize(
     ("start", "text", "found"),
     [
-        ("possible", "<think>\nHm.\n</think>\n\nYes.\n", [Reasoning("Hm."), Content("Yes.\n")]),
-        ("possible", "\n<think></think>Yes.", [Content("Yes.")]),
-        ("possible", "<think>Hm", [Reasoning("Hm")]),
-        ("possible", "<thin", [Content("<thin")]),
-        ("possible", " \n", [Content(" \n")]),
-        ("possible", "Yes. <think>no</think>", [Content("Yes. <think>no</think>")]),
-        ("open", "Hm, 1 < 2 </thin\n\n</think> Yes", [Reasoning("Hm, 1 < 2 </thin"), Content("Yes")]),
-        ("open", "\n<think>\nHm</think>Yes", [Reasoning("Hm"), Content("Yes")]),
-        ("open", "Hm</th", [Reasoning("Hm</th")]),
-        ("open", "<thi", [Reasoning("<thi")]),
-        ("none", "<think>Hm</think>", [Content("<think>Hm</think>")]),
+        (Phase.POSSIBLE, "<think>\nHm.\n</think>\n\nYes.\n", [Reasoning("Hm."), Content("Yes.\n")]),
+        (Phase.POSSIBLE, "\n<think></think>Yes.", [Content("Yes.")]),
+        (Phase.POSSIBLE, "<think>Hm", [Reasoning("Hm")]),
+        (Phase.POSSIBLE, "<thin", [Content("<thin")]),
+        (Phase.POSSIBLE, " \n", [Content(" \n")]),
+        (Phase.POSSIBLE, "Yes. <think>no</think>", [Content("Yes. <think>no</think>")]),
+        (
+            Phase.THOUGHT,
+            "Hm, 1 < 2 </thin\n\n</think> Yes",
+            [Reasoning("Hm, 1 < 2 </thin"), Content("Yes")],
+        ),
+        (Phase.THOUGHT, "\n<think>\nHm</think>Yes", [Reasoning("Hm"), Content("Yes")]),
+        (Phase.THOUGHT, "Hm</th", [Reasoning("Hm</th")]),
+        (Phase.THOUGHT, "<thi", [Reasoning("<thi")]),
+        (Phase.ANSWER, "<think>Hm</think>", [Content("<think>Hm</think>")]),
     ],
 )
 def test_the_block_at_the_beginning_is_reasoning(start, text, found) -> None:
-    assert split(ReasoningStart(start), text) == found
+    assert split(start, text) == found
 
 
 @pytest.mark.parametrize(
     ("start", "end_id", "outputs", "num"),
     [
-        ("possible", 9, [("<think>", [8]), ("Hm", [1]), ("</think>", [9]), ("Yes", [2])], 3),
-        ("possible", 9, [("<think>Hm</think>Yes", [8, 1, 9, 2])], 3),
-        ("possible", None, [("<th", [8]), ("ink>", [7]), ("Hm", [1]), ("</think>", [9]), ("Yes", [2])], 4),
-        ("possible", None, [("<think>Hm</think>Yes", [8, 1, 9, 2])], 4),
-        ("possible", 9, [(" ", [3]), ("Yes", [2])], 0),
-        ("open", 9, [("Hm", [1]), ("", [4]), ("</think>", [9]), ("Yes </think>", [2, 9])], 3),
-        ("open", 9, [("Hm", [1, 2, 3])], 3),
-        ("none", 9, [("</think>", [9])], 0),
-        ("possible", 9, [("</think>Yes", [9, 2])], 0),
-        ("possible", 9, [("So</think>", [1, 9]), ("Yes", [2])], 0),
-        ("possible", 9, [("<think></think>Yes", [8, 9, 2])], 2),
-        ("possible", 9, [("", [8, 9]), ("<think></think>Yes", [2, 3])], 2),
+        (Phase.POSSIBLE, 9, [("<think>", [8]), ("Hm", [1]), ("</think>", [9]), ("Yes", [2])], 3),
+        (Phase.POSSIBLE, 9, [("<think>Hm</think>Yes", [8, 1, 9, 2])], 3),
+        (
+            Phase.POSSIBLE,
+            None,
+            [("<th", [8]), ("ink>", [7]), ("Hm", [1]), ("</think>", [9]), ("Yes", [2])],
+            4,
+        ),
+        (Phase.POSSIBLE, None, [("<think>Hm</think>Yes", [8, 1, 9, 2])], 4),
+        (Phase.POSSIBLE, 9, [(" ", [3]), ("Yes", [2])], 0),
+        (Phase.THOUGHT, 9, [("Hm", [1]), ("", [4]), ("</think>", [9]), ("Yes </think>", [2, 9])], 3),
+        (Phase.THOUGHT, 9, [("Hm", [1, 2, 3])], 3),
+        (Phase.ANSWER, 9, [("</think>", [9])], 0),
+        (Phase.POSSIBLE, 9, [("</think>Yes", [9, 2])], 0),
+        (Phase.POSSIBLE, 9, [("So</think>", [1, 9]), ("Yes", [2])], 0),
+        (Phase.POSSIBLE, 9, [("<think></think>Yes", [8, 9, 2])], 2),
+        (Phase.POSSIBLE, 9, [("", [8, 9]), ("<think></think>Yes", [2, 3])], 2),
     ],
 )
 def test_tokens_of_reasoning_are_counted_to_the_end_of_the_block(start, end_id, outputs, num) -> None:
-    reader = MessageReader(Reading(reasoning=ReasoningStart(start), reasoning_end_id=end_id))
+    reader = MessageReader(Reading(row=ROW, start=start, reasoning_end_id=end_id))
     for text, token_ids in outputs:
         reader.feed(text, token_ids)
     reader.finish()

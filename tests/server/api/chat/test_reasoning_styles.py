@@ -5,10 +5,11 @@ import dataclasses
 import pytest
 
 from server.api.chat.message_reader import Message, MessageReader, Reading
-from server.api.chat.reasoning import ReasoningStart
-from server.api.chat.reasoning_styles import STYLES, find_style
+from server.api.chat.plan import model_reading
 from server.app import build_app
-from server.reply.tool_calls.dialects import find_dialect
+from server.edge.http.edge import Parsers
+from server.reply.reading.dialects import STYLES, find_style
+from server.reply.reading.row import Phase
 from tests.server.conftest import Settings, connect
 from tests.server.fake_engine import INFO
 
@@ -43,14 +44,11 @@ GOLDEN = [
 ]
 
 
-def read(style: str, start: ReasoningStart, pieces: list[str]) -> dict:
-    dialect = find_dialect("harmony", "")
-    reading = Reading(
-        reasoning=start,
-        style=find_style(style, INFO),
-        new_parser=lambda: dialect.new_parser({"f": {}}) if style == "harmony" else None,
-        new_call_id=lambda: "call_1",
+def read(style: str, start: Phase, pieces: list[str]) -> dict:
+    model = model_reading(
+        Parsers(tool_calls="harmony" if style == "harmony" else "none", reasoning=style), INFO
     )
+    reading = Reading(row=model.row, schemas={"f": {}}, start=start, new_call_id=lambda: "call_1")
     reader, message = MessageReader(reading), Message()
     for piece in pieces:
         message.add(reader.feed(piece, ()))
@@ -62,13 +60,13 @@ def read(style: str, start: ReasoningStart, pieces: list[str]) -> dict:
 def test_reasoning_answer_and_calls_are_told_apart_however_the_text_is_cut(
     style, text, reasoning, content, calls
 ) -> None:
-    whole = read(style, ReasoningStart.POSSIBLE, [text])
+    whole = read(style, Phase.POSSIBLE, [text])
     assert (whole.get("reasoning"), whole["content"]) == (reasoning, content)
     found = [call["function"] for call in whole.get("tool_calls", [])]
     assert [(call["name"], call["arguments"]) for call in found] == calls
-    assert read(style, ReasoningStart.POSSIBLE, list(text)) == whole
+    assert read(style, Phase.POSSIBLE, list(text)) == whole
     for cut in range(1, len(text)):
-        assert read(style, ReasoningStart.POSSIBLE, [text[:cut], text[cut:]]) == whole
+        assert read(style, Phase.POSSIBLE, [text[:cut], text[cut:]]) == whole
 
 
 def test_every_style_has_a_golden_text() -> None:
@@ -77,9 +75,9 @@ def test_every_style_has_a_golden_text() -> None:
 
 @pytest.mark.parametrize("style", STYLES, ids=lambda style: style.name)
 def test_auto_finds_a_style_in_the_template_or_the_tokenizer(style) -> None:
-    assert find_style("auto", dataclasses.replace(INFO, chat_template=style.sign)) is style
-    assert find_style("auto", dataclasses.replace(INFO, added_tokens={style.sign: 5})) is style
-    assert find_style("none", dataclasses.replace(INFO, chat_template=style.sign)) is None
+    assert find_style("auto", style.sign, {}) is style
+    assert find_style("auto", "", {style.sign: 5}) is style
+    assert find_style("none", style.sign, {}) is None
 
 
 GPT_OSS = dataclasses.replace(

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from engine.text.tokenizer import TokenizerError
 from engine.types import FinishReason
 from server.app import build_app
-from server.reply.response_templates.template_choice import check_template
+from server.command.startup.template_notice import note_template
 from tests.server.conftest import Settings, connect
 from tests.server.fake_engine import INFO
-from tests.server.reply.response_templates.templates import COHERE, ERNIE, QWEN_CODER
+from tests.server.reply.reading.templates import COHERE, ERNIE, QWEN_CODER
 
 WEATHER = {
     "name": "get_weather",
@@ -23,7 +22,7 @@ ASK = [{"role": "user", "content": "hi<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>"}
 TEXTS = (
     *("<|START_THINKING|>", "It is ", "far.", "<|END_THINKING|>", "<|START_RESPONSE|>", "I ", "look."),
     *("<|END_RESPONSE|>", "<|START_ACTION|>", '[{"tool_name": "get_', 'weather", "parameters": {"city": '),
-    *('"Bonn", "days": ', '"3"}}]', "<|END_ACTION|>"),
+    *('"Bonn", "days": ', "3}}]", "<|END_ACTION|>"),
 )
 ARGUMENTS = {"city": "Bonn", "days": 3}
 
@@ -116,7 +115,7 @@ async def test_ollamas_chats_have_a_key_for_each_field(client, engine):
 async def test_calls_are_text_where_no_tool_is_offered(client, engine):
     (choice,) = (await ask(client, tool_choice="none"))["choices"]
     assert "tool_calls" not in choice["message"]
-    assert choice["message"]["content"].startswith('I look.\n<|START_ACTION|>[{"tool_name"')
+    assert choice["message"]["content"].startswith('I look.\n[{"tool_name"')
 
 
 async def test_a_forced_call_is_held_by_a_grammar_behind_the_mark_of_the_answer(client, engine):
@@ -129,13 +128,12 @@ async def test_a_forced_call_is_held_by_a_grammar_behind_the_mark_of_the_answer(
     assert b"<|START_RESPONSE|>" in bytes(request.prompt_token_ids)
 
 
-@pytest.mark.parametrize(("end_as", "stop_reason"), [(FinishReason.LENGTH, None), (FinishReason.STOP, "x")])
-async def test_a_call_that_is_cut_off_is_content(client, engine, end_as, stop_reason):
-    engine.texts, engine.end_as, engine.stop_reason = TEXTS[:-1], end_as, stop_reason
+async def test_a_call_that_is_cut_off_stays_open(client, engine):
+    engine.texts, engine.end_as = TEXTS[:-2], FinishReason.LENGTH
     (choice,) = (await ask(client, max_tokens=len(engine.texts)))["choices"]
-    assert "tool_calls" not in choice["message"]
-    assert choice["message"]["content"].endswith('"Bonn", "days": "3"}}]')
-    assert choice["finish_reason"] == end_as.value
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["arguments"] == '{"city": "Bonn"'
+    assert choice["finish_reason"] == "length"
 
 
 async def test_a_call_that_ends_with_the_reply_of_a_model_is_one(client, engine):
@@ -167,12 +165,9 @@ async def test_an_option_that_names_a_parser_sets_the_template_aside(engine):
 
 
 @pytest.mark.parametrize("parser", ["auto", "hermes"])
-def test_a_template_that_cannot_be_had_ends_the_start_unless_a_parser_is_named(tmp_path: Path, parser):
+def test_a_template_that_is_not_read_is_set_aside_with_a_warning(tmp_path: Path, caplog, parser):
     fields = {**QWEN_CODER["fields"], "content": {"close_pattern": r"a(?!b)"}}
-    config = {"response_template": {**QWEN_CODER, "fields": fields}}
+    config = {"response_template": {**QWEN_CODER, "fields": fields, "defaults": {"is": parser}}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    if parser == "auto":
-        with pytest.raises(TokenizerError, match="close_pattern: a look ahead at character 1 is not read"):
-            check_template(tmp_path, Settings())
-    else:
-        check_template(tmp_path, Settings(tool_call_parser=parser))
+    note_template(tmp_path, Settings(tool_call_parser=parser))
+    assert ("close_pattern: what stands at character 1" in caplog.text) == (parser == "auto")

@@ -6,8 +6,10 @@ from itertools import pairwise
 
 import pytest
 
-from server.reply.tool_calls.dialects import DIALECTS, find_dialect
-from server.reply.tool_calls.events import Arguments, CallStart, Content, ToolEvent
+from server.reply.reading.dialects import DIALECTS, find_dialect
+from server.reply.reading.events import Arguments, CallStart, Content, Event
+from server.reply.reading.machine import ReplyReader
+from server.reply.reading.row import Phase
 
 TOOLS = {
     "get_weather": {
@@ -171,12 +173,16 @@ GOLDEN = [
 ]
 
 
-def read(dialect: str, *pieces: str) -> tuple[str, list[tuple[str, str]]]:
-    """Content and calls, joined as a client joins them."""
+def reader_of(dialect: str) -> ReplyReader:
     found = find_dialect(dialect, "")
     assert found is not None
-    parser = found.new_parser(TOOLS)
-    events: list[ToolEvent] = []
+    return ReplyReader(found.row, TOOLS, Phase.ANSWER)
+
+
+def read(dialect: str, *pieces: str) -> tuple[str, list[tuple[str, str]]]:
+    """Content and calls, joined as a client joins them."""
+    parser = reader_of(dialect)
+    events: list[Event] = []
     for piece in pieces:
         events += parser.feed(piece)
     events += parser.finish()
@@ -240,7 +246,6 @@ def test_auto_finds_a_dialect_by_each_of_its_signs(row) -> None:
         ("glm45", "<tool_call>two words\n"),
         ("deepseek", "<｜tool▁call▁begin｜>nothing<｜tool▁call▁end｜> and on"),
         ("kimi_k2", "<|tool_call_begin|>"),
-        ("harmony", "<|channel|>final<|message|>Hello {you}"),
         ("pythonic", "[1, 2]"),
         ("pythonic", "[link](https://example.org)"),
         ("pythonic", "[unheard_of(a=1)]"),
@@ -284,14 +289,14 @@ def test_a_value_in_tags_gets_the_type_of_its_schema_if_it_fits(written, meant) 
 
 
 def test_long_texts_in_tags_are_passed_on_as_they_come() -> None:
-    parser = find_dialect("qwen3_coder", "").new_parser(TOOLS)
+    parser = reader_of("qwen3_coder")
     parser.feed("<function=get_weather><parameter=city>\nBo")
     assert parser.feed('nn "') == [Arguments(0, 'nn \\"')]
     assert parser.is_inside_call
 
 
 def test_kimis_own_ids_are_kept() -> None:
-    parser = find_dialect("kimi_k2", "").new_parser(TOOLS)
+    parser = reader_of("kimi_k2")
     events = parser.feed("<|tool_call_begin|>functions.now:7<|tool_call_argument_begin|>{}<|tool_call_end|>")
     assert events[0] == CallStart(0, "now", "functions.now:7")
 

@@ -5,12 +5,9 @@ import json
 import pytest
 
 from server.api.chat.message_reader import Message, MessageReader, Reading
-from server.api.chat.reasoning import ReasoningStart
-from server.api.chat.reasoning_styles import ReasoningStyle, TemplateSplitter, style_of
-from server.reply.response_templates.searches import MAX_PROMPT_STEPS, SearchSteps, TooManySteps
-from server.reply.response_templates.template import TemplateError, compile_template
-from server.reply.response_templates.template_reader import MAX_CALL_CHARS, MAX_HELD_CHARS, TemplateReader
-from tests.server.reply.response_templates.templates import FUNCTION, GPT_OSS, QWEN, QWEN_CODER, TEMPLATES
+from server.reply.reading.row import Phase
+from server.reply.reading.template_rows import TemplateError, template_row
+from tests.server.reply.reading.templates import GPT_OSS, QWEN, QWEN_CODER, TEMPLATES
 
 SCHEMAS = {
     "get_weather": {
@@ -36,7 +33,7 @@ GOLDEN = [
     ("qwen", "<|im_start|>assistant\n<think>\n\n</think>\n\n", "Yes. \n", ("", "Yes.", [])),
     ("qwen", "<|im_start|>assistant\n", "<think>Hm", ("Hm", "", [])),
     ("qwen", "", "1 <tool_ca", ("", "1 <tool_ca", [])),
-    ("qwen", "", "A <tool_call>{no}</tool_call> B", ("", "A\n<tool_call>{no}</tool_call>\nB", [])),
+    ("qwen", "", "A <tool_call>{no}</tool_call> B", ("", "A <tool_call>{no}</tool_call> B", [])),
     (
         "qwen_coder",
         "<|im_start|>assistant\n<think>\n",
@@ -110,37 +107,30 @@ GOLDEN = [
 ]
 
 
-def new_reader(
-    spec: dict, prompt: str, schemas: dict | None = SCHEMAS, *, max_calls: int | None = None
-) -> MessageReader:
-    template = compile_template(spec)
-
-    def splitter(_: ReasoningStart) -> TemplateSplitter:
-        reader = TemplateReader(template, schemas)
-        reader.begin_behind(template.behind_anchor(prompt, SearchSteps(MAX_PROMPT_STEPS)) or "")
-        return TemplateSplitter(reader)
-
-    style = ReasoningStyle(name="template", begin="", end="", sign="", new_splitter=splitter)
+def new_reader(spec: dict, prompt: str, *, max_calls: int | None = None) -> MessageReader:
+    found = template_row(spec)
     return MessageReader(
         Reading(
-            reasoning=ReasoningStart.POSSIBLE,
-            style=style,
+            row=found.row,
+            schemas=SCHEMAS,
+            start=Phase.POSSIBLE,
+            prompt_end=found.behind_anchor(prompt) or "",
             max_calls=max_calls,
             new_call_id=lambda: "call_1",
         )
     )
 
 
-def read_by(reader: MessageReader, pieces: list[str]) -> dict:
+def read_by(reader: MessageReader, pieces: list[str], *, is_cut: bool = False) -> dict:
     message = Message()
     for piece in pieces:
         message.add(reader.feed(piece, ()))
-    message.add(reader.finish())
+    message.add(reader.finish(is_cut=is_cut))
     return message.body()
 
 
-def read(spec: dict, prompt: str, pieces: list[str], schemas: dict | None = SCHEMAS) -> dict:
-    return read_by(new_reader(spec, prompt, schemas), pieces)
+def read(spec: dict, prompt: str, pieces: list[str]) -> dict:
+    return read_by(new_reader(spec, prompt), pieces)
 
 
 def cuts(text: str) -> list[list[str]]:
@@ -162,13 +152,6 @@ def test_every_style_has_a_golden_reply() -> None:
     assert {name for name, *_ in GOLDEN} == set(TEMPLATES)
 
 
-def test_calls_are_content_where_no_tool_may_be_called() -> None:
-    call = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
-    message = read(QWEN, "", ["Well.", call], schemas=None)
-    assert message["content"] == f"Well.\n{call}"
-    assert "tool_calls" not in message
-
-
 def test_arguments_take_the_types_of_the_schema_where_they_fit() -> None:
     call = "<tool_call><function=get_weather><parameter=city>7</parameter><parameter=days>{}</parameter>"
     for days, written in (("7", "7"), ("soon", '"soon"')):
@@ -176,68 +159,9 @@ def test_arguments_take_the_types_of_the_schema_where_they_fit() -> None:
         assert message["tool_calls"][0]["function"]["arguments"] == f'{{"city": "7", "days": {written}}}'
 
 
-PATHOLOGICAL = [
-    # A nest of repeats, that takes a backtracking search two to the power of the length.
-    ({"open_pattern": r"(?:(a+)+)+!", "close": "!"}, "a" * 3_000),
-    # As many ways at once as the expression has ops.
-    ({"open_pattern": r"(?:a?){300}a{300}", "close": "!"}, "a" * 3_000),
-    # A search that begins anew at each character, each time up to the end.
-    ({"open_pattern": r"a(?:.*z)?", "close": "a", "content": "kv-lines"}, "a" * 3_000),
-    # Text that could become a mark for as long as there is any.
-    ({"open_pattern": r"a.*z", "close": "!"}, "a" * (MAX_HELD_CHARS + 2_000)),
-    # Tags, of which each could end with the last character only.
-    (
-        {
-            "open": "a",
-            "content": "xml-inline",
-            "content_args": {"tag_pattern": r"(?P<key>a)(?P<value>(?:.*z)?)"},
-        },
-        "a" * 3_000,
-    ),
-]
-
-
-@pytest.mark.parametrize(("calls", "text"), PATHOLOGICAL)
-def test_a_template_that_takes_too_long_costs_its_reply_the_calls_and_no_text(calls, text) -> None:
-    spec = {
-        "start_anchor": ">",
-        "fields": {
-            "tool_calls": {**calls, "repeats": True, "transform": {"function": {"name": "f"}}},
-            "content": {},
-        },
-    }
-    read_text = read(spec, "", [text])
-    if "tool_calls" not in read_text:
-        assert read_text["content"] == text
-    in_pieces = [text[at : at + 7] for at in range(0, len(text), 7)]
-    assert read(spec, "", in_pieces) == read_text
-
-
-def test_text_that_may_become_a_mark_is_held_back_so_far_only() -> None:
-    spec = {"start_anchor": ">", "fields": {"tool_calls": {"open_pattern": "<.*>"}, "content": {}}}
-    reader = TemplateReader(compile_template(spec), {})
-    assert reader.feed("Hi <" + "x" * (MAX_HELD_CHARS - 2))[0].text == "Hi"
-    assert len(reader.feed("x" * 100)[0].text) > 50
-
-
-def test_a_call_that_is_too_long_is_content() -> None:
-    text = '<tool_call>{"name": "' + "x" * MAX_CALL_CHARS + '"}</tool_call>'
-    message = read(QWEN, "", [text])
-    assert (message["content"], "tool_calls" in message) == (text, False)
-
-
-def test_a_call_that_is_too_long_is_shown_once_where_the_steps_run_out_later() -> None:
-    calls = {"open": "<", "close_pattern": "(?:a+)+(?:a?){300}!", "transform": {"function": {"name": "f"}}}
-    spec = {"start_anchor": ">", "fields": {"tool_calls": calls, "content": {}}}
-    text = "Hi <" + "x" * MAX_CALL_CHARS + "y" + "a" * 3_000
-    reader = new_reader(spec, "")
-    message = read_by(reader, [text[at : at + 997] for at in range(0, len(text), 997)])
-    assert "".join(message["content"].split()) == "".join(text.split())
-
-
 @pytest.mark.parametrize("name", ["gpt_oss", "cohere"])
 def test_a_long_reply_without_fields_is_content_and_comes_before_its_end(name) -> None:
-    text = "1234 " * (MAX_HELD_CHARS // 2) + "end"
+    text = "1234 " * 400 + "end"
     reader = new_reader(TEMPLATES[name], "")
     message, num_early = Message(), 0
     for at in range(0, len(text), 5):
@@ -249,26 +173,17 @@ def test_a_long_reply_without_fields_is_content_and_comes_before_its_end(name) -
     assert num_early > 10
 
 
-def test_text_before_a_reply_that_takes_too_many_steps_stays() -> None:
-    spec = {"start_anchor": ">", "fields": {"content": {"open_pattern": r"(?:a?){300}a{300}!"}}}
-    text = "Well. " + "a" * 3_000
-    assert read(spec, "", list(text))["content"] == text
-
-
 CUT_OFF = "<tool_call><function=get_weather><parameter=city>Bonn</parameter><parameter=days>1"
 
 
 @pytest.mark.parametrize(("reason", "stop_reason"), [("stop", "1"), ("length", None)])
-def test_a_call_that_a_stop_string_or_a_limit_cuts_off_is_content(reason, stop_reason) -> None:
-    now = "<tool_call><function=now></function></tool_call>"
-    for text, num_calls in ((CUT_OFF, 0), (f"{now}{CUT_OFF}", 1)):
-        for pieces in cuts(text):
-            reader = new_reader(QWEN_CODER, "")
-            reader.cut_off()
-            message = read_by(reader, pieces)
-            assert message["content"] == CUT_OFF
-            assert len(message.get("tool_calls", [])) == num_calls
-            assert reader.finish_reason(reason, stop_reason) == reason
+def test_a_call_that_a_stop_string_or_a_limit_cuts_off_stays_open(reason, stop_reason) -> None:
+    for pieces in cuts(CUT_OFF):
+        reader = new_reader(QWEN_CODER, "")
+        message = read_by(reader, pieces, is_cut=True)
+        (call,) = message["tool_calls"]
+        assert (message["content"], call["function"]["arguments"]) == (None, '{"city": "Bonn"')
+        assert reader.finish_reason(reason, stop_reason) == reason
 
 
 def test_a_call_that_the_model_ends_with_its_reply_is_one() -> None:
@@ -278,10 +193,10 @@ def test_a_call_that_the_model_ends_with_its_reply_is_one() -> None:
     assert reader.finish_reason("stop", None) == "tool_calls"
 
 
-def test_a_cut_off_call_is_shown_without_the_part_that_the_prompt_has() -> None:
+def test_a_call_that_the_prompt_has_begun_goes_on() -> None:
     reader = new_reader(QWEN, '<|im_start|>assistant\n<tool_call>{"name": ')
-    reader.cut_off()
-    assert read_by(reader, ['"now", "argu'])["content"] == '"now", "argu'
+    (call,) = read_by(reader, ['"now", "arguments": {}}</tool_call>'])["tool_calls"]
+    assert call["function"] == {"name": "now", "arguments": "{}"}
 
 
 def test_calls_of_the_prompt_are_not_counted() -> None:
@@ -299,37 +214,12 @@ def test_tokens_are_reasoning_where_the_prompt_has_not_ended_it(end, num_tokens)
     assert reader.num_reasoning_tokens == num_tokens
 
 
-@pytest.mark.parametrize("part", ['"id": "\\ud800", "name": "now"', '"name": "\\ud800"', '"name": "now"'])
-def test_a_call_with_half_a_character_is_content(part) -> None:
-    call = f'<tool_call>{{{part}, "arguments": {{"a": "\\ud800"}}}}</tool_call>'
-    message = read(QWEN, "", [call])
-    assert (message["content"], "tool_calls" in message) == (call, False)
-
-
-def test_many_values_of_one_key_are_merged_in_a_list() -> None:
-    tags = {"tag_pattern": "(?P<key>a)(?P<value>.)", "merge_duplicates": True}
-    calls = {"open": "<", "close": ">", "content": "xml-inline", "content_args": tags, "transform": FUNCTION}
-    calls = {**calls, "open_pattern": "<(?P<name>f)", "open": None}
-    spec = {"start_anchor": ":", "fields": {"tool_calls": calls, "content": {}}}
-    (call,) = read(spec, "", ["<f" + "a1" * 5_000 + "a2>"])["tool_calls"]
-    assert json.loads(call["function"]["arguments"]) == {"a": ["1"] * 5_000 + ["2"]}
-
-
 def test_a_long_argument_in_tags_is_read_in_one_piece_as_in_many() -> None:
     call = "<tool_call><function=get_weather><parameter=city>{}</parameter></function></tool_call>"
     text = call.format("Bonn " * 4_000)
     whole = read(QWEN_CODER, "", [text])
     assert len(whole["tool_calls"][0]["function"]["arguments"]) > 19_000
     assert read(QWEN_CODER, "", [text[at : at + 4] for at in range(0, len(text), 4)]) == whole
-
-
-def test_an_anchor_is_looked_for_in_so_many_steps_only() -> None:
-    template = compile_template({**QWEN, "start_anchor": None, "start_anchor_pattern": "(?:a+)+(?:a?){99}:"})
-    steps = SearchSteps(MAX_PROMPT_STEPS)
-    assert template.behind_anchor("aa:b", steps) == "b"
-    assert template.behind_anchor("a" * 15_000 + ":b", steps) is None
-    with pytest.raises(TooManySteps):
-        steps.spend(1)
 
 
 @pytest.mark.parametrize(
@@ -341,31 +231,25 @@ def test_an_anchor_is_looked_for_in_so_many_steps_only() -> None:
         ({"start_anchor": None}, "neither start_anchor nor start_anchor_pattern"),
         ({"fields": {"plan": {"open": "<p>"}}}, "'plan' has no place in a reply"),
         ({"fields": {"content": {"shut": "x"}}}, "'content' has unknown keys: shut"),
-        ({"fields": {"content": {}, "thinking": {}}}, "more than one field has no beginning"),
-        ({"fields": {"thinking": {"open": "a"}, "reasoning": {"open": "b"}}}, "two fields are reasoning"),
+        ({"fields": {"content": {}, "thinking": {}}}, "thoughts begin with one text"),
+        ({"fields": {"thinking": {"open": "a"}, "reasoning": {"open": "b"}}}, "two fields are thoughts"),
         ({"fields": {"content": {"content": "json"}}}, "shown as text"),
         ({"fields": {"tool_calls": {"content": "json"}}}, "has no beginning"),
         ({"fields": {"tool_calls": {"open": "a", "content": "yaml"}}}, "its content is 'yaml'"),
         ({"fields": {"tool_calls": {"open": "a", "open_pattern": "a"}}}, "both open and open_pattern"),
         ({"fields": {"tool_calls": {"open": []}}}, "no list of texts"),
-        ({"fields": {"tool_calls": {"open_pattern": "a(?!b)"}}}, "open_pattern: a look ahead"),
-        ({"fields": {"tool_calls": {"open": "a", "content": "xml-inline"}}}, "needs a tag_pattern"),
-        ({"fields": {"tool_calls": {"open": "a", "transform": {"x": "{a} b"}}}}, "placeholder"),
+        ({"fields": {"tool_calls": {"open_pattern": "a(?!b)"}}}, "open_pattern: what stands at character 1"),
+        (
+            {"fields": {"tool_calls": {"open": "a", "content": "xml-inline"}}},
+            "needs the name of the function",
+        ),
+        (
+            {"fields": {"tool_calls": {"open": "a", "content": "json", "transform": {"name": "f"}}}},
+            "placeholder",
+        ),
     ],
 )
 def test_a_template_that_cannot_be_had_is_refused_with_the_reason(change, reason) -> None:
     spec = {key: value for key, value in {**GPT_OSS, **change}.items() if value is not None}
     with pytest.raises(TemplateError, match=reason):
-        compile_template(spec)
-
-
-def test_a_template_makes_the_row_by_which_replies_to_grammars_are_read() -> None:
-    rows = {name: style_of(compile_template(spec)) for name, spec in TEMPLATES.items()}
-    marks = {name: (row.begin, row.end, row.answer) for name, row in rows.items() if row is not None}
-    assert marks == {
-        "qwen": ("<think>", "</think>", ""),
-        "qwen_coder": ("<think>", "</think>", ""),
-        "gpt_oss": ("<|channel|>analysis<|message|>", "<|end|>", "<|channel|>final<|message|>"),
-        "cohere": ("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>"),
-        "gemma": ("<|channel>thought", "<channel|>", ""),
-    }
+        template_row(spec)

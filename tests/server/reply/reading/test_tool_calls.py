@@ -2,23 +2,38 @@
 
 import pytest
 
-from server.reply.tool_calls.dialects import find_dialect
-from server.reply.tool_calls.events import Arguments, CallStart, Content, ToolEvent
-from server.reply.tool_calls.forced import ForcedCallParser
+from server.reply.reading.dialects import find_dialect, named_row
+from server.reply.reading.events import Arguments, CallStart, Content, Event
+from server.reply.reading.machine import ReplyReader
+from server.reply.reading.row import Phase
 
 NAMES = {"f": {}, "g": {}}
 
 
-def read(dialect: str, text: str) -> list[ToolEvent]:
+def reader_of(dialect: str) -> ReplyReader:
     found = find_dialect(dialect, "")
     assert found is not None
-    parser = found.new_parser(NAMES)
-    events = parser.feed(text) + parser.finish()
+    return ReplyReader(found.row, NAMES, Phase.ANSWER)
+
+
+def joined(events: list[Event]) -> list[Event]:
+    """Neighbouring pieces of one call's arguments are one."""
+    found: list[Event] = []
+    for event in events:
+        if found and isinstance(event, Arguments) and isinstance(found[-1], Arguments):
+            event = Arguments(event.index, found.pop().text + event.text)
+        found.append(event)
+    return found
+
+
+def read(dialect: str, text: str) -> list[Event]:
+    parser = reader_of(dialect)
+    events = joined(parser.feed(text) + parser.finish())
     texts = [event.text for event in events if isinstance(event, Content)]
     return [Content("".join(texts))] if len(texts) == len(events) else events
 
 
-def call(index: int, name: str, arguments: str) -> list[ToolEvent]:
+def call(index: int, name: str, arguments: str) -> list[Event]:
     return [CallStart(index, name), Arguments(index, arguments)]
 
 
@@ -128,9 +143,9 @@ def test_what_is_no_call_after_all_stays_in_the_text(dialect, text) -> None:
 @pytest.mark.parametrize(
     ("dialect", "text", "events"),
     [
-        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": [1, ', call(0, "f", '{"a": [1, ')),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": [1, ', call(0, "f", '{"a": [1]}')),
         ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a', call(0, "f", '"{\\"a')),
-        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1</tool_call>', call(0, "f", '{"a": 1')),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1</tool_call>', call(0, "f", '{"a": 1}')),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}}}</tool_call>', call(0, "f", '{"a": 1}')),
         (
             "hermes",
@@ -142,34 +157,35 @@ def test_what_is_no_call_after_all_stays_in_the_text(dialect, text) -> None:
             '{"name": "f", "parameters": {}} is what I would call',
             [*call(0, "f", "{}"), Content("is what I would call")],
         ),
-        ("mistral", '[TOOL_CALLS]f[ARGS]{"a": ', call(0, "f", '{"a": ')),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"a": ', call(0, "f", "{}")),
         ("json", '[{"name": "f", "arguments": {"a": "', call(0, "f", '{"a": "')),
     ],
 )
-def test_a_call_that_has_begun_keeps_what_the_model_wrote(dialect, text, events) -> None:
+def test_a_call_that_has_begun_is_closed_unless_the_text_ends_in_one_of_its_values(
+    dialect, text, events
+) -> None:
     assert read(dialect, text) == events
 
 
 def test_arguments_are_passed_on_as_they_come() -> None:
-    found = find_dialect("hermes", "")
-    parser = found.new_parser(NAMES)
+    parser = reader_of("hermes")
     assert parser.feed('<tool_call>{"name": "f", "argum') == []
-    assert parser.feed('ents": {"city"') == [CallStart(0, "f"), Arguments(0, '{"city"')]
-    assert parser.feed(': "Köl') == [Arguments(0, ': "Köl')]
+    assert parser.feed('ents": {"city"') == [CallStart(0, "f"), Arguments(0, "{")]
+    assert parser.feed(': "Köl') == [Arguments(0, '"city": "Köl')]
     assert parser.feed('n"}') == [Arguments(0, 'n"}')]
     assert parser.feed("}</tool_call>") == []
 
 
 def test_text_before_a_possible_mark_is_not_held_back() -> None:
-    parser = find_dialect("hermes", "").new_parser(NAMES)
+    parser = reader_of("hermes")
     assert parser.feed("Hello <tool") == [Content("Hello")]
     assert parser.feed("box>") == [Content(" <toolbox>")]
 
 
 def test_a_forced_call_is_all_of_the_text() -> None:
-    parser = ForcedCallParser("f")
+    parser = ReplyReader(named_row("f"), NAMES, Phase.ANSWER)
     assert parser.feed(" \n") == []
-    assert parser.feed(' {"a') + parser.feed('": 1}') == [*call(0, "f", '{"a'), Arguments(0, '": 1}')]
+    assert parser.feed(' {"a') + parser.feed('": 1}') == [*call(0, "f", "{"), Arguments(0, '"a": 1}')]
     assert parser.finish() == []
 
 

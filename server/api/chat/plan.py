@@ -1,0 +1,288 @@
+"""The plan of a reply: everything that follows from body and model before there is a prompt, chosen once.
+
+Owns: how tools, thoughts and grammars go together, and what the end of the prompt changes of it.
+Never: the shape of a reply (replies.py), the tokenizer (turn.py), or what the model writes (reply/reading).
+
+A grammar holds from the first token of the answer on. Where the model reasons first, it must not hold
+before: so the block of thoughts is opened in the prompt, and the token that ends it begins the grammar.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from engine.errors import RequestRejected
+from engine.types import AnswerStart, ChatOptions, ModelInfo
+from server.api.chat.message_reader import Reading, ShownReasoning
+from server.api.chat.protocol import ChatCompletionRequest
+from server.api.chat.template_input import num_chars, template_input, turns_reasoning_off
+from server.api.chat.tool_use import ToolMode, ToolUse, tool_use_of
+from server.reply.generate.engine_requests import check_fields, check_num_chars
+from server.reply.generate.structured_output import (
+    WantedGrammar,
+    answer_schema,
+    check_can_end,
+    wanted_grammar,
+)
+from server.reply.reading.dialects import Dialect, ReasoningStyle, find_dialect, find_style
+from server.reply.reading.machine import ReplyReader
+from server.reply.reading.row import Answer, Phase, Row
+from server.reply.reading.template_rows import TemplateRow, find_template_row
+
+
+class ParserOptions(Protocol):
+    """Both options, as --tool-call-parser and --reasoning-parser name them."""
+
+    @property
+    def tool_calls(self) -> str: ...
+    @property
+    def reasoning(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelReading:
+    """Way in which replies of the model are read."""
+
+    info: ModelInfo
+    dialect: Dialect | None
+    """Dialect of its calls; None: they are not read."""
+    template: TemplateRow | None
+    """The checkpoint's own, where both options leave the choice to it."""
+    row: Row
+    opened_answer: str
+    """Text that an answer without thoughts begins with, if it needs one."""
+
+    @property
+    def reads_thoughts(self) -> bool:
+        return self.row.thoughts is not None
+
+    @property
+    def has_own_calls(self) -> bool:
+        """The checkpoint's template says how calls are written: the model was trained to."""
+        return self.template is not None and self.template.row.call is not None
+
+    def place_at(self, prompt_end: str) -> Phase:
+        """Return the part of a reply that begins behind a prompt that ends so."""
+        thoughts = self.row.thoughts
+        if thoughts is None:
+            return Phase.ANSWER
+        if self.template is not None and (behind := self.template.behind_anchor(prompt_end)) is not None:
+            reader = ReplyReader(self.row, {}, Phase.POSSIBLE)
+            reader.begin_behind(behind)
+            return reader.place
+        end = prompt_end.rstrip()
+        if end.endswith(thoughts.begin):
+            return Phase.THOUGHT
+        return Phase.ANSWER if end.endswith(thoughts.ends) else Phase.POSSIBLE
+
+    def shown_ids(self, marks: tuple[str, ...]) -> frozenset[int]:
+        """Special tokens that must stay in the text, since these marks have them."""
+        joined = "\0".join(marks)
+        return frozenset(token_id for token, token_id in self.info.added_tokens.items() if token in joined)
+
+
+def model_reading(parsers: ParserOptions, info: ModelInfo) -> ModelReading:
+    """Choose the rows of a model, by its own template or by the tables."""
+    is_left_to_us = parsers.tool_calls == parsers.reasoning == "auto"
+    template = find_template_row(info.response_template) if is_left_to_us and info.response_template else None
+    dialect = find_dialect(parsers.tool_calls, info.chat_template)
+    of_calls = Row() if dialect is None else dialect.row
+    if template is None:
+        style = find_style(parsers.reasoning, info.chat_template, info.added_tokens)
+        return ModelReading(
+            info=info,
+            dialect=dialect,
+            template=None,
+            row=_with_style(of_calls, style),
+            opened_answer="" if style is None else style.opened_answer,
+        )
+    calls = template.row if template.row.call is not None else of_calls
+    row = replace(calls, thoughts=template.row.thoughts, answer=template.row.answer)
+    return ModelReading(
+        info=info, dialect=dialect, template=template, row=row, opened_answer=template.opened_answer
+    )
+
+
+def _with_style(row: Row, style: ReasoningStyle | None) -> Row:
+    if style is None:
+        return row
+    return replace(row, thoughts=style.thoughts, answer=style.answer if style.opened_answer else row.answer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """Decisions that needed the end of the prompt."""
+
+    suffix: str
+    """Text to add to the prompt."""
+    grammar: WantedGrammar | None
+    answer: AnswerStart | None
+    """Beginning of the answer; None: the first token."""
+    shown_ids: frozenset[int]
+    reading: Reading
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadingPlan:
+    """The choices of one request."""
+
+    body: ChatCompletionRequest
+    model: ModelReading
+    tools: ToolUse
+    messages: list[dict[str, Any]]
+    options: ChatOptions
+    grammar: WantedGrammar | None
+    """Grammar of the reply; None: it is free."""
+
+    @property
+    def possible_suffix(self) -> str:
+        """The longest text that `behind` may add to the prompt."""
+        thoughts = self.model.row.thoughts
+        if self.grammar is None or thoughts is None:
+            return ""
+        return max((self.model.opened_answer, self._begin_token, thoughts.ends[0]), key=len)
+
+    @property
+    def _begin_token(self) -> str:
+        """The mark that opens the thoughts, where the model knows it and they are not turned off."""
+        model, thoughts = self.model, self.model.row.thoughts
+        if thoughts is None or turns_reasoning_off(self.options):
+            return ""
+        is_known = thoughts.begin in model.info.chat_template and thoughts.begin in model.info.added_tokens
+        return thoughts.begin if is_known and thoughts.ends[0] in model.info.added_tokens else ""
+
+    def behind(self, prompt_end: str) -> Turn:
+        """Decide what depends on the end of the prompt. Raises RequestRejected."""
+        if self.tools.opening and prompt_end.rstrip().endswith(self.tools.opening):
+            tools = replace(self.tools, mode=ToolMode.OPENED)
+            wanted = wanted_of(self.body, tools, self.model.info)
+            return self._turn(Phase.CALL, "", wanted, tools=tools)
+        place = self._place(prompt_end)
+        if self.grammar is None:
+            behind = None if self.model.template is None else self.model.template.behind_anchor(prompt_end)
+            return self._turn(place, "", None, prompt_end=behind or "")
+        suffix, place = self._before_grammar(place)
+        return self._turn(place, suffix, self.grammar)
+
+    def _place(self, prompt_end: str) -> Phase:
+        thoughts = self.model.row.thoughts
+        if not self.body.continue_final_message or thoughts is None:
+            return self.model.place_at(prompt_end)
+        begun = "".join(part.text or "" for part in self.body.messages[-1].content or ())
+        is_open = begun.rfind(thoughts.begin) > begun.rfind(thoughts.ends[0])
+        return Phase.THOUGHT if is_open else Phase.ANSWER
+
+    def _before_grammar(self, place: Phase) -> tuple[str, Phase]:
+        """Return the text before the reply, and where that then begins: a grammar leaves it open nowhere."""
+        thoughts, is_token = self.model.row.thoughts, self._end_id is not None
+        if thoughts is None or place is Phase.ANSWER:
+            return "", Phase.ANSWER
+        if place is Phase.THOUGHT:
+            return ("", place) if is_token else (thoughts.ends[0] + self.model.opened_answer, Phase.ANSWER)
+        if self.model.opened_answer:
+            return self.model.opened_answer, Phase.ANSWER
+        begin = self._begin_token
+        return begin, Phase.THOUGHT if begin else Phase.ANSWER
+
+    @property
+    def _end_id(self) -> int | None:
+        thoughts = self.model.row.thoughts
+        return None if thoughts is None else self.model.info.added_tokens.get(thoughts.ends[0])
+
+    def _turn(
+        self,
+        place: Phase,
+        suffix: str,
+        grammar: WantedGrammar | None,
+        *,
+        tools: ToolUse | None = None,
+        prompt_end: str = "",
+    ) -> Turn:
+        tools = tools or self.tools
+        row = tools.row_in(self.model.row)
+        if grammar is not None:  # it holds from the thoughts on, so that nothing frames the answer
+            row = replace(row, answer=Answer(closings=row.answer.closings, parts=row.answer.parts))
+        marks = _marks_of(row, place)
+        is_by_template = self.model.template is not None and grammar is None
+        reads_thoughts = self.model.reads_thoughts
+        return Turn(
+            suffix=suffix,
+            grammar=grammar,
+            answer=self._answer(place) if reads_thoughts else None,
+            shown_ids=self.model.shown_ids(marks),
+            reading=Reading(
+                row=row,
+                schemas=tools.schemas,
+                start=Phase.POSSIBLE if is_by_template else place,
+                prompt_end=prompt_end,
+                shown_reasoning=ShownReasoning.COUNT
+                if self.body.include_reasoning is False
+                else ShownReasoning.ALL,
+                reasoning_end_id=self._end_id,
+                reports_reasoning=reads_thoughts,
+                max_calls=tools.max_calls,
+                new_call_id=tools.new_call_id,
+                finish_reason_of_calls=tools.finish_reason,
+            ),
+        )
+
+    def _answer(self, place: Phase) -> AnswerStart | None:
+        """Return the beginning of the answer, if it is behind the mark that ends the thoughts."""
+        thoughts, known = self.model.row.thoughts, self.model.info.added_tokens
+        if thoughts is None or place not in (Phase.THOUGHT, Phase.POSSIBLE):
+            return None
+        begin = "" if place is Phase.THOUGHT else thoughts.begin
+        return AnswerStart(
+            token_ids=_token_ids(known, thoughts.ends[0]),
+            text=self.model.opened_answer or thoughts.ends[0],
+            begin=begin,
+            begin_token_ids=_token_ids(known, begin),
+        )
+
+
+def _token_ids(known: Mapping[str, int], mark: str) -> tuple[int, ...]:
+    """The token that a mark is; empty if it is none."""
+    return (known[mark],) if mark in known else ()
+
+
+def _marks_of(row: Row, place: Phase) -> tuple[str, ...]:
+    """Marks of a row that a reply from this place on may have."""
+    marks = row if place is not Phase.ANSWER else replace(row, thoughts=None, answer=Answer())
+    begin = () if marks.thoughts is None else (marks.thoughts.begin,)
+    ends = () if marks.call is None or marks.call.head is None else marks.call.head.ends
+    return (*marks.marks, *begin, *ends)
+
+
+def plan_reading(body: ChatCompletionRequest, model: ModelReading) -> ReadingPlan:
+    """Choose all that needs no prompt. Raises RequestRejected."""
+    dialect = model.dialect
+    if dialect is not None and model.has_own_calls and wanted_grammar(body) is None:
+        dialect = replace(dialect, is_trained=True)
+    tools = tool_use_of(body, dialect)
+    grammar = wanted_of(body, tools, model.info)
+    check_fields(body, model.info)
+    messages, options = template_input(body, model.info, tools)
+    check_num_chars(num_chars(messages), model.info, param="messages")
+    return ReadingPlan(
+        body=body, model=model, tools=tools, messages=messages, options=options, grammar=grammar
+    )
+
+
+def wanted_of(body: ChatCompletionRequest, tool_use: ToolUse, info: ModelInfo) -> WantedGrammar | None:
+    """The grammar of the reply, whether fields or tools ask for it. Raises RequestRejected."""
+    wanted = wanted_grammar(body)
+    of_calls = tool_use.grammar
+    if wanted is not None and tool_use.offered:
+        answer = None if body.response_format is None else answer_schema(body.response_format)
+        of_calls = None if answer is None else tool_use.grammar_beside(answer)
+        if of_calls is None:
+            raise RequestRejected(
+                f"{wanted.param} and tools exclude each other here: a reply that must match it could not call"
+                " tools; use tool_choice none",
+                param=wanted.param,
+            )
+    if of_calls is not None:
+        wanted = WantedGrammar(grammar=of_calls, param="tools")
+    if wanted is not None:
+        check_can_end(body, info, param=wanted.param)
+    return wanted

@@ -1,0 +1,64 @@
+"""A value that a model writes as plain text, as JSON by the schema of the tool.
+
+Owns: the type of each argument.
+Never: marks (tagged_calls.py), or an exception: a value that does not fit its type stays a string.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+PYTHON_WORDS: Mapping[str, str] = {"True": "true", "False": "false", "None": "null"}
+
+_MAX_DEPTH = 8
+
+
+def as_json(text: str, types: frozenset[str]) -> str:
+    """Return the JSON text of a value: of one of the types if it fits, else of a string."""
+    plain = text.strip()
+    plain = PYTHON_WORDS.get(plain, plain)
+    try:
+        value = json.loads(plain)
+        fits = not types or _type_of(value) in types or ("number" in types and _type_of(value) == "integer")
+        if fits and not isinstance(value, str):
+            written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+            written.encode()  # a ValueError for half a character, which JSON can escape
+            return written
+    except (ValueError, RecursionError):
+        pass
+    return json.dumps(text, ensure_ascii=False)
+
+
+def types_of(schema: Any, depth: int = 0) -> frozenset[str]:
+    """Return the JSON types that a schema allows, as far as it says; empty if it does not."""
+    if not isinstance(schema, dict) or depth > _MAX_DEPTH:
+        return frozenset()
+    declared = schema.get("type")
+    if isinstance(declared, str):
+        return frozenset({declared})
+    if isinstance(declared, list):
+        return frozenset(name for name in declared if isinstance(name, str))
+    for union in ("anyOf", "oneOf"):
+        if isinstance(schema.get(union), list):
+            return frozenset().union(*(types_of(choice, depth + 1) for choice in schema[union]))
+    if isinstance(schema.get("enum"), list):
+        return frozenset(_type_of(value) for value in schema["enum"])
+    return frozenset()
+
+
+def _type_of(value: Any) -> str:
+    match value:
+        case bool():
+            return "boolean"
+        case int():
+            return "integer"
+        case float():
+            return "number"
+        case str():
+            return "string"
+        case list():
+            return "array"
+        case dict():
+            return "object"
+        case _:
+            return "null"

@@ -1,0 +1,296 @@
+"""Dialects in which models write calls, and styles in which they write thoughts: a row for each.
+
+Owns: the names of --tool-call-parser and --reasoning-parser, the guess of `auto`, and the heads of calls.
+Never: how a row is read (the other modules of this folder).
+Source: the chat templates of the models that are named, which ask them to write so; the instruct tokenizers
+of mistral-common; the description of harmony that OpenAI published with gpt-oss.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from server.reply.reading.braces import read_brace_call
+from server.reply.reading.json_text import JsonArguments
+from server.reply.reading.object_calls import ObjectCalls
+from server.reply.reading.python_calls import read_calls
+from server.reply.reading.row import Answer, Call, CallHead, CallName, Phase, Row, Thoughts, ToolSchemas
+from server.reply.reading.tagged_calls import TaggedArguments
+from server.reply.reading.whole_calls import WholeCalls
+
+_DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
+_KIMI_SEPARATOR = "<|tool_call_argument_begin|>"
+_CALL_ID, _ARGUMENTS = "[CALL_ID]", "[ARGS]"
+_CHANNEL, _MESSAGE = "<|channel|>", "<|message|>"
+_NAME = re.compile(r"[\w.-]+")
+
+
+def _named(name: str) -> CallName | None:
+    return CallName(name=name) if _NAME.fullmatch(name) else None
+
+
+def plain_head(text: str) -> CallName | None:
+    """The name alone."""
+    name = text.strip()
+    return CallName(name=name) if name and " " not in name else None
+
+
+def _deepseek_head(text: str) -> CallName | None:
+    """V3 writes `function`, the mark and the name on a line; V3.1 the name and the mark."""
+    before, mark, after = text.partition(_DEEPSEEK_SEPARATOR)
+    lines = after.split()
+    if not mark:
+        return None
+    return _named(lines[0] if lines and not lines[0].startswith("`") else before.strip())
+
+
+def _kimi_head(text: str) -> CallName | None:
+    """The id holds the name; Kimi's template shows it to the model again."""
+    written = text.partition(_KIMI_SEPARATOR)[0].strip()
+    found = _named(written.removeprefix("functions.").partition(":")[0])
+    return None if found is None else replace(found, id=written)
+
+
+def _mistral_head(text: str) -> CallName | None:
+    """Up to the id or the arguments."""
+    return _named(text.partition(_CALL_ID)[0].partition(_ARGUMENTS)[0])
+
+
+def _harmony_head(text: str) -> tuple[Phase, CallName | None]:
+    """Read the channel and the recipient, which is the function."""
+    recipient = text.partition(" to=")[2].partition("<")[0].split()
+    if recipient:
+        return Phase.CALL, _named(recipient[0].removeprefix("functions."))
+    channel = text.rpartition(_CHANNEL)[2].partition("<")[0].split()
+    return Phase.THOUGHT if channel[:1] == ["analysis"] else Phase.ANSWER, None
+
+
+def _harmony_lost_head(text: str) -> tuple[Phase, str]:
+    """Return the text behind the word of a known channel, which is said there."""
+    _, mark, rest = text.rpartition(_CHANNEL)
+    word, _, said = rest.lstrip().partition(" ")
+    is_known = bool(mark) and word in ("final", "commentary", "analysis") and " to=" not in text
+    return Phase.THOUGHT if word == "analysis" else Phase.ANSWER, said.strip() if is_known else ""
+
+
+def _read_braces(quote: str, text: str, _: ToolSchemas) -> list[tuple[str, str]]:
+    call = read_brace_call(text, ((quote, quote),))
+    return [] if call is None else [call]
+
+
+def braces(quote: str) -> WholeCalls:
+    """Calls with strings between marks of their own."""
+    return WholeCalls(read=partial(_read_braces, quote), quote=quote)
+
+
+def _python(text: str, _: ToolSchemas) -> list[tuple[str, str]]:
+    return read_calls(text)
+
+
+_TAG_NAMES = re.compile(r"""[{}"'<>(),;\[\]]""")
+_OBJECTS = ObjectCalls()
+_PYTHON = WholeCalls(read=_python)
+HERMES = Row(call=Call(openings=("<tool_call>",), closings=("</tool_call>",), body=_OBJECTS))
+JSON = Row(call=Call(body=_OBJECTS), may_begin_bare=True)
+"""Text that a grammar for several tools produces."""
+FORCED_LIST = replace(JSON, is_forced=True)
+
+
+def named_row(name: str) -> Row:
+    """Row of a reply that is the arguments of one function, as a grammar sees to."""
+    return Row(call=Call(body=JsonArguments()), named=name, is_forced=True)
+
+
+_LLAMA3 = Row(call=Call(openings=("<|python_tag|>",), body=_OBJECTS), may_begin_bare=True)
+_LLAMA4 = Row(
+    call=Call(openings=("<|python_start|>",), closings=("<|python_end|>",), body=_OBJECTS),
+    may_begin_bare=True,
+)
+_GRANITE = Row(call=Call(openings=("<|tool_call|>",), body=_OBJECTS))
+_PHI4 = Row(call=Call(openings=("functools", "<|tool_call|>"), closings=("<|/tool_call|>",), body=_OBJECTS))
+_MISTRAL = Row(
+    call=Call(
+        openings=("[TOOL_CALLS]",),
+        head=CallHead(
+            inner=(_CALL_ID, _ARGUMENTS),
+            read=_mistral_head,
+            forbidden=re.compile(r"""[}"'<>(),;:\s]"""),
+            max_chars=256,
+        ),
+        body=JsonArguments(),
+        headless=_OBJECTS,
+    )
+)
+_DEEPSEEK = Row(
+    wraps=("<｜tool▁calls▁begin｜>",),
+    unwraps=("<｜tool▁calls▁end｜>",),
+    call=Call(
+        openings=("<｜tool▁call▁begin｜>",),
+        closings=("<｜tool▁call▁end｜>",),
+        head=CallHead(inner=(_DEEPSEEK_SEPARATOR,), read=_deepseek_head),
+        body=JsonArguments(),
+    ),
+)
+_KIMI = Row(
+    wraps=("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>"),
+    unwraps=("<|tool_calls_section_end|>", "<|tool_call_section_end|>"),
+    call=Call(
+        openings=("<|tool_call_begin|>",),
+        closings=("<|tool_call_end|>",),
+        head=CallHead(inner=(_KIMI_SEPARATOR,), read=_kimi_head),
+        body=JsonArguments(),
+    ),
+)
+_HARMONY = Row(
+    call=Call(closings=("<|call|>",), body=JsonArguments()),
+    answer=Answer(
+        closings=("<|end|>", "<|return|>", "<|call|>"),
+        frames=("<|start|>", _CHANNEL, "<|constrain|>"),
+        head_end=_MESSAGE,
+        read_head=_harmony_head,
+        read_lost_head=_harmony_lost_head,
+    ),
+)
+_QWEN3_CODER = Row(
+    wraps=("<tool_call>", "<seed:tool_call>"),
+    unwraps=("</tool_call>", "</seed:tool_call>"),
+    call=Call(
+        openings=("<function=",),
+        closings=("</function>",),
+        head=CallHead(ends=(">",), read=plain_head, forbidden=_TAG_NAMES, max_chars=256),
+        body=TaggedArguments(key="<parameter=", key_end=">", value_end="</parameter>"),
+    ),
+)
+_GLM45 = Row(
+    call=Call(
+        openings=("<tool_call>",),
+        closings=("</tool_call>",),
+        head=CallHead(ends=("\n",), read=plain_head, forbidden=_TAG_NAMES, max_chars=256),
+        body=TaggedArguments(
+            key="<arg_key>", key_end="</arg_key>", value="<arg_value>", value_end="</arg_value>"
+        ),
+    )
+)
+_MINIMAX = Row(
+    wraps=("<minimax:tool_call>",),
+    unwraps=("</minimax:tool_call>",),
+    call=Call(
+        openings=('<invoke name="',),
+        closings=("</invoke>",),
+        head=CallHead(ends=('">',), read=plain_head, forbidden=_TAG_NAMES, max_chars=256),
+        body=TaggedArguments(key='<parameter name="', key_end='">', value_end="</parameter>"),
+    ),
+)
+_PYTHONIC = Row(
+    call=Call(openings=("<|python_start|>",), closings=("<|python_end|>",), body=_PYTHON),
+    may_begin_bare=True,
+)
+_LFM2 = Row(call=Call(openings=("<|tool_call_start|>",), closings=("<|tool_call_end|>",), body=_PYTHON))
+_OLMO3 = Row(call=Call(openings=("<function_calls>",), closings=("</function_calls>",), body=_PYTHON))
+_GEMMA4 = Row(call=Call(openings=("<|tool_call>",), closings=("<tool_call|>",), body=braces('<|"|>')))
+_FUNCTION_GEMMA = Row(
+    call=Call(openings=("<start_function_call>",), closings=("<end_function_call>",), body=braces("<escape>"))
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """One way of writing calls."""
+
+    name: str
+    row: Row
+    found_by: tuple[str, ...] = ()
+    """Texts of chat templates, one of which is enough for `auto`."""
+    system_field: str = ""
+    """Field of the system message where the template looks for the tools, if it does not have them itself."""
+    is_trained: bool = True
+    """False: the model is shown the form in the prompt, and a grammar keeps to it."""
+
+    @property
+    def is_objects_between_marks(self) -> bool:
+        """Calls are JSON objects, each between two marks: the form that a grammar can keep to."""
+        call = self.row.call
+        return call is not None and bool(call.closings) and call.head is None and call.body == _OBJECTS
+
+
+# In the order of `auto`: dialects that use another one's marks stand before it.
+DIALECTS = (
+    Dialect(name="minimax_m2", row=_MINIMAX, found_by=("<minimax:tool_call>",)),
+    Dialect(name="glm45", row=_GLM45, found_by=("<arg_key>",)),
+    Dialect(name="qwen3_coder", row=_QWEN3_CODER, found_by=("<function=",)),
+    Dialect(name="hermes", row=HERMES, found_by=("<tool_call>",)),
+    Dialect(name="mistral", row=_MISTRAL, found_by=("[TOOL_CALLS]",)),
+    Dialect(name="deepseek", row=_DEEPSEEK, found_by=("<｜tool▁calls▁begin｜>",)),
+    Dialect(name="kimi_k2", row=_KIMI, found_by=("<|tool_calls_section_begin|>",)),
+    Dialect(name="harmony", row=_HARMONY, found_by=(_CHANNEL,)),
+    Dialect(name="gemma4", row=_GEMMA4, found_by=("<|tool_call>",)),
+    Dialect(name="functiongemma", row=_FUNCTION_GEMMA, found_by=("<start_function_call>",)),
+    Dialect(name="lfm2", row=_LFM2, found_by=("<|tool_call_start|>",)),
+    Dialect(name="olmo3", row=_OLMO3, found_by=("<function_calls>",)),
+    Dialect(name="pythonic", row=_PYTHONIC, found_by=("[func_name1(params_name1=",)),
+    Dialect(name="llama4_json", row=_LLAMA4, found_by=("<|python_start|>",)),
+    # Llama 3.2's template names the form, but not the mark.
+    Dialect(
+        name="llama3_json",
+        row=_LLAMA3,
+        found_by=("<|python_tag|>", '"parameters": dictionary of argument name'),
+    ),
+    Dialect(name="phi4", row=_PHI4, found_by=("functools[", "<|/tool|>"), system_field="tools"),
+    Dialect(name="granite", row=_GRANITE, found_by=("<|tool_call|>",)),
+    Dialect(name="json", row=JSON),
+)
+GENERIC = Dialect(name="generic", row=HERMES, is_trained=False)
+"""The dialect of models that have none."""
+_BY_NAME: Mapping[str, Dialect] = {dialect.name: dialect for dialect in (*DIALECTS, GENERIC)}
+
+
+def find_dialect(option: str, template: str) -> Dialect | None:
+    """Resolve --tool-call-parser for a model with this chat template. None: calls are not read."""
+    if option != "auto":
+        return _BY_NAME.get(option)
+    return next((row for row in DIALECTS if any(text in template for text in row.found_by)), GENERIC)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningStyle:
+    """One way to tell thoughts and answer apart."""
+
+    name: str
+    thoughts: Thoughts
+    sign: str
+    """Text of chat templates or added token by which `auto` finds it."""
+    answer: Answer = field(default_factory=Answer)
+    opened_answer: str = ""
+    """Text that an answer without thoughts begins with, if it needs one."""
+
+
+def _block(name: str, begin: str, end: str) -> ReasoningStyle:
+    """A block at the beginning of the reply. Its first mark may be a token and a word."""
+    return ReasoningStyle(name=name, thoughts=Thoughts(begin=begin, ends=(end,)), sign=end)
+
+
+THINK = _block("think", "<think>", "</think>")
+STYLES = (
+    THINK,
+    _block("mistral", "[THINK]", "[/THINK]"),
+    _block("seed_oss", "<seed:think>", "</seed:think>"),
+    _block("gemma4", "<|channel>thought", "<channel|>"),
+    ReasoningStyle(
+        name="harmony",
+        thoughts=Thoughts(begin=f"{_CHANNEL}analysis{_MESSAGE}", ends=("<|end|>",)),
+        sign=_CHANNEL,
+        answer=_HARMONY.answer,
+        opened_answer=f"{_CHANNEL}final{_MESSAGE}",
+    ),
+)
+_STYLE_BY_NAME = {style.name: style for style in STYLES}
+
+
+def find_style(option: str, template: str, added_tokens: Mapping[str, int]) -> ReasoningStyle | None:
+    """Resolve --reasoning-parser. None: all that this model writes is the answer."""
+    if option != "auto":
+        return _STYLE_BY_NAME.get(option)
+    return next(
+        (style for style in STYLES if any(style.sign in place for place in (template, added_tokens))), None
+    )

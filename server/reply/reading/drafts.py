@@ -1,0 +1,55 @@
+"""A call in open thoughts, which is one if the model ends the reply behind it.
+
+Owns: the text since its opening mark, read as calls, until it is known whether it is one.
+Never: thoughts that are closed: a call in those is a draft of the model's own.
+"""
+
+from typing import Protocol
+
+from server.reply.reading.events import Content, Event
+
+MAX_DRAFT_CHARS = 256 * 1024
+"""Longer calls in open thoughts are thoughts."""
+
+
+class CallReading(Protocol):
+    """A reader of the same row, behind thoughts."""
+
+    @property
+    def has_whole_calls(self) -> bool: ...
+
+    def feed(self, text: str) -> list[Event]: ...
+
+    def finish(self, *, is_cut: bool) -> list[Event]: ...
+
+
+class Draft:
+    """Fed with texts and marks, each apart, so that it is given up in the same place however they are cut."""
+
+    def __init__(self, reader: CallReading) -> None:
+        self._reader = reader
+        self._pieces: list[str] = []
+        self._events: list[Event] = []
+        self._num_chars = 0
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
+
+    def add(self, text: str) -> bool:
+        """Take text in; False if no call has it, or it stands behind one: then all of it are thoughts."""
+        self._pieces.append(text)
+        self._num_chars += len(text)
+        events = self._reader.feed(text)
+        self._events += events
+        return self._num_chars <= MAX_DRAFT_CHARS and not _has_content(events)
+
+    def finish(self, *, is_cut: bool) -> list[Event]:
+        """Return the calls that end the reply; empty if these are thoughts."""
+        events = [*self._events, *self._reader.finish(is_cut=is_cut)]
+        is_call = not is_cut and self._reader.has_whole_calls and not _has_content(events)
+        return events if is_call else []
+
+
+def _has_content(events: list[Event]) -> bool:
+    return any(isinstance(event, Content) for event in events)

@@ -1,0 +1,223 @@
+"""Calls written as JSON objects: {"name": ..., "arguments": {...}}, alone, in a list or one after the other.
+
+Owns: the parts of an object, of which the arguments are passed on as they come.
+Never: the marks around it.
+"""
+
+import json
+from dataclasses import dataclass
+
+from server.reply.reading.json_text import JsonText
+from server.reply.reading.row import BodyPlace, Progress
+
+_OTHER_KEYS = frozenset({"name", "type", "id"})
+_SEPARATORS = frozenset(",;]}")
+_ITEM, _KEY, _COLON, _VALUE, _END = range(5)
+"""Parts that may come next."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectCalls:
+    """Names of the keys."""
+
+    names: tuple[str, ...] = ("name",)
+    arguments: tuple[str, ...] = ("arguments", "parameters")
+    ids: tuple[str, ...] = ()
+    marks: tuple[str, ...] = ()
+
+    def begin(self, place: BodyPlace) -> "ObjectReader":
+        return ObjectReader(self, place)
+
+
+class ObjectReader:
+    """Reads objects from the first bracket on.
+
+    An object without a mark before it may be an answer that only looks like a call: it is one only if it
+    names one of the tools, with an object as arguments and no foreign key.
+    """
+
+    def __init__(self, spec: ObjectCalls, place: BodyPlace) -> None:
+        self._spec = spec
+        self._log, self._lexer = place.log, place.lexer
+        self._names = frozenset(place.schemas) if place.is_bare else None
+        self._expects = _ITEM
+        self._value: JsonText | None = None
+        """The key or value under way."""
+        self._text: list[str] = []
+        """Its text, where it is not passed on at once."""
+        self._raw: list[str] = []
+        self.num_calls = 0
+        self.progress = Progress.MORE
+        self._reset()
+
+    def _reset(self) -> None:
+        self._key = ""
+        self._name: str | None = None
+        self._id: str | None = None
+        self._arguments: str | None = None
+        """Complete, but older than the name."""
+        self._has_arguments = False
+        self._streams = False
+        self.has_begun = False
+        self._raw.clear()
+
+    @property
+    def raw(self) -> str:
+        return "".join(self._raw)
+
+    def feed(self, text: str, at: int, *, is_last: bool) -> int:  # noqa: ARG002 (nothing here looks ahead)
+        end, begin = len(text), at
+        while at < end and self.progress is Progress.MORE:
+            before, value, num_calls = at, self._value, self.num_calls
+            at = self._step(text, at) if value is None else self._read_value(value, text, at)
+            if self.num_calls != num_calls:
+                begin = at
+            if at == before and self._value is value:
+                break
+        if not self.has_begun:
+            self._raw.append(text[begin:at])
+        return at
+
+    def take_plain(self, text: str) -> bool:
+        return self._streams and self._value is not None and self._value.take_plain(text)
+
+    def finish(self, rest: str, *, is_cut: bool) -> None:
+        if not self.has_begun:
+            self._raw.append(rest)
+        elif self._value is not None and self._streams:
+            self._value.finish(rest, is_cut=is_cut)
+            self.has_begun = is_cut or self._value.is_inside_value
+        elif not self._has_arguments and self._value is not None:
+            self._log.arguments("".join(self._text) + rest)
+        else:
+            self.has_begun = is_cut
+
+    def _step(self, text: str, at: int) -> int:
+        char = text[at]
+        if char in self._lexer.first_chars:
+            if self._lexer.match(text, at) is not None:
+                return self._break(at)
+            if self._lexer.is_begun(text[at:]):
+                return at
+        if char.isspace():
+            return at + 1
+        if self._expects == _ITEM:
+            return self._step_item(char, at)
+        if self._expects == _KEY and char == '"':
+            self._text = []
+            self._value = JsonText(self._lexer, self._text.append)
+            return at
+        if (self._expects, char) in ((_KEY, "}"), (_END, "}")):
+            return self._close_object(at)
+        if (self._expects, char) in ((_KEY, ","), (_END, ","), (_COLON, ":")):
+            self._expects = _VALUE if char == ":" else _KEY
+            return at + 1
+        if self._expects == _VALUE and char not in ",:}]<":
+            return self._begin_value(char, at)
+        return self._break(at)
+
+    def _step_item(self, char: str, at: int) -> int:
+        if char == "{":
+            self._expects = _KEY
+            return at + 1
+        if (char in _SEPARATORS and self.num_calls) or (char == "[" and not self.num_calls):
+            return at + 1
+        return self._break(at)
+
+    def _break(self, at: int) -> int:
+        """End the object: a call that has begun is over, anything else is none."""
+        if self.has_begun:
+            if self._streams and self._value is not None:
+                self._value.close()
+            elif not self._has_arguments:
+                self._log.arguments("{}")
+            self.has_begun = False
+            self.num_calls += 1
+            self._expects = _ITEM
+        is_over = self._expects == _ITEM and self.num_calls > 0
+        self.progress = Progress.ENDED if is_over else Progress.FAILED
+        return at
+
+    def _begin_value(self, char: str, at: int) -> int:
+        is_arguments = self._key in self._spec.arguments and not self._has_arguments
+        if is_arguments and self._names is not None and char not in '{"':
+            return self._break(at)
+        if is_arguments and self._name is not None:
+            self._start()
+            # A string holds the JSON text itself, and null is another word for {}: both only as a whole.
+            self._streams = char in "{["
+        self._text = []
+        self._value = JsonText(self._lexer, self._log.arguments if self._streams else self._text.append)
+        return at
+
+    def _read_value(self, value: JsonText, text: str, at: int) -> int:
+        at = value.feed(text, at)
+        if value.progress is Progress.FAILED:
+            return self._break(at)
+        if value.progress is Progress.ENDED:
+            self._value = None
+            if not self._end_value("".join(self._text)):
+                self.progress = Progress.FAILED
+        return at
+
+    def _end_value(self, text: str) -> bool:
+        """False if this cannot be a call."""
+        if self._expects == _KEY:
+            self._key = _string(text) or ""
+            self._expects = _COLON
+            known = (*_OTHER_KEYS, *self._spec.names, *self._spec.arguments, *self._spec.ids)
+            return self._names is None or self._key in known
+        self._expects = _END
+        if self._key in self._spec.names and self._name is None:
+            self._name = _string(text)
+            if not self._name or (self._names is not None and self._name not in self._names):
+                return False
+            if self._arguments is not None:
+                self._start()
+                self._log.arguments(self._arguments)
+        elif self._key in self._spec.ids:
+            self._id = _string(text)
+        elif self._key in self._spec.arguments and not self._has_arguments:
+            self._has_arguments = True
+            if self._name is None:
+                self._arguments = _unpacked(text)
+            elif not self._streams:
+                self._log.arguments(_unpacked(text))
+            self._streams = False
+        return True
+
+    def _close_object(self, at: int) -> int:
+        if not self.has_begun:
+            if self._name is None or self._names is not None:
+                return self._break(at)
+            self._start()
+            self._log.arguments("{}")
+        self.num_calls += 1
+        self._expects = _ITEM
+        self._reset()
+        return at + 1
+
+    def _start(self) -> None:
+        assert self._name is not None
+        self.has_begun = True
+        self._raw.clear()
+        self._log.start(self._name, self._id or None)
+
+
+def _unpacked(text: str) -> str:
+    """The JSON text of the arguments, given the value under their key."""
+    unpacked = _string(text)
+    arguments = text if unpacked is None else unpacked
+    return "{}" if arguments == "null" else arguments
+
+
+def _string(text: str) -> str | None:
+    """The content of a JSON string; None if it is not one, or has half a character, which JSON can escape."""
+    try:
+        value = json.loads(text, strict=False)
+        if isinstance(value, str):
+            value.encode()
+            return value
+    except (ValueError, RecursionError):
+        pass
+    return None

@@ -1,0 +1,75 @@
+"""Calls written as Python, alone or in a list: [f(a=1, b="x"), g()].
+
+Owns: the text that is read as Python, and its values as JSON. Nothing is run.
+Never: calls of a list one by one: a list is read when it is complete.
+Source: the chat templates of Llama 3.2 and 4, LFM2 and OLMo 3.
+"""
+
+import ast
+import json
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+MAX_LIST_CHARS = 64 * 1024
+"""Longer lists are content: the reader of Python is given no more."""
+_MAX_DEPTH = 64
+_JSON_NAMES = {"true": True, "false": False, "null": None}
+
+
+def read_calls(text: str) -> list[tuple[str, str]]:
+    """Return names and arguments of calls, alone or in a list; empty if the text is anything else."""
+    if len(text) > MAX_LIST_CHARS:
+        return []
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a model's escapes are nobody's mistake here
+            tree = ast.parse(text.strip())
+        return list(_calls(tree.body))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+
+
+def _calls(statements: list[ast.stmt]) -> Iterator[tuple[str, str]]:
+    for statement in statements:
+        if not isinstance(statement, ast.Expr):
+            raise ValueError("no expression")
+        expression = statement.value
+        elements = expression.elts if isinstance(expression, ast.List) else [expression]
+        for element in elements:
+            if not isinstance(element, ast.Call) or element.args:
+                raise ValueError("no call with named arguments")
+            arguments = {keyword.arg: _value(keyword.value) for keyword in element.keywords}
+            if None in arguments:
+                raise ValueError("no name")
+            written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+            written.encode()  # a ValueError for half a character, which Python can escape
+            yield ast.unparse(element.func), written
+
+
+def _value(node: ast.expr, depth: int = 0) -> Any:
+    """Return the value of a literal. Raises ValueError for anything else."""
+    if depth > _MAX_DEPTH:
+        raise ValueError("too deep")
+    match node:
+        case ast.Constant(value=str() | bool() | int() | float() | None):
+            return node.value
+        case ast.UnaryOp(
+            op=ast.USub() | ast.UAdd() as sign, operand=ast.Constant(value=int() | float() as number)
+        ):
+            return -number if isinstance(sign, ast.USub) else number
+        case ast.List() | ast.Tuple():
+            return [_value(element, depth + 1) for element in node.elts]
+        case ast.Dict():
+            return {
+                _key(key): _value(value, depth + 1) for key, value in zip(node.keys, node.values, strict=True)
+            }
+        case ast.Name() if node.id in _JSON_NAMES:
+            return _JSON_NAMES[node.id]
+    raise ValueError("no literal")
+
+
+def _key(node: ast.expr | None) -> str:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    raise ValueError("no key")

@@ -1,0 +1,334 @@
+"""Arguments written as tags, each between its own.
+
+    qwen3_coder   <parameter=a>1</parameter>
+    glm45         <arg_key>a</arg_key><arg_value>1</arg_value>
+    minimax_m2    <parameter name="a">1</parameter>
+
+Owns: the alternation of keys and values, and which mark inside of a value is a part of it. What a value is,
+its tool's schema says.
+Never: the name of the call, or the marks around it.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from server.reply.reading.argument_values import as_json, types_of
+from server.reply.reading.row import BodyPlace, Lexer, Progress
+
+_MAX_KEY_CHARS = 300
+_MAX_SPACES = 4096
+
+
+class _In(Enum):
+    BETWEEN = auto()
+    KEY = auto()
+    BEFORE_VALUE = auto()
+    VALUE = auto()
+
+
+class _Counts(Enum):
+    """Whether a mark in a value ends it."""
+
+    YES = auto()
+    NO = auto()
+    OPEN = auto()
+    """Known when more text has come."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaggedArguments:
+    """Marks around keys and values."""
+
+    key: str
+    key_end: str
+    value: str = ""
+    """Before a value; empty: it begins behind its key."""
+    value_end: str
+    merges: bool = False
+    """Values of one key are a list, where the schema does not say otherwise."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        inner = (self.key, self.value, self.value_end)
+        # A mark that is a word of its own is looked for everywhere.
+        return tuple(mark for mark in (*inner, self.key_end if len(self.key_end) > 2 else "") if mark)
+
+    def begin(self, place: BodyPlace) -> "TagsReader":
+        return TagsReader(self, place)
+
+
+class TagsReader:
+    """Text between the tags is dropped. A text value that nothing has ended stays open."""
+
+    raw = ""
+    num_calls = 1
+
+    def __init__(self, spec: TaggedArguments, place: BodyPlace) -> None:
+        self._spec = spec
+        self._row = place.row
+        self._names = tuple(place.schemas)
+        self._log = place.log
+        self._lexer = place.lexer
+        self._key_lexer = Lexer((*place.row.marks, spec.key_end))
+        self._state = _In.BETWEEN
+        self._key = ""
+        self._text = ""
+        """Text of a key, or between a key and its value."""
+        self._arguments = ArgumentWriter(place.schemas.get(place.name, {}), merges=spec.merges)
+        self.has_begun = True
+        self.progress = Progress.MORE
+
+    def feed(self, text: str, at: int, *, is_last: bool) -> int:
+        while self.progress is Progress.MORE:
+            lexer = self._key_lexer if self._state is _In.KEY else self._lexer
+            stop, mark = lexer.next(text, at)
+            if stop > at:
+                self._add(text[at:stop])
+                at = stop
+            if not mark:
+                break
+            behind = at + len(mark)
+            if self._state is _In.VALUE:
+                counts = self._counts(mark, text, behind, is_last=is_last)
+                if counts is _Counts.OPEN:
+                    break
+                if counts is _Counts.NO:
+                    self._add("" if mark == self._spec.value and self._arguments.is_empty else mark)
+                    at = behind
+                    continue
+            if not self._take(mark):
+                self._write(self._arguments.close())
+                self.has_begun = False
+                self.progress = Progress.ENDED
+                break
+            at = behind
+        return at
+
+    def take_plain(self, text: str) -> bool:
+        is_plain = self._state is _In.VALUE and self._lexer.first.search(text) is None
+        if is_plain:
+            self._write(self._arguments.add(text))
+        return is_plain
+
+    def finish(self, rest: str, *, is_cut: bool) -> None:
+        """Close the object if the model has ended the text between two values."""
+        if rest and self._state is _In.VALUE:
+            self._write(self._arguments.add(rest))
+        if self._state is _In.VALUE:
+            self._write(self._arguments.flush())
+        elif not is_cut:
+            self._write(self._arguments.close())
+            self.has_begun = False
+
+    def _write(self, text: str) -> None:
+        if text:
+            self._log.arguments(text)
+
+    def _add(self, text: str) -> None:
+        if self._state is _In.VALUE:
+            self._write(self._arguments.add(text))
+        elif self._state is not _In.BETWEEN:
+            self._text += text
+            is_key = self._text.lstrip().partition("\n")[0].strip() in self._arguments.properties
+            if self._state is _In.KEY and len(self._text) > _MAX_KEY_CHARS and not is_key:
+                self._text = ""
+                self._state = _In.BETWEEN
+
+    def _take(self, mark: str) -> bool:
+        """Act on a mark; False if it belongs to what stands around the arguments."""
+        spec = self._spec
+        if self._state is _In.KEY:
+            self._end_key(mark)
+            if mark in (spec.key_end, spec.value):
+                return True
+        if self._state is _In.VALUE:
+            self._write(self._arguments.end(was_lost=mark != spec.value_end))
+        elif self._state is _In.BEFORE_VALUE and mark == spec.value:
+            self._begin_argument("")
+            self._state = _In.VALUE
+            return True
+        elif self._state is _In.BEFORE_VALUE and mark == spec.value_end and self._text.strip():
+            self._begin_argument(self._text)  # the mark before it was lost
+            self._write(self._arguments.end(was_lost=False))
+        self._text = ""
+        self._state = _In.KEY if mark == spec.key else _In.BETWEEN
+        return mark in spec.marks or mark == spec.key_end
+
+    def _end_key(self, mark: str) -> None:
+        """End a key. Without its end mark it is one if the tool has it, alone on its line."""
+        spec = self._spec
+        key, newline, rest = self._text.lstrip().partition("\n")
+        self._key, self._text = key.strip(), ""
+        is_alone = bool(newline and rest.strip())
+        if is_alone and not spec.value and self._key in self._arguments.properties:
+            self._begin_argument(rest + (mark if mark == spec.key_end else ""))
+            self._state = _In.VALUE
+        elif is_alone or mark not in (spec.key_end, spec.value):
+            self._state = _In.BETWEEN
+        elif spec.value and mark == spec.key_end:
+            self._state = _In.BEFORE_VALUE
+        else:
+            self._begin_argument("")
+            self._state = _In.VALUE
+
+    def _begin_argument(self, text: str) -> None:
+        """Begin a value, so that a key without one is left out."""
+        self._write(self._arguments.begin(self._key))
+        self._write(self._arguments.add(text))
+
+    def _counts(self, mark: str, text: str, behind: int, *, is_last: bool) -> _Counts:
+        """Tell whether a mark ends the value, by what stands behind it."""
+        spec, call = self._spec, self._row.call
+        assert call is not None
+        rest = text[behind:]
+        around = (*call.openings, *self._row.wraps, *self._row.unwraps, *self._row.answer.closings)
+        if mark == spec.key:
+            return self._key_counts(rest, is_last=is_last)
+        if mark == spec.value_end:
+            lost = (f"{name}{spec.key_end}" for name in self._arguments.left)
+            return _follows(rest, (spec.key, spec.value_end, *call.closings, *around, *lost), is_last=is_last)
+        if mark in (*call.closings, *self._row.unwraps, *self._row.answer.closings):
+            return _follows(rest, around, is_last=is_last)
+        if mark in self._row.wraps:
+            names = [f"{opening}{name}" for name in self._names for opening in call.openings]
+            return _follows(rest, names, is_last=is_last, at_end=_Counts.NO)
+        if mark in call.openings and call.head is not None:
+            ends = (*call.head.ends, spec.key, *call.closings)
+            names = [f"{name}{end}" for name in self._names for end in ends]
+            return _follows(rest, names, is_last=is_last, at_end=_Counts.NO)
+        return _Counts.NO
+
+    def _key_counts(self, rest: str, *, is_last: bool) -> _Counts:
+        if not self._arguments.properties:
+            is_key = self._spec.key_end in rest.partition("\n")[0] and self._arguments.is_at_line_start
+            is_open = not is_last and "\n" not in rest and len(rest) < _MAX_KEY_CHARS
+            return _Counts.YES if is_key else _Counts.OPEN if is_open else _Counts.NO
+        ends = (self._spec.key_end, "\n") if self._spec.value else (self._spec.key_end,)
+        keys = (f"{name}{end}" for name in self._arguments.left for end in ends)
+        return _follows(rest, keys, is_last=is_last, at_end=_Counts.NO)
+
+
+def _follows(rest: str, texts: Iterable[str], *, is_last: bool, at_end: _Counts = _Counts.YES) -> _Counts:
+    """Tell whether one of these texts stands next, behind white space, or else the end of the reply."""
+    visible = rest.lstrip()
+    if not visible:
+        if is_last:
+            return at_end
+        return _Counts.OPEN if len(rest) < _MAX_SPACES else _Counts.NO
+    found = _Counts.NO
+    for text in texts:
+        if visible.startswith(text):
+            return _Counts.YES
+        if not is_last and text.startswith(visible):
+            found = _Counts.OPEN
+    return found
+
+
+class ArgumentWriter:
+    """Writes one object, argument by argument. Each call returns the JSON text that is certain by now."""
+
+    def __init__(self, schema: object, *, merges: bool) -> None:
+        properties = schema.get("properties") if isinstance(schema, dict) else None
+        self.properties: dict[str, object] = properties if isinstance(properties, dict) else {}
+        self._merges = merges
+        self._is_first = True
+        self._given: set[str] = set()
+        self._merged: dict[str, list[str]] = {}
+        """JSON texts of the values of keys that may have several."""
+        self._key = ""
+        self._types: frozenset[str] = frozenset()
+        self._is_dropped = False
+        self._is_text = False
+        self._pieces: list[str] = []
+        self._newlines = ""
+        """The last characters of a text, of which the end mark takes one."""
+        self._is_at_start = True
+
+    @property
+    def left(self) -> Iterator[str]:
+        """Properties that may still come."""
+        return (name for name in self.properties if name not in self._given or self._may_repeat(name))
+
+    @property
+    def is_empty(self) -> bool:
+        """No text of the value has come."""
+        return self._is_at_start
+
+    @property
+    def is_at_line_start(self) -> bool:
+        return (
+            bool(self._newlines)
+            or self._is_at_start
+            or (not self._is_text and self._pieces[-1].endswith("\n"))
+        )
+
+    def _may_repeat(self, key: str) -> bool:
+        types = types_of(self.properties.get(key))
+        return "array" in types or (self._merges and not types)
+
+    def begin(self, key: str) -> str:
+        """Begin the argument `key`. Of a key that stands twice, the first value counts."""
+        self._key = key
+        self._types = types_of(self.properties.get(key))
+        self._is_dropped = key in self._given and not self._may_repeat(key)
+        self._is_text = self._types == {"string"}
+        self._given.add(key)
+        self._pieces.clear()
+        self._newlines = ""
+        self._is_at_start = True
+        return self._key_text(key) + '"' if self._is_text and not self._is_dropped else ""
+
+    def add(self, text: str) -> str:
+        """Add text of the value. Texts are passed on as they come, but for one newline at each end."""
+        if not text:
+            return ""
+        if self._is_at_start:
+            self._is_at_start = False
+            text = text.removeprefix("\n")
+        if not self._is_text:
+            self._pieces.append(text)
+            return ""
+        visible = text.rstrip("\n")
+        if not visible:
+            self._newlines += text
+            return ""
+        released, self._newlines = self._newlines + visible, text[len(visible) :]
+        return "" if self._is_dropped else json.dumps(released, ensure_ascii=False)[1:-1]
+
+    def end(self, *, was_lost: bool) -> str:
+        """End the argument. Where its end mark was lost, the newlines at the end are not its own."""
+        if self._is_dropped:
+            return ""
+        if self._is_text:
+            newlines = "" if was_lost else self._newlines[:-1]
+            return json.dumps(newlines)[1:-1] + '"'
+        text = "".join(self._pieces)
+        value = as_json(text.rstrip("\n") if was_lost else text.removesuffix("\n"), self._types)
+        if self._may_repeat(self._key):
+            self._merged.setdefault(self._key, []).append(value)
+            return ""
+        return self._key_text(self._key) + value
+
+    def flush(self) -> str:
+        """Return what is left of a text that breaks off: it stays open, as do the brackets around it."""
+        return "" if self._is_dropped or not self._is_text else json.dumps(self._newlines)[1:-1]
+
+    def close(self) -> str:
+        """End the object."""
+        merged = "".join(self._key_text(key) + _merged(values) for key, values in self._merged.items())
+        return merged + ("{}" if self._is_first else "}")
+
+    def _key_text(self, key: str) -> str:
+        opening = "{" if self._is_first else ", "
+        self._is_first = False
+        return f"{opening}{json.dumps(key, ensure_ascii=False)}: "
+
+
+def _merged(values: list[str]) -> str:
+    if len(values) == 1:
+        return values[0]
+    lists = [json.loads(value) for value in values]
+    items = [item for each in lists for item in (each if isinstance(each, list) else [each])]
+    return json.dumps(items, ensure_ascii=False)

@@ -1,0 +1,99 @@
+"""Golden replies with a mark that is missing or stands twice: valid JSON, and no value of anything else."""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from server.reply.reading.dialects import find_dialect
+from server.reply.reading.machine import ReplyReader
+from server.reply.reading.row import Phase, Row
+from server.reply.reading.template_rows import template_row
+from tests.server.reply.reading.joined_replies import JoinedReply, joined_reply
+from tests.server.reply.reading.templates import TEMPLATES
+from tests.server.reply.reading.test_template_rows import GOLDEN as GOLDEN_OF_TEMPLATES
+from tests.server.reply.reading.test_tool_dialects import BONN, GOLDEN, TOOLS
+
+Case = tuple[str, Row, Phase, str]
+CASES: list[Case] = [(name, find_dialect(name, "").row, Phase.ANSWER, text) for name, text, _ in GOLDEN] + [
+    (name, template_row(TEMPLATES[name]).row, Phase.POSSIBLE, text)
+    for name, _, text, wanted in GOLDEN_OF_TEMPLATES
+    if wanted[2]
+]
+
+
+def inner_marks(row: Row) -> set[str]:
+    """Marks of a row, also those that are looked for in one state only; brackets of JSON are none."""
+    call = row.call
+    assert call is not None
+    ends = call.head.ends if call.head is not None else ()
+    return {*row.marks, *ends, getattr(call.body, "key_end", "")} - {"", "{", "\n", ">"}
+
+
+def broken(row: Row, text: str) -> Iterator[str]:
+    for mark in sorted(inner_marks(row)):
+        at = text.find(mark)
+        while at != -1:
+            yield text[:at] + text[at + len(mark) :]
+            at = text.find(mark, at + 1)
+
+
+def doubled(row: Row, text: str) -> Iterator[str]:
+    for mark in sorted(inner_marks(row)):
+        at = text.find(mark)
+        while at != -1:
+            yield text[:at] + mark + text[at:]
+            at = text.find(mark, at + 1)
+
+
+def check(reply: JoinedReply, text: str, *, values: bool) -> None:
+    for name, arguments in reply.calls:
+        read = json.loads(arguments)
+        if values and name.startswith("get_weather"):
+            assert {key: BONN.get(key, value) for key, value in read.items()} == read, text
+        if values and name == "now":
+            assert read == {}, text
+
+
+@pytest.mark.parametrize("case", CASES, ids=[f"{place}-{name}" for place, (name, *_) in enumerate(CASES)])
+def test_a_mark_that_is_missing_breaks_no_json_and_moves_no_value(case: Case) -> None:
+    _, row, start, text = case
+    for one in broken(row, text):
+        check(joined_reply(ReplyReader(row, TOOLS, start), [one]), one, values=case[0] != "lines")
+
+
+@pytest.mark.parametrize("case", CASES, ids=[f"{place}-{name}" for place, (name, *_) in enumerate(CASES)])
+def test_a_mark_that_stands_twice_breaks_no_json(case: Case) -> None:
+    _, row, start, text = case
+    for one in doubled(row, text):
+        check(joined_reply(ReplyReader(row, TOOLS, start), [one]), one, values=False)
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("case", CASES, ids=[f"{place}-{name}" for place, (name, *_) in enumerate(CASES)])
+def test_a_broken_reply_is_the_same_however_it_is_cut(case: Case) -> None:
+    _, row, start, text = case
+    for one in (*broken(row, text), *doubled(row, text)):
+        whole = joined_reply(ReplyReader(row, TOOLS, start), [one])
+        assert joined_reply(ReplyReader(row, TOOLS, start), one) == whole, one
+        for cut in range(1, len(one)):
+            assert joined_reply(ReplyReader(row, TOOLS, start), [one[:cut], one[cut:]]) == whole, (one, cut)
+
+
+@pytest.mark.parametrize("case", CASES, ids=[f"{place}-{name}" for place, (name, *_) in enumerate(CASES)])
+def test_arguments_can_be_closed_wherever_the_model_ends_its_reply_between_two_values(case: Case) -> None:
+    """Wherever the text breaks off, the arguments are JSON, or a value is open that only the model can end."""
+    _, row, start, text = case
+    for end in range(len(text)):
+        for name, arguments in joined_reply(ReplyReader(row, TOOLS, start), [text[:end]]).calls:
+            assert name in TOOLS
+            closers = ("", "{}", '"}', '\\"}', '"', "}", '\\\\"}')
+            assert any(is_json(arguments + more) for more in closers), (text[:end], arguments)
+
+
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
