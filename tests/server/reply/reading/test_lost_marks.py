@@ -82,7 +82,7 @@ def test_a_broken_reply_is_the_same_however_it_is_cut(case: Case) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=[f"{place}-{name}" for place, (name, *_) in enumerate(CASES)])
 def test_arguments_can_be_closed_wherever_the_model_ends_its_reply_between_two_values(case: Case) -> None:
-    """Wherever the text breaks off, the arguments are JSON, or a value is open that only the model can end."""
+    """Wherever a text breaks off, the arguments are JSON, or a value is open that only the model can end."""
     _, row, start, text = case
     for end in range(len(text)):
         for name, arguments in joined_reply(ReplyReader(row, TOOLS, start), [text[:end]]).calls:
