@@ -253,11 +253,20 @@ class Sequence:
         known, stop_token_ids = self.token_ids, self.params.stop_token_ids
         for token_id in token_ids:
             known.append(token_id)
-            if token_id in stop_token_ids:
+            if token_id in stop_token_ids and self._is_stop(token_id):
                 return FinishReason.STOP
             if len(known) >= self.max_length:
                 return FinishReason.LENGTH
         return None
+
+    def _is_stop(self, token_id: int) -> bool:
+        """Whether a stop token ends the sequence: the caller's own are meant for the answer."""
+        answer = self.params.answer
+        if answer is None or token_id not in answer.stop_token_ids:
+            return True
+        generated, begin = self.token_ids[self.num_prompt_tokens :], answer.begin_token_ids
+        may_think = not answer.begin or (bool(begin) and tuple(generated[: len(begin)]) == begin)
+        return not may_think or answer.token_ids[0] in generated[:-1]
 
     def expect_token(self) -> None:
         """Count the token that a plan samples, which will have to be computed unless it is the last."""

@@ -9,7 +9,7 @@ import asyncio
 from msgspec.structs import replace
 
 from engine.frontend.active_request import ActiveRequest
-from engine.text.detokenizer import IncrementalDetokenizer, StopText
+from engine.text.detokenizer import IncrementalDetokenizer, StopMatcher, StopText
 from engine.text.token_logprobs import CollectedPromptLogprobs, explain
 from engine.text.tokenizer import SpecialTokens, Tokenizer
 from engine.types import ChosenLogprob, GenerationRequest, TokenOutput
@@ -34,8 +34,7 @@ class TextChoice:
         self._detokenizer = IncrementalDetokenizer(
             tokenizer,
             prompt_token_ids=request.prompt_token_ids,
-            stop=request.stop,
-            stop_text=StopText.INCLUDE if request.include_stop_str_in_output else StopText.EXCLUDE,
+            stop=_matcher_of(request),
             special=self._special,
             shown=request.shown_special_ids,
         )
@@ -119,6 +118,13 @@ class TextChoice:
 
     def _explain(self, logprobs: tuple[TokenLogprobs, ...]) -> None:
         self._logprobs += [explain(each, self._tokenizer, self._special) for each in logprobs]
+
+
+def _matcher_of(request: GenerationRequest) -> StopMatcher | None:
+    if not request.stop:
+        return None
+    shown = StopText.INCLUDE if request.include_stop_str_in_output else StopText.EXCLUDE
+    return StopMatcher(request.stop, shown, answer=request.params.answer)
 
 
 class ActiveText(ActiveRequest[GenerationRequest, TextChoice]):

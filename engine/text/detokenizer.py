@@ -4,9 +4,9 @@ Owns: the split into text to send now and text to hold back. The pieces, joined,
 all tokens at once gives, however the tokens were divided into pushes.
 Never: decodes more than it must; one token costs about a microsecond.
 
-    tokens ──▶ ByteText | WindowText ──▶ StopMatcher ──▶ pieces
-               holds unfinished          holds what may become
-               characters                a stop string
+    tokens ──▶ ByteText | WindowText ──▶ AnswerGate ──▶ StopMatcher ──▶ pieces
+               holds unfinished          passes thoughts holds what may become
+               characters                by             a stop string
 
 Malformed output may differ from decoding at once: a byte-fallback decoder spoils the whole run of <0xNN>
 tokens around a wrong byte; here the good characters of that run are sent already.
@@ -18,6 +18,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from engine.text.tokenizer import DecoderKind, SpecialTokens, Tokenizer
+from scheduler.input_messages import AnswerStart
 
 REPLACEMENT = "\ufffd"
 
@@ -42,9 +43,6 @@ class IncrementalDetokenizer:
     `prompt_token_ids` is context only: a space that a tokenizer drops at the start of a text is kept after
     a prompt, and a character begun in the prompt is finished. Without it, the text is exactly that of
     decoding the output alone. `shown` are special tokens that are always text.
-
-    The first complete stop string ends the text; of several complete at the same character, the longest.
-    Raises ValueError for an empty stop string.
     """
 
     def __init__(
@@ -52,14 +50,13 @@ class IncrementalDetokenizer:
         tokenizer: Tokenizer,
         *,
         prompt_token_ids: tuple[int, ...] = (),
-        stop: tuple[str, ...] = (),
-        stop_text: StopText = StopText.EXCLUDE,
+        stop: "StopMatcher | None" = None,
         special: SpecialTokens = SpecialTokens.SKIP,
         shown: frozenset[int] = frozenset(),
     ) -> None:
         table = tokenizer.bytes_by_id(special, shown=shown)
         self._text = _text_source(tokenizer, prompt_token_ids, table)
-        self._matcher = StopMatcher(stop, stop_text) if stop else None
+        self._matcher = stop
         self._num_tokens = 0
 
     @property
@@ -94,14 +91,70 @@ class IncrementalDetokenizer:
         return self._matcher.push(rest) + self._matcher.finish()
 
 
-class StopMatcher:
-    """Finds the first of several strings in a text that comes in pieces."""
+class AnswerGate:
+    """Passes thoughts before an answer by, and the white space around them: no stop string counts there."""
 
-    def __init__(self, stop: tuple[str, ...], stop_text: StopText) -> None:
+    def __init__(self, answer: AnswerStart) -> None:
+        self._begin, self._end = answer.begin, answer.text
+        self._is_in_thoughts = not answer.begin
+        self._is_behind = False
+        """The mark that ends the thoughts has come."""
+        self._tail = ""
+        """The last characters of the thoughts, which may begin the mark."""
+        self.held = ""
+        """Text that may become the mark that begins them."""
+        self.is_open = False
+        """The answer has begun."""
+
+    def push(self, text: str) -> tuple[str, str]:
+        """Return the text before the answer, and that of the answer."""
+        if not (self._is_in_thoughts or self._is_behind):
+            text, self.held = self.held + text, ""
+            visible = text.lstrip()
+            if self._begin.startswith(visible) and visible != self._begin:
+                self.held = text
+                return "", ""
+            self._is_in_thoughts = visible.startswith(self._begin)
+            self._is_behind = not self._is_in_thoughts
+        passed = ""
+        if self._is_in_thoughts:
+            passed, text = self._pass_thoughts(text)
+        answer = text.lstrip() if self._is_behind and not self.is_open else text
+        self.is_open = self._is_behind and (self.is_open or bool(answer))
+        return passed + text[: len(text) - len(answer)], answer
+
+    def _pass_thoughts(self, text: str) -> tuple[str, str]:
+        """Divide a text behind the mark that ends the thoughts."""
+        known = self._tail + text
+        at = known.find(self._end)
+        if at == -1:
+            num_kept = len(self._end) - 1
+            self._tail = known[len(known) - num_kept :] if num_kept and len(known) > num_kept else known
+            return text, ""
+        self._is_in_thoughts, self._is_behind = False, True
+        begin = at + len(self._end) - len(self._tail)
+        return text[:begin], text[begin:]
+
+
+class StopMatcher:
+    """Finds the first of several strings in a text that comes in pieces, from its answer on.
+
+    The first complete stop string ends the text; of several complete at the same character, the longest.
+    Raises ValueError for an empty stop string.
+    """
+
+    def __init__(
+        self,
+        stop: tuple[str, ...],
+        stop_text: StopText = StopText.EXCLUDE,
+        *,
+        answer: AnswerStart | None = None,
+    ) -> None:
         if not all(stop):
             raise ValueError("a stop string is empty")
         self._stop = stop
         self._stop_text = stop_text
+        self._gate = None if answer is None else AnswerGate(answer)
         self._held = ""
         self.matched: str | None = None
 
@@ -109,20 +162,25 @@ class StopMatcher:
         """Take in text; return the part that cannot belong to a stop string any more."""
         if not text or self.matched is not None:
             return ""
+        passed = ""
+        if self._gate is not None:
+            passed, text = self._gate.push(text)
+            if self._gate.is_open:
+                self._gate = None
         text = self._held + text
         found = self._first_match(text)
         if found is not None:
             end, start, self.matched = found
             self._held = ""
-            return text[: end if self._stop_text is StopText.INCLUDE else start]
+            return passed + text[: end if self._stop_text is StopText.INCLUDE else start]
         held_from = self._held_from(text)
         self._held = text[held_from:]
-        return text[:held_from]
+        return passed + text[:held_from]
 
     def finish(self) -> str:
         """Return the held text: at the end it is no stop string."""
         rest, self._held = self._held, ""
-        return rest
+        return rest if self._gate is None else self._gate.held + rest
 
     def _first_match(self, text: str) -> tuple[int, int, str] | None:
         """Find the match that ends first, of several the longest: (end, start, stop string)."""

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from engine.text.detokenizer import REPLACEMENT, IncrementalDetokenizer, StopText
+from engine.text.detokenizer import REPLACEMENT, IncrementalDetokenizer, StopMatcher, StopText
 from engine.text.tokenizer import DecoderKind, SpecialTokens, Tokenizer
 from tests.engine import small_tokenizers
 
@@ -121,7 +121,9 @@ def test_text_ends_at_the_stop_string_that_is_complete_first(name, data, cut, sp
     whole = tokenizer.decode(token_ids, special=special)
     assume_well_defined(tokenizer, whole)
     stops = tuple(data.draw(st.lists(stop_strings(whole), min_size=1, max_size=3)))
-    detokenizer = IncrementalDetokenizer(tokenizer, stop=stops, stop_text=stop_text, special=special)
+    detokenizer = IncrementalDetokenizer(
+        tokenizer, stop=StopMatcher(stops, stop_text) if stops else None, special=special
+    )
     joined = "".join(pieces_of(detokenizer, token_ids, cut))
     match = first_match(whole, stops)
     if match is None:
@@ -208,7 +210,7 @@ def test_endless_noise_is_not_held_back_for_ever(make) -> None:
 
 def test_what_may_become_a_stop_string_is_held_back_and_then_released() -> None:
     tokenizer = small_tokenizers.byte_level()
-    detokenizer = IncrementalDetokenizer(tokenizer, stop=("# stopping",))
+    detokenizer = IncrementalDetokenizer(tokenizer, stop=StopMatcher(("# stopping",)))
     ids = tokenizer.encode_rendered_chat("x # sto")
     assert detokenizer.push(ids) == "x "
     assert detokenizer.push(tokenizer.encode_rendered_chat("re")) == "# store"
@@ -217,7 +219,7 @@ def test_what_may_become_a_stop_string_is_held_back_and_then_released() -> None:
 
 def test_tokens_after_the_stop_string_give_no_text_and_are_not_counted() -> None:
     tokenizer = small_tokenizers.byte_level()
-    detokenizer = IncrementalDetokenizer(tokenizer, stop=("lazy",))
+    detokenizer = IncrementalDetokenizer(tokenizer, stop=StopMatcher(("lazy",)))
     ids = tokenizer.encode_rendered_chat("the lazy dog")
     assert detokenizer.push(ids + ids) == "the "
     assert detokenizer.push(ids) + detokenizer.finish() == ""
@@ -227,14 +229,14 @@ def test_tokens_after_the_stop_string_give_no_text_and_are_not_counted() -> None
 
 def test_an_empty_stop_string_is_a_mistake() -> None:
     with pytest.raises(ValueError, match="empty"):
-        IncrementalDetokenizer(small_tokenizers.byte_level(), stop=("a", ""))
+        IncrementalDetokenizer(small_tokenizers.byte_level(), stop=StopMatcher(("a", "")))
 
 
 def test_a_token_costs_microseconds() -> None:
     tokenizer = small_tokenizers.byte_level()
     ids = tokenizer.encode_rendered_chat("hello world, hello there: naïve café\n" * 200)
     for stop in ((), ("###", "\n\nUser:")):
-        detokenizer = IncrementalDetokenizer(tokenizer, stop=stop)
+        detokenizer = IncrementalDetokenizer(tokenizer, stop=StopMatcher(stop))
         started = time.perf_counter()
         for token_id in ids:
             detokenizer.push((token_id,))

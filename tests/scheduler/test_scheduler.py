@@ -2,11 +2,13 @@
 
 import sys
 from collections import Counter
+from dataclasses import replace
 from types import FrameType
 
 import pytest
 
 from scheduler.config import PrefixCaching, SchedulingPolicy
+from scheduler.input_messages import AnswerStart
 from scheduler.messages import FinishReason, ModelRunnerOutput, SchedulerOutput, SequenceId
 from scheduler.scheduler import NeverFits, Scheduler
 from scheduler.step.planner import Planner
@@ -69,6 +71,24 @@ def test_a_stop_token_ends_a_sequence_and_is_reported() -> None:
     world.run()
     assert world.tokens[SequenceId(1)] == tokens[:3]
     assert world.reason(1) is FinishReason.STOP
+
+
+@pytest.mark.parametrize(
+    ("mark", "begin", "num_tokens"),
+    [(None, None, 3), (1, None, 3), (1, 0, 3), (3, None, 6), (3, 0, 6), (3, 1, 3)],
+)
+def test_a_stop_token_of_the_caller_ends_the_answer_and_no_thoughts(mark, begin, num_tokens) -> None:
+    """`mark` and `begin`: places in the output of the tokens around the thoughts."""
+    tokens = continuation(prompt(6), 6)
+    assert len(set(tokens[:6])) == 6, "choose another prompt"
+    stop = (tokens[2],)
+    answer = None if mark is None else AnswerStart(token_ids=(tokens[mark],), text="</t>", stop_token_ids=stop)
+    if answer is not None and begin is not None:
+        answer = replace(answer, begin="<t>", begin_token_ids=(tokens[begin],))
+    world = World(small_config())
+    world.add(make_sequence(1, prompt(6), max_tokens=6, stop_token_ids=stop, answer=answer))
+    world.run()
+    assert world.tokens[SequenceId(1)] == tokens[:num_tokens]
 
 
 def test_a_sequence_ends_at_the_context_window() -> None:

@@ -21,7 +21,7 @@ from worker.sampling.state import SamplingRow, TokenIds
 
 
 def edit_logits(logits_NW: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Apply bias, bans and penalties of `rows` in place, in this order; they do not commute.
+    """Apply bias, ends of thoughts, bans and penalties of `rows` in place; they do not commute.
 
     logits_NW is float32 and contiguous, one line for each of `rows`.
     """
@@ -34,6 +34,8 @@ def edit_logits(logits_NW: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
     for n, row in enumerate(rows):
         if row.params.allowed_token_ids:
             _keep_only(logits_NW[n], row.allowed_ids)
+    for into, out_of in end_moves(list(enumerate(rows)), width=logits_NW.shape[1]):
+        move_end(flat, torch.from_numpy(into).to(flat.device), torch.from_numpy(out_of).to(flat.device))
     banned = [(n, ids) for n, row in enumerate(rows) for ids in row.banned_ids()]
     if banned:
         where = _flat_index(logits_NW, [n for n, _ in banned], [ids for _, ids in banned])
@@ -41,6 +43,31 @@ def edit_logits(logits_NW: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
     penalized = [n for n, row in enumerate(rows) if row.counts is not None]
     if penalized:
         _penalize(logits_NW, penalized, [rows[n] for n in penalized])
+    for n, row in enumerate(rows):
+        if row.thoughts is not None and row.thoughts.must_close:
+            logits_NW[n].fill_(-torch.inf)
+            logits_NW[n, row.thoughts.closing_id] = 0.0
+
+
+def end_moves(rows: Sequence[tuple[int, SamplingRow]], *, width: int) -> list[tuple[TokenIds, TokenIds]]:
+    """List where the logits of end tokens go in open thoughts, and where they are, of rows by their lines.
+
+    Each pair has a row at most once: the first one its first end token, the second its second.
+    """
+    thinking = [(line, row.thoughts) for line, row in rows if row.thoughts and row.thoughts.moves_end]
+    most = max((len(thoughts.end_ids) for _, thoughts in thinking), default=0)
+    moves = []
+    for place in range(most):
+        some = [(line * width, thoughts) for line, thoughts in thinking if place < len(thoughts.end_ids)]
+        into = [begin + thoughts.closing_id for begin, thoughts in some]
+        out_of = [begin + thoughts.end_ids[place] for begin, thoughts in some]
+        moves.append((np.array(into, np.int64), np.array(out_of, np.int64)))
+    return moves
+
+
+def move_end(flat: torch.Tensor, into: torch.Tensor, out_of: torch.Tensor) -> None:
+    """Add the probabilities of some logits to those of others, each once. The former are banned then."""
+    flat.index_copy_(0, into, torch.logaddexp(flat[into], flat[out_of]))
 
 
 def _flat_index(logits_NW: torch.Tensor, lines: Sequence[int], ids: Sequence[TokenIds]) -> torch.Tensor:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from scheduler.messages import SamplingParams
 from worker.sampling.grammar_rows import RowGrammar
+from worker.sampling.open_thoughts import OpenThoughts, open_thoughts
 
 TokenIds = NDArray[np.int64]
 
@@ -159,6 +160,9 @@ class SamplingRow:
         self.counts: RowTokenCounts | None = None
         """Counts for the penalties, if the host keeps them."""
         self.grammar: RowGrammar | None = None
+        self.thoughts: OpenThoughts | None = open_thoughts(
+            params, token_ids[num_prompt_tokens:], vocab_size=vocab_size
+        )
         # Computed once: most rows edit nothing, and every step asks.
         self._names_tokens = bool(
             bias or params.allowed_token_ids or self.bad_words is not None or params.min_tokens > 0
@@ -166,6 +170,7 @@ class SamplingRow:
         self.is_plain = (
             not (self.is_penalized or self._names_tokens)
             and params.grammar is None
+            and self.thoughts is None
             and params.num_logprobs is None
         )
         """Whether a token follows from its logits, the seed and its place alone, and nothing is reported."""
@@ -183,6 +188,8 @@ class SamplingRow:
             row.counts = self.counts.after(token_id)
         if self.bad_words is not None:
             row.bad_words = self.bad_words.after(token_id)
+        if self.thoughts is not None:
+            row.thoughts = self.thoughts.after(token_id)
         return row
 
     @cached_property
@@ -206,11 +213,13 @@ class SamplingRow:
     @property
     def names_tokens(self) -> bool:
         """Whether the row may ever edit tokens that it names: by a bias, bans, a mask, not by penalties."""
-        return self._names_tokens or self.grammar is not None
+        return self._names_tokens or self.grammar is not None or self.thoughts is not None
 
     @property
     def edits_logits(self) -> bool:
         if self.is_penalized or (self.grammar is not None and self.grammar.is_active):
+            return True
+        if self.thoughts is not None and (self.thoughts.moves_end or self.thoughts.must_close):
             return True
         return self._names_tokens and (
             len(self.bias_ids) > 0
@@ -220,8 +229,10 @@ class SamplingRow:
         )
 
     def banned_ids(self) -> list[TokenIds]:
-        """List the tokens that the minimum length and bad words forbid now."""
+        """List the tokens that the minimum length, open thoughts and bad words forbid now."""
         banned = [self.stop_ids] if self.must_not_stop else []
+        if self.thoughts is not None and self.thoughts.moves_end:
+            banned.append(np.array(self.thoughts.end_ids, np.int64))
         return banned if self.bad_words is None else [*banned, *self.bad_words.banned_ids()]
 
     def next_uniform(self) -> float:
@@ -236,7 +247,8 @@ class SamplingRow:
     @property
     def learns(self) -> bool:
         """Whether `record` must report sampled tokens to the row; other rows do not depend on them."""
-        return self.counts is not None or self.bad_words is not None or self.grammar is not None
+        knows_text = self.counts is not None or self.bad_words is not None
+        return knows_text or self.grammar is not None or self.thoughts is not None
 
     @property
     def is_unfit(self) -> bool:
@@ -263,6 +275,8 @@ class SamplingRow:
             self.bad_words.record(token_id)
         if self.grammar is not None:
             self.grammar.record(token_id)
+        if self.thoughts is not None:
+            self.thoughts.record(token_id)
 
     def withdraw(self) -> None:
         """Take back the oldest token that was being sampled: its place in the stream is free again."""

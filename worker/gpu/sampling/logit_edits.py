@@ -22,6 +22,7 @@ from worker.gpu.sampling_kernels.token_draw import SPAN, LogitRows
 from worker.gpu.upload import upload
 from worker.sampling.draw_fields import LINE, PLACE
 from worker.sampling.grammar_rows import Grammars
+from worker.sampling.logits import end_moves, move_end
 from worker.sampling.state import SamplingRow
 
 _NUM_LOGITS = 1 << 24
@@ -106,11 +107,23 @@ class LogitsEditor:
         flat = self._scratch_EW.view(-1)
         if len(bias.where):
             flat.index_add_(0, bias_at, bias_values)
+        for into, out_of in end_moves(naming, width=self._width):
+            move_end(flat, *upload(self._device, [into, out_of]))
         if len(banned):
             flat.index_fill_(0, banned_at, -torch.inf)
         if has_penalties:
             self._counts.penalize(edited_EV, rows_E, amounts_E3)
+        self._close_thoughts(naming, edited_EV)
         return EditedLogits(LogitRows(edited_EV, rows_MF, faults_ES), rows_E, places_E, has_penalties)
+
+    def _close_thoughts(self, naming: _Naming, edited_EV: Tensor) -> None:
+        """Leave nothing but the mark to rows whose thoughts have had their tokens."""
+        thinking = [(line, row.thoughts) for line, row in naming if row.thoughts is not None]
+        closing = [(line, thoughts.closing_id) for line, thoughts in thinking if thoughts.must_close]
+        if closing:
+            lines_C, ids_C = upload(self._device, list(np.array(closing, np.int64).T.copy()))
+            edited_EV.index_fill_(0, lines_C, -torch.inf)
+            edited_EV.index_put_((lines_C, ids_C), edited_EV.new_zeros(()))
 
     def count(self, edited: EditedLogits, outcome_2N: Tensor) -> None:
         """Count the sampled tokens, for the next step."""
