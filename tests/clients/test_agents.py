@@ -1,0 +1,123 @@
+"""Agents that others wrote go through a whole loop: they ask, the model calls, they run it, it answers."""
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.clients.conftest import INSTALLED
+from tests.clients.parrot import ANSWER, FILE, make_parrot
+from tests.e2e.serving import RunningServer, running_server
+
+pytestmark = pytest.mark.night
+
+PROGRAMS = INSTALLED / "node" / "node_modules" / ".bin"
+ASKED = f"Read {FILE} and say what it says"
+NOTE = "the yard is open"
+CODEX = """\
+model = "parrot"
+model_provider = "tokenyard"
+
+[model_providers.tokenyard]
+name = "Tokenyard"
+base_url = "ADDRESS/v1"
+wire_api = "responses"
+env_key = "YARD_KEY"
+"""
+OPENCODE = {
+    "autoupdate": False,
+    "share": "disabled",
+    "provider": {
+        "tokenyard": {
+            "npm": "@ai-sdk/openai-compatible",
+            "options": {"baseURL": "ADDRESS/v1", "apiKey": "none"},
+            "models": {"parrot": {"limit": {"context": 131072, "output": 4096}}},
+        }
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def parrot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    folder = tmp_path_factory.mktemp("parrot")
+    model = make_parrot(folder / "model")
+    with running_server(folder, str(model), "--served-model-name", "parrot") as server:
+        yield server
+
+
+def loop_of(program: str, *arguments: str, folder: Path, variables: dict[str, str]) -> str:
+    """What an agent prints that is asked about a note in its folder. Skips where it is not installed."""
+    found = PROGRAMS / program
+    if (
+        not found.exists()
+        or subprocess.run([found, "--version"], capture_output=True, check=False).returncode
+    ):
+        pytest.skip("run tests/clients/install, with Node and npm")
+    work = folder / "work"
+    work.mkdir()
+    (work / FILE).write_text(NOTE)
+    done = subprocess.run(
+        [found, *arguments],
+        cwd=work,
+        env={"PATH": os.environ["PATH"], "HOME": str(folder), **variables},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def requests_of(server: RunningServer) -> list[dict]:
+    """The lines of the log about requests that had an answer of the model."""
+    lines = (json.loads(line) for line in server.text().splitlines() if line.startswith("{"))
+    return [line for line in lines if line["message"] == "request" and "output_tokens" in line]
+
+
+def check_loop(server: RunningServer, num_before: int, said: str, route: str) -> list[dict]:
+    """Hold an agent against two turns at least, the later ones out of the cache, and the answer."""
+    assert ANSWER in said
+    turns = [line for line in requests_of(server)[num_before:] if line["route"] == route]
+    assert len(turns) >= 2
+    assert all(line["status"] == 200 for line in turns)
+    assert turns[-1]["cached_tokens"] > turns[-1]["prompt_tokens"] / 2, "the second turn begins as the first"
+    return turns
+
+
+def test_codex_reads_a_file_and_is_answered(parrot, tmp_path):
+    num_before = len(requests_of(parrot))
+    (tmp_path / ".codex").mkdir()
+    (tmp_path / ".codex" / "config.toml").write_text(CODEX.replace("ADDRESS", parrot.url))
+    flags = ("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
+    said = loop_of("codex", *flags, ASKED, folder=tmp_path, variables={"YARD_KEY": "none"})
+    assert NOTE in said
+    turns = check_loop(parrot, num_before, said, "/v1/responses")
+    assert {line["ignored"] for line in turns} == {"tools.web_search"}
+
+
+def test_claude_code_reads_a_file_and_is_answered(parrot, tmp_path):
+    num_before = len(requests_of(parrot))
+    variables = {
+        "ANTHROPIC_BASE_URL": parrot.url,
+        "ANTHROPIC_AUTH_TOKEN": "none",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    }
+    flags = ("-p", ASKED, "--model", "parrot", "--allowedTools", "Bash")
+    said = loop_of("claude", *flags, folder=tmp_path, variables=variables)
+    check_loop(parrot, num_before, said, "/v1/messages")
+
+
+def test_opencode_reads_a_file_and_is_answered(parrot, tmp_path):
+    num_before = len(requests_of(parrot))
+    settings = tmp_path / ".config" / "opencode"
+    settings.mkdir(parents=True)
+    (settings / "opencode.json").write_text(json.dumps(OPENCODE).replace("ADDRESS", parrot.url))
+    flags = ("run", "--model", "tokenyard/parrot", ASKED)
+    said = loop_of("opencode", *flags, folder=tmp_path, variables={"OPENCODE_DISABLE_AUTOUPDATE": "1"})
+    assert NOTE in said
+    check_loop(parrot, num_before, said, "/v1/chat/completions")
