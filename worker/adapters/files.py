@@ -9,7 +9,7 @@ Shapes: R ranks, N outputs and K inputs of a module.
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,6 +81,14 @@ class AdapterFiles:
     settings: AdapterSettings
     halves: dict[str, Halves]
     """Tensors of each module, by its name."""
+
+    def renamed(self, here: str, there: str) -> "AdapterFiles":
+        """Give modules whose names begin with `there` the names that the model has for them."""
+        halves = {
+            here + name.removeprefix(there) if name.startswith(there) else name: both
+            for name, both in self.halves.items()
+        }
+        return replace(self, halves=halves, settings=replace(self.settings, renamed=(here, there)))
 
 
 def read_adapter(folder: Path, *, max_bytes: int) -> AdapterFiles:

@@ -123,19 +123,22 @@ class AdapterSettings:
     ranks: ByName[int]
     alphas: ByName[float]
     patterns: Patterns
+    renamed: tuple[str, str] = ("", "")
+    """Beginnings of names here and in the adapter, where it was trained on the sister class."""
 
     def rank_of(self, module: str) -> int:
         """Return the rank of a module's update."""
-        return self.ranks.find(module, self.rank)
+        return self.ranks.find(self._name_there(module), self.rank)
 
     def scale_of(self, module: str) -> float:
         """Return the factor of a module's update."""
-        alpha = self.alphas.find(module, self.alpha)
+        alpha = self.alphas.find(self._name_there(module), self.alpha)
         rank = self.rank_of(module)
         return alpha / (sqrt(rank) if self.is_rank_stabilized else rank)
 
     def include(self, module: str) -> bool:
         """Tell whether the adapter is meant to have an update for a module of this name."""
+        module = self._name_there(module)
         if self._matches(self.excluded, module):
             return False
         if self.targets is None:
@@ -151,12 +154,16 @@ class AdapterSettings:
 
     def include_parameter(self, name: str) -> bool:
         """Tell whether a parameter of this name is a target."""
-        return self._matches(self.parameters, name)
+        return self._matches(self.parameters, self._name_there(name))
 
     def _matches(self, patterns: "frozenset[str] | SchemaValidator", module: str) -> bool:
         if isinstance(patterns, SchemaValidator):
             return self.patterns.accept(patterns, module)
         return not patterns.isdisjoint(_ends(module))
+
+    def _name_there(self, name: str) -> str:
+        here, there = self.renamed
+        return there + name.removeprefix(here) if name.startswith(here) else name
 
     def _counts(self, module: str) -> bool:
         found = _LAYER.match(module)

@@ -5,8 +5,10 @@ module, or that is given some of the tokens only, would leave an adapter out wit
 Never: knows a family, or a device's kernels.
 """
 
+import logging
+import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,12 +20,21 @@ from worker.adapters.adapted_linear import AdaptablePart, StepAdapters, adapt_li
 from worker.adapters.experts import AdaptedExperts, ExpertsSize, check_modules, size_experts
 from worker.adapters.files import FILE_BYTES_OF_A_NUMBER, AdapterFiles, LowRank, read_adapter
 from worker.attention.latents import LatentExpansion
+from worker.checkpoint.passed_over import is_passed_over
+from worker.checkpoint.task import Task
 from worker.model.layer_parts import Unrecognised
 from worker.model.linear import linear_of
 from worker.model.mixture import find_experts, read_experts
 from worker.model.stage_layers import places_before
 from worker.worker_config import AdapterLimits
 from worker.worker_errors import AdapterRefused, refused_as
+
+log = logging.getLogger(__name__)
+
+_LAYERS = re.compile(r"(?:(?:model|language_model|text_model)\.)*layers\.")
+"""The text class of a family has `model.layers.`, the whole one `model.language_model.layers.`"""
+_TIMES_WITH_TOWERS = 2
+"""Room for updates of towers in the files of an adapter, which are read and left out."""
 
 
 class LayerSize(NamedTuple):
@@ -66,11 +77,32 @@ class Targets:
     def read(self, folder: Path, *, max_rank: int) -> tuple[str, dict[str, LowRank]]:
         """Read the files of an adapter; return their digest and its updates. Raises AdapterRefused only."""
         with refused_as(AdapterRefused, f"the folder {folder.name}"):
-            files = read_adapter(folder, max_bytes=self.num_numbers(max_rank) * FILE_BYTES_OF_A_NUMBER)
+            max_bytes = self.num_numbers(max_rank) * FILE_BYTES_OF_A_NUMBER * _TIMES_WITH_TOWERS
+            files = read_adapter(folder, max_bytes=max_bytes)
+            unused = [name for name in files.halves if self._is_unused(name)]
+            if unused:
+                log.info(
+                    "adapter in %s: updates of %d modules change no text and are left out, %s first",
+                    folder,
+                    len(unused),
+                    unused[0],
+                )
             return files.digest, self.check(files, max_rank=max_rank)
 
+    def _is_unused(self, name: str) -> bool:
+        """Tell whether a layer is one of a tower or a draft head, which no text depends on."""
+        return name not in self.sizes and is_passed_over(
+            f"{name}.weight", draft_layers=(), task=Task.GENERATE
+        )
+
     def check(self, files: AdapterFiles, *, max_rank: int) -> dict[str, LowRank]:
-        """Match updates and layers both ways. Raises AdapterRefused with the name that has no other."""
+        """Match updates and layers both ways. Raises AdapterRefused with the name that has no other.
+
+        The model may be the text class or the whole one of its family, and the adapter the other's.
+        """
+        here, there = _before_layers(self.sizes), _before_layers(files.halves)
+        if here is not None and there is not None and here != there:
+            files = files.renamed(here, there)
         updates = self._updates_of(files)
         for name, update in updates.items():
             size = self.sizes[name]
@@ -87,7 +119,7 @@ class Targets:
         of_experts = {layer for name, size in self.experts.items() for layer in size.layers(name)}
         for name in (*self.sizes, *(self.reasons if files.settings.targets is not None else ())):
             is_target = files.settings.include(name) or files.settings.name_of(name) != name
-            if is_target and name not in of_experts and name not in updates:
+            if is_target and not (name in of_experts or name in updates or self._is_unused(name)):
                 raise AdapterRefused(f"{name} is a target of adapter_config.json and has no tensors")
         if not updates:
             raise AdapterRefused("it updates no layer")
@@ -100,11 +132,19 @@ class Targets:
         for name, size in self.experts.items():
             updates |= size.take_all(name, halves, files.settings)
         for name, both in halves.items():
+            if self._is_unused(name):
+                continue
             if name not in self.sizes:
                 why = self.reasons.get(name, "the model has no linear layer of this name")
                 raise AdapterRefused(f"the tensors of {name} find no layer: {why}")
             updates[name] = both.low_rank(files.settings.name_of(name), files.settings)
         return updates
+
+
+def _before_layers(names: Iterable[str]) -> str | None:
+    """Return the beginning of the names of the language model's layers, `layers.` with it."""
+    found = {match.group() for name in names if (match := _LAYERS.match(name)) is not None}
+    return max(found, key=len, default=None)
 
 
 def find_targets(model: Any, run: Callable[[], object], *, num_tokens: int) -> Targets:
