@@ -11,6 +11,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,10 @@ from worker.quantized.scheme import (
     Rules,
     find_reader,
     is_bias,
+    read_weight,
 )
 from worker.quantized.tensor_places import TensorPlaces, TensorTarget
-from worker.worker_errors import StartupError
+from worker.worker_errors import StartupError, refused_as
 
 log = logging.getLogger(__name__)
 
@@ -74,12 +76,13 @@ class _Stored:
     def read(self) -> ModuleTensors:
         """Copy them into this process's memory: they would be pages of mapped files."""
         tensors: dict[str, Tensor] = {}
+        refusal = partial(QuantizationRefused, fix="download the checkpoint again")
         for last_name, path in self.files.items():
             place = self.places[last_name].place
             if place is not None:
                 tensors[last_name] = read_tensor(path, place)
                 continue
-            with safe_open(path, framework="pt") as file:
+            with refused_as(refusal, path, but=(MemoryError,)), safe_open(path, framework="pt") as file:
                 tensors[last_name] = file.get_tensor(f"{self.module}.{last_name}").clone()
         return ModuleTensors(self.module, tensors)
 
@@ -95,15 +98,7 @@ class _StoredLinear:
     shape: tuple[int, int]
 
     def read(self) -> GroupedWeight:
-        try:
-            tensors = self.stored.read()
-            weight = self.reader.read(tensors, self.shape)
-        except (ValueError, RuntimeError, TypeError, LookupError) as error:
-            raise QuantizationRefused(
-                f"{self.stored.module} cannot be read: {error}", fix="download the checkpoint again"
-            ) from error
-        tensors.refuse_unread()
-        return for_products_in(self.dtype, weight)
+        return for_products_in(self.dtype, read_weight(self.reader, self.stored.read(), self.shape))
 
 
 @dataclass(slots=True)

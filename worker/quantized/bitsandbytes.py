@@ -85,4 +85,4 @@ def _block_scales(tensors: ModuleTensors, num_blocks: int, state: dict[str, Any]
     codes_B = tensors.take("weight.absmax", (torch.uint8,), (num_blocks,))
     numbers = tensors.take("weight.nested_quant_map", (torch.float32,), (_NUM_BYTES_CODES,))
     largest = tensors.take("weight.nested_absmax", (torch.float32,), (-(-num_blocks // size),))
-    return numbers[codes_B.long()] * largest.repeat_interleave(size)[:num_blocks] + offset
+    return numbers[codes_B.long()] * largest[torch.arange(num_blocks) // size] + offset

@@ -5,6 +5,7 @@ Never: reads tensors (the readers do).
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from worker.quantized.gguf_blocks import read_gguf_rules
 from worker.quantized.gptq import read_gptq_rules
 from worker.quantized.scheme import QuantizationRefused, Reader, Rules
 from worker.quantized.torchao import read_torchao_rules
+from worker.worker_errors import refused_as
 
 
 class OnlyExperts:
@@ -76,9 +78,6 @@ def read_rules(quantization_config: Any) -> Rules:
         raise QuantizationRefused(
             f"the checkpoint is quantized by {method!r}", fix=f"take one of {', '.join(sorted(_METHODS))}"
         )
-    try:
+    refusal = partial(QuantizationRefused, fix="correct the config")
+    with refused_as(refusal, f"quantization_config of {method}"):
         return _METHODS[method](quantization_config)
-    except (TypeError, ValueError, AttributeError) as error:
-        raise QuantizationRefused(
-            f"quantization_config of {method} cannot be understood ({error})", fix="correct the config"
-        ) from error

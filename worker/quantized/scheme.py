@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +25,7 @@ from worker.quantized.grouped_weight import (
     GroupedWeight,
     pack_nibbles,
 )
-from worker.worker_errors import StartupError
+from worker.worker_errors import StartupError, refused_as
 
 MARKERS = frozenset(
     {"weight_packed", "qweight", "weight_scale", "weight_scale_inv", "weight.absmax", "SCB", "_weight_qdata"}
@@ -100,6 +101,15 @@ class Reader(Protocol):
 
     def read(self, tensors: ModuleTensors, shape: tuple[int, int]) -> GroupedWeight:
         """The weight of a linear module [N, K]. Raises QuantizationRefused."""
+
+
+def read_weight(reader: Reader, tensors: ModuleTensors, shape: tuple[int, int]) -> GroupedWeight:
+    """Read a weight [N, K] whole. Raises QuantizationRefused, whatever the tensors make the reader raise."""
+    refusal = partial(QuantizationRefused, fix="download the checkpoint again")
+    with refused_as(refusal, tensors.module, but=(MemoryError,)):
+        weight = reader.read(tensors, shape)
+        tensors.refuse_unread()
+    return weight
 
 
 class Rules(Protocol):

@@ -6,14 +6,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import thread_time
 from typing import Any
 
 import pytest
+import torch
 
 from tests.gguf_checkpoints import write_gguf
 from tests.hostile_values import HOSTILE, assert_one_line, hostile_texts
+from tests.quantized_checkpoints import FORMATS, Random
 from tests.worker.checkpoint.gguf.test_tokenizer import sentencepiece
 from tests.worker.conftest import MakeCheckpoint, load_worker
 from worker.adapters.settings import read_settings
@@ -24,6 +27,8 @@ from worker.checkpoint.gguf.file import read_gguf
 from worker.checkpoint.gguf.tokenizer import tokenizer_of
 from worker.checkpoint.plausible_sizes import check_sizes
 from worker.load.model_kind import find_kind
+from worker.quantized.formats import read_rules
+from worker.quantized.scheme import ModuleTensors, find_reader, read_weight
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import AdapterRefused, StartupError, refused_as
 
@@ -212,6 +217,46 @@ def test_a_model_that_cannot_be_built_or_tried_is_a_refusal(
     rewrite(folder / "config.json", json.dumps(content | changes))
     with pytest.raises(StartupError, match=named):
         load_worker(folder)
+
+
+NAME = "model.layers.0.self_attn.q_proj"
+CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "empty": lambda found: found.reshape(-1)[:0],
+    "one more row": lambda found: torch.cat((found, found[-1:])) if found.dim() else found.reshape(1, 1, 1),
+    "flat": lambda found: found.reshape(-1),
+    "double": lambda found: found.double(),
+    "not finite": lambda found: torch.full(found.shape, float("nan")).to(found.dtype),
+    "highest": lambda found: torch.full_like(found.view(-1).view(torch.uint8), 255).view(found.dtype),
+}
+
+
+def read_module(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    reader = find_reader(read_rules(config), NAME, frozenset(tensors))
+    if reader is not None:
+        read_weight(reader, ModuleTensors(NAME, tensors), (64, 128)).dequantized()
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS.keys() - {"mxfp4"}))
+def test_any_config_and_tensor_of_a_quantized_module_is_read_or_refused(name: str) -> None:
+    chosen, random = FORMATS[name], Random()
+    tensors = {key: each.contiguous() for key, each in chosen.write(random, 64, 128).tensors.items()}
+    read_module(chosen.config, tensors)
+    for where, text in hostile_texts({key: chosen.config[key] for key in chosen.config if key != "ignore"}):
+        with ending_well(where, StartupError), refused_as(partial(StartupError, fix=""), where):
+            read_module(json.loads(text), tensors)
+    for key, found in tensors.items():
+        for change, apply in CHANGES.items():
+            with ending_well(f"{key}: {change}", StartupError):
+                read_module(chosen.config, tensors | {key: apply(found)})
+
+
+def test_any_state_of_bitsandbytes_is_read_or_refused() -> None:
+    config, tensors = FORMATS["nf4"].config, FORMATS["nf4"].write(Random(), 64, 128).tensors
+    key = "weight.quant_state.bitsandbytes__nf4"
+    for where, text in hostile_texts(json.loads(bytes(tensors[key].tolist()))):
+        state = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        with ending_well(where, StartupError):
+            read_module(config, tensors | {key: state})
 
 
 def test_a_panic_of_a_library_is_a_refusal_and_an_interrupt_is_none() -> None:

@@ -117,7 +117,10 @@ def test_fp8_excludes_modules_their_children_and_ends_of_names():
         ({"quant_method": "gptq", "bits": 3}, "codes of 3 bits"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format marlin"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:(": {}}}, r"pattern '-:\('"),
-        ({"quant_method": "gptq", "bits": 4, "group_size": "x"}, "cannot be understood"),
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": "x"},
+            "quantization_config of gptq cannot be read: invalid literal",
+        ),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size \[128\]"),
         ({"quant_method": "fp8", "scale_fmt": "ue4m3"}, "scale_fmt ue4m3"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "modelopt W4A8_AWQ; take one of FP8"),
