@@ -79,6 +79,12 @@ def _find_in_hub_cache(model: str, environment: Mapping[str, str]) -> Path | Non
 
 
 def _check_checkpoint(folder: Path) -> None:
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise OptionError(
+            f"model {str(folder)!r}",
+            "it is an adapter, no model",
+            f"serve the model that it was trained on, with --lora-modules NAME={folder}",
+        )
     for name in ("config.json", "tokenizer.json"):
         if not (folder / name).is_file():
             raise OptionError(

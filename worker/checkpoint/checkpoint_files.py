@@ -133,11 +133,6 @@ def find_checkpoint(model_path: str) -> Path:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object. Raises StartupError if it is missing or broken."""
     if not path.exists():
-        if (path.parent / _ADAPTER).exists():
-            raise StartupError(
-                f"{path.parent} is an adapter, no model: it has {_ADAPTER} and no {path.name}",
-                fix=f"serve the model that it was trained on, with --lora-modules NAME={path.parent}",
-            )
         raise StartupError(
             f"{path.parent} has no {path.name}", fix="give the folder of a checkpoint in Hugging Face format"
         )

@@ -381,6 +381,13 @@ def test_an_open_address_needs_a_key_or_an_explicit_word(checkpoint, words) -> N
     assert server.host == words[1]
 
 
+def test_the_folder_of_an_adapter_is_told_from_a_model(checkpoint) -> None:
+    (checkpoint / "config.json").unlink()
+    (checkpoint / "adapter_config.json").write_text("{}")
+    with pytest.raises(OptionError, match=f"an adapter, no model; .* --lora-modules NAME={checkpoint}"):
+        resolve(read(str(checkpoint)), environment={})
+
+
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
 def test_an_incomplete_checkpoint_is_refused_by_the_name_of_what_is_missing(checkpoint, missing) -> None:
     (checkpoint / missing).unlink()
