@@ -100,7 +100,19 @@ _MULTIPLIERS = {
     "logits_scaling": 4.0,
 }
 
+# Angles that pictures have for time, height and width; those of a text are equal.
+_THREE_ANGLES = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+}
+
 _SETTINGS: dict[str, dict[str, Any]] = {
+    "qwen2_vl_text": {**_THREE_ANGLES, "head_dim": None},
+    "qwen2_5_vl_text": {**_THREE_ANGLES, "head_dim": None},
+    "qwen3_vl_text": _THREE_ANGLES,
+    "qwen3_vl_moe_text": {**_THREE_ANGLES, "sliding_window": None, "use_sliding_window": None},
+    "glm4v_text": {**_THREE_ANGLES, "head_dim": None},
+    "glm4v_moe_text": {**_THREE_ANGLES, "first_k_dense_replace": 1, "partial_rotary_factor": 1.0},
+    "mistral4": {**_MLA, **_GROUPED_EXPERTS},
     "deepseek_v2": {**_MLA, **_GROUPED_EXPERTS},
     "deepseek_v3": {**_MLA, **_GROUPED_EXPERTS},
     "axk1": {**_MLA, **_GROUPED_EXPERTS},
@@ -197,7 +209,8 @@ _MODEL_TYPES = (
     *("hy_v3", "hy_v4", "hyperclovax", "inkling_text", "internlm3", "iquestcoder", "jais2", "jamba"),
     *("jetmoe", "kimi_linear", "kolibri1", "laguna", "lfm2", "lfm2_moe", "lfm3", "llama", "llama4_text"),
     *("longcat_flash", "mamba", "mamba2", "mellum", "mimo_v2_flash", "minicpm3", "minimax", "minimax_m2"),
-    *("minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mixtral", "modernbert-decoder", "moshi"),
+    *("minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mistral4", "mixtral"),
+    *("modernbert-decoder", "moshi"),
     *("mpt", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe"),
     *("openai-gpt", "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe"),
     *("qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen4_exp_text"),
@@ -239,12 +252,27 @@ _VARIANTS = (
 )
 
 _WITH_OTHER_PARTS = {
+    "cohere2_vision": "cohere2",
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
     "gemma4_unified": "gemma4_unified_text",
+    "glm4v": "glm4v_text",
+    "glm4v_moe": "glm4v_moe_text",
+    "internvl": "qwen3",
+    "kimi_k25": "deepseek_v3",
+    "lfm2_vl": "lfm2",
     "llama4": "llama4_text",
+    "llava": "llama",
+    "minimax_m3_vl": "minimax_m3_vl_text",
+    "mistral3": "ministral3",
+    "qwen2_5_vl": "qwen2_5_vl_text",
+    "qwen2_vl": "qwen2_vl_text",
     "qwen3_5": "qwen3_5_text",
+    "qwen3_vl": "qwen3_vl_text",
+    "qwen3_vl_moe": "qwen3_vl_moe_text",
+    "smolvlm": "llama",
 }
+"""Families of models that see or hear too, and the part of each that is text."""
 
 MATRIX = (
     *(Family(model_type=each, settings=_SETTINGS.get(each, {})) for each in _MODEL_TYPES),

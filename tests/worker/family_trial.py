@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING
 
 from scheduler.messages import (
     BlockId,
@@ -30,6 +30,7 @@ from tests.families import ALTERNATING, OTHER_PARTS, TINY, Family
 from tests.worker.family_traits import find_traits
 from worker.attention.interface import ATTENTION_NAME
 from worker.attention.latents import keep_latents
+from worker.checkpoint.task_choice import generating_class
 from worker.devices.device import Device, open_device
 from worker.devices.weight_life import WeightLife
 from worker.load.loader import LoadedModel
@@ -157,7 +158,7 @@ def _build(config: Any, attention: str | None = ATTENTION_NAME) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
         try:
-            model = AutoModelForCausalLM.from_config(
+            model = generating_class(config).from_config(
                 config, dtype=torch.float32, attn_implementation=attention
             )
         except KeyError as error:

@@ -1,18 +1,22 @@
 """Choice of the task that a checkpoint is served for.
 
-Owns: the choice of a task if the operator names none, and whether the model reads a prompt in both
-directions.
+Owns: the choice of a task if the operator names none, the class that generates, and whether the model reads a
+prompt in both directions.
 Never: reads weights or tokenizer.
 """
 
 from pathlib import Path
 from typing import Any
 
+from transformers.generation.utils import GenerationMixin
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
 )
 
 from worker.checkpoint.pooling_files import MODULES_FILE
@@ -25,7 +29,10 @@ _CLASSIFIER = "ForSequenceClassification"
 
 # Tables in which transformers must list the family, and the reason to refuse one that it does not.
 _MAPPINGS = {
-    Task.GENERATE: ((MODEL_FOR_CAUSAL_LM_MAPPING,), "do not generate text token by token"),
+    Task.GENERATE: (
+        (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
+        "do not generate text token by token",
+    ),
     Task.EMBED: ((MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING), "do not read text"),
     Task.SCORE: ((MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,), "have no classification head"),
 }
@@ -58,6 +65,19 @@ def choose_task(asked: str, folder: Path, checkpoint_config: dict[str, Any]) -> 
             "the checkpoint has no classification head", fix="ask for --task embed, or leave it out"
         )
     return task
+
+
+def generating_class(model_config: Any) -> Any:
+    """Choose transformers' class of a model that generates: for text alone, or for pictures and text.
+
+    Raises FamilyRefused for one that generates in a way of its own.
+    """
+    if type(model_config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    found = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(model_config)]
+    if getattr(found, "generate", None) is not GenerationMixin.generate:
+        raise FamilyRefused(f"{model_config.model_type} models do not generate text token by token")
+    return AutoModelForImageTextToText
 
 
 def reads_both_ways(checkpoint_config: dict[str, Any]) -> bool:

@@ -16,7 +16,6 @@ from transformers.modeling_utils import AttentionInterface
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModel,
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
 )
 from transformers.utils import logging as transformers_logging
@@ -25,6 +24,7 @@ from worker.attention.interface import ATTENTION_NAME, attention_forward
 from worker.attention.latents import find_expansions, keep_latents
 from worker.checkpoint.checkpoint_files import WeightFile, read_json
 from worker.checkpoint.task import Task
+from worker.checkpoint.task_choice import generating_class
 from worker.devices.lazy_imports import load_shapes
 from worker.devices.weight_life import is_out_of_memory
 from worker.load.model_kind import NO_PAGED_ATTENTION, ModelKind, model_config_of, refuse_layers, torch_dtype
@@ -160,7 +160,7 @@ def _class_of(kind: ModelKind, model_config: Any, state: dict[str, Tensor] | Non
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]
     match kind.task:
         case Task.GENERATE:
-            return AutoModelForCausalLM
+            return generating_class(model_config)
         case Task.EMBED:
             return AutoModel
         case Task.SCORE:

@@ -14,6 +14,7 @@ import torch
 
 from worker.attention.kv_cache import FLOAT8, cache_dtype
 from worker.checkpoint.task import Task
+from worker.checkpoint.tokenizer_files import read_tokenizer
 from worker.load.model_kind import ModelKind
 from worker.states.interface import StateShape
 from worker.worker_config import AdapterLimits, DraftMethod, SpeculationConfig, WorkerConfig
@@ -104,7 +105,8 @@ def _vocabulary(folder: Path) -> dict[str, int]:
             fix="take checkpoints that have one",
         )
     try:
-        found: dict[str, int] = tokenizers.Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
+        backend = tokenizers.Tokenizer.from_buffer(read_tokenizer(folder).text)
+        found: dict[str, int] = backend.get_vocab(with_added_tokens=True)
     except Exception as error:  # tokenizers raises no other type
         raise StartupError(f"{path} cannot be read: {error}", fix="download it again") from error
     return found

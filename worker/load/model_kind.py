@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING_NAMES
+from transformers.utils.import_utils import is_timm_available, is_vision_available
 
 from worker.attention.interface import CHUNKED_LAYER, FULL_LAYER, SLIDING_LAYER
 from worker.checkpoint.checkpoint_files import find_checkpoint, read_json
@@ -23,6 +25,7 @@ from worker.worker_config import WorkerConfig
 from worker.worker_errors import FamilyRefused, StartupError
 
 NO_PAGED_ATTENTION = "has attention of its own that a paged KV cache cannot be put under"
+_NEEDS_TIMM = "TimmWrapperModel"
 _SUPPORTED_LAYERS = frozenset({FULL_LAYER, SLIDING_LAYER, CHUNKED_LAYER})
 
 
@@ -72,10 +75,19 @@ def find_kind(config: WorkerConfig) -> ModelKind:
 
 
 def model_config_of(kind: ModelKind) -> Any:
-    """Make transformers' configuration of a checkpoint, with the operator's values in it."""
-    if not kind.has_overrides:
-        return AutoConfig.from_pretrained(kind.folder, local_files_only=True, trust_remote_code=False)
-    return CONFIG_MAPPING[kind.checkpoint_config["model_type"]].from_dict(dict(kind.checkpoint_config))
+    """Make transformers' configuration of a checkpoint, with the operator's values in it.
+
+    A family whose other parts need libraries that are not installed is its text part alone.
+    """
+    if kind.has_overrides:
+        config = CONFIG_MAPPING[kind.checkpoint_config["model_type"]].from_dict(dict(kind.checkpoint_config))
+    else:
+        config = AutoConfig.from_pretrained(kind.folder, local_files_only=True, trust_remote_code=False)
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not (is_timm_available() and is_vision_available()):
+        others = [getattr(config, name, None) for name in config.sub_configs]
+        classes = {MODEL_MAPPING_NAMES.get(getattr(each, "model_type", "")) for each in others}
+        return config.get_text_config(decoder=True) if _NEEDS_TIMM in classes else config
+    return config
 
 
 def dtype_name(dtype: str, checkpoint_config: dict[str, Any]) -> str | None:

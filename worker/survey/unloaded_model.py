@@ -7,12 +7,12 @@ Never: counts memory (forecast.py).
 from typing import Any
 
 import torch
-from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from worker.adapters.targets import Targets
 from worker.attention.interface import ATTENTION_NAME, active
 from worker.attention.latents import keep_latents
 from worker.attention.probe_attention import KeptShapes, ProbeAttention
+from worker.checkpoint.task_choice import generating_class
 from worker.devices.device import Device
 from worker.load.model_kind import NO_PAGED_ATTENTION, ModelKind, model_config_of, refuse_layers
 from worker.load.quantized_loading import without_quantization
@@ -47,12 +47,16 @@ def _build(kind: ModelKind) -> Any:
     if not knows_recurrence(model_config):
         refuse_layers(model_config.get_text_config(decoder=True))
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            without_quantization(model_config),  # which asks for no other KV cache
-            dtype=torch.bfloat16,  # shapes do not depend on it, and torch's grouped products need it
-            attn_implementation=ATTENTION_NAME,
-            trust_remote_code=False,
-        ).eval()
+        model = (
+            generating_class(model_config)
+            .from_config(
+                without_quantization(model_config),  # which asks for no other KV cache
+                dtype=torch.bfloat16,  # shapes do not depend on it, and torch's grouped products need it
+                attn_implementation=ATTENTION_NAME,
+                trust_remote_code=False,
+            )
+            .eval()
+        )
     keep_latents(model)
     replace_functions(model)
     return model

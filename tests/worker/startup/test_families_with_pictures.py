@@ -1,0 +1,101 @@
+"""Families that see pictures too: their text is served from whole checkpoints, as they are published."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING
+
+from tests.checkpoints import vary_constants
+from tests.families import MATRIX
+from tests.tiers import by_day
+from tests.worker.conftest import BLOCK_SIZE, load_worker
+from tests.worker.family_trial import tiny_config
+from tests.worker.plan_driver import PlanDriver
+from worker.checkpoint.task_choice import generating_class
+from worker.worker_errors import FamilyRefused
+
+PROMPTS = [[5, 9, 200, 31, 7], list(range(20, 43))]
+NUM_TOKENS = 6
+WHOLE = {each.name: each for each in MATRIX if each.text_part}
+
+
+def build(config: Any) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        model = generating_class(config).from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(0.0, 0.2)
+        vary_constants(model, torch)
+    return model.eval()
+
+
+def generated(model: Any) -> list[list[int]]:
+    found = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NUM_TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        found.append(output[0, len(prompt) :].tolist())
+    return found
+
+
+def served(folder: Path) -> list[list[int]]:
+    worker, _ = load_worker(folder, max_model_len=64)
+    driver = PlanDriver(worker, BLOCK_SIZE)
+    sequences = [driver.add(prompt) for prompt in PROMPTS]
+    driver.generate(sequences, NUM_TOKENS)
+    return [driver.generated(each) for each in sequences]
+
+
+@pytest.mark.parametrize("name", by_day(WHOLE, ["mistral3"]))
+def test_the_text_of_a_whole_checkpoint_is_that_of_transformers(tmp_path: Path, name: str) -> None:
+    model = build(tiny_config(WHOLE[name]))
+    model.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    assert served(tmp_path) == generated(model)
+
+
+@pytest.mark.night
+def test_without_the_libraries_of_a_tower_the_text_part_is_served_alone(tmp_path: Path) -> None:
+    """The published files hold the tower; neither timm nor Pillow comes with the product."""
+    [family] = [each for each in MATRIX if each.name == "gemma3n_text"]
+    model = build(tiny_config(family))
+    model.save_pretrained(tmp_path)
+    write_as_part(tmp_path, model.config, "gemma3n", "model.vision_tower.timm_model.conv_stem.conv.weight")
+    assert served(tmp_path) == generated(model)
+
+
+def test_kimi_k2_is_deepseek_v3_by_another_name(tmp_path: Path) -> None:
+    [family] = [each for each in MATRIX if each.name == "deepseek_v3"]
+    model = build(tiny_config(family))
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "kimi_k2"}))
+    assert served(tmp_path) == generated(model)
+
+
+@pytest.mark.parametrize("model_type", ["diffusion_gemma", "blip"])
+def test_a_family_that_generates_in_another_way_is_refused(model_type: str) -> None:
+    with pytest.raises(FamilyRefused, match="do not generate text token by token"):
+        generating_class(CONFIG_MAPPING[model_type]())
+
+
+def write_as_part(folder: Path, config: Any, whole: str, tower: str) -> None:
+    """Rewrite a saved text model as a part of a whole checkpoint, with a tensor of its tower."""
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    save_file(renamed | {tower: torch.ones(2, 2)}, folder / "model.safetensors", metadata={"format": "pt"})
+    text = {"model_type": whole, "text_config": config.to_dict(), "architectures": ["AnyOfThem"]}
+    (folder / "config.json").write_text(json.dumps(text))
