@@ -8,7 +8,7 @@ Source: the names and metadata that llama.cpp's converter writes.
 import math
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,19 +52,18 @@ _ODD_SCALED_LAYERS = {"gemma2": 46, "gemma3": 62}
 _WINDOW_PATTERNS = {"gemma2": 2, "gemma3": 6}
 _DEFAULT_WINDOWS = {"gemma2": 4096}
 _LOCAL_THETA = 10000.0
-_ENDS_OF_TURNS = frozenset(
+_ENDS = frozenset(
     {
-        "<|eot_id|>",
-        "<|im_end|>",
-        "<|end|>",
-        "<|eom_id|>",
-        "<end_of_turn>",
-        "<|endoftext|>",
-        "<EOT>",
-        "<end_of_utterance>",
+        *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>"),
+        *("<|flush|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "<turn|>", "<|tool_response>"),
+        *("<end_of_utterance>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "[e~[", "<｜end▁of▁sentence｜>"),
     }
 )
-"""Tokens that end a reply in any chat template that has them; files name only one of theirs."""
+"""Tokens that end a reply in any template that has them, whatever their type: files name one of theirs."""
+_ENDS_IF_CONTROL = frozenset({"</s>", "<eos>"})
+"""Some vocabularies have them as plain text."""
+_PARTS_OF_REPLIES = (({"<|return|>", "<|call|>"}, "<|end|>"), ({"<|calls|>", "<|flush|>"}, "<|end|>"))
+"""Tokens beside which another one ends a part of a reply alone."""
 CONTROL = 3
 """Type of a token that text never becomes."""
 
@@ -233,10 +232,11 @@ def _tokens(file: GgufFile) -> dict[str, Any]:
         metadata.get("tokenizer.ggml.token_type") or [],
     )
     ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    by_name = ends_of(tokens)
     ends += [
         index
         for index, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
-        if kind == CONTROL and token in _ENDS_OF_TURNS
+        if token in by_name or (kind == CONTROL and token in _ENDS_IF_CONTROL)
     ]
     found = {
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
@@ -246,14 +246,21 @@ def _tokens(file: GgufFile) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
+def ends_of(tokens: Collection[str]) -> frozenset[str]:
+    """Choose the tokens that end a reply by their names."""
+    found = _ENDS.intersection(tokens)
+    return found - {part for others, part in _PARTS_OF_REPLIES if others <= found}
+
+
 def _rope(file: GgufFile, family: _Family, head_dim: int) -> dict[str, Any]:
     theta = float(_value(file, "rope.freq_base", _DEFAULT_THETA))
-    kind = _value(file, "rope.scaling.type", "none")
+    factor = float(_value(file, "rope.scaling.factor", _value(file, "rope.scale_linear", 0)))
+    kind = _value(file, "rope.scaling.type", "linear" if factor not in (0, 1) else "none")
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     if _ROPE_FREQUENCIES in file.tensors:
         rope = _llama3(file, theta, head_dim)
     elif kind == "linear":
-        rope |= {"rope_type": "linear", "factor": float(_value(file, "rope.scaling.factor"))}
+        rope |= {"rope_type": "linear", "factor": factor or float(_value(file, "rope.scaling.factor"))}
     elif kind == "yarn":
         original = _number(file, "rope.scaling.original_context_length")
         rope |= {"rope_type": "yarn", "factor": float(_value(file, "rope.scaling.factor"))}

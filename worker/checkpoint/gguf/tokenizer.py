@@ -1,64 +1,25 @@
 """The tokenizer of a GGUF file as tokenizer.json and tokenizer_config.json.
 
-Owns: byte-level pairs ("gpt2") with the splits that are known by name, sentencepiece pairs ("llama"), and
-chat templates.
+Owns: byte-level pairs ("gpt2"), pairs of sentencepiece by rank ("llama") or as stored ("gemma4"), and chat
+templates.
 Never: encodes a text (engine/text does).
 Source: the metadata that llama.cpp's converter writes; the file format of the `tokenizers` library.
 """
 
 from typing import Any, NamedTuple
 
-from worker.checkpoint.gguf.config import CONTROL
+from worker.checkpoint.gguf.config import CONTROL, ends_of
 from worker.checkpoint.gguf.file import GgufFile
+from worker.checkpoint.gguf.splits import SPLITS
 from worker.worker_errors import StartupError
 
 _SPACE = "▁"
+_STORED_PAIRS = "gemma4"
 _NORMAL, _USER_DEFINED = 1, 4
 _MAX_LETTERS = 1024
 """Limit of a token that is made of others: all its cuts are tried."""
 _TEMPLATE = "tokenizer.chat_template"
-_GEMMAS = frozenset({"gemma", "gemma2", "gemma3"})
-_END_OF_SPLIT = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-
-
-class _Split(NamedTuple):
-    """Rules by which text is cut before pairs are merged."""
-
-    pattern: str | None = None
-    """Regular expression; None: that of GPT-2."""
-    splits_digits: bool = False
-    normalizer: dict[str, Any] | None = None
-    ignores_merges: bool = False
-    """A word that is a token becomes it, whatever its pairs."""
-    adds_bos: bool = False
-
-
-_LLAMA3 = _Split(
-    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}{_END_OF_SPLIT}",
-    ignores_merges=True,
-    adds_bos=True,
-)
-_QWEN2 = _Split(
-    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{_END_OF_SPLIT}", normalizer={"type": "NFC"}
-)
-_TEKKEN = _Split(
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    ignores_merges=True,
-    adds_bos=True,
-)
-_SPLITS = {
-    "gpt-2": _Split(),
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "smollm": _Split(splits_digits=True),
-    "tekken": _TEKKEN,
-}
+_GEMMAS = frozenset({"gemma", "gemma2", "gemma3", "gemma4"})
 
 
 class _Vocabulary(NamedTuple):
@@ -72,14 +33,16 @@ def tokenizer_of(file: GgufFile) -> tuple[dict[str, Any], dict[str, Any]]:
     kind = file.metadata.get("tokenizer.ggml.model")
     if kind == "gpt2":
         parts, adds_bos = _byte_level(file)
-    elif kind == "llama":
+    elif kind in ("llama", _STORED_PAIRS):
         parts, adds_bos = _sentencepiece(file), True
     else:
         raise StartupError(
-            f"{file.path.name} has a tokenizer of kind {kind!r}", fix="take a GGUF file with gpt2 or llama"
+            f"{file.path.name} has a tokenizer of kind {kind!r}",
+            fix="take a GGUF file with gpt2, llama or gemma4",
         )
     ends = {
-        "bos": _flag(file, "add_bos_token", adds_bos),
+        # Some files of Gemma 4 deny it, which the model does not bear.
+        "bos": kind == _STORED_PAIRS or _flag(file, "add_bos_token", adds_bos),
         "eos": _flag(file, "add_eos_token", default=False),
     }
     special = _special_tokens(file, parts["model"]["vocab"])
@@ -122,6 +85,7 @@ def _ids(tokens: list[str]) -> dict[str, int]:
 
 def _added(vocabulary: _Vocabulary, ids: dict[str, int]) -> list[dict[str, Any]]:
     """Tokens that are searched for before a text is split."""
+    ends = ends_of(vocabulary.tokens)
     return [
         {
             "id": index,
@@ -130,10 +94,10 @@ def _added(vocabulary: _Vocabulary, ids: dict[str, int]) -> list[dict[str, Any]]
             "lstrip": False,
             "rstrip": False,
             "normalized": False,
-            "special": kind == CONTROL,
+            "special": kind == CONTROL or token in ends,
         }
         for index, (token, kind) in enumerate(zip(*vocabulary, strict=True))
-        if kind in (CONTROL, _USER_DEFINED) and ids.get(token) == index
+        if (kind in (CONTROL, _USER_DEFINED) or token in ends) and ids.get(token) == index
     ]
 
 
@@ -155,34 +119,30 @@ def _model(ids: dict[str, int], merges: list[tuple[str, str]], **others: Any) ->
 
 def _byte_level(file: GgufFile) -> tuple[dict[str, Any], bool]:
     named = file.metadata.get("tokenizer.ggml.pre")
-    split = _SPLITS.get(str(named))
+    split = SPLITS.get(str(named))
     if split is None:
         raise StartupError(
             f"{file.path.name} splits text by rules named {named!r}",
-            fix=f"take a GGUF file with {', '.join(_SPLITS)}",
+            fix="take the model's safetensors",
         )
     vocabulary = _vocabulary(file)
     alphabet = _byte_letters()
-    letters = set(alphabet)
-    spelled = [
-        token
-        if kind in (CONTROL, _USER_DEFINED) or letters.issuperset(token)
-        else "".join(alphabet[byte] for byte in token.encode())
-        for token, kind in zip(*vocabulary, strict=True)
-    ]
+    letters, texts, ends = set(alphabet), set(vocabulary.tokens), ends_of(vocabulary.tokens)
+    spelled = []
+    for token, kind in zip(*vocabulary, strict=True):
+        in_bytes = "".join(alphabet[byte] for byte in token.encode())
+        is_spelled = kind in (CONTROL, _USER_DEFINED) or token in ends or letters.issuperset(token)
+        spelled.append(token if is_spelled or in_bytes in texts else in_bytes)
     ids = _ids(spelled)
     bytes_of = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    steps: list[dict[str, Any]] = []
-    if split.splits_digits:
-        steps.append({"type": "Digits", "individual_digits": True})
-    if split.pattern is not None:
-        pattern = {"Regex": split.pattern}
-        steps.append({"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False})
-    steps.append({**bytes_of, "use_regex": split.pattern is None})
+    steps = [
+        {"type": "Split", "pattern": {"Regex": each}, "behavior": "Isolated", "invert": False}
+        for each in split.patterns
+    ]
     parts = {
         "added_tokens": _added(vocabulary, ids),
         "normalizer": split.normalizer,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*steps, {**bytes_of, "use_regex": False}]},
         "decoder": {**bytes_of, "use_regex": True},
         "model": _model(ids, _stored_merges(file, ids), ignore_merges=split.ignores_merges),
     }
@@ -214,6 +174,7 @@ def _stored_merges(file: GgufFile, ids: dict[str, int]) -> list[tuple[str, str]]
 def _sentencepiece(file: GgufFile) -> dict[str, Any]:
     vocabulary = _vocabulary(file)
     is_gemma = file.architecture in _GEMMAS
+    has_merges = file.metadata.get("tokenizer.ggml.model") == _STORED_PAIRS
     if is_gemma:  # runs of spaces are stored as such, but text has marks in their place
         respelled = [
             _SPACE * len(each) if each and not each.strip(" ") else each for each in vocabulary.tokens
@@ -221,6 +182,11 @@ def _sentencepiece(file: GgufFile) -> dict[str, Any]:
         vocabulary = vocabulary._replace(tokens=respelled)
     ids = _ids(vocabulary.tokens)
     has_prefix = _flag(file, "add_space_prefix", default=not is_gemma)
+    merges = (
+        _stored_merges(file, ids)
+        if has_merges
+        else _merges_by_rank(vocabulary, ids, _ranks(file, vocabulary, by_place=is_gemma))
+    )
     unknown = file.metadata.get("tokenizer.ggml.unknown_token_id")
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     normalizer: dict[str, Any] = replace
@@ -239,7 +205,7 @@ def _sentencepiece(file: GgufFile) -> dict[str, Any]:
         "decoder": {"type": "Sequence", "decoders": decoders},
         "model": _model(
             ids,
-            _merges_by_rank(vocabulary, ids, _ranks(file, vocabulary, by_place=is_gemma)),
+            merges,
             unk_token=None if unknown is None else vocabulary.tokens[unknown],
             fuse_unk=True,
             byte_fallback=True,

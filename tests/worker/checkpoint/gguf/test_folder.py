@@ -155,6 +155,25 @@ def test_the_frequencies_of_llama_3_become_their_parameters(tmp_path):
     assert config_of(read_gguf(path))["rope_parameters"] == rope
 
 
+@pytest.mark.parametrize(
+    ("metadata", "kind"),
+    [
+        ({"rope.scaling.factor": 4.0}, "linear"),
+        ({"rope.scale_linear": 4.0}, "linear"),
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, "default"),
+        ({"rope.scaling.factor": 1.0}, "default"),
+    ],
+)
+def test_a_factor_without_a_type_scales_rotary_embeddings_linearly(tmp_path, metadata, kind):
+    def change(writer: Any) -> None:
+        for name, value in metadata.items():
+            add = writer.add_string if isinstance(value, str) else writer.add_float32
+            add(f"llama.{name}", value)
+
+    rope = config_of(read_gguf(write(tmp_path / "rope.gguf", change)))["rope_parameters"]
+    assert (rope["rope_type"], rope.get("factor")) == (kind, 4.0 if kind == "linear" else None)
+
+
 def test_the_model_option_takes_a_file_and_names_the_model_after_it(written):
     engine, server = resolve(Options(model=str(written[0])))
     assert engine.served_names == (written[0].stem,)

@@ -8,7 +8,9 @@ import pytest
 import tokenizers
 
 from tests.checkpoints import write_tokenizer
+from worker.checkpoint.gguf.config import ends_of
 from worker.checkpoint.gguf.file import GgufFile
+from worker.checkpoint.gguf.splits import SPLITS
 from worker.checkpoint.gguf.tokenizer import tokenizer_of
 from worker.worker_errors import StartupError
 
@@ -59,19 +61,92 @@ def test_a_byte_level_tokenizer_encodes_and_decodes_as_the_original(tmp_path, te
     assert found.decode(found.encode(text).ids, skip_special_tokens=False) == text
 
 
+TRICKY = "I'LL a1234 éÉTÉ漢字か!x= 9/\n\n  y"
+PIECES = {
+    "gpt-2": "I|'|LL| a|1234| éÉTÉ漢字か|!|x|=| 9|/|\n\n | y",
+    "smollm": "I|'|LL| a|1|2|3|4| éÉTÉ漢字か|!|x|=| |9|/|\n\n | y",
+    "llama-bpe": "I|'LL| a|123|4| éÉTÉ漢字か|!x|=| |9|/\n\n| | y",
+    "qwen2": "I|'LL| a|1|2|3|4| éÉTÉ漢字か|!x|=| |9|/\n\n| | y",
+    "deepseek-v3": "I|'LL| a|123|4| éÉTÉ|漢字か|!x|=| |9|/\n\n| | y",
+    "gpt-4o": "I'LL| a|123|4| é|ÉTÉ漢字か|!x|=| |9|/\n\n| | y",
+    "tekken": "I|'LL| a|1|2|3|4| é|ÉTÉ漢字か|!x|=| |9|/\n\n| | y",
+    "deepseek-llm": "I|'|LL| a|1234| éÉ|T|É|漢字か|!|x|=| |9|/|\n|\n| | y",
+    "deepseek-coder": "I|'|LL| a|1|2|3|4| éÉTÉ|漢字か|!|x|= |9|/|\n|\n| | y",
+    "falcon": "I|'|LL| a|123|4| éÉTÉ漢字か|!|x|=| 9|/|\n\n | y",
+    "default": "I|'|LL| a|123|4| éÉTÉ漢字か|!|x|=| |9|/|\n\n | y",
+    "kimi-k2": "I'LL| a|123|4| é|ÉTÉ|漢字|か|!x|=| |9|/\n\n| | y",
+    "glm4": "I|'LL| a|123|4| éÉTÉ漢字か|!x|=| |9|/\n\n| | y",
+}
+"""llama.cpp's own vocabularies, each with some fifty texts, give their ids by these rules."""
+
+
+@pytest.mark.parametrize("pre", PIECES)
+def test_text_is_split_as_the_named_rules_say(tmp_path, pre):
+    found = opened(byte_level(tmp_path, pre=pre)[1])
+    places = [place for _, place in found.pre_tokenizer.pre_tokenize_str(TRICKY)]
+    assert "|".join(TRICKY[start:end] for start, end in places) == PIECES[pre]
+
+
+def test_every_set_of_rules_loses_no_letter(tmp_path):
+    for number, pre in enumerate(SPLITS):
+        (tmp_path / str(number)).mkdir()
+        found = opened(byte_level(tmp_path / str(number), pre=pre)[1])
+        for text in TEXTS[:3]:
+            ids = found.encode(text, add_special_tokens=False).ids
+            assert found.decode(ids, skip_special_tokens=False) == text, pre
+
+
+def test_marks_stay_with_their_letters_for_qwen_3_5_which_composes_none(tmp_path):
+    for pre, pieces in (("qwen35", ["u\u0308ber"]), ("stablelm2", ["u", "\u0308ber"])):
+        (tmp_path / pre).mkdir()
+        found = opened(byte_level(tmp_path / pre, pre=pre)[1])
+        places = [place for _, place in found.pre_tokenizer.pre_tokenize_str("u\u0308ber")]
+        assert ["u\u0308ber"[start:end] for start, end in places] == pieces
+        assert found.normalizer is None
+
+
+def test_gemma_4_merges_its_stored_pairs_over_the_whole_text_and_begins_with_its_bos():
+    pairs = ["h e", "l l", "he ll", "hell o", "▁ hello", "▁ ▁"]
+    words = [pair.replace(" ", "") for pair in pairs]
+    pieces = ["<bos>", "<eos>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁helo", *words]
+    settings = {"model": "gemma4", "tokens": pieces, "merges": pairs, "bos_token_id": 0, "eos_token_id": 1}
+    kinds = [3, 3, *[6] * 256, *[1] * (len(pieces) - 258)]
+    found = opened(file_of("gemma4", **settings, token_type=kinds, add_bos_token=False))
+    assert found.encode("hello  hello\n").tokens == ["<bos>", "hello", "▁", "▁hello", "<0x0A>"]
+    assert found.decode(found.encode(" hello é").ids) == " hello é"
+
+
+@pytest.mark.parametrize("kind", [1, 3, 4])
+def test_an_end_of_a_turn_is_one_token_and_special_whatever_its_type(tmp_path, kind):
+    _, file = byte_level(tmp_path)
+    place = file.metadata["tokenizer.ggml.tokens"].index("<|im_end|>")
+    file.metadata["tokenizer.ggml.token_type"][place] = kind
+    del file.metadata["tokenizer.ggml.eos_token_id"]
+    found = opened(file)
+    assert found.encode("a<|im_end|>").ids[-1] == place
+    assert found.get_added_tokens_decoder()[place].special
+
+
 @pytest.mark.parametrize(
-    ("pre", "text", "pieces"),
+    ("tokens", "ends"),
     [
-        ("gpt-2", "a123b don't", ["a", "123", "b", "Ġdon", "'t"]),
-        ("qwen2", "a123b don't", ["a", "1", "2", "3", "b", "Ġdon", "'t"]),
-        ("llama-bpe", "a1234b DON'T", ["a", "123", "4", "b", "ĠDON", "'T"]),
-        ("smollm", "a12b", ["a", "1", "2", "b"]),
-        ("tekken", "aBc 12", ["a", "Bc", "Ġ", "1", "2"]),
+        (["a", "<|end|>", "<|endoftext|>"], {"<|end|>", "<|endoftext|>"}),
+        (["<|end|>", "<|return|>", "<|call|>"], {"<|return|>", "<|call|>"}),
+        (["</s>", "[EOT]", "<｜end▁of▁sentence｜>"], {"[EOT]", "<｜end▁of▁sentence｜>"}),
     ],
 )
-def test_text_is_split_as_the_named_rules_say(tmp_path, pre, text, pieces):
-    found = opened(byte_level(tmp_path, pre=pre)[1])
-    assert [piece for piece, _ in found.pre_tokenizer.pre_tokenize_str(text)] == pieces
+def test_ends_of_replies_are_known_by_their_names(tokens, ends):
+    assert ends_of(tokens) == ends
+
+
+def test_two_spellings_of_one_token_leave_it_to_the_one_in_bytes(tmp_path):
+    _, file = byte_level(tmp_path)
+    tokens, kinds = (file.metadata[f"tokenizer.ggml.{name}"] for name in ("tokens", "token_type"))
+    in_bytes = next(each for each in tokens if each == "Ġ")
+    tokens.insert(0, " ")
+    kinds.insert(0, 1)
+    file.metadata["tokenizer.ggml.eos_token_id"] += 1
+    assert opened(file).encode(" ").ids == [tokens.index(in_bytes)]
 
 
 def test_composed_letters_are_one_for_qwen(tmp_path):
@@ -139,7 +214,7 @@ def test_templates_and_named_tokens_come_along(tmp_path):
     ("metadata", "named"),
     [
         ({"model": "rwkv"}, "'rwkv'"),
-        ({"pre": "unheard"}, "gpt-2, llama-bpe"),
+        ({"pre": "unheard"}, "'unheard'; take the model's safetensors"),
         ({"pre": None}, "rules named None"),
         ({"merges": ["zz qq"]}, "'zz qq'"),
         ({"tokens": None}, "tokenizer.ggml.tokens"),
