@@ -75,6 +75,7 @@ def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:
     pulse.start()
     try:
         loop.run()
+        started.dismiss_nodes()
     except WorkerBroken as error:
         log.critical("%s; leaving, so that a fresh process can take over", error)
         return EXIT_WORKER_BROKEN

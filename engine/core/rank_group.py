@@ -143,6 +143,11 @@ class RankGroup:
         self._steps.learn(result.token_ids)
         return result.output
 
+    def dismiss_nodes(self) -> None:
+        """Let other nodes end with their ranks."""
+        if self._switchboard is not None:
+            self._switchboard.dismiss_nodes()
+
     def close(self) -> None:
         """Let the ranks end; kill those that have not ended in time."""
         self._is_closing.set()

@@ -34,6 +34,11 @@ class StartedWorker(NamedTuple):
     worker: "Worker"
     group: RankGroup | None
 
+    def dismiss_nodes(self) -> None:
+        """Let other nodes end too, as this engine was asked to: no other one follows it."""
+        if self.group is not None:
+            self.group.dismiss_nodes()
+
     def close(self) -> None:
         if self.group is not None:
             self.group.close()

@@ -30,6 +30,7 @@ from engine.nodes.messages import (
     SILENCE_S,
     Alive,
     Begin,
+    Dismissed,
     Hello,
     RankEnded,
     RankSays,
@@ -110,7 +111,9 @@ class NodeAgent:
                 if isinstance(answer, Refused):
                     return answer
                 if answer is not None:
-                    _Part(self._config, answer, leader).run(self._stopping)
+                    if _Part(self._config, answer, leader).run(self._stopping):
+                        log.info("the first node has ended, and this one ends with it")
+                        self.stop()
                     return None
         return None
 
@@ -201,9 +204,13 @@ class _Part:
             num_threads=own.worker.num_threads,
         )
         self._config = replace(begin.config, worker=worker, log_format=own.log_format)
+        self._is_dismissed = False
 
-    def run(self, stopping: threading.Event) -> None:
-        """Run the ranks until one of them ends, the engine ends, or a signal comes."""
+    def run(self, stopping: threading.Event) -> bool:
+        """Run the ranks until one of them ends, the engine ends, or a signal comes.
+
+        Returns True if no other engine is to be waited for.
+        """
         runtime = RuntimeDirectory.make()
         reports = RankReports(runtime.path)
         children: dict[int, subprocess.Popen[bytes]] = {}
@@ -219,6 +226,7 @@ class _Part:
                 child.wait()
             reports.close()
             runtime.remove()
+        return self._is_dismissed
 
     def _start(self, directory: Path, children: dict[int, subprocess.Popen[bytes]]) -> None:
         worker = self._config.worker
@@ -242,6 +250,7 @@ class _Part:
             if isinstance(message, WriteStacks):
                 for child in children.values():
                     child.send_signal(SIGNAL_FOR_STACKS)
+            self._is_dismissed |= isinstance(message, Dismissed)
             if isinstance(message, Alive) and message.life != self._life:
                 log.warning("the engine has ended, and the next is there")
                 return False

@@ -82,7 +82,11 @@ class WriteStacks(msgspec.Struct, frozen=True, tag=True):
     """Let all ranks write their stacks to the node's log."""
 
 
-ToNode = Wait | Refused | Begin | Alive | WriteStacks
+class Dismissed(msgspec.Struct, frozen=True, tag=True):
+    """The first node has ended by intent: end with the ranks, and wait for no other engine."""
+
+
+ToNode = Wait | Refused | Begin | Alive | WriteStacks | Dismissed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_leader = msgspec.msgpack.Decoder(ToLeader).decode

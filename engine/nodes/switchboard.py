@@ -38,6 +38,7 @@ from engine.nodes.messages import (
     SILENCE_S,
     Alive,
     Begin,
+    Dismissed,
     Hello,
     RankEnded,
     RankSays,
@@ -60,7 +61,7 @@ from worker.ranks.places import peers_of
 log = logging.getLogger(__name__)
 
 _COMMANDS, _OUTCOMES = "inproc://commands", "inproc://results"
-_PLAN, _BEGIN, _STACKS, _CLOSE = b"plan", b"begin", b"stacks", b"close"
+_PLAN, _BEGIN, _STACKS, _DISMISS, _CLOSE = b"plan", b"begin", b"stacks", b"dismiss", b"close"
 _LOOK_MS = 200
 _MOST_AT_ONCE = 1000
 _HANDSHAKE_MS = 5_000
@@ -149,6 +150,10 @@ class Switchboard:
         """Post to all ranks, without waiting for any."""
         self._order(_PLAN, encode_plan(order))
 
+    def dismiss_nodes(self) -> None:
+        """Let all nodes end with their ranks, rather than wait for another engine."""
+        self._order(_DISMISS)
+
     def say_goodbye(self) -> None:
         """Let all ranks end once they have carried out all orders."""
         self._is_closing = True
@@ -223,9 +228,9 @@ class Switchboard:
                 self._lose(EXIT_WORKER_BROKEN, f"node {self._roll.missing[0]} has left before the start")
             for agent in self._roll.agents:
                 self._answer(agent, Begin(life=self.life, config=replace(self._config, cluster=None)))
-        elif order == _STACKS:
+        elif order in (_STACKS, _DISMISS):
             for agent in self._roll.agents:
-                self._answer(agent, WriteStacks())
+                self._answer(agent, WriteStacks() if order == _STACKS else Dismissed())
         return order != _CLOSE
 
     def _take(self, socket: "zmq.Socket[bytes]", frames: list[bytes]) -> None:

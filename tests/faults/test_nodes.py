@@ -190,6 +190,15 @@ async def test_both_nodes_compute_an_adapter_beside_the_base(
     assert await asyncio.gather(*both) == [adapted, expected]
 
 
+async def test_a_node_ends_with_the_first_that_was_asked_to_end(tiny_model: Path, tmp_path: Path) -> None:
+    port, log = free_port(), tmp_path / "log"
+    with other_node(tiny_model, "127.0.0.1", port, log, TWO_SHARDS) as node:
+        async with first_node(tiny_model, port, 2, TWO_SHARDS):
+            assert len(ranks_of(node)) == 1
+        assert node.wait(WAIT_S) == 0
+    assert "ends with it" in log.read_text()
+
+
 async def test_a_node_with_another_checkpoint_is_refused_in_one_line(
     cluster: Cluster, tmp_path: Path, expected: list[list[int]]
 ) -> None:

@@ -20,6 +20,7 @@ from engine.nodes.links import Links
 from engine.nodes.messages import (
     Alive,
     Begin,
+    Dismissed,
     Hello,
     RankEnded,
     Refused,
@@ -114,6 +115,8 @@ def test_a_node_that_is_the_same_is_taken_on_and_gets_the_configuration_without_
         first.board.begin()
         assert answer(leader) == Begin(life=first.board.life, config=replace(first.config, cluster=None))
         assert answer_to(leader, Alive("an engine before")) == Alive(first.board.life)
+        first.board.dismiss_nodes()
+        assert answer(leader) == Dismissed()
 
 
 @pytest.mark.parametrize(
