@@ -398,6 +398,7 @@ class WaitReason(StrEnum):
     PREEMPTION = "preemption"  # of another in this step; or of the first in the queue, whose token is awaited
     ADAPTER = "adapter"  # max_adapters others are in use
     ENCODER = "encoder"  # the step's encoder budget was spent, or the encoder cache is full
+    DELAY = "delay"  # decodes have steps for themselves, until prompts have waited for prefill_delay_factor
     GRAMMAR = "grammar"  # its grammar is being compiled, or is to be after those before it
     ORDER = "order"  # of one sequence: it has all that it needs, but one before it waits
 

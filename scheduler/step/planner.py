@@ -66,6 +66,8 @@ class Planner:
         self._passes_blocks = self._kv.passes_blocks
         self._has_chunks = False  # in the last plan
         self._num_stages = state.config.num_stages
+        self._delays_prompts = False
+        """True while the last step was for decodes alone, although prompts wait."""
         self._decides_always = self._num_stages > 1
         may_displace = self._config.displacement is Displacement.ON
         self._may_give_turns = self._config.fairness is Fairness.TENANT and may_displace
@@ -74,14 +76,14 @@ class Planner:
     @property
     def wait_reason(self) -> WaitReason:
         """Reason why the waiting queue waited in the last step."""
-        reason = self._admission.wait_reason
+        reason = WaitReason.DELAY if self._delays_prompts else self._admission.wait_reason
         if reason is WaitReason.STEP and self._queues.num_without_grammar:
             return WaitReason.GRAMMAR
         return reason
 
     def reason_of(self, seq: Sequence, place: int) -> WaitReason:
         """Reason why the sequence at this place of the waiting queue waits."""
-        return self._admission.reason_of(seq, place)
+        return WaitReason.DELAY if self._delays_prompts else self._admission.reason_of(seq, place)
 
     def plan_decodes(self) -> list[ScheduledSequence] | None:
         """Shares of a step in which each running sequence gets one token, and nothing is left to decide.
@@ -193,7 +195,8 @@ class Planner:
         """Prefill alone if there is any to do and it is due, otherwise decodes alone."""
         num_decodes, plan.budget.num_decodes_ahead = plan.budget.num_decodes_ahead, 0
         self._serve_prefills(plan)
-        if self._prefill_is_due(plan.now_s):
+        self._delays_prompts = not self._prefill_is_due(plan.now_s)
+        if not self._delays_prompts:
             self._admission.admit_waiting(plan)
         if not plan.chunks:
             plan.budget.num_decodes_ahead = num_decodes

@@ -234,6 +234,22 @@ def test_separate_batching_never_mixes_and_prefers_prefill() -> None:
     assert world.tokens[SequenceId(1)] == continuation(prompt(12, 1), 5)
 
 
+def test_while_the_delay_holds_prompts_back_that_is_their_reason() -> None:
+    world = World(
+        small_config(batching=Batching.SEPARATE, num_blocks=64, prefill_delay_factor=3.0, max_num_seqs=2)
+    )
+    world.add(make_sequence(1, prompt(12, 1), max_tokens=20))
+    world.step()
+    world.add(make_sequence(2, prompt(5, 2), max_tokens=20), make_sequence(3, prompt(5, 3), max_tokens=1))
+    reasons = []
+    for _ in range(4):
+        world.step()  # a second each, and the prefill took 12 * 0.05
+        last = world.scheduler.report(ReportPage(0, 9), now_s=0.0)[-1]
+        reasons.append((world.scheduler.stats().wait_reason, last.wait_reason))
+    assert reasons[0] == (WaitReason.DELAY, WaitReason.DELAY)
+    assert reasons[-1] == (WaitReason.PLACES, WaitReason.PLACES)
+
+
 def test_the_delay_factor_lets_decodes_go_on_until_the_newcomer_has_waited() -> None:
     def steps_before_admission(factor: float) -> int:
         world = World(

@@ -16,6 +16,7 @@ const REASONS = {
   preemption: () => "a preemption in this step comes first",
   adapter: () => "as many adapters as may be are in use",
   encoder: () => "the encoder has no room",
+  delay: () => "decodes have this step for themselves, as --prefill-delay-factor asks",
   grammar: () => "other grammars are compiled first",
   order: () => "it has all that it needs, but one before it waits",
 };
