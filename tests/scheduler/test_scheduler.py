@@ -82,7 +82,9 @@ def test_a_stop_token_of_the_caller_ends_the_answer_and_no_thoughts(mark, begin,
     tokens = continuation(prompt(6), 6)
     assert len(set(tokens[:6])) == 6, "choose another prompt"
     stop = (tokens[2],)
-    answer = None if mark is None else AnswerStart(token_ids=(tokens[mark],), text="</t>", stop_token_ids=stop)
+    answer = (
+        None if mark is None else AnswerStart(token_ids=(tokens[mark],), text="</t>", stop_token_ids=stop)
+    )
     if answer is not None and begin is not None:
         answer = replace(answer, begin="<t>", begin_token_ids=(tokens[begin],))
     world = World(small_config())
