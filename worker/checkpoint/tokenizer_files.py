@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-import tokenizers
 
 from worker.checkpoint.checkpoint_files import read_json
 from worker.worker_errors import StartupError, refused_as
@@ -53,6 +52,8 @@ def read_tokenizer(folder: Path) -> TokenizerFile:
         known = {token["content"]: token for token in content.get("added_tokens") or ()}
         lacking = list(_lacking(folder, settings, known))
         if lacking:
+            import tokenizers  # not at the top: `--help` needs none of it
+
             backend = tokenizers.Tokenizer.from_buffer(text)
             backend.add_tokens([tokenizers.AddedToken(**token) for token in lacking])
             text = str(backend.to_str()).encode()
