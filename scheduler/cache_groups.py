@@ -60,6 +60,30 @@ class CacheGroup:
     num_stripes: int = 1
     """Blocks of a place, which is block_size tokens of all the group's layers; of FIXED: of its one state."""
 
+    def most_places(self, num_tokens: int, *, block_size: int, num_step_tokens: int) -> int:
+        """Most places that a sequence of `num_tokens` holds at once, in steps of so many at most."""
+        if self.lifetime.kind is LifetimeKind.FIXED:
+            return 1
+        end = -(-num_tokens // block_size)
+        if not self.lifetime.is_limited:
+            return end
+        # A range of tokens touches one block more than fit into it, unless it begins where a block does.
+        longest_range = self.lifetime.num_tokens - 1 + num_step_tokens
+        return min(end, -(-(longest_range - 1) // block_size) + 1)
+
+
+def num_tables(groups: tuple[CacheGroup, ...]) -> int:
+    """Tables of blocks that have an entry for each place: one for each stripe of what is kept of tokens."""
+    return sum([group.num_stripes for group in groups if group.lifetime.kind is not LifetimeKind.FIXED])
+
+
+def most_blocks(
+    groups: tuple[CacheGroup, ...], num_tokens: int, *, block_size: int, num_step_tokens: int
+) -> int:
+    """Most blocks that a sequence of `num_tokens` holds at once, of all groups."""
+    sizes = {"block_size": block_size, "num_step_tokens": num_step_tokens}
+    return sum([group.num_stripes * group.most_places(num_tokens, **sizes) for group in groups])
+
 
 def joint_lifetime(lifetimes: list[Lifetime]) -> Lifetime:
     """Lifetime of layers that share their blocks: what one of them still reads is kept of all."""

@@ -4,8 +4,10 @@ Owns: the arithmetic, and the refusals with their numbers, for weights too. Test
 Never: measures (machine.py, device.py) or allocates (ready_model.py, host_pool.py).
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
+from scheduler.cache_groups import CacheGroup, most_blocks
 from worker.worker_errors import StartupError
 
 CPU_SHARE_OF_AVAILABLE = 0.25
@@ -32,11 +34,15 @@ class CacheRequest:
     checkpoint_len: int
     """The model's own context window, the longest that can be right."""
     max_num_seqs: int
-    num_state_blocks: int = 0
-    """Blocks of the state of one sequence, as large after one token as after many."""
-    most_read_tokens: int | None = None
-    """Most tokens that a sequence reads and writes in a step, if every layer has a window. None: all of the
-    sequence."""
+    num_step_tokens: int
+    """Most tokens of a step."""
+    groups: tuple[CacheGroup, ...] = (CacheGroup(),)
+
+    def most_blocks(self, num_tokens: int) -> int:
+        """Count the most blocks that a sequence of `num_tokens` ever holds at once."""
+        return most_blocks(
+            self.groups, num_tokens, block_size=self.block_size, num_step_tokens=self.num_step_tokens
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,25 +164,20 @@ def size_cache(request: CacheRequest) -> CacheSize:
         # One block of the budget is the padding block.
         num_blocks = request.budget_bytes // request.block_bytes - 1
         longest = asked_len or request.checkpoint_len
-        useful = _MOST_USEFUL_FILLS * request.max_num_seqs * _blocks_of(request, longest)
+        useful = _MOST_USEFUL_FILLS * request.max_num_seqs * request.most_blocks(longest)
         num_blocks = min(num_blocks, useful)
-    if 1 <= num_blocks <= request.num_state_blocks:
-        needed_bytes = (request.num_state_blocks + 2) * request.block_bytes
+    least = request.most_blocks(1)
+    if num_blocks < least:
+        needed = "two blocks" if least == 1 else f"{least + 1} blocks, for a place of each group of layers,"
         raise StartupError(
-            f"the KV cache of {num_blocks} blocks does not hold the state of one sequence, "
-            f"which takes {request.num_state_blocks} of them, and a block of tokens",
-            fix=f"give the cache {needed_bytes} bytes or more (--kv-cache-memory)",
-        )
-    if num_blocks < 1:
-        raise StartupError(
-            f"the memory left for the KV cache ({format_size(request.budget_bytes)}) holds no two blocks "
+            f"the memory left for the KV cache ({format_size(request.budget_bytes)}) holds no {needed} "
             f"of {request.block_bytes} bytes",
-            fix=f"give it at least {2 * request.block_bytes} bytes (--kv-cache-memory on CPU, "
+            fix=f"give it at least {(least + 1) * request.block_bytes} bytes (--kv-cache-memory on CPU, "
             "--gpu-memory-utilization on CUDA), or take a smaller --block-size",
         )
     cache_len = _cache_len(request, num_blocks)
     if asked_len is not None and asked_len > cache_len:
-        needed_bytes = (_blocks_of(request, asked_len) + 1) * request.block_bytes
+        needed_bytes = (request.most_blocks(asked_len) + 1) * request.block_bytes
         raise StartupError(
             f"the KV cache of {num_blocks} blocks holds {cache_len} tokens, "
             f"but one sequence of max_model_len {asked_len} needs {format_size(needed_bytes)} of it",
@@ -186,18 +187,13 @@ def size_cache(request: CacheRequest) -> CacheSize:
 
 
 def _cache_len(request: CacheRequest, num_blocks: int) -> int:
-    """Return the longest sequence that the cache can serve, alone."""
-    if request.most_read_tokens is not None:
-        # Consecutive tokens touch one block more than they fill.
-        most_blocks = _ceil_div(request.most_read_tokens, request.block_size) + 1
-        if num_blocks >= most_blocks:
-            return request.checkpoint_len
-    return (num_blocks - request.num_state_blocks) * request.block_size
-
-
-def _blocks_of(request: CacheRequest, num_tokens: int) -> int:
-    """Count the blocks of a sequence."""
-    return _ceil_div(num_tokens, request.block_size) + request.num_state_blocks
+    """Return the longest sequence that the cache can serve, alone, up to the model's own window."""
+    most_places = bisect_right(
+        range(1, _ceil_div(request.checkpoint_len, request.block_size) + 1),
+        num_blocks,
+        key=lambda num_places: request.most_blocks(num_places * request.block_size),
+    )
+    return most_places * request.block_size
 
 
 def _ceil_div(amount: int, unit: int) -> int:

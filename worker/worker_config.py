@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from scheduler.cache_groups import CacheGroup, LifetimeKind
+from scheduler.cache_groups import CacheGroup, LifetimeKind, most_blocks, num_tables
 from scheduler.messages import PoolingTask, PromptComputation
 
 MAX_DRAFTS = 16
@@ -270,3 +270,14 @@ class ModelFacts:
     def is_paged(self) -> bool:
         """Whether blocks hold keys and values."""
         return bool(self.groups)
+
+    @property
+    def num_tables(self) -> int:
+        """Tables of blocks that have an entry for each place."""
+        return num_tables(self.groups)
+
+    @property
+    def num_full_length(self) -> int:
+        """Sequences as long as can be that have room at once, once their prompts are computed."""
+        groups, size = self.groups or (CacheGroup(),), self.block_size
+        return self.num_blocks // most_blocks(groups, self.max_model_len, block_size=size, num_step_tokens=1)

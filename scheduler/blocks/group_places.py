@@ -12,6 +12,8 @@ again, which limits the places that a sequence needs at once:
                                             ^ start of the share
 """
 
+from sys import maxsize
+
 from scheduler.cache_groups import CacheGroup, LifetimeKind
 from scheduler.config import SchedulerConfig
 
@@ -22,9 +24,9 @@ class GroupPlaces:
     def __init__(self, group: CacheGroup, config: SchedulerConfig) -> None:
         self._block_size = config.block_size
         self._lifetime = lifetime = group.lifetime
-        # A range of tokens touches one block more than fit into it, unless it begins where a block does.
-        longest_range = lifetime.num_tokens - 1 + config.max_num_batched_tokens
-        self._most_at_once = -(-(longest_range - 1) // config.block_size) + 1
+        self._most_at_once = group.most_places(
+            maxsize, block_size=config.block_size, num_step_tokens=config.max_num_batched_tokens
+        )
         self.num_stripes = group.num_stripes
         """Blocks of a place."""
         self.is_fixed = lifetime.kind is LifetimeKind.FIXED

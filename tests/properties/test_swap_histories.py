@@ -114,7 +114,7 @@ class LateWorker(FakeWorker):
             query_starts=np.array([0, len(self._written)]),
             seq_lens=np.array([len(read) * self.block_size]),
             tables=BlockTables.of(np.array([read], np.int32)),
-            token_blocks=np.array([block for block, _, _ in self._written]),
+            token_blocks_ST=np.array([[block for block, _, _ in self._written]]),
             token_offsets=np.array([offset for _, offset, _ in self._written]),
         )
 

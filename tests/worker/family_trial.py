@@ -8,7 +8,9 @@ Shapes: T tokens, V tokens of the vocabulary.
 """
 
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING
 
+from scheduler.cache_groups import CacheGroup, LifetimeKind
 from scheduler.messages import (
     BlockId,
     NewSequence,
@@ -46,7 +49,7 @@ from worker.steps.inputs import build_inputs
 from worker.steps.model_runner import ModelRunner
 from worker.steps.row_table import RowTable
 from worker.steps.tokens import StepTokens
-from worker.worker_config import ModelFacts, WorkerConfig
+from worker.worker_config import WorkerConfig
 from worker.worker_errors import FamilyRefused
 
 FIRST, SECOND = SequenceId(0), SequenceId(1)
@@ -196,6 +199,17 @@ def _loaded(model: Any, checkpoint_len: int, device: Device) -> LoadedModel:
     )
 
 
+def tables_of(
+    groups: tuple[CacheGroup, ...], num_places: int, blocks: Iterator[BlockId]
+) -> tuple[NewTable, ...]:
+    """Make tables for as many places, of blocks in that order."""
+    counts = [1 if group.lifetime.kind is LifetimeKind.FIXED else num_places for group in groups]
+    return tuple(
+        NewTable(tuple(islice(blocks, num * group.num_stripes)))
+        for num, group in zip(counts, groups, strict=True)
+    )
+
+
 def _serve(
     ready: ReadyModel[ModelRunner], device: Device, token_ids: dict[SequenceId, Any]
 ) -> dict[SequenceId, Tensor]:
@@ -206,9 +220,9 @@ def _serve(
         max_model_len=facts.max_model_len,
         block_size=facts.block_size,
         num_blocks=facts.num_blocks,
-        num_state_blocks=facts.num_state_blocks,
+        groups=facts.groups,
     )
-    num_blocks = -(-max(LENGTHS.values()) // facts.block_size)
+    num_places = -(-max(LENGTHS.values()) // facts.block_size)
     for each, ids in token_ids.items():
         rows.add(
             NewSequence(
@@ -217,7 +231,7 @@ def _serve(
                 num_prompt_tokens=len(ids),
                 params=SamplingParams(),
                 # One has the even blocks and the other the odd ones.
-                tables=_tables(facts, each, num_blocks),
+                tables=tables_of(facts.groups, num_places, map(BlockId, count(1 + each, 2))),
             )
         )
     num_computed = dict.fromkeys(token_ids, 0)
@@ -230,13 +244,6 @@ def _serve(
             logits[each].append(rows_TV)
             num_computed[each] += len(rows_TV)
     return {each: torch.cat(parts) for each, parts in logits.items()}
-
-
-def _tables(facts: ModelFacts, sequence: int, num_blocks: int) -> tuple[NewTable, ...]:
-    """Blocks of every second number; those of states behind those of tokens."""
-    blocks = [BlockId(1 + sequence + 2 * place) for place in range(num_blocks + facts.num_state_blocks)]
-    tables = NewTable(tuple(blocks[:num_blocks])), NewTable(tuple(blocks[num_blocks:]))
-    return tables[: len(facts.groups)]
 
 
 def _compute(

@@ -1,7 +1,9 @@
 """Plans written by hand: a scheduler without any policy, so that a test says exactly what a step computes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from scheduler.cache_groups import CacheGroup, num_tables
 from scheduler.messages import (
     BlockCopy,
     BlockId,
@@ -17,6 +19,12 @@ from scheduler.messages import (
 from worker.worker import Worker
 
 GREEDY = SamplingParams(temperature=0.0)
+
+
+def groups_of(worker: Worker) -> tuple[CacheGroup, ...]:
+    """Groups of layers of the worker's model."""
+    rows = getattr(getattr(worker, "_steps", None), "rows", None)
+    return (CacheGroup(),) if rows is None else rows._groups
 
 
 @dataclass
@@ -40,6 +48,7 @@ class PlanDriver:
 
     def __init__(self, worker: Worker, block_size: int) -> None:
         self._worker = worker
+        self._groups = groups_of(worker)
         self._block_size = block_size
         rows = getattr(worker._steps, "rows", None)  # not of those that pool
         self._num_state_blocks = 0 if rows is None else rows.state_blocks_CS.shape[1]
@@ -70,7 +79,7 @@ class PlanDriver:
             same = [a == b for a, b in zip(prompt, owner.token_ids, strict=False)]
             num_same = same.index(False) if False in same else len(same)
             num_shared = min(num_same, len(prompt) - 1) // self._block_size
-            sequence.block_ids = owner.block_ids[:num_shared]
+            sequence.block_ids = owner.block_ids[: num_shared * num_tables(self._groups)]
             sequence.num_computed = num_shared * self._block_size
             assert num_shared > 0, "nothing to share: the test would show nothing"
         self._sequences[SequenceId(sequence_id)] = sequence
@@ -86,7 +95,7 @@ class PlanDriver:
     def swap_out(self, sequence_id: int) -> None:
         """Let it wait in the host's pool from the next plan on; it comes back with its next share."""
         sequence = self._sequences[SequenceId(sequence_id)]
-        num_filled = -(-sequence.num_computed // self._block_size)
+        num_filled = -(-sequence.num_computed // self._block_size) * num_tables(self._groups)
         for source in sequence.block_ids[:num_filled] + sequence.state_blocks:
             target = BlockId(self._next_host_block)
             self._next_host_block += 1
@@ -118,7 +127,7 @@ class PlanDriver:
                     )
                 )
             elif grown:
-                new_blocks[sequence_id] = (grown,)
+                new_blocks[sequence_id] = self._by_group(grown)
             sequence.is_new = False
             scheduled.append(ScheduledSequence(sequence_id, sequence.num_computed, num_tokens, end == known))
             sequence.num_computed = end
@@ -155,13 +164,15 @@ class PlanDriver:
         sources, sequence.host_block_ids = sequence.host_block_ids, []
         if not sources:
             return []
-        self._grow(sequence, (len(sources) - self._num_state_blocks) * self._block_size)
+        num_places = (len(sources) - self._num_state_blocks) // num_tables(self._groups)
+        self._grow(sequence, num_places * self._block_size)
         targets = sequence.block_ids + self._states_of(sequence)
         return [BlockCopy(*copy) for copy in zip(sources, targets, strict=True)]
 
     def _tables(self, sequence: _Sequence) -> tuple[NewTable, ...]:
-        tables = NewTable(tuple(sequence.block_ids)), NewTable(tuple(self._states_of(sequence)))
-        return tables if self._num_state_blocks else tables[:1]
+        tables = tuple(map(NewTable, self._by_group(sequence.block_ids)))
+        states = NewTable(tuple(self._states_of(sequence)))
+        return (*tables[:-1], states) if self._num_state_blocks else tables
 
     def _states_of(self, sequence: _Sequence) -> list[BlockId]:
         """Take the blocks of a sequence's state, unless it has them."""
@@ -170,10 +181,19 @@ class PlanDriver:
         return sequence.state_blocks
 
     def _grow(self, sequence: _Sequence, num_tokens: int) -> tuple[BlockId, ...]:
-        missing = -(-num_tokens // self._block_size) - len(sequence.block_ids)
+        num_places = -(-num_tokens // self._block_size)
+        missing = num_places * num_tables(self._groups) - len(sequence.block_ids)
         grown = tuple(self._next_free() for _ in range(missing))
         sequence.block_ids += grown
         return grown
+
+    def _by_group(self, block_ids: Sequence[BlockId]) -> GroupBlocks:
+        """Blocks of places, of which those of all groups lie together, for each group."""
+        per_place, parts, end = num_tables(self._groups), [], 0
+        for group in self._groups:
+            start, end = end, end + group.num_stripes
+            parts.append(tuple(block for at, block in enumerate(block_ids) if start <= at % per_place < end))
+        return tuple(parts)
 
     def _next_free(self) -> BlockId:
         if self._vacated:

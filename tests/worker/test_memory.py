@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from scheduler.cache_groups import CacheGroup, Lifetime, LifetimeKind
 from worker.memory_sizes import (
     CacheRequest,
     check_host_memory,
@@ -16,6 +17,7 @@ from worker.memory_sizes import (
 from worker.worker_errors import StartupError
 
 GIB = 1 << 30
+WINDOW = Lifetime(LifetimeKind.WINDOW, 113)
 REQUEST = CacheRequest(
     block_bytes=1000,
     block_size=16,
@@ -24,6 +26,7 @@ REQUEST = CacheRequest(
     max_model_len=None,
     checkpoint_len=4096,
     max_num_seqs=64,
+    num_step_tokens=16,
 )
 
 
@@ -120,7 +123,24 @@ def test_the_gpu_gives_what_utilization_leaves_after_weights_and_activations() -
 
 
 def test_a_cache_that_holds_what_a_window_reads_serves_sequences_of_any_length() -> None:
-    windowed = replace(REQUEST, num_blocks=9, most_read_tokens=128)
+    windowed = replace(REQUEST, num_blocks=9, groups=(CacheGroup(WINDOW),))
     assert size_cache(windowed).max_model_len == 4096
     assert size_cache(replace(windowed, max_model_len=3000)).max_model_len == 3000
     assert size_cache(replace(windowed, num_blocks=8)).max_model_len == 128
+
+
+def test_groups_share_the_blocks() -> None:
+    """A place of all tokens takes one block, one of the window three; of these there are nine at most."""
+    groups = (CacheGroup(), CacheGroup(WINDOW, num_stripes=3))
+    request = replace(REQUEST, num_blocks=27 + 100, groups=groups)
+    assert size_cache(request).max_model_len == 1600
+    assert size_cache(replace(request, num_blocks=4 * 5)).max_model_len == 5 * 16, "shorter than the window"
+    with pytest.raises(StartupError, match=r"one sequence of max_model_len 1601 needs 0.12 MiB"):
+        size_cache(replace(request, max_model_len=1601))
+
+
+def test_a_cache_without_a_place_of_each_group_is_refused_with_the_bytes_that_it_needs() -> None:
+    groups = (CacheGroup(), CacheGroup(WINDOW, num_stripes=3))
+    with pytest.raises(StartupError, match=r"holds no 5 blocks, for a place of each group .* at least 5000"):
+        size_cache(replace(REQUEST, budget_bytes=4999, groups=groups))
+    assert size_cache(replace(REQUEST, budget_bytes=5000, groups=groups)).max_model_len == 16

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from scheduler.cache_groups import ALL_TOKENS, Lifetime, LifetimeKind
+from scheduler.cache_groups import ALL_TOKENS, Lifetime, LifetimeKind, num_tables
 from scheduler.config import SchedulerConfig
 from scheduler.messages import BlockId, NewSequence, NewTable, ScheduledSequence, SchedulerOutput, SequenceId
 from scheduler.scheduler import Scheduler
@@ -34,7 +34,7 @@ class Served:
 
     def __post_init__(self) -> None:
         settings: dict[str, Any] = {
-            "num_blocks": 15,
+            "num_blocks": 15 * num_tables(self.facts.groups),
             "block_size": BLOCK_SIZE,
             "max_num_seqs": 8,
             "max_num_batched_tokens": 64,
@@ -101,21 +101,19 @@ def test_a_sibling_that_gets_a_copy_of_the_tail_draws_the_same_tokens(
     served.add(2, SHORT)
     plan = served.step()
     assert [share.num_tokens for share in plan.scheduled] == [1, 1]
-    assert len(plan.copies) == 1
+    assert len(plan.copies) == num_tables(served.facts.groups)
     served.run()
     for number in (1, 2):
         assert served.tokens[SequenceId(number)] == expected(folder, tuple(SHORT))
 
 
-def test_only_a_window_in_every_layer_is_reported(checkpoints: MakeCheckpoint) -> None:
-    windows = {
-        name: load_worker(checkpoints(name))[1].groups[0].lifetime for name in ("mistral", "gemma2", "llama")
+def test_windows_of_layers_are_reported(checkpoints: MakeCheckpoint) -> None:
+    lifetimes = {
+        name: {group.lifetime for group in load_worker(checkpoints(name))[1].groups}
+        for name in ("mistral", "gemma2", "llama")
     }
-    assert windows == {
-        "mistral": Lifetime(LifetimeKind.WINDOW, 12),
-        "gemma2": ALL_TOKENS,
-        "llama": ALL_TOKENS,
-    }
+    window = Lifetime(LifetimeKind.WINDOW, 12)
+    assert lifetimes == {"mistral": {window}, "gemma2": {ALL_TOKENS, window}, "llama": {ALL_TOKENS}}
 
 
 @pytest.mark.parametrize("max_num_batched_tokens", [8, 17])

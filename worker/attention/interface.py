@@ -100,7 +100,9 @@ class AttentionOptions(NamedTuple):
 
 
 class BlockTables:
-    """The block tables of a step's R sequences, in a table of C rows that is kept between steps.
+    """The block tables of a step's R sequences, in tables of C rows that are kept between steps.
+
+    There is one for each of S stripes of layers (kv_cache.py).
 
     Good until the rows change. A row's blocks are appended to, as long as its generation is the same: a copy
     of them needs the new part only.
@@ -108,35 +110,42 @@ class BlockTables:
 
     def __init__(
         self,
-        block_ids_CB: NDArray[np.int32],
+        block_ids_SCB: NDArray[np.int32],
         rows_R: NDArray[np.int64],
-        num_blocks_R: NDArray[np.int64],
+        num_blocks_SR: NDArray[np.int64],
         generations_R: NDArray[np.int64],
         longest: int,
     ) -> None:
         """Take in how many blocks each row has, and the most that a sequence of this step reads."""
-        self.block_ids_CB, self.rows_R = block_ids_CB, rows_R
-        self.num_blocks_R, self.generations_R = num_blocks_R, generations_R
+        self.block_ids_SCB, self.rows_R = block_ids_SCB, rows_R
+        self.num_blocks_SR, self.generations_R = num_blocks_SR, generations_R
         self._longest = longest
-        self._gathered_RB: NDArray[np.int32] | None = None
+        self._gathered: dict[int, NDArray[np.int32]] = {}
 
     @classmethod
     def of(cls, block_tables: NDArray[np.int32]) -> "BlockTables":
-        """Make tables of a single step, [R, longest]; every entry of them is new."""
-        num_sequences, longest = block_tables.shape
+        """Make tables of a single step, [S, R, longest], or [R, longest] of one stripe; all are new."""
+        block_tables_SRB = np.ascontiguousarray(
+            block_tables if block_tables.ndim == 3 else block_tables[None]
+        )
+        num_stripes, num_sequences, longest = block_tables_SRB.shape
         return cls(
-            block_tables,
+            block_tables_SRB,
             np.arange(num_sequences),
-            np.full(num_sequences, longest),
+            np.full((num_stripes, num_sequences), longest),
             np.full(num_sequences, next(_single_steps)),
             longest,
         )
 
-    def gathered(self) -> NDArray[np.int32]:
-        """Copy the tables side by side, [R, longest], once. Too slow for a long sequence among many."""
-        if self._gathered_RB is None:
-            self._gathered_RB = self.block_ids_CB[self.rows_R, : self._longest]
-        return self._gathered_RB
+    @property
+    def num_stripes(self) -> int:
+        return len(self.block_ids_SCB)
+
+    def gathered(self, stripe: int) -> NDArray[np.int32]:
+        """Copy a stripe's tables side by side, [R, longest], once. Too slow for a long one among many."""
+        if stripe not in self._gathered:
+            self._gathered[stripe] = self.block_ids_SCB[stripe][self.rows_R, : self._longest]
+        return self._gathered[stripe]
 
 
 _single_steps = count(-2, -1)
@@ -154,12 +163,12 @@ class AttentionMetadata:
     seq_lens: NDArray[np.int64]
     """[R], after this step."""
     tables: BlockTables
-    """Entries behind a sequence's last block, and before the window where all layers have one, are 0 or
-    blocks of others and must not be read."""
-    token_blocks: NDArray[np.int64]
-    """[T]: the block of each token's key and value."""
+    """Entries behind a sequence's last block, and before the window of a stripe's layers, are 0 or blocks of
+    others and must not be read."""
+    token_blocks_ST: NDArray[np.int64]
+    """[S, T]: the blocks of each token's keys and values, of each stripe."""
     token_offsets: NDArray[np.int64]
-    """[T]: the place within that block."""
+    """[T]: the place within these blocks."""
     state_blocks: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 0), np.int64))
     """[R, S]: the blocks of each sequence's state, where layers are recurrent."""
 
@@ -168,11 +177,6 @@ class AttentionMetadata:
         """Return the step as recurrent layers see it."""
         is_first_R = self.seq_lens == np.diff(self.query_starts)
         return StateStep(self.num_decodes, self.query_starts, is_first_R, self.state_blocks)
-
-    @property
-    def block_tables(self) -> NDArray[np.int32]:
-        """Return the tables as [R, longest table]."""
-        return self.tables.gathered()
 
 
 class LayerExecutor(Protocol):

@@ -1,11 +1,12 @@
 """The KV cache: one pool, block-major, given to the layers as strided views.
 
 Owns: the layout of a block and the tensor behind it.
-Never: which block belongs to whom (scheduler/), or the indices of a step (inputs.py, attention/).
-Source: PagedAttention, arXiv:2309.06180; blocks hold all layers, so that moving one is a single copy.
+Never: which layers share a block (layer_groups.py), which block belongs to whom (scheduler/), or the indices
+of a step (inputs.py, attention/).
+Source: PagedAttention, arXiv:2309.06180; blocks hold many layers, so that moving one is a single copy.
 
     pool   | block 0 (padding) | block 1 | block 2 | ...
-    block  | layer 0: K, V | layer 1: K, V | ... | slack
+    block  | layer 0: K, V | layer 1: K, V | ... | slack       all layers, or those of a stripe
     K      | head 0: page | head 1: page | ...
     page   | token 0: D numbers | token 1 | ... | token block_size - 1
 
@@ -24,11 +25,19 @@ from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from scheduler.cache_groups import ALL_TOKENS, CacheGroup, Lifetime, LifetimeKind, joint_lifetime
+from scheduler.cache_groups import (
+    ALL_TOKENS,
+    CacheGroup,
+    Lifetime,
+    LifetimeKind,
+    joint_lifetime,
+    most_blocks,
+)
 from worker.states.interface import StateShape
 from worker.states.state_layout import StateLayout
 from worker.worker_errors import StartupError
@@ -71,6 +80,14 @@ def numbers_beside(layers: Iterable[int], beside: Iterable[int]) -> dict[int, in
     return {there: first + place for place, there in enumerate(sorted(beside))}
 
 
+class LayerGroup(NamedTuple):
+    """Layers that have blocks of their own."""
+
+    group: CacheGroup
+    layers: tuple[int, ...]
+    """They are dealt to its stripes one by one."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class BlockLayout:
     """The place of each layer's keys and values in a block. Counts are of numbers, not of bytes."""
@@ -83,6 +100,32 @@ class BlockLayout:
     """Scales of a layer's keys and values, where the dtype is FLOAT8."""
     state_shapes: dict[int, StateShape] = field(default_factory=dict)
     """States of recurrent layers, which fill blocks of the same size. Keys as in `layers`."""
+    division: tuple[LayerGroup, ...] = ()
+    """Groups of layers that have blocks of their own; layers that are not here have none in their stripes.
+    Empty: all layers have the same blocks."""
+
+    @property
+    def groups(self) -> tuple[CacheGroup, ...]:
+        """Layers by how long they keep something of a token; a state comes last."""
+        groups = tuple(each.group for each in self.division) or (CacheGroup(self.lifetime),)
+        if self.states is None:
+            return groups
+        return (*groups, CacheGroup(Lifetime(LifetimeKind.FIXED), self.states.num_stripes))
+
+    def most_blocks(self, num_tokens: int) -> int:
+        """Count the blocks of a sequence whose prompt is computed."""
+        return most_blocks(self.groups, num_tokens, block_size=self.block_size, num_step_tokens=1)
+
+    @cached_property
+    def stripes(self) -> tuple[tuple[int, ...], ...]:
+        """Layers of each stripe, of all groups one after the other."""
+        if not self.division:
+            return (tuple(self.layers),)
+        dealt = []
+        for group, layers in self.division:
+            own = [layer_idx for layer_idx in layers if layer_idx in self.layers]
+            dealt += [tuple(own[stripe :: group.num_stripes]) for stripe in range(group.num_stripes)]
+        return tuple(dealt)
 
     def only(self, places: Iterable[int]) -> "BlockLayout":
         """Keep the layers at these places in the order of all."""
@@ -97,16 +140,20 @@ class BlockLayout:
     @cached_property
     def offsets(self) -> dict[int, tuple[int, int]]:
         """Start of a layer's keys and of its values within a block."""
-        offsets, end = {}, 0
-        for layer_idx, shape in self.layers.items():
-            keys_size = 0 if shape.value_is_key_part else shape.num_heads * self.block_size * shape.key_dim
-            offsets[layer_idx] = (end, end + keys_size)
-            end += self.block_size * shape.numel
+        offsets = {}
+        for stripe in self.stripes:
+            end = 0
+            for layer_idx in stripe:
+                shape = self.layers[layer_idx]
+                keys_size = 0 if shape.value_is_key_part else shape.num_heads * shape.key_dim
+                offsets[layer_idx] = (end, end + self.block_size * keys_size)
+                end += self.block_size * shape.numel
         return offsets
 
     @cached_property
     def block_numel(self) -> int:
-        used = self.block_size * sum(shape.numel for shape in self.layers.values())
+        sizes = (sum(self.layers[layer_idx].numel for layer_idx in stripe) for stripe in self.stripes)
+        used = self.block_size * max(sizes)
         dims = [shape.key_dim for shape in self.layers.values()]
         dims += [shape.value_dim for shape in self.layers.values() if not shape.value_is_key_part]
         page_multiple = math.lcm(*(self.block_size * dim for dim in dims))
@@ -128,21 +175,8 @@ class BlockLayout:
 
     @property
     def lifetime(self) -> Lifetime:
-        """Lifetime of a block, which is that of all layers together."""
+        """Lifetime of a block that has all layers."""
         return joint_lifetime([shape.lifetime for shape in self.layers.values()])
-
-    @property
-    def groups(self) -> tuple[CacheGroup, ...]:
-        """Layers by how long they keep something of a token."""
-        keys = CacheGroup(self.lifetime)
-        if self.states is None:
-            return (keys,)
-        return (keys, CacheGroup(Lifetime(LifetimeKind.FIXED), self.states.num_stripes))
-
-    def most_read_tokens(self, num_step_tokens: int) -> int | None:
-        """Count the most tokens that a sequence reads and writes in a step; None: all of it."""
-        lifetime = self.lifetime
-        return lifetime.num_tokens + num_step_tokens if lifetime.is_limited else None
 
 
 def check_states(layout: BlockLayout) -> None:
@@ -198,6 +232,8 @@ def scale_for(largest: float) -> float:
 class LayerCache:
     keys: PagedTensor
     values: PagedTensor
+    stripe: int = 0
+    """The table of blocks that the layer's tokens are in."""
 
 
 class KVCache:
@@ -211,12 +247,17 @@ class KVCache:
         self.layout = layout
         self.num_blocks = num_blocks
         self.pool_NE = memory.view(layout.storage).view(num_blocks + 1, layout.block_numel)
-        self.layers = {layer_idx: self._layer_cache(layer_idx) for layer_idx in layout.layers}
+        self.layers = {
+            layer_idx: replace(self._layer_cache(layer_idx), stripe=stripe)
+            for stripe, layers in enumerate(layout.stripes)
+            for layer_idx in layers
+        }
 
     @property
     def most_tokens(self) -> int:
         """Tokens of one sequence that has all blocks."""
-        return (self.num_blocks - self.layout.num_state_blocks) * self.layout.block_size
+        num_places = (self.num_blocks - self.layout.num_state_blocks) // len(self.layout.stripes)
+        return num_places * self.layout.block_size
 
     @property
     def num_bytes(self) -> int:

@@ -37,8 +37,8 @@ _MOST_IN_GROUP = 1 << 22
 class _DecodeGroup:
     """Decodes that are computed together."""
 
-    name: tuple[Reach, int]
-    """The reach of its layers and a number, which name the group within its step."""
+    name: tuple[Reach, int, int]
+    """The reach of its layers, their stripe and a number, which name the group within its step."""
     decodes: Tensor | slice
     """[R]: which of the step's decodes."""
     blocks_RB: NDArray[np.int64]
@@ -60,7 +60,7 @@ class RefAttention:
         )
         self._metadata: AttentionMetadata
         self._buffers: dict[str, Tensor] = {}
-        self._groups: dict[Reach, list[_DecodeGroup]] = {}
+        self._groups: dict[tuple[Reach, int], list[_DecodeGroup]] = {}
         self._indices: dict[Hashable, Tensor] = {}
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
@@ -88,16 +88,16 @@ class RefAttention:
     def write(self, layer_idx: int, key: Tensor, value: Tensor) -> None:
         """Put the step's keys [Hk, T, D] and values [Hk, T, V] into a layer's pages."""
         cache = self._cache.layers[layer_idx]
-        self._write(cache.keys, key)
+        self._write(cache.keys, key, cache.stripe)
         if not self._cache.layout.layers[layer_idx].value_is_key_part:
-            self._write(cache.values, value)
+            self._write(cache.values, value, cache.stripe)
 
-    def _write(self, target: PagedTensor, values_HTD: Tensor) -> None:
+    def _write(self, target: PagedTensor, values_HTD: Tensor, stripe: int) -> None:
         num_heads, _, dim = values_HTD.shape
-        key = ("rows", target.pages_per_block, num_heads)
+        key = ("rows", target.pages_per_block, num_heads, stripe)
         rows = self._indices.get(key)
         if rows is None:
-            pages_TH = _pages(self._metadata.token_blocks, target.pages_per_block, num_heads)
+            pages_TH = _pages(self._metadata.token_blocks_ST[stripe], target.pages_per_block, num_heads)
             rows_TH = pages_TH * self._cache.layout.block_size + self._metadata.token_offsets[:, None]
             rows = self._indices[key] = self._device.tensor(rows_TH.reshape(-1))
         target.write(rows, values_HTD.transpose(0, 1).reshape(-1, dim))
@@ -105,9 +105,10 @@ class RefAttention:
     def _attend_decodes(
         self, layer_idx: int, query_HTD: Tensor, options: AttentionOptions, out_THV: Tensor
     ) -> None:
-        groups = self._groups.get(options.reach)
+        key = (options.reach, self._cache.layers[layer_idx].stripe)
+        groups = self._groups.get(key)
         if groups is None:
-            groups = self._groups[options.reach] = self._group_decodes(layer_idx, options.reach)
+            groups = self._groups[key] = self._group_decodes(layer_idx, *key)
         queries_THD = query_HTD[:, : self._metadata.num_decodes].transpose(0, 1)
         decodes_out_THV = out_THV[: self._metadata.num_decodes]
         for group in groups:
@@ -145,9 +146,10 @@ class RefAttention:
         seq_len = int(self._metadata.seq_lens[index])
         first_seen = max(0, options.reach.first_seen(seq_len - num_queries))
         first = first_seen // block_size
-        name = ("chunk", index, first)
-        blocks_1B = self._metadata.block_tables[index : index + 1, first : -(-seq_len // block_size)]
         cache = self._cache.layers[layer_idx]
+        name = ("chunk", index, first, cache.stripe)
+        table_B = self._metadata.tables.gathered(cache.stripe)[index]
+        blocks_1B = table_B[None, first : -(-seq_len // block_size)]
         seen = slice(first_seen - first * block_size, seq_len - first * block_size)
         dtype = query_HND.dtype
         keys_HKD, values_HKV = (
@@ -205,7 +207,7 @@ class RefAttention:
             )
         return buffer[:numel]
 
-    def _group_decodes(self, layer_idx: int, reach: Reach) -> list[_DecodeGroup]:
+    def _group_decodes(self, layer_idx: int, reach: Reach, stripe: int) -> list[_DecodeGroup]:
         block_size = self._cache.layout.block_size
         seq_lens = self._metadata.seq_lens[: self._metadata.num_decodes]
         firsts = np.maximum(reach.first_seen(seq_lens - 1), 0) // block_size
@@ -214,19 +216,19 @@ class RefAttention:
         block_numel = shape.num_heads * block_size * max(shape.key_dim, shape.value_dim)
         cuts = _cut_by_length(num_blocks, max_blocks=_MOST_IN_GROUP // block_numel)
         return [
-            self._make_group((reach, number), chosen, firsts[chosen], num_blocks[chosen])
+            self._make_group((reach, stripe, number), chosen, firsts[chosen], num_blocks[chosen])
             for number, chosen in enumerate(cuts)
         ]
 
     def _make_group(
         self,
-        name: tuple[Reach, int],
+        name: tuple[Reach, int, int],
         chosen: NDArray[np.int64],
         firsts: NDArray[np.int64],
         num_blocks: NDArray[np.int64],
     ) -> _DecodeGroup:
         block_size = self._cache.layout.block_size
-        tables = self._metadata.block_tables
+        tables = self._metadata.tables.gathered(name[1])
         longest = int(num_blocks.max())
         columns_RB = firsts[:, None] + np.arange(longest)
         blocks_RB = tables[chosen[:, None], np.minimum(columns_RB, tables.shape[1] - 1)].astype(np.int64)

@@ -34,6 +34,6 @@ def trial_metadata(num_tokens: int = TRIAL_TOKENS) -> AttentionMetadata:
         query_starts=np.array([0, num_tokens]),
         seq_lens=np.array([num_tokens]),
         tables=BlockTables.of(blocks[None].astype(np.int32)),
-        token_blocks=blocks[places // _BLOCK_SIZE],
+        token_blocks_ST=blocks[places // _BLOCK_SIZE][None],
         token_offsets=places % _BLOCK_SIZE,
     )

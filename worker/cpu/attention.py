@@ -10,7 +10,6 @@ Shapes: T tokens, Hq and Hk query and KV heads, D key size, V value size, R rota
 from ctypes import Array
 from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -73,7 +72,7 @@ class CpuAttention:
         self._dtype = cache.layout.dtype
         self._block_size = cache.layout.block_size
         self._caches = {
-            layer_idx: CCache(_pages(layer.keys), _pages(layer.values))
+            layer_idx: CCache(_pages(layer.keys), _pages(layer.values), layer.stripe)
             for layer_idx, layer in cache.layers.items()
         }
         self._caches_of: dict[tuple[int, ...], Array[CCache]] = {}
@@ -92,17 +91,19 @@ class CpuAttention:
         if self.states is not None:
             self.states.begin_step(metadata.states)
         self._angles.clear()
-        tables = np.ascontiguousarray(metadata.block_tables)
-        self._pointed_to = (metadata, tables)
+        tables = metadata.tables
+        self._pointed_to = metadata
         self._step = CStep(
             metadata.query_starts.ctypes.data,
             metadata.seq_lens.ctypes.data,
-            tables.ctypes.data,
-            tables.shape[1],
-            metadata.token_blocks.ctypes.data,
+            tables.block_ids_SCB.ctypes.data,
+            tables.rows_R.ctypes.data,
+            tables.block_ids_SCB.shape[1],
+            tables.block_ids_SCB.shape[2],
+            metadata.token_blocks_ST.ctypes.data,
             metadata.token_offsets.ctypes.data,
             len(metadata.seq_lens),
-            len(metadata.token_blocks),
+            len(metadata.token_offsets),
             self._block_size,
         )
 

@@ -129,7 +129,7 @@ class CPages(Structure):
 
 
 class CCache(Structure):
-    _fields_ = (("keys", CPages), ("values", CPages))
+    _fields_ = (("keys", CPages), ("values", CPages), ("stripe", c_int64))
 
 
 class CStep(Structure):
@@ -137,6 +137,8 @@ class CStep(Structure):
         ("query_starts", c_void_p),
         ("seq_lens", c_void_p),
         ("block_tables", c_void_p),
+        ("table_rows", c_void_p),
+        ("num_rows", c_int64),
         ("table_size", c_int64),
         ("token_blocks", c_void_p),
         ("token_offsets", c_void_p),

@@ -6,8 +6,8 @@ Never: fills them (step_buffers.py).
 A step may be padded to the sizes of a captured graph. Tokens behind the last have slot -1 and write nothing;
 sequences behind the last have no tokens and a length of 0, and get no attention.
 
-Shapes: T tokens, R sequences (decodes first), C lines of tables, B blocks of the longest
-table, N logits wanted, with padding.
+Shapes: T tokens, R sequences (decodes first), S stripes, C lines of a table, B blocks of the longest
+line, X = S * R, N logits wanted, with padding.
 """
 
 from typing import NamedTuple
@@ -31,11 +31,11 @@ class AttentionBatch(NamedTuple):
     """[R + 1] int32: the tokens of sequence r are query_starts[r] to query_starts[r + 1]."""
     seq_lens_R: Tensor
     """[R] int32, after this step."""
-    block_tables_CB: Tensor
-    """[C, B] int32; lines have a fixed stride, the last dimension has none. Entries behind a sequence's last
-    block, or before its window, must not be read."""
-    slots_T: Tensor
-    """[T] int64: block * block_size + offset, where each token's key and value go; -1 writes nothing."""
+    block_tables_SCB: Tensor
+    """[S, C, B] int32, a table for each stripe of layers (kv_cache.py); lines have a fixed stride, the last
+    dimension has none. Entries behind a sequence's last block, or before its window, must not be read."""
+    slots_ST: Tensor
+    """[S, T] int64: block * block_size + offset, where each token's key and value go; -1 writes nothing."""
     table_rows_R: Tensor | None = None
     """[R] int32: the line of each sequence in the tables; None where sequence r has line r."""
 
@@ -45,18 +45,18 @@ class AttentionBatch(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        return self.slots_T.shape[0]
+        return self.slots_ST.shape[1]
 
 
 class TableChanges(NamedTuple):
     """Blocks that were appended to the tables of the step's sequences since they were in a step before."""
 
-    rows_R: Tensor
-    """[R] int32: the line of each sequence."""
-    firsts_R: Tensor
-    """[R] int32: the first place that changed."""
-    starts_R: Tensor
-    """[R + 1] int32: the blocks of sequence r are starts[r] to starts[r + 1] of `blocks`."""
+    lines_X: Tensor
+    """[X] int32: the lines of each sequence, one in each stripe's table, counted over all tables."""
+    firsts_X: Tensor
+    """[X] int32: the first place that changed."""
+    starts_X: Tensor
+    """[X + 1] int32: the blocks of line x are starts[x] to starts[x + 1] of `blocks`."""
     blocks: Tensor
     """int32, flat."""
 

@@ -199,7 +199,7 @@ def num_graph_logits(config: WorkerConfig, sizes: GraphSizes, vocab_size: int) -
     return 0 if config.enforce_eager else sizes.most_logits * vocab_size
 
 
-def step_limits(config: WorkerConfig, max_model_len: int, block_size: int) -> Limits:
+def step_limits(config: WorkerConfig, max_model_len: int, block_size: int, *, num_stripes: int = 1) -> Limits:
     """Find the largest step, for which buffers are made."""
     return Limits(
         num_tokens=config.max_num_batched_tokens,
@@ -207,4 +207,5 @@ def step_limits(config: WorkerConfig, max_model_len: int, block_size: int) -> Li
         num_blocks=-(-(max_model_len + 1) // block_size),
         block_size=block_size,
         max_drafts=config.speculation.num_speculative_tokens,
+        num_stripes=num_stripes,
     )

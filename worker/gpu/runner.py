@@ -157,8 +157,8 @@ class GpuSteps:
             starts_R = attention.query_starts_R
             starts_R.copy_(torch.arange(len(starts_R), device=starts_R.device))
             attention.seq_lens_R.fill_(min(_TRIED_CONTEXT, sizes.max_seq_len))
-            attention.slots_T.fill_(-1)
-            attention.slots_T[:1].zero_()
+            attention.slots_ST.fill_(-1)
+            attention.slots_ST[:, :1].zero_()
             batch.tokens.input_ids_1T.fill_(token_id)
 
         logits_NV = self._logits_NV[: sizes.num_logits]
@@ -181,7 +181,7 @@ class GpuSteps:
 
     @torch.inference_mode()
     def _forward(self, batch: DeviceBatch) -> StepOutcome:
-        change_tables(batch.changes, batch.attention.block_tables_CB)
+        change_tables(batch.changes, batch.attention.block_tables_SCB)
         fill_unknown_tokens(batch.tokens.input_ids_1T, batch.rows_T, self._last_token_C)
         self._backend.begin_batch(batch.attention)
         self._runner.note_rows(batch.rows_T)

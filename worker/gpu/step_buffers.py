@@ -63,6 +63,8 @@ class Limits(NamedTuple):
     block_size: int
     max_drafts: int = 0
     """The most drafts of one sequence, each of which has logits."""
+    num_stripes: int = 1
+    """Stripes of layers, each with a table of blocks."""
 
     @property
     def num_logits(self) -> int:
@@ -88,34 +90,36 @@ class _Layout(NamedTuple):
     draws_NF: _Field
     input_ids_T: _Field
     position_ids_T: _Field
-    slots_T: _Field
+    slots_ST: _Field
     logits_indices_N: _Field
     rows_T: _Field
     query_starts_R: _Field
     seq_lens_R: _Field
     rows_N: _Field
     table_rows_R: _Field
-    firsts_R: _Field
-    starts_R: _Field
+    lines_X: _Field
+    firsts_X: _Field
+    starts_X: _Field
     blocks: _Field
     """Without a size of its own: it begins here."""
 
     @classmethod
-    def of(cls, num_tokens: int, num_sequences: int, num_logits: int) -> "_Layout":
+    def of(cls, num_tokens: int, num_sequences: int, num_logits: int, num_stripes: int) -> "_Layout":
         fields, end = [], 0
         for dtype, numel in (
             (torch.float64, num_logits * NUM_FIELDS),
             (torch.int64, num_tokens),
             (torch.int64, num_tokens),
-            (torch.int64, num_tokens),
+            (torch.int64, num_tokens * num_stripes),
             (torch.int64, num_logits),
             (torch.int32, num_tokens),
             (torch.int32, num_sequences + 1),
             (torch.int32, num_sequences),
             (torch.int32, num_logits),
             (torch.int32, num_sequences),
-            (torch.int32, num_sequences),
-            (torch.int32, num_sequences + 1),
+            (torch.int32, num_sequences * num_stripes),
+            (torch.int32, num_sequences * num_stripes),
+            (torch.int32, num_sequences * num_stripes + 1),
             (torch.int32, 0),
         ):
             start = -(-end // _ALIGNMENT) * _ALIGNMENT
@@ -130,15 +134,17 @@ class _HostFields(NamedTuple):
     draws_NF: NDArray[np.float64]
     input_ids_T: NDArray[np.int64]
     position_ids_T: NDArray[np.int64]
-    slots_T: NDArray[np.int64]
+    slots_ST: NDArray[np.int64]
+    """Flat, like those of lines."""
     logits_indices_N: NDArray[np.int64]
     rows_T: NDArray[np.int32]
     query_starts_R: NDArray[np.int32]
     seq_lens_R: NDArray[np.int32]
     rows_N: NDArray[np.int32]
     table_rows_R: NDArray[np.int32]
-    firsts_R: NDArray[np.int32]
-    starts_R: NDArray[np.int32]
+    lines_X: NDArray[np.int32]
+    firsts_X: NDArray[np.int32]
+    starts_X: NDArray[np.int32]
     blocks: NDArray[np.int32]
     """All memory behind the other fields."""
 
@@ -172,14 +178,16 @@ class StepBuffers:
 
     def __init__(self, device: Device, limits: Limits) -> None:
         self.limits = limits
-        largest = _Layout.of(limits.num_tokens, limits.num_sequences, limits.num_logits)
-        tables_numel = limits.num_sequences * limits.num_blocks
+        largest = _Layout.of(limits.num_tokens, limits.num_sequences, limits.num_logits, limits.num_stripes)
+        tables_numel = limits.num_stripes * limits.num_sequences * limits.num_blocks
         num_bytes = largest.blocks.start + tables_numel * torch.int32.itemsize
         self._memory = device.zeros(num_bytes, torch.uint8)
-        self._tables_CB = device.zeros(tables_numel, torch.int32).view(-1, limits.num_blocks)
+        self._tables_SCB = device.zeros(tables_numel, torch.int32).view(
+            limits.num_stripes, limits.num_sequences, limits.num_blocks
+        )
         # What the tables there hold of each row, once all that was sent has arrived.
         self._generations_C = np.full(limits.num_sequences, -1, dtype=np.int64)
-        self._num_sent_C = np.zeros(limits.num_sequences, dtype=np.int64)
+        self._num_sent_SC = np.zeros((limits.num_stripes, limits.num_sequences), dtype=np.int64)
         self._stagings = (_Staging(device, num_bytes), _Staging(device, num_bytes))
         self._turn = 0
         self._host_fields = lru_cache(_NUM_KEPT_SIZES)(self._find_host_fields)
@@ -187,14 +195,20 @@ class StepBuffers:
     @staticmethod
     def num_bytes(limits: Limits) -> int:
         """Estimate the memory on the device."""
-        per_logit, per_sequence = 12 + 8 * NUM_FIELDS, 24 + 8 * limits.num_blocks
-        return limits.num_tokens * 32 + limits.num_logits * per_logit + limits.num_sequences * per_sequence
+        per_logit, per_sequence = 12 + 8 * NUM_FIELDS, 16 + (8 + 8 * limits.num_blocks) * limits.num_stripes
+        per_token = 24 + 8 * limits.num_stripes
+        return (
+            limits.num_tokens * per_token
+            + limits.num_logits * per_logit
+            + limits.num_sequences * per_sequence
+        )
 
     def view(self, sizes: BatchSizes) -> DeviceBatch:
         """Return the tensors of a step of these sizes, whenever it is filled in."""
         assert sizes.num_tokens <= self.limits.num_tokens, "a step of more tokens than max_num_batched_tokens"
         assert sizes.num_sequences <= self.limits.num_sequences
-        layout, memory = _Layout.of(*sizes[:3]), self._memory
+        num_stripes = self.limits.num_stripes
+        layout, memory = _Layout.of(*sizes[:3], num_stripes), self._memory
         return DeviceBatch(
             attention=AttentionBatch(
                 num_decodes=sizes.num_decodes,
@@ -202,8 +216,8 @@ class StepBuffers:
                 max_seq_len=sizes.max_seq_len,
                 query_starts_R=layout.query_starts_R.of(memory),
                 seq_lens_R=layout.seq_lens_R.of(memory),
-                block_tables_CB=self._tables_CB,
-                slots_T=layout.slots_T.of(memory),
+                block_tables_SCB=self._tables_SCB,
+                slots_ST=layout.slots_ST.of(memory).view(num_stripes, -1),
                 table_rows_R=layout.table_rows_R.of(memory),
             ),
             tokens=StepTokens(
@@ -215,9 +229,9 @@ class StepBuffers:
             rows_N=layout.rows_N.of(memory),
             draws_NF=layout.draws_NF.of(memory).view(-1, NUM_FIELDS),
             changes=TableChanges(
-                rows_R=layout.table_rows_R.of(memory),
-                firsts_R=layout.firsts_R.of(memory),
-                starts_R=layout.starts_R.of(memory),
+                lines_X=layout.lines_X.of(memory),
+                firsts_X=layout.firsts_X.of(memory),
+                starts_X=layout.starts_X.of(memory),
                 blocks=memory[layout.blocks.start :].view(torch.int32),
             ),
         )
@@ -238,9 +252,9 @@ class StepBuffers:
         host.draws_NF[:num_logits] = draws_NF
         host.input_ids_T[:num_tokens] = inputs.input_ids_T
         host.position_ids_T[:num_tokens] = inputs.position_ids_T
-        slots_T = host.slots_T[:num_tokens]
-        np.multiply(metadata.token_blocks, self.limits.block_size, out=slots_T)
-        slots_T += metadata.token_offsets
+        slots_ST = host.slots_ST.reshape(self.limits.num_stripes, -1)[:, :num_tokens]
+        np.multiply(metadata.token_blocks_ST, self.limits.block_size, out=slots_ST)
+        slots_ST += metadata.token_offsets
         host.logits_indices_N[:num_logits] = inputs.logits_indices_N
         host.rows_T[:num_tokens] = inputs.rows_T
         host.query_starts_R[: num_sequences + 1] = metadata.query_starts
@@ -259,33 +273,40 @@ class StepBuffers:
         staging.wait()
         layout, host = self._host_fields(self._turn, *sizes[:3])
         self._turn = 1 - self._turn
-        host.query_starts_R[0] = host.starts_R[0] = 0
+        host.query_starts_R[0] = 0
         self._pad(host, 0, 0, 0)
+        host.lines_X[:] = host.firsts_X[:] = 0
+        host.starts_X[:] = 0
         staging.send(layout.blocks.start, self._memory)
 
     def _pack_new_blocks(self, tables: BlockTables, host: _HostFields) -> int:
         """Pack the blocks that the device's tables lack, and note them as sent; returns their number."""
-        rows_R, num_blocks_R = tables.rows_R, tables.num_blocks_R
+        rows_R, num_blocks_SR = tables.rows_R, tables.num_blocks_SR
         is_same_R = self._generations_C[rows_R] == tables.generations_R
-        firsts_R = np.where(is_same_R, self._num_sent_C[rows_R], 0)
-        self._generations_C[rows_R], self._num_sent_C[rows_R] = tables.generations_R, num_blocks_R
-        counts_R = num_blocks_R - firsts_R
-        ends_R = np.cumsum(counts_R)
-        num_sequences, num_new = len(rows_R), int(ends_R[-1])
-        host.table_rows_R[:num_sequences] = rows_R
-        host.firsts_R[:num_sequences] = firsts_R
-        host.starts_R[0] = 0
-        host.starts_R[1 : num_sequences + 1] = ends_R
-        host.starts_R[num_sequences + 1 :] = num_new
+        firsts_SR = np.where(is_same_R, self._num_sent_SC[:, rows_R], 0)
+        self._generations_C[rows_R], self._num_sent_SC[:, rows_R] = tables.generations_R, num_blocks_SR
+        stripes_SR, rows_SR = np.broadcast_arrays(np.arange(tables.num_stripes)[:, None], rows_R)
+        stripes_X, rows_X, firsts_X = stripes_SR.reshape(-1), rows_SR.reshape(-1), firsts_SR.reshape(-1)
+        counts_X = num_blocks_SR.reshape(-1) - firsts_X
+        ends_X = np.cumsum(counts_X)
+        num_lines, num_new = len(rows_X), int(ends_X[-1])
+        host.table_rows_R[: len(rows_R)] = rows_R
+        host.lines_X[:num_lines] = stripes_X * self.limits.num_sequences + rows_X
+        host.firsts_X[:num_lines] = firsts_X
+        host.lines_X[num_lines:] = host.firsts_X[num_lines:] = 0
+        host.starts_X[0] = 0
+        host.starts_X[1 : num_lines + 1] = ends_X
+        host.starts_X[num_lines + 1 :] = num_new
         if num_new:
-            places = np.arange(num_new) + np.repeat(firsts_R - ends_R + counts_R, counts_R)
-            host.blocks[:num_new] = tables.block_ids_CB[np.repeat(rows_R, counts_R), places]
+            places = np.arange(num_new) + np.repeat(firsts_X - ends_X + counts_X, counts_X)
+            of_lines = np.repeat(stripes_X, counts_X), np.repeat(rows_X, counts_X)
+            host.blocks[:num_new] = tables.block_ids_SCB[(*of_lines, places)]
         return num_new
 
     def _find_host_fields(
         self, turn: int, num_tokens: int, num_sequences: int, num_logits: int
     ) -> tuple[_Layout, _HostFields]:
-        layout = _Layout.of(num_tokens, num_sequences, num_logits)
+        layout = _Layout.of(num_tokens, num_sequences, num_logits, self.limits.num_stripes)
         return layout, _HostFields.of(self._stagings[turn].memory, layout)
 
     def _pad(self, host: _HostFields, num_tokens: int, num_sequences: int, num_logits: int) -> None:
@@ -295,12 +316,9 @@ class StepBuffers:
         host.draws_NF[num_logits:, PLACE] = np.arange(num_logits, len(host.draws_NF))
         host.input_ids_T[num_tokens:] = host.position_ids_T[num_tokens:] = 0
         host.rows_T[num_tokens:] = self.limits.num_sequences  # of no sequence: it has no adapter
-        host.slots_T[num_tokens:] = -1
+        host.slots_ST.reshape(self.limits.num_stripes, -1)[:, num_tokens:] = -1
         host.logits_indices_N[num_logits:] = 0
         # No sequence behind the last has tokens: all of them begin where the last one ends.
         host.query_starts_R[num_sequences:] = host.query_starts_R[num_sequences]
-        host.seq_lens_R[num_sequences:] = host.table_rows_R[num_sequences:] = host.firsts_R[
-            num_sequences:
-        ] = 0
-        host.starts_R[num_sequences:] = host.starts_R[num_sequences]
+        host.seq_lens_R[num_sequences:] = host.table_rows_R[num_sequences:] = 0
         host.rows_N[num_logits:] = self.limits.num_sequences

@@ -55,7 +55,8 @@ class TritonAttention:
 
     def write(self, layer_idx: int, key: Tensor, value: Tensor) -> None:
         """Put the step's keys [Hk, T, D] and values [Hk, T, V] into a layer's blocks."""
-        write_kv(key, value, self._cache.layers[layer_idx], self._work.batch.slots_T)
+        cache = self._cache.layers[layer_idx]
+        write_kv(key, value, cache, self._work.batch.slots_ST[cache.stripe])
 
     def rotate_and_write(
         self,
@@ -66,7 +67,8 @@ class TritonAttention:
         rotation: Rotation | None,
     ) -> Tensor:
         """See PagedAttention, and kernels/rotary.py."""
-        cache, slots_T = self._cache.layers[layer_idx], self._work.batch.slots_T
+        cache = self._cache.layers[layer_idx]
+        slots_T = self._work.batch.slots_ST[cache.stripe]
         return rotate_and_write(merged_TM, heads, norms, rotation, cache, slots_T)
 
     def attend_written(self, layer_idx: int, queries_THD: Tensor, options: AttentionOptions) -> Tensor:
@@ -85,13 +87,13 @@ class TritonAttention:
 
 def batch_of(metadata: AttentionMetadata, block_size: int, device: Device) -> AttentionBatch:
     """Bring the host's form of a step to the device."""
-    query_lens = np.diff(metadata.query_starts)
+    query_lens, stripes = np.diff(metadata.query_starts), range(metadata.tables.num_stripes)
     return AttentionBatch(
         num_decodes=metadata.num_decodes,
         max_query_len=int(query_lens.max()),
         max_seq_len=int(metadata.seq_lens.max()),
         query_starts_R=device.tensor(metadata.query_starts.astype(np.int32)),
         seq_lens_R=device.tensor(metadata.seq_lens.astype(np.int32)),
-        block_tables_CB=device.tensor(np.ascontiguousarray(metadata.block_tables)),
-        slots_T=device.tensor(metadata.token_blocks * block_size + metadata.token_offsets),
+        block_tables_SCB=device.tensor(np.stack([metadata.tables.gathered(each) for each in stripes])),
+        slots_ST=device.tensor(metadata.token_blocks_ST * block_size + metadata.token_offsets),
     )

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from worker.attention.kv_cache import BlockLayout, LayerShape
+from worker.attention.layer_groups import grouped
 from worker.model.layer_call import LayerCall, head_shape, norms_all_heads
 from worker.model.layer_parts import GatedMlp, LayerCuts, LayerParts, TakenWeights, Unrecognised, find_layers
 from worker.model.linear import Axis, Cut, Linear, Segment
@@ -98,11 +99,13 @@ def shard_shape(shape: LayerShape, num_ranks: int) -> LayerShape:
     return replace(shape, num_heads=max(1, shape.num_heads // num_ranks))
 
 
-def shard_layout(layout: BlockLayout, num_ranks: int) -> BlockLayout:
-    """Divide the KV heads of all layers. Raises Unrecognised."""
-    return replace(
-        layout, layers={key: shard_shape(shape, num_ranks) for key, shape in layout.layers.items()}
-    )
+def shard_layout(layout: BlockLayout, num_ranks: int, longest: int) -> BlockLayout:
+    """Divide the KV heads of all layers, in groups for sequences of up to `longest` tokens.
+
+    Raises Unrecognised.
+    """
+    layers = {key: shard_shape(shape, num_ranks) for key, shape in layout.layers.items()}
+    return grouped(replace(layout, layers=layers), longest)
 
 
 class DividedLayout(NamedTuple):
@@ -114,13 +117,16 @@ class DividedLayout(NamedTuple):
 
 
 def divide_layout(
-    layout: BlockLayout, ranks: Ranks, count_head_layers: Callable[[int], float]
+    layout: BlockLayout, ranks: Ranks, count_head_layers: Callable[[int], float], longest: int
 ) -> DividedLayout:
-    """Keep the heads and layers of one rank. Raises StartupError where they cannot be divided."""
+    """Keep the heads and layers of one rank, in groups for sequences of up to `longest` tokens.
+
+    Raises StartupError where they cannot be divided.
+    """
     if ranks.stage.count > 1:
         ranks.stage = replace(ranks.stage, head_layers=count_head_layers(len(layout.layers)))
     try:
-        divided = shard_layout(layout, ranks.size)
+        divided = shard_layout(layout, ranks.size, longest)
     except Unrecognised as uneven:
         raise refuse_division(f"--tensor-parallel-size {ranks.size}", str(uneven)) from uneven
     num_layers, stage = len(divided.layers), ranks.stage

@@ -56,9 +56,13 @@ def measure(start: Start, reserve: Reserve) -> Measured:
     checkpoint_len = longest_right_len(loaded.text_config, loaded.checkpoint_len, config.max_model_len)
     start.stage.enter(LoadPhase.MEASURING)
     whole_layout = probe_layout(start)
-    layouts = divide_layout(whole_layout, loaded.ranks, loaded.head_layers)
+    layouts = divide_layout(whole_layout, loaded.ranks, loaded.head_layers, checkpoint_len)
     toolkit = open_kernels(config, device, start.stage, loaded)
     adapter_targets, reserve = _find_targets(start, reserve)
+    if reserve.buffer_bytes:  # they were counted for one stripe
+        num_places = checkpoint_len // whole_layout.block_size + 1
+        num_entries = (len(layouts.own.stripes) - 1) * config.max_num_seqs * num_places
+        reserve = reserve._replace(buffer_bytes=reserve.buffer_bytes + 2 * num_entries * np.int32().itemsize)
     budget_bytes = device.kv_cache_budget_bytes(largest_step(start, checkpoint_len), reserve=reserve)
     return Measured(
         whole_layout=whole_layout,
@@ -120,8 +124,8 @@ def _cache_request(
         max_model_len=config.max_model_len,
         checkpoint_len=checkpoint_len,
         max_num_seqs=config.max_num_seqs,
-        num_state_blocks=layout.num_state_blocks,
-        most_read_tokens=layout.most_read_tokens(config.max_num_batched_tokens),
+        num_step_tokens=config.max_num_batched_tokens,
+        groups=layout.groups,
     )
 
 

@@ -67,7 +67,7 @@ def _facts(start: Start, measured: Measured, pools: OpenPools, proven: Proven) -
         block_size=cache.layout.block_size,
         num_blocks=cache.num_blocks,
         kv_cache_bytes=cache.num_bytes,
-        groups=measured.whole_layout.groups,
+        groups=measured.layouts.all_stages.groups,
         num_host_blocks=pools.host_pool.num_blocks,
         copy_s_per_block=pools.host_pool.measure_copy_s(),
         # Each expert of a mixture has a few of the rows only, and gains by more.

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from scheduler.cache_groups import LifetimeKind
 from scheduler.messages import (
     BlockId,
     NewSequence,
@@ -169,7 +170,7 @@ class SelfCheck:
             max_model_len=self.max_model_len,
             block_size=self.cache.layout.block_size,
             num_blocks=self.cache.num_blocks,
-            num_state_blocks=self.cache.layout.num_state_blocks,
+            groups=self.cache.layout.groups,
         )
         sequence_id = SequenceId(0)
         rows.add(
@@ -200,12 +201,15 @@ class SelfCheck:
             logits.append(self.runner.forward(tokens, self.backend).logits_NV)
         return torch.cat(logits).float()
 
-    def _tables(self, num_blocks: int) -> tuple[NewTable, ...]:
+    def _tables(self, num_places: int) -> tuple[NewTable, ...]:
         """Take blocks in descending order, to check that block tables are followed."""
-        blocks = [BlockId(self.cache.num_blocks - place) for place in range(self.cache.num_blocks)]
-        num_state_blocks = self.cache.layout.num_state_blocks
-        tables = NewTable(tuple(blocks[:num_blocks])), NewTable(tuple(blocks[num_blocks:][:num_state_blocks]))
-        return tables if num_state_blocks else tables[:1]
+        tables, last = [], self.cache.num_blocks
+        for group in self.cache.layout.groups:
+            is_state = group.lifetime.kind is LifetimeKind.FIXED
+            num_blocks = group.num_stripes * (1 if is_state else num_places)
+            tables.append(NewTable(tuple(BlockId(last - place) for place in range(num_blocks))))
+            last -= num_blocks
+        return tuple(tables)
 
     def _run_eagerly(self, token_ids: np.ndarray[Any, Any]) -> Tensor:
         """Return the logits of all tokens with the model's own attention."""

@@ -37,7 +37,7 @@ def open_steps(
     """Make the runner of steps, with graphs unless they are off, and the sampler. Raises StartupError."""
     facts, toolkit = ready.facts, ready.measured.toolkit
     assert toolkit is not None
-    limits = step_limits(config, facts.max_model_len, facts.block_size)
+    limits = step_limits(config, facts.max_model_len, facts.block_size, num_stripes=facts.num_tables)
     sizes = GraphSizes(limits, facts.max_model_len)
     dtype: torch.dtype = getattr(torch, facts.dtype)
     try:

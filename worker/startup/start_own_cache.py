@@ -172,6 +172,7 @@ def _size(
             max_model_len=config.max_model_len,
             checkpoint_len=loaded.checkpoint_len,
             max_num_seqs=config.max_num_seqs,
+            num_step_tokens=config.max_num_batched_tokens,
         )
     )
 

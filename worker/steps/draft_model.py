@@ -92,7 +92,7 @@ class _Filled:
         """Note that other tokens may be at these places now."""
         np.minimum.at(self._device, blocks_T, offsets_T)
 
-    def raise_to(self, blocks_T: NDArray[np.int64], offsets_T: NDArray[np.int64]) -> None:
+    def raise_to(self, blocks_T: NDArray[np.signedinteger], offsets_T: NDArray[np.int64]) -> None:
         """Note places that were written, all before them being there."""
         np.maximum.at(self._device, blocks_T, offsets_T + 1)
 
@@ -126,7 +126,7 @@ class DraftModel:
 
     def follow(self, inputs: StepInputs) -> None:
         """Take in a step that the model has computed: there are other tokens than before at its places."""
-        self._filled.lower(inputs.metadata.token_blocks, inputs.metadata.token_offsets)
+        self._filled.lower(self._blocks_of(inputs), inputs.metadata.token_offsets)
 
     def propose(self, wanted: Mapping[SequenceId, int]) -> DraftsMade:
         """Guess up to `wanted` tokens of each sequence, one place of all of them in a pass."""
@@ -196,7 +196,7 @@ class DraftModel:
         """Tell whether the last token of a row can be computed."""
         num_tokens = int(self._rows.num_tokens_C[row])
         return num_tokens <= min(
-            int(self._rows.num_blocks_C[row]) * self._rows.block_size,
+            int(self._rows.num_slots(np.array([row]))[0]),
             self._sizes.max_len,
             self._rows.token_ids_CL.shape[1] - 1,
         )
@@ -206,7 +206,7 @@ class DraftModel:
         row, block_size = self._row(sequence_id), self._rows.block_size
         self._take_in_ahead(row)
         first = self._rows.first_read(max(end - 1, 0)) // block_size  # blocks before may be others'
-        blocks = self._rows.block_ids_CB[row, first : -(-end // block_size)]
+        blocks = self._table_of(row)[first : -(-end // block_size)]
         return min(first * block_size + self._filled.count(blocks), end)
 
     def _take_in_ahead(self, row: int) -> None:
@@ -222,7 +222,7 @@ class DraftModel:
                 break
             num_right += 1
         positions = np.arange(start - 1, start + num_right)
-        blocks = self._rows.block_ids_CB[row, positions // self._rows.block_size]
+        blocks = self._table_of(row)[positions // self._rows.block_size]
         self._filled.raise_to(blocks, positions % self._rows.block_size)
 
     def _guess(self, inputs: StepInputs, views: Mapping[SequenceId, SamplingRow]) -> dict[SequenceId, int]:
@@ -249,9 +249,18 @@ class DraftModel:
     def _compute(self, inputs: StepInputs) -> Tensor:
         """Compute a pass; returns logits [N, V] as wide as the model's."""
         logits_NV = self._steps.compute(inputs).logits_NV
-        self._filled.raise_to(inputs.metadata.token_blocks, inputs.metadata.token_offsets)
+        self._filled.raise_to(self._blocks_of(inputs), inputs.metadata.token_offsets)
         num_more = self._sizes.sampled_vocab_size - logits_NV.shape[1]
         return pad(logits_NV, (0, num_more), value=-torch.inf) if num_more else logits_NV
+
+    def _table_of(self, row: int) -> NDArray[np.int32]:
+        """Return a row's blocks of the stripe that is followed: of the group that keeps most."""
+        table_B: NDArray[np.int32] = self._rows.block_ids_SCB[self._rows.leading_stripe, row]
+        return table_B
+
+    def _blocks_of(self, inputs: StepInputs) -> NDArray[np.int64]:
+        blocks_T: NDArray[np.int64] = inputs.metadata.token_blocks_ST[self._rows.leading_stripe]
+        return blocks_T
 
     def _row(self, sequence_id: SequenceId) -> int:
         row = self._rows.row_of(sequence_id)

@@ -105,9 +105,12 @@ class HostPool:
         if not self.num_blocks:
             return nullcontext()
         read_blocks_R = -(-metadata.seq_lens // self._block_size)
-        tables_RB, states_RS = metadata.block_tables, metadata.state_blocks
-        written_W = metadata.token_blocks
+        tables = [metadata.tables.gathered(stripe) for stripe in range(metadata.tables.num_stripes)]
+        tables_RB = tables[0] if len(tables) == 1 else np.concatenate(tables)
+        read_blocks_R = np.tile(read_blocks_R, len(tables))
+        states_RS, written_W = metadata.state_blocks, metadata.token_blocks_ST.reshape(-1)
         if states_RS.size:  # of which a step writes all that it reads
+            states_RS = np.tile(states_RS, (len(tables), 1))
             tables_RB = np.concatenate([states_RS, tables_RB], axis=1)
             read_blocks_R = read_blocks_R + states_RS.shape[1]
             written_W = np.concatenate([written_W, states_RS.reshape(-1)])

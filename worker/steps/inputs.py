@@ -81,10 +81,8 @@ class _Shares(NamedTuple):
         if rows_R.min() < 0:
             return False
         ends_R = starts_R + counts_R
-        has_slots_R = ends_R <= np.minimum(
-            rows.num_tokens_C[rows_R], rows.num_blocks_C[rows_R] * rows.block_size
-        )
-        has_slots_R &= rows.first_reads(starts_R) >= rows.first_position_C[rows_R]
+        has_slots_R = ends_R <= np.minimum(rows.num_tokens_C[rows_R], rows.num_slots(rows_R))
+        has_slots_R &= rows.have_what_is_read(rows_R, starts_R)
         has_room_R = ends_R + samples_R <= rows.token_ids_CL.shape[1]
         return bool((has_slots_R & has_room_R & (starts_R >= 0) & (counts_R >= 1)).all())
 
@@ -123,7 +121,7 @@ def build_inputs(plan: SchedulerOutput, rows: RowTable, failures: dict[SequenceI
         query_starts=np.concatenate([[0], ends_R]),
         seq_lens=seq_lens_R,
         tables=_block_tables(rows, row_of_R, seq_lens_R),
-        token_blocks=rows.block_ids_CB[rows_T, positions_T // rows.block_size].astype(np.int64),
+        token_blocks_ST=rows.blocks_at(rows_T, positions_T),
         token_offsets=positions_T % rows.block_size,
         state_blocks=rows.state_blocks_CS[row_of_R],
     )
@@ -151,11 +149,9 @@ def is_sound(share: ScheduledSequence, rows: RowTable, failures: dict[SequenceId
         reason = f"scheduled for {share.num_tokens} tokens from position {share.start}"
     elif end > rows.num_tokens_C[row]:
         reason = f"scheduled up to position {end}, but has {rows.num_tokens_C[row]} tokens"
-    elif end > rows.num_blocks_C[row] * rows.block_size:
-        num_slots = rows.num_blocks_C[row] * rows.block_size
+    elif end > (num_slots := int(rows.num_slots(np.array([row]))[0])):
         reason = f"scheduled up to position {end}, but its blocks end at {num_slots}"
-    elif rows.first_read(share.start) < rows.first_position_C[row]:
-        first = rows.first_position_C[row]
+    elif (first := rows.first_missing(row, share.start)) is not None:
         reason = f"scheduled from position {share.start}, but its blocks begin at {first}"
     elif share.samples and end >= rows.token_ids_CL.shape[1]:
         reason = f"sampled at position {end}, beyond max_model_len"
@@ -179,6 +175,5 @@ def _wanted_logits(
 
 def _block_tables(rows: RowTable, row_of_R: NDArray[np.int64], seq_lens_R: NDArray[np.int64]) -> BlockTables:
     longest = -(-int(seq_lens_R.max()) // rows.block_size)
-    return BlockTables(
-        rows.block_ids_CB, row_of_R, rows.num_blocks_C[row_of_R], rows.generations_C[row_of_R], longest
-    )
+    num_blocks_SR = rows.num_blocks_SC[:, row_of_R]
+    return BlockTables(rows.block_ids_SCB, row_of_R, num_blocks_SR, rows.generations_C[row_of_R], longest)

@@ -9,12 +9,13 @@ Arrays are indexed by row, so that a step is built from them without a loop over
 """
 
 from collections.abc import Iterable, Sequence
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduler.cache_groups import ALL_TOKENS, Lifetime, LifetimeKind
+from scheduler.cache_groups import CacheGroup, Lifetime, LifetimeKind
 from scheduler.messages import BlockId, GroupBlocks, NewSequence, SequenceId
 from worker.worker_config import ModelFacts
 from worker.worker_errors import SequenceRefused
@@ -33,7 +34,12 @@ class ExpectedTokens(NamedTuple):
 
 
 class RowTable:
-    """Rows by sequence. Shapes: C rows, L longest sequence, B blocks of the longest sequence."""
+    """Rows by sequence, with a table of blocks for each stripe of each group of layers.
+
+    A state has no blocks by token: its group has one table for all of its stripes, in `state_blocks_CS`.
+
+    Shapes: C rows, L longest sequence, B blocks of the longest sequence, S stripes, G groups of tokens.
+    """
 
     def __init__(
         self,
@@ -42,22 +48,29 @@ class RowTable:
         max_model_len: int,
         block_size: int,
         num_blocks: int,
-        lifetime: Lifetime = ALL_TOKENS,
-        num_state_blocks: int = 0,
+        groups: tuple[CacheGroup, ...] = (CacheGroup(),),
     ) -> None:
         # One more than the longest: the last token of a full sequence is sampled, but never computed.
         self._capacity_tokens = max_model_len + 1
         self._num_pool_blocks = num_blocks
-        self._lifetime = lifetime
+        self._groups = groups
         self.block_size = block_size
         self.token_ids_CL = np.zeros((max_num_seqs, self._capacity_tokens), dtype=np.int32)
         self.num_tokens_C = np.zeros(max_num_seqs, dtype=np.int64)
-        self.block_ids_CB = np.zeros((max_num_seqs, -(-self._capacity_tokens // block_size)), dtype=np.int32)
-        self.num_blocks_C = np.zeros(max_num_seqs, dtype=np.int64)
-        # Positions below are behind a window: 0 stands in the block table.
-        self.first_position_C = np.zeros(max_num_seqs, dtype=np.int64)
+        self._stripes = _stripes_of(groups)
+        num_stripes = max(stripes.stop for stripes in self._stripes.values()) if self._stripes else 0
+        num_places = -(-self._capacity_tokens // block_size)
+        self.block_ids_SCB = np.zeros((num_stripes, max_num_seqs, num_places), dtype=np.int32)
+        self.num_blocks_SC = np.zeros((num_stripes, max_num_seqs), dtype=np.int64)
+        """Places that a row has, those included that were passed before it was given."""
+        # Positions below are behind the window of a group: 0 stands in its tables.
+        self._first_positions = {index: np.zeros(max_num_seqs, dtype=np.int64) for index in self._stripes}
+        num_state_blocks = sum(group.num_stripes for group in groups if _is_fixed(group))
         self.state_blocks_CS = np.zeros((max_num_seqs, num_state_blocks), dtype=np.int64)
         """Blocks of states, which a row has for as long as it is taken."""
+        keeps_most = max(self._stripes, key=lambda index: _reach_of(groups[index]), default=-1)
+        self.leading_stripe = self._stripes[keeps_most].start if self._stripes else -1
+        """First stripe of the group that keeps most; -1 where no group keeps tokens."""
         self._row_of: dict[SequenceId, int] = {}
         self.generations_C = np.zeros(max_num_seqs, dtype=np.int64)
         """One more for each sequence that has had the row: its table began anew."""
@@ -73,8 +86,7 @@ class RowTable:
             max_model_len=facts.max_model_len,
             block_size=facts.block_size,
             num_blocks=facts.num_blocks,
-            lifetime=facts.groups[0].lifetime if facts.groups else ALL_TOKENS,
-            num_state_blocks=facts.num_state_blocks,
+            groups=facts.groups or (CacheGroup(),),
         )
 
     def __len__(self) -> int:
@@ -97,20 +109,19 @@ class RowTable:
             raise SequenceRefused(
                 f"{len(new.token_ids)} tokens, but max_model_len is {self._capacity_tokens - 1}"
             )
-        table, *states = new.tables
-        self._check_blocks(table.block_ids, num_before=table.first)
-        state_blocks = [block for each in states for block in each.block_ids]
-        self._check_states(state_blocks)
+        blocks = [table.block_ids for table in new.tables]
+        self._check_blocks(blocks, [table.first for table in new.tables])
         row = self._free.pop()
-        self.first_position_C[row] = table.first * self.block_size
         self._row_of[new.sequence_id] = row
         self._owner_C[row] = new.sequence_id
         self.generations_C[row] += 1
         self.token_ids_CL[row, : len(new.token_ids)] = new.token_ids
         self.num_tokens_C[row] = len(new.token_ids)
-        self.num_blocks_C[row] = table.first
-        self._append_blocks(row, table.block_ids)
-        self.state_blocks_CS[row] = state_blocks
+        for index, table in enumerate(new.tables):
+            if index in self._stripes:
+                self._first_positions[index][row] = table.first * self.block_size
+                self.num_blocks_SC[self._stripes[index], row] = table.first
+        self._append_blocks(row, blocks)
         return row
 
     def grow(self, sequence_id: SequenceId, blocks: GroupBlocks) -> None:
@@ -118,23 +129,39 @@ class RowTable:
         row = self._row_of.get(sequence_id)
         if row is None:
             raise SequenceRefused("blocks for a sequence that the worker does not know")
-        block_ids, *_ = blocks  # a state has all of its blocks from the beginning
-        self._check_blocks(block_ids, num_before=int(self.num_blocks_C[row]))
-        self._append_blocks(row, block_ids)
+        self._check_blocks(blocks, self._ends(row))
+        self._append_blocks(row, blocks)
+
+    def num_slots(self, rows_R: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Count the positions of each row that have a place in all groups."""
+        num_blocks_SR, most = self.num_blocks_SC[:, rows_R], self.block_ids_SCB.shape[2]
+        num_slots_R: NDArray[np.int64] = num_blocks_SR.min(axis=0, initial=most) * self.block_size
+        return num_slots_R
+
+    def blocks_at(self, rows_T: NDArray[np.int64], positions_T: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Look up the blocks [S, T] of T tokens, of each stripe."""
+        blocks_ST: NDArray[np.int32] = self.block_ids_SCB[:, rows_T, positions_T // self.block_size]
+        return blocks_ST.astype(np.int64, order="C")
 
     def first_read(self, start: int) -> int:
-        """Return the first position that a share from `start` on attends to."""
-        return self._lifetime.first_read(start)
+        """Return the first position that a share from `start` on reads of the group that keeps most."""
+        return min(self._groups[index].lifetime.first_read(start) for index in self._stripes)
 
-    def first_reads(self, starts_R: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return `first_read` of R shares."""
-        num_tokens = self._lifetime.num_tokens
-        match self._lifetime.kind:
-            case LifetimeKind.WINDOW:
-                return np.maximum(starts_R - num_tokens + 1, 0)
-            case LifetimeKind.CHUNK:
-                return starts_R // num_tokens * num_tokens
-        return np.zeros_like(starts_R)
+    def first_missing(self, row: int, start: int) -> int | None:
+        """Return the first position that the row still has, if a share from `start` on reads earlier ones."""
+        for index, first_positions in self._first_positions.items():
+            if self._groups[index].lifetime.first_read(start) < first_positions[row]:
+                return int(first_positions[row])
+        return None
+
+    def have_what_is_read(self, rows_R: NDArray[np.int64], starts_R: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Tell for each share whether `first_missing` is None."""
+        have_R = np.ones(len(rows_R), dtype=np.bool_)
+        for index, first_positions in self._first_positions.items():
+            firsts_R = first_positions[rows_R]
+            if firsts_R.any():
+                have_R &= _first_reads(self._groups[index].lifetime, starts_R) >= firsts_R
+        return have_R
 
     def append_tokens(self, rows: list[int], token_ids: list[int]) -> None:
         """Append one token to each row; the rows are distinct."""
@@ -205,21 +232,66 @@ class RowTable:
             self._free.append(row)
         return row
 
-    def _append_blocks(self, row: int, block_ids: Sequence[BlockId]) -> None:
-        start = self.num_blocks_C[row]
-        self.block_ids_CB[row, start : start + len(block_ids)] = block_ids
-        self.num_blocks_C[row] += len(block_ids)
+    def _append_blocks(self, row: int, blocks: Sequence[tuple[BlockId, ...]]) -> None:
+        for index, block_ids in enumerate(blocks):
+            if not block_ids:
+                continue
+            stripes = self._stripes.get(index)
+            if stripes is None:
+                self.state_blocks_CS[row] = block_ids
+                continue
+            start, num_stripes = self.num_blocks_SC[stripes.start, row], stripes.stop - stripes.start
+            end = start + len(block_ids) // num_stripes
+            by_place = np.array(block_ids, dtype=np.int32).reshape(-1, num_stripes)
+            self.block_ids_SCB[stripes, row, start:end] = by_place.T
+            self.num_blocks_SC[stripes, row] = end
 
-    def _check_blocks(self, block_ids: Sequence[BlockId], *, num_before: int) -> None:
-        if num_before + len(block_ids) > self.block_ids_CB.shape[1]:
-            raise SequenceRefused(f"more than {self.block_ids_CB.shape[1]} blocks for one sequence")
-        self._check_in_pool(block_ids)
+    def _check_blocks(self, blocks: Sequence[tuple[BlockId, ...]], firsts: Sequence[int]) -> None:
+        """Raise SequenceRefused for blocks that cannot stand at these places of the groups' tables."""
+        if len(blocks) != len(self._groups):
+            raise SequenceRefused(f"blocks for {len(blocks)} groups of layers, of {len(self._groups)}")
+        for index, (block_ids, first) in enumerate(zip(blocks, firsts, strict=True)):
+            num_stripes = self._groups[index].num_stripes
+            num_places, rest = divmod(len(block_ids), num_stripes)
+            most = self.block_ids_SCB.shape[2] if index in self._stripes else 1
+            if rest:
+                raise SequenceRefused(f"{len(block_ids)} blocks for places of {num_stripes}")
+            if first + num_places > most:
+                raise SequenceRefused(f"more than {most * num_stripes} blocks for one sequence")
+            if block_ids and not (min(block_ids) >= 1 and max(block_ids) <= self._num_pool_blocks):
+                raise SequenceRefused(f"a block outside of 1 to {self._num_pool_blocks}")
 
-    def _check_states(self, block_ids: Sequence[BlockId]) -> None:
-        if len(block_ids) != self.state_blocks_CS.shape[1]:
-            raise SequenceRefused(f"{len(block_ids)} blocks for a state of {self.state_blocks_CS.shape[1]}")
-        self._check_in_pool(block_ids)
+    def _ends(self, row: int) -> list[int]:
+        """Places that each group has of a row; a state has one."""
+        return [
+            int(self.num_blocks_SC[self._stripes[index].start, row]) if index in self._stripes else 1
+            for index in range(len(self._groups))
+        ]
 
-    def _check_in_pool(self, block_ids: Sequence[BlockId]) -> None:
-        if block_ids and not (min(block_ids) >= 1 and max(block_ids) <= self._num_pool_blocks):
-            raise SequenceRefused(f"a block outside of 1 to {self._num_pool_blocks}")
+
+def _is_fixed(group: CacheGroup) -> bool:
+    return group.lifetime.kind is LifetimeKind.FIXED
+
+
+def _stripes_of(groups: tuple[CacheGroup, ...]) -> dict[int, slice]:
+    """Stripes of each group that keeps something of each token."""
+    stripes, end = {}, 0
+    for index, group in enumerate(groups):
+        if not _is_fixed(group):
+            stripes[index] = slice(end, end + group.num_stripes)
+            end += group.num_stripes
+    return stripes
+
+
+def _reach_of(group: CacheGroup) -> float:
+    return group.lifetime.num_tokens if group.lifetime.is_limited else inf
+
+
+def _first_reads(lifetime: Lifetime, starts_R: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return `lifetime.first_read` of each start."""
+    match lifetime.kind:
+        case LifetimeKind.WINDOW:
+            return np.maximum(starts_R - lifetime.num_tokens + 1, 0)
+        case LifetimeKind.CHUNK:
+            return starts_R // lifetime.num_tokens * lifetime.num_tokens
+    return np.zeros_like(starts_R)

@@ -85,10 +85,10 @@ def forecast(
         dtype=cache_dtype(config.kv_cache_dtype, dtype),
     )
     check_states(whole)
-    layout = _layout_of_a_rank(whole, config)
     text_config = model.config.get_text_config(decoder=True)
-    _check_division(config, layout, text_config)
     checkpoint_len = longest_right_len(text_config, context_window(text_config), config.max_model_len)
+    layout = _layout_of_a_rank(whole, config, checkpoint_len)
+    _check_division(config, layout, text_config)
     is_stacked = kernels_of(device).stacks_adapters
     adapter_bytes = (stacked_bytes if is_stacked else most_bytes)(config, targets, dtype)
 
@@ -129,8 +129,8 @@ def _size_of_cache(
             max_model_len=config.max_model_len,
             checkpoint_len=checkpoint_len,
             max_num_seqs=config.max_num_seqs,
-            num_state_blocks=layout.num_state_blocks,
-            most_read_tokens=layout.most_read_tokens(config.max_num_batched_tokens),
+            num_step_tokens=config.max_num_batched_tokens,
+            groups=layout.groups,
         )
     )
 
@@ -154,9 +154,9 @@ def _check_division(config: WorkerConfig, layout: BlockLayout, text_config: Any)
         raise refuse_division(describe_division(config), f"it has {num_query_heads} query heads")
 
 
-def _layout_of_a_rank(layout: BlockLayout, config: WorkerConfig) -> BlockLayout:
-    """Divide the layout among ranks, if there are several. Raises StartupError."""
+def _layout_of_a_rank(layout: BlockLayout, config: WorkerConfig, longest: int) -> BlockLayout:
+    """Divide the layout among ranks, if there are several, and into groups. Raises StartupError."""
     try:
-        return shard_layout(layout, config.num_ranks)
+        return shard_layout(layout, config.num_ranks, longest)
     except Unrecognised as uneven:
         raise refuse_division(describe_division(config), str(uneven)) from uneven

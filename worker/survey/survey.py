@@ -135,9 +135,10 @@ def _look_at_adapters(config: WorkerConfig, found: Forecast) -> Iterator[Finding
 
 
 def _judge(config: WorkerConfig, weights: str, found: Forecast) -> Finding:
-    num_tokens = found.size.num_blocks * found.layout.block_size
-    max_model_len = found.size.max_model_len
-    state_tokens = found.layout.num_state_blocks * found.layout.block_size  # that take as much
+    layout, max_model_len = found.layout, found.size.max_model_len
+    of_longest = layout.most_blocks(max_model_len)
+    places = -(-max_model_len // layout.block_size)  # as many blocks as if one kept all of a token
+    num_tokens = found.size.num_blocks * places // of_longest * layout.block_size
     cache = format_size(found.size.num_blocks * found.layout.block_bytes // config.num_stages)
     if config.num_ranks * config.num_stages > 1:
         cache += f" on each of them{_describe_heads(config, found)}"
@@ -146,7 +147,7 @@ def _judge(config: WorkerConfig, weights: str, found: Forecast) -> Finding:
     what = (
         f"{weights}, KV cache up to {cache} for "
         f"{num_tokens:,} tokens; context window {max_model_len:,} tokens, "
-        f"{num_tokens // (max_model_len + state_tokens):,} requests of full length at once"
+        f"{found.size.num_blocks // of_longest:,} requests of full length at once"
     )
     if max_model_len >= found.checkpoint_len:
         return _fine("memory", what)

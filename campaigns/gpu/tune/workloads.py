@@ -85,10 +85,10 @@ class AttentionInputs:
             max_seq_len=_LONGEST if device.type == "cuda" else load.context,
             query_starts_R=torch.arange(load.num_sequences + 1, **integers) * load.query_len,  # type: ignore[call-overload]
             seq_lens_R=torch.full((load.num_sequences,), load.context, **integers),  # type: ignore[call-overload]
-            block_tables_CB=(torch.randperm(num_pool_blocks, device=device)[:num_blocks] + 1)
+            block_tables_SCB=(torch.randperm(num_pool_blocks, device=device)[:num_blocks] + 1)
             .int()
-            .view(load.num_sequences, -1),
-            slots_T=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
+            .view(1, load.num_sequences, -1),
+            slots_ST=torch.full((1, num_tokens), -1, dtype=torch.int64, device=device),
         )
         self.work = work_of(batch)
 

@@ -91,8 +91,7 @@ def _kv_cache(info: ModelInfo) -> list[tuple[str, str]]:
 
 
 def _full_length_requests(info: ModelInfo) -> str:
-    blocks_of_longest = math.ceil(info.max_model_len / info.block_size) + info.num_state_blocks
-    num_requests = info.num_blocks // blocks_of_longest
+    num_requests = info.num_full_length
     if num_requests == 0:
         return "no request can use the whole context window"
     noun = "request" if num_requests == 1 else "requests"

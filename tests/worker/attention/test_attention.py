@@ -233,7 +233,7 @@ def make_metadata(spans: list[tuple[int, int]], tables: np.ndarray) -> Attention
         query_starts=np.cumsum([0, *(end - start for start, end in spans)]),
         seq_lens=np.array([end for _, end in spans]),
         tables=BlockTables.of(tables),
-        token_blocks=np.concatenate(blocks).astype(np.int64),
+        token_blocks_ST=np.concatenate(blocks).astype(np.int64)[None],
         token_offsets=np.concatenate(positions) % BLOCK_SIZE,
     )
 

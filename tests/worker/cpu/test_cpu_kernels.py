@@ -184,7 +184,7 @@ class Scene:
             query_starts=starts,
             seq_lens=np.array(self.SEQ_LENS),
             tables=BlockTables.of(tables),
-            token_blocks=np.array(blocks, dtype=np.int64),
+            token_blocks_ST=np.array([blocks], dtype=np.int64),
             token_offsets=np.array(offsets, dtype=np.int64),
         )
         self.query = numbers(num_query_heads, num_tokens, shape.key_dim, dtype=dtype, seed=7)
@@ -251,8 +251,8 @@ def test_a_query_attends_the_same_in_any_cut_of_its_prompt_and_alone(kernels, dt
                     num_decodes=int(end - start == 1),
                     query_starts=np.array([0, end - start]),
                     seq_lens=np.array([int(lengths[seq]) - cuts[-1] + end]),
-                    tables=BlockTables.of(scene.metadata.block_tables[seq : seq + 1]),
-                    token_blocks=scene.metadata.token_blocks[chunk],
+                    tables=BlockTables.of(scene.metadata.tables.gathered(0)[seq : seq + 1]),
+                    token_blocks_ST=scene.metadata.token_blocks_ST[:, chunk],
                     token_offsets=scene.metadata.token_offsets[chunk],
                 )
             )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from scheduler.messages import ModelRunnerOutput, SequenceId
-from tests.worker.plan_driver import PlanDriver
+from tests.worker.plan_driver import PlanDriver, groups_of
 from worker.steps.generation_step import GenerationSteps
 from worker.steps.inputs import StepInputs
 from worker.steps.model_runner import EagerSteps
@@ -26,6 +26,7 @@ class AheadDriver(PlanDriver):
     def __init__(self, worker: Worker, block_size: int, depth: int) -> None:
         super().__init__(self, block_size)  # type: ignore[arg-type]
         self._launcher = worker
+        self._groups = groups_of(worker)
         self._depth = depth
         self._in_flight: deque[LaunchedStep] = deque()
 

@@ -125,7 +125,7 @@ def launches_of(layer: Layer) -> dict[str, Kernel]:
     integers = torch.empty(num_sequences + 1, dtype=torch.int32)
     slots_T = torch.empty(num_sequences, dtype=torch.int64)
     tables = torch.empty((num_sequences, 3), dtype=torch.int32)
-    batch = AttentionBatch(num_sequences, 1, 1000, integers, integers[1:], tables, slots_T)
+    batch = AttentionBatch(num_sequences, 1, 1000, integers, integers[1:], tables[None], slots_T[None])
 
     def new(heads: int, dim: int) -> Tensor:
         return torch.empty((num_sequences, heads, dim), dtype=layer.dtype)

@@ -142,7 +142,7 @@ class Step:
             query_starts=np.cumsum([0, *counts]),
             seq_lens=np.array([end for _, end in spans]),
             tables=BlockTables.of(tables),
-            token_blocks=np.concatenate(blocks).astype(np.int64),
+            token_blocks_ST=np.concatenate(blocks).astype(np.int64)[None],
             token_offsets=np.concatenate(positions) % self.case.block_size,
         )
 
@@ -166,7 +166,7 @@ class Step:
             ]
         )
         nobodys = np.full((1, self.tables.shape[1]), self.num_blocks, dtype=np.int32)
-        slots = self.metadata.token_blocks * self.case.block_size + self.metadata.token_offsets
+        slots = self.metadata.token_blocks_ST[0] * self.case.block_size + self.metadata.token_offsets
         padding = num_tokens - len(slots)
         batch = AttentionBatch(
             num_decodes=num_decodes,
@@ -174,8 +174,8 @@ class Step:
             max_seq_len=1000,
             query_starts_R=torch.from_numpy(np.cumsum([0, *counts]).astype(np.int32)),
             seq_lens_R=torch.from_numpy(np.append(self.metadata.seq_lens, 0)[row_of].astype(np.int32)),
-            block_tables_CB=torch.from_numpy(np.concatenate([self.tables, nobodys])[row_of]),
-            slots_T=torch.from_numpy(np.append(slots, np.full(padding, -1))),
+            block_tables_SCB=torch.from_numpy(np.concatenate([self.tables, nobodys])[row_of])[None],
+            slots_ST=torch.from_numpy(np.append(slots, np.full(padding, -1)))[None],
         )
         self.triton.begin_batch(batch)
         return self.triton.attend(
@@ -421,7 +421,9 @@ def test_a_batch_of_padding_alone_gets_zeros() -> None:
     zeros = torch.zeros(5, dtype=torch.int32)
     for num_decodes in (0, 4):
         slots = torch.full((4,), -1)
-        step.triton.begin_batch(AttentionBatch(num_decodes, 1, 100, zeros, zeros[:4], tables, slots))
+        step.triton.begin_batch(
+            AttentionBatch(num_decodes, 1, 100, zeros, zeros[:4], tables[None], slots[None])
+        )
         queries_THD = torch.full((4, 6, 8), torch.nan)
         assert not step.triton.attend_written(LAYER, queries_THD, step.options).any()
 

@@ -180,7 +180,9 @@ def test_lines_of_the_tables_are_found_by_the_workers_rows(library):
     order = torch.tensor([1, 0], dtype=torch.int32)
     step.triton = Changed(
         backend,
-        lambda batch: batch._replace(block_tables_CB=batch.block_tables_CB[order.long()], table_rows_R=order),
+        lambda batch: batch._replace(
+            block_tables_SCB=batch.block_tables_SCB[:, order.long()], table_rows_R=order
+        ),
     )
     assert_close(step.attend_padded(num_decodes=2, num_sequences=2, num_tokens=2), step.expected())
 

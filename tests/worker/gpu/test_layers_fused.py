@@ -98,7 +98,7 @@ def serve(model, device, token_ids: list[np.ndarray]) -> list[torch.Tensor]:
                 query_starts=np.cumsum([0] + [end - start for _, start, end in spans]),
                 seq_lens=np.array([end for _, _, end in spans]),
                 tables=BlockTables.of(tables[rows].astype(np.int32)),
-                token_blocks=tables[whose, positions // BLOCK_SIZE],
+                token_blocks_ST=tables[whose, positions // BLOCK_SIZE][None],
                 token_offsets=positions % BLOCK_SIZE,
             )
         )

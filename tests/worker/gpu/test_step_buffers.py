@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from scheduler.cache_groups import CacheGroup, Lifetime, LifetimeKind
 from scheduler.messages import (
     BlockId,
     NewSequence,
@@ -27,7 +28,8 @@ from worker.steps.inputs import StepInputs, build_inputs
 from worker.steps.row_table import RowTable
 from worker.worker_config import WorkerConfig
 
-LIMITS = Limits(num_tokens=40, num_sequences=6, num_blocks=9, block_size=4)
+NUM_STRIPES = 2
+LIMITS = Limits(num_tokens=40, num_sequences=6, num_blocks=9, block_size=4, num_stripes=NUM_STRIPES)
 
 
 class TransferLog(InterpretedGpu):
@@ -65,6 +67,7 @@ def make_inputs(query_lens: list[int], seed: int) -> StepInputs:
     seq_lens = lens + generator.integers(0, 36 - lens.max() + 1, num_sequences)
     drawing = list(range(0, num_sequences, 2))
     longest = -(-int(seq_lens.max()) // LIMITS.block_size)
+    shape = (NUM_STRIPES, num_sequences, longest)
     return StepInputs(
         input_ids_T=generator.integers(-1, 1000, num_tokens),
         position_ids_T=generator.integers(0, 36, num_tokens),
@@ -74,8 +77,8 @@ def make_inputs(query_lens: list[int], seed: int) -> StepInputs:
             num_decodes=int((lens == 1).sum()),
             query_starts=np.concatenate([[0], ends]),
             seq_lens=seq_lens,
-            tables=BlockTables.of(generator.integers(0, 1000, (num_sequences, longest), dtype=np.int32)),
-            token_blocks=generator.integers(1, 1000, num_tokens),
+            tables=BlockTables.of(generator.integers(0, 1000, shape, dtype=np.int32)),
+            token_blocks_ST=generator.integers(1, 1000, (NUM_STRIPES, num_tokens)),
             token_offsets=generator.integers(0, LIMITS.block_size, num_tokens),
         ),
         sequence_ids=[SequenceId(index) for index in drawing],
@@ -92,7 +95,7 @@ def fill(buffers: StepBuffers, inputs: StepInputs, sizes: BatchSizes) -> None:
     """Fill as a step does: its first kernel brings new blocks into the tables."""
     buffers.fill(inputs, draws_of(inputs), sizes)
     batch = buffers.view(sizes)
-    change_tables(batch.changes, batch.attention.block_tables_CB)
+    change_tables(batch.changes, batch.attention.block_tables_SCB)
 
 
 def check(buffers: StepBuffers, inputs: StepInputs, sizes: BatchSizes) -> None:
@@ -112,17 +115,20 @@ def check(buffers: StepBuffers, inputs: StepInputs, sizes: BatchSizes) -> None:
     assert batch.draws_NF[num_logits:, LINE].tolist() == [NOBODY] * padding
     assert batch.draws_NF[num_logits:, PLACE].tolist() == list(range(num_logits, sizes.num_logits))
     attention = batch.attention
-    slots = metadata.token_blocks * LIMITS.block_size + metadata.token_offsets
-    assert attention.slots_T.tolist() == [*slots, *[-1] * (sizes.num_tokens - num_tokens)]
+    padding = [-1] * (sizes.num_tokens - num_tokens)
+    for slots_T, blocks_T in zip(attention.slots_ST, metadata.token_blocks_ST, strict=True):
+        assert slots_T.tolist() == [*(blocks_T * LIMITS.block_size + metadata.token_offsets), *padding]
     padding = sizes.num_sequences - num_sequences
     assert attention.query_starts_R.tolist() == [*metadata.query_starts, *[num_tokens] * padding]
     assert attention.seq_lens_R.tolist() == [*metadata.seq_lens, *[0] * padding]
     assert attention.table_rows_R is not None
     assert attention.table_rows_R.tolist() == [*metadata.tables.rows_R, *[0] * padding]
-    tables = attention.block_tables_CB[attention.table_rows_R[:num_sequences].long()]
-    assert tables[:, : metadata.block_tables.shape[1]].tolist() == metadata.block_tables.tolist()
-    assert attention.block_tables_CB.stride() == (LIMITS.num_blocks, 1)
-    for tensor in (batch.tokens.input_ids_1T, batch.tokens.position_ids, attention.slots_T, batch.draws_NF):
+    for stripe, table_CB in enumerate(attention.block_tables_SCB):
+        expected = metadata.tables.gathered(stripe)
+        tables = table_CB[attention.table_rows_R[:num_sequences].long()]
+        assert tables[:, : expected.shape[1]].tolist() == expected.tolist()
+        assert table_CB.stride() == (LIMITS.num_blocks, 1)
+    for tensor in (batch.tokens.input_ids_1T, batch.tokens.position_ids, attention.slots_ST, batch.draws_NF):
         assert tensor.data_ptr() % 16 == 0
 
 
@@ -191,12 +197,12 @@ def test_a_step_of_padding_alone_writes_nothing_and_attends_to_nothing() -> None
     fill(buffers, make_inputs([1, 2, 3], seed=3), sizes)
     buffers.fill_with_padding(sizes)
     batch = buffers.view(sizes)
-    assert batch.attention.slots_T.tolist() == [-1] * 8
+    assert batch.attention.slots_ST.tolist() == [[-1] * 8] * NUM_STRIPES
     assert batch.attention.seq_lens_R.tolist() == [0] * 4
     assert batch.attention.query_starts_R.tolist() == [0] * 5
     assert batch.rows_N.tolist() == [LIMITS.num_sequences] * 4
     assert batch.draws_NF[:, LINE].tolist() == [NOBODY] * 4
-    assert not batch.changes.starts_R.any()
+    assert not batch.changes.starts_X.any()
     assert not batch.tokens.input_ids_1T.any()
     assert not batch.tokens.logits_indices_N.any()
 
@@ -204,7 +210,7 @@ def test_a_step_of_padding_alone_writes_nothing_and_attends_to_nothing() -> None
 def test_the_memory_told_beforehand_is_enough() -> None:
     for limits in (LIMITS, Limits(2048, 256, 513, 16), Limits(8192, 512, 8193, 16)):
         buffers = StepBuffers(TransferLog(), limits)
-        taken = buffers._memory.nbytes + buffers._tables_CB.nbytes
+        taken = buffers._memory.nbytes + buffers._tables_SCB.nbytes
         assert taken <= StepBuffers.num_bytes(limits) + 1024
 
 
@@ -238,14 +244,15 @@ def add(table: RowTable, sequence_id: int, blocks: list[int]) -> int:
             token_ids=tokens,
             num_prompt_tokens=len(tokens),
             params=params,
-            tables=(NewTable(tuple(BlockId(each) for each in blocks)),),
+            tables=(NewTable(tuple(BlockId(each) for each in blocks)),) * NUM_STRIPES,
         )
     )
 
 
 def test_only_blocks_that_are_new_to_a_row_travel() -> None:
     buffers = StepBuffers(TransferLog(), LIMITS)
-    table = RowTable(max_num_seqs=6, max_model_len=35, block_size=4, num_blocks=99)
+    groups = (CacheGroup(), CacheGroup(Lifetime(LifetimeKind.WINDOW, 8)))
+    table = RowTable(max_num_seqs=6, max_model_len=35, block_size=4, num_blocks=99, groups=groups)
     sent = []
 
     def run(rows: list[int]) -> None:
@@ -253,12 +260,12 @@ def test_only_blocks_that_are_new_to_a_row_travel() -> None:
         sizes = BatchSizes(6, 6, 6, 6, 1, 36)
         fill(buffers, inputs, sizes)
         check(buffers, inputs, sizes)
-        sent.append(int(buffers.view(sizes).changes.starts_R[-1]))
+        sent.append(int(buffers.view(sizes).changes.starts_X[-1]))
 
     first, second = add(table, 1, [7, 8, 9]), add(table, 2, [5])
     run([second, first])
     run([first, second])
-    table.grow(SequenceId(1), ((BlockId(20),),))
+    table.grow(SequenceId(1), ((BlockId(20),), (BlockId(20),)))
     run([second])
     third = add(table, 3, [30, 31])
     run([third, second, first])
@@ -268,4 +275,4 @@ def test_only_blocks_that_are_new_to_a_row_travel() -> None:
     table.release(SequenceId(4))
     add(table, 4, [50, 51])
     run([first])
-    assert sent == [4, 0, 0, 3, 2, 2]
+    assert sent == [NUM_STRIPES * num for num in (4, 0, 0, 3, 2, 2)]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from scheduler.cache_groups import CacheGroup
 from tests.quantized_checkpoints import write_quantized
 from tests.worker.conftest import load_worker
 from worker.attention.interface import AttentionBackend
@@ -56,7 +57,8 @@ def run_check(
             KVCache,
             SimpleNamespace(
                 num_blocks=8,
-                layout=SimpleNamespace(block_size=16, dtype=cache_dtype or dtype, num_state_blocks=0),
+                most_tokens=8 * 16,
+                layout=SimpleNamespace(block_size=16, dtype=cache_dtype or dtype, groups=(CacheGroup(),)),
             ),
         ),
         device=cast(Device, SimpleNamespace(tensor=torch.from_numpy)),

@@ -95,7 +95,7 @@ def test_facts_count_the_blocks_of_a_state(loaded: tuple[Worker, ModelFacts]) ->
 @pytest.mark.parametrize(
     ("options", "part"),
     [
-        ({"num_blocks": 1}, r"does not hold the state of one sequence, which takes \d+ of them"),
+        ({"num_blocks": 1}, r"for a place of each group of layers"),
         (
             {"speculation": SpeculationConfig(method=DraftMethod.NGRAM, num_speculative_tokens=2)},
             "a state that has taken in a draft cannot be taken back yet",

@@ -150,6 +150,7 @@ struct Tile {
   const int64_t group = tile.num_query_heads;
   const int64_t num_rows = tile.num_tokens * group;  // of each head
   const int64_t page_size = attention.step.block_size;
+  const int32_t* table = attention.step.table_of(attention.cache.stripe, tile.seq);
   const int64_t padded_size = (page_size + kV - 1) / kV * kV;
   // A page that is no whole number of vectors is a span of its own, and its keys are copied.
   const bool is_copied = padded_size != page_size;
@@ -162,9 +163,8 @@ struct Tile {
   const int64_t end_page = (first_position + tile.num_tokens + page_size - 1) / page_size;
 
   const T* page_of(const Pages<T>& pages, int64_t page, int64_t head) const {
-    const Step& step = attention.step;
     if (page >= end_page) return nullptr;
-    const int64_t block = step.block_tables[tile.seq * step.table_size + page];
+    const int64_t block = table[page];
     return pages.data + block * pages.block_stride + (tile.kv_head + head) * page_size * pages.row_stride;
   }
   const T* keys_of(int64_t page, int64_t head) const {

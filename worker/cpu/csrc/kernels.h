@@ -217,19 +217,26 @@ template <typename T>
 struct Cache {
   Pages<T> keys;
   Pages<T> values;
+  int64_t stripe;  // the table of blocks that the layer's tokens are in
 };
 
 // One step, as attention sees it.
 struct Step {
   const int64_t* query_starts;  // [R + 1]
   const int64_t* seq_lens;      // [R], after this step
-  const int32_t* block_tables;  // [R, table_size]
+  const int32_t* block_tables;  // [stripes, num_rows, table_size]
+  const int64_t* table_rows;    // [R]
+  int64_t num_rows;
   int64_t table_size;
-  const int64_t* token_blocks;   // [T]
+  const int64_t* token_blocks;   // [stripes, T]
   const int64_t* token_offsets;  // [T]
   int64_t num_seqs;
   int64_t num_tokens;
   int64_t block_size;
+
+  const int32_t* table_of(int64_t stripe, int64_t seq) const {
+    return block_tables + (stripe * num_rows + table_rows[seq]) * table_size;
+  }
 };
 
 struct AttentionOptions {

@@ -119,10 +119,11 @@ def attend_decodes(
         (2 * num_programs, heads_per_program, shape.value_dim + _PART_TAIL.value), dtype=torch.float32
     )
     keys, values = pages(cache, shape)
+    tables_CB = batch.block_tables_SCB[cache.stripe]
     decode_kernel[(num_programs,)](
         queries_THD, out_THV, parts, work.arrivals, keys, values,
-        listed, batch.block_tables_CB, options.sinks, batch.num_decodes or batch.num_sequences,
-        *queries_THD.stride()[:2], keys.stride(0), batch.block_tables_CB.stride(0), score_scale(options),
+        listed, tables_CB, options.sinks, batch.num_decodes or batch.num_sequences,
+        *queries_THD.stride()[:2], keys.stride(0), tables_CB.stride(0), score_scale(options),
         **layer_constants(shape, keys, options, queries_THD.dtype),
         VALUE_ROW=cache.values.blocks_NHSD.stride(2),
         KV_HEADS=shape.num_kv_heads, NUM_ROWS=tiles.num_rows, NUM_KEYS=tiles.num_keys,

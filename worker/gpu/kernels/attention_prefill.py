@@ -86,12 +86,13 @@ def attend_prefills(
         _PROGRAMS_PER_PROCESSOR * work.num_processors, most_blocks * shape.num_kv_heads * head_parts
     )
     keys, values = pages(cache, shape)
+    tables_CB = batch.block_tables_SCB[cache.stripe]
     prefill_kernel[(num_programs,)](
         queries_THD, out_THV, keys, values,
         work.list_prefills(tokens_per_program), work.counters,
-        batch.block_tables_CB, batch.table_rows_R, batch.query_starts_R, batch.seq_lens_R, options.sinks,
+        tables_CB, batch.table_rows_R, batch.query_starts_R, batch.seq_lens_R, options.sinks,
         batch.num_tokens, batch.num_sequences, batch.num_decodes,
-        *queries_THD.stride()[:2], keys.stride(0), batch.block_tables_CB.stride(0), score_scale(options),
+        *queries_THD.stride()[:2], keys.stride(0), tables_CB.stride(0), score_scale(options),
         **layer_constants(shape, keys, options, queries_THD.dtype),
         VALUE_ROW=cache.values.blocks_NHSD.stride(2),
         KV_HEADS=shape.num_kv_heads, NUM_ROWS=tiles.num_rows, NUM_KEYS=tiles.num_keys,

@@ -41,9 +41,9 @@ def remember_tokens(last_token_C: Tensor, rows_N: Tensor, token_ids_N: Tensor) -
     )
 
 
-def change_tables(changes: TableChanges, tables_CB: Tensor) -> None:
+def change_tables(changes: TableChanges, tables_SCB: Tensor) -> None:
     """Bring the blocks that are new to a step's sequences into their lines; the rest of a line stays."""
-    _change_kernel[(len(changes.rows_R),)](*changes, tables_CB, tables_CB.stride(0), BLOCK=_TABLE_BLOCK)
+    _change_kernel[(len(changes.lines_X),)](*changes, tables_SCB, tables_SCB.stride(1), BLOCK=_TABLE_BLOCK)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

@@ -76,15 +76,17 @@ class TrialKind(NamedTuple):
 class PreparedStep:
     """One step, in the forms that libraries take; each is made once, when the first layer asks."""
 
-    def __init__(self, batch: AttentionBatch, num_blocks: int) -> None:
+    def __init__(self, batch: AttentionBatch, stripe: int, num_blocks: int) -> None:
         self.batch = batch
+        self._stripe = stripe
         self._num_blocks = num_blocks
         self._tables_of_pages: dict[int, Tensor] = {}
 
     @cached_property
     def tables_RB(self) -> Tensor:
         """Return the blocks of each sequence, line by line."""
-        tables_CB, rows_R = self.batch.block_tables_CB[:, : self._num_blocks], self.batch.table_rows_R
+        tables_CB = self.batch.block_tables_SCB[self._stripe, :, : self._num_blocks]
+        rows_R = self.batch.table_rows_R
         return tables_CB if rows_R is None else tables_CB.index_select(0, rows_R)
 
     def tables_in_pages(self, pages_per_block: int) -> Tensor:
@@ -107,7 +109,7 @@ class PreparedStep:
     def is_padding_T11(self) -> Tensor:
         """Return the tokens of no sequence."""
         batch = self.batch
-        tokens_T = torch.arange(batch.num_tokens, device=batch.slots_T.device)
+        tokens_T = torch.arange(batch.num_tokens, device=batch.slots_ST.device)
         return (tokens_T >= batch.query_starts_R[-1])[:, None, None]
 
 
@@ -121,7 +123,7 @@ class LibraryAttention(TritonAttention, ABC):
         super().__init__(cache, device)
         self._taken: dict[TrialKind, bool] = {}
         self._is_trial = False
-        self._prepared: PreparedStep | None = None
+        self._prepared: dict[int, PreparedStep] = {}  # by stripe
 
     @abstractmethod
     def find_hindrance(self, kind: TrialKind) -> str:
@@ -144,7 +146,7 @@ class LibraryAttention(TritonAttention, ABC):
     def begin_batch(self, batch: AttentionBatch) -> None:
         """See PagedAttention."""
         super().begin_batch(batch)
-        self._is_trial, self._prepared = False, None
+        self._is_trial, self._prepared = False, {}
 
     def attend_written(self, layer_idx: int, queries_THD: Tensor, options: AttentionOptions) -> Tensor:
         """See PagedAttention."""
@@ -181,12 +183,14 @@ class LibraryAttention(TritonAttention, ABC):
         return self.find_hindrance(kind)
 
     def _attend_by_library(self, layer_idx: int, queries_THD: Tensor, options: AttentionOptions) -> Tensor:
-        if self._prepared is None:
+        stripe = self._cache.layers[layer_idx].stripe
+        prepared = self._prepared.get(stripe)
+        if prepared is None:
             batch, block_size = self._work.batch, self._cache.layout.block_size
-            num_blocks = min(-(-batch.max_seq_len // block_size), batch.block_tables_CB.shape[1])
-            self._prepared = PreparedStep(batch, num_blocks)
-        found_THV = self.attend_prepared(self._prepared, layer_idx, queries_THD, options)
-        return found_THV.masked_fill_(self._prepared.is_padding_T11, 0.0)
+            num_blocks = min(-(-batch.max_seq_len // block_size), batch.block_tables_SCB.shape[2])
+            prepared = self._prepared[stripe] = PreparedStep(batch, stripe, num_blocks)
+        found_THV = self.attend_prepared(prepared, layer_idx, queries_THD, options)
+        return found_THV.masked_fill_(prepared.is_padding_T11, 0.0)
 
     def _try(self, kind: TrialKind, layer_idx: int, queries_THD: Tensor, expected_THV: Tensor) -> None:
         """Compare; time where that is right, once. Waits for the device, which is allowed at load."""
@@ -220,7 +224,7 @@ class LibraryAttention(TritonAttention, ABC):
             seconds_ours = self._device.seconds_of(attend_by(super().attend_written))
             seconds = self._device.seconds_of(attend_by(self._attend_by_library))
         finally:
-            self._work, self._is_trial, self._prepared = step, True, None
+            self._work, self._is_trial, self._prepared = step, True, {}
         if seconds is None or seconds_ours is None:
             return False
         is_faster = seconds * _LEAST_GAIN < seconds_ours
@@ -231,6 +235,7 @@ class LibraryAttention(TritonAttention, ABC):
     def _timed_batch(self, *, is_of_decodes: bool) -> AttentionBatch:
         """Make sequences of as many tokens as the cache has room for, up to those of a usual step."""
         block_size, num_blocks = self._cache.layout.block_size, self._cache.num_blocks
+        num_stripes = len(self._cache.layout.stripes)
         num_sequences = min(_TIMED_SEQUENCES, num_blocks) if is_of_decodes else 1
         longest = _TIMED_CONTEXT if is_of_decodes else _TIMED_PROMPT
         seq_len = min(longest, num_blocks // num_sequences * block_size)
@@ -244,6 +249,6 @@ class LibraryAttention(TritonAttention, ABC):
             max_seq_len=seq_len,
             query_starts_R=self._device.tensor(query_starts),
             seq_lens_R=self._device.tensor(np.full(num_sequences, seq_len, dtype=np.int32)),
-            block_tables_CB=self._device.tensor(tables_RB),
-            slots_T=self._device.tensor(np.full(num_tokens, -1, dtype=np.int64)),
+            block_tables_SCB=self._device.tensor(np.repeat(tables_RB[None], num_stripes, axis=0)),
+            slots_ST=self._device.tensor(np.full((num_stripes, num_tokens), -1, dtype=np.int64)),
         )

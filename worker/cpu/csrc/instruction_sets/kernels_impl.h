@@ -22,9 +22,9 @@ inline void rotate(float* head, int64_t dim, const Norm& norm, const Rotation& r
 }
 
 template <typename T>
-inline void write_row(const Pages<T>& pages, const Step& step, int64_t token, int64_t head, const float* from,
-                      int64_t dim) {
-  T* to = pages.data + step.token_blocks[token] * pages.block_stride +
+inline void write_row(const Pages<T>& pages, const int64_t* blocks, const Step& step, int64_t token, int64_t head,
+                      const float* from, int64_t dim) {
+  T* to = pages.data + blocks[token] * pages.block_stride +
           (head * step.block_size + step.token_offsets[token]) * dim;
   for (int64_t i = 0; i < dim; i += kV) store(to + i, load(from + i));
 }
@@ -35,6 +35,7 @@ void rotate_and_write(float* rows, const Attention<T>& attention, const Rotation
   const HeadShape& heads = attention.heads;
   const int64_t dim = heads.key_dim;
   const int64_t num_heads = heads.num_query_heads + 2 * heads.num_kv_heads;
+  const int64_t* blocks = attention.step.token_blocks + attention.cache.stripe * attention.step.num_tokens;
   for (int64_t item = begin; item < end; ++item) {
     const int64_t token = item / num_heads;
     int64_t head = item % num_heads;
@@ -47,12 +48,13 @@ void rotate_and_write(float* rows, const Attention<T>& attention, const Rotation
     head -= heads.num_query_heads;
     if (head < heads.num_kv_heads) {
       rotate(row + head * dim, dim, rotation.key_norm, rotation, token);
-      write_row(attention.cache.keys, attention.step, token, head, row + head * dim, dim);
+      write_row(attention.cache.keys, blocks, attention.step, token, head, row + head * dim, dim);
       continue;
     }
     row += heads.num_kv_heads * dim;
     head -= heads.num_kv_heads;
-    write_row(attention.cache.values, attention.step, token, head, row + head * heads.value_dim, heads.value_dim);
+    write_row(attention.cache.values, blocks, attention.step, token, head, row + head * heads.value_dim,
+              heads.value_dim);
   }
 }
 

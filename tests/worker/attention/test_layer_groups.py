@@ -1,0 +1,105 @@
+"""Groups of layers and their stripes: what a sequence of a known model keeps, by arithmetic."""
+
+import pytest
+import torch
+
+from scheduler.cache_groups import ALL_TOKENS, Lifetime, LifetimeKind, most_blocks
+from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
+from worker.attention.layer_groups import grouped
+
+GIB = 1 << 30
+
+
+def window(num_tokens: int) -> Lifetime:
+    return Lifetime(LifetimeKind.WINDOW, num_tokens)
+
+
+def layout_of(lifetimes: list[Lifetime], num_heads: int, dim: int) -> BlockLayout:
+    layers = {index: LayerShape(num_heads, dim, dim, each) for index, each in enumerate(lifetimes)}
+    return BlockLayout(layers=layers, block_size=16, dtype=torch.bfloat16)
+
+
+def full_every(num: int, num_layers: int, limited: Lifetime) -> list[Lifetime]:
+    return [ALL_TOKENS if index % num == num - 1 else limited for index in range(num_layers)]
+
+
+GEMMA3_27B = layout_of(full_every(6, 62, window(1024)), 16, 128)
+GEMMA3_4B = layout_of(full_every(6, 34, window(1024)), 4, 256)
+GPT_OSS_20B = layout_of(full_every(2, 24, window(128)), 8, 64)
+OLMO3_32B = layout_of(full_every(4, 64, window(4096)), 8, 128)
+LLAMA4_SCOUT = layout_of(full_every(4, 48, Lifetime(LifetimeKind.CHUNK, 8192)), 8, 128)
+MISTRAL = layout_of([window(4096)] * 32, 8, 128)
+
+
+def gib(layout: BlockLayout, num_tokens: int) -> float:
+    """Memory of one sequence."""
+    num_blocks = most_blocks(layout.groups, num_tokens, block_size=16, num_step_tokens=1)
+    return num_blocks * layout.block_bytes / GIB
+
+
+@pytest.mark.parametrize(
+    ("layout", "today", "needed", "stripes"),
+    [
+        (GEMMA3_27B, 15.5, 2.94, {2, 11}),
+        (GEMMA3_4B, 4.25, 0.75, {1, 6}),
+        (GPT_OSS_20B, 1.5, 0.76, {1}),
+        (OLMO3_32B, 8.0, 2.76, {1, 3}),
+        (LLAMA4_SCOUT, 6.0, 2.63, {1, 3}),
+    ],
+    ids=["gemma3-27b", "gemma3-4b", "gpt-oss-20b", "olmo3-32b", "llama4-scout"],
+)
+def test_a_sequence_of_32k_tokens_keeps_what_its_layers_read(
+    layout: BlockLayout, today: float, needed: float, stripes: set[int]
+) -> None:
+    assert gib(layout, 32768) == pytest.approx(today, rel=0.02)
+    division = grouped(layout, 131072)
+    assert gib(division, 32768) == pytest.approx(needed, rel=0.02)
+    assert {group.num_stripes for group in division.groups} == stripes
+
+
+def test_as_many_sequences_of_32k_tokens_fit_as_the_shapes_allow() -> None:
+    """Gemma 3 27B in 20 GiB and gpt-oss-20b in 60 GiB: 1 and 40 with blocks of all layers."""
+    found = [
+        int(size // gib(grouped(layout, 131072), 32768))
+        for layout, size in ((GEMMA3_27B, 20), (GPT_OSS_20B, 60))
+    ]
+    assert found == [6, 79]
+
+
+@pytest.mark.parametrize("layout", [MISTRAL, layout_of([ALL_TOKENS] * 8, 8, 128)], ids=["windows", "full"])
+def test_layers_of_one_lifetime_keep_the_blocks_that_they_have(layout: BlockLayout) -> None:
+    assert grouped(layout, 131072) is layout
+    assert len(layout.stripes) == 1
+
+
+def test_windows_as_long_as_any_sequence_are_none() -> None:
+    assert grouped(GEMMA3_27B, 1024) is GEMMA3_27B
+
+
+def test_many_different_windows_share_blocks() -> None:
+    layout = layout_of([ALL_TOKENS, *(window(100 * each) for each in range(1, 6))], 2, 16)
+    assert {group.lifetime for group in grouped(layout, 100_000).groups} == {ALL_TOKENS, window(500)}
+
+
+def test_layers_of_a_block_lie_apart_and_each_knows_its_stripe() -> None:
+    layout = grouped(layout_of(full_every(6, 13, window(32)), 2, 16), 4096)
+    cache = KVCache(layout, 3, torch.zeros(4 * layout.block_numel, dtype=layout.storage))
+    for layer_idx, layer in cache.layers.items():
+        assert layer_idx in layout.stripes[layer.stripe]
+    for stripe in layout.stripes:
+        cache.pool_NE.zero_()
+        for layer_idx in stripe:
+            for part in (cache.layers[layer_idx].keys, cache.layers[layer_idx].values):
+                assert not part.blocks_NHSD[1].any(), "another layer of the stripe has written here"
+                part.blocks_NHSD[1] = 1.0
+        assert cache.pool_NE[1].any()
+        assert not cache.pool_NE[[0, 2, 3]].any()
+
+
+def test_a_stage_has_the_tables_of_all_and_its_own_layers_in_them() -> None:
+    division = grouped(GEMMA3_27B, 131072)
+    stages = [division.only(range(31)), division.only(range(31, 62))]
+    assert all(stage.groups == division.groups for stage in stages)
+    assert sorted(index for stage in stages for stripe in stage.stripes for index in stripe) == list(
+        range(62)
+    )
