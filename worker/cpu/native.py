@@ -209,7 +209,7 @@ class CRecurrence(Structure):
         ("key_stride", c_int64),
         ("values", c_void_p),
         ("value_stride", c_int64),
-        ("decay", c_void_p),
+        ("log_decay", c_void_p),
         ("decays_by_number", c_bool),
         ("beta", c_void_p),
         ("has_unit_keys", c_bool),

@@ -104,7 +104,7 @@ class CpuStates:
             else torch.float32
         )
         query, key, value = (_with_stride(each.to(dtype)) for each in (query, key, value))
-        decay = given.log_decay.exp().contiguous()
+        log_decay = given.log_decay.contiguous()
         beta_TH = None if given.beta_TH is None else given.beta_TH.float().contiguous()
         out_THV = torch.empty((num_tokens, num_heads, value_dim))
         recurrence = CRecurrence(
@@ -120,8 +120,8 @@ class CpuStates:
             key.stride(0),
             value.data_ptr(),
             value.stride(0),
-            pointer(decay),
-            decay.dim() == 3,
+            pointer(log_decay),
+            log_decay.dim() == 3,
             pointer(beta_TH),
             given.has_unit_keys,
             given.scaling,

@@ -5,7 +5,7 @@ Never: decides which layers are replaced (layer_replacement.py).
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,12 +16,13 @@ from worker.cpu.attention import CpuAttention, LayerAttention
 from worker.cpu.body import join_body
 from worker.cpu.layer import CpuLayer
 from worker.cpu.native import Kernels
-from worker.cpu.products import TAKEN, inputs_of
+from worker.cpu.products import TAKEN, inputs_of, pack_linear
 from worker.cpu.proof import prove_products
-from worker.cpu.unfused import UnfusedPacking
+from worker.cpu.unfused import PackedLinear, UnfusedPacking
 from worker.devices.device import Device
 from worker.model.layer_call import LayerCall
 from worker.model.layer_parts import LayerParts, Unrecognised
+from worker.model.linear import linear_of
 from worker.model.mixture import ReplacedExperts
 from worker.model.quantization import NO_ROUNDING, Rounding
 from worker.ranks.ranks import ALONE, Ranks
@@ -77,6 +78,13 @@ class CpuToolkit:
     def prove(self, model: Any, *, must_round_inputs: bool) -> None:
         """See Toolkit."""
         prove_products(model, self._kernels, self._rounding, must_round_inputs=must_round_inputs)
+
+    def replace_linears(self, model: Any, names: Sequence[str], /) -> None:
+        """Pack them, since torch's products of a few rows are several times slower."""
+        for name in dict.fromkeys(names):
+            linear = linear_of(model.get_submodule(name))
+            if linear is not None and TAKEN.include(linear):
+                model.set_submodule(name, PackedLinear(pack_linear(linear, self._inputs), self._kernels))
 
     def replace_others(self, model: Any, max_model_len: int) -> ReplacedExperts:
         """Pack experts, the output layer, and codes of layers that were not fused; join the layers."""

@@ -4,7 +4,7 @@ Owns: the formats that they take, and the error for a kernel that Triton cannot 
 Never: decides which layers are replaced (layer_replacement.py).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -70,6 +70,9 @@ class GpuToolkit:
     def prove(self, model: Any, *, must_round_inputs: bool) -> None:
         """See Toolkit."""
         prove_products(model, self._rounding, must_round_inputs=must_round_inputs)
+
+    def replace_linears(self, _model: Any, _names: Sequence[str], /) -> None:
+        """Replace nothing: layers that stay are computed in other ways (startup/kernel_choice.py)."""
 
     def replace_others(self, model: Any, max_model_len: int) -> ReplacedExperts:
         """Replace mixtures of experts, the frame and codes elsewhere, and choose products by their time."""

@@ -19,7 +19,7 @@ from worker.model.body import whole_body_of
 from worker.model.layer_call import LayerCall
 from worker.model.layer_parts import Unrecognised, find_mlp, find_parts
 from worker.model.layer_shards import shard_layer
-from worker.model.layer_trial import kind_of, record_calls, try_layer
+from worker.model.layer_trial import RecordedCall, kind_of, record_calls, try_layer
 from worker.model.mixture import ReplacedExperts
 from worker.model.stage_layers import EdgeLayer, PassedLayer, drop_ends
 from worker.model.toolkit import Toolkit
@@ -42,6 +42,17 @@ class LayerReplacement:
     reasons: Counter[str] = field(default_factory=Counter)
     """Reasons why layers stayed as they were."""
     experts: ReplacedExperts = field(default_factory=ReplacedExperts)
+
+    kept_linears: list[str] = field(default_factory=list)
+    """Names of the linear layers of layers that stayed as they were."""
+    is_hybrid: bool = False
+    """Whether some layer did not call attention: then most layers stay, and their products with them."""
+
+    def keep(self, call: RecordedCall, reason: str) -> None:
+        """Note a layer that stays as it was."""
+        self.reasons[reason] += 1
+        self.kept_linears += call.linears
+        self.is_hybrid |= call.layer_idx is None
 
     def describe(self) -> str:
         """Return one line for a person."""
@@ -85,7 +96,7 @@ def replace_layers(
                 verdicts[kind] = try_layer(layer, call, toolkit, device)
         verdict = verdicts[kind]
         if isinstance(verdict, str):
-            done.reasons[verdict] += 1
+            done.keep(call, verdict)
             continue
         assert call.layer_idx is not None
         assert call.options is not None
@@ -110,6 +121,8 @@ def replace_layers(
 
 
 def _replace_others(model: Any, toolkit: Toolkit, max_model_len: int, done: LayerReplacement) -> None:
+    if done.is_hybrid:
+        toolkit.replace_linears(model, done.kept_linears)
     done.experts = toolkit.replace_others(model, max_model_len)
     done.is_one_call = whole_body_of(model) is not None
 

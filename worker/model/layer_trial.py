@@ -7,7 +7,7 @@ Shapes: T tokens, H numbers of a hidden state.
 """
 
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,8 @@ class RecordedCall:
     options: AttentionOptions | None = None
     mlp_is_plain: bool = False
     """Whether the MLP was given the hidden state alone, and returned one."""
+    linears: list[str] = field(default_factory=list)
+    """Names of the plain linear layers that it called: others may be read in another way."""
 
 
 class _Halve(nn.Module):
@@ -95,6 +97,12 @@ def record_calls(model: Any, device: Device, last_position: int) -> dict[str, Re
             lambda _layer, args, kwargs, name=name: before(name, args, kwargs), with_kwargs=True
         )
         hooks.append(hook)
+        for inner, module in layer.named_modules(prefix=name):
+            if type(module) is nn.Linear:
+                hook = module.register_forward_hook(
+                    lambda *_, name=name, inner=inner: calls[name].linears.append(inner)
+                )
+                hooks.append(hook)
         mlp = find_mlp(layer)
         if mlp is not None:
             hook = mlp.register_forward_hook(

@@ -4,6 +4,7 @@ Owns: the calls that the replacement of layers and the start of a model make.
 Never: implements it (cpu/toolkit.py, gpu/toolkit.py).
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -53,6 +54,9 @@ class Toolkit(Protocol):
         Raises StartupError with the name of a module whose product is not exact, and, if asked, where an
         option to round inputs would have no effect.
         """
+
+    def replace_linears(self, model: Any, names: Sequence[str], /) -> None:
+        """Replace linear layers of layers that stay, as far as the device's products are faster."""
 
     def replace_others(self, model: Any, max_model_len: int) -> ReplacedExperts:
         """Replace modules outside of layers, and mixtures of experts; choose what needs all layers."""

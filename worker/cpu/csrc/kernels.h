@@ -345,7 +345,7 @@ struct Recurrence {
   int64_t key_stride;
   const T* values;  // [T, H, V]
   int64_t value_stride;
-  const float* decay;     // [T, H], or [T, H, K]
+  const float* log_decay;  // [T, H], or [T, H, K]
   bool decays_by_number;  // of the key
   const float* beta;      // [T, H]; null: no delta rule
   bool has_unit_keys;

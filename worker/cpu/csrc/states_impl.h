@@ -81,19 +81,19 @@ void prepare_keys(const Recurrence<T>& given, float* keys, float* queries, int64
 struct HeadInputs {
   const float* key;
   const float* query;
-  const float* decay;  // one number, or one for each of the key
+  const float* log_decay;  // one number, or one for each of the key
   const float* beta;   // null: no delta rule
 };
 
 // One token's change of M rows of a state [M][K], and what it reads: M numbers.
 template <int M, bool kByNumber>
 inline void advance(float* const* rows, const HeadInputs& head, int64_t dim, const float* values, float* out) {
-  const Floats whole = splat(*head.decay);
+  const Floats whole = exponential(splat(*head.log_decay));
   float added[M];
   if (head.beta != nullptr) {
     Floats parts[M] = {};
     for (int64_t i = 0; i < dim; i += kV) {
-      const Floats decay = kByNumber ? load(head.decay + i) : whole;
+      const Floats decay = kByNumber ? exponential(load(head.log_decay + i)) : whole;
       const Floats key = load(head.key + i) * decay;
 #pragma GCC unroll 16
       for (int m = 0; m < M; ++m) parts[m] = fused(load(rows[m] + i), key, parts[m]);
@@ -108,7 +108,7 @@ inline void advance(float* const* rows, const HeadInputs& head, int64_t dim, con
   }
   Floats read[M] = {};
   for (int64_t i = 0; i < dim; i += kV) {
-    const Floats decay = kByNumber ? load(head.decay + i) : whole;
+    const Floats decay = kByNumber ? exponential(load(head.log_decay + i)) : whole;
     const Floats key = load(head.key + i), query = load(head.query + i);
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
@@ -140,7 +140,7 @@ inline void recur_rows(const Recurrence<T>& given, const float* keys, const floa
   for (int64_t t = step.query_starts[seq]; t < step.query_starts[seq + 1]; ++t) {
     const int64_t place = t * given.num_heads + head;
     const int64_t at = (t * given.num_groups + group) * dim;
-    const HeadInputs inputs = {keys + at, queries + at, given.decay + (kByNumber ? place * dim : place),
+    const HeadInputs inputs = {keys + at, queries + at, given.log_decay + (kByNumber ? place * dim : place),
                                given.beta == nullptr ? nullptr : given.beta + place};
     float values[M];
     for (int m = 0; m < M; ++m) values[m] = load_one(given.values + t * given.value_stride + head * given.value_dim + value + m);
