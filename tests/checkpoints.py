@@ -153,6 +153,27 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "topk_group": 1,
         },
     ),
+    "deepseek_v32": (
+        "deepseek_v32",
+        {
+            "head_dim": None,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 12,
+            "index_head_dim": 24,
+            # With few, many scores are exactly 0, and which of equal keys is chosen is open.
+            "index_n_heads": 16,
+            "index_topk": 4,
+            "first_k_dense_replace": 3,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
     "gpt2": (
         "gpt2",
         {

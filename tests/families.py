@@ -89,6 +89,8 @@ _MLA = {
     "v_head_dim": 16,
 }
 _GROUPED_EXPERTS = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+# Fewer than a sequence has, so that most tokens see some of the keys before them.
+_FEW_CHOSEN = {"index_topk": 4}
 _AS_DERIVED = {"head_dim": None}
 
 _EVERY_THIRD_ATTENDS = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
@@ -155,7 +157,12 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     },
     "falcon": _AS_DERIVED,
     "moshi": {"sliding_window": 512},
-    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"]},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+        "index_topk_blocks": 2,
+        "index_block_size": 2,
+        "index_n_heads": 2,
+    },
     "bloom": {"seq_length": 512},
     "mpt": {"max_seq_len": 512},
     "xlstm": {"max_position_embeddings": 512},
@@ -179,9 +186,10 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "granitemoeshared": _MULTIPLIERS,
     "granite_swa": _MULTIPLIERS,
     "granitemoe_swa": _MULTIPLIERS,
-    "axk2": {**_MLA, **_GROUPED_EXPERTS},
-    "deepseek_v32": {**_MLA, **_GROUPED_EXPERTS},
-    "glm_moe_dsa": {**_MLA, **_GROUPED_EXPERTS},
+    "axk2": {**_MLA, **_GROUPED_EXPERTS, **_FEW_CHOSEN},
+    "deepseek_v32": {**_MLA, **_GROUPED_EXPERTS, **_FEW_CHOSEN},
+    "glm_moe_dsa": {**_MLA, **_GROUPED_EXPERTS, **_FEW_CHOSEN, "indexer_types": ["full", "shared", "full"]},
+    "hy_v4": {**_MLA, **_GROUPED_EXPERTS, **_FEW_CHOSEN, "indexer_types": ["full", "shared", "full"]},
     "qwen3_next": _EVERY_THIRD_ATTENDS,
     "qwen3_5_text": _EVERY_THIRD_ATTENDS,
     "qwen3_5_moe_text": _EVERY_THIRD_ATTENDS,

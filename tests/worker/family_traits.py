@@ -19,12 +19,15 @@ class _Noting(ProbeAttention):
     def __init__(self) -> None:
         super().__init__()
         self.options: list[AttentionOptions] = []
+        self.attended: list[int] = []
+        """Layers other than those of index keys."""
         self.num_query_heads = 0
 
     def attend(
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
         self.options.append(options)
+        self.attended.append(layer_idx)
         self.num_query_heads = query.shape[0]
         return super().attend(layer_idx, query, key, value, options)
 
@@ -34,9 +37,10 @@ def find_traits(model: Any) -> tuple[str, ...]:
     noting = _Noting()
     with torch.inference_mode(), active(noting):
         model(input_ids=torch.zeros((1, 2), dtype=torch.long), use_cache=False)
-    shapes, options = noting.shapes.values(), noting.options
+    shapes, options = [noting.shapes[layer_idx] for layer_idx in noting.attended], noting.options
     sizes = {(shape.num_heads, shape.key_dim, shape.value_dim) for shape in shapes}
-    parts = {part for name, _ in model.named_modules() for part in name.split(".")}
+    names = [name for name, _ in model.named_modules()]
+    parts = {part for name in names if ".indexer." not in name for part in name.split(".")}
     traits = {
         "grouped heads": any(shape.num_heads < noting.num_query_heads for shape in shapes),
         "sliding window": any(each.sliding_window is not None for each in options),
@@ -47,6 +51,7 @@ def find_traits(model: Any) -> tuple[str, ...]:
         "layers of different shape": len(sizes) > 1,
         "norms of queries and keys": not parts.isdisjoint(_HEAD_NORMS),
         "compressed keys and values": "kv_a_layernorm" in parts,
+        "a choice of keys": "indexer" in parts,
         "experts": any("experts" in part for part in parts),
         "no rotation": not any("rotary" in part for part in parts),
     }

@@ -31,6 +31,7 @@ from scheduler.messages import (
 from tests.checkpoints import vary_constants
 from tests.families import ALTERNATING, OTHER_PARTS, TINY, Family
 from tests.worker.family_traits import find_traits
+from worker.attention.indexers import keep_index_keys
 from worker.attention.interface import ATTENTION_NAME
 from worker.attention.latents import keep_latents
 from worker.checkpoint.task_choice import generating_class
@@ -102,6 +103,7 @@ def try_family(family: Family) -> Found:
         if not knows_recurrence(config):
             refuse_layers(config.get_text_config(decoder=True))
         model = _build(config)
+        keep_index_keys(model)
         reference = copy.deepcopy(model)
         ready = _start(model, device)
     except FamilyRefused as refused:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from worker.adapters.adapted_linear import AdaptablePart, StepAdapters, adapt_linear
 from worker.adapters.experts import AdaptedExperts, ExpertsSize, check_modules, size_experts
 from worker.adapters.files import FILE_BYTES_OF_A_NUMBER, AdapterFiles, LowRank, read_adapter
+from worker.attention.indexers import INDEXER
 from worker.attention.latents import LatentExpansion
 from worker.checkpoint.passed_over import is_passed_over
 from worker.checkpoint.task import Task
@@ -191,6 +192,8 @@ def _watch(
     def note(name: str, args: tuple[Any, ...]) -> None:
         calls[name] += 1
         x = args[0] if args else None
+        if f".{INDEXER}." in name:
+            return  # once there are several sequences, it is called for each
         if isinstance(x, Tensor) and x.numel() == num_tokens * x.shape[-1]:
             whole.add(name)
 

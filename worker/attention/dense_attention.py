@@ -21,13 +21,17 @@ _SMALLEST_TILE = 16
 
 
 def attend_densely(
-    queries_HGND: Tensor, keys_HKD: Tensor, values_HKV: Tensor, options: AttentionOptions
+    queries_HGND: Tensor,
+    keys_HKD: Tensor,
+    values_HKV: Tensor,
+    options: AttentionOptions,
+    seen_CNK: Tensor | None = None,
 ) -> Tensor:
-    """Attend causally within the window; returns [N, H * G, V]."""
+    """Attend causally within the window, to what `seen_CNK` (see Choice) leaves; returns [N, H * G, V]."""
     num_heads, num_groups, num_queries, _ = queries_HGND.shape
     num_keys, value_dim = values_HKV.shape[1:]
     most_seen = options.reach.most_tokens
-    fused = is_plain(options) and keys_HKD.shape[-1] == value_dim
+    fused = is_plain(options) and keys_HKD.shape[-1] == value_dim and seen_CNK is None
     if fused and num_queries == num_keys and (most_seen is None or most_seen >= num_keys):
         out_HGNV = scaled_dot_product_attention(
             queries_HGND,
@@ -38,7 +42,6 @@ def attend_densely(
         )
         return out_HGNV.permute(2, 0, 1, 3).reshape(num_queries, num_heads * num_groups, value_dim)
 
-    attend_tile = _attend_tile_fused if fused else _attend_tile_explicitly
     rows_per_key = 1 if fused else num_heads * num_groups
     tile = max(_SMALLEST_TILE, _MOST_IN_TILE // (rows_per_key * num_keys))
     out_NHGV = queries_HGND.new_empty((num_queries, num_heads, num_groups, value_dim))
@@ -47,12 +50,13 @@ def attend_densely(
         # Keys after the tile's last query, or before what its first query sees, weigh nothing.
         last_key = num_keys - num_queries + end
         first_key = max(0, options.reach.first_seen(last_key - (end - start)))
-        out_HGNV = attend_tile(
-            queries_HGND[:, :, start:end],
-            keys_HKD[:, first_key:last_key],
-            values_HKV[:, first_key:last_key],
-            options,
-        )
+        tile_of = queries_HGND[:, :, start:end], keys_HKD[:, first_key:last_key]
+        values = values_HKV[:, first_key:last_key]
+        if fused:
+            out_HGNV = _attend_tile_fused(*tile_of, values, options)
+        else:
+            seen = None if seen_CNK is None else seen_CNK[:, start:end, first_key:last_key]
+            out_HGNV = _attend_tile_explicitly(*tile_of, values, options, seen)
         out_NHGV[start:end] = out_HGNV.permute(2, 0, 1, 3)
     return out_NHGV.view(num_queries, num_heads * num_groups, value_dim)
 
@@ -73,7 +77,11 @@ def _attend_tile_fused(
 
 
 def _attend_tile_explicitly(
-    queries_HGND: Tensor, keys_HKD: Tensor, values_HKV: Tensor, options: AttentionOptions
+    queries_HGND: Tensor,
+    keys_HKD: Tensor,
+    values_HKV: Tensor,
+    options: AttentionOptions,
+    seen_CNK: Tensor | None,
 ) -> Tensor:
     num_heads, num_groups, num_queries, _ = queries_HGND.shape
     scores_HGNK = torch.matmul(queries_HGND, keys_HKD.unsqueeze(1).transpose(-1, -2)) * options.scaling
@@ -81,6 +89,9 @@ def _attend_tile_explicitly(
         scores_HGNK = torch.tanh(scores_HGNK / options.softcap) * options.softcap
     hidden_NK = _hidden(num_queries, keys_HKD.shape[1], options.reach, queries_HGND.device)
     scores_HGNK = scores_HGNK.masked_fill_(hidden_NK, float("-inf"))
+    if seen_CNK is not None:
+        seen_HNK = seen_CNK.repeat_interleave(num_heads * num_groups // len(seen_CNK), dim=0)
+        scores_HGNK.masked_fill_(~seen_HNK.view(scores_HGNK.shape), float("-inf"))
     sinks = None if options.sinks is None else options.sinks.view(num_heads, num_groups, 1, 1)
     return torch.matmul(softmax_with_sinks(scores_HGNK, sinks), values_HKV.unsqueeze(1))
 

@@ -13,7 +13,7 @@ Shapes: T tokens of the step, R sequences (decodes first), G query heads per KV 
 Hq and Hk query and KV heads, D key size, V value size.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from ctypes import c_int64
 from dataclasses import dataclass, field
@@ -79,6 +79,21 @@ class Reach(NamedTuple):
         return positions * 0
 
 
+class Choice(NamedTuple):
+    """The keys that tokens of a step attend to, as an indexer chose them (indexers.py)."""
+
+    seen: tuple[Tensor | None, ...]
+    """Of each sequence [C, N, S], true for what its N tokens attend to of its S keys, later ones aside; each
+    of C for as many query heads. None: all. Empty where all see all."""
+
+
+class Unmasked:
+    """Stands for a mask that hides nothing, of which a layer may take a part: causality is the backend's."""
+
+    def __getitem__(self, _: Any) -> "Unmasked":
+        return self
+
+
 class AttentionOptions(NamedTuple):
     """The attention of one layer."""
 
@@ -93,6 +108,8 @@ class AttentionOptions(NamedTuple):
     """A token sees itself and those before it in its chunk, which begins at a multiple of chunk_size."""
     value_is_key_part: bool = False
     """Whether each value is the first numbers of its key (latents.py)."""
+    choice: Choice | None = None
+    """The keys that are attended to; None: all."""
 
     @property
     def reach(self) -> Reach:
@@ -179,8 +196,34 @@ class AttentionMetadata:
         return StateStep(self.num_decodes, self.query_starts, is_first_R, self.state_blocks)
 
 
+class StepSpan(NamedTuple):
+    """Tokens of one sequence in a step."""
+
+    start: int
+    end: int
+    seq_len: int
+    """Length of the sequence after the step."""
+
+
+class IndexKeys(Protocol):
+    """Keys by which indexers choose (indexers.py), as layers of the cache behind all others."""
+
+    def spans(self) -> Sequence[StepSpan]:
+        """List the sequences of the step under way."""
+
+    def write_index(self, layer_idx: int, keys_TD: Tensor) -> None:
+        """Keep the keys of all tokens of the step."""
+
+    def read_index(self, layer_idx: int, index: int) -> Tensor:
+        """Return the keys [S, D] of a sequence of the step."""
+
+
 class LayerExecutor(Protocol):
     """Computes attention for the layers of a model, one call per layer and step."""
+
+    @property
+    def index_keys(self) -> IndexKeys | None:
+        """Return what keeps the keys of indexers; None where nothing does."""
 
     @property
     def states(self) -> StateExecutor | None:
@@ -270,7 +313,7 @@ def attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | Unmasked | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend, called by transformers' attention modules with a batch of 1.
@@ -279,7 +322,7 @@ def attention_forward(
     Raises UnsupportedAttention for an argument that would change the result and is not known here.
     """
     executor = executor_of_step()
-    if attention_mask is not None:
+    if not (attention_mask is None or isinstance(attention_mask, Unmasked)):
         raise UnsupportedAttention("attention over a mask of the model's own making")
     layer_idx = getattr(module, "layer_idx", None)
     if not isinstance(layer_idx, int):
@@ -295,7 +338,8 @@ def attention_forward(
 
 def _read_options(module: nn.Module, query: Tensor, kwargs: Mapping[str, Any]) -> AttentionOptions:
     for name, value in kwargs.items():
-        if name not in _UNDERSTOOD and name not in _MEANINGLESS and value is not None:
+        is_known = name in _UNDERSTOOD or name in _MEANINGLESS or isinstance(value, Choice)
+        if not is_known and value is not None:
             raise UnsupportedAttention(f"attention with {name}")
     if kwargs.get("dropout"):
         raise UnsupportedAttention("attention with dropout")
@@ -310,6 +354,7 @@ def _read_options(module: nn.Module, query: Tensor, kwargs: Mapping[str, Any]) -
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
         chunk_size=reach.chunk_size,
+        choice=next((each for each in kwargs.values() if isinstance(each, Choice) and each.seen), None),
     )
 
 

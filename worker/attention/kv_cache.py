@@ -280,7 +280,7 @@ class KVCache:
         key_scale, value_scale = self.layout.scales.get(layer_idx, (1.0, 1.0))
         keys = self._paged(keys_offset, shape.num_heads, shape.key_dim)
         if shape.value_is_key_part:
-            values = keys.first_numbers(shape.value_dim)
+            values, value_scale = keys.first_numbers(shape.value_dim), key_scale
         else:
             values = self._paged(values_offset, shape.num_heads, shape.value_dim)
         return LayerCache(replace(keys, scale=key_scale), replace(values, scale=value_scale))

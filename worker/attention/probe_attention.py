@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from worker.attention.dense_attention import attend_densely
-from worker.attention.interface import AttentionOptions
+from worker.attention.interface import AttentionOptions, StepSpan
 from worker.attention.kv_cache import LayerShape
 from worker.states.interface import StateShape
 from worker.states.probe_states import ProbeStates
@@ -21,7 +21,31 @@ class KeptShapes(NamedTuple):
     """Shapes of all that the layers of a model keep of a sequence, in the order of their numbers."""
 
     layers: dict[int, LayerShape]
+    """With those of the keys of indexers behind them."""
     states: dict[int, StateShape]
+    has_index_keys: bool
+
+
+class ProbeIndexKeys:
+    """The shapes of index keys. See IndexKeys; there is no sequence whose keys are to be chosen."""
+
+    def __init__(self, shapes: dict[int, LayerShape]) -> None:
+        self._shapes = shapes
+        self.is_asked = False
+
+    def spans(self) -> tuple[StepSpan, ...]:
+        """See IndexKeys."""
+        return ()
+
+    def write_index(self, layer_idx: int, keys_TD: Tensor) -> None:
+        """See IndexKeys."""
+        dim = keys_TD.shape[-1]
+        self._shapes[layer_idx] = LayerShape(1, dim, dim, value_is_key_part=True)
+        self.is_asked = True
+
+    def read_index(self, layer_idx: int, index: int) -> Tensor:
+        """See IndexKeys."""
+        raise UnsupportedAttention(f"index keys of sequence {index} in layer {layer_idx} of a probe")
 
 
 class ProbeAttention:
@@ -32,10 +56,12 @@ class ProbeAttention:
         self.largest: dict[int, tuple[Tensor, Tensor]] = {}
         """The largest key and value of each layer, on the device."""
         self.states = ProbeStates()
+        self.index_keys = ProbeIndexKeys(self.shapes)
 
     @property
     def kept(self) -> KeptShapes:
-        return KeptShapes(dict(sorted(self.shapes.items())), dict(sorted(self.states.shapes.items())))
+        layers, states = sorted(self.shapes.items()), sorted(self.states.shapes.items())
+        return KeptShapes(dict(layers), dict(states), self.index_keys.is_asked)
 
     def attend(
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions

@@ -22,7 +22,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from worker.attention.dense_attention import attend_densely
-from worker.attention.interface import AttentionMetadata, AttentionOptions, Reach, softmax_with_sinks
+from worker.attention.interface import (
+    AttentionMetadata,
+    AttentionOptions,
+    Reach,
+    StepSpan,
+    softmax_with_sinks,
+)
 from worker.attention.kv_cache import KVCache, PagedTensor
 from worker.devices.device import Device
 from worker.states.ref_states import RefStates
@@ -63,6 +69,10 @@ class RefAttention:
         self._groups: dict[tuple[Reach, int], list[_DecodeGroup]] = {}
         self._indices: dict[Hashable, Tensor] = {}
 
+    @property
+    def index_keys(self) -> "RefAttention":
+        return self
+
     def begin_step(self, metadata: AttentionMetadata) -> None:
         self._metadata = metadata
         self._groups = {}
@@ -77,11 +87,11 @@ class RefAttention:
         self.write(layer_idx, key, value)
         num_query_heads, num_tokens, _ = query.shape
         out_THV = query.new_empty((num_tokens, num_query_heads, value.shape[-1]))
-        if self._metadata.num_decodes:
+        num_decodes = self._metadata.num_decodes if options.choice is None else 0
+        if num_decodes:
             self._attend_decodes(layer_idx, query, options, out_THV)
-        for index in range(self._metadata.num_decodes, len(self._metadata.seq_lens)):
-            start, end = self._metadata.query_starts[index : index + 2].tolist()
-            chunk = slice(start, end)
+        for index, span in enumerate(self.spans()[num_decodes:], num_decodes):
+            chunk = slice(span.start, span.end)
             out_THV[chunk] = self._attend_chunk(layer_idx, index, query[:, chunk], options)
         return out_THV
 
@@ -91,6 +101,27 @@ class RefAttention:
         self._write(cache.keys, key, cache.stripe)
         if not self._cache.layout.layers[layer_idx].value_is_key_part:
             self._write(cache.values, value, cache.stripe)
+
+    def spans(self) -> list[StepSpan]:
+        """See IndexKeys."""
+        starts = self._metadata.query_starts.tolist()
+        return list(map(StepSpan, starts, starts[1:], self._metadata.seq_lens.tolist()))
+
+    def write_index(self, layer_idx: int, keys_TD: Tensor) -> None:
+        """See IndexKeys."""
+        cache = self._cache.layers[layer_idx]
+        self._write(cache.keys, keys_TD.unsqueeze(0), cache.stripe)
+
+    def read_index(self, layer_idx: int, index: int) -> Tensor:
+        """See IndexKeys."""
+        cache, seq_len = self._cache.layers[layer_idx], int(self._metadata.seq_lens[index])
+        num_blocks = -(-seq_len // self._cache.layout.block_size)
+        table_B = self._metadata.tables.gathered(cache.stripe)[index]
+        keys_1KD = self._gather(
+            "keys", cache.keys, ("index", index, cache.stripe), table_B[None, :num_blocks]
+        )
+        keys_KD, scale = keys_1KD[0, :seq_len], cache.keys.scale
+        return keys_KD.clone() if scale == 1 else keys_KD.float() * scale
 
     def _write(self, target: PagedTensor, values_HTD: Tensor, stripe: int) -> None:
         num_heads, _, dim = values_HTD.shape
@@ -157,7 +188,11 @@ class RefAttention:
         )
         queries_HGND = query_HND.reshape(keys_HKD.shape[0], -1, num_queries, query_HND.shape[-1])
         options = options._replace(scaling=options.scaling * cache.keys.scale)
-        return _scaled(attend_densely(queries_HGND, keys_HKD, values_HKV, options), cache.values)
+        seen_CNK = None if options.choice is None else options.choice.seen[index]
+        if seen_CNK is not None and seen_CNK.shape[:2] == (1, 1):  # the others are left out
+            chosen_K = seen_CNK[0, 0].nonzero()[:, 0]
+            keys_HKD, values_HKV, seen_CNK = keys_HKD[:, chosen_K], values_HKV[:, chosen_K], None
+        return _scaled(attend_densely(queries_HGND, keys_HKD, values_HKV, options, seen_CNK), cache.values)
 
     def _gather_both(
         self, layer_idx: int, name: Hashable, blocks_RB: NDArray[np.signedinteger], dtype: torch.dtype

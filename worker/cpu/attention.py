@@ -68,6 +68,7 @@ class CpuAttention:
         self._ref = RefAttention(cache, device)
         layout = cache.layout.states
         self.states = None if layout is None else CpuStates(cache.pool_NE, layout, kernels)
+        self.index_keys = self._ref
         self._kernels = kernels
         self._dtype = cache.layout.dtype
         self._block_size = cache.layout.block_size
@@ -111,7 +112,7 @@ class CpuAttention:
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
         """See LayerExecutor.attend."""
-        if not self._has_kernel[layer_idx] or options.chunk_size is not None:
+        if not self._has_kernel[layer_idx] or options.chunk_size is not None or options.choice is not None:
             return self._ref.attend(layer_idx, query, key, value, options)
         self._ref.write(layer_idx, key, value)
         num_query_heads, num_tokens, key_dim = query.shape

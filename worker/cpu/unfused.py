@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from worker.cpu.experts import PackedExperts
-from worker.cpu.native import Kernels, PackedWeight
+from worker.cpu.native import DTYPES, Kernels, PackedWeight
 from worker.cpu.packing.grouped_packing import Inputs, grouped_rows
 from worker.cpu.products import TAKEN, pack_linear
 from worker.machine import trim_heaps
@@ -42,6 +42,12 @@ class PackedLinear(nn.Module):
 
 class PackedOutput(PackedLinear):
     """The model's output layer. Its logits are float32: sums that were never rounded."""
+
+    def __init__(self, weight: PackedWeight, kernels: Kernels) -> None:
+        super().__init__(weight, kernels)
+        if weight.data.dtype in DTYPES:
+            # For models that ask for the weight's dtype, which hidden states are converted to.
+            self.weight = weight.data.new_empty(0)
 
     def _multiply(self, x_TK: Tensor) -> Tensor:
         return self._kernels.multiply_to_float(x_TK, self._weight)

@@ -26,7 +26,7 @@ from worker.model.layer_parts import RmsNorm
 class TritonAttention:
     """See PagedAttention (attention.py). One step at a time."""
 
-    states = None
+    states = index_keys = None
 
     def __init__(self, cache: KVCache, device: Device) -> None:
         self._cache = cache

@@ -20,6 +20,7 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import logging as transformers_logging
 
+from worker.attention.indexers import keep_index_keys
 from worker.attention.interface import ATTENTION_NAME, attention_forward
 from worker.attention.latents import find_expansions, keep_latents
 from worker.checkpoint.checkpoint_files import WeightFile, read_json
@@ -137,12 +138,13 @@ def _refuse_missing(folder: Path, model: Any, missing: list[str], files: list[We
 
 
 def compress(model: Any, modules: QuantizedModules | None) -> None:
-    """Let layers keep latents where they can."""
+    """Let layers keep latents where they can, and the keys of indexers. Raises FamilyRefused."""
     if modules is not None:
         # Codes are in groups along the inputs, and this product is multiplied by along its outputs too.
         for name, _ in list(find_expansions(model)):
             modules.expand(model, name)
     keep_latents(model)
+    keep_index_keys(model)
 
 
 def _refuse_layers(kind: ModelKind, model_config: Any) -> None:

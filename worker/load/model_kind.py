@@ -13,6 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConf
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING_NAMES
 from transformers.utils.import_utils import is_timm_available, is_vision_available
 
+from worker.attention.indexers import INDEXED_LAYERS
 from worker.attention.interface import CHUNKED_LAYER, FULL_LAYER, SLIDING_LAYER
 from worker.checkpoint.checkpoint_files import find_checkpoint, read_json
 from worker.checkpoint.checksums import Checksums
@@ -26,7 +27,7 @@ from worker.worker_errors import FamilyRefused, StartupError
 
 NO_PAGED_ATTENTION = "has attention of its own that a paged KV cache cannot be put under"
 _NEEDS_TIMM = "TimmWrapperModel"
-_SUPPORTED_LAYERS = frozenset({FULL_LAYER, SLIDING_LAYER, CHUNKED_LAYER})
+_SUPPORTED_LAYERS = frozenset({FULL_LAYER, SLIDING_LAYER, CHUNKED_LAYER, *INDEXED_LAYERS})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

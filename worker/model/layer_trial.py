@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from worker.attention.dense_attention import attend_densely
 from worker.attention.interface import AttentionBackend, AttentionOptions, active
 from worker.attention.kv_cache import LayerShape
+from worker.attention.probe_attention import ProbeIndexKeys
 from worker.attention.trial_step import TRIAL_TOKENS, trial_cache, trial_metadata
 from worker.devices.device import Device
 from worker.model.layer_call import AngleOrder, LayerCall, Pairing, Rotary
@@ -56,6 +57,7 @@ class _Recorder:
     """A LayerExecutor that notes the attention call of each layer."""
 
     states = None
+    index_keys = ProbeIndexKeys({})
 
     def __init__(self) -> None:
         self.current: RecordedCall | None = None

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 import transformers
 
+from worker.attention.probe_attention import KeptShapes
 from worker.checkpoint.checkpoint_files import find_weights
 from worker.cpu import kernel_choice as cpu_kernel_choice
 from worker.devices.device import NO_RESERVE, Device, Reserve
@@ -52,6 +53,8 @@ class KernelChoice(NamedTuple):
     """The reason why no model drafts there; None if one may."""
     why_no_states: str | None = None
     """The reason why recurrent layers have no batches there; None if they have."""
+    why_no_index_keys: str | None = None
+    """The reason why layers that choose their keys have no batches there; None if they have."""
 
 
 def _reserve_on_gpu(config: WorkerConfig, loaded: LoadedModel) -> Reserve:
@@ -98,6 +101,7 @@ _ON_GPU = KernelChoice(
     fix_of_ranks="install triton, gcc and Python's headers, or leave --gpu-kernels on",
     why_no_draft_model="a draft model has no passes on a GPU yet",
     why_no_states="which GPUs do not compute in batches yet",
+    why_no_index_keys="which GPUs do not compute in batches yet",
 )
 
 
@@ -106,12 +110,15 @@ def kernels_of(device: Device) -> KernelChoice:
     return _ON_GPU if device.is_gpu else _ON_CPU
 
 
-def refuse_states(model_type: str, config: WorkerConfig, device: Device) -> None:
-    """Raise FamilyRefused where recurrent layers have no batches, StartupError for useless options."""
-    reason = kernels_of(device).why_no_states
-    if reason is None and config.num_ranks * config.num_stages > 1:
-        reason = "which are not divided yet"
-    if reason is not None:
+def refuse_kept(model_type: str, kept: KeptShapes, config: WorkerConfig, device: Device) -> None:
+    """Raise FamilyRefused where some layers have no batches, StartupError for useless options."""
+    kernels = kernels_of(device)
+    undivided = "which are not divided yet" if config.num_ranks * config.num_stages > 1 else None
+    if kept.has_index_keys and (reason := kernels.why_no_index_keys or undivided) is not None:
+        raise FamilyRefused(f"{model_type} has layers that choose their keys, {reason}")
+    if not kept.states:
+        return
+    if (reason := kernels.why_no_states or undivided) is not None:
         raise FamilyRefused(f"{model_type} has recurrent layers, {reason}")
     refuse_speculation(config, "a state that has taken in a draft cannot be taken back yet")
 

@@ -26,7 +26,7 @@ from worker.load.loader import LoadedModel
 from worker.load.model_kind import NO_PAGED_ATTENTION
 from worker.model.quantized_layers import skipping_products
 from worker.progress import LoadStage
-from worker.startup.kernel_choice import refuse_states
+from worker.startup.kernel_choice import refuse_kept
 from worker.startup.self_check import Runner, refusing
 from worker.steps.tokens import StepTokens
 from worker.worker_config import WorkerConfig
@@ -78,8 +78,7 @@ def probe_layout(start: Start) -> BlockLayout:
     config, device, loaded = start.config, start.device, start.loaded
     dtype = cache_dtype(config.kv_cache_dtype, loaded.dtype)
     kept = probe_shapes(device, loaded, start.runner)
-    if kept.states:
-        refuse_states(loaded.model_type, config, device)
+    refuse_kept(loaded.model_type, kept, config, device)
     scales: dict[int, tuple[float, float]] = {}
     if dtype is FLOAT8:
         scales = read_cache_scales(find_weights(find_checkpoint(config.model_path)))

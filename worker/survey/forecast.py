@@ -26,7 +26,7 @@ from worker.model.corrections import longest_right_len
 from worker.model.layer_parts import Unrecognised
 from worker.model.layer_shards import bytes_of_a_rank, refuse_division, shard_layout
 from worker.ranks.stage import ONLY_STAGE, Stage
-from worker.startup.kernel_choice import kernels_of, refuse_states
+from worker.startup.kernel_choice import kernels_of, refuse_kept
 from worker.startup.start_adapters import most_bytes, stacked_bytes
 from worker.survey.unloaded_model import foresee_layers
 from worker.worker_config import WorkerConfig
@@ -75,8 +75,7 @@ def forecast(
     `num_weight_bytes` are those of the draft model too, if there is one, and `draft_shapes` its layers.
     """
     model, kept, targets = foresee_layers(config, kind, device)
-    if kept.states:
-        refuse_states(model.config.model_type, config, device)
+    refuse_kept(model.config.model_type, kept, config, device)
     dtype = torch_dtype(config.dtype, kind)
     whole = BlockLayout(
         layers=with_layers_beside(kept.layers, dict(draft_shapes)),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from worker.adapters.targets import Targets
+from worker.attention.indexers import keep_index_keys
 from worker.attention.interface import ATTENTION_NAME, active
 from worker.attention.latents import keep_latents
 from worker.attention.probe_attention import KeptShapes, ProbeAttention
@@ -58,6 +59,7 @@ def _build(kind: ModelKind) -> Any:
             .eval()
         )
     keep_latents(model)
+    keep_index_keys(model)
     replace_functions(model)
     return model
 

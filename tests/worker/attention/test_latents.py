@@ -152,3 +152,19 @@ def test_one_product_absorbs_and_expands_as_its_two_parts() -> None:
     torch.testing.assert_close(scores, (query[:, 0, :PLAIN] * expanded[:, :PLAIN]).sum(dim=-1))
     values = expansion.expand(latent.expand(1, NUM_HEADS, -1))
     torch.testing.assert_close(values[0], expanded[:, PLAIN:])
+
+
+def test_values_of_eight_bits_have_the_scale_of_the_keys_that_they_lie_in() -> None:
+    latents = LayerShape(1, 24, 16, value_is_key_part=True)
+    layout = BlockLayout(layers={0: latents}, block_size=4, dtype=FLOAT8, scales={0: (0.5, 4.0)})
+    layer = KVCache(layout, 1, torch.zeros(2 * layout.block_numel, dtype=layout.storage)).layers[0]
+    layer.keys.write(torch.tensor([5]), torch.arange(24.0)[None])
+    assert torch.equal(layer.values.rows_RD[5].float() * layer.values.scale, torch.arange(16.0))
+
+
+@pytest.mark.night
+def test_a_cache_of_eight_bits_keeps_latents(checkpoints: MakeCheckpoint) -> None:
+    """The check at load compares its logits with the model's own."""
+    for family in ("deepseek_v3", "deepseek_v32"):
+        _, facts = load_worker(checkpoints(family), num_blocks=9, kv_cache_dtype="fp8", cpu_kernels="off")
+        assert facts.kv_cache_bytes == 10 * 4 * 3 * (16 + 8 + (24 if family == "deepseek_v32" else 0))
