@@ -26,7 +26,7 @@ from server.reply.generate.structured_output import (
 )
 from server.reply.reading.dialects import Dialect, ReasoningStyle, find_dialect, find_style
 from server.reply.reading.machine import ReplyReader
-from server.reply.reading.row import Answer, Phase, Row
+from server.reply.reading.row import AnswerMarks, Phase, Row
 from server.reply.reading.template_rows import TemplateRow, find_template_row
 
 
@@ -201,7 +201,7 @@ class ReadingPlan:
         tools = tools or self.tools
         row = tools.row_in(self.model.row)
         if grammar is not None:  # it holds from the thoughts on, so that nothing frames the answer
-            row = replace(row, answer=Answer(closings=row.answer.closings, parts=row.answer.parts))
+            row = replace(row, answer=AnswerMarks(closings=row.answer.closings, parts=row.answer.parts))
         marks = _marks_of(row, place)
         is_by_template = self.model.template is not None and grammar is None
         reads_thoughts = self.model.reads_thoughts
@@ -247,7 +247,7 @@ def _token_ids(known: Mapping[str, int], mark: str) -> tuple[int, ...]:
 
 def _marks_of(row: Row, place: Phase) -> tuple[str, ...]:
     """Marks of a row that a reply from this place on may have."""
-    marks = row if place is not Phase.ANSWER else replace(row, thoughts=None, answer=Answer())
+    marks = row if place is not Phase.ANSWER else replace(row, thoughts=None, answer=AnswerMarks())
     begin = () if marks.thoughts is None else (marks.thoughts.begin,)
     ends = () if marks.call is None or marks.call.head is None else marks.call.head.ends
     return (*marks.marks, *begin, *ends)

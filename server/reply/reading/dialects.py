@@ -15,7 +15,7 @@ from server.reply.reading.braces import read_brace_call
 from server.reply.reading.json_text import JsonArguments
 from server.reply.reading.object_calls import ObjectCalls
 from server.reply.reading.python_calls import read_calls
-from server.reply.reading.row import Answer, Call, CallHead, CallName, Phase, Row, Thoughts, ToolSchemas
+from server.reply.reading.row import AnswerMarks, Call, CallHead, CallName, Phase, Row, Thoughts, ToolSchemas
 from server.reply.reading.tagged_calls import TaggedArguments
 from server.reply.reading.whole_calls import WholeCalls
 
@@ -144,7 +144,7 @@ _KIMI = Row(
 )
 _HARMONY = Row(
     call=Call(closings=("<|call|>",), body=JsonArguments()),
-    answer=Answer(
+    answer=AnswerMarks(
         closings=("<|end|>", "<|return|>", "<|call|>"),
         frames=("<|start|>", _CHANNEL, "<|constrain|>"),
         head_end=_MESSAGE,
@@ -260,7 +260,7 @@ class ReasoningStyle:
     thoughts: Thoughts
     sign: str
     """Text of chat templates or added token by which `auto` finds it."""
-    answer: Answer = field(default_factory=Answer)
+    answer: AnswerMarks = field(default_factory=AnswerMarks)
     opened_answer: str = ""
     """Text that an answer without thoughts begins with, if it needs one."""
 

@@ -4,7 +4,7 @@ Owns: what such a text turns out to be.
 Never: the messages (machine.py).
 """
 
-from server.reply.reading.row import Answer, CallName, Phase
+from server.reply.reading.row import AnswerMarks, CallName, Phase
 
 _MAX_CHARS = 512
 """More text before any mark is the answer."""
@@ -13,7 +13,7 @@ _MAX_CHARS = 512
 class MessageHeader:
     """Fed with the text outside of messages."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: AnswerMarks) -> None:
         self._answer = answer
         self.text = ""
         self.has_region = False

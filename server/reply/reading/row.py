@@ -187,7 +187,7 @@ class Thoughts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class AnswerMarks:
     """Marks around the answer."""
 
     openings: tuple[str, ...] = ()
@@ -218,7 +218,7 @@ class Row:
     """Marks before several calls."""
     unwraps: tuple[str, ...] = ()
     """Marks behind them."""
-    answer: Answer = field(default_factory=Answer)
+    answer: AnswerMarks = field(default_factory=AnswerMarks)
     may_begin_bare: bool = False
     """A reply whose first character opens a list or an object needs no mark."""
     named: str = ""

@@ -19,7 +19,16 @@ from server.reply.reading.dialects import braces, plain_head
 from server.reply.reading.events import Parts, Spaces
 from server.reply.reading.json_text import JsonArguments
 from server.reply.reading.object_calls import ObjectCalls
-from server.reply.reading.row import Answer, BodySpec, Call, CallHead, CallName, Row, Thoughts, ToolSchemas
+from server.reply.reading.row import (
+    AnswerMarks,
+    BodySpec,
+    Call,
+    CallHead,
+    CallName,
+    Row,
+    Thoughts,
+    ToolSchemas,
+)
 from server.reply.reading.tagged_calls import TaggedArguments
 from server.reply.reading.whole_calls import WholeCalls
 
@@ -129,7 +138,7 @@ def template_row(spec: Any) -> TemplateRow:
         call=call,
         wraps=wraps,
         unwraps=unwraps,
-        answer=Answer(
+        answer=AnswerMarks(
             openings=openings,
             closings=_stripped(_literals(content, "close", "content")),
             frames=tuple(dict.fromkeys((*frames, *read_thoughts[1], *call_frames))),
