@@ -42,6 +42,12 @@ class GrammarKind(StrEnum):
     LARK = "lark"
 
 
+GRAMMAR_TOO_DEAR = (
+    "following it takes more processor time than a request may take from the others; make it simpler"
+)
+"""The failure of a grammar that is the grammar's alone, whatever the text and the sampling were."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grammar:
     """Pattern that the generated text must match.

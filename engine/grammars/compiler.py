@@ -25,7 +25,7 @@ from engine.grammars.messages import LENGTH, GrammarVerdict, Tokens, frame
 from engine.processes import child_process
 from engine.processes.child_environment import child_environment
 from engine.types import ModelInfo
-from scheduler.messages import Grammar
+from scheduler.messages import GRAMMAR_TOO_DEAR, Grammar
 
 _START_TIMEOUT_S = 60.0
 _MAX_WAITING = 32
@@ -89,8 +89,11 @@ class GrammarCompiler:
         return tried
 
     def blame(self, grammar: Grammar | None, reason: str) -> None:
-        """Refuse a grammar from now on: the worker ended a request because of it."""
-        if grammar is None:
+        """Refuse a grammar from now on if the worker ended a request because of its price.
+
+        Any other failure may be one of the text or of the sampling, which others do not share.
+        """
+        if grammar is None or GRAMMAR_TOO_DEAR not in reason:
             return
         self._blamed[_key(grammar)] = reason
         if len(self._blamed) > _MAX_REMEMBERED:

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, TypeVar
 import msgspec
 import numpy as np
 
+from engine.grammars.contradictions import check_patterns
 from engine.grammars.messages import LENGTH, GrammarVerdict, Tokens, frame
 from engine.processes.child_process import die_with_parent, leave_signals_to_parent
 from engine.text.tokenizer import DecoderKind, Tokenizer, TokenizerError
@@ -106,6 +107,7 @@ def _try(tokenizer: Any, grammar: Grammar, plain_ids: list[int]) -> GrammarVerdi
     try:
         if grammar.kind is GrammarKind.LARK:
             grammar = Grammar(kind=grammar.kind, text=as_lark(grammar.text))
+        check_patterns(grammar)
         began_s = time.process_time()
         matcher = new_matcher(tokenizer, grammar)
     except GrammarRefused as error:
@@ -161,7 +163,7 @@ def _write_plain_text(matcher: Any, mask: Bitmask, plain_ids: list[int]) -> floa
 
 def _shortened(reason: object) -> str:
     """Fit a reason into one line of bounded length."""
-    return " ".join(str(reason).split())[:_MAX_REFUSAL_CHARS]
+    return " ".join(str(reason).replace("<non-verbose/>", "").split())[:_MAX_REFUSAL_CHARS]
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from llguidance import LLMatcher, LLTokenizer
 
-from scheduler.messages import Grammar
+from scheduler.messages import GRAMMAR_TOO_DEAR, Grammar
 from worker.sampling.grammar_library import Bitmask, GrammarRefused, new_bitmasks, new_matcher, open_tokenizer
 from worker.sampling.mask_budget import RowAccount, StepAccount, max_replay_s
 
@@ -28,7 +28,9 @@ _MAX_THREADS = 8
 _ALONE_S = 0.001
 """Time after which the masks that are left are divided between threads: waking these takes longer than a
 hundred masks do, once the lexers are warm."""
-_TOO_DEAR = "following it takes more processor time than a request may take from the others; make it simpler"
+_NO_WAY_ON = "nothing that it allows can follow the text that was written"
+_LIMITS = ("too many", "fuel")
+"""Words of the library's errors about the price of a grammar."""
 
 _num_masks_begun = 0
 
@@ -138,12 +140,15 @@ class RowGrammar:
         if self._matcher is None or self.failure:
             return
         if self._matcher.is_error():
-            self.failure = f"the grammar failed: {self._matcher.get_error()}"
+            # The library's own words are for its developers.
+            error = self._matcher.get_error().lower()
+            is_dear = any(word in error for word in _LIMITS)
+            self.failure = f"the grammar failed: {GRAMMAR_TOO_DEAR if is_dear else _NO_WAY_ON}"
         elif self.account.is_overdrawn:
             self.end_as_too_dear()
 
     def end_as_too_dear(self) -> None:
-        self.failure = f"the grammar failed: {_TOO_DEAR}"
+        self.failure = f"the grammar failed: {GRAMMAR_TOO_DEAR}"
 
 
 class Grammars:

@@ -17,7 +17,7 @@ from engine.errors import EngineUnavailable, Overloaded, RequestRejected
 from engine.grammars import compiler as grammar_compiler
 from engine.grammars.compiler import GrammarCompiler
 from engine.types import ModelInfo
-from scheduler.messages import Grammar, GrammarKind
+from scheduler.messages import GRAMMAR_TOO_DEAR, Grammar, GrammarKind
 from tests.checkpoints import write_tokenizer
 from tests.engine.small_tokenizers import sentencepiece_backend, word_piece_backend
 
@@ -336,8 +336,31 @@ async def test_tokens_that_are_dear_for_many_choices_are_priced_by_the_trial(
 
 async def test_a_grammar_that_ended_a_request_is_refused_from_then_on(attempt, compiler) -> None:
     gbnf = Grammar(kind=GrammarKind.LARK, text='root ::= "a" | "b"\n')
-    compiler.blame(await attempt(gbnf), "it takes too long")
+    compiler.blame(await attempt(gbnf), f"the grammar failed: {GRAMMAR_TOO_DEAR}")
     for _ in range(2):
-        with pytest.raises(RequestRejected, match="an earlier request with it was ended: it takes too long"):
+        with pytest.raises(RequestRejected, match="an earlier request with it was ended: the grammar failed"):
             await attempt(gbnf)
     assert await attempt(INTEGER)
+
+
+async def test_a_failure_that_others_may_not_share_is_forgotten(attempt, compiler) -> None:
+    gbnf = Grammar(kind=GrammarKind.LARK, text='root ::= "a" | "b"\n')
+    compiler.blame(await attempt(gbnf), "the grammar failed: nothing can follow")
+    assert await attempt(gbnf)
+
+
+@pytest.mark.parametrize("kind", [GrammarKind.JSON_SCHEMA, GrammarKind.LARK])
+async def test_a_pattern_that_matches_a_property_is_refused_from_the_first_request_on(attempt, kind) -> None:
+    """The library takes it, and fails in some texts."""
+    inner = {"properties": {"ab": {"type": "integer"}}, "additionalProperties": False}
+    schema = {"type": "object", "properties": {"x": {"type": "object", **inner}}, "required": ["x"]}
+    text = json.dumps(schema)
+    assert await attempt(
+        Grammar(kind=kind, text=text if kind is GrammarKind.JSON_SCHEMA else f"start: %json {text}")
+    )
+    schema["properties"]["x"]["patternProperties"] = {"^a": {"type": "integer"}}
+    text = json.dumps(schema)
+    with pytest.raises(RequestRejected, match="matches the property 'ab' as well"):
+        await attempt(
+            Grammar(kind=kind, text=text if kind is GrammarKind.JSON_SCHEMA else f"start: %json {text}")
+        )
