@@ -11,6 +11,7 @@ from pathlib import Path
 from engine.options.declaration import OptionError
 from worker.checkpoint.checksums import Checksums
 from worker.checkpoint.gguf import folder as gguf_folder
+from worker.checkpoint.gguf.file import begins_as_gguf
 from worker.worker_errors import StartupError
 
 DEMO_MODEL = Path(__file__).resolve().parent.parent / "demo_model"
@@ -31,7 +32,7 @@ def _find(model: str | None, environment: Mapping[str, str]) -> tuple[Path, str]
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder.resolve(), folder.resolve().name
-    if folder.is_file() and folder.suffix == _GGUF_SUFFIX:
+    if folder.is_file() and (folder.suffix == _GGUF_SUFFIX or begins_as_gguf(folder)):
         return _folder_of_gguf(folder), folder.stem
     if folder.exists():
         raise OptionError(

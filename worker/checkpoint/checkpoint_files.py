@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from worker.checkpoint.gguf.config import find_weights_of
-from worker.checkpoint.gguf.file import GgufTensor, GgufType, read_gguf
+from worker.checkpoint.gguf.file import GgufFile, GgufTensor, GgufType, read_parts
 from worker.checkpoint.gguf.folder import WEIGHTS as GGUF
+from worker.checkpoint.gguf.folder import parts_in
 from worker.memory_sizes import WeightBytes
 from worker.worker_errors import StartupError, refused_as
 
@@ -156,7 +157,7 @@ def find_weights(folder: Path) -> list[WeightFile]:
             fix=f"remove {_ADAPTER} if they have; else move the adapter to a folder for --lora-modules",
         )
     if (folder / GGUF).exists():
-        return [_open_gguf(folder / GGUF)]
+        return [_weights_in(part) for part in read_parts(parts_in(folder))[1]]
     names = _names_in_index(folder) if (folder / _INDEX).is_file() else [_WHOLE]
     missing = [name for name in names if not (folder / name).is_file()]
     if (folder / _WHOLE).is_file():
@@ -360,9 +361,8 @@ def warm_page_cache(files: list[WeightFile], on_read: Callable[[int], None]) -> 
                 on_read(num_read)
 
 
-def _open_gguf(path: Path) -> WeightFile:
-    """Read the header; tensors have the model's names. Raises StartupError."""
-    file = read_gguf(path)
+def _weights_in(file: GgufFile) -> WeightFile:
+    """List the tensors by the model's names. Raises StartupError."""
     tensors = {
         weight.name: StoredTensor(
             weight.tensor.type.name,
@@ -374,7 +374,7 @@ def _open_gguf(path: Path) -> WeightFile:
         )
         for weight in find_weights_of(file)
     }
-    return WeightFile(path, file.num_bytes, tensors)
+    return WeightFile(file.path, file.num_bytes, tensors)
 
 
 def _open_weights(path: Path) -> WeightFile:

@@ -286,9 +286,9 @@ def test_any_value_of_gguf_metadata_is_read_or_refused(
     for key in file.metadata:
         for value in GGUF_VALUES:
             changed = replace(file, metadata=file.metadata | {key: value})
-            monkeypatch.setattr(gguf_folder, "read_gguf", lambda _path, found=changed: found)
+            monkeypatch.setattr(gguf_folder, "read_parts", lambda _paths, found=changed: (found, [found]))
             with ending_well(f"{key}: {str(value)[:20]}", StartupError):
-                json.dumps(gguf_folder._texts_of(file.path))
+                json.dumps(gguf_folder._texts_of([file.path]))
 
 
 def test_a_token_of_many_letters_is_refused_and_not_cut_everywhere() -> None:

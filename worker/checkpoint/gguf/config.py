@@ -200,7 +200,6 @@ def _refuse_unlike(file: GgufFile, head_dim: int) -> None:
     metadata, family = file.metadata, file.architecture
     rotated = _number(file, "rope.dimension_count", head_dim)
     for key, is_wrong, said in (
-        ("split.count", metadata.get("split.count", 0) > 1, "one part of several"),
         (f"{family}.expert_count", metadata.get(f"{family}.expert_count", 0) > 0, "a mixture of experts"),
         (f"{family}.rope.dimension_count", rotated != head_dim, "rotated in part"),
         (
@@ -212,9 +211,7 @@ def _refuse_unlike(file: GgufFile, head_dim: int) -> None:
         if is_wrong:
             raise StartupError(
                 f"{file.path.name} is {said} ({key} {metadata[key]}), which is not read from GGUF",
-                fix="merge the parts with llama-gguf-split --merge"
-                if key == "split.count"
-                else "take the model's safetensors",
+                fix="take the model's safetensors",
             )
 
 

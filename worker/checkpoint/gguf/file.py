@@ -8,8 +8,11 @@ the tokens of a large vocabulary.
 
 import math
 import mmap
+import re
 import struct
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -17,7 +20,6 @@ from typing import Any
 
 from worker.worker_errors import StartupError, refused_as
 
-_MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _ALIGNMENT = 32
 _MOST_ALIGNMENT = 1 << 16
@@ -30,6 +32,9 @@ _SCALARS = {
 }
 """Types of values by their numbers."""
 _AGAIN = "download it again"
+MAGIC = b"GGUF"
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+_MOST_PARTS = 1000
 
 
 class GgufType(Enum):
@@ -144,6 +149,53 @@ class _Cursor:
         return [value for (value,) in form.iter_unpack(self.take(count * form.size))]
 
 
+def begins_as_gguf(path: Path) -> bool:
+    """Tell a GGUF file by its first bytes, whatever its name is."""
+    with suppress(OSError), path.open("rb") as stream:
+        return stream.read(len(MAGIC)) == MAGIC
+    return False
+
+
+def part_paths(path: Path) -> list[Path]:
+    """Name all parts of a model, of which `path` is the first; itself if it is whole. Raises StartupError."""
+    found = _PART.fullmatch(path.name)
+    if found is None:
+        return [path]
+    stem, number, count = found[1], int(found[2]), int(found[3])
+    paths = [path.with_name(f"{stem}-{each:05}-of-{count:05}.gguf") for each in range(1, count + 1)]
+    if number != 1 or count > _MOST_PARTS:
+        raise StartupError(f"{path.name} is one part of several", fix=f"name the first one, {paths[0].name}")
+    missing = [each.name for each in paths if not each.is_file()]
+    if missing:
+        raise StartupError(f"{path.parent} lacks {missing[0]}, a part of {path.name}", fix=_AGAIN)
+    return paths
+
+
+def read_parts(paths: Sequence[Path]) -> tuple[GgufFile, list[GgufFile]]:
+    """Read the headers of all parts of a model, in order: the whole, and each with the whole's metadata.
+
+    Raises StartupError where they are not all parts of it.
+    """
+    first, *others = parts = [read_gguf(each) for each in paths]
+    for number, part in enumerate(parts):
+        count, place = part.metadata.get("split.count") or 1, part.metadata.get("split.no", 0)
+        if (count, place) != (len(parts), number):
+            raise StartupError(
+                f"{part.path.name} is part {place!s:.20} of {count!s:.20}, and not {number} of {len(parts)}",
+                fix=_AGAIN,
+            )
+    tensors: dict[str, GgufTensor] = {}
+    for part in parts:
+        twice = sorted(tensors.keys() & part.tensors.keys())
+        if twice:
+            raise StartupError(f"{part.path.name} has {twice[0]}, as a part before it has", fix=_AGAIN)
+        tensors |= part.tensors
+    if len(tensors) != first.metadata.get("split.tensors.count", len(tensors)):
+        raise StartupError(f"the parts of {first.path.name} have {len(tensors)} tensors", fix=_AGAIN)
+    whole = replace(first, num_bytes=sum(each.num_bytes for each in parts), tensors=tensors)
+    return whole, [first, *(replace(each, metadata=first.metadata) for each in others)]
+
+
 def read_gguf(path: Path) -> GgufFile:
     """Read the header, and compare the file's size with what it promises. Raises StartupError."""
     with (
@@ -155,7 +207,7 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 def _read(path: Path, cursor: _Cursor, num_bytes: int) -> GgufFile:
-    if cursor.take(len(_MAGIC)) != _MAGIC:
+    if cursor.take(len(MAGIC)) != MAGIC:
         raise ValueError("it does not begin with GGUF")
     version = cursor.number(_SCALARS[4])
     if version not in _VERSIONS:

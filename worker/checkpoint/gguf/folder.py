@@ -9,51 +9,60 @@ import json
 import os
 import stat
 import tempfile
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from worker.checkpoint.gguf.config import config_of
-from worker.checkpoint.gguf.file import read_gguf
+from worker.checkpoint.gguf.file import part_paths, read_parts
 from worker.checkpoint.gguf.tokenizer import tokenizer_of
 from worker.worker_errors import StartupError, refused_as
 
 WEIGHTS = "model.gguf"
-"""Name of the link in the folder."""
-_SOURCES = ("config.py", "tokenizer.py", "folder.py")
+"""Name of the link in the folder, to the first part if there are several."""
+_LINKS = "model*.gguf"
+_SOURCES = ("config.py", "splits.py", "tokenizer.py", "folder.py")
 """A folder that others of these modules wrote is not used."""
 
 
 def folder_of(path: Path) -> Path:
     """Write the folder, unless it is there for just this file. Raises StartupError."""
-    path = path.resolve()
+    paths = [each.resolve() for each in part_paths(path)]
     try:
-        found = path.stat()
+        found = [each.stat() for each in paths]
         cache = _private(_cache() / "gguf")
     except OSError as error:
         raise StartupError(
             f"the folder for what {path.name} says cannot be written: {error}",
             fix="set XDG_CACHE_HOME to a folder of your own that may be written to",
         ) from error
-    words = [str(path), str(found.st_size), str(found.st_mtime_ns), str(found.st_ino)]
+    words = [str(each) for each in paths]
+    words += [str(number) for each in found for number in (each.st_size, each.st_mtime_ns, each.st_ino)]
     digest = hashlib.sha256("\0".join(words).encode())
     for name in _SOURCES:
         digest.update((Path(__file__).parent / name).read_bytes())
     folder = cache / digest.hexdigest()[:32]
     if (folder / WEIGHTS).exists():
         return folder
-    texts = _texts_of(path)
+    texts = _texts_of(paths)
     try:
-        _write(folder, path, texts)
+        _write(folder, paths, texts)
     except OSError as error:
         raise StartupError(f"{folder} cannot be written: {error}", fix="free some space there") from error
     return folder
 
 
-def _texts_of(path: Path) -> dict[str, dict[str, Any]]:
+def parts_in(folder: Path) -> list[Path]:
+    """Find the links to a model's files, in their order; none in a folder of another kind."""
+    return sorted(folder.glob(_LINKS), key=lambda each: (len(each.name), each.name))
+
+
+def _texts_of(paths: Sequence[Path]) -> dict[str, dict[str, Any]]:
     """The folder's files by name."""
-    file = read_gguf(path)
-    with refused_as(partial(StartupError, fix="take another GGUF file"), f"what {path} says of its model"):
+    file, _ = read_parts(paths)
+    said = f"what {file.path} says of its model"
+    with refused_as(partial(StartupError, fix="take another GGUF file"), said):
         tokenizer, tokenizer_config = tokenizer_of(file)
         return {
             "config.json": config_of(file),
@@ -62,14 +71,15 @@ def _texts_of(path: Path) -> dict[str, dict[str, Any]]:
         }
 
 
-def _write(folder: Path, path: Path, texts: dict[str, dict[str, Any]]) -> None:
+def _write(folder: Path, paths: Sequence[Path], texts: dict[str, dict[str, Any]]) -> None:
     """Write all of it or nothing: another process may look at the same time."""
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         written = Path(scratch) / folder.name
         written.mkdir(mode=0o700)
         for name, content in texts.items():
             (written / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
-        (written / WEIGHTS).symlink_to(path)
+        for number, path in enumerate(paths, 1):
+            (written / (WEIGHTS if number == 1 else f"model-{number}.gguf")).symlink_to(path)
         try:
             written.rename(folder)
         except OSError:

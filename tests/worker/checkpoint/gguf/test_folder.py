@@ -8,13 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from engine.options.engine_config import resolve
 from engine.options.options import OptionError, Options
 from tests.gguf_checkpoints import add_shape, add_tokenizer, gguf, write_gguf
+from worker.checkpoint.checkpoint_files import find_weights
 from worker.checkpoint.gguf.config import config_of
 from worker.checkpoint.gguf.file import read_gguf
 from worker.checkpoint.gguf.folder import WEIGHTS, folder_of
+from worker.quantized.gguf_blocks import read_tensor
 from worker.worker_errors import StartupError
 
 SHAPE = {
@@ -110,7 +113,7 @@ def test_a_header_of_nonsense_ends_in_a_refusal_if_it_does_harm(written, tmp_pat
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (lambda w: w.add_uint32("split.count", 3), "split.count 3"),
+        (lambda w: w.add_uint32("split.count", 3), "part 0 of 3"),
         (lambda w: w.add_expert_count(8), "llama.expert_count 8"),
         (lambda w: w.add_rope_dimension_count(16), "llama.rope.dimension_count 16"),
         (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE), "longrope"),
@@ -179,6 +182,67 @@ def test_the_model_option_takes_a_file_and_names_the_model_after_it(written):
     assert engine.served_names == (written[0].stem,)
     assert (Path(engine.model_path) / WEIGHTS).exists()
     assert server.port
+
+
+def test_a_blob_is_known_by_its_first_bytes(written, tmp_path):
+    blob = tmp_path / "sha256-0123"
+    blob.symlink_to(written[0])
+    engine, _ = resolve(Options(model=str(blob)))
+    assert Path(engine.model_path) == folder_of(written[0])
+    (tmp_path / "notes").write_text("GGU")
+    with pytest.raises(OptionError, match="this is a file"):
+        resolve(Options(model=str(tmp_path / "notes")))
+
+
+def in_parts(whole: Path, folder: Path, num_parts: int = 3) -> list[Path]:
+    """Divide a file as llama-gguf-split does: the first part has the metadata, each some of the tensors."""
+    reader = gguf.GGUFReader(whole)
+    paths = [folder / f"m-{number:05}-of-{num_parts:05}.gguf" for number in range(1, num_parts + 1)]
+    for number, path in enumerate(paths):
+        writer = gguf.GGUFWriter(path, "llama")
+        for field in reader.fields.values() if number == 0 else ():
+            if not field.name.startswith(("GGUF.", "general.architecture")):
+                value_type, inner = field.types[0], field.types[-1] if len(field.types) > 1 else None
+                writer.add_key_value(field.name, field.contents(), value_type, inner)
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", num_parts)
+        writer.add_int32("split.tensors.count", len(reader.tensors))
+        for tensor in reader.tensors[number::num_parts]:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return paths
+
+
+def test_a_model_in_parts_is_the_whole(written, tmp_path):
+    paths = in_parts(written[0], tmp_path)
+    folder, whole = folder_of(paths[0]), folder_of(written[0])
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        one, other = (json.loads((each / name).read_text()) for each in (folder, whole))
+        assert one == other, name
+    files, [expected] = find_weights(folder), find_weights(whole)
+    found = {name: (file.path, tensor) for file in files for name, tensor in file.tensors.items()}
+    assert found.keys() == expected.tensors.keys()
+    for name, (path, tensor) in found.items():
+        one = read_tensor(path, tensor.place)
+        assert torch.equal(one, read_tensor(expected.path, expected.tensors[name].place)), name
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda paths: paths[1].unlink(), "m-00002-of-00003.gguf, a part of"),
+        (lambda paths: paths[1].write_bytes(paths[2].read_bytes()), "part 2 of 3, and not 1 of 3"),
+        (lambda paths: paths[1].write_bytes(paths[1].read_bytes()[:-1]), "download it again"),
+    ],
+)
+def test_parts_that_are_not_all_of_a_model_are_refused(written, tmp_path, change, named):
+    paths = in_parts(written[0], tmp_path)
+    assert "name the first one, m-00001-of-00003.gguf" in refusal(paths[1])
+    change(paths)
+    assert named in refusal(paths[0])
 
 
 def test_the_model_option_refuses_with_the_files_own_reason(tmp_path):
