@@ -124,6 +124,16 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "original_max_position_embeddings": 64,
         },
     ),
+    "smollm3": ("smollm3", {"num_hidden_layers": 4}),  # of which the last rotates nothing
+    "granite": (
+        "granite",
+        {
+            "embedding_multiplier": 6.0,
+            "attention_multiplier": 0.25,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 4.0,
+        },
+    ),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3_moe": ("qwen3_moe", _EXPERTS),
     "gpt_oss": (

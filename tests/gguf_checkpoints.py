@@ -21,12 +21,14 @@ from tests.checkpoints import make_checkpoint
 gguf = pytest.importorskip("gguf")
 
 FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3_text": "gemma3"}
+FAMILIES |= {"mixtral": "llama", "qwen3_moe": "qwen3moe", "smollm3": "smollm3", "granite": "granite"}
 """Families of tests/checkpoints.py, and their names in GGUF files."""
 _SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 4}
 """Rows of whole blocks of any type."""
 _PLACES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0]}
-_PLACES |= {"Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}
+_PLACES |= {"Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0], "IQ4_XS": [0]}
 _TYPICAL = {"Q4_0": 4.6, "Q4_1": 8, "Q5_0": 9, "Q5_1": 16, "Q8_0": 74, "Q4_K": 270, "Q5_K": 560, "Q6_K": 1300}
+_TYPICAL |= {"IQ4_NL": 70, "IQ4_XS": 1100}
 """Size of a code times the whole number of its group."""
 _SIZE = 0.15
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -41,7 +43,12 @@ _NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
 }
+_INTERLEAVED = {"llama", "mixtral", "smollm3", "granite"}
+_EXPERT = re.compile(r"(model\.layers\.\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
+_STACKS = {"w1": "gate", "w2": "down", "w3": "up", "gate_proj": "gate", "down_proj": "down", "up_proj": "up"}
 _TWO_NORMS = {"post_attention_layernorm": "ffn_norm"}
 _FOUR_NORMS = {
     "post_attention_layernorm": "post_attention_norm",
@@ -78,7 +85,8 @@ def write_gguf(family: str, kinds: dict[str, str], root: Path, *, is_tied: bool)
     """
     name = f"{family} {'-'.join(kinds.values())}{' tied' if is_tied else ''}"
     plain, path = root / f"{name} plain", root / f"{name}.gguf"
-    sizes = _SIZES | ({"query_pre_attn_scalar": _SIZES["head_dim"]} if family.startswith("gemma") else {})
+    sizes = _SIZES | ({"moe_intermediate_size": 256} if family == "qwen3_moe" else {})
+    sizes |= {"query_pre_attn_scalar": _SIZES["head_dim"]} if family.startswith("gemma") else {}
     make_checkpoint(family, plain, tie_word_embeddings=is_tied, **sizes)
     config = json.loads((plain / "config.json").read_text())
     config |= {"head_dim": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]}
@@ -86,6 +94,7 @@ def write_gguf(family: str, kinds: dict[str, str], root: Path, *, is_tied: bool)
     add_shape(writer, config)
     add_tokenizer(writer, plain)
     tensors, random = load_file(plain / "model.safetensors"), RandomBlocks()
+    stacks: dict[str, list[Any]] = {}
     for tensor_name in sorted(tensors):
         module = tensor_name.removesuffix(".weight")
         ending = next(end for end in sorted(kinds, key=len, reverse=True) if module.endswith(end))
@@ -98,9 +107,17 @@ def write_gguf(family: str, kinds: dict[str, str], root: Path, *, is_tied: bool)
             stored = random.of(kind, *tensor.shape)
             numbers = gguf.dequantize(stored, gguf.GGMLQuantizationType[kind])
             tensors[tensor_name] = torch.from_numpy(numbers.copy())
-        if family == "llama" and re.search(r"self_attn\.[qk]_proj", tensor_name):
+        expert = _EXPERT.fullmatch(tensor_name)
+        if expert is not None:  # sorted by name, and of fewer than ten
+            layer = expert[1].replace("model.layers", "blk")
+            stacks.setdefault(f"{layer}.ffn_{_STACKS[expert[3]]}_exps.weight {kind}", []).append(stored)
+            continue
+        if family in _INTERLEAVED and re.search(r"self_attn\.[qk]_proj", tensor_name):
             stored = _interleaved(stored, config["head_dim"])
         writer.add_tensor(_name_of(tensor_name, family), stored, raw_dtype=gguf.GGMLQuantizationType[kind])
+    for stack, parts in stacks.items():
+        stack_name, kind = stack.split()
+        writer.add_tensor(stack_name, np.stack(parts), raw_dtype=gguf.GGMLQuantizationType[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -143,6 +160,17 @@ def add_shape(writer: Any, config: dict[str, Any]) -> None:
     writer.add_key_length(config["head_dim"])
     writer.add_value_length(config["head_dim"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if "num_experts_per_tok" in config:
+        writer.add_expert_count(config.get("num_local_experts") or config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(
+            config.get("moe_intermediate_size", config["intermediate_size"])
+        )
+    if config["model_type"] == "granite":
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
     rope = config["rope_parameters"]
     rope = rope.get("full_attention", rope)
     writer.add_rope_freq_base(rope["rope_theta"])

@@ -62,6 +62,8 @@ _LOADED_BLOCKS = {
     GgufType.Q4_K: (4, 32, 2),
     GgufType.Q5_K: (8, 32, 2),
     GgufType.Q6_K: (8, 16, 1),
+    GgufType.IQ4_NL: (4, 32, 1),
+    GgufType.IQ4_XS: (4, 32, 1),
 }
 # The layers that kernels round, and their weights there.
 _LAYER = re.compile(r"(?:\w+\.)*?layers\.\d+\.")

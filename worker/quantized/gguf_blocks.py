@@ -23,6 +23,10 @@ from worker.worker_errors import StartupError
 
 _PIECE_BYTES = 4 << 20
 """Blocks that are decoded at a time: what that takes meanwhile is several times as much."""
+_IQ4_TABLE = torch.tensor(
+    [-127.0, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.float32
+)
+"""Numbers of the codes of IQ4_NL and IQ4_XS."""
 _PLAIN = {GgufType.F32: torch.float32, GgufType.F16: torch.float16, GgufType.BF16: torch.bfloat16}
 
 
@@ -203,6 +207,24 @@ def _q6_k(raw: Tensor) -> GroupedWeight:
     )
 
 
+def _iq4_nl(raw: Tensor) -> GroupedWeight:
+    codes = _by_row(_split_in_pairs(raw[:, :, 2:]))
+    return GroupedWeight(codes=codes, table=_IQ4_TABLE, scales_NG=_halves(raw, 0))
+
+
+def _iq4_xs(raw: Tensor) -> GroupedWeight:
+    """Eight groups of a block have scales of six bits: four in four bytes, the two highest in a word."""
+    high = (
+        raw[:, :, 2:4].repeat_interleave(4, dim=-1) >> torch.arange(0, 8, 2, dtype=torch.uint8).repeat(2) & 3
+    )
+    low = torch.stack((raw[:, :, 4:8] & 15, raw[:, :, 4:8] >> 4), dim=-1).flatten(-2)
+    scales = ((high << 4 | low).float() - 32) * _halves(raw, 0).unsqueeze(-1)
+    codes = _by_row(_split_in_pairs(raw[:, :, 8:].reshape(*raw.shape[:2], 8, 16)))
+    return GroupedWeight(
+        codes=codes, table=_IQ4_TABLE, scales_NG=_by_row(scales), scale_units_NU=_halves(raw, 0).half()
+    )
+
+
 _DECODERS: dict[GgufType, Callable[[Tensor], GroupedWeight]] = {
     GgufType.Q4_0: _q4_0,
     GgufType.Q4_1: _q4_1,
@@ -212,4 +234,6 @@ _DECODERS: dict[GgufType, Callable[[Tensor], GroupedWeight]] = {
     GgufType.Q4_K: _q4_k,
     GgufType.Q5_K: _q5_k,
     GgufType.Q6_K: _q6_k,
+    GgufType.IQ4_NL: _iq4_nl,
+    GgufType.IQ4_XS: _iq4_xs,
 }

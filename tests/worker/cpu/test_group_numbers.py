@@ -139,7 +139,7 @@ def test_of_a_weight_with_offsets_and_one_without_merged_no_number_takes_more_th
     assert torch.equal(grouped_rows(packed, torch.arange(128)), both.dequantized())
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"])
 def test_packed_blocks_take_no_more_than_a_twentieth_above_their_file(kind):
     blocks = RandomBlocks().of(kind, 64, 1024)
     packed = pack_grouped(weight_of_blocks(torch.from_numpy(blocks), GgufType[kind]))

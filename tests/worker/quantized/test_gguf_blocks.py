@@ -14,7 +14,7 @@ gguf = pytest.importorskip("gguf")
 N, BLOCKS = 40, 3
 QUANTIZED = [each for each in GgufType if not each.is_plain]
 HALVES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0]}
-HALVES |= {"Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}
+HALVES |= {"Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0], "IQ4_XS": [0]}
 """Places of the float16 numbers of a block: random bytes there may be no numbers."""
 
 

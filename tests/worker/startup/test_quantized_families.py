@@ -45,6 +45,11 @@ GGUF_CASES = {
     "gguf Q5_K": Gguf("gemma2", {"": "Q5_K", "up_proj": "Q5_0", "gate_proj": "Q5_1"}, is_tied=True),
     "gguf Q4_1": Gguf("gemma3_text", {"": "Q4_1", "o_proj": "BF16"}, is_tied=True),
     "gguf F32": Gguf("llama", {"": "F32", "embed_tokens": "F16"}, is_tied=True),
+    "gguf IQ4_XS": Gguf("smollm3", {"": "IQ4_XS", "down_proj": "IQ4_NL"}),
+    "gguf Q8_0 of multipliers": Gguf("granite", {"": "Q8_0"}, is_tied=True),
+    "gguf Q4_K of experts": Gguf("qwen3_moe", MIXED | {"mlp.gate": "F32"}),
+    "gguf Q4_0 of experts": Gguf("mixtral", {"": "Q4_0", "block_sparse_moe.gate": "F32"}),
+    "gguf BF16 of experts": Gguf("qwen3_moe", {"": "BF16"}),
 }
 SHORT = [40, 41, 42, 43, 44]
 CASES = (
@@ -70,6 +75,7 @@ BY_DAY = (
         ("gpt_oss", "mxfp4"),
         ("qwen2", "gguf Q4_K"),
         ("gemma2", "gguf Q5_K"),
+        ("qwen3_moe", "gguf Q4_K of experts"),
     ),
 )
 """Each way in which codes are stored; tests/worker/quantized reads every format."""

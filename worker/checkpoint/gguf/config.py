@@ -69,6 +69,17 @@ CONTROL = 3
 
 
 @dataclass(frozen=True, slots=True)
+class _Experts:
+    """Names of a mixture of experts in the model: of its modules, and of its configuration's keys."""
+
+    router: str
+    of_expert: dict[str, str]
+    """The module of an expert for each stack of theirs, with a place for its number."""
+    keys: dict[str, str]
+    """The configuration's key for each of the file's."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Family:
     model_type: str
     architecture: str
@@ -77,12 +88,45 @@ class _Family:
     """Rows of queries and keys are ordered so that both numbers of a rotary pair are neighbours."""
     adds_one_to_norms: bool = False
     is_gemma: bool = False
+    experts: _Experts | None = None
 
 
+_NUM_CHOSEN = {"expert_used_count": "num_experts_per_tok"}
+_QWEN3_EXPERTS = _Experts(
+    router="mlp.gate",
+    of_expert={f"ffn_{each}_exps": f"mlp.experts.{{}}.{each}_proj" for each in ("gate", "up", "down")},
+    keys={
+        "expert_count": "num_experts",
+        "expert_feed_forward_length": "moe_intermediate_size",
+        **_NUM_CHOSEN,
+    },
+)
+_MIXTRAL_EXPERTS = _Experts(
+    router="block_sparse_moe.gate",
+    of_expert={
+        f"ffn_{part}_exps": f"block_sparse_moe.experts.{{}}.{name}"
+        for part, name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+    },
+    keys={"expert_count": "num_local_experts", **_NUM_CHOSEN},
+)
+_MIXTRAL = _Family(
+    "mixtral", "MixtralForCausalLM", _TWO_NORMS, interleaves_heads=True, experts=_MIXTRAL_EXPERTS
+)
+_MULTIPLIERS = {
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "attention.scale": "attention_multiplier",
+    "logit_scale": "logits_scaling",
+}
+"""Numbers of Granite, and their names in its configuration."""
+_WITH_BIAS_BY_CHOICE = frozenset({"llama", "qwen3", "qwen3_moe", "smollm3", "granite"})
 _FAMILIES = {
     "llama": _Family("llama", "LlamaForCausalLM", _TWO_NORMS, interleaves_heads=True),
     "qwen2": _Family("qwen2", "Qwen2ForCausalLM", _TWO_NORMS),
     "qwen3": _Family("qwen3", "Qwen3ForCausalLM", _TWO_NORMS),
+    "qwen3moe": _Family("qwen3_moe", "Qwen3MoeForCausalLM", _TWO_NORMS, experts=_QWEN3_EXPERTS),
+    "smollm3": _Family("smollm3", "SmolLM3ForCausalLM", _TWO_NORMS, interleaves_heads=True),
+    "granite": _Family("granite", "GraniteForCausalLM", _TWO_NORMS, interleaves_heads=True),
     "gemma": _Family("gemma", "GemmaForCausalLM", _TWO_NORMS, adds_one_to_norms=True, is_gemma=True),
     "gemma2": _Family("gemma2", "Gemma2ForCausalLM", _FOUR_NORMS, adds_one_to_norms=True, is_gemma=True),
     "gemma3": _Family("gemma3_text", "Gemma3ForCausalLM", _FOUR_NORMS, adds_one_to_norms=True, is_gemma=True),
@@ -112,6 +156,10 @@ def find_weights_of(file: GgufFile) -> Iterator[GgufWeight]:
     for stored, tensor in file.tensors.items():
         if stored == _ROPE_FREQUENCIES:
             continue  # config.json says it
+        stack = _LAYER.fullmatch(stored)
+        if stack is not None and family.experts is not None and stack[2] in family.experts.of_expert:
+            yield from _experts_in(file, family.experts, stack, tensor)
+            continue
         module, kind, part = _module_of(file, family, stored)
         is_matrix = kind == "weight" and len(tensor.shape) == 2
         if not tensor.type.is_plain and not is_matrix:
@@ -124,6 +172,24 @@ def find_weights_of(file: GgufFile) -> Iterator[GgufWeight]:
             num_interleaved_heads=heads.get(part, 0) if family.interleaves_heads else 0,
             added=1.0 if family.adds_one_to_norms and part.endswith("norm") else 0.0,
         )
+
+
+def _experts_in(
+    file: GgufFile, experts: _Experts, stack: re.Match[str], tensor: GgufTensor
+) -> Iterator[GgufWeight]:
+    """Yield the matrix of each expert, which lie one behind the other."""
+    num_experts = _number(file, "expert_count")
+    if stack[3] != "weight" or len(tensor.shape) != 3 or tensor.shape[0] != num_experts or not num_experts:
+        raise StartupError(
+            f"{stack[0]} is {list(tensor.shape)}, and not a stack of {num_experts} matrices",
+            fix="take another GGUF file, or the model's safetensors",
+        )
+    num_bytes = tensor.num_bytes // num_experts
+    name = f"model.layers.{stack[1]}.{experts.of_expert[stack[2]]}"
+    kind = "weight" if tensor.type.is_plain else BLOCKS
+    for number in range(num_experts):
+        part = GgufTensor(tensor.type, tensor.shape[1:], tensor.start + number * num_bytes, num_bytes)
+        yield GgufWeight(f"{name.format(number)}.{kind}", part, num_interleaved_heads=0, added=0.0)
 
 
 def config_of(file: GgufFile) -> dict[str, Any]:
@@ -154,8 +220,14 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         **_tokens(file),
         **_rope(file, family, head_dim),
     }
-    if family.model_type in ("llama", "qwen3") and any(name.endswith("_proj.bias") for name in names):
+    has_bias = any(name.endswith("_proj.bias") for name in names)
+    if has_bias and family.model_type in _WITH_BIAS_BY_CHOICE:
         config["attention_bias"] = True
+    if family.experts is not None:
+        config |= {key: _number(file, stored) for stored, key in family.experts.keys.items()}
+        config |= {"norm_topk_prob": True}
+    if family.model_type == "granite":
+        config |= {key: float(_value(file, stored)) for stored, key in _MULTIPLIERS.items()}
     if family.is_gemma:
         config |= _gemma(file, hidden_size, num_heads, head_dim)
     types = {
@@ -171,6 +243,8 @@ def config_of(file: GgufFile) -> dict[str, Any]:
 
 def _family_of(file: GgufFile) -> _Family:
     family = _FAMILIES.get(file.architecture)
+    if file.architecture == "llama" and file.metadata.get("llama.expert_count"):
+        family = _MIXTRAL
     if family is None:
         raise StartupError(
             f"{file.path.name} holds a model of the family {file.architecture}",
@@ -183,7 +257,8 @@ def _module_of(file: GgufFile, family: _Family, stored: str) -> tuple[str, str, 
     """Module, weight or bias, and the part of the layer."""
     found = _LAYER.fullmatch(stored)
     if found is not None:
-        inner = (_LAYER_NAMES | family.norms).get(found[2])
+        routers = {"ffn_gate_inp": family.experts.router} if family.experts else {}
+        inner = (_LAYER_NAMES | family.norms | routers).get(found[2])
         if inner is not None and int(found[1]) < _number(file, "block_count"):
             return f"model.layers.{found[1]}.{inner}", found[3], found[2]
     part, _, kind = stored.rpartition(".")
@@ -200,7 +275,21 @@ def _refuse_unlike(file: GgufFile, head_dim: int) -> None:
     metadata, family = file.metadata, file.architecture
     rotated = _number(file, "rope.dimension_count", head_dim)
     for key, is_wrong, said in (
-        (f"{family}.expert_count", metadata.get(f"{family}.expert_count", 0) > 0, "a mixture of experts"),
+        (
+            f"{family}.expert_count",
+            _family_of(file).experts is None and bool(metadata.get(f"{family}.expert_count")),
+            "a mixture of experts",
+        ),
+        (
+            f"{family}.expert_shared_count",
+            bool(metadata.get(f"{family}.expert_shared_count")),
+            "of shared experts",
+        ),
+        (
+            f"{family}.expert_weights_scale",
+            metadata.get(f"{family}.expert_weights_scale", 1) not in (0, 1),
+            "of experts that are scaled",
+        ),
         (f"{family}.rope.dimension_count", rotated != head_dim, "rotated in part"),
         (
             f"{family}.attention.value_length",

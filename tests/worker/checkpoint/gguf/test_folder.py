@@ -114,7 +114,8 @@ def test_a_header_of_nonsense_ends_in_a_refusal_if_it_does_harm(written, tmp_pat
     ("change", "named"),
     [
         (lambda w: w.add_uint32("split.count", 3), "part 0 of 3"),
-        (lambda w: w.add_expert_count(8), "llama.expert_count 8"),
+        (lambda w: w.add_expert_shared_count(1), "llama.expert_shared_count 1"),
+        (lambda w: w.add_expert_weights_scale(2.5), "llama.expert_weights_scale 2.5"),
         (lambda w: w.add_rope_dimension_count(16), "llama.rope.dimension_count 16"),
         (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE), "longrope"),
         (lambda w: w.add_tensor("blk.0.ssm_a", np.zeros(4, np.float32)), "blk.0.ssm_a is no tensor"),
@@ -132,9 +133,24 @@ def test_what_is_not_read_is_refused_by_its_name(tmp_path, change, named):
     assert named in refusal(write(tmp_path / "odd.gguf", change))
 
 
+@pytest.mark.parametrize("shape", [(3, 96, 64), (96, 64), (8, 64)])
+def test_a_stack_of_another_number_of_experts_is_refused(tmp_path, shape):
+    def change(writer: Any) -> None:
+        writer.add_expert_count(8)
+        writer.add_expert_used_count(2)
+        writer.add_tensor("blk.0.ffn_up_exps.weight", np.zeros(shape, np.float32))
+
+    assert "not a stack of 8 matrices" in refusal(write(tmp_path / "experts.gguf", change))
+
+
+def test_experts_of_a_family_that_is_read_without_them_are_refused(tmp_path):
+    path = write(tmp_path / "dense.gguf", lambda writer: writer.add_expert_count(8), architecture="qwen2")
+    assert "qwen2.expert_count 8" in refusal(path)
+
+
 def test_another_family_is_refused_with_those_that_are_read(tmp_path):
     message = refusal(write(tmp_path / "mamba.gguf", lambda _: None, architecture="mamba"))
-    assert "of the family mamba; take a GGUF file of llama, qwen2, qwen3, gemma" in message
+    assert "of the family mamba; take a GGUF file of llama, qwen2, qwen3, qwen3moe, smollm3" in message
 
 
 def test_the_frequencies_of_llama_3_become_their_parameters(tmp_path):
