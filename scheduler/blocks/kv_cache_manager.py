@@ -345,6 +345,17 @@ class KVCacheManager:
         end = longest_hit(self.groups, tests, num_places, self.block_size)
         return max(seq.num_computed_tokens - end * self.block_size, 0)
 
+    def num_tokens_lost(self, seq: Sequence, num_from_free: int) -> float:
+        """Computed tokens of a sequence that gives up its blocks for one which takes so many free ones.
+
+        Its tail is reused first; the prefix cache keeps the rest for a while.
+        """
+        num_lost, num_held = self.num_tokens_at_stake(seq), sum(1 for _ in seq.held_blocks())
+        if self._has_state or not num_held or not (self._index.is_on and seq.reads_prefix_cache):
+            return num_lost
+        part = min(max(num_from_free - self.pool.num_free, 0) / num_held, 1.0)
+        return min(num_lost, part * num_lost + seq.num_computed_tokens % self.block_size)
+
     def _comes_back(self, index: int, seq: Sequence, place: int) -> bool:
         """Whether a place will be found again once the sequence has given it up."""
         if self.groups[index].is_fixed:

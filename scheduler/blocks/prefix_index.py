@@ -97,8 +97,8 @@ class PrefixIndex:
         self._tails = PrefixCache()
         self._new_tails: list[tuple[bytes, Row]] = []
         self._block_size = config.block_size
-        self._is_on = config.prefix_caching is PrefixCaching.ON
-        self.keeps_on_host = self._is_on and config.host_tier is HostTier.ON and config.num_host_blocks > 0
+        self.is_on = config.prefix_caching is PrefixCaching.ON
+        self.keeps_on_host = self.is_on and config.host_tier is HostTier.ON and config.num_host_blocks > 0
 
     @property
     def cache(self) -> PrefixCache:
@@ -107,13 +107,13 @@ class PrefixIndex:
 
     def num_unhashed(self, seq: Sequence) -> int:
         """Tokens whose keys `find` would have to compute first; they are kept."""
-        if not self._is_on or not seq.reads_prefix_cache:
+        if not self.is_on or not seq.reads_prefix_cache:
             return 0
         return max(self._num_findable(seq) - len(seq.block_keys), 0) * self._block_size
 
     def find(self, seq: Sequence) -> PrefixHit:
         """Longest prefix of a sequence that has no blocks; its own copy on the host counts too."""
-        is_read = self._is_on and seq.reads_prefix_cache
+        is_read = self.is_on and seq.reads_prefix_cache
         hit = self._find_prefix(seq) if is_read else PrefixHit(groups=[GroupHit() for _ in self._groups])
         num_swapped = min(seq.num_swapped_tokens, seq.num_tokens - 1)
         if num_swapped > hit.num_tokens and (self._fixed is None or num_swapped == seq.num_swapped_tokens):
@@ -124,7 +124,7 @@ class PrefixIndex:
 
     def publish(self, seq: Sequence, start: int, end: int) -> None:
         """Let others find the places that [start, end) completes, and a prompt's tail that it completes."""
-        if not self._is_on:
+        if not self.is_on:
             return
         first, last = start // self._block_size, end // self._block_size
         if first < last:
@@ -149,7 +149,7 @@ class PrefixIndex:
 
     def publish_hit(self, seq: Sequence, hit: PrefixHit) -> None:
         """Let blocks that this plan copies in be found: they arrive before anything is computed."""
-        if not self._is_on:
+        if not self.is_on:
             return
         num_full = hit.num_tokens // self._block_size
         for group in self._paged:
@@ -291,7 +291,7 @@ class PrefixIndex:
     def _find_swapped(self, seq: Sequence, num_tokens: int) -> PrefixHit:
         """Prefix in its own copy on the host, but for the places that the device still has."""
         hit = PrefixHit(groups=[], num_tokens=num_tokens)
-        num_full = num_tokens // self._block_size if self._is_on else 0
+        num_full = num_tokens // self._block_size if self.is_on else 0
         keys = self._keys(seq, num_full)
         for index, (group, table) in enumerate(zip(self._groups, seq.tables, strict=True)):
             found = GroupHit()
@@ -306,7 +306,7 @@ class PrefixIndex:
         return hit
 
     def _find_tail(self, seq: Sequence) -> Row:
-        if not self._is_on or not seq.reads_prefix_cache or seq.num_tokens > seq.num_prompt_tokens:
+        if not self.is_on or not seq.reads_prefix_cache or seq.num_tokens > seq.num_prompt_tokens:
             return ()
         return (self._tails.get(self._tail_key(seq)) or ()) if len(self._tails) else ()
 

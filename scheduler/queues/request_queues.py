@@ -213,22 +213,20 @@ class RequestQueues:
         return {} if self._accounts is None else self._accounts.tenants
 
     def over_served(self, seq: Sequence) -> list[Sequence]:
-        """Running sequences of tenants that had far more than the tenant of `seq`, the cheapest first.
-
-        Far more is more than displacing the sequence throws away: so no two tenants displace each other again
-        and again. All are of the same priority as `seq`.
-        """
-        if self._accounts is None:
-            return []
-        level, service = self._order.level, self._accounts.service
-        most = service(seq) + _LEAST_LEAD
-        found = [
+        """Running sequences of tenants that had far more than the tenant of `seq`, of the same priority."""
+        level = self._order.level
+        return [
             each
             for each in self.running
-            if level(each.priority) == level(seq.priority)
-            and service(each) >= most + each.num_computed_tokens * PROMPT_TOKEN_COST
+            if level(each.priority) == level(seq.priority) and self.lead(each, seq) >= 0
         ]
-        return sorted(found, key=lambda each: (each.num_computed_tokens, -each.admission))
+
+    def lead(self, ahead: Sequence, seq: Sequence) -> float:
+        """Tokens of a prompt by which a tenant had far more than another one; negative if it had not."""
+        if self._accounts is None:
+            return -1.0
+        service = self._accounts.service
+        return (service(ahead) - service(seq) - _LEAST_LEAD) / PROMPT_TOKEN_COST
 
     def reports(
         self, page: ReportPage, reason_of: _ReasonOf, *, now_s: float

@@ -116,10 +116,16 @@ class Admission:
         seq, budget = self._queues.waiting.peek(), plan.budget
         if self._obstacle(seq, budget) is not None:
             return
-        displaceable = self._queues.over_served(seq)
+        over_served = self._queues.over_served(seq)
         demand = self._demand(seq, budget)
-        if not displaceable or self._lacks_encoder(seq, demand) or self._is_too_late(seq, demand, plan.now_s):
+        if not over_served or self._lacks_encoder(seq, demand) or self._is_too_late(seq, demand, plan.now_s):
             return
+        # A lead that is larger than the loss: so no two tenants displace each other again and again.
+        losses = {each.sequence_id: self._preemptor.num_tokens_lost(each, demand) for each in over_served}
+        displaceable = [
+            each for each in over_served if self._queues.lead(each, seq) >= losses[each.sequence_id]
+        ]
+        displaceable.sort(key=lambda each: (losses[each.sequence_id], -each.admission))
         victims = self._preemptor.choose_displaced(
             iter(displaceable), demand, num_free_slots=budget.remaining_seqs
         )

@@ -89,6 +89,20 @@ class Preemptor:
             num_growing -= kv.num_missing(victim)
         return victims
 
+    def num_tokens_lost(self, victim: Sequence, demand: BlockDemand) -> float:
+        """Tokens of a prompt that cost as much as displacing `victim` for a sequence of this demand.
+
+        It is computed again where neither a swap nor the prefix cache keeps it; a copy counts by its time.
+        """
+        num_blocks = self._kv.num_written_blocks(victim)
+        if self._mode is not PreemptionMode.RECOMPUTE and 0 < num_blocks <= self._kv.swap_space.num_free:
+            copies_s = 2 * num_blocks * self._copy_s_per_block
+            copied = copies_s / self._step_time.slope_s if self._step_time.slope_s else 0.0
+            if self._mode is PreemptionMode.SWAP:
+                return copied
+            return min(copied, self._kv.num_tokens_at_stake(victim))
+        return self._kv.num_tokens_lost(victim, demand.num_from_free)
+
     def preempt(
         self, victim: Sequence, plan: PlanDraft, cause: PreemptionCause, beneficiary: Sequence
     ) -> None:

@@ -8,7 +8,7 @@ from time import process_time
 
 import pytest
 
-from scheduler.config import Displacement, Fairness, SchedulingPolicy
+from scheduler.config import Displacement, Fairness, PreemptionMode, PrefixCaching, SchedulingPolicy
 from scheduler.messages import FinishReason, PreemptionCause, SequenceId
 from scheduler.scheduler import Scheduler
 from scheduler.tenant_ledger import GENERATED_TOKEN_COST, PROMPT_TOKEN_COST, TenantLedger
@@ -210,6 +210,36 @@ def test_a_quiet_tenant_does_not_wait_until_long_answers_of_another_have_ended()
     world.run(3000)
     assert world.num_preemptions() == 1
     assert all(world.tokens[SequenceId(i)] == continuation([i, i], 400) for i in range(1, 5))
+
+
+@pytest.mark.parametrize("num_tokens", [100, 4000])
+@pytest.mark.parametrize("keeping", ["cache", "swap"])
+def test_a_quiet_tenant_does_not_wait_for_longer_behind_long_contexts_that_are_kept(
+    keeping: str, num_tokens: int
+) -> None:
+    """Displacing loses nothing where the prefix cache keeps it, and the time of copies where it swaps."""
+    is_swap = keeping == "swap"
+    world = fair_world(
+        **{"max_num_seqs": 4, "num_blocks": 300, "block_size": 64},
+        **{"max_model_len": 4500, "max_num_batched_tokens": 4096},
+        prefix_caching=PrefixCaching.OFF if is_swap else PrefixCaching.ON,
+        preemption_mode=PreemptionMode.SWAP if is_swap else PreemptionMode.RECOMPUTE,
+        num_host_blocks=300,
+        copy_s_per_block=1e-5,
+    )
+    noisy = [make_sequence(i, prompt(i, num_tokens), max_tokens=120, tenant="noisy") for i in range(1, 5)]
+    world.add(*noisy)
+    while any(seq.num_output_tokens < 5 for seq in noisy):
+        world.step()
+    world.add(make_sequence(9, [9, 9], max_tokens=1, tenant="quiet"))
+    num_steps = 0
+    while 9 not in world.ended:
+        world.step()
+        num_steps += 1
+    assert num_steps <= 60
+    world.run(9000)
+    assert world.num_preemptions(PreemptionCause.FAIRNESS) == 1
+    assert sum(len(tokens) for tokens in world.tokens.values()) == 4 * 120 + 1
 
 
 @pytest.mark.parametrize("num_places", [1, 3])
