@@ -242,6 +242,8 @@ class ModelInfo(ModelFacts):
 
     served_names: tuple[str, ...]
     """Accepted names; replies report the first."""
+    name_patterns: tuple[str, ...] = ()
+    """Further accepted names, each with one `*` for any text; no list has them."""
     created_s: int = 0
     """Unix time at which it became ready."""
     has_chat_template: bool = False
@@ -259,7 +261,15 @@ class ModelInfo(ModelFacts):
     def adapter_named(self, name: str | None) -> ServedAdapter | None:
         return next((adapter for adapter in self.served_adapters if adapter.name == name), None)
 
+    def is_served(self, name: str) -> bool:
+        """Tell whether requests may use a name: one of `names`, or one that fits a pattern."""
+        return name in self.names or any(_fits(name, *each.split("*")) for each in self.name_patterns)
+
     @property
     def names(self) -> tuple[str, ...]:
-        """Names that requests may use."""
+        """Names of the model and its adapters."""
         return (*self.served_names, *(adapter.name for adapter in self.served_adapters))
+
+
+def _fits(name: str, head: str, tail: str) -> bool:
+    return len(name) >= len(head) + len(tail) and name.startswith(head) and name.endswith(tail)

@@ -376,6 +376,7 @@ class AsyncEngine:
         self._info = ModelInfo(
             **{each.name: getattr(facts, each.name) for each in fields(facts)},
             served_names=self._config.served_names,
+            name_patterns=self._config.name_patterns,
             created_s=int(time.time()),
             has_chat_template=self._template.is_present,
             chat_template=self._template.source_with_tools,

@@ -69,6 +69,8 @@ class EngineConfig:
     """A checkpoint folder on this machine."""
     served_names: tuple[str, ...]
     """Names that requests may use; replies report the first."""
+    name_patterns: tuple[str, ...]
+    """Further such names, each with one `*` for any text."""
     scheduler: SchedulerOptions
     time_limits: TimeLimits
     """Upper bounds of the limits that requests ask for."""
@@ -176,11 +178,12 @@ def resolve(
 
 def _engine_config(options: Options, folder: Path, name: str, speculation: SpeculationConfig) -> EngineConfig:
     limits = _step_limits(options)
-    served_names = options.served_model_name or (name,)
+    served_names, name_patterns = _served_names(options.served_model_name, name)
     adapters = adapter_config(options, served_names)
     return EngineConfig(
         model_path=str(folder),
         served_names=served_names,
+        name_patterns=name_patterns,
         lora_directory=adapters.directory,
         scheduler=replace(_scheduler_options(options, limits), max_adapters=adapters.limits.max_in_step),
         time_limits=TimeLimits(
@@ -200,6 +203,17 @@ def _engine_config(options: Options, folder: Path, name: str, speculation: Specu
         prefix_journal=prefix_journal(options),
         kv_events=kv_events_config(options, served_names[0]),
     )
+
+
+def _served_names(given: tuple[str, ...], own_name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Divide names into plain ones, of which there is one at least, and patterns. Raises OptionError."""
+    patterns = tuple(each for each in given if "*" in each)
+    for each in patterns:
+        if each.count("*") > 1:
+            raise OptionError(
+                f"--served-model-name {each}", "has more than one *", "write one *, for any text"
+            )
+    return tuple(each for each in given if "*" not in each) or (own_name,), patterns
 
 
 def _worker_config(

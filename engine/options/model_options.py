@@ -52,7 +52,8 @@ class ModelOptions:
     )
     served_model_name: tuple[str, ...] = _model(
         Text(metavar="NAME"),
-        "Name that requests use. Repeat it for several; replies report the first.",
+        "Name that requests use. Repeat it for several; replies report the first. One with a * for any text "
+        "takes all names of its form, for programs with fixed names: 'claude-*', '*'.",
         arity=Arity.MANY,
         open_default="the hub name, or the folder's name",
     )

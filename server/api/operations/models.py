@@ -62,7 +62,7 @@ async def retrieve_model(request: Request) -> Response:
     """Describe the model of one served name; names may contain slashes."""
     info = edge_of(request).engine.info
     name = request.path_params["model"]
-    if name not in info.names:
+    if not info.is_served(name):
         raise ModelNotFound(f"the model {name!r} is not served here")
     return json_reply(_model(name, info))
 

@@ -19,8 +19,8 @@ _MOST_NAMES = 16
 
 def check_model(model: str | None, info: ModelInfo) -> None:
     """Absent means the first name. Raises ModelNotFound."""
-    if model is not None and model not in info.names:
-        names = ", ".join(info.names[:_MOST_NAMES])
+    if model is not None and not info.is_served(model):
+        names = ", ".join((*info.name_patterns, *info.names)[:_MOST_NAMES])
         raise ModelNotFound(f"the model {model!r} is not served here; there is: {names}")
 
 

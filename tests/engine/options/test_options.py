@@ -318,6 +318,16 @@ def test_resolving_fills_in_what_was_left_open_and_survives_the_way_to_the_engin
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(engine), type=EngineConfig) == engine
 
 
+def test_a_served_name_with_a_star_is_a_pattern_and_the_model_keeps_a_name(checkpoint) -> None:
+    words = [str(checkpoint), "--served-model-name", "*"]
+    engine, _ = resolve(read(*words), environment={})
+    assert (engine.served_names, engine.name_patterns) == (("small-llama",), ("*",))
+    engine, _ = resolve(read(*words, "--served-model-name", "a"), environment={})
+    assert (engine.served_names, engine.name_patterns) == (("a",), ("*",))
+    with pytest.raises(OptionError, match=r"--served-model-name \*x\*: has more than one \*"):
+        resolve(read(str(checkpoint), "--served-model-name", "*x*"), environment={})
+
+
 def test_what_was_asked_reaches_what_runs(checkpoint) -> None:
     options = read(
         *["--model", str(checkpoint), "--served-model-name", "a", "--served-model-name", "b"],

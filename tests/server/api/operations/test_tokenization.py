@@ -119,6 +119,19 @@ async def test_a_served_name_with_a_slash_can_be_retrieved_and_others_are_not_fo
         assert response.json()["error"]["param"] == "model"
 
 
+async def test_names_of_a_pattern_are_taken_and_no_list_has_them(client, engine):
+    engine.model_info = dataclasses.replace(engine.model_info, name_patterns=("gpt-*o", "claude*"))
+    for name in ("gpt-4o", "gpt-o", "claude", "claude-opus/x"):
+        assert (await tokenize(client, prompt="hi", model=name))["count"] == 2
+        assert (await client.get(f"/v1/models/{name}")).json()["root"] == "fake"
+    for name in ("gpt-", "gpto", "GPT-4o", "a-claude"):
+        response = await client.post("/tokenize", json={"prompt": "hi", "model": name})
+        assert response.status_code == 404
+        assert "there is: gpt-*o, claude*, fake" in response.json()["error"]["message"]
+    listed = (await client.get("/v1/models")).json()["data"]
+    assert [each["id"] for each in listed] == ["fake", "org/fake-alias"]
+
+
 async def test_more_tokens_than_are_decoded_at_a_time_are_refused(engine):
     app = build_app(engine, Settings(max_body_bytes=1 << 20))
     async with connect(app) as client:
