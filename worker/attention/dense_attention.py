@@ -27,7 +27,7 @@ def attend_densely(
     options: AttentionOptions,
     seen_CNK: Tensor | None = None,
 ) -> Tensor:
-    """Attend causally within the window, to what `seen_CNK` (see Choice) leaves; returns [N, H * G, V]."""
+    """Attend causally within the window, to what `seen_CNK` (see KeyChoice) leaves; returns [N, H * G, V]."""
     num_heads, num_groups, num_queries, _ = queries_HGND.shape
     num_keys, value_dim = values_HKV.shape[1:]
     most_seen = options.reach.most_tokens

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from worker.attention.interface import Choice, StepSpan, Unmasked, is_executing, present_executor
+from worker.attention.interface import KeyChoice, StepSpan, Unmasked, is_executing, present_executor
 from worker.worker_errors import FamilyRefused, UnsupportedAttention
 
 INDEXER = "indexer"
@@ -112,7 +112,7 @@ def _choose(indexer: Any, *args: Any, **kwargs: Any) -> Any:
         forward(indexer, **given | {_CACHE: _TransformersCache(write)})
     spans, most = index_keys.spans(), _most_that_see_all(indexer)
     if all(span.seq_len <= most for span in spans):
-        return Choice(())
+        return KeyChoice(())
     seen: list[Tensor | None] = []
     for index, span in enumerate(spans):
         if span.seq_len <= most:
@@ -122,7 +122,7 @@ def _choose(indexer: Any, *args: Any, **kwargs: Any) -> Any:
         cache = _TransformersCache(partial(_again, keys_1SD))
         chosen = forward(indexer, **_share_of(given, span) | {_CACHE: cache})
         seen.append(_seen(indexer, chosen, span.seq_len))
-    return Choice(tuple(seen))
+    return KeyChoice(tuple(seen))
 
 
 def _again(keys_1SD: Tensor, _written_1ND: Tensor) -> Tensor:

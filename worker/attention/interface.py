@@ -79,7 +79,7 @@ class Reach(NamedTuple):
         return positions * 0
 
 
-class Choice(NamedTuple):
+class KeyChoice(NamedTuple):
     """The keys that tokens of a step attend to, as an indexer chose them (indexers.py)."""
 
     seen: tuple[Tensor | None, ...]
@@ -108,7 +108,7 @@ class AttentionOptions(NamedTuple):
     """A token sees itself and those before it in its chunk, which begins at a multiple of chunk_size."""
     value_is_key_part: bool = False
     """Whether each value is the first numbers of its key (latents.py)."""
-    choice: Choice | None = None
+    choice: KeyChoice | None = None
     """The keys that are attended to; None: all."""
 
     @property
@@ -338,7 +338,7 @@ def attention_forward(
 
 def _read_options(module: nn.Module, query: Tensor, kwargs: Mapping[str, Any]) -> AttentionOptions:
     for name, value in kwargs.items():
-        is_known = name in _UNDERSTOOD or name in _MEANINGLESS or isinstance(value, Choice)
+        is_known = name in _UNDERSTOOD or name in _MEANINGLESS or isinstance(value, KeyChoice)
         if not is_known and value is not None:
             raise UnsupportedAttention(f"attention with {name}")
     if kwargs.get("dropout"):
@@ -354,7 +354,7 @@ def _read_options(module: nn.Module, query: Tensor, kwargs: Mapping[str, Any]) -
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
         chunk_size=reach.chunk_size,
-        choice=next((each for each in kwargs.values() if isinstance(each, Choice) and each.seen), None),
+        choice=next((each for each in kwargs.values() if isinstance(each, KeyChoice) and each.seen), None),
     )
 
 

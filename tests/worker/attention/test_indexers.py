@@ -11,7 +11,7 @@ from tests.worker.family_trial import try_family
 from tests.worker.plan_driver import PlanDriver
 from tests.worker.transformers_generate import NUM_TOKENS, expected
 from worker.attention import indexers
-from worker.attention.interface import Choice
+from worker.attention.interface import KeyChoice
 
 LONG = [(7 * index + 3) % 300 for index in range(29)]
 SHORT = [40, 41, 42, 43, 44]
@@ -58,7 +58,7 @@ def test_a_choice_that_is_ignored_shows(name: str, monkeypatch: pytest.MonkeyPat
     """Without this the matrix of families would not try the choice."""
     family = next(each for each in MATRIX if each.name == name)
     assert try_family(family).refused is None
-    monkeypatch.setattr(indexers, "Choice", lambda _: Choice(()))
+    monkeypatch.setattr(indexers, "KeyChoice", lambda _: KeyChoice(()))
     assert "computes other logits" in (try_family(family).refused or "")
 
 
