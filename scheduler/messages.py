@@ -439,6 +439,8 @@ class SequenceReport(NamedTuple):
     """Reason why this sequence waits; empty for a running one."""
     expected_start_s: float | None
     """Seconds until it starts, as the last starts were apart; None if it runs or nothing is known."""
+    num_state_blocks: int = 0
+    """Blocks among num_blocks that hold its state, as many after one token as after a thousand."""
 
 
 class RequestCounts(NamedTuple):

@@ -11,6 +11,7 @@ from itertools import chain
 from operator import attrgetter
 
 from scheduler.blocks.group_places import places_of
+from scheduler.cache_groups import LifetimeKind
 from scheduler.config import Fairness, SchedulerConfig
 from scheduler.messages import ReportPage, RequestCounts, SequenceId, SequenceReport, WaitReason
 from scheduler.policy import OrderOfService
@@ -74,6 +75,9 @@ class RequestQueues:
         """Other sequences, whose grammar is not compiled yet; empty where steps compile."""
         self.num_arrivals = 0
         """Times that a sequence joined `waiting`."""
+        self._state_tables = [
+            index for index, group in enumerate(config.groups) if group.lifetime.kind is LifetimeKind.FIXED
+        ]
         self._by_need = NeedIndex(places_of(config)) if config.max_bypasses else None
         self._by_adapter: dict[str, _Queue] | None = {} if config.max_adapters else None
         """The waiting queue once more, by adapter, so that those that need no place for theirs are found."""
@@ -243,7 +247,7 @@ class RequestQueues:
         queues = (self.waiting, self.uncompiled) if begin < end else ()
         heaps = [heap.copy() for queue in queues for heap in queue.heaps()]
         for place, seq in enumerate(self.running[page.first : page.first + page.most], page.first):
-            yield _report(seq, place, "", None, now_s) if seq.status is Status.RUNNING else None
+            yield self._report(seq, place, "", None, now_s) if seq.status is Status.RUNNING else None
         place = num_ahead = 0
         for waiting in chain(compiling, walk(heaps)):
             if place == end:
@@ -252,9 +256,35 @@ class RequestQueues:
                 yield None
             else:
                 reason = reason_of(waiting, num_ahead).value
-                yield _report(waiting, place, reason, self.forecast.expected_s(place, now_s=now_s), now_s)
+                expected_s = self.forecast.expected_s(place, now_s=now_s)
+                yield self._report(waiting, place, reason, expected_s, now_s)
             place += waiting is not None
             num_ahead += waiting is not None and not self.lacks_grammar(waiting)
+
+    def _report(
+        self, seq: Sequence, place: int, wait_reason: str, expected_start_s: float | None, now_s: float
+    ) -> SequenceReport:
+        return SequenceReport(
+            sequence_id=seq.sequence_id,
+            state=seq.status.value,
+            place=place,
+            priority=seq.priority,
+            rank=seq.rank,
+            tenant=seq.tenant,
+            num_prompt_tokens=seq.num_prompt_tokens,
+            num_output_tokens=seq.num_output_tokens,
+            num_computed_tokens=seq.num_computed_tokens,
+            num_blocks=seq.num_blocks,
+            num_host_blocks=sum([len(table.host_ids) for table in seq.tables]),
+            num_preemptions=seq.num_preemptions,
+            num_bypasses=seq.num_bypasses,
+            age_s=now_s - seq.admitted_s,
+            wait_reason=wait_reason,
+            expected_start_s=expected_start_s,
+            num_state_blocks=sum(
+                [len(seq.tables[index].block_ids) for index in self._state_tables if seq.tables]
+            ),
+        )
 
     def _new_queue(self) -> _Queue:
         if self._accounts is not None:
@@ -304,26 +334,3 @@ class RequestQueues:
 
     def _place(self, seq: Sequence) -> int:
         return bisect_left(self.running, seq.running_rank, key=_running_rank_of)
-
-
-def _report(
-    seq: Sequence, place: int, wait_reason: str, expected_start_s: float | None, now_s: float
-) -> SequenceReport:
-    return SequenceReport(
-        sequence_id=seq.sequence_id,
-        state=seq.status.value,
-        place=place,
-        priority=seq.priority,
-        rank=seq.rank,
-        tenant=seq.tenant,
-        num_prompt_tokens=seq.num_prompt_tokens,
-        num_output_tokens=seq.num_output_tokens,
-        num_computed_tokens=seq.num_computed_tokens,
-        num_blocks=seq.num_blocks,
-        num_host_blocks=sum([len(table.host_ids) for table in seq.tables]),
-        num_preemptions=seq.num_preemptions,
-        num_bypasses=seq.num_bypasses,
-        age_s=now_s - seq.admitted_s,
-        wait_reason=wait_reason,
-        expected_start_s=expected_start_s,
-    )

@@ -53,6 +53,10 @@ _NOT_NEEDED = {
     **dict.fromkeys(("disable-log-stats",), "there are no statistics in the log: /metrics has them"),
     **dict.fromkeys(("enable-auto-tool-choice", "jinja"), "tools are on wherever the model has a dialect"),
     **dict.fromkeys(("hostname",), "use --host"),
+    **dict.fromkeys(
+        ("mamba-ssm-cache-dtype", "mamba-cache-dtype"),
+        "states of recurrent layers are float32: they are rounded at each token, and fewer bits drift",
+    ),
     **dict.fromkeys(("enable-lora",), "--lora-modules and --lora-directory turn adapters on"),
     **dict.fromkeys(
         ("ngl", "n-gpu-layers", "gpu-layers"), "a model lies on one kind of device: use --device"

@@ -4,7 +4,7 @@ import pytest
 
 from scheduler.cache_groups import ALL_TOKENS, CacheGroup, Lifetime, LifetimeKind
 from scheduler.config import PreemptionMode, PrefixCaching
-from scheduler.messages import SequenceId
+from scheduler.messages import ReportPage, SequenceId
 from scheduler.scheduler import NeverFits
 from tests.fakes import continuation, make_sequence
 from tests.world import World, small_config
@@ -44,6 +44,16 @@ def test_each_group_has_its_own_table_with_a_row_of_blocks_for_each_place() -> N
             assert len(window.block_ids) == 3 * (window.end - window.first)
             assert len(state.block_ids) == 5
     assert world.tokens[SequenceId(1)] == continuation(prompt(40), 20)
+
+
+def test_a_report_tells_blocks_of_a_state_from_those_of_tokens() -> None:
+    world = grouped(FULL, STATE)
+    for number in (1, 2):
+        world.add(make_sequence(number, prompt(12, number), max_tokens=8))
+    world.step()
+    world.add(make_sequence(3, prompt(12, 3), max_tokens=8))
+    reports = [each for each in world.scheduler.report(ReportPage(0, 10), now_s=0.0) if each is not None]
+    assert [(each.num_blocks, each.num_state_blocks) for each in reports] == [(8, 5), (8, 5), (0, 0)]
 
 
 def test_a_decode_holds_what_its_window_reaches_and_one_place_more() -> None:

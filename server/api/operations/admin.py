@@ -49,6 +49,8 @@ class LiveSequence(ReplyModel):
     num_bypasses: int
     age_s: float
     wait_reason: str
+    num_state_blocks: int = 0
+    """Blocks among num_blocks that hold its state, of a model with recurrent layers."""
     engine: int | None = 0
     """Engine that has it; null while it waits for one."""
     expected_start_s: float | None = None

@@ -246,6 +246,7 @@ def test_the_banner_begins_with_the_shortest_way_to_talk_to_the_model(checkpoint
     [
         (["--ctx-size", "4096"], "here it is --max-model-len"),
         (["--trust-remote-code"], "it is not needed here: code of a checkpoint is never run"),
+        (["--mamba-ssm-cache-dtype", "bfloat16"], "states of recurrent layers are float32: they are rounded"),
         (["--mem-fraction-static=0.9"], "here it is --gpu-memory-utilization"),
         (["--swap-space", "4"], "with a unit, such as 4GiB: this is 4 bytes"),
         (["--max-num-seqz", "4"], "did you mean --max-num-seqs?"),
