@@ -63,16 +63,17 @@ def _replace(module: ModuleType, name: str) -> None:
     original = getattr(module, name)
     if hasattr(original, _MARK):
         return
-    signature, translate = inspect.signature(original), _FUNCTIONS[name]
+    translate = _FUNCTIONS[name]
+    # Not by a bound signature: that takes longer than the kernels of a decode.
+    parameters = inspect.signature(original).parameters.items()
+    defaults = {key: each.default for key, each in parameters if each.kind is not each.VAR_KEYWORD}
 
     @wraps(original)
     def of_step(*args: Any, **kwargs: Any) -> Any:
         states = states_of_step()
         if states is None:
             return original(*args, **kwargs)
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        found = translate(states, given.arguments | given.arguments.get("kwargs", {}))
+        found = translate(states, {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs})
         return original(*args, **kwargs) if found is None else found
 
     setattr(of_step, _MARK, True)
