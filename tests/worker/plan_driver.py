@@ -50,7 +50,7 @@ class PlanDriver:
         self._worker = worker
         self._groups = groups_of(worker)
         self._block_size = block_size
-        rows = getattr(worker._steps, "rows", None)  # not of those that pool
+        rows = getattr(getattr(worker, "_steps", None), "rows", None)  # not of those that pool
         self._num_state_blocks = 0 if rows is None else rows.state_blocks_CS.shape[1]
         self._next_block = 1
         self._next_host_block = 1
