@@ -13,7 +13,7 @@ from server.api.chat import chat
 from server.api.completions import completions
 from server.api.ollama import embed as ollama_embed
 from server.api.ollama import endpoints as ollama_endpoints
-from server.api.operations import admin, models, ops, tokenization
+from server.api.operations import admin, models, ops, render, tokenization
 from server.api.pooling import endpoints as pooling_endpoints
 from server.api.responses import responses
 from server.edge.http.endpoint import Endpoint
@@ -26,6 +26,7 @@ PUBLIC: tuple[Endpoint, ...] = (
     ops.ENDPOINT,
     responses.ENDPOINT,
     tokenization.ENDPOINT,
+    render.ENDPOINT,
     pooling_endpoints.ENDPOINT,
     file_routes.ENDPOINT,
     batch_routes.ENDPOINT,

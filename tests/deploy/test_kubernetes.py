@@ -400,5 +400,7 @@ def test_the_precise_picker_finds_kv_events_where_replicas_publish_them_and_alon
     for source in config["dataLayer"]["sources"]:
         used |= {source["pluginRef"], *(each["pluginRef"] for each in source["extractors"])}
     assert plugins.keys() - used == {"token-producer"}
+    replicas = the_only(objects, "Service", "tokenyard")["spec"]["ports"]
+    assert plugins["token-producer"]["vllm"]["url"] == f"http://tokenyard:{replicas[0]['port']}"
     assert used <= plugins.keys()
     assert plugins["prefix-cache-scorer"]["prefixMatchInfoProducerName"] in plugins

@@ -42,13 +42,7 @@ class ChatTurn:
 async def prepare_turn(edge: Edge, body: ChatCompletionRequest, origin: Origin) -> ChatTurn:
     """Render, tokenize, and build the engine request. Raises RequestRejected, Overloaded."""
     engine = edge.engine
-    plan = plan_reading(body, model_reading(edge.parsers, engine.info))
-    rendered = await engine.encode_chat(plan.messages, plan.options)
-    room = len(await _suffix_ids(engine, plan.possible_suffix))
-    limit = body.max_completion_tokens or body.max_tokens or 1
-    cut = kept_prompt(body, rendered, engine.info, max_tokens=limit + room)
-    turn = plan.behind(_end_of(engine, cut, plan))
-    prompt_ids = (*cut, *await _suffix_ids(engine, turn.suffix))
+    prompt_ids, turn = await _prompt_and_turn(edge, body)
     check_num_prompt_logprobs(body.prompt_logprobs, len(prompt_ids), param="prompt_logprobs")
     prompts = {origin.reply_id: prompt_ids}
     (request,) = await engine_requests(engine, body, prompts, _wanted(body, turn), origin)
@@ -61,9 +55,19 @@ async def prepare_turn(edge: Edge, body: ChatCompletionRequest, origin: Origin) 
 
 
 async def prompt_of(edge: Edge, chat: ChatCompletionRequest) -> TokenIds:
-    """The prompt that a request would have, for counting its tokens. Raises RequestRejected, Overloaded."""
-    plan = plan_reading(chat, model_reading(edge.parsers, edge.engine.info))
-    return await edge.engine.encode_chat(plan.messages, plan.options)
+    """Make the prompt that an answer would have, and nothing more. Raises RequestRejected, Overloaded."""
+    return (await _prompt_and_turn(edge, chat))[0]
+
+
+async def _prompt_and_turn(edge: Edge, body: ChatCompletionRequest) -> tuple[TokenIds, Turn]:
+    engine = edge.engine
+    plan = plan_reading(body, model_reading(edge.parsers, engine.info))
+    rendered = await engine.encode_chat(plan.messages, plan.options)
+    room = len(await _suffix_ids(engine, plan.possible_suffix))
+    limit = body.max_completion_tokens or body.max_tokens or 1
+    cut = kept_prompt(body, rendered, engine.info, max_tokens=limit + room)
+    turn = plan.behind(_end_of(engine, cut, plan))
+    return (*cut, *await _suffix_ids(engine, turn.suffix)), turn
 
 
 async def _suffix_ids(engine: Engine, text: str) -> TokenIds:
