@@ -38,7 +38,7 @@ class Rendered(ReplyModel):
     features: None
     """Null: the prompt is text alone."""
     sampling_params: dict[str, Any]
-    """Those fields of sampling that the request has."""
+    """Fields of sampling that the request has."""
     model: str
     stream: bool
     cache_salt: str | None
