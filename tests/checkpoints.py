@@ -238,8 +238,8 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("bert", {"head_dim": None}),
 }
 
-RECURRENT_FAMILIES = ("lfm2", "qwen3_next")
-"""Families with states of a fixed size beside keys and values, in batches."""
+RECURRENT_FAMILIES = ("lfm2", "qwen3_next", "mamba")
+"""Families with states of a fixed size, the last of them without keys and values."""
 
 ALONE_FAMILIES = ("bloom", "mamba", "recurrent_gemma")
 """Families whose sequences have caches of their own."""

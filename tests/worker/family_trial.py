@@ -39,7 +39,7 @@ from worker.devices.device import Device, open_device
 from worker.devices.weight_life import WeightLife
 from worker.load.loader import LoadedModel
 from worker.load.model_kind import NO_PAGED_ATTENTION, refuse_layers
-from worker.load.model_sizes import context_window
+from worker.load.model_sizes import longest_len
 from worker.load.recurrent_functions import knows_recurrence, replace_functions
 from worker.model.layer_replacement import LayerReplacement
 from worker.own_cache.model import OwnCacheModel, Way
@@ -181,7 +181,8 @@ def _build(config: Any, attention: str | None = ATTENTION_NAME) -> Any:
 
 def _start(model: Any, device: Device) -> ReadyModel[ModelRunner]:
     keep_latents(model)
-    loaded = _loaded(model, context_window(model.config.get_text_config(decoder=True)), device)
+    text_config = model.config.get_text_config(decoder=True)
+    loaded = _loaded(model, longest_len(text_config, CONFIG.max_model_len), device)
     return start_loaded(CONFIG, device, LoadStage(), loaded, ModelRunner(model, loaded.vocab_size))
 
 

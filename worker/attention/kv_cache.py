@@ -25,6 +25,7 @@ from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from sys import maxsize
 from typing import NamedTuple
 
 import torch
@@ -39,7 +40,7 @@ from scheduler.cache_groups import (
     most_blocks,
 )
 from worker.states.interface import StateShape
-from worker.states.state_layout import StateLayout
+from worker.states.state_layout import StateLayout, whole_bytes
 from worker.worker_errors import StartupError
 
 FLOAT8 = torch.float8_e4m3fn
@@ -76,7 +77,7 @@ def with_layers_beside(layers: dict[int, LayerShape], beside: dict[int, LayerSha
 
 def numbers_beside(layers: Iterable[int], beside: Iterable[int]) -> dict[int, int]:
     """Map the layers of a second model to numbers behind those of the first."""
-    first = max(layers) + 1
+    first = max(layers, default=-1) + 1
     return {there: first + place for place, there in enumerate(sorted(beside))}
 
 
@@ -107,7 +108,9 @@ class BlockLayout:
     @property
     def groups(self) -> tuple[CacheGroup, ...]:
         """Layers by how long they keep something of a token; a state comes last."""
-        groups = tuple(each.group for each in self.division) or (CacheGroup(self.lifetime),)
+        groups = tuple(each.group for each in self.division)
+        if self.layers and not groups:
+            groups = (CacheGroup(self.lifetime),)
         if self.states is None:
             return groups
         return (*groups, CacheGroup(Lifetime(LifetimeKind.FIXED), self.states.num_stripes))
@@ -120,7 +123,7 @@ class BlockLayout:
     def stripes(self) -> tuple[tuple[int, ...], ...]:
         """Layers of each stripe, of all groups one after the other."""
         if not self.division:
-            return (tuple(self.layers),)
+            return (tuple(self.layers),) if self.layers else ()
         dealt = []
         for group, layers in self.division:
             own = [layer_idx for layer_idx in layers if layer_idx in self.layers]
@@ -152,6 +155,8 @@ class BlockLayout:
 
     @cached_property
     def block_numel(self) -> int:
+        if not self.layers:  # a block is a state
+            return -(-whole_bytes(self.state_shapes) // self.dtype.itemsize)
         sizes = (sum(self.layers[layer_idx].numel for layer_idx in stripe) for stripe in self.stripes)
         used = self.block_size * max(sizes)
         dims = [shape.key_dim for shape in self.layers.values()]
@@ -256,6 +261,8 @@ class KVCache:
     @property
     def most_tokens(self) -> int:
         """Tokens of one sequence that has all blocks."""
+        if not self.layout.stripes:
+            return maxsize
         num_places = (self.num_blocks - self.layout.num_state_blocks) // len(self.layout.stripes)
         return num_places * self.layout.block_size
 

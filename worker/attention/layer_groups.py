@@ -32,7 +32,7 @@ _MOST_LIMITED = 3
 def grouped(layout: BlockLayout, longest: int) -> BlockLayout:
     """Divide the layers of a layout into groups, if a sequence of `longest` tokens gains by that."""
     lifetimes = _lifetimes(layout, longest)
-    if len(set(lifetimes.values())) == 1:
+    if len(set(lifetimes.values())) <= 1:
         return layout
     best = _divided(layout, lifetimes, 1)
     for num_stripes in range(2, _MOST_STRIPES + 1):

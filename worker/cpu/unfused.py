@@ -36,6 +36,14 @@ class PackedLinear(nn.Module):
         flat = x.reshape(-1, x.shape[-1]).contiguous()
         return self._multiply(flat).view(*x.shape[:-1], self._weight.num_outputs)
 
+    @property
+    def weight(self) -> Tensor:
+        """Return a tensor without content: some models ask for the dtype. Codes have none to tell."""
+        if self._weight.data.dtype not in DTYPES:
+            raise AttributeError("a weight of codes")
+        shape = self._weight.num_outputs, int(self._weight.c.num_inputs)
+        return torch.empty(shape, dtype=self._weight.data.dtype, device="meta")
+
     def _multiply(self, x_TK: Tensor) -> Tensor:
         return self._kernels.multiply(x_TK, self._weight)
 

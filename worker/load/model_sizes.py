@@ -3,9 +3,11 @@
 Never: sizes memory (memory_sizes.py).
 """
 
+from contextlib import suppress
 from typing import Any
 
 from worker.load.model_kind import ModelKind
+from worker.load.recurrent_functions import knows_recurrence
 from worker.model.quantized_layers import QuantizedEmbedding
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import FamilyRefused
@@ -50,9 +52,18 @@ def context_window(text_config: Any) -> int:
 
 def checkpoint_len(config: WorkerConfig, kind: ModelKind, text_config: Any) -> int:
     """Find the longest sequence that a model computes right. Raises FamilyRefused where it gives none."""
+    if kind.keeps_own_cache:
+        with suppress(FamilyRefused):
+            return context_window(text_config)
+        return config.max_model_len or _LEN_WITHOUT_LIMIT
+    return longest_len(text_config, config.max_model_len)
+
+
+def longest_len(text_config: Any, asked_len: int | None) -> int:
+    """Read the context window, or choose one for a recurrent model without. Raises FamilyRefused."""
     try:
         return context_window(text_config)
     except FamilyRefused:
-        if not kind.keeps_own_cache:
+        if not knows_recurrence(text_config):
             raise
-        return config.max_model_len or _LEN_WITHOUT_LIMIT  # a recurrent model may have none
+        return asked_len or _LEN_WITHOUT_LIMIT

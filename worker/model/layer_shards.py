@@ -130,7 +130,7 @@ def divide_layout(
     except Unrecognised as uneven:
         raise refuse_division(f"--tensor-parallel-size {ranks.size}", str(uneven)) from uneven
     num_layers, stage = len(divided.layers), ranks.stage
-    if num_layers < stage.count:
+    if stage.count > max(num_layers, 1):
         raise refuse_division(f"--pipeline-parallel-size {stage.count}", f"it has {num_layers} layers")
     return DividedLayout(divided, divided.only(stage.layers_of(num_layers)))
 

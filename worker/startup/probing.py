@@ -68,7 +68,7 @@ def probe_shapes(device: Device, loaded: LoadedModel, runner: Runner) -> KeptSha
     """Read each layer's shape from one call. Raises StartupError if the model calls another attention."""
     with refusing(loaded.model_type), skipping_products():
         found = probe(runner, device, np.arange(2), num_logits=1)
-    if not found.shapes:
+    if not (found.shapes or found.states.shapes):
         raise FamilyRefused(f"{loaded.model_type} {NO_PAGED_ATTENTION}")
     return found.kept
 

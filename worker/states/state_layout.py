@@ -11,8 +11,10 @@ cut between any two. Inputs of a convolution are cut between channels; of those 
 inputs lies together.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from sys import maxsize
 from typing import NamedTuple
 
 import torch
@@ -63,15 +65,7 @@ class StateLayout:
 
     @cached_property
     def layers(self) -> dict[int, LayerRuns]:
-        writer = _Writer(self.block_bytes)
-        found = {}
-        for layer_idx, shape in self.shapes.items():
-            channel_bytes = shape.num_columns * shape.input_dtype.itemsize
-            channels = writer.place(shape.num_channels, channel_bytes, together=_CHANNELS_TOGETHER)
-            row_bytes = shape.key_dim * _ROW_ITEM_BYTES
-            rows = writer.place(shape.num_heads * shape.value_dim, row_bytes, together=1)
-            found[layer_idx] = LayerRuns(shape, channels, rows)
-        return found
+        return _place(self.shapes, _Writer(self.block_bytes))
 
     @cached_property
     def num_stripes(self) -> int:
@@ -80,28 +74,46 @@ class StateLayout:
         return 1 + max((run.stripe for run in runs), default=-1)
 
 
+def whole_bytes(shapes: Mapping[int, StateShape]) -> int:
+    """Count the bytes of a block that holds the state of a sequence uncut."""
+    writer = _Writer(maxsize)
+    _place(shapes, writer)
+    return writer.offset
+
+
+def _place(shapes: Mapping[int, StateShape], writer: "_Writer") -> dict[int, LayerRuns]:
+    found = {}
+    for layer_idx, shape in shapes.items():
+        channel_bytes = shape.num_columns * shape.input_dtype.itemsize
+        channels = writer.place(shape.num_channels, channel_bytes, together=_CHANNELS_TOGETHER)
+        row_bytes = shape.key_dim * _ROW_ITEM_BYTES
+        rows = writer.place(shape.num_heads * shape.value_dim, row_bytes, together=1)
+        found[layer_idx] = LayerRuns(shape, channels, rows)
+    return found
+
+
 class _Writer:
     """The end of what was placed so far."""
 
     def __init__(self, block_bytes: int) -> None:
         self._block_bytes = block_bytes
-        self._stripe = self._offset = 0
+        self._stripe = self.offset = 0
 
     def place(self, num_items: int, item_bytes: int, *, together: int) -> tuple[Run, ...]:
         runs, first = [], 0
         while first < num_items:
-            fits = (self._block_bytes - self._offset) // item_bytes // together * together
-            if num_items - first <= (self._block_bytes - self._offset) // item_bytes:
+            fits = (self._block_bytes - self.offset) // item_bytes // together * together
+            if num_items - first <= (self._block_bytes - self.offset) // item_bytes:
                 fits = num_items - first
             if not fits:
-                if not self._offset:
+                if not self.offset:
                     raise ValueError(
                         f"a block of {self._block_bytes} bytes does not hold {together} times "
                         f"{item_bytes} bytes of a state"
                     )
-                self._stripe, self._offset = self._stripe + 1, 0
+                self._stripe, self.offset = self._stripe + 1, 0
                 continue
-            runs.append(Run(first, fits, self._stripe, self._offset))
+            runs.append(Run(first, fits, self._stripe, self.offset))
             first += fits
-            self._offset += -(-fits * item_bytes // _ALIGNMENT) * _ALIGNMENT
+            self.offset += -(-fits * item_bytes // _ALIGNMENT) * _ALIGNMENT
         return tuple(runs)

@@ -106,6 +106,8 @@ class HostPool:
             return nullcontext()
         read_blocks_R = -(-metadata.seq_lens // self._block_size)
         tables = [metadata.tables.gathered(stripe) for stripe in range(metadata.tables.num_stripes)]
+        if not tables:  # states alone
+            tables = [np.empty((len(metadata.seq_lens), 0), np.int32)]
         tables_RB = tables[0] if len(tables) == 1 else np.concatenate(tables)
         read_blocks_R = np.tile(read_blocks_R, len(tables))
         states_RS, written_W = metadata.state_blocks, metadata.token_blocks_ST.reshape(-1)

@@ -19,7 +19,7 @@ from worker.load.model_kind import (
     describe_division,
     torch_dtype,
 )
-from worker.load.model_sizes import context_window, head_layers, vocab_size_of
+from worker.load.model_sizes import head_layers, longest_len, vocab_size_of
 from worker.load.weight_files import foreseen_weights
 from worker.memory_sizes import CacheRequest, CacheSize, size_cache
 from worker.model.corrections import longest_right_len
@@ -85,7 +85,8 @@ def forecast(
     )
     check_states(whole)
     text_config = model.config.get_text_config(decoder=True)
-    checkpoint_len = longest_right_len(text_config, context_window(text_config), config.max_model_len)
+    own_len = longest_len(text_config, config.max_model_len)
+    checkpoint_len = longest_right_len(text_config, own_len, config.max_model_len)
     layout = _layout_of_a_rank(whole, config, checkpoint_len)
     _check_division(config, layout, text_config)
     is_stacked = kernels_of(device).stacks_adapters
@@ -146,7 +147,7 @@ def _stages_on_devices(config: WorkerConfig, model: Any, num_layers: int) -> lis
 
 def _check_division(config: WorkerConfig, layout: BlockLayout, text_config: Any) -> None:
     """Raise StartupError where stages have no layer, or ranks cannot divide the query heads."""
-    if len(layout.layers) < config.num_stages:
+    if config.num_stages > max(len(layout.layers), 1):
         raise refuse_division(describe_division(config), f"it has {len(layout.layers)} layers")
     num_query_heads = getattr(text_config, "num_attention_heads", 0)
     if num_query_heads % config.num_ranks:

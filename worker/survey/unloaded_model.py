@@ -38,7 +38,7 @@ def foresee_layers(config: WorkerConfig, kind: ModelKind, device: Device) -> tup
         raise CannotForesee(str(error)) from error
     except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError, OSError) as error:
         raise CannotForesee(str(error)) from error
-    if not kept.layers:
+    if not (kept.layers or kept.states):
         raise FamilyRefused(f"{kind.checkpoint_config['model_type']} {NO_PAGED_ATTENTION}")
     return model, kept, targets
 

@@ -1,6 +1,6 @@
 """Families without a paged cache give what transformers gives, each sequence by itself."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from tests.worker.plan_driver import GREEDY, PlanDriver
 from tests.worker.steps.test_prompt_logprobs import check
 from tests.worker.transformers_generate import NUM_TOKENS, expected
 from worker.devices.device import CpuDevice
+from worker.load import recurrent_functions
 from worker.own_cache.model import OwnCacheModel, Way
 from worker.worker import Worker
 from worker.worker_config import ModelFacts
@@ -24,6 +25,14 @@ from worker.worker_errors import StartupError, StepOutOfMemory, WorkerError
 LONG = [(7 * index + 3) % 300 for index in range(29)]
 SHORT = [40, 41, 42, 43, 44]
 OTHER = [(11 * index + 5) % 300 for index in range(17)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_states() -> Iterator[None]:
+    """Recurrent layers have no batches here, as on GPUs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recurrent_functions, "_FUNCTIONS", {})
+        yield
 
 
 @pytest.fixture(scope="module", params=ALONE_FAMILIES)
