@@ -83,8 +83,8 @@ class KeyChoice(NamedTuple):
     """The keys that tokens of a step attend to, as an indexer chose them (indexers.py)."""
 
     seen: tuple[Tensor | None, ...]
-    """Masks of each sequence [C, N, S], true for what its N tokens attend to of its S keys, later ones aside; each
-    of C for as many query heads. None: all. Empty where all see all."""
+    """Masks of each sequence [C, N, S], true for what its N tokens attend to of its S keys, later ones aside;
+    each of C for as many query heads. None: all. Empty where all see all."""
 
 
 class Unmasked:
