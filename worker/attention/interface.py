@@ -30,6 +30,8 @@ from worker.states.interface import StateExecutor, StateStep
 from worker.worker_errors import UnsupportedAttention
 
 ATTENTION_NAME = "tokenyard_paged"
+SHARED_LAYER = "shared_layer_idx"
+"""Number, at attention modules that take keys and values of an earlier layer, of that layer."""
 KEEPS_LATENTS = "keeps_latents"
 """Mark of attention modules whose keys and values are latents (latents.py)."""
 FULL_LAYER, SLIDING_LAYER, CHUNKED_LAYER = "full_attention", "sliding_attention", "chunked_attention"
@@ -83,8 +85,8 @@ class KeyChoice(NamedTuple):
     """The keys that tokens of a step attend to, as an indexer chose them (indexers.py)."""
 
     seen: tuple[Tensor | None, ...]
-    """Masks of each sequence [C, N, S], true for what its N tokens attend to of its S keys, later ones aside;
-    each of C for as many query heads. None: all. Empty where all see all."""
+    """Marks of each sequence [C, N, S]: what its N tokens attend to of its S keys, later ones aside, each of
+    C for as many query heads. None: all. Empty where all see all."""
 
 
 class Unmasked:
@@ -328,6 +330,7 @@ def attention_forward(
     if not isinstance(layer_idx, int):
         raise UnsupportedAttention(f"attention module {type(module).__name__} without a layer_idx")
     options = _read_options(module, query, kwargs)
+    layer_idx = int(getattr(module, SHARED_LAYER, layer_idx))
     if not getattr(module, KEEPS_LATENTS, False):
         return executor.attend(layer_idx, query[0], key[0], value[0], options).unsqueeze(0), None
     options = options._replace(value_is_key_part=True)

@@ -5,12 +5,13 @@ of its largest key and value.
 Never: runs in a served step.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from worker.attention.dense_attention import attend_densely
-from worker.attention.interface import AttentionOptions, StepSpan
+from worker.attention.interface import SHARED_LAYER, AttentionOptions, StepSpan
 from worker.attention.kv_cache import LayerShape
 from worker.states.interface import StateShape
 from worker.states.probe_states import ProbeStates
@@ -57,6 +58,7 @@ class ProbeAttention:
         """The largest key and value of each layer, on the device."""
         self.states = ProbeStates()
         self.index_keys = ProbeIndexKeys(self.shapes)
+        self._places: dict[int, tuple[int, ...]] = {}
 
     @property
     def kept(self) -> KeptShapes:
@@ -66,8 +68,9 @@ class ProbeAttention:
     def attend(
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
-        """Attend causally and note the layer's shape. Two calls with one index cannot share one cache."""
-        if layer_idx in self.shapes:
+        """Attend causally and note the layer's shape. Calls with one index have the same keys and values."""
+        place = (*_place_of(key), *_place_of(value))
+        if self._places.setdefault(layer_idx, place) != place:
             raise UnsupportedAttention(f"attention called twice for layer {layer_idx}")
         num_heads, num_tokens, key_dim = key.shape
         self.shapes[layer_idx] = LayerShape(
@@ -76,3 +79,41 @@ class ProbeAttention:
         self.largest[layer_idx] = key.detach().abs().amax(), value.detach().abs().amax()
         queries_HGND = query.reshape(num_heads, -1, num_tokens, key_dim)
         return attend_densely(queries_HGND, key, value, options)
+
+
+class SharingProbe(ProbeAttention):
+    """A probe that finds layers which take keys and values of an earlier one.
+
+    For few tokens: it holds them all, so that no two are in one place after another.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared: dict[int, int] = {}
+        """Layers of which nothing is kept, each with the earlier one."""
+        self._held: list[Tensor] = []
+
+    def attend(
+        self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
+        """See ProbeAttention."""
+        attended = super().attend(layer_idx, query, key, value, options)
+        self._held += [key, value]
+        shape = self.shapes[layer_idx]
+        first = next(idx for idx, place in self._places.items() if place == self._places[layer_idx])
+        if first != layer_idx and self.shapes[first] == shape:
+            self.shared[layer_idx] = first
+            del self.shapes[layer_idx]
+        return attended
+
+
+def share_layers(model: nn.Module, shared: Mapping[int, int]) -> None:
+    """Let attention of some layers go to earlier ones. They write what is there, again."""
+    for module in model.modules():
+        layer_idx = getattr(module, "layer_idx", None)
+        if isinstance(layer_idx, int) and layer_idx in shared:
+            setattr(module, SHARED_LAYER, shared[layer_idx])
+
+
+def _place_of(tensor: Tensor) -> tuple[int, ...]:
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), *tensor.shape, *tensor.stride()

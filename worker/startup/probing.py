@@ -18,7 +18,7 @@ from worker.attention.kv_cache import (
     scale_for,
     with_layers_beside,
 )
-from worker.attention.probe_attention import KeptShapes, ProbeAttention
+from worker.attention.probe_attention import KeptShapes, ProbeAttention, SharingProbe, share_layers
 from worker.checkpoint.checkpoint_files import find_checkpoint, find_weights
 from worker.devices.device import Device
 from worker.load.cache_scales import read_cache_scales
@@ -56,8 +56,8 @@ def probe(
     token_ids: np.ndarray[tuple[int], np.dtype[np.int64]] | None = None,
 ) -> ProbeAttention:
     """Run one sequence without a cache, of tokens 0 unless others are given."""
-    num_tokens = len(positions)
     attention = ProbeAttention()
+    num_tokens = len(positions)
     wanted = np.arange(num_tokens - num_logits, num_tokens)
     ids = np.zeros(num_tokens, np.int64) if token_ids is None else token_ids
     runner.forward(StepTokens.of(device, ids, positions, wanted), attention)
@@ -65,9 +65,16 @@ def probe(
 
 
 def probe_shapes(device: Device, loaded: LoadedModel, runner: Runner) -> KeptShapes:
-    """Read each layer's shape from one call. Raises StartupError if the model calls another attention."""
+    """Read each layer's shape from one call; of layers that share keys and values, the first has them.
+
+    Raises StartupError if the model calls another attention.
+    """
+    found = SharingProbe()
     with refusing(loaded.model_type), skipping_products():
-        found = probe(runner, device, np.arange(2), num_logits=1)
+        runner.forward(
+            StepTokens.of(device, np.zeros(2, np.int64), np.arange(2), np.ones(1, np.int64)), found
+        )
+    share_layers(loaded.model, found.shared)
     if not (found.shapes or found.states.shapes):
         raise FamilyRefused(f"{loaded.model_type} {NO_PAGED_ATTENTION}")
     return found.kept

@@ -12,7 +12,7 @@ from worker.adapters.targets import Targets
 from worker.attention.indexers import keep_index_keys
 from worker.attention.interface import ATTENTION_NAME, active
 from worker.attention.latents import keep_latents
-from worker.attention.probe_attention import KeptShapes, ProbeAttention
+from worker.attention.probe_attention import KeptShapes, ProbeAttention, SharingProbe
 from worker.checkpoint.task_choice import generating_class
 from worker.devices.device import Device
 from worker.load.model_kind import NO_PAGED_ATTENTION, ModelKind, model_config_of, refuse_layers
@@ -67,7 +67,7 @@ def _build(kind: ModelKind) -> Any:
 @torch.inference_mode()
 def _probe(model: Any, config: WorkerConfig, device: Device) -> tuple[KeptShapes, Targets]:
     def run(num_tokens: int) -> ProbeAttention:
-        probe = ProbeAttention()
+        probe = SharingProbe()
         with torch.device("meta"), active(probe):
             ids = torch.zeros((1, num_tokens), dtype=torch.int64)
             model(input_ids=ids, position_ids=torch.arange(num_tokens)[None], use_cache=False)

@@ -18,7 +18,7 @@ from worker.attention.interface import (
     attention_forward,
 )
 from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
-from worker.attention.probe_attention import ProbeAttention
+from worker.attention.probe_attention import ProbeAttention, SharingProbe
 from worker.attention.ref_attention import RefAttention
 from worker.devices.device import CpuDevice
 from worker.worker_config import WorkerConfig
@@ -70,7 +70,7 @@ def test_a_module_that_looks_ahead_or_has_no_index_is_an_error() -> None:
 
 
 def test_one_index_called_twice_is_an_error() -> None:
-    with active(ProbeAttention()):
+    with active(SharingProbe()):
         call()
         with pytest.raises(UnsupportedAttention, match="called twice"):
             call()
