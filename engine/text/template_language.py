@@ -22,6 +22,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from engine.errors import RequestRejected
+from engine.text.merged_turns import left_out, merged
 from engine.text.template_messages import FinalMessage
 
 MAX_RENDERED_CHARS = 16 * 1024 * 1024
@@ -104,22 +105,47 @@ class Templates:
         """
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         template = self._templates[name]
-        plain = [self._with_content(template, _plain(message)) for message in messages]
-        if final is FinalMessage.CONTINUE:
-            plain = _mark_final_message(plain)
-        text = template.render(
-            {
-                **self._special_tokens,
-                "documents": None,
-                **template.read(self._default_kwargs),
-                **(template_hints or {}),
-                **template.read(template_kwargs or {}),
-                "messages": plain,
-                "tools": list(tools) if tools else None,
-                "add_generation_prompt": final is FinalMessage.ANSWER,
-            }
+        variables = {
+            **self._special_tokens,
+            "documents": None,
+            **template.read(self._default_kwargs),
+            **(template_hints or {}),
+            **template.read(template_kwargs or {}),
+            "tools": list(tools) if tools else None,
+            "add_generation_prompt": final is FinalMessage.ANSWER,
+        }
+        plain = [_plain(message) for message in messages]
+        text, refusal = self._try(template, plain, final, variables)
+        if refusal is None:
+            return text
+        for fewer in merged(plain):
+            text, later_refusal = self._try(template, fewer, final, variables)
+            if later_refusal is None:
+                return text
+        raise refusal
+
+    def _try(
+        self,
+        template: "_Compiled",
+        messages: Sequence[dict[str, Any]],
+        final: FinalMessage,
+        variables: Mapping[str, Any],
+    ) -> tuple[str, RequestRejected | None]:
+        """Render messages, all texts of which are to be in the prompt; return what is wrong with that."""
+        shown = [self._with_content(template, message) for message in messages]
+        try:
+            if final is FinalMessage.CONTINUE:
+                shown = _mark_final_message(shown)
+            text = template.render({**variables, "messages": shown})
+            missing = left_out(messages, text)
+            if missing is None:
+                return _cut_at_mark(text) if final is FinalMessage.CONTINUE else text, None
+        except RequestRejected as error:
+            return "", error
+        return "", RequestRejected(
+            f"the chat template leaves messages[{missing}] out, and no merged turns make up for it",
+            param="messages",
         )
-        return _cut_at_mark(text) if final is FinalMessage.CONTINUE else text
 
     def _with_content(self, template: "_Compiled", message: dict[str, Any]) -> dict[str, Any]:
         """Leave a list of texts to a template that walks through such; join it for others."""

@@ -198,6 +198,8 @@ def _content(message: ChatMessage, where: str) -> str | list[dict[str, str]] | N
         return "\n".join(texts)
     if message.tool_calls:
         return None
+    if message.role == "assistant" and (message.reasoning_content or message.reasoning):
+        return ""
     raise RequestRejected(f"{where}.content is required", param=f"{where}.content", code="missing_field")
 
 

@@ -80,7 +80,7 @@ def test_requests_with_tools_have_their_own_template(make: Make) -> None:
 def test_a_refusal_names_the_parameter_and_the_process_goes_on(make: Make) -> None:
     template = make("{{ raise_exception('roles must alternate') if messages | length > 1 }}{{ mood }}")
     with pytest.raises(RequestRejected, match="roles must alternate") as caught:
-        template.render([QUESTION, QUESTION])
+        template.render([QUESTION, {"role": "assistant", "content": "a"}])
     assert caught.value.param == "messages"
     (pid,) = template.renderer_pids
     assert template.render([QUESTION], template_kwargs={"mood": "good"}) == "good"

@@ -160,8 +160,11 @@ def test_a_hint_cannot_set_what_is_ours() -> None:
 @pytest.mark.parametrize("chat", CHATS, ids=["question", "answered", "with_system"])
 def test_a_chat_renders_as_transformers_renders_it(name, chat) -> None:
     source = TEMPLATES[name]
-    assert ours(source).render(chat) == theirs(source, chat, add_generation_prompt=True)
-    assert ours(source).render(chat, final=FinalMessage.NOTHING) == theirs(source, chat)
+    kept = chat
+    if name == "gemma" and chat[0]["role"] == "system":  # it has no such role, and would leave the text out
+        kept = [{**chat[1], "content": f"{chat[0]['content']}\n\n{chat[1]['content']}"}, *chat[2:]]
+    assert ours(source).render(chat) == theirs(source, kept, add_generation_prompt=True)
+    assert ours(source).render(chat, final=FinalMessage.NOTHING) == theirs(source, kept)
 
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES))

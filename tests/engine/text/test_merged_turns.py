@@ -1,0 +1,65 @@
+"""Conversations that a template refuses or shortens reach the model all the same."""
+
+import pytest
+
+from engine.errors import RequestRejected
+from engine.text.template_language import Templates
+
+LOOP = "{% for m in messages %}{% set before = messages[loop.index0 - 1] if not loop.first else none %}"
+WRITE = "[{{ m.role }}:{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}]"
+END = "{% endfor %}"
+STRICT = "{% if m.role == 'system' and not loop.first %}{{ raise_exception('system first') }}{% endif %}"
+DROP = "{% if m.role != 'system' or loop.first %}" + WRITE + "{% endif %}"
+ALTERNATE = "{% if before and before.role == m.role %}{{ raise_exception('in turn') }}{% endif %}"
+NO_SYSTEM = "{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+
+
+def say(*turns: str) -> list[dict]:
+    """Messages, each as `role text`."""
+    return [dict(zip(("role", "content"), turn.split(" ", 1), strict=True)) for turn in turns]
+
+
+@pytest.mark.parametrize(
+    ("body", "turns", "prompt"),
+    [
+        (WRITE, ("system a", "user b", "system c", "user d"), "[system:a][user:b][system:c][user:d]"),
+        (STRICT + WRITE, ("system a", "user b", "system c", "user d"), "[system:a\n\nc][user:b\n\nd]"),
+        (STRICT + WRITE, ("user b", "system c"), "[system:c][user:b]"),
+        (DROP, ("system a", "user b", "system c", "assistant d"), "[system:a\n\nc][user:b][assistant:d]"),
+        (ALTERNATE + WRITE, ("user a", "user b", "assistant c"), "[user:a\n\nb][assistant:c]"),
+        (ALTERNATE + WRITE, ("user a", "assistant b", "user c"), "[user:a][assistant:b][user:c]"),
+        (NO_SYSTEM + WRITE, ("system a", "user b", "system c"), "[user:a\n\nc\n\nb]"),
+        ("{% if m.role == 'user' %}" + WRITE + "{% endif %}", ("system a1", "user b"), "[user:a1\n\nb]"),
+    ],
+)
+def test_turns_are_merged_where_the_template_needs_it_and_only_there(body, turns, prompt) -> None:
+    templates = Templates({"default": LOOP + body + END}, special_tokens={})
+    assert templates.render(say(*turns)) == prompt
+
+
+def test_calls_and_thoughts_of_one_role_stay_together() -> None:
+    templates = Templates(
+        {"default": LOOP + ALTERNATE + WRITE + "{{ m.tool_calls | length }}" + END}, special_tokens={}
+    )
+    call = {"function": {"name": "f", "arguments": "{}"}}
+    turns = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "reasoning_content": "why"},
+        {"role": "assistant", "content": "b", "reasoning_content": "how", "tool_calls": [call]},
+        {"role": "assistant", "tool_calls": [call]},
+    ]
+    assert templates.render(turns) == "[user:a]0[assistant:(why\n\nhow)b]2"
+
+
+def test_a_text_that_no_merging_brings_into_the_prompt_is_an_error() -> None:
+    last_only = Templates({"default": "{{ messages[-1].content }}"}, special_tokens={})
+    with pytest.raises(RequestRejected, match=r"leaves messages\[0\] out"):
+        last_only.render(say("user one", "assistant two", "user three"))
+
+
+@pytest.mark.parametrize("text", ['say "hi"\nnow', "  spaced\t\n"])
+def test_texts_that_a_template_trims_or_quotes_are_found(text) -> None:
+    for shown in ("{{ m.content | tojson }}", "{{ m.content | trim }}"):
+        templates = Templates({"default": LOOP + shown + END}, special_tokens={})
+        chat = [{"role": "user", "content": "first"}, {"role": "user", "content": text}]
+        assert "first" in templates.render(chat)
