@@ -10,17 +10,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from scheduler.messages import Grammar, GrammarKind
-from worker.sampling.grammar_library import GrammarRefused
 
 _JSON = "%json "
 """The word before a schema in a Lark grammar."""
 
 
-def check_patterns(grammar: Grammar) -> None:
-    """Raise GrammarRefused for an object in which a pattern of `patternProperties` matches a property."""
-    for schema in _schemas(grammar):
-        for part in _objects(schema):
-            _check_object(part.get("properties"), part.get("patternProperties"))
+def doubled_property(grammar: Grammar) -> str:
+    """Return why a schema is refused, if a pattern of `patternProperties` matches a property; else nothing."""
+    parts = (part for schema in _schemas(grammar) for part in _objects(schema))
+    reasons = (_reason(part.get("properties"), part.get("patternProperties")) for part in parts)
+    return next(filter(None, reasons), "")
 
 
 def _schemas(grammar: Grammar) -> Iterator[Any]:
@@ -50,9 +49,9 @@ def _objects(schema: Any) -> Iterator[dict[str, Any]]:
             waiting += part
 
 
-def _check_object(properties: Any, patterns: Any) -> None:
+def _reason(properties: Any, patterns: Any) -> str:
     if not isinstance(properties, dict) or not isinstance(patterns, dict):
-        return
+        return ""
     for pattern in patterns:
         try:
             matches = re.compile(pattern).search
@@ -60,7 +59,8 @@ def _check_object(properties: Any, patterns: Any) -> None:
             continue
         name = next((name for name in properties if isinstance(name, str) and matches(name)), None)
         if name is not None:
-            raise GrammarRefused(
+            return (
                 f"the pattern {pattern[:60]!r} of patternProperties matches the property {name[:60]!r}"
                 " as well; name it in one of them"
             )
+    return ""

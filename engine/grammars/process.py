@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, TypeVar
 import msgspec
 import numpy as np
 
-from engine.grammars.contradictions import check_patterns
+from engine.grammars.contradictions import doubled_property
 from engine.grammars.messages import LENGTH, GrammarVerdict, Tokens, frame
 from engine.processes.child_process import die_with_parent, leave_signals_to_parent
 from engine.text.tokenizer import DecoderKind, Tokenizer, TokenizerError
@@ -107,7 +107,8 @@ def _try(tokenizer: Any, grammar: Grammar, plain_ids: list[int]) -> GrammarVerdi
     try:
         if grammar.kind is GrammarKind.LARK:
             grammar = Grammar(kind=grammar.kind, text=as_lark(grammar.text))
-        check_patterns(grammar)
+        if reason := doubled_property(grammar):
+            raise GrammarRefused(reason)
         began_s = time.process_time()
         matcher = new_matcher(tokenizer, grammar)
     except GrammarRefused as error:
