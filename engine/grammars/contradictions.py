@@ -16,7 +16,7 @@ _JSON = "%json "
 
 
 def doubled_property(grammar: Grammar) -> str:
-    """Return why a schema is refused, if a pattern of `patternProperties` matches a property; else nothing."""
+    """Return why a schema is refused: a pattern of `patternProperties` matches a property; else nothing."""
     parts = (part for schema in _schemas(grammar) for part in _objects(schema))
     reasons = (_reason(part.get("properties"), part.get("patternProperties")) for part in parts)
     return next(filter(None, reasons), "")

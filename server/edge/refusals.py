@@ -53,7 +53,7 @@ _REASONS: Final = {
     "chat_template": "a template is a program, and comes with the checkpoint only",
     "logits_processors": "code from outside is never run",
     "prompt_embeds": "tensors from outside are never read",
-    "thinking_token_budget": "reasoning_effort says how long a model thinks, where its template reads it",
+    "thinking_token_budget": "it is for chats, where thoughts are told apart",
     "use_beam_search": "every choice is sampled by itself: ask for several with n, or best_of in completions",
 }
 _INSTEAD: Final = {

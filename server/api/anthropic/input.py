@@ -61,6 +61,8 @@ def chat_request_of(body: CountTokensRequest) -> ChatCompletionRequest:
         fields["reasoning_effort"] = "none"
     elif body.output_config is not None:
         fields["reasoning_effort"] = body.output_config.effort
+    if body.thinking is not None and body.thinking.type == "enabled":
+        fields["thinking_token_budget"] = body.thinking.budget_tokens
     if body.output_config is not None and body.output_config.format is not None:
         schema = body.output_config.format.schema_
         fields["response_format"] = {

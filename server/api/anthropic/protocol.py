@@ -158,7 +158,7 @@ class AnthropicToolChoice(WireModel):
 class AnthropicThinking(WireModel):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: NumTokens | None = None
-    """Without effect: thinking counts towards max_tokens."""
+    """Tokens of thoughts after which the answer begins. They count towards max_tokens."""
     display: _ShortText | None = None
 
 

@@ -237,6 +237,7 @@ class ReadingPlan:
             text=self.model.opened_answer or thoughts.ends[0],
             begin=begin,
             begin_token_ids=_token_ids(known, begin),
+            max_tokens=self.body.thinking_token_budget,
         )
 
 

@@ -12,6 +12,7 @@ from server.api.chat.tool_protocol import CallId, ToolCalls, ToolChoice, Tools
 from server.edge.refusals import EMPTY, OFF, REFUSED_OF_OPENAI, REFUSED_OF_OTHER_SERVERS, Hint
 from server.edge.wire_model import WireModel, shown_as, wrong_shape
 from server.reply.generate.protocol import (
+    INT32_MAX,
     GenerationFields,
     NumLogprobs,
     NumTokens,
@@ -35,7 +36,7 @@ _CHAT_ONLY: Final[dict[str, tuple[Any, ...]]] = {
 CHAT_REFUSALS: Final = {
     **REFUSED_OF_OPENAI,
     **_CHAT_ONLY,
-    **REFUSED_OF_OTHER_SERVERS,
+    **{name: none for name, none in REFUSED_OF_OTHER_SERVERS.items() if name != "thinking_token_budget"},
     "add_special_tokens": OFF,
     "best_of": (1,),
     "echo": OFF,
@@ -125,5 +126,7 @@ class ChatCompletionRequest(GenerationFields):
     """Off: one call at most."""
     include_reasoning: bool | None = None
     """Off: reasoning is counted, but not shown."""
+    thinking_token_budget: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    """Tokens of thoughts after which the answer begins, where the mark that ends them is one token."""
     reasoning_effort: ReasoningEffort | None = None
     """Read by some templates; none and minimal also switch thinking off where a template has a switch."""

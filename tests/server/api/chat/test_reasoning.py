@@ -237,6 +237,29 @@ async def test_without_a_token_for_its_end_a_grammar_leaves_no_reasoning(client,
     assert reply["choices"][0]["message"]["content"] == "{}"
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
+async def test_thoughts_have_as_many_tokens_as_the_request_allows(client, thinking, path) -> None:
+    budget: dict = {"thinking_token_budget": 7}
+    if path != CHAT:
+        budget = {"thinking": {"type": "enabled", "budget_tokens": 7}}
+    assert (await client.post(path, json={**HI, "max_tokens": 9, **budget})).status_code == 200
+    answer = thinking.requests[0].params.answer
+    assert (answer.token_ids, answer.begin_token_ids, answer.max_tokens) == ((3,), (60,), 7)
+    assert (answer.text, answer.begin) == ("</think>", "<think>")
+
+
+async def test_a_budget_of_thoughts_is_for_chats(client) -> None:
+    reply = await client.post("/v1/completions", json={"prompt": "hi", "thinking_token_budget": 7})
+    assert reply.json()["error"]["param"] == "thinking_token_budget"
+
+
+async def test_stop_tokens_of_the_caller_are_for_the_answer(client, thinking) -> None:
+    await ask(client, stop_token_ids=[5])
+    params = thinking.requests[0].params
+    assert params.answer.stop_token_ids == (5,)
+    assert set(params.stop_token_ids) == {5, *INFO.eos_token_ids}
+
+
 async def test_reasoning_of_earlier_turns_is_the_templates_to_use(client, thinking) -> None:
     messages = [
         {"role": "assistant", "content": "a", "reasoning": "why"},
