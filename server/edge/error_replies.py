@@ -62,7 +62,7 @@ class ResponseNotFound(EdgeError):
     """The response was never stored, or no longer is, or another key's: the reply does not say which."""
 
     def __init__(self, response_id: str) -> None:
-        super().__init__(f"there is no stored response {response_id[:128]!r}")
+        super().__init__(f"Response with id {response_id[:128]!r} not found: none is stored under it")
 
 
 class ObjectNotFound(EdgeError):

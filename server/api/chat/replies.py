@@ -88,19 +88,20 @@ class ChatStream:
         self._has_logprobs = plan.has_logprobs
         self._writer = ChunkWriter(plan, "chat.completion.chunk")
         self._readers = _Readers(plan, reading, self._writer.tally)
-        # A reply that calls tools may have no content at all.
-        self._first_content = "" if reading.is_plain else None
+        # A reply that calls tools may have no more content than that of its first chunk.
+        self._empty = {"content": ""} if reading.is_plain else {}
         self._has_begun = [False] * plan.num_choices
         self._has_shown_prompt = False
 
     def update(self, prompt_index: int, output: TokenOutput) -> list[dict[str, Any]]:
         writer = self._writer
-        number, finish_reason = writer.tally.add(prompt_index, output)
         chunks = []
-        if not self._has_begun[number]:
-            self._has_begun[number] = True
-            role = {"role": "assistant", "content": self._first_content}
-            chunks.append(writer.chunk(_choice(number, role)))
+        if not self._has_begun[output.index]:
+            self._has_begun[output.index] = True
+            role = {"role": "assistant", "content": ""}
+            # Before its tokens are counted: none of them is in this chunk.
+            chunks.append(writer.chunk(_choice(output.index, role)))
+        number, finish_reason = writer.tally.add(prompt_index, output)
         chunks += self._delta_chunks(number, output)
         if finish_reason is not None:
             choice = _choice(number, {})
@@ -116,7 +117,7 @@ class ChatStream:
         writer = self._writer
         deltas = [_delta(piece) for piece in self._readers.read(output)]
         if not deltas and (output.logprobs or (writer.is_wordy and output.finish_reason is None)):
-            deltas = [{} if self._first_content is None else {"content": ""}]
+            deltas = [self._empty]
         choices = [_choice(number, delta) for delta in deltas]
         if choices and self._has_logprobs:
             choices[0]["logprobs"] = chat_logprobs(output.logprobs, self._plan.token_names)

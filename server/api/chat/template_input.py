@@ -6,6 +6,7 @@ Source: the shape of messages that `apply_chat_template` of Hugging Face transfo
 """
 
 import json
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Final
@@ -24,6 +25,9 @@ _ROLES: Final = {
     "assistant": "assistant",
     "tool": "tool",
 }
+_A_ROLE: Final = re.compile(r"[\w-]+")
+_WRITTEN_ROLE: Final = re.compile(r"""(?:\{\{-?|[+~])\s*message(?:\.role|\[['"]role['"]\])""")
+"""The role of a message as a part of a text, not of a comparison."""
 _ONLY_OF: Final = {
     "tool_calls": "assistant",
     "refusal": "assistant",
@@ -152,9 +156,9 @@ def _template_message(
 
 
 def _role(message: ChatMessage, where: str, template: str) -> str:
-    """The role for the template. A role of its own is one that it names: others it would leave out."""
+    """The role for the template. Of other roles it takes those that it names, or all if it writes any."""
     role = _ROLES.get(message.role)
-    if role is None and message.role.isidentifier() and _names(template, message.role):
+    if role is None and _A_ROLE.fullmatch(message.role) and _takes(template, message.role):
         return message.role
     if role is None:
         instead = "tool" if message.role == "function" else "system, user, assistant or tool"
@@ -163,9 +167,12 @@ def _role(message: ChatMessage, where: str, template: str) -> str:
 
 
 @lru_cache(maxsize=256)
-def _names(template: str, role: str) -> bool:
-    """Tell whether a template has this word in quotes; asked once for each of a request's messages."""
-    return f"'{role}'" in template or f'"{role}"' in template
+def _takes(template: str, role: str) -> bool:
+    """Tell whether a template has this word in quotes, or writes roles as they are.
+
+    Asked once for each of a request's messages.
+    """
+    return f"'{role}'" in template or f'"{role}"' in template or _WRITTEN_ROLE.search(template) is not None
 
 
 def _check_fields(message: ChatMessage, where: str) -> None:

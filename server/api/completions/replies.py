@@ -101,6 +101,8 @@ class CompletionReply:
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
             "prompt_logprobs": None,
+            "prompt_token_ids": None,
+            "token_ids": None,
         }
         if plan.shared.num_prompt_logprobs is not None:
             shown["prompt_logprobs"] = prompt_logprobs(

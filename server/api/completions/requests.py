@@ -146,7 +146,9 @@ async def _encode(engine: Engine, body: CompletionRequest, prompt: Prompt) -> En
         return EncodedPrompt(token_ids=kept)
     if isinstance(prompt, str) and len(kept) == len(token_ids):
         return EncodedPrompt(token_ids=kept, echo=prompt)
-    special = SpecialTokens.KEEP if body.skip_special_tokens is False else SpecialTokens.SKIP
+    # Special tokens that the client wrote itself, as ids, are part of its prompt.
+    is_shown = body.skip_special_tokens is False or not isinstance(prompt, str)
+    special = SpecialTokens.KEEP if is_shown else SpecialTokens.SKIP
     return EncodedPrompt(token_ids=kept, echo=await engine.decode(kept, special))
 
 

@@ -19,11 +19,10 @@ from engine.text.tokenizer import SpecialTokens
 from server.api.chat.protocol import ChatCompletionRequest, Messages
 from server.api.chat.tool_protocol import Tools
 from server.api.chat.turn import prompt_of
-from server.edge.http.edge import Edge, edge_of
+from server.edge.http.edge import Edge, Engine, edge_of
 from server.edge.http.endpoint import Endpoint, ReplyModel, documentation, json_reply
 from server.edge.http.ignored import note_unread_kwargs
 from server.edge.http.json_body import read_request
-from server.edge.refusals import unsupported
 from server.edge.wire_model import WireModel, shown_as
 from server.reply.generate.long_reply import reply_of
 from server.reply.generate.model_checks import check_model, check_token_ids
@@ -50,7 +49,7 @@ class TokenizeRequest(WireModel):
     prompt: Text | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
-    """Around a prompt, on by default; a chat template brings its own."""
+    """Around a prompt, on by default; around messages off, since a chat template brings its own."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateKwargs | None = None
@@ -60,6 +59,7 @@ class TokenizeRequest(WireModel):
     """Return each token as the tokenizer spells it, too."""
 
 
+_ANY_TEXT = "a"
 _PLACES = ("name_or_path", "auto_map")
 """Entries that name folders of the machine where the checkpoint was made, or code."""
 MAX_DECODED_TOKENS = 64 * 1024
@@ -177,9 +177,14 @@ async def _encode(edge: Edge, body: TokenizeRequest) -> tuple[int, ...]:
 async def _encode_chat(edge: Edge, body: TokenizeRequest) -> tuple[int, ...]:
     if body.prompt is not None:
         raise RequestRejected("prompt and messages exclude each other", param="prompt")
-    if body.add_special_tokens:
-        raise unsupported(
-            "add_special_tokens", "add_special_tokens: a chat template brings its special tokens itself"
-        )
     fields = {name: getattr(body, name) for name in _CHAT_FIELDS}
-    return await prompt_of(edge, ChatCompletionRequest(messages=body.messages or [], **fields))
+    token_ids = await prompt_of(edge, ChatCompletionRequest(messages=body.messages or [], **fields))
+    return await _with_special_tokens(edge.engine, token_ids) if body.add_special_tokens else token_ids
+
+
+async def _with_special_tokens(engine: Engine, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """Put the special tokens around a prompt that the tokenizer puts around any text."""
+    plain, whole = await engine.encode_plain(_ANY_TEXT), await engine.encode(_ANY_TEXT)
+    starts = range(len(whole) - len(plain) + 1)
+    start = next(at for at in starts if whole[at : at + len(plain)] == plain)
+    return (*whole[:start], *token_ids, *whole[start + len(plain) :])

@@ -170,7 +170,8 @@ def is_stored(body: ResponsesRequest, store: ResponseStore) -> bool:
         raise unsupported("store", "store: this server stores no responses; send the whole conversation")
     is_stored = store.is_open and body.store is not False
     if body.background and not is_stored:
-        raise unsupported("background", "background: a response that is not stored could not be fetched")
+        why = "background can only be used when `store` is true, or it could not be fetched"
+        raise unsupported("background", why)
     return is_stored
 
 

@@ -21,6 +21,7 @@ from server.reply.generate.structured_output import WantedGrammar
 MAX_PROMPT_LOGPROBS = 2**20
 """Entries of a reply: tokens of all prompts, times choices, times alternatives and the token itself. Each is
 some 50 bytes of JSON, and costs nothing to ask for."""
+_MAX_NAMED_KEYS = 4
 _SEED_MASK = 2**64 - 1
 _PLAIN = SamplingFields.model_fields.keys() & {each.name for each in fields(SamplingParams)} - {"seed"}
 """Numbers that go as they are into parameters of the same name."""
@@ -113,14 +114,19 @@ def check_fields(body: GenerationFields, info: ModelInfo) -> None:
             "prompt_logprobs is not available with stream; completions stream them with echo and logprobs",
             param="prompt_logprobs",
         )
-    for key in body.logit_bias or {}:
-        # int() would also take "1_0", " 1" and other alphabets' digits.
-        if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < info.vocab_size):
-            raise RequestRejected(
-                f"the keys of logit_bias must be token ids from 0 to {info.vocab_size - 1}, as strings, not"
-                f" {key[:64]!r}",
-                param="logit_bias",
-            )
+    # int() would also take "1_0", " 1" and other alphabets' digits.
+    wrong = [
+        key
+        for key in body.logit_bias or ()
+        if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < info.vocab_size)
+    ]
+    if wrong:
+        named = ", ".join(repr(key[:64]) for key in wrong[:_MAX_NAMED_KEYS])
+        raise RequestRejected(
+            f"the keys of logit_bias must be token ids from 0 to {info.vocab_size - 1}, as strings, not"
+            f" {named}: the vocabulary has {info.vocab_size}",
+            param="logit_bias",
+        )
 
 
 def check_num_chars(num_chars: int, info: ModelInfo, *, param: str) -> None:

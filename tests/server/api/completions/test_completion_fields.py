@@ -109,9 +109,7 @@ async def test_a_streamed_prompt_alone_is_one_chunk(client):
 
 async def test_an_echo_of_token_ids_is_their_text(client):
     reply = await complete(client, prompt=[[104, EOS, 105], [104]], max_tokens=1, echo=True)
-    assert [choice["text"] for choice in reply["choices"]] == ["hiH", "hH"]
-    reply = await complete(client, prompt=[104, EOS], max_tokens=1, echo=True, skip_special_tokens=False)
-    assert reply["choices"][0]["text"].startswith("h<eos>")
+    assert [choice["text"] for choice in reply["choices"]] == ["h<eos>iH", "hH"], "it was asked for by its id"
 
 
 async def test_prompt_logprobs_have_vllms_shape(client):
@@ -285,7 +283,7 @@ async def test_token_ids_of_prompt_and_reply_are_told(client):
     assert [choice["prompt_token_ids"] for choice in reply["choices"]] == [[104, 105], [97]]
     assert [choice["token_ids"] for choice in reply["choices"]] == [[0, 1], [0, 1]]
     reply = await complete(client, prompt="hi", max_tokens=2)
-    assert not {"prompt_token_ids", "token_ids"} & set(reply["choices"][0])
+    assert reply["choices"][0]["prompt_token_ids"] is reply["choices"][0]["token_ids"] is None
 
 
 async def test_streamed_token_ids_add_up_also_where_the_text_is_held_back(client, engine):

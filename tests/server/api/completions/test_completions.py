@@ -24,6 +24,8 @@ async def test_a_prompt_is_continued_and_the_tokens_are_counted(client):
             "finish_reason": "length",
             "stop_reason": None,
             "prompt_logprobs": None,
+            "prompt_token_ids": None,
+            "token_ids": None,
         }
     ]
     assert reply["usage"] == {

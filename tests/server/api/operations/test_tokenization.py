@@ -53,6 +53,21 @@ async def test_a_long_reply_is_written_piece_by_piece_and_others_have_their_turn
     assert num_turns >= num_of_short + 400 // 3
 
 
+async def test_special_tokens_are_put_around_messages_where_that_is_asked(client, engine, monkeypatch):
+    async def encode(text: str) -> tuple[int, ...]:
+        return (250, *await engine.encode_plain(text), 251)
+
+    async def encode_plain(text: str) -> tuple[int, ...]:
+        return tuple(text.encode())
+
+    monkeypatch.setattr(engine, "encode_plain", encode_plain)
+    monkeypatch.setattr(engine, "encode", encode)
+    messages = [{"role": "user", "content": "hi"}]
+    plain = (await tokenize(client, messages=messages, add_special_tokens=False))["tokens"]
+    around = (await tokenize(client, messages=messages, add_special_tokens=True))["tokens"]
+    assert around == [250, *plain, 251]
+
+
 async def test_messages_become_what_a_chat_would_generate_from(client, engine):
     messages = [
         {"role": "developer", "content": "be"},
@@ -79,11 +94,6 @@ async def test_messages_become_what_a_chat_would_generate_from(client, engine):
         ({"prompt": ["a"]}, 400, "prompt"),
         ({"prompt": "a", "add_generation_prompt": True}, 400, "add_generation_prompt"),
         ({"messages": []}, 400, "messages"),
-        (
-            {"messages": [{"role": "user", "content": "x"}], "add_special_tokens": True},
-            400,
-            "add_special_tokens",
-        ),
         ({"messages": [{"role": "user", "content": "x"}], "chat_template": "x"}, 400, "chat_template"),
         ({"prompt": "a", "return_token_strs": 1}, 400, "return_token_strs"),
         ({"prompt": "a", "model": "gpt-4"}, 404, "model"),

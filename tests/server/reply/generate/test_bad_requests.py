@@ -320,8 +320,9 @@ async def test_the_bound_is_in_the_message(client):
         (COMPLETIONS, {"logit_bias": [1]}, "logit_bias: must be an object"),
         (
             COMPLETIONS,
-            {"logit_bias": {"1_0": 1}},
-            "the keys of logit_bias must be token ids from 0 to 299, as strings, not '1_0'",
+            {"logit_bias": {"1_0": 1, "3": 1, "300": 1}},
+            "the keys of logit_bias must be token ids from 0 to 299, as strings, not '1_0', '300': the"
+            " vocabulary has 300",
         ),
         (COMPLETIONS, {"prompt": [1, 300]}, "token ids must be from 0 to 299, not 300"),
         (

@@ -153,3 +153,29 @@ async def test_reasoning_tokens_are_counted_while_a_reply_is_streamed(client, en
     reply = await client.post("/v1/responses", json={"input": "hi", "max_output_tokens": 5, "stream": True})
     response = json.loads(reply.text.strip().split("data: ")[-1])["response"]
     assert response["usage"]["output_tokens_details"]["reasoning_tokens"] == counts[-1]
+
+
+async def test_the_first_chunk_has_the_role_an_empty_text_and_no_tokens_yet(client, engine):
+    engine.model_info = dataclasses.replace(INFO, chat_template="<think></think>")
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    reply = await client.post(
+        CHAT, json={**HELLO, "max_tokens": 2, "stream": True, "stream_options": options}
+    )
+    first = json.loads(reply.text.split("\n\n")[0].removeprefix("data: "))
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert (first["usage"]["prompt_tokens"], first["usage"]["completion_tokens"]) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("template", "status"),
+    [
+        ("{% for message in messages %}{{ '<|' + message['role'] + '|>' }}{% endfor %}", 200),
+        ("{% for message in messages %}{{- message.role }}{% endfor %}", 200),
+        ("{% if message.role == 'narrator-2' %}", 200),
+        ("{% if message.role == 'user' %}{{ message.content }}{% endif %}", 400),
+    ],
+)
+async def test_a_role_beyond_openais_is_taken_where_the_template_writes_it(client, engine, template, status):
+    engine.model_info = dataclasses.replace(INFO, chat_template=template)
+    body = {"messages": [{"role": "narrator-2", "content": "hi"}], "max_tokens": 1}
+    assert (await client.post(CHAT, json=body)).status_code == status
