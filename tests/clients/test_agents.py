@@ -49,7 +49,7 @@ def parrot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 
 def loop_of(program: str, *arguments: str, folder: Path, variables: dict[str, str]) -> str:
-    """Return what an agent prints when it is asked about a note in its folder. Skips if it is not installed."""
+    """Return what an agent prints that is asked about a note in its folder. Skips where there is none."""
     found = PROGRAMS / program
     if (
         not found.exists()
