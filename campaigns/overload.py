@@ -150,7 +150,7 @@ class Crowd:
 
 
 class PlainCrowd:
-    """The same by plain_client.py, in a process of its own."""
+    """The same by servers/plain_client.py, in a process of its own."""
 
     def __init__(self, target: Target, *, output_len: int) -> None:
         self._target, self._output_len = target, output_len
@@ -169,7 +169,13 @@ class PlainCrowd:
         words = (self._target.port, SERVED_NAME, self._output_len, seconds, kind, number)
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "campaigns.plain_client", *map(str, words), f"--seed={self._num_runs}"),
+            *(
+                sys.executable,
+                "-m",
+                "campaigns.servers.plain_client",
+                *map(str, words),
+                f"--seed={self._num_runs}",
+            ),
             stdout=asyncio.subprocess.PIPE,
         )
         said, _ = await process.communicate()

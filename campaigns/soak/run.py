@@ -1,14 +1,16 @@
 """Everything at once, for as long as is asked: does the server keep anything that it should have let go?
 
-    python -m campaigns.soak --minutes 60 [--attacks]
+    python -m campaigns.soak --minutes 60 [--attacks] [--lasting]
     python -m campaigns.soak --streams 256 --minutes 3
 
 Starts `tokenyard serve` on the built-in model with everything small, so that queues, KV cache and swap space
 are full most of the time, sends it a random mix of all that clients do, kills its engine process once, and
 looks afterwards: every request has had exactly one end; nothing runs, waits or holds a block; memory, files
 and threads of both processes are as they were. With `--attacks` all of that is among attackers (attacks.py),
-and the engine process is killed twice. With `--streams`, only streams, whose every piece is compared
-(streams.py). Exit status 1 if anything was wrong, pauses of a neighbour's stream among attackers included.
+and the engine process is killed twice. With `--lasting` there are batches and responses in the background
+too, and the small processes are stopped and killed (lasting.py). With `--streams`, only streams, whose every
+piece is compared (streams.py). Exit status 1 if anything was wrong, pauses of a neighbour's stream among
+attackers included.
 
 Owns: the run, the samples of what the processes hold, and the verdict.
 Never: what clients do (acts.py), or attackers.
@@ -21,9 +23,11 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import NamedTuple
 
 from bench.load.report import percentile
@@ -31,6 +35,7 @@ from campaigns.servers.own_server import OwnServer, own_server, total
 from campaigns.servers.processes import Held, held_by
 from campaigns.soak.acts import Acts, Ends, Known, Pace, ask_alone, keep_acting
 from campaigns.soak.attacks import Attacks
+from campaigns.soak.lasting import Lasting
 from campaigns.soak.streams import ManyStreams
 from server.edge.http.http_client import ExchangeFailed, Timeouts, exchange
 
@@ -69,6 +74,13 @@ IDLE_GAUGES = (
 
 
 _FULL = Pace()
+
+
+class Beside(Enum):
+    """Work of a soak beside its clients."""
+
+    ATTACKS = "attacks"
+    LASTING = "lasting"
 
 
 class Sample(NamedTuple):
@@ -137,12 +149,11 @@ class Life:
 class Soak:
     """One run against one server."""
 
-    def __init__(
-        self, server: OwnServer, *, seed: int, attacks: Attacks | None = None, pace: Pace = _FULL
-    ) -> None:
+    def __init__(self, server: OwnServer, *, seed: int, pace: Pace = _FULL) -> None:
         self._server = server
         self._pace = pace
-        self._attacks = attacks
+        self.attacks: Attacks | None = None
+        self.lasting: Lasting | None = None
         self._num_kills = 0
         self._seed = seed
         self._dice = random.Random(seed)
@@ -158,13 +169,15 @@ class Soak:
         self._known = await ask_alone(self._server.target, num=_NUM_KNOWN, seed=self._seed)
         num_files = held_by(self._server.pid).num_files  # attackers hold some from now on
         beside = []
-        if self._attacks is not None:
-            beside.append(asyncio.create_task(self._attacks.run(self._over)))
+        if self.attacks is not None:
+            beside.append(asyncio.create_task(self.attacks.run(self._over)))
+        if self.lasting is not None:
+            beside.append(asyncio.create_task(self.lasting.run(self._over)))
         await self._act_for(min(5.0, seconds / 10))  # the first of everything
         api_before = replace(held_by(self._server.pid), num_files=num_files)
         beside.append(asyncio.create_task(self._sample()))
         passed = 0.0
-        for share in (_KILLED_AT,) if self._attacks is None else (_KILLED_AT, _KILLED_AGAIN_AT):
+        for share in (_KILLED_AT,) if self.attacks is None else (_KILLED_AT, _KILLED_AGAIN_AT):
             await self._act_for(seconds * (share - passed))
             await self._replace_engine()
             passed = share
@@ -248,15 +261,17 @@ class Soak:
 
     def all_faults(self) -> list[str]:
         acts = [f"{num} times {kind}" for kind, num in self.ends.faults.items()]
-        if self._attacks is not None:
-            acts += self._attacks.faults()
+        if self.attacks is not None:
+            acts += self.attacks.faults()
+        if self.lasting is not None:
+            acts += [f"{num} times {kind}" for kind, num in self.lasting.faults.items()]
         return [*self.faults, *acts, *(fault for life in self.lives for fault in life.faults())]
 
     def report(self) -> str:
         lines = [f"{self.ends.num_acts} acts of {self._pace.num_clients} clients; how they ended:"]
         for name, ends in sorted(self.ends.ends.items()):
             lines.append(f"  {name:16}" + ", ".join(f"{num} {end}" for end, num in ends.most_common()))
-        lines += [] if self._attacks is None else [self._attacks.report()]
+        lines += [each.report() for each in (self.attacks, self.lasting) if each is not None]
         lines += [str(life) for life in self.lives]
         lines += [f"FAULT: {fault}" for fault in self.all_faults()] or ["no promise broken"]
         return "\n".join([*lines, *(f"  {example}" for example in self.ends.examples)])
@@ -267,22 +282,27 @@ _MOST_SHOWN = 2000
 """Characters of the log from the first alarm of a kind on."""
 
 
-def soak(minutes: float, *, seed: int, words: Sequence[str] = (), pace: Pace = _FULL) -> Soak:
-    """Start a server, soak it, and return what was seen."""
-    with own_server((*SMALL, *words)) as server:
-        run = Soak(server, seed=seed, pace=pace)
-        asyncio.run(run.run(minutes * 60))
-    return run
-
-
-def attacked_soak(minutes: float, *, seed: int, words: Sequence[str] = (), pace: Pace = _FULL) -> Soak:
-    """Do the same among attackers."""
-    with own_server((*SMALL, *words)) as server:
-        ends = Ends()
-        attacks = Attacks(server, seed=seed, is_engine_gone=lambda: ends.is_engine_gone, pace=pace)
-        run = Soak(server, seed=seed, attacks=attacks, pace=pace)
-        run.ends = ends
-        asyncio.run(run.run(minutes * 60))
+def soak(
+    minutes: float,
+    *,
+    seed: int,
+    words: Sequence[str] = (),
+    pace: Pace = _FULL,
+    beside: Collection[Beside] = (),
+) -> Soak:
+    """Start a server, soak it with these beside, and return what was seen."""
+    with tempfile.TemporaryDirectory() as folder:
+        if Beside.LASTING in beside:
+            words = (*words, "--state-folder", folder)
+        with own_server((*SMALL, *words)) as server:
+            ends = Ends()
+            attacks = Attacks(server, seed=seed, is_engine_gone=lambda: ends.is_engine_gone, pace=pace)
+            lasting = Lasting(server, seed=seed, is_engine_gone=lambda: ends.is_engine_gone)
+            run = Soak(server, seed=seed, pace=pace)
+            run.ends = ends
+            run.attacks = attacks if Beside.ATTACKS in beside else None
+            run.lasting = lasting if Beside.LASTING in beside else None
+            asyncio.run(run.run(minutes * 60))
     return run
 
 
@@ -303,6 +323,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--minutes", type=float, default=60.0, metavar="M", help="default %(default)g")
     parser.add_argument("--streams", type=int, metavar="N", help="only streams, so many at a time")
     parser.add_argument("--attacks", action="store_true", help="among attackers (campaigns/soak/attacks.py)")
+    parser.add_argument("--lasting", action="store_true", help="with batches and background (lasting.py)")
     parser.add_argument(
         "--clients", type=int, default=_FULL.num_clients, metavar="N", help="not of --streams"
     )
@@ -323,9 +344,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         if options.streams:
             return many_streams(options.streams, options.minutes, seed=options.seed, words=words)
-        begin = attacked_soak if options.attacks else soak
+        beside = [each for each in Beside if getattr(options, each.value)]
         pace = Pace(options.clients, options.rest, options.crowd)
-        run = begin(options.minutes, seed=options.seed, words=words, pace=pace)
+        run = soak(options.minutes, seed=options.seed, words=words, pace=pace, beside=beside)
     except ExchangeFailed as failure:
         print(f"campaigns.soak: {failure.kind}: {failure}", file=sys.stderr)
         return 1

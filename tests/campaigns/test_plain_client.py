@@ -40,7 +40,7 @@ def port() -> Iterator[int]:
 
 @pytest.mark.parametrize("words", [("rate", "100"), ("clients", "3")])
 def test_it_times_what_is_served_and_what_is_refused(port: int, words: tuple[str, str]) -> None:
-    command = [sys.executable, "-m", "campaigns.plain_client", str(port), "model", "8", "0.5", *words]
+    command = [sys.executable, "-m", "campaigns.servers.plain_client", str(port), "model", "8", "0.5", *words]
     said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     found = json.loads(said)
     assert len(found["e2e_s"]) == len(found["ttft_s"]) > 2

@@ -1,6 +1,6 @@
 """A client of completions that shares no code with the server or with the other client of the campaigns.
 
-    python -m campaigns.plain_client PORT MODEL OUTPUT_LEN SECONDS (rate HZ | clients N) [--seed N]
+    python -m campaigns.servers.plain_client PORT MODEL OUTPUT_LEN SECONDS (rate HZ | clients N) [--seed N]
 
 One process, blocking nowhere, a new TCP connection for each request, with the headers that common libraries
 send and the body in a segment of its own. Prints what it has seen as one JSON object of lists of seconds.
@@ -143,7 +143,7 @@ class Client:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m campaigns.plain_client", allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="python -m campaigns.servers.plain_client", allow_abbrev=False)
     parser.add_argument("port", type=int)
     parser.add_argument("model")
     parser.add_argument("output_len", type=int)
