@@ -33,7 +33,8 @@ def vocab_size_of(model: Any) -> int:
 def head_layers(text_config: Any, vocab_size: int, num_parameters: int, num_layers: int) -> float:
     """Count the output layer's weights in layers; the embedding is looked up, which costs nothing."""
     num_head = vocab_size * int(text_config.hidden_size)
-    num_ends = num_head if text_config.tie_word_embeddings else 2 * num_head
+    is_tied = getattr(text_config, "tie_word_embeddings", False)  # few families say it of the whole alone
+    num_ends = num_head if is_tied else 2 * num_head
     return num_head * num_layers / max(num_head, num_parameters - num_ends)
 
 

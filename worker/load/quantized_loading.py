@@ -152,7 +152,7 @@ class QuantizedModules:
     def _replace_embedding(self, model: Any, name: str) -> None:
         """Replace an embedding, and the output layer that is tied to it: neither has a weight to tie then."""
         embedding, output = model.get_submodule(name), model.get_output_embeddings()
-        is_tied = output is not None and model.config.get_text_config(decoder=True).tie_word_embeddings
+        is_tied = output is not None and _ties_output(model)
         try:
             model.set_submodule(name, QuantizedEmbedding(embedding))
         except ValueError as error:
@@ -425,8 +425,13 @@ def _read_parts(
     return stacks["gate_up_proj"], stacks["down_proj"]
 
 
+def _ties_output(model: Any) -> bool:
+    """Tell whether the output layer has the embedding's weight: transformers asks the whole configuration."""
+    return bool(getattr(model.config, "tie_word_embeddings", False))
+
+
 def _refuse_tied(model: Any, name: str, stored: _Stored) -> None:
-    if model.config.get_text_config(decoder=True).tie_word_embeddings and name == "lm_head":
+    if _ties_output(model) and name == "lm_head":
         raise StartupError(
             f"{stored.module} is quantized, but config.json ties it to the embedding",
             fix="set tie_word_embeddings to false where the embedding is stored by itself",

@@ -1,6 +1,7 @@
 """Tensors of a checkpoint are read as they are meant, or end the start in a line that names one of them."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import Qwen3VLForConditionalGeneration
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.quantized_checkpoints import FORMATS, PLAIN_MODULES, Random, write_quantized
 from tests.worker.conftest import BLOCK_SIZE, MakeCheckpoint, load_worker
@@ -192,6 +195,38 @@ def test_a_router_in_codes_is_made_numbers(name: str, tmp_path: Path) -> None:
         folder, lambda found: {**found, "ignore": [*PLAIN_MODULES, "model.layers.2.mlp.gate"]}
     )
     assert generated(folder) == expected(plain, PROMPT)
+
+
+def test_a_family_whose_text_has_no_word_on_tied_weights_is_read(
+    checkpoints: MakeCheckpoint, tmp_path: Path
+) -> None:
+    text = json.loads((checkpoints("qwen3") / "config.json").read_text())
+    del text["tie_word_embeddings"]
+    vision = {"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2, "out_hidden_size": 64}
+    config = CONFIG_MAPPING["qwen3_vl"](
+        text_config={**text, "model_type": "qwen3_vl_text"},
+        vision_config={**vision, "num_position_embeddings": 16, "deepstack_visual_indexes": []},
+    )
+    assert not hasattr(config.text_config, "tie_word_embeddings")
+    folder, random = tmp_path / "whole", Random()
+    model = Qwen3VLForConditionalGeneration(config).eval()
+    model.save_pretrained(folder)
+    codes = stored(folder)
+    for name, module in model.model.language_model.named_modules():
+        if name.endswith("_proj"):
+            written = FORMATS["int8"].write(random, *module.weight.shape)
+            module.weight.data = written.numbers_NK
+            key = f"model.language_model.{name}"
+            del codes[f"{key}.weight"]
+            codes |= {f"{key}.{end}": each for end, each in written.tensors.items()}
+    store(folder, codes)
+    content = json.loads((folder / "config.json").read_text())
+    quantization = FORMATS["int8"].config | {"ignore": ["lm_head", "re:visual.*"]}
+    (folder / "config.json").write_text(json.dumps({**content, "quantization_config": quantization}))
+    shutil.copy(checkpoints("qwen3") / "tokenizer.json", folder)
+    with torch.inference_mode():
+        tokens = model.generate(torch.tensor([PROMPT]), max_new_tokens=NUM_TOKENS, do_sample=False)
+    assert generated(folder)[:NUM_TOKENS] == tokens[0, len(PROMPT) :].tolist()
 
 
 def test_a_kv_cache_of_8_bits_takes_the_scales_of_the_checkpoint(folder: Path) -> None:
