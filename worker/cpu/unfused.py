@@ -51,12 +51,6 @@ class PackedLinear(nn.Module):
 class PackedOutput(PackedLinear):
     """The model's output layer. Its logits are float32: sums that were never rounded."""
 
-    def __init__(self, weight: PackedWeight, kernels: Kernels) -> None:
-        super().__init__(weight, kernels)
-        if weight.data.dtype in DTYPES:
-            # For models that ask for the weight's dtype, which hidden states are converted to.
-            self.weight = weight.data.new_empty(0)
-
     def _multiply(self, x_TK: Tensor) -> Tensor:
         return self._kernels.multiply_to_float(x_TK, self._weight)
 
