@@ -42,6 +42,9 @@ class Counters:
     num_prefix_host_hits: int = _exported(
         "prefix_cache_host_hits", "Prompt tokens found in the swap space only, and copied back"
     )
+    num_restore_lost_tokens: int = _exported(
+        "restore_lost_tokens", "Prompt tokens computed again because a window or a state behind them was gone"
+    )
     num_kept_host_blocks: int = _exported(
         "prefix_cache_host_stores", "Blocks copied to the swap space when the device gave them up"
     )

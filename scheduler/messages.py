@@ -262,6 +262,16 @@ class BlockCopy(NamedTuple):
     target: BlockId
 
 
+class StateTap(NamedTuple):
+    """State of a sequence in the middle of its share, or at the end, that is kept for later prompts."""
+
+    sequence_id: SequenceId
+    position: int
+    """Tokens that it stands for; behind the share's first, and none behind its last."""
+    block_ids: tuple[BlockId, ...]
+    """Blocks to write it to as well, one for each stripe. No sequence has them."""
+
+
 class ScheduledSequence(NamedTuple):
     """Share of a step that one sequence gets. A named tuple because one is built per sequence and step."""
 
@@ -324,6 +334,8 @@ class SchedulerOutput(NamedTuple):
     computed, or its sequence was released."""
     draft_choice: DraftChoice | None = None
     """For the trace; None if no drafts were offered, or all that have room are verified."""
+    taps: tuple[StateTap, ...] = ()
+    """States that are to be kept while this step is computed."""
     num_drafts_wanted: Mapping[SequenceId, int] = _NOTHING
     """Most drafts that the worker is to compute for a sequence once this step is sampled; there are blocks
     for them."""

@@ -113,6 +113,7 @@ class Sequence:
         "num_tokens",
         "params",
         "pending_start",
+        "points",
         "pooling",
         "prediction",
         "priority",
@@ -174,6 +175,7 @@ class Sequence:
         self.num_cached_tokens = 0
         self.num_reported_positions = 0  # of the prompt: the client has their log-probabilities
         self.tables: list[BlockTable] = []  # one for each group of layers; none before it was admitted
+        self.points: tuple[int, ...] = ()  # positions behind which later prompts may go on
         self.num_slots = 0  # positions that have a place in each
         self.num_swapped_tokens = 0  # computed tokens whose KV is on the host, while it is swapped out
         self.block_keys: list[bytes] = []  # of the full blocks, as far as they were needed

@@ -15,6 +15,7 @@ from scheduler.messages import (
     SequenceId,
     SequenceInputs,
     ServiceTerms,
+    StateTap,
     TokenLogprobs,
 )
 from scheduler.sequence import Sequence
@@ -182,15 +183,25 @@ class FakeWorker:
             self._write(self.rows[share.sequence_id], share.start, share.num_tokens)
         result = _Result(failures={s.sequence_id: "lost" for s in plan.scheduled if s not in shares})
         for share in shares:
-            self._compute(share, plan.draft_token_ids.get(share.sequence_id, ()), result)
+            taps = [tap for tap in plan.taps if tap.sequence_id == share.sequence_id]
+            self._compute(share, plan.draft_token_ids.get(share.sequence_id, ()), taps, result)
             self._check_room(share.sequence_id, plan.num_drafts_wanted.get(share.sequence_id, 0))
         return ModelRunnerOutput(**vars(result), logprobs={})
 
-    def _compute(self, share: ScheduledSequence, drafts: tuple[int, ...], result: "_Result") -> None:
+    def _compute(
+        self,
+        share: ScheduledSequence,
+        drafts: tuple[int, ...],
+        taps: list[StateTap],
+        result: "_Result",
+    ) -> None:
         row = self.rows[share.sequence_id]
         end = share.start + share.num_tokens
         self._check_prefix(row, share.start, end)
         self._move_states(row, share.start, end, len(drafts))
+        for tap in taps:
+            assert share.start < tap.position <= end, "a state is kept that the step does not compute"
+            self._write_states(row, tap.block_ids, tap.position)
         self._forget_encoded(share.sequence_id, end)
         assert share.samples == (end == len(row.token_ids)), "samples exactly at the end of what is known"
         if row.new.params.num_prompt_logprobs is not None:
@@ -284,8 +295,12 @@ class FakeWorker:
             if self.groups[group].lifetime.kind is LifetimeKind.FIXED:
                 for stripe, block in enumerate(table[0]):
                     held = self.slots.get((block, 0))
-                    assert not start or held == (group, stripe, *_contents(row, start)), f"a state of {held}"
-                    self.slots[block, 0] = (group, stripe, *_contents(row, end))
+                    assert not start or held == (stripe, *_contents(row, start)), f"a state of {held}"
+                self._write_states(row, table[0], end)
+
+    def _write_states(self, row: _Row, blocks: tuple[BlockId, ...], end: int) -> None:
+        for stripe, block in enumerate(blocks):
+            self.slots[block, 0] = (stripe, *_contents(row, end))
 
     def _groups_of_tokens(self) -> list[int]:
         fixed = LifetimeKind.FIXED

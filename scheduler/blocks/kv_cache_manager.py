@@ -14,18 +14,19 @@ are held until the plan is complete.
 from collections.abc import Iterable, Iterator
 from enum import Enum
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, groupby, islice
 from sys import maxsize
 from typing import NamedTuple
 
-from scheduler.blocks.group_places import most_blocks, places_of
+from scheduler.blocks.group_places import GroupPlaces, most_blocks, places_of
 from scheduler.blocks.longest_hit import longest_hit
 from scheduler.blocks.pool import BlockPool
 from scheduler.blocks.prefix_cache import PrefixCache, Row, rows_of
 from scheduler.blocks.prefix_index import EvictedRow, PrefixHit, PrefixIndex
+from scheduler.blocks.restore_points import STEADY_TOKENS, points_of
 from scheduler.blocks.swap_space import SwapSpace
 from scheduler.config import SchedulerConfig
-from scheduler.messages import BlockCopy, BlockId, GroupBlocks
+from scheduler.messages import BlockCopy, BlockId, GroupBlocks, StateTap
 from scheduler.sequence import BlockTable, Sequence
 
 # Limits of a step for copying evicted blocks to the host: running requests do not notice as little as this.
@@ -80,7 +81,8 @@ class KVCacheManager:
         self.passes_blocks = any(group.is_limited for group in self.groups)
         """Whether some group gives blocks back while a sequence runs."""
         self._paged = [index for index, group in enumerate(self.groups) if not group.is_fixed]
-        self._has_state = len(self._paged) < len(self.groups)
+        self._num_state_blocks = sum([group.num_stripes for group in self.groups if group.is_fixed])
+        self.has_state = self._num_state_blocks > 0
         self._free_order = sorted(range(len(self.groups)), key=lambda index: self.groups[index].keeps_all)
         self._index = PrefixIndex(config, self.groups)
         self._watermark_blocks = int(config.watermark * config.num_blocks)
@@ -187,6 +189,8 @@ class KVCacheManager:
         seq.tables = [self._table(index, demand, fresh) for index in range(len(self.groups))]
         self._note_slots(seq)
         seq.num_computed_tokens = hit.num_tokens
+        if self.has_state or self.passes_blocks:
+            seq.points = points_of(seq, hit, self.block_size)
         self._index.publish_hit(seq, hit)
         copies = self._copies_within(seq, demand)
         if tail:
@@ -270,13 +274,61 @@ class KVCacheManager:
         The worker need not know: it does not read that part of the table. They are reused before blocks of
         others that can be found, and can be found themselves until then.
         """
-        for group, table in zip(self.groups, seq.tables, strict=True):
+        for index, (group, table) in enumerate(zip(self.groups, seq.tables, strict=True)):
             first = group.first(seq.num_computed_tokens)
             if first > table.first:
-                num_passed = (first - table.first) * group.num_stripes
-                self.pool.release_passed(table.block_ids[:num_passed])
-                del table.block_ids[:num_passed]
+                for places, is_kept in self._parted(seq, group, range(table.first, first)):
+                    passed = table.block_ids[: len(places) * group.num_stripes]
+                    del table.block_ids[: len(passed)]
+                    if is_kept:
+                        self.pool.release(passed, self._index.caches[index].blocks)
+                        self._use_again(index, seq, places)
+                    else:
+                        self.pool.release_passed(passed)
                 table.first = first
+
+    def _parted(self, seq: Sequence, group: GroupPlaces, places: range) -> Iterator[tuple[list[int], bool]]:
+        """Runs of places that a restore point of the sequence needs, and that none does."""
+        # One place more: a prompt may part from this one before a point, and a block is found whole.
+        needed = [range(group.first(each) - 1, each // self.block_size) for each in seq.points]
+        for is_kept, run in groupby(places, lambda place: any([place in each for each in needed])):
+            yield list(run), is_kept
+
+    def _use_again(self, index: int, seq: Sequence, places: list[int]) -> None:
+        """Let what is found at these places be reused last, also where another sequence left it."""
+        for place in places:
+            row = self._index.found_at(index, seq, place)
+            free = [block for block in row if self.pool.is_free(block)]
+            for block in free:
+                self.pool.share(block)
+            self.pool.release(free, row)
+
+    def tap(self, seq: Sequence, start: int, end: int) -> list[StateTap]:
+        """Take blocks for the states that a share [start, end) passes and that later prompts may go on from.
+
+        As a rule that costs the prefixes that were used longest ago. None is taken that growth would lack.
+        """
+        taps: list[StateTap] = []
+        if not self.has_state or seq.is_indivisible:
+            return taps
+        steady = range((start // STEADY_TOKENS + 1) * STEADY_TOKENS, end + 1, STEADY_TOKENS)
+        for position in sorted({*seq.points, *steady}):
+            if not start < position <= end or position > len(seq.token_ids):
+                continue
+            if not self._index.lacks_state(seq, position):
+                continue
+            num_blocks = self._num_state_blocks
+            if self.pool.num_free < num_blocks + self._watermark_blocks:
+                continue
+            if position not in seq.points and any(
+                [block in self._index.kept() for block in self.pool.next_free(num_blocks)]
+            ):
+                continue
+            row = tuple(self._take(num_blocks))
+            self._held_for_copies += row
+            self._index.keep_state(seq, position, row)
+            taps.append(StateTap(seq.sequence_id, position, row))
+        return taps
 
     def publish(self, seq: Sequence, start: int, end: int) -> None:
         """Let others find the blocks that [start, end) completes.
@@ -359,8 +411,8 @@ class KVCacheManager:
     def _comes_back(self, index: int, seq: Sequence, place: int) -> bool:
         """Whether a place will be found again once the sequence has given it up."""
         if self.groups[index].is_fixed:
-            return self._index.is_found(index, seq, place)
-        if self._has_state:
+            return bool(self._index.found_at(index, seq, place))
+        if self.has_state:
             return True
         row = seq.tables[index].row(place, self.groups[index].num_stripes)
         return bool(row) and self.pool.num_references(row[0]) > 1
@@ -371,11 +423,11 @@ class KVCacheManager:
         Returns the copies of evicted prefixes that it must make.
         """
         copies = self._keep_evicted() if self._evicted else []
+        self._index.complete_plan()
         if self._held_for_copies:
             self.pool.release(self._held_for_copies, self._index.kept())
             self._held_for_copies.clear()
         self.swap_space.unpin()
-        self._index.complete_plan()
         return copies
 
     def forget(self, seq: Sequence, *, start: int = 0) -> None:

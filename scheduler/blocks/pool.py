@@ -65,6 +65,14 @@ class BlockPool:
             self._last_passed = _SENTINEL
         return taken
 
+    def next_free(self, num_blocks: int) -> list[BlockId]:
+        """Blocks that `take` would take."""
+        blocks, block = [], self._after[_SENTINEL]
+        for _ in range(num_blocks):
+            blocks.append(block)
+            block = self._after[block]
+        return blocks
+
     def share(self, block: BlockId) -> None:
         """Add a reference; a free block leaves the free list."""
         if self._references[block] == 0:

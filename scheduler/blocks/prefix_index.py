@@ -64,6 +64,8 @@ class PrefixHit:
     groups: list[GroupHit]
     num_tokens: int = 0
     """Length of the prefix; a window may have passed its beginning."""
+    num_kept_tokens: int = 0
+    """Length of what the groups that keep all tokens have: more, where a window or a state is gone."""
     tail: Row = ()
     """Blocks to copy for the place behind `num_tokens`, of all groups; all but the last known token is then
     there."""
@@ -96,6 +98,7 @@ class PrefixIndex:
         self._fixed = next((i for i, group in enumerate(groups) if group.is_fixed), None)
         self._tails = PrefixCache()
         self._new_tails: list[tuple[bytes, Row]] = []
+        self._new_states: list[tuple[bytes, Row]] = []
         self._block_size = config.block_size
         self.is_on = config.prefix_caching is PrefixCaching.ON
         self.keeps_on_host = self.is_on and config.host_tier is HostTier.ON and config.num_host_blocks > 0
@@ -165,9 +168,9 @@ class PrefixIndex:
         if key is not None and self.keeps_on_host:
             self.swap_space.publish(group, key, host_row)
 
-    def is_found(self, group: int, seq: Sequence, place: int) -> bool:
-        """Whether the device has a place of a sequence whose keys are known that far."""
-        return place < len(seq.block_keys) and self.caches[group].get(seq.block_keys[place]) is not None
+    def found_at(self, group: int, seq: Sequence, place: int) -> Row:
+        """What the device has of a place of a sequence; empty if nothing, or if its key is not known yet."""
+        return self.caches[group].get(seq.block_keys[place]) or () if place < len(seq.block_keys) else ()
 
     def kept(self) -> Container[BlockId]:
         """Blocks that can be found on the device, of any group."""
@@ -202,10 +205,32 @@ class PrefixIndex:
         self.swap_space.clear()
 
     def complete_plan(self) -> None:
-        """Let the next plan find the tails that this plan computes. The newest lives longest."""
+        """Let the next plan find the tails and states of this plan. The newest tail lives longest."""
         for key, row in self._new_tails:
             self._tails.replace(key, row)
         self._new_tails.clear()
+        if self._new_states:
+            cache = self._state_cache
+            for key, row in self._new_states:
+                cache.publish(key, row)
+            self._new_states.clear()
+
+    def lacks_state(self, seq: Sequence, position: int) -> bool:
+        """Whether the state at the end of a block is not found, nor will be kept by this plan."""
+        if not self._is_on:
+            return False
+        key = self._keys(seq, position // self._block_size)[position // self._block_size - 1]
+        is_new = any(key == each for each, _ in self._new_states)
+        return not is_new and self._state_cache.get(key) is None
+
+    def keep_state(self, seq: Sequence, position: int, row: Row) -> None:
+        """Let the next plan find the state at a position in these blocks."""
+        self._new_states.append((seq.block_keys[position // self._block_size - 1], row))
+
+    @property
+    def _state_cache(self) -> PrefixCache:
+        assert self._fixed is not None, "only where a group has a state"
+        return self.caches[self._fixed]
 
     def _note_stored(self, cache: PrefixCache, seq: Sequence, places: range) -> None:
         """Tell readers outside of places that are about to be found, and were not before."""
@@ -241,6 +266,7 @@ class PrefixIndex:
         ]
         end = longest_hit(self._groups, tests, num_findable, self._block_size)
         hit = PrefixHit(groups=[], num_tokens=end * self._block_size)
+        hit.num_kept_tokens = min(map(len, leading.values()), default=end) * self._block_size
         for index, group in enumerate(self._groups):
             if group.is_fixed:
                 hit.groups.append(self._find_state(index, keys[end - 1], hit) if end else GroupHit())

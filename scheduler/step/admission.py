@@ -427,6 +427,7 @@ class Admission:
         if seq.reads_prefix_cache and self._config.prefix_caching is PrefixCaching.ON:
             counters.num_prefix_queries += seq.num_prompt_tokens
         counters.num_prefix_hits += seq.num_cached_tokens
+        counters.num_restore_lost_tokens += max(demand.hit.num_kept_tokens - demand.hit.num_tokens, 0)
         counters.num_prefix_host_hits += demand.hit.num_host_places * self._config.block_size
         # Once: a preemption is not the tenant's doing.
         num_to_compute = seq.num_prompt_tokens - seq.num_cached_tokens

@@ -14,6 +14,7 @@ from scheduler.messages import (
     ScheduledSequence,
     SchedulerOutput,
     SequenceId,
+    StateTap,
 )
 from scheduler.step.budget import SchedulingBudget
 
@@ -38,6 +39,7 @@ class PlanDraft:
         "released",
         "swap_in",
         "swap_out",
+        "taps",
         "urgent",
     )
 
@@ -59,6 +61,7 @@ class PlanDraft:
         self.swap_out: list[BlockCopy] = []
         self.swap_in: list[BlockCopy] = []
         self.copies: list[BlockCopy] = []
+        self.taps: list[StateTap] = []
 
     def add_blocks(self, sequence_id: SequenceId, blocks: GroupBlocks) -> None:
         """Note blocks for a sequence that the worker knows, behind those that it was given in this plan."""
@@ -87,6 +90,7 @@ class PlanDraft:
             self.draft_token_ids,
             self.encoder_inputs,
             self.draft_choice,
+            tuple(self.taps),
             self.num_drafts_wanted,
         )
 

@@ -27,6 +27,7 @@ class TokenShares:
         self._state = state
         self._kv = state.kv
         self._block_size = state.config.block_size
+        self._has_state = state.kv.has_state
         # In a pipeline, a sequence has no share before its token is known.
         self._num_expected = 1 if state.config.num_stages == 1 else 0
         self._drafts = state.drafts
@@ -86,6 +87,8 @@ class TokenShares:
         if seq.encoder_inputs:
             self._encode(seq, start, end, plan)
         self._publish(seq, start, end)
+        if self._has_state:
+            plan.taps += self._kv.tap(seq, start, end)
         samples = end == seq.num_tokens
         plan.chunks.append(ScheduledSequence(seq.sequence_id, start, share, samples))
         if samples and self._num_expected:

@@ -408,6 +408,42 @@ def _random_history(random: Random) -> list[Event]:
     return history
 
 
+def test_groups_of_layers_under_memory_pressure_leave_every_request_its_own_tokens() -> None:
+    num_taps = num_restored = num_swaps = num_host_hits = 0
+    for seed in range(30 * TIMES):
+        random = Random(seed)
+        groups = [
+            CacheGroup(ALL_TOKENS, random.randint(1, 2)),
+            CacheGroup(Lifetime(LifetimeKind.WINDOW, random.randint(1, 9)), random.randint(1, 2)),
+            CacheGroup(Lifetime(LifetimeKind.FIXED), random.randint(1, 4)),
+        ]
+        config = small_config(
+            num_blocks=random.randint(30, 60),
+            max_num_seqs=random.randint(2, 6),
+            preemption_mode=random.choice(list(PreemptionMode)),
+            num_host_blocks=random.choice([0, 30, 90]),
+            copy_s_per_block=random.choice([0.0, 0.2]),
+            groups=tuple(random.sample(groups, random.randint(2, 3))),
+            max_plans_in_flight=random.randint(1, 3),
+            max_encoder_tokens=6,
+            encoder_cache_tokens=6,
+            max_adapters=2,
+            max_drafts=3,
+        )
+        world = World(config, max_drafts=random.choice([0, 0, 3]))
+        accepted = play(world, _random_history(random))
+        check_ends(world, accepted)
+        num_taps += sum(len(plan.taps) for plan in world.worker.plans)
+        num_swaps += world.num_swaps()
+        num_host_hits += world.scheduler.stats().num_prefix_host_hits
+        if any(group.lifetime.kind is LifetimeKind.FIXED for group in config.groups):
+            num_restored += world.scheduler.stats().num_prefix_hits
+    assert num_taps > 100 * TIMES, "the histories are too easy"
+    assert num_restored > 300 * TIMES
+    assert num_swaps > 20 * TIMES
+    assert num_host_hits > 20 * TIMES
+
+
 @pytest.mark.parametrize("caching", PrefixCaching)
 @pytest.mark.parametrize("policy", SchedulingPolicy)
 def test_under_constant_memory_pressure_every_request_still_ends_once_with_its_own_tokens(

@@ -79,7 +79,7 @@ def test_a_cache_without_room_for_a_place_of_each_group_refuses() -> None:
 
 def test_a_long_prompt_of_a_windowed_model_takes_nothing_from_cached_conversations() -> None:
     """Passed blocks that go to the back of the free list push all others out (vLLM #48435)."""
-    world = grouped(FULL, WINDOW, num_blocks=190)
+    world = grouped(FULL, WINDOW, num_blocks=260)
     for number in range(1, 5):
         turn(world, number, prompt(40, number))  # 12 places of the full group, 3 of the window at the end
     turn(world, 9, prompt(300, 9), max_tokens=4)  # 76 of the full group, and 228 that are passed
@@ -113,3 +113,62 @@ def test_without_a_prefix_cache_nothing_is_found_in_any_group() -> None:
     world = grouped(FULL, WINDOW, STATE, prefix_caching=PrefixCaching.OFF)
     assert turn(world, 1, prompt(30)) == 0
     assert turn(world, 2, prompt(30)) == 0
+
+
+def test_a_state_is_found_at_the_end_of_the_last_message_and_copied_to_blocks_of_its_own() -> None:
+    """A template that drops thoughts parts there, and not behind the reply (llama.cpp #21831)."""
+    world = grouped(FULL, STATE)
+    first = prompt(40)
+    assert turn(world, 1, first) == 0
+    world.add(make_sequence(2, [*first, 7, 8, 9, *prompt(20, 3)], max_tokens=8))
+    plan = world.step()
+    assert plan.scheduled[0].start == 28, "40 tokens but the last, and what begins the answer"
+    assert len(plan.copies) == 5
+    world.run()
+    assert world.tokens[SequenceId(2)] == continuation([*first, 7, 8, 9, *prompt(20, 3)], 8)
+
+
+def test_all_of_several_answers_to_one_prompt_go_on_from_one_state() -> None:
+    world = grouped(FULL, STATE, max_num_seqs=4)
+    world.add(*(make_sequence(number, prompt(41), max_tokens=3) for number in range(1, 5)))
+    world.run()
+    assert world.scheduler.stats().num_prefix_hits >= 2 * 32, "those that were admitted later"
+
+
+def test_the_third_visitor_of_a_fork_finds_it() -> None:
+    """The second visitor keeps what is needed where it parts from the first (vLLM #21017, #45238)."""
+    for num_blocks, groups in ((150, (FULL, STATE)), (150, (FULL, WINDOW)), (400, (FULL, WINDOW, STATE))):
+        world = grouped(*groups, num_blocks=num_blocks)
+        found = []
+        for number in range(1, 5):
+            found.append(turn(world, number, [*prompt(40), *prompt(50, number)], max_tokens=2))
+            turn(world, 100 + number, prompt(120, 50 + number), max_tokens=2)  # takes what was passed
+        assert found[2:] == [40, 40], f"{groups}: {found}"
+
+
+def test_every_turn_of_a_chat_finds_its_history() -> None:
+    """Fifty turns, of which each finds at least 95 % of what the one before it had."""
+    for groups in ((FULL, STATE), (FULL, WINDOW), (FULL, WINDOW, STATE)):
+        world = grouped(*groups, num_blocks=900, max_model_len=1400, max_num_batched_tokens=64)
+        tokens: list[int] = prompt(80, 5)
+        before = 0
+        for number in range(1, 51):
+            assert turn(world, number, tokens, max_tokens=4) >= before
+            before = int(len(tokens) * 0.95) - 16
+            tokens = [*tokens, *world.tokens[SequenceId(number)], *prompt(16, number)]
+
+
+def test_where_there_is_no_room_for_a_copy_a_sequence_goes_on_in_the_state_that_it_found() -> None:
+    world = grouped(FULL, STATE, num_blocks=21)
+    assert turn(world, 1, prompt(37), max_tokens=1) == 0
+    assert turn(world, 2, prompt(45), max_tokens=1) == 28
+    assert not world.scheduler.kv.pool.num_used
+
+
+def test_a_state_that_went_to_the_host_comes_back() -> None:
+    world = grouped(FULL, STATE, num_blocks=30, num_host_blocks=100)
+    turn(world, 1, prompt(40))
+    for number in (2, 3, 4):
+        turn(world, number, prompt(70, number), max_tokens=2)
+    assert turn(world, 5, prompt(44)) == 28
+    assert any(plan.swap_in for plan in world.worker.plans)

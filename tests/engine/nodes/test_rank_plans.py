@@ -22,6 +22,7 @@ from scheduler.messages import (
     ScheduledSequence,
     SchedulerOutput,
     SequenceId,
+    StateTap,
 )
 
 EMPTY = SchedulerOutput(
@@ -78,6 +79,7 @@ plans = st.builds(
     swap_out=copies,
     swap_in=copies,
     copies=copies,
+    taps=st.lists(st.builds(StateTap, ids, st.integers(0, 99), block_ids), max_size=2).map(tuple),
     preemptions=st.lists(preemptions, max_size=2).map(tuple),
     draft_choice=st.none(),
     draft_token_ids=st.dictionaries(ids, token_ids, max_size=2),
