@@ -164,7 +164,7 @@ class PlanDriver:
         sources, sequence.host_block_ids = sequence.host_block_ids, []
         if not sources:
             return []
-        num_places = (len(sources) - self._num_state_blocks) // num_tables(self._groups)
+        num_places = (len(sources) - self._num_state_blocks) // max(num_tables(self._groups), 1)
         self._grow(sequence, num_places * self._block_size)
         targets = sequence.block_ids + self._states_of(sequence)
         return [BlockCopy(*copy) for copy in zip(sources, targets, strict=True)]
