@@ -101,6 +101,28 @@ def test_values_lie_in_keys_and_take_no_memory(dtype: torch.dtype) -> None:
         assert not cache.layers[other].values.blocks_NHSD.float().any()
 
 
+@pytest.mark.parametrize(
+    ("num_layers", "expanded", "latents", "factor"),
+    [
+        (61, LayerShape(128, 192, 128), LayerShape(1, 576, 512, value_is_key_part=True), 71.1),
+        (27, LayerShape(16, 192, 128), LayerShape(1, 576, 512, value_is_key_part=True), 8.9),
+        (47, LayerShape(20, 256, 256), LayerShape(1, 576, 512, value_is_key_part=True), 17.8),
+        (62, LayerShape(40, 96, 64), LayerShape(1, 288, 256, value_is_key_part=True), 22.2),
+    ],
+    ids=["DeepSeek V3", "DeepSeek V2 Lite", "GLM-4.7-Flash", "MiniCPM3"],
+)
+def test_as_many_more_sequences_fit_as_a_row_is_smaller(
+    num_layers: int, expanded: LayerShape, latents: LayerShape, factor: float
+) -> None:
+    num_bytes = [
+        BlockLayout(
+            layers=dict.fromkeys(range(num_layers), shape), block_size=16, dtype=torch.bfloat16
+        ).block_bytes
+        for shape in (expanded, latents)
+    ]
+    assert num_bytes[0] / num_bytes[1] == pytest.approx(factor, abs=0.05)
+
+
 def test_a_model_that_compresses_keeps_its_latents_alone(checkpoints: MakeCheckpoint) -> None:
     _, facts = load_worker(checkpoints("deepseek_v3"), num_blocks=9)
     # 3 layers of 16 numbers and 8 rotated ones, of 4 bytes, in 10 blocks of 4 tokens. Expanded: 4 x 36 each.
