@@ -11,6 +11,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from triton.runtime.interpreter import GridExecutor
 
+from scheduler.input_messages import AnswerStart
 from scheduler.messages import Grammar, GrammarKind, SamplingParams, TokenLogprobs
 from tests.worker.gpu.interpreted_gpu import InterpretedGpu, WaitsForDevice
 from tests.worker.sampling.test_sampler import GREEDY, VOCAB, histories, rows_of_logits, sampling_params
@@ -188,6 +189,32 @@ def test_grammars_mask_their_rows_and_no_others(gpu):
         result = found.sample(logits, range(6))
         assert result == expected.sample(logits, range(6))
         assert list(result.failed) == [5]
+
+
+def test_thoughts_before_an_answer_end_as_on_the_cpu(gpu):
+    """The end of the reply becomes theirs before a grammar, and nothing follows spent ones but the mark."""
+    demo = Demo()
+    waiting, mark = replace(regex("[ab]{9}"), begins_after=11), AnswerStart(token_ids=(11,), text="</t>")
+    each = [
+        SamplingParams(temperature=0.0, grammar=waiting, stop_token_ids=(3, 4), answer=mark),
+        SamplingParams(seed=2, grammar=waiting, stop_token_ids=(3,), answer=mark),
+        SamplingParams(seed=3, answer=replace(mark, max_tokens=1), allowed_token_ids=(70, 71)),
+        SamplingParams(seed=4),
+    ]
+    rows: Rows = [(params, [5], []) for params in each]
+    options = {"vocab_size": demo.vocab_size, "grammars": demo.grammars()}
+    found, expected = (
+        add_rows(GpuSampler(device=gpu, max_num_seqs=MOST, **options), rows),
+        add_rows(Sampler(device=CPU, **options), rows),
+    )
+    tokens = []
+    for step in range(3):
+        logits = random_logits(step, 4, demo.vocab_size)
+        logits[:2, 3] = 30.0
+        result = found.sample(logits, range(4))
+        assert result == expected.sample(logits, range(4))
+        tokens.append(result.token_ids)
+    assert [tokens[0][0], tokens[0][1], tokens[1][2]] == [11, 11, 11]
 
 
 class Ahead:
