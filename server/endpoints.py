@@ -11,6 +11,7 @@ from server.api.anthropic import messages as anthropic_messages
 from server.api.batches import batch_routes, file_routes
 from server.api.chat import chat
 from server.api.completions import completions
+from server.api.llama_cpp import endpoints as llama_cpp_endpoints
 from server.api.ollama import embed as ollama_embed
 from server.api.ollama import endpoints as ollama_endpoints
 from server.api.operations import admin, models, ops, render, tokenization
@@ -33,6 +34,7 @@ PUBLIC: tuple[Endpoint, ...] = (
     anthropic_messages.ENDPOINT,
     ollama_endpoints.ENDPOINT,
     ollama_embed.ENDPOINT,
+    llama_cpp_endpoints.ENDPOINT,
 )
 PAGE: tuple[Endpoint, ...] = (page.ENDPOINT,)
 """The web page's own files."""

@@ -1,0 +1,4 @@
+"""The part of llama.cpp's API that editors ask for: texts, holes in them, properties (API process).
+
+Never: generates by itself: that is the path of completions.
+"""
