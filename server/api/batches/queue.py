@@ -18,7 +18,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from math import inf
 
 from server.api.batches.access import PAUSE_S, StateAccess, settled_time_s, unix_time_s
 from server.api.batches.batch_routes import WINDOW_S
@@ -33,7 +32,7 @@ from server.api.batches.lines import (
 )
 from server.api.batches.places import MIN_REST_S, FairPlaces
 from server.api.batches.run import Client, asked_wait_s, helps_to_retry, some_at_a_time
-from server.api.batches.store import Answer, FilePart, OwnerFull, StateStore
+from server.api.batches.store import Answer, FilePart, OpenBatch, OwnerFull, StateStore
 from server.edge.http.http_client import Reply
 from server.reply.generate.protocol import INT32_MAX
 
@@ -130,8 +129,7 @@ class BatchQueue:
         changed = self._desk.changed
         await self._desk.keep(lambda store: store.delete_old(settled_time_s()))
         found = await self._desk.keep(StateStore.open_batches)
-        now_s = asyncio.get_running_loop().time()
-        self._ends_s = {each.id: self._ends_s.get(each.id, now_s + _left_s(each.expires_s)) for each in found}
+        self._ends_s = {each.id: self._end_s(each) for each in found}
         for owner in {each.owner for each in found} - self._working.keys():
             self._working[owner] = task = asyncio.create_task(self._work_for(owner))
             task.add_done_callback(partial(self._forget, owner))
@@ -140,6 +138,11 @@ class BatchQueue:
             async with asyncio.timeout(_SWEEP_S):
                 await changed.wait()
         return True
+
+    def _end_s(self, batch: OpenBatch) -> float:
+        """Time of the event loop at which a batch expires: fixed when it is first seen in this run."""
+        now_s = asyncio.get_running_loop().time()
+        return self._ends_s.setdefault(batch.id, now_s + _left_s(batch.expires_s))
 
     def _forget(self, owner: str, _: "asyncio.Task[None]") -> None:
         del self._working[owner]
@@ -157,15 +160,16 @@ class BatchQueue:
 
     async def _take_next(self, owner: str, stuck: set[str]) -> bool:
         """Bring a batch to its end; False if there is none. Those that are `stuck` come last."""
-        found = [each.id for each in await self._desk.keep(StateStore.open_batches) if each.owner == owner]
+        found = [each for each in await self._desk.keep(StateStore.open_batches) if each.owner == owner]
         if not found:
             return False
-        if stuck.issuperset(found):
+        if stuck.issuperset(each.id for each in found):
             stuck.clear()
-        batch_id = next(each for each in found if each not in stuck)
+        batch = next(each for each in found if each.id not in stuck)
+        batch_id = batch.id
         stuck.add(batch_id)
         try:
-            await self._advance(owner, batch_id)
+            await self._advance(batch)
         except _Unfit as error:
             await self._fail(batch_id, "invalid_file", str(error), line=error.line)
         except OwnerFull as error:
@@ -178,8 +182,9 @@ class BatchQueue:
         stuck.discard(batch_id)
         return True
 
-    async def _advance(self, owner: str, batch_id: str) -> None:
+    async def _advance(self, opened: OpenBatch) -> None:
         """Bring one batch to its end. Raises _Unfit, OwnerFull."""
+        owner, batch_id = opened.owner, opened.id
         found = await self._desk.keep(lambda store: store.batch(owner, batch_id))
         assert found is not None, "batches under way are not deleted"
         batch = _Batch(
@@ -187,7 +192,7 @@ class BatchQueue:
             id=batch_id,
             file_id=found["input_file_id"],
             endpoint=found["endpoint"],
-            ends_s=self._ends_s.get(batch_id, inf),
+            ends_s=self._end_s(opened),
         )
         if found["status"] == "validating":
             num_lines = await self._check_lines(batch)
