@@ -212,10 +212,15 @@ class ActiveRequests:
             self.take_outputs([aborted], eos_token_ids, time.monotonic())
 
     def take_outputs(
-        self, outputs: Iterable[SequenceOutput], eos_token_ids: tuple[int, ...], now_s: float
+        self,
+        outputs: Iterable[SequenceOutput],
+        eos_token_ids: tuple[int, ...],
+        now_s: float,
+        *,
+        engine: int = 0,
     ) -> None:
-        """Take in the outputs of one message from the engine process."""
-        num_by_gap: dict[float, int] = {}
+        """Take in the outputs of one message from the process of an engine."""
+        num_new, num_by_gap = 0, dict[float, int]()
         for output in outputs:
             active = self._by_sequence.get(output.sequence_id)
             if active is None:  # its reader has left
@@ -227,6 +232,7 @@ class ActiveRequests:
                 active.request.journal.note_preemptions(output.sequence_id, output.num_preemptions)
             active.push(output, eos_token_ids)
             num_tokens = len(output.token_ids)
+            num_new += num_tokens
             if self.engines.are_several:
                 self.engines.note_output(active.ticket, num_tokens)
             if num_tokens and choice.last_token_s is not None:
@@ -238,6 +244,7 @@ class ActiveRequests:
                 self._note_first_token(active, choice, num_tokens, now_s)
             if choice.finish_reason is not None:
                 self._note_end(active, choice, output)
+        self._metrics.tokens_of_engine(engine, num_new)
         if num_by_gap:
             self._metrics.tokens_arrived(num_by_gap)
         self._bind()

@@ -341,7 +341,7 @@ class AsyncEngine:
         match message:
             case Outputs():
                 now_s, eos_token_ids = time.monotonic(), self.info.eos_token_ids
-                self._requests.take_outputs(message.outputs, eos_token_ids, now_s)
+                self._requests.take_outputs(message.outputs, eos_token_ids, now_s, engine=engine)
             case PrefixChanges():
                 self._take_prefix_changes(engine, message)
             case Beat():

@@ -125,7 +125,7 @@ class EngineMetrics:
         self._make_gauges()
         self._make_counters()
         self._make_histograms()
-        self._vllm = VllmMetrics(model_name, self._families, engine="0" if num_engines == 1 else "all")
+        self._vllm = VllmMetrics(model_name, self._families, num_engines=num_engines)
         self.registry.register(self._vllm)
 
     def model_is_ready(self, engine: int, info: ModelInfo) -> None:
@@ -226,6 +226,10 @@ class EngineMetrics:
         for (name, part), counter in self._counted.items():
             if name in ("step_time_seconds", "rank_time_seconds"):
                 counter.inc(getattr(times, f"{part}_s") - getattr(last, f"{part}_s"))
+
+    def tokens_of_engine(self, engine: int, num_tokens: int) -> None:
+        """Count new tokens by engine, where vLLM's names do."""
+        self._vllm.generated(engine, num_tokens)
 
     def tokens_arrived(self, num_by_gap: Mapping[float, int]) -> None:
         """Count further tokens of choices, by the seconds since the token before."""

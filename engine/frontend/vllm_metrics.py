@@ -31,7 +31,7 @@ _HISTOGRAMS = {
 }
 _SAME = (
     *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_config_info"),
-    *("prefix_cache_queries", "prompt_tokens", "generation_tokens", "request_success"),
+    *("prefix_cache_queries", "prompt_tokens", "request_success"),
     *("admission_rejections", "time_to_first_token_seconds", "inter_token_latency_seconds"),
     *("request_queue_time_seconds", "e2e_request_latency_seconds", "request_prompt_tokens"),
     "request_generation_tokens",
@@ -62,14 +62,20 @@ class Timeline(NamedTuple):
 class VllmMetrics(Collector):
     """The families of the page that begin with `vllm:`."""
 
-    def __init__(self, model_name: str, ours: Mapping[str, Collector], *, engine: str) -> None:
-        """`ours` are by name; `engine` is the label of families that are not counted for each engine."""
-        self._labels = {"model_name": model_name, "engine": engine}
+    def __init__(self, model_name: str, ours: Mapping[str, Collector], *, num_engines: int) -> None:
+        """`ours` are by name."""
+        # Of families that are not counted for each engine.
+        self._labels = {"model_name": model_name, "engine": "0" if num_engines == 1 else "all"}
+        self._num_generated = [0] * num_engines
         self._ours = ours
         self._histograms = {
             name: BatchedHistogram(_THEIRS + name, text, buckets=buckets, registry=None)
             for name, (text, buckets) in _HISTOGRAMS.items()
         }
+
+    def generated(self, engine: int, num_tokens: int) -> None:
+        """Count tokens of an engine."""
+        self._num_generated[engine] += num_tokens
 
     def stepped(self, num_steps: int, num_tokens: int) -> None:
         """Observe steps, which computed `num_tokens` together."""
@@ -104,6 +110,12 @@ class VllmMetrics(Collector):
         for histogram in self._histograms.values():
             for family in histogram.collect():
                 yield self._renamed(family, family.name)
+        generated = CounterMetricFamily(
+            _THEIRS + "generation_tokens", "Tokens generated", labels=[*self._labels]
+        )
+        for engine, num_tokens in enumerate(self._num_generated):
+            generated.add_metric([self._labels["model_name"], str(engine)], num_tokens)
+        yield generated
         yield from self._derived()
 
     def _renamed(self, family: Metric, name: str) -> Metric:

@@ -82,3 +82,16 @@ async def test_a_request_that_generated_nothing_has_no_phases(door: Door) -> Non
     door.in_flight.leave(live)
     assert theirs(door.metrics.registry, "request_prefill_time_seconds_count") == 0
     assert theirs(door.metrics.registry, "e2e_request_latency_seconds_count") == 1
+
+
+def test_generated_tokens_are_counted_for_each_engine() -> None:
+    metrics = EngineMetrics("m", num_engines=2)
+    metrics.tokens_of_engine(0, 3)
+    metrics.tokens_of_engine(1, 4)
+    values = [
+        metrics.registry.get_sample_value(
+            "vllm:generation_tokens_total", {"model_name": "m", "engine": engine}
+        )
+        for engine in ("0", "1", "all")
+    ]
+    assert values == [3, 4, None]
