@@ -403,7 +403,7 @@ class KVCacheManager:
         Its tail is reused first; the prefix cache keeps the rest for a while.
         """
         num_lost, num_held = self.num_tokens_at_stake(seq), sum(1 for _ in seq.held_blocks())
-        if self._has_state or not num_held or not (self._index.is_on and seq.reads_prefix_cache):
+        if self.has_state or not num_held or not (self._index.is_on and seq.reads_prefix_cache):
             return num_lost
         part = min(max(num_from_free - self.pool.num_free, 0) / num_held, 1.0)
         return min(num_lost, part * num_lost + seq.num_computed_tokens % self.block_size)

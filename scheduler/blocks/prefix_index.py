@@ -217,7 +217,7 @@ class PrefixIndex:
 
     def lacks_state(self, seq: Sequence, position: int) -> bool:
         """Whether the state at the end of a block is not found, nor will be kept by this plan."""
-        if not self._is_on:
+        if not self.is_on:
             return False
         key = self._keys(seq, position // self._block_size)[position // self._block_size - 1]
         is_new = any(key == each for each, _ in self._new_states)
