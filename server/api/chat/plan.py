@@ -7,6 +7,7 @@ A grammar holds from the first token of the answer on. Where the model reasons f
 before: so the block of thoughts is opened in the prompt, and the token that ends it begins the grammar.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -28,6 +29,9 @@ from server.reply.reading.dialects import Dialect, ReasoningStyle, find_dialect,
 from server.reply.reading.machine import ReplyReader
 from server.reply.reading.row import AnswerMarks, Phase, Row
 from server.reply.reading.template_rows import TemplateRow, find_template_row
+
+_IN_BRACKETS = re.compile(r"<[^<>]+>|\[[^\[\]]+\]")
+"""Parts of a mark that may be tokens of their own."""
 
 
 class ParserOptions(Protocol):
@@ -77,8 +81,9 @@ class ModelReading:
 
     def shown_ids(self, marks: tuple[str, ...]) -> frozenset[int]:
         """Special tokens that must stay in the text, since these marks have them."""
-        joined = "\0".join(marks)
-        return frozenset(token_id for token, token_id in self.info.added_tokens.items() if token in joined)
+        known = self.info.added_tokens
+        texts = (text for mark in marks for text in (mark, *_IN_BRACKETS.findall(mark)))
+        return frozenset(known[text] for text in texts if text in known)
 
 
 def model_reading(parsers: ParserOptions, info: ModelInfo) -> ModelReading:
