@@ -49,7 +49,7 @@ class Recurrence(NamedTuple):
     """Whether queries and keys are divided by their length first."""
     scaling: float
 
-    def of(self, tokens: slice) -> "Recurrence":
+    def of(self, tokens: slice | Tensor) -> "Recurrence":
         """Select some tokens."""
         return self._replace(
             query_TGK=self.query_TGK[tokens],
@@ -70,6 +70,16 @@ class Convolution(NamedTuple):
     """Name of the function of its outputs, as transformers names it."""
 
 
+class Tap(NamedTuple):
+    """Wish for the state of a sequence after some tokens of its share."""
+
+    sequence: int
+    """Place among the R sequences of the step."""
+    num_tokens: int
+    """At least one, at most all of the share."""
+    blocks_S: tuple[int, ...]
+
+
 class StateStep(NamedTuple):
     """Sequences of one step. R of them, with S blocks of states each."""
 
@@ -80,6 +90,7 @@ class StateStep(NamedTuple):
     is_first_R: NDArray[np.bool_]
     """Sequences that begin with this step: what their blocks contain is another's."""
     blocks_RS: NDArray[np.int64]
+    taps: tuple[Tap, ...] = ()
 
 
 class StateExecutor(Protocol):

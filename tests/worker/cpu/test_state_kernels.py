@@ -102,7 +102,7 @@ def computed(
         world.begin(shares)
         places = torch.cat([torch.arange(NUM_TOKENS)[tokens_of(seq, *cut)] for seq, cut in shares.items()])
         if isinstance(given, Recurrence):
-            out = world.states.recur(given.of(places))  # type: ignore[arg-type]
+            out = world.states.recur(given.of(places))
         else:
             out = world.states.convolve(given._replace(input_TC=given.input_TC[places]))
         parts = out.split([end - start for start, end in shares.values()])
