@@ -84,7 +84,9 @@ def _attend_tile_explicitly(
     seen_CNK: Tensor | None,
 ) -> Tensor:
     num_heads, num_groups, num_queries, _ = queries_HGND.shape
-    scores_HGNK = torch.matmul(queries_HGND, keys_HKD.unsqueeze(1).transpose(-1, -2)) * options.scaling
+    # The groups of a head are rows of one product: as products of their own they would each copy its keys.
+    scores_HXK = torch.bmm(queries_HGND.flatten(1, 2), keys_HKD.transpose(1, 2)) * options.scaling
+    scores_HGNK = scores_HXK.view(num_heads, num_groups, num_queries, -1)
     if options.softcap is not None:
         scores_HGNK = torch.tanh(scores_HGNK / options.softcap) * options.softcap
     hidden_NK = _hidden(num_queries, keys_HKD.shape[1], options.reach, queries_HGND.device)
@@ -93,7 +95,8 @@ def _attend_tile_explicitly(
         seen_HNK = seen_CNK.repeat_interleave(num_heads * num_groups // len(seen_CNK), dim=0)
         scores_HGNK.masked_fill_(~seen_HNK.view(scores_HGNK.shape), float("-inf"))
     sinks = None if options.sinks is None else options.sinks.view(num_heads, num_groups, 1, 1)
-    return torch.matmul(softmax_with_sinks(scores_HGNK, sinks), values_HKV.unsqueeze(1))
+    weights_HXK = softmax_with_sinks(scores_HGNK, sinks).flatten(1, 2)
+    return torch.bmm(weights_HXK, values_HKV).view(num_heads, num_groups, num_queries, -1)
 
 
 def _hidden(num_queries: int, num_keys: int, reach: Reach, device: torch.device) -> Tensor:
