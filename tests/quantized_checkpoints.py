@@ -4,6 +4,7 @@ Owns: the writing of each format. Nothing is rounded: both checkpoints hold the 
 Never: reads a format (worker/quantized does).
 """
 
+import copy
 import json
 import re
 from collections.abc import Callable
@@ -28,6 +29,7 @@ _SIZE = 0.3
 """Size of a typical weight, as tests/checkpoints.py has it."""
 PLAIN_MODULES = ("lm_head", "model.layers.1.mlp.down_proj")
 """Linear layers that stay as they are in every format."""
+_TOWER = re.compile(r"vision|visual|multi_modal|projector|audio|mlp1|connector")
 _LINEAR = re.compile(r".*(_proj(_with_mqa)?|\.w[123])\.weight$|lm_head\.weight$")
 
 
@@ -67,28 +69,47 @@ def write_quantized(family: str, name: str, root: Path) -> tuple[Path, Path]:
     plain = root / f"{family} plain {name}"
     quantized = root / f"{family} {name}"
     make_checkpoint(family, plain, tie_word_embeddings=False)
+    quantize(plain, quantized, name)
+    return quantized, plain
+
+
+def quantize(plain: Path, quantized: Path, name: str) -> None:
+    """Write a checkpoint in a format, and its plain one anew with the numbers that the codes stand for."""
     config = json.loads((plain / "config.json").read_text())
     tensors, stored = load_file(plain / "model.safetensors"), {}
-    random, chosen = Random(), FORMATS[name]
+    random, chosen, left_plain = Random(), FORMATS[name], set()
     for tensor_name in sorted(tensors):
         module = tensor_name.removesuffix(".weight")
         if name == "mxfp4" and re.fullmatch(r".*experts\.(gate_up|down)_proj", tensor_name):
             parts, tensors[tensor_name] = _write_stack(random, *tensors[tensor_name].shape)
             stored |= {f"{tensor_name}{ending}": part for ending, part in parts.items()}
-        elif name != "mxfp4" and _LINEAR.match(tensor_name) and module not in PLAIN_MODULES:
+        elif (
+            name != "mxfp4" and _LINEAR.match(tensor_name) and not _stays_plain(module, tensors[tensor_name])
+        ):
             written = chosen.write(random, *tensors[tensor_name].shape)
             tensors[tensor_name] = written.numbers_NK.contiguous()
             stored |= {f"{module}.{last}": part.contiguous() for last, part in written.tensors.items()}
         else:
             stored[tensor_name] = tensors[tensor_name]
+            left_plain.add(tensor_name)
     save_file(tensors, plain / "model.safetensors", {"format": "pt"})
     quantized.mkdir()
     for file in plain.iterdir():
         if file.name not in ("model.safetensors", "config.json"):
             (quantized / file.name).write_bytes(file.read_bytes())
     save_file(stored, quantized / "model.safetensors", {"format": "pt"})
-    (quantized / "config.json").write_text(json.dumps(config | {"quantization_config": chosen.config}))
-    return quantized, plain
+    said = copy.deepcopy(chosen.config)
+    for key in said.keys() & {"ignore", "modules_to_not_convert"}:
+        # What the tools list that write such checkpoints: every layer that they left as it was.
+        left = [each.removesuffix(".weight") for each in stored if each in left_plain]
+        said[key] = [*(each for each in said[key] if each.startswith("re:")), *left]
+    (quantized / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
+
+
+def _stays_plain(module: str, tensor: Tensor) -> bool:
+    """Tell what no tool quantizes: towers, and sizes that are no whole words or groups."""
+    is_odd = tensor.shape[0] % 8 > 0 or tensor.shape[1] % 16 > 0
+    return is_odd or module in PLAIN_MODULES or _TOWER.search(module) is not None
 
 
 def _packed(codes: Tensor, bits: int = 4) -> Tensor:

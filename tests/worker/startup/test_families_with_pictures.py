@@ -9,54 +9,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 
-from tests.checkpoints import vary_constants
 from tests.families import MATRIX
 from tests.tiers import by_day
-from tests.worker.conftest import BLOCK_SIZE, load_worker
+from tests.worker.family_formats import build, formats_of, generated, served
 from tests.worker.family_trial import tiny_config
-from tests.worker.plan_driver import PlanDriver
 from worker.checkpoint.task_choice import generating_class
 from worker.worker_errors import FamilyRefused
 
-PROMPTS = [[5, 9, 200, 31, 7], list(range(20, 43))]
-NUM_TOKENS = 6
 WHOLE = {each.name: each for each in MATRIX if each.text_part}
-
-
-def build(config: Any) -> Any:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
-        model = generating_class(config).from_config(config, dtype=torch.float32)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() > 1:
-                    parameter.normal_(0.0, 0.2)
-        vary_constants(model, torch)
-    return model.eval()
-
-
-def generated(model: Any) -> list[list[int]]:
-    found = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        output = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=NUM_TOKENS,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        found.append(output[0, len(prompt) :].tolist())
-    return found
-
-
-def served(folder: Path) -> list[list[int]]:
-    worker, _ = load_worker(folder, max_model_len=64)
-    driver = PlanDriver(worker, BLOCK_SIZE)
-    sequences = [driver.add(prompt) for prompt in PROMPTS]
-    driver.generate(sequences, NUM_TOKENS)
-    return [driver.generated(each) for each in sequences]
 
 
 @pytest.mark.parametrize("name", by_day(WHOLE, ["mistral3"]))
@@ -65,6 +25,10 @@ def test_the_text_of_a_whole_checkpoint_is_that_of_transformers(tmp_path: Path, 
     model.save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").unlink(missing_ok=True)
     assert served(tmp_path) == generated(model)
+
+
+def test_a_text_part_that_does_not_say_whether_its_head_is_tied_may_be_quantized(tmp_path: Path) -> None:
+    assert formats_of(WHOLE["qwen3_vl"], tmp_path, ["int4"]) == ["int4"]
 
 
 @pytest.mark.night
