@@ -2,22 +2,69 @@
 
     python scripts/write_families_page.py
 
-Owns: the lines between the two marks of that page. tests/worker/startup/test_family_matrix.py tries the
-same families and fails where a row is stale.
+Owns: the lines between the marks of that page: of the families that are asked for, with the formats that were
+tried, and of all. tests/worker/startup/test_family_matrix.py tries the same, and fails where a row is stale.
 Never: a word about a family that was not found by trying it.
 """
 
 import re
 from collections import Counter
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import transformers
 
 from tests.families import MATRIX
+from tests.gguf_checkpoints import FAMILIES as GGUF_FAMILIES
+from tests.worker.family_formats import FORMATS, formats_of
 from tests.worker.family_trial import Found, UnknownFamily, try_family
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
+ASKED_BEGIN, ASKED_END = "<!-- asked for: begin -->", "<!-- asked for: end -->"
+ASKED_HEADER = (
+    "| Models | Family | Computed by | Sees | Quantized, tried |",
+    "|---|---|---|---|---|",
+)
+ALL_FORMATS = "all"
+ASKED = {
+    "qwen3_5": "Qwen 3.5, 3.6",
+    "qwen3": "Qwen 3",
+    "qwen3_moe": "Qwen 3 with experts",
+    "qwen3_vl": "Qwen3-VL",
+    "qwen2": "Qwen 2.5",
+    "qwen2_5_vl": "Qwen2.5-VL",
+    "gemma4": "Gemma 4",
+    "gemma3": "Gemma 3",
+    "gpt_oss": "gpt-oss",
+    "glm4_moe": "GLM-4.5 to 4.7",
+    "glm4v_moe": "GLM-4.5V, 4.6V",
+    "glm_moe_dsa": "GLM-5",
+    "deepseek_v3": "DeepSeek R1, V3, V3.1; Kimi K2",
+    "deepseek_v32": "DeepSeek V3.2",
+    "kimi_k25": "Kimi K2.5, K2.6",
+    "kimi_linear": "Kimi Linear",
+    "minimax_m2": "MiniMax M2",
+    "minimax_m3_vl": "MiniMax M3",
+    "mistral3": "Mistral Small 3, Ministral 3, Devstral 2",
+    "mistral": "Mistral 7B",
+    "mixtral": "Mixtral",
+    "llama": "Llama 2, 3",
+    "llama4": "Llama 4",
+    "phi3": "Phi 3, 4",
+    "granitemoehybrid": "Granite 4",
+    "granite": "Granite 3",
+    "lfm2": "LFM2",
+    "nemotron_h": "Nemotron 3",
+    "smollm3": "SmolLM 3",
+    "smolvlm": "SmolVLM",
+    "internvl": "InternVL 3",
+    "hunyuan_v1_dense": "Hunyuan",
+    "ernie4_5_moe": "ERNIE 4.5",
+    "exaone4": "EXAONE 4",
+    "olmo3": "OLMo 3",
+}
+"""Families that most threads of 2026 ask for, and the names of their models."""
 HEADER = (
     "| Family | Computed by | What its tiny model has | Why not by kernels, or not at all |",
     "|---|---|---|---|",
@@ -44,17 +91,34 @@ def render(found: list[Found]) -> str:
     return "\n".join([summary, "", *HEADER, *rows])
 
 
+def render_asked(found: list[Found], formats: dict[str, list[str]]) -> str:
+    by_name = {each.family.name: each for each in found}
+    rows = [asked_row(by_name[name], formats[name]) for name in ASKED]
+    return "\n".join([*ASKED_HEADER, *rows])
+
+
+def asked_row(found: Found, formats: list[str]) -> str:
+    """A row for a reader in haste. Of pictures, every model that knows them reads the text around them."""
+    name = found.family.name
+    tried = [ALL_FORMATS] if len(formats) == len(FORMATS) else [FORMATS[each] for each in formats]
+    if GGUF_FAMILIES.keys() & {name, f"{name}_text"}:
+        tried.append("GGUF")
+    sees = "text, no pictures yet" if found.family.text_part else "text"
+    cells = (ASKED[name], f"`{name}`", _computed_by(found), sees, ", ".join(tried))
+    return "| " + " | ".join(cells) + " |"
+
+
 def render_row(found: Found) -> str:
     cells = (found.family.name, _computed_by(found), ", ".join(found.traits), _reasons(found))
     return "| " + " | ".join((f"`{cells[0]}`", *cells[1:])) + " |"
 
 
-def insert(page: str, table: str) -> str:
+def insert(page: str, table: str, begin: str = BEGIN, end: str = END) -> str:
     """The page with `table` between its marks. Raises ValueError if a mark is missing."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"{PAGE.name} lacks {BEGIN} or {END}")
+    before, found_begin, rest = page.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not (found_begin and found_end):
+        raise ValueError(f"{PAGE.name} lacks {begin} or {end}")
     return f"{before}{begin}\n\n{table}\n\n{end}{after}"
 
 
@@ -89,5 +153,17 @@ def _try_all() -> list[Found]:
     return found
 
 
+def _try_formats() -> dict[str, list[str]]:
+    families = {each.name: each for each in MATRIX}
+    found = {}
+    for name in ASKED:
+        with TemporaryDirectory() as root:
+            found[name] = formats_of(families[name], Path(root), list(FORMATS))
+    return found
+
+
 if __name__ == "__main__":
-    PAGE.write_text(insert(PAGE.read_text(encoding="utf-8"), render(_try_all())), encoding="utf-8")
+    families = _try_all()
+    text = insert(PAGE.read_text(encoding="utf-8"), render(families))
+    asked = render_asked(families, _try_formats())
+    PAGE.write_text(insert(text, asked, ASKED_BEGIN, ASKED_END), encoding="utf-8")

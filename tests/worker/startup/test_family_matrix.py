@@ -1,13 +1,24 @@
 """Every family that transformers has computes what it computes by itself, or is refused with the reason."""
 
 import re
+from pathlib import Path
 
 import pytest
 import transformers
 
-from scripts.write_families_page import BEGIN, END, PAGE, render_row
+from scripts.write_families_page import (
+    ALL_FORMATS,
+    ASKED,
+    ASKED_BEGIN,
+    ASKED_END,
+    BEGIN,
+    END,
+    PAGE,
+    render_row,
+)
 from tests.families import MATRIX, Family
 from tests.tiers import by_day
+from tests.worker.family_formats import FORMATS, formats_of
 from tests.worker.family_trial import UnknownFamily, try_family
 
 pytestmark = pytest.mark.night
@@ -59,3 +70,26 @@ def test_a_family_in_a_mixed_batch_computes_what_it_computes_alone(family: Famil
 
 def test_the_table_of_families_has_a_row_for_each() -> None:
     assert re.findall(r"^\| `([^`]*)` \|", table(), flags=re.MULTILINE) == [each.name for each in MATRIX]
+
+
+def asked_cells(name: str) -> list[str]:
+    asked = PAGE.read_text(encoding="utf-8").partition(ASKED_BEGIN)[2].partition(ASKED_END)[0]
+    row = next(line for line in asked.splitlines() if f"| `{name}` |" in line)
+    return [each.strip() for each in row.strip("|").split("|")]
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_a_family_that_is_asked_for_has_the_formats_of_its_row(name: str, tmp_path: Path) -> None:
+    """One format of each family: the script that writes the rows has tried all."""
+    tried = asked_cells(name)[4].split(", ")
+    chosen = list(FORMATS)[list(ASKED).index(name) % len(FORMATS)]
+    [family] = [each for each in MATRIX if each.name == name]
+    is_said = ALL_FORMATS in tried or FORMATS[chosen] in tried
+    assert bool(formats_of(family, tmp_path, [chosen])) == is_said, chosen
+
+
+def test_both_tables_say_the_same_of_how_a_family_is_computed() -> None:
+    ways = {
+        row.split(" | ")[0].strip("| `"): row.split(" | ")[1] for row in table().splitlines() if " | " in row
+    }
+    assert {name: asked_cells(name)[2] for name in ASKED} == {name: ways[name] for name in ASKED}
