@@ -15,6 +15,7 @@ from tests.invariants import check_invariants
 from tests.worker.conftest import BLOCK_SIZE, MakeCheckpoint, load_worker
 from tests.worker.plan_driver import GREEDY
 from tests.worker.transformers_generate import NUM_TOKENS, expected
+from worker.model import layer_shards
 from worker.worker import Worker
 from worker.worker_config import ModelFacts
 
@@ -132,6 +133,32 @@ def test_a_windowed_model_answers_the_same_in_a_cache_that_holds_the_window_only
         assert served.tokens[SequenceId(number)] == expected(folder, tuple(prompt))
     hit = [*STRANGER[:40], 9]
     assert served.generate(9, hit) == expected(folder, tuple(hit))
+
+
+def test_windows_beside_full_layers_give_the_tokens_of_one_group_of_blocks(
+    checkpoints: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same prompts, cut, decoded, preempted and found again, with the tokens of one group of blocks."""
+    folder = checkpoints("gemma2")
+    prompts = [[(7 * index + number) % 300 for index in range(90 + number)] for number in range(3)]
+
+    def serve() -> tuple[list[list[int]], int]:
+        worker, facts = load_worker(folder, num_blocks=70, max_num_batched_tokens=8)
+        served = Served(worker, facts, {"num_blocks": 70, "max_num_batched_tokens": 8})
+        for number, prompt in enumerate(prompts):
+            served.add(number, prompt)
+        served.run()
+        again = served.generate(9, [*prompts[0], 5])
+        tokens = [served.tokens[SequenceId(number)] for number in range(len(prompts))]
+        return [*tokens, again], num_tables(facts.groups)
+
+    grouped_tokens, num_stripes = serve()
+    assert num_stripes > 1
+    monkeypatch.setattr(layer_shards, "grouped", lambda layout, longest: layout)
+    one_group_tokens, num_stripes = serve()
+    assert num_stripes == 1
+    assert grouped_tokens == one_group_tokens
+    assert grouped_tokens[0] == expected(folder, tuple(prompts[0]))
 
 
 def windowed_plan(start: int, table: NewTable) -> SchedulerOutput:
