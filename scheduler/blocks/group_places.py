@@ -17,6 +17,9 @@ from sys import maxsize
 from scheduler.cache_groups import CacheGroup, LifetimeKind
 from scheduler.config import SchedulerConfig
 
+_LEAST_STEP_TOKENS = 64
+"""More than any share of a decode with drafts, and those that a draft model writes ahead."""
+
 
 class GroupPlaces:
     """Ranges of a table, counted from a sequence's first token. Where all tokens are kept, none is passed."""
@@ -24,8 +27,12 @@ class GroupPlaces:
     def __init__(self, group: CacheGroup, config: SchedulerConfig) -> None:
         self._block_size = config.block_size
         self._lifetime = lifetime = group.lifetime
+        # Of one prompt a step has no more than of all; drafts are fewer than that.
+        most_of_prompts = max(config.max_prefill_tokens or maxsize, _LEAST_STEP_TOKENS)
         self._most_at_once = group.most_places(
-            maxsize, block_size=config.block_size, num_step_tokens=config.max_num_batched_tokens
+            maxsize,
+            block_size=config.block_size,
+            num_step_tokens=min(config.max_num_batched_tokens, most_of_prompts),
         )
         self.num_stripes = group.num_stripes
         """Blocks of a place."""

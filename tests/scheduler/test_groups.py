@@ -172,3 +172,16 @@ def test_a_state_that_went_to_the_host_comes_back() -> None:
         turn(world, number, prompt(70, number), max_tokens=2)
     assert turn(world, 5, prompt(44)) == 28
     assert any(plan.swap_in for plan in world.worker.plans)
+
+
+def test_a_prompt_holds_a_window_and_what_prompts_get_of_a_step() -> None:
+    """And not as much as a step of decodes and prompts could have: 8 and 64 tokens touch 19 places."""
+    world = grouped(WINDOW, max_num_batched_tokens=256, max_prefill_tokens=64)
+    world.add(make_sequence(1, prompt(300), max_tokens=2))
+    most = 0
+    while world.scheduler.has_unfinished_requests:
+        plan = world.step()
+        assert plan.num_scheduled_tokens <= 64
+        most = max(most, world.scheduler.kv.num_used_blocks)
+    assert most == 3 * 19
+    assert world.tokens[SequenceId(1)] == continuation(prompt(300), 2)
