@@ -262,11 +262,6 @@ class ModelFacts:
         return sum(group.num_stripes for group in fixed)
 
     @property
-    def finds_prefixes(self) -> bool:
-        """Whether a prefix that was computed serves another sequence: not yet where there are states."""
-        return self.is_paged and not self.num_state_blocks
-
-    @property
     def is_paged(self) -> bool:
         """Whether blocks hold keys and values."""
         return bool(self.groups)

@@ -54,7 +54,7 @@ def scheduler_config(options: SchedulerOptions, facts: ModelFacts) -> SchedulerC
         "max_scored_tokens": -(-facts.saturating_tokens // _SCORED_PART),
         "max_plans_in_flight": _plans_in_flight(options, facts),
         "draft_admission": DraftAdmission.PAYING,
-        "prefix_caching": options.prefix_caching if facts.finds_prefixes else PrefixCaching.OFF,
+        "prefix_caching": options.prefix_caching if facts.is_paged else PrefixCaching.OFF,
     }
     return SchedulerConfig(
         **(asked | decided),

@@ -53,6 +53,9 @@ async def test_a_crowd_that_preempts_itself_gets_the_same_texts_as_each_alone(
                 assert each["usage"]["completion_tokens"] == NUM_TOKENS
             scored = await complete(client, 3, max_tokens=0, echo=True, logprobs=2)
             assert len(scored["choices"][0]["logprobs"]["tokens"]) == len(prompt_of(3))
+            again = [await complete(client, index) for index in range(6)]
+            assert [each["choices"] for each in again] == [each["choices"] for each in alone]
         assert server.metric("tokenyard:num_preemptions_total") > 0
-        assert server.metric("tokenyard:prefix_cache_hits_total") == 0
+        # Without the host's memory a crowd of forty blocks leaves no state to be found.
+        assert (server.metric("tokenyard:prefix_cache_hits_total") > 0) >= bool(swap)
         server.wait_until_idle()

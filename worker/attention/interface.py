@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from scheduler.cache_groups import ALL_TOKENS, Lifetime, LifetimeKind
-from worker.states.interface import StateExecutor, StateStep
+from worker.states.interface import StateExecutor, StateStep, Tap
 from worker.worker_errors import UnsupportedAttention
 
 ATTENTION_NAME = "tokenyard_paged"
@@ -190,12 +190,14 @@ class AttentionMetadata:
     """[T]: the place within these blocks."""
     state_blocks: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 0), np.int64))
     """[R, S]: the blocks of each sequence's state, where layers are recurrent."""
+    taps: tuple[Tap, ...] = ()
+    """States that are written to other blocks as well."""
 
     @property
     def states(self) -> StateStep:
         """Return the step as recurrent layers see it."""
         is_first_R = self.seq_lens == np.diff(self.query_starts)
-        return StateStep(self.num_decodes, self.query_starts, is_first_R, self.state_blocks)
+        return StateStep(self.num_decodes, self.query_starts, is_first_R, self.state_blocks, self.taps)
 
 
 class StepSpan(NamedTuple):

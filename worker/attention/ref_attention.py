@@ -32,6 +32,7 @@ from worker.attention.interface import (
 from worker.attention.kv_cache import KVCache, PagedTensor
 from worker.devices.device import Device
 from worker.states.ref_states import RefStates
+from worker.states.tapped_states import TappedStates
 
 # A group of decodes is cut where the longest has this many times the blocks of the shortest, ...
 _LONGEST_OVER_SHORTEST = 2
@@ -61,8 +62,9 @@ class RefAttention:
     def __init__(self, cache: KVCache, device: Device) -> None:
         self._cache = cache
         self._device = device
+        layout = cache.layout.states
         self.states = (
-            RefStates(cache.pool_NE, cache.layout.states) if cache.layout.states is not None else None
+            None if layout is None else TappedStates(RefStates(cache.pool_NE, layout), cache.pool_NE, layout)
         )
         self._metadata: AttentionMetadata
         self._buffers: dict[str, Tensor] = {}

@@ -35,6 +35,7 @@ from worker.cpu.native import (
 from worker.cpu.states import CpuStates
 from worker.devices.device import Device
 from worker.model.layer_call import AngleOrder, Rotation
+from worker.states.tapped_states import TappedStates
 
 
 class GivenAngles(NamedTuple):
@@ -67,7 +68,10 @@ class CpuAttention:
     def __init__(self, cache: KVCache, device: Device, kernels: Kernels) -> None:
         self._ref = RefAttention(cache, device)
         layout = cache.layout.states
-        self.states = None if layout is None else CpuStates(cache.pool_NE, layout, kernels)
+        pool_NE = cache.pool_NE
+        self.states = (
+            None if layout is None else TappedStates(CpuStates(pool_NE, layout, kernels), pool_NE, layout)
+        )
         self.index_keys = self._ref
         self._kernels = kernels
         self._dtype = cache.layout.dtype

@@ -115,7 +115,8 @@ class HostPool:
             states_RS = np.tile(states_RS, (len(tables), 1))
             tables_RB = np.concatenate([states_RS, tables_RB], axis=1)
             read_blocks_R = read_blocks_R + states_RS.shape[1]
-            written_W = np.concatenate([written_W, states_RS.reshape(-1)])
+            tapped = [block for tap in metadata.taps for block in tap.blocks_S]
+            written_W = np.concatenate([written_W, states_RS.reshape(-1), np.array(tapped, np.int64)])
         return self._among_copies(TouchedRows(written_W, tables_RB, read_blocks_R))
 
     def _among_copies(self, touched: TouchedRows) -> AbstractContextManager[None]:

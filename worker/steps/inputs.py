@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from scheduler.messages import NewSequence, ScheduledSequence, SchedulerOutput, SequenceId
 from worker.attention.interface import AttentionMetadata, BlockTables
+from worker.states.interface import Tap
 from worker.steps.row_table import RowTable
 from worker.worker_errors import SequenceRefused
 
@@ -124,6 +125,7 @@ def build_inputs(plan: SchedulerOutput, rows: RowTable, failures: dict[SequenceI
         token_blocks_ST=rows.blocks_at(rows_T, positions_T),
         token_offsets=positions_T % rows.block_size,
         state_blocks=rows.state_blocks_CS[row_of_R],
+        taps=_taps(plan, shares) if plan.taps else (),
     )
     return StepInputs(
         input_ids_T=rows.token_ids_CL[rows_T, positions_T].astype(np.int64),
@@ -137,6 +139,13 @@ def build_inputs(plan: SchedulerOutput, rows: RowTable, failures: dict[SequenceI
         rows=row_of_R[wanted_N].tolist(),
         shares=list(shares),
     )
+
+
+def _taps(plan: SchedulerOutput, shares: Sequence[ScheduledSequence]) -> tuple[Tap, ...]:
+    """Find the share of each tap; those of sequences that are not computed are left out."""
+    places = {share.sequence_id: place for place, share in enumerate(shares)}
+    found = [(tap, places[tap.sequence_id]) for tap in plan.taps if tap.sequence_id in places]
+    return tuple(Tap(place, tap.position - shares[place].start, tap.block_ids) for tap, place in found)
 
 
 def is_sound(share: ScheduledSequence, rows: RowTable, failures: dict[SequenceId, str]) -> bool:

@@ -100,7 +100,7 @@ def _full_length_requests(info: ModelInfo) -> str:
 
 def _scheduler(engine: EngineConfig, info: ModelInfo) -> str:
     config = engine.scheduler
-    prefix_caching = config.prefix_caching if info.finds_prefixes else "off"
+    prefix_caching = config.prefix_caching if info.is_paged else "off"
     return (
         f"{config.policy}, up to {config.max_num_seqs:,} sequences "
         f"and {config.max_num_batched_tokens:,} tokens a step, prefix caching {prefix_caching}"

@@ -88,7 +88,6 @@ def test_facts_count_the_blocks_of_a_state(loaded: tuple[Worker, ModelFacts]) ->
     facts = loaded[1]
     assert facts.num_state_blocks > 0
     assert facts.is_paged
-    assert not facts.finds_prefixes
     assert facts.max_drafts == 0
 
 
