@@ -202,6 +202,14 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "gpt_neo": {"num_layers": 2, "num_hidden_layers": None, "attention_types": [[["global", "local"], 1]]},
     "mamba2": {"num_heads": 8, "head_dim": 16},
+    "qwen4_exp_text": {
+        "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    },
     "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 1},
 }
 
