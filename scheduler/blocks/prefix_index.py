@@ -169,7 +169,7 @@ class PrefixIndex:
             self.swap_space.publish(group, key, host_row)
 
     def found_at(self, group: int, seq: Sequence, place: int) -> Row:
-        """What the device has of a place of a sequence; empty if nothing, or if its key is not known yet."""
+        """Return what the device has of a place; empty if nothing, or if its key is not known yet."""
         return self.caches[group].get(seq.block_keys[place]) or () if place < len(seq.block_keys) else ()
 
     def kept(self) -> Container[BlockId]:

@@ -4,7 +4,8 @@ Owns: subcommands, and the end after a mistake: one line on stderr and a code.
 Never: imports a web framework or a tensor library before the options are known to be right and the
 port is ours: --help and mistakes must answer at once.
 
-Codes: 0 done, 2 a mistake on the command line, 98 the port is in use; others come from the subcommand.
+Codes: 0 done, 2 a mistake on the command line, 98 the port is in use, 141 the reader of the output has left;
+others come from the subcommand.
 """
 
 import os
@@ -41,17 +42,24 @@ _TOOLS = {
     "man": "server.command.manual",
 }
 EXIT_PORT_IN_USE = 98
+EXIT_BROKEN_PIPE = 141
+"""Code that a shell reports of a program which SIGPIPE ended."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        return _dispatch(words)
+        code = _dispatch(words)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has seen enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
+        return EXIT_BROKEN_PIPE
     except (OptionError, CannotListen) as error:
         return failed("tokenyard", error, EXIT_USAGE)
     except PortInUse as error:
         return failed("tokenyard", error, EXIT_PORT_IN_USE)
+    return code
 
 
 def _dispatch(words: list[str]) -> int:

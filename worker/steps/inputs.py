@@ -110,9 +110,8 @@ def build_inputs(plan: SchedulerOutput, rows: RowTable, failures: dict[SequenceI
     num_decodes = len(shares) - int(np.count_nonzero(is_long_R))
 
     ends_R = np.cumsum(counts_R)
-    if num_decodes == len(shares):
-        rows_T, positions_T = row_of_R, starts_R
-    else:
+    rows_T, positions_T = row_of_R, starts_R
+    if num_decodes < len(shares):
         rows_T = np.repeat(row_of_R, counts_R)
         positions_T = np.arange(ends_R[-1]) + np.repeat(starts_R + counts_R - ends_R, counts_R)
     wanted_N = np.flatnonzero(samples_R)

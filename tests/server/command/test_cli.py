@@ -296,3 +296,12 @@ def test_loading_is_a_line_every_two_seconds_in_a_log_file() -> None:
     assert 2 <= len(lines) <= 3
     assert "\x1b" not in stream.getvalue()
     assert lines[1].startswith("loading: 5")
+
+
+def test_a_reader_of_a_pipe_that_has_seen_enough_ends_a_command_without_a_word():
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "server", "completion", "bash"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, timeout=60, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
