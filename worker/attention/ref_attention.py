@@ -185,16 +185,35 @@ class RefAttention:
         blocks_1B = table_B[None, first : -(-seq_len // block_size)]
         seen = slice(first_seen - first * block_size, seq_len - first * block_size)
         dtype = query_HND.dtype
-        keys_HKD, values_HKV = (
-            each[:, seen] for each in self._gather_both(layer_idx, name, blocks_1B, dtype)
-        )
+        seen_CNK = None if options.choice is None else options.choice.seen[index]
+        if seen_CNK is not None and seen_CNK.shape[:2] == (1, 1):  # of one token the others are not read
+            chosen_K, seen_CNK = seen_CNK[0, 0].nonzero()[:, 0], None
+            keys_HKD, values_HKV = self._gather_rows(layer_idx, table_B, chosen_K, dtype)
+        else:
+            gathered = self._gather_both(layer_idx, name, blocks_1B, dtype)
+            keys_HKD, values_HKV = (each[:, seen] for each in gathered)
         queries_HGND = query_HND.reshape(keys_HKD.shape[0], -1, num_queries, query_HND.shape[-1])
         options = options._replace(scaling=options.scaling * cache.keys.scale)
-        seen_CNK = None if options.choice is None else options.choice.seen[index]
-        if seen_CNK is not None and seen_CNK.shape[:2] == (1, 1):  # the others are left out
-            chosen_K = seen_CNK[0, 0].nonzero()[:, 0]
-            keys_HKD, values_HKV, seen_CNK = keys_HKD[:, chosen_K], values_HKV[:, chosen_K], None
         return _scaled(attend_densely(queries_HGND, keys_HKD, values_HKV, options, seen_CNK), cache.values)
+
+    def _gather_rows(
+        self, layer_idx: int, table_B: NDArray[np.int32], places_K: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Gather keys [H, K, D] and values [H, K, V] at some places of a sequence, in `dtype`."""
+        cache, shape = self._cache.layers[layer_idx], self._cache.layout.layers[layer_idx]
+        block_size, num_heads = self._cache.layout.block_size, shape.num_heads
+        blocks_K = self._device.tensor(table_B.astype(np.int64))[places_K // block_size]
+        heads_H1 = torch.arange(num_heads, device=blocks_K.device).unsqueeze(1)
+
+        def rows_of(source: PagedTensor) -> Tensor:
+            pages_HK = blocks_K * source.pages_per_block + heads_H1
+            rows = (pages_HK * block_size + places_K % block_size).reshape(-1)
+            return source.rows_RD.index_select(0, rows).view(num_heads, len(places_K), -1).to(dtype)
+
+        keys_HKD = rows_of(cache.keys)
+        if shape.value_is_key_part:
+            return keys_HKD, keys_HKD[..., : shape.value_dim]
+        return keys_HKD, rows_of(cache.values)
 
     def _gather_both(
         self, layer_idx: int, name: Hashable, blocks_RB: NDArray[np.signedinteger], dtype: torch.dtype
