@@ -19,7 +19,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from server.edge.http.endpoint import MODEL_REFERENCE, Endpoint, ReplyModel
+from server.edge.http.endpoint import MODEL_REFERENCE, Endpoint, ReplyList, ReplyModel
 from server.edge.wire_model import WireModel
 
 _REFERENCE = re.compile(MODEL_REFERENCE.format(model=r"(\w+)"))
@@ -55,7 +55,7 @@ def document(
 def _replies_in(page: Mapping[str, Any]) -> list[type[BaseModel]]:
     """Models that the page refers to. A test checks that their names differ."""
     named = set(_REFERENCE.findall(json.dumps(page)))
-    return [model for model in _subclasses(ReplyModel) if model.__name__ in named]
+    return [model for model in _subclasses(ReplyModel, ReplyList) if model.__name__ in named]
 
 
 def _schemas(requests: Iterable[type[BaseModel]], replies: Iterable[type[BaseModel]]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ A render asks the queue for no room and compiles no grammar: a full queue must n
 from typing import Any
 
 from fastapi import APIRouter
-from pydantic import RootModel
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -20,7 +19,7 @@ from server.api.chat.turn import prompt_of
 from server.api.completions.protocol import COMPLETION_REFUSALS, CompletionRequest
 from server.api.completions.requests import check_completion, encode_prompts
 from server.edge.http.edge import edge_of
-from server.edge.http.endpoint import Endpoint, ReplyModel, documentation, json_reply
+from server.edge.http.endpoint import Endpoint, ReplyList, ReplyModel, documentation, json_reply
 from server.edge.http.json_body import read_request
 from server.reply.generate.answering import new_reply_id
 from server.reply.generate.protocol import GenerationFields, SamplingFields, ServiceFields
@@ -46,8 +45,10 @@ class Rendered(ReplyModel):
     kv_transfer_params: None
 
 
-class RenderedPrompts(RootModel[list[Rendered]]):
-    """One for each prompt."""
+class RenderedPrompts(ReplyList):
+    """Prompts of a completion, in their order."""
+
+    root: list[Rendered]
 
 
 router = APIRouter()

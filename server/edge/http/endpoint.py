@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, RootModel
 from starlette.responses import Response
 
 from server.edge.error_replies import ErrorShape
@@ -57,6 +57,10 @@ class ReplyModel(BaseModel):
     """The shape of a reply, for the document only. Replies are built as plain dicts, token by token."""
 
     model_config = ConfigDict(extra="forbid", defer_build=True)  # few servers are asked for the document
+
+
+class ReplyList(RootModel[list[Any]]):
+    """The shape of a reply that is a list, for the document only."""
 
 
 class ErrorDetail(ReplyModel):
