@@ -150,6 +150,8 @@ async def create_message(request: Request) -> Response:
     note_ignored(request, ignored_names(body))
     with in_their_words(body):
         turn = await prepare_fitting(edge, chat_request_of(body), origin)
+    if turn.ignores_budget:
+        note_ignored(request, ["thinking.budget_tokens"])
     head = new_head(origin, edge.engine.info)
     num_tokens = len(turn.prompt_ids)
     plan = ReplyPlan(head=head, num_prompt_tokens=(num_tokens,), usage=UsageReport(at_end=True))

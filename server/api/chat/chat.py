@@ -13,7 +13,7 @@ from server.api.chat.replies import ChatReply, ChatStream
 from server.api.chat.turn import prepare_turn
 from server.edge.http.edge import edge_of
 from server.edge.http.endpoint import Endpoint, documentation
-from server.edge.http.ignored import note_unread_kwargs
+from server.edge.http.ignored import note_ignored, note_unread_kwargs
 from server.reply.generate.answering import new_head, new_reply_id, token_names, usage_report, whole
 from server.reply.generate.calls import read_call
 from server.reply.generate.replies import ReplyPlan
@@ -40,6 +40,8 @@ async def create_chat_completion(request: Request) -> Response:
     body, origin = await read_call(request, ChatCompletionRequest, CHAT_REFUSALS, reply_id=reply_id)
     note_unread_kwargs(request, body.chat_template_kwargs)
     turn = await prepare_turn(edge, body, origin)
+    if turn.ignores_budget:
+        note_ignored(request, ["thinking_token_budget"])
     plan = ReplyPlan(
         head=new_head(origin, edge.engine.info),
         num_prompt_tokens=(len(turn.prompt_ids),),

@@ -37,6 +37,8 @@ class ChatTurn:
     prompt_ids: TokenIds
     request: GenerationRequest
     reading: Reading
+    ignores_budget: bool
+    """Whether a budget of thoughts has no effect: there are none, or their end is of several tokens."""
 
 
 async def prepare_turn(edge: Edge, body: ChatCompletionRequest, origin: Origin) -> ChatTurn:
@@ -51,6 +53,8 @@ async def prepare_turn(edge: Edge, body: ChatCompletionRequest, origin: Origin) 
         prompt_ids=prompt_ids,
         request=replace(request, prediction=prediction) if prediction else request,
         reading=turn.reading,
+        ignores_budget=body.thinking_token_budget is not None
+        and (turn.answer is None or not turn.answer.token_ids),
     )
 
 

@@ -248,6 +248,19 @@ async def test_thoughts_have_as_many_tokens_as_the_request_allows(client, thinki
     assert (answer.text, answer.begin) == ("</think>", "<think>")
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
+async def test_a_budget_that_cannot_be_kept_is_named_as_ignored(client, thinking, path) -> None:
+    budget: dict = {"thinking_token_budget": 7}
+    if path != CHAT:
+        budget = {"thinking": {"type": "enabled", "budget_tokens": 7}}
+    kept = await client.post(path, json={**HI, "max_tokens": 9, **budget})
+    assert "x-tokenyard-ignored" not in kept.headers
+    thinking.model_info = dataclasses.replace(THINKING, added_tokens={})  # the marks are several tokens
+    reply = await client.post(path, json={**HI, "max_tokens": 9, **budget})
+    assert reply.status_code == 200
+    assert reply.headers["x-tokenyard-ignored"].endswith(("thinking_token_budget", "thinking.budget_tokens"))
+
+
 async def test_a_budget_of_thoughts_is_for_chats(client) -> None:
     reply = await client.post("/v1/completions", json={"prompt": "hi", "thinking_token_budget": 7})
     assert reply.json()["error"]["param"] == "thinking_token_budget"
