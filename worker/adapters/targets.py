@@ -57,7 +57,8 @@ class Targets:
 
     def without_latents(self, model: nn.Module, why: str) -> "Targets":
         """Leave products that expand latents out, for this reason."""
-        names = [name for name in self.sizes if isinstance(model.get_submodule(name), LatentExpansion)]
+        expansions = {name for name, module in model.named_modules() if isinstance(module, LatentExpansion)}
+        names = expansions & self.sizes.keys()
         sizes = {name: size for name, size in self.sizes.items() if name not in names}
         return Targets(sizes, {**self.reasons, **dict.fromkeys(names, why)}, self.experts)
 
