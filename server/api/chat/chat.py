@@ -54,7 +54,9 @@ async def create_chat_completion(request: Request) -> Response:
         num_prompt_logprobs=body.prompt_logprobs,
         journal=origin.journal if body.include_metrics and turn.request.n == 1 else None,
     )
-    outputs = edge.engine.generate_all([turn.request], is_read_whole=not body.stream)
+    outputs = edge.engine.generate_all(
+        [turn.request], is_read_whole=not body.stream and turn.reading.counts_by_tokens
+    )
     if body.stream:
         return EventStream(outputs, ChatStream(plan, turn.reading), edge)
     return await whole(request, outputs, ChatReply(plan, turn.reading))

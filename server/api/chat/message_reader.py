@@ -49,6 +49,12 @@ class Reading:
     reasoning_end_id: int | None = None
     """The token that ends a block of reasoning, if it is one token."""
     reports_reasoning: bool = False
+
+    @property
+    def counts_by_tokens(self) -> bool:
+        """Whether tokens of thoughts are counted however large the pieces are in which a reply is read."""
+        return self.reasoning_end_id is not None or not self.reports_reasoning
+
     """Usage has the number of reasoning tokens."""
     max_calls: int | None = None
     new_call_id: Callable[[], str] = call_id

@@ -13,7 +13,7 @@ import json
 import re
 
 _MAX_DEPTH = 64
-_HEAD = re.compile(r"\s*(?:call)?:?\s*([^\s{}()\"'<>:,]+)\s*([{(])")
+_HEAD = re.compile(r"\s*+(?:call)?:?\s*+([^\s{}()\"'<>:,]+)\s*+([{(])")  # no backing up: a text may be long
 
 
 def read_brace_call(text: str, quotes: tuple[tuple[str, str], ...]) -> tuple[str, str] | None:

@@ -19,6 +19,8 @@ _STRUCTURE = frozenset('{}[],:"')
 _TOKEN = re.compile(r'\s+|[^\s{}\[\],:"<]+')
 _SCALAR = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null")
 _SPECIAL = re.compile(r'["\\\x00-\x1f]')
+_BAD_ESCAPE = re.compile(r'\\(?:(["\\/bfnrtu])|(?=.))', re.DOTALL)
+"""An escape, or a backslash that begins none."""
 _CONTROLS = re.compile(r"[\x00-\x1f]")
 _KEY, _COLON, _VALUE, _END = range(4)
 """Parts that may come next."""
@@ -71,7 +73,11 @@ class JsonText:
         if self.is_inside_value:
             self._write(rest)
         elif rest and self._expects == _VALUE and not self.is_in_string:
-            self._write(self._held + rest)  # a number, say, that nothing has ended
+            # A number, say, that nothing has ended.
+            if is_cut:
+                self._write(self._held + rest)
+            elif self._take_scalar(rest):
+                self.close()
         elif not is_cut and self.progress is not Progress.ENDED:
             self.close()
 
@@ -81,7 +87,7 @@ class JsonText:
         end = found.end()
         is_over = text.startswith('"', end)
         end += is_over
-        piece = text[at:end]
+        piece = _BAD_ESCAPE.sub(_doubled, text[at:end])
         if _CONTROLS.search(piece) is not None:
             piece = _CONTROLS.sub(_escape, piece)
         if self._is_key:
@@ -202,6 +208,10 @@ class JsonText:
         self._write(plain if is_json else json.dumps(plain, ensure_ascii=False))
         self._end_value()
         return True
+
+
+def _doubled(found: re.Match[str]) -> str:
+    return found.group() if found.group(1) else "\\\\"
 
 
 def _escape(found: re.Match[str]) -> str:

@@ -1,6 +1,7 @@
 """Golden replies with a mark that is missing or stands twice: valid JSON, and no value of anything else."""
 
 import json
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -60,6 +61,31 @@ def test_a_mark_that_is_missing_breaks_no_json_and_moves_no_value(case: Case) ->
     _, row, start, text = case
     for one in broken(row, text):
         check(joined_reply(ReplyReader(row, TOOLS, start), [one]), one, values=case[0] != "lines")
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        (r'{"a": "\d+ \\ \" \u00e9 C:\Users"}', {"a": '\\d+ \\ " é C:\\Users'}),
+        ('{"n": 12', {"n": 12}),
+        ('{"n": [1, true', {"n": [1, True]}),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 99])
+def test_arguments_that_are_not_quite_json_are_made_it(written: str, arguments: dict, size: int) -> None:
+    text = '<tool_call>{"name": "f", "arguments": ' + written
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    reply = joined_reply(ReplyReader(find_dialect("hermes", "").row, {}, Phase.ANSWER), pieces)
+    ((name, read),) = reply.calls
+    assert (name, json.loads(read)) == ("f", arguments)
+
+
+def test_white_space_in_a_call_of_braces_is_read_in_linear_time() -> None:
+    row = find_dialect("gemma4", "").row
+    for num_chars in (1000, 200_000):
+        began_s = time.process_time()
+        joined_reply(ReplyReader(row, {}, Phase.ANSWER), ["<|tool_call>" + " " * num_chars])
+        assert time.process_time() - began_s < 1.0  # 200,000 took minutes
 
 
 @pytest.mark.parametrize("case", CASES, ids=[f"{place}-{name}" for place, (name, *_) in enumerate(CASES)])
