@@ -6,12 +6,15 @@ Never: renders, or touches a conversation that the template takes as it is.
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 Message = dict[str, Any]
 
 _NUM_PROBED_CHARS = 64
+_SWITCHES = re.compile(r"/(?:no_)?think\b|/system_override\b")
+"""Words that templates read and take out of a text."""
 _KEPT_IN = ("system", "user")
 """Roles whose texts must be in the prompt: templates drop old thoughts, and rightly."""
 
@@ -40,7 +43,7 @@ def left_out(messages: Sequence[Message], text: str) -> int | None:
     """
     at, missing, num_found = 0, None, 0
     for number, message in enumerate(messages):
-        texts = [each.strip() for each in _texts(message) if each.strip()]
+        texts = [part.strip() for each in _texts(message) for part in _SWITCHES.split(each) if part.strip()]
         if message["role"] not in _KEPT_IN or not texts:
             continue
         begin, end = texts[0][:_NUM_PROBED_CHARS].strip(), texts[-1][-_NUM_PROBED_CHARS:].strip()

@@ -37,6 +37,14 @@ def test_turns_are_merged_where_the_template_needs_it_and_only_there(body, turns
     assert templates.render(say(*turns)) == prompt
 
 
+@pytest.mark.parametrize("switch", ["/no_think", "/think"])
+def test_a_switch_that_the_template_takes_out_of_a_text_is_none_that_it_left_out(switch: str) -> None:
+    write = "[{{ m.role }}:{{ m.content | replace('/no_think', '') | replace('/think', '') | trim }}]"
+    templates = Templates({"default": LOOP + write + END}, special_tokens={})
+    turns = say(f"system Be terse. {switch}", "user a", "assistant b", f"user What is it? {switch}")
+    assert templates.render(turns) == "[system:Be terse.][user:a][assistant:b][user:What is it?]"
+
+
 def test_calls_and_thoughts_of_one_role_stay_together() -> None:
     templates = Templates(
         {"default": LOOP + ALTERNATE + WRITE + "{{ m.tool_calls | length }}" + END}, special_tokens={}
