@@ -303,22 +303,25 @@ class KVCacheManager:
                 self.pool.share(block)
             self.pool.release(free, row)
 
-    def tap(self, seq: Sequence, start: int, end: int) -> list[StateTap]:
+    def tap(self, seq: Sequence, start: int, end: int, running: Iterable[Sequence]) -> list[StateTap]:
         """Take blocks for the states that a share [start, end) passes and that later prompts may go on from.
 
-        As a rule that costs the prefixes that were used longest ago. None is taken that growth would lack.
+        As a rule that costs the prefixes that were used longest ago. None is taken that the growth of the
+        `running` sequences would lack, or that the watermark sets aside for it.
         """
         taps: list[StateTap] = []
         if not self.has_state or seq.is_indivisible:
             return taps
-        steady = range((start // STEADY_TOKENS + 1) * STEADY_TOKENS, end + 1, STEADY_TOKENS)
+        growth = sum([self.num_missing(each) for each in running if each.num_tokens > each.num_slots])
+        every = STEADY_TOKENS // self.block_size * self.block_size  # a state is found at a block's end
+        steady = range((start // every + 1) * every, end + 1, every)
         for position in sorted({*seq.points, *steady}):
             if not start < position <= end or position > len(seq.token_ids):
                 continue
             if not self._index.lacks_state(seq, position):
                 continue
             num_blocks = self._num_state_blocks
-            if self.pool.num_free < num_blocks + self._watermark_blocks:
+            if self.pool.num_free < num_blocks + max(self._watermark_blocks, growth):
                 continue
             if position not in seq.points and any(
                 [block in self._index.kept() for block in self.pool.next_free(num_blocks)]
@@ -414,6 +417,8 @@ class KVCacheManager:
             return bool(self._index.found_at(index, seq, place))
         if self.has_state:
             return True
+        if place < seq.tables[index].first:
+            return bool(self._index.found_at(index, seq, place))
         row = seq.tables[index].row(place, self.groups[index].num_stripes)
         return bool(row) and self.pool.num_references(row[0]) > 1
 

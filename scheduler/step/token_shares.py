@@ -88,7 +88,7 @@ class TokenShares:
             self._encode(seq, start, end, plan)
         self._publish(seq, start, end)
         if self._has_state:
-            plan.taps += self._kv.tap(seq, start, end)
+            plan.taps += self._kv.tap(seq, start, end, self._state.queues.running)
         samples = end == seq.num_tokens
         plan.chunks.append(ScheduledSequence(seq.sequence_id, start, share, samples))
         if samples and self._num_expected:

@@ -440,7 +440,7 @@ def test_groups_of_layers_under_memory_pressure_leave_every_request_its_own_toke
             num_restored += world.scheduler.stats().num_prefix_hits
     assert num_taps > 100 * TIMES, "the histories are too easy"
     assert num_restored > 300 * TIMES
-    assert num_swaps > 20 * TIMES
+    assert num_swaps > 10 * TIMES
     assert num_host_hits > 20 * TIMES
 
 

@@ -185,3 +185,19 @@ def test_a_prompt_holds_a_window_and_what_prompts_get_of_a_step() -> None:
         most = max(most, world.scheduler.kv.num_used_blocks)
     assert most == 3 * 19
     assert world.tokens[SequenceId(1)] == continuation(prompt(300), 2)
+
+
+def test_a_state_in_a_long_prompt_is_kept_where_a_block_ends() -> None:
+    """Blocks of six tokens, of which no number is as long as the steady points are far apart."""
+    world = grouped(
+        FULL, STATE, block_size=6, num_blocks=4000, max_model_len=9000, max_num_batched_tokens=512
+    )
+    tokens = prompt(8400)
+    world.add(make_sequence(1, tokens, max_tokens=2))
+    taps = []
+    while world.scheduler.has_unfinished_requests:
+        taps += world.step().taps
+    assert any(8000 < tap.position <= 8192 for tap in taps)
+    assert not [tap for tap in taps if tap.position % 6]
+    other = [*tokens[:8192], *prompt(40, 3)]
+    assert turn(world, 2, other) == max(tap.position for tap in taps if tap.position <= 8192)
