@@ -71,8 +71,12 @@ class LayerShape:
 
 
 def with_layers_beside(layers: dict[int, LayerShape], beside: dict[int, LayerShape]) -> dict[int, LayerShape]:
-    """Append the layers of a second model, under the numbers of `numbers_beside`."""
-    return layers | {here: beside[there] for there, here in numbers_beside(layers, beside).items()}
+    """Append the layers of a second model, under the numbers of `numbers_beside`.
+
+    All their tokens are kept: a draft model catches up from the first one, long after windows have passed it.
+    """
+    numbers = numbers_beside(layers, beside).items()
+    return layers | {here: replace(beside[there], lifetime=ALL_TOKENS) for there, here in numbers}
 
 
 def numbers_beside(layers: Iterable[int], beside: Iterable[int]) -> dict[int, int]:
