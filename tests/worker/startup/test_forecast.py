@@ -145,7 +145,7 @@ def test_states_are_foreseen(family: str, tmp_path: Path) -> None:
     *_, last = survey(config)
     facts = Worker(config).load(lambda progress: None)
     assert last.verdict is Verdict.OK
-    assert f"for {facts.num_blocks * facts.block_size:,} tokens" in last.what
+    assert f"{facts.num_full_length:,} requests of full length at once" in last.what
 
 
 def test_a_family_that_is_refused_at_load_is_refused_here(tmp_path: Path) -> None:
