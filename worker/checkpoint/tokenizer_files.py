@@ -107,7 +107,9 @@ def _described(token: _Token) -> _Token:
 def _lacking(folder: Path, settings: dict[str, Any], known: dict[str, _Token]) -> Iterator[_Token]:
     """Tokens that tokenizer.json lacks, or describes otherwise, in the order in which they get their ids."""
     named = _named(settings).values()
-    extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or ()
+    extra = settings.get("extra_special_tokens")
+    if not extra or isinstance(extra, dict):  # whose values have names, see _named
+        extra = settings.get("additional_special_tokens") or ()
     special = {token["content"]: token for value in extra if (token := _special(value)) is not None}
     special = {token["content"]: token for token in named} | special
     if "added_tokens_decoder" in settings:

@@ -12,7 +12,7 @@ from tests.engine import small_tokenizers
 from worker.checkpoint.tokenizer_files import end_token_id
 from worker.sampling.grammar_library import open_tokenizer
 
-TEXT = "<s>hello <|a|> there<|b|>\n<|c|>, <tool>hello<|image|></s> é x"
+TEXT = "<s>hello <|a|> there<|b|>\n<|c|>, <tool>hello<|image|></s> é x image_token"
 PLAIN = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
 
 
