@@ -62,6 +62,8 @@ class BatchRequest:
             raise LineFault("body must be a JSON object")
         if self.body.get("stream"):
             raise LineFault("stream: replies in a batch are whole; leave it out")
+        if self.body.get("background"):
+            raise LineFault("background: a line of a batch waits for its answer; leave it out")
         try:
             return orjson.dumps({**self.body, **fields})
         except orjson.JSONEncodeError as error:  # nested deeper than it writes, though it has read it

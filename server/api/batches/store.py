@@ -261,10 +261,14 @@ class StateStore:
             return _change(database, body, changes)
 
     def add_answer(self, answer: Answer) -> None:
-        """Keep the answer of a line. A second one changes nothing. Raises OwnerFull."""
+        """Keep the answer of a line; a second one, or one behind the end, is none. Raises OwnerFull."""
         files = _output_files(answer.batch_id)
         file_id = files[answer.is_error]
         with self._transaction() as database:
+            if not database.execute(
+                f"SELECT 1 FROM batches WHERE id = ? AND {_OPEN}", (answer.batch_id,)
+            ).fetchone():
+                return
             if database.execute(
                 "SELECT 1 FROM pieces WHERE file IN (?, ?) AND line = ?", (*files, answer.line)
             ).fetchone():

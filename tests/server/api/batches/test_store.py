@@ -88,6 +88,7 @@ def test_the_log_of_a_large_file_does_not_stay_on_the_disk(store, folder):
 def test_new_rows_leave_room_in_which_files_are_deleted(store, folder, monkeypatch):
     """Numbers of the system stand for the disk; the same was seen on one of 4 MiB."""
     kept = store.add_file("a", new_file(b"x" * 100_000))["id"]
+    store.add_batch("a", new_batch())
     log_bytes = (folder / "tokenyard.sqlite-wal").stat().st_size
     free_bytes = 1024 * 1024 - log_bytes + 2 * 500_000
     monkeypatch.setattr("os.statvfs", lambda _: SimpleNamespace(f_bavail=free_bytes // 4096, f_frsize=4096))
@@ -100,6 +101,14 @@ def test_new_rows_leave_room_in_which_files_are_deleted(store, folder, monkeypat
     store.add_file("a", new_file(b"x" * 400_000))
     free_bytes = 0
     assert store.delete_file("a", kept)
+
+
+def test_an_answer_that_comes_after_the_end_of_its_batch_changes_nothing(store):
+    store.add_batch("a", new_batch())
+    store.finish("batch_1", {"status": "cancelled"})
+    store.add_answer(answer(1, b"late\n"))
+    assert store.answered("batch_1") == set()
+    assert store.files("a", ALL, None) == []
 
 
 def test_answers_are_the_file_of_the_batch_which_is_seen_at_its_end(store):
@@ -155,6 +164,8 @@ def test_batches_count_against_the_bound_and_of_many_the_oldest_goes(folder, mon
 
 def test_the_answers_of_a_key_are_bounded_and_leave_those_of_another_alone(folder):
     store = open_store(str(folder), max_bytes=200_000)
+    store.add_batch("a", new_batch())
+    store.add_batch("b", new_batch(2))
     for line in range(2):
         store.add_answer(answer(line, b"x" * 90_000))
     with pytest.raises(OwnerFull):
