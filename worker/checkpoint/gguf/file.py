@@ -165,8 +165,9 @@ def part_paths(path: Path) -> list[Path]:
         return [path]
     stem, number, count = found[1], int(found[2]), int(found[3])
     paths = [path.with_name(f"{stem}-{each:05}-of-{count:05}.gguf") for each in range(1, count + 1)]
-    if number != 1 or count > _MOST_PARTS:
-        raise StartupError(f"{path.name} is one part of several", fix=f"name the first one, {paths[0].name}")
+    if number != 1 or not 0 < count <= _MOST_PARTS:
+        first = f"{stem}-00001-of-{count:05}.gguf"
+        raise StartupError(f"{path.name} is one part of several", fix=f"name the first one, {first}")
     missing = [each.name for each in paths if not each.is_file()]
     if missing:
         raise StartupError(f"{path.parent} lacks {missing[0]}, a part of {path.name}", fix=_AGAIN)
