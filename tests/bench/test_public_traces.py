@@ -96,6 +96,8 @@ def test_an_endless_cache_hits_what_a_trie_over_the_ids_holds() -> None:
         (BURST_GPT + "1,GPT-4,many,5,5,API log\n", "Request tokens must be a whole number"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "holds no requests"),
         ("name,age\nx,3\n", "trace:1"),
+        ("[" + "x" * 200_000, "trace:1"),
+        (BURST_GPT + "1,GPT-4," + "9" * 5000 + ",5,5,API log\n", "Request tokens must be a whole number"),
     ],
 )
 def test_a_line_that_the_trace_cannot_have_is_named(tmp_path: Path, text: str, message: str) -> None:

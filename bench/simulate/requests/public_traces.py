@@ -22,6 +22,7 @@ from bench.simulate.requests.arrivals import ArrivalsError, SimRequest
 
 _MOONCAKE_IDS_OF, _BAILIAN_IDS_OF = 512, 16
 _MAX_SECONDS = 1e12
+_MAX_DIGITS = 20
 
 Lines = Iterable[tuple[str, bytes]]
 """Lines that are not empty, each behind the words that say where it stands."""
@@ -42,7 +43,10 @@ def public_trace_of(first_line: bytes) -> PublicTrace | None:
     try:
         entry: Any = orjson.loads(first_line)
     except orjson.JSONDecodeError:
-        entry = next(csv.reader([first_line.decode("utf-8-sig", errors="replace")]), [])
+        try:
+            entry = next(csv.reader([first_line.decode("utf-8-sig", errors="replace")]), [])
+        except csv.Error:
+            return None
     names = {str(name).strip() for name in entry} if isinstance(entry, dict | list) else set()
     return next((trace for trace in _TRACES if trace.fields <= names), None)
 
@@ -131,7 +135,7 @@ def _rows(lines: Lines) -> Iterator[tuple[str, dict[str, str]]]:
 
 def _tokens(row: dict[str, str], name: str, where: str, least: int) -> int:
     text = row[name]
-    if not text.isdecimal() or not least <= int(text) < 2**31:
+    if not text.isdecimal() or len(text) > _MAX_DIGITS or not least <= int(text) < 2**31:
         raise ArrivalsError(f"{where}: {name} must be a whole number of at least {least}, not {text[:40]!r}")
     return int(text)
 
