@@ -51,3 +51,8 @@ class AnswerStart:
     """Stop tokens of the caller: before the answer they are tokens like others."""
     max_tokens: int | None = None
     """Tokens after which nothing but the mark can follow, if it has not come; None: as many as there are."""
+
+    @property
+    def has_known_marks(self) -> bool:
+        """Whether tokens alone tell where thoughts are, which a limit on their number needs."""
+        return bool(self.token_ids) and bool(self.begin_token_ids or not self.begin)

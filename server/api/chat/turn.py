@@ -54,7 +54,7 @@ async def prepare_turn(edge: Edge, body: ChatCompletionRequest, origin: Origin) 
         request=replace(request, prediction=prediction) if prediction else request,
         reading=turn.reading,
         ignores_budget=body.thinking_token_budget is not None
-        and (turn.answer is None or not turn.answer.token_ids),
+        and (turn.answer is None or not turn.answer.has_known_marks),
     )
 
 
