@@ -95,7 +95,7 @@ async def _answer(
         usage=UsageReport(at_end=True),
     )
     stream = LineStream(shape, new_stream(plan), clock=time.monotonic, unix_time_s=time.time)
-    outputs = edge.engine.generate_all([made], is_read_whole=body.stream is False)
+    outputs = edge.engine.generate_all([made])
     if body.stream is not False:
         return EventStream(outputs, stream, edge, framing=LineFraming())
     return await whole(request, outputs, Gathered(stream, lambda: stream.reply))
