@@ -13,13 +13,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.anthropic.input import chat_request_of, in_their_words
+from server.api.anthropic.messages import AnthropicErrorBody
 from server.api.anthropic.protocol import MESSAGES_REFUSALS, MessagesRequest
 from server.api.chat.protocol import CHAT_REFUSALS, ChatCompletionRequest
 from server.api.chat.turn import prompt_of
 from server.api.completions.protocol import COMPLETION_REFUSALS, CompletionRequest
 from server.api.completions.requests import check_completion, encode_prompts
 from server.edge.http.edge import edge_of
-from server.edge.http.endpoint import Endpoint, ReplyList, ReplyModel, documentation, json_reply
+from server.edge.http.endpoint import (
+    Endpoint,
+    ReplyList,
+    ReplyModel,
+    documentation,
+    errors_as,
+    json_reply,
+)
 from server.edge.http.json_body import read_request
 from server.reply.generate.answering import new_reply_id
 from server.reply.generate.protocol import GenerationFields, SamplingFields, ServiceFields
@@ -73,7 +81,11 @@ async def render_chat(request: Request) -> Response:
     return json_reply(_rendered(request, body, token_ids, "chatcmpl"))
 
 
-@router.post("/v1/messages/render", **documentation(Rendered, request=MessagesRequest))
+_MESSAGES = documentation(Rendered, request=MessagesRequest)
+_MESSAGES["responses"] |= errors_as(AnthropicErrorBody)
+
+
+@router.post("/v1/messages/render", **_MESSAGES)
 async def render_messages(request: Request) -> Response:
     """Return the token ids of a conversation's prompt, in Anthropic's words."""
     body = await read_request(request, MessagesRequest, MESSAGES_REFUSALS, from_headers={})
