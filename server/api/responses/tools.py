@@ -15,6 +15,7 @@ from hashlib import sha256
 from typing import Any, Final
 
 from engine.errors import RequestRejected
+from server.api.chat.tool_protocol import MAX_TOOLS
 from server.api.responses.protocol import InputItem, ResponsesRequest, ResponseTool, runs_elsewhere
 from server.edge.http.json_body import without_nones
 from server.edge.refusals import required, unsupported
@@ -128,6 +129,8 @@ def toolbox_of(body: ResponsesRequest, items: Sequence[InputItem]) -> Toolbox:
                 where = f"{wire.place}.name"
                 raise RequestRejected(f"{where}: there are two tools named {name!r}", param=where)
             found[name] = wire
+            if len(found) > MAX_TOOLS:
+                raise RequestRejected(f"tools: at most {MAX_TOOLS} in all", param="tools")
     return Toolbox(found, tuple(left_out))
 
 
