@@ -24,7 +24,7 @@ GREEDY = SamplingParams(temperature=0.0)
 def groups_of(worker: Worker) -> tuple[CacheGroup, ...]:
     """Groups of layers of the worker's model."""
     rows = getattr(getattr(worker, "_steps", None), "rows", None)
-    return (CacheGroup(),) if rows is None else rows._groups
+    return getattr(worker, "groups", (CacheGroup(),)) if rows is None else rows._groups
 
 
 @dataclass

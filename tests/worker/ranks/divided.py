@@ -16,6 +16,7 @@ from engine.core.between_steps import RankAdapters
 from engine.core.interfaces import BegunStep
 from engine.core.worker_steps import LedStep, StageSteps
 from engine.nodes.rank_plans import RankStep, ResultsIn, encode_plan
+from scheduler.cache_groups import CacheGroup
 from scheduler.messages import ModelRunnerOutput, SchedulerOutput
 from tests.worker.ranks.follower import GLOO, Order, open_ranks_of, send
 from worker.ranks.places import RankPlace, make_places
@@ -117,6 +118,7 @@ class DividedWorker:
         self.division = division
         self.num_stages, self.num_shards = SIZES[division]
         self._processes = processes
+        self.groups: tuple[CacheGroup, ...] = ()
         self._worker: Worker | None = None
         self._sampled: list[list[int]] = []
 
@@ -132,6 +134,7 @@ class DividedWorker:
             raise
         self._worker = worker
         self._steps = StageSteps(worker, self._ranks.stage)
+        self.groups = facts.groups
         self._sampled.clear()
         return facts
 

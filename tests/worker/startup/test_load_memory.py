@@ -270,7 +270,7 @@ class TooLarge:
 def test_memory_that_runs_out_while_building_is_a_refusal_with_numbers(
     folder: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception] | None
 ) -> None:
-    monkeypatch.setattr(worker.load.build, "AutoModelForCausalLM", TooLarge(error))
+    monkeypatch.setattr(worker.load.build, "generating_class", lambda _: TooLarge(error))
     with pytest.raises(StartupError, match=r"memory of cpu .* ran out while \d+\.\d\d GiB .*; free some"):
         load(folder)
 
@@ -298,7 +298,7 @@ def test_memory_that_runs_out_while_weights_are_packed_is_a_refusal(
 def test_an_error_that_is_not_about_memory_keeps_its_own_refusal(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker.load.build, "AutoModelForCausalLM", TooLarge(RuntimeError))
+    monkeypatch.setattr(worker.load.build, "generating_class", lambda _: TooLarge(RuntimeError))
     with pytest.raises(StartupError, match="transformers cannot load"):
         load(folder)
 

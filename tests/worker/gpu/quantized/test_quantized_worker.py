@@ -38,7 +38,7 @@ SETTINGS = {
     "num_threads": 1,
     "block_size": BLOCK_SIZE,
     "max_num_seqs": 2,
-    "num_blocks": 30,
+    "num_blocks": 36,
     "max_num_batched_tokens": 16,
     "max_model_len": 64,
 }
