@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from worker.attention.interface import KeyChoice, StepSpan, Unmasked, is_executing, present_executor
 from worker.worker_errors import FamilyRefused, UnsupportedAttention
@@ -29,6 +30,8 @@ INDEXER = "indexer"
 INDEXED_LAYERS = ("indexed_attention", "minimax_m3_sparse")
 """Names of layers with a choice in transformers' `layer_types`."""
 _CACHE, _MASK = "cache", "attention_mask"
+_MOST_SCORES = 2**26
+"""Scores that an indexer computes at once, in float32 and some copies of it."""
 _COMMON = {"hidden_states", "position_embeddings", "position_ids", _CACHE}
 _KNOWN_ARGUMENTS = (_COMMON | {_MASK, "q_resid"}, _COMMON)
 """Arguments of indexers that choose tokens, and of those that choose blocks of tokens."""
@@ -119,10 +122,23 @@ def _choose(indexer: Any, *args: Any, **kwargs: Any) -> Any:
             seen.append(None)
             continue
         keys_1SD = index_keys.read_index(indexer.index_layer, index).unsqueeze(0)
-        cache = _TransformersCache(partial(_again, keys_1SD))
-        chosen = forward(indexer, **_share_of(given, span) | {_CACHE: cache})
-        seen.append(_seen(indexer, chosen, span.seq_len))
+        parts = []
+        for part in _parts_of(span, indexer):
+            cache = _TransformersCache(partial(_again, keys_1SD[:, : part.seq_len]))
+            chosen = forward(indexer, **_share_of(given, part) | {_CACHE: cache})
+            seen_CNS = _seen(indexer, chosen, part.seq_len)
+            parts.append(functional.pad(seen_CNS, (0, span.seq_len - part.seq_len)))
+        seen.append(torch.cat(parts, dim=1))
     return KeyChoice(tuple(seen))
+
+
+def _parts_of(span: StepSpan, indexer: Any) -> Iterator[StepSpan]:
+    """Divide a share so that the scores of a part, of all heads, take a bounded memory."""
+    num_heads: int = getattr(indexer, "n_heads", 0) or indexer.num_heads
+    most = max(1, _MOST_SCORES // (num_heads * span.seq_len))
+    for start in range(span.start, span.end, most):
+        end = min(start + most, span.end)
+        yield StepSpan(start, end, span.seq_len - (span.end - end))
 
 
 def _again(keys_1SD: Tensor, _written_1ND: Tensor) -> Tensor:

@@ -27,10 +27,12 @@ def driver(folder: Path) -> PlanDriver:
     return PlanDriver(load_worker(folder, swap_space_bytes=1 << 20)[0], BLOCK_SIZE)
 
 
+@pytest.mark.parametrize("most_scores", [indexers._MOST_SCORES, 500])
 def test_sequences_beyond_the_choice_give_the_tokens_that_they_give_alone(
-    folder: Path, driver: PlanDriver
+    folder: Path, driver: PlanDriver, most_scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In chunks beside a decode, preempted, swapped out, and with a prefix of another."""
+    """In chunks beside a decode, preempted, swapped out, with a prefix of another; also in small parts."""
+    monkeypatch.setattr(indexers, "_MOST_SCORES", most_scores)
     decoding, chunked = driver.add(SHORT), driver.add(LONG)
     driver.step({decoding: None})
     for num_tokens in (6, 1, 13):
@@ -57,7 +59,9 @@ def test_a_token_keeps_its_latent_and_an_index_key_in_each_layer(folder: Path) -
 def test_a_choice_that_is_ignored_shows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without this the matrix of families would not try the choice."""
     family = next(each for each in MATRIX if each.name == name)
-    assert try_family(family).refused is None
+    for most_scores in (1, indexers._MOST_SCORES):
+        monkeypatch.setattr(indexers, "_MOST_SCORES", most_scores)
+        assert try_family(family).refused is None
     monkeypatch.setattr(indexers, "KeyChoice", lambda _: KeyChoice(()))
     assert "computes other logits" in (try_family(family).refused or "")
 
