@@ -9,7 +9,7 @@ import time
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter
-from pydantic import Field
+from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -104,6 +104,7 @@ class InfillRequest(LlamaFields):
 
 
 _COMPLETION, _INFILL = "/completion", "/infill"
+_STREAM_NOTE = "With `stream`: server-sent events, each of this shape; the last one has `stop`: true."
 router = APIRouter()
 ENDPOINT = Endpoint(
     router=router,
@@ -112,7 +113,13 @@ ENDPOINT = Endpoint(
 )
 
 
-@router.post(_COMPLETION, **documentation(LlamaReply, request=LlamaCompletionRequest))
+def _documentation(request: type[BaseModel]) -> dict[str, Any]:
+    found = documentation(LlamaReply, request=request, chunk=LlamaReply)
+    found["responses"][200]["description"] = _STREAM_NOTE
+    return found
+
+
+@router.post(_COMPLETION, **_documentation(LlamaCompletionRequest))
 async def complete_for_editors(request: Request) -> Response:
     """Continue a text."""
     reply_id = new_reply_id("llama")
@@ -124,7 +131,7 @@ async def complete_for_editors(request: Request) -> Response:
     return await _answer(request, body, said, origin)
 
 
-@router.post(_INFILL, **documentation(LlamaReply, request=InfillRequest))
+@router.post(_INFILL, **_documentation(InfillRequest))
 async def fill_for_editors(request: Request) -> Response:
     """Fill a hole in a text."""
     body, origin = await read_call(request, InfillRequest, LLAMA_REFUSALS, reply_id=new_reply_id("llama"))
