@@ -7,7 +7,7 @@ measured at load only, so that on a GPU the forecast is an upper bound.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -79,8 +79,7 @@ def forecast(
     dtype = torch_dtype(config.dtype, kind)
     whole = BlockLayout(
         layers=with_layers_beside(kept.layers, dict(draft_shapes)),
-        # The model whose shapes were read is in bfloat16.
-        state_shapes={idx: replace(each, input_dtype=dtype) for idx, each in kept.states.items()},
+        state_shapes=kept.states,
         block_size=config.block_size or device.default_block_size,
         dtype=cache_dtype(config.kv_cache_dtype, dtype),
     )

@@ -4,6 +4,7 @@ Owns: one call of the model on tensors that have shapes alone.
 Never: counts memory (forecast.py).
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,13 @@ from worker.attention.latents import keep_latents
 from worker.attention.probe_attention import KeptShapes, ProbeAttention, SharingProbe
 from worker.checkpoint.task_choice import generating_class
 from worker.devices.device import Device
-from worker.load.model_kind import NO_PAGED_ATTENTION, ModelKind, model_config_of, refuse_layers
+from worker.load.model_kind import (
+    NO_PAGED_ATTENTION,
+    ModelKind,
+    model_config_of,
+    refuse_layers,
+    torch_dtype,
+)
 from worker.load.quantized_loading import without_quantization
 from worker.load.recurrent_functions import knows_recurrence, replace_functions
 from worker.startup.start_adapters import targets_of
@@ -40,7 +47,9 @@ def foresee_layers(config: WorkerConfig, kind: ModelKind, device: Device) -> tup
         raise CannotForesee(str(error)) from error
     if not (kept.layers or kept.states):
         raise FamilyRefused(f"{kind.checkpoint_config['model_type']} {NO_PAGED_ATTENTION}")
-    return model, kept, targets
+    dtype = torch_dtype(config.dtype, kind)  # which the model without content has not
+    states = {idx: replace(each, input_dtype=dtype) for idx, each in kept.states.items()}
+    return model, kept._replace(states=states), targets
 
 
 def _build(kind: ModelKind) -> Any:
