@@ -312,7 +312,7 @@ class KVCacheManager:
         taps: list[StateTap] = []
         if not self.has_state or seq.is_indivisible:
             return taps
-        growth = sum([self.num_missing(each) for each in running if each.num_tokens > each.num_slots])
+        num_blocks = self._num_state_blocks
         every = STEADY_TOKENS // self.block_size * self.block_size  # a state is found at a block's end
         steady = range((start // every + 1) * every, end + 1, every)
         for position in sorted({*seq.points, *steady}):
@@ -320,7 +320,7 @@ class KVCacheManager:
                 continue
             if not self._index.lacks_state(seq, position):
                 continue
-            num_blocks = self._num_state_blocks
+            growth = sum([self.num_missing(each) for each in running if each.num_tokens > each.num_slots])
             if self.pool.num_free < num_blocks + max(self._watermark_blocks, growth):
                 continue
             if position not in seq.points and any(
@@ -481,7 +481,7 @@ class KVCacheManager:
         self._held_for_copies += row
 
     def _count_blocks(self, num_places: Iterable[int]) -> int:
-        """Blocks of so many places of each group."""
+        """Number of blocks that some places of each group take."""
         return sum([num * group.num_stripes for num, group in zip(num_places, self.groups, strict=True)])
 
     def _note_slots(self, seq: Sequence) -> None:
