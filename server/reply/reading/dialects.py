@@ -207,12 +207,6 @@ class Dialect:
     is_trained: bool = True
     """False: the model is shown the form in the prompt, and a grammar keeps to it."""
 
-    @property
-    def is_objects_between_marks(self) -> bool:
-        """Calls are JSON objects, each between two marks: the form that a grammar can keep to."""
-        call = self.row.call
-        return call is not None and bool(call.closings) and call.head is None and call.body == _OBJECTS
-
 
 # In the order of `auto`: dialects that use another one's marks stand before it.
 DIALECTS = (
