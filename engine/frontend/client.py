@@ -230,7 +230,7 @@ class AsyncEngine:
     ) -> AsyncGenerator[tuple[int, TokenOutput], None]:
         """Yield the outputs of all choices as they come, each with the place of its request.
 
-        With `is_read_whole` they come in few large pieces: nobody looks at a reply before all of it is there.
+        With `is_read_whole` they come in few large pieces: a reply is looked at once all of it is there.
 
         Requests are admitted together or not at all; closing the generator aborts the unfinished ones.
         Raises Overloaded, EngineUnavailable, RequestRejected before the first output; RequestFailed,

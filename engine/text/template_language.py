@@ -83,7 +83,7 @@ class Templates:
 
     @property
     def variables(self) -> frozenset[str]:
-        """Names that requests may set with an effect: those that a template reads and nobody else sets."""
+        """Names that requests may set with an effect: those that a template reads, but the server's own."""
         return frozenset().union(*(each.free_variables for each in self._templates.values()))
 
     def render(
