@@ -162,23 +162,28 @@ class ManyStreams:
         return seen.text
 
     async def _take_turns(self, ends_s: float) -> None:
+        """One stream at least, however slow the machine is, and others until the time is over."""
+        await self._read_one()
         while time.monotonic() < ends_s:
-            place = self._dice.randrange(len(self._prompts))
-            self._num_open += 1
-            self.tally.most_open = max(self.tally.most_open, self._num_open)
-            try:
-                seen = await read_stream(self._target, self._prompts[place])
-            except ExchangeFailed as failure:
-                self.tally.report(failure.kind, str(failure))
-                await asyncio.sleep(_COME_AGAIN_S)
-                continue
-            finally:
-                self._num_open -= 1
-            if seen is None:
-                self.tally.num_refused += 1
-                await asyncio.sleep(_COME_AGAIN_S)
-            else:
-                self._judge(seen, self._alone[place])
+            await self._read_one()
+
+    async def _read_one(self) -> None:
+        place = self._dice.randrange(len(self._prompts))
+        self._num_open += 1
+        self.tally.most_open = max(self.tally.most_open, self._num_open)
+        try:
+            seen = await read_stream(self._target, self._prompts[place])
+        except ExchangeFailed as failure:
+            self.tally.report(failure.kind, str(failure))
+            await asyncio.sleep(_COME_AGAIN_S)
+            return
+        finally:
+            self._num_open -= 1
+        if seen is None:
+            self.tally.num_refused += 1
+            await asyncio.sleep(_COME_AGAIN_S)
+        else:
+            self._judge(seen, self._alone[place])
 
     def _judge(self, seen: StreamText, alone: str) -> None:
         self.tally.num_streams += 1
