@@ -8,6 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -42,8 +43,11 @@ class StateAccess:
         """Set, and replaced, when a batch was added or is to be cancelled."""
         self._waiting: set[object] = set()
         self._num_keeping = 0
+        # Of its own, since a slow disk would take one shared thread after the other.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="state")
 
     def close(self) -> None:
+        self._thread.shutdown()
         if self._store is not None:
             self._store.close()
 
@@ -76,8 +80,8 @@ class StateAccess:
         return [f"--state-folder: {num_waiting} writes failed and are tried again"] if num_waiting else []
 
     async def attempt(self, action: Callable[[StateStore], ResultT]) -> ResultT:
-        """Do one thing with the store in a thread. Raises what the store raises."""
-        return await asyncio.to_thread(action, self.store)
+        """Do one thing with the store, in its thread. Raises what the store raises."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, action, self.store)
 
     async def keep(self, action: Callable[[StateStore], ResultT]) -> ResultT:
         """Do one thing, again and again until the disk has room for it."""

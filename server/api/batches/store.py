@@ -200,7 +200,8 @@ class StateStore:
         """Raise StorageFull if the disk has no room, or all that is kept would be more than is allowed."""
         self._database.require_disk(num_bytes)
         if self._database.num_bytes() + num_bytes > self._max_bytes:
-            raise StorageFull(f"all files and batches together may have {self._max_bytes} bytes; delete some")
+            what = "all files, batches and responses of the background"
+            raise StorageFull(f"{what} together may have {self._max_bytes} bytes; delete some")
 
     # Batches.
 
@@ -316,10 +317,10 @@ class StateStore:
     # Responses of the background.
 
     def add_response(self, row: ResponseRow) -> None:
-        """Keep a response that is to be made."""
+        """Keep a response that is to be made. Raises StorageFull."""
         values = (row.id, row.owner, row.is_open, row.changed_s, row.request, row.body)
         with self._transaction() as database:
-            self._database.require_disk(len(row.request) + len(row.body))
+            self._require_room(len(row.request) + len(row.body))
             database.execute(
                 "INSERT INTO responses (id, owner, is_open, changed_at, request, body)"
                 " VALUES (?, ?, ?, ?, ?, ?)",
@@ -347,17 +348,30 @@ class StateStore:
         with self._transaction() as database:
             database.execute("DELETE FROM responses WHERE owner = ? AND id = ?", (owner, response_id))
 
-    def responses(self) -> list[ResponseRow]:
+    def response_ids(self) -> list[str]:
         """List all responses, the one that changed last at the end."""
         with self._transaction() as database:
-            rows = database.execute(
-                "SELECT id, owner, is_open, changed_at, request, body FROM responses"
-                " ORDER BY changed_at, number"
-            ).fetchall()
-        return [
-            ResponseRow(id=id_, owner=owner, is_open=bool(is_open), changed_s=at, request=request, body=body)
-            for id_, owner, is_open, at, request, body in rows
-        ]
+            rows = database.execute("SELECT id FROM responses ORDER BY changed_at, number").fetchall()
+        return [id_ for (id_,) in rows]
+
+    def response(self, response_id: str) -> ResponseRow | None:
+        """Return a response; None if it is no longer there."""
+        with self._transaction() as database:
+            row = database.execute(
+                "SELECT owner, is_open, changed_at, request, body FROM responses WHERE id = ?",
+                (response_id,),
+            ).fetchone()
+        if row is None:
+            return None
+        owner, is_open, at, request, body = row
+        return ResponseRow(
+            id=response_id,
+            owner=owner,
+            is_open=bool(is_open),
+            changed_s=at,
+            request=request,
+            body=body,
+        )
 
 
 _FILES = "SELECT id, filename, purpose, created_at, num_bytes FROM files WHERE batch IS NULL AND owner = ?"

@@ -14,7 +14,7 @@ import orjson
 from fastapi import FastAPI
 
 from server.api.batches.access import StateAccess, settled_time_s
-from server.api.batches.store import ResponseBounds, ResponseRow
+from server.api.batches.store import ResponseBounds, ResponseRow, StateStore
 from server.api.responses.background import BackgroundResponses, Work
 from server.api.responses.making import ResponseTask, stored_response
 from server.api.responses.protocol import InputItem, ResponsesRequest
@@ -58,15 +58,19 @@ class KeptResponses:
         """Write down a response that is to be made, before the client hears of it."""
         if not self._desk.is_open:
             return
-        row = ResponseRow(
-            id=response["id"],
-            owner=owner,
-            is_open=True,
-            changed_s=settled_time_s(),
-            request=_written(task),
-            body=orjson.dumps(response),
-        )
-        await self._desk.do(lambda store: store.add_response(row))
+
+        def add(store: StateStore) -> None:
+            row = ResponseRow(
+                id=response["id"],
+                owner=owner,
+                is_open=True,
+                changed_s=settled_time_s(),
+                request=_written(task),
+                body=orjson.dumps(response),
+            )
+            store.add_response(row)
+
+        await self._desk.do(add)
 
     def saver(self, owner: str, task: ResponseTask) -> Callable[[dict[str, Any]], Awaitable[None]]:
         """Return a function that keeps the response at its end."""
@@ -93,8 +97,13 @@ class KeptResponses:
         stored = stored_response(row.owner, task.body, task.earlier, response)
         self._store.add(row.id, stored, now_s=time.monotonic())
 
-    async def rows(self) -> list[ResponseRow]:
-        return await self._desk.keep(lambda rows: rows.responses()) if self._desk.is_open else []
+    async def ids(self) -> list[str]:
+        """List what is on disk, the response that changed last at the end."""
+        return await self._desk.keep(StateStore.response_ids) if self._desk.is_open else []
+
+    async def row(self, response_id: str) -> ResponseRow | None:
+        """Read one back; None if it is no longer there."""
+        return await self._desk.keep(lambda rows: rows.response(response_id))
 
 
 async def go_on(app: FastAPI) -> None:
@@ -102,16 +111,18 @@ async def go_on(app: FastAPI) -> None:
     edge = cast(Edge, app.state.edge)
     kept = cast(KeptResponses, app.state.kept_responses)
     try:
-        rows = await kept.rows()
+        ids = await kept.ids()
     except Exception:
         log.exception("no response on disk can be taken up before the next start")
         edge.metrics.count_background_fault("responses")
         return
-    for row in rows:
+    for response_id in ids:
         try:
-            await _take_up(app, kept, row)
+            row = await kept.row(response_id)
+            if row is not None:
+                await _take_up(app, kept, row)
         except Exception:  # one row that cannot be read must not keep the others back
-            log.exception("a response on disk cannot be taken up: %s", row.id)
+            log.exception("a response on disk cannot be taken up: %s", response_id)
             edge.metrics.count_background_fault("response")
 
 

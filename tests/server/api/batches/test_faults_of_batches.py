@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import resource
+import threading
 
 import pytest
 
@@ -304,3 +305,14 @@ async def test_a_batch_goes_on_by_itself_when_a_full_disk_has_room_again(desk, t
     async with asyncio.timeout(60):
         while desk.degraded():
             await asyncio.sleep(0.002)
+
+
+async def test_a_slow_disk_takes_no_thread_of_what_else_runs(desk):
+    let_go = threading.Event()
+    tasks = [asyncio.create_task(desk.attempt(lambda _: let_go.wait(60))) for _ in range(64)]
+    await asyncio.sleep(0)
+    try:
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), timeout=30) == "free"
+    finally:
+        let_go.set()
+        await asyncio.gather(*tasks)

@@ -3,6 +3,8 @@
 import sqlite3
 import stat
 import time
+from contextlib import closing
+from dataclasses import replace
 from types import SimpleNamespace
 
 import orjson
@@ -10,7 +12,7 @@ import pytest
 
 from engine.options.declaration import OptionError
 from server.api.batches.database import StorageFull
-from server.api.batches.store import TTL_S, Answer, ListPage, NewFile, OwnerFull, open_store
+from server.api.batches.store import TTL_S, Answer, ListPage, NewFile, OwnerFull, ResponseRow, open_store
 from tests.server.api.batches.test_faults_of_batches import content_of
 
 MANY = 1 << 30
@@ -160,6 +162,17 @@ def test_batches_count_against_the_bound_and_of_many_the_oldest_goes(folder, mon
     with pytest.raises(StorageFull, match="150000 bytes"):
         add_many()
     store.close()
+
+
+def test_responses_under_way_count_against_the_bound_of_all(folder):
+    with closing(open_store(str(folder), max_bytes=200_000)) as store:
+        row = ResponseRow(id="r0", owner="a", is_open=True, changed_s=0, request=b"x" * 60_000, body=b"{}")
+        store.add_response(row)
+        with pytest.raises(StorageFull, match="responses"):
+            store.add_response(replace(row, id="r1", body=b"x" * 100_000))
+        assert store.response_ids() == ["r0"]
+        assert store.response("r0") == row
+        assert store.response("r1") is None
 
 
 def test_the_answers_of_a_key_are_bounded_and_leave_those_of_another_alone(folder):
