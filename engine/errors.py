@@ -12,7 +12,7 @@ EngineError
 ├── EngineUnavailable    loading, draining or dead before the request was started
 ├── DeadlineExceeded     a time limit ran out before there was any token
 ├── RequestFailed        the model failed on this request alone
-├── EngineDied           the engine process died while it held this request
+├── EngineDied           the engine process died while it held this request, and none follows
 └── EngineDiedTwice      two engine processes died while they held this request
 """
 
@@ -122,7 +122,7 @@ class RequestFailed(EngineError):
 
 
 class EngineDied(EngineError):
-    """The engine process is gone and took this request with it; a retry may succeed."""
+    """The engine process is gone and no other will be started; a retry elsewhere may succeed."""
 
     def __init__(
         self, message: str = "the engine stopped while this request was running; it may be sent again"

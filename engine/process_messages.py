@@ -22,6 +22,17 @@ from worker.worker_config import AdapterFacts, LoadProgress, ModelFacts
 # To the engine process.
 
 
+class Begun(msgspec.Struct, frozen=True):
+    """Part of a sequence that a process made before it died: the client has it, the next one goes on."""
+
+    index: int
+    """Number of the sequence in its request."""
+    token_ids: tuple[int, ...]
+    """Generated tokens."""
+    num_reported_positions: int = 0
+    """Positions of the prompt of which the client has the log-probabilities."""
+
+
 class AddRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """One prompt, which becomes one sequence for each of `sequence_ids`."""
 
@@ -29,6 +40,8 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     """Sequence i samples with seed + i."""
+    begun: tuple[Begun, ...] = ()
+    """One for each of `sequence_ids`, if an earlier process had begun the request."""
     terms: ServiceTerms
     pooling: PoolingParams | None = None
     """Set for a pooling request; `params` is not read then."""

@@ -144,6 +144,10 @@ class SequenceInputs:
     """Inputs in order of their positions, which do not overlap; the prompt's last token is behind them."""
     prediction: tuple[int, ...] = ()
     """Text that the client expects to be generated, as tokens."""
+    generated: tuple[int, ...] = ()
+    """Tokens that were generated before, by a process that is gone: it goes on behind them."""
+    num_reported_positions: int = 0
+    """Positions of the prompt whose log-probabilities were reported before."""
 
 
 NO_INPUTS = SequenceInputs()

@@ -142,9 +142,9 @@ class Sequence:
         client_index: int = 0,
     ) -> None:
         self.sequence_id = sequence_id
-        self.token_ids = list(prompt_token_ids)
+        self.token_ids = [*prompt_token_ids, *inputs.generated]
         self.num_prompt_tokens = len(prompt_token_ids)
-        self.num_tokens = len(prompt_token_ids)  # known or being sampled, as far as they will be computed
+        self.num_tokens = len(self.token_ids)  # known or being sampled, as far as they will be computed
         self.max_length = 0  # set by the scheduler; a token that reaches it is not computed any more
         self.params = params
         self.pooling = inputs.pooling
@@ -173,7 +173,8 @@ class Sequence:
 
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
-        self.num_reported_positions = 0  # of the prompt: the client has their log-probabilities
+        # Of the prompt: the client has their log-probabilities.
+        self.num_reported_positions = inputs.num_reported_positions
         self.tables: list[BlockTable] = []  # one for each group of layers; none before it was admitted
         self.points: tuple[int, ...] = ()  # positions behind which later prompts may go on
         self.num_slots = 0  # positions that have a place in each

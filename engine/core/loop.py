@@ -27,6 +27,7 @@ from engine.logs.setup import num_dropped_lines
 from engine.process_messages import (
     AddRequest,
     Beat,
+    Begun,
     EndSequences,
     Explain,
     ForgetAdapter,
@@ -204,14 +205,19 @@ class EngineLoop:
             self._trace.note_arrivals(request)
         self._name(request)
         self._adapters.introduce(request)
-        for index, sequence_id in enumerate(request.sequence_ids):
+        begun = request.begun or tuple(Begun(index, ()) for index in range(len(request.sequence_ids)))
+        for sequence_id, before in zip(request.sequence_ids, begun, strict=True):
             seq = Sequence(
                 sequence_id,
                 request.prompt_token_ids,
-                _params_of(request.params, index),
+                _params_of(request.params, before.index),
                 request.terms,
                 inputs=SequenceInputs(
-                    pooling=request.pooling, adapter=request.adapter, prediction=request.prediction
+                    pooling=request.pooling,
+                    adapter=request.adapter,
+                    prediction=request.prediction,
+                    generated=before.token_ids,
+                    num_reported_positions=before.num_reported_positions,
                 ),
             )
             try:

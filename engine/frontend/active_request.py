@@ -24,6 +24,7 @@ from engine.errors import (
 from engine.frontend.metrics import AbortCause
 from engine.frontend.vllm_metrics import Timeline
 from engine.frontend.waiting_deadlines import is_own_limit, kinds_named
+from engine.process_messages import Begun
 from engine.types import GenerationRequest, PooledOutput, PoolingRequest
 from scheduler.messages import FinishReason, SequenceId, SequenceOutput, TimeLimitKind, TimeLimits
 from scheduler.routing.dispatcher import CallNeeds, Ticket
@@ -51,6 +52,8 @@ class RequestChoice(Protocol):
     """One sequence of a request and its result so far: text (TextChoice) or a vector (PooledChoice)."""
 
     finish_reason: FinishReason | None
+    has_started: bool
+    """Whether an engine process has had it in a step."""
     last_token_s: float | None
     num_tokens: int
 
@@ -86,6 +89,8 @@ class ActiveRequest(Generic[RequestT, ChoiceT]):
         self.num_cached_tokens = 0
         self.num_deaths = 0
         """Engine processes that died while they held this request."""
+        self.is_aborted = False
+        """Whether its end was asked for from outside."""
         self.sent_s = self.arrived_s
         """Last time that it was sent to an engine."""
         self.ticket = NO_TICKET
@@ -157,7 +162,7 @@ class ActiveRequest(Generic[RequestT, ChoiceT]):
             self.fail(RequestFailed(output.message or "the model failed on this request"))
         elif output.finish_reason is FinishReason.UNFIT:
             self.fail(GrammarRejected(output.message))
-        elif output.finish_reason is FinishReason.EXPIRED and not self._has_reply:
+        elif output.finish_reason is FinishReason.EXPIRED and not self.has_reply:
             self.expire(output.message, kinds_named(output.message))
         else:
             self._push(output, eos_token_ids)
@@ -173,8 +178,12 @@ class ActiveRequest(Generic[RequestT, ChoiceT]):
             self.request.journal.note_own_limit()
         self.fail(DeadlineExceeded(message))
 
+    def begun(self) -> tuple[Begun, ...]:
+        """Beginnings for the next engine process, one for each unfinished choice; none: it begins anew."""
+        return ()
+
     @property
-    def _has_reply(self) -> bool:
+    def has_reply(self) -> bool:
         """Whether there is something to send even if no more comes."""
         return False
 
@@ -191,6 +200,7 @@ class PooledChoice:
 
     def __init__(self) -> None:
         self.finish_reason: FinishReason | None = None
+        self.has_started = False
         self.last_token_s: float | None = None
         self.vector = b""
         self.num_cached_tokens = 0

@@ -13,13 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from engine.errors import (
-    EngineDied,
-    EngineDiedTwice,
-    EngineError,
-    Overloaded,
-    OverloadReason,
-)
+from engine.errors import EngineDiedTwice, EngineError, Overloaded, OverloadReason
 from engine.frontend.active_request import NO_TICKET, ActivePooling, RequestChoice
 from engine.frontend.active_text import ActiveText
 from engine.frontend.engine_line import AnyActive, EngineLine
@@ -38,6 +32,7 @@ from scheduler.messages import (
     SequenceOutput,
     SequenceStart,
     TimeLimitKind,
+    TimeLimits,
 )
 
 log = logging.getLogger(__name__)
@@ -178,7 +173,7 @@ class ActiveRequests:
             self._cut_off(active, error)
 
     def engine_died(self, engine: int) -> None:
-        """Fail the requests that the dead process had begun; the others return to their place in the line.
+        """Return the requests of the dead process to their place in the line, with their tokens so far.
 
         A request returns only once: one that was there at two deaths may be their cause.
         """
@@ -189,11 +184,12 @@ class ActiveRequests:
             active.num_deaths += 1
             if active.num_deaths > 1:
                 self._cut_off(active, EngineDiedTwice())
-            elif active.has_started:
-                self._cut_off(active, EngineDied())
             else:
                 self.engines.take_back(active.ticket)
-                self._hold(active)
+                if active.is_aborted:  # the process can answer no more
+                    self._end_in_line(active, FinishReason.ABORTED)
+                else:
+                    self._hold(active)
         self._bind()
 
     def engine_ready(self, engine: int, *, num_blocks: int, block_size: int) -> None:
@@ -201,15 +197,14 @@ class ActiveRequests:
         self.engines.begin(engine, num_blocks=num_blocks, block_size=block_size)
         self._bind()
 
-    def abort(self, active: AnyActive, eos_token_ids: tuple[int, ...]) -> None:
+    def abort(self, active: AnyActive) -> None:
         """End a request from outside; its reader gets the output so far."""
+        active.is_aborted = True
         engine = active.ticket.engine
         if engine is not None:
             self._end(engine, active.unfinished_ids, FinishReason.ABORTED)
-            return
-        for sequence_id in active.unfinished_ids:  # no engine process answers
-            aborted = SequenceOutput(sequence_id, (), FinishReason.ABORTED)
-            self.take_outputs([aborted], eos_token_ids, time.monotonic())
+        else:
+            self._end_in_line(active, FinishReason.ABORTED)
 
     def take_outputs(
         self,
@@ -227,7 +222,7 @@ class ActiveRequests:
                 continue
             choice = active.choices[output.sequence_id]
             if output.start is not None:
-                self._note_start(active, output.start, now_s)
+                self._note_start(active, choice, output.start, now_s)
             if output.num_preemptions:
                 active.request.journal.note_preemptions(output.sequence_id, output.num_preemptions)
             active.push(output, eos_token_ids)
@@ -370,7 +365,7 @@ class ActiveRequests:
                 num_resent += 1
                 self._metrics.count("requests_replayed")
         if num_resent:
-            log.warning("%d requests that had not begun go to a new engine process", num_resent)
+            log.warning("%d requests of an engine process that died go on in another", num_resent)
 
     def _cut_off(self, active: AnyActive, error: EngineError) -> None:
         if active.is_over:  # complete; its reader has not fetched the rest yet
@@ -381,16 +376,25 @@ class ActiveRequests:
 
     def _hold(self, active: AnyActive) -> None:
         def give_up() -> None:
+            if active.has_reply:
+                self._end_in_line(active, FinishReason.EXPIRED)
+                return
             why = "an engine was being replaced" if active.num_deaths else "it waited for an engine"
             active.expire(f"its time ran out while {why}", TimeLimitKind)
             self.leave(active)
 
         self._patience.hold(active.first_id, self._terms(active).time_limits.nearest_s, give_up)
 
+    def _end_in_line(self, active: AnyActive, reason: FinishReason) -> None:
+        """End a request that no engine process has; its reader gets the output so far."""
+        ends = [SequenceOutput(sequence_id, (), reason) for sequence_id in active.unfinished_ids]
+        self.take_outputs(ends, (), time.monotonic())
+
     def _message(self, active: AnyActive) -> AddRequest:
         request = active.request
         return AddRequest(
-            sequence_ids=tuple(active.choices),
+            sequence_ids=active.unfinished_ids,
+            begun=active.begun(),
             prompt_token_ids=request.prompt_token_ids,
             params=_NO_SAMPLING if isinstance(request, PoolingRequest) else request.params,
             pooling=request.params if isinstance(request, PoolingRequest) else None,
@@ -404,15 +408,22 @@ class ActiveRequests:
     def _terms(self, active: AnyActive) -> ServiceTerms:
         """Return the request's terms, with time limits capped by the operator's and counted from now."""
         limits = nearer_limits(active.request.terms.time_limits, self._limits)
+        if active.has_reply:  # only its whole time is still to come
+            limits = TimeLimits(total_s=limits.total_s)
         if active.num_deaths or self.engines.are_several:
             limits = remaining_limits(limits, time.monotonic() - active.arrived_s)
         return replace(active.request.terms, time_limits=limits)
 
-    def _note_start(self, active: AnyActive, start: SequenceStart, now_s: float) -> None:
+    def _note_start(
+        self, active: AnyActive, choice: RequestChoice, start: SequenceStart, now_s: float
+    ) -> None:
+        self.engines.note_start(active.ticket)
+        if choice.has_started:  # in a process that died
+            return
+        choice.has_started = True
         num_tokens = 0 if active.has_started else active.num_prompt_tokens
         if self.engines.are_several:
             start = start._replace(queue_s=start.queue_s + active.sent_s - active.arrived_s)
-        self.engines.note_start(active.ticket)
         active.request.journal.note_start(start.queue_s)
         if not active.has_started:
             active.started_s = active.arrived_s + start.queue_s

@@ -5,10 +5,12 @@ Never: talks to the engine process (client.py does).
 """
 
 import asyncio
+from array import array
 
 from msgspec.structs import replace
 
 from engine.frontend.active_request import ActiveRequest
+from engine.process_messages import Begun
 from engine.text.detokenizer import IncrementalDetokenizer, StopMatcher, StopText
 from engine.text.token_logprobs import CollectedPromptLogprobs, explain
 from engine.text.tokenizer import SpecialTokens, Tokenizer
@@ -26,8 +28,11 @@ class TextChoice:
     def __init__(self, index: int, request: GenerationRequest, tokenizer: Tokenizer) -> None:
         self.index = index
         self.finish_reason: FinishReason | None = None
+        self.has_started = False
         self.is_readable = False
         self.num_tokens = 0
+        self.generated = array("I")
+        """Tokens so far; those of the output that ends it are left out."""
         self.last_token_s: float | None = None
         self._tokenizer = tokenizer
         self._special = SpecialTokens.SKIP if request.skip_special_tokens else SpecialTokens.KEEP
@@ -54,11 +59,13 @@ class TextChoice:
     def push(self, output: SequenceOutput, eos_token_ids: tuple[int, ...]) -> None:
         """Take in an output of the engine. Sets `finish_reason` if it was the last."""
         self.is_readable = True
-        if output.start is not None:
+        if output.start is not None and not self.generated:
             self._num_cached_tokens = output.start.num_cached_tokens
         if output.prediction is not None:
             self._num_accepted += output.prediction.num_accepted
             self._num_rejected += output.prediction.num_rejected
+        if output.finish_reason is None:
+            self.generated.extend(output.token_ids)
         if self._may_wait and output.finish_reason is None:
             self.num_tokens += len(output.token_ids)
             self._token_ids += output.token_ids
@@ -170,7 +177,17 @@ class ActiveText(ActiveRequest[GenerationRequest, TextChoice]):
         prompt_logprobs = self._prompt_logprobs.take(choice.index)
         return replace(output, prompt_logprobs=prompt_logprobs) if prompt_logprobs else output
 
+    def begun(self) -> tuple[Begun, ...]:
+        if not self.has_started:
+            return ()
+        num_reported = self._prompt_logprobs.num_found
+        return tuple(
+            Begun(choice.index, tuple(choice.generated), 0 if choice.index else num_reported)
+            for choice in self.choices.values()
+            if choice.finish_reason is None
+        )
+
     @property
-    def _has_reply(self) -> bool:
+    def has_reply(self) -> bool:
         has_tokens = any(choice.num_tokens for choice in self.choices.values())
         return has_tokens and self._prompt_logprobs.is_complete

@@ -333,7 +333,7 @@ class AsyncEngine:
         """End a request from outside; its reader gets the output so far and finish reason ABORTED."""
         active = self._requests.find(request_id)
         if active is not None:
-            self._requests.abort(active, self.info.eos_token_ids)
+            self._requests.abort(active)
 
     # Messages from the engine processes.
 

@@ -83,7 +83,7 @@ _GAUGES_OF_ENGINES = {
 _COUNTERS = {
     "prompt_tokens": "Prompt tokens of admitted requests",
     "generation_tokens": "Tokens generated",
-    "requests_replayed": "Requests that no engine process had begun when it died, given to the next",
+    "requests_replayed": "Requests of an engine process that died, with which the next one went on",
 }
 _COUNTERS_BY_WORD: dict[str, tuple[str, str, Iterable[str]]] = {
     "step_time_seconds": ("Time of the step loop, by part", "part", ("schedule", "execute", "update")),

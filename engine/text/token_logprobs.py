@@ -64,6 +64,11 @@ class CollectedPromptLogprobs:
     def is_complete(self) -> bool:
         return self._num_missing <= 0
 
+    @property
+    def num_found(self) -> int:
+        """Positions of the prompt that have come."""
+        return len(self._found)
+
     def push(self, logprobs: Iterable[TokenLogprobs]) -> None:
         num_before = len(self._found)
         self._found.extend(logprobs)

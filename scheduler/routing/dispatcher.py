@@ -154,8 +154,9 @@ class Dispatcher(Generic[OwnerT]):
             self._accounts.leave(ticket)
 
     def take_back(self, ticket: Ticket[OwnerT]) -> None:
-        """Return a request that its engine has not begun to its place in the line. It must not be closed."""
+        """Return a request of an engine that is gone to its place in the line. It must not be closed."""
         assert not ticket.is_closed, "it has left the line for good"
+        ticket.needs = ticket.needs._replace(num_sequences=ticket.num_live)
         self._release(ticket)
         ticket.engine = None
         self.line.add(ticket)

@@ -122,7 +122,7 @@ CATALOGUE: Final[Mapping[str, Entry]] = {
     ),
     "engine_restarted": _fault(
         Retry.NOW,
-        "the engine process died with this request in flight",
+        "the engine process died with this request in flight, and no other was started",
         "the engine stopped while it worked on this request",
     ),
     "engine_died_twice": _fault(

@@ -88,7 +88,8 @@ class FaultyWorker(Worker):
 
     def launch(self, plan: SchedulerOutput) -> ComputedStep:
         for new in plan.new_sequences:
-            if new.token_ids[-1] in set(Fault):
+            is_begun = len(new.token_ids) > new.num_prompt_tokens
+            if not is_begun and new.token_ids[-1] in set(Fault):
                 self._faults[new.sequence_id] = Fault(new.token_ids[-1])
         due = self._due = {
             share.sequence_id: self._faults[share.sequence_id]

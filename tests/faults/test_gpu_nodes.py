@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from campaigns.servers.free_ports import free_port
-from engine.errors import EngineDied
 from engine.frontend.client import AsyncEngine
 from engine.processes import supervisor
 from engine.types import GenerationRequest, TokenOutput
@@ -24,11 +23,12 @@ from tests.faults.test_nodes import (
     PROMPTS,
     SEATS,
     WAIT_S,
-    ends_of_begun,
     first_node,
+    leave,
     other_node,
     ranks_of,
     request,
+    strike_begun,
     tokens_of_one_process,
 )
 from tests.worker.gpu.interpreted_gpu import HAS_GPU
@@ -104,8 +104,9 @@ async def test_stages_on_two_nodes_draw_the_tokens_of_one_process_and_a_killed_r
         assert engine.pid is not None
         first = engine.pid
         kill = partial(os.kill, rank, signal.SIGKILL)
-        assert await ends_of_begun(engine, "kill", kill) == [EngineDied] * SEATS
+        begun = await strike_begun(engine, "kill", kill)
         await until_gone([rank, first])
+        await leave(begun)
 
 
 async def test_a_stage_on_two_nodes_draws_the_same_tokens_and_a_rank_inside_a_sum_ends_with_the_other_node(
@@ -133,8 +134,9 @@ async def test_a_stage_on_two_nodes_draws_the_same_tokens_and_a_rank_inside_a_su
 
         try:
             stop = partial(send, signal.SIGSTOP)
-            assert await ends_of_begun(engine, "stop", stop) == [EngineDied] * SEATS
+            begun = await strike_begun(engine, "stop", stop)
             await until_gone([first])
+            await leave(begun)
         finally:
             send(signal.SIGCONT)
         await until_gone(others[1:])

@@ -4,16 +4,14 @@ import asyncio
 import os
 import re
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-from openai import AsyncOpenAI
 
 from tests.e2e.serving import RunningServer, running_server, wait_for
-from tests.faults.test_engine_death import error_of, is_ready
+from tests.faults.test_engine_death import KINDS, is_ready, reply_of
 
 pytestmark = pytest.mark.night
 
@@ -69,24 +67,19 @@ def test_replies_follow_their_grammar_whichever_rank_samples(server: RunningServ
     assert all(re.fullmatch("[ab]{4}", each["text"]) for each in reply.json()["choices"]), reply.text
 
 
-async def test_the_death_of_a_rank_fails_what_has_begun_at_once_and_a_new_group_takes_over(
+async def test_the_death_of_a_rank_costs_streams_a_pause_and_a_new_group_goes_on(
     server: RunningServer,
 ) -> None:
     wait_for(lambda: is_ready(server), within_s=300)
     assert server.metric("tokenyard:ranks") == 2
     pids = pids_of(server)
-    async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=30) as client:
-        waiting = [asyncio.create_task(error_of(client, stream=i % 2 == 0)) for i in range(8)]
+    async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
+        undisturbed = await reply_of(client, KINDS[0])
+        streams = [asyncio.create_task(reply_of(client, KINDS[0])) for _ in range(8)]
         await until_begun(server, 8)
-        killed_s = time.monotonic()
         os.kill(pids[1], signal.SIGKILL)
-        for ended_s, error in await asyncio.gather(*waiting):
-            assert ended_s - killed_s < 10.0  # one on an idle machine with a core for each
-            assert "engine stopped" in str(error)
-        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
-        wait_for(lambda: is_ready(server), within_s=300)
-        answer = await client.completions.create(model="tiny", prompt="Once", max_tokens=3)
-    assert answer.usage
+        assert await asyncio.gather(*streams) == [undisturbed] * 8
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     server.wait_until_idle()
     assert "rank 1 (pid" in server.text()
     assert "most recent call first" in server.text(), "the stacks of rank 0"
@@ -97,16 +90,14 @@ async def test_a_rank_that_stands_still_is_found_and_the_stacks_of_the_others_ar
 ) -> None:
     wait_for(lambda: is_ready(server), within_s=300)
     pids = pids_of(server)
-    async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=30) as client:
-        waiting = [asyncio.create_task(error_of(client, stream=True))]
+    async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
+        stream = asyncio.create_task(reply_of(client, KINDS[0]))
         await until_begun(server, 1)
         before = len(server.text())
         os.kill(pids[1], signal.SIGSTOP)
-        _, error = (await asyncio.gather(*waiting))[0]
-    assert "engine stopped" in str(error)
-    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+        (choice,) = await stream
+    assert choice.finish_reason == "length"
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     found = server.text()[before:]
     assert "has not moved" in found
     assert any(f" in {name}\n" in found for name in WAITS_IN[option])
-    wait_for(lambda: is_ready(server), within_s=300)
-    assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "Once"}).status_code == 200

@@ -11,7 +11,7 @@ import pytest_asyncio
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.errors import DeadlineExceeded, EngineDied, EngineError
+from engine.errors import DeadlineExceeded, EngineError
 from engine.frontend.client import AsyncEngine
 from engine.options.engine_config import resolve
 from engine.options.sources import read_options
@@ -129,7 +129,7 @@ async def test_the_choices_of_a_request_stay_together_and_share_the_cache(engine
     assert fresh[0].num_cached_tokens == 0
 
 
-async def test_killing_one_of_two_under_load_loses_no_request_that_had_not_begun(engine: AsyncEngine) -> None:
+async def test_killing_one_of_two_under_load_costs_no_request_a_token(engine: AsyncEngine) -> None:
     alone = [await outcome(engine, request(f"r{i}", max_tokens=60)) for i in range(40)]
     asked = [asyncio.create_task(outcome(engine, request(f"r{i}", max_tokens=60))) for i in range(40)]
     async with asyncio.timeout(WAIT_S):
@@ -139,13 +139,8 @@ async def test_killing_one_of_two_under_load_loses_no_request_that_had_not_begun
     victim = engine.pids[1]
     assert victim is not None
     os.kill(victim, signal.SIGKILL)
-    ends = await asyncio.gather(*asked)
-    died = [end for end in ends if isinstance(end, EngineError)]
-    assert all(isinstance(end, EngineDied) for end in died)
-    assert 1 <= len(died) <= SEATS, "only those that it had begun"
-    assert [end for end, right in zip(ends, alone, strict=True) if end not in (right, *died)] == []
     assert num_before == {"0": 1, "1": 1}
-    assert engine.health().is_ready, "the other one serves"
+    assert await asyncio.gather(*asked) == alone, "the other one serves"
     await both_ready(engine)
     assert engine.pids[1] != victim
     assert await outcome(engine, request("r0", max_tokens=60)) == alone[0]

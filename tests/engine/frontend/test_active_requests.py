@@ -9,9 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.errors import DeadlineExceeded, EngineDied, EngineUnavailable, Overloaded
+from engine.errors import DeadlineExceeded, EngineDiedTwice, EngineUnavailable, Overloaded
 from engine.options.options import Options
-from engine.process_messages import AddRequest
+from engine.process_messages import AddRequest, Begun
 from engine.types import GenerationRequest, SamplingParams, ServiceTerms, TimeLimits
 from scheduler.messages import FinishReason, SequenceOutput, SequenceStart, TimeLimitKind
 from scheduler.step.admission import TOO_LATE
@@ -84,7 +84,7 @@ class Hall:
         if operation == "leave":
             self.in_flight.leave(live)
         elif operation == "abort":
-            self.in_flight.abort(live, EOS)
+            self.in_flight.abort(live)
         elif choice.finish_reason is None and live.error is None:
             has_begun = choice.last_token_s is not None
             start = None if has_begun or operation == "expire" else START
@@ -122,9 +122,62 @@ async def test_one_that_is_complete_is_read_to_its_end_whatever_becomes_of_the_e
     door.in_flight.fail_all(EngineUnavailable("the server is shutting down", code="shutting_down"))
     (output,) = done.take()
     assert output.finish_reason is FinishReason.LENGTH
-    with pytest.raises(EngineDied):
+    with pytest.raises(EngineUnavailable):
         cut.take()
     assert door.in_flight.num_cut_off == 1
+
+
+async def test_one_that_had_begun_goes_on_in_the_next_process_with_its_tokens_and_one_start(
+    door: Door,
+) -> None:
+    (live,) = door.ask("a", 0, n=2)
+    one, other = live.choices
+    start, again = SequenceStart(queue_s=0.5, num_cached_tokens=1), SequenceStart(9.0, 0)
+    for tokens in ((7, 8), (9,)):
+        door.in_flight.take_outputs([SequenceOutput(one, tokens, None, start=start)], EOS, 0.0)
+        start = None
+    door.sent.clear()
+    door.in_flight.engine_died(0)
+    door.in_flight.engine_ready(0, num_blocks=100, block_size=16)
+    (message,) = door.sent
+    assert message.sequence_ids == (one, other)
+    assert message.begun == (Begun(0, (7, 8, 9)), Begun(1, ()))
+    door.in_flight.take_outputs([SequenceOutput(one, (5,), None, start=again)], EOS, 0.0)
+    finish(door, live, FinishReason.LENGTH)
+    finish(door, live, FinishReason.LENGTH, place=1, start=again)
+    first, _ = live.take()
+    assert first.token_ids == (7, 8, 9, 5)
+    assert first.num_cached_tokens == 1
+    assert live.started_s == live.arrived_s + 0.5
+    assert door.in_flight._queue_limits.num_queued == 0
+
+
+async def test_only_the_unfinished_choices_go_on(door: Door) -> None:
+    (live,) = door.ask("a", 0, n=2)
+    door.begin(live)
+    finish(door, live, FinishReason.LENGTH)
+    door.sent.clear()
+    door.in_flight.engine_died(0)
+    door.in_flight.engine_ready(0, num_blocks=100, block_size=16)
+    (message,) = door.sent
+    assert message.sequence_ids == tuple(live.choices)[1:]
+    assert [each.index for each in message.begun] == [1]
+    door.in_flight.engine_died(0)
+    with pytest.raises(EngineDiedTwice):
+        live.take()
+
+
+async def test_time_that_runs_out_between_two_processes_ends_a_reply_with_what_there_is(
+    tiny_model: Path,
+) -> None:
+    door = Door(tiny_model, request_timeout=0.05)
+    (live,) = door.ask("a", 0)
+    door.begin(live)
+    door.in_flight.engine_died(0)
+    while not live.is_over:
+        await asyncio.sleep(0.01)
+    (output,) = live.take()
+    assert output.finish_reason is FinishReason.EXPIRED
 
 
 @pytest.mark.parametrize("is_aborted_first", [False, True], ids=["death first", "abort first"])
@@ -133,10 +186,10 @@ async def test_one_that_was_aborted_between_two_processes_is_not_replayed(
 ) -> None:
     (live,) = door.ask("a", 0)
     if is_aborted_first:
-        finish(door, live, FinishReason.ABORTED)
+        door.in_flight.abort(live)  # and the process dies before it answers
     door.in_flight.engine_died(0)
     if not is_aborted_first:
-        door.in_flight.abort(live, EOS)
+        door.in_flight.abort(live)
     door.sent.clear()
     door.in_flight.engine_ready(0, num_blocks=100, block_size=16)
     assert not [message for message in door.sent if isinstance(message, AddRequest)]
