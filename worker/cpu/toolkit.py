@@ -84,7 +84,8 @@ class CpuToolkit:
         for name in dict.fromkeys(names):
             linear = linear_of(model.get_submodule(name))
             if linear is not None and TAKEN.include(linear):
-                model.set_submodule(name, PackedLinear(pack_linear(linear, self._inputs), self._kernels))
+                packed = pack_linear(linear, self._inputs)
+                model.set_submodule(name, PackedLinear(packed, self._kernels, model.dtype))
 
     def replace_others(self, model: Any, max_model_len: int) -> ReplacedExperts:
         """Pack experts, the output layer, and codes of layers that were not fused; join the layers."""

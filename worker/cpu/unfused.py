@@ -25,9 +25,11 @@ from worker.ranks.ranks import Ranks
 class PackedLinear(nn.Module):
     """A linear layer outside of fused ones."""
 
-    def __init__(self, weight: PackedWeight, kernels: Kernels) -> None:
+    def __init__(self, weight: PackedWeight, kernels: Kernels, dtype: torch.dtype) -> None:
+        """Take in the dtype that the model computes in, for weights of codes."""
         super().__init__()
         self._weight, self._kernels = weight, kernels
+        self._dtype = weight.data.dtype if weight.data.dtype in DTYPES else dtype
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply [..., K] to [..., N]."""
@@ -38,11 +40,9 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Return a tensor without content: some models ask for the dtype. Codes have none to tell."""
-        if self._weight.data.dtype not in DTYPES:
-            raise AttributeError("a weight of codes")
+        """Return a tensor without content: some models ask for the dtype."""
         shape = self._weight.num_outputs, int(self._weight.c.num_inputs)
-        return torch.empty(shape, dtype=self._weight.data.dtype, device="meta")
+        return torch.empty(shape, dtype=self._dtype, device="meta")
 
     def _multiply(self, x_TK: Tensor) -> Tensor:
         return self._kernels.multiply(x_TK, self._weight)
@@ -85,7 +85,8 @@ class UnfusedPacking(NamedTuple):
         )
         for name, module in list(model.named_modules()):
             if isinstance(module, QuantizedLinear) and TAKEN.include(linear := module.as_linear()):
-                model.set_submodule(name, PackedLinear(pack_linear(linear, self.inputs), self.kernels))
+                packed = pack_linear(linear, self.inputs)
+                model.set_submodule(name, PackedLinear(packed, self.kernels, module.dtype))
         return done
 
     def _pack_output(self, model: Any) -> None:
@@ -107,7 +108,7 @@ class UnfusedPacking(NamedTuple):
             # The embedding looks up numbers as they were: a tied one is kept in addition to the codes.
             linear, is_tied = self.head.quantize(linear), False
         weight = pack_linear(linear, self.inputs)
-        model.set_output_embeddings(PackedOutput(weight, self.kernels))
+        model.set_output_embeddings(PackedOutput(weight, self.kernels, model.dtype))
         if is_tied:
             model.set_input_embeddings(PackedEmbedding(weight))
 
@@ -117,7 +118,7 @@ class UnfusedPacking(NamedTuple):
         if self.head is not None:
             linear = self.head.quantize(linear)  # codes stay as they are
         weight = pack_linear(linear, self.inputs)
-        model.set_output_embeddings(PackedOutput(weight, self.kernels))
+        model.set_output_embeddings(PackedOutput(weight, self.kernels, model.dtype))
         if is_tied:
             embedding.look_up_in(lambda indices_U: grouped_rows(weight, indices_U))
 
@@ -127,6 +128,6 @@ class UnfusedPacking(NamedTuple):
             linear = self.head.quantize(linear)
 
         def pack(own: Linear) -> nn.Module:
-            return PackedOutput(pack_linear(own, self.inputs), self.kernels)
+            return PackedOutput(pack_linear(own, self.inputs), self.kernels, model.dtype)
 
         divide_ends(model, linear, pack, self.ranks)

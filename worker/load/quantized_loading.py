@@ -9,14 +9,12 @@ import logging
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.core_model_loading import Concatenate, MergeModulelist
 from transformers.pytorch_utils import Conv1D
@@ -27,24 +25,29 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from worker.checkpoint.checkpoint_files import StoredTensor, WeightFile, module_of
 from worker.checkpoint.passed_over import is_passed_over
 from worker.checkpoint.task import Task
+from worker.load.stored_weights import (
+    OTHER_CHECKPOINT,
+    MergedLinear,
+    StoredLinear,
+    StoredModule,
+    read_merged,
+)
 from worker.machine import trim_heaps
 from worker.model.mixture import declares_layout
 from worker.model.quantized_layers import QuantizedEmbedding, QuantizedExperts, QuantizedLinear
 from worker.quantized.gguf_blocks import in_halves, read_tensor
-from worker.quantized.grouped_weight import GroupedWeight, for_products_in, merged
+from worker.quantized.grouped_weight import GroupedWeight
 from worker.quantized.mxfp4 import read_experts
 from worker.quantized.scheme import (
     MARKERS,
-    ModuleTensors,
     QuantizationRefused,
     Reader,
     Rules,
     find_reader,
     is_bias,
-    read_weight,
 )
 from worker.quantized.tensor_places import TensorPlaces, TensorTarget
-from worker.worker_errors import StartupError, refused_as
+from worker.worker_errors import StartupError
 
 log = logging.getLogger(__name__)
 
@@ -54,51 +57,9 @@ _TRIM_EVERY = 16
 """Weights after which the memory that reading them took is given back; the next ones would take it again."""
 _NUMBER = re.compile(r"\.(\d+)\.")
 _MATRIX_DIMS = 2
-_OTHER_CHECKPOINT = "take a checkpoint that is quantized in another way"
-
-
+_STEP_SIZES = "dt_proj"
+"""Name of Mamba's linear layer whose weight the code of families multiplies by itself. It is small."""
 _StackShape = tuple[int, int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """The tensors of one module in the files, by their last names."""
-
-    module: str
-    files: Mapping[str, Path]
-    places: Mapping[str, StoredTensor]
-    """The same tensors as headers describe them."""
-
-    @property
-    def last_names(self) -> frozenset[str]:
-        return frozenset(self.files)
-
-    def read(self) -> ModuleTensors:
-        """Copy them into this process's memory: they would be pages of mapped files."""
-        tensors: dict[str, Tensor] = {}
-        refusal = partial(QuantizationRefused, fix="download the checkpoint again")
-        for last_name, path in self.files.items():
-            place = self.places[last_name].place
-            if place is not None:
-                tensors[last_name] = read_tensor(path, place)
-                continue
-            with refused_as(refusal, path, but=(MemoryError,)), safe_open(path, framework="pt") as file:
-                tensors[last_name] = file.get_tensor(f"{self.module}.{last_name}").clone()
-        return ModuleTensors(self.module, tensors)
-
-
-@dataclass(frozen=True, slots=True)
-class _StoredLinear:
-    """A linear layer's tensors, their reader, and the shape that the model gives it."""
-
-    stored: _Stored
-    reader: Reader
-    dtype: torch.dtype
-    """In which the model computes."""
-    shape: tuple[int, int]
-
-    def read(self) -> GroupedWeight:
-        return for_products_in(self.dtype, read_weight(self.reader, self.stored.read(), self.shape))
 
 
 @dataclass(slots=True)
@@ -106,17 +67,19 @@ class QuantizedModules:
     """The quantized modules of a checkpoint: found before a model is built, put into it, filled after."""
 
     rules: Rules
-    stored: dict[str, _Stored]
-    linears: dict[str, _StoredLinear] = field(default_factory=dict)
+    stored: dict[str, StoredModule]
+    linears: dict[str, StoredLinear | MergedLinear] = field(default_factory=dict)
     """Linear layers by the name of the model's module."""
-    experts: dict[str, dict[tuple[int, str, int], _StoredLinear]] = field(default_factory=dict)
+    parts: dict[str, dict[int, StoredLinear]] = field(default_factory=dict)
+    """Layers of the files that are merged into a linear layer of the model, by its name and their place."""
+    experts: dict[str, dict[tuple[int, str, int], StoredLinear]] = field(default_factory=dict)
     """Experts by the name of the model's module; then by expert, parameter and place in it."""
-    embeddings: dict[str, _StoredLinear] = field(default_factory=dict)
+    embeddings: dict[str, StoredLinear] = field(default_factory=dict)
     """Embeddings by the name of the model's module."""
-    numbers: dict[str, _StoredLinear] = field(default_factory=dict)
+    numbers: dict[str, StoredLinear] = field(default_factory=dict)
     """Other modules with such a weight, routers for example, by the name of the model's module: their codes
     are made numbers at load."""
-    stacks: dict[str, tuple[_Stored, _StackShape, _StackShape]] = field(default_factory=dict)
+    stacks: dict[str, tuple[StoredModule, _StackShape, _StackShape]] = field(default_factory=dict)
     """MXFP4 experts by the name of the model's module, with the shapes of gates and ups, and of downs."""
     is_tied: bool = False
     """Whether the output layer has the embedding's weight."""
@@ -131,6 +94,7 @@ class QuantizedModules:
                 self._take_stacks(model, names, stored)
             else:
                 self._take_linear(model, names, stored)
+        self._merge_parts(model)
         if not (self.linears or self.embeddings or self.experts or self.stacks or self.numbers):
             raise QuantizationRefused(
                 "config.json has a quantization_config, but no tensor of the model is quantized",
@@ -144,7 +108,7 @@ class QuantizedModules:
             self._replace_embedding(model, name)
         if self.numbers:
             log.info(
-                "codes of %d modules are made numbers at load, %s first: they are no linear layers",
+                "codes of %d modules are made numbers at load, %s first: the family's code reads them",
                 len(self.numbers),
                 next(iter(self.numbers)),
             )
@@ -156,7 +120,7 @@ class QuantizedModules:
         try:
             model.set_submodule(name, QuantizedEmbedding(embedding))
         except ValueError as error:
-            raise QuantizationRefused(f"{name} is quantized, but {error}", fix=_OTHER_CHECKPOINT) from error
+            raise QuantizationRefused(f"{name} is quantized, but {error}", fix=OTHER_CHECKPOINT) from error
         if is_tied:
             self.is_tied = True
             model.set_output_embeddings(QuantizedLinear(output))
@@ -169,9 +133,9 @@ class QuantizedModules:
             model.get_submodule(name).fill(weight)
             if self.is_tied:
                 model.get_output_embeddings().fill(weight)
-        for name, linear in self.numbers.items():
+        for name, codes in self.numbers.items():
             parameter = model.get_submodule(name).weight
-            parameter.data.copy_(linear.read().dequantized(parameter.dtype))
+            parameter.data.copy_(codes.read().dequantized(parameter.dtype))
         # The largest first: reading takes memory of its own, and at first there is most of it.
         by_size = sorted(self.linears.items(), key=lambda each: -math.prod(each[1].shape))
         for place, (name, linear) in enumerate(by_size):
@@ -180,7 +144,7 @@ class QuantizedModules:
             model.get_submodule(name).fill(linear.read().to(device))
         for name, parts in self.experts.items():
             module: QuantizedExperts = model.get_submodule(name)
-            stacks = _read_parts(name, parts, module.num_experts)
+            stacks = _read_parts(name, parts, module)
             module.fill(*([each.to(device) for each in stack] for stack in stacks))
         for name, (stored, gate_up_shape, down_shape) in self.stacks.items():
             tensors = stored.read()
@@ -204,7 +168,9 @@ class QuantizedModules:
     def names_taken(self) -> set[str]:
         """List the tensors that readers take, or refuse, by their names in the files."""
         experts = (each for parts in self.experts.values() for each in parts.values())
-        linears = [*self.linears.values(), *self.embeddings.values(), *self.numbers.values(), *experts]
+        parts = (each for merged in self.parts.values() for each in merged.values())
+        whole = [each for each in self.linears.values() if isinstance(each, StoredLinear)]
+        linears = [*whole, *self.embeddings.values(), *self.numbers.values(), *experts, *parts]
         taken = [each.stored for each in linears] + [stored for stored, _, _ in self.stacks.values()]
         return {
             f"{stored.module}.{name}" for stored in taken for name in stored.last_names if not is_bias(name)
@@ -228,7 +194,7 @@ class QuantizedModules:
             found += model.get_submodule(name).weights
         return found
 
-    def _take_linear(self, model: Any, names: TensorPlaces, stored: _Stored) -> None:
+    def _take_linear(self, model: Any, names: TensorPlaces, stored: StoredModule) -> None:
         """Find the reader of a module's weight; tensors of no module are the matter of TensorPlaces.check."""
         target = names.find(f"{stored.module}.weight")
         if target is None:
@@ -239,27 +205,52 @@ class QuantizedModules:
         reader = self._reader_of(stored, target, module)
         if reader is None:
             return
+        if target.converter is not None and type(module) is nn.Linear:
+            self._take_part(stored, reader, target, model)
+            return
         if target.converter is not None:
             place = _place_of_expert(stored, target, module)
             shape = _shape_of_expert(stored, target, module)
-            linear = _StoredLinear(stored, reader, model.dtype, shape)
+            linear = StoredLinear(stored, reader, model.dtype, shape)
             self.experts.setdefault(target.module, {})[place] = linear
             return
         if not isinstance(module, nn.Linear | nn.Embedding) and not _multiplies_rows(module):
             raise QuantizationRefused(
-                f"{stored.module} is quantized, but it is a {type(module).__name__}", fix=_OTHER_CHECKPOINT
+                f"{stored.module} is quantized, but it is a {type(module).__name__}", fix=OTHER_CHECKPOINT
             )
         num_outputs, num_inputs = module.weight.shape
-        linear = _StoredLinear(stored, reader, model.dtype, (num_outputs, num_inputs))
+        linear = StoredLinear(stored, reader, model.dtype, (num_outputs, num_inputs))
         if isinstance(module, nn.Embedding):
             self.embeddings[target.module] = linear
-        elif type(module) is nn.Linear:
+        elif type(module) is nn.Linear and target.module.rpartition(".")[2] != _STEP_SIZES:
             _refuse_tied(model, target.module, stored)
             self.linears[target.module] = linear
         else:
             self.numbers[target.module] = linear
 
-    def _reader_of(self, stored: _Stored, target: TensorTarget, module: Any) -> Reader | None:
+    def _take_part(self, stored: StoredModule, reader: Reader, target: TensorTarget, model: Any) -> None:
+        """Take outputs that follow on those of other layers. Raises QuantizationRefused for other merges."""
+        operations, num_parts = target.converter.operations, len(target.converter.source_patterns)
+        num_outputs, num_inputs = model.get_submodule(target.module).weight.shape
+        if [(type(each), each.dim) for each in operations] != [(Concatenate, 0)] or num_outputs % num_parts:
+            raise _refused_merge(stored)
+        linear = StoredLinear(stored, reader, model.dtype, (num_outputs // num_parts, num_inputs))
+        place = target.converter.source_patterns.index(target.source)
+        self.parts.setdefault(target.module, {})[place] = linear
+
+    def _merge_parts(self, model: Any) -> None:
+        for name, parts in self.parts.items():
+            num_outputs, num_inputs = model.get_submodule(name).weight.shape
+            first = parts[min(parts)]
+            if len(parts) * first.shape[0] != num_outputs:
+                raise QuantizationRefused(
+                    f"{first.stored.module} is quantized, and other parts of {name} are not",
+                    fix=OTHER_CHECKPOINT,
+                )
+            in_order = tuple(parts[place] for place in sorted(parts))
+            self.linears[name] = MergedLinear(in_order, (num_outputs, num_inputs))
+
+    def _reader_of(self, stored: StoredModule, target: TensorTarget, module: Any) -> Reader | None:
         """Ask the rules by the names and classes that the module has here or had where it was quantized.
 
         A router, for example, was a linear layer there. Raises QuantizationRefused where none agrees with the
@@ -275,7 +266,7 @@ class QuantizedModules:
                     refusals.append(refusal)
         raise refusals[0]
 
-    def _take_stacks(self, model: Any, names: TensorPlaces, stored: _Stored) -> None:
+    def _take_stacks(self, model: Any, names: TensorPlaces, stored: StoredModule) -> None:
         target = names.find(f"{stored.module}.down_proj")
         if target is None:
             return
@@ -283,7 +274,7 @@ class QuantizedModules:
         if not declares_layout(module) or not module.has_gate:
             raise QuantizationRefused(
                 f"{stored.module} has stacks of experts, but it is a {type(module).__name__}",
-                fix=_OTHER_CHECKPOINT,
+                fix=OTHER_CHECKPOINT,
             )
         shapes = []
         for parameter in (module.gate_up_proj, module.down_proj):
@@ -302,7 +293,7 @@ def find_quantized(rules: Rules, files: Sequence[WeightFile]) -> QuantizedModule
         for name, tensor in file.tensors.items():
             module, last_name = module_of(name)
             paths[module][last_name], places[module][last_name] = file.path, tensor
-    return QuantizedModules(rules, {name: _Stored(name, paths[name], places[name]) for name in paths})
+    return QuantizedModules(rules, {name: StoredModule(name, paths[name], places[name]) for name in paths})
 
 
 def read_state(files: Sequence[WeightFile]) -> dict[str, Tensor] | None:
@@ -360,6 +351,8 @@ class _OurQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
         self.remove_quantization_config(model)
+        for module in model.modules():  # by which Mamba's families would call layers in another way
+            vars(getattr(module, "config", module)).pop("_is_quantized", None)
 
 
 def without_quantization(model_config: Any) -> Any:
@@ -375,54 +368,54 @@ def arguments_of(modules: QuantizedModules | None) -> dict[str, Any]:
     return {} if modules is None else {"quantization_config": _OurConfig(modules)}
 
 
-def _place_of_expert(stored: _Stored, target: TensorTarget, module: Any) -> tuple[int, str, int]:
+def _place_of_expert(stored: StoredModule, target: TensorTarget, module: Any) -> tuple[int, str, int]:
     """Return expert, parameter and place in it. Raises QuantizationRefused for other ways to merge."""
     operations = {type(operation) for operation in target.converter.operations}
     numbers = _NUMBER.findall(f".{stored.module}.")
     is_known = MergeModulelist in operations and operations <= {MergeModulelist, Concatenate}
-    if not is_known or not declares_layout(module) or module.is_transposed or not numbers:
-        raise QuantizationRefused(
-            f"{stored.module} is quantized, and this family cuts or merges it in a way that codes cannot be",
-            fix=_OTHER_CHECKPOINT,
-        )
+    is_plain = declares_layout(module) and not (module.is_transposed or module.has_post_expert_norm)
+    if not is_known or not is_plain or not numbers:
+        raise _refused_merge(stored)
     return int(numbers[-1]), target.parameter, target.converter.source_patterns.index(target.source)
 
 
-def _shape_of_expert(stored: _Stored, target: TensorTarget, module: Any) -> tuple[int, int]:
+def _refused_merge(stored: StoredModule) -> QuantizationRefused:
+    return QuantizationRefused(
+        f"{stored.module} is quantized, and this family cuts or merges it in a way that codes cannot be",
+        fix=OTHER_CHECKPOINT,
+    )
+
+
+def _shape_of_expert(stored: StoredModule, target: TensorTarget, module: Any) -> tuple[int, int]:
     _, num_outputs, num_inputs = getattr(module, target.parameter).shape
     num_parts = len(target.converter.source_patterns)
     if num_outputs % num_parts:
-        raise QuantizationRefused(f"{stored.module} has no whole share of an expert", fix=_OTHER_CHECKPOINT)
+        raise QuantizationRefused(f"{stored.module} has no whole share of an expert", fix=OTHER_CHECKPOINT)
     return num_outputs // num_parts, num_inputs
 
 
 def _read_parts(
-    name: str, parts: dict[tuple[int, str, int], _StoredLinear], num_experts: int
+    name: str, parts: dict[tuple[int, str, int], StoredLinear], module: QuantizedExperts
 ) -> tuple[list[GroupedWeight], list[GroupedWeight]]:
     """Read the experts that are stored one by one. Raises QuantizationRefused."""
-    per_parameter: dict[tuple[int, str], list[_StoredLinear]] = defaultdict(list)
+    per_parameter: dict[tuple[int, str], list[StoredLinear]] = defaultdict(list)
     for expert, parameter, place in sorted(parts):
         per_parameter[expert, parameter].append(parts[expert, parameter, place])
     most = Counter({parameter: len(found) for (_, parameter), found in per_parameter.items()})
-    stacks: dict[str, list[GroupedWeight]] = {}
-    for parameter in ("gate_up_proj", "down_proj"):
-        stack = stacks[parameter] = []
-        for expert in range(num_experts):
+
+    def stack(parameter: str) -> list[GroupedWeight]:
+        stacked = []
+        for expert in range(module.num_experts):
             found = per_parameter[expert, parameter]
             if len(found) != most[parameter] or not found:
                 raise QuantizationRefused(
                     f"{name} has experts that are quantized, but {parameter} of number {expert} is not",
-                    fix=_OTHER_CHECKPOINT,
+                    fix=OTHER_CHECKPOINT,
                 )
-            try:
-                stack.append(merged([each.read() for each in found]))
-            except ValueError as error:
-                first, last = found[0].stored.module, found[-1].stored.module
-                raise QuantizationRefused(
-                    f"{first} is quantized otherwise than {last}: {error}",
-                    fix=_OTHER_CHECKPOINT,
-                ) from error
-    return stacks["gate_up_proj"], stacks["down_proj"]
+            stacked.append(read_merged(found))
+        return stacked
+
+    return stack(module.first_parameter), stack("down_proj")
 
 
 def _ties_output(model: Any) -> bool:
@@ -430,7 +423,7 @@ def _ties_output(model: Any) -> bool:
     return bool(getattr(model.config, "tie_word_embeddings", False))
 
 
-def _refuse_tied(model: Any, name: str, stored: _Stored) -> None:
+def _refuse_tied(model: Any, name: str, stored: StoredModule) -> None:
     if _ties_output(model) and name == "lm_head":
         raise StartupError(
             f"{stored.module} is quantized, but config.json ties it to the embedding",
@@ -438,7 +431,7 @@ def _refuse_tied(model: Any, name: str, stored: _Stored) -> None:
         )
 
 
-def _is_of_tower(stored: _Stored) -> bool:
+def _is_of_tower(stored: StoredModule) -> bool:
     return is_passed_over(f"{stored.module}.weight", draft_layers=(), task=Task.GENERATE)
 
 

@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from worker.memory_sizes import format_size
+from worker.model.layer_parts import Unrecognised
 from worker.model.linear import Linear
 from worker.model.mixture import ExpertLinears, find_gate
 from worker.quantized.grouped_weight import GroupedWeight
 
+_GATES_AND_UPS = "gate_up_proj"
 _BLOCK_NUMBERS = 1 << 18
 """Numbers of a weight that are expanded at a time: 1 MiB of float32, which stays in a near cache."""
 _are_products_skipped: ContextVar[bool] = ContextVar("are_products_skipped", default=False)
@@ -42,11 +44,16 @@ class QuantizedLinear(nn.Module):
     def __init__(self, replaced: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = replaced.in_features, replaced.out_features
-        self.bias = replaced.bias
+        self.bias, self.dtype = replaced.bias, replaced.weight.dtype
         self.kind = ""
         """See GroupedWeight.kind: layers of different kinds are tried one by one (layer_replacement.py)."""
         self._weight: GroupedWeight | None = None
         self._read: Callable[[], GroupedWeight] | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        """Return a tensor without content: some models ask for the dtype."""
+        return torch.empty((self.out_features, self.in_features), dtype=self.dtype, device="meta")
 
     @property
     def weight_codes(self) -> GroupedWeight:
@@ -128,6 +135,7 @@ class QuantizedExperts(nn.Module):
         self.num_experts: int = replaced.down_proj.shape[0]
         self.dtype: torch.dtype = replaced.down_proj.dtype
         self.is_concatenated: bool = replaced.is_concatenated
+        self.first_parameter = _first_parameter(replaced)
         self.kind = ""
         self._replaced = [replaced.to("meta")]  # in a list, so that it is no child; for its gate
         self._gate_ups: list[GroupedWeight] = []
@@ -141,12 +149,14 @@ class QuantizedExperts(nn.Module):
         return [*self._gate_ups, *self._downs]
 
     def fill(self, gate_ups: list[GroupedWeight], downs: list[GroupedWeight]) -> None:
-        """Take the weights: gates and ups in the order of outputs of the module that was replaced."""
+        """Take the weights: gates and ups, or ups, in the order of outputs of the replaced module."""
         self._gate_ups, self._downs = gate_ups, downs
         self.kind = gate_ups[0].kind
 
     def as_experts(self) -> ExpertLinears:
         """Return the experts as linear layers, which share memory with the module. Raises Unrecognised."""
+        if self.first_parameter != _GATES_AND_UPS:
+            raise Unrecognised("its experts have no gates")
         return _GroupedExperts(self)
 
     def forward(self, hidden_TH: Tensor, expert_ids_TK: Tensor, scores_TK: Tensor) -> Tensor:
@@ -164,9 +174,14 @@ class QuantizedExperts(nn.Module):
         gate_up_bias, down_bias = (
             None if bias is None else bias[expert] for bias in (self.gate_up_proj_bias, self.down_proj_bias)
         )
-        gates_and_ups = multiply_by_codes(x, self._gate_ups[expert], gate_up_bias)
-        gated: Tensor = self._replaced[0]._apply_gate(gates_and_ups)
+        products, replaced = multiply_by_codes(x, self._gate_ups[expert], gate_up_bias), self._replaced[0]
+        gated = replaced._apply_gate(products) if replaced.has_gate else replaced.act_fn(products)
         return multiply_by_codes(gated, self._downs[expert], down_bias)
+
+
+def _first_parameter(experts: Any) -> str:
+    """Name the weights that a token is multiplied by first, of experts that declare their layout."""
+    return _GATES_AND_UPS if experts.has_gate else "up_proj"
 
 
 class _GroupedExperts:

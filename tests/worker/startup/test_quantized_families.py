@@ -3,17 +3,22 @@
 import json
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from tests.families import MATRIX
 from tests.gguf_checkpoints import write_gguf
-from tests.quantized_checkpoints import write_quantized
+from tests.quantized_checkpoints import quantize, write_quantized
 from tests.tiers import by_day
 from tests.worker.conftest import BLOCK_SIZE, load_worker
+from tests.worker.family_formats import build, formats_of
+from tests.worker.family_trial import tiny_config
 from tests.worker.plan_driver import PlanDriver
 from tests.worker.transformers_generate import NUM_TOKENS, expected
 from worker.checkpoint.gguf.folder import folder_of
@@ -24,6 +29,7 @@ from worker.load.weight_files import foreseen_weights
 from worker.progress import LoadStage
 from worker.worker import Worker
 from worker.worker_config import WorkerConfig
+from worker.worker_errors import StartupError
 
 LONG = [(7 * index + 3) % 300 for index in range(29)]
 
@@ -160,3 +166,42 @@ def test_the_start_says_what_each_kind_of_weight_is_computed_with(
     for line in lines:
         assert "by kernels" in line
         assert "slowly" not in line
+
+
+# What a family does with its layers by itself: reads their dtype, merges them, has experts without gates,
+# multiplies by a weight.
+OWN_CODE = {
+    "glm_moe_dsa": {},
+    "minimax_m3_vl": {},
+    "nemotron_h": {},
+    "jamba": {"mamba_dt_rank": 16},
+}
+
+
+@pytest.mark.parametrize("name", by_day(OWN_CODE, ["minimax_m3_vl"]))
+def test_a_family_whose_code_knows_its_layers_is_served_in_codes(tmp_path: Path, name: str) -> None:
+    [family] = [each for each in MATRIX if each.name == name]
+    changed = replace(family, settings=family.settings | OWN_CODE[name])
+    assert formats_of(changed, tmp_path, ["fp8"]) == ["fp8"]
+
+
+@pytest.mark.night
+def test_a_layer_of_which_only_a_part_is_quantized_is_refused_by_name(tmp_path: Path) -> None:
+    [family] = [each for each in MATRIX if each.name == "minimax_m3_vl"]
+    plain, quantized = tmp_path / "plain", tmp_path / "quantized"
+    build(tiny_config(family)).save_pretrained(plain)
+    numbers = load_file(plain / "model.safetensors")
+    quantize(plain, quantized, "int8")
+    tensors = load_file(quantized / "model.safetensors")
+    ending = "layers.0.block_sparse_moe.shared_experts.up_proj"
+    [part] = [name for name in tensors if name.endswith(f"{ending}.weight_scale")]
+    module = part.removesuffix(".weight_scale")
+    tensors = {key: each for key, each in tensors.items() if not key.startswith(f"{module}.")}
+    save_file(tensors | {f"{module}.weight": numbers[f"{module}.weight"]}, quantized / "model.safetensors")
+    config = json.loads((quantized / "config.json").read_text())
+    config["quantization_config"]["ignore"].append(module)
+    (quantized / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        StartupError, match=r"gate_proj is quantized, and other parts of .*gate_up_proj are not"
+    ):
+        load_worker(quantized)
