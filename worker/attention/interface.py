@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from scheduler.cache_groups import ALL_TOKENS, Lifetime, LifetimeKind
-from worker.states.interface import StateExecutor, StateStep, Tap
+from worker.states.interface import DraftingStates, StateExecutor, StateStep, Tap
 from worker.worker_errors import UnsupportedAttention
 
 ATTENTION_NAME = "tokenyard_paged"
@@ -192,12 +192,21 @@ class AttentionMetadata:
     """[R, S]: the blocks of each sequence's state, where layers are recurrent."""
     taps: tuple[Tap, ...] = ()
     """States that are written to other blocks as well."""
+    num_drafts_R: tuple[int, ...] = ()
+    """Tokens at the end of each share that may turn out wrong; empty where no share has any."""
 
     @property
     def states(self) -> StateStep:
         """Return the step as recurrent layers see it."""
         is_first_R = self.seq_lens == np.diff(self.query_starts)
-        return StateStep(self.num_decodes, self.query_starts, is_first_R, self.state_blocks, self.taps)
+        return StateStep(
+            self.num_decodes,
+            self.query_starts,
+            is_first_R,
+            self.state_blocks,
+            self.taps,
+            self.num_drafts_R,
+        )
 
 
 class StepSpan(NamedTuple):
@@ -244,6 +253,10 @@ class LayerExecutor(Protocol):
 
 class AttentionBackend(LayerExecutor, Protocol):
     """A LayerExecutor over the paged cache. Serves any model whose layers are transformers' own."""
+
+    @property
+    def states(self) -> DraftingStates | None:
+        """See LayerExecutor."""
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
         """Prepare what all layers of the step share."""

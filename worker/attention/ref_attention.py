@@ -32,7 +32,7 @@ from worker.attention.interface import (
 from worker.attention.kv_cache import KVCache, PagedTensor
 from worker.devices.device import Device
 from worker.states.ref_states import RefStates
-from worker.states.tapped_states import TappedStates
+from worker.states.states_in_waves import StatesInWaves
 
 # A group of decodes is cut where the longest has this many times the blocks of the shortest, ...
 _LONGEST_OVER_SHORTEST = 2
@@ -64,7 +64,7 @@ class RefAttention:
         self._device = device
         layout = cache.layout.states
         self.states = (
-            None if layout is None else TappedStates(RefStates(cache.pool_NE, layout), cache.pool_NE, layout)
+            None if layout is None else StatesInWaves(RefStates(cache.pool_NE, layout), cache.pool_NE, layout)
         )
         self._metadata: AttentionMetadata
         self._buffers: dict[str, Tensor] = {}

@@ -35,7 +35,7 @@ from worker.cpu.native import (
 from worker.cpu.states import CpuStates
 from worker.devices.device import Device
 from worker.model.layer_call import AngleOrder, Rotation
-from worker.states.tapped_states import TappedStates
+from worker.states.states_in_waves import StatesInWaves
 
 
 class GivenAngles(NamedTuple):
@@ -70,7 +70,7 @@ class CpuAttention:
         layout = cache.layout.states
         pool_NE = cache.pool_NE
         self.states = (
-            None if layout is None else TappedStates(CpuStates(pool_NE, layout, kernels), pool_NE, layout)
+            None if layout is None else StatesInWaves(CpuStates(pool_NE, layout, kernels), pool_NE, layout)
         )
         self.index_keys = self._ref
         self._kernels = kernels

@@ -177,6 +177,7 @@ class CStateStep(Structure):
         ("query_starts", c_void_p),
         ("is_first", c_void_p),
         ("num_seqs", c_int64),
+        ("keeps_states", c_bool),
     )
 
 

@@ -60,6 +60,7 @@ class CpuStates:
             step.query_starts.ctypes.data,
             step.is_first_R.ctypes.data,
             len(blocks_RS),
+            step.keeps_states,
         )
 
     def begin_layer(self, layer_idx: int) -> None:

@@ -114,6 +114,9 @@ class GpuSteps:
         self._num_padding += captured.sizes.num_tokens - len(inputs.input_ids_T)
         return StepOutcome(self._logits_NV[: len(inputs.logits_indices_N)])
 
+    def accept_drafts(self, num_right_R: Sequence[int]) -> None:
+        """Do nothing: no layer has a state here, and keys and values of wrong drafts are overwritten."""
+
     def head(self, hidden: HiddenStates, indices_S: NDArray[np.int64]) -> Tensor:
         """See StepRunner."""
         return self._runner.head(hidden, self._device.tensor(indices_S))

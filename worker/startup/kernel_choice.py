@@ -111,7 +111,7 @@ def kernels_of(device: Device) -> KernelChoice:
 
 
 def refuse_kept(model_type: str, kept: KeptShapes, config: WorkerConfig, device: Device) -> None:
-    """Raise FamilyRefused where some layers have no batches, StartupError for useless options."""
+    """Raise FamilyRefused where some layers have no batches."""
     kernels = kernels_of(device)
     undivided = "which are not divided yet" if config.num_ranks * config.num_stages > 1 else None
     if kept.has_index_keys and (reason := kernels.why_no_index_keys or undivided) is not None:
@@ -120,7 +120,6 @@ def refuse_kept(model_type: str, kept: KeptShapes, config: WorkerConfig, device:
         return
     if (reason := kernels.why_no_states or undivided) is not None:
         raise FamilyRefused(f"{model_type} has recurrent layers, {reason}")
-    refuse_speculation(config, "a state that has taken in a draft cannot be taken back yet")
 
 
 def open_kernels(

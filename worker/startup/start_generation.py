@@ -33,7 +33,6 @@ def start_generating(
     if draft is not None:
         loaded = replace(loaded, layers_beside=draft.shapes)
     ready = start_generator(config, loaded, device, stage)
-    has_drafts = has_drafts and not ready.facts.num_state_blocks
     adapters, adapter_facts = open_generator_adapters(
         config, loaded, ready.measured.adapter_targets, ready.runner, device, ready.facts.kv_cache_bytes
     )

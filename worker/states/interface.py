@@ -7,6 +7,7 @@ Shapes: T tokens, C channels of a convolution, W its width, H heads, G groups of
 query, K numbers of a key, V numbers of a value.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -69,6 +70,10 @@ class Convolution(NamedTuple):
     activation: str | None
     """Name of the function of its outputs, as transformers names it."""
 
+    def of(self, tokens: slice | Tensor) -> "Convolution":
+        """Select some tokens."""
+        return self._replace(input_TC=self.input_TC[tokens])
+
 
 class Tap(NamedTuple):
     """Wish for the state of a sequence after some tokens of its share."""
@@ -91,6 +96,10 @@ class StateStep(NamedTuple):
     """Sequences that begin with this step: what their blocks contain is another's."""
     blocks_RS: NDArray[np.int64]
     taps: tuple[Tap, ...] = ()
+    num_drafts_R: tuple[int, ...] = ()
+    """Tokens at the end of each share that may turn out wrong; empty where no share has any."""
+    keeps_states: bool = True
+    """Whether blocks take in what is computed; otherwise they stay as they are."""
 
 
 class StateExecutor(Protocol):
@@ -107,3 +116,13 @@ class StateExecutor(Protocol):
 
     def recur(self, given: Recurrence) -> Tensor | None:
         """Continue each sequence's recurrence; float32 [T, H, V]. None as in `convolve`."""
+
+
+class DraftingStates(StateExecutor, Protocol):
+    """A StateExecutor whose states take in the drafts of a step once it is known which are right."""
+
+    def begin_step(self, step: StateStep) -> None:
+        """Take the sequences of the next calls."""
+
+    def accept_drafts(self, num_right_R: Sequence[int]) -> None:
+        """Take in the first drafts of each sequence of the step, so many of them."""

@@ -43,7 +43,7 @@ class RefStates:
 
         def compute(sequences: slice, tokens: slice) -> Tensor:
             earlier_NJC = torch.cat([self._read(kept, sequences) for kept in runs], dim=-1)
-            out_TC = rules.convolve(given._replace(input_TC=given.input_TC[tokens]), earlier_NJC)
+            out_TC = rules.convolve(given.of(tokens), earlier_NJC)
             for kept in runs:
                 self._write(kept, sequences, earlier_NJC[..., kept.run.first : kept.run.end])
             return out_TC
@@ -90,7 +90,8 @@ class RefStates:
         return found.masked_fill_(is_first[:, None, None], 0)
 
     def _write(self, kept: "_Kept", sequences: slice, numbers: Tensor) -> None:
-        kept.view[self._blocks(kept, sequences)] = numbers
+        if self._step.keeps_states:
+            kept.view[self._blocks(kept, sequences)] = numbers
 
     def _blocks(self, kept: "_Kept", sequences: slice) -> Tensor:
         return torch.from_numpy(self._step.blocks_RS[sequences, kept.run.stripe]).to(kept.view.device)

@@ -177,6 +177,12 @@ class GenerationSteps:
             self._draft_model.follow(inputs)
         failures.update(prompts.failures)
         verified = self._sampler.verify(logits_NV, inputs.rows, [held.get(row, ()) for row in inputs.rows])
+        num_right = {
+            sequence_id: len(found.token_ids) - 1
+            for sequence_id, found in zip(inputs.sequence_ids, verified, strict=True)
+            if found.token_ids
+        }
+        self._steps.accept_drafts([num_right.get(share.sequence_id, 0) for share in inputs.shares])
         token_ids: dict[SequenceId, tuple[int, ...]] = {}
         unfit: dict[SequenceId, str] = {}
         logprobs = {}

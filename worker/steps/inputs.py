@@ -125,14 +125,13 @@ def build_inputs(plan: SchedulerOutput, rows: RowTable, failures: dict[SequenceI
         token_offsets=positions_T % rows.block_size,
         state_blocks=rows.state_blocks_CS[row_of_R],
         taps=_taps(plan, shares) if plan.taps else (),
+        num_drafts_R=_num_drafts(plan, shares) if plan.draft_token_ids else (),
     )
     return StepInputs(
         input_ids_T=rows.token_ids_CL[rows_T, positions_T].astype(np.int64),
         position_ids_T=positions_T,
         rows_T=rows_T,
-        logits_indices_N=_wanted_logits(plan, shares, ends_R)
-        if plan.draft_token_ids
-        else ends_R[wanted_N] - 1,
+        logits_indices_N=_wanted_logits(plan, shares, ends_R, wanted_N),
         metadata=metadata,
         sequence_ids=[share.sequence_id for share in shares if share.samples],
         rows=row_of_R[wanted_N].tolist(),
@@ -145,6 +144,10 @@ def _taps(plan: SchedulerOutput, shares: Sequence[ScheduledSequence]) -> tuple[T
     places = {share.sequence_id: place for place, share in enumerate(shares)}
     found = [(tap, places[tap.sequence_id]) for tap in plan.taps if tap.sequence_id in places]
     return tuple(Tap(place, tap.position - shares[place].start, tap.block_ids) for tap, place in found)
+
+
+def _num_drafts(plan: SchedulerOutput, shares: Sequence[ScheduledSequence]) -> tuple[int, ...]:
+    return tuple([len(plan.draft_token_ids.get(share.sequence_id, ())) for share in shares])
 
 
 def is_sound(share: ScheduledSequence, rows: RowTable, failures: dict[SequenceId, str]) -> bool:
@@ -170,13 +173,19 @@ def is_sound(share: ScheduledSequence, rows: RowTable, failures: dict[SequenceId
 
 
 def _wanted_logits(
-    plan: SchedulerOutput, shares: Sequence[ScheduledSequence], ends_R: NDArray[np.int64]
+    plan: SchedulerOutput,
+    shares: Sequence[ScheduledSequence],
+    ends_R: NDArray[np.int64],
+    wanted_N: NDArray[np.int64],
 ) -> NDArray[np.int64]:
-    """List the last token of each share that samples, and before it as many as the share has drafts."""
+    """List the last token of each of the shares that sample, and before it as many as it has drafts."""
+    if not plan.draft_token_ids:
+        return ends_R[wanted_N] - 1
     wanted = [
-        np.arange(end - 1 - len(plan.draft_token_ids.get(share.sequence_id, ())), end)
-        for share, end in zip(shares, ends_R.tolist(), strict=True)
-        if share.samples
+        np.arange(end - 1 - num_drafts, end)
+        for num_drafts, end in zip(
+            np.array(_num_drafts(plan, shares))[wanted_N], ends_R[wanted_N].tolist(), strict=True
+        )
     ]
     return np.concatenate(wanted) if wanted else np.empty(0, np.int64)
 

@@ -6,7 +6,7 @@ Never: builds the batch (inputs.py) or samples tokens (sampling/).
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -153,6 +153,9 @@ class StepRunner(Protocol):
     def compute(self, inputs: StepInputs) -> StepOutcome:
         """Compute a step. Its logits are valid until the next one is computed."""
 
+    def accept_drafts(self, num_right_R: Sequence[int]) -> None:
+        """Take in the first drafts of each sequence of the step that was computed last, so many of them."""
+
     def head(self, hidden: HiddenStates, indices_S: NDArray[np.int64]) -> Tensor:
         """Compute logits [S, V] of any tokens of the step that was computed last."""
 
@@ -175,6 +178,12 @@ class EagerSteps:
             self._device, inputs.input_ids_T, inputs.position_ids_T, inputs.logits_indices_N
         )
         return self._runner.forward(tokens._replace(keeps_hidden=inputs.keeps_hidden), self._backend)
+
+    @torch.inference_mode()
+    def accept_drafts(self, num_right_R: Sequence[int]) -> None:
+        """See StepRunner. Keys and values need nothing: those of wrong drafts are overwritten."""
+        if self._backend.states is not None:
+            self._backend.states.accept_drafts(num_right_R)
 
     def head(self, hidden: HiddenStates, indices_S: NDArray[np.int64]) -> Tensor:
         return self._runner.head(hidden, self._device.tensor(indices_S))

@@ -64,7 +64,7 @@ class World:
             else CpuStates(self.pool, self.layout, self.kernels)
         )
 
-    def begin(self, shares: dict[int, tuple[int, int]]) -> None:
+    def begin(self, shares: dict[int, tuple[int, int]], *, keeps_states: bool) -> None:
         """Begin a step of some tokens of sequences; those of one token come first."""
         counts = [end - start for start, end in shares.values()]
         rows = list(shares)
@@ -74,6 +74,7 @@ class World:
                 query_starts=np.cumsum([0, *counts]),
                 is_first_R=np.array([start == 0 for start, _ in shares.values()]),
                 blocks_RS=self.blocks_RS[rows],
+                keeps_states=keeps_states,
             )
         )
         self.states.begin_layer(3)
@@ -96,15 +97,23 @@ CUT = (
 def computed(
     world: World, given: Recurrence | Convolution, steps: tuple[dict[int, tuple[int, int]], ...]
 ) -> Tensor:
-    """Compute all tokens in steps; returns the outputs in the order of sequences."""
+    """Compute all tokens in steps; returns the outputs in the order of sequences.
+
+    Each step is rehearsed before, which must leave no trace.
+    """
     found: dict[tuple[int, int], Tensor] = {}
     for shares in steps:
-        world.begin(shares)
         places = torch.cat([torch.arange(NUM_TOKENS)[tokens_of(seq, *cut)] for seq, cut in shares.items()])
-        if isinstance(given, Recurrence):
-            out = world.states.recur(given.of(places))
-        else:
-            out = world.states.convolve(given._replace(input_TC=given.input_TC[places]))
+        outs, before = [], world.pool.view(torch.int32).clone()
+        for keeps_states in (False, True):
+            assert torch.equal(world.pool.view(torch.int32), before)
+            world.begin(shares, keeps_states=keeps_states)
+            if isinstance(given, Recurrence):
+                outs.append(world.states.recur(given.of(places)))
+            else:
+                outs.append(world.states.convolve(given.of(places)))
+        out = outs[-1]
+        assert torch.equal(outs[0], out)
         parts = out.split([end - start for start, end in shares.values()])
         found |= {(seq, cut[0]): part for (seq, cut), part in zip(shares.items(), parts, strict=True)}
     return torch.cat([found[key] for key in sorted(found)])

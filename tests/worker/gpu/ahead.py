@@ -76,6 +76,7 @@ class RememberingSteps:
         self._rows: list[int] = []
         self.num_filled = 0
         self.head, self.describe = steps.head, steps.describe
+        self.accept_drafts = steps.accept_drafts
 
     def compute(self, inputs: StepInputs) -> StepOutcome:
         return self._steps.compute(self._filled(inputs))

@@ -116,6 +116,7 @@ class Speculated:
             "max_model_len": self.facts.max_model_len,
             "watermark": 0.0,
             "num_host_blocks": self.facts.num_host_blocks,
+            "groups": self.facts.groups,
         }
 
     @staticmethod

@@ -10,7 +10,7 @@ NGRAM = SpeculationConfig(method=DraftMethod.NGRAM)
 
 
 def test_a_recurrent_model_that_is_served_alone_refuses_it(checkpoints: MakeCheckpoint) -> None:
-    folder = checkpoints("mamba")
+    folder = checkpoints("recurrent_gemma")
     with pytest.raises(StartupError, match=r"--speculative-config: .* cannot be taken back"):
         load_worker(folder, speculation=NGRAM)
     _, facts = load_worker(folder)

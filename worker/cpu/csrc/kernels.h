@@ -305,6 +305,7 @@ struct StateStep {
   const int64_t* query_starts;  // [R + 1]
   const bool* is_first;         // [R]: the sequence begins, whatever its blocks contain
   int64_t num_seqs;
+  bool keeps_states;  // else blocks stay as they are
 };
 
 // Channels and rows of an item of work, and the most earlier inputs of a convolution.

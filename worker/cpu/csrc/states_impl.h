@@ -41,6 +41,7 @@ inline void convolve_some(const Convolution<T>& given, int64_t seq, int64_t chan
     for (int64_t j = 1; j < num_columns; ++j) earlier[j - 1] = earlier[j];
     if (num_columns != 0) earlier[num_columns - 1] = now;
   }
+  if (!step.keeps_states) return;
   for (int64_t j = 0; j < num_columns; ++j) store(kept + j * run.length, earlier[j]);
 }
 
@@ -130,12 +131,18 @@ inline void recur_rows(const Recurrence<T>& given, const float* keys, const floa
                        int64_t value) {
   const StateStep& step = given.step;
   const int64_t dim = given.key_dim, group = head / (given.num_heads / given.num_groups);
+  const uint64_t row_bytes = sizeof(float) * static_cast<uint64_t>(dim);
   float* rows[M];
+  float* copy = step.keeps_states ? nullptr : static_cast<float*>(__builtin_alloca_with_align(M * row_bytes, 512));
   for (int m = 0; m < M; ++m) {
     const int64_t row = head * given.value_dim + value + m;
     const StateRun& run = run_of(given.runs, row);
     rows[m] = reinterpret_cast<float*>(place_of(step, seq, run)) + (row - run.first) * dim;
-    if (step.is_first[seq]) __builtin_memset(rows[m], 0, sizeof(float) * static_cast<uint64_t>(dim));
+    if (copy != nullptr) {
+      __builtin_memcpy(copy + m * dim, rows[m], row_bytes);
+      rows[m] = copy + m * dim;
+    }
+    if (step.is_first[seq]) __builtin_memset(rows[m], 0, row_bytes);
   }
   for (int64_t t = step.query_starts[seq]; t < step.query_starts[seq + 1]; ++t) {
     const int64_t place = t * given.num_heads + head;

@@ -8,7 +8,7 @@ from torch import Tensor
 from worker.states.interface import Convolution, Recurrence, StateShape, StateStep, Tap
 from worker.states.ref_states import RefStates
 from worker.states.state_layout import StateLayout
-from worker.states.tapped_states import TappedStates
+from worker.states.states_in_waves import StatesInWaves
 
 LENGTHS = (1, 9, 14)
 SHAPE = StateShape(num_channels=48, num_columns=3, num_heads=3, key_dim=16, value_dim=16)
@@ -55,10 +55,6 @@ def convolution(num_tokens: int) -> Convolution:
     return Convolution(torch.randn(num_tokens, 48), torch.randn(48, 4), None, "silu")
 
 
-def cut(given: Convolution, tokens: Tensor) -> Convolution:
-    return given._replace(input_TC=given.input_TC[tokens])
-
-
 @pytest.mark.parametrize("places", [((2, 5),), ((2, 14), (1, 8)), ((2, 4), (2, 12), (1, 9), (0, 1))])
 def test_what_is_kept_is_the_state_of_the_tokens_before(places: tuple[tuple[int, int], ...]) -> None:
     torch.manual_seed(2)
@@ -67,7 +63,7 @@ def test_what_is_kept_is_the_state_of_the_tokens_before(places: tuple[tuple[int,
     plain, world = World(), World()
     plain.states.begin_step(plain.step())
     plain.states.begin_layer(4)
-    tapped = TappedStates(world.states, world.pool, world.layout)
+    tapped = StatesInWaves(world.states, world.pool, world.layout)
     taps = [Tap(seq, num, tuple(world.blocks(5 + index))) for index, (seq, num) in enumerate(places)]
     tapped.begin_step(world.step()._replace(taps=tuple(taps)))
     tapped.begin_layer(4)
@@ -80,6 +76,37 @@ def test_what_is_kept_is_the_state_of_the_tokens_before(places: tuple[tuple[int,
         tokens = torch.arange(num) + sum(LENGTHS[:seq])
         alone.states.begin_step(alone.step((num,)))
         alone.states.begin_layer(4)
-        alone.states.convolve(cut(convolved, tokens))
+        alone.states.convolve(convolved.of(tokens))
         alone.states.recur(given.of(tokens))
         assert torch.equal(world.content(5 + index), alone.content(0))
+
+
+@pytest.mark.parametrize("num_right_R", [(0, 0, 0), (0, 3, 1), (0, 1, 5)])
+@pytest.mark.parametrize("has_tap", [False, True])
+def test_states_take_in_the_drafts_that_are_right_and_no_others(
+    num_right_R: tuple[int, ...], has_tap: bool
+) -> None:
+    torch.manual_seed(3)
+    given, convolved = recurrence(sum(LENGTHS)), convolution(sum(LENGTHS))
+    num_drafts_R = (0, 3, 5)
+    plain, world = World(), World()
+    waves = StatesInWaves(world.states, world.pool, world.layout)
+    taps = (Tap(2, 4, tuple(world.blocks(5))),) if has_tap else ()
+    waves.begin_step(world.step()._replace(num_drafts_R=num_drafts_R, taps=taps))
+    waves.begin_layer(4)
+    outputs = waves.convolve(convolved), waves.recur(given)
+    waves.accept_drafts(num_right_R)
+    plain.states.begin_step(plain.step())
+    plain.states.begin_layer(4)
+    torch.testing.assert_close(outputs[0], plain.states.convolve(convolved))
+    torch.testing.assert_close(outputs[1], plain.states.recur(given))
+    for place, (length, num_drafts, num_right) in enumerate(
+        zip(LENGTHS, num_drafts_R, num_right_R, strict=True)
+    ):
+        alone = World()
+        tokens = torch.arange(length - num_drafts + num_right) + sum(LENGTHS[:place])
+        alone.states.begin_step(alone.step((len(tokens),)))
+        alone.states.begin_layer(4)
+        alone.states.convolve(convolved.of(tokens))
+        alone.states.recur(given.of(tokens))
+        assert torch.equal(world.content(place), alone.content(0))

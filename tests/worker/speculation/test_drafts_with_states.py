@@ -1,0 +1,111 @@
+"""Families with states give with drafts the tokens that they give without any."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler.config import PreemptionMode
+from scheduler.messages import SamplingParams
+from tests.checkpoints import RECURRENT_FAMILIES
+from tests.properties.lengths import histories
+from tests.tiers import by_day
+from tests.worker.conftest import MakeCheckpoint, load_worker
+from tests.worker.speculation.random_requests import TINY_REQUESTS
+from tests.worker.speculation.speculated import Answer, Speculated, half_right, nonsense, oracle
+from tests.worker.speculation.test_verification import Loaded
+
+SHARED = [(7 * index + 3) % 300 for index in range(21)]
+NUM_ROWS = 8
+
+
+def requests_of(random: Random, num: int) -> list[tuple[list[int], SamplingParams]]:
+    """Requests with own prompts, and some with one of a few beginnings; every fourth comes four times."""
+    requests: list[tuple[list[int], SamplingParams]] = []
+    while len(requests) < num:
+        prompt, params = random.choice(TINY_REQUESTS)
+        if random.random() < 0.6:
+            prompt = [*SHARED[: random.choice((8, 12, 21))], *prompt]
+        times = 4 if random.random() < 0.25 else 1
+        requests += [(prompt, replace(params, seed=random.getrandbits(32))) for _ in range(times)]
+    return requests[:num]
+
+
+def check_same_tokens(expected: list[Answer], found: list[Answer]) -> None:
+    """Log-probabilities of mixtures may differ in the last bit: torch's functions depend on the batch."""
+    for one, other in zip(expected, found, strict=True):
+        assert (one[0], one[2]) == (other[0], other[2])
+
+
+@pytest.fixture(scope="module", params=by_day(RECURRENT_FAMILIES, ("qwen3_next", "mamba")))
+def loaded(request: pytest.FixtureRequest, checkpoints: MakeCheckpoint) -> Loaded:
+    return load_worker(
+        checkpoints(request.param), num_blocks=400, swap_space_bytes=1 << 24, max_num_seqs=NUM_ROWS
+    )
+
+
+def test_tokens_are_the_same_with_any_drafts(loaded: Loaded) -> None:
+    random = Random(3)
+    requests = requests_of(random, 10)
+    world = Speculated(*loaded)
+    expected = world.answers(requests)
+    vocab_size = loaded[1].vocab_size
+    check_same_tokens(expected, world.answers(requests, oracle(expected, 5)))
+    assert world.num_accepted > 20
+    check_same_tokens(expected, world.answers(requests, half_right(expected, random, vocab_size)))
+    check_same_tokens(expected, world.answers(requests, nonsense(random, vocab_size)))
+
+
+@pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
+def test_a_sequence_that_is_preempted_among_drafts_goes_on_from_its_state(
+    loaded: Loaded, mode: PreemptionMode
+) -> None:
+    random = Random(4)
+    facts = loaded[1]
+    requests = [
+        (SHARED[random.randint(0, 9) :], replace(params, max_tokens=16)) for _, params in TINY_REQUESTS * 2
+    ]
+    expected = Speculated(*loaded).answers(requests)
+    num_blocks = 3 * facts.num_state_blocks + (16 if len(facts.groups) > 1 else 0)
+    narrow = Speculated(*loaded, {"num_blocks": num_blocks, "preemption_mode": mode}, next_id=1000)
+    check_same_tokens(expected, narrow.answers(requests, half_right(expected, random, facts.vocab_size)))
+    assert narrow.num_accepted > 0
+    assert narrow.num_preemptions > 0 or len(facts.groups) == 1  # a state alone never grows
+
+
+@histories(12)
+@given(
+    seed=st.integers(0, 1 << 32),
+    num_requests=st.integers(1, 7),
+    spare_blocks=st.integers(8, 60),
+    max_num_batched_tokens=st.integers(9, 40),
+    mode=st.sampled_from(PreemptionMode),
+    num_aborted=st.integers(0, 2),
+)
+def test_drafts_change_nothing_in_any_history(
+    loaded: Loaded,
+    seed: int,
+    num_requests: int,
+    spare_blocks: int,
+    max_num_batched_tokens: int,
+    mode: PreemptionMode,
+    num_aborted: int,
+) -> None:
+    random, facts = Random(seed), loaded[1]
+    requests = requests_of(random, num_requests)
+    expected = Speculated(*loaded, next_id=random.getrandbits(40)).answers(requests)
+    changes = {
+        "num_blocks": 2 * facts.num_state_blocks + spare_blocks,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "preemption_mode": mode,
+    }
+    world = Speculated(*loaded, changes, next_id=random.getrandbits(40))
+    aborted = frozenset(range(min(num_aborted, num_requests - 1)))
+    found = world.answers(requests, half_right(expected, random, facts.vocab_size), aborted=aborted)
+    for number, (one, other) in enumerate(zip(expected, found, strict=True)):
+        if number in aborted:
+            assert other[0] == one[0][: len(other[0])]
+        else:
+            check_same_tokens([one], [other])
