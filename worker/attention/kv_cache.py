@@ -26,7 +26,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from sys import maxsize
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -70,13 +70,36 @@ class LayerShape:
         return self.num_heads * (self.key_dim + own_value_dim)
 
 
-def with_layers_beside(layers: dict[int, LayerShape], beside: dict[int, LayerShape]) -> dict[int, LayerShape]:
-    """Append the layers of a second model, under the numbers of `numbers_beside`.
+class KeptShapes(NamedTuple):
+    """Shapes of all that the layers of a model keep of a sequence, in the order of their numbers."""
 
-    All their tokens are kept: a draft model catches up from the first one, long after windows have passed it.
-    """
-    numbers = numbers_beside(layers, beside).items()
-    return layers | {here: replace(beside[there], lifetime=ALL_TOKENS) for there, here in numbers}
+    layers: dict[int, LayerShape]
+    """With those of the keys of indexers behind them."""
+    states: dict[int, StateShape]
+    has_index_keys: bool = False
+
+    def with_beside(self, beside: "KeptShapes") -> "KeptShapes":
+        """Append what a draft model keeps, under the numbers of `numbers_beside`. Raises StartupError.
+
+        All its tokens are kept: it catches up from the first one, long after windows have passed it.
+        """
+        if beside.states and not self.states:
+            raise StartupError(
+                "the draft model has recurrent layers and the model none: its prefixes are found anywhere",
+                fix="take a draft model without recurrent layers",
+            )
+        layers = {
+            here: replace(beside.layers[there], lifetime=ALL_TOKENS)
+            for there, here in numbers_beside(self.layers, beside.layers).items()
+        }
+        states = numbers_beside(self.states, beside.states).items()
+        return self._replace(
+            layers=self.layers | layers,
+            states=self.states | {here: beside.states[there] for there, here in states},
+        )
+
+
+NOTHING_KEPT = KeptShapes({}, {})
 
 
 def numbers_beside(layers: Iterable[int], beside: Iterable[int]) -> dict[int, int]:
@@ -108,6 +131,8 @@ class BlockLayout:
     division: tuple[LayerGroup, ...] = ()
     """Groups of layers that have blocks of their own; layers that are not here have none in their stripes.
     Empty: all layers have the same blocks."""
+    least_numel: int = 0
+    """Numbers of a block that has layers of another model too."""
 
     @property
     def groups(self) -> tuple[CacheGroup, ...]:
@@ -160,13 +185,13 @@ class BlockLayout:
     @cached_property
     def block_numel(self) -> int:
         if not self.layers:  # a block is a state
-            return -(-whole_bytes(self.state_shapes) // self.dtype.itemsize)
+            return max(self.least_numel, -(-whole_bytes(self.state_shapes) // self.dtype.itemsize))
         sizes = (sum(self.layers[layer_idx].numel for layer_idx in stripe) for stripe in self.stripes)
         used = self.block_size * max(sizes)
         dims = [shape.key_dim for shape in self.layers.values()]
         dims += [shape.value_dim for shape in self.layers.values() if not shape.value_is_key_part]
         page_multiple = math.lcm(*(self.block_size * dim for dim in dims))
-        return math.ceil(used / page_multiple) * page_multiple
+        return max(self.least_numel, math.ceil(used / page_multiple) * page_multiple)
 
     @property
     def block_bytes(self) -> int:
@@ -186,6 +211,14 @@ class BlockLayout:
     def lifetime(self) -> Lifetime:
         """Lifetime of a block that has all layers."""
         return joint_lifetime([shape.lifetime for shape in self.layers.values()])
+
+
+_Shape = TypeVar("_Shape")
+
+
+def _own(shapes: dict[int, _Shape], beside: dict[int, _Shape]) -> dict[int, _Shape]:
+    """Leave out the last layers, which are another model's."""
+    return dict(list(shapes.items())[: len(shapes) - len(beside)])
 
 
 def check_states(layout: BlockLayout) -> None:
@@ -274,15 +307,23 @@ class KVCache:
     def num_bytes(self) -> int:
         return self.pool_NE.numel() * self.layout.dtype.itemsize
 
-    def view_of(self, numbers: dict[int, int]) -> "KVCache":
-        """Show some layers under the numbers that another model has for them: number there, number here.
+    def view_beside(self, beside: KeptShapes) -> "KVCache":
+        """Show the last layers under the numbers that a draft model has for them.
 
-        The pool and its blocks are the same. The layout of the view has shapes alone.
+        The pool and its blocks are the same. The layout of the view has the shapes of keys and values, not
+        their places, and the states of the model in their places, under negative numbers.
         """
-        view = copy(self)
+        layout, view = self.layout, copy(self)
+        numbers = numbers_beside(_own(layout.layers, beside.layers), beside.layers)
         view.layers = {there: self.layers[here] for there, here in numbers.items()}
-        shapes = {there: self.layout.layers[here] for there, here in numbers.items()}
-        view.layout = replace(self.layout, layers=shapes, state_shapes={})
+        shapes = {there: layout.layers[here] for there, here in numbers.items()}
+        states = {-1 - here: shape for here, shape in _own(layout.state_shapes, beside.states).items()}
+        view.layout = replace(
+            layout,
+            layers=shapes,
+            state_shapes=states | beside.states if beside.states else {},
+            least_numel=layout.block_numel,
+        )
         return view
 
     def _layer_cache(self, layer_idx: int) -> LayerCache:

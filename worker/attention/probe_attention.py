@@ -6,25 +6,14 @@ Never: runs in a served step.
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from worker.attention.dense_attention import attend_densely
 from worker.attention.interface import SHARED_LAYER, AttentionOptions, StepSpan
-from worker.attention.kv_cache import LayerShape
-from worker.states.interface import StateShape
+from worker.attention.kv_cache import KeptShapes, LayerShape
 from worker.states.probe_states import ProbeStates
 from worker.worker_errors import UnsupportedAttention
-
-
-class KeptShapes(NamedTuple):
-    """Shapes of all that the layers of a model keep of a sequence, in the order of their numbers."""
-
-    layers: dict[int, LayerShape]
-    """With those of the keys of indexers behind them."""
-    states: dict[int, StateShape]
-    has_index_keys: bool
 
 
 class ProbeIndexKeys:

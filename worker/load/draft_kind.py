@@ -4,7 +4,7 @@ Owns: the check that both have one vocabulary.
 Never: loads it (startup/start_drafting.py).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,6 @@ from worker.attention.kv_cache import FLOAT8, cache_dtype
 from worker.checkpoint.task import Task
 from worker.checkpoint.tokenizer_files import read_tokenizer
 from worker.load.model_kind import ModelKind
-from worker.states.interface import StateShape
 from worker.worker_config import AdapterLimits, DraftMethod, SpeculationConfig, WorkerConfig
 from worker.worker_errors import FamilyRefused, StartupError
 
@@ -74,12 +73,6 @@ def refuse_scales_with_draft(config: WorkerConfig) -> None:
             f"--kv-cache-dtype {config.kv_cache_dtype} does not go with a draft model, which has no scales",
             fix="leave one of them out",
         )
-
-
-def refuse_recurrent_draft(model_type: str, states: Mapping[int, StateShape]) -> None:
-    """Raise FamilyRefused for layers with states, which drafts that were refused would have changed."""
-    if states:
-        raise FamilyRefused(f"{model_type} has recurrent layers")
 
 
 def check_vocabulary(kind: ModelKind, draft_kind: ModelKind) -> None:

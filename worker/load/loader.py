@@ -5,13 +5,13 @@ Never: moves weights (devices/weight_life.py).
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from worker.attention.kv_cache import LayerShape
+from worker.attention.kv_cache import NOTHING_KEPT, KeptShapes
 from worker.checkpoint.checkpoint_files import find_weights
 from worker.checkpoint.generation_config import default_sampling, eos_token_ids
 from worker.checkpoint.plausible_sizes import check_sizes
@@ -48,8 +48,8 @@ class LoadedModel:
     weights: WeightLife
     has_experts: bool = False
     """Mixture of experts: a token reads the weights of some experts only."""
-    layers_beside: dict[int, LayerShape] = field(default_factory=dict)
-    """Layers of another model that keep keys and values in the same blocks, behind all layers of this one."""
+    beside: KeptShapes = NOTHING_KEPT
+    """What a draft model keeps in the same blocks, behind all layers of this one."""
     ranks: Ranks = ALONE
     """Ranks that are to divide the layers."""
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import transformers
 
-from worker.attention.probe_attention import KeptShapes
+from worker.attention.kv_cache import KeptShapes
 from worker.checkpoint.checkpoint_files import find_weights
 from worker.cpu import kernel_choice as cpu_kernel_choice
 from worker.devices.device import NO_RESERVE, Device, Reserve

@@ -13,12 +13,12 @@ import numpy as np
 from worker.attention.kv_cache import (
     FLOAT8,
     BlockLayout,
+    KeptShapes,
     cache_dtype,
     check_states,
     scale_for,
-    with_layers_beside,
 )
-from worker.attention.probe_attention import KeptShapes, ProbeAttention, SharingProbe, share_layers
+from worker.attention.probe_attention import ProbeAttention, SharingProbe, share_layers
 from worker.checkpoint.checkpoint_files import find_checkpoint, find_weights
 from worker.devices.device import Device
 from worker.load.cache_scales import read_cache_scales
@@ -91,9 +91,10 @@ def probe_layout(start: Start) -> BlockLayout:
         scales = read_cache_scales(find_weights(find_checkpoint(config.model_path)))
         if not kept.layers.keys() <= scales.keys():
             scales = _measure_scales(start) | scales
+    whole = kept.with_beside(loaded.beside)
     layout = BlockLayout(
-        layers=with_layers_beside(kept.layers, loaded.layers_beside),
-        state_shapes=kept.states,
+        layers=whole.layers,
+        state_shapes=whole.states,
         block_size=config.block_size or device.default_block_size,
         dtype=dtype,
         scales=scales,

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from worker.attention.interface import AttentionBackend
-from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape, numbers_beside
+from worker.attention.kv_cache import BlockLayout, KeptShapes, KVCache
 from worker.attention.ref_attention import RefAttention
 from worker.devices.device import Device
 from worker.model.layer_replacement import LayerReplacement
@@ -53,14 +53,13 @@ def prove(
 
 
 def prove_draft(
-    start: Start, shapes: dict[int, LayerShape], toolkit: Toolkit | None, cache: KVCache, max_model_len: int
+    start: Start, kept: KeptShapes, toolkit: Toolkit | None, cache: KVCache, max_model_len: int
 ) -> AttentionBackend:
     """Try a draft model over its layers of `cache`, which stand behind the model's, and put kernels under it.
 
     Raises StartupError.
     """
-    layers = sorted(cache.layout.layers)[: -len(shapes)]
-    view = cache.view_of(numbers_beside(layers, shapes))
+    view = cache.view_beside(kept)
     correct_model(start.loaded, max_model_len)
     check = _check_of(start, view, max_model_len)
     expected = check.run()

@@ -7,13 +7,12 @@ Never: changes the start of the model itself, which only gets larger blocks.
 import logging
 from typing import NamedTuple
 
-from worker.attention.kv_cache import LayerShape
+from worker.attention.kv_cache import KeptShapes
 from worker.devices.device import Device
 from worker.load.draft_kind import (
     check_vocabulary,
     draft_config,
     naming_draft,
-    refuse_recurrent_draft,
     refuse_scales_with_draft,
 )
 from worker.load.loader import LoadedModel, load_model
@@ -37,7 +36,7 @@ class LoadedDraft(NamedTuple):
 
     start: Start
     runner: ModelRunner
-    shapes: dict[int, LayerShape]
+    kept: KeptShapes
 
 
 def load_draft(
@@ -57,9 +56,7 @@ def load_draft(
         draft.weights.settle(stage)
         runner = ModelRunner(draft.model, draft.vocab_size)
         start = Start(config=own, device=device, stage=stage, loaded=draft, runner=runner)
-        kept = probe_shapes(device, draft, runner)
-        refuse_recurrent_draft(draft.model_type, kept.states)
-        return LoadedDraft(start, runner, kept.layers)
+        return LoadedDraft(start, runner, probe_shapes(device, draft, runner))
 
 
 def open_draft(
@@ -70,7 +67,7 @@ def open_draft(
     loaded, device = start.loaded, start.device
     max_len = min(longest_right_len(loaded.text_config, loaded.checkpoint_len, None), facts.max_model_len)
     with naming_draft(config):
-        backend = prove_draft(start, draft.shapes, ready.measured.toolkit, ready.pools.cache, max_len)
+        backend = prove_draft(start, draft.kept, ready.measured.toolkit, ready.pools.cache, max_len)
     log.info(
         "draft model %s: weights %s, context %s tokens",
         *(loaded.model_type, format_size(loaded.weight_bytes), max_len),
@@ -82,6 +79,7 @@ def open_draft(
         max_tokens=_tokens_of_pass(start.config, kernels_of(device).saturating_tokens),
         num_blocks=facts.num_blocks,
         num_host_blocks=facts.num_host_blocks,
+        has_state=bool(draft.kept.states),
     )
     return EagerSteps(draft.runner, backend, device), sizes
 

@@ -31,7 +31,7 @@ def start_generating(
     loaded = load_model(config, kind, device, stage, ranks)
     draft = load_draft(config, kind, loaded, device)
     if draft is not None:
-        loaded = replace(loaded, layers_beside=draft.shapes)
+        loaded = replace(loaded, beside=draft.kept)
     ready = start_generator(config, loaded, device, stage)
     adapters, adapter_facts = open_generator_adapters(
         config, loaded, ready.measured.adapter_targets, ready.runner, device, ready.facts.kv_cache_bytes

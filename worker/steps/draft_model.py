@@ -45,6 +45,8 @@ class DraftSizes(NamedTuple):
     """Most tokens of a pass."""
     num_blocks: int
     num_host_blocks: int
+    has_state: bool
+    """Whether it has recurrent layers. Then the first block of a sequence's state stands for that of both."""
 
 
 class DraftsMade(NamedTuple):
@@ -69,7 +71,10 @@ class _Ahead(NamedTuple):
 
 
 class _Filled:
-    """Number of leading positions of each block whose keys and values the draft model has written."""
+    """Number of leading positions of each block whose keys and values the draft model has written.
+
+    Of a block with the beginning of a state: the tokens that the draft model's own has taken in.
+    """
 
     def __init__(self, sizes: DraftSizes, block_size: int) -> None:
         self._device = np.zeros(sizes.num_blocks + 1, np.int64)
@@ -95,6 +100,14 @@ class _Filled:
     def raise_to(self, blocks_T: NDArray[np.signedinteger], offsets_T: NDArray[np.int64]) -> None:
         """Note places that were written, all before them being there."""
         np.maximum.at(self._device, blocks_T, offsets_T + 1)
+
+    def put(self, state_blocks_R: NDArray[np.int64], num_tokens_R: NDArray[np.int64] | int) -> None:
+        """Note the tokens that states have taken in."""
+        self._device[state_blocks_R] = num_tokens_R
+
+    def taken(self, state_block: int) -> int:
+        """Count the tokens that a state has taken in; 0 if it is another sequence's."""
+        return int(self._device[state_block])
 
     def count(self, block_ids: NDArray[np.int32]) -> int:
         """Count the positions without a gap from the first of these blocks on."""
@@ -126,7 +139,11 @@ class DraftModel:
 
     def follow(self, inputs: StepInputs) -> None:
         """Take in a step that the model has computed: there are other tokens than before at its places."""
-        self._filled.lower(self._blocks_of(inputs), inputs.metadata.token_offsets)
+        self._filled.lower(*self._places_of(inputs))
+        if self._sizes.has_state:
+            states = inputs.metadata.states
+            self._filled.put(states.blocks_RS[states.is_first_R, 0], 0)
+            self._filled.put(np.array([tap.blocks_S[0] for tap in states.taps], np.int64), 0)
 
     def propose(self, wanted: Mapping[SequenceId, int]) -> DraftsMade:
         """Guess up to `wanted` tokens of each sequence, one place of all of them in a pass."""
@@ -135,7 +152,7 @@ class DraftModel:
         shares, views = self._first_shares(wanted)
         num_followed = {share.sequence_id: share.start + share.num_tokens for share in shares}
         try:
-            while shares and (inputs := self._inputs(shares)) is not None:
+            while shares and (inputs := self._inputs(shares, drafts)) is not None:
                 began_s = self.clock()
                 shares = []
                 for sequence_id, token_id in self._guess(inputs, views).items():
@@ -143,8 +160,9 @@ class DraftModel:
                     views[sequence_id] = views[sequence_id].after(token_id)
                     row = self._rows.hold_drafts(sequence_id, (token_id,), self._sizes.sampled_vocab_size)
                     if len(drafts[sequence_id]) < wanted[sequence_id] and self._has_place(row):
-                        position = int(self._rows.num_tokens_C[row]) - 1
-                        shares.append(ScheduledSequence(sequence_id, position, 1, samples=True))
+                        num_again = len(drafts[sequence_id]) if self._sizes.has_state else 1
+                        position = int(self._rows.num_tokens_C[row]) - num_again
+                        shares.append(ScheduledSequence(sequence_id, position, num_again, samples=True))
                 passes.append((len(inputs.input_ids_T), self.clock() - began_s))
         finally:
             for sequence_id, each in drafts.items():
@@ -203,7 +221,16 @@ class DraftModel:
 
     def _num_filled(self, sequence_id: SequenceId, end: int) -> int:
         """Count the leading positions of a sequence, `end` at most, whose keys and values are there."""
-        row, block_size = self._row(sequence_id), self._rows.block_size
+        row, num_filled = self._row(sequence_id), end
+        if self._rows.leading_stripe >= 0:
+            num_filled = self._num_with_keys(row, end)
+        if not self._sizes.has_state:
+            return num_filled
+        num_taken = self._filled.taken(self._rows.state_blocks_CS[row, 0])
+        return num_taken if num_taken <= num_filled else 0
+
+    def _num_with_keys(self, row: int, end: int) -> int:
+        block_size = self._rows.block_size
         self._take_in_ahead(row)
         first = self._rows.first_read(max(end - 1, 0)) // block_size  # blocks before may be others'
         blocks = self._table_of(row)[first : -(-end // block_size)]
@@ -238,18 +265,31 @@ class DraftModel:
             if token_id is not None and token_id not in view.params.stop_token_ids
         }
 
-    def _inputs(self, shares: list[ScheduledSequence]) -> StepInputs | None:
+    def _inputs(
+        self, shares: list[ScheduledSequence], drafts: Mapping[SequenceId, list[int]]
+    ) -> StepInputs | None:
+        """Build a pass; where there are drafts already, one of drafts alone, which no state takes in."""
         num_tokens = sum(share.num_tokens for share in shares)
         inputs = build_inputs(SchedulerOutput(0, (), (), {}, tuple(shares), num_tokens), self._rows, {})
         if inputs is None:
             return None
         ids_T = inputs.input_ids_T
-        return replace(inputs, input_ids_T=np.where(ids_T < self._sizes.vocab_size, ids_T, 0))
+        inputs = replace(inputs, input_ids_T=np.where(ids_T < self._sizes.vocab_size, ids_T, 0))
+        if not (self._sizes.has_state and drafts):
+            return inputs
+        num_drafts_R = tuple(share.num_tokens for share in inputs.shares)
+        return replace(inputs, metadata=replace(inputs.metadata, num_drafts_R=num_drafts_R))
 
     def _compute(self, inputs: StepInputs) -> Tensor:
         """Compute a pass; returns logits [N, V] as wide as the model's."""
+        metadata = inputs.metadata
+        changes_states = self._sizes.has_state and not metadata.num_drafts_R
+        if changes_states:
+            self._filled.put(metadata.state_blocks[:, 0], 0)  # should the pass fail
         logits_NV = self._steps.compute(inputs).logits_NV
-        self._filled.raise_to(self._blocks_of(inputs), inputs.metadata.token_offsets)
+        if changes_states:
+            self._filled.put(metadata.state_blocks[:, 0], metadata.seq_lens)
+        self._filled.raise_to(*self._places_of(inputs))
         num_more = self._sizes.sampled_vocab_size - logits_NV.shape[1]
         return pad(logits_NV, (0, num_more), value=-torch.inf) if num_more else logits_NV
 
@@ -258,9 +298,12 @@ class DraftModel:
         table_B: NDArray[np.int32] = self._rows.block_ids_SCB[self._rows.leading_stripe, row]
         return table_B
 
-    def _blocks_of(self, inputs: StepInputs) -> NDArray[np.int64]:
-        blocks_T: NDArray[np.int64] = inputs.metadata.token_blocks_ST[self._rows.leading_stripe]
-        return blocks_T
+    def _places_of(self, inputs: StepInputs) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the blocks of all tokens and the offsets within; none where states are all that is kept."""
+        metadata, stripe = inputs.metadata, self._rows.leading_stripe
+        if stripe < 0:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        return metadata.token_blocks_ST[stripe], metadata.token_offsets
 
     def _row(self, sequence_id: SequenceId) -> int:
         row = self._rows.row_of(sequence_id)

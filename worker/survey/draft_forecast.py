@@ -5,13 +5,12 @@ Never: checks whether it fits (forecast.py).
 
 from dataclasses import dataclass
 
-from worker.attention.kv_cache import LayerShape
+from worker.attention.kv_cache import KeptShapes
 from worker.devices.device import Device
 from worker.load.draft_kind import (
     check_vocabulary,
     draft_config,
     naming_draft,
-    refuse_recurrent_draft,
     refuse_scales_with_draft,
 )
 from worker.load.model_kind import ModelKind, dtype_name, find_kind
@@ -25,8 +24,8 @@ class DraftForecast:
     """The memory that a draft model is expected to take."""
 
     weight_bytes: int
-    shapes: dict[int, LayerShape]
-    """Its layers, which lie in each block behind those of the model."""
+    kept: KeptShapes
+    """What it keeps, which lies in each block behind what the model keeps."""
 
 
 def foresee_draft(config: WorkerConfig, kind: ModelKind, device: Device) -> DraftForecast | None:
@@ -39,6 +38,5 @@ def foresee_draft(config: WorkerConfig, kind: ModelKind, device: Device) -> Draf
         draft_kind = find_kind(own)
         check_vocabulary(kind, draft_kind)
         num_bytes = weight_bytes(own, draft_kind, device)
-        model, kept, _ = foresee_layers(own, draft_kind, device)
-        refuse_recurrent_draft(model.config.model_type, kept.states)
-        return DraftForecast(weight_bytes=num_bytes, shapes=kept.layers)
+        _, kept, _ = foresee_layers(own, draft_kind, device)
+        return DraftForecast(weight_bytes=num_bytes, kept=kept)

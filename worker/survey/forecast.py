@@ -6,13 +6,11 @@ Never: reads weights beyond their headers, or allocates memory for them. The act
 measured at load only, so that on a GPU the forecast is an upper bound.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from worker.adapters.targets import Targets
-from worker.attention.kv_cache import BlockLayout, LayerShape, cache_dtype, check_states, with_layers_beside
+from worker.attention.kv_cache import NOTHING_KEPT, BlockLayout, KeptShapes, cache_dtype, check_states
 from worker.devices.device import Device
 from worker.load.model_kind import (
     ModelKind,
@@ -68,17 +66,17 @@ def forecast(
     kind: ModelKind,
     device: Device,
     num_weight_bytes: int,
-    draft_shapes: Mapping[int, LayerShape] = MappingProxyType({}),
+    beside: KeptShapes = NOTHING_KEPT,
 ) -> Forecast:
     """Forecast for a decoder that generates. Raises StartupError if it would not fit, and CannotForesee.
 
-    `num_weight_bytes` are those of the draft model too, if there is one, and `draft_shapes` its layers.
+    `num_weight_bytes` are those of the draft model too, if there is one, and `beside` is what it keeps.
     """
     model, kept, targets = foresee_layers(config, kind, device)
     refuse_kept(model.config.model_type, kept, config, device)
-    dtype = torch_dtype(config.dtype, kind)
+    kept, dtype = kept.with_beside(beside), torch_dtype(config.dtype, kind)
     whole = BlockLayout(
-        layers=with_layers_beside(kept.layers, dict(draft_shapes)),
+        layers=kept.layers,
         state_shapes=kept.states,
         block_size=config.block_size or device.default_block_size,
         dtype=cache_dtype(config.kv_cache_dtype, dtype),

@@ -12,8 +12,9 @@ import torch
 from worker.adapters.targets import Targets
 from worker.attention.indexers import keep_index_keys
 from worker.attention.interface import ATTENTION_NAME, active
+from worker.attention.kv_cache import KeptShapes
 from worker.attention.latents import keep_latents
-from worker.attention.probe_attention import KeptShapes, ProbeAttention, SharingProbe
+from worker.attention.probe_attention import ProbeAttention, SharingProbe
 from worker.checkpoint.task_choice import generating_class
 from worker.devices.device import Device
 from worker.load.model_kind import (

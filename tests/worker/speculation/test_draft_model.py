@@ -11,7 +11,7 @@ import pytest
 from scheduler.config import DraftSupply, PreemptionMode
 from scheduler.messages import ModelRunnerOutput, SamplingParams, SchedulerOutput
 from tests.quantized_checkpoints import write_quantized
-from tests.worker.conftest import MakeCheckpoint, load_worker
+from tests.worker.conftest import load_worker
 from tests.worker.speculation.draft_checkpoints import write_draft
 from tests.worker.speculation.random_requests import random_request
 from tests.worker.speculation.speculated import ModelDrafted
@@ -170,13 +170,6 @@ def test_another_vocabulary_is_refused_with_the_first_token_that_differs(tmp_pat
     assert repr(one) in str(refused.value) or repr(two) in str(refused.value)
 
 
-def test_a_recurrent_draft_model_is_refused_by_name(checkpoints: MakeCheckpoint, tmp_path: Path) -> None:
-    folder = shutil.copytree(checkpoints("mamba"), tmp_path / "mamba")
-    shutil.copy(DEMO / "tokenizer.json", folder)
-    with pytest.raises(StartupError, match=r"draft model .*mamba"):
-        load_with(folder)
-
-
 def test_only_a_scheduler_that_asks_gets_drafts_of_a_model(always_right: Loaded) -> None:
     world = ModelDrafted(*always_right, {"draft_supply": DraftSupply.FREE}, num_asked=3)
     world.answers(plain_requests(2))
@@ -245,7 +238,7 @@ def test_doctor_foresees_the_memory_of_both_models(four_layers: Path) -> None:
     draft = foresee_draft(config, kind, device)
     assert draft is not None
     found = forecast(
-        config, kind, device, weight_bytes(config, kind, device) + draft.weight_bytes, draft.shapes
+        config, kind, device, weight_bytes(config, kind, device) + draft.weight_bytes, draft.kept
     )
     facts = Worker(config).load(lambda progress: None)
     assert found.size.num_blocks == facts.num_blocks

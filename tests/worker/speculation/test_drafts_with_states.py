@@ -14,8 +14,17 @@ from tests.properties.lengths import histories
 from tests.tiers import by_day
 from tests.worker.conftest import MakeCheckpoint, load_worker
 from tests.worker.speculation.random_requests import TINY_REQUESTS
-from tests.worker.speculation.speculated import Answer, Speculated, half_right, nonsense, oracle
+from tests.worker.speculation.speculated import (
+    Answer,
+    ModelDrafted,
+    Speculated,
+    half_right,
+    nonsense,
+    oracle,
+)
 from tests.worker.speculation.test_verification import Loaded
+from worker.worker_config import DraftMethod, SpeculationConfig
+from worker.worker_errors import StartupError
 
 SHARED = [(7 * index + 3) % 300 for index in range(21)]
 NUM_ROWS = 8
@@ -109,3 +118,53 @@ def test_drafts_change_nothing_in_any_history(
             assert other[0] == one[0][: len(other[0])]
         else:
             check_same_tokens([one], [other])
+
+
+DRAFTED = (("qwen3_next", "llama"), ("qwen3_next", "qwen3_next"), ("mamba", "mamba"), ("lfm2", "qwen3_next"))
+"""Pairs of a model and the one that drafts for it, of one tokenizer."""
+
+
+@pytest.fixture(scope="module", params=by_day(DRAFTED, DRAFTED[1:2]), ids="-".join)
+def drafted(request: pytest.FixtureRequest, checkpoints: MakeCheckpoint) -> tuple[Loaded, bool]:
+    """A model with its draft model, and whether both are the same."""
+    model, draft = request.param
+    speculation = SpeculationConfig(
+        method=DraftMethod.DRAFT_MODEL, model_path=str(checkpoints(draft)), num_speculative_tokens=4
+    )
+    options = {"num_blocks": 400, "swap_space_bytes": 1 << 24, "max_num_seqs": NUM_ROWS}
+    return load_worker(checkpoints(model), speculation=speculation, **options), model == draft
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_blocks": 30, "preemption_mode": PreemptionMode.SWAP},
+        {"num_blocks": 30, "preemption_mode": PreemptionMode.RECOMPUTE},
+        {"max_num_batched_tokens": 9},
+    ],
+)
+def test_a_model_with_states_that_drafts_for_itself_is_right_however_its_blocks_have_moved(
+    drafted: tuple[Loaded, bool], changes: dict[str, object]
+) -> None:
+    loaded, is_itself = drafted
+    num_states = loaded[1].num_state_blocks
+    if "num_blocks" in changes:
+        changes = changes | {"num_blocks": 3 * num_states + (18 if len(loaded[1].groups) > 1 else 0)}
+    requests = [
+        (SHARED[: 12 + place], SamplingParams(temperature=0.8 * (place % 2), seed=place, max_tokens=14))
+        for place in (0, 1, 1, 4, 9)
+    ]
+    expected = ModelDrafted(*loaded, num_asked=0).answers(requests)
+    world = ModelDrafted(*loaded, changes, num_asked=3, next_id=100)
+    check_same_tokens(expected, world.answers(requests))
+    assert world.num_drafted > 10
+    assert not is_itself or world.num_accepted == world.num_drafted
+
+
+def test_drafts_by_a_model_with_states_for_one_without_are_refused(checkpoints: MakeCheckpoint) -> None:
+    speculation = SpeculationConfig(
+        method=DraftMethod.DRAFT_MODEL, model_path=str(checkpoints("lfm2")), num_speculative_tokens=2
+    )
+    with pytest.raises(StartupError, match="the draft model has recurrent layers and the model none"):
+        load_worker(checkpoints("llama"), speculation=speculation)
