@@ -51,6 +51,10 @@ class Journal:
         """Whether one of its time limits ran out that the client chose (frontend/waiting_deadlines.py)."""
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
+        self.num_lost_tokens = 0
+        """Prompt tokens that layers which keep all had, and that were computed for want of others' part."""
+        self.lost_to = ""
+        """Group of these other layers; empty if there were none."""
         self.num_output_tokens = 0
         self.queue_s: float | None = None
         """Seconds from arrival in the engine process to the first step."""
@@ -94,8 +98,11 @@ class Journal:
             self.queue_s = queue_s
             self._add(JournalStage.STARTED)
 
-    def note_cached_tokens(self, num_tokens: int) -> None:
+    def note_cached_tokens(self, num_tokens: int, num_lost: int = 0, lost_to: str = "") -> None:
+        """Note prompt tokens that were found, and further ones that were not for want of one group's."""
         self.num_cached_tokens += num_tokens
+        self.num_lost_tokens += num_lost
+        self.lost_to = lost_to or self.lost_to
 
     def note_first_token(self, since_arrival_s: float) -> None:
         """Note the first token of a choice; the first choice counts."""

@@ -5,7 +5,7 @@ Owns: the wire form, msgpack by msgspec: typed in both directions, and data only
 
 import msgspec
 
-from scheduler.counters import SchedulerStats
+from scheduler.counters import GroupUse, SchedulerStats
 from scheduler.messages import (
     FinishReason,
     PoolingParams,
@@ -183,6 +183,8 @@ class Beat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     num_dropped_log_lines: int = 0
     adapters: AdapterUse | None = None
     """Adapters in use; None where none are computed."""
+    groups: tuple[GroupUse, ...] = ()
+    """KV blocks by groups of layers."""
 
 
 class Pulse(msgspec.Struct, frozen=True, tag=True):

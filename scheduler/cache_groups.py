@@ -60,6 +60,14 @@ class CacheGroup:
     num_stripes: int = 1
     """Blocks of a place, which is block_size tokens of all the group's layers; of FIXED: of its one state."""
 
+    @property
+    def name(self) -> str:
+        """Name for readers: `all`, `window-1024`, `chunk-8192`, `state`."""
+        kind, num_tokens = self.lifetime.kind, self.lifetime.num_tokens
+        if kind is LifetimeKind.FIXED:
+            return "state"
+        return f"{kind}-{num_tokens}" if num_tokens else kind.value
+
     def most_places(self, num_tokens: int, *, block_size: int, num_step_tokens: int) -> int:
         """Most places that a sequence of `num_tokens` holds at once, in steps of so many at most."""
         if self.lifetime.kind is LifetimeKind.FIXED:

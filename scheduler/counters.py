@@ -5,6 +5,7 @@ Never: makes a page (engine/frontend/metrics.py).
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from scheduler.messages import Preemption, PreemptionCause, WaitReason
 
@@ -81,3 +82,13 @@ class SchedulerStats(Counters):
     num_blocks: int
     num_used_host_blocks: int = 0
     num_host_blocks: int = 0
+
+
+class GroupUse(NamedTuple):
+    """Use of the blocks by one group of layers."""
+
+    name: str
+    num_held: int
+    """Blocks that sequences hold."""
+    num_findable: int
+    """Blocks whose content can be found, those that sequences hold included."""

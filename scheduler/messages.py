@@ -290,7 +290,7 @@ class ScheduledSequence(NamedTuple):
     logits."""
 
 
-_NOTHING: Mapping[SequenceId, Any] = MappingProxyType({})
+_NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
 
 class SchedulerOutput(NamedTuple):
@@ -385,6 +385,10 @@ class SequenceStart(NamedTuple):
     """Time from add_request to the first step that it was part of."""
     num_cached_tokens: int
     """Prompt tokens found in the prefix cache at first admission."""
+    num_lost_tokens: int = 0
+    """Further prompt tokens that the groups of layers which keep all tokens had."""
+    lost_to: str = ""
+    """Name of the group that lacked what is read behind these; empty if none did."""
 
 
 class SequenceOutput(NamedTuple):
@@ -455,8 +459,14 @@ class SequenceReport(NamedTuple):
     """Reason why this sequence waits; empty for a running one."""
     expected_start_s: float | None
     """Seconds until it starts, as the last starts were apart; None if it runs or nothing is known."""
-    num_state_blocks: int = 0
-    """Blocks among num_blocks that hold its state, as many after one token as after a thousand."""
+    blocks_by_group: Mapping[str, int] = _NOTHING
+    """Blocks of num_blocks by the name of their group of layers; empty where it has none."""
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache at first admission."""
+    num_lost_tokens: int = 0
+    """Further ones that the groups which keep all tokens had."""
+    lost_to: str = ""
+    """Name of the group that lacked what is read behind these; empty if none did."""
 
 
 class RequestCounts(NamedTuple):

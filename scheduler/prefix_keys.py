@@ -64,6 +64,8 @@ class PrefixChange(NamedTuple):
     """Cache salt of its sequence; with the tokens only."""
     adapter: str = ""
     """Adapter of its sequence; with the tokens only."""
+    group: int | None = None
+    """Group of layers; None: the one that keeps most, of which alone readers outside are told."""
 
 
 class JournalContent(StrEnum):
@@ -83,11 +85,11 @@ class PrefixJournal:
     def note_stored(self, change: PrefixChange) -> None:
         self._changes.append(change)
 
-    def note_forgotten(self, key: bytes) -> None:
-        self._changes.append(PrefixChange(ChangeKind.FORGOTTEN, key))
+    def note_forgotten(self, key: bytes, group: int | None) -> None:
+        self._changes.append(PrefixChange(ChangeKind.FORGOTTEN, key, group=group))
 
-    def note_cleared(self) -> None:
-        self._changes.append(PrefixChange(ChangeKind.CLEARED))
+    def note_cleared(self, group: int | None) -> None:
+        self._changes.append(PrefixChange(ChangeKind.CLEARED, group=group))
 
     def take(self) -> list[PrefixChange]:
         changes, self._changes = self._changes, []

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 from scheduler.config import Fairness, SchedulerConfig
-from scheduler.counters import SchedulerStats
+from scheduler.counters import GroupUse, SchedulerStats
 from scheduler.draft_messages import DraftPasses
 from scheduler.messages import (
     FinishReason,
@@ -255,6 +255,10 @@ class Scheduler:
     @property
     def has_unfinished_requests(self) -> bool:
         return bool(self._sequences)
+
+    def group_uses(self) -> list[GroupUse]:
+        """Blocks by groups of layers."""
+        return self._state.group_uses()
 
     def stats(self) -> SchedulerStats:
         return stats_of(self._state, self._planner.wait_reason)

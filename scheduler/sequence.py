@@ -100,10 +100,12 @@ class Sequence:
         "finish_reason",
         "is_compiled",
         "is_indivisible",
+        "lost_to",
         "max_length",
         "num_bypasses",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_lost_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "num_reached_tokens",
@@ -173,6 +175,7 @@ class Sequence:
 
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
+        self.num_lost_tokens, self.lost_to = 0, ""  # not found, for want of something of this group
         # Of the prompt: the client has their log-probabilities.
         self.num_reported_positions = inputs.num_reported_positions
         self.tables: list[BlockTable] = []  # one for each group of layers; none before it was admitted

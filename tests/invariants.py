@@ -19,6 +19,7 @@ def check_invariants(scheduler: Scheduler) -> None:
     _check_in_flight(scheduler, running + waiting)
     _check_shared_room(scheduler, running)
     _check_blocks(scheduler, running)
+    _check_group_uses(scheduler, running)
     _check_prefix_cache(scheduler, running)
     _check_swap_space(scheduler, waiting)
 
@@ -127,6 +128,13 @@ def _check_blocks(scheduler: Scheduler, running: list[Sequence]) -> None:
                 published = {block for cache in scheduler.kv._index.caches for block in cache.published()}
                 assert not published & set(table.block_ids), f"{seq}: others find a state that it moves on"
                 assert all(held[block] == 1 for block in table.block_ids), f"{seq} shares its state"
+
+
+def _check_group_uses(scheduler: Scheduler, running: list[Sequence]) -> None:
+    """Check the blocks of each group, counted one by one."""
+    for index, (use, cache) in enumerate(zip(scheduler.group_uses(), scheduler.kv.caches, strict=True)):
+        held = {block for seq in running for block in seq.tables[index].block_ids}
+        assert (use.num_held, use.num_findable) == (len(held), len(cache.published()))
 
 
 def _check_swap_space(scheduler: Scheduler, waiting: list[Sequence]) -> None:

@@ -56,7 +56,7 @@ DOORS = {
 SHARED_WITH_API = {
     *("scheduler", "scheduler.config", "scheduler.counters", "scheduler.messages", "scheduler.policy"),
     *("scheduler.draft_messages", "scheduler.input_messages", "scheduler.cache_groups"),
-    *("scheduler.prefix_keys", "scheduler.tenant_ledger"),
+    *("scheduler.group_places", "scheduler.longest_hit", "scheduler.prefix_keys", "scheduler.tenant_ledger"),
     *("worker", "worker.worker_config", "worker.worker_errors"),
     *("worker.doctor_findings", "worker.machine", "worker.memory_sizes"),
 }

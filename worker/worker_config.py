@@ -272,6 +272,16 @@ class ModelFacts:
         return num_tables(self.groups)
 
     @property
+    def bytes_by_group(self) -> dict[str, int]:
+        """Size of what a sequence as long as can be keeps, by groups of layers."""
+        block_bytes = self.kv_cache_bytes // (self.num_blocks + 1)
+        return {
+            group.name: block_bytes
+            * most_blocks((group,), self.max_model_len, block_size=self.block_size, num_step_tokens=1)
+            for group in self.groups
+        }
+
+    @property
     def num_full_length(self) -> int:
         """Sequences as long as can be that have room at once, once their prompts are computed."""
         groups, size = self.groups or (CacheGroup(),), self.block_size

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from bench.simulate.replica import Replica
 from bench.simulate.requests.arrivals import RequestUnderWay
 from scheduler.config import PrefixCaching, SchedulerConfig
+from scheduler.group_places import places_of
 from scheduler.policy import Standing, order_of_service
 from scheduler.prefix_keys import JournalContent, PrefixJournal, prompt_keys, root_key
 from scheduler.routing.dispatcher import CallNeeds, Dispatcher, Ticket
@@ -25,12 +26,16 @@ class OneLine:
         self._replicas = replicas
         self._tickets: dict[int, Ticket[RequestUnderWay]] = {}
         size = EngineSize(
-            config.num_blocks, config.block_size, config.max_num_seqs, config.max_num_batched_tokens
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            step_tokens=config.max_num_batched_tokens,
+            groups=places_of(config),
         )
         for place, replica in enumerate(replicas):
             self.dispatcher.open(place, size)
             replica.outputs = []
-            replica.scheduler.kv.prefix_cache.journal = PrefixJournal(JournalContent.KEYS)
+            replica.scheduler.kv.keep_journal(PrefixJournal(JournalContent.KEYS))
 
     @property
     def num_waiting(self) -> int:

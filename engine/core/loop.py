@@ -405,6 +405,7 @@ class EngineLoop:
                 times=self._times(),
                 num_dropped_log_lines=num_dropped,
                 adapters=self._adapters.report(),
+                groups=tuple(self._scheduler.group_uses()),
             )
         )
 

@@ -36,7 +36,7 @@ def open_scheduler(config: EngineConfig, facts: ModelFacts, beside: BesideSteps)
         options = replace(options, max_compiling_s=_MAX_COMPILING_S)
     scheduler = Scheduler(options)
     if config.prefix_journal is not None:
-        scheduler.kv.prefix_cache.journal = PrefixJournal(config.prefix_journal)
+        scheduler.kv.keep_journal(PrefixJournal(config.prefix_journal))
     return scheduler
 
 

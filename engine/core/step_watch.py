@@ -141,6 +141,7 @@ class StepWatch:
                 "num_dropped_steps": num_dropped,
                 "running": [self._named(report) for report in running],
                 "waiting": [self._named(report) for report in waiting],
+                "groups": [list(each) for each in scheduler.group_uses()],
                 "blocks": block_runs(scheduler.kv, scheduler.running_sequences(), max_runs=_MAX_RUNS),
                 "block_size": config.block_size,
                 "max_num_seqs": config.max_num_seqs,

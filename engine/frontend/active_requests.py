@@ -25,6 +25,7 @@ from engine.options.engine_config import EngineConfig
 from engine.process_messages import AddRequest, EndSequences, ToEngine
 from engine.text.tokenizer import Tokenizer
 from engine.types import GenerationRequest, PoolingRequest, QueueForecast, ServiceTerms
+from scheduler.cache_groups import CacheGroup
 from scheduler.messages import (
     FinishReason,
     SamplingParams,
@@ -192,9 +193,18 @@ class ActiveRequests:
                     self._hold(active)
         self._bind()
 
-    def engine_ready(self, engine: int, *, num_blocks: int, block_size: int) -> None:
+    def engine_ready(
+        self,
+        engine: int,
+        *,
+        num_blocks: int,
+        block_size: int,
+        groups: tuple[CacheGroup, ...] = (),
+        max_model_len: int = 0,
+    ) -> None:
         """Let a new engine process have requests of the line."""
-        self.engines.begin(engine, num_blocks=num_blocks, block_size=block_size)
+        sizes = {"num_blocks": num_blocks, "block_size": block_size, "max_model_len": max_model_len}
+        self.engines.begin(engine, **sizes, groups=groups)
         self._bind()
 
     def abort(self, active: AnyActive) -> None:
@@ -428,7 +438,9 @@ class ActiveRequests:
         if not active.has_started:
             active.started_s = active.arrived_s + start.queue_s
             active.num_cached_tokens = start.num_cached_tokens
-            active.request.journal.note_cached_tokens(start.num_cached_tokens)
+            active.request.journal.note_cached_tokens(
+                start.num_cached_tokens, start.num_lost_tokens, start.lost_to
+            )
         self._waiting.discard(active)
         active.num_unstarted -= 1
         self._queue_limits.start(num_tokens, now_s=now_s)

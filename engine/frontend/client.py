@@ -387,7 +387,13 @@ class AsyncEngine:
         )
         self.metrics.model_is_ready(engine, self._info)
         self._health.ready(engine, now_s=time.monotonic())
-        self._requests.engine_ready(engine, num_blocks=facts.num_blocks, block_size=facts.block_size)
+        self._requests.engine_ready(
+            engine,
+            num_blocks=facts.num_blocks,
+            block_size=facts.block_size,
+            groups=facts.groups,
+            max_model_len=facts.max_model_len,
+        )
 
     def _take_death(self, engine: int, death: Death) -> None:
         self._deaths[engine] = death

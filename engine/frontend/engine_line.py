@@ -11,8 +11,10 @@ from engine.frontend.active_text import ActiveText
 from engine.frontend.waiting_calls import CallTerms
 from engine.reports.live_load import LiveCounts
 from engine.types import GenerationRequest, PoolingRequest
+from scheduler.cache_groups import CacheGroup
 from scheduler.config import PrefixCaching, SchedulerOptions
 from scheduler.counters import SchedulerStats
+from scheduler.group_places import GroupPlaces
 from scheduler.prefix_keys import PrefixChange, prompt_keys, root_key
 from scheduler.routing.dispatcher import CallNeeds, Dispatcher, Ticket
 from scheduler.routing.engine_view import EngineSize
@@ -31,12 +33,21 @@ class EngineLine(Dispatcher[AnyActive]):
             # It gets all that is admitted, whatever its size; the client asks whether it is ready.
             self.begin(0, num_blocks=1, block_size=1)
 
-    def begin(self, engine: int, *, num_blocks: int, block_size: int) -> None:
-        """Let a new engine process have requests."""
+    def begin(
+        self,
+        engine: int,
+        *,
+        num_blocks: int,
+        block_size: int,
+        groups: tuple[CacheGroup, ...] = (),
+        max_model_len: int = 0,
+    ) -> None:
+        """Let a new engine process have requests. Without groups of layers, one keeps all tokens."""
+        sizes = {"block_size": block_size, "max_model_len": max_model_len, "num_step_tokens": 1}
+        places = tuple(GroupPlaces(group, **sizes) for group in groups)
         options = self._options
-        self.open(
-            engine, EngineSize(num_blocks, block_size, options.max_num_seqs, options.max_num_batched_tokens)
-        )
+        limits = options.max_num_seqs, options.max_num_batched_tokens
+        self.open(engine, EngineSize(num_blocks, block_size, *limits, places))
 
     def enter(self, active: AnyActive, terms: CallTerms) -> Ticket[AnyActive]:
         needs = CallNeeds(

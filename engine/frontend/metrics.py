@@ -158,6 +158,7 @@ class EngineMetrics:
         self._forget(engine)
         for name in ("num_requests_swapped", "kv_cache_usage_perc", "swap_space_usage_perc", "engine_ready"):
             self._set_of_engine(name, engine, 0)
+        self._kv_blocks.clear()  # of other engines the next beats tell
         if self._ranks is not None and not self.live_load.last:
             self._ranks.set(0)
 
@@ -208,6 +209,9 @@ class EngineMetrics:
         if stats.num_host_blocks:
             share = stats.num_used_host_blocks / stats.num_host_blocks
             self._set_of_engine("swap_space_usage_perc", engine, share)
+        for group in beat.groups:
+            for use, num in (("held", group.num_held), ("findable", group.num_findable)):
+                self._kv_blocks.labels(group.name, use, str(engine)).set(num)
         self._take_times(engine, beat.times)
         self._take_dropped_lines(engine, beat.num_dropped_log_lines)
 
@@ -290,6 +294,8 @@ class EngineMetrics:
             "num_requests_waiting_by_reason", "What the waiting line waits for", ["reason"]
         )
         self._waiting_by_reason = {reason: by_reason.labels(reason=reason.value) for reason in WaitReason}
+        text = "KV blocks by groups of layers: held by sequences, and findable for prompts"
+        self._kv_blocks = self._make_gauge("kv_blocks", text, ["group", "use", "engine"])
         text = "Always 1; the labels carry the values"
         labels = ["model_name", "block_size", "num_gpu_blocks"]
         self._cache_info = self._make_gauge("cache_config_info", text, labels)

@@ -99,6 +99,7 @@ class JoinedViews:
             "num_engines": self._num_engines,
             "running": [report for part in parts for report in part["running"]],
             "waiting": [report for part in parts for report in part["waiting"]],
+            "groups": _sum_groups([part["groups"] for part in parts]),
             "blocks": [run for part in parts for run in _all_blocks(part)],
             "max_num_seqs": sum(part["max_num_seqs"] for part in parts),
             "stats": _sum([part["stats"] for part in parts]),
@@ -115,6 +116,12 @@ def _all_blocks(view: dict[str, Any]) -> list[list[int]]:
     runs: list[list[int]] = view["blocks"]
     num_left_out = view["stats"]["num_blocks"] - sum(run[0] for run in runs)
     return [*runs, [num_left_out, _FREE, 0]] if num_left_out else runs
+
+
+def _sum_groups(parts: list[list[list[Any]]]) -> list[list[Any]]:
+    """Add up the blocks of each group, over engines of one model."""
+    together = [list(zip(*of_engines, strict=True)) for of_engines in zip(*parts, strict=True)]
+    return [[names[0], *map(sum, nums)] for names, *nums in together]
 
 
 def _sum(stats: list[dict[str, Any]]) -> dict[str, Any]:

@@ -58,6 +58,8 @@ class SharedBlocks:
         """Return the events that changes of one engine make, in order."""
         events: list[KVEvent] = []
         for change in changes:
+            if change.group is not None:  # routers would take what a window passed for gone altogether
+                continue
             if change.kind is ChangeKind.STORED:
                 events += self._stored(engine, change)
             elif change.kind is ChangeKind.FORGOTTEN:

@@ -1,14 +1,16 @@
-"""The use of every block at one moment, as runs of equal neighbours.
+"""The use of the blocks at one moment: of each as runs of equal neighbours, and by groups of layers.
 
-Owns: that summary, for viewers.
+Owns: these summaries, for viewers and metrics.
 Never: changes a block.
 """
 
 from collections.abc import Iterable
 from enum import IntEnum
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 
 from scheduler.blocks.kv_cache_manager import KVCacheManager
+from scheduler.cache_groups import CacheGroup
+from scheduler.counters import GroupUse
 from scheduler.sequence import Sequence
 
 
@@ -30,7 +32,7 @@ def block_runs(
     unknown.
     """
     codes = [0] * (kv.num_blocks + 1)  # as _decoded reads them
-    for block in kv.findable_blocks():
+    for block in chain.from_iterable([cache.blocks for cache in kv.caches]):
         codes[block] = 1
     for seq in running:
         owned = 2 * seq.sequence_id + 2
@@ -39,6 +41,20 @@ def block_runs(
             codes[block] = owned if code <= 1 else code | 1
     runs = islice(groupby(islice(codes, 1, None)), max_runs)
     return [(len(list(run)), *_decoded(code)) for code, run in runs]
+
+
+def group_uses(
+    kv: KVCacheManager, groups: tuple[CacheGroup, ...], running: Iterable[Sequence]
+) -> list[GroupUse]:
+    """Count the blocks of each group, between two plans. O(places that windows reach), else O(sequences)."""
+    running, held = list(running), [0] * len(groups)
+    for index, group in enumerate(groups):
+        if index != kv.main_group:
+            rows = {block for seq in running for block in seq.tables[index].block_ids[:: group.num_stripes]}
+            held[index] = len(rows) * group.num_stripes
+    held[kv.main_group] = kv.num_used_blocks - sum(held)
+    caches = zip(groups, held, kv.caches, strict=True)
+    return [GroupUse(group.name, num_held, len(cache.blocks)) for group, num_held, cache in caches]
 
 
 def _decoded(code: int) -> tuple[int, int]:

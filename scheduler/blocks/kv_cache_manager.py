@@ -12,57 +12,26 @@ are held until the plan is complete.
 """
 
 from collections.abc import Iterable, Iterator
-from enum import Enum
 from functools import partial
-from itertools import chain, groupby, islice
+from itertools import groupby, islice
 from sys import maxsize
-from typing import NamedTuple
 
-from scheduler.blocks.group_places import GroupPlaces, most_blocks, places_of
-from scheduler.blocks.longest_hit import longest_hit
+from scheduler.blocks.block_demand import AdmissionCopies, AllocationStatus, BlockDemand
 from scheduler.blocks.pool import BlockPool
 from scheduler.blocks.prefix_cache import PrefixCache, Row, rows_of
 from scheduler.blocks.prefix_index import EvictedRow, PrefixHit, PrefixIndex
 from scheduler.blocks.restore_points import STEADY_TOKENS, points_of
 from scheduler.blocks.swap_space import SwapSpace
 from scheduler.config import SchedulerConfig
+from scheduler.group_places import GroupPlaces, most_blocks, places_of
+from scheduler.longest_hit import longest_hit
 from scheduler.messages import BlockCopy, BlockId, GroupBlocks, StateTap
+from scheduler.prefix_keys import PrefixJournal
 from scheduler.sequence import BlockTable, Sequence
 
 # Limits of a step for copying evicted blocks to the host: running requests do not notice as little as this.
 _MOST_KEEPING_S = 0.01
 _MOST_KEPT_BLOCKS = 1024
-
-
-class AllocationStatus(Enum):
-    """Answer to: can this sequence have its blocks?"""
-
-    OK = "ok"
-    LATER = "later"
-    NEVER = "never"
-
-
-class BlockDemand(NamedTuple):
-    """Blocks that admitting a sequence would take out of the pool. Good until another is admitted."""
-
-    hit: PrefixHit
-    places: list[range]
-    """Places that the table of each group will hold."""
-    num_blocks: int
-    """Blocks that it will hold."""
-    num_fresh: int
-    """Blocks of these that no hit gives."""
-    num_from_free: int
-    """Blocks that leave the free list, for the time of the plan at least."""
-    takes_state: bool
-    """Whether it goes on in the blocks of the state that was found: there is no room for a copy."""
-
-
-class AdmissionCopies(NamedTuple):
-    """Copies of a plan that bring an admitted sequence the prefix that was found for it."""
-
-    swap_in: list[BlockCopy]
-    copies: list[BlockCopy]
 
 
 class KVCacheManager:
@@ -97,11 +66,22 @@ class KVCacheManager:
     @property
     def prefix_cache(self) -> PrefixCache:
         """Places that are found on the device, of the group that keeps most."""
-        return self._index.cache
+        return self._index.caches[self._index.main_group]
 
-    def findable_blocks(self) -> Iterator[BlockId]:
-        """Blocks that are found on the device, of all groups."""
-        return chain.from_iterable([cache.blocks for cache in self._index.caches])
+    @property
+    def caches(self) -> list[PrefixCache]:
+        """Places that are found on the device, of each group."""
+        return self._index.caches
+
+    @property
+    def main_group(self) -> int:
+        """Group that keeps most."""
+        return self._index.main_group
+
+    def keep_journal(self, journal: PrefixJournal) -> None:
+        """Record from now on what is found, and found no more, of all groups."""
+        for index, cache in enumerate(self.caches):
+            cache.journal, cache.group = journal, None if index == self.main_group else index
 
     @property
     def swap_space(self) -> SwapSpace:
@@ -397,7 +377,7 @@ class KVCacheManager:
         """
         tests = [partial(self._comes_back, index, seq) for index in range(len(self.groups))]
         num_places = -(-seq.num_computed_tokens // self.block_size)
-        end = longest_hit(self.groups, tests, num_places, self.block_size)
+        end, _ = longest_hit(self.groups, tests, num_places, self.block_size)
         return max(seq.num_computed_tokens - end * self.block_size, 0)
 
     def num_tokens_lost(self, seq: Sequence, num_from_free: int) -> float:

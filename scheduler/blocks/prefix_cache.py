@@ -31,7 +31,9 @@ class PrefixCache:
         self._key_by_block: dict[BlockId, bytes] = {}
         self.num_changes = 0
         self.journal: PrefixJournal | None = None
-        """Record of places that are found, and found no more, for readers outside; None: there are none."""
+        """Record of places that are found, and found no more, for readers elsewhere; None: there are none."""
+        self.group: int | None = None
+        """Group of the changes in that record."""
 
     def __len__(self) -> int:
         return len(self._row_by_key)
@@ -93,7 +95,7 @@ class PrefixCache:
         self.num_changes += len(found)
         if self.journal is not None:
             for key, _ in found:
-                self.journal.note_forgotten(key)
+                self.journal.note_forgotten(key, self.group)
         return found
 
     def forget_key(self, key: bytes) -> None:
@@ -106,7 +108,7 @@ class PrefixCache:
         self._key_by_block.clear()
         self.num_changes += 1
         if self.journal is not None:
-            self.journal.note_cleared()
+            self.journal.note_cleared(self.group)
 
     def published(self) -> dict[BlockId, bytes]:
         """Copy of the keys by block; for tests and invariants."""

@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
-from scheduler.blocks.group_places import GroupPlaces
-from scheduler.blocks.longest_hit import IsFound, longest_hit
 from scheduler.blocks.prefix_cache import PrefixCache, Row, any_of
 from scheduler.blocks.swap_space import SwapSpace
 from scheduler.config import HostTier, PrefixCaching, SchedulerConfig
+from scheduler.group_places import GroupPlaces, main_group
+from scheduler.longest_hit import IsFound, longest_hit
 from scheduler.messages import BlockId
 from scheduler.prefix_keys import ChangeKind, JournalContent, PrefixChange, PrefixJournal, block_key, root_key
 from scheduler.sequence import Sequence
@@ -66,6 +66,8 @@ class PrefixHit:
     """Length of the prefix; a window may have passed its beginning."""
     num_kept_tokens: int = 0
     """Length of what the groups that keep all tokens have: more, where a window or a state is gone."""
+    bounded_by: int | None = None
+    """Group that lacks what is read behind a longer prefix."""
     tail: Row = ()
     """Blocks to copy for the place behind `num_tokens`, of all groups; all but the last known token is then
     there."""
@@ -92,8 +94,7 @@ class PrefixIndex:
         self.caches = [PrefixCache() for _ in groups]
         self.swap_space = SwapSpace(config.num_host_blocks, len(groups))
         self._groups = groups
-        # Readers outside are told of the group that keeps most, and of no state.
-        self._main = min(range(len(groups)), key=lambda i: (groups[i].is_fixed, groups[i].is_limited))
+        self.main_group = main_group(groups)
         self._paged = [i for i, group in enumerate(groups) if not group.is_fixed]
         self._fixed = next((i for i, group in enumerate(groups) if group.is_fixed), None)
         self._tails = PrefixCache()
@@ -102,11 +103,6 @@ class PrefixIndex:
         self._block_size = config.block_size
         self.is_on = config.prefix_caching is PrefixCaching.ON
         self.keeps_on_host = self.is_on and config.host_tier is HostTier.ON and config.num_host_blocks > 0
-
-    @property
-    def cache(self) -> PrefixCache:
-        """Blocks of the group that readers outside are told of."""
-        return self.caches[self._main]
 
     def num_unhashed(self, seq: Sequence) -> int:
         """Tokens whose keys `find` would have to compute first; they are kept."""
@@ -212,6 +208,8 @@ class PrefixIndex:
         if self._new_states:
             cache = self._state_cache
             for key, row in self._new_states:
+                if cache.journal is not None and cache.get(key) is None:
+                    cache.journal.note_stored(PrefixChange(ChangeKind.STORED, key, group=cache.group))
                 cache.publish(key, row)
             self._new_states.clear()
 
@@ -238,12 +236,12 @@ class PrefixIndex:
         if journal is not None:
             for place in places:
                 if cache.get(seq.block_keys[place]) is None:
-                    journal.note_stored(self._stored(seq, place, journal))
+                    journal.note_stored(self._stored(seq, place, cache.group, journal))
 
-    def _stored(self, seq: Sequence, place: int, journal: PrefixJournal) -> PrefixChange:
+    def _stored(self, seq: Sequence, place: int, group: int | None, journal: PrefixJournal) -> PrefixChange:
         key = seq.block_keys[place]
-        if journal.content is JournalContent.KEYS:
-            return PrefixChange(ChangeKind.STORED, key)
+        if journal.content is JournalContent.KEYS or group is not None:
+            return PrefixChange(ChangeKind.STORED, key, group=group)
         start = place * self._block_size
         token_ids = array("I", seq.token_ids[start : start + self._block_size]).tobytes()
         parent = seq.block_keys[place - 1] if place else b""
@@ -264,8 +262,8 @@ class PrefixIndex:
             range(len(leading[index])).__contains__ if index in leading else self._finder(index, keys)
             for index in range(len(self._groups))
         ]
-        end = longest_hit(self._groups, tests, num_findable, self._block_size)
-        hit = PrefixHit(groups=[], num_tokens=end * self._block_size)
+        end, bounded_by = longest_hit(self._groups, tests, num_findable, self._block_size)
+        hit = PrefixHit(groups=[], num_tokens=end * self._block_size, bounded_by=bounded_by)
         hit.num_kept_tokens = min(map(len, leading.values()), default=end) * self._block_size
         for index, group in enumerate(self._groups):
             if group.is_fixed:

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from operator import attrgetter
 
-from scheduler.blocks.group_places import places_of
-from scheduler.cache_groups import LifetimeKind
 from scheduler.config import Fairness, SchedulerConfig
+from scheduler.group_places import places_of
 from scheduler.messages import ReportPage, RequestCounts, SequenceId, SequenceReport, WaitReason
 from scheduler.policy import OrderOfService
 from scheduler.queues.compilations import Compilations
@@ -75,9 +74,7 @@ class RequestQueues:
         """Other sequences, whose grammar is not compiled yet; empty where steps compile."""
         self.num_arrivals = 0
         """Times that a sequence joined `waiting`."""
-        self._state_tables = [
-            index for index, group in enumerate(config.groups) if group.lifetime.kind is LifetimeKind.FIXED
-        ]
+        self._group_names = [group.name for group in config.groups]
         self._by_need = NeedIndex(places_of(config)) if config.max_bypasses else None
         self._by_adapter: dict[str, _Queue] | None = {} if config.max_adapters else None
         """The waiting queue once more, by adapter, so that those that need no place for theirs are found."""
@@ -281,9 +278,14 @@ class RequestQueues:
             age_s=now_s - seq.admitted_s,
             wait_reason=wait_reason,
             expected_start_s=expected_start_s,
-            num_state_blocks=sum(
-                [len(seq.tables[index].block_ids) for index in self._state_tables if seq.tables]
-            ),
+            blocks_by_group={
+                name: len(table.block_ids)
+                for name, table in zip(self._group_names, seq.tables, strict=False)
+                if table.block_ids
+            },
+            num_cached_tokens=seq.num_cached_tokens,
+            num_lost_tokens=seq.num_lost_tokens,
+            lost_to=seq.lost_to,
         )
 
     def _new_queue(self) -> _Queue:

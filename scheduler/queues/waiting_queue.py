@@ -5,7 +5,7 @@ Owns: nothing beyond heaps by rank and by urgency, which have the interface of F
 
 from collections.abc import Iterator
 
-from scheduler.blocks.group_places import GroupPlaces, most_blocks
+from scheduler.group_places import GroupPlaces, most_blocks
 from scheduler.messages import SequenceId
 from scheduler.queues.lazy_heap import Entry, LazyHeap
 from scheduler.sequence import Sequence

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
+from scheduler.group_places import GroupPlaces, main_group
+from scheduler.longest_hit import longest_hit
 from scheduler.prefix_keys import ChangeKind, PrefixChange
 
 _MOST_UNBEGUN = 2
@@ -30,6 +32,8 @@ class EngineSize(NamedTuple):
     max_num_seqs: int
     step_tokens: int
     """Most tokens of a step."""
+    groups: tuple[GroupPlaces, ...] = ()
+    """Groups of layers; empty: there is one, which keeps all tokens."""
 
 
 class EngineView:
@@ -37,8 +41,11 @@ class EngineView:
 
     def __init__(self, size: EngineSize | None = None) -> None:
         self.size = size
-        self.keys: set[bytes] = set()
-        """Keys of the blocks that are found there."""
+        groups = () if size is None else size.groups
+        self._main = main_group(groups) if groups else 0
+        self._is_plain = all(group.keeps_all for group in groups)
+        self.keys: list[set[bytes]] = [set() for _ in groups or (0,)]
+        """Keys of what is found there, of each group."""
         self.num_live = 0
         """Sequences that were sent and have not ended."""
         self.num_unbegun = 0
@@ -56,18 +63,25 @@ class EngineView:
 
     def note_prefixes(self, changes: Iterable[PrefixChange]) -> None:
         for change in changes:
+            keys = self.keys[self._main if change.group is None else change.group]
             if change.kind is ChangeKind.STORED:
-                self.keys.add(change.key)
+                keys.add(change.key)
             elif change.kind is ChangeKind.FORGOTTEN:
-                self.keys.discard(change.key)
+                keys.discard(change.key)
             else:
-                self.keys.clear()
+                keys.clear()
 
     def num_cached_tokens(self, keys: Sequence[bytes]) -> int:
         """Tokens at the beginning of a prompt with these keys that need not be computed there."""
-        if self.size is None or not self.keys:
+        size = self.size
+        if size is None or not self.keys[self._main]:
             return 0
-        return self.size.block_size * sum(1 for _ in takewhile(self.keys.__contains__, keys))
+        num_leading = sum(1 for _ in takewhile(self.keys[self._main].__contains__, keys))
+        if self._is_plain:
+            return size.block_size * num_leading
+        tests = [lambda place, known=known: keys[place] in known for known in self.keys]
+        num_places = num_leading if size.groups[self._main].keeps_all else len(keys)
+        return size.block_size * longest_hit(size.groups, tests, num_places, size.block_size).num_places
 
     def can_begin(self, num_tokens: int, *, priority: float) -> bool:
         """Whether a request with `num_tokens` to compute can begin soon.

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from itertools import takewhile
 from math import inf
 
-from scheduler.blocks.kv_cache_manager import AllocationStatus, BlockDemand
+from scheduler.blocks.block_demand import AllocationStatus, BlockDemand
 from scheduler.config import PrefixCaching
 from scheduler.messages import FinishReason, PreemptionCause, SequenceStart, WaitReason
 from scheduler.sequence import Sequence
@@ -427,13 +427,17 @@ class Admission:
         if seq.reads_prefix_cache and self._config.prefix_caching is PrefixCaching.ON:
             counters.num_prefix_queries += seq.num_prompt_tokens
         counters.num_prefix_hits += seq.num_cached_tokens
-        counters.num_restore_lost_tokens += max(demand.hit.num_kept_tokens - demand.hit.num_tokens, 0)
-        counters.num_prefix_host_hits += demand.hit.num_host_places * self._config.block_size
+        hit = demand.hit
+        if hit.bounded_by is not None and hit.num_kept_tokens > hit.num_tokens:
+            seq.num_lost_tokens = hit.num_kept_tokens - hit.num_tokens
+            seq.lost_to = self._config.groups[hit.bounded_by].name
+            counters.num_restore_lost_tokens += seq.num_lost_tokens
+        counters.num_prefix_host_hits += hit.num_host_places * self._config.block_size
         # Once: a preemption is not the tenant's doing.
         num_to_compute = seq.num_prompt_tokens - seq.num_cached_tokens
         self._queues.charge(seq, PROMPT_TOKEN_COST * num_to_compute)
         seq.pending_start = SequenceStart(
-            queue_s=now_s - seq.admitted_s, num_cached_tokens=seq.num_cached_tokens
+            now_s - seq.admitted_s, seq.num_cached_tokens, seq.num_lost_tokens, seq.lost_to
         )
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import inf
 
-from scheduler.blocks.kv_cache_manager import BlockDemand
+from scheduler.blocks.block_demand import BlockDemand
 from scheduler.blocks.pool import BlockPool
 from scheduler.config import PreemptionMode
 from scheduler.messages import BlockId, Preemption, PreemptionCause

@@ -11,9 +11,10 @@ from copy import copy
 from dataclasses import dataclass, fields
 from typing import Self
 
+from scheduler.blocks.block_map import group_uses
 from scheduler.blocks.kv_cache_manager import KVCacheManager
 from scheduler.config import SchedulerConfig
-from scheduler.counters import Counters, SchedulerStats
+from scheduler.counters import Counters, GroupUse, SchedulerStats
 from scheduler.drafts.drafts import Drafts
 from scheduler.messages import SchedulerOutput, SequenceId, WaitReason
 from scheduler.policy import OrderOfService, Standing, order_of_service
@@ -123,6 +124,10 @@ class SchedulerState:
             step_time=StepTimeModel(),
             drafts=Drafts(config),
         )
+
+    def group_uses(self) -> list[GroupUse]:
+        """Count the blocks of each group of layers, between two plans."""
+        return group_uses(self.kv, self.config.groups, self.queues.running)
 
     def rank(self, seq: Sequence) -> None:
         """Give a new sequence its places in the orders of waiting and of running."""

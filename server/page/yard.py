@@ -50,6 +50,8 @@ class ServedModelFacts(ReplyModel):
     num_blocks: int
     block_size: int
     kv_cache_bytes: int
+    bytes_by_group: dict[str, int]
+    """Size of what a request of full length keeps, by groups of layers."""
     has_chat_template: bool
 
 

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.blocks.group_places import most_blocks, places_of
 from scheduler.cache_groups import ALL_TOKENS, CacheGroup, Lifetime, LifetimeKind
 from scheduler.config import (
     Batching,
@@ -27,6 +26,7 @@ from scheduler.config import (
     SchedulerConfig,
     SchedulingPolicy,
 )
+from scheduler.group_places import most_blocks, places_of
 from scheduler.messages import (
     EncoderInput,
     FinishReason,

@@ -2,7 +2,6 @@
 
 import pytest
 
-from scheduler.blocks.group_places import most_blocks, places_of
 from scheduler.cache_groups import (
     ALL_TOKENS,
     CacheGroup,
@@ -10,6 +9,7 @@ from scheduler.cache_groups import (
     LifetimeKind,
     joint_lifetime,
 )
+from scheduler.group_places import most_blocks, places_of
 from tests.world import small_config
 
 WINDOW = Lifetime(LifetimeKind.WINDOW, 3)

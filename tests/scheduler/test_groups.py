@@ -1,10 +1,16 @@
 """Groups of layers: each sequence has a table for each, and a prefix is found where all of them have it."""
 
+from random import Random
+
 import pytest
 
+from engine.reports.kv_events import BlockRemoved, BlockStored, SharedBlocks, block_hash
 from scheduler.cache_groups import ALL_TOKENS, CacheGroup, Lifetime, LifetimeKind
 from scheduler.config import PreemptionMode, PrefixCaching
+from scheduler.group_places import places_of
 from scheduler.messages import ReportPage, SequenceId
+from scheduler.prefix_keys import JournalContent, PrefixJournal, prompt_keys, root_key
+from scheduler.routing.engine_view import EngineSize, EngineView
 from scheduler.scheduler import NeverFits
 from tests.fakes import continuation, make_sequence
 from tests.world import World, small_config
@@ -53,7 +59,8 @@ def test_a_report_tells_blocks_of_a_state_from_those_of_tokens() -> None:
     world.step()
     world.add(make_sequence(3, prompt(12, 3), max_tokens=8))
     reports = [each for each in world.scheduler.report(ReportPage(0, 10), now_s=0.0) if each is not None]
-    assert [(each.num_blocks, each.num_state_blocks) for each in reports] == [(8, 5), (8, 5), (0, 0)]
+    assert [each.num_blocks for each in reports] == [8, 8, 0]
+    assert [each.blocks_by_group for each in reports] == [{"all": 3, "state": 5}, {"all": 3, "state": 5}, {}]
 
 
 def test_a_decode_holds_what_its_window_reaches_and_one_place_more() -> None:
@@ -201,3 +208,50 @@ def test_a_state_in_a_long_prompt_is_kept_where_a_block_ends() -> None:
     assert not [tap for tap in taps if tap.position % 6]
     other = [*tokens[:8192], *prompt(40, 3)]
     assert turn(world, 2, other) == max(tap.position for tap in taps if tap.position <= 8192)
+
+
+def test_a_report_says_how_much_of_a_prompt_was_found_and_which_group_lacked_the_rest() -> None:
+    world = grouped(FULL, STATE)
+    turn(world, 1, prompt(60), max_tokens=2)
+    world.add(make_sequence(2, [*prompt(40), *prompt(20, 3)], max_tokens=1))
+    world.step()
+    (report,) = world.scheduler.report(ReportPage(0, 1), now_s=0.0)
+    assert (report.num_cached_tokens, report.num_lost_tokens, report.lost_to) == (0, 40, "state")
+    world.run()
+    start = world.ended[SequenceId(2)].start
+    assert start is not None
+    assert (start.num_cached_tokens, start.num_lost_tokens, start.lost_to) == (0, 40, "state")
+
+
+@pytest.mark.parametrize("groups", [(FULL,), (WINDOW,), (FULL, STATE), (FULL, WINDOW), (FULL, WINDOW, STATE)])
+def test_the_choice_between_engines_knows_what_each_group_has(groups: tuple[CacheGroup, ...]) -> None:
+    """A prefix whose window was passed, or whose state was not kept, is none there."""
+    world, drawn = grouped(*groups, num_blocks=100), Random(0)
+    journal = PrefixJournal(JournalContent.KEYS)
+    world.scheduler.kv.keep_journal(journal)
+    view = EngineView(EngineSize(100, 4, 4, 16, places_of(world.config)))
+    num_found = []
+    for number in range(1, 60):
+        tokens = [*prompt(40, number % 3)[: drawn.randint(8, 40)], *prompt(drawn.randint(1, 40), number)]
+        view.note_prefixes(journal.take())
+        foreseen = view.num_cached_tokens(prompt_keys(tokens, 4, root_key("")))
+        num_found.append(turn(world, number, tokens, max_tokens=drawn.randint(1, 9)))
+        assert num_found[-1] == foreseen
+    assert any(num_found)
+
+
+def test_routers_outside_are_told_of_the_group_that_keeps_most_alone() -> None:
+    """To them, what a window gave back would be gone altogether."""
+    world = grouped(WINDOW, FULL, STATE, num_blocks=100)
+    journal, outside = PrefixJournal(JournalContent.TOKENS), SharedBlocks()
+    world.scheduler.kv.keep_journal(journal)
+    known: set[int] = set()
+    for number in range(1, 30):
+        turn(world, number, prompt(50, number % 4), max_tokens=4)
+        for event in outside.events(0, journal.take()):
+            if isinstance(event, BlockStored):
+                known |= {*event.block_hashes}
+            elif isinstance(event, BlockRemoved):
+                known -= {*event.block_hashes}
+        published = world.scheduler.kv.caches[1].published()
+        assert known == {block_hash(key) for key in published.values()}

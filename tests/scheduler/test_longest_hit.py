@@ -1,11 +1,13 @@
 """The longest prefix that every group can go on from, against all lengths tried one after the other."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.blocks.group_places import GroupPlaces
-from scheduler.blocks.longest_hit import longest_hit
 from scheduler.cache_groups import ALL_TOKENS, CacheGroup, Lifetime, LifetimeKind
+from scheduler.group_places import GroupPlaces, places_of
+from scheduler.longest_hit import longest_hit
 from tests.properties.lengths import histories
 from tests.world import small_config
 
@@ -33,11 +35,22 @@ def test_it_is_the_longest_of_all_lengths_that_each_group_can_go_on_from(
     block_size: int, drawn: list[tuple[Lifetime, int]]
 ) -> None:
     config = small_config(block_size=block_size, max_model_len=1000)
-    groups = tuple(GroupPlaces(CacheGroup(lifetime), config) for lifetime, _ in drawn)
+    groups = places_of(replace(config, groups=tuple(CacheGroup(lifetime) for lifetime, _ in drawn)))
     found = [[bool(bits >> place & 1) for place in range(NUM_PLACES)] for _, bits in drawn]
     expected = max(
         end
         for end in range(NUM_PLACES + 1)
         if all(can_go_on(group, each, end, block_size) for group, each in zip(groups, found, strict=True))
     )
-    assert longest_hit(groups, [each.__getitem__ for each in found], NUM_PLACES, block_size) == expected
+    hit = longest_hit(groups, [each.__getitem__ for each in found], NUM_PLACES, block_size)
+    assert hit.num_places == expected
+    alone = [
+        longest_hit((group,), [each.__getitem__], NUM_PLACES, block_size).num_places
+        for group, each in zip(groups, found, strict=True)
+    ]
+    kept = [num for group, num in zip(groups, alone, strict=True) if group.keeps_all]
+    if expected == min(kept, default=NUM_PLACES):
+        assert hit.bounded_by is None
+    else:
+        assert hit.bounded_by is not None
+        assert not groups[hit.bounded_by].keeps_all

@@ -2,7 +2,6 @@
 
 import pytest
 
-from scheduler.blocks.group_places import most_blocks, places_of
 from scheduler.config import (
     Batching,
     Displacement,
@@ -11,6 +10,7 @@ from scheduler.config import (
     PrefixCaching,
     SchedulingPolicy,
 )
+from scheduler.group_places import most_blocks, places_of
 from scheduler.messages import FinishReason, SequenceId
 from scheduler.scheduler import NeverFits
 from tests.fakes import continuation, make_sequence

@@ -148,6 +148,12 @@ class BlockLayout:
         """Count the blocks of a sequence whose prompt is computed."""
         return most_blocks(self.groups, num_tokens, block_size=self.block_size, num_step_tokens=1)
 
+    def bytes_by_group(self, num_tokens: int) -> dict[str, int]:
+        """Size of the blocks of a sequence whose prompt is computed, by groups of layers."""
+        sizes = {"block_size": self.block_size, "num_step_tokens": 1}
+        groups = self.groups
+        return {each.name: self.block_bytes * most_blocks((each,), num_tokens, **sizes) for each in groups}
+
     @cached_property
     def stripes(self) -> tuple[tuple[int, ...], ...]:
         """Layers of each stripe, of all groups one after the other."""

@@ -150,7 +150,7 @@ def _judge(config: WorkerConfig, weights: str, found: Forecast) -> Finding:
     what = (
         f"{weights}, KV cache up to {cache} for "
         f"{num_tokens:,} tokens; context window {max_model_len:,} tokens, "
-        f"{found.size.num_blocks // of_longest:,} requests of full length at once"
+        f"{found.size.num_blocks // of_longest:,} requests of full length at once{_describe_groups(found)}"
     )
     if max_model_len >= found.checkpoint_len:
         return _fine("memory", what)
@@ -158,6 +158,15 @@ def _judge(config: WorkerConfig, weights: str, found: Forecast) -> Finding:
         f"{what}; the model could take {found.checkpoint_len:,} tokens",
         fix="give the KV cache more memory, or accept it",
     )
+
+
+def _describe_groups(found: Forecast) -> str:
+    """Say what each group of layers keeps of a request of full length, where there are several."""
+    by_group = found.layout.bytes_by_group(found.size.max_model_len)
+    if len(by_group) == 1:
+        return ""
+    sizes = [f"{format_size(num_bytes)} for {name}" for name, num_bytes in by_group.items()]
+    return f", each {' and '.join(sizes)}"
 
 
 def _describe_heads(config: WorkerConfig, found: Forecast) -> str:

@@ -49,8 +49,14 @@ class LiveSequence(ReplyModel):
     num_bypasses: int
     age_s: float
     wait_reason: str
-    num_state_blocks: int = 0
-    """Blocks among num_blocks that hold its state, of a model with recurrent layers."""
+    blocks_by_group: dict[str, int]
+    """Blocks of num_blocks by groups of layers: `all`, `window-1024`, `chunk-8192`, `state`."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that were found when it first began."""
+    num_lost_tokens: int = 0
+    """Further ones, of which layers that keep all tokens had what they need."""
+    lost_to: str = ""
+    """The group that lacked what is read behind them; empty if none did."""
     engine: int | None = 0
     """Engine that has it; null while it waits for one."""
     expected_start_s: float | None = None

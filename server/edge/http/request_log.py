@@ -165,6 +165,8 @@ def _facts_of(scope: Scope, journal: Journal) -> dict[str, str | int | float | N
             "priority": journal.priority,
             "prompt_tokens": journal.num_prompt_tokens,
             "cached_tokens": journal.num_cached_tokens,
+            "lost_tokens": journal.num_lost_tokens or None,
+            "lost_to": journal.lost_to,
             "output_tokens": journal.num_output_tokens,
             "preemptions": journal.num_preemptions,
             "queue_s": _rounded(journal.queue_s),

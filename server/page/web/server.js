@@ -32,6 +32,8 @@ function draw(facts) {
     rows.push(["Model", model.name], ["Kind", `${model.model_type}, ${count(model.num_parameters)} parameters, ${model.dtype}`], ["Device", model.device],
       ["Context", `${count(model.max_model_len)} tokens`]);
     if (model.kv_cache_bytes) rows.push(["KV cache", `${count(model.num_blocks * model.block_size)} tokens in ${count(model.num_blocks)} blocks of ${model.block_size}, ${size(model.kv_cache_bytes)}`]);
+    const groups = Object.entries(model.bytes_by_group);
+    if (groups.length > 1) rows.push(["A request of full length", groups.map(([name, bytes]) => `${size(bytes)} for ${name}`).join(", ")]);
     rows.push(["Chat template", model.has_chat_template ? "yes" : "none: use /v1/completions"]);
   }
   byId("facts").replaceChildren(...rows.flatMap(([name, value]) => [element("dt", { textContent: name }), element("dd", { textContent: value })]));

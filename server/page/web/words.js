@@ -62,6 +62,7 @@ export function lifeInWords(life, report, view, nameById) {
   if (isOver) parts.push(`It ${life.isAborted ? "was ended from outside" : "ended"} ${span(now - life.ended)} ago, after at least ${many(life.output, "token")} of reply${life.arrived === null ? "" : `, ${span(life.ended - life.arrived)} in all`}.`);
   else if (report && report.state === "running") {
     const left = report.num_prompt_tokens - report.num_computed_tokens;
+    if (report.lost_to) parts.push(`Of its prompt ${many(report.num_cached_tokens, "token")} were found; ${report.num_lost_tokens.toLocaleString("en")} more were not, since ${report.lost_to} lacked what is read behind them.`);
     parts.push(left > 0 ? `Now its prompt is computed: ${many(report.num_computed_tokens, "token")} of ${report.num_prompt_tokens}.` : `Now it runs at place ${report.place + 1}, with ${many(report.num_output_tokens, "token")} of reply in ${many(report.num_blocks, "block")}.`);
   } else if (report) parts.push(`Now it waits: ${reasonOf(report, view)}.`);
   return parts.join(" ");

@@ -51,11 +51,16 @@ function draw() {
   state.atStrip = drawStrip(byId("strip"), steps, state.palette, state.selected);
   state.atBlock = drawBlocks(byId("blocks"), view.blocks, view.stats.num_blocks, state.palette, { selected: state.selected, isShown: (id) => fits(history.lives.get(id)) });
   byId("step-note").textContent = history.numDropped ? `${many(history.numDropped, "step")} not shown: faster than the view` : "";
-  byId("blocks-note").textContent = `${view.stats.num_used_blocks.toLocaleString("en")} of ${view.stats.num_blocks.toLocaleString("en")} used, ${view.block_size} tokens each`;
+  byId("blocks-note").textContent = `${view.stats.num_used_blocks.toLocaleString("en")} of ${view.stats.num_blocks.toLocaleString("en")} used, ${view.block_size} tokens each${groupWords(view.groups)}`;
   drawRunning(view);
   drawWaiting(view);
   drawLife(view);
   drawEvents(view);
+}
+
+// Blocks of each group of layers, where there are several.
+function groupWords(groups) {
+  return groups.length > 1 ? groups.map(([name, held]) => `; ${held.toLocaleString("en")} for ${name}`).join("") : "";
 }
 
 function drawScrub(view) {

@@ -146,6 +146,9 @@ def test_states_are_foreseen(family: str, tmp_path: Path) -> None:
     facts = Worker(config).load(lambda progress: None)
     assert last.verdict is Verdict.OK
     assert f"{facts.num_full_length:,} requests of full length at once" in last.what
+    assert len(facts.bytes_by_group) == len(facts.groups)
+    for name, num_bytes in facts.bytes_by_group.items():
+        assert f"{format_size(num_bytes)} for {name}" in last.what or len(facts.groups) == 1
 
 
 def test_a_family_that_is_refused_at_load_is_refused_here(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Places of a group of layers that a sequence needs: all of them, those that are still read, or one.
 
 Owns: the arithmetic from positions to places in a block table.
-Never: blocks themselves (kv_cache_manager.py), or how attention masks what it reads (worker/attention/).
+Never: blocks themselves (blocks/kv_cache_manager.py), or masks of attention (worker/attention/).
 
 A place is block_size tokens of all layers of a group, and takes a block for each stripe. With a window of n
 tokens a token sees itself and the n - 1 tokens before it. Places that lie wholly before that are never read
@@ -24,21 +24,20 @@ _LEAST_STEP_TOKENS = 64
 class GroupPlaces:
     """Ranges of a table, counted from a sequence's first token. Where all tokens are kept, none is passed."""
 
-    def __init__(self, group: CacheGroup, config: SchedulerConfig) -> None:
-        self._block_size = config.block_size
+    def __init__(
+        self, group: CacheGroup, *, block_size: int, max_model_len: int, num_step_tokens: int
+    ) -> None:
+        """`num_step_tokens` are the most of a sequence in a step."""
+        self._block_size = block_size
         self._lifetime = lifetime = group.lifetime
-        # Of one prompt a step has no more than of all; drafts are fewer than that.
-        most_of_prompts = max(config.max_prefill_tokens or maxsize, _LEAST_STEP_TOKENS)
         self._most_at_once = group.most_places(
-            maxsize,
-            block_size=config.block_size,
-            num_step_tokens=min(config.max_num_batched_tokens, most_of_prompts),
+            maxsize, block_size=block_size, num_step_tokens=num_step_tokens
         )
         self.num_stripes = group.num_stripes
         """Blocks of a place."""
         self.is_fixed = lifetime.kind is LifetimeKind.FIXED
         """Whether one place holds the state after all tokens."""
-        self.is_limited = lifetime.is_limited and lifetime.num_tokens < config.max_model_len
+        self.is_limited = lifetime.is_limited and lifetime.num_tokens < max_model_len
         """Whether places are passed."""
         self.keeps_all = not (self.is_fixed or self.is_limited)
 
@@ -60,7 +59,23 @@ class GroupPlaces:
 
 def places_of(config: SchedulerConfig) -> tuple[GroupPlaces, ...]:
     """Make the arithmetic of each group."""
-    return tuple(GroupPlaces(group, config) for group in config.groups)
+    # Of one prompt a step has no more than of all; drafts are fewer than that.
+    most_of_prompts = max(config.max_prefill_tokens or maxsize, _LEAST_STEP_TOKENS)
+    num_step_tokens = min(config.max_num_batched_tokens, most_of_prompts)
+    return tuple(
+        GroupPlaces(
+            group,
+            block_size=config.block_size,
+            max_model_len=config.max_model_len,
+            num_step_tokens=num_step_tokens,
+        )
+        for group in config.groups
+    )
+
+
+def main_group(groups: tuple[GroupPlaces, ...]) -> int:
+    """Group that keeps most."""
+    return min(range(len(groups)), key=lambda index: (groups[index].is_fixed, groups[index].is_limited))
 
 
 def most_blocks(groups: tuple[GroupPlaces, ...], num_tokens: int) -> int:
