@@ -18,8 +18,8 @@ from engine.frontend.active_request import NO_TICKET, ActivePooling, RequestChoi
 from engine.frontend.active_text import ActiveText
 from engine.frontend.engine_line import AnyActive, EngineLine
 from engine.frontend.metrics import EngineMetrics
-from engine.frontend.queue_limits import QueueLimits, TenantTokens
-from engine.frontend.waiting_calls import CallTerms, WaitingCall, WaitingCalls
+from engine.frontend.queue_limits import Desk
+from engine.frontend.waiting_calls import CallTerms, WaitingCall
 from engine.frontend.waiting_deadlines import WaitingDeadlines, nearer_limits, remaining_limits
 from engine.options.engine_config import EngineConfig
 from engine.process_messages import AddRequest, EndSequences, ToEngine
@@ -50,18 +50,15 @@ class ActiveRequests:
         tokenizer: Tokenizer,
         metrics: EngineMetrics,
         send: Callable[[int, ToEngine], None],
+        desk: Desk | None = None,
     ) -> None:
+        """`desk` is the queue that it shares with other models; None: it has one for itself."""
         self._limits = config.time_limits
         self._tokenizer = tokenizer
         self._metrics = metrics
         self._send = send
-        self._queue_limits = QueueLimits(
-            max_queued=config.max_queued_requests, max_queued_tokens=config.max_queued_tokens
-        )
-        self._tenant_tokens = TenantTokens()
-        self._waiting: WaitingCalls[AnyActive] = WaitingCalls(config.scheduler)
+        self._desk = desk or Desk(config)
         self.engines = EngineLine(config.num_engines, config.scheduler)
-        self._next_id = 1
         self._by_id: dict[str, AnyActive] = {}
         self._by_sequence: dict[SequenceId, AnyActive] = {}
         self._patience = WaitingDeadlines()
@@ -81,7 +78,7 @@ class ActiveRequests:
 
     def require_room(self, priority: int | None) -> None:
         """Raise Overloaded if `admit` would refuse even the smallest request; priority None is any."""
-        if self._queue_limits.has_room(1, 1):
+        if self._desk.limits.has_room(1, 1):
             return
         now_s = time.monotonic()
         terms = None
@@ -92,7 +89,7 @@ class ActiveRequests:
         if self._displaceable(1, 1, terms):
             return
         with self._metrics.counting_refusals():
-            raise self._queue_limits.refusal(1, now_s=now_s)
+            raise self._desk.limits.refusal(1, now_s=now_s)
 
     def forecast(self, terms: ServiceTerms, wait_reason: str) -> QueueForecast:
         """Place that one more request of these terms would have; `wait_reason` is the whole queue's."""
@@ -103,8 +100,8 @@ class ActiveRequests:
             arrived_s=now_s,
             time_limit_s=min(self._limits.nearest_s, terms.time_limits.nearest_s),
         )
-        num_ahead = self._waiting.num_ahead(call, next_id=self._next_id)
-        return QueueForecast(num_ahead, self._queue_limits.time_to_start(num_ahead, now_s=now_s), wait_reason)
+        num_ahead = self._desk.waiting.num_ahead(call, next_id=self._desk.next_id)
+        return QueueForecast(num_ahead, self._desk.limits.time_to_start(num_ahead, now_s=now_s), wait_reason)
 
     def admit(
         self, requests: Sequence[GenerationRequest], readable: asyncio.Event, *, is_read_whole: bool = False
@@ -118,7 +115,7 @@ class ActiveRequests:
         admitted = [
             ActiveText(
                 request,
-                self._new_ids(request.n),
+                self._desk.new_ids(request.n),
                 self._tokenizer,
                 readable,
                 is_read_whole=is_read_whole,
@@ -132,7 +129,7 @@ class ActiveRequests:
         self, requests: Sequence[PoolingRequest], readable: asyncio.Event
     ) -> list[ActivePooling]:
         self._take_places(requests, len(requests))
-        admitted = [ActivePooling(request, self._new_ids(1)[0], readable) for request in requests]
+        admitted = [ActivePooling(request, self._desk.new_ids(1)[0], readable) for request in requests]
         self._start(admitted)
         return admitted
 
@@ -148,13 +145,13 @@ class ActiveRequests:
         self._patience.let_go(active.first_id)
         ticket, active.ticket = active.ticket, NO_TICKET  # it holds the request: no cycle stays behind
         self.engines.close(ticket)
-        self._waiting.discard(active)
+        self._desk.waiting.discard(active)
         unfinished = [each for each in active.unfinished_ids if each in self._by_sequence]
         for sequence_id in active.choices:
             self._by_sequence.pop(sequence_id, None)
         num_tokens = 0 if active.has_started else active.num_prompt_tokens
-        self._queue_limits.leave(active.num_unstarted, num_tokens)
-        self._tenant_tokens.leave(active.request.terms.tenant, num_tokens)
+        self._desk.limits.leave(active.num_unstarted, num_tokens)
+        self._desk.tenant_tokens.leave(active.request.terms.tenant, num_tokens)
         if unfinished:
             if ticket.engine is not None:
                 self._end(ticket.engine, unfinished, FinishReason.ABORTED)
@@ -263,12 +260,12 @@ class ActiveRequests:
         num_tokens = sum(len(request.prompt_token_ids) for request in requests)
         now_s = time.monotonic()
         self._require_tenants_room(requests, num_tokens, now_s)
-        if not self._queue_limits.has_room(num_sequences, num_tokens):
+        if not self._desk.limits.has_room(num_sequences, num_tokens):
             self._make_room(num_sequences, num_tokens, self._call_terms(requests, now_s))
         with self._metrics.counting_refusals():
-            self._queue_limits.admit(num_sequences, num_tokens, now_s=now_s)
+            self._desk.limits.admit(num_sequences, num_tokens, now_s=now_s)
         if requests:
-            self._tenant_tokens.admit(requests[0].terms.tenant, num_tokens)
+            self._desk.tenant_tokens.admit(requests[0].terms.tenant, num_tokens)
 
     def _require_tenants_room(
         self, requests: Sequence[GenerationRequest | PoolingRequest], num_tokens: int, now_s: float
@@ -276,11 +273,11 @@ class ActiveRequests:
         """Raise TenantOverloaded if a call does not fit. All requests of a call are of one tenant."""
         for request in requests[:1]:
             with self._metrics.counting_refusals():
-                self._tenant_tokens.require_room(
+                self._desk.tenant_tokens.require_room(
                     request.terms.tenant,
                     num_tokens,
                     request.max_tenant_tokens,
-                    retry_after_s=self._queue_limits.retry_after_s(now_s=now_s),
+                    retry_after_s=self._desk.limits.retry_after_s(now_s=now_s),
                 )
 
     def _make_room(self, num_sequences: int, num_tokens: int, terms: CallTerms) -> None:
@@ -288,14 +285,17 @@ class ActiveRequests:
         leaving = self._displaceable(num_sequences, num_tokens, terms)
         error = Overloaded(
             "the queue is full, and a more urgent request took the place of this one; try again later",
-            retry_after_s=self._queue_limits.retry_after_s(now_s=terms.arrived_s),
+            retry_after_s=self._desk.limits.retry_after_s(now_s=terms.arrived_s),
             reason=OverloadReason.DISPLACED,
         )
         for call in leaving:
             self._metrics.count("admission_rejections", OverloadReason.DISPLACED)
             for active in call.lives:
-                active.fail(error)
-                self._remove(active)
+                call.displace(active, error)
+
+    def _displace(self, active: AnyActive, error: Overloaded) -> None:
+        active.fail(error)
+        self._remove(active)
 
     def _displaceable(
         self, num_sequences: int, num_tokens: int, terms: CallTerms | None
@@ -303,11 +303,11 @@ class ActiveRequests:
         """List the calls to displace; empty if even that would not make room."""
         leaving: list[WaitingCall[AnyActive]] = []
         freed_sequences = freed_tokens = 0
-        for call in self._waiting.displaceable(terms, next_id=self._next_id):
+        for call in self._desk.waiting.displaceable(terms, next_id=self._desk.next_id):
             leaving.append(call)
             freed_sequences += call.num_sequences
             freed_tokens += call.num_tokens
-            if self._queue_limits.has_room(
+            if self._desk.limits.has_room(
                 num_sequences, num_tokens, freed_sequences=freed_sequences, freed_tokens=freed_tokens
             ):
                 return leaving
@@ -326,11 +326,6 @@ class ActiveRequests:
             time_limit_s=min([self._limits.nearest_s, *limits]),
         )
 
-    def _new_ids(self, num: int) -> tuple[SequenceId, ...]:
-        ids = tuple(SequenceId(self._next_id + index) for index in range(num))
-        self._next_id += num
-        return ids
-
     def _start(self, admitted: Sequence[AnyActive]) -> None:
         for active in admitted:
             active.allowed_limits = self._limits
@@ -343,9 +338,10 @@ class ActiveRequests:
                 self._metrics.params_admitted(n=active.request.n, max_tokens=params.max_tokens)
             active.request.journal.note_admission(active.num_prompt_tokens, active.request.terms.priority)
         try:
-            self._waiting.add(
+            self._desk.waiting.add(
                 admitted,
                 self._call_terms([active.request for active in admitted], admitted[0].arrived_s),
+                self._displace,
             )
             for active in admitted:
                 terms = self._call_terms([active.request], active.arrived_s)
@@ -441,10 +437,10 @@ class ActiveRequests:
             active.request.journal.note_cached_tokens(
                 start.num_cached_tokens, start.num_lost_tokens, start.lost_to
             )
-        self._waiting.discard(active)
+        self._desk.waiting.discard(active)
         active.num_unstarted -= 1
-        self._queue_limits.start(num_tokens, now_s=now_s)
-        self._tenant_tokens.leave(active.request.terms.tenant, num_tokens)
+        self._desk.limits.start(num_tokens, now_s=now_s)
+        self._desk.tenant_tokens.leave(active.request.terms.tenant, num_tokens)
         self._metrics.observe("request_queue_time_seconds", start.queue_s)
 
     def _note_first_token(

@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.adapters.registry import AdapterMetrics, AdapterRegistry
 from engine.errors import EngineDied, EngineUnavailable, GrammarRejected, WrongTask
@@ -53,14 +53,17 @@ from engine.types import (
     TokenText,
 )
 
+if TYPE_CHECKING:
+    from engine.frontend.queue_limits import Desk
+
 _SHUTTING_DOWN = EngineUnavailable("the server is shutting down", code="shutting_down")
 
 
 class AsyncEngine:
     """The engine, for use from one event loop. Keeps an engine process alive between `start` and `close`."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Raises OptionError if the ports of KV events cannot be had."""
+    def __init__(self, config: EngineConfig, desk: "Desk | None" = None) -> None:
+        """Raises OptionError if the ports of KV events cannot be had. Other models may share the `desk`."""
         self._config = config
         self._tokenizer, self._template, self._trial, self._response_template = load_texts(
             config.worker, default_kwargs=config.default_template_kwargs
@@ -85,7 +88,7 @@ class AsyncEngine:
         self.encode_texts, self.encode_pairs = texts.encode_texts, texts.encode_pairs
         self.encode_words, self.encode_infill = texts.encode_words, texts.encode_infill
         self.decode, self.vocabulary_strings = texts.decode, texts.vocabulary_strings
-        self._requests = ActiveRequests(config, self._tokenizer, self.metrics, self._engines.send)
+        self._requests = ActiveRequests(config, self._tokenizer, self.metrics, self._engines.send, desk)
         self.metrics.watch_load(self._requests.engines.live_counts)
         self._questions = Questions(self._engines.send)
         self._adapters = AdapterRegistry(

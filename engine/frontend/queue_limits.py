@@ -1,13 +1,19 @@
 """Limits on the queue as a whole, and on the prompt tokens that one tenant has in it.
 
 Owns: the counts of accepted sequences and prompt tokens that have not started, the rate at which sequences
-start, and the refusals.
+start, the refusals, and the queue that all models of one server share.
 Never: reads a clock (time is an argument), or decides a tenant's limit (engine/options/api_keys.py).
 """
 
 from collections import Counter, deque
+from typing import TYPE_CHECKING, Any
 
 from engine.errors import Overloaded, OverloadReason, TenantOverloaded
+from engine.frontend.waiting_calls import WaitingCalls
+from scheduler.messages import SequenceId
+
+if TYPE_CHECKING:
+    from engine.options.engine_config import EngineConfig
 
 _RATE_WINDOW_S = 10.0
 _MIN_RETRY_S, _MAX_RETRY_S = 1.0, 60.0
@@ -113,3 +119,22 @@ class TenantTokens:
         self._num_queued[tenant] -= num_tokens
         if self._num_queued[tenant] <= 0:  # names come from clients: unused ones must not pile up
             del self._num_queued[tenant]
+
+
+class Desk:
+    """The queue of one server, before all of its models: limits, tenants, the order, and ids of sequences."""
+
+    def __init__(self, config: "EngineConfig") -> None:
+        """`config` is that of any model: they are alike in what concerns the queue."""
+        self.limits = QueueLimits(
+            max_queued=config.max_queued_requests, max_queued_tokens=config.max_queued_tokens
+        )
+        self.tenant_tokens = TenantTokens()
+        self.waiting: WaitingCalls[Any] = WaitingCalls(config.scheduler)
+        self.next_id = 1
+        """The first id of the next call; later calls have higher ones."""
+
+    def new_ids(self, num: int) -> tuple[SequenceId, ...]:
+        ids = tuple(SequenceId(self.next_id + index) for index in range(num))
+        self.next_id += num
+        return ids

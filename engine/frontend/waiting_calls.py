@@ -8,11 +8,12 @@ Never: ends a request (active_requests.py), limits how many may wait (queue_limi
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Generic, Protocol, TypeVar
 
+from engine.errors import Overloaded
 from scheduler.config import Fairness, SchedulerOptions
 from scheduler.messages import SequenceId
 from scheduler.policy import MOST_URGENT, Newcomer, Rank, Standing, order_of_service
@@ -60,6 +61,8 @@ class WaitingCall(Generic[WaitingT]):
     tenant: str
     num_sequences: int
     num_tokens: int
+    displace: "Callable[[WaitingT, Overloaded], None]"
+    """Ends one of the requests, where it was admitted."""
 
 
 class WaitingCalls(Generic[WaitingT]):
@@ -75,7 +78,12 @@ class WaitingCalls(Generic[WaitingT]):
     def __len__(self) -> int:
         return len(self._line)
 
-    def add(self, lives: Sequence[WaitingT], terms: CallTerms) -> None:
+    def add(
+        self,
+        lives: Sequence[WaitingT],
+        terms: CallTerms,
+        displace: "Callable[[WaitingT, Overloaded], None]",
+    ) -> None:
         call = WaitingCall(
             lives=tuple(lives),
             priority=terms.priority,
@@ -83,6 +91,7 @@ class WaitingCalls(Generic[WaitingT]):
             tenant=terms.tenant,
             num_sequences=sum(live.num_unstarted for live in lives),
             num_tokens=sum(live.num_prompt_tokens for live in lives),
+            displace=displace,
         )
         insort(self._line, call, key=_rank_of)
         self._by_id.update((live.first_id, call) for live in lives)

@@ -100,13 +100,13 @@ async def test_no_place_in_the_queue_is_lost_or_given_twice(tiny_model: Path) ->
         hall = Hall(tiny_model)
         for operation in history:
             hall.play(*operation)
-            assert hall.in_flight._queue_limits.num_queued >= 0
-            assert hall.in_flight._queue_limits.num_queued_tokens >= 0
+            assert hall.in_flight._desk.limits.num_queued >= 0
+            assert hall.in_flight._desk.limits.num_queued_tokens >= 0
         hall.close()
-        assert hall.in_flight._queue_limits.num_queued == 0
-        assert hall.in_flight._queue_limits.num_queued_tokens == 0
-        assert not hall.in_flight._tenant_tokens._num_queued
-        assert not len(hall.in_flight._waiting)
+        assert hall.in_flight._desk.limits.num_queued == 0
+        assert hall.in_flight._desk.limits.num_queued_tokens == 0
+        assert not hall.in_flight._desk.tenant_tokens._num_queued
+        assert not len(hall.in_flight._desk.waiting)
         assert not hall.in_flight._by_sequence
         assert hall.in_flight.is_empty.is_set()
 

@@ -13,6 +13,7 @@ import pytest
 from engine.errors import Overloaded
 from engine.frontend.active_requests import ActiveRequests
 from engine.frontend.metrics import EngineMetrics
+from engine.frontend.queue_limits import Desk
 from engine.frontend.waiting_calls import CallTerms, WaitingCalls
 from engine.options.engine_config import resolve
 from engine.options.options import Options
@@ -29,13 +30,18 @@ from tests.world import World, small_config
 class Door:
     """ActiveRequests with a queue of four sequences, and everything that it sends."""
 
-    def __init__(self, folder: Path, **options) -> None:
+    def __init__(self, folder: Path, desk: Desk | None = None, **options) -> None:
         asked = replace(Options(), model=str(folder), max_queued_requests=4, **options)
         config, _ = resolve(asked, environment={})
+        self.desk = desk or Desk(config)
         self.metrics = EngineMetrics("tiny")
         self.sent: list = []
         self.in_flight = ActiveRequests(
-            config, Tokenizer.load(folder), self.metrics, lambda _, message: self.sent.append(message)
+            config,
+            Tokenizer.load(folder),
+            self.metrics,
+            lambda _, message: self.sent.append(message),
+            self.desk,
         )
 
     def ask(self, name: str, priority: int, *, n: int = 1, others: tuple[str, ...] = (), num_tokens: int = 3):
@@ -100,6 +106,31 @@ async def test_equals_do_not_give_way_to_each_other(door) -> None:
     assert door.waiting() == set("abcd")
     assert door.num_refused("displaced") == 0
     assert door.num_refused("requests") == 2
+
+
+async def test_two_models_share_one_queue_and_an_urgent_request_of_one_displaces_the_last_of_the_other(
+    door, tiny_model: Path
+) -> None:
+    beside = Door(tiny_model, door.desk, scheduling_policy="priority")
+    (last,) = [door.ask(name, 9)[0] for name in "a"]
+    others = [beside.ask(name, 3)[0] for name in "bcd"]
+    assert len({*last.choices, *(number for each in others for number in each.choices)}) == 4
+    with pytest.raises(Overloaded, match="have not started"):
+        beside.in_flight.require_room(9)
+    beside.ask("e", 1)
+    assert door.waiting() == set()
+    assert beside.waiting() == set("bcde")
+    with pytest.raises(Overloaded, match="more urgent"):
+        last.take()
+    assert EndSequences(sequence_ids=tuple(last.choices), reason=FinishReason.ABORTED) in door.sent
+    assert door.in_flight.is_empty.is_set()
+    for name in "bcde":
+        beside.in_flight.leave(beside.in_flight.find(name))
+    assert (door.desk.limits.num_queued, door.desk.limits.num_queued_tokens, len(door.desk.waiting)) == (
+        0,
+        0,
+        0,
+    )
 
 
 async def test_whoever_has_begun_keeps_its_place_with_all_that_came_with_it(door) -> None:
@@ -185,7 +216,7 @@ def queue_of(*calls: tuple[int, CallTerms], **options: object) -> WaitingCalls[I
     settings = {"max_num_seqs": 1, "max_num_batched_tokens": 8, "policy": SchedulingPolicy.PRIORITY} | options
     waiting: WaitingCalls[Item] = WaitingCalls(SchedulerOptions(**settings))
     for number, terms in calls:
-        waiting.add([Item(number)], terms)
+        waiting.add([Item(number)], terms, lambda item, error: None)
     return waiting
 
 

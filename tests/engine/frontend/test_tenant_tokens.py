@@ -125,4 +125,4 @@ async def test_tenants_without_anything_waiting_are_forgotten(queue: Queue) -> N
     for number in range(100):
         (live,) = queue.ask(f"tenant {number}", 5)
         queue.in_flight.leave(live)
-    assert not queue.in_flight._tenant_tokens._num_queued
+    assert not queue.in_flight._desk.tenant_tokens._num_queued
