@@ -176,8 +176,7 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.num_lost_tokens, self.lost_to = 0, ""  # not found, for want of something of this group
-        # Of the prompt: the client has their log-probabilities.
-        self.num_reported_positions = inputs.num_reported_positions
+        self.num_reported_positions = inputs.num_reported_positions  # of which the client has logprobs
         self.tables: list[BlockTable] = []  # one for each group of layers; none before it was admitted
         self.points: tuple[int, ...] = ()  # positions behind which later prompts may go on
         self.num_slots = 0  # positions that have a place in each

@@ -49,7 +49,7 @@ class LoadedModel:
     has_experts: bool = False
     """Mixture of experts: a token reads the weights of some experts only."""
     beside: KeptShapes = NOTHING_KEPT
-    """What a draft model keeps in the same blocks, behind all layers of this one."""
+    """Keys, values and states of a draft model in the same blocks, behind all layers of this one."""
     ranks: Ranks = ALONE
     """Ranks that are to divide the layers."""
 

@@ -25,7 +25,7 @@ class DraftForecast:
 
     weight_bytes: int
     kept: KeptShapes
-    """What it keeps, which lies in each block behind what the model keeps."""
+    """Keys, values and states, which lie in each block behind those of the model."""
 
 
 def foresee_draft(config: WorkerConfig, kind: ModelKind, device: Device) -> DraftForecast | None:

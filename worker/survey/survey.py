@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 import transformers
 
-from worker.attention.kv_cache import NOTHING_KEPT
 from worker.checkpoint.checkpoint_files import WeightFile, find_weights
 from worker.checkpoint.plausible_sizes import check_sizes
 from worker.checkpoint.task import Task
@@ -83,9 +82,7 @@ def _look_at_memory(config: WorkerConfig, kind: ModelKind, device: Device) -> It
         yield _fine("memory", f"{weights}; not looked at: what a step takes")
         return
     try:
-        found = forecast(
-            config, kind, device, num_weight_bytes, NOTHING_KEPT if draft is None else draft.kept
-        )
+        found = forecast(config, kind, device, num_weight_bytes, *([] if draft is None else [draft.kept]))
     except CannotForesee:
         yield _memory_warning(
             f"{weights}; how much KV cache fits is not known without loading this family",

@@ -149,7 +149,7 @@ async def test_one_that_had_begun_goes_on_in_the_next_process_with_its_tokens_an
     assert first.token_ids == (7, 8, 9, 5)
     assert first.num_cached_tokens == 1
     assert live.started_s == live.arrived_s + 0.5
-    assert door.in_flight._queue_limits.num_queued == 0
+    assert door.desk.limits.num_queued == 0
 
 
 async def test_only_the_unfinished_choices_go_on(door: Door) -> None:
