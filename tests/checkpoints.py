@@ -163,6 +163,18 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "topk_group": 1,
         },
     ),
+    "glm4_moe": (
+        "glm4_moe",
+        {
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 48,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "use_qk_norm": True,
+        },
+    ),
     "deepseek_v32": (
         "deepseek_v32",
         {

@@ -18,10 +18,12 @@ MAX_DRAFTS = 16
 class DraftMethod(StrEnum):
     """Source of drafts for sequences without a prediction of their own."""
 
+    AUTO = "auto"  # the head of the model's own checkpoint, where it has one that can be taken
     PREDICTION = "prediction"  # none
     NGRAM = "ngram"  # their own text
     SUFFIX = "suffix"  # their own text, and replies that ended of late
     DRAFT_MODEL = "draft_model"  # a smaller model with the same vocabulary
+    MTP = "mtp"  # a head of the model's own checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

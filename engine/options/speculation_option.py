@@ -18,7 +18,20 @@ from worker.worker_config import MAX_DRAFTS, DraftMethod, SpeculationConfig
 
 _FLAG = "--speculative-config"
 _MODEL_FLAG = "--speculative-model"
-_METHODS = (DraftMethod.NGRAM.value, DraftMethod.SUFFIX.value, DraftMethod.DRAFT_MODEL.value)
+_OFF = "off"
+_METHODS = {
+    **{each.value: each for each in (DraftMethod.NGRAM, DraftMethod.SUFFIX, DraftMethod.DRAFT_MODEL)},
+    DraftMethod.MTP.value: DraftMethod.MTP,
+    _OFF: DraftMethod.PREDICTION,
+}
+# vLLM's names of heads by their family, which the checkpoint says as well.
+_HEADS = frozenset(
+    f"{family}_mtp"
+    for family in (
+        *("deepseek", "ernie", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_ocr", "longcat_flash", "mimo"),
+        *("mimo_v2", "nemotron_h", "pangu_ultra_moe", "qwen3_5", "qwen3_next", "step3p5"),
+    )
+)
 _LOOKUPS = {"prompt_lookup_min": (1, 16), "prompt_lookup_max": (1, 16)}
 _BOUNDS = {"num_speculative_tokens": (1, MAX_DRAFTS), **_LOOKUPS}
 _EXAMPLE = '\'{"method": "ngram", "num_speculative_tokens": 8}\''
@@ -35,9 +48,10 @@ class SpeculationOptions(ModelOptions):
         'Guess tokens from repeated text and verify several in one step: {"method": "ngram"} looks in the '
         'request\'s own text, "suffix" also in recent replies to the same tenant, salt and adapter. Output '
         "stays the same; numbers are ceilings, and no guess is verified that is not expected to save time. "
-        '{"method": "draft_model", "model": MODEL} asks a smaller model, see --speculative-model. '
-        "Not with several stages.",
-        open_default="only the `prediction` of a request is used",
+        '{"method": "draft_model", "model": MODEL} asks a smaller model, see --speculative-model; '
+        '{"method": "mtp"} the head that some checkpoints have for it, as is done by itself on CPUs where it '
+        'can be; {"method": "off"} leaves that head out. Not with several stages.',
+        open_default="the `prediction` of a request, and the checkpoint's head, are used",
     )
     speculative_model: str | None = _scheduler(
         Text(metavar="MODEL"),
@@ -49,15 +63,17 @@ class SpeculationOptions(ModelOptions):
 
 
 def speculation_config(options: SpeculationOptions, find_model: Callable[[str], Path]) -> SpeculationConfig:
-    """Parse and check the options; without them only predictions of requests are drafted. Raises OptionError.
+    """Parse and check the options; without them the worker takes a head that it finds. Raises OptionError.
 
     `find_model` finds a checkpoint's folder by what the operator calls it.
     """
     if options.speculative_config is None and options.speculative_model is None:
-        return SpeculationConfig()
+        return SpeculationConfig(method=DraftMethod.AUTO)
     asked = {} if options.speculative_config is None else _read(options.speculative_config)
     model = _take_model(options, asked)
     method = asked.pop("method", None if model is None else DraftMethod.DRAFT_MODEL.value)
+    if method in _HEADS:
+        method = DraftMethod.MTP.value
     if method not in _METHODS:
         _refuse(
             f'"method": {json.dumps(method)} is not supported',
@@ -66,18 +82,22 @@ def speculation_config(options: SpeculationOptions, find_model: Callable[[str], 
     if (model is not None) != (method == DraftMethod.DRAFT_MODEL):
         given = "no model is named" if model is None else f"the method {method} asks no model"
         _refuse(given, f'use the method draft_model with a "model", or with {_MODEL_FLAG}')
-    _check_numbers(
-        asked, _BOUNDS if model is None else {key: _BOUNDS[key] for key in _BOUNDS.keys() - _LOOKUPS}
-    )
+    _check_numbers(asked, {key: each for key, each in _BOUNDS.items() if _is_read(key, method)})
     if "prompt_lookup_max" in asked:
         asked.setdefault("prompt_lookup_min", min(asked["prompt_lookup_max"], 2))
     elif "prompt_lookup_min" in asked:
         asked["prompt_lookup_max"] = max(asked["prompt_lookup_min"], 5)
     if asked.get("prompt_lookup_min", 0) > asked.get("prompt_lookup_max", 0):
         _refuse("prompt_lookup_min is above prompt_lookup_max", "exchange them")
-    _check_steps(options, has_model=model is not None)
+    if method != _OFF:
+        _check_steps(options, has_passes=method in (DraftMethod.DRAFT_MODEL, DraftMethod.MTP))
     path = "" if model is None else str(find_model(model))
-    return SpeculationConfig(method=DraftMethod(method), model_path=path, **asked)
+    return SpeculationConfig(method=_METHODS[method], model_path=path, **asked)
+
+
+def _is_read(key: str, method: str) -> bool:
+    """Tell whether a number has a meaning for a method."""
+    return method in (DraftMethod.NGRAM, DraftMethod.SUFFIX) or (method != _OFF and key not in _LOOKUPS)
 
 
 def _take_model(options: SpeculationOptions, asked: dict[str, Any]) -> str | None:
@@ -93,13 +113,13 @@ def _take_model(options: SpeculationOptions, asked: dict[str, Any]) -> str | Non
 def _check_numbers(asked: dict[str, Any], bounds: dict[str, tuple[int, int]]) -> None:
     for key, value in asked.items():
         if key not in bounds:
-            _refuse(f"the key {key!r} is not known here", f"use method, model, {', '.join(bounds)}")
+            _refuse(f"the key {key!r} is not known here", f"use {', '.join(('method', 'model', *bounds))}")
         low, high = bounds[key]
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
             _refuse(f"{key} must be a whole number from {low} to {high}", f"write {_EXAMPLE}, say")
 
 
-def _check_steps(options: SpeculationOptions, *, has_model: bool) -> None:
+def _check_steps(options: SpeculationOptions, *, has_passes: bool) -> None:
     """Refuse steps that verify no such drafts. The worker refuses models, and a GPU that it finds itself."""
     if options.pipeline_parallel_size > 1:
         raise OptionError(
@@ -107,7 +127,7 @@ def _check_steps(options: SpeculationOptions, *, has_model: bool) -> None:
             "stages verify no drafts yet",
             "use one",
         )
-    if not has_model:
+    if not has_passes:
         return
     if options.tensor_parallel_size > 1:
         raise OptionError(

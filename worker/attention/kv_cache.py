@@ -102,6 +102,13 @@ class KeptShapes(NamedTuple):
 NOTHING_KEPT = KeptShapes({}, {})
 
 
+def with_hidden_states(layers: dict[int, LayerShape], hidden_size: int) -> KeptShapes:
+    """Append a layer for a hidden state of each token, in parts that divide the pages of the others."""
+    dim = math.gcd(hidden_size, *(shape.key_dim for shape in layers.values()))
+    states = LayerShape(hidden_size // dim, dim, dim, value_is_key_part=True)
+    return KeptShapes(layers | {max(layers) + 1: states}, {})
+
+
 def numbers_beside(layers: Iterable[int], beside: Iterable[int]) -> dict[int, int]:
     """Map the layers of a second model to numbers behind those of the first."""
     first = max(layers, default=-1) + 1

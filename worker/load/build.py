@@ -56,10 +56,10 @@ def build_model(kind: ModelKind, dtype: str, files: list[WeightFile]) -> tuple[A
     modules = None if kind.quantization is None else find_quantized(kind.quantization, files)
     _quieten()
     state = read_state(files)
-    with _in_plain_words(kind.folder):
+    with in_plain_words(kind.folder):
         model_config = model_config_of(kind)
         _refuse_layers(kind, model_config)
-        model, loading = _from_pretrained(
+        model, loading = from_pretrained(
             _class_of(kind, model_config, state),
             kind.folder if state is None else None,
             config=without_quantization(model_config),
@@ -73,7 +73,7 @@ def build_model(kind: ModelKind, dtype: str, files: list[WeightFile]) -> tuple[A
     replace_functions(model)
     refuse_unplaced(model, modules, files, kind.task)
     is_filled_later = set() if modules is None else {f"{name}.weight" for name in modules.numbers}
-    _refuse_mismatched(
+    refuse_mismatched(
         kind.folder, [each for each in loading["mismatched_keys"] if each[0] not in is_filled_later]
     )
     missing = [name for name in loading["missing_keys"] if not name.startswith(_POOLER)]
@@ -82,7 +82,7 @@ def build_model(kind: ModelKind, dtype: str, files: list[WeightFile]) -> tuple[A
 
 
 @contextmanager
-def _in_plain_words(folder: Path) -> Iterator[None]:
+def in_plain_words(folder: Path) -> Iterator[None]:
     """Raise StartupError or FamilyRefused for what transformers raises."""
     try:
         yield
@@ -106,7 +106,7 @@ def _in_plain_words(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _refuse_mismatched(folder: Path, mismatched: list[tuple[str, Sequence[int], Sequence[int]]]) -> None:
+def refuse_mismatched(folder: Path, mismatched: list[tuple[str, Sequence[int], Sequence[int]]]) -> None:
     """Raise StartupError for weights of other shapes, each given by name, shape there, and shape here."""
     for name, stored, expected in sorted(mismatched):
         raise StartupError(
@@ -176,7 +176,7 @@ def _quieten() -> None:
     transformers_logging.enable_propagation()
 
 
-def _from_pretrained(model_class: Any, folder: Path | None, **options: Any) -> Any:
+def from_pretrained(model_class: Any, folder: Path | None, **options: Any) -> Any:
     """Build a model and read its weights: by torch's rules for shapes in C++, or by all where needed."""
     options |= {"use_safetensors": True, "local_files_only": True, "trust_remote_code": False}
     try:

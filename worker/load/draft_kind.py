@@ -12,9 +12,10 @@ from pathlib import Path
 import tokenizers
 import torch
 
-from worker.attention.kv_cache import FLOAT8, cache_dtype
+from worker.attention.kv_cache import FLOAT8, KeptShapes, cache_dtype
 from worker.checkpoint.task import Task
 from worker.checkpoint.tokenizer_files import read_tokenizer
+from worker.load.draft_head import WITHOUT_HEAD
 from worker.load.model_kind import ModelKind
 from worker.worker_config import AdapterLimits, DraftMethod, SpeculationConfig, WorkerConfig
 from worker.worker_errors import FamilyRefused, StartupError
@@ -24,7 +25,7 @@ _TOKENIZER = "tokenizer.json"
 
 def refuse_speculation(config: WorkerConfig, reason: str) -> None:
     """Raise StartupError if --speculative-config was given; `reason` says what drafts are in the way of."""
-    if config.speculation.method is not DraftMethod.PREDICTION:
+    if config.speculation.method not in (DraftMethod.AUTO, DraftMethod.PREDICTION):
         raise StartupError(
             f"--speculative-config: {reason}",
             fix="leave it out; what is generated is the same without it",
@@ -34,6 +35,10 @@ def refuse_speculation(config: WorkerConfig, reason: str) -> None:
 @contextmanager
 def naming_draft(config: WorkerConfig) -> Iterator[None]:
     """Say of an error that the draft model is meant. Raises StartupError."""
+    if config.speculation.method is not DraftMethod.DRAFT_MODEL:
+        with _naming_head():
+            yield
+        return
     try:
         yield
     except FamilyRefused as error:
@@ -45,6 +50,27 @@ def naming_draft(config: WorkerConfig) -> Iterator[None]:
         raise StartupError(
             f"draft model {config.speculation.model_path}: {error.what}", fix=error.fix
         ) from error
+
+
+@contextmanager
+def _naming_head() -> Iterator[None]:
+    try:
+        yield
+    except StartupError as error:  # of a family too: without its head the model can be served
+        raise StartupError(f"draft head: {error.what}", fix=WITHOUT_HEAD) from error
+
+
+def refuse_with_head(config: WorkerConfig) -> None:
+    """Raise StartupError for what a head does not go with. Ranks and GPUs are asked before."""
+    refuse_scales_with_draft(config)
+    if config.adapter_limits.max_in_step:
+        raise StartupError("adapters are not part of what a draft head has learned", fix=WITHOUT_HEAD)
+
+
+def refuse_index_keys(model_type: str, kept: KeptShapes) -> None:
+    """Raise StartupError for a head whose layer chooses its keys."""
+    if kept.has_index_keys:
+        raise StartupError(f"{model_type} has layers that choose their keys", fix=WITHOUT_HEAD)
 
 
 def draft_config(config: WorkerConfig, dtype: str) -> WorkerConfig:

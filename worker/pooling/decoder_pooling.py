@@ -9,42 +9,17 @@ Never: KV blocks or rows; a step is built as for generation (steps/inputs.py).
 Shapes: T tokens, N prompts that end in this step, H hidden size, E size of the vectors.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
-import torch
-from torch import Tensor, nn
 
 from scheduler.messages import BlockId, SchedulerOutput, SequenceId
-from worker.attention.interface import AttentionBackend, LayerExecutor, active
+from worker.attention.interface import AttentionBackend
 from worker.devices.device import Device
 from worker.pooling.pooler import Readout, TokenSpan
 from worker.pooling.step import NOTHING_POOLED, PooledPrompts, PromptTable
 from worker.steps.host_pool import HostPool
 from worker.steps.inputs import StepInputs, build_inputs
-from worker.steps.tokens import StepOutcome, StepTokens
-
-
-class BodyRunner:
-    """Caller of a model without its head, with the methods of ModelRunner that startup tries."""
-
-    def __init__(self, find_body: Callable[[], nn.Module]) -> None:
-        self._find_body = find_body  # asked in each step: kernels put another in its place
-
-    @torch.inference_mode()
-    def forward(self, tokens: StepTokens, executor: LayerExecutor) -> StepOutcome:
-        """Run the model, its attention calls executed by `executor`; returns hidden states [N, H]."""
-        arguments: dict[str, Any] = {"use_cache": False, "return_dict": True}
-        with active(executor):
-            outputs = self._find_body()(**tokens.arguments, **arguments)
-        return StepOutcome(outputs.last_hidden_state[0, tokens.logits_indices_N])
-
-    @torch.inference_mode()
-    def forward_alone(self, input_ids_1T: Tensor) -> Tensor:
-        """Run the model by itself, with the attention that it is set to; returns hidden states [T, H]."""
-        hidden_TH: Tensor = self._find_body()(input_ids=input_ids_1T, use_cache=False).last_hidden_state[0]
-        return hidden_TH
+from worker.steps.model_runner import BodyRunner
+from worker.steps.tokens import StepTokens
 
 
 class DecoderPrompts:

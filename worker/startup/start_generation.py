@@ -49,9 +49,10 @@ def start_generating(
     else:
         steps = EagerSteps(ready.runner, ready.proven.backend, device)
         sampler = open_sampler(config, facts, device, grammars, ranks)
+    opened = None if draft is None else open_draft(config, draft, ready, rows)
     if has_drafts:
         max_drafts = config.speculation.num_speculative_tokens
-        facts = replace(facts, max_drafts=max_drafts, has_draft_model=draft is not None)
+        facts = replace(facts, max_drafts=max_drafts, has_draft_model=opened is not None)
     generation = GenerationSteps(
         device=device,
         # To ranks that do not sample, the tokens of a step come with a later plan.
@@ -65,6 +66,6 @@ def start_generating(
         generation.adapt(adapters)
     if facts.max_drafts and ranks.rank == 0:  # the others verify what its plans bring
         generation.speculate(config.speculation)
-    if draft is not None:
-        generation.speculate_with(*open_draft(config, draft, ready))
+    if opened is not None:
+        generation.speculate_with(*opened)
     return facts, generation

@@ -17,7 +17,7 @@ from worker.devices.device import Device
 from worker.load.loader import LoadedModel, load_model
 from worker.load.model_kind import ModelKind
 from worker.model.body import whole_body_of
-from worker.pooling.decoder_pooling import BodyRunner, DecoderPrompts
+from worker.pooling.decoder_pooling import DecoderPrompts
 from worker.pooling.pooler import LastTokenScores, Pooler, Readout
 from worker.pooling.step import PoolingSteps, PromptRunner, PromptTable
 from worker.progress import LoadStage
@@ -30,6 +30,7 @@ from worker.startup.start_encoder import (
     shortened,
     start_encoder,
 )
+from worker.steps.model_runner import BodyRunner
 from worker.steps.row_table import RowTable
 from worker.worker_config import ModelFacts, PoolingFacts, WorkerConfig
 

@@ -47,6 +47,9 @@ class DraftSizes(NamedTuple):
     num_host_blocks: int
     has_state: bool
     """Whether it has recurrent layers. Then the first block of a sequence's state stands for that of both."""
+    num_ahead: int = 0
+    """Tokens between a place and the one that is read there: 1 for a head of the model (head_steps.py), which
+    also reads the hidden state at the place."""
 
 
 class DraftsMade(NamedTuple):
@@ -150,7 +153,8 @@ class DraftModel:
         drafts: dict[SequenceId, list[int]] = {}
         passes: list[tuple[int, float]] = []
         shares, views = self._first_shares(wanted)
-        num_followed = {share.sequence_id: share.start + share.num_tokens for share in shares}
+        num_ahead = self._sizes.num_ahead
+        num_followed = {share.sequence_id: share.start + share.num_tokens + num_ahead for share in shares}
         try:
             while shares and (inputs := self._inputs(shares, drafts)) is not None:
                 began_s = self.clock()
@@ -161,14 +165,15 @@ class DraftModel:
                     row = self._rows.hold_drafts(sequence_id, (token_id,), self._sizes.sampled_vocab_size)
                     if len(drafts[sequence_id]) < wanted[sequence_id] and self._has_place(row):
                         num_again = len(drafts[sequence_id]) if self._sizes.has_state else 1
-                        position = int(self._rows.num_tokens_C[row]) - num_again
+                        position = self._num_places(row) - num_again
                         shares.append(ScheduledSequence(sequence_id, position, num_again, samples=True))
                 passes.append((len(inputs.input_ids_T), self.clock() - began_s))
         finally:
             for sequence_id, each in drafts.items():
                 row = self._row(sequence_id)
                 self._rows.drop_drafts(row, len(each))
-                self._ahead[row] = _Ahead(int(self._rows.num_tokens_C[row]), tuple(each))
+                if not num_ahead:  # else what they wrote came of guessed states: it is computed again
+                    self._ahead[row] = _Ahead(int(self._rows.num_tokens_C[row]), tuple(each))
         found = {sequence_id: tuple(each) for sequence_id, each in drafts.items()}
         return DraftsMade(found, tuple(passes), num_followed)
 
@@ -190,16 +195,14 @@ class DraftModel:
                 continue
             views[sequence_id] = view
             # The last token is computed in any case, for its logits.
-            starts[sequence_id] = self._num_filled(sequence_id, int(self._rows.num_tokens_C[row]) - 1)
+            starts[sequence_id] = self._num_filled(sequence_id, self._num_places(row) - 1)
         return self._shares_from(starts), views
 
     def _shares_from(self, starts: Mapping[SequenceId, int]) -> list[ScheduledSequence]:
         """List shares up to the last tokens, shortest first; of one that is too long for a pass, a part."""
         shares: list[ScheduledSequence] = []
         num_left = self._sizes.max_tokens
-        lengths = {
-            each: int(self._rows.num_tokens_C[self._row(each)]) - start for each, start in starts.items()
-        }
+        lengths = {each: self._num_places(self._row(each)) - start for each, start in starts.items()}
         for sequence_id in sorted(starts, key=lengths.__getitem__):
             num_tokens = min(lengths[sequence_id], num_left)
             if num_tokens:
@@ -210,10 +213,13 @@ class DraftModel:
             num_left -= num_tokens
         return shares
 
+    def _num_places(self, row: int) -> int:
+        """Count the places of a row that can be computed."""
+        return int(self._rows.num_tokens_C[row]) - self._sizes.num_ahead
+
     def _has_place(self, row: int) -> bool:
         """Tell whether the last token of a row can be computed."""
-        num_tokens = int(self._rows.num_tokens_C[row])
-        return num_tokens <= min(
+        return self._num_places(row) <= min(
             int(self._rows.num_slots(np.array([row]))[0]),
             self._sizes.max_len,
             self._rows.token_ids_CL.shape[1] - 1,
@@ -274,6 +280,9 @@ class DraftModel:
         if inputs is None:
             return None
         ids_T = inputs.input_ids_T
+        if self._sizes.num_ahead:
+            places_T = inputs.position_ids_T + self._sizes.num_ahead
+            ids_T = self._rows.token_ids_CL[inputs.rows_T, places_T].astype(np.int64)
         inputs = replace(inputs, input_ids_T=np.where(ids_T < self._sizes.vocab_size, ids_T, 0))
         if not (self._sizes.has_state and drafts):
             return inputs

@@ -30,6 +30,7 @@ from worker.devices.device import Device
 from worker.sampling.row_sampler import PendingSample, RowSampler
 from worker.speculation.drafter import Drafter
 from worker.steps.draft_model import NOTHING_MADE, DraftModel, DraftSizes
+from worker.steps.head_steps import KeptStates
 from worker.steps.host_pool import HostPool
 from worker.steps.inputs import StepInputs, build_inputs, check_new_sequence
 from worker.steps.model_runner import StepRunner
@@ -62,6 +63,7 @@ class GenerationSteps:
         self.grammars = sampler.compile_ahead
         self._drafter: Drafter | None = None
         self._draft_model: DraftModel | None = None
+        self._kept_states: KeptStates | None = None
         self.adapters: AdapterStore | None = None
         self._vocab_size = facts.vocab_size
         self._prompt_logprobs = PromptScorer(facts.vocab_size)
@@ -72,10 +74,14 @@ class GenerationSteps:
         """Propose drafts after each step from now on."""
         self._drafter = Drafter(config)
 
-    def speculate_with(self, draft_steps: StepRunner, sizes: DraftSizes) -> None:
-        """Let a draft model make drafts where plans ask for them; only where a launch computes at once."""
+    def speculate_with(self, draft_steps: StepRunner, sizes: DraftSizes, kept: KeptStates | None) -> None:
+        """Let a draft model make drafts where plans ask for them; only where a launch computes at once.
+
+        `kept` is for the hidden states of all steps, which a head of the model reads.
+        """
         assert not self._works_ahead
         self._draft_model = DraftModel(draft_steps, self.rows, self._sampler, sizes)
+        self._kept_states = kept
 
     def adapt(self, adapters: AdapterStore) -> None:
         """Compute with adapters from now on."""
@@ -234,9 +240,13 @@ class GenerationSteps:
         if self.adapters is not None:
             self.adapters.begin_step(inputs.rows_T)
         wanted = self._prompt_logprobs.wanted(inputs.shares, self.rows)
-        if not wanted:
+        if not wanted and self._kept_states is None:
             return self._steps.compute(inputs).logits_NV, PromptReport()
         outcome = self._steps.compute(replace(inputs, keeps_hidden=True))
+        if self._kept_states is not None and outcome.hidden is not None:
+            self._kept_states.keep(inputs.metadata, outcome.hidden.hidden_TH)
+        if not wanted:
+            return outcome.logits_NV, PromptReport()
         return outcome.logits_NV, self._prompt_logprobs.report(wanted, outcome, self._steps)
 
 

@@ -1,7 +1,7 @@
 """One forward pass over a flattened batch.
 
-Owns: the call of a transformers model, and the executor that its attention calls reach; the StepRunner
-protocol, and the plain runner.
+Owns: the calls of a transformers model and of one without a head, and the executor that its attention calls
+reach; the StepRunner protocol, and the plain runner.
 Never: builds the batch (inputs.py) or samples tokens (sampling/).
 """
 
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from worker.attention.interface import AttentionBackend, LayerExecutor, active
 from worker.devices.device import Device
@@ -126,11 +127,41 @@ class ModelRunner:
         output layer.
         """
         hidden = hidden.only(indices_S)
-        with body_gives(self._model, hidden.outputs):
-            logits_1SV: Tensor = self._model(
-                **hidden.tokens.arguments, use_cache=False, return_dict=True
-            ).logits
+        return self._head(hidden.tokens, hidden.outputs)
+
+    @torch.inference_mode()
+    def logits(self, tokens: StepTokens, hidden_NH: Tensor) -> Tensor:
+        """Compute logits [N, V] of hidden states that another body gave for these tokens."""
+        body = whole_body_of(self._model)
+        if body is not None and body.plain_head:
+            return self._logits(hidden_NH, body.plain_head[0], tokens.logits_indices_N)
+        return self._head(tokens, MoeModelOutputWithPast(last_hidden_state=hidden_NH[None]))
+
+    def _head(self, tokens: StepTokens, outputs: Any) -> Tensor:
+        with body_gives(self._model, outputs):
+            logits_1SV: Tensor = self._model(**tokens.arguments, use_cache=False, return_dict=True).logits
         return logits_1SV[0, :, : self._vocab_size]
+
+
+class BodyRunner:
+    """Caller of a model without its head, with the methods of ModelRunner that startup tries."""
+
+    def __init__(self, find_body: Callable[[], nn.Module]) -> None:
+        self._find_body = find_body  # asked in each step: kernels put another in its place
+
+    @torch.inference_mode()
+    def forward(self, tokens: StepTokens, executor: LayerExecutor) -> StepOutcome:
+        """Run the model, its attention calls executed by `executor`; returns hidden states [N, H]."""
+        arguments: dict[str, Any] = {"use_cache": False, "return_dict": True}
+        with active(executor):
+            outputs = self._find_body()(**tokens.arguments, **arguments)
+        return StepOutcome(outputs.last_hidden_state[0, tokens.logits_indices_N])
+
+    @torch.inference_mode()
+    def forward_alone(self, input_ids_1T: Tensor) -> Tensor:
+        """Run the model by itself, with the attention that it is set to; returns hidden states [T, H]."""
+        hidden_TH: Tensor = self._find_body()(input_ids=input_ids_1T, use_cache=False).last_hidden_state[0]
+        return hidden_TH
 
 
 class StageRunner(ModelRunner):

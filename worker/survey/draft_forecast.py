@@ -1,22 +1,26 @@
-"""Forecast of the memory that a draft model takes, before it is loaded.
+"""Forecast of the memory that a draft model, or a head of the checkpoint, takes before it is loaded.
 
 Never: checks whether it fits (forecast.py).
 """
 
 from dataclasses import dataclass
 
-from worker.attention.kv_cache import KeptShapes
+from worker.attention.kv_cache import KeptShapes, with_hidden_states
+from worker.checkpoint.checkpoint_files import find_weights, loaded_bytes
 from worker.devices.device import Device
 from worker.load.draft_kind import (
     check_vocabulary,
     draft_config,
     naming_draft,
+    refuse_index_keys,
     refuse_scales_with_draft,
 )
 from worker.load.model_kind import ModelKind, dtype_name, find_kind
 from worker.load.weight_files import weight_bytes
+from worker.startup.kernel_choice import find_own_head
 from worker.survey.unloaded_model import foresee_layers
 from worker.worker_config import DraftMethod, WorkerConfig
+from worker.worker_errors import StartupError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +30,21 @@ class DraftForecast:
     weight_bytes: int
     kept: KeptShapes
     """Keys, values and states, which lie in each block behind those of the model."""
+    is_head: bool = False
+    """Whether its weights are among those of the checkpoint."""
 
 
 def foresee_draft(config: WorkerConfig, kind: ModelKind, device: Device) -> DraftForecast | None:
     """Forecast for the draft model, if there is one. Raises StartupError, and CannotForesee."""
-    if config.speculation.method is not DraftMethod.DRAFT_MODEL:
+    method = config.speculation.method
+    if method in (DraftMethod.AUTO, DraftMethod.MTP):
+        try:
+            with naming_draft(config):
+                return _foresee_head(config, kind, device)
+        except StartupError:
+            if method is DraftMethod.MTP:
+                raise
+    if method is not DraftMethod.DRAFT_MODEL:
         return None
     refuse_scales_with_draft(config)
     own = draft_config(config, dtype_name(config.dtype, kind.checkpoint_config) or "float32")
@@ -40,3 +54,16 @@ def foresee_draft(config: WorkerConfig, kind: ModelKind, device: Device) -> Draf
         num_bytes = weight_bytes(own, draft_kind, device)
         _, kept, _ = foresee_layers(own, draft_kind, device)
         return DraftForecast(weight_bytes=num_bytes, kept=kept)
+
+
+def _foresee_head(config: WorkerConfig, kind: ModelKind, device: Device) -> DraftForecast | None:
+    """Forecast for the head of a checkpoint, whose layer keeps what the model's last one keeps."""
+    stored = find_own_head(config, kind, find_weights(kind.folder), device)
+    if stored is None:
+        return None
+    num_bytes = loaded_bytes(list(stored.files), dtype_name(config.dtype, kind.checkpoint_config)).total
+    model, kept, _ = foresee_layers(config, kind, device)
+    refuse_index_keys(model.config.model_type, kept)
+    layer = {0: kept.layers[max(kept.layers)]}
+    hidden_size = model.config.get_text_config(decoder=True).hidden_size
+    return DraftForecast(weight_bytes=num_bytes, kept=with_hidden_states(layer, hidden_size), is_head=True)

@@ -16,8 +16,18 @@ def config_of(**options: str) -> SpeculationConfig:
     return speculation_config(SpeculationOptions(**options), lambda name: Path("models") / name)
 
 
-def test_without_it_only_predictions_are_drafted() -> None:
-    assert config_of().method is DraftMethod.PREDICTION
+def test_without_it_a_head_of_the_checkpoint_is_taken_and_off_leaves_it_out() -> None:
+    assert config_of().method is DraftMethod.AUTO
+    off = config_of(speculative_config='{"method": "off"}')
+    assert off == SpeculationConfig(method=DraftMethod.PREDICTION)
+    resolve(Options(speculative_config='{"method": "off"}', pipeline_parallel_size=2))
+
+
+@pytest.mark.parametrize("name", ["mtp", "deepseek_mtp", "glm4_moe_mtp", "mimo_mtp", "qwen3_5_mtp"])
+def test_a_head_has_one_name_here_and_those_of_its_families_elsewhere(name: str) -> None:
+    text = f'{{"method": "{name}", "num_speculative_tokens": 3}}'
+    expected = SpeculationConfig(method=DraftMethod.MTP, num_speculative_tokens=3)
+    assert config_of(speculative_config=text) == expected
 
 
 @pytest.mark.parametrize(
@@ -77,6 +87,10 @@ def test_a_draft_model_is_named_once_and_must_be_there(tmp_path: Path) -> None:
         ('{"method": "draft_model"}', "no model is named"),
         ('{"method": "ngram", "model": "small"}', "the method ngram asks no model"),
         ('{"model": 7}', '"model": 7'),
+        ('{"method": "mtp", "model": "small"}', "the method mtp asks no model"),
+        ('{"method": "mtp", "prompt_lookup_max": 4}', "'prompt_lookup_max' is not known here"),
+        ('{"method": "off", "num_speculative_tokens": 4}', "'num_speculative_tokens' is not known here"),
+        ('{"method": "gpt_mtp"}', '"method": "gpt_mtp"'),
         ('{"model": "small", "prompt_lookup_max": 4}', "'prompt_lookup_max' is not known here"),
         ('{"method": "ngram", "disable_by_batch_size": 4}', "'disable_by_batch_size'"),
         ('{"method": "ngram", "num_speculative_tokens": 0}', "num_speculative_tokens must be"),

@@ -1,0 +1,207 @@
+"""Heads of a checkpoint draft as transformers' own do, and change no answer."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import MtpModel
+
+from scheduler.messages import SamplingParams
+from tests.worker.adapters.test_adapted_models import LIMITS
+from tests.worker.conftest import MakeCheckpoint, load_worker
+from tests.worker.speculation.head_checkpoints import write_head
+from tests.worker.speculation.speculated import ModelDrafted
+from tests.worker.speculation.test_verification import Loaded
+from worker.devices.device import CpuDevice
+from worker.doctor_findings import Verdict
+from worker.load.model_kind import find_kind
+from worker.load.weight_files import weight_bytes
+from worker.survey.draft_forecast import foresee_draft
+from worker.survey.forecast import forecast
+from worker.survey.survey import survey
+from worker.worker import Worker
+from worker.worker_config import DraftMethod, SpeculationConfig, WorkerConfig
+from worker.worker_errors import StartupError
+
+MTP = SpeculationConfig(method=DraftMethod.MTP, num_speculative_tokens=4)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+PROMPTS = [[5, 9, 12, 40, 41, 7, 3, 22, 30], [60, 61], [33, 34, 35, 36, 37, 38]]
+
+
+def load_with_head(folder: Path, **options: Any) -> Loaded:
+    settings = {"num_blocks": 64, "swap_space_bytes": 1 << 20, "speculation": MTP}
+    return load_worker(folder, **{**settings, **options})
+
+
+class Oracle:
+    """The head as transformers loads it, and computes it over whole texts."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        config = self.model.config
+        # transformers looks for layer 61 or 92, and for no head of this family.
+        names = [rf"^model\.layers\.{config.num_hidden_layers}\."]
+        if not hasattr(config, "num_mtp_layers"):
+            config.num_mtp_layers, config.mtp_layer_types = 1, ["full_attention"]
+            names = [r"^mtp\."]
+        self.model._keys_to_ignore_on_load_unexpected = names
+        self.head = MtpModel.from_pretrained(self.model).eval()
+
+    @torch.inference_mode()
+    def drafts(self, tokens: list[int], num: int) -> list[int]:
+        """Guess greedily behind tokens of which the last is yet to be computed by the model."""
+        ids = torch.tensor([tokens])
+        hidden = self.model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+        found: list[int] = []
+        for _ in range(num):
+            places = torch.arange(1, ids.shape[1])[None]
+            states = self.head.forward_layer(0, hidden, places, None, input_ids=ids[:, 1:])
+            found.append(int(self.model.lm_head(states[:, -1]).argmax()))
+            ids = torch.cat([ids, torch.tensor([[found[-1]]])], dim=1)
+            hidden = torch.cat([hidden, states[:, -1:]], dim=1)
+        return found
+
+
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "glm4_moe",
+        pytest.param("deepseek_v3", marks=pytest.mark.night),
+        pytest.param("qwen3", marks=pytest.mark.night),
+        pytest.param("qwen3_next", marks=pytest.mark.night),
+    ],
+)
+def test_a_head_guesses_what_transformers_guesses(
+    checkpoints: MakeCheckpoint, tmp_path: Path, family: str, kernels: str
+) -> None:
+    folder = write_head(tmp_path / family, checkpoints(family))
+    loaded = load_with_head(folder, cpu_kernels=kernels)
+    requests = [(prompt, GREEDY) for prompt in PROMPTS]
+    expected = ModelDrafted(*loaded, num_asked=0).answers(requests)
+    world = ModelDrafted(*loaded, num_asked=3, next_id=100, changes={"max_num_batched_tokens": 16})
+    found = world.answers(requests)
+    assert [each[0] for each in found] == [each[0] for each in expected]
+    oracle = Oracle(folder)
+    num_compared = 0
+    for (number, num_generated), offer in world.offers.items():
+        if offer:
+            text = [*PROMPTS[number], *found[number][0][:num_generated]]
+            assert list(offer) == oracle.drafts(text, len(offer)), (number, num_generated)
+            num_compared += 1
+    assert num_compared > 20
+
+
+def changed(folder: Path, source: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    """Copy a checkpoint with other tensors."""
+    shutil.copytree(source, folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def of_another_size(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.3.eh_proj.weight"] = torch.zeros(64, 96)
+
+
+def with_a_wide_layer(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.3.self_attn.o_proj.weight"] = torch.zeros(64, 80)
+
+
+def with_another_vocabulary(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.3.shared_head.head.weight"] = torch.zeros(64, 64)
+
+
+def without_a_norm(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["model.layers.3.input_layernorm.weight"]
+
+
+def in_eight_bits(tensors: dict[str, torch.Tensor]) -> None:
+    name = "model.layers.3.self_attn.o_proj.weight"
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (of_another_size, "model.layers.3.eh_proj.weight is [64, 96] in the files, and [64, 128]"),
+        (with_a_wide_layer, "model.layers.3.self_attn.o_proj.weight is [64, 80] in the files"),
+        (with_another_vocabulary, "model.layers.3.shared_head.head.weight is [64, 64] in the files"),
+        (without_a_norm, "layers.0.input_layernorm.weight"),
+        (in_eight_bits, "model.layers.3.self_attn.o_proj.weight is F8_E4M3"),
+    ],
+)
+def test_a_head_of_another_model_is_refused_by_name_and_left_out_where_nobody_asked(
+    checkpoints: MakeCheckpoint, tmp_path: Path, change: Any, named: str
+) -> None:
+    folder = write_head(tmp_path / "whole", checkpoints("glm4_moe"))
+    folder = changed(tmp_path / "changed", folder, change)
+    with pytest.raises(StartupError) as refused:
+        load_with_head(folder)
+    assert refused.value.what.startswith("draft head: ")
+    assert named in refused.value.what
+    assert '"off"' in refused.value.fix
+    _, facts = load_with_head(folder, speculation=SpeculationConfig(method=DraftMethod.AUTO))
+    assert not facts.has_draft_model
+
+
+def test_a_head_is_taken_by_itself_where_it_can_be(checkpoints: MakeCheckpoint, tmp_path: Path) -> None:
+    folder = write_head(tmp_path / "glm4_moe", checkpoints("glm4_moe"))
+    for method, has_head in (
+        (DraftMethod.AUTO, True),
+        (DraftMethod.PREDICTION, False),
+        (DraftMethod.NGRAM, False),
+    ):
+        _, facts = load_with_head(folder, speculation=SpeculationConfig(method=method))
+        assert facts.has_draft_model == has_head, method
+    with pytest.raises(StartupError, match=r"draft head: .* has no head that drafts \(MTP\)"):
+        load_with_head(checkpoints("glm4_moe"))
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"kv_cache_dtype": "fp8", "cpu_kernels": "off"}, "does not go with a draft model"),
+        ({"adapter_limits": LIMITS}, "draft head: adapters"),
+        ({"num_ranks": 2}, "not divided over ranks yet"),
+    ],
+)
+def test_doctor_refuses_a_head_where_the_start_does(
+    checkpoints: MakeCheckpoint, tmp_path: Path, options: dict[str, Any], named: str
+) -> None:
+    folder = write_head(tmp_path / "glm4_moe", checkpoints("glm4_moe"))
+    config = WorkerConfig(
+        model_path=str(folder), device="cpu", kv_cache_bytes=4 << 20, speculation=MTP, **options
+    )
+    *_, last = survey(config)
+    assert last.verdict is Verdict.FAULT
+    assert named in last.what
+
+
+def test_doctor_tells_the_bytes_of_a_head_and_foresees_its_blocks(
+    checkpoints: MakeCheckpoint, tmp_path: Path
+) -> None:
+    folder = write_head(tmp_path / "glm4_moe", checkpoints("glm4_moe"))
+    config = WorkerConfig(
+        model_path=str(folder),
+        device="cpu",
+        kv_cache_bytes=4 << 20,
+        num_threads=1,
+        speculation=SpeculationConfig(method=DraftMethod.AUTO),
+    )
+    memory = next(each for each in survey(config) if each.topic == "memory")
+    assert "of them of its draft head" in memory.what
+    kind, device = find_kind(config), CpuDevice(config)
+    head = foresee_draft(config, kind, device)
+    assert head is not None
+    assert head.is_head
+    found = forecast(config, kind, device, weight_bytes(config, kind, device), head.kept)
+    facts = Worker(config).load(lambda progress: None)
+    assert facts.has_draft_model
+    assert found.size.num_blocks == facts.num_blocks

@@ -1,0 +1,107 @@
+"""Passes of a model's own draft head, and the hidden states that it reads, which lie in blocks of sequences.
+
+    place of a row      0    1    2   ..   p   p+1
+    model               h_0  h_1  h_2 ..   h_p  ?      last hidden states, kept by each step
+    head                at place i: from h_i and token i + 1, a guess of token i + 2
+
+Hidden states are one more layer of the blocks, as the keys and values of the head are: a preemption, a swap
+or a cached prefix moves or keeps them, and the head may catch up at any time. So it costs nothing while no
+draft pays. The key at the last place of a shared prefix is that of the token with which another sequence went
+on: it may cost a draft.
+Never: chooses what is computed (draft_model.py), or builds the head (load/draft_head.py).
+
+Shapes: T tokens, N tokens that are sampled, H numbers of a hidden state, in `heads` parts of a KV layer.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from worker.attention.interface import AttentionBackend, AttentionMetadata
+from worker.attention.kv_cache import LayerCache
+from worker.devices.device import Device
+from worker.load.draft_head import DraftHead
+from worker.steps.inputs import StepInputs
+from worker.steps.model_runner import BodyRunner, ModelRunner
+from worker.steps.row_table import RowTable
+from worker.steps.tokens import HiddenStates, StepOutcome, StepTokens
+
+
+class KeptStates:
+    """Hidden states at the places of a step."""
+
+    def __init__(self, layer: LayerCache) -> None:
+        self._states_NHSD, self._stripe = layer.keys.blocks_NHSD, layer.stripe
+
+    def keep(self, metadata: AttentionMetadata, hidden_TH: Tensor) -> None:
+        """Keep the states of all tokens of a step."""
+        self.put(metadata.token_blocks_ST[self._stripe], metadata.token_offsets, hidden_TH)
+
+    def put(self, blocks_T: NDArray[np.int64], offsets_T: NDArray[np.int64], hidden_TH: Tensor) -> None:
+        """Keep states at any places."""
+        num_heads, dim = self._states_NHSD.shape[1], self._states_NHSD.shape[3]
+        places = torch.from_numpy(blocks_T), slice(None), torch.from_numpy(offsets_T)
+        self._states_NHSD[places] = hidden_TH.reshape(-1, num_heads, dim)
+
+    def read(self, metadata: AttentionMetadata) -> Tensor:
+        """Return the states [T, H] at the places of a step."""
+        blocks_T, offsets_T = metadata.token_blocks_ST[self._stripe], metadata.token_offsets
+        return self._states_NHSD[torch.from_numpy(blocks_T), :, torch.from_numpy(offsets_T)].flatten(1)
+
+    def put_behind(self, inputs: StepInputs, rows: RowTable, hidden_NH: Tensor) -> None:
+        """Keep states one place behind the tokens that are sampled, for the next guess.
+
+        Those of rows without a block there go to the padding.
+        """
+        rows_N = inputs.rows_T[inputs.logits_indices_N]
+        places_N = inputs.position_ids_T[inputs.logits_indices_N] + 1
+        has_place_N = places_N < rows.num_slots(rows_N)
+        blocks_N = np.zeros_like(places_N)
+        blocks_N[has_place_N] = rows.blocks_at(rows_N[has_place_N], places_N[has_place_N])[self._stripe]
+        self.put(blocks_N, places_N % rows.block_size, hidden_NH)
+
+
+class HeadSteps:
+    """StepRunner of a head. Inputs have, at the place of each token, the token behind it."""
+
+    def __init__(
+        self,
+        head: DraftHead,
+        model: ModelRunner,
+        backend: AttentionBackend,
+        kept: KeptStates,
+        rows: RowTable,
+        device: Device,
+    ) -> None:
+        """Take in the runner of the model, whose output layer is the head's too."""
+        self._head, self._model, self._backend, self._device = head, model, backend, device
+        self._body = BodyRunner(head.find_body)
+        self._kept, self._rows = kept, rows
+
+    @torch.inference_mode()
+    def compute(self, inputs: StepInputs) -> StepOutcome:
+        """Compute a pass; the states of what it samples are what the next pass reads."""
+        self._backend.begin_step(inputs.metadata)
+        tokens = StepTokens.of(
+            self._device, inputs.input_ids_T, inputs.position_ids_T, inputs.logits_indices_N
+        )
+        embeds_1TH = self._head.inputs(tokens.input_ids_1T[0], self._kept.read(inputs.metadata))
+        tokens = tokens._replace(embeds_1TH=embeds_1TH)
+        hidden_NH = self._body.forward(tokens, self._backend).logits_NV
+        self._kept.put_behind(inputs, self._rows, hidden_NH)
+        return StepOutcome(self._model.logits(tokens.only(tokens.logits_indices_N), hidden_NH))
+
+    def accept_drafts(self, num_right_R: Sequence[int]) -> None:
+        """Do nothing: a head has no recurrent layers."""
+
+    def head(self, hidden: HiddenStates, indices_S: NDArray[np.int64]) -> Tensor:
+        return self._model.head(hidden, self._device.tensor(indices_S))
+
+    def remember(self, token_ids_N: Tensor) -> None:
+        """Do nothing: drafts are made where the host knows every token."""
+
+    def describe(self) -> str:
+        return ""
