@@ -6,6 +6,7 @@ Owns: the wire form, msgpack by msgspec: typed in both directions, and data only
 import msgspec
 
 from scheduler.counters import GroupUse, SchedulerStats
+from scheduler.input_messages import EncoderInput, Payload
 from scheduler.messages import (
     FinishReason,
     PoolingParams,
@@ -47,6 +48,9 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Set for a pooling request; `params` is not read then."""
     prediction: tuple[int, ...] = ()
     """Text that the client expects, as tokens."""
+    encoder_inputs: tuple[EncoderInput, ...] = ()
+    payloads: tuple[Payload, ...] = ()
+    """See SequenceInputs."""
     adapter: str = ""
     """Identity of the adapter to run the model with; empty: none."""
     adapter_folder: str = ""

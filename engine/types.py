@@ -13,6 +13,8 @@ import msgspec
 
 from engine.journal import Journal
 from scheduler.input_messages import AnswerStart as AnswerStart
+from scheduler.input_messages import EncoderInput as EncoderInput
+from scheduler.input_messages import Payload as Payload
 from scheduler.messages import FinishReason as FinishReason
 from scheduler.messages import Grammar as Grammar
 from scheduler.messages import GrammarKind as GrammarKind
@@ -25,6 +27,7 @@ from scheduler.messages import ServiceTerms as ServiceTerms
 from scheduler.messages import TimeLimits as TimeLimits
 from worker.worker_config import ModelFacts
 from worker.worker_config import PoolingFacts as PoolingFacts
+from worker.worker_config import VisionFacts as VisionFacts
 
 
 class QueueForecast(NamedTuple):
@@ -81,6 +84,11 @@ class GenerationRequest(EngineRequest):
     """Text that the client expects, as tokens; a hint that changes no output."""
     adapter: ServedAdapter | None = None
     """Adapter to run the model with; None: the model alone."""
+    encoder_inputs: tuple[EncoderInput, ...] = ()
+    """Pictures in the order of their positions; the prompt has a token of the model's at each of these."""
+    payloads: tuple[Payload, ...] = ()
+    """Prepared bytes of the pictures, each content once, in shared memory until the request has ended: a file
+    of safetensors, with the arguments of the model's `get_image_features` for one picture, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, NewType
 
 from scheduler.draft_messages import DraftChoice, DraftPasses, PredictionUse
-from scheduler.input_messages import AnswerStart, EncoderInput
+from scheduler.input_messages import AnswerStart, EncoderInput, Payload
 
 SequenceId = NewType("SequenceId", int)
 """One stream of tokens; unique for the life of the engine. A request with n=3 has three."""
@@ -142,6 +142,8 @@ class SequenceInputs:
     """Name of the adapter (LoRA, say) that the model is run with; empty: none."""
     encoder_inputs: tuple[EncoderInput, ...] = ()
     """Inputs in order of their positions, which do not overlap; the prompt's last token is behind them."""
+    payloads: tuple[Payload, ...] = ()
+    """Bytes of these inputs, each content once. They lie in shared memory until the sequence has ended."""
     prediction: tuple[int, ...] = ()
     """Text that the client expects to be generated, as tokens."""
     generated: tuple[int, ...] = ()
@@ -235,6 +237,9 @@ class NewSequence(NamedTuple):
     """Text that the client expects, as tokens: a source of drafts, without any effect on the sampled text."""
     scope: tuple[str, str] = ("", "")
     """Tenant and cache salt. Nothing that is kept of this sequence serves one of another scope."""
+    encoder_inputs: tuple[EncoderInput, ...] = ()
+    payloads: tuple[Payload, ...] = ()
+    """See SequenceInputs."""
 
 
 class PreemptionCause(StrEnum):

@@ -114,6 +114,7 @@ class Sequence:
         "num_swapped_tokens",
         "num_tokens",
         "params",
+        "payloads",
         "pending_start",
         "points",
         "pooling",
@@ -152,6 +153,7 @@ class Sequence:
         self.pooling = inputs.pooling
         self.adapter = inputs.adapter
         self.encoder_inputs = inputs.encoder_inputs
+        self.payloads = inputs.payloads
         self.prediction = inputs.prediction
         self.prompt_computation = _prompt_computation(params, inputs)
         self.is_indivisible = self.prompt_computation is PromptComputation.AT_ONCE  # all in one step
@@ -290,6 +292,8 @@ class Sequence:
             adapter=self.adapter,
             prediction=self.prediction,
             scope=(self.tenant, self.cache_salt),
+            encoder_inputs=self.encoder_inputs,
+            payloads=self.payloads,
         )
 
     def __repr__(self) -> str:

@@ -211,6 +211,16 @@ class AdapterFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VisionFacts:
+    """Facts of a model that reads pictures."""
+
+    family: str
+    """The whole model's model_type."""
+    image_token_id: int
+    """Token that stands in a prompt at each position of a picture."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
     """Facts of the loaded model."""
 
@@ -256,6 +266,8 @@ class ModelFacts:
     """Groups of layers that compute different steps at the same time."""
     pooling: PoolingFacts | None = None
     """Facts of a model that pools; None for one that generates."""
+    vision: VisionFacts | None = None
+    """Facts of a model that reads pictures; None for one that reads text alone."""
 
     @property
     def num_state_blocks(self) -> int:

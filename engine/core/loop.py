@@ -218,6 +218,8 @@ class EngineLoop:
                     prediction=request.prediction,
                     generated=before.token_ids,
                     num_reported_positions=before.num_reported_positions,
+                    encoder_inputs=request.encoder_inputs,
+                    payloads=request.payloads,
                 ),
             )
             try:

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from engine.errors import EngineDiedTwice, EngineError, Overloaded, OverloadReason
 from engine.frontend.active_request import NO_TICKET, ActivePooling, RequestChoice
@@ -404,8 +405,7 @@ class ActiveRequests:
             prompt_token_ids=request.prompt_token_ids,
             params=_NO_SAMPLING if isinstance(request, PoolingRequest) else request.params,
             pooling=request.params if isinstance(request, PoolingRequest) else None,
-            prediction=() if isinstance(request, PoolingRequest) else request.prediction,
-            **_adapter_fields(request),
+            **({} if isinstance(request, PoolingRequest) else _fields_of_generation(request)),
             terms=self._terms(active),
             request_id=request.journal.request_id,
             trace_id=request.journal.trace_id,
@@ -469,7 +469,12 @@ class ActiveRequests:
         self._send(engine, EndSequences(sequence_ids=tuple(ids), reason=reason))
 
 
-def _adapter_fields(request: GenerationRequest | PoolingRequest) -> dict[str, str]:
-    if isinstance(request, PoolingRequest) or request.adapter is None:
-        return {}
-    return {"adapter": request.adapter.identity, "adapter_folder": request.adapter.folder}
+def _fields_of_generation(request: GenerationRequest) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "prediction": request.prediction,
+        "encoder_inputs": request.encoder_inputs,
+        "payloads": request.payloads,
+    }
+    if request.adapter is not None:
+        fields |= {"adapter": request.adapter.identity, "adapter_folder": request.adapter.folder}
+    return fields
