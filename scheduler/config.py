@@ -139,10 +139,9 @@ class SchedulerOptions:
     max_plans_in_flight: int = 1
     """Most plans that may be made before the result of the first must come."""
     draft_admission: DraftAdmission = DraftAdmission.ALL
-    max_encoder_tokens: int = 0
-    """Most encoder tokens of a step, for inputs of prompts; 0: no prompt has any."""
     encoder_cache_tokens: int = 0
-    """Room for encoder outputs that wait for their positions to be computed, in tokens."""
+    """Room for encoder outputs that wait for their positions to be computed, in tokens; 0: no prompt has
+    any."""
     max_adapters: int = 0
     """Most different adapters that running sequences use. 0: none is served."""
 
@@ -225,7 +224,7 @@ class SchedulerConfig(SchedulerOptions):
 
 _AT_LEAST_ZERO = (
     *("max_bypasses", "max_chunk_tokens", "max_prefill_tokens", "prefill_delay_factor", "prefill_patience_s"),
-    *("max_encoder_tokens", "encoder_cache_tokens", "max_adapters"),
+    *("encoder_cache_tokens", "max_adapters"),
 )
 
 

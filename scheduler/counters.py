@@ -53,6 +53,11 @@ class Counters:
     num_draft_tokens: int = _exported("draft_tokens", "Guessed tokens that were verified")
     num_accepted_tokens: int = _exported("accepted_draft_tokens", "Of these, those that held")
     num_verified_shares: int = _exported("verified_shares", "Sequences in steps, with guesses for them")
+    num_encoded: int = _exported("encoder_inputs", "Pictures of prompts that were encoded")
+    num_encoder_hits: int = _exported(
+        "encoder_cache_hits", "Pictures of prompts that had been encoded before, and were found"
+    )
+    encoder_s: float = _exported("encoder_seconds", "Time that encoding pictures took of steps")
     num_accepted_by_place: list[int] = field(default_factory=list)
     """Accepted tokens by their place among the drafts of their share."""
 

@@ -339,8 +339,8 @@ class SchedulerOutput(NamedTuple):
     """Guesses for the positions after the first of that sequence's share. The worker returns the ones that
     the model would have sampled too, up to the first that it would not, and one token more."""
     encoder_inputs: Mapping[SequenceId, tuple[EncoderInput, ...]] = _NOTHING
-    """Inputs to encode before this step computes. An output is kept until the last of its positions was
-    computed, or its sequence was released."""
+    """Inputs to encode, in this order: each plan names them again until a result says that an output is
+    there. It is kept until the last of its positions was computed, or its sequence was released."""
     draft_choice: DraftChoice | None = None
     """For the trace; None if no drafts were offered, or all that have room are verified."""
     taps: tuple[StateTap, ...] = ()
@@ -348,11 +348,26 @@ class SchedulerOutput(NamedTuple):
     num_drafts_wanted: Mapping[SequenceId, int] = _NOTHING
     """Most drafts that the worker is to compute for a sequence once this step is sampled; there are blocks
     for them."""
+    encoder_slice_s: float = 0.0
+    """Time that encoding may take beside this step; what is left is done beside later ones."""
 
     @property
     def is_empty(self) -> bool:
         """Whether the worker has nothing to do. Releases then travel with the next plan."""
-        return not self.scheduled and not self.swap_out
+        return not (self.scheduled or self.swap_out or self.encoder_inputs)
+
+
+class Encoded(NamedTuple):
+    """Encoder outputs that are there from now on, and what they took."""
+
+    offsets: Mapping[SequenceId, tuple[int, ...]]
+    """First positions of the inputs, by sequence."""
+    num_computed: int = 0
+    """Inputs that were encoded."""
+    num_found: int = 0
+    """Inputs that had been encoded before, for this sequence or another."""
+    seconds: float = 0.0
+    """Time that encoding took of this step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -381,6 +396,8 @@ class ModelRunnerOutput:
     """Passes that made some of these, in addition to the step itself."""
     num_followed: Mapping[SequenceId, int] = field(default_factory=dict)
     """Tokens that a draft model has computed, of each sequence that it was asked about."""
+    encoded: Encoded | None = None
+    """Set where the plan named inputs to encode. Of those in `failures` the input could not be encoded."""
 
 
 class SequenceStart(NamedTuple):
@@ -428,7 +445,7 @@ class WaitReason(StrEnum):
     TOKENS = "tokens"  # the step's token budget was spent, or what prompts may have of it
     PREEMPTION = "preemption"  # of another in this step; or of the first in the queue, whose token is awaited
     ADAPTER = "adapter"  # max_adapters others are in use
-    ENCODER = "encoder"  # the step's encoder budget was spent, or the encoder cache is full
+    ENCODER = "encoder"  # the encoder cache is full; or of one that runs: its next input is being encoded
     DELAY = "delay"  # decodes have steps for themselves, until prompts have waited for prefill_delay_factor
     GRAMMAR = "grammar"  # its grammar is being compiled, or is to be after those before it
     ORDER = "order"  # of one sequence: it has all that it needs, but one before it waits
@@ -461,7 +478,7 @@ class SequenceReport(NamedTuple):
     num_bypasses: int
     age_s: float
     wait_reason: str
-    """Reason why this sequence waits; empty for a running one."""
+    """Reason why this sequence waits; empty for a running one, unless its next input is being encoded."""
     expected_start_s: float | None
     """Seconds until it starts, as the last starts were apart; None if it runs or nothing is known."""
     blocks_by_group: Mapping[str, int] = _NOTHING

@@ -13,6 +13,7 @@ from scheduler.config import Fairness, SchedulerConfig
 from scheduler.counters import GroupUse, SchedulerStats
 from scheduler.draft_messages import DraftPasses
 from scheduler.messages import (
+    Encoded,
     FinishReason,
     ModelRunnerOutput,
     ReportPage,
@@ -125,6 +126,8 @@ class Scheduler:
         for sequence_id, num_tokens in result.num_followed.items():
             if sequence_id in sequences:
                 self._drafts.note_followed(sequences[sequence_id], num_tokens)
+        if result.encoded is not None:
+            self._take_encoded(plan, result, result.encoded)
         for share in plan.scheduled:
             seq = sequences.get(share.sequence_id)
             if seq is None:
@@ -147,11 +150,12 @@ class Scheduler:
         written. Nothing that these published is found any more. All others go on.
         """
         self._in_flight.take(plan)
-        # One may have got blocks but, for want of tokens, no share: the worker's table may miss them now.
+        # One may have got blocks, or have been admitted, but for want of tokens no share: the worker's table
+        # may miss it now.
         doomed = [*(share.sequence_id for share in plan.scheduled), *plan.new_blocks]
-        for later in self._in_flight:
-            doomed += [new.sequence_id for new in later.new_sequences]
-        for sequence_id in doomed:
+        for each in (plan, *self._in_flight):
+            doomed += [new.sequence_id for new in each.new_sequences]
+        for sequence_id in dict.fromkeys(doomed):
             seq = self._sequences.get(sequence_id)
             if seq is None:
                 self._distrust(sequence_id)
@@ -308,6 +312,17 @@ class Scheduler:
         return is_indivisible or share.num_tokens <= SMALLEST_CHUNK_TOKENS
 
     # Results.
+
+    def _take_encoded(self, plan: SchedulerOutput, result: ModelRunnerOutput, encoded: Encoded) -> None:
+        """Take in what was encoded; a sequence with an input that cannot be ends."""
+        self._counters.num_encoded += encoded.num_computed
+        self._counters.num_encoder_hits += encoded.num_found
+        self._counters.encoder_s += encoded.seconds
+        for sequence_id, offsets in encoded.offsets.items():
+            self._shares.encoder_cache.note_encoded(sequence_id, offsets, step=plan.step)
+        for sequence_id in plan.encoder_inputs:
+            if sequence_id in result.failures and sequence_id in self._sequences:
+                self._fail(self._sequences[sequence_id], result.failures[sequence_id])
 
     def _has_taken_plain(self, seq: Sequence, token_ids: tuple[int, ...]) -> bool:
         """Take one token in the middle of an output, as most are; False if there is more to it."""

@@ -7,6 +7,7 @@ from scheduler.cache_groups import CacheGroup, LifetimeKind
 from scheduler.input_messages import EncoderInput
 from scheduler.messages import (
     BlockId,
+    Encoded,
     ModelRunnerOutput,
     NewSequence,
     SamplingParams,
@@ -92,6 +93,7 @@ class _Result:
     token_ids: dict[SequenceId, tuple[int, ...]] = field(default_factory=dict)
     failures: dict[SequenceId, str] = field(default_factory=dict)
     prompt_logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    encoded: Encoded | None = None
     pooled: dict[SequenceId, bytes] = field(default_factory=dict)
 
 
@@ -123,6 +125,12 @@ class FakeWorker:
     inputs: dict[SequenceId, tuple[EncoderInput, ...]] = field(default_factory=dict)
     """Encoder outputs to make, by sequence: the test says it, plans only name what is due."""
     encoded: dict[SequenceId, list[EncoderInput]] = field(default_factory=dict)
+    most_encoded: int = 99
+    """Inputs that a plan has time to encode."""
+    encodes_every: int = 1
+    """Plans of which one has that time."""
+    broken: set[str] = field(default_factory=set)
+    """Contents that cannot be encoded."""
     lost: set[SequenceId] = field(default_factory=set)
     """Sequences that cannot go on: a plan that was to compute for them failed, and later plans were made
     before that was known."""
@@ -177,7 +185,6 @@ class FakeWorker:
             if sequence_id not in self.lost:
                 self._extend(self.rows[sequence_id], blocks)
         shares = [share for share in plan.scheduled if share.sequence_id not in self.lost]
-        self._encode(plan)
         for share in shares:
             self.rows[share.sequence_id].token_ids += plan.draft_token_ids.get(share.sequence_id, ())
             self._write(self.rows[share.sequence_id], share.start, share.num_tokens)
@@ -186,6 +193,7 @@ class FakeWorker:
             taps = [tap for tap in plan.taps if tap.sequence_id == share.sequence_id]
             self._compute(share, plan.draft_token_ids.get(share.sequence_id, ()), taps, result)
             self._check_room(share.sequence_id, plan.num_drafts_wanted.get(share.sequence_id, 0))
+        self._encode(plan, result)
         return ModelRunnerOutput(**vars(result), logprobs={})
 
     def _compute(
@@ -228,10 +236,22 @@ class FakeWorker:
         num_slots = min(ends, default=len(row.token_ids) + num_drafts) * self.block_size
         assert not num_drafts or len(row.token_ids) + num_drafts <= num_slots
 
-    def _encode(self, plan: SchedulerOutput) -> None:
+    def _encode(self, plan: SchedulerOutput, result: "_Result") -> None:
+        done: dict[SequenceId, tuple[int, ...]] = {}
+        num_left = self.most_encoded if len(self.plans) % self.encodes_every == 0 else 0
         for sequence_id, inputs in plan.encoder_inputs.items():
-            if sequence_id not in self.lost:
-                self.encoded.setdefault(sequence_id, []).extend(inputs)
+            encoded = self.encoded.setdefault(sequence_id, [])
+            for item in inputs if sequence_id in self.rows and sequence_id not in self.lost else ():
+                if item.content in self.broken:
+                    result.failures[sequence_id] = "a broken input"
+                    self.lost.add(sequence_id)
+                    break
+                if item not in encoded and num_left:
+                    encoded.append(item)
+                    num_left -= 1
+                if item in encoded:
+                    done[sequence_id] = (*done.get(sequence_id, ()), item.offset)
+        result.encoded = Encoded(done)
         num_tokens = sum(item.num_tokens for items in self.encoded.values() for item in items)
         assert num_tokens <= self.encoder_cache_tokens, "the encoder cache overflows"
 

@@ -31,9 +31,10 @@ def check_plan(scheduler: Scheduler, plan: SchedulerOutput) -> None:
     assert all(share.num_tokens > 0 for share in plan.scheduled)
     ids = [share.sequence_id for share in plan.scheduled]
     assert len(ids) == len(set(ids)) <= scheduler.config.max_num_seqs
-    assert {new.sequence_id for new in plan.new_sequences} <= set(ids)
+    admitted = {new.sequence_id for new in plan.new_sequences}
+    assert admitted <= set(ids) | plan.encoder_inputs.keys()
     assert not {new.sequence_id for new in plan.new_sequences} & plan.new_blocks.keys()
-    assert plan.draft_token_ids.keys() | plan.encoder_inputs.keys() <= set(ids)
+    assert plan.draft_token_ids.keys() <= set(ids)
     for share in plan.scheduled:
         num_drafts = len(plan.draft_token_ids.get(share.sequence_id, ()))
         assert not num_drafts or (share.samples and share.num_tokens == 1 + num_drafts)
@@ -43,7 +44,8 @@ def check_plan(scheduler: Scheduler, plan: SchedulerOutput) -> None:
         max_prefill = scheduler.config.max_prefill_tokens or num_tokens
         assert sum(size for size in chunks if size > 1) <= max_prefill
     to_encode = [item for inputs in plan.encoder_inputs.values() for item in inputs]
-    assert sum(item.num_tokens for item in to_encode) <= scheduler.config.max_encoder_tokens
+    assert sum(item.num_tokens for item in to_encode) <= scheduler.config.encoder_cache_tokens
+    assert bool(to_encode) == bool(plan.encoder_slice_s)
     preempted = {preemption.sequence_id for preemption in plan.preemptions}
     assert not preempted & set(ids), "a preempted sequence has a share of the same step"
 
@@ -66,7 +68,9 @@ def _check_queues(scheduler: Scheduler, running: list[Sequence], waiting: list[S
         assert not seq.num_blocks, f"{seq} waits and holds blocks"
         assert seq.num_computed_tokens == 0
     for seq in running:
-        assert 0 < seq.num_computed_tokens <= seq.num_tokens
+        begins_with_input = bool(seq.encoder_inputs and not seq.encoder_inputs[0].offset)
+        assert seq.num_computed_tokens or begins_with_input or seq.is_indivisible
+        assert seq.num_computed_tokens <= seq.num_tokens
         assert seq.num_slots >= seq.num_computed_tokens
         for group, table in zip(scheduler.config.groups, seq.tables, strict=True):
             assert len(table.block_ids) == (table.end - table.first) * group.num_stripes, "a row is not whole"

@@ -218,6 +218,9 @@ class VisionFacts:
     """The whole model's model_type."""
     image_token_id: int
     """Token that stands in a prompt at each position of a picture."""
+    num_cache_tokens: int
+    """Positions of pictures whose rows are kept until they are computed, and for the next request with the
+    same picture. No picture may have more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

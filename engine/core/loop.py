@@ -296,6 +296,8 @@ class EngineLoop:
         if step.launched_s < self._paused_s:
             return
         took_s -= sum(seconds for _, seconds in result.draft_passes)
+        if result.encoded is not None:
+            took_s -= result.encoded.seconds
         self._scheduler.observe_step(step.plan, took_s, result.draft_passes, waited_s=waited_s)
 
     def _fail(self, step: _StepUnderWay) -> None:

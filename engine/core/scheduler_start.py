@@ -56,6 +56,8 @@ def scheduler_config(options: SchedulerOptions, facts: ModelFacts) -> SchedulerC
         "draft_admission": DraftAdmission.PAYING,
         "prefix_caching": options.prefix_caching if facts.is_paged else PrefixCaching.OFF,
     }
+    if facts.vision is not None:
+        decided["encoder_cache_tokens"] = facts.vision.num_cache_tokens
     return SchedulerConfig(
         **(asked | decided),
         num_blocks=facts.num_blocks,

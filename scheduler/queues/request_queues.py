@@ -244,7 +244,9 @@ class RequestQueues:
         queues = (self.waiting, self.uncompiled) if begin < end else ()
         heaps = [heap.copy() for queue in queues for heap in queue.heaps()]
         for place, seq in enumerate(self.running[page.first : page.first + page.most], page.first):
-            yield self._report(seq, place, "", None, now_s) if seq.status is Status.RUNNING else None
+            waits = seq.encoder_inputs and reason_of(seq, place) is WaitReason.ENCODER
+            reason = WaitReason.ENCODER.value if waits else ""
+            yield self._report(seq, place, reason, None, now_s) if seq.status is Status.RUNNING else None
         place = num_ahead = 0
         for waiting in chain(compiling, walk(heaps)):
             if place == end:
@@ -252,8 +254,8 @@ class RequestQueues:
             if waiting is None or waiting.status is Status.FINISHED or place < begin:
                 yield None
             else:
-                reason = reason_of(waiting, num_ahead).value
                 expected_s = self.forecast.expected_s(place, now_s=now_s)
+                reason = reason_of(waiting, num_ahead).value
                 yield self._report(waiting, place, reason, expected_s, now_s)
             place += waiting is not None
             num_ahead += waiting is not None and not self.lacks_grammar(waiting)

@@ -153,7 +153,7 @@ class Admission:
             budget.give_back_slot()
             self._preemptor.preempt(victim, plan, cause, seq)
         self._admit(seq, demand, plan)
-        self._shares.chunk(seq, budget.take_chunk(seq, self._shares.num_wanted(seq)), plan)
+        self._give_first(seq, budget.take_chunk(seq, self._shares.num_wanted(seq)), plan)
         plan.urgent.add(seq.sequence_id)
         return True
 
@@ -260,7 +260,7 @@ class Admission:
                     return reason
                 seq, demand = bypassing
             self._admit(seq, demand, plan)
-            self._shares.chunk(seq, budget.take_chunk(seq, self._shares.num_shared(seq, budget)), plan)
+            self._give_first(seq, budget.take_chunk(seq, self._shares.num_shared(seq, budget)), plan)
         return WaitReason.STEP
 
     def reason_of(self, seq: Sequence, place: int) -> WaitReason:
@@ -323,12 +323,10 @@ class Admission:
         return self._kv.can_allocate(demand, num_running=self._queues.num_running)
 
     def _lacks_encoder(self, seq: Sequence, demand: BlockDemand) -> bool:
-        """Whether its first share would not come past an input that cannot be encoded in this step."""
+        """Whether it begins with an input for whose output there is no room."""
         if not seq.encoder_inputs:
             return False
-        start = demand.hit.num_tokens
-        computable = self._shares.encoder_cache.computable_tokens(seq, start, seq.num_tokens - start)
-        return computable < _smallest_share(seq)
+        return not self._shares.encoder_cache.has_room(seq, demand.hit.num_tokens)
 
     def _has_place_for_adapter(self, adapter: str) -> bool:
         in_use = self._adapters_in_use()
@@ -420,6 +418,13 @@ class Admission:
         if not seq.num_preemptions:
             self._note_start(seq, demand, plan.now_s)
         plan.new_sequences.append(seq.as_new())
+        if seq.encoder_inputs:
+            self._shares.encoder_cache.claim(seq)
+
+    def _give_first(self, seq: Sequence, share: int, plan: PlanDraft) -> None:
+        """Give an admitted sequence its share; one that begins with an input to encode has none yet."""
+        if share:
+            self._shares.chunk(seq, share, plan)
 
     def _note_start(self, seq: Sequence, demand: BlockDemand, now_s: float) -> None:
         counters = self._state.counters

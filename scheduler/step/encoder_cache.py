@@ -1,14 +1,14 @@
 """Room for encoder outputs, of images say, until the prompt's positions for them are computed.
 
-Owns: how many encoder tokens a step may still compute, and which sequences' outputs are held.
-Never: encodes. The worker keeps an output from the plan that names it until the last of its positions was
-computed, or its sequence was released.
-Source: the encoder budget of vLLM's second engine.
+Owns: which sequences have room for which outputs, and which of these are there.
+Never: encodes. The worker encodes what plans name, beside their steps, and says when an output is there.
 
-Outputs are not shared: a sequence with the same input after the same prefix finds the KV of its positions in
-the prefix cache and needs no encoder output at all. A sequence holds outputs only for positions that its own
-next shares compute, so no two sequences wait for each other.
+A sequence claims room once it runs; then its shares end before the first input whose output is not there yet.
+Waiting sequences hold nothing, and one claims in the order of its positions: so none of them waits for
+another in a circle. Two with the same input each have room for it, and the worker encodes it once.
 """
+
+from collections.abc import Iterator
 
 from scheduler.config import SchedulerConfig
 from scheduler.input_messages import EncoderInput
@@ -20,58 +20,87 @@ class EncoderCache:
     """Sizes are in encoder tokens: positions of the prompt that take an output."""
 
     def __init__(self, config: SchedulerConfig) -> None:
-        self._max_step_tokens = config.max_encoder_tokens
-        self._left_in_step = 0
         self._num_free = config.encoder_cache_tokens
         self._num_free_later = 0  # outputs that a plan uses for the last time are held until its end
-        self._held: dict[SequenceId, list[EncoderInput]] = {}
+        self._held: dict[SequenceId, dict[int, EncoderInput]] = {}  # by offset
+        self._pending: dict[SequenceId, dict[int, EncoderInput]] = {}  # of these, those that are not there
+        self._step = 0
+        self._since: dict[SequenceId, int] = {}  # step of the first claim since it was admitted
 
     @property
     def num_held_tokens(self) -> int:
-        return sum(item.num_tokens for items in self._held.values() for item in items)
+        return sum(item.num_tokens for items in self._held.values() for item in items.values())
 
     def holders(self) -> set[SequenceId]:
-        """Sequences with outputs; for tests and invariants."""
+        """Sequences with room; for tests and invariants."""
         return set(self._held)
 
-    def next_plan(self) -> None:
-        self._left_in_step = self._max_step_tokens
+    def pending(self) -> dict[SequenceId, tuple[EncoderInput, ...]]:
+        """Inputs to encode, of the sequences in the order of their claims."""
+        return {sequence_id: tuple(items.values()) for sequence_id, items in self._pending.items()}
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is to be encoded, and no room comes back with the next plan."""
+        return not (self._pending or self._num_free_later)
+
+    def next_plan(self, step: int) -> None:
+        """Begin to plan a step."""
+        self._step = step
         self._num_free += self._num_free_later
         self._num_free_later = 0
 
+    def has_room(self, seq: Sequence, start: int) -> bool:
+        """Whether a sequence has a token to compute from `start` on, or room for what it must encode."""
+        if seq.is_indivisible:
+            return sum(item.num_tokens for item in self._missing(seq, start)) <= self._num_free
+        first = next(self._missing(seq, start), None)
+        return first is None or first.offset > start or first.num_tokens <= self._num_free
+
+    def claim(self, seq: Sequence) -> None:
+        """Take room for the inputs that are not computed yet, up to the first for which there is none."""
+        for item in self._missing(seq, seq.num_computed_tokens):
+            if item.num_tokens > self._num_free:
+                return
+            self._num_free -= item.num_tokens
+            self._since.setdefault(seq.sequence_id, self._step)
+            for items in (self._held, self._pending):
+                items.setdefault(seq.sequence_id, {})[item.offset] = item
+
+    def note_encoded(self, sequence_id: SequenceId, offsets: tuple[int, ...], *, step: int) -> None:
+        """Learn that outputs are there from a step on, unless the sequence has left meanwhile."""
+        if step < self._since.get(sequence_id, 0):
+            return
+        items = self._pending.get(sequence_id, {})
+        for offset in offsets:
+            items.pop(offset, None)
+        if not items:
+            self._pending.pop(sequence_id, None)
+
     def computable_tokens(self, seq: Sequence, start: int, num_wanted: int) -> int:
-        """Tokens from `start` on that can be computed: up to the first input without room."""
-        left, free = self._left_in_step, self._num_free
-        for item in self._missing(seq, start, start + num_wanted):
-            if item.num_tokens > min(left, free):
-                return max(item.offset - start, 0)
-            left -= item.num_tokens
-            free -= item.num_tokens
+        """Tokens from `start` on that can be computed: up to the first input without an output."""
+        held, pending = self._held.get(seq.sequence_id, {}), self._pending.get(seq.sequence_id, {})
+        for item in seq.encoder_inputs:
+            if item.offset >= start + num_wanted:
+                break
+            if item.end > start and (item.offset not in held or item.offset in pending):
+                return 0 if seq.is_indivisible else max(item.offset - start, 0)
         return num_wanted
 
-    def take(self, seq: Sequence, start: int, end: int) -> tuple[EncoderInput, ...]:
-        """Inputs to encode for a share [start, end), for which there is room.
-
-        Outputs that end before `end` are
-        dropped.
-        """
-        fresh = self._missing(seq, start, end)
-        num_fresh = sum(item.num_tokens for item in fresh)
-        self._left_in_step -= num_fresh
-        self._num_free -= num_fresh
-        held = [*self._held.pop(seq.sequence_id, ()), *fresh]
-        needed = [item for item in held if item.end > end]
-        self._num_free_later += sum(item.num_tokens for item in held if item.end <= end)
-        if needed:
-            self._held[seq.sequence_id] = needed
-        return tuple(fresh)
+    def drop(self, seq: Sequence, end: int) -> None:
+        """Drop the outputs that no share behind `end` needs."""
+        held = self._held.get(seq.sequence_id, {})
+        for offset in [offset for offset, item in held.items() if item.end <= end]:
+            self._num_free_later += held.pop(offset).num_tokens
+        if not held:
+            self._held.pop(seq.sequence_id, None)
 
     def release(self, seq: Sequence) -> None:
-        """Drop the outputs of a sequence that left the running queue."""
-        self._num_free_later += sum(item.num_tokens for item in self._held.pop(seq.sequence_id, ()))
+        """Drop all outputs of a sequence that left the running queue."""
+        self._pending.pop(seq.sequence_id, None)
+        self._since.pop(seq.sequence_id, None)
+        self.drop(seq, seq.num_prompt_tokens)
 
-    def _missing(self, seq: Sequence, start: int, end: int) -> list[EncoderInput]:
-        held = self._held.get(seq.sequence_id, ())
-        return [
-            item for item in seq.encoder_inputs if item.end > start and item.offset < end and item not in held
-        ]
+    def _missing(self, seq: Sequence, start: int) -> Iterator[EncoderInput]:
+        held = self._held.get(seq.sequence_id, {})
+        return (item for item in seq.encoder_inputs if item.end > start and item.offset not in held)

@@ -45,6 +45,6 @@ def refuse_inputs_without_room(seq: Sequence, config: SchedulerConfig) -> None:
         end, largest = item.end, max(largest, item.num_tokens)
     if seq.is_indivisible:  # all of them are needed at once
         largest = sum(item.num_tokens for item in seq.encoder_inputs)
-    limit = min(config.max_encoder_tokens, config.encoder_cache_tokens)
-    if largest > limit:
-        raise NeverFits(f"an input of the prompt has {largest} encoder tokens; at most {limit} have room")
+    room = config.encoder_cache_tokens
+    if largest > room:
+        raise NeverFits(f"an input of the prompt has {largest} encoder tokens; at most {room} have room")

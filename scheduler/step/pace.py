@@ -1,6 +1,6 @@
 """Pace of prompts: how much of a step prefill may have while other sequences decode.
 
-Owns: the rules that keep the time between tokens, and that let prompts go on in a crowd.
+Owns: the rules that keep the time between tokens, and that let prompts and encoding go on in a crowd.
 Never: counts the rest of a step (budget.py), or measures steps (step_time.py).
 """
 
@@ -9,6 +9,7 @@ from math import inf
 from scheduler.config import SchedulerConfig
 from scheduler.queues.request_queues import RequestQueues
 from scheduler.step.budget import BudgetLimits, SchedulingBudget
+from scheduler.step.plan_draft import PlanDraft
 from scheduler.step.scheduler_state import SchedulerState
 
 # Least share of prefill under a target for the time between tokens: it goes on, if slowly.
@@ -28,6 +29,10 @@ _GROWING_CROWD, _LARGE_CROWD = 8, 12
 # decodes of a slow machine would take four times as long and more.
 _LONGEST_OF_CROWD_S, _UNCUT_PREFILL_SHARE = 0.6, 0.6
 
+# Encoding beside a step that others wait for makes their tokens come later by this part of it. Without
+# others, messages are read after the longest slice.
+_ENCODER_PART, _SHORTEST_SLICE_S, _LONGEST_SLICE_S = 0.2, 0.001, 0.2
+
 
 def budget_for_step(state: SchedulerState, limits: BudgetLimits, *, now_s: float) -> SchedulingBudget:
     """Budget within `limits`, with fewer tokens where decodes would otherwise miss their target."""
@@ -46,6 +51,14 @@ def budget_for_step(state: SchedulerState, limits: BudgetLimits, *, now_s: float
             limits = limits._replace(max_tokens=min(limits.max_tokens, most))
     free_seqs = config.max_num_seqs - queues.num_running
     return SchedulingBudget(limits, free_seqs=free_seqs, num_decodes=num_decodes)
+
+
+def encoder_slice_s(state: SchedulerState, plan: PlanDraft) -> float:
+    """Time for encoding beside a step: a part of the step where others wait for a token of it."""
+    if not plan.decodes:
+        return min(state.config.target_itl_s, _LONGEST_SLICE_S)
+    num_tokens = len(plan.decodes) + sum(share.num_tokens for share in plan.chunks)
+    return max(_ENCODER_PART * state.step_time.seconds(num_tokens), _SHORTEST_SLICE_S)
 
 
 def _decodes_in_flight(config: SchedulerConfig, queues: RequestQueues) -> bool:

@@ -30,6 +30,7 @@ class PlanDraft:
         "draft_choice",
         "draft_token_ids",
         "encoder_inputs",
+        "encoder_slice_s",
         "new_blocks",
         "new_sequences",
         "now_s",
@@ -56,6 +57,7 @@ class PlanDraft:
         self.draft_choice: DraftChoice | None = None
         self.num_drafts_wanted: dict[SequenceId, int] = {}
         self.encoder_inputs: dict[SequenceId, tuple[EncoderInput, ...]] = {}
+        self.encoder_slice_s = 0.0
         self.preemptions: list[Preemption] = []
         self.released: list[SequenceId] = []
         self.swap_out: list[BlockCopy] = []
@@ -72,7 +74,7 @@ class PlanDraft:
 
     @property
     def is_empty(self) -> bool:
-        return not (self.decodes or self.chunks or self.swap_out)
+        return not (self.decodes or self.chunks or self.swap_out or self.encoder_inputs)
 
     def finished(self, step: int, released: tuple[SequenceId, ...]) -> SchedulerOutput:
         chunks = self.chunks
@@ -92,6 +94,7 @@ class PlanDraft:
             self.draft_choice,
             tuple(self.taps),
             self.num_drafts_wanted,
+            self.encoder_slice_s,
         )
 
 

@@ -26,10 +26,10 @@ from scheduler.messages import (
     SchedulerOutput,
     WaitReason,
 )
-from scheduler.sequence import Sequence
+from scheduler.sequence import Sequence, Status
 from scheduler.step.admission import Admission
 from scheduler.step.budget import BudgetLimits, SchedulingBudget, StepLimit
-from scheduler.step.pace import budget_for_step
+from scheduler.step.pace import budget_for_step, encoder_slice_s
 from scheduler.step.plan_draft import PlanDraft
 from scheduler.step.preemption import Preemptor
 from scheduler.step.scheduler_state import SchedulerState
@@ -82,7 +82,9 @@ class Planner:
         return reason
 
     def reason_of(self, seq: Sequence, place: int) -> WaitReason:
-        """Reason why the sequence at this place of the waiting queue waits."""
+        """Reason why the sequence at this place of its queue waits; STEP for a running one that does not."""
+        if seq.status is Status.RUNNING:
+            return WaitReason.ENCODER if self._shares.awaits_encoder(seq) else WaitReason.STEP
         return WaitReason.DELAY if self._delays_prompts else self._admission.reason_of(seq, place)
 
     def plan_decodes(self) -> list[ScheduledSequence] | None:
@@ -108,8 +110,8 @@ class Planner:
 
     def plan(self, *, now_s: float) -> PlanDraft:
         """Decide all that happens in the next step."""
-        if self._config.max_encoder_tokens:
-            self._shares.encoder_cache.next_plan()
+        encoder_cache = self._shares.encoder_cache
+        encoder_cache.next_plan(self._state.counters.num_steps + 1)
         running = self._queues.running
         budget = self._budget(now_s=now_s)
         if self._config.max_chunk_tokens:
@@ -131,6 +133,9 @@ class Planner:
             self._admission.note_held_up()
         self._draft_shares.ask(plan)
         self._has_chunks = bool(plan.chunks)
+        if pending := encoder_cache.pending():
+            plan.encoder_inputs = pending
+            plan.encoder_slice_s = encoder_slice_s(self._state, plan)
         # First the blocks that this very plan writes over.
         plan.swap_out = self._kv.complete_plan() + plan.swap_out
         return plan

@@ -140,7 +140,8 @@ class Preemptor:
 
     def _mode_for(self, victim: Sequence) -> PreemptionMode:
         """RECOMPUTE or SWAP. Counts when only the size of the swap space speaks against SWAP."""
-        if self._mode is PreemptionMode.RECOMPUTE or not self._kv.swap_space.num_blocks:
+        nothing_to_swap = not (self._kv.swap_space.num_blocks and victim.num_computed_tokens)
+        if self._mode is PreemptionMode.RECOMPUTE or nothing_to_swap:
             return PreemptionMode.RECOMPUTE
         num_blocks = self._kv.num_written_blocks(victim)
         if self._mode is PreemptionMode.AUTO:

@@ -75,7 +75,8 @@ class Rollback:
             for share in plan.scheduled:
                 sequence_id = share.sequence_id
                 starts[sequence_id] = min(share.start, starts.get(sequence_id, maxsize))
-            for sequence_id in plan.new_blocks:  # one may have got blocks, but for want of tokens no share
+            # One may have been admitted, or have got blocks, but for want of tokens no share.
+            for sequence_id in (*plan.new_blocks, *(new.sequence_id for new in plan.new_sequences)):
                 starts.setdefault(sequence_id, maxsize)
         return starts
 

@@ -1,6 +1,6 @@
 """Share of a step that one sequence gets: a decode, or a chunk of its prompt.
 
-Owns: the size of a share, and what goes with it: blocks found from now on, encoder inputs.
+Owns: the size of a share, and what goes with it: blocks found from now on, room for encoder outputs.
 Never: admits (admission.py), serves (planner.py) or preempts (preemption.py) a sequence; sizes a decode with
 drafts (draft_shares.py).
 """
@@ -52,7 +52,7 @@ class TokenShares:
     @property
     def has_extras(self) -> bool:
         """Whether drafts, or inputs to encode, may change what a decode gets, or what a plan asks for."""
-        return self._drafts.are_expected or self._state.config.max_encoder_tokens > 0
+        return self._drafts.are_expected or not self.encoder_cache.is_idle
 
     def decode_all(self, running: list[Sequence]) -> list[ScheduledSequence]:
         """Give each one token, as `decode` does, in one loop, and complete the plan.
@@ -74,7 +74,12 @@ class TokenShares:
         return shares
 
     def part(self, seq: Sequence, plan: PlanDraft) -> None:
-        """Give as many of the uncomputed tokens as the budget has; no share, if none are left."""
+        """Give as many of the uncomputed tokens as the budget has; no share, if none are left.
+
+        Nor is there one while the output of an input comes next that is not encoded yet.
+        """
+        if seq.encoder_inputs:
+            self.encoder_cache.claim(seq)
         share = plan.budget.take_chunk(seq, self.num_shared(seq, plan.budget))
         if share:
             self.chunk(seq, share, plan)
@@ -85,7 +90,7 @@ class TokenShares:
         seq.num_computed_tokens = end = start + share
         self._state.counters.num_recomputed_tokens += max(min(end, seq.num_reached_tokens) - start, 0)
         if seq.encoder_inputs:
-            self._encode(seq, start, end, plan)
+            self.encoder_cache.drop(seq, end)
         self._publish(seq, start, end)
         if self._has_state:
             plan.taps += self._kv.tap(seq, start, end, self._state.queues.running)
@@ -121,10 +126,10 @@ class TokenShares:
         if seq.encoder_inputs:
             self.encoder_cache.release(seq)
 
-    def _encode(self, seq: Sequence, start: int, end: int, plan: PlanDraft) -> None:
-        inputs = self.encoder_cache.take(seq, start, end)
-        if inputs:
-            plan.encoder_inputs[seq.sequence_id] = inputs
+    def awaits_encoder(self, seq: Sequence) -> bool:
+        """Whether a running sequence has no share before an input is encoded."""
+        start, num_left = seq.num_computed_tokens, seq.num_uncomputed_tokens
+        return bool(num_left) and not self.encoder_cache.computable_tokens(seq, start, num_left)
 
     def _publish(self, seq: Sequence, start: int, end: int) -> None:
         if not seq.is_indivisible:

@@ -211,8 +211,7 @@ CONFIGS = st.builds(
     large_crowd_prefill_share=st.sampled_from([0.5, 0.6]),
     prefill_patience_s=st.sampled_from([0.0, 3.0]),
     max_plans_in_flight=st.integers(1, 3),
-    max_encoder_tokens=st.sampled_from([0, 3, 7]),
-    encoder_cache_tokens=st.sampled_from([3, 9]),
+    encoder_cache_tokens=st.sampled_from([0, 3, 9]),
     max_adapters=st.integers(0, 2),
     max_compiling_s=st.sampled_from([0.0, 0.001, 0.05]),
 )
@@ -243,6 +242,7 @@ def is_accepted(world: World, number: int, arrival: Arrive) -> bool:
 def play(world: World, history: list[Event]) -> dict[int, Arrive]:
     """Apply the events, then let everything run to its end; returns what was accepted, by sequence id."""
     accepted: dict[int, Arrive] = {}
+    world.worker.most_encoded, world.worker.encodes_every = 1, 2
     for number, event in enumerate(history, start=1):
         match event:
             case Arrive():
@@ -425,7 +425,6 @@ def test_groups_of_layers_under_memory_pressure_leave_every_request_its_own_toke
             copy_s_per_block=random.choice([0.0, 0.2]),
             groups=tuple(random.sample(groups, random.randint(2, 3))),
             max_plans_in_flight=random.randint(1, 3),
-            max_encoder_tokens=6,
             encoder_cache_tokens=6,
             max_adapters=2,
             max_drafts=3,
@@ -473,7 +472,6 @@ def test_under_constant_memory_pressure_every_request_still_ends_once_with_its_o
             max_chunk_tokens=random.choice([0, 5]),
             target_itl_s=random.choice([inf, 0.5]),
             max_plans_in_flight=random.randint(1, 3),
-            max_encoder_tokens=random.choice([3, 6]),
             encoder_cache_tokens=random.choice([3, 6]),
             max_adapters=random.choice([1, 2]),
             max_prefill_tokens=random.choice([0, 4]),

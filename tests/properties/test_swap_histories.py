@@ -130,7 +130,6 @@ def _config(random: Random) -> SchedulerConfig:
         num_host_blocks=random.choice([4, 12, 30]),
         groups=random.choice([windows_of(None), windows_of(None), windows_of(6), SEVERAL]),
         max_plans_in_flight=random.randint(1, 3),
-        max_encoder_tokens=6,
         encoder_cache_tokens=6,
         max_adapters=2,
     )

@@ -5,9 +5,11 @@ import pytest
 from scheduler.config import SchedulingPolicy
 from scheduler.input_messages import EncoderInput
 from scheduler.messages import (
+    FinishReason,
     PoolingParams,
     PoolingTask,
     PromptComputation,
+    ReportPage,
     SequenceId,
     WaitReason,
 )
@@ -28,93 +30,121 @@ def image(offset: int, num_tokens: int = 4, content: str = "a cat") -> EncoderIn
     return EncoderInput(offset, num_tokens, content)
 
 
-def seeing(max_encoder_tokens: int = 4, encoder_cache_tokens: int = 8, **changes: object) -> World:
-    return World(
-        small_config(
-            **(
-                {
-                    "num_blocks": 32,
-                    "max_encoder_tokens": max_encoder_tokens,
-                    "encoder_cache_tokens": encoder_cache_tokens,
-                }
-                | changes
-            )
-        )
-    )
+def seeing(encoder_cache_tokens: int = 8, **changes: object) -> World:
+    return World(small_config(**({"num_blocks": 32, "encoder_cache_tokens": encoder_cache_tokens} | changes)))
 
 
 def encoded(world: World) -> list[dict[int, list[int]]]:
-    """Offsets of what is encoded, by plan and by sequence."""
+    """Offsets of what is to be encoded, by plan and by sequence."""
     return [
         {i: [item.offset for item in inputs] for i, inputs in plan.encoder_inputs.items()}
         for plan in world.worker.plans
     ]
 
 
-def test_an_input_is_encoded_in_the_step_that_reaches_it_and_only_then() -> None:
+def test_an_input_is_encoded_beside_the_shares_before_it() -> None:
     world = seeing(max_num_batched_tokens=6)
     world.add(make_sequence(1, prompt(14), encoder_inputs=(image(8),), max_tokens=2))
     world.run()
-    assert encoded(world) == [{}, {1: [8]}, {}, {}]
+    assert encoded(world) == [{1: [8]}, {}, {}, {}]
     assert world.tokens[SequenceId(1)] == continuation(prompt(14), 2)
 
 
-def test_a_share_ends_before_an_input_for_which_the_step_has_no_encoder_tokens_left() -> None:
+def test_a_share_ends_before_an_input_that_is_not_encoded_yet() -> None:
     world = seeing()
+    world.worker.most_encoded = 1
     world.add(make_sequence(1, prompt(14), encoder_inputs=(image(2), image(7)), max_tokens=1))
     world.run()
-    assert encoded(world) == [{1: [2]}, {1: [7]}]
-    assert [share.num_tokens for plan in world.worker.plans for share in plan.scheduled] == [7, 7]
+    assert encoded(world) == [{1: [2, 7]}, {1: [7]}, {}]
+    assert [share.num_tokens for plan in world.worker.plans for share in plan.scheduled] == [2, 5, 7]
 
 
-def test_two_prompts_share_the_encoder_tokens_of_a_step_in_order() -> None:
+def test_others_go_on_while_an_input_is_encoded_for_several_steps() -> None:
     world = seeing()
-    world.add(*(make_sequence(i, prompt(7, i), encoder_inputs=(image(1),), max_tokens=1) for i in (1, 2)))
-    assert shares(world.step()) == {1: 7, 2: 1}
+    world.worker.encodes_every = 3
+    world.add(make_sequence(1, prompt(3, 1), max_tokens=9))
+    world.add(make_sequence(2, prompt(9, 2), encoder_inputs=(image(0),), max_tokens=1))
+    assert [shares(world.step()) for _ in range(4)] == [{1: 3}, {1: 1}, {1: 1}, {1: 1, 2: 9}]
+    [report] = world.scheduler.report(ReportPage(0, 9), now_s=0.0)
+    assert report.wait_reason == ""
+
+
+def test_one_that_runs_and_waits_for_the_encoder_says_so() -> None:
+    world = seeing()
+    world.worker.encodes_every = 2
+    world.add(make_sequence(1, prompt(9), encoder_inputs=(image(0),), max_tokens=1))
+    world.step()
+    [report] = world.scheduler.report(ReportPage(0, 9), now_s=0.0)
+    assert (report.state, report.wait_reason) == ("running", "encoder")
     world.run()
-    assert encoded(world) == [{1: [1]}, {2: [1]}]
+
+
+def test_encoding_gets_a_small_part_of_a_step_that_others_wait_for() -> None:
+    world = seeing(target_itl_s=0.5)
+    world.worker.encodes_every = 99
+    world.add(make_sequence(1, prompt(3, 1), max_tokens=40))
+    for _ in range(12):
+        world.step()  # a token takes 50 ms
+    world.add(make_sequence(2, prompt(9, 2), encoder_inputs=(image(0),), max_tokens=1))
+    assert world.step().encoder_slice_s <= 0.2 * 0.05
+    world.abort(1)
+    assert world.step().encoder_slice_s == 0.2
+
+
+def test_an_input_that_cannot_be_encoded_ends_its_request_alone() -> None:
+    world = seeing()
+    world.worker.broken = {"a cat"}
+    world.add(make_sequence(1, prompt(9), encoder_inputs=(image(2),), max_tokens=1))
+    world.add(make_sequence(2, prompt(9), encoder_inputs=(image(2, content="a dog"),), max_tokens=1))
+    world.run()
+    assert world.ended[SequenceId(1)].finish_reason is FinishReason.FAILED
+    assert world.tokens[SequenceId(2)] == continuation(prompt(9), 1)
 
 
 def test_an_output_is_kept_until_the_last_of_its_positions_is_computed() -> None:
-    world = seeing(max_num_batched_tokens=4, encoder_cache_tokens=4)
-    world.add(make_sequence(1, prompt(12), encoder_inputs=(image(2),), max_tokens=1))
-    world.step()
-    assert world.scheduler._shares.encoder_cache.num_held_tokens == 4
-    world.step()
-    assert world.scheduler._shares.encoder_cache.num_held_tokens == 0
+    world = seeing(max_num_batched_tokens=4)
+    world.add(make_sequence(1, prompt(12), encoder_inputs=(image(2, 6),), max_tokens=1))
+    held = []
+    for _ in range(3):
+        world.step()
+        held.append(world.scheduler._shares.encoder_cache.num_held_tokens)
+    assert held == [6, 6, 0]
     world.run()
 
 
-def test_room_in_the_cache_is_needed_too_and_comes_back_for_the_next_plan() -> None:
-    world = seeing(max_encoder_tokens=8, encoder_cache_tokens=4, max_chunk_tokens=4, max_num_batched_tokens=8)
+def test_room_in_the_cache_comes_back_for_the_next_plan() -> None:
+    world = seeing(encoder_cache_tokens=4)
     world.add(*(make_sequence(i, prompt(7, i), encoder_inputs=(image(1),), max_tokens=1) for i in (1, 2)))
-    assert shares(world.step()) == {1: 4, 2: 1}
-    assert shares(world.step()) == {1: 3}, "this plan still needs what the last of its positions takes"
-    assert shares(world.step()) == {2: 6}
-    world.run()
+    assert shares(world.step()) == {1: 1, 2: 1}
+    assert shares(world.step()) == {1: 6}, "this plan still needs what the last of its positions takes"
+    assert [shares(world.step()), shares(world.step())] == [{}, {2: 6}]
 
 
 def test_one_that_lacked_the_encoder_behind_a_stuck_head_is_looked_at_again() -> None:
-    world = seeing(num_blocks=9, max_bypasses=5)
+    world = seeing(num_blocks=9, max_bypasses=5, encoder_cache_tokens=4)
     world.add(make_sequence(1, prompt(13, 1), max_tokens=9))
     world.step()
     world.add(make_sequence(2, prompt(30, 2)))
     world.add(*(make_sequence(i, prompt(6, i), encoder_inputs=(image(0),), max_tokens=9) for i in (3, 4)))
-    assert [shares(world.step()), shares(world.step())] == [{1: 1, 3: 6}, {1: 1, 3: 1, 4: 6}]
+    assert [shares(world.step()) for _ in range(4)] == [
+        {1: 1},
+        {1: 1, 3: 6},
+        {1: 1, 3: 1},
+        {1: 1, 3: 1, 4: 6},
+    ]
 
 
-def test_one_that_has_to_wait_for_the_encoder_is_passed_and_the_reason_is_told() -> None:
-    world = seeing(max_bypasses=2)
+def test_one_that_has_to_wait_for_room_is_passed_and_the_reason_is_told() -> None:
+    world = seeing(max_bypasses=2, encoder_cache_tokens=4)
     world.add(make_sequence(1, prompt(7, 1), encoder_inputs=(image(1),), max_tokens=1))
     world.add(make_sequence(2, prompt(7, 2), encoder_inputs=(image(0),), max_tokens=1))
     world.add(make_sequence(3, prompt(2, 3), max_tokens=1))
-    assert shares(world.step()) == {1: 7, 3: 2}
+    assert shares(world.step()) == {1: 1, 3: 2}
     assert world.scheduler.stats().wait_reason is WaitReason.ENCODER
     world.run()
-    assert encoded(world) == [{1: [1]}, {2: [0]}]
 
 
-def test_a_preempted_prompt_gives_its_place_in_the_encoder_cache_back_and_encodes_again() -> None:
+def test_a_preempted_prompt_gives_its_room_back_and_encodes_again() -> None:
     world = seeing(max_num_seqs=1, max_num_batched_tokens=4, policy=SchedulingPolicy.PRIORITY)
     world.add(make_sequence(1, prompt(9, 1), encoder_inputs=(image(2),), max_tokens=1, priority=5))
     world.step()
@@ -150,14 +180,12 @@ def test_an_input_of_which_only_the_beginning_was_found_is_encoded_whole() -> No
     world.add(make_sequence(2, prompt(9), encoder_inputs=(image(2),), max_tokens=1))
     world.run()
     world.add(make_sequence(3, [*prompt(7), 70, 71], encoder_inputs=(image(2),), max_tokens=1))
-    plan = world.step()
-    assert plan.scheduled[0].start == 4
-    assert plan.encoder_inputs == {3: (image(2),)}
+    assert world.step().encoder_inputs == {3: (image(2),)}
+    assert world.step().scheduled[0].start == 4
 
 
-@pytest.mark.parametrize("changes", [{"max_encoder_tokens": 3}, {"encoder_cache_tokens": 3}])
-def test_an_input_larger_than_a_step_or_the_cache_is_refused_at_once(changes: dict[str, int]) -> None:
-    world = seeing(**changes)
+def test_an_input_larger_than_the_cache_is_refused_at_once() -> None:
+    world = seeing(encoder_cache_tokens=3)
     with pytest.raises(NeverFits, match="4 encoder tokens; at most 3 have room"):
         world.add(make_sequence(1, prompt(9), encoder_inputs=(image(1),)))
 
@@ -170,13 +198,13 @@ def test_inputs_that_overlap_or_end_the_prompt_or_are_empty_are_refused(
         seeing().add(make_sequence(1, prompt(9), encoder_inputs=inputs))
 
 
-def test_an_indivisible_prompt_waits_until_all_of_its_inputs_can_be_encoded_at_once() -> None:
+def test_an_indivisible_prompt_waits_until_there_is_room_for_all_of_its_inputs_and_all_are_encoded() -> None:
     at_once = PoolingParams(task=PoolingTask.EMBED, prompt=PromptComputation.AT_ONCE)
-    world = seeing(max_encoder_tokens=8)
+    world = seeing()
     world.add(make_sequence(1, prompt(6, 1), encoder_inputs=(image(1),), max_tokens=1))
     two = (image(0), image(4))
     world.add(make_sequence(2, prompt(9, 2), encoder_inputs=two, pooling=at_once))
-    assert shares(world.step()) == {1: 6}
+    assert shares(world.step()) == {1: 1}
     world.run()
     assert world.ended[SequenceId(2)].pooled == pooled(prompt(9, 2))
     with pytest.raises(NeverFits, match="12 encoder tokens"):

@@ -12,13 +12,12 @@ from worker.load.model_kind import ModelKind
 from worker.progress import LoadStage
 from worker.ranks.ranks import Ranks, samples
 from worker.sampling.open_sampler import open_grammars, open_sampler
-from worker.sampling.row_sampler import RowSampler
 from worker.startup.kernel_choice import verifies_drafts
 from worker.startup.ready_model import start_generator
 from worker.startup.start_adapters import open_generator_adapters
 from worker.startup.start_drafting import load_draft, open_draft
 from worker.steps.generation_step import GenerationSteps
-from worker.steps.model_runner import EagerSteps, StepRunner
+from worker.steps.pictures import open_eager_steps
 from worker.steps.row_table import RowTable
 from worker.worker_config import ModelFacts, WorkerConfig
 
@@ -39,15 +38,14 @@ def start_generating(
     facts = replace(ready.facts, adapters=adapter_facts)
     grammars = open_grammars(config, facts)
     rows = RowTable.of(facts, config.max_num_seqs)
-    steps: StepRunner
-    sampler: RowSampler
+    pictures = None
     if ready.measured.toolkit is not None and ready.measured.toolkit.runs_ahead:
         from worker.startup.start_gpu_steps import open_steps  # only here: Triton is not on every machine
 
         steps, sampler = open_steps(config, ready, device, stage, grammars, ranks)
         facts = replace(facts, runs_ahead=True)
     else:
-        steps = EagerSteps(ready.runner, ready.proven.backend, device)
+        facts, steps, pictures = open_eager_steps(facts, ready.runner, ready.proven.backend, device)
         sampler = open_sampler(config, facts, device, grammars, ranks)
     opened = None if draft is None else open_draft(config, draft, ready, rows)
     if has_drafts:
@@ -64,6 +62,8 @@ def start_generating(
     )
     if adapters is not None:
         generation.adapt(adapters)
+    if pictures is not None:
+        generation.see(pictures)
     if facts.max_drafts and ranks.rank == 0:  # the others verify what its plans bring
         generation.speculate(config.speculation)
     if opened is not None:

@@ -34,12 +34,12 @@ from worker.steps.head_steps import KeptStates
 from worker.steps.host_pool import HostPool
 from worker.steps.inputs import StepInputs, build_inputs, check_new_sequence
 from worker.steps.model_runner import StepRunner
+from worker.steps.pictures import Pictures
 from worker.steps.prompt_logprobs import PromptReport, PromptScorer
 from worker.steps.protocol import ComputedStep, LaunchedStep, naming_out_of_memory
 from worker.steps.row_table import RowTable
 from worker.steps.sequence_table import add_row, apply_changes
 from worker.worker_config import ModelFacts, SpeculationConfig
-from worker.worker_errors import SequenceRefused
 
 
 class GenerationSteps:
@@ -65,6 +65,7 @@ class GenerationSteps:
         self._draft_model: DraftModel | None = None
         self._kept_states: KeptStates | None = None
         self.adapters: AdapterStore | None = None
+        self._pictures: Pictures | None = None
         self._vocab_size = facts.vocab_size
         self._prompt_logprobs = PromptScorer(facts.vocab_size)
         self._works_ahead = facts.runs_ahead
@@ -87,6 +88,11 @@ class GenerationSteps:
         """Compute with adapters from now on."""
         self.adapters = adapters
 
+    def see(self, pictures: Pictures) -> None:
+        """Compute prompts with pictures from now on; only where a launch computes at once."""
+        assert not self._works_ahead
+        self._pictures = pictures
+
     def copy_blocks(self, plan: SchedulerOutput) -> dict[BlockId, str]:
         """See SequenceTable."""
         if self._draft_model is not None:
@@ -96,6 +102,8 @@ class GenerationSteps:
     def add(self, new: NewSequence) -> None:
         """See SequenceTable."""
         check_new_sequence(new, self._vocab_size)
+        if self._pictures is not None:
+            self._pictures.add(new)
         row = add_row(self.rows, self.adapters, new)
         self._prompt_logprobs.add(new)
         self._sampler.add_row(row, new.params, new.token_ids, new.num_prompt_tokens)
@@ -105,6 +113,8 @@ class GenerationSteps:
     def release(self, sequence_id: SequenceId) -> None:
         """See SequenceTable."""
         self._prompt_logprobs.remove(sequence_id)
+        if self._pictures is not None:
+            self._pictures.release(sequence_id)
         row = self.rows.row_of(sequence_id)
         if row is not None:
             if self._drafter is not None:
@@ -118,6 +128,12 @@ class GenerationSteps:
 
     def launch(self, plan: SchedulerOutput) -> LaunchedStep:
         """See Steps. On a device that does not work ahead, the step is computed when this returns."""
+        step = self._launch(plan)
+        if self._pictures is None or not plan.encoder_inputs:
+            return step
+        return ComputedStep(self._pictures.encode(plan, step.result()))
+
+    def _launch(self, plan: SchedulerOutput) -> LaunchedStep:
         failures: dict[SequenceId, str] = {}
         apply_changes(plan, self, failures)
         if plan.draft_token_ids:
@@ -164,12 +180,7 @@ class GenerationSteps:
         Where steps are in flight, their tokens are read first: each token of the step is known to the host.
         """
         self._collect_all()
-        held: dict[int, tuple[int, ...]] = {}
-        for sequence_id, drafts in plan.draft_token_ids.items():
-            try:
-                held[self.rows.hold_drafts(sequence_id, drafts, self._vocab_size)] = drafts
-            except SequenceRefused as error:
-                failures.setdefault(sequence_id, str(error))
+        held = self.rows.hold_all_drafts(plan.draft_token_ids, self._vocab_size, failures)
         try:
             inputs = build_inputs(plan, self.rows, failures)
             if inputs is None:
@@ -239,6 +250,13 @@ class GenerationSteps:
         """Compute the logits of the tokens that sample, and log-probabilities of prompts if asked."""
         if self.adapters is not None:
             self.adapters.begin_step(inputs.rows_T)
+        if self._pictures is None:
+            return self._compute_placed(inputs)
+        computed = self._compute_placed(self._pictures.place(inputs))
+        self._pictures.note_computed(inputs.shares)
+        return computed
+
+    def _compute_placed(self, inputs: StepInputs) -> tuple[Tensor, PromptReport]:
         wanted = self._prompt_logprobs.wanted(inputs.shares, self.rows)
         if not wanted and self._kept_states is None:
             return self._steps.compute(inputs).logits_NV, PromptReport()

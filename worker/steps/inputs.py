@@ -19,6 +19,7 @@ from scheduler.messages import NewSequence, ScheduledSequence, SchedulerOutput, 
 from worker.attention.interface import AttentionMetadata, BlockTables
 from worker.states.interface import Tap
 from worker.steps.row_table import RowTable
+from worker.steps.tokens import PlacedRows
 from worker.worker_errors import SequenceRefused
 
 
@@ -29,6 +30,7 @@ class StepInputs:
     input_ids_T: NDArray[np.int64]
     """Tokens to compute; UNKNOWN_TOKEN stands for the token that the step before samples for the same row."""
     position_ids_T: NDArray[np.int64]
+    """[T], or [3, T] where a picture's time, row and column are told apart."""
     rows_T: NDArray[np.int64]
     """The row of each token."""
     logits_indices_N: NDArray[np.int64]
@@ -43,6 +45,8 @@ class StepInputs:
     """Shares in the order of the batch: the first num_tokens of T belong to the first share, and so on."""
     keeps_hidden: bool = False
     """Whether the hidden states of all tokens are asked for."""
+    placed: PlacedRows | None = None
+    """Rows of pictures; None: there are none among the tokens."""
 
     @property
     def has_drafts(self) -> bool:

@@ -19,6 +19,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from worker.attention.interface import AttentionBackend, LayerExecutor, active
 from worker.devices.device import Device
 from worker.model.body import body_gives, body_name, whole_body_of
+from worker.pictures.eyes import Eyes
 from worker.steps.inputs import StepInputs
 from worker.steps.tokens import HiddenStates, StepOutcome, StepTokens
 
@@ -43,7 +44,7 @@ class ModelRunner:
     """Caller of the model. Shapes: T tokens, N logits wanted, V tokens of the vocabulary."""
 
     def __init__(self, model: Any, vocab_size: int) -> None:
-        self._model = model
+        self.model = model
         self._vocab_size = vocab_size
         self.rows_listener: Callable[[Tensor], None] | None = None
         """Is given the row of each token before a step on a GPU, where layers need them."""
@@ -61,10 +62,10 @@ class ModelRunner:
 
         Otherwise the logits lie elsewhere, and the caller copies them.
         """
-        layer = self._model.get_output_embeddings()
+        layer = self.model.get_output_embeddings()
         if type(layer) is nn.Linear and layer.bias is None and layer.out_features == target_NV.shape[1]:
             layer = _OutputLayer(layer)
-            self._model.set_output_embeddings(layer)
+            self.model.set_output_embeddings(layer)
         if not isinstance(layer, _OutputLayer):
             yield
             return
@@ -84,7 +85,7 @@ class ModelRunner:
         if not tokens.keeps_hidden:
             return StepOutcome(self._run(tokens, executor))
         kept: list[Any] = []
-        body = self._model.get_submodule(body_name(self._model))
+        body = self.model.get_submodule(body_name(self.model))
         hook = body.register_forward_hook(lambda _body, _given, outputs: kept.append(outputs))
         try:
             return StepOutcome(self._run(tokens, executor), HiddenStates(tokens, kept.pop()))
@@ -97,11 +98,11 @@ class ModelRunner:
         if self._can_choose_logits:
             arguments["logits_to_keep"] = tokens.logits_indices_N
         with active(executor):
-            body = whole_body_of(self._model)
+            body = whole_body_of(self.model)
             if body is not None and body.plain_head:
                 outputs = body(**tokens.arguments)
                 return self._logits(outputs.hidden_TH, body.plain_head[0], tokens.logits_indices_N)
-            logits_1NV = self._model(**tokens.arguments, **arguments).logits
+            logits_1NV = self.model(**tokens.arguments, **arguments).logits
         logits_NV: Tensor
         logits_NV = logits_1NV[0] if self._can_choose_logits else logits_1NV[0, tokens.logits_indices_N]
         return logits_NV[:, : self._vocab_size]
@@ -116,7 +117,7 @@ class ModelRunner:
     @torch.inference_mode()
     def forward_alone(self, input_ids_1T: Tensor) -> Tensor:
         """Run the model by itself, with the attention that it is set to; returns logits [T, V]."""
-        logits_1TV: Tensor = self._model(input_ids=input_ids_1T, use_cache=False).logits
+        logits_1TV: Tensor = self.model(input_ids=input_ids_1T, use_cache=False).logits
         return logits_1TV[0, :, : self._vocab_size]
 
     @torch.inference_mode()
@@ -132,14 +133,14 @@ class ModelRunner:
     @torch.inference_mode()
     def logits(self, tokens: StepTokens, hidden_NH: Tensor) -> Tensor:
         """Compute logits [N, V] of hidden states that another body gave for these tokens."""
-        body = whole_body_of(self._model)
+        body = whole_body_of(self.model)
         if body is not None and body.plain_head:
             return self._logits(hidden_NH, body.plain_head[0], tokens.logits_indices_N)
         return self._head(tokens, MoeModelOutputWithPast(last_hidden_state=hidden_NH[None]))
 
     def _head(self, tokens: StepTokens, outputs: Any) -> Tensor:
-        with body_gives(self._model, outputs):
-            logits_1SV: Tensor = self._model(**tokens.arguments, use_cache=False, return_dict=True).logits
+        with body_gives(self.model, outputs):
+            logits_1SV: Tensor = self.model(**tokens.arguments, use_cache=False, return_dict=True).logits
         return logits_1SV[0, :, : self._vocab_size]
 
 
@@ -200,15 +201,24 @@ class StepRunner(Protocol):
 class EagerSteps:
     """StepRunner that calls the model for each step, with all tokens known on the host."""
 
-    def __init__(self, runner: ModelRunner, backend: AttentionBackend, device: Device) -> None:
+    def __init__(
+        self, runner: ModelRunner, backend: AttentionBackend, device: Device, eyes: Eyes | None = None
+    ) -> None:
         self._runner, self._backend, self._device = runner, backend, device
+        self._eyes = eyes
 
     def compute(self, inputs: StepInputs) -> StepOutcome:
         self._backend.begin_step(inputs.metadata)
         tokens = StepTokens.of(
             self._device, inputs.input_ids_T, inputs.position_ids_T, inputs.logits_indices_N
         )
-        return self._runner.forward(tokens._replace(keeps_hidden=inputs.keeps_hidden), self._backend)
+        tokens = tokens._replace(keeps_hidden=inputs.keeps_hidden)
+        if inputs.placed is None or self._eyes is None:
+            return self._runner.forward(tokens, self._backend)
+        places_P = self._device.tensor(inputs.placed.places_P)
+        embeds_1TH = self._eyes.embeds(tokens.input_ids_1T, places_P, inputs.placed.embeds_PH)
+        with self._eyes.adding(places_P, inputs.placed.deep):
+            return self._runner.forward(tokens._replace(embeds_1TH=embeds_1TH), self._backend)
 
     @torch.inference_mode()
     def accept_drafts(self, num_right_R: Sequence[int]) -> None:

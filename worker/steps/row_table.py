@@ -8,7 +8,7 @@ Never: the scheduler's view of a sequence (scheduler/sequence.py), or sampling s
 Arrays are indexed by row, so that a step is built from them without a loop over tokens.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 from typing import NamedTuple
 
@@ -178,6 +178,21 @@ class RowTable:
         while len(tokens) and tokens[-1] == UNKNOWN_TOKEN:
             tokens = tokens[:-1]
         return tokens
+
+    def hold_all_drafts(
+        self,
+        drafts: Mapping[SequenceId, tuple[int, ...]],
+        vocab_size: int,
+        failures: dict[SequenceId, str],
+    ) -> dict[int, tuple[int, ...]]:
+        """Append the drafts of a step; returns those of each row. What cannot be right is a failure."""
+        held = {}
+        for sequence_id, draft_ids in drafts.items():
+            try:
+                held[self.hold_drafts(sequence_id, draft_ids, vocab_size)] = draft_ids
+            except SequenceRefused as error:
+                failures.setdefault(sequence_id, str(error))
+        return held
 
     def hold_drafts(self, sequence_id: SequenceId, draft_ids: Sequence[int], vocab_size: int) -> int:
         """Append drafts to a row, for one step, and return the row. Raises SequenceRefused.

@@ -1,6 +1,6 @@
 """Input and output of one forward pass of a model, on its device.
 
-Owns: the two records.
+Owns: the records.
 Never: arrays on the host (inputs.py), or the call of a model (model_runner.py).
 
 Shapes: T tokens, N tokens whose outputs are wanted, H numbers of a hidden state, V tokens of the vocabulary.
@@ -59,6 +59,16 @@ class StepTokens(NamedTuple):
             position_ids=self.position_ids[..., indices_S],
             embeds_1TH=None if self.embeds_1TH is None else self.embeds_1TH[:, indices_S],
         )
+
+
+class PlacedRows(NamedTuple):
+    """Rows of pictures among the tokens of a step. P places, in ascending order."""
+
+    places_P: NDArray[np.int64]
+    embeds_PH: Tensor
+    """Rows in the place of embeddings."""
+    deep: tuple[Tensor, ...]
+    """Rows [P, H] to be added behind the first layers, one for each."""
 
 
 class HiddenStates(NamedTuple):

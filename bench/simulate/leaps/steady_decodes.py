@@ -301,7 +301,7 @@ class SteadyDecodes:
 def _is_possible(state: SchedulerState) -> bool:
     """Whether a decode is never more than one token, and nothing else happens to it but preemption."""
     config = state.config
-    has_extras = config.max_encoder_tokens or config.max_drafts or config.num_host_blocks
+    has_extras = config.encoder_cache_tokens or config.max_drafts or config.num_host_blocks
     is_plain = config.batching is Batching.MIXED and config.fairness is Fairness.NONE
     return is_plain and not has_extras and config.groups == (CacheGroup(),) and config.num_stages == 1
 

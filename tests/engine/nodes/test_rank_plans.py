@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.nodes.rank_plans import decode_plan, encode_plan
-from scheduler.input_messages import EncoderInput
+from scheduler.input_messages import EncoderInput, Payload
 from scheduler.messages import (
     BlockCopy,
     BlockId,
@@ -54,6 +54,13 @@ preemptions = st.builds(
     st.integers(0, 99),
     st.integers(0, 9),
 )
+numbers = st.integers(0, 99)
+inputs = st.lists(
+    st.builds(EncoderInput, st.integers(0, 9), st.integers(1, 9), st.text(max_size=3)), max_size=2
+).map(tuple)
+payloads = st.builds(
+    Payload, st.text(max_size=3), st.text(max_size=3), numbers, st.tuples(numbers, numbers, numbers)
+)
 new_sequences = st.builds(
     NewSequence,
     sequence_id=ids,
@@ -65,6 +72,8 @@ new_sequences = st.builds(
     adapter=st.text(max_size=5),
     prediction=token_ids,
     scope=st.tuples(st.text(max_size=3), st.text(max_size=3)),
+    encoder_inputs=inputs,
+    payloads=st.lists(payloads, max_size=2).map(tuple),
 )
 plans = st.builds(
     SchedulerOutput,
@@ -83,13 +92,8 @@ plans = st.builds(
     preemptions=st.lists(preemptions, max_size=2).map(tuple),
     draft_choice=st.none(),
     draft_token_ids=st.dictionaries(ids, token_ids, max_size=2),
-    encoder_inputs=st.dictionaries(
-        ids,
-        st.lists(
-            st.builds(EncoderInput, st.integers(0, 9), st.integers(1, 9), st.text(max_size=3)), max_size=2
-        ).map(tuple),
-        max_size=2,
-    ),
+    encoder_inputs=st.dictionaries(ids, inputs, max_size=2),
+    encoder_slice_s=st.sampled_from((0.0, 0.05)),
     num_drafts_wanted=st.dictionaries(ids, st.integers(1, 16), max_size=2),
 )
 

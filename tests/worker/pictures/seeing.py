@@ -1,0 +1,263 @@
+"""Tiny families that read pictures, their own forward, and a worker with a scheduler before it.
+
+Owns: one configuration for each family, random pictures in the form that a family's tower takes, and the
+comparison of every sampled token's logits with those of transformers' own forward over all tokens at once.
+Never: an image file: what a processor makes of one is another subject.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from scheduler.config import SchedulerConfig
+from scheduler.input_messages import EncoderInput, Payload
+from scheduler.messages import SchedulerOutput, SequenceId
+from scheduler.scheduler import Scheduler
+from tests.fakes import make_sequence
+from tests.invariants import check_invariants
+from tests.worker.conftest import BLOCK_SIZE, load_worker
+from worker.steps.inputs import StepInputs
+from worker.steps.tokens import StepOutcome
+from worker.worker import Worker
+from worker.worker_config import ModelFacts
+
+VOCABULARY, IMAGE = 600, 590
+_TEXT: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_ANGLES = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "mrope_section": [4, 2, 2],
+    "mrope_interleaved": True,
+}
+_TOWER = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 4,
+    "out_hidden_size": 64,
+    "patch_size": 8,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 64,
+}
+_MARKS = {
+    "image_token_id": IMAGE,
+    "video_token_id": IMAGE + 1,
+    "vision_start_token_id": IMAGE + 2,
+    "vision_end_token_id": IMAGE + 3,
+}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture, prepared for a family's tower."""
+
+    content: str
+    arguments: dict[str, Tensor]
+    num_tokens: int
+    grid: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Eyed:
+    """A family with eyes."""
+
+    config: Callable[[], Any]
+    picture: Callable[[torch.Generator, int], Picture]
+    """Makes the picture of a number; numbers differ in size where the family has sizes."""
+    joins_along: int = 0
+    """Dimension along which the arguments of several pictures are joined."""
+    type_ids: tuple[str, ...] = ("mm_token_type_ids",)
+
+
+def _patches(generator: torch.Generator, number: int) -> Picture:
+    rows, columns = ((6, 8), (4, 6), (8, 4))[number % 3]
+    pixels = torch.randn(rows * columns, 3 * 2 * 8 * 8, generator=generator)
+    arguments = {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, rows, columns]])}
+    return Picture(f"picture {number}", arguments, rows * columns // 4, (1, rows, columns))
+
+
+def _qwen3_vl() -> Any:
+    text = {**_TEXT, "model_type": "qwen3_vl_text", "rope_parameters": _ANGLES}
+    tower = {**_TOWER, "deepstack_visual_indexes": [0, 1]}
+    return AutoConfig.for_model("qwen3_vl", text_config=text, vision_config=tower, **_MARKS)
+
+
+FAMILIES = {"qwen3_vl": Eyed(_qwen3_vl, _patches)}
+
+
+class Reference:
+    """Transformers' own model of a family, with random weights, saved as a checkpoint."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.family, self.folder = FAMILIES[name], folder
+        torch.manual_seed(7)
+        model = AutoModelForImageTextToText.from_config(self.family.config(), attn_implementation="eager")
+        self._model = model.float().eval()
+        for parameter in self._model.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=0.15)
+        self._model.save_pretrained(folder)
+        (folder / "generation_config.json").unlink(missing_ok=True)
+
+    def picture(self, number: int) -> Picture:
+        return self.family.picture(torch.Generator().manual_seed(number), number)
+
+    @torch.inference_mode()
+    def logits(self, token_ids: list[int], pictures: list[Picture]) -> Tensor:
+        ids = torch.tensor([token_ids])
+        names = pictures[0].arguments if pictures else ()
+        joined = {
+            name: torch.cat([each.arguments[name] for each in pictures], dim=self.family.joins_along)
+            for name in names
+        }
+        kinds = {name: (ids == IMAGE).long() for name in self.family.type_ids} if pictures else {}
+        arguments = {"attention_mask": torch.ones_like(ids), **kinds, **joined}
+        return self._model(input_ids=ids, use_cache=False, **arguments).logits[0]
+
+
+class Prompt:
+    """Tokens with pictures between them."""
+
+    def __init__(self, *parts: int | list[int] | Picture) -> None:
+        self.token_ids: list[int] = []
+        self.pictures = [part for part in parts if isinstance(part, Picture)]
+        self.inputs: list[EncoderInput] = []
+        for part in parts:
+            if isinstance(part, Picture):
+                self.inputs.append(EncoderInput(len(self.token_ids), part.num_tokens, part.content))
+                self.token_ids += [IMAGE] * part.num_tokens
+            else:
+                self.token_ids += [part] if isinstance(part, int) else part
+
+
+@contextmanager
+def payloads_of(pictures: list[Picture], change: Callable[[bytes], bytes] = bytes) -> Iterator[list[Payload]]:
+    """Put the bytes of pictures, each once, into shared memory."""
+    segments, payloads = [], []
+    try:
+        for picture in {each.content: each for each in pictures}.values():
+            content = change(save(picture.arguments))
+            segments.append(segment := SharedMemory(create=True, size=len(content)))
+            segment.buf[: len(content)] = content
+            payloads.append(Payload(picture.content, segment.name, len(content), picture.grid))
+        yield payloads
+    finally:
+        for segment in segments:
+            segment.close()
+            segment.unlink()
+
+
+@dataclass
+class Served:
+    """A worker over a checkpoint, and a scheduler that may be told of fewer blocks than there are."""
+
+    worker: Worker
+    facts: ModelFacts
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert self.facts.vision is not None
+        room = self.facts.vision.num_cache_tokens
+        settings: dict[str, Any] = {
+            "num_blocks": self.facts.num_blocks,
+            "block_size": BLOCK_SIZE,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 64,
+            "max_model_len": self.facts.max_model_len,
+            "watermark": 0.0,
+            "num_host_blocks": self.facts.num_host_blocks,
+            "groups": self.facts.groups,
+            "encoder_cache_tokens": room,
+        }
+        self.scheduler = Scheduler(SchedulerConfig(**(settings | self.changes)))
+        self.tokens: dict[int, list[int]] = {}
+        self.logits: dict[int, list[Tensor]] = {}
+        self.failures: dict[SequenceId, str] = {}
+        self._prompts: dict[int, Prompt] = {}
+
+    def add(self, prompt: Prompt, payloads: list[Payload], *, max_tokens: int = 4, **changes: object) -> int:
+        number = next(_numbers)
+        self._prompts[number], self.tokens[number], self.logits[number] = prompt, [], []
+        inputs = {"encoder_inputs": tuple(prompt.inputs), "payloads": tuple(payloads)}
+        seq = make_sequence(number, prompt.token_ids, max_tokens=max_tokens, **inputs, **changes)
+        self.scheduler.add_request(seq, now_s=0.0)
+        return number
+
+    def step(self) -> SchedulerOutput:
+        plan = self.scheduler.schedule(now_s=0.0)
+        with self._noting_logits():
+            result = self.worker.execute(plan)
+        self.failures |= result.failures
+        for output in self.scheduler.update_from_output(plan, result).get(0, []):
+            self.tokens[output.sequence_id] += output.token_ids
+        self.scheduler.update_draft_token_ids(result.draft_token_ids)
+        check_invariants(self.scheduler)
+        return plan
+
+    def run(self) -> None:
+        while self.scheduler.has_unfinished_requests:
+            self.step()
+        for number in self.tokens:  # which the next plan would say, and another scheduler's does not
+            self.worker._steps.release(SequenceId(number))  # type: ignore[union-attr]
+
+    def check_tokens(self, number: int, reference: Reference) -> Tensor:
+        """Compare the tokens with the likeliest ones, whose logits are returned."""
+        prompt = self._prompts[number]
+        expected = reference.logits(prompt.token_ids + self.tokens[number], prompt.pictures)
+        expected = expected[len(prompt.token_ids) - 1 : -1]
+        assert self.tokens[number] == expected.argmax(dim=-1).tolist()
+        return expected
+
+    def error(self, number: int, reference: Reference) -> float:
+        """Return the largest error of a logit of any sampled token over the size of the largest logit."""
+        expected = self.check_tokens(number, reference)
+        ours = torch.stack(self.logits[number])
+        assert ours.shape == expected.shape
+        return float((ours - expected).abs().max() / expected.abs().max())
+
+    @contextmanager
+    def _noting_logits(self) -> Iterator[None]:
+        steps: Any = self.worker._steps._steps  # type: ignore[attr-defined]
+        compute = steps.compute
+
+        def noting(inputs: StepInputs) -> StepOutcome:
+            outcome: StepOutcome = compute(inputs)
+            # Which logits of drafts count is not known yet.
+            for sequence_id, logits in zip(inputs.sequence_ids, outcome.logits_NV, strict=False):
+                self.logits[sequence_id].append(logits.clone())
+            return outcome
+
+        steps.compute = noting
+        try:
+            yield
+        finally:
+            steps.compute = compute
+
+
+_numbers = itertools.count(1)
+
+
+def load(folder: Path, **options: object) -> tuple[Worker, ModelFacts]:
+    return load_worker(folder, num_blocks=120, swap_space_bytes=1 << 20, **options)

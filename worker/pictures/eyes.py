@@ -1,0 +1,185 @@
+"""Eyes of a model: the tower that reads pictures, and how its rows enter the language model.
+
+Owns: the families whose logits were compared with transformers' own, and the rows that are added behind
+layers.
+Never: chooses what is read when (pictures.py).
+
+Shapes: P places of pictures, H numbers of a hidden state.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from worker.devices.weight_life import is_out_of_memory
+from worker.worker_config import VisionFacts
+from worker.worker_errors import SequenceRefused
+
+_IN_THREE_ROWS = frozenset({"qwen3_vl"})
+"""Families whose rotation takes time, row and column of a picture apart."""
+FAMILIES = _IN_THREE_ROWS
+_LAYERS_OF_BODY = ("language_model", "text_model")
+_ROWS_AT_ONCE = 512
+
+
+class PictureRows(NamedTuple):
+    """Output of a tower for one picture."""
+
+    embeds_PH: Tensor
+    deep: tuple[Tensor, ...] = ()
+    """Rows [P, H] to be added behind the first layers, one for each."""
+
+    def between(self, start: int, end: int) -> "PictureRows":
+        """Return the rows of some of the places."""
+        return PictureRows(self.embeds_PH[start:end], tuple([rows[start:end] for rows in self.deep]))
+
+    @classmethod
+    def joined(cls, parts: list["PictureRows"]) -> "PictureRows":
+        """Put the rows of several pictures, or parts of them, behind each other."""
+        deep = zip(*[part.deep for part in parts], strict=True)
+        return cls(torch.cat([part.embeds_PH for part in parts]), tuple([torch.cat(rows) for rows in deep]))
+
+
+class Eyes:
+    """The tower of a model that computes steps."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        config = model.config
+        self._embed = model.get_input_embeddings()
+        self.merge_size = int(getattr(config.vision_config, "spatial_merge_size", 1))
+        self.has_three_rows = config.model_type in _IN_THREE_ROWS
+        config.vision_config._attn_implementation = "sdpa"  # not ours, which attends to earlier tokens alone
+        self._pause: Callable[[], None] | None = None
+        self._deep: tuple[Tensor, tuple[Tensor, ...]] | None = None
+        num_deep = len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
+        self.num_rows_each = 1 + num_deep
+        """Rows that are kept for a place of a picture."""
+        for place, layer in enumerate(_layers_of(model)[:num_deep]):
+            layer.register_forward_hook(lambda _layer, _given, hidden, place=place: self._add(place, hidden))
+        for tower in _towers_of(model):
+            self._cut(tower)
+
+    def read(
+        self, arguments: dict[str, Tensor], num_tokens: int, pause: Callable[[], None] | None = None
+    ) -> PictureRows:
+        """Compute a picture's rows; `pause` is called again and again meanwhile, within a few milliseconds.
+
+        Raises SequenceRefused if its arguments do not make `num_tokens` rows.
+        """
+        self._pause = pause
+        try:
+            return self._read(arguments, num_tokens)
+        finally:
+            self._pause = None
+
+    @torch.inference_mode()
+    def _read(self, arguments: dict[str, Tensor], num_tokens: int) -> PictureRows:
+        try:
+            device = self._model.device
+            outputs = self._model.get_image_features(
+                **{name: tensor.to(device) for name, tensor in arguments.items()}
+            )
+            rows = PictureRows(
+                _joined(outputs.pooler_output),
+                tuple(_joined(each) for each in getattr(outputs, "deepstack_features", None) or ()),
+            )
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise SequenceRefused(f"a picture cannot be computed ({type(error).__name__})") from error
+        if len(rows.embeds_PH) != num_tokens:
+            raise SequenceRefused(f"a picture has {len(rows.embeds_PH)} rows, and {num_tokens} places")
+        return rows
+
+    @torch.inference_mode()
+    def embeds(self, input_ids_1T: Tensor, places_P: Tensor, embeds_PH: Tensor) -> Tensor:
+        """Look up the embeddings [1, T, H] of tokens, with the rows of pictures at their places."""
+        embeds_1TH: Tensor = self._embed(input_ids_1T)
+        return embeds_1TH.index_copy(1, places_P, embeds_PH.to(embeds_1TH.dtype).unsqueeze(0))
+
+    @contextmanager
+    def adding(self, places_P: Tensor, deep: tuple[Tensor, ...]) -> Iterator[None]:
+        """Add rows behind the first layers at these places of the tokens of a step."""
+        self._deep = places_P, deep
+        try:
+            yield
+        finally:
+            self._deep = None
+
+    def _cut(self, tower: nn.Module) -> None:
+        """Let a tower pause before each of its parts, and within the larger ones."""
+        for name, module in list(tower.named_modules()):
+            if isinstance(module, nn.Linear):
+                tower.set_submodule(name, _CutLinear(module, self._may_pause))
+            elif not any(True for _ in module.children()):
+                module.register_forward_pre_hook(lambda *_: self._may_pause())
+
+    def _may_pause(self) -> None:
+        if self._pause is not None:
+            self._pause()
+
+    def _add(self, place: int, hidden_1TH: Tensor) -> None:
+        if self._deep is not None and self._deep[1]:
+            places_P, deep = self._deep
+            hidden_1TH[0].index_add_(0, places_P, deep[place])
+
+
+def find_eyes(model: Any) -> Eyes | None:
+    """Return the eyes of a model of a family whose pictures come out right; None if it reads text alone."""
+    has_tower = hasattr(model, "get_image_features") and hasattr(model.config, "vision_config")
+    return Eyes(model) if has_tower and model.config.model_type in FAMILIES else None
+
+
+def vision_facts(model: Any, num_cache_tokens: int) -> VisionFacts:
+    """Say what a model with eyes reads."""
+    config = model.config
+    token_id = getattr(config, "image_token_id", None)
+    return VisionFacts(
+        family=config.model_type,
+        image_token_id=int(config.image_token_index if token_id is None else token_id),
+        num_cache_tokens=num_cache_tokens,
+    )
+
+
+def _layers_of(model: Any) -> Any:
+    return getattr(model.model, _body_name(model)).layers
+
+
+def _body_name(model: Any) -> str:
+    [name] = [each for each in _LAYERS_OF_BODY if hasattr(model.model, each)]
+    return name
+
+
+def _towers_of(model: Any) -> Iterator[nn.Module]:
+    """Yield the modules that read pictures: all but the language model."""
+    for name, child in model.model.named_children():
+        if name != _body_name(model):
+            yield child
+
+
+class _CutLinear(nn.Module):
+    """A layer that computes a few rows at a time: all of a large picture's take a tenth of a second."""
+
+    def __init__(self, layer: nn.Linear, may_pause: Callable[[], None]) -> None:
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+        self._may_pause = may_pause
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute all rows, at whatever dimensions they are."""
+        rows, parts = x.reshape(-1, x.shape[-1]), []
+        for start in range(0, len(rows), _ROWS_AT_ONCE):
+            self._may_pause()
+            part = rows[start : start + _ROWS_AT_ONCE]
+            parts.append(nn.functional.linear(part, self.weight, self.bias))
+        return torch.cat(parts).view(*x.shape[:-1], -1)
+
+
+def _joined(rows: Any) -> Tensor:
+    """Join what families give as one tensor, or as one for each part of a picture."""
+    parts = rows if isinstance(rows, tuple | list) else (rows,)
+    return torch.cat([each.reshape(-1, each.shape[-1]) for each in parts])

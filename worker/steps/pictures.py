@@ -1,0 +1,224 @@
+"""Pictures of the sequences that a worker has rows for, and their part of each step.
+
+Owns: which of them are computed now, and the rows and positions that they give a step; whether a model's
+pictures are read at all.
+Never: decides when a picture is computed: plans do.
+
+Shapes: T tokens of the step, P places of pictures among them, H numbers of a hidden state.
+"""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from time import monotonic
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from scheduler.input_messages import EncoderInput, Payload
+from scheduler.messages import (
+    Encoded,
+    ModelRunnerOutput,
+    NewSequence,
+    ScheduledSequence,
+    SchedulerOutput,
+    SequenceId,
+)
+from worker.attention.interface import AttentionBackend
+from worker.devices.device import Device
+from worker.pictures.eyes import Eyes, PictureRows, find_eyes, vision_facts
+from worker.pictures.outputs import Hold, OutputCache
+from worker.pictures.payloads import read_payload
+from worker.pictures.positions import PromptPositions
+from worker.pictures.sliced_call import SlicedCall
+from worker.steps.inputs import StepInputs
+from worker.steps.model_runner import EagerSteps, ModelRunner
+from worker.steps.tokens import PlacedRows
+from worker.worker_config import ModelFacts
+from worker.worker_errors import SequenceRefused
+
+log = logging.getLogger(__name__)
+
+_MOST_PLACES = 16384
+"""Places of pictures whose rows are kept: those of the largest picture that a family takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """Pictures of one sequence."""
+
+    inputs: tuple[EncoderInput, ...]
+    payloads: dict[str, Payload]
+    positions: PromptPositions | None
+
+
+class _Reading:
+    """A picture that is being computed."""
+
+    def __init__(self, item: EncoderInput, payload: Payload, eyes: Eyes) -> None:
+        self.content = item.content
+        self._item, self._payload, self._eyes = item, payload, eyes
+        self._num_threads = torch.get_num_threads()
+        self.call = SlicedCall(self._read)
+
+    def _read(self) -> PictureRows:
+        torch.set_num_threads(self._num_threads)  # it is set for each thread
+        return self._eyes.read(read_payload(self._payload), self._item.num_tokens, self.call.pause)
+
+
+class Pictures:
+    """Pictures from the row's first step to its last."""
+
+    def __init__(self, eyes: Eyes, num_cache_tokens: int) -> None:
+        self._eyes = eyes
+        self._outputs = OutputCache(num_cache_tokens)
+        self._seen: dict[SequenceId, _Seen] = {}
+        self._under_way: _Reading | None = None
+
+    def add(self, new: NewSequence) -> None:
+        """Take in a sequence with its pictures. Raises SequenceRefused."""
+        if not new.encoder_inputs:
+            return
+        payloads = {each.content: each for each in new.payloads}
+        if missing := {item.content for item in new.encoder_inputs} - payloads.keys():
+            raise SequenceRefused(f"{len(missing)} of its pictures came without bytes")
+        positions = None
+        if self._eyes.has_three_rows:
+            grids = [self._grid(item, payloads[item.content]) for item in new.encoder_inputs]
+            positions = PromptPositions(new.encoder_inputs, grids)
+        self._seen[new.sequence_id] = _Seen(new.encoder_inputs, payloads, positions)
+
+    def release(self, sequence_id: SequenceId) -> None:
+        """Forget a sequence; what its pictures became is kept while there is room."""
+        seen = self._seen.pop(sequence_id, None)
+        for item in () if seen is None else seen.inputs:
+            self._outputs.let_go(item.content, Hold(sequence_id, item.offset))
+        if self._under_way is not None and not self._outputs.is_held(self._under_way.content):
+            self._abandon()
+
+    def encode(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> ModelRunnerOutput:
+        """Compute pictures that the plan names, in its slice of time; return the step's output with them."""
+        begun_s = monotonic()
+        until_s = begun_s + plan.encoder_slice_s
+        done: dict[SequenceId, tuple[int, ...]] = {}
+        failures: dict[SequenceId, str] = {}
+        num_computed = num_found = 0
+        wanted = [(each, item) for each, inputs in plan.encoder_inputs.items() for item in inputs]
+        for sequence_id, item in wanted:
+            if sequence_id in self._seen:
+                self._outputs.hold(item.content, Hold(sequence_id, item.offset))
+        for sequence_id, item in wanted:
+            if sequence_id not in self._seen or sequence_id in failures:
+                continue
+            try:
+                is_found = self._outputs.get(item.content, item.num_tokens) is not None
+                if not (is_found or self._compute(sequence_id, item, until_s)):
+                    break
+            except SequenceRefused as error:
+                failures[sequence_id] = str(error)
+                continue
+            num_found += is_found
+            num_computed += not is_found
+            done[sequence_id] = (*done.get(sequence_id, ()), item.offset)
+        encoded = Encoded(done, num_computed, num_found, monotonic() - begun_s)
+        return replace(output, encoded=encoded, failures={**failures, **output.failures})
+
+    def place(self, inputs: StepInputs) -> StepInputs:
+        """Put the rows of pictures, and positions behind them, into a step."""
+        if not self._seen:
+            return inputs
+        places, rows = [], []
+        for first, share, seen in self._shares(inputs.shares):
+            for item in seen.inputs:
+                start, end = max(item.offset, share.start), min(item.end, share.start + share.num_tokens)
+                if start < end:
+                    output = self._outputs.get(item.content, item.num_tokens)
+                    assert output is not None, "a plan computes places of a picture that no plan had encoded"
+                    rows.append(output.between(start - item.offset, end - item.offset))
+                    places.append(np.arange(start, end) - share.start + first)
+        placed = PlacedRows(np.concatenate(places), *PictureRows.joined(rows)) if places else None
+        return replace(inputs, placed=placed, position_ids_T=self._positions(inputs))
+
+    def note_computed(self, shares: list[ScheduledSequence]) -> None:
+        """Let go of the pictures whose last places were computed."""
+        for _, share, seen in self._shares(shares) if self._seen else ():
+            for item in seen.inputs:
+                if item.end <= share.start + share.num_tokens:
+                    self._outputs.let_go(item.content, Hold(share.sequence_id, item.offset))
+
+    def _shares(self, shares: list[ScheduledSequence]) -> Iterator[tuple[int, ScheduledSequence, _Seen]]:
+        """Yield the shares of sequences with pictures, each with the place of its first token."""
+        first = 0
+        for share in shares:
+            seen = self._seen.get(share.sequence_id)
+            if seen is not None:
+                yield first, share, seen
+            first += share.num_tokens
+
+    def _positions(self, inputs: StepInputs) -> NDArray[np.int64]:
+        """Return positions [T], or [3, T] in a step of a sequence whose pictures changed them."""
+        positions = inputs.position_ids_T
+        for first, share, seen in self._shares(inputs.shares):
+            if seen.positions is not None:
+                if positions.ndim == 1:
+                    positions = np.tile(positions, (3, 1))
+                end = share.start + share.num_tokens
+                positions[:, first : first + share.num_tokens] = seen.positions.between(share.start, end)
+        return positions
+
+    def _compute(self, sequence_id: SequenceId, item: EncoderInput, until_s: float) -> bool:
+        """Go on with a picture; False if it is not done in time. Raises SequenceRefused."""
+        if self._under_way is not None and self._under_way.content != item.content:
+            self._abandon()
+        if self._under_way is None:
+            payload = self._seen[sequence_id].payloads[item.content]
+            self._under_way = _Reading(item, payload, self._eyes)
+        try:
+            rows = self._under_way.call.go_on(until_s - monotonic())
+        except BaseException:
+            self._under_way = None
+            raise
+        if rows is None:
+            return False
+        self._under_way = None
+        self._outputs.put(item.content, rows)
+        return True
+
+    def _abandon(self) -> None:
+        assert self._under_way is not None
+        self._under_way.call.abandon()
+        self._under_way = None
+
+    def _grid(self, item: EncoderInput, payload: Payload) -> tuple[int, int, int]:
+        """Return the frames, rows and columns of a picture's places. Raises SequenceRefused."""
+        frames, rows, columns = payload.grid
+        merge = self._eyes.merge_size
+        if frames * (rows // merge) * (columns // merge) != item.num_tokens:
+            raise SequenceRefused(f"a picture of {payload.grid} patches has {item.num_tokens} places")
+        return frames, rows // merge, columns // merge
+
+
+class OpenSteps(NamedTuple):
+    """Steps that call the model for each, with the pictures of a model that reads them."""
+
+    facts: ModelFacts
+    steps: EagerSteps
+    pictures: Pictures | None
+
+
+def open_eager_steps(
+    facts: ModelFacts, runner: ModelRunner, backend: AttentionBackend, device: Device
+) -> OpenSteps:
+    """Make the runner, and open the eyes of a model whose family's pictures come out right."""
+    is_divided = facts.num_ranks > 1
+    eyes = None if is_divided else find_eyes(runner.model)
+    if eyes is None:
+        if hasattr(runner.model, "get_image_features"):
+            where = ", divided among ranks," if is_divided else ""
+            log.info("%s%s reads text alone, and no pictures", facts.model_type, where)
+        return OpenSteps(facts, EagerSteps(runner, backend, device), None)
+    num_places = min(_MOST_PLACES, facts.max_model_len)
+    facts = replace(facts, vision=vision_facts(runner.model, num_places))
+    return OpenSteps(facts, EagerSteps(runner, backend, device, eyes), Pictures(eyes, num_places))
