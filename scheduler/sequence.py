@@ -175,8 +175,7 @@ class Sequence:
         self.pending_start: SequenceStart | None = None  # for the first output
         self.is_compiled = False  # the worker has compiled its grammar for the next admission
 
-        self.num_computed_tokens = 0
-        self.num_cached_tokens = 0
+        self.num_computed_tokens = self.num_cached_tokens = 0
         self.num_lost_tokens, self.lost_to = 0, ""  # not found, for want of something of this group
         self.num_reported_positions = inputs.num_reported_positions  # of which the client has logprobs
         self.tables: list[BlockTable] = []  # one for each group of layers; none before it was admitted
