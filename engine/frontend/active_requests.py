@@ -102,7 +102,8 @@ class ActiveRequests:
             time_limit_s=min(self._limits.nearest_s, terms.time_limits.nearest_s),
         )
         num_ahead = self._desk.waiting.num_ahead(call, next_id=self._desk.next_id)
-        return QueueForecast(num_ahead, self._desk.limits.time_to_start(num_ahead, now_s=now_s), wait_reason)
+        start_s = self._desk.limits.time_to_start(num_ahead, terms.priority, now_s=now_s)
+        return QueueForecast(num_ahead, start_s, wait_reason)
 
     def admit(
         self, requests: Sequence[GenerationRequest], readable: asyncio.Event, *, is_read_whole: bool = False
@@ -264,7 +265,8 @@ class ActiveRequests:
         if not self._desk.limits.has_room(num_sequences, num_tokens):
             self._make_room(num_sequences, num_tokens, self._call_terms(requests, now_s))
         with self._metrics.counting_refusals():
-            self._desk.limits.admit(num_sequences, num_tokens, now_s=now_s)
+            priority = min((request.terms.priority for request in requests), default=0)
+            self._desk.limits.admit(num_sequences, num_tokens, now_s=now_s, priority=priority)
         if requests:
             self._desk.tenant_tokens.admit(requests[0].terms.tenant, num_tokens)
 

@@ -5,18 +5,20 @@ start, the refusals, and the queue that all models of one server share.
 Never: reads a clock (time is an argument), or decides a tenant's limit (engine/options/api_keys.py).
 """
 
-from collections import Counter, deque
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import Overloaded, OverloadReason, TenantOverloaded
 from engine.frontend.waiting_calls import WaitingCalls
+from scheduler.config import SchedulingPolicy
 from scheduler.messages import SequenceId
+from scheduler.queues.start_forecast import StartForecast
 
 if TYPE_CHECKING:
     from engine.options.engine_config import EngineConfig
 
-_RATE_WINDOW_S = 10.0
 _MIN_RETRY_S, _MAX_RETRY_S = 1.0, 60.0
+_UNKNOWN_RETRY_S = 10.0
 
 
 class QueueLimits:
@@ -25,20 +27,22 @@ class QueueLimits:
     A sequence starts with its first output, so sequences in prefill still count as waiting.
     """
 
-    def __init__(self, *, max_queued: int, max_queued_tokens: int) -> None:
+    def __init__(self, *, max_queued: int, max_queued_tokens: int, has_priorities: bool = False) -> None:
         self._max_queued = max_queued
         self._max_queued_tokens = max_queued_tokens
-        self._starts_s: deque[float] = deque()
+        self._forecast = StartForecast(has_priorities=has_priorities)
         self.num_queued = 0
         self.num_queued_tokens = 0
 
-    def admit(self, num_sequences: int, num_tokens: int, *, now_s: float) -> None:
+    def admit(self, num_sequences: int, num_tokens: int, *, now_s: float, priority: int = 0) -> None:
         """Take in all sequences of a call, or none. Raises Overloaded.
 
         A request larger than the queue is taken in if the queue is empty; otherwise it would never fit.
         """
         if not self.has_room(num_sequences, num_tokens):
             raise self.refusal(num_sequences, now_s=now_s)
+        for _ in range(num_sequences):
+            self._forecast.note_arrival(priority, now_s=now_s)
         self.num_queued += num_sequences
         self.num_queued_tokens += num_tokens
 
@@ -69,25 +73,20 @@ class QueueLimits:
     def start(self, num_tokens: int, *, now_s: float) -> None:
         """Remove a sequence that has started, and `num_tokens` prompt tokens with it."""
         self.leave(1, num_tokens)
-        self._starts_s.append(now_s)
-        self._forget_old(now_s)
+        self._forecast.note_start(num_waiting=self.num_queued, now_s=now_s)
 
     def retry_after_s(self, *, now_s: float) -> float:
-        """Estimate how long the queue takes to empty, from the starts of the last seconds."""
-        self._forget_old(now_s)
-        rate_hz = max(len(self._starts_s), 1) / _RATE_WINDOW_S
-        return min(max(self.num_queued / rate_hz, _MIN_RETRY_S), _MAX_RETRY_S)
+        """Estimate how long the queue takes to empty, from the last starts."""
+        if not self.num_queued:
+            return _MIN_RETRY_S
+        empty_s = self._forecast.expected_s(self.num_queued, 0, now_s=now_s)
+        return min(max(_UNKNOWN_RETRY_S if empty_s is None else empty_s, _MIN_RETRY_S), _MAX_RETRY_S)
 
-    def time_to_start(self, num_sequences: int, *, now_s: float) -> float | None:
-        """Estimate the seconds until this many have begun, from recent starts; None if none began lately."""
-        self._forget_old(now_s)
-        if not num_sequences:
+    def time_to_start(self, num_ahead: int, priority: int, *, now_s: float) -> float | None:
+        """Estimate the seconds until one more sequence begins; None without starts to tell from."""
+        if not num_ahead:
             return 0.0
-        return num_sequences / len(self._starts_s) * _RATE_WINDOW_S if self._starts_s else None
-
-    def _forget_old(self, now_s: float) -> None:
-        while self._starts_s and self._starts_s[0] < now_s - _RATE_WINDOW_S:
-            self._starts_s.popleft()
+        return self._forecast.expected_s(num_ahead, priority, now_s=now_s)
 
 
 class TenantTokens:
@@ -127,7 +126,9 @@ class Desk:
     def __init__(self, config: "EngineConfig") -> None:
         """`config` is that of any model: they are alike in what concerns the queue."""
         self.limits = QueueLimits(
-            max_queued=config.max_queued_requests, max_queued_tokens=config.max_queued_tokens
+            max_queued=config.max_queued_requests,
+            max_queued_tokens=config.max_queued_tokens,
+            has_priorities=config.scheduler.policy is SchedulingPolicy.PRIORITY,
         )
         self.tenant_tokens = TenantTokens()
         self.waiting: WaitingCalls[Any] = WaitingCalls(config.scheduler)

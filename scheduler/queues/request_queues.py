@@ -5,18 +5,18 @@ Never: decides that a sequence moves; planner.py, admission.py and scheduler.py 
 """
 
 from bisect import bisect_left, insort
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from operator import attrgetter
 
-from scheduler.config import Fairness, SchedulerConfig
+from scheduler.config import Fairness, SchedulerConfig, SchedulingPolicy
 from scheduler.group_places import places_of
 from scheduler.messages import ReportPage, RequestCounts, SequenceId, SequenceReport, WaitReason
 from scheduler.policy import OrderOfService
 from scheduler.queues.compilations import Compilations
 from scheduler.queues.fairness import FairWaitingQueue
 from scheduler.queues.lazy_heap import walk
+from scheduler.queues.start_forecast import StartForecast
 from scheduler.queues.waiting_queue import AgingWaitingQueue, NeedIndex, WaitingQueue
 from scheduler.sequence import Sequence, Status
 from scheduler.tenant_ledger import GENERATED_TOKEN_COST, PROMPT_TOKEN_COST, TenantAccounts
@@ -32,30 +32,6 @@ _ReasonOf = Callable[[Sequence, int], WaitReason]
 
 _Queue = WaitingQueue | FairWaitingQueue
 
-_MAX_STARTS = 64
-_MIN_STARTS = 2
-
-
-class StartForecast:
-    """Forecast of when a waiting sequence starts, from the starts of the last ones.
-
-    A place of the queue takes as long as these were apart; the time since the last counts too.
-    """
-
-    def __init__(self) -> None:
-        self._starts_s: deque[float] = deque(maxlen=_MAX_STARTS)
-
-    def note_start(self, now_s: float) -> None:
-        """Note that a sequence was admitted."""
-        self._starts_s.append(now_s)
-
-    def expected_s(self, place: int, *, now_s: float) -> float | None:
-        """Seconds until the sequence at this place starts; None before there is anything to tell from."""
-        if len(self._starts_s) < _MIN_STARTS:
-            return None
-        span_s = max(now_s - self._starts_s[0], 0.0)
-        return (place + 1) * span_s / len(self._starts_s)
-
 
 class RequestQueues:
     """The running queue is kept in order of `running_rank`; the waiting queue knows its first."""
@@ -65,7 +41,7 @@ class RequestQueues:
         self.running: list[Sequence] = []
         self._accounts: TenantAccounts | None = None
         self._num_swapped = 0
-        self.forecast = StartForecast()
+        self.forecast = StartForecast(has_priorities=config.policy is SchedulingPolicy.PRIORITY)
         if config.fairness is Fairness.TENANT:
             self._accounts = TenantAccounts(dict(config.tenant_weights), order.level)
         self.waiting = self._new_queue()
@@ -117,9 +93,10 @@ class RequestQueues:
         """Queue a new sequence."""
         if self._accounts is not None:
             self._accounts.join(seq)
+        self.forecast.note_arrival(seq.priority, now_s=seq.admitted_s)
         self._wait(seq)
 
-    def admit(self, seq: Sequence) -> None:
+    def admit(self, seq: Sequence, *, now_s: float) -> None:
         """Move a sequence from the waiting queue to the running one."""
         self._wait_no_more(seq)
         self._num_swapped -= seq.status is Status.SWAPPED
@@ -128,6 +105,8 @@ class RequestQueues:
             self.compilations.note_used(seq)
             seq.is_compiled = False
         insort(self.running, seq, key=_running_rank_of)
+        num_waiting = len(self.waiting) + self.num_without_grammar
+        self.forecast.note_start(num_waiting=num_waiting, now_s=now_s)
 
     def compile(self, seq: Sequence) -> None:
         """Have the grammar of a sequence compiled."""
@@ -254,7 +233,7 @@ class RequestQueues:
             if waiting is None or waiting.status is Status.FINISHED or place < begin:
                 yield None
             else:
-                expected_s = self.forecast.expected_s(place, now_s=now_s)
+                expected_s = self.forecast.expected_s(place, waiting.priority, now_s=now_s)
                 reason = reason_of(waiting, num_ahead).value
                 yield self._report(waiting, place, reason, expected_s, now_s)
             place += waiting is not None

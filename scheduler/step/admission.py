@@ -411,8 +411,7 @@ class Admission:
         copies = self._kv.allocate(seq, demand)
         plan.swap_in += copies.swap_in
         plan.copies += copies.copies
-        self._queues.admit(seq)
-        self._queues.forecast.note_start(plan.now_s)
+        self._queues.admit(seq, now_s=plan.now_s)
         plan.budget.take_slot()
         seq.protected_until = seq.num_tokens + PROTECTED_TOKENS
         if not seq.num_preemptions:

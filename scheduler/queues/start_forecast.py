@@ -1,0 +1,73 @@
+"""Forecast of when waiting sequences start, from the starts of the last ones.
+
+Owns: how far starts are apart while something waits, and how many more urgent ones come meanwhile.
+Never: a clock, or the order of the queue.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from itertools import takewhile
+
+_MAX_GAPS = 256
+_MAX_ARRIVALS = 1024
+_MIN_STARTS = 2
+_LEAST_SHARE = 0.1
+"""Share of the starts that is left for a sequence, however many more urgent ones come: it is not told
+that it will never start."""
+
+
+class StartForecast:
+    """Starts and arrivals of late. Starts count only while others wait: else arrivals set the pace."""
+
+    def __init__(self, *, has_priorities: bool) -> None:
+        """`has_priorities`: whether arrivals pass those that are less urgent."""
+        self._has_priorities = has_priorities
+        self._gaps: deque[tuple[float, int]] = deque(maxlen=_MAX_GAPS)
+        """Seconds between starts, and how many started at the end of each."""
+        self._arrivals: deque[tuple[float, int]] = deque(maxlen=_MAX_ARRIVALS)
+        self._last_s: float | None = None
+        """Time of the last start; None if nothing has waited since."""
+        self._num_at_once = 0
+        self._gap_s = 0.0
+
+    def note_arrival(self, priority: int, *, now_s: float) -> None:
+        """Note a sequence that came to wait."""
+        if self._has_priorities:
+            self._arrivals.append((now_s, priority))
+
+    def note_start(self, *, num_waiting: int, now_s: float) -> None:
+        """Note a start, and how many are left waiting."""
+        if self._last_s is not None and now_s > self._last_s:
+            self._close_gap()
+            self._gap_s = now_s - self._last_s
+        self._num_at_once += 1
+        self._last_s = now_s
+        if not num_waiting:
+            self._close_gap()
+            self._last_s = None
+
+    def expected_s(self, num_ahead: int, priority: int, *, now_s: float) -> float | None:
+        """Seconds until a sequence with so many ahead of it starts; None if there is nothing to tell from."""
+        num_starts = sum(num for _, num in self._gaps) + (self._num_at_once if self._gap_s else 0)
+        if num_starts < _MIN_STARTS:
+            return None
+        span_s = sum(gap_s for gap_s, _ in self._gaps) + self._gap_s
+        if self._last_s is not None:  # a start that is late says something too
+            span_s += max(now_s - self._last_s - span_s / num_starts, 0.0)
+        pace = num_starts / span_s
+        left = pace - self._num_more_urgent(priority, span_s, now_s) / span_s
+        return (num_ahead + 1) / max(left, _LEAST_SHARE * pace)
+
+    def _num_more_urgent(self, priority: int, span_s: float, now_s: float) -> float:
+        """Arrivals of more urgent sequences in the last `span_s`."""
+        recent: Iterable[tuple[float, int]] = takewhile(
+            lambda arrival: arrival[0] > now_s - span_s, reversed(self._arrivals)
+        )
+        by_priority = Counter(each for _, each in recent)
+        return sum(num for each, num in by_priority.items() if each < priority)
+
+    def _close_gap(self) -> None:
+        """Keep a gap with its starts; those that found nothing waiting have none."""
+        if self._gap_s:
+            self._gaps.append((self._gap_s, self._num_at_once))
+        self._gap_s, self._num_at_once = 0.0, 0
