@@ -26,7 +26,14 @@ from engine.frontend.vllm_metrics import Timeline
 from engine.frontend.waiting_deadlines import is_own_limit, kinds_named
 from engine.process_messages import Begun
 from engine.types import GenerationRequest, PooledOutput, PoolingRequest
-from scheduler.messages import FinishReason, SequenceId, SequenceOutput, TimeLimitKind, TimeLimits
+from scheduler.messages import (
+    FinishReason,
+    SamplingParams,
+    SequenceId,
+    SequenceOutput,
+    TimeLimitKind,
+    TimeLimits,
+)
 from scheduler.routing.dispatcher import CallNeeds, Ticket
 
 _ABORT_CAUSES: dict[type[EngineError], AbortCause] = {
@@ -42,6 +49,7 @@ _REASONS: dict[type[EngineError], FinishReason] = {
     EngineUnavailable: FinishReason.ABORTED,  # cut off by a shutdown
 }
 
+_NO_SAMPLING = SamplingParams()
 NO_TICKET: Ticket[Any] = Ticket(
     None, CallNeeds(rank=(), priority=0, tenant="", num_sequences=0, num_prompt_tokens=0), is_closed=True
 )
@@ -86,6 +94,8 @@ class ActiveRequest(Generic[RequestT, ChoiceT]):
         self.started_s = self.arrived_s
         """The first step of its first sequence; meaningless before."""
         self.first_token_s: float | None = None
+        self.expected_first_token_s: float | None = None
+        """Seconds from its arrival, as they were foreseen then."""
         self.num_cached_tokens = 0
         self.num_deaths = 0
         """Engine processes that died while they held this request."""
@@ -178,6 +188,10 @@ class ActiveRequest(Generic[RequestT, ChoiceT]):
             self.request.journal.note_own_limit()
         self.fail(DeadlineExceeded(message))
 
+    def fields_of_kind(self) -> dict[str, Any]:
+        """Fields of AddRequest that one kind of request has, and the other not."""
+        raise NotImplementedError
+
     def begun(self) -> tuple[Begun, ...]:
         """Beginnings for the next engine process, one for each unfinished choice; none: it begins anew."""
         return ()
@@ -215,6 +229,9 @@ class ActivePooling(ActiveRequest[PoolingRequest, PooledChoice]):
         self._choice = PooledChoice()
         super().__init__(request, {sequence_id: self._choice}, readable)
         self._is_read = False
+
+    def fields_of_kind(self) -> dict[str, Any]:
+        return {"params": _NO_SAMPLING, "pooling": self.request.params}
 
     def take(self) -> list[PooledOutput]:
         """Return the vector once; empty before it is there. Raises the error that ended the request."""

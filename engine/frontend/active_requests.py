@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from engine.errors import EngineDiedTwice, EngineError, Overloaded, OverloadReason
 from engine.frontend.active_request import NO_TICKET, ActivePooling, RequestChoice
@@ -29,17 +28,15 @@ from engine.types import GenerationRequest, PoolingRequest, QueueForecast, Servi
 from scheduler.cache_groups import CacheGroup
 from scheduler.messages import (
     FinishReason,
-    SamplingParams,
     SequenceId,
     SequenceOutput,
     SequenceStart,
     TimeLimitKind,
     TimeLimits,
 )
+from scheduler.routing.start_forecast import PromptTimes
 
 log = logging.getLogger(__name__)
-
-_NO_SAMPLING = SamplingParams()
 
 
 class ActiveRequests:
@@ -63,6 +60,7 @@ class ActiveRequests:
         self._by_id: dict[str, AnyActive] = {}
         self._by_sequence: dict[SequenceId, AnyActive] = {}
         self._patience = WaitingDeadlines()
+        self._prompt_times = PromptTimes()
         self.is_empty = asyncio.Event()
         self.is_empty.set()
         self.num_cut_off = 0
@@ -103,7 +101,7 @@ class ActiveRequests:
         )
         num_ahead = self._desk.waiting.num_ahead(call, next_id=self._desk.next_id)
         start_s = self._desk.limits.time_to_start(num_ahead, terms.priority, now_s=now_s)
-        return QueueForecast(num_ahead, start_s, wait_reason)
+        return QueueForecast(num_ahead, start_s if num_ahead else 0.0, wait_reason)
 
     def admit(
         self, requests: Sequence[GenerationRequest], readable: asyncio.Event, *, is_read_whole: bool = False
@@ -152,8 +150,9 @@ class ActiveRequests:
         for sequence_id in active.choices:
             self._by_sequence.pop(sequence_id, None)
         num_tokens = 0 if active.has_started else active.num_prompt_tokens
-        self._desk.limits.leave(active.num_unstarted, num_tokens)
-        self._desk.tenant_tokens.leave(active.request.terms.tenant, num_tokens)
+        terms = active.request.terms
+        self._desk.limits.leave(active.num_unstarted, num_tokens, priority=terms.priority)
+        self._desk.tenant_tokens.leave(terms.tenant, num_tokens)
         if unfinished:
             if ticket.engine is not None:
                 self._end(ticket.engine, unfinished, FinishReason.ABORTED)
@@ -209,11 +208,10 @@ class ActiveRequests:
     def abort(self, active: AnyActive) -> None:
         """End a request from outside; its reader gets the output so far."""
         active.is_aborted = True
-        engine = active.ticket.engine
-        if engine is not None:
-            self._end(engine, active.unfinished_ids, FinishReason.ABORTED)
-        else:
+        if active.ticket.engine is None:
             self._end_in_line(active, FinishReason.ABORTED)
+        else:
+            self._end(active.ticket.engine, active.unfinished_ids, FinishReason.ABORTED)
 
     def take_outputs(
         self,
@@ -337,9 +335,10 @@ class ActiveRequests:
             self.is_empty.clear()
             self._metrics.request_admitted(active.num_prompt_tokens)
             if isinstance(active, ActiveText):
-                params = active.request.params
-                self._metrics.params_admitted(n=active.request.n, max_tokens=params.max_tokens)
+                n, max_tokens = active.request.n, active.request.params.max_tokens
+                self._metrics.params_admitted(n=n, max_tokens=max_tokens)
             active.request.journal.note_admission(active.num_prompt_tokens, active.request.terms.priority)
+        self._foresee_first_tokens(admitted)
         try:
             self._desk.waiting.add(
                 admitted,
@@ -357,6 +356,19 @@ class ActiveRequests:
         for active in admitted:
             if active.ticket.engine is None and not active.is_over:
                 self._hold(active)
+
+    def _foresee_first_tokens(self, admitted: Sequence[AnyActive]) -> None:
+        """Foresee the first token of each of a call, as things are at its admission."""
+        start_s: float | None = 0.0
+        if self.engines.are_full:
+            priority, now_s = admitted[0].request.terms.priority, admitted[0].arrived_s
+            num_own = sum(len(active.choices) for active in admitted)
+            start_s = self._desk.limits.time_to_start_of_last(num_own, priority, now_s=now_s)
+        for active in admitted:
+            prompt_s = self._prompt_times.expected_s(active.num_prompt_tokens)
+            if start_s is not None and prompt_s is not None:
+                active.expected_first_token_s = start_s + prompt_s
+                self._metrics.observe("predicted_first_token_seconds", start_s + prompt_s)
 
     def _bind(self) -> None:
         """Send the requests of the line that an engine can begin soon."""
@@ -405,9 +417,7 @@ class ActiveRequests:
             sequence_ids=active.unfinished_ids,
             begun=active.begun(),
             prompt_token_ids=request.prompt_token_ids,
-            params=_NO_SAMPLING if isinstance(request, PoolingRequest) else request.params,
-            pooling=request.params if isinstance(request, PoolingRequest) else None,
-            **({} if isinstance(request, PoolingRequest) else _fields_of_generation(request)),
+            **active.fields_of_kind(),
             terms=self._terms(active),
             request_id=request.journal.request_id,
             trace_id=request.journal.trace_id,
@@ -441,7 +451,7 @@ class ActiveRequests:
             )
         self._desk.waiting.discard(active)
         active.num_unstarted -= 1
-        self._desk.limits.start(num_tokens, now_s=now_s)
+        self._desk.limits.start(num_tokens, now_s=now_s, priority=active.request.terms.priority)
         self._desk.tenant_tokens.leave(active.request.terms.tenant, num_tokens)
         self._metrics.observe("request_queue_time_seconds", start.queue_s)
 
@@ -451,6 +461,10 @@ class ActiveRequests:
         since_arrival_s = now_s - active.arrived_s
         if active.first_token_s is None:
             active.first_token_s = now_s
+            self._prompt_times.note(active.num_prompt_tokens, now_s - active.started_s)
+            if active.expected_first_token_s is not None:
+                error_s = active.expected_first_token_s - since_arrival_s
+                self._metrics.observe("predicted_first_token_error_seconds", error_s)
         self._metrics.first_token_arrived(num_tokens, since_arrival_s, active.request.terms.priority)
         active.request.journal.note_first_token(since_arrival_s)
         choice.last_token_s = now_s
@@ -463,20 +477,8 @@ class ActiveRequests:
         self.engines.note_end(active.ticket)
         self._metrics.choice_finished(choice.finish_reason, choice.num_tokens)
         active.request.journal.note_end(choice.finish_reason, choice.num_tokens)
-        is_ours = output.finish_reason is None  # a stop string, which only this process can see
-        if is_ours and engine is not None:
+        if output.finish_reason is None and engine is not None:  # a stop string, which it cannot see
             self._end(engine, [output.sequence_id], FinishReason.STOP)
 
     def _end(self, engine: int, ids: Iterable[SequenceId], reason: FinishReason) -> None:
         self._send(engine, EndSequences(sequence_ids=tuple(ids), reason=reason))
-
-
-def _fields_of_generation(request: GenerationRequest) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        "prediction": request.prediction,
-        "encoder_inputs": request.encoder_inputs,
-        "payloads": request.payloads,
-    }
-    if request.adapter is not None:
-        fields |= {"adapter": request.adapter.identity, "adapter_folder": request.adapter.folder}
-    return fields

@@ -6,6 +6,7 @@ Never: talks to the engine process (client.py does).
 
 import asyncio
 from array import array
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -176,6 +177,18 @@ class ActiveText(ActiveRequest[GenerationRequest, TextChoice]):
         output = choice.take()
         prompt_logprobs = self._prompt_logprobs.take(choice.index)
         return replace(output, prompt_logprobs=prompt_logprobs) if prompt_logprobs else output
+
+    def fields_of_kind(self) -> dict[str, Any]:
+        request = self.request
+        adapter = request.adapter
+        return {
+            "params": request.params,
+            "prediction": request.prediction,
+            "encoder_inputs": request.encoder_inputs,
+            "payloads": request.payloads,
+            "adapter": "" if adapter is None else adapter.identity,
+            "adapter_folder": "" if adapter is None else adapter.folder,
+        }
 
     def begun(self) -> tuple[Begun, ...]:
         if not self.has_started:

@@ -79,7 +79,11 @@ class AsyncEngine:
         """The death of each engine's last process, until the next is ready."""
         self._viewers = Subscribers(self._engines.send_all)
         self._views = JoinedViews(config.num_engines)
-        self.metrics = EngineMetrics(config.served_names[0], num_engines=config.num_engines)
+        self.metrics = EngineMetrics(
+            config.served_names[0],
+            num_engines=config.num_engines,
+            target_first_token_s=config.target_first_token_s,
+        )
         self.metrics.watch_health(self.health)
         texts = TokenizerThreads(self._tokenizer, self._template, self.metrics.counting_refusals)
         self._texts = texts

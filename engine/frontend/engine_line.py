@@ -75,6 +75,12 @@ class EngineLine(Dispatcher[AnyActive]):
         share, rest = divmod(num_in_line, len(views))
         return LiveCounts(views[engine].num_live, share + (engine < rest))
 
+    @property
+    def are_full(self) -> bool:
+        """Whether what the engines have takes all their places."""
+        num_live = sum(view.num_live for view in self.views)
+        return num_live >= len(self.views) * self._options.max_num_seqs
+
     def owners(self) -> list[AnyActive]:
         """Requests that no engine has, in the order of service."""
         return [ticket.owner for ticket in self.line]

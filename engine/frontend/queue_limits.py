@@ -12,7 +12,7 @@ from engine.errors import Overloaded, OverloadReason, TenantOverloaded
 from engine.frontend.waiting_calls import WaitingCalls
 from scheduler.config import SchedulingPolicy
 from scheduler.messages import SequenceId
-from scheduler.queues.start_forecast import StartForecast
+from scheduler.routing.start_forecast import StartForecast
 
 if TYPE_CHECKING:
     from engine.options.engine_config import EngineConfig
@@ -30,9 +30,11 @@ class QueueLimits:
     def __init__(self, *, max_queued: int, max_queued_tokens: int, has_priorities: bool = False) -> None:
         self._max_queued = max_queued
         self._max_queued_tokens = max_queued_tokens
+        self._has_priorities = has_priorities
         self._forecast = StartForecast(has_priorities=has_priorities)
         self.num_queued = 0
         self.num_queued_tokens = 0
+        self._num_by_priority = Counter[int]()
 
     def admit(self, num_sequences: int, num_tokens: int, *, now_s: float, priority: int = 0) -> None:
         """Take in all sequences of a call, or none. Raises Overloaded.
@@ -44,6 +46,7 @@ class QueueLimits:
         for _ in range(num_sequences):
             self._forecast.note_arrival(priority, now_s=now_s)
         self.num_queued += num_sequences
+        self._num_by_priority[priority] += num_sequences
         self.num_queued_tokens += num_tokens
 
     def refusal(self, num_sequences: int, *, now_s: float) -> Overloaded:
@@ -65,14 +68,24 @@ class QueueLimits:
         fits = num_left + num_sequences <= self._max_queued
         return not num_left or (fits and num_left_tokens + num_tokens <= self._max_queued_tokens)
 
-    def leave(self, num_sequences: int, num_tokens: int) -> None:
+    def leave(self, num_sequences: int, num_tokens: int, *, priority: int = 0) -> None:
         """Remove sequences that ended before they started."""
         self.num_queued -= num_sequences
         self.num_queued_tokens -= num_tokens
+        self._num_by_priority[priority] -= num_sequences
+        if not self._num_by_priority[priority]:
+            del self._num_by_priority[priority]
 
-    def start(self, num_tokens: int, *, now_s: float) -> None:
+    def time_to_start_of_last(self, num_sequences: int, priority: int, *, now_s: float) -> float | None:
+        """Estimate the seconds until the call begins that came last, without a walk through the line."""
+        num_queued = self.num_queued
+        if self._has_priorities:
+            num_queued = sum(num for each, num in self._num_by_priority.items() if each <= priority)
+        return self.time_to_start(num_queued - num_sequences, priority, now_s=now_s)
+
+    def start(self, num_tokens: int, *, now_s: float, priority: int = 0) -> None:
         """Remove a sequence that has started, and `num_tokens` prompt tokens with it."""
-        self.leave(1, num_tokens)
+        self.leave(1, num_tokens, priority=priority)
         self._forecast.note_start(num_waiting=self.num_queued, now_s=now_s)
 
     def retry_after_s(self, *, now_s: float) -> float:
@@ -84,8 +97,6 @@ class QueueLimits:
 
     def time_to_start(self, num_ahead: int, priority: int, *, now_s: float) -> float | None:
         """Estimate the seconds until one more sequence begins; None without starts to tell from."""
-        if not num_ahead:
-            return 0.0
         return self._forecast.expected_s(num_ahead, priority, now_s=now_s)
 
 

@@ -83,6 +83,7 @@ class EngineConfig:
     max_queued_requests: int
     max_queued_tokens: int
     heartbeat_timeout_s: float
+    target_first_token_s: float | None
     grammar_compile_timeout_s: float
     worker: WorkerConfig
     num_engines: int = 1
@@ -191,6 +192,7 @@ def _engine_config(options: Options, folder: Path, name: str, speculation: Specu
             first_token_s=_or_no_limit(options.first_token_timeout),
             total_s=options.request_timeout or inf,
         ),
+        target_first_token_s=options.target_first_token,
         log_format=LogFormat(options.log_format),
         trace_file=None if options.trace_steps is None else str(Path(options.trace_steps).absolute()),
         max_queued_requests=options.max_queued_requests,

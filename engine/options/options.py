@@ -205,6 +205,13 @@ class Options(AdapterOptions, SpeculationOptions, EdgeOptions):
         "How long a request may take to its first token; then it is answered with 504.",
         open_default="no limit",
     )
+    target_first_token: float | None = _requests(
+        Duration(low=0.001, high=1e6),
+        "Time in which first tokens are to come, for autoscalers: the metric "
+        "tokenyard:first_token_target_seconds, beside which the foreseen times are put. No request is "
+        "refused for it.",
+        open_default="none is published",
+    )
     request_timeout: float = _requests(
         Duration(low=0.0, high=1e6),
         "How long a request may take in all, from its admission; then it ends with what it has. Requests may "

@@ -16,8 +16,8 @@ from scheduler.policy import OrderOfService
 from scheduler.queues.compilations import Compilations
 from scheduler.queues.fairness import FairWaitingQueue
 from scheduler.queues.lazy_heap import walk
-from scheduler.queues.start_forecast import StartForecast
 from scheduler.queues.waiting_queue import AgingWaitingQueue, NeedIndex, WaitingQueue
+from scheduler.routing.start_forecast import StartForecast
 from scheduler.sequence import Sequence, Status
 from scheduler.tenant_ledger import GENERATED_TOKEN_COST, PROMPT_TOKEN_COST, TenantAccounts
 

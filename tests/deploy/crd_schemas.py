@@ -58,7 +58,7 @@ _TRIGGER = _object(
             {"activationThreshold": _NUMBER_AS_TEXT},
         ),
     },
-    {"name": {"type": "string"}},
+    {"name": {"type": "string"}, "metricType": {"enum": ["AverageValue", "Value"]}},
 )
 SCALED_OBJECT = _resource(
     "keda.sh/v1alpha1",

@@ -324,7 +324,12 @@ def test_keda_scales_by_metrics_that_are_exported_and_never_by_cpu() -> None:
     (scaled,) = read_file(KUBERNETES / "overlays" / "autoscaled" / "scaledobject.yaml")
     queries = [trigger["metadata"]["query"] for trigger in scaled["spec"]["triggers"]]
     read = [selector.metric for query in queries for selector in promql.read(query).selectors]
-    assert read == ["tokenyard:num_requests_waiting", "tokenyard:kv_cache_usage_perc"]
+    assert read == [
+        "tokenyard:num_requests_waiting",
+        "tokenyard:kv_cache_usage_perc",
+        "tokenyard:predicted_first_token_seconds_bucket",
+        "tokenyard:first_token_target_seconds",
+    ]
     for query in queries:
         assert not faults(promql.read(query))
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from scheduler.queues.start_forecast import StartForecast
+from scheduler.routing.start_forecast import StartForecast
 
 NUM_SEATS = 8
 NEAR = 1.5

@@ -152,6 +152,29 @@ async def test_one_that_had_begun_goes_on_in_the_next_process_with_its_tokens_an
     assert door.desk.limits.num_queued == 0
 
 
+async def test_first_tokens_are_foreseen_and_the_error_is_told(tiny_model: Path) -> None:
+    """Two places; each prompt takes a second, and the third waits for the first."""
+    door = Door(tiny_model, max_num_seqs=2)
+    get = door.metrics.registry.get_sample_value
+    name = "tokenyard:predicted_first_token"
+
+    def take(live, *, after_s: float) -> None:
+        start = SequenceStart(queue_s=after_s - 1.0, num_cached_tokens=0)
+        output = SequenceOutput(live.first_id, (7,), None, start=start)
+        door.in_flight.take_outputs([output], EOS, live.arrived_s + after_s)
+
+    (first,) = door.ask("a", 0)
+    assert get(f"{name}_seconds_count") == 0, "nothing is known yet"
+    take(first, after_s=1.0)
+    (second,) = door.ask("b", 0)
+    assert get(f"{name}_seconds_sum") == pytest.approx(1.0)
+    take(second, after_s=4.0)
+    assert get(f"{name}_error_seconds_count") == 1
+    assert get(f"{name}_error_seconds_bucket", {"le": "-2.5"}) == 1, "three seconds later than foreseen"
+    (third,) = door.ask("c", 0)
+    assert third.expected_first_token_s is None, "all places are taken, and no pace is known"
+
+
 async def test_only_the_unfinished_choices_go_on(door: Door) -> None:
     (live,) = door.ask("a", 0, n=2)
     door.begin(live)

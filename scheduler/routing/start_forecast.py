@@ -1,6 +1,7 @@
-"""Forecast of when waiting sequences start, from the starts of the last ones.
+"""Forecasts of when waiting sequences start, and of how long prompts take, from the last ones.
 
-Owns: how far starts are apart while something waits, and how many more urgent ones come meanwhile.
+Owns: how far starts are apart while something waits, how many more urgent ones come meanwhile, and the line
+of seconds over tokens of prompts.
 Never: a clock, or the order of the queue.
 """
 
@@ -14,6 +15,12 @@ _MIN_STARTS = 2
 _LEAST_SHARE = 0.1
 """Share of the starts that is left for a sequence, however many more urgent ones come: it is not told
 that it will never start."""
+
+
+_DECAY = 0.98
+"""Share of an observation's weight that is left with the next: a memory of some fifty prompts."""
+_LEAST_VARIANCE = 16.0
+"""Variance of the lengths below which a slope cannot be seen."""
 
 
 class StartForecast:
@@ -71,3 +78,34 @@ class StartForecast:
         if self._gap_s:
             self._gaps.append((self._gap_s, self._num_at_once))
         self._gap_s, self._num_at_once = 0.0, 0
+
+
+class PromptTimes:
+    """Seconds from the start of a request to its first token: a line, by least squares with forgetting."""
+
+    def __init__(self) -> None:
+        self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
+        """Weights, tokens, seconds, tokens squared, tokens by seconds."""
+
+    def note(self, num_tokens: int, seconds: float) -> None:
+        """Note a prompt; one that was found in the prefix cache makes the line flatter."""
+        weight, tokens, total_s, squares, products = (_DECAY * each for each in self._sums)
+        self._sums = (
+            weight + 1.0,
+            tokens + num_tokens,
+            total_s + seconds,
+            squares + num_tokens * num_tokens,
+            products + num_tokens * seconds,
+        )
+
+    def expected_s(self, num_tokens: int) -> float | None:
+        """Seconds for a prompt of so many tokens; None before the first was seen."""
+        weight, tokens, total_s, squares, products = self._sums
+        if not weight:
+            return None
+        mean, mean_s = tokens / weight, total_s / weight
+        variance = squares / weight - mean * mean
+        slope_s = (
+            max((products / weight - mean * mean_s) / variance, 0.0) if variance > _LEAST_VARIANCE else 0.0
+        )
+        return max(mean_s - slope_s * mean, 0.0) + slope_s * num_tokens
