@@ -101,7 +101,7 @@ def asked_row(found: Found, formats: list[str]) -> str:
     """A row for a reader in haste. Of pictures, every model that knows them reads the text around them."""
     name = found.family.name
     tried = [ALL_FORMATS] if len(formats) == len(FORMATS) else [FORMATS[each] for each in formats]
-    if GGUF_FAMILIES.keys() & {name, f"{name}_text"}:
+    if GGUF_FAMILIES.keys() & {name, f"{name}_text"} or name in GGUF_FAMILIES.values():
         tried.append("GGUF")
     sees = "text, no pictures yet" if found.family.text_part else "text"
     cells = (ASKED[name], f"`{name}`", _computed_by(found), sees, ", ".join(tried))

@@ -1,12 +1,12 @@
 """Tiny GGUF files from random blocks, each beside the plain checkpoint that it stands for.
 
-Owns: the writing, by the package gguf, as llama.cpp's converter does it. Nothing is rounded: both hold the
-same numbers.
+Owns: the writing, by the package gguf, as llama.cpp's converter does it: names, orders and metadata
+(gguf_conversion.py). Nothing is rounded: both hold the same numbers.
 Never: reads GGUF files (worker/checkpoint and worker/quantized do).
 """
 
 import json
-import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,48 +14,70 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import make_checkpoint
 
 gguf = pytest.importorskip("gguf")
 
-FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3_text": "gemma3"}
-FAMILIES |= {"mixtral": "llama", "qwen3_moe": "qwen3moe", "smollm3": "smollm3", "granite": "granite"}
-"""Families of tests/checkpoints.py, and their names in GGUF files."""
+from tests.gguf_conversion import FAMILIES, add_shape, converted, extra_tensors  # noqa: E402 -- needs gguf
+
+__all__ = ["FAMILIES", "RandomBlocks", "add_shape", "add_tokenizer", "gguf", "write_gguf"]
+
 _SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 4}
 """Rows of whole blocks of any type."""
+_EXPERTS = {"moe_intermediate_size": 256}
+_DELTA_NET = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+_LATENTS = {
+    "head_dim": None,
+    "kv_lora_rank": 256,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    **_EXPERTS,
+}
+_FAMILY_SIZES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": _EXPERTS,
+    "gemma2": {"query_pre_attn_scalar": 64},
+    "gemma3_text": {"query_pre_attn_scalar": 64},
+    "gemma4_text": {"global_head_dim": 128, "hidden_size_per_layer_input": 256},
+    "gemma4_experts": {"global_head_dim": 128, **_EXPERTS},
+    "qwen3_5_text": _DELTA_NET,
+    "qwen3_5_moe_text": {**_DELTA_NET, **_EXPERTS, "shared_expert_intermediate_size": 256},
+    "qwen3_next": {**_DELTA_NET, **_EXPERTS, "shared_expert_intermediate_size": 256},
+    "glm4_moe": {
+        **_EXPERTS,
+        "n_group": 2,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "routed_scaling_factor": 1.5,
+    },
+    "deepseek_v2": {**_LATENTS, "q_lora_rank": None},
+    "deepseek_v3": {**_LATENTS, "q_lora_rank": 256, "first_k_dense_replace": 1},
+    "phi3": {"head_dim": None},
+    "phi3_longrope": {
+        "head_dim": None,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "original_max_position_embeddings": 64,
+            "short_factor": [1.0 + 0.01 * each for each in range(32)],
+            "long_factor": [1.0 + 0.5 * each for each in range(32)],
+        },
+    },
+    "lfm2": {"head_dim": None, "block_ff_dim": 512},
+    "lfm2_moe": {"head_dim": None, **_EXPERTS},
+}
 _PLACES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0]}
-_PLACES |= {"Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0], "IQ4_XS": [0]}
+_PLACES |= {"Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0], "IQ4_XS": [0], "MXFP4": []}
 _TYPICAL = {"Q4_0": 4.6, "Q4_1": 8, "Q5_0": 9, "Q5_1": 16, "Q8_0": 74, "Q4_K": 270, "Q5_K": 560, "Q6_K": 1300}
 _TYPICAL |= {"IQ4_NL": 70, "IQ4_XS": 1100}
 """Size of a code times the whole number of its group."""
 _SIZE = 0.15
+_POWER = 123
+"""Exponent of a block of MXFP4 whose numbers are of that size."""
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp",
-    "block_sparse_moe.gate": "ffn_gate_inp",
-}
-_INTERLEAVED = {"llama", "mixtral", "smollm3", "granite"}
-_EXPERT = re.compile(r"(model\.layers\.\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
-_STACKS = {"w1": "gate", "w2": "down", "w3": "up", "gate_proj": "gate", "down_proj": "down", "up_proj": "up"}
-_TWO_NORMS = {"post_attention_layernorm": "ffn_norm"}
-_FOUR_NORMS = {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-_TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_ALWAYS_FLOATS = ("ffn_gate_inp", "conv", "sinks", "ssm_conv1d", "layer_output_scale")
+"""Parts of names of matrices that the converter writes as F32 in any file."""
 
 
 class RandomBlocks:
@@ -68,9 +90,12 @@ class RandomBlocks:
         size, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
         shape = (num_rows, num_inputs // size, num_bytes)
         raw = torch.randint(256, shape, dtype=torch.uint8, generator=self._generator)
+        place = None
         for place in _PLACES[kind]:
             values = torch.rand((*shape[:2], 1), generator=self._generator) + 0.5
             raw[:, :, place : place + 2] = (values * _SIZE / _TYPICAL[kind]).half().view(torch.uint8)
+        if place is None:
+            raw[:, :, 0] = raw[:, :, 0] % 2 + _POWER
         if place == 2:  # codes from 0 on: the offset brings their middle to 0
             factor = {"Q4_1": -7.5, "Q5_1": -15.5, "Q4_K": 7.5, "Q5_K": 15.5}[kind]
             scales = raw[:, :, :2].contiguous().view(torch.float16)
@@ -83,105 +108,69 @@ def write_gguf(family: str, kinds: dict[str, str], root: Path, *, is_tied: bool)
 
     `kinds` are types of tensors by the end of their module's name; "" is for all others.
     """
+    from transformers import AutoModelForCausalLM
+
     name = f"{family} {'-'.join(kinds.values())}{' tied' if is_tied else ''}"
     plain, path = root / f"{name} plain", root / f"{name}.gguf"
-    sizes = _SIZES | ({"moe_intermediate_size": 256} if family == "qwen3_moe" else {})
-    sizes |= {"query_pre_attn_scalar": _SIZES["head_dim"]} if family.startswith("gemma") else {}
+    sizes = _SIZES | _FAMILY_SIZES.get(family, {})
     make_checkpoint(family, plain, tie_word_embeddings=is_tied, **sizes)
     config = json.loads((plain / "config.json").read_text())
-    config |= {"head_dim": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]}
+    model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
     writer = gguf.GGUFWriter(path, FAMILIES[family])
     add_shape(writer, config)
     add_tokenizer(writer, plain)
-    tensors, random = load_file(plain / "model.safetensors"), RandomBlocks()
-    stacks: dict[str, list[Any]] = {}
-    for tensor_name in sorted(tensors):
-        module = tensor_name.removesuffix(".weight")
-        ending = next(end for end in sorted(kinds, key=len, reverse=True) if module.endswith(end))
-        tensor, kind = tensors[tensor_name], kinds[ending]
-        if tensor.dim() == 1 or kind in ("F32", "F16", "BF16"):
-            if tensor.dim() > 1 and kind != "F32":
-                tensors[tensor_name] = tensor = tensor.to(_DTYPES[kind]).float()
-            kind, stored = _plain(tensor, kind, FAMILIES[family], tensor_name)
-        else:
-            stored = random.of(kind, *tensor.shape)
-            numbers = gguf.dequantize(stored, gguf.GGMLQuantizationType[kind])
-            tensors[tensor_name] = torch.from_numpy(numbers.copy())
-        expert = _EXPERT.fullmatch(tensor_name)
-        if expert is not None:  # sorted by name, and of fewer than ten
-            layer = expert[1].replace("model.layers", "blk")
-            stacks.setdefault(f"{layer}.ffn_{_STACKS[expert[3]]}_exps.weight {kind}", []).append(stored)
+    random = RandomBlocks()
+    for parameter, tensor in sorted(model.state_dict().items()):
+        if is_tied and parameter == "lm_head.weight":
             continue
-        if family in _INTERLEAVED and re.search(r"self_attn\.[qk]_proj", tensor_name):
-            stored = _interleaved(stored, config["head_dim"])
-        writer.add_tensor(_name_of(tensor_name, family), stored, raw_dtype=gguf.GGMLQuantizationType[kind])
-    for stack, parts in stacks.items():
-        stack_name, kind = stack.split()
-        writer.add_tensor(stack_name, np.stack(parts), raw_dtype=gguf.GGMLQuantizationType[kind])
+        module = parameter.removesuffix(".weight")
+        kind = kinds[next(end for end in sorted(kinds, key=len, reverse=True) if module.endswith(end))]
+        with torch.no_grad():
+            for stored_name, stored in _stored(config, parameter, tensor, kind, random):
+                raw, raw_kind = stored
+                raw_type = gguf.GGMLQuantizationType[raw_kind]
+                writer.add_tensor(stored_name, np.ascontiguousarray(raw), raw_dtype=raw_type)
+    for stored_name, numbers in extra_tensors(config):
+        writer.add_tensor(stored_name, numbers)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    save_file(tensors, plain / "model.safetensors", {"format": "pt"})
+    model.save_pretrained(plain)
     return path, plain
 
 
-def _plain(tensor: torch.Tensor, kind: str, family: str, name: str) -> tuple[str, NDArray[Any]]:
-    """Type and numbers: norms and biases are float32, and Gemma's norms have a 1 in them."""
-    if tensor.dim() == 1:
-        added = 1.0 if family.startswith("gemma") and name.endswith("norm.weight") else 0.0
-        return "F32", (tensor.float() + added).numpy()
-    numbers = tensor.to(_DTYPES[kind])
-    return kind, numbers.view(torch.uint8).numpy() if kind == "BF16" else numbers.numpy()
+def _stored(
+    config: dict[str, Any], name: str, tensor: torch.Tensor, kind: str, random: RandomBlocks
+) -> Iterator[tuple[str, tuple[NDArray[Any], str]]]:
+    """Yield what the file has for a parameter, and put the numbers that this stands for into it.
 
-
-def _interleaved(rows: NDArray[Any], head_dim: int) -> NDArray[Any]:
-    heads = rows.reshape(-1, 2, head_dim // 2, *rows.shape[1:])
-    return np.ascontiguousarray(heads.swapaxes(1, 2).reshape(rows.shape))
-
-
-def _name_of(name: str, family: str) -> str:
-    module, _, kind = name.rpartition(".")
-    if module in _TOP:
-        return f"{_TOP[module]}.{kind}"
-    number, inner = module.removeprefix("model.layers.").split(".", 1)
-    norms = _FOUR_NORMS if family.startswith("gemma") else _TWO_NORMS
-    return f"blk.{number}.{(_NAMES | norms)[inner]}.{kind}"
-
-
-def add_shape(writer: Any, config: dict[str, Any]) -> None:
-    """The metadata of a family."""
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    if "num_experts_per_tok" in config:
-        writer.add_expert_count(config.get("num_local_experts") or config["num_experts"])
-        writer.add_expert_used_count(config["num_experts_per_tok"])
-        writer.add_expert_feed_forward_length(
-            config.get("moe_intermediate_size", config["intermediate_size"])
-        )
-    if config["model_type"] == "granite":
-        writer.add_embedding_scale(config["embedding_multiplier"])
-        writer.add_residual_scale(config["residual_multiplier"])
-        writer.add_attention_scale(config["attention_multiplier"])
-        writer.add_logit_scale(config["logits_scaling"])
-    rope = config["rope_parameters"]
-    rope = rope.get("full_attention", rope)
-    writer.add_rope_freq_base(rope["rope_theta"])
-    if config.get("sliding_window") and "layer_types" in config and "gemma" in config["model_type"]:
-        writer.add_sliding_window(config["sliding_window"])
-        slides = [each == "sliding_attention" for each in config["layer_types"]]
-        writer.add_sliding_window_pattern(slides)
-    if config.get("attn_logit_softcapping"):
-        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
-    if config.get("final_logit_softcapping"):
-        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    A tensor of blocks has random ones. The place of each of its numbers in the parameter is found by what the
+    converter does with a tensor of places.
+    """
+    places = torch.arange(tensor.numel()).view(tensor.shape)
+    stored_places = dict(converted(config, name, places))
+    for stored_name, numbers in converted(config, name, tensor):
+        if tensor.dim() == 1 or kind == "F32" or any(part in stored_name for part in _ALWAYS_FLOATS):
+            yield stored_name, (numbers.float().numpy(), "F32")
+            continue
+        if kind in _DTYPES:
+            if numbers.dim() < 2 or stored_name.endswith("bias"):
+                yield stored_name, (numbers.float().numpy(), "F32")
+                continue
+            rounded = numbers.to(_DTYPES[kind]).contiguous()
+            values = rounded.float()
+            raw = rounded.view(torch.uint8).numpy() if kind == "BF16" else rounded.numpy()
+        elif stored_name.endswith("bias"):
+            yield stored_name, (numbers.float().numpy(), "F32")
+            continue
+        else:
+            rows = random.of(kind, numbers.numel() // numbers.shape[-1], numbers.shape[-1])
+            found = gguf.dequantize(rows, gguf.GGMLQuantizationType[kind])
+            values = torch.from_numpy(found.copy()).view(numbers.shape)
+            raw = rows.reshape(*numbers.shape[:-1], -1)
+        yield stored_name, (raw, kind)
+        tensor.view(-1)[stored_places[stored_name].reshape(-1)] = values.reshape(-1)
 
 
 def add_tokenizer(writer: Any, folder: Path) -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from engine.options.declaration import OptionError
 from worker.checkpoint.checksums import Checksums
-from worker.checkpoint.gguf import folder as gguf_folder
+from worker.checkpoint.gguf.file import WEIGHTS as GGUF_WEIGHTS
 from worker.checkpoint.gguf.file import begins_as_gguf
+from worker.checkpoint.gguf.folder import folder_of
 from worker.worker_errors import StartupError
 
 DEMO_MODEL = Path(__file__).resolve().parent.parent / "demo_model"
@@ -55,7 +56,7 @@ def _hub_name(model: str) -> str:
 
 def _folder_of_gguf(path: Path) -> Path:
     try:
-        return gguf_folder.folder_of(path)
+        return folder_of(path)
     except StartupError as error:
         raise OptionError(f"model {str(path)!r}", error.what, error.fix) from error
 
@@ -93,7 +94,7 @@ def _check_checkpoint(folder: Path) -> None:
                 f"it has no {name}",
                 "name the folder of a complete Hugging Face checkpoint",
             )
-    if next(folder.glob("*.safetensors"), None) is None and not (folder / gguf_folder.WEIGHTS).exists():
+    if next(folder.glob("*.safetensors"), None) is None and not (folder / GGUF_WEIGHTS).exists():
         raise OptionError(
             f"model {str(folder)!r}",
             "it has no *.safetensors files, the only format of weights that is read (others can run code)",
@@ -106,7 +107,7 @@ def check_checksums(path: str | None, folder: Path) -> None:
     """Check the list alone; the checkpoint's files are compared where they are read."""
     if path is None:
         return
-    if (folder / gguf_folder.WEIGHTS).exists():
+    if (folder / GGUF_WEIGHTS).exists():
         raise OptionError(
             f"--checksums {path}",
             "it is a list for the files of a folder",

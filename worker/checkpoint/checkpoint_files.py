@@ -15,10 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from worker.checkpoint.gguf.config import find_weights_of
-from worker.checkpoint.gguf.file import GgufFile, GgufTensor, GgufType, read_parts
-from worker.checkpoint.gguf.folder import WEIGHTS as GGUF
-from worker.checkpoint.gguf.folder import parts_in
+from worker.checkpoint.gguf.file import WEIGHTS as GGUF
+from worker.checkpoint.gguf.file import GgufFile, GgufTensor, GgufType, GgufWeight, parts_in, read_parts
+from worker.checkpoint.gguf.weights import find_weights_of
 from worker.memory_sizes import WeightBytes
 from worker.worker_errors import StartupError, refused_as
 
@@ -64,6 +63,7 @@ _LOADED_BLOCKS = {
     GgufType.Q6_K: (8, 16, 1),
     GgufType.IQ4_NL: (4, 32, 1),
     GgufType.IQ4_XS: (4, 32, 1),
+    GgufType.MXFP4: (4, 32, 1),
 }
 # The layers that kernels round, and their weights there.
 _LAYER = re.compile(r"(?:\w+\.)*?layers\.\d+\.")
@@ -84,12 +84,8 @@ class StoredTensor:
     """The header's name: F32, BF16."""
     shape: tuple[int, ...]
     num_bytes: int
-    place: GgufTensor | None = None
-    """Its place in a GGUF file."""
-    num_interleaved_heads: int = 0
-    """See GgufWeight."""
-    added: float = 0.0
-    """See GgufWeight."""
+    gguf: GgufWeight | None = None
+    """Its places in GGUF files."""
     start: int = 0
     """Place of the first byte in a safetensors file."""
 
@@ -159,7 +155,7 @@ def find_weights(folder: Path) -> list[WeightFile]:
             fix=f"remove {_ADAPTER} if they have; else move the adapter to a folder for --lora-modules",
         )
     if (folder / GGUF).exists():
-        return [_weights_in(part) for part in read_parts(parts_in(folder))[1]]
+        return _weights_in(*read_parts(parts_in(folder)))
     names = _names_in_index(folder) if (folder / _INDEX).is_file() else [_WHOLE]
     missing = [name for name in names if not (folder / name).is_file()]
     if (folder / _WHOLE).is_file():
@@ -255,8 +251,8 @@ def loaded_bytes(files: list[WeightFile], dtype: str | None) -> WeightBytes:
     as_stored = converted = 0
     for name in plain:
         stored = tensors[name]
-        if stored.place is not None and not stored.place.type.is_plain:
-            codes += _bytes_of_blocks(stored.place)
+        if stored.gguf is not None and stored.gguf.has_codes:
+            codes += sum(map(_bytes_of_blocks, stored.gguf.tensors))
             continue
         if not target or stored.dtype == target or stored.dtype not in item_bytes:
             as_stored += stored.num_bytes
@@ -363,20 +359,21 @@ def warm_page_cache(files: list[WeightFile], on_read: Callable[[int], None]) -> 
                 on_read(num_read)
 
 
-def _weights_in(file: GgufFile) -> WeightFile:
-    """List the tensors by the model's names. Raises StartupError."""
-    tensors = {
-        weight.name: StoredTensor(
-            weight.tensor.type.name,
-            weight.tensor.shape,
-            weight.tensor.num_bytes,
-            weight.tensor,
-            weight.num_interleaved_heads,
-            weight.added,
+def _weights_in(whole: GgufFile, parts: list[GgufFile]) -> list[WeightFile]:
+    """List tensors by the model's names, each in the part that has the first of it. Raises StartupError."""
+    files = {part.path: WeightFile(part.path, part.num_bytes, {}) for part in parts}
+    for weight in find_weights_of(whole):
+        first = weight.tensors[0]
+        is_stored = weight.has_codes or first.type.is_plain
+        num_bytes = sum(each.num_bytes for each in weight.tensors)
+        count = sum(math.prod(each.shape) for each in weight.tensors)
+        files[first.path].tensors[weight.name] = StoredTensor(
+            first.type.name if is_stored else "F32",  # of codes that become numbers at load
+            first.shape,
+            num_bytes if is_stored else 4 * count,
+            weight,
         )
-        for weight in find_weights_of(file)
-    }
-    return WeightFile(file.path, file.num_bytes, tensors)
+    return list(files.values())
 
 
 def _open_weights(path: Path) -> WeightFile:

@@ -11,6 +11,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from worker.checkpoint.checkpoint_files import StoredTensor, WeightFile, module_of
+from worker.checkpoint.gguf.file import BLOCKS
 from worker.checkpoint.passed_over import is_passed_over
 from worker.checkpoint.task import Task
 from worker.load.stored_weights import (
@@ -35,7 +37,7 @@ from worker.load.stored_weights import (
 from worker.machine import trim_heaps
 from worker.model.mixture import declares_layout
 from worker.model.quantized_layers import QuantizedEmbedding, QuantizedExperts, QuantizedLinear
-from worker.quantized.gguf_blocks import in_halves, read_tensor
+from worker.quantized.gguf_blocks import numbers_of
 from worker.quantized.grouped_weight import GroupedWeight
 from worker.quantized.mxfp4 import read_experts
 from worker.quantized.scheme import (
@@ -47,7 +49,7 @@ from worker.quantized.scheme import (
     is_bias,
 )
 from worker.quantized.tensor_places import TensorPlaces, TensorTarget
-from worker.worker_errors import StartupError
+from worker.worker_errors import StartupError, refused_as
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +58,8 @@ _STACK_ENDS = ("_blocks", "_scales")
 _TRIM_EVERY = 16
 """Weights after which the memory that reading them took is given back; the next ones would take it again."""
 _NUMBER = re.compile(r"\.(\d+)\.")
+_EXPERT = re.compile(r"(?P<module>.+)\.(?P<number>\d+)\.(?P<part>gate_proj|up_proj|gate_up_proj|down_proj)")
+"""An expert's matrix that is named by the model's own module of experts, as GGUF files have it here."""
 _MATRIX_DIMS = 2
 _STEP_SIZES = "dt_proj"
 """Name of Mamba's linear layer whose weight the code of families multiplies by itself. It is small."""
@@ -81,8 +85,8 @@ class QuantizedModules:
     are made numbers at load."""
     stacks: dict[str, tuple[StoredModule, _StackShape, _StackShape]] = field(default_factory=dict)
     """MXFP4 experts by the name of the model's module, with the shapes of gates and ups, and of downs."""
-    is_tied: bool = False
-    """Whether the output layer has the embedding's weight."""
+    tied: str | None = None
+    """The embedding whose weight the output layer has, if it is one of codes."""
     places: TensorPlaces | None = None
     """TensorPlaces in the model as it was before modules were put into it."""
 
@@ -116,13 +120,14 @@ class QuantizedModules:
     def _replace_embedding(self, model: Any, name: str) -> None:
         """Replace an embedding, and the output layer that is tied to it: neither has a weight to tie then."""
         embedding, output = model.get_submodule(name), model.get_output_embeddings()
-        is_tied = output is not None and _ties_output(model)
+        is_first = embedding is model.get_input_embeddings()
+        is_tied = output is not None and is_first and _ties_output(model)
         try:
             model.set_submodule(name, QuantizedEmbedding(embedding))
         except ValueError as error:
             raise QuantizationRefused(f"{name} is quantized, but {error}", fix=OTHER_CHECKPOINT) from error
         if is_tied:
-            self.is_tied = True
+            self.tied = name
             model.set_output_embeddings(QuantizedLinear(output))
             model.all_tied_weights_keys = {}
 
@@ -131,7 +136,7 @@ class QuantizedModules:
         for name, embedding in self.embeddings.items():
             weight = embedding.read().to(device)
             model.get_submodule(name).fill(weight)
-            if self.is_tied:
+            if name == self.tied:
                 model.get_output_embeddings().fill(weight)
         for name, codes in self.numbers.items():
             parameter = model.get_submodule(name).weight
@@ -196,6 +201,10 @@ class QuantizedModules:
 
     def _take_linear(self, model: Any, names: TensorPlaces, stored: StoredModule) -> None:
         """Find the reader of a module's weight; tensors of no module are the matter of TensorPlaces.check."""
+        expert = _EXPERT.fullmatch(stored.module)
+        if expert is not None and BLOCKS in stored.last_names:
+            self._take_expert(model, names, stored, expert)
+            return
         target = names.find(f"{stored.module}.weight")
         if target is None:
             return
@@ -250,6 +259,26 @@ class QuantizedModules:
             in_order = tuple(parts[place] for place in sorted(parts))
             self.linears[name] = MergedLinear(in_order, (num_outputs, num_inputs))
 
+    def _take_expert(
+        self, model: Any, names: TensorPlaces, stored: StoredModule, expert: re.Match[str]
+    ) -> None:
+        parameter = "down_proj" if expert["part"] == "down_proj" else "gate_up_proj"
+        target = names.find(f"{expert['module']}.{parameter}")
+        if target is None:
+            return
+        module = model.get_submodule(target.module)
+        if not declares_layout(module):
+            raise _refused_merge(stored)
+        reader = self._reader_of(stored, target, module)
+        assert reader is not None, "blocks are read by every reader of GGUF"
+        _, num_outputs, num_inputs = getattr(module, parameter).shape
+        if module.is_transposed:
+            num_outputs, num_inputs = num_inputs, num_outputs
+        num_parts = 2 if expert["part"] in ("gate_proj", "up_proj") else 1
+        place = (int(expert["number"]), parameter, int(expert["part"] == "up_proj"))
+        linear = StoredLinear(stored, reader, model.dtype, (num_outputs // num_parts, num_inputs))
+        self.experts.setdefault(target.module, {})[place] = linear
+
     def _reader_of(self, stored: StoredModule, target: TensorTarget, module: Any) -> Reader | None:
         """Ask the rules by the names and classes that the module has here or had where it was quantized.
 
@@ -301,11 +330,12 @@ def read_state(files: Sequence[WeightFile]) -> dict[str, Tensor] | None:
     state = {}
     for file in files:
         for name, tensor in file.tensors.items():
-            if tensor.place is None:
+            if tensor.gguf is None:
                 return None
-            if tensor.place.type.is_plain:
-                numbers = in_halves(read_tensor(file.path, tensor.place), tensor.num_interleaved_heads)
-                state[name] = numbers - tensor.added if tensor.added else numbers
+            if not tensor.gguf.has_codes:
+                refusal = partial(StartupError, fix="take another GGUF file")
+                with refused_as(refusal, f"{file.path}: {name}", but=(MemoryError,)):
+                    state[name] = numbers_of(tensor.gguf)
     return state
 
 
@@ -412,7 +442,8 @@ def _read_parts(
                     f"{name} has experts that are quantized, but {parameter} of number {expert} is not",
                     fix=OTHER_CHECKPOINT,
                 )
-            stacked.append(read_merged(found))
+            weight = read_merged(found)
+            stacked.append(weight if len(found) == 1 or module.is_concatenated else _interleaved(weight))
         return stacked
 
     return stack(module.first_parameter), stack("down_proj")
@@ -439,6 +470,11 @@ def _multiplies_rows(module: nn.Module) -> bool:
     """Tell whether a module has a weight of outputs and inputs, in this order."""
     weight = getattr(module, "weight", None)
     return isinstance(weight, Tensor) and weight.dim() == _MATRIX_DIMS and not isinstance(module, Conv1D)
+
+
+def _interleaved(weight: GroupedWeight) -> GroupedWeight:
+    """Put each gate of an expert next to its up."""
+    return weight.outputs(torch.arange(weight.num_outputs).view(2, -1).T.reshape(-1))
 
 
 def _copied(weight: GroupedWeight) -> GroupedWeight:

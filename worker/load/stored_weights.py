@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from worker.checkpoint.checkpoint_files import StoredTensor
-from worker.quantized.gguf_blocks import read_tensor
+from worker.checkpoint.gguf.file import BLOCKS
 from worker.quantized.grouped_weight import GroupedWeight, for_products_in, merged
 from worker.quantized.scheme import ModuleTensors, QuantizationRefused, Reader, read_weight
 from worker.worker_errors import refused_as
@@ -37,13 +37,11 @@ class StoredModule:
 
     def read(self) -> ModuleTensors:
         """Copy them into this process's memory: they would be pages of mapped files."""
+        if BLOCKS in self.places:
+            return ModuleTensors(self.module, {}, self.places[BLOCKS].gguf)
         tensors: dict[str, Tensor] = {}
         refusal = partial(QuantizationRefused, fix="download the checkpoint again")
         for last_name, path in self.files.items():
-            place = self.places[last_name].place
-            if place is not None:
-                tensors[last_name] = read_tensor(path, place)
-                continue
             with refused_as(refusal, path, but=(MemoryError,)), safe_open(path, framework="pt") as file:
                 tensors[last_name] = file.get_tensor(f"{self.module}.{last_name}").clone()
         return ModuleTensors(self.module, tensors)

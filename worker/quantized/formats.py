@@ -15,7 +15,7 @@ from worker.quantized.awq import read_awq_rules
 from worker.quantized.bitsandbytes import read_bitsandbytes_rules
 from worker.quantized.compressed_tensors import read_compressed_tensors_rules
 from worker.quantized.fp8 import read_fp8_rules, read_modelopt_rules
-from worker.quantized.gguf_blocks import read_gguf_rules
+from worker.quantized.gguf_blocks import GgufRules
 from worker.quantized.gptq import read_gptq_rules
 from worker.quantized.scheme import QuantizationRefused, Reader, Rules
 from worker.quantized.torchao import read_torchao_rules
@@ -38,7 +38,7 @@ _METHODS: dict[str, Callable[[dict[str, Any]], Rules]] = {
     "bitsandbytes": read_bitsandbytes_rules,
     "compressed-tensors": read_compressed_tensors_rules,
     "fp8": read_fp8_rules,
-    "gguf": read_gguf_rules,
+    "gguf": lambda _: GgufRules(),
     "gptq": read_gptq_rules,
     "modelopt": read_modelopt_rules,
     "mxfp4": lambda _: OnlyExperts(),

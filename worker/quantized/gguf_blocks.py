@@ -1,23 +1,29 @@
 """Blocks of GGUF files as weights: codes with scales of groups, exactly as their types define them.
 
-Owns: the layouts of the types, and the order of rows that llama.cpp's rotary embeddings ask for.
-Never: reads metadata (worker/checkpoint/gguf/config.py).
+Owns: the layouts of the types, and the changes of numbers that worker/checkpoint/gguf/layouts.py names.
+Never: reads metadata (worker/checkpoint/gguf).
 Source: ggml's block types.
 
 Shapes: N outputs, K inputs, B blocks of an output, G groups of inputs.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from worker.checkpoint.gguf.config import BLOCKS
-from worker.checkpoint.gguf.file import GgufTensor, GgufType
-from worker.quantized.grouped_weight import SIGNED_TABLE, UNSIGNED_TABLE, GroupedWeight, gathered
+from worker.checkpoint.gguf.file import BLOCKS, GgufTensor, GgufType, GgufWeight
+from worker.checkpoint.gguf.layouts import RowOrder
+from worker.quantized.grouped_weight import (
+    E2M1_TABLE,
+    SIGNED_TABLE,
+    UNSIGNED_TABLE,
+    GroupedWeight,
+    gathered,
+    merged,
+)
+from worker.quantized.mxfp4 import powers_of
 from worker.quantized.scheme import ModuleTensors, Reader
 from worker.worker_errors import StartupError
 
@@ -32,63 +38,111 @@ _PLAIN = {GgufType.F32: torch.float32, GgufType.F16: torch.float16, GgufType.BF1
 
 @dataclass(frozen=True, slots=True)
 class BlockReader:
-    """The reader of one module's blocks."""
-
-    type: GgufType
-    num_interleaved_heads: int
+    """The reader of a module's blocks."""
 
     def read(self, tensors: ModuleTensors, shape: tuple[int, int]) -> GroupedWeight:
         """See Reader."""
-        num_outputs, num_inputs = shape
-        row_bytes = num_inputs // self.type.block_size * self.type.block_bytes
-        raw = tensors.take(BLOCKS, (torch.uint8,), (num_outputs, row_bytes))
-        return weight_of_blocks(in_halves(raw, self.num_interleaved_heads), self.type)
+        assert tensors.gguf is not None
+        weight = weight_of(tensors.gguf)
+        if weight.shape != shape:
+            raise tensors.refusal(BLOCKS, f"is {list(weight.shape)}", str(list(shape)))
+        return weight
 
 
 @dataclass(frozen=True, slots=True)
 class GgufRules:
-    """See Rules. Each module with blocks is named."""
+    """See Rules. Each module whose weight is stored as blocks is quantized, and no other."""
 
-    readers: dict[str, BlockReader]
-    must_agree: bool = True
+    must_agree: bool = False
 
     def reader_of(self, module: str, class_name: str) -> Reader | None:  # noqa: ARG002
-        return self.readers.get(module)
+        return BlockReader()
 
 
-def read_gguf_rules(config: dict[str, Any]) -> GgufRules:
-    """The rules that worker/checkpoint/gguf/config.py writes."""
-    return GgufRules(
-        {
-            module: BlockReader(GgufType[found["type"]], found["interleaved_heads"])
-            for module, found in config["modules"].items()
-        }
+def weight_of(stored: GgufWeight) -> GroupedWeight:
+    """Codes of a module, with its outputs and inputs in the model's order. Raises ValueError."""
+    change = stored.change
+    parts = [weight_of_blocks(read_tensor(each), each.type) for each in stored.tensors]
+    weight = merged(parts) if len(parts) > 1 else parts[0]
+    if change.rows is not None:
+        weight = weight.outputs(order_of(change.rows, weight.num_outputs))
+    if change.inputs is not None:
+        weight = _with_inputs(weight, order_of(change.inputs, weight.num_inputs))
+    return weight
+
+
+def numbers_of(stored: GgufWeight) -> Tensor:
+    """Numbers of a weight that is no matrix of codes, changed as the model has them. Raises ValueError."""
+    change, parts = stored.change, []
+    for number, tensor in enumerate(stored.tensors):
+        part = read_tensor(tensor)
+        if not tensor.type.is_plain:
+            rows = part.view(-1, part.shape[-1])
+            part = weight_of_blocks(rows, tensor.type).dequantized().view(tensor.shape)
+        parts.append(part.transpose(-1, -2) if number in change.transposed else part)
+    numbers = torch.cat(parts, dim=change.axis) if len(parts) > 1 else parts[0]
+    if change.rows is not None:
+        order = order_of(change.rows, numbers.shape[change.axis])
+        numbers = numbers.index_select(change.axis, order)
+    if change.inputs is not None:
+        numbers = numbers[:, order_of(change.inputs, numbers.shape[1])]
+    if change.added:
+        numbers = numbers - change.added
+    if change.is_decay:
+        numbers = numbers.neg().log()
+    return (numbers.reshape(change.shape) if change.shape else numbers).contiguous()
+
+
+def order_of(order: RowOrder, num_rows: int) -> Tensor:
+    """Return the place in the file of each of the model's rows. Raises ValueError where they do not fit."""
+    size = order.num_heads * sum(order.sizes) * order.num_blocks
+    if num_rows <= order.start or size <= 0 or (num_rows - order.start) % size:
+        raise ValueError(f"{num_rows} rows are not those of {order}")
+    places = torch.arange(order.start, num_rows).view(order.num_blocks, -1)
+    sizes = order.sizes * ((num_rows - order.start) // size)
+    runs = torch.split(places, [order.num_heads * each for each in sizes], dim=1)
+    by_head = [
+        run.view(order.num_blocks, order.num_heads, each) for run, each in zip(runs, sizes, strict=True)
+    ]
+    ordered = torch.cat(by_head, dim=2).reshape(-1)
+    return torch.cat((torch.arange(order.start), ordered))
+
+
+def _with_inputs(weight: GroupedWeight, order_K: Tensor) -> GroupedWeight:
+    """Order the inputs: whole groups of codes where that is possible, by a permutation where it is not."""
+    size = weight.group_size
+    groups = order_K.view(-1, size)
+    if not torch.equal(groups, groups[:, :1] + torch.arange(size)) or bool((groups[:, 0] % size).any()):
+        return replace(weight, permutation_K=order_K.argsort())
+    chosen = groups[:, 0] // size
+    codes = weight.codes.view(weight.num_outputs, len(chosen), -1)[:, chosen]
+    return replace(
+        weight,
+        codes=codes.reshape(weight.codes.shape),
+        scales_NG=weight.scales_NG[:, chosen],
+        offsets_NG=None if weight.offsets_NG is None else weight.offsets_NG[:, chosen],
+        scale_units_NU=None,
+        offset_units_NU=None,
     )
 
 
-def read_tensor(path: Path, tensor: GgufTensor) -> Tensor:
-    """Copy a tensor into this process's memory; blocks as uint8 [N, bytes of a row]."""
+def read_tensor(tensor: GgufTensor) -> Tensor:
+    """Copy a tensor into this process's memory; blocks as uint8 [..., bytes of a row]."""
     memory = bytearray(tensor.num_bytes)
-    with path.open("rb", buffering=0) as stream:
+    with tensor.path.open("rb", buffering=0) as stream:
         stream.seek(tensor.start)
         num_read, view = 0, memoryview(memory)
         while num_read < len(memory):
             count = stream.readinto(view[num_read:])
             if not count:
-                raise StartupError(f"{path} is shorter than its header promises", fix="download it again")
+                raise StartupError(
+                    f"{tensor.path} is shorter than its header promises", fix="download it again"
+                )
             num_read += count
     raw = torch.frombuffer(memory, dtype=torch.uint8)
     if tensor.type.is_plain:
         return raw.view(_PLAIN[tensor.type]).view(tensor.shape)
     return raw.view(*tensor.shape[:-1], -1)
-
-
-def in_halves(rows: Tensor, num_heads: int) -> Tensor:
-    """Order the rows of each head so that rotary pairs are a half apart; 0 heads: they are so already."""
-    if not num_heads:
-        return rows
-    order = torch.arange(len(rows)).view(num_heads, -1, 2).transpose(1, 2).reshape(-1)
-    return rows[order]
 
 
 def weight_of_blocks(raw: Tensor, kind: GgufType) -> GroupedWeight:
@@ -225,6 +279,12 @@ def _iq4_xs(raw: Tensor) -> GroupedWeight:
     )
 
 
+def _mxfp4(raw: Tensor) -> GroupedWeight:
+    """MXFP4 as in safetensors, but with the power before the codes, and lower halves as the first ones."""
+    codes = _by_row(_split_in_pairs(raw[:, :, 1:]))
+    return GroupedWeight(codes=codes, table=E2M1_TABLE, scales_NG=powers_of(raw[:, :, 0]))
+
+
 _DECODERS: dict[GgufType, Callable[[Tensor], GroupedWeight]] = {
     GgufType.Q4_0: _q4_0,
     GgufType.Q4_1: _q4_1,
@@ -236,4 +296,5 @@ _DECODERS: dict[GgufType, Callable[[Tensor], GroupedWeight]] = {
     GgufType.Q6_K: _q6_k,
     GgufType.IQ4_NL: _iq4_nl,
     GgufType.IQ4_XS: _iq4_xs,
+    GgufType.MXFP4: _mxfp4,
 }

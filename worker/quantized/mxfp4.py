@@ -39,8 +39,16 @@ def read_experts(tensors: ModuleTensors, name: str, shape: tuple[int, int, int])
 
 
 def powers_of_two(tensors: ModuleTensors, name: str, exponents: Tensor) -> Tensor:
-    """Scales of eight bits of exponent (e8m0) as float32."""
+    """Scales of eight bits of exponent (e8m0) as float32. Raises QuantizationRefused."""
+    try:
+        return powers_of(exponents)
+    except ValueError as error:
+        raise tensors.refusal(name, f"has {error}", "finite") from error
+
+
+def powers_of(exponents: Tensor) -> Tensor:
+    """See powers_of_two. Raises ValueError."""
     if bool((exponents == _NOT_A_NUMBER).any()):
-        raise tensors.refusal(name, "has scales that are not a number", "finite")
+        raise ValueError("scales that are not a number")
     bits = exponents.int() << _MANTISSA_BITS
     return torch.where(exponents == 0, _SMALLEST_BITS, bits).view(torch.float32)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from worker.checkpoint.gguf.config import BLOCKS
+from worker.checkpoint.gguf.file import BLOCKS, GgufWeight
 from worker.checkpoint.passed_over import is_scale_of_values
 from worker.quantized.grouped_weight import (
     E2M1_TABLE,
@@ -48,8 +48,10 @@ class QuantizationRefused(StartupError):
 class ModuleTensors:
     """The tensors of one module by their last name. Every lookup raises QuantizationRefused."""
 
-    def __init__(self, module: str, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, module: str, tensors: Mapping[str, Tensor], gguf: GgufWeight | None = None) -> None:
         self.module = module
+        self.gguf = gguf
+        """Its weight where that is blocks of GGUF files, which are not among the tensors."""
         self._tensors = tensors
         self._read: set[str] = set()
 

@@ -93,7 +93,7 @@ class TensorPlaces:
     def _fault(self, name: str, tensor: StoredTensor, is_dropped: Callable[[str], bool]) -> str | None:
         renamed = name if name in self._parameters else self._rename(name)[0]
         if renamed in self._parameters:
-            is_misread = tensor.place is None and tensor.dtype not in _FLOATS
+            is_misread = tensor.gguf is None and tensor.dtype not in _FLOATS
             if is_misread and self._parameters[renamed].is_floating_point():
                 return f"holds codes ({tensor.dtype}), and config.json does not say how they are to be read"
             return None
@@ -113,7 +113,7 @@ class TensorPlaces:
 
 def _zero_biases(file: WeightFile, names: Sequence[str]) -> set[str]:
     """Names of biases that are all 0, which older writers of GPTQ add."""
-    biases = [name for name in names if name.endswith("bias") and file.tensors[name].place is None]
+    biases = [name for name in names if name.endswith("bias") and file.tensors[name].gguf is None]
     if not biases:
         return set()
     with safe_open(file.path, framework="pt") as stored:

@@ -7,14 +7,15 @@ import pytest
 import torch
 
 from worker.checkpoint.gguf.file import GgufType
+from worker.checkpoint.gguf.layouts import RowOrder, rotary_pairs
 from worker.quantized import gguf_blocks
-from worker.quantized.gguf_blocks import in_halves, weight_of_blocks
+from worker.quantized.gguf_blocks import order_of, weight_of_blocks
 
 gguf = pytest.importorskip("gguf")
 N, BLOCKS = 40, 3
 QUANTIZED = [each for each in GgufType if not each.is_plain]
 HALVES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0]}
-HALVES |= {"Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0], "IQ4_XS": [0]}
+HALVES |= {"Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0], "IQ4_XS": [0], "MXFP4": []}
 """Places of the float16 numbers of a block: random bytes there may be no numbers."""
 
 
@@ -24,6 +25,9 @@ def random_blocks(kind: GgufType) -> torch.Tensor:
     for place in HALVES[kind.name]:
         numbers = torch.randn((N, BLOCKS, 1), generator=generator).half()
         raw[:, :, place : place + 2] = numbers.view(torch.uint8)
+    if kind is GgufType.MXFP4:  # exponents, of which 0 is the smallest and 255 no number
+        raw[:, :, 0] = raw[:, :, 0] % 9 + 120
+        raw[0, 0, 0] = 0
     return raw.view(N, -1)
 
 
@@ -49,7 +53,23 @@ def test_blocks_that_are_decoded_piece_by_piece_are_the_same_weight(
         assert one is other or torch.equal(one, other), field.name
 
 
+def test_a_scale_that_is_no_number_is_refused():
+    raw = random_blocks(GgufType.MXFP4)
+    raw[3, 17] = 255
+    with pytest.raises(ValueError, match="not a number"):
+        weight_of_blocks(raw, GgufType.MXFP4)
+
+
 def test_rows_of_rotary_pairs_come_to_stand_a_half_apart():
-    rows = torch.arange(12)[:, None]
-    assert in_halves(rows, 2)[:, 0].tolist() == [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]
-    assert in_halves(rows, 0) is rows
+    order = rotary_pairs(num_heads=2).rows
+    assert order is not None
+    assert order_of(order, 12).tolist() == [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]
+
+
+def test_runs_of_rows_become_heads():
+    order = RowOrder(num_heads=2, sizes=(1, 2), start=1)
+    # Behind the first: one row of each head, two of each, and both once more.
+    assert order_of(order, 13).tolist() == [0, 1, 3, 4, 7, 9, 10, 2, 5, 6, 8, 11, 12]
+    for num_rows in (0, 1, 12, 14):
+        with pytest.raises(ValueError, match="rows are not those of"):
+            order_of(order, num_rows)

@@ -1,7 +1,9 @@
 """The header of a GGUF file: its metadata, and where each tensor lies.
 
-Owns: the parsing, bounded by the file's own length, and the sizes of the types of blocks.
-Never: reads tensors (worker/quantized/gguf_blocks.py), or knows what the metadata mean (config.py).
+Owns: the parsing, bounded by the file's own length, the sizes of the types of blocks, and of which tensors a
+weight is made.
+Never: reads tensors (worker/quantized/gguf_blocks.py), or knows what the metadata mean (config.py and its
+neighbours).
 Source: the GGUF specification, versions 2 and 3. The package gguf reads it too, but takes 10 s and 0.5 GB for
 the tokens of a large vocabulary.
 """
@@ -18,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from worker.checkpoint.gguf.layouts import Change
 from worker.worker_errors import StartupError, refused_as
 
 _VERSIONS = (2, 3)
@@ -33,6 +36,11 @@ _SCALARS = {
 """Types of values by their numbers."""
 _AGAIN = "download it again"
 MAGIC = b"GGUF"
+BLOCKS = "gguf"
+"""Last name of a weight of the model that is stored as blocks of codes."""
+WEIGHTS = "model.gguf"
+"""Name of the link to a file in its folder (folder.py), to the first part if there are several."""
+_LINKS = "model*.gguf"
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _MOST_PARTS = 1000
 
@@ -53,6 +61,7 @@ class GgufType(Enum):
     IQ4_NL = (20, 32, 18)
     IQ4_XS = (23, 256, 136)
     BF16 = (30, 1, 2)
+    MXFP4 = (39, 32, 17)
 
     @property
     def block_size(self) -> int:
@@ -78,9 +87,37 @@ class GgufTensor:
     type: GgufType
     shape: tuple[int, ...]
     """The last dimension is the one whose numbers lie together, as torch has it."""
+    path: Path
+    """The file, which is one of several for a model in parts."""
     start: int
     """First byte in the file."""
     num_bytes: int
+
+    def matrices(self) -> list["GgufTensor"]:
+        """Divide a stack of matrices, which lie one behind the other."""
+        count, *shape = self.shape
+        size = self.num_bytes // max(1, count)
+        return [
+            replace(self, shape=tuple(shape), start=self.start + number * size, num_bytes=size)
+            for number in range(count)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class GgufWeight:
+    """One weight of the model: the tensors that it is made of, and the change of their numbers."""
+
+    name: str
+    """The model's name for it; the last part is BLOCKS where codes stay as they are."""
+    tensors: tuple[GgufTensor, ...]
+    change: Change
+
+    @property
+    def has_codes(self) -> bool:
+        return self.name.endswith(f".{BLOCKS}")
+
+
+_NO_DEFAULT = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +133,50 @@ class GgufFile:
     @property
     def architecture(self) -> str:
         return str(self.metadata.get("general.architecture"))
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model, without those that predict further tokens."""
+        found = self.number("block_count")
+        if found > len(self.tensors):
+            raise StartupError(
+                f"{self.path.name} has {len(self.tensors)} tensors for {found} layers",
+                fix="take another GGUF file",
+            )
+        return found - self.number("nextn_predict_layers", 0)
+
+    def value(self, key: str, default: Any = _NO_DEFAULT) -> Any:
+        """Look a key of the architecture up. Raises StartupError where it is missing."""
+        found = self.metadata.get(f"{self.architecture}.{key}", default)
+        if found is _NO_DEFAULT:
+            raise StartupError(
+                f"{self.path.name} has no {self.architecture}.{key} in its metadata", fix=_AGAIN
+            )
+        return found
+
+    def number(self, key: str, default: Any = _NO_DEFAULT) -> int:
+        """Look a count up, which may be written once for each layer. Raises StartupError."""
+        found = self.value(key, default)
+        if isinstance(found, list) and found and len(set(found)) == 1:
+            found = found[0]
+        if not isinstance(found, int) or found < 0:
+            raise StartupError(
+                f"{self.architecture}.{key} is {str(found)[:80]}, and not one number",
+                fix="take another GGUF file",
+            )
+        return found
+
+    def by_layer(self, key: str) -> list[Any]:
+        """Look a list up that has a value for each layer, or one value for all. Raises StartupError."""
+        found = self.value(key)
+        if not isinstance(found, list):
+            found = [found] * self.num_layers
+        if len(found) < self.num_layers:
+            raise StartupError(
+                f"{self.architecture}.{key} is for {len(found)} of {self.num_layers} layers",
+                fix="take another GGUF file",
+            )
+        return found[: self.num_layers]
 
 
 class _Cursor:
@@ -156,6 +237,11 @@ def begins_as_gguf(path: Path) -> bool:
     with suppress(OSError), path.open("rb") as stream:
         return stream.read(len(MAGIC)) == MAGIC
     return False
+
+
+def parts_in(folder: Path) -> list[Path]:
+    """Find the links to a model's files, in their order; none in a folder of another kind."""
+    return sorted(folder.glob(_LINKS), key=lambda each: (len(each.name), each.name))
 
 
 def part_paths(path: Path) -> list[Path]:
@@ -231,7 +317,7 @@ def _read(path: Path, cursor: _Cursor, num_bytes: int) -> GgufFile:
         raise ValueError(f"its alignment is {alignment}")
     first = -(-cursor.place // alignment) * alignment
     tensors = {
-        name: _tensor(name, shape, kind, first + start) for name, (shape, kind, start) in places.items()
+        name: _tensor(name, shape, kind, path, first + start) for name, (shape, kind, start) in places.items()
     }
     for name, tensor in tensors.items():
         if tensor.start + tensor.num_bytes > num_bytes:
@@ -249,7 +335,7 @@ def _read_place(cursor: _Cursor, name: str) -> tuple[tuple[int, ...], int, int]:
     return shape, cursor.number(_SCALARS[4]), cursor.length()
 
 
-def _tensor(name: str, shape: tuple[int, ...], kind: int, start: int) -> GgufTensor:
+def _tensor(name: str, shape: tuple[int, ...], kind: int, path: Path, start: int) -> GgufTensor:
     """Make a tensor. Raises ValueError for a row of no whole blocks, StartupError for an unknown type."""
     found = _TYPES.get(kind)
     if found is None:
@@ -259,4 +345,4 @@ def _tensor(name: str, shape: tuple[int, ...], kind: int, start: int) -> GgufTen
         )
     if shape[-1] % found.block_size:
         raise ValueError(f"{name} has rows of {shape[-1]}, which are no whole blocks of {found.name}")
-    return GgufTensor(found, shape, start, math.prod(shape) // found.block_size * found.block_bytes)
+    return GgufTensor(found, shape, path, start, math.prod(shape) // found.block_size * found.block_bytes)

@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from worker.checkpoint.gguf.config import config_of
-from worker.checkpoint.gguf.file import part_paths, read_parts
+from worker.checkpoint.gguf.file import WEIGHTS, part_paths, read_parts
 from worker.checkpoint.gguf.tokenizer import tokenizer_of
 from worker.worker_errors import StartupError, refused_as
 
-WEIGHTS = "model.gguf"
-"""Name of the link in the folder, to the first part if there are several."""
-_LINKS = "model*.gguf"
-_SOURCES = ("config.py", "splits.py", "tokenizer.py", "folder.py")
+_SOURCES = (
+    *("config.py", "families.py", "folder.py", "rotary.py", "settings.py", "splits.py", "tokenizer.py"),
+)
 """A folder that others of these modules wrote is not used."""
 
 
@@ -51,11 +50,6 @@ def folder_of(path: Path) -> Path:
     except OSError as error:
         raise StartupError(f"{folder} cannot be written: {error}", fix="free some space there") from error
     return folder
-
-
-def parts_in(folder: Path) -> list[Path]:
-    """Find the links to a model's files, in their order; none in a folder of another kind."""
-    return sorted(folder.glob(_LINKS), key=lambda each: (len(each.name), each.name))
 
 
 def _texts_of(paths: Sequence[Path]) -> dict[str, dict[str, Any]]:
