@@ -18,9 +18,12 @@ from typing import Any
 
 from engine.hub_answers import HubAnswers, HubLies, check_commit, check_file, check_text
 from worker.checkpoint.checksums import digest_of
+from worker.checkpoint.tokenizer_files import TOKENIZER
 from worker.worker_errors import StartupError
 
 _TEXTS = ("*.json", "*.jinja")
+_VOCABULARIES = ("tokenizer.model", "tiktoken.model", "*.tiktoken")
+"""For models without a tokenizer.json."""
 _WEIGHTS = "*.safetensors"
 _GGUF = "*.gguf"
 # Weights of other programs, in folders of the same repository.
@@ -151,7 +154,8 @@ def _choose(names: Sequence[str], include: Sequence[str], name: str) -> tuple[st
 
     weights = matching(include or (_WEIGHTS,))
     if weights:
-        return tuple(dict.fromkeys([*matching(_TEXTS), *weights]))
+        others = () if TOKENIZER in names else _VOCABULARIES
+        return tuple(dict.fromkeys([*matching((*_TEXTS, *others)), *weights]))
     if include:
         raise PullFailed(f"{name} has no file like {', '.join(include)}", f"it has {_shown(names)}")
     files = matching((_GGUF,))

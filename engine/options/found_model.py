@@ -13,6 +13,7 @@ from worker.checkpoint.checksums import Checksums
 from worker.checkpoint.gguf.file import WEIGHTS as GGUF_WEIGHTS
 from worker.checkpoint.gguf.file import begins_as_gguf
 from worker.checkpoint.gguf.folder import folder_of
+from worker.checkpoint.tokenizer_files import TOKENIZER, find_vocabulary
 from worker.worker_errors import StartupError
 
 DEMO_MODEL = Path(__file__).resolve().parent.parent / "demo_model"
@@ -87,8 +88,11 @@ def _check_checkpoint(folder: Path) -> None:
             "it is an adapter, no model",
             f"serve the model that it was trained on, with --lora-modules NAME={folder}",
         )
-    for name in ("config.json", "tokenizer.json"):
-        if not (folder / name).is_file():
+    for name, is_there in (
+        ("config.json", (folder / "config.json").is_file()),
+        (TOKENIZER, find_vocabulary(folder) is not None),
+    ):
+        if not is_there:
             raise OptionError(
                 f"model {str(folder)!r}",
                 f"it has no {name}",

@@ -20,6 +20,7 @@ from worker.checkpoint.checkpoint_files import find_weights, read_json
 from worker.checkpoint.checksums import Checksums
 from worker.checkpoint.overrides import merged
 from worker.checkpoint.plausible_sizes import check_sizes
+from worker.checkpoint.tokenizer_files import tokenizer_path
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import StartupError, refused_as
 
@@ -87,7 +88,10 @@ def load_texts(
         except StartupError as error:
             raise TokenizerError(error.what, error.fix) from error
     file = None if config.chat_template_file is None else Path(config.chat_template_file)
-    trial = Trial(folder / "tokenizer.json")
+    try:
+        trial = Trial(tokenizer_path(folder))
+    except StartupError as error:
+        raise TokenizerError(error.what, error.fix) from error
     try:
         with refusing(folder):
             tokenizer = Tokenizer.load(folder)

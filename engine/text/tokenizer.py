@@ -18,7 +18,7 @@ import tokenizers
 from engine.errors import RequestRejected
 from engine.types import TextCut, TokenizedText
 from worker.checkpoint import checkpoint_files
-from worker.checkpoint.tokenizer_files import TOKENIZER, named_tokens, read_tokenizer
+from worker.checkpoint.tokenizer_files import TOKENIZER, find_vocabulary, named_tokens, read_tokenizer
 from worker.worker_errors import StartupError, one_line
 
 _PANIC = "PanicException"
@@ -85,7 +85,7 @@ class Tokenizer:
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
         """Read tokenizer.json with the tokens of the files beside it. Raises TokenizerError."""
-        path = folder / TOKENIZER
+        path = find_vocabulary(folder) or folder / TOKENIZER
         try:
             with _without_stacks():
                 file = read_tokenizer(folder)
@@ -94,7 +94,7 @@ class Tokenizer:
         except OSError as error:
             raise TokenizerError(
                 f"no readable tokenizer.json in {folder} ({error.strerror})",
-                "serve a checkpoint that brings one; sentencepiece's tokenizer.model alone is not enough",
+                "serve a checkpoint that brings one, or tekken.json, tokenizer.model or tiktoken.model",
             ) from error
         except StartupError as error:
             raise TokenizerError(error.what, error.fix) from error

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from threading import Lock
 
+from worker.checkpoint.tokenizer_files import find_vocabulary
 from worker.worker_errors import StartupError
 
 _TEXT_SUFFIXES = frozenset({".json", ".jinja"})
@@ -60,6 +61,9 @@ class Checksums:
         Raises StartupError: for one that differs, is not in the list, or is in the list only.
         """
         found = {_name(path, folder): path for path in _files(folder, _TEXT_SUFFIXES)}
+        vocabulary = find_vocabulary(folder)
+        if vocabulary is not None:
+            found[vocabulary.name] = vocabulary
         listed = {name for name in self.digests if PurePosixPath(name).suffix in _TEXT_SUFFIXES}
         gone = sorted(listed - found.keys())
         if gone:
@@ -99,7 +103,9 @@ class Checksums:
     def _compare(self, name: str, digest: str) -> None:
         expected = self.digests.get(name)
         if expected is None:
-            raise StartupError(f"{self.path} has no checksum of {name}", fix=f"add it: {_SPELLED}")
+            raise StartupError(
+                f"{self.path} has no checksum of {name}", fix=f"add what `sha256sum {name}` writes there"
+            )
         if digest != expected:
             raise StartupError(
                 f"{name} is not the file that {self.path} lists: its checksum is {digest[:12]}…, and should "

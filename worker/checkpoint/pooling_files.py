@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from worker.checkpoint.checkpoint_files import read_json
+from worker.checkpoint.tokenizer_files import tokenizer_path
 from worker.worker_errors import StartupError, refused_as
 
 MODULES_FILE = "modules.json"
@@ -166,7 +167,7 @@ def _max_len(folder: Path) -> int | None:
 
 
 def _tokenizer_lowers(folder: Path) -> bool:
-    normalizer = read_json(folder / "tokenizer.json").get("normalizer") or {}
+    normalizer = read_json(tokenizer_path(folder)).get("normalizer") or {}
     return any(
         each.get("lowercase") is True or each.get("type") == "Lowercase"
         for each in (normalizer, *(normalizer.get("normalizers") or ()))

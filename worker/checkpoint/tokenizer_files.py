@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer.json, with the tokens that only the files beside it name.
+"""A checkpoint's tokenizer.json, or one made of its vocabulary, with the tokens that files beside it name.
 
 Owns: which tokens those are, the names by which templates know them, and the token that ends a text.
 Never: encodes a text (engine/text/tokenizer.py).
@@ -14,6 +14,8 @@ from typing import Any
 import orjson
 
 from worker.checkpoint.checkpoint_files import read_json
+from worker.checkpoint.vocabularies import byte_pairs, sentencepiece
+from worker.checkpoint.vocabularies.cache_folder import VOCABULARIES, made_once
 from worker.worker_errors import StartupError, refused_as
 
 TOKENIZER = "tokenizer.json"
@@ -27,6 +29,9 @@ NAMED_SPECIAL_TOKENS = (
     "cls_token",
     "mask_token",
 )
+_TEKKEN = "tekken.json"
+_MODELS = ("tokenizer.model", "tiktoken.model")
+_MAX_VOCABULARY_BYTES = 1 << 28
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _END_OF_NAME = "_token"
 _AGAIN = "download it again"
@@ -43,11 +48,54 @@ class TokenizerFile:
     content: dict[str, Any]
 
 
+def find_vocabulary(folder: Path) -> Path | None:
+    """Find the file that tells a checkpoint's tokens; None if there is none that is read."""
+    found = (folder / name for name in (TOKENIZER, _TEKKEN, *_MODELS))
+    return next((path for path in (*found, *sorted(folder.glob("*.tiktoken"))) if path.is_file()), None)
+
+
+def tokenizer_path(folder: Path) -> Path:
+    """The folder's tokenizer.json, or one that is made of its vocabulary, in the user's cache.
+
+    Raises StartupError for a vocabulary that cannot be made one. Without any, the file is not there.
+    """
+    vocabulary = find_vocabulary(folder)
+    if vocabulary is None or vocabulary.name == TOKENIZER:
+        return folder / TOKENIZER
+    settings = _read_own_settings(folder)
+
+    def write(written: Path) -> None:
+        with refused_as(partial(StartupError, fix="take a copy with a tokenizer.json"), vocabulary):
+            made = _made_of(vocabulary, settings)
+            import tokenizers  # not at the top: `--help` needs none of it
+
+            tokenizers.Tokenizer.from_buffer(orjson.dumps(made[0]))
+        for name, content in zip((TOKENIZER, SETTINGS), made, strict=True):
+            (written / name).write_bytes(orjson.dumps(content))
+
+    said = orjson.dumps(settings)
+    return made_once("tokenizers", [vocabulary], VOCABULARIES, write, settings=said) / TOKENIZER
+
+
+def _made_of(vocabulary: Path, settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Make tokenizer.json and names of tokens. Raises ValueError and others for a file of another form."""
+    if vocabulary.stat().st_size > _MAX_VOCABULARY_BYTES:
+        raise ValueError("it is larger than any vocabulary")
+    if vocabulary.name == _TEKKEN:
+        return byte_pairs.read_tekken(vocabulary, settings)
+    with vocabulary.open("rb") as file:
+        is_sentencepiece = file.read(1) == sentencepiece.FIRST_BYTE
+    if is_sentencepiece:
+        return sentencepiece.read_sentencepiece(vocabulary, settings)
+    return byte_pairs.read_tiktoken(vocabulary, settings)
+
+
 def read_tokenizer(folder: Path) -> TokenizerFile:
     """Read tokenizer.json with all tokens. Raises StartupError, and OSError where there is none."""
-    text = (folder / TOKENIZER).read_bytes()
+    path = tokenizer_path(folder)
+    text = path.read_bytes()
     settings = _read_settings(folder)
-    with refused_as(partial(StartupError, fix=_AGAIN), folder / TOKENIZER):
+    with refused_as(partial(StartupError, fix=_AGAIN), path):
         content = orjson.loads(text)
         known = {token["content"]: token for token in content.get("added_tokens") or ()}
         lacking = list(_lacking(folder, settings, known))
@@ -69,13 +117,20 @@ def named_tokens(folder: Path) -> dict[str, str]:
 def end_token_id(folder: Path) -> int | None:
     """Look up the token that ends a text by the tokenizer's settings; None if they name none."""
     end = named_tokens(folder).get("eos_token")
-    if end is None or not (folder / TOKENIZER).is_file():
+    if end is None or find_vocabulary(folder) is None:
         return None
     added = read_tokenizer(folder).content.get("added_tokens") or ()
     return next((int(token["id"]) for token in added if token["content"] == end), None)
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
+    """Read the settings, and names of tokens that a vocabulary in another form has by itself."""
+    path = tokenizer_path(folder)
+    made = {} if path.parent == folder else read_json(path.parent / SETTINGS)
+    return made | _read_own_settings(folder)
+
+
+def _read_own_settings(folder: Path) -> dict[str, Any]:
     """Read tokenizer_config.json, and for keys missing there its older form, special_tokens_map.json."""
     return {**_read_if_there(folder / "special_tokens_map.json"), **_read_if_there(folder / SETTINGS)}
 

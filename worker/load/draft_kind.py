@@ -14,13 +14,11 @@ import torch
 
 from worker.attention.kv_cache import FLOAT8, KeptShapes, cache_dtype
 from worker.checkpoint.task import Task
-from worker.checkpoint.tokenizer_files import read_tokenizer
+from worker.checkpoint.tokenizer_files import TOKENIZER, find_vocabulary, read_tokenizer
 from worker.load.draft_head import WITHOUT_HEAD
 from worker.load.model_kind import ModelKind
 from worker.worker_config import AdapterLimits, DraftMethod, SpeculationConfig, WorkerConfig
 from worker.worker_errors import FamilyRefused, StartupError
-
-_TOKENIZER = "tokenizer.json"
 
 
 def refuse_speculation(config: WorkerConfig, reason: str) -> None:
@@ -117,10 +115,10 @@ def check_vocabulary(kind: ModelKind, draft_kind: ModelKind) -> None:
 
 
 def _vocabulary(folder: Path) -> dict[str, int]:
-    path = folder / _TOKENIZER
-    if not path.is_file():
+    path = find_vocabulary(folder)
+    if path is None:
         raise StartupError(
-            f"{folder} has no {_TOKENIZER}, by which vocabularies are compared",
+            f"{folder} has no {TOKENIZER}, by which vocabularies are compared",
             fix="take checkpoints that have one",
         )
     try:

@@ -10,14 +10,21 @@ from typing import Any, NamedTuple
 
 from worker.checkpoint.gguf.config import CONTROL, ends_of
 from worker.checkpoint.gguf.file import GgufFile
-from worker.checkpoint.gguf.splits import SPLITS
+from worker.checkpoint.vocabularies.splits import SPLITS
+from worker.checkpoint.vocabularies.tokenizer_parts import (
+    MAX_LETTERS,
+    added_token,
+    byte_letters,
+    byte_level_parts,
+    ends_around,
+    pair_model,
+    tokenizer_json,
+)
 from worker.worker_errors import StartupError
 
 _SPACE = "▁"
 _STORED_PAIRS = "gemma4"
 _NORMAL, _USER_DEFINED = 1, 4
-_MAX_LETTERS = 1024
-"""Limit of a token that is made of others: all its cuts are tried."""
 _TEMPLATE = "tokenizer.chat_template"
 _GEMMAS = frozenset({"gemma", "gemma2", "gemma3", "gemma4"})
 
@@ -47,13 +54,7 @@ def tokenizer_of(file: GgufFile) -> tuple[dict[str, Any], dict[str, Any]]:
     }
     special = _special_tokens(file, parts["model"]["vocab"])
     added = {name: special[name] for name, adds in ends.items() if adds and name in special}
-    tokenizer = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        **parts,
-        "post_processor": _post_processor(added),
-    }
+    tokenizer = tokenizer_json(**parts, post_processor=ends_around(added))
     config: dict[str, Any] = {f"{name}_token": token for name, (token, _) in special.items()}
     templates = _templates(file)
     return tokenizer, config | ({"chat_template": templates} if templates else {})
@@ -87,34 +88,10 @@ def _added(vocabulary: _Vocabulary, ids: dict[str, int]) -> list[dict[str, Any]]
     """Tokens that are searched for before a text is split."""
     ends = ends_of(vocabulary.tokens)
     return [
-        {
-            "id": index,
-            "content": token,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": kind == CONTROL or token in ends,
-        }
+        added_token(index, token, is_special=kind == CONTROL or token in ends)
         for index, (token, kind) in enumerate(zip(*vocabulary, strict=True))
         if (kind in (CONTROL, _USER_DEFINED) or token in ends) and ids.get(token) == index
     ]
-
-
-def _model(ids: dict[str, int], merges: list[tuple[str, str]], **others: Any) -> dict[str, Any]:
-    return {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "ignore_merges": False,
-        **others,
-        "vocab": ids,
-        "merges": merges,
-    }
 
 
 def _byte_level(file: GgufFile) -> tuple[dict[str, Any], bool]:
@@ -126,7 +103,7 @@ def _byte_level(file: GgufFile) -> tuple[dict[str, Any], bool]:
             fix="take the model's safetensors",
         )
     vocabulary = _vocabulary(file)
-    alphabet = _byte_letters()
+    alphabet = byte_letters()
     letters, texts, ends = set(alphabet), set(vocabulary.tokens), ends_of(vocabulary.tokens)
     spelled = []
     for token, kind in zip(*vocabulary, strict=True):
@@ -134,26 +111,10 @@ def _byte_level(file: GgufFile) -> tuple[dict[str, Any], bool]:
         is_spelled = kind in (CONTROL, _USER_DEFINED) or token in ends or letters.issuperset(token)
         spelled.append(token if is_spelled or in_bytes in texts else in_bytes)
     ids = _ids(spelled)
-    bytes_of = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    steps = [
-        {"type": "Split", "pattern": {"Regex": each}, "behavior": "Isolated", "invert": False}
-        for each in split.patterns
-    ]
-    parts = {
-        "added_tokens": _added(vocabulary, ids),
-        "normalizer": split.normalizer,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*steps, {**bytes_of, "use_regex": False}]},
-        "decoder": {**bytes_of, "use_regex": True},
-        "model": _model(ids, _stored_merges(file, ids), ignore_merges=split.ignores_merges),
-    }
+    model = pair_model(ids, _stored_merges(file, ids), ignore_merges=split.ignores_merges)
+    added = _added(vocabulary, ids)
+    parts = byte_level_parts(model, added, patterns=split.patterns, normalizer=split.normalizer)
     return parts, split.adds_bos
-
-
-def _byte_letters() -> list[str]:
-    """The letter that stands for each byte: its own where that can be seen, otherwise one from 256 on."""
-    seen = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    unseen = [byte for byte in range(256) if byte not in seen]
-    return [chr(byte if byte in seen else 256 + unseen.index(byte)) for byte in range(256)]
 
 
 def _stored_merges(file: GgufFile, ids: dict[str, int]) -> list[tuple[str, str]]:
@@ -203,7 +164,7 @@ def _sentencepiece(file: GgufFile) -> dict[str, Any]:
         "normalizer": normalizer,
         "pre_tokenizer": None,
         "decoder": {"type": "Sequence", "decoders": decoders},
-        "model": _model(
+        "model": pair_model(
             ids,
             merges,
             unk_token=None if unknown is None else vocabulary.tokens[unknown],
@@ -234,7 +195,7 @@ def _merges_by_rank(
     for index, (token, kind) in enumerate(zip(*vocabulary, strict=True)):
         if kind not in (_NORMAL, _USER_DEFINED) or ids.get(token) != index:
             continue
-        if len(token) > _MAX_LETTERS:
+        if len(token) > MAX_LETTERS:
             raise StartupError(f"token {index} has {len(token)} letters", fix="take another GGUF file")
         pairs = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
         known = [pair for pair in pairs if pair[0] in ids and pair[1] in ids]
@@ -258,26 +219,6 @@ def _special_tokens(file: GgufFile, ids: dict[str, int]) -> dict[str, tuple[str,
             )
         found[name] = (texts[number], number)
     return found
-
-
-def _post_processor(added: dict[str, tuple[str, int]]) -> dict[str, Any] | None:
-    """Put tokens before and behind each text."""
-    if not added:
-        return None
-
-    def template(*sequences: str) -> list[dict[str, Any]]:
-        pieces = [{"Sequence": {"id": each, "type_id": 0}} for each in sequences]
-        around = {name: [{"SpecialToken": {"id": token, "type_id": 0}}] for name, (token, _) in added.items()}
-        return [*around.get("bos", []), *pieces, *around.get("eos", [])]
-
-    return {
-        "type": "TemplateProcessing",
-        "single": template("A"),
-        "pair": template("A", "B"),
-        "special_tokens": {
-            token: {"id": token, "ids": [number], "tokens": [token]} for token, number in added.values()
-        },
-    }
 
 
 def _templates(file: GgufFile) -> str | list[dict[str, str]] | None:

@@ -10,8 +10,8 @@ import tokenizers
 from tests.checkpoints import write_tokenizer
 from worker.checkpoint.gguf.config import ends_of
 from worker.checkpoint.gguf.file import GgufFile
-from worker.checkpoint.gguf.splits import SPLITS
 from worker.checkpoint.gguf.tokenizer import tokenizer_of
+from worker.checkpoint.vocabularies.splits import SPLITS
 from worker.worker_errors import StartupError
 
 TEXTS = (

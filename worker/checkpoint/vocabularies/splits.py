@@ -1,7 +1,7 @@
-r"""Rules by which byte-level tokenizers of GGUF files cut a text before they merge pairs, by their names.
+r"""Rules by which byte-level tokenizers cut a text before they merge pairs, by their names in GGUF files.
 
 Owns: expressions, each of which cuts the pieces that the one before it has left.
-Never: merges pairs (tokenizer.py).
+Never: merges pairs.
 Source: the tokenizer.json of the models, which llama.cpp has these names for; expressions are Oniguruma's.
 """
 
@@ -42,17 +42,17 @@ _OLD_CASED = (
     r"\x{A790}-\x{A7FA}\x{AB30}-\x{AB68}\x{10570}-\x{105BC}\x{16E40}-\x{16E7F}\x{1D400}-\x{1DF1E}]]+"
 )
 _NOT_HAN = ("[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}&&[^\\p{Han}]]", "[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}&&[^\\p{Han}]]")
-_KIMI = (
+KIMI = (
     rf"\p{{Han}}+|[^\r\n\p{{L}}\p{{N}}]?{_NOT_HAN[0]}*{_NOT_HAN[1]}+{_CONTRACTIONS}?"
     rf"|[^\r\n\p{{L}}\p{{N}}]?{_NOT_HAN[0]}+{_NOT_HAN[1]}*{_CONTRACTIONS}?|\p{{N}}{{1,3}}{_SIGNS}{_SPACES}"
 )
 _BY_WORD = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}{_SIGNS}{_SPACES}"
-_BY_THREE_DIGITS = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}{{1,3}}{_SIGNS}{_SPACES}"
+BY_THREE_DIGITS = rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}{{1,3}}{_SIGNS}{_SPACES}"
 _O200K = rf"{_any_case(f'{_CONTRACTIONS}?')}|\p{{N}}{{1,3}}{_MIXED_SIGNS}{_SPACES}"
 
 _PLAIN = Split((_GPT2,))
 _DIGITS_APART = Split((r"\p{N}", _GPT2))
-_LLAMA3 = Split((_BY_THREE_DIGITS,), ignores_merges=True, adds_bos=True)
+_LLAMA3 = Split((BY_THREE_DIGITS,), ignores_merges=True, adds_bos=True)
 _QWEN2 = Split((_BY_WORD,), normalizer={"type": "NFC"})
 _DEEPSEEK3 = Split((r"\p{N}{1,3}", r"[\x{3040}-\x{30FF}\x{4E00}-\x{9FA5}]+", _LATIN_WORDS))
 _OPEN_AI = Split((_O200K,))
@@ -65,8 +65,8 @@ SPLITS = {
     **dict.fromkeys(("minerva-7b", "mellum2"), _DIGITS_APART),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral"), _LLAMA3),
     **dict.fromkeys(("midm-2.0", "lfm2"), _LLAMA3),
-    **dict.fromkeys(("smaug-bpe", "dbrx", "chatglm-bpe"), Split((_BY_THREE_DIGITS,))),
-    **dict.fromkeys(("glm4", "glm5"), Split((_BY_THREE_DIGITS,), ignores_merges=True)),
+    **dict.fromkeys(("smaug-bpe", "dbrx", "chatglm-bpe"), Split((BY_THREE_DIGITS,))),
+    **dict.fromkeys(("glm4", "glm5"), Split((BY_THREE_DIGITS,), ignores_merges=True)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez"), _QWEN2),
     **dict.fromkeys(("stablelm2", "hunyuan", "solar-open", "grok-2"), Split((_BY_WORD,))),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), _DEEPSEEK3),
@@ -90,7 +90,7 @@ SPLITS = {
     "deepseek-coder": Split((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")),
     "falcon": Split((_FALCON_SIGNS, _GPT2, r"[0-9][0-9][0-9]")),
     "default": Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
-    "kimi-k2": Split((_KIMI,), ignores_merges=True),
+    "kimi-k2": Split((KIMI,), ignores_merges=True),
     "seed-coder": Split(
         (rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+{_SPACES}",),
     ),
