@@ -49,17 +49,16 @@ class Reading:
     reasoning_end_id: int | None = None
     """The token that ends a block of reasoning, if it is one token."""
     reports_reasoning: bool = False
-
-    @property
-    def counts_by_tokens(self) -> bool:
-        """Whether tokens of thoughts are counted however large the pieces are in which a reply is read."""
-        return self.reasoning_end_id is not None or not self.reports_reasoning
-
     """Usage has the number of reasoning tokens."""
     max_calls: int | None = None
     new_call_id: Callable[[], str] = call_id
     finish_reason_of_calls: str = "tool_calls"
     """The finish reason in place of `stop`, if there are calls."""
+
+    @property
+    def counts_by_tokens(self) -> bool:
+        """Whether tokens of thoughts are counted however large the pieces are in which a reply is read."""
+        return self.reasoning_end_id is not None or not self.reports_reasoning
 
     @property
     def is_plain(self) -> bool:

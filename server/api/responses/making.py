@@ -59,6 +59,8 @@ class Making:
 
     request: GenerationRequest
     reply: ResponseStream
+    is_read_whole: bool
+    """Whether it is enough to look at the reply once all of it is there."""
 
 
 def note_left_out(request: Request, body: ResponsesRequest) -> None:
@@ -85,7 +87,9 @@ async def begin_making(edge: Edge, task: ResponseTask, on_end: OnEnd = lambda _:
     )
     chat = ChatStream(_chat_plan(task.body, turn, head), turn.reading)
     return Making(
-        request=turn.request, reply=ResponseStream(plan, chat, on_end=on_end, unix_time_s=time.time)
+        request=turn.request,
+        reply=ResponseStream(plan, chat, on_end=on_end, unix_time_s=time.time),
+        is_read_whole=not task.body.stream and turn.reading.counts_by_tokens,
     )
 
 

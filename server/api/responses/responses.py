@@ -79,7 +79,7 @@ async def create_response(request: Request) -> Response:
             store.add(reply_id, stored, now_s=time.monotonic())
 
     making = await begin_making(edge, task, on_end=keep)
-    outputs = edge.engine.generate_all([making.request], is_read_whole=not body.stream)
+    outputs = edge.engine.generate_all([making.request], is_read_whole=making.is_read_whole)
     if body.stream:
         return EventStream(outputs, making.reply, edge, framing=ResponseFraming(making.reply))
     return await whole(request, outputs, Gathered(making.reply, lambda: making.reply.response))

@@ -86,8 +86,7 @@ class WireTool:
         """Fields of the item of a call, of its arguments so far."""
         match self.form:
             case WireForm.CUSTOM:
-                text = arguments_of(arguments).get("input")
-                return {"name": self.name, "input": text if isinstance(text, str) else arguments}
+                return {"name": self.name, "input": _input_of(arguments)}
             case WireForm.SHELL:
                 return {"action": {"type": "exec", "env": {}, "command": [], **arguments_of(arguments)}}
         space = {} if self.namespace is None else {"namespace": self.namespace}
@@ -222,6 +221,15 @@ def call_of(item: InputItem, tools: Toolbox, where: str) -> dict[str, Any]:
             arguments = required(item.arguments, f"{where}.arguments")
     function = {"name": shown, "arguments": arguments}
     return {"id": required(item.call_id, f"{where}.call_id"), "type": "function", "function": function}
+
+
+def _input_of(arguments: str) -> str:
+    """The text of a custom call, as far as it is there; all of the arguments if they are of another form."""
+    whole = arguments_of(arguments)
+    if not whole:
+        return InputText().feed(arguments)
+    text = whole.get("input")
+    return text if isinstance(text, str) else arguments
 
 
 class InputText:

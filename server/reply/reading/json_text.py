@@ -14,12 +14,14 @@ from server.reply.reading.argument_values import PYTHON_WORDS
 from server.reply.reading.row import BodyPlace, Lexer, Progress
 
 _MAX_SCALAR_CHARS = 1024
-_STRING = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
+_HEX = "[0-9a-fA-F]"
+_STRING = re.compile(rf'[^"\\]*(?:\\(?:[^u]|u{_HEX}{{4}}|u(?={_HEX}{{0,3}}(?!{_HEX})[\s\S]))[^"\\]*)*')
+"""A string up to its end, or to an escape of which more may come."""
 _STRUCTURE = frozenset('{}[],:"')
 _TOKEN = re.compile(r'\s+|[^\s{}\[\],:"<]+')
 _SCALAR = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null")
 _SPECIAL = re.compile(r'["\\\x00-\x1f]')
-_BAD_ESCAPE = re.compile(r'\\(?:(["\\/bfnrtu])|(?=.))', re.DOTALL)
+_BAD_ESCAPE = re.compile(rf'\\(?:(["\\/bfnrt]|u{_HEX}{{4}})|(?=[\s\S]))')
 """An escape, or a backslash that begins none."""
 _CONTROLS = re.compile(r"[\x00-\x1f]")
 _KEY, _COLON, _VALUE, _END = range(4)
@@ -69,9 +71,13 @@ class JsonText:
         self._write("".join(reversed(self.stack)))
 
     def finish(self, rest: str, *, is_cut: bool) -> None:
-        """End the text: what is open is closed between two values, if the model has ended it."""
+        """End the text: what is open is closed, if the model has ended it; a half escape is left out."""
         if self.is_inside_value:
-            self._write(rest)
+            if is_cut:
+                self._write(rest)
+            else:
+                self._write('"')
+                self.close()
         elif rest and self._expects == _VALUE and not self.is_in_string:
             # A number, say, that nothing has ended.
             if is_cut:

@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass
 
 from server.reply.reading.json_text import JsonText
-from server.reply.reading.row import BodyPlace, Progress
+from server.reply.reading.row import BodyPlace, Lexer, Progress
 
 _OTHER_KEYS = frozenset({"name", "type", "id"})
 _SEPARATORS = frozenset(",;]}")
@@ -88,7 +88,8 @@ class ObjectReader:
             self._value.finish(rest, is_cut=is_cut)
             self.has_begun = is_cut or self._value.is_inside_value
         elif not self._has_arguments and self._value is not None:
-            self._log.arguments("".join(self._text) + rest)
+            self._value.finish(rest, is_cut=is_cut)
+            self._log.arguments(_closed("".join(self._text), self._lexer, is_cut=is_cut))
         else:
             self.has_begun = is_cut
 
@@ -209,6 +210,17 @@ def _unpacked(text: str) -> str:
     unpacked = _string(text)
     arguments = text if unpacked is None else unpacked
     return "{}" if arguments == "null" else arguments
+
+
+def _closed(text: str, lexer: Lexer, *, is_cut: bool) -> str:
+    """The JSON text of arguments that stood in a string, closed if the model has ended it."""
+    if is_cut:
+        return text
+    pieces: list[str] = []
+    unpacked = _unpacked(text)
+    inner = JsonText(lexer, pieces.append)
+    inner.finish(unpacked[inner.feed(unpacked, 0) :], is_cut=False)
+    return "".join(pieces) or "{}"
 
 
 def _string(text: str) -> str | None:

@@ -113,14 +113,14 @@ class TagsReader:
         return is_plain
 
     def finish(self, rest: str, *, is_cut: bool) -> None:
-        """Close the object if the model has ended the text between two values."""
-        if rest and self._state is _In.VALUE:
+        """Close the value and the object if the model has ended the text. Cut off, a value stays open."""
+        is_in_value = self._state is _In.VALUE
+        if is_in_value:
             self._write(self._arguments.add(rest))
-        if self._state is _In.VALUE:
-            self._write(self._arguments.flush())
-        elif not is_cut:
+            self._write(self._arguments.flush() if is_cut else self._arguments.end(was_lost=True))
+        if not is_cut:
             self._write(self._arguments.close())
-            self.has_begun = False
+            self.has_begun = is_in_value
 
     def _write(self, text: str) -> None:
         if text:

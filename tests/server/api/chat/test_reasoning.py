@@ -107,6 +107,17 @@ async def test_a_message_tells_it_under_both_names_and_usage_counts_it(client, t
     assert thinking.requests[0].shown_special_ids == {60, 3}
 
 
+async def test_whole_replies_come_token_by_token_where_only_the_text_shows_the_end(client, thinking) -> None:
+    """Large pieces would count the answer's tokens that came with the last ones of the thoughts."""
+    responses = {"input": "hi", "max_output_tokens": len(TEXTS)}
+    for added_tokens, is_coarse in (({}, False), ({"</think>": TEXTS.index("</think>")}, True)):
+        thinking.model_info = dataclasses.replace(THINKING, added_tokens=added_tokens)
+        await ask(client)
+        reply = (await client.post("/v1/responses", json=responses)).json()
+        assert reply["usage"]["output_tokens_details"] == {"reasoning_tokens": 4}
+        assert thinking.are_read_whole[-2:] == [is_coarse, is_coarse]
+
+
 async def test_reasoning_can_be_left_out_and_is_counted_all_the_same(client, thinking) -> None:
     reply = await ask(client, include_reasoning=False)
     assert reply["choices"][0]["message"] == {"role": "assistant", "content": "Yes.\n", "refusal": None}

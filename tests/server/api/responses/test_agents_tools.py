@@ -81,6 +81,22 @@ async def test_a_custom_tool_is_a_function_of_one_text_and_its_calls_are_items_o
     assert (result["role"], result["content"]) == ("tool", "ok")
 
 
+@pytest.mark.parametrize(("num", "shown"), [(3, ""), (4, "pla"), (99, "plain")])
+async def test_a_custom_call_that_is_cut_off_shows_as_much_of_its_text_as_there_is(
+    client, engine, num, shown
+):
+    parts = [
+        '<tool_call>{"name": "apply_patch", "arguments": {',
+        '"inp',
+        'ut": "',
+        "pla",
+        'in"}}</tool_call>',
+    ]
+    engine.texts, engine.end_as = parts[:num], FinishReason.LENGTH
+    (item,) = (await create(client, tools=[PATCH], max_output_tokens=len(engine.texts)))["output"]
+    assert (item["type"], item["input"]) == ("custom_tool_call", shown)
+
+
 async def test_a_call_of_the_shell_is_an_item_with_an_action(client, engine):
     engine.texts = says("local_shell", {"command": ["ls"]})
     (item,) = (await create(client, tools=[SHELL], max_output_tokens=len(engine.texts)))["output"]

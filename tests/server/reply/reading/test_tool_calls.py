@@ -144,7 +144,8 @@ def test_what_is_no_call_after_all_stays_in_the_text(dialect, text) -> None:
     ("dialect", "text", "events"),
     [
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": [1, ', call(0, "f", '{"a": [1]}')),
-        ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a', call(0, "f", '"{\\"a')),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a', call(0, "f", "{}")),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"b', call(0, "f", '{"a": "b"}')),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1</tool_call>', call(0, "f", '{"a": 1}')),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}}}</tool_call>', call(0, "f", '{"a": 1}')),
         (
@@ -158,12 +159,13 @@ def test_what_is_no_call_after_all_stays_in_the_text(dialect, text) -> None:
             [*call(0, "f", "{}"), Content("is what I would call")],
         ),
         ("mistral", '[TOOL_CALLS]f[ARGS]{"a": ', call(0, "f", "{}")),
-        ("json", '[{"name": "f", "arguments": {"a": "', call(0, "f", '{"a": "')),
+        ("json", '[{"name": "f", "arguments": {"a": "', call(0, "f", '{"a": ""}')),
+        ("json", '[{"name": "f", "arguments": {"a": "b\\u00', call(0, "f", '{"a": "b"}')),
+        ("qwen3_coder", "<function=f><parameter=a>12", call(0, "f", '{"a": 12}')),
+        ("deepseek", '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": ["b\\', call(0, "f", '{"a": ["b"]}')),
     ],
 )
-def test_a_call_that_has_begun_is_closed_unless_the_text_ends_in_one_of_its_values(
-    dialect, text, events
-) -> None:
+def test_a_call_that_has_begun_is_closed_where_the_model_ends_its_reply(dialect, text, events) -> None:
     assert read(dialect, text) == events
 
 
