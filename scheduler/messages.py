@@ -150,6 +150,8 @@ class SequenceInputs:
     """Tokens that were generated before, by a process that is gone: it goes on behind them."""
     num_reported_positions: int = 0
     """Positions of the prompt whose log-probabilities were reported before."""
+    restore_at: tuple[int, ...] = ()
+    """Numbers of prompt tokens behind which later prompts will go on otherwise. Empty: not known."""
 
 
 NO_INPUTS = SequenceInputs()
@@ -484,11 +486,9 @@ class SequenceReport(NamedTuple):
     blocks_by_group: Mapping[str, int] = _NOTHING
     """Blocks of num_blocks by the name of their group of layers; empty where it has none."""
     num_cached_tokens: int = 0
-    """Prompt tokens found in the prefix cache at first admission."""
     num_lost_tokens: int = 0
-    """Further ones that the groups which keep all tokens had."""
     lost_to: str = ""
-    """Name of the group that lacked what is read behind these; empty if none did."""
+    """Found and lost at its first admission, as in SequenceStart."""
 
 
 class RequestCounts(NamedTuple):

@@ -362,7 +362,8 @@ class Scheduler:
         if reason is None:
             if seq.num_tokens != num_known or seq.num_computed_tokens != num_known - 1:
                 self._settle(seq, len(token_ids) - 1)
-        elif len(token_ids) > 1:  # tokens accepted behind the end are dropped
+        elif len(token_ids) > 1:  # tokens accepted behind the end are dropped, and are computed all the same
+            seq.num_computed_tokens += (len(token_ids) - 1) * (seq.status is Status.RUNNING)
             token_ids, logprobs = token_ids[: num_known - num_before], logprobs[: num_known - num_before]
         if self._has_accounts:
             self._queues.charge_generated(seq, len(token_ids))
@@ -457,6 +458,8 @@ class Scheduler:
         seq.finish_reason = reason
         if before is Status.RUNNING:
             self._shares.forget_extras(seq)
+            if reason is not FinishReason.FAILED:
+                self.kv.keep_end(seq)
             self.kv.free(seq)
             self._released.append(seq.sequence_id)
         elif before is Status.SWAPPED:

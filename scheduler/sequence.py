@@ -123,6 +123,7 @@ class Sequence:
         "prompt_computation",
         "protected_until",
         "rank",
+        "restore_at",
         "running_rank",
         "sequence_id",
         "status",
@@ -154,7 +155,7 @@ class Sequence:
         self.adapter = inputs.adapter
         self.encoder_inputs = inputs.encoder_inputs
         self.payloads = inputs.payloads
-        self.prediction = inputs.prediction
+        self.prediction, self.restore_at = inputs.prediction, inputs.restore_at
         self.prompt_computation = _prompt_computation(params, inputs)
         self.is_indivisible = self.prompt_computation is PromptComputation.AT_ONCE  # all in one step
         self.priority = terms.priority

@@ -136,9 +136,11 @@ def _check_blocks(scheduler: Scheduler, running: list[Sequence]) -> None:
 
 def _check_group_uses(scheduler: Scheduler, running: list[Sequence]) -> None:
     """Check the blocks of each group, counted one by one."""
-    for index, (use, cache) in enumerate(zip(scheduler.group_uses(), scheduler.kv.caches, strict=True)):
-        held = {block for seq in running for block in seq.tables[index].block_ids}
-        assert (use.num_held, use.num_findable) == (len(held), len(cache.published()))
+    uses = scheduler.group_uses()
+    for index, use in enumerate(uses):
+        assert use.num_held == len({block for seq in running for block in seq.tables[index].block_ids})
+    findable = list(scheduler.kv.findable_blocks())
+    assert sum(use.num_findable for use in uses) == len(findable) == len(set(findable))
 
 
 def _check_swap_space(scheduler: Scheduler, waiting: list[Sequence]) -> None:

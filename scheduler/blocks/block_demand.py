@@ -31,8 +31,8 @@ class BlockDemand(NamedTuple):
     """Blocks of these that no hit gives."""
     num_from_free: int
     """Blocks that leave the free list, for the time of the plan at least."""
-    takes_state: bool
-    """Whether it goes on in the blocks of the state that was found: there is no room for a copy."""
+    takes_point: bool
+    """Whether it goes on in the blocks of the restore point that was found: there is no room for a copy."""
 
 
 class AdmissionCopies(NamedTuple):

@@ -6,7 +6,7 @@ Never: changes a block.
 
 from collections.abc import Iterable
 from enum import IntEnum
-from itertools import chain, groupby, islice
+from itertools import groupby, islice
 
 from scheduler.blocks.kv_cache_manager import KVCacheManager
 from scheduler.cache_groups import CacheGroup
@@ -32,7 +32,7 @@ def block_runs(
     unknown.
     """
     codes = [0] * (kv.num_blocks + 1)  # as _decoded reads them
-    for block in chain.from_iterable([cache.blocks for cache in kv.caches]):
+    for block in kv.findable_blocks():
         codes[block] = 1
     for seq in running:
         owned = 2 * seq.sequence_id + 2
@@ -53,8 +53,10 @@ def group_uses(
             rows = {block for seq in running for block in seq.tables[index].block_ids[:: group.num_stripes]}
             held[index] = len(rows) * group.num_stripes
     held[kv.main_group] = kv.num_used_blocks - sum(held)
-    caches = zip(groups, held, kv.caches, strict=True)
-    return [GroupUse(group.name, num_held, len(cache.blocks)) for group, num_held, cache in caches]
+    return [
+        GroupUse(group.name, num_held, kv.num_findable(index))
+        for index, (group, num_held) in enumerate(zip(groups, held, strict=True))
+    ]
 
 
 def _decoded(code: int) -> tuple[int, int]:

@@ -12,7 +12,6 @@ are held until the plan is complete.
 """
 
 from collections.abc import Iterable, Iterator
-from functools import partial
 from itertools import groupby, islice
 from sys import maxsize
 
@@ -21,10 +20,10 @@ from scheduler.blocks.pool import BlockPool
 from scheduler.blocks.prefix_cache import PrefixCache, Row, rows_of
 from scheduler.blocks.prefix_index import EvictedRow, PrefixHit, PrefixIndex
 from scheduler.blocks.restore_points import STEADY_TOKENS, points_of
+from scheduler.blocks.stakes import Stakes
 from scheduler.blocks.swap_space import SwapSpace
 from scheduler.config import SchedulerConfig
 from scheduler.group_places import GroupPlaces, most_blocks, places_of
-from scheduler.longest_hit import longest_hit
 from scheduler.messages import BlockCopy, BlockId, GroupBlocks, StateTap
 from scheduler.prefix_keys import PrefixJournal
 from scheduler.sequence import BlockTable, Sequence
@@ -32,6 +31,8 @@ from scheduler.sequence import BlockTable, Sequence
 # Limits of a step for copying evicted blocks to the host: running requests do not notice as little as this.
 _MOST_KEEPING_S = 0.01
 _MOST_KEPT_BLOCKS = 1024
+_POINTS_PART = 4
+"""At most one block in so many is kept for states that prompts may go on from; two of these in any case."""
 
 
 class KVCacheManager:
@@ -52,8 +53,12 @@ class KVCacheManager:
         self._paged = [index for index, group in enumerate(self.groups) if not group.is_fixed]
         self._num_state_blocks = sum([group.num_stripes for group in self.groups if group.is_fixed])
         self.has_state = self._num_state_blocks > 0
+        row_size = sum([group.num_stripes for group in self.groups])
+        self._most_point_blocks = max(config.num_blocks // _POINTS_PART, 2 * row_size)
         self._free_order = sorted(range(len(self.groups)), key=lambda index: self.groups[index].keeps_all)
         self._index = PrefixIndex(config, self.groups)
+        self.stakes = Stakes(self._index, self.pool, self.groups, self.block_size)
+        """Tokens that sequences would lose with their blocks."""
         self._watermark_blocks = int(config.watermark * config.num_blocks)
         self._held_for_copies: list[BlockId] = []
         self._evicted: list[EvictedRow] = []
@@ -73,6 +78,14 @@ class KVCacheManager:
         """Places that are found on the device, of each group."""
         return self._index.caches
 
+    def findable_blocks(self) -> Iterator[BlockId]:
+        """Blocks that are found on the device, of all groups."""
+        return self._index.findable_blocks()
+
+    def num_findable(self, group: int) -> int:
+        """Count the blocks of a group that are found on the device."""
+        return self._index.num_findable(group)
+
     @property
     def main_group(self) -> int:
         """Group that keeps most."""
@@ -90,7 +103,7 @@ class KVCacheManager:
     @property
     def num_changes(self) -> int:
         """Count of changes: while it is the same, every sequence finds the same blocks."""
-        return sum([cache.num_changes for cache in self._index.caches], self.swap_space.num_changes)
+        return self._index.num_changes
 
     @property
     def num_blocks(self) -> int:
@@ -122,13 +135,13 @@ class KVCacheManager:
         num_blocks = self._count_blocks(map(len, places))
         num_fresh = num_blocks - self._count_blocks([len(found.device) for found in hit.groups])
         num_from_free = num_fresh + pool.count_free(hit.device_blocks())
-        num_free_of_state = pool.count_free(hit.state)
-        takes_state = num_free_of_state > max(pool.num_free - num_from_free, 0)
-        if takes_state:
-            num_fresh -= num_free_of_state
+        num_free_of_point = pool.count_free(hit.point_blocks())
+        takes_point = num_free_of_point > max(pool.num_free - num_from_free, 0)
+        if takes_point:
+            num_fresh -= num_free_of_point
         else:
-            num_from_free += num_free_of_state
-        return BlockDemand(hit, places, num_blocks, num_fresh, num_from_free, takes_state)
+            num_from_free += num_free_of_point
+        return BlockDemand(hit, places, num_blocks, num_fresh, num_from_free, takes_point)
 
     def can_allocate(self, demand: BlockDemand, *, num_running: int) -> AllocationStatus:
         """Whether there is room now. The watermark counts only while others run."""
@@ -158,19 +171,21 @@ class KVCacheManager:
         if self.pool.count_free(tail):
             tail = ()  # its holder was preempted meanwhile
         self._hold_for_copy(tail)
-        if demand.takes_state:
-            for block in hit.state:
+        point = hit.point_blocks()
+        if demand.takes_point:
+            for block in point:
                 self.pool.share(block)
-            self._index.reuse_all(hit.state)
+            self._index.reuse_all(point)
         else:
-            self._hold_for_copy(hit.state)
+            self._index.note_restored(point)
+            self._hold_for_copy(point)
         fresh = iter(self._take(demand.num_fresh))
         self.drop_copy(seq)
         seq.tables = [self._table(index, demand, fresh) for index in range(len(self.groups))]
         self._note_slots(seq)
         seq.num_computed_tokens = hit.num_tokens
         if self.has_state or self.passes_blocks:
-            seq.points = points_of(seq, hit, self.block_size)
+            seq.points = points_of(seq, hit.num_kept_tokens, hit.num_tokens, self.block_size)
         self._index.publish_hit(seq, hit)
         copies = self._copies_within(seq, demand)
         if tail:
@@ -182,22 +197,28 @@ class KVCacheManager:
         """Table of a group: what was found in its places, and fresh blocks in the others."""
         table, num_stripes = BlockTable(), self.groups[index].num_stripes
         places, found = demand.places[index], demand.hit.groups[index].device
+        if demand.takes_point and index in demand.hit.point:
+            found = {**found, self._place_of_point(index, demand.hit): demand.hit.point[index]}
         table.first, table.end = places.start, places.stop
-        if demand.takes_state and self.groups[index].is_fixed:
-            table.block_ids += demand.hit.state
-        elif not found:
+        if not found:
             table.block_ids += islice(fresh, len(places) * num_stripes)
         else:
             for place in places:
                 table.block_ids += found.get(place) or islice(fresh, num_stripes)
         return table
 
+    def _place_of_point(self, index: int, hit: PrefixHit) -> int:
+        """Place of a table that the blocks of a restore point are for."""
+        return 0 if self.groups[index].is_fixed else hit.num_tokens // self.block_size
+
     def _copies_within(self, seq: Sequence, demand: BlockDemand) -> list[BlockCopy]:
-        """Copies of the state that was found to the sequence's own blocks."""
-        if demand.takes_state or not demand.hit.state:
-            return []
-        (table,) = [seq.tables[index] for index, group in enumerate(self.groups) if group.is_fixed]
-        return list(map(BlockCopy, demand.hit.state, table.block_ids))
+        """Copies of the restore point that was found to the sequence's own blocks."""
+        copies: list[BlockCopy] = []
+        if not demand.takes_point:
+            for index, row in demand.hit.point.items():
+                place, num_stripes = self._place_of_point(index, demand.hit), self.groups[index].num_stripes
+                copies += map(BlockCopy, row, seq.tables[index].row(place, num_stripes))
+        return copies
 
     def _copies_from_host(self, seq: Sequence, hit: PrefixHit) -> list[BlockCopy]:
         """Copies of what was found on the host to the places of the tables."""
@@ -307,11 +328,31 @@ class KVCacheManager:
                 [block in self._index.kept() for block in self.pool.next_free(num_blocks)]
             ):
                 continue
+            self._give_up_points(num_blocks)
             row = tuple(self._take(num_blocks))
             self._held_for_copies += row
             self._index.keep_state(seq, position, row)
             taps.append(StateTap(seq.sequence_id, position, row))
         return taps
+
+    def keep_end(self, seq: Sequence) -> None:
+        """Let prompts go on behind a sequence that is about to be freed, if it has a state."""
+        if self.has_state:
+            self._index.keep_end(seq)
+            self._give_up_points(0)
+
+    def _give_up_points(self, num_wanted: int) -> None:
+        """Let points that were used longest ago be reused next, as far as all take more than their part.
+
+        None while there are blocks that hold nothing.
+        """
+        if self.pool.num_free and self.pool.next_free(1)[0] not in self._index.kept():
+            return
+        for row in self._index.give_up_points(self._most_point_blocks - num_wanted):
+            free = [block for block in row if self.pool.is_free(block)]
+            for block in free:
+                self.pool.share(block)
+            self.pool.release(free, ())
 
     def publish(self, seq: Sequence, start: int, end: int) -> None:
         """Let others find the blocks that [start, end) completes.
@@ -329,7 +370,7 @@ class KVCacheManager:
         """
         for index in self._free_order:
             table = seq.tables[index]
-            self.pool.release(reversed(table.block_ids), self._index.caches[index].blocks)
+            self.pool.release(reversed(table.block_ids), self._index.kept_by_group[index])
             table.block_ids, table.end = [], 0
         seq.num_slots = 0
         seq.num_computed_tokens = 0
@@ -368,39 +409,6 @@ class KVCacheManager:
                 self.swap_space.give_back(reversed(table.host_ids))
                 table.host_ids = []
         seq.num_swapped_tokens = 0
-
-    def num_tokens_at_stake(self, seq: Sequence) -> int:
-        """Computed tokens that are computed again if the sequence gives up its blocks.
-
-        What another sequence holds will be found again. A state is only found at points that were kept; what
-        lies before these is taken to be there still.
-        """
-        tests = [partial(self._comes_back, index, seq) for index in range(len(self.groups))]
-        num_places = -(-seq.num_computed_tokens // self.block_size)
-        end, _ = longest_hit(self.groups, tests, num_places, self.block_size)
-        return max(seq.num_computed_tokens - end * self.block_size, 0)
-
-    def num_tokens_lost(self, seq: Sequence, num_from_free: int) -> float:
-        """Computed tokens of a sequence that gives up its blocks for one which takes so many free ones.
-
-        Its tail is reused first; the prefix cache keeps the rest for a while.
-        """
-        num_lost, num_held = self.num_tokens_at_stake(seq), sum(1 for _ in seq.held_blocks())
-        if self.has_state or not num_held or not (self._index.is_on and seq.reads_prefix_cache):
-            return num_lost
-        part = min(max(num_from_free - self.pool.num_free, 0) / num_held, 1.0)
-        return min(num_lost, part * num_lost + seq.num_computed_tokens % self.block_size)
-
-    def _comes_back(self, index: int, seq: Sequence, place: int) -> bool:
-        """Whether a place will be found again once the sequence has given it up."""
-        if self.groups[index].is_fixed:
-            return bool(self._index.found_at(index, seq, place))
-        if self.has_state:
-            return True
-        if place < seq.tables[index].first:
-            return bool(self._index.found_at(index, seq, place))
-        row = seq.tables[index].row(place, self.groups[index].num_stripes)
-        return bool(row) and self.pool.num_references(row[0]) > 1
 
     def complete_plan(self) -> list[BlockCopy]:
         """Complete a plan, once all of it is decided.

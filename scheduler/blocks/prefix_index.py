@@ -18,10 +18,11 @@ A state stands for all tokens up to one position, the end of a block, under whos
 from array import array
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from typing import NamedTuple
 
 from scheduler.blocks.prefix_cache import PrefixCache, Row, any_of
+from scheduler.blocks.restore_points import ReplyEnd, ReplyEnds
 from scheduler.blocks.swap_space import SwapSpace
 from scheduler.config import HostTier, PrefixCaching, SchedulerConfig
 from scheduler.group_places import GroupPlaces, main_group
@@ -71,8 +72,9 @@ class PrefixHit:
     tail: Row = ()
     """Blocks to copy for the place behind `num_tokens`, of all groups; all but the last known token is then
     there."""
-    state: Row = ()
-    """Blocks to copy to those of the group with a state."""
+    point: dict[int, Row] = field(default_factory=dict)
+    """Blocks to copy for each group that cannot share them: the state, and behind the end of a reply the
+    beginning of the place that holds `num_tokens`."""
 
     def device_blocks(self) -> Iterator[BlockId]:
         """Blocks to share, of all groups."""
@@ -80,6 +82,10 @@ class PrefixHit:
 
     def host_blocks(self) -> Iterator[BlockId]:
         return chain.from_iterable(chain.from_iterable([each.host.values() for each in self.groups]))
+
+    def point_blocks(self) -> Row:
+        """Blocks of the restore point, of all groups."""
+        return tuple(chain.from_iterable(self.point.values()))
 
     @property
     def num_host_places(self) -> int:
@@ -98,6 +104,10 @@ class PrefixIndex:
         self._paged = [i for i, group in enumerate(groups) if not group.is_fixed]
         self._fixed = next((i for i, group in enumerate(groups) if group.is_fixed), None)
         self._tails = PrefixCache()
+        self._ends = ReplyEnds()
+        self._points: dict[tuple[PrefixCache, bytes], None] = {}  # the one used longest ago first
+        self.kept_by_group = [any_of([cache, self._ends.rows]) for cache in self.caches]
+        """Blocks that can be found on the device, among those of each group."""
         self._new_tails: list[tuple[bytes, Row]] = []
         self._new_states: list[tuple[bytes, Row]] = []
         self._block_size = config.block_size
@@ -170,7 +180,21 @@ class PrefixIndex:
 
     def kept(self) -> Container[BlockId]:
         """Blocks that can be found on the device, of any group."""
-        return any_of(self.caches)
+        return any_of(self.caches if self._fixed is None else [*self.caches, self._ends.rows])
+
+    def findable_blocks(self) -> Iterator[BlockId]:
+        """Blocks that can be found on the device, of all groups."""
+        return chain.from_iterable([cache.blocks for cache in (*self.caches, self._ends.rows)])
+
+    def num_findable(self, group: int) -> int:
+        """Count the blocks of a group that can be found on the device."""
+        return len(self.caches[group].blocks) + len(self._ends) * self._groups[group].num_stripes
+
+    @property
+    def num_changes(self) -> int:
+        """Count of changes: while it is the same, every sequence finds the same blocks."""
+        caches = [*self.caches, self._ends.rows]
+        return sum([cache.num_changes for cache in caches], self.swap_space.num_changes)
 
     def reuse_all(self, blocks: list[BlockId] | Row) -> list[EvictedRow]:
         """Forget blocks whose content is about to change; returns the rows that were found."""
@@ -180,6 +204,10 @@ class PrefixIndex:
         for group, cache in enumerate(self.caches):
             if rows := cache.forget_all(blocks):
                 found += [EvictedRow(group, key, row) for key, row in rows]
+        if self._points:
+            gone = [(self._ends.rows, parent) for parent in self._ends.forget_all(blocks)]
+            for point in [*gone, *((self.caches[each.group], each.key) for each in found)]:
+                self._points.pop(point, None)
         return found
 
     def forget(self, seq: Sequence, *, start: int = 0) -> None:
@@ -189,8 +217,8 @@ class PrefixIndex:
             skipped = 0 if group.is_fixed else max(place - table.first, 0) * group.num_stripes
             self.reuse_all(table.block_ids[skipped:])
         for key in seq.block_keys[place:]:
-            for cache in self.caches:
-                cache.forget_key(key)
+            for cache in (*self.caches, self._ends.rows):
+                self.reuse_all(cache.get(key) or ())
             self.swap_space.forget_key(key)
 
     def clear(self) -> None:
@@ -198,6 +226,8 @@ class PrefixIndex:
         for cache in self.caches:
             cache.clear()
         self._tails.clear()
+        self._ends.clear()
+        self._points.clear()
         self.swap_space.clear()
 
     def complete_plan(self) -> None:
@@ -208,9 +238,7 @@ class PrefixIndex:
         if self._new_states:
             cache = self._state_cache
             for key, row in self._new_states:
-                if cache.journal is not None and cache.get(key) is None:
-                    cache.journal.note_stored(PrefixChange(ChangeKind.STORED, key, group=cache.group))
-                cache.publish(key, row)
+                self._publish_point(cache, key, row)
             self._new_states.clear()
 
     def lacks_state(self, seq: Sequence, position: int) -> bool:
@@ -224,6 +252,49 @@ class PrefixIndex:
     def keep_state(self, seq: Sequence, position: int, row: Row) -> None:
         """Let the next plan find the state at a position in these blocks."""
         self._new_states.append((seq.block_keys[position // self._block_size - 1], row))
+
+    def keep_end(self, seq: Sequence) -> None:
+        """Let prompts go on behind a sequence that ends, in copies of its state and of its last place."""
+        position, place = seq.num_computed_tokens, seq.num_computed_tokens // self._block_size
+        if not self.is_on or seq.is_indivisible or not 0 < position <= len(seq.token_ids):
+            return
+        full = place * self._block_size
+        self.publish(seq, max(full - 1, 0), full)  # its last token may have been unknown until now
+        row = tuple(seq.tables[self._fixed].block_ids) if self._fixed is not None else ()
+        if full == position:
+            if self._state_cache.get(key := seq.block_keys[place - 1]) is None:
+                self._publish_point(self._state_cache, key, row)
+            return
+        parent = self._parent_key(seq, place)
+        self._ends.publish(parent, seq, full, position, self.row_at(seq, place) + row)
+        self._note_use(self._ends.rows, parent)
+
+    def give_up_points(self, max_blocks: int) -> list[Row]:
+        """Forget the points that were used longest ago, until all others have so many blocks at most."""
+        rows: list[Row] = []
+        if self._fixed is not None:
+            while len(self._state_cache.blocks) + len(self._ends.rows.blocks) > max_blocks:
+                cache, key = next(iter(self._points))
+                rows.append(cache.get(key) or ())
+                self.reuse_all(rows[-1])
+        return rows
+
+    def note_restored(self, row: Row) -> None:
+        """Let the point of these blocks be given up last."""
+        for cache in (self._ends.rows, *self.caches) if row else ():
+            if (key := cache.key_of(row[-1])) is not None:  # the last is of the state
+                self._note_use(cache, key)
+
+    def _publish_point(self, cache: PrefixCache, key: bytes, row: Row) -> None:
+        if cache.journal is not None and cache.get(key) is None:
+            cache.journal.note_stored(PrefixChange(ChangeKind.STORED, key, group=cache.group))
+        cache.publish(key, row)
+        self._note_use(cache, key)
+
+    def _note_use(self, cache: PrefixCache, key: bytes) -> None:
+        """Let a point be given up last."""
+        self._points.pop((cache, key), None)
+        self._points[cache, key] = None
 
     @property
     def _state_cache(self) -> PrefixCache:
@@ -264,15 +335,42 @@ class PrefixIndex:
         ]
         end, bounded_by = longest_hit(self._groups, tests, num_findable, self._block_size)
         hit = PrefixHit(groups=[], num_tokens=end * self._block_size, bounded_by=bounded_by)
-        hit.num_kept_tokens = min(map(len, leading.values()), default=end) * self._block_size
+        num_leading = min(map(len, leading.values()), default=num_findable)
+        hit.num_kept_tokens = (num_leading if leading else end) * self._block_size
+        found = self._find_end(seq, tests, range(end, num_leading + 1)) if len(self._ends) else None
+        if found is not None:
+            end, reply_end = found
+            hit.num_tokens = end * self._block_size + reply_end.num_tokens
+            hit.point = self._parted(reply_end.row)
         for index, group in enumerate(self._groups):
             if group.is_fixed:
-                hit.groups.append(self._find_state(index, keys[end - 1], hit) if end else GroupHit())
+                is_state_due = end and not hit.point
+                hit.groups.append(self._find_state(index, keys[end - 1], hit) if is_state_due else GroupHit())
             elif index in leading:
                 hit.groups.append(leading[index].cut(end))
             else:
                 hit.groups.append(self._find_places(index, keys, range(group.first(hit.num_tokens), end)))
         return hit
+
+    def _find_end(self, seq: Sequence, tests: list[IsFound], places: range) -> tuple[int, ReplyEnd] | None:
+        """End of a reply behind one of so many full places, and that place; the last that windows have."""
+        pairs = list(zip(self._groups, tests, strict=True))
+        for place in reversed(places):
+            parent, start = self._parent_key(seq, place), place * self._block_size
+            reply_end = self._ends.find(parent, seq, start)
+            if reply_end is not None:
+                limited = [(each.first(start), test) for each, test in pairs if each.is_limited]
+                if all(all(map(test, range(first, place))) for first, test in limited):
+                    return place, reply_end
+        return None
+
+    def _parted(self, row: Row) -> dict[int, Row]:
+        """Blocks of a reply's end by group, in the order of `keep_end`."""
+        blocks = iter(row)
+        fixed = [] if self._fixed is None else [self._fixed]
+        return {
+            index: tuple(islice(blocks, self._groups[index].num_stripes)) for index in (*self._paged, *fixed)
+        }
 
     def _find_leading(self, group: int, keys: list[bytes]) -> GroupHit:
         """All places up to the first that is nowhere."""
@@ -296,8 +394,9 @@ class PrefixIndex:
 
     def _find_state(self, group: int, key: bytes, hit: PrefixHit) -> GroupHit:
         """Note the state of a key that has one: to be copied on the device, or in from the host."""
-        hit.state = self.caches[group].get(key) or ()
-        if hit.state:
+        row = self.caches[group].get(key)
+        if row is not None:
+            hit.point = {group: row}
             return GroupHit()
         return GroupHit(host={0: self.swap_space.find(group, key) or ()})
 

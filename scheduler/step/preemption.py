@@ -59,7 +59,8 @@ class Preemptor:
         come back is spared while there is another.
         """
         window = self._state.order.equals_of_last(behind[-_VICTIM_WINDOW:])
-        return min(reversed(window), key=lambda seq: (seq.is_protected, self._kv.num_tokens_at_stake(seq)))
+        at_stake = self._kv.stakes.num_tokens_at_stake
+        return min(reversed(window), key=lambda seq: (seq.is_protected, at_stake(seq)))
 
     def choose_displaced(
         self,
@@ -100,8 +101,8 @@ class Preemptor:
             copied = copies_s / self._step_time.slope_s if self._step_time.slope_s else 0.0
             if self._mode is PreemptionMode.SWAP:
                 return copied
-            return min(copied, self._kv.num_tokens_at_stake(victim))
-        return self._kv.num_tokens_lost(victim, demand.num_from_free)
+            return min(copied, self._kv.stakes.num_tokens_at_stake(victim))
+        return self._kv.stakes.num_tokens_lost(victim, demand.num_from_free)
 
     def preempt(
         self, victim: Sequence, plan: PlanDraft, cause: PreemptionCause, beneficiary: Sequence
@@ -146,7 +147,7 @@ class Preemptor:
         num_blocks = self._kv.num_written_blocks(victim)
         if self._mode is PreemptionMode.AUTO:
             swapping_s = 2 * num_blocks * self._copy_s_per_block  # out, and back in
-            recomputing_s = self._kv.num_tokens_at_stake(victim) * (self._step_time.slope_s or 0.0)
+            recomputing_s = self._kv.stakes.num_tokens_at_stake(victim) * (self._step_time.slope_s or 0.0)
             if swapping_s >= recomputing_s:
                 return PreemptionMode.RECOMPUTE
         if num_blocks > self._kv.swap_space.num_free:

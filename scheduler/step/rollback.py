@@ -55,7 +55,7 @@ class Rollback:
         return [sequence_id for plan in self._plans for sequence_id in plan.released] + requeued
 
     def ended_and_published(self) -> set[SequenceId]:
-        """Sequences that ended meanwhile, after a share that filled a block.
+        """Sequences that ended meanwhile, after a share of which something may be found.
 
         Which block it was is unknown now.
         """
@@ -65,7 +65,10 @@ class Rollback:
             for plan in self._plans
             for share in plan.scheduled
             if share.sequence_id not in self._sequences
-            and share.start // block_size < (share.start + share.num_tokens) // block_size
+            and (
+                self._kv.has_state  # what it computed last may be found at its end
+                or share.start // block_size < (share.start + share.num_tokens) // block_size
+            )
         }
 
     def _first_positions(self) -> dict[SequenceId, int]:

@@ -168,7 +168,7 @@ def test_every_turn_of_a_chat_finds_its_history() -> None:
 def test_where_there_is_no_room_for_a_copy_a_sequence_goes_on_in_the_state_that_it_found() -> None:
     world = grouped(FULL, STATE, num_blocks=21)
     assert turn(world, 1, prompt(37), max_tokens=1) == 0
-    assert turn(world, 2, prompt(45), max_tokens=1) == 28
+    assert turn(world, 2, prompt(45), max_tokens=1) == 37
     assert not world.scheduler.kv.pool.num_used
 
 
@@ -192,6 +192,56 @@ def test_a_prompt_holds_a_window_and_what_prompts_get_of_a_step() -> None:
         most = max(most, world.scheduler.kv.num_used_blocks)
     assert most == 3 * 19
     assert world.tokens[SequenceId(1)] == continuation(prompt(300), 2)
+
+
+def test_a_prompt_goes_on_where_a_reply_ended_within_a_block() -> None:
+    """An agent sends back all that it was told; the last token of a reply was never computed."""
+    for groups in ((FULL, STATE), (FULL, WINDOW, STATE), (STATE,)):
+        for max_tokens in range(1, 10):
+            world = grouped(*groups, num_blocks=400)
+            turn(world, 1, prompt(37), max_tokens=max_tokens)
+            history = [*prompt(37), *continuation(prompt(37), max_tokens)]
+            assert turn(world, 2, [*history, 3, 4, 5], max_tokens=6) == len(history) - 1
+            assert turn(world, 3, [*history[:-2], 88, 88, 88], max_tokens=6) < len(history) - 1
+            assert turn(world, 4, [*history, 6, 7], max_tokens=6) == len(history) - 1, "it was copied"
+
+
+def test_the_end_of_a_reply_that_a_client_left_is_found_but_not_of_one_that_failed() -> None:
+    for is_failure in (False, True):
+        world = grouped(FULL, STATE)
+        world.add(make_sequence(1, prompt(30), max_tokens=20))
+        for _ in range(6):
+            world.step()
+        history = [*prompt(30), *world.tokens[SequenceId(1)]]
+        if is_failure:
+            world.worker.poisoned.add(SequenceId(1))
+            world.step()
+        else:
+            world.abort(1)
+        found = turn(world, 2, [*history, 3, 4, 5], max_tokens=6)
+        assert found == (0 if is_failure else len(history) - 1)
+
+
+def test_named_positions_take_the_place_of_the_guess_at_the_end_of_the_message() -> None:
+    world = grouped(FULL, STATE)
+    tokens = prompt(60)
+    world.add(make_sequence(1, tokens, max_tokens=2, restore_at=(22, 41)))
+    taps = []
+    while world.scheduler.has_unfinished_requests:
+        taps += [tap.position for tap in world.step().taps]
+    assert taps == [20, 40]
+    assert turn(world, 2, [*tokens[:25], 88, 88], max_tokens=1) == 20
+
+
+def test_states_take_a_quarter_of_a_full_cache_and_those_used_lately_are_kept() -> None:
+    world = grouped(FULL, STATE, num_blocks=240)
+    system = prompt(40)
+    for number in range(1, 40):
+        tokens = [*system, *prompt(24, number)] if number % 3 == 0 else prompt(60, number)
+        found = turn(world, number, tokens, max_tokens=3)
+        assert number < 9 or number % 3 or found == 40, "each visitor makes it young again"
+        (state,) = [use for use in world.scheduler.group_uses() if use.name == "state"]
+        assert number < 15 or state.num_findable <= 240 // 4 + 6
 
 
 def test_a_state_in_a_long_prompt_is_kept_where_a_block_ends() -> None:
@@ -225,14 +275,17 @@ def test_a_report_says_how_much_of_a_prompt_was_found_and_which_group_lacked_the
 
 @pytest.mark.parametrize("groups", [(FULL,), (WINDOW,), (FULL, STATE), (FULL, WINDOW), (FULL, WINDOW, STATE)])
 def test_the_choice_between_engines_knows_what_each_group_has(groups: tuple[CacheGroup, ...]) -> None:
-    """A prefix whose window was passed, or whose state was not kept, is none there."""
-    world, drawn = grouped(*groups, num_blocks=100), Random(0)
+    """A prefix whose window was passed, or whose state was not kept, is none there.
+
+    The ends of replies are left out: no key of a full block stands for them.
+    """
+    world, drawn = grouped(*groups, num_blocks=300), Random(0)
     journal = PrefixJournal(JournalContent.KEYS)
     world.scheduler.kv.keep_journal(journal)
     view = EngineView(EngineSize(100, 4, 4, 16, places_of(world.config)))
     num_found = []
     for number in range(1, 60):
-        tokens = [*prompt(40, number % 3)[: drawn.randint(8, 40)], *prompt(drawn.randint(1, 40), number)]
+        tokens = [*prompt(40, number % 3)[: drawn.choice((12, 40))], *prompt(drawn.randint(1, 40), number)]
         view.note_prefixes(journal.take())
         foreseen = view.num_cached_tokens(prompt_keys(tokens, 4, root_key("")))
         num_found.append(turn(world, number, tokens, max_tokens=drawn.randint(1, 9)))
