@@ -12,12 +12,14 @@ import re
 import resource
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 
-from engine.options.engine_config import EngineConfig, resolve
+from engine.models.entries import ModelSpec, resolve_models
+from engine.models.memory_shares import plan_lines, plan_of
+from engine.options.engine_config import EngineConfig
 from engine.options.options import OptionError, Options
 from engine.processes import child_process
 from engine.processes.child_environment import child_environment
@@ -39,22 +41,34 @@ _MIN_TEMPORARY_BYTES = 16 << 20
 _BOUND = re.compile(r"(>=|<|==)([\d.]+)")
 
 
-def diagnose(options: Options) -> Iterator[Finding]:
-    """Yield the findings in the order in which `serve` meets them."""
+def diagnose(options: Options, more: Sequence[str] = ()) -> Iterator[Finding]:
+    """Yield the findings in the order in which `serve` meets them; `more` are models behind the first."""
     yield _fine("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     yield _packages()
     yield _limits()
     yield _runtime_directory()
     try:
-        config, _ = resolve(options)
+        models, _ = resolve_models(options, more)
     except OptionError as error:
         yield _fault("options", f"{error.what}: {error.why}", error.fix)
         yield Finding(topic="model", verdict=Verdict.UNKNOWN, what="not looked at: the options come first")
         return
-    yield _fine("options", f"model {config.model_path}, served as {', '.join(config.served_names)}")
-    yield from _checksums(config.worker)
-    yield from _texts(config)
-    yield from _survey(config.worker)
+    for config in (each.engine for each in models):
+        yield _fine("options", f"model {config.model_path}, served as {', '.join(config.served_names)}")
+        yield from _checksums(config.worker)
+        yield from _texts(config)
+        yield from _survey(config.worker)
+    if len(models) > 1:
+        yield from _plan(models)
+
+
+def _plan(models: Sequence[ModelSpec]) -> Iterator[Finding]:
+    """Foresee how the models share the memory."""
+    try:
+        for line in plan_lines(plan_of(models)):
+            yield _fine("memory plan", line)
+    except OptionError as error:
+        yield _fault("memory plan", error.why, error.fix)
 
 
 def _packages() -> Finding:

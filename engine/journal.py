@@ -44,6 +44,8 @@ class Journal:
         self.trace_id = trace_id
         self.reply_id = ""
         """The id in the body of the reply."""
+        self.model = ""
+        """The first name of its model, where there are several."""
         self.tenant = ""
         """The tenant by API key or header; never the field `user`."""
         self.priority: int | None = None

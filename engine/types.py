@@ -238,10 +238,22 @@ class Health:
     num_steps: int
     progress: float
     """Loaded share of the model, 0 to 1."""
+    is_given_up: bool = False
+    """Whether no engine process will be started any more."""
 
     @property
     def is_ready(self) -> bool:
         return self.state is EngineState.READY and self.is_live
+
+
+class ModelNames(NamedTuple):
+    """Names of one model, loaded or not."""
+
+    served: tuple[str, ...]
+    """Its own; replies report the first."""
+    patterns: tuple[str, ...] = ()
+    """Further accepted names, each with one `*` for any text; no list has them."""
+    adapters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,12 +283,17 @@ class ModelInfo(ModelFacts):
 
     def is_served(self, name: str) -> bool:
         """Tell whether requests may use a name: one of `names`, or one that fits a pattern."""
-        return name in self.names or any(_fits(name, *each.split("*")) for each in self.name_patterns)
+        return name in self.names or fits_any(name, self.name_patterns)
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the model and its adapters."""
         return (*self.served_names, *(adapter.name for adapter in self.served_adapters))
+
+
+def fits_any(name: str, patterns: Sequence[str]) -> bool:
+    """Tell whether a name is one of `patterns`, or fits one with a `*` for any text."""
+    return any(name == each or ("*" in each and _fits(name, *each.split("*"))) for each in patterns)
 
 
 def _fits(name: str, head: str, tail: str) -> bool:

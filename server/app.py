@@ -5,10 +5,12 @@ Never: the layers (edge/layers.py), the engine's life (launch.py), sockets and s
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
@@ -19,6 +21,7 @@ from server.api.operations.ops import METRICS_PATH
 from server.edge.access.key_ring import KeyRing
 from server.edge.http.edge import ClientTimeouts, Edge, EdgeSettings, Engine, Parsers, UnknownFields
 from server.edge.http.endpoint import Endpoint
+from server.edge.http.served_models import ServedModels
 from server.edge.layers import LayerPaths, layers
 from server.edge.observe.http_metrics import HttpMetrics
 from server.edge.observe.spans import NoSpans, Spans
@@ -48,22 +51,24 @@ def build_app(
     patience: ClientTimeouts | None = None,
     keys: KeyRing | None = None,
     spans: Spans | None = None,
+    others: Sequence[tuple[Engine, Parsers]] = (),
 ) -> FastAPI:
     """Put the HTTP edge in front of an engine, which need not be ready yet.
 
     Once for each engine: the counters join the engine's registry. `keys` is the ring that the launcher
-    keeps current; without it the keys of `settings` are all.
+    keeps current; without it the keys of `settings` are all. `others` are further models at this address.
     """
     edge = Edge(
         engine=engine,
-        metrics=HttpMetrics(engine.metrics.registry),
+        metrics=HttpMetrics(CollectorRegistry() if others else engine.metrics.registry),
         patience=patience or ClientTimeouts(),
         unknown_fields=UnknownFields.REFUSE if settings.strict_fields else UnknownFields.IGNORE,
         spans=spans or NoSpans(),
         parsers=Parsers(tool_calls=settings.tool_call_parser, reasoning=settings.reasoning_parser),
     )
+    models = ServedModels([edge, *(replace(edge, engine=each, parsers=own) for each, own in others)])
     keys = keys or KeyRing(given_keys(settings.api_keys))
-    app = _layered(edge, settings, keys, hosts=settings.edge.hosts, openapi_url=OPENAPI_PATH)
+    app = _layered(models, settings, keys, hosts=settings.edge.hosts, openapi_url=OPENAPI_PATH)
     endpoints = _endpoints(settings)
     _include(app, endpoints, settings)
     page: list[dict[str, Any]] = []
@@ -83,9 +88,8 @@ def build_app(
 
 def build_admin_app(app: FastAPI, settings: EdgeSettings) -> FastAPI:
     """Build an application of the admin routes and the page, for a port of their own."""
-    edge: Edge = app.state.edge
     hosts = settings.edge.admin_hosts
-    admin_app = _layered(edge, settings, app.state.keys, hosts=hosts, openapi_url=None)
+    admin_app = _layered(app.state.models, settings, app.state.keys, hosts=hosts, openapi_url=None)
     _include(admin_app, ADMIN if settings.edge.page is PageParts.OFF else (*PAGE, *ADMIN), settings)
     return admin_app
 
@@ -106,9 +110,10 @@ def _include(app: FastAPI, endpoints: Sequence[Endpoint], settings: EdgeSettings
 
 
 def _layered(
-    edge: Edge, settings: EdgeSettings, keys: KeyRing, *, hosts: HostRule, openapi_url: str | None
+    models: ServedModels, settings: EdgeSettings, keys: KeyRing, *, hosts: HostRule, openapi_url: str | None
 ) -> FastAPI:
     """An application without routes; `hosts` is its port's rule."""
+    edge = models.edges[0]
     app = FastAPI(
         title="Tokenyard",
         summary="An OpenAI-compatible inference server.",
@@ -121,6 +126,7 @@ def _layered(
         exception_handlers={HTTPException: _to_boundary, RequestValidationError: _to_boundary},
     )
     app.state.edge = edge
+    app.state.models = models
     app.state.keys = keys
     app.state.batch_paths = BATCH_PATHS
     app.state.full_queue = FullQueue(edge, keys, paths=frozenset(OPERATIONS), shapes=ERROR_SHAPES)

@@ -98,7 +98,8 @@ class WorkerConfig:
     gpu_memory_utilization: float = 0.9
     """Share of the device's memory for weights, KV cache and activations together. CUDA only."""
     kv_cache_bytes: int | None = None
-    """Memory for the KV cache on CPU. None: the share of free memory that worker/memory_sizes.py names."""
+    """Memory for the KV cache; on a GPU its most. None: the share of free memory that
+    worker/memory_sizes.py names."""
     kv_cache_dtype: str = "auto"
     """auto keeps keys and values as the model computes them; fp8 as floats of 8 bits, with two scales for
     each layer that are measured at load."""

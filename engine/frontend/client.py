@@ -44,6 +44,7 @@ from engine.types import (
     Grammar,
     Health,
     ModelInfo,
+    ModelNames,
     PooledOutput,
     PoolingRequest,
     QueueForecast,
@@ -174,6 +175,7 @@ class AsyncEngine:
     async def _supervise(self) -> GaveUp | None:
         gave_up = await self._engines.run()
         if gave_up is not None:
+            self._health.given_up = gave_up.what
             self._requests.fail_all(EngineDied())
         return gave_up
 
@@ -185,6 +187,18 @@ class AsyncEngine:
         if self._info is None:
             raise EngineUnavailable(f"the model is not loaded: {self.health().detail}")
         return self._info
+
+    @property
+    def names(self) -> ModelNames:
+        """The names that requests may use, also before the model is loaded."""
+        loaded = self.info.served_adapters if self._info is not None else self._config.worker.adapters
+        adapters = tuple(each.name for each in loaded)
+        return ModelNames(self._config.served_names, self._config.name_patterns, adapters)
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether adapters may be loaded while the server runs."""
+        return self._config.lora_directory is not None
 
     @property
     def pid(self) -> int | None:

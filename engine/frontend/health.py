@@ -39,6 +39,8 @@ class HealthMonitor:
         )
         self.welcome = Welcome.OPEN
         self.became_ready = asyncio.Event()
+        self.given_up = ""
+        """Reason why no process is started any more; empty while one may be."""
 
     def ready(self, engine: int, *, now_s: float) -> None:
         self.engines[engine].ready(now_s=now_s)
@@ -63,6 +65,7 @@ class HealthMonitor:
             detail=self._detail(best, now_s) if is_open or not is_live else _LEAVES,
             num_steps=sum(each.num_steps for each in self.engines),
             progress=best.progress,
+            is_given_up=bool(self.given_up),
         )
 
     def require_ready(self, *, now_s: float) -> None:
@@ -79,6 +82,8 @@ class HealthMonitor:
 
     def _detail(self, best: "EngineHealth", now_s: float) -> str:
         """Describe the best engine and, among several, each that is not ready."""
+        if self.given_up:
+            return f"given up: {self.given_up}"
         if len(self.engines) == 1 or not best.is_ready:
             return best.detail(now_s)
         others = [

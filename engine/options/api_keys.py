@@ -21,6 +21,8 @@ MAX_KEYS = 1024
 _MAX_FILE_BYTES = 2**20
 _PRIVATE_SALT = re.compile(r"[0-9a-f]{64}/")
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+_MODEL = r"^[^*]*\*?[^*]*$"
+"""A name with one `*` at most, for any text."""
 _RESERVED_NAME = re.compile(r"key-\d+")
 """Names of the keys of --api-key."""
 _SPELLED = "A list of `- name: team-a` with `sha256: ...`; `tokenyard keys new team-a` writes an entry"
@@ -45,6 +47,8 @@ class ApiKey:
     cache_salt: str = ""
     """Salt of the prefix cache, shared only among requests of the same salt; empty: none."""
     may_administer: bool = True
+    models: tuple[str, ...] | None = None
+    """Names of models and adapters that its requests may use, some with a `*`; None: all."""
 
 
 class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -59,6 +63,9 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     most_urgent_priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     prefix_cache: Literal["private", "shared"] = "private"
     may_administer: bool = False
+    models: (
+        Annotated[list[Annotated[str, msgspec.Meta(pattern=_MODEL)]], msgspec.Meta(min_length=1)] | None
+    ) = None
 
 
 class KeysFile:
@@ -152,4 +159,5 @@ def _key_of(entry: _Entry) -> ApiKey:
         most_urgent_priority=entry.most_urgent_priority,
         cache_salt=salt,
         may_administer=entry.may_administer,
+        models=None if entry.models is None else tuple(entry.models),
     )

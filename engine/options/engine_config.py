@@ -140,6 +140,8 @@ def resolve(
     options: Options, *, environment: Mapping[str, str] = os.environ
 ) -> tuple[EngineConfig, ServerConfig]:
     """Check and resolve the options. Raises OptionError. `environment` names the hub cache."""
+    if options.models is not None:  # engine/models/entries.py takes the file apart
+        raise OptionError("--models", "this command takes one model", "name it as MODEL")
     cluster, ray = cluster_config(options, environment), ray_config(options)
     edge = edge_config(options, node=0 if cluster is None else cluster.node)
     _check_limits(options)

@@ -44,6 +44,12 @@ class ModelOptions:
         "cache already. `tokenyard pull` fetches one; nothing is downloaded from here.",
         open_default="a tiny built-in model, for trying the server out",
     )
+    models: str | None = _model(
+        Text(metavar="FILE"),
+        "YAML file of several models that this one server loads, each with its own options. Two and more "
+        "MODELs on the command line do the same with options that all share.",
+        open_default="one model",
+    )
     checksums: str | None = _model(
         Text(metavar="FILE"),
         "List of the SHA-256 of the model's files, as sha256sum writes it in their folder. Weights, "

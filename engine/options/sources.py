@@ -139,33 +139,43 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _from_file(path: Path) -> dict[str, Any]:
-    # Not at the top: most starts have no file, and --help must not wait for a YAML parser.
-    import yaml
-
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise OptionError(f"--config {path}", why.lower(), "name a readable YAML file") from error
-    except yaml.YAMLError as error:
-        why = " ".join(str(error).split())
-        raise OptionError(f"--config {path}", f"not valid YAML ({why})", "correct it") from error
+    content = read_yaml(path, "--config")
     if content is None:
         return {}
     if not isinstance(content, dict):
         raise OptionError(
             f"--config {path}", "not a list of `option: value` lines", "write one option a line"
         )
+    return values_of(content, BY_KEY, where=str(path))
+
+
+def read_yaml(path: Path, flag: str) -> Any:
+    """Read the file that a flag names. Raises OptionError."""
+    # Not at the top: most starts have no file, and --help must not wait for a YAML parser.
+    import yaml
+
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise OptionError(f"{flag} {path}", why.lower(), "name a readable YAML file") from error
+    except yaml.YAMLError as error:
+        why = " ".join(str(error).split())
+        raise OptionError(f"{flag} {path}", f"not valid YAML ({why})", "correct it") from error
+
+
+def values_of(content: Mapping[Any, Any], known: Mapping[str, str], *, where: str) -> dict[str, Any]:
+    """Parse lines of YAML to values by name; `known` are names by key. Raises OptionError."""
     values: dict[str, Any] = {}
     for key, value in content.items():
         normal = str(key).replace("_", "-")
-        if normal not in BY_KEY:
-            raise OptionError(f"{key} in {path}", "there is no such option", closest(normal, BY_KEY))
-        name = BY_KEY[normal]
+        if normal not in known:
+            raise OptionError(f"{key} in {where}", "there is no such option", closest(normal, known))
+        name = known[normal]
         if name in values:
-            raise OptionError(f"{normal} in {path}", "it is there twice", "remove one")
+            raise OptionError(f"{normal} in {where}", "it is there twice", "remove one")
         if value is not None:
-            values[name] = _parse(name, value, source=f"{normal} in {path}")
+            values[name] = _parse(name, value, source=f"{normal} in {where}")
     return values
 
 

@@ -15,12 +15,12 @@ from contextlib import ExitStack
 from dataclasses import replace
 from importlib import import_module
 
+from engine.models.entries import resolve_models
 from engine.options.edge_config import ADMIN_HOST
-from engine.options.engine_config import resolve
 from engine.options.options import OptionError
 from engine.options.sources import closest, merge, read_sources
 from engine.version import VERSION
-from server.command.command_line import OptionParser, failed
+from server.command.command_line import MORE_MODELS, OptionParser, Several, failed
 from server.command.config_command import rows_of
 from server.command.manual import USAGE
 from server.edge.http.listening import CannotListen, Listeners, PortInUse, listen, listen_unix
@@ -82,10 +82,14 @@ def _dispatch(words: list[str]) -> int:
 
 def _serve(words: list[str]) -> int:
     flags = OptionParser(
-        prog="tokenyard serve", description="Serve a model over HTTP, as OpenAI's API does."
+        prog="tokenyard serve",
+        description="Serve a model, or several, over HTTP, as OpenAI's API does.",
+        takes_several=Several.TAKEN,
     ).read(words)
+    more = flags.pop(MORE_MODELS, ())
     sources = read_sources(flags, os.environ)
-    engine_config, server_config = resolve(merge(sources))
+    models, server_config = resolve_models(merge(sources), more)
+    engine_config = models[0].engine
     if engine_config.cluster is not None and engine_config.cluster.node:
         from engine.nodes.agent import run_node
 
@@ -107,7 +111,7 @@ def _serve(words: list[str]) -> int:
         # Not at the top: this is where the seconds of imports begin.
         from server.command.startup import launch
 
-        return launch.run(engine_config, server_config, listeners)
+        return launch.run(models, server_config, listeners)
 
 
 def _run_tool(command: str, words: list[str]) -> int:

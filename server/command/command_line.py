@@ -9,6 +9,7 @@ Never: the meaning of a value (engine/options/values.py), or the order of source
 import argparse
 import sys
 from collections.abc import Sequence
+from enum import Enum
 from typing import Any, NoReturn
 
 from engine.options.options import COMMON, DECLARATIONS, Group, OptionError
@@ -64,13 +65,24 @@ _NOT_NEEDED = {
 }
 
 
+MORE_MODELS = "more_models"
+
+
+class Several(Enum):
+    """The treatment of a second MODEL on the command line."""
+
+    REFUSED = "refused"
+    TAKEN = "taken"
+
+
 class OptionParser(argparse.ArgumentParser):
     """A parser of all options of the server. A mistake raises OptionError rather than ending the process."""
 
-    def __init__(self, *, prog: str, description: str) -> None:
+    def __init__(self, *, prog: str, description: str, takes_several: Several = Several.REFUSED) -> None:
+        self._takes_several = takes_several is Several.TAKEN
         super().__init__(
             prog=prog,
-            usage=f"{prog} [MODEL] [options]",
+            usage=f"{prog} [MODEL ...] [options]" if self._takes_several else f"{prog} [MODEL] [options]",
             description=description,
             epilog=_EPILOG,
             formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -90,13 +102,15 @@ class OptionParser(argparse.ArgumentParser):
     def read(self, words: Sequence[str]) -> dict[str, Any]:
         """Parse to values by name, as option_sources.read_options takes them. Raises OptionError.
 
+        Where several models may be named, `more_models` are those behind the first.
         Print help and raise SystemExit if the words ask for it.
         """
         self._answer_help(words)
         found, unknown = self.parse_known_args(words)
-        if unknown:
+        are_models = self._takes_several and not any(word.startswith("-") for word in unknown)
+        if unknown and not are_models:
             raise self._unknown_word(unknown)
-        return vars(found)
+        return {**vars(found), **({MORE_MODELS: tuple(unknown)} if unknown else {})}
 
     def _answer_help(self, words: Sequence[str]) -> None:
         asked = [word for word in words if word in ("-h", _HELP) or word.startswith(f"{_HELP}=")]

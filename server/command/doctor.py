@@ -16,7 +16,7 @@ from pathlib import Path
 from engine.diagnosis import Finding, Verdict, diagnose
 from engine.options.options import Options
 from engine.options.sources import read_options
-from server.command.command_line import OptionParser
+from server.command.command_line import MORE_MODELS, OptionParser, Several
 from server.edge.http.listening import CannotListen, PortInUse, listen, listen_unix, num_connections_allowed
 from server.edge.sockets.places import MAX_CONNECTIONS
 
@@ -29,14 +29,16 @@ _MARK_WIDTH, _TOPIC_WIDTH = 9, 16
 def main(words: Sequence[str]) -> int:
     """Entry point; returns the exit code. Raises OptionError for words that are not understood."""
     parser = OptionParser(
-        prog="tokenyard doctor", description="Check this machine and the model before serving."
+        prog="tokenyard doctor",
+        description="Check this machine and the model, or several, before serving.",
+        takes_several=Several.TAKEN,
     )
     parser.add_argument("--json", action="store_true", help="Print JSON, once all is known.")
     flags = parser.read(words)
-    as_json = flags.pop("json")
+    as_json, more = flags.pop("json"), flags.pop(MORE_MODELS, ())
     options = read_options(flags, os.environ)
     findings = []
-    for finding in _examine(options):
+    for finding in _examine(options, more):
         findings.append(finding)
         if not as_json:
             print(_line(finding), flush=True)
@@ -47,12 +49,12 @@ def main(words: Sequence[str]) -> int:
     return EXIT_FAULT if is_fault else 0
 
 
-def _examine(options: Options) -> Iterator[Finding]:
+def _examine(options: Options, more: Sequence[str]) -> Iterator[Finding]:
     yield _port("--port", options.host, options.port) if options.uds is None else _socket(options.uds)
     if options.health_port is not None:
         yield _port("--health-port", options.host, options.health_port)
     yield _connections()
-    yield from diagnose(options)
+    yield from diagnose(options, more)
 
 
 def _port(flag: str, host: str, port: int) -> Finding:

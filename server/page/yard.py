@@ -21,6 +21,7 @@ from engine.types import ModelInfo
 from engine.version import VERSION
 from server.edge.http.edge import Edge, EdgeSettings, edge_of
 from server.edge.http.endpoint import ERRORS, Endpoint, ReplyModel, documentation
+from server.edge.http.served_models import choose_by_query
 from server.reply.generate.sse import ChunkFraming, StreamedResponse
 
 _ALIVE = b": alive\n\n"
@@ -113,14 +114,14 @@ class _ViewFrame(ChunkFraming):
 @router.get("/admin/events", **_EVENTS)
 async def stream_views(request: Request) -> Response:
     """Steps, lines and blocks as they change, until the client leaves."""
-    edge = edge_of(request)
+    edge = choose_by_query(request)
     return _Views(edge.engine.watch(), edge)
 
 
 @router.get("/admin/server", **documentation(ServerFacts))
 async def show_server(request: Request) -> Response:
     """The served model, every option with its origin, and the last errors."""
-    edge = edge_of(request)
+    edge = choose_by_query(request)
     health = edge.engine.health()
     options: Mapping[str, Mapping[str, Any]] = request.app.state.shown_options
     body = {

@@ -26,6 +26,7 @@ from engine.types import (
     Health,
     LogprobEntry,
     ModelInfo,
+    ModelNames,
     PooledOutput,
     PoolingRequest,
     QueueForecast,
@@ -128,6 +129,14 @@ class FakeEngine:
         if self.state.state is not EngineState.READY:
             raise EngineUnavailable("the model is loading", retry_after_s=2.5)
         return self.model_info
+
+    @property
+    def names(self) -> ModelNames:
+        info = self.model_info
+        adapters = tuple(adapter.name for adapter in info.served_adapters)
+        return ModelNames(info.served_names, info.name_patterns, adapters)
+
+    takes_adapters: bool = True
 
     def load(self) -> EngineLoad:
         return EngineLoad(num_requests=len(self.requests), num_waiting=3, kv_cache_usage=0.25)

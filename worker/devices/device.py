@@ -281,6 +281,7 @@ class CudaDevice:
         self.torch_device = torch_device
         self._pool_keeper: torch.cuda.CUDAGraph | None = None
         self._utilization = config.gpu_memory_utilization
+        self._kv_cache_bytes = config.kv_cache_bytes
         self.make_current()
 
     @property
@@ -390,7 +391,7 @@ class CudaDevice:
         peak_bytes = torch.cuda.max_memory_allocated(self.torch_device)
         torch.cuda.empty_cache()
         free_bytes, total_bytes = torch.cuda.mem_get_info(self.torch_device)
-        return cuda_budget_bytes(
+        measured_bytes = cuda_budget_bytes(
             total_bytes=total_bytes,
             free_bytes=free_bytes,
             activation_bytes=peak_bytes - weights_bytes,
@@ -398,6 +399,7 @@ class CudaDevice:
             + graph_bytes(reserve.num_graphs, activation_bytes=peak_bytes - weights_bytes),
             utilization=self._utilization,
         )
+        return measured_bytes if self._kv_cache_bytes is None else min(self._kv_cache_bytes, measured_bytes)
 
     def foreseen_budget_bytes(self, num_weight_bytes: int) -> int:
         free_bytes, total_bytes = torch.cuda.mem_get_info(self.torch_device)

@@ -144,9 +144,9 @@ async def is_there() -> Response:
 @router.post(_PATH, **_documentation(AnthropicMessage, MessagesRequest, event=AnthropicEvent))
 async def create_message(request: Request) -> Response:
     """Answer a conversation in Anthropic's words."""
-    edge = edge_of(request)
     reply_id = f"msg_{secrets.token_hex(12)}"
     body, origin = await read_call(request, MessagesRequest, MESSAGES_REFUSALS, reply_id=reply_id)
+    edge = edge_of(request)
     note_ignored(request, ignored_names(body))
     with in_their_words(body):
         turn = await prepare_fitting(edge, chat_request_of(body), origin)

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from engine.errors import RequestRejected
 from server.api.batches.database import STORAGE_FAULTS, StorageFull
 from server.api.batches.store import FileInUse, FilePart, ListPage, StateStore, open_store
-from server.edge.access.auth import KEY_NAME
+from server.edge.access.sent_key import KEY_NAME
 from server.edge.http.edge import EdgeSettings
 from server.edge.http.endpoint import NO_STORE, json_reply
 from server.edge.refusals import unsupported

@@ -6,7 +6,7 @@ Never: the contents of requests; fits where run.py expects a client.
 
 from starlette.types import ASGIApp, Message, Scope
 
-from server.edge.access.auth import OWNER_NAME
+from server.edge.access.sent_key import OWNER_NAME
 from server.edge.http.disconnect import stay_connected
 from server.edge.http.http_client import ExchangeFailed, Reply
 

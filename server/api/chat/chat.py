@@ -35,9 +35,9 @@ ENDPOINT = Endpoint(
 @router.post(_PATH, **_DOCUMENTATION)
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
-    edge = edge_of(request)
     reply_id = new_reply_id("chatcmpl")
     body, origin = await read_call(request, ChatCompletionRequest, CHAT_REFUSALS, reply_id=reply_id)
+    edge = edge_of(request)
     note_unread_kwargs(request, body.chat_template_kwargs)
     turn = await prepare_turn(edge, body, origin)
     if turn.ignores_budget:

@@ -78,9 +78,9 @@ ENDPOINT = Endpoint(
 @router.post(_PATH, **documentation(Completion, request=CompletionRequest, chunk=Completion))
 async def create_completion(request: Request) -> Response:
     """Continue one prompt or several."""
-    edge, engine = edge_of(request), edge_of(request).engine
     reply_id = new_reply_id("cmpl")
     body, origin = await read_call(request, CompletionRequest, COMPLETION_REFUSALS, reply_id=reply_id)
+    edge, engine = edge_of(request), edge_of(request).engine
     check_completion(body, engine.info)
     prompts = await encode_prompts(engine, body)
     wanted = wanted_completion(body, prompts, engine.info)

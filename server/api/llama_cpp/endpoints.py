@@ -20,6 +20,7 @@ from server.api.llama_cpp.replies import LlamaFraming, LlamaProperties, LlamaRep
 from server.edge.http.edge import edge_of
 from server.edge.http.endpoint import Endpoint, documentation, json_reply
 from server.edge.http.json_body import built, without_nones
+from server.edge.http.served_models import choose_by_query
 from server.edge.wire_model import WireModel, shown_as
 from server.reply.generate.answering import new_head, new_reply_id, whole
 from server.reply.generate.calls import Origin, read_call
@@ -144,7 +145,7 @@ async def fill_for_editors(request: Request) -> Response:
 @router.get("/props", **documentation(LlamaProperties))
 async def show_properties(request: Request) -> Response:
     """The context window, the defaults of sampling and the chat template."""
-    info = edge_of(request).engine.info
+    info = choose_by_query(request).engine.info
     return json_reply(
         {
             "default_generation_settings": {"n_ctx": info.max_model_len, "params": info.default_sampling},

@@ -4,7 +4,9 @@ Owns: its description, and the router of all Ollama's routes.
 Never: generates (endpoints.py).
 """
 
+from collections.abc import Sequence
 from hashlib import sha256
+from itertools import chain
 from typing import Any
 
 from fastapi import APIRouter
@@ -25,9 +27,11 @@ from server.api.ollama.models import (
     OllamaVersion,
 )
 from server.api.ollama.protocol import OllamaShowRequest
-from server.edge.http.edge import Edge, edge_of
+from server.edge.access.sent_key import key_of
+from server.edge.http.edge import Edge
 from server.edge.http.endpoint import documentation, errors_as, json_reply
 from server.edge.http.json_body import read_request
+from server.edge.http.served_models import choose_for_ollama, models_of
 from server.reply.generate.model_checks import check_model
 
 _SHOW, _TAGS, _LOADED, _VERSION = "/api/show", "/api/tags", "/api/ps", "/api/version"
@@ -46,26 +50,26 @@ def documented(reply: type[BaseModel], *, request: type[BaseModel] | None = None
 
 @router.get(_TAGS, **documented(OllamaModelList))
 async def list_in_ollamas_words(request: Request) -> Response:
-    """List the names under which the model is served."""
-    info = edge_of(request).engine.info
-    return json_reply({"models": _listed(info, {"modified_at": time_text(info.created_s)})})
+    """List the names that requests may use."""
+    listed = models_of(request).listed(key_of(request.scope))
+    found = [_listed(info, names, {"modified_at": time_text(info.created_s)}) for _, info, names in listed]
+    return json_reply({"models": [*chain.from_iterable(found)]})
 
 
 @router.get(_LOADED, **documented(OllamaLoadedList))
 async def list_loaded_in_ollamas_words(request: Request) -> Response:
     """List the same names: the model stays loaded."""
-    info = edge_of(request).engine.info
-    on_device = 0 if info.device.startswith("cpu") else info.weight_bytes
-    facts = {"expires_at": _NEVER, "size_vram": on_device, "context_length": info.max_model_len}
-    return json_reply({"models": _listed(info, facts)})
+    listed = models_of(request).listed(key_of(request.scope))
+    found = [_listed(info, names, _loaded_facts(info)) for _, info, names in listed]
+    return json_reply({"models": [*chain.from_iterable(found)]})
 
 
 @router.post(_SHOW, **documented(OllamaModelPage, request=OllamaShowRequest))
 async def show_in_ollamas_words(request: Request) -> Response:
     """Describe the served model."""
-    edge = edge_of(request)
-    info = edge.engine.info
     body = await read_request(request, OllamaShowRequest, {}, from_headers={})
+    edge = choose_for_ollama(request, body.model or body.name)
+    info = edge.engine.info
     check_model(served_name(body.model or body.name, info), info)
     return json_reply(
         {
@@ -90,12 +94,17 @@ async def version_in_ollamas_words() -> Response:
     return json_reply({"version": VERSION})
 
 
-def _listed(info: ModelInfo, facts: dict[str, Any]) -> list[dict[str, Any]]:
-    """One entry for each served name."""
+def _loaded_facts(info: ModelInfo) -> dict[str, Any]:
+    on_device = 0 if info.device.startswith("cpu") else info.weight_bytes
+    return {"expires_at": _NEVER, "size_vram": on_device, "context_length": info.max_model_len}
+
+
+def _listed(info: ModelInfo, names: Sequence[str], facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """One entry for each name."""
     served = (info.model_type, info.num_parameters, info.weight_bytes, info.dtype)
     digest = sha256(repr(served).encode()).hexdigest()
     described = {"size": info.weight_bytes, "digest": digest, "details": _details(info), **facts}
-    return [{"name": name, "model": name, **described} for name in info.names]
+    return [{"name": name, "model": name, **described} for name in names]
 
 
 def _details(info: ModelInfo) -> dict[str, Any]:

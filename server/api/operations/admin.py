@@ -12,8 +12,8 @@ from starlette.responses import Response
 
 from engine.types import ReportPage
 from server.edge.http.disconnect import while_connected
-from server.edge.http.edge import edge_of
 from server.edge.http.endpoint import ERRORS, Endpoint, ReplyModel, documentation, json_reply
+from server.edge.http.served_models import choose_by_query
 from server.edge.refusals import whole_number
 
 router = APIRouter()
@@ -72,7 +72,7 @@ class LiveSequences(ReplyModel):
 @router.get("/admin/requests", **documentation(LiveSequences))
 async def list_live_requests(request: Request) -> Response:
     """The running line, then the waiting line, each in the order in which it is served: a page of them."""
-    asked = edge_of(request).engine.explain(
+    asked = choose_by_query(request).engine.explain(
         ReportPage(
             whole_number(request.query_params, "first", most=_MAX_FIRST, default=0),
             whole_number(request.query_params, "limit", most=_MAX_PAGE, default=_MAX_PAGE),
@@ -85,5 +85,5 @@ async def list_live_requests(request: Request) -> Response:
 @router.post("/admin/reset_prefix_cache", status_code=204, **_RESET_DOCUMENTATION)
 async def reset_prefix_cache(request: Request) -> Response:
     """Forget all cached prefixes."""
-    edge_of(request).engine.reset_prefix_cache()
+    choose_by_query(request).engine.reset_prefix_cache()
     return Response(status_code=204)

@@ -12,8 +12,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from engine.types import ModelInfo
+from server.edge.access.sent_key import key_of
 from server.edge.error_replies import ModelNotFound
-from server.edge.http.edge import edge_of
 from server.edge.http.endpoint import (
     ERRORS,
     Endpoint,
@@ -24,6 +24,7 @@ from server.edge.http.endpoint import (
     json_reply,
 )
 from server.edge.http.json_body import read_request
+from server.edge.http.served_models import choose_model, models_of
 from server.edge.wire_model import WireModel
 from server.reply.generate.protocol import Name
 
@@ -52,17 +53,21 @@ class ModelList(ReplyModel):
 
 @router.get("/v1/models", **documentation(ModelList))
 async def list_models(request: Request) -> Response:
-    """List the names under which the model is served."""
-    info = edge_of(request).engine.info
-    return json_reply({"object": "list", "data": [_model(name, info) for name in info.names]})
+    """List the names that requests may use."""
+    listed = models_of(request).listed(key_of(request.scope))
+    found = [_model(name, info) for _, info, names in listed for name in names]
+    return json_reply({"object": "list", "data": found})
 
 
 @router.get("/v1/models/{model:path}", **documentation_of_one(Model, "model"))
 async def retrieve_model(request: Request) -> Response:
     """Describe the model of one served name; names may contain slashes."""
-    info = edge_of(request).engine.info
     name = request.path_params["model"]
-    if not info.is_served(name):
+    try:
+        info = choose_model(request, name).engine.info
+    except ModelNotFound:
+        info = None
+    if info is None or not info.is_served(name):
         raise ModelNotFound(f"the model {name!r} is not served here")
     return json_reply(_model(name, info))
 
@@ -88,6 +93,8 @@ class LoadAdapterRequest(WireModel):
     lora_name: Name
     lora_path: Name
     """Name of a folder in the server's directory of adapters."""
+    base_model_name: Name | None = None
+    """The model that it belongs to; needed where several take adapters."""
     load_inplace: bool | None = None
     """Replace the adapter of this name; requests that run finish with the old one."""
 
@@ -112,7 +119,8 @@ def _described(model: type[WireModel], done: str) -> dict[str, Any]:
 async def load_adapter(request: Request) -> Response:
     """Load an adapter, or load it again."""
     body = await read_request(request, LoadAdapterRequest, {}, from_headers={})
-    engine = edge_of(request).engine
+    models, key = models_of(request), key_of(request.scope)
+    engine = models.for_adapter(body.lora_name, body.base_model_name, key).engine
     await engine.load_adapter(body.lora_name, body.lora_path, replaces=bool(body.load_inplace))
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
@@ -123,6 +131,6 @@ async def load_adapter(request: Request) -> Response:
 async def unload_adapter(request: Request) -> Response:
     """Unload an adapter; requests that run finish with it."""
     body = await read_request(request, UnloadAdapterRequest, {}, from_headers={})
-    if not edge_of(request).engine.unload_adapter(body.lora_name):
+    if not choose_model(request, body.lora_name).engine.unload_adapter(body.lora_name):
         raise ModelNotFound(f"the adapter {body.lora_name!r} is not loaded here")
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

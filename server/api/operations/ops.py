@@ -5,20 +5,23 @@ Never: a judgement of health, which follows from the engine's step counter.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Final, Literal
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any, Final, Literal, Protocol
 
 from fastapi import APIRouter, FastAPI
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
+from prometheus_client.metrics_core import Metric
 from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.errors import RequestRejected
+from engine.models.joined_metrics import JoinedRegistry
 from engine.version import VERSION
 from server.api.chat.chat import create_chat_completion
 from server.api.completions.completions import create_completion
 from server.api.pooling.endpoints import create_embeddings
-from server.edge.http.edge import Edge, EdgeSettings, edge_of
+from server.edge.error_replies import ModelNotFound
+from server.edge.http.edge import EdgeSettings
 from server.edge.http.endpoint import (
     ERRORS,
     NO_STORE,
@@ -30,6 +33,7 @@ from server.edge.http.endpoint import (
 )
 from server.edge.http.health_listener import Question, health_page
 from server.edge.http.json_body import parse_object
+from server.edge.http.served_models import ServedModels, models_of
 
 METRICS_PATH = "/metrics"
 
@@ -79,10 +83,16 @@ _CALL_DOCUMENTATION: dict[str, Any] = {
 }
 
 
+class Collected(Protocol):
+    """A registry, or several joined."""
+
+    def collect(self) -> Iterable[Metric]: ...
+
+
 class MetricsPage:
     """The rendered registry, at most METRICS_TTL_S old; rendered in a thread, once for all that wait."""
 
-    def __init__(self, registry: CollectorRegistry, *, look: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, registry: Collected, *, look: Callable[[], None] = lambda: None) -> None:
         """`look` sets the gauges that follow from the state of this moment, in the event loop."""
         self._look = look
         self._registry = registry
@@ -101,9 +111,20 @@ class MetricsPage:
 
 
 def _add_page(app: FastAPI, settings: EdgeSettings) -> None:  # noqa: ARG001 - for other endpoints
-    edge: Edge = app.state.edge
-    metrics = edge.engine.metrics
-    app.state.metrics_page = MetricsPage(metrics.registry, look=metrics.look)
+    models: ServedModels = app.state.models
+    engines = [edge.engine for edge in models.edges]
+    if len(engines) == 1:
+        metrics = engines[0].metrics
+        app.state.metrics_page = MetricsPage(metrics.registry, look=metrics.look)
+        return
+
+    def look() -> None:
+        for each in engines:
+            each.metrics.look()
+
+    by_name = {each.names.served[0]: each.metrics.registry for each in engines}
+    joined = JoinedRegistry(models.edges[0].metrics.registry, by_name)
+    app.state.metrics_page = MetricsPage(joined, look=look)
 
 
 router = APIRouter()
@@ -138,14 +159,20 @@ async def is_live(request: Request) -> Response:
 
 def _answer(request: Request, question: Question) -> Response:
     degraded = request.app.state.desk.degraded()
-    is_yes, body = health_page(edge_of(request).engine.health(), question, degraded)
+    models, asked = models_of(request), request.query_params.get("model")
+    try:
+        health = models.health() if asked is None else models.find(asked, None).engine.health()
+    except ModelNotFound:  # without a key, no list of the names that there are
+        raise ModelNotFound(f"the model {asked!r} is not served here") from None
+    is_yes, body = health_page(health, question, degraded)
     return Response(body, 200 if is_yes else 503, headers=NO_STORE, media_type="application/json")
 
 
 @router.get("/load", **documentation(ServerLoad))
 async def show_load(request: Request) -> Response:
     """The number of requests under way."""
-    return json_reply({"server_load": edge_of(request).engine.load().num_requests}, NO_STORE)
+    loads = [edge.engine.load().num_requests for edge in models_of(request).edges]
+    return json_reply({"server_load": sum(loads)}, NO_STORE)
 
 
 @router.get("/version", **documentation(Version))

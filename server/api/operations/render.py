@@ -66,8 +66,8 @@ ENDPOINT = Endpoint(router=router)
 @router.post("/v1/completions/render", **documentation(RenderedPrompts, request=CompletionRequest))
 async def render_completion(request: Request) -> Response:
     """Return the token ids of each prompt of a completion."""
-    engine = edge_of(request).engine
     body = await read_request(request, CompletionRequest, COMPLETION_REFUSALS, from_headers={})
+    engine = edge_of(request).engine
     check_completion(body, engine.info)
     prompts = await encode_prompts(engine, body)
     return json_reply([_rendered(request, body, prompt.token_ids, "cmpl") for prompt in prompts])

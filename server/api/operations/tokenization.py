@@ -23,6 +23,7 @@ from server.edge.http.edge import Edge, Engine, edge_of
 from server.edge.http.endpoint import Endpoint, ReplyModel, documentation, json_reply
 from server.edge.http.ignored import note_unread_kwargs
 from server.edge.http.json_body import read_request
+from server.edge.http.served_models import choose_by_query
 from server.edge.wire_model import WireModel, shown_as
 from server.reply.generate.long_reply import reply_of
 from server.reply.generate.model_checks import check_model, check_token_ids
@@ -106,8 +107,8 @@ ENDPOINT = Endpoint(router=router, requests={TokenizeRequest: TOKENIZE_REFUSALS,
 @router.post("/tokenize", **documentation(Tokenization, request=TokenizeRequest))
 async def tokenize(request: Request) -> Response:
     """Token ids of a prompt or of rendered messages."""
-    engine = edge_of(request).engine
     body = await read_request(request, TokenizeRequest, TOKENIZE_REFUSALS, from_headers={})
+    engine = edge_of(request).engine
     info = engine.info
     check_model(body.model, info)
     note_unread_kwargs(request, body.chat_template_kwargs)
@@ -137,8 +138,8 @@ async def _themselves(token_ids: Sequence[int]) -> Sequence[int]:
 @router.post("/detokenize", **documentation(Detokenization, request=DetokenizeRequest))
 async def detokenize(request: Request) -> Response:
     """The text of token ids, special tokens included."""
-    engine = edge_of(request).engine
     body = await read_request(request, DetokenizeRequest, {}, from_headers={})
+    engine = edge_of(request).engine
     info = engine.info
     check_model(body.model, info)
     if len(body.tokens) > MAX_DECODED_TOKENS:
@@ -153,7 +154,7 @@ async def detokenize(request: Request) -> Response:
 @router.get("/tokenizer_info", **documentation(TokenizerInfo))
 async def tokenizer_info(request: Request) -> Response:
     """The configuration of the tokenizer, for clients that tokenize by themselves."""
-    engine = edge_of(request).engine
+    engine = choose_by_query(request).engine
     info = engine.info
     config = await engine.tokenizer_config()
     shown = {name: value for name, value in config.items() if name not in _PLACES}

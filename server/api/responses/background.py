@@ -41,6 +41,8 @@ _KEPT_WITHIN_S = 2.0
 class Work:
     """One response under way."""
 
+    edge: Edge
+    """The edge of the model that it asks for."""
     owner: str
     """The key that asked for it, by name; empty where there are no keys."""
     task: ResponseTask
@@ -177,10 +179,10 @@ class BackgroundResponses:
             request: GenerationRequest | None = None
             try:
                 async with self.places.held_by(work.owner):
-                    making = work.making or await begin_making(self._edge, work.task)
+                    making = work.making or await begin_making(work.edge, work.task)
                     reply, request = making.reply, making.request
                     work.reply = reply
-                    async with aclosing(self._edge.engine.generate_all([request])) as outputs:
+                    async with aclosing(work.edge.engine.generate_all([request])) as outputs:
                         async for place, output in outputs:
                             self._add(work, reply.update(place, output))
                             work.response = reply.response

@@ -27,8 +27,9 @@ from server.api.responses.store import (
 )
 from server.edge.access.key_ring import KeyRing
 from server.edge.access.rate_limits import Allowance, Caller
-from server.edge.error_replies import InvalidApiKey
+from server.edge.error_replies import InvalidApiKey, ModelNotFound
 from server.edge.http.edge import Edge, EdgeSettings
+from server.edge.http.served_models import ServedModels
 from server.reply.generate.calls import Origin, service_terms
 
 log = logging.getLogger(__name__)
@@ -135,11 +136,18 @@ async def _take_up(app: FastAPI, kept: KeptResponses, row: ResponseRow) -> None:
     save, response = kept.saver(row.owner, task), orjson.loads(row.body)
     if not row.is_open:
         kept.store_again(row, task, response)
-    elif task.body.stream:
+        return
+    if task.body.stream:
         await save(response | {"status": "failed", "error": _INTERRUPTED})
+        return
+    keys, models = cast(KeyRing, app.state.keys), cast(ServedModels, app.state.models)
+    try:
+        edge = models.find(task.body.model, keys.named(row.owner))
+    except ModelNotFound as error:
+        await save(response | {"status": "failed", "error": {"code": "server_error", "message": str(error)}})
     else:
         background = cast(BackgroundResponses, app.state.background)
-        work = Work(owner=row.owner, task=task, save=save, response=response, can_be_left=True)
+        work = Work(edge=edge, owner=row.owner, task=task, save=save, response=response, can_be_left=True)
         background.begin(row.id, work)
 
 

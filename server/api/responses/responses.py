@@ -59,9 +59,9 @@ ENDPOINT = Endpoint(
 @router.post(_PATH, **_DOCUMENTATION)
 async def create_response(request: Request) -> Response:
     """Answer a text or a conversation, which may go on from a stored response."""
-    edge, store = edge_of(request), store_of(request)
     reply_id = f"resp_{secrets.token_hex(24)}"
     body, origin = await read_call(request, ResponsesRequest, RESPONSES_REFUSALS, reply_id=reply_id)
+    edge, store = edge_of(request), store_of(request)
     note_left_out(request, body)
     task = ResponseTask(
         body=body,
@@ -101,6 +101,7 @@ async def _begin_in_background(request: Request, task: ResponseTask) -> Response
     if log is not None:
         log.add(events)
     work = Work(
+        edge=edge,
         owner=owner,
         task=task,
         making=making,

@@ -11,11 +11,12 @@ import math
 import shlex
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from engine.errors import EngineUnavailable
 from engine.logs.setup import ERASE_LINE
+from engine.models.entries import ModelSpec
 from engine.options.edge_config import PageParts
 from engine.options.engine_config import EngineConfig, ServerConfig
 from engine.types import ModelInfo, PoolingTask
@@ -58,6 +59,21 @@ def render_banner(info: ModelInfo, engine: EngineConfig, server: ServerConfig, *
     lines = [f"  {label:<12}{_printable(text)}" for label, text in rows]
     examples = [f"  Try: {each}" for each in (*_chat(info, url), _curl(info, server, url))]
     return "\n".join(["", *lines, "", *examples, ""])
+
+
+def render_models(loaded: Sequence[ModelInfo], server: ServerConfig, *, url: str) -> str:
+    """Several lines about several models, a line for each. `url` has no slash at its end."""
+    rows = [
+        (
+            "" if place else "models",
+            f"{', '.join(info.served_names)}: {_purpose(info)}, {info.max_model_len:,} tokens of context,"
+            f" {info.device}, {info.dtype}, KV cache {_size(info.kv_cache_bytes)}",
+        )
+        for place, info in enumerate(loaded)
+    ]
+    rows += [("API key", "needed" if _needs_key(server) else "not needed"), *_addresses(server, url)]
+    lines = [f"  {label:<12}{_printable(text)}" for label, text in rows]
+    return "\n".join(["", *lines, "", *[f"  Try: {_curl(info, server, url)}" for info in loaded], ""])
 
 
 def _addresses(server: ServerConfig, url: str) -> list[tuple[str, str]]:
@@ -244,11 +260,23 @@ class Announcement:
         log.info("listens on %s and serves %s", url, ", ".join(info.served_names), extra=facts)
 
     async def follow(
-        self, engine: "AsyncEngine", config: EngineConfig, server: ServerConfig, *, url: str
+        self,
+        engines: "Sequence[AsyncEngine]",
+        models: Sequence[ModelSpec],
+        server: ServerConfig,
+        *,
+        url: str,
     ) -> None:
-        """Show progress while the model loads, then a summary of it. The end of a failed engine tells why."""
-        with contextlib.suppress(EngineUnavailable):
-            self.ready(await self.loading_display().follow(engine), config, server, url=url)
+        """Show progress while each model loads, then a summary. The end of a failed engine tells why."""
+        loaded: list[ModelInfo] = []
+        for engine in engines:
+            with contextlib.suppress(EngineUnavailable):
+                loaded.append(await self.loading_display().follow(engine))
+        if len(models) > 1 and self._logs.is_text:
+            self._logs.show(render_models(loaded, server, url=url))
+            return
+        for info in loaded:
+            self.ready(info, models[0].engine, server, url=url)
 
     def end(self, what: str, fix: str, exit_code: int) -> int:
         """Write the last line, readable in every format: why the server ends, and what to do."""

@@ -9,11 +9,11 @@ import contextlib
 import logging
 import socket
 from collections.abc import Generator
+from typing import TYPE_CHECKING
 
 import uvicorn
 from fastapi import FastAPI
 
-from engine.frontend.client import AsyncEngine
 from engine.options.engine_config import EngineConfig
 from server.api.batches.access import StateAccess
 from server.edge.access.credentials import LiveTls
@@ -22,6 +22,9 @@ from server.edge.http.edge import Edge
 from server.edge.http.health_listener import HealthListener
 from server.edge.http.listening import url_of
 from server.edge.sockets.accepting import ClientServer
+
+if TYPE_CHECKING:
+    from engine.models.engines import ModelEngines
 
 log = logging.getLogger(__name__)
 
@@ -80,12 +83,12 @@ async def administer(app: FastAPI, tls: LiveTls | None, listener: socket.socket 
 
 
 def start_health(
-    engine: AsyncEngine, config: EngineConfig, probes: socket.socket | None, desk: StateAccess
+    engines: "ModelEngines", config: EngineConfig, probes: socket.socket | None, desk: StateAccess
 ) -> HealthListener | None:
     if probes is None:
         return None
     listener = HealthListener(
-        probes, engine.health, heartbeat_timeout_s=config.heartbeat_timeout_s, degraded=desk.degraded
+        probes, engines.health, heartbeat_timeout_s=config.heartbeat_timeout_s, degraded=desk.degraded
     )
     listener.start()
     log.info("probes are answered at %s too", url_of(probes))

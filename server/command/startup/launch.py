@@ -11,11 +11,13 @@ from pathlib import Path
 
 import uvloop
 
-from engine.frontend.client import AsyncEngine
 from engine.logs.lines import ProcessName
 from engine.logs.setup import Logs
+from engine.models.engines import ModelEngines
+from engine.models.entries import ModelSpec
+from engine.models.memory_shares import with_shares
 from engine.options.declaration import OptionError
-from engine.options.engine_config import EngineConfig, ServerConfig
+from engine.options.engine_config import ServerConfig
 from engine.processes.garbage import only_imports
 from engine.text.chat_template import NoRenderer
 from engine.text.checkpoint_texts import check_files
@@ -30,19 +32,21 @@ log = logging.getLogger(__name__)
 EXIT_BAD_MODEL = 78
 
 
-def run(engine_config: EngineConfig, server_config: ServerConfig, listeners: Listeners) -> int:
+def run(models: tuple[ModelSpec, ...], server_config: ServerConfig, listeners: Listeners) -> int:
     """Serve until a signal, or until there can be no engine; returns the exit code. Raises OptionError."""
     level = logging.getLevelNamesMapping()[server_config.log_level.upper()]
     with (
-        Logs(engine_config.log_format, level=level, process=ProcessName.API) as logs,
+        Logs(models[0].engine.log_format, level=level, process=ProcessName.API) as logs,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         announcement = Announcement(logs)
         try:
             _check_state(server_config)
-            check_files(engine_config.worker)
-            note_template(Path(engine_config.model_path), server_config)
-            return runner.run(_launch(engine_config, server_config, listeners, announcement))
+            for each in models:
+                check_files(each.engine.worker)
+                note_template(Path(each.engine.model_path), each)
+            models = with_shares(models)
+            return runner.run(_launch(models, server_config, listeners, announcement))
         except TokenizerError as error:
             return announcement.end(error.what, error.fix, EXIT_BAD_MODEL)
         except NoRenderer as error:
@@ -55,41 +59,41 @@ def run(engine_config: EngineConfig, server_config: ServerConfig, listeners: Lis
 
 
 async def _launch(
-    engine_config: EngineConfig,
+    models: tuple[ModelSpec, ...],
     server_config: ServerConfig,
     listeners: Listeners,
     announcement: Announcement,
 ) -> int:
-    engine = AsyncEngine(engine_config)
+    engines = ModelEngines([each.engine for each in models])
     launched = Launched(
-        engine=engine,
+        engines=engines,
         signals=Signals(),
-        engine_config=engine_config,
+        models=models,
         server_config=server_config,
         listeners=listeners,
     )
-    engine.start()
+    engines.start()
     try:
-        await engine.begun()
+        await engines.begun()
         # Not at the top: a second of imports, while the engine process has its own.
         with only_imports():
             from server.command.startup.serving import serve
-        if await _texts_are_tried(engine, launched.signals):
+        if await _texts_are_tried(engines, launched.signals):
             return await serve(launched, announcement)
         log.info("stopping: nothing was served yet")
         return 0
     finally:
-        await engine.close()
+        await engines.close()
         launched.signals.restore()
 
 
-async def _texts_are_tried(engine: AsyncEngine, signals: Signals) -> bool:
+async def _texts_are_tried(engines: ModelEngines, signals: Signals) -> bool:
     """Wait for the trials of template and tokenizer; False if a signal came first.
 
     Raises TokenizerError, NoRenderer.
     The thread that waits for a trial ends with it, when the engine is closed.
     """
-    tried = asyncio.create_task(engine.texts_are_tried())
+    tried = asyncio.create_task(engines.texts_are_tried())
     stopped = asyncio.create_task(signals.first.wait())
     await asyncio.wait([tried, stopped], return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()

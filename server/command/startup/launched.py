@@ -1,4 +1,4 @@
-"""A server between its start and its end: the engine, the listeners, and the signals that have come.
+"""A server between its start and its end: the engines, the listeners, and the signals that have come.
 
 Owns: the two signals, and the exit code where HTTP ends by itself.
 Never: starts or ends any of it (launch.py, serving.py).
@@ -7,10 +7,14 @@ Never: starts or ends any of it (launch.py, serving.py).
 import asyncio
 import signal
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from engine.frontend.client import AsyncEngine
-from engine.options.engine_config import EngineConfig, ServerConfig
+from engine.options.engine_config import ServerConfig
 from server.edge.http.listening import Listeners
+
+if TYPE_CHECKING:  # names alone: launch.py makes both
+    from engine.models.engines import ModelEngines
+    from engine.models.entries import ModelSpec
 
 EXIT_HTTP_ENDED = 70
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -36,10 +40,10 @@ class Signals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
-    """A server whose engine is being loaded."""
+    """A server whose models are being loaded."""
 
-    engine: AsyncEngine
+    engines: "ModelEngines"
     signals: Signals
-    engine_config: EngineConfig
+    models: "tuple[ModelSpec, ...]"
     server_config: ServerConfig
     listeners: Listeners

@@ -10,6 +10,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from engine.frontend.client import AsyncEngine
+from engine.models.engines import ModelEngines
 from engine.options.engine_config import EngineConfig, ServerConfig
 from engine.processes.garbage import keep_what_is_loaded
 from server.api.batches.access import StateAccess
@@ -19,7 +20,7 @@ from server.command.startup.http_servers import administer, http_server, start_h
 from server.command.startup.launched import EXIT_HTTP_ENDED, Launched, Signals
 from server.command.startup.unwatched import work_unwatched
 from server.edge.access.credentials import Credentials
-from server.edge.http.edge import ClientTimeouts
+from server.edge.http.edge import ClientTimeouts, Parsers
 from server.edge.http.listening import url_of
 from server.endpoints import OPERATIONS
 
@@ -31,26 +32,38 @@ log = logging.getLogger(__name__)
 
 async def serve(launched: Launched, announcement: Announcement) -> int:
     """Serve until a signal or the end of the engine; return the exit code. Raises OptionError."""
-    engine, signals, listeners = launched.engine, launched.signals, launched.listeners
-    engine_config, server_config = launched.engine_config, launched.server_config
+    engines, signals, listeners = launched.engines, launched.signals, launched.listeners
+    models, server_config = launched.models, launched.server_config
+    engine_config = models[0].engine
     patience = ClientTimeouts(keep_alive_s=server_config.stream_keep_alive_s)
     credentials = Credentials(server_config.api_keys, server_config.edge)
+    engine, *others = engines.all
     spans = _open_spans(engine, engine_config, server_config)
-    app = build_app(engine, server_config, patience=patience, keys=credentials.keys, spans=spans)
+    app = build_app(
+        engine,
+        server_config,
+        patience=patience,
+        keys=credentials.keys,
+        spans=spans,
+        others=[
+            (each, Parsers(tool_calls=spec.tool_call_parser, reasoning=spec.reasoning_parser))
+            for each, spec in zip(others, models[1:], strict=True)
+        ],
+    )
     desk: StateAccess = app.state.desk
     http = http_server(app, credentials.tls)
     url = url_of(listeners.main, scheme="http" if credentials.tls is None else "https")
     keep_what_is_loaded()
-    health = start_health(engine, engine_config, listeners.probes, desk)
+    health = start_health(engines, engine_config, listeners.probes, desk)
     administering = asyncio.create_task(
         administer(build_admin_app(app, server_config), credentials.tls, listeners.admin)
     )
     batching = asyncio.create_task(work_unwatched(app, engine_config, signals.first))
     watching = asyncio.create_task(credentials.keep_current())
     serving = asyncio.create_task(http.serve(sockets=[listeners.main]))
-    announcing = asyncio.create_task(announcement.follow(engine, engine_config, server_config, url=url))
+    announcing = asyncio.create_task(announcement.follow(engines.all, models, server_config, url=url))
     try:
-        return await _until_the_end(engine, signals, serving, server_config, announcement)
+        return await _until_the_end(engines, signals, serving, server_config, announcement)
     finally:
         announcing.cancel()
         batching.cancel()
@@ -83,13 +96,13 @@ def _open_spans(engine: AsyncEngine, config: EngineConfig, server: ServerConfig)
 
 
 async def _until_the_end(
-    engine: AsyncEngine,
+    engines: ModelEngines,
     signals: Signals,
     serving: "asyncio.Task[None]",
     config: ServerConfig,
     announcement: Announcement,
 ) -> int:
-    gave_up = asyncio.create_task(engine.gave_up())
+    gave_up = asyncio.create_task(engines.gave_up())
     stopped = asyncio.create_task(signals.first.wait())
     await asyncio.wait([gave_up, stopped, serving], return_when=asyncio.FIRST_COMPLETED)
     if serving.done() and not stopped.done():
@@ -106,7 +119,7 @@ async def _until_the_end(
     if delay_s:
         log.info("stopping: not ready any more, but whoever comes in the next %g s is served", delay_s)
     log.info("stopping: accepted requests have %.0f s to finish; a second signal ends them", timeout_s)
-    drained = asyncio.create_task(engine.drain(timeout_s=timeout_s, delay_s=delay_s))
+    drained = asyncio.create_task(engines.drain(timeout_s=timeout_s, delay_s=delay_s))
     insisted = asyncio.create_task(signals.second.wait())
     await asyncio.wait([drained, insisted], return_when=asyncio.FIRST_COMPLETED)
     if drained.done():

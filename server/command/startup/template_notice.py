@@ -6,12 +6,13 @@ Never: what can be said (server/reply/reading/template_rows.py).
 
 from pathlib import Path
 
+from engine.models.entries import ModelSpec
 from engine.options.engine_config import ServerConfig
 from engine.text.checkpoint_texts import read_response_template, refusing
 from server.reply.reading.template_rows import find_template_row
 
 
-def note_template(folder: Path, options: ServerConfig) -> None:
+def note_template(folder: Path, options: ModelSpec | ServerConfig) -> None:
     """Read the template that would be used. Raises TokenizerError for a broken file."""
     with refusing(folder):
         text = read_response_template(folder)

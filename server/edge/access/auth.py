@@ -9,17 +9,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from engine.options.api_keys import ApiKey
 from server.edge.access.key_ring import KeyRing
 from server.edge.access.rate_limits import Allowance, Caller, RateLimits
+from server.edge.access.sent_key import OWNER_NAME, keep_key, key_of
 from server.edge.error_replies import InvalidApiKey, NotPermitted
 from server.edge.observe.request_ids import journal_of
 
 ADMIN_PATHS = ("/admin/", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 """Beginnings of the paths that need a key which may administer."""
 
-KEY_NAME = "tokenyard.key"
-"""The scope's entry with the name of the key that was sent."""
-OWNER_NAME = "tokenyard.owner"
-"""The scope's entry with the name of the key for which this process itself calls; no socket can set it."""
-_KEY = "tokenyard.api_key"
 _ALLOWANCE = "tokenyard.allowance"
 
 
@@ -38,13 +34,13 @@ class Auth:
             return
         owner = scope.get(OWNER_NAME)
         if owner is not None:
-            self._admit(scope, self._named(owner))
+            keep_key(scope, self._named(owner))
             await self._settled(scope, receive, send)
             return
         key = self._identify(scope)
         if scope["path"].startswith(ADMIN_PATHS) and not key.may_administer:
             raise NotPermitted("this key may not administer the server; use one that may")
-        self._admit(scope, key)
+        keep_key(scope, key)
         with self._keys.under_way(key):
             await self._settled(scope, receive, send)
 
@@ -56,10 +52,6 @@ class Auth:
             allowance: Allowance | None = scope.get(_ALLOWANCE)
             if allowance is not None:
                 allowance.settle(journal_of(scope).num_output_tokens)
-
-    def _admit(self, scope: Scope, key: ApiKey) -> None:
-        scope[KEY_NAME] = key.name
-        scope[_KEY] = key
 
     def _named(self, owner: str) -> ApiKey:
         key = self._keys.named(owner)
@@ -86,9 +78,3 @@ def open_allowance(scope: Scope, rates: RateLimits) -> Allowance:
     allowance = Allowance(rates, key_of(scope), caller)
     scope[_ALLOWANCE] = allowance
     return allowance
-
-
-def key_of(scope: Scope) -> ApiKey | None:
-    """The key that was sent; None where none is needed."""
-    key: ApiKey | None = scope.get(_KEY)
-    return key

@@ -57,7 +57,7 @@ class Parsers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edge:
-    """One for each application."""
+    """One for each model of an application; they share all but the engine and the parsers."""
 
     engine: Engine
     metrics: HttpMetrics
@@ -67,5 +67,10 @@ class Edge:
     spans: Spans = field(default_factory=NoSpans)
 
 
+CHOSEN = "tokenyard.edge"
+"""The scope's entry with the edge of the model that the request names (served_models.py)."""
+
+
 def edge_of(request: Request) -> Edge:
-    return cast(Edge, request.app.state.edge)
+    """Return the edge of the request's model; of the first, until it has named one."""
+    return cast(Edge, request.scope.get(CHOSEN) or request.app.state.edge)

@@ -23,6 +23,7 @@ from engine.errors import Overloaded, OverloadReason, RequestRejected
 from server.edge.error_replies import UnsupportedMediaType
 from server.edge.http.edge import UnknownFields, edge_of
 from server.edge.http.ignored import note_ignored
+from server.edge.http.served_models import choose_for_ollama, choose_model
 from server.edge.refusals import hints_of, refuse_unsupported
 
 MAX_DEPTH = 32
@@ -69,9 +70,11 @@ async def read_request(
 ) -> ModelT:
     """Read, parse and validate; `from_headers` are fields that win over the body's.
 
-    Raises RequestRejected, UnsupportedMediaType, BodyTooLarge, BodyTimeout.
+    From then on the request's edge is that of the model which the body names.
+    Raises RequestRejected, UnsupportedMediaType, BodyTooLarge, BodyTimeout, ModelNotFound.
     """
-    if not request.scope["path"].startswith(_OF_OLLAMA):
+    is_of_ollama = request.scope["path"].startswith(_OF_OLLAMA)
+    if not is_of_ollama:
         _check_media_type(request.headers.getlist("content-type"))
     _check_encoding(request.headers.get("content-encoding"))
     edge = edge_of(request)
@@ -87,6 +90,8 @@ async def read_request(
     if num_unknown:
         edge.metrics.unknown_fields.inc(num_unknown)
     note_ignored(request, hints)
+    choose = choose_for_ollama if is_of_ollama else choose_model
+    choose(request, getattr(parsed, "model", None))
     return parsed
 
 

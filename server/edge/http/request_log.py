@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from engine.journal import Journal
 from engine.logs.lines import fields
 from engine.logs.rare_log import RareLog
-from server.edge.access.auth import KEY_NAME
+from server.edge.access.sent_key import KEY_NAME
 from server.edge.observe.http_metrics import HttpMetrics, RecentError
 from server.edge.observe.request_ids import NotedError, error_of, ignored_of, journal_of
 from server.edge.observe.spans import NoSpans, Spans, trace_context_of
@@ -151,6 +151,7 @@ def _facts_of(scope: Scope, journal: Journal) -> dict[str, str | int | float | N
         "request_id": journal.request_id,
         "trace_id": journal.trace_id,
         "reply_id": journal.reply_id,
+        "model": journal.model,
         "key": scope.get(KEY_NAME),
         "tenant": journal.tenant if journal.tenant != scope.get(KEY_NAME) else None,
         "error": error.code,

@@ -32,6 +32,8 @@ class HttpMetrics:
     """The counters, created once per engine registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(name, text, labels, registry=registry)
 

@@ -98,6 +98,8 @@ class _OtelSpan:
             span.set_attribute("error.type", error_code)
             if status >= _SERVER_ERROR:
                 span.set_status(trace.StatusCode.ERROR)
+        if journal.model:
+            span.set_attribute("gen_ai.request.model", journal.model)
         if journal.was_admitted:
             span.set_attributes(_attributes(journal))
         for event in journal.events:

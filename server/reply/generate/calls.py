@@ -19,9 +19,10 @@ from engine.errors import RequestRejected
 from engine.journal import Journal
 from engine.options.api_keys import ApiKey
 from engine.types import QueueForecast, ServiceTerms, TimeLimits
-from server.edge.access.auth import KEY_NAME, key_of, open_allowance
+from server.edge.access.auth import open_allowance
 from server.edge.access.key_ring import KeyRing
 from server.edge.access.rate_limits import Allowance, no_limits
+from server.edge.access.sent_key import KEY_NAME, key_of
 from server.edge.error_replies import NotPermitted
 from server.edge.http.disconnect import stay_connected
 from server.edge.http.edge import edge_of
@@ -72,17 +73,17 @@ async def read_call(
     request: Request, model: type[FieldsT], refusals: Mapping[str, tuple[Any, ...]], *, reply_id: str
 ) -> tuple[FieldsT, Origin]:
     """Read headers and body. Raises Overloaded, NotPermitted, and the errors of `read_request`."""
-    engine = edge_of(request).engine
     key = key_of(request.scope)
     allowance = open_allowance(request.scope, cast(KeyRing, request.app.state.keys).rates)
     add_reply_headers(request.scope, allowance.headers)
     allowance.take_request()
     from_headers = fields_from_headers(request.headers)
-    engine.require_room(_best_priority(from_headers, key))
+    edge_of(request).engine.require_room(_best_priority(from_headers, key))
     body = await read_request(request, model, refusals, from_headers=from_headers)
     # With keys, the key is the tenant: another name in a header brings no further share.
     tenant: str | None = request.scope.get(KEY_NAME) or tenant_from_headers(request.headers)
     terms = service_terms(body, key, tenant)
+    engine = edge_of(request).engine
     engine.require_room(terms.priority)
     if asks_for_forecast(request.headers):
         forecast = forecast_headers(engine.forecast(terms))

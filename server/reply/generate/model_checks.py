@@ -8,20 +8,16 @@ from collections.abc import Sequence
 
 from engine.errors import RequestRejected
 from engine.types import ModelInfo
-from server.edge.error_replies import ModelNotFound
+from server.edge.http.served_models import not_served
 
 MAX_CHARS_PER_TOKEN = 256
 """No tokenizer in use has longer tokens, so that a text of more characters than this allows cannot fit."""
 
 
-_MOST_NAMES = 16
-
-
 def check_model(model: str | None, info: ModelInfo) -> None:
     """Absent means the first name. Raises ModelNotFound."""
     if model is not None and not info.is_served(model):
-        names = ", ".join((*info.name_patterns, *info.names)[:_MOST_NAMES])
-        raise ModelNotFound(f"the model {model!r} is not served here; there is: {names}")
+        raise not_served(model, (*info.name_patterns, *info.names))
 
 
 def check_token_ids(token_ids: Sequence[int], info: ModelInfo, *, param: str) -> None:

@@ -103,6 +103,7 @@ _SAMPLES: dict[str, tuple[str, Any]] = {
     "fairness": ("tenant", "tenant"),
     "tenant_weight": ("acme=2", ("acme=2",)),
     "preemption_mode": ("recompute", "recompute"),
+    "models": ("/etc/models.yaml", "/etc/models.yaml"),
     "queue_timeout": ("5s", 5.0),
     "target_first_token": ("2s", 2.0),
     "first_token_timeout": ("1m", 60.0),

@@ -53,11 +53,11 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     """Stands in for the launcher; what it was called with, and whether it could be connected to."""
     calls: list[tuple] = []
 
-    def run(engine_config, server_config, listeners) -> int:
+    def run(models, server_config, listeners) -> int:
         asked = [each for each in (listeners.main, listeners.probes, listeners.admin) if each is not None]
         for listener in asked:
             socket.create_connection(listener.getsockname()).close()
-        calls.append((engine_config, server_config, *map(url_of, asked)))
+        calls.append((models[0].engine, server_config, *map(url_of, asked)))
         return 7
 
     launch = ModuleType("server.command.startup.launch")
@@ -140,7 +140,8 @@ def test_the_version_is_printed(capsys) -> None:
         (["serve", "--max-num-seqs", "none"], "whole number"),
         (["serve", "--port", "99999"], "from 0 to 65535"),
         (["serve", "--port"], "expected one argument"),
-        (["serve", "a", "b"], "more than one MODEL"),
+        (["config", "show", "a", "b"], "more than one MODEL"),
+        (["serve", "a", "b"], "no such folder"),
         (["serve", "/no/such/folder\nat all"], "no such folder"),
         (["bnech"], "did you mean bench?"),
         (["serve", "--host", "0.0.0.0"], "TOKENYARD_API_KEY"),

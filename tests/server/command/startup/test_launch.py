@@ -14,6 +14,7 @@ import pytest
 
 from engine.frontend.client import AsyncEngine
 from engine.frontend.health import Welcome
+from engine.models.entries import resolve_models
 from engine.options.engine_config import EngineConfig, ServerConfig, resolve
 from engine.options.found_model import DEMO_MODEL
 from engine.options.options import OptionError
@@ -34,7 +35,8 @@ def configs(model: Path, **given: str) -> tuple[EngineConfig, ServerConfig]:
 def run(model: Path, **given: str) -> int:
     with ExitStack() as stack:
         listener = stack.enter_context(listen("127.0.0.1", 0))
-        return launch.run(*configs(model, **given), Listeners(main=listener, probes=None, admin=None))
+        models, server = resolve_models(read_options({"model": str(model), "device": "cpu", **given}, {}))
+        return launch.run(models, server, Listeners(main=listener, probes=None, admin=None))
 
 
 @pytest.mark.parametrize(
@@ -47,7 +49,7 @@ def run(model: Path, **given: str) -> int:
 def test_a_file_that_cannot_be_used_ends_the_start_before_there_is_an_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, content: str, words: str
 ) -> None:
-    monkeypatch.setattr(launch, "AsyncEngine", lambda _: pytest.fail("an engine was made"))
+    monkeypatch.setattr(launch, "ModelEngines", lambda _: pytest.fail("an engine was made"))
     (tmp_path / "file").write_text(content)
     with pytest.raises(OptionError, match=words):
         run(DEMO_MODEL, **{option: str(tmp_path / "file")})

@@ -1,0 +1,4 @@
+"""Several models behind one address: their names, their engines and the memory of each (API process).
+
+Never: knows what a model computes.
+"""

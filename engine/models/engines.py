@@ -1,0 +1,86 @@
+"""The engines of all models of one server, as one.
+
+Owns: their common queue, the order in which they are loaded, and that one which is given up ends no other.
+Never: serves a request: each has the engine of its model.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import pairwise
+
+from engine.errors import EngineUnavailable
+from engine.frontend.client import AsyncEngine
+from engine.frontend.queue_limits import Desk
+from engine.models.joined_health import joined_health
+from engine.options.engine_config import EngineConfig
+from engine.processes.engine_processes import GaveUp
+from engine.types import Health
+
+log = logging.getLogger(__name__)
+
+
+class ModelEngines:
+    """One engine for each model, in the order of the models. For use from one event loop."""
+
+    def __init__(self, configs: Sequence[EngineConfig]) -> None:
+        """Raises TokenizerError, OptionError."""
+        desk = Desk(configs[0])
+        self.all = tuple(AsyncEngine(config, desk) for config in configs)
+        self._starting: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Start the first engine and return at once; each other one starts once the one before is loaded.
+
+        So they are never loaded at the same time: a load takes more memory than what it leaves.
+        """
+        self.all[0].start()
+        self._starting = asyncio.create_task(self._start_others())
+
+    async def _start_others(self) -> None:
+        for earlier, engine in pairwise(self.all):
+            with suppress(EngineUnavailable):  # given up
+                await earlier.ready()
+            engine.start()
+
+    async def begun(self) -> None:
+        """Wait until the first model's processes have been started, or could not be."""
+        await self.all[0].begun()
+
+    async def texts_are_tried(self) -> None:
+        """Wait for the trials of all templates and tokenizers. Raises TokenizerError, NoRenderer."""
+        for each in self.all:
+            await each.texts_are_tried()
+
+    async def gave_up(self) -> GaveUp | None:
+        """Wait until no engine of any model will run any more, and return why; None after `close`."""
+        assert self._starting is not None, "start first"
+        await asyncio.shield(self._starting)
+        ends = await asyncio.gather(*map(self._end_of, self.all))
+        return ends[-1]
+
+    async def _end_of(self, engine: AsyncEngine) -> GaveUp | None:
+        end = await engine.gave_up()
+        if end is not None and len(self.all) > 1:
+            log.critical("%s is given up: %s; %s", engine.names.served[0], end.what, end.fix)
+        return end
+
+    def health(self) -> Health:
+        if len(self.all) == 1:
+            return self.all[0].health()
+        return joined_health({each.names.served[0]: each.health() for each in self.all})
+
+    async def drain(self, *, timeout_s: float, delay_s: float = 0.0) -> bool:
+        """Drain all engines at once; False if requests had to be cut off."""
+        drained = await asyncio.gather(
+            *(each.drain(timeout_s=timeout_s, delay_s=delay_s) for each in self.all)
+        )
+        return all(drained)
+
+    async def close(self) -> None:
+        """End all engine processes, and every active request with an error."""
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.gather(self._starting, return_exceptions=True)
+        await asyncio.gather(*(each.close() for each in self.all))

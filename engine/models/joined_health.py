@@ -1,0 +1,23 @@
+"""The health of several models together.
+
+Owns: the rule: ready while each model that is not given up is ready, live while each moves.
+Never: judges one model (engine/frontend/health.py).
+"""
+
+from collections.abc import Mapping
+
+from engine.types import EngineState, Health
+
+
+def joined_health(models: Mapping[str, Health]) -> Health:
+    """Join the health of models by name. One that is given up counts only where all are."""
+    hopeful = {name: each for name, each in models.items() if not each.is_given_up} or models
+    late = {name: each for name, each in models.items() if not each.is_ready}
+    worst = next((each for each in hopeful.values() if not each.is_ready), None)
+    return Health(
+        state=EngineState.READY if worst is None else worst.state,
+        is_live=all(each.is_live for each in models.values()),
+        detail="; ".join(f"{name}: {each.detail}" for name, each in late.items()) or "ready",
+        num_steps=sum(each.num_steps for each in models.values()),
+        progress=sum(each.progress for each in hopeful.values()) / len(hopeful),
+    )

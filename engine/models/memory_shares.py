@@ -1,0 +1,85 @@
+"""The plan of the memory of several models, and models that keep to it.
+
+Owns: the question to a process that may import torch, and the KV cache that each model is given by its share.
+Never: divides (ledger.py), or foresees (worker/survey/needs.py).
+"""
+
+import json
+import logging
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+
+from engine.models.entries import ModelSpec
+from engine.models.ledger import DoesNotFit, describe, share_out
+from engine.options.declaration import OptionError
+from engine.processes import child_process
+from engine.processes.child_environment import child_environment
+from worker.doctor_findings import MemoryNeeds
+
+log = logging.getLogger(__name__)
+
+MemoryPlan = dict[str, tuple[MemoryNeeds, int]]
+"""The needs of each model and its bytes of KV cache, by its first name."""
+_MAX_SURVEY_S = 300.0
+"""Time limit; importing torch from a cold disk takes most of it."""
+
+
+def plan_of(models: Sequence[ModelSpec]) -> MemoryPlan:
+    """Share out the memory. Raises OptionError, with the numbers if the models do not fit together."""
+    needs = _ask(models)
+    try:
+        shares = share_out(needs)
+    except DoesNotFit as error:
+        fix = "serve fewer, take smaller or quantized ones, or ask for shorter contexts with max_model_len"
+        raise OptionError("memory", str(error), fix) from error
+    return {name: (each, shares[name]) for name, each in needs.items()}
+
+
+def plan_lines(plan: MemoryPlan) -> list[str]:
+    """Describe the part of each model."""
+    return [describe(name, needs, share_bytes) for name, (needs, share_bytes) in plan.items()]
+
+
+def with_shares(models: tuple[ModelSpec, ...]) -> tuple[ModelSpec, ...]:
+    """Give each of several models its part of the memory, where one alone measures. Raises OptionError."""
+    if len(models) == 1:
+        return models
+    plan = plan_of(models)
+    for line in plan_lines(plan):
+        log.info("memory: %s", line)
+    return tuple(_with_share(spec, plan[spec.names.served[0]][1]) for spec in models)
+
+
+def _with_share(spec: ModelSpec, share_bytes: int) -> ModelSpec:
+    worker = spec.engine.worker
+    if not share_bytes or worker.num_blocks is not None or worker.kv_cache_bytes is not None:
+        return spec
+    return replace(spec, engine=replace(spec.engine, worker=replace(worker, kv_cache_bytes=share_bytes)))
+
+
+def _ask(models: Sequence[ModelSpec]) -> dict[str, MemoryNeeds]:
+    """Ask a process of its own. Raises OptionError with what it finds wrong."""
+    asked = json.dumps([asdict(each.engine.worker) for each in models])
+    try:
+        done = subprocess.run(
+            [*child_process.INTERPRETER, "-m", "worker.survey.process"],
+            input=asked,
+            capture_output=True,
+            text=True,
+            timeout=_MAX_SURVEY_S,
+            check=False,
+            env=child_environment(),
+        )
+    except subprocess.TimeoutExpired:
+        why = f"torch and the devices gave no answer within {_MAX_SURVEY_S:.0f} s"
+        raise OptionError("memory", why, "see what `tokenyard doctor` says of each model") from None
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    for each in lines:
+        if "topic" in each:
+            raise OptionError("memory", each["what"], each["fix"])
+    if done.returncode or len(lines) != len(models):
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        why = f"the process that foresees it {child_process.describe_exit(done.returncode)}: {reason}"
+        raise OptionError("memory", why, "see what `tokenyard doctor` says of each model")
+    return {spec.names.served[0]: MemoryNeeds(**each) for spec, each in zip(models, lines, strict=True)}

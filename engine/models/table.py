@@ -1,0 +1,54 @@
+"""The table of models behind one address: the model that a name means, and the names that a key may use.
+
+Owns: the order of resolution: exact names, adapters, patterns in the order of the models, and the first
+model where none is named.
+Never: loads anything or asks an engine; all is computed from names.
+"""
+
+from collections.abc import Sequence
+
+from engine.types import ModelNames, fits_any
+
+NameTable = Sequence[ModelNames]
+
+
+def resolve(name: str | None, table: NameTable) -> int | None:
+    """Return the place of the model that a name means; None if it means none."""
+    for place, names in enumerate(table):
+        if names.served and (name is None or name in names.served):
+            return place
+    for place, names in enumerate(table):
+        if name in names.adapters:
+            return place
+    for place, names in enumerate(table):
+        if name is not None and fits_any(name, names.patterns):
+            return place
+    return None
+
+
+def visible(table: NameTable, allowed: Sequence[str] | None) -> NameTable:
+    """Return the table as a key sees it that may use the names in `allowed`, of which some have a `*`.
+
+    A model is there with all of its names if one of them is allowed; an adapter only by its own. `allowed`
+    None is all.
+    """
+    if allowed is None:
+        return table
+    return [_visible(names, allowed) for names in table]
+
+
+def _visible(names: ModelNames, allowed: Sequence[str]) -> ModelNames:
+    adapters = tuple(each for each in names.adapters if fits_any(each, allowed))
+    if any(fits_any(each, allowed) for each in names.served):
+        return names._replace(adapters=adapters)
+    return ModelNames(served=(), adapters=adapters)
+
+
+def twice(table: NameTable) -> tuple[str, int, int] | None:
+    """Return a name that two models have, with the places of both; None if there is none."""
+    first: dict[str, int] = {}
+    for place, names in enumerate(table):
+        for name in (*names.served, *names.patterns, *names.adapters):
+            if first.setdefault(name, place) != place:
+                return name, first[name], place
+    return None

@@ -1,0 +1,124 @@
+"""The models behind one address, as requests ask for them.
+
+Owns: the model of a request: the one that its body or its query names, among those that its key may use.
+Never: the meaning of a name (engine/models/table.py), or the life of a model.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+from starlette.requests import Request
+
+from engine.errors import AdapterConflict, EngineUnavailable, RequestRejected
+from engine.models.joined_health import joined_health
+from engine.models.table import NameTable, resolve, visible
+from engine.options.api_keys import ApiKey
+from engine.types import Health, ModelInfo
+from server.edge.access.sent_key import key_of
+from server.edge.error_replies import ModelNotFound
+from server.edge.http.edge import CHOSEN, Edge, edge_of
+from server.edge.observe.request_ids import journal_of
+
+_MOST_NAMES = 16
+_LATEST = ":latest"
+"""The tag that Ollama's clients add to names."""
+
+
+class ServedModels:
+    """The models, each with its edge. The first answers requests that name none."""
+
+    def __init__(self, edges: Sequence[Edge]) -> None:
+        self.edges = tuple(edges)
+
+    def find(self, name: str | None, key: ApiKey | None, *, tag: str = "") -> Edge:
+        """Find the model that a request means, with or without a tag at its name. Raises ModelNotFound.
+
+        One model for all keys is found by any name: its routes check the name themselves.
+        """
+        if len(self.edges) == 1 and (key is None or key.models is None):
+            return self.edges[0]
+        table = self._table(key)
+        place = resolve(name, table)
+        if place is None and name is not None and tag:
+            place = resolve(name.removesuffix(tag), table)
+        if place is None:
+            raise not_served(
+                name, [each for names in table for each in (*names.patterns, *names.served, *names.adapters)]
+            )
+        return self.edges[place]
+
+    def health(self) -> Health:
+        """Judge all models together."""
+        if len(self.edges) == 1:
+            return self.edges[0].engine.health()
+        return joined_health({edge.engine.names.served[0]: edge.engine.health() for edge in self.edges})
+
+    def for_adapter(self, name: str, base: str | None, key: ApiKey | None) -> Edge:
+        """Find the model for a new adapter, which may name it. Raises ModelNotFound, RequestRejected."""
+        if len(self.edges) == 1:
+            return self.edges[0]
+        takers = [edge for edge in self.edges if edge.engine.takes_adapters]
+        if base is None and len(takers) > 1:
+            bases = ", ".join(edge.engine.names.served[0] for edge in takers)
+            why = f"base_model_name: several models take adapters: {bases}"
+            raise RequestRejected(why, param="base_model_name", code="missing_field")
+        edge = self.find(base, key) if base is not None else takers[0]
+        for other in self.edges:
+            names = other.engine.names
+            if other is not edge and name in (*names.served, *names.adapters):
+                raise AdapterConflict(f"{name!r} is a name of {names.served[0]}", param="lora_name")
+        return edge
+
+    def listed(self, key: ApiKey | None) -> list[tuple[Edge, ModelInfo, tuple[str, ...]]]:
+        """List the loaded models, each with the names that a key may use.
+
+        Raises EngineUnavailable if none of these is loaded.
+        """
+        found: list[tuple[Edge, ModelInfo, tuple[str, ...]]] = []
+        why: EngineUnavailable | None = None
+        for edge, names in zip(self.edges, self._table(key), strict=True):
+            shown = (*names.served, *names.adapters)
+            try:
+                if shown:
+                    found.append((edge, edge.engine.info, shown))
+            except EngineUnavailable as error:
+                why = why or error
+        if why is not None and not found:
+            raise why
+        return found
+
+    def _table(self, key: ApiKey | None) -> NameTable:
+        return visible([edge.engine.names for edge in self.edges], key.models if key else None)
+
+
+def models_of(request: Request) -> ServedModels:
+    return cast(ServedModels, request.app.state.models)
+
+
+def choose_model(request: Request, name: str | None, *, tag: str = "") -> Edge:
+    """Choose the model of a request, which `edge_of` returns from then on. Raises ModelNotFound."""
+    models = models_of(request)
+    edge = models.find(name, key_of(request.scope), tag=tag)
+    request.scope[CHOSEN] = edge
+    if len(models.edges) > 1:
+        journal_of(request.scope).model = edge.engine.names.served[0]
+    return edge
+
+
+def choose_for_ollama(request: Request, name: str | None) -> Edge:
+    """Choose as `choose_model`, by a name that may have the tag of Ollama's clients."""
+    return choose_model(request, name, tag=_LATEST)
+
+
+def choose_by_query(request: Request) -> Edge:
+    """Choose the model that `?model=` names, on a route without a body. Raises ModelNotFound."""
+    choose_model(request, request.query_params.get("model"))
+    return edge_of(request)
+
+
+def not_served(name: str | None, names: Iterable[str]) -> ModelNotFound:
+    """Make the error for a name that means no model, or none that the key may use."""
+    known = ", ".join([*names][:_MOST_NAMES])
+    if not known:
+        return ModelNotFound("no model is served here for this key")
+    return ModelNotFound(f"the model {name!r} is not served here; there is: {known}")

@@ -1,0 +1,120 @@
+"""Several models on the command line and in the file of --models: what each is resolved to."""
+
+from pathlib import Path
+
+import pytest
+
+from engine.models.entries import ModelSpec, resolve_models
+from engine.options.engine_config import resolve
+from engine.options.options import OptionError, Options
+from engine.options.sources import read_options
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        for file in ("config.json", "tokenizer.json", "model.safetensors"):
+            (tmp_path / name / file).write_text("{}")
+    return tmp_path
+
+
+def read(folder: Path, *more: str, **given: str) -> tuple[ModelSpec, ...]:
+    """Resolve, with the file `models.yaml` if there is one."""
+    file = folder / "models.yaml"
+    flags = {"models": str(file)} if file.exists() else {}
+    return resolve_models(read_options({**flags, **given}, {}), more, environment={})[0]
+
+
+def write(folder: Path, text: str) -> None:
+    (folder / "models.yaml").write_text(text.replace("FOLDER", str(folder)))
+
+
+def test_one_model_is_resolved_as_ever(folder: Path) -> None:
+    options = Options(model=str(folder / "first"), served_model_name=("x", "y*"), tool_call_parser="json")
+    engine, server = resolve(options, environment={})
+    ((spec,), found) = resolve_models(options, environment={})
+    assert (spec.engine, found) == (engine, server)
+    assert (spec.tool_call_parser, spec.names.served, spec.names.patterns) == ("json", ("x",), ("y*",))
+
+
+def test_models_of_the_command_line_share_all_options(folder: Path) -> None:
+    specs = read(folder, str(folder / "second"), model=str(folder / "first"), max_num_seqs="7")
+    assert [spec.names.served for spec in specs] == [("first",), ("second",)]
+    assert {spec.engine.scheduler.max_num_seqs for spec in specs} == {7}
+
+
+def test_the_file_gives_each_model_options_of_its_own_over_the_defaults_over_the_command_line(
+    folder: Path,
+) -> None:
+    write(
+        folder,
+        """
+        defaults: {max-num-seqs: 5, dtype: float32}
+        models:
+          - {model: FOLDER/first, served_model_name: [chat, "claude-*"], reasoning_parser: think}
+          - {model: FOLDER/second, max_num_seqs: 3, kv_cache_memory: 2MiB}
+          - served_model_name: demo
+        """,
+    )
+    specs = read(folder, max_num_seqs="9", block_size="8", trace_steps=str(folder / "steps.jsonl"))
+    assert [spec.engine.scheduler.max_num_seqs for spec in specs] == [5, 3, 5]
+    assert {(spec.engine.worker.dtype, spec.engine.worker.block_size) for spec in specs} == {("float32", 8)}
+    assert [spec.engine.worker.kv_cache_bytes for spec in specs] == [None, 2 << 20, None]
+    assert [spec.reasoning_parser for spec in specs] == ["think", "auto", "auto"]
+    assert specs[0].names.patterns == ("claude-*",)
+    assert len({spec.engine.trace_file for spec in specs}) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("models: []", "no list of models"),
+        ("- a", "no list of models"),
+        ("{models: [{}], other: 1}", "'other' is not known"),
+        ("models: [a]", "not `option: value`"),
+        ("models: [{port: 1}]", "port in entry 1 of .*models.yaml: there is no such option"),
+        ("models: [{scheduling_policy: fcfs}]", "there is no such option"),
+        ("models: [{}, {max_num_seq: 1}]", "max-num-seqs"),
+        ("models: [{}, {max_num_seqs: none}]", "entry 2 of .* whole number"),
+        ("models: [{}, {}]", "the name tokenyard-demo: .* both have it"),
+        ("models: [{}, {model: FOLDER/first, served_model_name: tokenyard-demo}]", "both have it"),
+        ("models: [{model: FOLDER/none}]", "no such folder"),
+        ("models: {", "not valid YAML"),
+    ],
+)
+def test_a_mistake_in_the_file_is_told_with_its_place(folder: Path, text: str, words: str) -> None:
+    write(folder, text)
+    with pytest.raises(OptionError, match=words):
+        read(folder)
+
+
+def test_a_file_and_a_model_exclude_each_other_and_so_does_a_file_that_is_not_there(folder: Path) -> None:
+    with pytest.raises(OptionError, match="no such file"):
+        read(folder, models=str(folder / "models.yaml"))
+    write(folder, "models: [{}]")
+    with pytest.raises(OptionError, match="both say what is served"):
+        read(folder, model=str(folder / "first"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("served_model_name", ["x"]),
+        ("chat_template", "x"),
+        ("lora_modules", ["a=b"]),
+        ("kv_events_port", "5"),
+        ("nnodes", "2"),
+        ("distributed_executor", "ray"),
+    ],
+)
+def test_an_option_that_only_one_model_can_have_is_refused_for_several(
+    folder: Path, name: str, value
+) -> None:
+    with pytest.raises(OptionError, match=f"--{name.replace('_', '-')}: "):
+        read(folder, str(folder / "second"), model=str(folder / "first"), **{name: value})
+
+
+def test_a_command_for_one_model_takes_no_file_of_several() -> None:
+    with pytest.raises(OptionError, match="takes one model"):
+        resolve(Options(models="models.yaml"), environment={})

@@ -1,0 +1,209 @@
+"""Several models behind one application: each request has the model that it names, as far as its key may."""
+
+import dataclasses
+
+import httpx
+
+from engine.options.api_keys import ApiKey, digest_of
+from engine.types import EngineState, Health, PoolingFacts, PoolingTask, PromptComputation, ServedAdapter
+from server.app import build_app
+from server.edge.access.key_ring import KeyRing
+from server.edge.http.edge import Parsers
+from tests.server.conftest import Settings, connect
+from tests.server.fake_engine import INFO, READY, FakeEngine
+
+LAW = ServedAdapter(name="law", identity="law@0", folder="/x/law", rank=8, created_s=5)
+CHAT = [{"role": "user", "content": "hi"}]
+GENERATING = {
+    "/v1/chat/completions": {"messages": CHAT},
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"messages": CHAT, "max_tokens": 2},
+    "/api/chat": {"messages": CHAT, "stream": False},
+    "/api/generate": {"prompt": "hi", "stream": False},
+    "/completion": {"prompt": "hi"},
+}
+PROMPTS = {
+    "/tokenize": {"prompt": "hi"},
+    "/detokenize": {"tokens": [70]},
+    "/v1/completions/render": {"prompt": "hi"},
+    "/v1/chat/completions/render": {"messages": CHAT},
+    "/v1/messages/count_tokens": {"messages": CHAT},
+    "/api/show": {},
+}
+LOADING = Health(state=EngineState.LOADING, is_live=True, detail="loading", num_steps=0, progress=0.5)
+
+
+class Address:
+    """Three models: `fake`, `beside` with an adapter and a pattern, and `vectors`, which makes embeddings."""
+
+    def __init__(self, *keys: ApiKey) -> None:
+        self.first = FakeEngine()
+        self.beside = FakeEngine(
+            dataclasses.replace(
+                INFO,
+                served_names=("beside",),
+                served_adapters=(LAW,),
+                name_patterns=("claude-*",),
+                vocab_size=299,
+            )
+        )
+        pooling = PoolingFacts(task=PoolingTask.EMBED, num_dimensions=4, prompt=PromptComputation.AT_ONCE)
+        self.vectors = FakeEngine(dataclasses.replace(INFO, served_names=("vectors",), pooling=pooling))
+        others = [(self.beside, Parsers()), (self.vectors, Parsers())]
+        self.app = build_app(self.first, Settings(), keys=KeyRing(keys) if keys else None, others=others)
+        self.client = connect(self.app)
+
+    @property
+    def num_asked(self) -> tuple[int, int]:
+        return len(self.first.requests), len(self.beside.requests)
+
+
+def key(name: str, *models: str) -> ApiKey:
+    return ApiKey(name=name, digest=digest_of(name.encode()), models=models or None)
+
+
+def bearer(name: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {name}"}
+
+
+async def test_each_endpoint_asks_the_model_that_the_body_names_and_the_first_without_a_name():
+    here = Address()
+    for path, body in GENERATING.items():
+        for name, expected in ((None, (1, 0)), ("fake", (1, 0)), ("beside", (0, 1)), ("claude-9", (0, 1))):
+            before = here.num_asked
+            reply = await here.client.post(path, json={**body, **({"model": name} if name else {})})
+            assert reply.status_code == 200, (path, name, reply.text)
+            asked = tuple(now - then for now, then in zip(here.num_asked, before, strict=True))
+            assert asked == expected, (path, name)
+    reply = await here.client.post("/v1/embeddings", json={"input": "hi", "model": "vectors"})
+    assert (reply.status_code, reply.json()["model"], len(here.vectors.pooled)) == (200, "vectors", 1)
+
+
+async def test_a_reply_names_the_model_or_the_adapter_that_made_it():
+    here = Address()
+    for asked, named in (("org/fake-alias", "fake"), ("claude-9", "beside"), ("law", "law")):
+        reply = await here.client.post("/v1/completions", json={"prompt": "hi", "model": asked})
+        assert reply.json()["model"] == named
+    assert here.beside.requests[-1].adapter == LAW
+
+
+async def test_a_name_of_no_model_is_refused_with_all_names_and_so_is_a_task_that_a_model_does_not_have():
+    here = Address()
+    for path, body in (GENERATING | PROMPTS).items():
+        reply = await here.client.post(path, json={**body, "model": "nobody"})
+        assert reply.status_code == 404, path
+        assert "there is: fake, org/fake-alias, claude-*, beside, law, vectors" in reply.text
+    reply = await here.client.post("/v1/completions", json={"prompt": "hi", "model": "vectors"})
+    assert reply.status_code == 400
+    assert here.num_asked == (0, 0)
+
+
+async def test_lists_name_all_models_and_those_that_are_loaded_only():
+    here = Address()
+    listed = ["fake", "org/fake-alias", "beside", "law", "vectors"]
+
+    async def names(path: str, entries: str, name: str) -> list[str]:
+        return [each[name] for each in (await here.client.get(path)).json()[entries]]
+
+    for path, entries, name in (("/v1/models", "data", "id"), ("/api/tags", "models", "name")):
+        assert await names(path, entries, name) == listed
+    for name in listed:
+        assert (await here.client.get(f"/v1/models/{name}")).json()["id"] == name
+    here.beside.state = LOADING
+    assert await names("/v1/models", "data", "id") == ["fake", "org/fake-alias", "vectors"]
+    here.first.state = here.vectors.state = LOADING
+    assert (await here.client.get("/v1/models")).status_code == 503
+
+
+async def test_pages_without_a_body_take_the_model_from_the_query():
+    here = Address()
+    for name in ("fake", "beside"):
+        assert (await here.client.get("/props", params={"model": name})).json()["model_alias"] == name
+        page = (await here.client.get("/admin/server", params={"model": name})).json()
+        assert page["model"]["name"] == name
+    assert (await here.client.get("/props", params={"model": "nobody"})).status_code == 404
+    await here.client.post("/admin/reset_prefix_cache", params={"model": "beside"})
+    assert (here.first.num_resets, here.beside.num_resets) == (0, 1)
+
+
+async def test_a_key_sees_and_uses_its_models_only_and_others_are_as_if_they_did_not_exist():
+    here = Address(key("team", "bes*"), key("lawyer", "law"), key("boss"), key("stranger", "no-such"))
+
+    async def ask(who: str, name: str | None) -> httpx.Response:
+        body = {"prompt": "hi", **({"model": name} if name else {})}
+        return await here.client.post("/v1/completions", json=body, headers=bearer(who))
+
+    hidden = await ask("team", "vectors")
+    unknown = await ask("team", "nothing")
+    assert (hidden.status_code, unknown.status_code) == (404, 404)
+    assert hidden.text == unknown.text.replace("nothing", "vectors")
+    assert "fake" not in hidden.text
+    assert (await ask("team", "law")).status_code == 404
+    assert (await ask("team", None)).json()["model"] == "beside"
+    assert (await ask("team", "claude-1")).json()["model"] == "beside"
+    assert (await ask("lawyer", "law")).json()["model"] == "law"
+    assert (await ask("lawyer", "beside")).status_code == 404
+    assert (await ask("boss", "law")).status_code == 200
+    assert "no model" in (await ask("stranger", None)).text
+    for who, shown in (("team", ["beside"]), ("lawyer", ["law"]), ("stranger", [])):
+        listed = (await here.client.get("/v1/models", headers=bearer(who))).json()["data"]
+        assert [each["id"] for each in listed] == shown
+
+
+async def test_a_key_is_limited_with_one_model_too():
+    app = build_app(FakeEngine(), Settings(), keys=KeyRing([key("team", "other")]))
+    async with connect(app) as client:
+        reply = await client.post("/v1/completions", json={"prompt": "hi"}, headers=bearer("team"))
+    assert reply.status_code == 404
+
+
+async def test_the_server_is_ready_while_all_models_are_and_one_that_is_given_up_does_not_keep_it_back():
+    here = Address()
+
+    async def ready(**query: str) -> tuple[int, str]:
+        reply = await here.client.get("/health/ready", params=query)
+        return reply.status_code, reply.json()["detail"]
+
+    assert await ready() == (200, "ready")
+    here.beside.state = LOADING
+    assert await ready() == (503, "beside: loading")
+    assert (await ready(model="fake"))[0] == 200
+    assert (await ready(model="law"))[0] == 503
+    here.beside.state = dataclasses.replace(LOADING, is_given_up=True, detail="given up: it is broken")
+    assert await ready() == (200, "beside: given up: it is broken")
+    here.first.state = here.vectors.state = here.beside.state
+    assert (await ready())[0] == 503
+    here.first.state = dataclasses.replace(READY, is_live=False)
+    assert (await here.client.get("/health/live")).status_code == 503
+
+
+async def test_the_page_of_metrics_has_each_family_once_and_each_sample_by_model():
+    here = Address()
+    await here.client.post("/v1/completions", json={"prompt": "hi", "model": "beside"})
+    page = (await here.client.get("/metrics")).text
+    families = [line for line in page.splitlines() if line.startswith("# TYPE")]
+    assert len(families) == len(set(families))
+    assert (
+        'tokenyard:http_requests_total{limit="",method="POST",route="/v1/completions",status="200"} 1.0'
+        in page
+    )
+
+
+async def test_an_adapter_is_loaded_into_the_model_that_is_named_and_its_name_is_taken_everywhere():
+    here = Address()
+
+    async def load(name: str, **more: str) -> httpx.Response:
+        body = {"lora_name": name, "lora_path": "good", **more}
+        return await here.client.post("/v1/load_lora_adapter", json=body)
+
+    assert "several models take adapters: fake, beside, vectors" in (await load("sql")).text
+    assert (await load("sql", base_model_name="beside")).status_code == 200
+    assert here.beside.model_info.adapter_named("sql") is not None
+    for taken in ("sql", "beside"):
+        assert (await load(taken, base_model_name="fake")).json()["error"]["code"] == "adapter_loaded"
+    here.first.takes_adapters = here.vectors.takes_adapters = False
+    assert (await load("tax")).status_code == 200
+    gone = await here.client.post("/v1/unload_lora_adapter", json={"lora_name": "sql"})
+    assert gone.status_code == 200
+    assert [each.name for each in here.beside.model_info.served_adapters] == ["law", "tax"]
