@@ -1,7 +1,8 @@
 """The words after `serve`, `doctor` or `config show`: the options of the server, as text by name.
 
 Owns: the parser that these commands share, and the advice about an unknown flag, also about one that vLLM,
-llama.cpp or TGI has: it is never accepted, since it may mean something different there.
+llama.cpp or TGI has: it is not accepted, since it may mean something different there, but for switches that
+change nothing here, which are told and passed over.
 Never: the meaning of a value (engine/options/values.py), or the order of sources
 (engine/options/sources.py).
 """
@@ -17,6 +18,7 @@ from engine.options.sources import add_flags, closest
 from engine.options.values import Switch
 
 _HELP = "--help"
+_ADAPTERS = "--lora-modules"
 _EPILOG = """\
 Each option is also an environment variable (--max-num-seqs: TOKENYARD_MAX_NUM_SEQS) and a key of the
 --config file (max-num-seqs). Flags win over the environment, that over the file.
@@ -45,25 +47,35 @@ _OURS = {
     **{"ssl-key-file": "tls-key", "ssl-cert-file": "tls-cert", "allowed-origins": "cors-origin"},
     **{"cors-allow-origin": "cors-origin", "uvicorn-log-level": "log-level", "timeout": "request-timeout"},
     **{"chat-template-file": "chat-template", "rope-scaling": "hf-overrides", "api-prefix": "root-path"},
-    **{"enable-chunked-prefill": "batching", "schedule-policy": "scheduling-policy"},
+    **{"schedule-policy": "scheduling-policy"},
 }
 _NOT_NEEDED = {
-    **dict.fromkeys(("trust-remote-code",), "code of a checkpoint is never run"),
     **dict.fromkeys(("revision", "download-dir", "load-format"), "`tokenyard pull` fetches models"),
-    **dict.fromkeys(("disable-log-requests", "no-enable-log-requests"), "texts of requests are never logged"),
-    **dict.fromkeys(("disable-log-stats",), "there are no statistics in the log: /metrics has them"),
-    **dict.fromkeys(("enable-auto-tool-choice", "jinja"), "tools are on wherever the model has a dialect"),
     **dict.fromkeys(("hostname",), "use --host"),
     **dict.fromkeys(
         ("mamba-ssm-cache-dtype", "mamba-cache-dtype"),
         "states of recurrent layers are float32: they are rounded at each token, and fewer bits drift",
     ),
-    **dict.fromkeys(("enable-lora",), "--lora-modules and --lora-directory turn adapters on"),
     **dict.fromkeys(
         ("ngl", "n-gpu-layers", "gpu-layers"), "a model lies on one kind of device: use --device"
     ),
 }
 
+_PASSED_OVER = {
+    **dict.fromkeys(("trust-remote-code",), "code of a checkpoint is never run"),
+    **dict.fromkeys(("disable-log-requests", "no-enable-log-requests"), "texts of requests are never logged"),
+    **dict.fromkeys(("disable-log-stats",), "there are no statistics in the log: /metrics has them"),
+    **dict.fromkeys(("enable-auto-tool-choice", "jinja"), "tools are on wherever the model has a dialect"),
+    **dict.fromkeys(("enable-lora",), "--lora-modules and --lora-directory turn adapters on"),
+    **dict.fromkeys(("enable-chunked-prefill",), "long prompts are always computed in parts"),
+    **dict.fromkeys(("async-scheduling",), "steps are planned ahead wherever that is possible"),
+    **dict.fromkeys(("enable-server-load-tracking",), "/load always answers"),
+    **dict.fromkeys(
+        ("use-v2-block-manager", "disable-custom-all-reduce", "disable-frontend-multiprocessing"),
+        "there is no such part here",
+    ),
+}
+"""Switches of other servers without which a start here is the same, and why."""
 
 MORE_MODELS = "more_models"
 
@@ -106,11 +118,23 @@ class OptionParser(argparse.ArgumentParser):
         Print help and raise SystemExit if the words ask for it.
         """
         self._answer_help(words)
-        found, unknown = self.parse_known_args(words)
+        found, unknown = self.parse_known_args(_repeated(self._without_needless(words)))
         are_models = self._takes_several and not any(word.startswith("-") for word in unknown)
         if unknown and not are_models:
             raise self._unknown_word(unknown)
         return {**vars(found), **({MORE_MODELS: tuple(unknown)} if unknown else {})}
+
+    def _without_needless(self, words: Sequence[str]) -> list[str]:
+        """Leave out the switches that change nothing here, and tell of each in a line."""
+        needed = []
+        for word in words:
+            flag = word.replace("_", "-")
+            why = _PASSED_OVER.get(flag.removeprefix("--")) if flag.startswith("--") else None
+            if why is None:
+                needed.append(word)
+            else:
+                print(f"{self.prog}: {flag} is passed over: {why}", file=sys.stderr)
+        return needed
 
     def _answer_help(self, words: Sequence[str]) -> None:
         asked = [word for word in words if word in ("-h", _HELP) or word.startswith(f"{_HELP}=")]
@@ -145,6 +169,19 @@ class OptionParser(argparse.ArgumentParser):
         flag = word.replace("_", "-")
         advice = advice_for(flag.lstrip("-"), frozenset(keys.values())) or closest(flag, known)
         return OptionError(word, "there is no such option", advice)
+
+
+def _repeated(words: Sequence[str]) -> list[str]:
+    """Repeat --lora-modules before each of several adapters, as vLLM's command line has them."""
+    spread: list[str] = []
+    are_adapters = False
+    for word in words:
+        is_adapter = are_adapters and not word.startswith("-") and ("=" in word or word.startswith("{"))
+        if is_adapter and spread[-1] != _ADAPTERS:
+            spread.append(_ADAPTERS)
+        are_adapters = word == _ADAPTERS or is_adapter
+        spread.append(word)
+    return spread
 
 
 def failed(command: str, error: Exception, code: int) -> int:
@@ -183,5 +220,5 @@ def advice_for(flag: str, known: frozenset[str]) -> str:
     ours = _OURS.get(flag)
     if ours in known:
         return f"here it is --{ours}: `tokenyard serve --help` says what it counts"
-    why = _NOT_NEEDED.get(flag)
+    why = (_NOT_NEEDED | _PASSED_OVER).get(flag)
     return f"it is not needed here: {why}" if why else ""

@@ -1,6 +1,7 @@
 """The command: answers at once, says mistakes in one line, takes the port before the model loads."""
 
 import io
+import json
 import os
 import socket
 import subprocess
@@ -246,7 +247,8 @@ def test_the_banner_begins_with_the_shortest_way_to_talk_to_the_model(checkpoint
     ("words", "advice"),
     [
         (["--ctx-size", "4096"], "here it is --max-model-len"),
-        (["--trust-remote-code"], "it is not needed here: code of a checkpoint is never run"),
+        (["--trust-remote-code=yes"], "it is not needed here: code of a checkpoint is never run"),
+        (["--load-format", "auto"], "it is not needed here: `tokenyard pull` fetches models"),
         (["--mamba-ssm-cache-dtype", "bfloat16"], "states of recurrent layers are float32: they are rounded"),
         (["--mem-fraction-static=0.9"], "here it is --gpu-memory-utilization"),
         (["--swap-space", "4"], "with a unit, such as 4GiB: this is 4 bytes"),
@@ -257,6 +259,32 @@ def test_the_banner_begins_with_the_shortest_way_to_talk_to_the_model(checkpoint
 def test_an_option_of_another_server_is_answered_with_ours(launched, error_line, words, advice) -> None:
     assert main(["serve", *words]) == 2
     assert advice in error_line()
+
+
+def test_a_command_line_of_vllm_starts_and_what_changes_nothing_is_told_in_a_line_each(
+    checkpoint, launched, tmp_path, capsys
+) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text("{}")
+    c = json.dumps({"name": "c", "path": str(tmp_path / "c"), "base_model_name": "base"})
+    adapters = [f"a={tmp_path / 'a'}", f"b={tmp_path / 'b'}", c]
+    switches = ["--enable-lora", "--trust_remote_code", "--disable-log-requests"]
+    for words in (
+        [str(checkpoint), *switches, "--lora-modules", *adapters, "--port", "0"],
+        [*switches, "--port", "0", "--lora-modules", *adapters, str(checkpoint)],
+        [str(checkpoint), "--port=0", *switches, "--lora-modules", *adapters[:2], "--lora-modules", c],
+    ):
+        assert main(["serve", *words]) == 7
+        told = capsys.readouterr().err.splitlines()
+        assert [line.split(": ")[1].split()[0] for line in told] == [
+            "--enable-lora",
+            "--trust-remote-code",
+            "--disable-log-requests",
+        ]
+        engine_config, *_ = launched.pop()
+        assert [each.name for each in engine_config.worker.adapters] == ["a", "b", "c"]
+        assert engine_config.model_path == str(checkpoint)
 
 
 def test_the_banner_never_shows_an_api_key(checkpoint) -> None:
