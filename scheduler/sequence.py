@@ -151,10 +151,8 @@ class Sequence:
         self.num_tokens = len(self.token_ids)  # known or being sampled, as far as they will be computed
         self.max_length = 0  # set by the scheduler; a token that reaches it is not computed any more
         self.params = params
-        self.pooling = inputs.pooling
-        self.adapter = inputs.adapter
-        self.encoder_inputs = inputs.encoder_inputs
-        self.payloads = inputs.payloads
+        self.pooling, self.adapter = inputs.pooling, inputs.adapter
+        self.encoder_inputs, self.payloads = inputs.encoder_inputs, inputs.payloads
         self.prediction, self.restore_at = inputs.prediction, inputs.restore_at
         self.prompt_computation = _prompt_computation(params, inputs)
         self.is_indivisible = self.prompt_computation is PromptComputation.AT_ONCE  # all in one step

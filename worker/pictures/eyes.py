@@ -18,9 +18,9 @@ from worker.devices.weight_life import is_out_of_memory
 from worker.worker_config import VisionFacts
 from worker.worker_errors import SequenceRefused
 
-_IN_THREE_ROWS = frozenset({"qwen3_vl"})
+_IN_THREE_ROWS = frozenset({"qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "glm4v"})
 """Families whose rotation takes time, row and column of a picture apart."""
-FAMILIES = _IN_THREE_ROWS
+FAMILIES = _IN_THREE_ROWS | {"internvl", "mistral3", "smolvlm", "idefics3"}
 _LAYERS_OF_BODY = ("language_model", "text_model")
 _ROWS_AT_ONCE = 512
 
@@ -50,6 +50,9 @@ class Eyes:
         self._model = model
         config = model.config
         self._embed = model.get_input_embeddings()
+        token_id = getattr(config, "image_token_id", None)
+        self.image_token_id = int(config.image_token_index if token_id is None else token_id)
+        """Token at each place of a picture."""
         self.merge_size = int(getattr(config.vision_config, "spatial_merge_size", 1))
         self.has_three_rows = config.model_type in _IN_THREE_ROWS
         config.vision_config._attn_implementation = "sdpa"  # not ours, which attends to earlier tokens alone
@@ -134,15 +137,9 @@ def find_eyes(model: Any) -> Eyes | None:
     return Eyes(model) if has_tower and model.config.model_type in FAMILIES else None
 
 
-def vision_facts(model: Any, num_cache_tokens: int) -> VisionFacts:
+def vision_facts(eyes: Eyes, family: str, num_cache_tokens: int) -> VisionFacts:
     """Say what a model with eyes reads."""
-    config = model.config
-    token_id = getattr(config, "image_token_id", None)
-    return VisionFacts(
-        family=config.model_type,
-        image_token_id=int(config.image_token_index if token_id is None else token_id),
-        num_cache_tokens=num_cache_tokens,
-    )
+    return VisionFacts(family=family, image_token_id=eyes.image_token_id, num_cache_tokens=num_cache_tokens)
 
 
 def _layers_of(model: Any) -> Any:

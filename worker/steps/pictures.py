@@ -50,6 +50,8 @@ class _Seen:
     """Pictures of one sequence."""
 
     inputs: tuple[EncoderInput, ...]
+    places: tuple[NDArray[np.int64], ...]
+    """Positions of each input that its rows stand at: tokens of lines and tiles may lie between."""
     payloads: dict[str, Payload]
     positions: PromptPositions | None
 
@@ -57,15 +59,15 @@ class _Seen:
 class _Reading:
     """A picture that is being computed."""
 
-    def __init__(self, item: EncoderInput, payload: Payload, eyes: Eyes) -> None:
-        self.content = item.content
-        self._item, self._payload, self._eyes = item, payload, eyes
+    def __init__(self, payload: Payload, num_rows: int, eyes: Eyes) -> None:
+        self.content = payload.content
+        self._payload, self._num_rows, self._eyes = payload, num_rows, eyes
         self._num_threads = torch.get_num_threads()
         self.call = SlicedCall(self._read)
 
     def _read(self) -> PictureRows:
         torch.set_num_threads(self._num_threads)  # it is set for each thread
-        return self._eyes.read(read_payload(self._payload), self._item.num_tokens, self.call.pause)
+        return self._eyes.read(read_payload(self._payload), self._num_rows, self.call.pause)
 
 
 class Pictures:
@@ -88,7 +90,8 @@ class Pictures:
         if self._eyes.has_three_rows:
             grids = [self._grid(item, payloads[item.content]) for item in new.encoder_inputs]
             positions = PromptPositions(new.encoder_inputs, grids)
-        self._seen[new.sequence_id] = _Seen(new.encoder_inputs, payloads, positions)
+        places = tuple([self._places(item, new.token_ids) for item in new.encoder_inputs])
+        self._seen[new.sequence_id] = _Seen(new.encoder_inputs, places, payloads, positions)
 
     def release(self, sequence_id: SequenceId) -> None:
         """Forget a sequence; what its pictures became is kept while there is room."""
@@ -105,16 +108,21 @@ class Pictures:
         done: dict[SequenceId, tuple[int, ...]] = {}
         failures: dict[SequenceId, str] = {}
         num_computed = num_found = 0
-        wanted = [(each, item) for each, inputs in plan.encoder_inputs.items() for item in inputs]
-        for sequence_id, item in wanted:
-            if sequence_id in self._seen:
-                self._outputs.hold(item.content, Hold(sequence_id, item.offset))
-        for sequence_id, item in wanted:
-            if sequence_id not in self._seen or sequence_id in failures:
+        wanted = [
+            (sequence_id, item, self._seen[sequence_id])
+            for sequence_id, inputs in plan.encoder_inputs.items()
+            if sequence_id in self._seen
+            for item in inputs
+        ]
+        for sequence_id, item, _ in wanted:
+            self._outputs.hold(item.content, Hold(sequence_id, item.offset))
+        for sequence_id, item, seen in wanted:
+            if sequence_id in failures:
                 continue
+            num_rows = len(seen.places[seen.inputs.index(item)])
             try:
-                is_found = self._outputs.get(item.content, item.num_tokens) is not None
-                if not (is_found or self._compute(sequence_id, item, until_s)):
+                is_found = self._outputs.get(item.content, num_rows) is not None
+                if not (is_found or self._compute(seen.payloads[item.content], num_rows, until_s)):
                     break
             except SequenceRefused as error:
                 failures[sequence_id] = str(error)
@@ -131,13 +139,13 @@ class Pictures:
             return inputs
         places, rows = [], []
         for first, share, seen in self._shares(inputs.shares):
-            for item in seen.inputs:
-                start, end = max(item.offset, share.start), min(item.end, share.start + share.num_tokens)
+            for item, item_places in zip(seen.inputs, seen.places, strict=True):
+                start, end = item_places.searchsorted((share.start, share.start + share.num_tokens))
                 if start < end:
-                    output = self._outputs.get(item.content, item.num_tokens)
+                    output = self._outputs.get(item.content, len(item_places))
                     assert output is not None, "a plan computes places of a picture that no plan had encoded"
-                    rows.append(output.between(start - item.offset, end - item.offset))
-                    places.append(np.arange(start, end) - share.start + first)
+                    rows.append(output.between(start, end))
+                    places.append(item_places[start:end] - share.start + first)
         placed = PlacedRows(np.concatenate(places), *PictureRows.joined(rows)) if places else None
         return replace(inputs, placed=placed, position_ids_T=self._positions(inputs))
 
@@ -168,13 +176,12 @@ class Pictures:
                 positions[:, first : first + share.num_tokens] = seen.positions.between(share.start, end)
         return positions
 
-    def _compute(self, sequence_id: SequenceId, item: EncoderInput, until_s: float) -> bool:
+    def _compute(self, payload: Payload, num_rows: int, until_s: float) -> bool:
         """Go on with a picture; False if it is not done in time. Raises SequenceRefused."""
-        if self._under_way is not None and self._under_way.content != item.content:
+        if self._under_way is not None and self._under_way.content != payload.content:
             self._abandon()
         if self._under_way is None:
-            payload = self._seen[sequence_id].payloads[item.content]
-            self._under_way = _Reading(item, payload, self._eyes)
+            self._under_way = _Reading(payload, num_rows, self._eyes)
         try:
             rows = self._under_way.call.go_on(until_s - monotonic())
         except BaseException:
@@ -183,13 +190,17 @@ class Pictures:
         if rows is None:
             return False
         self._under_way = None
-        self._outputs.put(item.content, rows)
+        self._outputs.put(payload.content, rows)
         return True
 
     def _abandon(self) -> None:
         assert self._under_way is not None
         self._under_way.call.abandon()
         self._under_way = None
+
+    def _places(self, item: EncoderInput, token_ids: tuple[int, ...]) -> NDArray[np.int64]:
+        ids = np.array(token_ids[item.offset : item.end])
+        return item.offset + np.flatnonzero(ids == self._eyes.image_token_id)
 
     def _grid(self, item: EncoderInput, payload: Payload) -> tuple[int, int, int]:
         """Return the frames, rows and columns of a picture's places. Raises SequenceRefused."""
@@ -220,5 +231,5 @@ def open_eager_steps(
             log.info("%s%s reads text alone, and no pictures", facts.model_type, where)
         return OpenSteps(facts, EagerSteps(runner, backend, device), None)
     num_places = min(_MOST_PLACES, facts.max_model_len)
-    facts = replace(facts, vision=vision_facts(runner.model, num_places))
+    facts = replace(facts, vision=vision_facts(eyes, facts.model_type, num_places))
     return OpenSteps(facts, EagerSteps(runner, backend, device, eyes), Pictures(eyes, num_places))

@@ -30,7 +30,7 @@ from worker.steps.tokens import StepOutcome
 from worker.worker import Worker
 from worker.worker_config import ModelFacts
 
-VOCABULARY, IMAGE = 600, 590
+VOCABULARY, IMAGE, TEXT_BETWEEN = 600, 590, 580
 _TEXT: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -75,8 +75,20 @@ class Picture:
 
     content: str
     arguments: dict[str, Tensor]
-    num_tokens: int
+    num_rows: int
     grid: tuple[int, int, int]
+    run: int = 0
+    """Places behind which a token of text stands, where there are more; 0: there is none."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        run = self.run or self.num_rows
+        lines = [[IMAGE] * run] * (self.num_rows // run)
+        return [*lines[0], *(token for line in lines[1:] for token in (TEXT_BETWEEN, *line))]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
 
 
 @dataclass(frozen=True)
@@ -89,6 +101,8 @@ class Eyed:
     joins_along: int = 0
     """Dimension along which the arguments of several pictures are joined."""
     type_ids: tuple[str, ...] = ("mm_token_type_ids",)
+    pads: bool = False
+    """Whether pixels of pictures of different sizes are padded to one size, to be joined."""
 
 
 def _patches(generator: torch.Generator, number: int) -> Picture:
@@ -104,7 +118,103 @@ def _qwen3_vl() -> Any:
     return AutoConfig.for_model("qwen3_vl", text_config=text, vision_config=tower, **_MARKS)
 
 
-FAMILIES = {"qwen3_vl": Eyed(_qwen3_vl, _patches)}
+def _qwen3_vl_moe() -> Any:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    text = {**_TEXT, **experts, "model_type": "qwen3_vl_moe_text", "rope_parameters": _ANGLES}
+    tower = {**_TOWER, "deepstack_visual_indexes": [0, 1]}
+    return AutoConfig.for_model("qwen3_vl_moe", text_config=text, vision_config=tower, **_MARKS)
+
+
+def _qwen2_5_vl() -> Any:
+    angles = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+    text = {**_TEXT, "model_type": "qwen2_5_vl_text", "rope_parameters": angles}
+    windows = {"window_size": 32, "fullatt_block_indexes": [1]}
+    return AutoConfig.for_model("qwen2_5_vl", text_config=text, vision_config=_TOWER | windows, **_MARKS)
+
+
+def _glm4v() -> Any:
+    angles = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+    text = {**_TEXT, "model_type": "glm4v_text", "rope_parameters": angles}
+    tower = {**_TOWER, "image_size": 64, "out_hidden_size": 64, "rms_norm_eps": 1e-5}
+    marks = {"image_start_token_id": IMAGE + 2, "image_end_token_id": IMAGE + 3}
+    return AutoConfig.for_model("glm4v", text_config=text, vision_config=tower, **_MARKS, **marks)
+
+
+_SQUARE_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 64,
+    "patch_size": 8,
+}
+
+
+def _square(num_tokens: int, *, tiles: bool = False) -> Callable[[torch.Generator, int], Picture]:
+    def picture(generator: torch.Generator, number: int) -> Picture:
+        shape = (1, number % 3 % 2 + 1, 3, 64, 64) if tiles else (1, 3, 64, 64)
+        pixels = torch.randn(*shape, generator=generator)
+        num_tiles = shape[1] if tiles else 1
+        return Picture(
+            f"picture {number}", {"pixel_values": pixels}, num_tokens * num_tiles, (0, 0, 0), num_tokens
+        )
+
+    return picture
+
+
+def _internvl() -> Any:
+    tower = {**_SQUARE_TOWER, "image_size": [64, 64], "patch_size": [8, 8]}
+    return AutoConfig.for_model(
+        "internvl",
+        text_config={**_TEXT, "model_type": "qwen2"},
+        vision_config=tower,
+        image_seq_length=16,
+        image_token_id=IMAGE,
+        downsample_ratio=0.5,
+    )
+
+
+def _smolvlm(name: str) -> Any:
+    return AutoConfig.for_model(
+        name,
+        text_config={**_TEXT, "model_type": "llama"},
+        vision_config=_SQUARE_TOWER,
+        scale_factor=2,
+        image_token_id=IMAGE,
+        pad_token_id=0,
+    )
+
+
+def _mistral3() -> Any:
+    tower = {"model_type": "pixtral", "head_dim": 8, "num_channels": 3, **_SQUARE_TOWER, "image_size": 128}
+    return AutoConfig.for_model(
+        "mistral3",
+        text_config={**_TEXT, "model_type": "mistral"},
+        vision_config=tower,
+        spatial_merge_size=2,
+        image_token_index=IMAGE,
+        image_token_id=IMAGE,
+    )
+
+
+def _of_any_size(generator: torch.Generator, number: int) -> Picture:
+    height, width = ((48, 64), (32, 48), (64, 32))[number % 3]
+    pixels = torch.randn(1, 3, height, width, generator=generator)
+    arguments = {"pixel_values": pixels, "image_sizes": torch.tensor([[height, width]])}
+    rows, columns = height // 16, width // 16
+    return Picture(f"picture {number}", arguments, rows * columns, (0, 0, 0), columns)
+
+
+FAMILIES = {
+    "qwen3_vl": Eyed(_qwen3_vl, _patches),
+    "qwen3_vl_moe": Eyed(_qwen3_vl_moe, _patches),
+    "qwen2_5_vl": Eyed(_qwen2_5_vl, _patches),
+    "glm4v": Eyed(_glm4v, _patches),
+    "internvl": Eyed(_internvl, _square(16), type_ids=()),
+    "smolvlm": Eyed(lambda: _smolvlm("smolvlm"), _square(16, tiles=True), joins_along=1, type_ids=()),
+    "idefics3": Eyed(lambda: _smolvlm("idefics3"), _square(16, tiles=True), joins_along=1, type_ids=()),
+    "mistral3": Eyed(_mistral3, _of_any_size, type_ids=(), pads=True),
+}
 
 
 class Reference:
@@ -128,13 +238,19 @@ class Reference:
     def logits(self, token_ids: list[int], pictures: list[Picture]) -> Tensor:
         ids = torch.tensor([token_ids])
         names = pictures[0].arguments if pictures else ()
-        joined = {
-            name: torch.cat([each.arguments[name] for each in pictures], dim=self.family.joins_along)
-            for name in names
-        }
+        joined = {name: self._joined([each.arguments[name] for each in pictures]) for name in names}
         kinds = {name: (ids == IMAGE).long() for name in self.family.type_ids} if pictures else {}
         arguments = {"attention_mask": torch.ones_like(ids), **kinds, **joined}
         return self._model(input_ids=ids, use_cache=False, **arguments).logits[0]
+
+    def _joined(self, parts: list[Tensor]) -> Tensor:
+        if self.family.pads and parts[0].dim() == 4:
+            height, width = (max(part.shape[place] for part in parts) for place in (2, 3))
+            parts = [
+                torch.nn.functional.pad(part, (0, width - part.shape[3], 0, height - part.shape[2]))
+                for part in parts
+            ]
+        return torch.cat(parts, dim=self.family.joins_along)
 
 
 class Prompt:
@@ -147,7 +263,7 @@ class Prompt:
         for part in parts:
             if isinstance(part, Picture):
                 self.inputs.append(EncoderInput(len(self.token_ids), part.num_tokens, part.content))
-                self.token_ids += [IMAGE] * part.num_tokens
+                self.token_ids += part.token_ids
             else:
                 self.token_ids += [part] if isinstance(part, int) else part
 

@@ -190,7 +190,7 @@ def test_a_picture_that_makes_other_rows_than_it_has_places_fails_its_request(
     served = Served(*loaded)
     cat = reference.picture(12)
     with payloads_of([cat]) as payloads:
-        failing = served.add(Prompt(BEFORE, replace(cat, num_tokens=cat.num_tokens - 1), AFTER), payloads)
+        failing = served.add(Prompt(BEFORE, replace(cat, num_rows=cat.num_rows - 1, run=0), AFTER), payloads)
         served.run()
     assert "places" in served.failures[failing]
 
