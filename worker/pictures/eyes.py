@@ -20,7 +20,7 @@ from worker.worker_errors import SequenceRefused
 
 _IN_THREE_ROWS = frozenset({"qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "glm4v"})
 """Families whose rotation takes time, row and column of a picture apart."""
-FAMILIES = _IN_THREE_ROWS | {"internvl", "mistral3", "smolvlm", "idefics3"}
+FAMILIES = _IN_THREE_ROWS | {"internvl", "mistral3", "smolvlm", "idefics3", "gemma4"}
 _LAYERS_OF_BODY = ("language_model", "text_model")
 _ROWS_AT_ONCE = 512
 
@@ -103,6 +103,19 @@ class Eyes:
         """Look up the embeddings [1, T, H] of tokens, with the rows of pictures at their places."""
         embeds_1TH: Tensor = self._embed(input_ids_1T)
         return embeds_1TH.index_copy(1, places_P, embeds_PH.to(embeds_1TH.dtype).unsqueeze(0))
+
+    @torch.inference_mode()
+    def layer_embeds(self, input_ids_1T: Tensor, places_P: Tensor) -> Tensor | None:
+        """Look up what layers add for each token, for padding at pictures; None if they add nothing.
+
+        The family's own way back from embeddings to ids would compare each with the whole vocabulary.
+        """
+        body = getattr(self._model.model, _body_name(self._model))
+        if not getattr(body, "hidden_size_per_layer_input", 0):
+            return None
+        ids_1T = input_ids_1T.index_fill(1, places_P, self._model.config.get_text_config().pad_token_id)
+        found: Tensor = body.get_per_layer_inputs(ids_1T)
+        return found
 
     @contextmanager
     def adding(self, places_P: Tensor, deep: tuple[Tensor, ...]) -> Iterator[None]:

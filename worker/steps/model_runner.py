@@ -216,9 +216,12 @@ class EagerSteps:
         if inputs.placed is None or self._eyes is None:
             return self._runner.forward(tokens, self._backend)
         places_P = self._device.tensor(inputs.placed.places_P)
-        embeds_1TH = self._eyes.embeds(tokens.input_ids_1T, places_P, inputs.placed.embeds_PH)
+        tokens = tokens._replace(
+            embeds_1TH=self._eyes.embeds(tokens.input_ids_1T, places_P, inputs.placed.embeds_PH),
+            layer_embeds=self._eyes.layer_embeds(tokens.input_ids_1T, places_P),
+        )
         with self._eyes.adding(places_P, inputs.placed.deep):
-            return self._runner.forward(tokens._replace(embeds_1TH=embeds_1TH), self._backend)
+            return self._runner.forward(tokens, self._backend)
 
     @torch.inference_mode()
     def accept_drafts(self, num_right_R: Sequence[int]) -> None:

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from worker.devices.device import Device
 
+_LAYER_EMBEDS = "per_layer_inputs"
+
 
 class StepTokens(NamedTuple):
     """Tokens to compute, side by side."""
@@ -27,6 +29,9 @@ class StepTokens(NamedTuple):
     """int64, ascending, without repeats: as many as there are tokens are all of them in their order."""
     embeds_1TH: Tensor | None = None
     """Rows in the place of the embeddings of all ids; None: the model looks the ids up."""
+    layer_embeds: Tensor | None = None
+    """Numbers [1, T, layers, N] that layers look up for each id; None where `embeds_1TH` is, and of families
+    whose layers look nothing up."""
     keeps_hidden: bool = False
     """Whether the hidden states of all tokens are asked for."""
 
@@ -49,7 +54,8 @@ class StepTokens(NamedTuple):
     def arguments(self) -> dict[str, Tensor]:
         """Arguments of transformers' models and of their bodies."""
         if self.embeds_1TH is not None:
-            return {"inputs_embeds": self.embeds_1TH, "position_ids": self.position_ids}
+            arguments = {"inputs_embeds": self.embeds_1TH, "position_ids": self.position_ids}
+            return arguments if self.layer_embeds is None else {**arguments, _LAYER_EMBEDS: self.layer_embeds}
         return {"input_ids": self.input_ids_1T, "position_ids": self.position_ids}
 
     def only(self, indices_S: Tensor) -> "StepTokens":
@@ -58,6 +64,7 @@ class StepTokens(NamedTuple):
             input_ids_1T=self.input_ids_1T[:, indices_S],
             position_ids=self.position_ids[..., indices_S],
             embeds_1TH=None if self.embeds_1TH is None else self.embeds_1TH[:, indices_S],
+            layer_embeds=None if self.layer_embeds is None else self.layer_embeds[:, indices_S],
         )
 
 

@@ -205,7 +205,50 @@ def _of_any_size(generator: torch.Generator, number: int) -> Picture:
     return Picture(f"picture {number}", arguments, rows * columns, (0, 0, 0), columns)
 
 
+def _gemma4() -> Any:
+    text = {
+        "model_type": "gemma4_text",
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "num_kv_shared_layers": 0,
+        "global_head_dim": 16,
+    }
+    tower = {
+        **_SQUARE_TOWER,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "pooling_kernel_size": 3,
+        "position_embedding_size": 64,
+        "default_output_length": 16,
+    }
+    tower.pop("image_size")
+    return AutoConfig.for_model(
+        "gemma4",
+        text_config=_TEXT | text,
+        vision_config=tower,
+        audio_config=None,
+        image_token_id=IMAGE,
+        video_token_id=IMAGE + 1,
+        audio_token_id=IMAGE + 4,
+        boi_token_id=IMAGE + 2,
+        eoi_token_id=IMAGE + 3,
+    )
+
+
+def _placed_patches(generator: torch.Generator, number: int) -> Picture:
+    rows, columns = ((6, 9), (9, 6), (6, 6))[number % 3]
+    places = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).flip(1)
+    arguments = {
+        "pixel_values": torch.rand(1, 54, 3 * 8 * 8, generator=generator),
+        "image_position_ids": torch.nn.functional.pad(places, (0, 0, 0, 54 - rows * columns), value=-1)[None],
+    }
+    return Picture(f"picture {number}", arguments, rows * columns // 9, (0, 0, 0))
+
+
 FAMILIES = {
+    "gemma4": Eyed(_gemma4, _placed_patches),
     "qwen3_vl": Eyed(_qwen3_vl, _patches),
     "qwen3_vl_moe": Eyed(_qwen3_vl_moe, _patches),
     "qwen2_5_vl": Eyed(_qwen2_5_vl, _patches),
