@@ -208,6 +208,8 @@ class SchedulerConfig(SchedulerOptions):
     """Processor time of all grammars that are compiled during steps at once; the first may take more. A
     sequence with another one waits that long at most before its own begins. 0: sequences do not wait for
     grammars."""
+    inputs_at_once: bool = False
+    """An encoder input's positions are computed in one step: each of its tokens attends to all others."""
     copy_s_per_block: float = 0.0
     """Measured: seconds to copy a block between device and host, one way. Read by AUTO."""
 

@@ -222,6 +222,8 @@ class VisionFacts:
     num_cache_tokens: int
     """Positions of pictures whose rows are kept until they are computed, and for the next request with the
     same picture. No picture may have more."""
+    computes_at_once: bool = False
+    """A picture is computed in one step: each of its tokens sees all others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,6 +64,7 @@ def scheduler_config(options: SchedulerOptions, facts: ModelFacts) -> SchedulerC
         block_size=facts.block_size,
         max_model_len=facts.max_model_len,
         groups=facts.groups or (CacheGroup(),),
+        inputs_at_once=facts.vision is not None and facts.vision.computes_at_once,
         num_host_blocks=facts.num_host_blocks,
         copy_s_per_block=facts.copy_s_per_block,
         max_drafts=facts.max_drafts,

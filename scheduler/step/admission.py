@@ -153,7 +153,7 @@ class Admission:
             budget.give_back_slot()
             self._preemptor.preempt(victim, plan, cause, seq)
         self._admit(seq, demand, plan)
-        self._give_first(seq, budget.take_chunk(seq, self._shares.num_wanted(seq)), plan)
+        self._give_first(seq, self._shares.num_wanted(seq), plan)
         plan.urgent.add(seq.sequence_id)
         return True
 
@@ -260,7 +260,7 @@ class Admission:
                     return reason
                 seq, demand = bypassing
             self._admit(seq, demand, plan)
-            self._give_first(seq, budget.take_chunk(seq, self._shares.num_shared(seq, budget)), plan)
+            self._give_first(seq, self._shares.num_shared(seq, budget), plan)
         return WaitReason.STEP
 
     def reason_of(self, seq: Sequence, place: int) -> WaitReason:
@@ -420,8 +420,9 @@ class Admission:
         if seq.encoder_inputs:
             self._shares.encoder_cache.claim(seq)
 
-    def _give_first(self, seq: Sequence, share: int, plan: PlanDraft) -> None:
+    def _give_first(self, seq: Sequence, num_wanted: int, plan: PlanDraft) -> None:
         """Give an admitted sequence its share; one that begins with an input to encode has none yet."""
+        share = self._shares.take(seq, num_wanted, plan.budget)
         if share:
             self._shares.chunk(seq, share, plan)
 

@@ -68,6 +68,7 @@ class SchedulingBudget:
         "has_chunks",
         "num_decodes_ahead",
         "num_prefills_ahead",
+        "num_set_aside",
         "remaining_hashed_tokens",
         "remaining_prefill_tokens",
         "remaining_seqs",
@@ -76,8 +77,12 @@ class SchedulingBudget:
         "reserved_tokens",
     )
 
-    def __init__(self, limits: BudgetLimits, *, free_seqs: int, num_decodes: int) -> None:
+    def __init__(
+        self, limits: BudgetLimits, *, free_seqs: int, num_decodes: int, num_set_aside: int = 0
+    ) -> None:
         self.remaining_tokens = limits.max_tokens
+        self.num_set_aside = num_set_aside
+        """Tokens for which there is memory, and that are left out to keep the pace of decodes."""
         self.remaining_prefill_tokens = limits.max_prefill_tokens
         """Most of these for prompts."""
         self.has_chunks = False
@@ -106,12 +111,25 @@ class SchedulingBudget:
         if share <= 0:
             return 0
         self.remaining_tokens -= share
+        self._note_chunk(seq, share)
+        return share
+
+    def take_whole(self, seq: Sequence, share: int) -> int:
+        """Take a share that cannot be cut, whatever that does to the pace; 0 if there is no memory for it."""
+        left = self.remaining_tokens + self.num_set_aside - share
+        if left < self.num_decodes_ahead:
+            return 0
+        self.remaining_tokens = max(self.remaining_tokens - share, self.num_decodes_ahead)
+        self.num_set_aside = left - self.remaining_tokens
+        self._note_chunk(seq, share)
+        return share
+
+    def _note_chunk(self, seq: Sequence, share: int) -> None:
         self.remaining_prefill_tokens -= share
         self.has_chunks = True
         self.num_prefills_ahead -= 1
         if seq is self.reserved_for:
             self.reserved_for, self.reserved_tokens = None, 0
-        return share
 
     def equal_part(self) -> int:
         """Part of each prompt, if the rest is shared with those that may still come."""

@@ -46,5 +46,7 @@ def refuse_inputs_without_room(seq: Sequence, config: SchedulerConfig) -> None:
     if seq.is_indivisible:  # all of them are needed at once
         largest = sum(item.num_tokens for item in seq.encoder_inputs)
     room = config.encoder_cache_tokens
+    if config.inputs_at_once:
+        room = min(room, config.max_num_batched_tokens)
     if largest > room:
         raise NeverFits(f"an input of the prompt has {largest} encoder tokens; at most {room} have room")

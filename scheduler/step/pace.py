@@ -38,6 +38,7 @@ def budget_for_step(state: SchedulerState, limits: BudgetLimits, *, now_s: float
     """Budget within `limits`, with fewer tokens where decodes would otherwise miss their target."""
     config, queues, step_time = state.config, state.queues, state.step_time
     num_decodes = queues.num_decodes()
+    most_tokens = limits.max_tokens
     if config.target_itl_s != inf and (num_decodes or _decodes_in_flight(config, queues)):
         decodes_s, target_s = step_time.seconds(num_decodes), _step_part_s(config, config.target_itl_s)
         share = _prefill_share(config, queues, decodes_s, target_s, now_s=now_s)
@@ -50,7 +51,8 @@ def budget_for_step(state: SchedulerState, limits: BudgetLimits, *, now_s: float
             most = max(within, num_decodes + _MIN_CHUNK_TOKENS)
             limits = limits._replace(max_tokens=min(limits.max_tokens, most))
     free_seqs = config.max_num_seqs - queues.num_running
-    return SchedulingBudget(limits, free_seqs=free_seqs, num_decodes=num_decodes)
+    num_set_aside = most_tokens - limits.max_tokens
+    return SchedulingBudget(limits, free_seqs=free_seqs, num_decodes=num_decodes, num_set_aside=num_set_aside)
 
 
 def encoder_slice_s(state: SchedulerState, plan: PlanDraft) -> float:

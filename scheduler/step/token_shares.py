@@ -28,6 +28,7 @@ class TokenShares:
         self._kv = state.kv
         self._block_size = state.config.block_size
         self._has_state = state.kv.has_state
+        self._inputs_at_once = state.config.inputs_at_once
         # In a pipeline, a sequence has no share before its token is known.
         self._num_expected = 1 if state.config.num_stages == 1 else 0
         self._drafts = state.drafts
@@ -80,9 +81,22 @@ class TokenShares:
         """
         if seq.encoder_inputs:
             self.encoder_cache.claim(seq)
-        share = plan.budget.take_chunk(seq, self.num_shared(seq, plan.budget))
+        share = self.take(seq, self.num_shared(seq, plan.budget), plan.budget)
         if share:
             self.chunk(seq, share, plan)
+
+    def take(self, seq: Sequence, num_wanted: int, budget: SchedulingBudget) -> int:
+        """Take a chunk from the budget; one that would cut an input that is computed at once is another."""
+        if not (seq.encoder_inputs and self._inputs_at_once):
+            return budget.take_chunk(seq, num_wanted)
+        start = seq.num_computed_tokens
+        share = min(num_wanted, budget.chunk_tokens(seq, num_decodes=budget.num_decodes_ahead))
+        for item in seq.encoder_inputs:
+            if item.offset < start + share < item.end:
+                if item.offset <= start:
+                    return budget.take_whole(seq, item.end - start)
+                share = item.offset - start
+        return budget.take_chunk(seq, share)
 
     def chunk(self, seq: Sequence, share: int, plan: PlanDraft) -> None:
         """Give `share` tokens, which the budget has been charged with."""

@@ -198,6 +198,25 @@ def test_inputs_that_overlap_or_end_the_prompt_or_are_empty_are_refused(
         seeing().add(make_sequence(1, prompt(9), encoder_inputs=inputs))
 
 
+def test_an_input_that_is_computed_at_once_is_not_cut() -> None:
+    world = seeing(inputs_at_once=True, max_num_batched_tokens=8, max_chunk_tokens=3)
+    world.add(make_sequence(1, prompt(3, 1), max_tokens=30))
+    world.step()
+    world.add(make_sequence(2, prompt(16, 2), encoder_inputs=(image(9, 6),), max_tokens=1))
+    assert [shares(world.step()) for _ in range(3)] == [{1: 1, 2: 7}, {1: 1, 2: 2}, {1: 1, 2: 7}]
+    with pytest.raises(NeverFits, match="9 encoder tokens; at most 8 have room"):
+        world.add(make_sequence(3, prompt(16, 3), encoder_inputs=(image(1, 9),)))
+
+
+def test_the_pace_of_others_does_not_hold_an_input_up_that_is_computed_at_once() -> None:
+    world = seeing(inputs_at_once=True, encoder_cache_tokens=40, max_num_batched_tokens=64, target_itl_s=0.2)
+    world.add(make_sequence(1, prompt(12, 1), max_tokens=40))
+    for _ in range(12):
+        world.step()  # a token takes 50 ms: there is time for 16 of a prompt
+    world.add(make_sequence(2, prompt(40, 2), encoder_inputs=(image(2, 30),), max_tokens=1))
+    assert [shares(world.step()) for _ in range(3)] == [{1: 1, 2: 2}, {1: 1, 2: 30}, {1: 1, 2: 8}]
+
+
 def test_an_indivisible_prompt_waits_until_there_is_room_for_all_of_its_inputs_and_all_are_encoded() -> None:
     at_once = PoolingParams(task=PoolingTask.EMBED, prompt=PromptComputation.AT_ONCE)
     world = seeing()

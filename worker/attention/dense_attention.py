@@ -26,12 +26,17 @@ def attend_densely(
     values_HKV: Tensor,
     options: AttentionOptions,
     seen_CNK: Tensor | None = None,
+    ends_N: Tensor | None = None,
 ) -> Tensor:
-    """Attend causally within the window, to what `seen_CNK` (see KeyChoice) leaves; returns [N, H * G, V]."""
+    """Attend causally within the window, to what `seen_CNK` (see KeyChoice) leaves; returns [N, H * G, V].
+
+    With `ends_N` each query sees the later keys before its end too.
+    """
     num_heads, num_groups, num_queries, _ = queries_HGND.shape
     num_keys, value_dim = values_HKV.shape[1:]
     most_seen = options.reach.most_tokens
-    fused = is_plain(options) and keys_HKD.shape[-1] == value_dim and seen_CNK is None
+    is_causal = seen_CNK is None and ends_N is None
+    fused = is_plain(options) and keys_HKD.shape[-1] == value_dim and is_causal
     if fused and num_queries == num_keys and (most_seen is None or most_seen >= num_keys):
         out_HGNV = scaled_dot_product_attention(
             queries_HGND,
@@ -50,13 +55,18 @@ def attend_densely(
         # Keys after the tile's last query, or before what its first query sees, weigh nothing.
         last_key = num_keys - num_queries + end
         first_key = max(0, options.reach.first_seen(last_key - (end - start)))
+        last_key = last_key if ends_N is None else num_keys
         tile_of = queries_HGND[:, :, start:end], keys_HKD[:, first_key:last_key]
         values = values_HKV[:, first_key:last_key]
         if fused:
             out_HGNV = _attend_tile_fused(*tile_of, values, options)
         else:
             seen = None if seen_CNK is None else seen_CNK[:, start:end, first_key:last_key]
-            out_HGNV = _attend_tile_explicitly(*tile_of, values, options, seen)
+            all_K = torch.arange(num_keys, device=values.device)
+            positions_N1 = all_K[num_keys - num_queries :][start:end, None]
+            ends_N1 = None if ends_N is None else ends_N[start:end, None]
+            hidden_NK = _hidden(positions_N1, all_K[first_key:last_key], options.reach, ends_N1)
+            out_HGNV = _attend_tile_explicitly(*tile_of, values, options, hidden_NK, seen)
         out_NHGV[start:end] = out_HGNV.permute(2, 0, 1, 3)
     return out_NHGV.view(num_queries, num_heads * num_groups, value_dim)
 
@@ -65,7 +75,8 @@ def _attend_tile_fused(
     queries_HGND: Tensor, keys_HKD: Tensor, values_HKV: Tensor, options: AttentionOptions
 ) -> Tensor:
     num_groups, num_queries = queries_HGND.shape[1:3]
-    hidden_NK = _hidden(num_queries, keys_HKD.shape[1], options.reach, queries_HGND.device)
+    keys_K = torch.arange(keys_HKD.shape[1], device=queries_HGND.device)
+    hidden_NK = _hidden(keys_K[len(keys_K) - num_queries :].unsqueeze(1), keys_K, options.reach)
     bias_NK = torch.zeros_like(hidden_NK, dtype=queries_HGND.dtype).masked_fill_(hidden_NK, float("-inf"))
     return scaled_dot_product_attention(
         queries_HGND,
@@ -81,6 +92,7 @@ def _attend_tile_explicitly(
     keys_HKD: Tensor,
     values_HKV: Tensor,
     options: AttentionOptions,
+    hidden_NK: Tensor,
     seen_CNK: Tensor | None,
 ) -> Tensor:
     num_heads, num_groups, num_queries, _ = queries_HGND.shape
@@ -89,7 +101,6 @@ def _attend_tile_explicitly(
     scores_HGNK = scores_HXK.view(num_heads, num_groups, num_queries, -1)
     if options.softcap is not None:
         scores_HGNK = torch.tanh(scores_HGNK / options.softcap) * options.softcap
-    hidden_NK = _hidden(num_queries, keys_HKD.shape[1], options.reach, queries_HGND.device)
     scores_HGNK = scores_HGNK.masked_fill_(hidden_NK, float("-inf"))
     if seen_CNK is not None:
         seen_HNK = seen_CNK.repeat_interleave(num_heads * num_groups // len(seen_CNK), dim=0)
@@ -99,9 +110,9 @@ def _attend_tile_explicitly(
     return torch.bmm(weights_HXK, values_HKV).view(num_heads, num_groups, num_queries, -1)
 
 
-def _hidden(num_queries: int, num_keys: int, reach: Reach, device: torch.device) -> Tensor:
+def _hidden(positions_N1: Tensor, keys_K: Tensor, reach: Reach, ends_N1: Tensor | None = None) -> Tensor:
     """[N, K]: True where a query may not look, later keys and keys before the first that it sees."""
-    positions_N1 = torch.arange(num_keys - num_queries, num_keys, device=device).unsqueeze(1)
-    keys_K = torch.arange(num_keys, device=device)
     hidden_NK = keys_K > positions_N1
+    if ends_N1 is not None:
+        hidden_NK &= keys_K >= ends_N1
     return hidden_NK if reach.most_tokens is None else hidden_NK | (keys_K < reach.first_seen(positions_N1))

@@ -171,6 +171,19 @@ _single_steps = count(-2, -1)
 """Generations that no row of a worker has, and of which none comes twice."""
 
 
+class SeenPictures(NamedTuple):
+    """Pictures of whose tokens each sees all others of its own, later ones too."""
+
+    ends_T: NDArray[np.int64]
+    """End of the picture of each token of the step; 0 for those of none."""
+    in_windows_only: bool
+    """Whether layers without a window see earlier tokens alone."""
+
+    def are_seen(self, reach: Reach) -> bool:
+        """Whether layers of this reach see them."""
+        return reach.sliding_window is not None or not self.in_windows_only
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionMetadata:
     """One step for attention, on the host. Sequences are in the order of the flattened batch."""
@@ -194,6 +207,8 @@ class AttentionMetadata:
     """States that are written to other blocks as well."""
     num_drafts_R: tuple[int, ...] = ()
     """Tokens at the end of each share that may turn out wrong; empty where no share has any."""
+    pictures: SeenPictures | None = None
+    """Pictures that are seen whole; None: no token sees a later one."""
 
     @property
     def states(self) -> StateStep:

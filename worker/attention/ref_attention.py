@@ -194,7 +194,18 @@ class RefAttention:
             keys_HKD, values_HKV = (each[:, seen] for each in gathered)
         queries_HGND = query_HND.reshape(keys_HKD.shape[0], -1, num_queries, query_HND.shape[-1])
         options = options._replace(scaling=options.scaling * cache.keys.scale)
-        return _scaled(attend_densely(queries_HGND, keys_HKD, values_HKV, options, seen_CNK), cache.values)
+        ends_N = self._ends_seen(index, options.reach)
+        ends_N = None if ends_N is None else ends_N - first_seen
+        attended = attend_densely(queries_HGND, keys_HKD, values_HKV, options, seen_CNK, ends_N)
+        return _scaled(attended, cache.values)
+
+    def _ends_seen(self, index: int, reach: Reach) -> Tensor | None:
+        """Return where each token of a sequence ends to see later ones; None where none sees any."""
+        pictures = self._metadata.pictures
+        if pictures is None or not pictures.are_seen(reach):
+            return None
+        start, end = self._metadata.query_starts[index : index + 2]
+        return self._device.tensor(pictures.ends_T[start:end])
 
     def _gather_rows(
         self, layer_idx: int, table_B: NDArray[np.int32], places_K: Tensor, dtype: torch.dtype

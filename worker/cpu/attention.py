@@ -96,7 +96,7 @@ class CpuAttention:
         if self.states is not None:
             self.states.begin_step(metadata.states)
         self._angles.clear()
-        tables = metadata.tables
+        tables, pictures = metadata.tables, metadata.pictures
         self._pointed_to = metadata
         self._step = CStep(
             metadata.query_starts.ctypes.data,
@@ -110,6 +110,8 @@ class CpuAttention:
             len(metadata.seq_lens),
             len(metadata.token_offsets),
             self._block_size,
+            None if pictures is None else pictures.ends_T.ctypes.data,
+            pictures is not None and pictures.in_windows_only,
         )
 
     def attend(

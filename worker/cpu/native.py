@@ -145,6 +145,8 @@ class CStep(Structure):
         ("num_seqs", c_int64),
         ("num_tokens", c_int64),
         ("block_size", c_int64),
+        ("ends_seen", c_void_p),
+        ("ends_in_windows_only", c_int64),
     )
 
 

@@ -20,7 +20,9 @@ from worker.worker_errors import SequenceRefused
 
 _IN_THREE_ROWS = frozenset({"qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "glm4v"})
 """Families whose rotation takes time, row and column of a picture apart."""
-FAMILIES = _IN_THREE_ROWS | {"internvl", "mistral3", "smolvlm", "idefics3", "gemma4"}
+_SEEN_WHOLE = {"gemma3": False, "gemma4": True}
+"""Families of whose pictures each token sees all others, and whether in layers with windows alone."""
+FAMILIES = _IN_THREE_ROWS | {"internvl", "mistral3", "smolvlm", "idefics3", *_SEEN_WHOLE}
 _LAYERS_OF_BODY = ("language_model", "text_model")
 _ROWS_AT_ONCE = 512
 
@@ -53,6 +55,10 @@ class Eyes:
         token_id = getattr(config, "image_token_id", None)
         self.image_token_id = int(config.image_token_index if token_id is None else token_id)
         """Token at each place of a picture."""
+        is_two_way = getattr(config.get_text_config(), "use_bidirectional_attention", None) == "vision"
+        is_causal = config.model_type == "gemma4" and not is_two_way  # the small ones
+        self.seen_in_windows_only = None if is_causal else _SEEN_WHOLE.get(config.model_type)
+        """Whether layers with windows alone see pictures whole; None: none does."""
         self.merge_size = int(getattr(config.vision_config, "spatial_merge_size", 1))
         self.has_three_rows = config.model_type in _IN_THREE_ROWS
         config.vision_config._attn_implementation = "sdpa"  # not ours, which attends to earlier tokens alone
@@ -152,7 +158,12 @@ def find_eyes(model: Any) -> Eyes | None:
 
 def vision_facts(eyes: Eyes, family: str, num_cache_tokens: int) -> VisionFacts:
     """Say what a model with eyes reads."""
-    return VisionFacts(family=family, image_token_id=eyes.image_token_id, num_cache_tokens=num_cache_tokens)
+    return VisionFacts(
+        family=family,
+        image_token_id=eyes.image_token_id,
+        num_cache_tokens=num_cache_tokens,
+        computes_at_once=eyes.seen_in_windows_only is not None,
+    )
 
 
 def _layers_of(model: Any) -> Any:

@@ -26,7 +26,7 @@ from scheduler.messages import (
     SchedulerOutput,
     SequenceId,
 )
-from worker.attention.interface import AttentionBackend
+from worker.attention.interface import AttentionBackend, SeenPictures
 from worker.devices.device import Device
 from worker.pictures.eyes import Eyes, PictureRows, find_eyes, vision_facts
 from worker.pictures.outputs import Hold, OutputCache
@@ -147,7 +147,10 @@ class Pictures:
                     rows.append(output.between(start, end))
                     places.append(item_places[start:end] - share.start + first)
         placed = PlacedRows(np.concatenate(places), *PictureRows.joined(rows)) if places else None
-        return replace(inputs, placed=placed, position_ids_T=self._positions(inputs))
+        metadata = inputs.metadata
+        if places and self._eyes.seen_in_windows_only is not None:
+            metadata = replace(metadata, pictures=self._seen_pictures(inputs))
+        return replace(inputs, placed=placed, position_ids_T=self._positions(inputs), metadata=metadata)
 
     def note_computed(self, shares: list[ScheduledSequence]) -> None:
         """Let go of the pictures whose last places were computed."""
@@ -164,6 +167,16 @@ class Pictures:
             if seen is not None:
                 yield first, share, seen
             first += share.num_tokens
+
+    def _seen_pictures(self, inputs: StepInputs) -> SeenPictures:
+        """Find the ends of the pictures in a step, of which each token sees all others."""
+        ends_T = np.zeros(len(inputs.rows_T), dtype=np.int64)
+        for first, share, seen in self._shares(inputs.shares):
+            for item in seen.inputs:
+                start, end = max(item.offset, share.start), min(item.end, share.start + share.num_tokens)
+                if start < end:
+                    ends_T[first + start - share.start : first + end - share.start] = item.end
+        return SeenPictures(ends_T, bool(self._eyes.seen_in_windows_only))
 
     def _positions(self, inputs: StepInputs) -> NDArray[np.int64]:
         """Return positions [T], or [3, T] in a step of a sequence whose pictures changed them."""

@@ -205,7 +205,26 @@ def _of_any_size(generator: torch.Generator, number: int) -> Picture:
     return Picture(f"picture {number}", arguments, rows * columns, (0, 0, 0), columns)
 
 
-def _gemma4() -> Any:
+def _gemma3() -> Any:
+    text = {
+        "model_type": "gemma3_text",
+        "sliding_window": 16,
+        "query_pre_attn_scalar": 16,
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+    }
+    return AutoConfig.for_model(
+        "gemma3",
+        text_config=_TEXT | text,
+        vision_config={"model_type": "siglip_vision_model", **_SQUARE_TOWER},
+        mm_tokens_per_image=16,
+        image_token_index=IMAGE,
+        image_token_id=IMAGE,
+        boi_token_index=IMAGE + 1,
+        eoi_token_index=IMAGE + 2,
+    )
+
+
+def _gemma4(*, seen_whole: bool) -> Any:
     text = {
         "model_type": "gemma4_text",
         "sliding_window": 16,
@@ -214,6 +233,7 @@ def _gemma4() -> Any:
         "vocab_size_per_layer_input": VOCABULARY,
         "num_kv_shared_layers": 0,
         "global_head_dim": 16,
+        "use_bidirectional_attention": "vision" if seen_whole else None,
     }
     tower = {
         **_SQUARE_TOWER,
@@ -248,7 +268,9 @@ def _placed_patches(generator: torch.Generator, number: int) -> Picture:
 
 
 FAMILIES = {
-    "gemma4": Eyed(_gemma4, _placed_patches),
+    "gemma3": Eyed(_gemma3, _square(16), type_ids=("token_type_ids",)),
+    "gemma4": Eyed(lambda: _gemma4(seen_whole=False), _placed_patches),
+    "gemma4, large": Eyed(lambda: _gemma4(seen_whole=True), _placed_patches),
     "qwen3_vl": Eyed(_qwen3_vl, _patches),
     "qwen3_vl_moe": Eyed(_qwen3_vl_moe, _patches),
     "qwen2_5_vl": Eyed(_qwen2_5_vl, _patches),
@@ -349,6 +371,7 @@ class Served:
             "num_host_blocks": self.facts.num_host_blocks,
             "groups": self.facts.groups,
             "encoder_cache_tokens": room,
+            "inputs_at_once": self.facts.vision.computes_at_once,
         }
         self.scheduler = Scheduler(SchedulerConfig(**(settings | self.changes)))
         self.tokens: dict[int, list[int]] = {}

@@ -160,7 +160,22 @@ struct Tile {
       attention.step.seq_lens[tile.seq] - attention.step.query_starts[tile.seq + 1] + tile.first_token;
   const int64_t window = attention.options.window;
   const int64_t begin_page = window && first_position >= window ? (first_position - window + 1) / page_size : 0;
-  const int64_t end_page = (first_position + tile.num_tokens + page_size - 1) / page_size;
+  const int64_t* ends_seen = attention.step.ends_seen_by(window);  // or null: no token sees a later one
+  const int64_t end_page = (last_end() + page_size - 1) / page_size;
+
+  int64_t end_seen(int64_t token) const {
+    const int64_t end = first_position + token + 1;
+    if (ends_seen == nullptr) return end;
+    const int64_t further = ends_seen[tile.first_token + token];
+    return further > end ? further : end;
+  }
+  int64_t last_end() const {
+    int64_t last = first_position + tile.num_tokens;
+    for (int64_t token = 0; ends_seen != nullptr && token < tile.num_tokens; ++token) {
+      last = end_seen(token) > last ? end_seen(token) : last;
+    }
+    return last;
+  }
 
   const T* page_of(const Pages<T>& pages, int64_t page, int64_t head) const {
     if (page >= end_page) return nullptr;
@@ -186,7 +201,7 @@ struct Tile {
   // Of keys [start, start + count), those that a row sees.
   Sight sight_of(int64_t row, int64_t start, int64_t count) const {
     const int64_t position = first_position + row / group;
-    const int64_t last = position + 1 - start < count ? position + 1 - start : count;
+    const int64_t end = end_seen(row / group), last = end - start < count ? end - start : count;
     const int64_t left = window ? position - window + 1 - start : 0;
     return Sight{left > 0 ? left : 0, last};
   }

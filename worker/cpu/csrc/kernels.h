@@ -233,7 +233,10 @@ struct Step {
   int64_t num_seqs;
   int64_t num_tokens;
   int64_t block_size;
+  const int64_t* ends_seen;  // [T], or null: where a token sees later ones of its picture, the end of what it sees
+  int64_t ends_in_windows_only;
 
+  const int64_t* ends_seen_by(int64_t window) const { return window || !ends_in_windows_only ? ends_seen : nullptr; }
   const int32_t* table_of(int64_t stripe, int64_t seq) const {
     return block_tables + (stripe * num_rows + table_rows[seq]) * table_size;
   }
