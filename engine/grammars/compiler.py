@@ -6,13 +6,9 @@ Never: compiles in this process: a schema of a few lines can keep a compiler bus
 """
 
 import asyncio
-import contextlib
 import hashlib
-import os
 from collections import OrderedDict
 from dataclasses import replace
-
-import msgspec
 
 from engine.errors import (
     EngineUnavailable,
@@ -21,9 +17,8 @@ from engine.errors import (
     OverloadReason,
     RequestRejected,
 )
-from engine.grammars.messages import LENGTH, GrammarVerdict, Tokens, frame
-from engine.processes import child_process
-from engine.processes.child_environment import child_environment
+from engine.grammars.messages import GrammarVerdict, Tokens
+from engine.processes.framed_child import ChildEnded, FramedChild
 from engine.types import ModelInfo
 from scheduler.messages import GRAMMAR_TOO_DEAR, Grammar
 
@@ -40,21 +35,13 @@ _MAX_MASKS_OF_ALL_S = 0.25
 _SIGKILL = -9
 
 
-class _Ended(Exception):
-    """The process has ended."""
-
-    def __init__(self, exit_code: int) -> None:
-        super().__init__()
-        self.exit_code = exit_code
-
-
 class GrammarCompiler:
     """Tries one grammar at a time. The process starts with the first one, and again after a failure."""
 
     def __init__(self, folder: str, *, timeout_s: float) -> None:
         self._folder = folder
         self._timeout_s = timeout_s
-        self._child: asyncio.subprocess.Process | None = None
+        self._child = FramedChild("engine.grammars.process", RAYON_NUM_THREADS="1")
         self._turn = asyncio.Lock()
         self._trial: asyncio.Task[GrammarVerdict] | None = None
         """The latest: only this keeps one alive whose client has left."""
@@ -67,7 +54,7 @@ class GrammarCompiler:
     @property
     def pid(self) -> int | None:
         """The process's id, for tests; None while there is none."""
-        return None if self._child is None else self._child.pid
+        return self._child.pid
 
     async def compile(
         self, grammar: Grammar, info: ModelInfo, *, param: str, num_choices: int = 1
@@ -100,7 +87,7 @@ class GrammarCompiler:
             self._blamed.popitem(last=False)
 
     async def close(self) -> None:
-        await self._kill()
+        await self._child.kill()
 
     async def _wait_and_try(self, grammar: Grammar, info: ModelInfo, param: str) -> GrammarVerdict:
         if self._num_waiting >= _MAX_WAITING:
@@ -132,17 +119,17 @@ class GrammarCompiler:
     async def _try(self, grammar: Grammar, info: ModelInfo, param: str) -> GrammarVerdict:
         try:
             await self._start(info)
-        except (TimeoutError, OSError, _Ended):
+        except (TimeoutError, OSError, ChildEnded):
             raise EngineUnavailable("the process that compiles grammars does not start") from None
         if self._refuses_all:
             raise RequestRejected(f"{param}: {self._refuses_all}", param=param, code="unsupported_parameter")
         try:
-            return await self._ask(grammar, self._timeout_s)
+            return await self._child.ask(grammar, GrammarVerdict, self._timeout_s)
         except TimeoutError:
             # Not remembered, like the next error: on a calmer machine it may succeed.
             reason = f"compiling this takes more than {self._timeout_s:g} s; make it simpler"
             raise GrammarRejected(reason, param=param) from None
-        except _Ended as error:
+        except ChildEnded as error:
             if error.exit_code != _SIGKILL:
                 reason = "compiling this takes too much memory, or fails; make it simpler"
                 raise GrammarRejected(reason, param=param) from None
@@ -152,44 +139,12 @@ class GrammarCompiler:
             ) from None
 
     async def _start(self, info: ModelInfo) -> None:
-        """Start the process unless it runs. Raises TimeoutError, OSError, _Ended."""
-        if self._refuses_all or (self._child is not None and self._child.returncode is None):
+        """Start the process unless it runs. Raises TimeoutError, OSError, ChildEnded."""
+        if self._refuses_all or self._child.pid is not None:
             return
-        self._child = await asyncio.create_subprocess_exec(
-            *child_process.INTERPRETER,
-            *("-m", "engine.grammars.process", str(os.getpid())),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env={**child_environment(), "RAYON_NUM_THREADS": "1"},
-        )
+        await self._child.start()
         tokens = Tokens(folder=self._folder, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
-        self._refuses_all = (await self._ask(tokens, _START_TIMEOUT_S)).refusal
-
-    async def _ask(self, message: object, timeout_s: float) -> GrammarVerdict:
-        """Send a message and wait for the verdict; kill a late process. Raises TimeoutError, _Ended."""
-        child = self._child
-        assert child is not None
-        assert child.stdin is not None
-        assert child.stdout is not None
-        try:
-            async with asyncio.timeout(timeout_s):
-                child.stdin.write(frame(message))
-                await child.stdin.drain()
-                (length,) = LENGTH.unpack(await child.stdout.readexactly(LENGTH.size))
-                return msgspec.msgpack.decode(await child.stdout.readexactly(length), type=GrammarVerdict)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            raise _Ended(await child.wait()) from None
-        except BaseException:
-            # A late answer would be taken for the answer to the next message.
-            await self._kill()
-            raise
-
-    async def _kill(self) -> None:
-        child, self._child = self._child, None
-        if child is not None and child.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                child.kill()
-            await child.wait()
+        self._refuses_all = (await self._child.ask(tokens, GrammarVerdict, _START_TIMEOUT_S)).refusal
 
     def _recall(self, grammar: Grammar) -> GrammarVerdict | None:
         key = _key(grammar)

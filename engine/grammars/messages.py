@@ -1,14 +1,10 @@
 """The messages between the API process and the process that tries grammars.
 
-Owns: the frame: four bytes of length, then msgpack, on the child's standard input and output.
+Owns: their fields.
+Never: their frame (processes/frames.py).
 """
 
-import struct
-from typing import Any
-
 import msgspec
-
-LENGTH = struct.Struct(">I")
 
 
 class Tokens(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,8 +27,3 @@ class GrammarVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """Processor time that the worker needs to compile it, for each sequence, while all others wait."""
     mask_s: float = 0.0
     """Processor time of the dearest token after the first, for each sequence, while all others wait."""
-
-
-def frame(message: Any) -> bytes:
-    content = msgspec.msgpack.encode(message)
-    return LENGTH.pack(len(content)) + content

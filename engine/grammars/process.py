@@ -10,14 +10,14 @@ import resource
 import sys
 import time
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any
 
-import msgspec
 import numpy as np
 
 from engine.grammars.contradictions import doubled_property
-from engine.grammars.messages import LENGTH, GrammarVerdict, Tokens, frame
+from engine.grammars.messages import GrammarVerdict, Tokens
 from engine.processes.child_process import die_with_parent, leave_signals_to_parent
+from engine.processes.frames import answer, read_message, take_standard_output
 from engine.text.tokenizer import DecoderKind, Tokenizer, TokenizerError
 from scheduler.messages import Grammar, GrammarKind
 from worker.sampling.grammar_library import (
@@ -41,8 +41,6 @@ _MAX_PLAIN_TOKENS = 24
 _MAX_PLAIN_S = 0.25
 """Processor time for the trial text. A grammar that has not shown by then that it can write it is refused."""
 
-_MessageT = TypeVar("_MessageT")
-
 
 def main(parent_pid: int) -> None:
     """Answer messages until standard input ends."""
@@ -50,10 +48,8 @@ def main(parent_pid: int) -> None:
     leave_signals_to_parent()
     os.nice(_NICENESS)
     resource.setrlimit(resource.RLIMIT_DATA, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
-    # Prints of libraries go to the log instead of between the answers.
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    tokens = _read(sys.stdin.buffer, Tokens)
+    answers = take_standard_output()
+    tokens = read_message(Tokens)
     if tokens is None:
         return
     try:
@@ -61,25 +57,12 @@ def main(parent_pid: int) -> None:
     except (GrammarRefused, TokenizerError, OSError) as error:
         known = isinstance(error, GrammarRefused)  # other errors name folders of this machine
         reason = error if known else "this model's tokenizer cannot be read"
-        _answer(answers, GrammarVerdict(refusal=_shortened(reason)))
+        answer(answers, GrammarVerdict(refusal=_shortened(reason)))
         return
-    _answer(answers, GrammarVerdict())
+    answer(answers, GrammarVerdict())
     plain_ids = _plain_ids(tokenizer)
-    while (grammar := _read(sys.stdin.buffer, Grammar)) is not None:
-        _answer(answers, _try(tokenizer, grammar, plain_ids))
-
-
-def _read(stream: BinaryIO, kind: type[_MessageT]) -> _MessageT | None:
-    """Read one message; None at the end of the stream."""
-    head = stream.read(LENGTH.size)
-    if len(head) < LENGTH.size:
-        return None
-    return msgspec.msgpack.decode(stream.read(LENGTH.unpack(head)[0]), type=kind)
-
-
-def _answer(stream: BinaryIO, verdict: GrammarVerdict) -> None:
-    stream.write(frame(verdict))
-    stream.flush()
+    while (grammar := read_message(Grammar)) is not None:
+        answer(answers, _try(tokenizer, grammar, plain_ids))
 
 
 def _open(tokens: Tokens) -> Any:

@@ -240,7 +240,7 @@ async def test_the_verdict_for_a_caller_who_gave_up_serves_the_next(compiler, at
         await asyncio.sleep(0)
     given_up.cancel()
     await attempt(Grammar(kind=GrammarKind.REGEX, text="b"))  # behind it
-    monkeypatch.setattr(compiler, "_ask", None)  # nothing is asked again
+    monkeypatch.setattr(compiler._child, "ask", None)  # nothing is asked again
     assert (await attempt(dear)).text == "[ab]{1,50}"
 
 
