@@ -164,7 +164,7 @@ def _checksums(config: WorkerConfig) -> Iterator[Finding]:
 
 def _texts(config: EngineConfig) -> Iterator[Finding]:
     try:
-        texts = load_texts(config.worker)
+        texts = load_texts(config.worker, config.media)
         with closing(texts.template):
             texts.trial.judge()
             texts.template.judge()

@@ -27,6 +27,7 @@ class OverloadReason(StrEnum):
     TEXTS = "texts"  # the threads that tokenize have too many texts
     DISPLACED = "displaced"  # a more urgent request took its place
     GRAMMARS = "grammars"  # too many wait to be compiled
+    PICTURES = "pictures"  # too many wait to be prepared, or their shared memory is full
     KEY_TOKENS = "key_tokens"  # max_queued_tokens of one API key
 
 

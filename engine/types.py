@@ -4,7 +4,7 @@ Owns: the vocabulary of that interface: texts, choices, usage.
 Never: names blocks or steps.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -89,6 +89,8 @@ class GenerationRequest(EngineRequest):
     payloads: tuple[Payload, ...] = ()
     """Prepared bytes of the pictures, each content once, in shared memory until the request has ended: a file
     of safetensors, with the arguments of the model's `get_image_features` for one picture, by name."""
+    at_end: Callable[[], None] | None = field(default=None, compare=False, repr=False)
+    """Called when the request is over; what it refers to is let go at the latest with the request itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

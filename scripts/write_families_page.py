@@ -18,6 +18,7 @@ from tests.families import MATRIX
 from tests.gguf_checkpoints import FAMILIES as GGUF_FAMILIES
 from tests.worker.family_formats import FORMATS, formats_of
 from tests.worker.family_trial import Found, UnknownFamily, try_family
+from worker.pictures.eyes import FAMILIES as SEEING
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
@@ -98,12 +99,13 @@ def render_asked(found: list[Found], formats: dict[str, list[str]]) -> str:
 
 
 def asked_row(found: Found, formats: list[str]) -> str:
-    """A row for a reader in haste. Of pictures, every model that knows them reads the text around them."""
+    """A row for a reader in haste. Every model that knows pictures reads the text around them."""
     name = found.family.name
     tried = [ALL_FORMATS] if len(formats) == len(FORMATS) else [FORMATS[each] for each in formats]
     if GGUF_FAMILIES.keys() & {name, f"{name}_text"} or name in GGUF_FAMILIES.values():
         tried.append("GGUF")
     sees = "text, no pictures yet" if found.family.text_part else "text"
+    sees = "text and pictures" if name in SEEING else sees
     cells = (ASKED[name], f"`{name}`", _computed_by(found), sees, ", ".join(tried))
     return "| " + " | ".join(cells) + " |"
 

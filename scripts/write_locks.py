@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     uv = (options.uv, "pip", "compile", "--quiet", *links)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    served = project["dependencies"]
+    served = [*project["dependencies"], *extras["images"]]  # an image without Pillow would read no pictures
     cpu_torch, cuda_pair = cpu_build_of_torch(), pins_of("constraints-cuda.txt")
     # Kernels are compiled in the tests by the Triton of the image for CUDA.
     tested = [*served, *extras["test"], cpu_torch, *(pin for pin in cuda_pair if pin.startswith("triton=="))]

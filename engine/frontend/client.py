@@ -66,8 +66,8 @@ class AsyncEngine:
     def __init__(self, config: EngineConfig, desk: "Desk | None" = None) -> None:
         """Raises OptionError if the ports of KV events cannot be had. Other models may share the `desk`."""
         self._config = config
-        self._tokenizer, self._template, self._trial, self._response_template = load_texts(
-            config.worker, default_kwargs=config.default_template_kwargs
+        self._tokenizer, self._template, self._trial, self._response_template, self.pictures = load_texts(
+            config.worker, config.media, default_kwargs=config.default_template_kwargs
         )
         self._grammars = GrammarCompiler(config.model_path, timeout_s=config.grammar_compile_timeout_s)
         self._health = HealthMonitor(
@@ -167,6 +167,7 @@ class AsyncEngine:
         if self._supervision is not None:
             await self._supervision
         await self._grammars.close()
+        await self.pictures.close()
         self._trial.close()
         self._texts.close()
         if self._kv_events is not None:
@@ -274,6 +275,9 @@ class AsyncEngine:
         finally:
             for active in admitted:
                 self._requests.leave(active)
+            for request in requests:
+                if request.at_end is not None:
+                    request.at_end()
 
     async def pool_all(self, requests: Sequence[PoolingRequest]) -> list[PooledOutput]:
         """Return the vectors in the order of the requests; cancelling aborts. Raises as `generate_all`."""

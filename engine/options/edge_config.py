@@ -1,6 +1,7 @@
 """The options for addresses, keys, TLS and the limits of one machine, and the configuration they resolve to.
 
-Owns: these options, and their checks against each other, before anything is opened.
+Owns: these options, and their checks against each other, before anything is opened; the check of the
+collector of spans.
 Never: opens a port, or keeps keys or certificates, which are read again where they are used.
 """
 
@@ -12,12 +13,16 @@ import stat
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from engine.options.declaration import Arity, Group, OptionError, declared, refuse_given
 from engine.options.values import Bytes, Choice, Count, Fraction, Pattern, Switch, Text
 
 _MAX_SOCKET_PATH_BYTES = 107  # the kernel's sun_path
+_TRACES_FLAG = "--otlp-traces-endpoint"
+_OF_TRACES = ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
 _ANY = "*"
 ADMIN_HOST = "127.0.0.1"
 """Address of the port of the admin routes."""
@@ -377,3 +382,49 @@ def _reason(error: Exception, otherwise: str) -> str:
     """Return the operating system's reason, or `otherwise` for an error of the TLS library."""
     is_of_the_file = isinstance(error, OSError) and not isinstance(error, ssl.SSLError) and error.strerror
     return str(error.strerror).lower() if is_of_the_file and isinstance(error, OSError) else otherwise
+
+
+def check_traces_endpoint(url: str | None) -> None:
+    """Check the address; None is no spans. Raises OptionError."""
+    if url is None:
+        return
+    _check_traces_url(url)
+    if not all(map(_is_installed, _OF_TRACES)):
+        raise OptionError(
+            _TRACES_FLAG,
+            "OpenTelemetry is not installed",
+            "pip install 'tokenyard[otel]', or leave the option out",
+        )
+
+
+def _check_traces_url(url: str) -> None:
+    """Check the address without repeating it, since it may hold a password."""
+    try:
+        parts = urlsplit(url)
+        has_host = bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        has_host = False
+    if not has_host or parts.scheme not in ("http", "https"):
+        raise OptionError(
+            _TRACES_FLAG, "it is not an address of HTTP", "write http://localhost:4318/v1/traces, say"
+        )
+    if parts.username or parts.password:
+        raise OptionError(
+            _TRACES_FLAG,
+            "a password in it would be shown where options are shown",
+            "set OTEL_EXPORTER_OTLP_TRACES_HEADERS for the collector's key",
+        )
+    if parts.path in ("", "/"):
+        raise OptionError(
+            _TRACES_FLAG,
+            "it has no path, and is used as it stands",
+            "end it with /v1/traces, where collectors listen",
+        )
+
+
+def _is_installed(distribution: str) -> bool:
+    """Look up the distribution's metadata: a search for the module would import its parents."""
+    try:
+        return bool(version(distribution))
+    except PackageNotFoundError:
+        return False

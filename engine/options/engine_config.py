@@ -14,7 +14,7 @@ from typing import Any
 
 from engine.logs.lines import LogFormat
 from engine.options.adapter_options import AdapterConfig, adapter_config
-from engine.options.edge_config import EdgeConfig, edge_config
+from engine.options.edge_config import EdgeConfig, check_traces_endpoint, edge_config
 from engine.options.engine_split import (
     ClusterConfig,
     KVEventsConfig,
@@ -30,9 +30,9 @@ from engine.options.engine_split import (
     share_gpu,
 )
 from engine.options.found_model import check_checksums, find_model
+from engine.options.media_options import MediaConfig, media_config
 from engine.options.options import FIELDS, OptionError, Options, refuse_given
 from engine.options.speculation_option import speculation_config
-from engine.options.traces_endpoint import check_traces_endpoint
 from engine.step_limits import EngineStepLimits, step_limits
 from scheduler.config import (
     Batching,
@@ -86,6 +86,7 @@ class EngineConfig:
     target_first_token_s: float | None
     grammar_compile_timeout_s: float
     worker: WorkerConfig
+    media: MediaConfig = field(default_factory=MediaConfig)
     num_engines: int = 1
     """Engine processes behind one API process."""
     engine: int = 0
@@ -203,6 +204,7 @@ def _engine_config(options: Options, folder: Path, name: str, speculation: Specu
         grammar_compile_timeout_s=options.grammar_compile_timeout,
         default_template_kwargs=_overrides(template_kwargs, options.default_chat_template_kwargs),
         worker=replace(_worker_config(options, folder, limits, adapters), speculation=speculation),
+        media=media_config(options),
         num_engines=options.data_parallel_size,
         prefix_journal=prefix_journal(options),
         kv_events=kv_events_config(options, served_names[0]),

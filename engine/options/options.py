@@ -17,6 +17,7 @@ from engine.options.declaration import Group as Group
 from engine.options.declaration import OptionError as OptionError
 from engine.options.declaration import refuse_given as refuse_given
 from engine.options.edge_config import EdgeOptions
+from engine.options.media_options import MediaOptions
 from engine.options.model_options import (
     REASONING_HELP,
     REASONING_PARSERS,
@@ -36,7 +37,7 @@ _life = partial(declared, Group.LIFE)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(AdapterOptions, SpeculationOptions, EdgeOptions):
+class Options(AdapterOptions, SpeculationOptions, EdgeOptions, MediaOptions):
     """The operator's options. None leaves the decision to the server."""
 
     block_size: int | None = _kv_cache(

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from engine.media.pictures import PicturePreparer
+from engine.options.media_options import MediaConfig
 from engine.text.chat_template import ChatTemplate
 from engine.text.tokenizer import Tokenizer, TokenizerError
 from engine.text.tokenizer import read_json as read_tokenizer_json
@@ -28,7 +30,7 @@ _FIX = "download it again, or serve a checkpoint from a source that you trust"
 
 
 class CheckpointTexts(NamedTuple):
-    """The tokenizer and the templates of a checkpoint."""
+    """The tokenizer and the templates of a checkpoint, and its way with pictures."""
 
     tokenizer: Tokenizer
     template: ChatTemplate
@@ -36,6 +38,7 @@ class CheckpointTexts(NamedTuple):
     """The trial of the tokenizer's patterns, which goes on. No client's text comes before its end."""
     response_template: str
     """JSON text; empty without one."""
+    pictures: PicturePreparer
 
 
 def refusing(folder: Path) -> AbstractContextManager[None]:
@@ -75,7 +78,10 @@ def _plain_context(content: dict[str, Any]) -> int:
 
 
 def load_texts(
-    config: WorkerConfig, *, default_kwargs: Mapping[str, Any] = MappingProxyType({})
+    config: WorkerConfig,
+    media: MediaConfig,
+    *,
+    default_kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> CheckpointTexts:
     """Check and load all, and begin the trial; `default_kwargs` are the template's.
 
@@ -102,7 +108,8 @@ def load_texts(
     except BaseException:
         trial.close()
         raise
-    return CheckpointTexts(tokenizer, template, trial, response_template)
+    pictures = PicturePreparer(config.model_path, media, tokenizer.special_tokens, tokenizer.token_string)
+    return CheckpointTexts(tokenizer, template, trial, response_template, pictures)
 
 
 def tokenizer_config(config: WorkerConfig) -> dict[str, Any]:

@@ -152,6 +152,8 @@ class Templates:
         content = message.get("content")
         if not isinstance(content, list) or template.takes_parts(message["role"], self._special_tokens):
             return message
+        if any("text" not in part for part in content):  # a picture, which no text stands for
+            return message
         return {**message, "content": "\n".join(part["text"] for part in content)}
 
 

@@ -88,9 +88,16 @@ class TokenizerThreads:
     async def encode(self, text: str) -> tuple[int, ...]:
         return await self._lane(len(text)).run(lambda: self._tokenizer.encode_prompt(text))
 
-    async def encode_chat(self, messages: list[dict[str, Any]], options: ChatOptions) -> tuple[int, ...]:
-        """Render a conversation by the model's template, and encode it."""
+    async def encode_chat(
+        self, messages: list[dict[str, Any]], options: ChatOptions, marks: tuple[str, str] | None = None
+    ) -> tuple[int, ...]:
+        """Render a conversation by the model's template, and encode it.
+
+        `marks` are a text of the template's, and one that takes its place everywhere.
+        """
         rendered = await self._chats.run(lambda: self._render(messages, options))
+        if marks is not None:
+            rendered = rendered.replace(*marks)
         return await self._lane(len(rendered)).run(lambda: self._tokenizer.encode_rendered_chat(rendered))
 
     async def encode_texts(self, texts: Sequence[str], cut: TextCut) -> list[TokenizedText]:

@@ -30,6 +30,7 @@ from server.api.chat.protocol import ChatCompletionRequest
 from server.edge.http.json_body import built, without_nones
 from server.edge.refusals import required, translated, unsupported
 from server.reply.generate.protocol import SamplingFields
+from server.reply.pictures.media_parts import data_url, picture_part
 
 _PASSED_ON: Final = frozenset(SamplingFields.model_fields) - {"metadata"}
 _NUMBERED_TOOL: Final = re.compile(r"tools\[(\d+)\]")
@@ -37,6 +38,7 @@ _TOOL_CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 _NAMES: Final = (
     (".function.parameters", ".input_schema"),
     (".function", ""),
+    (".image_url", ".source"),
     ("max_completion_tokens", "max_tokens"),
     ("response_format.json_schema.schema", "output_config.format.schema"),
     ("response_format", "output_config.format"),
@@ -116,26 +118,28 @@ def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
 def _user_messages(turn: AnthropicTurn, where: str) -> list[dict[str, Any]]:
     """Results of tools are messages of their own, in the order of the blocks."""
     messages: list[dict[str, Any]] = []
-    texts: list[str] = []
+    parts: list[dict[str, Any]] = []
     for place, block in enumerate(turn.content):
         at = f"{where}[{place}]"
         if block.type == "tool_result":
-            if texts:
-                messages.append({"role": "user", "content": _parts(texts)})
-                texts = []
+            if parts:
+                messages.append({"role": "user", "content": parts})
+                parts = []
             messages.append(_tool_message(block, at))
         elif not is_others_work(block.type):
-            texts.append(_text(block, at))
-    if texts or not messages:
-        messages.append({"role": "user", "content": _parts(texts)})
+            parts.append(_part(block, at))
+    if parts or not messages:
+        messages.append({"role": "user", "content": parts or ""})
     return messages
 
 
 def _tool_message(block: AnthropicBlock, at: str) -> dict[str, Any]:
-    text = "\n".join(_texts(block.content or (), f"{at}.content"))
+    parts = [_part(inner, f"{at}.content[{place}]") for place, inner in enumerate(block.content or ())]
     call_id = required(block.tool_use_id, f"{at}.tool_use_id")
-    # A template has no place for the mark of a failure: the word is for the model.
-    return {"role": "tool", "tool_call_id": call_id, "content": f"Error: {text}" if block.is_error else text}
+    if block.is_error:  # a template has no place for the mark of a failure: the word is for the model
+        first = parts.pop(0)["text"] if parts and parts[0]["type"] == "text" else ""
+        parts = [{"type": "text", "text": f"Error: {first}"}, *parts]
+    return {"role": "tool", "tool_call_id": call_id, "content": parts or ""}
 
 
 def _assistant_message(turn: AnthropicTurn, where: str) -> dict[str, Any]:
@@ -176,6 +180,20 @@ def _parts(texts: list[str]) -> str | list[dict[str, str]]:
     return [{"type": "text", "text": text} for text in texts] or ""
 
 
+def _part(block: AnthropicTextBlock, at: str) -> dict[str, Any]:
+    if block.type == "image" and isinstance(block, AnthropicBlock | AnthropicResultBlock):
+        return _picture(required(block.source, f"{at}.source"), f"{at}.source")
+    return {"type": "text", "text": _text(block, at)}
+
+
+def _picture(source: AnthropicSource, at: str) -> dict[str, Any]:
+    if source.type == "base64":
+        return picture_part(data_url(source.media_type or "", required(source.data, f"{at}.data")))
+    if source.type == "url":
+        return picture_part(required(source.url, f"{at}.url"))
+    raise unsupported(f"{at}.type", f"{at}: pictures are of type base64 or url, not {source.type!r}")
+
+
 def _text(block: AnthropicTextBlock, at: str) -> str:
     if isinstance(block, AnthropicBlock | AnthropicResultBlock):
         if block.type == "document":
@@ -188,7 +206,7 @@ def _text(block: AnthropicTextBlock, at: str) -> str:
     if block.type != "text":
         raise unsupported(
             f"{at}.type",
-            f"{at}: content blocks of type {block.type!r} are not supported here; use text, document,"
+            f"{at}: content blocks of type {block.type!r} are not supported here; use text, image, document,"
             " thinking, tool_use or tool_result, each in its place",
         )
     return required(block.text, f"{at}.text")

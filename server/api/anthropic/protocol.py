@@ -68,11 +68,14 @@ _InnerBlocks = Annotated[
 
 
 class AnthropicSource(WireModel):
-    """The content of a document."""
+    """The content of a document, or a picture."""
 
     type: _ShortText = ""
-    """`text`, with `data`, or `content`, with blocks of text."""
+    """`text`, with `data`, or `content`, with blocks of text; `base64` or `url` of a picture."""
     data: Text | None = None
+    media_type: _ShortText | None = None
+    """Kind of a picture. Without effect: its first bytes say it."""
+    url: Text | None = None
     content: _InnerBlocks | None = None
 
 
@@ -82,7 +85,7 @@ def _as_source(value: Any) -> Any:
 
 
 class _SourcedBlock(AnthropicTextBlock):
-    """A block that may be a document or a search result."""
+    """A block that may be a document, a search result or a picture."""
 
     source: (
         Annotated[AnthropicSource, BeforeValidator(_as_source, json_schema_input_type=Text | AnthropicSource)]
@@ -94,7 +97,7 @@ class _SourcedBlock(AnthropicTextBlock):
 
 
 class AnthropicResultBlock(_SourcedBlock):
-    """A block within the result of a tool: text, document or search_result."""
+    """A block within the result of a tool: text, image, document or search_result."""
 
     content: _InnerBlocks | None = None
 
@@ -103,7 +106,7 @@ _ResultShapes = Text | Annotated[list[AnthropicResultBlock], Field(max_length=MA
 
 
 class AnthropicBlock(_SourcedBlock):
-    """A block of a message: text, document, search_result, thinking, tool_use or tool_result."""
+    """A block of a message: text, image, document, search_result, thinking, tool_use or tool_result."""
 
     thinking: Text | None = None
     signature: Text | None = None

@@ -14,6 +14,8 @@ from typing import Any
 
 from engine.types import Grammar, GrammarKind
 
+_Content = str | list[dict[str, Any]]
+
 OPENING = "<tool_call>"
 _CLOSING = "</tool_call>"
 _RESULT = "<tool_response>\n{}\n</tool_response>"
@@ -81,13 +83,28 @@ def with_tools_shown(
         shown += f"\n{_FORM}"
     for place, message in enumerate(plain):
         if message["role"] == "system":
-            return _replaced(plain, place, f"{message['content']}\n\n{shown}")
+            return _replaced(plain, place, _beside(message["content"], shown))
         if message["role"] == "user":
-            return _replaced(plain, place, f"{shown}\n\n{message['content']}")
+            return _replaced(plain, place, _beside(shown, message["content"]))
     return [{"role": "user", "content": shown}, *plain]
 
 
-def _replaced(messages: list[dict[str, Any]], place: int, content: str) -> list[dict[str, Any]]:
+def _beside(first: _Content, second: _Content, *, glue: str = "\n\n") -> _Content:
+    """Join two contents; lists of parts, which have pictures, stay lists."""
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}{glue}{second}"
+    parts = [[{"type": "text", "text": each}] if isinstance(each, str) else each for each in (first, second)]
+    return [*parts[0], *parts[1]]
+
+
+def _as_result(content: _Content) -> _Content:
+    if isinstance(content, str):
+        return _RESULT.format(content)
+    begin, end = _RESULT.split("{}")
+    return [{"type": "text", "text": begin}, *content, {"type": "text", "text": end}]
+
+
+def _replaced(messages: list[dict[str, Any]], place: int, content: _Content) -> list[dict[str, Any]]:
     return [*messages[:place], {**messages[place], "content": content}, *messages[place + 1 :]]
 
 
@@ -97,11 +114,11 @@ def _as_plain_turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     has_results = False
     for message in messages:
         if message["role"] == "tool":
-            turn = {"role": "user", "content": _RESULT.format(message["content"])}
+            turn = {"role": "user", "content": _as_result(message["content"])}
         else:
             turn = _with_calls_written(message)
         if has_results and turn["role"] == "user":
-            plain[-1] = {**plain[-1], "content": f"{plain[-1]['content']}\n{turn['content']}"}
+            plain[-1] = {**plain[-1], "content": _beside(plain[-1]["content"], turn["content"], glue="\n")}
         else:
             plain.append(turn)
         has_results = message["role"] == "tool" or (has_results and turn["role"] == "user")

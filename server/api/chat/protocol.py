@@ -20,6 +20,7 @@ from server.reply.generate.protocol import (
     TemplateKwargs,
     Text,
 )
+from server.reply.pictures.media_parts import ContentPart
 
 MAX_MESSAGES = 4096
 MAX_CONTENT_PARTS = 1024
@@ -50,13 +51,6 @@ def _as_parts(value: Any) -> Any:
     if isinstance(value, list):
         return value
     raise wrong_shape("must be a string or a list of content parts")
-
-
-class ContentPart(WireModel):
-    type: Annotated[str, StringConstraints(max_length=64)]
-    """`text`; in assistant messages `refusal` as well."""
-    text: Text | None = None
-    refusal: Text | None = None
 
 
 _ContentShapes = Text | Annotated[list[ContentPart], Field(min_length=1, max_length=MAX_CONTENT_PARTS)]

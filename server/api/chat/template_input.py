@@ -14,9 +14,10 @@ from typing import Any, Final
 from engine.errors import RequestRejected
 from engine.types import ChatOptions, ModelInfo
 from server.api.chat.grammar_tools import CallForm, with_tools_shown
-from server.api.chat.protocol import ChatCompletionRequest, ChatMessage, ContentPart
+from server.api.chat.protocol import ChatCompletionRequest, ChatMessage
 from server.api.chat.tool_use import ToolMode, ToolUse
 from server.edge.refusals import unsupported
+from server.reply.pictures.media_parts import PICTURE, ContentPart, refuse_part
 
 _ROLES: Final = {
     "system": "system",
@@ -191,8 +192,12 @@ def _check_fields(message: ChatMessage, where: str) -> None:
 def _content(message: ChatMessage, where: str) -> str | list[dict[str, str]] | None:
     """List the texts of a message, since some templates join them, or return its only one.
 
-    None only beside tool calls. Results of tools are always one text: few templates read others.
+    None only beside tool calls. Results of tools are one text, unless they have pictures: few templates read
+    others.
     """
+    parts = message.content or ()
+    if any(part.type == PICTURE for part in parts):
+        return [_shown_part(part, message.role, f"{where}.content[{at}]") for at, part in enumerate(parts)]
     texts = [
         _part_text(part, message.role, f"{where}.content[{place}]")
         for place, part in enumerate(message.content or ())
@@ -212,16 +217,25 @@ def _content(message: ChatMessage, where: str) -> str | list[dict[str, str]] | N
 
 def _texts(message: dict[str, Any]) -> list[str]:
     content = message.get("content") or ""
-    return [content] if isinstance(content, str) else [part["text"] for part in content]
+    return [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
 
 
 def _with_one_text(message: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(message["content"], list) and any("text" not in part for part in message["content"]):
+        return message
     return {**message, "content": "\n".join(_texts(message)) if message["content"] else message["content"]}
+
+
+def _shown_part(part: ContentPart, role: str, where: str) -> dict[str, str]:
+    """Return a part as templates know it: a picture is only its place."""
+    if part.type == PICTURE:
+        return {"type": "image"}
+    return {"type": "text", "text": _part_text(part, role, where)}
 
 
 def _part_text(part: ContentPart, role: str, where: str) -> str:
     if part.type != "text" and (part.type != "refusal" or role != "assistant"):
-        raise unsupported(f"{where}.type", f"content parts of type {part.type!r} are not supported; use text")
+        raise refuse_part(part, where)
     text = part.refusal if part.type == "refusal" else part.text
     if text is None:
         raise RequestRejected(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from engine.errors import RequestRejected
+from engine.media.pictures import TokenIds
 from engine.types import GenerationRequest
 from server.api.chat.message_reader import Reading
 from server.api.chat.plan import ReadingPlan, Turn, model_reading, plan_reading
@@ -16,13 +17,14 @@ from server.edge.http.edge import Edge, Engine
 from server.reply.generate.calls import Origin
 from server.reply.generate.engine_requests import (
     FieldNames,
-    TokenIds,
     Wanted,
     check_num_chars,
     check_num_prompt_logprobs,
     engine_requests,
     kept_prompt,
 )
+from server.reply.pictures.media_parts import pictures_of
+from server.reply.pictures.placing import ChatPrompt, encode_with_pictures
 
 _NUM_END_TOKENS = (64, 512, 4096)
 """Tokens at the end of a prompt in which the anchor of a response template is looked for: more if need be."""
@@ -43,35 +45,60 @@ class ChatTurn:
 
 async def prepare_turn(edge: Edge, body: ChatCompletionRequest, origin: Origin) -> ChatTurn:
     """Render, tokenize, and build the engine request. Raises RequestRejected, Overloaded."""
-    engine = edge.engine
-    prompt_ids, turn = await _prompt_and_turn(edge, body)
-    check_num_prompt_logprobs(body.prompt_logprobs, len(prompt_ids), param="prompt_logprobs")
-    prompts = {origin.reply_id: prompt_ids}
-    (request,) = await engine_requests(engine, body, prompts, _wanted(body, turn), origin)
-    prediction = await _prediction(engine, body, max_tokens=request.params.max_tokens)
+    prompt, turn = await _prompt_and_turn(edge, body)
+    try:
+        prompt.check_end()
+        request = await _request_of(edge.engine, body, prompt, turn, origin)
+    except BaseException:
+        prompt.release()
+        raise
     return ChatTurn(
-        prompt_ids=prompt_ids,
-        request=replace(request, prediction=prediction) if prediction else request,
+        prompt_ids=prompt.token_ids,
+        request=request,
         reading=turn.reading,
         ignores_budget=body.thinking_token_budget is not None
         and (turn.answer is None or not turn.answer.has_known_marks),
     )
 
 
-async def prompt_of(edge: Edge, chat: ChatCompletionRequest) -> TokenIds:
+async def prompt_of(edge: Edge, chat: ChatCompletionRequest) -> ChatPrompt:
     """Make the prompt that an answer would have, and nothing more. Raises RequestRejected, Overloaded."""
-    return (await _prompt_and_turn(edge, chat))[0]
+    prompt, _ = await _prompt_and_turn(edge, chat)
+    prompt.release()
+    return prompt
 
 
-async def _prompt_and_turn(edge: Edge, body: ChatCompletionRequest) -> tuple[TokenIds, Turn]:
+async def _prompt_and_turn(edge: Edge, body: ChatCompletionRequest) -> tuple[ChatPrompt, Turn]:
     engine = edge.engine
     plan = plan_reading(body, model_reading(edge.parsers, engine.info))
-    rendered = await engine.encode_chat(plan.messages, plan.options)
+    parts = ((message.role, message.content or ()) for message in body.messages)
+    pictures = pictures_of(parts, engine.info)
+    if pictures:
+        rendered = await encode_with_pictures(engine, plan.messages, plan.options, pictures)
+    else:
+        rendered = ChatPrompt(await engine.encode_chat(plan.messages, plan.options))
     room = len(await _suffix_ids(engine, plan.possible_suffix))
     limit = body.max_completion_tokens or body.max_tokens or 1
-    cut = kept_prompt(body, rendered, engine.info, max_tokens=limit + room)
-    turn = plan.behind(_end_of(engine, cut, plan))
-    return (*cut, *await _suffix_ids(engine, turn.suffix)), turn
+    cut = kept_prompt(body, rendered.token_ids, engine.info, max_tokens=limit + room)
+    kept = rendered.cut_to(len(cut), keeps_end=body.truncation_side != "right")
+    turn = plan.behind(_end_of(engine, kept.token_ids, plan))
+    return kept.followed_by(await _suffix_ids(engine, turn.suffix)), turn
+
+
+async def _request_of(
+    engine: Engine, body: ChatCompletionRequest, prompt: ChatPrompt, turn: Turn, origin: Origin
+) -> GenerationRequest:
+    check_num_prompt_logprobs(body.prompt_logprobs, len(prompt.token_ids), param="prompt_logprobs")
+    prompts = {origin.reply_id: prompt.token_ids}
+    (request,) = await engine_requests(engine, body, prompts, _wanted(body, turn), origin)
+    prediction = await _prediction(engine, body, max_tokens=request.params.max_tokens)
+    return replace(
+        request,
+        prediction=prediction,
+        encoder_inputs=prompt.pictures,
+        payloads=prompt.payloads,
+        at_end=prompt.release,
+    )
 
 
 async def _suffix_ids(engine: Engine, text: str) -> TokenIds:

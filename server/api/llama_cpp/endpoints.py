@@ -152,7 +152,7 @@ async def show_properties(request: Request) -> Response:
             "total_slots": 1,
             "model_alias": info.served_names[0],
             "chat_template": info.chat_template,
-            "modalities": {"vision": False, "audio": False},
+            "modalities": {"vision": info.vision is not None, "audio": False},
         }
     )
 

@@ -21,8 +21,8 @@ from server.api.ollama.protocol import (
     OllamaMessage,
 )
 from server.edge.http.json_body import built
-from server.edge.refusals import unsupported
 from server.reply.generate.protocol import ServiceFields
+from server.reply.pictures.media_parts import data_url, picture_part
 
 _LATEST = ":latest"
 _SAMPLING = (
@@ -50,15 +50,17 @@ def chat_request_of(
         fields["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
     else:
         system = [{"role": "system", "content": body.system}] if body.system else []
-        fields["messages"] = [*system, {"role": "user", "content": body.prompt}]
+        content = _content(body.prompt, body.images)
+        fields["messages"] = [*system, {"role": "user", "content": content}]
     return built(ChatCompletionRequest, fields)
 
 
 def completion_request_of(body: OllamaGenerateRequest, info: ModelInfo) -> CompletionRequest:
     """Build the completion of a prompt that is raw, or has a suffix. Raises RequestRejected."""
-    if body.system:
-        why = "system: a prompt that is raw, or has a suffix, has no place for it"
-        raise RequestRejected(why, param="system")
+    for name in ("system", "images"):
+        if getattr(body, name):
+            why = f"{name}: a prompt that is raw, or has a suffix, has no place for it"
+            raise RequestRejected(why, param=name)
     fields: dict[str, Any] = {name: getattr(body, name) for name in ServiceFields.model_fields}
     options = _option_fields(body)
     options.pop("reasoning_effort", None)  # no template, no switch for thoughts
@@ -90,10 +92,10 @@ def _messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
     """Id and name of each call without a result."""
     found = []
     for place, message in enumerate(messages):
-        if message.images:
-            where = f"messages[{place}].images"
-            raise unsupported(where, f"{where}: images are not supported by this server")
-        rendered: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+        rendered: dict[str, Any] = {
+            "role": message.role,
+            "content": _content(message.content, message.images),
+        }
         if message.thinking:
             rendered["reasoning_content"] = message.thinking
         if message.tool_calls:
@@ -104,6 +106,13 @@ def _messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
             rendered["tool_call_id"] = _answered(waiting, message, f"messages[{place}]")
         found.append(rendered)
     return found
+
+
+def _content(text: str | None, images: Sequence[str] | None) -> str | list[dict[str, Any]]:
+    if not images:
+        return text or ""
+    pictures = [picture_part(data_url("", each)) for each in images]
+    return [*pictures, {"type": "text", "text": text}] if text else pictures
 
 
 def _call(call_id: str, function: Any) -> dict[str, Any]:

@@ -122,6 +122,8 @@ def _capabilities(edge: Edge, info: ModelInfo) -> list[str]:
     if info.pooling is not None:
         return ["embedding"]
     found = ["completion"]
+    if info.vision is not None:
+        found.append("vision")
     reading = model_reading(edge.parsers, info)
     if reading.dialect is not None:
         found.append("tools")

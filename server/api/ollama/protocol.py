@@ -27,7 +27,6 @@ TURN_REFUSALS: Final[dict[str, tuple[Any, ...]]] = {"logprobs": (False,), "top_l
 PROMPT_REFUSALS: Final[dict[str, tuple[Any, ...]]] = {
     **TURN_REFUSALS,
     "context": ([],),
-    "images": ([],),
     "template": ("",),
 }
 """Fields refused by name, unless set to one of these values, or to null."""
@@ -57,6 +56,10 @@ _Format = Annotated[
 ]
 _Think = Annotated[bool | _ShortText, BeforeValidator(_check_think)]
 KeepAlive = Annotated[str, StringConstraints(max_length=64)] | Annotated[float, Field(ge=-1e9, le=1e9)]
+
+
+_Images = Annotated[list[Text], Field(max_length=MAX_TOOLS)]
+"""Pictures, in base64, which stand before the text."""
 
 
 class OllamaOptions(WireModel):
@@ -90,8 +93,7 @@ class OllamaMessage(WireModel):
     thinking: Text | None = None
     tool_calls: Annotated[list[OllamaToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_name: _ShortText | None = None
-    images: Annotated[list[Text], Field(max_length=MAX_TOOLS)] | None = None
-    """Refused by name if there are any."""
+    images: _Images | None = None
 
 
 class OllamaFields(ServiceFields):
@@ -124,6 +126,7 @@ class OllamaGenerateRequest(OllamaFields):
     prompt: Text | None = None
     """Absent or empty: the reply says that the model is loaded."""
     system: Text | None = None
+    images: _Images | None = None
     raw: bool | None = None
     """On: the prompt is gone on with as it is, without the chat template."""
     suffix: Text | None = None

@@ -32,6 +32,11 @@ router = APIRouter()
 ENDPOINT = Endpoint(router=router)
 
 
+class ModelCapabilities(ReplyModel):
+    vision: bool
+    """Whether requests may have pictures."""
+
+
 class Model(ReplyModel):
     id: str
     object: Literal["model"]
@@ -44,6 +49,7 @@ class Model(ReplyModel):
     permission: list[Any]
     """Always empty."""
     max_model_len: int
+    capabilities: ModelCapabilities
 
 
 class ModelList(ReplyModel):
@@ -84,6 +90,7 @@ def _model(name: str, info: ModelInfo) -> dict[str, Any]:
         "parent": None if adapter is None else info.served_names[0],
         "permission": [],
         "max_model_len": info.max_model_len,
+        "capabilities": {"vision": info.vision is not None},
     }
 
 

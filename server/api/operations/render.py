@@ -31,9 +31,30 @@ from server.edge.http.endpoint import (
 from server.edge.http.json_body import read_request
 from server.reply.generate.answering import new_reply_id
 from server.reply.generate.protocol import GenerationFields, SamplingFields, ServiceFields
+from server.reply.pictures.placing import ChatPrompt
 
 _SAMPLING = {*SamplingFields.model_fields} - {*ServiceFields.model_fields}
 _SAMPLING |= {"max_tokens", "max_completion_tokens", "n", "stop"}
+
+
+class PictureRange(ReplyModel):
+    offset: int
+    length: int
+
+
+class RenderedPictures(ReplyModel):
+    image: list[PictureRange]
+
+
+class PictureHashes(ReplyModel):
+    image: list[str]
+
+
+class RenderedFeatures(ReplyModel):
+    """Places of the pictures of a prompt, and digests of them."""
+
+    mm_placeholders: RenderedPictures
+    mm_hashes: PictureHashes
 
 
 class Rendered(ReplyModel):
@@ -42,8 +63,8 @@ class Rendered(ReplyModel):
     request_id: str
     token_ids: list[int]
     token_offsets: None
-    features: None
-    """Null: the prompt is text alone."""
+    features: RenderedFeatures | None
+    """Pictures of the prompt; null if it is text alone."""
     sampling_params: dict[str, Any]
     """Fields of sampling that the request has."""
     model: str
@@ -70,15 +91,15 @@ async def render_completion(request: Request) -> Response:
     engine = edge_of(request).engine
     check_completion(body, engine.info)
     prompts = await encode_prompts(engine, body)
-    return json_reply([_rendered(request, body, prompt.token_ids, "cmpl") for prompt in prompts])
+    return json_reply([_rendered(request, body, ChatPrompt(prompt.token_ids), "cmpl") for prompt in prompts])
 
 
 @router.post("/v1/chat/completions/render", **documentation(Rendered, request=ChatCompletionRequest))
 async def render_chat(request: Request) -> Response:
     """Return the token ids of a conversation's prompt."""
     body = await read_request(request, ChatCompletionRequest, CHAT_REFUSALS, from_headers={})
-    token_ids = await prompt_of(edge_of(request), body)
-    return json_reply(_rendered(request, body, token_ids, "chatcmpl"))
+    prompt = await prompt_of(edge_of(request), body)
+    return json_reply(_rendered(request, body, prompt, "chatcmpl"))
 
 
 _MESSAGES = documentation(Rendered, request=MessagesRequest)
@@ -91,25 +112,32 @@ async def render_messages(request: Request) -> Response:
     body = await read_request(request, MessagesRequest, MESSAGES_REFUSALS, from_headers={})
     with in_their_words(body):
         chat = chat_request_of(body)
-        token_ids = await prompt_of(edge_of(request), chat)
-    return json_reply(_rendered(request, chat, token_ids, "chatcmpl"))
+        prompt = await prompt_of(edge_of(request), chat)
+    return json_reply(_rendered(request, chat, prompt, "chatcmpl"))
 
 
-def _rendered(
-    request: Request, body: GenerationFields, token_ids: tuple[int, ...], kind: str
-) -> dict[str, Any]:
+def _rendered(request: Request, body: GenerationFields, prompt: ChatPrompt, kind: str) -> dict[str, Any]:
     sampling = body.model_dump(include=_SAMPLING, exclude_none=True)
     if "max_completion_tokens" in sampling:  # which is the same by a later name
         sampling["max_tokens"] = sampling.pop("max_completion_tokens")
     return {
         "request_id": new_reply_id(kind),
-        "token_ids": token_ids,
+        "token_ids": prompt.token_ids,
         "token_offsets": None,
-        "features": None,
+        "features": _features(prompt) if prompt.pictures else None,
         "sampling_params": sampling,
         "model": body.model or edge_of(request).engine.info.served_names[0],
         "stream": bool(body.stream),
         "cache_salt": body.cache_salt,
         "priority": body.priority or 0,
         "kv_transfer_params": None,
+    }
+
+
+def _features(prompt: ChatPrompt) -> dict[str, Any]:
+    return {
+        "mm_placeholders": {
+            "image": [{"offset": each.offset, "length": each.num_tokens} for each in prompt.pictures]
+        },
+        "mm_hashes": {"image": [each.content for each in prompt.pictures]},
     }

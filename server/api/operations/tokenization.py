@@ -179,7 +179,8 @@ async def _encode_chat(edge: Edge, body: TokenizeRequest) -> tuple[int, ...]:
     if body.prompt is not None:
         raise RequestRejected("prompt and messages exclude each other", param="prompt")
     fields = {name: getattr(body, name) for name in _CHAT_FIELDS}
-    token_ids = await prompt_of(edge, ChatCompletionRequest(messages=body.messages or [], **fields))
+    prompt = await prompt_of(edge, ChatCompletionRequest(messages=body.messages or [], **fields))
+    token_ids = prompt.token_ids
     return await _with_special_tokens(edge.engine, token_ids) if body.add_special_tokens else token_ids
 
 

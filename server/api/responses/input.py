@@ -27,6 +27,7 @@ from server.api.responses.protocol import (
 from server.api.responses.tools import Toolbox, WireForm, call_of
 from server.edge.http.json_body import built, without_nones
 from server.edge.refusals import refuse_unsupported, required, translated, unsupported
+from server.reply.pictures.media_parts import ContentPart, picture_part, refuse_part
 
 _ROLES: Final = ("user", "assistant", "system", "developer")
 _INSTRUCTING_ROLES: Final = ("system", "developer")
@@ -170,8 +171,7 @@ def _append(messages: list[dict[str, Any]], item: InputItem, tools: Toolbox, whe
     if _is_message(item):
         if item.role not in _ROLES:
             raise unsupported(f"{where}.role", f"the role must be one of {', '.join(_ROLES)}")
-        texts = _texts(item.content, f"{where}.content")
-        content = [{"type": "text", "text": text} for text in texts] or ""
+        content = _chat_parts(item.content, f"{where}.content") or ""
         if item.role == "assistant":
             _assistant_turn(messages, before=_AFTER_REASONING)["content"] = content
         else:
@@ -186,8 +186,8 @@ def _append(messages: list[dict[str, Any]], item: InputItem, tools: Toolbox, whe
     elif item.type in _OUTPUTS:
         of_shell = item.id if item.type == "local_shell_call_output" else None
         call_id = required(item.call_id or of_shell, f"{where}.call_id")
-        text = "\n".join(_texts(item.output, f"{where}.output"))
-        messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+        content = _chat_parts(item.output, f"{where}.output") or ""
+        messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
     elif item.type != "additional_tools" and not _is_left_out(item):
         raise unsupported(
             f"{where}.type",
@@ -217,18 +217,21 @@ def _is_instructing(item: InputItem) -> bool:
     return _is_message(item) and item.role in _INSTRUCTING_ROLES
 
 
-def _texts(parts: Sequence[ItemPart] | None, where: str) -> list[str]:
-    return [_part_text(part, f"{where}[{place}]") for place, part in enumerate(required(parts, where))]
+def _chat_parts(parts: Sequence[ItemPart] | None, where: str) -> list[dict[str, Any]]:
+    return [_chat_part(part, f"{where}[{place}]") for place, part in enumerate(required(parts, where))]
 
 
-def _part_text(part: ItemPart, where: str) -> str:
+def _chat_part(part: ItemPart, where: str) -> dict[str, Any]:
+    if part.type == "input_image":
+        if part.file_id is not None:
+            raise unsupported(f"{where}.file_id", f"{where}: files are kept for batches only; use image_url")
+        detail = "low" if part.detail == "low" else "auto"
+        return picture_part(required(part.image_url, f"{where}.image_url"), detail)
     if part.type == "refusal":
-        return required(part.refusal, f"{where}.refusal")
+        return {"type": "text", "text": required(part.refusal, f"{where}.refusal")}
     if part.type not in _TEXT_PARTS:
-        raise unsupported(
-            f"{where}.type", f"content parts of type {part.type!r} are not supported; use input_text"
-        )
-    return required(part.text, f"{where}.text")
+        raise refuse_part(ContentPart.model_construct(type=part.type), where)
+    return {"type": "text", "text": required(part.text, f"{where}.text")}
 
 
 def _response_format(asked: TextFormat) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def _plain(parts: Iterable[ItemPart]) -> list[dict[str, Any]]:
 
 
 def _output(parts: Sequence[ItemPart]) -> str | list[dict[str, Any]]:
-    return parts[0].text or "" if len(parts) == 1 else _plain(parts)
+    return parts[0].text or "" if len(parts) == 1 and parts[0].text is not None else _plain(parts)
 
 
 def _message_part(role: str | None, part: ItemPart) -> dict[str, Any]:
@@ -109,4 +109,6 @@ def _message_part(role: str | None, part: ItemPart) -> dict[str, Any]:
         return {"type": "refusal", "refusal": part.refusal}
     if role == "assistant":
         return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": []}
+    if part.type == "input_image":
+        return part.model_dump(exclude_none=True)
     return {"type": "input_text", "text": part.text}

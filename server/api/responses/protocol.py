@@ -65,9 +65,15 @@ class ItemPart(WireModel):
     """A piece of an item's content."""
 
     type: _Word
-    """input_text, output_text or text; summary_text and reasoning_text in a reasoning item."""
+    """input_text, input_image, output_text or text; summary_text and reasoning_text in a reasoning item."""
     text: Text | None = None
     refusal: Text | None = None
+    image_url: Text | None = None
+    """A picture as a data URL, or an address on one of the hosts that the server fetches from."""
+    file_id: _Id | None = None
+    """Refused by name: files are kept for batches."""
+    detail: _Word | None = None
+    """Detail of the picture: `low` reads it with few tokens."""
 
 
 _PartList = Annotated[list[ItemPart], Field(max_length=MAX_CONTENT_PARTS, fail_fast=True)]

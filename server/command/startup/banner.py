@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from engine.errors import EngineUnavailable
 from engine.logs.setup import ERASE_LINE
+from engine.media.pictures import is_installed
 from engine.models.entries import ModelSpec
 from engine.options.edge_config import PageParts
 from engine.options.engine_config import EngineConfig, ServerConfig
@@ -86,7 +87,9 @@ def _addresses(server: ServerConfig, url: str) -> list[tuple[str, str]]:
 
 def _purpose(info: ModelInfo) -> str:
     if info.pooling is None:
-        return "text"
+        if info.vision is None:
+            return "text"
+        return "text and pictures" if is_installed() else "text; pictures need Pillow: the extra `images`"
     if info.pooling.task is PoolingTask.SCORE:
         return "scores of pairs of texts"
     return f"embeddings of {info.pooling.num_dimensions:,} dimensions"

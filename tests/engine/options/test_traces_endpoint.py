@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
-from engine.options import traces_endpoint
+from engine.options import edge_config
 from engine.options.declaration import OptionError
-from engine.options.traces_endpoint import check_traces_endpoint
+from engine.options.edge_config import check_traces_endpoint
 
 URL = "http://localhost:4318/v1/traces"
 
@@ -35,7 +35,7 @@ def test_a_password_in_it_is_refused_and_not_repeated() -> None:
 
 
 def test_without_the_extra_it_is_told_how_to_get_it(monkeypatch) -> None:
-    monkeypatch.setattr(traces_endpoint, "_NEEDED", ("pytest", "no-such-package"))
+    monkeypatch.setattr(edge_config, "_OF_TRACES", ("pytest", "no-such-package"))
     with pytest.raises(OptionError, match=r"not installed.*tokenyard\[otel\]"):
         check_traces_endpoint(URL)
 

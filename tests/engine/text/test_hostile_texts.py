@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.options.media_options import MediaConfig
 from engine.text.checkpoint_texts import load_texts
 from engine.text.tokenizer import TokenizerError
 from tests.checkpoints import write_tokenizer
@@ -20,7 +21,7 @@ def read(folder: Path) -> str:
     """Load all texts; return the refusal."""
     began_s = time.process_time()
     try:
-        texts = load_texts(WorkerConfig(model_path=str(folder)))
+        texts = load_texts(WorkerConfig(model_path=str(folder)), MediaConfig())
     except TokenizerError as error:
         assert_one_line(error)
         return str(error)

@@ -230,11 +230,22 @@ async def test_a_choice_of_tools_holds_the_reply_to_it(client, engine, choice, i
     assert (engine.requests[0].params.grammar is not None) == is_held
 
 
+SOURCE = {"type": "base64", "media_type": "image/png", "data": "aa"}
+
+
 @pytest.mark.parametrize(
     ("body", "told"),
     [
         ({"max_tokens": None}, "max_tokens is required"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "'image'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "file"}}]}]},
+            "messages[0].content[0].source: pictures are of type base64 or url, not 'file'",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": SOURCE}]}]},
+            "messages[0].content[0]: the model 'fake' reads no pictures",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "music"}]}]}, "'music'"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         ({"tools": [{"type": "teapot_20250305", "name": "tea"}]}, "'teapot_20250305'"),
         (

@@ -284,6 +284,9 @@ async def test_without_truncation_too_long_is_an_error(client):
 # Refusals.
 
 
+PICTURE = {"type": "input_image", "image_url": "data:image/png;base64,aa"}
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -312,7 +315,16 @@ async def test_without_truncation_too_long_is_an_error(client):
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0].image_url",
+        ),
+        (
+            {"input": [{"role": "user", "content": [PICTURE | {"file_id": "f"}]}]},
+            "input[0].content[0].file_id",
+        ),
+        ({"input": [{"role": "user", "content": [PICTURE]}]}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "input[0].content[0].type"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input[0].arguments"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
         ({"metadata": {f"{number}": "v" for number in range(17)}}, "metadata"),

@@ -144,6 +144,7 @@ def message(**fields):
     return {"messages": [{"role": "user", "content": "x", **fields}]}
 
 
+PART = "messages[0].content[0]"
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
@@ -169,10 +170,12 @@ BAD_CHATS = [
     (message(content=5), "messages[0].content", "invalid_value"),
     (message(content=[5]), "messages[0].content[0]", "invalid_value"),
     (
-        message(content=[{"type": "image_url", "image_url": {}}]),
-        "messages[0].content[0].type",
+        message(content=[{"type": "image_url", "image_url": "data:,x"}]),
+        f"{PART}.type",
         "unsupported_parameter",
     ),
+    (message(content=[{"type": "image_url", "image_url": {}}]), f"{PART}.image_url.url", "missing_field"),
+    (message(content=[{"type": "input_audio"}]), f"{PART}.type", "unsupported_parameter"),
     (message(content=[{"type": "text"}]), "messages[0].content[0].text", "missing_field"),
     (message(content=[]), "messages[0].content", "invalid_value"),
     (message(content="x" * 128), "messages", "context_length_exceeded"),

@@ -28,7 +28,7 @@ READERS = (
     *("reply/generate/calls.py", "reply/generate/engine_requests.py", "reply/generate/answering.py"),
     *("reply/generate/structured_output.py", "api/completions/completions.py", "api/completions/requests.py"),
     *("api/chat/chat.py", "api/chat/template_input.py", "api/chat/turn.py", "api/chat/tool_use.py"),
-    "api/chat/plan.py",
+    *("api/chat/plan.py", "reply/pictures/media_parts.py"),
 )
 ACCEPTED_WITHOUT_EFFECT = frozenset(
     {"metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}

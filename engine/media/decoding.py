@@ -1,0 +1,61 @@
+"""A picture's file to pixels: every check before they are decoded, then one frame, upright, in RGB.
+
+Owns: the limits on a picture, and the modes that are taken.
+Never: runs outside of the process that prepares pictures: decoders are programs that strangers feed.
+"""
+
+import io
+import warnings
+from typing import Final
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+MAX_ASPECT: Final = 200
+"""Longer side by shorter side: image processors refuse more."""
+
+
+class PictureRefused(Exception):
+    """A picture that is not taken; the reason may be shown to clients."""
+
+
+def decode(content: bytes, kind: str, *, max_pixels: int, least_side: int) -> Image.Image:
+    """Decode a file of one kind. Raises PictureRefused."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of Pillow, about strange metadata
+            opened = Image.open(io.BytesIO(content), formats=(kind,))
+            _check_size(*opened.size, max_pixels=max_pixels, least_side=least_side)
+            if getattr(opened, "is_animated", False):
+                raise PictureRefused("it has several frames; send one of them")
+            opened.load()
+            return _in_rgb(ImageOps.exif_transpose(opened))
+    except Image.DecompressionBombError:
+        raise PictureRefused(f"its header says more pixels than the {max_pixels} that are taken") from None
+    except UnidentifiedImageError:
+        raise PictureRefused(f"it is no {kind} file, though it begins as one") from None
+    except (OSError, ValueError, SyntaxError, ArithmeticError, LookupError, TypeError, EOFError) as error:
+        # Decoders raise any of these for a file that is cut off or wrong.
+        raise PictureRefused(f"its {kind} file is broken or cut off") from error
+
+
+def _check_size(width: int, height: int, *, max_pixels: int, least_side: int) -> None:
+    if width * height > max_pixels:
+        raise PictureRefused(f"it has {width} x {height} pixels; at most {max_pixels} in all are taken")
+    if min(width, height) < least_side:
+        raise PictureRefused(f"it has {width} x {height} pixels; a side must have {least_side} at least")
+    if max(width, height) > MAX_ASPECT * min(width, height):
+        raise PictureRefused(
+            f"it has {width} x {height} pixels: one side is over {MAX_ASPECT} times the other"
+        )
+
+
+def _in_rgb(image: Image.Image) -> Image.Image:
+    """Convert any mode; what is transparent becomes white, as pages are."""
+    if image.mode.startswith("I"):  # 16 bits; Pillow itself would cut off all above 255
+        return Image.fromarray((np.asarray(image, dtype=np.uint32) >> 8).astype(np.uint8)).convert("RGB")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, "white")
+        return Image.alpha_composite(white, image).convert("RGB")
+    return image.convert("RGB")

@@ -1,0 +1,111 @@
+"""The prompt of a conversation with pictures: tokens, and the places of the pictures among them.
+
+Owns: the order of the work: places are counted before any picture is decoded. No cut goes through a picture.
+Never: how a family writes a picture (engine/media).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from engine.errors import RequestRejected
+from engine.media.pictures import TokenIds, place, refuse_marks, refused_places
+from engine.media.segments import PictureLease, StoredPicture
+from engine.types import ChatOptions, EncoderInput, Payload
+from server.edge.http.edge import Engine
+from server.reply.pictures.fetching import picture_bytes
+from server.reply.pictures.media_parts import PictureSource
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A prompt as tokens, and its pictures, which `lease` holds."""
+
+    token_ids: TokenIds
+    pictures: tuple[EncoderInput, ...] = ()
+    stored: tuple[StoredPicture, ...] = ()
+    lease: PictureLease | None = None
+
+    @property
+    def payloads(self) -> tuple[Payload, ...]:
+        """Prepared bytes of the pictures, each content once."""
+        contents = {each.content for each in self.pictures}
+        found = {each.payload.content: each.payload for each in self.stored}
+        return tuple(payload for content, payload in found.items() if content in contents)
+
+    def cut_to(self, num_tokens: int, *, keeps_end: bool) -> "ChatPrompt":
+        """Keep the last tokens, or the first; a picture that a cut goes through is left out as a whole."""
+        num_all = len(self.token_ids)
+        if num_tokens >= num_all:
+            return self
+        start, stop = (num_all - num_tokens, num_all) if keeps_end else (0, num_tokens)
+        for each in self.pictures:
+            if each.offset < start < each.end:
+                start = each.end
+            if each.offset < stop < each.end:
+                stop = each.offset
+        kept = [each for each in self.pictures if each.offset >= start and each.end <= stop]
+        moved = tuple(each._replace(offset=each.offset - start) for each in kept)
+        return replace(self, token_ids=self.token_ids[start:stop], pictures=moved)
+
+    def followed_by(self, token_ids: TokenIds) -> "ChatPrompt":
+        return replace(self, token_ids=(*self.token_ids, *token_ids)) if token_ids else self
+
+    def check_end(self) -> None:
+        """Raise RequestRejected if nothing follows the last picture: an answer begins behind a token."""
+        if self.pictures and self.pictures[-1].end >= len(self.token_ids):
+            raise RequestRejected("the prompt ends with a picture; put text behind it", param="messages")
+
+    def release(self) -> None:
+        """Let the pictures go."""
+        if self.lease is not None:
+            self.lease.release()
+
+
+async def encode_with_pictures(
+    engine: Engine,
+    messages: list[dict[str, Any]],
+    options: ChatOptions,
+    sources: Sequence[PictureSource],
+) -> ChatPrompt:
+    """Render and encode a conversation, and prepare its pictures.
+
+    Raises RequestRejected, Overloaded, EngineUnavailable.
+    """
+    vision = engine.info.vision
+    assert vision is not None, "pictures_of refuses pictures of other models"
+    marks = engine.pictures.marks(vision)
+    if marks is None:
+        raise RequestRejected(
+            "pictures are not taken: the checkpoint's tokenizer does not name the tokens around them",
+            param=sources[0].where,
+            code="unsupported_parameter",
+        )
+    most = engine.pictures.config.max_pictures
+    if len(sources) > most:
+        raise RequestRejected(
+            f"messages have {len(sources)} pictures; this server takes at most {most} in a request",
+            param="messages",
+        )
+    refuse_marks(marks, messages, "messages")
+    refuse_marks(marks, options.tools, "tools")
+    refuse_marks(marks, [options.template_kwargs, options.template_hints], "chat_template_kwargs")
+    rendered = await engine.encode_chat(messages, options, (marks.mark, marks.frame))
+    num_places = rendered.count(vision.image_token_id)
+    if num_places != len(sources):
+        raise refused_places(num_places, len(sources))
+    lease = engine.pictures.new_lease()
+    try:
+        stored = []
+        for source in sources:
+            picture = await picture_bytes(source.url, engine.pictures.config, where=source.where)
+            stored.append(
+                await engine.pictures.prepare(picture, source.detail, vision, lease, param=source.where)
+            )
+        texts = {piece for each in stored for piece in each.pieces if isinstance(piece, str)}
+        ids_of = {text: await engine.encode_plain(text) for text in texts}
+        token_ids, pictures = place(rendered, vision.image_token_id, stored, ids_of.__getitem__)
+    except BaseException:
+        lease.release()
+        raise
+    return ChatPrompt(token_ids, pictures, tuple(stored), lease)

@@ -1,0 +1,129 @@
+"""Pictures on the real server: a tiny Qwen3-VL with random weights, asked by the clients that people use."""
+
+import base64
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+pytest.importorskip("PIL")
+
+import openai
+import tokenizers
+
+from engine.media.messages import SHARED_MEMORY
+from tests.checkpoints import write_tokenizer
+from tests.e2e.serving import RunningServer, running_server, wait_for
+from tests.engine.media.made_pictures import hostile_files, picture, write_checkpoint
+from tests.worker.pictures.seeing import IMAGE, Reference
+
+pytestmark = pytest.mark.night
+
+_MARKS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+_TEMPLATE = """{%- for message in messages -%}
+<|im_start|>{{ message.role }}
+{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content -%}
+{%- if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif -%}
+{%- endfor %}{% endif %}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif -%}
+"""
+
+
+def write_seeing_model(folder: Path) -> Path:
+    """Write a whole checkpoint whose tokenizer knows the marks of pictures at the model's own ids."""
+    Reference("qwen3_vl", folder)
+    config = json.loads((folder / "config.json").read_text())
+    write_tokenizer(folder)
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    num_fill = IMAGE - backend.get_vocab_size()
+    backend.add_tokens([f"<fill {number}>" for number in range(num_fill)])
+    backend.add_special_tokens(list(_MARKS))
+    assert backend.token_to_id(_MARKS[0]) == IMAGE
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(_TEMPLATE)
+    write_checkpoint(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[RunningServer]:
+    model = write_seeing_model(tmp_path_factory.mktemp("seeing"))
+    with running_server(
+        tmp_path_factory.mktemp("server"), str(model), "--served-model-name", "eyes", "--block-size", "8"
+    ) as server:
+        yield server
+    assert not [*SHARED_MEMORY.glob("tokenyard-pictures-*")]
+
+
+def data(seed: int = 0, width: int = 64, height: int = 48) -> str:
+    return base64.b64encode(picture(width, height, seed=seed)).decode()
+
+
+def parts(*seeds: int) -> list[dict]:
+    urls = [f"data:image/png;base64,{data(seed)}" for seed in seeds]
+    return [
+        {"type": "text", "text": "What is this?"},
+        *({"type": "image_url", "image_url": {"url": url}} for url in urls),
+    ]
+
+
+def tokens_of(client: openai.OpenAI, *seeds: int) -> tuple[list[str], openai.types.CompletionUsage]:
+    reply = client.chat.completions.create(
+        model="eyes",
+        messages=[{"role": "user", "content": parts(*seeds)}],
+        max_tokens=8,
+        temperature=0,
+        logprobs=True,
+        extra_body={"ignore_eos": True},
+    )
+    return [each.token for each in reply.choices[0].logprobs.content], reply.usage
+
+
+def segments() -> list[str]:
+    return [each.name for each in SHARED_MEMORY.glob("tokenyard-pictures-*-[0-9]*")]
+
+
+def test_the_answer_differs_with_the_picture_and_a_second_turn_finds_it(server) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="x")
+    first, usage = tokens_of(client, 1)
+    again, found = tokens_of(client, 1)
+    other, _ = tokens_of(client, 2)
+    several, more = tokens_of(client, 1, 2, 1)
+    assert first == again
+    assert len({tuple(each) for each in (first, other, several)}) == 3
+    assert more.prompt_tokens - usage.prompt_tokens == 2 * (12 + 2)
+    assert found.prompt_tokens_details.cached_tokens >= 0.5 * found.prompt_tokens
+    wait_for(lambda: not segments())
+
+
+def test_a_screenshot_in_anthropics_words_is_shown_as_a_tools_result(server) -> None:
+    def answer(seed: int) -> str:
+        source = {"type": "base64", "media_type": "image/png", "data": data(seed)}
+        shot = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image", "source": source}]}
+        messages = [
+            {"role": "user", "content": "look"},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "shot", "input": {}}]},
+            {"role": "user", "content": [shot]},
+        ]
+        body = {"max_tokens": 8, "messages": messages, "ignore_eos": True, "temperature": 0}
+        reply = httpx.post(f"{server.url}/v1/messages", json=body, timeout=60)
+        assert reply.status_code == 200, reply.text
+        return reply.json()["content"][0]["text"]
+
+    assert answer(1) != answer(2)
+
+
+def test_hostile_files_are_refused_and_the_server_goes_on(server) -> None:
+    for name, file in hostile_files().items():
+        url = f"data:image/png;base64,{base64.b64encode(file).decode()}"
+        body = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]}
+        reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+        assert reply.status_code == 400, (name, reply.text)
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="x")
+    assert len(tokens_of(client, 1)[0]) == 8
+    wait_for(lambda: not segments())

@@ -1,0 +1,265 @@
+"""Pictures on every way in: the request that reaches the engine, and what is left when it is over."""
+
+import base64
+import dataclasses
+import gc
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+pytest.importorskip("PIL")
+
+from engine.media.messages import SHARED_MEMORY
+from engine.options.media_options import MediaConfig
+from engine.types import EncoderInput
+from server.app import build_app
+from server.reply.pictures.placing import ChatPrompt
+from tests.engine.media.made_pictures import SEEN, picture, pictures_of
+from tests.server.conftest import Settings, connect
+from tests.server.fake_engine import INFO, FakeEngine
+
+IMAGE = dataclasses.replace(SEEN, image_token_id=299)
+SMALL, LARGE = picture(32, 32), picture(64, 32, seed=1)
+NUM_SMALL, NUM_LARGE = 4, 8
+MARK = "<|image_pad|>"
+
+
+class SeeingEngine(FakeEngine):
+    """Shows pictures by a byte that no text has, and looks for their shared memory while it answers."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(model_info=dataclasses.replace(INFO, vision=IMAGE, max_model_len=256))
+        self.pictures = pictures_of(folder, MediaConfig(max_pictures=3))
+        self.is_blind_to: str | None = None
+        self.num_segments: list[int] = []
+
+    async def encode_chat(self, messages, options, marks=None) -> tuple[int, ...]:
+        self.chats.append((messages, options))
+        ids: list[int] = []
+        for message in messages:
+            content = message["content"] or ""
+            parts = [{"text": content}] if isinstance(content, str) else content
+            for part in parts:
+                if "text" in part:
+                    ids += part["text"].encode()
+                elif message["role"] != self.is_blind_to:
+                    ids.append(IMAGE.image_token_id)
+        return (*ids, 10)
+
+    async def generate(self, request):
+        self.num_segments.append(sum((SHARED_MEMORY / each.segment).exists() for each in request.payloads))
+        async for output in super().generate(request):
+            yield output
+        request.at_end()
+
+
+@pytest.fixture
+async def engine(tmp_path: Path) -> AsyncIterator[SeeingEngine]:
+    engine = SeeingEngine(tmp_path)
+    yield engine
+    await engine.pictures.close()
+
+
+@pytest.fixture
+async def client(engine) -> AsyncIterator[httpx.AsyncClient]:
+    async with connect(build_app(engine, Settings())) as client:
+        yield client
+
+
+def coded(file: bytes) -> str:
+    return base64.b64encode(file).decode()
+
+
+def url(file: bytes = SMALL) -> str:
+    return f"data:image/png;base64,{coded(file)}"
+
+
+def part(file: bytes = SMALL, **more) -> dict:
+    return {"type": "image_url", "image_url": {"url": url(file), **more}}
+
+
+def text(words: str) -> dict:
+    return {"type": "text", "text": words}
+
+
+def chat(*parts: dict, **fields) -> dict:
+    return {"messages": [{"role": "user", "content": [*parts]}], "max_tokens": 2, **fields}
+
+
+def block(file: bytes = SMALL) -> dict:
+    return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": coded(file)}}
+
+
+CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+USE = {"type": "tool_use", "id": "c", "name": "look", "input": {}}
+RESULT = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "shot "}, block()]}
+
+WAYS = {
+    "/v1/chat/completions": chat(text("see "), part()),
+    "/v1/chat/completions of a url alone": chat(text("see "), {"type": "image_url", "image_url": url()}),
+    "/v1/chat/completions of a tool": {
+        "messages": [
+            {"role": "user", "content": "s"},
+            {"role": "assistant", "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "c", "content": [text("ee "), part()]},
+        ],
+        "max_tokens": 2,
+    },
+    "/v1/responses": {
+        "input": [
+            {
+                "role": "user",
+                "content": [
+                    {"type": "input_text", "text": "see "},
+                    {"type": "input_image", "image_url": url(), "detail": "auto"},
+                ],
+            }
+        ],
+        "max_output_tokens": 2,
+        "store": False,
+    },
+    "/v1/messages": {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "see "}, block()]}],
+        "max_tokens": 2,
+    },
+    "/v1/messages of a tool": {
+        "messages": [
+            {"role": "user", "content": "look"},
+            {"role": "assistant", "content": [USE]},
+            {"role": "user", "content": [RESULT]},
+        ],
+        "max_tokens": 2,
+    },
+    "/api/chat": {
+        "messages": [{"role": "user", "content": "see ", "images": [coded(SMALL)]}],
+        "options": {"num_predict": 2},
+        "stream": False,
+    },
+    "/api/generate": {
+        **{"prompt": "see ", "images": [coded(SMALL)], "options": {"num_predict": 2}, "stream": False}
+    },
+}
+
+
+async def test_each_way_in_brings_a_picture_to_the_engine_and_leaves_nothing(client, engine) -> None:
+    for way, body in WAYS.items():
+        reply = await client.post(way.partition(" ")[0], json=body)
+        assert reply.status_code == 200, (way, reply.text)
+        request = engine.requests.pop()
+        (seen,) = request.encoder_inputs
+        assert seen.num_tokens == NUM_SMALL, way
+        assert set(request.prompt_token_ids[seen.offset : seen.end]) == {IMAGE.image_token_id}, way
+        assert [each.content for each in request.payloads] == [seen.content], way
+        assert engine.num_segments.pop() == 1, way
+        del request
+        gc.collect()
+        assert not engine.pictures._segments._stored, way
+
+
+async def test_pictures_keep_their_order_and_one_that_comes_twice_is_there_once(client, engine) -> None:
+    body = chat(part(LARGE), text("a"), part(SMALL), part(LARGE))
+    usage = (await client.post("/v1/chat/completions", json=body)).json()["usage"]
+    (request,) = engine.requests
+    first, second, third = request.encoder_inputs
+    assert [each.num_tokens for each in request.encoder_inputs] == [NUM_LARGE, NUM_SMALL, NUM_LARGE]
+    assert (first.offset, second.offset, third.offset) == (0, NUM_LARGE + 1, NUM_LARGE + 1 + NUM_SMALL)
+    assert first.content == third.content != second.content
+    assert len(request.payloads) == 2
+    assert usage["prompt_tokens"] == 2 * NUM_LARGE + NUM_SMALL + 2
+
+
+async def test_tokens_of_pictures_are_counted_everywhere_alike(client, engine) -> None:
+    num = len("see ") + NUM_SMALL + 1
+    body = chat(text("see "), part())
+    tokenized = (await client.post("/tokenize", json={"messages": body["messages"]})).json()
+    assert (tokenized["count"], len(tokenized["tokens"])) == (num, num)
+    counted = (await client.post("/v1/messages/count_tokens", json=WAYS["/v1/messages"])).json()
+    assert counted == {"input_tokens": num}
+    rendered = (await client.post("/v1/chat/completions/render", json=body)).json()
+    assert len(rendered["token_ids"]) == num
+    (where,) = rendered["features"]["mm_placeholders"]["image"]
+    assert where == {"offset": 4, "length": NUM_SMALL}
+    assert len(rendered["features"]["mm_hashes"]["image"]) == 1
+    assert not engine.pictures._segments._stored
+
+
+async def test_a_response_goes_on_with_the_pictures_before_it(client, engine) -> None:
+    first = await client.post("/v1/responses", json={**WAYS["/v1/responses"], "store": True})
+    items = (await client.get(f"/v1/responses/{first.json()['id']}/input_items")).json()["data"]
+    assert items[0]["content"][1] == {"type": "input_image", "image_url": url(), "detail": "auto"}
+    again = {"input": "more", "previous_response_id": first.json()["id"], "max_output_tokens": 2}
+    assert (await client.post("/v1/responses", json=again)).status_code == 200
+    before, after = engine.requests
+    assert [each.content for each in after.encoder_inputs] == [each.content for each in before.encoder_inputs]
+
+
+async def test_bad_pictures_are_refused_by_the_field_that_has_them(client, engine) -> None:
+    cases = [
+        (chat(part(b"a cat")), "messages[0].content[0].image_url", "no PNG, JPEG, WebP or GIF"),
+        (chat(text("x"), part(SMALL[:100])), "messages[0].content[1].image_url", "broken"),
+        (
+            chat({"type": "image_url", "image_url": "file:///etc/passwd"}),
+            "messages[0].content[0].image_url",
+            "",
+        ),
+        (
+            chat({"type": "image_url", "image_url": "https://a.example/x"}),
+            "messages[0].content[0].image_url",
+            "",
+        ),
+        (chat(*[part()] * 4), "messages", "4 pictures; this server takes at most 3"),
+        (chat(text(f"so {MARK}"), part()), "messages", "leave it out"),
+        (chat(part(), chat_template_kwargs={"known": MARK}), "chat_template_kwargs", "leave it out"),
+        (
+            chat({"type": "input_audio", "input_audio": {}}),
+            "messages[0].content[0].type",
+            "audio is not served",
+        ),
+        (chat({"type": "video_url", "video_url": {}}), "messages[0].content[0].type", "video is not served"),
+        ({"messages": [{"role": "system", "content": [part()]}]}, "messages[0].content[0].type", "system"),
+    ]
+    for body, param, told in cases:
+        reply = await client.post("/v1/chat/completions", json=body)
+        error = reply.json()["error"]
+        assert (reply.status_code, error["param"]) == (400, param), reply.text
+        assert told in error["message"]
+    theirs = {**WAYS["/v1/messages"], "messages": [{"role": "user", "content": [block(b"a cat")]}]}
+    reply = await client.post("/v1/messages", json=theirs)
+    assert "messages[0].content[0].source: the picture is not taken" in reply.json()["error"]["message"]
+    engine.is_blind_to = "user"
+    reply = await client.post("/v1/chat/completions", json=chat(part()))
+    assert "0 places for 1 pictures" in reply.json()["error"]["message"]
+    assert not engine.requests
+    assert not engine.pictures._segments._stored
+
+
+async def test_what_a_model_sees_is_said_where_clients_look(client) -> None:
+    assert (await client.get("/v1/models")).json()["data"][0]["capabilities"] == {"vision": True}
+    assert "vision" in (await client.post("/api/show", json={"model": "fake"})).json()["capabilities"]
+    assert (await client.get("/props")).json()["modalities"]["vision"]
+
+
+async def test_truncation_leaves_a_picture_out_as_a_whole(client, engine) -> None:
+    body = chat(text("ab"), part(), text("cd"), truncate_prompt_tokens=5)
+    await client.post("/v1/chat/completions", json=body)
+    (request,) = engine.requests
+    assert request.encoder_inputs == request.payloads == ()
+    assert request.prompt_token_ids == (*b"cd", 10)
+
+
+def test_a_cut_moves_pictures_and_goes_around_them() -> None:
+    prompt = ChatPrompt(tuple(range(10)), (EncoderInput(2, 3, "a"), EncoderInput(6, 2, "b")))
+
+    def left(num: int, *, keeps_end: bool) -> tuple[tuple[int, ...], list[tuple[int, str]]]:
+        cut = prompt.cut_to(num, keeps_end=keeps_end)
+        return cut.token_ids, [(each.offset, each.content) for each in cut.pictures]
+
+    assert prompt.cut_to(10, keeps_end=True) is prompt
+    assert left(8, keeps_end=True) == (tuple(range(2, 10)), [(0, "a"), (4, "b")])
+    assert left(7, keeps_end=True) == (tuple(range(5, 10)), [(1, "b")])
+    assert left(3, keeps_end=True) == ((8, 9), [])
+    assert left(7, keeps_end=False) == (tuple(range(6)), [(2, "a")])
+    assert left(5, keeps_end=False) == (tuple(range(5)), [(2, "a")])
+    assert left(4, keeps_end=False) == ((0, 1), [])
