@@ -35,6 +35,7 @@ from bench.load.workload import (
     read_prompts,
     synthetic_prompts,
 )
+from bench.words import WordParser
 from server.edge.http.http_client import API_KEY_VARIABLE, ExchangeFailed, Target, key_from_environment
 
 _DEFAULT_NUM_PROMPTS = 64
@@ -242,7 +243,7 @@ def _parameters(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = WordParser(
         prog="tokenyard bench", description="Send load to an OpenAI-compatible server and measure it."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -25,6 +25,7 @@ from bench.simulate.setup import (
     share,
     tenant_mix,
 )
+from bench.words import WordParser
 from scheduler.config import SchedulerConfig
 
 # The sizes of a model of 8 billion parameters in bfloat16 on one H100, by arithmetic from its data sheet:
@@ -64,7 +65,7 @@ lines), Azure, BurstGPT (CSV).
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = WordParser(
         usage="tokenyard simulate [options]",
         prog="tokenyard simulate",
         description="Run the scheduler in virtual time: what happens if there is more load, more memory, "

@@ -18,6 +18,7 @@ from pathlib import Path
 from bench.trace.events import TraceEvents
 from bench.trace.reading import TracedStep, TraceError, read_trace
 from bench.trace.timeline import Timeline
+from bench.words import WordParser
 
 _MAX_COLUMNS = 4000
 _NAMES_IN_A_CELL = 4
@@ -181,7 +182,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = WordParser(
         prog="tokenyard trace",
         description="Show what the scheduler did, from a file that `tokenyard serve --trace-steps` wrote.",
         allow_abbrev=False,

@@ -14,6 +14,7 @@ from typing import Any
 
 from engine.logs.lines import LogFormat
 from engine.options.adapter_options import AdapterConfig, adapter_config
+from engine.options.early_checks import check_early
 from engine.options.edge_config import EdgeConfig, check_traces_endpoint, edge_config
 from engine.options.engine_split import (
     ClusterConfig,
@@ -153,6 +154,8 @@ def resolve(
     check_engines(options)
     folder, name = find_model(options.model, environment)
     check_checksums(options.checksums, folder)
+    if cluster is None and ray is None:
+        check_early(options, folder)
     speculation = speculation_config(options, lambda draft: find_model(draft, environment)[0])
     engine = _engine_config(options, folder, name, speculation)
     if cluster is not None:

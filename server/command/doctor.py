@@ -43,10 +43,25 @@ def main(words: Sequence[str]) -> int:
         if not as_json:
             print(_line(finding), flush=True)
     is_fault = any(finding.verdict is Verdict.FAULT for finding in findings)
-    if as_json:
+    if not as_json:
+        print(f"\n{_verdict(findings)}")
+    else:
         json.dump({"ok": not is_fault, "findings": [asdict(each) for each in findings]}, sys.stdout, indent=2)
         print()
     return EXIT_FAULT if is_fault else 0
+
+
+def _verdict(findings: Sequence[Finding]) -> str:
+    """Sum up, in a line: what to do next."""
+    faults, warnings = (
+        [finding.topic for finding in findings if finding.verdict is verdict]
+        for verdict in (Verdict.FAULT, Verdict.WARNING)
+    )
+    if faults:
+        return f"It would not start: see {', '.join(faults)}."
+    if warnings:
+        return f"It will start, with {', '.join(warnings)} as it says above: tokenyard serve"
+    return "All is well; next: tokenyard serve"
 
 
 def _examine(options: Options, more: Sequence[str]) -> Iterator[Finding]:

@@ -9,6 +9,7 @@ import pytest
 from bench.load.command import main
 from bench.load.rate_sweep import RunOfSweep, parse_sweep, render_sweep, run_sweep
 from bench.load.report import summarize
+from bench.simulate.command import main as simulate
 from tests.bench.fake_openai import fake_openai
 
 
@@ -179,3 +180,24 @@ def test_options_that_make_no_sense_are_refused(words: list[str], complaint: str
 def test_help_is_no_error(capsys) -> None:
     assert main(["serve", "--help"]) == 0
     assert "--shared-prefix-len" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("run", "words", "said"),
+    [
+        (
+            main,
+            ("serve", "--num-requests", "5"),
+            "bench serve: error: --num-requests is unknown; did you mean",
+        ),
+        (
+            simulate,
+            ("--num-request=5",),
+            "simulate: error: --num-request is unknown; did you mean --num-requests?",
+        ),
+        (simulate, ("--xyzzy",), "simulate: error: --xyzzy is unknown\n"),
+    ],
+)
+def test_an_option_that_is_unknown_is_told_which_may_have_been_meant(run, words, said, capsys) -> None:
+    assert run(words) == 2
+    assert said in capsys.readouterr().err

@@ -148,7 +148,8 @@ def _curl(info: ModelInfo, server: ServerConfig, url: str) -> str:
     key = ' -H "Authorization: Bearer $TOKENYARD_API_KEY"' if _needs_key(server) else ""
     if url.startswith(_UNIX):
         url = f"--unix-socket {shlex.quote(url.removeprefix(_UNIX))} http://localhost"
-    return f"curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    # In two lines, which a terminal does not break within the JSON.
+    return f"curl {url}/v1/{path}{key} -H 'Content-Type: application/json' \\\n    -d {shlex.quote(body)}"
 
 
 def _needs_key(server: ServerConfig) -> bool:

@@ -39,6 +39,8 @@ def main(words: Sequence[str]) -> int:
         if sys.stdin.isatty():
             raise OptionError("tokenyard complete", "there is no PROMPT", "give one, or pipe it in")
         prompt = sys.stdin.read()
+        if not prompt:
+            raise OptionError("tokenyard complete", "the input is empty", "pipe a text in, or give a PROMPT")
     fields = {**sampling_of(options), "prompt": prompt}
 
     def complete() -> None:

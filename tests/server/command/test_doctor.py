@@ -51,7 +51,8 @@ def no_survey(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_server_that_would_start_is_reported_so_line_by_line(tiny_model: Path, capsys) -> None:
     # Kernels off: a machine without a compiler gets a warning.
     assert main(["doctor", str(tiny_model), "--port", "0", "--cpu-kernels", "off"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    *lines, empty, verdict = capsys.readouterr().out.splitlines()
+    assert (empty, verdict) == ("", "All is well; next: tokenyard serve")
     assert [line.split()[0] for line in lines] == ["ok"] * len(lines)
     said = "\n".join(lines)
     for topic in ("port", "connections", "packages", "runtime folder", "tokenizer", "chat template"):
@@ -82,6 +83,7 @@ def test_a_port_in_use_is_found(tiny_model: Path, no_survey, capsys) -> None:
     report = capsys.readouterr().out
     assert f"FAULT    port            --port {port}: process {os.getpid()}" in report
     assert "-> stop it, or choose another port" in report
+    assert report.endswith("\nIt would not start: see port.\n")
 
 
 def test_the_port_is_free_again_afterwards(tiny_model: Path, no_survey) -> None:

@@ -110,6 +110,12 @@ async def through_pipes(*words: str, text: str = "") -> tuple[int, str, str]:
     return child.returncode or 0, out.decode(), err.decode()
 
 
+async def test_an_empty_pipe_is_no_prompt(url):
+    code, out, err = await through_pipes("complete", "--base-url", url)
+    assert (code, out) == (2, "")
+    assert "the input is empty" in err
+
+
 async def test_a_conversation_goes_on_until_it_is_reset(url, engine):
     async with at_a_terminal("chat", "--base-url", url, "--max-tokens", "2", "--system", "x") as (
         terminal,
