@@ -354,8 +354,8 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("bert", {"head_dim": None}),
 }
 
-RECURRENT_FAMILIES = ("lfm2", "qwen3_next", "mamba")
-"""Families with states of a fixed size, the last of them without keys and values."""
+RECURRENT_FAMILIES = ("lfm2", "qwen3_next", "mamba", "qwen3_5")
+"""Families with states of a fixed size, one of them without keys and values."""
 
 ALONE_FAMILIES = ("bloom", "mamba", "recurrent_gemma")
 """Families whose sequences have caches of their own."""

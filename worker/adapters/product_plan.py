@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor, arange, bincount, bucketize, int64, tensor
 
-from worker.model.layer_call import LayerCall, in_halves
+from worker.model.layer_call import LayerCall, in_kernel_order
 from worker.model.layer_parts import GatedMlp, LayerCuts, LayerParts
 from worker.model.linear import Cut, Linear, PlainWeight
 
@@ -57,6 +57,8 @@ class LayerPlan(NamedTuple):
     attention_output: ProductPlan
     gate_up: ProductPlan | None
     down: ProductPlan | None
+    steps: ProductPlan | None
+    """See DeltaRule; None for attention."""
 
 
 def plan_layer(parts: LayerParts, call: LayerCall, gate_up_order_N: Tensor | None = None) -> LayerPlan:
@@ -67,12 +69,26 @@ def plan_layer(parts: LayerParts, call: LayerCall, gate_up_order_N: Tensor | Non
         of_mlp = (mlp.gate_up.whole(), mlp.down.whole()) if isinstance(mlp, GatedMlp) else (None, None)
         cuts = LayerCuts(rows.whole(), parts.mixer.output.whole(), *of_mlp)
     # Numbers that say which output they are, in the order that the rotation asks for.
-    numbers = Linear(PlainWeight(arange(rows.num_outputs)[:, None]), None, rows.segments)
-    numbered = replace(parts, mixer=replace(parts.mixer, query_key_value=numbers))
-    order_N = in_halves(numbered, call).mixer.query_key_value.weight.dequantized(int64)
+    mixer, recurrence = replace(parts.mixer, query_key_value=_numbered(rows)), parts.mixer.recurrence
+    if recurrence is not None:
+        mixer = replace(mixer, recurrence=replace(recurrence, steps=_numbered(recurrence.steps)))
+    mixer = in_kernel_order(replace(parts, mixer=mixer), call).mixer
+    steps = None
+    if recurrence is not None and mixer.recurrence is not None:
+        order_N = _order_of(mixer.recurrence.steps)
+        steps = ProductPlan.of(names.steps, recurrence.steps.whole(), order_N)
     return LayerPlan(
-        ProductPlan.of(names.query_key_value, cuts.query_key_value, order_N[:, 0]),
+        ProductPlan.of(names.query_key_value, cuts.query_key_value, _order_of(mixer.query_key_value)),
         ProductPlan.of((names.attention_output,), cuts.attention_output),
         None if cuts.gate_up is None else ProductPlan.of(names.gate_up, cuts.gate_up, gate_up_order_N),
         None if cuts.down is None else ProductPlan.of((names.down,), cuts.down),
+        steps,
     )
+
+
+def _numbered(linear: Linear) -> Linear:
+    return Linear(PlainWeight(arange(linear.num_outputs)[:, None]), None, linear.segments)
+
+
+def _order_of(numbered: Linear) -> Tensor:
+    return numbered.weight.dequantized(int64)[:, 0]

@@ -7,7 +7,7 @@ are left to ref_attention.py.
 Shapes: T tokens, Hq and Hk query and KV heads, D key size, V value size, R rotated numbers of a head.
 """
 
-from ctypes import Array
+from ctypes import Array, addressof
 from typing import NamedTuple, Protocol
 
 import torch
@@ -23,18 +23,21 @@ from worker.cpu.native import (
     CAttention,
     CAttentionOptions,
     CCache,
+    CHalves,
     CHeadShape,
     CLayer,
     CPages,
     CStack,
+    CStateStep,
     CStep,
     Kernels,
     LayerPlace,
     pointer,
 )
-from worker.cpu.states import CpuStates
+from worker.cpu.states import SILU, CpuStates
 from worker.devices.device import Device
 from worker.model.layer_call import AngleOrder, Rotation
+from worker.states.interface import Convolution, Recurrence, StateShape
 from worker.states.states_in_waves import StatesInWaves
 
 
@@ -45,20 +48,43 @@ class GivenAngles(NamedTuple):
     order: AngleOrder
 
 
+class RecurrentInputs(NamedTuple):
+    """Weights of a recurrent layer between its products, as single calls take them."""
+
+    weight_CW: Tensor
+    bias_C: Tensor | None
+    shape: StateShape
+    num_groups: int
+
+
+class FusedLayer(NamedTuple):
+    """A layer in the kernels' form, and its number."""
+
+    c: CLayer
+    layer_idx: int
+    recurrent: RecurrentInputs | None
+    """Weights of a recurrence; None for a layer that attends."""
+
+
+class LayerStack(NamedTuple):
+    """All layers of a model in the kernels' form."""
+
+    c: CStack
+    layers: tuple[FusedLayer, ...]
+    end: CStack
+    """A stack without layers, of the last norm alone."""
+
+
 class LayerAttention(AttentionBackend, Protocol):
     """An attention backend that fused layers call (layer.py)."""
 
-    def run_layer(self, layer: CLayer, layer_idx: int, hidden_TH: Tensor, given: GivenAngles | None) -> None:
+    def run_layer(self, layer: FusedLayer, hidden_TH: Tensor, given: GivenAngles | None) -> None:
         """Compute a whole fused layer, in place."""
 
-    def run_attention_part(
-        self, layer: CLayer, layer_idx: int, hidden_TH: Tensor, given: GivenAngles | None
-    ) -> Tensor:
+    def run_mixer_part(self, layer: FusedLayer, hidden_TH: Tensor, given: GivenAngles | None) -> Tensor:
         """Compute a fused layer without its MLP, in place; return the MLP's input [T, H]."""
 
-    def run_layers(
-        self, stack: CStack, layer_idxs: tuple[int, ...], hidden_TH: Tensor, angles: CAngles
-    ) -> None:
+    def run_layers(self, stack: LayerStack, hidden_TH: Tensor, angles: CAngles) -> None:
         """Compute whole fused layers, one after another, and the norm behind them, in place."""
 
 
@@ -69,8 +95,11 @@ class CpuAttention:
         self._ref = RefAttention(cache, device)
         layout = cache.layout.states
         pool_NE = cache.pool_NE
+        self._cpu_states = None if layout is None else CpuStates(pool_NE, layout, kernels)
         self.states = (
-            None if layout is None else StatesInWaves(CpuStates(pool_NE, layout, kernels), pool_NE, layout)
+            None
+            if layout is None or self._cpu_states is None
+            else StatesInWaves(self._cpu_states, pool_NE, layout)
         )
         self.index_keys = self._ref
         self._kernels = kernels
@@ -80,6 +109,9 @@ class CpuAttention:
             layer_idx: CCache(_pages(layer.keys), _pages(layer.values), layer.stripe)
             for layer_idx, layer in cache.layers.items()
         }
+        for layer_idx, (channels, rows) in {} if self._cpu_states is None else self._cpu_states.runs.items():
+            found = self._caches.setdefault(layer_idx, CCache())
+            found.channels, found.rows = addressof(channels), addressof(rows)
         self._caches_of: dict[tuple[int, ...], Array[CCache]] = {}
         self._has_kernel = {
             layer_idx: self._dtype in DTYPES
@@ -93,8 +125,10 @@ class CpuAttention:
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
         self._ref.begin_step(metadata)
-        if self.states is not None:
+        states = CStateStep()
+        if self.states is not None and self._cpu_states is not None:
             self.states.begin_step(metadata.states)
+            states = self._cpu_states.step
         self._angles.clear()
         tables, pictures = metadata.tables, metadata.pictures
         self._pointed_to = metadata
@@ -112,6 +146,7 @@ class CpuAttention:
             self._block_size,
             None if pictures is None else pictures.ends_T.ctypes.data,
             pictures is not None and pictures.in_windows_only,
+            states,
         )
 
     def attend(
@@ -137,34 +172,72 @@ class CpuAttention:
         self._kernels.attend(attention, self._dtype)
         return out_THV
 
-    def run_layer(self, layer: CLayer, layer_idx: int, hidden_TH: Tensor, given: GivenAngles | None) -> None:
+    def run_layer(self, layer: FusedLayer, hidden_TH: Tensor, given: GivenAngles | None) -> None:
         """See LayerAttention."""
-        self._kernels.run_layer(layer, self._place_of(layer_idx, given), hidden_TH, None)
+        self._run(layer, self._read_angles(given), hidden_TH, None)
 
-    def run_attention_part(
-        self, layer: CLayer, layer_idx: int, hidden_TH: Tensor, given: GivenAngles | None
-    ) -> Tensor:
+    def run_mixer_part(self, layer: FusedLayer, hidden_TH: Tensor, given: GivenAngles | None) -> Tensor:
         """See LayerAttention."""
-        place = self._place_of(layer_idx, given)
-        if layer.mlp_norm.weight is None and not layer.mlp_is_parallel:
-            self._kernels.run_layer(layer, place, hidden_TH, None)
+        angles = self._read_angles(given)
+        if layer.c.mlp_norm.weight is None and not layer.c.mlp_is_parallel:
+            self._run(layer, angles, hidden_TH, None)
             return hidden_TH
         mlp_input_TH = torch.empty_like(hidden_TH)
-        self._kernels.run_layer(layer, place, hidden_TH, mlp_input_TH)
+        self._run(layer, angles, hidden_TH, mlp_input_TH)
         return mlp_input_TH
 
-    def run_layers(
-        self, stack: CStack, layer_idxs: tuple[int, ...], hidden_TH: Tensor, angles: CAngles
-    ) -> None:
+    def run_layers(self, stack: LayerStack, hidden_TH: Tensor, angles: CAngles) -> None:
         """See LayerAttention."""
+        if self.states is not None and self.states.is_cut and stack.layers:
+            for layer in stack.layers:
+                self._run(layer, angles, hidden_TH, None)
+            stack = LayerStack(stack.end, (), stack.end)
+        layer_idxs = tuple([layer.layer_idx for layer in stack.layers])
         caches = self._caches_of.get(layer_idxs)
         if caches is None:
             own = [self._caches[layer_idx] for layer_idx in layer_idxs]
             caches = self._caches_of[layer_idxs] = (CCache * len(own))(*own)
-        self._kernels.run_layers(stack, self._step, angles, caches, hidden_TH)
+        self._kernels.run_layers(stack.c, self._step, angles, caches, hidden_TH)
 
-    def _place_of(self, layer_idx: int, given: GivenAngles | None) -> LayerPlace:
-        return LayerPlace(self._step, self._read_angles(given), self._caches[layer_idx])
+    def _run(
+        self, layer: FusedLayer, angles: CAngles, hidden_TH: Tensor, mlp_input_TH: Tensor | None
+    ) -> None:
+        place = LayerPlace(self._step, angles, self._caches[layer.layer_idx])
+        states, recurrent = self.states, layer.recurrent
+        if states is None or recurrent is None or not states.is_cut:
+            self._kernels.run_layer(layer.c, place, hidden_TH, mlp_input_TH)
+            return
+        shape, num_tokens = recurrent.shape, len(hidden_TH)
+        projected_TN = hidden_TH.new_empty((num_tokens, int(layer.c.query_key_value.num_outputs)))
+        log_decay_TH, beta_TH = torch.empty((2, num_tokens, shape.num_heads))
+        half = CHalves(
+            is_first=True,
+            projected=pointer(projected_TN),
+            log_decay=pointer(log_decay_TH),
+            beta=pointer(beta_TH),
+        )
+        self._kernels.run_layer(layer.c, place, hidden_TH, mlp_input_TH, half)
+        states.begin_layer(layer.layer_idx)
+        activation = SILU if layer.c.recurrent.is_activated else None
+        inputs_TC = projected_TN[:, : shape.num_channels]
+        convolved_TC = states.convolve(
+            Convolution(inputs_TC, recurrent.weight_CW, recurrent.bias_C, activation)
+        )
+        num_keys = recurrent.num_groups * shape.key_dim
+        query, key, value = convolved_TC.tensor_split([num_keys, 2 * num_keys], dim=1)
+        recurred_THV = states.recur(
+            Recurrence(
+                query_TGK=query.view(num_tokens, -1, shape.key_dim),
+                key_TGK=key.view(num_tokens, -1, shape.key_dim),
+                value_THV=value.view(num_tokens, -1, shape.value_dim),
+                log_decay=log_decay_TH,
+                beta_TH=beta_TH,
+                has_unit_keys=True,
+                scaling=layer.c.recurrent.scaling,
+            )
+        )
+        half.is_first, half.recurred = False, pointer(recurred_THV)
+        self._kernels.run_layer(layer.c, place, hidden_TH, mlp_input_TH, half)
 
     def _read_angles(self, given: GivenAngles | None) -> CAngles:
         """Convert a rotation once for all layers of the step that share it."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from worker.attention.interface import active, counter_of_layers, present_executor
 from worker.attention.kv_cache import KVCache
 from worker.attention.trial_step import TRIAL_TOKENS, trial_cache, trial_metadata
-from worker.cpu.attention import LayerAttention, all_and_all_again
+from worker.cpu.attention import LayerAttention, LayerStack, all_and_all_again
 from worker.cpu.layer import CpuLayer, norm_struct
 from worker.cpu.native import CAngles, CNorm, CStack, pointer
 from worker.devices.device import Device
@@ -63,23 +63,26 @@ class CpuBody(nn.Module):
         layers = list(body.layers)
         if not layers or not all(isinstance(layer, CpuLayer) and layer.is_whole for layer in layers):
             raise Unrecognised("not all of its layers are whole")
-        rotaries = {layer.rotary for layer in layers}
-        rotary = rotaries.pop()
+        rotaries = {layer.rotary for layer in layers if layer.state is None}
+        rotary = rotaries.pop() if rotaries else None
         if rotaries or (rotary is not None and not hasattr(body, "rotary_emb")):
             raise Unrecognised("its layers do not rotate alike")
         self.embed_tokens, self.layers, self.norm = body.get_input_embeddings(), body.layers, body.norm
-        self.shapes = {layer.layer_idx: layer.shape for layer in layers}
+        self.shapes = {layer.layer_idx: layer.shape for layer in layers if layer.state is None}
+        self.states = {layer.layer_idx: layer.state for layer in layers if layer.state is not None}
         example_11H = self.embed_tokens(torch.zeros((1, 1), dtype=torch.int64))
         self.dtype = example_11H.dtype
         self._angles: _KeptAngles | None = None
         if rotary is not None:
             self.rotary_emb = body.rotary_emb
             self._angles = _KeptAngles(self.rotary_emb, rotary, example_11H, max_model_len)
-        self._layer_idxs = tuple(layer.layer_idx for layer in layers)
         self.plain_head: tuple[nn.Module, ...] = ()
         """See WholeBody. In a tuple: it is no part of the body."""
         self._norm = norm
-        self._stack = _stack([layer.c for layer in layers], len(norm.weight_H), norm_struct(norm))
+        self._end = _stack([], len(norm.weight_H), norm_struct(norm))
+        fused = tuple(layer.fused for layer in layers)
+        stack = _stack([layer.c for layer in fused], len(norm.weight_H), norm_struct(norm))
+        self._stack = LayerStack(stack, fused, self._end)
 
     def forward(
         self,
@@ -97,14 +100,14 @@ class CpuBody(nn.Module):
         angles = CAngles() if self._angles is None else self._angles.of(hidden_1TH, position_ids)
         # The toolkit that made the layers made the backend.
         executor = cast("LayerAttention", present_executor())
-        executor.run_layers(self._stack, self._layer_idxs, hidden_TH, angles)
+        executor.run_layers(self._stack, hidden_TH, angles)
         return _Outputs(hidden_1TH, hidden_TH)
 
     def normed(self, hidden_1TH: Tensor) -> Tensor:
         """Apply the last norm alone."""
         out_1TH = hidden_1TH.clone()
-        stack = _stack([], len(self._norm.weight_H), norm_struct(self._norm))
-        cast("LayerAttention", present_executor()).run_layers(stack, (), out_1TH[0], CAngles())
+        end = LayerStack(self._end, (), self._end)
+        cast("LayerAttention", present_executor()).run_layers(end, out_1TH[0], CAngles())
         return out_1TH
 
 
@@ -159,10 +162,11 @@ def join_body(
     try:
         with torch.inference_mode():
             joined = CpuBody(body, read_norm(body.norm, taken), max_model_len)
-            backend = open_backend(trial_cache(joined.shapes, joined.dtype, device))
+            cache = trial_cache(joined.shapes, joined.dtype, device, joined.states)
+            backend = open_backend(cache)
             for start in sorted({_EARLY_START, max(0, max_model_len - TRIAL_TOKENS)}):
                 arguments = trial_arguments(body.config.vocab_size, start)
-                backend.begin_step(trial_metadata())
+                backend.begin_step(trial_metadata(num_state_blocks=cache.layout.num_state_blocks))
                 with active(backend):
                     outputs = _try_body(body, joined, arguments)
             joined.plain_head = _plain_head_of(model, outputs, arguments)

@@ -30,7 +30,7 @@ _ZERO_OF_INPUTS = 128
 """Added to whole inputs, which the processor's products want without a sign."""
 _SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "float32"}
 DTYPES = frozenset(_SUFFIXES)
-_NUM_ARGUMENTS = {"multiply": 2, "attend": 2, "convolve": 2, "recur": 2, "run": 7, "run_all": 6}
+_NUM_ARGUMENTS = {"multiply": 2, "attend": 2, "convolve": 2, "recur": 2, "run": 8, "run_all": 6}
 """Functions of csrc/api.cpp for each dtype."""
 MOST_COLUMNS = 8
 """Most earlier inputs of a convolution."""
@@ -113,6 +113,7 @@ class CHeadShape(Structure):
         ("num_kv_heads", c_int64),
         ("key_dim", c_int64),
         ("value_dim", c_int64),
+        ("is_gated", c_bool),
     )
 
 
@@ -129,7 +130,26 @@ class CPages(Structure):
 
 
 class CCache(Structure):
-    _fields_ = (("keys", CPages), ("values", CPages), ("stripe", c_int64))
+    _fields_ = (
+        ("keys", CPages),
+        ("values", CPages),
+        ("stripe", c_int64),
+        ("channels", c_void_p),
+        ("rows", c_void_p),
+    )
+
+
+class CStateStep(Structure):
+    _fields_ = (
+        ("pool", c_void_p),
+        ("block_bytes", c_int64),
+        ("block_ids", c_void_p),
+        ("num_stripes", c_int64),
+        ("query_starts", c_void_p),
+        ("is_first", c_void_p),
+        ("num_seqs", c_int64),
+        ("keeps_states", c_bool),
+    )
 
 
 class CStep(Structure):
@@ -147,6 +167,7 @@ class CStep(Structure):
         ("block_size", c_int64),
         ("ends_seen", c_void_p),
         ("ends_in_windows_only", c_int64),
+        ("states", CStateStep),
     )
 
 
@@ -168,19 +189,6 @@ class CAttention(Structure):
 
 class CStateRun(Structure):
     _fields_ = (("first", c_int64), ("length", c_int64), ("stripe", c_int64), ("offset", c_int64))
-
-
-class CStateStep(Structure):
-    _fields_ = (
-        ("pool", c_void_p),
-        ("block_bytes", c_int64),
-        ("block_ids", c_void_p),
-        ("num_stripes", c_int64),
-        ("query_starts", c_void_p),
-        ("is_first", c_void_p),
-        ("num_seqs", c_int64),
-        ("keeps_states", c_bool),
-    )
 
 
 class CConvolution(Structure):
@@ -221,6 +229,34 @@ class CRecurrence(Structure):
     )
 
 
+class CRecurrentMixer(Structure):
+    _fields_ = (
+        ("steps", CPackedWeight),
+        ("convolution", c_void_p),
+        ("convolution_bias", c_void_p),
+        ("num_columns", c_int64),
+        ("is_activated", c_bool),
+        ("decay_factors", c_void_p),
+        ("decay_biases", c_void_p),
+        ("num_heads", c_int64),
+        ("num_groups", c_int64),
+        ("key_dim", c_int64),
+        ("value_dim", c_int64),
+        ("scaling", c_float),
+        ("norm", CNorm),
+    )
+
+
+class CHalves(Structure):
+    _fields_ = (
+        ("is_first", c_bool),
+        ("projected", c_void_p),
+        ("log_decay", c_void_p),
+        ("beta", c_void_p),
+        ("recurred", c_void_p),
+    )
+
+
 class CLayer(Structure):
     _fields_ = (
         ("hidden_size", c_int64),
@@ -240,6 +276,7 @@ class CLayer(Structure):
         ("residual_multiplier", c_float),
         ("mlp_is_parallel", c_bool),
         ("is_shard", c_bool),
+        ("recurrent", CRecurrentMixer),
     )
 
 
@@ -415,15 +452,22 @@ class Kernels:
         self._call("recur", dtype, byref(given))
 
     def run_layer(
-        self, layer: CLayer, place: LayerPlace, hidden_TH: Tensor, mlp_input_TH: Tensor | None
+        self,
+        layer: CLayer,
+        place: LayerPlace,
+        hidden_TH: Tensor,
+        mlp_input_TH: Tensor | None,
+        half: CHalves | None = None,
     ) -> None:
-        """Change `hidden_TH` in place, and write the layer's keys and values.
+        """Change `hidden_TH` in place, and write the layer's keys and values, or its state.
 
-        `mlp_input_TH` is written for a layer without MLP whose MLP has a norm before it.
+        `mlp_input_TH` is written for a layer without MLP whose MLP has a norm before it. Of a recurrent layer
+        one half may be run, before the state is read or after it was written.
         """
         step, angles, cache = place
         structs = byref(layer), byref(step), byref(angles), byref(cache)
-        self._call("run", hidden_TH.dtype, *structs, pointer(hidden_TH), pointer(mlp_input_TH))
+        addresses = pointer(hidden_TH), pointer(mlp_input_TH), None if half is None else byref(half)
+        self._call("run", hidden_TH.dtype, *structs, *addresses)
 
     def run_layers(
         self, stack: CStack, step: CStep, angles: CAngles, caches: Array[CCache], hidden_TH: Tensor

@@ -30,7 +30,7 @@ from worker.states.interface import Convolution, Recurrence, StateStep
 from worker.states.ref_states import RefStates
 from worker.states.state_layout import Run, StateLayout
 
-_SILU = "silu"
+SILU = "silu"
 
 
 class CpuStates:
@@ -39,20 +39,20 @@ class CpuStates:
     def __init__(self, pool_NE: Tensor, layout: StateLayout, kernels: Kernels) -> None:
         self._ref = RefStates(pool_NE, layout)
         self._pool, self._layout, self._kernels = pool_NE, layout, kernels
-        self._runs = {
+        self.runs = {
             layer_idx: (_structs(layer.channels), _structs(layer.rows))
             for layer_idx, layer in layout.layers.items()
         }
         self._weights: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._layer_idx = -1
-        self._step: CStateStep
+        self.step: CStateStep
         self._pointed_to: object = None  # lives as long as the step that points to it
 
     def begin_step(self, step: StateStep) -> None:
         self._ref.begin_step(step)
         blocks_RS = np.ascontiguousarray(step.blocks_RS, dtype=np.int64)
         self._pointed_to = (step, blocks_RS)
-        self._step = CStateStep(
+        self.step = CStateStep(
             self._pool.data_ptr(),
             self._layout.block_bytes,
             blocks_RS.ctypes.data,
@@ -71,15 +71,15 @@ class CpuStates:
         """See StateExecutor."""
         num_channels, width = given.weight_CW.shape
         input_TC, dtype = given.input_TC, given.input_TC.dtype
-        can = dtype in DTYPES and given.weight_CW.dtype is dtype and given.activation in (None, _SILU)
+        can = dtype in DTYPES and given.weight_CW.dtype is dtype and given.activation in (None, SILU)
         if not can or num_channels % WIDEST_VECTOR or width - 1 > MOST_COLUMNS:
             return self._ref.convolve(given)
         weight_WC, bias_C = self._weights_of(given)
         input_TC = _with_stride(input_TC)
         out_TC = torch.empty((len(input_TC), num_channels), dtype=dtype)
         convolution = CConvolution(
-            self._step,
-            addressof(self._runs[self._layer_idx][0]),
+            self.step,
+            addressof(self.runs[self._layer_idx][0]),
             num_channels,
             width - 1,
             input_TC.data_ptr(),
@@ -109,8 +109,8 @@ class CpuStates:
         beta_TH = None if given.beta_TH is None else given.beta_TH.float().contiguous()
         out_THV = torch.empty((num_tokens, num_heads, value_dim))
         recurrence = CRecurrence(
-            self._step,
-            addressof(self._runs[self._layer_idx][1]),
+            self.step,
+            addressof(self.runs[self._layer_idx][1]),
             num_heads,
             num_groups,
             key_dim,

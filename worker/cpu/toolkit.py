@@ -7,6 +7,7 @@ Never: decides which layers are replaced (layer_replacement.py).
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -69,8 +70,12 @@ class CpuToolkit:
         return CpuLayer(parts, call)
 
     def round_weights(self, parts: LayerParts) -> LayerParts:
+        """See Toolkit. The steps of a recurrence are few, and what they err by adds up over all tokens."""
         layers = self._rounding.layers
-        return parts if layers is None else parts.with_linears(layers.quantize)
+        if layers is None:
+            return parts
+        rounded = parts.with_linears(layers.quantize)
+        return replace(rounded, mixer=replace(rounded.mixer, recurrence=parts.mixer.recurrence))
 
     def fuse(self, parts: LayerParts, call: LayerCall) -> nn.Module:
         return CpuLayer(parts, call, self._inputs)

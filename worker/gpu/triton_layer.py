@@ -24,7 +24,14 @@ from worker.gpu.kernels.skinny_products import Folds
 from worker.gpu.quantized.products import without_codes
 from worker.gpu.trials.skinny import FoldedProduct
 from worker.gpu.triton_adapters import AdaptedGpuProduct, GpuStepAdapters, TritonUpdates
-from worker.model.layer_call import AngleOrder, LayerCall, Rotation, head_shape, in_halves, norms_all_heads
+from worker.model.layer_call import (
+    AngleOrder,
+    LayerCall,
+    Rotation,
+    head_shape,
+    in_kernel_order,
+    norms_all_heads,
+)
 from worker.model.layer_parts import GatedMlp, LayerParts, RmsNorm, Unrecognised
 from worker.model.linear import Linear
 from worker.ranks.ranks import ALONE, Ranks
@@ -40,13 +47,15 @@ class TritonLayer(nn.Module):
         if hidden_size > LARGEST_ROW:
             raise Unrecognised(f"its hidden state has {hidden_size} numbers")
         self._heads = head_shape(parts, call)
+        if self._heads.is_gated:
+            raise Unrecognised("it weighs what it attends to by gates")
         if any(norms_all_heads(norm, self._heads) for norm in (parts.mixer.query_norm, parts.mixer.key_norm)):
             raise Unrecognised("it norms all heads of a token as one")
         if parts.mlp_is_parallel:
             raise Unrecognised("its MLP is given what attention is given")
         if call.rotary is not None and call.rotary.order is not AngleOrder.TWICE:
             raise Unrecognised("it is given the angles of its heads in pairs")
-        parts, self._ranks = in_halves(parts, call), ranks
+        parts, self._ranks = in_kernel_order(parts, call), ranks
         self._parts, self._call = parts.with_linears(without_codes), call
         self._query_key_value = FoldedProduct(parts.mixer.query_key_value, Folds(norm=parts.attention_norm))
         self._attention_output = self._added(parts.mixer.output, parts.after_attention_norm)

@@ -125,15 +125,36 @@ class GatedMlp(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaRule:
+    """A convolution and a delta rule in the place of attention."""
+
+    steps: Linear
+    """Outputs of two numbers for each head: of what it takes in, then of what it forgets."""
+    is_by_group: bool
+    """Whether outputs of both projections stand by groups of heads, and not by what they are for."""
+    convolution_CW: Tensor
+    """Weights of each channel, in the model's dtype; as those that follow, on the host."""
+    convolution_bias_C: Tensor | None
+    decay_factors_H: Tensor
+    """float32: the logarithm of a decay is a factor times the softplus of a step and its bias."""
+    decay_biases_H: Tensor
+    """float32"""
+    norm: RmsNorm
+    """The norm of each head, before it is weighed by the SiLU of its gates."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Mixer:
-    """Attention of a layer, the part that mixes tokens."""
+    """The part of a layer that mixes tokens, attention as a rule."""
 
     query_key_value: Linear
-    """Queries, keys and values of all heads, in this order."""
-    query_norm: RmsNorm | None
+    """Queries, keys and values of all heads, in this order; behind each head's query there may be a gate.
+    With a recurrence the gates come last."""
+    query_norm: RmsNorm | None = None
     """The norm of each head; or of all heads of a token as one, if it has as many numbers."""
-    key_norm: RmsNorm | None
+    key_norm: RmsNorm | None = None
     output: Linear
+    recurrence: DeltaRule | None = None
 
 
 class LinearNames(NamedTuple):
@@ -144,6 +165,8 @@ class LinearNames(NamedTuple):
     gate_up: tuple[str, ...]
     """Empty where the MLP stays as it is."""
     down: str
+    steps: tuple[str, ...]
+    """See DeltaRule; empty for attention."""
 
 
 class LayerCuts(NamedTuple):
@@ -177,15 +200,18 @@ class LayerParts:
 
     def with_linears(self, change: Callable[[Linear], Linear]) -> "LayerParts":
         """Change each linear layer in the same way: round it, or return it to plain numbers."""
-        mlp = self.mlp
+        mlp, recurrence = self.mlp, self.mixer.recurrence
         if isinstance(mlp, GatedMlp):
             mlp = mlp._replace(gate_up=change(mlp.gate_up), down=change(mlp.down))
+        if recurrence is not None:
+            recurrence = replace(recurrence, steps=change(recurrence.steps))
         return replace(
             self,
             mixer=replace(
                 self.mixer,
                 query_key_value=change(self.mixer.query_key_value),
                 output=change(self.mixer.output),
+                recurrence=recurrence,
             ),
             mlp=mlp,
         )
@@ -214,18 +240,19 @@ def find_parts(layer: nn.Module, taken: TakenWeights) -> LayerParts:
     children = _children(layer)
     names = _names(children)
     mixer_names, mixer = _mixer(children[names.mixer], taken)
+    rows, steps, output = ([f"{names.mixer}.{name}" for name in some] for some in mixer_names)
     norms = [None if name is None else read_norm(children[name], taken) for name in names.norms]
     mlp = _mlp(children[names.mlp], taken)
     merged_or_split = _MERGED_MLP if _MERGED_MLP[0] in _children(children[names.mlp]) else _SPLIT_MLP
-    *rows, output = (f"{names.mixer}.{name}" for name in mixer_names)
     return LayerParts(
         linear_names=LinearNames(
             query_key_value=tuple(rows),
-            attention_output=output,
+            attention_output=output[0],
             gate_up=tuple(f"{names.mlp}.{name}" for name in merged_or_split)
             if isinstance(mlp, GatedMlp)
             else (),
             down=f"{names.mlp}.down_proj",
+            steps=tuple(steps),
         ),
         attention_norm=norms[0],
         mixer=mixer,
@@ -257,20 +284,63 @@ def _names(children: dict[str, nn.Module]) -> _Names:
     raise Unrecognised(f"it consists of {', '.join(children) or 'nothing'}")
 
 
-def _mixer(module: nn.Module, taken: TakenWeights) -> tuple[tuple[str, ...], Mixer]:
-    """Take attention apart, and name its products. Raises Unrecognised."""
+class _MixerNames(NamedTuple):
+    """Names of the linear layers of a mixer's products."""
+
+    rows: tuple[str, ...]
+    steps: tuple[str, ...]
+    output: tuple[str]
+
+
+def _mixer(module: nn.Module, taken: TakenWeights) -> tuple[_MixerNames, Mixer]:
+    """Take a mixer apart, and name its products. Raises Unrecognised."""
+    for names in _RECURRENCES:
+        if hasattr(module, names.rows[0]) and hasattr(module, _DECAY_NAME):
+            return names, _recurrent(module, names, taken)
     if getattr(getattr(module, "config", None), _CLIPPING_NAME, None) is not None:
         raise Unrecognised("it clips queries, keys and values")
     attention = _children(module)
     rows = _MERGED_ROWS if _MERGED_ROWS[0] in attention else _SPLIT_ROWS
     output = next((name for name in _OUTPUT_NAMES if name in attention), _OUTPUT_NAMES[0])
     _refuse_others(attention, {*rows, output, "q_norm", "k_norm", "rotary_emb"}, "attention")
-    return (*rows, output), Mixer(
+    return _MixerNames(rows, (), (output,)), Mixer(
         query_key_value=_merged([_linear(attention, name, taken) for name in rows]),
         query_norm=read_norm(attention["q_norm"], taken) if "q_norm" in attention else None,
         key_norm=read_norm(attention["k_norm"], taken) if "k_norm" in attention else None,
         output=_linear(attention, output, taken),
     )
+
+
+def _recurrent(module: nn.Module, names: _MixerNames, taken: TakenWeights) -> Mixer:
+    """Take a gated delta rule apart. Raises Unrecognised."""
+    parts = _children(module)
+    _refuse_others(parts, {*names.rows, *names.steps, *names.output, "conv1d", "norm", "act"}, "recurrence")
+    convolution, norm = parts.get("conv1d"), parts.get("norm")
+    epsilon = next((getattr(norm, name) for name in _EPSILON_NAMES if hasattr(norm, name)), None)
+    if not (isinstance(convolution, nn.Conv1d) and norm is not None and isinstance(epsilon, float)):
+        raise Unrecognised("its recurrence has no convolution, or no norm")
+    weight_V = norm.get_parameter("weight").detach()
+    bias_C = convolution.bias
+    return Mixer(
+        query_key_value=_merged([_linear(parts, name, taken) for name in names.rows]),
+        output=_linear(parts, names.output[0], taken),
+        recurrence=DeltaRule(
+            steps=_merged([_linear(parts, name, taken) for name in names.steps]),
+            is_by_group=len(names.rows) == 1,
+            convolution_CW=convolution.weight.detach().squeeze(1),
+            convolution_bias_C=None if bias_C is None else bias_C.detach(),
+            decay_factors_H=-module.get_parameter(_DECAY_NAME).detach().float().exp(),
+            decay_biases_H=module.get_parameter(_DECAY_BIAS_NAME).detach().float(),
+            norm=RmsNorm(weight_V.float().contiguous(), epsilon),
+        ),
+    )
+
+
+_DECAY_NAME, _DECAY_BIAS_NAME = "A_log", "dt_bias"
+_RECURRENCES = (
+    _MixerNames(("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"), ("out_proj",)),
+    _MixerNames(("in_proj_qkvz",), ("in_proj_ba",), ("out_proj",)),
+)
 
 
 def _mlp(module: nn.Module, taken: TakenWeights) -> GatedMlp | nn.Module:

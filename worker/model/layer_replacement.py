@@ -46,13 +46,13 @@ class LayerReplacement:
     kept_linears: list[str] = field(default_factory=list)
     """Names of the linear layers of layers that stayed as they were."""
     is_hybrid: bool = False
-    """Whether some layer did not call attention: then most layers stay, and their products with them."""
+    """Whether some layer that stays did not call attention: then most do, and their products with them."""
 
     def keep(self, call: RecordedCall, reason: str) -> None:
         """Note a layer that stays as it was."""
         self.reasons[reason] += 1
         self.kept_linears += call.linears
-        self.is_hybrid |= call.layer_idx is None
+        self.is_hybrid |= call.shape is None
 
     def describe(self) -> str:
         """Return one line for a person."""
@@ -99,8 +99,7 @@ def replace_layers(
             done.keep(call, verdict)
             continue
         assert call.layer_idx is not None
-        assert call.options is not None
-        own = replace(verdict, layer_idx=call.layer_idx, options=call.options)
+        own = replace(verdict, layer_idx=call.layer_idx, options=call.options or verdict.options)
         if place not in stage_places:
             _replace_layer(model, name, PassedLayer())
             done.num_fused += 1  # by the stage that has it

@@ -32,6 +32,8 @@ def shard_layer(
     """Cut a layer, into products that the kernels take. Raises Unrecognised."""
     if ranks.size == 1:
         return parts, call
+    if call.state is not None:
+        raise Unrecognised("its state is not divided yet")
     heads, place = head_shape(parts, call), (ranks.rank, ranks.size)
     mixer = parts.mixer
     if norms_all_heads(mixer.query_norm, heads) or norms_all_heads(mixer.key_norm, heads):

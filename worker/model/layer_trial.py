@@ -6,8 +6,9 @@ Never: trusts a name: a guess of layer_parts.py counts only after the trial.
 Shapes: T tokens, H numbers of a hidden state.
 """
 
+from collections.abc import Iterable
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ from worker.model.layer_call import AngleOrder, LayerCall, Pairing, Rotary
 from worker.model.layer_parts import TakenWeights, Unrecognised, find_layers, find_mlp, find_parts
 from worker.model.quantized_layers import skipping_products
 from worker.model.toolkit import Toolkit
+from worker.states.interface import StateShape
+from worker.states.probe_states import ProbeStates
 
 # Small numbers pin down the epsilon of norms, which large ones hide.
 _SIZES = (1.0, 1e-2)
@@ -40,6 +43,8 @@ class RecordedCall:
     layer_idx: int | None = None
     shape: LayerShape | None = None
     options: AttentionOptions | None = None
+    state: StateShape | None = None
+    """State of a layer that called a recurrence."""
     mlp_is_plain: bool = False
     """Whether the MLP was given the hidden state alone, and returned one."""
     linears: list[str] = field(default_factory=list)
@@ -54,13 +59,13 @@ class _Halve(nn.Module):
 
 
 class _Recorder:
-    """A LayerExecutor that notes the attention call of each layer."""
+    """A LayerExecutor that notes the attention call of each layer, and what it keeps of a recurrence."""
 
-    states = None
     index_keys = ProbeIndexKeys({})
 
     def __init__(self) -> None:
         self.current: RecordedCall | None = None
+        self.states = _RecordedStates(self)
 
     def attend(
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
@@ -73,6 +78,25 @@ class _Recorder:
             )
             self.current.options = options
         return attend_densely(query.reshape(num_heads, -1, num_tokens, key_dim), key, value, options)
+
+
+class _RecordedStates(ProbeStates):
+    """A ProbeStates that notes which layer recurs."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def begin_layer(self, layer_idx: int) -> None:
+        super().begin_layer(layer_idx)
+        if self._recorder.current is not None:
+            self._recorder.current.layer_idx = layer_idx
+
+    def add_to(self, calls: Iterable[RecordedCall]) -> None:
+        """Note the state of each layer that did not attend."""
+        for call in calls:
+            if call.shape is None and call.layer_idx is not None:
+                call.state = self.shapes[call.layer_idx]
 
 
 def record_calls(model: Any, device: Device, last_position: int) -> dict[str, RecordedCall]:
@@ -115,15 +139,15 @@ def record_calls(model: Any, device: Device, last_position: int) -> dict[str, Re
     try:
         with torch.inference_mode(), active(recorder), skipping_products():
             positions = np.arange(TRIAL_TOKENS) + max(0, last_position - TRIAL_TOKENS + 1)
-            token_ids = np.zeros((1, TRIAL_TOKENS), dtype=np.int64)
             model(
-                input_ids=device.tensor(token_ids),
+                input_ids=device.tensor(np.zeros((1, TRIAL_TOKENS), dtype=np.int64)),
                 position_ids=device.tensor(positions[None]),
                 use_cache=False,
             )
     finally:
         for hook in hooks:
             hook.remove()
+    recorder.states.add_to(calls.values())
     return calls
 
 
@@ -138,27 +162,25 @@ def kind_of(layer: nn.Module, call: RecordedCall) -> object:
     )
     options = None if call.options is None else call.options._replace(sinks=None)
     rotated = call.kwargs.get("position_embeddings") is not None
-    return shapes, settings, call.shape, options, rotated
+    return shapes, settings, call.shape, call.state, options, rotated
 
 
 def try_layer(layer: nn.Module, call: RecordedCall, toolkit: Toolkit, device: Device) -> str | LayerCall:
     """Compute one layer both ways. Returns the call that was understood, or why the layer must stay."""
-    if call.layer_idx is None or call.shape is None or call.options is None:
-        return "it did not call attention"
-    if call.options.chunk_size is not None:
+    if call.layer_idx is None:
+        return "it calls neither attention nor a recurrence"
+    if call.options is not None and call.options.chunk_size is not None:
         return "it attends in chunks"
-    size_multiple = toolkit.weights.size_multiple
-    if call.shape.key_dim % size_multiple or call.shape.value_dim % size_multiple:
-        return f"its heads have {call.shape.key_dim} numbers"
-    options = call.options._replace(sinks=None if call.options.sinks is None else call.options.sinks.float())
+    heads, size_multiple = call.shape or call.state, toolkit.weights.size_multiple
+    if heads is not None and (heads.key_dim % size_multiple or heads.value_dim % size_multiple):
+        return f"its heads have {heads.key_dim} numbers"
     error = float("inf")
     try:
         layer = _copy_for_trial(layer, call, toolkit.weights)
         parts = find_parts(layer, toolkit.weights)
         # The trial judges the layer; rounding of weights is the format's own.
         parts = parts.with_linears(lambda linear: linear.dequantized(torch.float32))
-        for rotary in _possible_rotaries(call):
-            guess = LayerCall(layer_idx=call.layer_idx, shape=call.shape, options=options, rotary=rotary)
+        for guess in _guesses(call):
             fused = toolkit.fuse_exactly(parts, guess)
             error = min(error, _error_of(fused, layer, call, _private_backend(guess, toolkit, device)))
             if error <= _TOLERANCE:
@@ -168,6 +190,27 @@ def try_layer(layer: nn.Module, call: RecordedCall, toolkit: Toolkit, device: De
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, MemoryError) as error_alone:
         return f"it cannot be computed alone ({type(error_alone).__name__})"
     return f"it computes something else (error {error:.1e})"
+
+
+def _guesses(call: RecordedCall) -> list[LayerCall]:
+    """List the ways in which a layer may use what it is given."""
+    assert call.layer_idx is not None
+    if call.shape is None or call.options is None:
+        options = AttentionOptions(scaling=1.0, sliding_window=None, softcap=None, sinks=None)
+        none = LayerShape(0, 0, 0)
+        return [
+            LayerCall(layer_idx=call.layer_idx, shape=none, options=options, rotary=None, state=call.state)
+        ]
+    sinks = None if call.options.sinks is None else call.options.sinks.float()
+    return [
+        LayerCall(
+            layer_idx=call.layer_idx,
+            shape=call.shape,
+            options=call.options._replace(sinks=sinks),
+            rotary=rotary,
+        )
+        for rotary in _possible_rotaries(call)
+    ]
 
 
 def _copy_for_trial(layer: nn.Module, call: RecordedCall, taken: TakenWeights) -> nn.Module:
@@ -212,8 +255,11 @@ def _error_of(fused: nn.Module, layer: nn.Module, call: RecordedCall, backend: A
 
 def _private_backend(call: LayerCall, toolkit: Toolkit, device: Device) -> AttentionBackend:
     """Make a backend over a cache for one layer and one sequence, in the middle of its step."""
-    backend = toolkit.attention_over(trial_cache({call.layer_idx: call.shape}, torch.float32, device))
-    backend.begin_step(trial_metadata())
+    layers = {call.layer_idx: call.shape} if call.state is None else {}
+    states = {} if call.state is None else {call.layer_idx: replace(call.state, input_dtype=torch.float32)}
+    cache = trial_cache(layers, torch.float32, device, states)
+    backend = toolkit.attention_over(cache)
+    backend.begin_step(trial_metadata(num_state_blocks=cache.layout.num_state_blocks))
     return backend
 
 

@@ -85,6 +85,11 @@ class StatesInWaves:
         self._drafted.clear()
         self._states.begin_step(step)
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the step has waves; otherwise it may be computed without these calls."""
+        return bool(self._waves)
+
     def begin_layer(self, layer_idx: int) -> None:
         self._layer_idx = layer_idx
         self._states.begin_layer(layer_idx)

@@ -25,6 +25,7 @@ SCORED = SamplingParams(temperature=0.0, num_logprobs=8)
 PROMPT = [5, 9, 33, 17, 80, 41, 7, 66, 12, 101]
 LAYERS_OF = {"phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]}
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+RECURRENCE = ["in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "in_proj_qkvz", "in_proj_ba", "out_proj"]
 
 
 def scores(driver: PlanDriver, adapter: str, num_tokens: int = 4) -> list[dict[int, float]]:
@@ -47,12 +48,17 @@ def load_with(folder: Path, *adapters: Path, **options: object) -> tuple[Worker,
 
 
 @pytest.mark.parametrize("kernels", ["off", "auto"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "phi3", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "qwen3", "gemma3_text", "phi3", "qwen3_moe", "deepseek_v3", "qwen3_5", "qwen3_next"],
+)
 def test_an_adapter_computes_what_its_merged_checkpoint_does(
     family: str, kernels: str, checkpoints: MakeCheckpoint, tmp_path: Path
 ) -> None:
     base = checkpoints(family)
     targets = LAYERS_OF.get(family, ATTENTION if family == "qwen3_moe" else None)
+    if family in ("qwen3_5", "qwen3_next"):
+        targets = [*ATTENTION, *RECURRENCE]
     if family == "deepseek_v3":
         targets = ["q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "down_proj"]
     adapter = write_adapter(tmp_path / "tuned", base, targets=targets)

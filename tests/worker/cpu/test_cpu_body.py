@@ -1,5 +1,6 @@
 """One call computes all layers of a model, where nothing but its own parts stands around them."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from worker.cpu.products import TAKEN
 from worker.cpu.toolkit import CpuToolkit
 from worker.cpu.unfused import PackedOutput
 from worker.devices.device import open_device
+from worker.load.recurrent_functions import replace_functions
 from worker.model.body import whole_body_of
 from worker.model.layer_parts import Unrecognised
 from worker.model.layer_replacement import replace_layers
@@ -70,8 +72,9 @@ def join(toolkit: CpuToolkit, model: Any) -> None:
 
 
 def open_backend(toolkit: CpuToolkit, body: Any) -> LayerAttention:
-    shapes = {layer.layer_idx: layer.shape for layer in body.layers}
-    return toolkit.attention_over(trial_cache(shapes, torch.bfloat16, open_device(CPU)))
+    shapes = {layer.layer_idx: layer.shape for layer in body.layers if layer.state is None}
+    states = {layer.layer_idx: layer.state for layer in body.layers if layer.state is not None}
+    return toolkit.attention_over(trial_cache(shapes, torch.bfloat16, open_device(CPU), states))
 
 
 def compute(body: Any, backend: LayerAttention, start: int, num_tokens: int) -> Tensor:
@@ -108,6 +111,28 @@ def test_all_layers_in_one_call_are_the_same_to_the_bit_as_one_by_one(toolkit, m
     backend = open_backend(toolkit, body)
     found = compute(body, backend, 5, num_tokens)
     assert torch.equal(found, compute_one_by_one(body, backend, 5, num_tokens))
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1, 4])
+def test_recurrent_layers_in_one_call_keep_what_they_keep_in_halves(toolkit, num_drafts):
+    """A step with drafts is computed layer by layer, around single calls for its states."""
+    kinds = ["linear_attention", "full_attention", "linear_attention"]
+    plain = build_plain("qwen3_5_text", layer_types=kinds)
+    replace_functions(plain)
+    body = fuse(toolkit, plain).model
+    assert isinstance(body, CpuBody)
+    found = []
+    for num_drafts_R in ((), (num_drafts,)):
+        backend = open_backend(toolkit, body)
+        num_state_blocks = backend.states._layout.num_stripes
+        metadata = trial_metadata(9, num_state_blocks)
+        backend.begin_step(replace(metadata, num_drafts_R=num_drafts_R if num_drafts else ()))
+        with torch.inference_mode(), active(backend):
+            hidden_1TH = body(**trial_arguments(60, 5, 9)).last_hidden_state
+            backend.states.accept_drafts((num_drafts,))
+        found.append((hidden_1TH, backend.states._bytes_NE))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
 
 
 def test_rows_of_embeddings_are_computed_as_their_ids_are_and_stay_as_they_were(toolkit):

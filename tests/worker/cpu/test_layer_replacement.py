@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.helium import modeling_helium
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 from transformers.models.olmo2 import modeling_olmo2
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
 from tests.checkpoints import make_checkpoint
 from tests.families import Family
@@ -25,6 +26,7 @@ from worker.cpu.native import Kernels
 from worker.cpu.toolkit import CpuToolkit
 from worker.cpu.unfused import PackedEmbedding, PackedLinear
 from worker.devices.device import open_device
+from worker.load.recurrent_functions import replace_functions
 from worker.model.layer_replacement import replace_layers
 from worker.model.mixture import find_experts
 from worker.worker_config import WorkerConfig
@@ -100,6 +102,35 @@ def test_a_block_of_another_make_is_fused_by_every_instruction_set(
     done = replace_layers(build_tiny(model_type, **settings), toolkit, device, max_model_len=512)
     assert (done.num_fused, done.num_layers, dict(done.reasons)) == (3, 3, {})
     assert done.num_kept_mlps == (3 if "stays" in name else 0)
+
+
+GATED_DELTA_RULE = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+}
+
+
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_next"])
+def test_a_gated_delta_rule_and_gated_attention_are_fused(open_kernels, device, model_type, instruction_set):
+    model = build_tiny(model_type, **GATED_DELTA_RULE)
+    replace_functions(model)
+    toolkit = CpuToolkit(open_kernels(instruction_set, 2), device)
+    done = replace_layers(model, toolkit, device, max_model_len=512)
+    assert (done.num_fused, dict(done.reasons)) == (3, {})
+
+
+def test_a_delta_rule_whose_gates_are_others_stays_as_it_is(toolkit, device, monkeypatch):
+    model = build_tiny("qwen3_5_text", **GATED_DELTA_RULE)
+    replace_functions(model)
+    forward = Qwen3_5RMSNormGated.forward
+    monkeypatch.setattr(
+        Qwen3_5RMSNormGated, "forward", lambda norm, x, gate: forward(norm, x, gate.sigmoid())
+    )
+    done = replace_layers(model, toolkit, device, max_model_len=512)
+    assert done.num_fused == 1
+    assert "computes something else" in done.describe()
 
 
 def test_a_layer_that_clips_what_a_trial_never_has_so_large_stays_as_it_is(toolkit, device):
@@ -226,17 +257,20 @@ def test_with_and_without_kernels_the_tokens_agree(kernels, checkpoints, family)
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "options",
+    ("family", "options"),
     [
-        {"quantization": "int8"},
-        {"quantization": "int4"},
-        {"quantization": "int4", "quantize_head": "int8", "activations": "int8"},
+        ("llama", {"quantization": "int8"}),
+        ("llama", {"quantization": "int4"}),
+        ("llama", {"quantization": "int4", "quantize_head": "int8", "activations": "int8"}),
+        ("qwen3_5", {"quantization": "int8"}),
     ],
     ids=str,
 )
-def test_quantized_layers_answer_nearly_the_same_in_steps_of_every_size(kernels, tmp_path, dtype, options):
+def test_quantized_layers_answer_nearly_the_same_in_steps_of_every_size(
+    kernels, tmp_path, dtype, options, family
+):
     """Nearly: that the load did not refuse it. Exactly: however its steps are cut."""
-    calm = make_checkpoint("llama", tmp_path / "calm", initializer_range=0.1)  # 0.3 makes much of rounding
+    calm = make_checkpoint(family, tmp_path / "calm", initializer_range=0.1)  # 0.3 makes much of rounding
     worker, _ = load_worker(calm, dtype=dtype, **options)
     prompt = [(7 * index + 3) % 300 for index in range(29)]
     generated = []

@@ -83,8 +83,8 @@ void tokenyard_ranks_times(const Ranks* ranks, double* exchanged_and_waited_s) {
     return guarded([&] { engine->recur(*given); });                                                           \
   }                                                                                                           \
   int tokenyard_run_##suffix(Engine* engine, const Layer<T>* layer, const Step* step, const Angles* angles,    \
-                             const Cache<T>* cache, T* hidden, T* mlp_input) {                                \
-    return guarded([&] { engine->run(*layer, *step, *angles, *cache, hidden, mlp_input); });                  \
+                             const Cache<T>* cache, T* hidden, T* mlp_input, const Halves<T>* halves) {       \
+    return guarded([&] { engine->run(*layer, *step, *angles, *cache, hidden, mlp_input, halves); });          \
   }                                                                                                           \
   int tokenyard_run_all_##suffix(Engine* engine, const Stack<T>* stack, const Step* step, const Angles* angles, \
                                  const Cache<T>* caches, T* hidden) {                                         \

@@ -180,12 +180,12 @@ struct HeadShape {
   int64_t num_query_heads;
   int64_t num_kv_heads;
   int64_t key_dim;
-  int64_t value_dim;
+  int64_t value_dim;  // with gates, as large as keys
+  bool is_gated;      // behind all queries stand as many gates, which weigh what attention gives
 
+  int64_t queries_size() const { return num_query_heads * key_dim * (is_gated ? 2 : 1); }
   // Numbers of a token's queries, keys and values, side by side.
-  int64_t row_size() const {
-    return (num_query_heads + num_kv_heads) * key_dim + num_kv_heads * value_dim;
-  }
+  int64_t row_size() const { return queries_size() + num_kv_heads * (key_dim + value_dim); }
 };
 
 // Of a step's positions.
@@ -205,6 +205,14 @@ struct Rotation {
   int64_t rotated_dim;  // the first so many numbers of a head are rotated, by halves
 };
 
+// Neighbouring rows of a state, or channels of a convolution, in one block of a sequence.
+struct StateRun {
+  int64_t first;
+  int64_t length;
+  int64_t stripe;  // which of the sequence's blocks
+  int64_t offset;  // bytes
+};
+
 // The pages of one layer's keys or values: block b and head h at data + b * block_stride + h * S * row_stride.
 template <typename T>
 struct Pages {
@@ -218,6 +226,20 @@ struct Cache {
   Pages<T> keys;
   Pages<T> values;
   int64_t stripe;  // the table of blocks that the layer's tokens are in
+  const StateRun* channels;  // of a recurrent layer, the places of its state
+  const StateRun* rows;
+};
+
+// One step, as recurrent layers see it.
+struct StateStep {
+  uint8_t* pool;
+  int64_t block_bytes;
+  const int64_t* block_ids;  // [R, num_stripes]
+  int64_t num_stripes;
+  const int64_t* query_starts;  // [R + 1]
+  const bool* is_first;         // [R]: the sequence begins, whatever its blocks contain
+  int64_t num_seqs;
+  bool keeps_states;  // else blocks stay as they are
 };
 
 // One step, as attention sees it.
@@ -235,6 +257,7 @@ struct Step {
   int64_t block_size;
   const int64_t* ends_seen;  // [T], or null: where a token sees later ones of its picture, the end of what it sees
   int64_t ends_in_windows_only;
+  StateStep states;
 
   const int64_t* ends_seen_by(int64_t window) const { return window || !ends_in_windows_only ? ends_seen : nullptr; }
   const int32_t* table_of(int64_t stripe, int64_t seq) const {
@@ -291,26 +314,6 @@ int64_t attention_scratch_size(const Attention<T>& attention) {
   return rows * ((keys > kSpanKeys ? keys : kSpanKeys) + heads.value_dim + 2) + keys * heads.key_dim;
 }
 
-// Neighbouring rows of a state, or channels of a convolution, in one block of a sequence.
-struct StateRun {
-  int64_t first;
-  int64_t length;
-  int64_t stripe;  // which of the sequence's blocks
-  int64_t offset;  // bytes
-};
-
-// One step, as recurrent layers see it.
-struct StateStep {
-  uint8_t* pool;
-  int64_t block_bytes;
-  const int64_t* block_ids;  // [R, num_stripes]
-  int64_t num_stripes;
-  const int64_t* query_starts;  // [R + 1]
-  const bool* is_first;         // [R]: the sequence begins, whatever its blocks contain
-  int64_t num_seqs;
-  bool keeps_states;  // else blocks stay as they are
-};
-
 // Channels and rows of an item of work, and the most earlier inputs of a convolution.
 constexpr int64_t kChannelsTogether = 16, kRowsTogether = 32, kMostColumns = 8;
 
@@ -361,6 +364,18 @@ struct Recurrence {
   int64_t num_items() const { return step.num_seqs * num_heads * num_parts(); }
 };
 
+// Heads [T, H, V] that are normed each by itself, then weighed by the SiLU of gates.
+template <typename T>
+struct GatedHeads {
+  const float* heads;
+  Norm norm;
+  const T* gates;  // of a token side by side, tokens `gate_stride` apart
+  int64_t gate_stride;
+  int64_t num_heads;
+  int64_t dim;
+  T* output;  // [T, H, V]
+};
+
 // Ranks that are computed together: their sums share the loads of the row.
 constexpr int64_t kRanksTogether = 8;
 
@@ -393,6 +408,10 @@ struct Kernels {
   // Heads [begin, end) of all T * (Hq + 2 Hk): queries are changed in place, keys and values go to the cache.
   void (*rotate_and_write)(float* rows, const Attention<T>&, const Rotation&, int64_t begin, int64_t end);
   void (*attend)(const Attention<T>&, const AttentionTile&, float* scratch);
+  // Tokens [begin, end) of what attention gave, weighed by the gates of `rows`.
+  void (*weigh)(const float* rows, const HeadShape&, T* attended, int64_t begin, int64_t end);
+  // Heads [begin, end) of all T * H of what a recurrence gave.
+  void (*normalize_gated)(const GatedHeads<T>&, int64_t begin, int64_t end);
   // Items [begin, end) of a convolution: some channels of a sequence.
   void (*convolve)(const Convolution<T>&, int64_t begin, int64_t end);
   // Items [begin, end) of all T * G: keys and queries as `recur` reads them, each [T, G, K].

@@ -1,6 +1,7 @@
 #include "layer.h"
 
 #include <algorithm>
+#include <cmath>
 
 namespace tokenyard {
 
@@ -41,7 +42,8 @@ Prepared<T> Engine::prepared(const PackedWeight<T>& weight, int64_t num_rows) {
 
 template <typename T>
 void Engine::reserve(const Layer<T>& layer, int64_t num_tokens) {
-  for (const PackedWeight<T>* weight : {&layer.query_key_value, &layer.attention_output, &layer.gate_up, &layer.down}) {
+  for (const PackedWeight<T>* weight : {&layer.query_key_value, &layer.attention_output, &layer.gate_up, &layer.down,
+                                        &layer.recurrent.steps}) {
     if (weight->num_outputs != 0) prepared(*weight, num_tokens);
   }
 }
@@ -162,8 +164,49 @@ Product<T> Engine::adding(const Layer<T>& layer, const PackedWeight<T>& weight, 
 }
 
 template <typename T>
+void Engine::add_recurrence(std::vector<Phase>& phases, Recurring<T>& recurring, const Halves<T>* halves) {
+  const Kernels<T>& kernel = kernels<T>();
+  const int64_t num_tokens = recurring.to_steps.num_rows;
+  if (halves == nullptr || halves->is_first) {
+    add_product(phases, recurring.to_steps);
+    phases.push_back({num_tokens, [&recurring](int64_t begin, int64_t end, int) {
+                        const RecurrentMixer<T>& mixer = *recurring.mixer;
+                        const int64_t num = mixer.num_heads;
+                        for (int64_t item = begin * num; item < end * num; ++item) {
+                          const int64_t head = item % num;
+                          const float* steps = recurring.to_steps.float_output + item / num * 2 * num;
+                          const float size = steps[num + head] + mixer.decay_biases[head];
+                          const float softplus = size > 20 ? size : std::log1p(std::exp(size));
+                          recurring.beta[item] = 1 / (1 + std::exp(-steps[head]));
+                          recurring.log_decay[item] = mixer.decay_factors[head] * softplus;
+                        }
+                      }});
+  }
+  if (halves == nullptr) {
+    const Recurrence<T>& recurrence = recurring.recurrence;
+    const int64_t num_keys = num_tokens * recurrence.num_groups;
+    float* keys = keys_.of<float>(2 * num_keys * recurrence.key_dim);
+    float* queries = keys + num_keys * recurrence.key_dim;
+    phases.push_back({recurring.convolution.num_items(), [&](int64_t begin, int64_t end, int) {
+                        kernel.convolve(recurring.convolution, begin, end);
+                      }});
+    phases.push_back({num_keys, [&kernel, &recurrence, keys, queries](int64_t begin, int64_t end, int) {
+                        kernel.prepare_keys(recurrence, keys, queries, begin, end);
+                      }});
+    phases.push_back({recurrence.num_items(), [&kernel, &recurrence, keys, queries](int64_t begin, int64_t end, int) {
+                        kernel.recur(recurrence, keys, queries, begin, end);
+                      }});
+  }
+  if (halves == nullptr || !halves->is_first) {
+    phases.push_back({num_tokens * recurring.gated.num_heads, [&](int64_t begin, int64_t end, int) {
+                        kernel.normalize_gated(recurring.gated, begin, end);
+                      }});
+  }
+}
+
+template <typename T>
 void Engine::run(const Layer<T>& layer, const Step& step, const Angles& angles, const Cache<T>& cache, T* hidden,
-                 T* mlp_input) {
+                 T* mlp_input, const Halves<T>* halves) {
   const Kernels<T>& kernel = kernels<T>();
   const HeadShape& heads = layer.heads;
   Rotation rotation = layer.rotation;
@@ -173,7 +216,8 @@ void Engine::run(const Layer<T>& layer, const Step& step, const Angles& angles, 
 
   T* normed = normed_.of<T>(num_tokens * size);
   float* rows = rows_.of<float>(num_tokens * heads.row_size());
-  T* attended = attended_.of<T>(num_tokens * heads.num_query_heads * heads.value_dim);
+  const int64_t attended_size = layer.attention_output.num_inputs;
+  T* attended = attended_.of<T>(num_tokens * attended_size);
   T* activated = activated_.of<T>(num_tokens * layer.gate_up.num_outputs / 2);
   if (mlp_input == nullptr) mlp_input = normed;
   T* attention_input = layer.mlp_is_parallel ? mlp_input : normed;
@@ -182,6 +226,29 @@ void Engine::run(const Layer<T>& layer, const Step& step, const Angles& angles, 
 
   const Attention<T> attention = {heads, layer.attention, step, cache, rows, heads.row_size(), attended};
   Product<T> to_rows = {to_attend, num_tokens, layer.query_key_value, nullptr, nullptr, rows, nullptr, nullptr};
+  const RecurrentMixer<T>& mixer = layer.recurrent;
+  Recurring<T> recurring = {};
+  if (mixer.num_heads != 0) {
+    const int64_t channels = mixer.num_channels(), queries = mixer.num_groups * mixer.key_dim;
+    const int64_t num_steps = num_tokens * mixer.num_heads, stride = layer.query_key_value.num_outputs;
+    T* projected = halves != nullptr ? halves->projected : projected_.of<T>(num_tokens * stride);
+    T* convolved = convolved_.of<T>(num_tokens * channels);
+    float* steps = steps_.of<float>(4 * num_steps);
+    float* recurred = recurred_.of<float>(num_tokens * attended_size);
+    to_rows.output = projected;
+    to_rows.float_output = nullptr;
+    recurring.mixer = &mixer;
+    recurring.log_decay = halves != nullptr ? halves->log_decay : steps + 2 * num_steps;
+    recurring.beta = halves != nullptr ? halves->beta : steps + 3 * num_steps;
+    recurring.to_steps = {to_attend, num_tokens, mixer.steps, nullptr, nullptr, steps, nullptr, nullptr};
+    recurring.convolution = {step.states, cache.channels, channels, mixer.num_columns, projected, stride,
+                             mixer.convolution, mixer.convolution_bias, mixer.is_activated, convolved};
+    recurring.recurrence = {step.states, cache.rows, mixer.num_heads, mixer.num_groups, mixer.key_dim, mixer.value_dim,
+                            convolved, channels, convolved + queries, channels, convolved + 2 * queries, channels,
+                            recurring.log_decay, false, recurring.beta, true, mixer.scaling, recurred};
+    recurring.gated = {halves != nullptr ? halves->recurred : recurred, mixer.norm, projected + channels, stride,
+                       mixer.num_heads, mixer.value_dim, attended};
+  }
   Product<T> from_attention =
       adding(layer, layer.attention_output, layer.after_attention_norm, attended, num_tokens, hidden);
   Product<T> to_mlp = {to_activate, num_tokens, layer.gate_up, nullptr, activated, nullptr, nullptr, nullptr};
@@ -209,17 +276,32 @@ void Engine::run(const Layer<T>& layer, const Step& step, const Angles& angles, 
                       }});
   };
   const Norm none = {};
-  add_norms(none, nullptr, layer.attention_norm, attention_input);
-  add_product(phases, to_rows);
+  const bool is_first_half = halves != nullptr && halves->is_first, begins = halves == nullptr || is_first_half;
+  if (begins) {
+    add_norms(none, nullptr, layer.attention_norm, attention_input);
+    add_product(phases, to_rows);
+  }
+  if (mixer.num_heads != 0) add_recurrence(phases, recurring, halves);
+  if (is_first_half) {
+    team_.run(phases);
+    return;
+  }
   if (layer.all_queries_norm.weight != nullptr || layer.all_keys_norm.weight != nullptr) {
     phases.push_back({2 * num_tokens, [&](int64_t begin, int64_t end, int) {
                         kernel.normalize_all_heads(rows, heads, layer.all_queries_norm, layer.all_keys_norm, begin, end);
                       }});
   }
-  phases.push_back({num_heads, [&](int64_t begin, int64_t end, int) {
-                      kernel.rotate_and_write(rows, attention, rotation, begin, end);
-                    }});
-  phases.push_back(attending(attention));
+  if (mixer.num_heads == 0) {
+    phases.push_back({num_heads, [&](int64_t begin, int64_t end, int) {
+                        kernel.rotate_and_write(rows, attention, rotation, begin, end);
+                      }});
+    phases.push_back(attending(attention));
+  }
+  if (heads.is_gated) {
+    phases.push_back({num_tokens, [&](int64_t begin, int64_t end, int) {
+                        kernel.weigh(rows, heads, attended, begin, end);
+                      }});
+  }
   add_product(phases, from_attention);
   add_reduce(from_attention.float_output);
   add_norms(layer.after_attention_norm, from_attention.float_output, layer.mlp_norm, mlp_input);
@@ -237,7 +319,7 @@ void Engine::run_all(const Stack<T>& stack, const Step& step, const Angles& angl
                      T* hidden) {
   for (int64_t i = 0; i < stack.num_layers; ++i) {
     __atomic_add_fetch(stack.num_begun, 1, __ATOMIC_RELAXED);
-    run<T>(*stack.layers[i], step, angles, caches[i], hidden, nullptr);
+    run<T>(*stack.layers[i], step, angles, caches[i], hidden, nullptr, nullptr);
   }
   team_.run({{step.num_tokens, [&](int64_t begin, int64_t end, int) {
                 kernels<T>().normalize(hidden, hidden, stack.norm, stack.hidden_size, begin, end);
@@ -252,8 +334,10 @@ template void Engine::convolve(const Convolution<Bf16>&);
 template void Engine::convolve(const Convolution<float>&);
 template void Engine::recur(const Recurrence<Bf16>&);
 template void Engine::recur(const Recurrence<float>&);
-template void Engine::run(const Layer<Bf16>&, const Step&, const Angles&, const Cache<Bf16>&, Bf16*, Bf16*);
-template void Engine::run(const Layer<float>&, const Step&, const Angles&, const Cache<float>&, float*, float*);
+template void Engine::run(const Layer<Bf16>&, const Step&, const Angles&, const Cache<Bf16>&, Bf16*, Bf16*,
+                          const Halves<Bf16>*);
+template void Engine::run(const Layer<float>&, const Step&, const Angles&, const Cache<float>&, float*, float*,
+                          const Halves<float>*);
 template void Engine::run_all(const Stack<Bf16>&, const Step&, const Angles&, const Cache<Bf16>*, Bf16*);
 template void Engine::run_all(const Stack<float>&, const Step&, const Angles&, const Cache<float>*, float*);
 

@@ -12,7 +12,39 @@
 
 namespace tokenyard {
 
-// Attention, then a gated MLP, each added to the residual stream. A norm whose weight is null is not there.
+// The mixer of a layer that recurs: a convolution over queries, keys and values, and the delta rule, whose outputs are
+// normed by head and weighed by gates.
+template <typename T>
+struct RecurrentMixer {
+  PackedWeight<T> steps;  // of each head how much it takes in, then how much it forgets
+  const float* convolution;  // [num_columns + 1, C]
+  const float* convolution_bias;  // [C], or null
+  int64_t num_columns;
+  bool is_activated;
+  const float* decay_factors;  // [H]
+  const float* decay_biases;   // [H]
+  int64_t num_heads;  // 0: there is no such mixer
+  int64_t num_groups;
+  int64_t key_dim;
+  int64_t value_dim;
+  float scaling;
+  Norm norm;
+
+  int64_t num_channels() const { return 2 * num_groups * key_dim + num_heads * value_dim; }
+};
+
+// A layer in two halves, where what is between them is the caller's.
+template <typename T>
+struct Halves {
+  bool is_first;
+  T* projected;      // [T, C + H * V]: inputs of the convolution, and gates
+  float* log_decay;  // [T, H]
+  float* beta;       // [T, H]
+  const float* recurred;  // [T, H, V], for the second half
+};
+
+// Attention or a recurrence, then a gated MLP, each added to the residual stream. A norm whose weight is null is not
+// there.
 template <typename T>
 struct Layer {
   int64_t hidden_size;
@@ -32,6 +64,7 @@ struct Layer {
   float residual_multiplier;  // of what is added to the residual and not normed
   bool mlp_is_parallel;       // it is given what attention is given
   bool is_shard;              // what it adds to the residual is a part of the sum over all ranks
+  RecurrentMixer<T> recurrent;  // instead of attention, between the products of `query_key_value` and `attention_output`
 
   bool has_mlp() const { return gate_up.num_outputs != 0; }
 };
@@ -71,6 +104,18 @@ class Buffer {
   size_t size_ = 0;
 };
 
+// What the phases of a layer that recurs read and write; it must outlive them.
+template <typename T>
+struct Recurring {
+  Product<T> to_steps;
+  Convolution<T> convolution;
+  Recurrence<T> recurrence;
+  GatedHeads<T> gated;
+  const RecurrentMixer<T>* mixer;
+  float* log_decay;
+  float* beta;
+};
+
 // Replaces sums by those over all ranks.
 using Reduce = void (*)(void* context, float* sums, int64_t count);
 
@@ -100,9 +145,10 @@ class Engine {
   void recur(const Recurrence<T>& given);
 
   // Changes `hidden` [T, H] in place. Of a layer without MLP, what the MLP is to be given comes to `mlp_input` [T, H].
+  // With `halves`, one half of a layer that recurs.
   template <typename T>
   void run(const Layer<T>& layer, const Step& step, const Angles& angles, const Cache<T>& cache, T* hidden,
-           T* mlp_input);
+           T* mlp_input, const Halves<T>* halves);
 
   // Runs all layers, each over its own cache, and the norm. Changes `hidden` [T, H] in place.
   template <typename T>
@@ -127,6 +173,10 @@ class Engine {
   template <typename T>
   Phase attending(const Attention<T>& attention);
 
+  // Appends what is between the two products of a layer that recurs.
+  template <typename T>
+  void add_recurrence(std::vector<Phase>& phases, Recurring<T>& recurring, const Halves<T>* halves);
+
   // A product whose sums are added to `hidden`, by itself where nothing norms or reduces them before.
   template <typename T>
   Product<T> adding(const Layer<T>& layer, const PackedWeight<T>& weight, const Norm& after_norm, const T* input,
@@ -138,7 +188,7 @@ class Engine {
   void* context_ = nullptr;
   std::vector<AttentionTile> tiles_;
   Buffer normed_, rows_, attended_, activated_, added_, scratch_, bytes_, scales_, permuted_, run_sums_, shrunk_;
-  Buffer run_starts_, copy_, keys_;
+  Buffer run_starts_, copy_, keys_, projected_, steps_, convolved_, recurred_;
 };
 
 }  // namespace tokenyard

@@ -58,12 +58,25 @@ void add(const float* x, T* residual, float multiplier, int64_t size, int64_t be
 // The queries of a token as one row, and its keys as another, in place: items [begin, end) of 2 T.
 inline void normalize_all_heads(float* rows, const HeadShape& heads, const Norm& queries, const Norm& keys,
                                 int64_t begin, int64_t end) {
-  const int64_t num_queries = heads.num_query_heads * heads.key_dim;
+  const int64_t num_queries = heads.queries_size();
   for (int64_t item = begin; item < end; ++item) {
     const bool is_key = item % 2;
     const Norm& norm = is_key ? keys : queries;
     if (norm.weight == nullptr) continue;
     float* row = rows + item / 2 * heads.row_size() + (is_key ? num_queries : 0);
     normalize(row, row, norm, is_key ? heads.num_kv_heads * heads.key_dim : num_queries, 0, 1);
+  }
+}
+
+template <typename T>
+void normalize_gated(const GatedHeads<T>& given, int64_t begin, int64_t end) {
+  for (int64_t head = begin; head < end; ++head) {
+    const float* from = given.heads + head * given.dim;
+    const T* gates = given.gates + head / given.num_heads * given.gate_stride + head % given.num_heads * given.dim;
+    const Moments moments = moments_of(from, given.norm, given.dim);
+    for (int64_t i = 0; i < given.dim; i += kV) {
+      const Floats gate = load(gates + i);
+      store(given.output + head * given.dim + i, normed(from, moments, given.norm, i) * gate * sigmoid(gate));
+    }
   }
 }

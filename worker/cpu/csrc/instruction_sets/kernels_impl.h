@@ -44,7 +44,7 @@ void rotate_and_write(float* rows, const Attention<T>& attention, const Rotation
       rotate(row + head * dim, dim, rotation.query_norm, rotation, token);
       continue;
     }
-    row += heads.num_query_heads * dim;
+    row += heads.queries_size();
     head -= heads.num_query_heads;
     if (head < heads.num_kv_heads) {
       rotate(row + head * dim, dim, rotation.key_norm, rotation, token);
@@ -59,6 +59,16 @@ void rotate_and_write(float* rows, const Attention<T>& attention, const Rotation
 }
 
 template <typename T>
+void weigh(const float* rows, const HeadShape& heads, T* attended, int64_t begin, int64_t end) {
+  const int64_t size = heads.num_query_heads * heads.value_dim;
+  for (int64_t token = begin; token < end; ++token) {
+    const float* gates = rows + token * heads.row_size() + size;
+    T* to = attended + token * size;
+    for (int64_t i = 0; i < size; i += kV) store(to + i, load(to + i) * sigmoid(load(gates + i)));
+  }
+}
+
+template <typename T>
 constexpr Kernels<T> kernels_of() {
-  return {kPanels ? 0 : kTileRows, quantize<T>, prepare<T>, shrink<T>, multiply<T>, normalize<T>, add_normalized<T>, add<T>, normalize_all_heads, rotate_and_write<T>, attend<T>, convolve<T>, prepare_keys<T>, recur<T>};
+  return {kPanels ? 0 : kTileRows, quantize<T>, prepare<T>, shrink<T>, multiply<T>, normalize<T>, add_normalized<T>, add<T>, normalize_all_heads, rotate_and_write<T>, attend<T>, weigh<T>, normalize_gated<T>, convolve<T>, prepare_keys<T>, recur<T>};
 }
