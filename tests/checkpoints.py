@@ -354,7 +354,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("bert", {"head_dim": None}),
 }
 
-RECURRENT_FAMILIES = ("lfm2", "qwen3_next", "mamba", "qwen3_5")
+RECURRENT_FAMILIES = ("lfm2", "qwen3_next", "mamba", "qwen3_5_text")
 """Families with states of a fixed size, one of them without keys and values."""
 
 ALONE_FAMILIES = ("bloom", "mamba", "recurrent_gemma")

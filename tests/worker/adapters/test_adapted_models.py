@@ -50,14 +50,14 @@ def load_with(folder: Path, *adapters: Path, **options: object) -> tuple[Worker,
 @pytest.mark.parametrize("kernels", ["off", "auto"])
 @pytest.mark.parametrize(
     "family",
-    ["llama", "qwen3", "gemma3_text", "phi3", "qwen3_moe", "deepseek_v3", "qwen3_5", "qwen3_next"],
+    ["llama", "qwen3", "gemma3_text", "phi3", "qwen3_moe", "deepseek_v3", "qwen3_5_text", "qwen3_next"],
 )
 def test_an_adapter_computes_what_its_merged_checkpoint_does(
     family: str, kernels: str, checkpoints: MakeCheckpoint, tmp_path: Path
 ) -> None:
     base = checkpoints(family)
     targets = LAYERS_OF.get(family, ATTENTION if family == "qwen3_moe" else None)
-    if family in ("qwen3_5", "qwen3_next"):
+    if family in ("qwen3_5_text", "qwen3_next"):
         targets = [*ATTENTION, *RECURRENCE]
     if family == "deepseek_v3":
         targets = ["q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "down_proj"]

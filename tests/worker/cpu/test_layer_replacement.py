@@ -262,7 +262,7 @@ def test_with_and_without_kernels_the_tokens_agree(kernels, checkpoints, family)
         ("llama", {"quantization": "int8"}),
         ("llama", {"quantization": "int4"}),
         ("llama", {"quantization": "int4", "quantize_head": "int8", "activations": "int8"}),
-        ("qwen3_5", {"quantization": "int8"}),
+        ("qwen3_5_text", {"quantization": "int8"}),
     ],
     ids=str,
 )
