@@ -24,6 +24,8 @@ _SPECIAL = re.compile(r'["\\\x00-\x1f]')
 _BAD_ESCAPE = re.compile(rf'\\(?:(["\\/bfnrt]|u{_HEX}{{4}})|(?=[\s\S]))')
 """An escape, or a backslash that begins none."""
 _CONTROLS = re.compile(r"[\x00-\x1f]")
+_UNFIT = re.compile(r"[\\\x00-\x1f]")
+"""Characters that may have to be written otherwise."""
 _KEY, _COLON, _VALUE, _END = range(4)
 """Parts that may come next."""
 
@@ -47,19 +49,15 @@ class JsonText:
     def feed(self, text: str, at: int) -> int:
         """Read on; FAILED says that the character at the place that is returned cannot follow."""
         end = len(text)
+        if self.is_in_string and not self._is_key and _SPECIAL.search(text, at) is None:
+            self._write(text[at:])
+            return end
         while at < end and self.progress is Progress.MORE:
             before = at
             at = self._read_string(text, at) if self.is_in_string else self._read_token(text, at)
             if at == before:
                 break
         return at
-
-    def take_plain(self, text: str) -> bool:
-        """Take text that goes on with a value; False if anything may end in it."""
-        if not self.is_in_string or self._is_key or _SPECIAL.search(text) is not None:
-            return False
-        self._write(text)
-        return True
 
     @property
     def is_inside_value(self) -> bool:
@@ -93,9 +91,9 @@ class JsonText:
         end = found.end()
         is_over = text.startswith('"', end)
         end += is_over
-        piece = _BAD_ESCAPE.sub(_doubled, text[at:end])
-        if _CONTROLS.search(piece) is not None:
-            piece = _CONTROLS.sub(_escape, piece)
+        piece = text[at:end]
+        if _UNFIT.search(piece) is not None:
+            piece = _CONTROLS.sub(_escape, _BAD_ESCAPE.sub(_doubled, piece))
         if self._is_key:
             self._held += piece
         else:
@@ -262,9 +260,6 @@ class ArgumentsReader:
             self.has_begun = False
             self.progress = Progress.ENDED
         return at
-
-    def take_plain(self, text: str) -> bool:
-        return self._json.take_plain(text)
 
     def finish(self, rest: str, *, is_cut: bool) -> None:
         self._json.finish(rest, is_cut=is_cut)

@@ -120,9 +120,17 @@ class ReplyReader:
 
     def feed(self, text: str) -> list[Event]:
         """Return the events that are certain by now."""
-        if self._held:
+        is_new = not self._held
+        if not is_new:
             text = self._held + text
-        elif text and self._take_plain(text):
+        if self._body is not None and text:
+            at = self._body.feed(text, 0, is_last=False)
+            self._held = text[at:]
+            if self._body.progress is Progress.MORE:
+                return self._log.take()
+            self._leave_body(self._body)
+            text = self._held
+        elif is_new and text and self._take_plain(text):
             return self._log.take()
         self._held = self._read(text, is_last=False)
         return self._log.take()
@@ -130,8 +138,6 @@ class ReplyReader:
     def _take_plain(self, text: str) -> bool:
         """Take text in which no mark begins, as most does not."""
         state = self._state
-        if state is ReaderState.BODY:
-            return self._body is not None and self._body.take_plain(text)
         if self._lexer.first.search(text) is not None:
             return False
         if state is ReaderState.THOUGHT:

@@ -66,6 +66,10 @@ class ObjectReader:
         return "".join(self._raw)
 
     def feed(self, text: str, at: int, *, is_last: bool) -> int:  # noqa: ARG002 (nothing here looks ahead)
+        if self._streams and self._value is not None:  # as in most steps
+            at = self._value.feed(text, at)
+            if self._value.progress is Progress.MORE:
+                return at
         end, begin = len(text), at
         while at < end and self.progress is Progress.MORE:
             before, value, num_calls = at, self._value, self.num_calls
@@ -77,9 +81,6 @@ class ObjectReader:
         if not self.has_begun:
             self._raw.append(text[begin:at])
         return at
-
-    def take_plain(self, text: str) -> bool:
-        return self._streams and self._value is not None and self._value.take_plain(text)
 
     def finish(self, rest: str, *, is_cut: bool) -> None:
         if not self.has_begun:

@@ -103,9 +103,6 @@ class BodyReader(Protocol):
     def feed(self, text: str, at: int, *, is_last: bool) -> int:
         """Read on from a place in the text; return the place behind what was taken."""
 
-    def take_plain(self, text: str) -> bool:
-        """Take text in which nothing can end or begin; False, and nothing is taken, if anything may."""
-
     def finish(self, rest: str, *, is_cut: bool) -> None:
         """End the text inside of the body, with a rest that was not taken."""
 

@@ -81,6 +81,9 @@ class TagsReader:
         self.progress = Progress.MORE
 
     def feed(self, text: str, at: int, *, is_last: bool) -> int:
+        if self._state is _In.VALUE and self._lexer.first.search(text, at) is None:
+            self._write(self._arguments.add(text[at:]))
+            return len(text)
         while self.progress is Progress.MORE:
             lexer = self._key_lexer if self._state is _In.KEY else self._lexer
             stop, mark = lexer.next(text, at)
@@ -105,12 +108,6 @@ class TagsReader:
                 break
             at = behind
         return at
-
-    def take_plain(self, text: str) -> bool:
-        is_plain = self._state is _In.VALUE and self._lexer.first.search(text) is None
-        if is_plain:
-            self._write(self._arguments.add(text))
-        return is_plain
 
     def finish(self, rest: str, *, is_cut: bool) -> None:
         """Close the value and the object if the model has ended the text. Cut off, a value stays open."""

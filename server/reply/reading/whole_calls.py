@@ -75,9 +75,6 @@ class WholeReader:
             at += len(mark)
         return at
 
-    def take_plain(self, text: str) -> bool:  # noqa: ARG002 (all of it is looked at)
-        return False
-
     def finish(self, rest: str, *, is_cut: bool) -> None:
         self._add(rest)
         if self._brackets is None and not (is_cut and self._place.name):
