@@ -86,6 +86,7 @@ class AsyncEngine:
             target_first_token_s=config.target_first_token_s,
         )
         self.metrics.watch_health(self.health)
+        self._template.on_merged = self.metrics.turns_merged
         texts = TokenizerThreads(self._tokenizer, self._template, self.metrics.counting_refusals)
         self._texts = texts
         # Calls about texts, which the threads document.

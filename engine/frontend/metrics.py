@@ -25,6 +25,7 @@ from engine.logs.setup import num_dropped_lines
 from engine.process_messages import Beat, StepTimes
 from engine.processes.engine_processes import DeathCause
 from engine.reports.live_load import LiveCounts, LiveLoad
+from engine.text.template_messages import MergeReason
 from engine.types import Health, ModelInfo
 from engine.version import VERSION
 from scheduler.counters import SchedulerStats
@@ -92,6 +93,7 @@ _COUNTERS_BY_WORD: dict[str, tuple[str, str, Iterable[str]]] = {
     "admission_rejections": ("Requests refused because too much waited", "reason", OverloadReason),
     "request_aborts": ("Requests that were cut short", "cause", AbortCause),
     "telemetry_dropped": ("Lines of the log, or spans, that nobody took in time", "what", Telemetry),
+    "merged_turns": ("Chats whose turns were merged for the chat template", "reason", MergeReason),
     "request_success": ("Choices by how they ended", "finished_reason", FinishReason),
 }
 _HISTOGRAMS = {
@@ -271,6 +273,10 @@ class EngineMetrics:
         except Overloaded as error:
             self._counted["admission_rejections", error.reason].inc()
             raise
+
+    def turns_merged(self, reason: MergeReason) -> None:
+        """Count a chat whose turns were merged for its template. Called by any thread."""
+        self._counted["merged_turns", reason].inc()
 
     def spans_dropped(self, num: float) -> None:
         """Count spans that the trace collector did not take. Called by any thread."""

@@ -5,7 +5,7 @@ Never: runs anything of a template (template_language.py), or tokenizes; knows a
 """
 
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,6 +18,7 @@ from engine.text.template_messages import (
     MAX_RENDERING_S,
     Chat,
     FinalMessage,
+    MergeReason,
     Program,
     Rendering,
 )
@@ -57,6 +58,8 @@ class ChatTemplate:
         """
         self.variables: frozenset[str] = frozenset()
         """Names that requests may set with an effect; none before `judge`."""
+        self.on_merged: Callable[[MergeReason], None] = lambda _: None
+        """Called by any thread with the reason for which turns of a chat were merged."""
         for name, source in templates.items():
             _check_length(name, source)
         self._templates = dict(templates)
@@ -139,6 +142,8 @@ class ChatTemplate:
         rendering = self._ask(chat)
         if rendering.refusal:
             raise RequestRejected(rendering.refusal, param=rendering.param)
+        if rendering.merged_for is not None:
+            self.on_merged(rendering.merged_for)
         return rendering.text.decode("utf-8", "surrogatepass")
 
     def close(self) -> None:

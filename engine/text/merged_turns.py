@@ -36,6 +36,10 @@ def merged(messages: Sequence[Message]) -> Iterator[list[Message]]:
         yield _joined([*others[:user], *said, *others[user:]])
 
 
+def has_later_system(messages: Sequence[Message]) -> bool:
+    return any(message["role"] == "system" for message in messages[1:])
+
+
 def left_out(messages: Sequence[Message], text: str) -> int | None:
     """Return the number of the first message whose text a prompt has not.
 

@@ -8,8 +8,9 @@ results are matched text for text (tests/engine/text/test_template_language.py).
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -22,8 +23,8 @@ import jinja2.parser
 import jinja2.sandbox
 
 from engine.errors import RequestRejected
-from engine.text.merged_turns import left_out, merged
-from engine.text.template_messages import FinalMessage
+from engine.text.merged_turns import has_later_system, left_out, merged
+from engine.text.template_messages import FinalMessage, MergeReason
 
 MAX_RENDERED_CHARS = 16 * 1024 * 1024
 _MAX_REASON_CHARS = 500
@@ -44,6 +45,13 @@ _TRIALS: dict[str, list[dict[str, Any]]] = {
     "assistant": [_QUESTION, {"role": "assistant", "content": _TWO_TEXTS}, _QUESTION],
 }
 
+# A chat that shows whether a later system message is a turn of its own, or glued to the text before it.
+_WELDED = [
+    {"role": "user", "content": "\ue000first\ue001"},
+    {"role": "system", "content": "\ue000third\ue001"},
+    _QUESTION,
+]
+
 # A template is a program over data from the request; these are its errors on unfit data.
 _RENDERING_ERRORS = (
     jinja2.TemplateError,
@@ -54,6 +62,10 @@ _RENDERING_ERRORS = (
     ArithmeticError,
     RecursionError,
 )
+
+
+class _LeftOut(RequestRejected):
+    """A template that leaves the text of a message out."""
 
 
 class BrokenTemplate(Exception):
@@ -80,6 +92,8 @@ class Templates:
         self._default_kwargs = dict(default_kwargs)
         ours = frozenset({*_OUR_VARIABLES, *special_tokens, *reserved_names, *_ENVIRONMENT.globals})
         self._templates = {name: _Compiled(name, source, ours) for name, source in templates.items()}
+        self.merged_for: MergeReason | None = None
+        """Reason for which turns of the last chat were merged; None if they were not."""
 
     @property
     def variables(self) -> frozenset[str]:
@@ -115,14 +129,20 @@ class Templates:
             "add_generation_prompt": final is FinalMessage.ANSWER,
         }
         plain = [_plain(message) for message in messages]
-        text, refusal = self._try(template, plain, final, variables)
-        if refusal is None:
-            return text
-        for fewer in merged(plain):
-            text, later_refusal = self._try(template, fewer, final, variables)
-            if later_refusal is None:
+        ways: Iterable[list[dict[str, Any]]] = chain([plain], merged(plain))
+        reason = None
+        if has_later_system(plain) and template.welds(self._special_tokens):
+            ways, reason = sorted(ways, key=has_later_system), MergeReason.WELDED
+        refusals = []
+        for way in ways:
+            text, refusal = self._try(template, way, final, variables)
+            if refusal is None:
+                self.merged_for = None if way is plain else reason
                 return text
-        raise refusal
+            refusals.append(refusal)
+            if way is plain:
+                reason = MergeReason.LEFT_OUT if isinstance(refusal, _LeftOut) else MergeReason.REFUSED
+        raise refusals[0]
 
     def _try(
         self,
@@ -142,7 +162,7 @@ class Templates:
                 return _cut_at_mark(text) if final is FinalMessage.CONTINUE else text, None
         except RequestRejected as error:
             return "", error
-        return "", RequestRejected(
+        return "", _LeftOut(
             f"the chat template leaves messages[{missing}] out, and no merged turns make up for it",
             param="messages",
         )
@@ -219,6 +239,7 @@ class _Compiled:
         self.free_variables = frozenset(names.undeclared_identifiers) - ours
         self._takes_parts: dict[str, bool] = {}
         """Answers of takes_parts, by role."""
+        self._welds: bool | None = None
 
     def takes_parts(self, role: str, special_tokens: Mapping[str, str]) -> bool:
         """Tell whether messages of a role may have lists of texts as content: by a trial, once."""
@@ -235,6 +256,20 @@ class _Compiled:
             return False
         between, second, _ = rest.partition(_TWO_TEXTS[1]["text"])
         return bool(first and second) and "text" not in between
+
+    def welds(self, special_tokens: Mapping[str, str]) -> bool:
+        """Tell whether a later system message is glued to the text before it: by a trial, once."""
+        if self._welds is None:
+            variables = {**special_tokens, "documents": None, "tools": None, "add_generation_prompt": False}
+            try:
+                text = self.render({**variables, "messages": _WELDED})
+            except RequestRejected:
+                text = ""
+            first, later = (message["content"] for message in _WELDED[:2])
+            before, found, _ = text.partition(later)
+            # A template that writes texts and nothing else tells no turns apart.
+            self._welds = bool(found) and before.strip() != first and before.rstrip().endswith(first)
+        return self._welds
 
     def read(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The variables of these that the template reads, and that are not the server's."""

@@ -31,6 +31,14 @@ class FinalMessage(StrEnum):
     NOTHING = "nothing"  # no generation prompt: the messages as they are
 
 
+class MergeReason(StrEnum):
+    """Reason for which turns of a chat were merged."""
+
+    REFUSED = "refused"  # the template raises an error
+    LEFT_OUT = "left_out"  # it drops the text of a message
+    WELDED = "welded"  # it glues a later system message to the text before it
+
+
 class Program(msgspec.Struct, frozen=True, kw_only=True):
     """Templates and special tokens of the checkpoint, sent to each process once."""
 
@@ -62,6 +70,7 @@ class Rendering(msgspec.Struct, frozen=True, kw_only=True):
     """The reason, which may be shown to clients; empty if there is none."""
     param: str = ""
     """The parameter at fault."""
+    merged_for: MergeReason | None = None
     variables: list[str] = []
     """Names that requests may set with an effect; in the answer to a Program only."""
 

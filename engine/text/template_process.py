@@ -86,7 +86,7 @@ def _render(templates: Templates, chat: Chat) -> Rendering:
         )
     except RequestRejected as error:
         return Rendering(refusal=_sendable(str(error)), param=error.param or "")
-    return Rendering(text=text.encode("utf-8", "surrogatepass"))
+    return Rendering(text=text.encode("utf-8", "surrogatepass"), merged_for=templates.merged_for)
 
 
 def _sendable(refusal: str) -> str:

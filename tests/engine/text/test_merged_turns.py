@@ -3,7 +3,10 @@
 import pytest
 
 from engine.errors import RequestRejected
+from engine.frontend.metrics import EngineMetrics
+from engine.text.chat_template import ChatTemplate
 from engine.text.template_language import Templates
+from engine.text.template_messages import MergeReason
 
 LOOP = "{% for m in messages %}{% set before = messages[loop.index0 - 1] if not loop.first else none %}"
 WRITE = "[{{ m.role }}:{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}]"
@@ -35,6 +38,25 @@ def say(*turns: str) -> list[dict]:
 def test_turns_are_merged_where_the_template_needs_it_and_only_there(body, turns, prompt) -> None:
     templates = Templates({"default": LOOP + body + END}, special_tokens={})
     assert templates.render(say(*turns)) == prompt
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (WRITE, None),
+        (STRICT + WRITE, "refused"),
+        (DROP, "left_out"),
+        ("{% if m.role != 'system' %}<{{ m.role }}>{% endif %}{{ m.content }}", "welded"),
+        ("{{ m.content }}", None),
+    ],
+)
+def test_the_reason_for_merged_turns_is_known(body, reason) -> None:
+    templates = Templates({"default": LOOP + body + END}, special_tokens={})
+    text = templates.render(say("user 1", "system 2", "user 3"))
+    assert templates.merged_for == reason
+    assert (text.index("2") < text.index("1")) == (reason is not None)
+    templates.render(say("user 1"))
+    assert templates.merged_for is None
 
 
 @pytest.mark.parametrize("switch", ["/no_think", "/think"])
@@ -71,3 +93,19 @@ def test_texts_that_a_template_trims_or_quotes_are_found(text) -> None:
         templates = Templates({"default": LOOP + shown + END}, special_tokens={})
         chat = [{"role": "user", "content": "first"}, {"role": "user", "content": text}]
         assert "first" in templates.render(chat)
+
+
+def test_chats_with_merged_turns_are_counted_by_their_reason() -> None:
+    metrics = EngineMetrics("model")
+    template = ChatTemplate({"default": LOOP + STRICT + WRITE + END}, special_tokens={})
+    template.on_merged = metrics.turns_merged
+    try:
+        template.render(say("system a", "user b"))
+        template.render(say("user b", "system c"))
+    finally:
+        template.close()
+    found = {
+        reason: metrics.registry.get_sample_value("tokenyard:merged_turns_total", {"reason": reason})
+        for reason in MergeReason
+    }
+    assert found == {"refused": 1, "left_out": 0, "welded": 0}
