@@ -17,6 +17,7 @@ Never: is a test: a time proves nothing about another machine.
 """
 
 import argparse
+import gc
 import time
 from pathlib import Path
 from random import Random
@@ -25,7 +26,6 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from campaigns.gpu.driving import scheduler_config
-from engine.processes.garbage import keep_what_is_loaded
 from scheduler.config import DraftAdmission, DraftSupply
 from scheduler.messages import FinishReason, ModelRunnerOutput, SamplingParams, SequenceId, SequenceInputs
 from scheduler.scheduler import Scheduler
@@ -56,7 +56,8 @@ class World:
         )
         self._worker = Worker(config)
         self._facts: ModelFacts = self._worker.load(lambda _: None)
-        keep_what_is_loaded()  # as a server does, whose steps are short
+        gc.collect()
+        gc.freeze()  # as a server does, whose steps are short
         steps: Any = self._worker._steps
         if self._facts.has_draft_model:
             steps._draft_model.clock = self._clock

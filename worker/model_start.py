@@ -8,11 +8,11 @@ from worker.checkpoint.task import Task
 from worker.devices.device import Device
 from worker.load.draft_kind import refuse_speculation
 from worker.load.model_kind import find_kind, refuse_ranks
+from worker.own_cache.start import start_with_own_caches
 from worker.progress import LoadStage
 from worker.ranks.ranks import Ranks, is_divided
 from worker.startup.start_adapters import refuse_adapters
 from worker.startup.start_generation import start_generating
-from worker.startup.start_own_cache import start_with_own_caches
 from worker.startup.start_pooling import start_pooling
 from worker.steps.protocol import Steps
 from worker.worker_config import ModelFacts, WorkerConfig

@@ -43,9 +43,9 @@ from worker.load.model_sizes import longest_len
 from worker.load.recurrent_functions import knows_recurrence, replace_functions
 from worker.model.layer_replacement import LayerReplacement
 from worker.own_cache.model import OwnCacheModel, Way
+from worker.own_cache.start import find_way
 from worker.progress import LoadStage
 from worker.startup.ready_model import ReadyModel, start_loaded
-from worker.startup.start_own_cache import find_way
 from worker.steps.inputs import build_inputs
 from worker.steps.model_runner import ModelRunner
 from worker.steps.row_table import RowTable

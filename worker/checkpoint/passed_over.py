@@ -14,7 +14,9 @@ _SCALES_OF_VALUES = (
     r"|(input|output|act|activation|[qkv]|kv|kv_cache|prob|prob_output)_(scale|zero_point))"
 )
 _KINDS = {
-    "heads that predict several tokens at once: no draft is taken from them": r"(^|\.)(mtp|nextn)[._]",
+    "heads that predict several tokens at once: they are read apart (load/draft_head.py)": (
+        r"(^|\.)(mtp|nextn)[._]"
+    ),
     "towers for pictures and sound, and what joins them to the text: only text is served": (
         r"(^|\.)(visual|vision_\w+|vit|img_processor|image_newline|image_encoder|audio_\w+|embed_vision"
         r"|embed_audio|multi_?modal_projector|mm_projector|mm_\w+|mlp1|talker|code2wav|token2wav)(\.|$)"

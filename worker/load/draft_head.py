@@ -14,17 +14,17 @@ Never: runs it (steps/head_steps.py).
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
-import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
 from worker.attention.interface import ATTENTION_NAME, FULL_LAYER
 from worker.checkpoint.checkpoint_files import WeightFile
 from worker.load.build import compress, from_pretrained, in_plain_words, refuse_mismatched
+from worker.load.draft_kind import WITHOUT_HEAD
 from worker.load.model_kind import ModelKind
-from worker.model.body import whole_body_of
+from worker.speculation.head_layer import DraftHead
 from worker.worker_errors import StartupError
 
 _PLAIN = frozenset({"F32", "F16", "BF16"})
@@ -39,7 +39,6 @@ _MTP_NAMES = {
 }
 _OF_THE_MODEL = (_EMBEDDING, "shared_head.head.weight")
 """Copies of the model's own embedding and output layer, which are taken instead."""
-WITHOUT_HEAD = 'leave it out by --speculative-config \'{"method": "off"}\'; what is generated is the same'
 _INPUTS = ("token_norm", "hidden_norm", "joint")
 
 
@@ -51,26 +50,6 @@ class StoredHead:
     """Own name -> name in the files."""
     files: Sequence[WeightFile]
     """The files with these tensors alone."""
-
-
-class DraftHead(nn.Module):
-    """Inputs of a head, and its layer as a model without an output layer."""
-
-    def __init__(self, body: Any, token_norm: nn.Module, hidden_norm: nn.Module, joint: nn.Module) -> None:
-        super().__init__()
-        self.body, self.token_norm, self.hidden_norm, self.joint = body, token_norm, hidden_norm, joint
-
-    def find_body(self) -> nn.Module:
-        """Return the layer as kernels have left it."""
-        return cast("nn.Module", whole_body_of(self.body) or self.body)
-
-    def inputs(self, token_ids_T: Tensor, hidden_TH: Tensor) -> Tensor:
-        """Join tokens with the hidden states before them, [1, T, H]."""
-        embeds_TH = self.body.get_input_embeddings()(token_ids_T)
-        joined_TH: Tensor = self.joint(
-            torch.cat([self.token_norm(embeds_TH), self.hidden_norm(hidden_TH)], -1)
-        )
-        return joined_TH.unsqueeze(0)
 
 
 def find_head(kind: ModelKind, files: Sequence[WeightFile]) -> StoredHead | None:

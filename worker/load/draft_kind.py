@@ -4,6 +4,7 @@ Owns: the check that both have one vocabulary.
 Never: loads it (startup/start_drafting.py).
 """
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,10 +16,13 @@ import torch
 from worker.attention.kv_cache import FLOAT8, KeptShapes, cache_dtype
 from worker.checkpoint.task import Task
 from worker.checkpoint.tokenizer_files import TOKENIZER, find_vocabulary, read_tokenizer
-from worker.load.draft_head import WITHOUT_HEAD
 from worker.load.model_kind import ModelKind
 from worker.worker_config import AdapterLimits, DraftMethod, SpeculationConfig, WorkerConfig
 from worker.worker_errors import FamilyRefused, StartupError
+
+log = logging.getLogger(__name__)
+
+WITHOUT_HEAD = 'leave it out by --speculative-config \'{"method": "off"}\'; what is generated is the same'
 
 
 def refuse_speculation(config: WorkerConfig, reason: str) -> None:
@@ -32,9 +36,12 @@ def refuse_speculation(config: WorkerConfig, reason: str) -> None:
 
 @contextmanager
 def naming_draft(config: WorkerConfig) -> Iterator[None]:
-    """Say of an error that the draft model is meant. Raises StartupError."""
+    """Say of an error that the draft model, or the head, is meant. Raises StartupError.
+
+    An error of a head that was not asked for is logged, and passes.
+    """
     if config.speculation.method is not DraftMethod.DRAFT_MODEL:
-        with _naming_head():
+        with _naming_head(config):
             yield
         return
     try:
@@ -51,11 +58,13 @@ def naming_draft(config: WorkerConfig) -> Iterator[None]:
 
 
 @contextmanager
-def _naming_head() -> Iterator[None]:
+def _naming_head(config: WorkerConfig) -> Iterator[None]:
     try:
         yield
     except StartupError as error:  # of a family too: without its head the model can be served
-        raise StartupError(f"draft head: {error.what}", fix=WITHOUT_HEAD) from error
+        if config.speculation.method is not DraftMethod.AUTO:
+            raise StartupError(f"draft head: {error.what}", fix=WITHOUT_HEAD) from error
+        log.info("draft head: %s: the model is served without it", error.what)
 
 
 def refuse_with_head(config: WorkerConfig) -> None:

@@ -13,20 +13,19 @@ import torch
 import transformers
 
 from worker.attention.kv_cache import KeptShapes
-from worker.checkpoint.checkpoint_files import WeightFile, find_weights
+from worker.checkpoint.checkpoint_files import find_weights
 from worker.cpu import kernel_choice as cpu_kernel_choice
 from worker.devices.device import NO_RESERVE, Device, Reserve
 from worker.doctor_findings import Finding
 from worker.gpu import kernel_choice as gpu_kernel_choice
-from worker.load.draft_head import StoredHead, find_head, no_head
-from worker.load.draft_kind import refuse_speculation, refuse_with_head
+from worker.load.draft_kind import refuse_speculation
 from worker.load.loader import LoadedModel
-from worker.load.model_kind import ModelKind, describe_division
+from worker.load.model_kind import describe_division
 from worker.model.layer_shards import bytes_of_a_rank
 from worker.model.toolkit import Toolkit
 from worker.progress import LoadPhase, LoadStage
 from worker.ranks.ranks import is_divided
-from worker.worker_config import DraftMethod, SpeculationConfig, WorkerConfig
+from worker.worker_config import DraftMethod, WorkerConfig
 from worker.worker_errors import FamilyRefused, StartupError
 
 _HIDDEN_STATES_OF_A_STAGE = 4
@@ -159,23 +158,6 @@ def _describe_origin(config: WorkerConfig) -> str:
             ):  # with several, contents were compared when a node came: times differ there
                 words.append(str(file.path.stat().st_mtime_ns))
     return ", ".join(words)
-
-
-def find_own_head(
-    config: WorkerConfig, kind: ModelKind, files: list[WeightFile], device: Device
-) -> StoredHead | None:
-    """Find the head of a checkpoint; None where there is none and none was asked for.
-
-    Raises StartupError for one that cannot be taken.
-    """
-    stored = find_head(kind, files)
-    if stored is None and config.speculation.method is DraftMethod.MTP:
-        raise no_head(kind)
-    if stored is None:
-        return None
-    verifies_drafts(replace(config, speculation=SpeculationConfig(method=DraftMethod.MTP)), device)
-    refuse_with_head(config)
-    return stored
 
 
 def verifies_drafts(config: WorkerConfig, device: Device) -> bool:

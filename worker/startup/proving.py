@@ -12,6 +12,8 @@ from worker.attention.interface import AttentionBackend
 from worker.attention.kv_cache import BlockLayout, KeptShapes, KVCache
 from worker.attention.ref_attention import RefAttention
 from worker.devices.device import Device
+from worker.memory_sizes import format_size
+from worker.model.corrections import longest_right_len
 from worker.model.layer_replacement import LayerReplacement
 from worker.model.quantized_layers import describe_codes, find_codes
 from worker.model.toolkit import Toolkit
@@ -54,21 +56,26 @@ def prove(
 
 def prove_draft(
     start: Start, kept: KeptShapes, toolkit: Toolkit | None, cache: KVCache, max_model_len: int
-) -> AttentionBackend:
+) -> tuple[AttentionBackend, int]:
     """Try a draft model over its layers of `cache`, which stand behind the model's, and put kernels under it.
 
-    Raises StartupError.
+    Returns the longest sequence that it drafts for, too. Raises StartupError.
     """
-    view = cache.view_beside(kept)
+    view, loaded = cache.view_beside(kept), start.loaded
+    max_model_len = min(longest_right_len(loaded.text_config, loaded.checkpoint_len, None), max_model_len)
+    log.info(
+        "drafts by %s: weights %s, context %s tokens",
+        *(loaded.model_type, format_size(loaded.weight_bytes), max_model_len),
+    )
     correct_model(start.loaded, max_model_len)
     check = _check_of(start, view, max_model_len)
     expected = check.run()
     if toolkit is None:
-        return check.backend
+        return check.backend, max_model_len
     check = replace(check, backend=toolkit.attention_over(view))
     # Options are the model's: they need not have an effect on the draft model.
     put_kernels(start.config, toolkit, check, expected, start.stage, must_round_inputs=False)
-    return check.backend
+    return check.backend, max_model_len
 
 
 def _check_of(start: Start, cache: KVCache, max_model_len: int) -> SelfCheck:

@@ -4,51 +4,26 @@ Owns: its load, and the sizes by which it steps.
 Never: changes the start of the model itself, which only gets larger blocks.
 """
 
-import logging
-from dataclasses import replace
-from typing import NamedTuple
-
-from worker.attention.kv_cache import KeptShapes, with_hidden_states
-from worker.checkpoint.checkpoint_files import find_weights
 from worker.devices.device import Device
-from worker.devices.weight_life import WeightLife
-from worker.load.draft_head import DraftHead, build_head
 from worker.load.draft_kind import (
     check_vocabulary,
     draft_config,
     naming_draft,
-    refuse_index_keys,
     refuse_scales_with_draft,
 )
 from worker.load.loader import LoadedModel, load_model
 from worker.load.model_kind import ModelKind, find_kind
-from worker.memory_sizes import format_size
-from worker.model.corrections import longest_right_len
-from worker.model.mixture import find_experts
 from worker.progress import LoadStage
-from worker.startup.kernel_choice import find_own_head, kernels_of
+from worker.startup.kernel_choice import kernels_of
 from worker.startup.probing import Start, probe_shapes
 from worker.startup.proving import prove_draft
 from worker.startup.ready_model import ReadyModel
+from worker.startup.start_head import LoadedDraft, load_head
 from worker.steps.draft_model import DraftSizes
 from worker.steps.head_steps import HeadSteps, KeptStates
-from worker.steps.model_runner import BodyRunner, EagerSteps, ModelRunner, StepRunner
+from worker.steps.model_runner import EagerSteps, ModelRunner, StepRunner
 from worker.steps.row_table import RowTable
 from worker.worker_config import DraftMethod, WorkerConfig
-from worker.worker_errors import StartupError
-
-log = logging.getLogger(__name__)
-
-
-class LoadedDraft(NamedTuple):
-    """A draft model in memory, before there is a cache."""
-
-    start: Start
-    runner: ModelRunner | BodyRunner
-    kept: KeptShapes
-    """What it keeps; the last layer of a head's is of the model's hidden states."""
-    head: DraftHead | None = None
-    """The head, if it is one; `start` and `runner` are then those of its layer."""
 
 
 def load_draft(
@@ -57,13 +32,8 @@ def load_draft(
     """Load the draft model, if there is one. Raises StartupError."""
     method = config.speculation.method
     if method in (DraftMethod.AUTO, DraftMethod.MTP):
-        try:
-            with naming_draft(config):
-                return _load_head(config, kind, loaded, device)
-        except StartupError as error:
-            if method is DraftMethod.MTP:
-                raise
-            log.info("%s: the model is served without it", error.what)
+        with naming_draft(config):
+            return load_head(config, kind, loaded, device)
     if method is not DraftMethod.DRAFT_MODEL:
         return None
     refuse_scales_with_draft(config)
@@ -80,34 +50,6 @@ def load_draft(
         return LoadedDraft(start, runner, probe_shapes(device, draft, runner))
 
 
-def _load_head(
-    config: WorkerConfig, kind: ModelKind, loaded: LoadedModel, device: Device
-) -> LoadedDraft | None:
-    """Load the head of the checkpoint as one layer of the model's family. Raises StartupError."""
-    files = find_weights(kind.folder)
-    stored = find_own_head(config, kind, files, device)
-    if stored is None:
-        return None
-    head = build_head(kind, stored, loaded.model)
-    runner = BodyRunner(head.find_body)
-    parameters = [each for name, each in head.named_parameters() if "embed_tokens" not in name]
-    layer = replace(
-        loaded,
-        model=head.body,
-        text_config=head.body.config,
-        num_parameters=sum(each.numel() for each in parameters),
-        weight_bytes=sum(each.nbytes for each in parameters),
-        weights=WeightLife(head, device, [file.path for file in files]),
-        has_experts=any(find_experts(head.body)),
-    )
-    stage = LoadStage()  # the bar is the model's
-    start = Start(config=config, device=device, stage=stage, loaded=layer, runner=runner)
-    kept = probe_shapes(device, layer, runner)
-    refuse_index_keys(loaded.model_type, kept)
-    layer.weights.settle(stage)
-    return LoadedDraft(start, runner, with_hidden_states(kept.layers, head.body.config.hidden_size), head)
-
-
 def open_draft(
     config: WorkerConfig, draft: LoadedDraft, ready: ReadyModel[ModelRunner], rows: RowTable
 ) -> tuple[StepRunner, DraftSizes, KeptStates | None] | None:
@@ -115,14 +57,9 @@ def open_draft(
 
     None for a head that was not asked for and cannot be taken.
     """
-    try:
-        with naming_draft(config):
-            return _open_draft(draft, ready, rows)
-    except StartupError as error:
-        if config.speculation.method is not DraftMethod.AUTO:
-            raise
-        log.warning("%s: the model is served without it", error.what)
-        return None
+    with naming_draft(config):
+        return _open_draft(draft, ready, rows)
+    return None
 
 
 def _open_draft(
@@ -133,15 +70,9 @@ def _open_draft(
     layers = cache.view_beside(draft.kept).layers
     kept = None if head is None else KeptStates(layers[max(layers)])
     loaded, device = start.loaded, start.device
-    max_len = min(longest_right_len(loaded.text_config, loaded.checkpoint_len, None), facts.max_model_len)
-    backend = prove_draft(start, draft.kept, toolkit, cache, max_len)
+    backend, max_len = prove_draft(start, draft.kept, toolkit, cache, facts.max_model_len)
     if head is not None and toolkit is not None:
         toolkit.replace_linears(head, ["joint"])
-    log.info(
-        "draft %s %s: weights %s, context %s tokens",
-        *("model" if head is None else "head of", loaded.model_type),
-        *(format_size(loaded.weight_bytes), max_len),
-    )
     sizes = DraftSizes(
         vocab_size=loaded.vocab_size,
         sampled_vocab_size=facts.vocab_size,

@@ -16,7 +16,6 @@ from worker.checkpoint.task import Task
 from worker.devices.device import Device
 from worker.load.loader import LoadedModel, load_model
 from worker.load.model_kind import ModelKind
-from worker.model.body import whole_body_of
 from worker.pooling.decoder_pooling import DecoderPrompts
 from worker.pooling.pooler import LastTokenScores, Pooler, Readout
 from worker.pooling.step import PoolingSteps, PromptRunner, PromptTable
@@ -74,10 +73,7 @@ def _start_decoder(
             prompt = PromptComputation.AT_ONCE
             loaded = fitted_into_a_step(loaded, config)
 
-    def find_body() -> Any:
-        return whole_body_of(loaded.model) or own_body
-
-    ready = start_loaded(config, device, stage, loaded, BodyRunner(find_body))
+    ready = start_loaded(config, device, stage, loaded, BodyRunner(loaded.model, own_body))
     pooling = PoolingFacts(
         task=POOLING_TASKS[kind.task], num_dimensions=readout.num_dimensions, prompt=prompt
     )

@@ -16,7 +16,7 @@ not judged by probabilities.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from scheduler.messages import BlockCopy, ScheduledSequence, SchedulerOutput, SequenceId
+from worker.attention.interface import AttentionMetadata
 from worker.sampling.row_sampler import RowSampler
 from worker.sampling.state import SamplingRow
 from worker.steps.inputs import StepInputs, build_inputs
@@ -120,10 +121,25 @@ class _Filled:
         return first * self._block_size + (int(filled[first]) if len(gaps) else 0)
 
 
+class HiddenStatesKept(Protocol):
+    """Memory for the hidden states of the model, for a head that reads them."""
+
+    def keep(self, metadata: AttentionMetadata, hidden_TH: Tensor) -> None:
+        """Keep the states of all tokens of a step."""
+
+
 class DraftModel:
     """Passes of the draft model over rows of the worker. Only where the host knows every token."""
 
-    def __init__(self, steps: StepRunner, rows: RowTable, sampler: RowSampler, sizes: DraftSizes) -> None:
+    def __init__(
+        self,
+        steps: StepRunner,
+        rows: RowTable,
+        sampler: RowSampler,
+        sizes: DraftSizes,
+        kept: HiddenStatesKept | None = None,
+    ) -> None:
+        self.kept = kept
         self._steps = steps
         self._rows = rows
         self._sampler = sampler
@@ -152,12 +168,12 @@ class DraftModel:
         """Guess up to `wanted` tokens of each sequence, one place of all of them in a pass."""
         drafts: dict[SequenceId, list[int]] = {}
         passes: list[tuple[int, float]] = []
+        began_s = self.clock()
         shares, views = self._first_shares(wanted)
         num_ahead = self._sizes.num_ahead
         num_followed = {share.sequence_id: share.start + share.num_tokens + num_ahead for share in shares}
         try:
             while shares and (inputs := self._inputs(shares, drafts)) is not None:
-                began_s = self.clock()
                 shares = []
                 for sequence_id, token_id in self._guess(inputs, views).items():
                     drafts.setdefault(sequence_id, []).append(token_id)
@@ -167,7 +183,8 @@ class DraftModel:
                         num_again = len(drafts[sequence_id]) if self._sizes.has_state else 1
                         position = self._num_places(row) - num_again
                         shares.append(ScheduledSequence(sequence_id, position, num_again, samples=True))
-                passes.append((len(inputs.input_ids_T), self.clock() - began_s))
+                began_s, before_s = self.clock(), began_s
+                passes.append((len(inputs.input_ids_T), began_s - before_s))
         finally:
             for sequence_id, each in drafts.items():
                 row = self._row(sequence_id)

@@ -29,8 +29,7 @@ from worker.adapters.store import AdapterStore
 from worker.devices.device import Device
 from worker.sampling.row_sampler import PendingSample, RowSampler
 from worker.speculation.drafter import Drafter
-from worker.steps.draft_model import NOTHING_MADE, DraftModel, DraftSizes
-from worker.steps.head_steps import KeptStates
+from worker.steps.draft_model import NOTHING_MADE, DraftModel, DraftSizes, HiddenStatesKept
 from worker.steps.host_pool import HostPool
 from worker.steps.inputs import StepInputs, build_inputs, check_new_sequence
 from worker.steps.model_runner import StepRunner
@@ -63,7 +62,6 @@ class GenerationSteps:
         self.grammars = sampler.compile_ahead
         self._drafter: Drafter | None = None
         self._draft_model: DraftModel | None = None
-        self._kept_states: KeptStates | None = None
         self.adapters: AdapterStore | None = None
         self._pictures: Pictures | None = None
         self._vocab_size = facts.vocab_size
@@ -75,14 +73,15 @@ class GenerationSteps:
         """Propose drafts after each step from now on."""
         self._drafter = Drafter(config)
 
-    def speculate_with(self, draft_steps: StepRunner, sizes: DraftSizes, kept: KeptStates | None) -> None:
+    def speculate_with(
+        self, draft_steps: StepRunner, sizes: DraftSizes, kept: HiddenStatesKept | None
+    ) -> None:
         """Let a draft model make drafts where plans ask for them; only where a launch computes at once.
 
         `kept` is for the hidden states of all steps, which a head of the model reads.
         """
         assert not self._works_ahead
-        self._draft_model = DraftModel(draft_steps, self.rows, self._sampler, sizes)
-        self._kept_states = kept
+        self._draft_model = DraftModel(draft_steps, self.rows, self._sampler, sizes, kept)
 
     def adapt(self, adapters: AdapterStore) -> None:
         """Compute with adapters from now on."""
@@ -258,11 +257,12 @@ class GenerationSteps:
 
     def _compute_placed(self, inputs: StepInputs) -> tuple[Tensor, PromptReport]:
         wanted = self._prompt_logprobs.wanted(inputs.shares, self.rows)
-        if not wanted and self._kept_states is None:
+        kept = None if self._draft_model is None else self._draft_model.kept
+        if not wanted and kept is None:
             return self._steps.compute(inputs).logits_NV, PromptReport()
         outcome = self._steps.compute(replace(inputs, keeps_hidden=True))
-        if self._kept_states is not None and outcome.hidden is not None:
-            self._kept_states.keep(inputs.metadata, outcome.hidden.hidden_TH)
+        if kept is not None and outcome.hidden is not None:
+            kept.keep(inputs.metadata, outcome.hidden.hidden_TH)
         if not wanted:
             return outcome.logits_NV, PromptReport()
         return outcome.logits_NV, self._prompt_logprobs.report(wanted, outcome, self._steps)

@@ -23,7 +23,7 @@ from torch import Tensor
 from worker.attention.interface import AttentionBackend, AttentionMetadata
 from worker.attention.kv_cache import LayerCache
 from worker.devices.device import Device
-from worker.load.draft_head import DraftHead
+from worker.speculation.head_layer import DraftHead
 from worker.steps.inputs import StepInputs
 from worker.steps.model_runner import BodyRunner, ModelRunner
 from worker.steps.row_table import RowTable
@@ -78,7 +78,7 @@ class HeadSteps:
     ) -> None:
         """Take in the runner of the model, whose output layer is the head's too."""
         self._head, self._model, self._backend, self._device = head, model, backend, device
-        self._body = BodyRunner(head.find_body)
+        self._body = BodyRunner(head.body, head.body)
         self._kept, self._rows = kept, rows
 
     @torch.inference_mode()

@@ -82,6 +82,12 @@ class ModelRunner:
         Where a whole body has a plain head, the model's own forward is not called, and no hooks of it run:
         it takes as long as two layers of a small model.
         """
+        whole_body = whole_body_of(self.model)
+        if whole_body is not None and whole_body.plain_head:
+            with active(executor):
+                outputs = whole_body(**tokens.arguments)
+                logits_NV = self._logits(outputs.hidden_TH, whole_body.plain_head[0], tokens.logits_indices_N)
+            return StepOutcome(logits_NV, HiddenStates(tokens, outputs) if tokens.keeps_hidden else None)
         if not tokens.keeps_hidden:
             return StepOutcome(self._run(tokens, executor))
         kept: list[Any] = []
@@ -98,10 +104,6 @@ class ModelRunner:
         if self._can_choose_logits:
             arguments["logits_to_keep"] = tokens.logits_indices_N
         with active(executor):
-            body = whole_body_of(self.model)
-            if body is not None and body.plain_head:
-                outputs = body(**tokens.arguments)
-                return self._logits(outputs.hidden_TH, body.plain_head[0], tokens.logits_indices_N)
             logits_1NV = self.model(**tokens.arguments, **arguments).logits
         logits_NV: Tensor
         logits_NV = logits_1NV[0] if self._can_choose_logits else logits_1NV[0, tokens.logits_indices_N]
@@ -147,21 +149,26 @@ class ModelRunner:
 class BodyRunner:
     """Caller of a model without its head, with the methods of ModelRunner that startup tries."""
 
-    def __init__(self, find_body: Callable[[], nn.Module]) -> None:
-        self._find_body = find_body  # asked in each step: kernels put another in its place
+    def __init__(self, model: Any, body: Any) -> None:
+        """Take in the body of `model`, which may be itself; kernels put another in its place."""
+        self._model, self._own_body = model, body
+
+    @property
+    def _body(self) -> Any:
+        return whole_body_of(self._model) or self._own_body
 
     @torch.inference_mode()
     def forward(self, tokens: StepTokens, executor: LayerExecutor) -> StepOutcome:
         """Run the model, its attention calls executed by `executor`; returns hidden states [N, H]."""
         arguments: dict[str, Any] = {"use_cache": False, "return_dict": True}
         with active(executor):
-            outputs = self._find_body()(**tokens.arguments, **arguments)
+            outputs = self._body(**tokens.arguments, **arguments)
         return StepOutcome(outputs.last_hidden_state[0, tokens.logits_indices_N])
 
     @torch.inference_mode()
     def forward_alone(self, input_ids_1T: Tensor) -> Tensor:
         """Run the model by itself, with the attention that it is set to; returns hidden states [T, H]."""
-        hidden_TH: Tensor = self._find_body()(input_ids=input_ids_1T, use_cache=False).last_hidden_state[0]
+        hidden_TH: Tensor = self._body(input_ids=input_ids_1T, use_cache=False).last_hidden_state[0]
         return hidden_TH
 
 

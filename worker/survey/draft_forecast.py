@@ -17,10 +17,9 @@ from worker.load.draft_kind import (
 )
 from worker.load.model_kind import ModelKind, dtype_name, find_kind
 from worker.load.weight_files import weight_bytes
-from worker.startup.kernel_choice import find_own_head
+from worker.startup.start_head import find_own_head
 from worker.survey.unloaded_model import foresee_layers
 from worker.worker_config import DraftMethod, WorkerConfig
-from worker.worker_errors import StartupError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +37,8 @@ def foresee_draft(config: WorkerConfig, kind: ModelKind, device: Device) -> Draf
     """Forecast for the draft model, if there is one. Raises StartupError, and CannotForesee."""
     method = config.speculation.method
     if method in (DraftMethod.AUTO, DraftMethod.MTP):
-        try:
-            with naming_draft(config):
-                return _foresee_head(config, kind, device)
-        except StartupError:
-            if method is DraftMethod.MTP:
-                raise
+        with naming_draft(config):
+            return _foresee_head(config, kind, device)
     if method is not DraftMethod.DRAFT_MODEL:
         return None
     refuse_scales_with_draft(config)

@@ -1,0 +1,89 @@
+"""Load of the head of a checkpoint that drafts for its model.
+
+Owns: the choice whether a head is taken, and its layer as a model of its own.
+Never: tries it over the cache (start_drafting.py).
+"""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from worker.attention.kv_cache import KeptShapes, with_hidden_states
+from worker.checkpoint.checkpoint_files import WeightFile, find_weights
+from worker.devices.device import Device
+from worker.devices.weight_life import WeightLife
+from worker.load.draft_head import StoredHead, build_head, find_head, no_head
+from worker.load.draft_kind import refuse_index_keys, refuse_with_head
+from worker.load.loader import LoadedModel
+from worker.load.model_kind import ModelKind
+from worker.model.mixture import find_experts
+from worker.progress import LoadStage
+from worker.speculation.head_layer import DraftHead
+from worker.startup.kernel_choice import verifies_drafts
+from worker.startup.probing import Start, probe_shapes
+from worker.steps.model_runner import BodyRunner, ModelRunner
+from worker.worker_config import DraftMethod, SpeculationConfig, WorkerConfig
+
+LEAST_WITH_HEAD = 128 << 20
+"""Bytes of a checkpoint from which on its head is taken by itself. A step of a smaller one takes as long as
+what the interpreter does for a pass of the head: the built-in model was slower with one by a quarter."""
+
+
+class LoadedDraft(NamedTuple):
+    """A draft model in memory, before there is a cache."""
+
+    start: Start
+    runner: ModelRunner | BodyRunner
+    kept: KeptShapes
+    """Keys and values; the last layer of a head's is of the model's hidden states."""
+    head: DraftHead | None = None
+    """The head, if it is one; `start` and `runner` are then those of its layer."""
+
+
+def find_own_head(
+    config: WorkerConfig, kind: ModelKind, files: list[WeightFile], device: Device
+) -> StoredHead | None:
+    """Find the head of a checkpoint; None where there is none and none was asked for.
+
+    Raises StartupError for one that cannot be taken.
+    """
+    if (
+        config.speculation.method is DraftMethod.AUTO
+        and sum(each.num_bytes for each in files) < LEAST_WITH_HEAD
+    ):
+        return None
+    stored = find_head(kind, files)
+    if stored is None and config.speculation.method is DraftMethod.MTP:
+        raise no_head(kind)
+    if stored is None:
+        return None
+    verifies_drafts(replace(config, speculation=SpeculationConfig(method=DraftMethod.MTP)), device)
+    refuse_with_head(config)
+    return stored
+
+
+def load_head(
+    config: WorkerConfig, kind: ModelKind, loaded: LoadedModel, device: Device
+) -> LoadedDraft | None:
+    """Load the head of the checkpoint as one layer of the model's family. Raises StartupError."""
+    files = find_weights(kind.folder)
+    stored = find_own_head(config, kind, files, device)
+    if stored is None:
+        return None
+    head = build_head(kind, stored, loaded.model)
+    runner = BodyRunner(head.body, head.body)
+    parameters = [each for name, each in head.named_parameters() if "embed_tokens" not in name]
+    layer = replace(
+        loaded,
+        model=head.body,
+        text_config=head.body.config,
+        num_parameters=sum(each.numel() for each in parameters),
+        weight_bytes=sum(each.nbytes for each in parameters),
+        weights=WeightLife(head, device, [file.path for file in files]),
+        has_experts=any(find_experts(head.body)),
+    )
+    stage = LoadStage()  # the bar is the model's
+    start = Start(config=config, device=device, stage=stage, loaded=layer, runner=runner)
+    kept = probe_shapes(device, layer, runner)
+    refuse_index_keys(loaded.model_type, kept)
+    layer.weights.settle(stage)
+    return LoadedDraft(start, runner, with_hidden_states(kept.layers, head.body.config.hidden_size), head)
