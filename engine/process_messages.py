@@ -48,6 +48,8 @@ class AddRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Set for a pooling request; `params` is not read then."""
     prediction: tuple[int, ...] = ()
     """Text that the client expects, as tokens."""
+    restore_at: tuple[int, ...] = ()
+    """Numbers of prompt tokens behind which later prompts will go on otherwise."""
     encoder_inputs: tuple[EncoderInput, ...] = ()
     payloads: tuple[Payload, ...] = ()
     """See SequenceInputs."""

@@ -82,6 +82,8 @@ class GenerationRequest(EngineRequest):
     """Special tokens that are shown all the same: marks of tool calls and of reasoning."""
     prediction: tuple[int, ...] = ()
     """Text that the client expects, as tokens; a hint that changes no output."""
+    restore_at: tuple[int, ...] = ()
+    """Numbers of prompt tokens behind which later prompts will go on otherwise; a hint too."""
     adapter: ServedAdapter | None = None
     """Adapter to run the model with; None: the model alone."""
     encoder_inputs: tuple[EncoderInput, ...] = ()

@@ -282,6 +282,11 @@ class ModelFacts:
         return sum(group.num_stripes for group in fixed)
 
     @property
+    def has_points(self) -> bool:
+        """Whether some layers can be gone on from at chosen positions only: those with windows or states."""
+        return any(group.lifetime.kind is not LifetimeKind.ALL for group in self.groups)
+
+    @property
     def is_paged(self) -> bool:
         """Whether blocks hold keys and values."""
         return bool(self.groups)

@@ -216,6 +216,7 @@ class EngineLoop:
                     pooling=request.pooling,
                     adapter=request.adapter,
                     prediction=request.prediction,
+                    restore_at=request.restore_at,
                     generated=before.token_ids,
                     num_reported_positions=before.num_reported_positions,
                     encoder_inputs=request.encoder_inputs,

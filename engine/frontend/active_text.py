@@ -184,6 +184,7 @@ class ActiveText(ActiveRequest[GenerationRequest, TextChoice]):
         return {
             "params": request.params,
             "prediction": request.prediction,
+            "restore_at": request.restore_at,
             "encoder_inputs": request.encoder_inputs,
             "payloads": request.payloads,
             "adapter": "" if adapter is None else adapter.identity,

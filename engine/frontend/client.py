@@ -93,6 +93,7 @@ class AsyncEngine:
         self.encode, self.encode_plain, self.encode_chat = texts.encode, texts.encode_plain, texts.encode_chat
         self.encode_texts, self.encode_pairs = texts.encode_texts, texts.encode_pairs
         self.encode_words, self.encode_infill = texts.encode_words, texts.encode_infill
+        self.num_answer_tokens = texts.num_answer_tokens
         self.decode, self.vocabulary_strings = texts.decode, texts.vocabulary_strings
         self._requests = ActiveRequests(config, self._tokenizer, self.metrics, self._engines.send, desk)
         self.metrics.watch_load(self._requests.engines.live_counts)

@@ -8,10 +8,11 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from engine.errors import Overloaded, OverloadReason
+from engine.errors import Overloaded, OverloadReason, RequestRejected
 from engine.text.chat_template import ChatTemplate
 from engine.text.infill import encode_infill
 from engine.text.renderers import MAX_RENDERERS
@@ -26,6 +27,10 @@ _LONG_CHARS = 64 * 1024
 """About a tenth of a second of tokenizing."""
 _NICENESS_OF_LONG = 10
 """The tokenizer lets go of the interpreter, and takes seconds of a core that steps wait for."""
+_SHORT_CHAT = [{"role": "user", "content": "1"}]
+_MAX_VARIABLES_CHARS = 1000
+_MAX_CHOICES = 64
+"""Choices of a template's variables for which the beginning of the answer is remembered."""
 
 
 class _Lane:
@@ -83,6 +88,7 @@ class TokenizerThreads:
         lane = partial(_Lane, counting_refusals)
         self._short = lane("encoder", num_threads=2, max_under_way=256)
         self._long = lane("encoder-long", num_threads=1, max_under_way=32, niceness=_NICENESS_OF_LONG)
+        self._num_answer_tokens: dict[str, int] = {}  # by the variables of the template
         self._chats = lane("renderer", num_threads=MAX_RENDERERS, max_under_way=256)
 
     async def encode(self, text: str) -> tuple[int, ...]:
@@ -99,6 +105,30 @@ class TokenizerThreads:
         if marks is not None:
             rendered = rendered.replace(*marks)
         return await self._lane(len(rendered)).run(lambda: self._tokenizer.encode_rendered_chat(rendered))
+
+    async def num_answer_tokens(self, options: ChatOptions) -> int:
+        """Count the tokens at the end of a prompt that begin the answer: history may have another text there.
+
+        Found once for each choice of the template's variables, on a short conversation; 0 if there are none,
+        or if the template refuses that one.
+        """
+        variables = repr((options.template_kwargs, options.template_hints))
+        if not options.add_generation_prompt or len(variables) > _MAX_VARIABLES_CHARS:
+            return 0
+        if variables not in self._num_answer_tokens:
+            if len(self._num_answer_tokens) == _MAX_CHOICES:
+                self._num_answer_tokens.clear()
+            self._num_answer_tokens[variables] = await self._measure_answer(replace(options, tools=()))
+        return self._num_answer_tokens[variables]
+
+    async def _measure_answer(self, options: ChatOptions) -> int:
+        try:
+            asked = await self.encode_chat(_SHORT_CHAT, options)
+            told = await self.encode_chat(_SHORT_CHAT, replace(options, add_generation_prompt=False))
+        except RequestRejected:
+            return 0
+        differ = (place for place, pair in enumerate(zip(asked, told, strict=False)) if pair[0] != pair[1])
+        return len(asked) - next(differ, min(len(asked), len(told)))
 
     async def encode_texts(self, texts: Sequence[str], cut: TextCut) -> list[TokenizedText]:
         """Encode texts for a pooling model, with special tokens."""

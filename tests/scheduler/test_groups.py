@@ -165,6 +165,37 @@ def test_every_turn_of_a_chat_finds_its_history() -> None:
             tokens = [*tokens, *world.tokens[SequenceId(number)], *prompt(16, number)]
 
 
+@pytest.mark.night
+@pytest.mark.parametrize("keeps_thoughts", [True, False], ids=["agent", "thinking"])
+@pytest.mark.parametrize("groups", [(FULL, STATE), (FULL, WINDOW), (FULL, WINDOW, STATE)])
+def test_a_hundred_turns_find_what_earlier_ones_had(
+    groups: tuple[CacheGroup, ...], *, keeps_thoughts: bool
+) -> None:
+    """A template keeps all that it was told, or drops the thoughts of earlier turns."""
+    world = grouped(*groups, num_blocks=1500, max_model_len=4000, max_num_batched_tokens=256)
+    begin, history = [80, 81, 82, 83] * 3, prompt(60, 5)
+    num_found = num_earlier = 0
+    for number in range(1, 101):
+        asked = [*history, *prompt(6 + number % 5, number)]
+        world.add(make_sequence(number, [*asked, *begin], max_tokens=6, restore_at=(len(asked),)))
+        num_found += world.step().scheduled[0].start
+        num_earlier += len(history) if number > 1 else 0
+        world.run()
+        told = world.tokens[SequenceId(number)]
+        history = [*asked, *begin, *told] if keeps_thoughts else [*asked, *begin[:4], *told[4:]]
+    assert num_found >= 0.95 * num_earlier
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("groups", [(FULL, STATE), (FULL, WINDOW)])
+def test_from_the_third_on_all_of_a_crowd_find_their_common_text(groups: tuple[CacheGroup, ...]) -> None:
+    """1,500 tokens are common to 64 requests of 2,200 (vLLM #45238: 0 of 64 hit)."""
+    world = grouped(*groups, block_size=16, num_blocks=1500, max_model_len=4000, max_num_batched_tokens=1024)
+    common = prompt(1500)
+    found = [turn(world, number, [*common, *prompt(700, number)], max_tokens=1) for number in range(1, 65)]
+    assert found[2:] == [1488] * 62, "all full blocks"
+
+
 def test_where_there_is_no_room_for_a_copy_a_sequence_goes_on_in_the_state_that_it_found() -> None:
     world = grouped(FULL, STATE, num_blocks=21)
     assert turn(world, 1, prompt(37), max_tokens=1) == 0

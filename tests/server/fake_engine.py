@@ -189,6 +189,9 @@ class FakeEngine:
         ]
         return tuple("".join(texts).encode()) or (10,)
 
+    async def num_answer_tokens(self, options: ChatOptions) -> int:
+        return 3 if options.add_generation_prompt else 0
+
     async def load_adapter(self, name: str, folder_name: str, *, replaces: bool) -> None:
         if folder_name != "good":
             raise RequestRejected("lora_path: refused", param="lora_path")

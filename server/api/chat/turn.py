@@ -45,13 +45,18 @@ class ChatTurn:
 
 async def prepare_turn(edge: Edge, body: ChatCompletionRequest, origin: Origin) -> ChatTurn:
     """Render, tokenize, and build the engine request. Raises RequestRejected, Overloaded."""
-    prompt, turn = await _prompt_and_turn(edge, body)
+    prompt, turn, num_answer_tokens = await _prompt_and_turn(edge, body)
     try:
         prompt.check_end()
         request = await _request_of(edge.engine, body, prompt, turn, origin)
     except BaseException:
         prompt.release()
         raise
+    if num_answer_tokens:
+        # All choices go on behind the prompt, whose last token each computes.
+        num_tokens = len(prompt.token_ids)
+        ends = (num_tokens - num_answer_tokens, *([num_tokens - 1] if request.n > 1 else []))
+        request = replace(request, restore_at=ends)
     return ChatTurn(
         prompt_ids=prompt.token_ids,
         request=request,
@@ -63,12 +68,13 @@ async def prepare_turn(edge: Edge, body: ChatCompletionRequest, origin: Origin) 
 
 async def prompt_of(edge: Edge, chat: ChatCompletionRequest) -> ChatPrompt:
     """Make the prompt that an answer would have, and nothing more. Raises RequestRejected, Overloaded."""
-    prompt, _ = await _prompt_and_turn(edge, chat)
+    prompt, *_ = await _prompt_and_turn(edge, chat)
     prompt.release()
     return prompt
 
 
-async def _prompt_and_turn(edge: Edge, body: ChatCompletionRequest) -> tuple[ChatPrompt, Turn]:
+async def _prompt_and_turn(edge: Edge, body: ChatCompletionRequest) -> tuple[ChatPrompt, Turn, int]:
+    """Make the prompt, and count the tokens at its end that begin the answer, where that is of use."""
     engine = edge.engine
     plan = plan_reading(body, model_reading(edge.parsers, engine.info))
     parts = ((message.role, message.content or ()) for message in body.messages)
@@ -82,7 +88,10 @@ async def _prompt_and_turn(edge: Edge, body: ChatCompletionRequest) -> tuple[Cha
     cut = kept_prompt(body, rendered.token_ids, engine.info, max_tokens=limit + room)
     kept = rendered.cut_to(len(cut), keeps_end=body.truncation_side != "right")
     turn = plan.behind(_end_of(engine, kept.token_ids, plan))
-    return kept.followed_by(await _suffix_ids(engine, turn.suffix)), turn
+    suffix_ids = await _suffix_ids(engine, turn.suffix)
+    num_answer_tokens = await engine.num_answer_tokens(plan.options) if engine.info.has_points else 0
+    num_at_end = num_answer_tokens + len(suffix_ids) if num_answer_tokens else 0
+    return kept.followed_by(suffix_ids), turn, num_at_end
 
 
 async def _request_of(

@@ -93,3 +93,35 @@ async def test_too_many_long_texts_are_refused_and_short_ones_still_taken(
     tokenizer.go_on.set()
     await asyncio.gather(*waiting)
     assert await encoder.encode(LONG)
+
+
+async def test_tokens_that_begin_an_answer_are_counted_once_for_each_choice_of_variables(
+    tokenizer: StuckOnLongTexts,
+) -> None:
+    source = (
+        "[{{ messages[0].content }}]"
+        "{% if add_generation_prompt %}<a>{% if enable_thinking %}<t>{% endif %}{% endif %}"
+    )
+    stuck: Any = tokenizer
+    encoder = TokenizerThreads(stuck, ChatTemplate({"default": source}, special_tokens={}))
+    try:
+        for _ in range(2):
+            assert await encoder.num_answer_tokens(ChatOptions()) == 3
+            thinking = ChatOptions(template_kwargs={"enable_thinking": True})
+            assert await encoder.num_answer_tokens(thinking) == 6
+            assert await encoder.num_answer_tokens(ChatOptions(add_generation_prompt=False)) == 0
+        assert sorted(tokenizer.niceness) == [3, 6, 9], "three texts"
+    finally:
+        encoder.close()
+
+
+async def test_a_template_that_refuses_a_short_conversation_tells_nothing(
+    tokenizer: StuckOnLongTexts,
+) -> None:
+    stuck: Any = tokenizer
+    refusing = ChatTemplate({"default": "{{ raise_exception('no') }}"}, special_tokens={})
+    encoder = TokenizerThreads(stuck, refusing)
+    try:
+        assert await encoder.num_answer_tokens(ChatOptions()) == 0
+    finally:
+        encoder.close()
