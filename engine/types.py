@@ -244,6 +244,8 @@ class Health:
     """Loaded share of the model, 0 to 1."""
     is_given_up: bool = False
     """Whether no engine process will be started any more."""
+    is_optional: bool = False
+    """Whether the server is ready without this model, which is loaded when it is asked for."""
 
     @property
     def is_ready(self) -> bool:

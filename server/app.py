@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 
 from engine.options.api_keys import given_keys
@@ -19,9 +20,9 @@ from engine.options.edge_config import HostRule, PageParts
 from engine.version import VERSION
 from server.api.operations.ops import METRICS_PATH
 from server.edge.access.key_ring import KeyRing
-from server.edge.http.edge import ClientTimeouts, Edge, EdgeSettings, Engine, Parsers, UnknownFields
+from server.edge.http.edge import ClientTimeouts, Edge, EdgeSettings, Engine, Parsers, Served, UnknownFields
 from server.edge.http.endpoint import Endpoint
-from server.edge.http.served_models import ServedModels
+from server.edge.http.served_models import LeaseEnd, ServedModels
 from server.edge.layers import LayerPaths, layers
 from server.edge.observe.http_metrics import HttpMetrics
 from server.edge.observe.spans import NoSpans, Spans
@@ -51,24 +52,26 @@ def build_app(
     patience: ClientTimeouts | None = None,
     keys: KeyRing | None = None,
     spans: Spans | None = None,
-    others: Sequence[tuple[Engine, Parsers]] = (),
+    models: Sequence[Served] = (),
 ) -> FastAPI:
     """Put the HTTP edge in front of an engine, which need not be ready yet.
 
     Once for each engine: the counters join the engine's registry. `keys` is the ring that the launcher
-    keeps current; without it the keys of `settings` are all. `others` are further models at this address.
+    keeps current; without it the keys of `settings` are all. `models` are all models at this address, if
+    there are several or they come and go; then `engine` is the first one's.
     """
     edge = Edge(
         engine=engine,
-        metrics=HttpMetrics(CollectorRegistry() if others else engine.metrics.registry),
+        metrics=HttpMetrics(CollectorRegistry() if len(models) > 1 else engine.metrics.registry),
         patience=patience or ClientTimeouts(),
         unknown_fields=UnknownFields.REFUSE if settings.strict_fields else UnknownFields.IGNORE,
         spans=spans or NoSpans(),
         parsers=Parsers(tool_calls=settings.tool_call_parser, reasoning=settings.reasoning_parser),
     )
-    models = ServedModels([edge, *(replace(edge, engine=each, parsers=own) for each, own in others)])
+    edges = [replace(edge, engine=each.engine, parsers=each.parsers, place=each.place) for each in models]
+    served = ServedModels(edges or [edge])
     keys = keys or KeyRing(given_keys(settings.api_keys))
-    app = _layered(models, settings, keys, hosts=settings.edge.hosts, openapi_url=OPENAPI_PATH)
+    app = _layered(served, settings, keys, hosts=settings.edge.hosts, openapi_url=OPENAPI_PATH)
     endpoints = _endpoints(settings)
     _include(app, endpoints, settings)
     page: list[dict[str, Any]] = []
@@ -122,7 +125,10 @@ def _layered(
         docs_url=None,  # FastAPI's pages load their scripts from elsewhere
         redoc_url=None,
         redirect_slashes=False,
-        middleware=layers(edge, settings, keys, hosts=hosts, paths=_paths(settings)),
+        middleware=[
+            *layers(edge, settings, keys, hosts=hosts, paths=_paths(settings)),
+            *([] if edge.place is None else [Middleware(LeaseEnd)]),
+        ],
         exception_handlers={HTTPException: _to_boundary, RequestValidationError: _to_boundary},
     )
     app.state.edge = edge

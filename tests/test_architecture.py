@@ -95,6 +95,7 @@ READS_TIME_OF_DAY = {
         "server/reply/generate/answering.py",
         "server/edge/http/request_log.py",
         "server/api/ollama/endpoints.py",
+        "server/api/ollama/model_routes.py",
     ),
     *("server/api/responses/making.py", "server/api/responses/responses.py", "server/api/batches/access.py"),
 }

@@ -74,6 +74,7 @@ class AsyncEngine:
             heartbeat_timeout_s=config.heartbeat_timeout_s, num_engines=config.num_engines
         )
         self._engines = EngineGroup(config, on_message=self._take_message, on_death=self._take_death)
+        self._started = asyncio.Event()
         self._supervision: asyncio.Task[GaveUp | None] | None = None
         self._info: ModelInfo | None = None
         self._deaths: dict[int, Death] = {}
@@ -117,7 +118,26 @@ class AsyncEngine:
 
     def start(self) -> None:
         """Start the engine process and return at once; `health` shows how far the model is loaded."""
+        self._health.is_asleep = False
+        self._engines.resume()
         self._supervision = asyncio.create_task(self._supervise())
+        self._started.set()
+
+    def sleep(self) -> None:
+        """Be without a process until `start`, so that the server is ready without this model."""
+        self._health.sleep()
+
+    async def unload(self) -> None:
+        """End the engine processes, which `start` brings back; texts are tokenized meanwhile."""
+        self._started.clear()
+        await self._engines.stop()
+        if self._supervision is not None:
+            await self._supervision
+        self._health.sleep()
+        self._requests.fail_all(EngineDied())
+        for engine in range(self._config.num_engines):
+            self._forget(engine)
+            self._requests.engine_died(engine)
 
     async def begun(self) -> None:
         """Wait until the first engine processes have been started, or could not be."""
@@ -132,16 +152,19 @@ class AsyncEngine:
         await asyncio.to_thread(self._trial.judge)
 
     async def gave_up(self) -> GaveUp | None:
-        """Wait until no engine process will run any more, and return why; None after `close`."""
+        """Wait until no engine process runs any more, and return why; None after `close` or `unload`."""
         assert self._supervision is not None, "start first"
         return await asyncio.shield(self._supervision)
 
     async def ready(self) -> ModelInfo:
         """Wait until the model is loaded. Raises EngineUnavailable if loading is given up."""
-        assert self._supervision is not None, "start first"
+        await self._started.wait()
+        assert self._supervision is not None
         ready = asyncio.create_task(self._health.became_ready.wait())
         await asyncio.wait([ready, self._supervision], return_when=asyncio.FIRST_COMPLETED)
         ready.cancel()
+        if not self._health.became_ready.is_set():
+            raise self._not_loaded()
         return self.info
 
     async def drain(self, *, timeout_s: float, delay_s: float = 0.0) -> bool:
@@ -188,8 +211,11 @@ class AsyncEngine:
     def info(self) -> ModelInfo:
         """The model that is served. Raises EngineUnavailable until it was loaded once."""
         if self._info is None:
-            raise EngineUnavailable(f"the model is not loaded: {self.health().detail}")
+            raise self._not_loaded()
         return self._info
+
+    def _not_loaded(self) -> EngineUnavailable:
+        return EngineUnavailable(f"the model is not loaded: {self.health().detail}")
 
     @property
     def names(self) -> ModelNames:
@@ -423,8 +449,17 @@ class AsyncEngine:
         )
 
     def _take_death(self, engine: int, death: Death) -> None:
+        self._forget(engine)
         self._deaths[engine] = death
         self._health.died(engine, death.what)
+        if self._health.welcome is Welcome.CLOSED and not self._health.became_ready.is_set():
+            self._requests.fail_all(EngineDied())  # no next process will come
+        else:
+            self._requests.engine_died(engine)
+
+    def _forget(self, engine: int) -> None:
+        """Forget the process of an engine, which has ended."""
+        self._deaths.pop(engine, None)
         self.metrics.engine_is_gone(engine)
         self._views.forget(engine)
         self._questions.forget(engine)
@@ -432,7 +467,3 @@ class AsyncEngine:
         self._adapter_metrics.beat(engine, None)
         if self._kv_events is not None:
             self._kv_events.forget(engine)
-        if self._health.welcome is Welcome.CLOSED and not self._health.became_ready.is_set():
-            self._requests.fail_all(EngineDied())  # no next process will come
-        else:
-            self._requests.engine_died(engine)

@@ -41,6 +41,10 @@ class HealthMonitor:
         self.became_ready = asyncio.Event()
         self.given_up = ""
         """Reason why no process is started any more; empty while one may be."""
+        self.is_optional = False
+        """Whether the server is ready without this model."""
+        self.is_asleep = False
+        """Whether the model is unloaded by intent."""
 
     def ready(self, engine: int, *, now_s: float) -> None:
         self.engines[engine].ready(now_s=now_s)
@@ -50,6 +54,13 @@ class HealthMonitor:
         self.engines[engine].died(cause)
         if not any(each.is_ready for each in self.engines):
             self.became_ready.clear()
+
+    def sleep(self) -> None:
+        """Note that all processes were ended by intent; from then on the server is ready without them."""
+        for each in self.engines:
+            each.sleep()
+        self.became_ready.clear()
+        self.given_up, self.is_asleep, self.is_optional = "", True, True
 
     def ready_engines(self) -> list[int]:
         """List the numbers of engines whose model is loaded."""
@@ -66,6 +77,7 @@ class HealthMonitor:
             num_steps=sum(each.num_steps for each in self.engines),
             progress=best.progress,
             is_given_up=bool(self.given_up),
+            is_optional=self.is_optional,
         )
 
     def require_ready(self, *, now_s: float) -> None:
@@ -84,6 +96,8 @@ class HealthMonitor:
         """Describe the best engine and, among several, each that is not ready."""
         if self.given_up:
             return f"given up: {self.given_up}"
+        if self.is_asleep:
+            return "not loaded"
         if len(self.engines) == 1 or not best.is_ready:
             return best.detail(now_s)
         others = [
@@ -149,6 +163,9 @@ class EngineHealth:
         self.is_ready = False
         self._progress = None
         self._cause_of_death = cause
+
+    def sleep(self) -> None:
+        self.is_ready, self._progress, self._cause_of_death = False, None, None
 
     def is_live(self, now_s: float) -> bool:
         return not self.is_ready or now_s - self._last_beat_s <= self._heartbeat_timeout_s

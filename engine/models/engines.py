@@ -13,8 +13,9 @@ from itertools import pairwise
 from engine.errors import EngineUnavailable
 from engine.frontend.client import AsyncEngine
 from engine.frontend.queue_limits import Desk
+from engine.models.entries import ModelSpec
 from engine.models.joined_health import joined_health
-from engine.options.engine_config import EngineConfig
+from engine.models.yard import ModelYard, YardPlace
 from engine.processes.engine_processes import GaveUp
 from engine.types import Health
 
@@ -24,17 +25,35 @@ log = logging.getLogger(__name__)
 class ModelEngines:
     """One engine for each model, in the order of the models. For use from one event loop."""
 
-    def __init__(self, configs: Sequence[EngineConfig]) -> None:
+    def __init__(self, models: Sequence[ModelSpec]) -> None:
         """Raises TokenizerError, OptionError."""
-        desk = Desk(configs[0])
-        self.all = tuple(AsyncEngine(config, desk) for config in configs)
+        config = models[0].engine
+        desk = Desk(config)
+        self.all = tuple(AsyncEngine(each.engine, desk) for each in models)
+        self.places: tuple[YardPlace, ...] = ()
+        """The places of models that come and go; none where all stay."""
+        self._yard: ModelYard | None = None
+        if not all(each.keep.is_always_loaded for each in models):
+            # A crowd before a model that is not loaded leaves room for requests to the others.
+            self._yard = ModelYard(max_waiting=max(1, config.max_queued_requests // 4))
+            self.places = tuple(map(self._placed, models, self.all))
         self._starting: asyncio.Task[None] | None = None
+
+    def _placed(self, spec: ModelSpec, engine: AsyncEngine) -> YardPlace:
+        assert self._yard is not None
+        assert spec.room is not None
+        if not spec.keep.at_start:
+            engine.sleep()
+        return self._yard.add(spec.names.served[0], engine, spec.keep, spec.room)
 
     def start(self) -> None:
         """Start the first engine and return at once; each other one starts once the one before is loaded.
 
         So they are never loaded at the same time: a load takes more memory than what it leaves.
         """
+        if self._yard is not None:
+            self._yard.start()
+            return
         self.all[0].start()
         self._starting = asyncio.create_task(self._start_others())
 
@@ -46,7 +65,8 @@ class ModelEngines:
 
     async def begun(self) -> None:
         """Wait until the first model's processes have been started, or could not be."""
-        await self.all[0].begun()
+        if self._yard is None:
+            await self.all[0].begun()
 
     async def texts_are_tried(self) -> None:
         """Wait for the trials of all templates and tokenizers. Raises TokenizerError, NoRenderer."""
@@ -55,6 +75,8 @@ class ModelEngines:
 
     async def gave_up(self) -> GaveUp | None:
         """Wait until no engine of any model will run any more, and return why; None after `close`."""
+        if self._yard is not None:  # whatever ends can be loaded again
+            await asyncio.Event().wait()
         assert self._starting is not None, "start first"
         await asyncio.shield(self._starting)
         ends = await asyncio.gather(*map(self._end_of, self.all))
@@ -73,6 +95,10 @@ class ModelEngines:
 
     async def drain(self, *, timeout_s: float, delay_s: float = 0.0) -> bool:
         """Drain all engines at once; False if requests had to be cut off."""
+        if self._yard is not None:
+            await asyncio.sleep(delay_s)
+            await self._yard.close()
+            delay_s = 0.0
         drained = await asyncio.gather(
             *(each.drain(timeout_s=timeout_s, delay_s=delay_s) for each in self.all)
         )
@@ -80,6 +106,8 @@ class ModelEngines:
 
     async def close(self) -> None:
         """End all engine processes, and every active request with an error."""
+        if self._yard is not None:
+            await self._yard.close()
         if self._starting is not None:
             self._starting.cancel()
             await asyncio.gather(self._starting, return_exceptions=True)

@@ -6,14 +6,17 @@ Never: resolves one model (engine/options/engine_config.py), or measures memory 
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from engine.models.table import twice
+from engine.models.yard import KeepRule, Reservation
 from engine.options.engine_config import EngineConfig, ServerConfig, resolve
 from engine.options.options import BY_KEY, DECLARATIONS, Group, OptionError, Options, refuse_given
 from engine.options.sources import read_yaml, values_of
+from engine.options.values import Choice, Duration, Switch, ValueKind
 from engine.types import ModelNames
 
 _OF_THE_SERVER = frozenset(
@@ -31,6 +34,8 @@ _OWN = {
     and name not in _OF_THE_SERVER
 } | {each: each.replace("-", "_") for each in ("tool-call-parser", "reasoning-parser")}
 """Names of the options of one model, by key."""
+_RULE_KEYS = ("load", "pin", "keep-alive")
+"""Lines of an entry about when its model is loaded."""
 _OF_ONE = (
     *("served_model_name", "checksums", "chat_template", "lora_modules", "lora_directory"),
     *("num_gpu_blocks_override", "hf_overrides"),
@@ -45,6 +50,9 @@ class ModelSpec:
     engine: EngineConfig
     tool_call_parser: str
     reasoning_parser: str
+    keep: KeepRule = field(default_factory=KeepRule)
+    room: Reservation | None = None
+    """Its part of the memory, once that is shared out."""
 
     @property
     def names(self) -> ModelNames:
@@ -59,19 +67,22 @@ def resolve_models(
 
     `more` are the models behind the first of the command line.
     """
-    entries: list[dict[str, Any]] = [{}]
+    entries = [(each, KeepRule()) for each in _models_of(options, more)]
     if options.models is not None:
         entries = _entries_of(options, more)
-    elif more:
-        entries = [{"model": each} for each in (options.model, *more)]
-    if len(entries) > 1:
+    if len(entries) > 1 or options.models is not None:
         _refuse_what_is_of_one(options)
-    resolved = [resolve(replace(options, models=None, **each), environment=environment) for each in entries]
+    resolved = [
+        resolve(replace(options, models=None, **values), environment=environment) for values, _ in entries
+    ]
     specs = [
         ModelSpec(
-            engine=engine, tool_call_parser=server.tool_call_parser, reasoning_parser=server.reasoning_parser
+            engine=engine,
+            tool_call_parser=server.tool_call_parser,
+            reasoning_parser=server.reasoning_parser,
+            keep=rule,
         )
-        for engine, server in resolved
+        for (engine, server), (_, rule) in zip(resolved, entries, strict=True)
     ]
     if len(specs) > 1:
         _check_names(specs)
@@ -80,8 +91,12 @@ def resolve_models(
     return tuple(specs), replace(resolved[0][1], loads_adapters=loads_adapters)
 
 
-def _entries_of(options: Options, more: Sequence[str]) -> list[dict[str, Any]]:
-    """Read the file of --models: the values of each model, by name."""
+def _models_of(options: Options, more: Sequence[str]) -> list[dict[str, Any]]:
+    return [{"model": each} for each in (options.model, *more)] if more else [{}]
+
+
+def _entries_of(options: Options, more: Sequence[str]) -> list[tuple[dict[str, Any], KeepRule]]:
+    """Read the file of --models: the values of each model, by name, and when it is loaded."""
     path = Path(str(options.models))
     what = f"--models {path}"
     if options.model is not None or more:
@@ -98,11 +113,41 @@ def _entries_of(options: Options, more: Sequence[str]) -> list[dict[str, Any]]:
             f"the key {min(map(str, others))!r} is not known" if others else "an entry is not `option: value`"
         )
         raise OptionError(what, wrong, form)
-    shared = values_of(defaults, _OWN, where=f"defaults of {path}")
-    return [
-        {**shared, **values_of(each, _OWN, where=f"entry {number} of {path}")}
-        for number, each in enumerate(entries, 1)
-    ]
+    shared = _without_rule(defaults)
+    found = []
+    for number, each in enumerate(entries, 1):
+        where = f"entry {number} of {path}"
+        values = values_of(shared, _OWN, where=f"defaults of {path}")
+        values |= values_of(_without_rule(each), _OWN, where=where)
+        found.append((values, _rule_of({**_rule_lines(defaults), **_rule_lines(each)}, where)))
+    return found
+
+
+def _rule_lines(content: Mapping[Any, Any]) -> dict[str, Any]:
+    normal = {str(key).replace("_", "-"): value for key, value in content.items()}
+    return {key: normal[key] for key in _RULE_KEYS if normal.get(key) is not None}
+
+
+def _without_rule(content: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {key: value for key, value in content.items() if str(key).replace("_", "-") not in _RULE_KEYS}
+
+
+def _rule_of(lines: Mapping[str, Any], where: str) -> KeepRule:
+    """Parse when a model is loaded and leaves. Raises OptionError."""
+
+    def parsed(key: str, kind: ValueKind, default: str) -> Any:
+        try:
+            return kind.parse(str(lines.get(key, default)))
+        except ValueError as error:
+            shown = f"{key} in {where} {str(lines[key])[:200]!r}"
+            raise OptionError(shown, f"it must {error}", "correct it, or leave it out") from error
+
+    is_on_demand = parsed("load", Choice(words=("start", "demand")), "start") == "demand"
+    is_pinned = parsed("pin", Switch(), "false")
+    keep_alive_s = parsed("keep-alive", Duration(low=0.0, high=1e7), "10m" if is_on_demand else "0")
+    if is_pinned and keep_alive_s and "keep-alive" in lines:
+        raise OptionError(f"keep-alive in {where}", "a pinned model never leaves", "leave one of them out")
+    return KeepRule(at_start=not is_on_demand, is_pinned=is_pinned, keep_alive_s=keep_alive_s or inf)
 
 
 def _refuse_what_is_of_one(options: Options) -> None:

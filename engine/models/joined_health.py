@@ -1,6 +1,6 @@
 """The health of several models together.
 
-Owns: the rule: ready while each model that is not given up is ready, live while each moves.
+Owns: the rule: ready while each model is ready that is neither given up nor optional, live while each moves.
 Never: judges one model (engine/frontend/health.py).
 """
 
@@ -10,8 +10,10 @@ from engine.types import EngineState, Health
 
 
 def joined_health(models: Mapping[str, Health]) -> Health:
-    """Join the health of models by name. One that is given up counts only where all are."""
-    hopeful = {name: each for name, each in models.items() if not each.is_given_up} or models
+    """Join the health of models by name. Those that are given up count only where all are."""
+    are_optional = any(each.is_optional for each in models.values())
+    hopeful = {name: each for name, each in models.items() if not (each.is_given_up or each.is_optional)}
+    hopeful = hopeful or ({} if are_optional else dict(models))
     late = {name: each for name, each in models.items() if not each.is_ready}
     worst = next((each for each in hopeful.values() if not each.is_ready), None)
     return Health(
@@ -19,5 +21,5 @@ def joined_health(models: Mapping[str, Health]) -> Health:
         is_live=all(each.is_live for each in models.values()),
         detail="; ".join(f"{name}: {each.detail}" for name, each in late.items()) or "ready",
         num_steps=sum(each.num_steps for each in models.values()),
-        progress=sum(each.progress for each in hopeful.values()) / len(hopeful),
+        progress=sum(each.progress for each in hopeful.values()) / len(hopeful) if hopeful else 1.0,
     )

@@ -5,7 +5,7 @@ to all in proportion to the bytes of a token. Refusals have the numbers.
 Never: measures (worker/survey/needs.py), or starts anything.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from worker.doctor_findings import MemoryNeeds
 from worker.memory_sizes import format_size
@@ -21,6 +21,25 @@ def share_out(models: Mapping[str, MemoryNeeds]) -> dict[str, int]:
     for device in {needs.device: None for needs in models.values()}:
         here = {name: needs for name, needs in models.items() if needs.device == device}
         shares |= _share_out_of(device, here)
+    return {name: shares[name] for name in models}
+
+
+def share_in_turns(models: Mapping[str, MemoryNeeds], pinned: Collection[str]) -> dict[str, int]:
+    """Return shares as `share_out`, for models that need not be loaded at once, but for the pinned ones.
+
+    If all fit together they share all. Else each of the others has what is left beside the pinned ones, which
+    have the least that any of these plans leaves them. Raises DoesNotFit.
+    """
+    try:
+        return share_out(models)
+    except DoesNotFit:
+        if len(models) == len(pinned):
+            raise
+    shares: dict[str, int] = {}
+    kept = {name: needs for name, needs in models.items() if name in pinned}
+    for name in models.keys() - pinned:
+        for each, share_bytes in share_out({**kept, name: models[name]}).items():
+            shares[each] = min(share_bytes, shares.get(each, share_bytes))
     return {name: shares[name] for name in models}
 
 

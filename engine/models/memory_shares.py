@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 from engine.models.entries import ModelSpec
-from engine.models.ledger import DoesNotFit, describe, share_out
+from engine.models.ledger import DoesNotFit, describe, share_in_turns, share_out
+from engine.models.yard import Reservation
 from engine.options.declaration import OptionError
 from engine.processes import child_process
 from engine.processes.child_environment import child_environment
@@ -28,8 +29,12 @@ _MAX_SURVEY_S = 300.0
 def plan_of(models: Sequence[ModelSpec]) -> MemoryPlan:
     """Share out the memory. Raises OptionError, with the numbers if the models do not fit together."""
     needs = _ask(models)
+    pinned = {each.names.served[0] for each in models if each.keep.is_pinned}
     try:
-        shares = share_out(needs)
+        if all(each.keep.is_always_loaded for each in models):
+            shares = share_out(needs)
+        else:
+            shares = share_in_turns(needs, pinned)
     except DoesNotFit as error:
         fix = "serve fewer, take smaller or quantized ones, or ask for shorter contexts with max_model_len"
         raise OptionError("memory", str(error), fix) from error
@@ -43,15 +48,19 @@ def plan_lines(plan: MemoryPlan) -> list[str]:
 
 def with_shares(models: tuple[ModelSpec, ...]) -> tuple[ModelSpec, ...]:
     """Give each of several models its part of the memory, where one alone measures. Raises OptionError."""
-    if len(models) == 1:
+    if len(models) == 1 and models[0].keep.is_always_loaded:
         return models
     plan = plan_of(models)
     for line in plan_lines(plan):
         log.info("memory: %s", line)
-    return tuple(_with_share(spec, plan[spec.names.served[0]][1]) for spec in models)
+    return tuple(_with_share(spec, *plan[spec.names.served[0]]) for spec in models)
 
 
-def _with_share(spec: ModelSpec, share_bytes: int) -> ModelSpec:
+def _with_share(spec: ModelSpec, needs: MemoryNeeds, share_bytes: int) -> ModelSpec:
+    room = Reservation(
+        device=needs.device, num_bytes=needs.fixed_bytes + share_bytes, budget_bytes=needs.budget_bytes
+    )
+    spec = replace(spec, room=room)
     worker = spec.engine.worker
     if not share_bytes or worker.num_blocks is not None or worker.kv_cache_bytes is not None:
         return spec

@@ -158,6 +158,12 @@ class EngineProcesses:
             self.send(Shutdown())
             await self._process.stop(grace_s=_GOODBYE_S)
 
+    def resume(self) -> None:
+        """Let `run` be called again after `stop`, as if no process had died."""
+        self._stopping.clear()
+        self._deaths_s.clear()
+        self._start_failure = None
+
     def stop_replacing(self) -> None:
         """Let the present process go on, but start no other after it."""
         self._is_replacing = False
@@ -351,6 +357,12 @@ class EngineGroup:
     async def stop(self) -> None:
         """Ask all processes to end, then kill them."""
         await asyncio.gather(*(each.stop() for each in self._engines))
+
+    def resume(self) -> None:
+        """Let `run` be called again after `stop`."""
+        self._have_been_ready.clear()
+        for each in self._engines:
+            each.resume()
 
     def stop_replacing(self) -> None:
         """Let the present processes go on, but start no other after them."""

@@ -1,15 +1,18 @@
 """Several models behind one application: each request has the model that it names, as far as its key may."""
 
+import asyncio
 import dataclasses
 
 import httpx
 
+from engine.models.yard import KeepRule, ModelYard, Reservation
 from engine.options.api_keys import ApiKey, digest_of
 from engine.types import EngineState, Health, PoolingFacts, PoolingTask, PromptComputation, ServedAdapter
+from server.api.operations.models import ModelList
 from server.app import build_app
 from server.edge.access.key_ring import KeyRing
-from server.edge.http.edge import Parsers
-from tests.server.conftest import Settings, connect
+from server.edge.http.edge import Parsers, Served
+from tests.server.conftest import Settings, connect, eventually, serving
 from tests.server.fake_engine import INFO, READY, FakeEngine
 
 LAW = ServedAdapter(name="law", identity="law@0", folder="/x/law", rank=8, created_s=5)
@@ -50,8 +53,8 @@ class Address:
         )
         pooling = PoolingFacts(task=PoolingTask.EMBED, num_dimensions=4, prompt=PromptComputation.AT_ONCE)
         self.vectors = FakeEngine(dataclasses.replace(INFO, served_names=("vectors",), pooling=pooling))
-        others = [(self.beside, Parsers()), (self.vectors, Parsers())]
-        self.app = build_app(self.first, Settings(), keys=KeyRing(keys) if keys else None, others=others)
+        models = [Served(each, Parsers()) for each in (self.first, self.beside, self.vectors)]
+        self.app = build_app(self.first, Settings(), keys=KeyRing(keys) if keys else None, models=models)
         self.client = connect(self.app)
 
     @property
@@ -207,3 +210,93 @@ async def test_an_adapter_is_loaded_into_the_model_that_is_named_and_its_name_is
     gone = await here.client.post("/v1/unload_lora_adapter", json={"lora_name": "sql"})
     assert gone.status_code == 200
     assert [each.name for each in here.beside.model_info.served_adapters] == ["law", "tax"]
+
+
+class Processes:
+    """The processes of a model that comes when it is asked for."""
+
+    def __init__(self) -> None:
+        self.may_load = asyncio.Event()
+
+    def start(self) -> None:
+        """Begin to load."""
+
+    async def ready(self) -> None:
+        await self.may_load.wait()
+
+    async def gave_up(self) -> None:
+        await asyncio.Event().wait()
+
+    async def unload(self) -> None:
+        """End at once."""
+
+
+class ComingAndGoing:
+    """One model on demand behind an application."""
+
+    def __init__(self) -> None:
+        self.engine, self.processes = FakeEngine(), Processes()
+        yard = ModelYard(max_waiting=1)
+        rule = KeepRule(at_start=False, keep_alive_s=600)
+        room = Reservation(device="cpu", num_bytes=1, budget_bytes=1)
+        self.place = yard.add("fake", self.processes, rule, room)
+        models = [Served(self.engine, Parsers(), self.place)]
+        self.app = build_app(self.engine, Settings(), models=models)
+        self.client = connect(self.app)
+
+    async def ask(self, **headers: str) -> httpx.Response:
+        return await self.client.post("/v1/completions", json={"prompt": "hi"}, headers=headers)
+
+
+async def test_a_request_waits_until_its_model_is_loaded_and_keeps_it_to_the_end_of_its_reply():
+    here = ComingAndGoing()
+    waiting = asyncio.create_task(here.ask())
+    await eventually(lambda: here.place.waiting)
+    full = await here.ask()
+    assert (full.status_code, full.json()["error"]["code"]) == (429, "server_overloaded")
+    assert not here.engine.requests
+    here.processes.may_load.set()
+    assert (await waiting).status_code == 200
+    assert (len(here.engine.requests), here.place.num_leases) == (1, 0)
+    here.engine.stall_after = 1
+    async with serving(here.app) as url, httpx.AsyncClient(base_url=url, timeout=30) as client:
+        body = {"prompt": "hi", "stream": True}
+        async with client.stream("POST", "/v1/completions", json=body) as stream:
+            await anext(stream.aiter_lines())
+            assert here.place.num_leases == 1
+        await eventually(lambda: not here.place.num_leases)
+
+
+async def test_a_request_may_ask_not_to_wait_and_lists_say_what_is_loaded():
+    here = ComingAndGoing()
+
+    async def status() -> str:
+        return (await here.client.get("/v1/models")).json()["data"][0]["status"]["value"]
+
+    async def num_loaded() -> int:
+        return len((await here.client.get("/api/ps")).json()["models"])
+
+    assert (await status(), await num_loaded()) == ("unloaded", 0)
+    assert (await here.ask(**{"x-tokenyard-load": "perhaps"})).status_code == 400
+    refused = await here.ask(**{"x-tokenyard-load": "no"})
+    assert (refused.status_code, refused.json()["error"]["message"]) == (503, "fake is being loaded")
+    assert int(refused.headers["retry-after"]) >= 1
+    await eventually(lambda: here.place.state.value == "loading")
+    assert (await status(), await num_loaded()) == ("loading", 0)
+    here.processes.may_load.set()
+    await eventually(lambda: here.place.is_loaded)
+    assert (await status(), await num_loaded()) == ("loaded", 2)  # it has two names
+    assert (await here.ask(**{"x-tokenyard-load": "no"})).status_code == 200
+    ModelList.model_validate((await here.client.get("/v1/models")).json(), strict=True)
+
+
+async def test_the_place_in_line_of_a_client_that_leaves_is_free_and_the_model_is_loaded_all_the_same():
+    here = ComingAndGoing()
+    async with serving(here.app) as url, httpx.AsyncClient(base_url=url, timeout=30) as client:
+        leaving = asyncio.create_task(client.post("/v1/completions", json={"prompt": "hi"}))
+        await eventually(lambda: here.place.waiting)
+        leaving.cancel()
+        await eventually(lambda: not here.place.waiting)
+        here.processes.may_load.set()
+        await eventually(lambda: here.place.is_loaded)
+    assert not here.engine.requests

@@ -4,9 +4,11 @@ Owns: its description, and the router of all Ollama's routes.
 Never: generates (endpoints.py).
 """
 
+import time
 from collections.abc import Sequence
 from hashlib import sha256
 from itertools import chain
+from math import inf, isinf
 from typing import Any
 
 from fastapi import APIRouter
@@ -52,15 +54,22 @@ def documented(reply: type[BaseModel], *, request: type[BaseModel] | None = None
 async def list_in_ollamas_words(request: Request) -> Response:
     """List the names that requests may use."""
     listed = models_of(request).listed(key_of(request.scope))
-    found = [_listed(info, names, {"modified_at": time_text(info.created_s)}) for _, info, names in listed]
+    found = [
+        _listed(info, names, {"modified_at": time_text(info.created_s)}) if info else _never_loaded(names)
+        for _, info, names in listed
+    ]
     return json_reply({"models": [*chain.from_iterable(found)]})
 
 
 @router.get(_LOADED, **documented(OllamaLoadedList))
 async def list_loaded_in_ollamas_words(request: Request) -> Response:
-    """List the same names: the model stays loaded."""
+    """List the names of models that are loaded, with the time at which one leaves if it is not asked."""
     listed = models_of(request).listed(key_of(request.scope))
-    found = [_listed(info, names, _loaded_facts(info)) for _, info, names in listed]
+    found = [
+        _listed(info, names, _loaded_facts(info, edge))
+        for edge, info, names in listed
+        if info and (edge.place is None or edge.place.is_loaded)
+    ]
     return json_reply({"models": [*chain.from_iterable(found)]})
 
 
@@ -94,9 +103,19 @@ async def version_in_ollamas_words() -> Response:
     return json_reply({"version": VERSION})
 
 
-def _loaded_facts(info: ModelInfo) -> dict[str, Any]:
+def _loaded_facts(info: ModelInfo, edge: Edge) -> dict[str, Any]:
     on_device = 0 if info.device.startswith("cpu") else info.weight_bytes
-    return {"expires_at": _NEVER, "size_vram": on_device, "context_length": info.max_model_len}
+    left_s = inf if edge.place is None else edge.place.expires_in_s
+    expires_at = _NEVER if isinf(left_s) else time_text(time.time() + left_s)
+    return {"expires_at": expires_at, "size_vram": on_device, "context_length": info.max_model_len}
+
+
+def _never_loaded(names: Sequence[str]) -> list[dict[str, Any]]:
+    """Entries of a model of which nothing is known yet but its names."""
+    details = {"parent_model": "", "format": "safetensors", "family": "", "families": []}
+    facts = {"modified_at": time_text(0), "size": 0, "digest": ""}
+    facts["details"] = {**details, "parameter_size": "", "quantization_level": ""}
+    return [{"name": name, "model": name, **facts} for name in names]
 
 
 def _listed(info: ModelInfo, names: Sequence[str], facts: dict[str, Any]) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from starlette.responses import PlainTextResponse, Response
 from engine.types import ModelInfo
 from server.edge.access.sent_key import key_of
 from server.edge.error_replies import ModelNotFound
+from server.edge.http.edge import Edge
 from server.edge.http.endpoint import (
     ERRORS,
     Endpoint,
@@ -37,6 +38,10 @@ class ModelCapabilities(ReplyModel):
     """Whether requests may have pictures."""
 
 
+class ModelStatus(ReplyModel):
+    value: Literal["unloaded", "loading", "loaded", "leaving"]
+
+
 class Model(ReplyModel):
     id: str
     object: Literal["model"]
@@ -48,8 +53,11 @@ class Model(ReplyModel):
     """The model that an adapter belongs to; null for the model itself."""
     permission: list[Any]
     """Always empty."""
-    max_model_len: int
+    max_model_len: int | None
+    """Null for a model that was never loaded."""
     capabilities: ModelCapabilities
+    status: ModelStatus | None = None
+    """There for models that come and go."""
 
 
 class ModelList(ReplyModel):
@@ -61,7 +69,11 @@ class ModelList(ReplyModel):
 async def list_models(request: Request) -> Response:
     """List the names that requests may use."""
     listed = models_of(request).listed(key_of(request.scope))
-    found = [_model(name, info) for _, info, names in listed for name in names]
+    found = [
+        _model(name, info, edge) if info else _unknown(name, names[0], edge)
+        for edge, info, names in listed
+        for name in names
+    ]
     return json_reply({"object": "list", "data": found})
 
 
@@ -70,15 +82,27 @@ async def retrieve_model(request: Request) -> Response:
     """Describe the model of one served name; names may contain slashes."""
     name = request.path_params["model"]
     try:
-        info = choose_model(request, name).engine.info
+        edge = choose_model(request, name)
     except ModelNotFound:
-        info = None
-    if info is None or not info.is_served(name):
+        raise ModelNotFound(f"the model {name!r} is not served here") from None
+    info = edge.engine.info
+    if not info.is_served(name):
         raise ModelNotFound(f"the model {name!r} is not served here")
-    return json_reply(_model(name, info))
+    return json_reply(_model(name, info, edge))
 
 
-def _model(name: str, info: ModelInfo) -> dict[str, Any]:
+def _status(edge: Edge) -> dict[str, Any]:
+    return {} if edge.place is None else {"status": {"value": edge.place.state.value}}
+
+
+def _unknown(name: str, first_name: str, edge: Edge) -> dict[str, Any]:
+    """Describe a model that was never loaded."""
+    about = {"id": name, "object": "model", "created": 0, "owned_by": "tokenyard", "root": first_name}
+    about |= {"parent": None, "permission": [], "max_model_len": None, "capabilities": {"vision": False}}
+    return {**about, **_status(edge)}
+
+
+def _model(name: str, info: ModelInfo, edge: Edge) -> dict[str, Any]:
     adapter = info.adapter_named(name)
     return {
         "id": name,
@@ -91,6 +115,7 @@ def _model(name: str, info: ModelInfo) -> dict[str, Any]:
         "permission": [],
         "max_model_len": info.max_model_len,
         "capabilities": {"vision": info.vision is not None},
+        **_status(edge),
     }
 
 

@@ -24,6 +24,7 @@ from server.api.responses.events import ResponseStream
 from server.api.responses.making import Making, ResponseTask, begin_making
 from server.edge.error_replies import RateLimited, TooManyOfOneKey, describe, log_failure
 from server.edge.http.edge import Edge
+from server.edge.http.served_models import held
 
 log = logging.getLogger(__name__)
 
@@ -178,7 +179,7 @@ class BackgroundResponses:
         while True:
             request: GenerationRequest | None = None
             try:
-                async with self.places.held_by(work.owner):
+                async with self.places.held_by(work.owner), held(work.edge):
                     making = work.making or await begin_making(work.edge, work.task)
                     reply, request = making.reply, making.request
                     work.reply = reply

@@ -62,8 +62,13 @@ def render_banner(info: ModelInfo, engine: EngineConfig, server: ServerConfig, *
     return "\n".join(["", *lines, "", *examples, ""])
 
 
-def render_models(loaded: Sequence[ModelInfo], server: ServerConfig, *, url: str) -> str:
-    """Several lines about several models, a line for each. `url` has no slash at its end."""
+def render_models(
+    loaded: Sequence[ModelInfo], later: Sequence[str], server: ServerConfig, *, url: str
+) -> str:
+    """Several lines about several models, a line for each; `later` are names of those on demand.
+
+    `url` has no slash at its end.
+    """
     rows = [
         (
             "" if place else "models",
@@ -72,6 +77,7 @@ def render_models(loaded: Sequence[ModelInfo], server: ServerConfig, *, url: str
         )
         for place, info in enumerate(loaded)
     ]
+    rows += [("on demand", each) for each in later]
     rows += [("API key", "needed" if _needs_key(server) else "not needed"), *_addresses(server, url)]
     lines = [f"  {label:<12}{_printable(text)}" for label, text in rows]
     return "\n".join(["", *lines, "", *[f"  Try: {_curl(info, server, url)}" for info in loaded], ""])
@@ -273,11 +279,12 @@ class Announcement:
     ) -> None:
         """Show progress while each model loads, then a summary. The end of a failed engine tells why."""
         loaded: list[ModelInfo] = []
-        for engine in engines:
+        for engine in (each for each, spec in zip(engines, models, strict=True) if spec.keep.at_start):
             with contextlib.suppress(EngineUnavailable):
                 loaded.append(await self.loading_display().follow(engine))
-        if len(models) > 1 and self._logs.is_text:
-            self._logs.show(render_models(loaded, server, url=url))
+        if (len(models) > 1 or not models[0].keep.is_always_loaded) and self._logs.is_text:
+            later = [", ".join(each.names.served) for each in models if not each.keep.at_start]
+            self._logs.show(render_models(loaded, later, server, url=url))
             return
         for info in loaded:
             self.ready(info, models[0].engine, server, url=url)

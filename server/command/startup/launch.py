@@ -64,7 +64,7 @@ async def _launch(
     listeners: Listeners,
     announcement: Announcement,
 ) -> int:
-    engines = ModelEngines([each.engine for each in models])
+    engines = ModelEngines(models)
     launched = Launched(
         engines=engines,
         signals=Signals(),

@@ -7,10 +7,12 @@ Never: the engine's start (launch.py), the servers' settings (http_servers.py), 
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from engine.frontend.client import AsyncEngine
 from engine.models.engines import ModelEngines
+from engine.models.entries import ModelSpec
 from engine.options.engine_config import EngineConfig, ServerConfig
 from engine.processes.garbage import keep_what_is_loaded
 from server.api.batches.access import StateAccess
@@ -20,7 +22,7 @@ from server.command.startup.http_servers import administer, http_server, start_h
 from server.command.startup.launched import EXIT_HTTP_ENDED, Launched, Signals
 from server.command.startup.unwatched import work_unwatched
 from server.edge.access.credentials import Credentials
-from server.edge.http.edge import ClientTimeouts, Parsers
+from server.edge.http.edge import ClientTimeouts, Parsers, Served
 from server.edge.http.listening import url_of
 from server.endpoints import OPERATIONS
 
@@ -37,7 +39,7 @@ async def serve(launched: Launched, announcement: Announcement) -> int:
     engine_config = models[0].engine
     patience = ClientTimeouts(keep_alive_s=server_config.stream_keep_alive_s)
     credentials = Credentials(server_config.api_keys, server_config.edge)
-    engine, *others = engines.all
+    engine = engines.all[0]
     spans = _open_spans(engine, engine_config, server_config)
     app = build_app(
         engine,
@@ -45,10 +47,7 @@ async def serve(launched: Launched, announcement: Announcement) -> int:
         patience=patience,
         keys=credentials.keys,
         spans=spans,
-        others=[
-            (each, Parsers(tool_calls=spec.tool_call_parser, reasoning=spec.reasoning_parser))
-            for each, spec in zip(others, models[1:], strict=True)
-        ],
+        models=_served(engines, models),
     )
     desk: StateAccess = app.state.desk
     http = http_server(app, credentials.tls)
@@ -79,6 +78,14 @@ async def serve(launched: Launched, announcement: Announcement) -> int:
         if spans is not None:
             await asyncio.to_thread(spans.close)
         await asyncio.to_thread(desk.close)
+
+
+def _served(engines: ModelEngines, models: Sequence[ModelSpec]) -> list[Served]:
+    places = engines.places or [None] * len(models)
+    return [
+        Served(engine, Parsers(tool_calls=spec.tool_call_parser, reasoning=spec.reasoning_parser), place)
+        for engine, spec, place in zip(engines.all, models, places, strict=True)
+    ]
 
 
 def _open_spans(engine: AsyncEngine, config: EngineConfig, server: ServerConfig) -> "OtelSpans | None":

@@ -7,7 +7,7 @@ Never: behaviour.
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
 from starlette.requests import Request
 
@@ -18,6 +18,7 @@ from server.edge.observe.spans import NoSpans, Spans
 
 if TYPE_CHECKING:  # names alone: what a route is given was made by server/command/startup/serving.py
     from engine.frontend.client import AsyncEngine
+    from engine.models.yard import YardPlace
     from engine.options.engine_config import ServerConfig
 
 NumberedOutputs = AsyncGenerator[tuple[int, TokenOutput], None]
@@ -55,6 +56,15 @@ class Parsers:
     reasoning: str = "auto"
 
 
+class Served(NamedTuple):
+    """One of several models."""
+
+    engine: Engine
+    parsers: Parsers
+    place: "YardPlace | None" = None
+    """Its place among models that come and go; None if it stays."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edge:
     """One for each model of an application; they share all but the engine and the parsers."""
@@ -65,6 +75,8 @@ class Edge:
     unknown_fields: UnknownFields = UnknownFields.IGNORE
     parsers: Parsers = Parsers()
     spans: Spans = field(default_factory=NoSpans)
+    place: "YardPlace | None" = None
+    """Its place among models that come and go; None if it stays."""
 
 
 CHOSEN = "tokenyard.edge"

@@ -5,20 +5,27 @@ Never: the meaning of a name (engine/models/table.py), or the life of a model.
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import cast
 
 from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.errors import AdapterConflict, EngineUnavailable, RequestRejected
 from engine.models.joined_health import joined_health
 from engine.models.table import NameTable, resolve, visible
+from engine.models.yard import Waiting, YardPlace
 from engine.options.api_keys import ApiKey
 from engine.types import Health, ModelInfo
 from server.edge.access.sent_key import key_of
 from server.edge.error_replies import ModelNotFound
+from server.edge.http.disconnect import while_connected
 from server.edge.http.edge import CHOSEN, Edge, edge_of
 from server.edge.observe.request_ids import journal_of
 
+LOAD_HEADER = "x-tokenyard-load"
+_LEASE = "tokenyard.lease"
+"""The scope's entry with the place of a model that the request keeps loaded."""
 _MOST_NAMES = 16
 _LATEST = ":latest"
 """The tag that Ollama's clients add to names."""
@@ -69,12 +76,12 @@ class ServedModels:
                 raise AdapterConflict(f"{name!r} is a name of {names.served[0]}", param="lora_name")
         return edge
 
-    def listed(self, key: ApiKey | None) -> list[tuple[Edge, ModelInfo, tuple[str, ...]]]:
-        """List the loaded models, each with the names that a key may use.
+    def listed(self, key: ApiKey | None) -> list[tuple[Edge, ModelInfo | None, tuple[str, ...]]]:
+        """List the models that are loaded or come when they are asked for, with the names that a key may use.
 
-        Raises EngineUnavailable if none of these is loaded.
+        The facts of one that was never loaded are not known. Raises EngineUnavailable if there is none.
         """
-        found: list[tuple[Edge, ModelInfo, tuple[str, ...]]] = []
+        found: list[tuple[Edge, ModelInfo | None, tuple[str, ...]]] = []
         why: EngineUnavailable | None = None
         for edge, names in zip(self.edges, self._table(key), strict=True):
             shown = (*names.served, *names.adapters)
@@ -82,6 +89,8 @@ class ServedModels:
                 if shown:
                     found.append((edge, edge.engine.info, shown))
             except EngineUnavailable as error:
+                if edge.place is not None:
+                    found.append((edge, None, shown))
                 why = why or error
         if why is not None and not found:
             raise why
@@ -114,6 +123,42 @@ def choose_by_query(request: Request) -> Edge:
     """Choose the model that `?model=` names, on a route without a body. Raises ModelNotFound."""
     choose_model(request, request.query_params.get("model"))
     return edge_of(request)
+
+
+async def lease_model(request: Request) -> None:
+    """Keep the request's model from leaving until the request is over, and wait until it is loaded.
+
+    Raises EngineUnavailable, Overloaded, ClientDisconnect.
+    """
+    place = edge_of(request).place
+    if place is None:
+        return
+    asked = request.headers.get(LOAD_HEADER, "yes")
+    if asked not in ("yes", "no"):
+        raise RequestRejected(f"{LOAD_HEADER} must be yes or no", param=LOAD_HEADER)
+    waiting = Waiting.IN_LINE if asked == "yes" else Waiting.REFUSED
+    await while_connected(request.receive, place.lease(waiting))
+    request.scope[_LEASE] = place
+
+
+def held(edge: Edge) -> AbstractAsyncContextManager[None]:
+    """Keep a model loaded for work that no request waits for."""
+    return nullcontext() if edge.place is None else edge.place.held()
+
+
+class LeaseEnd:
+    """ASGI middleware, inside of all layers: ends the lease of a request with its last byte."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            place: YardPlace | None = scope.pop(_LEASE, None)
+            if place is not None:
+                place.release()
 
 
 def not_served(name: str | None, names: Iterable[str]) -> ModelNotFound:

@@ -27,6 +27,7 @@ from server.edge.error_replies import NotPermitted
 from server.edge.http.disconnect import stay_connected
 from server.edge.http.edge import edge_of
 from server.edge.http.json_body import read_request
+from server.edge.http.served_models import lease_model
 from server.edge.observe.request_ids import add_reply_headers, journal_of
 from server.reply.generate.protocol import ServiceFields
 
@@ -88,6 +89,7 @@ async def read_call(
     if asks_for_forecast(request.headers):
         forecast = forecast_headers(engine.forecast(terms))
         add_reply_headers(request.scope, lambda: forecast)
+    await lease_model(request)
     journal = journal_of(request.scope)
     journal.reply_id = reply_id
     journal.tenant = tenant or ""

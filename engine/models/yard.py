@@ -1,0 +1,346 @@
+"""Models that are loaded when a call asks for them, and leave when they are idle.
+
+Owns: the leases of calls, the line of calls whose model is not loaded, and one load at a time. A call takes
+its lease in the moment in which its model is ready, so that no model leaves between a choice and a use.
+Never: chooses who leaves (placement.py), or measures memory (memory_shares.py).
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from math import inf, isinf
+from typing import TYPE_CHECKING, Any, Protocol
+
+from engine.errors import EngineUnavailable, Overloaded, OverloadReason
+from engine.models.placement import Guest, busy_victims, idle_victims
+
+if TYPE_CHECKING:
+    from engine.processes.engine_processes import GaveUp
+
+log = logging.getLogger(__name__)
+
+LOAD_WAIT_S = 600.0
+"""Time that a call may wait for its model."""
+TURN_S = 30.0
+"""Time for which calls of loaded models may keep another one waiting."""
+_FIRST_BACK_OFF_S, _MAX_BACK_OFF_S = 30.0, 960.0
+_GUESSED_LOAD_S = 10.0
+
+
+class YardState(Enum):
+    """The state of a model, by its name in lists."""
+
+    ABSENT = "unloaded"
+    LOADING = "loading"
+    READY = "loaded"
+    LEAVING = "leaving"  # loaded, but new calls wait until another model had its turn
+
+
+class Waiting(Enum):
+    """The treatment of a call whose model is not loaded."""
+
+    IN_LINE = "in line"
+    REFUSED = "refused"  # the model is loaded all the same
+
+
+class Loadable(Protocol):
+    """The engine of a model, as far as its processes are concerned."""
+
+    def start(self) -> None: ...
+
+    async def ready(self) -> Any: ...
+
+    async def gave_up(self) -> "GaveUp | None": ...
+
+    async def unload(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepRule:
+    """The times at which a model is loaded and leaves."""
+
+    at_start: bool = True
+    is_pinned: bool = False
+    """Once loaded, it never leaves."""
+    keep_alive_s: float = inf
+    """Seconds without a call after which it leaves."""
+
+    @property
+    def is_always_loaded(self) -> bool:
+        return self.at_start and (self.is_pinned or isinf(self.keep_alive_s))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reservation:
+    """The memory of one model."""
+
+    device: str
+    num_bytes: int
+    budget_bytes: int
+    """Memory of the device for all models."""
+
+
+class YardPlace:
+    """One model of the yard. `lease` and `release` are called in pairs."""
+
+    def __init__(
+        self, yard: "ModelYard", name: str, engine: Loadable, rule: KeepRule, room: Reservation
+    ) -> None:
+        self.name, self.engine, self.rule, self.room = name, engine, rule, room
+        self.state = YardState.ABSENT
+        self.num_leases = 0
+        self.waiting: deque[asyncio.Future[None]] = deque()
+        self.wanted_since_s = inf
+        self.last_used_s = -inf
+        self.load_s = _GUESSED_LOAD_S
+        self.failed_until_s = -inf
+        self.num_failures = 0
+        self.watching: asyncio.Task[None] | None = None
+        self._yard = yard
+
+    @property
+    def is_loaded(self) -> bool:
+        return self.state in (YardState.READY, YardState.LEAVING)
+
+    @property
+    def expires_in_s(self) -> float:
+        """Seconds until it leaves if no call comes."""
+        if self.rule.is_pinned or self.num_leases:
+            return inf
+        return max(0.0, self.last_used_s + self.rule.keep_alive_s - time.monotonic())
+
+    @property
+    def guest(self) -> Guest:
+        return Guest(
+            device=self.room.device,
+            num_bytes=self.room.num_bytes,
+            budget_bytes=self.room.budget_bytes,
+            is_loaded=self.is_loaded,
+            is_pinned=self.rule.is_pinned,
+            num_leases=self.num_leases,
+            last_used_s=self.last_used_s,
+        )
+
+    async def lease(self, waiting: Waiting) -> None:
+        """Keep the model from leaving until `release`; wait until it is loaded.
+
+        Raises EngineUnavailable if it cannot be had now, Overloaded if too many wait.
+        """
+        if self.state is YardState.READY:
+            self.num_leases += 1
+            return
+        await self._yard.wait_for(self, waiting)
+
+    def release(self) -> None:
+        self._yard.release(self)
+
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[None]:
+        await self.lease(Waiting.IN_LINE)
+        try:
+            yield
+        finally:
+            self.release()
+
+
+class ModelYard:
+    """The places of all models. For use from one event loop."""
+
+    def __init__(self, *, max_waiting: int) -> None:
+        """`max_waiting`: calls that may wait for models which are not loaded."""
+        self._max_waiting = max_waiting
+        self.places: list[YardPlace] = []
+        self._switching: asyncio.Task[None] | None = None
+        self._look_again: asyncio.TimerHandle | None = None
+        self._is_closed = False
+
+    def add(self, name: str, engine: Loadable, rule: KeepRule, room: Reservation) -> YardPlace:
+        self.places.append(YardPlace(self, name, engine, rule, room))
+        return self.places[-1]
+
+    def start(self) -> None:
+        """Begin to load the models that are loaded at the start, in their order."""
+        now_s = time.monotonic()
+        for place in self.places:
+            if place.rule.at_start:
+                place.wanted_since_s = now_s
+        self._look()
+
+    async def wait_for(self, place: YardPlace, waiting: Waiting) -> None:
+        """Wait in line for a lease of a model that is not loaded."""
+        now_s = time.monotonic()
+        if self._is_closed:
+            raise EngineUnavailable("the server is shutting down", code="shutting_down")
+        if place.failed_until_s > now_s:
+            why = f"{place.name} could not be loaded; the log says why"
+            raise EngineUnavailable(why, retry_after_s=place.failed_until_s - now_s)
+        if waiting is Waiting.REFUSED:
+            self._want(place)
+            raise EngineUnavailable(f"{place.name} is being loaded", retry_after_s=place.load_s)
+        if sum(len(each.waiting) for each in self.places) >= self._max_waiting:
+            raise Overloaded(
+                f"{self._max_waiting} requests wait for models that are not loaded; try again later",
+                retry_after_s=place.load_s,
+                reason=OverloadReason.REQUESTS,
+            )
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        place.waiting.append(waiter)
+        self._want(place)
+        try:
+            async with asyncio.timeout(LOAD_WAIT_S):
+                await waiter
+        except (TimeoutError, asyncio.CancelledError) as end:
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                self.release(place)  # it had just been granted
+            if isinstance(end, TimeoutError):
+                why = f"{place.name} could not be loaded in {LOAD_WAIT_S:.0f} s: others are in use"
+                raise EngineUnavailable(why, retry_after_s=TURN_S) from None
+            raise
+        finally:
+            if waiter in place.waiting:
+                place.waiting.remove(waiter)
+
+    def release(self, place: YardPlace) -> None:
+        place.num_leases -= 1
+        place.last_used_s = time.monotonic()
+        if not place.num_leases:
+            self._look()
+
+    async def close(self) -> None:
+        """Load nothing more, and refuse all that wait."""
+        self._is_closed = True
+        if self._look_again is not None:
+            self._look_again.cancel()
+        for place in self.places:
+            self._refuse(place, EngineUnavailable("the server is shutting down", code="shutting_down"))
+        tasks = [self._switching, *(place.watching for place in self.places)]
+        for task in tasks:
+            if task is not None:
+                task.cancel()
+        await asyncio.gather(*(task for task in tasks if task is not None), return_exceptions=True)
+
+    def _want(self, place: YardPlace) -> None:
+        place.wanted_since_s = min(place.wanted_since_s, time.monotonic())
+        self._look()
+
+    def _look(self) -> None:
+        """Begin the next change, if there is one to make now; else look again when there may be."""
+        if self._switching is not None or self._is_closed:
+            return
+        now_s = time.monotonic()
+        wanted = [
+            number
+            for number, place in enumerate(self.places)
+            if place.state is YardState.ABSENT and place.wanted_since_s < inf
+        ]
+        next_look_s = inf
+        if wanted:
+            number = min(wanted, key=lambda each: (self.places[each].wanted_since_s, each))
+            guests = [place.guest for place in self.places]
+            victims = idle_victims(number, guests)
+            if victims is not None:
+                self._begin_switch(self.places[number], [self.places[each] for each in victims])
+                return
+            next_look_s = self.places[number].wanted_since_s + TURN_S
+            if next_look_s <= now_s:
+                for each in busy_victims(number, guests) or ():
+                    self.places[each].state = YardState.LEAVING
+                next_look_s = inf  # the last release looks
+        expired = [each for each in self.places if each.state is YardState.READY and not each.expires_in_s]
+        if expired:
+            expired[0].state = YardState.ABSENT
+            self._begin(partial(self._unload, expired[0]))
+            return
+        ends_s = [now_s + each.expires_in_s for each in self.places if each.state is YardState.READY]
+        self._plan_look(min([next_look_s, *ends_s]) - now_s)
+
+    def _begin_switch(self, place: YardPlace, victims: Sequence[YardPlace]) -> None:
+        for each in victims:  # at once: the next call for one of them must not be let in
+            each.state = YardState.ABSENT
+        place.state = YardState.LOADING
+        self._begin(partial(self._switch, place, victims))
+
+    def _plan_look(self, in_s: float) -> None:
+        if self._look_again is not None:
+            self._look_again.cancel()
+        self._look_again = None
+        if not isinf(in_s):
+            self._look_again = asyncio.get_running_loop().call_later(in_s, self._look)
+
+    def _begin(self, change: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        async def change_and_look() -> None:
+            try:
+                await change()
+            except Exception:
+                log.exception("a model could not be loaded or unloaded")
+                for place in self.places:
+                    if place.state is YardState.LOADING:
+                        await self._fail(place, EngineUnavailable("nobody expected this"))
+            finally:
+                self._switching = None
+                for place in self.places:
+                    if place.state is YardState.LEAVING and not self._is_closed:  # its turn again
+                        self._open(place)
+                self._look()
+
+        self._switching = asyncio.create_task(change_and_look())
+
+    async def _switch(self, place: YardPlace, victims: Sequence[YardPlace]) -> None:
+        for each in victims:
+            await self._unload(each)
+        began_s = time.monotonic()
+        place.engine.start()
+        try:
+            await place.engine.ready()
+        except EngineUnavailable as error:
+            await self._fail(place, error)
+            return
+        place.load_s, place.num_failures = time.monotonic() - began_s, 0
+        place.last_used_s = time.monotonic()
+        place.watching = asyncio.create_task(self._watch(place))
+        log.info("%s is loaded, in %.1f s", place.name, place.load_s)
+        self._open(place)
+
+    def _open(self, place: YardPlace) -> None:
+        place.state = YardState.READY
+        place.wanted_since_s = inf
+        while place.waiting:
+            waiter = place.waiting.popleft()
+            if not waiter.done():
+                place.num_leases += 1
+                waiter.set_result(None)
+
+    async def _unload(self, place: YardPlace) -> None:
+        if place.watching is not None:
+            place.watching.cancel()
+        await place.engine.unload()
+        log.info("%s is unloaded", place.name)
+
+    async def _watch(self, place: YardPlace) -> None:
+        """Take a loaded model that is given up as one that failed."""
+        end = await place.engine.gave_up()
+        if end is not None:
+            place.watching = None
+            await self._fail(place, EngineUnavailable(end.what))
+
+    async def _fail(self, place: YardPlace, error: EngineUnavailable) -> None:
+        place.num_failures += 1
+        back_off_s = min(_FIRST_BACK_OFF_S * 2 ** (place.num_failures - 1), _MAX_BACK_OFF_S)
+        place.failed_until_s = time.monotonic() + back_off_s
+        place.state, place.wanted_since_s = YardState.ABSENT, inf
+        log.critical("%s could not be loaded, and is not tried for %.0f s: %s", place.name, back_off_s, error)
+        self._refuse(place, EngineUnavailable(f"{place.name}: {error}", retry_after_s=back_off_s))
+        await place.engine.unload()
+        self._look()
+
+    def _refuse(self, place: YardPlace, error: EngineUnavailable) -> None:
+        while place.waiting:
+            waiter = place.waiting.popleft()
+            if not waiter.done():
+                waiter.set_exception(error)
