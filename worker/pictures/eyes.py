@@ -88,9 +88,12 @@ class Eyes:
     @torch.inference_mode()
     def _read(self, arguments: dict[str, Tensor], num_tokens: int) -> PictureRows:
         try:
-            device = self._model.device
+            device, dtype = self._model.device, self._model.dtype
             outputs = self._model.get_image_features(
-                **{name: tensor.to(device) for name, tensor in arguments.items()}
+                **{
+                    name: tensor.to(device, dtype if tensor.is_floating_point() else None)
+                    for name, tensor in arguments.items()
+                }
             )
             rows = PictureRows(
                 _joined(outputs.pooler_output),

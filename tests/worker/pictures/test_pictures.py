@@ -59,6 +59,19 @@ def test_pictures_in_a_prompt(reference: Reference, loaded: Loaded, most_tokens:
     assert served.error(all_three, reference) < BOUND
 
 
+@pytest.mark.night
+def test_a_tower_of_bfloat16_reads_pictures(reference: Reference) -> None:
+    served = Served(*load(reference.folder, dtype="bfloat16"))
+    prompt = three(reference)
+    with payloads_of(prompt.pictures) as payloads:
+        number = served.add(prompt, payloads, max_tokens=1)
+        served.run()
+    assert not served.failures
+    expected = reference.logits(prompt.token_ids, prompt.pictures)[-1]
+    [ours] = served.logits[number]
+    assert (ours.float() - expected).norm() < 0.1 * expected.norm()
+
+
 @pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
 def test_one_that_is_preempted_in_a_picture_goes_on(
     reference: Reference, loaded: Loaded, mode: PreemptionMode
