@@ -16,6 +16,7 @@ import tokenizers
 from engine.media.messages import SHARED_MEMORY
 from tests.checkpoints import write_tokenizer
 from tests.e2e.serving import RunningServer, running_server, wait_for
+from tests.e2e.test_page_in_browser import CHROMIUM, FLAGS, PATIENCE_MS
 from tests.engine.media.made_pictures import hostile_files, picture, write_checkpoint
 from tests.worker.pictures.seeing import IMAGE, Reference
 
@@ -127,3 +128,51 @@ def test_hostile_files_are_refused_and_the_server_goes_on(server) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="x")
     assert len(tokens_of(client, 1)[0]) == 8
     wait_for(lambda: not segments())
+
+
+_DROP = """([name, coded]) => {
+  const bytes = Uint8Array.from(atob(coded), (letter) => letter.charCodeAt(0));
+  const moved = new DataTransfer();
+  moved.items.add(new File([bytes], "shot.png", { type: "image/png" }));
+  const given = name === "paste" ? { clipboardData: moved } : { dataTransfer: moved };
+  const Kind = name === "paste" ? ClipboardEvent : DragEvent;
+  const event = new Kind(name, { ...given, bubbles: true, cancelable: true });
+  document.getElementById("prompt").dispatchEvent(event);
+}"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="the page is not tried: there is no Chromium here")
+def test_the_page_sends_pictures_that_are_dropped_and_pasted(server) -> None:
+    api = pytest.importorskip("playwright.sync_api")
+    with api.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
+        page = browser.new_page()
+        complaints: list[str] = []
+        page.on("console", lambda said: complaints.append(said.text) if said.type == "error" else None)
+        sent: list[dict] = []
+        page.on(
+            "request",
+            lambda asked: sent.append(asked.post_data_json) if asked.url.endswith("/completions") else None,
+        )
+        page.set_default_timeout(PATIENCE_MS)
+        page.goto(f"{server.url}/")
+        page.wait_for_selector(".welcome button")
+        page.click("#settings-button")
+        page.fill("#max_tokens", "4")
+        for number, name in enumerate(("drop", "paste", "drop"), 1):
+            page.evaluate(_DROP, [name, data(number)])
+            page.locator("#attached img").nth(number - 1).wait_for()
+        page.locator("#attached button").nth(2).click()
+        assert page.locator("#attached img").count() == 2
+        page.fill("#prompt", "What are these?")
+        page.press("#prompt", "Enter")
+        page.get_by_text("first token").wait_for()
+        assert page.locator(".message.user img").count() == 2
+        assert page.locator("#attached img").count() == 0
+        browser.close()
+    (body,) = sent
+    *pictures, said = body["messages"][-1]["content"]
+    assert said == {"type": "text", "text": "What are these?"}
+    urls = [f"data:image/png;base64,{data(number)}" for number in (1, 2)]
+    assert pictures == [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    assert not complaints

@@ -2,6 +2,7 @@
 
 import { codeBlock, render } from "./markdown.js";
 import { Refused, ask, copy, download, element, eventsOf, savedKey } from "./net.js";
+import { Attached, contentOf, thumbnails } from "./pictures.js";
 import { snippet } from "./snippets.js";
 
 const byId = (id) => document.getElementById(id);
@@ -9,8 +10,8 @@ const LIMITS = [0, 1, 2, 3, 5, 8, 10, 15, 20, 30, 60, 120, 300];
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"];
 const EXAMPLES = ["Hello! Who are you?", "Tell me a short story about a train.", "Write a list of three animals."];
 
-const state = { model: "", needsKey: false, turns: [], running: null };
-// A turn: {role: "user", content} | {role: "assistant", content, reasoning, calls, stats, body, error} | {role: "tool", content, callId}
+const state = { model: "", seesPictures: false, needsKey: false, turns: [], running: null };
+// A turn: {role: "user", content, pictures} | {role: "assistant", content, reasoning, calls, stats, body, error} | {role: "tool", content, callId}
 
 // The request.
 
@@ -27,7 +28,7 @@ function bodyFor(turns) {
   const system = byId("system").value.trim();
   const body = { model: state.model, messages: system ? [{ role: "system", content: system }] : [], stream: true, stream_options: { include_usage: true } };
   for (const turn of turns) {
-    if (turn.role === "user") body.messages.push({ role: "user", content: turn.content });
+    if (turn.role === "user") body.messages.push({ role: "user", content: contentOf(turn) });
     else if (turn.role === "tool") body.messages.push({ role: "tool", tool_call_id: turn.callId, content: turn.content });
     else {
       const message = { role: "assistant", content: turn.content || (turn.calls.length ? null : "") };
@@ -105,9 +106,9 @@ function setBusy(isBusy) {
   byId("send").hidden = isBusy;
 }
 
-function send(text) {
-  if (state.running || !text.trim()) return;
-  state.turns.push({ role: "user", content: text });
+function send(text, pictures = []) {
+  if (state.running || (!text.trim() && !pictures.length)) return;
+  state.turns.push({ role: "user", content: text, pictures });
   answer();
 }
 
@@ -176,7 +177,7 @@ function fill(box, turn, place) {
 
 function fillUser(box, turn, place) {
   const body = element("div", { className: "body", textContent: turn.content });
-  box.replaceChildren(body, element("div", { className: "tools" }, action("Copy", (button) => copy(turn.content, button)), action("Edit", () => edit(box, turn, place))));
+  box.replaceChildren(...thumbnails(turn.pictures ?? []), body, element("div", { className: "tools" }, action("Copy", (button) => copy(turn.content, button)), action("Edit", () => edit(box, turn, place))));
 }
 
 function edit(box, turn, place) {
@@ -184,7 +185,7 @@ function edit(box, turn, place) {
   const area = element("textarea", { rows: 3, value: turn.content });
   area.setAttribute("aria-label", "Edit the message");
   box.replaceChildren(area, element("div", { className: "tools" },
-    action("Send again", () => { state.turns[place] = { role: "user", content: area.value }; retryFrom(place + 1); }),
+    action("Send again", () => { state.turns[place] = { ...turn, content: area.value }; retryFrom(place + 1); }),
     action("Leave as it was", () => drawAll())));
   area.focus();
 }
@@ -258,6 +259,8 @@ function offerModels(names) {
 async function findModel() {
   try {
     const listed = await (await ask("/v1/models")).json();
+    state.seesPictures = Boolean(listed.data?.[0]?.capabilities?.vision);
+    byId("prompt").title = state.seesPictures ? "Pictures may be dropped or pasted here." : "";
     offerModels((listed.data || []).filter((each, place) => !place || each.parent).map((each) => each.id));
   } catch (error) {
     if (error.status === 401) { state.needsKey = true; drawAll(); return; }
@@ -284,13 +287,14 @@ export function startChat() {
   prompt.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); byId("composer").requestSubmit(); }
   });
+  const attached = new Attached(byId("attached"), byId("composer"), () => state.seesPictures);
   byId("composer").addEventListener("submit", (event) => {
     event.preventDefault();
     if (state.running) return;
     const text = prompt.value;
     prompt.value = "";
     grow();
-    send(text);
+    send(text, attached.take());
   });
   byId("stop").addEventListener("click", () => state.running?.abort());
   document.addEventListener("keydown", (event) => { if (event.key === "Escape") state.running?.abort(); });
