@@ -74,8 +74,10 @@ class PicturePreparer:
         return self._child.pid
 
     def marks(self, vision: VisionFacts) -> PictureMarks | None:
-        """Return the marks of a family; None if the tokenizer does not name a token that it needs."""
-        rule = FAMILIES[vision.family]
+        """Return the marks of a family; None without a rule for it, or a token that the rule names."""
+        rule = FAMILIES.get(vision.family)
+        if rule is None:
+            return None
         image_token = self._token_string(vision.image_token_id)
         names = {**self._named_tokens, "image": image_token}
         try:

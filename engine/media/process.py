@@ -78,7 +78,8 @@ class _Preparer:
         self._config = json.loads((folder / "config.json").read_bytes())
         self._rule = FAMILIES[preparation.family]
         self._max_pixels = preparation.max_pixels
-        self._least_side = int((self._config.get("vision_config") or {}).get("patch_size") or 1)
+        patch = (self._config.get("vision_config") or {}).get("patch_size") or 1
+        self._least_side = int(min(patch) if isinstance(patch, list) else patch)
         self._processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
         given = {_EDGES.get(name, name): value for name, value in preparation.processor_kwargs.items()}
         size = dict(getattr(self._processor, "size", None) or {})

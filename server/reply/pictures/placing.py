@@ -77,7 +77,8 @@ async def encode_with_pictures(
     marks = engine.pictures.marks(vision)
     if marks is None:
         raise RequestRejected(
-            "pictures are not taken: the checkpoint's tokenizer does not name the tokens around them",
+            "pictures are not taken: the checkpoint's tokenizer does not name the tokens that are put around"
+            " those of this family",
             param=sources[0].where,
             code="unsupported_parameter",
         )

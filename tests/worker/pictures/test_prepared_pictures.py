@@ -1,0 +1,67 @@
+"""A picture's file, as the API process prepares it, read by the tower of each family."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+pytest.importorskip("PIL")
+
+from engine.media.families import FAMILIES as RULES
+from engine.media.messages import Detail
+from engine.media.pictures import PicturePreparer, place
+from engine.options.media_options import MediaConfig
+from tests.engine.media.made_pictures import picture
+from tests.worker.pictures.seeing import FAMILIES, IMAGE
+from worker.pictures.eyes import FAMILIES as SEEING
+from worker.pictures.eyes import Eyes
+from worker.pictures.payloads import read_payload
+from worker.worker_config import VisionFacts
+
+_OF_PATCHES = {"patch_size": 8, "merge_size": 2, "size": {"shortest_edge": 1024, "longest_edge": 32768}}
+_QWEN = {"image_processor_type": "Qwen2VLImageProcessor", **_OF_PATCHES}
+_SQUARE = {"size": {"height": 64, "width": 64}}
+_TILED = {"size": {"longest_edge": 128}, "max_image_size": {"longest_edge": 64}}
+_PROCESSORS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _QWEN),
+    "glm4v": {"image_processor_type": "Glm4vImageProcessor", **_OF_PATCHES},
+    "gemma3": {"image_processor_type": "Gemma3ImageProcessor", **_SQUARE},
+    "gemma4": {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 8, "max_soft_tokens": 70},
+    "internvl": {"image_processor_type": "GotOcr2ImageProcessor", **_SQUARE},
+    "mistral3": {"image_processor_type": "PixtralImageProcessorFast", "size": {"longest_edge": 128}},
+    "smolvlm": {"image_processor_type": "SmolVLMImageProcessor", **_TILED},
+    "idefics3": {"image_processor_type": "Idefics3ImageProcessor", **_TILED},
+}
+
+
+def test_pictures_of_every_family_with_eyes_can_be_prepared() -> None:
+    assert RULES.keys() >= SEEING
+    assert _PROCESSORS.keys() >= SEEING
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("detail", Detail)
+@pytest.mark.parametrize("name", sorted(_PROCESSORS))
+async def test_a_tower_makes_a_row_for_each_image_token_of_a_prepared_picture(name, detail, tmp_path) -> None:
+    config = FAMILIES[name].config()
+    if name == "gemma4":
+        config.vision_config.position_embedding_size = 256  # patches of a side: enough for a tall picture
+    config.save_pretrained(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(_PROCESSORS[name]))
+    torch.manual_seed(0)
+    eyes = Eyes(AutoModelForImageTextToText.from_config(config, attn_implementation="eager").float().eval())
+    facts = VisionFacts(family=config.model_type, image_token_id=IMAGE, num_cache_tokens=1)
+    preparer = PicturePreparer(str(tmp_path), MediaConfig(), {}, str)
+    lease = preparer.new_lease()
+    try:
+        for width, height in ((180, 120), (64, 64), (40, 300)):
+            file = picture(width, height)
+            stored = await preparer.prepare(file, detail, facts, lease, param="field")
+            token_ids, (item,) = place((1, IMAGE, 2), IMAGE, [stored], lambda text: [3] * len(text))
+            num_rows = token_ids.count(IMAGE)
+            assert set(token_ids[item.offset : item.end]) <= {IMAGE, 3}
+            assert len(eyes.read(read_payload(stored.payload), num_rows).embeds_PH) == num_rows
+    finally:
+        await preparer.close()
