@@ -47,6 +47,7 @@ def weigh(items: Iterable[InputItem]) -> int:
         parts = [*(item.content or ()), *(item.output or ()), *(item.summary or ())]
         num_chars = sum(len(part.text or "") + len(part.refusal or "") for part in parts)
         num_chars += len(item.arguments or "")
+        num_bytes += sum(len(part.image_url or "") for part in parts)  # of one byte each, as all URLs are
         num_bytes += _ITEM_BYTES + _PART_BYTES * len(parts) + 4 * num_chars
     return num_bytes
 

@@ -64,3 +64,10 @@ def test_the_weight_of_a_conversation_is_at_least_its_memory():
     finally:
         tracemalloc.stop()
     assert num_bytes <= weigh(kept) < 4 * num_bytes
+
+
+def test_a_picture_weighs_as_much_as_its_url():
+    url = f"data:image/png;base64,{'A' * 100_000}"
+    for name in ("content", "output"):
+        item = InputItem.model_validate({"role": "user", name: [{"type": "input_image", "image_url": url}]})
+        assert len(url) < weigh([item]) < len(url) + 10_000
