@@ -49,14 +49,11 @@ async def prepare_turn(edge: Edge, body: ChatCompletionRequest, origin: Origin) 
     try:
         prompt.check_end()
         request = await _request_of(edge.engine, body, prompt, turn, origin)
+        if num_answer_tokens:
+            request = replace(request, restore_at=_restore_points(request, num_answer_tokens))
     except BaseException:
         prompt.release()
         raise
-    if num_answer_tokens:
-        # All choices go on behind the prompt, whose last token each computes.
-        num_tokens = len(prompt.token_ids)
-        ends = (num_tokens - num_answer_tokens, *([num_tokens - 1] if request.n > 1 else []))
-        request = replace(request, restore_at=ends)
     return ChatTurn(
         prompt_ids=prompt.token_ids,
         request=request,
@@ -68,7 +65,7 @@ async def prepare_turn(edge: Edge, body: ChatCompletionRequest, origin: Origin) 
 
 async def prompt_of(edge: Edge, chat: ChatCompletionRequest) -> ChatPrompt:
     """Make the prompt that an answer would have, and nothing more. Raises RequestRejected, Overloaded."""
-    prompt, *_ = await _prompt_and_turn(edge, chat)
+    prompt, _, _ = await _prompt_and_turn(edge, chat)
     prompt.release()
     return prompt
 
@@ -77,6 +74,7 @@ async def _prompt_and_turn(edge: Edge, body: ChatCompletionRequest) -> tuple[Cha
     """Make the prompt, and count the tokens at its end that begin the answer, where that is of use."""
     engine = edge.engine
     plan = plan_reading(body, model_reading(edge.parsers, engine.info))
+    num_answer_tokens = await engine.num_answer_tokens(plan.options) if engine.info.has_points else 0
     parts = ((message.role, message.content or ()) for message in body.messages)
     pictures = pictures_of(parts, engine.info)
     if pictures:
@@ -89,9 +87,16 @@ async def _prompt_and_turn(edge: Edge, body: ChatCompletionRequest) -> tuple[Cha
     kept = rendered.cut_to(len(cut), keeps_end=body.truncation_side != "right")
     turn = plan.behind(_end_of(engine, kept.token_ids, plan))
     suffix_ids = await _suffix_ids(engine, turn.suffix)
-    num_answer_tokens = await engine.num_answer_tokens(plan.options) if engine.info.has_points else 0
-    num_at_end = num_answer_tokens + len(suffix_ids) if num_answer_tokens else 0
-    return kept.followed_by(suffix_ids), turn, num_at_end
+    if num_answer_tokens:
+        num_answer_tokens += len(suffix_ids)
+    return kept.followed_by(suffix_ids), turn, num_answer_tokens
+
+
+def _restore_points(request: GenerationRequest, num_answer_tokens: int) -> tuple[int, ...]:
+    """Tokens before the answer begins, and for several choices, before the token that each computes."""
+    num_tokens = len(request.prompt_token_ids)
+    end_of_message = max(num_tokens - num_answer_tokens, 0)
+    return (end_of_message, num_tokens - 1) if request.n > 1 else (end_of_message,)
 
 
 async def _request_of(
