@@ -14,13 +14,13 @@ from typing import Any
 
 from engine.logs.lines import LogFormat
 from engine.options.adapter_options import AdapterConfig, adapter_config
-from engine.options.early_checks import check_early
 from engine.options.edge_config import EdgeConfig, check_traces_endpoint, edge_config
 from engine.options.engine_split import (
     ClusterConfig,
     KVEventsConfig,
     RayConfig,
     check_device,
+    check_early,
     check_engines,
     check_ranks,
     cluster_config,

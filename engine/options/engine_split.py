@@ -1,25 +1,31 @@
 """Devices, ranks and engines: the checks of how work is divided, and what several engines change in each.
 
 Owns: the device of each engine, and the reports that the choice between engines and outside routers need.
-Never: counts memory (`tokenyard doctor` does, worker/survey/survey.py).
+Never: counts what a model takes (`tokenyard doctor` does, worker/survey/survey.py).
 """
 
 import importlib.util
+import json
 import os
 import secrets
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from engine.options.declaration import OptionError, refuse_given
 from engine.options.options import Options
 from scheduler.prefix_keys import JournalContent
-from worker.machine import visible_gpus
+from worker.machine import available_memory_bytes, visible_gpus
+from worker.memory_sizes import check_host_memory
+from worker.worker_errors import StartupError
 
 _LOOPBACK = "127.0.0.1"
 _PLACEMENT_TIMEOUT_S = 1800.0
 """Longest wait for Ray to find free processors: machines are added and images are pulled meanwhile."""
 _LEAST_KEY_CHARS = 32
+_MAX_CONFIG_BYTES = 4 * 2**20
 # Number of nodes, number of this one, address of the first.
 _LWS = ("LWS_GROUP_SIZE", "LWS_WORKER_INDEX", "LWS_LEADER_ADDRESS")
 _TORCHRUN = ("WORLD_SIZE", "RANK", "MASTER_ADDR")
@@ -375,3 +381,45 @@ def _check_torchrun(environment: Mapping[str, str]) -> None:
             "a node starts its processes itself",
             "run torchrun with --nproc-per-node 1; --tensor-parallel-size is for the cores of a node",
         )
+
+
+def check_early(options: Options, folder: Path) -> None:
+    """Refuse a cache that does not fit, and ranks that cannot share the heads. Raises OptionError."""
+    _check_memory(options)
+    num_ranks, num_heads = options.tensor_parallel_size, _num_heads(folder)
+    if num_heads and num_heads % num_ranks:
+        raise OptionError(
+            f"--tensor-parallel-size {num_ranks}",
+            f"the {num_heads} query heads of this model cannot be divided by {num_ranks}",
+            "ask for a number that divides its heads, or leave it out (docs/models.md)",
+        )
+
+
+def _check_memory(options: Options) -> None:
+    device = device_of(options)
+    if not (device == "cpu" or (device == "auto" and not visible_gpus())):
+        return
+    try:
+        check_host_memory(
+            available_memory_bytes(),
+            cache_bytes=options.kv_cache_memory or 0,
+            swap_bytes=options.swap_space or 0,
+        )
+    except StartupError as error:
+        given = {"--kv-cache-memory": options.kv_cache_memory, "--swap-space": options.swap_space}
+        named = " and ".join(name for name, num_bytes in given.items() if num_bytes)
+        raise OptionError(named, error.what, error.fix) from error
+
+
+def _num_heads(folder: Path) -> int | None:
+    """Read the number of query heads; None where config.json has none, or cannot be read."""
+    path = folder / "config.json"
+    try:
+        if path.stat().st_size > _MAX_CONFIG_BYTES:
+            return None
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
+        text = content.get("text_config") or content
+        num_heads = text.get("num_attention_heads")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return None
+    return num_heads if type(num_heads) is int and num_heads > 0 else None

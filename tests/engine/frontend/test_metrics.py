@@ -20,7 +20,7 @@ from server.edge.observe.http_metrics import HttpMetrics
 from tests.server.fake_engine import INFO
 
 READY = Health(state=EngineState.READY, is_live=True, detail="ready", num_steps=1, progress=1.0)
-MAX_LINES = 360
+MAX_LINES = 370
 _STATUSES = ("200", "400", "401", "429", "499", "500", "503")
 _CODES = ("invalid_value", "invalid_api_key", "server_overloaded", "engine_restarted", "shutting_down")
 
@@ -136,7 +136,7 @@ def busy_page() -> bytes:
     return generate_latest(metrics.registry)
 
 
-def test_the_page_has_360_lines_at_most_under_each_name_and_a_scrape_costs_milliseconds() -> None:
+def test_the_page_has_370_lines_at_most_under_each_name_and_a_scrape_costs_milliseconds() -> None:
     lines = busy_page().splitlines()
     of_vllm = [line for line in lines if b"vllm:" in line]
     assert len(lines) - len(of_vllm) <= MAX_LINES

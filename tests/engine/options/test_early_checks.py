@@ -1,11 +1,11 @@
-"""What loading would refuse after many seconds is refused before an engine process is started."""
+"""Refusals before an engine process is started, where loading would refuse after many seconds."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from engine.options import early_checks
+from engine.options import engine_split
 from engine.options.declaration import OptionError
 from engine.options.engine_config import resolve
 from engine.options.sources import read_options
@@ -19,7 +19,7 @@ def refusal(model: Path, **given: str) -> str:
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch) -> None:
-    monkeypatch.setattr(early_checks, "visible_gpus", list)
+    monkeypatch.setattr(engine_split, "visible_gpus", list)
 
 
 def test_a_cache_that_no_memory_is_there_for_is_refused_with_numbers(tiny_model: Path) -> None:
@@ -29,7 +29,7 @@ def test_a_cache_that_no_memory_is_there_for_is_refused_with_numbers(tiny_model:
 
 
 def test_a_cache_on_gpus_is_judged_where_they_are_known(tiny_model: Path, monkeypatch) -> None:
-    monkeypatch.setattr(early_checks, "visible_gpus", lambda: ["a GPU"])
+    monkeypatch.setattr(engine_split, "visible_gpus", lambda: ["a GPU"])
     resolve(read_options({"model": str(tiny_model), "swap_space": "1TiB"}, {}), environment={})
 
 
