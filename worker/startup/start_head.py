@@ -23,9 +23,9 @@ from worker.startup.probing import Start, probe_shapes
 from worker.steps.model_runner import BodyRunner, ModelRunner
 from worker.worker_config import DraftMethod, SpeculationConfig, WorkerConfig
 
-LEAST_WITH_HEAD = 128 << 20
-"""Bytes of a checkpoint from which on its head is taken by itself. A step of a smaller one takes as long as
-what the interpreter does for a pass of the head: the built-in model was slower with one by a quarter."""
+LEAST_WITH_HEAD = 1 << 30
+"""Bytes of a checkpoint from which on its head is taken by itself. Smaller ones lie in the processor's caches
+in part: a step takes as much longer as it has tokens, and what the interpreter does for a pass counts."""
 
 
 class LoadedDraft(NamedTuple):

@@ -65,7 +65,7 @@ def _look_at_memory(config: WorkerConfig, kind: ModelKind, device: Device) -> It
     weights = f"weights {format_size(num_weight_bytes)}"
     draft = _look_at_draft(config, kind, device)
     if draft is not None and draft.is_head:
-        weights += f", {format_size(draft.weight_bytes)} of them of its draft head,"
+        weights += f", {format_size(draft.weight_bytes)} of them of its draft head"
     elif draft is not None:
         num_weight_bytes += draft.weight_bytes
         weights += f" and {format_size(draft.weight_bytes)} of the draft model"
