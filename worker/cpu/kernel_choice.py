@@ -14,7 +14,7 @@ from worker.cpu.arithmetic import choose_kernels, open_first, open_kernels, open
 from worker.cpu.kernel_build import CannotBuild, build_library, find_library, foresee_build
 from worker.cpu.native import DTYPES, Kernels
 from worker.cpu.toolkit import CpuToolkit
-from worker.devices.device import Device
+from worker.devices.device import Device, Reserve
 from worker.doctor_findings import Finding, Verdict
 from worker.model.quantization import (
     FLOAT8_ROWS,
@@ -24,6 +24,7 @@ from worker.model.quantization import (
     rounding_of,
 )
 from worker.model.toolkit import Toolkit
+from worker.pictures.eyes import bytes_of_rows
 from worker.progress import LoadPhase, LoadStage
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import StartupError
@@ -32,6 +33,11 @@ log = logging.getLogger(__name__)
 
 _TOPIC = "CPU kernels"
 _AUTO = "auto"
+
+
+def reserve(model: torch.nn.Module) -> Reserve:
+    """Reserve memory for rows of pictures."""
+    return Reserve(weight_bytes=bytes_of_rows(model))
 
 
 def open_toolkit(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from worker.devices.weight_life import is_out_of_memory
+from worker.pictures.tower_parts import TOWER_ATTENTION, cut_tower
 from worker.worker_config import VisionFacts
 from worker.worker_errors import SequenceRefused
 
@@ -23,8 +24,9 @@ _IN_THREE_ROWS = frozenset({"qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "glm4v"})
 _SEEN_WHOLE = {"gemma3": False, "gemma4": True}
 """Families of whose pictures each token sees all others, and whether in layers with windows alone."""
 FAMILIES = _IN_THREE_ROWS | {"internvl", "mistral3", "smolvlm", "idefics3", *_SEEN_WHOLE}
+MOST_PLACES = 16384
+"""Places of pictures whose rows are kept: those of the largest picture that a family takes."""
 _LAYERS_OF_BODY = ("language_model", "text_model")
-_ROWS_AT_ONCE = 512
 
 
 class PictureRows(NamedTuple):
@@ -61,16 +63,13 @@ class Eyes:
         """Whether layers with windows alone see pictures whole; None: none does."""
         self.merge_size = int(getattr(config.vision_config, "spatial_merge_size", 1))
         self.has_three_rows = config.model_type in _IN_THREE_ROWS
-        config.vision_config._attn_implementation = "sdpa"  # not ours, which attends to earlier tokens alone
+        config.vision_config._attn_implementation = TOWER_ATTENTION
         self._pause: Callable[[], None] | None = None
         self._deep: tuple[Tensor, tuple[Tensor, ...]] | None = None
-        num_deep = len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
-        self.num_rows_each = 1 + num_deep
-        """Rows that are kept for a place of a picture."""
-        for place, layer in enumerate(_layers_of(model)[:num_deep]):
+        for place, layer in enumerate(_layers_of(model)[: _num_deep(config)]):
             layer.register_forward_hook(lambda _layer, _given, hidden, place=place: self._add(place, hidden))
         for tower in _towers_of(model):
-            self._cut(tower)
+            cut_tower(tower, self._may_pause)
 
     def read(
         self, arguments: dict[str, Tensor], num_tokens: int, pause: Callable[[], None] | None = None
@@ -135,14 +134,6 @@ class Eyes:
         finally:
             self._deep = None
 
-    def _cut(self, tower: nn.Module) -> None:
-        """Let a tower pause before each of its parts, and within the larger ones."""
-        for name, module in list(tower.named_modules()):
-            if isinstance(module, nn.Linear):
-                tower.set_submodule(name, _CutLinear(module, self._may_pause))
-            elif not any(True for _ in module.children()):
-                module.register_forward_pre_hook(lambda *_: self._may_pause())
-
     def _may_pause(self) -> None:
         if self._pause is not None:
             self._pause()
@@ -155,8 +146,25 @@ class Eyes:
 
 def find_eyes(model: Any) -> Eyes | None:
     """Return the eyes of a model of a family whose pictures come out right; None if it reads text alone."""
+    return Eyes(model) if _has_eyes(model) else None
+
+
+def bytes_of_rows(model: Any) -> int:
+    """Size the rows of pictures that are kept; 0 of a model that reads text alone."""
+    if not _has_eyes(model):
+        return 0
+    num_numbers = model.config.get_text_config().hidden_size * (1 + _num_deep(model.config))
+    return MOST_PLACES * int(num_numbers) * int(model.dtype.itemsize)
+
+
+def _has_eyes(model: Any) -> bool:
     has_tower = hasattr(model, "get_image_features") and hasattr(model.config, "vision_config")
-    return Eyes(model) if has_tower and model.config.model_type in FAMILIES else None
+    return has_tower and model.config.model_type in FAMILIES
+
+
+def _num_deep(config: Any) -> int:
+    """Count the layers behind which rows are added."""
+    return len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
 
 
 def vision_facts(eyes: Eyes, family: str, num_cache_tokens: int) -> VisionFacts:
@@ -183,24 +191,6 @@ def _towers_of(model: Any) -> Iterator[nn.Module]:
     for name, child in model.model.named_children():
         if name != _body_name(model):
             yield child
-
-
-class _CutLinear(nn.Module):
-    """A layer that computes a few rows at a time: all of a large picture's take a tenth of a second."""
-
-    def __init__(self, layer: nn.Linear, may_pause: Callable[[], None]) -> None:
-        super().__init__()
-        self.weight, self.bias = layer.weight, layer.bias
-        self._may_pause = may_pause
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute all rows, at whatever dimensions they are."""
-        rows, parts = x.reshape(-1, x.shape[-1]), []
-        for start in range(0, len(rows), _ROWS_AT_ONCE):
-            self._may_pause()
-            part = rows[start : start + _ROWS_AT_ONCE]
-            parts.append(nn.functional.linear(part, self.weight, self.bias))
-        return torch.cat(parts).view(*x.shape[:-1], -1)
 
 
 def _joined(rows: Any) -> Tensor:

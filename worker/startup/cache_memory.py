@@ -86,7 +86,8 @@ def _find_targets(start: Start, reserve: Reserve) -> tuple[Targets, Reserve]:
         loaded.model,
         lambda num: probe(start.runner, start.device, np.arange(num), num_logits=1),
     )
-    reserve = reserve._replace(weight_bytes=loaded.weights.bytes_to_come // config.num_nodes)
+    bytes_to_come = loaded.weights.bytes_to_come // config.num_nodes
+    reserve = reserve._replace(weight_bytes=reserve.weight_bytes + bytes_to_come)
     return targets, with_adapters(reserve, config, targets, loaded.dtype)
 
 

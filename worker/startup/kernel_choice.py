@@ -15,7 +15,7 @@ import transformers
 from worker.attention.kv_cache import KeptShapes
 from worker.checkpoint.checkpoint_files import find_weights
 from worker.cpu import kernel_choice as cpu_kernel_choice
-from worker.devices.device import NO_RESERVE, Device, Reserve
+from worker.devices.device import Device, Reserve
 from worker.doctor_findings import Finding
 from worker.gpu import kernel_choice as gpu_kernel_choice
 from worker.load.draft_kind import refuse_speculation
@@ -85,7 +85,7 @@ def _reserve_on_gpu(config: WorkerConfig, loaded: LoadedModel) -> Reserve:
 _ON_CPU = KernelChoice(
     cpu_kernel_choice.foresee_kernels,
     cpu_kernel_choice.open_toolkit,
-    lambda _config, _loaded: NO_RESERVE,
+    lambda _config, loaded: cpu_kernel_choice.reserve(loaded.model),
     saturating_tokens=256,  # docs/benchmarks/serving.md has the measurement
     obstacle_to_adapters=lambda _config: "",
     stacks_adapters=False,

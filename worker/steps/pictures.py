@@ -28,7 +28,7 @@ from scheduler.messages import (
 )
 from worker.attention.interface import AttentionBackend, SeenPictures
 from worker.devices.device import Device
-from worker.pictures.eyes import Eyes, PictureRows, find_eyes, vision_facts
+from worker.pictures.eyes import MOST_PLACES, Eyes, PictureRows, find_eyes, vision_facts
 from worker.pictures.outputs import Hold, OutputCache
 from worker.pictures.payloads import read_payload
 from worker.pictures.positions import PromptPositions
@@ -40,9 +40,6 @@ from worker.worker_config import ModelFacts
 from worker.worker_errors import SequenceRefused
 
 log = logging.getLogger(__name__)
-
-_MOST_PLACES = 16384
-"""Places of pictures whose rows are kept: those of the largest picture that a family takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +240,6 @@ def open_eager_steps(
             where = ", divided among ranks," if is_divided else ""
             log.info("%s%s reads text alone, and no pictures", facts.model_type, where)
         return OpenSteps(facts, EagerSteps(runner, backend, device), None)
-    num_places = min(_MOST_PLACES, facts.max_model_len)
+    num_places = min(MOST_PLACES, facts.max_model_len)
     facts = replace(facts, vision=vision_facts(eyes, facts.model_type, num_places))
     return OpenSteps(facts, EagerSteps(runner, backend, device, eyes), Pictures(eyes, num_places))
