@@ -37,6 +37,8 @@ from server.edge.refusals import unsupported
 from server.reply.generate.long_reply import LongReply
 
 _PATH = "/v1/files"
+_PURPOSES = ("batch", "vision", "user_data")
+"""Purposes of files that clients bring: of requests, and of pictures."""
 _ONE = "/v1/files/{file_id}"
 _MAX_NAME_CHARS = 255
 _MOST = 10_000
@@ -54,7 +56,7 @@ class FileObject(ReplyModel):
     created_at: int
     expires_at: int
     filename: str
-    purpose: Literal["batch", "batch_output"]
+    purpose: Literal["batch", "batch_output", "vision", "user_data"]
     status: Literal["processed"]
     status_details: None
 
@@ -76,7 +78,7 @@ class FileDeletion(ReplyModel):
 def _upload_documentation() -> dict[str, Any]:
     fields = {
         "file": {"type": "string", "contentMediaType": "application/jsonl"},
-        "purpose": {"const": "batch"},
+        "purpose": {"enum": list(_PURPOSES)},
     }
     schema = {"type": "object", "required": ["file", "purpose"], "properties": fields}
     found = documentation(FileObject)
@@ -105,21 +107,22 @@ async def use_files(request: Request) -> Response:
 
 @router.post(_PATH, **_upload_documentation())
 async def upload_file(request: Request) -> Response:
-    """Keep a file of requests for a batch."""
+    """Keep a file: requests for a batch, or a picture for a response."""
     desk = desk_of(request)
     store = desk.store
     del store  # refuses before the body is read
     fields = read_form(request.headers.get("content-type", ""), await request.body())
     file = _field(fields, "file")
-    purpose = _field(fields, "purpose").content
-    if purpose != b"batch":
-        raise unsupported("purpose", "purpose: files are kept for batches only; use batch")
+    purpose = _field(fields, "purpose").content.decode(errors="replace")
+    if purpose not in _PURPOSES:
+        raise unsupported("purpose", f"purpose must be one of {', '.join(_PURPOSES)}: requests or a picture")
     for name in fields.keys() - {"file", "purpose"}:
         raise unsupported(name[:64], f"{name[:64]} is not supported: files are deleted after 30 days")
     new = NewFile(
         filename=(file.filename or "upload.jsonl")[:_MAX_NAME_CHARS],
         created_s=unix_time_s(),
         content=file.content,
+        purpose=purpose,
     )
     owner = owner_of(request)
     return json_reply(await desk.do(lambda store: store.add_file(owner, new)), NO_STORE)

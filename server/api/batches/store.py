@@ -50,6 +50,7 @@ class NewFile:
     filename: str
     created_s: int
     content: bytes
+    purpose: str = "batch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,14 +138,14 @@ class StateStore:
             self._require_room(len(file.content))
             database.execute(
                 "INSERT INTO files (id, owner, filename, purpose, created_at, num_bytes)"
-                " VALUES (?, ?, ?, 'batch', ?, ?)",
-                (file_id, owner, file.filename, file.created_s, len(file.content)),
+                " VALUES (?, ?, ?, ?, ?, ?)",
+                (file_id, owner, file.filename, file.purpose, file.created_s, len(file.content)),
             )
             database.executemany(
                 "INSERT INTO pieces VALUES (?, ?, ?)",
                 ((file_id, line, content) for line, content in _pieces(file.content)),
             )
-        return _file_body((file_id, file.filename, "batch", file.created_s, len(file.content)))
+        return _file_body((file_id, file.filename, file.purpose, file.created_s, len(file.content)))
 
     def file(self, owner: str, file_id: str) -> dict[str, Any] | None:
         """Return the description of a file; None if there is none of this owner."""

@@ -223,8 +223,6 @@ def _chat_parts(parts: Sequence[ItemPart] | None, where: str) -> list[dict[str, 
 
 def _chat_part(part: ItemPart, where: str) -> dict[str, Any]:
     if part.type == "input_image":
-        if part.file_id is not None:
-            raise unsupported(f"{where}.file_id", f"{where}: files are kept for batches only; use image_url")
         detail = "low" if part.detail == "low" else "auto"
         return picture_part(required(part.image_url, f"{where}.image_url"), detail)
     if part.type == "refusal":

@@ -71,7 +71,7 @@ class ItemPart(WireModel):
     image_url: Text | None = None
     """A picture as a data URL, or an address on one of the hosts that the server fetches from."""
     file_id: _Id | None = None
-    """Refused by name: files are kept for batches."""
+    """A picture that is a file of this key's."""
     detail: _Word | None = None
     """Detail of the picture: `low` reads it with few tokens."""
 

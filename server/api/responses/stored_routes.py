@@ -5,6 +5,7 @@ Never: the making of a response (responses.py, making.py, background.py).
 """
 
 import asyncio
+import base64
 import time
 from typing import Any, cast
 
@@ -14,18 +15,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.errors import RequestRejected
-from server.api.batches.access import add_state_access, owner_of
+from server.api.batches.access import add_state_access, content_of, owner_of
 from server.api.responses.background import BackgroundResponses, Work
 from server.api.responses.event_log import LoggedEvents
 from server.api.responses.input_items import MAX_PAGE_ITEMS, page_of, page_request
 from server.api.responses.kept_responses import KeptResponses
 from server.api.responses.models import InputItemPage, ResponseDeletion, ResponseObject
-from server.api.responses.protocol import ResponsesRequest
+from server.api.responses.protocol import InputItem, ItemPart, ResponsesRequest
 from server.api.responses.store import MAX_RESPONSES, RESPONSE_TTL_S, ResponseStore, StoredResponse
 from server.edge.error_replies import ResponseNotFound
 from server.edge.http.edge import EdgeSettings, edge_of
 from server.edge.http.endpoint import NO_STORE, documentation_of_one, json_reply
 from server.edge.refusals import unsupported
+from server.reply.pictures.media_parts import data_url
 
 _ONE = "/v1/responses/{response_id}"
 _PAGE_PARAMETERS: dict[str, dict[str, Any]] = {
@@ -187,3 +189,26 @@ def earlier_response(request: Request, body: ResponsesRequest) -> StoredResponse
             code="previous_response_not_found",
         )
     return found
+
+
+async def with_files(request: Request, body: ResponsesRequest) -> ResponsesRequest:
+    """Put the pictures that are files of ours into a request. Raises RequestRejected."""
+    items = [await _with_files(request, item) for item in body.input]
+    return body.model_copy(update={"input": items})
+
+
+async def _with_files(request: Request, item: InputItem) -> InputItem:
+    """Put the pictures that are files of ours into an item. Raises RequestRejected."""
+    found: dict[str, list[ItemPart]] = {}
+    for name in ("content", "output"):
+        parts: list[ItemPart] = list(getattr(item, name) or ())
+        for place, part in enumerate(parts):
+            if part.file_id is None:
+                continue
+            file = await content_of(request, part.file_id)
+            if file is None:
+                raise RequestRejected(f"file_id: there is no file {part.file_id!r}", param="file_id")
+            coded = (await asyncio.to_thread(base64.b64encode, file)).decode()
+            parts[place] = part.model_copy(update={"file_id": None, "image_url": data_url("", coded)})
+            found[name] = parts
+    return item.model_copy(update=found) if found else item

@@ -321,7 +321,7 @@ PICTURE = {"type": "input_image", "image_url": "data:image/png;base64,aa"}
         ),
         (
             {"input": [{"role": "user", "content": [PICTURE | {"file_id": "f"}]}]},
-            "input[0].content[0].file_id",
+            "state",
         ),
         ({"input": [{"role": "user", "content": [PICTURE]}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "input[0].content[0].type"),

@@ -17,7 +17,7 @@ from engine.types import EncoderInput
 from server.app import build_app
 from server.reply.pictures.placing import ChatPrompt
 from tests.engine.media.made_pictures import SEEN, picture, pictures_of
-from tests.server.conftest import Settings, connect
+from tests.server.conftest import EDGE, Settings, connect
 from tests.server.fake_engine import INFO, FakeEngine
 
 IMAGE = dataclasses.replace(SEEN, image_token_id=299)
@@ -193,6 +193,28 @@ async def test_a_response_goes_on_with_the_pictures_before_it(client, engine) ->
     assert (await client.post("/v1/responses", json=again)).status_code == 200
     before, after = engine.requests
     assert [each.content for each in after.encoder_inputs] == [each.content for each in before.encoder_inputs]
+
+
+async def test_a_response_takes_a_picture_from_a_file_of_the_same_key(engine, tmp_path) -> None:
+    edge = dataclasses.replace(EDGE, state_folder=str(tmp_path / "state"))
+    app = build_app(engine, Settings(edge=edge, api_keys=("a", "b")))
+    mine, others = ({"authorization": f"Bearer {key}"} for key in ("a", "b"))
+    async with connect(app) as client:
+        files = {"file": ("a.png", SMALL), "purpose": (None, "vision")}
+        file = (await client.post("/v1/files", files=files, headers=mine)).json()
+        assert file["purpose"] == "vision"
+        content = [{"type": "input_image", "file_id": file["id"], "detail": "auto"}]
+        body = {"input": [{"role": "user", "content": content}], "max_output_tokens": 2}
+        assert (await client.post("/v1/responses", json=body, headers=mine)).status_code == 200
+        refused = await client.post("/v1/responses", json=body, headers=others)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "file_id")
+        batch = {"input_file_id": file["id"], "endpoint": "/v1/responses", "completion_window": "24h"}
+        assert (await client.post("/v1/batches", json=batch, headers=mine)).status_code == 400
+        files["purpose"] = (None, "fine-tune")
+        assert (await client.post("/v1/files", files=files, headers=mine)).status_code == 400
+    (request,) = engine.requests
+    assert [each.num_tokens for each in request.encoder_inputs] == [NUM_SMALL]
+    app.state.desk.store.close()
 
 
 async def test_bad_pictures_are_refused_by_the_field_that_has_them(client, engine) -> None:
