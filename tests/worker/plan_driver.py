@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from scheduler.cache_groups import CacheGroup, num_tables
+from scheduler.cache_groups import CacheGroup, LifetimeKind, num_tables
 from scheduler.messages import (
     BlockCopy,
     BlockId,
@@ -50,8 +50,8 @@ class PlanDriver:
         self._worker = worker
         self._groups = groups_of(worker)
         self._block_size = block_size
-        rows = getattr(getattr(worker, "_steps", None), "rows", None)  # not of those that pool
-        self._num_state_blocks = 0 if rows is None else rows.state_blocks_CS.shape[1]
+        fixed = [group for group in self._groups if group.lifetime.kind is LifetimeKind.FIXED]
+        self._num_state_blocks = sum(group.num_stripes for group in fixed)
         self._next_block = 1
         self._next_host_block = 1
         self._vacated: list[BlockId] = []

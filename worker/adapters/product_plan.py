@@ -66,23 +66,25 @@ def plan_layer(parts: LayerParts, call: LayerCall, gate_up_order_N: Tensor | Non
     names, rows, mlp = parts.linear_names, parts.mixer.query_key_value, parts.mlp
     cuts = parts.cuts
     if cuts is None:
-        of_mlp = (mlp.gate_up.whole(), mlp.down.whole()) if isinstance(mlp, GatedMlp) else (None, None)
-        cuts = LayerCuts(rows.whole(), parts.mixer.output.whole(), *of_mlp)
+        gate_up = mlp.gate_up.whole() if isinstance(mlp, GatedMlp) else None
+        down = mlp.down.whole() if isinstance(mlp, GatedMlp) else None
+        recurrence = parts.mixer.recurrence
+        steps = None if recurrence is None else recurrence.steps.whole()
+        cuts = LayerCuts(rows.whole(), parts.mixer.output.whole(), gate_up, down, steps)
     # Numbers that say which output they are, in the order that the rotation asks for.
     mixer, recurrence = replace(parts.mixer, query_key_value=_numbered(rows)), parts.mixer.recurrence
     if recurrence is not None:
         mixer = replace(mixer, recurrence=replace(recurrence, steps=_numbered(recurrence.steps)))
     mixer = in_kernel_order(replace(parts, mixer=mixer), call).mixer
-    steps = None
-    if recurrence is not None and mixer.recurrence is not None:
-        order_N = _order_of(mixer.recurrence.steps)
-        steps = ProductPlan.of(names.steps, recurrence.steps.whole(), order_N)
+    plan_of_steps = None
+    if mixer.recurrence is not None and cuts.steps is not None:
+        plan_of_steps = ProductPlan.of(names.steps, cuts.steps, _order_of(mixer.recurrence.steps))
     return LayerPlan(
         ProductPlan.of(names.query_key_value, cuts.query_key_value, _order_of(mixer.query_key_value)),
         ProductPlan.of((names.attention_output,), cuts.attention_output),
         None if cuts.gate_up is None else ProductPlan.of(names.gate_up, cuts.gate_up, gate_up_order_N),
         None if cuts.down is None else ProductPlan.of((names.down,), cuts.down),
-        steps,
+        plan_of_steps,
     )
 
 

@@ -176,6 +176,7 @@ class LayerCuts(NamedTuple):
     attention_output: Cut
     gate_up: Cut | None
     down: Cut | None
+    steps: Cut | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,8 @@ Never: cuts a layer that was not recognised (layer_replacement.py refuses it), o
 Source: column and row parallel layers, arXiv:1909.08053.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,12 +15,21 @@ from torch import nn
 
 from worker.attention.kv_cache import BlockLayout, LayerShape
 from worker.attention.layer_groups import grouped
-from worker.model.layer_call import LayerCall, head_shape, norms_all_heads
-from worker.model.layer_parts import GatedMlp, LayerCuts, LayerParts, TakenWeights, Unrecognised, find_layers
-from worker.model.linear import Axis, Cut, Linear, Segment
+from worker.model.layer_call import LayerCall, head_shape, norms_all_heads, num_groups_of
+from worker.model.layer_parts import (
+    GatedMlp,
+    LayerCuts,
+    LayerParts,
+    Mixer,
+    TakenWeights,
+    Unrecognised,
+    find_layers,
+)
+from worker.model.linear import Axis, Cut, Linear, PlainWeight, Segment
 from worker.model.mixture import find_experts
 from worker.ranks.ranks import Ranks
 from worker.ranks.stage import ONLY_STAGE, Stage
+from worker.states.interface import StateShape
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import StartupError
 
@@ -32,39 +42,94 @@ def shard_layer(
     """Cut a layer, into products that the kernels take. Raises Unrecognised."""
     if ranks.size == 1:
         return parts, call
+    place, mixer = (ranks.rank, ranks.size), parts.mixer
     if call.state is not None:
-        raise Unrecognised("its state is not divided yet")
-    heads, place = head_shape(parts, call), (ranks.rank, ranks.size)
-    mixer = parts.mixer
+        return _shard_recurrent(parts, call, call.state, ranks, taken)
+    heads = head_shape(parts, call)
     if norms_all_heads(mixer.query_norm, heads) or norms_all_heads(mixer.key_norm, heads):
         raise Unrecognised("it norms the queries or the keys of all heads as one, which are on several ranks")
     if heads.num_query_heads % ranks.size:
         raise Unrecognised(f"its {heads.num_query_heads} query heads cannot be divided by {ranks.size}")
-    mlp = parts.mlp
-    if isinstance(mlp, nn.Module) and not any(find_experts(mlp)):
-        raise Unrecognised("its MLP cannot be divided among ranks")
     query_key_value = mixer.query_key_value.in_segments(heads.segments)
+    with _refusing_uneven(ranks):
+        own = replace(mixer, query_key_value=query_key_value.shard(*place, Axis.OUTPUTS))
+        parts = _with_shards(parts, own, query_key_value.cut(*place, Axis.OUTPUTS), None, ranks, taken)
+    return parts, _shard_call(call, heads.num_query_heads // ranks.size, ranks)
+
+
+@contextmanager
+def _refusing_uneven(ranks: Ranks) -> Iterator[None]:
     try:
-        cuts = LayerCuts(
-            query_key_value.cut(*place, Axis.OUTPUTS),
-            mixer.output.cut(*place, Axis.INPUTS),
-            *((None, None) if isinstance(mlp, nn.Module) else _cut_mlp(mlp, ranks)),
-        )
-        parts = replace(
-            parts,
-            cuts=cuts,
-            mixer=replace(
-                mixer,
-                query_key_value=query_key_value.shard(*place, Axis.OUTPUTS),
-                output=mixer.output.shard(*place, Axis.INPUTS),
-            ),
-            # Experts are divided when they are replaced; the router and the rest are computed on each rank.
-            mlp=_shard_mlp(mlp, ranks, taken.size_multiple) if isinstance(mlp, GatedMlp) else mlp,
-        )
+        yield
     except ValueError as uneven:
         raise Unrecognised(f"it cannot be divided by {ranks.size}: {uneven}") from uneven
+
+
+def _with_shards(
+    parts: LayerParts, mixer: Mixer, rows: Cut, steps: Cut | None, ranks: Ranks, taken: TakenWeights
+) -> LayerParts:
+    """Put in a mixer whose first products are cut, and cut the others. Raises Unrecognised, or ValueError."""
+    mlp, place = parts.mlp, (ranks.rank, ranks.size)
+    if isinstance(mlp, nn.Module) and not any(find_experts(mlp)):
+        raise Unrecognised("its MLP cannot be divided among ranks")
+    gate_up, down = (None, None) if isinstance(mlp, nn.Module) else _cut_mlp(mlp, ranks)
+    parts = replace(
+        parts,
+        cuts=LayerCuts(rows, mixer.output.cut(*place, Axis.INPUTS), gate_up, down, steps),
+        mixer=replace(mixer, output=mixer.output.shard(*place, Axis.INPUTS)),
+        # Experts are divided when they are replaced; the router and the rest are computed on each rank.
+        mlp=_shard_mlp(mlp, ranks, taken.size_multiple) if isinstance(mlp, GatedMlp) else mlp,
+    )
     parts.with_linears(lambda linear: _check_taken(linear, taken))
-    return parts, _shard_call(call, heads.num_query_heads // ranks.size, ranks)
+    return parts
+
+
+def _shard_recurrent(
+    parts: LayerParts, call: LayerCall, state: StateShape, ranks: Ranks, taken: TakenWeights
+) -> tuple[LayerParts, LayerCall]:
+    """Cut a recurrence into groups of heads, with their channels and steps. Raises Unrecognised."""
+    mixer, rule = parts.mixer, parts.mixer.recurrence
+    assert rule is not None
+    own, modules_of_steps = shard_state(state, ranks.size), rule.steps.segments
+    num_groups, values = num_groups_of(state), state.num_heads * state.value_dim
+    keys = Segment(num_groups * state.key_dim, state.key_dim)
+    heads = Segment(state.num_heads, state.num_heads // num_groups)
+    gates = Segment(values, values // num_groups)
+    rows, steps = mixer.query_key_value.in_segments([keys, keys, gates, gates]), rule.steps
+    if rule.is_by_group:
+        rows = rows.in_segments([Segment(rows.num_outputs, rows.num_outputs // num_groups)])
+        steps = steps.in_segments([Segment(steps.num_outputs, steps.num_outputs // num_groups)])
+    else:
+        steps = steps.in_segments([heads, heads])
+    channels = Linear.of(PlainWeight(rule.convolution_CW), rule.convolution_bias_C)
+    place, first = (ranks.rank, ranks.size, Axis.OUTPUTS), ranks.rank * own.num_heads
+    channels = channels.in_segments([keys, keys, gates]).shard(*place)
+    own_heads = slice(first, first + own.num_heads)
+    with _refusing_uneven(ranks):
+        rule = replace(
+            rule,
+            steps=steps.shard(*place),
+            convolution_CW=channels.weight.dequantized(rule.convolution_CW.dtype),
+            convolution_bias_C=channels.bias_N,
+            decay_factors_H=rule.decay_factors_H[own_heads],
+            decay_biases_H=rule.decay_biases_H[own_heads],
+        )
+        # To adapters, a segment is a module.
+        cut_rows = rows.cut(*place)._replace(segments=mixer.query_key_value.segments)
+        cut_steps = steps.cut(*place)._replace(segments=modules_of_steps)
+        mixer = replace(mixer, query_key_value=rows.shard(*place), recurrence=rule)
+        parts = _with_shards(parts, mixer, cut_rows, cut_steps, ranks, taken)
+    return parts, replace(call, state=own, is_shard=True)
+
+
+def shard_state(state: StateShape, num_ranks: int) -> StateShape:
+    """Divide the groups of heads of a delta rule. Raises Unrecognised."""
+    num_groups = num_groups_of(state) if state.key_dim else 0
+    if num_ranks > 1 and (num_groups < 1 or num_groups % num_ranks or state.num_heads % num_groups):
+        raise Unrecognised(f"its state of {num_groups} groups of heads cannot be divided by {num_ranks}")
+    return replace(
+        state, num_heads=state.num_heads // num_ranks, num_channels=state.num_channels // num_ranks
+    )
 
 
 def _cut_mlp(mlp: GatedMlp, ranks: Ranks) -> tuple[Cut, Cut]:
@@ -107,7 +172,8 @@ def shard_layout(layout: BlockLayout, num_ranks: int, longest: int) -> BlockLayo
     Raises Unrecognised.
     """
     layers = {key: shard_shape(shape, num_ranks) for key, shape in layout.layers.items()}
-    return grouped(replace(layout, layers=layers), longest)
+    states = {key: shard_state(shape, num_ranks) for key, shape in layout.state_shapes.items()}
+    return grouped(replace(layout, layers=layers, state_shapes=states), longest)
 
 
 class DividedLayout(NamedTuple):

@@ -118,6 +118,7 @@ def refuse_kept(model_type: str, kept: KeptShapes, config: WorkerConfig, device:
         raise FamilyRefused(f"{model_type} has layers that choose their keys, {reason}")
     if not kept.states:
         return
+    undivided = "which stages do not divide yet" if config.num_stages > 1 else None
     if (reason := kernels.why_no_states or undivided) is not None:
         raise FamilyRefused(f"{model_type} has recurrent layers, {reason}")
 

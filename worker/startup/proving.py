@@ -91,6 +91,6 @@ def _check_of(start: Start, cache: KVCache, max_model_len: int) -> SelfCheck:
 
 def _small_cache(device: Device, layout: BlockLayout) -> KVCache:
     """Make a cache of whole heads for the check of the model before it is divided."""
-    num_blocks = -(-LONGEST_CHECK // layout.block_size)
+    num_blocks = -(-LONGEST_CHECK // layout.block_size) + layout.num_state_blocks
     memory = device.zeros((num_blocks + 1) * layout.block_numel, layout.storage)
     return KVCache(layout, num_blocks, memory)

@@ -14,6 +14,7 @@ from tests.tiers import by_day
 from tests.worker.ranks.divided import DividedWorker
 from tests.worker.ranks.histories import (
     OVERRIDES,
+    PROMPT,
     a_busy_hour,
     check_busy_hour,
     config_of,
@@ -78,6 +79,25 @@ def test_two_ranks_and_two_stages_sample_the_tokens_of_one_process(
     assert serve(two_stages, of_stages, FAMILIES[family]) == served
     for each in (of_ranks, of_stages):
         assert (each.num_blocks, each.num_host_blocks) == (facts.num_blocks, facts.num_host_blocks)
+
+
+@pytest.mark.parametrize("family", by_day(("qwen3_5_text", "qwen3_next"), ("qwen3_5_text",)))
+def test_groups_of_heads_of_a_state_are_divided_among_ranks(
+    two_ranks: DividedWorker, folder: Path, family: str
+) -> None:
+    checkpoint = make_checkpoint(family, folder / family, **OVERRIDES.get(family, {}))
+    alone, facts = load_alone(checkpoint)
+    requests = [(PROMPT * 2 + prompt, params) for prompt, params in TINY_REQUESTS * 2]
+    expected = Speculated(alone, facts).answers(requests)
+    of_ranks = load_divided(two_ranks, checkpoint)
+    assert of_ranks.kv_cache_bytes * 2 == facts.kv_cache_bytes
+    for mode in (RECOMPUTE, SWAP):
+        changes = {"num_blocks": 3 * of_ranks.num_state_blocks + 19, "preemption_mode": mode}
+        world = Speculated(two_ranks, of_ranks, changes)
+        found = world.answers(requests, half_right(expected, Random(3), facts.vocab_size))
+        assert [each[0] for each in found] == [each[0] for each in expected]
+        assert world.num_accepted > 0
+        assert world.num_preemptions > 0
 
 
 def test_the_built_in_model_is_divided_too(two_ranks: DividedWorker) -> None:
