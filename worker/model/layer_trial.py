@@ -173,7 +173,7 @@ def try_layer(layer: nn.Module, call: RecordedCall, toolkit: Toolkit, device: De
         return "it attends in chunks"
     heads, size_multiple = call.shape or call.state, toolkit.weights.size_multiple
     if heads is not None and (heads.key_dim % size_multiple or heads.value_dim % size_multiple):
-        return f"its heads have {heads.key_dim} numbers"
+        return f"its heads have {heads.key_dim} numbers and {heads.value_dim}"
     error = float("inf")
     try:
         layer = _copy_for_trial(layer, call, toolkit.weights)
