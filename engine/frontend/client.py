@@ -132,7 +132,7 @@ class AsyncEngine:
         self._started.clear()
         await self._engines.stop()
         if self._supervision is not None:
-            await self._supervision
+            await asyncio.shield(self._supervision)  # `close` waits for it too
         self._health.sleep()
         self._requests.fail_all(EngineDied())
         for engine in range(self._config.num_engines):

@@ -75,4 +75,4 @@ def test_a_model_that_is_idle_leaves_and_comes_back(server: RunningServer) -> No
 
 def test_the_end_is_orderly(server: RunningServer) -> None:
     server.process.terminate()
-    assert server.wait(60) == 0
+    assert server.wait(60) == 0, server.text()[-3000:]

@@ -103,3 +103,27 @@ async def test_kv_events_follow_the_prefix_cache_through_the_death_of_its_engine
             pass
         assert first > bytes(8), "the first number tells readers of an earlier server to begin anew"
         await engine.close()
+
+
+@pytest.mark.night
+async def test_an_engine_that_is_unloaded_comes_back_and_one_that_is_being_unloaded_can_be_closed(
+    tiny_model: Path,
+) -> None:
+    engine = make_engine(tiny_model)
+    for _ in range(2):
+        engine.start()
+        await engine.ready()
+        assert await finish_reasons(engine, "a", max_tokens=5) == [FinishReason.LENGTH]
+        unloading = asyncio.create_task(engine.unload())
+        await asyncio.wait([unloading])
+        assert (engine.pid, engine.health().is_ready, engine.health().detail) == (None, False, "not loaded")
+        assert engine.info.served_names == ("tiny",)
+        with pytest.raises(EngineUnavailable, match="not loaded"):
+            await finish_reasons(engine, "b")
+    engine.start()
+    await engine.ready()
+    unloading = asyncio.create_task(engine.unload())
+    while engine._engines.pids != [None]:
+        await asyncio.sleep(0)
+    unloading.cancel()
+    await engine.close()
