@@ -98,6 +98,7 @@ class YardPlace:
         self.waiting: deque[asyncio.Future[None]] = deque()
         self.wanted_since_s = inf
         self.last_used_s = -inf
+        self.keep_alive_s = rule.keep_alive_s
         self.load_s = _GUESSED_LOAD_S
         self.failed_until_s = -inf
         self.num_failures = 0
@@ -113,7 +114,7 @@ class YardPlace:
         """Seconds until it leaves if no call comes."""
         if self.rule.is_pinned or self.num_leases:
             return inf
-        return max(0.0, self.last_used_s + self.rule.keep_alive_s - time.monotonic())
+        return max(0.0, self.last_used_s + self.keep_alive_s - time.monotonic())
 
     @property
     def guest(self) -> Guest:
@@ -132,10 +133,16 @@ class YardPlace:
 
         Raises EngineUnavailable if it cannot be had now, Overloaded if too many wait.
         """
+        self.keep_for(None)
         if self.state is YardState.READY:
             self.num_leases += 1
             return
         await self._yard.wait_for(self, waiting)
+
+    def keep_for(self, seconds: float | None) -> None:
+        """Let it stay idle for so long after this call, at most as its rule says; None is what that says."""
+        longest_s = self.rule.keep_alive_s
+        self.keep_alive_s = longest_s if seconds is None else min(seconds, longest_s)
 
     def release(self) -> None:
         self._yard.release(self)

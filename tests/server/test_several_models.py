@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 
 import httpx
+import pytest
 
 from engine.models.yard import KeepRule, ModelYard, Reservation
 from engine.options.api_keys import ApiKey, digest_of
@@ -288,6 +289,24 @@ async def test_a_request_may_ask_not_to_wait_and_lists_say_what_is_loaded():
     assert (await status(), await num_loaded()) == ("loaded", 2)  # it has two names
     assert (await here.ask(**{"x-tokenyard-load": "no"})).status_code == 200
     ModelList.model_validate((await here.client.get("/v1/models")).json(), strict=True)
+
+
+@pytest.mark.parametrize(
+    ("asked", "kept_s"),
+    [("5m", 300), ("1h30m", 600), (-1, 600), (7.5, 7.5), ("-1", 600), ("20", 20), (None, 600)],
+)
+async def test_ollamas_keep_alive_shortens_the_time_for_which_a_model_stays_idle(asked, kept_s):
+    here = ComingAndGoing()
+    here.processes.may_load.set()
+    body = {"prompt": "hi", "stream": False, "keep_alive": asked}
+    assert (await here.client.post("/api/generate", json=body)).status_code == 200
+    assert here.place.keep_alive_s == kept_s
+    wrong = await here.client.post("/api/generate", json={**body, "keep_alive": "soon"})
+    assert wrong.status_code == 400
+    await here.ask()
+    assert here.place.keep_alive_s == 600, "a request that says nothing leaves it to the entry"
+    await here.client.post("/api/chat", json={"messages": [], "keep_alive": 0})
+    await eventually(lambda: not here.place.is_loaded)
 
 
 async def test_the_place_in_line_of_a_client_that_leaves_is_free_and_the_model_is_loaded_all_the_same():

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.ollama.input import served_name
-from server.api.ollama.model_routes import documented
+from server.api.ollama.model_routes import documented, keep_idle
 from server.api.ollama.protocol import KeepAlive
 from server.api.pooling.endpoints import embed
 from server.api.pooling.protocol import MAX_INPUTS, EmbeddingRequest
@@ -39,7 +39,7 @@ class _EmbedFields(ServiceFields):
     options: Annotated[dict[str, Any], Field(max_length=64)] | None = None
     """Without effect: they set up Ollama's own engine."""
     keep_alive: KeepAlive | None = None
-    """Without effect: the model stays loaded."""
+    """Time for which a model that comes and goes stays idle, at most as long as its entry says."""
 
 
 class OllamaEmbedRequest(_EmbedFields):
@@ -114,6 +114,7 @@ async def _vectors(
     request: Request, body: _EmbedFields, fields: dict[str, Any], origin: Origin
 ) -> tuple[list[bytes], int]:
     """Vectors as JSON, between commas, and the number of tokens. Raises RequestRejected, WrongTask."""
+    keep_idle(request, body.keep_alive)
     info = edge_of(request).engine.info
     name = served_name(body.model, info)
     check_model(name, info)

@@ -19,7 +19,7 @@ from server.api.chat.replies import ChatStream
 from server.api.completions.requests import fitting_completion
 from server.api.ollama.input import chat_request_of, completion_request_of, served_name
 from server.api.ollama.lines import LineFraming, LineShape, LineStream, error_body
-from server.api.ollama.model_routes import documented, router
+from server.api.ollama.model_routes import documented, keep_idle, router
 from server.api.ollama.models import OllamaReply
 from server.api.ollama.protocol import (
     PROMPT_REFUSALS,
@@ -77,6 +77,7 @@ async def generate_in_lines(request: Request) -> Response:
 async def _answer(
     request: Request, body: OllamaChatRequest | OllamaGenerateRequest, origin: Origin, *, is_empty: bool
 ) -> Response:
+    keep_idle(request, body.keep_alive)
     edge = edge_of(request)
     info = edge.engine.info
     shape = LineShape(model=body.model or info.served_names[0], is_chat=isinstance(body, OllamaChatRequest))

@@ -28,9 +28,9 @@ from server.api.ollama.models import (
     OllamaModelPage,
     OllamaVersion,
 )
-from server.api.ollama.protocol import OllamaShowRequest
+from server.api.ollama.protocol import OllamaShowRequest, keep_alive_s
 from server.edge.access.sent_key import key_of
-from server.edge.http.edge import Edge
+from server.edge.http.edge import Edge, edge_of
 from server.edge.http.endpoint import documentation, errors_as, json_reply
 from server.edge.http.json_body import read_request
 from server.edge.http.served_models import choose_for_ollama, models_of
@@ -41,6 +41,16 @@ _NEVER = "2318-04-10T00:00:00Z"
 """A time that clients read as never."""
 
 router = APIRouter()
+
+
+def keep_idle(request: Request, keep_alive: str | float | None) -> None:
+    """Let the request's model stay idle for so long after it, if it is one that comes and goes.
+
+    Raises RequestRejected.
+    """
+    seconds, place = keep_alive_s(keep_alive), edge_of(request).place
+    if place is not None:
+        place.keep_for(seconds)
 
 
 def documented(reply: type[BaseModel], *, request: type[BaseModel] | None = None) -> dict[str, Any]:

@@ -5,10 +5,13 @@ Never: the meaning of a message (input.py).
 Source: Ollama's page of its API.
 """
 
+import re
+from math import inf
 from typing import Annotated, Any, Final
 
 from pydantic import BeforeValidator, Field, StringConstraints
 
+from engine.errors import RequestRejected
 from server.api.chat.protocol import MAX_MESSAGES
 from server.api.chat.tool_protocol import MAX_TOOLS, FunctionName, Tools
 from server.edge.wire_model import WireModel, shown_as, wrong_shape
@@ -55,6 +58,25 @@ _Format = Annotated[
     Schema | None, BeforeValidator(_as_format, json_schema_input_type=_ShortText | Schema | None)
 ]
 _Think = Annotated[bool | _ShortText, BeforeValidator(_check_think)]
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+_DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)(ms|s|m|h)")
+
+
+def keep_alive_s(value: str | float | None) -> float | None:
+    """Read how long a model stays idle: seconds, or `5m` and `1h30m`; below 0 is for ever. None: not said.
+
+    Raises RequestRejected.
+    """
+    if isinstance(value, str):
+        parts = _DURATION.findall(value)
+        if parts and "".join(map("".join, parts)) == value:
+            return sum(float(number) * _SECONDS[unit] for number, unit in parts)
+        if not re.fullmatch(r"-?\d{1,9}(\.\d{1,9})?(ms|s|m|h)?", value):
+            raise RequestRejected("keep_alive must be seconds, or a time such as 5m", param="keep_alive")
+        value = float(value.rstrip("msh"))
+    return inf if value is not None and value < 0 else value
+
+
 KeepAlive = Annotated[str, StringConstraints(max_length=64)] | Annotated[float, Field(ge=-1e9, le=1e9)]
 
 
@@ -105,7 +127,7 @@ class OllamaFields(ServiceFields):
     """On if absent."""
     think: _Think | None = None
     keep_alive: KeepAlive | None = None
-    """Without effect: the model stays loaded."""
+    """Time for which a model that comes and goes stays idle, at most as long as its entry says."""
 
 
 class OllamaChatRequest(OllamaFields):
