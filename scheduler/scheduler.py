@@ -15,6 +15,7 @@ from scheduler.draft_messages import DraftPasses
 from scheduler.messages import (
     Encoded,
     FinishReason,
+    GroupBlocks,
     ModelRunnerOutput,
     ReportPage,
     RequestCounts,
@@ -100,8 +101,10 @@ class Scheduler:
             self._failed_in_flight.clear()
         for seq, limit in self._deadlines.expired(now_s=now_s):
             self._finish(seq, FinishReason.EXPIRED, message=limit.value)
-        shares = self._planner.plan_decodes()
-        return self._close(self._planner.plan(now_s=now_s)) if shares is None else self._close_decodes(shares)
+        decodes = self._planner.plan_decodes()
+        if decodes is not None:
+            return self._close_decodes(*decodes)
+        return self._close(self._planner.plan(now_s=now_s))
 
     def update_draft_token_ids(self, drafts: Mapping[SequenceId, tuple[int, ...]]) -> None:
         """Take guesses at the tokens after the last known one.
@@ -275,9 +278,11 @@ class Scheduler:
         released, self._released = tuple(self._released), []
         return self._counted(plan.finished(self._counters.num_steps + 1, released))
 
-    def _close_decodes(self, shares: list[ScheduledSequence]) -> SchedulerOutput:
+    def _close_decodes(
+        self, shares: list[ScheduledSequence], grown: dict[SequenceId, GroupBlocks]
+    ) -> SchedulerOutput:
         released, self._released = tuple(self._released), []
-        return self._counted(plan_of_decodes(self._counters.num_steps + 1, released, tuple(shares)))
+        return self._counted(plan_of_decodes(self._counters.num_steps + 1, released, tuple(shares), grown))
 
     def _is_step(self, plan: PlanDraft) -> bool:
         return not plan.is_empty

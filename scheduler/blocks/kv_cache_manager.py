@@ -24,7 +24,7 @@ from scheduler.blocks.stakes import Stakes
 from scheduler.blocks.swap_space import SwapSpace
 from scheduler.config import SchedulerConfig
 from scheduler.group_places import GroupPlaces, most_blocks, places_of
-from scheduler.messages import BlockCopy, BlockId, GroupBlocks, StateTap
+from scheduler.messages import BlockCopy, BlockId, GroupBlocks, SequenceId, StateTap
 from scheduler.prefix_keys import PrefixJournal
 from scheduler.sequence import BlockTable, Sequence
 
@@ -57,6 +57,8 @@ class KVCacheManager:
         self._most_point_blocks = max(config.num_blocks // _POINTS_PART, 2 * row_size)
         self._free_order = sorted(range(len(self.groups)), key=lambda index: self.groups[index].keeps_all)
         self._index = PrefixIndex(config, self.groups)
+        has_one_table = sum([group.num_stripes for group in self.groups]) == 1
+        self._is_plain = has_one_table and self.groups[0].keeps_all and not self._index.keeps_on_host
         self.stakes = Stakes(self._index, self.pool, self.groups, self.block_size)
         """Tokens that sequences would lose with their blocks."""
         self._watermark_blocks = int(config.watermark * config.num_blocks)
@@ -262,12 +264,20 @@ class KVCacheManager:
             missing.append((end - table.end) * group.num_stripes if end > table.end else 0)
         return missing
 
-    def append_blocks(self, seqs: list[Sequence]) -> None:
+    def can_append_one_each(self, seqs: list[Sequence]) -> bool:
+        """Whether each lacks one block of the only group, as many are free, and none is copied out first."""
+        has_room = self._is_plain and len(seqs) <= self.pool.num_free
+        return has_room and all([seq.num_tokens - seq.num_slots == 1 for seq in seqs])
+
+    def append_blocks(self, seqs: list[Sequence]) -> dict[SequenceId, GroupBlocks]:
         """Give one block to each in turn, of the only group; as many must be missing, and free."""
+        grown: dict[SequenceId, GroupBlocks] = {}
         for seq, block in zip(seqs, self._take(len(seqs)), strict=True):
             seq.tables[0].block_ids.append(block)
             seq.tables[0].end += 1
             seq.num_slots += self.block_size
+            grown[seq.sequence_id] = ((block,),)
+        return grown
 
     def pass_blocks(self, seq: Sequence) -> None:
         """Give up blocks that a window has passed, now that the next share of `seq` is planned.

@@ -21,9 +21,11 @@ from operator import attrgetter
 from scheduler.config import Batching, Displacement, Fairness
 from scheduler.messages import (
     FinishReason,
+    GroupBlocks,
     PreemptionCause,
     ScheduledSequence,
     SchedulerOutput,
+    SequenceId,
     WaitReason,
 )
 from scheduler.sequence import Sequence, Status
@@ -87,8 +89,8 @@ class Planner:
             return WaitReason.ENCODER if self._shares.awaits_encoder(seq) else WaitReason.STEP
         return WaitReason.DELAY if self._delays_prompts else self._admission.reason_of(seq, place)
 
-    def plan_decodes(self) -> list[ScheduledSequence] | None:
-        """Shares of a step in which each running sequence gets one token, and nothing is left to decide.
+    def plan_decodes(self) -> tuple[list[ScheduledSequence], dict[SequenceId, GroupBlocks]] | None:
+        """Shares, and new blocks, of a step in which each running sequence gets one token.
 
         None if there may be: then `plan` decides. Most steps are like that, and with few sequences deciding
         nothing takes longer than all the rest.
@@ -101,12 +103,18 @@ class Planner:
             return None  # windows have passed as much as a chunk, and not by a place at most as in a decode
         if not running or len(running) > self._step_limit.max_tokens:
             return None
+        growing = []
         for seq in running:
             num_tokens = seq.num_tokens
-            if num_tokens > seq.num_slots or num_tokens - seq.num_computed_tokens != 1:
+            if num_tokens - seq.num_computed_tokens != 1:
                 return None
+            if num_tokens > seq.num_slots:
+                growing.append(seq)
+        if growing and not self._kv.can_append_one_each(growing):
+            return None
         self._admission.skip_step()
-        return self._shares.decode_all(running)
+        grown = self._kv.append_blocks(growing) if growing else {}
+        return self._shares.decode_all(running), grown
 
     def plan(self, *, now_s: float) -> PlanDraft:
         """Decide all that happens in the next step."""
