@@ -19,7 +19,7 @@ from worker.pictures.tower_parts import TOWER_ATTENTION, cut_tower
 from worker.worker_config import VisionFacts
 from worker.worker_errors import SequenceRefused
 
-_IN_THREE_ROWS = frozenset({"qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "glm4v"})
+_IN_THREE_ROWS = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe"})
 """Families whose rotation takes time, row and column of a picture apart."""
 _SEEN_WHOLE = {"gemma3": False, "gemma4": True}
 """Families of whose pictures each token sees all others, and whether in layers with windows alone."""

@@ -132,12 +132,29 @@ def _qwen2_5_vl() -> Any:
     return AutoConfig.for_model("qwen2_5_vl", text_config=text, vision_config=_TOWER | windows, **_MARKS)
 
 
-def _glm4v() -> Any:
+def _qwen2_vl() -> Any:
     angles = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
-    text = {**_TEXT, "model_type": "glm4v_text", "rope_parameters": angles}
+    text = {**_TEXT, "model_type": "qwen2_vl_text", "rope_parameters": angles}
+    tower = {**_TOWER, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}
+    return AutoConfig.for_model("qwen2_vl", text_config=text, vision_config=tower, **_MARKS)
+
+
+def _glm4v(name: str, **experts: object) -> Any:
+    angles = {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [4, 2, 2],
+        "partial_rotary_factor": 1.0,
+    }
+    text = {**_TEXT, "model_type": f"{name}_text", "rope_parameters": angles, **experts}
     tower = {**_TOWER, "image_size": 64, "out_hidden_size": 64, "rms_norm_eps": 1e-5}
     marks = {"image_start_token_id": IMAGE + 2, "image_end_token_id": IMAGE + 3}
-    return AutoConfig.for_model("glm4v", text_config=text, vision_config=tower, **_MARKS, **marks)
+    return AutoConfig.for_model(name, text_config=text, vision_config=tower, **_MARKS, **marks)
+
+
+def _glm4v_moe() -> Any:
+    routed = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1}
+    return _glm4v("glm4v_moe", topk_group=1, moe_intermediate_size=48, first_k_dense_replace=1, **routed)
 
 
 _SQUARE_TOWER = {
@@ -274,7 +291,9 @@ FAMILIES = {
     "qwen3_vl": Eyed(_qwen3_vl, _patches),
     "qwen3_vl_moe": Eyed(_qwen3_vl_moe, _patches),
     "qwen2_5_vl": Eyed(_qwen2_5_vl, _patches),
-    "glm4v": Eyed(_glm4v, _patches),
+    "qwen2_vl": Eyed(_qwen2_vl, _patches),
+    "glm4v": Eyed(lambda: _glm4v("glm4v"), _patches),
+    "glm4v_moe": Eyed(_glm4v_moe, _patches),
     "internvl": Eyed(_internvl, _square(16), type_ids=()),
     "smolvlm": Eyed(lambda: _smolvlm("smolvlm"), _square(16, tiles=True), joins_along=1, type_ids=()),
     "idefics3": Eyed(lambda: _smolvlm("idefics3"), _square(16, tiles=True), joins_along=1, type_ids=()),
