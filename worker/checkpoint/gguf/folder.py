@@ -38,9 +38,10 @@ def _texts_of(paths: Sequence[Path]) -> dict[str, dict[str, Any]]:
     file, _ = read_parts(paths)
     said = f"what {file.path} says of its model"
     with refused_as(partial(StartupError, fix="take another GGUF file"), said):
+        config = config_of(file)  # which tells first what is no language model at all
         tokenizer, tokenizer_config = tokenizer_of(file)
         return {
-            "config.json": config_of(file),
+            "config.json": config,
             "tokenizer.json": tokenizer,
             "tokenizer_config.json": tokenizer_config,
         }

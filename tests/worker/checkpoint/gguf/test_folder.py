@@ -272,3 +272,14 @@ def test_a_cache_that_others_may_write_to_is_not_used(written, cache):
     (cache / "tokenyard" / "gguf").mkdir(parents=True)
     (cache / "tokenyard" / "gguf").chmod(0o777)
     assert "others may write there" in refusal(written[0])
+
+
+def test_a_file_of_a_tower_is_called_that_and_not_one_without_a_tokenizer(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "mmproj.gguf", "clip")
+    writer.add_string("general.type", "mmproj")
+    writer.add_tensor("v.blk.0.attn_q.weight", np.zeros((4, 4), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert "mmproj.gguf holds no language model (mmproj)" in refusal(tmp_path / "mmproj.gguf")
