@@ -22,6 +22,10 @@ class OptionError(Exception):
         self.fix = fix
 
 
+class UnservableModel(OptionError):
+    """An error of the named file itself, whatever the options are. Exit code 78."""
+
+
 def refuse_given(values: Mapping[str, object], why: str, fix: str) -> None:
     """Raise OptionError for the first flag with a value: none of them has an effect here."""
     for flag, value in values.items():

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from engine.options.declaration import OptionError
+from engine.options.declaration import OptionError, UnservableModel
 from worker.checkpoint.checksums import Checksums
 from worker.checkpoint.gguf.file import WEIGHTS as GGUF_WEIGHTS
 from worker.checkpoint.gguf.file import begins_as_gguf
@@ -59,7 +59,7 @@ def _folder_of_gguf(path: Path) -> Path:
     try:
         return folder_of(path)
     except StartupError as error:
-        raise OptionError(f"model {str(path)!r}", error.what, error.fix) from error
+        raise UnservableModel(f"model {str(path)!r}", error.what, error.fix) from error
 
 
 def _find_in_hub_cache(model: str, environment: Mapping[str, str]) -> Path | None:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from importlib import import_module
 
 from engine.models.entries import resolve_models
+from engine.options.declaration import UnservableModel
 from engine.options.edge_config import ADMIN_HOST
 from engine.options.options import OptionError
 from engine.options.sources import closest, merge, read_sources
@@ -26,6 +27,7 @@ from server.command.manual import USAGE
 from server.edge.http.listening import CannotListen, Listeners, PortInUse, listen, listen_unix
 
 EXIT_USAGE = 2
+EXIT_UNSERVABLE = 78
 _TOOLS = {
     "bench": "bench.load.command",
     "simulate": "bench.simulate.command",
@@ -55,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has seen enough, as `head` has
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
         return EXIT_BROKEN_PIPE
+    except UnservableModel as error:
+        return failed("tokenyard", error, EXIT_UNSERVABLE)
     except (OptionError, CannotListen) as error:
         return failed("tokenyard", error, EXIT_USAGE)
     except PortInUse as error:

@@ -154,6 +154,12 @@ def test_a_mistake_is_one_line_and_code_2(checkpoint, launched, error_line, word
     assert launched == []
 
 
+def test_a_gguf_file_that_cannot_be_served_is_one_line_and_code_78(tmp_path, launched, error_line) -> None:
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF")
+    assert main(["serve", str(tmp_path / "broken.gguf")]) == 78
+    assert "broken.gguf cannot be read" in error_line()
+
+
 def test_a_mistyped_flag_does_not_repeat_its_value(checkpoint, error_line) -> None:
     assert main(["serve", str(checkpoint), "--api-keys=sk-secret"]) == 2
     assert "sk-secret" not in error_line()
