@@ -26,15 +26,22 @@ def port() -> Iterator[int]:
         while not over.is_set():
             connection, _ = listener.accept()
             with connection:
-                seen = b""
+                seen = received = b""
                 while b"\r\n\r\n" not in seen or not seen.endswith(b"}"):
-                    seen += connection.recv(65_536)
-                number += 1
-                connection.sendall(SERVED if number % 2 else REFUSED)
+                    received = connection.recv(65_536)
+                    if not received:
+                        break
+                    seen += received
+                if received:
+                    number += 1
+                    connection.sendall(SERVED if number % 2 else REFUSED)
 
-    threading.Thread(target=answer, daemon=True).start()
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
     yield listener.getsockname()[1]
     over.set()
+    socket.create_connection(listener.getsockname()).close()  # wakes it
+    thread.join()
     listener.close()
 
 

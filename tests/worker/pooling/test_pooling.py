@@ -343,7 +343,7 @@ def test_one_call_computes_the_layers_of_a_decoder_that_pools(
     run_layers = CpuAttention.run_layers
 
     def note(self: CpuAttention, stack: Any, *others: Any) -> None:
-        calls.append(stack.num_layers)
+        calls.append(stack.c.num_layers)
         run_layers(self, stack, *others)
 
     monkeypatch.setattr(CpuAttention, "run_layers", note)

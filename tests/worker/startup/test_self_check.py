@@ -105,8 +105,8 @@ def test_kernels_that_are_wrong_in_steps_of_one_size_are_refused(
     def make_wrong(name: str) -> None:
         run = getattr(CpuAttention, name)
 
-        def run_wrongly(self: CpuAttention, layers: Any, idx: Any, hidden_TH: Tensor, angles: Any) -> None:
-            run(self, layers, idx, hidden_TH, angles)
+        def run_wrongly(self: CpuAttention, layers: Any, hidden_TH: Tensor, angles: Any) -> None:
+            run(self, layers, hidden_TH, angles)
             if len(hidden_TH) == num_tokens:
                 hidden_TH.copy_(fault(hidden_TH))
 
