@@ -8,6 +8,7 @@ Never: holds texts (active_text.py), or talks to the engine process (client.py d
 import asyncio
 import time
 from collections.abc import Iterable, Mapping
+from math import inf
 from typing import Any, Generic, Protocol, TypeVar
 
 from engine.errors import (
@@ -99,6 +100,8 @@ class ActiveRequest(Generic[RequestT, ChoiceT]):
         self.num_cached_tokens = 0
         self.num_deaths = 0
         """Engine processes that died while they held this request."""
+        self.last_death_s = -inf
+        """Time of the last of them."""
         self.is_aborted = False
         """Whether its end was asked for from outside."""
         self.sent_s = self.arrived_s

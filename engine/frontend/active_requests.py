@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from math import inf
 
 from engine.errors import EngineDiedTwice, EngineError, Overloaded, OverloadReason
 from engine.frontend.active_request import NO_TICKET, ActivePooling, RequestChoice
@@ -32,11 +33,14 @@ from scheduler.messages import (
     SequenceOutput,
     SequenceStart,
     TimeLimitKind,
-    TimeLimits,
 )
 from scheduler.routing.start_forecast import PromptTimes
 
 log = logging.getLogger(__name__)
+
+_SUSPECT_S = 300.0
+"""Time between two deaths within which a request that was there at both may be their cause. More than three
+deaths within it end the server."""
 
 
 class ActiveRequests:
@@ -174,14 +178,16 @@ class ActiveRequests:
     def engine_died(self, engine: int) -> None:
         """Return the requests of the dead process to their place in the line, with their tokens so far.
 
-        A request returns only once: one that was there at two deaths may be their cause.
+        One that was there at two deaths of late may be their cause, and does not return.
         """
         self.engines.shut(engine)
+        now_s = time.monotonic()
         for active in list(self._by_id.values()):
             if active.is_over or active.ticket.engine != engine:  # ended, in the line, or elsewhere
                 continue
             active.num_deaths += 1
-            if active.num_deaths > 1:
+            was_there_s, active.last_death_s = active.last_death_s, now_s
+            if now_s - was_there_s < _SUSPECT_S:
                 self._cut_off(active, EngineDiedTwice())
             else:
                 self.engines.take_back(active.ticket)
@@ -426,8 +432,9 @@ class ActiveRequests:
     def _terms(self, active: AnyActive) -> ServiceTerms:
         """Return the request's terms, with time limits capped by the operator's and counted from now."""
         limits = nearer_limits(active.request.terms.time_limits, self._limits)
-        if active.has_reply:  # only its whole time is still to come
-            limits = TimeLimits(total_s=limits.total_s)
+        if active.has_started:  # it has left the queue; with a token, only its whole time is still to come
+            first_token_s = inf if active.has_reply else limits.first_token_s
+            limits = replace(limits, queue_s=inf, first_token_s=first_token_s)
         if active.num_deaths or self.engines.are_several:
             limits = remaining_limits(limits, time.monotonic() - active.arrived_s)
         return replace(active.request.terms, time_limits=limits)
@@ -461,7 +468,8 @@ class ActiveRequests:
         since_arrival_s = now_s - active.arrived_s
         if active.first_token_s is None:
             active.first_token_s = now_s
-            self._prompt_times.note(active.num_prompt_tokens, now_s - active.started_s)
+            if not active.num_deaths:  # else an outage lies between
+                self._prompt_times.note(active.num_prompt_tokens, now_s - active.started_s)
             if active.expected_first_token_s is not None:
                 error_s = active.expected_first_token_s - since_arrival_s
                 self._metrics.observe("predicted_first_token_error_seconds", error_s)

@@ -2,7 +2,9 @@
 
 import asyncio
 import gc
+import time
 import weakref
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -188,6 +190,30 @@ async def test_only_the_unfinished_choices_go_on(door: Door) -> None:
     door.in_flight.engine_died(0)
     with pytest.raises(EngineDiedTwice):
         live.take()
+
+
+async def test_one_that_had_left_the_queue_is_not_held_to_its_time_there(tiny_model: Path) -> None:
+    door = Door(tiny_model, queue_timeout=0.01)
+    (live,) = door.ask("a", 0)
+    start = SequenceStart(queue_s=0.0, num_cached_tokens=0)
+    door.in_flight.take_outputs([SequenceOutput(live.first_id, (), None, start=start)], EOS, 0.0)
+    await asyncio.sleep(0.03)
+    door.in_flight.engine_died(0)
+    await asyncio.sleep(0.03)
+    assert not live.is_over
+    door.sent.clear()
+    door.in_flight.engine_ready(0, num_blocks=100, block_size=16)
+    assert door.sent[0].terms.time_limits.queue_s == inf
+
+
+async def test_deaths_that_lie_far_apart_are_no_ones_doing(door: Door, monkeypatch) -> None:
+    (live,) = door.ask("a", 0)
+    for wait_s, is_over in ((0.0, False), (400.0, False), (10.0, True)):
+        later_s = time.monotonic() + wait_s
+        monkeypatch.setattr("engine.frontend.active_requests.time.monotonic", lambda now_s=later_s: now_s)
+        door.in_flight.engine_died(0)
+        assert live.is_over is is_over
+        door.in_flight.engine_ready(0, num_blocks=100, block_size=16)
 
 
 async def test_time_that_runs_out_between_two_processes_ends_a_reply_with_what_there_is(
