@@ -145,6 +145,97 @@ def test_an_adapter_is_chosen_beside_the_model(page: Any) -> None:
     page.wait_for_selector(".meta")
 
 
+def say(page: Any, text: str) -> None:
+    """Send a message and wait for the end of its reply."""
+    num_ended = page.locator("article.assistant .meta").count()
+    page.fill("#prompt", text)
+    page.press("#prompt", "Enter")
+    page.locator("article.assistant .meta").nth(num_ended).wait_for()
+
+
+def test_conversations_are_kept_found_exported_and_imported(page: Any, tmp_path: Path) -> None:
+    say(page, "Tell me about a train.")
+    page.click("#begin")
+    page.select_option("#model", "poet")
+    say(page, "Hello! Who are you?")
+    replied = page.inner_text("article.assistant .body")
+    picture(page, "page-conversations.png")
+    page.reload()
+    page.locator("article.user", has_text="Who are you?").wait_for()
+    assert page.inner_text("article.assistant .body") == replied
+    page.wait_for_function("() => document.getElementById('model').value === 'poet'")
+    page.fill("#find", "TRAIN about")
+    page.wait_for_function("() => document.querySelectorAll('#kept li').length === 1")
+    assert "1 of 2" in page.inner_text("#kept-count")
+    page.focus("#kept .open")
+    page.keyboard.press("Enter")
+    page.locator("article.user", has_text="about a train").wait_for()
+    assert page.input_value("#model") != "poet", "each conversation has its own"
+    with page.expect_download() as download:
+        page.click("#export-all")
+    saved = tmp_path / "saved.json"
+    download.value.save_as(saved)
+    page.fill("#find", "")
+    page.click("#delete-all")
+    assert page.locator("#kept li").count() == 2, "the first press only asks"
+    page.click("#delete-all")
+    page.wait_for_function("() => !document.querySelector('#kept li')")
+    assert page.locator("article").count() == 0
+    page.set_input_files("#import-file", saved)
+    page.wait_for_function("() => document.querySelectorAll('#kept li').length === 2")
+    page.locator("article.assistant .meta").wait_for()
+    assert "stopped" not in page.inner_text("article.assistant .meta")
+    say(page, "Go on.")
+    page.get_by_role("button", name="Delete Hello! Who are you?").click()
+    page.get_by_role("button", name="Really delete Hello! Who are you?").click()
+    page.wait_for_function("() => document.querySelectorAll('#kept li').length === 1")
+    broken = {
+        "it is not JSON": "{",
+        "it has no turns": "[]",
+        "turn 1: its role is none": '{"turns": [{"role": "system", "content": "x"}]}',
+        "turn 1: a picture that is no": '{"turns": [{"role": "user", "pictures": ["http://a.example/"]}]}',
+    }
+    for why, text in broken.items():
+        saved.write_text(text)
+        page.set_input_files("#import-file", saved)
+        page.locator("#storage-note", has_text=why).wait_for()
+    assert page.locator("#kept li").count() == 1
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        for width in (1280, 360):
+            page.set_viewport_size({"width": width, "height": 800})
+            assert page.evaluate("() => document.documentElement.scrollWidth") <= width
+            picture(page, f"conversations-{scheme}-{width}.png")
+
+
+@pytest.mark.parametrize(
+    ("trouble", "told"),
+    [
+        (
+            "for (const name of ['indexedDB', 'localStorage'])"
+            " Object.defineProperty(window, name,"
+            " { get() { throw new DOMException('no', 'SecurityError'); } });"
+            "Storage.prototype.setItem = () => { throw new DOMException('no', 'SecurityError'); }",
+            "keep nothing",
+        ),
+        (
+            "IDBObjectStore.prototype.put = function () {"
+            " throw new DOMException('no', 'QuotaExceededError'); }",
+            "storage is full",
+        ),
+    ],
+)
+def test_a_chat_goes_on_where_the_browser_keeps_nothing(page: Any, trouble: str, told: str) -> None:
+    page.add_init_script(trouble)
+    page.reload()
+    page.wait_for_selector(".welcome button")
+    say(page, "Hello! Who are you?")
+    page.locator("#storage-note", has_text=told).wait_for()
+    say(page, "And then?")
+    assert page.locator("article").count() == 4
+    page.click("#theme")
+
+
 def test_priority_time_limit_settings_and_the_copied_request_agree(page: Any) -> None:
     page.click("#settings-button")
     page.fill("#system", "You are brief.")

@@ -1,8 +1,10 @@
 // The chat: a conversation, its settings, and replies that are shown while they come.
 
+import { isOpenNow, keepAndShow, startConversations } from "./conversations.js";
 import { codeBlock, render } from "./markdown.js";
-import { Refused, ask, copy, download, element, eventsOf, savedKey } from "./net.js";
+import { Refused, ask, copy, element, eventsOf, savedKey } from "./net.js";
 import { Attached, contentOf, thumbnails } from "./pictures.js";
+import { newId } from "./saved.js";
 import { snippet } from "./snippets.js";
 
 const byId = (id) => document.getElementById(id);
@@ -10,8 +12,11 @@ const LIMITS = [0, 1, 2, 3, 5, 8, 10, 15, 20, 30, 60, 120, 300];
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"];
 const EXAMPLES = ["Hello! Who are you?", "Tell me a short story about a train.", "Write a list of three animals."];
 
-const state = { model: "", seesPictures: false, needsKey: false, turns: [], running: null };
-// A turn: {role: "user", content, pictures} | {role: "assistant", content, reasoning, calls, stats, body, error} | {role: "tool", content, callId}
+const KEEP_EVERY_MS = 2000;
+
+const blank = () => ({ id: newId(), model: "", system: "", turns: [] });
+const state = { model: "", models: new Map(), needsKey: false, talk: blank(), running: null };
+// A turn: {role: "user", content, pictures} | {role: "assistant", content, reasoning, calls, stats, asked, system, error} | {role: "tool", content, callId}
 
 // The request.
 
@@ -24,18 +29,23 @@ function parsed(id, name, check) {
   return value;
 }
 
-function bodyFor(turns) {
-  const system = byId("system").value.trim();
-  const body = { model: state.model, messages: system ? [{ role: "system", content: system }] : [], stream: true, stream_options: { include_usage: true } };
+function messagesOf(system, turns) {
+  const messages = system ? [{ role: "system", content: system }] : [];
   for (const turn of turns) {
-    if (turn.role === "user") body.messages.push({ role: "user", content: contentOf(turn) });
-    else if (turn.role === "tool") body.messages.push({ role: "tool", tool_call_id: turn.callId, content: turn.content });
+    if (turn.role === "user") messages.push({ role: "user", content: contentOf(turn) });
+    else if (turn.role === "tool") messages.push({ role: "tool", tool_call_id: turn.callId, content: turn.content });
     else {
       const message = { role: "assistant", content: turn.content || (turn.calls.length ? null : "") };
       if (turn.calls.length) message.tool_calls = turn.calls.map(({ id, name, args }) => ({ id, type: "function", function: { name, arguments: args } }));
-      body.messages.push(message);
+      messages.push(message);
     }
   }
+  return messages;
+}
+
+// The request but for its messages.
+function terms() {
+  const body = { model: state.model, stream: true, stream_options: { include_usage: true } };
   for (const name of NUMBERS) if (byId(name).value !== "") body[name] = Number(byId(name).value);
   const schema = parsed("schema", "The schema", (value) => value && typeof value === "object" && !Array.isArray(value));
   if (schema) body.response_format = { type: "json_schema", json_schema: { name: "reply", schema, strict: true } };
@@ -71,33 +81,53 @@ function takeChunk(turn, chunk) {
 }
 
 async function answer() {
-  const turn = { role: "assistant", content: "", reasoning: "", calls: [], error: "", stats: {} };
+  const turn = { role: "assistant", content: "", reasoning: "", calls: [], error: "", stats: {}, system: byId("system").value.trim() };
+  const { talk } = state;
   try {
-    turn.body = bodyFor(state.turns);
+    turn.asked = terms();
   } catch (error) {
     turn.error = error.message;
   }
-  state.turns.push(turn);
-  if (turn.error) { drawAll(); return; }
-  state.running = new AbortController();
+  const messages = messagesOf(turn.system, talk.turns);
+  talk.turns.push(turn);
+  Object.assign(talk, { model: state.model, system: turn.system });
+  if (turn.error) { turn.isDone = true; drawAll(); return; }
+  const mine = state.running = new AbortController();
   turn.stats.startMs = performance.now();
   drawAll();
   setBusy(true);
+  keepAndShow(talk);
+  isOpenNow(talk);
+  let keptMs = turn.stats.startMs;
   try {
-    const reply = await ask("/v1/chat/completions", { method: "POST", body: turn.body, signal: state.running.signal });
+    const reply = await ask("/v1/chat/completions", { method: "POST", body: { ...turn.asked, messages }, signal: mine.signal });
     turn.requestId = reply.headers.get("x-request-id") || "";
     for await (const data of eventsOf(reply)) {
       if (data === "[DONE]") break;
       takeChunk(turn, JSON.parse(data));
       drawSoon(turn);
+      if (performance.now() - keptMs > KEEP_EVERY_MS) { keptMs = performance.now(); keepAndShow(talk); }
     }
   } catch (error) {
     if (error.name === "AbortError") turn.stats.finish = "stopped";
     else turn.error = error.message + (error.retryAfter ? ` Try again in ${error.retryAfter} s.` : "");
   }
-  state.running = null;
   turn.isDone = true;
+  keepAndShow(talk);
+  if (state.models.get(talk.model)?.status) findModel();  // what the model sees is known when it is loaded
+  if (state.running !== mine) return;  // another conversation is in view
+  state.running = null;
   setBusy(false);
+  drawAll();
+}
+
+// Show another conversation; a reply that is under way in this one is stopped.
+function show(talk) {
+  state.running?.abort();
+  state.running = null;
+  state.talk = talk;
+  setBusy(false);
+  isOpenNow(talk);
   drawAll();
 }
 
@@ -108,13 +138,13 @@ function setBusy(isBusy) {
 
 function send(text, pictures = []) {
   if (state.running || (!text.trim() && !pictures.length)) return;
-  state.turns.push({ role: "user", content: text, pictures });
+  state.talk.turns.push({ role: "user", content: text, pictures });
   answer();
 }
 
 function retryFrom(place) {
   if (state.running) return;
-  state.turns.length = place;
+  state.talk.turns.length = place;
   answer();
 }
 
@@ -129,7 +159,7 @@ function drawSoon(turn) {
   setTimeout(() => requestAnimationFrame(() => {
     isScheduled = false;
     const box = byId("messages");
-    if (!turn.isDone && box.lastElementChild) fill(box.lastElementChild, turn, state.turns.length - 1);
+    if (!turn.isDone && box.lastElementChild) fill(box.lastElementChild, turn, state.talk.turns.length - 1);
     stickToEnd(box);
   }), wait);
 }
@@ -140,8 +170,8 @@ function stickToEnd(box) {
 
 function drawAll() {
   const box = byId("messages");
-  if (!state.turns.length) { box.replaceChildren(welcome()); return; }
-  box.replaceChildren(...state.turns.map((turn, place) => {
+  if (!state.talk.turns.length) { box.replaceChildren(welcome()); return; }
+  box.replaceChildren(...state.talk.turns.map((turn, place) => {
     const made = element("article", { className: `message ${turn.role}` });
     fill(made, turn, place);
     return made;
@@ -185,7 +215,7 @@ function edit(box, turn, place) {
   const area = element("textarea", { rows: 3, value: turn.content });
   area.setAttribute("aria-label", "Edit the message");
   box.replaceChildren(area, element("div", { className: "tools" },
-    action("Send again", () => { state.turns[place] = { ...turn, content: area.value }; retryFrom(place + 1); }),
+    action("Send again", () => { state.talk.turns[place] = { ...turn, content: area.value }; retryFrom(place + 1); }),
     action("Leave as it was", () => drawAll())));
   area.focus();
 }
@@ -210,15 +240,15 @@ function callCard(call, turn) {
   let args = call.args;
   try { args = JSON.stringify(JSON.parse(call.args), null, 2); } catch { /* not whole yet, or broken */ }
   const card = element("div", { className: "call" }, element("span", { className: "dim", textContent: "calls " }), element("b", { textContent: call.name }), codeBlock(args, "json"));
-  const isAnswered = state.turns.some((each) => each.role === "tool" && each.callId === call.id);
+  const isAnswered = state.talk.turns.some((each) => each.role === "tool" && each.callId === call.id);
   if (turn.isDone && !isAnswered && !turn.error) {
     const input = element("input", { placeholder: "The tool's result" });
     input.setAttribute("aria-label", `Result of ${call.name}`);
     const form = element("form", {}, input, element("button", { textContent: "Give it" }));
     form.addEventListener("submit", (event) => {
       event.preventDefault();
-      state.turns.push({ role: "tool", callId: call.id, content: input.value });
-      const open = turn.calls.filter((each) => !state.turns.some((other) => other.role === "tool" && other.callId === each.id));
+      state.talk.turns.push({ role: "tool", callId: call.id, content: input.value });
+      const open = turn.calls.filter((each) => !state.talk.turns.some((other) => other.role === "tool" && other.callId === each.id));
       if (open.length) drawAll(); else answer();
     });
     card.append(form);
@@ -233,14 +263,15 @@ function meta(turn, place) {
   if (usage && lastMs - firstMs > 50) facts.push(`${((usage.completion_tokens - 1) / (lastMs - firstMs) * 1000).toFixed(1)} tokens/s`);
   if (usage) facts.push(`${usage.prompt_tokens} + ${usage.completion_tokens} tokens`);
   if (finish && finish !== "stop") facts.push({ length: "cut at the token limit", timeout: "cut by the time limit", tool_calls: "calls a tool" }[finish] || finish);
-  if (turn.body?.priority) facts.push(`priority ${turn.body.priority}`);
+  if (turn.asked?.priority) facts.push(`priority ${turn.asked.priority}`);
   const row = element("div", { className: "meta" }, ...facts.map((fact) => element("span", { textContent: fact })));
   if (turn.requestId) row.append(action("Yard", () => document.dispatchEvent(new CustomEvent("show-request", { detail: turn.requestId })), "The life of this request in the yard"));
   row.append(action("Retry", () => retryFrom(place)), action("Copy", (button) => copy(turn.content, button)));
-  if (turn.body) {
+  if (turn.asked) {
+    const body = { model: turn.asked.model, messages: messagesOf(turn.system, state.talk.turns.slice(0, place)), ...turn.asked };
     row.append(element("span", { textContent: "request as" }));
     for (const [name, language] of [["curl", "curl"], ["Python", "python"], ["JS", "js"]]) {
-      row.append(action(name, (button) => copy(snippet(language, turn.body, { needsKey: Boolean(savedKey()) }), button)));
+      row.append(action(name, (button) => copy(snippet(language, body, { needsKey: Boolean(savedKey()) }), button)));
     }
   }
   return row;
@@ -250,18 +281,26 @@ function seconds(ms) { return ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000
 
 // The start.
 
-function offerModels(names) {
-  byId("model").replaceChildren(...names.map((name) => element("option", { value: name, textContent: name })));
-  byId("model-choice").hidden = names.length < 2;
-  state.model = names[0] || "";
+function offerModels(models) {
+  state.models = new Map(models.map((each) => [each.id, each]));
+  byId("model").replaceChildren(...models.map(({ id, status }) => element("option", { value: id, textContent: status?.value === "unloaded" ? `${id} (loaded when asked)` : id })));
+  byId("model-choice").hidden = models.length < 2;
+  chooseModel(state.talk.model);
 }
+
+// The model of a conversation, where it is still served; else the one that was chosen last, or the first.
+function chooseModel(name) {
+  state.model = [name, state.model, ...state.models.keys()].find((each) => state.models.has(each)) ?? "";
+  byId("model").value = state.model;
+  byId("prompt").title = seesPictures() ? "Pictures may be dropped or pasted here." : "";
+}
+
+const seesPictures = () => Boolean(state.models.get(state.model)?.capabilities?.vision);
 
 async function findModel() {
   try {
     const listed = await (await ask("/v1/models")).json();
-    state.seesPictures = Boolean(listed.data?.[0]?.capabilities?.vision);
-    byId("prompt").title = state.seesPictures ? "Pictures may be dropped or pasted here." : "";
-    offerModels((listed.data || []).filter((each, place) => !place || each.parent).map((each) => each.id));
+    offerModels((listed.data || []).filter((each) => each.id === each.root));
   } catch (error) {
     if (error.status === 401) { state.needsKey = true; drawAll(); return; }
     if (error.status === 404) {
@@ -270,7 +309,7 @@ async function findModel() {
     }
     setTimeout(findModel, 2000);
   }
-  if (!state.turns.length) drawAll();
+  if (!state.talk.turns.length) drawAll();
 }
 
 export function startChat() {
@@ -278,8 +317,9 @@ export function startChat() {
   findModel();
   document.addEventListener("key", findModel);
   byId("model").addEventListener("change", () => {
-    state.model = byId("model").value;
-    if (!state.turns.length) drawAll();
+    state.talk.model = byId("model").value;
+    chooseModel(state.talk.model);
+    if (!state.talk.turns.length) drawAll();
   });
   const prompt = byId("prompt");
   const grow = () => { prompt.style.height = "auto"; prompt.style.height = `${Math.min(prompt.scrollHeight + 2, 260)}px`; };
@@ -287,7 +327,7 @@ export function startChat() {
   prompt.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); byId("composer").requestSubmit(); }
   });
-  const attached = new Attached(byId("attached"), byId("composer"), () => state.seesPictures);
+  const attached = new Attached(byId("attached"), byId("composer"), seesPictures);
   byId("composer").addEventListener("submit", (event) => {
     event.preventDefault();
     if (state.running) return;
@@ -307,8 +347,13 @@ export function startChat() {
     byId("settings").hidden = !byId("settings").hidden;
     byId("settings-button").setAttribute("aria-expanded", String(!byId("settings").hidden));
   });
-  byId("clear").addEventListener("click", () => { state.running?.abort(); state.turns = []; drawAll(); prompt.focus(); });
-  byId("export-chat").addEventListener("click", () => {
-    download("conversation.json", JSON.stringify({ model: state.model, turns: state.turns.map(({ role, content, reasoning, calls, body }) => ({ role, content, reasoning, calls, request: body })) }, null, 2));
-  });
+  const begin = () => { show(blank()); prompt.focus(); };
+  byId("begin").addEventListener("click", begin);
+  const open = (talk) => {
+    show(talk);
+    byId("system").value = talk.system;
+    chooseModel(talk.model);
+    if (talk.model && state.models.size && talk.model !== state.model) byId("messages").append(element("p", { className: "dim", textContent: `${talk.model} is not served here now: ${state.model} answers.` }));
+  };
+  startConversations({ current: () => state.talk, open, begin });
 }

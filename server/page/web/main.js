@@ -1,7 +1,7 @@
 // Tabs, theme, key, and the one stream of views that all tabs share.
 
 import { startChat } from "./chat.js";
-import { ask, eventsOf, saveKey, savedKey } from "./net.js";
+import { ask, eventsOf, recall, remember, saveKey, savedKey } from "./net.js";
 import { showServer, startServer } from "./server.js";
 import { startYard, takeView, yardIsClosed } from "./yard.js";
 
@@ -38,13 +38,13 @@ function startTabs() {
 }
 
 function startTheme() {
-  const saved = localStorage.getItem("tokenyard.theme");
+  const saved = recall("localStorage", "tokenyard.theme");
   if (saved) document.documentElement.dataset.theme = saved;
   byId("theme").addEventListener("click", () => {
     const now = document.documentElement.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
     const next = now === "dark" ? "light" : "dark";
     document.documentElement.dataset.theme = next;
-    localStorage.setItem("tokenyard.theme", next);
+    remember("localStorage", "tokenyard.theme", next);
     document.dispatchEvent(new Event("theme"));
   });
 }

@@ -2,11 +2,21 @@
 
 const KEY = "tokenyard.key";
 
-export function savedKey() { return sessionStorage.getItem(KEY) || ""; }
+const kept = new Map();
 
-export function saveKey(text) {
-  if (text) sessionStorage.setItem(KEY, text); else sessionStorage.removeItem(KEY);
+// A text that the browser keeps in `where`, sessionStorage or localStorage; where it forbids that, the page keeps it itself.
+export function recall(where, name) {
+  try { return window[where].getItem(name) ?? kept.get(name) ?? ""; } catch { return kept.get(name) ?? ""; }
 }
+
+export function remember(where, name, text) {
+  kept.set(name, text);
+  try { if (text) window[where].setItem(name, text); else window[where].removeItem(name); } catch { /* the page has it */ }
+}
+
+export function savedKey() { return recall("sessionStorage", KEY); }
+
+export function saveKey(text) { remember("sessionStorage", KEY, text); }
 
 export class Refused extends Error {
   constructor(status, code, message, retryAfter) {

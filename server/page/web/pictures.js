@@ -3,6 +3,7 @@
 import { element } from "./net.js";
 
 const KINDS = ["image/png", "image/jpeg", "image/webp", "image/gif"];
+export const PICTURE = /^data:image\/(png|jpeg|webp|gif);base64,[A-Za-z0-9+/]+=*$/;
 
 // Thumbnails of data URLs; with `remove` each is a button that calls it with its place.
 export function thumbnails(urls, remove) {
