@@ -263,6 +263,54 @@ def test_priority_time_limit_settings_and_the_copied_request_agree(page: Any) ->
     assert '"timeout": 5' in python
 
 
+def test_the_priority_sleeps_where_requests_are_served_in_order_of_arrival(page: Any) -> None:
+    assert page.inner_text("label:has(#priority)").split()[:3] == ["Priority", "urgent", "later"]
+    assert page.is_enabled("#priority")
+    page.locator("#priority").fill("-3")
+
+    def in_order(route: Any) -> None:
+        """The engine's views as a server under fcfs sends them."""
+        stats = dict.fromkeys(
+            ("num_running", "num_waiting", "num_swapped", "num_blocks", "num_used_blocks"), 0
+        )
+        view = {"time_s": 1.0, "policy": "fcfs", "stats": stats, "running": [], "waiting": [], "steps": []}
+        route.fulfill(body=f"data: {orjson.dumps(view).decode()}\n\n", content_type="text/event-stream")
+
+    page.route("**/admin/events", in_order)
+    page.reload()
+    page.get_by_text("off: fcfs").wait_for()
+    assert page.is_disabled("#priority")
+    page.wait_for_selector(".welcome button")
+    with page.expect_request("**/v1/chat/completions") as asked:
+        page.click(".welcome button")
+    assert "priority" not in asked.value.post_data_json
+    page.wait_for_selector(".meta")
+    for scheme, width in (("light", 1280), ("dark", 360)):
+        page.emulate_media(color_scheme=scheme)
+        page.set_viewport_size({"width": width, "height": 800})
+        assert page.evaluate("() => document.documentElement.scrollWidth") <= width
+        picture(page, f"priority-{scheme}-{width}.png")
+
+
+def test_recent_errors_are_told_in_single_rows_with_field_and_message(
+    page: Any, server: RunningServer
+) -> None:
+    for number in range(40):
+        body = {"prompt": "x", "max_tokens": -number - 1}
+        assert httpx.post(f"{server.url}/v1/completions", json=body, headers=BEARER).status_code == 400
+    page.click("#tab-server")
+    page.locator("#errors td", has_text="max_tokens").first.wait_for()
+    heights = page.locator("#errors tr").evaluate_all("rows => rows.map((row) => row.offsetHeight)")
+    assert len(heights) > 40
+    assert max(heights) < 30, "one line each"
+    assert page.evaluate("() => document.getElementById('errors').offsetHeight") <= 340
+    page.set_viewport_size({"width": 360, "height": 800})
+    assert page.evaluate("() => document.getElementById('server').scrollWidth") <= 360
+    picture(page, "errors-360.png")
+    page.set_viewport_size({"width": 1280, "height": 800})
+    picture(page, "errors-1280.png")
+
+
 def test_a_reply_can_be_stopped(page: Any, server: RunningServer) -> None:
     with concurrent.futures.ThreadPoolExecutor(8) as crowd:
         others = [crowd.submit(ask, server, number * 3) for number in range(8)]

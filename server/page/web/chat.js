@@ -51,7 +51,7 @@ function terms() {
   if (schema) body.response_format = { type: "json_schema", json_schema: { name: "reply", schema, strict: true } };
   const tools = parsed("tools", "Tools", Array.isArray);
   if (tools) body.tools = tools;
-  if (Number(byId("priority").value)) body.priority = Number(byId("priority").value);
+  if (!byId("priority").disabled && Number(byId("priority").value)) body.priority = Number(byId("priority").value);
   if (LIMITS[byId("limit").value]) body.timeout = LIMITS[byId("limit").value];
   return body;
 }
@@ -279,6 +279,13 @@ function meta(turn, place) {
 
 function seconds(ms) { return ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(2)} s`; }
 
+// Under fcfs no request is more urgent than another, and the slider sleeps.
+function showPriority(isAsleep = byId("priority").disabled) {
+  const { value } = byId("priority");
+  byId("priority").disabled = isAsleep;
+  byId("priority-value").textContent = isAsleep ? "off: fcfs" : value > 0 ? `+${value}` : value;
+}
+
 // The start.
 
 function offerModels(models) {
@@ -338,7 +345,8 @@ export function startChat() {
   });
   byId("stop").addEventListener("click", () => state.running?.abort());
   document.addEventListener("keydown", (event) => { if (event.key === "Escape") state.running?.abort(); });
-  byId("priority").addEventListener("input", () => { byId("priority-value").textContent = byId("priority").value; });
+  byId("priority").addEventListener("input", () => showPriority());
+  document.addEventListener("policy", (event) => showPriority(event.detail === "fcfs"));
   byId("limit").addEventListener("input", () => {
     const limit = LIMITS[byId("limit").value];
     byId("limit-value").textContent = limit ? `${limit} s` : "none";

@@ -64,7 +64,7 @@ function startKey() {
   });
 }
 
-let watching = null;
+let watching = null, policy = null;
 
 async function watch() {
   if (watching) watching.abort();
@@ -76,7 +76,11 @@ async function watch() {
     try {
       const reply = await ask("/admin/events", { signal: mine.signal });
       pauseMs = 500;
-      for await (const data of eventsOf(reply)) takeView(JSON.parse(data), pulse);
+      for await (const data of eventsOf(reply)) {
+        const view = JSON.parse(data);
+        if (view.policy !== policy) document.dispatchEvent(new CustomEvent("policy", { detail: policy = view.policy }));
+        takeView(view, pulse);
+      }
     } catch (error) {
       if (error.name === "AbortError") return;
       if (error.status === 401) { pulse("", "a key is needed"); yardIsClosed("The yard needs a key that may administer."); return; }

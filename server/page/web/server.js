@@ -40,7 +40,7 @@ function draw(facts) {
   const errors = facts.errors.slice().reverse();
   const cells = (tag, texts) => element("tr", {}, ...texts.map((text) => element(tag, { textContent: text })));
   byId("errors").replaceChildren(errors.length
-    ? element("div", { className: "scroll" }, element("table", {}, cells("th", ["time", "status", "code", "field", "message", "route", "request"]),
+    ? element("div", { className: "scroll", tabIndex: 0, role: "region", ariaLabel: "Recent errors" }, element("table", {}, cells("th", ["time", "status", "code", "field", "message", "route", "request"]),
       ...errors.map((error) => cells("td", [new Date(error.time_s * 1000).toLocaleTimeString(), String(error.status), error.code, error.param, error.message, `${error.method} ${error.route}`, error.request_id.slice(0, 14)]))))
     : element("p", { className: "dim", textContent: "None since the start. docs/errors.md explains each code." }));
   drawOptions(facts.options);
