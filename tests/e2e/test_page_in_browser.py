@@ -208,6 +208,33 @@ def test_conversations_are_kept_found_exported_and_imported(page: Any, tmp_path:
             picture(page, f"conversations-{scheme}-{width}.png")
 
 
+def test_a_reply_that_was_cut_is_continued_to_what_it_would_have_been(page: Any) -> None:
+    page.click("#settings-button")
+    page.fill("#temperature", "0")
+    say(page, "Tell me a short story about a train.")
+    whole = page.inner_text("article.assistant .body")
+    assert page.get_by_role("button", name="Continue").count() == 0, "it came to its end"
+    page.fill("#max_tokens", "9")
+    page.get_by_role("button", name="Retry").click()
+    page.get_by_text("cut at the token limit").wait_for()
+    begun = page.inner_text("article.assistant .body")
+    assert whole.startswith(begun)
+    assert begun != whole
+    page.fill("#max_tokens", "")
+    page.reload()
+    page.get_by_role("button", name="Continue").wait_for()
+    page.wait_for_selector("#settings-button")
+    page.click("#settings-button")
+    page.fill("#temperature", "0")
+    with page.expect_response("**/v1/chat/completions") as answered:
+        page.get_by_role("button", name="Continue").click()
+    asked = answered.value.request.post_data_json
+    assert (asked["continue_final_message"], asked["add_generation_prompt"]) == (True, False)
+    page.get_by_text("continued").wait_for()
+    assert page.inner_text("article.assistant .body") == whole
+    assert page.locator("article").count() == 2
+
+
 @pytest.mark.parametrize(
     ("trouble", "told"),
     [

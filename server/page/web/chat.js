@@ -80,16 +80,21 @@ function takeChunk(turn, chunk) {
   if (choice.finish_reason) turn.stats.finish = choice.finish_reason;
 }
 
-async function answer() {
-  const turn = { role: "assistant", content: "", reasoning: "", calls: [], error: "", stats: {}, system: byId("system").value.trim() };
+// Ask for the next turn, or for the rest of `begun`, the last one, that was cut.
+async function answer(begun) {
+  const turn = begun ?? { role: "assistant", content: "", reasoning: "", calls: [] };
   const { talk } = state;
+  let asked;
+  Object.assign(turn, { isDone: false, error: "", stats: begun ? { isContinued: true } : {}, system: byId("system").value.trim() });
   try {
-    turn.asked = terms();
+    asked = terms();
+    turn.asked ??= asked;  // the copied request is that of the whole reply
   } catch (error) {
     turn.error = error.message;
   }
   const messages = messagesOf(turn.system, talk.turns);
-  talk.turns.push(turn);
+  if (begun) Object.assign(asked = { ...asked }, { continue_final_message: true, add_generation_prompt: false, response_format: undefined });
+  else talk.turns.push(turn);
   Object.assign(talk, { model: state.model, system: turn.system });
   if (turn.error) { turn.isDone = true; drawAll(); return; }
   const mine = state.running = new AbortController();
@@ -100,7 +105,7 @@ async function answer() {
   isOpenNow(talk);
   let keptMs = turn.stats.startMs;
   try {
-    const reply = await ask("/v1/chat/completions", { method: "POST", body: { ...turn.asked, messages }, signal: mine.signal });
+    const reply = await ask("/v1/chat/completions", { method: "POST", body: { ...asked, messages }, signal: mine.signal });
     turn.requestId = reply.headers.get("x-request-id") || "";
     for await (const data of eventsOf(reply)) {
       if (data === "[DONE]") break;
@@ -263,9 +268,11 @@ function meta(turn, place) {
   if (usage && lastMs - firstMs > 50) facts.push(`${((usage.completion_tokens - 1) / (lastMs - firstMs) * 1000).toFixed(1)} tokens/s`);
   if (usage) facts.push(`${usage.prompt_tokens} + ${usage.completion_tokens} tokens`);
   if (finish && finish !== "stop") facts.push({ length: "cut at the token limit", timeout: "cut by the time limit", tool_calls: "calls a tool" }[finish] || finish);
+  if (turn.stats.isContinued) facts.push("continued");
   if (turn.asked?.priority) facts.push(`priority ${turn.asked.priority}`);
   const row = element("div", { className: "meta" }, ...facts.map((fact) => element("span", { textContent: fact })));
   if (turn.requestId) row.append(action("Yard", () => document.dispatchEvent(new CustomEvent("show-request", { detail: turn.requestId })), "The life of this request in the yard"));
+  if (isCut(turn, place)) row.append(action("Continue", () => !state.running && answer(turn), "Ask for the rest of this reply"));
   row.append(action("Retry", () => retryFrom(place)), action("Copy", (button) => copy(turn.content, button)));
   if (turn.asked) {
     const body = { model: turn.asked.model, messages: messagesOf(turn.system, state.talk.turns.slice(0, place)), ...turn.asked };
@@ -275,6 +282,12 @@ function meta(turn, place) {
     }
   }
   return row;
+}
+
+// Whether the rest of a reply can be asked for. A schema begins anew with each request, so not under one.
+function isCut({ content, calls, error, asked, stats }, place) {
+  const why = error || ["length", "stopped", "timeout"].includes(stats.finish);
+  return Boolean(why && content) && !calls.length && !asked?.response_format && place === state.talk.turns.length - 1;
 }
 
 function seconds(ms) { return ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(2)} s`; }
