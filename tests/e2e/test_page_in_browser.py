@@ -235,6 +235,88 @@ def test_a_reply_that_was_cut_is_continued_to_what_it_would_have_been(page: Any)
     assert page.locator("article").count() == 2
 
 
+def test_text_files_are_shown_sent_and_kept_and_others_refused(page: Any) -> None:
+    drop = """([name, text]) => {
+      const dataTransfer = new DataTransfer();
+      dataTransfer.items.add(new File([text], name, { type: "text/plain" }));
+      const event = new DragEvent("drop", { dataTransfer, bubbles: true, cancelable: true });
+      document.getElementById("prompt").dispatchEvent(event);
+    }"""
+    page.evaluate(drop, ["notes.md", "A fence:\n```\nGrüße\n```"])
+    page.locator("#attached .chip", has_text="notes.md").wait_for()
+    page.set_input_files("#attach-files", [{"name": "a.csv", "mimeType": "text/csv", "buffer": b"1,2\n"}])
+    page.locator("#attached .chip", has_text="a.csv").wait_for()
+    refused = {
+        "latin.txt is no text in UTF-8": ("latin.txt", "Grüße".encode("latin-1")),
+        "zero.bin is no text in UTF-8": ("zero.bin", b"a\0b"),
+        "empty.txt is empty": ("empty.txt", b""),
+        "long.txt is longer than 256 KiB": ("long.txt", b"x" * (256 * 1024 + 1)),
+        "this model sees no pictures": ("shot.png", b"x"),
+    }
+    for why, (name, content) in refused.items():
+        kind = "image/png" if name.endswith("png") else "text/plain"
+        page.set_input_files("#attach-files", [{"name": name, "mimeType": kind, "buffer": content}])
+        page.locator("#attach-note", has_text=why).wait_for()
+    for scheme, width in (("light", 1280), ("dark", 360)):
+        page.emulate_media(color_scheme=scheme)
+        page.set_viewport_size({"width": width, "height": 800})
+        assert page.evaluate("() => document.documentElement.scrollWidth") <= width
+        assert page.evaluate("() => document.getElementById('send').getBoundingClientRect().bottom") <= 800
+        picture(page, f"files-{scheme}-{width}.png")
+    page.fill("#prompt", "What is in them?")
+    page.locator("#attached .chip", has_text="a.csv").click()
+    with page.expect_request("**/v1/chat/completions") as asked:
+        page.press("#prompt", "Enter")
+    (message,) = asked.value.post_data_json["messages"]
+    assert message["content"] == ("notes.md:\n````\nA fence:\n```\nGrüße\n```\n````\n\nWhat is in them?")
+    page.wait_for_selector("article.assistant .meta")
+    page.reload()
+    page.locator("article.user details", has_text="notes.md").locator("summary").click()
+    assert "Grüße" in page.inner_text("article.user details pre")
+    assert page.locator("#attached .chip").count() == 0
+    picture(page, "files-sent.png")
+    page.click("#begin")
+    page.evaluate(drop, ["é" * 200 + ".txt", "x" * (256 * 1024)])
+    page.locator("#attached .chip").wait_for()
+    for number in range(8):
+        page.evaluate(drop, [f"{number}.txt", "x"])
+    page.locator("#attach-note", has_text="A message takes 8 files").wait_for()
+    assert page.locator("#attached .chip").count() == 8
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= 360
+
+
+def test_the_model_is_chosen_where_several_are_served(browser: Any, tmp_path: Path) -> None:
+    models = tmp_path / "models.yaml"
+    models.write_text(
+        """
+        defaults: {num_threads: 1, num_gpu_blocks_override: 48}
+        models:
+          - {served_model_name: [first, alias]}
+          - {served_model_name: second, load: demand}
+        """
+    )
+    with running_server(tmp_path, "--models", str(models)) as server:
+        page = browser.new_page(viewport={"width": 360, "height": 800})
+        page.set_default_timeout(PATIENCE_MS)
+        page.goto(f"{server.url}/")
+        page.wait_for_selector(".welcome button")
+        offered = page.locator("#model option").all_inner_texts()
+        assert offered == ["first", "second (loaded when asked)"], "a second name is no other model"
+        page.focus("#model")
+        page.keyboard.press("ArrowDown")
+        page.get_by_text("Talk to second").wait_for()
+        with page.expect_request("**/v1/chat/completions") as asked:
+            say(page, "Hello! Who are you?")
+        assert asked.value.post_data_json["model"] == "second"
+        assert page.locator(".failure").count() == 0
+        page.wait_for_function("() => document.getElementById('model').textContent === 'firstsecond'")
+        assert page.input_value("#model") == "second"
+        page.reload()
+        page.wait_for_function("() => document.getElementById('model').value === 'second'")
+        assert page.evaluate("() => document.documentElement.scrollWidth") <= 360
+        page.close()
+
+
 @pytest.mark.parametrize(
     ("trouble", "told"),
     [

@@ -1,9 +1,9 @@
 // The chat: a conversation, its settings, and replies that are shown while they come.
 
+import { Attached, contentOf, folded, thumbnails } from "./attached.js";
 import { isOpenNow, keepAndShow, startConversations } from "./conversations.js";
 import { codeBlock, render } from "./markdown.js";
 import { Refused, ask, copy, element, eventsOf, savedKey } from "./net.js";
-import { Attached, contentOf, thumbnails } from "./pictures.js";
 import { newId } from "./saved.js";
 import { snippet } from "./snippets.js";
 
@@ -16,7 +16,7 @@ const KEEP_EVERY_MS = 2000;
 
 const blank = () => ({ id: newId(), model: "", system: "", turns: [] });
 const state = { model: "", models: new Map(), needsKey: false, talk: blank(), running: null };
-// A turn: {role: "user", content, pictures} | {role: "assistant", content, reasoning, calls, stats, asked, system, error} | {role: "tool", content, callId}
+// A turn: {role: "user", content, pictures, files} | {role: "assistant", content, reasoning, calls, stats, asked, system, error} | {role: "tool", content, callId}
 
 // The request.
 
@@ -141,9 +141,9 @@ function setBusy(isBusy) {
   byId("send").hidden = isBusy;
 }
 
-function send(text, pictures = []) {
-  if (state.running || (!text.trim() && !pictures.length)) return;
-  state.talk.turns.push({ role: "user", content: text, pictures });
+function send(text, { pictures, files } = { pictures: [], files: [] }) {
+  if (state.running || (!text.trim() && !pictures.length && !files.length)) return;
+  state.talk.turns.push({ role: "user", content: text, pictures, files });
   answer();
 }
 
@@ -211,8 +211,8 @@ function fill(box, turn, place) {
 }
 
 function fillUser(box, turn, place) {
-  const body = element("div", { className: "body", textContent: turn.content });
-  box.replaceChildren(...thumbnails(turn.pictures ?? []), body, element("div", { className: "tools" }, action("Copy", (button) => copy(turn.content, button)), action("Edit", () => edit(box, turn, place))));
+  const body = turn.content.trim() ? [element("div", { className: "body", textContent: turn.content })] : [];
+  box.replaceChildren(...thumbnails(turn.pictures ?? []), ...folded(turn.files ?? []), ...body, element("div", { className: "tools" }, action("Copy", (button) => copy(turn.content, button)), action("Edit", () => edit(box, turn, place))));
 }
 
 function edit(box, turn, place) {
@@ -312,7 +312,7 @@ function offerModels(models) {
 function chooseModel(name) {
   state.model = [name, state.model, ...state.models.keys()].find((each) => state.models.has(each)) ?? "";
   byId("model").value = state.model;
-  byId("prompt").title = seesPictures() ? "Pictures may be dropped or pasted here." : "";
+  byId("prompt").title = `${seesPictures() ? "Pictures and text" : "Text"} files may be dropped or pasted here.`;
 }
 
 const seesPictures = () => Boolean(state.models.get(state.model)?.capabilities?.vision);
@@ -347,7 +347,9 @@ export function startChat() {
   prompt.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); byId("composer").requestSubmit(); }
   });
-  const attached = new Attached(byId("attached"), byId("composer"), seesPictures);
+  const attached = new Attached({ box: byId("attached"), note: byId("attach-note"), target: byId("composer"), seesPictures });
+  byId("attach").addEventListener("click", () => byId("attach-files").click());
+  byId("attach-files").addEventListener("change", () => { attached.add([...byId("attach-files").files]); byId("attach-files").value = ""; });
   byId("composer").addEventListener("submit", (event) => {
     event.preventDefault();
     if (state.running) return;

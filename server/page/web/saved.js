@@ -1,6 +1,6 @@
 // Conversations that this browser keeps: heads for the list and its search, turns apart from them, and files of both.
 
-import { PICTURE } from "./pictures.js";
+import { MOST_BYTES as MOST_BYTES_OF_TEXT, MOST_FILES, PICTURE } from "./attached.js";
 
 export const MOST = 200;
 const MIB = 2 ** 20;
@@ -46,13 +46,13 @@ export async function turnsOf(id) { return (await within("readonly", (_, turns) 
 
 export function titleOf(turns) {
   const first = turns.find((turn) => turn.role === "user");
-  return first?.content.trim().split("\n")[0].slice(0, 80) || (first?.pictures?.length ? "Pictures" : "New conversation");
+  return first?.content.trim().split("\n")[0].slice(0, 80) || first?.files?.[0]?.name || (first?.pictures?.length ? "Pictures" : "New conversation");
 }
 
 // Keep a conversation as it is now; the oldest leave when there are more than MOST or 100 MiB. Throws what whyNot tells.
 export async function keep({ id, model, system, turns }) {
   const kept = turns.map(({ isDone, ...turn }) => (turn.role === "assistant" && !isDone ? { ...turn, stats: { ...turn.stats, finish: "stopped" } } : turn));
-  const words = kept.map((turn) => turn.content).join("\n").slice(0, MOST_SEARCHED).toLowerCase();
+  const words = kept.flatMap((turn) => [turn.content, ...(turn.files ?? []).map((file) => file.name)]).join("\n").slice(0, MOST_SEARCHED).toLowerCase();
   const size = JSON.stringify(kept).length;
   if (size > MOST_BYTES_OF_ONE) throw Object.assign(new Error("This conversation is longer than 16 MiB: what is new in it is not kept. Save it as JSON, or begin a new one."), { name: "TooLong" });
   await within("readwrite", (all, allTurns) => {
@@ -85,7 +85,10 @@ function checkedTurn(turn, place) {
   if (turn.role === "user") {
     const pictures = turn.pictures ?? [];
     if (!Array.isArray(pictures) || !pictures.every((url) => isText(url) && PICTURE.test(url))) fail(place, "a picture that is no PNG, JPEG, WebP or GIF as a data URL");
-    return { role: "user", content, pictures };
+    const files = turn.files ?? [];
+    const isFile = (file) => file && isText(file.name) && isText(file.text) && file.text.length <= MOST_BYTES_OF_TEXT;
+    if (!Array.isArray(files) || files.length > MOST_FILES || !files.every(isFile)) fail(place, `its files are not ${MOST_FILES} texts at most`);
+    return { role: "user", content, pictures, files: files.map(({ name, text }) => ({ name: name.slice(0, 200), text })) };
   }
   if (turn.role === "tool") {
     if (!isText(turn.callId)) fail(place, "a result that names no call");
@@ -118,5 +121,5 @@ export async function readFile(file) {
 }
 
 export function fileOf({ model, system, turns }) {
-  return { model, system, turns: turns.map(({ role, content, reasoning, calls, callId, pictures, stats }) => ({ role, content, reasoning, calls, callId, pictures, finish: stats?.finish })) };
+  return { model, system, turns: turns.map(({ role, content, reasoning, calls, callId, pictures, files, stats }) => ({ role, content, reasoning, calls, callId, pictures, files, finish: stats?.finish })) };
 }
