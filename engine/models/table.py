@@ -26,6 +26,17 @@ def resolve(name: str | None, table: NameTable) -> int | None:
     return None
 
 
+def is_hidden(name: str, table: NameTable, seen: NameTable) -> bool:
+    """Tell whether a name is that of a model or adapter which is missing in the part of a table that is seen.
+
+    No pattern of another one may answer for it: its engine would know the adapter by that name.
+    """
+    return any(
+        name in (*names.served, *names.adapters) and name not in (*kept.served, *kept.adapters)
+        for names, kept in zip(table, seen, strict=True)
+    )
+
+
 def visible(table: NameTable, allowed: Sequence[str] | None) -> NameTable:
     """Return the table as a key sees it that may use the names in `allowed`, of which some have a `*`.
 

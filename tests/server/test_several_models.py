@@ -162,6 +162,29 @@ async def test_a_key_is_limited_with_one_model_too():
     assert reply.status_code == 404
 
 
+@pytest.mark.parametrize("pattern", ["*", "law*"])
+async def test_no_pattern_leads_a_key_to_an_adapter_that_it_may_not_use(pattern: str):
+    engine = FakeEngine(
+        dataclasses.replace(INFO, served_names=("base",), name_patterns=(pattern,), served_adapters=(LAW,))
+    )
+    app = build_app(engine, Settings(), keys=KeyRing([key("team", "base"), key("boss")]))
+    async with connect(app) as client:
+
+        async def ask(who: str, name: str) -> tuple[int, ...]:
+            bodies = {path: {**GENERATING[path], "model": name} for path in ("/v1/completions", "/api/chat")}
+            replies = [await client.post(path, json=bodies[path], headers=bearer(who)) for path in bodies]
+            replies.append(await client.get(f"/v1/models/{name}", headers=bearer(who)))
+            return tuple(each.status_code for each in replies)
+
+        assert await ask("team", "law") == (404, 404, 404)
+        tagged = {**GENERATING["/api/chat"], "model": "law:latest"}
+        assert (await client.post("/api/chat", json=tagged, headers=bearer("team"))).status_code == 404
+        assert not engine.requests
+        assert await ask("team", "law-and-order") == (200, 200, 200)
+        assert {each.adapter for each in engine.requests} == {None}
+        assert await ask("boss", "law") == (200, 200, 200)
+
+
 async def test_the_server_is_ready_while_all_models_are_and_one_that_is_given_up_does_not_keep_it_back():
     here = Address()
 

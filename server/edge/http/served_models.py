@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.errors import AdapterConflict, EngineUnavailable, RequestRejected
 from engine.models.joined_health import joined_health
-from engine.models.table import NameTable, resolve, visible
+from engine.models.table import NameTable, is_hidden, resolve, visible
 from engine.models.yard import Waiting, YardPlace
 from engine.options.api_keys import ApiKey
 from engine.types import Health, ModelInfo
@@ -45,10 +45,11 @@ class ServedModels:
         if len(self.edges) == 1 and (key is None or key.models is None):
             return self.edges[0]
         table = self._table(key)
-        place = resolve(name, table)
-        if place is None and name is not None and tag:
-            place = resolve(name.removesuffix(tag), table)
-        if place is None:
+        spellings = [name] if name is None or not tag else [name, name.removesuffix(tag)]
+        place = next((found for each in spellings if (found := resolve(each, table)) is not None), None)
+        if place is None or any(
+            is_hidden(each, self._table(None), table) for each in spellings if each is not None
+        ):
             raise not_served(
                 name, [each for names in table for each in (*names.patterns, *names.served, *names.adapters)]
             )
