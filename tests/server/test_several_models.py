@@ -291,6 +291,18 @@ async def test_a_request_waits_until_its_model_is_loaded_and_keeps_it_to_the_end
         await eventually(lambda: not here.place.num_leases)
 
 
+async def test_a_reader_of_a_response_in_the_background_does_not_keep_the_model_that_it_waits_for():
+    here = ComingAndGoing()
+    here.processes.may_load.set()
+    here.app.state.background.places.num_places = 0  # the response waits for its turn
+    async with serving(here.app) as url, httpx.AsyncClient(base_url=url, timeout=30) as client:
+        body = {"input": "hi", "background": True, "stream": True}
+        async with client.stream("POST", "/v1/responses", json=body) as stream:
+            await anext(stream.aiter_lines())
+            assert here.place.num_leases == 0
+            await here.app.state.background.close()
+
+
 async def test_a_request_may_ask_not_to_wait_and_lists_say_what_is_loaded():
     here = ComingAndGoing()
 

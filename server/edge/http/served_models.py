@@ -142,6 +142,13 @@ async def lease_model(request: Request) -> None:
     request.scope[_LEASE] = place
 
 
+def end_lease(scope: Scope) -> None:
+    """Let the request's model leave: all that it still computes is done by work with a lease of its own."""
+    place: YardPlace | None = scope.pop(_LEASE, None)
+    if place is not None:
+        place.release()
+
+
 def held(edge: Edge) -> AbstractAsyncContextManager[None]:
     """Keep a model loaded for work that no request waits for."""
     return nullcontext() if edge.place is None else edge.place.held()
@@ -157,9 +164,7 @@ class LeaseEnd:
         try:
             await self._app(scope, receive, send)
         finally:
-            place: YardPlace | None = scope.pop(_LEASE, None)
-            if place is not None:
-                place.release()
+            end_lease(scope)
 
 
 def not_served(name: str | None, names: Iterable[str]) -> ModelNotFound:
