@@ -95,14 +95,17 @@ class ModelEngines:
 
     async def drain(self, *, timeout_s: float, delay_s: float = 0.0) -> bool:
         """Drain all engines at once; False if requests had to be cut off."""
+        _, *drained = await asyncio.gather(
+            self._close_yard(delay_s),
+            *(each.drain(timeout_s=timeout_s, delay_s=delay_s) for each in self.all),
+        )
+        return all(drained)
+
+    async def _close_yard(self, delay_s: float) -> None:
+        """Load models for those that ask until the delay is over."""
         if self._yard is not None:
             await asyncio.sleep(delay_s)
             await self._yard.close()
-            delay_s = 0.0
-        drained = await asyncio.gather(
-            *(each.drain(timeout_s=timeout_s, delay_s=delay_s) for each in self.all)
-        )
-        return all(drained)
 
     async def close(self) -> None:
         """End all engine processes, and every active request with an error."""

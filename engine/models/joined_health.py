@@ -1,6 +1,7 @@
 """The health of several models together.
 
-Owns: the rule: ready while each model is ready that is neither given up nor optional, live while each moves.
+Owns: the rule: ready while each model is ready that is neither given up nor optional, and none drains; live
+while each moves.
 Never: judges one model (engine/frontend/health.py).
 """
 
@@ -15,7 +16,8 @@ def joined_health(models: Mapping[str, Health]) -> Health:
     hopeful = {name: each for name, each in models.items() if not (each.is_given_up or each.is_optional)}
     hopeful = hopeful or ({} if are_optional else dict(models))
     late = {name: each for name, each in models.items() if not each.is_ready}
-    worst = next((each for each in hopeful.values() if not each.is_ready), None)
+    drains = [each for each in models.values() if each.state is EngineState.DRAINING]
+    worst = next((each for each in (*drains, *hopeful.values()) if not each.is_ready), None)
     return Health(
         state=EngineState.READY if worst is None else worst.state,
         is_live=all(each.is_live for each in models.values()),
