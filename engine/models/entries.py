@@ -119,7 +119,7 @@ def _entries_of(options: Options, more: Sequence[str]) -> list[tuple[dict[str, A
         where = f"entry {number} of {path}"
         values = values_of(shared, _OWN, where=f"defaults of {path}")
         values |= values_of(_without_rule(each), _OWN, where=where)
-        found.append((values, _rule_of({**_rule_lines(defaults), **_rule_lines(each)}, where)))
+        found.append((values, _rule_of(_rule_lines(each), _rule_lines(defaults), where)))
     return found
 
 
@@ -132,8 +132,9 @@ def _without_rule(content: Mapping[Any, Any]) -> dict[Any, Any]:
     return {key: value for key, value in content.items() if str(key).replace("_", "-") not in _RULE_KEYS}
 
 
-def _rule_of(lines: Mapping[str, Any], where: str) -> KeepRule:
+def _rule_of(own: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> KeepRule:
     """Parse when a model is loaded and leaves. Raises OptionError."""
+    lines = {**defaults, **own}
 
     def parsed(key: str, kind: ValueKind, default: str) -> Any:
         try:
@@ -145,7 +146,7 @@ def _rule_of(lines: Mapping[str, Any], where: str) -> KeepRule:
     is_on_demand = parsed("load", Choice(words=("start", "demand")), "start") == "demand"
     is_pinned = parsed("pin", Switch(), "false")
     keep_alive_s = parsed("keep-alive", Duration(low=0.0, high=1e7), "10m" if is_on_demand else "0")
-    if is_pinned and keep_alive_s and "keep-alive" in lines:
+    if is_pinned and keep_alive_s and "keep-alive" in own:
         raise OptionError(f"keep-alive in {where}", "a pinned model never leaves", "leave one of them out")
     return KeepRule(at_start=not is_on_demand, is_pinned=is_pinned, keep_alive_s=keep_alive_s or inf)
 

@@ -1,10 +1,12 @@
 """Several models on the command line and in the file of --models: what each is resolved to."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from engine.models.entries import ModelSpec, resolve_models
+from engine.models.yard import KeepRule
 from engine.options.engine_config import resolve
 from engine.options.options import OptionError, Options
 from engine.options.sources import read_options
@@ -66,6 +68,19 @@ def test_the_file_gives_each_model_options_of_its_own_over_the_defaults_over_the
     assert len({spec.engine.trace_file for spec in specs}) == 3
 
 
+def test_the_file_of_the_page_about_models_on_demand_is_right_as_it_is(folder: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "several-models.md").read_text()
+    example = page.split("## On demand")[1].split("```yaml\n")[1].split("```")[0]
+    for name in ("Qwen3-8B", "Qwen3-32B", "bge-m3"):
+        shutil.copytree(folder / "first", folder / name)
+    write(folder, example.replace("/models/", "FOLDER/"))
+    assert [spec.keep for spec in read(folder)] == [
+        KeepRule(is_pinned=True, keep_alive_s=600),
+        KeepRule(at_start=False, keep_alive_s=600),
+        KeepRule(at_start=False, keep_alive_s=24 * 3600),
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -81,6 +96,7 @@ def test_the_file_gives_each_model_options_of_its_own_over_the_defaults_over_the
         ("models: [{}, {model: FOLDER/first, served_model_name: tokenyard-demo}]", "both have it"),
         ("models: [{model: FOLDER/none}]", "no such folder"),
         ("models: {", "not valid YAML"),
+        ("models: [{pin: true, keep-alive: 5m}]", "keep-alive in entry 1 .* a pinned model never leaves"),
     ],
 )
 def test_a_mistake_in_the_file_is_told_with_its_place(folder: Path, text: str, words: str) -> None:
