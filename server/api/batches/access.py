@@ -186,11 +186,3 @@ def page_reply(items: list[dict[str, Any]], page: ListPage) -> Response:
         },
         NO_STORE,
     )
-
-
-async def content_of(request: Request, file_id: str) -> bytes | None:
-    """Read a whole file of the request's key; None if it has none of this id. Raises RequestRejected."""
-    desk, owner = desk_of(request), owner_of(request)
-    if await desk.do(lambda store: store.file(owner, file_id)) is None:
-        return None
-    return b"".join([content async for part in desk.parts(file_id) for _, content in part])

@@ -5,7 +5,6 @@ Never: the making of a response (responses.py, making.py, background.py).
 """
 
 import asyncio
-import base64
 import time
 from typing import Any, cast
 
@@ -15,7 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.errors import RequestRejected
-from server.api.batches.access import add_state_access, content_of, owner_of
+from server.api.batches.access import add_state_access, owner_of
+from server.api.batches.named_files import urls_of_files
 from server.api.responses.background import BackgroundResponses, Work
 from server.api.responses.event_log import LoggedEvents
 from server.api.responses.input_items import MAX_PAGE_ITEMS, page_of, page_request
@@ -27,8 +27,10 @@ from server.edge.error_replies import ResponseNotFound
 from server.edge.http.edge import EdgeSettings, edge_of
 from server.edge.http.endpoint import NO_STORE, documentation_of_one, json_reply
 from server.edge.refusals import unsupported
-from server.reply.pictures.media_parts import data_url
+from server.reply.pictures.placing import check_num_pictures
 
+_FIELDS = ("content", "output")
+"""Parts of an item."""
 _ONE = "/v1/responses/{response_id}"
 _PAGE_PARAMETERS: dict[str, dict[str, Any]] = {
     "limit": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE_ITEMS, "default": 20},
@@ -193,22 +195,30 @@ def earlier_response(request: Request, body: ResponsesRequest) -> StoredResponse
 
 async def with_files(request: Request, body: ResponsesRequest) -> ResponsesRequest:
     """Put the pictures that are files of ours into a request. Raises RequestRejected."""
-    items = [await _with_files(request, item) for item in body.input]
-    return body.model_copy(update={"input": items})
+    pictures = [part for item in body.input for name in _FIELDS for part in _pictures(item, name)]
+    ids = [part.file_id for part in pictures if part.file_id is not None]
+    if not ids:
+        return body
+    engine = edge_of(request).engine
+    if engine.info.vision is not None:
+        check_num_pictures(len(pictures), engine.pictures.config, param="input")
+    urls = await urls_of_files(request, ids)
+    return body.model_copy(update={"input": [_with_urls(item, urls) for item in body.input]})
 
 
-async def _with_files(request: Request, item: InputItem) -> InputItem:
-    """Put the pictures that are files of ours into an item. Raises RequestRejected."""
-    found: dict[str, list[ItemPart]] = {}
-    for name in ("content", "output"):
-        parts: list[ItemPart] = list(getattr(item, name) or ())
-        for place, part in enumerate(parts):
-            if part.file_id is None:
-                continue
-            file = await content_of(request, part.file_id)
-            if file is None:
-                raise RequestRejected(f"file_id: there is no file {part.file_id!r}", param="file_id")
-            coded = (await asyncio.to_thread(base64.b64encode, file)).decode()
-            parts[place] = part.model_copy(update={"file_id": None, "image_url": data_url("", coded)})
-            found[name] = parts
-    return item.model_copy(update=found) if found else item
+def _pictures(item: InputItem, name: str) -> list[ItemPart]:
+    return [part for part in getattr(item, name) or () if part.type == "input_image"]
+
+
+def _with_urls(item: InputItem, urls: dict[str, str]) -> InputItem:
+    changed = {
+        name: [
+            part.model_copy(update={"file_id": None, "image_url": urls[part.file_id]})
+            if part.type == "input_image" and part.file_id is not None
+            else part
+            for part in getattr(item, name)
+        ]
+        for name in _FIELDS
+        if any(part.file_id is not None for part in _pictures(item, name))
+    }
+    return item.model_copy(update=changed) if changed else item

@@ -11,6 +11,7 @@ from typing import Any
 from engine.errors import RequestRejected
 from engine.media.pictures import TokenIds, place, refuse_marks, refused_places
 from engine.media.segments import PictureLease, StoredPicture
+from engine.options.media_options import MediaConfig
 from engine.types import ChatOptions, EncoderInput, Payload
 from server.edge.http.edge import Engine
 from server.reply.pictures.fetching import picture_bytes
@@ -62,6 +63,15 @@ class ChatPrompt:
             self.lease.release()
 
 
+def check_num_pictures(num: int, config: MediaConfig, *, param: str) -> None:
+    """Raise RequestRejected for more pictures than a request may have."""
+    if num > config.max_pictures:
+        raise RequestRejected(
+            f"{param}: {num} pictures; this server takes at most {config.max_pictures} in a request",
+            param=param,
+        )
+
+
 async def encode_with_pictures(
     engine: Engine,
     messages: list[dict[str, Any]],
@@ -82,12 +92,7 @@ async def encode_with_pictures(
             param=sources[0].where,
             code="unsupported_parameter",
         )
-    most = engine.pictures.config.max_pictures
-    if len(sources) > most:
-        raise RequestRejected(
-            f"messages have {len(sources)} pictures; this server takes at most {most} in a request",
-            param="messages",
-        )
+    check_num_pictures(len(sources), engine.pictures.config, param="messages")
     refuse_marks(marks, messages, "messages")
     refuse_marks(marks, options.tools, "tools")
     refuse_marks(marks, [options.template_kwargs, options.template_hints], "chat_template_kwargs")

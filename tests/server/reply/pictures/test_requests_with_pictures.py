@@ -14,6 +14,8 @@ pytest.importorskip("PIL")
 from engine.media.messages import SHARED_MEMORY
 from engine.options.media_options import MediaConfig
 from engine.types import EncoderInput
+from server.api.batches import named_files
+from server.api.batches.store import StateStore
 from server.app import build_app
 from server.reply.pictures.placing import ChatPrompt
 from tests.engine.media.made_pictures import SEEN, picture, pictures_of
@@ -214,6 +216,50 @@ async def test_a_response_takes_a_picture_from_a_file_of_the_same_key(engine, tm
         assert (await client.post("/v1/files", files=files, headers=mine)).status_code == 400
     (request,) = engine.requests
     assert [each.num_tokens for each in request.encoder_inputs] == [NUM_SMALL]
+    app.state.desk.store.close()
+
+
+async def test_files_are_read_for_pictures_alone_and_only_within_bounds(
+    engine, tmp_path, monkeypatch
+) -> None:
+    edge = dataclasses.replace(EDGE, state_folder=str(tmp_path / "state"))
+    app = build_app(engine, Settings(edge=edge))
+    num_read = 0
+    read = StateStore.part
+
+    def part_of(store, file_id, after):
+        nonlocal num_read
+        num_read += after == 0
+        return read(store, file_id, after)
+
+    async with connect(app) as client:
+
+        async def upload(purpose: str, content: bytes = SMALL) -> str:
+            files = {"file": ("a", content), "purpose": (None, purpose)}
+            return (await client.post("/v1/files", files=files)).json()["id"]
+
+        async def told(*parts: dict) -> str:
+            body = {"input": [{"role": "user", "content": [*parts]}], "max_output_tokens": 2}
+            reply = await client.post("/v1/responses", json=body)
+            return "" if reply.status_code == 200 else reply.json()["error"]["message"]
+
+        def seen(file_id: str) -> dict:
+            return {"type": "input_image", "file_id": file_id}
+
+        vision, data = await upload("vision"), await upload("user_data", LARGE)
+        lines = await upload("batch", b"{}\n" * 9)
+        monkeypatch.setattr(StateStore, "part", part_of)
+        assert not await told(*[{"type": "input_text", "text": "x", "file_id": lines}] * 9)
+        assert "uploaded for batch" in await told(seen(lines))
+        assert "4 pictures" in await told(*[seen(vision)] * 4)
+        assert num_read == 0
+        assert not await told(seen(vision), seen(data), seen(vision))
+        assert num_read == 2
+        monkeypatch.setattr(named_files, "_MAX_BYTES", 2 * len(SMALL))
+        assert "in all" in await told(*[seen(vision)] * 3)
+        monkeypatch.setattr(named_files, "MAX_FETCHED_BYTES", len(SMALL))
+        assert "of a picture" in await told(seen(data))
+        assert num_read == 2
     app.state.desk.store.close()
 
 
