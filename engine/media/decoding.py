@@ -15,6 +15,12 @@ MAX_ASPECT: Final = 200
 """Longer side by shorter side: image processors refuse more."""
 
 
+_MAX_SCANS: Final = 100
+"""Passes over the pixels of a JPEG; encoders write ten or so."""
+_BYTES_OF_CHANCE: Final = 2**14
+"""Behind the picture there may be a film, where the mark of a scan comes by chance every 64 KiB."""
+
+
 class PictureRefused(Exception):
     """A picture that is not taken; the reason may be shown to clients."""
 
@@ -24,9 +30,13 @@ def decode(content: bytes, kind: str, *, max_pixels: int, least_side: int) -> Im
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of Pillow, about strange metadata
+            Image.MAX_IMAGE_PIXELS = max_pixels  # its own bound is another
             opened = Image.open(io.BytesIO(content), formats=(kind,))
             _check_size(*opened.size, max_pixels=max_pixels, least_side=least_side)
-            if getattr(opened, "is_animated", False):
+            if kind == "JPEG" and content.count(b"\xff\xda") > _MAX_SCANS + len(content) // _BYTES_OF_CHANCE:
+                raise PictureRefused(f"it has more than {_MAX_SCANS} scans")
+            # The further images of a phone's photograph (MPO) are its depth or light.
+            if getattr(opened, "is_animated", False) and opened.format != "MPO":
                 raise PictureRefused("it has several frames; send one of them")
             opened.load()
             return _in_rgb(ImageOps.exif_transpose(opened))

@@ -12,8 +12,14 @@ import msgspec
 
 SHARED_MEMORY = Path("/dev/shm")
 """The folder in which the kernel shows shared memory by its name."""
-MAX_PREPARING_S = 20.0
+_PREPARING_S = 5.0
 """Processor time for one picture: one of 33 million pixels takes some 2 s."""
+_PIXELS_OF_IT = 33_177_600
+
+
+def most_seconds(max_pixels: int) -> float:
+    """Return the processor time that one picture may take: others wait meanwhile."""
+    return _PREPARING_S * max(1.0, max_pixels / _PIXELS_OF_IT)
 
 
 class Detail(StrEnum):

@@ -16,7 +16,7 @@ import orjson
 
 from engine.errors import EngineUnavailable, Overloaded, OverloadReason, RequestRejected
 from engine.media.families import FAMILIES
-from engine.media.messages import MAX_PREPARING_S, Detail, PictureOrder, Preparation, PreparedPicture
+from engine.media.messages import Detail, PictureOrder, Preparation, PreparedPicture, most_seconds
 from engine.media.picture_files import kind_of
 from engine.media.segments import PictureLease, Segments, StoredPicture
 from engine.options.media_options import MediaConfig
@@ -24,8 +24,8 @@ from engine.processes.framed_child import ChildEnded, FramedChild
 from engine.types import EncoderInput, VisionFacts
 
 _START_TIMEOUT_S = 60.0
-_TIMEOUT_S = 3 * MAX_PREPARING_S
-"""Time by the clock for what has a third of it of the processor: the machine may be busy."""
+_CLOCK = 3
+"""Time by the clock for each second of the processor: the machine may be busy."""
 _MAX_WAITING = 64
 _SETTINGS = ("preprocessor_config.json", "processor_config.json")
 _EXTRA = "Pillow is not installed here: install the extra `images`"
@@ -62,7 +62,7 @@ class PicturePreparer:
         self._segments: Segments | None = None
         self._turn = asyncio.Lock()
         self._order: asyncio.Task[tuple[StoredPicture, PictureLease]] | None = None
-        """The latest: only this keeps one alive whose client has left."""
+        """The one under way: only this keeps it alive if its client has left."""
         self._num_waiting = 0
         self._refuses_all = ""
         self._way = b""
@@ -118,8 +118,9 @@ class PicturePreparer:
             await self._turn.acquire()
             # It goes to its end though its client leaves: to stop it is to replace the process.
             order = PictureOrder(content=picture, detail=detail, segment="", max_bytes=0)
-            self._order = asyncio.create_task(self._prepare_in_turn(content, order, vision, param))
-            self._order.add_done_callback(_mark_as_seen)
+            work = self._prepare_in_turn(content, order, vision, param, lease.num_bytes)
+            self._order = asyncio.create_task(work)
+            self._order.add_done_callback(self._end_order)
             prepared, keeper = await asyncio.shield(self._order)
             lease.take(content)
             keeper.release()
@@ -133,31 +134,49 @@ class PicturePreparer:
         if self._segments is not None:
             self._segments.close()
 
+    def _end_order(self, order: "asyncio.Task[tuple[StoredPicture, PictureLease]]") -> None:
+        """Let its lease go, and take note of a refusal, which asyncio would log: its client may have left."""
+        if self._order is order:
+            self._order = None
+        if not order.cancelled():
+            order.exception()
+
     async def _prepare_in_turn(
-        self, content: str, order: PictureOrder, vision: VisionFacts, param: str
+        self, content: str, order: PictureOrder, vision: VisionFacts, param: str, num_held: int
     ) -> tuple[StoredPicture, PictureLease]:
-        """Return the picture with a lease of its own, which ends by itself if nobody waits any more."""
+        """Return the picture with a lease of its own, which ends by itself if nobody waits any more.
+
+        `num_held` are the bytes that its request has in shared memory.
+        """
         try:
             keeper = self.new_lease()
             stored = keeper.take(content)  # the one prepared just before may have been the same
             if stored is None:
-                await self._prepare(content, order, vision, param)
+                await self._prepare(content, order, vision, param, num_held)
                 stored = keeper.take(content)
                 assert stored is not None
             return stored, keeper
         finally:
             self._turn.release()
 
-    async def _prepare(self, content: str, order: PictureOrder, vision: VisionFacts, param: str) -> None:
+    async def _prepare(
+        self, content: str, order: PictureOrder, vision: VisionFacts, param: str, num_held: int
+    ) -> None:
         """Have the process write the picture, and note it."""
         assert self._segments is not None
         segment = self._segments.new_name()
+        timeout_s = _CLOCK * most_seconds(self.config.max_pixels)
         try:
             await self._start(vision, param)
             order = msgspec.structs.replace(order, segment=segment, max_bytes=self._segments.num_free_bytes)
-            prepared = await self._child.ask(order, PreparedPicture, _TIMEOUT_S)
+            prepared = await self._child.ask(order, PreparedPicture, timeout_s)
             if prepared.num_bytes > self._segments.num_bytes_at_most:
                 raise _refused(param, "prepared, it is larger than the shared memory of this server")
+            if prepared.num_bytes + num_held > self._segments.num_bytes_at_most:
+                raise _refused(
+                    param,
+                    "with those before it, it is larger than the shared memory of this server",
+                )
             if prepared.lacks_room:
                 raise Overloaded(
                     "the pictures of other requests fill the shared memory; try again later",
@@ -170,7 +189,7 @@ class PicturePreparer:
         except BaseException as error:
             self._segments.forget(segment)
             if isinstance(error, TimeoutError):
-                raise _refused(param, f"preparing it takes more than {_TIMEOUT_S:g} s") from None
+                raise _refused(param, f"preparing it takes more than {timeout_s:g} s") from None
             if isinstance(error, ChildEnded):
                 raise _refused(param, "decoding it takes too much time or memory, or fails") from None
             raise
@@ -274,9 +293,3 @@ def refused_places(num_places: int, num_pictures: int) -> RequestRejected:
 
 def _refused(param: str, reason: str) -> RequestRejected:
     return RequestRejected(f"{param}: the picture is not taken: {reason}", param=param)
-
-
-def _mark_as_seen(order: "asyncio.Task[tuple[StoredPicture, PictureLease]]") -> None:
-    """Take note of a refusal, which asyncio would log: its client may have left."""
-    if not order.cancelled():
-        order.exception()

@@ -23,19 +23,21 @@ from safetensors.numpy import save  # noqa: E402
 from engine.media.decoding import PictureRefused, decode  # noqa: E402
 from engine.media.families import FAMILIES, NOT_FOR_THE_TOWER, Seen  # noqa: E402
 from engine.media.messages import (  # noqa: E402
-    MAX_PREPARING_S,
     SHARED_MEMORY,
     Detail,
     PictureOrder,
     Preparation,
     PreparedPicture,
+    most_seconds,
 )
 from engine.media.picture_files import kind_of  # noqa: E402
 from engine.processes.child_process import leave_signals_to_parent  # noqa: E402
 from engine.processes.frames import answer, read_message, take_standard_output  # noqa: E402
 
-_MAX_MEMORY_BYTES = 4 * 2**30
+_MIN_MEMORY_BYTES = 4 * 2**30
 """Address space: a picture of 33 million pixels and its copies take a third."""
+_BYTES_OF_PIXEL = 64
+"""Address space for larger pictures."""
 _NICENESS = 5
 _MAX_REASON_CHARS = 240
 _EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
@@ -54,12 +56,15 @@ def main() -> None:
     try:
         preparer = _Preparer(preparation)
     except Exception as error:  # noqa: BLE001 -- files of strangers, read by transformers
+        if _may_pass(error):
+            sys.exit(f"pictures: {_one_line(error)}")  # the next picture begins another process
         answer(answers, PreparedPicture(refusal=_one_line(error)))
         return
-    resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
+    max_bytes = max(_MIN_MEMORY_BYTES, _BYTES_OF_PIXEL * preparation.max_pixels)
+    resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
     answer(answers, PreparedPicture())
     while (order := read_message(PictureOrder)) is not None:
-        limit_s = int(time.process_time() + MAX_PREPARING_S) + 1
+        limit_s = int(time.process_time() + most_seconds(preparation.max_pixels)) + 1
         resource.setrlimit(resource.RLIMIT_CPU, (limit_s, resource.RLIM_INFINITY))
         answer(answers, preparer.prepare(order))
         del order
@@ -153,6 +158,12 @@ def _write(segment: str, content: bytes) -> bool:
             return False
         opened.write(content)
     return True
+
+
+def _may_pass(error: Exception) -> bool:
+    """Tell whether an error is the machine's, as too many open files are, and not the checkpoint's."""
+    is_of_system = isinstance(error, OSError) and error.errno not in (None, errno.ENOENT, errno.EACCES)
+    return is_of_system or isinstance(error, MemoryError)
 
 
 def _one_line(error: Exception) -> str:

@@ -44,6 +44,10 @@ class PictureLease:
         """Let the pictures go; a second call does nothing."""
         self._end()
 
+    @property
+    def num_bytes(self) -> int:
+        return self._segments.num_bytes_of(self._held)
+
     def take(self, content: str) -> StoredPicture | None:
         """Hold a picture that is there; None if it is not."""
         return self._segments.hold(content, self._held)
@@ -67,7 +71,10 @@ class Segments:
 
     @property
     def num_free_bytes(self) -> int:
-        return self.num_bytes_at_most - sum(each.payload.num_bytes for each in self._stored.values())
+        return self.num_bytes_at_most - self.num_bytes_of(self._stored)
+
+    def num_bytes_of(self, contents: Iterable[str]) -> int:
+        return sum(self._stored[each].payload.num_bytes for each in contents)
 
     def new_name(self) -> str:
         self._num_named += 1

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 from safetensors.numpy import load
 
-from engine.errors import Overloaded, RequestRejected
+from engine.errors import EngineUnavailable, Overloaded, RequestRejected
 from engine.media.messages import SHARED_MEMORY, Detail
 from engine.media.pictures import PicturePreparer
 from engine.media.segments import Segments
@@ -23,6 +23,7 @@ pytest.importorskip("PIL")
 
 from PIL import Image
 
+from engine.media.decoding import PictureRefused, decode
 from tests.engine.media.made_pictures import (
     SEEN,
     file_of,
@@ -203,12 +204,76 @@ async def test_a_client_that_leaves_keeps_nothing(alone) -> None:
 
 
 @on_one_loop
+async def test_a_picture_whose_client_has_left_is_gone_once_it_is_prepared(alone) -> None:
+    lease = alone.new_lease()
+    await prepared(alone, picture(), lease)
+    os.kill(alone.pid, signal.SIGSTOP)
+    leaving = asyncio.create_task(prepared(alone, picture(seed=1), lease))
+    while not alone._turn.locked():
+        await asyncio.sleep(0.01)
+    order = alone._order
+    leaving.cancel()
+    os.kill(alone.pid, signal.SIGCONT)
+    await asyncio.wait([order])
+    del order
+    await asyncio.sleep(0)
+    assert len(left_of(alone)) == 1
+
+
+@on_one_loop
+async def test_pictures_of_one_request_that_fill_the_memory_are_its_fault(alone) -> None:
+    lease = alone.new_lease()
+    alone._segments.num_bytes_at_most = 150_000
+    await prepared(alone, picture(64, 64), lease)
+    with pytest.raises(RequestRejected, match="with those before it"):
+        await prepared(alone, picture(64, 64, seed=1), lease)
+    await prepared(alone, picture(32, 32), lease)
+
+
+def test_the_first_image_of_a_phones_file_is_taken() -> None:
+    first, second = noise(64, 48), noise(64, 48, seed=1)
+    file = file_of(first, "MPO", save_all=True, append_images=[second], quality=95)
+    found = decode(file, "JPEG", max_pixels=64 * 48, least_side=8)
+    plain = decode(file_of(first, "JPEG", quality=95), "JPEG", max_pixels=64 * 48, least_side=8)
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(plain))
+
+
+def test_a_jpeg_of_thousands_of_scans_is_refused() -> None:
+    file = file_of(noise(64, 48), "JPEG", progressive=True)
+    last = file.rindex(b"\xff\xda")
+    long = file[:last] + file[last:-2] * 3000 + file[-2:]
+    decode(file, "JPEG", max_pixels=64 * 48, least_side=8)
+    decode(file + b"\xff\xda" * 50, "JPEG", max_pixels=64 * 48, least_side=8)
+    with pytest.raises(PictureRefused, match="scans"):
+        decode(long, "JPEG", max_pixels=64 * 48, least_side=8)
+
+
+def test_the_bound_on_pixels_is_the_operators_and_not_pillows(monkeypatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    assert decode(picture(), "PNG", max_pixels=64 * 48, least_side=8).size == (64, 48)
+
+
+@on_one_loop
+async def test_an_error_of_the_machine_refuses_no_later_picture(tmp_path) -> None:
+    pictures = pictures_of(tmp_path)
+    lease = pictures.new_lease()
+    config = (tmp_path / "config.json").rename(tmp_path / "elsewhere.json")
+    (tmp_path / "config.json").mkdir()  # it cannot be read, though it is there
+    with pytest.raises(EngineUnavailable):
+        await prepared(pictures, picture(), lease)
+    (tmp_path / "config.json").rmdir()
+    config.rename(tmp_path / "config.json")
+    await prepared(pictures, picture(), lease)
+    await pictures.close()
+
+
+@on_one_loop
 async def test_a_full_memory_is_said_to_be_one(alone) -> None:
     lease = alone.new_lease()
     alone._segments.num_bytes_at_most = 100_000
     await prepared(alone, picture(32, 32), lease)
     with pytest.raises(Overloaded, match="fill the shared memory"):
-        await prepared(alone, picture(64, 64), lease)
+        await prepared(alone, picture(64, 64), alone.new_lease())
     with pytest.raises(RequestRejected, match="larger than the shared memory"):
         await prepared(alone, picture(640, 480), lease)
     assert len(left_of(alone)) == 1
