@@ -89,6 +89,8 @@ class TokenShares:
         """Take a chunk from the budget; one that would cut an input that is computed at once is another."""
         if not (seq.encoder_inputs and self._inputs_at_once):
             return budget.take_chunk(seq, num_wanted)
+        if num_wanted < 1:  # it waits for an input, perhaps one that a found prefix ends in
+            return 0
         start = seq.num_computed_tokens
         share = min(num_wanted, budget.chunk_tokens(seq, num_decodes=budget.num_decodes_ahead))
         for item in seq.encoder_inputs:

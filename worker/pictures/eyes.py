@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from worker.devices.weight_life import is_out_of_memory
 from worker.pictures.tower_parts import TOWER_ATTENTION, cut_tower
 from worker.worker_config import VisionFacts
 from worker.worker_errors import SequenceRefused
@@ -76,7 +75,7 @@ class Eyes:
     ) -> PictureRows:
         """Compute a picture's rows; `pause` is called again and again meanwhile, within a few milliseconds.
 
-        Raises SequenceRefused if its arguments do not make `num_tokens` rows.
+        Raises SequenceRefused if its arguments do not make `num_tokens` rows, and whatever the tower raises.
         """
         self._pause = pause
         try:
@@ -86,22 +85,17 @@ class Eyes:
 
     @torch.inference_mode()
     def _read(self, arguments: dict[str, Tensor], num_tokens: int) -> PictureRows:
-        try:
-            device, dtype = self._model.device, self._model.dtype
-            outputs = self._model.get_image_features(
-                **{
-                    name: tensor.to(device, dtype if tensor.is_floating_point() else None)
-                    for name, tensor in arguments.items()
-                }
-            )
-            rows = PictureRows(
-                _joined(outputs.pooler_output),
-                tuple(_joined(each) for each in getattr(outputs, "deepstack_features", None) or ()),
-            )
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            raise SequenceRefused(f"a picture cannot be computed ({type(error).__name__})") from error
+        device, dtype = self._model.device, self._model.dtype
+        outputs = self._model.get_image_features(
+            **{
+                name: tensor.to(device, dtype if tensor.is_floating_point() else None)
+                for name, tensor in arguments.items()
+            }
+        )
+        rows = PictureRows(
+            _joined(outputs.pooler_output),
+            tuple(_joined(each) for each in getattr(outputs, "deepstack_features", None) or ()),
+        )
         if len(rows.embeds_PH) != num_tokens:
             raise SequenceRefused(f"a picture has {len(rows.embeds_PH)} rows, and {num_tokens} places")
         return rows

@@ -35,7 +35,10 @@ class SlicedCall(Generic[_Result]):
         self._mine.release()
         self._callers.acquire()
         if self._error is not None:
-            raise self._error
+            try:
+                raise self._error
+            finally:
+                self._error = None  # its traceback would keep itself, and the call's tensors
         return self._result
 
     def pause(self) -> None:

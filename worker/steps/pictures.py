@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from time import monotonic
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from scheduler.messages import (
 )
 from worker.attention.interface import AttentionBackend, SeenPictures
 from worker.devices.device import Device
+from worker.devices.weight_life import is_out_of_memory
 from worker.pictures.eyes import MOST_PLACES, Eyes, PictureRows, find_eyes, vision_facts
 from worker.pictures.outputs import Hold, OutputCache
 from worker.pictures.payloads import read_payload
@@ -104,6 +105,7 @@ class Pictures:
         until_s = begun_s + plan.encoder_slice_s
         done: dict[SequenceId, tuple[int, ...]] = {}
         failures: dict[SequenceId, str] = {}
+        is_over = False
         num_computed = num_found = 0
         wanted = [
             (sequence_id, item, self._seen[sequence_id])
@@ -119,10 +121,12 @@ class Pictures:
             num_rows = len(seen.places[seen.inputs.index(item)])
             try:
                 is_found = self._outputs.get(item.content, num_rows) is not None
-                if not (is_found or self._compute(seen.payloads[item.content], num_rows, until_s)):
-                    break
-            except SequenceRefused as error:
-                failures[sequence_id] = str(error)
+                if not is_found:
+                    is_over = is_over or not self._compute(seen.payloads[item.content], num_rows, until_s)
+                    if is_over:  # those that are there wait for none that is not
+                        continue
+            except Exception as error:  # noqa: BLE001 - whatever a tower raises ends this sequence alone
+                failures[sequence_id] = _reason(error)
                 continue
             num_found += is_found
             num_computed += not is_found
@@ -187,7 +191,7 @@ class Pictures:
         return positions
 
     def _compute(self, payload: Payload, num_rows: int, until_s: float) -> bool:
-        """Go on with a picture; False if it is not done in time. Raises SequenceRefused."""
+        """Go on with a picture; False if it is not done in time. Raises whatever its tower raises."""
         if self._under_way is not None and self._under_way.content != payload.content:
             self._abandon()
         if self._under_way is None:
@@ -221,12 +225,27 @@ class Pictures:
         return frames, rows // merge, columns // merge
 
 
+def _reason(error: Exception) -> str:
+    if isinstance(error, SequenceRefused):
+        return str(error)
+    log.warning("a picture cannot be computed", exc_info=error)
+    if is_out_of_memory(error):
+        return "there is too little memory to compute a picture"
+    return f"a picture cannot be computed ({type(error).__name__})"
+
+
 class OpenSteps(NamedTuple):
     """Steps that call the model for each, with the pictures of a model that reads them."""
 
     facts: ModelFacts
     steps: EagerSteps
     pictures: Pictures | None
+
+
+def note_text_alone(facts: ModelFacts, model: Any, where: str) -> None:
+    """Say in the log that a model which has a tower reads no pictures here."""
+    if hasattr(model, "get_image_features"):
+        log.info("%s%s reads text alone, and no pictures", facts.model_type, where)
 
 
 def open_eager_steps(
@@ -236,9 +255,7 @@ def open_eager_steps(
     is_divided = facts.num_ranks > 1
     eyes = None if is_divided else find_eyes(runner.model)
     if eyes is None:
-        if hasattr(runner.model, "get_image_features"):
-            where = ", divided among ranks," if is_divided else ""
-            log.info("%s%s reads text alone, and no pictures", facts.model_type, where)
+        note_text_alone(facts, runner.model, ", divided among ranks," if is_divided else "")
         return OpenSteps(facts, EagerSteps(runner, backend, device), None)
     num_places = min(MOST_PLACES, facts.max_model_len)
     facts = replace(facts, vision=vision_facts(eyes, facts.model_type, num_places))

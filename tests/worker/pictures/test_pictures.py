@@ -13,8 +13,10 @@ from scheduler.config import PreemptionMode, SchedulingPolicy
 from scheduler.messages import FinishReason, SequenceId
 from scheduler.step import pace
 from tests.tiers import by_day
+from tests.worker.conftest import BLOCK_SIZE
 from tests.worker.pictures.seeing import FAMILIES, Prompt, Reference, Served, load, payloads_of
 from worker.pictures.eyes import Eyes
+from worker.pictures.outputs import OutputCache
 from worker.worker import Worker
 from worker.worker_config import ModelFacts
 
@@ -182,6 +184,77 @@ def test_drafts_behind_a_picture_change_no_token(reference: Reference, loaded: L
     served.check_tokens(drafted, reference)
 
 
+def test_a_picture_that_is_there_waits_for_none_that_is_under_way(
+    reference: Reference, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pace, "_SHORTEST_SLICE_S", 0.0)
+    served = Served(*loaded, {"target_itl_s": 1e-9})
+    cat, dog = reference.picture(21), reference.picture(22)
+    with payloads_of([cat, dog]) as payloads:
+        served.add(Prompt(BEFORE, cat, AFTER), payloads[:1])
+        served.run()
+        talking = served.add(Prompt([40, 41, 42]), [], max_tokens=12)
+        waiting = served.add(Prompt(BETWEEN, dog, AFTER), payloads[1:])
+        again = served.add(Prompt([50], cat, AFTER), payloads[:1])
+        for _ in range(8):
+            served.step()
+        assert served.tokens[again]
+        assert not served.tokens[waiting]
+        served.run()
+    assert max(served.error(number, reference) for number in (talking, waiting, again)) < BOUND
+
+
+def test_a_prefix_found_as_far_as_into_a_picture_waits_until_it_is_encoded(
+    reference: Reference, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cat, dog = reference.picture(0), reference.picture(3)
+    room = max(cat.num_tokens, dog.num_tokens)
+    served = Served(*loaded, {"encoder_cache_tokens": room})
+    monkeypatch.setattr(pictures_of(served), "_outputs", OutputCache(room))
+    before = BEFORE + [30] * ((BLOCK_SIZE // 2 - len(BEFORE) - cat.num_tokens) % BLOCK_SIZE)
+    with payloads_of([cat, dog]) as payloads:
+        for picture, payload in zip((cat, dog), payloads, strict=True):
+            served.add(Prompt(before, picture, AFTER), [payload])
+            served.run()
+        again = served.add(Prompt(before, cat, [17, 18, 19]), payloads[:1])
+        talking = served.add(Prompt([40, 41, 42]), [])
+        served.run()
+    assert served.error(again, reference) < BOUND
+    assert served.error(talking, reference) < BOUND
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("none left"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+        MemoryError(),
+    ],
+    ids=["of a device", "of the host", "of Python"],
+)
+def test_a_tower_without_memory_fails_its_request_alone(
+    reference: Reference, loaded: Loaded, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def raising(**_: object) -> None:
+        raise error
+
+    served = Served(*loaded)
+    cat = reference.picture(24)
+    monkeypatch.setattr(pictures_of(served), "_outputs", OutputCache(cat.num_tokens))
+    with payloads_of([cat]) as payloads, monkeypatch.context() as patch:
+        patch.setattr(pictures_of(served)._eyes._model, "get_image_features", raising)
+        failing = served.add(Prompt(cat, AFTER), payloads)
+        going_on = served.add(Prompt([40, 41, 42]), [])
+        served.run()
+    assert set(served.failures) == {failing}
+    assert "too little memory" in served.failures[failing]
+    assert served.error(going_on, reference) < BOUND
+    with payloads_of([cat]) as payloads:
+        again = served.add(Prompt(cat, AFTER), payloads)
+        served.run()
+    assert served.error(again, reference) < BOUND
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -214,6 +287,10 @@ def test_a_picture_that_makes_other_rows_than_it_has_places_fails_its_request(
         failing = served.add(Prompt(BEFORE, replace(cat, num_rows=cat.num_rows - 1, run=0), AFTER), payloads)
         served.run()
     assert "places" in served.failures[failing]
+
+
+def pictures_of(served: Served) -> Any:
+    return served.worker._steps._pictures
 
 
 def noting(function: Callable[..., Any], calls: list[Any]) -> Callable[..., Any]:
