@@ -17,7 +17,7 @@ from worker.startup.ready_model import start_generator
 from worker.startup.start_adapters import open_generator_adapters
 from worker.startup.start_drafting import load_draft, open_draft
 from worker.steps.generation_step import GenerationSteps
-from worker.steps.pictures import open_eager_steps
+from worker.steps.pictures import note_text_alone, open_eager_steps
 from worker.steps.row_table import RowTable
 from worker.worker_config import ModelFacts, WorkerConfig
 
@@ -44,6 +44,7 @@ def start_generating(
 
         steps, sampler = open_steps(config, ready, device, stage, grammars, ranks)
         facts = replace(facts, runs_ahead=True)
+        note_text_alone(facts, ready.runner.model, " on a GPU with kernels")
     else:
         facts, steps, pictures = open_eager_steps(facts, ready.runner, ready.proven.backend, device)
         sampler = open_sampler(config, facts, device, grammars, ranks)

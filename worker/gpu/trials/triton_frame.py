@@ -109,6 +109,8 @@ def _find_angles(model: nn.Module) -> Iterator[_Angles]:
         rope_type: Any = getattr(module, "rope_type", None)
         if rope_type is None or isinstance(module, TableRotary) or ".computed" in name:
             continue
+        if rope_type == "axial":  # a tower's, by rows and columns
+            continue
         parameters = list(inspect.signature(module.forward).parameters)
         if parameters not in (["x", "position_ids"], ["x", "position_ids", "layer_type"]):
             continue
