@@ -6,6 +6,7 @@ Never: reads a clock, or starts and ends anything (yard.py).
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,9 +25,9 @@ class Guest:
     last_used_s: float
 
 
-def idle_victims(wanted: int, guests: Sequence[Guest]) -> list[int] | None:
-    """Choose idle models that leave for the one at `wanted`; None if it does not fit even so."""
-    return _victims(wanted, guests, lambda guest: not guest.num_leases)
+def idle_victims(wanted: int, guests: Sequence[Guest], idle_since_s: float = inf) -> list[int] | None:
+    """Choose models, idle since then, that leave for the one at `wanted`; None if it does not fit even so."""
+    return _victims(wanted, guests, lambda each: not each.num_leases and each.last_used_s <= idle_since_s)
 
 
 def busy_victims(wanted: int, guests: Sequence[Guest]) -> list[int] | None:

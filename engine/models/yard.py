@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.errors import EngineUnavailable, Overloaded, OverloadReason
 from engine.models.placement import Guest, busy_victims, idle_victims
+from engine.types import Health
 
 if TYPE_CHECKING:
     from engine.processes.engine_processes import GaveUp
@@ -29,6 +30,12 @@ LOAD_WAIT_S = 600.0
 """Time that a call may wait for its model."""
 TURN_S = 30.0
 """Time for which calls of loaded models may keep another one waiting."""
+REST_S = 60.0
+"""Time for which a model is idle before it leaves for work that no client waits for."""
+BACKGROUND_TURN_S = 300.0
+"""Time after which such work has its turn as all others do."""
+STANDSTILL_S = 600.0
+"""Time in which a load makes some progress, or has failed."""
 _FIRST_BACK_OFF_S, _MAX_BACK_OFF_S = 30.0, 960.0
 _GUESSED_LOAD_S = 10.0
 
@@ -46,6 +53,7 @@ class Waiting(Enum):
     """The treatment of a call whose model is not loaded."""
 
     IN_LINE = "in line"
+    BACKGROUND = "background"  # in line, behind calls of clients
     REFUSED = "refused"  # the model is loaded all the same
 
 
@@ -55,6 +63,8 @@ class Loadable(Protocol):
     def start(self) -> None: ...
 
     async def ready(self) -> Any: ...
+
+    def health(self) -> Health: ...
 
     async def gave_up(self) -> "GaveUp | None": ...
 
@@ -97,6 +107,10 @@ class YardPlace:
         self.num_leases = 0
         self.waiting: deque[asyncio.Future[None]] = deque()
         self.wanted_since_s = inf
+        self.is_urgent = False
+        """Whether a client waits for it."""
+        self.leaves_for: YardPlace | None = None
+        """While it is LEAVING, the model that waits for its memory."""
         self.last_used_s = -inf
         self.keep_alive_s = rule.keep_alive_s
         self.load_s = _GUESSED_LOAD_S
@@ -148,8 +162,8 @@ class YardPlace:
         self._yard.release(self)
 
     @asynccontextmanager
-    async def held(self) -> AsyncIterator[None]:
-        await self.lease(Waiting.IN_LINE)
+    async def held(self, waiting: Waiting = Waiting.IN_LINE) -> AsyncIterator[None]:
+        await self.lease(waiting)
         try:
             yield
         finally:
@@ -176,7 +190,7 @@ class ModelYard:
         now_s = time.monotonic()
         for place in self.places:
             if place.rule.at_start:
-                place.wanted_since_s = now_s
+                place.wanted_since_s, place.is_urgent = now_s, True
         self._look()
 
     async def wait_for(self, place: YardPlace, waiting: Waiting) -> None:
@@ -188,7 +202,7 @@ class ModelYard:
             why = f"{place.name} could not be loaded; the log says why"
             raise EngineUnavailable(why, retry_after_s=place.failed_until_s - now_s)
         if waiting is Waiting.REFUSED:
-            self._want(place)
+            self._want(place, waiting)
             raise EngineUnavailable(f"{place.name} is being loaded", retry_after_s=place.load_s)
         if sum(len(each.waiting) for each in self.places) >= self._max_waiting:
             raise Overloaded(
@@ -198,7 +212,7 @@ class ModelYard:
             )
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         place.waiting.append(waiter)
-        self._want(place)
+        self._want(place, waiting)
         try:
             async with asyncio.timeout(LOAD_WAIT_S):
                 await waiter
@@ -232,7 +246,9 @@ class ModelYard:
                 task.cancel()
         await asyncio.gather(*(task for task in tasks if task is not None), return_exceptions=True)
 
-    def _want(self, place: YardPlace) -> None:
+    def _want(self, place: YardPlace, waiting: Waiting) -> None:
+        if waiting is not Waiting.BACKGROUND and not place.is_urgent:
+            place.is_urgent, place.wanted_since_s = True, inf  # its turn counts from the first client
         place.wanted_since_s = min(place.wanted_since_s, time.monotonic())
         self._look()
 
@@ -241,24 +257,25 @@ class ModelYard:
         if self._switching is not None or self._is_closed:
             return
         now_s = time.monotonic()
-        wanted = [
-            number
-            for number, place in enumerate(self.places)
-            if place.state is YardState.ABSENT and place.wanted_since_s < inf
-        ]
+        guests = [place.guest for place in self.places]
         next_look_s = inf
-        if wanted:
-            number = min(wanted, key=lambda each: (self.places[each].wanted_since_s, each))
-            guests = [place.guest for place in self.places]
-            victims = idle_victims(number, guests)
-            if victims is not None:
-                self._begin_switch(self.places[number], [self.places[each] for each in victims])
+        devices: set[str] = set()
+        """Devices for which a model waits. A later one of such a device is loaded if no other leaves for it."""
+        for number in self._line(now_s):
+            place = self.places[number]
+            may_push = place.is_urgent or _turn_s(place) <= now_s
+            victims = idle_victims(number, guests, inf if may_push else now_s - REST_S)
+            is_first = place.room.device not in devices
+            if victims is not None and (is_first or not victims):
+                self._begin_switch(place, [self.places[each] for each in victims])
                 return
-            next_look_s = self.places[number].wanted_since_s + TURN_S
-            if next_look_s <= now_s:
+            if is_first and _turn_s(place) > now_s:
+                rests_s = [each.last_used_s + REST_S for each in guests if each.is_loaded and not may_push]
+                next_look_s = min(next_look_s, _turn_s(place), *(each for each in rests_s if each > now_s))
+            elif is_first:  # the last release looks
                 for each in busy_victims(number, guests) or ():
-                    self.places[each].state = YardState.LEAVING
-                next_look_s = inf  # the last release looks
+                    self.places[each].state, self.places[each].leaves_for = YardState.LEAVING, place
+            devices.add(place.room.device)
         expired = [each for each in self.places if each.state is YardState.READY and not each.expires_in_s]
         if expired:
             expired[0].state = YardState.ABSENT
@@ -266,6 +283,21 @@ class ModelYard:
             return
         ends_s = [now_s + each.expires_in_s for each in self.places if each.state is YardState.READY]
         self._plan_look(min([next_look_s, *ends_s]) - now_s)
+
+    def _line(self, now_s: float) -> list[int]:
+        """List the models that wait to be loaded: those of clients, or whose turn has come, by their time."""
+        wanted = [
+            number
+            for number, place in enumerate(self.places)
+            if place.state is YardState.ABSENT and place.wanted_since_s < inf
+        ]
+        return sorted(
+            wanted,
+            key=lambda number: (
+                not self.places[number].is_urgent and _turn_s(self.places[number]) > now_s,
+                self.places[number].wanted_since_s,
+            ),
+        )
 
     def _begin_switch(self, place: YardPlace, victims: Sequence[YardPlace]) -> None:
         for each in victims:  # at once: the next call for one of them must not be let in
@@ -292,7 +324,9 @@ class ModelYard:
             finally:
                 self._switching = None
                 for place in self.places:
-                    if place.state is YardState.LEAVING and not self._is_closed:  # its turn again
+                    if place.state is not YardState.LEAVING or self._is_closed:
+                        continue
+                    if place.leaves_for is None or isinf(place.leaves_for.wanted_since_s):  # its turn again
                         self._open(place)
                 self._look()
 
@@ -304,7 +338,7 @@ class ModelYard:
         began_s = time.monotonic()
         place.engine.start()
         try:
-            await place.engine.ready()
+            await _loaded(place.engine)
         except EngineUnavailable as error:
             await self._fail(place, error)
             return
@@ -315,8 +349,8 @@ class ModelYard:
         self._open(place)
 
     def _open(self, place: YardPlace) -> None:
-        place.state = YardState.READY
-        place.wanted_since_s = inf
+        place.state, place.leaves_for = YardState.READY, None
+        place.wanted_since_s, place.is_urgent = inf, False
         while place.waiting:
             waiter = place.waiting.popleft()
             if not waiter.done():
@@ -340,7 +374,7 @@ class ModelYard:
         place.num_failures += 1
         back_off_s = min(_FIRST_BACK_OFF_S * 2 ** (place.num_failures - 1), _MAX_BACK_OFF_S)
         place.failed_until_s = time.monotonic() + back_off_s
-        place.state, place.wanted_since_s = YardState.ABSENT, inf
+        place.state, place.wanted_since_s, place.is_urgent = YardState.ABSENT, inf, False
         log.critical("%s could not be loaded, and is not tried for %.0f s: %s", place.name, back_off_s, error)
         self._refuse(place, EngineUnavailable(f"{place.name}: {error}", retry_after_s=back_off_s))
         await place.engine.unload()
@@ -351,3 +385,24 @@ class ModelYard:
             waiter = place.waiting.popleft()
             if not waiter.done():
                 waiter.set_exception(error)
+
+
+def _turn_s(place: YardPlace) -> float:
+    """The time at which others begin to leave for it."""
+    return place.wanted_since_s + (TURN_S if place.is_urgent else BACKGROUND_TURN_S)
+
+
+async def _loaded(engine: Loadable) -> None:
+    """Wait until a model is loaded. Raises EngineUnavailable, also for a load that stands still."""
+    ready = asyncio.ensure_future(engine.ready())
+    try:
+        while True:
+            before = engine.health()
+            if (await asyncio.wait([ready], timeout=STANDSTILL_S))[0]:
+                await ready
+                return
+            now = engine.health()
+            if (now.progress, now.detail) == (before.progress, before.detail):
+                raise EngineUnavailable(f"its load has made no progress for {STANDSTILL_S:.0f} s")
+    finally:
+        ready.cancel()

@@ -9,6 +9,7 @@ import pytest
 from engine.models.yard import KeepRule, ModelYard, Reservation
 from engine.options.api_keys import ApiKey, digest_of
 from engine.types import EngineState, Health, PoolingFacts, PoolingTask, PromptComputation, ServedAdapter
+from server.api.batches.app_client import AppClient
 from server.api.operations.models import ModelList
 from server.app import build_app
 from server.edge.access.key_ring import KeyRing
@@ -248,6 +249,9 @@ class Processes:
     async def ready(self) -> None:
         await self.may_load.wait()
 
+    def health(self) -> Health:
+        return LOADING
+
     async def gave_up(self) -> None:
         await asyncio.Event().wait()
 
@@ -289,6 +293,26 @@ async def test_a_request_waits_until_its_model_is_loaded_and_keeps_it_to_the_end
             await anext(stream.aiter_lines())
             assert here.place.num_leases == 1
         await eventually(lambda: not here.place.num_leases)
+
+
+async def test_lines_of_batches_and_responses_in_the_background_wait_behind_clients():
+    here = ComingAndGoing()
+    responses = asyncio.create_task(
+        here.client.post("/v1/responses", json={"input": "hi", "background": True})
+    )
+    await eventually(lambda: here.place.waiting)
+    assert not here.place.is_urgent
+    here.processes.may_load.set()
+    assert (await responses).status_code == 200
+    await here.app.state.background.close()
+    here = ComingAndGoing()
+    line = asyncio.create_task(AppClient(here.app, owner="").post("/v1/completions", b'{"prompt": "hi"}'))
+    await eventually(lambda: here.place.waiting)
+    assert not here.place.is_urgent
+    refused = await here.ask(**{"x-tokenyard-load": "no"})
+    assert (refused.status_code, here.place.is_urgent) == (503, True)
+    here.processes.may_load.set()
+    assert (await line).status == 200
 
 
 async def test_a_reader_of_a_response_in_the_background_does_not_keep_the_model_that_it_waits_for():

@@ -17,7 +17,7 @@ from engine.models.table import NameTable, is_hidden, resolve, visible
 from engine.models.yard import Waiting, YardPlace
 from engine.options.api_keys import ApiKey
 from engine.types import Health, ModelInfo
-from server.edge.access.sent_key import key_of
+from server.edge.access.sent_key import OWNER_NAME, key_of
 from server.edge.error_replies import ModelNotFound
 from server.edge.http.disconnect import while_connected
 from server.edge.http.edge import CHOSEN, Edge, edge_of
@@ -126,9 +126,10 @@ def choose_by_query(request: Request) -> Edge:
     return edge_of(request)
 
 
-async def lease_model(request: Request) -> None:
+async def lease_model(request: Request, *, is_patient: bool = False) -> None:
     """Keep the request's model from leaving until the request is over, and wait until it is loaded.
 
+    With `is_patient`, and for lines of batches, behind calls for which a client waits.
     Raises EngineUnavailable, Overloaded, ClientDisconnect.
     """
     place = edge_of(request).place
@@ -138,6 +139,8 @@ async def lease_model(request: Request) -> None:
     if asked not in ("yes", "no"):
         raise RequestRejected(f"{LOAD_HEADER} must be yes or no", param=LOAD_HEADER)
     waiting = Waiting.IN_LINE if asked == "yes" else Waiting.REFUSED
+    if asked == "yes" and (is_patient or request.scope.get(OWNER_NAME) is not None):
+        waiting = Waiting.BACKGROUND
     await while_connected(request.receive, place.lease(waiting))
     request.scope[_LEASE] = place
 
@@ -151,7 +154,7 @@ def end_lease(scope: Scope) -> None:
 
 def held(edge: Edge) -> AbstractAsyncContextManager[None]:
     """Keep a model loaded for work that no request waits for."""
-    return nullcontext() if edge.place is None else edge.place.held()
+    return nullcontext() if edge.place is None else edge.place.held(Waiting.BACKGROUND)
 
 
 class LeaseEnd:

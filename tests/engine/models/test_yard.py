@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections.abc import Sequence
 from math import inf
 
 import pytest
@@ -10,6 +11,7 @@ from engine.errors import EngineUnavailable, Overloaded
 from engine.models import yard as yard_module
 from engine.models.yard import KeepRule, ModelYard, Reservation, Waiting, YardPlace, YardState
 from engine.processes.engine_processes import GaveUp
+from engine.types import EngineState, Health
 
 ON_DEMAND = KeepRule(at_start=False, keep_alive_s=inf)
 
@@ -21,6 +23,7 @@ class Engine:
         self._world = world
         self.is_loaded = self.fails = False
         self.num_loads = 0
+        self.progress = 0.0
         self._end: asyncio.Future[GaveUp | None] | None = None
 
     def start(self) -> None:
@@ -34,6 +37,13 @@ class Engine:
             raise EngineUnavailable("it is broken")
         self.is_loaded = True
         self._world.check()
+
+    def health(self) -> Health:
+        """A load that is looked at three times makes some progress between two of them."""
+        self.progress = min(self.progress + 0.25, 0.5)
+        return Health(
+            state=EngineState.LOADING, is_live=True, detail="loading", num_steps=0, progress=self.progress
+        )
 
     async def gave_up(self) -> GaveUp | None:
         assert self._end is not None
@@ -53,15 +63,24 @@ class Engine:
 class World:
     """A yard with room for so many models of one byte each."""
 
-    def __init__(self, *rules: KeepRule, room: int, max_waiting: int = 100) -> None:
+    def __init__(
+        self,
+        *rules: KeepRule,
+        room: int,
+        max_waiting: int = 100,
+        sizes: Sequence[int] = (),
+        devices: Sequence[str] = (),
+    ) -> None:
+        """`sizes` and `devices` are those of the models; without them one byte each, on one device."""
         self.may_load = asyncio.Event()
         self.may_load.set()
         self.room = room
         self.yard = ModelYard(max_waiting=max_waiting)
         self.engines = [Engine(self) for _ in rules]
+        self.sizes, self.devices = sizes or [1] * len(rules), devices or ["cpu"] * len(rules)
         self.places: list[YardPlace] = []
         for number, (engine, rule) in enumerate(zip(self.engines, rules, strict=True)):
-            place = Reservation(device="cpu", num_bytes=1, budget_bytes=room)
+            place = Reservation(device=self.devices[number], num_bytes=self.sizes[number], budget_bytes=room)
             self.places.append(self.yard.add(f"m{number}", engine, rule, place))
         self.yard.start()
 
@@ -71,7 +90,9 @@ class World:
 
     def check(self) -> None:
         """Memory is never exceeded, and whatever is leased is loaded."""
-        assert sum(engine.is_loaded for engine in self.engines) <= self.room
+        for device in self.devices:
+            facts = zip(self.engines, self.sizes, self.devices, strict=True)
+            assert sum(size for each, size, at in facts if each.is_loaded and at == device) <= self.room
         for engine, place in zip(self.engines, self.places, strict=True):
             assert engine.is_loaded or not place.num_leases
 
@@ -185,6 +206,79 @@ async def test_a_model_that_is_always_used_gives_way_after_its_turn(monkeypatch:
     async with asyncio.timeout(60):
         await asyncio.gather(*(ask(number) for number in (0, 0, 1, 1)))
     assert world.engines[0].num_loads >= 2
+    await world.yard.close()
+
+
+async def test_a_load_that_stands_still_fails_and_the_others_are_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(yard_module, "STANDSTILL_S", 0.01)
+    world = World(ON_DEMAND, ON_DEMAND, room=1)
+    world.may_load.clear()
+    hanging = asyncio.create_task(world.places[0].lease(Waiting.IN_LINE))
+    await world.until(lambda: world.places[0].state is YardState.LOADING)
+    waiting = asyncio.create_task(world.places[1].lease(Waiting.IN_LINE))
+    with pytest.raises(EngineUnavailable, match="m0: its load has made no progress for"):
+        await asyncio.wait_for(hanging, 30)
+    assert world.engines[0].progress == 0.5, "it was left alone while it moved"
+    world.may_load.set()
+    await waiting
+    await world.yard.close()
+
+
+async def test_a_model_that_waits_for_others_keeps_none_back_that_fits_or_is_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes, devices = (3, 4, 1, 4, 4), ("cpu", "cpu", "cpu", "gpu", "gpu")
+    world = World(*[ON_DEMAND] * 5, room=4, sizes=sizes, devices=devices)
+    busy, large, small, there, also_there = world.places
+    for each in (busy, there):
+        await each.lease(Waiting.IN_LINE)
+    there.release()
+    waiting = asyncio.create_task(large.lease(Waiting.IN_LINE))
+    await asyncio.sleep(0)
+    async with asyncio.timeout(30):
+        await small.lease(Waiting.IN_LINE)  # fits beside the busy one
+        await also_there.lease(Waiting.IN_LINE)  # for which one leaves there
+    monkeypatch.setattr(yard_module, "TURN_S", 0.0)
+    world.yard._look()
+    assert [busy.state, small.state] == [YardState.LEAVING] * 2
+    also_there.release()
+    async with asyncio.timeout(30):
+        await there.lease(Waiting.IN_LINE)
+    assert [busy.state, small.state] == [YardState.LEAVING] * 2, "a load elsewhere lets none in again"
+    for each in (busy, small):
+        each.release()
+    await waiting
+    assert [engine.is_loaded for engine in world.engines] == [False, True, False, True, False]
+    await world.yard.close()
+
+
+async def test_background_work_waits_until_a_model_has_been_idle_for_a_while_and_clients_go_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(yard_module, "REST_S", 1000.0)
+    world = World(*[ON_DEMAND] * 3, room=1)
+    chat, batch, other = world.places
+    async with chat.held():
+        work = asyncio.create_task(batch.lease(Waiting.BACKGROUND))
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.01)
+    assert chat.is_loaded
+    async with asyncio.timeout(30), other.held():
+        assert other.is_loaded, "a client's model is loaded before"
+    assert not work.done()
+    monkeypatch.setattr(yard_module, "REST_S", 0.01)
+    world.yard._look()
+    async with asyncio.timeout(30):
+        await work
+    async with asyncio.timeout(30):
+        batch.release()
+        async with chat.held():
+            monkeypatch.setattr(yard_module, "BACKGROUND_TURN_S", 0.01)
+            work = asyncio.create_task(batch.lease(Waiting.BACKGROUND))
+            await world.until(lambda: chat.state is YardState.LEAVING)
+        await work
     await world.yard.close()
 
 
