@@ -260,7 +260,7 @@ class ModelYard:
         guests = [place.guest for place in self.places]
         next_look_s = inf
         devices: set[str] = set()
-        """Devices for which a model waits. A later one of such a device is loaded if no other leaves for it."""
+        """Devices for which a model waits: a later one there is loaded if none leaves for it."""
         for number in self._line(now_s):
             place = self.places[number]
             may_push = place.is_urgent or _turn_s(place) <= now_s
