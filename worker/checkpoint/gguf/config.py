@@ -31,6 +31,17 @@ _PARTS_OF_REPLIES = (({"<|return|>", "<|call|>"}, "<|end|>"), ({"<|calls|>", "<|
 CONTROL = 3
 """Type of a token that text never becomes."""
 
+_CHANGES_OF_RESULTS = {
+    "pooling_type": "for embeddings",
+    "attention.scale": "of scaled attention",
+    "attention.temperature_scale": "of queries that are scaled by their place",
+    "attention.clamp_kqv": "of keys and values that are cut off",
+    "attn_logit_softcapping": "of capped attention",
+    "logit_scale": "of scaled logits",
+    "final_logit_softcapping": "of capped logits",
+}
+"""Numbers by their keys, with what a model is that has them; 0 is none."""
+
 
 def config_of(file: GgufFile) -> dict[str, Any]:
     """config.json. Raises StartupError, with the name of a key or tensor that is not supported."""
@@ -75,6 +86,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
 def _refuse_unlike(file: GgufFile, family: GgufFamily, head_dim: int) -> None:
     """Refuse metadata that say something which the family does not have here."""
     rotated = file.number("rope.dimension_count", head_dim)
+    window = file.number("attention.sliding_window", 0)
     for key, is_wrong, said in (
         ("expert_count", bool(file.value("expert_count", 0)), "a mixture of experts"),
         ("expert_shared_count", bool(file.value("expert_shared_count", 0)), "of shared experts"),
@@ -89,12 +101,17 @@ def _refuse_unlike(file: GgufFile, family: GgufFamily, head_dim: int) -> None:
             file.number("attention.value_length", head_dim) != head_dim,
             "of values unlike keys",
         ),
+        ("attention.sliding_window", 0 < window < file.number("context_length"), "of a sliding window"),
+        ("attention.causal", not file.value("attention.causal", True), "of attention to later tokens"),  # noqa: FBT003 -- the file's default
+        *((key, bool(file.value(key, 0)), said) for key, said in _CHANGES_OF_RESULTS.items()),
     ):
         if is_wrong and key not in family.keys:
             raise StartupError(
                 f"{file.path.name} is {said} ({file.architecture}.{key} {file.value(key)}), which is not "
                 "read from GGUF",
-                fix="take the model's safetensors",
+                fix="serve embeddings from the model's safetensors"
+                if key == "pooling_type"
+                else "take the model's safetensors",
             )
 
 

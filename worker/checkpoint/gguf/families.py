@@ -215,6 +215,10 @@ _EXPERTS = frozenset({"expert_count"})
 _PARTIAL = frozenset({"rope.dimension_count"})
 _SHARED = frozenset({"expert_count", "expert_shared_count", "expert_weights_scale"})
 _HEADS = frozenset({"attention.value_length"})
+_WINDOW = frozenset({"attention.sliding_window"})
+_CAP = frozenset({"final_logit_softcapping"})
+_SCALES = frozenset({"attention.scale", "logit_scale"})
+_TEMPERATURE = frozenset({"attention.temperature_scale"})
 
 
 def _like_llama(model_type: str, architecture: str, **others: Any) -> GgufFamily:
@@ -227,13 +231,16 @@ def _like_llama(model_type: str, architecture: str, **others: Any) -> GgufFamily
     )
 
 
-def _like_gemma(model_type: str, architecture: str, names: Mapping[str, str]) -> GgufFamily:
+def _like_gemma(
+    model_type: str, architecture: str, names: Mapping[str, str], keys: frozenset[str]
+) -> GgufFamily:
     return GgufFamily(
         model_type=model_type,
         architecture=architecture,
         names=names,
         changes=ones_in_norms,
         settings=gemma,
+        keys=keys,
     )
 
 
@@ -285,18 +292,20 @@ FAMILIES = {
         has_optional_bias=True,
     ),
     "smollm3": _like_llama("smollm3", "SmolLM3ForCausalLM"),
-    "granite": _like_llama("granite", "GraniteForCausalLM", settings=granite),
-    "mistral3": _like_llama("ministral3", "Ministral3ForCausalLM", settings=mistral3),
-    "gemma": _like_gemma("gemma", "GemmaForCausalLM", _LAYER),
-    "gemma2": _like_gemma("gemma2", "Gemma2ForCausalLM", _FOUR_NORMS),
-    "gemma3": _like_gemma("gemma3_text", "Gemma3ForCausalLM", _FOUR_NORMS),
+    "granite": _like_llama("granite", "GraniteForCausalLM", settings=granite, keys=_SCALES),
+    "mistral3": _like_llama("ministral3", "Ministral3ForCausalLM", settings=mistral3, keys=_TEMPERATURE),
+    "gemma": _like_gemma("gemma", "GemmaForCausalLM", _LAYER, frozenset()),
+    "gemma2": _like_gemma(
+        "gemma2", "Gemma2ForCausalLM", _FOUR_NORMS, _WINDOW | _CAP | {"attn_logit_softcapping"}
+    ),
+    "gemma3": _like_gemma("gemma3_text", "Gemma3ForCausalLM", _FOUR_NORMS, _WINDOW | _CAP),
     "gemma4": GgufFamily(
         model_type="gemma4_text",
         architecture="Gemma4ForCausalLM",
         names=_GEMMA4,
         top=_GEMMA4_TOP,
         settings=gemma4,
-        keys=_EXPERTS,
+        keys=_EXPERTS | _WINDOW | _CAP,
     ),
     "gpt-oss": GgufFamily(
         model_type="gpt_oss",
@@ -304,7 +313,7 @@ FAMILIES = {
         names=_GPT_OSS,
         changes=gpt_oss_changes,
         settings=gpt_oss,
-        keys=_EXPERTS,
+        keys=_EXPERTS | _WINDOW,
     ),
     "glm4": GgufFamily(
         model_type="glm4",
@@ -330,7 +339,11 @@ FAMILIES = {
         keys=_PARTIAL | _SHARED | _HEADS,
     ),
     "phi3": GgufFamily(
-        model_type="phi3", architecture="Phi3ForCausalLM", names=_QKV_IN_ONE, settings=phi3, keys=_PARTIAL
+        model_type="phi3",
+        architecture="Phi3ForCausalLM",
+        names=_QKV_IN_ONE,
+        settings=phi3,
+        keys=_PARTIAL | _WINDOW,
     ),
     "lfm2": GgufFamily(
         model_type="lfm2",

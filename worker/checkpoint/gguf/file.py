@@ -143,7 +143,13 @@ class GgufFile:
                 f"{self.path.name} has {len(self.tensors)} tensors for {found} layers",
                 fix="take another GGUF file",
             )
-        return found - self.number("nextn_predict_layers", 0)
+        further = self.number("nextn_predict_layers", 0)
+        if further and further >= found:
+            raise StartupError(
+                f"{self.architecture}.nextn_predict_layers is {further} of {found} layers",
+                fix="take another GGUF file",
+            )
+        return found - further
 
     def value(self, key: str, default: Any = _NO_DEFAULT) -> Any:
         """Look a key of the architecture up. Raises StartupError where it is missing."""

@@ -68,7 +68,9 @@ def _refuse_unlike(file: GgufFile, kind: str) -> None:
         "scaling.attn_factor": _LONG not in file.tensors and is_set("scaling.attn_factor", 1),
         "scaling.yarn_log_multiplier": file.architecture not in _WITH_LOG
         and is_set("scaling.yarn_log_multiplier", 0),
-        "scaling.type": kind not in ("none", "linear", "yarn"),
+        # Queries are scaled by their place where angles are stretched, see _yarn.
+        "scaling.type": kind
+        not in (("yarn",) if file.value("attention.temperature_scale", 0) else ("none", "linear", "yarn")),
         "dimension_count_swa": is_set("dimension_count_swa", window_dim),
         "dimension_sections": not file.architecture.startswith("qwen35") and is_set("dimension_sections"),
     }

@@ -249,9 +249,18 @@ def deepseek(file: GgufFile) -> dict[str, Any]:
         "qk_nope_head_dim": _mla_length(file, "key") - rotated,
         "v_head_dim": _mla_length(file, "value"),
     }
-    if file.value("expert_gating_func", None) == _SIGMOID:
+    # Early files of GLM-4.7-Flash have no function; those of softmax have no bias that corrects a choice.
+    has_correction = has_tensor(file, "exp_probs_b.bias")
+    if has_correction or file.value("expert_gating_func", None) == _SIGMOID:
+        _refuse_router(file, of=_SIGMOID)
         return found
     _refuse_router(file, of=_SOFTMAX)
+    if found["n_routed_experts"] and found["norm_topk_prob"]:
+        raise StartupError(
+            f"{file.path.name} has routers of softmax whose weights are normalised "
+            f"({file.architecture}.expert_weights_norm)",
+            fix="take the model's safetensors",
+        )
     is_grouped = found["n_group"] > 1
     return found | {
         "model_type": "deepseek_v2",
@@ -298,7 +307,7 @@ def lfm2_changes(file: GgufFile) -> dict[str, Change]:
 
 def mistral3(file: GgufFile) -> dict[str, Any]:
     """Settings of Ministral 3; a file without its scale of queries holds a Mistral, which is a llama."""
-    if file.value("attention.temperature_scale", None) is None:
+    if not file.value("attention.temperature_scale", 0):
         return {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
     return {"sliding_window": None}
 

@@ -123,12 +123,47 @@ def test_files_of_other_things_are_refused_in_true_words(written, architecture, 
         ("gpt_oss", "rope.scaling.yarn_attn_factor", 1.2),
         ("phi3_longrope", "rope.scaling.attn_factor", 3.0),
         ("qwen3_5_text", "attention.recurrent_layers", [True]),
+        ("deepseek_v2", "expert_weights_norm", True),
+        ("deepseek_v3", "expert_gating_func", 1),
+        ("deepseek_v3", "attention.temperature_scale", 0.1),
+        ("llama", "attention.temperature_scale", 0.1),
+        ("qwen3", "pooling_type", 3),
+        ("llama", "attention.causal", False),
+        ("llama", "attention.scale", 0.5),
+        ("qwen2", "logit_scale", 0.5),
+        ("qwen2", "final_logit_softcapping", 30.0),
+        ("gemma3_text", "attn_logit_softcapping", 50.0),
+        ("llama", "attention.clamp_kqv", 8.0),
+        ("llama", "attention.sliding_window", 16),
+        ("ministral3", "rope.scaling.type", "none"),
+        ("glm4_moe", "nextn_predict_layers", 64),
     ],
 )
 def test_a_setting_that_the_family_does_not_have_here_is_refused(written, family, key, value):
     file = read_gguf(written(family)[0])
     with pytest.raises(StartupError, match=f"{FAMILIES[family]}.{key}"):
         config_of(with_metadata(file, **{key: value}))
+
+
+def test_a_setting_that_changes_no_result_is_no_reason_to_refuse(written):
+    file = read_gguf(written("llama")[0])
+    neutral = {"pooling_type": 0, "logit_scale": 0.0, "attention.causal": True, "attention.clamp_kqv": 0.0}
+    window = file.number("context_length")
+    assert config_of(with_metadata(file, **neutral, **{"attention.sliding_window": window})) == config_of(
+        file
+    )
+
+
+def test_embeddings_are_sent_to_a_format_that_has_them(written):
+    file = read_gguf(written("qwen3")[0])
+    assert "serve embeddings from the model's safetensors" in refusal(with_metadata(file, pooling_type=3))
+
+
+def test_routers_that_correct_their_choice_are_sigmoid_where_a_file_does_not_say(written):
+    file = read_gguf(written("deepseek_v3")[0])
+    assert config_of(with_metadata(file, expert_gating_func=0)) == config_of(file)
+    metadata = {key: value for key, value in file.metadata.items() if "gating_func" not in key}
+    assert config_of(replace(file, metadata=metadata)) == config_of(file)
 
 
 def test_factors_of_long_angles_are_those_of_the_plain_checkpoint(written):
