@@ -533,3 +533,32 @@ def test_nothing_is_wider_than_a_phone(page: Any) -> None:
             page.click(f"#tab-{tab}")
             assert page.evaluate("(tab) => document.getElementById(tab).scrollWidth", tab) <= 360, tab
             picture(page, f"phone-{tab}-{scheme}.png")
+
+
+def test_a_phone_has_room_for_one_panel_and_the_composer(page: Any) -> None:
+    page.set_viewport_size({"width": 360, "height": 740})
+    page.reload()
+    page.wait_for_selector(".welcome button")
+    assert page.is_hidden("#conversations")
+    for opened, other in (("list", "settings"), ("settings", "list"), ("list", "settings")):
+        page.click(f"#{opened}-button")
+        assert page.get_attribute(f"#{opened}-button", "aria-expanded") == "true"
+        assert page.get_attribute(f"#{other}-button", "aria-expanded") == "false"
+        on_top = page.evaluate(
+            """() => {
+              const { x, y, width, height } = document.getElementById("send").getBoundingClientRect();
+              return document.elementFromPoint(x + width / 2, y + height / 2)?.id;
+            }"""
+        )
+        assert on_top == "send"
+        picture(page, f"phone-{opened}.png")
+    page.click("#list-button")
+    assert page.is_hidden("#conversations")
+    assert page.get_by_role("heading", name="Tokenyard", exact=True).count() == 1
+    page.click("#tab-yard")
+    page.wait_for_selector("#gauges dd")
+    names = page.locator("#gauges dt").evaluate_all(
+        "all => all.map((one) => one.scrollWidth - one.clientWidth)"
+    )
+    assert len(names) == 8
+    assert max(names) <= 0, "a name of a gauge is cut"

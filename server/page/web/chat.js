@@ -1,7 +1,7 @@
 // The chat: a conversation, its settings, and replies that are shown while they come.
 
 import { Attached, contentOf, folded, thumbnails } from "./attached.js";
-import { isOpenNow, keepAndShow, startConversations } from "./conversations.js";
+import { isNarrow, isOpenNow, keepAndShow, startConversations } from "./conversations.js";
 import { codeBlock, render } from "./markdown.js";
 import { Refused, ask, copy, element, eventsOf, savedKey } from "./net.js";
 import { newId } from "./saved.js";
@@ -369,6 +369,7 @@ export function startChat() {
   byId("settings-button").addEventListener("click", () => {
     byId("settings").hidden = !byId("settings").hidden;
     byId("settings-button").setAttribute("aria-expanded", String(!byId("settings").hidden));
+    if (isNarrow() && !byId("settings").hidden && !byId("conversations").hidden) byId("list-button").click();
   });
   const begin = () => { show(blank()); prompt.focus(); };
   byId("begin").addEventListener("click", begin);

@@ -5,7 +5,7 @@ import { drop, fileOf, heads, keep, readFile, turnsOf, whyNot } from "./saved.js
 
 const byId = (id) => document.getElementById(id);
 const OPEN = "tokenyard.conversation", LIST = "tokenyard.list";
-const isNarrow = () => innerWidth <= 760;
+export const isNarrow = () => innerWidth <= 760;  // as page.css has it: room for one of the two panels
 
 let chat = null;
 
@@ -116,7 +116,8 @@ export async function startConversations(calls) {
   byId("list-button").addEventListener("click", () => {
     const isShown = byId("conversations").hidden;
     show(isShown);
-    remember("localStorage", LIST, isShown ? "yes" : "no");
+    if (!isNarrow()) remember("localStorage", LIST, isShown ? "yes" : "no");
+    else if (isShown && !byId("settings").hidden) byId("settings-button").click();
     if (isShown) byId("find").focus();
   });
   const redraw = () => draw().catch((error) => note(whyNot(error)));
