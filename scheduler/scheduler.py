@@ -463,7 +463,7 @@ class Scheduler:
         seq.finish_reason = reason
         if before is Status.RUNNING:
             self._shares.forget_extras(seq)
-            if reason is not FinishReason.FAILED:
+            if reason is not FinishReason.FAILED and not self._in_flight.verifies(seq.sequence_id):
                 self.kv.keep_end(seq)
             self.kv.free(seq)
             self._released.append(seq.sequence_id)

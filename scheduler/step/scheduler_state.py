@@ -50,6 +50,10 @@ class PlansInFlight:
     def is_full(self) -> bool:
         return len(self._plans) >= self._max_plans or (self._is_held and bool(self._plans))
 
+    def verifies(self, sequence_id: SequenceId) -> bool:
+        """Whether a state of the sequence may stand behind drafts of which none knows yet how many hold."""
+        return any([sequence_id in plan.draft_token_ids for plan in self._plans])
+
     def add(self, plan: SchedulerOutput) -> None:
         assert len(self._plans) < self._max_plans, "the result of an earlier plan must come first"
         self._plans.append(plan)

@@ -443,6 +443,39 @@ def test_groups_of_layers_under_memory_pressure_leave_every_request_its_own_toke
     assert num_host_hits > 20 * TIMES
 
 
+def test_conversations_go_on_rightly_behind_turns_that_are_left_while_a_step_computes() -> None:
+    num_found = num_left_with_drafts = 0
+    for seed in range(20 * TIMES):
+        random = Random(seed)
+        groups = [CacheGroup(ALL_TOKENS), CacheGroup(Lifetime(LifetimeKind.FIXED), random.randint(1, 2))]
+        config = small_config(
+            groups=tuple(groups[-random.randint(1, 2) :]),
+            num_blocks=random.choice([60, 200]),
+            block_size=random.choice([1, 3, 4]),
+            max_model_len=400,
+            max_plans_in_flight=random.randint(1, 3),
+            max_drafts=3,
+        )
+        world = World(config, max_drafts=3)
+        texts = [[1, 2, 3], [1, 2, 4]]
+        for number in range(1, 17):
+            text = texts[number % 2]
+            world.add(make_sequence(number, text, max_tokens=random.randint(4, 12)))
+            for _ in range(random.randint(0, 6)):
+                world.step()
+            plan = world.step(abort_meanwhile=number)
+            num_left_with_drafts += SequenceId(number) in plan.draft_token_ids
+            if random.random() < 0.5:
+                world.run()
+            tokens = world.tokens[SequenceId(number)]
+            assert tokens == continuation(text, len(tokens))
+            text += continuation(text, len(tokens) + random.randint(0, 3)) + [number] * random.randint(1, 3)
+        world.run()
+        num_found += world.scheduler.stats().num_prefix_hits
+    assert num_left_with_drafts > 30 * TIMES, "the histories are too easy"
+    assert num_found > 100 * TIMES
+
+
 @pytest.mark.parametrize("caching", PrefixCaching)
 @pytest.mark.parametrize("policy", SchedulingPolicy)
 def test_under_constant_memory_pressure_every_request_still_ends_once_with_its_own_tokens(

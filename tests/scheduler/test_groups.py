@@ -253,6 +253,17 @@ def test_the_end_of_a_reply_that_a_client_left_is_found_but_not_of_one_that_fail
         assert found == (0 if is_failure else len(history) - 1)
 
 
+def test_a_client_that_leaves_while_drafts_are_verified_leaves_no_end_of_its_reply() -> None:
+    """The state stands behind the drafts that held by then, and the scheduler does not know how many."""
+    world = grouped(FULL, STATE)
+    world.add(make_sequence(1, prompt(10), max_tokens=20))
+    world.step()
+    right = continuation(prompt(10), 20)
+    world.scheduler.update_draft_token_ids({SequenceId(1): tuple(right[1:4])})
+    assert world.step(abort_meanwhile=1).draft_token_ids
+    assert turn(world, 2, [*prompt(10), *right]) == 0
+
+
 def test_named_positions_take_the_place_of_the_guess_at_the_end_of_the_message() -> None:
     world = grouped(FULL, STATE)
     tokens = prompt(60)
