@@ -94,9 +94,13 @@ class KVCacheManager:
         return self._index.main_group
 
     def keep_journal(self, journal: PrefixJournal) -> None:
-        """Record from now on what is found, and found no more, of all groups."""
-        for index, cache in enumerate(self.caches):
-            cache.journal, cache.group = journal, None if index == self.main_group else index
+        """Record from now on what is found, and found no more, of all groups.
+
+        A state keeps its number even where there is nothing else: readers outside know blocks of tokens only.
+        """
+        for index, (group, cache) in enumerate(zip(self.groups, self.caches, strict=True)):
+            is_main = index == self.main_group and not group.is_fixed
+            cache.journal, cache.group = journal, None if is_main else index
 
     @property
     def swap_space(self) -> SwapSpace:

@@ -350,3 +350,15 @@ def test_routers_outside_are_told_of_the_group_that_keeps_most_alone() -> None:
                 known -= {*event.block_hashes}
         published = world.scheduler.kv.caches[1].published()
         assert known == {block_hash(key) for key in published.values()}
+
+
+def test_routers_outside_are_told_nothing_of_a_model_that_has_a_state_alone() -> None:
+    """They could not use it: a state is none of the blocks before it."""
+    world = grouped(STATE)
+    journal = PrefixJournal(JournalContent.TOKENS)
+    world.scheduler.kv.keep_journal(journal)
+    for number in range(1, 4):
+        turn(world, number, prompt(50, number % 2), max_tokens=6)
+    changes = journal.take()
+    assert changes
+    assert not SharedBlocks().events(0, changes)
