@@ -189,7 +189,9 @@ def test_conversations_are_kept_found_exported_and_imported(page: Any, tmp_path:
     page.get_by_role("button", name="Delete Hello! Who are you?").click()
     page.get_by_role("button", name="Really delete Hello! Who are you?").click()
     page.wait_for_function("() => document.querySelectorAll('#kept li').length === 1")
+    talks = [{"turns": [{"role": "user", "content": "x"}]}] * 200
     broken = {
+        "there is room for 199": orjson.dumps({"conversations": talks}).decode(),
         "it is not JSON": "{",
         "it has no turns": "[]",
         "turn 1: its role is none": '{"turns": [{"role": "system", "content": "x"}]}',

@@ -1,7 +1,7 @@
 // The list of kept conversations: search, open, delete, files in and out.
 
 import { download, element, recall, remember } from "./net.js";
-import { drop, fileOf, heads, keep, readFile, turnsOf, whyNot } from "./saved.js";
+import { MOST, drop, fileOf, heads, keep, readFile, turnsOf, whyNot } from "./saved.js";
 
 const byId = (id) => document.getElementById(id);
 const OPEN = "tokenyard.conversation", LIST = "tokenyard.list";
@@ -92,6 +92,8 @@ function show(isShown) {
 async function importFile(file) {
   try {
     const talks = await readFile(file);
+    const room = MOST - (await heads()).length;
+    if (talks.length > room) throw new Error(`it has ${talks.length} conversations, and there is room for ${room}: delete some first`);
     for (const talk of talks) await keep(talk);
     const all = await draw();
     const last = all.find((head) => head.id === talks.at(-1).id);
