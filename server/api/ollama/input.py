@@ -111,7 +111,8 @@ def _messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
 def _content(text: str | None, images: Sequence[str] | None) -> str | list[dict[str, Any]]:
     if not images:
         return text or ""
-    pictures = [picture_part(data_url("", each)) for each in images]
+    urls = (each if each.startswith("data:") else data_url("", each) for each in images)
+    pictures = [picture_part(url) for url in urls]
     return [*pictures, {"type": "text", "text": text}] if text else pictures
 
 

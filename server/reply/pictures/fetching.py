@@ -23,11 +23,15 @@ MAX_FETCHED_BYTES: Final = 20 * 2**20
 _TIMEOUT_S = 10.0
 _READ_BYTES = 2**16
 _DATA = re.compile(r"data:[^,;]{0,127}(?:;[^,;]{0,127})*;base64,", re.IGNORECASE)
+_BREAKS = str.maketrans("", "", " \t\r\n")
+"""Left out of base64: programs break its lines after 64 or 76 characters."""
 _ADDRESS = re.compile(r"(https?)://([A-Za-z0-9.-]{1,253})(?::([0-9]{1,5}))?(/[!$-;=?-Z_a-z~]*)?", re.ASCII)
 """A host by name, a port, a path with a query: nothing that two readers could read differently."""
 _MAX_ADDRESS_CHARS = 2048
-_OTHERS: Final = ipaddress.ip_network("64:ff9b::/96")
-"""Addresses of IPv6 that stand for any of IPv4."""
+_WORLD: Final = ipaddress.ip_network("2000::/3")
+"""Addresses of IPv6 that are given out; many others stand for one of IPv4, or for one of a site."""
+_RELAYS: Final = ipaddress.ip_network("192.88.99.0/24")
+"""Addresses of IPv4 at which relays to IPv6 were."""
 _KINDS: Final = ("image/png", "image/jpeg", "image/webp", "image/gif")
 
 
@@ -72,9 +76,10 @@ def is_public(address: str) -> bool:
     """Tell whether an address of the network may be asked: a global one, not one that stands for another."""
     found = ipaddress.ip_address(address)
     if isinstance(found, ipaddress.IPv6Address):
-        stands_for = found.ipv4_mapped or found.sixtofour or found.teredo
-        if stands_for is not None or found in _OTHERS:
+        if found not in _WORLD or (found.sixtofour or found.teredo) is not None:
             return False
+    elif found in _RELAYS:
+        return False
     return found.is_global and not found.is_multicast
 
 
@@ -121,7 +126,7 @@ async def _body(reader: asyncio.StreamReader, where: str) -> bytes:
 
 def _decoded(url: str, start: int, where: str) -> bytes:
     try:
-        return base64.b64decode(url[start:], validate=True)
+        return base64.b64decode(url[start:].translate(_BREAKS), validate=True)
     except (binascii.Error, ValueError):
         raise _refused(where, "its data URL holds no base64") from None
 

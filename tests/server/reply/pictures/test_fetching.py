@@ -90,6 +90,7 @@ def test_a_plain_address_is_read_once(case) -> None:
         *("100.64.0.1", "224.0.0.1", "239.1.1.1", "240.0.0.1", "255.255.255.255", "192.0.0.1", "198.18.0.1"),
         *("::", "::1", "fe80::1", "fc00::1", "fd12::1", "ff02::1", "2001:db8::1"),
         *("::ffff:127.0.0.1", "::ffff:8.8.8.8", "64:ff9b::7f00:1", "64:ff9b::808:808", "2002:7f00:1::"),
+        *("fec0::1", "64:ff9b:1::7f00:1", "::127.0.0.1", "::ffff:0:7f00:1", "192.88.99.1", "4000::1"),
     ]
 )
 def test_an_address_within_a_network_is_not_asked(address: str) -> None:
@@ -105,6 +106,8 @@ async def test_a_data_url_is_the_picture_itself() -> None:
     coded = base64.b64encode(content).decode()
     for head in ("data:image/png;base64,", "data:;base64,", "DATA:image/png;name=a.png;BASE64,"):
         assert await picture_bytes(head + coded, CONFIG, where="field") == content
+    lines = base64.encodebytes(content).decode()
+    assert await picture_bytes(f"data:;base64,{lines}", CONFIG, where="field") == content
     for wrong in ("data:image/png;base64,%%%", "data:image/png;base64,abc", "data:image/png,abcd", "data:"):
         with pytest.raises(RequestRejected, match="field"):
             await picture_bytes(wrong, CONFIG, where="field")

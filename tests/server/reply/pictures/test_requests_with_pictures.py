@@ -139,6 +139,11 @@ WAYS = {
         "options": {"num_predict": 2},
         "stream": False,
     },
+    "/api/chat of a data URL": {
+        "messages": [{"role": "user", "content": "see ", "images": [url()]}],
+        "options": {"num_predict": 2},
+        "stream": False,
+    },
     "/api/generate": {
         **{"prompt": "see ", "images": [coded(SMALL)], "options": {"num_predict": 2}, "stream": False}
     },
