@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ _VERSIONS = (2, 3)
 _ALIGNMENT = 32
 _MOST_ALIGNMENT = 1 << 16
 _MOST_DIMENSIONS = 4
+_MOST_ENTRIES = 1 << 22
+"""Limit of a list, and of tensors; vocabularies have some hundred thousand of tokens and merges."""
 _STRING, _ARRAY = 8, 9
 _SCALARS = {
     number: struct.Struct(f"<{code}")
@@ -230,6 +233,8 @@ class _Cursor:
         if kind != _ARRAY:
             raise ValueError(f"its metadata have a value of unknown type {kind}")
         inner, count = self.number(_SCALARS[4]), self.length()
+        if count > _MOST_ENTRIES:
+            raise ValueError(f"its metadata have a list of {count} entries")
         if inner == _STRING:
             return self.texts(count)
         if inner not in _SCALARS:
@@ -308,6 +313,8 @@ def _read(path: Path, cursor: _Cursor, num_bytes: int) -> GgufFile:
     if version not in _VERSIONS:
         raise ValueError(f"its version is {version}, not 2 or 3 in the order of bytes of this machine")
     num_tensors, num_values = cursor.length(), cursor.length()
+    if max(num_tensors, num_values) > _MOST_ENTRIES:
+        raise ValueError(f"it has {num_tensors} tensors and {num_values} values")
     metadata: dict[str, Any] = {}
     for _ in range(num_values):
         name = cursor.text()
@@ -325,11 +332,19 @@ def _read(path: Path, cursor: _Cursor, num_bytes: int) -> GgufFile:
     tensors = {
         name: _tensor(name, shape, kind, path, first + start) for name, (shape, kind, start) in places.items()
     }
-    for name, tensor in tensors.items():
-        if tensor.start + tensor.num_bytes > num_bytes:
-            missing = tensor.start + tensor.num_bytes - num_bytes
-            raise ValueError(f"{name} ends {missing} bytes behind its end")
+    _check_places(tensors, num_bytes)
     return GgufFile(path, num_bytes, metadata, tensors)
+
+
+def _check_places(tensors: dict[str, GgufTensor], num_bytes: int) -> None:
+    """Raise ValueError for tensors that lie in each other, or end behind the file's end."""
+    ends = {name: tensor.start + tensor.num_bytes for name, tensor in tensors.items()}
+    for name, end in ends.items():
+        if end > num_bytes:
+            raise ValueError(f"{name} ends {end - num_bytes} bytes behind its end")
+    for name, following in pairwise(sorted(tensors, key=lambda name: tensors[name].start)):
+        if tensors[following].start < ends[name]:
+            raise ValueError(f"{following} begins before the end of {name}")
 
 
 def _read_place(cursor: _Cursor, name: str) -> tuple[tuple[int, ...], int, int]:
@@ -338,6 +353,8 @@ def _read_place(cursor: _Cursor, name: str) -> tuple[tuple[int, ...], int, int]:
     if not 0 < num_dimensions <= _MOST_DIMENSIONS:
         raise ValueError(f"{name} has {num_dimensions} dimensions")
     shape = tuple(reversed([cursor.length() for _ in range(num_dimensions)]))
+    if 0 in shape:
+        raise ValueError(f"{name} is {list(shape)}, which holds no number")
     return shape, cursor.number(_SCALARS[4]), cursor.length()
 
 

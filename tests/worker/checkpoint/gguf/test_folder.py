@@ -1,6 +1,7 @@
 """GGUF files become checkpoint folders, or are refused in one line that names what is wrong."""
 
 import json
+import struct
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -98,6 +99,42 @@ def test_a_file_that_is_cut_anywhere_is_refused(written, tmp_path):
     message = refusal(cut)
     assert ".weight ends 1 bytes behind its end" in message
     assert "download it again" in message
+
+
+def header(*tensors: tuple[tuple[int, ...], int], values: bytes = struct.pack("<Q", 0)) -> bytes:
+    """A file of tensors of F32, each with its shape and its place, and 256 bytes for all."""
+    found = b"GGUF" + struct.pack("<IQ", 3, len(tensors)) + values
+    for number, (shape, start) in enumerate(tensors):
+        found += struct.pack(f"<Q1sI{len(shape)}QIQ", 1, b"%d" % number, len(shape), *shape, 0, start)
+    return found + bytes(-len(found) % 32 + 256)
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (header(((32,), 0), ((32,), 64)), "1 begins before the end of 0"),
+        (header(((32,), 64), ((32,), 0)), "0 begins before the end of 1"),
+        (header(((4,), 0), ((4,), 0)), "1 begins before the end of 0"),
+        (header(((32,), 0), ((4, 0, 1 << 24), 128)), r"1 is \[16777216, 0, 4\], which holds no number"),
+        (
+            header(values=struct.pack("<QQ1sIIQ", 1, 1, b"k", 9, 0, 5_000_000)) + bytes(5_000_000),
+            "a list of 5000000 entries",
+        ),
+        (struct.pack("<4sIQQ", b"GGUF", 3, 1 << 40, 0), "1099511627776 tensors"),
+    ],
+    ids=["overlap", "overlap in another order", "the same place", "no number", "list", "tensors"],
+)
+def test_a_header_whose_tensors_or_lists_cannot_be_is_refused(tmp_path, content, named):
+    path = tmp_path / "odd.gguf"
+    path.write_bytes(content)
+    with pytest.raises(StartupError, match=named):
+        read_gguf(path)
+
+
+def test_tensors_may_lie_in_any_order_and_side_by_side(tmp_path):
+    path = tmp_path / "fine.gguf"
+    path.write_bytes(header(((32,), 128), ((32,), 0)))
+    assert {name: each.shape for name, each in read_gguf(path).tensors.items()} == {"0": (32,), "1": (32,)}
 
 
 @pytest.mark.parametrize("place", range(8, 200, 5))
