@@ -137,6 +137,37 @@ FILES: dict[str, tuple[str, bytes | dict, dict, str]] = {
         "too many to be cut",
     ),
     "tekken without a pattern": ("tekken.json", {"config": {}, "vocab": []}, {}, "cannot be read"),
+    "tekken with special tokens beyond all": (
+        "tekken.json",
+        vocabulary_files.tekken(TOKENS, BY_THREE_DIGITS, ["<s>"], 1 << 14),
+        {},
+        "1 of 16384 special tokens",
+    ),
+    "tekken with fewer places than special tokens": (
+        "tekken.json",
+        vocabulary_files.tekken(TOKENS, BY_THREE_DIGITS, ["<s>", "</s>"], 1),
+        {},
+        "2 of 1 special tokens",
+    ),
+    "tekken with more special tokens than tokens": (
+        "tekken.json",
+        {
+            "config": {
+                "pattern": BY_THREE_DIGITS,
+                "default_vocab_size": 5,
+                "default_num_special_tokens": 9,
+            },
+            "vocab": [{"token_bytes": "YQ=="}],
+        },
+        {},
+        "of 9 special tokens",
+    ),
+    "empty pieces": (
+        "tokenizer.model",
+        vocabulary_files.sentencepiece_model([Piece(""), Piece(""), *PIECES]) + b"\xff",
+        {},
+        "same piece twice, ''",
+    ),
     "a pattern that is none": (
         "tekken.json",
         vocabulary_files.tekken(TOKENS, "(", [], 1),

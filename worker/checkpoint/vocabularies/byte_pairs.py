@@ -30,6 +30,8 @@ _FIRST_TEKKEN_TOKENS = (
     *("[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]"),
     *("[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
 )
+_MOST_SPECIAL = 8192
+"""Limit of special tokens; models have a thousand."""
 _PATTERNS: dict[str | None, str] = {
     "TikTokenTokenizer": KIMI,
     None: BY_THREE_DIGITS,
@@ -50,10 +52,14 @@ def read_tekken(path: Path, settings: Mapping[str, Any]) -> _Files:
     if stored is not None:
         special = [each["token_str"] for each in sorted(stored, key=lambda each: each["rank"])]
     num_special = config.get("default_num_special_tokens") or len(special)
+    num_ids = config.get("default_vocab_size")  # the file has more of them than the model
+    most = _MOST_SPECIAL if num_ids is None else min(_MOST_SPECIAL, num_ids)
+    if not len(special) <= num_special <= most:
+        raise ValueError(f"it has {len(special)} of {num_special} special tokens, where {most} may be")
     special += [f"<SPECIAL_{index}>" for index in range(len(special), num_special)]
     tokens = [base64.b64decode(each["token_bytes"]) for each in content["vocab"]]
-    if config.get("default_vocab_size") is not None:  # the file has more of them than the model
-        tokens = tokens[: config["default_vocab_size"] - num_special]
+    if num_ids is not None:
+        tokens = tokens[: num_ids - num_special]
     names = {name: token for name, token in _TEKKEN_NAMES.items() if token in special}
     adds_bos = settings.get("add_bos_token", True) and "bos_token" in names
     ends = {"bos": ("<s>", special.index("<s>"))} if adds_bos else {}

@@ -27,6 +27,7 @@ FIRST_BYTE = b"\x0a"
 """First byte of such a file: that of a piece."""
 _PIECE, _TRAINER, _NORMALIZER = 1, 2, 3
 _UNIGRAM, _PAIRS = 1, 2
+_MOST_PIECES = 1 << 22
 
 
 class _Kind(IntEnum):
@@ -66,8 +67,6 @@ def read_sentencepiece(path: Path, settings: Mapping[str, Any]) -> tuple[dict[st
     """Return tokenizer.json, and names of tokens for tokenizer_config.json. Raises ValueError."""
     model = _read(path.read_bytes())
     texts = [piece.text for piece in model.pieces]
-    if len(set(texts)) != len(texts):
-        raise ValueError("it has the same piece twice")
     named = model.named
     adds = {"bos": settings.get("add_bos_token", True), "eos": settings.get("add_eos_token", False)}
     ends = {
@@ -165,11 +164,18 @@ def _replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
 
 def _read(content: bytes) -> _Model:
     model = _Model()
+    texts: set[str] = set()
     for number, value in _fields(content):
         if number == _PIECE:
             parts = dict(_fields(value))
             (score,) = struct.unpack("<f", parts.get(2, b"\0\0\0\0"))
-            model.pieces.append(_Piece(parts.get(1, b"").decode(), score, parts.get(3, _Kind.NORMAL)))
+            piece = _Piece(parts.get(1, b"").decode(), score, parts.get(3, _Kind.NORMAL))
+            if piece.text in texts:
+                raise ValueError(f"it has the same piece twice, {piece.text[:40]!r}")
+            if len(texts) == _MOST_PIECES:
+                raise ValueError(f"it has more than {_MOST_PIECES} pieces")
+            texts.add(piece.text)
+            model.pieces.append(piece)
         elif number == _TRAINER:
             model.trainer = dict(_fields(value))
         elif number == _NORMALIZER:
