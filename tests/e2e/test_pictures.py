@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,7 +59,8 @@ def server(tmp_path_factory) -> Iterator[RunningServer]:
         tmp_path_factory.mktemp("server"), str(model), "--served-model-name", "eyes", "--block-size", "8"
     ) as server:
         yield server
-    assert not [*SHARED_MEMORY.glob("tokenyard-pictures-*")]
+        prefix = prefix_of(server)
+    assert not [*SHARED_MEMORY.glob(f"{prefix}*")]
 
 
 def data(seed: int = 0, width: int = 64, height: int = 48) -> str:
@@ -85,8 +87,15 @@ def tokens_of(client: openai.OpenAI, *seeds: int) -> tuple[list[str], openai.typ
     return [each.token for each in reply.choices[0].logprobs.content], reply.usage
 
 
-def segments() -> list[str]:
-    return [each.name for each in SHARED_MEMORY.glob("tokenyard-pictures-*-[0-9]*")]
+def prefix_of(server: RunningServer) -> str:
+    """Beginning of the names in shared memory that are this server's, by the lock that it holds."""
+    opened = [os.readlink(each) for each in Path(f"/proc/{server.process.pid}/fd").iterdir()]
+    (lock,) = [path for path in opened if path.startswith(f"{SHARED_MEMORY}/tokenyard-pictures-")]
+    return Path(lock).name.removesuffix("-lock")
+
+
+def segments(server: RunningServer) -> list[str]:
+    return [each.name for each in SHARED_MEMORY.glob(f"{prefix_of(server)}-[0-9]*")]
 
 
 def test_the_answer_differs_with_the_picture_and_a_second_turn_finds_it(server) -> None:
@@ -99,7 +108,7 @@ def test_the_answer_differs_with_the_picture_and_a_second_turn_finds_it(server) 
     assert len({tuple(each) for each in (first, other, several)}) == 3
     assert more.prompt_tokens - usage.prompt_tokens == 2 * (12 + 2)
     assert found.prompt_tokens_details.cached_tokens >= 0.5 * found.prompt_tokens
-    wait_for(lambda: not segments())
+    wait_for(lambda: not segments(server))
 
 
 def test_a_screenshot_in_anthropics_words_is_shown_as_a_tools_result(server) -> None:
@@ -127,7 +136,7 @@ def test_hostile_files_are_refused_and_the_server_goes_on(server) -> None:
         assert reply.status_code == 400, (name, reply.text)
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="x")
     assert len(tokens_of(client, 1)[0]) == 8
-    wait_for(lambda: not segments())
+    wait_for(lambda: not segments(server))
 
 
 _DROP = """([name, coded]) => {

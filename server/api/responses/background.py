@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from math import isinf
 from typing import Any
 
+from starlette.types import Scope
+
 from engine.errors import DeadlineExceeded, EngineUnavailable, Overloaded
 from engine.logs.lines import fields
 from engine.types import GenerationRequest
@@ -24,7 +26,7 @@ from server.api.responses.events import ResponseStream
 from server.api.responses.making import Making, ResponseTask, begin_making
 from server.edge.error_replies import RateLimited, TooManyOfOneKey, describe, log_failure
 from server.edge.http.edge import Edge
-from server.edge.http.served_models import held
+from server.edge.http.served_models import end_lease, held
 
 log = logging.getLogger(__name__)
 
@@ -85,8 +87,10 @@ class BackgroundResponses:
         if of_owner[owner] >= limit:
             raise TooManyOfOneKey(limit=limit, retry_after_s=_RETRY_AFTER_S)
 
-    def begin(self, response_id: str, work: Work) -> None:
-        """Make a response, in its turn."""
+    def begin(self, response_id: str, work: Work, scope: Scope | None = None) -> None:
+        """Make a response, in its turn. `scope`: of the request that asks for it, if one does."""
+        if scope is not None:
+            end_lease(scope)  # else its reader would keep the model from leaving, for which the work may wait
         self._works[response_id] = work
         if work.events is not None:
             self._logs[response_id] = work.events

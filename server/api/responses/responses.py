@@ -32,7 +32,6 @@ from server.api.responses.stored_routes import (
 )
 from server.edge.http.edge import edge_of
 from server.edge.http.endpoint import NO_STORE, Endpoint, add_named_events, documentation, json_reply
-from server.edge.http.served_models import end_lease
 from server.reply.generate.answering import whole
 from server.reply.generate.calls import read_call
 from server.reply.generate.replies import Gathered
@@ -113,6 +112,5 @@ async def _begin_in_background(request: Request, task: ResponseTask) -> Response
         events=log,
         can_be_left=kept.is_on_disk and not is_stream,
     )
-    background.begin(response["id"], work)
-    end_lease(request.scope)  # else its reader would keep the model from leaving, for which the work may wait
+    background.begin(response["id"], work, request.scope)
     return json_reply(response, NO_STORE) if log is None else LoggedEvents(log, 0, edge)
