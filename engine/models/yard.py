@@ -158,6 +158,11 @@ class YardPlace:
         longest_s = self.rule.keep_alive_s
         self.keep_alive_s = longest_s if seconds is None else min(seconds, longest_s)
 
+    def leave(self) -> None:
+        """Leave once no call uses it, unless it is pinned or another call comes before."""
+        self.keep_for(0)
+        self._yard.look()
+
     def release(self) -> None:
         self._yard.release(self)
 
@@ -191,7 +196,7 @@ class ModelYard:
         for place in self.places:
             if place.rule.at_start:
                 place.wanted_since_s, place.is_urgent = now_s, True
-        self._look()
+        self.look()
 
     async def wait_for(self, place: YardPlace, waiting: Waiting) -> None:
         """Wait in line for a lease of a model that is not loaded."""
@@ -231,7 +236,7 @@ class ModelYard:
         place.num_leases -= 1
         place.last_used_s = time.monotonic()
         if not place.num_leases:
-            self._look()
+            self.look()
 
     async def close(self) -> None:
         """Load nothing more, and refuse all that wait."""
@@ -250,9 +255,9 @@ class ModelYard:
         if waiting is not Waiting.BACKGROUND and not place.is_urgent:
             place.is_urgent, place.wanted_since_s = True, inf  # its turn counts from the first client
         place.wanted_since_s = min(place.wanted_since_s, time.monotonic())
-        self._look()
+        self.look()
 
-    def _look(self) -> None:
+    def look(self) -> None:
         """Begin the next change, if there is one to make now; else look again when there may be."""
         if self._switching is not None or self._is_closed:
             return
@@ -310,7 +315,7 @@ class ModelYard:
             self._look_again.cancel()
         self._look_again = None
         if not isinf(in_s):
-            self._look_again = asyncio.get_running_loop().call_later(in_s, self._look)
+            self._look_again = asyncio.get_running_loop().call_later(in_s, self.look)
 
     def _begin(self, change: Callable[[], Coroutine[Any, Any, None]]) -> None:
         async def change_and_look() -> None:
@@ -328,7 +333,7 @@ class ModelYard:
                         continue
                     if place.leaves_for is None or isinf(place.leaves_for.wanted_since_s):  # its turn again
                         self._open(place)
-                self._look()
+                self.look()
 
         self._switching = asyncio.create_task(change_and_look())
 
@@ -378,7 +383,7 @@ class ModelYard:
         log.critical("%s could not be loaded, and is not tried for %.0f s: %s", place.name, back_off_s, error)
         self._refuse(place, EngineUnavailable(f"{place.name}: {error}", retry_after_s=back_off_s))
         await place.engine.unload()
-        self._look()
+        self.look()
 
     def _refuse(self, place: YardPlace, error: EngineUnavailable) -> None:
         while place.waiting:

@@ -368,6 +368,25 @@ async def test_ollamas_keep_alive_shortens_the_time_for_which_a_model_stays_idle
     await eventually(lambda: not here.place.is_loaded)
 
 
+@pytest.mark.parametrize("path", ["/api/generate", "/api/chat"])
+async def test_ollamas_request_to_unload_loads_nothing_and_lets_the_model_leave(path: str):
+    here = ComingAndGoing()
+
+    async def unload(name: str) -> httpx.Response:
+        return await here.client.post(path, json={"model": name, "keep_alive": 0})
+
+    assert (await unload("fake:latest")).json()["done_reason"] == "unload"
+    assert (await unload("nobody")).status_code == 404
+    assert here.place.state.value == "unloaded"
+    here.processes.may_load.set()
+    await here.ask()
+    async with here.place.held():
+        here.place.keep_for(None)
+        assert (await unload("fake")).json()["done"]
+        assert here.place.is_loaded
+    await eventually(lambda: not here.place.is_loaded)
+
+
 async def test_the_place_in_line_of_a_client_that_leaves_is_free_and_the_model_is_loaded_all_the_same():
     here = ComingAndGoing()
     async with serving(here.app) as url, httpx.AsyncClient(base_url=url, timeout=30) as client:

@@ -19,7 +19,7 @@ from server.api.chat.replies import ChatStream
 from server.api.completions.requests import fitting_completion
 from server.api.ollama.input import chat_request_of, completion_request_of, served_name
 from server.api.ollama.lines import LineFraming, LineShape, LineStream, error_body
-from server.api.ollama.model_routes import documented, keep_idle, router
+from server.api.ollama.model_routes import check_name, documented, keep_idle, router
 from server.api.ollama.models import OllamaReply
 from server.api.ollama.protocol import (
     PROMPT_REFUSALS,
@@ -64,26 +64,32 @@ ENDPOINT = Endpoint(
 async def chat_in_lines(request: Request) -> Response:
     """Answer a conversation in Ollama's words: a line of JSON for each piece, unless `stream` is false."""
     body, origin = await read_call(request, OllamaChatRequest, TURN_REFUSALS, reply_id=_reply_id())
-    return await _answer(request, body, origin, is_empty=not body.messages)
+    return await _answer(request, body, origin)
 
 
 @router.post(_GENERATE, **_documentation(OllamaGenerateRequest))
 async def generate_in_lines(request: Request) -> Response:
     """Answer one prompt, by the chat template unless it is raw, or has a suffix."""
     body, origin = await read_call(request, OllamaGenerateRequest, PROMPT_REFUSALS, reply_id=_reply_id())
-    return await _answer(request, body, origin, is_empty=not body.prompt)
+    return await _answer(request, body, origin)
 
 
 async def _answer(
-    request: Request, body: OllamaChatRequest | OllamaGenerateRequest, origin: Origin, *, is_empty: bool
+    request: Request, body: OllamaChatRequest | OllamaGenerateRequest, origin: Origin
 ) -> Response:
     keep_idle(request, body.keep_alive)
     edge = edge_of(request)
+    names = edge.engine.names
+    shape = LineShape(model=body.model or names.served[0], is_chat=isinstance(body, OllamaChatRequest))
+    empty = {**shape.line({"content": ""}, time.time()), "done": True}
+    if edge.place is not None and not body.needs_model:
+        check_name(body.model, names)
+        edge.place.leave()
+        return json_reply({**empty, "done_reason": "unload"})
     info = edge.engine.info
-    shape = LineShape(model=body.model or info.served_names[0], is_chat=isinstance(body, OllamaChatRequest))
-    if is_empty:  # clients ask so for the model to be loaded
+    if body.is_empty:  # clients ask so for the model to be loaded
         check_model(served_name(body.model, info), info)
-        return json_reply({**shape.line({"content": ""}, time.time()), "done": True, "done_reason": "load"})
+        return json_reply({**empty, "done_reason": "load"})
     if isinstance(body, OllamaGenerateRequest) and (body.raw or body.suffix):
         new_stream: Callable[[ReplyPlan], StreamReply] = ChatStream
         made = await fitting_completion(edge.engine, completion_request_of(body, info), origin)

@@ -27,7 +27,7 @@ class OllamaReply(ReplyModel):
     """The reply of /api/generate."""
     thinking: str | None = None
     done: bool
-    done_reason: Literal["stop", "length", "load"] | None = None
+    done_reason: Literal["stop", "length", "load", "unload"] | None = None
     total_duration: int | None = None
     load_duration: int | None = None
     prompt_eval_count: int | None = None

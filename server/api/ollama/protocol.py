@@ -129,6 +129,16 @@ class OllamaFields(ServiceFields):
     keep_alive: KeepAlive | None = None
     """Time for which a model that comes and goes stays idle, at most as long as its entry says."""
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is to be generated."""
+        raise NotImplementedError
+
+    @property
+    def needs_model(self) -> bool:
+        """False for a request that only asks for the model to leave. Raises RequestRejected."""
+        return not self.is_empty or keep_alive_s(self.keep_alive) != 0
+
 
 class OllamaChatRequest(OllamaFields):
     """The body of POST /api/chat."""
@@ -136,8 +146,12 @@ class OllamaChatRequest(OllamaFields):
     model_config = shown_as(messages=[{"role": "user", "content": "Hello!"}], stream=False)
 
     messages: Annotated[list[OllamaMessage], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
-    """Absent or empty: the reply says that the model is loaded."""
+    """Absent or empty: the reply says that the model is loaded; with `keep_alive` 0, that it leaves."""
     tools: Tools | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.messages
 
 
 class OllamaGenerateRequest(OllamaFields):
@@ -146,13 +160,17 @@ class OllamaGenerateRequest(OllamaFields):
     model_config = shown_as(prompt="Hello!", stream=False)
 
     prompt: Text | None = None
-    """Absent or empty: the reply says that the model is loaded."""
+    """Absent or empty: the reply says that the model is loaded; with `keep_alive` 0, that it leaves."""
     system: Text | None = None
     images: _Images | None = None
     raw: bool | None = None
     """On: the prompt is gone on with as it is, without the chat template."""
     suffix: Text | None = None
     """Text after the one to be generated; for models that were trained to fill holes."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.prompt
 
 
 class OllamaShowRequest(WireModel):

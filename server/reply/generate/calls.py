@@ -89,7 +89,8 @@ async def read_call(
     if asks_for_forecast(request.headers):
         forecast = forecast_headers(engine.forecast(terms))
         add_reply_headers(request.scope, lambda: forecast)
-    await lease_model(request, is_patient=body.default_priority > 0)
+    if body.needs_model:
+        await lease_model(request, is_patient=body.default_priority > 0)
     journal = journal_of(request.scope)
     journal.reply_id = reply_id
     journal.tenant = tenant or ""

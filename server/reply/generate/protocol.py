@@ -171,6 +171,11 @@ class ServiceFields(WireModel):
         """Priority of a request that asks for none."""
         return 0
 
+    @property
+    def needs_model(self) -> bool:
+        """Whether the model is loaded for it."""
+        return True
+
 
 class SamplingFields(ServiceFields):
     """Sampling parameters; every endpoint that generates understands them."""

@@ -241,7 +241,7 @@ async def test_a_model_that_waits_for_others_keeps_none_back_that_fits_or_is_els
         await small.lease(Waiting.IN_LINE)  # fits beside the busy one
         await also_there.lease(Waiting.IN_LINE)  # for which one leaves there
     monkeypatch.setattr(yard_module, "TURN_S", 0.0)
-    world.yard._look()
+    world.yard.look()
     assert [busy.state, small.state] == [YardState.LEAVING] * 2
     also_there.release()
     async with asyncio.timeout(30):
@@ -269,7 +269,7 @@ async def test_background_work_waits_until_a_model_has_been_idle_for_a_while_and
         assert other.is_loaded, "a client's model is loaded before"
     assert not work.done()
     monkeypatch.setattr(yard_module, "REST_S", 0.01)
-    world.yard._look()
+    world.yard.look()
     async with asyncio.timeout(30):
         await work
     async with asyncio.timeout(30):
