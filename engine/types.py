@@ -251,6 +251,12 @@ class Health:
     def is_ready(self) -> bool:
         return self.state is EngineState.READY and self.is_live
 
+    @property
+    def is_welcoming(self) -> bool:
+        """Whether requests are served: those for an optional model once they have waited for it."""
+        comes = self.is_optional and not self.is_given_up and self.state is not EngineState.DRAINING
+        return self.is_ready or (comes and self.is_live)
+
 
 class ModelNames(NamedTuple):
     """Names of one model, loaded or not."""

@@ -158,7 +158,7 @@ class EngineMetrics:
 
     def watch_health(self, health: Callable[[], Health]) -> None:
         """Ask for the health at each scrape, so that the page agrees with the probes."""
-        self._ready.set_function(lambda: health().is_ready)
+        self._ready.set_function(lambda: health().is_welcoming)
         self._live.set_function(lambda: health().is_live)
 
     def engine_is_gone(self, engine: int) -> None:

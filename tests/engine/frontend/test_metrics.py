@@ -72,11 +72,15 @@ def test_priorities_fall_into_three_bands_however_large_they_are(metrics) -> Non
 
 def test_the_page_says_ready_exactly_when_a_probe_would(metrics) -> None:
     now = [READY]
+    asleep = dataclasses.replace(READY, state=EngineState.LOADING, is_optional=True)
     metrics.watch_health(lambda: now[0])
     for health, ready, live in (
         (READY, 1, 1),
         (dataclasses.replace(READY, state=EngineState.DRAINING), 0, 1),
         (dataclasses.replace(READY, is_live=False), 0, 0),
+        (asleep, 1, 1),  # it comes when it is asked for
+        (dataclasses.replace(asleep, state=EngineState.DRAINING), 0, 1),
+        (dataclasses.replace(asleep, is_given_up=True), 0, 1),
     ):
         now[0] = health
         assert (value(metrics, "ready"), value(metrics, "live")) == (ready, live)
