@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-MIN_REST_S = 1.0
+MIN_REST_S, MAX_REST_S = 1.0, 60.0
 
 
 class FairPlaces:
@@ -44,8 +44,8 @@ class FairPlaces:
             self._hand_out()
 
     def rest(self, owner: str, seconds: float) -> None:
-        """Begin none of the owner's work for some time, MIN_REST_S at least. What is under way goes on."""
-        until_s = asyncio.get_running_loop().time() + max(seconds, MIN_REST_S)
+        """Begin none of the owner's work for some time, within the bounds. What is under way goes on."""
+        until_s = asyncio.get_running_loop().time() + min(max(seconds, MIN_REST_S), MAX_REST_S)
         self._rests_until_s[owner] = max(until_s, self._rests_until_s.get(owner, 0.0))
 
     def _hand_out(self) -> None:

@@ -8,6 +8,7 @@ from itertools import pairwise
 import orjson
 import pytest
 
+from server.api.batches import places
 from server.api.batches.access import StateAccess
 from server.api.batches.lines import answer_line
 from server.api.batches.places import FairPlaces
@@ -195,3 +196,13 @@ async def test_a_file_in_pieces_of_any_size_is_read_line_by_line(tmp_path, monke
     found = answers(desk, "a", "output_file_id")
     assert [each["custom_id"] for each in found] == [f"{number}" for number in range(30)]
     desk.close()
+
+
+async def test_no_refusal_makes_an_owner_rest_for_long(monkeypatch):
+    """A model that cannot be loaded asks for 16 minutes, and the owner has work for others."""
+    monkeypatch.setattr(places, "MIN_REST_S", 0.0)
+    monkeypatch.setattr(places, "MAX_REST_S", 0.01)
+    fair = FairPlaces(1)
+    fair.rest("a", 960.0)
+    async with asyncio.timeout(30), fair.held_by("a"):
+        pass
