@@ -126,10 +126,15 @@ class OptionParser(argparse.ArgumentParser):
 
     def _without_needless(self, words: Sequence[str]) -> list[str]:
         """Leave out the switches that change nothing here, and tell of each in a line."""
-        needed = []
+        needed: list[str] = []
+        takes_value = False
         for word in words:
+            if takes_value and word.lower() in ("true", "false"):  # vLLM's older form
+                takes_value = False
+                continue
             flag = word.replace("_", "-")
             why = _PASSED_OVER.get(flag.removeprefix("--")) if flag.startswith("--") else None
+            takes_value = why is not None
             if why is None:
                 needed.append(word)
             else:

@@ -280,6 +280,16 @@ def test_a_command_line_of_vllm_starts_and_what_changes_nothing_is_told_in_a_lin
         [str(checkpoint), *switches, "--lora-modules", *adapters, "--port", "0"],
         [*switches, "--port", "0", "--lora-modules", *adapters, str(checkpoint)],
         [str(checkpoint), "--port=0", *switches, "--lora-modules", *adapters[:2], "--lora-modules", c],
+        [
+            switches[0],
+            "False",
+            *switches[1:],
+            "true",
+            str(checkpoint),
+            "--port=0",
+            "--lora-modules",
+            *adapters,
+        ],
     ):
         assert main(["serve", *words]) == 7
         told = capsys.readouterr().err.splitlines()
