@@ -64,7 +64,9 @@ def _with_share(spec: ModelSpec, needs: MemoryNeeds, share_bytes: int) -> ModelS
     worker = spec.engine.worker
     if not share_bytes or worker.num_blocks is not None or worker.kv_cache_bytes is not None:
         return spec
-    return replace(spec, engine=replace(spec.engine, worker=replace(worker, kv_cache_bytes=share_bytes)))
+    num_here = worker.num_engines if needs.device == "cpu" else 1  # engines that divide it
+    worker = replace(worker, kv_cache_bytes=share_bytes // num_here)
+    return replace(spec, engine=replace(spec.engine, worker=worker))
 
 
 def _ask(models: Sequence[ModelSpec]) -> dict[str, MemoryNeeds]:

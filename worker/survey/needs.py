@@ -62,14 +62,16 @@ def _needs_of(config: WorkerConfig) -> MemoryNeeds:
             least_bytes = (layout.most_blocks(tokens) + 1) * layout.block_bytes
             most_bytes = max(least_bytes, (found.size.num_blocks + 1) * layout.block_bytes)
     beside_bytes = _PROCESS_BYTES[device.kind] + int(num_bytes * _SHARE_BESIDE) + config.swap_space_bytes
+    if config.kv_cache_bytes is not None or config.num_blocks is not None:
+        least_bytes = most_bytes  # what was asked for is all there is to give
+    num_here = config.num_engines if device.kind == "CPU" else 1  # each GPU has one
     return MemoryNeeds(
         device=str(device.torch_device),
         budget_bytes=_budget_bytes(config, device),
-        fixed_bytes=num_bytes + beside_bytes,
-        token_bytes=token_bytes,
-        # What was asked for is all there is to give.
-        least_bytes=least_bytes if config.kv_cache_bytes is config.num_blocks is None else most_bytes,
-        most_bytes=most_bytes,
+        fixed_bytes=num_here * (num_bytes + beside_bytes),
+        token_bytes=num_here * token_bytes,
+        least_bytes=num_here * least_bytes,
+        most_bytes=num_here * most_bytes,
     )
 
 
