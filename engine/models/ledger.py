@@ -10,6 +10,9 @@ from collections.abc import Collection, Mapping, Sequence
 from worker.doctor_findings import MemoryNeeds
 from worker.memory_sizes import format_size
 
+_SMALL_SHARE = 0.125
+"""Share of its device up to which a model is small: others have less cache so that it can stay."""
+
 
 class DoesNotFit(Exception):
     """Models that do not fit together, with the numbers of each. One sentence."""
@@ -27,8 +30,9 @@ def share_out(models: Mapping[str, MemoryNeeds]) -> dict[str, int]:
 def share_in_turns(models: Mapping[str, MemoryNeeds], pinned: Collection[str]) -> dict[str, int]:
     """Return shares as `share_out`, for models that need not be loaded at once, but for the pinned ones.
 
-    If all fit together they share all. Else each of the others has what is left beside the pinned ones, which
-    have the least that any of these plans leaves them. Raises DoesNotFit.
+    If all fit together they share all. Else each of the others has what is left beside the pinned ones and
+    those that are small enough to stay beside any; these have the least that any of these plans leaves them.
+    Raises DoesNotFit.
     """
     try:
         return share_out(models)
@@ -36,11 +40,30 @@ def share_in_turns(models: Mapping[str, MemoryNeeds], pinned: Collection[str]) -
         if len(models) == len(pinned):
             raise
     shares: dict[str, int] = {}
-    kept = {name: needs for name, needs in models.items() if name in pinned}
-    for name in models.keys() - pinned:
+    kept = _kept(models, pinned)
+    for name in models.keys() - kept.keys():
         for each, share_bytes in share_out({**kept, name: models[name]}).items():
             shares[each] = min(share_bytes, shares.get(each, share_bytes))
     return {name: shares[name] for name in models}
+
+
+def _kept(models: Mapping[str, MemoryNeeds], pinned: Collection[str]) -> dict[str, MemoryNeeds]:
+    """The pinned models and, smallest first, the small ones beside which each of the others fits."""
+    kept = {name: needs for name, needs in models.items() if name in pinned}
+    small = [name for name, needs in models.items() if name not in pinned and _is_small(needs)]
+    for name in sorted(small, key=lambda name: models[name].fixed_bytes + models[name].least_bytes):
+        more = {**kept, name: models[name]}
+        try:
+            for other in models.keys() - more.keys():
+                share_out({**more, other: models[other]})
+        except DoesNotFit:
+            break
+        kept = more
+    return kept
+
+
+def _is_small(needs: MemoryNeeds) -> bool:
+    return needs.fixed_bytes + needs.least_bytes <= needs.budget_bytes * _SMALL_SHARE
 
 
 def describe(name: str, needs: MemoryNeeds, share_bytes: int) -> str:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from engine.models.ledger import DoesNotFit, share_out
+from engine.models.ledger import DoesNotFit, share_in_turns, share_out
 from worker.doctor_findings import MemoryNeeds
 
 
@@ -53,6 +53,20 @@ def test_models_that_do_not_fit_together_are_refused_with_the_numbers_of_each() 
         share_out(models)
     for part in ("21.00 GiB", "20.00 GiB", "large 18.00 GiB", "1.00 GiB of KV cache", "bge 2.00 GiB"):
         assert part in str(refused.value)
+
+
+def test_models_in_turns_leave_room_for_the_pinned_ones_and_the_small_ones_that_fit_beside_any() -> None:
+    large = needs(budget=100, fixed=50, token=1, least=10, most=90)
+    other = needs(budget=100, fixed=45, token=1, least=10, most=90)
+    vectors = needs(budget=100, fixed=5)
+    pinned = needs(budget=100, fixed=10)
+    models = {"large": large, "other": other, "vectors": vectors, "pinned": pinned}
+    assert share_in_turns(models, {"pinned"}) == {"large": 35, "other": 40, "vectors": 0, "pinned": 0}
+    medium = needs(budget=100, fixed=30)  # no small one, and so it takes turns
+    assert share_in_turns({"large": large, "a": medium, "b": medium}, ()) == {"large": 50, "a": 0, "b": 0}
+    wide = needs(budget=100, fixed=70, token=1, least=25, most=30)  # beside which the small one has no place
+    with_wide = {"large": large, "wide": wide, "vectors": needs(budget=100, fixed=6)}
+    assert share_in_turns(with_wide, ()) == {"large": 50, "wide": 30, "vectors": 0}
 
 
 def test_no_budget_is_ever_exceeded_and_none_has_less_than_it_needs() -> None:
