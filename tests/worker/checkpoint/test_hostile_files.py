@@ -300,3 +300,12 @@ def test_a_token_of_many_letters_is_refused_and_not_cut_everywhere() -> None:
     file = sentencepiece(**{key: [*whole[f"tokenizer.ggml.{key}"], value] for key, value in added.items()})
     with ending_well("letters", StartupError), pytest.raises(StartupError, match="60000 letters"):
         tokenizer_of(file)
+
+
+def test_many_tokens_of_many_letters_are_refused_and_not_all_cut_everywhere() -> None:
+    whole = sentencepiece().metadata
+    long = [f"{number:03}" + "a" * 1000 for number in range(140)]
+    added = {"tokens": long, "token_type": [1] * 140, "scores": [-1.0] * 140}
+    file = sentencepiece(**{key: [*whole[f"tokenizer.ggml.{key}"], *more] for key, more in added.items()})
+    with pytest.raises(StartupError, match="1003 letters, which are too many to be cut"):
+        tokenizer_of(file)

@@ -26,10 +26,13 @@ _ENDS = frozenset(
 """Tokens that end a reply in any template that has them, whatever their type: files name one of theirs."""
 _ENDS_IF_CONTROL = frozenset({"</s>", "<eos>"})
 """Some vocabularies have them as plain text."""
+_ENDS_OF_GLM, _GLMS = frozenset({"<|observation|>", "<|user|>"}), frozenset({"glm4", "glm4moe", "deepseek2"})
+"""Begins of others' turns, which end those of these models (GLM-4.7-Flash is a deepseek2)."""
 _PARTS_OF_REPLIES = (({"<|return|>", "<|call|>"}, "<|end|>"), ({"<|calls|>", "<|flush|>"}, "<|end|>"))
 """Tokens beside which another one ends a part of a reply alone."""
-CONTROL = 3
-"""Type of a token that text never becomes."""
+NORMAL, CONTROL = 1, 3
+"""Types of tokens: of those where a file has none, and of those that text never becomes."""
+_NAMED = ("bos", "eos", "unknown", "padding", "eot", "eom")
 
 _CHANGES_OF_RESULTS = {
     "pooling_type": "for embeddings",
@@ -124,23 +127,30 @@ def _dtype(file: GgufFile) -> str:
 def _tokens(file: GgufFile) -> dict[str, Any]:
     """Ids of tokens that begin and end a text."""
     metadata = file.metadata
-    tokens, kinds = (
-        metadata.get("tokenizer.ggml.tokens") or [],
-        metadata.get("tokenizer.ggml.token_type") or [],
-    )
-    ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    tokens = metadata.get("tokenizer.ggml.tokens") or []
+    kinds = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
+    named = named_ids(file)
+    ends = [named.get(name) for name in ("eos", "eot", "eom")]
     by_name = ends_of(tokens)
+    if_control = _ENDS_IF_CONTROL | (_ENDS_OF_GLM if file.architecture in _GLMS else frozenset())
     ends += [
         index
         for index, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
-        if token in by_name or (kind == CONTROL and token in _ENDS_IF_CONTROL)
+        if token in by_name or (kind == CONTROL and token in if_control)
     ]
     found = {
-        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
-        "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
+        "bos_token_id": named.get("bos"),
+        "pad_token_id": named.get("padding"),
         "eos_token_id": list(dict.fromkeys(end for end in ends if end is not None)) or None,
     }
     return {name: value for name, value in found.items() if value is not None}
+
+
+def named_ids(file: GgufFile) -> dict[str, int]:
+    """Ids of tokens by their names in the file, without those that are beyond its tokens."""
+    tokens = file.metadata.get("tokenizer.ggml.tokens") or []
+    ids = {name: file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in _NAMED}
+    return {name: found for name, found in ids.items() if isinstance(found, int) and 0 <= found < len(tokens)}
 
 
 def ends_of(tokens: Collection[str]) -> frozenset[str]:

@@ -6,25 +6,35 @@ Never: encodes a text (engine/text does).
 Source: the metadata that llama.cpp's converter writes; the file format of the `tokenizers` library.
 """
 
+import logging
+import re
+from functools import partial
 from typing import Any, NamedTuple
 
-from worker.checkpoint.gguf.config import CONTROL, ends_of
+from worker.checkpoint.gguf.config import CONTROL, NORMAL, ends_of, named_ids
 from worker.checkpoint.gguf.file import GgufFile
 from worker.checkpoint.vocabularies.splits import SPLITS
 from worker.checkpoint.vocabularies.tokenizer_parts import (
-    MAX_LETTERS,
     added_token,
     byte_letters,
     byte_level_parts,
+    cuts_of,
     ends_around,
     pair_model,
     tokenizer_json,
 )
-from worker.worker_errors import StartupError
+from worker.worker_errors import StartupError, refused_as
+
+log = logging.getLogger(__name__)
 
 _SPACE = "▁"
 _STORED_PAIRS = "gemma4"
-_NORMAL, _USER_DEFINED = 1, 4
+_USER_DEFINED = 4
+_PHI3 = re.compile("phi[- ]?3", re.IGNORECASE)
+_KEEP_SPACES = frozenset({"<unk>", "<s>", "<|endoftext|>"})
+"""Special tokens of Phi 3 that leave spaces behind them; its others take them along."""
+_NO_TOKEN = (1 << 32) - 1
+"""Writers' -1."""
 _TEMPLATE = "tokenizer.chat_template"
 _GEMMAS = frozenset({"gemma", "gemma2", "gemma3", "gemma4"})
 
@@ -68,7 +78,7 @@ def _vocabulary(file: GgufFile) -> _Vocabulary:
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not tokens or not isinstance(tokens[0], str):
         raise StartupError(f"{file.path.name} has no tokenizer.ggml.tokens", fix="take another GGUF file")
-    kinds = file.metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    kinds = file.metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
     if len(kinds) != len(tokens):
         raise StartupError(
             f"tokenizer.ggml.token_type is for {len(kinds)} of {len(tokens)} tokens", fix="download it again"
@@ -148,7 +158,10 @@ def _sentencepiece(file: GgufFile) -> dict[str, Any]:
         if has_merges
         else _merges_by_rank(vocabulary, ids, _ranks(file, vocabulary, by_place=is_gemma))
     )
-    unknown = file.metadata.get("tokenizer.ggml.unknown_token_id")
+    unknown = named_ids(file).get("unknown")
+    added = _added(vocabulary, ids)
+    if file.architecture == "phi3" and _PHI3.search(str(file.metadata.get("general.name"))):
+        added = [{**each, "rstrip": each["content"] not in _KEEP_SPACES} for each in added]
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     normalizer: dict[str, Any] = replace
     decoders: list[dict[str, Any]] = [
@@ -160,7 +173,7 @@ def _sentencepiece(file: GgufFile) -> dict[str, Any]:
         normalizer = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": _SPACE}, replace]}
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     return {
-        "added_tokens": _added(vocabulary, ids),
+        "added_tokens": added,
         "normalizer": normalizer,
         "pre_tokenizer": None,
         "decoder": {"type": "Sequence", "decoders": decoders},
@@ -191,33 +204,31 @@ def _merges_by_rank(
     vocabulary: _Vocabulary, ids: dict[str, int], ranks: list[float]
 ) -> list[tuple[str, str]]:
     """Every way to make a token of two others; for equal ranks, longer parts first, as they come."""
-    found = []
-    for index, (token, kind) in enumerate(zip(*vocabulary, strict=True)):
-        if kind not in (_NORMAL, _USER_DEFINED) or ids.get(token) != index:
-            continue
-        if len(token) > MAX_LETTERS:
-            raise StartupError(f"token {index} has {len(token)} letters", fix="take another GGUF file")
-        pairs = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
-        known = [pair for pair in pairs if pair[0] in ids and pair[1] in ids]
-        known.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]))
-        found += [(ranks[index], -len(left), -len(right), (left, right)) for left, right in known]
-    found.sort(key=lambda each: each[:3])
-    return [pair for *_, pair in found]
+    made = (
+        token if kind in (NORMAL, _USER_DEFINED) and ids.get(token) == index else ""
+        for index, (token, kind) in enumerate(zip(*vocabulary, strict=True))
+    )
+    with refused_as(partial(StartupError, fix="take another GGUF file"), "tokenizer.ggml.tokens"):
+        found = list(cuts_of(made, ids))
+    found.sort(key=lambda each: (ranks[each[0]], -len(each[1]), -len(each[2])))
+    return [(left, right) for _, left, right in found]
 
 
 def _special_tokens(file: GgufFile, ids: dict[str, int]) -> dict[str, tuple[str, int]]:
-    """Text and id of the tokens that have a name. Raises StartupError for an id that is no token."""
+    """Text and id of the tokens that have a name. Raises StartupError for bos or eos that is none."""
     texts = {index: token for token, index in ids.items()}
+    named = named_ids(file)
     found = {}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         number = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if number is None:
-            continue
-        if number not in texts:
+        if key in named:
+            found[name] = (texts[named[key]], named[key])
+        elif name in ("bos", "eos") and number not in (None, _NO_TOKEN):
             raise StartupError(
                 f"tokenizer.ggml.{key}_token_id {number} is no token", fix="take another GGUF file"
             )
-        found[name] = (texts[number], number)
+        elif number is not None:
+            log.warning("tokenizer.ggml.%s_token_id %.20s is no token and is passed over", key, number)
     return found
 
 

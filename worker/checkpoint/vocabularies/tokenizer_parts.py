@@ -8,7 +8,7 @@ Source: the file format of the `tokenizers` library.
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
-MAX_LETTERS = 1024
+_MAX_LETTERS = 1024
 """Limit of a token that is made of others: all its cuts are tried."""
 _MAX_LETTERS_OF_CUTS = 1 << 27
 """Limit of all that is cut, in letters; vocabularies have a tenth of it."""
@@ -106,7 +106,7 @@ def cuts_of(tokens: Iterable[str], known: Container[str]) -> Iterator[tuple[int,
     num_letters = 0
     for place, token in enumerate(tokens):
         num_letters += len(token) ** 2
-        if len(token) > MAX_LETTERS or num_letters > _MAX_LETTERS_OF_CUTS:
+        if len(token) > _MAX_LETTERS or num_letters > _MAX_LETTERS_OF_CUTS:
             raise ValueError(f"token {place} has {len(token)} letters, which are too many to be cut")
         for cut in range(1, len(token)):
             left, right = token[:cut], token[cut:]

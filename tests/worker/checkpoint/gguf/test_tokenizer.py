@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 
 from tests.checkpoints import write_tokenizer
-from worker.checkpoint.gguf.config import ends_of
+from worker.checkpoint.gguf.config import _tokens, ends_of
 from worker.checkpoint.gguf.file import GgufFile
 from worker.checkpoint.gguf.tokenizer import tokenizer_of
 from worker.checkpoint.vocabularies.splits import SPLITS
@@ -137,6 +137,51 @@ def test_an_end_of_a_turn_is_one_token_and_special_whatever_its_type(tmp_path, k
 )
 def test_ends_of_replies_are_known_by_their_names(tokens, ends):
     assert ends_of(tokens) == ends
+
+
+def ends_in_config(architecture: str, kinds: list[int] | None) -> list[int]:
+    tokens = ["a", "<|endoftext|>", "<|user|>", "<|observation|>"]
+    return _tokens(file_of(architecture, tokens=tokens, token_type=kinds)).get("eos_token_id", [])
+
+
+def test_turns_of_others_end_replies_of_glm_where_they_are_control_tokens():
+    for architecture in ("glm4", "glm4moe", "deepseek2"):
+        assert ends_in_config(architecture, [1, 3, 3, 3]) == [1, 2, 3]
+        assert ends_in_config(architecture, [1, 3, 1, 4]) == [1]
+    assert ends_in_config("phi3", [1, 3, 3, 3]) == [1]
+
+
+def test_ends_by_name_are_found_without_types_of_tokens():
+    assert ends_in_config("llama", None) == [1]
+
+
+def test_named_tokens_beyond_the_vocabulary_are_passed_over_with_a_line(caplog):
+    beyond = dict.fromkeys(("padding_token_id", "unknown_token_id", "eot_token_id"), 4294967295)
+    file = sentencepiece(**beyond)
+    assert opened(file).encode("hello").tokens == ["<s>", "▁hello"]
+    assert tokenizer_of(file)[1] == {"bos_token": "<s>", "eos_token": "</s>"}
+    assert "padding_token_id 4294967295 is no token" in caplog.text
+    assert _tokens(file) == {"bos_token_id": 1, "eos_token_id": [2]}
+    assert "bos_token" not in tokenizer_of(sentencepiece(bos_token_id=4294967295))[1]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "spaces"),
+    [
+        ("phi3", "Phi-3.5-mini-instruct", False),
+        ("phi3", "Phi3 Medium", False),
+        ("phi3", "Phi 3 Mini 4k Instruct", False),
+        ("phi3", "Another", True),
+        ("llama", "phi-3", True),
+    ],
+)
+def test_special_tokens_of_phi_3_take_spaces_behind_them_along(architecture, name, spaces):
+    file = sentencepiece(architecture)
+    file.metadata["general.name"] = name
+    found = opened(file)
+    ids = found.encode("h</s> \nhello<s> h", add_special_tokens=False).ids
+    behind = ["▁▁", "<0x0A>", "h", "ello"] if spaces else ["▁hello"]
+    assert [found.id_to_token(each) for each in ids] == ["▁h", "</s>", *behind, "<s>", "▁", "▁h"]
 
 
 def test_two_spellings_of_one_token_leave_it_to_the_one_in_bytes(tmp_path):
