@@ -1,6 +1,7 @@
 """GGUF files become checkpoint folders, or are refused in one line that names what is wrong."""
 
 import json
+import os
 import struct
 from collections.abc import Callable
 from contextlib import suppress
@@ -303,6 +304,37 @@ def test_the_model_option_refuses_with_the_files_own_reason(tmp_path):
     path.write_bytes(b"GGUF")
     with pytest.raises(OptionError, match="the header is cut off"):
         resolve(Options(model=str(path)))
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "empty": lambda folder: (folder / "tokenizer.json").write_bytes(b""),
+    "shorter": lambda folder: os.truncate(folder / "config.json", 20),
+    "missing": lambda folder: (folder / "config.json").unlink(),
+    "without its link": lambda folder: (folder / WEIGHTS).unlink(),
+    "without sizes": lambda folder: (folder / ".manifest").write_text("[]"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_folder_that_was_damaged_is_made_again(written, cache, damage):
+    folder = folder_of(written[0])
+    expected = {each.name: each.read_bytes() for each in folder.glob("*.json")}
+    damage(folder)
+    assert folder_of(written[0]) == folder
+    assert {each.name: each.read_bytes() for each in folder.glob("*.json")} == expected
+    assert (folder / WEIGHTS).resolve() == written[0].resolve()
+    assert list((cache / "tokenyard" / "gguf").iterdir()) == [folder]
+    made = folder.stat().st_ino
+    assert folder_of(written[0]).stat().st_ino == made
+
+
+def test_a_user_without_a_home_is_told_to_name_a_folder(written, monkeypatch):
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", homeless)
+    assert "set XDG_CACHE_HOME to a folder of your own" in refusal(written[0])
 
 
 def test_a_cache_that_others_may_write_to_is_not_used(written, cache):
