@@ -13,7 +13,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from worker.attention.interface import AttentionBackend, AttentionMetadata, AttentionOptions
+from worker.attention.interface import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionOptions,
+    note_layer_begun,
+)
 from worker.attention.kv_cache import KVCache, PagedTensor
 from worker.attention.ref_attention import RefAttention
 from worker.cpu.native import (
@@ -190,6 +195,7 @@ class CpuAttention:
         """See LayerAttention."""
         if self.states is not None and self.states.is_cut and stack.layers:
             for layer in stack.layers:
+                note_layer_begun()  # as the kernel for all of them counts
                 self._run(layer, angles, hidden_TH, None)
             stack = LayerStack(stack.end, (), stack.end)
         layer_idxs = tuple([layer.layer_idx for layer in stack.layers])

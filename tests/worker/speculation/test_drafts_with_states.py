@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.config import PreemptionMode
-from scheduler.messages import SamplingParams
+from scheduler.messages import SamplingParams, SchedulerOutput
 from tests.checkpoints import RECURRENT_FAMILIES
 from tests.properties.lengths import histories
 from tests.tiers import by_day
@@ -23,6 +23,8 @@ from tests.worker.speculation.speculated import (
     oracle,
 )
 from tests.worker.speculation.test_verification import Loaded
+from worker.attention.interface import num_layers_begun
+from worker.steps.protocol import LaunchedStep
 from worker.worker_config import DraftMethod, SpeculationConfig
 from worker.worker_errors import StartupError
 
@@ -65,6 +67,23 @@ def test_tokens_are_the_same_with_any_drafts(loaded: Loaded) -> None:
     assert world.num_accepted > 20
     check_same_tokens(expected, world.answers(requests, half_right(expected, random, vocab_size)))
     check_same_tokens(expected, world.answers(requests, nonsense(random, vocab_size)))
+
+
+def test_a_step_with_drafts_counts_each_layer_as_any_step_does(checkpoints: MakeCheckpoint) -> None:
+    """A slow step would look as if it hung."""
+
+    class Counted(Speculated):
+        def _launch(self, plan: SchedulerOutput) -> LaunchedStep:
+            before = num_layers_begun()
+            launched = super()._launch(plan)
+            num_begun[bool(plan.draft_token_ids)].add(num_layers_begun() - before)
+            return launched
+
+    num_begun: dict[bool, set[int]] = {False: set(), True: set()}
+    world = Counted(*load_worker(checkpoints("qwen3_5_text"), num_blocks=400))
+    requests = requests_of(Random(5), 2)
+    world.answers(requests, oracle(world.answers(requests), 3))
+    assert num_begun[False] == num_begun[True] != {0}
 
 
 @pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
