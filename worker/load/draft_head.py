@@ -66,7 +66,8 @@ def find_head(kind: ModelKind, files: Sequence[WeightFile]) -> StoredHead | None
     )
     for prefix, layer_prefix, words in places:
         inputs = {f"{prefix}{word}.weight": f"{own}.weight" for word, own in words.items()}
-        if not inputs.keys() <= tensors.keys():
+        if missing := tuple([each.removesuffix("weight") for each in inputs if each not in tensors]):
+            _refuse_codes({name: each.dtype for name, each in tensors.items() if name.startswith(missing)})
             continue
         vocab_size = content.get("vocab_size")
         for name in (f"{prefix}{each}" for each in _OF_THE_MODEL):

@@ -18,11 +18,14 @@ from worker.checkpoint.task import Task
 from worker.checkpoint.tokenizer_files import TOKENIZER, find_vocabulary, read_tokenizer
 from worker.load.model_kind import ModelKind
 from worker.worker_config import AdapterLimits, DraftMethod, SpeculationConfig, WorkerConfig
-from worker.worker_errors import FamilyRefused, StartupError
+from worker.worker_errors import FamilyRefused, StartupError, one_line
 
 log = logging.getLogger(__name__)
 
 WITHOUT_HEAD = 'leave it out by --speculative-config \'{"method": "off"}\'; what is generated is the same'
+
+_ERRORS_OF_A_HEAD = (MemoryError, RuntimeError, AttributeError, LookupError, TypeError, ValueError)
+"""Errors of transformers and torch for a layer that is not as it was taken to be, or has no room."""
 
 
 def refuse_speculation(config: WorkerConfig, reason: str) -> None:
@@ -64,7 +67,16 @@ def _naming_head(config: WorkerConfig) -> Iterator[None]:
     except StartupError as error:  # of a family too: without its head the model can be served
         if config.speculation.method is not DraftMethod.AUTO:
             raise StartupError(f"draft head: {error.what}", fix=WITHOUT_HEAD) from error
-        log.info("draft head: %s: the model is served without it", error.what)
+        note_left_out(error.what)
+    except _ERRORS_OF_A_HEAD as error:
+        if config.speculation.method is not DraftMethod.AUTO:
+            raise
+        note_left_out(f"{type(error).__name__}: {error}")
+
+
+def note_left_out(reason: str) -> None:
+    """Log why a head that nobody asked for is left out."""
+    log.info("draft head: %s: the model is served without it", one_line(reason))
 
 
 def refuse_with_head(config: WorkerConfig) -> None:

@@ -36,6 +36,7 @@ from worker.worker_config import DraftMethod, SpeculationConfig, WorkerConfig
 from worker.worker_errors import StartupError
 
 MTP = SpeculationConfig(method=DraftMethod.MTP, num_speculative_tokens=4)
+AUTO = SpeculationConfig(method=DraftMethod.AUTO)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 SCRIPTS = DEMO.parents[1] / "scripts" / "demo_model"
 TEXTS = ("Once upon a time", "Write a short story about a train.", "1, 2, 3,")
@@ -140,14 +141,20 @@ def in_eight_bits(tensors: dict[str, torch.Tensor]) -> None:
     tensors[name] = tensors[name].to(torch.float8_e4m3fn)
 
 
+def with_a_joint_of_codes(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["model.layers.3.eh_proj.weight"]
+    tensors["model.layers.3.eh_proj.qweight"] = torch.zeros(16, 64, dtype=torch.int32)
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        pytest.param(*case, id=case[0].__name__, marks=[] if place < 2 else pytest.mark.night)
+        pytest.param(*case, id=case[0].__name__, marks=[] if place < 3 else pytest.mark.night)
         for place, case in enumerate(
             (
                 (of_another_size, "model.layers.3.eh_proj.weight is [64, 96] in the files, and [64, 128]"),
                 (with_another_vocabulary, "model.layers.3.shared_head.head.weight is [64, 64] in the files"),
+                (with_a_joint_of_codes, "model.layers.3.eh_proj.qweight is I32"),
                 (with_a_wide_layer, "model.layers.3.self_attn.o_proj.weight is [64, 80] in the files"),
                 (without_a_norm, "layers.0.input_layernorm.weight"),
                 (in_eight_bits, "model.layers.3.self_attn.o_proj.weight is F8_E4M3"),
@@ -166,7 +173,7 @@ def test_a_head_of_another_model_is_refused_by_name_and_left_out_where_nobody_as
     assert named in refused.value.what
     assert '"off"' in refused.value.fix
     monkeypatch.setattr(start_head, "LEAST_WITH_HEAD", 0)
-    _, facts = load_with_head(folder, speculation=SpeculationConfig(method=DraftMethod.AUTO))
+    _, facts = load_with_head(folder, speculation=AUTO)
     assert not facts.has_draft_model
 
 
@@ -174,7 +181,7 @@ def test_a_head_is_taken_by_itself_with_a_model_that_is_large_enough(
     checkpoints: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_head(tmp_path / "glm4_moe", checkpoints("glm4_moe"))
-    _, facts = load_with_head(folder, speculation=SpeculationConfig(method=DraftMethod.AUTO))
+    _, facts = load_with_head(folder, speculation=AUTO)
     assert not facts.has_draft_model
     monkeypatch.setattr(start_head, "LEAST_WITH_HEAD", 0)
     for method, has_head in (
@@ -186,6 +193,30 @@ def test_a_head_is_taken_by_itself_with_a_model_that_is_large_enough(
         assert facts.has_draft_model == has_head, method
     with pytest.raises(StartupError, match=r"draft head: .* has no head that drafts \(MTP\)"):
         load_with_head(checkpoints("glm4_moe"))
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("DefaultCPUAllocator: can't allocate memory"), AttributeError("rotary")], ids=repr
+)
+def test_any_error_of_a_head_that_was_not_asked_for_leaves_it_out_with_a_line(
+    checkpoints: MakeCheckpoint,
+    tmp_path: Path,
+    error: Exception,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(start_head, "LEAST_WITH_HEAD", 0)
+    monkeypatch.setattr(start_head, "build_head", fail)
+    folder = write_head(tmp_path / "glm4_moe", checkpoints("glm4_moe"))
+    caplog.set_level("INFO", "worker.load.draft_kind")
+    _, facts = load_with_head(folder, speculation=AUTO)
+    assert not facts.has_draft_model
+    assert f"draft head: {type(error).__name__}: {error}: the model is served without it" in caplog.text
+    with pytest.raises(StartupError, match=str(error)):
+        load_with_head(folder)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +249,7 @@ def test_doctor_tells_the_bytes_of_a_head_and_foresees_its_blocks(
         device="cpu",
         kv_cache_bytes=4 << 20,
         num_threads=1,
-        speculation=SpeculationConfig(method=DraftMethod.AUTO),
+        speculation=AUTO,
     )
     memory = next(each for each in survey(config) if each.topic == "memory")
     assert "of them of its draft head" in memory.what
