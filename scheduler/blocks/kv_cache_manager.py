@@ -94,10 +94,7 @@ class KVCacheManager:
         return self._index.main_group
 
     def keep_journal(self, journal: PrefixJournal) -> None:
-        """Record from now on what is found, and found no more, of all groups.
-
-        A state keeps its number even where there is nothing else: readers outside know blocks of tokens only.
-        """
+        """Record what is found, and found no more, of all groups. Outside, a state is no block of tokens."""
         for index, (group, cache) in enumerate(zip(self.groups, self.caches, strict=True)):
             is_main = index == self.main_group and not group.is_fixed
             cache.journal, cache.group = journal, None if is_main else index

@@ -20,7 +20,7 @@ from scheduler.messages import ModelRunnerOutput, SchedulerOutput
 from tests.fakes import FakeWorker, _content, _Row
 from tests.late_streams import LateGpu
 from tests.properties.lengths import TIMES
-from tests.properties.test_scheduler_histories import _random_history, check_ends, play
+from tests.properties.test_scheduler_histories import check_ends, play, random_history
 from tests.world import World, small_config, windows_of
 from worker.attention.interface import AttentionMetadata, BlockTables
 from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
@@ -152,7 +152,7 @@ def test_every_block_holds_what_it_should_however_late_it_was_copied(caching: Pr
         random = Random(seed)
         config = replace(_config(random), prefix_caching=caching)
         with world_of(config, random) as world:
-            accepted = play(world, _random_history(random))
+            accepted = play(world, random_history(random))
         check_ends(world, accepted)
         num_swaps += world.num_swaps()
         num_host_hits += world.scheduler.stats().num_prefix_host_hits
