@@ -3,6 +3,7 @@
 EngineError
 ├── RequestRejected      the caller's fault; names the parameter, and what would be right
 │   ├── ContextLengthExceeded
+│   ├── TooManyPictures
 │   ├── GrammarRejected
 │   ├── WrongTask
 │   ├── AdapterConflict
@@ -49,6 +50,10 @@ class ContextLengthExceeded(RequestRejected):
 
     def __init__(self, message: str, *, param: str) -> None:
         super().__init__(message, param=param, code="context_length_exceeded")
+
+
+class TooManyPictures(RequestRejected):
+    """The request has more pictures than one may have."""
 
 
 class WrongTask(RequestRejected):

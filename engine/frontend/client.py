@@ -88,8 +88,8 @@ class AsyncEngine:
         )
         self.metrics.watch_health(self.health)
         self._template.on_merged = self.metrics.turns_merged
-        texts = TokenizerThreads(self._tokenizer, self._template, self.metrics.counting_refusals)
-        self._texts = texts
+        counting = self.pictures.counting_refusals = self.metrics.counting_refusals
+        texts = self._texts = TokenizerThreads(self._tokenizer, self._template, counting)
         # Calls about texts, which the threads document.
         self.encode, self.encode_plain, self.encode_chat = texts.encode, texts.encode_plain, texts.encode_chat
         self.encode_texts, self.encode_pairs = texts.encode_texts, texts.encode_pairs

@@ -8,6 +8,7 @@ import asyncio
 import hashlib
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ _START_TIMEOUT_S = 60.0
 _CLOCK = 3
 """Time by the clock for each second of the processor: the machine may be busy."""
 _MAX_WAITING = 64
+_MAX_FETCHED = 8
 _SETTINGS = ("preprocessor_config.json", "processor_config.json")
 _EXTRA = "Pillow is not installed here: install the extra `images`"
 
@@ -64,6 +66,10 @@ class PicturePreparer:
         self._order: asyncio.Task[tuple[StoredPicture, PictureLease]] | None = None
         """The one under way: only this keeps it alive if its client has left."""
         self._num_waiting = 0
+        self.room_for_files = asyncio.Semaphore(_MAX_FETCHED)
+        """Held for a file that is fetched, until it is prepared: it may be large."""
+        self.counting_refusals: Callable[[], AbstractContextManager[None]] = nullcontext
+        """A context that counts an Overloaded which is raised inside."""
         self._refuses_all = ""
         self._way = b""
         """Everything but the picture on which its prepared bytes depend."""
@@ -85,14 +91,18 @@ class PicturePreparer:
         except KeyError:
             return None
 
-    def new_lease(self) -> PictureLease:
+    @property
+    def takes_any(self) -> bool:
+        return is_installed() and self.config.max_pictures > 0
+
+    def new_lease(self, salt: str = "") -> PictureLease:
         """Raises EngineUnavailable without shared memory."""
         if self._segments is None:
             try:
                 self._segments = Segments()
             except OSError:
                 raise EngineUnavailable("this server has no shared memory for pictures") from None
-        return PictureLease(self._segments)
+        return PictureLease(self._segments, salt)
 
     async def prepare(
         self, picture: bytes, detail: Detail, vision: VisionFacts, lease: PictureLease, *, param: str
@@ -103,10 +113,22 @@ class PicturePreparer:
         """
         if kind_of(picture) is None:
             raise _refused(param, "it is no PNG, JPEG, WebP or GIF file")
-        content = await asyncio.to_thread(self._name_of, picture, detail, vision)
+        content = await asyncio.to_thread(self._name_of, picture, detail, vision, lease.salt)
         stored = lease.take(content)
-        if stored is not None:
-            return stored
+        if stored is None:
+            with self.counting_refusals():
+                stored = await self._prepare_anew(picture, detail, vision, lease, content, param)
+        return stored
+
+    async def _prepare_anew(
+        self,
+        picture: bytes,
+        detail: Detail,
+        vision: VisionFacts,
+        lease: PictureLease,
+        content: str,
+        param: str,
+    ) -> StoredPicture:
         if self._num_waiting >= _MAX_WAITING:
             raise Overloaded(
                 "too many pictures wait to be prepared; try again later",
@@ -219,14 +241,15 @@ class PicturePreparer:
         except (TimeoutError, OSError, ChildEnded):
             raise EngineUnavailable("the process that prepares pictures does not start") from None
 
-    def _name_of(self, picture: bytes, detail: Detail, vision: VisionFacts) -> str:
-        """Return a digest of the file and of all that decides what is made of it."""
+    def _name_of(self, picture: bytes, detail: Detail, vision: VisionFacts, salt: str) -> str:
+        """Return a digest of the file, of all that decides what is made of it, and of the salt."""
         if not self._way:
             files = [Path(self._folder, each) for each in _SETTINGS]
             texts = [each.read_bytes() if each.is_file() else b"" for each in files]
             options = [dict(self.config.processor_kwargs), vision.family]
             self._way = hashlib.sha256(b"\0".join([*texts, orjson.dumps(options)])).digest()
-        return hashlib.sha256(self._way + detail.encode() + b"\0" + picture).hexdigest()
+        salted = hashlib.sha256(salt.encode()).digest()
+        return hashlib.sha256(self._way + salted + detail.encode() + b"\0" + picture).hexdigest()
 
 
 def is_installed() -> bool:

@@ -35,7 +35,9 @@ class StoredPicture(NamedTuple):
 class PictureLease:
     """The pictures of one request, held until `release`, or until nobody refers to the lease."""
 
-    def __init__(self, segments: "Segments") -> None:
+    def __init__(self, segments: "Segments", salt: str) -> None:
+        self.salt = salt
+        """Part of the names of its pictures: those of another salt are others."""
         self._held: list[str] = []
         self._segments = segments
         self._end = weakref.finalize(self, segments.drop, self._held)

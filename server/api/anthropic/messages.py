@@ -168,5 +168,5 @@ async def count_tokens(request: Request) -> Response:
     body = await read_request(request, CountTokensRequest, MESSAGES_REFUSALS, from_headers={})
     note_ignored(request, ignored_names(body))
     with in_their_words(body):
-        prompt = await prompt_of(edge_of(request), chat_request_of(body))
+        prompt = await prompt_of(edge_of(request), chat_request_of(body), request.receive)
     return json_reply({"input_tokens": len(prompt.token_ids)})

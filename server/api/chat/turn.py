@@ -7,12 +7,16 @@ Never: the choices (plan.py), the shape of a reply (replies.py, responses/replie
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from starlette.types import Receive
+
 from engine.errors import RequestRejected
 from engine.media.pictures import TokenIds
+from engine.media.segments import PictureLease
 from engine.types import GenerationRequest
 from server.api.chat.message_reader import Reading
 from server.api.chat.plan import ReadingPlan, Turn, model_reading, plan_reading
 from server.api.chat.protocol import ChatCompletionRequest
+from server.edge.http.disconnect import while_connected
 from server.edge.http.edge import Edge, Engine
 from server.reply.generate.calls import Origin
 from server.reply.generate.engine_requests import (
@@ -24,7 +28,7 @@ from server.reply.generate.engine_requests import (
     kept_prompt,
 )
 from server.reply.pictures.media_parts import pictures_of
-from server.reply.pictures.placing import ChatPrompt, encode_with_pictures
+from server.reply.pictures.placing import ChatPrompt, PictureHold, encode_with_pictures
 
 _NUM_END_TOKENS = (64, 512, 4096)
 """Tokens at the end of a prompt in which the anchor of a response template is looked for: more if need be."""
@@ -43,9 +47,15 @@ class ChatTurn:
     """Whether a budget of thoughts has no effect: there are none, or their end is of several tokens."""
 
 
-async def prepare_turn(edge: Edge, body: ChatCompletionRequest, origin: Origin) -> ChatTurn:
-    """Render, tokenize, and build the engine request. Raises RequestRejected, Overloaded."""
-    prompt, turn, num_answer_tokens = await _prompt_and_turn(edge, body)
+async def prepare_turn(
+    edge: Edge, body: ChatCompletionRequest, origin: Origin, keeper: PictureLease | None = None
+) -> ChatTurn:
+    """Render, tokenize, and build the engine request. Raises RequestRejected, Overloaded.
+
+    `keeper` holds its pictures as well.
+    """
+    hold = PictureHold(salt=origin.terms.cache_salt, keeper=keeper)
+    prompt, turn, num_answer_tokens = await _prompt_and_turn(edge, body, origin.receive, hold)
     try:
         prompt.check_end()
         request = await _request_of(edge.engine, body, prompt, turn, origin)
@@ -63,14 +73,16 @@ async def prepare_turn(edge: Edge, body: ChatCompletionRequest, origin: Origin) 
     )
 
 
-async def prompt_of(edge: Edge, chat: ChatCompletionRequest) -> ChatPrompt:
+async def prompt_of(edge: Edge, chat: ChatCompletionRequest, receive: Receive) -> ChatPrompt:
     """Make the prompt that an answer would have, and nothing more. Raises RequestRejected, Overloaded."""
-    prompt, _, _ = await _prompt_and_turn(edge, chat)
+    prompt, _, _ = await _prompt_and_turn(edge, chat, receive, PictureHold())
     prompt.release()
     return prompt
 
 
-async def _prompt_and_turn(edge: Edge, body: ChatCompletionRequest) -> tuple[ChatPrompt, Turn, int]:
+async def _prompt_and_turn(
+    edge: Edge, body: ChatCompletionRequest, receive: Receive, hold: PictureHold
+) -> tuple[ChatPrompt, Turn, int]:
     """Make the prompt, and count the tokens at its end that begin the answer, where that is of use."""
     engine = edge.engine
     plan = plan_reading(body, model_reading(edge.parsers, engine.info))
@@ -78,7 +90,8 @@ async def _prompt_and_turn(edge: Edge, body: ChatCompletionRequest) -> tuple[Cha
     parts = ((message.role, message.content or ()) for message in body.messages)
     pictures = pictures_of(parts, engine.info)
     if pictures:
-        rendered = await encode_with_pictures(engine, plan.messages, plan.options, pictures)
+        work = encode_with_pictures(engine, plan.messages, plan.options, pictures, hold)
+        rendered = await while_connected(receive, work)
     else:
         rendered = ChatPrompt(await engine.encode_chat(plan.messages, plan.options))
     room = len(await _suffix_ids(engine, plan.possible_suffix))

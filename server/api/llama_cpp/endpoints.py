@@ -145,14 +145,15 @@ async def fill_for_editors(request: Request) -> Response:
 @router.get("/props", **documentation(LlamaProperties))
 async def show_properties(request: Request) -> Response:
     """The context window, the defaults of sampling and the chat template."""
-    info = choose_by_query(request).engine.info
+    edge = choose_by_query(request)
+    info = edge.engine.info
     return json_reply(
         {
             "default_generation_settings": {"n_ctx": info.max_model_len, "params": info.default_sampling},
             "total_slots": 1,
             "model_alias": info.served_names[0],
             "chat_template": info.chat_template,
-            "modalities": {"vision": info.vision is not None, "audio": False},
+            "modalities": {"vision": edge.takes_pictures, "audio": False},
         }
     )
 

@@ -158,7 +158,7 @@ def _capabilities(edge: Edge, info: ModelInfo) -> list[str]:
     if info.pooling is not None:
         return ["embedding"]
     found = ["completion"]
-    if info.vision is not None:
+    if edge.takes_pictures:
         found.append("vision")
     reading = model_reading(edge.parsers, info)
     if reading.dialect is not None:

@@ -114,7 +114,7 @@ def _model(name: str, info: ModelInfo, edge: Edge) -> dict[str, Any]:
         "parent": None if adapter is None else info.served_names[0],
         "permission": [],
         "max_model_len": info.max_model_len,
-        "capabilities": {"vision": info.vision is not None},
+        "capabilities": {"vision": edge.takes_pictures},
         **_status(edge),
     }
 

@@ -98,7 +98,7 @@ async def render_completion(request: Request) -> Response:
 async def render_chat(request: Request) -> Response:
     """Return the token ids of a conversation's prompt."""
     body = await read_request(request, ChatCompletionRequest, CHAT_REFUSALS, from_headers={})
-    prompt = await prompt_of(edge_of(request), body)
+    prompt = await prompt_of(edge_of(request), body, request.receive)
     return json_reply(_rendered(request, body, prompt, "chatcmpl"))
 
 
@@ -112,7 +112,7 @@ async def render_messages(request: Request) -> Response:
     body = await read_request(request, MessagesRequest, MESSAGES_REFUSALS, from_headers={})
     with in_their_words(body):
         chat = chat_request_of(body)
-        prompt = await prompt_of(edge_of(request), chat)
+        prompt = await prompt_of(edge_of(request), chat, request.receive)
     return json_reply(_rendered(request, chat, prompt, "chatcmpl"))
 
 

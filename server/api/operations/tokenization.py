@@ -13,6 +13,7 @@ from fastapi import APIRouter
 from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive
 
 from engine.errors import RequestRejected
 from engine.text.tokenizer import SpecialTokens
@@ -112,7 +113,7 @@ async def tokenize(request: Request) -> Response:
     info = engine.info
     check_model(body.model, info)
     note_unread_kwargs(request, body.chat_template_kwargs)
-    token_ids = await _encode(edge_of(request), body)
+    token_ids = await _encode(edge_of(request), body, request.receive)
     before = {"count": len(token_ids), "max_model_len": info.max_model_len}
     pieces = [orjson.dumps(before)[:-1] + b',"tokens":', *await _written(token_ids, _themselves)]
     strings = await _written(token_ids, engine.vocabulary_strings) if body.return_token_strs else [b"null"]
@@ -161,10 +162,10 @@ async def tokenizer_info(request: Request) -> Response:
     return json_reply({**shown, "chat_template": info.chat_template or None})
 
 
-async def _encode(edge: Edge, body: TokenizeRequest) -> tuple[int, ...]:
+async def _encode(edge: Edge, body: TokenizeRequest, receive: Receive) -> tuple[int, ...]:
     engine = edge.engine
     if body.messages is not None:
-        return await _encode_chat(edge, body)
+        return await _encode_chat(edge, body, receive)
     if body.prompt is None:
         raise RequestRejected("prompt or messages is required", param="prompt", code="missing_field")
     for name in _CHAT_FIELDS:
@@ -175,11 +176,12 @@ async def _encode(edge: Edge, body: TokenizeRequest) -> tuple[int, ...]:
     return await engine.encode(body.prompt)
 
 
-async def _encode_chat(edge: Edge, body: TokenizeRequest) -> tuple[int, ...]:
+async def _encode_chat(edge: Edge, body: TokenizeRequest, receive: Receive) -> tuple[int, ...]:
     if body.prompt is not None:
         raise RequestRejected("prompt and messages exclude each other", param="prompt")
     fields = {name: getattr(body, name) for name in _CHAT_FIELDS}
-    prompt = await prompt_of(edge, ChatCompletionRequest(messages=body.messages or [], **fields))
+    chat = ChatCompletionRequest(messages=body.messages or [], **fields)
+    prompt = await prompt_of(edge, chat, receive)
     token_ids = prompt.token_ids
     return await _with_special_tokens(edge.engine, token_ids) if body.add_special_tokens else token_ids
 

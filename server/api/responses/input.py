@@ -217,6 +217,11 @@ def _is_instructing(item: InputItem) -> bool:
     return _is_message(item) and item.role in _INSTRUCTING_ROLES
 
 
+def has_pictures(items: Sequence[InputItem]) -> bool:
+    parts = (part for item in items for part in (*(item.content or ()), *(item.output or ())))
+    return any(part.type == "input_image" for part in parts)
+
+
 def _chat_parts(parts: Sequence[ItemPart] | None, where: str) -> list[dict[str, Any]]:
     return [_chat_part(part, f"{where}[{place}]") for place, part in enumerate(required(parts, where))]
 

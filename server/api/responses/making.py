@@ -6,7 +6,7 @@ Never: HTTP, or rendering and generating: that is the chat path, step for step.
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 from starlette.requests import Request
 
-from engine.errors import ContextLengthExceeded, RequestRejected
+from engine.errors import ContextLengthExceeded, RequestRejected, TooManyPictures
 from engine.types import GenerationRequest
 from server.api.chat.replies import ChatStream
 from server.api.chat.turn import ChatTurn, prepare_turn, raw_text
@@ -22,6 +22,7 @@ from server.api.responses.events import OnEnd, ResponseStream
 from server.api.responses.input import (
     chat_request_of,
     cut_before,
+    has_pictures,
     ignored_names,
     in_our_words,
     num_parts,
@@ -127,26 +128,46 @@ def _chat_plan(body: ResponsesRequest, turn: ChatTurn, head: ReplyHead) -> Reply
 async def _prepare(edge: Edge, task: ResponseTask, items: Sequence[InputItem], tools: Toolbox) -> ChatTurn:
     """The chat path up to the first token, its errors in the words of this endpoint."""
     with in_our_words(tools):
-        prepare = _turn_that_fits if task.body.truncation == "auto" else _turn
-        return await prepare(edge, task, items, tools)
+        if task.body.truncation != "auto":
+            return await _turn(edge, task, items, tools)
+        if edge.engine.info.vision is None or not has_pictures(items):
+            return await _turn_that_fits(edge, task, items, tools)
+        keeper = edge.engine.pictures.new_lease()
+        try:
+            return await _turn_that_fits(edge, task, items, tools, partial(prepare_turn, keeper=keeper))
+        finally:
+            keeper.release()
 
 
-async def _turn(edge: Edge, task: ResponseTask, items: Sequence[InputItem], tools: Toolbox) -> ChatTurn:
+async def _turn(
+    edge: Edge,
+    task: ResponseTask,
+    items: Sequence[InputItem],
+    tools: Toolbox,
+    prepare: Callable[..., Awaitable[ChatTurn]] = prepare_turn,
+) -> ChatTurn:
     """The chat path up to the first token. Raises RequestRejected, Overloaded."""
     if num_parts(items) > _MAX_INLINE_PARTS:
         chat = await asyncio.to_thread(chat_request_of, task.body, items, tools)
     else:
         chat = chat_request_of(task.body, items, tools)
-    return await prepare_turn(edge, chat, task.origin)
+    return await prepare(edge, chat, task.origin)
 
 
 async def _turn_that_fits(
-    edge: Edge, task: ResponseTask, items: Sequence[InputItem], tools: Toolbox
+    edge: Edge,
+    task: ResponseTask,
+    items: Sequence[InputItem],
+    tools: Toolbox,
+    prepare: Callable[..., Awaitable[ChatTurn]] = prepare_turn,
 ) -> ChatTurn:
-    """Leave out as few of the oldest turns as possible. Raises ContextLengthExceeded if one is too long."""
+    """Leave out as few of the oldest turns as possible.
+
+    Raises ContextLengthExceeded and TooManyPictures if one is too much.
+    """
     try:
-        return await _turn(edge, task, items, tools)
-    except ContextLengthExceeded:
+        return await _turn(edge, task, items, tools, prepare)
+    except (ContextLengthExceeded, TooManyPictures):
         places = turns(items)
         if not places:
             raise
@@ -155,9 +176,9 @@ async def _turn_that_fits(
     while low < high:
         middle = (low + high) // 2
         try:
-            await _turn(edge, task, cut_before(items, places[middle]), tools)
-        except ContextLengthExceeded:
+            await _turn(edge, task, cut_before(items, places[middle]), tools, prepare)
+        except (ContextLengthExceeded, TooManyPictures):
             low = middle + 1
         else:
             high = middle
-    return await _turn(edge, task, cut_before(items, places[low]), tools)
+    return await _turn(edge, task, cut_before(items, places[low]), tools, prepare)

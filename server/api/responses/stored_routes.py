@@ -200,7 +200,7 @@ async def with_files(request: Request, body: ResponsesRequest) -> ResponsesReque
     if not ids:
         return body
     engine = edge_of(request).engine
-    if engine.info.vision is not None:
+    if engine.info.vision is not None and body.truncation != "auto":  # which cuts by their number
         check_num_pictures(len(pictures), engine.pictures.config, param="input")
     urls = await urls_of_files(request, ids)
     return body.model_copy(update={"input": [_with_urls(item, urls) for item in body.input]})

@@ -78,6 +78,11 @@ class Edge:
     place: "YardPlace | None" = None
     """Its place among models that come and go; None if it stays."""
 
+    @property
+    def takes_pictures(self) -> bool:
+        """Whether the model reads pictures, and this server takes and decodes them."""
+        return self.engine.info.vision is not None and self.engine.pictures.takes_any
+
 
 CHOSEN = "tokenyard.edge"
 """The scope's entry with the edge of the model that the request names (served_models.py)."""

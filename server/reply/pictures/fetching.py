@@ -42,6 +42,11 @@ class _Address(NamedTuple):
     path: str
 
 
+def is_fetched(url: str) -> bool:
+    """Tell whether a picture comes from a host, and not with its request."""
+    return _DATA.match(url) is None
+
+
 async def picture_bytes(url: str, config: MediaConfig, *, where: str) -> bytes:
     """Return the bytes of a picture. Raises RequestRejected, which names the field `where`."""
     head = _DATA.match(url)

@@ -5,17 +5,29 @@ Never: how a family writes a picture (engine/media).
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.errors import RequestRejected
+from engine.errors import RequestRejected, TooManyPictures
+from engine.media.messages import Detail
 from engine.media.pictures import TokenIds, place, refuse_marks, refused_places
 from engine.media.segments import PictureLease, StoredPicture
 from engine.options.media_options import MediaConfig
-from engine.types import ChatOptions, EncoderInput, Payload
+from engine.types import ChatOptions, EncoderInput, Payload, VisionFacts
 from server.edge.http.edge import Engine
-from server.reply.pictures.fetching import picture_bytes
+from server.reply.pictures.fetching import is_fetched, picture_bytes
 from server.reply.pictures.media_parts import PictureSource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PictureHold:
+    """The way in which the pictures of a call are held."""
+
+    salt: str = ""
+    """Pictures are shared with requests of the same salt only, as prefixes are."""
+    keeper: PictureLease | None = None
+    """A lease beyond that of one prompt: prompts of several lengths are tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +76,9 @@ class ChatPrompt:
 
 
 def check_num_pictures(num: int, config: MediaConfig, *, param: str) -> None:
-    """Raise RequestRejected for more pictures than a request may have."""
+    """Raises TooManyPictures."""
     if num > config.max_pictures:
-        raise RequestRejected(
+        raise TooManyPictures(
             f"{param}: {num} pictures; this server takes at most {config.max_pictures} in a request",
             param=param,
         )
@@ -77,6 +89,7 @@ async def encode_with_pictures(
     messages: list[dict[str, Any]],
     options: ChatOptions,
     sources: Sequence[PictureSource],
+    hold: PictureHold,
 ) -> ChatPrompt:
     """Render and encode a conversation, and prepare its pictures.
 
@@ -100,14 +113,16 @@ async def encode_with_pictures(
     num_places = rendered.count(vision.image_token_id)
     if num_places != len(sources):
         raise refused_places(num_places, len(sources))
-    lease = engine.pictures.new_lease()
+    lease = engine.pictures.new_lease(hold.salt)
     try:
-        stored = []
+        known: dict[tuple[str, Detail], StoredPicture] = {}
         for source in sources:
-            picture = await picture_bytes(source.url, engine.pictures.config, where=source.where)
-            stored.append(
-                await engine.pictures.prepare(picture, source.detail, vision, lease, param=source.where)
-            )
+            asked = (source.url, source.detail)
+            if asked not in known:
+                known[asked] = await _prepared(engine, source, vision, lease)
+                if hold.keeper is not None:
+                    hold.keeper.take(known[asked].payload.content)
+        stored = [known[source.url, source.detail] for source in sources]
         texts = {piece for each in stored for piece in each.pieces if isinstance(piece, str)}
         ids_of = {text: await engine.encode_plain(text) for text in texts}
         token_ids, pictures = place(rendered, vision.image_token_id, stored, ids_of.__getitem__)
@@ -115,3 +130,13 @@ async def encode_with_pictures(
         lease.release()
         raise
     return ChatPrompt(token_ids, pictures, tuple(stored), lease)
+
+
+async def _prepared(
+    engine: Engine, source: PictureSource, vision: VisionFacts, lease: PictureLease
+) -> StoredPicture:
+    """Read a picture and have it prepared. Raises RequestRejected, Overloaded, EngineUnavailable."""
+    pictures = engine.pictures
+    async with pictures.room_for_files if is_fetched(source.url) else nullcontext():
+        picture = await picture_bytes(source.url, pictures.config, where=source.where)
+        return await pictures.prepare(picture, source.detail, vision, lease, param=source.where)

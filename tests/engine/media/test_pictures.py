@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import pytest_asyncio
 from safetensors.numpy import load
 
-from engine.errors import EngineUnavailable, Overloaded, RequestRejected
+from engine.errors import EngineUnavailable, Overloaded, OverloadReason, RequestRejected
 from engine.media.messages import SHARED_MEMORY, Detail
 from engine.media.pictures import PicturePreparer
 from engine.media.segments import Segments
@@ -265,6 +266,25 @@ async def test_an_error_of_the_machine_refuses_no_later_picture(tmp_path) -> Non
     config.rename(tmp_path / "config.json")
     await prepared(pictures, picture(), lease)
     await pictures.close()
+
+
+@on_one_loop
+async def test_a_request_that_finds_a_long_line_is_counted_as_refused(alone) -> None:
+    seen: list[OverloadReason] = []
+
+    @contextmanager
+    def counting():
+        try:
+            yield
+        except Overloaded as error:
+            seen.append(error.reason)
+            raise
+
+    alone.counting_refusals = counting
+    alone._num_waiting = 64
+    with pytest.raises(Overloaded):
+        await prepared(alone, picture(), alone.new_lease())
+    assert seen == [OverloadReason.PICTURES]
 
 
 @on_one_loop

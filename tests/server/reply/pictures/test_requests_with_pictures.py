@@ -1,5 +1,6 @@
 """Pictures on every way in: the request that reaches the engine, and what is left when it is over."""
 
+import asyncio
 import base64
 import dataclasses
 import gc
@@ -11,12 +12,18 @@ import pytest
 
 pytest.importorskip("PIL")
 
+from starlette.requests import ClientDisconnect
+
 from engine.media.messages import SHARED_MEMORY
 from engine.options.media_options import MediaConfig
-from engine.types import EncoderInput
+from engine.types import EncoderInput, ServiceTerms
 from server.api.batches import named_files
 from server.api.batches.store import StateStore
+from server.api.chat.protocol import ChatCompletionRequest
+from server.api.chat.turn import prepare_turn
 from server.app import build_app
+from server.reply.generate.calls import Origin
+from server.reply.pictures import placing
 from server.reply.pictures.placing import ChatPrompt
 from tests.engine.media.made_pictures import SEEN, picture, pictures_of
 from tests.server.conftest import EDGE, Settings, connect
@@ -336,3 +343,83 @@ def test_a_cut_moves_pictures_and_goes_around_them() -> None:
     assert left(7, keeps_end=False) == (tuple(range(6)), [(2, "a")])
     assert left(5, keeps_end=False) == (tuple(range(5)), [(2, "a")])
     assert left(4, keeps_end=False) == ((0, 1), [])
+
+
+async def test_a_client_that_leaves_ends_the_work_for_its_pictures(engine, monkeypatch) -> None:
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def prepare(*_, **__):
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async def leave():
+        await begun.wait()
+        return {"type": "http.disconnect"}
+
+    monkeypatch.setattr(engine.pictures, "prepare", prepare)
+    edge = build_app(engine, Settings()).state.edge
+    origin = Origin(reply_id="r", terms=ServiceTerms(), receive=leave)
+    async with asyncio.timeout(60):
+        with pytest.raises(ClientDisconnect):
+            await prepare_turn(edge, ChatCompletionRequest(**chat(part())), origin)
+    assert ended.is_set()
+
+
+async def test_a_url_is_fetched_once_for_a_request_and_few_at_a_time(client, engine, monkeypatch) -> None:
+    asked: list[str] = []
+    num_under_way = most = 0
+
+    async def fetch(url, config, *, where):
+        nonlocal num_under_way, most
+        asked.append(url)
+        num_under_way += 1
+        most = max(most, num_under_way)
+        await asyncio.sleep(0.01)
+        num_under_way -= 1
+        return SMALL
+
+    monkeypatch.setattr(placing, "picture_bytes", fetch)
+    engine.pictures.room_for_files = asyncio.Semaphore(1)
+    bodies = [chat(*[{"type": "image_url", "image_url": f"https://a.example/{name}"}] * 3) for name in "abc"]
+    replies = await asyncio.gather(*(client.post("/v1/chat/completions", json=body) for body in bodies))
+    assert [reply.status_code for reply in replies] == [200] * 3
+    assert sorted(asked) == [f"https://a.example/{name}" for name in "abc"]
+    assert most == 1
+
+
+async def test_pictures_are_shared_among_requests_of_one_salt(client, engine) -> None:
+    for salt in ("one", "two", "two"):
+        await client.post("/v1/chat/completions", json=chat(part(), cache_salt=salt))
+    one, two, again = (request.encoder_inputs[0].content for request in engine.requests)
+    assert one != two == again
+
+
+async def test_a_server_that_takes_no_pictures_says_so(client, engine) -> None:
+    engine.pictures.config = MediaConfig(max_pictures=0)
+    assert (await client.get("/v1/models")).json()["data"][0]["capabilities"] == {"vision": False}
+    assert "vision" not in (await client.post("/api/show", json={"model": "fake"})).json()["capabilities"]
+    assert not (await client.get("/props")).json()["modalities"]["vision"]
+
+
+def turn_of(words: str, *files: bytes) -> dict:
+    images = [{"type": "input_image", "image_url": url(file)} for file in files]
+    return {"role": "user", "content": [{"type": "input_text", "text": words}, *images]}
+
+
+async def test_auto_truncation_prepares_each_picture_once(client, engine) -> None:
+    turns = [turn_of("x" * 250, SMALL), turn_of("y", LARGE)]
+    body = {"input": turns, "truncation": "auto", "max_output_tokens": 2}
+    assert (await client.post("/v1/responses", json=body)).status_code == 200
+    assert [each.num_tokens for each in engine.requests[0].encoder_inputs] == [NUM_LARGE]
+    assert engine.pictures._segments._num_named == 2
+
+
+async def test_auto_truncation_leaves_out_turns_with_too_many_pictures(client, engine) -> None:
+    turns = [turn_of("x", SMALL, SMALL), turn_of("y", LARGE, LARGE)]
+    body = {"input": turns, "max_output_tokens": 2}
+    assert (await client.post("/v1/responses", json=body)).status_code == 400
+    assert (await client.post("/v1/responses", json={**body, "truncation": "auto"})).status_code == 200
+    assert [each.num_tokens for each in engine.requests[0].encoder_inputs] == [NUM_LARGE] * 2
