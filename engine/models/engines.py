@@ -44,7 +44,7 @@ class ModelEngines:
         assert spec.room is not None
         if not spec.keep.at_start:
             engine.sleep()
-        return self._yard.add(spec.names.served[0], engine, spec.keep, spec.room)
+        return self._yard.add(spec.names.served[0], engine, spec.keep, spec.room, spec.fault)
 
     def start(self) -> None:
         """Start the first engine and return at once; each other one starts once the one before is loaded.

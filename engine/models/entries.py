@@ -53,6 +53,8 @@ class ModelSpec:
     keep: KeepRule = field(default_factory=KeepRule)
     room: Reservation | None = None
     """Its part of the memory, once that is shared out."""
+    fault: str = ""
+    """Reason why it cannot be loaded, though the others can be served; empty if none was found."""
 
     @property
     def names(self) -> ModelNames:

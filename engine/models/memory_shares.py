@@ -16,7 +16,7 @@ from engine.models.yard import Reservation
 from engine.options.declaration import OptionError
 from engine.processes import child_process
 from engine.processes.child_environment import child_environment
-from worker.doctor_findings import MemoryNeeds
+from worker.doctor_findings import Finding, MemoryNeeds
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,16 @@ _MAX_SURVEY_S = 300.0
 
 def plan_of(models: Sequence[ModelSpec]) -> MemoryPlan:
     """Share out the memory. Raises OptionError, with the numbers if the models do not fit together."""
-    needs = _ask(models)
+    return _shared_out(models, {name: _required(found) for name, found in _ask(models).items()})
+
+
+def _required(found: MemoryNeeds | Finding) -> MemoryNeeds:
+    if isinstance(found, Finding):
+        raise OptionError("memory", found.what, found.fix)
+    return found
+
+
+def _shared_out(models: Sequence[ModelSpec], needs: dict[str, MemoryNeeds]) -> MemoryPlan:
     pinned = {each.names.served[0] for each in models if each.keep.is_pinned}
     try:
         if all(each.keep.is_always_loaded for each in models):
@@ -50,13 +59,29 @@ def with_shares(models: tuple[ModelSpec, ...]) -> tuple[ModelSpec, ...]:
     """Give each of several models its part of the memory, where one alone measures. Raises OptionError."""
     if len(models) == 1 and models[0].keep.is_always_loaded:
         return models
-    plan = plan_of(models)
+    asked = [each for each in models if not each.fault]
+    found = _ask(asked) if asked else {}
+    models = tuple(_judged(spec, found.get(spec.names.served[0])) for spec in models)
+    sound = [each for each in models if not each.fault]
+    needs = {name: _required(found[name]) for name in (each.names.served[0] for each in sound)}
+    plan = _shared_out(sound, needs)
     for line in plan_lines(plan):
         log.info("memory: %s", line)
-    return tuple(_with_share(spec, *plan[spec.names.served[0]]) for spec in models)
+    return tuple(_with_share(spec, plan) for spec in models)
 
 
-def _with_share(spec: ModelSpec, needs: MemoryNeeds, share_bytes: int) -> ModelSpec:
+def _judged(spec: ModelSpec, found: MemoryNeeds | Finding | None) -> ModelSpec:
+    """Note what is wrong with a model that comes only when it is asked for."""
+    if not isinstance(found, Finding) or spec.keep.at_start:
+        return spec
+    log.critical("%s cannot be loaded: %s; %s", spec.names.served[0], found.what, found.fix)
+    return replace(spec, fault=f"{found.what}; {found.fix}")
+
+
+def _with_share(spec: ModelSpec, plan: MemoryPlan) -> ModelSpec:
+    if spec.fault:  # it is never loaded
+        return replace(spec, room=Reservation(device="none", num_bytes=0, budget_bytes=0))
+    needs, share_bytes = plan[spec.names.served[0]]
     room = Reservation(
         device=needs.device, num_bytes=needs.fixed_bytes + share_bytes, budget_bytes=needs.budget_bytes
     )
@@ -69,8 +94,8 @@ def _with_share(spec: ModelSpec, needs: MemoryNeeds, share_bytes: int) -> ModelS
     return replace(spec, engine=replace(spec.engine, worker=worker))
 
 
-def _ask(models: Sequence[ModelSpec]) -> dict[str, MemoryNeeds]:
-    """Ask a process of its own. Raises OptionError with what it finds wrong."""
+def _ask(models: Sequence[ModelSpec]) -> dict[str, MemoryNeeds | Finding]:
+    """Ask a process of its own for the needs of each model, or its fault. Raises OptionError."""
     asked = json.dumps([asdict(each.engine.worker) for each in models])
     try:
         done = subprocess.run(
@@ -86,11 +111,11 @@ def _ask(models: Sequence[ModelSpec]) -> dict[str, MemoryNeeds]:
         why = f"torch and the devices gave no answer within {_MAX_SURVEY_S:.0f} s"
         raise OptionError("memory", why, "see what `tokenyard doctor` says of each model") from None
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    for each in lines:
-        if "topic" in each:
-            raise OptionError("memory", each["what"], each["fix"])
     if done.returncode or len(lines) != len(models):
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         why = f"the process that foresees it {child_process.describe_exit(done.returncode)}: {reason}"
         raise OptionError("memory", why, "see what `tokenyard doctor` says of each model")
-    return {spec.names.served[0]: MemoryNeeds(**each) for spec, each in zip(models, lines, strict=True)}
+    return {
+        spec.names.served[0]: Finding(**each) if "topic" in each else MemoryNeeds(**each)
+        for spec, each in zip(models, lines, strict=True)
+    }

@@ -116,6 +116,7 @@ class YardPlace:
         self.load_s = _GUESSED_LOAD_S
         self.failed_until_s = -inf
         self.num_failures = 0
+        self.fault = ""
         self.watching: asyncio.Task[None] | None = None
         self._yard = yard
 
@@ -186,8 +187,12 @@ class ModelYard:
         self._look_again: asyncio.TimerHandle | None = None
         self._is_closed = False
 
-    def add(self, name: str, engine: Loadable, rule: KeepRule, room: Reservation) -> YardPlace:
+    def add(
+        self, name: str, engine: Loadable, rule: KeepRule, room: Reservation, fault: str = ""
+    ) -> YardPlace:
+        """With `fault` it is never loaded: calls are refused with this reason."""
         self.places.append(YardPlace(self, name, engine, rule, room))
+        self.places[-1].fault = fault
         return self.places[-1]
 
     def start(self) -> None:
@@ -203,6 +208,8 @@ class ModelYard:
         now_s = time.monotonic()
         if self._is_closed:
             raise EngineUnavailable("the server is shutting down", code="shutting_down")
+        if place.fault:
+            raise EngineUnavailable(f"{place.name} cannot be loaded: {place.fault}")
         if place.failed_until_s > now_s:
             why = f"{place.name} could not be loaded; the log says why"
             raise EngineUnavailable(why, retry_after_s=place.failed_until_s - now_s)

@@ -31,7 +31,7 @@ _MODEST_TOKENS = 4096
 
 
 def survey_needs(configs: Sequence[WorkerConfig]) -> Iterator[MemoryNeeds | Finding]:
-    """Yield the needs of each model, up to the first that cannot be loaded: then the fault."""
+    """Yield the needs of each model, or the fault of one that cannot be loaded."""
     for config in configs:
         try:
             with refused_as(partial(StartupError, fix="check the files of the model"), config.model_path):
@@ -39,7 +39,6 @@ def survey_needs(configs: Sequence[WorkerConfig]) -> Iterator[MemoryNeeds | Find
         except StartupError as error:
             what = f"{config.model_path}: {error.what}"
             yield Finding(topic="memory", verdict=Verdict.FAULT, what=what, fix=error.fix)
-            return
 
 
 def _needs_of(config: WorkerConfig) -> MemoryNeeds:

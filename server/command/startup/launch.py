@@ -7,6 +7,7 @@ Never: options (cli.py), HTTP or the order of the end (serving.py).
 
 import asyncio
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import uvloop
@@ -42,10 +43,7 @@ def run(models: tuple[ModelSpec, ...], server_config: ServerConfig, listeners: L
         announcement = Announcement(logs)
         try:
             _check_state(server_config)
-            for each in models:
-                check_files(each.engine.worker)
-                note_template(Path(each.engine.model_path), each)
-            models = with_shares(models)
+            models = with_shares(tuple(map(_checked, models)))
             return runner.run(_launch(models, server_config, listeners, announcement))
         except TokenizerError as error:
             return announcement.end(error.what, error.fix, EXIT_BAD_MODEL)
@@ -56,6 +54,19 @@ def run(models: tuple[ModelSpec, ...], server_config: ServerConfig, listeners: L
         except Exception:
             log.critical("the server ends: nobody expected this", exc_info=True)
             return EXIT_HTTP_ENDED
+
+
+def _checked(spec: ModelSpec) -> ModelSpec:
+    """Look at the files of a model. Raises TokenizerError if it is to be loaded at the start."""
+    try:
+        check_files(spec.engine.worker)
+        note_template(Path(spec.engine.model_path), spec)
+    except TokenizerError as error:
+        if spec.keep.at_start:
+            raise
+        log.critical("%s cannot be loaded: %s; %s", spec.names.served[0], error.what, error.fix)
+        return replace(spec, fault=f"{error.what}; {error.fix}")
+    return spec
 
 
 async def _launch(

@@ -190,6 +190,16 @@ async def test_a_model_that_fails_is_refused_for_a_while_and_the_others_are_serv
     await world.yard.close()
 
 
+async def test_a_model_with_a_fault_is_refused_with_it_and_never_loaded() -> None:
+    world = World(ON_DEMAND, room=1)
+    world.places[0].fault = "its weights are cut off; download it again"
+    for waiting in (Waiting.IN_LINE, Waiting.REFUSED):
+        with pytest.raises(EngineUnavailable, match="m0 cannot be loaded: its weights are cut off"):
+            await world.places[0].lease(waiting)
+    assert not world.engines[0].num_loads
+    await world.yard.close()
+
+
 async def test_a_model_that_is_always_used_gives_way_after_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(yard_module, "TURN_S", 0.02)
     world = World(ON_DEMAND, ON_DEMAND, room=1)

@@ -1,6 +1,7 @@
 """Starts that cannot come to anything, and signals: what ends a server, and how soon."""
 
 import asyncio
+import json
 import os
 import shutil
 import signal
@@ -9,12 +10,13 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from engine.frontend.client import AsyncEngine
 from engine.frontend.health import Welcome
-from engine.models.entries import resolve_models
+from engine.models.entries import ModelSpec, resolve_models
 from engine.options.engine_config import EngineConfig, ServerConfig, resolve
 from engine.options.found_model import DEMO_MODEL
 from engine.options.options import OptionError
@@ -65,6 +67,42 @@ def test_a_tokenizer_that_fails_its_trial_ends_the_start_before_anything_is_serv
     monkeypatch.setattr("server.command.startup.serving.serve", lambda *_: pytest.fail("it is served"))
     assert run(tmp_path) == launch.EXIT_BAD_MODEL
     assert "splits texts by a pattern that takes too long" in capfd.readouterr().err
+
+
+def test_weights_that_are_cut_off_keep_a_model_on_demand_from_being_loaded_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def take(models: tuple[ModelSpec, ...]) -> NoReturn:
+        seen.extend(models)
+        raise OptionError("enough", "", "")
+
+    broken = tmp_path / "broken"
+    shutil.copytree(DEMO_MODEL, broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    file = tmp_path / "models.yaml"
+    odd = tmp_path / "odd"  # of a kind that is not known
+    shutil.copytree(DEMO_MODEL, odd)
+    config = json.loads((odd / "config.json").read_text()) | {"model_type": "odd"}
+    (odd / "config.json").write_text(json.dumps(config | {"architectures": ["OddForCausalLM"]}))
+    monkeypatch.setattr(launch, "ModelEngines", take)
+    with listen("127.0.0.1", 0) as listener:
+        for load in ("demand", "start"):
+            later = f"{{model: {broken}, load: {load}}}, {{model: {odd}, load: demand}}"
+            file.write_text(f"models: [{{load: demand}}, {later}]")
+            models, server = resolve_models(read_options({"models": str(file), "device": "cpu"}, {}))
+            listeners = Listeners(main=listener, probes=None, admin=None)
+            if load == "start":
+                assert launch.run(models, server, listeners) == launch.EXIT_BAD_MODEL
+                continue
+            with pytest.raises(OptionError, match="enough"):
+                launch.run(models, server, listeners)
+    sound, faulty, unknown = seen
+    assert "odd" in unknown.fault
+    assert sound.room.num_bytes > 0
+    assert (sound.fault, "model.safetensors" in faulty.fault) == ("", True)
 
 
 def test_a_start_without_a_process_for_chats_ends_with_a_code_after_which_it_is_started_again(
