@@ -7,11 +7,12 @@ Never: runs a plan, or asks for the kind of its device (kernel_choice.py).
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-from worker.attention.kv_cache import FLOAT8
+from worker.attention.kv_cache import FLOAT8, NOTHING_KEPT
 from worker.devices.device import NO_RESERVE, Device, Reserve
+from worker.load.draft_kind import note_left_out
 from worker.load.loader import LoadedModel
 from worker.memory_sizes import format_size
 from worker.progress import LoadStage
@@ -21,7 +22,8 @@ from worker.startup.probing import Start
 from worker.startup.proving import Proven, prove
 from worker.startup.self_check import Runner
 from worker.steps.model_runner import ModelRunner, StageRunner
-from worker.worker_config import ModelFacts, WorkerConfig
+from worker.worker_config import DraftMethod, ModelFacts, WorkerConfig
+from worker.worker_errors import StartupError
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +39,8 @@ class ReadyModel(Generic[AnyRunner]):
     measured: Measured
     pools: OpenPools
     proven: Proven
+    has_room_beside: bool
+    """Whether the pools have the layers of the draft model that the load brought."""
 
 
 def start_loaded(
@@ -50,11 +54,30 @@ def start_loaded(
 ) -> ReadyModel[AnyRunner]:
     """Measure, allocate and try a loaded model; `reserve` is for after the cache. Raises StartupError."""
     start = Start(config=config, device=device, stage=stage, loaded=loaded, runner=runner)
-    measured = measure(start, reserve)
-    pools = open_pools(start, measured)
+    start, measured, pools = _with_pools(start, reserve)
     proven = prove(start, measured.whole_layout, measured.toolkit, pools.cache, pools.max_model_len)
     facts = _facts(start, measured, pools, proven)
-    return ReadyModel(facts=facts, runner=runner, measured=measured, pools=pools, proven=proven)
+    return ReadyModel(
+        facts=facts,
+        runner=runner,
+        measured=measured,
+        pools=pools,
+        proven=proven,
+        has_room_beside=start.loaded.beside is loaded.beside,
+    )
+
+
+def _with_pools(start: Start, reserve: Reserve) -> tuple[Start, Measured, OpenPools]:
+    """Measure and allocate; a head that was not asked for is left out if it is in the way of that."""
+    try:
+        measured = measure(start, reserve)
+        return start, measured, open_pools(start, measured)
+    except StartupError as error:
+        is_asked = start.config.speculation.method is not DraftMethod.AUTO
+        if is_asked or start.loaded.beside is NOTHING_KEPT:
+            raise
+        note_left_out(error.what)
+    return _with_pools(replace(start, loaded=replace(start.loaded, beside=NOTHING_KEPT)), reserve)
 
 
 def _facts(start: Start, measured: Measured, pools: OpenPools, proven: Proven) -> ModelFacts:

@@ -4,8 +4,11 @@ Owns: its load, and the sizes by which it steps.
 Never: changes the start of the model itself, which only gets larger blocks.
 """
 
+import logging
+
 from worker.devices.device import Device
 from worker.load.draft_kind import (
+    WITHOUT_HEAD,
     check_vocabulary,
     draft_config,
     naming_draft,
@@ -24,6 +27,8 @@ from worker.steps.head_steps import HeadSteps, KeptStates
 from worker.steps.model_runner import EagerSteps, ModelRunner, StepRunner
 from worker.steps.row_table import RowTable
 from worker.worker_config import DraftMethod, WorkerConfig
+
+log = logging.getLogger(__name__)
 
 
 def load_draft(
@@ -59,6 +64,7 @@ def open_draft(
     """
     with naming_draft(config):
         return _open_draft(draft, ready, rows)
+    log.info("the KV cache keeps its place for that head all the same; %s", WITHOUT_HEAD)
     return None
 
 
@@ -69,6 +75,8 @@ def _open_draft(
     toolkit = ready.measured.toolkit
     layers = cache.view_beside(draft.kept).layers
     kept = None if head is None else KeptStates(layers[max(layers)])
+    if head is not None:  # kernels may have packed one that is tied, and the plain one is to go
+        head.body.embed_tokens = ready.runner.model.get_input_embeddings()
     loaded, device = start.loaded, start.device
     backend, max_len = prove_draft(start, draft.kept, toolkit, cache, facts.max_model_len)
     if head is not None and toolkit is not None:

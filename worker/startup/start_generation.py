@@ -32,6 +32,8 @@ def start_generating(
     if draft is not None:
         loaded = replace(loaded, beside=draft.kept)
     ready = start_generator(config, loaded, device, stage)
+    if not ready.has_room_beside:
+        draft = None
     adapters, adapter_facts = open_generator_adapters(
         config, loaded, ready.measured.adapter_targets, ready.runner, device, ready.facts.kv_cache_bytes
     )

@@ -24,7 +24,7 @@ from worker.startup.start_adapters import refuse_adapters
 from worker.survey.draft_forecast import DraftForecast, foresee_draft
 from worker.survey.forecast import Forecast, forecast
 from worker.survey.unloaded_model import CannotForesee
-from worker.worker_config import WorkerConfig
+from worker.worker_config import DraftMethod, WorkerConfig
 from worker.worker_errors import AdapterRefused, FamilyRefused, StartupError, refused_as
 
 
@@ -84,7 +84,7 @@ def _look_at_memory(config: WorkerConfig, kind: ModelKind, device: Device) -> It
         yield _fine("memory", f"{weights}; not looked at: what a step takes")
         return
     try:
-        found = forecast(config, kind, device, num_weight_bytes, *([] if draft is None else [draft.kept]))
+        found = _forecast(config, kind, device, num_weight_bytes, draft)
     except CannotForesee:
         yield _memory_warning(
             f"{weights}; how much KV cache fits is not known without loading this family",
@@ -111,6 +111,19 @@ def _look_at_draft(config: WorkerConfig, kind: ModelKind, device: Device) -> Dra
         return foresee_draft(config, kind, device)
     except CannotForesee:
         return None
+
+
+def _forecast(
+    config: WorkerConfig, kind: ModelKind, device: Device, num_weight_bytes: int, draft: DraftForecast | None
+) -> Forecast:
+    """Forecast the cache; as the start does, without a head that was not asked for if it has no room."""
+    if draft is not None:
+        try:
+            return forecast(config, kind, device, num_weight_bytes, draft.kept)
+        except StartupError:
+            if config.speculation.method is not DraftMethod.AUTO:
+                raise
+    return forecast(config, kind, device, num_weight_bytes)
 
 
 def _look_at_adapters(config: WorkerConfig, found: Forecast) -> Iterator[Finding]:

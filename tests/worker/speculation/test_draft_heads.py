@@ -27,7 +27,9 @@ from worker.devices.device import CpuDevice
 from worker.doctor_findings import Verdict
 from worker.load.model_kind import find_kind
 from worker.load.weight_files import weight_bytes
-from worker.startup import start_head
+from worker.speculation.head_layer import DraftHead
+from worker.startup import start_drafting, start_head
+from worker.steps.head_steps import HeadSteps
 from worker.survey.draft_forecast import foresee_draft
 from worker.survey.forecast import forecast
 from worker.survey.survey import survey
@@ -37,6 +39,7 @@ from worker.worker_errors import StartupError
 
 MTP = SpeculationConfig(method=DraftMethod.MTP, num_speculative_tokens=4)
 AUTO = SpeculationConfig(method=DraftMethod.AUTO)
+SETTINGS = {"num_blocks": 64, "swap_space_bytes": 1 << 20}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 SCRIPTS = DEMO.parents[1] / "scripts" / "demo_model"
 TEXTS = ("Once upon a time", "Write a short story about a train.", "1, 2, 3,")
@@ -44,8 +47,7 @@ PROMPTS = [[5, 9, 12, 40, 41, 7, 3, 22, 30], [60, 61], [33, 34, 35, 36, 37, 38]]
 
 
 def load_with_head(folder: Path, **options: Any) -> Loaded:
-    settings = {"num_blocks": 64, "swap_space_bytes": 1 << 20, "speculation": MTP}
-    return load_worker(folder, **{**settings, **options})
+    return load_worker(folder, **{**SETTINGS, "speculation": MTP, **options})
 
 
 class Oracle:
@@ -193,6 +195,62 @@ def test_a_head_is_taken_by_itself_with_a_model_that_is_large_enough(
         assert facts.has_draft_model == has_head, method
     with pytest.raises(StartupError, match=r"draft head: .* has no head that drafts \(MTP\)"):
         load_with_head(checkpoints("glm4_moe"))
+
+
+def test_a_head_that_was_not_asked_for_is_left_out_where_the_cache_has_no_room_for_it(
+    checkpoints: MakeCheckpoint,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(start_head, "LEAST_WITH_HEAD", 0)
+    folder = write_head(tmp_path / "glm4_moe", checkpoints("glm4_moe"))
+    _, facts = load_with_head(folder, speculation=SpeculationConfig())
+    room, longest = facts.kv_cache_bytes, facts.num_blocks * facts.block_size
+    options = {"num_blocks": None, "kv_cache_bytes": room, "max_model_len": longest, "block_size": 4}
+    with pytest.raises(StartupError, match="max_model_len"):
+        load_with_head(folder, **options)
+    caplog.set_level("INFO", "worker.load.draft_kind")
+    _, without = load_with_head(folder, speculation=AUTO, **options)
+    assert not without.has_draft_model
+    assert without.num_blocks == facts.num_blocks
+    assert "draft head: the KV cache of" in caplog.text
+    config = WorkerConfig(model_path=str(folder), device="cpu", speculation=AUTO, **(SETTINGS | options))
+    assert all(each.verdict is not Verdict.FAULT for each in survey(config))
+
+
+def test_a_head_that_fails_its_check_is_left_out_and_the_log_says_what_stays(
+    checkpoints: MakeCheckpoint,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise StartupError("it computes other numbers", fix="report it")
+
+    monkeypatch.setattr(start_head, "LEAST_WITH_HEAD", 0)
+    monkeypatch.setattr(start_drafting, "prove_draft", refuse)
+    folder = write_head(tmp_path / "glm4_moe", checkpoints("glm4_moe"))
+    caplog.set_level("INFO", "worker")
+    _, facts = load_with_head(folder, speculation=AUTO)
+    assert not facts.has_draft_model
+    assert "the KV cache keeps its place for that head all the same" in caplog.text
+
+
+def test_an_embedding_that_is_tied_to_the_output_layer_is_not_kept_twice_for_a_head(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads: list[DraftHead] = []
+
+    class Noted(HeadSteps):
+        def __init__(self, head: DraftHead, *others: Any) -> None:
+            heads.append(head)
+            super().__init__(head, *others)
+
+    monkeypatch.setattr(start_drafting, "HeadSteps", Noted)
+    source = make_checkpoint("glm4_moe", tmp_path / "tied", tie_word_embeddings=True)
+    _, facts = load_with_head(write_head(tmp_path / "glm4_moe", source))
+    assert facts.vocab_size not in {len(each) for each in heads[0].parameters()}
 
 
 @pytest.mark.parametrize(
