@@ -50,11 +50,11 @@ def seen(tiny_model: Path) -> dict[str, Any]:
         drawn = torch.rand(2, generator=torch.Generator().manual_seed(3)).tolist()
         gathered = type(transformers).__name__
         whole = issubclass(transformers.BertModel, transformers.PreTrainedModel)
-        from worker.load.build import _from_pretrained
+        from worker.load.build import from_pretrained
         class Model:
             def from_pretrained(folder, **options):
                 return list(torch.{SHAPED_IN_PYTHON}.shape)
-        shape = _from_pretrained(Model, None)
+        shape = from_pretrained(Model, None)
         drawn_then = torch.rand(2, generator=torch.Generator().manual_seed(3)).tolist()
         is_marked = torch._dynamo.assume_constant_result(len) is len
         before = "torch._dynamo.utils" in sys.modules
