@@ -148,5 +148,5 @@ async def test_a_scrape_stays_small_and_quick_under_the_load_of_a_picker(server:
         for _ in range(20):
             await client.get(f"{server.url}/metrics")
         mean_s = (time.perf_counter() - started_s) / 20
-    assert pages[-1].count("\n") < 600  # under both names
+    assert pages[-1].count("\n") < 700  # under both names
     assert mean_s < 0.05  # measured 0.002; a busy machine may pass

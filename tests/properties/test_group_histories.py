@@ -51,10 +51,11 @@ def test_conversations_go_on_rightly_behind_turns_that_are_left_while_a_step_com
     for seed in range(20 * TIMES):
         random = Random(seed)
         groups = [CacheGroup(ALL_TOKENS), CacheGroup(Lifetime(LifetimeKind.FIXED), random.randint(1, 2))]
+        block_size = random.choice([1, 3, 4])
         config = small_config(
             groups=tuple(groups[-random.randint(1, 2) :]),
-            num_blocks=random.choice([60, 200]),
-            block_size=random.choice([1, 3, 4]),
+            num_blocks=random.choice([60, 200]) * (3 if block_size == 1 else 1),
+            block_size=block_size,
             max_model_len=400,
             max_plans_in_flight=random.randint(1, 3),
             max_drafts=3,
