@@ -33,7 +33,7 @@ class StoredPicture(NamedTuple):
 
 
 class PictureLease:
-    """The pictures of one request, held until `release`, or until nobody refers to the lease."""
+    """The pictures of one request, held until `release`, or until the lease is garbage."""
 
     def __init__(self, segments: "Segments", salt: str) -> None:
         self.salt = salt

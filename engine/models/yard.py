@@ -332,7 +332,9 @@ class ModelYard:
                 log.exception("a model could not be loaded or unloaded")
                 for place in self.places:
                     if place.state is YardState.LOADING:
-                        await self._fail(place, EngineUnavailable("nobody expected this"))
+                        await self._fail(
+                            place, EngineUnavailable("the model could not be loaded; the log says why")
+                        )
             finally:
                 self._switching = None
                 for place in self.places:

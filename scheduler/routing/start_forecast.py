@@ -54,7 +54,7 @@ class StartForecast:
             self._last_s = None
 
     def expected_s(self, num_ahead: int, priority: int, *, now_s: float) -> float | None:
-        """Seconds until a sequence with so many ahead of it starts; None if there is nothing to tell from."""
+        """Seconds until a sequence with `num_ahead` before it starts; None without starts to tell from."""
         num_starts = sum(num for _, num in self._gaps) + (self._num_at_once if self._gap_s else 0)
         if num_starts < _MIN_STARTS:
             return None
@@ -99,7 +99,7 @@ class PromptTimes:
         )
 
     def expected_s(self, num_tokens: int) -> float | None:
-        """Seconds for a prompt of so many tokens; None before the first was seen."""
+        """Seconds for a prompt of `num_tokens`; None before the first was seen."""
         weight, tokens, total_s, squares, products = self._sums
         if not weight:
             return None

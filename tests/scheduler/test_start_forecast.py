@@ -22,7 +22,7 @@ class Queue:
         self._waiting: list[tuple[int, int, float, float | None, float]] = []
         self._ends: list[float] = []
         self.judged: list[tuple[float, float, float]] = []
-        """Forecasts, those of somebody with the true rates, and the waits that came, in seconds."""
+        """Forecasts, forecasts by the true rates, and the waits that came, in seconds."""
 
     def run(self, num_arrivals: int) -> None:
         """Run until the last arrival: without arrivals the pace would be another."""
