@@ -1,15 +1,16 @@
 """A Ray cluster of this machine, one `ray start --block` for each node, with nothing of it left behind.
 
-A killed node takes its processes with it, as that of a machine would: Ray ties them to its command.
+Ray ties the processes of a node to its command, so that none outlives it by much.
 """
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from campaigns.servers.free_ports import free_port
@@ -54,11 +55,28 @@ class RayCluster:
         )
         return self.nodes[-1]
 
+    def lose_last(self) -> None:
+        """Kill all processes of the last node at once, as a machine that loses its power does."""
+        for pid in processes_of(self.nodes[-1].pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
     def end(self) -> None:
         for node in reversed(self.nodes):
             node.terminate()
         for node in self.nodes:
             node.wait(_ENDS_WITHIN_S)
+
+
+def processes_of(pid: int) -> list[int]:
+    """List a process and all below it."""
+    found, below = [], [pid]
+    while below:
+        found.append(below.pop())
+        with suppress(OSError):
+            for thread in Path(f"/proc/{found[-1]}/task").iterdir():
+                below += map(int, (thread / "children").read_text().split())
+    return found
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from engine.options.sources import read_options
 from engine.processes import engine_processes as lives
 from engine.processes.child_process import CONFIG_FILE
 from engine.ray_cluster.nodes import RayNodes
-from tests.faults.ray_cluster import RayCluster, ray_cluster
+from tests.faults.ray_cluster import RayCluster, processes_of, ray_cluster
 from tests.faults.test_nodes import GIVEN, WAIT_S, all_tokens, fails_and_heals, tokens_of_one_process
 
 # Found, not imported: it puts its own copies of packages on the path of all tests of this process.
@@ -81,14 +81,11 @@ def expected(tiny_model: Path) -> list[list[int]]:
 
 def agents_below(cluster: RayCluster) -> list[int]:
     """List the processes of the cluster that run the agent of a node."""
-    found, below = [], [node.pid for node in cluster.nodes]
-    while below:
-        process = Path(f"/proc/{below.pop()}")
+    found = []
+    for pid in (pid for node in cluster.nodes for pid in processes_of(node.pid)):
         with suppress(OSError):
-            if b"_Node" in (process / "cmdline").read_bytes():
-                found.append(int(process.name))
-            for thread in process.glob("task/*/children"):
-                below += map(int, thread.read_text().split())
+            if b"_Node" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
     return found
 
 
@@ -140,9 +137,8 @@ async def test_an_actor_that_dies_ends_the_engine_and_the_next_is_placed_anew(
 async def test_a_lost_node_ends_the_engine_and_another_takes_its_place(
     served: Served, expected: list[list[int]]
 ) -> None:
-    lose = served.ray.nodes[-1].kill
     add = partial(served.ray.add, num_processors=1)
-    assert await fails_and_heals(served.engine, "node", lose, add) == expected
+    assert await fails_and_heals(served.engine, "node", served.ray.lose_last, add) == expected
     assert len(agents_below(served.ray)) == 1
 
 
