@@ -17,7 +17,7 @@ _MAX_SCALAR_CHARS = 1024
 _HEX = "[0-9a-fA-F]"
 _STRING = re.compile(rf'[^"\\]*(?:\\(?:[^u]|u{_HEX}{{4}}|u(?={_HEX}{{0,3}}(?!{_HEX})[\s\S]))[^"\\]*)*')
 """A string up to its end, or to an escape of which more may come."""
-_STRUCTURE = frozenset('{}[],:"')
+_SIGNS = frozenset('{}[],:"')
 _TOKEN = re.compile(r'\s+|[^\s{}\[\],:"<]+')
 _SCALAR = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null")
 _SPECIAL = re.compile(r'["\\\x00-\x1f]')
@@ -33,13 +33,13 @@ _KEY, _COLON, _VALUE, _END = range(4)
 class JsonText:
     """One JSON value. `lexer` has the marks that end it outside of its strings."""
 
-    __slots__ = ("_expects", "_held", "_is_key", "_lexer", "_write", "is_in_string", "progress", "stack")
-
     def __init__(self, lexer: Lexer, write: Callable[[str], None]) -> None:
         self._lexer = lexer
         self._write = write
-        self.stack: list[str] = []
+        self._stack: list[str] = []
         """Closing brackets of what is open."""
+        self._out: list[str] = []
+        """Text of the piece under way that is certain."""
         self._held = ""
         self._expects = _VALUE
         self.is_in_string = False
@@ -52,11 +52,20 @@ class JsonText:
         if self.is_in_string and not self._is_key and _SPECIAL.search(text, at) is None:
             self._write(text[at:])
             return end
-        while at < end and self.progress is Progress.MORE:
-            before = at
-            at = self._read_string(text, at) if self.is_in_string else self._read_token(text, at)
-            if at == before:
-                break
+        first_chars, before = self._lexer.first_chars, -1
+        while at < end and at != before and self.progress is Progress.MORE:
+            before, char = at, text[at]
+            if self.is_in_string:
+                at = self._read_string(text, at)
+            elif char in first_chars and (is_mark := self._lexer.begins(text, at)) is not False:
+                self.progress = Progress.FAILED if is_mark else Progress.MORE
+            elif char in _SIGNS:
+                at = self._read_sign(char, at)
+            else:
+                at = self._read_word(text, at)
+        if self._out:
+            self._write("".join(self._out))
+            self._out.clear()
         return at
 
     @property
@@ -66,152 +75,116 @@ class JsonText:
 
     def close(self) -> None:
         """Close what is open."""
-        self._write("".join(reversed(self.stack)))
+        self._write("".join(reversed(self._stack)))
 
     def finish(self, rest: str, *, is_cut: bool) -> None:
         """End the text: what is open is closed, if the model has ended it; a half escape is left out."""
-        if self.is_inside_value:
-            if is_cut:
-                self._write(rest)
-            else:
-                self._write('"')
-                self.close()
-        elif rest and self._expects == _VALUE and not self.is_in_string:
-            # A number, say, that nothing has ended.
-            if is_cut:
+        is_word = bool(rest) and self._expects == _VALUE and not self.is_in_string
+        if is_cut:
+            if self.is_inside_value or is_word:
                 self._write(self._held + rest)
-            elif self._take_scalar(rest):
-                self.close()
-        elif not is_cut and self.progress is not Progress.ENDED:
+        elif self.progress is not Progress.ENDED:
+            # A number, say, that nothing has ended.
+            self._write('"' if self.is_inside_value else self._held + _word(rest) if is_word else "")
             self.close()
 
     def _read_string(self, text: str, at: int) -> int:
-        found = _STRING.match(text, at)
-        assert found is not None
-        end = found.end()
+        end = _STRING.match(text, at).end()  # type: ignore[union-attr] # which matches nothing as well
         is_over = text.startswith('"', end)
         end += is_over
         piece = text[at:end]
         if _UNFIT.search(piece) is not None:
             piece = _CONTROLS.sub(_escape, _BAD_ESCAPE.sub(_doubled, piece))
-        if self._is_key:
-            self._held += piece
-        else:
-            self._write(piece)
-        if is_over:
-            self.is_in_string = False
-            if self._is_key:
-                self._expects = _COLON
-            else:
+        if not self._is_key:
+            self._out.append(piece)
+            if is_over:
                 self._end_value()
+            return end
+        self._held += piece
+        if is_over:
+            self.is_in_string, self._expects = False, _COLON
         return end
 
-    def _read_token(self, text: str, at: int) -> int:
-        char = text[at]
-        if char in self._lexer.first_chars:
-            if self._lexer.match(text, at) is not None:
-                return self._fail(at)
-            if self._lexer.is_begun(text[at:]):
-                return at
-        if char in _STRUCTURE:
-            return at + 1 if self._take_sign(char) else self._fail(at)
+    def _read_word(self, text: str, at: int) -> int:
+        """Read white space, a number, or a word, which is a string if it is none of JSON's."""
         found = _TOKEN.match(text, at)
         if found is None:
             return self._fail(at)
         token, end = found.group(), found.end()
-        if char.isspace():
+        if token.isspace():
             if self._held:
                 self._held += token
             else:
-                self._write(token)
-            return end
-        if end == len(text) and len(token) < _MAX_SCALAR_CHARS:
+                self._out.append(token)
+        elif end == len(text) and len(token) < _MAX_SCALAR_CHARS:
             return at
-        return end if self._take_scalar(token) else self._fail(at)
+        elif self._expects == _KEY:
+            self._held += json.dumps(token, ensure_ascii=False)
+            self._expects = _COLON
+        elif self._expects == _VALUE:
+            self._begin_value(_word(token))
+            self._end_value()
+        else:
+            return self._fail(at)
+        return end
 
-    def _take_sign(self, char: str) -> bool:
-        """False if it cannot follow. A comma that is missing is written."""
+    def _read_sign(self, char: str, at: int) -> int:
+        """Read a sign of structure. A comma that is missing is written; one that is too many is not."""
         if char in "}]":
-            return self._close_to(char)
-        if char == ",":
-            self._separate()
-            return True
-        if char == ":":
-            if self._expects == _COLON:
-                self._held += char
-                self._expects = _VALUE
-            return self._expects == _VALUE
-        if self._expects == _END and (char == '"' or self.stack[-1] == "]"):
-            self._separate()
-        return self._open_string() if char == '"' else self._open(char)
+            if char not in self._stack:
+                return self._fail(at)
+            self._close_to(char)
+            return at + 1
+        if self._expects == _END and (char in ',"' or (char != ":" and self._stack[-1] == "]")):
+            self._held = ","
+            self._expects = _KEY if self._stack[-1] == "}" else _VALUE
+        expects = self._expects
+        if char == ":" and expects == _COLON:
+            self._held += char
+            self._expects = _VALUE
+        elif char == "," or (char == ":" and expects == _VALUE):
+            pass
+        elif char == '"' and expects == _KEY:
+            self._held += char
+            self.is_in_string = self._is_key = True
+        elif char != ":" and expects == _VALUE:
+            self._begin_value(char)
+            if char == '"':
+                self.is_in_string, self._is_key = True, False
+            else:
+                self._stack.append("}" if char == "{" else "]")
+                self._expects = _KEY if char == "{" else _VALUE
+        else:
+            return self._fail(at)
+        return at + 1
 
     def _fail(self, at: int) -> int:
         self.progress = Progress.FAILED
         return at
 
+    def _begin_value(self, text: str) -> None:
+        self._out.append(self._held + text)
+        self._held = ""
+
     def _end_value(self) -> None:
-        self._expects = _END
-        if not self.stack:
+        self.is_in_string, self._expects = False, _END
+        if not self._stack:
             self.progress = Progress.ENDED
 
-    def _separate(self) -> None:
-        if self._expects == _END:
-            self._held = ","
-            self._expects = _KEY if self.stack[-1] == "}" else _VALUE
-
-    def _close_to(self, char: str) -> bool:
+    def _close_to(self, char: str) -> None:
         """Close up to a bracket, and all that it stands around."""
-        if char not in self.stack:
-            return False
         self._held = ""
-        while True:
-            closed = self.stack.pop()
-            self._write(closed)
-            if closed == char:
-                break
+        closed = ""
+        while closed != char:
+            closed = self._stack.pop()
+            self._out.append(closed)
         self._end_value()
-        return True
 
-    def _begin_value(self) -> None:
-        if self._held:
-            self._write(self._held)
-            self._held = ""
 
-    def _open_string(self) -> bool:
-        self._is_key = self._expects == _KEY
-        if self._is_key:
-            self._held += '"'
-        elif self._expects == _VALUE:
-            self._begin_value()
-            self._write('"')
-        else:
-            return False
-        self.is_in_string = True
-        return True
-
-    def _open(self, char: str) -> bool:
-        if self._expects != _VALUE:
-            return False
-        self._begin_value()
-        self._write(char)
-        self.stack.append("}" if char == "{" else "]")
-        self._expects = _KEY if char == "{" else _VALUE
-        return True
-
-    def _take_scalar(self, token: str) -> bool:
-        """A word that is none of JSON's is a string."""
-        if self._expects == _KEY:
-            self._held += json.dumps(token, ensure_ascii=False)
-            self._expects = _COLON
-            return True
-        if self._expects != _VALUE:
-            return False
-        self._begin_value()
-        plain = PYTHON_WORDS.get(token, token)
-        is_json = _SCALAR.fullmatch(plain) is not None
-        self._write(plain if is_json else json.dumps(plain, ensure_ascii=False))
-        self._end_value()
-        return True
+def _word(token: str) -> str:
+    """The JSON of a word, which is a string if it is none of JSON's."""
+    plain = PYTHON_WORDS.get(token, token)
+    return plain if _SCALAR.fullmatch(plain) is not None else json.dumps(plain, ensure_ascii=False)
 
 
 def _doubled(found: re.Match[str]) -> str:

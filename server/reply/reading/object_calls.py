@@ -14,6 +14,8 @@ _OTHER_KEYS = frozenset({"name", "type", "id"})
 _SEPARATORS = frozenset(",;]}")
 _ITEM, _KEY, _COLON, _VALUE, _END = range(5)
 """Parts that may come next."""
+_SIGNS = {(_KEY, ","): _KEY, (_END, ","): _KEY, (_COLON, ":"): _VALUE}
+_NO_MARKS = Lexer(())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +42,7 @@ class ObjectReader:
         self._spec = spec
         self._log, self._lexer = place.log, place.lexer
         self._names = frozenset(place.schemas) if place.is_bare else None
-        self._expects = _ITEM
+        self._keys = {*_OTHER_KEYS, *spec.names, *spec.arguments, *spec.ids}
         self._value: JsonText | None = None
         """The key or value under way."""
         self._text: list[str] = []
@@ -51,12 +53,12 @@ class ObjectReader:
         self._reset()
 
     def _reset(self) -> None:
+        self._expects = _ITEM
         self._key = ""
         self._name: str | None = None
         self._id: str | None = None
         self._arguments: str | None = None
-        """Complete, but older than the name."""
-        self._has_arguments = False
+        """Complete; an empty text if they were passed on as they came."""
         self._streams = False
         self.has_begun = False
         self._raw.clear()
@@ -85,45 +87,38 @@ class ObjectReader:
     def finish(self, rest: str, *, is_cut: bool) -> None:
         if not self.has_begun:
             self._raw.append(rest)
-        elif self._value is not None and self._streams:
-            self._value.finish(rest, is_cut=is_cut)
-            self.has_begun = is_cut or self._value.is_inside_value
-        elif not self._has_arguments and self._value is not None:
-            self._value.finish(rest, is_cut=is_cut)
-            self._log.arguments(_closed("".join(self._text), self._lexer, is_cut=is_cut))
-        else:
+        elif self._value is None or self._arguments is not None:
             self.has_begun = is_cut
+        else:
+            self._value.finish(rest, is_cut=is_cut)
+            if self._streams:
+                self.has_begun = is_cut or self._value.is_inside_value
+            else:
+                text = "".join(self._text)
+                self._log.arguments(text if is_cut else _unpacked(text))
 
     def _step(self, text: str, at: int) -> int:
-        char = text[at]
-        if char in self._lexer.first_chars:
-            if self._lexer.match(text, at) is not None:
-                return self._break(at)
-            if self._lexer.is_begun(text[at:]):
-                return at
+        char, expects = text[at], self._expects
+        if char in self._lexer.first_chars and (is_mark := self._lexer.begins(text, at)) is not False:
+            return self._break(at) if is_mark else at
         if char.isspace():
             return at + 1
-        if self._expects == _ITEM:
-            return self._step_item(char, at)
-        if self._expects == _KEY and char == '"':
-            self._text = []
+        if expects == _ITEM:
+            if char == "{":
+                self._expects = _KEY
+            elif char not in (_SEPARATORS if self.num_calls else "["):
+                return self._break(at)
+            return at + 1
+        if (expects, char) in _SIGNS:
+            self._expects = _SIGNS[expects, char]
+            return at + 1
+        if char == "}" and expects in (_KEY, _END):
+            return self._close_object(at)
+        if expects == _KEY and char == '"':
             self._value = JsonText(self._lexer, self._text.append)
             return at
-        if (self._expects, char) in ((_KEY, "}"), (_END, "}")):
-            return self._close_object(at)
-        if (self._expects, char) in ((_KEY, ","), (_END, ","), (_COLON, ":")):
-            self._expects = _VALUE if char == ":" else _KEY
-            return at + 1
-        if self._expects == _VALUE and char not in ",:}]<":
+        if expects == _VALUE and char not in ",:}]<":
             return self._begin_value(char, at)
-        return self._break(at)
-
-    def _step_item(self, char: str, at: int) -> int:
-        if char == "{":
-            self._expects = _KEY
-            return at + 1
-        if (char in _SEPARATORS and self.num_calls) or (char == "[" and not self.num_calls):
-            return at + 1
         return self._break(at)
 
     def _break(self, at: int) -> int:
@@ -131,7 +126,7 @@ class ObjectReader:
         if self.has_begun:
             if self._streams and self._value is not None:
                 self._value.close()
-            elif not self._has_arguments:
+            elif self._arguments is None:
                 self._log.arguments("{}")
             self.has_begun = False
             self.num_calls += 1
@@ -141,14 +136,13 @@ class ObjectReader:
         return at
 
     def _begin_value(self, char: str, at: int) -> int:
-        is_arguments = self._key in self._spec.arguments and not self._has_arguments
-        if is_arguments and self._names is not None and char not in '{"':
-            return self._break(at)
-        if is_arguments and self._name is not None:
-            self._start()
-            # A string holds the JSON text itself, and null is another word for {}: both only as a whole.
-            self._streams = char in "{["
-        self._text = []
+        if self._key in self._spec.arguments and self._arguments is None:
+            if self._names is not None and char not in '{"':
+                return self._break(at)
+            if self._name is not None:
+                self._start(self._name)
+                # A string holds the JSON text itself, and null is another word for {}: both only as a whole.
+                self._streams = char in "{["
         self._value = JsonText(self._lexer, self._log.arguments if self._streams else self._text.append)
         return at
 
@@ -160,6 +154,7 @@ class ObjectReader:
             self._value = None
             if not self._end_value("".join(self._text)):
                 self.progress = Progress.FAILED
+            self._text.clear()
         return at
 
     def _end_value(self, text: str) -> bool:
@@ -167,24 +162,21 @@ class ObjectReader:
         if self._expects == _KEY:
             self._key = _string(text) or ""
             self._expects = _COLON
-            known = (*_OTHER_KEYS, *self._spec.names, *self._spec.arguments, *self._spec.ids)
-            return self._names is None or self._key in known
+            return self._names is None or self._key in self._keys
         self._expects = _END
         if self._key in self._spec.names and self._name is None:
             self._name = _string(text)
             if not self._name or (self._names is not None and self._name not in self._names):
                 return False
             if self._arguments is not None:
-                self._start()
+                self._start(self._name)
                 self._log.arguments(self._arguments)
         elif self._key in self._spec.ids:
             self._id = _string(text)
-        elif self._key in self._spec.arguments and not self._has_arguments:
-            self._has_arguments = True
-            if self._name is None:
-                self._arguments = _unpacked(text)
-            elif not self._streams:
-                self._log.arguments(_unpacked(text))
+        elif self._key in self._spec.arguments and self._arguments is None:
+            self._arguments = "" if self._streams else _unpacked(text)
+            if self._name is not None and not self._streams:
+                self._log.arguments(self._arguments)
             self._streams = False
         return True
 
@@ -192,36 +184,30 @@ class ObjectReader:
         if not self.has_begun:
             if self._name is None or self._names is not None:
                 return self._break(at)
-            self._start()
+            self._start(self._name)
             self._log.arguments("{}")
         self.num_calls += 1
-        self._expects = _ITEM
         self._reset()
         return at + 1
 
-    def _start(self) -> None:
-        assert self._name is not None
+    def _start(self, name: str) -> None:
         self.has_begun = True
         self._raw.clear()
-        self._log.start(self._name, self._id or None)
+        self._log.start(name, self._id or None)
 
 
 def _unpacked(text: str) -> str:
-    """The JSON text of the arguments, given the value under their key."""
+    """The JSON text of the arguments, given the value under their key: a string holds it, if it can."""
     unpacked = _string(text)
-    arguments = text if unpacked is None else unpacked
-    return "{}" if arguments == "null" else arguments
-
-
-def _closed(text: str, lexer: Lexer, *, is_cut: bool) -> str:
-    """The JSON text of arguments that stood in a string, closed if the model has ended it."""
-    if is_cut:
-        return text
-    pieces: list[str] = []
-    unpacked = _unpacked(text)
-    inner = JsonText(lexer, pieces.append)
-    inner.finish(unpacked[inner.feed(unpacked, 0) :], is_cut=False)
-    return "".join(pieces) or "{}"
+    if unpacked is not None:
+        pieces: list[str] = []
+        inner = JsonText(_NO_MARKS, pieces.append)
+        at = inner.feed(unpacked, 0)
+        if inner.progress is Progress.MORE:
+            inner.finish(unpacked[at:], is_cut=False)
+            at = len(unpacked)
+        text = text if unpacked[at:].strip() else "".join(pieces)
+    return "{}" if text in ("", "null") else text
 
 
 def _string(text: str) -> str | None:

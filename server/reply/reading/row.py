@@ -83,9 +83,11 @@ class Lexer:
             first = self.first.search(text, first.start() + 1)
         return len(text)
 
-    def is_begun(self, text: str) -> bool:
-        """Whether a mark begins with this text, and has more."""
-        return text in self._begun
+    def begins(self, text: str, at: int) -> bool | None:
+        """Whether a mark stands at this place; None if more text will tell."""
+        if self.match(text, at) is not None:
+            return True
+        return None if text[at:] in self._begun else False
 
 
 class BodyReader(Protocol):

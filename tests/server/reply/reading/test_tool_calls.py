@@ -75,6 +75,12 @@ def call(index: int, name: str, arguments: str) -> list[Event]:
             call(0, "f", '{"a": 1}'),
         ),
         (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": "{\\"a\\": [tue}"}</tool_call>'
+            '<tool_call>{"name": "g", "arguments": "no JSON"}</tool_call>',
+            [*call(0, "f", '{"a": ["tue"]}'), *call(1, "g", '"no JSON"')],
+        ),
+        (
             "llama3_json",
             '{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}',
             [*call(0, "f", '{"a": 1}'), *call(1, "g", "{}")],
