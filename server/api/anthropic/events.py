@@ -1,4 +1,4 @@
-"""The events of a streamed message, in Anthropic's order, made from the deltas of a chat completion.
+"""The events of a streamed message, in Anthropic's order, made from the pieces of a chat's reply.
 
 Owns: the open block, the message that grows, the bytes of an event, and the shape of an error.
 Never: the meaning of the text: the chat path has separated text, thinking and calls of tools.
@@ -13,9 +13,12 @@ Source: Anthropic's references of streaming events and of errors; the accumulato
 from typing import Any, Final
 
 from engine.types import TokenOutput
+from server.api.chat.message_reader import Piece, ToolCall
+from server.api.chat.replies import OnlyChoice
 from server.edge.error_replies import ErrorReply
-from server.reply.generate.replies import StreamReply, arguments_of
+from server.reply.generate.replies import arguments_of
 from server.reply.generate.sse import NamedEvents
+from server.reply.reading.events import Arguments, Content, Reasoning
 
 _ERROR_TYPES: Final = {
     401: "authentication_error",
@@ -43,17 +46,14 @@ def error_body(error: ErrorReply) -> dict[str, Any]:
 class MessageStream:
     """A streamed message. Also gathers it: `message` is whole once `finish` was called."""
 
-    def __init__(self, message_id: str, model: str, num_prompt_tokens: int, chat: StreamReply) -> None:
-        """`chat` makes chunks of one choice of the outputs, and reports the usage at the end."""
-        self._chat = chat
+    def __init__(self, message_id: str, model: str, num_prompt_tokens: int, choice: OnlyChoice) -> None:
+        self._choice = choice
         self._num_prompt_tokens = num_prompt_tokens
         self._has_begun = False
         self._pieces: list[str] = []
         """The text of the open block."""
         self._is_open = False
-        self._call_index: int | None = None
-        self._finish_reason = "stop"
-        self._stop_sequence: str | None = None
+        self._has_calls = False
         self.message: dict[str, Any] = {
             "id": message_id,
             "type": "message",
@@ -67,19 +67,20 @@ class MessageStream:
 
     def update(self, prompt_index: int, output: TokenOutput) -> list[dict[str, Any]]:
         events = self._begin(output.num_cached_tokens)
-        for chunk in self._chat.update(prompt_index, output):
-            for choice in chunk["choices"]:
-                events += self._take(choice)
+        for piece in self._choice.read(prompt_index, output):
+            events += self._take(piece)
         return events
 
     def finish(self) -> list[dict[str, Any]]:
-        (last,) = self._chat.finish()
-        usage = last["usage"]
+        usage, stopped_by = self._choice.usage(), self._choice.stop_reason
         events = [*self._begin(0), *self._close_block()]
         num_cached = usage["prompt_tokens_details"]["cached_tokens"]
         self.message["usage"] = self._usage(num_cached, usage["completion_tokens"])
-        self.message |= {"stop_reason": self._stop_reason(), "stop_sequence": self._stop_sequence}
-        delta = {name: self.message[name] for name in ("stop_reason", "stop_sequence")}
+        delta = {
+            "stop_reason": self._stop_reason(),
+            "stop_sequence": stopped_by if isinstance(stopped_by, str) else None,
+        }
+        self.message |= delta
         return [
             *events,
             {"type": "message_delta", "delta": delta, "usage": self.message["usage"]},
@@ -93,31 +94,17 @@ class MessageStream:
         begun = {**self.message, "content": [], "usage": self._usage(num_cached, 0)}
         return [{"type": "message_start", "message": begun}]
 
-    def _take(self, choice: dict[str, Any]) -> list[dict[str, Any]]:
-        delta = choice["delta"]
-        events: list[dict[str, Any]] = []
-        if text := delta.get("reasoning_content"):
-            events += self._add({"type": "thinking", "thinking": "", "signature": ""}, text)
-        if text := delta.get("content"):
-            events += self._add({"type": "text", "text": ""}, text)
-        for call in delta.get("tool_calls") or ():
-            events += self._add_call(call)
-        if choice.get("finish_reason") is not None:
-            self._finish_reason = choice["finish_reason"]
-            stopped_by = choice.get("stop_reason")
-            self._stop_sequence = stopped_by if isinstance(stopped_by, str) else None
-        return events
-
-    def _add_call(self, call: dict[str, Any]) -> list[dict[str, Any]]:
-        events: list[dict[str, Any]] = []
-        function = call.get("function") or {}
-        if call["index"] != self._call_index:
-            self._call_index = call["index"]
-            block = {"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}}
-            events += self._open_block(block)
-        if arguments := function.get("arguments"):
-            events.append(self._delta(arguments))
-        return events
+    def _take(self, piece: Piece) -> list[dict[str, Any]]:
+        match piece:
+            case Reasoning():
+                return self._add({"type": "thinking", "thinking": "", "signature": ""}, piece.text)
+            case Content():
+                return self._add({"type": "text", "text": ""}, piece.text)
+            case ToolCall():
+                self._has_calls = True
+                return self._open_block({"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}})
+            case Arguments():
+                return [self._delta(piece.text)]
 
     def _add(self, block: dict[str, Any], text: str) -> list[dict[str, Any]]:
         is_same = self._is_open and self._block["type"] == block["type"]
@@ -159,12 +146,12 @@ class MessageStream:
         return len(self.message["content"]) - 1
 
     def _stop_reason(self) -> str:
-        if self._stop_sequence is not None:
+        if isinstance(self._choice.stop_reason, str):
             return "stop_sequence"
         # A named tool ends with `stop` in OpenAI's words.
-        if self._call_index is not None and self._finish_reason == "stop":
+        if self._has_calls and self._choice.finish_reason == "stop":
             return "tool_use"
-        return _STOP_REASONS.get(self._finish_reason, _TIMED_OUT)
+        return _STOP_REASONS.get(self._choice.finish_reason, _TIMED_OUT)
 
     def _usage(self, num_cached: int, num_output_tokens: int) -> dict[str, int]:
         return {

@@ -17,7 +17,7 @@ from server.api.anthropic.events import AnthropicFraming, MessageStream, error_b
 from server.api.anthropic.input import chat_request_of, ignored_names, in_their_words
 from server.api.anthropic.protocol import MESSAGES_REFUSALS, CountTokensRequest, MessagesRequest
 from server.api.chat.fitting import prepare_fitting
-from server.api.chat.replies import ChatStream
+from server.api.chat.replies import OnlyChoice
 from server.api.chat.turn import prompt_of
 from server.edge.http.edge import edge_of
 from server.edge.http.endpoint import (
@@ -32,7 +32,7 @@ from server.edge.http.ignored import note_ignored
 from server.edge.http.json_body import read_request
 from server.reply.generate.answering import new_head, whole
 from server.reply.generate.calls import read_call
-from server.reply.generate.replies import Gathered, ReplyPlan, UsageReport
+from server.reply.generate.replies import Gathered, ReplyPlan
 from server.reply.generate.sse import EventStream
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
@@ -154,8 +154,8 @@ async def create_message(request: Request) -> Response:
         note_ignored(request, ["thinking.budget_tokens"])
     head = new_head(origin, edge.engine.info)
     num_tokens = len(turn.prompt_ids)
-    plan = ReplyPlan(head=head, num_prompt_tokens=(num_tokens,), usage=UsageReport(at_end=True))
-    stream = MessageStream(reply_id, head.model, num_tokens, ChatStream(plan, turn.reading))
+    plan = ReplyPlan(head=head, num_prompt_tokens=(num_tokens,))
+    stream = MessageStream(reply_id, head.model, num_tokens, OnlyChoice(plan, turn.reading))
     outputs = edge.engine.generate_all([turn.request], is_read_whole=not body.stream)
     if body.stream:
         return EventStream(outputs, stream, edge, framing=AnthropicFraming())

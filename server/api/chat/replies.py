@@ -35,7 +35,7 @@ class ChatReply:
     def __init__(self, plan: ReplyPlan, reading: Reading = PLAIN) -> None:
         self._plan = plan
         self._collector = Collector(plan)
-        self._readers = _Readers(plan, reading, self._collector.tally)
+        self._readers = ChoiceReaders(plan, reading, self._collector.tally)
         self._messages = [Message() for _ in range(plan.num_choices)]
         num_lists = plan.num_choices if plan.has_logprobs else 0
         self._logprobs = [GrowingLists("content") for _ in range(num_lists)]
@@ -87,7 +87,7 @@ class ChatStream:
         self._plan = plan
         self._has_logprobs = plan.has_logprobs
         self._writer = ChunkWriter(plan, "chat.completion.chunk")
-        self._readers = _Readers(plan, reading, self._writer.tally)
+        self._readers = ChoiceReaders(plan, reading, self._writer.tally)
         # A reply that calls tools may have no more content than that of its first chunk.
         self._empty = {"content": ""} if reading.is_plain else {}
         self._has_begun = [False] * plan.num_choices
@@ -134,7 +134,7 @@ class ChatStream:
         return self._writer.finish()
 
 
-class _Readers:
+class ChoiceReaders:
     """Readers of the choices; their reasoning tokens are counted together."""
 
     def __init__(self, plan: ReplyPlan, reading: Reading, tally: Tally) -> None:
@@ -157,6 +157,29 @@ class _Readers:
     def finish_reason(self, number: int, reason: str | None, stop_reason: int | str | None) -> str | None:
         """The reason as the reader sees it; None as long as the choice goes on."""
         return None if reason is None else self._readers[number].finish_reason(reason, stop_reason)
+
+
+class OnlyChoice:
+    """The pieces of a reply with one choice, for protocols with shapes of their own."""
+
+    def __init__(self, plan: ReplyPlan, reading: Reading = PLAIN) -> None:
+        self._tally = Tally(plan)
+        self._readers = ChoiceReaders(plan, reading, self._tally)
+        self.is_plain = reading.is_plain
+        self.finish_reason = "stop"
+        self.stop_reason: int | str | None = None
+
+    def read(self, prompt_index: int, output: TokenOutput) -> Sequence[Piece]:
+        _, reason = self._tally.add(prompt_index, output)
+        pieces = self._readers.read(output)
+        self.finish_reason = self._readers.finish_reason(0, reason, output.stop_reason) or self.finish_reason
+        self.stop_reason = output.stop_reason
+        return pieces
+
+    def usage(self) -> dict[str, Any]:
+        """The usage of a reply that is complete."""
+        self._tally.check_complete()
+        return self._tally.usage()
 
 
 def _delta(piece: Piece) -> dict[str, Any]:

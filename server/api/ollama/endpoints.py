@@ -6,8 +6,6 @@ Never: rendering or generating: that is the chat path, step for step.
 
 import secrets
 import time
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from pydantic import BaseModel
@@ -15,7 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.chat.fitting import prepare_fitting
-from server.api.chat.replies import ChatStream
+from server.api.chat.message_reader import PLAIN
+from server.api.chat.replies import OnlyChoice
 from server.api.completions.requests import fitting_completion
 from server.api.ollama.input import chat_request_of, completion_request_of, served_name
 from server.api.ollama.lines import LineFraming, LineShape, LineStream, error_body
@@ -33,7 +32,7 @@ from server.edge.http.endpoint import Endpoint, json_reply, reference
 from server.reply.generate.answering import new_head, whole
 from server.reply.generate.calls import Origin, read_call
 from server.reply.generate.model_checks import check_model
-from server.reply.generate.replies import Gathered, ReplyPlan, StreamReply, UsageReport
+from server.reply.generate.replies import Gathered, ReplyPlan
 from server.reply.generate.sse import EventStream
 
 _CHAT, _GENERATE = "/api/chat", "/api/generate"
@@ -91,17 +90,15 @@ async def _answer(
         check_model(served_name(body.model, info), info)
         return json_reply({**empty, "done_reason": "load"})
     if isinstance(body, OllamaGenerateRequest) and (body.raw or body.suffix):
-        new_stream: Callable[[ReplyPlan], StreamReply] = ChatStream
-        made = await fitting_completion(edge.engine, completion_request_of(body, info), origin)
+        made, reading = (
+            await fitting_completion(edge.engine, completion_request_of(body, info), origin),
+            PLAIN,
+        )
     else:
         turn = await prepare_fitting(edge, chat_request_of(body, info), origin)
-        made, new_stream = turn.request, partial(ChatStream, reading=turn.reading)
-    plan = ReplyPlan(
-        head=new_head(origin, info),
-        num_prompt_tokens=(len(made.prompt_token_ids),),
-        usage=UsageReport(at_end=True),
-    )
-    stream = LineStream(shape, new_stream(plan), clock=time.monotonic, unix_time_s=time.time)
+        made, reading = turn.request, turn.reading
+    plan = ReplyPlan(head=new_head(origin, info), num_prompt_tokens=(len(made.prompt_token_ids),))
+    stream = LineStream(shape, OnlyChoice(plan, reading), clock=time.monotonic, unix_time_s=time.time)
     outputs = edge.engine.generate_all([made])
     if body.stream is not False:
         return EventStream(outputs, stream, edge, framing=LineFraming())

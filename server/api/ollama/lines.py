@@ -1,4 +1,4 @@
-"""The lines of a streamed reply in Ollama's shape, made from the deltas of a chat completion.
+"""The lines of a streamed reply in Ollama's shape, made from the pieces of a chat's reply.
 
 Owns: the lines of /api/chat and /api/generate, the counts and times of the last one, and the bytes of a line.
 Never: the meaning of the text: the chat path has separated text, thinking and calls of tools.
@@ -13,8 +13,11 @@ from typing import Any, Final
 import orjson
 
 from engine.types import TokenOutput
+from server.api.chat.message_reader import Piece, ToolCall
+from server.api.chat.replies import OnlyChoice
 from server.edge.error_replies import ErrorReply
-from server.reply.generate.replies import StreamReply, arguments_of
+from server.reply.generate.replies import arguments_of
+from server.reply.reading.events import Arguments, Content, Reasoning
 
 _DONE_REASONS: Final = {"tool_calls": "stop", "timeout": "length"}
 
@@ -50,41 +53,34 @@ class LineStream:
     def __init__(
         self,
         shape: LineShape,
-        chat: StreamReply,
+        choice: OnlyChoice,
         *,
         clock: Callable[[], float],
         unix_time_s: Callable[[], float],
     ) -> None:
-        """`chat` makes chunks of one choice of the outputs, and reports the usage at the end."""
         self._shape = shape
-        self._chat = chat
+        self._choice = choice
         self._clock = clock
         self._unix_time_s = unix_time_s
         self._began_s = clock()
         self._first_s: float | None = None
-        self._calls: list[dict[str, Any]] = []
+        self._calls: list[tuple[str, list[str]]] = []
         """Name and arguments, as text; a call is sent when it is complete."""
         self._content: list[str] = []
         self._thinking: list[str] = []
-        self._finish_reason = "stop"
         self.reply: dict[str, Any] = {}
 
     def update(self, prompt_index: int, output: TokenOutput) -> list[dict[str, Any]]:
         if self._first_s is None:
             self._first_s = self._clock()
-        lines = []
-        for chunk in self._chat.update(prompt_index, output):
-            for choice in chunk["choices"]:
-                if said := self._take(choice):
-                    lines.append(self._shape.line({"content": "", **said}, self._unix_time_s()))
-        return lines
+        said = filter(None, map(self._take, self._choice.read(prompt_index, output)))
+        return [self._shape.line({"content": "", **each}, self._unix_time_s()) for each in said]
 
     def finish(self) -> list[dict[str, Any]]:
-        (last,) = self._chat.finish()
-        ended = self._ended(last["usage"])
+        ended = self._ended(self._choice.usage())
         calls = [
-            {"function": {"name": call["name"], "arguments": arguments_of("".join(call["arguments"]))}}
-            for call in self._calls
+            {"function": {"name": name, "arguments": arguments_of("".join(arguments))}}
+            for name, arguments in self._calls
         ]
         lines = []
         if calls:
@@ -98,29 +94,26 @@ class LineStream:
         self.reply = {**self._shape.line(said, self._unix_time_s()), **ended}
         return lines
 
-    def _take(self, choice: dict[str, Any]) -> dict[str, Any]:
-        delta = choice["delta"]
-        said: dict[str, Any] = {}
-        if text := delta.get("content"):
-            self._content.append(text)
-            said["content"] = text
-        if text := delta.get("reasoning_content"):
-            self._thinking.append(text)
-            said["thinking"] = text
-        for call in delta.get("tool_calls") or ():
-            function = call.get("function") or {}
-            if call["index"] >= len(self._calls):
-                self._calls.append({"name": function["name"], "arguments": []})
-            self._calls[-1]["arguments"].append(function.get("arguments") or "")
-        self._finish_reason = choice.get("finish_reason") or self._finish_reason
-        return said
+    def _take(self, piece: Piece) -> dict[str, Any]:
+        match piece:
+            case Content():
+                self._content.append(piece.text)
+                return {"content": piece.text}
+            case Reasoning():
+                self._thinking.append(piece.text)
+                return {"thinking": piece.text}
+            case ToolCall():
+                self._calls.append((piece.name, []))
+            case Arguments():
+                self._calls[-1][1].append(piece.text)
+        return {}
 
     def _ended(self, usage: dict[str, Any]) -> dict[str, Any]:
         now_s = self._clock()
         first_s = now_s if self._first_s is None else self._first_s
         return {
             "done": True,
-            "done_reason": _DONE_REASONS.get(self._finish_reason, self._finish_reason),
+            "done_reason": _DONE_REASONS.get(self._choice.finish_reason, self._choice.finish_reason),
             "total_duration": _nanoseconds(now_s - self._began_s),
             "load_duration": 0,
             "prompt_eval_count": usage["prompt_tokens"],

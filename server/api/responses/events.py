@@ -1,4 +1,4 @@
-"""The events of a streamed response, in OpenAI's order, made from the deltas of a chat completion.
+"""The events of a streamed response, in OpenAI's order, made from the pieces of a chat's reply.
 
 Owns: the open item, sequence numbers, the bytes of an event, and the end of a stream that failed.
 Never: the meaning of the text: the chat path has separated text, reasoning and function calls.
@@ -18,6 +18,8 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.types import TokenOutput
+from server.api.chat.message_reader import Piece, ToolCall
+from server.api.chat.replies import OnlyChoice
 from server.api.responses.replies import (
     CallItem,
     MessageItem,
@@ -31,14 +33,13 @@ from server.api.responses.replies import (
 )
 from server.api.responses.tools import ID_PREFIXES, WireForm
 from server.edge.error_replies import ErrorReply
-from server.reply.generate.replies import StreamReply
 from server.reply.generate.sse import NamedEvents
+from server.reply.generate.wire_logprobs import chat_logprobs
+from server.reply.reading.events import Arguments, Content, Reasoning
 
 OnEnd = Callable[[dict[str, Any]], None]
 """Called with the finished response object, before the client receives it."""
 
-_SAYING = {"content", "reasoning_content", "tool_calls"}
-"""Fields of a delta that decide to which item its tokens belong."""
 _DONE_EVENTS = {
     WireForm.FUNCTION: ("function_call_arguments", "arguments"),
     WireForm.CUSTOM: ("custom_tool_call_input", "input"),
@@ -52,11 +53,10 @@ class ResponseStream:
     """A streamed response. Also gathers it: `response` is the whole object once it has an end."""
 
     def __init__(
-        self, plan: ResponsePlan, chat: StreamReply, *, on_end: OnEnd, unix_time_s: Callable[[], float]
+        self, plan: ResponsePlan, choice: OnlyChoice, *, on_end: OnEnd, unix_time_s: Callable[[], float]
     ) -> None:
-        """`chat` makes chunks of one choice of the outputs, and reports the usage at the end."""
         self._plan = plan
-        self._chat = chat
+        self._choice = choice
         self._on_end = on_end
         self._unix_time_s = unix_time_s
         self._sequence_number = 0
@@ -66,7 +66,6 @@ class ResponseStream:
         self._held_logprobs: list[dict[str, Any]] = []
         """Log-probabilities of tokens whose item is not known yet."""
         self._output_ids: list[int] = []
-        self._finish_reason: str | None = None
         self._has_begun = self._was_queued = False
         self.response: dict[str, Any] = {}
 
@@ -87,22 +86,30 @@ class ResponseStream:
     def update(self, prompt_index: int, output: TokenOutput) -> list[dict[str, Any]]:
         if self._plan.raw_text is not None:
             self._output_ids += output.token_ids
-        chunks = self._chat.update(prompt_index, output)
-        return [*self._begin(), *(event for chunk in chunks for event in self._take(chunk))]
+        pieces = self._choice.read(prompt_index, output)
+        events = self._begin()
+        self._held_logprobs += chat_logprobs(output.logprobs)["content"]
+        if not pieces and output.logprobs:
+            if self._choice.is_plain or isinstance(self._open, MessageItem):
+                pieces = [Content("")]
+            elif self._open is not None:  # the mark that ends reasoning or a call
+                self._held_logprobs = []
+        for piece in pieces:
+            events += self._take(piece)
+        return events
 
     def finish(self) -> list[dict[str, Any]]:
-        (last,) = self._chat.finish()
-        assert self._finish_reason is not None, "the chat path has checked that the choice has an end"
+        usage = self._choice.usage()
         events = self._begin()
         if not self._output and self._open is None:  # an answer without a word is an answer
             events += self._open_item(MessageItem(self._item_id("msg")))
-        status = status_of(self._finish_reason)
+        status = status_of(self._choice.finish_reason)
         events += self._close_item(status)
         self.response = ended(
             self._plan,
             self._output,
-            finish_reason=self._finish_reason,
-            usage=last["usage"],
+            finish_reason=self._choice.finish_reason,
+            usage=usage,
             now_s=int(self._unix_time_s()),
         ) | raw_messages(self._plan, self._output_ids)
         self._on_end(self.response)
@@ -133,23 +140,18 @@ class ResponseStream:
         kinds = ("in_progress",) if self._was_queued else ("created", "in_progress")
         return [self._event(f"response.{kind}", response=response) for kind in kinds]
 
-    def _take(self, chunk: dict[str, Any]) -> list[dict[str, Any]]:
-        events: list[dict[str, Any]] = []
-        for choice in chunk["choices"]:
-            delta = choice["delta"]
-            if delta.get("reasoning_content"):
-                events += self._add_reasoning(delta["reasoning_content"])
-            self._held_logprobs += (choice.get("logprobs") or {}).get("content") or []
-            is_text = "content" in delta or isinstance(self._open, MessageItem)
-            if delta.get("content") or (self._held_logprobs and is_text):
-                events += self._add_text(delta.get("content") or "", self._held_logprobs)
-            # An output without a word, behind reasoning or a call, is the mark that ends it.
-            if delta.keys() & _SAYING or self._open is not None:
-                self._held_logprobs = []
-            for call in delta.get("tool_calls") or ():
-                events += self._add_call(call)
-            self._finish_reason = choice.get("finish_reason") or self._finish_reason
-        return events
+    def _take(self, piece: Piece) -> list[dict[str, Any]]:
+        logprobs, self._held_logprobs = self._held_logprobs, []
+        match piece:
+            case Content():
+                return self._add_text(piece.text, logprobs)
+            case Reasoning():
+                return self._add_reasoning(piece.text)
+            case ToolCall():
+                tool = self._plan.tools.named(piece.name)
+                return self._open_item(CallItem(self._item_id(ID_PREFIXES[tool.form]), piece.id, tool))
+            case Arguments():
+                return self._add_arguments(piece.text)
 
     def _add_text(self, text: str, logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         events: list[dict[str, Any]] = []
@@ -169,22 +171,15 @@ class ResponseStream:
         self._open.text.append(text)
         return [*events, self._part_event("response.reasoning_text.delta", delta=text)]
 
-    def _add_call(self, call: dict[str, Any]) -> list[dict[str, Any]]:
-        events: list[dict[str, Any]] = []
-        function = call.get("function") or {}
-        if not isinstance(self._open, CallItem) or self._open.number != call["index"]:
-            tool = self._plan.tools.named(function["name"])
-            begun = CallItem(self._item_id(ID_PREFIXES[tool.form]), call["id"], tool, call["index"])
-            events += self._open_item(begun)
+    def _add_arguments(self, text: str) -> list[dict[str, Any]]:
         item = self._open
         assert isinstance(item, CallItem)
-        if arguments := function.get("arguments"):
-            item.arguments.append(arguments)
-            if item.tool.form is WireForm.FUNCTION:
-                events.append(self._item_event("response.function_call_arguments.delta", delta=arguments))
-            elif item.tool.form is WireForm.CUSTOM and (text := item.text.feed(arguments)):
-                events.append(self._item_event("response.custom_tool_call_input.delta", delta=text))
-        return events
+        item.arguments.append(text)
+        if item.tool.form is WireForm.FUNCTION:
+            return [self._item_event("response.function_call_arguments.delta", delta=text)]
+        if item.tool.form is WireForm.CUSTOM and (said := item.text.feed(text)):
+            return [self._item_event("response.custom_tool_call_input.delta", delta=said)]
+        return []
 
     def _open_item(self, item: OutputItem) -> list[dict[str, Any]]:
         events = self._close_item("completed")

@@ -16,7 +16,7 @@ from starlette.requests import Request
 
 from engine.errors import ContextLengthExceeded, RequestRejected, TooManyPictures
 from engine.types import GenerationRequest
-from server.api.chat.replies import ChatStream
+from server.api.chat.replies import OnlyChoice
 from server.api.chat.turn import ChatTurn, prepare_turn, raw_text
 from server.api.responses.events import OnEnd, ResponseStream
 from server.api.responses.input import (
@@ -28,7 +28,6 @@ from server.api.responses.input import (
     num_parts,
     said_item,
     turns,
-    wants_logprobs,
 )
 from server.api.responses.protocol import InputItem, ResponsesRequest
 from server.api.responses.replies import ResponsePlan
@@ -38,7 +37,7 @@ from server.edge.http.edge import Edge
 from server.edge.http.ignored import note_ignored
 from server.reply.generate.answering import new_head
 from server.reply.generate.calls import Origin
-from server.reply.generate.replies import ReplyHead, ReplyPlan, UsageReport
+from server.reply.generate.replies import ReplyPlan
 
 _MAX_INLINE_PARTS = 1024
 """More are converted in a thread, so that other streams go on meanwhile: 4096 took 60 ms."""
@@ -86,10 +85,10 @@ async def begin_making(edge: Edge, task: ResponseTask, on_end: OnEnd = lambda _:
         prompt_ids=turn.prompt_ids,
         raw_text=partial(raw_text, edge.engine) if task.body.enable_response_messages else None,
     )
-    chat = ChatStream(_chat_plan(task.body, turn, head), turn.reading)
+    choice = OnlyChoice(ReplyPlan(head=head, num_prompt_tokens=(len(turn.prompt_ids),)), turn.reading)
     return Making(
         request=turn.request,
-        reply=ResponseStream(plan, chat, on_end=on_end, unix_time_s=time.time),
+        reply=ResponseStream(plan, choice, on_end=on_end, unix_time_s=time.time),
         is_read_whole=not task.body.stream and turn.reading.counts_by_tokens,
     )
 
@@ -114,15 +113,6 @@ def _conversation(body: ResponsesRequest, earlier: StoredResponse | None) -> tup
     if not items and body.instructions is None:
         raise RequestRejected("input must not be an empty list", param="input")
     return items
-
-
-def _chat_plan(body: ResponsesRequest, turn: ChatTurn, head: ReplyHead) -> ReplyPlan:
-    return ReplyPlan(
-        head=head,
-        num_prompt_tokens=(len(turn.prompt_ids),),
-        has_logprobs=wants_logprobs(body),
-        usage=UsageReport(at_end=True),
-    )
 
 
 async def _prepare(edge: Edge, task: ResponseTask, items: Sequence[InputItem], tools: Toolbox) -> ChatTurn:

@@ -82,8 +82,6 @@ class CallItem:
     id: str
     call_id: str
     tool: WireTool
-    number: int
-    """Among the calls of this response."""
     arguments: list[str] = field(default_factory=list)
     text: InputText = field(default_factory=InputText)
     """The text of a custom tool, as it is streamed."""

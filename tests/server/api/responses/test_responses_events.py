@@ -7,12 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.types import SamplingParams, TokenOutput
+from server.api.chat.message_reader import Piece, ToolCall
 from server.api.responses.events import ResponseStream
 from server.api.responses.models import ResponseEvent, ResponseObject
 from server.api.responses.protocol import ResponsesRequest
 from server.api.responses.replies import ResponsePlan
 from server.api.responses.tools import Toolbox
 from server.edge.error_replies import ErrorReply
+from server.reply.reading.events import Arguments, Content, Reasoning
 
 USAGE = {
     "prompt_tokens": 1,
@@ -23,34 +25,30 @@ USAGE = {
 OUTPUT = TokenOutput(index=0, text="", token_ids=())
 
 
-class FakeChat:
-    """The chunks of a chat completion, as they are given."""
+class FakeChoice:
+    """The pieces of a chat's reply, as they are given."""
 
-    def __init__(self, chunks: list[list[dict[str, Any]]]) -> None:
-        self._chunks = iter(chunks)
+    is_plain, stop_reason = False, None
 
-    def update(self, prompt_index: int, output: TokenOutput) -> list[dict[str, Any]]:
-        return [{"choices": [choice]} for choice in next(self._chunks)]
+    def __init__(self, outputs: list[list[Piece]], finish_reason: str = "stop") -> None:
+        self._outputs = iter(outputs)
+        self.finish_reason = finish_reason
 
-    def finish(self) -> list[dict[str, Any]]:
-        return [{"choices": [], "usage": USAGE}]
+    def read(self, prompt_index: int, output: TokenOutput) -> list[Piece]:
+        return next(self._outputs)
+
+    def usage(self) -> dict[str, Any]:
+        return USAGE
 
 
-def choice(delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
-    return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-
-
-def piece(kind: str, text: str, number: int) -> list[dict[str, Any]]:
+def piece(kind: str, text: str, number: int) -> list[Piece]:
     match kind:
         case "text":
-            return [choice({"content": text})]
+            return [Content(text)]
         case "reasoning":
-            return [choice({"reasoning": text, "reasoning_content": text})]
+            return [Reasoning(text)]
         case "call":
-            function = {"name": "f", "arguments": ""}
-            call = {"index": number, "id": f"call_{number}", "type": "function", "function": function}
-            arguments = {"index": number, "function": {"arguments": text}}
-            return [choice({"tool_calls": [call]}), choice({"tool_calls": [arguments]})]
+            return [ToolCall(number, f"call_{number}", "f"), Arguments(number, text)]
         case _:
             return []
 
@@ -60,7 +58,7 @@ pieces = st.lists(
 )
 
 
-def new_stream(chunks: list[list[dict[str, Any]]], ends: list[dict[str, Any]]) -> ResponseStream:
+def new_stream(choice: FakeChoice, ends: list[dict[str, Any]]) -> ResponseStream:
     plan = ResponsePlan(
         id="resp_1",
         created_s=1,
@@ -70,7 +68,7 @@ def new_stream(chunks: list[list[dict[str, Any]]], ends: list[dict[str, Any]]) -
         is_stored=True,
         tools=Toolbox({}),
     )
-    return ResponseStream(plan, FakeChat(chunks), on_end=ends.append, unix_time_s=lambda: 2.0)
+    return ResponseStream(plan, choice, on_end=ends.append, unix_time_s=lambda: 2.0)
 
 
 def check(events: list[dict[str, Any]], said: list[tuple[str, str]]) -> None:
@@ -101,7 +99,7 @@ def check(events: list[dict[str, Any]], said: list[tuple[str, str]]) -> None:
 def test_a_whole_stream_tells_each_thing_once(said, reason):
     chunks = [piece(kind, text, number) for number, (kind, text) in enumerate(said)]
     ends: list[dict[str, Any]] = []
-    stream = new_stream([*chunks, [choice({}, reason)]], ends)
+    stream = new_stream(FakeChoice([*chunks, []], reason), ends)
     events = [event for _ in range(len(chunks) + 1) for event in stream.update(0, OUTPUT)] + stream.finish()
     check(events, said)
     is_complete = reason in ("stop", "tool_calls")
@@ -114,7 +112,7 @@ def test_a_whole_stream_tells_each_thing_once(said, reason):
 def test_a_broken_stream_tells_what_there_was(said):
     chunks = [piece(kind, text, number) for number, (kind, text) in enumerate(said)]
     ends: list[dict[str, Any]] = []
-    stream = new_stream(chunks, ends)
+    stream = new_stream(FakeChoice(chunks), ends)
     error = ErrorReply(status=500, message="no", type="server_error", param=None, code="model_error")
     events = [event for _ in chunks for event in stream.update(0, OUTPUT)] + stream.fail(error)
     check(events, said)
