@@ -13,22 +13,18 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from engine.errors import RequestRejected
-from engine.types import AnswerStart, ChatOptions, ModelInfo
+from engine.types import AnswerStart, ChatOptions, Grammar, ModelInfo
 from server.api.chat.message_reader import Reading, ShownReasoning
 from server.api.chat.protocol import ChatCompletionRequest
 from server.api.chat.template_input import num_chars, template_input, turns_reasoning_off
 from server.api.chat.tool_use import ToolMode, ToolUse, tool_use_of
-from server.reply.generate.engine_requests import check_fields, check_num_chars
-from server.reply.generate.structured_output import (
-    WantedGrammar,
-    answer_schema,
-    check_can_end,
-    wanted_grammar,
-)
-from server.reply.reading.dialects import Dialect, ReasoningStyle, find_dialect, find_style
+from server.reply.generate.engine_requests import check_fields
+from server.reply.generate.model_checks import check_num_chars
+from server.reply.generate.structured_output import WantedGrammar, wanted_grammar
+from server.reply.reading.dialects import Dialect, find_dialect, find_style
 from server.reply.reading.machine import ReplyReader
 from server.reply.reading.row import AnswerMarks, Phase, Row
-from server.reply.reading.template_rows import TemplateRow, find_template_row
+from server.reply.reading.template_rows import find_template_row
 
 _IN_BRACKETS = re.compile(r"<[^<>]+>|\[[^\[\]]+\]")
 """Parts of a mark that may be tokens of their own."""
@@ -50,27 +46,21 @@ class ModelReading:
     info: ModelInfo
     dialect: Dialect | None
     """Dialect of its calls; None: they are not read."""
-    template: TemplateRow | None
-    """The checkpoint's own, where both options leave the choice to it."""
     row: Row
-    opened_answer: str
-    """Text that an answer without thoughts begins with, if it needs one."""
+    """The checkpoint's own as far as it has one, where both options leave the choice to it."""
+    has_own_calls: bool = False
+    """The checkpoint's template says how calls are written: the model was trained to."""
 
     @property
     def reads_thoughts(self) -> bool:
         return self.row.thoughts is not None
-
-    @property
-    def has_own_calls(self) -> bool:
-        """The checkpoint's template says how calls are written: the model was trained to."""
-        return self.template is not None and self.template.row.call is not None
 
     def place_at(self, prompt_end: str) -> Phase:
         """Return the part of a reply that begins behind a prompt that ends so."""
         thoughts = self.row.thoughts
         if thoughts is None:
             return Phase.ANSWER
-        if self.template is not None and (behind := self.template.behind_anchor(prompt_end)) is not None:
+        if (behind := self.row.behind_anchor(prompt_end)) is not None:
             reader = ReplyReader(self.row, {}, Phase.POSSIBLE)
             reader.begin_behind(behind)
             return reader.place
@@ -88,30 +78,17 @@ class ModelReading:
 
 def model_reading(parsers: ParserOptions, info: ModelInfo) -> ModelReading:
     """Choose the rows of a model, by its own template or by the tables."""
-    is_left_to_us = parsers.tool_calls == parsers.reasoning == "auto"
-    template = find_template_row(info.response_template) if is_left_to_us and info.response_template else None
     dialect = find_dialect(parsers.tool_calls, info.chat_template)
-    of_calls = Row() if dialect is None else dialect.row
-    if template is None:
-        style = find_style(parsers.reasoning, info.chat_template, info.added_tokens)
-        return ModelReading(
-            info=info,
-            dialect=dialect,
-            template=None,
-            row=_with_style(of_calls, style),
-            opened_answer="" if style is None else style.opened_answer,
-        )
-    calls = template.row if template.row.call is not None else of_calls
-    row = replace(calls, thoughts=template.row.thoughts, answer=template.row.answer)
-    return ModelReading(
-        info=info, dialect=dialect, template=template, row=row, opened_answer=template.opened_answer
-    )
-
-
-def _with_style(row: Row, style: ReasoningStyle | None) -> Row:
-    if style is None:
-        return row
-    return replace(row, thoughts=style.thoughts, answer=style.answer if style.opened_answer else row.answer)
+    row = Row() if dialect is None else dialect.row
+    is_left_to_us = parsers.tool_calls == parsers.reasoning == "auto"
+    own = find_template_row(info.response_template) if is_left_to_us and info.response_template else None
+    if own is not None:
+        calls = row if own.call is None else own
+        row = replace(calls, thoughts=own.thoughts, answer=own.answer, anchors=own.anchors)
+    elif style := find_style(parsers.reasoning, info.chat_template, info.added_tokens):
+        row = replace(row, thoughts=style.thoughts, answer=style.answer or row.answer)
+    has_own_calls = own is not None and own.call is not None
+    return ModelReading(info=info, dialect=dialect, row=row, has_own_calls=has_own_calls)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,10 +119,10 @@ class ReadingPlan:
     @property
     def possible_suffix(self) -> str:
         """The longest text that `behind` may add to the prompt."""
-        thoughts = self.model.row.thoughts
-        if self.grammar is None or thoughts is None:
+        row = self.model.row
+        if self.grammar is None or row.thoughts is None:
             return ""
-        return max((self.model.opened_answer, self._begin_token, thoughts.ends[0]), key=len)
+        return max((row.answer.opened, self._begin_token, row.thoughts.ends[0]), key=len)
 
     @property
     def _begin_token(self) -> str:
@@ -157,17 +134,15 @@ class ReadingPlan:
         return thoughts.begin if is_known and thoughts.ends[0] in model.info.added_tokens else ""
 
     def behind(self, prompt_end: str) -> Turn:
-        """Decide what depends on the end of the prompt. Raises RequestRejected."""
+        """Decide what depends on the end of the prompt."""
         if self.tools.opening and prompt_end.rstrip().endswith(self.tools.opening):
             tools = replace(self.tools, mode=ToolMode.OPENED)
-            wanted = wanted_of(self.body, tools, self.model.info)
-            return self._turn(Phase.CALL, "", wanted, tools=tools)
+            return self._turn(Phase.CALL, _of_calls(tools.grammar()), tools=tools)
         place = self._place(prompt_end)
         if self.grammar is None:
-            behind = None if self.model.template is None else self.model.template.behind_anchor(prompt_end)
-            return self._turn(place, "", None, prompt_end=behind or "")
+            return self._turn(place, None, prompt_end=self.model.row.behind_anchor(prompt_end) or "")
         suffix, place = self._before_grammar(place)
-        return self._turn(place, suffix, self.grammar)
+        return self._turn(place, self.grammar, suffix=suffix)
 
     def _place(self, prompt_end: str) -> Phase:
         thoughts = self.model.row.thoughts
@@ -179,15 +154,13 @@ class ReadingPlan:
 
     def _before_grammar(self, place: Phase) -> tuple[str, Phase]:
         """Return the text before the reply, and where that then begins: a grammar leaves it open nowhere."""
-        thoughts, is_token = self.model.row.thoughts, self._end_id is not None
+        thoughts, opened = self.model.row.thoughts, self.model.row.answer.opened
         if thoughts is None or place is Phase.ANSWER:
             return "", Phase.ANSWER
         if place is Phase.THOUGHT:
-            return ("", place) if is_token else (thoughts.ends[0] + self.model.opened_answer, Phase.ANSWER)
-        if self.model.opened_answer:
-            return self.model.opened_answer, Phase.ANSWER
-        begin = self._begin_token
-        return begin, Phase.THOUGHT if begin else Phase.ANSWER
+            return ("", place) if self._end_id is not None else (thoughts.ends[0] + opened, Phase.ANSWER)
+        begin = "" if opened else self._begin_token
+        return opened or begin, Phase.THOUGHT if begin else Phase.ANSWER
 
     @property
     def _end_id(self) -> int | None:
@@ -197,9 +170,9 @@ class ReadingPlan:
     def _turn(
         self,
         place: Phase,
-        suffix: str,
         grammar: WantedGrammar | None,
         *,
+        suffix: str = "",
         tools: ToolUse | None = None,
         prompt_end: str = "",
     ) -> Turn:
@@ -207,24 +180,21 @@ class ReadingPlan:
         row = tools.row_in(self.model.row)
         if grammar is not None:  # it holds from the thoughts on, so that nothing frames the answer
             row = replace(row, answer=AnswerMarks(closings=row.answer.closings, parts=row.answer.parts))
-        marks = _marks_of(row, place)
-        is_by_template = self.model.template is not None and grammar is None
-        reads_thoughts = self.model.reads_thoughts
+        is_by_template = bool(self.model.row.anchors) and grammar is None
+        shows_thoughts = self.body.include_reasoning is not False
         return Turn(
             suffix=suffix,
             grammar=grammar,
-            answer=self._answer(place) if reads_thoughts else None,
-            shown_ids=self.model.shown_ids(marks),
+            answer=self._answer(place),
+            shown_ids=self.model.shown_ids(_marks_of(row, place)),
             reading=Reading(
                 row=row,
                 schemas=tools.schemas,
                 start=Phase.POSSIBLE if is_by_template else place,
                 prompt_end=prompt_end,
-                shown_reasoning=ShownReasoning.COUNT
-                if self.body.include_reasoning is False
-                else ShownReasoning.ALL,
+                shown_reasoning=ShownReasoning.ALL if shows_thoughts else ShownReasoning.COUNT,
                 reasoning_end_id=self._end_id,
-                reports_reasoning=reads_thoughts,
+                reports_reasoning=self.model.reads_thoughts,
                 max_calls=tools.max_calls,
                 new_call_id=tools.new_call_id,
                 finish_reason_of_calls=tools.finish_reason,
@@ -239,7 +209,7 @@ class ReadingPlan:
         begin = "" if place is Phase.THOUGHT else thoughts.begin
         return AnswerStart(
             token_ids=_token_ids(known, thoughts.ends[0]),
-            text=self.model.opened_answer or thoughts.ends[0],
+            text=self.model.row.answer.opened or thoughts.ends[0],
             begin=begin,
             begin_token_ids=_token_ids(known, begin),
             max_tokens=self.body.thinking_token_budget,
@@ -261,11 +231,11 @@ def _marks_of(row: Row, place: Phase) -> tuple[str, ...]:
 
 def plan_reading(body: ChatCompletionRequest, model: ModelReading) -> ReadingPlan:
     """Choose all that needs no prompt. Raises RequestRejected."""
-    dialect = model.dialect
-    if dialect is not None and model.has_own_calls and wanted_grammar(body) is None:
+    asked, dialect = wanted_grammar(body), model.dialect
+    if dialect is not None and model.has_own_calls and asked is None:
         dialect = replace(dialect, is_trained=True)
     tools = tool_use_of(body, dialect)
-    grammar = wanted_of(body, tools, model.info)
+    grammar = _beside_calls(asked, tools)
     check_fields(body, model.info)
     messages, options = template_input(body, model.info, tools)
     check_num_chars(num_chars(messages), model.info, param="messages")
@@ -274,21 +244,19 @@ def plan_reading(body: ChatCompletionRequest, model: ModelReading) -> ReadingPla
     )
 
 
-def wanted_of(body: ChatCompletionRequest, tool_use: ToolUse, info: ModelInfo) -> WantedGrammar | None:
+def _beside_calls(asked: WantedGrammar | None, tools: ToolUse) -> WantedGrammar | None:
     """The grammar of the reply, whether fields or tools ask for it. Raises RequestRejected."""
-    wanted = wanted_grammar(body)
-    of_calls = tool_use.grammar
-    if wanted is not None and tool_use.offered:
-        answer = None if body.response_format is None else answer_schema(body.response_format)
-        of_calls = None if answer is None else tool_use.grammar_beside(answer)
-        if of_calls is None:
-            raise RequestRejected(
-                f"{wanted.param} and tools exclude each other here: a reply that must match it could not call"
-                " tools; use tool_choice none",
-                param=wanted.param,
-            )
-    if of_calls is not None:
-        wanted = WantedGrammar(grammar=of_calls, param="tools")
-    if wanted is not None:
-        check_can_end(body, info, param=wanted.param)
-    return wanted
+    if asked is None or not tools.offered:
+        return asked or _of_calls(tools.grammar())
+    grammar = None if asked.answer is None else tools.grammar(asked.answer)
+    if grammar is None:
+        raise RequestRejected(
+            f"{asked.param} and tools exclude each other here: a reply that must match it could not call"
+            " tools; use tool_choice none",
+            param=asked.param,
+        )
+    return _of_calls(grammar)
+
+
+def _of_calls(grammar: Grammar | None) -> WantedGrammar | None:
+    return None if grammar is None else WantedGrammar(grammar=grammar, param="tools")

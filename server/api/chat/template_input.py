@@ -13,10 +13,10 @@ from typing import Any, Final
 
 from engine.errors import RequestRejected
 from engine.types import ChatOptions, ModelInfo
-from server.api.chat.grammar_tools import CallForm, with_tools_shown
 from server.api.chat.protocol import ChatCompletionRequest, ChatMessage
+from server.api.chat.shown_tools import CallForm, with_tools_shown
 from server.api.chat.tool_use import ToolMode, ToolUse
-from server.edge.refusals import unsupported
+from server.edge.refusals import required, unsupported
 from server.reply.pictures.media_parts import PICTURE, ContentPart, refuse_part
 
 _ROLES: Final = {
@@ -47,24 +47,19 @@ def template_input(
     body: ChatCompletionRequest, info: ModelInfo, tool_use: ToolUse
 ) -> tuple[list[dict[str, Any]], ChatOptions]:
     """Messages and options, with the tools where this model is shown them. Raises RequestRejected."""
-    messages = chat_messages(body, info)
+    for name in ("top_logprobs", "logprob_token_ids"):
+        if getattr(body, name) and not body.logprobs:
+            raise RequestRejected(f"{name} needs logprobs to be true", param=name)
+    messages = template_messages(body.messages, info.chat_template)
+    tools = tool_use.definitions
     if not tool_use.is_shown_in_messages:
-        if tool_use.offered and tool_use.dialect is not None and tool_use.dialect.system_field:
-            messages = _with_system_field(messages, tool_use.dialect.system_field, tool_use.definitions)
-        return messages, chat_options(body, tools=tool_use.definitions)
-    if tool_use.definitions or any(each["role"] == "tool" or each.get("tool_calls") for each in messages):
+        if tools and tool_use.dialect is not None and tool_use.dialect.system_field:
+            messages = _with_system_field(messages, tool_use.dialect.system_field, tools)
+        return messages, chat_options(body, tools=tools)
+    if tools or any(each["role"] == "tool" or each.get("tool_calls") for each in messages):
         messages = [_with_one_text(message) for message in messages]
     form = CallForm.MARKS if tool_use.mode is ToolMode.AUTO else CallForm.GRAMMAR
-    return with_tools_shown(messages, tool_use.definitions, form), chat_options(body, tools=())
-
-
-def chat_messages(body: ChatCompletionRequest, info: ModelInfo) -> list[dict[str, Any]]:
-    """Check all that can be checked before the template is rendered; return its messages."""
-    if body.top_logprobs and not body.logprobs:
-        raise RequestRejected("top_logprobs needs logprobs to be true", param="top_logprobs")
-    if body.logprob_token_ids and not body.logprobs:
-        raise RequestRejected("logprob_token_ids needs logprobs to be true", param="logprob_token_ids")
-    return _template_messages(body.messages, info.chat_template)
+    return with_tools_shown(messages, tools, form), chat_options(body, tools=())
 
 
 def chat_options(body: ChatCompletionRequest, *, tools: tuple[dict[str, Any], ...]) -> ChatOptions:
@@ -102,7 +97,7 @@ def _effort_hints(body: ChatCompletionRequest) -> dict[str, Any]:
     return hints
 
 
-def _template_messages(messages: Sequence[ChatMessage], template: str) -> list[dict[str, Any]]:
+def template_messages(messages: Sequence[ChatMessage], template: str) -> list[dict[str, Any]]:
     """Raises RequestRejected."""
     names: dict[str, str] = {}
     """Names of the functions that were called so far, by the id of the call."""
@@ -140,11 +135,8 @@ def _template_message(
     rendered: dict[str, Any] = {"role": role, "content": _content(message, where)}
     name = message.name
     if role == "tool":
-        if message.tool_call_id is None:
-            param = f"{where}.tool_call_id"
-            raise RequestRejected(f"{param} is required", param=param, code="missing_field")
-        rendered["tool_call_id"] = message.tool_call_id
-        name = name or names.get(message.tool_call_id)
+        rendered["tool_call_id"] = required(message.tool_call_id, f"{where}.tool_call_id")
+        name = name or names.get(rendered["tool_call_id"])
     if name is not None:
         rendered["name"] = name
     reasoning = message.reasoning_content or message.reasoning
@@ -195,24 +187,21 @@ def _content(message: ChatMessage, where: str) -> str | list[dict[str, str]] | N
     None only beside tool calls. Results of tools are one text, unless they have pictures: few templates read
     others.
     """
-    parts = message.content or ()
-    if any(part.type == PICTURE for part in parts):
-        return [_shown_part(part, message.role, f"{where}.content[{at}]") for at, part in enumerate(parts)]
-    texts = [
-        _part_text(part, message.role, f"{where}.content[{place}]")
+    shown = [
+        _shown_part(part, message.role, f"{where}.content[{place}]")
         for place, part in enumerate(message.content or ())
     ]
     if message.refusal:
-        texts.append(message.refusal)
-    if len(texts) > 1 and message.role != "tool":
-        return [{"type": "text", "text": text} for text in texts]
+        shown.append({"type": "text", "text": message.refusal})
+    texts = [part["text"] for part in shown if "text" in part]
+    if len(texts) < len(shown) or (len(texts) > 1 and message.role != "tool"):
+        return shown
     if texts:
         return "\n".join(texts)
     if message.tool_calls:
         return None
-    if message.role == "assistant" and (message.reasoning_content or message.reasoning):
-        return ""
-    raise RequestRejected(f"{where}.content is required", param=f"{where}.content", code="missing_field")
+    has_thoughts = message.role == "assistant" and (message.reasoning_content or message.reasoning)
+    return required("" if has_thoughts else None, f"{where}.content")
 
 
 def _texts(message: dict[str, Any]) -> list[str]:
@@ -221,24 +210,17 @@ def _texts(message: dict[str, Any]) -> list[str]:
 
 
 def _with_one_text(message: dict[str, Any]) -> dict[str, Any]:
-    if isinstance(message["content"], list) and any("text" not in part for part in message["content"]):
+    content = message["content"]
+    if not isinstance(content, list) or any("text" not in part for part in content):
         return message
-    return {**message, "content": "\n".join(_texts(message)) if message["content"] else message["content"]}
+    return {**message, "content": "\n".join(_texts(message))}
 
 
 def _shown_part(part: ContentPart, role: str, where: str) -> dict[str, str]:
     """Return a part as templates know it: a picture is only its place."""
     if part.type == PICTURE:
         return {"type": "image"}
-    return {"type": "text", "text": _part_text(part, role, where)}
-
-
-def _part_text(part: ContentPart, role: str, where: str) -> str:
     if part.type != "text" and (part.type != "refusal" or role != "assistant"):
         raise refuse_part(part, where)
     text = part.refusal if part.type == "refusal" else part.text
-    if text is None:
-        raise RequestRejected(
-            f"{where}.{part.type} is required", param=f"{where}.{part.type}", code="missing_field"
-        )
-    return text
+    return {"type": "text", "text": required(text, f"{where}.{part.type}")}

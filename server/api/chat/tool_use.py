@@ -1,29 +1,27 @@
-"""Tools of a request: the offered ones, those that a reply may or must call, and the parser of the calls.
+"""Tools of a request: the offered ones, those that a reply may or must call, and its grammar.
 
-Owns: tool_choice and its effects: the tools in the template, the schema that a reply must match,
-the parser of its text.
-Never: types and bounds (tool_protocol.py), or parsing itself (tool_calls/).
-Source: tool_choice as OpenAI documents it; `x-guidance` and %json are llguidance's.
+Owns: tool_choice and its effects: the tools in the template, the grammar that a reply must match,
+the row of its calls.
+Never: types and bounds (tool_protocol.py), or the reading of calls (reply/reading).
+Source: tool_choice as OpenAI documents it; the grammars are llguidance's Lark, with `x-guidance` and %json.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any
 
 from engine.errors import RequestRejected
 from engine.types import Grammar, GrammarKind
-from server.api.chat.grammar_tools import OPENING, answer_or_calls, free_or_calls, opened_call
 from server.api.chat.message_reader import call_id, short_call_id
 from server.api.chat.protocol import ChatCompletionRequest
+from server.api.chat.shown_tools import CLOSING, OPENING
 from server.api.chat.tool_protocol import FunctionDefinition, NamedTool, Tool, ToolChoiceObject
-from server.edge.refusals import unsupported
+from server.edge.refusals import required, unsupported
 from server.reply.generate.structured_output import without_unknown_formats
 from server.reply.reading.dialects import FORCED_LIST, HERMES, Dialect, named_row
 from server.reply.reading.row import Row
-
-PartT = TypeVar("PartT")
 
 _JSON_OPTIONS = {
     # On one line, as templates show calls to the model: free white space tempts small models to write on
@@ -75,48 +73,45 @@ class ToolUse:
             for tool in self.offered
         )
 
-    @property
-    def schema(self) -> dict[str, Any] | None:
-        """Schema that the whole reply must match; None: it is free."""
-        if self.mode is ToolMode.NAMED:
-            return _parameters(self.callable[0])
-        if self.mode is ToolMode.REQUIRED:
-            return _list_schema(self.callable, self.max_calls)
-        return None
+    def grammar(self, answer: dict[str, Any] | None = None) -> Grammar | None:
+        """Grammar of the reply; None: it is free. `answer`: schema of a reply that calls nothing.
+
+        None with an `answer` says that the dialect has no grammar.
+        """
+        rules: list[str] = []
+        match self.mode:
+            case ToolMode.NAMED:
+                return _lark(start=_parameters(self.callable[0]))
+            case ToolMode.REQUIRED:
+                most = {} if self.max_calls is None else {"maxItems": self.max_calls}
+                calls = _call_schemas(self.callable, arguments="parameters")
+                places = calls.pop("$defs")
+                return _lark(start={"type": "array", "items": calls, "minItems": 1, **most, "$defs": places})
+            case ToolMode.OPENED:
+                rules.append("start: calls")
+            case ToolMode.AUTO if answer is not None and self._has_marks:
+                rules.append(f'start: answer | "{OPENING}" calls')
+            case ToolMode.AUTO if answer is None and self.is_shown_in_messages:
+                rules.append("start: TEXT | opened calls")
+                rules.append(f'opened[suffix="{OPENING}"]: /(?s:.*)/')
+                rules.append(f"TEXT: /(?s:.*)/ & ~/(?s:.*){OPENING}(?s:.*)/")
+            case _:
+                return None
+        more = "" if self.max_calls == 1 else f' ("{OPENING}" call)*'
+        rules += [f"calls: call{more}", f'call: body "{CLOSING}"']
+        answers = {} if answer is None else {"answer": answer}
+        return _lark(*rules, **answers, body=_call_schemas(self.callable, arguments="arguments"))
 
     @property
-    def grammar(self) -> Grammar | None:
-        """Grammar of the reply; None: it is free."""
-        if self.mode is ToolMode.OPENED:
-            return opened_call(self._call_body, self.max_calls)
-        if self.mode is ToolMode.AUTO and self.is_shown_in_messages:
-            return free_or_calls(self._call_body, self.max_calls)
-        if self.schema is None:
-            return None
-        text = json.dumps({**self.schema, "x-guidance": _JSON_OPTIONS}, ensure_ascii=False)
-        # By "::=", which may stand in a description, grammars in another language are recognized.
-        return Grammar(kind=GrammarKind.LARK, text="start: %json " + text.replace("::=", r"\u003a:="))
-
-    def grammar_beside(self, answer: dict[str, Any]) -> Grammar | None:
-        """Grammar of a reply that matches the schema `answer` or calls; None if the dialect has none."""
-        if self.mode is not ToolMode.AUTO:
-            return self.grammar  # it calls, and has no other text
-        if self.dialect is None or not (self.is_shown_in_messages or self.dialect.row == HERMES):
-            return None
-        return answer_or_calls({**answer, "x-guidance": _JSON_OPTIONS}, self._call_body, self.max_calls)
-
-    @property
-    def _call_body(self) -> dict[str, Any]:
-        """Schema of one call between marks."""
-        choices, places = _call_schemas(self.callable, arguments="arguments")
-        return {"anyOf": choices, "$defs": places, "x-guidance": _JSON_OPTIONS}
+    def _has_marks(self) -> bool:
+        """Calls stand between the marks of the grammars here."""
+        return self.dialect is not None and self.dialect.row == HERMES
 
     @property
     def opening(self) -> str:
         """The mark of a call with which the prompt may end; empty if that would open none."""
         is_possible = self.mode in (ToolMode.AUTO, ToolMode.REQUIRED)
-        has_form = self.dialect is not None and self.dialect.row == HERMES
-        return OPENING if is_possible and has_form else ""
+        return OPENING if is_possible and self._has_marks else ""
 
     @property
     def schemas(self) -> dict[str, dict[str, Any]]:
@@ -157,14 +152,14 @@ def tool_use_of(body: ChatCompletionRequest, dialect: Dialect | None) -> ToolUse
     choice = body.tool_choice or ToolChoiceObject(type="auto")
     max_calls = 1 if body.parallel_tool_calls is False else None
     if choice.type == "function":
-        named = _required_part(choice.function, "tool_choice.function").name
+        named = required(choice.function, "tool_choice.function").name
         function = _find(tools, named, param="tool_choice.function.name")
         return ToolUse(
             mode=ToolMode.NAMED, offered=tuple(tools), callable=(function,), max_calls=1, dialect=dialect
         )
     mode = choice.type
     if choice.type == "allowed_tools":
-        allowed = _required_part(choice.allowed_tools, "tool_choice.allowed_tools")
+        allowed = required(choice.allowed_tools, "tool_choice.allowed_tools")
         tools, mode = _only(tools, allowed.tools), allowed.mode
     if mode == "required" and not tools:
         raise RequestRejected("tool_choice: there are no tools to choose from", param="tool_choice")
@@ -201,12 +196,6 @@ def _check_names(tools: list[Tool]) -> None:
             )
 
 
-def _required_part(part: PartT | None, param: str) -> PartT:
-    if part is None:
-        raise RequestRejected(f"{param} is required", param=param, code="missing_field")
-    return part
-
-
 def _find(tools: list[Tool], name: str, *, param: str) -> FunctionDefinition:
     for tool in tools:
         if tool.function.name == name:
@@ -228,48 +217,41 @@ def _parameters(function: FunctionDefinition) -> dict[str, Any]:
     return {"type": "object", **without_unknown_formats(function.parameters)}
 
 
-def _list_schema(functions: tuple[FunctionDefinition, ...], max_calls: int | None) -> dict[str, Any]:
-    """A list of calls. Each tool's own schema stands in a place of its own, so that its references hold."""
-    calls, places = _call_schemas(functions, arguments="parameters")
-    schema: dict[str, Any] = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, "$defs": places}
-    return schema if max_calls is None else {**schema, "maxItems": max_calls}
+def _call_schemas(functions: tuple[FunctionDefinition, ...], *, arguments: str) -> dict[str, Any]:
+    """Schema of a call of one of them. Parameters stand in places of their own, so that references hold."""
+    places = {f"tool{index}": _parameters(function) for index, function in enumerate(functions)}
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": function.name}, arguments: {"$ref": f"#/$defs/{place}"}},
+            "required": ["name", arguments],
+            "additionalProperties": False,
+        }
+        for place, function in zip(places, functions, strict=True)
+    ]
+    moved = {place: _moved(schema, f"#/$defs/{place}") for place, schema in places.items()}
+    return {"anyOf": calls, "$defs": moved}
 
 
-def _call_schemas(
-    functions: tuple[FunctionDefinition, ...], *, arguments: str
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Schemas of a call of each function, and the places that they refer to."""
-    calls: list[dict[str, Any]] = []
-    places: dict[str, Any] = {}
-    for index, function in enumerate(functions):
-        place = f"tool{index}"
-        places[place] = _moved(_parameters(function), f"#/$defs/{place}")
-        calls.append(
-            {
-                "type": "object",
-                "properties": {
-                    "name": {"const": function.name},
-                    arguments: {"$ref": f"#/$defs/{place}"},
-                },
-                "required": ["name", arguments],
-                "additionalProperties": False,
-            }
-        )
-    return calls, places
+def _lark(*rules: str, **schemas: dict[str, Any]) -> Grammar:
+    """A grammar of rules, and of JSON by a schema for each further name."""
+    lines = [*rules]
+    for name, schema in schemas.items():
+        text = json.dumps({**schema, "x-guidance": _JSON_OPTIONS}, ensure_ascii=False)
+        # By "::=", which may stand in a description, grammars in another language are recognized.
+        lines.append(f"{name}: %json " + text.replace("::=", r"\u003a:="))
+    return Grammar(kind=GrammarKind.LARK, text="\n".join(lines))
 
 
 def _moved(schema: Any, place: str) -> Any:
     """The schema with its references to itself as they must be when it stands at `place`."""
     if isinstance(schema, list):
         return [_moved(item, place) for item in schema]
-    if isinstance(schema, dict):
-        return dict(_moved_entries(schema, place))
-    return schema
-
-
-def _moved_entries(schema: dict[str, Any], place: str) -> Iterator[tuple[str, Any]]:
-    for key, value in schema.items():
-        if key == "$ref" and isinstance(value, str) and value.startswith("#"):
-            yield key, place + value[1:]
-        else:
-            yield key, _moved(value, place)
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: place + value[1:]
+        if key == "$ref" and isinstance(value, str) and value.startswith("#")
+        else _moved(value, place)
+        for key, value in schema.items()
+    }

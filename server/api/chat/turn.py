@@ -12,23 +12,19 @@ from starlette.types import Receive
 from engine.errors import RequestRejected
 from engine.media.pictures import TokenIds
 from engine.media.segments import PictureLease
-from engine.types import GenerationRequest
+from engine.types import GenerationRequest, ModelInfo
 from server.api.chat.message_reader import Reading
 from server.api.chat.plan import ReadingPlan, Turn, model_reading, plan_reading
-from server.api.chat.protocol import ChatCompletionRequest
+from server.api.chat.protocol import ChatCompletionRequest, Prediction
 from server.edge.http.disconnect import while_connected
 from server.edge.http.edge import Edge, Engine
+from server.edge.refusals import unsupported
 from server.reply.generate.calls import Origin
-from server.reply.generate.engine_requests import (
-    FieldNames,
-    Wanted,
-    check_num_chars,
-    check_num_prompt_logprobs,
-    engine_requests,
-    kept_prompt,
-)
+from server.reply.generate.engine_requests import FieldNames, Wanted, engine_requests, kept_prompt
+from server.reply.generate.model_checks import check_num_chars
 from server.reply.pictures.media_parts import pictures_of
 from server.reply.pictures.placing import ChatPrompt, PictureHold, encode_with_pictures
+from server.reply.reading.row import Row
 
 _NUM_END_TOKENS = (64, 512, 4096)
 """Tokens at the end of a prompt in which the anchor of a response template is looked for: more if need be."""
@@ -54,16 +50,23 @@ async def prepare_turn(
 
     `keeper` holds its pictures as well.
     """
+    plan = plan_reading(body, model_reading(edge.parsers, edge.engine.info))
     hold = PictureHold(salt=origin.terms.cache_salt, keeper=keeper)
-    prompt, turn, num_answer_tokens = await _prompt_and_turn(edge, body, origin.receive, hold)
+    prompt, turn, num_answer_tokens = await _prompt_and_turn(edge.engine, plan, origin.receive, hold)
     try:
         prompt.check_end()
-        request = await _request_of(edge.engine, body, prompt, turn, origin)
-        if num_answer_tokens:
-            request = replace(request, restore_at=_restore_points(request, num_answer_tokens))
+        prompts = {origin.reply_id: prompt.token_ids}
+        (request,) = await engine_requests(edge.engine, body, prompts, _wanted(plan, turn), origin)
     except BaseException:
         prompt.release()
         raise
+    request = replace(
+        request,
+        encoder_inputs=prompt.pictures,
+        payloads=prompt.payloads,
+        at_end=prompt.release,
+        restore_at=_restore_points(request, num_answer_tokens),
+    )
     return ChatTurn(
         prompt_ids=prompt.token_ids,
         request=request,
@@ -75,57 +78,41 @@ async def prepare_turn(
 
 async def prompt_of(edge: Edge, chat: ChatCompletionRequest, receive: Receive) -> ChatPrompt:
     """Make the prompt that an answer would have, and nothing more. Raises RequestRejected, Overloaded."""
-    prompt, _, _ = await _prompt_and_turn(edge, chat, receive, PictureHold())
+    plan = plan_reading(chat, model_reading(edge.parsers, edge.engine.info))
+    prompt, _, _ = await _prompt_and_turn(edge.engine, plan, receive, PictureHold())
     prompt.release()
     return prompt
 
 
 async def _prompt_and_turn(
-    edge: Edge, body: ChatCompletionRequest, receive: Receive, hold: PictureHold
+    engine: Engine, plan: ReadingPlan, receive: Receive, hold: PictureHold
 ) -> tuple[ChatPrompt, Turn, int]:
     """Make the prompt, and count the tokens at its end that begin the answer, where that is of use."""
-    engine = edge.engine
-    plan = plan_reading(body, model_reading(edge.parsers, engine.info))
-    num_answer_tokens = await engine.num_answer_tokens(plan.options) if engine.info.has_points else 0
+    body, info = plan.body, engine.info
+    num_answer_tokens = await engine.num_answer_tokens(plan.options) if info.has_points else 0
     parts = ((message.role, message.content or ()) for message in body.messages)
-    pictures = pictures_of(parts, engine.info)
-    if pictures:
+    if pictures := pictures_of(parts, info):
         work = encode_with_pictures(engine, plan.messages, plan.options, pictures, hold)
         rendered = await while_connected(receive, work)
     else:
         rendered = ChatPrompt(await engine.encode_chat(plan.messages, plan.options))
-    room = len(await _suffix_ids(engine, plan.possible_suffix))
     limit = body.max_completion_tokens or body.max_tokens or 1
-    cut = kept_prompt(body, rendered.token_ids, engine.info, max_tokens=limit + room)
+    room = len(await _suffix_ids(engine, plan.possible_suffix))
+    cut = kept_prompt(body, rendered.token_ids, info, max_tokens=limit + room)
     kept = rendered.cut_to(len(cut), keeps_end=body.truncation_side != "right")
-    turn = plan.behind(_end_of(engine, kept.token_ids, plan))
+    turn = plan.behind(_end_of(engine, kept.token_ids, plan.model.row))
     suffix_ids = await _suffix_ids(engine, turn.suffix)
-    if num_answer_tokens:
-        num_answer_tokens += len(suffix_ids)
-    return kept.followed_by(suffix_ids), turn, num_answer_tokens
+    prompt = replace(kept, token_ids=(*kept.token_ids, *suffix_ids))
+    return prompt, turn, num_answer_tokens and num_answer_tokens + len(suffix_ids)
 
 
 def _restore_points(request: GenerationRequest, num_answer_tokens: int) -> tuple[int, ...]:
     """Tokens before the answer begins, and for several choices, before the token that each computes."""
+    if not num_answer_tokens:
+        return request.restore_at
     num_tokens = len(request.prompt_token_ids)
     end_of_message = max(num_tokens - num_answer_tokens, 0)
     return (end_of_message, num_tokens - 1) if request.n > 1 else (end_of_message,)
-
-
-async def _request_of(
-    engine: Engine, body: ChatCompletionRequest, prompt: ChatPrompt, turn: Turn, origin: Origin
-) -> GenerationRequest:
-    check_num_prompt_logprobs(body.prompt_logprobs, len(prompt.token_ids), param="prompt_logprobs")
-    prompts = {origin.reply_id: prompt.token_ids}
-    (request,) = await engine_requests(engine, body, prompts, _wanted(body, turn), origin)
-    prediction = await _prediction(engine, body, max_tokens=request.params.max_tokens)
-    return replace(
-        request,
-        prediction=prediction,
-        encoder_inputs=prompt.pictures,
-        payloads=prompt.payloads,
-        at_end=prompt.release,
-    )
 
 
 async def _suffix_ids(engine: Engine, text: str) -> TokenIds:
@@ -136,36 +123,18 @@ async def _suffix_ids(engine: Engine, text: str) -> TokenIds:
     return await engine.encode_plain(text) if text else ()
 
 
-def _end_of(engine: Engine, prompt_ids: TokenIds, plan: ReadingPlan) -> str:
+def _end_of(engine: Engine, prompt_ids: TokenIds, row: Row) -> str:
     """Text of the end of the prompt; from the last anchor of the model's template on, if it has one."""
-    template, end = plan.model.template, ""
+    end = ""
     for num_tokens in _NUM_END_TOKENS:
         end = raw_text(engine, prompt_ids[-num_tokens:])
-        if template is None or num_tokens >= len(prompt_ids) or template.behind_anchor(end) is not None:
+        if not row.anchors or num_tokens >= len(prompt_ids) or row.behind_anchor(end) is not None:
             break
     return end
 
 
-async def _prediction(engine: Engine, body: ChatCompletionRequest, *, max_tokens: int) -> TokenIds:
-    """Encode the text that the client expects, as far as the reply may be long. Raises RequestRejected."""
-    if body.prediction is None:
-        return ()
-    if not engine.info.max_drafts:
-        raise RequestRejected(
-            "prediction is not supported by this server: its steps verify no drafts (in pipelines, and for"
-            " models without a paged KV cache); leave it out",
-            param="prediction",
-            code="unsupported_parameter",
-        )
-    for part in body.prediction.content:
-        if part.type != "text" or part.text is None:
-            raise RequestRejected("the parts of prediction.content must be text", param="prediction.content")
-    text = "".join(part.text or "" for part in body.prediction.content)
-    check_num_chars(len(text), engine.info, param="prediction.content")
-    return (await engine.encode_plain(text))[:max_tokens] if text else ()
-
-
-def _wanted(body: ChatCompletionRequest, turn: Turn) -> Wanted:
+def _wanted(plan: ReadingPlan, turn: Turn) -> Wanted:
+    body = plan.body
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if body.max_tokens is not None and body.max_tokens != asked:
         raise RequestRejected(
@@ -180,7 +149,24 @@ def _wanted(body: ChatCompletionRequest, turn: Turn) -> Wanted:
         grammar=turn.grammar,
         answer=turn.answer,
         shown_special_ids=turn.shown_ids,
+        prediction=None if body.prediction is None else _predicted(body.prediction, plan.model.info),
     )
+
+
+def _predicted(prediction: Prediction, info: ModelInfo) -> str:
+    """The text that the client expects. Raises RequestRejected."""
+    param = "prediction.content"
+    if not info.max_drafts:
+        raise unsupported(
+            "prediction",
+            "prediction is not supported by this server: its steps verify no drafts (in pipelines, and for"
+            " models without a paged KV cache); leave it out",
+        )
+    if any(part.type != "text" or part.text is None for part in prediction.content):
+        raise RequestRejected(f"the parts of {param} must be text", param=param)
+    text = "".join(part.text or "" for part in prediction.content)
+    check_num_chars(len(text), info, param=param)
+    return text
 
 
 def raw_text(engine: Engine, token_ids: Sequence[int]) -> str:

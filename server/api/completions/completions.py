@@ -83,7 +83,7 @@ async def create_completion(request: Request) -> Response:
     edge, engine = edge_of(request), edge_of(request).engine
     check_completion(body, engine.info)
     prompts = await encode_prompts(engine, body)
-    wanted = wanted_completion(body, prompts, engine.info)
+    wanted = wanted_completion(body)
     prompt_ids = {f"{reply_id}-{place}": prompt.token_ids for place, prompt in enumerate(prompts)}
     requests = await engine_requests(engine, body, prompt_ids, wanted, origin)
     plan = _plan(body, prompts, new_head(origin, engine.info), engine)

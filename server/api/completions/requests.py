@@ -5,7 +5,6 @@ Never: types and bounds (protocol.py), or shared fields (engine_requests.py).
 """
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from engine.errors import RequestRejected
@@ -19,14 +18,12 @@ from server.reply.generate.engine_requests import (
     TokenIds,
     Wanted,
     check_fields,
-    check_num_chars,
-    check_num_prompt_logprobs,
     engine_requests,
     kept_prompt,
 )
-from server.reply.generate.model_checks import check_token_ids
+from server.reply.generate.model_checks import check_num_chars, check_token_ids
 from server.reply.generate.protocol import Prompt
-from server.reply.generate.structured_output import check_can_end, wanted_grammar
+from server.reply.generate.structured_output import wanted_grammar
 
 MAX_CHOICES = 1024
 """Prompts times n: sequences that one HTTP request may make the engine hold at once."""
@@ -95,17 +92,12 @@ async def encode_prompts(engine: Engine, body: CompletionRequest) -> list[Encode
     return await asyncio.gather(*(_encode(engine, body, prompt) for prompt in body.prompt))
 
 
-def wanted_completion(body: CompletionRequest, prompts: Sequence[EncodedPrompt], info: ModelInfo) -> Wanted:
+def wanted_completion(body: CompletionRequest) -> Wanted:
     """Compute the fields that all engine requests of a body share. Raises RequestRejected."""
-    name = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
-    num_prompt_logprobs = _num_prompt_logprobs(body)
-    num_shown = sum(len(prompt.token_ids) for prompt in prompts) * (body.n or 1)
-    check_num_prompt_logprobs(num_prompt_logprobs, num_shown, param=name)
     num_choices = body.best_of or body.n or 1
     ranks = num_choices > (body.n or 1)
-    grammar = wanted_grammar(body)
-    if grammar is not None:
-        check_can_end(body, info, param=grammar.param)
+    # Alternatives that the two fields which ask for them need together.
+    asked = (body.prompt_logprobs, body.logprobs if body.echo else None)
     return Wanted(
         names=_NAMES,
         # One token is sampled even if none is asked for; it is not shown.
@@ -113,8 +105,8 @@ def wanted_completion(body: CompletionRequest, prompts: Sequence[EncodedPrompt],
         default_max_tokens=DEFAULT_MAX_TOKENS,
         num_choices=num_choices,
         num_logprobs=0 if body.logprobs is None and ranks else body.logprobs,
-        num_prompt_logprobs=num_prompt_logprobs,
-        grammar=grammar,
+        num_prompt_logprobs=max((number for number in asked if number is not None), default=None),
+        grammar=wanted_grammar(body),
     )
 
 
@@ -125,17 +117,10 @@ async def fitting_completion(engine: Engine, body: CompletionRequest, origin: Or
     """
     check_completion(body, engine.info)
     prompts = await encode_prompts(engine, body)
-    wanted = wanted_completion(body, prompts, engine.info)
-    wanted = replace(wanted, max_tokens=None, default_max_tokens=body.max_tokens)
+    wanted = replace(wanted_completion(body), max_tokens=None, default_max_tokens=body.max_tokens)
     prompt_ids = {origin.reply_id: prompts[0].token_ids}
     (request,) = await engine_requests(engine, body, prompt_ids, wanted, origin)
     return request
-
-
-def _num_prompt_logprobs(body: CompletionRequest) -> int | None:
-    """Alternatives that the two fields which ask for them need together."""
-    asked = (body.prompt_logprobs, body.logprobs if body.echo else None)
-    return max((number for number in asked if number is not None), default=None)
 
 
 async def _encode(engine: Engine, body: CompletionRequest, prompt: Prompt) -> EncodedPrompt:

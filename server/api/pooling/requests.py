@@ -19,7 +19,7 @@ from engine.types import (
 from server.api.pooling.protocol import EmbeddingRequest, PoolingFields
 from server.edge.http.edge import Engine
 from server.reply.generate.calls import Origin
-from server.reply.generate.model_checks import MAX_CHARS_PER_TOKEN, check_model, check_token_ids
+from server.reply.generate.model_checks import check_model, check_num_chars, check_token_ids
 from server.reply.generate.protocol import Prompt
 
 MAX_TOKENS = 300_000
@@ -135,12 +135,6 @@ def _check_tokens(token_ids: tuple[int, ...], info: ModelInfo, *, param: str) ->
 
 
 def _check_num_chars(texts: Sequence[str], info: ModelInfo, cut: TextCut) -> None:
-    """Refuse texts that can never fit before the tokenizer spends seconds on them; a cut text fits."""
-    limit = info.max_model_len * MAX_CHARS_PER_TOKEN
-    longest = max((len(text) for text in texts), default=0)
-    if cut.max_tokens is None and longest > limit:
-        raise ContextLengthExceeded(
-            f"an input has {longest} characters; no text of more than {limit} fits"
-            f" {info.max_model_len} tokens",
-            param=cut.param,
-        )
+    """Check the longest text; a text that is cut fits."""
+    if cut.max_tokens is None:
+        check_num_chars(max(map(len, texts), default=0), info, param=cut.param)

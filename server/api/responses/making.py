@@ -15,6 +15,7 @@ import orjson
 from starlette.requests import Request
 
 from engine.errors import ContextLengthExceeded, RequestRejected, TooManyPictures
+from engine.media.segments import PictureLease
 from engine.types import GenerationRequest
 from server.api.chat.replies import OnlyChoice
 from server.api.chat.turn import ChatTurn, prepare_turn, raw_text
@@ -70,7 +71,9 @@ def note_left_out(request: Request, body: ResponsesRequest) -> None:
 
 async def begin_making(edge: Edge, task: ResponseTask, on_end: OnEnd = lambda _: None) -> Making:
     """Prepare the chat turn. Raises RequestRejected, Overloaded, EngineUnavailable."""
-    items = _conversation(task.body, task.earlier)
+    items = (*(task.earlier.conversation if task.earlier else ()), *task.body.input)
+    if not items and task.body.instructions is None:
+        raise RequestRejected("input must not be an empty list", param="input")
     tools = toolbox_of(task.body, items)
     turn = await _prepare(edge, task, items, tools)
     head = new_head(task.origin, edge.engine.info)
@@ -107,56 +110,40 @@ def stored_response(
     )
 
 
-def _conversation(body: ResponsesRequest, earlier: StoredResponse | None) -> tuple[InputItem, ...]:
-    """The items of the earlier response and of this request. Raises RequestRejected if there are none."""
-    items = (*(earlier.conversation if earlier else ()), *body.input)
-    if not items and body.instructions is None:
-        raise RequestRejected("input must not be an empty list", param="input")
-    return items
-
-
 async def _prepare(edge: Edge, task: ResponseTask, items: Sequence[InputItem], tools: Toolbox) -> ChatTurn:
     """The chat path up to the first token, its errors in the words of this endpoint."""
-    with in_our_words(tools):
-        if task.body.truncation != "auto":
-            return await _turn(edge, task, items, tools)
-        if edge.engine.info.vision is None or not has_pictures(items):
-            return await _turn_that_fits(edge, task, items, tools)
-        keeper = edge.engine.pictures.new_lease()
-        try:
-            return await _turn_that_fits(edge, task, items, tools, partial(prepare_turn, keeper=keeper))
-        finally:
+    is_cut = task.body.truncation == "auto"
+    has_tries = is_cut and edge.engine.info.vision is not None and has_pictures(items)
+    keeper = edge.engine.pictures.new_lease() if has_tries else None
+    turn_of = partial(_turn, edge, task, tools, keeper)
+    try:
+        with in_our_words(tools):
+            return await (_turn_that_fits(items, turn_of) if is_cut else turn_of(items))
+    finally:
+        if keeper is not None:
             keeper.release()
 
 
 async def _turn(
-    edge: Edge,
-    task: ResponseTask,
-    items: Sequence[InputItem],
-    tools: Toolbox,
-    prepare: Callable[..., Awaitable[ChatTurn]] = prepare_turn,
+    edge: Edge, task: ResponseTask, tools: Toolbox, keeper: PictureLease | None, items: Sequence[InputItem]
 ) -> ChatTurn:
     """The chat path up to the first token. Raises RequestRejected, Overloaded."""
     if num_parts(items) > _MAX_INLINE_PARTS:
         chat = await asyncio.to_thread(chat_request_of, task.body, items, tools)
     else:
         chat = chat_request_of(task.body, items, tools)
-    return await prepare(edge, chat, task.origin)
+    return await prepare_turn(edge, chat, task.origin, keeper)
 
 
 async def _turn_that_fits(
-    edge: Edge,
-    task: ResponseTask,
-    items: Sequence[InputItem],
-    tools: Toolbox,
-    prepare: Callable[..., Awaitable[ChatTurn]] = prepare_turn,
+    items: Sequence[InputItem], turn_of: Callable[[Sequence[InputItem]], Awaitable[ChatTurn]]
 ) -> ChatTurn:
     """Leave out as few of the oldest turns as possible.
 
     Raises ContextLengthExceeded and TooManyPictures if one is too much.
     """
     try:
-        return await _turn(edge, task, items, tools, prepare)
+        return await turn_of(items)
     except (ContextLengthExceeded, TooManyPictures):
         places = turns(items)
         if not places:
@@ -166,9 +153,9 @@ async def _turn_that_fits(
     while low < high:
         middle = (low + high) // 2
         try:
-            await _turn(edge, task, cut_before(items, places[middle]), tools, prepare)
+            await turn_of(cut_before(items, places[middle]))
         except (ContextLengthExceeded, TooManyPictures):
             low = middle + 1
         else:
             high = middle
-    return await _turn(edge, task, cut_before(items, places[low]), tools, prepare)
+    return await turn_of(cut_before(items, places[low]))

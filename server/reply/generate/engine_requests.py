@@ -5,7 +5,7 @@ Never: types and bounds (protocol.py), tokenization (the engine), or fields of o
 """
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -14,9 +14,9 @@ from engine.types import AnswerStart, GenerationRequest, Grammar, ModelInfo, Sam
 from server.edge.http.disconnect import while_connected
 from server.edge.http.edge import Engine
 from server.reply.generate.calls import Origin
-from server.reply.generate.model_checks import MAX_CHARS_PER_TOKEN, check_model, check_token_ids
+from server.reply.generate.model_checks import check_model, check_token_ids
 from server.reply.generate.protocol import GenerationFields, SamplingFields
-from server.reply.generate.structured_output import WantedGrammar
+from server.reply.generate.structured_output import WantedGrammar, check_can_end
 
 MAX_PROMPT_LOGPROBS = 2**20
 """Entries of a reply: tokens of all prompts, times choices, times alternatives and the token itself. Each is
@@ -54,6 +54,8 @@ class Wanted:
     """Beginning of the answer; None: the first token."""
     shown_special_ids: frozenset[int] = frozenset()
     """Special tokens that stay in the text, for the parsers of the reply."""
+    prediction: str | None = None
+    """Text that the client expects; None: there is none."""
 
 
 async def engine_requests(
@@ -68,11 +70,13 @@ async def engine_requests(
     Raises RequestRejected, Overloaded.
     """
     info = engine.info
+    _check_num_prompt_logprobs(body, prompts.values(), wanted)
     bad_words = await engine.encode_words(body.bad_words) if body.bad_words else ()
     max_tokens = [_fit_max_tokens(body, prompt, wanted, info) for prompt in prompts.values()]
     _check_something_is_left(body, bad_words, info)
     # The last of the checks, since it costs the most.
-    grammar = await _compiled(engine, wanted, origin, num_choices=len(prompts) * wanted.num_choices)
+    grammar = await _compiled(engine, body, wanted, origin, num_choices=len(prompts) * wanted.num_choices)
+    predicted = await engine.encode_plain(wanted.prediction) if wanted.prediction else ()
     adapter = _adapter(body.model, engine.info)  # as it is now: others may have changed it meanwhile
     origin.allowance.take_prompt(sum(map(len, prompts.values())))
     return [
@@ -87,6 +91,7 @@ async def engine_requests(
             include_stop_str_in_output=bool(body.include_stop_str_in_output),
             skip_special_tokens=body.skip_special_tokens is not False,
             shown_special_ids=wanted.shown_special_ids,
+            prediction=predicted[:num_fitting],
             adapter=adapter,
             terms=origin.terms,
             max_tenant_tokens=origin.max_tenant_tokens,
@@ -129,27 +134,6 @@ def check_fields(body: GenerationFields, info: ModelInfo) -> None:
         )
 
 
-def check_num_chars(num_chars: int, info: ModelInfo, *, param: str) -> None:
-    """Refuse a text that can never fit, before the tokenizer spends seconds on it."""
-    limit = info.max_model_len * MAX_CHARS_PER_TOKEN
-    if num_chars > limit:
-        raise ContextLengthExceeded(
-            f"the prompt has {num_chars} characters; no text of more than {limit} fits the context window"
-            f" of {info.max_model_len} tokens",
-            param=param,
-        )
-
-
-def check_num_prompt_logprobs(num_top: int | None, num_shown: int, *, param: str) -> None:
-    """Bound the entries of the reply; `num_shown` counts prompt tokens times choices."""
-    if num_top is not None and num_shown * (num_top + 1) > MAX_PROMPT_LOGPROBS:
-        raise RequestRejected(
-            f"{param}: {num_shown} prompt tokens times choices, with {num_top} alternatives each, are more"
-            f" than {MAX_PROMPT_LOGPROBS} log-probabilities; send fewer prompts or ask for fewer",
-            param=param,
-        )
-
-
 def kept_prompt(body: GenerationFields, prompt: TokenIds, info: ModelInfo, *, max_tokens: int) -> TokenIds:
     """Cut a prompt as truncate_prompt_tokens and truncation_side ask. Raises RequestRejected."""
     asked = body.truncate_prompt_tokens
@@ -170,10 +154,25 @@ def _adapter(model: str | None, info: ModelInfo) -> ServedAdapter | None:
     return info.adapter_named(model)
 
 
-async def _compiled(engine: Engine, wanted: Wanted, origin: Origin, *, num_choices: int) -> Grammar | None:
+def _check_num_prompt_logprobs(body: GenerationFields, prompts: Iterable[TokenIds], wanted: Wanted) -> None:
+    """Bound the entries of the reply."""
+    num_top, num_shown = wanted.num_prompt_logprobs, sum(map(len, prompts)) * (body.n or 1)
+    if num_top is not None and num_shown * (num_top + 1) > MAX_PROMPT_LOGPROBS:
+        param = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+        raise RequestRejected(
+            f"{param}: {num_shown} prompt tokens times choices, with {num_top} alternatives each, are more"
+            f" than {MAX_PROMPT_LOGPROBS} log-probabilities; send fewer prompts or ask for fewer",
+            param=param,
+        )
+
+
+async def _compiled(
+    engine: Engine, body: GenerationFields, wanted: Wanted, origin: Origin, *, num_choices: int
+) -> Grammar | None:
     """Compile the grammar for a check; a client that leaves gives up its place in the line."""
     if wanted.grammar is None:
         return None
+    check_can_end(body, engine.info, param=wanted.grammar.param)
     tried = engine.compile_grammar(
         wanted.grammar.grammar, param=wanted.grammar.param, num_choices=num_choices
     )

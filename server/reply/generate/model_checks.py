@@ -6,11 +6,11 @@ Never: types and bounds of fields (protocol.py).
 
 from collections.abc import Sequence
 
-from engine.errors import RequestRejected
+from engine.errors import ContextLengthExceeded, RequestRejected
 from engine.types import ModelInfo
 from server.edge.http.served_models import not_served
 
-MAX_CHARS_PER_TOKEN = 256
+_MAX_CHARS_PER_TOKEN = 256
 """No tokenizer in use has longer tokens, so that a text of more characters than this allows cannot fit."""
 
 
@@ -25,3 +25,14 @@ def check_token_ids(token_ids: Sequence[int], info: ModelInfo, *, param: str) ->
     if token_ids and (min(token_ids) < 0 or max(token_ids) >= info.vocab_size):
         wrong = next(token_id for token_id in token_ids if not 0 <= token_id < info.vocab_size)
         raise RequestRejected(f"token ids must be from 0 to {info.vocab_size - 1}, not {wrong}", param=param)
+
+
+def check_num_chars(num_chars: int, info: ModelInfo, *, param: str) -> None:
+    """Refuse a text that can never fit, before the tokenizer spends seconds on it."""
+    limit = info.max_model_len * _MAX_CHARS_PER_TOKEN
+    if num_chars > limit:
+        raise ContextLengthExceeded(
+            f"the prompt has {num_chars} characters; no text of more than {limit} fits the context window"
+            f" of {info.max_model_len} tokens",
+            param=param,
+        )

@@ -18,6 +18,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
 
 from engine.errors import RequestRejected
 from engine.types import Grammar, GrammarKind, ModelInfo
+from server.edge.refusals import required
 from server.edge.wire_model import WireModel, wrong_shape
 
 MAX_GRAMMAR_BYTES = 64 * 1024
@@ -29,7 +30,7 @@ MAX_CHOICE_CHARS = 1024
 MAX_DESCRIPTION_CHARS = 1024
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
-_ANY_OBJECT = '{"type":"object"}'
+_ANY_OBJECT = {"type": "object"}
 _KNOWN_FORMATS = frozenset(
     {
         *("date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname"),
@@ -120,6 +121,8 @@ class WantedGrammar:
     grammar: Grammar
     param: str
     """The field that it came in."""
+    answer: dict[str, Any] | None = None
+    """Its schema, if the reply may be calls of tools instead; None: it may not."""
 
 
 def wanted_grammar(body: StructureFields) -> WantedGrammar | None:
@@ -155,15 +158,6 @@ def json_schema_grammar(schema: dict[str, Any]) -> Grammar:
     return Grammar(kind=GrammarKind.JSON_SCHEMA, text=text)
 
 
-def answer_schema(wanted: ResponseFormat) -> dict[str, Any] | None:
-    """The schema of a reply in this format; None if it is free text."""
-    if wanted.type == "text":
-        return None
-    if wanted.json_schema is None:
-        return {"type": "object"}
-    return dict(without_unknown_formats(wanted.json_schema.schema_))
-
-
 def choice_grammar(choices: Sequence[str]) -> Grammar:
     """Make a grammar of exactly these texts."""
     # Lark's strings are written as JSON's are, but know no surrogate pairs.
@@ -178,18 +172,14 @@ def _of_response_format(wanted: ResponseFormat) -> WantedGrammar | None:
             f"response_format.json_schema is allowed only with type json_schema, not {wanted.type}",
             param="response_format.json_schema",
         )
-    match wanted.type:
-        case "text":
-            return None
-        case "json_object":
-            return WantedGrammar(grammar=_any_object(), param="response_format")
-        case "json_schema":
-            if described is None:
-                where = "response_format.json_schema"
-                raise RequestRejected(f"{where} is required", param=where, code="missing_field")
-            return WantedGrammar(
-                grammar=json_schema_grammar(described.schema_), param="response_format.json_schema.schema"
-            )
+    if wanted.type == "text":
+        return None
+    param, schema = "response_format", _ANY_OBJECT
+    if wanted.type == "json_schema":
+        param = "response_format.json_schema"
+        schema, param = required(described, param).schema_, f"{param}.schema"
+    answer = without_unknown_formats(schema)
+    return WantedGrammar(grammar=json_schema_grammar(answer), param=param, answer=answer)
 
 
 def _of_structured_outputs(wanted: StructuredOutputs) -> WantedGrammar:
@@ -203,7 +193,7 @@ def _of_structured_outputs(wanted: StructuredOutputs) -> WantedGrammar:
     if wanted.grammar is not None:
         grammars["grammar"] = Grammar(kind=GrammarKind.LARK, text=_TREE_MARKS.sub("", wanted.grammar))
     if wanted.json_object:
-        grammars["json_object"] = _any_object()
+        grammars["json_object"] = json_schema_grammar(_ANY_OBJECT)
     if len(grammars) != 1:
         found = ", ".join(grammars) or "none of them"
         raise RequestRejected(
@@ -212,10 +202,6 @@ def _of_structured_outputs(wanted: StructuredOutputs) -> WantedGrammar:
         )
     ((name, grammar),) = grammars.items()
     return WantedGrammar(grammar=grammar, param=f"structured_outputs.{name}")
-
-
-def _any_object() -> Grammar:
-    return Grammar(kind=GrammarKind.JSON_SCHEMA, text=_ANY_OBJECT)
 
 
 def without_unknown_formats(schema: Any) -> Any:

@@ -61,9 +61,6 @@ class ChatPrompt:
         moved = tuple(each._replace(offset=each.offset - start) for each in kept)
         return replace(self, token_ids=self.token_ids[start:stop], pictures=moved)
 
-    def followed_by(self, token_ids: TokenIds) -> "ChatPrompt":
-        return replace(self, token_ids=(*self.token_ids, *token_ids)) if token_ids else self
-
     def check_end(self) -> None:
         """Raise RequestRejected if nothing follows the last picture: an answer begins behind a token."""
         if self.pictures and self.pictures[-1].end >= len(self.token_ids):

@@ -8,7 +8,7 @@ of mistral-common; the description of harmony that OpenAI published with gpt-oss
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from server.reply.reading.braces import read_brace_call
@@ -150,6 +150,7 @@ _HARMONY = Row(
         head_end=_MESSAGE,
         read_head=_harmony_head,
         read_lost_head=_harmony_lost_head,
+        opened=f"{_CHANNEL}final{_MESSAGE}",
     ),
 )
 _QWEN3_CODER = Row(
@@ -254,9 +255,8 @@ class ReasoningStyle:
     thoughts: Thoughts
     sign: str
     """Text of chat templates or added token by which `auto` finds it."""
-    answer: AnswerMarks = field(default_factory=AnswerMarks)
-    opened_answer: str = ""
-    """Text that an answer without thoughts begins with, if it needs one."""
+    answer: AnswerMarks | None = None
+    """None: the dialect's."""
 
 
 def _block(name: str, begin: str, end: str) -> ReasoningStyle:
@@ -275,7 +275,6 @@ STYLES = (
         thoughts=Thoughts(begin=f"{_CHANNEL}analysis{_MESSAGE}", ends=("<|end|>",)),
         sign=_CHANNEL,
         answer=_HARMONY.answer,
-        opened_answer=f"{_CHANNEL}final{_MESSAGE}",
     ),
 )
 _STYLE_BY_NAME = {style.name: style for style in STYLES}

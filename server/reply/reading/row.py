@@ -200,6 +200,8 @@ class AnswerMarks:
     """Reader of a header without its end: the text behind it, or an empty one."""
     parts: Parts | None = None
     """Treatment of its parts; None: the text as it is."""
+    opened: str = ""
+    """Text that an answer without thoughts begins with, if it needs one."""
 
     @property
     def is_framed(self) -> bool:
@@ -224,6 +226,13 @@ class Row:
     """The function of which all of the answer is the arguments; empty: there is none."""
     is_forced: bool = False
     """A grammar keeps the reply to calls: nothing in it is content."""
+    anchors: tuple[str, ...] = ()
+    """Texts at the end of everything before a reply, in the prompt."""
+
+    def behind_anchor(self, prompt: str) -> str | None:
+        """Return the text behind the last anchor; None if there is none."""
+        ends = [prompt.rfind(text) + len(text) for text in self.anchors if text in prompt]
+        return prompt[max(ends) :] if ends else None
 
     @property
     def marks(self) -> tuple[str, ...]:

@@ -79,27 +79,8 @@ class NamedPart:
 Part = Literal | NamedPart
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TemplateRow:
-    """The row of a template."""
-
-    row: Row
-    anchors: tuple[str, ...]
-    """Texts at the end of everything before a reply, in the prompt."""
-
-    @property
-    def opened_answer(self) -> str:
-        """Text that an answer without thoughts begins with, if it needs one."""
-        return "".join(self.row.answer.openings[:1])
-
-    def behind_anchor(self, prompt: str) -> str | None:
-        """Return the text behind the last anchor; None if there is none."""
-        ends = [prompt.rfind(text) + len(text) for text in self.anchors if text in prompt]
-        return prompt[max(ends) :] if ends else None
-
-
 @cache
-def find_template_row(text: str) -> TemplateRow | None:
+def find_template_row(text: str) -> Row | None:
     """Read a template; None, with a warning, if it says what no row can."""
     try:
         if len(text) > _MAX_TEMPLATE_CHARS:
@@ -110,7 +91,7 @@ def find_template_row(text: str) -> TemplateRow | None:
         return None
 
 
-def template_row(spec: Any) -> TemplateRow:
+def template_row(spec: Any) -> Row:
     """Make the row of a template as it stands in tokenizer_config.json. Raises TemplateError."""
     _require(isinstance(spec, dict), "it is no object")
     _require(spec.get("version", 1) == 1, f"its version is {str(spec.get('version'))[:50]}; 1 is read")
@@ -133,7 +114,7 @@ def template_row(spec: Any) -> TemplateRow:
     read_thoughts = _thoughts(fields[thoughts[0]]) if thoughts else (None, ())
     openings, frames = _opening(content, "content")
     call, wraps, unwraps, call_frames = _calls(fields[_CALLS]) if _CALLS in fields else (None, (), (), ())
-    row = Row(
+    return Row(
         thoughts=read_thoughts[0],
         call=call,
         wraps=wraps,
@@ -143,9 +124,10 @@ def template_row(spec: Any) -> TemplateRow:
             closings=_stripped(_literals(content, "close", "content")),
             frames=tuple(dict.fromkeys((*frames, *read_thoughts[1], *call_frames))),
             parts=_parts(content),
+            opened="".join(openings[:1]),
         ),
+        anchors=anchors,
     )
-    return TemplateRow(row=row, anchors=anchors)
 
 
 def _thoughts(field: Mapping[str, Any]) -> tuple[Thoughts, tuple[str, ...]]:

@@ -6,7 +6,7 @@ import time
 from engine.types import FinishReason
 from server.api.chat.models import ChatCompletion
 from server.api.chat.protocol import MAX_MESSAGES, ChatMessage
-from server.api.chat.template_input import _template_messages
+from server.api.chat.template_input import template_messages
 from tests.server.fake_engine import INFO
 
 HI = [{"role": "user", "content": "hi"}]
@@ -115,7 +115,7 @@ def test_a_role_is_looked_for_in_a_long_template_once():
     def taken_s(role: str) -> float:
         messages = [ChatMessage(role=role, content="a")] * MAX_MESSAGES
         began_s = time.thread_time()
-        _template_messages(messages, "x" * 50_000 + "{{ m['role'] }}")
+        template_messages(messages, "x" * 50_000 + "{{ m['role'] }}")
         return time.thread_time() - began_s
 
     assert min(taken_s("role") for _ in range(3)) < 8 * max(taken_s("user"), 0.01)

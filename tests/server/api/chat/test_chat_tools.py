@@ -338,7 +338,7 @@ async def test_a_schema_that_cannot_be_compiled_is_the_callers_to_change(client,
 def test_a_description_is_not_mistaken_for_a_grammar() -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"title": "root ::= x"}}}]
     body = ChatCompletionRequest.model_validate({**BODY, "tools": tools, "tool_choice": "required"})
-    grammar = tool_use_of(body, None).grammar
+    grammar = tool_use_of(body, None).grammar()
     assert "::=" not in grammar.text
     assert "root ::= x" in str(json.loads(grammar.text.removeprefix("start: %json ")))
 
@@ -353,7 +353,8 @@ def test_references_of_a_tools_schema_hold_in_the_list_of_calls() -> None:
     }
     tools = [WEATHER, {"type": "function", "function": {"name": "tree", "parameters": tree}}, TIME]
     body = ChatCompletionRequest.model_validate({**BODY, "tools": tools, "tool_choice": "required"})
-    schema = tool_use_of(body, find_dialect("hermes", "")).schema
+    grammar = tool_use_of(body, find_dialect("hermes", "")).grammar()
+    schema = json.loads(grammar.text.removeprefix("start: %json "))
     validator.check_schema(schema)
 
     def holds(*calls: tuple[str, dict]) -> bool:

@@ -17,7 +17,7 @@ from tests.server.reply.reading.test_tool_dialects import BONN, GOLDEN, TOOLS
 
 Case = tuple[str, Row, Phase, str]
 CASES: list[Case] = [(name, find_dialect(name, "").row, Phase.ANSWER, text) for name, text, _ in GOLDEN] + [
-    (name, template_row(TEMPLATES[name]).row, Phase.POSSIBLE, text)
+    (name, template_row(TEMPLATES[name]), Phase.POSSIBLE, text)
     for name, _, text, wanted in GOLDEN_OF_TEMPLATES
     if wanted[2]
 ]

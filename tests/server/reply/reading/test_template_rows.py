@@ -111,7 +111,7 @@ def new_reader(spec: dict, prompt: str, *, max_calls: int | None = None) -> Mess
     found = template_row(spec)
     return MessageReader(
         Reading(
-            row=found.row,
+            row=found,
             schemas=SCHEMAS,
             start=Phase.POSSIBLE,
             prompt_end=found.behind_anchor(prompt) or "",

@@ -1,10 +1,8 @@
-"""Tools for models without a dialect: shown in the prompt, kept to their schemas by a grammar.
+"""Tools for models without a dialect: shown in the prompt.
 
-Owns: the text that shows the tools, earlier calls and results as plain text, and the grammars of replies
-with calls between marks.
-Never: required and named calls (tool_use.py).
-Source: the marks are those of Hermes' function-calling format, the most common one; the grammars are in
-llguidance's Lark.
+Owns: the text that shows the tools, and earlier calls and results as plain text.
+Never: the grammar that keeps calls to their schemas (tool_use.py).
+Source: the marks are those of Hermes' function-calling format, the most common one.
 """
 
 import json
@@ -12,52 +10,16 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any
 
-from engine.types import Grammar, GrammarKind
-
 _Content = str | list[dict[str, Any]]
 
 OPENING = "<tool_call>"
-_CLOSING = "</tool_call>"
+CLOSING = "</tool_call>"
 _RESULT = "<tool_response>\n{}\n</tool_response>"
 _FORM = (
     f"To call a function, write {OPENING}"
     '{"name": <name of the function>, "arguments": <JSON object>}'
-    f"{_CLOSING} and nothing behind it. If no function is needed, answer in plain text."
+    f"{CLOSING} and nothing behind it. If no function is needed, answer in plain text."
 )
-
-
-def free_or_calls(body: dict[str, Any], max_calls: int | None) -> Grammar:
-    """Text, or text and then calls, each of which matches the schema `body`."""
-    more = "" if max_calls == 1 else " (again call)*"
-    return _grammar(
-        f"start: TEXT | opened call{more}",
-        f'opened[suffix="{OPENING}"]: /(?s:.*)/',
-        f"TEXT: /(?s:.*)/ & ~/(?s:.*){OPENING}(?s:.*)/",
-        body=body,
-    )
-
-
-def answer_or_calls(answer: dict[str, Any], body: dict[str, Any], max_calls: int | None) -> Grammar:
-    """JSON that matches the schema `answer`, or calls."""
-    more = "" if max_calls == 1 else " (again call)*"
-    schema = json.dumps(answer, ensure_ascii=False).replace("::=", r"\u003a:=")
-    return _grammar(
-        f'start: answer | "{OPENING}" call{more}',
-        f"answer: %json {schema}",
-        body=body,
-    )
-
-
-def opened_call(body: dict[str, Any], max_calls: int | None) -> Grammar:
-    """The rest of a reply whose prompt ends with the mark of a call."""
-    return _grammar("start: call" + ("" if max_calls == 1 else " (again call)*"), body=body)
-
-
-def _grammar(*rules: str, body: dict[str, Any]) -> Grammar:
-    # By "::=", which may stand in a description, grammars in another language are recognized.
-    schema = json.dumps(body, ensure_ascii=False).replace("::=", r"\u003a:=")
-    common = (f'again: "{OPENING}"', f'call: %json {schema} "{_CLOSING}"')
-    return Grammar(kind=GrammarKind.LARK, text="\n".join([*rules, *common]))
 
 
 class CallForm(StrEnum):
@@ -136,4 +98,4 @@ def _with_calls_written(message: dict[str, Any]) -> dict[str, Any]:
 
 def _written(function: dict[str, Any]) -> str:
     name = json.dumps(function["name"], ensure_ascii=False)
-    return f'{OPENING}{{"name": {name}, "arguments": {function["arguments"] or "{}"}}}{_CLOSING}'
+    return f'{OPENING}{{"name": {name}, "arguments": {function["arguments"] or "{}"}}}{CLOSING}'
