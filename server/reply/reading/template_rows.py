@@ -10,7 +10,6 @@ import json
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -61,22 +60,8 @@ class TemplateError(ValueError):
     """A template that is not read. Its text says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class Literal:
-    """One of these texts."""
-
-    texts: tuple[str, ...]
-    is_optional: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class NamedPart:
-    """Text that is needed: the name of a function, a key, a value."""
-
-    name: str
-
-
-Part = Literal | NamedPart
+Part = tuple[str, ...] | str
+"""One of several texts, an empty one if it may be missing; or the name of a text that is needed."""
 
 
 @cache
@@ -99,15 +84,14 @@ def template_row(spec: Any) -> Row:
     fields = spec.get("fields")
     _require(isinstance(fields, dict) and bool(fields), "it has no fields")
     thoughts = [name for name in fields if name in _THOUGHTS]
-    for name in fields:
-        _require(name in ("content", _CALLS, *_THOUGHTS), f"the field {name[:50]!r} has no place in a reply")
-        _require(isinstance(fields[name], dict), f"the field {name[:50]!r} is no object")
-        _known_keys(fields[name], _FIELD_KEYS, f"the field {name[:50]!r}")
-        is_plain = fields[name].get("content", "text") == "text" and "transform" not in fields[name]
-        _require(
-            name == _CALLS or is_plain, f"the field {name[:50]!r} is shown as text, and has another type"
-        )
     _require(len(thoughts) <= 1, "two fields are thoughts")
+    for name, field in fields.items():
+        scope = f"the field {name[:50]!r}"
+        _require(name in ("content", _CALLS, *_THOUGHTS), f"{scope} has no place in a reply")
+        _require(isinstance(field, dict), f"{scope} is no object")
+        _known_keys(field, _FIELD_KEYS, scope)
+        is_plain = field.get("content", "text") == "text" and "transform" not in field
+        _require(name == _CALLS or is_plain, f"{scope} is shown as text, and has another type")
     anchors = _literals(spec, "start_anchor", "the template")
     _require(bool(anchors), "it has neither start_anchor nor start_anchor_pattern")
     content = fields.get("content", {})
@@ -131,12 +115,11 @@ def template_row(spec: Any) -> Row:
 
 
 def _thoughts(field: Mapping[str, Any]) -> tuple[Thoughts, tuple[str, ...]]:
-    written = _mark(field, "open", "thoughts")
     openings, frames = _opening(field, "thoughts")
     _require(len(openings) == 1, "thoughts begin with one text")
     ends = _stripped(_literals(field, "close", "thoughts"))
     _require(bool(ends), "thoughts have no end")
-    begins_open = any(isinstance(part, Literal) and part.is_optional for part in written[-1:])
+    begins_open = "" in _mark(field, "open", "thoughts")[-1]
     thoughts = Thoughts(
         begin=openings[0], ends=ends, parts=_parts(field), may_return=True, begins_open=begins_open
     )
@@ -146,14 +129,10 @@ def _thoughts(field: Mapping[str, Any]) -> tuple[Thoughts, tuple[str, ...]]:
 def _opening(field: Mapping[str, Any], scope: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the marks before a field, and those before what may stand before these."""
     parts = _mark(field, "open", scope)
-    if not parts:
-        return (), ()
-    *before, last = parts
-    _require(isinstance(last, Literal), f"{scope}: it begins with no fixed text")
-    frames = [text for part in before if isinstance(part, Literal) for text in part.texts]
-    _require(all(isinstance(part, Literal) for part in before), f"{scope}: it has a named part")
-    assert isinstance(last, Literal)
-    return _stripped(last.texts), tuple(frames)
+    literals = [part for part in parts if not isinstance(part, str)]
+    _require(len(literals) == len(parts), f"{scope}: it has a named part")
+    *before, last = literals or [()]
+    return _stripped(last), tuple(text for part in before for text in part if text)
 
 
 def _parts(field: Mapping[str, Any]) -> Parts:
@@ -175,25 +154,21 @@ def _calls(field: Mapping[str, Any]) -> _CallMarks:
     """Return the form of calls, the marks before and behind several, and the frames before one."""
     parts = _mark(field, "open", _CALLS)
     _require(bool(parts), "tool_calls has no beginning")
-    closing = _mark(field, "close", _CALLS)
-    ends = [_stripped(part.texts) for part in closing if isinstance(part, Literal)]
-    place = next((place for place, part in enumerate(parts) if isinstance(part, NamedPart)), len(parts))
-    before = [part for part in parts[:place] if isinstance(part, Literal)]
-    _require(bool(before), "tool_calls begins with no fixed text")
-    opening = _stripped(before[-1].texts)
-    is_named = place < len(parts)
-    around = tuple(text for part in before[:-1] for text in part.texts)
-    body = _body(field, has_name=is_named)
+    ends = [_stripped(part) for part in _mark(field, "close", _CALLS) if not isinstance(part, str)]
     closings, unwraps = (ends[0], tuple(text for each in ends[1:] for text in each)) if ends else ((), ())
+    place = next((place for place, part in enumerate(parts) if isinstance(part, str)), len(parts))
+    before = [part for part in parts[:place] if not isinstance(part, str)]
+    behind = [part for part in parts[place + 1 :] if not isinstance(part, str)]
+    _require(bool(before), "tool_calls begins with no fixed text")
+    _require(len(behind) == len(parts[place + 1 :]), "tool_calls has two named parts")
+    opening, around = _stripped(before[-1]), tuple(text for part in before[:-1] for text in part if text)
+    is_named = place < len(parts)
+    body = _body(field, has_name=is_named)
+    if is_named and isinstance(body, WholeCalls) and body.quote:  # the name is read with the rest of it
+        opening, is_named = tuple(text.removesuffix("call:") for text in opening), False
     if not is_named:
         return Call(openings=opening, closings=closings, body=body), (), unwraps, around
-    behind = parts[place + 1 :]
-    _require(all(isinstance(part, Literal) for part in behind), "tool_calls has two named parts")
-    head_ends = behind[-1].texts if behind and isinstance(behind[-1], Literal) else ("{",)
-    if isinstance(body, WholeCalls) and body.quote:  # the name is read with the rest of it
-        shortened = tuple(text.removesuffix("call:") for text in opening)
-        return Call(openings=shortened, closings=closings, body=body), (), unwraps, around
-    head = CallHead(ends=head_ends, read=_name_of(field))
+    head = CallHead(ends=behind[-1] if behind else ("{",), read=_name_of(field))
     return Call(openings=opening, closings=closings, head=head, body=body), around, unwraps, ()
 
 
@@ -255,8 +230,8 @@ def _tags(args: Mapping[str, Any]) -> TaggedArguments:
     pattern = args.get("tag_pattern")
     _require(isinstance(pattern, str), "xml-inline needs a tag_pattern")
     parts = parts_of(str(pattern))
-    names = [part.name for part in parts if isinstance(part, NamedPart)]
-    marks = [part.texts[0] for part in parts if isinstance(part, Literal) and len(part.texts) == 1]
+    names = [part for part in parts if isinstance(part, str)]
+    marks = [part[0] for part in parts if not isinstance(part, str) and len(part) == 1]
     is_read = names == ["key", "value"] and len(marks) in (3, 4) and len(parts) == len(marks) + 2
     _require(is_read, "xml-inline needs a tag_pattern with a key and a value, each between fixed texts")
     key, key_end, *value, value_end = marks
@@ -294,7 +269,7 @@ def _mark(field: Mapping[str, Any], key: str, scope: str) -> tuple[Part, ...]:
         texts = tuple(given) if isinstance(given, list) else (given,)
         are_texts = all(isinstance(text, str) and text.strip() for text in texts)
         _require(are_texts and bool(texts), f"{scope}: {key} is no text and no list of texts")
-        return (Literal(texts),)
+        return (texts,)
     _require(pattern is None or isinstance(pattern, str), f"{scope}: {key}_pattern is no text")
     try:
         return () if pattern is None else parts_of(pattern)
@@ -304,13 +279,14 @@ def _mark(field: Mapping[str, Any], key: str, scope: str) -> tuple[Part, ...]:
 
 def _literals(field: Mapping[str, Any], key: str, scope: str) -> tuple[str, ...]:
     parts = _mark(field, key, scope)
-    _require(all(isinstance(part, Literal) for part in parts), f"{scope}: {key} is no fixed text")
-    return tuple(text for part in parts if isinstance(part, Literal) for text in part.texts)
+    literals = [part for part in parts if not isinstance(part, str)]
+    _require(len(literals) == len(parts), f"{scope}: {key} is no fixed text")
+    return tuple(text for part in literals for text in part if text)
 
 
 def _stripped(texts: tuple[str, ...]) -> tuple[str, ...]:
     """White space beside a mark belongs to nothing in any case."""
-    return tuple(text.strip() for text in texts)
+    return tuple(text.strip() for text in texts if text)
 
 
 def _known_keys(spec: Mapping[str, Any], known: set[str], scope: str) -> None:
@@ -329,9 +305,7 @@ def parts_of(pattern: str) -> tuple[Part, ...]:
     White space and anything else beside them is left out.
     """
     parts: list[Part] = []
-    at = 0
-    is_joined = False
-    """The last part is a literal that goes on."""
+    at, literal = 0, ""
     while at < len(pattern):
         found = _PART.match(pattern, at)
         if found is None:
@@ -340,27 +314,24 @@ def parts_of(pattern: str) -> tuple[Part, ...]:
             )
         at = found.end()
         char = found["escaped"] or found["plain"] or ("\n" if found["newline"] else "")
-        if char:
-            if is_joined:
-                last = parts.pop()
-                assert isinstance(last, Literal)
-                char = last.texts[0] + char
-            parts.append(Literal((char,)))
-            is_joined = True
+        literal += char
+        if char and at < len(pattern):
             continue
-        is_joined = False
+        if literal:
+            parts.append((literal,))
+            literal = ""
         if found["name"]:
-            parts.append(NamedPart(found["name"]))
+            parts.append(found["name"])
         elif found["choice"] is not None:
             parts.append(_choice(found["choice"], is_optional=bool(found["optional"])))
     return tuple(parts)
 
 
-def _choice(written: str, *, is_optional: bool) -> Literal:
-    texts = []
+def _choice(written: str, *, is_optional: bool) -> tuple[str, ...]:
+    texts = [""] if is_optional else []
     for one in re.split(r"(?<!\\)\|", written):
         plain = _SPACES.sub("", one).removeprefix("^")
         texts.append(re.sub(r"\\(.)", r"\1", plain))
         if re.search(r"(?<!\\)[\[\]{}*+?.$]|\\[a-zA-Z0-9]", plain):
             raise TemplateError(f"{one[:40]!r} is no literal")
-    return Literal(tuple(text for text in texts if text), is_optional or "" in texts)
+    return tuple(dict.fromkeys(texts))
