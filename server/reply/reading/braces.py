@@ -12,33 +12,30 @@ round brackets, and no `call`.
 import json
 import re
 
+from server.reply.reading.row import ToolSchemas
+
 _MAX_DEPTH = 64
 _HEAD = re.compile(r"\s*+(?:call)?:?\s*+([^\s{}()\"'<>:,]+)\s*+([{(])")  # no backing up: a text may be long
 
 
-def read_brace_call(text: str, quotes: tuple[tuple[str, str], ...]) -> tuple[str, str] | None:
-    """Return the name of a call and the JSON text of its arguments; None if the text is anything else."""
+def read_brace_call(quote: str, text: str, _: ToolSchemas) -> list[tuple[str, str]]:
+    """Return the name of a call and the JSON text of its arguments; none if the text is anything else.
+
+    `quote`: mark at both ends of a string, beside the quotes of JSON.
+    """
     found = _HEAD.match(text)
     try:
-        return None if found is None else (found.group(1), read_braces(text[found.end() - 1 :], quotes))
+        return [] if found is None else [(found[1], _BraceText(text[found.end() - 1 :], quote).read_all())]
     except ValueError:
-        return None
-
-
-def read_braces(text: str, quotes: tuple[tuple[str, str], ...]) -> str:
-    """Return the JSON text of a value with unquoted keys, and strings between these quotes or JSON's.
-
-    Raises ValueError if the text is none.
-    """
-    return _BraceText(text, quotes).read_all()
+        return []
 
 
 class _BraceText:
     """Reads a value from a text, by places in it. Every method raises ValueError if there is none."""
 
-    def __init__(self, text: str, quotes: tuple[tuple[str, str], ...]) -> None:
+    def __init__(self, text: str, quote: str) -> None:
         self._text = text
-        self._quotes = quotes
+        self._quote = quote
         self._at = 0
 
     def read_all(self) -> str:
@@ -63,9 +60,10 @@ class _BraceText:
 
     def _string(self) -> str | None:
         """Return the string that begins here; None if none does."""
-        for opening, closing in self._quotes:
-            if self._takes(opening):
-                return self._until(closing)
+        if self._takes(self._quote):
+            end = self._text.index(self._quote, self._at)
+            found, self._at = self._text[self._at : end], end + len(self._quote)
+            return found
         for quote in "\"'":
             if self._takes(quote):
                 return self._escaped(quote)
@@ -118,11 +116,6 @@ class _BraceText:
         is_here = self._text.startswith(text, self._at)
         self._at += len(text) if is_here else 0
         return is_here
-
-    def _until(self, mark: str) -> str:
-        end = self._text.index(mark, self._at)
-        found, self._at = self._text[self._at : end], end + len(mark)
-        return found
 
     def _bare(self, ends: str) -> str:
         begin = self._at

@@ -74,18 +74,18 @@ def _harmony_lost_head(text: str) -> tuple[Phase, str]:
     return Phase.THOUGHT if word == "analysis" else Phase.ANSWER, said.strip() if is_known else ""
 
 
-def _read_braces(quote: str, text: str, _: ToolSchemas) -> list[tuple[str, str]]:
-    call = read_brace_call(text, ((quote, quote),))
-    return [] if call is None else [call]
-
-
 def braces(quote: str) -> WholeCalls:
     """Calls with strings between marks of their own."""
-    return WholeCalls(read=partial(_read_braces, quote), quote=quote)
+    return WholeCalls(read=partial(read_brace_call, quote), quote=quote)
 
 
 def _python(text: str, _: ToolSchemas) -> list[tuple[str, str]]:
     return read_calls(text)
+
+
+def _tag_head(end: str) -> CallHead:
+    """A name in a tag."""
+    return CallHead(ends=(end,), read=plain_head, forbidden=_TAG_NAMES, max_chars=256)
 
 
 _TAG_NAMES = re.compile(r"""[{}"'<>(),;\[\]]""")
@@ -159,7 +159,7 @@ _QWEN3_CODER = Row(
     call=Call(
         openings=("<function=",),
         closings=("</function>",),
-        head=CallHead(ends=(">",), read=plain_head, forbidden=_TAG_NAMES, max_chars=256),
+        head=_tag_head(">"),
         body=TaggedArguments(key="<parameter=", key_end=">", value_end="</parameter>"),
     ),
 )
@@ -167,7 +167,7 @@ _GLM45 = Row(
     call=Call(
         openings=("<tool_call>",),
         closings=("</tool_call>",),
-        head=CallHead(ends=("\n",), read=plain_head, forbidden=_TAG_NAMES, max_chars=256),
+        head=_tag_head("\n"),
         body=TaggedArguments(
             key="<arg_key>", key_end="</arg_key>", value="<arg_value>", value_end="</arg_value>"
         ),
@@ -179,7 +179,7 @@ _MINIMAX = Row(
     call=Call(
         openings=('<invoke name="',),
         closings=("</invoke>",),
-        head=CallHead(ends=('">',), read=plain_head, forbidden=_TAG_NAMES, max_chars=256),
+        head=_tag_head('">'),
         body=TaggedArguments(key='<parameter name="', key_end='">', value_end="</parameter>"),
     ),
 )

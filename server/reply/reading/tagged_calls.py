@@ -28,15 +28,6 @@ class _In(Enum):
     VALUE = auto()
 
 
-class _Counts(Enum):
-    """Whether a mark in a value ends it."""
-
-    YES = auto()
-    NO = auto()
-    OPEN = auto()
-    """Known when more text has come."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaggedArguments:
     """Marks around keys and values."""
@@ -94,10 +85,10 @@ class TagsReader:
                 break
             behind = at + len(mark)
             if self._state is _In.VALUE:
-                counts = self._counts(mark, text, behind, is_last=is_last)
-                if counts is _Counts.OPEN:
+                counts = self._counts(mark, text[behind:], is_last=is_last)
+                if counts is None:
                     break
-                if counts is _Counts.NO:
+                if not counts:
                     self._add("" if mark == self._spec.value and self._arguments.is_empty else mark)
                     at = behind
                     continue
@@ -175,52 +166,44 @@ class TagsReader:
         self._write(self._arguments.begin(self._key))
         self._write(self._arguments.add(text))
 
-    def _counts(self, mark: str, text: str, behind: int, *, is_last: bool) -> _Counts:
-        """Tell whether a mark ends the value, by what stands behind it."""
-        spec, call = self._spec, self._row.call
+    def _counts(self, mark: str, rest: str, *, is_last: bool) -> bool | None:
+        """Tell whether a mark ends the value, by what stands behind it; None if more text will tell."""
+        spec, row, call = self._spec, self._row, self._row.call
         assert call is not None
-        rest = text[behind:]
-        around = (*call.openings, *self._row.wraps, *self._row.unwraps, *self._row.answer.closings)
-        if mark == spec.key:
-            return self._key_counts(rest, is_last=is_last)
+        around = (*call.openings, *row.wraps, *row.unwraps, *row.answer.closings)
+        left, texts = self._arguments.left, list[str]()
         if mark == spec.value_end:
-            lost = (f"{name}{spec.key_end}" for name in self._arguments.left)
-            return _follows(rest, (spec.key, spec.value_end, *call.closings, *around, *lost), is_last=is_last)
-        if mark in (*call.closings, *self._row.unwraps, *self._row.answer.closings):
+            lost = (f"{name}{spec.key_end}" for name in left)
+            return _follows(rest, (spec.key, mark, *call.closings, *around, *lost), is_last=is_last)
+        if mark in (*call.closings, *row.unwraps, *row.answer.closings):
             return _follows(rest, around, is_last=is_last)
-        if mark in self._row.wraps:
-            names = [f"{opening}{name}" for name in self._names for opening in call.openings]
-            return _follows(rest, names, is_last=is_last, at_end=_Counts.NO)
-        if mark in call.openings and call.head is not None:
+        if mark == spec.key and not self._arguments.properties:
+            line, newline, _ = rest.partition("\n")
+            if spec.key_end in line and self._arguments.is_at_line_start:
+                return True
+            return False if is_last or newline or len(rest) >= _MAX_KEY_CHARS else None
+        if mark == spec.key:
+            ends: tuple[str, ...] = (spec.key_end, "\n") if spec.value else (spec.key_end,)
+            texts += (f"{name}{end}" for name in left for end in ends)
+        elif mark in row.wraps:
+            texts += (f"{opening}{name}" for name in self._names for opening in call.openings)
+        elif mark in call.openings and call.head is not None:
             ends = (*call.head.ends, spec.key, *call.closings)
-            names = [f"{name}{end}" for name in self._names for end in ends]
-            return _follows(rest, names, is_last=is_last, at_end=_Counts.NO)
-        return _Counts.NO
-
-    def _key_counts(self, rest: str, *, is_last: bool) -> _Counts:
-        if not self._arguments.properties:
-            is_key = self._spec.key_end in rest.partition("\n")[0] and self._arguments.is_at_line_start
-            is_open = not is_last and "\n" not in rest and len(rest) < _MAX_KEY_CHARS
-            return _Counts.YES if is_key else _Counts.OPEN if is_open else _Counts.NO
-        ends = (self._spec.key_end, "\n") if self._spec.value else (self._spec.key_end,)
-        keys = (f"{name}{end}" for name in self._arguments.left for end in ends)
-        return _follows(rest, keys, is_last=is_last, at_end=_Counts.NO)
+            texts += (f"{name}{end}" for name in self._names for end in ends)
+        return _follows(rest, texts, is_last=is_last, at_end=False) if texts else False
 
 
-def _follows(rest: str, texts: Iterable[str], *, is_last: bool, at_end: _Counts = _Counts.YES) -> _Counts:
+def _follows(rest: str, texts: Iterable[str], *, is_last: bool, at_end: bool = True) -> bool | None:
     """Tell whether one of these texts stands next, behind white space, or else the end of the reply."""
     visible = rest.lstrip()
     if not visible:
-        if is_last:
-            return at_end
-        return _Counts.OPEN if len(rest) < _MAX_SPACES else _Counts.NO
-    found = _Counts.NO
+        return at_end if is_last else None if len(rest) < _MAX_SPACES else False
+    is_begun = False
     for text in texts:
         if visible.startswith(text):
-            return _Counts.YES
-        if not is_last and text.startswith(visible):
-            found = _Counts.OPEN
-    return found
+            return True
+        is_begun |= not is_last and text.startswith(visible)
+    return None if is_begun else False
 
 
 class ArgumentWriter:
