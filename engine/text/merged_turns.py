@@ -48,7 +48,7 @@ def left_out(messages: Sequence[Message], text: str) -> int | None:
     at, missing, num_found = 0, None, 0
     for number, message in enumerate(messages):
         texts = [part.strip() for each in _texts(message) for part in _SWITCHES.split(each) if part.strip()]
-        if message["role"] not in _KEPT_IN or not texts:
+        if not texts or not (message["role"] in _KEPT_IN or _is_beside_its_like(messages, number)):
             continue
         begin, end = texts[0][:_NUM_PROBED_CHARS].strip(), texts[-1][-_NUM_PROBED_CHARS:].strip()
         found = text.find(begin, at)
@@ -58,6 +58,13 @@ def left_out(messages: Sequence[Message], text: str) -> int | None:
         elif missing is None:
             missing = number
     return missing if num_found else None
+
+
+def _is_beside_its_like(messages: Sequence[Message], number: int) -> bool:
+    """Whether a turn of the assistant alone, without calls, has another one before or behind it."""
+    beside = [*messages[max(number - 1, 0) : number], *messages[number + 1 : number + 2]]
+    is_said = messages[number]["role"] == "assistant" and not messages[number].get("tool_calls")
+    return is_said and any(each["role"] == "assistant" for each in beside)
 
 
 def _escaped(text: str) -> str:

@@ -24,14 +24,23 @@ def wrong_shape(message: str) -> PydanticCustomError:
     return PydanticCustomError("wrong_shape", "{reason}", {"reason": message})
 
 
-def text_or_list(noun: str, of_text: Callable[[str], dict[str, str]]) -> Callable[[Any], Any]:
-    """Make a validator that takes a list, or a text in place of its only item, which `of_text` makes."""
+def text_or_list(
+    noun: str, of_text: Callable[[str], dict[str, str]], is_left_out: Callable[[str], bool] = lambda _: False
+) -> Callable[[Any], Any]:
+    """Make a validator that takes a list, or a text in place of its only item, which `of_text` makes.
+
+    Items of a type that is left out have fields of their own: only the type stays, whatever these hold.
+    """
+
+    def bare(item: Any) -> Any:
+        kind = item.get("type") if isinstance(item, dict) else None
+        return {"type": kind[:64]} if isinstance(kind, str) and is_left_out(kind) else item
 
     def as_list(value: Any) -> Any:
         if isinstance(value, str):
             return [of_text(value)]
         if isinstance(value, list):
-            return value
+            return list(map(bare, value))
         raise wrong_shape(f"must be a string or a list of {noun}")
 
     return as_list

@@ -16,9 +16,8 @@ from starlette.responses import Response
 from server.api.anthropic.events import AnthropicFraming, MessageStream, error_body
 from server.api.anthropic.input import chat_request_of, ignored_names, in_their_words
 from server.api.anthropic.protocol import MESSAGES_REFUSALS, CountTokensRequest, MessagesRequest
-from server.api.chat.fitting import prepare_fitting
 from server.api.chat.replies import OnlyChoice
-from server.api.chat.turn import prompt_of
+from server.api.chat.turn import prepare_fitting, prompt_of
 from server.edge.http.edge import edge_of
 from server.edge.http.endpoint import (
     Endpoint,

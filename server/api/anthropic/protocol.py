@@ -35,19 +35,7 @@ MESSAGES_REFUSALS: Final[dict[str, tuple[Any, ...]]] = {
 """Fields refused by name, unless set to one of these values, or to null."""
 
 
-_blocks = text_or_list("content blocks", lambda text: {"type": "text", "text": text})
-
-
-def _as_blocks(value: Any) -> Any:
-    """Blocks of others' work have fields of their own, and are left out whatever these hold."""
-    return [_bare(block) for block in _blocks(value)]
-
-
-def _bare(block: Any) -> Any:
-    kind = block.get("type") if isinstance(block, dict) else None
-    return {"type": kind[:256]} if isinstance(kind, str) and is_others_work(kind) else block
-
-
+_as_blocks = text_or_list("content blocks", lambda text: {"type": "text", "text": text}, is_others_work)
 _ShortText = Annotated[str, StringConstraints(max_length=256)]
 _Options = Annotated[dict[str, Any], Field(max_length=MAX_OPTION_KEYS)]
 

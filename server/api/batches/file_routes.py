@@ -12,7 +12,6 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.errors import RequestRejected
 from server.api.batches.access import (
     add_state_access,
     desk_of,
@@ -21,7 +20,7 @@ from server.api.batches.access import (
     page_reply,
     unix_time_s,
 )
-from server.api.batches.multipart import FormPart, read_form
+from server.api.batches.multipart import read_form
 from server.api.batches.store import NewFile
 from server.edge.error_replies import ObjectNotFound
 from server.edge.http.endpoint import (
@@ -33,7 +32,7 @@ from server.edge.http.endpoint import (
     documentation_of_one,
     json_reply,
 )
-from server.edge.refusals import unsupported
+from server.edge.refusals import required, unsupported
 from server.reply.generate.long_reply import LongReply
 
 _PATH = "/v1/files"
@@ -112,8 +111,8 @@ async def upload_file(request: Request) -> Response:
     store = desk.store
     del store  # refuses before the body is read
     fields = read_form(request.headers.get("content-type", ""), await request.body())
-    file = _field(fields, "file")
-    purpose = _field(fields, "purpose").content.decode(errors="replace")
+    file = required(fields.get("file"), "file")
+    purpose = required(fields.get("purpose"), "purpose").content.decode(errors="replace")
     if purpose not in _PURPOSES:
         raise unsupported("purpose", f"purpose must be one of {', '.join(_PURPOSES)}: requests or a picture")
     for name in fields.keys() - {"file", "purpose"}:
@@ -178,9 +177,3 @@ async def _file_of(request: Request) -> dict[str, Any]:
     if found is None:
         raise ObjectNotFound("file", file_id)
     return found
-
-
-def _field(fields: dict[str, FormPart], name: str) -> FormPart:
-    if name not in fields:
-        raise RequestRejected(f"{name} is required", param=name, code="missing_field")
-    return fields[name]

@@ -166,20 +166,14 @@ class MessageReader:
             self._undecided_ids = ids
 
 
-@dataclass(slots=True)
-class _Call:
-    id: str
-    name: str
-    arguments: list[str] = field(default_factory=list)
-
-
 class Message:
     """The whole message of one choice, for a reply that is not streamed."""
 
     def __init__(self) -> None:
         self._reasoning: list[str] = []
         self._content: list[str] = []
-        self._calls: list[_Call] = []
+        self._calls: list[tuple[ToolCall, list[str]]] = []
+        """Each with the pieces of its arguments."""
 
     def add(self, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
@@ -189,9 +183,9 @@ class Message:
                 case Content():
                     self._content.append(piece.text)
                 case ToolCall():
-                    self._calls.append(_Call(piece.id, piece.name))
+                    self._calls.append((piece, []))
                 case Arguments():
-                    self._calls[piece.index].arguments.append(piece.text)
+                    self._calls[piece.index][1].append(piece.text)
 
     def body(self) -> dict[str, Any]:
         """The message as OpenAI documents it; reasoning under both names that clients look for."""
@@ -205,9 +199,9 @@ class Message:
                 {
                     "id": call.id,
                     "type": "function",
-                    "function": {"name": call.name, "arguments": "".join(call.arguments)},
+                    "function": {"name": call.name, "arguments": "".join(arguments)},
                 }
-                for call in self._calls
+                for call, arguments in self._calls
             ]
         return body
 

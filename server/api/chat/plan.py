@@ -10,7 +10,7 @@ before: so the block of thoughts is opened in the prompt, and the token that end
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from engine.errors import RequestRejected
 from engine.types import AnswerStart, ChatOptions, Grammar, ModelInfo
@@ -18,6 +18,7 @@ from server.api.chat.message_reader import Reading, ShownReasoning
 from server.api.chat.protocol import ChatCompletionRequest
 from server.api.chat.template_input import num_chars, template_input, turns_reasoning_off
 from server.api.chat.tool_use import ToolMode, ToolUse, tool_use_of
+from server.edge.http.edge import Parsers
 from server.reply.generate.engine_requests import check_fields
 from server.reply.generate.model_checks import check_num_chars
 from server.reply.generate.structured_output import WantedGrammar, wanted_grammar
@@ -28,15 +29,6 @@ from server.reply.reading.template_rows import find_template_row
 
 _IN_BRACKETS = re.compile(r"<[^<>]+>|\[[^\[\]]+\]")
 """Parts of a mark that may be tokens of their own."""
-
-
-class ParserOptions(Protocol):
-    """Both options, as --tool-call-parser and --reasoning-parser name them."""
-
-    @property
-    def tool_calls(self) -> str: ...
-    @property
-    def reasoning(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +68,7 @@ class ModelReading:
         return frozenset(known[text] for text in texts if text in known)
 
 
-def model_reading(parsers: ParserOptions, info: ModelInfo) -> ModelReading:
+def model_reading(parsers: Parsers, info: ModelInfo) -> ModelReading:
     """Choose the rows of a model, by its own template or by the tables."""
     dialect = find_dialect(parsers.tool_calls, info.chat_template)
     row = Row() if dialect is None else dialect.row

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from starlette.types import Receive
 
-from engine.errors import RequestRejected
+from engine.errors import ContextLengthExceeded, RequestRejected
 from engine.media.pictures import TokenIds
 from engine.media.segments import PictureLease
 from engine.types import GenerationRequest, ModelInfo
@@ -74,6 +74,19 @@ async def prepare_turn(
         ignores_budget=body.thinking_token_budget is not None
         and (turn.answer is None or not turn.answer.has_known_marks),
     )
+
+
+async def prepare_fitting(edge: Edge, body: ChatCompletionRequest, origin: Origin) -> ChatTurn:
+    """Prepare a turn whose limit of tokens says "at most", as Anthropic's and Ollama's clients mean it.
+
+    Raises RequestRejected if there is no room at all, Overloaded.
+    """
+    try:
+        return await prepare_turn(edge, body, origin)
+    except ContextLengthExceeded as error:
+        if error.param != "max_completion_tokens":
+            raise
+    return await prepare_turn(edge, body.model_copy(update={"max_completion_tokens": None}), origin)
 
 
 async def prompt_of(edge: Edge, chat: ChatCompletionRequest, receive: Receive) -> ChatPrompt:

@@ -12,9 +12,9 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.chat.fitting import prepare_fitting
 from server.api.chat.message_reader import PLAIN
 from server.api.chat.replies import OnlyChoice
+from server.api.chat.turn import prepare_fitting
 from server.api.completions.requests import fitting_completion
 from server.api.ollama.input import chat_request_of, completion_request_of, served_name
 from server.api.ollama.lines import LineFraming, LineShape, LineStream, error_body

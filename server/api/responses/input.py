@@ -22,7 +22,7 @@ from server.api.responses.protocol import (
     ItemPart,
     ResponsesRequest,
     TextFormat,
-    runs_elsewhere,
+    is_left_out,
 )
 from server.api.responses.tools import Toolbox, WireForm, call_of
 from server.edge.http.json_body import built, without_nones
@@ -78,7 +78,7 @@ def chat_request_of(
 def ignored_names(body: ResponsesRequest, tools: Toolbox) -> list[str]:
     """Names of what is left out of a request: tools and items of others' work, and hints within fields."""
     names = [f"tools.{kind}" for kind in tools.left_out]
-    names += [f"input.{item.type}" for item in body.input if item.type and _is_left_out(item)]
+    names += [f"input.{item.type}" for item in body.input if is_left_out(item.type)]
     names += ["input.encrypted_content" for item in body.input if item.encrypted_content is not None]
     names += [f"include.{name}" for name in body.include or () if name not in _INCLUDES]
     if body.text is not None and body.text.verbosity not in (None, "medium"):
@@ -188,7 +188,7 @@ def _append(messages: list[dict[str, Any]], item: InputItem, tools: Toolbox, whe
         call_id = required(item.call_id or of_shell, f"{where}.call_id")
         content = _chat_parts(item.output, f"{where}.output") or ""
         messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
-    elif item.type != "additional_tools" and not _is_left_out(item):
+    elif item.type != "additional_tools" and not is_left_out(item.type):
         raise unsupported(
             f"{where}.type",
             f"items of type {item.type!r} are not supported; use message, function_call,"
@@ -202,11 +202,6 @@ def _assistant_turn(messages: list[dict[str, Any]], *, before: Sequence[str]) ->
     if last.get("role") != "assistant" or any(name in last for name in before):
         messages.append({"role": "assistant"})
     return messages[-1]
-
-
-def _is_left_out(item: InputItem) -> bool:
-    """True for the work of tools that run elsewhere, and for a compaction, which only its author can read."""
-    return item.type is not None and (item.type == "compaction" or runs_elsewhere(item.type))
 
 
 def _is_message(item: InputItem) -> bool:

@@ -41,7 +41,6 @@ _Summary = Literal["auto", "concise", "detailed"]
 
 
 _as_parts = text_or_list("content parts", lambda text: {"type": "input_text", "text": text})
-_items = text_or_list("items", lambda text: {"role": "user", "content": text})
 
 
 def runs_elsewhere(kind: str) -> bool:
@@ -49,16 +48,12 @@ def runs_elsewhere(kind: str) -> bool:
     return kind.startswith(_ELSEWHERE)
 
 
-def _as_items(value: Any) -> Any:
-    """Items of work done elsewhere have fields of their own, and are left out whatever these hold."""
-    return [_bare(item) for item in _items(value)]
+def is_left_out(kind: str | None) -> bool:
+    """True for an item of work done elsewhere, and for a compaction, which only its author can read."""
+    return kind is not None and (kind == "compaction" or runs_elsewhere(kind))
 
 
-def _bare(item: Any) -> Any:
-    kind = item.get("type") if isinstance(item, dict) else None
-    if isinstance(kind, str) and (kind == "compaction" or runs_elsewhere(kind)):
-        return {"type": kind[:64]}
-    return item
+_as_items = text_or_list("items", lambda text: {"role": "user", "content": text}, is_left_out)
 
 
 class ItemPart(WireModel):

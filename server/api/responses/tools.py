@@ -9,7 +9,7 @@ Source: OpenAI's reference of tools and items; the types of its Python SDK; the 
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from hashlib import sha256
 from typing import Any, Final
@@ -188,13 +188,9 @@ def _hashed(name: str) -> str:
 
 
 def _unlike(tool: WireTool, taken: Collection[str]) -> WireTool:
-    name = tool.function["name"]
-    if name not in taken:
+    if tool.function["name"] not in taken:
         return tool
-    function = {**tool.function, "name": _hashed(f"{tool.namespace}__{tool.name}__")}
-    return WireTool(
-        form=tool.form, name=tool.name, namespace=tool.namespace, function=function, place=tool.place
-    )
+    return replace(tool, function={**tool.function, "name": _hashed(f"{tool.namespace}__{tool.name}__")})
 
 
 def _free_text(tool: ResponseTool) -> str | None:

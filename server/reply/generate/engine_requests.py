@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from engine.errors import ContextLengthExceeded, RequestRejected, WrongTask
-from engine.types import AnswerStart, GenerationRequest, Grammar, ModelInfo, SamplingParams, ServedAdapter
+from engine.types import AnswerStart, GenerationRequest, Grammar, ModelInfo, SamplingParams
 from server.edge.http.disconnect import while_connected
 from server.edge.http.edge import Engine
 from server.reply.generate.calls import Origin
@@ -77,7 +77,8 @@ async def engine_requests(
     # The last of the checks, since it costs the most.
     grammar = await _compiled(engine, body, wanted, origin, num_choices=len(prompts) * wanted.num_choices)
     predicted = await engine.encode_plain(wanted.prediction) if wanted.prediction else ()
-    adapter = _adapter(body.model, engine.info)  # as it is now: others may have changed it meanwhile
+    info = engine.info  # as it is now: others may have unloaded the adapter meanwhile
+    check_model(body.model, info)
     origin.allowance.take_prompt(sum(map(len, prompts.values())))
     return [
         GenerationRequest(
@@ -92,7 +93,7 @@ async def engine_requests(
             skip_special_tokens=body.skip_special_tokens is not False,
             shown_special_ids=wanted.shown_special_ids,
             prediction=predicted[:num_fitting],
-            adapter=adapter,
+            adapter=info.adapter_named(body.model),
             terms=origin.terms,
             max_tenant_tokens=origin.max_tenant_tokens,
             journal=origin.journal,
@@ -146,12 +147,6 @@ def kept_prompt(body: GenerationFields, prompt: TokenIds, info: ModelInfo, *, ma
         )
     num_kept = max(info.max_model_len - max_tokens, 1) if asked == -1 else asked
     return prompt[:num_kept] if body.truncation_side == "right" else prompt[-num_kept:]
-
-
-def _adapter(model: str | None, info: ModelInfo) -> ServedAdapter | None:
-    """The adapter that the request names. Raises ModelNotFound for one that was just unloaded."""
-    check_model(model, info)
-    return info.adapter_named(model)
 
 
 def _check_num_prompt_logprobs(body: GenerationFields, prompts: Iterable[TokenIds], wanted: Wanted) -> None:

@@ -9,7 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 PYTHON_WORDS: Mapping[str, str] = {"True": "true", "False": "false", "None": "null"}
-
+_TYPES: Mapping[type, str] = {
+    **{bool: "boolean", int: "integer", float: "number"},
+    **{str: "string", list: "array", dict: "object"},
+}
+"""Names of JSON's types."""
 _MAX_DEPTH = 8
 
 
@@ -47,18 +51,4 @@ def types_of(schema: Any, depth: int = 0) -> frozenset[str]:
 
 
 def _type_of(value: Any) -> str:
-    match value:
-        case bool():
-            return "boolean"
-        case int():
-            return "integer"
-        case float():
-            return "number"
-        case str():
-            return "string"
-        case list():
-            return "array"
-        case dict():
-            return "object"
-        case _:
-            return "null"
+    return _TYPES.get(type(value), "null")

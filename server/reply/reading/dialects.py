@@ -9,7 +9,7 @@ of mistral-common; the description of harmony that OpenAI published with gpt-oss
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 
 from server.reply.reading.braces import read_brace_call
 from server.reply.reading.json_text import JsonArguments
@@ -240,6 +240,7 @@ GENERIC = Dialect(name="generic", row=HERMES, is_trained=False)
 _BY_NAME: Mapping[str, Dialect] = {dialect.name: dialect for dialect in (*DIALECTS, GENERIC)}
 
 
+@lru_cache(maxsize=64)
 def find_dialect(option: str, template: str) -> Dialect | None:
     """Resolve --tool-call-parser for a model with this chat template. None: calls are not read."""
     if option != "auto":

@@ -164,11 +164,12 @@ class ReplyReader:
         return self._log.finish()
 
     def _is_half_opening(self, rest: str) -> bool:
-        call = self._row.call
-        marks = () if call is None else (*call.openings, *self._row.wraps)
-        return (
-            self._state is ReaderState.TEXT and len(rest) > 1 and any(mark.startswith(rest) for mark in marks)
-        )
+        row, is_first = self._row, self._state is ReaderState.FIRST
+        marks = () if row.call is None else (*row.call.openings, *row.wraps)
+        if is_first and row.thoughts is not None:
+            marks = (*marks, row.thoughts.begin)
+        is_outside = is_first or self._state is ReaderState.TEXT
+        return is_outside and len(rest) > 1 and any(mark.startswith(rest) for mark in marks)
 
     def _read(self, text: str, *, is_last: bool) -> str:
         """Read as far as it is certain; return the rest."""

@@ -14,6 +14,7 @@ END = "{% endfor %}"
 STRICT = "{% if m.role == 'system' and not loop.first %}{{ raise_exception('system first') }}{% endif %}"
 DROP = "{% if m.role != 'system' or loop.first %}" + WRITE + "{% endif %}"
 ALTERNATE = "{% if before and before.role == m.role %}{{ raise_exception('in turn') }}{% endif %}"
+LAST_OF_ROLE = "{% if loop.last or messages[loop.index0 + 1].role != m.role %}" + WRITE + "{% endif %}"
 NO_SYSTEM = "{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
 
 
@@ -33,6 +34,12 @@ def say(*turns: str) -> list[dict]:
         (ALTERNATE + WRITE, ("user a", "assistant b", "user c"), "[user:a][assistant:b][user:c]"),
         (NO_SYSTEM + WRITE, ("system a", "user b", "system c"), "[user:a\n\nc\n\nb]"),
         ("{% if m.role == 'user' %}" + WRITE + "{% endif %}", ("system a1", "user b"), "[user:a1\n\nb]"),
+        (
+            LAST_OF_ROLE,
+            ("user a", "assistant b1", "assistant c", "user d"),
+            "[user:a][assistant:b1\n\nc][user:d]",
+        ),
+        (LAST_OF_ROLE, ("user a", "assistant b1", "user d"), "[user:a][assistant:b1][user:d]"),
     ],
 )
 def test_turns_are_merged_where_the_template_needs_it_and_only_there(body, turns, prompt) -> None:

@@ -1,8 +1,10 @@
 """Each dialect's parser: what it takes for a call, and what becomes of malformed ones."""
 
+from dataclasses import replace
+
 import pytest
 
-from server.reply.reading.dialects import find_dialect, named_row
+from server.reply.reading.dialects import THINK, find_dialect, named_row
 from server.reply.reading.events import Arguments, CallStart, Content, Event
 from server.reply.reading.machine import ReplyReader
 from server.reply.reading.row import Phase
@@ -182,6 +184,13 @@ def test_arguments_are_passed_on_as_they_come() -> None:
     assert parser.feed(': "Köl') == [Arguments(0, '"city": "Köl')]
     assert parser.feed('n"}') == [Arguments(0, 'n"}')]
     assert parser.feed("}</tool_call>") == []
+
+
+@pytest.mark.parametrize("text", ["<tool_ca", "<thin"])
+def test_half_a_mark_that_a_limit_cuts_off_is_no_answer(text: str) -> None:
+    row = replace(find_dialect("hermes", "").row, thoughts=THINK.thoughts)
+    reader = ReplyReader(row, NAMES, Phase.POSSIBLE)
+    assert reader.feed(text) + reader.finish(is_cut=True) == []
 
 
 def test_text_before_a_possible_mark_is_not_held_back() -> None:
