@@ -8,18 +8,19 @@ before: so the block of thoughts is opened in the prompt, and the token that end
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.errors import RequestRejected
 from engine.types import AnswerStart, ChatOptions, Grammar, ModelInfo
 from server.api.chat.message_reader import Reading, ShownReasoning
-from server.api.chat.protocol import ChatCompletionRequest
+from server.api.chat.protocol import ChatCompletionRequest, Prediction
 from server.api.chat.template_input import num_chars, template_input, turns_reasoning_off
 from server.api.chat.tool_use import ToolMode, ToolUse, tool_use_of
 from server.edge.http.edge import Parsers
-from server.reply.generate.engine_requests import check_fields
+from server.edge.refusals import unsupported
+from server.reply.generate.engine_requests import FieldNames, Wanted, check_fields
 from server.reply.generate.model_checks import check_num_chars
 from server.reply.generate.structured_output import WantedGrammar, wanted_grammar
 from server.reply.reading.dialects import Dialect, find_dialect, find_style
@@ -27,6 +28,10 @@ from server.reply.reading.machine import ReplyReader
 from server.reply.reading.row import AnswerMarks, Phase, Row
 from server.reply.reading.template_rows import find_template_row
 
+_NUM_END_TOKENS = (64, 512, 4096)
+"""Tokens at the end of a prompt in which the anchor of a response template is looked for: more if need be."""
+_NAMES = FieldNames("messages", "max_completion_tokens")
+_OLDER_NAMES = FieldNames("messages", "max_tokens")
 _IN_BRACKETS = re.compile(r"<[^<>]+>|\[[^\[\]]+\]")
 """Parts of a mark that may be tokens of their own."""
 
@@ -47,14 +52,14 @@ class ModelReading:
     def reads_thoughts(self) -> bool:
         return self.row.thoughts is not None
 
-    def place_at(self, prompt_end: str) -> Phase:
+    def place_at(self, prompt_end: str, behind_anchor: str | None) -> Phase:
         """Return the part of a reply that begins behind a prompt that ends so."""
         thoughts = self.row.thoughts
         if thoughts is None:
             return Phase.ANSWER
-        if (behind := self.row.behind_anchor(prompt_end)) is not None:
+        if behind_anchor is not None:
             reader = ReplyReader(self.row, {}, Phase.POSSIBLE)
-            reader.begin_behind(behind)
+            reader.begin_behind(behind_anchor)
             return reader.place
         end = prompt_end.rstrip()
         if end.endswith(thoughts.begin):
@@ -89,10 +94,7 @@ class Turn:
 
     suffix: str
     """Text to add to the prompt."""
-    grammar: WantedGrammar | None
-    answer: AnswerStart | None
-    """Beginning of the answer; None: the first token."""
-    shown_ids: frozenset[int]
+    wanted: Wanted
     reading: Reading
 
 
@@ -125,21 +127,30 @@ class ReadingPlan:
         is_known = thoughts.begin in model.info.chat_template and thoughts.begin in model.info.added_tokens
         return thoughts.begin if is_known and thoughts.ends[0] in model.info.added_tokens else ""
 
-    def behind(self, prompt_end: str) -> Turn:
-        """Decide what depends on the end of the prompt."""
-        if self.tools.opening and prompt_end.rstrip().endswith(self.tools.opening):
+    def behind(self, end_of: Callable[[int], str], num_tokens: int) -> Turn:
+        """Decide what depends on the end of a prompt, which is read from the last anchor on, if it has one.
+
+        `end_of` returns the text of so many of its last tokens. Raises RequestRejected.
+        """
+        row, end, behind = self.model.row, "", None
+        for num_read in _NUM_END_TOKENS:
+            end = end_of(num_read)
+            behind = row.behind_anchor(end)
+            if not row.anchors or num_read >= num_tokens or behind is not None:
+                break
+        if self.tools.opening and end.rstrip().endswith(self.tools.opening):
             tools = replace(self.tools, mode=ToolMode.OPENED)
             return self._turn(Phase.CALL, _of_calls(tools.grammar()), tools=tools)
-        place = self._place(prompt_end)
+        place = self._place(end, behind)
         if self.grammar is None:
-            return self._turn(place, None, prompt_end=self.model.row.behind_anchor(prompt_end) or "")
+            return self._turn(place, None, prompt_end=behind or "")
         suffix, place = self._before_grammar(place)
         return self._turn(place, self.grammar, suffix=suffix)
 
-    def _place(self, prompt_end: str) -> Phase:
+    def _place(self, prompt_end: str, behind_anchor: str | None) -> Phase:
         thoughts = self.model.row.thoughts
         if not self.body.continue_final_message or thoughts is None:
-            return self.model.place_at(prompt_end)
+            return self.model.place_at(prompt_end, behind_anchor)
         begun = "".join(part.text or "" for part in self.body.messages[-1].content or ())
         is_open = begun.rfind(thoughts.begin) > begun.rfind(thoughts.ends[0])
         return Phase.THOUGHT if is_open else Phase.ANSWER
@@ -176,9 +187,7 @@ class ReadingPlan:
         shows_thoughts = self.body.include_reasoning is not False
         return Turn(
             suffix=suffix,
-            grammar=grammar,
-            answer=self._answer(place),
-            shown_ids=self.model.shown_ids(_marks_of(row, place)),
+            wanted=self._wanted(grammar, self._answer(place), self.model.shown_ids(_marks_of(row, place))),
             reading=Reading(
                 row=row,
                 schemas=tools.schemas,
@@ -191,6 +200,27 @@ class ReadingPlan:
                 new_call_id=tools.new_call_id,
                 finish_reason_of_calls=tools.finish_reason,
             ),
+        )
+
+    def _wanted(
+        self, grammar: WantedGrammar | None, answer: AnswerStart | None, shown_ids: frozenset[int]
+    ) -> Wanted:
+        body = self.body
+        asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        if body.max_tokens is not None and body.max_tokens != asked:
+            raise RequestRejected(
+                "max_tokens and max_completion_tokens contradict each other", param="max_tokens"
+            )
+        return Wanted(
+            names=_NAMES if body.max_tokens is None else _OLDER_NAMES,
+            max_tokens=asked,
+            num_choices=body.n or 1,
+            num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            num_prompt_logprobs=body.prompt_logprobs,
+            grammar=grammar,
+            answer=answer,
+            shown_special_ids=shown_ids,
+            prediction=None if body.prediction is None else _predicted(body.prediction, self.model.info),
         )
 
     def _answer(self, place: Phase) -> AnswerStart | None:
@@ -252,3 +282,19 @@ def _beside_calls(asked: WantedGrammar | None, tools: ToolUse) -> WantedGrammar 
 
 def _of_calls(grammar: Grammar | None) -> WantedGrammar | None:
     return None if grammar is None else WantedGrammar(grammar=grammar, param="tools")
+
+
+def _predicted(prediction: Prediction, info: ModelInfo) -> str:
+    """The text that the client expects. Raises RequestRejected."""
+    param = "prediction.content"
+    if not info.max_drafts:
+        raise unsupported(
+            "prediction",
+            "prediction is not supported by this server: its steps verify no drafts (in pipelines, and for"
+            " models without a paged KV cache); leave it out",
+        )
+    if any(part.type != "text" or part.text is None for part in prediction.content):
+        raise RequestRejected(f"the parts of {param} must be text", param=param)
+    text = "".join(part.text or "" for part in prediction.content)
+    check_num_chars(len(text), info, param=param)
+    return text

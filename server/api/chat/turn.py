@@ -9,27 +9,19 @@ from dataclasses import dataclass, replace
 
 from starlette.types import Receive
 
-from engine.errors import ContextLengthExceeded, RequestRejected
+from engine.errors import ContextLengthExceeded
 from engine.media.pictures import TokenIds
 from engine.media.segments import PictureLease
-from engine.types import GenerationRequest, ModelInfo
+from engine.types import GenerationRequest
 from server.api.chat.message_reader import Reading
 from server.api.chat.plan import ReadingPlan, Turn, model_reading, plan_reading
-from server.api.chat.protocol import ChatCompletionRequest, Prediction
+from server.api.chat.protocol import ChatCompletionRequest
 from server.edge.http.disconnect import while_connected
 from server.edge.http.edge import Edge, Engine
-from server.edge.refusals import unsupported
 from server.reply.generate.calls import Origin
-from server.reply.generate.engine_requests import FieldNames, Wanted, engine_requests, kept_prompt
-from server.reply.generate.model_checks import check_num_chars
+from server.reply.generate.engine_requests import engine_requests, kept_prompt
 from server.reply.pictures.media_parts import pictures_of
 from server.reply.pictures.placing import ChatPrompt, PictureHold, encode_with_pictures
-from server.reply.reading.row import Row
-
-_NUM_END_TOKENS = (64, 512, 4096)
-"""Tokens at the end of a prompt in which the anchor of a response template is looked for: more if need be."""
-_NAMES = FieldNames("messages", "max_completion_tokens")
-_OLDER_NAMES = FieldNames("messages", "max_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +48,7 @@ async def prepare_turn(
     try:
         prompt.check_end()
         prompts = {origin.reply_id: prompt.token_ids}
-        (request,) = await engine_requests(edge.engine, body, prompts, _wanted(plan, turn), origin)
+        (request,) = await engine_requests(edge.engine, body, prompts, turn.wanted, origin)
     except BaseException:
         prompt.release()
         raise
@@ -72,7 +64,7 @@ async def prepare_turn(
         request=request,
         reading=turn.reading,
         ignores_budget=body.thinking_token_budget is not None
-        and (turn.answer is None or not turn.answer.has_known_marks),
+        and (turn.wanted.answer is None or not turn.wanted.answer.has_known_marks),
     )
 
 
@@ -113,7 +105,7 @@ async def _prompt_and_turn(
     room = len(await _suffix_ids(engine, plan.possible_suffix))
     cut = kept_prompt(body, rendered.token_ids, info, max_tokens=limit + room)
     kept = rendered.cut_to(len(cut), keeps_end=body.truncation_side != "right")
-    turn = plan.behind(_end_of(engine, kept.token_ids, plan.model.row))
+    turn = plan.behind(lambda num: raw_text(engine, kept.token_ids[-num:]), len(kept.token_ids))
     suffix_ids = await _suffix_ids(engine, turn.suffix)
     prompt = replace(kept, token_ids=(*kept.token_ids, *suffix_ids))
     return prompt, turn, num_answer_tokens and num_answer_tokens + len(suffix_ids)
@@ -134,52 +126,6 @@ async def _suffix_ids(engine: Engine, text: str) -> TokenIds:
     if known is not None:
         return (known,)
     return await engine.encode_plain(text) if text else ()
-
-
-def _end_of(engine: Engine, prompt_ids: TokenIds, row: Row) -> str:
-    """Text of the end of the prompt; from the last anchor of the model's template on, if it has one."""
-    end = ""
-    for num_tokens in _NUM_END_TOKENS:
-        end = raw_text(engine, prompt_ids[-num_tokens:])
-        if not row.anchors or num_tokens >= len(prompt_ids) or row.behind_anchor(end) is not None:
-            break
-    return end
-
-
-def _wanted(plan: ReadingPlan, turn: Turn) -> Wanted:
-    body = plan.body
-    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    if body.max_tokens is not None and body.max_tokens != asked:
-        raise RequestRejected(
-            "max_tokens and max_completion_tokens contradict each other", param="max_tokens"
-        )
-    return Wanted(
-        names=_NAMES if body.max_tokens is None else _OLDER_NAMES,
-        max_tokens=asked,
-        num_choices=body.n or 1,
-        num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        num_prompt_logprobs=body.prompt_logprobs,
-        grammar=turn.grammar,
-        answer=turn.answer,
-        shown_special_ids=turn.shown_ids,
-        prediction=None if body.prediction is None else _predicted(body.prediction, plan.model.info),
-    )
-
-
-def _predicted(prediction: Prediction, info: ModelInfo) -> str:
-    """The text that the client expects. Raises RequestRejected."""
-    param = "prediction.content"
-    if not info.max_drafts:
-        raise unsupported(
-            "prediction",
-            "prediction is not supported by this server: its steps verify no drafts (in pipelines, and for"
-            " models without a paged KV cache); leave it out",
-        )
-    if any(part.type != "text" or part.text is None for part in prediction.content):
-        raise RequestRejected(f"the parts of {param} must be text", param=param)
-    text = "".join(part.text or "" for part in prediction.content)
-    check_num_chars(len(text), info, param=param)
-    return text
 
 
 def raw_text(engine: Engine, token_ids: Sequence[int]) -> str:

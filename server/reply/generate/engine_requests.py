@@ -16,7 +16,7 @@ from server.edge.http.edge import Engine
 from server.reply.generate.calls import Origin
 from server.reply.generate.model_checks import check_model, check_token_ids
 from server.reply.generate.protocol import GenerationFields, SamplingFields
-from server.reply.generate.structured_output import WantedGrammar, check_can_end
+from server.reply.generate.structured_output import WantedGrammar
 
 MAX_PROMPT_LOGPROBS = 2**20
 """Entries of a reply: tokens of all prompts, times choices, times alternatives and the token itself. Each is
@@ -161,13 +161,28 @@ def _check_num_prompt_logprobs(body: GenerationFields, prompts: Iterable[TokenId
         )
 
 
+def _check_can_end(body: GenerationFields, info: ModelInfo, *, param: str) -> None:
+    """Refuse a grammar if no end-of-sequence token can end the reply."""
+    if not info.eos_token_ids:
+        raise RequestRejected(
+            f"{param}: this model has no end-of-sequence token, with which every grammar ends",
+            param=param,
+            code="unsupported_parameter",
+        )
+    if body.ignore_eos:
+        raise RequestRejected(
+            f"ignore_eos and {param} exclude each other: a grammar ends with the end-of-sequence token",
+            param="ignore_eos",
+        )
+
+
 async def _compiled(
     engine: Engine, body: GenerationFields, wanted: Wanted, origin: Origin, *, num_choices: int
 ) -> Grammar | None:
     """Compile the grammar for a check; a client that leaves gives up its place in the line."""
     if wanted.grammar is None:
         return None
-    check_can_end(body, engine.info, param=wanted.grammar.param)
+    _check_can_end(body, engine.info, param=wanted.grammar.param)
     tried = engine.compile_grammar(
         wanted.grammar.grammar, param=wanted.grammar.param, num_choices=num_choices
     )

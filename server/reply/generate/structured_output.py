@@ -17,7 +17,7 @@ import orjson
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
 
 from engine.errors import RequestRejected
-from engine.types import Grammar, GrammarKind, ModelInfo
+from engine.types import Grammar, GrammarKind
 from server.edge.refusals import required
 from server.edge.wire_model import WireModel, wrong_shape
 
@@ -110,9 +110,6 @@ class StructureFields(Protocol):
     @property
     def structured_outputs(self) -> StructuredOutputs | None: ...
 
-    @property
-    def ignore_eos(self) -> bool | None: ...
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedGrammar:
@@ -135,21 +132,6 @@ def wanted_grammar(body: StructureFields) -> WantedGrammar | None:
             "response_format and structured_outputs exclude each other", param="structured_outputs"
         )
     return _of_structured_outputs(body.structured_outputs)
-
-
-def check_can_end(body: StructureFields, info: ModelInfo, *, param: str) -> None:
-    """Refuse a grammar if no end-of-sequence token can end the reply."""
-    if not info.eos_token_ids:
-        raise RequestRejected(
-            f"{param}: this model has no end-of-sequence token, with which every grammar ends",
-            param=param,
-            code="unsupported_parameter",
-        )
-    if body.ignore_eos:
-        raise RequestRejected(
-            f"ignore_eos and {param} exclude each other: a grammar ends with the end-of-sequence token",
-            param="ignore_eos",
-        )
 
 
 def json_schema_grammar(schema: dict[str, Any]) -> Grammar:
