@@ -16,7 +16,7 @@ from engine.errors import RequestRejected
 from engine.types import AnswerStart, ChatOptions, Grammar, ModelInfo
 from server.api.chat.message_reader import Reading, ShownReasoning
 from server.api.chat.protocol import ChatCompletionRequest, Prediction
-from server.api.chat.template_input import num_chars, template_input, turns_reasoning_off
+from server.api.chat.template_input import template_input, turns_reasoning_off
 from server.api.chat.tool_use import ToolMode, ToolUse, tool_use_of
 from server.edge.http.edge import Parsers
 from server.edge.refusals import unsupported
@@ -260,7 +260,6 @@ def plan_reading(body: ChatCompletionRequest, model: ModelReading) -> ReadingPla
     grammar = _beside_calls(asked, tools)
     check_fields(body, model.info)
     messages, options = template_input(body, model.info, tools)
-    check_num_chars(num_chars(messages), model.info, param="messages")
     return ReadingPlan(
         body=body, model=model, tools=tools, messages=messages, options=options, grammar=grammar
     )

@@ -17,6 +17,7 @@ from server.api.chat.protocol import ChatCompletionRequest, ChatMessage
 from server.api.chat.shown_tools import CallForm, with_tools_shown
 from server.api.chat.tool_use import ToolMode, ToolUse
 from server.edge.refusals import required, unsupported
+from server.reply.generate.model_checks import check_num_chars
 from server.reply.pictures.media_parts import PICTURE, ContentPart, refuse_part
 
 _ROLES: Final = {
@@ -52,14 +53,17 @@ def template_input(
             raise RequestRejected(f"{name} needs logprobs to be true", param=name)
     messages = template_messages(body.messages, info.chat_template)
     tools = tool_use.definitions
-    if not tool_use.is_shown_in_messages:
-        if tools and tool_use.dialect is not None and tool_use.dialect.system_field:
-            messages = _with_system_field(messages, tool_use.dialect.system_field, tools)
-        return messages, chat_options(body, tools=tools)
-    if tools or any(each["role"] == "tool" or each.get("tool_calls") for each in messages):
-        messages = [_with_one_text(message) for message in messages]
-    form = CallForm.MARKS if tool_use.mode is ToolMode.AUTO else CallForm.GRAMMAR
-    return with_tools_shown(messages, tools, form), chat_options(body, tools=())
+    options = chat_options(body, tools=() if tool_use.is_shown_in_messages else tools)
+    if tool_use.is_shown_in_messages:
+        if tools or any(each["role"] == "tool" or each.get("tool_calls") for each in messages):
+            messages = [_with_one_text(message) for message in messages]
+        form = CallForm.MARKS if tool_use.mode is ToolMode.AUTO else CallForm.GRAMMAR
+        messages = with_tools_shown(messages, tools, form)
+    elif tools and tool_use.dialect is not None and tool_use.dialect.system_field:
+        messages = _with_system_field(messages, tool_use.dialect.system_field, tools)
+    num_chars = _num_chars(messages)
+    check_num_chars(num_chars, info, param="messages")
+    return messages, options
 
 
 def chat_options(body: ChatCompletionRequest, *, tools: tuple[dict[str, Any], ...]) -> ChatOptions:
@@ -117,7 +121,7 @@ def _with_system_field(
     return [{"role": "system", "content": "", name: text}, *messages]
 
 
-def num_chars(messages: Sequence[dict[str, Any]]) -> int:
+def _num_chars(messages: Sequence[dict[str, Any]]) -> int:
     """Characters of all texts that a template may write down."""
     return sum(
         sum(map(len, _texts(message)))

@@ -94,6 +94,8 @@ async def _prompt_and_turn(
 ) -> tuple[ChatPrompt, Turn, int]:
     """Make the prompt, and count the tokens at its end that begin the answer, where that is of use."""
     body, info = plan.body, engine.info
+    limit = body.max_completion_tokens or body.max_tokens or 1
+    num_behind = limit + len(await _suffix_ids(engine, plan.possible_suffix))
     num_answer_tokens = await engine.num_answer_tokens(plan.options) if info.has_points else 0
     parts = ((message.role, message.content or ()) for message in body.messages)
     if pictures := pictures_of(parts, info):
@@ -101,9 +103,7 @@ async def _prompt_and_turn(
         rendered = await while_connected(receive, work)
     else:
         rendered = ChatPrompt(await engine.encode_chat(plan.messages, plan.options))
-    limit = body.max_completion_tokens or body.max_tokens or 1
-    room = len(await _suffix_ids(engine, plan.possible_suffix))
-    cut = kept_prompt(body, rendered.token_ids, info, max_tokens=limit + room)
+    cut = kept_prompt(body, rendered.token_ids, info, max_tokens=num_behind)
     kept = rendered.cut_to(len(cut), keeps_end=body.truncation_side != "right")
     turn = plan.behind(lambda num: raw_text(engine, kept.token_ids[-num:]), len(kept.token_ids))
     suffix_ids = await _suffix_ids(engine, turn.suffix)

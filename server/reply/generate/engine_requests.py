@@ -77,6 +77,10 @@ async def engine_requests(
     # The last of the checks, since it costs the most.
     grammar = await _compiled(engine, body, wanted, origin, num_choices=len(prompts) * wanted.num_choices)
     predicted = await engine.encode_plain(wanted.prediction) if wanted.prediction else ()
+    params = [
+        _sampling_params(body, info, wanted, max_tokens=num, bad_words=bad_words, grammar=grammar)
+        for num in max_tokens
+    ]
     info = engine.info  # as it is now: others may have unloaded the adapter meanwhile
     check_model(body.model, info)
     origin.allowance.take_prompt(sum(map(len, prompts.values())))
@@ -84,21 +88,19 @@ async def engine_requests(
         GenerationRequest(
             request_id=request_id,
             prompt_token_ids=prompt,
-            params=_sampling_params(
-                body, info, wanted, max_tokens=num_fitting, bad_words=bad_words, grammar=grammar
-            ),
+            params=each,
             n=wanted.num_choices,
             stop=tuple(body.stop or ()),
             include_stop_str_in_output=bool(body.include_stop_str_in_output),
             skip_special_tokens=body.skip_special_tokens is not False,
             shown_special_ids=wanted.shown_special_ids,
-            prediction=predicted[:num_fitting],
+            prediction=predicted[: each.max_tokens],
             adapter=info.adapter_named(body.model),
             terms=origin.terms,
             max_tenant_tokens=origin.max_tenant_tokens,
             journal=origin.journal,
         )
-        for (request_id, prompt), num_fitting in zip(prompts.items(), max_tokens, strict=True)
+        for (request_id, prompt), each in zip(prompts.items(), params, strict=True)
     ]
 
 
