@@ -8,7 +8,6 @@ import secrets
 import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
 from server.reply.reading.events import Arguments, CallStart, Content, Event, Reasoning
@@ -28,13 +27,6 @@ def short_call_id() -> str:
     return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
 
 
-class ShownReasoning(StrEnum):
-    """The part of the reasoning that a reply shows."""
-
-    ALL = "all"
-    COUNT = "count"  # only how many tokens it took
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
     """Settings for reading the replies to one request."""
@@ -45,7 +37,8 @@ class Reading:
     start: Phase = Phase.ANSWER
     prompt_end: str = ""
     """The end of the prompt that is read before the reply, where a checkpoint's template says so."""
-    shown_reasoning: ShownReasoning = ShownReasoning.ALL
+    shows_reasoning: bool = True
+    """Off: its tokens are counted, and no more."""
     reasoning_end_id: int | None = None
     """The token that ends a block of reasoning, if it is one token."""
     reports_reasoning: bool = False
@@ -94,8 +87,9 @@ class MessageReader:
         self._reading = reading
         self._is_plain = reading.is_plain
         self._reader = reading.new_reader()
-        shows = reading.shown_reasoning is ShownReasoning.ALL
-        self._passed_on: tuple[type[Content | Reasoning], ...] = (Content, Reasoning) if shows else (Content,)
+        self._passed_on: tuple[type[Content | Reasoning], ...] = (
+            (Content, Reasoning) if reading.shows_reasoning else (Content,)
+        )
         self._num_calls = 0
         self._undecided_ids: list[int] = []
         """Tokens that may be the beginning of a block."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from engine.errors import RequestRejected
 from engine.types import AnswerStart, ChatOptions, Grammar, ModelInfo
-from server.api.chat.message_reader import Reading, ShownReasoning
+from server.api.chat.message_reader import Reading
 from server.api.chat.protocol import ChatCompletionRequest, Prediction
 from server.api.chat.template_input import template_input, turns_reasoning_off
 from server.api.chat.tool_use import ToolMode, ToolUse, tool_use_of
@@ -184,7 +184,6 @@ class ReadingPlan:
         if grammar is not None:  # it holds from the thoughts on, so that nothing frames the answer
             row = replace(row, answer=AnswerMarks(closings=row.answer.closings, parts=row.answer.parts))
         is_by_template = bool(self.model.row.anchors) and grammar is None
-        shows_thoughts = self.body.include_reasoning is not False
         return Turn(
             suffix=suffix,
             wanted=self._wanted(grammar, self._answer(place), self.model.shown_ids(_marks_of(row, place))),
@@ -193,7 +192,7 @@ class ReadingPlan:
                 schemas=tools.schemas,
                 start=Phase.POSSIBLE if is_by_template else place,
                 prompt_end=prompt_end,
-                shown_reasoning=ShownReasoning.ALL if shows_thoughts else ShownReasoning.COUNT,
+                shows_reasoning=self.body.include_reasoning is not False,
                 reasoning_end_id=self._end_id,
                 reports_reasoning=self.model.reads_thoughts,
                 max_calls=tools.max_calls,

@@ -7,7 +7,6 @@ Source: the marks are those of Hermes' function-calling format, the most common 
 
 import json
 from collections.abc import Sequence
-from enum import StrEnum
 from typing import Any
 
 _Content = str | list[dict[str, Any]]
@@ -22,18 +21,12 @@ _FORM = (
 )
 
 
-class CallForm(StrEnum):
-    """Source of the form of calls."""
-
-    MARKS = "marks"  # the prompt says it
-    GRAMMAR = "grammar"  # a grammar forces it, marks or not
-
-
 def with_tools_shown(
-    messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]], form: CallForm
+    messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]], *, is_forced: bool
 ) -> list[dict[str, Any]]:
     """Put the tools into the system message, or else before the first message of the user.
 
+    `is_forced`: a grammar makes the form of calls, so that the prompt need not say it.
     Not every template takes a system message, or a role for results: those become messages of the user.
     """
     plain = _as_plain_turns(messages)
@@ -41,7 +34,7 @@ def with_tools_shown(
         return plain
     lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     shown = f"You can call these functions:\n<tools>\n{lines}\n</tools>"
-    if form is CallForm.MARKS:
+    if not is_forced:
         shown += f"\n{_FORM}"
     for place, message in enumerate(plain):
         if message["role"] == "system":

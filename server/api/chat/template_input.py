@@ -14,7 +14,7 @@ from typing import Any, Final
 from engine.errors import RequestRejected
 from engine.types import ChatOptions, ModelInfo
 from server.api.chat.protocol import ChatCompletionRequest, ChatMessage
-from server.api.chat.shown_tools import CallForm, with_tools_shown
+from server.api.chat.shown_tools import with_tools_shown
 from server.api.chat.tool_use import ToolMode, ToolUse
 from server.edge.refusals import required, unsupported
 from server.reply.generate.model_checks import check_num_chars
@@ -57,8 +57,7 @@ def template_input(
     if tool_use.is_shown_in_messages:
         if tools or any(each["role"] == "tool" or each.get("tool_calls") for each in messages):
             messages = [_with_one_text(message) for message in messages]
-        form = CallForm.MARKS if tool_use.mode is ToolMode.AUTO else CallForm.GRAMMAR
-        messages = with_tools_shown(messages, tools, form)
+        messages = with_tools_shown(messages, tools, is_forced=tool_use.mode is not ToolMode.AUTO)
     elif tools and tool_use.dialect is not None and tool_use.dialect.system_field:
         messages = _with_system_field(messages, tool_use.dialect.system_field, tools)
     num_chars = _num_chars(messages)

@@ -4,7 +4,6 @@ Owns: the order of events, and the treatment of white space around parts and bes
 """
 
 from dataclasses import dataclass
-from enum import Enum, auto
 
 import msgspec
 
@@ -41,18 +40,12 @@ class Arguments(msgspec.Struct, frozen=True):
 Event = Reasoning | Content | CallStart | Arguments
 
 
-class Spaces(Enum):
-    """White space around each part of thoughts or content."""
-
-    DROP = auto()
-    KEEP = auto()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """The way in which several parts of one kind are joined."""
 
-    spaces: Spaces = Spaces.DROP
+    keeps_spaces: bool = False
+    """White space around each part stays."""
     join: str = ""
     """Text between two parts."""
 
@@ -197,7 +190,7 @@ class _JoinedParts:
     """The text of one kind, part by part."""
 
     def __init__(self, rule: Parts) -> None:
-        self._keeps_spaces = rule.spaces is Spaces.KEEP
+        self._keeps_spaces = rule.keeps_spaces
         self._join = rule.join
         self._has_text = False
         self._is_in_part = False

@@ -15,7 +15,7 @@ from typing import Any
 
 from server.reply.reading.argument_values import as_json, types_of
 from server.reply.reading.dialects import braces, plain_head
-from server.reply.reading.events import Parts, Spaces
+from server.reply.reading.events import Parts
 from server.reply.reading.json_text import JsonArguments
 from server.reply.reading.object_calls import ObjectCalls
 from server.reply.reading.row import (
@@ -141,8 +141,7 @@ def _parts(field: Mapping[str, Any]) -> Parts:
     join = field.get("join")
     _require(join is None or isinstance(join, str), "join is no text")
     _require(join is None or field.get("repeats") is True, "join needs repeats")
-    spaces = Spaces.KEEP if args.get("strip", True) is False else Spaces.DROP
-    return Parts(spaces=spaces, join="\n" if join is None else join)
+    return Parts(keeps_spaces=args.get("strip", True) is False, join="\n" if join is None else join)
 
 
 # Calls.
