@@ -27,6 +27,7 @@ from server.api.anthropic.protocol import (
     MessagesRequest,
 )
 from server.api.chat.protocol import ChatCompletionRequest
+from server.api.chat.tool_protocol import chat_call
 from server.edge.http.json_body import built, without_nones
 from server.edge.refusals import required, translated, unsupported
 from server.reply.generate.protocol import SamplingFields
@@ -164,11 +165,8 @@ def _assistant_message(turn: AnthropicTurn, where: str) -> dict[str, Any]:
 
 
 def _call(block: AnthropicBlock, at: str) -> dict[str, Any]:
-    function = {
-        "name": required(block.name, f"{at}.name"),
-        "arguments": orjson.dumps(block.input or {}).decode(),
-    }
-    return {"id": required(block.id, f"{at}.id"), "type": "function", "function": function}
+    call_id, name = required(block.id, f"{at}.id"), required(block.name, f"{at}.name")
+    return chat_call(call_id, name, orjson.dumps(block.input or {}).decode())
 
 
 def _texts(blocks: Sequence[AnthropicTextBlock], where: str) -> list[str]:

@@ -94,3 +94,8 @@ ToolChoice = Annotated[
 ]
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 ToolCalls = Annotated[list[EarlierCall], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
+def chat_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """A call of an earlier turn, of another protocol's."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -13,6 +13,7 @@ import orjson
 from engine.errors import RequestRejected
 from engine.types import ModelInfo
 from server.api.chat.protocol import ChatCompletionRequest
+from server.api.chat.tool_protocol import chat_call
 from server.api.completions.protocol import CompletionRequest
 from server.api.ollama.protocol import (
     OllamaChatRequest,
@@ -105,7 +106,10 @@ def _messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
         if message.tool_calls:
             calls = [(f"call_{place}_{number}", call) for number, call in enumerate(message.tool_calls)]
             waiting.extend((call_id, call.function.name) for call_id, call in calls)
-            rendered["tool_calls"] = [_call(call_id, call.function) for call_id, call in calls]
+            rendered["tool_calls"] = [
+                chat_call(call_id, call.function.name, orjson.dumps(call.function.arguments or {}).decode())
+                for call_id, call in calls
+            ]
         if message.role == "tool":
             rendered["tool_call_id"] = _answered(waiting, message, f"messages[{place}]")
         found.append(rendered)
@@ -118,15 +122,6 @@ def _content(text: str | None, images: Sequence[str] | None) -> str | list[dict[
     urls = (each if each.startswith("data:") else data_url("", each) for each in images)
     pictures = [picture_part(url) for url in urls]
     return [*pictures, {"type": "text", "text": text}] if text else pictures
-
-
-def _call(call_id: str, function: Any) -> dict[str, Any]:
-    arguments = orjson.dumps(function.arguments or {}).decode()
-    return {
-        "id": call_id,
-        "type": "function",
-        "function": {"name": function.name, "arguments": arguments},
-    }
 
 
 def _answered(waiting: deque[tuple[str, str]], message: OllamaMessage, where: str) -> str:

@@ -15,7 +15,7 @@ from hashlib import sha256
 from typing import Any, Final
 
 from engine.errors import RequestRejected
-from server.api.chat.tool_protocol import MAX_TOOLS
+from server.api.chat.tool_protocol import MAX_TOOLS, chat_call
 from server.api.responses.protocol import InputItem, ResponsesRequest, ResponseTool, runs_elsewhere
 from server.edge.http.json_body import without_nones
 from server.edge.refusals import required, unsupported
@@ -215,8 +215,7 @@ def call_of(item: InputItem, tools: Toolbox, where: str) -> dict[str, Any]:
         case _:
             shown = tools.shown(required(item.name, f"{where}.name"), item.namespace)
             arguments = required(item.arguments, f"{where}.arguments")
-    function = {"name": shown, "arguments": arguments}
-    return {"id": required(item.call_id, f"{where}.call_id"), "type": "function", "function": function}
+    return chat_call(required(item.call_id, f"{where}.call_id"), shown, arguments)
 
 
 def _input_of(arguments: str) -> str:
