@@ -257,7 +257,7 @@ class ReasoningStyle:
     sign: str
     """Text of chat templates or added token by which `auto` finds it."""
     answer: AnswerMarks | None = None
-    """None: the dialect's."""
+    """Marks of the answer; None: the dialect's."""
 
 
 def _block(name: str, begin: str, end: str) -> ReasoningStyle:
