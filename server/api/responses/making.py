@@ -15,7 +15,6 @@ import orjson
 from starlette.requests import Request
 
 from engine.errors import ContextLengthExceeded, RequestRejected, TooManyPictures
-from engine.media.segments import PictureLease
 from engine.types import GenerationRequest
 from server.api.chat.replies import OnlyChoice
 from server.api.chat.turn import ChatTurn, prepare_turn, raw_text
@@ -115,7 +114,7 @@ async def _prepare(edge: Edge, task: ResponseTask, items: Sequence[InputItem], t
     is_cut = task.body.truncation == "auto"
     has_tries = is_cut and edge.engine.info.vision is not None and has_pictures(items)
     keeper = edge.engine.pictures.new_lease() if has_tries else None
-    turn_of = partial(_turn, edge, task, tools, keeper)
+    turn_of = partial(_turn, edge, task, tools, partial(prepare_turn, keeper=keeper))
     try:
         with in_our_words(tools):
             return await (_turn_that_fits(items, turn_of) if is_cut else turn_of(items))
@@ -125,14 +124,18 @@ async def _prepare(edge: Edge, task: ResponseTask, items: Sequence[InputItem], t
 
 
 async def _turn(
-    edge: Edge, task: ResponseTask, tools: Toolbox, keeper: PictureLease | None, items: Sequence[InputItem]
+    edge: Edge,
+    task: ResponseTask,
+    tools: Toolbox,
+    prepare: Callable[..., Awaitable[ChatTurn]],
+    items: Sequence[InputItem],
 ) -> ChatTurn:
     """The chat path up to the first token. Raises RequestRejected, Overloaded."""
     if num_parts(items) > _MAX_INLINE_PARTS:
         chat = await asyncio.to_thread(chat_request_of, task.body, items, tools)
     else:
         chat = chat_request_of(task.body, items, tools)
-    return await prepare_turn(edge, chat, task.origin, keeper)
+    return await prepare(edge, chat, task.origin)
 
 
 async def _turn_that_fits(
