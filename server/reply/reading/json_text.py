@@ -112,10 +112,11 @@ class JsonText:
             return self._fail(at)
         token, end = found.group(), found.end()
         if token.isspace():
+            spaces = " " if token.strip(" \t\r\n") else token  # JSON knows no others
             if self._held:
-                self._held += token
+                self._held += spaces
             else:
-                self._out.append(token)
+                self._out.append(spaces)
         elif end == len(text) and len(token) < _MAX_SCALAR_CHARS:
             return at
         elif self._expects == _KEY:
