@@ -14,7 +14,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from engine.models.entries import ModelSpec, resolve_models
@@ -53,13 +53,24 @@ def diagnose(options: Options, more: Sequence[str] = ()) -> Iterator[Finding]:
         yield _fault("options", f"{error.what}: {error.why}", error.fix)
         yield Finding(topic="model", verdict=Verdict.UNKNOWN, what="not looked at: the options come first")
         return
-    for config in (each.engine for each in models):
-        yield _fine("options", f"model {config.model_path}, served as {', '.join(config.served_names)}")
-        yield from _checksums(config.worker)
-        yield from _texts(config)
-        yield from _survey(config.worker)
+    for spec in models:
+        for finding in _model(spec):
+            is_milder = finding.verdict is Verdict.FAULT and not spec.keep.at_start
+            yield replace(finding, verdict=Verdict.WARNING) if is_milder else finding
     if len(models) > 1:
         yield from _plan(models)
+
+
+def _model(spec: ModelSpec) -> Iterator[Finding]:
+    """Look at one model. A fault of one on demand keeps no other back, so that it is a warning."""
+    config = spec.engine
+    if spec.fault:
+        yield _fault("model", f"{config.served_names[0]} cannot be loaded: {spec.fault}", "")
+        return
+    yield _fine("options", f"model {config.model_path}, served as {', '.join(config.served_names)}")
+    yield from _checksums(config.worker)
+    yield from _texts(config)
+    yield from _survey(config.worker)
 
 
 def _plan(models: Sequence[ModelSpec]) -> Iterator[Finding]:

@@ -118,22 +118,28 @@ class AsyncEngine:
 
     def start(self) -> None:
         """Start the engine process and return at once; `health` shows how far the model is loaded."""
-        self._health.is_asleep = False
+        self._health.is_asleep, self._health.given_up = False, ""
         self._engines.resume()
         self._supervision = asyncio.create_task(self._supervise())
         self._started.set()
 
-    def sleep(self) -> None:
-        """Be without a process until `start`, so that the server is ready without this model."""
-        self._health.sleep()
+    def sleep(self, fault: str = "") -> None:
+        """Be without a process until `start`, so that the server is ready without this model.
 
-    async def unload(self) -> None:
-        """End the engine processes, which `start` brings back; texts are tokenized meanwhile."""
+        `fault` is the reason why it is never started.
+        """
+        self._health.sleep(fault)
+
+    async def unload(self, fault: str = "") -> None:
+        """End the engine processes, which `start` brings back; texts are tokenized meanwhile.
+
+        `fault` is the reason, where they could not go on.
+        """
         self._started.clear()
         await self._engines.stop()
         if self._supervision is not None:
             await asyncio.shield(self._supervision)  # `close` waits for it too
-        self._health.sleep()
+        self._health.sleep(fault)
         self._requests.fail_all(EngineDied())
         for engine in range(self._config.num_engines):
             self._forget(engine)

@@ -55,12 +55,15 @@ class HealthMonitor:
         if not any(each.is_ready for each in self.engines):
             self.became_ready.clear()
 
-    def sleep(self) -> None:
-        """Note that all processes were ended by intent; from then on the server is ready without them."""
+    def sleep(self, fault: str = "") -> None:
+        """Note that all processes were ended by intent; from then on the server is ready without them.
+
+        `fault` is the reason why none is started again; without it one may be.
+        """
         for each in self.engines:
             each.sleep()
         self.became_ready.clear()
-        self.given_up, self.is_asleep, self.is_optional = "", True, True
+        self.given_up, self.is_asleep, self.is_optional = fault, True, True
 
     def ready_engines(self) -> list[int]:
         """List the numbers of engines whose model is loaded."""

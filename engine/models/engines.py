@@ -17,6 +17,7 @@ from engine.models.entries import ModelSpec
 from engine.models.joined_health import joined_health
 from engine.models.yard import ModelYard, YardPlace
 from engine.processes.engine_processes import GaveUp
+from engine.text.tokenizer import TokenizerError
 from engine.types import Health
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ class ModelEngines:
         """Raises TokenizerError, OptionError."""
         config = models[0].engine
         desk = Desk(config)
-        self.all = tuple(AsyncEngine(each.engine, desk) for each in models)
+        models, self.all = zip(*(_with_engine(each, desk) for each in models), strict=True)
         self.places: tuple[YardPlace, ...] = ()
         """The places of models that come and go; none where all stay."""
         self._yard: ModelYard | None = None
@@ -43,7 +44,7 @@ class ModelEngines:
         assert self._yard is not None
         assert spec.room is not None
         if not spec.keep.at_start:
-            engine.sleep()
+            engine.sleep(spec.fault)
         return self._yard.add(spec.names.served[0], engine, spec.keep, spec.room, spec.fault)
 
     def start(self) -> None:
@@ -69,9 +70,18 @@ class ModelEngines:
             await self.all[0].begun()
 
     async def texts_are_tried(self) -> None:
-        """Wait for the trials of all templates and tokenizers. Raises TokenizerError, NoRenderer."""
-        for each in self.all:
-            await each.texts_are_tried()
+        """Wait for the trials of all templates and tokenizers.
+
+        Raises TokenizerError for a model that is loaded at the start, NoRenderer.
+        """
+        for place, engine in enumerate(self.all):
+            try:
+                await engine.texts_are_tried()
+            except TokenizerError as error:
+                if not self.places or self.places[place].rule.at_start:
+                    raise
+                self.places[place].give_up(f"{error.what}; {error.fix}")
+                engine.sleep(self.places[place].fault)
 
     async def gave_up(self) -> GaveUp | None:
         """Wait until no engine of any model will run any more, and return why; None after `close`."""
@@ -115,3 +125,14 @@ class ModelEngines:
             self._starting.cancel()
             await asyncio.gather(self._starting, return_exceptions=True)
         await asyncio.gather(*(each.close() for each in self.all))
+
+
+def _with_engine(spec: ModelSpec, desk: Desk) -> tuple[ModelSpec, AsyncEngine]:
+    """Make the engine of a model. Raises TokenizerError if it is to be loaded at the start, OptionError."""
+    try:
+        return spec, AsyncEngine(spec.engine, desk)
+    except TokenizerError as error:
+        if spec.keep.at_start:
+            raise
+        spec = spec.failed(error.what, error.fix)
+        return spec, AsyncEngine(spec.engine, desk)

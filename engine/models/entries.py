@@ -4,6 +4,7 @@ Owns: the options that a model may have for itself, and the checks of all models
 Never: resolves one model (engine/options/engine_config.py), or measures memory (memory_shares.py).
 """
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,10 +15,13 @@ from typing import Any
 from engine.models.table import twice
 from engine.models.yard import KeepRule, Reservation
 from engine.options.engine_config import EngineConfig, ServerConfig, resolve
+from engine.options.found_model import DEMO_MODEL, find_model, name_of_missing
 from engine.options.options import BY_KEY, DECLARATIONS, Group, OptionError, Options, refuse_given
 from engine.options.sources import read_yaml, values_of
 from engine.options.values import Choice, Duration, Switch, ValueKind
 from engine.types import ModelNames
+
+log = logging.getLogger(__name__)
 
 _OF_THE_SERVER = frozenset(
     {
@@ -61,6 +65,13 @@ class ModelSpec:
         adapters = tuple(each.name for each in self.engine.worker.adapters)
         return ModelNames(self.engine.served_names, self.engine.name_patterns, adapters)
 
+    def failed(self, what: str, fix: str) -> "ModelSpec":
+        """Return the model as one that is never loaded, with texts of the built-in one: none is read."""
+        log.critical("%s cannot be loaded: %s; %s", self.names.served[0], what, fix)
+        files = {"model_path": str(DEMO_MODEL), "checksums_file": None, "chat_template_file": None}
+        worker = replace(self.engine.worker, **files)  # type: ignore[arg-type]
+        return replace(self, fault=f"{what}; {fix}", engine=replace(self.engine, worker=worker))
+
 
 def resolve_models(
     options: Options, more: Sequence[str] = (), *, environment: Mapping[str, str] = os.environ
@@ -75,22 +86,41 @@ def resolve_models(
     if len(entries) > 1 or options.models is not None:
         _refuse_what_is_of_one(options)
     resolved = [
-        resolve(replace(options, models=None, **values), environment=environment) for values, _ in entries
+        _resolved(replace(options, models=None, **values), rule, environment) for values, rule in entries
     ]
-    specs = [
-        ModelSpec(
-            engine=engine,
-            tool_call_parser=server.tool_call_parser,
-            reasoning_parser=server.reasoning_parser,
-            keep=rule,
-        )
-        for (engine, server), (_, rule) in zip(resolved, entries, strict=True)
-    ]
+    specs = [spec for spec, _ in resolved]
     if len(specs) > 1:
         _check_names(specs)
         specs = [_with_own_trace(each) for each in specs]
     loads_adapters = any(server.loads_adapters for _, server in resolved)
     return tuple(specs), replace(resolved[0][1], loads_adapters=loads_adapters)
+
+
+def _resolved(
+    options: Options, rule: KeepRule, environment: Mapping[str, str]
+) -> tuple[ModelSpec, ServerConfig]:
+    """Resolve the options of one model, whose checkpoint must be there if it is loaded at the start.
+
+    Raises OptionError.
+    """
+    fault: OptionError | None = None
+    try:
+        find_model(options.model, environment)
+    except OptionError as error:
+        if rule.at_start:
+            raise
+        fault = error
+        names = options.served_model_name or (name_of_missing(str(options.model)),)
+        plain = {name: getattr(Options(), name) for name in _OWN.values()}
+        options = replace(options, **{**plain, "served_model_name": names})
+    engine, server = resolve(options, environment=environment)
+    spec = ModelSpec(
+        engine=engine,
+        tool_call_parser=server.tool_call_parser,
+        reasoning_parser=server.reasoning_parser,
+        keep=rule,
+    )
+    return spec if fault is None else spec.failed(f"{fault.what}: {fault.why}", fault.fix), server
 
 
 def _models_of(options: Options, more: Sequence[str]) -> list[dict[str, Any]]:

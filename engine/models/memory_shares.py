@@ -27,8 +27,11 @@ _MAX_SURVEY_S = 300.0
 
 
 def plan_of(models: Sequence[ModelSpec]) -> MemoryPlan:
-    """Share out the memory. Raises OptionError, with the numbers if the models do not fit together."""
-    return _shared_out(models, {name: _required(found) for name, found in _ask(models).items()})
+    """Share out the memory among all that can be loaded.
+
+    Raises OptionError, with the numbers if the models do not fit together.
+    """
+    return _planned(models)[1]
 
 
 def _required(found: MemoryNeeds | Finding) -> MemoryNeeds:
@@ -59,23 +62,26 @@ def with_shares(models: tuple[ModelSpec, ...]) -> tuple[ModelSpec, ...]:
     """Give each of several models its part of the memory, where one alone measures. Raises OptionError."""
     if len(models) == 1 and models[0].keep.is_always_loaded:
         return models
+    models, plan = _planned(models)
+    for line in plan_lines(plan):
+        log.info("memory: %s", line)
+    return tuple(_with_share(spec, plan) for spec in models)
+
+
+def _planned(models: Sequence[ModelSpec]) -> tuple[tuple[ModelSpec, ...], MemoryPlan]:
     asked = [each for each in models if not each.fault]
     found = _ask(asked) if asked else {}
     models = tuple(_judged(spec, found.get(spec.names.served[0])) for spec in models)
     sound = [each for each in models if not each.fault]
     needs = {name: _required(found[name]) for name in (each.names.served[0] for each in sound)}
-    plan = _shared_out(sound, needs)
-    for line in plan_lines(plan):
-        log.info("memory: %s", line)
-    return tuple(_with_share(spec, plan) for spec in models)
+    return models, _shared_out(sound, needs)
 
 
 def _judged(spec: ModelSpec, found: MemoryNeeds | Finding | None) -> ModelSpec:
     """Note what is wrong with a model that comes only when it is asked for."""
     if not isinstance(found, Finding) or spec.keep.at_start:
         return spec
-    log.critical("%s cannot be loaded: %s; %s", spec.names.served[0], found.what, found.fix)
-    return replace(spec, fault=f"{found.what}; {found.fix}")
+    return spec.failed(found.what, found.fix)
 
 
 def _with_share(spec: ModelSpec, plan: MemoryPlan) -> ModelSpec:

@@ -68,7 +68,7 @@ class Loadable(Protocol):
 
     async def gave_up(self) -> "GaveUp | None": ...
 
-    async def unload(self) -> None: ...
+    async def unload(self, fault: str = "") -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,12 +117,18 @@ class YardPlace:
         self.failed_until_s = -inf
         self.num_failures = 0
         self.fault = ""
+        """Reason why it cannot be loaded until then."""
         self.watching: asyncio.Task[None] | None = None
         self._yard = yard
 
     @property
     def is_loaded(self) -> bool:
         return self.state in (YardState.READY, YardState.LEAVING)
+
+    @property
+    def is_failed(self) -> bool:
+        """Whether calls are refused, for a while or until the next start, with the reason in `fault`."""
+        return self.failed_until_s > time.monotonic()
 
     @property
     def expires_in_s(self) -> float:
@@ -159,6 +165,10 @@ class YardPlace:
         longest_s = self.rule.keep_alive_s
         self.keep_alive_s = longest_s if seconds is None else min(seconds, longest_s)
 
+    def give_up(self, fault: str) -> None:
+        """Never load it: its calls are refused with this reason."""
+        self.fault, self.failed_until_s = fault, inf
+
     def leave(self) -> None:
         """Leave once no call uses it, unless it is pinned or another call comes before."""
         self.keep_for(0)
@@ -192,7 +202,8 @@ class ModelYard:
     ) -> YardPlace:
         """With `fault` it is never loaded: calls are refused with this reason."""
         self.places.append(YardPlace(self, name, engine, rule, room))
-        self.places[-1].fault = fault
+        if fault:
+            self.places[-1].give_up(fault)
         return self.places[-1]
 
     def start(self) -> None:
@@ -208,11 +219,9 @@ class ModelYard:
         now_s = time.monotonic()
         if self._is_closed:
             raise EngineUnavailable("the server is shutting down", code="shutting_down")
-        if place.fault:
-            raise EngineUnavailable(f"{place.name} cannot be loaded: {place.fault}")
-        if place.failed_until_s > now_s:
-            why = f"{place.name} could not be loaded; the log says why"
-            raise EngineUnavailable(why, retry_after_s=place.failed_until_s - now_s)
+        if place.is_failed:
+            left_s = min(place.failed_until_s - now_s, _MAX_BACK_OFF_S)
+            raise EngineUnavailable(f"{place.name} cannot be loaded: {place.fault}", retry_after_s=left_s)
         if waiting is Waiting.REFUSED:
             self._want(place, waiting)
             raise EngineUnavailable(f"{place.name} is being loaded", retry_after_s=place.load_s)
@@ -387,11 +396,11 @@ class ModelYard:
     async def _fail(self, place: YardPlace, error: EngineUnavailable) -> None:
         place.num_failures += 1
         back_off_s = min(_FIRST_BACK_OFF_S * 2 ** (place.num_failures - 1), _MAX_BACK_OFF_S)
-        place.failed_until_s = time.monotonic() + back_off_s
+        place.failed_until_s, place.fault = time.monotonic() + back_off_s, str(error)
         place.state, place.wanted_since_s, place.is_urgent = YardState.ABSENT, inf, False
         log.critical("%s could not be loaded, and is not tried for %.0f s: %s", place.name, back_off_s, error)
         self._refuse(place, EngineUnavailable(f"{place.name}: {error}", retry_after_s=back_off_s))
-        await place.engine.unload()
+        await place.engine.unload(place.fault)
         self.look()
 
     def _refuse(self, place: YardPlace, error: EngineUnavailable) -> None:

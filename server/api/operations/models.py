@@ -11,6 +11,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from engine.models.yard import YardState
 from engine.types import ModelInfo
 from server.edge.access.sent_key import key_of
 from server.edge.error_replies import ModelNotFound
@@ -39,7 +40,11 @@ class ModelCapabilities(ReplyModel):
 
 
 class ModelStatus(ReplyModel):
-    value: Literal["unloaded", "loading", "loaded", "leaving"]
+    value: Literal["unloaded", "loading", "loaded", "leaving", "failed"]
+    progress: float | None = None
+    """Loaded share, 0 to 1, while it is loaded."""
+    reason: str | None = None
+    """The cause of a failure."""
 
 
 class Model(ReplyModel):
@@ -92,7 +97,14 @@ async def retrieve_model(request: Request) -> Response:
 
 
 def _status(edge: Edge) -> dict[str, Any]:
-    return {} if edge.place is None else {"status": {"value": edge.place.state.value}}
+    if edge.place is None:
+        return {}
+    if edge.place.is_failed:
+        return {"status": {"value": "failed", "reason": edge.place.fault}}
+    shown: dict[str, Any] = {"value": edge.place.state.value}
+    if edge.place.state is YardState.LOADING:
+        shown["progress"] = round(edge.engine.health().progress, 3)
+    return {"status": shown}
 
 
 def _unknown(name: str, first_name: str, edge: Edge) -> dict[str, Any]:

@@ -7,7 +7,6 @@ Never: options (cli.py), HTTP or the order of the end (serving.py).
 
 import asyncio
 import logging
-from dataclasses import replace
 from pathlib import Path
 
 import uvloop
@@ -58,14 +57,15 @@ def run(models: tuple[ModelSpec, ...], server_config: ServerConfig, listeners: L
 
 def _checked(spec: ModelSpec) -> ModelSpec:
     """Look at the files of a model. Raises TokenizerError if it is to be loaded at the start."""
+    if spec.fault:
+        return spec
     try:
         check_files(spec.engine.worker)
         note_template(Path(spec.engine.model_path), spec)
     except TokenizerError as error:
         if spec.keep.at_start:
             raise
-        log.critical("%s cannot be loaded: %s; %s", spec.names.served[0], error.what, error.fix)
-        return replace(spec, fault=f"{error.what}; {error.fix}")
+        return spec.failed(error.what, error.fix)
     return spec
 
 

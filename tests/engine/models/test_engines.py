@@ -1,14 +1,21 @@
-"""The engines of several models as one: their end."""
+"""The engines of several models as one: their end, and models that cannot be loaded."""
 
 import asyncio
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from engine.errors import EngineUnavailable
 from engine.models.engines import ModelEngines
 from engine.models.entries import resolve_models
-from engine.models.yard import Reservation
+from engine.models.yard import Reservation, Waiting
+from engine.options.found_model import DEMO_MODEL
 from engine.options.sources import read_options
 from engine.types import EngineState
+from tests.engine.text.test_tokenizer_trial import save
 
 
 async def test_a_drain_of_models_on_demand_is_seen_by_probes_at_once(tmp_path: Path) -> None:
@@ -25,4 +32,40 @@ async def test_a_drain_of_models_on_demand_is_seen_by_probes_at_once(tmp_path: P
     assert (engines.health().state, engines.health().is_live) == (EngineState.DRAINING, True)
     draining.cancel()
     await asyncio.gather(draining, return_exceptions=True)
+    await engines.close()
+
+
+def break_texts(folder: Path, harm: str) -> None:
+    if harm == "missing folder":
+        return
+    shutil.copytree(DEMO_MODEL, folder)
+    if harm == "tokenizer":
+        (folder / "tokenizer.json").write_text("{")
+    elif harm == "template":
+        path = folder / "tokenizer_config.json"
+        config = json.loads(path.read_text()) if path.exists() else {}
+        (folder / "chat_template.jinja").unlink(missing_ok=True)
+        path.write_text(json.dumps(config | {"chat_template": "{% for %}"}))
+    else:
+        save(folder, r"(x+x+)+[yz]")
+
+
+@pytest.mark.parametrize("harm", ["missing folder", "tokenizer", "template", "pattern"])
+@pytest.mark.night
+async def test_texts_that_are_broken_are_the_fault_of_their_model_alone(tmp_path: Path, harm: str) -> None:
+    file, folder = tmp_path / "models.yaml", tmp_path / "broken"
+    break_texts(folder, harm)
+
+    file.write_text(f"models: [{{model: {folder}, dtype: float16, load: demand}}, {{load: demand}}]")
+    specs, _ = resolve_models(read_options({"models": str(file)}, {}), environment={})
+    room = Reservation(device="cpu", num_bytes=1, budget_bytes=1)
+    engines = ModelEngines([replace(each, room=room) for each in specs])
+    engines.start()
+    await engines.texts_are_tried()
+    broken, sound = (engine.health() for engine in engines.all)
+    assert (broken.is_given_up, sound.is_given_up, engines.health().is_ready) == (True, False, True)
+    assert engines.places[0].fault in broken.detail
+    assert engines.all[0].names.served == ("broken",)
+    with pytest.raises(EngineUnavailable, match="broken cannot be loaded: "):
+        await engines.places[0].lease(Waiting.IN_LINE)
     await engines.close()

@@ -23,7 +23,7 @@ class Engine:
         self._world = world
         self.is_loaded = self.fails = False
         self.num_loads = 0
-        self.progress = 0.0
+        self.progress, self.fault = 0.0, ""
         self._end: asyncio.Future[GaveUp | None] | None = None
 
     def start(self) -> None:
@@ -49,9 +49,9 @@ class Engine:
         assert self._end is not None
         return await asyncio.shield(self._end)
 
-    async def unload(self) -> None:
+    async def unload(self, fault: str = "") -> None:
         await asyncio.sleep(0)
-        self.is_loaded = False
+        self.is_loaded, self.fault = False, fault
         if self._end is not None and not self._end.done():
             self._end.set_result(None)
 
@@ -179,20 +179,21 @@ async def test_a_model_that_fails_is_refused_for_a_while_and_the_others_are_serv
     with pytest.raises(EngineUnavailable, match="m0: it is broken") as refused:
         await world.places[0].lease(Waiting.IN_LINE)
     assert refused.value.retry_after_s == pytest.approx(30)
-    with pytest.raises(EngineUnavailable, match="m0 could not be loaded"):
+    await world.until(lambda: world.engines[0].fault == "it is broken")
+    with pytest.raises(EngineUnavailable, match="m0 cannot be loaded: it is broken"):
         await world.places[0].lease(Waiting.IN_LINE)
     assert world.engines[0].num_loads == 1
     await world.places[1].lease(Waiting.IN_LINE)
     world.engines[1].give_up()
     await world.until(lambda: not world.places[1].is_loaded)
-    with pytest.raises(EngineUnavailable, match="m1 could not be loaded"):
+    with pytest.raises(EngineUnavailable, match="m1 cannot be loaded: it died"):
         await world.places[1].lease(Waiting.IN_LINE)
     await world.yard.close()
 
 
 async def test_a_model_with_a_fault_is_refused_with_it_and_never_loaded() -> None:
     world = World(ON_DEMAND, room=1)
-    world.places[0].fault = "its weights are cut off; download it again"
+    world.places[0].give_up("its weights are cut off; download it again")
     for waiting in (Waiting.IN_LINE, Waiting.REFUSED):
         with pytest.raises(EngineUnavailable, match="m0 cannot be loaded: its weights are cut off"):
             await world.places[0].lease(waiting)

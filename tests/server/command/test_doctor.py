@@ -125,6 +125,21 @@ def test_a_checkpoint_without_a_tokenizer_or_template_is_found(
     assert (code, found["tokenizer"]["verdict"]) == (1, "fault")
 
 
+def test_a_fault_of_a_model_on_demand_is_a_warning_since_the_others_are_served(
+    tiny_model: Path, tmp_path: Path, capsys, no_survey, monkeypatch
+) -> None:
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "broken"))
+    (folder / "tokenizer.json").write_text("{")
+    entries = f"{{model: {folder}, load: demand}}, {{model: {tmp_path}/gone, load: demand}}"
+    (tmp_path / "models.yaml").write_text(f"models: [{{model: {tiny_model}}}, {entries}]")
+    monkeypatch.setattr(diagnosis, "plan_of", lambda models: {})
+    assert main(["doctor", "--models", str(tmp_path / "models.yaml"), "--port", "0"]) == 0
+    report = capsys.readouterr().out
+    assert "warning  tokenizer" in report
+    assert "warning  model           gone cannot be loaded: " in report
+    assert "there is no such folder" in report
+
+
 def test_a_missing_folder_for_the_sockets_is_found(tiny_model, examine, monkeypatch, no_survey) -> None:
     monkeypatch.setattr("tempfile.tempdir", "/tmp/tokenyard-is-not-here")
     code, found = examine(str(tiny_model))
