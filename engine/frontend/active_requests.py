@@ -60,6 +60,7 @@ class ActiveRequests:
         self._metrics = metrics
         self._send = send
         self._desk = desk or Desk(config)
+        self._room = self._desk.join()
         self.engines = EngineLine(config.num_engines, config.scheduler)
         self._by_id: dict[str, AnyActive] = {}
         self._by_sequence: dict[SequenceId, AnyActive] = {}
@@ -81,18 +82,23 @@ class ActiveRequests:
 
     def require_room(self, priority: int | None) -> None:
         """Raise Overloaded if `admit` would refuse even the smallest request; priority None is any."""
-        if self._desk.limits.has_room(1, 1):
-            return
-        now_s = time.monotonic()
+        if not self._room.has_room(1, 1):
+            self._require_urgency(priority)
+
+    def require_any_room(self, priority: int | None) -> None:
+        """Raise Overloaded if all models of the queue would refuse even the smallest request."""
+        if not self._room.any_has_room():
+            self._require_urgency(priority)
+
+    def _require_urgency(self, priority: int | None) -> None:
+        """Raise Overloaded unless the smallest request of this priority takes the place of others."""
+        now_s, limit_s = time.monotonic(), self._limits.nearest_s
         terms = None
         if priority is not None:
-            terms = CallTerms(
-                priority=priority, tenant="", arrived_s=now_s, time_limit_s=self._limits.nearest_s
-            )
-        if self._displaceable(1, 1, terms):
-            return
-        with self._metrics.counting_refusals():
-            raise self._desk.limits.refusal(1, now_s=now_s)
+            terms = CallTerms(priority=priority, tenant="", arrived_s=now_s, time_limit_s=limit_s)
+        if not self._displaceable(1, 1, terms):
+            with self._metrics.counting_refusals():
+                raise self._room.refusal(1, now_s=now_s)
 
     def forecast(self, terms: ServiceTerms, wait_reason: str) -> QueueForecast:
         """Place that one more request of these terms would have; `wait_reason` is the whole queue's."""
@@ -104,7 +110,7 @@ class ActiveRequests:
             time_limit_s=min(self._limits.nearest_s, terms.time_limits.nearest_s),
         )
         num_ahead = self._desk.waiting.num_ahead(call, next_id=self._desk.next_id)
-        start_s = self._desk.limits.time_to_start(num_ahead, terms.priority, now_s=now_s)
+        start_s = self._room.time_to_start(num_ahead, terms.priority, now_s=now_s)
         return QueueForecast(num_ahead, start_s if num_ahead else 0.0, wait_reason)
 
     def admit(
@@ -155,7 +161,7 @@ class ActiveRequests:
             self._by_sequence.pop(sequence_id, None)
         num_tokens = 0 if active.has_started else active.num_prompt_tokens
         terms = active.request.terms
-        self._desk.limits.leave(active.num_unstarted, num_tokens, priority=terms.priority)
+        self._room.leave(active.num_unstarted, num_tokens, priority=terms.priority)
         self._desk.tenant_tokens.leave(terms.tenant, num_tokens)
         if unfinished:
             if ticket.engine is not None:
@@ -266,11 +272,12 @@ class ActiveRequests:
         num_tokens = sum(len(request.prompt_token_ids) for request in requests)
         now_s = time.monotonic()
         self._require_tenants_room(requests, num_tokens, now_s)
-        if not self._desk.limits.has_room(num_sequences, num_tokens):
-            self._make_room(num_sequences, num_tokens, self._call_terms(requests, now_s))
+        has_room, enter = self._room.has_room(num_sequences, num_tokens), self._room.admit
+        if not has_room and self._make_room(num_sequences, num_tokens, self._call_terms(requests, now_s)):
+            enter = self._room.take_in
         with self._metrics.counting_refusals():
             priority = min((request.terms.priority for request in requests), default=0)
-            self._desk.limits.admit(num_sequences, num_tokens, now_s=now_s, priority=priority)
+            enter(num_sequences, num_tokens, now_s=now_s, priority=priority)
         if requests:
             self._desk.tenant_tokens.admit(requests[0].terms.tenant, num_tokens)
 
@@ -284,21 +291,22 @@ class ActiveRequests:
                     request.terms.tenant,
                     num_tokens,
                     request.max_tenant_tokens,
-                    retry_after_s=self._desk.limits.retry_after_s(now_s=now_s),
+                    retry_after_s=self._room.retry_after_s(now_s=now_s),
                 )
 
-    def _make_room(self, num_sequences: int, num_tokens: int, terms: CallTerms) -> None:
-        """Displace the calls that would be served last, if that makes room for a new one."""
+    def _make_room(self, num_sequences: int, num_tokens: int, terms: CallTerms) -> bool:
+        """Displace the calls that would be served last, if that makes room for a new one, and tell."""
         leaving = self._displaceable(num_sequences, num_tokens, terms)
         error = Overloaded(
             "the queue is full, and a more urgent request took the place of this one; try again later",
-            retry_after_s=self._desk.limits.retry_after_s(now_s=terms.arrived_s),
+            retry_after_s=self._room.retry_after_s(now_s=terms.arrived_s),
             reason=OverloadReason.DISPLACED,
         )
         for call in leaving:
             self._metrics.count("admission_rejections", OverloadReason.DISPLACED)
             for active in call.lives:
                 call.displace(active, error)
+        return bool(leaving)
 
     def _displace(self, active: AnyActive, error: Overloaded) -> None:
         active.fail(error)
@@ -314,7 +322,7 @@ class ActiveRequests:
             leaving.append(call)
             freed_sequences += call.num_sequences
             freed_tokens += call.num_tokens
-            if self._desk.limits.has_room(
+            if self._room.has_room(
                 num_sequences, num_tokens, freed_sequences=freed_sequences, freed_tokens=freed_tokens
             ):
                 return leaving
@@ -369,7 +377,7 @@ class ActiveRequests:
         if self.engines.are_full:
             priority, now_s = admitted[0].request.terms.priority, admitted[0].arrived_s
             num_own = sum(len(active.choices) for active in admitted)
-            start_s = self._desk.limits.time_to_start_of_last(num_own, priority, now_s=now_s)
+            start_s = self._room.time_to_start_of_last(num_own, priority, now_s=now_s)
         for active in admitted:
             prompt_s = self._prompt_times.expected_s(active.num_prompt_tokens)
             if start_s is not None and prompt_s is not None:
@@ -458,7 +466,7 @@ class ActiveRequests:
             )
         self._desk.waiting.discard(active)
         active.num_unstarted -= 1
-        self._desk.limits.start(num_tokens, now_s=now_s, priority=active.request.terms.priority)
+        self._room.start(num_tokens, now_s=now_s, priority=active.request.terms.priority)
         self._desk.tenant_tokens.leave(active.request.terms.tenant, num_tokens)
         self._metrics.observe("request_queue_time_seconds", start.queue_s)
 

@@ -277,6 +277,10 @@ class AsyncEngine:
         """
         self._requests.require_room(priority)
 
+    def require_any_room(self, priority: int | None) -> None:
+        """Refuse as `require_room` a call whose model is not known yet, if no model has room for it."""
+        self._requests.require_any_room(priority)
+
     def forecast(self, terms: ServiceTerms) -> QueueForecast:
         """Place that a request of these terms would have in the queue now."""
         return self._requests.forecast(terms, self.metrics.wait_reason)

@@ -6,6 +6,8 @@ Never: reads a clock (time is an argument), or decides a tenant's limit (engine/
 """
 
 from collections import Counter
+from collections.abc import Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import Overloaded, OverloadReason, TenantOverloaded
@@ -21,10 +23,17 @@ _MIN_RETRY_S, _MAX_RETRY_S = 1.0, 60.0
 _UNKNOWN_RETRY_S = 10.0
 
 
+def num_free(bound: int, own: int, others: Sequence[int]) -> int:
+    """Places that one of several may still take: half of the bound is kept for all, in even parts."""
+    part = bound // (2 * len(others) + 2)
+    return bound - own - sum(max(each, part) for each in others)
+
+
 class QueueLimits:
     """Bounds on the whole queue; beyond them a client is refused and given a time to come back.
 
-    A sequence starts with its first output, so sequences in prefill still count as waiting.
+    A sequence starts with its first output, so sequences in prefill still count as waiting. Several models
+    have one queue, each with limits made by `beside`, and no crowd of one takes all places.
     """
 
     def __init__(self, *, max_queued: int, max_queued_tokens: int, has_priorities: bool = False) -> None:
@@ -32,29 +41,50 @@ class QueueLimits:
         self._max_queued_tokens = max_queued_tokens
         self._has_priorities = has_priorities
         self._forecast = StartForecast(has_priorities=has_priorities)
-        self.num_queued = 0
-        self.num_queued_tokens = 0
+        self._num_own = self._num_own_tokens = 0
+        self._all = [self]
         self._num_by_priority = Counter[int]()
+
+    def beside(self) -> "QueueLimits":
+        """Return the limits of one more model in the same queue."""
+        added = copy(self)
+        added._num_own = added._num_own_tokens = 0
+        self._all.append(added)
+        return added
+
+    @property
+    def num_queued(self) -> int:
+        """Sequences that wait for any model."""
+        return sum(each._num_own for each in self._all)
+
+    @property
+    def num_queued_tokens(self) -> int:
+        return sum(each._num_own_tokens for each in self._all)
 
     def admit(self, num_sequences: int, num_tokens: int, *, now_s: float, priority: int = 0) -> None:
         """Take in all sequences of a call, or none. Raises Overloaded.
 
-        A request larger than the queue is taken in if the queue is empty; otherwise it would never fit.
+        A request larger than the queue is taken in if none waits for its model; otherwise it would never fit.
         """
         if not self.has_room(num_sequences, num_tokens):
             raise self.refusal(num_sequences, now_s=now_s)
+        self.take_in(num_sequences, num_tokens, now_s=now_s, priority=priority)
+
+    def take_in(self, num_sequences: int, num_tokens: int, *, now_s: float, priority: int = 0) -> None:
+        """Count sequences for which others left, of whichever model those were."""
         for _ in range(num_sequences):
             self._forecast.note_arrival(priority, now_s=now_s)
-        self.num_queued += num_sequences
+        self._num_own += num_sequences
         self._num_by_priority[priority] += num_sequences
-        self.num_queued_tokens += num_tokens
+        self._num_own_tokens += num_tokens
 
     def refusal(self, num_sequences: int, *, now_s: float) -> Overloaded:
         """Make the error for sequences that do not fit."""
-        has_place = self.num_queued + num_sequences <= self._max_queued
+        has_place = num_sequences <= self._free()[0]
+        of_all = "" if len(self._all) == 1 else ", of which each model has a part"
         return Overloaded(
             f"{self.num_queued} sequences with {self.num_queued_tokens} prompt tokens have not started; "
-            f"at most {self._max_queued} and {self._max_queued_tokens} may wait; try again later",
+            f"at most {self._max_queued} and {self._max_queued_tokens} may wait{of_all}; try again later",
             retry_after_s=self.retry_after_s(now_s=now_s),
             reason=OverloadReason.TOKENS if has_place else OverloadReason.REQUESTS,
         )
@@ -63,15 +93,28 @@ class QueueLimits:
         self, num_sequences: int, num_tokens: int, *, freed_sequences: int = 0, freed_tokens: int = 0
     ) -> bool:
         """Whether sequences fit, assuming that the `freed_` ones have left."""
-        num_left = self.num_queued - freed_sequences
-        num_left_tokens = self.num_queued_tokens - freed_tokens
-        fits = num_left + num_sequences <= self._max_queued
-        return not num_left or (fits and num_left_tokens + num_tokens <= self._max_queued_tokens)
+        free, free_tokens = self._free()
+        fits = num_sequences <= free + freed_sequences and num_tokens <= free_tokens + freed_tokens
+        return fits or not self._num_own or self.num_queued == freed_sequences
+
+    def any_has_room(self) -> bool:
+        """Whether the smallest request fits, of whichever model it is."""
+        return any(each.has_room(1, 1) for each in self._all)
+
+    def _free(self) -> tuple[int, int]:
+        """Return the sequences and the prompt tokens for which this model still has room."""
+        others = [each for each in self._all if each is not self]
+        return (
+            num_free(self._max_queued, self._num_own, [each._num_own for each in others]),
+            num_free(
+                self._max_queued_tokens, self._num_own_tokens, [each._num_own_tokens for each in others]
+            ),
+        )
 
     def leave(self, num_sequences: int, num_tokens: int, *, priority: int = 0) -> None:
         """Remove sequences that ended before they started."""
-        self.num_queued -= num_sequences
-        self.num_queued_tokens -= num_tokens
+        self._num_own -= num_sequences
+        self._num_own_tokens -= num_tokens
         self._num_by_priority[priority] -= num_sequences
         if not self._num_by_priority[priority]:
             del self._num_by_priority[priority]
@@ -141,10 +184,16 @@ class Desk:
             max_queued_tokens=config.max_queued_tokens,
             has_priorities=config.scheduler.policy is SchedulingPolicy.PRIORITY,
         )
+        self._joined: list[QueueLimits] = []
         self.tenant_tokens = TenantTokens()
         self.waiting: WaitingCalls[Any] = WaitingCalls(config.scheduler)
         self.next_id = 1
         """The first id of the next call; later calls have higher ones."""
+
+    def join(self) -> QueueLimits:
+        """Return the limits of one more model."""
+        self._joined.append(self.limits.beside() if self._joined else self.limits)
+        return self._joined[-1]
 
     def new_ids(self, num: int) -> tuple[SequenceId, ...]:
         ids = tuple(SequenceId(self.next_id + index) for index in range(num))

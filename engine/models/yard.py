@@ -18,6 +18,7 @@ from math import inf, isinf
 from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.errors import EngineUnavailable, Overloaded, OverloadReason
+from engine.frontend.queue_limits import num_free
 from engine.models.placement import Guest, busy_victims, idle_victims
 from engine.types import Health
 
@@ -225,9 +226,10 @@ class ModelYard:
         if waiting is Waiting.REFUSED:
             self._want(place, waiting)
             raise EngineUnavailable(f"{place.name} is being loaded", retry_after_s=place.load_s)
-        if sum(len(each.waiting) for each in self.places) >= self._max_waiting:
+        others = [len(each.waiting) for each in self.places if each is not place]
+        if place.waiting and num_free(self._max_waiting, len(place.waiting), others) <= 0:
             raise Overloaded(
-                f"{self._max_waiting} requests wait for models that are not loaded; try again later",
+                f"{len(place.waiting)} requests wait for {place.name}, which is not loaded; try again later",
                 retry_after_s=place.load_s,
                 reason=OverloadReason.REQUESTS,
             )

@@ -247,6 +247,8 @@ class FakeEngine:
         if self.full_up_to is not None and priority is not None and priority >= self.full_up_to:
             raise Overloaded("the queue is full", retry_after_s=3.0)
 
+    require_any_room = require_room
+
     def forecast(self, terms: ServiceTerms) -> QueueForecast:
         return QueueForecast(7, 2.5, "places") if terms.priority else QueueForecast(0, None, "step")
 

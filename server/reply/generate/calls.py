@@ -79,7 +79,7 @@ async def read_call(
     add_reply_headers(request.scope, allowance.headers)
     allowance.take_request()
     from_headers = fields_from_headers(request.headers)
-    edge_of(request).engine.require_room(_best_priority(from_headers, key))
+    edge_of(request).engine.require_any_room(_best_priority(from_headers, key))
     body = await read_request(request, model, refusals, from_headers=from_headers)
     # With keys, the key is the tenant: another name in a header brings no further share.
     tenant: str | None = request.scope.get(KEY_NAME) or tenant_from_headers(request.headers)

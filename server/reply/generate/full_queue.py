@@ -73,7 +73,7 @@ class FullQueue:
                 return None
             priority = key.most_urgent_priority
         try:
-            self._engine.require_room(priority)
+            self._engine.require_any_room(priority)
         except Overloaded as error:
             self._refused_s = time.monotonic()
             request_id = id_for(headers).decode("ascii")

@@ -50,3 +50,28 @@ def test_long_prompts_fill_the_queue_too() -> None:
         limits.admit(1, 101, now_s=0.0)
     limits.start(900, now_s=1.0)
     limits.admit(1, 999, now_s=1.0)
+
+
+def test_each_of_several_models_has_a_part_that_no_crowd_of_another_takes() -> None:
+    crowded = QueueLimits(max_queued=8, max_queued_tokens=800)
+    quiet = crowded.beside()
+    crowded.admit(6, 600, now_s=0.0)  # two of eight places are the other's
+    for num_sequences, num_tokens in ((1, 0), (0, 1)):
+        with pytest.raises(Overloaded, match="of which each model has a part"):
+            crowded.admit(num_sequences, num_tokens, now_s=0.0)
+    assert quiet.any_has_room()
+    for _ in range(2):
+        quiet.admit(1, 100, now_s=0.0)
+    assert not crowded.any_has_room()
+    assert crowded.num_queued == quiet.num_queued == 8
+    quiet.start(100, now_s=1.0)
+    assert (quiet.has_room(1, 100), crowded.has_room(1, 0)) == (True, False)
+
+
+def test_a_prompt_larger_than_its_part_is_taken_in_where_none_waits_for_its_model() -> None:
+    crowded = QueueLimits(max_queued=8, max_queued_tokens=800)
+    quiet = crowded.beside()
+    crowded.admit(6, 600, now_s=0.0)
+    quiet.admit(1, 700, now_s=0.0)
+    with pytest.raises(Overloaded):
+        quiet.admit(1, 1, now_s=0.0)

@@ -160,6 +160,20 @@ async def test_a_hang_up_leaves_the_line_and_does_not_stop_the_load() -> None:
     await world.yard.close()
 
 
+async def test_a_crowd_before_one_model_keeps_no_call_from_waiting_for_another() -> None:
+    world = World(ON_DEMAND, ON_DEMAND, room=2, max_waiting=4)
+    world.may_load.clear()
+    crowd = [asyncio.create_task(world.places[0].lease(Waiting.IN_LINE)) for _ in range(3)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match="3 requests wait for m0"):
+        await world.places[0].lease(Waiting.IN_LINE)
+    waiting = asyncio.create_task(world.places[1].lease(Waiting.IN_LINE))
+    await asyncio.sleep(0)
+    world.may_load.set()
+    await asyncio.gather(waiting, *crowd)
+    await world.yard.close()
+
+
 async def test_few_calls_wait_for_models_that_are_not_loaded() -> None:
     world = World(ON_DEMAND, ON_DEMAND, room=2, max_waiting=2)
     world.may_load.clear()

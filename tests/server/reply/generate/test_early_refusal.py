@@ -27,7 +27,7 @@ def full_for_all(engine, monkeypatch):
         engine.asked_room.append(priority)
         raise Overloaded("the queue is full", retry_after_s=3.0)
 
-    monkeypatch.setattr(engine, "require_room", refuse)
+    monkeypatch.setattr(engine, "require_any_room", refuse)
 
 
 @pytest.mark.parametrize("path", QUEUED_PATHS)
