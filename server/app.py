@@ -127,7 +127,11 @@ def _layered(
         redirect_slashes=False,
         middleware=[
             *layers(edge, settings, keys, hosts=hosts, paths=_paths(settings)),
-            *([] if edge.place is None else [Middleware(LeaseEnd)]),
+            *(
+                []
+                if edge.place is None
+                else [Middleware(LeaseEnd, count=edge.metrics.count_error, shapes=ERROR_SHAPES)]
+            ),
         ],
         exception_handlers={HTTPException: _to_boundary, RequestValidationError: _to_boundary},
     )

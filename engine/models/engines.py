@@ -15,6 +15,7 @@ from engine.frontend.client import AsyncEngine
 from engine.frontend.queue_limits import Desk
 from engine.models.entries import ModelSpec
 from engine.models.joined_health import joined_health
+from engine.models.load_metrics import LoadMetrics
 from engine.models.yard import ModelYard, YardPlace
 from engine.processes.engine_processes import GaveUp
 from engine.text.tokenizer import TokenizerError
@@ -45,7 +46,9 @@ class ModelEngines:
         assert spec.room is not None
         if not spec.keep.at_start:
             engine.sleep(spec.fault)
-        return self._yard.add(spec.names.served[0], engine, spec.keep, spec.room, spec.fault)
+        place = self._yard.add(spec.names.served[0], engine, spec.keep, spec.room, spec.fault)
+        engine.metrics.registry.register(LoadMetrics(place))
+        return place
 
     def start(self) -> None:
         """Start the first engine and return at once; each other one starts once the one before is loaded.

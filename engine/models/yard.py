@@ -8,7 +8,7 @@ Never: chooses who leaves (placement.py), or measures memory (memory_shares.py).
 import asyncio
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -115,6 +115,12 @@ class YardPlace:
         self.last_used_s = -inf
         self.keep_alive_s = rule.keep_alive_s
         self.load_s = _GUESSED_LOAD_S
+        """Duration of the last load."""
+        self.num_loads: Counter[str] = Counter()
+        """Loads by their end: `loaded` or `failed`."""
+        self.num_unloads: Counter[str] = Counter()
+        """Unloads by the reason: `idle`, or `evicted` for another one."""
+        self.sum_load_s = 0.0
         self.failed_until_s = -inf
         self.num_failures = 0
         self.fault = ""
@@ -170,6 +176,13 @@ class YardPlace:
         """Never load it: its calls are refused with this reason."""
         self.fault, self.failed_until_s = fault, inf
 
+    def come(self) -> None:
+        """Be loaded as soon as there is room for it, as if a call asked. Raises EngineUnavailable."""
+        self.keep_for(None)
+        if self.state is not YardState.READY:
+            self._yard.require_hope(self)
+            self._yard.want(self, Waiting.REFUSED)
+
     def leave(self) -> None:
         """Leave once no call uses it, unless it is pinned or another call comes before."""
         self.keep_for(0)
@@ -215,16 +228,19 @@ class ModelYard:
                 place.wanted_since_s, place.is_urgent = now_s, True
         self.look()
 
-    async def wait_for(self, place: YardPlace, waiting: Waiting) -> None:
-        """Wait in line for a lease of a model that is not loaded."""
-        now_s = time.monotonic()
+    def require_hope(self, place: YardPlace) -> None:
+        """Raise EngineUnavailable if a model cannot be loaded now, whatever leaves."""
         if self._is_closed:
             raise EngineUnavailable("the server is shutting down", code="shutting_down")
         if place.is_failed:
-            left_s = min(place.failed_until_s - now_s, _MAX_BACK_OFF_S)
+            left_s = min(place.failed_until_s - time.monotonic(), _MAX_BACK_OFF_S)
             raise EngineUnavailable(f"{place.name} cannot be loaded: {place.fault}", retry_after_s=left_s)
+
+    async def wait_for(self, place: YardPlace, waiting: Waiting) -> None:
+        """Wait in line for a lease of a model that is not loaded."""
+        self.require_hope(place)
         if waiting is Waiting.REFUSED:
-            self._want(place, waiting)
+            self.want(place, waiting)
             raise EngineUnavailable(f"{place.name} is being loaded", retry_after_s=place.load_s)
         others = [len(each.waiting) for each in self.places if each is not place]
         if place.waiting and num_free(self._max_waiting, len(place.waiting), others) <= 0:
@@ -235,7 +251,7 @@ class ModelYard:
             )
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         place.waiting.append(waiter)
-        self._want(place, waiting)
+        self.want(place, waiting)
         try:
             async with asyncio.timeout(LOAD_WAIT_S):
                 await waiter
@@ -269,7 +285,8 @@ class ModelYard:
                 task.cancel()
         await asyncio.gather(*(task for task in tasks if task is not None), return_exceptions=True)
 
-    def _want(self, place: YardPlace, waiting: Waiting) -> None:
+    def want(self, place: YardPlace, waiting: Waiting) -> None:
+        """Put a model into the line of those that are to be loaded."""
         if waiting is not Waiting.BACKGROUND and not place.is_urgent:
             place.is_urgent, place.wanted_since_s = True, inf  # its turn counts from the first client
         place.wanted_since_s = min(place.wanted_since_s, time.monotonic())
@@ -302,6 +319,7 @@ class ModelYard:
         expired = [each for each in self.places if each.state is YardState.READY and not each.expires_in_s]
         if expired:
             expired[0].state = YardState.ABSENT
+            expired[0].num_unloads["idle"] += 1
             self._begin(partial(self._unload, expired[0]))
             return
         ends_s = [now_s + each.expires_in_s for each in self.places if each.state is YardState.READY]
@@ -325,6 +343,7 @@ class ModelYard:
     def _begin_switch(self, place: YardPlace, victims: Sequence[YardPlace]) -> None:
         for each in victims:  # at once: the next call for one of them must not be let in
             each.state = YardState.ABSENT
+            each.num_unloads["evicted"] += 1
         place.state = YardState.LOADING
         self._begin(partial(self._switch, place, victims))
 
@@ -358,9 +377,9 @@ class ModelYard:
         self._switching = asyncio.create_task(change_and_look())
 
     async def _switch(self, place: YardPlace, victims: Sequence[YardPlace]) -> None:
+        began_s = time.monotonic()
         for each in victims:
             await self._unload(each)
-        began_s = time.monotonic()
         place.engine.start()
         try:
             await _loaded(place.engine)
@@ -368,6 +387,8 @@ class ModelYard:
             await self._fail(place, error)
             return
         place.load_s, place.num_failures = time.monotonic() - began_s, 0
+        place.num_loads["loaded"] += 1
+        place.sum_load_s += place.load_s
         place.last_used_s = time.monotonic()
         place.watching = asyncio.create_task(self._watch(place))
         log.info("%s is loaded, in %.1f s", place.name, place.load_s)
@@ -397,6 +418,7 @@ class ModelYard:
 
     async def _fail(self, place: YardPlace, error: EngineUnavailable) -> None:
         place.num_failures += 1
+        place.num_loads["failed"] += 1
         back_off_s = min(_FIRST_BACK_OFF_S * 2 ** (place.num_failures - 1), _MAX_BACK_OFF_S)
         place.failed_until_s, place.fault = time.monotonic() + back_off_s, str(error)
         place.state, place.wanted_since_s, place.is_urgent = YardState.ABSENT, inf, False

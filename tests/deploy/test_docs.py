@@ -16,6 +16,8 @@ from bench.load import command as load_command
 from bench.simulate import command as simulate_command
 from engine.adapters.registry import AdapterMetrics
 from engine.frontend.metrics import EngineMetrics
+from engine.models.load_metrics import LoadMetrics
+from engine.models.yard import KeepRule, ModelYard, Reservation
 from engine.options.options import DECLARATIONS
 from engine.types import FinishReason
 from scripts import write_errors_page, write_structure_page
@@ -222,6 +224,9 @@ def exported() -> dict[str, Metric]:
     metrics.model_is_ready(0, INFO)
     HttpMetrics(metrics.registry)
     metrics.registry.register(AdapterMetrics(1, lambda: (), lambda: ()))
+    room = Reservation(device="cpu", num_bytes=1, budget_bytes=1)
+    place = ModelYard(max_waiting=1).add("model", None, KeepRule(), room)
+    metrics.registry.register(LoadMetrics(place))
     return {page_name(metric): metric for metric in of_ours(metrics.registry)}
 
 

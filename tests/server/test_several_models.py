@@ -5,13 +5,17 @@ import dataclasses
 
 import httpx
 import pytest
+from prometheus_client import CollectorRegistry
 
+from engine.errors import EngineUnavailable
+from engine.models.load_metrics import LoadMetrics
 from engine.models.yard import KeepRule, ModelYard, Reservation
 from engine.options.api_keys import ApiKey, digest_of
 from engine.types import EngineState, Health, PoolingFacts, PoolingTask, PromptComputation, ServedAdapter
 from server.api.batches.app_client import AppClient
 from server.api.operations.models import ModelList
 from server.app import build_app
+from server.edge import waiting_stream
 from server.edge.access.key_ring import KeyRing
 from server.edge.http.edge import Parsers, Served
 from tests.server.conftest import Settings, connect, eventually, serving
@@ -242,12 +246,15 @@ class Processes:
 
     def __init__(self) -> None:
         self.may_load = asyncio.Event()
+        self.fault = ""
 
     def start(self) -> None:
         """Begin to load."""
 
     async def ready(self) -> None:
         await self.may_load.wait()
+        if self.fault:
+            raise EngineUnavailable(self.fault)
 
     def health(self) -> Health:
         return LOADING
@@ -255,16 +262,16 @@ class Processes:
     async def gave_up(self) -> None:
         await asyncio.Event().wait()
 
-    async def unload(self) -> None:
+    async def unload(self, fault: str = "") -> None:
         """End at once."""
 
 
 class ComingAndGoing:
     """One model on demand behind an application."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_waiting: int = 1) -> None:
         self.engine, self.processes = FakeEngine(), Processes()
-        yard = ModelYard(max_waiting=1)
+        yard = ModelYard(max_waiting=max_waiting)
         rule = KeepRule(at_start=False, keep_alive_s=600)
         room = Reservation(device="cpu", num_bytes=1, budget_bytes=1)
         self.place = yard.add("fake", self.processes, rule, room)
@@ -397,3 +404,81 @@ async def test_the_place_in_line_of_a_client_that_leaves_is_free_and_the_model_i
         here.processes.may_load.set()
         await eventually(lambda: here.place.is_loaded)
     assert not here.engine.requests
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/completions", {"prompt": "hi"}), ("/v1/messages", GENERATING["/v1/messages"])]
+)
+async def test_a_stream_that_waits_for_its_model_says_how_far_it_is_and_ends_with_the_error(
+    monkeypatch: pytest.MonkeyPatch, path: str, body: dict
+):
+    monkeypatch.setattr(waiting_stream, "_EVERY_S", 0.01)
+    for fault in ("", "its weights are cut off"):
+        here = ComingAndGoing(max_waiting=2)
+        here.engine.state = LOADING
+        here.processes.fault = fault
+        async with serving(here.app) as url, httpx.AsyncClient(base_url=url, timeout=30) as client:
+            whole = asyncio.create_task(client.post(path, json=body))
+            async with client.stream("POST", path, json={**body, "stream": True}) as stream:
+                lines = stream.aiter_lines()
+                assert (stream.status_code, await anext(lines)) == (200, ": loading, 50%")
+                assert stream.headers["x-request-id"]
+                here.engine.state = READY
+                here.processes.may_load.set()
+                rest = [line async for line in lines if line]
+            assert (await whole).status_code == (503 if fault else 200), "only streams begin early"
+        assert any(fault in line for line in rest)
+        assert [line for line in rest if line == "event: error"] == ["event: error"] * bool(fault)
+        assert len(here.engine.requests) == 2 * (not fault)
+
+
+async def test_models_are_loaded_and_unloaded_by_the_routes_of_llama_cpps_router():
+    here = ComingAndGoing()
+
+    async def post(act: str, name: str = "fake") -> tuple[int, dict]:
+        reply = await here.client.post(f"/models/{act}", json={"model": name})
+        return reply.status_code, reply.json()
+
+    async def status() -> dict:
+        return (await here.client.get("/models")).json()["data"][0]["status"]
+
+    assert await post("unload") == (200, {"success": True})
+    assert (await status()) == {"value": "unloaded"}
+    assert await post("load") == (200, {"success": True})
+    await eventually(lambda: here.place.state.value == "loading")
+    assert (await status()) == {"value": "loading", "progress": 1.0}
+    here.processes.may_load.set()
+    await eventually(lambda: here.place.is_loaded)
+    async with here.place.held():
+        assert (await post("unload"))[0] == 200
+        assert here.place.is_loaded, "no running request is cut"
+    await eventually(lambda: not here.place.is_loaded)
+    here.place.give_up("it has no config.json")
+    status_code, body = await post("load")
+    assert (status_code, body["error"]["message"]) == (503, "fake cannot be loaded: it has no config.json")
+    assert (await status()) == {"value": "failed", "reason": "it has no config.json"}
+    stays = Address()
+    assert (await stays.client.post("/models/load", json={"model": "beside"})).status_code == 400
+    assert (await stays.client.post("/models/load", json={"model": "nobody"})).status_code == 404
+
+
+async def test_loads_unloads_and_those_that_wait_are_counted():
+    here, registry = ComingAndGoing(), CollectorRegistry()
+    registry.register(LoadMetrics(here.place))
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"tokenyard:{name}", labels)
+
+    waiting = asyncio.create_task(here.ask())
+    await eventually(lambda: here.place.waiting)
+    assert (value("requests_waiting_for_model"), value("model_loaded")) == (1, 0)
+    here.processes.may_load.set()
+    assert (await waiting).status_code == 200
+    assert (value("model_loads_total", result="loaded"), value("model_loaded")) == (1, 1)
+    here.place.leave()
+    await eventually(lambda: not here.place.is_loaded)
+    here.processes.fault = "it is broken"
+    assert (await here.ask()).status_code == 503
+    assert value("model_loads_total", result="failed") == 1
+    assert value("model_unloads_total", reason="idle") == 1
+    assert value("model_load_seconds_count") == 1

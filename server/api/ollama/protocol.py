@@ -139,6 +139,11 @@ class OllamaFields(ServiceFields):
         """False for a request that only asks for the model to leave. Raises RequestRejected."""
         return not self.is_empty or keep_alive_s(self.keep_alive) != 0
 
+    @property
+    def streams_events(self) -> bool:
+        """False: lines of JSON have no comments."""
+        return False
+
 
 class OllamaChatRequest(OllamaFields):
     """The body of POST /api/chat."""

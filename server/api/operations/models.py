@@ -1,4 +1,6 @@
-"""GET /v1/models and /v1/models/{model}; loading and unloading of adapters, as vLLM has them.
+"""GET /v1/models and /v1/models/{model}; the routes that load and unload models and adapters.
+
+Those of models are as llama.cpp's router has them, those of adapters as vLLM has them.
 
 Owns: the description of the served model, and the bodies and answers, in plain text, of the routes of
 adapters. These are off without --lora-directory, and need a key that may administer, if there are keys.
@@ -11,7 +13,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from engine.models.yard import YardState
+from engine.errors import RequestRejected
+from engine.models.yard import YardPlace, YardState
 from engine.types import ModelInfo
 from server.edge.access.sent_key import key_of
 from server.edge.error_replies import ModelNotFound
@@ -30,8 +33,15 @@ from server.edge.http.served_models import choose_model, models_of
 from server.edge.wire_model import WireModel
 from server.reply.generate.protocol import Name
 
+
+class NamedModel(WireModel):
+    """The body of POST /models/load and /models/unload."""
+
+    model: Name
+
+
 router = APIRouter()
-ENDPOINT = Endpoint(router=router)
+ENDPOINT = Endpoint(router=router, requests={NamedModel: ()})
 
 
 class ModelCapabilities(ReplyModel):
@@ -70,6 +80,7 @@ class ModelList(ReplyModel):
     data: list[Model]
 
 
+@router.get("/models", include_in_schema=False)
 @router.get("/v1/models", **documentation(ModelList))
 async def list_models(request: Request) -> Response:
     """List the names that requests may use."""
@@ -94,6 +105,36 @@ async def retrieve_model(request: Request) -> Response:
     if not info.is_served(name):
         raise ModelNotFound(f"the model {name!r} is not served here")
     return json_reply(_model(name, info, edge))
+
+
+class Accepted(ReplyModel):
+    success: Literal[True]
+
+
+@router.post("/models/load", **documentation(Accepted, request=NamedModel))
+async def load_model(request: Request) -> Response:
+    """Load a model that comes and goes. The answer does not wait for it: the list shows how far it is."""
+    (await _named_place(request)).come()
+    return json_reply({"success": True})
+
+
+@router.post("/models/unload", **documentation(Accepted, request=NamedModel))
+async def unload_model(request: Request) -> Response:
+    """Unload a model that comes and goes, once no request uses it."""
+    place = await _named_place(request)
+    if place.rule.is_pinned:
+        raise RequestRejected(f"model: {place.name} is pinned, and never leaves", param="model")
+    place.leave()
+    return json_reply({"success": True})
+
+
+async def _named_place(request: Request) -> YardPlace:
+    """Find the model that the body names. Raises ModelNotFound, RequestRejected."""
+    body = await read_request(request, NamedModel, {}, from_headers={})
+    place = choose_model(request, body.model).place
+    if place is None:
+        raise RequestRejected(f"model: {body.model!r} is always loaded", param="model")
+    return place
 
 
 def _status(edge: Edge) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from server.edge.access.sent_key import OWNER_NAME, keep_key, key_of
 from server.edge.error_replies import InvalidApiKey, NotPermitted
 from server.edge.observe.request_ids import journal_of
 
-ADMIN_PATHS = ("/admin/", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+ADMIN_PATHS = ("/admin/", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/models/")
 """Beginnings of the paths that need a key which may administer."""
 
 _ALLOWANCE = "tokenyard.allowance"

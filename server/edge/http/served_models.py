@@ -4,11 +4,12 @@ Owns: the model of a request: the one that its body or its query names, among th
 Never: the meaning of a name (engine/models/table.py), or the life of a model.
 """
 
-from collections.abc import Iterable, Sequence
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import cast
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.errors import AdapterConflict, EngineUnavailable, RequestRejected
@@ -18,10 +19,11 @@ from engine.models.yard import Waiting, YardPlace
 from engine.options.api_keys import ApiKey
 from engine.types import Health, ModelInfo
 from server.edge.access.sent_key import OWNER_NAME, key_of
-from server.edge.error_replies import ModelNotFound
+from server.edge.error_replies import ErrorShape, ModelNotFound, shape_at
 from server.edge.http.disconnect import while_connected
 from server.edge.http.edge import CHOSEN, Edge, edge_of
 from server.edge.observe.request_ids import journal_of
+from server.edge.waiting_stream import WaitingStream, comment_on_load
 
 LOAD_HEADER = "x-tokenyard-load"
 _LEASE = "tokenyard.lease"
@@ -126,13 +128,15 @@ def choose_by_query(request: Request) -> Edge:
     return edge_of(request)
 
 
-async def lease_model(request: Request, *, is_patient: bool = False) -> None:
+async def lease_model(request: Request, *, is_patient: bool = False, is_stream: bool = False) -> None:
     """Keep the request's model from leaving until the request is over, and wait until it is loaded.
 
-    With `is_patient`, and for lines of batches, behind calls for which a client waits.
+    With `is_patient`, and for lines of batches, behind calls for which a client waits. A stream of events
+    says meanwhile how far the model is.
     Raises EngineUnavailable, Overloaded, ClientDisconnect.
     """
-    place = edge_of(request).place
+    edge = edge_of(request)
+    place = edge.place
     if place is None:
         return
     asked = request.headers.get(LOAD_HEADER, "yes")
@@ -141,7 +145,12 @@ async def lease_model(request: Request, *, is_patient: bool = False) -> None:
     waiting = Waiting.IN_LINE if asked == "yes" else Waiting.REFUSED
     if asked == "yes" and (is_patient or request.scope.get(OWNER_NAME) is not None):
         waiting = Waiting.BACKGROUND
-    await while_connected(request.receive, place.lease(waiting))
+    silence_s = edge.patience.keep_alive_s if is_stream else 0.0
+    commenting = asyncio.create_task(comment_on_load(request.scope, edge.engine.health, silence_s))
+    try:
+        await while_connected(request.receive, place.lease(waiting))
+    finally:
+        commenting.cancel()
     request.scope[_LEASE] = place
 
 
@@ -160,12 +169,20 @@ def held(edge: Edge) -> AbstractAsyncContextManager[None]:
 class LeaseEnd:
     """ASGI middleware, inside of all layers: ends the lease of a request with its last byte."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(
+        self, app: ASGIApp, *, count: Callable[[str], None], shapes: Mapping[str, ErrorShape]
+    ) -> None:
+        """`count` and `shapes` as of ErrorBoundary."""
+        self._app, self._count, self._shapes = app, count, shapes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        stream = WaitingStream(scope, send)
         try:
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, stream.send)
+        except Exception as error:
+            if not stream.has_begun or isinstance(error, ClientDisconnect):
+                raise
+            await stream.fail(error, self._count, shape_at(scope.get("path", ""), self._shapes))
         finally:
             end_lease(scope)
 

@@ -90,7 +90,8 @@ async def read_call(
         forecast = forecast_headers(engine.forecast(terms))
         add_reply_headers(request.scope, lambda: forecast)
     if body.needs_model:
-        await lease_model(request, is_patient=body.default_priority > 0)
+        is_patient, is_stream = body.default_priority > 0, body.streams_events
+        await lease_model(request, is_patient=is_patient, is_stream=is_stream)
     journal = journal_of(request.scope)
     journal.reply_id = reply_id
     journal.tenant = tenant or ""

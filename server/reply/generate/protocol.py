@@ -176,6 +176,11 @@ class ServiceFields(WireModel):
         """Whether the model is loaded for it."""
         return True
 
+    @property
+    def streams_events(self) -> bool:
+        """Whether the reply is a stream of server-sent events."""
+        return getattr(self, "stream", None) is True
+
 
 class SamplingFields(ServiceFields):
     """Sampling parameters; every endpoint that generates understands them."""
