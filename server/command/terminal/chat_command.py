@@ -13,13 +13,18 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.markdown import Markdown
 
 from server.command.terminal.client import (
     Failed,
     GeneratingParser,
     ReplyStats,
     TokenWriter,
+    harmless,
     run_client,
     sampling_of,
     say,
@@ -62,7 +67,8 @@ class Conversation:
         system = [{"role": "system", "content": self.system}] if self.system else []
         body = {**self._fields, "messages": [*system, *self._turns, question]}
         stats = self.last_stats = ReplyStats(started_s=time.perf_counter())
-        writer, said = TokenWriter(sys.stdout), []
+        said: list[str] = []
+        writer = MarkdownWriter(sys.stdout) if Console().is_interactive else TokenWriter(sys.stdout)
         try:
             async with aclosing(stream(self._target, "/v1/chat/completions", body)) as chunks:
                 async for chunk in chunks:
@@ -80,6 +86,30 @@ class Conversation:
 
     def _keep(self, question: dict[str, str], said: list[str]) -> None:
         self._turns += [question, {"role": "assistant", "content": "".join(said)}]
+
+
+class MarkdownWriter(TokenWriter):
+    """Writes on a terminal, and shows each part anew as Markdown while it comes."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._part = ""
+        self._live = Live(console=Console(file=stream), auto_refresh=False, transient=True)
+
+    def write(self, text: str) -> None:
+        self._leave_dim()
+        self._live.start()
+        self._part += harmless(text)
+        whole, blank, rest = self._part.rpartition("\n\n")
+        if blank and whole.count("```") % 2 == 0:
+            self._live.console.print(Markdown(whole, hyperlinks=False), "")
+            self._part = rest
+        self._live.update(Markdown(self._part, hyperlinks=False), refresh=True)
+
+    def close(self) -> None:
+        self._live.stop()
+        self._live.console.print(Markdown(self._part, hyperlinks=False))
+        super().close()
 
 
 def _show(chunk: dict[str, Any], writer: TokenWriter, stats: ReplyStats) -> str:

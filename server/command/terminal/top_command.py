@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
+from urllib.parse import quote
 
 import orjson
 from rich.console import Console
@@ -41,7 +42,9 @@ def main(words: Sequence[str]) -> int:
     """Run the command with the words behind it; returns the exit code. Raises OptionError."""
     options = build_parser().parse_args(list(words))
     target = target_of(options)
-    code = run_client("tokenyard top", lambda: asyncio.run(_once(target) if options.once else _watch(target)))
+    path = _PATH + (f"?model={quote(options.model, safe='')}" if options.model else "")
+    show = _once if options.once else _watch
+    code = run_client("tokenyard top", lambda: asyncio.run(show(target, path)))
     return 0 if code == EXIT_INTERRUPTED else code  # Ctrl-C is the way to leave
 
 
@@ -55,15 +58,16 @@ def build_parser() -> Parser:
         allow_abbrev=False,
     )
     parser.add_server("the server, or its admin port")
+    parser.add_argument("--model", metavar="NAME", help="which model (default: the first that it serves)")
     parser.add_argument("--once", action="store_true", help="show one view and leave")
     return parser
 
 
-async def _once(target: Target) -> None:
+async def _once(target: Target, path: str) -> None:
     """Show the last of the views of one second."""
     recent, console = Recent(), Console(file=sys.stdout)
     began_s: float | None = None
-    async with aclosing(_views(target)) as views:
+    async with aclosing(_views(target, path)) as views:
         async for view in views:
             recent.take(view)
             began_s = view["time_s"] if began_s is None else began_s
@@ -72,12 +76,12 @@ async def _once(target: Target) -> None:
     console.print(screen(recent, target.url, max_rows=_MAX_ROWS))
 
 
-async def _watch(target: Target) -> None:
+async def _watch(target: Target, path: str) -> None:
     """Show views until the stream ends. Raises Failed, ExchangeFailed."""
     recent = Recent()
     console = Console()
     with Live(console=console, screen=sys.stdout.isatty(), refresh_per_second=_REFRESHES_PER_S) as live:
-        async with aclosing(_views(target)) as views:
+        async with aclosing(_views(target, path)) as views:
             async for view in views:
                 recent.take(view)
                 max_rows = max((console.height - _OTHER_LINES) // 2, 3)
@@ -85,8 +89,8 @@ async def _watch(target: Target) -> None:
     say("tokenyard top: the server has ended the stream: it is stopping")
 
 
-async def _views(target: Target) -> AsyncGenerator[dict[str, Any], None]:
-    async with open_stream(target, "GET", _PATH, b"", silence_s=_SILENCE_S) as reply:
+async def _views(target: Target, path: str) -> AsyncGenerator[dict[str, Any], None]:
+    async with open_stream(target, "GET", path, b"", silence_s=_SILENCE_S) as reply:
         async for data in reply.events():
             view = orjson.loads(data)
             if isinstance(view, dict) and "stats" in view:

@@ -2,6 +2,7 @@
 
 import asyncio
 import fcntl
+import io
 import os
 import pty
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from server.app import build_app
+from server.command.terminal.chat_command import MarkdownWriter
 from tests.server.conftest import Settings, eventually, serving
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -249,3 +251,24 @@ async def test_a_mistake_is_one_line_and_code_2(words, part):
     assert (code, out) == (2, "")
     assert part in err
     assert err.count("\n") == 1
+
+
+def test_markdown_is_shown_part_by_part_and_once_and_no_character_is_a_command():
+    out = io.StringIO()
+    writer = MarkdownWriter(out)
+    for piece in (
+        "# Head\n\n",
+        "- one\n- **t",
+        "wo**\n\n",
+        "```python\nx = 1\n\n",
+        "y = 2\n```\n",
+        "\x1b[2Jend",
+    ):
+        writer.write(piece)
+        if "wo" in piece:
+            assert "• two" in out.getvalue(), "a whole part does not wait for the end"
+    writer.close()
+    shown = out.getvalue()
+    assert [shown.count(each) for each in ("Head", "one", "two", "x = 1", "y = 2", "end")] == [1] * 6
+    assert "**" not in shown
+    assert "\x1b" not in shown
