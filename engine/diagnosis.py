@@ -18,11 +18,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from engine.models.entries import ModelSpec, resolve_models
-from engine.models.memory_shares import plan_lines, plan_of
+from engine.models.memory_shares import MAX_SURVEY_S, plan_lines, planned, run_survey
 from engine.options.engine_config import EngineConfig
 from engine.options.options import OptionError, Options
 from engine.processes import child_process
-from engine.processes.child_environment import child_environment
 from engine.processes.runtime_directory import RuntimeDirectory
 from engine.text.chat_template import NoRenderer
 from engine.text.checkpoint_texts import load_texts
@@ -35,8 +34,6 @@ from worker.worker_errors import StartupError
 
 __all__ = ["Finding", "Verdict", "diagnose"]
 
-_MAX_SURVEY_S = 300.0
-"""Time limit; importing torch from a cold disk takes most of it."""
 _MIN_TEMPORARY_BYTES = 16 << 20
 _BOUND = re.compile(r"(>=|<|==)([\d.]+)")
 
@@ -76,7 +73,7 @@ def _model(spec: ModelSpec) -> Iterator[Finding]:
 def _plan(models: Sequence[ModelSpec]) -> Iterator[Finding]:
     """Foresee how the models share the memory."""
     try:
-        for line in plan_lines(plan_of(models)):
+        for line in plan_lines(planned(models)[1]):
             yield _fine("memory plan", line)
     except OptionError as error:
         yield _fault("memory plan", error.why, error.fix)
@@ -200,19 +197,11 @@ def _texts(config: EngineConfig) -> Iterator[Finding]:
 def _survey(config: WorkerConfig) -> Iterator[Finding]:
     """Check torch and the device in another process: importing torch may fail."""
     try:
-        done = subprocess.run(
-            [*child_process.INTERPRETER, "-m", "worker.survey.process"],
-            input=json.dumps(asdict(config)),
-            capture_output=True,
-            text=True,
-            timeout=_MAX_SURVEY_S,
-            check=False,
-            env=child_environment(),
-        )
+        done = run_survey(json.dumps(asdict(config)))
     except subprocess.TimeoutExpired:
         yield _fault(
             "device",
-            f"torch and the device gave no answer within {_MAX_SURVEY_S:.0f} s",
+            f"torch and the device gave no answer within {MAX_SURVEY_S:.0f} s",
             "see whether `python -c 'import torch; torch.cuda.is_available()'` ends",
         )
         return

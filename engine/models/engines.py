@@ -14,12 +14,10 @@ from engine.errors import EngineUnavailable
 from engine.frontend.client import AsyncEngine
 from engine.frontend.queue_limits import Desk
 from engine.models.entries import ModelSpec
-from engine.models.joined_health import joined_health
 from engine.models.load_metrics import LoadMetrics
 from engine.models.yard import ModelYard, YardPlace
 from engine.processes.engine_processes import GaveUp
 from engine.text.tokenizer import TokenizerError
-from engine.types import Health
 
 log = logging.getLogger(__name__)
 
@@ -100,11 +98,6 @@ class ModelEngines:
         if end is not None and len(self.all) > 1:
             log.critical("%s is given up: %s; %s", engine.names.served[0], end.what, end.fix)
         return end
-
-    def health(self) -> Health:
-        if len(self.all) == 1:
-            return self.all[0].health()
-        return joined_health({each.names.served[0]: each.health() for each in self.all})
 
     async def drain(self, *, timeout_s: float, delay_s: float = 0.0) -> bool:
         """Drain all engines at once; False if requests had to be cut off."""

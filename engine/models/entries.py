@@ -12,10 +12,11 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from engine.models.placement import Reservation
 from engine.models.table import twice
-from engine.models.yard import KeepRule, Reservation
+from engine.models.yard import KeepRule
 from engine.options.engine_config import EngineConfig, ServerConfig, resolve
-from engine.options.found_model import DEMO_MODEL, find_model, name_of_missing
+from engine.options.found_model import DEMO_MODEL, find_model
 from engine.options.options import BY_KEY, DECLARATIONS, Group, OptionError, Options, refuse_given
 from engine.options.sources import read_yaml, values_of
 from engine.options.values import Choice, Duration, Switch, ValueKind
@@ -70,7 +71,10 @@ class ModelSpec:
         log.critical("%s cannot be loaded: %s; %s", self.names.served[0], what, fix)
         files = {"model_path": str(DEMO_MODEL), "checksums_file": None, "chat_template_file": None}
         worker = replace(self.engine.worker, **files)  # type: ignore[arg-type]
-        return replace(self, fault=f"{what}; {fix}", engine=replace(self.engine, worker=worker))
+        fault = f"{what}; {fix}".replace(
+            self.engine.worker.model_path, self.names.served[0]
+        )  # clients see it
+        return replace(self, fault=fault, engine=replace(self.engine, worker=worker))
 
 
 def resolve_models(
@@ -103,15 +107,16 @@ def _resolved(
 
     Raises OptionError.
     """
-    fault: OptionError | None = None
+    why, fix = "", ""
     try:
         find_model(options.model, environment)
     except OptionError as error:
         if rule.at_start:
             raise
-        fault = error
-        names = options.served_model_name or (name_of_missing(str(options.model)),)
+        path = Path(str(options.model))  # or a name on a hub, of two parts
+        names = options.served_model_name or (str(path) if len(path.parts) == 2 else path.name,)
         plain = {name: getattr(Options(), name) for name in _OWN.values()}
+        why, fix = error.why.replace(str(options.model), names[0]), error.fix
         options = replace(options, **{**plain, "served_model_name": names})
     engine, server = resolve(options, environment=environment)
     spec = ModelSpec(
@@ -120,7 +125,7 @@ def _resolved(
         reasoning_parser=server.reasoning_parser,
         keep=rule,
     )
-    return spec if fault is None else spec.failed(f"{fault.what}: {fault.why}", fault.fix), server
+    return spec.failed(why, fix) if why else spec, server
 
 
 def _models_of(options: Options, more: Sequence[str]) -> list[dict[str, Any]]:
@@ -133,7 +138,7 @@ def _entries_of(options: Options, more: Sequence[str]) -> list[tuple[dict[str, A
     what = f"--models {path}"
     if options.model is not None or more:
         raise OptionError(f"{what} with MODEL", "both say what is served", "put all models into the file")
-    content = read_yaml(path, "--models")
+    content = _folder(path) if path.is_dir() else read_yaml(path, "--models")
     form = "write `models:` and under it a list, each with `model: FOLDER` and options of its own"
     if not isinstance(content, dict) or not isinstance(content.get("models"), list) or not content["models"]:
         raise OptionError(what, "it has no list of models", form)
@@ -145,23 +150,30 @@ def _entries_of(options: Options, more: Sequence[str]) -> list[tuple[dict[str, A
             f"the key {min(map(str, others))!r} is not known" if others else "an entry is not `option: value`"
         )
         raise OptionError(what, wrong, form)
-    shared = _without_rule(defaults)
+    shared_rule, shared = _divided(defaults)
     found = []
     for number, each in enumerate(entries, 1):
         where = f"entry {number} of {path}"
         values = values_of(shared, _OWN, where=f"defaults of {path}")
-        values |= values_of(_without_rule(each), _OWN, where=where)
-        found.append((values, _rule_of(_rule_lines(each), _rule_lines(defaults), where)))
+        rule, own = _divided(each)
+        values |= values_of(own, _OWN, where=where)
+        found.append((values, _rule_of(rule, shared_rule, where)))
     return found
 
 
-def _rule_lines(content: Mapping[Any, Any]) -> dict[str, Any]:
-    normal = {str(key).replace("_", "-"): value for key, value in content.items()}
-    return {key: normal[key] for key in _RULE_KEYS if normal.get(key) is not None}
+def _folder(path: Path) -> dict[str, Any]:
+    """Return as the content of a file the models of a folder, each on demand; links are not followed."""
+    found = [each for each in sorted(path.iterdir()) if not each.is_symlink()]
+    found = [each for each in found if each.suffix == ".gguf" or (each / "config.json").is_file()]
+    return {"models": [{"model": str(each), "load": "demand"} for each in found]}
 
 
-def _without_rule(content: Mapping[Any, Any]) -> dict[Any, Any]:
-    return {key: value for key, value in content.items() if str(key).replace("_", "-") not in _RULE_KEYS}
+def _divided(content: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[Any, Any]]:
+    """Divide the lines of an entry into those of its rule, where they have a value, and the options."""
+    keys = {key: str(key).replace("_", "-") for key in content}
+    rule = {keys[key]: value for key, value in content.items() if keys[key] in _RULE_KEYS}
+    options = {key: value for key, value in content.items() if keys[key] not in _RULE_KEYS}
+    return {key: value for key, value in rule.items() if value is not None}, options
 
 
 def _rule_of(own: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> KeepRule:

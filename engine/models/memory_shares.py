@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 
 from engine.models.entries import ModelSpec
 from engine.models.ledger import DoesNotFit, describe, share_in_turns, share_out
-from engine.models.yard import Reservation
+from engine.models.placement import Reservation
 from engine.options.declaration import OptionError
 from engine.processes import child_process
 from engine.processes.child_environment import child_environment
@@ -22,22 +22,8 @@ log = logging.getLogger(__name__)
 
 MemoryPlan = dict[str, tuple[MemoryNeeds, int]]
 """The needs of each model and its bytes of KV cache, by its first name."""
-_MAX_SURVEY_S = 300.0
+MAX_SURVEY_S = 300.0
 """Time limit; importing torch from a cold disk takes most of it."""
-
-
-def plan_of(models: Sequence[ModelSpec]) -> MemoryPlan:
-    """Share out the memory among all that can be loaded.
-
-    Raises OptionError, with the numbers if the models do not fit together.
-    """
-    return _planned(models)[1]
-
-
-def _required(found: MemoryNeeds | Finding) -> MemoryNeeds:
-    if isinstance(found, Finding):
-        raise OptionError("memory", found.what, found.fix)
-    return found
 
 
 def _shared_out(models: Sequence[ModelSpec], needs: dict[str, MemoryNeeds]) -> MemoryPlan:
@@ -62,25 +48,30 @@ def with_shares(models: tuple[ModelSpec, ...]) -> tuple[ModelSpec, ...]:
     """Give each of several models its part of the memory, where one alone measures. Raises OptionError."""
     if len(models) == 1 and models[0].keep.is_always_loaded:
         return models
-    models, plan = _planned(models)
+    models, plan = planned(models)
     for line in plan_lines(plan):
         log.info("memory: %s", line)
     return tuple(_with_share(spec, plan) for spec in models)
 
 
-def _planned(models: Sequence[ModelSpec]) -> tuple[tuple[ModelSpec, ...], MemoryPlan]:
+def planned(models: Sequence[ModelSpec]) -> tuple[tuple[ModelSpec, ...], MemoryPlan]:
+    """Share out the memory among all that can be loaded, and note the faults of the others.
+
+    Raises OptionError, with the numbers if the models do not fit together.
+    """
     asked = [each for each in models if not each.fault]
     found = _ask(asked) if asked else {}
     models = tuple(_judged(spec, found.get(spec.names.served[0])) for spec in models)
-    sound = [each for each in models if not each.fault]
-    needs = {name: _required(found[name]) for name in (each.names.served[0] for each in sound)}
-    return models, _shared_out(sound, needs)
+    needs = {name: each for name, each in found.items() if isinstance(each, MemoryNeeds)}
+    return models, _shared_out([each for each in models if not each.fault], needs)
 
 
 def _judged(spec: ModelSpec, found: MemoryNeeds | Finding | None) -> ModelSpec:
-    """Note what is wrong with a model that comes only when it is asked for."""
-    if not isinstance(found, Finding) or spec.keep.at_start:
+    """Note what is wrong with a model on demand. Raises OptionError for one that is loaded at the start."""
+    if not isinstance(found, Finding):
         return spec
+    if spec.keep.at_start:
+        raise OptionError("memory", found.what, found.fix)
     return spec.failed(found.what, found.fix)
 
 
@@ -100,21 +91,26 @@ def _with_share(spec: ModelSpec, plan: MemoryPlan) -> ModelSpec:
     return replace(spec, engine=replace(spec.engine, worker=worker))
 
 
+def run_survey(asked: str) -> subprocess.CompletedProcess[str]:
+    """Ask the process that may import torch. Raises TimeoutExpired."""
+    return subprocess.run(
+        [*child_process.INTERPRETER, "-m", "worker.survey.process"],
+        input=asked,
+        capture_output=True,
+        text=True,
+        timeout=MAX_SURVEY_S,
+        check=False,
+        env=child_environment(),
+    )
+
+
 def _ask(models: Sequence[ModelSpec]) -> dict[str, MemoryNeeds | Finding]:
     """Ask a process of its own for the needs of each model, or its fault. Raises OptionError."""
     asked = json.dumps([asdict(each.engine.worker) for each in models])
     try:
-        done = subprocess.run(
-            [*child_process.INTERPRETER, "-m", "worker.survey.process"],
-            input=asked,
-            capture_output=True,
-            text=True,
-            timeout=_MAX_SURVEY_S,
-            check=False,
-            env=child_environment(),
-        )
+        done = run_survey(asked)
     except subprocess.TimeoutExpired:
-        why = f"torch and the devices gave no answer within {_MAX_SURVEY_S:.0f} s"
+        why = f"torch and the devices gave no answer within {MAX_SURVEY_S:.0f} s"
         raise OptionError("memory", why, "see what `tokenyard doctor` says of each model") from None
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     if done.returncode or len(lines) != len(models):

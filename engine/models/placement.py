@@ -10,14 +10,19 @@ from math import inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Guest:
-    """A model as the choice sees it."""
+class Reservation:
+    """The memory of one model."""
 
     device: str
     num_bytes: int
-    """Memory that it takes while it is loaded."""
     budget_bytes: int
-    """Memory of its device for all models."""
+    """Memory of the device for all models."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guest(Reservation):
+    """A model as the choice sees it."""
+
     is_loaded: bool
     is_pinned: bool
     num_leases: int

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.errors import EngineUnavailable, Overloaded, OverloadReason
 from engine.frontend.queue_limits import num_free
-from engine.models.placement import Guest, busy_victims, idle_victims
+from engine.models.placement import Guest, Reservation, busy_victims, idle_victims
 from engine.types import Health
 
 if TYPE_CHECKING:
@@ -85,16 +85,6 @@ class KeepRule:
     @property
     def is_always_loaded(self) -> bool:
         return self.at_start and (self.is_pinned or isinf(self.keep_alive_s))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reservation:
-    """The memory of one model."""
-
-    device: str
-    num_bytes: int
-    budget_bytes: int
-    """Memory of the device for all models."""
 
 
 class YardPlace:

@@ -51,11 +51,6 @@ def _find(model: str | None, environment: Mapping[str, str]) -> tuple[Path, str]
     return cached, model
 
 
-def name_of_missing(model: str) -> str:
-    """Return the default name of a model that is not there: a folder's own, or that on a hub."""
-    return model if _hub_name(model) == model else Path(model).name
-
-
 def _hub_name(model: str) -> str:
     return model if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", model) else "ORG/NAME"
 

@@ -46,8 +46,8 @@ class ModelOptions:
     )
     models: str | None = _model(
         Text(metavar="FILE"),
-        "YAML file of several models that this one server loads, each with its own options. Two and more "
-        "MODELs on the command line do the same with options that all share.",
+        "YAML file of several models that this one server loads, each with its own options, or a folder of "
+        "models, each loaded when it is asked for. Several MODELs on the command line share all options.",
         open_default="one model",
     )
     checksums: str | None = _model(

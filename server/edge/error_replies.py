@@ -316,6 +316,15 @@ def log_failure(error: Exception, reply: ErrorReply, request_id: str) -> None:
         log.error("request %s failed: %s", request_id, type(error).__name__, exc_info=error)
 
 
+def reply_of(error: Exception, scope: Scope, count: Callable[[str], None]) -> ErrorReply:
+    """Describe, log, keep and count the error of a request."""
+    reply = describe(error, request_id_of(scope))
+    log_failure(error, reply, request_id_of(scope))
+    note_error(scope, noted(reply))
+    count(reply.code)
+    return reply
+
+
 class ErrorBoundary:
     """The outermost handler: below it anything may raise, above it there are only replies."""
 
@@ -323,7 +332,7 @@ class ErrorBoundary:
         self,
         app: ASGIApp,
         *,
-        count: Callable[[str], None] | None = None,
+        count: Callable[[str], None] = lambda _: None,
         shapes: Mapping[str, ErrorShape] | None = None,
     ) -> None:
         """`count` is called with the code of every error; `shapes` are by beginning, as in `shape_at`."""
@@ -345,11 +354,7 @@ class ErrorBoundary:
         try:
             await self._app(scope, receive, watched_send)
         except Exception as error:
-            reply = describe(error, request_id_of(scope))
-            log_failure(error, reply, request_id_of(scope))
-            note_error(scope, noted(reply))
-            if self._count is not None:
-                self._count(reply.code)
+            reply = reply_of(error, scope, self._count)
             if has_started:
                 # Half a reply is on its way: only cutting the connection can show that to the client.
                 raise

@@ -12,17 +12,16 @@ import orjson
 from starlette.types import Message, Scope, Send
 
 from engine.types import Health
-from server.edge.error_replies import ErrorShape, describe, log_failure, noted
-from server.edge.observe.request_ids import note_error, request_id_of
+from server.edge.error_replies import ErrorShape, reply_of
 
 _WAITING = "tokenyard.waiting"
 _EVERY_S = 5.0
 """Time between two comments; a refusal that comes earlier than the first has a status of its own."""
-_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
+STREAM_HEADERS = {
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # nginx would collect the events otherwise
+}
+_HEADERS = {"content-type": "text/event-stream; charset=utf-8", **STREAM_HEADERS}
 
 
 class WaitingStream:
@@ -41,16 +40,14 @@ class WaitingStream:
     async def comment(self, text: str) -> None:
         if not self.has_begun:
             self.has_begun = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            headers = [(name.encode(), value.encode()) for name, value in _HEADERS.items()]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         await self._send({"type": "http.response.body", "body": f": {text}\n\n".encode(), "more_body": True})
 
     async def fail(self, error: Exception, count: Callable[[str], None], shape: ErrorShape) -> None:
         """End a reply that has begun with an error as its event; `count` is called with its code."""
-        reply = describe(error, request_id_of(self._scope))
-        log_failure(error, reply, request_id_of(self._scope))
-        note_error(self._scope, noted(reply))
-        count(reply.code)
-        body = b"event: error\ndata: " + orjson.dumps(shape(reply)) + b"\n\n"
+        event = orjson.dumps(shape(reply_of(error, self._scope, count)))
+        body = b"event: error\ndata: " + event + b"\n\n"
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
 

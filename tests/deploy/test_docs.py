@@ -17,7 +17,8 @@ from bench.simulate import command as simulate_command
 from engine.adapters.registry import AdapterMetrics
 from engine.frontend.metrics import EngineMetrics
 from engine.models.load_metrics import LoadMetrics
-from engine.models.yard import KeepRule, ModelYard, Reservation
+from engine.models.placement import Reservation
+from engine.models.yard import KeepRule, ModelYard
 from engine.options.options import DECLARATIONS
 from engine.types import FinishReason
 from scripts import write_errors_page, write_structure_page

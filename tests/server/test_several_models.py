@@ -9,7 +9,8 @@ from prometheus_client import CollectorRegistry
 
 from engine.errors import EngineUnavailable
 from engine.models.load_metrics import LoadMetrics
-from engine.models.yard import KeepRule, ModelYard, Reservation
+from engine.models.placement import Reservation
+from engine.models.yard import KeepRule, ModelYard
 from engine.options.api_keys import ApiKey, digest_of
 from engine.types import EngineState, Health, PoolingFacts, PoolingTask, PromptComputation, ServedAdapter
 from server.api.batches.app_client import AppClient

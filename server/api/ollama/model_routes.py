@@ -72,7 +72,7 @@ async def list_in_ollamas_words(request: Request) -> Response:
     """List the names that requests may use."""
     listed = models_of(request).listed(key_of(request.scope))
     found = [
-        _listed(info, names, {"modified_at": time_text(info.created_s)}) if info else _never_loaded(names)
+        _listed(info, names, {"modified_at": time_text(info.created_s if info else 0)})
         for _, info, names in listed
     ]
     return json_reply({"models": [*chain.from_iterable(found)]})
@@ -127,30 +127,23 @@ def _loaded_facts(info: ModelInfo, edge: Edge) -> dict[str, Any]:
     return {"expires_at": expires_at, "size_vram": on_device, "context_length": info.max_model_len}
 
 
-def _never_loaded(names: Sequence[str]) -> list[dict[str, Any]]:
-    """Entries of a model of which nothing is known yet but its names."""
-    details = {"parent_model": "", "format": "safetensors", "family": "", "families": []}
-    facts = {"modified_at": time_text(0), "size": 0, "digest": ""}
-    facts["details"] = {**details, "parameter_size": "", "quantization_level": ""}
-    return [{"name": name, "model": name, **facts} for name in names]
-
-
-def _listed(info: ModelInfo, names: Sequence[str], facts: dict[str, Any]) -> list[dict[str, Any]]:
-    """One entry for each name."""
-    served = (info.model_type, info.num_parameters, info.weight_bytes, info.dtype)
-    digest = sha256(repr(served).encode()).hexdigest()
-    described = {"size": info.weight_bytes, "digest": digest, "details": _details(info), **facts}
+def _listed(info: ModelInfo | None, names: Sequence[str], facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """One entry for each name; nothing else is known of a model that was never loaded."""
+    served = info and (info.model_type, info.num_parameters, info.weight_bytes, info.dtype)
+    digest = sha256(repr(served).encode()).hexdigest() if served else ""
+    size = info.weight_bytes if info else 0
+    described = {"size": size, "digest": digest, "details": _details(info), **facts}
     return [{"name": name, "model": name, **described} for name in names]
 
 
-def _details(info: ModelInfo) -> dict[str, Any]:
+def _details(info: ModelInfo | None) -> dict[str, Any]:
     return {
         "parent_model": "",
         "format": "safetensors",
-        "family": info.model_type,
-        "families": [info.model_type],
-        "parameter_size": f"{info.num_parameters / 1e9:.1f}B",
-        "quantization_level": info.dtype,
+        "family": info.model_type if info else "",
+        "families": [info.model_type] if info else [],
+        "parameter_size": f"{info.num_parameters / 1e9:.1f}B" if info else "",
+        "quantization_level": info.dtype if info else "",
     }
 
 

@@ -85,11 +85,7 @@ class ModelList(ReplyModel):
 async def list_models(request: Request) -> Response:
     """List the names that requests may use."""
     listed = models_of(request).listed(key_of(request.scope))
-    found = [
-        _model(name, info, edge) if info else _unknown(name, names[0], edge)
-        for edge, info, names in listed
-        for name in names
-    ]
+    found = [_model(name, info, edge) for edge, info, names in listed for name in names]
     return json_reply({"object": "list", "data": found})
 
 
@@ -148,26 +144,20 @@ def _status(edge: Edge) -> dict[str, Any]:
     return {"status": shown}
 
 
-def _unknown(name: str, first_name: str, edge: Edge) -> dict[str, Any]:
-    """Describe a model that was never loaded."""
-    about = {"id": name, "object": "model", "created": 0, "owned_by": "tokenyard", "root": first_name}
-    about |= {"parent": None, "permission": [], "max_model_len": None, "capabilities": {"vision": False}}
-    return {**about, **_status(edge)}
-
-
-def _model(name: str, info: ModelInfo, edge: Edge) -> dict[str, Any]:
-    adapter = info.adapter_named(name)
+def _model(name: str, info: ModelInfo | None, edge: Edge) -> dict[str, Any]:
+    """Describe a model or an adapter; `info` is None if the model was never loaded."""
+    adapter, first_name = info and info.adapter_named(name), edge.engine.names.served[0]
     return {
         "id": name,
         "object": "model",
-        "created": info.created_s if adapter is None else adapter.created_s,
+        "created": adapter.created_s if adapter else info.created_s if info else 0,
         "owned_by": "tokenyard",
         # As vLLM: the model that an alias stands for, none that it was tuned from, nothing to permit.
-        "root": info.served_names[0] if adapter is None else name,
-        "parent": None if adapter is None else info.served_names[0],
+        "root": name if adapter else first_name,
+        "parent": first_name if adapter else None,
         "permission": [],
-        "max_model_len": info.max_model_len,
-        "capabilities": {"vision": edge.takes_pictures},
+        "max_model_len": info and info.max_model_len,
+        "capabilities": {"vision": info is not None and edge.takes_pictures},
         **_status(edge),
     }
 

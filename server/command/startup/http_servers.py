@@ -9,7 +9,6 @@ import contextlib
 import logging
 import socket
 from collections.abc import Generator
-from typing import TYPE_CHECKING
 
 import uvicorn
 from fastapi import FastAPI
@@ -21,10 +20,8 @@ from server.edge.http.connections import ClientConnection
 from server.edge.http.edge import Edge
 from server.edge.http.health_listener import HealthListener
 from server.edge.http.listening import url_of
+from server.edge.http.served_models import ServedModels
 from server.edge.sockets.accepting import ClientServer
-
-if TYPE_CHECKING:
-    from engine.models.engines import ModelEngines
 
 log = logging.getLogger(__name__)
 
@@ -83,12 +80,12 @@ async def administer(app: FastAPI, tls: LiveTls | None, listener: socket.socket 
 
 
 def start_health(
-    engines: "ModelEngines", config: EngineConfig, probes: socket.socket | None, desk: StateAccess
+    models: ServedModels, config: EngineConfig, probes: socket.socket | None, desk: StateAccess
 ) -> HealthListener | None:
     if probes is None:
         return None
     listener = HealthListener(
-        probes, engines.health, heartbeat_timeout_s=config.heartbeat_timeout_s, degraded=desk.degraded
+        probes, models.health, heartbeat_timeout_s=config.heartbeat_timeout_s, degraded=desk.degraded
     )
     listener.start()
     log.info("probes are answered at %s too", url_of(probes))

@@ -57,8 +57,6 @@ def run(models: tuple[ModelSpec, ...], server_config: ServerConfig, listeners: L
 
 def _checked(spec: ModelSpec) -> ModelSpec:
     """Look at the files of a model. Raises TokenizerError if it is to be loaded at the start."""
-    if spec.fault:
-        return spec
     try:
         check_files(spec.engine.worker)
         note_template(Path(spec.engine.model_path), spec)

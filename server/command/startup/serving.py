@@ -53,7 +53,7 @@ async def serve(launched: Launched, announcement: Announcement) -> int:
     http = http_server(app, credentials.tls)
     url = url_of(listeners.main, scheme="http" if credentials.tls is None else "https")
     keep_what_is_loaded()
-    health = start_health(engines, engine_config, listeners.probes, desk)
+    health = start_health(app.state.models, engine_config, listeners.probes, desk)
     administering = asyncio.create_task(
         administer(build_admin_app(app, server_config), credentials.tls, listeners.admin)
     )

@@ -17,19 +17,15 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from engine.types import TokenOutput
-from server.edge.error_replies import ErrorReply, describe, log_failure, noted
+from server.edge.error_replies import ErrorReply, reply_of
 from server.edge.http.connections import WriteChunk, chunk_writer, cut_off, nothing_written
 from server.edge.http.disconnect import while_connected
 from server.edge.http.edge import Edge, NumberedOutputs
-from server.edge.observe.request_ids import note_error, request_id_of
+from server.edge.waiting_stream import STREAM_HEADERS
 from server.reply.generate.replies import INLINE_PROMPT_LOGPROBS, StreamReply
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
-_HEADERS = {
-    "cache-control": "no-cache",
-    "x-accel-buffering": "no",  # nginx would collect the events otherwise
-}
 
 
 class Frame(Protocol):
@@ -104,7 +100,7 @@ class StreamedResponse(Response):
         self.status_code = 200
         self.media_type = frame.media_type
         self.background = None
-        self.init_headers(_HEADERS)
+        self.init_headers(STREAM_HEADERS)
         self._frame = frame
         self._patience = edge.patience
         self._slow_client_aborts = edge.metrics.slow_client_aborts
@@ -140,11 +136,7 @@ class StreamedResponse(Response):
                 self._is_refused = True
                 raise
             # The status line is gone.
-            reply = describe(error, request_id_of(scope))
-            log_failure(error, reply, request_id_of(scope))
-            note_error(scope, noted(reply))
-            self._count_error(reply.code)
-            last = self._frame.failure(reply)
+            last = self._frame.failure(reply_of(error, scope, self._count_error))
         await self._send(send, last + self._frame.end)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -11,11 +11,17 @@ import pytest
 from engine.errors import EngineUnavailable
 from engine.models.engines import ModelEngines
 from engine.models.entries import resolve_models
-from engine.models.yard import Reservation, Waiting
+from engine.models.joined_health import joined_health
+from engine.models.placement import Reservation
+from engine.models.yard import Waiting
 from engine.options.found_model import DEMO_MODEL
 from engine.options.sources import read_options
-from engine.types import EngineState
+from engine.types import EngineState, Health
 from tests.engine.text.test_tokenizer_trial import save
+
+
+def health(engines: ModelEngines) -> Health:
+    return joined_health({str(place): engine.health() for place, engine in enumerate(engines.all)})
 
 
 async def test_a_drain_of_models_on_demand_is_seen_by_probes_at_once(tmp_path: Path) -> None:
@@ -25,11 +31,11 @@ async def test_a_drain_of_models_on_demand_is_seen_by_probes_at_once(tmp_path: P
     room = Reservation(device="cpu", num_bytes=1, budget_bytes=1)
     engines = ModelEngines([replace(spec, room=room), replace(spec, room=room)])
     engines.start()
-    assert engines.health().is_ready
+    assert health(engines).is_ready
     draining = asyncio.create_task(engines.drain(timeout_s=0, delay_s=60))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    assert (engines.health().state, engines.health().is_live) == (EngineState.DRAINING, True)
+    assert (health(engines).state, health(engines).is_live) == (EngineState.DRAINING, True)
     draining.cancel()
     await asyncio.gather(draining, return_exceptions=True)
     await engines.close()
@@ -63,7 +69,7 @@ async def test_texts_that_are_broken_are_the_fault_of_their_model_alone(tmp_path
     engines.start()
     await engines.texts_are_tried()
     broken, sound = (engine.health() for engine in engines.all)
-    assert (broken.is_given_up, sound.is_given_up, engines.health().is_ready) == (True, False, True)
+    assert (broken.is_given_up, sound.is_given_up, health(engines).is_ready) == (True, False, True)
     assert engines.places[0].fault in broken.detail
     assert engines.all[0].names.served == ("broken",)
     with pytest.raises(EngineUnavailable, match="broken cannot be loaded: "):

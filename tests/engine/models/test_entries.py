@@ -134,3 +134,18 @@ def test_an_option_that_only_one_model_can_have_is_refused_for_several(
 def test_a_command_for_one_model_takes_no_file_of_several() -> None:
     with pytest.raises(OptionError, match="takes one model"):
         resolve(Options(models="models.yaml"), environment={})
+
+
+def test_a_folder_of_models_serves_each_of_them_on_demand(folder: Path) -> None:
+    (folder / "notes").mkdir()
+    (folder / "link").symlink_to(folder / "first")
+    (folder / "cut.gguf").write_text("GGUF")
+    specs, _ = resolve_models(read_options({"models": str(folder), "max_num_seqs": "7"}, {}), environment={})
+    names = [spec.names.served[0] for spec in specs]
+    assert names == ["cut.gguf", "first", "second"]
+    assert {(spec.keep.at_start, spec.keep.keep_alive_s) for spec in specs} == {(False, 600)}
+    assert [bool(spec.fault) for spec in specs] == [True, False, False]
+    assert str(folder) not in specs[0].fault
+    (folder / "nothing").mkdir()
+    with pytest.raises(OptionError, match="it has no list of models"):
+        resolve_models(read_options({"models": str(folder / "nothing")}, {}), environment={})

@@ -9,7 +9,8 @@ import pytest
 
 from engine.errors import EngineUnavailable, Overloaded
 from engine.models import yard as yard_module
-from engine.models.yard import KeepRule, ModelYard, Reservation, Waiting, YardPlace, YardState
+from engine.models.placement import Reservation
+from engine.models.yard import KeepRule, ModelYard, Waiting, YardPlace, YardState
 from engine.processes.engine_processes import GaveUp
 from engine.types import EngineState, Health
 

@@ -132,7 +132,7 @@ def test_a_fault_of_a_model_on_demand_is_a_warning_since_the_others_are_served(
     (folder / "tokenizer.json").write_text("{")
     entries = f"{{model: {folder}, load: demand}}, {{model: {tmp_path}/gone, load: demand}}"
     (tmp_path / "models.yaml").write_text(f"models: [{{model: {tiny_model}}}, {entries}]")
-    monkeypatch.setattr(diagnosis, "plan_of", lambda models: {})
+    monkeypatch.setattr(diagnosis, "planned", lambda models: (models, {}))
     assert main(["doctor", "--models", str(tmp_path / "models.yaml"), "--port", "0"]) == 0
     report = capsys.readouterr().out
     assert "warning  tokenizer" in report
