@@ -58,7 +58,7 @@ def _read(path: Path) -> _File:
     return _File(plain, gzip.compress(plain, mtime=0), tag, _TYPES[path.suffix])
 
 
-FILES = {path.name: _read(path) for path in sorted(_FOLDER.iterdir()) if path.suffix in _TYPES}
+FILES = {path.name: _read(path) for path in sorted(_FOLDER.rglob("*")) if path.suffix in _TYPES}
 
 router = APIRouter()
 ENDPOINT = Endpoint(

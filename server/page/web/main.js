@@ -1,6 +1,7 @@
 // Tabs, theme, key, and the one stream of views that all tabs share.
 
 import { startChat } from "./chat.js";
+import { inView, startModels } from "./models.js";
 import { ask, eventsOf, recall, remember, saveKey, savedKey } from "./net.js";
 import { showServer, startServer } from "./server.js";
 import { startYard, takeView, yardIsClosed } from "./yard.js";
@@ -74,7 +75,7 @@ async function watch() {
   while (!mine.signal.aborted) {
     let reason = "The stream of views has ended; trying again.";
     try {
-      const reply = await ask("/admin/events", { signal: mine.signal });
+      const reply = await ask(`/admin/events${inView()}`, { signal: mine.signal });
       pauseMs = 500;
       for await (const data of eventsOf(reply)) {
         const view = JSON.parse(data);
@@ -105,6 +106,7 @@ function startWatching() {
   document.addEventListener("visibilitychange", () => {
     if (document.hidden) { if (watching) watching.abort(); watching = null; } else if (!watching) watch();
   });
+  document.addEventListener("model-in-view", () => { if (!document.hidden) watch(); });
   if (!document.hidden) watch();
 }
 
@@ -113,6 +115,7 @@ startKey();
 startChat();
 startYard();
 startServer();
+startModels();
 startTabs();
 startWatching();
 if (savedKey()) document.dispatchEvent(new Event("key"));

@@ -1,8 +1,9 @@
 // Markdown as models write it, to elements. Text is only ever set as text: no markup of a reply is interpreted.
 
+import { colour, formula } from "./decorate.js";
 import { copy, element } from "./net.js";
 
-const INLINE = /(`+)([\s\S]+?)\1(?!`)|\*\*([^\s*](?:[\s\S]*?[^\s*])?)\*\*|__([^\s_](?:[\s\S]*?[^\s_])?)__|\*([^\s*](?:[^*]*[^\s*])?)\*|~~([^~]+)~~|\[([^\]\n]+)\]\((https?:\/\/[^\s)]+)\)/;
+const INLINE = /(`+)([\s\S]+?)\1(?!`)|\*\*([^\s*](?:[\s\S]*?[^\s*])?)\*\*|__([^\s_](?:[\s\S]*?[^\s_])?)__|\*([^\s*](?:[^*]*[^\s*])?)\*|~~([^~]+)~~|\[([^\]\n]+)\]\((https?:\/\/[^\s)]+)\)|\$\$([^$]+)\$\$|\\\(([\s\S]+?)\\\)|\\\[([\s\S]+?)\\\]|\$([^\s$](?:[^$\n]*[^\s$\\])?)\$(?![\w$])/;
 
 function inline(target, text) {
   let rest = text;
@@ -10,10 +11,12 @@ function inline(target, text) {
     const found = INLINE.exec(rest);
     if (!found) break;
     target.append(rest.slice(0, found.index));
-    const [whole, , code, bold, bold2, italic, struck, label, url] = found;
+    const [whole, , code, bold, bold2, italic, struck, label, url, block, round, square, dollar] = found;
     if (code !== undefined) target.append(element("code", { textContent: code.trim() || code }));
     else if (bold ?? bold2) target.append(nested("strong", bold ?? bold2));
     else if (italic) target.append(nested("em", italic));
+    else if (block ?? square) target.append(formula(block ?? square, true));
+    else if (round ?? dollar) target.append(formula(round ?? dollar, false));
     else if (struck) target.append(nested("del", struck));
     else target.append(element("a", { href: url, textContent: label, rel: "noopener noreferrer", target: "_blank", title: url }));
     rest = rest.slice(found.index + whole.length);
@@ -31,11 +34,12 @@ export function codeBlock(text, language) {
   const button = element("button", { type: "button", textContent: "Copy" });
   button.addEventListener("click", () => copy(text, button));
   const code = element("code", { textContent: text });
-  if (language) code.setAttribute("data-language", language);
+  if (language) { code.setAttribute("data-language", language.toLowerCase()); colour(code); }
   return element("div", { className: "code" }, element("pre", { tabIndex: 0 }, code), button);
 }
 
 const FENCE = /^\s{0,3}(`{3,}|~{3,})\s*([\w+#.-]*)[^`]*$/;
+const OPENS = /^\s*(\$\$|\\\[)(.*)$/;
 const HEADING = /^(#{1,6})\s+(.*)$/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/;
 const ROW = /^\s*\|.*\|\s*$/;
@@ -53,6 +57,14 @@ export function render(target, text) {
       let end = at + 1;
       while (end < lines.length && !close.test(lines[end])) end += 1;
       made.push(codeBlock(lines.slice(at + 1, end).join("\n"), fence[2]));
+      at = end + 1;
+    } else if (OPENS.test(line)) {
+      const [, open, rest] = OPENS.exec(line);
+      const close = open === "$$" ? "$$" : "\\]";
+      let end = at, source = rest;
+      while (!source.includes(close) && end + 1 < lines.length && lines[end + 1].trim()) source += `\n${lines[end += 1]}`;
+      const [inside, behind = ""] = source.split(close);
+      made.push(element("p", {}, formula(inside.trim(), true), behind));
       at = end + 1;
     } else if (!line.trim()) {
       at += 1;
@@ -75,7 +87,7 @@ export function render(target, text) {
       at = table(lines, at, made);
     } else {
       const words = [];
-      while (at < lines.length && lines[at].trim() && !FENCE.test(lines[at]) && !HEADING.test(lines[at]) && !ITEM.test(lines[at])) { words.push(lines[at]); at += 1; }
+      while (at < lines.length && lines[at].trim() && !FENCE.test(lines[at]) && !OPENS.test(lines[at]) && !HEADING.test(lines[at]) && !ITEM.test(lines[at])) { words.push(lines[at]); at += 1; }
       const paragraph = element("p");
       words.forEach((each, place) => { if (place) paragraph.append(element("br")); inline(paragraph, each); });
       made.push(paragraph);

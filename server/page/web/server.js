@@ -1,5 +1,6 @@
 // The server tab: facts, options with their origin, recent errors.
 
+import { inView } from "./models.js";
 import { ask, element } from "./net.js";
 
 const byId = (id) => document.getElementById(id);
@@ -10,13 +11,14 @@ const count = (number) => number.toLocaleString("en");
 
 export function startServer() {
   byId("only-set").addEventListener("change", () => last && drawOptions(last.options));
+  document.addEventListener("model-in-view", () => { if (!byId("server").hidden) showServer(); });
   document.addEventListener("key", () => { if (!byId("server").hidden) showServer(); });
 }
 
 export async function showServer() {
   const note = byId("server-note");
   try {
-    last = await (await ask("/admin/server")).json();
+    last = await (await ask(`/admin/server${inView()}`)).json();
     note.hidden = true;
     draw(last);
   } catch (error) {

@@ -263,6 +263,7 @@ export function startYard() {
   });
   byId("tenant-filter").addEventListener("change", (event) => { state.tenant = event.target.value; draw(); });
   byId("priority-filter").addEventListener("change", (event) => { state.priority = event.target.value; draw(); });
+  document.addEventListener("model-in-view", () => { history.clear(); Object.assign(state, { paused: null, selected: null }); draw(); });
   document.addEventListener("shown", (event) => { if (event.detail === "yard") draw(); });
   document.addEventListener("keydown", (event) => {
     if (event.key !== " " || byId("yard").hidden || event.target.closest("input, textarea, select, button, li, dialog")) return;

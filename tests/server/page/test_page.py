@@ -1,18 +1,27 @@
 """The page's files: public, small, and unable to reach anything but this server."""
 
 import gzip
+import hashlib
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from engine.options.edge_config import PageParts
 from server.app import build_admin_app, build_app
+from server.page import page
 from server.page.page import FILES
 from tests.server.conftest import EDGE, Settings, connect
 from tests.server.fake_engine import FakeEngine
 
 _MAX_ZIPPED_BYTES = 100_000
+VENDORED = {
+    "katex.min.js": "e8d885505949f3a5f4abdd5dd0d53696bd1371ad26ffbf4f310dcd77c8cdae89",  # npm, 0.16.22
+    "highlight.min.js": "7865839949f0764d9e0a21e311a4e2c42633eeaee8ca5ec127b86438565731fe",  # npm, 11.11.1
+}
+"""Files of other projects, by their SHA-256."""
+OWN = [name for name in FILES if name not in VENDORED]
 
 
 def paths() -> list[str]:
@@ -34,10 +43,22 @@ async def test_the_page_and_its_files_need_no_key_and_keep_to_this_origin(engine
 
 
 def test_the_page_is_small():
-    assert sum(len(gzip.compress(file.plain)) for file in FILES.values()) < _MAX_ZIPPED_BYTES
+    assert sum(len(gzip.compress(FILES[name].plain)) for name in OWN) < _MAX_ZIPPED_BYTES
 
 
-@pytest.mark.parametrize("name", list(FILES))
+def test_files_of_others_are_as_they_published_them_with_their_licence_and_come_only_when_needed():
+    folder = Path(page.__file__).parent / "web" / "vendor"
+    assert {each.name for each in folder.glob("*.js")} == set(VENDORED)
+    for name, digest in VENDORED.items():
+        assert hashlib.sha256(FILES[name].plain).hexdigest() == digest, name
+        licence = (folder / f"{name.split('.')[0]}.LICENSE").read_text()
+        assert "Copyright (c)" in licence
+        for each in ("eval(", "new Function", "document.write"):
+            assert each.encode() not in FILES[name].plain
+    assert not [name for name in OWN if name != "decorate.js" and b".min.js" in FILES[name].plain]
+
+
+@pytest.mark.parametrize("name", OWN)
 def test_a_file_names_no_other_server_and_makes_no_markup_of_text(name):
     text = FILES[name].plain.decode()
     addresses = set(re.findall(r"https?://[^\s'\"`)]+", text))
