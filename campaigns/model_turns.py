@@ -14,6 +14,7 @@ Owns: the models' file, the load and the figures. Never: the server's start (ser
 import argparse
 import asyncio
 import json
+import os
 import random
 import sys
 import tempfile
@@ -57,7 +58,7 @@ class Address:
     async def state(self, model: str) -> str:
         reply = await exchange(self._target, self._target.request("GET", "/v1/models"), timeouts=Timeouts())
         listed = json.loads(reply.body)["data"]
-        return next(each["status"]["value"] for each in listed if each["id"] == model)
+        return str(next(each["status"]["value"] for each in listed if each["id"] == model))
 
     async def metrics(self) -> str:
         reply = await exchange(self._target, self._target.request("GET", "/metrics"), timeouts=Timeouts())
@@ -76,6 +77,15 @@ class Address:
                     gaps.append(now_s - last_s)
                 last_s = now_s
         return gaps
+
+    def engine_cpu_s(self) -> float:
+        """Return the processor seconds of the engine process."""
+        pids = _descendants(self.pid)
+        engines = [
+            pid for pid, words in zip(pids, _command_lines(pids), strict=True) if "engine.core" in words
+        ]
+        fields = Path(f"/proc/{engines[0]}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def num_processes(self) -> int:
         """Count the server's processes that hold a model, and the server itself."""
@@ -115,11 +125,11 @@ def _resident_bytes(pid: int) -> int:
 
 
 def _block_bytes(folder: Path) -> int:
-    """Return the bytes of 32 tokens of numbers of four bytes."""
+    """Return the bytes of 32 tokens of numbers of two bytes."""
     config = json.loads((folder / "config.json").read_text())
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    return 32 * 4 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim
+    return int(32 * 2 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim)
 
 
 @contextmanager
@@ -133,7 +143,7 @@ def serving(folder: Path, models: dict[str, Path], *, num_that_fit: int) -> Iter
         for name, path in models.items()
     ]
     file = folder / "models.yaml"
-    defaults = "defaults: {load: demand, num_threads: 1, dtype: float32, block_size: 32, max_model_len: 512}"
+    defaults = "defaults: {load: demand, num_threads: 1, dtype: bfloat16, block_size: 32, max_model_len: 512}"
     file.write_text("\n".join([defaults, "models:", *entries]))
     port = free_port()
     words = ("serve", "--port", str(port), "--models", str(file), "--max-queued-requests", "8192")
@@ -193,13 +203,14 @@ async def _memory(here: Address, num_rounds: int) -> None:
 
 
 async def _switch(here: Address, num_rounds: int) -> None:
-    times_s = []
+    times_s, cpus_s = [], []
     for number in range(num_rounds + 1):
         status, seconds = await here.ask(NAMES[number % 2], max_tokens=1)
         assert status == 200, status
         times_s.append(seconds)
-    times_s = sorted(times_s[1:])
-    print(f"switch: median {times_s[len(times_s) // 2]:.2f} s, {times_s[0]:.2f} to {times_s[-1]:.2f}")
+        cpus_s.append(here.engine_cpu_s())
+    for what, found in (("wall", sorted(times_s[1:])), ("processor, of the new engine", sorted(cpus_s[1:]))):
+        print(f"switch: {what}: median {found[len(found) // 2]:.2f} s, {found[0]:.2f} to {found[-1]:.2f}")
 
 
 async def _pauses(here: Address, num_rounds: int) -> None:

@@ -32,8 +32,7 @@ def num_free(bound: int, own: int, others: Sequence[int]) -> int:
 class QueueLimits:
     """Bounds on the whole queue; beyond them a client is refused and given a time to come back.
 
-    A sequence starts with its first output, so sequences in prefill still count as waiting. Several models
-    have one queue, each with limits made by `beside`, and no crowd of one takes all places.
+    A sequence starts with its first output, so sequences in prefill still count as waiting.
     """
 
     def __init__(self, *, max_queued: int, max_queued_tokens: int, has_priorities: bool = False) -> None:
@@ -103,6 +102,8 @@ class QueueLimits:
 
     def _free(self) -> tuple[int, int]:
         """Return the sequences and the prompt tokens for which this model still has room."""
+        if len(self._all) == 1:
+            return self._max_queued - self._num_own, self._max_queued_tokens - self._num_own_tokens
         others = [each for each in self._all if each is not self]
         return (
             num_free(self._max_queued, self._num_own, [each._num_own for each in others]),

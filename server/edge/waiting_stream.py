@@ -46,8 +46,7 @@ class WaitingStream:
 
     async def fail(self, error: Exception, count: Callable[[str], None], shape: ErrorShape) -> None:
         """End a reply that has begun with an error as its event; `count` is called with its code."""
-        event = orjson.dumps(shape(reply_of(error, self._scope, count)))
-        body = b"event: error\ndata: " + event + b"\n\n"
+        body = b"event: error\ndata: " + orjson.dumps(shape(reply_of(error, self._scope, count))) + b"\n\n"
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
 

@@ -483,3 +483,33 @@ async def test_loads_unloads_and_those_that_wait_are_counted():
     assert value("model_loads_total", result="failed") == 1
     assert value("model_unloads_total", reason="idle") == 1
     assert value("model_load_seconds_count") == 1
+
+
+async def test_open_webuis_connections_see_all_models_and_chat_with_each_that_they_see():
+    """An OpenAI connection is asked for /models below its address, one of Ollama for three lists."""
+    first, second = FakeEngine(), FakeEngine(dataclasses.replace(INFO, served_names=("second",)))
+    yard, rule = ModelYard(max_waiting=1), KeepRule(at_start=False, keep_alive_s=600)
+    processes = Processes()
+    room = Reservation(device="cpu", num_bytes=1, budget_bytes=1)
+    places = [yard.add(name, processes, rule, room) for name in ("fake", "second")]
+    models = [Served(first, Parsers(), places[0]), Served(second, Parsers(), places[1])]
+    client = connect(build_app(first, Settings(), models=models))
+    second.state = LOADING  # it was never loaded
+    processes.may_load.set()
+
+    async def names(path: str, entries: str, name: str) -> list[str]:
+        return [each[name] for each in (await client.get(path)).json()[entries]]
+
+    known = ["fake", "org/fake-alias", "second"]
+    for path, entries, name in (("/v1/models", "data", "id"), ("/models", "data", "id")):
+        assert await names(path, entries, name) == known
+    assert await names("/api/tags", "models", "name") == known
+    assert await names("/api/ps", "models", "name") == []
+    assert (await client.get("/api/version")).json()["version"]
+    for model in await names("/api/tags", "models", "name"):
+        second.state = READY
+        for path in ("/v1/chat/completions", "/api/chat"):
+            body = {"model": model, "messages": CHAT, "stream": False}
+            assert (await client.post(path, json=body)).status_code == 200, (path, model)
+    assert await names("/api/ps", "models", "name") == ["second"], "the other one left for it"
+    await yard.close()

@@ -195,6 +195,8 @@ class LoadingDisplay:
     def update(self, fraction: float, stage: str, detail: str = "") -> None:
         """`fraction` of the whole, 0 to 1; `detail` is text such as `1.2 of 2.7 GiB`."""
         now_s = self._clock_s()
+        if not fraction:
+            self._started_s = now_s  # importing libraries is no share of the load
         if not self._is_live and now_s - self._last_line_s < _PLAIN_LINES_EVERY_S:
             return
         self._last_line_s = now_s

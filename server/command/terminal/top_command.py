@@ -43,8 +43,7 @@ def main(words: Sequence[str]) -> int:
     options = build_parser().parse_args(list(words))
     target = target_of(options)
     path = _PATH + (f"?model={quote(options.model, safe='')}" if options.model else "")
-    show = _once if options.once else _watch
-    code = run_client("tokenyard top", lambda: asyncio.run(show(target, path)))
+    code = run_client("tokenyard top", lambda: asyncio.run((_once if options.once else _watch)(target, path)))
     return 0 if code == EXIT_INTERRUPTED else code  # Ctrl-C is the way to leave
 
 

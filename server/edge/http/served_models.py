@@ -136,8 +136,7 @@ async def lease_model(request: Request, *, is_patient: bool = False, is_stream: 
     Raises EngineUnavailable, Overloaded, ClientDisconnect.
     """
     edge = edge_of(request)
-    place = edge.place
-    if place is None:
+    if (place := edge.place) is None:
         return
     asked = request.headers.get(LOAD_HEADER, "yes")
     if asked not in ("yes", "no"):

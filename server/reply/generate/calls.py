@@ -90,8 +90,7 @@ async def read_call(
         forecast = forecast_headers(engine.forecast(terms))
         add_reply_headers(request.scope, lambda: forecast)
     if body.needs_model:
-        is_patient, is_stream = body.default_priority > 0, body.streams_events
-        await lease_model(request, is_patient=is_patient, is_stream=is_stream)
+        await lease_model(request, is_patient=body.default_priority > 0, is_stream=body.streams_events)
     journal = journal_of(request.scope)
     journal.reply_id = reply_id
     journal.tenant = tenant or ""
