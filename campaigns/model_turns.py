@@ -25,10 +25,9 @@ from pathlib import Path
 
 from campaigns.servers.free_ports import free_port
 from campaigns.servers.running import ROOT, Launch, running
-from engine.options.found_model import DEMO_MODEL
 from server.edge.http.http_client import Target, Timeouts, exchange, open_stream
-from worker.machine import available_memory_bytes
 
+DEMO_MODEL = ROOT / "engine" / "demo_model"
 NAMES = ("a", "b", "c")
 _READY_WITHIN_S = 120.0
 _LONGEST_S = 1200.0
@@ -51,8 +50,9 @@ class Address:
 
     async def unload(self, model: str) -> None:
         """Unload a model, and wait until it is gone."""
+        before = self.num_processes()
         await self._post("/models/unload", {"model": model})
-        while await self.state(model) != "unloaded" or self.num_processes() > 1:
+        while await self.state(model) != "unloaded" or self.num_processes() == before:
             await asyncio.sleep(0.05)
 
     async def state(self, model: str) -> str:
@@ -132,11 +132,16 @@ def _block_bytes(folder: Path) -> int:
     return int(32 * 2 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim)
 
 
+def _available_bytes() -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+
+
 @contextmanager
 def serving(folder: Path, models: dict[str, Path], *, num_that_fit: int) -> Iterator[Address]:
     """Serve the models by their names, of which so many fit at once, by the size of their caches."""
     share = 0.8 / num_that_fit if num_that_fit < len(models) else 0.1
-    cache_bytes = int(available_memory_bytes() * 0.7 * share)  # no token touches most of it
+    cache_bytes = int(_available_bytes() * 0.7 * share)  # no token touches most of it
     entries = [
         f"  - {{model: {path}, served_model_name: {name}, num_gpu_blocks_override: "
         f"{cache_bytes // _block_bytes(path)}}}"

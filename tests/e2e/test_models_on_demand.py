@@ -23,6 +23,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     models = [make_checkpoint("llama", folder / name) for name in ("first", "second")]
     vectors = make_embedder("bert", folder / "vectors")
     write_pooling_files(vectors, "mean")
+    broken = make_checkpoint("llama", folder / "broken")
+    (broken / "tokenizer.json").write_text("{")
     # Pages of a cache that no token has touched take no memory: each has four tenths of seven.
     num_blocks = int(available_memory_bytes() * 0.4) // BLOCK_BYTES
     (folder / "models.yaml").write_text(
@@ -32,6 +34,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
           - {{model: {models[0]}, num_gpu_blocks_override: {num_blocks}, load: start}}
           - {{model: {models[1]}, num_gpu_blocks_override: {num_blocks}}}
           - {{model: {vectors}, keep_alive: 1s}}
+          - {{model: {broken}}}
+          - {{model: {folder}/gone}}
         """
     )
     with running_server(folder, "--models", str(folder / "models.yaml"), ready_within_s=120) as server:
@@ -51,7 +55,9 @@ async def ask(client: httpx.AsyncClient, model: str, max_tokens: int) -> str:
 
 
 async def test_models_take_turns_no_request_is_lost_and_none_is_cut(server: RunningServer) -> None:
-    assert states(server) == {"first": "loaded", "second": "unloaded", "vectors": "unloaded"}
+    named = states(server)
+    assert named.pop("broken") == named.pop("gone") == "failed"
+    assert named == {"first": "loaded", "second": "unloaded", "vectors": "unloaded"}
     async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
         running = asyncio.create_task(ask(client, "first", 300))
         await server.until_in_flight(1, running)
@@ -71,6 +77,27 @@ def test_a_model_that_is_idle_leaves_and_comes_back(server: RunningServer) -> No
         assert len(made.json()["data"][0]["embedding"]) == 64
         wait_for(lambda: states(server)["vectors"] == "unloaded")
     assert httpx.get(f"{server.url}/health/ready").status_code == 200
+
+
+@pytest.mark.parametrize(("name", "why"), [("broken", "tokenizer.json"), ("gone", "there is no such folder")])
+def test_broken_texts_and_a_missing_folder_are_told_to_their_own_requests(
+    server: RunningServer, name: str, why: str
+) -> None:
+    body = {"model": name, "prompt": "a"}
+    refused = httpx.post(f"{server.url}/v1/completions", json=body)
+    assert (refused.status_code, why in refused.json()["error"]["message"]) == (503, True), refused.text
+    assert httpx.post(f"{server.url}/tokenize", json=body).status_code == 503
+    health = httpx.get(f"{server.url}/health", params={"model": name})
+    assert (health.status_code, why in health.json()["detail"]) == (503, True)
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_a_load_by_hand_is_counted(server: RunningServer) -> None:
+    assert httpx.post(f"{server.url}/models/load", json={"model": "second"}).status_code == 200
+    wait_for(lambda: states(server)["second"] == "loaded")
+    page = httpx.get(f"{server.url}/metrics").text
+    assert 'tokenyard:model_loads_total{model_name="second",result="loaded"}' in page
+    assert 'tokenyard:model_unloads_total{model_name="first",reason="evicted"}' in page
 
 
 def test_the_end_is_orderly(server: RunningServer) -> None:

@@ -330,6 +330,15 @@ def test_loading_is_one_changing_line_on_a_terminal() -> None:
     assert stream.getvalue().endswith("\r\x1b[K")
 
 
+def test_the_time_before_any_progress_is_no_part_of_the_estimate() -> None:
+    now, stream = [0.0], _Terminal()
+    display = LoadingDisplay(stream, clock_s=lambda: now[0])
+    for second, fraction in ((8, 0.0), (9, 0.25)):
+        now[0] = second
+        display.update(fraction, "reading weights")
+    assert "about 3 s left" in stream.getvalue()
+
+
 def test_loading_is_a_line_every_two_seconds_in_a_log_file() -> None:
     now, stream = [0.0], io.StringIO()
     display = LoadingDisplay(stream, clock_s=lambda: now[0])
