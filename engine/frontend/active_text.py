@@ -4,14 +4,15 @@ Owns: the text of its choices, and the outputs that wait to be read.
 Never: talks to the engine process (client.py does).
 """
 
-import asyncio
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec.structs import replace
 
 from engine.frontend.active_request import ActiveRequest
 from engine.process_messages import Begun
+from engine.readable import Readable
 from engine.text.detokenizer import IncrementalDetokenizer, StopMatcher, StopText
 from engine.text.token_logprobs import CollectedPromptLogprobs, explain
 from engine.text.tokenizer import SpecialTokens, Tokenizer
@@ -143,7 +144,7 @@ class ActiveText(ActiveRequest[GenerationRequest, TextChoice]):
         request: GenerationRequest,
         sequence_ids: tuple[SequenceId, ...],
         tokenizer: Tokenizer,
-        readable: asyncio.Event,
+        readable: Readable,
         *,
         is_read_whole: bool = False,
     ) -> None:
@@ -205,3 +206,10 @@ class ActiveText(ActiveRequest[GenerationRequest, TextChoice]):
     def has_reply(self) -> bool:
         has_tokens = any(choice.num_tokens for choice in self.choices.values())
         return has_tokens and self._prompt_logprobs.is_complete
+
+
+def outputs_of(requests: Sequence[ActiveText]) -> list[tuple[int, TokenOutput]] | None:
+    """Take the new outputs of requests, with their places; None, and take nothing, if one has ended."""
+    if any(active.is_over for active in requests):
+        return None
+    return [(place, output) for place, active in enumerate(requests) for output in active.take()]

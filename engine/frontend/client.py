@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from engine.adapters.registry import AdapterMetrics, AdapterRegistry
 from engine.errors import EngineDied, EngineUnavailable, GrammarRejected, WrongTask
 from engine.frontend.active_requests import ActiveRequests
+from engine.frontend.active_text import outputs_of
 from engine.frontend.health import HealthMonitor, Welcome
 from engine.frontend.metrics import EngineMetrics
 from engine.frontend.subscribers import JoinedViews, Subscribers
@@ -34,6 +35,7 @@ from engine.process_messages import (
     View,
 )
 from engine.processes.engine_processes import Death, EngineGroup, GaveUp
+from engine.readable import Readable
 from engine.reports.kv_publisher import KVPublisher
 from engine.reports.questions import Questions, report_in_line
 from engine.text.checkpoint_texts import load_texts, tokenizer_config
@@ -286,11 +288,16 @@ class AsyncEngine:
         return self._requests.forecast(terms, self.metrics.wait_reason)
 
     async def generate_all(
-        self, requests: Sequence[GenerationRequest], *, is_read_whole: bool = False
+        self,
+        requests: Sequence[GenerationRequest],
+        *,
+        is_read_whole: bool = False,
+        readable: Readable | None = None,
     ) -> AsyncGenerator[tuple[int, TokenOutput], None]:
         """Yield the outputs of all choices as they come, each with the place of its request.
 
         With `is_read_whole` they come in few large pieces: a reply is looked at once all of it is there.
+        By `readable` a function may read in the place of the iterator.
 
         Requests are admitted together or not at all; closing the generator aborts the unfinished ones.
         Raises Overloaded, EngineUnavailable, RequestRejected before the first output; RequestFailed,
@@ -299,18 +306,19 @@ class AsyncEngine:
         self._health.require_ready(now_s=time.monotonic())
         if self.info.pooling is not None:
             raise WrongTask("this model does not generate text")
-        readable = asyncio.Event()
+        readable = readable or Readable()
         admitted = self._requests.admit(requests, readable, is_read_whole=is_read_whole)
+        readable.outputs = lambda: outputs_of(admitted)
         try:
-            while not all(active.is_over for active in admitted) or readable.is_set():
+            while not all(active.is_over for active in admitted) or readable.is_set:
                 await readable.wait()
-                readable.clear()
                 for place, active in enumerate(admitted):
                     if isinstance(active.error, GrammarRejected):
                         self._grammars.blame(active.request.params.grammar, str(active.error))
                     for output in active.take():
                         yield place, output
         finally:
+            readable.outputs = None
             for active in admitted:
                 self._requests.leave(active)
             for request in requests:
@@ -322,12 +330,11 @@ class AsyncEngine:
         self._health.require_ready(now_s=time.monotonic())
         if self.info.pooling is None:
             raise WrongTask("this model generates text; it makes no vectors")
-        readable = asyncio.Event()
+        readable = Readable()
         admitted = self._requests.admit_pooling(requests, readable)
         try:
             while not all(active.is_over for active in admitted):
                 await readable.wait()
-                readable.clear()
                 for active in admitted:
                     if active.error is not None:
                         raise active.error

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from engine.errors import AdapterConflict, EngineUnavailable, NoChatTemplate, Overloaded, RequestRejected
+from engine.readable import Readable
 from engine.text.tokenizer import SpecialTokens
 from engine.types import (
     ChatOptions,
@@ -253,7 +254,11 @@ class FakeEngine:
         return QueueForecast(7, 2.5, "places") if terms.priority else QueueForecast(0, None, "step")
 
     def generate_all(
-        self, requests: Sequence[GenerationRequest], *, is_read_whole: bool = False
+        self,
+        requests: Sequence[GenerationRequest],
+        *,
+        is_read_whole: bool = False,
+        readable: Readable | None = None,
     ) -> NumberedOutputs:
         self.are_read_whole.append(is_read_whole)
         return merged([self.generate(request) for request in requests])

@@ -12,7 +12,15 @@ from typing import Any
 from msgspec.structs import replace
 
 from engine.types import ChosenLogprob, FinishReason, TokenOutput, TokenText
-from server.reply.generate.replies import ChunkWriter, CollectedChoice, Collector, ReplyPlan, shown_times
+from server.reply.generate.replies import (
+    ChunkWriter,
+    CollectedChoice,
+    Collector,
+    Payload,
+    Quick,
+    ReplyPlan,
+    shown_times,
+)
 from server.reply.generate.wire_logprobs import (
     COMPLETION_LISTS,
     GrowingLists,
@@ -145,6 +153,7 @@ class CompletionStream:
         self._plan = plan
         self._writer = ChunkWriter(plan.shared, "text_completion")
         num_choices = plan.shared.num_choices
+        self.quick: Quick | None = self._quick if self._writer.is_quick and plan.generates else None
         self._has_begun = [False] * num_choices
         self._offsets = [TokenOffsets(len(plan.echo(number))) for number in range(num_choices)]
 
@@ -156,19 +165,26 @@ class CompletionStream:
         is_silent = not output.text and not output.logprobs and finish_reason is None
         if is_silent and not has_echo and not self._writer.is_wordy:
             return []  # the text of these tokens is still held back
-        choice: dict[str, Any] = {
-            "index": number,
-            "text": (self._plan.echo(number) if is_first else "") + output.text,
-            "logprobs": self._logprobs(number, output, has_echo=has_echo),
-            "finish_reason": finish_reason,
-        }
+        choice = _choice(number, (self._plan.echo(number) if is_first else "") + output.text)
+        choice["logprobs"] = self._logprobs(number, output, has_echo=has_echo)
         if finish_reason is not None:
+            choice["finish_reason"] = finish_reason
             choice["stop_reason"] = output.stop_reason
         if self._plan.shared.has_token_ids:
             if is_first:
                 choice["prompt_token_ids"] = list(self._plan.shared.prompts[prompt_index])
             choice["token_ids"] = list(output.token_ids)
         return [self._writer.chunk(choice)]
+
+    def _quick(self, prompt_index: int, output: TokenOutput) -> list[Payload] | None:
+        """See `Quick`."""
+        number = prompt_index * self._plan.shared.n + output.index
+        if not self._has_begun[number] or output.finish_reason is not None:
+            return None
+        self._writer.tally.add(prompt_index, output)
+        if not output.text:
+            return []  # the text of these tokens is still held back
+        return [self._writer.text_chunk(number, output.text, lambda text: _choice(number, text))]
 
     def finish(self) -> list[dict[str, Any]]:
         return self._writer.finish()
@@ -181,3 +197,7 @@ class CompletionStream:
         if not has_echo:
             return generated
         return joined(plan.echoed_logprobs(number, output.prompt_logprobs), generated)
+
+
+def _choice(number: int, text: str) -> dict[str, Any]:
+    return {"index": number, "text": text, "logprobs": None, "finish_reason": None}
