@@ -157,6 +157,31 @@ def test_promtool_has_nothing_to_say_and_alerts_fire_when_they_should() -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed")
+@pytest.mark.parametrize(("target_s", "expected"), [(2, [1.5]), (0, [])])
+def test_the_autoscaler_reads_forecasts_beside_their_target(
+    tmp_path: Path, target_s: int, expected: list[float]
+) -> None:
+    path = ROOT / "deploy" / "kubernetes" / "overlays" / "autoscaled" / "scaledobject.yaml"
+    triggers = next(each for each in yaml.safe_load_all(path.read_text()) if "triggers" in each["spec"])
+    (query,) = (
+        each["metadata"]["query"] for each in triggers["spec"]["triggers"] if each["name"] == "first-token"
+    )
+    rows = {"2": "0+80x9", "4": "0+100x9", "+Inf": "0+100x9"}
+    name, labels = "tokenyard:predicted_first_token_seconds_bucket", 'job="tokenyard",instance="a"'
+    series = [{"series": f'{name}{{{labels},le="{le}"}}', "values": each} for le, each in rows.items()]
+    target = f"tokenyard:first_token_target_seconds{{{labels}}}"
+    series.append({"series": target, "values": f"{target_s}x9"})
+    samples = [{"labels": "{}", "value": value} for value in expected]
+    asked = {"expr": query, "eval_time": "4m", "exp_samples": samples}
+    world = {"interval": "30s", "input_series": series, "promql_expr_test": [asked]}
+    (tmp_path / "keda.yaml").write_text(yaml.safe_dump({"rule_files": [], "tests": [world]}))
+    done = subprocess.run(
+        [str(PROMTOOL), "test", "rules", tmp_path / "keda.yaml"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_the_shell_lines_of_the_page_make_rules_for_the_operator_of_both_files() -> None:
     page = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
     (lines,) = [
