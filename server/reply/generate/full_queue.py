@@ -12,12 +12,13 @@ import time
 from collections.abc import Mapping
 from email.utils import formatdate
 from http import HTTPStatus
+from typing import NamedTuple
 
 import orjson
 
 from engine.errors import Overloaded
 from server.edge.access.key_ring import KeyRing
-from server.edge.error_replies import ErrorReply, ErrorShape, describe, noted, shape_at
+from server.edge.error_replies import ErrorShape, NotedError, describe, noted, shape_at
 from server.edge.http.edge import Edge
 from server.edge.http.request_log import record_refusal
 from server.edge.http.strict_http import Head, plain_head
@@ -28,8 +29,19 @@ from server.edge.sockets.early_refusal import EarlyRefusal
 _ASKS_FOR_MORE = (b"x-tokenyard-", b"x-priority", b"origin")
 """Beginnings of fields that decide about the priority, add to the reply, or are refused by themselves."""
 _BEARER = b"bearer "
+_SAME_S = 0.02
+"""Seconds in which refusals have the same words and the same time to try again."""
 _LIKELY_S = 1.0
 """Seconds after a refusal in which newcomers are looked at before they have a connection."""
+
+
+class _Told(NamedTuple):
+    """A refusal but for its request id."""
+
+    until_s: float
+    before_id: bytes
+    after_id: bytes
+    error: NotedError
 
 
 class FullQueue:
@@ -46,6 +58,8 @@ class FullQueue:
         self._paths = {path.encode(): path for path in paths}
         self._shapes = shapes
         self._refused_s = float("-inf")
+        self._told: dict[tuple[str, int | None], _Told] = {}
+        """The last refusals, by path and priority."""
 
     @property
     def are_likely(self) -> bool:
@@ -75,24 +89,28 @@ class FullQueue:
         try:
             self._engine.require_any_room(priority)
         except Overloaded as error:
-            self._refused_s = time.monotonic()
-            request_id = id_for(headers).decode("ascii")
-            reply = describe(error, request_id)
-            record_refusal(self._metrics, path, noted(reply), request_id)
-            return _reply_bytes(reply, shape_at(path, self._shapes), request_id)
+            now_s = self._refused_s = time.monotonic()
+            told = self._told.get((path, priority))
+            if told is None or told.until_s < now_s:
+                told = _told(error, shape_at(path, self._shapes), until_s=now_s + _SAME_S)
+                self._told[path, priority] = told
+            request_id = id_for(headers)
+            record_refusal(self._metrics, path, told.error, request_id.decode("ascii"))
+            return told.before_id + request_id + told.after_id
         return None
 
 
-def _reply_bytes(reply: ErrorReply, shape: ErrorShape, request_id: str) -> bytes:
+def _told(error: Overloaded, shape: ErrorShape, *, until_s: float) -> _Told:
+    reply = describe(error, "")
     body = orjson.dumps(shape(reply))
     headers = {
         "date": formatdate(usegmt=True),
         **reply.headers,
         "content-type": "application/json",
         "content-length": str(len(body)),
-        "x-request-id": request_id,
         "connection": "close",
+        "x-request-id": "",
     }
     lines = [f"HTTP/1.1 {reply.status} {HTTPStatus(reply.status).phrase}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
-    return "\r\n".join([*lines, "", ""]).encode("ascii") + body
+    return _Told(until_s, "\r\n".join(lines).encode("ascii"), b"\r\n\r\n" + body, noted(reply))
