@@ -21,6 +21,7 @@ from bench.simulate.cells import STUCK_STATUS, simulate_cells, to_json
 from bench.simulate.find import Target, Trial, UnattainableError, find, good_share
 from bench.simulate.fitting.fitted_step_time import FitError, LinearStepTime, fit
 from bench.simulate.fitting.measured_run import Error, MeasuredRun, calibrated, read_measured_run
+from bench.simulate.machines import MACHINES
 from bench.simulate.options import CONFIG, STEP_TIME, SYNTHETIC, build_parser
 from bench.simulate.plots import draw_queue, draw_ttft
 from bench.simulate.replica import Stuck
@@ -129,9 +130,14 @@ def _slo(options: argparse.Namespace) -> Slo:
 
 def _step_time(options: argparse.Namespace) -> tuple[LinearStepTime, str]:
     given = {name: getattr(options, f"step_{name}") for name in STEP_TIME}
+    if (options.fit or options.machine) and any(value is not None for value in given.values()):
+        raise _Usage("--fit and --machine find the step times, so no --step option can be given with them")
+    if options.fit and options.machine:
+        raise _Usage("--fit and --machine both find the step times; give one of them")
+    if options.machine:
+        machine = MACHINES[options.machine]
+        return machine.step_time, str(machine)
     if options.fit:
-        if any(value is not None for value in given.values()):
-            raise _Usage("--fit finds the step times, so none of the --step options can be given with it")
         found = fit(read_trace(options.fit))
         return found.model, str(found)
     values = {name: STEP_TIME[name] if value is None else value for name, value in given.items()}
@@ -151,8 +157,9 @@ def _base(
 ) -> tuple[Setup, list[Error]]:
     """Return the setup that the options describe, and how far off a measured run it is."""
     given = {name: getattr(options, name) for name in settable_fields() if getattr(options, name) is not None}
+    found = {"num_blocks": MACHINES[options.machine].num_blocks} if options.machine else {}
     try:
-        config = SchedulerConfig(**(CONFIG | given))
+        config = SchedulerConfig(**(CONFIG | found | given))
     except ValueError as error:
         raise SetupError(str(error)) from None
     alone = Setup(name="base", config=config, step_time=step_time)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.simulate.find import Sought
+from bench.simulate.machines import MACHINES
 from bench.simulate.replica import Stepping
 from bench.simulate.requests.arrivals import LengthDistribution
 from bench.simulate.router import RouterKind
@@ -114,6 +115,12 @@ def _add_requests(group: Any) -> None:
 
 def _add_step_time(group: Any) -> None:
     group.add_argument("--fit", type=Path, metavar="TRACE", help="find them in a file of --trace-steps")
+    group.add_argument(
+        "--machine",
+        choices=MACHINES,
+        metavar="NAME",
+        help=f"those of a machine that was measured, and its KV blocks: {', '.join(MACHINES)}",
+    )
     for name, text in (
         ("base_ms", "each step"),
         ("token_us", "and for each token in it"),

@@ -57,6 +57,8 @@ class LinearStepTime:
     per_token_s: float
     per_decode_s: float
     per_context_token_s: float
+    hidden_s: float = 0.0
+    """Part of the arithmetic of tokens that is done while weights are read, which the base has."""
     variation: tuple[float, ...] = ()
     """Factors by which steps took more or less than that, one after the other; none: they did not."""
     computing_shares: tuple[float, ...] = ()
@@ -77,14 +79,14 @@ class LinearStepTime:
     def seconds(self, num_tokens: int, num_decodes: int, num_context_tokens: int) -> float:
         return (
             self.base_s
-            + self.per_token_s * num_tokens
+            + max(self.per_token_s * num_tokens - self.hidden_s, 0.0)
             + self.per_decode_s * num_decodes
             + self.per_context_token_s * num_context_tokens
         )
 
     def decode_steps(self, num_decodes: int, num_context_tokens: int, num_steps: int) -> Iterator[float]:
         """Yield what `seconds` returns for steps of the same decodes, one token later each time."""
-        beside_context_s = self.base_s + self.per_token_s * num_decodes + self.per_decode_s * num_decodes
+        beside_context_s = self.seconds(num_decodes, num_decodes, 0)
         for step in range(num_steps):
             yield beside_context_s + self.per_context_token_s * (num_context_tokens + step * num_decodes)
 
