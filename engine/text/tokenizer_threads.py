@@ -23,6 +23,8 @@ from worker.machine import lower_precedence
 
 ResultT = TypeVar("ResultT")
 
+_TINY_CHARS = 128
+"""Characters that are tokenized at once: that takes less than to wake a thread and to be woken by it."""
 _LONG_CHARS = 64 * 1024
 """About a tenth of a second of tokenizing."""
 _NICENESS_OF_LONG = 10
@@ -92,6 +94,8 @@ class TokenizerThreads:
         self._chats = lane("renderer", num_threads=MAX_RENDERERS, max_under_way=256)
 
     async def encode(self, text: str) -> tuple[int, ...]:
+        if len(text) <= _TINY_CHARS:
+            return self._tokenizer.encode_prompt(text)
         return await self._lane(len(text)).run(lambda: self._tokenizer.encode_prompt(text))
 
     async def encode_chat(
@@ -104,6 +108,8 @@ class TokenizerThreads:
         rendered = await self._chats.run(lambda: self._render(messages, options))
         if marks is not None:
             rendered = rendered.replace(*marks)
+        if len(rendered) <= _TINY_CHARS:
+            return self._tokenizer.encode_rendered_chat(rendered)
         return await self._lane(len(rendered)).run(lambda: self._tokenizer.encode_rendered_chat(rendered))
 
     async def num_answer_tokens(self, options: ChatOptions) -> int:
