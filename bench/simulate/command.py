@@ -21,6 +21,7 @@ from bench.simulate.cells import STUCK_STATUS, simulate_cells, to_json
 from bench.simulate.find import Target, Trial, UnattainableError, find, good_share
 from bench.simulate.fitting.fitted_step_time import FitError, LinearStepTime, fit
 from bench.simulate.fitting.measured_run import Error, MeasuredRun, calibrated, read_measured_run
+from bench.simulate.fleet import FleetRule
 from bench.simulate.machines import MACHINES
 from bench.simulate.options import CONFIG, STEP_TIME, SYNTHETIC, build_parser
 from bench.simulate.plots import draw_queue, draw_ttft
@@ -74,6 +75,8 @@ def _run(options: argparse.Namespace, words: Sequence[str]) -> int:
     if options.save_requests:
         write_requests(options.save_requests, workload)
     slo = _slo(options)
+    if options.find is not None and setups[0].fleet is not None:
+        raise _Usage("--find counts replicas that are there all the time")
     if options.find is not None and (options.compare or options.cells > 1 or not slo.binds):
         raise _Usage("--find needs --slo-ttft-ms or --slo-itl-ms, one variant and one cell")
     print(f"Requests   {_describe(options, workload)}")
@@ -181,6 +184,7 @@ def _base(
         load=options.load,
         cells=options.cells,
         stepping=options.stepping,
+        fleet=_fleet(options),
     )
     if options.draft_rates:
         base = with_drafts(base, options.draft_rates, options.draft_pass_ms / 1e3)
@@ -188,6 +192,19 @@ def _base(
     elif options.draft_pass_ms:
         raise _Usage("--draft-pass-ms is the time of drafts, and --draft-rates are not given")
     return base, errors
+
+
+def _fleet(options: argparse.Namespace) -> FleetRule | None:
+    given = {name: getattr(options, name) for name in ("start_s", "mean_life_s")}
+    given = {name: value for name, value in given.items() if value is not None}
+    if options.autoscale is None:
+        if not given:
+            return None
+        return FleetRule(least=options.replicas, most=options.replicas, **given)
+    least, most = options.autoscale
+    if options.replicas != 1:
+        raise _Usage("--autoscale says how many replicas there are, so --replicas cannot be given with it")
+    return FleetRule(least=least, most=most, **given)
 
 
 def _measured_again(options: argparse.Namespace, measured: MeasuredRun) -> MeasuredRun | None:

@@ -16,6 +16,7 @@ from bench.simulate.replica import Stepping
 from bench.simulate.requests.arrivals import LengthDistribution
 from bench.simulate.router import RouterKind
 from bench.simulate.setup import (
+    bounds,
     count,
     draft_rates,
     length,
@@ -155,6 +156,24 @@ def _add_setup(group: Any) -> None:
     add = group.add_argument
     add("--load", type=number(1e-9), default=1.0, metavar="FACTOR", help="the same requests, so much faster")
     add("--replicas", type=count(1, 4096), default=1, metavar="N", help="default %(default)s")
+    add(
+        "--autoscale",
+        type=bounds,
+        metavar="LEAST:MOST",
+        help="replicas come and go between these numbers, as the rule of overlays/autoscaled says",
+    )
+    add(
+        "--start-s",
+        type=number(0.0),
+        metavar="S",
+        help="from the decision to a replica's first request; its cache is empty (default 60)",
+    )
+    add(
+        "--mean-life-s",
+        type=number(1.0),
+        metavar="S",
+        help="mean time after which a replica fails; it is replaced, and its requests begin anew elsewhere",
+    )
     add(
         "--cells",
         type=count(1, 4096),

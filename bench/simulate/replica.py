@@ -93,6 +93,8 @@ class Tallies:
     def __init__(self) -> None:
         self.all: list[ClassTally] = []
         self._index_of: dict[tuple[int, str], int] = {}
+        self.begun_s: dict[SequenceId, float] = {}
+        """First token of each request whose replica failed, until it begins anew; below 0: it had none."""
 
     @property
     def num_missed(self) -> int:
@@ -125,6 +127,12 @@ class Replica:
         """The event ahead: the end of a step or of a leap, or a moment to begin one."""
         self.busy_s = 0.0
         self.num_tokens = 0
+        self.is_open = True
+        """Whether it takes requests."""
+        self.has_served = False
+        """Whether it was open once; meaningless where replicas neither come nor go."""
+        self.ended: list[SequenceId] | None = None
+        """Requests that have ended since these were last taken away; None: not kept."""
         self.preemptions: Counter[str] = Counter()
         self.kv_block_s = 0.0
         """Blocks in use, summed over the time in steps."""
@@ -179,11 +187,31 @@ class Replica:
             self.scheduler.add_request(seq, now_s=now_s)
         except NeverFits:
             tally.num_rejected += 1
+            if self.ended is not None:
+                self.ended.append(sequence_id)
             if self.outputs is not None:
                 self.outputs.append(SequenceOutput(sequence_id, (), FinishReason.REJECTED))
             return
-        self._live[sequence_id] = _Live(seq, min(now_s, request.arrival_s), tally)
+        live = self._live[sequence_id] = _Live(seq, min(now_s, request.arrival_s), tally)
+        live.first_s = self._tallies.begun_s.pop(sequence_id, -1.0)
+        live.last_s = now_s
         self.num_waiting += 1
+
+    @property
+    def kv_use(self) -> float:
+        """Share of the blocks in use."""
+        return self.scheduler.kv.num_used_blocks / self.scheduler.kv.num_blocks
+
+    def fail(self, now_s: float) -> list[SequenceId]:
+        """Stop in the middle of a step, for good; return the requests that have not ended."""
+        self.land(now_s)
+        lost = list(self._live)
+        for live in self._live.values():
+            live.tally.num_arrived -= 1  # it comes again
+            self._tallies.begun_s[live.seq.sequence_id] = live.first_s
+        self._live.clear()
+        self.event_s, self.num_waiting, self.num_running = None, 0, 0
+        return lost
 
     def begin_step(self, now_s: float) -> float | None:
         """Begin a step or a leap; return when to call `end_step`, None if there is no work. Raises Stuck."""
@@ -356,6 +384,8 @@ class Replica:
         for output in [each for each in news if each[2] is not None]:
             num_without += not output.token_ids
             live = self._live.pop(output.sequence_id)
+            if self.ended is not None:
+                self.ended.append(output.sequence_id)
             tally, num_tokens = live.tally, live.seq.num_output_tokens
             tally.num_completed += output.finish_reason is FinishReason.LENGTH
             tally.num_cut_short += num_tokens < live.seq.params.max_tokens

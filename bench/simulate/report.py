@@ -51,6 +51,8 @@ class RunReport:
     good_share: float
     """Share of the requests that arrived."""
     num_replicas: int
+    """Most at once."""
+    mean_replicas: float
     busy_share: float
     mean_kv_use: float
     max_kv_use: float
@@ -83,7 +85,8 @@ def report_of(result: RunResult) -> RunReport:
         output_tokens_per_s=_share(sum(each.num_output_tokens for each in classes), result.duration_s),
         goodput_per_s=_share(num_good, result.duration_s),
         good_share=_share(num_good, sum(each.num_arrived for each in classes)),
-        num_replicas=result.num_replicas,
+        num_replicas=result.max_replicas,
+        mean_replicas=_share(result.replica_s, result.duration_s),
         busy_share=result.busy_share,
         mean_kv_use=result.mean_kv_use,
         max_kv_use=result.max_kv_use,
@@ -147,6 +150,7 @@ def _run_rows(reports: Sequence[RunReport]) -> list[Row]:
         ("Output tokens/s", [f"{each.output_tokens_per_s:.0f}" for each in reports]),
         (_GOODPUT, [f"{each.goodput_per_s:.2f}" for each in reports]),
         (_GOOD_SHARE, [f"{each.good_share:.1%}" for each in reports]),
+        ("Replicas, mean", [f"{each.mean_replicas:.2f}" for each in reports]),
         ("Busy", [f"{each.busy_share:.1%}" for each in reports]),
         ("Tokens a step", [f"{each.tokens_per_step:.1f}" for each in reports]),
         ("KV use, mean", [f"{each.mean_kv_use:.1%}" for each in reports]),

@@ -71,8 +71,8 @@ def router_of(kind: RouterKind, replicas: Sequence[Replica], least_busy: LeastBu
             raise ValueError("one line chooses later than at arrival (one_line.py)")
 
 
-def _burden(replica: Replica) -> tuple[int, int]:
-    return replica.num_waiting, replica.num_running
+def _burden(replica: Replica) -> tuple[bool, int, int]:
+    return not replica.is_open, replica.num_waiting, replica.num_running
 
 
 def _prefix_aware(replicas: Sequence[Replica], least_busy: LeastBusy) -> Router:
@@ -84,7 +84,10 @@ def _prefix_aware(replicas: Sequence[Replica], least_busy: LeastBusy) -> Router:
         if not request.prefix_group:
             return best
         home = homes.get(request.prefix_group, best)
-        if replicas[home].num_waiting > replicas[best].num_waiting + _SPILL_WAITING:
+        if (
+            not replicas[home].is_open
+            or replicas[home].num_waiting > replicas[best].num_waiting + _SPILL_WAITING
+        ):
             home = best
         homes[request.prefix_group] = home
         return home

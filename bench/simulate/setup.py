@@ -14,6 +14,7 @@ from types import NoneType, UnionType
 from typing import Any
 
 from bench.simulate.fitting.fitted_step_time import LinearStepTime
+from bench.simulate.fleet import FleetRule
 from bench.simulate.replica import Stepping
 from bench.simulate.requests.arrivals import LengthDistribution
 from bench.simulate.router import RouterKind
@@ -21,6 +22,7 @@ from bench.simulate.simulated_drafts import NO_DRAFTS, DraftSource
 from scheduler.config import DraftAdmission, DraftSupply, SchedulerConfig, SchedulingPolicy
 
 _PLAIN_WORDS: dict[str, type[Any]] = {"cells": int, "router": RouterKind, "stepping": Stepping}
+_FLEET_ROUTERS = (RouterKind.LEAST_WAITING, RouterKind.PREFIX_AWARE)
 _SHORT_NAMES = {"aging": "priority_aging_s", "blocks": "num_blocks", "seqs": "max_num_seqs"}
 
 
@@ -63,6 +65,8 @@ class Setup:
 
     overhead: Overhead = NO_OVERHEAD
     drafts: DraftSource = NO_DRAFTS
+    fleet: FleetRule | None = None
+    """Rule by which replicas come and go; None: there are `num_replicas` all the time."""
     draw: int = 0
     """Number of the seed by which steps vary."""
 
@@ -138,6 +142,10 @@ def checked(setup: Setup) -> Setup:
     """Return the setup. Raises SetupError where cells and replicas do not go together."""
     if not 1 <= setup.cells <= setup.num_replicas:
         raise SetupError(f"{setup.name}: of {setup.num_replicas} replicas no {setup.cells} cells can be made")
+    if setup.fleet is not None and (setup.cells > 1 or setup.router not in _FLEET_ROUTERS):
+        raise SetupError(
+            f"{setup.name}: where replicas come and go, one cell and {' or '.join(_FLEET_ROUTERS)}"
+        )
     return setup
 
 
@@ -175,6 +183,15 @@ def count(least: int, most: int = 2**31 - 2) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def bounds(text: str) -> tuple[int, int]:
+    """Read the least and the most replicas: `1:8`."""
+    least, _, most = text.partition(":")
+    found = count(1, 4096)(least), count(1, 4096)(most)
+    if found[0] > found[1]:
+        raise argparse.ArgumentTypeError(f"expected LEAST:MOST, as 1:8, got {text!r}")
+    return found
 
 
 def number(least: float, *, most: float = 1e300) -> Callable[[str], float]:
