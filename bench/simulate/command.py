@@ -20,9 +20,9 @@ import orjson
 from bench.simulate.cells import STUCK_STATUS, simulate_cells, to_json
 from bench.simulate.find import Target, Trial, UnattainableError, find, good_share
 from bench.simulate.fitting.fitted_step_time import FitError, LinearStepTime, fit
+from bench.simulate.fitting.machines import MACHINES
 from bench.simulate.fitting.measured_run import Error, MeasuredRun, calibrated, read_measured_run
-from bench.simulate.fleet import FleetRule
-from bench.simulate.machines import MACHINES
+from bench.simulate.fleets.autoscaler import FleetRule
 from bench.simulate.options import CONFIG, STEP_TIME, SYNTHETIC, build_parser
 from bench.simulate.plots import draw_queue, draw_ttft
 from bench.simulate.replica import Stuck

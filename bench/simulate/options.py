@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.simulate.find import Sought
-from bench.simulate.machines import MACHINES
+from bench.simulate.fitting.machines import MACHINES
 from bench.simulate.replica import Stepping
 from bench.simulate.requests.arrivals import LengthDistribution
 from bench.simulate.router import RouterKind

@@ -129,8 +129,6 @@ class Replica:
         self.num_tokens = 0
         self.is_open = True
         """Whether it takes requests."""
-        self.has_served = False
-        """Whether it was open once; meaningless where replicas neither come nor go."""
         self.ended: list[SequenceId] | None = None
         """Requests that have ended since these were last taken away; None: not kept."""
         self.preemptions: Counter[str] = Counter()

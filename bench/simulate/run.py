@@ -16,7 +16,7 @@ from itertools import count
 from math import inf
 from random import Random
 
-from bench.simulate.fleet import POLL_S, Autoscaler, FleetRule
+from bench.simulate.fleets.autoscaler import POLL_S, Autoscaler, FleetRule
 from bench.simulate.one_line import OneLine
 from bench.simulate.replica import Pace, Replica, Stepping, Stuck, Tallies
 from bench.simulate.requests.arrivals import PromptMaker, RequestUnderWay, SimRequest
@@ -217,6 +217,8 @@ class _Fleet:
         self._under_way: dict[int, RequestUnderWay] = {}
         self._parked: list[RequestUnderWay] = []
         """Requests that came while no replica was there."""
+        self._opened: set[int] = set()
+        """Places whose replica has begun to serve."""
         self._num_lost: Counter[int] = Counter()
         self.gone: list[Replica] = []
         self.replica_s = 0.0
@@ -249,7 +251,7 @@ class _Fleet:
         """Take note of requests that have ended; a replica that was shut, and has none left, is gone."""
         replica = self._run.replicas[place]
         self._note_ended(replica)
-        if place in self._began_s and not replica.is_open and replica.event_s is None and replica.has_served:
+        if place in self._opened and not replica.is_open and replica.event_s is None:
             self._end(place, now_s)
 
     def close(self, now_s: float) -> None:
@@ -274,7 +276,8 @@ class _Fleet:
 
     def _open(self, place: int, now_s: float) -> None:
         replica = self._run.replicas[place]
-        replica.is_open = replica.has_served = True
+        replica.is_open = True
+        self._opened.add(place)
         self._run.note(place)
         life_s = self._rule.life_s(self._random)
         if life_s < inf:
@@ -285,6 +288,7 @@ class _Fleet:
 
     def _end(self, place: int, now_s: float) -> None:
         self.replica_s += now_s - self._began_s.pop(place)
+        self._opened.discard(place)
         self.gone.append(self._run.replicas[place])
         self._run.replicas[place] = self._run.new_replica(next(self._seeds))
         self._shut(place)
@@ -329,7 +333,7 @@ class _Fleet:
     def _stays(self, place: int) -> bool:
         """Whether the replica is open or starts."""
         replica = self._run.replicas[place]
-        return replica.is_open or not replica.has_served
+        return replica.is_open or place not in self._opened
 
 
 def simulate(

@@ -14,7 +14,7 @@ from types import NoneType, UnionType
 from typing import Any
 
 from bench.simulate.fitting.fitted_step_time import LinearStepTime
-from bench.simulate.fleet import FleetRule
+from bench.simulate.fleets.autoscaler import FleetRule
 from bench.simulate.replica import Stepping
 from bench.simulate.requests.arrivals import LengthDistribution
 from bench.simulate.router import RouterKind

@@ -25,8 +25,7 @@ from engine.frontend.metrics import AbortCause
 from engine.frontend.vllm_metrics import Timeline
 from engine.frontend.waiting_deadlines import is_own_limit, kinds_named
 from engine.process_messages import Begun
-from engine.readable import Readable
-from engine.types import GenerationRequest, PooledOutput, PoolingRequest
+from engine.types import GenerationRequest, PooledOutput, PoolingRequest, Readable
 from scheduler.messages import (
     FinishReason,
     SamplingParams,

@@ -5,18 +5,16 @@ Never: talks to the engine process (client.py does).
 """
 
 from array import array
-from collections.abc import Sequence
 from typing import Any
 
 from msgspec.structs import replace
 
 from engine.frontend.active_request import ActiveRequest
 from engine.process_messages import Begun
-from engine.readable import Readable
 from engine.text.detokenizer import IncrementalDetokenizer, StopMatcher, StopText
 from engine.text.token_logprobs import CollectedPromptLogprobs, explain
 from engine.text.tokenizer import SpecialTokens, Tokenizer
-from engine.types import ChosenLogprob, GenerationRequest, TokenOutput
+from engine.types import ChosenLogprob, GenerationRequest, Readable, TokenOutput
 from scheduler.messages import FinishReason, SequenceId, SequenceOutput, TokenLogprobs
 
 _MOST_UNREAD = 512
@@ -206,10 +204,3 @@ class ActiveText(ActiveRequest[GenerationRequest, TextChoice]):
     def has_reply(self) -> bool:
         has_tokens = any(choice.num_tokens for choice in self.choices.values())
         return has_tokens and self._prompt_logprobs.is_complete
-
-
-def outputs_of(requests: Sequence[ActiveText]) -> list[tuple[int, TokenOutput]] | None:
-    """Take the new outputs of requests, with their places; None, and take nothing, if one has ended."""
-    if any(active.is_over for active in requests):
-        return None
-    return [(place, output) for place, active in enumerate(requests) for output in active.take()]

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.adapters.registry import AdapterMetrics, AdapterRegistry
 from engine.errors import EngineDied, EngineUnavailable, GrammarRejected, WrongTask
-from engine.frontend.active_requests import ActiveRequests
-from engine.frontend.active_text import outputs_of
+from engine.frontend.active_requests import ActiveRequests, outputs_of
 from engine.frontend.health import HealthMonitor, Welcome
 from engine.frontend.metrics import EngineMetrics
 from engine.frontend.subscribers import JoinedViews, Subscribers
@@ -35,7 +34,6 @@ from engine.process_messages import (
     View,
 )
 from engine.processes.engine_processes import Death, EngineGroup, GaveUp
-from engine.readable import Readable
 from engine.reports.kv_publisher import KVPublisher
 from engine.reports.questions import Questions, report_in_line
 from engine.text.checkpoint_texts import load_texts, tokenizer_config
@@ -50,6 +48,7 @@ from engine.types import (
     PooledOutput,
     PoolingRequest,
     QueueForecast,
+    Readable,
     ReportPage,
     ServiceTerms,
     TokenOutput,

@@ -7,7 +7,7 @@ import pytest
 
 from bench.simulate.command import main
 from bench.simulate.fitting.fitted_step_time import LinearStepTime
-from bench.simulate.fleet import Autoscaler, FleetRule
+from bench.simulate.fleets.autoscaler import Autoscaler, FleetRule
 from bench.simulate.replica import Stepping, Stuck
 from bench.simulate.report import report_of
 from bench.simulate.requests.arrivals import LengthDistribution, SyntheticWorkload

@@ -3,7 +3,7 @@
 import pytest
 
 from bench.simulate.command import main
-from bench.simulate.machines import MACHINES, Machine
+from bench.simulate.fitting.machines import MACHINES, Machine
 
 FEW = ("--num-requests", "20", "--request-rate", "5", "--prompt-len", "300", "--output-len", "40")
 

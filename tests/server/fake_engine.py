@@ -14,7 +14,6 @@ from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from engine.errors import AdapterConflict, EngineUnavailable, NoChatTemplate, Overloaded, RequestRejected
-from engine.readable import Readable
 from engine.text.tokenizer import SpecialTokens
 from engine.types import (
     ChatOptions,
@@ -31,6 +30,7 @@ from engine.types import (
     PooledOutput,
     PoolingRequest,
     QueueForecast,
+    Readable,
     ReportPage,
     ServedAdapter,
     ServiceTerms,

@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.readable import Readable
+from engine.types import Readable
 from server.api.chat.models import ChatCompletion, ChatCompletionChunk
 from server.api.chat.protocol import CHAT_REFUSALS, ChatCompletionRequest
 from server.api.chat.replies import ChatReply, ChatStream

@@ -120,14 +120,12 @@ class ChatStream:
         if not self._has_begun[output.index] or output.finish_reason is not None:
             return None
         number, _ = self._writer.tally.add(prompt_index, output)
-        return [self._quick_chunk(number, piece) for piece in self._readers.read(output)]
-
-    def _quick_chunk(self, number: int, piece: Piece) -> Payload:
-        if isinstance(piece, Content):
-            return self._writer.text_chunk(
-                number, piece.text, lambda text: _choice(number, {"content": text})
-            )
-        return self._writer.chunk(_choice(number, _delta(piece)))
+        return [
+            self._writer.text_chunk(number, piece.text, lambda text: _choice(number, {"content": text}))
+            if isinstance(piece, Content)
+            else self._writer.chunk(_choice(number, _delta(piece)))
+            for piece in self._readers.read(output)
+        ]
 
     def _delta_chunks(self, number: int, output: TokenOutput) -> list[dict[str, Any]]:
         """Chunks of an output's pieces; the first has the logprobs of all its tokens."""

@@ -12,7 +12,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.readable import Readable
+from engine.types import Readable
 from server.api.completions.protocol import COMPLETION_REFUSALS, CompletionRequest
 from server.api.completions.replies import CompletionPlan, CompletionReply, CompletionStream
 from server.api.completions.requests import (

@@ -16,8 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from engine.readable import Readable
-from engine.types import TokenOutput
+from engine.types import Readable, TokenOutput
 from server.edge.error_replies import ErrorReply, reply_of
 from server.edge.http.connections import WriteChunk, chunk_writer, cut_off, nothing_written
 from server.edge.http.disconnect import while_connected
@@ -202,20 +201,17 @@ class EventStream(StreamedResponse):
         if self._quick is not None:
             self._readable.read_at_once = self._read_at_once
         try:
-            await self._read_by_task(send)
+            async with aclosing(self._outputs) as outputs:
+                async for prompt_index, output in outputs:
+                    if len(output.prompt_logprobs) > INLINE_PROMPT_LOGPROBS:
+                        body = await asyncio.to_thread(self._events, prompt_index, output)
+                    else:
+                        body = self._events(prompt_index, output)
+                    if body and not self._sent_at_once(body):
+                        await self._send(send, body)
         finally:
             self._readable.read_at_once = None
         return self._framing.events(self._reply.finish())
-
-    async def _read_by_task(self, send: Send) -> None:
-        async with aclosing(self._outputs) as outputs:
-            async for prompt_index, output in outputs:
-                if len(output.prompt_logprobs) > INLINE_PROMPT_LOGPROBS:
-                    body = await asyncio.to_thread(self._events, prompt_index, output)
-                else:
-                    body = self._events(prompt_index, output)
-                if body and not self._sent_at_once(body):
-                    await self._send(send, body)
 
     def _read_at_once(self) -> bool:
         """Write the outputs that have come; False, with nothing read, if it takes the task or a wait."""

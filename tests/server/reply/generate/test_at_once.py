@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.readable import Readable
-from engine.types import FinishReason, TokenOutput
+from engine.types import FinishReason, Readable, TokenOutput
 from server.api.chat.replies import ChatStream
 from server.api.completions.replies import CompletionPlan, CompletionStream
 from server.edge.http.edge import ClientTimeouts

@@ -16,14 +16,14 @@ _CONTEXT_TOKENS = 1024
 
 
 class DecodeStep(NamedTuple):
-    """One token for each of so many sequences."""
+    """Step of decodes, one token a sequence."""
 
     num_sequences: int
     seconds: float
 
 
 class PromptStep(NamedTuple):
-    """So many tokens of prompts, at so many tokens a second."""
+    """Step of prompts, with the tokens in it and their rate."""
 
     num_tokens: int
     tokens_per_s: float
@@ -43,7 +43,7 @@ class Machine:
     per_context_token_s: float
     """Bytes of keys and values over the rate of a copy, or attention as it was measured alone."""
     num_blocks: int
-    """By arithmetic: 0.9 of the memory less weights and 2 GB for steps, in blocks of 16 tokens."""
+    """KV blocks by arithmetic: 0.9 of the memory less weights and 2 GB for steps, in blocks of 16 tokens."""
 
     @property
     def step_time(self) -> LinearStepTime:

@@ -39,7 +39,7 @@ class Autoscaler:
     def __init__(self, rule: FleetRule) -> None:
         self._rule = rule
         self._wanted: deque[tuple[float, int]] = deque()
-        """What the signals asked for at the last polls."""
+        """Numbers that the signals asked for at the last polls."""
         self._changes: deque[tuple[float, int]] = deque()
 
     def number(self, now_s: float, num_now: int, *, num_waiting: int, kv_use: float) -> int:

@@ -1,0 +1,1 @@
+"""Number of replicas over time, in the process of `tokenyard simulate`."""
