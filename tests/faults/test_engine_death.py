@@ -14,6 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.adapters import write_adapter
+from tests.checkpoints import make_checkpoint
 from tests.e2e.serving import RunningServer, running_server, wait_for
 
 pytestmark = pytest.mark.night
@@ -102,6 +104,36 @@ async def test_kill_9_of_the_engine_costs_streams_a_pause_and_no_token(server: R
     assert server.metric("tokenyard:requests_replayed_total") == 4 * len(KINDS)
     server.wait_until_idle()
     assert "was killed by signal SIGKILL" in server.text()
+
+
+NGRAM = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}'
+REPETITIVE = "one two three four one two three four one two three four"
+
+
+@pytest.mark.parametrize("family", ["llama", "lfm2", "qwen3_next"])
+async def test_drafts_adapters_and_states_survive_kill_9_too(family: str, tmp_path: Path) -> None:
+    """Layers with states begin from none in the next process; drafts and adapters are the request's own."""
+    model = make_checkpoint(family, tmp_path / family)
+    words = ["--speculative-config", NGRAM]
+    kinds = [{"temperature": 0, "prompt": REPETITIVE}, {"seed": 3, "temperature": 1.1, "prompt": "Thrice"}]
+    if family == "llama":
+        write_adapter(tmp_path / "poet", model, rank=4, seed=1)
+        words += ["--lora-modules", f"poet={tmp_path / 'poet'}"]
+        kinds += [{**kind, "model": "poet"} for kind in kinds]
+    with running_server(tmp_path, str(model), *words) as server:
+        async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+            undisturbed = [await reply_of(client, kind) for kind in kinds]
+            assert len({reply[0].text for reply in undisturbed}) == len(kinds), "each depends on its kind"
+            num_before = server.metric(FIRST_TOKENS)
+            streams = [asyncio.create_task(reply_of(client, kind)) for kind in 3 * kinds]
+            while server.metric(FIRST_TOKENS) < num_before + len(streams):
+                assert not any(task.done() for task in streams), "they end too soon"
+                await asyncio.sleep(0.01)
+            assert server.engine_pid is not None
+            os.kill(server.engine_pid, signal.SIGKILL)
+            assert await asyncio.gather(*streams) == 3 * undisturbed
+        assert server.metric("tokenyard:requests_replayed_total") == len(streams)
+        server.wait_until_idle()
 
 
 def num_tokens_of_a_long_reply(server: RunningServer) -> int:
