@@ -18,11 +18,11 @@ import orjson
 
 from engine.errors import Overloaded
 from server.edge.access.key_ring import KeyRing
-from server.edge.error_replies import ErrorShape, NotedError, describe, noted, shape_at
+from server.edge.error_replies import ErrorShape, describe, noted, shape_at
 from server.edge.http.edge import Edge
 from server.edge.http.request_log import record_refusal
 from server.edge.http.strict_http import Head, plain_head
-from server.edge.observe.request_ids import id_for
+from server.edge.observe.request_ids import NotedError, id_for
 from server.edge.observe.spans import NoSpans
 from server.edge.sockets.early_refusal import EarlyRefusal
 
