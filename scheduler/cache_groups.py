@@ -11,6 +11,10 @@ Never: blocks that are free or shared (blocks/), or tensors (worker/attention/kv
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any, TypeVar
+
+_Positions = TypeVar("_Positions")
+"""One position, or a tensor or array of them."""
 
 
 class LifetimeKind(StrEnum):
@@ -39,14 +43,28 @@ class Lifetime:
         """Whether there are tokens that later ones never read."""
         return self.kind in (LifetimeKind.WINDOW, LifetimeKind.CHUNK)
 
-    def first_read(self, start: int) -> int:
+    @property
+    def window(self) -> int:
+        """Length of the window; 0 where there is none."""
+        return self.num_tokens if self.kind is LifetimeKind.WINDOW else 0
+
+    @property
+    def chunk(self) -> int:
+        """Length of a chunk; 0 where there are none."""
+        return self.num_tokens if self.kind is LifetimeKind.CHUNK else 0
+
+    def first_read(self, start: _Positions) -> _Positions:
         """First position that a token at position `start` reads. It never falls as `start` grows."""
+        position: Any = start
+        first: _Positions
         match self.kind:
             case LifetimeKind.WINDOW:
-                return max(start - self.num_tokens + 1, 0)
+                first = (position - self.num_tokens + 1) * (position >= self.num_tokens)
             case LifetimeKind.CHUNK:
-                return start // self.num_tokens * self.num_tokens
-        return 0
+                first = position // self.num_tokens * self.num_tokens
+            case _:
+                first = position * 0
+        return first
 
 
 ALL_TOKENS = Lifetime()

@@ -43,8 +43,8 @@ def find_traits(model: Any) -> tuple[str, ...]:
     parts = {part for name in names if ".indexer." not in name for part in name.split(".")}
     traits = {
         "grouped heads": any(shape.num_heads < noting.num_query_heads for shape in shapes),
-        "sliding window": any(each.sliding_window is not None for each in options),
-        "chunked attention": any(each.chunk_size is not None for each in options),
+        "sliding window": any(each.lifetime.window for each in options),
+        "chunked attention": any(each.lifetime.chunk for each in options),
         "soft cap": any(each.softcap is not None for each in options),
         "sinks": any(each.sinks is not None for each in options),
         "keys and values of different size": any(shape.key_dim != shape.value_dim for shape in shapes),

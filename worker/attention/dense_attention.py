@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from worker.attention.interface import AttentionOptions, Reach, is_plain, softmax_with_sinks
+from scheduler.cache_groups import Lifetime
+from worker.attention.interface import AttentionOptions, is_plain, softmax_with_sinks
 
 # Numbers in the mask, or in the scores of all heads, of one tile: some MiB, so that they stay in cache.
 _MOST_IN_TILE = 1 << 22
@@ -34,10 +35,10 @@ def attend_densely(
     """
     num_heads, num_groups, num_queries, _ = queries_HGND.shape
     num_keys, value_dim = values_HKV.shape[1:]
-    most_seen = options.reach.most_tokens
+    lifetime = options.lifetime
     is_causal = seen_CNK is None and ends_N is None
     fused = is_plain(options) and keys_HKD.shape[-1] == value_dim and is_causal
-    if fused and num_queries == num_keys and (most_seen is None or most_seen >= num_keys):
+    if fused and num_queries == num_keys and (not lifetime.is_limited or lifetime.num_tokens >= num_keys):
         out_HGNV = scaled_dot_product_attention(
             queries_HGND,
             keys_HKD.unsqueeze(1).expand(-1, num_groups, -1, -1),
@@ -54,7 +55,7 @@ def attend_densely(
         end = min(start + tile, num_queries)
         # Keys after the tile's last query, or before what its first query sees, weigh nothing.
         last_key = num_keys - num_queries + end
-        first_key = max(0, options.reach.first_seen(last_key - (end - start)))
+        first_key = lifetime.first_read(last_key - (end - start))
         last_key = last_key if ends_N is None else num_keys
         tile_of = queries_HGND[:, :, start:end], keys_HKD[:, first_key:last_key]
         values = values_HKV[:, first_key:last_key]
@@ -65,7 +66,7 @@ def attend_densely(
             all_K = torch.arange(num_keys, device=values.device)
             positions_N1 = all_K[num_keys - num_queries :][start:end, None]
             ends_N1 = None if ends_N is None else ends_N[start:end, None]
-            hidden_NK = _hidden(positions_N1, all_K[first_key:last_key], options.reach, ends_N1)
+            hidden_NK = _hidden(positions_N1, all_K[first_key:last_key], lifetime, ends_N1)
             out_HGNV = _attend_tile_explicitly(*tile_of, values, options, hidden_NK, seen)
         out_NHGV[start:end] = out_HGNV.permute(2, 0, 1, 3)
     return out_NHGV.view(num_queries, num_heads * num_groups, value_dim)
@@ -76,7 +77,7 @@ def _attend_tile_fused(
 ) -> Tensor:
     num_groups, num_queries = queries_HGND.shape[1:3]
     keys_K = torch.arange(keys_HKD.shape[1], device=queries_HGND.device)
-    hidden_NK = _hidden(keys_K[len(keys_K) - num_queries :].unsqueeze(1), keys_K, options.reach)
+    hidden_NK = _hidden(keys_K[len(keys_K) - num_queries :].unsqueeze(1), keys_K, options.lifetime)
     bias_NK = torch.zeros_like(hidden_NK, dtype=queries_HGND.dtype).masked_fill_(hidden_NK, float("-inf"))
     return scaled_dot_product_attention(
         queries_HGND,
@@ -110,9 +111,11 @@ def _attend_tile_explicitly(
     return torch.bmm(weights_HXK, values_HKV).view(num_heads, num_groups, num_queries, -1)
 
 
-def _hidden(positions_N1: Tensor, keys_K: Tensor, reach: Reach, ends_N1: Tensor | None = None) -> Tensor:
+def _hidden(
+    positions_N1: Tensor, keys_K: Tensor, lifetime: Lifetime, ends_N1: Tensor | None = None
+) -> Tensor:
     """[N, K]: True where a query may not look, later keys and keys before the first that it sees."""
     hidden_NK = keys_K > positions_N1
     if ends_N1 is not None:
         hidden_NK &= keys_K >= ends_N1
-    return hidden_NK if reach.most_tokens is None else hidden_NK | (keys_K < reach.first_seen(positions_N1))
+    return hidden_NK | (keys_K < lifetime.first_read(positions_N1)) if lifetime.is_limited else hidden_NK

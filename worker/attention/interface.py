@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from ctypes import c_int64
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -49,38 +49,6 @@ _MEANINGLESS = frozenset(
 )
 
 
-_Positions = TypeVar("_Positions", int, Tensor, NDArray[np.int64])
-
-
-class Reach(NamedTuple):
-    """The tokens that a layer's token sees: from the beginning on, in a window, or in its chunk."""
-
-    sliding_window: int | None
-    chunk_size: int | None
-
-    @property
-    def most_tokens(self) -> int | None:
-        """The most tokens that one sees, itself included; None for all before it."""
-        return self.sliding_window if self.chunk_size is None else self.chunk_size
-
-    @property
-    def lifetime(self) -> Lifetime:
-        """Time for which the layer's keys and values are read."""
-        if self.chunk_size is not None:
-            return Lifetime(LifetimeKind.CHUNK, self.chunk_size)
-        return (
-            ALL_TOKENS if self.sliding_window is None else Lifetime(LifetimeKind.WINDOW, self.sliding_window)
-        )
-
-    def first_seen(self, positions: _Positions) -> _Positions:
-        """Return the first position seen from each position; below 0 where the window is longer."""
-        if self.chunk_size is not None:
-            return positions // self.chunk_size * self.chunk_size
-        if self.sliding_window is not None:
-            return positions - self.sliding_window + 1
-        return positions * 0
-
-
 class KeyChoice(NamedTuple):
     """The keys that tokens of a step attend to, as an indexer chose them (indexers.py)."""
 
@@ -100,22 +68,16 @@ class AttentionOptions(NamedTuple):
     """The attention of one layer."""
 
     scaling: float
-    sliding_window: int | None
-    """A token sees itself and the sliding_window - 1 tokens before it; None sees all."""
-    softcap: float | None
+    lifetime: Lifetime = ALL_TOKENS
+    """Time for which later tokens see one: a token sees itself and those before it that are still kept."""
+    softcap: float | None = None
     """Scores are squeezed into (-softcap, softcap) by tanh."""
-    sinks: Tensor | None
+    sinks: Tensor | None = None
     """[Hq]: one more score per head that takes its part of the softmax and has no value."""
-    chunk_size: int | None = None
-    """A token sees itself and those before it in its chunk, which begins at a multiple of chunk_size."""
     value_is_key_part: bool = False
     """Whether each value is the first numbers of its key (latents.py)."""
     choice: KeyChoice | None = None
     """The keys that are attended to; None: all."""
-
-    @property
-    def reach(self) -> Reach:
-        return Reach(self.sliding_window, self.chunk_size)
 
 
 class BlockTables:
@@ -179,9 +141,9 @@ class SeenPictures(NamedTuple):
     in_windows_only: bool
     """Whether layers without a window see earlier tokens alone."""
 
-    def are_seen(self, reach: Reach) -> bool:
-        """Whether layers of this reach see them."""
-        return reach.sliding_window is not None or not self.in_windows_only
+    def are_seen(self, lifetime: Lifetime) -> bool:
+        """Whether layers of this lifetime see them."""
+        return lifetime.window > 0 or not self.in_windows_only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -380,18 +342,16 @@ def _read_options(module: nn.Module, query: Tensor, kwargs: Mapping[str, Any]) -
     if (getattr(module, "is_causal", True) if is_causal is None else is_causal) is False:
         raise UnsupportedAttention("attention to later tokens, as an encoder does")
     scaling = kwargs.get("scaling")
-    reach = _read_reach(module, kwargs)
     return AttentionOptions(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        sliding_window=reach.sliding_window,
+        lifetime=_read_lifetime(module, kwargs),
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
-        chunk_size=reach.chunk_size,
         choice=next((each for each in kwargs.values() if isinstance(each, KeyChoice) and each.seen), None),
     )
 
 
-def _read_reach(module: Any, kwargs: Mapping[str, Any]) -> Reach:
+def _read_lifetime(module: Any, kwargs: Mapping[str, Any]) -> Lifetime:
     """Read the layer's arguments and, where they leave it open, its configuration.
 
     A model by itself makes masks from its configuration: chunks are never an argument, and some families
@@ -401,15 +361,19 @@ def _read_reach(module: Any, kwargs: Mapping[str, Any]) -> Reach:
     layer_types = getattr(config, "layer_types", None)
     layer_type = layer_types[module.layer_idx] if layer_types else None
     if layer_type == CHUNKED_LAYER:
-        return Reach(None, getattr(config, "attention_chunk_size", None))
+        return _limited(LifetimeKind.CHUNK, getattr(config, "attention_chunk_size", None))
     if "sliding_window" in kwargs:
-        return Reach(kwargs["sliding_window"], None)
+        return _limited(LifetimeKind.WINDOW, kwargs["sliding_window"])
     window = getattr(config, "sliding_window", None)
     if layer_type == SLIDING_LAYER:
-        return Reach(window, None)
+        return _limited(LifetimeKind.WINDOW, window)
     if layer_type is None and window and window < getattr(config, "max_position_embeddings", window):
         raise UnsupportedAttention("a sliding window that its layers do not tell of")
-    return Reach(None, None)
+    return ALL_TOKENS
+
+
+def _limited(kind: LifetimeKind, num_tokens: int | None) -> Lifetime:
+    return ALL_TOKENS if num_tokens is None else Lifetime(kind, num_tokens)
 
 
 def is_plain(options: AttentionOptions) -> bool:

@@ -15,6 +15,7 @@ The group that keeps most has few stripes, and the largest of them is the size o
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import count
+from math import inf
 
 from scheduler.cache_groups import ALL_TOKENS, CacheGroup, Lifetime, joint_lifetime
 from worker.attention.kv_cache import BlockLayout, LayerGroup
@@ -60,7 +61,7 @@ def _divided(layout: BlockLayout, lifetimes: Mapping[int, Lifetime], num_stripes
     by_lifetime: dict[Lifetime, list[int]] = {}
     for layer_idx, lifetime in lifetimes.items():
         by_lifetime.setdefault(lifetime, []).append(layer_idx)
-    keeps_most = max(by_lifetime, key=lambda each: each.num_tokens if each.is_limited else float("inf"))
+    keeps_most = max(by_lifetime, key=lambda each: each.num_tokens or inf)
     largest_layer = max(shape.numel for shape in layout.layers.values())
     block_size = max(largest_layer, _largest_stripe(layout, by_lifetime[keeps_most], num_stripes))
     division = []

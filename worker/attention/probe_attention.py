@@ -63,7 +63,7 @@ class ProbeAttention:
             raise UnsupportedAttention(f"attention called twice for layer {layer_idx}")
         num_heads, num_tokens, key_dim = key.shape
         self.shapes[layer_idx] = LayerShape(
-            num_heads, key_dim, value.shape[-1], options.reach.lifetime, options.value_is_key_part
+            num_heads, key_dim, value.shape[-1], options.lifetime, options.value_is_key_part
         )
         self.largest[layer_idx] = key.detach().abs().amax(), value.detach().abs().amax()
         queries_HGND = query.reshape(num_heads, -1, num_tokens, key_dim)

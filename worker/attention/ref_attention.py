@@ -6,7 +6,7 @@ together. Prefill chunks go one by one through dense_attention.py.
 Never: decides which tokens are computed (steps/inputs.py).
 
 Decodes are grouped by length, so that a short sequence is not padded to the longest one's length.
-Index tensors depend on the step, the layer's reach and its shape; they are made once and shared by
+Index tensors depend on the step, the layer's lifetime and its shape; they are made once and shared by
 all layers alike.
 
 Shapes: T tokens, R sequences of a group, B blocks of its longest, S block size, K = B * S keys,
@@ -21,11 +21,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from scheduler.cache_groups import Lifetime
 from worker.attention.dense_attention import attend_densely
 from worker.attention.interface import (
     AttentionMetadata,
     AttentionOptions,
-    Reach,
     StepSpan,
     softmax_with_sinks,
 )
@@ -44,8 +44,8 @@ _MOST_IN_GROUP = 1 << 22
 class _DecodeGroup:
     """Decodes that are computed together."""
 
-    name: tuple[Reach, int, int]
-    """The reach of its layers, their stripe and a number, which name the group within its step."""
+    name: tuple[Lifetime, int, int]
+    """The lifetime of its layers, their stripe and a number, which name the group within its step."""
     decodes: Tensor | slice
     """[R]: which of the step's decodes."""
     blocks_RB: NDArray[np.int64]
@@ -68,7 +68,7 @@ class RefAttention:
         )
         self._metadata: AttentionMetadata
         self._buffers: dict[str, Tensor] = {}
-        self._groups: dict[tuple[Reach, int], list[_DecodeGroup]] = {}
+        self._groups: dict[tuple[Lifetime, int], list[_DecodeGroup]] = {}
         self._indices: dict[Hashable, Tensor] = {}
 
     @property
@@ -138,7 +138,7 @@ class RefAttention:
     def _attend_decodes(
         self, layer_idx: int, query_HTD: Tensor, options: AttentionOptions, out_THV: Tensor
     ) -> None:
-        key = (options.reach, self._cache.layers[layer_idx].stripe)
+        key = (options.lifetime, self._cache.layers[layer_idx].stripe)
         groups = self._groups.get(key)
         if groups is None:
             groups = self._groups[key] = self._group_decodes(layer_idx, *key)
@@ -177,7 +177,7 @@ class RefAttention:
         block_size = self._cache.layout.block_size
         num_queries = query_HND.shape[1]
         seq_len = int(self._metadata.seq_lens[index])
-        first_seen = max(0, options.reach.first_seen(seq_len - num_queries))
+        first_seen = options.lifetime.first_read(seq_len - num_queries)
         first = first_seen // block_size
         cache = self._cache.layers[layer_idx]
         name = ("chunk", index, first, cache.stripe)
@@ -194,15 +194,15 @@ class RefAttention:
             keys_HKD, values_HKV = (each[:, seen] for each in gathered)
         queries_HGND = query_HND.reshape(keys_HKD.shape[0], -1, num_queries, query_HND.shape[-1])
         options = options._replace(scaling=options.scaling * cache.keys.scale)
-        ends_N = self._ends_seen(index, options.reach)
+        ends_N = self._ends_seen(index, options.lifetime)
         ends_N = None if ends_N is None else ends_N - first_seen
         attended = attend_densely(queries_HGND, keys_HKD, values_HKV, options, seen_CNK, ends_N)
         return _scaled(attended, cache.values)
 
-    def _ends_seen(self, index: int, reach: Reach) -> Tensor | None:
+    def _ends_seen(self, index: int, lifetime: Lifetime) -> Tensor | None:
         """Return where each token of a sequence ends to see later ones; None where none sees any."""
         pictures = self._metadata.pictures
-        if pictures is None or not pictures.are_seen(reach):
+        if pictures is None or not pictures.are_seen(lifetime):
             return None
         start, end = self._metadata.query_starts[index : index + 2]
         return self._device.tensor(pictures.ends_T[start:end])
@@ -274,22 +274,22 @@ class RefAttention:
             )
         return buffer[:numel]
 
-    def _group_decodes(self, layer_idx: int, reach: Reach, stripe: int) -> list[_DecodeGroup]:
+    def _group_decodes(self, layer_idx: int, lifetime: Lifetime, stripe: int) -> list[_DecodeGroup]:
         block_size = self._cache.layout.block_size
         seq_lens = self._metadata.seq_lens[: self._metadata.num_decodes]
-        firsts = np.maximum(reach.first_seen(seq_lens - 1), 0) // block_size
+        firsts = lifetime.first_read(seq_lens - 1) // block_size
         num_blocks = -(-seq_lens // block_size) - firsts
         shape = self._cache.layout.layers[layer_idx]
         block_numel = shape.num_heads * block_size * max(shape.key_dim, shape.value_dim)
         cuts = _cut_by_length(num_blocks, max_blocks=_MOST_IN_GROUP // block_numel)
         return [
-            self._make_group((reach, stripe, number), chosen, firsts[chosen], num_blocks[chosen])
+            self._make_group((lifetime, stripe, number), chosen, firsts[chosen], num_blocks[chosen])
             for number, chosen in enumerate(cuts)
         ]
 
     def _make_group(
         self,
-        name: tuple[Reach, int, int],
+        name: tuple[Lifetime, int, int],
         chosen: NDArray[np.int64],
         firsts: NDArray[np.int64],
         num_blocks: NDArray[np.int64],
@@ -303,7 +303,7 @@ class RefAttention:
         seq_lens = self._metadata.seq_lens[chosen]
         keys_RK = (firsts * block_size)[:, None] + np.arange(longest * block_size)
         beyond_RK = keys_RK >= seq_lens[:, None]
-        hidden_RK = beyond_RK | (keys_RK < name[0].first_seen(seq_lens - 1)[:, None])
+        hidden_RK = beyond_RK | (keys_RK < name[0].first_read(seq_lens - 1)[:, None])
         in_own_block_RK = np.arange(longest * block_size) < (num_blocks * block_size)[:, None]
         is_everyone = len(chosen) == self._metadata.num_decodes
         return _DecodeGroup(

@@ -158,7 +158,7 @@ class CpuAttention:
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
         """See LayerExecutor.attend."""
-        if not self._has_kernel[layer_idx] or options.chunk_size is not None or options.choice is not None:
+        if not self._has_kernel[layer_idx] or options.lifetime.chunk or options.choice is not None:
             return self._ref.attend(layer_idx, query, key, value, options)
         self._ref.write(layer_idx, key, value)
         num_query_heads, num_tokens, key_dim = query.shape
@@ -261,9 +261,7 @@ class CpuAttention:
 
 def attention_options(options: AttentionOptions, sinks: Tensor | None) -> CAttentionOptions:
     """Put a layer's options in the kernels' form; `sinks` are [Hq] float32 and must outlive it."""
-    return CAttentionOptions(
-        options.scaling, options.sliding_window or 0, options.softcap or 0.0, pointer(sinks)
-    )
+    return CAttentionOptions(options.scaling, options.lifetime.window, options.softcap or 0.0, pointer(sinks))
 
 
 def all_and_all_again(angles_TR: Tensor, order: AngleOrder) -> Tensor:

@@ -169,7 +169,7 @@ def try_layer(layer: nn.Module, call: RecordedCall, toolkit: Toolkit, device: De
     """Compute one layer both ways. Returns the call that was understood, or why the layer must stay."""
     if call.layer_idx is None:
         return "it calls neither attention nor a recurrence"
-    if call.options is not None and call.options.chunk_size is not None:
+    if call.options is not None and call.options.lifetime.chunk:
         return "it attends in chunks"
     heads, size_multiple = call.shape or call.state, toolkit.weights.size_multiple
     if heads is not None and (heads.key_dim % size_multiple or heads.value_dim % size_multiple):
@@ -196,7 +196,7 @@ def _guesses(call: RecordedCall) -> list[LayerCall]:
     """List the ways in which a layer may use what it is given."""
     assert call.layer_idx is not None
     if call.shape is None or call.options is None:
-        options = AttentionOptions(scaling=1.0, sliding_window=None, softcap=None, sinks=None)
+        options = AttentionOptions(scaling=1.0)
         none = LayerShape(0, 0, 0)
         return [
             LayerCall(layer_idx=call.layer_idx, shape=none, options=options, rotary=None, state=call.state)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduler.cache_groups import CacheGroup, Lifetime, LifetimeKind
+from scheduler.cache_groups import CacheGroup, LifetimeKind
 from scheduler.messages import BlockId, GroupBlocks, NewSequence, SequenceId
 from worker.worker_config import ModelFacts
 from worker.worker_errors import SequenceRefused
@@ -68,7 +68,9 @@ class RowTable:
         num_state_blocks = sum(group.num_stripes for group in groups if _is_fixed(group))
         self.state_blocks_CS = np.zeros((max_num_seqs, num_state_blocks), dtype=np.int64)
         """Blocks of states, which a row has for as long as it is taken."""
-        keeps_most = max(self._stripes, key=lambda index: _reach_of(groups[index]), default=-1)
+        keeps_most = max(
+            self._stripes, key=lambda index: groups[index].lifetime.num_tokens or inf, default=-1
+        )
         self.leading_stripe = self._stripes[keeps_most].start if self._stripes else -1
         """First stripe of the group that keeps most; -1 where no group keeps tokens."""
         self._row_of: dict[SequenceId, int] = {}
@@ -160,7 +162,7 @@ class RowTable:
         for index, first_positions in self._first_positions.items():
             firsts_R = first_positions[rows_R]
             if firsts_R.any():
-                have_R &= _first_reads(self._groups[index].lifetime, starts_R) >= firsts_R
+                have_R &= self._groups[index].lifetime.first_read(starts_R) >= firsts_R
         return have_R
 
     def append_tokens(self, rows: list[int], token_ids: list[int]) -> None:
@@ -296,17 +298,3 @@ def _stripes_of(groups: tuple[CacheGroup, ...]) -> dict[int, slice]:
             stripes[index] = slice(end, end + group.num_stripes)
             end += group.num_stripes
     return stripes
-
-
-def _reach_of(group: CacheGroup) -> float:
-    return group.lifetime.num_tokens if group.lifetime.is_limited else inf
-
-
-def _first_reads(lifetime: Lifetime, starts_R: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return `lifetime.first_read` of each start."""
-    match lifetime.kind:
-        case LifetimeKind.WINDOW:
-            return np.maximum(starts_R - lifetime.num_tokens + 1, 0)
-        case LifetimeKind.CHUNK:
-            return starts_R // lifetime.num_tokens * lifetime.num_tokens
-    return np.zeros_like(starts_R)

@@ -75,9 +75,7 @@ class AttentionInputs:
             num_tokens, shape.num_attention_heads, head_dim, dtype=dtype, device=device
         )
         self.out_THD = torch.empty_like(self.queries_THD)
-        self.options = AttentionOptions(
-            scaling=1 / math.sqrt(head_dim), sliding_window=None, softcap=None, sinks=None
-        )
+        self.options = AttentionOptions(scaling=1 / math.sqrt(head_dim))
         integers = {"dtype": torch.int32, "device": device}
         batch = AttentionBatch(
             num_decodes=load.num_sequences if load.query_len == 1 else 0,

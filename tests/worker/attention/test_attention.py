@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from scheduler.cache_groups import ALL_TOKENS, Lifetime, LifetimeKind
 from worker.attention import dense_attention as dense
 from worker.attention import ref_attention as ref
 from worker.attention.interface import (
@@ -76,40 +77,44 @@ def test_one_index_called_twice_is_an_error() -> None:
             call()
 
 
-def window_and_chunk(config: dict[str, object], **kwargs: object) -> tuple[int | None, int | None]:
-    """Window and chunk of a module with this configuration, called this way."""
+def lifetime_of(config: dict[str, object], **kwargs: object) -> tuple[str, int]:
+    """Lifetime of a module's tokens with this configuration, called this way."""
     module, noting = AttentionModule(), NotingAttention()
     module.config = SimpleNamespace(**config)
     with active(noting):
         call(module, **kwargs)
-    return noting.reach
+    return noting.lifetime.kind.value, noting.lifetime.num_tokens
 
 
 class NotingAttention(ProbeAttention):
     def attend(self, layer_idx, query, key, value, options):
-        self.reach = tuple(options.reach)
+        self.lifetime = options.lifetime
         return super().attend(layer_idx, query, key, value, options)
 
 
 @pytest.mark.parametrize(
     ("layer_type", "expected"),
-    [("chunked_attention", (None, 8)), ("sliding_attention", (5, None)), ("full_attention", (None, None))],
+    [
+        ("chunked_attention", ("chunk", 8)),
+        ("sliding_attention", ("window", 5)),
+        ("full_attention", ("all", 0)),
+    ],
 )
 def test_what_a_layer_does_not_tell_is_read_from_its_configuration(layer_type, expected) -> None:
     config = {"layer_types": [layer_type], "attention_chunk_size": 8, "sliding_window": 5}
-    assert window_and_chunk(config) == expected
+    assert lifetime_of(config) == expected
 
 
 def test_what_a_layer_tells_comes_first() -> None:
     config = {"layer_types": ["sliding_attention"], "sliding_window": 5}
-    assert window_and_chunk(config, sliding_window=3) == (3, None)
-    assert window_and_chunk(config, sliding_window=None) == (None, None)
+    assert lifetime_of(config, sliding_window=3) == ("window", 3)
+    assert lifetime_of(config, sliding_window=None) == ("all", 0)
 
 
 def test_a_window_of_which_nobody_says_where_it_holds_is_an_error_unless_it_holds_nothing_back() -> None:
     with pytest.raises(UnsupportedAttention, match="do not tell of"):
-        window_and_chunk({"sliding_window": 5, "max_position_embeddings": 64})
-    assert window_and_chunk({"sliding_window": 64, "max_position_embeddings": 64}) == (None, None)
+        lifetime_of({"sliding_window": 5, "max_position_embeddings": 64})
+    assert lifetime_of({"sliding_window": 64, "max_position_embeddings": 64}) == ("all", 0)
 
 
 def test_a_call_outside_of_a_step_is_an_error() -> None:
@@ -122,12 +127,15 @@ class Case:
     """Sequences of (length before the step, tokens in the step), decodes first."""
 
     shares: list[tuple[int, int]]
-    window: int | None = None
-    chunk: int | None = None
+    lifetime: Lifetime = ALL_TOKENS
     softcap: float | None = None
     has_sinks: bool = False
     value_dim: int = KEY_DIM
     dtype: torch.dtype = torch.float32
+
+
+def window(num_tokens: int) -> Lifetime:
+    return Lifetime(LifetimeKind.WINDOW, num_tokens)
 
 
 DECODES = [(0, 1), (3, 1), (30, 1), (7, 1), (12, 1)]
@@ -136,14 +144,14 @@ CASES = {
     "decodes of many lengths": Case(DECODES),
     "prefill chunks": Case(CHUNKS),
     "both": Case(DECODES + CHUNKS),
-    "window": Case(DECODES + CHUNKS, window=5),
-    "window of one block": Case(DECODES + CHUNKS, window=4),
-    "window of one token": Case(DECODES + CHUNKS, window=1),
-    "chunks of five tokens": Case(DECODES + CHUNKS, chunk=5),
-    "chunks of two blocks": Case(DECODES + CHUNKS, chunk=8),
-    "chunks of one token": Case(DECODES + CHUNKS, chunk=1),
+    "window": Case(DECODES + CHUNKS, lifetime=window(5)),
+    "window of one block": Case(DECODES + CHUNKS, lifetime=window(4)),
+    "window of one token": Case(DECODES + CHUNKS, lifetime=window(1)),
+    "chunks of five tokens": Case(DECODES + CHUNKS, lifetime=Lifetime(LifetimeKind.CHUNK, 5)),
+    "chunks of two blocks": Case(DECODES + CHUNKS, lifetime=Lifetime(LifetimeKind.CHUNK, 8)),
+    "chunks of one token": Case(DECODES + CHUNKS, lifetime=Lifetime(LifetimeKind.CHUNK, 1)),
     "softcap": Case(DECODES + CHUNKS, softcap=2.0),
-    "sinks and window": Case(DECODES + CHUNKS, has_sinks=True, window=6),
+    "sinks and window": Case(DECODES + CHUNKS, has_sinks=True, lifetime=window(6)),
     "small values": Case(DECODES + CHUNKS, value_dim=4),
     "bfloat16": Case(DECODES + CHUNKS, dtype=torch.bfloat16),
     "float16": Case(DECODES + CHUNKS, dtype=torch.float16),
@@ -163,10 +171,9 @@ def test_paged_attention_is_plain_attention(name: str, tiles: str, monkeypatch: 
     generator = torch.Generator().manual_seed(3)
     options = AttentionOptions(
         scaling=0.4,
-        sliding_window=case.window,
+        lifetime=case.lifetime,
         softcap=case.softcap,
         sinks=torch.randn(HEADS * GROUPS, generator=generator) if case.has_sinks else None,
-        chunk_size=case.chunk,
     )
     sequences = [
         tuple(
@@ -202,8 +209,8 @@ def run_paged(
         if not chosen:
             continue
         spans = [spans[index] for index in chosen]
-        if options.reach.most_tokens is not None:
-            forget_passed(tables, chosen, spans, options.reach.most_tokens)
+        if options.lifetime.is_limited:
+            forget_passed(tables, chosen, spans, options.lifetime.num_tokens)
         backend.begin_step(make_metadata(spans, tables[chosen].astype(np.int32)))
         query, key, value = (
             torch.cat(
@@ -247,9 +254,10 @@ def attend_plainly(
     for head in range(num_heads):
         kv_head = head // GROUPS
         for position in range(num_tokens):
-            first = 0 if options.sliding_window is None else max(0, position - options.sliding_window + 1)
-            if options.chunk_size is not None:
-                first = position - position % options.chunk_size
+            window, chunk = options.lifetime.window, options.lifetime.chunk
+            first = max(0, position - window + 1) if window else 0
+            if chunk:
+                first = position - position % chunk
             scores = key[kv_head, first : position + 1] @ query[head, position] * options.scaling
             if options.softcap is not None:
                 scores = options.softcap * torch.tanh(scores / options.softcap)

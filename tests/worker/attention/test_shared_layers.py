@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from scheduler.cache_groups import Lifetime, LifetimeKind
 from tests.families import MATRIX
 from tests.worker import family_trial
 from worker.attention.interface import AttentionOptions
@@ -11,7 +12,7 @@ from worker.attention.probe_attention import SharingProbe
 from worker.startup.ready_model import start_loaded
 from worker.worker_errors import UnsupportedAttention
 
-OPTIONS = AttentionOptions(1.0, None, None, None)
+OPTIONS = AttentionOptions(1.0)
 
 
 @pytest.mark.parametrize("name", ["gemma3n_text", "gemma4_text"])
@@ -41,7 +42,7 @@ def test_equal_numbers_in_another_place_are_not_shared() -> None:
 def test_keys_that_are_seen_in_a_window_are_not_those_of_a_full_layer() -> None:
     probe, key = SharingProbe(), torch.ones(1, 2, 8)
     probe.attend(0, key, key, key, OPTIONS)
-    probe.attend(1, key, key, key, OPTIONS._replace(sliding_window=4))
+    probe.attend(1, key, key, key, OPTIONS._replace(lifetime=Lifetime(LifetimeKind.WINDOW, 4)))
     assert not probe.shared
 
 

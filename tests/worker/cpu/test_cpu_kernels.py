@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from scheduler.cache_groups import Lifetime, LifetimeKind
 from tests.worker.cpu.conftest import INSTRUCTION_SETS, OpenKernels
 from worker.attention.interface import AttentionMetadata, AttentionOptions, BlockTables
 from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
@@ -194,13 +195,17 @@ class Scene:
             self.value = self.key[..., : shape.value_dim]
 
 
+def window(num_tokens: int) -> Lifetime:
+    return Lifetime(LifetimeKind.WINDOW, num_tokens)
+
+
 OPTIONS = {
-    "plain": AttentionOptions(0.2, None, None, None),
-    "window": AttentionOptions(0.2, 9, None, None),
-    "long window": AttentionOptions(0.2, 70, None, None),
-    "softcap": AttentionOptions(0.5, None, 3.0, None),
-    "sinks": AttentionOptions(0.2, None, None, numbers(6, seed=3)),
-    "all": AttentionOptions(0.3, 13, 5.0, numbers(6, seed=3)),
+    "plain": AttentionOptions(0.2),
+    "window": AttentionOptions(0.2, window(9)),
+    "long window": AttentionOptions(0.2, window(70)),
+    "softcap": AttentionOptions(0.5, softcap=3.0),
+    "sinks": AttentionOptions(0.2, sinks=numbers(6, seed=3)),
+    "all": AttentionOptions(0.3, window(13), 5.0, numbers(6, seed=3)),
 }
 LATENTS = LayerShape(1, 48, 32, value_is_key_part=True)
 LAYERS = {

@@ -11,6 +11,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from scheduler.cache_groups import Lifetime, LifetimeKind
 from tests.worker.gpu.cross_compile import SHARED_BYTES_LIMIT, Compiled, Kernel, compile_kernels
 from worker.attention.interface import AttentionOptions
 from worker.attention.kv_cache import FLOAT8, BlockLayout, KVCache, LayerShape
@@ -37,8 +38,10 @@ TYPES = {
 }
 _NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 """Triton's words for its types, and their names in its language."""
-PLAIN = AttentionOptions(scaling=0.1, sliding_window=None, softcap=None, sinks=None)
-ALL = AttentionOptions(0.1, sliding_window=4096, softcap=50.0, sinks=torch.empty(32, dtype=torch.bfloat16))
+PLAIN = AttentionOptions(scaling=0.1)
+ALL = AttentionOptions(
+    0.1, Lifetime(LifetimeKind.WINDOW, 4096), softcap=50.0, sinks=torch.empty(32, dtype=torch.bfloat16)
+)
 
 
 REGISTERS_OF_A_PROCESSOR = 65536

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
+from scheduler.cache_groups import ALL_TOKENS, Lifetime, LifetimeKind
 from tests.worker.gpu.interpreted_gpu import HAS_GPU
-from worker.attention.interface import AttentionMetadata, AttentionOptions, BlockTables, Reach
+from worker.attention.interface import AttentionMetadata, AttentionOptions, BlockTables
 from worker.attention.kv_cache import FLOAT8, BlockLayout, KVCache, LayerShape
 from worker.attention.ref_attention import RefAttention
 from worker.devices.device import CpuDevice
@@ -59,6 +60,12 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.float32
     value_is_key_part: bool = False
 
+    @property
+    def lifetime(self) -> Lifetime:
+        if self.chunk is not None:
+            return Lifetime(LifetimeKind.CHUNK, self.chunk)
+        return ALL_TOKENS if self.window is None else Lifetime(LifetimeKind.WINDOW, self.window)
+
 
 class Step:
     """A step at its beginning: a cache that holds what lies before it, and NaN everywhere else."""
@@ -77,10 +84,9 @@ class Step:
             self.tables[row, :held] = blocks[row * longest : row * longest + held]
         self.options = AttentionOptions(
             scaling=0.3,
-            sliding_window=case.window,
+            lifetime=case.lifetime,
             softcap=case.softcap,
             sinks=self.random(heads.num_kv_heads * heads.num_groups) if case.has_sinks else None,
-            chunk_size=case.chunk,
         )
         self.device = CpuDevice(WorkerConfig(model_path="", num_threads=1))
         self.ref_cache, self.cache = self.new_cache(torch.float32), self.new_cache(case.dtype)
@@ -127,9 +133,9 @@ class Step:
             self.ref.write(LAYER, key.float(), value.float())
         self.cache.pool_NE.copy_(self.ref_cache.pool_NE)
         self.ref_cache.pool_NE[0] = 0  # which the reference gathers for places without a key
-        if self.options.reach.most_tokens is not None:
+        if self.options.lifetime.is_limited:
             for row, (before, _) in enumerate(self.case.shares):
-                first = max(0, self.options.reach.first_seen(before)) // self.case.block_size
+                first = self.options.lifetime.first_read(before) // self.case.block_size
                 self.tables[row, :first] = self.num_blocks
 
     def spans(self, spans: list[tuple[int, int]], rows: list[int] | None = None) -> AttentionMetadata:
@@ -326,7 +332,7 @@ def test_whichever_program_comes_last_puts_the_parts_together(monkeypatch: pytes
 
     step = Step(Case([(250, 1), (3, 1), (64, 1)], Heads(1, 2)))
     work = work_of(step, num_processors=3)
-    work.list_decodes(step.options.reach, 32)
+    work.list_decodes(step.options.lifetime, 32)
     monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", set_opposite)
     assert_close(attended(step, work), step.expected())
     assert places[0] == max(places) == 5
@@ -355,7 +361,7 @@ def test_every_program_has_its_share_and_none_is_launched_for_a_longer_sequence(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(attention_decode, "decode_kernel", Grids(attention_decode.decode_kernel, grids))
             assert_close(attended(step, work), step.expected())
-        listed = work.list_decodes(step.options.reach, tiles.num_keys).tolist()
+        listed = work.list_decodes(step.options.lifetime, tiles.num_keys).tolist()
         counts = [-(-length // tiles.num_keys) for length in (251, 4, 65)]
         starts = [0, counts[0], sum(counts[:2]), sum(counts)]
         tokens, lengths, lines = [0, 1, 2], [251, 4, 65], [0, 1, 2]
@@ -377,7 +383,7 @@ class Grids:
 def test_layers_that_see_alike_share_a_list() -> None:
     step = Step(Case(MIXED, window=20))
     work = work_of(step, num_processors=2)
-    windowed, full = Reach(20, None), Reach(None, None)
+    windowed, full = Lifetime(LifetimeKind.WINDOW, 20), ALL_TOKENS
     assert work.list_decodes(windowed, 16) is work.list_decodes(windowed, 16)
     assert work.list_decodes(windowed, 16).tolist()[1] == 1 + 3 + 1
     assert work.list_decodes(full, 16).tolist()[1] == 1 + 3 + 1 + 0

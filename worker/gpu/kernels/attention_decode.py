@@ -113,7 +113,7 @@ def attend_decodes(
     tiles, programs_per_processor = choices or decode_choices(shape, queries_THD.dtype)
     heads_per_program = min(shape.num_groups, tiles.num_rows)
     num_programs = programs_per_processor * work.num_processors
-    listed = work.list_decodes(options.reach, tiles.num_keys)
+    listed = work.list_decodes(options.lifetime, tiles.num_keys)
     # In a captured graph these are its own memory, which layers use one after another.
     parts = out_THV.new_empty(
         (2 * num_programs, heads_per_program, shape.value_dim + _PART_TAIL.value), dtype=torch.float32

@@ -110,8 +110,8 @@ def layer_constants(
         "KEY_WIDTH": shape.widths[0],
         "VALUE_WIDTH": shape.widths[1],
         "BLOCK_SIZE": keys.shape[2],
-        "WINDOW": options.reach.sliding_window or 0,
-        "CHUNK": options.reach.chunk_size or 0,
+        "WINDOW": options.lifetime.window,
+        "CHUNK": options.lifetime.chunk,
         "SOFTCAP": options.softcap or 0.0,
         "WORDS": 0 if keys.dtype is not torch.int16 else BY_BITS if goes_by_bits(dtype) else _ONE_BY_ONE,
     }
@@ -132,7 +132,7 @@ def pages(cache: LayerCache, shape: HeadGroups) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def first_seen(positions, WINDOW: tl.constexpr, CHUNK: tl.constexpr) -> tl.tensor:
-    """See Reach.first_seen; 0 stands for none, and a window is cut off at the beginning."""
+    """See Lifetime.first_read; 0 stands for none."""
     if CHUNK > 0:
         return tl.maximum(positions, 0) // CHUNK * CHUNK
     elif WINDOW > 0:

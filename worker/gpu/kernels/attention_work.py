@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker.attention.interface import Reach
+from scheduler.cache_groups import Lifetime
 from worker.gpu.device_batch import AttentionBatch
 from worker.gpu.kernels.attention_tiles import first_seen
 
@@ -56,20 +56,20 @@ class AttentionWork:
         """Counters of single programs."""
         return self.counters[_NUM_SHARED_COUNTERS:]
 
-    def list_decodes(self, reach: Reach, num_keys: int) -> Tensor:
+    def list_decodes(self, lifetime: Lifetime, num_keys: int) -> Tensor:
         """List sequences with one token, by their tiles of `num_keys` keys that this token sees.
 
         Padding that is to get zeros here has one tile. Where the host does not know the decodes, prefills
         give zeros to all of it.
         """
-        key = (reach, num_keys)
+        key = (lifetime, num_keys)
         if key not in self._lists:
             batch = self.batch
             most = batch.num_decodes or batch.num_sequences
             made = batch.seq_lens_R.new_empty(3 + (1 + _NUM_DECODE_FIELDS) * most)
             list_decodes_kernel[(1,)](
                 made, batch.query_starts_R, batch.seq_lens_R, batch.table_rows_R, most, batch.num_sequences,
-                WINDOW=reach.sliding_window or 0, CHUNK=reach.chunk_size or 0, NUM_KEYS=num_keys,
+                WINDOW=lifetime.window, CHUNK=lifetime.chunk, NUM_KEYS=num_keys,
                 TAKES_PADDING=batch.num_decodes > 0, AT_ONCE=_AT_ONCE, num_warps=_NUM_WARPS,
             )  # fmt: skip
             self._lists[key] = made

@@ -175,7 +175,7 @@ class LibraryAttention(TritonAttention, ABC):
             return f"its numbers are {' and '.join(map(str, dtypes))}"
         if kind.options.sinks is not None:
             return "it has sinks"
-        if kind.options.reach.most_tokens is not None:
+        if kind.options.lifetime.is_limited:
             # Blocks before a window may be others' by now, and libraries read whole tiles of keys.
             return "it sees a window or a chunk"
         if kind.shape.key_dim != kind.shape.value_dim:
