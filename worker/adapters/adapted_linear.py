@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from worker.adapters.files import LowRank
 from worker.attention.latents import LatentExpansion
+from worker.model.linear import CUT
 from worker.worker_errors import WorkerError
 
 NO_SLOT = -1
@@ -122,7 +123,8 @@ class AdaptedLinear(WrappedModule):
     def put(self, slot: int, updates: Mapping[str, LowRank]) -> None:
         """See AdaptablePart."""
         if self.name in updates:
-            self._updates[slot] = updates[self.name]
+            update, cut = updates[self.name], getattr(self.inner, CUT, None)
+            self._updates[slot] = update if cut is None else update.part(cut)
 
     def clear(self, slot: int) -> None:
         """See AdaptablePart."""

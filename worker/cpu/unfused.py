@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from worker.adapters.adapted_linear import AdaptablePart, StepAdapters, adapt_linear
+from worker.attention.latents import LatentExpansion
 from worker.cpu.experts import PackedExperts
 from worker.cpu.native import DTYPES, Kernels, PackedWeight
 from worker.cpu.packing.grouped_packing import Inputs, grouped_rows
 from worker.cpu.products import TAKEN, pack_linear
 from worker.machine import trim_heaps
-from worker.model.linear import Linear, linear_of
+from worker.model.linear import CUT, Linear, linear_of
 from worker.model.mixture import ReplacedExperts, replace_experts
 from worker.model.quantization import Quantization
 from worker.model.quantized_layers import QuantizedEmbedding, QuantizedLinear
@@ -55,6 +57,27 @@ class PackedOutput(PackedLinear):
         return self._kernels.multiply_to_float(x_TK, self._weight)
 
 
+class SummedLinear(nn.Module):
+    """A product of which each rank has some inputs. Its sums, float32, become those of all ranks."""
+
+    def __init__(self, own: nn.Module, ranks: Ranks) -> None:
+        super().__init__()
+        self.own, self._ranks = own, ranks
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply [..., K] to [..., N]."""
+        sums = self.own(x).contiguous()
+        self._ranks.reduce(sums)
+        summed: Tensor = sums.to(x.dtype)
+        return summed
+
+    def adapt(self, name: str, step: StepAdapters, num_slots: int) -> list[AdaptablePart]:
+        """Add updates of the rank's own inputs, before the sum."""
+        setattr(self.own, CUT, getattr(self, CUT))
+        self.own = adapted = adapt_linear(name, self.own, step, num_slots)
+        return [adapted]
+
+
 class PackedEmbedding(nn.Module):
     """An embedding that shares its weight with the output layer."""
 
@@ -84,6 +107,8 @@ class UnfusedPacking(NamedTuple):
             model, lambda experts: PackedExperts(experts, self.kernels, self.inputs, self.ranks), device
         )
         for name, module in list(model.named_modules()):
+            if isinstance(module, LatentExpansion):
+                module.arrange()
             if isinstance(module, QuantizedLinear) and TAKEN.include(linear := module.as_linear()):
                 packed = pack_linear(linear, self.inputs)
                 model.set_submodule(name, PackedLinear(packed, self.kernels, module.dtype))

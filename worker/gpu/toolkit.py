@@ -21,7 +21,8 @@ from worker.gpu.quantized.proof import prove_products
 from worker.gpu.triton_layer import TritonLayer
 from worker.gpu.unfused import UnfusedModules
 from worker.model.layer_call import LayerCall
-from worker.model.layer_parts import LayerParts
+from worker.model.layer_parts import LayerParts, Unrecognised
+from worker.model.linear import Axis, Linear
 from worker.model.mixture import ReplacedExperts
 from worker.model.quantization import NO_ROUNDING, Rounding
 from worker.ranks.ranks import ALONE, Ranks
@@ -66,6 +67,10 @@ class GpuToolkit:
 
     def fuse(self, parts: LayerParts, call: LayerCall) -> nn.Module:
         return TritonLayer(parts, call, self._ranks)
+
+    def pack_shard(self, _shard: Linear, _axis: Axis, _dtype: torch.dtype) -> nn.Module:
+        """Refuse: layers that stay are divided on CPUs only."""
+        raise Unrecognised("it is divided on CPUs only")
 
     def prove(self, model: Any, *, must_round_inputs: bool) -> None:
         """See Toolkit."""

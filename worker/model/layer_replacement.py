@@ -12,18 +12,19 @@ from typing import Any
 
 from torch import nn
 
+from worker.attention.latents import find_expansions
 from worker.devices.device import Device
 from worker.devices.weight_life import lent_to
 from worker.machine import trim_heaps
 from worker.model.body import whole_body_of
 from worker.model.layer_call import LayerCall
 from worker.model.layer_parts import Unrecognised, find_mlp, find_parts
-from worker.model.layer_shards import shard_layer
+from worker.model.layer_shards import shard_layer, shard_own_layer
 from worker.model.layer_trial import RecordedCall, kind_of, record_calls, try_layer
 from worker.model.mixture import ReplacedExperts
 from worker.model.stage_layers import EdgeLayer, PassedLayer, drop_ends
 from worker.model.toolkit import Toolkit
-from worker.ranks.ranks import ALONE, Ranks
+from worker.ranks.ranks import ALONE, Ranks, is_divided
 from worker.ranks.stage import Stage
 
 
@@ -35,6 +36,8 @@ class LayerReplacement:
     fused: str = "fused"
     num_layers: int = 0
     num_fused: int = 0
+    num_cut: int = 0
+    """Layers that stayed, and of which each rank has a part."""
     is_one_call: bool = False
     """Whether one call computes all layers."""
     num_kept_mlps: int = 0
@@ -46,19 +49,26 @@ class LayerReplacement:
     kept_linears: list[str] = field(default_factory=list)
     """Names of the linear layers of layers that stayed as they were."""
     is_hybrid: bool = False
-    """Whether some layer that stays did not call attention: then most do, and their products with them."""
+    """Whether some layer that stays did not call attention, or keeps latents: products of such are packed."""
 
     def keep(self, call: RecordedCall, reason: str) -> None:
         """Note a layer that stays as it was."""
         self.reasons[reason] += 1
         self.kept_linears += call.linears
-        self.is_hybrid |= call.shape is None
+        self.is_hybrid |= call.shape is None or call.shape.value_is_key_part
+
+    def count(self, *, is_fused: bool) -> None:
+        """Note a layer that some rank computes: a fused one, or its part of one that stays."""
+        self.num_fused += is_fused
+        self.num_cut += not is_fused
 
     def describe(self) -> str:
         """Return one line for a person."""
         said = f"{self.kernels} kernels: {self.num_fused} of {self.num_layers} layers {self.fused}"
         if self.num_kept_mlps:
             said += f" ({self.num_kept_mlps} but for their MLPs)"
+        if self.num_cut:
+            said += f", {self.num_cut} divided as they are"
         if self.experts.num_found:
             said += f", and the experts of {self.experts.num_replaced} of {self.experts.num_found}"
         if self.is_one_call:
@@ -95,24 +105,26 @@ def replace_layers(
             with lent_to(device.torch_device, layer):
                 verdicts[kind] = try_layer(layer, call, toolkit, device)
         verdict = verdicts[kind]
-        if isinstance(verdict, str):
-            done.keep(call, verdict)
+        is_fused = isinstance(verdict, LayerCall)
+        if not is_fused and not (is_divided(ranks) and any(find_expansions(layer))):
+            done.keep(call, str(verdict))
             continue
-        assert call.layer_idx is not None
-        own = replace(verdict, layer_idx=call.layer_idx, options=call.options or verdict.options)
         if place not in stage_places:
             _replace_layer(model, name, PassedLayer())
-            done.num_fused += 1  # by the stage that has it
+            done.count(is_fused=is_fused)  # by the stage that has it
             continue
         try:
             with lent_to(device.torch_device, layer):
-                fused = _fuse(layer, own, toolkit, ranks)
+                if isinstance(verdict, LayerCall):
+                    own = _fuse(layer, verdict, call, toolkit, ranks)
+                    done.num_kept_mlps += find_mlp(own) is not None
+                else:
+                    own = _cut(model, name, call, toolkit, ranks)
         except Unrecognised as undivided:
             done.reasons[str(undivided)] += 1
             continue
-        done.num_kept_mlps += find_mlp(fused) is not None
-        _replace_layer(model, name, _at_edge(fused, ranks.stage, place, stage_places))
-        done.num_fused += 1
+        _replace_layer(model, name, _at_edge(own, ranks.stage, place, stage_places))
+        done.count(is_fused=is_fused)
     if ranks.stage.count > 1:
         drop_ends(model, ranks.stage)
     _replace_others(model, toolkit, max_model_len, done)
@@ -126,8 +138,21 @@ def _replace_others(model: Any, toolkit: Toolkit, max_model_len: int, done: Laye
     done.is_one_call = whole_body_of(model) is not None
 
 
-def _fuse(layer: nn.Module, call: LayerCall, toolkit: Toolkit, ranks: Ranks) -> nn.Module:
+def _cut(model: Any, name: str, call: RecordedCall, toolkit: Toolkit, ranks: Ranks) -> nn.Module:
+    """Leave a rank's part of a layer that keeps latents. Raises Unrecognised."""
+    layer: nn.Module = model.get_submodule(name)
+    if ranks.size > 1:
+        shard_own_layer(layer, ranks, lambda shard, axis: toolkit.pack_shard(shard, axis, model.dtype))
+    toolkit.replace_linears(model, call.linears)
+    return layer
+
+
+def _fuse(
+    layer: nn.Module, guess: LayerCall, recorded: RecordedCall, toolkit: Toolkit, ranks: Ranks
+) -> nn.Module:
     """Make a rank's shard of a layer. Raises Unrecognised."""
+    assert recorded.layer_idx is not None
+    call = replace(guess, layer_idx=recorded.layer_idx, options=recorded.options or guess.options)
     parts = toolkit.round_weights(find_parts(layer, toolkit.weights))
     return toolkit.fuse(*shard_layer(parts, call, ranks, toolkit.weights))
 

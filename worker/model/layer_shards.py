@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from worker.attention.kv_cache import BlockLayout, LayerShape
+from worker.attention.latents import EXPANSION, LatentExpansion, find_expansions
 from worker.attention.layer_groups import grouped
 from worker.model.layer_call import LayerCall, head_shape, norms_all_heads, num_groups_of
 from worker.model.layer_parts import (
@@ -25,7 +26,7 @@ from worker.model.layer_parts import (
     Unrecognised,
     find_layers,
 )
-from worker.model.linear import Axis, Cut, Linear, PlainWeight, Segment
+from worker.model.linear import CUT, Axis, Cut, Linear, PlainWeight, Segment, linear_of
 from worker.model.mixture import find_experts
 from worker.ranks.ranks import Ranks
 from worker.ranks.stage import ONLY_STAGE, Stage
@@ -34,6 +35,9 @@ from worker.worker_config import WorkerConfig
 from worker.worker_errors import StartupError
 
 _KEYS_AND_VALUES = ("k_proj", "v_proj", "qkv_proj")
+_OF_LATENTS = ("q_a_proj", "kv_a_proj_with_mqa")
+"""Products that each rank computes whole."""
+_DIVIDED_MODULES = (nn.Linear, nn.Embedding, LatentExpansion)
 
 
 def shard_layer(
@@ -130,6 +134,46 @@ def shard_state(state: StateShape, num_ranks: int) -> StateShape:
     return replace(
         state, num_heads=state.num_heads // num_ranks, num_channels=state.num_channels // num_ranks
     )
+
+
+def shard_own_layer(layer: nn.Module, ranks: Ranks, pack: Callable[[Linear, Axis], nn.Module]) -> None:
+    """Cut a layer that stays and keeps latents: heads, and gates of MLPs. Raises Unrecognised.
+
+    A latent is computed and kept whole by each rank, and so is all that is not named here.
+    """
+    place, cut = (ranks.rank, ranks.size), dict[str, nn.Module]()
+    with _refusing_uneven(ranks):
+        for name, axis, unit in _divided_products(layer):
+            product = layer.get_submodule(name)
+            linear = linear_of(product)
+            if isinstance(product, LatentExpansion):
+                linear = Linear.of(PlainWeight(product.weight.detach()))
+            if linear is None:
+                raise Unrecognised(f"its {name} is {type(product).__name__}")
+            linear = linear.in_segments([Segment(linear.num_outputs, unit)])
+            shard = linear.shard(*place, axis)
+            if isinstance(product, LatentExpansion):
+                numbers = nn.Parameter(shard.weight.dequantized(product.weight.dtype), requires_grad=False)
+                cut[name] = LatentExpansion(numbers, product.sizes)
+            else:
+                cut[name] = pack(shard, axis)
+            setattr(cut[name], CUT, linear.cut(*place, axis))
+    for name, module in cut.items():
+        layer.set_submodule(name, module)
+
+
+def _divided_products(layer: nn.Module) -> Iterator[tuple[str, Axis, int]]:
+    """List the products of heads and of gates, with the outputs that stay together."""
+    for expansion, attention in find_expansions(layer):
+        sizes, of_attention = attention.kv_b_proj.sizes, expansion.removesuffix(EXPANSION)
+        yield expansion, Axis.OUTPUTS, sizes.key_dim + sizes.value_dim
+        queries = "q_proj" if getattr(attention, "q_b_proj", None) is None else "q_b_proj"
+        yield f"{of_attention}{queries}", Axis.OUTPUTS, attention.qk_head_dim
+        yield f"{of_attention}o_proj", Axis.INPUTS, 1
+    for name, module in layer.named_modules():
+        if {"gate_proj", "up_proj", "down_proj"} <= dict(module.named_children()).keys():
+            yield from ((f"{name}.{each}", Axis.OUTPUTS, 1) for each in ("gate_proj", "up_proj"))
+            yield f"{name}.down_proj", Axis.INPUTS, 1
 
 
 def _cut_mlp(mlp: GatedMlp, ranks: Ranks) -> tuple[Cut, Cut]:
@@ -239,8 +283,8 @@ def bytes_of_a_rank(model: Any, num_ranks: int, stage: Stage = ONLY_STAGE) -> in
         for parameter in module.parameters(recurse=False):
             if module in ends or id(parameter) not in seen:
                 seen.add(id(parameter))
-                is_divided = type(module) in (nn.Linear, nn.Embedding) or parameter.dim() > 2
-                is_divided &= module not in whole
+                is_divided = type(module) in _DIVIDED_MODULES or parameter.dim() > 2
+                is_divided &= module not in whole and not name.endswith(_OF_LATENTS)
                 of = min(num_ranks, num_heads) if name.endswith(_KEYS_AND_VALUES) else num_ranks
                 unit = parameter[0].nbytes if module in ends else 1
                 num_bytes += -(-parameter.nbytes // unit // (of if is_divided else 1)) * unit

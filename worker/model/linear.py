@@ -86,6 +86,10 @@ class PlainWeight:
         return self.numbers_NK.to(dtype)
 
 
+CUT = "cut"
+"""Name of the Cut, at a module that is a rank's part of a product."""
+
+
 class Axis(Enum):
     """The side of a linear layer that is divided among ranks."""
 

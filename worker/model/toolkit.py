@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from worker.attention.interface import AttentionBackend
 from worker.attention.kv_cache import KVCache
 from worker.model.layer_call import LayerCall
 from worker.model.layer_parts import LayerParts, TakenWeights
+from worker.model.linear import Axis, Linear
 from worker.model.mixture import ReplacedExperts
 from worker.ranks.ranks import Ranks
 
@@ -47,6 +49,9 @@ class Toolkit(Protocol):
 
     def fuse(self, parts: LayerParts, call: LayerCall) -> nn.Module:
         """Make the layer that stays, or a shard of it, of weights that are rounded."""
+
+    def pack_shard(self, shard: Linear, axis: Axis, dtype: torch.dtype) -> nn.Module:
+        """Make the module of a rank's part of a product of a layer that stays. Raises Unrecognised."""
 
     def prove(self, model: Any, *, must_round_inputs: bool) -> None:
         """Try the product of each kind of quantized weight that the kernels would compute.

@@ -77,10 +77,11 @@ def _replace_layers(
 def _refuse_undivided(config: WorkerConfig, check: SelfCheck, replacement: LayerReplacement) -> None:
     """Raise StartupError if a layer with keys and values stayed whole."""
     ranks = check.loaded.ranks
-    ranks.check_same("layers", f"{replacement.num_fused} of {replacement.num_layers} divided")
+    num_divided = replacement.num_fused + replacement.num_cut
+    ranks.check_same("layers", f"{num_divided} of {replacement.num_layers} divided")
     has_whole_experts = replacement.experts.num_replaced < replacement.experts.num_found
     num_own = len(ranks.stage.layers_of(replacement.num_layers))
-    is_whole = replacement.num_fused < replacement.num_layers or num_own < len(check.cache.layout.layers)
+    is_whole = num_divided < replacement.num_layers or num_own < len(check.cache.layout.layers)
     if is_whole or has_whole_experts:
         raise refuse_division(describe_division(config), replacement.describe())
 

@@ -22,7 +22,10 @@ PROMPT = [10, 20, 30, 40, 50, 60, 70, 80, 90, 100, 110]
 SEEDED = SamplingParams(temperature=0.8, top_p=0.95, seed=7, presence_penalty=0.5)
 SCORED = replace(GREEDY, num_prompt_logprobs=2, num_logprobs=2)
 NUM_TOKENS = 16
-OVERRIDES = {key: {"moe_intermediate_size": 64} for key in ("qwen3_moe", "qwen3_next")}
+OVERRIDES = {
+    **{key: {"moe_intermediate_size": 64} for key in ("qwen3_moe", "qwen3_next")},
+    "deepseek_v3": {"v_head_dim": 16},
+}
 """Sizes of checkpoints that would not divide as they are."""
 
 _NUM_REQUESTS, _NUM_TOKENS_SERVED = 12, 14

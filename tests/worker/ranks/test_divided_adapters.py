@@ -63,10 +63,11 @@ def adapters_of(family: str, base: Path, folder: Path) -> list[Path]:
     return [folder / "all", folder / "some"]
 
 
+AROUND_LATENTS = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "up_proj", "down_proj"]
 RECURRENCE = ["q_proj", "o_proj", "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"]
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3", "qwen3_moe", "qwen3_5_text"])
+@pytest.mark.parametrize("family", ["llama", "phi3", "qwen3_moe", "qwen3_5_text", "deepseek_v3"])
 def test_two_processes_compute_the_adapters_that_one_does(
     family: str, divided: DividedWorker, folder: Path
 ) -> None:
@@ -80,6 +81,8 @@ def test_two_processes_compute_the_adapters_that_one_does(
         adapters = [write_adapter(place / "all", base, targets=targets)]
     elif family == "qwen3_5_text":
         adapters = [write_adapter(place / "all", base, targets=RECURRENCE)]
+    elif family == "deepseek_v3":
+        adapters = [write_adapter(place / "all", base, targets=AROUND_LATENTS)]
     else:
         adapters = adapters_of(family, base, place)
     config = config_with(base, adapters)

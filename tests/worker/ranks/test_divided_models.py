@@ -9,8 +9,11 @@ import pytest
 from engine.options.found_model import DEMO_MODEL
 from scheduler.config import PreemptionMode
 from tests.checkpoints import make_checkpoint
-from tests.quantized_checkpoints import write_quantized
+from tests.families import MATRIX
+from tests.quantized_checkpoints import quantize, write_quantized
 from tests.tiers import by_day
+from tests.worker.family_formats import build
+from tests.worker.family_trial import tiny_config
 from tests.worker.ranks.divided import DividedWorker
 from tests.worker.ranks.histories import (
     OVERRIDES,
@@ -98,6 +101,45 @@ def test_groups_of_heads_of_a_state_are_divided_among_ranks(
         assert [each[0] for each in found] == [each[0] for each in expected]
         assert world.num_accepted > 0
         assert world.num_preemptions > 0
+
+
+LATENTS = {
+    "deepseek_v2": {"moe_intermediate_size": 64, "q_lora_rank": None},
+    "deepseek_v3": {"moe_intermediate_size": 64},
+    "glm4_moe_lite": {"moe_intermediate_size": 64, "attention_bias": True},
+    "minicpm3": {},
+}
+"""Families with latents, and sizes that two ranks can divide. The first has queries that are not compressed,
+as V2 Lite; Kimi K2 is the second."""
+
+
+def latents(family: str, folder: Path) -> Path:
+    """Write a checkpoint of a family with latents: each has heads of 16 numbers."""
+    row = next(each for each in MATRIX if each.model_type == family and not each.variant)
+    build(tiny_config(replace(row, settings={**row.settings, **LATENTS[family]}))).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("family", by_day(LATENTS, ("deepseek_v3",)))
+def test_heads_are_divided_and_latents_are_kept_by_each_rank(
+    two_ranks: DividedWorker, two_stages: DividedWorker, folder: Path, family: str
+) -> None:
+    checkpoint = latents(family, folder / f"latents {family}")
+    alone, facts = load_alone(checkpoint)
+    expected, served = a_busy_hour(alone), serve(alone, facts, SWAP)
+    of_ranks = load_divided(two_ranks, checkpoint)
+    check_busy_hour(two_ranks, expected)
+    assert of_ranks.kv_cache_bytes == facts.kv_cache_bytes
+    of_stages = load_divided(two_stages, checkpoint)
+    assert serve(two_stages, of_stages, SWAP) == served
+
+
+@pytest.mark.parametrize("name", ["int4", "fp8"])
+def test_what_expands_latents_becomes_numbers_before_it_is_divided(
+    two_ranks: DividedWorker, folder: Path, tmp_path: Path, name: str
+) -> None:
+    quantize(latents("deepseek_v3", folder / f"plain {name}"), tmp_path / name, name)
+    compare(two_ranks, tmp_path / name)
 
 
 def test_the_built_in_model_is_divided_too(two_ranks: DividedWorker) -> None:

@@ -49,6 +49,8 @@ class Speculated:
     num_drafted: int = 0
     num_accepted: int = 0
     num_preemptions: int = 0
+    num_found: int = 0
+    """Tokens that were there already, on the device or on the host."""
 
     def answers(
         self,
@@ -94,6 +96,7 @@ class Speculated:
         self.num_drafted += stats.num_draft_tokens
         self.num_accepted += stats.num_accepted_tokens
         self.num_preemptions += sum(stats.num_preemptions.values())
+        self.num_found += stats.num_prefix_hits
         return answers
 
     def _note_offers(self, drafts: Drafts, first: int, answers: list[Answer]) -> None:

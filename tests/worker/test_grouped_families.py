@@ -1,0 +1,99 @@
+"""Families whose layers keep different things: what befalls their sequences changes no token.
+
+Each goes through a few histories that cover the pairs of: shares that are cut, batches, both kinds of
+preemption, prefixes that are found, drafts that are right or wrong, and two sequences of one prompt.
+"""
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from scheduler.cache_groups import most_blocks
+from scheduler.config import PreemptionMode
+from scheduler.messages import SamplingParams
+from tests.families import MATRIX, Family
+from tests.worker.conftest import load_worker
+from tests.worker.family_formats import build
+from tests.worker.family_trial import tiny_config
+from tests.worker.speculation.speculated import NO_GUESS, Guess, Speculated, half_right, oracle
+from worker.checkpoint.task_choice import generating_class
+
+pytestmark = [pytest.mark.night, pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+NUM_TOKENS = 12
+_OPEN = 1e-3
+"""Gap between two logits, of sizes about 4, that other sums of the same numbers may turn."""
+_SYSTEM = [(7 * index + 3) % 300 for index in range(25)]
+PROMPTS = (
+    [*_SYSTEM, 5, 9],
+    [*_SYSTEM, 6, 7, 8, 11],
+    [(11 * index + 5) % 300 for index in range(11)],
+    [(13 * index + 1) % 300 for index in range(38)],
+)
+"""Longer than the windows of 12 tokens and the chunks of 8, but for one."""
+ORDER = (0, 0, 3, 1, 2, 2, 1, 0)
+"""Requests: two of one prompt at once, some that begin alike, and all again once others have come between."""
+GROUPED = (
+    *("gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gpt_oss", "olmo3", "exaone4", "cohere2"),
+    *("llama4_text", "mimo_v2_flash", "smollm3", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3"),
+    *("longcat_flash", "youtu", "axk1", "mistral4", "deepseek_v32", "glm_moe_dsa", "hy_v4", "axk2"),
+    "minimax_m3_vl_text",
+)
+FAMILIES = {family.model_type: family for family in MATRIX if family.model_type in GROUPED}
+
+
+def undisturbed(folder: Path, family: Family) -> list[list[int]]:
+    """Generate each prompt by transformers, as far as the best token is clearly the best."""
+    model = generating_class(tiny_config(family)).from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    found = []
+    for prompt in PROMPTS:
+        ids = list(prompt)
+        for _ in range(NUM_TOKENS):
+            with torch.inference_mode():
+                logits_V = model.eval()(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+            best = logits_V.topk(2)
+            if best.values[0] - best.values[1] < _OPEN:
+                break
+            ids.append(int(best.indices[0]))
+        found.append(ids[len(prompt) :])
+    return found
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_tokens_are_those_of_the_model_whatever_befalls_their_sequence(name: str, tmp_path: Path) -> None:
+    family = FAMILIES[name]
+    build(tiny_config(family)).save_pretrained(tmp_path)
+    expected = undisturbed(tmp_path, family)
+    worker, facts = load_worker(tmp_path, max_model_len=64, num_blocks=400, swap_space_bytes=1 << 20)
+    greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
+    requests = [(PROMPTS[number], greedy) for number in ORDER]
+    longest, random = len(PROMPTS[3]) + NUM_TOKENS, Random(4)
+    sizes = {"block_size": facts.block_size, "num_step_tokens": 16}
+    few = most_blocks(facts.groups, longest, **sizes) * 3 // 2
+
+    def serve(guess: Guess, **changes: Any) -> Speculated:
+        world = Speculated(worker, facts, {"max_num_batched_tokens": 16, **changes})
+        answers = world.answers(requests, guess)
+        for number, (tokens, _, _) in zip(ORDER, answers, strict=True):
+            sure = expected[number]
+            assert tokens[: len(sure)] == sure, f"prompt {number}"
+            assert len(tokens) == NUM_TOKENS
+        everything.append([tokens for tokens, _, _ in answers])
+        return world
+
+    everything: list[list[list[int]]] = []
+    assert sum(map(len, expected)) > 2 * NUM_TOKENS, "most tokens are sure"
+    assert serve(NO_GUESS, max_num_batched_tokens=128, max_num_seqs=2).num_found > 0
+    right = oracle([(tokens, [], None) for tokens in everything[0]], 4)
+    wrong = half_right([(tokens, [], None) for tokens in everything[0]], random, facts.vocab_size)
+    assert serve(wrong, num_blocks=few, preemption_mode=PreemptionMode.SWAP).num_preemptions > 0
+    world = serve(wrong, num_blocks=few, preemption_mode=PreemptionMode.RECOMPUTE, num_host_blocks=0)
+    assert world.num_preemptions > 0
+    world = serve(right, max_num_seqs=3)
+    assert world.num_accepted > 0
+    assert world.num_found > 0
