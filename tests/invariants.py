@@ -129,7 +129,7 @@ def _check_blocks(scheduler: Scheduler, running: list[Sequence]) -> None:
         assert len(own) <= most, f"{seq} holds more than it reads"
         for group, table in zip(scheduler.config.groups, seq.tables, strict=True):
             if group.lifetime.kind is LifetimeKind.FIXED:
-                published = {block for cache in scheduler.kv._index.caches for block in cache.published()}
+                published = {block for cache in scheduler.kv.index.caches for block in cache.published()}
                 assert not published & set(table.block_ids), f"{seq}: others find a state that it moves on"
                 assert all(held[block] == 1 for block in table.block_ids), f"{seq} shares its state"
 
@@ -139,7 +139,7 @@ def _check_group_uses(scheduler: Scheduler, running: list[Sequence]) -> None:
     uses = scheduler.group_uses()
     for index, use in enumerate(uses):
         assert use.num_held == len({block for seq in running for block in seq.tables[index].block_ids})
-    findable = list(scheduler.kv.findable_blocks())
+    findable = list(scheduler.kv.index.findable_blocks())
     assert sum(use.num_findable for use in uses) == len(findable) == len(set(findable))
 
 
@@ -159,7 +159,7 @@ def _check_swap_space(scheduler: Scheduler, waiting: list[Sequence]) -> None:
 
 
 def _check_prefix_cache(scheduler: Scheduler, running: list[Sequence]) -> None:
-    found = [cache.published() for cache in scheduler.kv._index.caches]
+    found = [cache.published() for cache in scheduler.kv.index.caches]
     blocks = [block for published in found for block in published]
     assert len(blocks) == len(set(blocks)), "a block is found in two groups"
     assert 0 not in blocks, "block 0, which is never handed out, can be found"

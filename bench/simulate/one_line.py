@@ -68,7 +68,7 @@ class OneLine:
         self._note_outputs(place)
         kv, view = self._replicas[place].scheduler.kv, self.dispatcher.views[place]
         view.num_free_blocks = kv.num_blocks - kv.num_used_blocks
-        journal = kv.prefix_cache.journal
+        journal = kv.index.main_cache.journal
         if journal is not None:
             view.note_prefixes(journal.take())
 

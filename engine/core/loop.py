@@ -347,7 +347,7 @@ class EngineLoop:
             raise WorkerBroken(f"{self._num_failed_in_a_row} steps failed in a row")
 
     def _post_prefix_changes(self) -> None:
-        journal = self._scheduler.kv.prefix_cache.journal
+        journal = self._scheduler.kv.index.main_cache.journal
         if journal is not None and (changes := journal.take()):
             self._mailbox.send(PrefixChanges(changes))
 

@@ -32,7 +32,7 @@ def block_runs(
     unknown.
     """
     codes = [0] * (kv.num_blocks + 1)  # as _decoded reads them
-    for block in kv.findable_blocks():
+    for block in kv.index.findable_blocks():
         codes[block] = 1
     for seq in running:
         owned = 2 * seq.sequence_id + 2
@@ -49,12 +49,12 @@ def group_uses(
     """Count the blocks of each group, between two plans. O(places that windows reach), else O(sequences)."""
     running, held = list(running), [0] * len(groups)
     for index, group in enumerate(groups):
-        if index != kv.main_group:
+        if index != kv.index.main_group:
             rows = {block for seq in running for block in seq.tables[index].block_ids[:: group.num_stripes]}
             held[index] = len(rows) * group.num_stripes
-    held[kv.main_group] = kv.num_used_blocks - sum(held)
+    held[kv.index.main_group] = kv.num_used_blocks - sum(held)
     return [
-        GroupUse(group.name, num_held, kv.num_findable(index))
+        GroupUse(group.name, num_held, kv.index.num_findable(index))
         for index, (group, num_held) in enumerate(zip(groups, held, strict=True))
     ]
 

@@ -17,11 +17,10 @@ from sys import maxsize
 
 from scheduler.blocks.block_demand import AdmissionCopies, AllocationStatus, BlockDemand
 from scheduler.blocks.pool import BlockPool
-from scheduler.blocks.prefix_cache import PrefixCache, Row, rows_of
+from scheduler.blocks.prefix_cache import Row, rows_of
 from scheduler.blocks.prefix_index import EvictedRow, PrefixHit, PrefixIndex
 from scheduler.blocks.restore_points import STEADY_TOKENS, points_of
 from scheduler.blocks.stakes import Stakes
-from scheduler.blocks.swap_space import SwapSpace
 from scheduler.config import SchedulerConfig
 from scheduler.group_places import GroupPlaces, most_blocks, places_of
 from scheduler.messages import BlockCopy, BlockId, GroupBlocks, SequenceId, StateTap
@@ -56,10 +55,12 @@ class KVCacheManager:
         row_size = sum([group.num_stripes for group in self.groups])
         self._most_point_blocks = max(config.num_blocks // _POINTS_PART, 2 * row_size)
         self._free_order = sorted(range(len(self.groups)), key=lambda index: self.groups[index].keeps_all)
-        self._index = PrefixIndex(config, self.groups)
+        self.index = PrefixIndex(config, self.groups)
+        """What is found by content."""
+        self.swap_space = self.index.swap_space
         has_one_table = sum([group.num_stripes for group in self.groups]) == 1
-        self._is_plain = has_one_table and self.groups[0].keeps_all and not self._index.keeps_on_host
-        self.stakes = Stakes(self._index, self.pool, self.groups, self.block_size)
+        self._is_plain = has_one_table and self.groups[0].keeps_all and not self.index.keeps_on_host
+        self.stakes = Stakes(self.index, self.pool, self.groups, self.block_size)
         """Tokens that sequences would lose with their blocks."""
         self._watermark_blocks = int(config.watermark * config.num_blocks)
         self._held_for_copies: list[BlockId] = []
@@ -70,43 +71,11 @@ class KVCacheManager:
         self.num_kept_blocks = 0
         """Blocks copied to the host because the prefix cache on the device gave them up; since the start."""
 
-    @property
-    def prefix_cache(self) -> PrefixCache:
-        """Places that are found on the device, of the group that keeps most."""
-        return self._index.caches[self._index.main_group]
-
-    @property
-    def caches(self) -> list[PrefixCache]:
-        """Places that are found on the device, of each group."""
-        return self._index.caches
-
-    def findable_blocks(self) -> Iterator[BlockId]:
-        """Blocks that are found on the device, of all groups."""
-        return self._index.findable_blocks()
-
-    def num_findable(self, group: int) -> int:
-        """Count the blocks of a group that are found on the device."""
-        return self._index.num_findable(group)
-
-    @property
-    def main_group(self) -> int:
-        """Group that keeps most."""
-        return self._index.main_group
-
     def keep_journal(self, journal: PrefixJournal) -> None:
         """Record what is found, and found no more, of all groups. Outside, a state is no block of tokens."""
-        for index, (group, cache) in enumerate(zip(self.groups, self.caches, strict=True)):
-            is_main = index == self.main_group and not group.is_fixed
+        for index, (group, cache) in enumerate(zip(self.groups, self.index.caches, strict=True)):
+            is_main = index == self.index.main_group and not group.is_fixed
             cache.journal, cache.group = journal, None if is_main else index
-
-    @property
-    def swap_space(self) -> SwapSpace:
-        return self._index.swap_space
-
-    @property
-    def num_changes(self) -> int:
-        """Count of changes: while it is the same, every sequence finds the same blocks."""
-        return self._index.num_changes
 
     @property
     def num_blocks(self) -> int:
@@ -124,13 +93,9 @@ class KVCacheManager:
         """Whether the empty pool would be large enough."""
         return self.most_blocks(num_tokens) <= self.pool.num_blocks
 
-    def num_unhashed(self, seq: Sequence) -> int:
-        """Tokens whose keys `demand` would have to compute first."""
-        return self._index.num_unhashed(seq)
-
     def demand(self, seq: Sequence) -> BlockDemand:
         """Blocks that admitting `seq` would take now; it changes nothing."""
-        hit, pool = self._index.find(seq), self.pool
+        hit, pool = self.index.find(seq), self.pool
         if pool.count_free(hit.tail):
             hit.tail = ()  # to hold it for the copy would cost a block
         start = hit.num_tokens
@@ -178,9 +143,9 @@ class KVCacheManager:
         if demand.takes_point:
             for block in point:
                 self.pool.share(block)
-            self._index.reuse_all(point)
+            self.index.reuse_all(point)
         else:
-            self._index.note_restored(point)
+            self.index.note_restored(point)
             self._hold_for_copy(point)
         fresh = iter(self._take(demand.num_fresh))
         self.drop_copy(seq)
@@ -189,10 +154,10 @@ class KVCacheManager:
         seq.num_computed_tokens = hit.num_tokens
         if self.has_state or self.passes_blocks:
             seq.points = points_of(seq, hit.num_kept_tokens, hit.num_tokens, self.block_size)
-        self._index.publish_hit(seq, hit)
+        self.index.publish_hit(seq, hit)
         copies = self._copies_within(seq, demand)
         if tail:
-            copies += map(BlockCopy, tail, self._index.row_at(seq, hit.num_tokens // self.block_size))
+            copies += map(BlockCopy, tail, self.index.row_at(seq, hit.num_tokens // self.block_size))
             seq.num_computed_tokens = seq.num_tokens - 1
         return AdmissionCopies(self._copies_from_host(seq, hit), copies)
 
@@ -293,7 +258,7 @@ class KVCacheManager:
                     passed = table.block_ids[: len(places) * group.num_stripes]
                     del table.block_ids[: len(passed)]
                     if is_kept:
-                        self.pool.release(passed, self._index.caches[index].blocks)
+                        self.pool.release(passed, self.index.caches[index].blocks)
                         self._use_again(index, seq, places)
                     else:
                         self.pool.release_passed(passed)
@@ -309,7 +274,7 @@ class KVCacheManager:
     def _use_again(self, index: int, seq: Sequence, places: list[int]) -> None:
         """Let what is found at these places be reused last, also where another sequence left it."""
         for place in places:
-            row = self._index.found_at(index, seq, place)
+            row = self.index.found_at(index, seq, place)
             free = [block for block in row if self.pool.is_free(block)]
             for block in free:
                 self.pool.share(block)
@@ -330,26 +295,26 @@ class KVCacheManager:
         for position in sorted({*seq.points, *steady}):
             if not start < position <= end or position > len(seq.token_ids):
                 continue
-            if not self._index.lacks_state(seq, position):
+            if not self.index.lacks_state(seq, position):
                 continue
             growth = sum([self.num_missing(each) for each in running if each.num_tokens > each.num_slots])
             if self.pool.num_free < num_blocks + max(self._watermark_blocks, growth):
                 continue
             if position not in seq.points and any(
-                [block in self._index.kept() for block in self.pool.next_free(num_blocks)]
+                [block in self.index.kept() for block in self.pool.next_free(num_blocks)]
             ):
                 continue
             self._give_up_points(num_blocks)
             row = tuple(self._take(num_blocks))
             self._held_for_copies += row
-            self._index.keep_state(seq, position, row)
+            self.index.keep_state(seq, position, row)
             taps.append(StateTap(seq.sequence_id, position, row))
         return taps
 
     def keep_end(self, seq: Sequence) -> None:
         """Let prompts go on behind a sequence that is about to be freed, if it has a state."""
         if self.has_state:
-            self._index.keep_end(seq)
+            self.index.keep_end(seq)
             self._give_up_points(0)
 
     def _give_up_points(self, num_wanted: int) -> None:
@@ -357,9 +322,9 @@ class KVCacheManager:
 
         None while there are blocks that hold nothing.
         """
-        if self.pool.num_free and self.pool.next_free(1)[0] not in self._index.kept():
+        if self.pool.num_free and self.pool.next_free(1)[0] not in self.index.kept():
             return
-        for row in self._index.give_up_points(self._most_point_blocks - num_wanted):
+        for row in self.index.give_up_points(self._most_point_blocks - num_wanted):
             free = [block for block in row if self.pool.is_free(block)]
             for block in free:
                 self.pool.share(block)
@@ -372,7 +337,7 @@ class KVCacheManager:
         of it attends, so that even a sequence of the same step may use them. If the step fails,
         `forget` undoes it.
         """
-        self._index.publish(seq, start, end)
+        self.index.publish(seq, start, end)
 
     def free(self, seq: Sequence) -> None:
         """Give all blocks back. The tail is reused first: it is shared least likely.
@@ -381,7 +346,7 @@ class KVCacheManager:
         """
         for index in self._free_order:
             table = seq.tables[index]
-            self.pool.release(reversed(table.block_ids), self._index.kept_by_group[index])
+            self.pool.release(reversed(table.block_ids), self.index.kept_by_group[index])
             table.block_ids, table.end = [], 0
         seq.num_slots = 0
         seq.num_computed_tokens = 0
@@ -406,10 +371,10 @@ class KVCacheManager:
             table.host_ids = self.swap_space.take(len(sources))
             pairs = (rows_of(blocks, group.num_stripes) for blocks in (sources, table.host_ids))
             for source, target in zip(*pairs, strict=True):
-                self._index.publish_swapped(index, source, target)
+                self.index.publish_swapped(index, source, target)
             copies += map(BlockCopy, sources, table.host_ids)
         seq.num_swapped_tokens = seq.num_computed_tokens
-        kept = self._index.kept()
+        kept = self.index.kept()
         reused_last = [copy for copy in reversed(copies) if copy.source in kept]
         return [copy for copy in copies if copy.source not in kept] + reused_last
 
@@ -427,20 +392,20 @@ class KVCacheManager:
         Returns the copies of evicted prefixes that it must make.
         """
         copies = self._keep_evicted() if self._evicted else []
-        self._index.complete_plan()
+        self.index.complete_plan()
         if self._held_for_copies:
-            self.pool.release(self._held_for_copies, self._index.kept())
+            self.pool.release(self._held_for_copies, self.index.kept())
             self._held_for_copies.clear()
         self.swap_space.unpin()
         return copies
 
     def forget(self, seq: Sequence, *, start: int = 0) -> None:
         """Let all that this sequence computed from `start` on not be found: it cannot be trusted."""
-        self._index.forget(seq, start=start)
+        self.index.forget(seq, start=start)
 
     def forget_block(self, block: BlockId) -> None:
         """Let the content that was to be copied to a block not be found."""
-        self._index.reuse_all((block,))
+        self.index.reuse_all((block,))
 
     def forget_copies(self, swap_out: tuple[BlockCopy, ...]) -> None:
         """Let the content that these copies were to bring to the host not be found: the step failed."""
@@ -449,7 +414,7 @@ class KVCacheManager:
 
     def reset_prefix_cache(self) -> None:
         """Forget all that was computed so far, on both sides; running sequences keep their blocks."""
-        self._index.clear()
+        self.index.clear()
 
     def _keep_evicted(self) -> list[BlockCopy]:
         """Copies of evicted blocks to the host.
@@ -493,7 +458,7 @@ class KVCacheManager:
 
     def _take(self, num_blocks: int) -> list[BlockId]:
         taken = self.pool.take(num_blocks)
-        evicted = self._index.reuse_all(taken)
-        if evicted and self._index.keeps_on_host:
+        evicted = self.index.reuse_all(taken)
+        if evicted and self.index.keeps_on_host:
             self._evicted += evicted
         return taken

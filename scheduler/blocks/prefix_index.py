@@ -101,6 +101,7 @@ class PrefixIndex:
         self.swap_space = SwapSpace(config.num_host_blocks, len(groups))
         self._groups = groups
         self.main_group = main_group(groups)
+        self.main_cache = self.caches[self.main_group]
         self._paged = [i for i, group in enumerate(groups) if not group.is_fixed]
         self._fixed = next((i for i, group in enumerate(groups) if group.is_fixed), None)
         self._tails = PrefixCache()

@@ -302,11 +302,11 @@ class Admission:
         return None if has_place else WaitReason.ADAPTER
 
     def _may_hash(self, seq: Sequence, budget: SchedulingBudget) -> bool:
-        return budget.may_hash(self._kv.num_unhashed(seq))
+        return budget.may_hash(self._kv.index.num_unhashed(seq))
 
     def _demand(self, seq: Sequence, budget: SchedulingBudget) -> BlockDemand:
         """Look up what it needs, after `_obstacle`."""
-        budget.remaining_hashed_tokens -= self._kv.num_unhashed(seq)
+        budget.remaining_hashed_tokens -= self._kv.index.num_unhashed(seq)
         return self._kv.demand(seq)
 
     def _awaits_token(self, seq: Sequence) -> bool:
@@ -341,7 +341,7 @@ class Admission:
         head = self._first().admission if len(waiting) else 0
         return (
             self._kv.pool.num_free,
-            self._kv.num_changes,
+            self._kv.index.num_changes,
             self._queues.num_running,
             len(waiting),
             self._queues.num_arrivals,  # one may have left and another come

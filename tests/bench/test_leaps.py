@@ -103,7 +103,7 @@ def schedulers(monkeypatch: pytest.MonkeyPatch) -> list[Scheduler]:
 
 def blocks(scheduler: Scheduler) -> tuple[Any, ...]:
     """Blocks in the order in which they would be reused, and what they hold."""
-    return scheduler.kv.pool.free_blocks(), scheduler.kv.prefix_cache.published()
+    return scheduler.kv.pool.free_blocks(), scheduler.kv.index.main_cache.published()
 
 
 OF_TWO_KINDS = {

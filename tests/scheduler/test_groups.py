@@ -348,7 +348,7 @@ def test_routers_outside_are_told_of_the_group_that_keeps_most_alone() -> None:
                 known |= {*event.block_hashes}
             elif isinstance(event, BlockRemoved):
                 known -= {*event.block_hashes}
-        published = world.scheduler.kv.caches[1].published()
+        published = world.scheduler.kv.index.caches[1].published()
         assert known == {block_hash(key) for key in published.values()}
 
 

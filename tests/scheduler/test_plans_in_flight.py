@@ -233,10 +233,10 @@ def test_a_failure_heard_of_after_its_sequence_was_aborted_still_empties_the_cac
     scheduler.add_request(make_sequence(1, prompt(9, 1)), now_s=0.0)
     plan = scheduler.schedule(now_s=0.0)
     scheduler.finish_requests([SequenceId(1)], FinishReason.ABORTED)
-    assert len(scheduler.kv.prefix_cache) == 2
+    assert len(scheduler.kv.index.main_cache) == 2
     failed = ModelRunnerOutput(token_ids={}, logprobs={}, failures={SequenceId(1): "not finite"})
     scheduler.update_from_output(plan, failed)
-    assert len(scheduler.kv.prefix_cache) == 0
+    assert len(scheduler.kv.index.main_cache) == 0
 
 
 def test_further_failures_of_a_sequence_that_failed_cost_nobody_else_its_cache() -> None:

@@ -97,7 +97,7 @@ def test_blocks_of_an_indivisible_prompt_are_shared_with_nobody() -> None:
         world.add(make_sequence(number, prompt(9), pooling=at_once))
         world.run()
     assert starts(world, 2) == [0]
-    assert len(world.scheduler.kv.prefix_cache) == 0
+    assert len(world.scheduler.kv.index.main_cache) == 0
 
 
 def test_an_indivisible_prompt_longer_than_a_step_is_refused_at_once() -> None:

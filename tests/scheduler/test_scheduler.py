@@ -333,7 +333,7 @@ def test_without_prefix_caching_nothing_is_found_again() -> None:
     world.add(make_sequence(1, prompt(9)), make_sequence(2, prompt(9)))
     world.run()
     assert world.scheduler.stats().num_prefix_hits == 0
-    assert len(world.scheduler.kv.prefix_cache) == 0
+    assert len(world.scheduler.kv.index.main_cache) == 0
 
 
 @pytest.mark.parametrize("policy", SchedulingPolicy)

@@ -98,7 +98,7 @@ def test_a_gap_in_what_the_window_reaches_is_no_hit() -> None:
     tokens = prompt(32)
     world.add(make_sequence(1, [*tokens, 5], max_tokens=1))
     world.run()
-    cache = world.scheduler.kv.prefix_cache
+    cache = world.scheduler.kv.index.main_cache
     seventh = {key: block for block, key in cache.published().items()}
     keys = make_sequence(9, [*tokens, 6])
     world.scheduler.kv.demand(keys)

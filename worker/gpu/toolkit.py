@@ -69,8 +69,8 @@ class GpuToolkit:
         return TritonLayer(parts, call, self._ranks)
 
     def pack_shard(self, _shard: Linear, _axis: Axis, _dtype: torch.dtype) -> nn.Module:
-        """Refuse: layers that stay are divided on CPUs only."""
-        raise Unrecognised("it is divided on CPUs only")
+        """Refuse, as `replace_layers` does before."""
+        raise Unrecognised("layers that stay are divided on CPUs only")
 
     def prove(self, model: Any, *, must_round_inputs: bool) -> None:
         """See Toolkit."""

@@ -115,14 +115,15 @@ def replace_layers(
             continue
         try:
             with lent_to(device.torch_device, layer):
-                if isinstance(verdict, LayerCall):
-                    own = _fuse(layer, verdict, call, toolkit, ranks)
-                    done.num_kept_mlps += find_mlp(own) is not None
-                else:
-                    own = _cut(model, name, call, toolkit, ranks)
+                own = (
+                    _fuse(layer, verdict, call, toolkit, ranks)
+                    if isinstance(verdict, LayerCall)
+                    else _cut(model, name, call, toolkit, ranks)
+                )
         except Unrecognised as undivided:
             done.reasons[str(undivided)] += 1
             continue
+        done.num_kept_mlps += is_fused and find_mlp(own) is not None
         _replace_layer(model, name, _at_edge(own, ranks.stage, place, stage_places))
         done.count(is_fused=is_fused)
     if ranks.stage.count > 1:
@@ -141,6 +142,8 @@ def _replace_others(model: Any, toolkit: Toolkit, max_model_len: int, done: Laye
 def _cut(model: Any, name: str, call: RecordedCall, toolkit: Toolkit, ranks: Ranks) -> nn.Module:
     """Leave a rank's part of a layer that keeps latents. Raises Unrecognised."""
     layer: nn.Module = model.get_submodule(name)
+    if toolkit.device_kind != "CPU":
+        raise Unrecognised("its latents are divided on CPUs only")
     if ranks.size > 1:
         shard_own_layer(layer, ranks, lambda shard, axis: toolkit.pack_shard(shard, axis, model.dtype))
     toolkit.replace_linears(model, call.linears)

@@ -126,7 +126,7 @@ class Engine:
 
     def __init__(self, rng: random.Random) -> None:
         self.scheduler = Scheduler(CONFIG)
-        self.journal = self.scheduler.kv.prefix_cache.journal = PrefixJournal(JournalContent.TOKENS)
+        self.journal = self.scheduler.kv.index.main_cache.journal = PrefixJournal(JournalContent.TOKENS)
         self._rng = rng
         self._num = 0
         self.private: set[bytes] = set()
@@ -152,7 +152,7 @@ class Engine:
         return changes
 
     def found(self) -> set[bytes]:
-        return set(self.scheduler.kv.prefix_cache.published().values()) - self.private
+        return set(self.scheduler.kv.index.main_cache.published().values()) - self.private
 
 
 @pytest.fixture
