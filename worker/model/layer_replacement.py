@@ -115,11 +115,7 @@ def replace_layers(
             continue
         try:
             with lent_to(device.torch_device, layer):
-                own = (
-                    _fuse(layer, verdict, call, toolkit, ranks)
-                    if isinstance(verdict, LayerCall)
-                    else _cut(model, name, call, toolkit, ranks)
-                )
+                own = _own_part(model, name, call, verdict, toolkit, ranks)
         except Unrecognised as undivided:
             done.reasons[str(undivided)] += 1
             continue
@@ -137,6 +133,15 @@ def _replace_others(model: Any, toolkit: Toolkit, max_model_len: int, done: Laye
         toolkit.replace_linears(model, done.kept_linears)
     done.experts = toolkit.replace_others(model, max_model_len)
     done.is_one_call = whole_body_of(model) is not None
+
+
+def _own_part(
+    model: Any, name: str, call: RecordedCall, verdict: str | LayerCall, toolkit: Toolkit, ranks: Ranks
+) -> nn.Module:
+    """Make a rank's part of a layer. Raises Unrecognised."""
+    if isinstance(verdict, LayerCall):
+        return _fuse(model.get_submodule(name), verdict, call, toolkit, ranks)
+    return _cut(model, name, call, toolkit, ranks)
 
 
 def _cut(model: Any, name: str, call: RecordedCall, toolkit: Toolkit, ranks: Ranks) -> nn.Module:
