@@ -29,7 +29,7 @@ class GroupPlaces:
     ) -> None:
         """`num_step_tokens` are the most of a sequence in a step."""
         self._block_size = block_size
-        self._lifetime = lifetime = group.lifetime
+        self.lifetime = lifetime = group.lifetime
         self._most_at_once = group.most_places(
             maxsize, block_size=block_size, num_step_tokens=num_step_tokens
         )
@@ -43,7 +43,7 @@ class GroupPlaces:
 
     def first(self, start: int) -> int:
         """First place that a share from position `start` on reads; those before it are passed."""
-        return self._lifetime.first_read(start) // self._block_size if self.is_limited else 0
+        return self.lifetime.first_read(start) // self._block_size if self.is_limited else 0
 
     def end(self, num_tokens: int, start: int) -> int:
         """Place behind the last that a sequence of `num_tokens` needs for any share from `start` on."""

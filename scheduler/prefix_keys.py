@@ -14,6 +14,8 @@ from enum import StrEnum
 from hashlib import sha256
 from typing import NamedTuple
 
+from scheduler.cache_groups import Lifetime
+
 
 def root_key(cache_salt: str, adapter: str = "") -> bytes:
     """Key of the parent of a sequence's first block.
@@ -51,6 +53,13 @@ class ChangeKind(StrEnum):
     CLEARED = "cleared"  # everything is forgotten
 
 
+class ChangedGroup(NamedTuple):
+    """Group of layers of which something is found."""
+
+    index: int
+    lifetime: Lifetime
+
+
 class PrefixChange(NamedTuple):
     """One change."""
 
@@ -64,8 +73,8 @@ class PrefixChange(NamedTuple):
     """Cache salt of its sequence; with the tokens only."""
     adapter: str = ""
     """Adapter of its sequence; with the tokens only."""
-    group: int | None = None
-    """Group of layers; None: the one that keeps most, of which alone readers outside are told."""
+    group: ChangedGroup | None = None
+    """Group of layers; None: all layers are one."""
 
 
 class JournalContent(StrEnum):
@@ -85,10 +94,10 @@ class PrefixJournal:
     def note_stored(self, change: PrefixChange) -> None:
         self._changes.append(change)
 
-    def note_forgotten(self, key: bytes, group: int | None) -> None:
+    def note_forgotten(self, key: bytes, group: ChangedGroup | None) -> None:
         self._changes.append(PrefixChange(ChangeKind.FORGOTTEN, key, group=group))
 
-    def note_cleared(self, group: int | None) -> None:
+    def note_cleared(self, group: ChangedGroup | None) -> None:
         self._changes.append(PrefixChange(ChangeKind.CLEARED, group=group))
 
     def take(self) -> list[PrefixChange]:

@@ -24,7 +24,7 @@ from scheduler.blocks.stakes import Stakes
 from scheduler.config import SchedulerConfig
 from scheduler.group_places import GroupPlaces, most_blocks, places_of
 from scheduler.messages import BlockCopy, BlockId, GroupBlocks, SequenceId, StateTap
-from scheduler.prefix_keys import PrefixJournal
+from scheduler.prefix_keys import ChangedGroup, PrefixJournal
 from scheduler.sequence import BlockTable, Sequence
 
 # Limits of a step for copying evicted blocks to the host: running requests do not notice as little as this.
@@ -56,7 +56,7 @@ class KVCacheManager:
         self._most_point_blocks = max(config.num_blocks // _POINTS_PART, 2 * row_size)
         self._free_order = sorted(range(len(self.groups)), key=lambda index: self.groups[index].keeps_all)
         self.index = PrefixIndex(config, self.groups)
-        """What is found by content."""
+        """Record of all that is found by its content."""
         self.swap_space = self.index.swap_space
         has_one_table = sum([group.num_stripes for group in self.groups]) == 1
         self._is_plain = has_one_table and self.groups[0].keeps_all and not self.index.keeps_on_host
@@ -72,10 +72,10 @@ class KVCacheManager:
         """Blocks copied to the host because the prefix cache on the device gave them up; since the start."""
 
     def keep_journal(self, journal: PrefixJournal) -> None:
-        """Record what is found, and found no more, of all groups. Outside, a state is no block of tokens."""
+        """Record what is found, and found no more, of all groups."""
+        is_one = len(self.groups) == 1 and not self.has_state
         for index, (group, cache) in enumerate(zip(self.groups, self.index.caches, strict=True)):
-            is_main = index == self.index.main_group and not group.is_fixed
-            cache.journal, cache.group = journal, None if is_main else index
+            cache.journal, cache.group = journal, None if is_one else ChangedGroup(index, group.lifetime)
 
     @property
     def num_blocks(self) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Container, KeysView, Sequence
 from itertools import repeat, takewhile
 
 from scheduler.messages import BlockId
-from scheduler.prefix_keys import PrefixJournal
+from scheduler.prefix_keys import ChangedGroup, PrefixJournal
 
 Row = tuple[BlockId, ...]
 """Blocks of a place, one for each stripe of its group."""
@@ -32,7 +32,7 @@ class PrefixCache:
         self.num_changes = 0
         self.journal: PrefixJournal | None = None
         """Record of places that are found, and found no more, for readers elsewhere; None: there are none."""
-        self.group: int | None = None
+        self.group: ChangedGroup | None = None
         """Group of the changes in that record."""
 
     def __len__(self) -> int:

@@ -28,7 +28,15 @@ from scheduler.config import HostTier, PrefixCaching, SchedulerConfig
 from scheduler.group_places import GroupPlaces, main_group
 from scheduler.longest_hit import IsFound, longest_hit
 from scheduler.messages import BlockId
-from scheduler.prefix_keys import ChangeKind, JournalContent, PrefixChange, PrefixJournal, block_key, root_key
+from scheduler.prefix_keys import (
+    ChangedGroup,
+    ChangeKind,
+    JournalContent,
+    PrefixChange,
+    PrefixJournal,
+    block_key,
+    root_key,
+)
 from scheduler.sequence import Sequence
 
 
@@ -310,14 +318,16 @@ class PrefixIndex:
                 if cache.get(seq.block_keys[place]) is None:
                     journal.note_stored(self._stored(seq, place, cache.group, journal))
 
-    def _stored(self, seq: Sequence, place: int, group: int | None, journal: PrefixJournal) -> PrefixChange:
+    def _stored(
+        self, seq: Sequence, place: int, group: ChangedGroup | None, journal: PrefixJournal
+    ) -> PrefixChange:
         key = seq.block_keys[place]
-        if journal.content is JournalContent.KEYS or group is not None:
+        if journal.content is JournalContent.KEYS:
             return PrefixChange(ChangeKind.STORED, key, group=group)
         start = place * self._block_size
         token_ids = array("I", seq.token_ids[start : start + self._block_size]).tobytes()
         parent = seq.block_keys[place - 1] if place else b""
-        return PrefixChange(ChangeKind.STORED, key, parent, token_ids, seq.cache_salt, seq.adapter)
+        return PrefixChange(ChangeKind.STORED, key, parent, token_ids, seq.cache_salt, seq.adapter, group)
 
     def _find_prefix(self, seq: Sequence) -> PrefixHit:
         """Longest prefix of full places of which each group has all that the next token reads."""

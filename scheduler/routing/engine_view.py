@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
-from scheduler.group_places import GroupPlaces, main_group
+from scheduler.group_places import GroupPlaces, main_group, most_blocks
 from scheduler.longest_hit import longest_hit
 from scheduler.prefix_keys import ChangeKind, PrefixChange
 
@@ -63,7 +63,7 @@ class EngineView:
 
     def note_prefixes(self, changes: Iterable[PrefixChange]) -> None:
         for change in changes:
-            keys = self.keys[self._main if change.group is None else change.group]
+            keys = self.keys[self._main if change.group is None else change.group.index]
             if change.kind is ChangeKind.STORED:
                 keys.add(change.key)
             elif change.kind is ChangeKind.FORGOTTEN:
@@ -105,5 +105,13 @@ class EngineView:
         ahead = self.num_unbegun_tokens + num_tokens
         beside = _HELD_TOKEN_PRICE * self.num_held_tokens + _LIVE_PRICE_TOKENS * self.num_live
         # Without room it would wait for others to end, or push them out.
-        has_room = ahead <= self.num_free_blocks * self.size.block_size
+        has_room = self._num_blocks(ahead) <= self.num_free_blocks
         return ahead + beside + (0 if has_room else self.size.num_blocks * self.size.block_size)
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        """Count the blocks of the sequences that have not begun and of one more, of so many tokens in all."""
+        assert self.size is not None
+        if not self.size.groups:
+            return -(-num_tokens // self.size.block_size)
+        num_sequences = self.num_unbegun + 1
+        return num_sequences * most_blocks(self.size.groups, -(-num_tokens // num_sequences))

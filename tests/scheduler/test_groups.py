@@ -335,21 +335,41 @@ def test_the_choice_between_engines_knows_what_each_group_has(groups: tuple[Cach
     assert any(num_found)
 
 
-def test_routers_outside_are_told_of_the_group_that_keeps_most_alone() -> None:
-    """To them, what a window gave back would be gone altogether."""
+@pytest.mark.parametrize(
+    ("groups", "num_blocks", "has_room"),
+    [((STATE,), 10, True), ((STATE,), 9, False), ((WINDOW,), 45, True), ((FULL,), 45, False)],
+)
+def test_the_choice_between_engines_counts_the_blocks_of_each_group(
+    groups: tuple[CacheGroup, ...], num_blocks: int, *, has_room: bool
+) -> None:
+    """A state takes as many blocks for a long prompt as for a short one, and a window few more."""
+    view = EngineView(
+        EngineSize(num_blocks, 4, 4, 16, places_of(small_config(groups=groups, max_model_len=400)))
+    )
+    view.num_unbegun, view.num_unbegun_tokens = 1, 100
+    assert (view.cost(100) < 200 + 4 * num_blocks) == has_room
+
+
+def test_routers_outside_are_told_of_each_group_but_a_state() -> None:
+    """What a window gave back is gone in its group alone."""
     world = grouped(WINDOW, FULL, STATE, num_blocks=100)
     journal, outside = PrefixJournal(JournalContent.TOKENS), SharedBlocks()
     world.scheduler.kv.keep_journal(journal)
-    known: set[int] = set()
+    known: dict[int | None, set[int]] = {0: set(), 1: set()}
+    kinds: dict[int | None, tuple[str | None, int | None]] = {}
     for number in range(1, 30):
         turn(world, number, prompt(50, number % 4), max_tokens=4)
         for event in outside.events(0, journal.take()):
             if isinstance(event, BlockStored):
-                known |= {*event.block_hashes}
+                known[event.group_idx] |= {*event.block_hashes}
+                kinds[event.group_idx] = (event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window)
+                assert len(event.token_ids) == event.block_size == 4
             elif isinstance(event, BlockRemoved):
-                known -= {*event.block_hashes}
-        published = world.scheduler.kv.index.caches[1].published()
-        assert known == {block_hash(key) for key in published.values()}
+                known[event.group_idx] -= {*event.block_hashes}
+        for group, hashes in known.items():
+            published = world.scheduler.kv.index.caches[group or 0].published()
+            assert hashes == {block_hash(key) for key in published.values()}
+    assert kinds == {0: ("sliding_window", 8), 1: ("full_attention", None)}
 
 
 def test_routers_outside_are_told_nothing_of_a_model_that_has_a_state_alone() -> None:
