@@ -56,7 +56,7 @@ class ChangeKind(StrEnum):
 class ChangedGroup(NamedTuple):
     """Group of layers of which something is found."""
 
-    index: int
+    number: int
     lifetime: Lifetime
 
 

@@ -203,7 +203,7 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> None:
         """Forget all that was cached so far; running sequences keep their blocks."""
-        self.kv.reset_prefix_cache()
+        self.kv.index.clear()
 
     def take_outputs(self) -> Outputs:
         """Outputs that were not delivered yet, for steps that had nothing to compute."""
@@ -404,7 +404,7 @@ class Scheduler:
         # yet.
         start = seq.num_computed_tokens if num_accepted else num_known - 1
         seq.num_computed_tokens += num_accepted
-        self.kv.publish(seq, start, min(seq.num_computed_tokens, num_known))
+        self.kv.index.publish(seq, start, min(seq.num_computed_tokens, num_known))
 
     def _take_other(self, seq: Sequence, share: ScheduledSequence, result: ModelRunnerOutput) -> None:
         """Take in a share that sampled no token."""
@@ -439,7 +439,7 @@ class Scheduler:
     def _fail(self, seq: Sequence, message: str) -> None:
         """End a sequence whose last results cannot be trusted."""
         self._failed_in_flight.add(seq.sequence_id)
-        self.kv.forget(seq)
+        self.kv.index.forget(seq)
         self._finish(seq, FinishReason.FAILED, message=message)
 
     def _distrust(self, sequence_id: SequenceId) -> None:
@@ -479,5 +479,5 @@ class Scheduler:
         if not self.kv.can_ever_fit(seq.num_tokens):
             raise NeverFits(
                 f"the prompt has {seq.num_tokens} tokens; the KV cache holds "
-                f"{self.kv.num_blocks * self.config.block_size}"
+                f"{self.kv.pool.num_blocks * self.config.block_size}"
             )

@@ -72,11 +72,6 @@ class BlockTable:
             return [(block,) for block in self.block_ids[start - self.first : max(end - self.first, 0)]]
         return [self.row(place, num_stripes) for place in range(start, end)]
 
-    def host_row(self, place: int, num_stripes: int) -> tuple[BlockId, ...]:
-        """Host blocks of a place."""
-        start = (place - self.first) * num_stripes
-        return tuple(self.host_ids[start : start + num_stripes])
-
 
 class Sequence:
     """One stream of tokens. It has no prefill or decode phase: `num_computed_tokens` runs after `num_tokens`.

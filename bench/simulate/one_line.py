@@ -67,7 +67,7 @@ class OneLine:
         """Take note of a step that a replica has ended."""
         self._note_outputs(place)
         kv, view = self._replicas[place].scheduler.kv, self.dispatcher.views[place]
-        view.num_free_blocks = kv.num_blocks - kv.num_used_blocks
+        view.num_free_blocks = kv.pool.num_blocks - kv.pool.num_used
         journal = kv.index.main_cache.journal
         if journal is not None:
             view.note_prefixes(journal.take())

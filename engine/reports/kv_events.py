@@ -113,7 +113,7 @@ class SharedBlocks:
 
 
 def _key_of(change: PrefixChange) -> _GroupKey:
-    return None if change.group is None else change.group.index, change.key
+    return None if change.group is None else change.group.number, change.key
 
 
 def block_hash(key: bytes) -> int:

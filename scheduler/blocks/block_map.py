@@ -31,7 +31,7 @@ def block_runs(
     O(blocks), some 50 ns for each. Runs beyond `max_runs` are left out: all blocks after the last run are
     unknown.
     """
-    codes = [0] * (kv.num_blocks + 1)  # as _decoded reads them
+    codes = [0] * (kv.pool.num_blocks + 1)  # as _decoded reads them
     for block in kv.index.findable_blocks():
         codes[block] = 1
     for seq in running:
@@ -52,7 +52,7 @@ def group_uses(
         if index != kv.index.main_group:
             rows = {block for seq in running for block in seq.tables[index].block_ids[:: group.num_stripes]}
             held[index] = len(rows) * group.num_stripes
-    held[kv.index.main_group] = kv.num_used_blocks - sum(held)
+    held[kv.index.main_group] = kv.pool.num_used - sum(held)
     return [
         GroupUse(group.name, num_held, kv.index.num_findable(index))
         for index, (group, num_held) in enumerate(zip(groups, held, strict=True))

@@ -77,14 +77,6 @@ class KVCacheManager:
         for index, (group, cache) in enumerate(zip(self.groups, self.index.caches, strict=True)):
             cache.journal, cache.group = journal, None if is_one else ChangedGroup(index, group.lifetime)
 
-    @property
-    def num_blocks(self) -> int:
-        return self.pool.num_blocks
-
-    @property
-    def num_used_blocks(self) -> int:
-        return self.pool.num_used
-
     def most_blocks(self, num_tokens: int) -> int:
         """Most blocks that a sequence of `num_tokens` ever holds at once."""
         return most_blocks(self.groups, num_tokens)
@@ -330,15 +322,6 @@ class KVCacheManager:
                 self.pool.share(block)
             self.pool.release(free, ())
 
-    def publish(self, seq: Sequence, start: int, end: int) -> None:
-        """Let others find the blocks that [start, end) completes.
-
-        Called when the step is planned: the worker writes the whole batch's keys and values before any
-        of it attends, so that even a sequence of the same step may use them. If the step fails,
-        `forget` undoes it.
-        """
-        self.index.publish(seq, start, end)
-
     def free(self, seq: Sequence) -> None:
         """Give all blocks back. The tail is reused first: it is shared least likely.
 
@@ -399,22 +382,10 @@ class KVCacheManager:
         self.swap_space.unpin()
         return copies
 
-    def forget(self, seq: Sequence, *, start: int = 0) -> None:
-        """Let all that this sequence computed from `start` on not be found: it cannot be trusted."""
-        self.index.forget(seq, start=start)
-
-    def forget_block(self, block: BlockId) -> None:
-        """Let the content that was to be copied to a block not be found."""
-        self.index.reuse_all((block,))
-
     def forget_copies(self, swap_out: tuple[BlockCopy, ...]) -> None:
         """Let the content that these copies were to bring to the host not be found: the step failed."""
         for copy in swap_out:
             self.swap_space.forget(copy.target)
-
-    def reset_prefix_cache(self) -> None:
-        """Forget all that was computed so far, on both sides; running sequences keep their blocks."""
-        self.index.clear()
 
     def _keep_evicted(self) -> list[BlockCopy]:
         """Copies of evicted blocks to the host.

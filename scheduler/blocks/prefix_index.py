@@ -28,15 +28,7 @@ from scheduler.config import HostTier, PrefixCaching, SchedulerConfig
 from scheduler.group_places import GroupPlaces, main_group
 from scheduler.longest_hit import IsFound, longest_hit
 from scheduler.messages import BlockId
-from scheduler.prefix_keys import (
-    ChangedGroup,
-    ChangeKind,
-    JournalContent,
-    PrefixChange,
-    PrefixJournal,
-    block_key,
-    root_key,
-)
+from scheduler.prefix_keys import ChangeKind, JournalContent, PrefixChange, block_key, root_key
 from scheduler.sequence import Sequence
 
 
@@ -141,7 +133,12 @@ class PrefixIndex:
         return hit
 
     def publish(self, seq: Sequence, start: int, end: int) -> None:
-        """Let others find the places that [start, end) completes, and a prompt's tail that it completes."""
+        """Let others find the places that [start, end) completes, and a prompt's tail that it completes.
+
+        Called when the step is planned: the worker writes the whole batch's keys and values before any
+        of it attends, so that even a sequence of the same step may use them. If the step fails,
+        `forget` undoes it.
+        """
         if not self.is_on:
             return
         first, last = start // self._block_size, end // self._block_size
@@ -231,7 +228,7 @@ class PrefixIndex:
             self.swap_space.forget_key(key)
 
     def clear(self) -> None:
-        """Forget all that was computed so far."""
+        """Forget all that was computed so far, on both sides; running sequences keep their blocks."""
         for cache in self.caches:
             cache.clear()
         self._tails.clear()
@@ -316,18 +313,18 @@ class PrefixIndex:
         if journal is not None:
             for place in places:
                 if cache.get(seq.block_keys[place]) is None:
-                    journal.note_stored(self._stored(seq, place, cache.group, journal))
+                    journal.note_stored(self._stored(seq, place, cache, journal.content))
 
-    def _stored(
-        self, seq: Sequence, place: int, group: ChangedGroup | None, journal: PrefixJournal
-    ) -> PrefixChange:
+    def _stored(self, seq: Sequence, place: int, cache: PrefixCache, content: JournalContent) -> PrefixChange:
         key = seq.block_keys[place]
-        if journal.content is JournalContent.KEYS:
-            return PrefixChange(ChangeKind.STORED, key, group=group)
+        if content is JournalContent.KEYS:
+            return PrefixChange(ChangeKind.STORED, key, group=cache.group)
         start = place * self._block_size
         token_ids = array("I", seq.token_ids[start : start + self._block_size]).tobytes()
         parent = seq.block_keys[place - 1] if place else b""
-        return PrefixChange(ChangeKind.STORED, key, parent, token_ids, seq.cache_salt, seq.adapter, group)
+        return PrefixChange(
+            ChangeKind.STORED, key, parent, token_ids, seq.cache_salt, seq.adapter, cache.group
+        )
 
     def _find_prefix(self, seq: Sequence) -> PrefixHit:
         """Longest prefix of full places of which each group has all that the next token reads."""
@@ -436,7 +433,8 @@ class PrefixIndex:
                 if row is not None:
                     found.device[place] = row
                 else:
-                    found.host[place] = table.host_row(place, group.num_stripes)
+                    start = (place - table.first) * group.num_stripes
+                    found.host[place] = tuple(table.host_ids[start : start + group.num_stripes])
         return hit
 
     def _find_tail(self, seq: Sequence) -> Row:

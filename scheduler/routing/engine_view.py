@@ -63,7 +63,7 @@ class EngineView:
 
     def note_prefixes(self, changes: Iterable[PrefixChange]) -> None:
         for change in changes:
-            keys = self.keys[self._main if change.group is None else change.group.index]
+            keys = self.keys[self._main if change.group is None else change.group.number]
             if change.kind is ChangeKind.STORED:
                 keys.add(change.key)
             elif change.kind is ChangeKind.FORGOTTEN:

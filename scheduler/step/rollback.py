@@ -85,7 +85,7 @@ class Rollback:
 
     def _requeue(self, seq: Sequence, start: int) -> bool:
         """Move it to the waiting queue, with the tokens that are known; False if it is there already."""
-        self._kv.forget(seq, start=start)
+        self._kv.index.forget(seq, start=start)
         seq.num_tokens = len(seq.token_ids)  # tokens that were being sampled never come
         if seq.status is not Status.RUNNING:
             return False
@@ -100,4 +100,4 @@ class Rollback:
         """Let no copy be found: it is unknown whether any of them was made."""
         self._kv.forget_copies(plan.swap_out)
         for copy in (*plan.swap_in, *plan.copies):
-            self._kv.forget_block(copy.target)
+            self._kv.index.reuse_all((copy.target,))

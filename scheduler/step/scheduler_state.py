@@ -150,8 +150,8 @@ def stats_of(state: SchedulerState, wait_reason: WaitReason) -> SchedulerStats:
         num_waiting=counts.waiting,
         wait_reason=wait_reason,
         num_swapped=counts.swapped,
-        num_used_blocks=kv.num_used_blocks,
-        num_blocks=kv.num_blocks,
+        num_used_blocks=kv.pool.num_used,
+        num_blocks=kv.pool.num_blocks,
         num_used_host_blocks=kv.swap_space.num_used,
         num_host_blocks=kv.swap_space.num_blocks,
     )

@@ -149,4 +149,4 @@ class TokenShares:
 
     def _publish(self, seq: Sequence, start: int, end: int) -> None:
         if not seq.is_indivisible:
-            self._kv.publish(seq, start, end)
+            self._kv.index.publish(seq, start, end)

@@ -220,7 +220,7 @@ def test_a_prompt_holds_a_window_and_what_prompts_get_of_a_step() -> None:
     while world.scheduler.has_unfinished_requests:
         plan = world.step()
         assert plan.num_scheduled_tokens <= 64
-        most = max(most, world.scheduler.kv.num_used_blocks)
+        most = max(most, world.scheduler.kv.pool.num_used)
     assert most == 3 * 19
     assert world.tokens[SequenceId(1)] == continuation(prompt(300), 2)
 

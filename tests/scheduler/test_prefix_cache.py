@@ -153,7 +153,7 @@ def test_blocks_without_reusable_content_are_reused_before_cached_ones() -> None
     seq = make_sequence(1, SHARED[:6])
     kv.allocate(seq, kv.demand(seq))
     first, second = seq.tables[0].block_ids
-    kv.publish(seq, 0, 6)
+    kv.index.publish(seq, 0, 6)
     kv.free(seq)
     order = kv.pool.free_blocks()
     assert order[0] == second, "half full: worth nothing"

@@ -124,7 +124,7 @@ def test_the_source_of_a_copy_is_given_to_nobody_before_the_plan_is_complete() -
     kv = KVCacheManager(small_config(num_blocks=7))
     first, second = siblings(1, 2)
     kv.allocate(first, kv.demand(first))
-    kv.publish(first, 0, 11)
+    kv.index.publish(first, 0, 11)
     kv.complete_plan()
     source = first.tables[0].block_ids[2]
     arrivals = kv.allocate(second, kv.demand(second))

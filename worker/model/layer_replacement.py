@@ -138,15 +138,10 @@ def _replace_others(model: Any, toolkit: Toolkit, max_model_len: int, done: Laye
 def _own_part(
     model: Any, name: str, call: RecordedCall, verdict: str | LayerCall, toolkit: Toolkit, ranks: Ranks
 ) -> nn.Module:
-    """Make a rank's part of a layer. Raises Unrecognised."""
-    if isinstance(verdict, LayerCall):
-        return _fuse(model.get_submodule(name), verdict, call, toolkit, ranks)
-    return _cut(model, name, call, toolkit, ranks)
-
-
-def _cut(model: Any, name: str, call: RecordedCall, toolkit: Toolkit, ranks: Ranks) -> nn.Module:
-    """Leave a rank's part of a layer that keeps latents. Raises Unrecognised."""
+    """Make a rank's part of a layer: a fused one, or of one that stays. Raises Unrecognised."""
     layer: nn.Module = model.get_submodule(name)
+    if isinstance(verdict, LayerCall):
+        return _fuse(layer, verdict, call, toolkit, ranks)
     if toolkit.device_kind != "CPU":
         raise Unrecognised("its latents are divided on CPUs only")
     if ranks.size > 1:

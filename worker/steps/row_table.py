@@ -65,7 +65,9 @@ class RowTable:
         """Places that a row has, those included that were passed before it was given."""
         # Positions below are behind the window of a group: 0 stands in its tables.
         self._first_positions = {index: np.zeros(max_num_seqs, dtype=np.int64) for index in self._stripes}
-        num_state_blocks = sum(group.num_stripes for group in groups if _is_fixed(group))
+        num_state_blocks = sum(
+            group.num_stripes for group in groups if group.lifetime.kind is LifetimeKind.FIXED
+        )
         self.state_blocks_CS = np.zeros((max_num_seqs, num_state_blocks), dtype=np.int64)
         """Blocks of states, which a row has for as long as it is taken."""
         keeps_most = max(
@@ -286,15 +288,11 @@ class RowTable:
         ]
 
 
-def _is_fixed(group: CacheGroup) -> bool:
-    return group.lifetime.kind is LifetimeKind.FIXED
-
-
 def _stripes_of(groups: tuple[CacheGroup, ...]) -> dict[int, slice]:
     """Stripes of each group that keeps something of each token."""
     stripes, end = {}, 0
     for index, group in enumerate(groups):
-        if not _is_fixed(group):
+        if group.lifetime.kind is not LifetimeKind.FIXED:
             stripes[index] = slice(end, end + group.num_stripes)
             end += group.num_stripes
     return stripes

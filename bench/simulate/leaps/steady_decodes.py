@@ -227,7 +227,7 @@ class SteadyDecodes:
         step, start = self._counters.num_steps, seq.num_computed_tokens
         self._settle(seq, step)
         if self._is_named(seq):
-            self._kv.publish(seq, start, seq.num_computed_tokens)
+            self._kv.index.publish(seq, start, seq.num_computed_tokens)
         del self._since[seq.sequence_id]
         to_block = self._steps_to_block(seq, seq.num_computed_tokens)
         _take_off(self._calendar, step + to_block, seq)
@@ -288,7 +288,7 @@ class SteadyDecodes:
         if end % self._block_size == 0:
             if len(seq.block_keys) * self._block_size < end:  # the key is made of the tokens
                 self._settle(seq, step)
-            self._kv.publish(seq, start, end)
+            self._kv.index.publish(seq, start, end)
         self._calendar[step + 1 + self._steps_to_block(seq, end)].append(seq)
 
     def _give_blocks(self, lacking: list[Sequence]) -> None:
