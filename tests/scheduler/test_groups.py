@@ -351,7 +351,7 @@ def test_the_choice_between_engines_counts_the_blocks_of_each_group(
 
 
 def test_routers_outside_are_told_of_each_group_but_a_state() -> None:
-    """What a window gave back is gone in its group alone."""
+    """Blocks that a window gave back are gone in its group alone."""
     world = grouped(WINDOW, FULL, STATE, num_blocks=100)
     journal, outside = PrefixJournal(JournalContent.TOKENS), SharedBlocks()
     world.scheduler.kv.keep_journal(journal)

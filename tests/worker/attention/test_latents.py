@@ -163,9 +163,12 @@ def test_every_class_that_expands_latents_has_the_parts_that_are_read() -> None:
             assert name in text, module.__name__
 
 
-def test_one_product_absorbs_and_expands_as_its_two_parts() -> None:
+@pytest.mark.parametrize("is_arranged", [False, True])
+def test_one_product_absorbs_and_expands_as_its_two_parts(*, is_arranged: bool) -> None:
     weight = nn.Parameter(torch.randn(NUM_HEADS * (PLAIN + VALUE), LATENT), requires_grad=False)
     expansion = LatentExpansion(weight, SIZES)
+    if is_arranged:
+        expansion.arrange()
     latent, query = torch.randn(LATENT), torch.randn(NUM_HEADS, 1, PLAIN + ROTATED)
     expanded = expansion(latent).view(NUM_HEADS, PLAIN + VALUE)
     absorbed = expansion.absorb(query)

@@ -4,6 +4,10 @@ import pytest
 import torch
 
 from scheduler.cache_groups import ALL_TOKENS, Lifetime, LifetimeKind, most_blocks
+from scheduler.config import PrefixCaching, SchedulerConfig
+from scheduler.messages import ModelRunnerOutput, SamplingParams, SequenceId
+from scheduler.scheduler import Scheduler
+from scheduler.sequence import Sequence
 from worker.attention.kv_cache import BlockLayout, KVCache, LayerShape
 from worker.attention.layer_groups import grouped
 
@@ -28,6 +32,10 @@ GEMMA3_4B = layout_of(full_every(6, 34, window(1024)), 4, 256)
 GPT_OSS_20B = layout_of(full_every(2, 24, window(128)), 8, 64)
 OLMO3_32B = layout_of(full_every(4, 64, window(4096)), 8, 128)
 LLAMA4_SCOUT = layout_of(full_every(4, 48, Lifetime(LifetimeKind.CHUNK, 8192)), 8, 128)
+DEEPSEEK_V3_EXPANDED, DEEPSEEK_V3 = (
+    BlockLayout(layers=dict.fromkeys(range(61), each), block_size=16, dtype=torch.bfloat16)
+    for each in (LayerShape(128, 192, 128), LayerShape(1, 576, 512, value_is_key_part=True))
+)
 MISTRAL = layout_of([window(4096)] * 32, 8, 128)
 
 
@@ -64,6 +72,52 @@ def test_as_many_sequences_of_32k_tokens_fit_as_the_shapes_allow() -> None:
         for layout, size in ((GEMMA3_27B, 20), (GPT_OSS_20B, 60))
     ]
     assert found == [6, 79]
+
+
+def num_running(layout: BlockLayout, num_bytes: int) -> int:
+    """Sequences of 32k tokens that a scheduler lets run at once, until the next one has to wait."""
+    scheduler = Scheduler(
+        SchedulerConfig(
+            max_num_seqs=128,
+            max_num_batched_tokens=2048,
+            prefix_caching=PrefixCaching.OFF,
+            watermark=0.0,
+            num_blocks=num_bytes // layout.block_bytes,
+            block_size=layout.block_size,
+            max_model_len=32768,
+            groups=layout.groups,
+        )
+    )
+    params = SamplingParams(max_tokens=1500, temperature=0.0)
+    for number in range(128):
+        scheduler.add_request(Sequence(SequenceId(number), (1,) * 31_200, params), now_s=0.0)
+    most, is_full = 0, False
+    while not is_full:
+        plan = scheduler.schedule(now_s=0.0)
+        tokens = {share.sequence_id: (1,) for share in plan.scheduled if share.samples}
+        scheduler.update_from_output(plan, ModelRunnerOutput(token_ids=tokens, logprobs={}, failures={}))
+        most = max(most, len(list(scheduler.running_sequences())))
+        is_full = all(share.num_tokens == 1 for share in plan.scheduled)
+    assert not sum(scheduler.stats().num_preemptions.values())
+    return most
+
+
+@pytest.mark.night
+@pytest.mark.parametrize(
+    ("before", "now", "num_before", "factor"),
+    [
+        (GEMMA3_27B, grouped(GEMMA3_27B, 131072), 4, 5.0),
+        (GPT_OSS_20B, grouped(GPT_OSS_20B, 131072), 20, 1.95),
+        (DEEPSEEK_V3_EXPANDED, DEEPSEEK_V3, 1, 60),
+    ],
+    ids=["gemma3-27b", "gpt-oss-20b", "deepseek-v3"],
+)
+def test_so_many_more_sequences_of_32k_tokens_run_in_the_same_memory(
+    before: BlockLayout, now: BlockLayout, num_before: int, factor: float
+) -> None:
+    num_bytes = int(num_before * gib(before, 32768) * GIB)
+    assert num_running(before, num_bytes) == num_before
+    assert num_running(now, num_bytes) >= factor * num_before
 
 
 @pytest.mark.parametrize("layout", [MISTRAL, layout_of([ALL_TOKENS] * 8, 8, 128)], ids=["windows", "full"])
