@@ -185,6 +185,12 @@ class AttentionMetadata:
             self.num_drafts_R,
         )
 
+    @property
+    def cut_states(self) -> StateStep | None:
+        """Return that form of a step whose shares recurrent layers compute in parts; None for all others."""
+        is_cut = self.state_blocks.size > 0 and (self.taps or self.num_drafts_R)
+        return self.states if is_cut else None
+
 
 class StepSpan(NamedTuple):
     """Tokens of one sequence in a step."""

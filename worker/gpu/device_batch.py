@@ -7,13 +7,14 @@ A step may be padded to the sizes of a captured graph. Tokens behind the last ha
 sequences behind the last have no tokens and a length of 0, and get no attention.
 
 Shapes: T tokens, R sequences (decodes first), S stripes, C lines of a table, B blocks of the longest
-line, X = S * R, N logits wanted, with padding.
+line, X = S * R, N logits wanted, F blocks of a sequence's state, with padding.
 """
 
 from typing import NamedTuple
 
 from torch import Tensor
 
+from worker.states.interface import StateStep
 from worker.steps.tokens import StepTokens
 
 
@@ -38,6 +39,10 @@ class AttentionBatch(NamedTuple):
     """[S, T] int64: block * block_size + offset, where each token's key and value go; -1 writes nothing."""
     table_rows_R: Tensor | None = None
     """[R] int32: the line of each sequence in the tables; None where sequence r has line r."""
+    state_blocks_RF: Tensor | None = None
+    """int32: the blocks of each sequence's state; None where no layer is recurrent."""
+    cut_states: StateStep | None = None
+    """Form on the host of a step whose shares recurrent layers compute in parts (states_in_waves.py)."""
 
     @property
     def num_sequences(self) -> int:

@@ -63,7 +63,9 @@ class GraphSizes:
             # One of the sequences has a draft at least.
             BatchSizes(size, min(most_sequences, size - 1), size, 0, min(size, longest), max_model_len)
             for size in _DRAFTED
-            if limits.max_drafts and size <= min(limits.num_tokens, most_sequences * longest)
+            if limits.max_drafts
+            and not limits.num_state_blocks
+            and size <= min(limits.num_tokens, most_sequences * longest)
         ]
 
     def __len__(self) -> int:
@@ -102,6 +104,8 @@ class StepGraphs:
         """The smallest that the step fits into; None if it fits into none."""
         num_tokens = len(inputs.input_ids_T)
         num_sequences, num_logits = len(inputs.metadata.seq_lens), len(inputs.logits_indices_N)
+        if inputs.metadata.cut_states is not None:
+            return None
         found: CapturedStep | None = None
         if inputs.metadata.num_decodes == num_tokens:
             found = _first_of(self._decodes, num_tokens)

@@ -36,11 +36,22 @@ log = logging.getLogger(__name__)
 _TOPIC = "GPU kernels"
 _SMALLEST_BLOCK = 8
 _LANGUAGE = {
-    *("abs", "arange", "atomic_add", "bfloat16", "cdiv", "clamp", "constexpr", "cumsum", "debug_barrier"),
-    *("div_rn", "dot", "dtype", "exp", "exp2", "float16", "float32", "float64", "float8e4nv", "full"),
-    *("inline_asm_elementwise", "int16", "int32", "int64", "int8", "join", "load", "max", "maximum", "min"),
-    *("minimum", "num_programs", "program_id", "range", "reshape", "rsqrt", "split", "static_range", "store"),
-    *("sum", "tensor", "trans", "tuple", "uint8", "where", "zeros"),
+    *("abs", "arange", "atomic_add", "bfloat16", "cast", "cdiv", "clamp", "constexpr", "cumsum"),
+    *(
+        "debug_barrier",
+        "div_rn",
+        "dot",
+        "dtype",
+        "exp",
+        "exp2",
+        "float16",
+        "float32",
+        "float64",
+        "float8e4nv",
+    ),
+    *("full", "inline_asm_elementwise", "int16", "int32", "int64", "int8", "join", "load", "max", "maximum"),
+    *("min", "minimum", "multiple_of", "num_programs", "program_id", "range", "reshape", "rsqrt", "split"),
+    *("static_range", "store", "sum", "tensor", "trans", "tuple", "uint8", "where", "zeros"),
 }
 """Triton's language, as far as our kernels are written in it; 3.6 and 3.9 have it."""
 _PARAMETERS = {
@@ -199,13 +210,12 @@ def num_graph_logits(config: WorkerConfig, sizes: GraphSizes, vocab_size: int) -
     return 0 if config.enforce_eager else sizes.most_logits * vocab_size
 
 
-def step_limits(config: WorkerConfig, max_model_len: int, block_size: int, *, num_stripes: int = 1) -> Limits:
-    """Find the largest step, for which buffers are made."""
+def step_limits(config: WorkerConfig, max_model_len: int, block_size: int) -> Limits:
+    """Find the largest step, for which buffers are made, of layers in one stripe and without states."""
     return Limits(
         num_tokens=config.max_num_batched_tokens,
         num_sequences=config.max_num_seqs,
         num_blocks=-(-(max_model_len + 1) // block_size),
         block_size=block_size,
         max_drafts=config.speculation.num_speculative_tokens,
-        num_stripes=num_stripes,
     )

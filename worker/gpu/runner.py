@@ -115,7 +115,9 @@ class GpuSteps:
         return StepOutcome(self._logits_NV[: len(inputs.logits_indices_N)])
 
     def accept_drafts(self, num_right_R: Sequence[int]) -> None:
-        """Do nothing: no layer has a state here, and keys and values of wrong drafts are overwritten."""
+        """See StepRunner. Keys and values of wrong drafts are overwritten."""
+        if self._backend.states is not None:
+            self._backend.states.accept_drafts(num_right_R)
 
     def head(self, hidden: HiddenStates, indices_S: NDArray[np.int64]) -> Tensor:
         """See StepRunner."""
@@ -174,7 +176,10 @@ class GpuSteps:
         self._buffers.fill(inputs, self._draws_of(inputs), sizes)
         batch = self._buffers.view(sizes)
         self._rows_N = batch.rows_N
-        return batch._replace(tokens=batch.tokens._replace(keeps_hidden=inputs.keeps_hidden))
+        return batch._replace(
+            attention=batch.attention._replace(cut_states=inputs.metadata.cut_states),
+            tokens=batch.tokens._replace(keeps_hidden=inputs.keeps_hidden),
+        )
 
     def _draws_of(self, inputs: StepInputs) -> NDArray[np.float64]:
         """Return the sampling fields of a step; with drafts it samples nothing itself."""

@@ -65,6 +65,8 @@ class Limits(NamedTuple):
     """The most drafts of one sequence, each of which has logits."""
     num_stripes: int = 1
     """Stripes of layers, each with a table of blocks."""
+    num_state_blocks: int = 0
+    """Blocks of a sequence's state."""
 
     @property
     def num_logits(self) -> int:
@@ -100,12 +102,13 @@ class _Layout(NamedTuple):
     lines_X: _Field
     firsts_X: _Field
     starts_X: _Field
+    state_blocks_RF: _Field
     blocks: _Field
     """Without a size of its own: it begins here."""
 
     @classmethod
-    def of(cls, num_tokens: int, num_sequences: int, num_logits: int, num_stripes: int) -> "_Layout":
-        fields, end = [], 0
+    def of(cls, num_tokens: int, num_sequences: int, num_logits: int, limits: Limits) -> "_Layout":
+        fields, end, num_stripes = [], 0, limits.num_stripes
         for dtype, numel in (
             (torch.float64, num_logits * NUM_FIELDS),
             (torch.int64, num_tokens),
@@ -120,6 +123,7 @@ class _Layout(NamedTuple):
             (torch.int32, num_sequences * num_stripes),
             (torch.int32, num_sequences * num_stripes),
             (torch.int32, num_sequences * num_stripes + 1),
+            (torch.int32, num_sequences * limits.num_state_blocks),
             (torch.int32, 0),
         ):
             start = -(-end // _ALIGNMENT) * _ALIGNMENT
@@ -145,6 +149,8 @@ class _HostFields(NamedTuple):
     lines_X: NDArray[np.int32]
     firsts_X: NDArray[np.int32]
     starts_X: NDArray[np.int32]
+    state_blocks_RF: NDArray[np.int32]
+    """Flat."""
     blocks: NDArray[np.int32]
     """All memory behind the other fields."""
 
@@ -178,7 +184,7 @@ class StepBuffers:
 
     def __init__(self, device: Device, limits: Limits) -> None:
         self.limits = limits
-        largest = _Layout.of(limits.num_tokens, limits.num_sequences, limits.num_logits, limits.num_stripes)
+        largest = _Layout.of(limits.num_tokens, limits.num_sequences, limits.num_logits, limits)
         tables_numel = limits.num_stripes * limits.num_sequences * limits.num_blocks
         num_bytes = largest.blocks.start + tables_numel * torch.int32.itemsize
         self._memory = device.zeros(num_bytes, torch.uint8)
@@ -196,6 +202,7 @@ class StepBuffers:
     def num_bytes(limits: Limits) -> int:
         """Estimate the memory on the device."""
         per_logit, per_sequence = 12 + 8 * NUM_FIELDS, 16 + (8 + 8 * limits.num_blocks) * limits.num_stripes
+        per_sequence += 4 * limits.num_state_blocks
         per_token = 24 + 8 * limits.num_stripes
         return (
             limits.num_tokens * per_token
@@ -207,8 +214,9 @@ class StepBuffers:
         """Return the tensors of a step of these sizes, whenever it is filled in."""
         assert sizes.num_tokens <= self.limits.num_tokens, "a step of more tokens than max_num_batched_tokens"
         assert sizes.num_sequences <= self.limits.num_sequences
-        num_stripes = self.limits.num_stripes
-        layout, memory = _Layout.of(*sizes[:3], num_stripes), self._memory
+        num_stripes, num_state_blocks = self.limits.num_stripes, self.limits.num_state_blocks
+        layout, memory = _Layout.of(*sizes[:3], self.limits), self._memory
+        state_blocks_RF = layout.state_blocks_RF.of(memory).view(-1, num_state_blocks or 1)
         return DeviceBatch(
             attention=AttentionBatch(
                 num_decodes=sizes.num_decodes,
@@ -219,6 +227,7 @@ class StepBuffers:
                 block_tables_SCB=self._tables_SCB,
                 slots_ST=layout.slots_ST.of(memory).view(num_stripes, -1),
                 table_rows_R=layout.table_rows_R.of(memory),
+                state_blocks_RF=state_blocks_RF if num_state_blocks else None,
             ),
             tokens=StepTokens(
                 layout.input_ids_T.of(memory).unsqueeze(0),
@@ -252,13 +261,15 @@ class StepBuffers:
         host.draws_NF[:num_logits] = draws_NF
         host.input_ids_T[:num_tokens] = inputs.input_ids_T
         host.position_ids_T[:num_tokens] = inputs.position_ids_T
-        slots_ST = host.slots_ST.reshape(self.limits.num_stripes, -1)[:, :num_tokens]
+        slots_ST = host.slots_ST.reshape(self.limits.num_stripes, -1)
+        slots_ST = slots_ST[: len(metadata.token_blocks_ST), :num_tokens]
         np.multiply(metadata.token_blocks_ST, self.limits.block_size, out=slots_ST)
         slots_ST += metadata.token_offsets
         host.logits_indices_N[:num_logits] = inputs.logits_indices_N
         host.rows_T[:num_tokens] = inputs.rows_T
         host.query_starts_R[: num_sequences + 1] = metadata.query_starts
         host.seq_lens_R[:num_sequences] = metadata.seq_lens
+        host.state_blocks_RF[: metadata.state_blocks.size] = metadata.state_blocks.reshape(-1)
         # Tokens behind drafts are sampled after the step: there is none to remember.
         host.rows_N[:num_logits] = self.limits.num_sequences if inputs.has_drafts else inputs.rows
         if sizes_without_padding != sizes[:3]:
@@ -282,6 +293,10 @@ class StepBuffers:
     def _pack_new_blocks(self, tables: BlockTables, host: _HostFields) -> int:
         """Pack the blocks that the device's tables lack, and note them as sent; returns their number."""
         rows_R, num_blocks_SR = tables.rows_R, tables.num_blocks_SR
+        host.table_rows_R[: len(rows_R)] = rows_R
+        if not tables.num_stripes:
+            host.lines_X[:] = host.firsts_X[:] = host.starts_X[:] = 0
+            return 0
         is_same_R = self._generations_C[rows_R] == tables.generations_R
         firsts_SR = np.where(is_same_R, self._num_sent_SC[:, rows_R], 0)
         self._generations_C[rows_R], self._num_sent_SC[:, rows_R] = tables.generations_R, num_blocks_SR
@@ -290,7 +305,6 @@ class StepBuffers:
         counts_X = num_blocks_SR.reshape(-1) - firsts_X
         ends_X = np.cumsum(counts_X)
         num_lines, num_new = len(rows_X), int(ends_X[-1])
-        host.table_rows_R[: len(rows_R)] = rows_R
         host.lines_X[:num_lines] = stripes_X * self.limits.num_sequences + rows_X
         host.firsts_X[:num_lines] = firsts_X
         host.lines_X[num_lines:] = host.firsts_X[num_lines:] = 0
@@ -306,7 +320,7 @@ class StepBuffers:
     def _find_host_fields(
         self, turn: int, num_tokens: int, num_sequences: int, num_logits: int
     ) -> tuple[_Layout, _HostFields]:
-        layout = _Layout.of(num_tokens, num_sequences, num_logits, self.limits.num_stripes)
+        layout = _Layout.of(num_tokens, num_sequences, num_logits, self.limits)
         return layout, _HostFields.of(self._stagings[turn].memory, layout)
 
     def _pad(self, host: _HostFields, num_tokens: int, num_sequences: int, num_logits: int) -> None:

@@ -19,6 +19,7 @@ from worker.gpu.kernels.attention_prefill import attend_prefills
 from worker.gpu.kernels.attention_work import AttentionWork
 from worker.gpu.kernels.kv_write import write_kv
 from worker.gpu.kernels.rotary import rotate_and_write
+from worker.gpu.state_kernels.executor import open_states
 from worker.model.layer_call import HeadShape, Rotation
 from worker.model.layer_parts import RmsNorm
 
@@ -26,7 +27,7 @@ from worker.model.layer_parts import RmsNorm
 class TritonAttention:
     """See PagedAttention (attention.py). One step at a time."""
 
-    states = index_keys = None
+    index_keys = None
 
     def __init__(self, cache: KVCache, device: Device) -> None:
         self._cache = cache
@@ -36,6 +37,7 @@ class TritonAttention:
         num_counters = AttentionWork.num_counters(most_programs(self._num_processors))
         self._counters = device.zeros(num_counters, torch.int32)
         self._work: AttentionWork
+        self.states = open_states(cache, device)
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
         """Take a step from the host, with one copy for each of its arrays: too slow for serving."""
@@ -45,6 +47,8 @@ class TritonAttention:
         """See PagedAttention. The batch's tensors are read when layers attend, and not before."""
         assert batch.num_decodes <= batch.num_sequences <= batch.num_tokens, "padding has tokens as well"
         self._work = AttentionWork(batch, self._counters, self._num_processors)
+        if self.states is not None:
+            self.states.begin_batch(batch)
 
     def attend(
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
@@ -88,12 +92,15 @@ class TritonAttention:
 def batch_of(metadata: AttentionMetadata, block_size: int, device: Device) -> AttentionBatch:
     """Bring the host's form of a step to the device."""
     query_lens, stripes = np.diff(metadata.query_starts), range(metadata.tables.num_stripes)
+    tables_SRB = [metadata.tables.gathered(each) for each in stripes] or [np.empty((0, 0), np.int32)]
     return AttentionBatch(
         num_decodes=metadata.num_decodes,
         max_query_len=int(query_lens.max()),
         max_seq_len=int(metadata.seq_lens.max()),
         query_starts_R=device.tensor(metadata.query_starts.astype(np.int32)),
         seq_lens_R=device.tensor(metadata.seq_lens.astype(np.int32)),
-        block_tables_SCB=device.tensor(np.stack([metadata.tables.gathered(each) for each in stripes])),
+        block_tables_SCB=device.tensor(np.stack(tables_SRB)),
         slots_ST=device.tensor(metadata.token_blocks_ST * block_size + metadata.token_offsets),
+        state_blocks_RF=device.tensor(metadata.state_blocks.astype(np.int32)),
+        cut_states=metadata.cut_states,
     )

@@ -46,6 +46,8 @@ class TritonLayer(nn.Module):
         hidden_size = parts.mixer.output.num_outputs
         if hidden_size > LARGEST_ROW:
             raise Unrecognised(f"its hidden state has {hidden_size} numbers")
+        if call.state is not None:
+            raise Unrecognised("it recurs")
         self._heads = head_shape(parts, call)
         if self._heads.is_gated:
             raise Unrecognised("it weighs what it attends to by gates")

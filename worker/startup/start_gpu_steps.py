@@ -37,7 +37,9 @@ def open_steps(
     """Make the runner of steps, with graphs unless they are off, and the sampler. Raises StartupError."""
     facts, toolkit = ready.facts, ready.measured.toolkit
     assert toolkit is not None
-    limits = step_limits(config, facts.max_model_len, facts.block_size, num_stripes=facts.num_tables)
+    limits = step_limits(config, facts.max_model_len, facts.block_size)._replace(
+        num_stripes=max(1, facts.num_tables), num_state_blocks=facts.num_state_blocks
+    )
     sizes = GraphSizes(limits, facts.max_model_len)
     dtype: torch.dtype = getattr(torch, facts.dtype)
     try:

@@ -13,7 +13,7 @@ from transformers.activations import ACT2FN
 
 from worker.states.interface import Convolution, Recurrence
 
-_LENGTH_EPSILON = 1e-6
+LENGTH_EPSILON = 1e-6
 
 
 def recur(given: Recurrence, state_NHVK: Tensor) -> Tensor:
@@ -64,4 +64,4 @@ def convolve(given: Convolution, earlier_NJC: Tensor) -> Tensor:
 
 
 def _of_length_one(x: Tensor) -> Tensor:
-    return x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + _LENGTH_EPSILON)
+    return x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + LENGTH_EPSILON)

@@ -81,9 +81,14 @@ class StatesInWaves:
     def begin_step(self, step: StateStep) -> None:
         """Take a step, with at most one tap of each place in a share, and none among drafts."""
         self._step = step
-        self._waves = _waves_of(step) if step.taps or step.num_drafts_R else []
+        self._waves = _waves_of(step, self._bytes_NE.device) if step.taps or step.num_drafts_R else []
         self._drafted.clear()
         self._states.begin_step(step)
+
+    def begin_uncut(self) -> None:
+        """Take a step whose shares are not cut, and which the executor of this one has begun itself."""
+        self._waves = []
+        self._drafted.clear()
 
     @property
     def is_cut(self) -> bool:
@@ -132,7 +137,7 @@ class StatesInWaves:
                 places.append(torch.arange(end, end + num_right))
             end += num_drafts
         self._states.begin_step(_step_of(self._step, parts))
-        tokens_W = torch.cat(places)
+        tokens_W = torch.cat(places).to(self._bytes_NE.device)
         for layer_idx, given in self._drafted:
             self._states.begin_layer(layer_idx)
             if isinstance(given, Convolution):
@@ -156,7 +161,7 @@ class StatesInWaves:
                 self._bytes_NE[target, place] = self._bytes_NE[source, place]
 
 
-def _waves_of(step: StateStep) -> list[_Wave]:
+def _waves_of(step: StateStep, device: torch.device) -> list[_Wave]:
     """Cut the shares of a step; the wave of a part is its number in its share, that of drafts the last."""
     starts_R, ends_R = step.query_starts[:-1], step.query_starts[1:]
     num_drafts_R = step.num_drafts_R or (0,) * len(starts_R)
@@ -180,10 +185,10 @@ def _waves_of(step: StateStep) -> list[_Wave]:
         if not number:  # the first tokens of sequences, decodes before all others
             is_first_R = step.is_first_R[[part.sequence for part in parts[number]]]
             own_step = own_step._replace(num_decodes=step.num_decodes, is_first_R=is_first_R)
-        waves.append(_Wave(own_step, _tokens_of(parts[number]), copies.get(number, [])))
+        waves.append(_Wave(own_step, _tokens_of(parts[number], device), copies.get(number, [])))
     if drafted:
         own_step = _step_of(step, drafted)._replace(keeps_states=False)
-        waves.append(_Wave(own_step, _tokens_of(drafted), []))
+        waves.append(_Wave(own_step, _tokens_of(drafted, device), []))
     return waves
 
 
@@ -197,5 +202,5 @@ def _step_of(step: StateStep, parts: list[_Part]) -> StateStep:
     )
 
 
-def _tokens_of(parts: list[_Part]) -> Tensor:
-    return torch.cat([torch.arange(part.first, part.last) for part in parts])
+def _tokens_of(parts: list[_Part], device: torch.device) -> Tensor:
+    return torch.cat([torch.arange(part.first, part.last) for part in parts]).to(device)

@@ -24,9 +24,9 @@ class AheadDriver(PlanDriver):
     """A PlanDriver that keeps fewer than `depth` steps in flight; their tokens are placeholders."""
 
     def __init__(self, worker: Worker, block_size: int, depth: int) -> None:
+        self.groups = groups_of(worker)
         super().__init__(self, block_size)  # type: ignore[arg-type]
         self._launcher = worker
-        self._groups = groups_of(worker)
         self._depth = depth
         self._in_flight: deque[LaunchedStep] = deque()
 

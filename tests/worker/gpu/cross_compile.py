@@ -52,6 +52,7 @@ class Kernel:
     num_warps: int = 4
     num_stages: int = 3
     launch_pdl: bool = False
+    capability: int = HOPPER
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +106,7 @@ class Compiled:
 
 
 def compile_kernels(kernels: list[Kernel]) -> list[Compiled]:
-    """Compile all for Hopper. Raises AssertionError with the compiler's words."""
+    """Compile all, for Hopper unless they name another. Raises AssertionError with the compiler's words."""
     compiler, number = _compiler(), next(_numbers)
     try:
         answered, done = _ask(compiler, number, kernels)
@@ -183,7 +184,7 @@ def _compile(kernel: Kernel) -> Compiled:
     constants = {argument: _constant(value) for argument, value in kernel.constants.items()}
     compiled = triton.compile(
         ASTSource(function, signature, constants, attributes),
-        target=GPUTarget("cuda", HOPPER, 32),
+        target=GPUTarget("cuda", kernel.capability, 32),
         options={
             "num_warps": kernel.num_warps,
             "num_stages": kernel.num_stages,

@@ -89,7 +89,14 @@ class Recorder:
     def __getitem__(self, grid: object) -> Callable[..., None]:
         return self._note
 
-    def _note(self, *given: Any, num_warps: int = 4, num_stages: int = 3, **constants: Any) -> None:
+    def _note(
+        self,
+        *given: Any,
+        num_warps: int = 4,
+        num_stages: int = 3,
+        launch_pdl: bool = False,
+        **constants: Any,
+    ) -> None:
         values = dict(zip(self._arguments, given, strict=False))
         constants = {
             name: f"tl.{_NAMES[str(value)]}" if isinstance(value, tl.dtype) else value
@@ -106,6 +113,7 @@ class Recorder:
             unaligned=tuple(name for name, value in values.items() if isinstance(value, int) and value % 16),
             num_warps=num_warps,
             num_stages=num_stages,
+            launch_pdl=launch_pdl,
         )
 
 

@@ -314,7 +314,7 @@ def test_a_model_that_pools_gives_the_cpus_vector(tmp_path: Path) -> None:
 
 
 def test_a_family_without_a_paged_cache_is_computed_one_step_at_a_time(tmp_path: Path) -> None:
-    folder = make_checkpoint("mamba", tmp_path / "mamba")
+    folder = make_checkpoint("bloom", tmp_path / "bloom")
     settings = {"swap_space_bytes": 0}
     drawn = []
     for worker, facts in (load_worker(folder, **{**SETTINGS, **settings}), load_gpu(folder, **settings)):

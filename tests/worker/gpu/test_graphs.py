@@ -43,7 +43,7 @@ def graphs_of(sizes: GraphSizes) -> StepGraphs:
 def step_of(query_lens: list[int], num_logits: int = 1) -> Any:
     return SimpleNamespace(
         input_ids_T=[0] * sum(query_lens),
-        metadata=SimpleNamespace(num_decodes=query_lens.count(1), seq_lens=query_lens),
+        metadata=SimpleNamespace(num_decodes=query_lens.count(1), seq_lens=query_lens, cut_states=None),
         logits_indices_N=[0] * num_logits,
         has_drafts=False,
     )

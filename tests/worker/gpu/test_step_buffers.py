@@ -29,7 +29,9 @@ from worker.steps.row_table import RowTable
 from worker.worker_config import WorkerConfig
 
 NUM_STRIPES = 2
-LIMITS = Limits(num_tokens=40, num_sequences=6, num_blocks=9, block_size=4, num_stripes=NUM_STRIPES)
+LIMITS = Limits(
+    num_tokens=40, num_sequences=6, num_blocks=9, block_size=4, num_stripes=NUM_STRIPES, num_state_blocks=3
+)
 
 
 class TransferLog(InterpretedGpu):
@@ -80,6 +82,7 @@ def make_inputs(query_lens: list[int], seed: int) -> StepInputs:
             tables=BlockTables.of(generator.integers(0, 1000, shape, dtype=np.int32)),
             token_blocks_ST=generator.integers(1, 1000, (NUM_STRIPES, num_tokens)),
             token_offsets=generator.integers(0, LIMITS.block_size, num_tokens),
+            state_blocks=generator.integers(0, 1000, (num_sequences, LIMITS.num_state_blocks)),
         ),
         sequence_ids=[SequenceId(index) for index in drawing],
         rows=[int(row) for row in generator.permutation(LIMITS.num_sequences)[: len(drawing)]],
@@ -121,6 +124,9 @@ def check(buffers: StepBuffers, inputs: StepInputs, sizes: BatchSizes) -> None:
     padding = sizes.num_sequences - num_sequences
     assert attention.query_starts_R.tolist() == [*metadata.query_starts, *[num_tokens] * padding]
     assert attention.seq_lens_R.tolist() == [*metadata.seq_lens, *[0] * padding]
+    if metadata.state_blocks.size:
+        assert attention.state_blocks_RF is not None
+        assert attention.state_blocks_RF[:num_sequences].tolist() == metadata.state_blocks.tolist()
     assert attention.table_rows_R is not None
     assert attention.table_rows_R.tolist() == [*metadata.tables.rows_R, *[0] * padding]
     for stripe, table_CB in enumerate(attention.block_tables_SCB):
@@ -163,7 +169,10 @@ def test_steps_of_the_same_sizes_stand_at_the_same_addresses() -> None:
         check(buffers, inputs, sizes)
     after = buffers.view(sizes)
     places = [
-        [tensor.data_ptr() for tensor in (*each.attention[3:], *each.tokens[:3], *each[2:-1], *each.changes)]
+        [
+            tensor.data_ptr()
+            for tensor in (*each.attention[3:-1], *each.tokens[:3], *each[2:-1], *each.changes)
+        ]
         for each in (before, after)
     ]
     assert places[0] == places[1]
