@@ -89,6 +89,15 @@ PARTS = (
         needs=(*_WORKER, "msgspec", "orjson"),
     ),
     Part(
+        name="steps-qwen3.5-4b",
+        title="Steps of Qwen3.5-4B's shape, three of four layers recurrent",
+        module="campaigns.gpu.steps",
+        limit_s=145,
+        least_s=60,
+        needs=_WORKER,
+        shape="qwen3.5-4b",
+    ),
+    Part(
         name="throughput-llama-3.1-8b",
         title="Requests of Llama-3.1-8B's shape, served without HTTP",
         module="campaigns.gpu.served.part",

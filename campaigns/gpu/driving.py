@@ -127,5 +127,6 @@ def scheduler_config(facts: "ModelFacts", **settings: Any) -> SchedulerConfig:
         "num_host_blocks": facts.num_host_blocks,
         "copy_s_per_block": facts.copy_s_per_block,
         "max_plans_in_flight": 2 if facts.runs_ahead else 1,
+        "groups": facts.groups,
     }
     return SchedulerConfig(**{**found, **settings})

@@ -18,7 +18,34 @@ from numpy.typing import NDArray
 _NUM_RANDOM = 1 << 24
 _SCALE = 0.02
 _ONE_IN_BF16 = 0x3F80
+_EVERY = 4
+"""Layers of which the last attends, where others recur."""
 _EMBEDDING = "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecurrentShape:
+    """Shape of layers with the gated delta rule, in the place of attention in all but every fourth."""
+
+    num_key_heads: int
+    num_value_heads: int
+    head_dim: int
+    width: int = 4
+    """Inputs that a convolution sees."""
+
+    @property
+    def key_size(self) -> int:
+        return self.num_key_heads * self.head_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.num_value_heads * self.head_dim
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one sequence in one layer: float32, and what the convolution keeps in 16 bits."""
+        kept = 2 * (self.width - 1) * (2 * self.key_size + self.value_size)
+        return 4 * self.value_size * self.head_dim + kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +73,21 @@ class Shape:
     embedding_scale: float | None = None
     """Standard deviation of the embedding, if it is another. Where it is large beside what layers add,
     rounded weights give nearly the same logits, as in trained models; else layers amplify any error."""
+    recurrent: RecurrentShape | None = None
+    """Shape of recurrent layers; None: all attend. Those that attend have gates beside their queries then."""
+
+    @property
+    def attending(self) -> list[int]:
+        """Layers with keys and values."""
+        every = 1 if self.recurrent is None else _EVERY
+        return list(range(every - 1, self.num_hidden_layers, every))
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one sequence's states."""
+        if self.recurrent is None:
+            return 0
+        return self.recurrent.state_bytes * (self.num_hidden_layers - len(self.attending))
 
 
 SHAPES = {
@@ -82,6 +124,40 @@ SHAPES = {
         longest=131_072,
         scale=0.005,
         embedding_scale=1.0,
+    ),
+    "qwen3.5-4b": Shape(
+        model_type="qwen3_5_text",
+        architecture="Qwen3_5ForCausalLM",
+        vocab_size=248_320,
+        hidden_size=2560,
+        intermediate_size=9216,
+        num_hidden_layers=32,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=256,
+        rms_norm_eps=1e-6,
+        rope_theta=1e7,
+        has_head_norms=True,
+        is_tied=True,
+        longest=262_144,
+        recurrent=RecurrentShape(num_key_heads=16, num_value_heads=32, head_dim=128),
+    ),
+    "tiny-recurrent": Shape(
+        model_type="qwen3_5_text",
+        architecture="Qwen3_5ForCausalLM",
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        has_head_norms=True,
+        is_tied=True,
+        scale=0.3,
+        recurrent=RecurrentShape(num_key_heads=1, num_value_heads=2, head_dim=16),
     ),
     "small": Shape(
         model_type="qwen3",
@@ -156,7 +232,22 @@ def checkpoint(name: str, folder: Path) -> Path:
 
 
 def _config(shape: Shape) -> dict[str, Any]:
+    recurrent = shape.recurrent
+    own: dict[str, Any] = {}
+    if recurrent is not None:
+        kinds = ["linear_attention"] * shape.num_hidden_layers
+        for layer in shape.attending:
+            kinds[layer] = "full_attention"
+        own = {
+            "layer_types": kinds,
+            "linear_num_key_heads": recurrent.num_key_heads,
+            "linear_num_value_heads": recurrent.num_value_heads,
+            "linear_key_head_dim": recurrent.head_dim,
+            "linear_value_head_dim": recurrent.head_dim,
+            "linear_conv_kernel_dim": recurrent.width,
+        }
     return {
+        **own,
         "model_type": shape.model_type,
         "architectures": [shape.architecture],
         "vocab_size": shape.vocab_size,
@@ -180,10 +271,9 @@ def _config(shape: Shape) -> dict[str, Any]:
 
 def _tensors(shape: Shape) -> list[tuple[str, list[int]]]:
     hidden, inner = shape.hidden_size, shape.intermediate_size
-    query, key = (
-        shape.num_attention_heads * shape.head_dim,
-        shape.num_key_value_heads * shape.head_dim,
-    )
+    query = shape.num_attention_heads * shape.head_dim
+    key = shape.num_key_value_heads * shape.head_dim
+    num_gates = 0 if shape.recurrent is None else query
     tensors = [(_EMBEDDING, [shape.vocab_size, hidden]), ("model.norm.weight", [hidden])]
     if not shape.is_tied:
         tensors.append(("lm_head.weight", [shape.vocab_size, hidden]))
@@ -191,18 +281,39 @@ def _tensors(shape: Shape) -> list[tuple[str, list[int]]]:
         sizes = {
             "input_layernorm": [hidden],
             "post_attention_layernorm": [hidden],
-            "self_attn.q_proj": [query, hidden],
-            "self_attn.k_proj": [key, hidden],
-            "self_attn.v_proj": [key, hidden],
-            "self_attn.o_proj": [hidden, query],
             "mlp.gate_proj": [inner, hidden],
             "mlp.up_proj": [inner, hidden],
             "mlp.down_proj": [hidden, inner],
+        }
+        if shape.recurrent is not None and layer not in shape.attending:
+            tensors += _recurrent_tensors(shape.recurrent, hidden, f"model.layers.{layer}.linear_attn")
+            tensors += [(f"model.layers.{layer}.{name}.weight", size) for name, size in sizes.items()]
+            continue
+        sizes |= {
+            "self_attn.q_proj": [query + num_gates, hidden],
+            "self_attn.k_proj": [key, hidden],
+            "self_attn.v_proj": [key, hidden],
+            "self_attn.o_proj": [hidden, query],
         }
         if shape.has_head_norms:
             sizes |= {"self_attn.q_norm": [shape.head_dim], "self_attn.k_norm": [shape.head_dim]}
         tensors += [(f"model.layers.{layer}.{name}.weight", size) for name, size in sizes.items()]
     return tensors
+
+
+def _recurrent_tensors(shape: RecurrentShape, hidden: int, prefix: str) -> list[tuple[str, list[int]]]:
+    channels, heads = 2 * shape.key_size + shape.value_size, shape.num_value_heads
+    return [
+        (f"{prefix}.in_proj_qkv.weight", [channels, hidden]),
+        (f"{prefix}.in_proj_z.weight", [shape.value_size, hidden]),
+        (f"{prefix}.in_proj_b.weight", [heads, hidden]),
+        (f"{prefix}.in_proj_a.weight", [heads, hidden]),
+        (f"{prefix}.conv1d.weight", [channels, 1, shape.width]),
+        (f"{prefix}.dt_bias", [heads]),
+        (f"{prefix}.A_log", [heads]),
+        (f"{prefix}.norm.weight", [shape.head_dim]),
+        (f"{prefix}.out_proj.weight", [hidden, shape.value_size]),
+    ]
 
 
 def _random_bf16(scale: float) -> NDArray[np.uint16]:

@@ -4,7 +4,7 @@ Owns: the measurement of decodes and of prefill, the floors, and the goals they 
 Never: judges: the page has measured, floor and goal side by side.
 
 A decode step cannot take less than its bytes over the bandwidth: all weights, and the keys and values of
-every sequence. Prefill cannot take less than its products over the rate of a large product.
+every sequence, and states twice. Prefill cannot take less than its products over the rate of a large product.
 """
 
 import statistics
@@ -232,7 +232,10 @@ class Bench:
         kv_per_token = self._bytes.kv_per_token
         if self._options.get("kv_cache_dtype") == "fp8":
             kv_per_token //= 2
+        shape = SHAPES[self._shape]
+        kv_per_token = kv_per_token * len(shape.attending) // shape.num_hidden_layers
         num_bytes = self._weight_bytes() + batch * self._context * kv_per_token
+        num_bytes += batch * 2 * shape.state_bytes  # read and written
         return float(num_bytes / self._bandwidth)
 
     def _weight_bytes(self) -> int:
@@ -254,7 +257,10 @@ class Bench:
 
 
 def run(record: Record, settings: "Settings") -> None:
-    shape = "tiny" if settings.is_smoke else settings.shape
+    shape = settings.shape
+    if settings.is_smoke:
+        full = SHAPES.get(shape)
+        shape = "tiny" if full is None or full.recurrent is None else "tiny-recurrent"
     started_s = time.perf_counter()
     folder = checkpoint(shape, settings.checkpoints)
     record.note(f"{shape}: random weights, there after {time.perf_counter() - started_s:.1f} s.")

@@ -1,6 +1,7 @@
 """`python -m campaigns.gpu`, tried out where there is no GPU."""
 
 import json
+import math
 import re
 import tarfile
 from pathlib import Path
@@ -175,7 +176,7 @@ def test_swaps_that_are_measured_are_of_blocks_that_nobody_has(
     assert len(out) > len(back) > 0
 
 
-@pytest.mark.parametrize("name", ["tiny", "small"])
+@pytest.mark.parametrize("name", ["tiny", "small", "tiny-recurrent"])
 def test_a_shape_is_a_checkpoint_that_transformers_reads_whole(name: str, tmp_path: Path) -> None:
     folder = write_checkpoint(name, tmp_path / name)
     model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
@@ -187,9 +188,9 @@ def test_a_shape_is_a_checkpoint_that_transformers_reads_whole(name: str, tmp_pa
 
 
 def test_the_shapes_of_the_goals_have_the_sizes_that_they_are_named_for() -> None:
-    for name, billions in (("qwen3-0.6b", 0.596), ("llama-3.1-8b", 8.03)):
+    for name, billions in (("qwen3-0.6b", 0.596), ("llama-3.1-8b", 8.03), ("qwen3.5-4b", 4.21)):
         sizes = [size for _, size in shapes._tensors(SHAPES[name])]
-        num = sum(size[0] * (size[1] if len(size) == 2 else 1) for size in sizes)
+        num = sum(math.prod(size) for size in sizes)
         assert num / 1e9 == pytest.approx(billions, rel=0.01)
 
 

@@ -37,21 +37,11 @@ _TOPIC = "GPU kernels"
 _SMALLEST_BLOCK = 8
 _LANGUAGE = {
     *("abs", "arange", "atomic_add", "bfloat16", "cast", "cdiv", "clamp", "constexpr", "cumsum"),
-    *(
-        "debug_barrier",
-        "div_rn",
-        "dot",
-        "dtype",
-        "exp",
-        "exp2",
-        "float16",
-        "float32",
-        "float64",
-        "float8e4nv",
-    ),
-    *("full", "inline_asm_elementwise", "int16", "int32", "int64", "int8", "join", "load", "max", "maximum"),
-    *("min", "minimum", "multiple_of", "num_programs", "program_id", "range", "reshape", "rsqrt", "split"),
-    *("static_range", "store", "sum", "tensor", "trans", "tuple", "uint8", "where", "zeros"),
+    *("debug_barrier", "div_rn", "dot", "dtype", "exp", "exp2", "float16", "float32", "float64"),
+    *("float8e4nv", "full", "inline_asm_elementwise", "int16", "int32", "int64", "int8", "join", "load"),
+    *("max", "maximum", "min", "minimum", "multiple_of", "num_programs", "program_id", "range", "reshape"),
+    *("rsqrt", "split", "static_range", "store", "sum", "tensor", "trans", "tuple", "uint8", "where"),
+    "zeros",
 }
 """Triton's language, as far as our kernels are written in it; 3.6 and 3.9 have it."""
 _PARAMETERS = {

@@ -19,7 +19,7 @@ from worker.gpu.kernels.attention_prefill import attend_prefills
 from worker.gpu.kernels.attention_work import AttentionWork
 from worker.gpu.kernels.kv_write import write_kv
 from worker.gpu.kernels.rotary import rotate_and_write
-from worker.gpu.state_kernels.executor import open_states
+from worker.gpu.state_kernels.executor import GpuStatesInWaves
 from worker.model.layer_call import HeadShape, Rotation
 from worker.model.layer_parts import RmsNorm
 
@@ -37,7 +37,8 @@ class TritonAttention:
         num_counters = AttentionWork.num_counters(most_programs(self._num_processors))
         self._counters = device.zeros(num_counters, torch.int32)
         self._work: AttentionWork
-        self.states = open_states(cache, device)
+        layout = cache.layout.states
+        self.states = None if layout is None else GpuStatesInWaves(cache.pool_NE, layout, device)
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
         """Take a step from the host, with one copy for each of its arrays: too slow for serving."""

@@ -51,8 +51,6 @@ class KernelChoice(NamedTuple):
     """The way to kernels, which ranks need."""
     why_no_draft_model: str | None = None
     """The reason why no model drafts there; None if one may."""
-    divides_states: bool = True
-    """Whether ranks may each have a part of a recurrent layer."""
     why_no_index_keys: str | None = None
     """The reason why layers that choose their keys have no batches there; None if they have."""
 
@@ -100,7 +98,6 @@ _ON_GPU = KernelChoice(
     stacks_adapters=True,
     fix_of_ranks="install triton, gcc and Python's headers, or leave --gpu-kernels on",
     why_no_draft_model="a draft model has no passes on a GPU yet",
-    divides_states=False,
     why_no_index_keys="which GPUs do not compute in batches yet",
 )
 
@@ -118,10 +115,8 @@ def refuse_kept(model_type: str, kept: KeptShapes, config: WorkerConfig, device:
         raise FamilyRefused(f"{model_type} has layers that choose their keys, {reason}")
     if not kept.states:
         return
-    undivided = "stages" if config.num_stages > 1 else ""
-    if config.num_ranks > 1 and not kernels.divides_states:
-        undivided = f"ranks on {device.kind}s"
-    if undivided:
+    if config.num_stages > 1 or (config.num_ranks > 1 and device.is_gpu):
+        undivided = "stages" if config.num_stages > 1 else "ranks on GPUs"
         raise FamilyRefused(f"{model_type} has recurrent layers, which {undivided} do not divide yet")
 
 

@@ -85,11 +85,6 @@ class StatesInWaves:
         self._drafted.clear()
         self._states.begin_step(step)
 
-    def begin_uncut(self) -> None:
-        """Take a step whose shares are not cut, and which the executor of this one has begun itself."""
-        self._waves = []
-        self._drafted.clear()
-
     @property
     def is_cut(self) -> bool:
         """Whether the step has waves; otherwise it may be computed without these calls."""

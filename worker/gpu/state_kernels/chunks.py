@@ -23,11 +23,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker.devices.dependent_launch import launch_way, wait_first
+from worker.devices.dependent_launch import wait_first
+from worker.gpu.state_kernels.convolution import find_part
 from worker.gpu.state_kernels.places import LayerPlaces, StateBatch
-from worker.gpu.state_kernels.recurrence import of_length_one, rows_of_state
+from worker.gpu.state_kernels.recurrence import inputs_of, load_state, of_length_one, sizes_of
 from worker.states.interface import Recurrence
-from worker.states.rules import LENGTH_EPSILON
 
 _CHUNK = 64
 _SUBSTITUTED = 16
@@ -36,40 +36,32 @@ _SMALLEST_DOT = 16
 
 
 def recur_by_chunks(
-    given: Recurrence,
-    places: LayerPlaces,
-    batch: StateBatch,
-    out_THV: Tensor,
-    least_tokens: int,
+    given: Recurrence, places: LayerPlaces, batch: StateBatch, out_THV: Tensor, least_tokens: int
 ) -> None:
     """Continue sequences with at least that many tokens in the step; others and their outputs stay."""
     num_tokens, num_heads, value_dim = given.value_THV.shape
-    num_groups, key_dim = given.key_TGK.shape[1:]
-    key_width = max(triton.next_power_of_2(key_dim), _SMALLEST_DOT)
+    key_width = max(triton.next_power_of_2(given.key_TGK.shape[-1]), _SMALLEST_DOT)
     rows = max(min(_MOST_ROWS, triton.next_power_of_2(value_dim)), _SMALLEST_DOT)
+    sizes = sizes_of(given) | {"KEY_WIDTH": key_width, "ROWS": rows, "CHUNK": _CHUNK, "num_warps": 8}
     shares_THK = updates_THV = None
-    sizes = {
-        "HEADS": num_heads, "SHARING": num_heads // num_groups, "KEY_DIM": key_dim, "VALUE_DIM": value_dim,
-        "KEY_WIDTH": key_width, "ROWS": rows, "HAS_UNIT_KEYS": given.has_unit_keys, "CHUNK": _CHUNK,
-        "num_warps": 8, "num_stages": 1, **launch_way(),
-    }  # fmt: skip
     if given.beta_TH is not None:
-        shares_THK = out_THV.new_empty((num_tokens, num_heads, key_dim))
+        shares_THK = out_THV.new_empty((num_tokens, num_heads, given.key_TGK.shape[-1]))
         updates_THV = out_THV.new_empty(out_THV.shape)
-        # Sequence r has places for its chunks from start // CHUNK + r on.
         prepare_kernel[num_tokens // _CHUNK + batch.num_sequences, num_heads](
-            given.key_TGK, given.value_THV, given.log_decay, given.beta_TH, shares_THK, updates_THV,
-            batch.query_starts_R, *given.key_TGK.stride()[:2], *given.value_THV.stride()[:2],
-            batch.num_sequences, least_tokens, LENGTH_EPSILON,
-            SEARCHES=batch.num_sequences.bit_length(), BLOCK=_SUBSTITUTED, **sizes,
+            *given[1:5], shares_THK, updates_THV, batch.query_starts_R,
+            given.key_TGK.stride(0), given.value_THV.stride(0), batch.num_sequences, least_tokens,
+            SEARCHES=batch.num_sequences.bit_length(), BLOCK=_SUBSTITUTED, num_stages=1, **sizes,
         )  # fmt: skip
     chunk_kernel[batch.num_sequences, num_heads, triton.cdiv(value_dim, rows)](
-        given.query_TGK, given.key_TGK, given.value_THV, given.log_decay, shares_THK, updates_THV, out_THV,
-        places.pool, places.table_FX, batch.query_starts_R, batch.seq_lens_R, batch.blocks_RS,
-        *given.query_TGK.stride()[:2], *given.key_TGK.stride()[:2], *given.value_THV.stride()[:2],
-        batch.blocks_RS.shape[1], places.block_stride, least_tokens, given.scaling, LENGTH_EPSILON,
-        KEEPS=batch.keeps_states, **sizes,
-    )  # fmt: skip
+        *inputs_of(given, places, batch),
+        shares_THK,
+        updates_THV,
+        out_THV,
+        least_tokens,
+        KEEPS=batch.keeps_states,
+        num_stages=1,
+        **sizes,
+    )
 
 
 @triton.jit
@@ -78,6 +70,12 @@ def _load_rows(source, tokens_L, stride, is_there_L, columns_D, DIM: tl.constexp
     places_LD = source + tokens_L.to(tl.int64)[:, None] * stride + columns_D[None, :]
     is_there_LD = is_there_L[:, None] & (columns_D < DIM)[None, :]
     return tl.load(places_LD, mask=is_there_LD, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_rows(target, tokens_L, stride, is_there_L, columns_D, rows_LD, DIM: tl.constexpr) -> None:
+    places_LD = target + tokens_L.to(tl.int64)[:, None] * stride + columns_D[None, :]
+    tl.store(places_LD, rows_LD, mask=is_there_L[:, None] & (columns_D < DIM)[None, :])
 
 
 @triton.jit
@@ -112,8 +110,8 @@ def _inverse_of(a_LL, tokens_L, BLOCK: tl.constexpr) -> tl.tensor:
 
 @triton.jit(do_not_specialize=["num_sequences", "least_tokens"])
 def prepare_kernel(
-    key, value, log_decay, beta, shares, updates, query_starts,
-    key_stride, key_group_stride, value_stride, value_head_stride, num_sequences, least_tokens, epsilon,
+    key, value, log_decay, beta, shares, updates, query_starts, key_stride, value_stride,
+    num_sequences, least_tokens,
     HEADS: tl.constexpr, SHARING: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEY_WIDTH: tl.constexpr, ROWS: tl.constexpr, HAS_UNIT_KEYS: tl.constexpr, CHUNK: tl.constexpr,
     SEARCHES: tl.constexpr, BLOCK: tl.constexpr, WAITS: tl.constexpr,
@@ -121,51 +119,32 @@ def prepare_kernel(
     """One program: one chunk of one head."""
     wait_first(WAITS)
     number, head = tl.program_id(0), tl.program_id(1)
-    sequence, above = number * 0, number * 0 + num_sequences
-    for _ in tl.static_range(SEARCHES):
-        middle = (sequence + above) // 2
-        is_before = tl.load(query_starts + middle) // CHUNK + middle <= number
-        sequence, above = tl.where(is_before, middle, sequence), tl.where(is_before, above, middle)
-    start, end = tl.load(query_starts + sequence), tl.load(query_starts + sequence + 1)
-    first = start + (number - start // CHUNK - sequence) * CHUNK
+    _, first, start, end = find_part(query_starts, number, num_sequences, CHUNK, SEARCHES)
     if (end - start < least_tokens) | (first >= end):
         return
     tokens_L, columns_K = tl.arange(0, CHUNK), tl.arange(0, KEY_WIDTH)
-    is_there_L = first + tokens_L < end
-    at_L = first + tokens_L
-    key_LK = _load_rows(
-        key + head // SHARING * key_group_stride, at_L, key_stride, is_there_L, columns_K, KEY_DIM
-    )
-    if HAS_UNIT_KEYS:
-        key_LK = of_length_one(key_LK, epsilon)
+    at_L, is_there_L = first + tokens_L, first + tokens_L < end
+    key_LK = _load_rows(key + head // SHARING * KEY_DIM, at_L, key_stride, is_there_L, columns_K, KEY_DIM)
+    key_LK = of_length_one(key_LK, HAS_UNIT_KEYS)
     decay_L = _sum_of_decays(log_decay, at_L, is_there_L, head, HEADS)
     beta_L = tl.load(beta + at_L.to(tl.int64) * HEADS + head, mask=is_there_L, other=0.0).to(tl.float32)
     a_LL = tl.dot(key_LK, tl.trans(key_LK), input_precision="tf32") * beta_L[:, None]
     a_LL *= _decays_between(decay_L, tokens_L[:, None] > tokens_L[None, :])
     inverse_LL = _inverse_of(a_LL, tokens_L, BLOCK)
     share_LK = tl.dot(inverse_LL, key_LK * (beta_L * tl.exp(decay_L))[:, None], input_precision="tf32")
-    heads_L = at_L.to(tl.int64) * HEADS + head
-    tl.store(
-        shares + heads_L[:, None] * KEY_DIM + columns_K[None, :], share_LK,
-        mask=is_there_L[:, None] & (columns_K < KEY_DIM)[None, :],
-    )  # fmt: skip
+    _store_rows(shares + head * KEY_DIM, at_L, HEADS * KEY_DIM, is_there_L, columns_K, share_LK, KEY_DIM)
     for some in range(0, VALUE_DIM, ROWS):
-        values_V = some + tl.arange(0, ROWS)
-        value_LV = _load_rows(
-            value + head * value_head_stride, at_L, value_stride, is_there_L, values_V, VALUE_DIM
-        )
+        rows_V, columns_V = head * VALUE_DIM, some + tl.arange(0, ROWS)
+        value_LV = _load_rows(value + rows_V, at_L, value_stride, is_there_L, columns_V, VALUE_DIM)
         update_LV = tl.dot(inverse_LL, value_LV * beta_L[:, None], input_precision="tf32")
-        tl.store(
-            updates + heads_L[:, None] * VALUE_DIM + values_V[None, :], update_LV,
-            mask=is_there_L[:, None] & (values_V < VALUE_DIM)[None, :],
-        )  # fmt: skip
+        _store_rows(updates + rows_V, at_L, HEADS * VALUE_DIM, is_there_L, columns_V, update_LV, VALUE_DIM)
 
 
 @triton.jit(do_not_specialize=["least_tokens"])
 def chunk_kernel(
-    query, key, value, log_decay, shares, updates, out, pool, places, query_starts, seq_lens, blocks,
-    query_stride, query_group_stride, key_stride, key_group_stride, value_stride, value_head_stride,
-    num_stripes, block_stride, least_tokens, scaling, epsilon,
+    query, key, value, log_decay, pool, places, query_starts, seq_lens, blocks,
+    query_stride, key_stride, value_stride, num_stripes, block_stride, scaling,
+    shares, updates, out, least_tokens,
     HEADS: tl.constexpr, SHARING: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEY_WIDTH: tl.constexpr, ROWS: tl.constexpr, HAS_UNIT_KEYS: tl.constexpr, CHUNK: tl.constexpr,
     KEEPS: tl.constexpr, WAITS: tl.constexpr,
@@ -174,53 +153,35 @@ def chunk_kernel(
     wait_first(WAITS)
     sequence, head = tl.program_id(0), tl.program_id(1)
     values_V, columns_K = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, KEY_WIDTH)
-    is_value_V, tokens_L = values_V < VALUE_DIM, tl.arange(0, CHUNK)
+    tokens_L, rows, group = tl.arange(0, CHUNK), head * VALUE_DIM, head // SHARING * KEY_DIM
     start, end = tl.load(query_starts + sequence), tl.load(query_starts + sequence + 1)
     if (start == end) | (end - start < least_tokens):
         return
-    states_V, is_kept_V = rows_of_state(
-        pool, places, blocks, sequence, head * VALUE_DIM + values_V, is_value_V, HEADS * VALUE_DIM,
-        num_stripes, block_stride, KEY_DIM,
+    states_VK, state_VK, is_kept_VK = load_state(
+        pool, places, blocks, seq_lens, sequence, end - start, rows + values_V, values_V < VALUE_DIM,
+        columns_K, HEADS * VALUE_DIM, num_stripes, block_stride, KEY_DIM,
     )  # fmt: skip
-    states_VK = states_V[:, None] + columns_K[None, :]
-    is_there_VK = is_value_V[:, None] & (columns_K < KEY_DIM)[None, :]
-    is_later = tl.load(seq_lens + sequence) > end - start
-    state_VK = tl.where(is_later, tl.load(states_VK, mask=is_there_VK, other=0.0), 0.0)
-    group = head // SHARING
     for first in range(start, end, CHUNK):
-        at_L = first + tokens_L
-        is_there_L = at_L < end
-        heads_L = at_L.to(tl.int64) * HEADS + head
-        query_LK = _load_rows(
-            query + group * query_group_stride, at_L, query_stride, is_there_L, columns_K, KEY_DIM
-        )
-        key_LK = _load_rows(key + group * key_group_stride, at_L, key_stride, is_there_L, columns_K, KEY_DIM)
-        if HAS_UNIT_KEYS:
-            query_LK, key_LK = of_length_one(query_LK, epsilon), of_length_one(key_LK, epsilon)
+        at_L, is_there_L = first + tokens_L, first + tokens_L < end
+        query_LK = _load_rows(query + group, at_L, query_stride, is_there_L, columns_K, KEY_DIM)
+        query_LK = of_length_one(query_LK, HAS_UNIT_KEYS) * scaling
+        key_LK = _load_rows(key + group, at_L, key_stride, is_there_L, columns_K, KEY_DIM)
+        key_LK = of_length_one(key_LK, HAS_UNIT_KEYS)
         decay_L = _sum_of_decays(log_decay, at_L, is_there_L, head, HEADS)
         last = tl.sum(tl.where(tokens_L == CHUNK - 1, decay_L, 0.0), axis=0)
         if updates is None:
-            update_LV = _load_rows(
-                value + head * value_head_stride, at_L, value_stride, is_there_L, values_V, VALUE_DIM
-            )
+            update_LV = _load_rows(value + rows, at_L, value_stride, is_there_L, values_V, VALUE_DIM)
         else:
-            share_LK = _load_rows(
-                shares + head * KEY_DIM, at_L, HEADS * KEY_DIM, is_there_L, columns_K, KEY_DIM
-            )
-            update_LV = _load_rows(
-                updates + head * VALUE_DIM, at_L, HEADS * VALUE_DIM, is_there_L, values_V, VALUE_DIM
-            )
+            of_head, stride = shares + head * KEY_DIM, HEADS * KEY_DIM
+            share_LK = _load_rows(of_head, at_L, stride, is_there_L, columns_K, KEY_DIM)
+            update_LV = _load_rows(updates + rows, at_L, HEADS * VALUE_DIM, is_there_L, values_V, VALUE_DIM)
             update_LV -= tl.dot(share_LK, tl.trans(state_VK), input_precision="tf32")
-        query_LK *= scaling
         out_LV = tl.dot(query_LK * tl.exp(decay_L)[:, None], tl.trans(state_VK), input_precision="tf32")
         seen_LL = tl.dot(query_LK, tl.trans(key_LK), input_precision="tf32")
         seen_LL *= _decays_between(decay_L, tokens_L[:, None] >= tokens_L[None, :])
         out_LV += tl.dot(seen_LL, update_LV, input_precision="tf32")
-        tl.store(
-            out + heads_L[:, None] * VALUE_DIM + values_V[None, :], out_LV,
-            mask=is_there_L[:, None] & is_value_V[None, :],
-        )  # fmt: skip
+        _store_rows(out + rows, at_L, HEADS * VALUE_DIM, is_there_L, values_V, out_LV, VALUE_DIM)
         left_LK = key_LK * tl.exp(last - decay_L)[:, None]
         state_VK = state_VK * tl.exp(last) + tl.dot(tl.trans(update_LV), left_LK, input_precision="tf32")
     if KEEPS:
-        tl.store(states_VK, state_VK, mask=is_there_VK & is_kept_V[:, None])
+        tl.store(states_VK, state_VK, mask=is_kept_VK)

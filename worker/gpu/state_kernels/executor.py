@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 from triton import TritonError
 
-from worker.attention.kv_cache import KVCache
 from worker.devices.device import Device
 from worker.devices.trial import ROUNDING, first_line, relative_error
 from worker.gpu.device_batch import AttentionBatch
@@ -68,7 +67,8 @@ class GpuStates:
     def convolve(self, given: Convolution) -> Tensor:
         """See StateExecutor."""
         places = self._places.channels[self._layer_idx]
-        out_TC = given.input_TC.new_empty(given.input_TC.shape)
+        make = given.input_TC.new_empty if self._batch.are_decodes else given.input_TC.new_zeros
+        out_TC = make(given.input_TC.shape)
         is_activated = given.activation == _SILU
         convolve(given, places, self._batch, out_TC, is_activated=is_activated)
         return out_TC if is_activated or given.activation is None else ACT2FN[given.activation](out_TC)
@@ -102,16 +102,10 @@ class GpuStates:
         num_tokens, num_tried = len(given.key_TGK), sum(_TRIED_LENS)
         given = _side_by_side(given.of(torch.arange(num_tried, device=given.key_TGK.device) % num_tokens))
         integers = [[0, *accumulate(_TRIED_LENS)], [length + 1 for length in _TRIED_LENS]]
-        starts_R, lens_R = (torch.tensor(each, dtype=torch.int32) for each in integers)
         device = self._device.torch_device
+        starts_R, lens_R = (torch.tensor(each, dtype=torch.int32, device=device) for each in integers)
         blocks_RS = self._batch.blocks_RS[:1].expand(len(_TRIED_LENS), -1).contiguous()
-        batch = StateBatch(
-            are_decodes=False,
-            query_starts_R=starts_R.to(device),
-            seq_lens_R=lens_R.to(device),
-            blocks_RS=blocks_RS,
-            keeps_states=False,
-        )
+        batch = StateBatch(False, starts_R, lens_R, blocks_RS, keeps_states=False)  # noqa: FBT003 -- no decodes
         places = self._places.rows[self._layer_idx]
         tokens_THV, chunks_THV = given.value_THV.new_zeros((2, *given.value_THV.shape), dtype=torch.float32)
         by_tokens = partial(recur_by_tokens, given, places, batch, tokens_THV, num_tried)
@@ -148,29 +142,16 @@ class GpuStatesInWaves(StatesInWaves):
             self.begin_step(batch.cut_states)
             return
         assert batch.state_blocks_RF is not None
-        self.begin_uncut()
+        self._waves.clear()
+        self._drafted.clear()
         are_decodes = batch.num_decodes == batch.num_tokens
         starts_R, lens_R = batch.query_starts_R, batch.seq_lens_R
         self._gpu_states.begin_batch(StateBatch(are_decodes, starts_R, lens_R, batch.state_blocks_RF))
 
 
-def open_states(cache: KVCache, device: Device) -> GpuStatesInWaves | None:
-    """Make the executor of a cache's recurrent layers; None where it has none."""
-    layout = cache.layout.states
-    return None if layout is None else GpuStatesInWaves(cache.pool_NE, layout, device)
-
-
 def _side_by_side(given: Recurrence) -> Recurrence:
-    """Let the numbers of each row lie side by side, and decays and strengths in whole."""
-    query_TGK, key_TGK, value_THV = (
-        each if each.stride(-1) == 1 else each.contiguous()
-        for each in (given.query_TGK, given.key_TGK, given.value_THV)
-    )
-    beta_TH = None if given.beta_TH is None else given.beta_TH.contiguous()
-    return given._replace(
-        query_TGK=query_TGK,
-        key_TGK=key_TGK,
-        value_THV=value_THV,
-        log_decay=given.log_decay.contiguous(),
-        beta_TH=beta_TH,
-    )
+    """Let the numbers of each token lie side by side."""
+    *mixed, log_decay, beta_TH = given[:5]
+    rows = [each if each[0].is_contiguous() else each.contiguous() for each in mixed]
+    beta_TH = None if beta_TH is None else beta_TH.contiguous()
+    return Recurrence(*rows, log_decay.contiguous(), beta_TH, *given[5:])
