@@ -151,7 +151,14 @@ class GpuStatesInWaves(StatesInWaves):
 
 def _side_by_side(given: Recurrence) -> Recurrence:
     """Let the numbers of each token lie side by side."""
-    *mixed, log_decay, beta_TH = given[:5]
-    rows = [each if each[0].is_contiguous() else each.contiguous() for each in mixed]
-    beta_TH = None if beta_TH is None else beta_TH.contiguous()
-    return Recurrence(*rows, log_decay.contiguous(), beta_TH, *given[5:])
+
+    def whole(x: Tensor) -> Tensor:
+        return x if x[0].is_contiguous() else x.contiguous()
+
+    return given._replace(
+        query_TGK=whole(given.query_TGK),
+        key_TGK=whole(given.key_TGK),
+        value_THV=whole(given.value_THV),
+        log_decay=given.log_decay.contiguous(),
+        beta_TH=None if given.beta_TH is None else given.beta_TH.contiguous(),
+    )

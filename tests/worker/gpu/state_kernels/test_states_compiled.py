@@ -30,11 +30,15 @@ Key = tuple[str, str, int]
 """Family, kernel and compute capability."""
 
 
+FAMILIES = {"qwen3_5": (16, 32, 128, 128), "granite": (1, 48, 128, 64), "falcon_mamba": (1, 64, 16, 1)}
+"""Groups, heads, numbers of a key and of a value."""
+
+
 def launches_of(family: str) -> dict[str, Kernel]:
-    """Kernels, by name, of decodes and of a prompt, in heads as Qwen3.5 or Granite 4 has them."""
-    dtype, has_beta = torch.bfloat16, family == "qwen3_5"
-    num_groups, num_heads, value_dim = (16, 32, 128) if has_beta else (1, 48, 64)
-    shape = StateShape(dtype, 2048, 3, num_heads, 128, value_dim)
+    """Kernels, by name, of decodes and of a prompt."""
+    num_groups, num_heads, key_dim, value_dim = FAMILIES[family]
+    dtype, has_beta, by_channel = torch.bfloat16, family == "qwen3_5", family == "falcon_mamba"
+    shape = StateShape(dtype, 2048, 3, num_heads, key_dim, value_dim)
     layout, device = (
         StateLayout({0: shape}, 1 << 19),
         InterpretedGpu(WorkerConfig(model_path="", device="cpu")),
@@ -62,10 +66,10 @@ def launches_of(family: str) -> dict[str, Kernel]:
             )
             states.recur(
                 Recurrence(
-                    torch.empty(num_tokens, num_groups, 128, dtype=dtype),
-                    torch.empty(num_tokens, num_groups, 128, dtype=dtype),
+                    torch.empty(num_tokens, num_groups, key_dim, dtype=dtype),
+                    torch.empty(num_tokens, num_groups, key_dim, dtype=dtype),
                     torch.empty(num_tokens, num_heads, value_dim, dtype=dtype),
-                    torch.empty(num_tokens, num_heads),
+                    torch.empty(num_tokens, num_heads, *([key_dim] if by_channel else [])),
                     torch.empty(num_tokens, num_heads, dtype=dtype) if has_beta else None,
                     has_unit_keys=has_beta,
                     scaling=0.1,
@@ -78,7 +82,7 @@ def launches_of(family: str) -> dict[str, Kernel]:
 @pytest.fixture(scope="module")
 def compiled() -> dict[Key, Compiled]:
     kernels: dict[Key, Kernel] = {}
-    for family in ("qwen3_5", "granite"):
+    for family in FAMILIES:
         for name, kernel in launches_of(family).items():
             for capability in (AMPERE, HOPPER):
                 is_early = capability == HOPPER
