@@ -87,13 +87,13 @@ class World:
             temperature = 0.0 if self._prompts else 1.0
             params = SamplingParams(temperature=temperature, seed=number, max_tokens=num_tokens)
             inputs = SequenceInputs(prediction=prediction)
-            scheduler.add_request(Sequence(sequence_id, prompt, params, inputs=inputs), now_s=0.0)
+            scheduler.add_request(Sequence(sequence_id, prompt, params, inputs=inputs), now_s=self._clock())
             texts[sequence_id] = []
         self._next_id += len(predictions)
         seconds, num_decoded = 0.0, 0
         while scheduler.has_unfinished_requests and all(len(text) < num_tokens for text in texts.values()):
             started_s = self._clock()
-            plan = scheduler.schedule(now_s=0.0)
+            plan = scheduler.schedule(now_s=started_s)
             result = self._worker.execute(plan)
             took_s = self._clock() - started_s
             passes = result.draft_passes
@@ -106,7 +106,7 @@ class World:
                 num_decoded += sum(map(len, result.token_ids.values()))
         scheduler.finish_requests(list(texts), FinishReason.ABORTED)
         scheduler.take_outputs()
-        self._worker.execute(scheduler.schedule(now_s=0.0)._replace(released=tuple(texts)))
+        self._worker.execute(scheduler.schedule(now_s=self._clock())._replace(released=tuple(texts)))
         return num_decoded / seconds, list(texts.values())
 
     def _prompt(self, number: int) -> tuple[int, ...]:

@@ -101,6 +101,9 @@ class Scheduler:
             self._failed_in_flight.clear()
         for seq, limit in self._deadlines.expired(now_s=now_s):
             self._finish(seq, FinishReason.EXPIRED, message=limit.value)
+        if self._drafts.trials is not None:
+            num_running, num_accepted = self._queues.num_running, self._counters.num_accepted_tokens
+            self._drafts.trials.begin_turn(now_s, num_running, num_accepted)
         decodes = self._planner.plan_decodes()
         if decodes is not None:
             return self._close_decodes(*decodes)

@@ -15,6 +15,7 @@ from scheduler.config import DraftAdmission, DraftSupply, SchedulerConfig
 from scheduler.draft_messages import DraftChoice, DraftPasses, PredictionUse
 from scheduler.drafts.draft_rates import DraftSource
 from scheduler.drafts.draft_rule import Drafting, DraftRule
+from scheduler.drafts.draft_trials import DraftTrials
 from scheduler.messages import ModelRunnerOutput, SchedulerOutput, SequenceId
 from scheduler.sequence import Sequence, Status
 
@@ -36,11 +37,17 @@ class Drafts:
             self._rule = DraftRule(config.max_drafts)
         self.has_model = bool(config.max_drafts) and config.draft_supply is DraftSupply.ASKED
         """Whether a draft model is asked for drafts."""
+        self.trials = DraftTrials() if self.has_model and self._rule is not None else None
 
     @property
     def are_expected(self) -> bool:
         """Whether drafts may change what a decode gets, or what a plan asks for."""
-        return bool(self.offers or self._late or self.has_model)
+        return bool(self.offers or self._late or self.asks_now)
+
+    @property
+    def asks_now(self) -> bool:
+        """Whether a draft model is asked in this turn."""
+        return self.has_model and (self.trials is None or not self.trials.is_resting)
 
     def offer(self, seq: Sequence, token_ids: tuple[int, ...]) -> None:
         """Keep drafts for the next share of `seq`, if that computes the last known token alone."""
@@ -95,7 +102,11 @@ class Drafts:
         }
         if self._rule is None:
             return {each: one.most for each, one in drafting.items()}
-        return self._rule.ask(drafting, num_decodes=len(decoding))
+        asked = self._rule.ask(drafting, num_decodes=len(decoding))
+        has_room = any(one.most for one in drafting.values())
+        if self.trials is not None and has_room and not (asked or verified):
+            self.trials.note_nothing_asked()
+        return asked
 
     def note_followed(self, seq: Sequence, num_tokens: int) -> None:
         """Learn how many tokens of a sequence the draft model has computed: perhaps a part of its prompt."""
@@ -107,6 +118,8 @@ class Drafts:
         if self._rule is None or not (self.has_model or not self._rule.is_idle):
             return
         self._rule.observe(plan.num_scheduled_tokens, seconds)
+        if self.trials is not None:
+            self.trials.note_decodes(plan)
         if self._config.max_plans_in_flight > 1:  # with one, all steps wait
             self._rule.observe_wait(waited_s, has_drafts=bool(plan.draft_token_ids))
 

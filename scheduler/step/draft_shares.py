@@ -66,7 +66,7 @@ class DraftShares:
 
         None while prompts are computed: the next step would hardly verify them.
         """
-        if not self._drafts.has_model or len(plan.chunks) > len(plan.draft_token_ids):
+        if not self._drafts.asks_now or len(plan.chunks) > len(plan.draft_token_ids):
             return
         decodes = {share.sequence_id for share in (*plan.decodes, *plan.chunks)}
         decoding = [seq for seq in self._queues.running if seq.sequence_id in decodes]

@@ -314,8 +314,9 @@ def test_of_a_long_prompt_a_draft_model_is_believed_to_have_computed_what_it_has
     num_tokens = {long: 200, short: 4}
     num_followed = 0
     asked = {long: 0, short: 0}
+    now_s = 0.0
     for _ in range(60):
-        plan = scheduler.schedule(now_s=0.0)
+        plan = scheduler.schedule(now_s=now_s)
         sampled = {}
         for share in plan.scheduled:
             if share.samples:  # each draft is right
@@ -333,6 +334,7 @@ def test_of_a_long_prompt_a_draft_model_is_believed_to_have_computed_what_it_has
             followed[long] = num_followed
         result = ModelRunnerOutput(token_ids=sampled, logprobs={}, failures={}, num_followed=followed)
         scheduler.observe_step(plan, 0.025, tuple(passes))
+        now_s += 0.025 + sum(seconds for _, seconds in passes)
         scheduler.update_from_output(plan, result)
         scheduler.update_draft_token_ids(drafts)
     assert asked[short] > 20

@@ -1,0 +1,98 @@
+"""Trials of a draft model or a head: whether turns with its drafts bring more tokens a second than others.
+
+    without .... | trial .. | without, twice as long after each trial that loses .... | trial .. | ...
+
+A turn lasts from one plan to the next. So what plans, samples and answers take counts as well, of which the
+times of steps and passes (draft_costs.py) know nothing: of a small model it is most. Turns without drafts are
+planned the short way.
+
+Owns: the speed of both kinds of turn, for few sequences and for many, and the turns until the next trial.
+Never: reads a clock; chooses drafts (draft_rule.py).
+"""
+
+from scheduler.messages import SchedulerOutput
+
+_FIRST_REST, _LEAST_REST, _MAX_REST = 8, 64, 1024
+"""Turns without drafts: before the first trial, after one that lost or asked for nothing, and after many that
+lost, of each of which a trial is a sixtieth."""
+_TRIAL, _TRIAL_IN_VAIN = 16, 6
+"""Turns of a trial, and of one that loses by a third."""
+_LEAST_GAIN, _LOSS = 1.02, 0.67
+_MAX_SURPRISE = 3.0  # a turn that took longer than this many times the usual counts as that
+_LEARNING = 0.1
+
+
+class _Speeds:
+    """Speeds with a number of sequences. Times are seconds for each sequence."""
+
+    def __init__(self) -> None:
+        self.rest, self.num_left = _LEAST_REST, _FIRST_REST
+        self.plain_s = 0.0
+        self.num_plain = self.num_turns = 0
+        self.trial_s = self.trial_tokens = 0.0
+
+    def learn_plain(self, seconds: float) -> None:
+        self.num_plain += 1
+        if self.num_plain == 1:
+            self.plain_s = seconds
+        # Of the first ones the fastest: a start is slow.
+        most = self.plain_s * (_MAX_SURPRISE if self.num_plain > _FIRST_REST else 1.0)
+        self.plain_s += max(_LEARNING, 1.0 / self.num_plain) * (min(seconds, most) - self.plain_s)
+
+    def learn_trial(self, seconds: float, tokens: float) -> None:
+        """Take in a turn of a trial; end it if turns without drafts are as good."""
+        self.num_turns += 1
+        self.trial_s += min(seconds, _MAX_SURPRISE * (1.0 + tokens) * self.plain_s)
+        self.trial_tokens += tokens
+        gain = self.trial_tokens * self.plain_s / self.trial_s
+        if self.num_turns >= _TRIAL and gain >= _LEAST_GAIN:
+            self.rest, self.num_turns = _LEAST_REST, _TRIAL // 2
+            self.trial_s, self.trial_tokens = self.trial_s / 2, self.trial_tokens / 2
+        elif self.num_turns >= _TRIAL or (self.num_turns >= _TRIAL_IN_VAIN and gain < _LOSS):
+            self.end_trial(self.rest)
+            self.rest = min(2 * self.rest, _MAX_REST)
+
+    def end_trial(self, num_turns: int) -> None:
+        """Draft nothing for so many turns."""
+        self.num_left, self.num_turns = num_turns, 0
+        self.trial_s = self.trial_tokens = 0.0
+
+
+class DraftTrials:
+    """Trials by the number of sequences, each up to twice the last."""
+
+    def __init__(self) -> None:
+        self._of_sizes: dict[int, _Speeds] = {}
+        self._speeds = _Speeds()
+        self._began_s = 0.0
+        self._num_accepted = 0
+        self._done: SchedulerOutput | None = None
+        self.is_resting = True
+        """Whether the turn that began last drafts nothing."""
+
+    def begin_turn(self, now_s: float, num_running: int, num_accepted: int) -> None:
+        """Take in the turn that ends here, if its step was one of decodes, and decide about the next.
+
+        `num_accepted` counts the drafts that held, of all turns.
+        """
+        done, self._done = self._done, None
+        seconds, self._began_s = now_s - self._began_s, now_s
+        num_more, self._num_accepted = num_accepted - self._num_accepted, num_accepted
+        if done is not None and len(done.scheduled) == num_running and seconds > 0.0:
+            speeds = self._speeds
+            if self.is_resting and not done.draft_token_ids:
+                speeds.learn_plain(seconds / num_running)
+                speeds.num_left -= 1
+            elif not self.is_resting:
+                speeds.learn_trial(seconds / num_running, 1.0 + num_more / num_running)
+        size = num_running.bit_length()
+        self._speeds = self._of_sizes.get(size) or self._of_sizes.setdefault(size, _Speeds())
+        self.is_resting = self._speeds.num_left > 0
+
+    def note_decodes(self, plan: SchedulerOutput) -> None:
+        """Note that the present turn's step was one of decodes, with drafts or without."""
+        self._done = plan
+
+    def note_nothing_asked(self) -> None:
+        """End a trial in which no draft is expected to pay."""
+        self._speeds.end_trial(_LEAST_REST)
