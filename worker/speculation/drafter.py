@@ -5,6 +5,7 @@ Never: limits of a step or of a sequence (the scheduler's), or grammars and stop
 """
 
 import numpy as np
+from numpy.typing import NDArray
 
 from scheduler.messages import NewSequence
 from worker.speculation.matching import TokenIds
@@ -27,6 +28,7 @@ class Drafter:
         self._most = config.num_speculative_tokens
         self._method = config.method
         bounds = {"least": config.prompt_lookup_min, "most": config.prompt_lookup_max}
+        self._least = config.prompt_lookup_min
         self._own_text = OwnText(**bounds)
         self._replies: ScopedReplies | None = None
         if config.method is DraftMethod.SUFFIX:
@@ -59,6 +61,24 @@ class Drafter:
         scope = self._scopes.pop(row, None)
         if self._replies is not None and scope is not None and len(tokens) > num_prompt_tokens:
             self._replies.add(scope, tokens[num_prompt_tokens:])
+
+    def hopeless(self, rows: list[int], token_ids_CL: TokenIds, num_tokens_C: NDArray[np.int64]) -> set[int]:
+        """Find rows that get no guess, since their last two tokens are nowhere before in their only text.
+
+        One comparison for all of them takes as long as the search of one. All tokens must be known. Texts
+        that are long together are left to `propose`, which reads a part of each.
+        """
+        rows = [row for row in rows if self._proposers.get(row) == (self._own_text,)]
+        rows_R = np.array(rows, np.int64)
+        most = int(num_tokens_C[rows_R].max(initial=0))
+        if self._least < 2 or len(rows) < 2 or most < 2 or len(rows) * most > _REACH_OF_ALL:
+            return set()
+        texts_RL, ends_R = token_ids_CL[rows_R, :most], num_tokens_C[rows_R, None]
+        last_R1 = np.take_along_axis(texts_RL, ends_R - 1, 1)
+        before_R1 = np.take_along_axis(texts_RL, ends_R - 2, 1)
+        # Of what lies behind the end of a row some may match too: then it is searched in vain.
+        found_RL = (texts_RL[:, 1:] == last_R1) & (texts_RL[:, :-1] == before_R1)
+        return {row for row, num in zip(rows, found_RL.sum(axis=1).tolist(), strict=True) if num < 2}
 
     def propose(self, row: int, tokens: TokenIds, *, num_rows: int) -> tuple[int, ...]:
         """Guess the tokens after those of a row, one of `num_rows`; none without a match."""

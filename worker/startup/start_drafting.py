@@ -94,6 +94,7 @@ def _open_draft(
     if head is None or kept is None:
         assert isinstance(draft.runner, ModelRunner)
         return EagerSteps(draft.runner, backend, device), sizes, None
+    ready.runner.keeps_hidden = True
     return HeadSteps(head, ready.runner, backend, kept, rows, device), sizes, kept
 
 

@@ -25,12 +25,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from scheduler.messages import BlockCopy, ScheduledSequence, SchedulerOutput, SequenceId
-from worker.attention.interface import AttentionMetadata
 from worker.sampling.row_sampler import RowSampler
 from worker.sampling.state import SamplingRow
 from worker.steps.inputs import StepInputs, build_inputs
 from worker.steps.model_runner import StepRunner
 from worker.steps.row_table import RowTable
+from worker.steps.tokens import HiddenStates
 
 
 class DraftSizes(NamedTuple):
@@ -64,6 +64,10 @@ class DraftsMade(NamedTuple):
 
 
 NOTHING_MADE = DraftsMade({}, (), {})
+
+
+_MOST_FOLLOWED = 32
+"""Steps that are taken in together, and tokens of one that waits for that."""
 
 
 class _Ahead(NamedTuple):
@@ -124,8 +128,14 @@ class _Filled:
 class HiddenStatesKept(Protocol):
     """Memory for the hidden states of the model, for a head that reads them."""
 
-    def keep(self, metadata: AttentionMetadata, hidden_TH: Tensor) -> None:
-        """Keep the states of all tokens of a step."""
+    def keep(
+        self, blocks_ST: NDArray[np.int64], offsets_T: NDArray[np.int64], hidden_TH: Sequence[Tensor]
+    ) -> None:
+        """Keep the states of tokens at these places; of two at one place the later. They come in parts."""
+
+
+_Followed = tuple[NDArray[np.int64], NDArray[np.int64], Tensor | None]
+"""Blocks [S, T] and offsets [T] of a step, and the hidden states at these places."""
 
 
 class DraftModel:
@@ -139,7 +149,8 @@ class DraftModel:
         sizes: DraftSizes,
         kept: HiddenStatesKept | None = None,
     ) -> None:
-        self.kept = kept
+        self._kept = kept
+        self._followed: list[_Followed] = []
         self._steps = steps
         self._rows = rows
         self._sampler = sampler
@@ -150,25 +161,47 @@ class DraftModel:
 
     def move_blocks(self, plan: SchedulerOutput) -> None:
         """Follow the copies of a plan, before its step."""
-        self._filled.move(plan)
+        if plan.swap_out or plan.swap_in or plan.copies:
+            self._take_in_steps()
+            self._filled.move(plan)
 
     def remove(self, row: int) -> None:
         """Forget a row; an unknown one is ignored."""
         self._ahead.pop(row, None)
 
-    def follow(self, inputs: StepInputs) -> None:
-        """Take in a step that the model has computed: there are other tokens than before at its places."""
-        self._filled.lower(*self._places_of(inputs))
+    def follow(self, inputs: StepInputs, hidden: HiddenStates | None) -> None:
+        """Take in a step that the model has computed: there are other tokens than before at its places.
+
+        Small steps without drafts are taken in together later on.
+        """
+        metadata = inputs.metadata
+        hidden_TH = None if hidden is None or self._kept is None else hidden.hidden_TH
+        self._followed.append((metadata.token_blocks_ST, metadata.token_offsets, hidden_TH))
+        if len(self._followed) == _MOST_FOLLOWED or len(inputs.rows_T) > _MOST_FOLLOWED:
+            self._take_in_steps()
         if self._sizes.has_state:
-            states = inputs.metadata.states
+            states = metadata.states
             self._filled.put(states.blocks_RS[states.is_first_R, 0], 0)
             self._filled.put(np.array([tap.blocks_S[0] for tap in states.taps], np.int64), 0)
+
+    def _take_in_steps(self) -> None:
+        """Take in the steps since the last time, in their order: a block may have changed hands."""
+        if not self._followed:
+            return
+        blocks, offsets, states = zip(*self._followed, strict=True)
+        self._followed = []
+        blocks_ST, offsets_T = np.concatenate(blocks, axis=1), np.concatenate(offsets)
+        if self._rows.leading_stripe >= 0:
+            self._filled.lower(blocks_ST[self._rows.leading_stripe], offsets_T)
+        if self._kept is not None:
+            self._kept.keep(blocks_ST, offsets_T, [each for each in states if each is not None])
 
     def propose(self, wanted: Mapping[SequenceId, int]) -> DraftsMade:
         """Guess up to `wanted` tokens of each sequence, one place of all of them in a pass."""
         drafts: dict[SequenceId, list[int]] = {}
         passes: list[tuple[int, float]] = []
         began_s = self.clock()
+        self._take_in_steps()
         shares, views = self._first_shares(wanted)
         num_ahead = self._sizes.num_ahead
         num_followed = {share.sequence_id: share.start + share.num_tokens + num_ahead for share in shares}

@@ -142,8 +142,6 @@ class GenerationSteps:
             return ComputedStep(ModelRunnerOutput(token_ids={}, logprobs={}, failures=failures))
         with self._host_pool.step(inputs.metadata):
             logits_NV, prompts = self._compute(inputs)
-        if self._draft_model is not None:
-            self._draft_model.follow(inputs)
         failures.update(prompts.failures)
         known = ModelRunnerOutput(
             token_ids={}, logprobs={}, failures=failures, prompt_logprobs=prompts.logprobs
@@ -189,8 +187,6 @@ class GenerationSteps:
         finally:
             for row, drafts in held.items():
                 self.rows.drop_drafts(row, len(drafts))
-        if self._draft_model is not None:
-            self._draft_model.follow(inputs)
         failures.update(prompts.failures)
         verified = self._sampler.verify(logits_NV, inputs.rows, [held.get(row, ()) for row in inputs.rows])
         num_right = {
@@ -231,16 +227,21 @@ class GenerationSteps:
             wanted = {each: num for each, num in plan.num_drafts_wanted.items() if each in output.token_ids}
             made = self._draft_model.propose(wanted)
         drafts = {}
-        for sequence_id in output.token_ids:
-            row = self.rows.row_of(sequence_id)
-            if row is None:
-                continue
+        rows = {each: row for each in output.token_ids if (row := self.rows.row_of(each)) is not None}
+        hopeless: set[int] = set()
+        if self._drafter is not None and not self._works_ahead:
+            hopeless = self._drafter.hopeless(
+                [*rows.values()], self.rows.token_ids_CL, self.rows.num_tokens_C
+            )
+        for sequence_id, row in rows.items():
             guess = made.drafts.get(sequence_id, ())
-            if not guess and self._drafter is not None:
+            if not guess and self._drafter is not None and row not in hopeless:
                 tokens = self.rows.known_tokens_of(row)
-                guess = self._drafter.propose(row, tokens, num_rows=len(output.token_ids))
-            if possible := self._sampler.possible_drafts(row, guess):
+                guess = self._drafter.propose(row, tokens, num_rows=len(rows))
+            if guess and (possible := self._sampler.possible_drafts(row, guess)):
                 drafts[sequence_id] = possible
+        if not drafts and made is NOTHING_MADE:
+            return output
         return replace(
             output, draft_token_ids=drafts, draft_passes=made.passes, num_followed=made.num_followed
         )
@@ -257,12 +258,9 @@ class GenerationSteps:
 
     def _compute_placed(self, inputs: StepInputs) -> tuple[Tensor, PromptReport]:
         wanted = self._prompt_logprobs.wanted(inputs.shares, self.rows)
-        kept = None if self._draft_model is None else self._draft_model.kept
-        if not wanted and kept is None:
-            return self._steps.compute(inputs).logits_NV, PromptReport()
-        outcome = self._steps.compute(replace(inputs, keeps_hidden=True))
-        if kept is not None and outcome.hidden is not None:
-            kept.keep(inputs.metadata, outcome.hidden.hidden_TH)
+        outcome = self._steps.compute(replace(inputs, keeps_hidden=True) if wanted else inputs)
+        if self._draft_model is not None:
+            self._draft_model.follow(inputs, outcome.hidden)
         if not wanted:
             return outcome.logits_NV, PromptReport()
         return outcome.logits_NV, self._prompt_logprobs.report(wanted, outcome, self._steps)

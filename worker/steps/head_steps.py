@@ -34,22 +34,32 @@ class KeptStates:
     """Hidden states at the places of a step."""
 
     def __init__(self, layer: LayerCache) -> None:
-        self._states_NHSD, self._stripe = layer.keys.blocks_NHSD, layer.stripe
+        states_NHSD, self._stripe = layer.keys.blocks_NHSD, layer.stripe
+        self._dtype = states_NHSD.dtype
+        # As whole numbers, which numpy copies in a tenth of the time that an operation of torch takes.
+        self._whole = {2: torch.int16, 4: torch.int32}[self._dtype.itemsize]
+        self._states_NHSD = states_NHSD.view(self._whole).numpy()
 
-    def keep(self, metadata: AttentionMetadata, hidden_TH: Tensor) -> None:
-        """Keep the states of all tokens of a step."""
-        self.put(metadata.token_blocks_ST[self._stripe], metadata.token_offsets, hidden_TH)
+    def keep(
+        self, blocks_ST: NDArray[np.int64], offsets_T: NDArray[np.int64], hidden_TH: Sequence[Tensor]
+    ) -> None:
+        """See HiddenStatesKept."""
+        numbers_TH = np.concatenate([self._numbers(each) for each in hidden_TH])
+        self._put(blocks_ST[self._stripe], offsets_T, numbers_TH)
 
-    def put(self, blocks_T: NDArray[np.int64], offsets_T: NDArray[np.int64], hidden_TH: Tensor) -> None:
-        """Keep states at any places."""
+    def _numbers(self, hidden_TH: Tensor) -> NDArray[np.signedinteger]:
+        return hidden_TH.to(self._dtype).view(self._whole).numpy()
+
+    def _put(
+        self, blocks_T: NDArray[np.int64], offsets_T: NDArray[np.int64], numbers_TH: NDArray[np.signedinteger]
+    ) -> None:
         num_heads, dim = self._states_NHSD.shape[1], self._states_NHSD.shape[3]
-        places = torch.from_numpy(blocks_T), slice(None), torch.from_numpy(offsets_T)
-        self._states_NHSD[places] = hidden_TH.reshape(-1, num_heads, dim)
+        self._states_NHSD[blocks_T, :, offsets_T] = numbers_TH.reshape(-1, num_heads, dim)
 
     def read(self, metadata: AttentionMetadata) -> Tensor:
         """Return the states [T, H] at the places of a step."""
         blocks_T, offsets_T = metadata.token_blocks_ST[self._stripe], metadata.token_offsets
-        return self._states_NHSD[torch.from_numpy(blocks_T), :, torch.from_numpy(offsets_T)].flatten(1)
+        return torch.from_numpy(self._states_NHSD[blocks_T, :, offsets_T]).flatten(1).view(self._dtype)
 
     def put_behind(self, inputs: StepInputs, rows: RowTable, hidden_NH: Tensor) -> None:
         """Keep states one place behind the tokens that are sampled, for the next guess.
@@ -61,7 +71,7 @@ class KeptStates:
         has_place_N = places_N < rows.num_slots(rows_N)
         blocks_N = np.zeros_like(places_N)
         blocks_N[has_place_N] = rows.blocks_at(rows_N[has_place_N], places_N[has_place_N])[self._stripe]
-        self.put(blocks_N, places_N % rows.block_size, hidden_NH)
+        self._put(blocks_N, places_N % rows.block_size, self._numbers(hidden_NH))
 
 
 class HeadSteps:

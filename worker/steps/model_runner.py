@@ -48,6 +48,8 @@ class ModelRunner:
         self._vocab_size = vocab_size
         self.rows_listener: Callable[[Tensor], None] | None = None
         """Is given the row of each token before a step on a GPU, where layers need them."""
+        self.keeps_hidden = False
+        """Whether the hidden states of all steps are wanted, as a head that drafts wants them."""
         parameters = inspect.signature(model.forward).parameters
         self._can_choose_logits = "logits_to_keep" in parameters
 
@@ -82,13 +84,13 @@ class ModelRunner:
         Where a whole body has a plain head, the model's own forward is not called, and no hooks of it run:
         it takes as long as two layers of a small model.
         """
-        whole_body = whole_body_of(self.model)
+        whole_body, keeps_hidden = whole_body_of(self.model), self.keeps_hidden or tokens.keeps_hidden
         if whole_body is not None and whole_body.plain_head:
             with active(executor):
                 outputs = whole_body(**tokens.arguments)
                 logits_NV = self._logits(outputs.hidden_TH, whole_body.plain_head[0], tokens.logits_indices_N)
-            return StepOutcome(logits_NV, HiddenStates(tokens, outputs) if tokens.keeps_hidden else None)
-        if not tokens.keeps_hidden:
+            return StepOutcome(logits_NV, HiddenStates(tokens, outputs) if keeps_hidden else None)
+        if not keeps_hidden:
             return StepOutcome(self._run(tokens, executor))
         kept: list[Any] = []
         body = self.model.get_submodule(body_name(self.model))

@@ -1,5 +1,7 @@
 """Guesses from texts: what comes next where the same tokens stood before."""
 
+from random import Random
+
 import numpy as np
 import pytest
 
@@ -178,3 +180,23 @@ def test_scopes_are_bounded_and_the_one_whose_last_reply_is_the_oldest_is_forgot
     assert source.propose(ids(1, 2), 4, reach=100).tolist() == [3]
     assert replies.of(two).propose(ids(1, 2), 4, reach=100).tolist() == []
     assert replies.of(three).propose(ids(1, 2), 4, reach=100).tolist() == [8]
+
+
+@pytest.mark.parametrize("num_rows", [2, 5])
+def test_rows_without_hope_are_those_that_a_search_of_each_leaves_without_a_guess(num_rows: int) -> None:
+    random, drafter = Random(num_rows), Drafter(SpeculationConfig(method=DraftMethod.NGRAM))
+    token_ids_CL = np.full((num_rows, 24), 2, np.int32)
+    num_hopeless = 0
+    for _ in range(200):
+        ends_C = np.array([random.randint(1, 24) for _ in range(num_rows)])
+        for row, end in enumerate(ends_C):  # what was there before lies behind the end
+            token_ids_CL[row, :end] = [random.randrange(8) for _ in range(end)]
+            drafter.add(row, new_sequence())
+        hopeless = drafter.hopeless([*range(num_rows)], token_ids_CL, ends_C)
+        guesses = [
+            drafter.propose(row, token_ids_CL[row, :end], num_rows=num_rows) for row, end in enumerate(ends_C)
+        ]
+        assert not any(guesses[row] for row in hopeless)
+        num_hopeless += len(hopeless)
+        assert not drafter.hopeless([0], token_ids_CL, ends_C), "one alone is searched"
+    assert num_hopeless > 20 * num_rows
