@@ -14,9 +14,10 @@ import tokenizers
 import torch
 
 from worker.attention.kv_cache import FLOAT8, KeptShapes, cache_dtype
+from worker.checkpoint.checkpoint_files import find_checkpoint, read_json
 from worker.checkpoint.task import Task
 from worker.checkpoint.tokenizer_files import TOKENIZER, find_vocabulary, read_tokenizer
-from worker.load.model_kind import ModelKind
+from worker.load.model_kind import ModelKind, find_kind
 from worker.worker_config import AdapterLimits, DraftMethod, SpeculationConfig, WorkerConfig
 from worker.worker_errors import FamilyRefused, StartupError, one_line
 
@@ -108,6 +109,19 @@ def draft_config(config: WorkerConfig, dtype: str) -> WorkerConfig:
         adapters=(),
         adapter_limits=AdapterLimits(),
     )
+
+
+def find_draft_kind(own: WorkerConfig) -> ModelKind:
+    """See find_kind. Raises StartupError, too, for what drafts only with the hidden states of its model."""
+    content = read_json(find_checkpoint(own.model_path) / "config.json")
+    names = [content.get("speculators_model_type"), *(content.get("architectures") or ())]
+    for name in map(str, names):
+        if name.lower().startswith(("eagle", "medusa", "mlp_speculator", "dflash")) or "Eagle" in name:
+            raise StartupError(
+                f"it is a head for hidden states of several layers ({name}), which no step gives yet",
+                fix="take a smaller model with the same tokenizer, or a checkpoint that has a head (MTP)",
+            )
+    return find_kind(own)
 
 
 def refuse_scales_with_draft(config: WorkerConfig) -> None:

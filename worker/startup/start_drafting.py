@@ -11,11 +11,12 @@ from worker.load.draft_kind import (
     WITHOUT_HEAD,
     check_vocabulary,
     draft_config,
+    find_draft_kind,
     naming_draft,
     refuse_scales_with_draft,
 )
 from worker.load.loader import LoadedModel, load_model
-from worker.load.model_kind import ModelKind, find_kind
+from worker.load.model_kind import ModelKind
 from worker.progress import LoadStage
 from worker.startup.kernel_choice import kernels_of
 from worker.startup.probing import Start, probe_shapes
@@ -44,7 +45,7 @@ def load_draft(
     refuse_scales_with_draft(config)
     own = draft_config(config, str(loaded.dtype).removeprefix("torch."))
     with naming_draft(config):
-        draft_kind = find_kind(own)
+        draft_kind = find_draft_kind(own)
         check_vocabulary(kind, draft_kind)
         stage = LoadStage()  # the bar is the model's
         # Before memory is measured for the cache of both.

@@ -11,11 +11,12 @@ from worker.devices.device import Device
 from worker.load.draft_kind import (
     check_vocabulary,
     draft_config,
+    find_draft_kind,
     naming_draft,
     refuse_index_keys,
     refuse_scales_with_draft,
 )
-from worker.load.model_kind import ModelKind, dtype_name, find_kind
+from worker.load.model_kind import ModelKind, dtype_name
 from worker.load.weight_files import weight_bytes
 from worker.startup.start_head import find_own_head
 from worker.survey.unloaded_model import foresee_layers
@@ -44,7 +45,7 @@ def foresee_draft(config: WorkerConfig, kind: ModelKind, device: Device) -> Draf
     refuse_scales_with_draft(config)
     own = draft_config(config, dtype_name(config.dtype, kind.checkpoint_config) or "float32")
     with naming_draft(config):
-        draft_kind = find_kind(own)
+        draft_kind = find_draft_kind(own)
         check_vocabulary(kind, draft_kind)
         num_bytes = weight_bytes(own, draft_kind, device)
         _, kept, _ = foresee_layers(own, draft_kind, device)

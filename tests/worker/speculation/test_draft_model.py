@@ -170,6 +170,19 @@ def test_another_vocabulary_is_refused_with_the_first_token_that_differs(tmp_pat
     assert repr(one) in str(refused.value) or repr(two) in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "names", [{"speculators_model_type": "eagle3"}, {"architectures": ["LlamaForCausalLMEagle3"]}]
+)
+def test_a_head_for_states_of_several_layers_is_refused_by_name(
+    tmp_path: Path, names: dict[str, object]
+) -> None:
+    head = write_draft(tmp_path / "head", DEMO, num_layers=1)
+    content = json.loads((head / "config.json").read_text())
+    (head / "config.json").write_text(json.dumps(content | names))
+    with pytest.raises(StartupError, match=r"draft model .*head: it is a head for hidden states .*agle3\)"):
+        load_with(head)
+
+
 def test_only_a_scheduler_that_asks_gets_drafts_of_a_model(always_right: Loaded) -> None:
     world = ModelDrafted(*always_right, {"draft_supply": DraftSupply.FREE}, num_asked=3)
     world.answers(plain_requests(2))
