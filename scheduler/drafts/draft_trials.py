@@ -13,12 +13,13 @@ Never: reads a clock; chooses drafts (draft_rule.py).
 from scheduler.messages import SchedulerOutput
 
 _FIRST_REST, _LEAST_REST, _MAX_REST = 8, 64, 1024
-"""Turns without drafts: before the first trial, after one that lost or asked for nothing, and after many that
-lost, of each of which a trial is a sixtieth."""
+"""Turns without drafts: before the first trial and after one that had won before, after one that lost or asked
+for nothing, and after many that lost, of each of which a trial is a sixtieth."""
 _TRIAL, _TRIAL_IN_VAIN = 16, 6
 """Turns of a trial, and of one that loses by a third."""
 _LEAST_GAIN, _LOSS = 1.02, 0.67
 _MAX_SURPRISE = 3.0  # a turn that took longer than this many times the usual counts as that
+_MAX_SURPRISE_AT_FIRST = 1.3  # a start is slow
 _LEARNING = 0.1
 
 
@@ -35,8 +36,7 @@ class _Speeds:
         self.num_plain += 1
         if self.num_plain == 1:
             self.plain_s = seconds
-        # Of the first ones the fastest: a start is slow.
-        most = self.plain_s * (_MAX_SURPRISE if self.num_plain > _FIRST_REST else 1.0)
+        most = self.plain_s * (_MAX_SURPRISE if self.num_plain > _FIRST_REST else _MAX_SURPRISE_AT_FIRST)
         self.plain_s += max(_LEARNING, 1.0 / self.num_plain) * (min(seconds, most) - self.plain_s)
 
     def learn_trial(self, seconds: float, tokens: float) -> None:
@@ -46,11 +46,12 @@ class _Speeds:
         self.trial_tokens += tokens
         gain = self.trial_tokens * self.plain_s / self.trial_s
         if self.num_turns >= _TRIAL and gain >= _LEAST_GAIN:
-            self.rest, self.num_turns = _LEAST_REST, _TRIAL // 2
+            # Should it lose later on, turns without drafts may be slower too: their contexts have grown.
+            self.rest, self.num_turns = _FIRST_REST, _TRIAL // 2
             self.trial_s, self.trial_tokens = self.trial_s / 2, self.trial_tokens / 2
         elif self.num_turns >= _TRIAL or (self.num_turns >= _TRIAL_IN_VAIN and gain < _LOSS):
             self.end_trial(self.rest)
-            self.rest = min(2 * self.rest, _MAX_REST)
+            self.rest = max(min(2 * self.rest, _MAX_REST), _LEAST_REST)
 
     def end_trial(self, num_turns: int) -> None:
         """Draft nothing for so many turns."""
