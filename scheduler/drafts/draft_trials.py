@@ -13,8 +13,8 @@ Never: reads a clock; chooses drafts (draft_rule.py).
 from scheduler.messages import SchedulerOutput
 
 _FIRST_REST, _LEAST_REST, _MAX_REST = 8, 64, 1024
-"""Turns without drafts: before the first trial and after one that had won before, after one that lost or asked
-for nothing, and after many that lost, of each of which a trial is a sixtieth."""
+"""Turns without drafts: before the first trial and after one that had won, after one that lost or asked for
+nothing, and after many that lost, of each of which a trial is a sixtieth."""
 _TRIAL, _TRIAL_IN_VAIN = 16, 6
 """Turns of a trial, and of one that loses by a third."""
 _LEAST_GAIN, _LOSS = 1.02, 0.67

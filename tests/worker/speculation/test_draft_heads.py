@@ -354,6 +354,14 @@ def test_random_requests_get_the_same_tokens_and_logprobs_with_a_head(trained: L
 
 
 @pytest.mark.night
+def test_guesses_of_a_trained_head_are_right_often(trained: Loaded) -> None:
+    prompts = [TOKENIZER.encode(text, add_special_tokens=False).ids for text in TEXTS]
+    world = ModelDrafted(*trained, num_asked=1, next_id=300_000)
+    world.answers([(prompt, SamplingParams(temperature=0.0, max_tokens=40)) for prompt in prompts])
+    assert world.num_accepted >= 0.3 * world.num_drafted > 10, "76 % after 110 steps, none after two"
+
+
+@pytest.mark.night
 def test_a_head_drafts_the_same_behind_a_swap_and_a_cached_prefix(trained: Loaded) -> None:
     prompts = [TOKENIZER.encode(text, add_special_tokens=False).ids for text in TEXTS]
     requests = [(prompt, SamplingParams(temperature=0.0, max_tokens=40)) for prompt in prompts * 2]
