@@ -126,7 +126,7 @@ def insert(page: str, table: str, begin: str = BEGIN, end: str = END) -> str:
 
 def _computed_by(found: Found) -> str:
     if found.way is not None:
-        return f"{ALONE}, {found.way.value}"
+        return f"{ALONE}, {found.way}"
     if found.refused is not None:
         return REFUSED
     assert found.replacement is not None, "without kernels there is no telling what they could compute"

@@ -357,8 +357,8 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 RECURRENT_FAMILIES = ("lfm2", "qwen3_next", "mamba", "qwen3_5_text")
 """Families with states of a fixed size, one of them without keys and values."""
 
-ALONE_FAMILIES = ("bloom", "mamba", "recurrent_gemma")
-"""Families whose sequences have caches of their own."""
+ALONE_FAMILIES = ("bloom", "lfm2", "recurrent_gemma")
+"""Families whose sequences have caches of their own, lfm2 where its states have no batches."""
 
 FAMILIES = (
     *("llama", "llama3_rope", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3"),

@@ -42,8 +42,8 @@ from worker.load.model_kind import NO_PAGED_ATTENTION, refuse_layers
 from worker.load.model_sizes import longest_len
 from worker.load.recurrent_functions import knows_recurrence, replace_functions
 from worker.model.layer_replacement import LayerReplacement
-from worker.own_cache.model import OwnCacheModel, Way
-from worker.own_cache.start import find_way
+from worker.own_cache.model import OwnCacheModel
+from worker.own_cache.start import try_caches
 from worker.progress import LoadStage
 from worker.startup.ready_model import ReadyModel, start_loaded
 from worker.steps.inputs import build_inputs
@@ -85,7 +85,7 @@ class Found:
     family: Family
     refused: str | None = None
     """Reason for not being served, or not through the paged cache; None if it is."""
-    way: Way | None = None
+    way: str | None = None
     """Computation with caches of its own, if it is refused otherwise."""
     traits: tuple[str, ...] = ()
     """Demands of the tiny model on attention and on its layers."""
@@ -131,10 +131,10 @@ def _try_own_cache(found: Found, config: Any) -> Found:
     try:
         model = _build(config, attention=None)
         loaded = _loaded(model, CONFIG.max_model_len or 0, open_device(CONFIG))
-        way = find_way(OwnCacheModel(model, TINY["vocab_size"]), loaded, found.refused)
+        trial = try_caches(OwnCacheModel(model, TINY["vocab_size"]), loaded, found.refused)
     except FamilyRefused:
         return found
-    found.way, found.error = way.way, way.error
+    found.way, found.error = trial.describe(), trial.error
     return found
 
 

@@ -1,6 +1,6 @@
 """A model of transformers, called for one sequence at a time with the cache that the model itself makes.
 
-Owns: the call of the model, in the ways that a family may need, and the cache kept between calls.
+Owns: the call of the model, and the cache kept between calls, where the family makes one that can be used.
 Never: batches, or knows the content of a cache: keys and values, a recurrent state, a convolution's end.
 
 Shapes: T tokens, V tokens of the vocabulary.
@@ -9,7 +9,6 @@ Shapes: T tokens, V tokens of the vocabulary.
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import torch
@@ -21,18 +20,12 @@ from worker.attention.interface import note_layer_begun
 _CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state")
 
 
-class Way(Enum):
-    """Ways to compute a family's sequences, the cheapest first."""
-
-    IN_CHUNKS = "in chunks"
-    PROMPTS_AT_ONCE = "whole prompts, then token by token"
-    ALL_AGAIN = "all tokens again for each one"
-
-
 @dataclass(slots=True)
 class SequenceCache:
     """The model's cache of one sequence."""
 
+    is_kept: bool
+    """Whether the model gets it back. Otherwise it stays empty: all tokens are computed again for each."""
     num_tokens: int = 0
     content: Any = None
 
@@ -51,14 +44,14 @@ class OwnCacheModel:
             layer.register_forward_pre_hook(lambda *_: note_layer_begun())
 
     @torch.inference_mode()
-    def compute(self, token_ids: list[int], cache: SequenceCache, way: Way, *, num_logits: int) -> Tensor:
+    def compute(self, token_ids: list[int], cache: SequenceCache, *, num_logits: int) -> Tensor:
         """Compute logits [num_logits, V] of the last of `token_ids`, all tokens of the sequence so far.
 
-        Only tokens that the cache does not hold yet are computed, where `way` allows; it then holds all.
+        Only tokens that the cache does not hold yet are computed; one that is kept then holds all.
         """
-        start = 0 if way is Way.ALL_AGAIN else cache.num_tokens
+        start = cache.num_tokens
         ids_1T = torch.tensor(token_ids[start:], device=self._device).unsqueeze(0)
-        arguments: dict[str, Any] = {"use_cache": way is not Way.ALL_AGAIN, "return_dict": True}
+        arguments: dict[str, Any] = {"use_cache": cache.is_kept, "return_dict": True}
         if self._takes_positions:
             arguments["position_ids"] = torch.arange(start, len(token_ids), device=self._device).unsqueeze(0)
         if self._can_choose_logits:
@@ -67,9 +60,8 @@ class OwnCacheModel:
             name, content = cache.content
             arguments[name] = content
         outputs = self._model(input_ids=ids_1T, **arguments)
-        if way is not Way.ALL_AGAIN:
-            cache.content = _content_of(outputs)
-        cache.num_tokens = len(token_ids)
+        if cache.is_kept:
+            cache.content, cache.num_tokens = _content_of(outputs), len(token_ids)
         logits_TV: Tensor = outputs.logits[0, -num_logits:, : self._vocab_size]
         return logits_TV
 

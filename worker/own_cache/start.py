@@ -1,6 +1,6 @@
 """Start of a model whose sequences have caches of their own, because a paged KV cache does not fit.
 
-Owns: the choice of a way to compute the family, by trying, and the memory of a sequence's cache.
+Owns: the trial whether the family's caches can be kept, and the memory of a sequence's cache.
 Never: tries a family that the paged KV cache can serve: these steps are several times slower.
 """
 
@@ -19,7 +19,7 @@ from worker.load.model_kind import ModelKind
 from worker.memory_sizes import CacheRequest, CacheSize, size_cache
 from worker.model.quantization import refuse_quantization
 from worker.model.quantized_layers import describe_codes, find_codes
-from worker.own_cache.model import OwnCacheModel, SequenceCache, Way, num_bytes
+from worker.own_cache.model import OwnCacheModel, SequenceCache, num_bytes
 from worker.own_cache.steps import CacheTable, OwnCacheSteps
 from worker.progress import LoadPhase, LoadStage
 from worker.sampling.open_sampler import open_plain_sampler
@@ -34,12 +34,8 @@ log = logging.getLogger(__name__)
 _SEED = 7
 _NUM_TOKENS = 32
 _FIRST_SINGLE = 20
-# A first chunk, a later one, single tokens.
-_CUTS = {
-    Way.IN_CHUNKS: (0, 9, _FIRST_SINGLE, *range(_FIRST_SINGLE + 1, _NUM_TOKENS + 1)),
-    Way.PROMPTS_AT_ONCE: (0, *range(_FIRST_SINGLE, _NUM_TOKENS + 1)),
-    Way.ALL_AGAIN: (0, *range(_FIRST_SINGLE, _NUM_TOKENS + 1)),
-}
+_CUTS = (0, 9, *range(_FIRST_SINGLE, _NUM_TOKENS + 1))
+"""A first chunk, a later one, single tokens."""
 _MOST_OF_BUDGET = 0.5
 """Largest part of the cache for states of fixed size, summed over all sequences that may run at once."""
 
@@ -53,13 +49,16 @@ class CacheBytes:
     per_token: int
 
 
-class WayFound(NamedTuple):
-    """Way to compute a family, and its measurements."""
+class CacheTrial(NamedTuple):
+    """Use of a family's caches, and its measurements."""
 
-    way: Way
+    is_kept: bool
     sizes: CacheBytes
     error: float
     """Error of the logits over their size: the largest median of a chunk, or of the single tokens."""
+
+    def describe(self) -> str:
+        return "in chunks" if self.is_kept else "all tokens again for each one"
 
 
 def start_with_own_caches(
@@ -74,67 +73,71 @@ def start_with_own_caches(
     for line in describe_codes(codes, left=codes):
         log.info("%s", line)
     stage.enter(LoadPhase.MEASURING)
-    way, sizes, _ = find_way(model, loaded, refused)
-    targets = targets_of(
-        config, device, loaded.model, lambda num: model.compute([0] * num, SequenceCache(), way, num_logits=1)
-    )
+    trial = try_caches(model, loaded, refused)
+    is_kept = trial.is_kept
+
+    def run_step(num_tokens: int) -> object:
+        return model.compute([0] * num_tokens, SequenceCache(is_kept), num_logits=1)
+
+    targets = targets_of(config, device, loaded.model, run_step)
 
     def run_largest_step() -> None:
         longest = min(config.max_model_len or loaded.checkpoint_len, loaded.checkpoint_len)
-        num_tokens = min(config.max_num_batched_tokens, longest) if way is Way.IN_CHUNKS else longest
         with refusing(loaded.model_type):
-            model.compute([0] * num_tokens, SequenceCache(), way, num_logits=1)
+            run_step(min(config.max_num_batched_tokens, longest) if is_kept else longest)
 
     budget_bytes = device.kv_cache_budget_bytes(run_largest_step)
-    size = _size(config, device, loaded, sizes, budget_bytes)
+    size = _size(config, device, loaded, trial.sizes, budget_bytes)
     stage.enter(LoadPhase.WARMING_UP)
     log.warning(
         "%s; transformers alone computes, one sequence after the other, %s: expect a fraction of the speed",
         refused,
-        way.value,
+        trial.describe(),
     )
-    facts = _facts(config, device, loaded, sizes, size)
+    facts = _facts(config, device, loaded, trial.sizes, size)
     adapters, adapter_facts = open_adapters(config, loaded, targets, cache_bytes=facts.kv_cache_bytes)
     facts = replace(facts, adapters=adapter_facts)
     sampler = open_plain_sampler(config, facts, device)
     rows = RowTable.of(facts, config.max_num_seqs)
-    table = CacheTable(rows, sampler, way, facts.vocab_size, adapters)
-    return facts, OwnCacheSteps(model, way, table, sampler, facts.vocab_size)
+    table = CacheTable(rows, sampler, facts.vocab_size, adapters, keeps_caches=is_kept)
+    return facts, OwnCacheSteps(model, table, sampler, facts.vocab_size)
 
 
-def find_way(model: OwnCacheModel, loaded: LoadedModel, refused: str) -> WayFound:
-    """Find the cheapest way that computes the model's own logits. Raises FamilyRefused if there is none."""
+def try_caches(model: OwnCacheModel, loaded: LoadedModel, refused: str) -> CacheTrial:
+    """Keep caches if the model's own logits come of it. Raises FamilyRefused if they come in neither way."""
     token_ids = np.random.default_rng(_SEED).integers(0, loaded.vocab_size, (2, _NUM_TOKENS)).tolist()
     with refusing(loaded.model_type):
         expected = [
-            model.compute(ids, SequenceCache(), Way.ALL_AGAIN, num_logits=_NUM_TOKENS) for ids in token_ids
+            model.compute(ids, SequenceCache(is_kept=False), num_logits=_NUM_TOKENS) for ids in token_ids
         ]
     is_finite = all(bool(logits_TV.isfinite().all()) for logits_TV in expected)
     reasons = []
-    for way in Way:
+    for is_kept in (True, False):
         try:
-            found = _try(way, model, token_ids, expected)
+            found = _try(model, token_ids, expected, is_kept=is_kept)
         except (RuntimeError, ValueError, TypeError, AttributeError, LookupError) as failure:
-            reasons.append(f"{way.value}: {type(failure).__name__}")
+            reasons.append(type(failure).__name__)
             continue
         # With damaged weights requests will fail one by one, and say so.
         if found.error <= TOLERANCE[loaded.dtype] or not is_finite:
             return found
-        reasons.append(f"{way.value}: error {found.error:.2g}")
+        reasons.append(f"{found.describe()}: error {found.error:.2g}")
     log.info("%s is no better with a cache of its own: %s", loaded.model_type, ", ".join(reasons))
     raise FamilyRefused(refused)
 
 
-def _try(way: Way, model: OwnCacheModel, token_ids: list[list[int]], expected: list[Tensor]) -> WayFound:
+def _try(
+    model: OwnCacheModel, token_ids: list[list[int]], expected: list[Tensor], *, is_kept: bool
+) -> CacheTrial:
     """Run two sequences in turns, so that a state of one that stays in the model spoils the other."""
-    caches = [SequenceCache(), SequenceCache()]
+    caches = [SequenceCache(is_kept), SequenceCache(is_kept)]
     bytes_after: dict[int, int] = {}
     errors: list[float] = []
     singles: list[tuple[Tensor, Tensor]] = []
-    for start, end in pairwise(_CUTS[way]):
+    for start, end in pairwise(_CUTS):
         for ids, cache, expected_TV in zip(token_ids, caches, expected, strict=True):
-            num_logits = 1 if way is Way.ALL_AGAIN else end - start
-            found_TV = model.compute(ids[:end], cache, way, num_logits=num_logits).float()
+            num_logits = end - start if is_kept else 1
+            found_TV = model.compute(ids[:end], cache, num_logits=num_logits).float()
             wanted_TV = expected_TV[end - num_logits : end].float()
             if num_logits > 1:
                 errors.append(relative_error(found_TV, wanted_TV))
@@ -146,7 +149,7 @@ def _try(way: Way, model: OwnCacheModel, token_ids: list[list[int]], expected: l
     first, last = min(bytes_after), max(bytes_after)
     per_token = -(-max(0, bytes_after[last] - bytes_after[first]) // (last - first))
     fixed = max(0, bytes_after[first] - first * per_token)
-    return WayFound(way, CacheBytes(fixed=fixed, per_token=per_token), max(errors))
+    return CacheTrial(is_kept, CacheBytes(fixed=fixed, per_token=per_token), max(errors))
 
 
 def _size(

@@ -21,7 +21,7 @@ from scheduler.messages import (
     TokenLogprobs,
 )
 from worker.adapters.store import AdapterStore
-from worker.own_cache.model import OwnCacheModel, SequenceCache, Way
+from worker.own_cache.model import OwnCacheModel, SequenceCache
 from worker.sampling.logits import Alternatives, report_logprobs
 from worker.sampling.sampler import Sampler
 from worker.steps.inputs import check_new_sequence, is_sound
@@ -34,8 +34,6 @@ log = logging.getLogger(__name__)
 
 _SLICE_LOGITS = 1 << 23
 """32 MiB of float32: the most logits computed at once while a prompt is scored."""
-_MOST_LOGITS = 1 << 27
-"""The most logits of a prompt that is computed, and scored, at once."""
 _FAILED = "the model failed on this request"
 
 
@@ -53,17 +51,19 @@ class CacheTable:
         self,
         rows: RowTable,
         sampler: Sampler,
-        way: Way,
         vocab_size: int,
         adapters: AdapterStore | None,
+        *,
+        keeps_caches: bool,
     ) -> None:
         self.rows = rows
         self.adapters = adapters
         self.caches: dict[SequenceId, SequenceCache] = {}
         self.scored: dict[SequenceId, ScoredPrompt] = {}
-        """Sequences that asked for log-probabilities of their prompts."""
+        """Sequences that asked for log-probabilities of their prompts, and did not get all of them."""
+        self.keeps_caches = keeps_caches
+        """Whether the family's caches can be used; see SequenceCache."""
         self._sampler = sampler
-        self._way = way
         self._vocab_size = vocab_size
 
     def copy_blocks(self, plan: SchedulerOutput) -> dict[BlockId, str]:
@@ -75,12 +75,13 @@ class CacheTable:
     def add(self, new: NewSequence) -> None:
         """See SequenceTable."""
         check_new_sequence(new, self._vocab_size)
-        scored = self._scored_prompt(new)
         row = add_row(self.rows, self.adapters, new)
         self._sampler.add_row(row, new.params, new.token_ids, new.num_prompt_tokens)
-        self.caches[new.sequence_id] = SequenceCache()
-        if scored is not None:
-            self.scored[new.sequence_id] = scored
+        self.caches[new.sequence_id] = SequenceCache(self.keeps_caches)
+        num_top = new.params.num_prompt_logprobs
+        # One that is readmitted with tokens of its reply has reported its prompt.
+        if num_top is not None and len(new.token_ids) == new.num_prompt_tokens:
+            self.scored[new.sequence_id] = ScoredPrompt(num_top, new.token_ids)
 
     def release(self, sequence_id: SequenceId) -> None:
         """See SequenceTable."""
@@ -92,29 +93,12 @@ class CacheTable:
                 self.adapters.unseat(row)
             self._sampler.remove_row(row)
 
-    def _scored_prompt(self, new: NewSequence) -> ScoredPrompt | None:
-        """Read whether the prompt is scored. Raises SequenceRefused for one that cannot be."""
-        if new.params.num_prompt_logprobs is None:
-            return None
-        if self._way is not Way.IN_CHUNKS:
-            if len(new.token_ids) > new.num_prompt_tokens:
-                return None  # readmitted: the prompt was reported with the first sampled token
-            if new.num_prompt_tokens * self._vocab_size > _MOST_LOGITS:
-                raise SequenceRefused(
-                    f"{new.num_prompt_tokens} tokens are too many to be scored by a model that computes "
-                    f"{self._way.value}"
-                )
-        return ScoredPrompt(new.params.num_prompt_logprobs, new.token_ids[: new.num_prompt_tokens])
-
 
 class OwnCacheSteps:
     """Steps that compute each sequence alone."""
 
-    def __init__(
-        self, model: OwnCacheModel, way: Way, table: CacheTable, sampler: Sampler, vocab_size: int
-    ) -> None:
+    def __init__(self, model: OwnCacheModel, table: CacheTable, sampler: Sampler, vocab_size: int) -> None:
         self._model = model
-        self._way = way
         self._table = table
         self.adapters = table.adapters
         self.grammars = sampler.compile_ahead
@@ -170,8 +154,8 @@ class OwnCacheSteps:
         )
 
     def _waits_for_the_rest(self, share: ScheduledSequence) -> bool:
-        """Whether a share of a prompt that is computed at once waits for the last share."""
-        return self._way is not Way.IN_CHUNKS and not share.samples
+        """Whether a share is computed with those behind it: without a cache, all are with the last one."""
+        return not (self._table.keeps_caches or share.samples)
 
     def _compute(
         self, share: ScheduledSequence, prompt_logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]]
@@ -184,18 +168,19 @@ class OwnCacheSteps:
             self.adapters.begin_alone(row)
         token_ids: list[int] = rows.token_ids_CL[row, :end].tolist()
         scored = self._table.scored.get(share.sequence_id)
-        # Counted by computed tokens: a prompt that waits for its last share has none before it.
-        if scored is None or cache.num_tokens >= len(scored.token_ids) - 1:
-            return self._model.compute(token_ids, cache, self._way, num_logits=1)
-        size = end if self._way is not Way.IN_CHUNKS else max(1, _SLICE_LOGITS // self._vocab_size)
+        if scored is None:
+            return self._model.compute(token_ids, cache, num_logits=1)
+        size = max(1, _SLICE_LOGITS // self._vocab_size)
         found: list[TokenLogprobs] = []
         for start in range(cache.num_tokens, end, size):
             stop = min(start + size, end)
-            logits_TV = self._model.compute(token_ids[:stop], cache, self._way, num_logits=stop - start)
+            logits_TV = self._model.compute(token_ids[:stop], cache, num_logits=stop - start)
             next_ids = list(scored.token_ids[start + 1 : stop + 1])
             if next_ids:
                 found += _scores(logits_TV[: len(next_ids)].float(), next_ids, scored.num_top)
         prompt_logprobs[share.sequence_id] = tuple(found)
+        if end >= len(scored.token_ids) - 1:
+            del self._table.scored[share.sequence_id]
         return logits_TV[-1:]
 
     def _sample(

@@ -17,7 +17,7 @@ from tests.worker.steps.test_prompt_logprobs import check
 from tests.worker.transformers_generate import NUM_TOKENS, expected
 from worker.devices.device import CpuDevice
 from worker.load import recurrent_functions
-from worker.own_cache.model import OwnCacheModel, Way
+from worker.own_cache.model import OwnCacheModel
 from worker.worker import Worker
 from worker.worker_config import ModelFacts
 from worker.worker_errors import StartupError, StepOutOfMemory, WorkerError
@@ -94,7 +94,7 @@ def test_it_says_that_nothing_can_be_shared_or_swapped(
 
 def test_states_that_do_not_fit_are_refused_with_the_number_that_would(checkpoints: MakeCheckpoint) -> None:
     with pytest.raises(StartupError, match=r"--max-num-seqs \d+ or less"):
-        load_worker(checkpoints("mamba"), kv_cache_bytes=1 << 16, max_num_seqs=64)
+        load_worker(checkpoints("lfm2"), kv_cache_bytes=1 << 16, max_num_seqs=64)
 
 
 def test_a_model_without_a_context_window_of_its_own_has_a_large_one(checkpoints: MakeCheckpoint) -> None:
@@ -102,14 +102,13 @@ def test_a_model_without_a_context_window_of_its_own_has_a_large_one(checkpoints
     assert load_worker(checkpoints("mamba"), max_model_len=100)[1].max_model_len == 100
 
 
-@pytest.mark.parametrize("forced", [None, Way.ALL_AGAIN])
+@pytest.mark.parametrize("keeps_caches", [None, False])
 def test_a_prompt_of_which_one_token_comes_later_is_scored_once_and_whole(
-    folder: Path, driver: PlanDriver, forced: Way | None, monkeypatch: pytest.MonkeyPatch
+    folder: Path, driver: PlanDriver, keeps_caches: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if forced is not None:
+    if keeps_caches is not None:
         steps: Any = driver._worker._steps
-        monkeypatch.setattr(steps, "_way", forced)
-        monkeypatch.setattr(steps._table, "_way", forced)
+        monkeypatch.setattr(steps._table, "keeps_caches", keeps_caches)
     sequence = driver.add(LONG, replace(GREEDY, num_prompt_logprobs=3))
     outputs = [driver.step({sequence: num_tokens}) for num_tokens in (len(LONG) - 1, None, None)]
     found = [entry for output in outputs for entry in output.prompt_logprobs.get(sequence, ())]
