@@ -187,6 +187,8 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
     """The stop token or stop string that ended the choice; None for the end-of-sequence token."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache; the same in every output of a choice."""
+    num_kept_tokens: int = 0
+    """Prompt tokens that later prompts find; as before."""
     num_accepted_prediction: int = 0
     """Tokens of the request's prediction that this output has."""
     num_rejected_prediction: int = 0

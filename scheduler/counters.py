@@ -46,6 +46,9 @@ class Counters:
     num_restore_lost_tokens: int = _exported(
         "restore_lost_tokens", "Prompt tokens computed again because a window or a state behind them was gone"
     )
+    num_restore_points: int = _exported(
+        "restore_points", "States that were kept in the middle of a prompt, for later ones"
+    )
     num_kept_host_blocks: int = _exported(
         "prefix_cache_host_stores", "Blocks copied to the swap space when the device gave them up"
     )

@@ -413,6 +413,8 @@ class SequenceStart(NamedTuple):
     """Further prompt tokens that the groups of layers which keep all tokens had."""
     lost_to: str = ""
     """Name of the group that lacked what is read behind these; empty if none did."""
+    num_kept_tokens: int = 0
+    """Prompt tokens that later prompts find, by now."""
 
 
 class SequenceOutput(NamedTuple):
@@ -489,6 +491,8 @@ class SequenceReport(NamedTuple):
     num_lost_tokens: int = 0
     lost_to: str = ""
     """Found and lost at its first admission, as in SequenceStart."""
+    num_kept_tokens: int = 0
+    """As in SequenceStart."""
 
 
 class RequestCounts(NamedTuple):

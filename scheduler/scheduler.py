@@ -375,7 +375,7 @@ class Scheduler:
             token_ids, logprobs = token_ids[: num_known - num_before], logprobs[: num_known - num_before]
         if self._has_accounts:
             self._queues.charge_generated(seq, len(token_ids))
-        start, seq.pending_start = seq.pending_start, None
+        start = seq.take_start() if seq.pending_start else None
         prompt_logprobs = self._new_prompt_logprobs(seq, share, result) if result.prompt_logprobs else ()
         num_preemptions = seq.num_preemptions
         output = SequenceOutput(

@@ -100,6 +100,7 @@ class Sequence:
         "num_bypasses",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_kept_tokens",
         "num_lost_tokens",
         "num_preemptions",
         "num_prompt_tokens",
@@ -170,6 +171,7 @@ class Sequence:
         self.is_compiled = False  # the worker has compiled its grammar for the next admission
 
         self.num_computed_tokens = self.num_cached_tokens = 0
+        self.num_kept_tokens = 0  # of the prompt, that later ones find
         self.num_lost_tokens, self.lost_to = 0, ""  # not found, for want of something of this group
         self.num_reported_positions = inputs.num_reported_positions  # of which the client has logprobs
         self.tables: list[BlockTable] = []  # one for each group of layers; none before it was admitted
@@ -246,7 +248,7 @@ class Sequence:
     def take_start(self) -> SequenceStart | None:
         """Facts for its first output; None for all later ones."""
         start, self.pending_start = self.pending_start, None
-        return start
+        return start and start._replace(num_kept_tokens=self.num_kept_tokens)
 
     def take_tokens(self, token_ids: tuple[int, ...]) -> FinishReason | None:
         """Add tokens to those that are known, up to the one that ends the sequence."""

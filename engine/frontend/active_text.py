@@ -45,7 +45,7 @@ class TextChoice:
         )
         self._shows_stop = request.include_stop_str_in_output
         self._num_hidden = 0
-        self._num_cached_tokens = 0
+        self._num_cached_tokens = self._num_kept_tokens = 0
         self._stop_reason: int | str | None = None
         self._may_wait = not request.stop
         """Whether text may be made when it is read: stop strings would have to be found at once."""
@@ -61,6 +61,7 @@ class TextChoice:
         self.is_readable = True
         if output.start is not None and not self.generated:
             self._num_cached_tokens = output.start.num_cached_tokens
+            self._num_kept_tokens = output.start.num_kept_tokens
         if output.prediction is not None:
             self._num_accepted += output.prediction.num_accepted
             self._num_rejected += output.prediction.num_rejected
@@ -103,6 +104,7 @@ class TextChoice:
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
             num_cached_tokens=self._num_cached_tokens,
+            num_kept_tokens=self._num_kept_tokens,
             num_accepted_prediction=self._num_accepted,
             num_rejected_prediction=self._num_rejected,
         )

@@ -301,6 +301,7 @@ class KVCacheManager:
             self._held_for_copies += row
             self.index.keep_state(seq, position, row)
             taps.append(StateTap(seq.sequence_id, position, row))
+            seq.num_kept_tokens = min(position, seq.num_prompt_tokens)
         return taps
 
     def keep_end(self, seq: Sequence) -> None:

@@ -144,6 +144,9 @@ class PrefixIndex:
         first, last = start // self._block_size, end // self._block_size
         if first < last:
             keys = self._keys(seq, last)
+            if self._fixed is None:
+                num_full_of_prompt = seq.num_prompt_tokens // self._block_size
+                seq.num_kept_tokens = min(last, num_full_of_prompt) * self._block_size
             for group in self._paged:
                 table = seq.tables[group]
                 # Plans in flight may have moved a window past a place before its last token was known.

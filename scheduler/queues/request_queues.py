@@ -267,6 +267,7 @@ class RequestQueues:
             num_cached_tokens=seq.num_cached_tokens,
             num_lost_tokens=seq.num_lost_tokens,
             lost_to=seq.lost_to,
+            num_kept_tokens=seq.num_kept_tokens,
         )
 
     def _new_queue(self) -> _Queue:

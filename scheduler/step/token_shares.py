@@ -109,7 +109,9 @@ class TokenShares:
             self.encoder_cache.drop(seq, end)
         self._publish(seq, start, end)
         if self._has_state:
-            plan.taps += self._kv.tap(seq, start, end, self._state.queues.running)
+            taps = self._kv.tap(seq, start, end, self._state.queues.running)
+            plan.taps += taps
+            self._state.counters.num_restore_points += len(taps)
         samples = end == seq.num_tokens
         plan.chunks.append(ScheduledSequence(seq.sequence_id, start, share, samples))
         if samples and self._num_expected:

@@ -267,12 +267,25 @@ def test_a_client_that_leaves_while_drafts_are_verified_leaves_no_end_of_its_rep
 def test_named_positions_take_the_place_of_the_guess_at_the_end_of_the_message() -> None:
     world = grouped(FULL, STATE)
     tokens = prompt(60)
-    world.add(make_sequence(1, tokens, max_tokens=2, restore_at=(22, 41)))
+    world.add(make_sequence(1, tokens, max_tokens=1, restore_at=(22, 41)))
     taps = []
     while world.scheduler.has_unfinished_requests:
         taps += [tap.position for tap in world.step().taps]
     assert taps == [20, 40]
+    start = world.ended[SequenceId(1)].start
+    assert start is not None
+    assert start.num_kept_tokens == 40
+    assert world.scheduler.stats().num_restore_points == 2
     assert turn(world, 2, [*tokens[:25], 88, 88], max_tokens=1) == 20
+
+
+def test_where_a_prompt_can_be_gone_on_from_anywhere_its_full_blocks_are_kept() -> None:
+    for caching, num_kept in ((PrefixCaching.ON, 36), (PrefixCaching.OFF, 0)):
+        world = grouped(FULL, prefix_caching=caching)
+        turn(world, 1, prompt(38), max_tokens=1)
+        start = world.ended[SequenceId(1)].start
+        assert start is not None
+        assert start.num_kept_tokens == num_kept
 
 
 def test_states_take_a_quarter_of_a_full_cache_and_those_used_lately_are_kept() -> None:

@@ -319,6 +319,7 @@ class FakeEngine:
             token_ids=(place,),
             logprobs=logprobs,
             num_cached_tokens=4 if index == 0 else 8,
+            num_kept_tokens=8,
             num_accepted_prediction=int(0 < place < len(request.prediction)),
             num_rejected_prediction=int(bool(request.prediction) and not 0 < place < len(request.prediction)),
             prompt_logprobs=self._prompt_logprobs(request) if place == 0 else (),

@@ -46,9 +46,12 @@ def error_body(error: ErrorReply) -> dict[str, Any]:
 class MessageStream:
     """A streamed message. Also gathers it: `message` is whole once `finish` was called."""
 
-    def __init__(self, message_id: str, model: str, num_prompt_tokens: int, choice: OnlyChoice) -> None:
-        self._choice = choice
+    def __init__(
+        self, message_id: str, model: str, num_prompt_tokens: int, choice: OnlyChoice, *, is_marked: bool
+    ) -> None:
+        self._choice, self._is_marked = choice, is_marked
         self._num_prompt_tokens = num_prompt_tokens
+        self._num_cached = self._num_created = 0
         self._has_begun = False
         self._pieces: list[str] = []
         """The text of the open block."""
@@ -66,16 +69,18 @@ class MessageStream:
         }
 
     def update(self, prompt_index: int, output: TokenOutput) -> list[dict[str, Any]]:
-        events = self._begin(output.num_cached_tokens)
+        self._num_cached = output.num_cached_tokens
+        if self._is_marked:
+            self._num_created = max(output.num_kept_tokens - output.num_cached_tokens, 0)
+        events = self._begin()
         for piece in self._choice.read(prompt_index, output):
             events += self._take(piece)
         return events
 
     def finish(self) -> list[dict[str, Any]]:
         usage, stopped_by = self._choice.usage(), self._choice.stop_reason
-        events = [*self._begin(0), *self._close_block()]
-        num_cached = usage["prompt_tokens_details"]["cached_tokens"]
-        self.message["usage"] = self._usage(num_cached, usage["completion_tokens"])
+        events = [*self._begin(), *self._close_block()]
+        self.message["usage"] = self._usage(usage["completion_tokens"])
         delta = {
             "stop_reason": self._stop_reason(),
             "stop_sequence": stopped_by if isinstance(stopped_by, str) else None,
@@ -87,11 +92,11 @@ class MessageStream:
             {"type": "message_stop"},
         ]
 
-    def _begin(self, num_cached: int) -> list[dict[str, Any]]:
+    def _begin(self) -> list[dict[str, Any]]:
         if self._has_begun:
             return []
         self._has_begun = True
-        begun = {**self.message, "content": [], "usage": self._usage(num_cached, 0)}
+        begun = {**self.message, "content": [], "usage": self._usage(0)}
         return [{"type": "message_start", "message": begun}]
 
     def _take(self, piece: Piece) -> list[dict[str, Any]]:
@@ -153,11 +158,11 @@ class MessageStream:
             return "tool_use"
         return _STOP_REASONS.get(self._choice.finish_reason, _TIMED_OUT)
 
-    def _usage(self, num_cached: int, num_output_tokens: int) -> dict[str, int]:
+    def _usage(self, num_output_tokens: int) -> dict[str, int]:
         return {
-            "input_tokens": self._num_prompt_tokens - num_cached,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": num_cached,
+            "input_tokens": self._num_prompt_tokens - self._num_cached - self._num_created,
+            "cache_creation_input_tokens": self._num_created,
+            "cache_read_input_tokens": self._num_cached,
             "output_tokens": num_output_tokens,
         }
 

@@ -104,13 +104,15 @@ def _renamed(error: RequestRejected, body: CountTokensRequest) -> RequestRejecte
 def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     if body.system is not None:
-        messages.append({"role": "system", "content": _parts(_texts(body.system, "system"))})
+        messages.append({"role": "system", "content": _text_parts(body.system, "system")})
+        if messages[0]["content"] and any(tool.cache_control for tool in body.tools or ()):
+            messages[0]["content"][-1]["cache_control"] = {}  # templates write tools there
     for place, turn in enumerate(body.messages):
         where = f"messages[{place}].content"
         if turn.role == "assistant":
             messages.append(_assistant_message(turn, where))
         elif turn.role == "system":
-            messages.append({"role": "system", "content": _parts(_texts(turn.content, where))})
+            messages.append({"role": "system", "content": _text_parts(turn.content, where)})
         else:
             messages += _user_messages(turn, where)
     return messages
@@ -140,6 +142,8 @@ def _tool_message(block: AnthropicBlock, at: str) -> dict[str, Any]:
     if block.is_error:  # a template has no place for the mark of a failure: the word is for the model
         first = parts.pop(0)["text"] if parts and parts[0]["type"] == "text" else ""
         parts = [{"type": "text", "text": f"Error: {first}"}, *parts]
+    if parts and block.cache_control is not None:
+        parts[-1]["cache_control"] = block.cache_control
     return {"role": "tool", "tool_call_id": call_id, "content": parts or ""}
 
 
@@ -153,10 +157,10 @@ def _assistant_message(turn: AnthropicTurn, where: str) -> dict[str, Any]:
             case "tool_use":
                 calls.append(_call(block, at))
             case kind if not is_others_work(kind):
-                texts.append(_text(block, at))
+                texts.append(_text_part(block, at))
     message: dict[str, Any] = {"role": "assistant"}
     if texts or not calls:
-        message["content"] = _parts(texts)
+        message["content"] = texts or ""
     if thoughts:
         message["reasoning_content"] = "\n".join(thoughts)
     if calls:
@@ -173,15 +177,20 @@ def _texts(blocks: Sequence[AnthropicTextBlock], where: str) -> list[str]:
     return [_text(block, f"{where}[{place}]") for place, block in enumerate(blocks)]
 
 
-def _parts(texts: list[str]) -> str | list[dict[str, str]]:
+def _text_parts(blocks: Sequence[AnthropicTextBlock], where: str) -> str | list[dict[str, Any]]:
     """Return the content of a chat's message; no text is an empty one."""
-    return [{"type": "text", "text": text} for text in texts] or ""
+    return [_text_part(block, f"{where}[{place}]") for place, block in enumerate(blocks)] or ""
+
+
+def _text_part(block: AnthropicTextBlock, at: str) -> dict[str, Any]:
+    return {"type": "text", "text": _text(block, at), "cache_control": block.cache_control}
 
 
 def _part(block: AnthropicTextBlock, at: str) -> dict[str, Any]:
     if block.type == "image" and isinstance(block, AnthropicBlock | AnthropicResultBlock):
-        return _picture(required(block.source, f"{at}.source"), f"{at}.source")
-    return {"type": "text", "text": _text(block, at)}
+        picture = _picture(required(block.source, f"{at}.source"), f"{at}.source")
+        return {**picture, "cache_control": block.cache_control}
+    return _text_part(block, at)
 
 
 def _picture(source: AnthropicSource, at: str) -> dict[str, Any]:

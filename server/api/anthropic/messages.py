@@ -58,8 +58,9 @@ class AnthropicToolUse(ReplyModel):
 
 class AnthropicUsage(ReplyModel):
     input_tokens: int
-    """Prompt tokens that were in no cache."""
+    """Prompt tokens that were in no cache, less those of the next field."""
     cache_creation_input_tokens: int
+    """Those that later prompts find, if any block was marked by `cache_control`."""
     cache_read_input_tokens: int
     output_tokens: int
 
@@ -154,7 +155,8 @@ async def create_message(request: Request) -> Response:
     head = new_head(origin, edge.engine.info)
     num_tokens = len(turn.prompt_ids)
     plan = ReplyPlan(head=head, num_prompt_tokens=(num_tokens,))
-    stream = MessageStream(reply_id, head.model, num_tokens, OnlyChoice(plan, turn.reading))
+    choice = OnlyChoice(plan, turn.reading)
+    stream = MessageStream(reply_id, head.model, num_tokens, choice, is_marked=turn.is_marked)
     outputs = edge.engine.generate_all([turn.request], is_read_whole=not body.stream)
     if body.stream:
         return EventStream(outputs, stream, edge, framing=AnthropicFraming())

@@ -45,6 +45,8 @@ class AnthropicTextBlock(WireModel):
 
     type: _ShortText
     text: Text | None = None
+    cache_control: _Options | None = None
+    """Later prompts go on behind this block. Its keys have no effect."""
 
 
 _InnerShapes = Text | Annotated[list[AnthropicTextBlock], Field(max_length=MAX_CONTENT_PARTS)]
@@ -112,8 +114,6 @@ class AnthropicBlock(_SourcedBlock):
         | None
     ) = None
     is_error: bool | None = None
-    cache_control: _Options | None = None
-    """Without effect: every prefix is cached."""
 
 
 _BlockShapes = Text | Annotated[list[AnthropicBlock], Field(max_length=MAX_CONTENT_PARTS)]
@@ -175,7 +175,7 @@ class CountTokensRequest(SamplingFields):
     thinking: AnthropicThinking | None = None
     output_config: AnthropicOutputConfig | None = None
 
-    # Accepted without effect.
+    # Accepted without effect; the second asks for the end of the last message, which needs no mark.
     context_management: _Options | None = None
     cache_control: _Options | None = None
 

@@ -16,6 +16,7 @@ from engine.types import GenerationRequest
 from server.api.chat.message_reader import Reading
 from server.api.chat.plan import ReadingPlan, Turn, model_reading, plan_reading
 from server.api.chat.protocol import ChatCompletionRequest
+from server.api.chat.restore_points import check_marks, restore_points
 from server.edge.http.disconnect import while_connected
 from server.edge.http.edge import Edge, Engine
 from server.reply.generate.calls import Origin
@@ -33,6 +34,8 @@ class ChatTurn:
     reading: Reading
     ignores_budget: bool
     """Whether a budget of thoughts has no effect: there are none, or their end is of several tokens."""
+    is_marked: bool
+    """Whether the client marked where later prompts go on."""
 
 
 async def prepare_turn(
@@ -44,11 +47,13 @@ async def prepare_turn(
     """
     plan = plan_reading(body, model_reading(edge.parsers, edge.engine.info))
     hold = PictureHold(salt=origin.terms.cache_salt, keeper=keeper)
-    prompt, turn, num_answer_tokens = await _prompt_and_turn(edge.engine, plan, origin.receive, hold)
+    is_marked = check_marks(body)
+    prompt, turn, num_suffix_tokens = await _prompt_and_turn(edge.engine, plan, origin.receive, hold)
     try:
         prompt.check_end()
         prompts = {origin.reply_id: prompt.token_ids}
         (request,) = await engine_requests(edge.engine, body, prompts, turn.wanted, origin)
+        points = await restore_points(edge.engine, plan, prompt.token_ids, num_suffix_tokens)
     except BaseException:
         prompt.release()
         raise
@@ -57,7 +62,7 @@ async def prepare_turn(
         encoder_inputs=prompt.pictures,
         payloads=prompt.payloads,
         at_end=prompt.release,
-        restore_at=_restore_points(request, num_answer_tokens),
+        restore_at=points,
     )
     return ChatTurn(
         prompt_ids=prompt.token_ids,
@@ -65,6 +70,7 @@ async def prepare_turn(
         reading=turn.reading,
         ignores_budget=body.thinking_token_budget is not None
         and (turn.wanted.answer is None or not turn.wanted.answer.has_known_marks),
+        is_marked=is_marked,
     )
 
 
@@ -92,11 +98,10 @@ async def prompt_of(edge: Edge, chat: ChatCompletionRequest, receive: Receive) -
 async def _prompt_and_turn(
     engine: Engine, plan: ReadingPlan, receive: Receive, hold: PictureHold
 ) -> tuple[ChatPrompt, Turn, int]:
-    """Make the prompt, and count the tokens at its end that begin the answer, where that is of use."""
+    """Make the prompt, and count the tokens of the suffix that the reading puts behind it."""
     body, info = plan.body, engine.info
     limit = body.max_completion_tokens or body.max_tokens or 1
     num_behind = limit + len(await _suffix_ids(engine, plan.possible_suffix))
-    num_answer_tokens = await engine.num_answer_tokens(plan.options) if info.has_points else 0
     parts = ((message.role, message.content or ()) for message in body.messages)
     if pictures := pictures_of(parts, info):
         work = encode_with_pictures(engine, plan.messages, plan.options, pictures, hold)
@@ -107,17 +112,7 @@ async def _prompt_and_turn(
     kept = rendered.cut_to(len(cut), keeps_end=body.truncation_side != "right")
     turn = plan.behind(lambda num: raw_text(engine, kept.token_ids[-num:]), len(kept.token_ids))
     suffix_ids = await _suffix_ids(engine, turn.suffix)
-    prompt = replace(kept, token_ids=(*kept.token_ids, *suffix_ids))
-    return prompt, turn, num_answer_tokens and num_answer_tokens + len(suffix_ids)
-
-
-def _restore_points(request: GenerationRequest, num_answer_tokens: int) -> tuple[int, ...]:
-    """Tokens before the answer begins, and for several choices, before the token that each computes."""
-    if not num_answer_tokens:
-        return request.restore_at
-    num_tokens = len(request.prompt_token_ids)
-    end_of_message = max(num_tokens - num_answer_tokens, 0)
-    return (end_of_message, num_tokens - 1) if request.n > 1 else (end_of_message,)
+    return replace(kept, token_ids=(*kept.token_ids, *suffix_ids)), turn, len(suffix_ids)
 
 
 async def _suffix_ids(engine: Engine, text: str) -> TokenIds:

@@ -57,6 +57,8 @@ class LiveSequence(ReplyModel):
     """Further ones, of which layers that keep all tokens had what they need."""
     lost_to: str = ""
     """The group that lacked what is read behind them; empty if none did."""
+    num_kept_tokens: int = 0
+    """Prompt tokens that later prompts find: up to the last restore point, where there are such."""
     engine: int | None = 0
     """Engine that has it; null while it waits for one."""
     expected_start_s: float | None = None

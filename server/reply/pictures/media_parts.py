@@ -7,7 +7,7 @@ Never: fetches or decodes a picture.
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
-from pydantic import BeforeValidator, StringConstraints
+from pydantic import BeforeValidator, Field, StringConstraints
 
 from engine.errors import RequestRejected
 from engine.media.messages import Detail
@@ -46,6 +46,8 @@ class ContentPart(WireModel):
     image_url: (
         Annotated[ImageUrl, BeforeValidator(_as_image_url, json_schema_input_type=Text | ImageUrl)] | None
     ) = None
+    cache_control: Annotated[dict[str, Any], Field(max_length=16)] | None = None
+    """Later prompts go on behind this part, where a model cannot go on anywhere. Its keys have no effect."""
 
 
 class PictureSource(NamedTuple):
