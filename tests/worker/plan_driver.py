@@ -15,6 +15,7 @@ from scheduler.messages import (
     ScheduledSequence,
     SchedulerOutput,
     SequenceId,
+    StateTap,
 )
 from worker.worker import Worker
 
@@ -37,6 +38,8 @@ class _Sequence:
     block_ids: list[BlockId] = field(default_factory=list)
     state_blocks: list[BlockId] = field(default_factory=list)
     host_block_ids: list[BlockId] = field(default_factory=list)
+    points: dict[int, list[BlockId]] = field(default_factory=dict)
+    """Blocks of its states at ends of blocks, by position."""
     is_new: bool = True
 
 
@@ -56,6 +59,7 @@ class PlanDriver:
         self._next_host_block = 1
         self._vacated: list[BlockId] = []
         self._swap_out: list[BlockCopy] = []
+        self._copies: list[BlockCopy] = []
         self._step = 0
         self._released: list[SequenceId] = []
         self._sequences: dict[SequenceId, _Sequence] = {}
@@ -69,7 +73,10 @@ class PlanDriver:
         shares_with: int | None = None,
         adapter: str = "",
     ) -> int:
-        """Take in a prompt. With `shares_with`, its first blocks are those of that sequence."""
+        """Take in a prompt. With `shares_with`, its first blocks are those of that sequence.
+
+        With states, it goes on from a copy of one: a step keeps those at the last end of a block in a share.
+        """
         sequence_id = self._next_id
         self._next_id += 1
         sequence = _Sequence(list(prompt), len(prompt), params, adapter)
@@ -79,6 +86,11 @@ class PlanDriver:
             same = [a == b for a, b in zip(prompt, owner.token_ids, strict=False)]
             num_same = same.index(False) if False in same else len(same)
             num_shared = min(num_same, len(prompt) - 1) // self._block_size
+            if self._num_state_blocks:
+                known = [each // self._block_size for each in owner.points]
+                num_shared = max([each for each in known if each <= num_shared], default=0)
+                kept = owner.points.get(num_shared * self._block_size, [])
+                self._copies += map(BlockCopy, kept, self._states_of(sequence))
             sequence.block_ids = owner.block_ids[: num_shared * num_tables(self._groups)]
             sequence.num_computed = num_shared * self._block_size
             assert num_shared > 0, "nothing to share: the test would show nothing"
@@ -101,13 +113,16 @@ class PlanDriver:
             self._next_host_block += 1
             sequence.host_block_ids.append(target)
             self._swap_out.append(BlockCopy(source, target))
-        self._vacated += sequence.block_ids + sequence.state_blocks
+        left = sequence.block_ids + sequence.state_blocks
         sequence.block_ids, sequence.state_blocks, sequence.is_new = [], [], True
+        shared = {block for each in self._sequences.values() for block in each.block_ids}
+        self._vacated += [block for block in left if block not in shared]
         self._released.append(SequenceId(sequence_id))
 
     def step(self, shares: dict[int, int | None]) -> ModelRunnerOutput:
         """Compute so many more tokens of each sequence; None computes all that are known."""
         new_sequences, new_blocks, scheduled, swap_in = [], {}, [], []
+        taps: list[StateTap] = []
         for key, asked in shares.items():
             sequence_id, sequence = SequenceId(key), self._sequences[SequenceId(key)]
             known = len(sequence.token_ids)
@@ -130,9 +145,14 @@ class PlanDriver:
                 new_blocks[sequence_id] = self._by_group(grown)
             sequence.is_new = False
             scheduled.append(ScheduledSequence(sequence_id, sequence.num_computed, num_tokens, end == known))
+            position = end // self._block_size * self._block_size
+            is_kept = num_tokens > 1 and sequence.num_computed < position <= sequence.num_prompt_tokens
+            if self._num_state_blocks and is_kept and position not in sequence.points:
+                sequence.points[position] = [self._next_free() for _ in range(self._num_state_blocks)]
+                taps.append(StateTap(sequence_id, position, tuple(sequence.points[position])))
             sequence.num_computed = end
         plan = self._plan(tuple(new_sequences), new_blocks, tuple(scheduled))
-        output = self._worker.execute(plan._replace(swap_in=tuple(swap_in)))
+        output = self._worker.execute(plan._replace(swap_in=tuple(swap_in), taps=tuple(taps)))
         for sequence_id, token_ids in output.token_ids.items():
             self._sequences[sequence_id].token_ids += token_ids
         return output
@@ -210,6 +230,7 @@ class PlanDriver:
         self._step += 1
         released, self._released = tuple(self._released), []
         swap_out, self._swap_out = tuple(self._swap_out), []
+        copies, self._copies = tuple(self._copies), []
         return SchedulerOutput(
             step=self._step,
             released=released,
@@ -218,4 +239,5 @@ class PlanDriver:
             scheduled=scheduled,
             num_scheduled_tokens=sum(share.num_tokens for share in scheduled),
             swap_out=swap_out,
+            copies=copies,
         )

@@ -140,6 +140,8 @@ class BlockLayout:
     Empty: all layers have the same blocks."""
     least_numel: int = 0
     """Numbers of a block that has layers of another model too."""
+    least_state_blocks: int = 0
+    """Blocks of a state that is larger in another stage, by number."""
 
     @property
     def groups(self) -> tuple[CacheGroup, ...]:
@@ -149,7 +151,7 @@ class BlockLayout:
             groups = (CacheGroup(self.lifetime),)
         if self.states is None:
             return groups
-        return (*groups, CacheGroup(Lifetime(LifetimeKind.FIXED), self.states.num_stripes))
+        return (*groups, CacheGroup(Lifetime(LifetimeKind.FIXED), self.num_state_blocks))
 
     def most_blocks(self, num_tokens: int) -> int:
         """Count the blocks of a sequence whose prompt is computed."""
@@ -172,10 +174,18 @@ class BlockLayout:
             dealt += [tuple(own[stripe :: group.num_stripes]) for stripe in range(group.num_stripes)]
         return tuple(dealt)
 
+    @property
+    def layer_numbers(self) -> list[int]:
+        """Numbers of all layers that keep something, in their order."""
+        return sorted({*self.layers, *self.state_shapes})
+
     def only(self, places: Iterable[int]) -> "BlockLayout":
         """Keep the layers at these places in the order of all."""
-        keys = list(self.layers)
-        return replace(self, layers={keys[place]: self.layers[keys[place]] for place in places})
+        numbers = self.layer_numbers
+        kept = {numbers[place] for place in places}
+        layers = {number: shape for number, shape in self.layers.items() if number in kept}
+        states = {number: shape for number, shape in self.state_shapes.items() if number in kept}
+        return replace(self, layers=layers, state_shapes=states)
 
     @property
     def storage(self) -> torch.dtype:
@@ -218,7 +228,7 @@ class BlockLayout:
     @property
     def num_state_blocks(self) -> int:
         """Count the blocks of a sequence's state."""
-        return 0 if self.states is None else self.states.num_stripes
+        return max(self.least_state_blocks, 0 if self.states is None else self.states.num_stripes)
 
     @property
     def lifetime(self) -> Lifetime:

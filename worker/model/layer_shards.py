@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from worker.attention.kv_cache import BlockLayout, LayerShape
+from worker.attention.kv_cache import BlockLayout, LayerShape, check_states
 from worker.attention.latents import EXPANSION, LatentExpansion, find_expansions
 from worker.attention.layer_groups import grouped
 from worker.model.layer_call import LayerCall, head_shape, norms_all_heads, num_groups_of
@@ -236,22 +236,37 @@ def divide_layout(
     Raises StartupError where they cannot be divided.
     """
     if ranks.stage.count > 1:
-        ranks.stage = replace(ranks.stage, head_layers=count_head_layers(len(layout.layers)))
+        ranks.stage = replace(ranks.stage, head_layers=count_head_layers(len(layout.layer_numbers)))
     try:
         divided = shard_layout(layout, ranks.size, longest)
     except Unrecognised as uneven:
         raise refuse_division(f"--tensor-parallel-size {ranks.size}", str(uneven)) from uneven
-    num_layers, stage = len(divided.layers), ranks.stage
+    return layout_of_stage(divided, ranks.stage)
+
+
+def layout_of_stage(layout: BlockLayout, stage: Stage) -> DividedLayout:
+    """Keep the layers of a stage. A state takes as many blocks as in the stage that needs most.
+
+    Raises StartupError where a stage would have no layer, or recurrent ones alone beside others that attend.
+    """
+    asked, num_layers = f"--pipeline-parallel-size {stage.count}", len(layout.layer_numbers)
     if stage.count > max(num_layers, 1):
-        raise refuse_division(f"--pipeline-parallel-size {stage.count}", f"it has {num_layers} layers")
-    return DividedLayout(divided, divided.only(stage.layers_of(num_layers)))
+        raise refuse_division(asked, f"it has {num_layers} layers")
+    parts = [layout.only(replace(stage, index=each).layers_of(num_layers)) for each in range(stage.count)]
+    if layout.layers and not all(part.layers for part in parts):
+        raise refuse_division(asked, "a stage would have recurrent layers alone")
+    for part in parts:
+        check_states(part)
+    num_state_blocks = max(part.num_state_blocks for part in parts)
+    both = (layout, parts[stage.index])
+    return DividedLayout(*(replace(each, least_state_blocks=num_state_blocks) for each in both))
 
 
 def share_of_node(config: WorkerConfig, layout: BlockLayout, ranks: Ranks) -> float:
     """Count the blocks' bytes that are on this node, of those on all."""
     if config.num_nodes == 1:
         return 1.0
-    num_layers, stage = len(layout.layers), ranks.stage
+    num_layers, stage = len(layout.layer_numbers), ranks.stage
     stages = [replace(stage, index=index) for index in stage.node_of(config.num_nodes)]
     own = layout.only(place for each in stages for place in each.layers_of(num_layers))
     nodes_of_a_stage = max(1, config.num_nodes // stage.count)

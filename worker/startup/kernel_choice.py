@@ -113,11 +113,9 @@ def refuse_kept(model_type: str, kept: KeptShapes, config: WorkerConfig, device:
     undivided = "which are not divided yet" if config.num_ranks * config.num_stages > 1 else None
     if kept.has_index_keys and (reason := kernels.why_no_index_keys or undivided) is not None:
         raise FamilyRefused(f"{model_type} has layers that choose their keys, {reason}")
-    if not kept.states:
-        return
-    if config.num_stages > 1 or (config.num_ranks > 1 and device.is_gpu):
-        undivided = "stages" if config.num_stages > 1 else "ranks on GPUs"
-        raise FamilyRefused(f"{model_type} has recurrent layers, which {undivided} do not divide yet")
+    if kept.states and device.is_gpu and config.num_ranks * config.num_stages > 1:
+        divided = "stages" if config.num_stages > 1 else "ranks"
+        raise FamilyRefused(f"{model_type} has recurrent layers, which {divided} on GPUs do not divide yet")
 
 
 def open_kernels(

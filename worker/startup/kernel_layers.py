@@ -81,7 +81,8 @@ def _refuse_undivided(config: WorkerConfig, check: SelfCheck, replacement: Layer
     ranks.check_same("layers", f"{num_divided} of {replacement.num_layers} divided")
     has_whole_experts = replacement.experts.num_replaced < replacement.experts.num_found
     num_own = len(ranks.stage.layers_of(replacement.num_layers))
-    is_whole = num_divided < replacement.num_layers or num_own < len(check.cache.layout.layers)
+    num_kept = len(check.cache.layout.layer_numbers)
+    is_whole = num_divided < replacement.num_layers or num_own < num_kept
     if is_whole or has_whole_experts:
         raise refuse_division(describe_division(config), replacement.describe())
 

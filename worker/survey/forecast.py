@@ -22,7 +22,7 @@ from worker.load.weight_files import foreseen_weights
 from worker.memory_sizes import CacheRequest, CacheSize, size_cache
 from worker.model.corrections import longest_right_len
 from worker.model.layer_parts import Unrecognised
-from worker.model.layer_shards import bytes_of_a_rank, refuse_division, shard_layout
+from worker.model.layer_shards import bytes_of_a_rank, layout_of_stage, refuse_division, shard_layout
 from worker.ranks.stage import ONLY_STAGE, Stage
 from worker.startup.kernel_choice import kernels_of, refuse_kept
 from worker.startup.start_adapters import most_bytes, stacked_bytes
@@ -86,7 +86,10 @@ def forecast(
     own_len = longest_len(text_config, config.max_model_len)
     checkpoint_len = longest_right_len(text_config, own_len, config.max_model_len)
     layout = _layout_of_a_rank(whole, config, checkpoint_len)
-    _check_division(config, layout, text_config)
+    _check_division(config, text_config)
+    num_layers = len(layout.layer_numbers)
+    stages = _stages(config, model, num_layers)
+    layout = layout_of_stage(layout, stages[0]).all_stages
     is_stacked = kernels_of(device).stacks_adapters
     adapter_bytes = (stacked_bytes if is_stacked else most_bytes)(config, targets, dtype)
 
@@ -95,11 +98,11 @@ def forecast(
         budget_bytes = device.foreseen_budget_bytes(num_bytes)
         if is_stacked:
             budget_bytes = max(0, budget_bytes - adapter_bytes)
-        own = layout.only(stage.layers_of(len(layout.layers)))
+        own = layout.only(stage.layers_of(num_layers))
         return _size_of_cache(config, own, budget_bytes, checkpoint_len)
 
-    sizes = [size_of(stage) for stage in _stages_on_devices(config, model, len(layout.layers))]
-    size = min(sizes, key=lambda each: each.num_blocks)
+    on_devices = stages if config.num_devices > 1 else [ONLY_STAGE]
+    size = min(map(size_of, on_devices), key=lambda each: each.num_blocks)
     device.check_swap_space(
         swap_bytes=config.swap_space_bytes,
         cache_bytes=size.num_blocks * layout.block_bytes * config.num_ranks // config.num_nodes,
@@ -133,20 +136,15 @@ def _size_of_cache(
     )
 
 
-def _stages_on_devices(config: WorkerConfig, model: Any, num_layers: int) -> list[Stage]:
-    """List the stages that have devices of their own, or the one of all layers where they share one."""
-    if config.num_devices == 1:
-        return [ONLY_STAGE]
+def _stages(config: WorkerConfig, model: Any, num_layers: int) -> list[Stage]:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     text_config = model.config.get_text_config(decoder=True)
     head = head_layers(text_config, vocab_size_of(model), num_parameters, num_layers)
     return [Stage(index, config.num_stages, head_layers=head) for index in range(config.num_stages)]
 
 
-def _check_division(config: WorkerConfig, layout: BlockLayout, text_config: Any) -> None:
-    """Raise StartupError where stages have no layer, or ranks cannot divide the query heads."""
-    if config.num_stages > max(len(layout.layers), 1):
-        raise refuse_division(describe_division(config), f"it has {len(layout.layers)} layers")
+def _check_division(config: WorkerConfig, text_config: Any) -> None:
+    """Raise StartupError where ranks cannot divide the query heads."""
     num_query_heads = getattr(text_config, "num_attention_heads", 0)
     if num_query_heads % config.num_ranks:
         raise refuse_division(describe_division(config), f"it has {num_query_heads} query heads")

@@ -43,7 +43,7 @@ def config_of(checkpoint: Path) -> WorkerConfig:
         device="cpu",
         num_threads=1,
         block_size=BLOCK_SIZE,
-        num_blocks=200,
+        num_blocks=400,
         max_num_seqs=8,
         swap_space_bytes=1 << 20,
     )
@@ -124,12 +124,15 @@ def _release(sequences: list[Sequence]) -> SchedulerOutput:
 
 
 def serve(worker: Executor, facts: ModelFacts, mode: PreemptionMode) -> Tokens:
-    """Tokens of requests that preempt each other. Plans are made ahead as the engine's loop does."""
+    """Tokens of requests that preempt each other. Plans are made ahead as the engine's loop does.
+
+    States take blocks besides.
+    """
     config = SchedulerConfig(
         max_num_seqs=8,
         max_num_batched_tokens=24,
         preemption_mode=mode,
-        num_blocks=_FEW_BLOCKS,
+        num_blocks=_FEW_BLOCKS + 5 * facts.num_state_blocks,
         num_host_blocks=facts.num_host_blocks,
         block_size=facts.block_size,
         max_model_len=facts.max_model_len,

@@ -142,6 +142,19 @@ def test_what_expands_latents_becomes_numbers_before_it_is_divided(
     compare(two_ranks, tmp_path / name)
 
 
+@pytest.mark.parametrize("family", by_day(("qwen3_5_text", "qwen3_next"), ("qwen3_5_text",)))
+def test_stages_have_the_states_of_their_layers(two_stages: DividedWorker, folder: Path, family: str) -> None:
+    """Of different sizes: the last stage has one layer less, with states as large as those of the first."""
+    layers = ["linear_attention", "full_attention", "linear_attention", "linear_attention", "full_attention"]
+    sizes = {"num_hidden_layers": len(layers), "layer_types": layers, **OVERRIDES.get(family, {})}
+    checkpoint = make_checkpoint(family, folder / f"stages of {family}", **sizes)
+    alone, facts = load_alone(checkpoint)
+    expected = a_busy_hour(alone), {mode: serve(alone, facts, mode) for mode in (RECOMPUTE, SWAP)}
+    of_stages = load_divided(two_stages, checkpoint)
+    check_busy_hour(two_stages, expected[0])
+    assert {mode: serve(two_stages, of_stages, mode) for mode in (RECOMPUTE, SWAP)} == expected[1]
+
+
 def test_the_built_in_model_is_divided_too(two_ranks: DividedWorker) -> None:
     compare(two_ranks, DEMO_MODEL)
 
@@ -223,6 +236,7 @@ def test_models_that_cannot_be_divided_are_refused_with_the_reason(
     [
         ("llama", {"num_hidden_layers": 1}, "it has 1 layers"),
         ("gpt2", {}, "--pipeline-parallel-size 2 does not fit this model: .* 0 of 3 layers fused"),
+        ("qwen3_5_text", {}, "a stage would have recurrent layers alone"),
     ],
 )
 def test_models_that_have_no_stages_are_refused_with_the_reason(

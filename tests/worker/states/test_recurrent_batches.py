@@ -84,6 +84,18 @@ def test_a_state_travels_to_the_host_and_back(folder: Path, driver: PlanDriver) 
     assert driver.generated(victim) == expected(folder, tuple(LONG))
 
 
+def test_others_go_on_from_a_state_in_the_middle_of_a_prompt(folder: Path, driver: PlanDriver) -> None:
+    owner = driver.add(LONG)
+    for num_tokens in (14, 9):
+        driver.step({owner: num_tokens})
+    prompts = [[*LONG[:13], *SHORT], [*LONG[:22], *OTHER], [*LONG[:27], 7]]
+    sharers = [driver.add(prompt, shares_with=owner) for prompt in prompts]
+    driver.step({owner: None, sharers[0]: 2, sharers[1]: None})
+    driver.generate([owner, *sharers], NUM_TOKENS)
+    for sequence, prompt in zip((owner, *sharers), (LONG, *prompts), strict=True):
+        assert driver.generated(sequence)[:NUM_TOKENS] == expected(folder, tuple(prompt))
+
+
 def test_facts_count_the_blocks_of_a_state(loaded: tuple[Worker, ModelFacts]) -> None:
     facts = loaded[1]
     assert facts.num_state_blocks > 0
