@@ -418,10 +418,7 @@ class SequenceStart(NamedTuple):
 
 
 class SequenceOutput(NamedTuple):
-    """Output of one sequence after a step, on its way to the client that owns it.
-
-    A named tuple because one is built per token.
-    """
+    """Output of one sequence after a step, for the client that owns it. A tuple: one is built per token."""
 
     sequence_id: SequenceId
     token_ids: tuple[int, ...]
@@ -490,9 +487,8 @@ class SequenceReport(NamedTuple):
     num_cached_tokens: int = 0
     num_lost_tokens: int = 0
     lost_to: str = ""
-    """Found and lost at its first admission, as in SequenceStart."""
     num_kept_tokens: int = 0
-    """As in SequenceStart."""
+    """Numbers of SequenceStart: found and lost at its first admission, kept by now."""
 
 
 class RequestCounts(NamedTuple):

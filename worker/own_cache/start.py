@@ -5,7 +5,7 @@ Never: tries a family that the paged KV cache can serve: these steps are several
 """
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -20,12 +20,10 @@ from worker.memory_sizes import CacheRequest, CacheSize, size_cache
 from worker.model.quantization import refuse_quantization
 from worker.model.quantized_layers import describe_codes, find_codes
 from worker.own_cache.model import OwnCacheModel, SequenceCache, num_bytes
-from worker.own_cache.steps import CacheTable, OwnCacheSteps
+from worker.own_cache.steps import OwnCacheSteps
 from worker.progress import LoadPhase, LoadStage
-from worker.sampling.open_sampler import open_plain_sampler
 from worker.startup.self_check import TOLERANCE, refusing, relative_error
 from worker.startup.start_adapters import open_adapters, refuse_adapters_alone, targets_of
-from worker.steps.row_table import RowTable
 from worker.worker_config import ModelFacts, WorkerConfig
 from worker.worker_errors import FamilyRefused, StartupError
 
@@ -40,20 +38,13 @@ _MOST_OF_BUDGET = 0.5
 """Largest part of the cache for states of fixed size, summed over all sequences that may run at once."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheBytes:
-    """Memory of one sequence's cache."""
-
-    fixed: int
-    """Bytes for any length: recurrent states."""
-    per_token: int
-
-
 class CacheTrial(NamedTuple):
     """Use of a family's caches, and its measurements."""
 
     is_kept: bool
-    sizes: CacheBytes
+    fixed_bytes: int
+    """Bytes of one sequence's cache for any length: recurrent states."""
+    bytes_per_token: int
     error: float
     """Error of the logits over their size: the largest median of a chunk, or of the single tokens."""
 
@@ -87,20 +78,20 @@ def start_with_own_caches(
             run_step(min(config.max_num_batched_tokens, longest) if is_kept else longest)
 
     budget_bytes = device.kv_cache_budget_bytes(run_largest_step)
-    size = _size(config, device, loaded, trial.sizes, budget_bytes)
+    size = _size(config, device, loaded, trial, budget_bytes)
     stage.enter(LoadPhase.WARMING_UP)
     log.warning(
         "%s; transformers alone computes, one sequence after the other, %s: expect a fraction of the speed",
         refused,
         trial.describe(),
     )
-    facts = _facts(config, device, loaded, trial.sizes, size)
+    facts = _facts(config, device, loaded, trial, size)
     adapters, adapter_facts = open_adapters(config, loaded, targets, cache_bytes=facts.kv_cache_bytes)
     facts = replace(facts, adapters=adapter_facts)
-    sampler = open_plain_sampler(config, facts, device)
-    rows = RowTable.of(facts, config.max_num_seqs)
-    table = CacheTable(rows, sampler, facts.vocab_size, adapters, keeps_caches=is_kept)
-    return facts, OwnCacheSteps(model, table, sampler, facts.vocab_size)
+    steps = OwnCacheSteps(config, device, facts, loaded, model, keeps_caches=is_kept)
+    if adapters is not None:
+        steps.adapt(adapters)
+    return facts, steps
 
 
 def try_caches(model: OwnCacheModel, loaded: LoadedModel, refused: str) -> CacheTrial:
@@ -149,17 +140,17 @@ def _try(
     first, last = min(bytes_after), max(bytes_after)
     per_token = -(-max(0, bytes_after[last] - bytes_after[first]) // (last - first))
     fixed = max(0, bytes_after[first] - first * per_token)
-    return CacheTrial(is_kept, CacheBytes(fixed=fixed, per_token=per_token), max(errors))
+    return CacheTrial(is_kept, fixed, per_token, max(errors))
 
 
 def _size(
-    config: WorkerConfig, device: Device, loaded: LoadedModel, sizes: CacheBytes, budget_bytes: int
+    config: WorkerConfig, device: Device, loaded: LoadedModel, trial: CacheTrial, budget_bytes: int
 ) -> CacheSize:
     """Size the cache, in blocks that stand for memory. Raises StartupError."""
     block_size = config.block_size or device.default_block_size
-    fixed_bytes = sizes.fixed * config.max_num_seqs
+    fixed_bytes = trial.fixed_bytes * config.max_num_seqs
     if fixed_bytes > budget_bytes * _MOST_OF_BUDGET:
-        fits = int(budget_bytes * _MOST_OF_BUDGET) // sizes.fixed
+        fits = int(budget_bytes * _MOST_OF_BUDGET) // trial.fixed_bytes
         raise StartupError(
             f"the states of {config.max_num_seqs} sequences take {fixed_bytes} bytes, more than half of the "
             f"{budget_bytes} bytes for the cache",
@@ -168,7 +159,7 @@ def _size(
     return size_cache(
         CacheRequest(
             # A cache that does not grow takes no blocks: 1 byte each, so that they never run out.
-            block_bytes=max(1, block_size * sizes.per_token),
+            block_bytes=max(1, block_size * trial.bytes_per_token),
             block_size=block_size,
             budget_bytes=budget_bytes - fixed_bytes,
             num_blocks=config.num_blocks,
@@ -181,7 +172,7 @@ def _size(
 
 
 def _facts(
-    config: WorkerConfig, device: Device, loaded: LoadedModel, sizes: CacheBytes, size: CacheSize
+    config: WorkerConfig, device: Device, loaded: LoadedModel, trial: CacheTrial, size: CacheSize
 ) -> ModelFacts:
     block_size = config.block_size or device.default_block_size
     return loaded.facts(
@@ -189,7 +180,8 @@ def _facts(
         max_model_len=size.max_model_len,
         block_size=block_size,
         num_blocks=size.num_blocks,
-        kv_cache_bytes=size.num_blocks * block_size * sizes.per_token + sizes.fixed * config.max_num_seqs,
+        kv_cache_bytes=size.num_blocks * block_size * trial.bytes_per_token
+        + trial.fixed_bytes * config.max_num_seqs,
         groups=(),
     )
 

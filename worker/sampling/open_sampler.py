@@ -35,8 +35,3 @@ def open_sampler(
         ranks=ranks,
         drawn_by=Sampler(vocab_size=facts.vocab_size, device=device),
     )
-
-
-def open_plain_sampler(config: WorkerConfig, facts: ModelFacts, device: Device) -> Sampler:
-    """Open the sampler of a model that is not divided, with its grammars."""
-    return Sampler(vocab_size=facts.vocab_size, device=device, grammars=open_grammars(config, facts))

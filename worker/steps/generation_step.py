@@ -15,6 +15,7 @@ Shapes: N tokens that are sampled in a step, V vocabulary.
 
 from collections import deque
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
@@ -263,7 +264,10 @@ class GenerationSteps:
             self._draft_model.follow(inputs, outcome.hidden)
         if not wanted:
             return outcome.logits_NV, PromptReport()
-        return outcome.logits_NV, self._prompt_logprobs.report(wanted, outcome, self._steps)
+        assert outcome.hidden is not None
+        report = PromptReport()
+        self._prompt_logprobs.report(wanted, partial(self._steps.head, outcome.hidden), report)
+        return outcome.logits_NV, report
 
 
 class _PendingStep:

@@ -9,17 +9,19 @@ They are computed, reported and dropped a slice at a time.
 Shapes: T tokens of the step, S tokens of a slice, V vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
 
 from scheduler.messages import NewSequence, ScheduledSequence, SequenceId, TokenLogprobs
 from worker.sampling.logits import Alternatives, report_logprobs
-from worker.steps.model_runner import StepRunner
 from worker.steps.row_table import RowTable
-from worker.steps.tokens import StepOutcome
 
+Head = Callable[[NDArray[np.int64]], Tensor]
+"""Computes logits [S, V] of some tokens of a step, those of a sequence in their order."""
 _SLICE_LOGITS = 1 << 23
 """32 MiB of float32; their report takes about three times as much for a moment."""
 
@@ -79,23 +81,20 @@ class PromptScorer:
         """List the tokens of this step to score; empty for nearly every step."""
         return [] if not self._asked else list(self._find(shares, rows))
 
-    def report(self, wanted: list[_Wanted], outcome: StepOutcome, steps: StepRunner) -> PromptReport:
+    def report(self, wanted: list[_Wanted], head: Head, found: PromptReport) -> None:
         """Report each prompt token that follows a computed one, in order. Waits for the device.
 
         A sequence whose logits are not finite fails alone.
         """
-        assert outcome.hidden is not None
-        found = PromptReport()
         for part in (part for each in wanted for part in each.cut(self._slice_tokens)):
             indices_S = np.arange(part.start, part.start + len(part.next_ids))
-            logits_SV = steps.head(outcome.hidden, indices_S).float()
+            logits_SV = head(indices_S).float()
             if not bool(logits_SV.amax(-1).isfinite().all()):
                 found.failures[part.sequence_id] = "logits of the prompt are not finite"
                 continue
             alternatives = [Alternatives(part.num_top)] * len(part.next_ids)
             entries = report_logprobs(logits_SV, part.next_ids, alternatives)
             found.logprobs[part.sequence_id] = (*found.logprobs.get(part.sequence_id, ()), *entries)
-        return found
 
     def _find(self, shares: list[ScheduledSequence], rows: RowTable) -> Iterator[_Wanted]:
         start = 0

@@ -85,11 +85,8 @@ def forecast(
     text_config = model.config.get_text_config(decoder=True)
     own_len = longest_len(text_config, config.max_model_len)
     checkpoint_len = longest_right_len(text_config, own_len, config.max_model_len)
-    layout = _layout_of_a_rank(whole, config, checkpoint_len)
-    _check_division(config, text_config)
-    num_layers = len(layout.layer_numbers)
-    stages = _stages(config, model, num_layers)
-    layout = layout_of_stage(layout, stages[0]).all_stages
+    stages = _stages(config, model, len(whole.layer_numbers))
+    layout = _layout_of_a_rank(whole, config, text_config, checkpoint_len, stages[0])
     is_stacked = kernels_of(device).stacks_adapters
     adapter_bytes = (stacked_bytes if is_stacked else most_bytes)(config, targets, dtype)
 
@@ -98,11 +95,11 @@ def forecast(
         budget_bytes = device.foreseen_budget_bytes(num_bytes)
         if is_stacked:
             budget_bytes = max(0, budget_bytes - adapter_bytes)
-        own = layout.only(stage.layers_of(num_layers))
+        own = layout.only(stage.layers_of(len(layout.layer_numbers)))
         return _size_of_cache(config, own, budget_bytes, checkpoint_len)
 
-    on_devices = stages if config.num_devices > 1 else [ONLY_STAGE]
-    size = min(map(size_of, on_devices), key=lambda each: each.num_blocks)
+    sizes = map(size_of, stages if config.num_devices > 1 else [ONLY_STAGE])
+    size = min(sizes, key=lambda each: each.num_blocks)
     device.check_swap_space(
         swap_bytes=config.swap_space_bytes,
         cache_bytes=size.num_blocks * layout.block_bytes * config.num_ranks // config.num_nodes,
@@ -143,16 +140,15 @@ def _stages(config: WorkerConfig, model: Any, num_layers: int) -> list[Stage]:
     return [Stage(index, config.num_stages, head_layers=head) for index in range(config.num_stages)]
 
 
-def _check_division(config: WorkerConfig, text_config: Any) -> None:
-    """Raise StartupError where ranks cannot divide the query heads."""
+def _layout_of_a_rank(
+    layout: BlockLayout, config: WorkerConfig, text_config: Any, longest: int, stage: Stage
+) -> BlockLayout:
+    """Divide the layout among ranks, if there are several, and into groups. Raises StartupError."""
+    try:
+        found = layout_of_stage(shard_layout(layout, config.num_ranks, longest), stage).all_stages
+    except Unrecognised as uneven:
+        raise refuse_division(describe_division(config), str(uneven)) from uneven
     num_query_heads = getattr(text_config, "num_attention_heads", 0)
     if num_query_heads % config.num_ranks:
         raise refuse_division(describe_division(config), f"it has {num_query_heads} query heads")
-
-
-def _layout_of_a_rank(layout: BlockLayout, config: WorkerConfig, longest: int) -> BlockLayout:
-    """Divide the layout among ranks, if there are several, and into groups. Raises StartupError."""
-    try:
-        return shard_layout(layout, config.num_ranks, longest)
-    except Unrecognised as uneven:
-        raise refuse_division(describe_division(config), str(uneven)) from uneven
+    return found

@@ -60,7 +60,7 @@ class AnthropicUsage(ReplyModel):
     input_tokens: int
     """Prompt tokens that were in no cache, less those of the next field."""
     cache_creation_input_tokens: int
-    """Those that later prompts find, if any block was marked by `cache_control`."""
+    """Tokens that later prompts find, if any block was marked by `cache_control`."""
     cache_read_input_tokens: int
     output_tokens: int
 

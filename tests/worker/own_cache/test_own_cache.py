@@ -108,7 +108,7 @@ def test_a_prompt_of_which_one_token_comes_later_is_scored_once_and_whole(
 ) -> None:
     if keeps_caches is not None:
         steps: Any = driver._worker._steps
-        monkeypatch.setattr(steps._table, "keeps_caches", keeps_caches)
+        monkeypatch.setattr(steps, "_keeps_caches", keeps_caches)
     sequence = driver.add(LONG, replace(GREEDY, num_prompt_logprobs=3))
     outputs = [driver.step({sequence: num_tokens}) for num_tokens in (len(LONG) - 1, None, None)]
     found = [entry for output in outputs for entry in output.prompt_logprobs.get(sequence, ())]

@@ -144,7 +144,7 @@ def test_what_expands_latents_becomes_numbers_before_it_is_divided(
 
 @pytest.mark.parametrize("family", by_day(("qwen3_5_text", "qwen3_next"), ("qwen3_5_text",)))
 def test_stages_have_the_states_of_their_layers(two_stages: DividedWorker, folder: Path, family: str) -> None:
-    """Of different sizes: the last stage has one layer less, with states as large as those of the first."""
+    """Stages of different sizes, of which one has more layers that attend beside its states."""
     layers = ["linear_attention", "full_attention", "linear_attention", "linear_attention", "full_attention"]
     sizes = {"num_hidden_layers": len(layers), "layer_types": layers, **OVERRIDES.get(family, {})}
     checkpoint = make_checkpoint(family, folder / f"stages of {family}", **sizes)
