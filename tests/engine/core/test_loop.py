@@ -88,7 +88,7 @@ def test_a_request_goes_in_and_its_tokens_come_out_in_order() -> None:
     news = desk.news()
     assert [token for output in news for token in output.token_ids] == continuation(PROMPT, 3)
     assert [output.finish_reason for output in news] == [None, None, FinishReason.LENGTH]
-    assert news[0].start == SequenceStart(queue_s=0.0, num_cached_tokens=0)
+    assert news[0].start == SequenceStart(queue_s=0.0, num_cached_tokens=0, num_kept_tokens=4)
 
 
 def test_n_sequences_of_one_request_draw_with_different_seeds() -> None:
