@@ -24,6 +24,8 @@ from worker.checkpoint.task import Task
 from worker.worker_errors import FamilyRefused, StartupError
 
 _AUTO = "auto"
+OF_TWO_CLASSES = frozenset({"qwen3_5", "qwen3_5_moe"})
+"""Families of which transformers takes the text alone, unless it is asked for the class of the whole."""
 _CLASSIFIER = "ForSequenceClassification"
 
 
@@ -72,7 +74,7 @@ def generating_class(model_config: Any) -> Any:
 
     Raises FamilyRefused for one that generates in a way of its own.
     """
-    if type(model_config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if type(model_config) in MODEL_FOR_CAUSAL_LM_MAPPING and model_config.model_type not in OF_TWO_CLASSES:
         return AutoModelForCausalLM
     found = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(model_config)]
     if getattr(found, "generate", None) is not GenerationMixin.generate:

@@ -156,7 +156,10 @@ def join_body(
 
     Raises Unrecognised, and changes nothing, where the results differ, or memory runs out.
     """
-    body: Any = getattr(model, body_name(model), model)
+    try:
+        body: Any = model.get_submodule(body_name(model))
+    except AttributeError:
+        body = model
     if not all(hasattr(body, part) for part in _PARTS):
         raise Unrecognised("its body is made otherwise than most")
     try:

@@ -57,7 +57,7 @@ def build_model(kind: ModelKind, dtype: str, files: list[WeightFile]) -> tuple[A
     _quieten()
     state = read_state(files)
     with in_plain_words(kind.folder):
-        model_config = model_config_of(kind)
+        model_config = model_config_of(kind, files)
         _refuse_layers(kind, model_config)
         model, loading = from_pretrained(
             _class_of(kind, model_config, state),

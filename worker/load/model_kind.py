@@ -15,11 +15,11 @@ from transformers.utils.import_utils import is_timm_available, is_vision_availab
 
 from worker.attention.indexers import INDEXED_LAYERS
 from worker.attention.interface import CHUNKED_LAYER, FULL_LAYER, SLIDING_LAYER
-from worker.checkpoint.checkpoint_files import find_checkpoint, read_json
+from worker.checkpoint.checkpoint_files import WeightFile, find_checkpoint, read_json
 from worker.checkpoint.checksums import Checksums
 from worker.checkpoint.overrides import in_known_family, merged
 from worker.checkpoint.task import Task
-from worker.checkpoint.task_choice import choose_task, reads_both_ways
+from worker.checkpoint.task_choice import OF_TWO_CLASSES, choose_task, reads_both_ways
 from worker.quantized.formats import find_rules
 from worker.quantized.scheme import Rules
 from worker.worker_config import WorkerConfig
@@ -27,6 +27,7 @@ from worker.worker_errors import FamilyRefused, StartupError
 
 NO_PAGED_ATTENTION = "has attention of its own that a paged KV cache cannot be put under"
 _NEEDS_TIMM = "TimmWrapperModel"
+_TOWER = "visual."
 _SUPPORTED_LAYERS = frozenset({FULL_LAYER, SLIDING_LAYER, CHUNKED_LAYER, *INDEXED_LAYERS})
 
 
@@ -45,6 +46,8 @@ class ModelKind:
     """`checkpoint_config` is not the file's: the operator has changed it, or its family has another name."""
     keeps_own_cache: bool = False
     """Attention, or its replacement in the family, stays the model's own: no paged KV cache fits under it."""
+    is_divided: bool = False
+    """Ranks or stages have parts of it."""
 
     @property
     def is_paged(self) -> bool:
@@ -72,18 +75,23 @@ def find_kind(config: WorkerConfig) -> ModelKind:
         quantization=find_rules(folder, checkpoint_config),
         is_encoder=reads_both_ways(checkpoint_config),
         has_overrides=checkpoint_config != content,
+        is_divided=config.num_ranks * config.num_stages > 1,
     )
 
 
-def model_config_of(kind: ModelKind) -> Any:
+def model_config_of(kind: ModelKind, files: list[WeightFile]) -> Any:
     """Make transformers' configuration of a checkpoint, with the operator's values in it.
 
-    A family whose other parts need libraries that are not installed is its text part alone.
+    A family whose other parts need libraries that are not installed is its text part alone, and so is one of
+    two classes without a tower in the files, or divided: pictures are not read then.
     """
     if kind.has_overrides:
         config = CONFIG_MAPPING[kind.checkpoint_config["model_type"]].from_dict(dict(kind.checkpoint_config))
     else:
         config = AutoConfig.from_pretrained(kind.folder, local_files_only=True, trust_remote_code=False)
+    if config.model_type in OF_TWO_CLASSES and kind.task is Task.GENERATE:
+        has_tower = any(_TOWER in name for file in files for name in file.tensors)
+        return config if has_tower and not kind.is_divided else config.get_text_config(decoder=True)
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not (is_timm_available() and is_vision_available()):
         others = [getattr(config, name, None) for name in config.sub_configs]
         classes = {MODEL_MAPPING_NAMES.get(getattr(each, "model_type", "")) for each in others}

@@ -11,8 +11,10 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 
+TEXT_PARTS = ("language_model", "text_model")
+"""Names of the part for text in the body of a model that reads pictures."""
 _BESIDE = "whole_body"
-"""The attribute that holds the whole body of a model that is itself a body, and has no head."""
+"""The attribute that holds a whole body which is not in the place of the model's own."""
 
 
 class WholeOutputs(Protocol):
@@ -36,14 +38,22 @@ class WholeBody(Protocol):
 
 
 def body_name(model: Any) -> str:
-    """Return the name that the body has in a model, "model" in one that is itself a body."""
+    """Return the name that the body has in a model, "model" in one that is itself a body.
+
+    In a model that reads pictures it is the part for text.
+    """
     # Llama 4's text model keeps the prefix of the whole, which has no such part.
     name = str(model.base_model_prefix)
-    return name if hasattr(model, name) else "model"
+    name = name if hasattr(model, name) else "model"
+    parts = [part for part in TEXT_PARTS if hasattr(getattr(model, name, None), part)]
+    return f"{name}.{parts[0]}" if parts else name
 
 
 def put_whole_body(model: Any, body: nn.Module) -> None:
-    """Put a whole body in the place of the model's own, or next to the layers of a model that is a body."""
+    """Put a whole body in the place of the model's own.
+
+    Of a model that is a body, or reads pictures, it is put next to the layers: they may be called one by one.
+    """
     name = body_name(model)
     setattr(model, name if hasattr(model, name) else _BESIDE, body)
 
@@ -74,9 +84,9 @@ def body_gives(model: Any, outputs: Any) -> Iterator[None]:
     compute the tokens again and write their keys and values.
     """
     name = body_name(model)
-    body = getattr(model, name)
-    setattr(model, name, _GivenOutputs(outputs))
+    body = model.get_submodule(name)
+    model.set_submodule(name, _GivenOutputs(outputs))
     try:
         yield
     finally:
-        setattr(model, name, body)
+        model.set_submodule(name, body)

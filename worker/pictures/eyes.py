@@ -14,18 +14,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from worker.model.body import TEXT_PARTS, body_name
 from worker.pictures.tower_parts import TOWER_ATTENTION, cut_tower
 from worker.worker_config import VisionFacts
 from worker.worker_errors import SequenceRefused
 
-_IN_THREE_ROWS = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm4v_moe"})
+_IN_THREE_ROWS = frozenset(
+    {
+        *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+        *("glm4v", "glm4v_moe"),
+    }
+)
 """Families whose rotation takes time, row and column of a picture apart."""
 _SEEN_WHOLE = {"gemma3": False, "gemma4": True}
 """Families of whose pictures each token sees all others, and whether in layers with windows alone."""
 FAMILIES = _IN_THREE_ROWS | {"internvl", "mistral3", "smolvlm", "idefics3", *_SEEN_WHOLE}
 MOST_PLACES = 16384
 """Places of pictures whose rows are kept: those of the largest picture that a family takes."""
-_LAYERS_OF_BODY = ("language_model", "text_model")
 
 
 class PictureRows(NamedTuple):
@@ -65,7 +70,7 @@ class Eyes:
         config.vision_config._attn_implementation = TOWER_ATTENTION
         self._pause: Callable[[], None] | None = None
         self._deep: tuple[Tensor, tuple[Tensor, ...]] | None = None
-        for place, layer in enumerate(_layers_of(model)[: _num_deep(config)]):
+        for place, layer in enumerate(model.get_submodule(body_name(model)).layers[: _num_deep(config)]):
             layer.register_forward_hook(lambda _layer, _given, hidden, place=place: self._add(place, hidden))
         for tower in _towers_of(model):
             cut_tower(tower, self._may_pause)
@@ -112,7 +117,7 @@ class Eyes:
 
         The family's own way back from embeddings to ids would compare each with the whole vocabulary.
         """
-        body = getattr(self._model.model, _body_name(self._model))
+        body = self._model.get_submodule(body_name(self._model))
         if not getattr(body, "hidden_size_per_layer_input", 0):
             return None
         ids_1T = input_ids_1T.index_fill(1, places_P, self._model.config.get_text_config().pad_token_id)
@@ -171,19 +176,10 @@ def vision_facts(eyes: Eyes, family: str, num_cache_tokens: int) -> VisionFacts:
     )
 
 
-def _layers_of(model: Any) -> Any:
-    return getattr(model.model, _body_name(model)).layers
-
-
-def _body_name(model: Any) -> str:
-    [name] = [each for each in _LAYERS_OF_BODY if hasattr(model.model, each)]
-    return name
-
-
 def _towers_of(model: Any) -> Iterator[nn.Module]:
     """Yield the modules that read pictures: all but the language model."""
     for name, child in model.model.named_children():
-        if name != _body_name(model):
+        if name not in TEXT_PARTS:
             yield child
 
 

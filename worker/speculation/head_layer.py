@@ -19,9 +19,8 @@ class DraftHead(nn.Module):
         self.body, self.token_norm, self.hidden_norm, self.joint = body, token_norm, hidden_norm, joint
         self.dtype: torch.dtype = body.dtype
 
-    def inputs(self, token_ids_T: Tensor, hidden_TH: Tensor) -> Tensor:
-        """Join tokens with the hidden states before them, [1, T, H]."""
-        embeds_TH = self.body.get_input_embeddings()(token_ids_T)
+    def inputs(self, embeds_TH: Tensor, hidden_TH: Tensor) -> Tensor:
+        """Join embeddings of tokens with the hidden states before them, [1, T, H]."""
         joined_TH: Tensor = self.joint(
             torch.cat([self.token_norm(embeds_TH), self.hidden_norm(hidden_TH)], -1)
         )

@@ -17,6 +17,7 @@ from worker.startup.ready_model import start_generator
 from worker.startup.start_adapters import open_generator_adapters
 from worker.startup.start_drafting import load_draft, open_draft
 from worker.steps.generation_step import GenerationSteps
+from worker.steps.head_steps import HeadSteps
 from worker.steps.pictures import note_text_alone, open_eager_steps
 from worker.steps.row_table import RowTable
 from worker.worker_config import ModelFacts, WorkerConfig
@@ -67,6 +68,8 @@ def start_generating(
         generation.adapt(adapters)
     if pictures is not None:
         generation.see(pictures)
+        if opened is not None and isinstance(opened[0], HeadSteps):
+            opened[0].see(pictures)
     if facts.max_drafts and ranks.rank == 0:  # the others verify what its plans bring
         generation.speculate(config.speculation)
     if opened is not None:

@@ -26,6 +26,7 @@ from worker.devices.device import Device
 from worker.speculation.head_layer import DraftHead
 from worker.steps.inputs import StepInputs
 from worker.steps.model_runner import BodyRunner, ModelRunner
+from worker.steps.pictures import Pictures
 from worker.steps.row_table import RowTable
 from worker.steps.tokens import HiddenStates, StepOutcome, StepTokens
 
@@ -90,15 +91,23 @@ class HeadSteps:
         self._head, self._model, self._backend, self._device = head, model, backend, device
         self._body = BodyRunner(head.body, head.body)
         self._kept, self._rows = kept, rows
+        self._pictures: Pictures | None = None
+
+    def see(self, pictures: Pictures) -> None:
+        """Read prompts with pictures from now on."""
+        self._pictures = pictures
 
     @torch.inference_mode()
     def compute(self, inputs: StepInputs) -> StepOutcome:
         """Compute a pass; the states of what it samples are what the next pass reads."""
         self._backend.begin_step(inputs.metadata)
-        tokens = StepTokens.of(
-            self._device, inputs.input_ids_T, inputs.position_ids_T, inputs.logits_indices_N
-        )
-        embeds_1TH = self._head.inputs(tokens.input_ids_1T[0], self._kept.read(inputs.metadata))
+        seen = inputs if self._pictures is None else self._pictures.place_behind(inputs)
+        tokens = StepTokens.of(self._device, inputs.input_ids_T, seen.position_ids_T, inputs.logits_indices_N)
+        embeds_TH = self._head.body.get_input_embeddings()(tokens.input_ids_1T[0])
+        if seen.placed is not None:
+            places_P = self._device.tensor(seen.placed.places_P)
+            embeds_TH = embeds_TH.index_copy(0, places_P, seen.placed.embeds_PH.to(embeds_TH.dtype))
+        embeds_1TH = self._head.inputs(embeds_TH, self._kept.read(inputs.metadata))
         tokens = tokens._replace(embeds_1TH=embeds_1TH)
         hidden_NH = self._body.forward(tokens, self._backend).logits_NV
         self._kept.put_behind(inputs, self._rows, hidden_NH)

@@ -84,7 +84,8 @@ class ModelRunner:
         Where a whole body has a plain head, the model's own forward is not called, and no hooks of it run:
         it takes as long as two layers of a small model.
         """
-        whole_body, keeps_hidden = whole_body_of(self.model), self.keeps_hidden or tokens.keeps_hidden
+        whole_body = None if tokens.by_layers else whole_body_of(self.model)
+        keeps_hidden = self.keeps_hidden or tokens.keeps_hidden
         if whole_body is not None and whole_body.plain_head:
             with active(executor):
                 outputs = whole_body(**tokens.arguments)
@@ -228,6 +229,7 @@ class EagerSteps:
         tokens = tokens._replace(
             embeds_1TH=self._eyes.embeds(tokens.input_ids_1T, places_P, inputs.placed.embeds_PH),
             layer_embeds=self._eyes.layer_embeds(tokens.input_ids_1T, places_P),
+            by_layers=bool(inputs.placed.deep),
         )
         with self._eyes.adding(places_P, inputs.placed.deep):
             return self._runner.forward(tokens, self._backend)

@@ -138,20 +138,29 @@ class Pictures:
         """Put the rows of pictures, and positions behind them, into a step."""
         if not self._seen:
             return inputs
-        places, rows = [], []
-        for first, share, seen in self._shares(inputs.shares):
-            for item, item_places in zip(seen.inputs, seen.places, strict=True):
-                start, end = item_places.searchsorted((share.start, share.start + share.num_tokens))
-                if start < end:
-                    output = self._outputs.get(item.content, len(item_places))
-                    assert output is not None, "a plan computes places of a picture that no plan had encoded"
-                    rows.append(output.between(start, end))
-                    places.append(item_places[start:end] - share.start + first)
-        placed = PlacedRows(np.concatenate(places), *PictureRows.joined(rows)) if places else None
-        metadata = inputs.metadata
-        if places and self._eyes.seen_in_windows_only is not None:
+        placed, metadata = self._placed(inputs), inputs.metadata
+        if placed is not None and self._eyes.seen_in_windows_only is not None:
             metadata = replace(metadata, pictures=self._seen_pictures(inputs))
         return replace(inputs, placed=placed, position_ids_T=self._positions(inputs), metadata=metadata)
+
+    def place_behind(self, inputs: StepInputs) -> StepInputs:
+        """Do the same for a pass that reads at each place the token behind it; lacks rows that are gone."""
+        if not self._seen:
+            return inputs
+        return replace(inputs, placed=self._placed(inputs, 1), position_ids_T=self._positions(inputs, 1))
+
+    def _placed(self, inputs: StepInputs, num_ahead: int = 0) -> PlacedRows | None:
+        places, rows = [], []
+        for first, share, seen in self._shares(inputs.shares):
+            begin = share.start + num_ahead
+            for item, item_places in zip(seen.inputs, seen.places, strict=True):
+                start, end = item_places.searchsorted((begin, begin + share.num_tokens))
+                output = self._outputs.get(item.content, len(item_places)) if start < end else None
+                assert output or start == end or num_ahead, "a plan computes a picture that none has encoded"
+                if output is not None:
+                    rows.append(output.between(start, end))
+                    places.append(item_places[start:end] - begin + first)
+        return PlacedRows(np.concatenate(places), *PictureRows.joined(rows)) if places else None
 
     def note_computed(self, shares: list[ScheduledSequence]) -> None:
         """Let go of the pictures whose last places were computed."""
@@ -179,15 +188,16 @@ class Pictures:
                     ends_T[first + start - share.start : first + end - share.start] = item.end
         return SeenPictures(ends_T, bool(self._eyes.seen_in_windows_only))
 
-    def _positions(self, inputs: StepInputs) -> NDArray[np.int64]:
+    def _positions(self, inputs: StepInputs, num_ahead: int = 0) -> NDArray[np.int64]:
         """Return positions [T], or [3, T] in a step of a sequence whose pictures changed them."""
         positions = inputs.position_ids_T
         for first, share, seen in self._shares(inputs.shares):
             if seen.positions is not None:
                 if positions.ndim == 1:
                     positions = np.tile(positions, (3, 1))
-                end = share.start + share.num_tokens
-                positions[:, first : first + share.num_tokens] = seen.positions.between(share.start, end)
+                start = share.start + num_ahead
+                end = start + share.num_tokens
+                positions[:, first : first + share.num_tokens] = seen.positions.between(start, end)
         return positions
 
     def _compute(self, payload: Payload, num_rows: int, until_s: float) -> bool:

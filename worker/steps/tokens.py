@@ -34,6 +34,8 @@ class StepTokens(NamedTuple):
     whose layers look nothing up."""
     keeps_hidden: bool = False
     """Whether the hidden states of all tokens are asked for."""
+    by_layers: bool = False
+    """Whether each layer is called by itself: rows are added behind some."""
 
     @classmethod
     def of(

@@ -15,6 +15,7 @@ from worker.attention.interface import ATTENTION_NAME, active
 from worker.attention.kv_cache import KeptShapes
 from worker.attention.latents import keep_latents
 from worker.attention.probe_attention import ProbeAttention, SharingProbe
+from worker.checkpoint.checkpoint_files import find_weights
 from worker.checkpoint.task_choice import generating_class
 from worker.devices.device import Device
 from worker.load.model_kind import (
@@ -54,7 +55,7 @@ def foresee_layers(config: WorkerConfig, kind: ModelKind, device: Device) -> tup
 
 
 def _build(kind: ModelKind) -> Any:
-    model_config = model_config_of(kind)
+    model_config = model_config_of(kind, find_weights(kind.folder))
     if not knows_recurrence(model_config):
         refuse_layers(model_config.get_text_config(decoder=True))
     with torch.device("meta"):

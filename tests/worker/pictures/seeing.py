@@ -6,7 +6,7 @@ Never: an image file: what a processor makes of one is another subject.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.shared_memory import SharedMemory
@@ -123,6 +123,20 @@ def _qwen3_vl_moe() -> Any:
     text = {**_TEXT, **experts, "model_type": "qwen3_vl_moe_text", "rope_parameters": _ANGLES}
     tower = {**_TOWER, "deepstack_visual_indexes": [0, 1]}
     return AutoConfig.for_model("qwen3_vl_moe", text_config=text, vision_config=tower, **_MARKS)
+
+
+def _qwen3_5(name: str, **experts: object) -> Any:
+    kinds = ["linear_attention", "full_attention"] * 2
+    states = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2}
+    angles = _ANGLES | {"partial_rotary_factor": 1.0}
+    text = {**_TEXT, **states, **experts, "model_type": f"{name}_text", "layer_types": kinds}
+    text |= {"linear_num_value_heads": 4, "rope_parameters": angles}
+    return AutoConfig.for_model(name, text_config=text, vision_config=_TOWER, **_MARKS)
+
+
+def _qwen3_5_moe() -> Any:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    return _qwen3_5("qwen3_5_moe", **experts, shared_expert_intermediate_size=48)
 
 
 def _qwen2_5_vl() -> Any:
@@ -290,6 +304,8 @@ FAMILIES = {
     "gemma4, large": Eyed(lambda: _gemma4(seen_whole=True), _placed_patches),
     "qwen3_vl": Eyed(_qwen3_vl, _patches),
     "qwen3_vl_moe": Eyed(_qwen3_vl_moe, _patches),
+    "qwen3_5": Eyed(lambda: _qwen3_5("qwen3_5"), _patches),
+    "qwen3_5_moe": Eyed(_qwen3_5_moe, _patches),
     "qwen2_5_vl": Eyed(_qwen2_5_vl, _patches),
     "qwen2_vl": Eyed(_qwen2_vl, _patches),
     "glm4v": Eyed(lambda: _glm4v("glm4v"), _patches),
@@ -396,6 +412,7 @@ class Served:
         self.tokens: dict[int, list[int]] = {}
         self.logits: dict[int, list[Tensor]] = {}
         self.failures: dict[SequenceId, str] = {}
+        self.drafts: Mapping[SequenceId, tuple[int, ...]] = {}
         self._prompts: dict[int, Prompt] = {}
 
     def add(self, prompt: Prompt, payloads: list[Payload], *, max_tokens: int = 4, **changes: object) -> int:
@@ -413,7 +430,8 @@ class Served:
         self.failures |= result.failures
         for output in self.scheduler.update_from_output(plan, result).get(0, []):
             self.tokens[output.sequence_id] += output.token_ids
-        self.scheduler.update_draft_token_ids(result.draft_token_ids)
+        self.drafts = result.draft_token_ids
+        self.scheduler.update_draft_token_ids(self.drafts)
         check_invariants(self.scheduler)
         return plan
 

@@ -100,7 +100,7 @@ def test_a_prefix_is_found_over_the_same_picture_and_not_over_another(
     cat, dog = reference.picture(0), reference.picture(3)
     assert cat.num_tokens == dog.num_tokens
     with payloads_of([cat, dog]) as payloads:
-        served.add(Prompt(BEFORE, cat, AFTER), payloads[:1])
+        served.add(Prompt(BEFORE, cat, AFTER), payloads[:1], restore_at=(len(BEFORE) + cat.num_tokens + 4,))
         served.run()
         again = served.add(Prompt(BEFORE, cat, AFTER, 17), payloads[:1])
         plan = served.step()

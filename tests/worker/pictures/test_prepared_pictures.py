@@ -26,7 +26,7 @@ _GLM = {"image_processor_type": "Glm4vImageProcessor", **_OF_PATCHES}
 _SQUARE = {"size": {"height": 64, "width": 64}}
 _TILED = {"size": {"longest_edge": 128}, "max_image_size": {"longest_edge": 64}}
 _PROCESSORS: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _QWEN),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _QWEN),
     **dict.fromkeys(("glm4v", "glm4v_moe"), _GLM),
     "gemma3": {"image_processor_type": "Gemma3ImageProcessor", **_SQUARE},
     "gemma4": {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 8, "max_soft_tokens": 70},

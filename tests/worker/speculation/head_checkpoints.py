@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModel
 def write_head(folder: Path, source: Path) -> Path:
     """Copy a checkpoint, and add a head: behind the last layer if the family has it there, else as `mtp`."""
     shutil.copytree(source, folder)
-    config = AutoConfig.from_pretrained(source)
+    config = AutoConfig.from_pretrained(source).get_text_config()
     is_behind = hasattr(config, "num_mtp_layers")
     prefix = f"model.layers.{config.num_hidden_layers}." if is_behind else "mtp."
     layer_prefix = prefix if is_behind else "mtp.layers.0."

@@ -13,7 +13,12 @@ from tests.families import MATRIX
 from tests.tiers import by_day
 from tests.worker.family_formats import build, formats_of, generated, served
 from tests.worker.family_trial import tiny_config
+from worker.checkpoint.checkpoint_files import find_weights
 from worker.checkpoint.task_choice import generating_class
+from worker.load.build import build_model
+from worker.load.model_kind import find_kind
+from worker.pictures.eyes import find_eyes
+from worker.worker_config import WorkerConfig
 from worker.worker_errors import FamilyRefused
 
 WHOLE = {each.name: each for each in MATRIX if each.text_part}
@@ -29,6 +34,20 @@ def test_the_text_of_a_whole_checkpoint_is_that_of_transformers(tmp_path: Path, 
 
 def test_a_text_part_that_does_not_say_whether_its_head_is_tied_may_be_quantized(tmp_path: Path) -> None:
     assert formats_of(WHOLE["qwen3_vl"], tmp_path, ["int4"]) == ["int4"]
+
+
+@pytest.mark.parametrize(("has_tower", "num_ranks"), [(True, 1), (False, 1), (True, 2)])
+def test_a_family_of_two_classes_is_text_alone_without_a_tower_and_where_it_is_divided(
+    tmp_path: Path, has_tower: bool, num_ranks: int
+) -> None:
+    build(tiny_config(WHOLE["qwen3_5"])).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    kept = {name: each for name, each in tensors.items() if has_tower or ".visual." not in name}
+    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    kind = find_kind(WorkerConfig(model_path=str(tmp_path), num_ranks=num_ranks))
+    model, _ = build_model(kind, "float32", find_weights(tmp_path))
+    assert hasattr(model, "get_image_features") is (has_tower and num_ranks == 1)
+    assert find_eyes(model) is None or has_tower
 
 
 @pytest.mark.night
