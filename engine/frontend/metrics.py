@@ -86,6 +86,11 @@ _COUNTERS = {
     "prompt_tokens": "Prompt tokens of admitted requests",
     "generation_tokens": "Tokens generated",
     "requests_replayed": "Requests of an engine process that died, with which the next one went on",
+    "pictures_prepared": "Pictures of requests that were decoded and prepared for the model",
+    "pictures_found": "Pictures that were there already, prepared for another place or request",
+    "pictures_refused": "Pictures that were not taken, by what is in them",
+    "picture_seconds": "Time of the process that prepares pictures",
+    "picture_wait_seconds": "Time that pictures waited for that process",
 }
 _COUNTERS_BY_WORD: dict[str, tuple[str, str, Iterable[str]]] = {
     "step_time_seconds": ("Time of the step loop, by part", "part", ("schedule", "execute", "update")),
@@ -195,6 +200,10 @@ class EngineMetrics:
     def count(self, name: str, word: str = "") -> None:
         """Add one to a counter of the tables above; `word` is the value of its label."""
         self._counted[name, word].inc()
+
+    def add(self, name: str, num: float) -> None:
+        """Add to a counter of the tables above that has no label."""
+        self._counted[name, ""].inc(num)
 
     def beat(self, engine: int, beat: Beat) -> None:
         """Set gauges to their values, and raise counters by the difference to the last beat."""

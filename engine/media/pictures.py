@@ -7,8 +7,9 @@ Never: decodes a picture in this process, or fetches one (server/reply/pictures)
 import asyncio
 import hashlib
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from engine.media.families import FAMILIES
 from engine.media.messages import Detail, PictureOrder, Preparation, PreparedPicture, most_seconds
 from engine.media.picture_files import kind_of
 from engine.media.segments import PictureLease, Segments, StoredPicture
+from engine.media.turns import LineIsFull, TurnsByKey
 from engine.options.media_options import MediaConfig
 from engine.processes.framed_child import ChildEnded, FramedChild
 from engine.types import EncoderInput, VisionFacts
@@ -62,14 +64,14 @@ class PicturePreparer:
         self._folder = folder
         self._child = FramedChild("engine.media.process", OMP_NUM_THREADS="1", TRANSFORMERS_VERBOSITY="error")
         self._segments: Segments | None = None
-        self._turn = asyncio.Lock()
+        self._turns = TurnsByKey(1, _MAX_WAITING)
         self._order: asyncio.Task[tuple[StoredPicture, PictureLease]] | None = None
         """The one under way: only this keeps it alive if its client has left."""
-        self._num_waiting = 0
-        self.room_for_files = asyncio.Semaphore(_MAX_FETCHED)
-        """Held for a file that is fetched, until it is prepared: it may be large."""
+        self._files = TurnsByKey(_MAX_FETCHED, _MAX_WAITING)
         self.counting_refusals: Callable[[], AbstractContextManager[None]] = nullcontext
         """A context that counts an Overloaded which is raised inside."""
+        self.count: Callable[[str, float], None] = lambda _name, _num: None
+        """Adds to a counter of the metrics."""
         self._refuses_all = ""
         self._way = b""
         """Everything but the picture on which its prepared bytes depend."""
@@ -95,14 +97,24 @@ class PicturePreparer:
     def takes_any(self) -> bool:
         return is_installed() and self.config.max_pictures > 0
 
-    def new_lease(self, salt: str = "") -> PictureLease:
+    def new_lease(self, salt: str = "", key: str = "") -> PictureLease:
         """Raises EngineUnavailable without shared memory."""
         if self._segments is None:
             try:
                 self._segments = Segments()
             except OSError:
                 raise EngineUnavailable("this server has no shared memory for pictures") from None
-        return PictureLease(self._segments, salt)
+        return PictureLease(self._segments, salt, key)
+
+    @asynccontextmanager
+    async def room_for_file(self, key: str) -> AsyncIterator[None]:
+        """Hold room for a file that is fetched, until it is prepared: it may be large. Raises Overloaded."""
+        with self.counting_refusals(), _as_overload():
+            await self._files.acquire(key)
+        try:
+            yield
+        finally:
+            self._files.release()
 
     async def prepare(
         self, picture: bytes, detail: Detail, vision: VisionFacts, lease: PictureLease, *, param: str
@@ -111,14 +123,19 @@ class PicturePreparer:
 
         `param` names the request field that has it. Raises RequestRejected, Overloaded, EngineUnavailable.
         """
-        if kind_of(picture) is None:
-            raise _refused(param, "it is no PNG, JPEG, WebP or GIF file")
-        content = await asyncio.to_thread(self._name_of, picture, detail, vision, lease.salt)
-        stored = lease.take(content)
-        if stored is None:
+        try:
+            if kind_of(picture) is None:
+                raise _refused(param, "it is no PNG, JPEG, WebP or GIF file")
+            content = await asyncio.to_thread(self._name_of, picture, detail, vision, lease.salt)
+            stored = lease.take(content)
+            if stored is not None:
+                self.count("pictures_found", 1)
+                return stored
             with self.counting_refusals():
-                stored = await self._prepare_anew(picture, detail, vision, lease, content, param)
-        return stored
+                return await self._prepare_anew(picture, detail, vision, lease, content, param)
+        except RequestRejected:
+            self.count("pictures_refused", 1)
+            raise
 
     async def _prepare_anew(
         self,
@@ -129,26 +146,19 @@ class PicturePreparer:
         content: str,
         param: str,
     ) -> StoredPicture:
-        if self._num_waiting >= _MAX_WAITING:
-            raise Overloaded(
-                "too many pictures wait to be prepared; try again later",
-                retry_after_s=1.0,
-                reason=OverloadReason.PICTURES,
-            )
-        self._num_waiting += 1
-        try:
-            await self._turn.acquire()
-            # It goes to its end though its client leaves: to stop it is to replace the process.
-            order = PictureOrder(content=picture, detail=detail, segment="", max_bytes=0)
-            work = self._prepare_in_turn(content, order, vision, param, lease.num_bytes)
-            self._order = asyncio.create_task(work)
-            self._order.add_done_callback(self._end_order)
-            prepared, keeper = await asyncio.shield(self._order)
-            lease.take(content)
-            keeper.release()
-            return prepared
-        finally:
-            self._num_waiting -= 1
+        begun_s = time.monotonic()
+        with _as_overload():
+            await self._turns.acquire(lease.key)
+        self.count("picture_wait_seconds", time.monotonic() - begun_s)
+        # It goes to its end though its client leaves: to stop it is to replace the process.
+        order = PictureOrder(content=picture, detail=detail, segment="", max_bytes=0)
+        work = self._prepare_in_turn(content, order, vision, param, lease.num_bytes)
+        self._order = asyncio.create_task(work)
+        self._order.add_done_callback(self._end_order)
+        prepared, keeper = await asyncio.shield(self._order)
+        lease.take(content)
+        keeper.release()
+        return prepared
 
     async def close(self) -> None:
         """End the process, and remove all shared memory."""
@@ -179,7 +189,7 @@ class PicturePreparer:
                 assert stored is not None
             return stored, keeper
         finally:
-            self._turn.release()
+            self._turns.release()
 
     async def _prepare(
         self, content: str, order: PictureOrder, vision: VisionFacts, param: str, num_held: int
@@ -191,7 +201,9 @@ class PicturePreparer:
         try:
             await self._start(vision, param)
             order = msgspec.structs.replace(order, segment=segment, max_bytes=self._segments.num_free_bytes)
+            begun_s = time.monotonic()
             prepared = await self._child.ask(order, PreparedPicture, timeout_s)
+            self.count("picture_seconds", time.monotonic() - begun_s)
             if prepared.num_bytes > self._segments.num_bytes_at_most:
                 raise _refused(param, "prepared, it is larger than the shared memory of this server")
             if prepared.num_bytes + num_held > self._segments.num_bytes_at_most:
@@ -208,6 +220,7 @@ class PicturePreparer:
             if prepared.refusal:
                 raise _refused(param, prepared.refusal)
             self._segments.add(content, segment, prepared)
+            self.count("pictures_prepared", 1)
         except BaseException as error:
             self._segments.forget(segment)
             if isinstance(error, TimeoutError):
@@ -250,6 +263,18 @@ class PicturePreparer:
             self._way = hashlib.sha256(b"\0".join([*texts, orjson.dumps(options)])).digest()
         salted = hashlib.sha256(salt.encode()).digest()
         return hashlib.sha256(self._way + salted + detail.encode() + b"\0" + picture).hexdigest()
+
+
+@contextmanager
+def _as_overload() -> Iterator[None]:
+    try:
+        yield
+    except LineIsFull:
+        raise Overloaded(
+            "too many pictures wait to be prepared; try again later",
+            retry_after_s=1.0,
+            reason=OverloadReason.PICTURES,
+        ) from None
 
 
 def is_installed() -> bool:

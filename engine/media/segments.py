@@ -35,9 +35,11 @@ class StoredPicture(NamedTuple):
 class PictureLease:
     """The pictures of one request, held until `release`, or until the lease is garbage."""
 
-    def __init__(self, segments: "Segments", salt: str) -> None:
+    def __init__(self, segments: "Segments", salt: str, key: str) -> None:
         self.salt = salt
         """Part of the names of its pictures: those of another salt are others."""
+        self.key = key
+        """The tenant in whose turn they are prepared."""
         self._held: list[str] = []
         self._segments = segments
         self._end = weakref.finalize(self, segments.drop, self._held)

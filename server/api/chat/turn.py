@@ -46,7 +46,7 @@ async def prepare_turn(
     `keeper` holds its pictures as well.
     """
     plan = plan_reading(body, model_reading(edge.parsers, edge.engine.info))
-    hold = PictureHold(salt=origin.terms.cache_salt, keeper=keeper)
+    hold = PictureHold(salt=origin.terms.cache_salt, tenant=origin.terms.tenant, keeper=keeper)
     is_marked = check_marks(body)
     prompt, turn, num_suffix_tokens = await _prompt_and_turn(edge.engine, plan, origin.receive, hold)
     try:

@@ -26,6 +26,7 @@ class PictureHold:
 
     salt: str = ""
     """Pictures are shared with requests of the same salt only, as prefixes are."""
+    tenant: str = ""
     keeper: PictureLease | None = None
     """A lease beyond that of one prompt: prompts of several lengths are tried."""
 
@@ -110,7 +111,7 @@ async def encode_with_pictures(
     num_places = rendered.count(vision.image_token_id)
     if num_places != len(sources):
         raise refused_places(num_places, len(sources))
-    lease = engine.pictures.new_lease(hold.salt)
+    lease = engine.pictures.new_lease(hold.salt, hold.tenant)
     try:
         known: dict[tuple[str, Detail], StoredPicture] = {}
         for source in sources:
@@ -134,6 +135,6 @@ async def _prepared(
 ) -> StoredPicture:
     """Read a picture and have it prepared. Raises RequestRejected, Overloaded, EngineUnavailable."""
     pictures = engine.pictures
-    async with pictures.room_for_files if is_fetched(source.url) else nullcontext():
+    async with pictures.room_for_file(lease.key) if is_fetched(source.url) else nullcontext():
         picture = await picture_bytes(source.url, pictures.config, where=source.where)
         return await pictures.prepare(picture, source.detail, vision, lease, param=source.where)

@@ -3,8 +3,9 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -111,6 +112,20 @@ async def test_a_picture_is_there_once_until_its_last_request_has_ended(shared) 
 
 
 @on_one_loop
+async def test_what_the_process_does_is_counted(shared, monkeypatch) -> None:
+    counts: Counter[str] = Counter()
+    monkeypatch.setattr(shared, "count", lambda name, num: counts.update({name: num}))
+    lease = shared.new_lease()
+    for file in (picture(seed=7), picture(seed=7), b"GIF89a"):
+        with suppress(RequestRejected):
+            await prepared(shared, file, lease)
+    assert (counts["pictures_prepared"], counts["pictures_found"], counts["pictures_refused"]) == (1, 1, 1)
+    assert 0 < counts["picture_seconds"] < 60
+    assert 0 <= counts["picture_wait_seconds"] < 1
+    lease.release()
+
+
+@on_one_loop
 async def test_names_differ_with_the_picture_and_its_detail(shared) -> None:
     lease = shared.new_lease()
     large = file_of(noise(1200, 1200))
@@ -210,7 +225,7 @@ async def test_a_picture_whose_client_has_left_is_gone_once_it_is_prepared(alone
     await prepared(alone, picture(), lease)
     os.kill(alone.pid, signal.SIGSTOP)
     leaving = asyncio.create_task(prepared(alone, picture(seed=1), lease))
-    while not alone._turn.locked():
+    while alone._order is None:
         await asyncio.sleep(0.01)
     order = alone._order
     leaving.cancel()
@@ -281,9 +296,15 @@ async def test_a_request_that_finds_a_long_line_is_counted_as_refused(alone) -> 
             raise
 
     alone.counting_refusals = counting
-    alone._num_waiting = 64
+    await alone._turns.acquire("")
+    waiting = [
+        asyncio.create_task(prepared(alone, picture(seed=seed), alone.new_lease())) for seed in range(64)
+    ]
+    await asyncio.sleep(0.5)
     with pytest.raises(Overloaded):
-        await prepared(alone, picture(), alone.new_lease())
+        await prepared(alone, picture(seed=64), alone.new_lease())
+    for each in waiting:
+        each.cancel()
     assert seen == [OverloadReason.PICTURES]
 
 
