@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 TEXT_PARTS = ("language_model", "text_model")
 """Names of the part for text in the body of a model that reads pictures."""
@@ -68,9 +69,13 @@ def whole_body_of(model: Any) -> WholeBody | None:
 
 
 class _GivenOutputs(nn.Module):
-    def __init__(self, outputs: Any) -> None:
+    def __init__(self, body: Any, outputs: Any) -> None:
         super().__init__()
-        self._outputs = outputs
+        self._outputs, self._bodies = outputs, (body,)
+
+    def __getattr__(self, name: str) -> Any:
+        """Give what the whole asks of its part for text."""
+        return getattr(self.__dict__["_bodies"][0], name)
 
     def forward(self, *_: Any, **__: Any) -> Any:
         return self._outputs
@@ -85,7 +90,9 @@ def body_gives(model: Any, outputs: Any) -> Iterator[None]:
     """
     name = body_name(model)
     body = model.get_submodule(name)
-    model.set_submodule(name, _GivenOutputs(outputs))
+    if "." in name:  # the whole adds to outputs of transformers' own kind
+        outputs = BaseModelOutputWithPast(last_hidden_state=outputs.last_hidden_state)
+    model.set_submodule(name, _GivenOutputs(body, outputs))
     try:
         yield
     finally:

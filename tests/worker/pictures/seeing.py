@@ -321,7 +321,7 @@ class Reference:
     """Transformers' own model of a family, with random weights, saved as a checkpoint."""
 
     def __init__(self, name: str, folder: Path) -> None:
-        self.family, self.folder = FAMILIES[name], folder
+        self.name, self.family, self.folder = name, FAMILIES[name], folder
         torch.manual_seed(7)
         model = AutoModelForImageTextToText.from_config(self.family.config(), attn_implementation="eager")
         self._model = model.float().eval()
@@ -413,6 +413,7 @@ class Served:
         self.logits: dict[int, list[Tensor]] = {}
         self.failures: dict[SequenceId, str] = {}
         self.drafts: Mapping[SequenceId, tuple[int, ...]] = {}
+        self.prompt_logprobs: dict[int, list[float]] = {}
         self._prompts: dict[int, Prompt] = {}
 
     def add(self, prompt: Prompt, payloads: list[Payload], *, max_tokens: int = 4, **changes: object) -> int:
@@ -431,6 +432,8 @@ class Served:
         for output in self.scheduler.update_from_output(plan, result).get(0, []):
             self.tokens[output.sequence_id] += output.token_ids
         self.drafts = result.draft_token_ids
+        for sequence_id, found in result.prompt_logprobs.items():
+            self.prompt_logprobs.setdefault(sequence_id, []).extend(each.logprob for each in found)
         self.scheduler.update_draft_token_ids(self.drafts)
         check_invariants(self.scheduler)
         return plan
