@@ -89,7 +89,7 @@ class AsyncEngine:
         )
         self.metrics.watch_health(self.health)
         self._template.on_merged = self.metrics.turns_merged
-        self.pictures.count = self.metrics.add
+        self.pictures.count = self.metrics.count
         counting = self.pictures.counting_refusals = self.metrics.counting_refusals
         texts = self._texts = TokenizerThreads(self._tokenizer, self._template, counting)
         # Calls about texts, which the threads document.

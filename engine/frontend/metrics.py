@@ -197,13 +197,9 @@ class EngineMetrics:
         """Reason why most sequences wait, as of the last beats."""
         return self.live_load.wait_reason.value
 
-    def count(self, name: str, word: str = "") -> None:
-        """Add one to a counter of the tables above; `word` is the value of its label."""
-        self._counted[name, word].inc()
-
-    def add(self, name: str, num: float) -> None:
-        """Add to a counter of the tables above that has no label."""
-        self._counted[name, ""].inc(num)
+    def count(self, name: str, word: str = "", *, num: float = 1) -> None:
+        """Add to a counter of the tables above; `word` is the value of its label."""
+        self._counted[name, word].inc(num)
 
     def beat(self, engine: int, beat: Beat) -> None:
         """Set gauges to their values, and raise counters by the difference to the last beat."""

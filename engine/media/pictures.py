@@ -8,8 +8,8 @@ import asyncio
 import hashlib
 import importlib.util
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from engine.media.families import FAMILIES
 from engine.media.messages import Detail, PictureOrder, Preparation, PreparedPicture, most_seconds
 from engine.media.picture_files import kind_of
 from engine.media.segments import PictureLease, Segments, StoredPicture
-from engine.media.turns import LineIsFull, TurnsByKey
+from engine.media.turns import TurnsByKey
 from engine.options.media_options import MediaConfig
 from engine.processes.framed_child import ChildEnded, FramedChild
 from engine.types import EncoderInput, VisionFacts
@@ -70,8 +70,8 @@ class PicturePreparer:
         self._files = TurnsByKey(_MAX_FETCHED, _MAX_WAITING)
         self.counting_refusals: Callable[[], AbstractContextManager[None]] = nullcontext
         """A context that counts an Overloaded which is raised inside."""
-        self.count: Callable[[str, float], None] = lambda _name, _num: None
-        """Adds to a counter of the metrics."""
+        self.count: Callable[..., None] = lambda *_, **__: None
+        """See EngineMetrics."""
         self._refuses_all = ""
         self._way = b""
         """Everything but the picture on which its prepared bytes depend."""
@@ -109,7 +109,7 @@ class PicturePreparer:
     @asynccontextmanager
     async def room_for_file(self, key: str) -> AsyncIterator[None]:
         """Hold room for a file that is fetched, until it is prepared: it may be large. Raises Overloaded."""
-        with self.counting_refusals(), _as_overload():
+        with self.counting_refusals():
             await self._files.acquire(key)
         try:
             yield
@@ -129,12 +129,12 @@ class PicturePreparer:
             content = await asyncio.to_thread(self._name_of, picture, detail, vision, lease.salt)
             stored = lease.take(content)
             if stored is not None:
-                self.count("pictures_found", 1)
+                self.count("pictures_found")
                 return stored
             with self.counting_refusals():
                 return await self._prepare_anew(picture, detail, vision, lease, content, param)
         except RequestRejected:
-            self.count("pictures_refused", 1)
+            self.count("pictures_refused")
             raise
 
     async def _prepare_anew(
@@ -147,9 +147,8 @@ class PicturePreparer:
         param: str,
     ) -> StoredPicture:
         begun_s = time.monotonic()
-        with _as_overload():
-            await self._turns.acquire(lease.key)
-        self.count("picture_wait_seconds", time.monotonic() - begun_s)
+        await self._turns.acquire(lease.key)
+        self.count("picture_wait_seconds", num=time.monotonic() - begun_s)
         # It goes to its end though its client leaves: to stop it is to replace the process.
         order = PictureOrder(content=picture, detail=detail, segment="", max_bytes=0)
         work = self._prepare_in_turn(content, order, vision, param, lease.num_bytes)
@@ -203,7 +202,7 @@ class PicturePreparer:
             order = msgspec.structs.replace(order, segment=segment, max_bytes=self._segments.num_free_bytes)
             begun_s = time.monotonic()
             prepared = await self._child.ask(order, PreparedPicture, timeout_s)
-            self.count("picture_seconds", time.monotonic() - begun_s)
+            self.count("picture_seconds", num=time.monotonic() - begun_s)
             if prepared.num_bytes > self._segments.num_bytes_at_most:
                 raise _refused(param, "prepared, it is larger than the shared memory of this server")
             if prepared.num_bytes + num_held > self._segments.num_bytes_at_most:
@@ -220,7 +219,7 @@ class PicturePreparer:
             if prepared.refusal:
                 raise _refused(param, prepared.refusal)
             self._segments.add(content, segment, prepared)
-            self.count("pictures_prepared", 1)
+            self.count("pictures_prepared")
         except BaseException as error:
             self._segments.forget(segment)
             if isinstance(error, TimeoutError):
@@ -263,18 +262,6 @@ class PicturePreparer:
             self._way = hashlib.sha256(b"\0".join([*texts, orjson.dumps(options)])).digest()
         salted = hashlib.sha256(salt.encode()).digest()
         return hashlib.sha256(self._way + salted + detail.encode() + b"\0" + picture).hexdigest()
-
-
-@contextmanager
-def _as_overload() -> Iterator[None]:
-    try:
-        yield
-    except LineIsFull:
-        raise Overloaded(
-            "too many pictures wait to be prepared; try again later",
-            retry_after_s=1.0,
-            reason=OverloadReason.PICTURES,
-        ) from None
 
 
 def is_installed() -> bool:

@@ -1,18 +1,14 @@
-"""Scarce places, whose waiting callers are served by turns of their keys.
+"""Places for pictures, whose waiting callers are served by turns of their keys.
 
-Owns: the order, and who gives way where the line is full: the last caller of the key that has most in it.
-Never: knows what a place is for.
+Owns: the order, and which gives way where the line is full: the last caller of the key that has most in it.
+Never: knows what is done in a place.
 """
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import NamedTuple
 
-
-class LineIsFull(Exception):
-    """The line has no room for a caller of this key."""
+from engine.errors import Overloaded, OverloadReason
 
 
 class _Waiting(NamedTuple):
@@ -30,17 +26,8 @@ class TurnsByKey:
         self._waiting: list[_Waiting] = []
         self._round = 0
 
-    @asynccontextmanager
-    async def place(self, key: str) -> AsyncIterator[None]:
-        """Hold a place. Raises LineIsFull."""
-        await self.acquire(key)
-        try:
-            yield
-        finally:
-            self.release()
-
     async def acquire(self, key: str) -> None:
-        """Wait for a place, which `release` gives back. Raises LineIsFull, also while it waits."""
+        """Wait for a place, which `release` gives back. Raises Overloaded, also while it waits."""
         if self._num_free:
             self._num_free -= 1
             return
@@ -69,13 +56,18 @@ class TurnsByKey:
         self._num_free += 1
 
     def _make_room(self, key: str) -> None:
-        numbers = Counter(each.key for each in self._waiting)
         if len(self._waiting) < self._max_waiting:
             return
+        numbers = Counter(each.key for each in self._waiting)
         [(longest, num)] = numbers.most_common(1)
         if num <= numbers[key] + 1:
-            raise LineIsFull
+            raise _overloaded()
         last = [each for each in self._waiting if each.key == longest][-1]
         self._waiting.remove(last)
         if not last.turn.done():
-            last.turn.set_exception(LineIsFull())
+            last.turn.set_exception(_overloaded())
+
+
+def _overloaded() -> Overloaded:
+    text = "too many pictures wait to be prepared; try again later"
+    return Overloaded(text, retry_after_s=1.0, reason=OverloadReason.PICTURES)

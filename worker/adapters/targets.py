@@ -21,7 +21,7 @@ from worker.adapters.experts import AdaptedExperts, ExpertsSize, check_modules, 
 from worker.adapters.files import FILE_BYTES_OF_A_NUMBER, AdapterFiles, LowRank, read_adapter
 from worker.attention.indexers import INDEXER
 from worker.attention.latents import LatentExpansion
-from worker.checkpoint.passed_over import is_passed_over
+from worker.checkpoint.passed_over import is_of_tower, is_passed_over
 from worker.checkpoint.task import Task
 from worker.model.layer_parts import Unrecognised
 from worker.model.linear import linear_of
@@ -54,6 +54,8 @@ class Targets:
     reasons: Mapping[str, str]
     experts: Mapping[str, ExpertsSize]
     """Mixtures, whose linear layers are in `sizes`."""
+    reads_pictures: bool = False
+    """Whether outputs of towers are served."""
 
     def without_latents(self, model: nn.Module, why: str) -> "Targets":
         """Leave products that expand latents out, for this reason."""
@@ -134,6 +136,8 @@ class Targets:
         for name, size in self.experts.items():
             updates |= size.take_all(name, halves, files.settings)
         for name, both in halves.items():
+            if self.reads_pictures and is_of_tower(name):
+                raise AdapterRefused(f"{name} reads pictures: adapters update the language model alone")
             if self._is_unused(name):
                 continue
             if name not in self.sizes:

@@ -13,14 +13,15 @@ _SCALES_OF_VALUES = (
     r"((input|output)_global_scale"
     r"|(input|output|act|activation|[qkv]|kv|kv_cache|prob|prob_output)_(scale|zero_point))"
 )
+_TOWERS = (
+    r"(^|\.)(visual|vision_\w+|vit|img_processor|image_newline|image_encoder|audio_\w+|embed_vision"
+    r"|embed_audio|multi_?modal_projector|mm_projector|mm_\w+|mlp1|talker|code2wav|token2wav)(\.|$)"
+)
 _KINDS = {
     "heads that predict several tokens at once: they are read apart (load/draft_head.py)": (
         r"(^|\.)(mtp|nextn)[._]"
     ),
-    "towers for pictures and sound, and what joins them to the text: only text is served": (
-        r"(^|\.)(visual|vision_\w+|vit|img_processor|image_newline|image_encoder|audio_\w+|embed_vision"
-        r"|embed_audio|multi_?modal_projector|mm_projector|mm_\w+|mlp1|talker|code2wav|token2wav)(\.|$)"
-    ),
+    "towers for pictures and sound, and what joins them to the text: only text is served": _TOWERS,
     "masks of attention: they are computed": (
         r"(^|\.)(attn|attention|self_attention)\.(bias|masked_bias|causal_mask)$"
     ),
@@ -51,6 +52,11 @@ def is_passed_over(name: str, *, draft_layers: Collection[int], task: Task) -> b
         or (layer is not None and int(layer["number"]) in draft_layers)
         or (task is not Task.GENERATE and _HEADS.match(name) is not None)
     )
+
+
+def is_of_tower(name: str) -> bool:
+    """Tell whether a name is that of a module for pictures or sound, or within one."""
+    return re.search(_TOWERS, name) is not None
 
 
 def draft_layers_in(names: Iterable[str], num_layers: float) -> set[int]:

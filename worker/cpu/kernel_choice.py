@@ -24,7 +24,7 @@ from worker.model.quantization import (
     rounding_of,
 )
 from worker.model.toolkit import Toolkit
-from worker.pictures.eyes import bytes_of_rows
+from worker.pictures.eyes import bytes_of_pictures
 from worker.progress import LoadPhase, LoadStage
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import StartupError
@@ -36,8 +36,8 @@ _AUTO = "auto"
 
 
 def reserve(model: torch.nn.Module) -> Reserve:
-    """Reserve memory for rows of pictures."""
-    return Reserve(weight_bytes=bytes_of_rows(model))
+    """Reserve memory for pictures."""
+    return Reserve(weight_bytes=bytes_of_pictures(model, model.dtype))
 
 
 def open_toolkit(

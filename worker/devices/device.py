@@ -51,7 +51,7 @@ class Reserve(NamedTuple):
     buffer_bytes: int = 0
     """Buffers of a GPU."""
     weight_bytes: int = 0
-    """Weights that are pages of their files yet; on a CPU also rows of pictures that are yet to be kept."""
+    """Weights that are pages of their files yet; on a CPU also what pictures take."""
 
 
 NO_RESERVE = Reserve()

@@ -21,6 +21,7 @@ from worker.load.loader import LoadedModel
 from worker.load.model_kind import ModelKind
 from worker.machine import available_memory_bytes
 from worker.memory_sizes import format_size
+from worker.pictures.eyes import has_eyes
 from worker.startup.kernel_choice import kernels_of
 from worker.steps.model_runner import ModelRunner
 from worker.worker_config import AdapterFacts, WorkerConfig, padded_rank
@@ -69,7 +70,7 @@ def targets_of(
     if kernels_of(device).stacks_adapters:
         targets = targets.without_latents(model, "updates of what expands latents are computed on CPUs only")
         return targets.without_experts("updates of experts are computed on CPUs only")
-    return targets
+    return replace(targets, reads_pictures=has_eyes(model))
 
 
 def with_adapters(reserve: Reserve, config: WorkerConfig, targets: Targets, dtype: torch.dtype) -> Reserve:

@@ -114,7 +114,7 @@ async def test_a_picture_is_there_once_until_its_last_request_has_ended(shared) 
 @on_one_loop
 async def test_what_the_process_does_is_counted(shared, monkeypatch) -> None:
     counts: Counter[str] = Counter()
-    monkeypatch.setattr(shared, "count", lambda name, num: counts.update({name: num}))
+    monkeypatch.setattr(shared, "count", lambda name, num=1: counts.update({name: num}))
     lease = shared.new_lease()
     for file in (picture(seed=7), picture(seed=7), b"GIF89a"):
         with suppress(RequestRejected):

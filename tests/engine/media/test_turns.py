@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from engine.media.turns import LineIsFull, TurnsByKey
+from engine.errors import Overloaded
+from engine.media.turns import TurnsByKey
 
 
 def opened(num_places: int = 1, max_waiting: int = 4) -> tuple[TurnsByKey, list[str]]:
@@ -15,8 +16,9 @@ async def begun(turns: TurnsByKey, served: list[str], names: str) -> list["async
     """Let callers wait, each by a letter, which is its key."""
 
     async def serve(name: str) -> None:
-        async with turns.place(name):
-            served.append(name)
+        await turns.acquire(name)
+        served.append(name)
+        turns.release()
 
     tasks = [asyncio.create_task(serve(name)) for name in names]
     await asyncio.sleep(0)
@@ -38,14 +40,14 @@ async def test_a_full_line_takes_the_last_caller_of_the_key_that_fills_it() -> N
     await turns.acquire("a")
     many = await begun(turns, served, "aaaa")
     [other] = await begun(turns, served, "b")
-    with pytest.raises(LineIsFull):
+    with pytest.raises(Overloaded):
         await many[-1]
-    with pytest.raises(LineIsFull):
+    with pytest.raises(Overloaded):
         await turns.acquire("a")
     [third] = await begun(turns, served, "b")
-    with pytest.raises(LineIsFull):
+    with pytest.raises(Overloaded):
         await many[-2]
-    with pytest.raises(LineIsFull):
+    with pytest.raises(Overloaded):
         await turns.acquire("b")
     turns.release()
     await asyncio.gather(*many[:2], other, third)

@@ -331,6 +331,12 @@ class Reference:
         self._model.save_pretrained(folder)
         (folder / "generation_config.json").unlink(missing_ok=True)
 
+    def read_again(self, folder: Path) -> None:
+        """Take the weights of a checkpoint that was derived from it."""
+        self._model = AutoModelForImageTextToText.from_pretrained(
+            folder, attn_implementation="eager", dtype=torch.float32
+        ).eval()
+
     def picture(self, number: int) -> Picture:
         return self.family.picture(torch.Generator().manual_seed(number), number)
 
