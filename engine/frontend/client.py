@@ -264,13 +264,17 @@ class AsyncEngine:
         """Return tokenizer_config.json of the checkpoint; empty without one."""
         return await asyncio.to_thread(tokenizer_config, self._config.worker)
 
-    async def compile_grammar(self, grammar: Grammar, *, param: str, num_choices: int) -> Grammar:
+    async def compile_grammar(
+        self, grammar: Grammar, *, param: str, num_choices: int, tenant: str
+    ) -> Grammar:
         """Compile a grammar from the field `param` on trial, in another process; return it ready for params.
 
         Raises RequestRejected, Overloaded, EngineUnavailable.
         """
         with self.metrics.counting_refusals():
-            return await self._grammars.compile(grammar, self.info, param=param, num_choices=num_choices)
+            return await self._grammars.compile(
+                grammar, self.info, param=param, num_choices=num_choices, tenant=tenant
+            )
 
     def require_room(self, priority: int | None) -> None:
         """Refuse a call for which the queue has no room, before anything is spent on it. Raises Overloaded.

@@ -5,7 +5,6 @@ process, or by the worker that had to end a request.
 Never: compiles in this process: a schema of a few lines can keep a compiler busy for hours.
 """
 
-import asyncio
 import hashlib
 from collections import OrderedDict
 from dataclasses import replace
@@ -13,17 +12,17 @@ from dataclasses import replace
 from engine.errors import (
     EngineUnavailable,
     GrammarRejected,
-    Overloaded,
     OverloadReason,
     RequestRejected,
 )
 from engine.grammars.messages import GrammarVerdict, Tokens
 from engine.processes.framed_child import ChildEnded, FramedChild
+from engine.processes.turns import TurnsByKey
 from engine.types import ModelInfo
 from scheduler.messages import GRAMMAR_TOO_DEAR, Grammar
 
 _START_TIMEOUT_S = 60.0
-_MAX_WAITING = 32
+_MAX_WAITING = 31
 _MAX_REMEMBERED = 256
 _MAX_COST_S = 0.05
 """Limit for one sequence. The worker compiles between two steps; a schema of 300 properties takes 0.01 s."""
@@ -42,22 +41,14 @@ class GrammarCompiler:
         self._folder = folder
         self._timeout_s = timeout_s
         self._child = FramedChild("engine.grammars.process", RAYON_NUM_THREADS="1")
-        self._turn = asyncio.Lock()
-        self._trial: asyncio.Task[GrammarVerdict] | None = None
-        """The latest: only this keeps one alive whose client has left."""
-        self._num_waiting = 0
+        self._turns = TurnsByKey(1, _MAX_WAITING, OverloadReason.GRAMMARS)
         self._verdicts: OrderedDict[bytes, GrammarVerdict] = OrderedDict()
         self._blamed: OrderedDict[bytes, str] = OrderedDict()
         """Reasons by grammars, as the worker got them, which were refused there."""
         self._refuses_all = ""
 
-    @property
-    def pid(self) -> int | None:
-        """The process's id, for tests; None while there is none."""
-        return self._child.pid
-
     async def compile(
-        self, grammar: Grammar, info: ModelInfo, *, param: str, num_choices: int = 1
+        self, grammar: Grammar, info: ModelInfo, *, param: str, num_choices: int = 1, tenant: str = ""
     ) -> Grammar:
         """Try a grammar for `num_choices` sequences; return it as the worker takes it.
 
@@ -66,7 +57,7 @@ class GrammarCompiler:
         """
         verdict = self._recall(grammar)
         if verdict is None:
-            verdict = await self._wait_and_try(grammar, info, param)
+            verdict = await self._turns.run(tenant, lambda: self._try_in_turn(grammar, info, param))
         if verdict.refusal:
             raise GrammarRejected(verdict.refusal, param=param)
         _check_cost(verdict, num_choices, param)
@@ -89,32 +80,11 @@ class GrammarCompiler:
     async def close(self) -> None:
         await self._child.kill()
 
-    async def _wait_and_try(self, grammar: Grammar, info: ModelInfo, param: str) -> GrammarVerdict:
-        if self._num_waiting >= _MAX_WAITING:
-            raise Overloaded(
-                "too many grammars wait to be compiled; try again later",
-                retry_after_s=1.0,
-                reason=OverloadReason.GRAMMARS,
-            )
-        self._num_waiting += 1
-        try:
-            await self._turn.acquire()
-            # A trial goes to its end though its client leaves: to stop it is to replace the process, and
-            # others would wait for that each time that a client comes and goes.
-            self._trial = asyncio.create_task(self._try_in_turn(grammar, info, param))
-            self._trial.add_done_callback(_mark_as_seen)
-            return await asyncio.shield(self._trial)
-        finally:
-            self._num_waiting -= 1
-
     async def _try_in_turn(self, grammar: Grammar, info: ModelInfo, param: str) -> GrammarVerdict:
-        try:
-            # The one tried just before may have been the same.
-            verdict = self._recall(grammar) or await self._try(grammar, info, param)
-            self._remember(grammar, verdict)
-            return verdict
-        finally:
-            self._turn.release()
+        # The one tried just before may have been the same.
+        verdict = self._recall(grammar) or await self._try(grammar, info, param)
+        self._remember(grammar, verdict)
+        return verdict
 
     async def _try(self, grammar: Grammar, info: ModelInfo, param: str) -> GrammarVerdict:
         try:
@@ -156,12 +126,6 @@ class GrammarCompiler:
         self._verdicts[_key(grammar)] = verdict
         if len(self._verdicts) > _MAX_REMEMBERED:
             self._verdicts.popitem(last=False)
-
-
-def _mark_as_seen(trial: asyncio.Task[GrammarVerdict]) -> None:
-    """Take note of a refusal, which asyncio would log: its client may have left."""
-    if not trial.cancelled():
-        trial.exception()
 
 
 def _key(grammar: Grammar) -> bytes:

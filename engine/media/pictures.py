@@ -21,9 +21,9 @@ from engine.media.families import FAMILIES
 from engine.media.messages import Detail, PictureOrder, Preparation, PreparedPicture, most_seconds
 from engine.media.picture_files import kind_of
 from engine.media.segments import PictureLease, Segments, StoredPicture
-from engine.media.turns import TurnsByKey
 from engine.options.media_options import MediaConfig
 from engine.processes.framed_child import ChildEnded, FramedChild
+from engine.processes.turns import TurnsByKey
 from engine.types import EncoderInput, VisionFacts
 
 _START_TIMEOUT_S = 60.0
@@ -64,10 +64,8 @@ class PicturePreparer:
         self._folder = folder
         self._child = FramedChild("engine.media.process", OMP_NUM_THREADS="1", TRANSFORMERS_VERBOSITY="error")
         self._segments: Segments | None = None
-        self._turns = TurnsByKey(1, _MAX_WAITING)
-        self._order: asyncio.Task[tuple[StoredPicture, PictureLease]] | None = None
-        """The one under way: only this keeps it alive if its client has left."""
-        self._files = TurnsByKey(_MAX_FETCHED, _MAX_WAITING)
+        self._turns = TurnsByKey(1, _MAX_WAITING, OverloadReason.PICTURES)
+        self._files = TurnsByKey(_MAX_FETCHED, _MAX_WAITING, OverloadReason.PICTURES)
         self.counting_refusals: Callable[[], AbstractContextManager[None]] = nullcontext
         """A context that counts an Overloaded which is raised inside."""
         self.count: Callable[..., None] = lambda *_, **__: None
@@ -75,11 +73,6 @@ class PicturePreparer:
         self._refuses_all = ""
         self._way = b""
         """Everything but the picture on which its prepared bytes depend."""
-
-    @property
-    def pid(self) -> int | None:
-        """The process's id, for tests; None while there is none."""
-        return self._child.pid
 
     def marks(self, vision: VisionFacts) -> PictureMarks | None:
         """Return the marks of a family; None without a rule for it, or a token that the rule names."""
@@ -146,15 +139,14 @@ class PicturePreparer:
         content: str,
         param: str,
     ) -> StoredPicture:
-        begun_s = time.monotonic()
-        await self._turns.acquire(lease.key)
-        self.count("picture_wait_seconds", num=time.monotonic() - begun_s)
-        # It goes to its end though its client leaves: to stop it is to replace the process.
         order = PictureOrder(content=picture, detail=detail, segment="", max_bytes=0)
-        work = self._prepare_in_turn(content, order, vision, param, lease.num_bytes)
-        self._order = asyncio.create_task(work)
-        self._order.add_done_callback(self._end_order)
-        prepared, keeper = await asyncio.shield(self._order)
+        begun_s = time.monotonic()
+
+        async def work() -> tuple[StoredPicture, PictureLease]:
+            self.count("picture_wait_seconds", num=time.monotonic() - begun_s)
+            return await self._prepare_in_turn(content, order, vision, param, lease.num_bytes)
+
+        prepared, keeper = await self._turns.run(lease.key, work)
         lease.take(content)
         keeper.release()
         return prepared
@@ -165,13 +157,6 @@ class PicturePreparer:
         if self._segments is not None:
             self._segments.close()
 
-    def _end_order(self, order: "asyncio.Task[tuple[StoredPicture, PictureLease]]") -> None:
-        """Let its lease go, and take note of a refusal, which asyncio would log: its client may have left."""
-        if self._order is order:
-            self._order = None
-        if not order.cancelled():
-            order.exception()
-
     async def _prepare_in_turn(
         self, content: str, order: PictureOrder, vision: VisionFacts, param: str, num_held: int
     ) -> tuple[StoredPicture, PictureLease]:
@@ -179,16 +164,13 @@ class PicturePreparer:
 
         `num_held` are the bytes that its request has in shared memory.
         """
-        try:
-            keeper = self.new_lease()
-            stored = keeper.take(content)  # the one prepared just before may have been the same
-            if stored is None:
-                await self._prepare(content, order, vision, param, num_held)
-                stored = keeper.take(content)
-                assert stored is not None
-            return stored, keeper
-        finally:
-            self._turns.release()
+        keeper = self.new_lease()
+        stored = keeper.take(content)  # the one prepared just before may have been the same
+        if stored is None:
+            await self._prepare(content, order, vision, param, num_held)
+            stored = keeper.take(content)
+            assert stored is not None
+        return stored, keeper
 
     async def _prepare(
         self, content: str, order: PictureOrder, vision: VisionFacts, param: str, num_held: int

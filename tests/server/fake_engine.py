@@ -165,7 +165,9 @@ class FakeEngine:
         ids = [token_id for token_id in token_ids if token_id < EOS or special is SpecialTokens.KEEP]
         return "".join("<eos>" if token_id == EOS else chr(token_id) for token_id in ids)
 
-    async def compile_grammar(self, grammar: Grammar, *, param: str, num_choices: int) -> Grammar:
+    async def compile_grammar(
+        self, grammar: Grammar, *, param: str, num_choices: int, tenant: str
+    ) -> Grammar:
         self.grammar_choices.append(num_choices)
         if "refuse" in grammar.text:
             raise RequestRejected(f"{param}: refused", param=param, code="invalid_grammar")

@@ -39,10 +39,7 @@ class WholeBody(Protocol):
 
 
 def body_name(model: Any) -> str:
-    """Return the name that the body has in a model, "model" in one that is itself a body.
-
-    In a model that reads pictures it is the part for text.
-    """
+    """Return the name that the body, or its part for text, has in a model; "model" in one that is a body."""
     # Llama 4's text model keeps the prefix of the whole, which has no such part.
     name = str(model.base_model_prefix)
     name = name if hasattr(model, name) else "model"

@@ -154,10 +154,7 @@ def find_eyes(model: Any) -> Eyes | None:
 
 
 def bytes_of_pictures(model: Any, dtype: torch.dtype) -> int:
-    """Size the rows of pictures that are kept, and what a tower holds while it computes one of usual size.
-
-    0 of a model that reads text alone.
-    """
+    """Size the rows of pictures that are kept, and what a tower holds for one; 0 for text alone."""
     if not has_eyes(model):
         return 0
     tower = model.config.vision_config

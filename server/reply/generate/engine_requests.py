@@ -186,7 +186,10 @@ async def _compiled(
         return None
     _check_can_end(body, engine.info, param=wanted.grammar.param)
     tried = engine.compile_grammar(
-        wanted.grammar.grammar, param=wanted.grammar.param, num_choices=num_choices
+        wanted.grammar.grammar,
+        param=wanted.grammar.param,
+        num_choices=num_choices,
+        tenant=origin.terms.tenant,
     )
     return await while_connected(origin.receive, tried)
 

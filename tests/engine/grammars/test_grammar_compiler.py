@@ -84,19 +84,19 @@ def used_ticks(pid: int) -> int:
 async def busy_with_it(compiler: GrammarCompiler, attempt: Try) -> "tuple[asyncio.Task[Grammar], int]":
     """Begin what has no end, and wait until the process is at it; also its id."""
     await attempt(INTEGER)
-    assert compiler.pid is not None
-    before = used_ticks(compiler.pid)
+    assert compiler._child.pid is not None
+    before = used_ticks(compiler._child.pid)
     hopeless = attempt(ENDLESS)
     async with asyncio.timeout(30):
-        while used_ticks(compiler.pid) < before + 5:
+        while used_ticks(compiler._child.pid) < before + 5:
             await asyncio.sleep(0.02)
-    return hopeless, compiler.pid
+    return hopeless, compiler._child.pid
 
 
 async def test_the_process_starts_with_the_first_grammar_and_is_gone_after_close(compiler, attempt) -> None:
-    assert compiler.pid is None
+    assert compiler._child.pid is None
     assert (await attempt(INTEGER)).text == INTEGER.text
-    pid = compiler.pid
+    pid = compiler._child.pid
     assert Path(f"/proc/{pid}").exists()
     await compiler.close()
     assert not Path(f"/proc/{pid}").exists()
@@ -111,7 +111,7 @@ async def test_what_was_tried_is_not_tried_again_neither_good_nor_bad(compiler, 
     assert (await attempt(INTEGER)).text == INTEGER.text
     with pytest.raises(RequestRejected, match="unclosed group"):
         await attempt(bad)
-    assert compiler.pid is None
+    assert compiler._child.pid is None
 
 
 async def test_a_refusal_names_the_field_and_repeats_the_reason_at_bounded_length(attempt) -> None:
@@ -177,7 +177,7 @@ async def test_what_fails_after_its_first_token_is_refused_before_a_model_writes
         with pytest.raises(RequestRejected, match=r"fails at its token 2; make it simpler: .*max is") as told:
             await attempt(optional_properties(1100))
         assert told.value.code == "invalid_grammar"
-    assert compiler.pid is not None
+    assert compiler._child.pid is not None
 
 
 @pytest.mark.parametrize("text", ["yes", "[a-z]+", "(a|)", "😀{2,}", '[^"]*'])
@@ -219,7 +219,7 @@ async def test_a_caller_who_gives_up_leaves_no_answer_behind_and_the_process_as_
     compiler, attempt
 ) -> None:
     await attempt(INTEGER)
-    pid = compiler.pid
+    pid = compiler._child.pid
     given_up = attempt(Grammar(kind=GrammarKind.REGEX, text="[ab]{1,50}"))
     waiting = attempt(Grammar(kind=GrammarKind.REGEX, text="b"))
     for _ in range(3):
@@ -229,7 +229,7 @@ async def test_a_caller_who_gives_up_leaves_no_answer_behind_and_the_process_as_
         await given_up
     assert (await waiting).text == "b"
     assert (await attempt(Grammar(kind=GrammarKind.REGEX, text="a"))).text == "a"
-    assert compiler.pid == pid
+    assert compiler._child.pid == pid
 
 
 async def test_the_verdict_for_a_caller_who_gave_up_serves_the_next(compiler, attempt, monkeypatch) -> None:

@@ -168,12 +168,12 @@ async def test_thirty_hostile_files_are_refused_by_name_and_leave_nothing(shared
     assert len(files) == 30
     lease = shared.new_lease()
     await prepared(shared, picture(), lease)
-    pid = shared.pid
+    pid = shared._child.pid
     before = resident_bytes(pid)
     for name, file in files.items():
         with pytest.raises(RequestRejected, match=r"^field: the picture is not taken: it"):
             pytest.fail(f"{name} was taken: {await prepared(shared, file, lease)}")
-    assert shared.pid == pid
+    assert shared._child.pid == pid
     assert resident_bytes(pid) < before + 64 * 2**20
     lease.release()
     assert not left_of(shared)
@@ -193,7 +193,7 @@ async def test_pixels_are_counted_before_they_are_decoded(tmp_path) -> None:
 async def test_a_killed_decoder_is_one_requests_refusal(alone) -> None:
     lease = alone.new_lease()
     await prepared(alone, picture(), lease)
-    pid = alone.pid
+    pid = alone._child.pid
     os.kill(pid, signal.SIGSTOP)
     waiting = asyncio.create_task(prepared(alone, picture(seed=1), lease))
     await asyncio.sleep(0.1)
@@ -202,18 +202,18 @@ async def test_a_killed_decoder_is_one_requests_refusal(alone) -> None:
         await waiting
     assert len(left_of(alone)) == 1
     await prepared(alone, picture(seed=2), lease)
-    assert alone.pid != pid
+    assert alone._child.pid != pid
 
 
 @on_one_loop
 async def test_a_client_that_leaves_keeps_nothing(alone) -> None:
     lease = alone.new_lease()
     await prepared(alone, picture(), lease)
-    os.kill(alone.pid, signal.SIGSTOP)
+    os.kill(alone._child.pid, signal.SIGSTOP)
     leaving = asyncio.create_task(prepared(alone, picture(seed=1), lease))
     await asyncio.sleep(0.1)
     leaving.cancel()
-    os.kill(alone.pid, signal.SIGCONT)
+    os.kill(alone._child.pid, signal.SIGCONT)
     next_lease = alone.new_lease()
     await prepared(alone, picture(seed=2), next_lease)
     assert len(left_of(alone)) == 2
@@ -223,13 +223,13 @@ async def test_a_client_that_leaves_keeps_nothing(alone) -> None:
 async def test_a_picture_whose_client_has_left_is_gone_once_it_is_prepared(alone) -> None:
     lease = alone.new_lease()
     await prepared(alone, picture(), lease)
-    os.kill(alone.pid, signal.SIGSTOP)
+    os.kill(alone._child.pid, signal.SIGSTOP)
     leaving = asyncio.create_task(prepared(alone, picture(seed=1), lease))
-    while alone._order is None:
+    while not alone._turns.under_way:
         await asyncio.sleep(0.01)
-    order = alone._order
+    [order] = alone._turns.under_way
     leaving.cancel()
-    os.kill(alone.pid, signal.SIGCONT)
+    os.kill(alone._child.pid, signal.SIGCONT)
     await asyncio.wait([order])
     del order
     await asyncio.sleep(0)
@@ -355,7 +355,7 @@ async def main():
     lease = pictures.new_lease()
     from engine.media.messages import Detail
     await pictures.prepare(picture(), Detail.AUTO, SEEN, lease, param="x")
-    print(pictures.pid, lease._segments.prefix, flush=True)
+    print(pictures._child.pid, lease._segments.prefix, flush=True)
     await asyncio.sleep(600)
 asyncio.run(main())
 """

@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 
-from engine.errors import Overloaded
-from engine.media.turns import TurnsByKey
+from engine.errors import Overloaded, OverloadReason
+from engine.processes.turns import TurnsByKey
 
 
 def opened(num_places: int = 1, max_waiting: int = 4) -> tuple[TurnsByKey, list[str]]:
-    return TurnsByKey(num_places, max_waiting), []
+    return TurnsByKey(num_places, max_waiting, OverloadReason.GRAMMARS), []
 
 
 async def begun(turns: TurnsByKey, served: list[str], names: str) -> list["asyncio.Task[None]"]:
