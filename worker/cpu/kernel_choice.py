@@ -6,6 +6,7 @@ Never: fails a start that torch alone could serve: it computes the same, more sl
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,7 +36,7 @@ _TOPIC = "CPU kernels"
 _AUTO = "auto"
 
 
-def reserve(model: torch.nn.Module) -> Reserve:
+def reserve(model: Any) -> Reserve:
     """Reserve memory for pictures."""
     return Reserve(weight_bytes=bytes_of_pictures(model, model.dtype))
 

@@ -315,6 +315,30 @@ async def test_bad_pictures_are_refused_by_the_field_that_has_them(client, engin
     assert not engine.pictures._segments._stored
 
 
+@pytest.mark.parametrize("kind", ["audio", "video"])
+async def test_sound_and_films_are_refused_by_name_in_all_protocols(client, engine, kind: str) -> None:
+    wave = base64.b64encode(b"RIFF\x24\0\0\0WAVEfmt ").decode()
+    user = {"role": "user", "content": [{"type": f"input_{kind}"}]}
+    source = {"type": "base64", "media_type": f"{kind}/mp4", "data": wave}
+    cases = {
+        "/v1/chat/completions": ({"messages": [user]}, f"{kind} is not served"),
+        "/v1/responses": ({"input": [user]}, f"{kind} is not served"),
+        "/v1/messages": (
+            {"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": kind, "source": source}]}]},
+            f"of type '{kind}' are not supported",
+        ),
+        "/api/chat": (
+            {"messages": [{"role": "user", "content": "x", "images": [wave]}]},
+            "it is no PNG, JPEG, WebP or GIF file",
+        ),
+    }
+    for path, (body, told) in cases.items():
+        reply = await client.post(path, json={"model": "fake", **body})
+        assert reply.status_code == 400, reply.text
+        assert told in reply.text
+    assert not engine.requests
+
+
 async def test_what_a_model_sees_is_said_where_clients_look(client) -> None:
     assert (await client.get("/v1/models")).json()["data"][0]["capabilities"] == {"vision": True}
     assert "vision" in (await client.post("/api/show", json={"model": "fake"})).json()["capabilities"]
