@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
+import torch
+from safetensors.numpy import load_file, save_file
 from tokenizers import AddedToken, Tokenizer
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 import engine
 
@@ -28,12 +30,28 @@ CALLS: dict[str, dict[str, Any]] = {
     "shell": {"command": ["cat", FILE]},
 }
 _WIDTH = 256
+_MARKS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+_TOWER = {
+    **{"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "out_hidden_size": _WIDTH},
+    **{"patch_size": 16, "spatial_merge_size": 2, "num_position_embeddings": 64},
+    "deepstack_visual_indexes": [],
+}
+_PROCESSOR = {
+    **{"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 16, "merge_size": 2},
+    "size": {"shortest_edge": 1024, "longest_edge": 1 << 16},
+}
 _TEMPLATE = """\
 {%- if tools %}{{- '<|im_start|>system\\n' }}\
 {%- for tool in tools %}{{- tool | tojson + '\\n' }}{%- endfor %}\
 {{- '<tool_call><|im_end|>\\n' }}{%- endif %}
 {%- for message in messages %}
-{{- '<|im_start|>' + message.role + '\\n' + (message.content or '') + '<|im_end|>\\n' }}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.content is string %}{{- message.content }}{%- else %}
+{%- for part in message.content or [] %}
+{%- if part.type == 'image' %}{{- '<|vision_start|><|image_pad|><|vision_end|>' }}
+{%- else %}{{- part.text }}{%- endif %}
+{%- endfor %}{%- endif %}
+{{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}
 {{- '<|im_start|>assistant\\n' }}
@@ -46,12 +64,13 @@ _TEMPLATE = """\
 """
 
 
-def make_parrot(folder: Path) -> Path:
-    """Write the checkpoint into `folder`, and return the folder."""
+def make_parrot(folder: Path, calls: dict[str, dict[str, Any]] = CALLS, marks: tuple[str, ...] = ()) -> Path:
+    """Write the checkpoint into `folder`, and return the folder; `marks` are further special tokens."""
     folder.mkdir(parents=True)
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     texts = {"say": ANSWER}
-    for name, arguments in CALLS.items():
+    tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
+    for name, arguments in calls.items():
         call = json.dumps({"name": name, "arguments": arguments})
         texts[name] = f"<tool_call>\n{call}\n</tool_call>"
     config = json.loads((DEMO / "config.json").read_text())
@@ -66,8 +85,37 @@ def make_parrot(folder: Path) -> Path:
     save_file(_weights(vectors, head), folder / "model.safetensors", {"format": "pt"})
     tokenizer.save(str(folder / "tokenizer.json"))
     shutil.copy(DEMO / "tokenizer_config.json", folder)
-    (folder / "chat_template.jinja").write_text(_TEMPLATE.replace("NAMES", str(list(CALLS))))
+    (folder / "chat_template.jinja").write_text(_TEMPLATE.replace("NAMES", str(list(calls))))
     (folder / "config.json").write_text(json.dumps(_config(config, size)))
+    return folder
+
+
+def make_seeing_parrot(folder: Path, picture: Path) -> Path:
+    """Write one that reads pictures, and calls Claude Code's tool for reading files for one of them."""
+    make_parrot(folder, {"Read": {"file_path": str(picture)}}, _MARKS)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    image, video, start, end = (tokenizer.token_to_id(mark) for mark in _MARKS)
+    text = json.loads((folder / "config.json").read_text()) | {"model_type": "qwen3_vl_text"}
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4]}
+    config = AutoConfig.for_model(
+        "qwen3_vl",
+        text_config=text,
+        vision_config=_TOWER,
+        image_token_id=image,
+        video_token_id=video,
+        vision_start_token_id=start,
+        vision_end_token_id=end,
+    )
+    torch.manual_seed(1)
+    state = AutoModelForImageTextToText.from_config(config).state_dict()
+    tensors = {name: each.numpy() for name, each in state.items() if ".visual." in name}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        tensors[name.replace("model.", "model.language_model.")] = tensor
+    layer = "model.language_model.layers.0.self_attn"
+    tensors |= {f"{layer}.{name}_norm.weight": np.ones(32, "f4") for name in "qk"}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config.to_dict() | {"dtype": "float32"}))
+    (folder / "preprocessor_config.json").write_text(json.dumps(_PROCESSOR))
     return folder
 
 

@@ -6,17 +6,19 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.clients.conftest import INSTALLED
-from tests.clients.parrot import ANSWER, FILE, make_parrot
+from tests.clients.parrot import ANSWER, FILE, make_parrot, make_seeing_parrot
 from tests.e2e.serving import RunningServer, running_server
+from tests.engine.media.made_pictures import picture
 
 pytestmark = pytest.mark.night
 
 PROGRAMS = INSTALLED / "node" / "node_modules" / ".bin"
 ASKED = f"Read {FILE} and say what it says"
-NOTE = "the yard is open"
+NOTE = b"the yard is open"
 CODEX = """\
 model = "parrot"
 model_provider = "tokenyard"
@@ -48,7 +50,13 @@ def parrot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         yield server
 
 
-def loop_of(program: str, *arguments: str, folder: Path, variables: dict[str, str]) -> str:
+def loop_of(
+    program: str,
+    *arguments: str,
+    folder: Path,
+    variables: dict[str, str],
+    file: tuple[str, bytes] = (FILE, NOTE),
+) -> str:
     """Return what an agent prints that is asked about a note in its folder. Skips where there is none."""
     found = PROGRAMS / program
     if (
@@ -58,7 +66,7 @@ def loop_of(program: str, *arguments: str, folder: Path, variables: dict[str, st
         pytest.skip("run tests/clients/install, with Node and npm")
     work = folder / "work"
     work.mkdir()
-    (work / FILE).write_text(NOTE)
+    (work / file[0]).write_bytes(file[1])
     done = subprocess.run(
         [found, *arguments],
         cwd=work,
@@ -95,21 +103,45 @@ def test_codex_reads_a_file_and_is_answered(parrot, tmp_path):
     (tmp_path / ".codex" / "config.toml").write_text(CODEX.replace("ADDRESS", parrot.url))
     flags = ("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
     said = loop_of("codex", *flags, ASKED, folder=tmp_path, variables={"YARD_KEY": "none"})
-    assert NOTE in said
+    assert NOTE.decode() in said
     turns = check_loop(parrot, num_before, said, "/v1/responses")
     assert {line["ignored"] for line in turns} == {"tools.web_search"}
 
 
-def test_claude_code_reads_a_file_and_is_answered(parrot, tmp_path):
-    num_before = len(requests_of(parrot))
-    variables = {
-        "ANTHROPIC_BASE_URL": parrot.url,
+def variables_of(server: RunningServer) -> dict[str, str]:
+    return {
+        "ANTHROPIC_BASE_URL": server.url,
         "ANTHROPIC_AUTH_TOKEN": "none",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }
+
+
+def test_claude_code_reads_a_file_and_is_answered(parrot, tmp_path):
+    num_before = len(requests_of(parrot))
     flags = ("-p", ASKED, "--model", "parrot", "--allowedTools", "Bash")
-    said = loop_of("claude", *flags, folder=tmp_path, variables=variables)
+    said = loop_of("claude", *flags, folder=tmp_path, variables=variables_of(parrot))
     check_loop(parrot, num_before, said, "/v1/messages")
+
+
+def test_claude_code_shows_a_picture_and_is_answered(tmp_path):
+    folder = tmp_path / "agent"
+    folder.mkdir()
+    shot = folder / "work" / "shot.png"
+    model = make_seeing_parrot(tmp_path / "model", shot)
+    flags = ("-p", f"Read {shot} and say what it shows", "--model", "parrot", "--allowedTools", "Read")
+    with running_server(tmp_path, str(model), "--served-model-name", "parrot") as server:
+        said = loop_of(
+            "claude",
+            *flags,
+            folder=folder,
+            variables=variables_of(server),
+            file=("shot.png", picture(320, 240)),
+        )
+        check_loop(server, 0, said, "/v1/messages")
+        metrics = httpx.get(f"{server.url}/metrics").text
+    counts = dict(line.split() for line in metrics.splitlines() if "picture" in line and line[0] != "#")
+    assert float(counts["tokenyard:pictures_prepared_total"]) >= 1
+    assert "tokenyard:encoder_inputs_total 1.0" in metrics
 
 
 def test_opencode_reads_a_file_and_is_answered(parrot, tmp_path):
@@ -119,5 +151,5 @@ def test_opencode_reads_a_file_and_is_answered(parrot, tmp_path):
     (settings / "opencode.json").write_text(json.dumps(OPENCODE).replace("ADDRESS", parrot.url))
     flags = ("run", "--model", "tokenyard/parrot", ASKED)
     said = loop_of("opencode", *flags, folder=tmp_path, variables={"OPENCODE_DISABLE_AUTOUPDATE": "1"})
-    assert NOTE in said
+    assert NOTE.decode() in said
     check_loop(parrot, num_before, said, "/v1/chat/completions")
