@@ -82,16 +82,15 @@ class AsyncEngine:
         """The death of each engine's last process, until the next is ready."""
         self._viewers = Subscribers(self._engines.send_all)
         self._views = JoinedViews(config.num_engines)
-        self.metrics = EngineMetrics(
+        metrics = self.metrics = EngineMetrics(
             config.served_names[0],
             num_engines=config.num_engines,
             target_first_token_s=config.target_first_token_s,
         )
         self.metrics.watch_health(self.health)
         self._template.on_merged = self.metrics.turns_merged
-        self.pictures.count = self.metrics.count
-        counting = self.pictures.counting_refusals = self.metrics.counting_refusals
-        texts = self._texts = TokenizerThreads(self._tokenizer, self._template, counting)
+        self.pictures.count, self.pictures.counting_refusals = metrics.count, metrics.counting_refusals
+        texts = self._texts = TokenizerThreads(self._tokenizer, self._template, metrics.counting_refusals)
         # Calls about texts, which the threads document.
         self.encode, self.encode_plain, self.encode_chat = texts.encode, texts.encode_plain, texts.encode_chat
         self.encode_texts, self.encode_pairs = texts.encode_texts, texts.encode_pairs

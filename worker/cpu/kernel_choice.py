@@ -36,9 +36,9 @@ _TOPIC = "CPU kernels"
 _AUTO = "auto"
 
 
-def reserve(model: Any) -> Reserve:
+def reserve(model: Any, dtype: torch.dtype) -> Reserve:
     """Reserve memory for pictures."""
-    return Reserve(weight_bytes=bytes_of_pictures(model, model.dtype))
+    return Reserve(weight_bytes=bytes_of_pictures(model, dtype))
 
 
 def open_toolkit(

@@ -27,7 +27,6 @@ from worker.worker_errors import FamilyRefused, StartupError
 
 NO_PAGED_ATTENTION = "has attention of its own that a paged KV cache cannot be put under"
 _NEEDS_TIMM = "TimmWrapperModel"
-_TOWER = "visual."
 _SUPPORTED_LAYERS = frozenset({FULL_LAYER, SLIDING_LAYER, CHUNKED_LAYER, *INDEXED_LAYERS})
 
 
@@ -90,7 +89,7 @@ def model_config_of(kind: ModelKind, files: list[WeightFile]) -> Any:
     else:
         config = AutoConfig.from_pretrained(kind.folder, local_files_only=True, trust_remote_code=False)
     if config.model_type in OF_TWO_CLASSES and kind.task is Task.GENERATE:
-        has_tower = any(_TOWER in name for file in files for name in file.tensors)
+        has_tower = any("visual." in name for file in files for name in file.tensors)
         return config if has_tower and not kind.is_divided else config.get_text_config(decoder=True)
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not (is_timm_available() and is_vision_available()):
         others = [getattr(config, name, None) for name in config.sub_configs]

@@ -32,10 +32,8 @@ FAMILIES = _IN_THREE_ROWS | {"internvl", "mistral3", "smolvlm", "idefics3", *_SE
 MOST_PLACES = 16384
 """Places of pictures whose rows are kept: those of the largest picture that a family takes."""
 
-_USUAL_PATCHES = 16384
-"""Patches of a picture of four million pixels, or of 16 tiles."""
-_BYTES_BESIDE = 66
-"""Memory for each number of a patch's hidden state: measured, 56 to 82 in bfloat16 and float32."""
+_BYTES_BESIDE = 16384 * 66
+"""Memory of a tower by the size of its hidden states: patches of four million pixels, by measured bytes."""
 
 
 class PictureRows(NamedTuple):
@@ -160,7 +158,7 @@ def bytes_of_pictures(model: Any, dtype: torch.dtype) -> int:
     tower = model.config.vision_config
     num_numbers = model.config.get_text_config().hidden_size * (1 + _num_deep(model.config))
     row_bytes = MOST_PLACES * int(num_numbers) * dtype.itemsize
-    return row_bytes + _USUAL_PATCHES * int(getattr(tower, "embed_dim", tower.hidden_size)) * _BYTES_BESIDE
+    return row_bytes + int(getattr(tower, "embed_dim", tower.hidden_size)) * _BYTES_BESIDE
 
 
 def has_eyes(model: Any) -> bool:

@@ -7,7 +7,7 @@ Never: compiles (cpu/kernel_choice.py, gpu/kernel_choice.py).
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -41,6 +41,8 @@ class KernelChoice(NamedTuple):
     """Open the kernels; None where torch computes all."""
     reserve: Callable[[WorkerConfig, LoadedModel], Reserve]
     """Measure the memory that generation holds in addition to weights and KV cache."""
+    foresee_pictures: Callable[[Any, torch.dtype], int]
+    """Size the part of that memory which pictures take, for a model of shapes alone."""
     saturating_tokens: int
     """The rows from which on products get no faster; 0 where more are always better."""
     obstacle_to_adapters: Callable[[WorkerConfig], str]
@@ -83,7 +85,8 @@ def _reserve_on_gpu(config: WorkerConfig, loaded: LoadedModel) -> Reserve:
 _ON_CPU = KernelChoice(
     cpu_kernel_choice.foresee_kernels,
     cpu_kernel_choice.open_toolkit,
-    lambda _config, loaded: cpu_kernel_choice.reserve(loaded.model),
+    lambda _config, loaded: cpu_kernel_choice.reserve(loaded.model, loaded.dtype),
+    lambda model, dtype: cpu_kernel_choice.reserve(model, dtype).weight_bytes,
     saturating_tokens=256,  # docs/benchmarks/serving.md has the measurement
     obstacle_to_adapters=lambda _config: "",
     stacks_adapters=False,
@@ -93,6 +96,7 @@ _ON_GPU = KernelChoice(
     gpu_kernel_choice.foresee_kernels,
     gpu_kernel_choice.open_toolkit,
     _reserve_on_gpu,
+    lambda _model, _dtype: 0,
     saturating_tokens=0,
     obstacle_to_adapters=gpu_kernel_choice.obstacle,
     stacks_adapters=True,

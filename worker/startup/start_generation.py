@@ -18,7 +18,8 @@ from worker.startup.start_adapters import open_generator_adapters
 from worker.startup.start_drafting import load_draft, open_draft
 from worker.steps.generation_step import GenerationSteps
 from worker.steps.head_steps import HeadSteps
-from worker.steps.pictures import note_text_alone, open_eager_steps
+from worker.steps.model_runner import StepRunner
+from worker.steps.pictures import Pictures, note_text_alone, open_eager_steps
 from worker.steps.row_table import RowTable
 from worker.worker_config import ModelFacts, WorkerConfig
 
@@ -67,11 +68,15 @@ def start_generating(
     if adapters is not None:
         generation.adapt(adapters)
     if pictures is not None:
-        generation.see(pictures)
-        if opened is not None and isinstance(opened[0], HeadSteps):
-            opened[0].see(pictures)
+        _open_eyes(pictures, generation, opened and opened[0])
     if facts.max_drafts and ranks.rank == 0:  # the others verify what its plans bring
         generation.speculate(config.speculation)
     if opened is not None:
         generation.speculate_with(*opened)
     return facts, generation
+
+
+def _open_eyes(pictures: Pictures, generation: GenerationSteps, draft_steps: StepRunner | None) -> None:
+    generation.see(pictures)
+    if isinstance(draft_steps, HeadSteps):
+        draft_steps.see(pictures)

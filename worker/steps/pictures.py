@@ -145,8 +145,6 @@ class Pictures:
 
     def place_behind(self, inputs: StepInputs) -> StepInputs:
         """Do the same for a pass that reads at each place the token behind it; lacks rows that are gone."""
-        if not self._seen:
-            return inputs
         return replace(inputs, placed=self._placed(inputs, 1), position_ids_T=self._positions(inputs, 1))
 
     def _placed(self, inputs: StepInputs, num_ahead: int = 0) -> PlacedRows | None:

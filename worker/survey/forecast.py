@@ -23,7 +23,6 @@ from worker.memory_sizes import CacheRequest, CacheSize, size_cache
 from worker.model.corrections import longest_right_len
 from worker.model.layer_parts import Unrecognised
 from worker.model.layer_shards import bytes_of_a_rank, layout_of_stage, refuse_division, shard_layout
-from worker.pictures.eyes import bytes_of_pictures
 from worker.ranks.stage import ONLY_STAGE, Stage
 from worker.startup.kernel_choice import kernels_of, refuse_kept
 from worker.startup.start_adapters import most_bytes, stacked_bytes
@@ -53,7 +52,7 @@ def _bytes_on_a_device(
     `model` is without content, and `stage` the one that the device has.
     """
     if config.num_devices == 1:
-        return num_weight_bytes
+        return num_weight_bytes + kernels_of(device).foresee_pictures(model, torch_dtype(config.dtype, kind))
     evenly: int = sum(parameter.nbytes for parameter in model.parameters()) // config.num_devices
     beside = bytes_of_a_rank(model, config.num_ranks, stage) - evenly
     bytes_each: int = model.dtype.itemsize
@@ -89,7 +88,6 @@ def forecast(
     stages = _stages(config, model, len(whole.layer_numbers))
     layout = _layout_of_a_rank(whole, config, text_config, checkpoint_len, stages[0])
     is_stacked = kernels_of(device).stacks_adapters
-    num_weight_bytes += 0 if is_stacked else bytes_of_pictures(model, dtype)
     adapter_bytes = (stacked_bytes if is_stacked else most_bytes)(config, targets, dtype)
 
     def size_of(stage: Stage) -> CacheSize:

@@ -20,7 +20,7 @@ SEEING: Any = SimpleNamespace(config=FAMILIES["qwen3_vl"].config(), get_image_fe
 
 
 def test_rows_of_pictures_are_counted_with_those_that_are_added_behind_layers_and_the_towers_own() -> None:
-    rows, tower = MOST_PLACES * 64 * (1 + 2) * 2, 4096 * 4 * 32 * eyes._BYTES_BESIDE
+    rows, tower = MOST_PLACES * 64 * (1 + 2) * 2, 32 * eyes._BYTES_BESIDE
     assert bytes_of_pictures(SEEING, torch.bfloat16) == rows + tower
     reading: Any = SimpleNamespace(config=SEEING.config.text_config, get_image_features=None)
     assert bytes_of_pictures(reading, torch.bfloat16) == 0
