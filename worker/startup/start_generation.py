@@ -18,7 +18,6 @@ from worker.startup.start_adapters import open_generator_adapters
 from worker.startup.start_drafting import load_draft, open_draft
 from worker.steps.generation_step import GenerationSteps
 from worker.steps.head_steps import HeadSteps
-from worker.steps.model_runner import StepRunner
 from worker.steps.pictures import Pictures, note_text_alone, open_eager_steps
 from worker.steps.row_table import RowTable
 from worker.worker_config import ModelFacts, WorkerConfig
@@ -76,7 +75,7 @@ def start_generating(
     return facts, generation
 
 
-def _open_eyes(pictures: Pictures, generation: GenerationSteps, draft_steps: StepRunner | None) -> None:
+def _open_eyes(pictures: Pictures, generation: GenerationSteps, draft_steps: object) -> None:
     generation.see(pictures)
     if isinstance(draft_steps, HeadSteps):
         draft_steps.see(pictures)
