@@ -86,11 +86,6 @@ _COUNTERS = {
     "prompt_tokens": "Prompt tokens of admitted requests",
     "generation_tokens": "Tokens generated",
     "requests_replayed": "Requests of an engine process that died, with which the next one went on",
-    "pictures_prepared": "Pictures of requests that were decoded and prepared for the model",
-    "pictures_found": "Pictures that were there already, prepared for another place or request",
-    "pictures_refused": "Pictures that were not taken, by what is in them",
-    "picture_seconds": "Time of the process that prepares pictures",
-    "picture_wait_seconds": "Time that pictures waited for that process",
 }
 _COUNTERS_BY_WORD: dict[str, tuple[str, str, Iterable[str]]] = {
     "step_time_seconds": ("Time of the step loop, by part", "part", ("schedule", "execute", "update")),
@@ -100,6 +95,10 @@ _COUNTERS_BY_WORD: dict[str, tuple[str, str, Iterable[str]]] = {
     "telemetry_dropped": ("Lines of the log, or spans, that nobody took in time", "what", Telemetry),
     "merged_turns": ("Chats whose turns were merged for the chat template", "reason", MergeReason),
     "request_success": ("Choices by how they ended", "finished_reason", FinishReason),
+}
+_COUNTERS_OF_PICTURES = {
+    "pictures": ("Pictures of requests", "outcome", ("prepared", "found", "refused")),
+    "picture_seconds": ("Time of pictures, in their process and before it", "part", ("process", "wait")),
 }
 _HISTOGRAMS = {
     "time_to_first_token_seconds": ("Arrival to first token", _LATENCY_BUCKETS),
@@ -153,6 +152,9 @@ class EngineMetrics:
         self._set_of_engine("engine_ready", engine, 1)
         if info.num_ranks > 1:
             self._count_ranks(info.num_ranks)
+        for name, counter in _COUNTERS_OF_PICTURES.items() if info.vision is not None else ():
+            if name not in self._families:
+                self._make_counter(name, *counter)
 
     def _count_ranks(self, num: int) -> None:
         if self._ranks is None:  # made by the first ranks: most models are not divided

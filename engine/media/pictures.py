@@ -122,12 +122,12 @@ class PicturePreparer:
             content = await asyncio.to_thread(self._name_of, picture, detail, vision, lease.salt)
             stored = lease.take(content)
             if stored is not None:
-                self.count("pictures_found")
+                self.count("pictures", "found")
                 return stored
             with self.counting_refusals():
                 return await self._prepare_anew(picture, detail, vision, lease, content, param)
         except RequestRejected:
-            self.count("pictures_refused")
+            self.count("pictures", "refused")
             raise
 
     async def _prepare_anew(
@@ -143,7 +143,7 @@ class PicturePreparer:
         begun_s = time.monotonic()
 
         async def work() -> tuple[StoredPicture, PictureLease]:
-            self.count("picture_wait_seconds", num=time.monotonic() - begun_s)
+            self.count("picture_seconds", "wait", num=time.monotonic() - begun_s)
             return await self._prepare_in_turn(content, order, vision, param, lease.num_bytes)
 
         prepared, keeper = await self._turns.run(lease.key, work)
@@ -184,7 +184,7 @@ class PicturePreparer:
             order = msgspec.structs.replace(order, segment=segment, max_bytes=self._segments.num_free_bytes)
             begun_s = time.monotonic()
             prepared = await self._child.ask(order, PreparedPicture, timeout_s)
-            self.count("picture_seconds", num=time.monotonic() - begun_s)
+            self.count("picture_seconds", "process", num=time.monotonic() - begun_s)
             if prepared.num_bytes > self._segments.num_bytes_at_most:
                 raise _refused(param, "prepared, it is larger than the shared memory of this server")
             if prepared.num_bytes + num_held > self._segments.num_bytes_at_most:
@@ -201,7 +201,7 @@ class PicturePreparer:
             if prepared.refusal:
                 raise _refused(param, prepared.refusal)
             self._segments.add(content, segment, prepared)
-            self.count("pictures_prepared")
+            self.count("pictures", "prepared")
         except BaseException as error:
             self._segments.forget(segment)
             if isinstance(error, TimeoutError):

@@ -114,14 +114,14 @@ async def test_a_picture_is_there_once_until_its_last_request_has_ended(shared) 
 @on_one_loop
 async def test_what_the_process_does_is_counted(shared, monkeypatch) -> None:
     counts: Counter[str] = Counter()
-    monkeypatch.setattr(shared, "count", lambda name, num=1: counts.update({name: num}))
+    monkeypatch.setattr(shared, "count", lambda _name, word, num=1: counts.update({word: num}))
     lease = shared.new_lease()
     for file in (picture(seed=7), picture(seed=7), b"GIF89a"):
         with suppress(RequestRejected):
             await prepared(shared, file, lease)
-    assert (counts["pictures_prepared"], counts["pictures_found"], counts["pictures_refused"]) == (1, 1, 1)
-    assert 0 < counts["picture_seconds"] < 60
-    assert 0 <= counts["picture_wait_seconds"] < 1
+    assert (counts["prepared"], counts["found"], counts["refused"]) == (1, 1, 1)
+    assert 0 < counts["process"] < 60
+    assert 0 <= counts["wait"] < 1
     lease.release()
 
 

@@ -14,8 +14,10 @@ pytest.importorskip("PIL")
 
 from starlette.requests import ClientDisconnect
 
+from engine.errors import OverloadReason
 from engine.media.messages import SHARED_MEMORY
 from engine.options.media_options import MediaConfig
+from engine.processes.turns import TurnsByKey
 from engine.types import EncoderInput, ServiceTerms
 from server.api.batches import named_files
 from server.api.batches.store import StateStore
@@ -406,7 +408,7 @@ async def test_a_url_is_fetched_once_for_a_request_and_few_at_a_time(client, eng
         return SMALL
 
     monkeypatch.setattr(placing, "picture_bytes", fetch)
-    engine.pictures.room_for_files = asyncio.Semaphore(1)
+    engine.pictures._files = TurnsByKey(1, 64, OverloadReason.PICTURES)
     bodies = [chat(*[{"type": "image_url", "image_url": f"https://a.example/{name}"}] * 3) for name in "abc"]
     replies = await asyncio.gather(*(client.post("/v1/chat/completions", json=body) for body in bodies))
     assert [reply.status_code for reply in replies] == [200] * 3
