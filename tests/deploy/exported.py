@@ -6,7 +6,7 @@ Owns: names of series with the labels they have and the values that these take.
 from collections import defaultdict
 
 from engine.frontend.metrics import EngineMetrics
-from engine.types import ModelInfo
+from engine.types import ModelInfo, VisionFacts
 from server.edge.observe.http_metrics import HttpMetrics
 from tests.deploy.promql import Reads
 
@@ -24,6 +24,7 @@ INFO = ModelInfo(
     kv_cache_bytes=1,
     eos_token_ids=(),
     num_ranks=2,
+    vision=VisionFacts(family="qwen3_vl", image_token_id=1, num_cache_tokens=1),
 )
 TARGET_LABELS = frozenset({"job", "instance", "namespace", "pod"})
 """Prometheus itself adds these."""
