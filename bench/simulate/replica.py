@@ -198,7 +198,7 @@ class Replica:
     @property
     def kv_use(self) -> float:
         """Share of the blocks in use."""
-        return self.scheduler.kv.num_used_blocks / self.scheduler.kv.num_blocks
+        return self.scheduler.kv.pool.num_used / self.scheduler.kv.pool.num_blocks
 
     def fail(self, now_s: float) -> list[SequenceId]:
         """Stop in the middle of a step, for good; return the requests that have not ended."""
