@@ -25,7 +25,7 @@ from engine.frontend.waiting_deadlines import WaitingDeadlines, nearer_limits, r
 from engine.options.engine_config import EngineConfig
 from engine.process_messages import AddRequest, EndSequences, ToEngine
 from engine.text.tokenizer import Tokenizer
-from engine.types import GenerationRequest, PoolingRequest, QueueForecast, Readable, ServiceTerms, TokenOutput
+from engine.types import GenerationRequest, PoolingRequest, QueueForecast, Readable, ServiceTerms
 from scheduler.cache_groups import CacheGroup
 from scheduler.messages import (
     FinishReason,
@@ -496,10 +496,3 @@ class ActiveRequests:
 
     def _end(self, engine: int, ids: Iterable[SequenceId], reason: FinishReason) -> None:
         self._send(engine, EndSequences(sequence_ids=tuple(ids), reason=reason))
-
-
-def outputs_of(requests: Sequence[ActiveText]) -> list[tuple[int, TokenOutput]] | None:
-    """Take the new outputs of requests, with their places; None, and take nothing, if one has ended."""
-    if any(active.is_over for active in requests):
-        return None
-    return [(place, output) for place, active in enumerate(requests) for output in active.take()]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.adapters.registry import AdapterMetrics, AdapterRegistry
 from engine.errors import EngineDied, EngineUnavailable, GrammarRejected, WrongTask
-from engine.frontend.active_requests import ActiveRequests, outputs_of
+from engine.frontend.active_requests import ActiveRequests
 from engine.frontend.health import HealthMonitor, Welcome
 from engine.frontend.metrics import EngineMetrics
 from engine.frontend.subscribers import JoinedViews, Subscribers
@@ -311,7 +311,7 @@ class AsyncEngine:
             raise WrongTask("this model does not generate text")
         readable = readable or Readable()
         admitted = self._requests.admit(requests, readable, is_read_whole=is_read_whole)
-        readable.outputs = lambda: outputs_of(admitted)
+        readable.outputs = lambda: _outputs_of(admitted)
         try:
             while not all(active.is_over for active in admitted) or readable.is_set:
                 await readable.wait()
@@ -487,3 +487,10 @@ class AsyncEngine:
         self._adapter_metrics.beat(engine, None)
         if self._kv_events is not None:
             self._kv_events.forget(engine)
+
+
+def _outputs_of(requests: Sequence[Any]) -> list[tuple[int, TokenOutput]] | None:
+    """Take the new outputs of texts, with their places; None, and take nothing, if one of them has ended."""
+    if any(active.is_over for active in requests):
+        return None
+    return [(place, output) for place, active in enumerate(requests) for output in active.take()]

@@ -1,28 +1,32 @@
 """A conversation made ready to be answered: the engine request, and how its reply is read.
 
-Owns: the prompt.
+Owns: the prompt, and the positions in it behind which later ones go on.
 Never: the choices (plan.py), the shape of a reply (replies.py, responses/replies.py), or HTTP.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from starlette.types import Receive
 
-from engine.errors import ContextLengthExceeded
+from engine.errors import ContextLengthExceeded, RequestRejected
 from engine.media.pictures import TokenIds
 from engine.media.segments import PictureLease
 from engine.types import GenerationRequest
 from server.api.chat.message_reader import Reading
 from server.api.chat.plan import ReadingPlan, Turn, model_reading, plan_reading
 from server.api.chat.protocol import ChatCompletionRequest
-from server.api.chat.restore_points import check_marks, restore_points
+from server.api.chat.template_input import template_input
 from server.edge.http.disconnect import while_connected
 from server.edge.http.edge import Edge, Engine
 from server.reply.generate.calls import Origin
 from server.reply.generate.engine_requests import engine_requests, kept_prompt
 from server.reply.pictures.media_parts import pictures_of
 from server.reply.pictures.placing import ChatPrompt, PictureHold, encode_with_pictures
+
+_MOST_MARKS = 4
+"""Number of blocks with `cache_control`, as in Anthropic's API."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,13 +51,13 @@ async def prepare_turn(
     """
     plan = plan_reading(body, model_reading(edge.parsers, edge.engine.info))
     hold = PictureHold(salt=origin.terms.cache_salt, tenant=origin.terms.tenant, keeper=keeper)
-    is_marked = check_marks(body)
+    is_marked = _check_marks(body)
     prompt, turn, num_suffix_tokens = await _prompt_and_turn(edge.engine, plan, origin.receive, hold)
     try:
         prompt.check_end()
         prompts = {origin.reply_id: prompt.token_ids}
         (request,) = await engine_requests(edge.engine, body, prompts, turn.wanted, origin)
-        points = await restore_points(edge.engine, plan, prompt.token_ids, num_suffix_tokens)
+        points = await _restore_points(edge.engine, plan, prompt.token_ids, num_suffix_tokens)
     except BaseException:
         prompt.release()
         raise
@@ -113,6 +117,64 @@ async def _prompt_and_turn(
     turn = plan.behind(lambda num: raw_text(engine, kept.token_ids[-num:]), len(kept.token_ids))
     suffix_ids = await _suffix_ids(engine, turn.suffix)
     return replace(kept, token_ids=(*kept.token_ids, *suffix_ids)), turn, len(suffix_ids)
+
+
+def _check_marks(body: ChatCompletionRequest) -> bool:
+    """Tell whether any block is marked. Raises RequestRejected if too many are."""
+    num_marks = len(_marked(body))
+    if num_marks > _MOST_MARKS:
+        raise RequestRejected(
+            f"{num_marks} blocks have cache_control; at most {_MOST_MARKS} may", param="messages"
+        )
+    return num_marks > 0
+
+
+async def _restore_points(
+    engine: Engine, plan: ReadingPlan, prompt_ids: TokenIds, num_suffix_tokens: int
+) -> tuple[int, ...]:
+    """Tokens before the answer begins, and before the end of each marked block.
+
+    For several choices, also those before the token that each computes: the last of the prompt, whose suffix
+    the template has not written. None where a model can go on anywhere.
+    """
+    if not engine.info.has_points:
+        return ()
+    found = set()
+    if num_answer_tokens := await engine.num_answer_tokens(plan.options):
+        found.add(max(len(prompt_ids) - num_suffix_tokens - num_answer_tokens, 0))
+    if found and (plan.body.n or 1) > 1:
+        found.add(len(prompt_ids) - 1)
+    last = (len(plan.body.messages) - 1, len(plan.body.messages[-1].content or ()) - 1)
+    for index, place in _marked(plan.body):
+        if not found or (index, place) != last:  # whose end is the first that was found
+            found.add(await _end_of_block(engine, plan, prompt_ids, index, place))
+    return tuple(sorted(found - {0}))
+
+
+def _marked(body: ChatCompletionRequest) -> list[tuple[int, int]]:
+    """Messages and their parts that are marked."""
+    return [
+        (index, place)
+        for index, message in enumerate(body.messages)
+        for place, part in enumerate(message.content or ())
+        if part.cache_control is not None
+    ]
+
+
+async def _end_of_block(
+    engine: Engine, plan: ReadingPlan, prompt_ids: TokenIds, index: int, place: int
+) -> int:
+    """Count the tokens that the prompt has in common with that of a conversation that ends here."""
+    messages = plan.body.messages[: index + 1]
+    messages[-1] = messages[-1].model_copy(update={"content": (messages[-1].content or [])[: place + 1]})
+    body = plan.body.model_copy(update={"messages": messages})
+    try:
+        told, options = template_input(body, plan.model.info, plan.tools)
+        options = replace(options, add_generation_prompt=False, continue_final_message=False)
+        pairs = zip(await engine.encode_chat(told, options), prompt_ids, strict=False)
+    except RequestRejected:  # templates may refuse an end other than a user's message
+        return 0
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 async def _suffix_ids(engine: Engine, text: str) -> TokenIds:

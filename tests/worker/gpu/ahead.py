@@ -45,7 +45,7 @@ class AheadDriver(PlanDriver):
 
     def _collect_oldest(self, just_drawn: list[SequenceId]) -> None:
         output = self._in_flight.popleft().result()
-        assert not output.failures
+        assert not output.failures, output.failures
         for sequence_id, tokens in output.token_ids.items():
             known = self._sequences[sequence_id].token_ids
             if sequence_id in just_drawn:

@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.worker.gpu.cross_compile import Compiled, Kernel, compile_kernels
 from tests.worker.gpu.interpreted_gpu import InterpretedGpu
 from tests.worker.gpu.quantized.test_code_compiled import launch_of
+from tests.worker.gpu.state_kernels.test_states_compiled import launches_of as launches_of_states
 from tests.worker.gpu.test_attention_compiled import LAYERS, launches_of
 from tests.worker.gpu.test_layers_kernels import FOR_HOPPER as OF_LAYERS
 from tests.worker.gpu.test_skinny_products import FOR_HOPPER as OF_PRODUCTS
@@ -22,6 +23,7 @@ from worker.gpu.trials.launch_trial import StepOnTrial, count_gains_by_early_lau
 from worker.model.layer_parts import RmsNorm
 from worker.worker_config import WorkerConfig
 
+OF_STATES = launches_of_states("qwen3_5")
 EARLY = {
     "_norm_kernel": OF_LAYERS["addition and norms"],
     "_gate_kernel": OF_LAYERS["gates"],
@@ -29,6 +31,8 @@ EARLY = {
     "skinny_kernel": OF_PRODUCTS["addition of parts"],
     "decode_kernel": launches_of(LAYERS["128"])["decode_kernel"],
     "multiply_codes_kernel": launch_of("signed", 32, 1),
+    "recur_kernel": OF_STATES["recur_kernel of [1, 1]"],
+    "convolve_kernel": OF_STATES["convolve_kernel of [1, 1]"],
 }
 
 

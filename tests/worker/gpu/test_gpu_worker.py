@@ -51,7 +51,7 @@ SETTINGS: dict[str, Any] = {
     "num_threads": 1,
     "block_size": BLOCK_SIZE,
     "max_num_seqs": 4,
-    "num_blocks": 40,
+    "num_blocks": 60,
     "max_num_batched_tokens": 32,
     "swap_space_bytes": 1 << 20,
 }

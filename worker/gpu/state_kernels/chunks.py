@@ -23,7 +23,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker.devices.dependent_launch import wait_first
 from worker.gpu.state_kernels.convolution import find_part
 from worker.gpu.state_kernels.places import LayerPlaces, StateBatch
 from worker.gpu.state_kernels.recurrence import inputs_of, load_state, of_length_one, sizes_of
@@ -114,10 +113,9 @@ def prepare_kernel(
     num_sequences, least_tokens,
     HEADS: tl.constexpr, SHARING: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEY_WIDTH: tl.constexpr, ROWS: tl.constexpr, HAS_UNIT_KEYS: tl.constexpr, CHUNK: tl.constexpr,
-    SEARCHES: tl.constexpr, BLOCK: tl.constexpr, WAITS: tl.constexpr,
+    SEARCHES: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program: one chunk of one head."""
-    wait_first(WAITS)
     number, head = tl.program_id(0), tl.program_id(1)
     _, first, start, end = find_part(query_starts, number, num_sequences, CHUNK, SEARCHES)
     if (end - start < least_tokens) | (first >= end):
@@ -147,10 +145,9 @@ def chunk_kernel(
     shares, updates, out, least_tokens,
     HEADS: tl.constexpr, SHARING: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEY_WIDTH: tl.constexpr, ROWS: tl.constexpr, HAS_UNIT_KEYS: tl.constexpr, CHUNK: tl.constexpr,
-    KEEPS: tl.constexpr, WAITS: tl.constexpr,
+    KEEPS: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program: some rows of one head's state of one sequence."""
-    wait_first(WAITS)
     sequence, head = tl.program_id(0), tl.program_id(1)
     values_V, columns_K = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, KEY_WIDTH)
     tokens_L, rows, group = tl.arange(0, CHUNK), head * VALUE_DIM, head // SHARING * KEY_DIM

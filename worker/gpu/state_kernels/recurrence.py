@@ -40,7 +40,7 @@ def sizes_of(given: Recurrence) -> dict[str, Any]:
     """Return the constants of kernels of recurrences."""
     (num_heads, value_dim), (num_groups, key_dim) = given.value_THV.shape[1:], given.key_TGK.shape[1:]
     sizes = {"HEADS": num_heads, "SHARING": num_heads // num_groups, "HAS_UNIT_KEYS": given.has_unit_keys}
-    return {**sizes, "KEY_DIM": key_dim, "VALUE_DIM": value_dim, **launch_way()}
+    return {**sizes, "KEY_DIM": key_dim, "VALUE_DIM": value_dim}
 
 
 def recur_by_tokens(
@@ -59,7 +59,7 @@ def recur_by_tokens(
         *inputs_of(given, places, batch), given.beta_TH, out_THV, most_tokens,
         KEY_WIDTH=triton.next_power_of_2(given.key_TGK.shape[-1]), ROWS=rows, TOGETHER=together,
         BY_CHANNEL=given.log_decay.dim() == 3, ARE_DECODES=batch.are_decodes, KEEPS=batch.keeps_states,
-        **sizes_of(given),
+        **sizes_of(given), **launch_way(),
     )  # fmt: skip
 
 

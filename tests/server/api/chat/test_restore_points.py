@@ -72,7 +72,7 @@ async def test_the_ends_of_marked_blocks_are_named(
 
 
 async def test_marks_divide_the_usage_into_what_was_found_what_is_kept_and_the_rest(client) -> None:
-    """Of ten tokens four are found in a cache, and eight will be."""
+    """Ten tokens, of which four are found in a cache and eight will be."""
     for content, kept in (("a" * 10, 0), ([marked("a" * 10)], 4)):
         body = {"messages": [{"role": "user", "content": content}], "max_tokens": 2}
         usage = (await client.post(MESSAGES, json=body)).json()["usage"]

@@ -85,12 +85,13 @@ def compiled() -> dict[Key, Compiled]:
     for family in FAMILIES:
         for name, kernel in launches_of(family).items():
             for capability in (AMPERE, HOPPER):
-                is_early = capability == HOPPER
+                may_wait = "WAITS" in kernel.constants
+                is_early = may_wait and capability == HOPPER
                 kernels[family, name, capability] = replace(
                     kernel,
                     capability=capability,
                     launch_pdl=is_early,
-                    constants=kernel.constants | {"WAITS": is_early},
+                    constants=kernel.constants | ({"WAITS": is_early} if may_wait else {}),
                 )
     return dict(zip(kernels, compile_kernels(list(kernels.values())), strict=True))
 
@@ -117,5 +118,5 @@ def test_chunks_are_multiplied_by_tensor_cores(compiled: dict[Key, Compiled]) ->
 
 
 def test_an_early_launch_waits_before_it_reads(compiled: dict[Key, Compiled]) -> None:
-    for (_, _, capability), found in compiled.items():
-        assert found.waits_first == (capability == HOPPER)
+    for (_, name, capability), found in compiled.items():
+        assert found.waits_first == (capability == HOPPER and name.startswith(("recur", "convolve")))
