@@ -109,7 +109,13 @@ class MessageStream:
                 self._has_calls = True
                 return self._open_block({"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}})
             case Arguments():
-                return [self._delta(piece.text)]
+                return self._add_arguments(piece.text)
+
+    def _add_arguments(self, text: str) -> list[dict[str, Any]]:
+        """Show arguments that are an object: any others are an empty one in the end."""
+        text = text if self._pieces else text.lstrip()
+        events = [self._delta(text)] if text else []
+        return events if self._pieces and self._pieces[0].startswith("{") else []
 
     def _add(self, block: dict[str, Any], text: str) -> list[dict[str, Any]]:
         is_same = self._is_open and self._block["type"] == block["type"]

@@ -35,6 +35,7 @@ from server.reply.pictures.media_parts import data_url, picture_part
 
 _PASSED_ON: Final = frozenset(SamplingFields.model_fields) - {"metadata"}
 _NUMBERED_TOOL: Final = re.compile(r"tools\[(\d+)\]")
+_UNMARKED: Final = ("thinking", "tool_use")
 _TOOL_CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 _NAMES: Final = (
     (".function.parameters", ".input_schema"),
@@ -76,10 +77,12 @@ def chat_request_of(body: CountTokensRequest) -> ChatCompletionRequest:
 
 
 def ignored_names(body: CountTokensRequest) -> list[str]:
-    """Names of what is left out of a request: tools and blocks of others' work."""
+    """Names of what is left out of a request: tools and blocks of others' work, marks that have no effect."""
     tools = (f"tools.{tool.type}" for tool in body.tools or () if is_run_by_others(tool.type or ""))
-    blocks = (block.type for turn in body.messages for block in turn.content)
-    return [*tools, *(f"messages.{kind}" for kind in blocks if is_others_work(kind))]
+    blocks = [block for turn in body.messages for block in turn.content]
+    works = (f"messages.{block.type}" for block in blocks if is_others_work(block.type))
+    marked = (block.type for block in blocks if block.cache_control and block.type in _UNMARKED)
+    return [*tools, *works, *(f"messages.{kind}.cache_control" for kind in marked)]
 
 
 def in_their_words(body: CountTokensRequest) -> AbstractContextManager[None]:

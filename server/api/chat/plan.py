@@ -23,7 +23,7 @@ from server.edge.refusals import unsupported
 from server.reply.generate.engine_requests import FieldNames, Wanted, check_fields
 from server.reply.generate.model_checks import check_num_chars
 from server.reply.generate.structured_output import WantedGrammar, wanted_grammar
-from server.reply.reading.dialects import Dialect, find_dialect, find_style
+from server.reply.reading.dialects import HERMES, Dialect, find_dialect, find_style
 from server.reply.reading.machine import ReplyReader
 from server.reply.reading.row import AnswerMarks, Phase, Row
 from server.reply.reading.template_rows import find_template_row
@@ -183,6 +183,8 @@ class ReadingPlan:
         row = tools.row_in(self.model.row)
         if grammar is not None:  # it holds from the thoughts on, so that nothing frames the answer
             row = replace(row, answer=AnswerMarks(closings=row.answer.closings, parts=row.answer.parts))
+        if grammar is not None and tools.mode in (ToolMode.AUTO, ToolMode.OPENED):  # it has the generic calls
+            row = replace(row, call=HERMES.call, wraps=(), unwraps=())
         is_by_template = bool(self.model.row.anchors) and grammar is None
         return Turn(
             suffix=suffix,

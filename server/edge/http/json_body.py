@@ -168,7 +168,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
         raise _not_json(f"{error.msg} at line {error.lineno} column {error.colno}") from None
     if not isinstance(body, dict):
         raise _not_json("the body must be a JSON object")
-    if _num_members(body) != num_members:
+    if count_members(body) != num_members:
         # orjson keeps the last of two equal keys, others the first: a body must have one meaning.
         _refuse_duplicates(raw)
     return body
@@ -202,7 +202,7 @@ def check_num_items(raw: bytes) -> int:
     return num_members
 
 
-def _num_members(body: dict[str, Any]) -> int:
+def count_members(body: dict[str, Any]) -> int:
     """Count the members of all objects. Raises RequestRejected for a body that is nested too deep."""
     level: list[Any] = [body]
     num_members = 0

@@ -19,8 +19,8 @@ from server.reply.generate.protocol import GenerationFields, SamplingFields
 from server.reply.generate.structured_output import WantedGrammar
 
 MAX_PROMPT_LOGPROBS = 2**20
-"""Entries of a reply: tokens of all prompts, times choices, times alternatives and the token itself. Each is
-some 50 bytes of JSON, and costs nothing to ask for."""
+"""Entries of a reply: tokens of all prompts, times choices that show them, times alternatives and the token
+itself. Each is some 50 bytes of JSON, and costs nothing to ask for."""
 _MAX_NAMED_KEYS = 4
 _SEED_MASK = 2**64 - 1
 _PLAIN = SamplingFields.model_fields.keys() & {each.name for each in fields(SamplingParams)} - {"seed"}
@@ -49,6 +49,8 @@ class Wanted:
     num_choices: int
     num_logprobs: int | None
     num_prompt_logprobs: int | None
+    num_prompt_copies: int = 1
+    """Choices of the reply that repeat these."""
     grammar: WantedGrammar | None = None
     answer: AnswerStart | None = None
     """Beginning of the answer; None: the first token."""
@@ -153,7 +155,7 @@ def kept_prompt(body: GenerationFields, prompt: TokenIds, info: ModelInfo, *, ma
 
 def _check_num_prompt_logprobs(body: GenerationFields, prompts: Iterable[TokenIds], wanted: Wanted) -> None:
     """Bound the entries of the reply."""
-    num_top, num_shown = wanted.num_prompt_logprobs, sum(map(len, prompts)) * (body.n or 1)
+    num_top, num_shown = wanted.num_prompt_logprobs, sum(map(len, prompts)) * wanted.num_prompt_copies
     if num_top is not None and num_shown * (num_top + 1) > MAX_PROMPT_LOGPROBS:
         param = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
         raise RequestRejected(

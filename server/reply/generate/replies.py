@@ -6,14 +6,17 @@ Pure: fed with TokenOutputs, read as dicts.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import orjson
 
+from engine.errors import RequestRejected
 from engine.journal import Journal
 from engine.types import ChosenLogprob, FinishReason, TokenOutput
 from server.edge.error_replies import ReplyAborted
+from server.edge.http.json_body import count_members
 from server.reply.generate.wire_logprobs import TokenNames
 
 INLINE_PROMPT_LOGPROBS = 256
@@ -147,12 +150,12 @@ class Gathered:
 
 
 def arguments_of(text: str) -> dict[str, Any]:
-    """The arguments of a call; a text that was cut off, or is none, is an empty object."""
-    try:
+    """The arguments of a call; a text that was cut off, is none or is nested too deep is an empty object."""
+    with suppress(orjson.JSONDecodeError, RequestRejected):
         value = orjson.loads(text)
-    except orjson.JSONDecodeError:
-        return {}
-    return value if isinstance(value, dict) else {}
+        if isinstance(value, dict) and count_members(value):
+            return value
+    return {}
 
 
 class Tally:

@@ -36,7 +36,6 @@ from server.reply.reading.row import (
 _FILLERS = ",;}]`"
 """Characters that may stand behind the arguments of a call, beside white space."""
 
-
 _OnText = Callable[["ReplyReader", str], int]
 """Takes text without marks; returns the number of characters that were taken."""
 _OnMark = Callable[["ReplyReader", str], bool]
@@ -156,20 +155,19 @@ class ReplyReader:
         self._held = ""
         while rest and self._state is not ReaderState.BODY:
             before = self._state
-            is_half = is_cut and self._is_half_opening(rest)
+            is_half = is_cut and (before is ReaderState.HEAD or self._is_half_mark(rest))
             rest = "" if is_half else rest[self._ON[self._state][0](self, rest) :]
             if rest and before is not self._state:
                 rest = self._read(rest, is_last=True)
         self._end(rest, is_cut=is_cut)
         return self._log.finish()
 
-    def _is_half_opening(self, rest: str) -> bool:
-        row, is_first = self._row, self._state is ReaderState.FIRST
-        marks = () if row.call is None else (*row.call.openings, *row.wraps)
-        if is_first and row.thoughts is not None:
-            marks = (*marks, row.thoughts.begin)
+    def _is_half_mark(self, rest: str) -> bool:
+        is_first = self._state is ReaderState.FIRST
+        marks = self._row.marks_around_calls(is_first=is_first, is_behind=self._log.is_after_call)
         is_outside = is_first or self._state is ReaderState.TEXT
-        return is_outside and len(rest) > 1 and any(mark.startswith(rest) for mark in marks)
+        is_long = len(rest) > 1 or self._wrap != ""
+        return is_outside and is_long and any(mark.startswith(rest) for mark in marks)
 
     def _read(self, text: str, *, is_last: bool) -> str:
         """Read as far as it is certain; return the rest."""
@@ -218,7 +216,8 @@ class ReplyReader:
             case ReaderState.BODY if (body := self._body) is not None:
                 is_none = not body.num_calls and not body.has_begun
                 body.finish(rest, is_cut=is_cut)
-                if is_none and not body.num_calls and not (is_cut and self._opening):
+                is_marked = self._opening != "" or not self._row.may_begin_bare  # in the prompt, if not here
+                if is_none and not body.num_calls and not (is_cut and is_marked):
                     self._content(self._opening + body.raw)
             case ReaderState.OUTSIDE:
                 self._leave_outside(is_last=True)
@@ -391,7 +390,7 @@ class ReplyReader:
         call, head = self._call, self._call_head
         visible = text.lstrip()
         if call.headless is not None and visible and visible[0] in "{[" and not self._head.strip():
-            self._opening += self._head
+            self._opening += self._head + text[: len(text) - len(visible)]
             self._begin_body(call.headless)
             return len(text) - len(visible)
         self._head += text

@@ -5,9 +5,11 @@ Never: the marks around it.
 """
 
 import json
+import re
 from dataclasses import dataclass
 
 from server.reply.reading.json_text import JsonText
+from server.reply.reading.python_calls import read_literal
 from server.reply.reading.row import BodyPlace, Lexer, Progress
 
 _OTHER_KEYS = frozenset({"name", "type", "id"})
@@ -16,6 +18,7 @@ _ITEM, _KEY, _COLON, _VALUE, _END = range(5)
 """Parts that may come next."""
 _SIGNS = {(_KEY, ","): _KEY, (_END, ","): _KEY, (_COLON, ":"): _VALUE}
 _NO_MARKS = Lexer(())
+_PYTHON_DICT = re.compile(r"\s*\{\s*'")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +202,8 @@ class ObjectReader:
 def _unpacked(text: str) -> str:
     """The JSON text of the arguments, given the value under their key: a string holds it, if it can."""
     unpacked = _string(text)
+    if unpacked is not None and _PYTHON_DICT.match(unpacked) and (read := read_literal(unpacked)):
+        return read
     if unpacked is not None:
         pieces: list[str] = []
         inner = JsonText(_NO_MARKS, pieces.append)
@@ -206,8 +211,8 @@ def _unpacked(text: str) -> str:
         if inner.progress is Progress.MORE:
             inner.finish(unpacked[at:], is_cut=False)
             at = len(unpacked)
-        text = text if unpacked[at:].strip() else "".join(pieces)
-    return "{}" if text in ("", "null") else text
+        text = text if unpacked[at:].strip("} \t\r\n") else "".join(pieces)
+    return "{}" if text.strip() in ("", "null") else text
 
 
 def _string(text: str) -> str | None:

@@ -9,25 +9,38 @@ import ast
 import json
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 MAX_LIST_CHARS = 64 * 1024
 """Longer lists are content: the reader of Python is given no more."""
 _MAX_DEPTH = 64
+_UNREADABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
 def read_calls(text: str) -> list[tuple[str, str]]:
     """Return names and arguments of calls, alone or in a list; empty if the text is anything else."""
+    with suppress(*_UNREADABLE):
+        return list(_calls(_statements(text)))
+    return []
+
+
+def read_literal(text: str) -> str | None:
+    """Return the JSON text of a literal; None if the text is anything else."""
+    with suppress(*_UNREADABLE):
+        match _statements(text):
+            case [ast.Expr(value=expression)]:
+                return _written(_value(expression))
+    return None
+
+
+def _statements(text: str) -> list[ast.stmt]:
     if len(text) > MAX_LIST_CHARS:
-        return []
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a model's escapes are nobody's mistake here
-            tree = ast.parse(text.strip())
-        return list(_calls(tree.body))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return []
+        raise ValueError("too long")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a model's escapes are nobody's mistake here
+        return ast.parse(text.strip()).body
 
 
 def _calls(statements: list[ast.stmt]) -> Iterator[tuple[str, str]]:
@@ -42,9 +55,13 @@ def _calls(statements: list[ast.stmt]) -> Iterator[tuple[str, str]]:
             arguments = {keyword.arg: _value(keyword.value) for keyword in element.keywords}
             if None in arguments:
                 raise ValueError("no name")
-            written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-            written.encode()  # a ValueError for half a character, which Python can escape
-            yield ast.unparse(element.func), written
+            yield ast.unparse(element.func), _written(arguments)
+
+
+def _written(value: Any) -> str:
+    written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    written.encode()  # a ValueError for half a character, which Python can escape
+    return written
 
 
 def _value(node: ast.expr, depth: int = 0) -> Any:

@@ -59,7 +59,7 @@ class Lexer:
     __slots__ = ("_begun", "_find", "_longest", "first", "first_chars", "match")
 
     def __init__(self, marks: Iterable[str]) -> None:
-        known = sorted(set(marks), key=len, reverse=True)
+        known = sorted(set(filter(None, marks)), key=len, reverse=True)
         pattern = re.compile("|".join(map(re.escape, known)) or r"(?!)")
         self._find, self.match = pattern.search, pattern.match
         self.first_chars = frozenset(mark[0] for mark in known)
@@ -233,6 +233,14 @@ class Row:
         """Return the text behind the last anchor; None if there is none."""
         ends = [prompt.rfind(text) + len(text) for text in self.anchors if text in prompt]
         return prompt[max(ends) :] if ends else None
+
+    def marks_around_calls(self, *, is_first: bool, is_behind: bool) -> tuple[str, ...]:
+        """Return the marks before a call, those behind one that was there, and that of the first thoughts."""
+        begin = (self.thoughts.begin,) if is_first and self.thoughts is not None else ()
+        if self.call is None:
+            return begin
+        behind = (*self.call.closings, *self.unwraps) if is_behind else ()
+        return (*self.call.openings, *self.wraps, *behind, *begin)
 
     @property
     def marks(self) -> tuple[str, ...]:

@@ -167,7 +167,8 @@ def _calls(field: Mapping[str, Any]) -> _CallMarks:
         opening, is_named = tuple(text.removesuffix("call:") for text in opening), False
     if not is_named:
         return Call(openings=opening, closings=closings, body=body), (), unwraps, around
-    head = CallHead(ends=behind[-1] if behind else ("{",), read=_name_of(field))
+    head_ends = tuple(text or "{" for text in behind[-1]) if behind else ("{",)  # "": the body comes at once
+    head = CallHead(ends=head_ends, read=_name_of(field))
     return Call(openings=opening, closings=closings, head=head, body=body), around, unwraps, ()
 
 
@@ -228,9 +229,9 @@ def _key(placeholder: Any) -> str:
 def _tags(args: Mapping[str, Any]) -> TaggedArguments:
     pattern = args.get("tag_pattern")
     _require(isinstance(pattern, str), "xml-inline needs a tag_pattern")
-    parts = parts_of(str(pattern))
+    parts = [part for part in parts_of(str(pattern)) if part != ("",)]
     names = [part for part in parts if isinstance(part, str)]
-    marks = [part[0] for part in parts if not isinstance(part, str) and len(part) == 1]
+    marks = [text for part in parts if not isinstance(part, str) for text in part if text]
     is_read = names == ["key", "value"] and len(marks) in (3, 4) and len(parts) == len(marks) + 2
     _require(is_read, "xml-inline needs a tag_pattern with a key and a value, each between fixed texts")
     key, key_end, *value, value_end = marks

@@ -128,6 +128,24 @@ async def test_a_stream_has_the_events_of_each_block_and_adds_up_to_the_whole_me
     assert found[-2]["delta"]["stop_reason"] == whole["stop_reason"]
 
 
+DEEP = '{"a": ' * 300 + "1" + "}" * 300
+
+
+@pytest.mark.parametrize(
+    ("arguments", "streamed"),
+    [("5", ""), ("[1]", ""), ('"Yes {"', ""), ('{"at": 1}', '{"at": 1}'), (DEEP, DEEP)],
+)
+async def test_arguments_that_are_no_object_or_too_deep_are_none(client, thinker, arguments, streamed):
+    thinker.texts = (*f'<tool_call>{{"name": "look", "arguments": {arguments}', "}</tool_call>")
+    body = {"tools": [TOOL], "max_tokens": len(thinker.texts)}
+    (block,) = (await create(client, **body))["content"]
+    assert block["input"] == (orjson.loads(streamed) if streamed and streamed is not DEEP else {})
+    found = events((await client.post(PATH, json={**ASK, **body, "stream": True})).text)
+    pieces = [event["delta"]["partial_json"] for event in found if event["type"] == "content_block_delta"]
+    assert "".join(pieces) == streamed
+    assert found[-1]["type"] == "message_stop"
+
+
 async def test_results_of_tools_reach_the_template_as_messages_of_their_own(client, engine):
     engine.model_info = dataclasses.replace(INFO, chat_template="<tool_call>", max_model_len=4096)
     use = {"type": "tool_use", "id": "toolu_1", "name": "look", "input": {"at": "x"}}
@@ -175,6 +193,7 @@ async def test_work_of_others_is_left_out_and_named(client, engine):
         {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}},
         {"type": "web_search_tool_result", "tool_use_id": "s", "content": {"type": "error"}},
         {"type": "text", "text": "found"},
+        {"type": "tool_use", "id": "t", "name": "f", "input": {}, "cache_control": {"type": "ephemeral"}},
     ]
     body = {
         "max_tokens": 1,
@@ -188,6 +207,7 @@ async def test_work_of_others_is_left_out_and_named(client, engine):
     assert reply.headers["x-tokenyard-ignored"].split(", ") == [
         "tools.web_search_20250305",
         *(f"messages.{block['type']}" for block in blocks[:3]),
+        "messages.tool_use.cache_control",
     ]
 
 

@@ -144,6 +144,14 @@ async def test_a_chat_tells_the_logprobs_of_its_prompt_too(client):
     assert "prompt_logprobs" not in response.json()["choices"][0]
 
 
+async def test_a_chat_shows_prompt_logprobs_once_and_is_bounded_by_what_it_shows(client, engine):
+    engine.model_info = replace(engine.model_info, max_model_len=4096)
+    body = {"messages": [{"role": "user", "content": "x" * 900}], "max_tokens": 1, "n": 64}
+    response = await client.post(CHAT, json={**body, "prompt_logprobs": 20})
+    assert response.status_code == 200, response.text
+    assert len(response.json()["prompt_logprobs"]) == 900
+
+
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 async def test_prompt_logprobs_are_not_streamed(client, path):
     messages = [{"role": "user", "content": "x"}]

@@ -61,6 +61,16 @@ async def test_a_chat_comes_in_lines_and_adds_up_to_the_whole_reply(client, thin
     assert found[-1]["done_reason"] == "stop"
 
 
+async def test_arguments_that_are_nested_too_deep_are_none(client, thinker):
+    deep = '{"a": ' * 300 + "1" + "}" * 300
+    thinker.texts = (f'<tool_call>{{"name": "look", "arguments": {deep}}}</tool_call>',)
+    body = {**HELLO, "tools": [TOOL], "options": {"num_predict": 1}}
+    calls = [{"function": {"name": "look", "arguments": {}}}]
+    assert lines(await client.post(CHAT, json=body))[0]["message"]["tool_calls"] == calls
+    whole = (await client.post(CHAT, json={**body, "stream": False})).json()
+    assert whole["message"]["tool_calls"] == calls
+
+
 @pytest.mark.parametrize("media_type", [None, "application/x-www-form-urlencoded"])
 async def test_bodies_need_no_media_type_as_in_ollamas_own_examples(client, media_type):
     headers = {} if media_type is None else {"content-type": media_type}

@@ -158,6 +158,17 @@ async def test_a_grammar_begins_behind_reasoning_that_an_expression_opens(client
     assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("Hm.", "{}")
 
 
+async def test_a_call_that_a_grammar_writes_is_read_as_the_grammar_writes_it(client, engine):
+    call = json.dumps({"name": "get_weather", "arguments": ARGUMENTS})
+    engine.texts = (f"<tool_call>{call}</tool_call>",)
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    (choice,) = (await ask(client, response_format=schema, max_tokens=1))["choices"]
+    assert engine.requests[0].params.grammar is not None
+    (read,) = choice["message"]["tool_calls"]
+    assert json.loads(read["function"]["arguments"]) == ARGUMENTS
+    assert not choice["message"]["content"]
+
+
 async def test_an_option_that_names_a_parser_sets_the_template_aside(engine):
     async with connect(build_app(engine, Settings(reasoning_parser="none"))) as client:
         (choice,) = (await ask(client))["choices"]

@@ -193,6 +193,31 @@ def test_a_call_that_the_model_ends_with_its_reply_is_one() -> None:
     assert reader.finish_reason("stop", None) == "tool_calls"
 
 
+IN_TAGS = r"<p=(?P<key>\w+)>(?P<value>.*?)</p>"
+
+
+@pytest.mark.parametrize(
+    ("content", "mark", "tags", "reply"),
+    [
+        ("json", "(?:>)?", "", '>{"city": "Bonn"}'),
+        ("json", "(?:>)?", "", '{"city": "Bonn"}'),
+        ("json", r"(?:\s*)", "", ' {"city": "Bonn"}'),
+        ("xml-inline", ">", IN_TAGS.replace("<p=", r"<p=(?:\s*)"), "><p=city>Bonn</p>"),
+        ("xml-inline", ">", IN_TAGS + r"(?:\s*)", "><p=city>Bonn</p>"),
+        ("xml-inline", ">", IN_TAGS.replace("</p>", "(?:</p>)?"), "><p=city>Bonn</p>"),
+        ("xml-inline", ">", r"<p=(?P<key>\w+)>(?:\s*<v>)?(?P<value>.*?)</p>", "><p=city> <v>Bonn</p>"),
+    ],
+)
+def test_a_mark_that_may_be_missing_is_read_with_it_and_without(content, mark, tags, reply) -> None:
+    field = {"open_pattern": rf"<call:(?P<name>\w+){mark}", "close": "</call>", "content": content}
+    if tags:
+        field["content_args"] = {"tag_pattern": tags}
+    text = f"<call:get_weather{reply}</call>"
+    for pieces in ([text], *cuts(text)):
+        (call,) = read({"start_anchor": "A:", "fields": {"tool_calls": field}}, "", pieces)["tool_calls"]
+        assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Bonn"}'}
+
+
 def test_a_call_that_the_prompt_has_begun_goes_on() -> None:
     reader = new_reader(QWEN, '<|im_start|>assistant\n<tool_call>{"name": ')
     (call,) = read_by(reader, ['"now", "arguments": {}}</tool_call>'])["tool_calls"]

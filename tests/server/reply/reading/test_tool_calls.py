@@ -83,6 +83,17 @@ def call(index: int, name: str, arguments: str) -> list[Event]:
             [*call(0, "f", '{"a": ["tue"]}'), *call(1, "g", '"no JSON"')],
         ),
         (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": " "}</tool_call>'
+            '<tool_call>{"name": "g", "arguments": "{\\"a\\": 1}} "}</tool_call>',
+            [*call(0, "f", "{}"), *call(1, "g", '{"a": 1}')],
+        ),
+        (
+            "hermes",
+            """<tool_call>{"arguments": " {'a': [True, {'b': 'it\\\\'s'}]}", "name": "f"}</tool_call>""",
+            call(0, "f", """{"a": [true, {"b": "it's"}]}"""),
+        ),
+        (
             "llama3_json",
             '{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}',
             [*call(0, "f", '{"a": 1}'), *call(1, "g", "{}")],
@@ -136,6 +147,7 @@ def test_calls_are_found(dialect, text, events) -> None:
         ("llama3_json", '<|python_tag|>search.call(query="x")'),
         ("mistral", "[TOOL_CALLS]f says hello"),
         ("mistral", "[TOOL_CALLS][1, 2]"),
+        ("mistral", "[TOOL_CALLS] \n[1, 2]"),
         ("mistral", "[TOOL_CALLS]f[ARGS]"),
         ("mistral", "[TOOL"),
         ("json", "[1, 2] is a list"),
@@ -186,11 +198,32 @@ def test_arguments_are_passed_on_as_they_come() -> None:
     assert parser.feed("}</tool_call>") == []
 
 
-@pytest.mark.parametrize("text", ["<tool_ca", "<thin"])
-def test_half_a_mark_that_a_limit_cuts_off_is_no_answer(text: str) -> None:
-    row = replace(find_dialect("hermes", "").row, thoughts=THINK.thoughts)
-    reader = ReplyReader(row, NAMES, Phase.POSSIBLE)
-    assert reader.feed(text) + reader.finish(is_cut=True) == []
+@pytest.mark.parametrize(
+    ("dialect", "start", "text", "events"),
+    [
+        ("hermes", Phase.POSSIBLE, "<tool_ca", []),
+        ("hermes", Phase.POSSIBLE, "<thin", []),
+        ("hermes", Phase.CALL, '{"name": "f", "argum', []),
+        ("minimax_m2", Phase.ANSWER, "<minimax:tool_call>\n<", []),
+        ("minimax_m2", Phase.ANSWER, 'A<minimax:tool_call>\n<invoke name="f"', [Content("A")]),
+        ("qwen3_coder", Phase.ANSWER, "<tool_call>\n<function=f>\n</function>\n</tool", call(0, "f", "{}")),
+        (
+            "deepseek",
+            Phase.ANSWER,
+            "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁e",
+            call(0, "f", "{}"),
+        ),
+        ("hermes", Phase.ANSWER, "1 <", [Content("1 <")]),
+        ("hermes", Phase.ANSWER, "1 </tool", [Content("1 </tool")]),
+    ],
+)
+def test_half_a_mark_that_a_limit_cuts_off_is_no_answer(dialect, start, text, events) -> None:
+    row = replace(find_dialect(dialect, "").row, thoughts=THINK.thoughts)
+    for pieces in ([text], list(text)):
+        reader = ReplyReader(row, NAMES, start)
+        found = [event for piece in pieces for event in reader.feed(piece)] + reader.finish(is_cut=True)
+        texts = "".join(event.text for event in found if isinstance(event, Content))
+        assert ([Content(texts)] if texts else joined(found)) == events
 
 
 def test_text_before_a_possible_mark_is_not_held_back() -> None:
