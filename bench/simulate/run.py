@@ -121,7 +121,9 @@ class _Run:
     def new_replica(self, seed: int) -> Replica:
         """Make a replica with an empty cache."""
         setup, pace = self._setup, Pace(self._stepping, seed)
-        return Replica(setup.config, setup.step_time, self.tallies, self._slo, setup.drafts, pace)
+        replica = Replica(setup.config, setup.step_time, self.tallies, self._slo, setup.drafts, pace)
+        replica.ended = None if setup.fleet is None else []
+        return replica
 
     def note(self, place: int) -> None:
         """Note that a replica has come, goes, or waits for more or less."""

@@ -99,6 +99,17 @@ def test_a_request_that_no_replica_lives_for_ends_the_run() -> None:
         simulate(requests(5, 5.0), setup(fleet=FleetRule(least=1, most=1, start_s=1.0, mean_life_s=0.01)))
 
 
+@pytest.mark.parametrize("mean_life_s", [inf, 60.0])
+def test_a_run_ends_whose_requests_are_all_refused_before_a_first_step(mean_life_s: float) -> None:
+    """Also by a replica that took the place of another."""
+    too_long = replace(requests(30, 0.1), prompt_lens=LengthDistribution.parse("1900"))
+    small = replace(CONFIG, num_blocks=100)
+    rule = FleetRule(least=1, most=2, start_s=1.0, mean_life_s=mean_life_s)
+    result = simulate(too_long, setup(config=small, fleet=rule))
+    assert counts(result) == (30, 0)
+    assert sum(each.num_rejected for each in result.classes) == 30
+
+
 def test_more_replicas_for_a_busy_hour_cost_less_than_all_the_time(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
