@@ -160,7 +160,10 @@ def _base(
 ) -> tuple[Setup, list[Error]]:
     """Return the setup that the options describe, and how far off a measured run it is."""
     given = {name: getattr(options, name) for name in settable_fields() if getattr(options, name) is not None}
-    found = {"num_blocks": MACHINES[options.machine].num_blocks} if options.machine else {}
+    found = {}
+    if options.machine:
+        block_size = max(given.get("block_size", CONFIG["block_size"]), 1)  # below 1 is refused next
+        found["num_blocks"] = MACHINES[options.machine].num_cache_tokens // block_size
     try:
         config = SchedulerConfig(**(CONFIG | found | given))
     except ValueError as error:

@@ -1,5 +1,8 @@
 """Step times of measured machines: true for steps that were not fitted, and the same in leaps."""
 
+from pathlib import Path
+
+import orjson
 import pytest
 
 from bench.simulate.command import main
@@ -16,6 +19,22 @@ def test_steps_that_were_not_fitted_are_off_by_a_tenth_at_most(machine: Machine)
     errors = dict(machine.errors())
     assert len(errors) >= 3
     assert all(abs(error) <= 0.1 for error in errors.values()), errors
+
+
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
+@pytest.mark.parametrize("context", [1, 1024])
+def test_no_larger_batch_is_faster(machine: Machine, context: int) -> None:
+    steps = [machine.step_time.seconds(num, num, num * context) for num in range(1, 257)]
+    assert steps == sorted(steps)
+
+
+def test_a_machine_has_the_same_memory_in_blocks_of_each_size(tmp_path: Path) -> None:
+    machine, file = ("--machine", "h100-llama-3.1-8b"), tmp_path / "report.json"
+    uses = []
+    for size in (16, 64):
+        assert main([*machine, *FEW, "--block-size", str(size), "--json", str(file)]) == 0
+        uses.append(orjson.loads(file.read_bytes())["runs"][0]["mean_kv_use"])
+    assert uses[1] == pytest.approx(uses[0], rel=0.15)
 
 
 @pytest.mark.parametrize("num_decodes", [1, 64, 256])

@@ -42,8 +42,8 @@ class Machine:
     prompts: tuple[PromptStep, ...]
     per_context_token_s: float
     """Bytes of keys and values over the rate of a copy, or attention as it was measured alone."""
-    num_blocks: int
-    """KV blocks by arithmetic: 0.9 of the memory less weights and 2 GB for steps, in blocks of 16 tokens."""
+    num_cache_tokens: int
+    """Tokens of the KV cache by arithmetic: 0.9 of the memory less weights and 2 GB for steps."""
 
     @property
     def step_time(self) -> LinearStepTime:
@@ -59,11 +59,13 @@ class Machine:
             many_s - unhidden_s
         ) / many - per_token_s  # many enough that nothing hides all of them
         base_s = few_s - few * per_decode_s
+        # All of a decode is at least its context, or a larger batch with a short one would be faster.
+        per_context_token_s = min(self.per_context_token_s, per_decode_s / _CONTEXT_TOKENS)
         return LinearStepTime(
             base_s=base_s,
             per_token_s=per_token_s,
-            per_decode_s=per_decode_s - _CONTEXT_TOKENS * self.per_context_token_s,
-            per_context_token_s=self.per_context_token_s,
+            per_decode_s=per_decode_s - _CONTEXT_TOKENS * per_context_token_s,
+            per_context_token_s=per_context_token_s,
             hidden_s=base_s - unhidden_s,
         )
 
@@ -101,7 +103,7 @@ MACHINES = {
         ),
         prompts=(PromptStep(512, 38_634), PromptStep(2048, 43_112), PromptStep(8192, 43_716)),
         per_context_token_s=128 * 1024 / 3009e9,
-        num_blocks=25_700,
+        num_cache_tokens=16 * 25_700,
     ),
     "h200-llama-3.1-8b-fp8": Machine(
         what="Llama-3.1-8B's shape, fp8 (weights, activations, keys), on an H200, single steps of 2026-11-26",
@@ -114,6 +116,6 @@ MACHINES = {
         ),
         prompts=(PromptStep(512, 50_591), PromptStep(2048, 57_980), PromptStep(8192, 60_448)),
         per_context_token_s=3.0e-3 / (64 * _CONTEXT_TOKENS),
-        num_blocks=111_000,
+        num_cache_tokens=16 * 111_000,
     ),
 }
