@@ -15,7 +15,7 @@ again, which limits the places that a sequence needs at once:
 from sys import maxsize
 
 from scheduler.cache_groups import CacheGroup, LifetimeKind
-from scheduler.config import SchedulerConfig
+from scheduler.config import SchedulerConfig, SchedulerOptions
 
 _LEAST_STEP_TOKENS = 64
 """More than any share of a decode with drafts, and those that a draft model writes ahead."""
@@ -58,19 +58,20 @@ class GroupPlaces:
 
 
 def places_of(config: SchedulerConfig) -> tuple[GroupPlaces, ...]:
-    """Make the arithmetic of each group."""
+    """Make the arithmetic of each group of a loaded model."""
+    sizes = {"block_size": config.block_size, "max_model_len": config.max_model_len}
+    return places_by(config, config.groups, **sizes)
+
+
+def places_by(
+    options: SchedulerOptions, groups: tuple[CacheGroup, ...], *, block_size: int, max_model_len: int
+) -> tuple[GroupPlaces, ...]:
+    """Make the arithmetic of groups. What the options leave open is no limit."""
     # Of one prompt a step has no more than of all; drafts are fewer than that.
-    most_of_prompts = max(config.max_prefill_tokens or maxsize, _LEAST_STEP_TOKENS)
-    num_step_tokens = min(config.max_num_batched_tokens, most_of_prompts)
-    return tuple(
-        GroupPlaces(
-            group,
-            block_size=config.block_size,
-            max_model_len=config.max_model_len,
-            num_step_tokens=num_step_tokens,
-        )
-        for group in config.groups
-    )
+    most_of_prompts = max(options.max_prefill_tokens or maxsize, _LEAST_STEP_TOKENS)
+    num_step_tokens = min(options.max_num_batched_tokens, most_of_prompts)
+    sizes = {"block_size": block_size, "max_model_len": max_model_len, "num_step_tokens": num_step_tokens}
+    return tuple(GroupPlaces(group, **sizes) for group in groups)
 
 
 def main_group(groups: tuple[GroupPlaces, ...]) -> int:

@@ -14,7 +14,7 @@ from engine.types import GenerationRequest, PoolingRequest
 from scheduler.cache_groups import CacheGroup
 from scheduler.config import PrefixCaching, SchedulerOptions
 from scheduler.counters import SchedulerStats
-from scheduler.group_places import GroupPlaces
+from scheduler.group_places import places_by
 from scheduler.prefix_keys import PrefixChange, prompt_keys, root_key
 from scheduler.routing.dispatcher import CallNeeds, Dispatcher, Ticket
 from scheduler.routing.engine_view import EngineSize
@@ -43,9 +43,8 @@ class EngineLine(Dispatcher[AnyActive]):
         max_model_len: int = 0,
     ) -> None:
         """Let a new engine process have requests. Without groups of layers, one keeps all tokens."""
-        sizes = {"block_size": block_size, "max_model_len": max_model_len, "num_step_tokens": 1}
-        places = tuple(GroupPlaces(group, **sizes) for group in groups)
         options = self._options
+        places = places_by(options, groups, block_size=block_size, max_model_len=max_model_len)
         limits = options.max_num_seqs, options.max_num_batched_tokens
         self.open(engine, EngineSize(num_blocks, block_size, *limits, places))
 

@@ -126,6 +126,7 @@ class Dispatcher(Generic[OwnerT]):
         ticket.num_unbegun -= 1
         view.num_unbegun -= 1
         view.num_unbegun_tokens -= ticket.num_uncached_tokens
+        view.num_unbegun_blocks -= view.num_blocks(ticket.num_uncached_tokens)
         ticket.num_uncached_tokens = 0
 
     def note_end(self, ticket: Ticket[OwnerT]) -> None:
@@ -193,6 +194,7 @@ class Dispatcher(Generic[OwnerT]):
         view.num_live += ticket.num_live
         view.num_unbegun += ticket.num_unbegun
         view.num_unbegun_tokens += ticket.num_uncached_tokens
+        view.num_unbegun_blocks += view.num_blocks(ticket.num_uncached_tokens)
         view.num_held_tokens += ticket.num_held_tokens
         view.priorities[needs.priority] += 1
         if self._accounts is not None:
@@ -206,6 +208,7 @@ class Dispatcher(Generic[OwnerT]):
         view.num_live -= ticket.num_live
         view.num_unbegun -= ticket.num_unbegun
         view.num_unbegun_tokens -= ticket.num_uncached_tokens
+        view.num_unbegun_blocks -= view.num_blocks(ticket.num_uncached_tokens)
         view.num_held_tokens -= ticket.num_held_tokens
         view.priorities[ticket.priority] -= 1
         if not view.priorities[ticket.priority]:

@@ -52,6 +52,8 @@ class EngineView:
         """Sequences among them without an output."""
         self.num_unbegun_tokens = 0
         """Prompt tokens of those, as far as no cache has them."""
+        self.num_unbegun_blocks = 0
+        """Most blocks that those take, each by itself."""
         self.num_held_tokens = 0
         """Tokens of context of all live sequences, shared ones for each."""
         self.num_free_blocks = 0 if size is None else size.num_blocks
@@ -105,13 +107,12 @@ class EngineView:
         ahead = self.num_unbegun_tokens + num_tokens
         beside = _HELD_TOKEN_PRICE * self.num_held_tokens + _LIVE_PRICE_TOKENS * self.num_live
         # Without room it would wait for others to end, or push them out.
-        has_room = self._num_blocks(ahead) <= self.num_free_blocks
+        has_room = self.num_unbegun_blocks + self.num_blocks(num_tokens) <= self.num_free_blocks
         return ahead + beside + (0 if has_room else self.size.num_blocks * self.size.block_size)
 
-    def _num_blocks(self, num_tokens: int) -> int:
-        """Count the blocks of the sequences that have not begun and of one more, of so many tokens in all."""
+    def num_blocks(self, num_tokens: int) -> int:
+        """Count the most blocks that a request takes for so many tokens; for none, none."""
         assert self.size is not None
         if not self.size.groups:
             return -(-num_tokens // self.size.block_size)
-        num_sequences = self.num_unbegun + 1
-        return num_sequences * most_blocks(self.size.groups, -(-num_tokens // num_sequences))
+        return most_blocks(self.size.groups, num_tokens) if num_tokens else 0

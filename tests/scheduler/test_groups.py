@@ -359,7 +359,7 @@ def test_the_choice_between_engines_counts_the_blocks_of_each_group(
     view = EngineView(
         EngineSize(num_blocks, 4, 4, 16, places_of(small_config(groups=groups, max_model_len=400)))
     )
-    view.num_unbegun, view.num_unbegun_tokens = 1, 100
+    view.num_unbegun_blocks, view.num_unbegun_tokens = view.num_blocks(100), 100
     assert (view.cost(100) < 200 + 4 * num_blocks) == has_room
 
 

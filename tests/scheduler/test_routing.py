@@ -188,5 +188,5 @@ def test_no_request_waits_while_an_engine_could_begin_it_and_no_count_is_lost(se
     assert not len(crowd.dispatcher.line)
     for view in views:
         counts = (view.num_live, view.num_unbegun, view.num_unbegun_tokens, view.num_held_tokens)
-        assert counts == (0, 0, 0, 0)
+        assert (*counts, view.num_unbegun_blocks) == (0, 0, 0, 0, 0)
         assert not view.priorities
