@@ -24,7 +24,7 @@ from worker.machine import lower_precedence
 ResultT = TypeVar("ResultT")
 
 _TINY_CHARS = 128
-"""Characters that are tokenized at once: that takes less than to wake a thread and to be woken by it."""
+"""Most in a turn of the loop that are tokenized at once: that takes less than to wake a thread for them."""
 _LONG_CHARS = 64 * 1024
 """About a tenth of a second of tokenizing."""
 _NICENESS_OF_LONG = 10
@@ -90,11 +90,12 @@ class TokenizerThreads:
         lane = partial(_Lane, counting_refusals)
         self._short = lane("encoder", num_threads=2, max_under_way=256)
         self._long = lane("encoder-long", num_threads=1, max_under_way=32, niceness=_NICENESS_OF_LONG)
+        self._num_turn_chars = 0
         self._num_answer_tokens: dict[str, int] = {}  # by the variables of the template
         self._chats = lane("renderer", num_threads=MAX_RENDERERS, max_under_way=256)
 
     async def encode(self, text: str) -> tuple[int, ...]:
-        if len(text) <= _TINY_CHARS:
+        if self._fits_turn(text):
             return self._tokenizer.encode_prompt(text)
         return await self._lane(len(text)).run(lambda: self._tokenizer.encode_prompt(text))
 
@@ -108,7 +109,7 @@ class TokenizerThreads:
         rendered = await self._chats.run(lambda: self._render(messages, options))
         if marks is not None:
             rendered = rendered.replace(*marks)
-        if len(rendered) <= _TINY_CHARS:
+        if self._fits_turn(rendered):
             return self._tokenizer.encode_rendered_chat(rendered)
         return await self._lane(len(rendered)).run(lambda: self._tokenizer.encode_rendered_chat(rendered))
 
@@ -176,6 +177,16 @@ class TokenizerThreads:
         self._long.close()
         self._chats.close()
         self._template.close()
+
+    def _fits_turn(self, text: str) -> bool:
+        """Count a text; return whether all that were counted in this turn of the loop are few characters."""
+        if not self._num_turn_chars:
+            asyncio.get_running_loop().call_soon(self._end_turn)
+        self._num_turn_chars += max(len(text), 1)
+        return self._num_turn_chars <= _TINY_CHARS
+
+    def _end_turn(self) -> None:
+        self._num_turn_chars = 0
 
     def _lane(self, num_chars: int) -> _Lane:
         return self._long if num_chars > _LONG_CHARS else self._short

@@ -23,9 +23,13 @@ class StuckOnLongTexts:
         self.go_on = threading.Event()
         self.niceness: dict[int, int] = {}
         """Niceness of the thread that tokenized a text, by the text's length."""
+        self.chars_at_once = 0
+        """Characters that were tokenized in the thread of the loop."""
 
     def encode_prompt(self, text: str) -> tuple[int, ...]:
         self.niceness[len(text)] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+        if threading.current_thread() is threading.main_thread():
+            self.chars_at_once += len(text)
         if len(text) == len(LONG):
             assert self.go_on.wait(20)
         return (0,) * len(text)
@@ -69,6 +73,17 @@ async def test_short_texts_do_not_wait_for_long_ones(
     assert not any(task.done() for task in long_ones)
     tokenizer.go_on.set()
     assert [len(tokens) for tokens in await asyncio.gather(*long_ones)] == [len(LONG)] * 3
+
+
+async def test_many_tiny_texts_of_a_turn_do_not_hold_up_the_loop(
+    encoder: TokenizerThreads, tokenizer: StuckOnLongTexts
+) -> None:
+    """128 characters are tokenized at once, and as many in a later turn."""
+    for _ in range(2):
+        tokenizer.chars_at_once = 0
+        await asyncio.gather(*(encoder.encode("a" * 30) for _ in range(100)))
+        assert tokenizer.chars_at_once == 120
+        await asyncio.sleep(0)
 
 
 async def test_a_long_text_leaves_the_cores_to_others(
