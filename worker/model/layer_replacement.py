@@ -106,8 +106,9 @@ def replace_layers(
                 verdicts[kind] = try_layer(layer, call, toolkit, device)
         verdict = verdicts[kind]
         is_fused = isinstance(verdict, LayerCall)
-        if not is_fused and not (is_divided(ranks) and any(find_expansions(layer))):
-            done.keep(call, str(verdict))
+        num_latents = sum(1 for _ in find_expansions(layer)) if is_divided(ranks) else 0
+        if not is_fused and num_latents != 1:
+            done.keep(call, "it attends more than once" if num_latents else str(verdict))
             continue
         if place not in stage_places:
             _replace_layer(model, name, PassedLayer())

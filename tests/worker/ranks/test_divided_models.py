@@ -116,7 +116,8 @@ as V2 Lite; Kimi K2 is the second."""
 def latents(family: str, folder: Path) -> Path:
     """Write a checkpoint of a family with latents: each has heads of 16 numbers."""
     row = next(each for each in MATRIX if each.model_type == family and not each.variant)
-    build(tiny_config(replace(row, settings={**row.settings, **LATENTS[family]}))).save_pretrained(folder)
+    settings = {**row.settings, **LATENTS.get(family, {})}
+    build(tiny_config(replace(row, settings=settings))).save_pretrained(folder)
     return folder
 
 
@@ -132,6 +133,15 @@ def test_heads_are_divided_and_latents_are_kept_by_each_rank(
     assert of_ranks.kv_cache_bytes == facts.kv_cache_bytes
     of_stages = load_divided(two_stages, checkpoint)
     assert serve(two_stages, of_stages, SWAP) == served
+
+
+def test_layers_that_attend_twice_are_refused_by_that_reason(
+    two_ranks: DividedWorker, two_stages: DividedWorker, folder: Path
+) -> None:
+    checkpoint = latents("longcat_flash", folder / "latents longcat_flash")
+    for divided in (two_ranks, two_stages):
+        with pytest.raises(StartupError, match=r"0 of 2 layers fused; .* it attends more than once \(2\)"):
+            load_divided(divided, checkpoint)
 
 
 @pytest.mark.parametrize("name", ["int4", "fp8"])
