@@ -29,6 +29,7 @@ from server.edge.observe.spans import NoSpans, Spans
 from server.endpoints import (
     ADAPTERS,
     ADMIN,
+    ADMIN_PAGE,
     BATCH_PATHS,
     ERROR_SHAPES,
     KEYLESS_PATHS,
@@ -93,7 +94,7 @@ def build_admin_app(app: FastAPI, settings: EdgeSettings) -> FastAPI:
     """Build an application of the admin routes and the page, for a port of their own."""
     hosts = settings.edge.admin_hosts
     admin_app = _layered(app.state.models, settings, app.state.keys, hosts=hosts, openapi_url=None)
-    _include(admin_app, ADMIN if settings.edge.page is PageParts.OFF else (*PAGE, *ADMIN), settings)
+    _include(admin_app, ADMIN if settings.edge.page is PageParts.OFF else (*ADMIN_PAGE, *ADMIN), settings)
     return admin_app
 
 

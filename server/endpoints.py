@@ -24,6 +24,7 @@ PUBLIC: tuple[Endpoint, ...] = (
     chat.ENDPOINT,
     completions.ENDPOINT,
     models.ENDPOINT,
+    models.BY_HAND,
     ops.ENDPOINT,
     responses.ENDPOINT,
     tokenization.ENDPOINT,
@@ -38,6 +39,8 @@ PUBLIC: tuple[Endpoint, ...] = (
 )
 PAGE: tuple[Endpoint, ...] = (page.ENDPOINT,)
 """The web page's own files."""
+ADMIN_PAGE: tuple[Endpoint, ...] = (*PAGE, models.BY_HAND)
+"""The page on a port of the admin routes, with the models that it lists and loads."""
 YARD: tuple[Endpoint, ...] = (yard.ENDPOINT,)
 """The live view of the scheduler, which reads and changes nothing."""
 ADMIN: tuple[Endpoint, ...] = (admin.ENDPOINT, *YARD)

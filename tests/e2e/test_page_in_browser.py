@@ -325,6 +325,52 @@ def test_the_text_of_a_model_stays_text(page: Any) -> None:
     assert "<script>alert(1)</script>" in made["text"]
 
 
+def test_formulas_lose_no_text_and_cannot_hang_the_page(page: Any) -> None:
+    growing = r"$$\def\a{" + "x" * 500 + "}" + r"\a" * 490 + "$$"
+    expected: dict[str, list[str]] = {
+        f"{growing}\n\n$y$": [growing, "F"],  # they wait for the library
+        growing: [growing],
+        f"${'x' * 2001}$": [f"${'x' * 2001}$"],
+        r"$$a$$ and $$b$$ are **equal**": ["F and F are +equal+"],
+        r"\[x\] or \[y\] or z": ["F or F or z"],
+        "$$\na\n$$ b": ["F b"],
+        "$$ is a mark\nof **two**\n```js\nlet x;\n```\nend": ["$$ is a markof +two+", "#let x;Copy", "end"],
+        r"$$\nothing$$ \(\nothing\)": [r"$$\nothing$$ \(\nothing\)"],
+        "\\[\n\\[\n": [r"\[", r"\["],
+        "```js\nlet x;": ["let x;Copy"],  # it is not whole, and has no colours
+    }
+    made = page.evaluate(
+        """async (texts) => {
+          const { render } = await import("/page/markdown.js");
+          const made = [];
+          for (const text of texts) {
+            const box = document.createElement("div");
+            document.body.append(box);
+            render(box, text);
+            while (!window.katex || !window.katex.isSeen) await new Promise((resolve) => setTimeout(resolve, 50, window.katex && (window.katex.isSeen = true)));
+            for (const each of box.querySelectorAll("math")) each.replaceWith("F");
+            for (const each of box.querySelectorAll("strong")) each.replaceWith(`+${each.textContent}+`);
+            for (const each of box.querySelectorAll("code[data-language]")) each.prepend("#");
+            made.push([...box.children].map((each) => each.textContent));
+            box.remove();
+          }
+          return made;
+        }""",  # noqa: E501
+        list(expected),
+    )
+    assert dict(zip(expected, made, strict=True)) == expected
+
+
+def test_the_models_are_asked_for_again_after_a_failure(page: Any, server: RunningServer) -> None:
+    replies = ['{"data": [{"id": "a", "root": "a"}, {"id": "b", "root": "b"}]}', "no JSON"]
+    page.route(
+        f"{server.url}/models",
+        lambda route: route.fulfill(body=replies.pop() if len(replies) > 1 else replies[0]),
+    )
+    page.evaluate("() => document.dispatchEvent(new Event('key'))")
+    page.wait_for_selector("#yard-model option[value=b]", state="attached")
+
+
 def test_nothing_is_wider_than_a_phone(page: Any) -> None:
     page.set_viewport_size({"width": 360, "height": 800})
     for scheme in ("light", "dark"):

@@ -40,8 +40,9 @@ class NamedModel(WireModel):
     model: Name
 
 
-router = APIRouter()
-ENDPOINT = Endpoint(router=router, requests={NamedModel: ()})
+router, hand_router = APIRouter(), APIRouter()
+ENDPOINT = Endpoint(router=router)
+BY_HAND = Endpoint(router=hand_router, requests={NamedModel: ()})
 
 
 class ModelCapabilities(ReplyModel):
@@ -80,7 +81,7 @@ class ModelList(ReplyModel):
     data: list[Model]
 
 
-@router.get("/models", include_in_schema=False)
+@hand_router.get("/models", include_in_schema=False)
 @router.get("/v1/models", **documentation(ModelList))
 async def list_models(request: Request) -> Response:
     """List the names that requests may use."""
@@ -107,14 +108,14 @@ class Accepted(ReplyModel):
     success: Literal[True]
 
 
-@router.post("/models/load", **documentation(Accepted, request=NamedModel))
+@hand_router.post("/models/load", **documentation(Accepted, request=NamedModel))
 async def load_model(request: Request) -> Response:
     """Load a model that comes and goes. The answer does not wait for it: the list shows how far it is."""
     (await _named_place(request)).come()
     return json_reply({"success": True})
 
 
-@router.post("/models/unload", **documentation(Accepted, request=NamedModel))
+@hand_router.post("/models/unload", **documentation(Accepted, request=NamedModel))
 async def unload_model(request: Request) -> Response:
     """Unload a model that comes and goes, once no request uses it."""
     place = await _named_place(request)

@@ -244,7 +244,7 @@ function fillAssistant(box, turn, place) {
 function callCard(call, turn) {
   let args = call.args;
   try { args = JSON.stringify(JSON.parse(call.args), null, 2); } catch { /* not whole yet, or broken */ }
-  const card = element("div", { className: "call" }, element("span", { className: "dim", textContent: "calls " }), element("b", { textContent: call.name }), codeBlock(args, "json"));
+  const card = element("div", { className: "call" }, element("span", { className: "dim", textContent: "calls " }), element("b", { textContent: call.name }), codeBlock(args, turn.isDone ? "json" : ""));
   const isAnswered = state.talk.turns.some((each) => each.role === "tool" && each.callId === call.id);
   if (turn.isDone && !isAnswered && !turn.error) {
     const input = element("input", { placeholder: "The tool's result" });

@@ -3,7 +3,9 @@
 
 import { element } from "./net.js";
 
-const MAX_CHARS = 20000;
+const MAX_CHARS = 5000;
+const MAX_FORMULA_CHARS = 2000;
+const DEFINES = /\\(?:[gex]?def|let|futurelet|(?:re)?newcommand|providecommand)(?![a-zA-Z])/;  // few expansions of these make millions of elements
 const MAX_KEPT = 200;
 const kept = new Map();  // elements by kind and source: a reply is drawn again with each piece of it
 let katex = null, highlighter = null, arePending = new Set();
@@ -37,20 +39,22 @@ const getKatex = () => new Promise((resolve, reject) => {
 
 const getHighlighter = async () => { highlighter = (await import("./highlight.min.js")).default; };
 
-export function formula(source, isBlock) {
-  const made = element("span", { className: isBlock ? "formula block" : "formula", textContent: source, title: source });
-  if (katex) fillFormula(made); else if (source.length <= MAX_CHARS) load("katex", getKatex, ".formula", fillFormula);
+// `written` is the source with its delimiters, which is shown until the formula is drawn, or where it cannot be.
+export function formula(source, isBlock, written) {
+  const made = element("span", { className: isBlock ? "formula block" : "formula", textContent: written, title: source });
+  if (katex) fillFormula(made); else load("katex", getKatex, ".formula", fillFormula);
   return made;
 }
 
 function fillFormula(box) {
-  const source = box.title;
+  const source = box.title, written = box.textContent;
+  if (source.length > MAX_FORMULA_CHARS || DEFINES.test(source)) return;
   const isBlock = box.classList.contains("block");
-  box.replaceChildren(keep(`formula ${isBlock} ${source}`, () => {
+  box.replaceChildren(keep(`formula ${isBlock} ${written}`, () => {
     const made = element("span");
     try {
-      katex.render(source, made, { output: "mathml", displayMode: isBlock, throwOnError: true, strict: "ignore", trust: false, maxExpand: 500, maxSize: 20 });
-    } catch { made.textContent = source; }
+      katex.render(source, made, { output: "mathml", displayMode: isBlock, throwOnError: true, strict: "ignore", trust: false, maxExpand: 200, maxSize: 20 });
+    } catch { made.textContent = written; }
     return made;
   }));
 }

@@ -15,8 +15,8 @@ function inline(target, text) {
     if (code !== undefined) target.append(element("code", { textContent: code.trim() || code }));
     else if (bold ?? bold2) target.append(nested("strong", bold ?? bold2));
     else if (italic) target.append(nested("em", italic));
-    else if (block ?? square) target.append(formula(block ?? square, true));
-    else if (round ?? dollar) target.append(formula(round ?? dollar, false));
+    else if (block ?? square) target.append(formula(block ?? square, true, whole));
+    else if (round ?? dollar) target.append(formula(round ?? dollar, false, whole));
     else if (struck) target.append(nested("del", struck));
     else target.append(element("a", { href: url, textContent: label, rel: "noopener noreferrer", target: "_blank", title: url }));
     rest = rest.slice(found.index + whole.length);
@@ -40,6 +40,7 @@ export function codeBlock(text, language) {
 
 const FENCE = /^\s{0,3}(`{3,}|~{3,})\s*([\w+#.-]*)[^`]*$/;
 const OPENS = /^\s*(\$\$|\\\[)(.*)$/;
+const MAX_FORMULA_LINES = 50;
 const HEADING = /^(#{1,6})\s+(.*)$/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/;
 const ROW = /^\s*\|.*\|\s*$/;
@@ -51,21 +52,16 @@ export function render(target, text) {
   let at = 0;
   while (at < lines.length) {
     const line = lines[at];
-    const fence = FENCE.exec(line);
+    const fence = FENCE.exec(line), display = displayed(lines, at);
     if (fence) {
       const close = new RegExp(`^\\s{0,3}${fence[1][0]}{${fence[1].length},}\\s*$`);
       let end = at + 1;
       while (end < lines.length && !close.test(lines[end])) end += 1;
-      made.push(codeBlock(lines.slice(at + 1, end).join("\n"), fence[2]));
+      made.push(codeBlock(lines.slice(at + 1, end).join("\n"), end < lines.length ? fence[2] : ""));  // colours once it is whole
       at = end + 1;
-    } else if (OPENS.test(line)) {
-      const [, open, rest] = OPENS.exec(line);
-      const close = open === "$$" ? "$$" : "\\]";
-      let end = at, source = rest;
-      while (!source.includes(close) && end + 1 < lines.length && lines[end + 1].trim()) source += `\n${lines[end += 1]}`;
-      const [inside, behind = ""] = source.split(close);
-      made.push(element("p", {}, formula(inside.trim(), true), behind));
-      at = end + 1;
+    } else if (display) {
+      made.push(display.paragraph);
+      at = display.end + 1;
     } else if (!line.trim()) {
       at += 1;
     } else if (HEADING.test(line)) {
@@ -86,7 +82,8 @@ export function render(target, text) {
     } else if (ROW.test(line) && /^\s*\|[\s:|-]+\|\s*$/.test(lines[at + 1] || "")) {
       at = table(lines, at, made);
     } else {
-      const words = [];
+      const words = [line];
+      at += 1;
       while (at < lines.length && lines[at].trim() && !FENCE.test(lines[at]) && !OPENS.test(lines[at]) && !HEADING.test(lines[at]) && !ITEM.test(lines[at])) { words.push(lines[at]); at += 1; }
       const paragraph = element("p");
       words.forEach((each, place) => { if (place) paragraph.append(element("br")); inline(paragraph, each); });
@@ -94,6 +91,27 @@ export function render(target, text) {
     }
   }
   target.replaceChildren(...made);
+}
+
+// The paragraph that begins with the formula of a line of its own, and its last line; null where there is none.
+function displayed(lines, from) {
+  const [, open, first] = OPENS.exec(lines[from]) ?? [];
+  if (!open) return null;
+  const close = open === "$$" ? "$$" : "\\]";
+  const inside = [];
+  for (let end = from, line = first; end - from < MAX_FORMULA_LINES; line = lines[end]) {
+    const at = line.indexOf(close);
+    inside.push(at < 0 ? line : line.slice(0, at));
+    if (at >= 0) {
+      const source = inside.join("\n");
+      const paragraph = element("p", {}, formula(source.trim(), true, open + source + close));
+      inline(paragraph, line.slice(at + close.length));
+      return { paragraph, end };
+    }
+    end += 1;
+    if (!lines[end]?.trim() || FENCE.test(lines[end])) return null;
+  }
+  return null;
 }
 
 function list(lines, from, made) {

@@ -15,19 +15,25 @@ export function startModels() {
   }
   document.addEventListener("key", look);
   document.addEventListener("shown", look);
+  document.addEventListener("visibilitychange", () => { if (!document.hidden) look(); });
   look();
 }
 
-// Ask for the list, and again while the server tab shows models that come and go.
+// Ask for the list, and again while the server tab shows models that come and go, or after a failure that may pass.
 async function look() {
   clearTimeout(timer);
+  let isAgain;
   try {
-    const listed = (await (await ask("/v1/models")).json()).data || [];
+    const listed = (await (await ask("/models")).json()).data || [];
     models = listed.filter((each) => each.id === each.root);
-  } catch { return; }
-  choose();
-  draw();
-  if (!byId("server").hidden && !document.hidden && models.some((each) => each.status)) timer = setTimeout(look, EVERY_MS);
+    choose();
+    draw();
+    isAgain = !byId("server").hidden && models.some((each) => each.status);
+  } catch (error) {
+    isAgain = ![401, 403, 404].includes(error.status);
+  }
+  clearTimeout(timer);  // of another look that was under way
+  if (isAgain && !document.hidden) timer = setTimeout(look, EVERY_MS);
 }
 
 function choose() {

@@ -114,3 +114,9 @@ async def test_a_port_for_administration_has_the_page_with_the_yard(engine):
         assert (await client.get("/admin/events")).status_code == 404
         assert (await admin.get("/admin/events")).status_code == 200
         assert (await admin.get("/")).status_code == 200
+        assert (await admin.get("/models")).json()["data"][0]["id"] == "fake"
+        refused = await admin.post("/models/load", json={"model": "fake"})
+        assert "always loaded" in refused.json()["error"]["message"]
+        assert (await admin.get("/v1/models")).status_code == 404, (
+            "by which the page knows that no chat is here"
+        )
