@@ -9,15 +9,17 @@ Codes: 0 the person left, 1 the server refused, 2 a mistake on the command line,
 
 import argparse
 import asyncio
+import re
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any, TextIO
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.markdown import Markdown
+from rich.segment import Segment
 
 from server.command.terminal.client import (
     Failed,
@@ -36,6 +38,7 @@ from server.edge.http.http_client import ExchangeFailed, Target
 
 _PROMPT = "> "
 _MORE = "... "
+_FENCE = re.compile(r"\s*(?P<mark>`{3,}(?=[^`]*$)|~{3,})(?P<behind>.*)")
 _HELP = """\
   /reset           forget the conversation
   /system TEXT     set the system message and begin anew; without TEXT: show it
@@ -68,7 +71,8 @@ class Conversation:
         body = {**self._fields, "messages": [*system, *self._turns, question]}
         stats = self.last_stats = ReplyStats(started_s=time.perf_counter())
         said: list[str] = []
-        writer = MarkdownWriter(sys.stdout) if Console().is_interactive else TokenWriter(sys.stdout)
+        is_screen = sys.stdout.isatty() and Console().is_interactive  # which variables may claim of a pipe
+        writer = MarkdownWriter(sys.stdout) if is_screen else TokenWriter(sys.stdout)
         try:
             async with aclosing(stream(self._target, "/v1/chat/completions", body)) as chunks:
                 async for chunk in chunks:
@@ -89,27 +93,75 @@ class Conversation:
 
 
 class MarkdownWriter(TokenWriter):
-    """Writes on a terminal, and shows each part anew as Markdown while it comes."""
+    """Writes on a terminal: whole parts as Markdown, and the last rows of a part while it comes."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
-        self._part = ""
-        self._live = Live(console=Console(file=stream), auto_refresh=False, transient=True)
+        self._console = Console(file=stream)
+        self._live = Live(console=self._console)
+        self._lines: list[str] = []
+        self._line = ""
+        self._fence: re.Match[str] | None = None
+        """The line that opened the code block in which the text is."""
 
     def write(self, text: str) -> None:
         self._leave_dim()
-        self._live.start()
-        self._part += harmless(text)
-        whole, blank, rest = self._part.rpartition("\n\n")
-        if blank and whole.count("```") % 2 == 0:
-            self._live.console.print(Markdown(whole, hyperlinks=False), "")
-            self._part = rest
-        self._live.update(Markdown(self._part, hyperlinks=False), refresh=True)
+        if not self._live.is_started:
+            self._live = Live(self, console=self._console, refresh_per_second=10, transient=True)
+            self._live.start()
+        *lines, self._line = (self._line + harmless(text)).split("\n")
+        for line in lines:
+            if line.strip() or self._fence:
+                self._lines.append(line)
+                self._take_fence(line)
+            else:
+                self._print_part()
+
+    def write_reasoning(self, text: str) -> None:
+        self._end_text()
+        super().write_reasoning(text)
 
     def close(self) -> None:
+        self._end_text()
+        self._leave_dim()
+        self._stream.flush()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Render as much of the part as the terminal has room for, at the rate of Live."""
+        num_rows = max(1, options.size.height - 1)
+        shown = [*self._lines[-num_rows:], self._line]
+        if self._fence and self._fence.string not in shown:
+            shown.insert(0, self._fence.string)
+        for row in console.render_lines(_markdown(shown), options)[-num_rows:]:
+            yield from (*row, Segment.line())
+
+    def _take_fence(self, line: str) -> None:
+        found = _FENCE.match(line)
+        if not self._fence:
+            self._fence = found
+        elif found and not found["behind"].strip() and found["mark"].startswith(self._fence["mark"]):
+            self._fence = None
+
+    def _print_part(self) -> None:
+        part, self._lines = self._lines, []
+        if any(part):
+            self._console.print(_markdown(part), "")
+
+    def _end_text(self) -> None:
+        self._lines, self._line, self._fence = [*self._lines, self._line], "", None
         self._live.stop()
-        self._live.console.print(Markdown(self._part, hyperlinks=False))
-        super().close()
+        self._print_part()
+
+
+def _markdown(lines: list[str]) -> Markdown:
+    """Text as Markdown, in which no character that an entity names is a command either."""
+    made = Markdown("\n".join(lines), hyperlinks=False)
+    tokens = list(made.parsed)
+    while tokens:
+        token = tokens.pop()
+        token.content = harmless(token.content)
+        tokens += token.children or ()
+    return made
 
 
 def _show(chunk: dict[str, Any], writer: TokenWriter, stats: ReplyStats) -> str:

@@ -7,6 +7,7 @@ import os
 import pty
 import sys
 import termios
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -198,7 +199,9 @@ async def test_a_refusal_is_told_and_the_message_was_not_said(url, engine):
         terminal.type("/exit\n")
 
 
-async def test_a_piped_message_is_answered_once(url, engine):
+async def test_a_piped_message_is_answered_once_whatever_the_variables_say(url, engine, monkeypatch):
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.setenv(name, "1")
     code, out, err = await through_pipes(
         "chat", "--base-url", url, "--max-tokens", "4", "--stats", text="a\nb\n"
     )
@@ -272,3 +275,61 @@ def test_markdown_is_shown_part_by_part_and_once_and_no_character_is_a_command()
     assert [shown.count(each) for each in ("Head", "one", "two", "x = 1", "y = 2", "end")] == [1] * 6
     assert "**" not in shown
     assert "\x1b" not in shown
+
+
+def test_parts_are_torn_at_no_mark_inside_a_line_and_entities_are_no_commands():
+    out = io.StringIO()
+    writer = MarkdownWriter(out)
+    for piece in (
+        "a ``` in a line\n\n",
+        "~~~~text\n\n**code**\n```\n~~~\n\n**still",
+        "**\n~~~~\n\n",
+        "&#82",
+        "38;&#x202e;&rlm;&zwj;&#xE0041; **&lt;** `&lt;` [&#8238;](https://a.example/&#8238;)",
+    ):
+        writer.write(piece)
+        assert "a ``` in a line" in out.getvalue()
+    writer.close()
+    shown = out.getvalue()
+    assert "**code**" in shown
+    assert "**still**" in shown
+    assert "\ufffd\ufffd\ufffd\ufffd\ufffd < &lt; \ufffd (" in shown
+    assert not set(shown) & set("\u202e\u200f\u200d\U000e0041")
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def screen(monkeypatch):
+    for name, value in {"TERM": "xterm", "COLUMNS": "40", "LINES": "10"}.items():
+        monkeypatch.setenv(name, value)
+    return Screen()
+
+
+def test_a_long_part_costs_few_redraws_of_its_last_rows(screen):
+    writer = MarkdownWriter(screen)
+    writer.write("```\n")
+    for number in range(1000):
+        writer.write(f"<{number}>\n")
+    deadline_s = time.monotonic() + WAIT_S
+    while "<999>" not in screen.getvalue() and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    assert all(f"<{number}>" in screen.getvalue() for number in range(994, 1000)), "its end is in view"
+    assert screen.getvalue().count("<") < 1000
+    writer.close()
+    assert screen.getvalue().count("<0>") <= 2
+
+
+def test_reasoning_behind_a_piece_of_the_answer_is_written_below_it(screen):
+    writer = MarkdownWriter(screen)
+    for add, text in ((writer.write, "one"), (writer.write_reasoning, "why"), (writer.write, "two")):
+        add(text)
+    writer.close()
+    before, _, behind = screen.getvalue().partition("why")
+    assert "\x1b[?25h" in before, "the live rows are gone"
+    assert before.rpartition("one")[2].split() == ["\x1b[2m"]
+    assert "one" not in behind
+    assert "two" in behind
