@@ -17,6 +17,7 @@ EngineError
 └── EngineDiedTwice      two engine processes died while they held this request
 """
 
+import re
 from enum import StrEnum
 
 
@@ -108,6 +109,15 @@ class TenantOverloaded(Overloaded):
 
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message, retry_after_s=retry_after_s, reason=OverloadReason.KEY_TOKENS)
+
+
+_PATH = re.compile(r"(?<![\w./:~])~?/(?:[^\s'\"/]+/)*(?=[\w.-])")
+_QUOTED_PATH = re.compile(r"""(['"])~?/[^'"]*?([^'"/]+/?)\1""")
+
+
+def without_folders(text: str) -> str:
+    """Return a text for clients, in which of each absolute path the last part is left."""
+    return _PATH.sub("", _QUOTED_PATH.sub(r"\1\2\1", text))
 
 
 class EngineUnavailable(EngineError):

@@ -10,6 +10,7 @@ Never: runs engine processes (client.py passes messages on), chooses one (schedu
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from math import inf
@@ -19,7 +20,7 @@ from engine.frontend.active_request import NO_TICKET, ActivePooling, RequestChoi
 from engine.frontend.active_text import ActiveText
 from engine.frontend.engine_line import AnyActive, EngineLine
 from engine.frontend.metrics import EngineMetrics
-from engine.frontend.queue_limits import Desk
+from engine.frontend.queue_limits import Desk, QueueLimits
 from engine.frontend.waiting_calls import CallTerms, WaitingCall
 from engine.frontend.waiting_deadlines import WaitingDeadlines, nearer_limits, remaining_limits
 from engine.options.engine_config import EngineConfig
@@ -83,20 +84,20 @@ class ActiveRequests:
     def require_room(self, priority: int | None) -> None:
         """Raise Overloaded if `admit` would refuse even the smallest request; priority None is any."""
         if not self._room.has_room(1, 1):
-            self._require_urgency(priority)
+            self._require_urgency(priority, [self._room])
 
     def require_any_room(self, priority: int | None) -> None:
         """Raise Overloaded if all models of the queue would refuse even the smallest request."""
         if not self._room.any_has_room():
-            self._require_urgency(priority)
+            self._require_urgency(priority, self._room.all)
 
-    def _require_urgency(self, priority: int | None) -> None:
+    def _require_urgency(self, priority: int | None, rooms: Sequence[QueueLimits]) -> None:
         """Raise Overloaded unless the smallest request of this priority takes the place of others."""
         now_s, limit_s = time.monotonic(), self._limits.nearest_s
         terms = None
         if priority is not None:
             terms = CallTerms(priority=priority, tenant="", arrived_s=now_s, time_limit_s=limit_s)
-        if not self._displaceable(1, 1, terms):
+        if not any(self._displaceable(1, 1, terms, room) for room in rooms):
             with self._metrics.counting_refusals():
                 raise self._room.refusal(1, now_s=now_s)
 
@@ -294,7 +295,7 @@ class ActiveRequests:
 
     def _make_room(self, num_sequences: int, num_tokens: int, terms: CallTerms) -> bool:
         """Displace the calls that would be served last, if that makes room for a new one, and tell."""
-        leaving = self._displaceable(num_sequences, num_tokens, terms)
+        leaving = self._displaceable(num_sequences, num_tokens, terms, self._room)
         error = Overloaded(
             "the queue is full, and a more urgent request took the place of this one; try again later",
             retry_after_s=self._room.retry_after_s(now_s=terms.arrived_s),
@@ -311,18 +312,22 @@ class ActiveRequests:
         self._remove(active)
 
     def _displaceable(
-        self, num_sequences: int, num_tokens: int, terms: CallTerms | None
+        self, num_sequences: int, num_tokens: int, terms: CallTerms | None, room: QueueLimits
     ) -> list[WaitingCall[AnyActive]]:
         """List the calls to displace; empty if even that would not make room."""
         leaving: list[WaitingCall[AnyActive]] = []
-        freed_sequences = freed_tokens = 0
+        sequences, tokens = freed = Counter[object](), Counter[object]()
+        lack = room.lack(num_sequences, num_tokens)
         for call in self._desk.waiting.displaceable(terms, next_id=self._desk.next_id):
+            sequences[call.room] += call.num_sequences
+            tokens[call.room] += call.num_tokens
+            before, lack = lack, room.lack(num_sequences, num_tokens, freed)
+            if lack == before:  # it gains nothing: its model has no more than the places that are kept for it
+                sequences[call.room] -= call.num_sequences
+                tokens[call.room] -= call.num_tokens
+                continue
             leaving.append(call)
-            freed_sequences += call.num_sequences
-            freed_tokens += call.num_tokens
-            if self._room.has_room(
-                num_sequences, num_tokens, freed_sequences=freed_sequences, freed_tokens=freed_tokens
-            ):
+            if room.has_room(num_sequences, num_tokens, freed=freed):
                 return leaving
         return []
 
@@ -356,6 +361,7 @@ class ActiveRequests:
                 admitted,
                 self._call_terms([active.request for active in admitted], admitted[0].arrived_s),
                 self._displace,
+                self._room,
             )
             for active in admitted:
                 terms = self._call_terms([active.request], active.arrived_s)

@@ -129,7 +129,7 @@ class AsyncEngine:
 
         `fault` is the reason why it is never started.
         """
-        self._health.sleep(fault)
+        self._health.sleep(given_up=fault)
 
     async def unload(self, fault: str = "") -> None:
         """End the engine processes, which `start` brings back; texts are tokenized meanwhile.
@@ -140,7 +140,7 @@ class AsyncEngine:
         await self._engines.stop()
         if self._supervision is not None:
             await asyncio.shield(self._supervision)  # `close` waits for it too
-        self._health.sleep(fault)
+        self._health.sleep(failure=fault)
         self._requests.fail_all(EngineDied())
         for engine in range(self._config.num_engines):
             self._forget(engine)
@@ -164,14 +164,15 @@ class AsyncEngine:
         return await asyncio.shield(self._supervision)
 
     async def ready(self) -> ModelInfo:
-        """Wait until the model is loaded. Raises EngineUnavailable if loading is given up."""
+        """Wait until the model is loaded. Raises EngineUnavailable, with the reason alone, if that is given up."""
         await self._started.wait()
         assert self._supervision is not None
         ready = asyncio.create_task(self._health.became_ready.wait())
         await asyncio.wait([ready, self._supervision], return_when=asyncio.FIRST_COMPLETED)
         ready.cancel()
         if not self._health.became_ready.is_set():
-            raise self._not_loaded()
+            end = await self.gave_up()
+            raise self._not_loaded() if end is None else EngineUnavailable(end.what)
         return self.info
 
     async def drain(self, *, timeout_s: float, delay_s: float = 0.0) -> bool:

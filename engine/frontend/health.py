@@ -8,7 +8,7 @@ Never: reads a clock; time is an argument.
 import asyncio
 from enum import Enum
 
-from engine.errors import EngineUnavailable
+from engine.errors import EngineUnavailable, without_folders
 from engine.process_messages import Beat
 from engine.types import EngineState, Health
 from worker.worker_config import LoadProgress
@@ -41,6 +41,8 @@ class HealthMonitor:
         self.became_ready = asyncio.Event()
         self.given_up = ""
         """Reason why no process is started any more; empty while one may be."""
+        self.last_failure = ""
+        """While the model is unloaded, the reason why it was not by intent; empty if it was."""
         self.is_optional = False
         """Whether the server is ready without this model."""
         self.is_asleep = False
@@ -55,15 +57,15 @@ class HealthMonitor:
         if not any(each.is_ready for each in self.engines):
             self.became_ready.clear()
 
-    def sleep(self, fault: str = "") -> None:
-        """Note that all processes were ended by intent; from then on the server is ready without them.
+    def sleep(self, *, given_up: str = "", failure: str = "") -> None:
+        """Note that the model is unloaded; from then on the server is ready without it.
 
-        `fault` is the reason why none is started again; without it one may be.
+        `given_up` is the reason why it is never loaded, `failure` that of the last end.
         """
         for each in self.engines:
             each.sleep()
         self.became_ready.clear()
-        self.given_up, self.is_asleep, self.is_optional = fault, True, True
+        self.given_up, self.last_failure, self.is_asleep, self.is_optional = given_up, failure, True, True
 
     def ready_engines(self) -> list[int]:
         """List the numbers of engines whose model is loaded."""
@@ -98,9 +100,9 @@ class HealthMonitor:
     def _detail(self, best: "EngineHealth", now_s: float) -> str:
         """Describe the best engine and, among several, each that is not ready."""
         if self.given_up:
-            return f"given up: {self.given_up}"
+            return f"given up: {without_folders(self.given_up)}"
         if self.is_asleep:
-            return "not loaded"
+            return self.last_failure or "not loaded"
         if len(self.engines) == 1 or not best.is_ready:
             return best.detail(now_s)
         others = [

@@ -23,6 +23,11 @@ _MIN_RETRY_S, _MAX_RETRY_S = 1.0, 60.0
 _UNKNOWN_RETRY_S = 10.0
 
 
+Freed = tuple[Counter[object], Counter[object]]
+"""Sequences and prompt tokens of calls that are to leave, by the limits of their model."""
+NONE_FREED: Freed = (Counter(), Counter())
+
+
 def num_free(bound: int, own: int, others: Sequence[int]) -> int:
     """Places that one of several may still take: half of the bound is kept for all, in even parts."""
     part = bound // (2 * len(others) + 2)
@@ -41,29 +46,30 @@ class QueueLimits:
         self._has_priorities = has_priorities
         self._forecast = StartForecast(has_priorities=has_priorities)
         self._num_own = self._num_own_tokens = 0
-        self._all = [self]
+        self.all = [self]
+        """The limits of all models in the queue."""
         self._num_by_priority = Counter[int]()
 
     def beside(self) -> "QueueLimits":
         """Return the limits of one more model in the same queue."""
         added = copy(self)
         added._num_own = added._num_own_tokens = 0
-        self._all.append(added)
+        self.all.append(added)
         return added
 
     @property
     def num_queued(self) -> int:
         """Sequences that wait for any model."""
-        return sum(each._num_own for each in self._all)
+        return sum(each._num_own for each in self.all)
 
     @property
     def num_queued_tokens(self) -> int:
-        return sum(each._num_own_tokens for each in self._all)
+        return sum(each._num_own_tokens for each in self.all)
 
     def admit(self, num_sequences: int, num_tokens: int, *, now_s: float, priority: int = 0) -> None:
         """Take in all sequences of a call, or none. Raises Overloaded.
 
-        A request larger than the queue is taken in if none waits for its model; otherwise it would never fit.
+        A request larger than the queue is taken in if nothing waits at all; otherwise it would never fit.
         """
         if not self.has_room(num_sequences, num_tokens):
             raise self.refusal(num_sequences, now_s=now_s)
@@ -79,37 +85,38 @@ class QueueLimits:
 
     def refusal(self, num_sequences: int, *, now_s: float) -> Overloaded:
         """Make the error for sequences that do not fit."""
-        has_place = num_sequences <= self._free()[0]
-        of_all = "" if len(self._all) == 1 else ", of which each model has a part"
+        lacks_places, _ = self.lack(num_sequences, 0)
+        of_all = "" if len(self.all) == 1 else ", of which each model has a part"
         return Overloaded(
             f"{self.num_queued} sequences with {self.num_queued_tokens} prompt tokens have not started; "
             f"at most {self._max_queued} and {self._max_queued_tokens} may wait{of_all}; try again later",
             retry_after_s=self.retry_after_s(now_s=now_s),
-            reason=OverloadReason.TOKENS if has_place else OverloadReason.REQUESTS,
+            reason=OverloadReason.REQUESTS if lacks_places else OverloadReason.TOKENS,
         )
 
-    def has_room(
-        self, num_sequences: int, num_tokens: int, *, freed_sequences: int = 0, freed_tokens: int = 0
-    ) -> bool:
-        """Whether sequences fit, assuming that the `freed_` ones have left."""
-        free, free_tokens = self._free()
-        fits = num_sequences <= free + freed_sequences and num_tokens <= free_tokens + freed_tokens
-        return fits or not self._num_own or self.num_queued == freed_sequences
+    def has_room(self, num_sequences: int, num_tokens: int, *, freed: Freed = NONE_FREED) -> bool:
+        """Whether sequences fit, assuming that the `freed` ones have left."""
+        fits = not any(self.lack(num_sequences, num_tokens, freed))
+        return fits or self.num_queued == freed[0].total()
 
     def any_has_room(self) -> bool:
         """Whether the smallest request fits, of whichever model it is."""
-        return any(each.has_room(1, 1) for each in self._all)
+        return any(each.has_room(1, 1) for each in self.all)
 
-    def _free(self) -> tuple[int, int]:
-        """Return the sequences and the prompt tokens for which this model still has room."""
-        if len(self._all) == 1:
-            return self._max_queued - self._num_own, self._max_queued_tokens - self._num_own_tokens
-        others = [each for each in self._all if each is not self]
+    def lack(self, num_sequences: int, num_tokens: int, freed: Freed = NONE_FREED) -> tuple[int, int]:
+        """Return the sequences and the tokens that do not fit once the `freed` ones have left.
+
+        Those of another model free nothing where it has no more than the places that are kept for it.
+        """
+        others = [each for each in self.all if each is not self]
+        sequences, tokens = freed
+        own = self._num_own - sequences[self]
+        own_tokens = self._num_own_tokens - tokens[self]
+        kept = [each._num_own - sequences[each] for each in others]
+        kept_tokens = [each._num_own_tokens - tokens[each] for each in others]
         return (
-            num_free(self._max_queued, self._num_own, [each._num_own for each in others]),
-            num_free(
-                self._max_queued_tokens, self._num_own_tokens, [each._num_own_tokens for each in others]
-            ),
+            max(0, num_sequences - num_free(self._max_queued, own, kept)),
+            max(0, num_tokens - num_free(self._max_queued_tokens, own_tokens, kept_tokens)),
         )
 
     def leave(self, num_sequences: int, num_tokens: int, *, priority: int = 0) -> None:

@@ -63,6 +63,8 @@ class WaitingCall(Generic[WaitingT]):
     num_tokens: int
     displace: "Callable[[WaitingT, Overloaded], None]"
     """Ends one of the requests, where it was admitted."""
+    room: object
+    """The limits of its model."""
 
 
 class WaitingCalls(Generic[WaitingT]):
@@ -83,6 +85,7 @@ class WaitingCalls(Generic[WaitingT]):
         lives: Sequence[WaitingT],
         terms: CallTerms,
         displace: "Callable[[WaitingT, Overloaded], None]",
+        room: object = None,
     ) -> None:
         call = WaitingCall(
             lives=tuple(lives),
@@ -92,6 +95,7 @@ class WaitingCalls(Generic[WaitingT]):
             num_sequences=sum(live.num_unstarted for live in lives),
             num_tokens=sum(live.num_prompt_tokens for live in lives),
             displace=displace,
+            room=room,
         )
         insort(self._line, call, key=_rank_of)
         self._by_id.update((live.first_id, call) for live in lives)

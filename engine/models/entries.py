@@ -71,10 +71,7 @@ class ModelSpec:
         log.critical("%s cannot be loaded: %s; %s", self.names.served[0], what, fix)
         files = {"model_path": str(DEMO_MODEL), "checksums_file": None, "chat_template_file": None}
         worker = replace(self.engine.worker, **files)  # type: ignore[arg-type]
-        fault = f"{what}; {fix}".replace(
-            self.engine.worker.model_path, self.names.served[0]
-        )  # clients see it
-        return replace(self, fault=fault, engine=replace(self.engine, worker=worker))
+        return replace(self, fault=f"{what}; {fix}", engine=replace(self.engine, worker=worker))
 
 
 def resolve_models(

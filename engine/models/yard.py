@@ -17,7 +17,7 @@ from functools import partial
 from math import inf, isinf
 from typing import TYPE_CHECKING, Any, Protocol
 
-from engine.errors import EngineUnavailable, Overloaded, OverloadReason
+from engine.errors import EngineUnavailable, Overloaded, OverloadReason, without_folders
 from engine.frontend.queue_limits import num_free
 from engine.models.placement import Guest, Reservation, busy_victims, idle_victims
 from engine.types import Health
@@ -109,12 +109,12 @@ class YardPlace:
         self.num_loads: Counter[str] = Counter()
         """Loads by their end: `loaded` or `failed`."""
         self.num_unloads: Counter[str] = Counter()
-        """Unloads by the reason: `idle`, or `evicted` for another one."""
+        """Unloads by the reason: `idle`, `evicted` for another one, or `died`."""
         self.sum_load_s = 0.0
         self.failed_until_s = -inf
         self.num_failures = 0
         self.fault = ""
-        """Reason why it cannot be loaded until then."""
+        """Reason why it cannot be loaded until then, or what the last load failed of, as clients may see it."""
         self.watching: asyncio.Task[None] | None = None
         self._yard = yard
 
@@ -164,7 +164,7 @@ class YardPlace:
 
     def give_up(self, fault: str) -> None:
         """Never load it: its calls are refused with this reason."""
-        self.fault, self.failed_until_s = fault, inf
+        self.fault, self.failed_until_s = without_folders(fault), inf
 
     def come(self) -> None:
         """Be loaded as soon as there is room for it, as if a call asked. Raises EngineUnavailable."""
@@ -174,9 +174,9 @@ class YardPlace:
             self._yard.want(self, Waiting.REFUSED)
 
     def leave(self) -> None:
-        """Leave once no call uses it, unless it is pinned or another call comes before."""
+        """Leave once no call uses it, unless it is pinned or another call comes before; not come, if none waits."""
         self.keep_for(0)
-        self._yard.look()
+        self._yard.withdraw(self)
 
     def release(self) -> None:
         self._yard.release(self)
@@ -282,6 +282,21 @@ class ModelYard:
         place.wanted_since_s = min(place.wanted_since_s, time.monotonic())
         self.look()
 
+    def withdraw(self, place: YardPlace) -> None:
+        """Take a model for which no call waits out of the line."""
+        if place.state is YardState.ABSENT and not place.waiting:
+            place.wanted_since_s, place.is_urgent = inf, False
+        self._reopen()
+        self.look()
+
+    def _reopen(self) -> None:
+        """Let calls in again to models that leave for none that is still to be loaded."""
+        for place in self.places:
+            if place.state is not YardState.LEAVING or self._is_closed:
+                continue
+            if place.leaves_for is None or isinf(place.leaves_for.wanted_since_s):  # its turn again
+                self._open(place)
+
     def look(self) -> None:
         """Begin the next change, if there is one to make now; else look again when there may be."""
         if self._switching is not None or self._is_closed:
@@ -352,16 +367,10 @@ class ModelYard:
                 log.exception("a model could not be loaded or unloaded")
                 for place in self.places:
                     if place.state is YardState.LOADING:
-                        await self._fail(
-                            place, EngineUnavailable("the model could not be loaded; the log says why")
-                        )
+                        await self._fail(place, "an error of the server, which the log has")
             finally:
                 self._switching = None
-                for place in self.places:
-                    if place.state is not YardState.LEAVING or self._is_closed:
-                        continue
-                    if place.leaves_for is None or isinf(place.leaves_for.wanted_since_s):  # its turn again
-                        self._open(place)
+                self._reopen()
                 self.look()
 
         self._switching = asyncio.create_task(change_and_look())
@@ -374,9 +383,9 @@ class ModelYard:
         try:
             await _loaded(place.engine)
         except EngineUnavailable as error:
-            await self._fail(place, error)
+            await self._fail(place, str(error))
             return
-        place.load_s, place.num_failures = time.monotonic() - began_s, 0
+        place.load_s, place.num_failures, place.fault = time.monotonic() - began_s, 0, ""
         place.num_loads["loaded"] += 1
         place.sum_load_s += place.load_s
         place.last_used_s = time.monotonic()
@@ -400,20 +409,24 @@ class ModelYard:
         log.info("%s is unloaded", place.name)
 
     async def _watch(self, place: YardPlace) -> None:
-        """Take a loaded model that is given up as one that failed."""
+        """Refuse calls of a loaded model that is given up as those of one that failed."""
         end = await place.engine.gave_up()
         if end is not None:
             place.watching = None
-            await self._fail(place, EngineUnavailable(end.what))
+            place.num_unloads["died"] += 1
+            await self._refuse_for_a_while(place, f"its engine ended: {end.what}")
 
-    async def _fail(self, place: YardPlace, error: EngineUnavailable) -> None:
-        place.num_failures += 1
+    async def _fail(self, place: YardPlace, why: str) -> None:
         place.num_loads["failed"] += 1
+        await self._refuse_for_a_while(place, f"the last load failed: {why}")
+
+    async def _refuse_for_a_while(self, place: YardPlace, why: str) -> None:
+        place.num_failures += 1
         back_off_s = min(_FIRST_BACK_OFF_S * 2 ** (place.num_failures - 1), _MAX_BACK_OFF_S)
-        place.failed_until_s, place.fault = time.monotonic() + back_off_s, str(error)
+        place.failed_until_s, place.fault = time.monotonic() + back_off_s, without_folders(why)
         place.state, place.wanted_since_s, place.is_urgent = YardState.ABSENT, inf, False
-        log.critical("%s could not be loaded, and is not tried for %.0f s: %s", place.name, back_off_s, error)
-        self._refuse(place, EngineUnavailable(f"{place.name}: {error}", retry_after_s=back_off_s))
+        log.critical("%s is not loaded for %.0f s: %s", place.name, back_off_s, why)
+        self._refuse(place, EngineUnavailable(f"{place.name}: {place.fault}", retry_after_s=back_off_s))
         await place.engine.unload(place.fault)
         self.look()
 

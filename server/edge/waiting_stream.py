@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import cast
 
 import orjson
+from starlette.requests import ClientDisconnect
 from starlette.types import Message, Scope, Send
 
 from engine.types import Health
@@ -46,7 +47,10 @@ class WaitingStream:
 
     async def fail(self, error: Exception, count: Callable[[str], None], shape: ErrorShape) -> None:
         """End a reply that has begun with an error as its event; `count` is called with its code."""
-        body = b"event: error\ndata: " + orjson.dumps(shape(reply_of(error, self._scope, count))) + b"\n\n"
+        reply = reply_of(error, self._scope, count)
+        if isinstance(error, ClientDisconnect):  # nobody reads it
+            return
+        body = b"event: error\ndata: " + orjson.dumps(shape(reply)) + b"\n\n"
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
 

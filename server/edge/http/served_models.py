@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import cast
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.errors import AdapterConflict, EngineUnavailable, RequestRejected
@@ -179,7 +179,7 @@ class LeaseEnd:
         try:
             await self._app(scope, receive, stream.send)
         except Exception as error:
-            if not stream.has_begun or isinstance(error, ClientDisconnect):
+            if not stream.has_begun:
                 raise
             await stream.fail(error, self._count, shape_at(scope.get("path", ""), self._shapes))
         finally:

@@ -112,25 +112,53 @@ async def test_two_models_share_one_queue_and_an_urgent_request_of_one_displaces
     door, tiny_model: Path
 ) -> None:
     beside = Door(tiny_model, door.desk, scheduling_policy="priority")
-    (last,) = [door.ask(name, 9)[0] for name in "a"]
-    others = [beside.ask(name, 3)[0] for name in "bcd"]
-    assert len({*last.choices, *(number for each in others for number in each.choices)}) == 4
+    first, last = [door.ask(name, 9)[0] for name in "af"]
+    others = [beside.ask(name, 3)[0] for name in "bc"]
+    assert len({*first.choices, *last.choices, *(number for each in others for number in each.choices)}) == 4
     with pytest.raises(Overloaded, match="have not started"):
         beside.in_flight.require_room(9)
     beside.ask("e", 1)
-    assert door.waiting() == set()
-    assert beside.waiting() == set("bcde")
+    assert door.waiting() == set("a")
+    assert beside.waiting() == set("bce")
     with pytest.raises(Overloaded, match="more urgent"):
         last.take()
     assert EndSequences(sequence_ids=tuple(last.choices), reason=FinishReason.ABORTED) in door.sent
+    door.in_flight.leave(first)
     assert door.in_flight.is_empty.is_set()
-    for name in "bcde":
+    for name in "bce":
         beside.in_flight.leave(beside.in_flight.find(name))
     assert (door.desk.limits.num_queued, door.desk.limits.num_queued_tokens, len(door.desk.waiting)) == (
         0,
         0,
         0,
     )
+
+
+@pytest.mark.parametrize(("num_others", "others_priority"), [(2, 9), (3, 9), (2, 1)])
+async def test_urgent_requests_displace_no_more_than_they_gain_and_none_of_places_that_are_kept(
+    tiny_model: Path, num_others: int, others_priority: int
+) -> None:
+    """Of eight places two are kept for each model."""
+    config, _ = resolve(
+        replace(Options(), model=str(tiny_model), max_queued_requests=8, scheduling_policy="priority"),
+        environment={},
+    )
+    desk = Desk(config)
+    crowded, quiet = (Door(tiny_model, desk, scheduling_policy="priority") for _ in range(2))
+    for number in range(8 - num_others):
+        crowded.ask("abcdef"[number], 5)
+    for number in range(num_others):
+        quiet.ask("abc"[number], others_priority)
+    for number in range(4):
+        num_before = desk.limits.num_queued
+        crowded.in_flight.require_any_room(0)
+        crowded.ask("wxyz"[number], 0)
+        assert desk.limits.num_queued == num_before == 8
+    assert [len(quiet.waiting()), len(crowded.waiting())] == [2, 2]
+    if others_priority == 9:
+        quiet.in_flight.require_any_room(8)
+        quiet.ask("h", 8)
+        assert len(quiet.waiting()) == 2
 
 
 async def test_whoever_has_begun_keeps_its_place_with_all_that_came_with_it(door) -> None:

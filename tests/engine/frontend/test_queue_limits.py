@@ -68,10 +68,18 @@ def test_each_of_several_models_has_a_part_that_no_crowd_of_another_takes() -> N
     assert (quiet.has_room(1, 100), crowded.has_room(1, 0)) == (True, False)
 
 
-def test_a_prompt_larger_than_its_part_is_taken_in_where_none_waits_for_its_model() -> None:
+def test_a_call_larger_than_the_free_part_is_taken_in_only_where_nothing_waits_at_all() -> None:
+    limits = QueueLimits(max_queued=8, max_queued_tokens=800)
+    models = [limits, *(limits.beside() for _ in range(9))]
+    models[0].admit(500, 700, now_s=0.0)
+    for each in models[1:]:
+        with pytest.raises(Overloaded):
+            each.admit(500, 0, now_s=0.0)
+    assert limits.num_queued == 500
     crowded = QueueLimits(max_queued=8, max_queued_tokens=800)
     quiet = crowded.beside()
     crowded.admit(6, 600, now_s=0.0)
-    quiet.admit(1, 700, now_s=0.0)
-    with pytest.raises(Overloaded):
-        quiet.admit(1, 1, now_s=0.0)
+    for num_tokens in (201, 700):
+        with pytest.raises(Overloaded):
+            quiet.admit(1, num_tokens, now_s=0.0)
+    quiet.admit(2, 200, now_s=0.0)

@@ -145,7 +145,6 @@ def test_a_folder_of_models_serves_each_of_them_on_demand(folder: Path) -> None:
     assert names == ["cut.gguf", "first", "second"]
     assert {(spec.keep.at_start, spec.keep.keep_alive_s) for spec in specs} == {(False, 600)}
     assert [bool(spec.fault) for spec in specs] == [True, False, False]
-    assert str(folder) not in specs[0].fault
     (folder / "nothing").mkdir()
     with pytest.raises(OptionError, match="it has no list of models"):
         resolve_models(read_options({"models": str(folder / "nothing")}, {}), environment={})

@@ -35,7 +35,7 @@ class Engine:
     async def ready(self) -> None:
         await self._world.load()
         if self.fails:
-            raise EngineUnavailable("it is broken")
+            raise EngineUnavailable("it is broken in /srv/models/weights")
         self.is_loaded = True
         self._world.check()
 
@@ -191,29 +191,54 @@ async def test_few_calls_wait_for_models_that_are_not_loaded() -> None:
 async def test_a_model_that_fails_is_refused_for_a_while_and_the_others_are_served() -> None:
     world = World(ON_DEMAND, ON_DEMAND, room=1)
     world.engines[0].fails = True
-    with pytest.raises(EngineUnavailable, match="m0: it is broken") as refused:
+    with pytest.raises(EngineUnavailable, match="^m0: the last load failed: it is broken in weights$") as refused:
         await world.places[0].lease(Waiting.IN_LINE)
     assert refused.value.retry_after_s == pytest.approx(30)
-    await world.until(lambda: world.engines[0].fault == "it is broken")
-    with pytest.raises(EngineUnavailable, match="m0 cannot be loaded: it is broken"):
+    await world.until(lambda: world.engines[0].fault == "the last load failed: it is broken in weights")
+    with pytest.raises(EngineUnavailable, match="m0 cannot be loaded: the last load failed: it is broken"):
         await world.places[0].lease(Waiting.IN_LINE)
     assert world.engines[0].num_loads == 1
     await world.places[1].lease(Waiting.IN_LINE)
     world.engines[1].give_up()
     await world.until(lambda: not world.places[1].is_loaded)
-    with pytest.raises(EngineUnavailable, match="m1 cannot be loaded: it died"):
+    with pytest.raises(EngineUnavailable, match="m1 cannot be loaded: its engine ended: it died"):
         await world.places[1].lease(Waiting.IN_LINE)
+    assert [dict(each.num_loads) for each in world.places] == [{"failed": 1}, {"loaded": 1}]
+    assert [dict(each.num_unloads) for each in world.places] == [{}, {"died": 1}]
     await world.yard.close()
 
 
 async def test_a_model_with_a_fault_is_refused_with_it_and_never_loaded() -> None:
     world = World(ON_DEMAND, room=1)
-    world.places[0].give_up("its weights are cut off; download it again")
+    world.places[0].give_up("its weights are cut off; download it again to /srv/models/m0, or '/a b/c'")
+    assert world.places[0].fault.endswith("again to m0, or 'c'")
     for waiting in (Waiting.IN_LINE, Waiting.REFUSED):
         with pytest.raises(EngineUnavailable, match="m0 cannot be loaded: its weights are cut off"):
             await world.places[0].lease(waiting)
     assert not world.engines[0].num_loads
     await world.yard.close()
+
+
+async def test_an_unload_by_hand_takes_back_a_load_that_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(yard_module, "TURN_S", 0.0)
+    world = World(ON_DEMAND, ON_DEMAND, room=1)
+    busy, asked = world.places
+    async with busy.held():
+        asked.come()
+        assert busy.state is YardState.LEAVING
+        late = asyncio.create_task(busy.lease(Waiting.IN_LINE))
+        await asyncio.sleep(0)
+        asked.leave()
+        async with asyncio.timeout(30):
+            await late
+        waiting = asyncio.create_task(asked.lease(Waiting.IN_LINE))
+        await asyncio.sleep(0)
+        asked.leave()
+        assert busy.state is YardState.LEAVING, "a call still waits for it"
+        waiting.cancel()
+    busy.release()
+    await world.yard.close()
+    assert world.engines[1].num_loads <= 1
 
 
 async def test_a_model_that_is_always_used_gives_way_after_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +269,7 @@ async def test_a_load_that_stands_still_fails_and_the_others_are_loaded(
     hanging = asyncio.create_task(world.places[0].lease(Waiting.IN_LINE))
     await world.until(lambda: world.places[0].state is YardState.LOADING)
     waiting = asyncio.create_task(world.places[1].lease(Waiting.IN_LINE))
-    with pytest.raises(EngineUnavailable, match="m0: its load has made no progress for"):
+    with pytest.raises(EngineUnavailable, match="m0: the last load failed: its load has made no progress for"):
         await asyncio.wait_for(hanging, 30)
     assert world.engines[0].progress == 0.5, "it was left alone while it moved"
     world.may_load.set()
