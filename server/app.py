@@ -32,6 +32,7 @@ from server.endpoints import (
     ADMIN_PAGE,
     BATCH_PATHS,
     ERROR_SHAPES,
+    EVENT_SHAPES,
     KEYLESS_PATHS,
     OPEN_PATHS,
     OPENAPI_PATH,
@@ -131,7 +132,7 @@ def _layered(
             *(
                 []
                 if edge.place is None
-                else [Middleware(LeaseEnd, count=edge.metrics.count_error, shapes=ERROR_SHAPES)]
+                else [Middleware(LeaseEnd, count=edge.metrics.count_error, shapes=EVENT_SHAPES)]
             ),
         ],
         exception_handlers={HTTPException: _to_boundary, RequestValidationError: _to_boundary},

@@ -65,3 +65,5 @@ OPERATIONS = {path: name for each in PUBLIC for path, name in each.operations.it
 """`gen_ai.operation.name` by path."""
 ERROR_SHAPES = {path: shape for each in PUBLIC for path, shape in each.error_shapes.items()}
 """Shapes of errors by the beginning of paths; elsewhere OpenAI's."""
+EVENT_SHAPES = {path: shape for each in PUBLIC for path, shape in each.event_shapes.items()} | ERROR_SHAPES
+"""The same for errors that are events."""

@@ -164,7 +164,7 @@ class AsyncEngine:
         return await asyncio.shield(self._supervision)
 
     async def ready(self) -> ModelInfo:
-        """Wait until the model is loaded. Raises EngineUnavailable, with the reason alone, if that is given up."""
+        """Wait until the model is loaded. Raises EngineUnavailable if that is given up, with why."""
         await self._started.wait()
         assert self._supervision is not None
         ready = asyncio.create_task(self._health.became_ready.wait())

@@ -16,11 +16,12 @@ from engine.models.placement import Reservation
 from engine.models.table import twice
 from engine.models.yard import KeepRule
 from engine.options.engine_config import EngineConfig, ServerConfig, resolve
-from engine.options.found_model import DEMO_MODEL, find_model
+from engine.options.found_model import DEMO_MODEL, GGUF_SUFFIX, find_model
 from engine.options.options import BY_KEY, DECLARATIONS, Group, OptionError, Options, refuse_given
 from engine.options.sources import read_yaml, values_of
 from engine.options.values import Choice, Duration, Switch, ValueKind
 from engine.types import ModelNames
+from worker.checkpoint.gguf.file import PART as GGUF_PART
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ _OF_ONE = (
     *("num_gpu_blocks_override", "hf_overrides"),
 )
 """Options that are right for one model only."""
+_MAX_NAME_CHARS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,22 +102,24 @@ def resolve_models(
 def _resolved(
     options: Options, rule: KeepRule, environment: Mapping[str, str]
 ) -> tuple[ModelSpec, ServerConfig]:
-    """Resolve the options of one model, whose checkpoint must be there if it is loaded at the start.
+    """Resolve the options of one model, which must be right if it is loaded at the start.
 
     Raises OptionError.
     """
     why, fix = "", ""
     try:
         find_model(options.model, environment)
+        engine, server = resolve(options, environment=environment)
     except OptionError as error:
-        if rule.at_start:
+        can_be_a_name = len(str(options.model)) <= _MAX_NAME_CHARS and "\0" not in str(options.model)
+        if rule.at_start or not can_be_a_name:
             raise
         path = Path(str(options.model))  # or a name on a hub, of two parts
         names = options.served_model_name or (str(path) if len(path.parts) == 2 else path.name,)
         plain = {name: getattr(Options(), name) for name in _OWN.values()}
-        why, fix = error.why.replace(str(options.model), names[0]), error.fix
+        why, fix = f"{error.what}: {error.why}", error.fix
         options = replace(options, **{**plain, "served_model_name": names})
-    engine, server = resolve(options, environment=environment)
+        engine, server = resolve(options, environment=environment)
     spec = ModelSpec(
         engine=engine,
         tool_call_parser=server.tool_call_parser,
@@ -159,10 +163,38 @@ def _entries_of(options: Options, more: Sequence[str]) -> list[tuple[dict[str, A
 
 
 def _folder(path: Path) -> dict[str, Any]:
-    """Return as the content of a file the models of a folder, each on demand; links are not followed."""
-    found = [each for each in sorted(path.iterdir()) if not each.is_symlink()]
-    found = [each for each in found if each.suffix == ".gguf" or (each / "config.json").is_file()]
-    return {"models": [{"model": str(each), "load": "demand"} for each in found]}
+    """Return as the content of a file the models of a folder, each on demand; links are not followed.
+
+    Raises OptionError if there is none.
+    """
+    found: dict[str, str] = {}
+    try:
+        paths = sorted(each for each in path.iterdir() if not each.name.startswith("."))
+    except OSError as error:
+        raise OptionError(
+            f"--models {path}", f"it cannot be read: {error}", "let the server read it"
+        ) from error
+    for each in paths:
+        try:
+            if _is_model(each):
+                name = each.stem if each.suffix == GGUF_SUFFIX else each.name
+                found[each.name if name in found else name] = str(each)
+        except OSError as error:
+            log.warning("--models %s: %s is left out: %s", path, each.name, error)
+    if not found:
+        why = "it has no model, neither a folder with config.json nor a .gguf file"
+        raise OptionError(f"--models {path}", why, "name the folder in which those of the models are")
+    named = [{"model": model, "served_model_name": name} for name, model in found.items()]
+    return {"models": named, "defaults": {"load": "demand"}}
+
+
+def _is_model(path: Path) -> bool:
+    """Tell whether a file or a folder is a model of its own, no part or projector of one. Raises OSError."""
+    if path.is_symlink() or "mmproj" in path.name.lower():
+        return False
+    part = GGUF_PART.fullmatch(path.name)
+    is_first = part is None or int(part[2]) == 1
+    return (path.suffix == GGUF_SUFFIX and is_first) or (path / "config.json").is_file()
 
 
 def _divided(content: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[Any, Any]]:

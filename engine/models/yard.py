@@ -114,7 +114,7 @@ class YardPlace:
         self.failed_until_s = -inf
         self.num_failures = 0
         self.fault = ""
-        """Reason why it cannot be loaded until then, or what the last load failed of, as clients may see it."""
+        """Reason why it cannot be loaded until then, or was not the last time, as clients may see it."""
         self.watching: asyncio.Task[None] | None = None
         self._yard = yard
 
@@ -174,7 +174,10 @@ class YardPlace:
             self._yard.want(self, Waiting.REFUSED)
 
     def leave(self) -> None:
-        """Leave once no call uses it, unless it is pinned or another call comes before; not come, if none waits."""
+        """Leave once no call uses it, unless it is pinned or another call comes before.
+
+        A load that has not begun, and for which no call waits, is taken back.
+        """
         self.keep_for(0)
         self._yard.withdraw(self)
 

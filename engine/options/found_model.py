@@ -18,14 +18,26 @@ from worker.worker_errors import StartupError
 
 DEMO_MODEL = Path(__file__).resolve().parent.parent / "demo_model"
 _DEMO_NAME = "tokenyard-demo"
-_GGUF_SUFFIX = ".gguf"
+GGUF_SUFFIX = ".gguf"
 
 
 def find_model(model: str | None, environment: Mapping[str, str]) -> tuple[Path, str]:
     """Find the folder of a complete checkpoint, and its default name. Raises OptionError."""
+    _check_path(model)
     folder, name = _find(model, environment)
     _check_checkpoint(folder)
     return folder, name
+
+
+def _check_path(model: str | None) -> None:
+    """Raise OptionError for a name that no file can have, and for a place that cannot be read."""
+    try:
+        Path(model or "").expanduser().stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise OptionError(f"model {str(model)[:200]!r}", reason, "check the path") from error
 
 
 def _find(model: str | None, environment: Mapping[str, str]) -> tuple[Path, str]:
@@ -34,11 +46,11 @@ def _find(model: str | None, environment: Mapping[str, str]) -> tuple[Path, str]
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder.resolve(), folder.resolve().name
-    if folder.is_file() and (folder.suffix == _GGUF_SUFFIX or begins_as_gguf(folder)):
+    if folder.is_file() and (folder.suffix == GGUF_SUFFIX or begins_as_gguf(folder)):
         return _folder_of_gguf(folder), folder.stem
     if folder.exists():
         raise OptionError(
-            f"model {model!r}", "this is a file", f"name the checkpoint's folder, or a {_GGUF_SUFFIX} file"
+            f"model {model!r}", "this is a file", f"name the checkpoint's folder, or a {GGUF_SUFFIX} file"
         )
     cached = _find_in_hub_cache(model, environment)
     if cached is None:

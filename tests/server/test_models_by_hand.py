@@ -2,6 +2,9 @@
 
 import asyncio
 import dataclasses
+import json
+import logging
+from collections import deque
 
 import httpx
 import pytest
@@ -12,14 +15,26 @@ from engine.models.placement import Reservation
 from engine.models.yard import KeepRule, ModelYard
 from server.app import build_app
 from server.edge import waiting_stream
+from server.edge.access.key_ring import KeyRing
 from server.edge.http.edge import Parsers, Served
 from tests.server.conftest import Settings, connect, eventually, serving
 from tests.server.fake_engine import INFO, READY, FakeEngine
-from tests.server.test_several_models import CHAT, GENERATING, LOADING, Address, ComingAndGoing, Processes
+from tests.server.test_several_models import (
+    CHAT,
+    GENERATING,
+    LAW,
+    LOADING,
+    Address,
+    ComingAndGoing,
+    Processes,
+    bearer,
+    key,
+)
 
 
 @pytest.mark.parametrize(
-    ("path", "body"), [("/v1/completions", {"prompt": "hi"}), ("/v1/messages", GENERATING["/v1/messages"])]
+    ("path", "body"),
+    [(path, GENERATING[path]) for path in ("/v1/completions", "/v1/messages", "/v1/responses")],
 )
 async def test_a_stream_that_waits_for_its_model_says_how_far_it_is_and_ends_with_the_error(
     monkeypatch: pytest.MonkeyPatch, path: str, body: dict
@@ -40,8 +55,67 @@ async def test_a_stream_that_waits_for_its_model_says_how_far_it_is_and_ends_wit
                 rest = [line async for line in lines if line]
             assert (await whole).status_code == (503 if fault else 200), "only streams begin early"
         assert any(fault in line for line in rest)
+        if fault and path == "/v1/responses":
+            told = json.loads(rest[-1].removeprefix("data: "))
+            assert told.keys() == {"type", "sequence_number", "code", "message", "param"}
+            assert (told["type"], told["sequence_number"], told["code"]) == ("error", 0, "not_ready")
         assert [line for line in rest if line == "event: error"] == ["event: error"] * bool(fault)
         assert len(here.engine.requests) == 2 * (not fault)
+
+
+async def test_a_client_that_leaves_a_commented_wait_is_counted_and_is_no_error_of_the_server(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(waiting_stream, "_EVERY_S", 0.01)
+    here = ComingAndGoing()
+    with caplog.at_level(logging.ERROR):
+        async with serving(here.app) as url, httpx.AsyncClient(base_url=url, timeout=30) as client:
+            async with client.stream(
+                "POST", "/v1/completions", json={"prompt": "hi", "stream": True}
+            ) as stream:
+                await anext(stream.aiter_lines())
+            await eventually(lambda: not here.place.waiting)
+            await asyncio.sleep(0.05)
+            page = (await client.get("/metrics")).text
+    assert [record.getMessage() for record in caplog.records] == []
+    assert 'code="client_closed"' in page
+
+
+async def test_a_name_of_no_model_loads_and_unloads_none_and_a_listed_one_is_described_unloaded():
+    here = ComingAndGoing()
+    body = {"prompt": "hi", "model": "nobody"}
+    for path in ("/models/load", "/models/unload", "/v1/completions"):
+        assert (
+            await here.client.post(path, json=body if "v1" in path else {"model": "nobody"})
+        ).status_code == 404
+    await asyncio.sleep(0)
+    assert (here.place.state.value, here.place.waiting) == ("unloaded", deque())
+    here.engine.state = LOADING  # it was never loaded
+    page = await here.client.get("/v1/models/fake")
+    assert (page.status_code, page.json()["max_model_len"]) == (200, None)
+    assert page.json()["status"] == {"value": "unloaded"}
+    assert (await here.client.get("/v1/models/nobody")).status_code == 404
+
+
+async def test_a_key_for_an_adapter_learns_nothing_of_the_model_below_and_does_not_control_it():
+    engine = FakeEngine(dataclasses.replace(INFO, served_names=("base",), served_adapters=(LAW,)))
+    yard, processes = ModelYard(max_waiting=1), Processes()
+    rule, room = KeepRule(at_start=False), Reservation(device="cpu", num_bytes=1, budget_bytes=1)
+    place = yard.add("base", processes, rule, room, "base is cut off")
+    keys = KeyRing([dataclasses.replace(key("lawyer", "law"), may_administer=True)])
+    app = build_app(engine, Settings(), keys=keys, models=[Served(engine, Parsers(), place)])
+    async with connect(app) as client:
+        for act in ("load", "unload"):
+            reply = await client.post(f"/models/{act}", json={"model": "law"}, headers=bearer("lawyer"))
+            assert (reply.status_code, "base" in reply.text) == (404, False)
+        body = {"model": "law", "prompt": "hi"}
+        refused = await client.post("/v1/completions", json=body, headers=bearer("lawyer"))
+        assert (refused.status_code, "base" in refused.text, "law" in refused.text) == (503, False, True)
+        for state in (READY, LOADING):
+            engine.state = state
+            for path in ("/v1/models", "/v1/models/law"):
+                listed = await client.get(path, headers=bearer("lawyer"))
+                assert (listed.status_code, "base" in listed.text) == (200, False), listed.text
 
 
 async def test_models_are_loaded_and_unloaded_by_the_routes_of_llama_cpps_router():
@@ -72,6 +146,8 @@ async def test_models_are_loaded_and_unloaded_by_the_routes_of_llama_cpps_router
     stays = Address()
     assert (await stays.client.post("/models/load", json={"model": "beside"})).status_code == 400
     assert (await stays.client.post("/models/load", json={"model": "nobody"})).status_code == 404
+    alone = connect(build_app(FakeEngine(), Settings()))
+    assert (await alone.post("/models/load", json={"model": "nobody"})).status_code == 404
 
 
 async def test_loads_unloads_and_those_that_wait_are_counted():

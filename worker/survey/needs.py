@@ -19,7 +19,7 @@ from worker.survey.draft_forecast import foresee_draft
 from worker.survey.forecast import forecast
 from worker.survey.unloaded_model import CannotForesee
 from worker.worker_config import WorkerConfig
-from worker.worker_errors import FamilyRefused, StartupError, refused_as
+from worker.worker_errors import FamilyRefused, StartupError, WorkerError, refused_as
 
 _SHARE_OF_HOST = 0.7
 """Share of the memory that is available for all models on CPUs: steps and other programs need the rest."""
@@ -28,17 +28,19 @@ _PROCESS_BYTES = {"CPU": 256 << 20, "GPU": 600 << 20}
 _SHARE_BESIDE = 0.1
 """Memory of a step, as a share of the weights: it is measured only at load."""
 _MODEST_TOKENS = 4096
+_FIX = "check the files of the model"
 
 
 def survey_needs(configs: Sequence[WorkerConfig]) -> Iterator[MemoryNeeds | Finding]:
     """Yield the needs of each model, or the fault of one that cannot be loaded."""
     for config in configs:
         try:
-            with refused_as(partial(StartupError, fix="check the files of the model"), config.model_path):
+            with refused_as(partial(StartupError, fix=_FIX), config.model_path):
                 yield _needs_of(config)
-        except StartupError as error:
-            what = f"{config.model_path}: {error.what}"
-            yield Finding(topic="memory", verdict=Verdict.FAULT, what=what, fix=error.fix)
+        except WorkerError as error:
+            refusal = error if isinstance(error, StartupError) else StartupError(str(error), fix=_FIX)
+            what = f"{config.model_path}: {refusal.what}"
+            yield Finding(topic="memory", verdict=Verdict.FAULT, what=what, fix=refusal.fix)
 
 
 def _needs_of(config: WorkerConfig) -> MemoryNeeds:

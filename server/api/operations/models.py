@@ -13,7 +13,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from engine.errors import RequestRejected
+from engine.errors import EngineUnavailable, RequestRejected
+from engine.models.table import resolve
 from engine.models.yard import YardPlace, YardState
 from engine.types import ModelInfo
 from server.edge.access.sent_key import key_of
@@ -29,7 +30,7 @@ from server.edge.http.endpoint import (
     json_reply,
 )
 from server.edge.http.json_body import read_request
-from server.edge.http.served_models import choose_model, models_of
+from server.edge.http.served_models import choose_model, models_of, not_served
 from server.edge.wire_model import WireModel
 from server.reply.generate.protocol import Name
 
@@ -55,7 +56,7 @@ class ModelStatus(ReplyModel):
     progress: float | None = None
     """Loaded share, 0 to 1, while it is loaded."""
     reason: str | None = None
-    """The cause of a failure."""
+    """The cause of the last failure."""
 
 
 class Model(ReplyModel):
@@ -66,7 +67,7 @@ class Model(ReplyModel):
     root: str
     """The first served name, of which the others are aliases; of an adapter, its own."""
     parent: str | None
-    """The model that an adapter belongs to; null for the model itself."""
+    """The model that an adapter belongs to; null for the model itself, and for a key that does not see it."""
     permission: list[Any]
     """Always empty."""
     max_model_len: int | None
@@ -86,7 +87,7 @@ class ModelList(ReplyModel):
 async def list_models(request: Request) -> Response:
     """List the names that requests may use."""
     listed = models_of(request).listed(key_of(request.scope))
-    found = [_model(name, info, edge) for edge, info, names in listed for name in names]
+    found = [_model(request, name, info, edge) for edge, info, names in listed for name in names]
     return json_reply({"object": "list", "data": found})
 
 
@@ -98,10 +99,15 @@ async def retrieve_model(request: Request) -> Response:
         edge = choose_model(request, name)
     except ModelNotFound:
         raise ModelNotFound(f"the model {name!r} is not served here") from None
-    info = edge.engine.info
-    if not info.is_served(name):
+    try:
+        info = edge.engine.info
+    except EngineUnavailable:
+        if edge.place is None:
+            raise
+        info = None
+    if info is not None and not info.is_served(name):
         raise ModelNotFound(f"the model {name!r} is not served here")
-    return json_reply(_model(name, info, edge))
+    return json_reply(_model(request, name, info, edge))
 
 
 class Accepted(ReplyModel):
@@ -128,38 +134,44 @@ async def unload_model(request: Request) -> Response:
 async def _named_place(request: Request) -> YardPlace:
     """Find the model that the body names. Raises ModelNotFound, RequestRejected."""
     body = await read_request(request, NamedModel, {}, from_headers={})
-    place = choose_model(request, body.model).place
+    edge = choose_model(request, body.model)
+    place, names = edge.place, edge.engine.names
+    shows_model = models_of(request).shows(edge, key_of(request.scope))
+    if not shows_model or resolve(body.model, [names]) is None:
+        raise not_served(body.model, names.served if shows_model else names.adapters)
     if place is None:
         raise RequestRejected(f"model: {body.model!r} is always loaded", param="model")
     return place
 
 
-def _status(edge: Edge) -> dict[str, Any]:
+def _status(edge: Edge, *, shows_model: bool) -> dict[str, Any]:
     if edge.place is None:
         return {}
-    if edge.place.is_failed:
-        return {"status": {"value": "failed", "reason": edge.place.fault}}
-    shown: dict[str, Any] = {"value": edge.place.state.value}
+    shown: dict[str, Any] = {"value": "failed" if edge.place.is_failed else edge.place.state.value}
+    if edge.place.fault and shows_model:
+        shown["reason"] = edge.place.fault
     if edge.place.state is YardState.LOADING:
         shown["progress"] = round(edge.engine.health().progress, 3)
     return {"status": shown}
 
 
-def _model(name: str, info: ModelInfo | None, edge: Edge) -> dict[str, Any]:
+def _model(request: Request, name: str, info: ModelInfo | None, edge: Edge) -> dict[str, Any]:
     """Describe a model or an adapter; `info` is None if the model was never loaded."""
-    adapter, first_name = info and info.adapter_named(name), edge.engine.names.served[0]
+    adapter, names = info and info.adapter_named(name), edge.engine.names
+    is_adapter, first_name = name in names.adapters, names.served[0]
+    shows_model = models_of(request).shows(edge, key_of(request.scope))
     return {
         "id": name,
         "object": "model",
         "created": adapter.created_s if adapter else info.created_s if info else 0,
         "owned_by": "tokenyard",
         # As vLLM: the model that an alias stands for, none that it was tuned from, nothing to permit.
-        "root": name if adapter else first_name,
-        "parent": first_name if adapter else None,
+        "root": name if is_adapter else first_name,
+        "parent": first_name if is_adapter and shows_model else None,
         "permission": [],
         "max_model_len": info and info.max_model_len,
         "capabilities": {"vision": info is not None and edge.takes_pictures},
-        **_status(edge),
+        **_status(edge, shows_model=shows_model),
     }
 
 

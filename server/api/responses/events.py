@@ -229,6 +229,12 @@ class ResponseStream:
         return {"type": kind, "sequence_number": self._sequence_number - 1, **fields}
 
 
+def error_event(error: ErrorReply) -> dict[str, Any]:
+    """The one event of a stream that fails before its response exists."""
+    told = {"code": error.code, "message": error.message, "param": error.param}
+    return {"type": "error", "sequence_number": 0, **told}
+
+
 class ResponseFraming(NamedEvents):
     """The events of a response; a failure is an event of its stream."""
 

@@ -16,7 +16,7 @@ from engine.journal import Journal
 from server.api.batches.access import owner_of
 from server.api.responses.background import Work
 from server.api.responses.event_log import EventLog, LoggedEvents
-from server.api.responses.events import ResponseFraming
+from server.api.responses.events import ResponseFraming, error_event
 from server.api.responses.making import ResponseTask, begin_making, note_left_out, stored_response
 from server.api.responses.models import ResponseEvent, ResponseObject
 from server.api.responses.protocol import RESPONSES_REFUSALS, ResponsesRequest
@@ -54,6 +54,7 @@ ENDPOINT = Endpoint(
     events=(ResponseEvent,),
     batch_paths=frozenset({_PATH}),
     operations={_PATH: "chat"},
+    event_shapes={_PATH: error_event},
 )
 
 

@@ -44,6 +44,9 @@ class Endpoint:
     error_shapes: Mapping[str, ErrorShape] = field(default_factory=dict)
     """Beginning of paths to the shape of errors below it, where that is not OpenAI's."""
 
+    event_shapes: Mapping[str, ErrorShape] = field(default_factory=dict)
+    """The same for errors that are events of a stream, where these differ."""
+
     add_state: Callable[[FastAPI, EdgeSettings], None] = lambda app, settings: None  # noqa: ARG005
     """Puts the objects that only its routes use into the state of the application."""
 

@@ -12,7 +12,7 @@ from typing import cast
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from engine.errors import AdapterConflict, EngineUnavailable, RequestRejected
+from engine.errors import AdapterConflict, EngineUnavailable, Overloaded, RequestRejected
 from engine.models.joined_health import joined_health
 from engine.models.table import NameTable, is_hidden, resolve, visible
 from engine.models.yard import Waiting, YardPlace
@@ -28,6 +28,8 @@ from server.edge.waiting_stream import WaitingStream, comment_on_load
 LOAD_HEADER = "x-tokenyard-load"
 _LEASE = "tokenyard.lease"
 """The scope's entry with the place of a model that the request keeps loaded."""
+_NAME = "tokenyard.asked_name"
+"""The scope's entry with the name by which the request chose its model."""
 _MOST_NAMES = 16
 _LATEST = ":latest"
 """The tag that Ollama's clients add to names."""
@@ -42,9 +44,10 @@ class ServedModels:
     def find(self, name: str | None, key: ApiKey | None, *, tag: str = "") -> Edge:
         """Find the model that a request means, with or without a tag at its name. Raises ModelNotFound.
 
-        One model for all keys is found by any name: its routes check the name themselves.
+        One model that stays, for all keys, is found by any name: its routes check the name themselves.
         """
-        if len(self.edges) == 1 and (key is None or key.models is None):
+        is_only = len(self.edges) == 1 and self.edges[0].place is None
+        if is_only and (key is None or key.models is None):
             return self.edges[0]
         table = self._table(key)
         spellings = [name] if name is None or not tag else [name, name.removesuffix(tag)]
@@ -99,6 +102,10 @@ class ServedModels:
             raise why
         return found
 
+    def shows(self, edge: Edge, key: ApiKey | None) -> bool:
+        """Tell whether a key sees a model itself, and not only adapters of it."""
+        return bool(self._table(key)[self.edges.index(edge)].served)
+
     def _table(self, key: ApiKey | None) -> NameTable:
         return visible([edge.engine.names for edge in self.edges], key.models if key else None)
 
@@ -111,7 +118,7 @@ def choose_model(request: Request, name: str | None, *, tag: str = "") -> Edge:
     """Choose the model of a request, which `edge_of` returns from then on. Raises ModelNotFound."""
     models = models_of(request)
     edge = models.find(name, key_of(request.scope), tag=tag)
-    request.scope[CHOSEN] = edge
+    request.scope[CHOSEN], request.scope[_NAME] = edge, name
     if len(models.edges) > 1:
         journal_of(request.scope).model = edge.engine.names.served[0]
     return edge
@@ -148,6 +155,10 @@ async def lease_model(request: Request, *, is_patient: bool = False, is_stream: 
     commenting = asyncio.create_task(comment_on_load(request.scope, edge.engine.health, silence_s))
     try:
         await while_connected(request.receive, place.lease(waiting))
+    except (EngineUnavailable, Overloaded) as error:
+        if not models_of(request).shows(edge, key_of(request.scope)):
+            error.args = (f"{request.scope[_NAME]} cannot be served now; try again later",)
+        raise
     finally:
         commenting.cancel()
     request.scope[_LEASE] = place

@@ -191,7 +191,9 @@ async def test_few_calls_wait_for_models_that_are_not_loaded() -> None:
 async def test_a_model_that_fails_is_refused_for_a_while_and_the_others_are_served() -> None:
     world = World(ON_DEMAND, ON_DEMAND, room=1)
     world.engines[0].fails = True
-    with pytest.raises(EngineUnavailable, match="^m0: the last load failed: it is broken in weights$") as refused:
+    with pytest.raises(
+        EngineUnavailable, match=r"^m0: the last load failed: it is broken in weights$"
+    ) as refused:
         await world.places[0].lease(Waiting.IN_LINE)
     assert refused.value.retry_after_s == pytest.approx(30)
     await world.until(lambda: world.engines[0].fault == "the last load failed: it is broken in weights")
@@ -219,7 +221,9 @@ async def test_a_model_with_a_fault_is_refused_with_it_and_never_loaded() -> Non
     await world.yard.close()
 
 
-async def test_an_unload_by_hand_takes_back_a_load_that_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unload_by_hand_takes_back_a_load_that_has_not_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(yard_module, "TURN_S", 0.0)
     world = World(ON_DEMAND, ON_DEMAND, room=1)
     busy, asked = world.places
@@ -269,7 +273,9 @@ async def test_a_load_that_stands_still_fails_and_the_others_are_loaded(
     hanging = asyncio.create_task(world.places[0].lease(Waiting.IN_LINE))
     await world.until(lambda: world.places[0].state is YardState.LOADING)
     waiting = asyncio.create_task(world.places[1].lease(Waiting.IN_LINE))
-    with pytest.raises(EngineUnavailable, match="m0: the last load failed: its load has made no progress for"):
+    with pytest.raises(
+        EngineUnavailable, match="m0: the last load failed: its load has made no progress for"
+    ):
         await asyncio.wait_for(hanging, 30)
     assert world.engines[0].progress == 0.5, "it was left alone while it moved"
     world.may_load.set()

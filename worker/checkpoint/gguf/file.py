@@ -44,7 +44,7 @@ BLOCKS = "gguf"
 WEIGHTS = "model.gguf"
 """Name of the link to a file in its folder (folder.py), to the first part if there are several."""
 _LINKS = "model*.gguf"
-_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _MOST_PARTS = 1000
 
 
@@ -257,7 +257,7 @@ def parts_in(folder: Path) -> list[Path]:
 
 def part_paths(path: Path) -> list[Path]:
     """Name all parts of a model, of which `path` is the first; itself if it is whole. Raises StartupError."""
-    found = _PART.fullmatch(path.name)
+    found = PART.fullmatch(path.name)
     if found is None:
         return [path]
     stem, number, count = found[1], int(found[2]), int(found[3])
