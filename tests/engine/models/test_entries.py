@@ -136,15 +136,59 @@ def test_a_command_for_one_model_takes_no_file_of_several() -> None:
         resolve(Options(models="models.yaml"), environment={})
 
 
-def test_a_folder_of_models_serves_each_of_them_on_demand(folder: Path) -> None:
-    (folder / "notes").mkdir()
+def test_a_folder_of_models_serves_each_of_them_on_demand(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("notes", "nothing", ".cache", "lost+found"):
+        (folder / name).mkdir()
     (folder / "link").symlink_to(folder / "first")
-    (folder / "cut.gguf").write_text("GGUF")
+    (folder / ".cache" / "config.json").write_text("{}")
+    parts = [f"big-0000{number}-of-00002.gguf" for number in (1, 2)]
+    for name in ("cut.gguf", "first.gguf", "mmproj-cut.gguf", *parts):
+        (folder / name).write_text("GGUF")
+    is_file = Path.is_file
+
+    def refused(path: Path) -> bool:
+        if path.parent.name == "lost+found":
+            raise PermissionError(13, "Permission denied")
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", refused)  # whoever runs the tests may read all
     specs, _ = resolve_models(read_options({"models": str(folder), "max_num_seqs": "7"}, {}), environment={})
     names = [spec.names.served[0] for spec in specs]
-    assert names == ["cut.gguf", "first", "second"]
+    assert names == ["big-00001-of-00002", "cut", "first", "first.gguf", "second"]
     assert {(spec.keep.at_start, spec.keep.keep_alive_s) for spec in specs} == {(False, 600)}
-    assert [bool(spec.fault) for spec in specs] == [True, False, False]
-    (folder / "nothing").mkdir()
-    with pytest.raises(OptionError, match="it has no list of models"):
+    assert [bool(spec.fault) for spec in specs] == [True, True, False, True, False]
+    assert "lost+found is left out: [Errno 13]" in caplog.text
+    with pytest.raises(OptionError, match="it has no model, neither a folder"):
         resolve_models(read_options({"models": str(folder / "nothing")}, {}), environment={})
+    monkeypatch.setattr(Path, "iterdir", lambda path: refused(path / "lost+found" / "x"))
+    with pytest.raises(OptionError, match="it cannot be read: .*denied"):
+        resolve_models(read_options({"models": str(folder)}, {}), environment={})
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("chat_template: FOLDER/none.jinja", "none.jinja"),
+        ("lora_modules: [law=FOLDER/none]", "law"),
+        ("checksums: FOLDER/none", "--checksums"),
+    ],
+)
+def test_a_file_that_an_entry_on_demand_names_and_that_is_missing_is_its_fault(
+    folder: Path, line: str, words: str
+) -> None:
+    write(folder, f"models: [{{model: FOLDER/first, load: demand, {line}}}, {{model: FOLDER/second}}]")
+    first, second = read(folder)
+    assert (words in first.fault, second.fault, first.names.served) == (True, "", ("first",))
+    write(folder, f"models: [{{model: FOLDER/first, {line}}}, {{model: FOLDER/second}}]")
+    with pytest.raises(OptionError):
+        read(folder)
+
+
+@pytest.mark.parametrize("load", ["start", "demand"])
+@pytest.mark.parametrize("name", ["a\\0b", "x" * 5000])
+def test_a_name_that_no_folder_can_have_is_refused(folder: Path, name: str, load: str) -> None:
+    write(folder, f'models: [{{model: "{name}", load: {load}}}]')
+    with pytest.raises(OptionError, match="check the path"):
+        read(folder)
