@@ -179,7 +179,9 @@ class YardPlace:
         A load that has not begun, and for which no call waits, is taken back.
         """
         self.keep_for(0)
-        self._yard.withdraw(self)
+        if self.state is YardState.ABSENT and not self.waiting:
+            self.wanted_since_s, self.is_urgent = inf, False
+        self._yard.look()
 
     def release(self) -> None:
         self._yard.release(self)
@@ -285,25 +287,14 @@ class ModelYard:
         place.wanted_since_s = min(place.wanted_since_s, time.monotonic())
         self.look()
 
-    def withdraw(self, place: YardPlace) -> None:
-        """Take a model for which no call waits out of the line."""
-        if place.state is YardState.ABSENT and not place.waiting:
-            place.wanted_since_s, place.is_urgent = inf, False
-        self._reopen()
-        self.look()
-
-    def _reopen(self) -> None:
-        """Let calls in again to models that leave for none that is still to be loaded."""
-        for place in self.places:
-            if place.state is not YardState.LEAVING or self._is_closed:
-                continue
-            if place.leaves_for is None or isinf(place.leaves_for.wanted_since_s):  # its turn again
-                self._open(place)
-
     def look(self) -> None:
         """Begin the next change, if there is one to make now; else look again when there may be."""
         if self._switching is not None or self._is_closed:
             return
+        for place in self.places:
+            other = place.leaves_for if place.state is YardState.LEAVING else None
+            if other is not None and isinf(other.wanted_since_s):  # its turn again
+                self._open(place)
         now_s = time.monotonic()
         guests = [place.guest for place in self.places]
         next_look_s = inf
@@ -373,7 +364,6 @@ class ModelYard:
                         await self._fail(place, "an error of the server, which the log has")
             finally:
                 self._switching = None
-                self._reopen()
                 self.look()
 
         self._switching = asyncio.create_task(change_and_look())
@@ -417,13 +407,11 @@ class ModelYard:
         if end is not None:
             place.watching = None
             place.num_unloads["died"] += 1
-            await self._refuse_for_a_while(place, f"its engine ended: {end.what}")
+            await self._fail(place, f"its engine ended: {end.what}")
 
     async def _fail(self, place: YardPlace, why: str) -> None:
-        place.num_loads["failed"] += 1
-        await self._refuse_for_a_while(place, f"the last load failed: {why}")
-
-    async def _refuse_for_a_while(self, place: YardPlace, why: str) -> None:
+        if place.state is YardState.LOADING:
+            place.num_loads["failed"], why = place.num_loads["failed"] + 1, f"the last load failed: {why}"
         place.num_failures += 1
         back_off_s = min(_FIRST_BACK_OFF_S * 2 ** (place.num_failures - 1), _MAX_BACK_OFF_S)
         place.failed_until_s, place.fault = time.monotonic() + back_off_s, without_folders(why)

@@ -23,21 +23,12 @@ GGUF_SUFFIX = ".gguf"
 
 def find_model(model: str | None, environment: Mapping[str, str]) -> tuple[Path, str]:
     """Find the folder of a complete checkpoint, and its default name. Raises OptionError."""
-    _check_path(model)
-    folder, name = _find(model, environment)
+    try:
+        folder, name = _find(model, environment)
+    except (OSError, ValueError, RuntimeError) as error:  # no file can have this name, or be looked for there
+        raise OptionError(f"model {str(model)[:200]!r}", str(error)[:200], "check the path") from error
     _check_checkpoint(folder)
     return folder, name
-
-
-def _check_path(model: str | None) -> None:
-    """Raise OptionError for a name that no file can have, and for a place that cannot be read."""
-    try:
-        Path(model or "").expanduser().stat()
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise OptionError(f"model {str(model)[:200]!r}", reason, "check the path") from error
 
 
 def _find(model: str | None, environment: Mapping[str, str]) -> tuple[Path, str]:

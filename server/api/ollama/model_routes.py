@@ -16,11 +16,10 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.models.table import resolve
-from engine.types import ModelInfo, ModelNames
+from engine.types import ModelInfo
 from engine.version import VERSION
 from server.api.chat.plan import model_reading
-from server.api.ollama.input import served_name, untagged
+from server.api.ollama.input import served_name
 from server.api.ollama.lines import time_text
 from server.api.ollama.models import (
     OllamaError,
@@ -34,7 +33,7 @@ from server.edge.access.sent_key import key_of
 from server.edge.http.edge import Edge, edge_of
 from server.edge.http.endpoint import documentation, errors_as, json_reply
 from server.edge.http.json_body import read_request
-from server.edge.http.served_models import choose_for_ollama, models_of, not_served
+from server.edge.http.served_models import choose_for_ollama, models_of
 from server.reply.generate.model_checks import check_model
 
 _SHOW, _TAGS, _LOADED, _VERSION = "/api/show", "/api/tags", "/api/ps", "/api/version"
@@ -52,12 +51,6 @@ def keep_idle(request: Request, keep_alive: str | float | None) -> None:
     seconds, place = keep_alive_s(keep_alive), edge_of(request).place
     if place is not None:
         place.keep_for(seconds)
-
-
-def check_name(name: str | None, names: ModelNames) -> None:
-    """Check the name of a model that need not be loaded. Raises ModelNotFound."""
-    if name is not None and all(resolve(each, [names]) is None for each in (name, untagged(name))):
-        raise not_served(name, (*names.patterns, *names.served, *names.adapters))
 
 
 def documented(reply: type[BaseModel], *, request: type[BaseModel] | None = None) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from engine.errors import EngineUnavailable, RequestRejected
-from engine.models.table import resolve
 from engine.models.yard import YardPlace, YardState
 from engine.types import ModelInfo
 from server.edge.access.sent_key import key_of
@@ -95,18 +94,13 @@ async def list_models(request: Request) -> Response:
 async def retrieve_model(request: Request) -> Response:
     """Describe the model of one served name; names may contain slashes."""
     name = request.path_params["model"]
+    edge = choose_model(request, name)
     try:
-        edge = choose_model(request, name)
-    except ModelNotFound:
-        raise ModelNotFound(f"the model {name!r} is not served here") from None
-    try:
-        info = edge.engine.info
+        info: ModelInfo | None = edge.engine.info
     except EngineUnavailable:
         if edge.place is None:
             raise
         info = None
-    if info is not None and not info.is_served(name):
-        raise ModelNotFound(f"the model {name!r} is not served here")
     return json_reply(_model(request, name, info, edge))
 
 
@@ -135,11 +129,9 @@ async def _named_place(request: Request) -> YardPlace:
     """Find the model that the body names. Raises ModelNotFound, RequestRejected."""
     body = await read_request(request, NamedModel, {}, from_headers={})
     edge = choose_model(request, body.model)
-    place, names = edge.place, edge.engine.names
-    shows_model = models_of(request).shows(edge, key_of(request.scope))
-    if not shows_model or resolve(body.model, [names]) is None:
-        raise not_served(body.model, names.served if shows_model else names.adapters)
-    if place is None:
+    if not models_of(request).shows(edge, key_of(request.scope)):
+        raise not_served(body.model, edge.engine.names.adapters)
+    if (place := edge.place) is None:
         raise RequestRejected(f"model: {body.model!r} is always loaded", param="model")
     return place
 

@@ -42,13 +42,7 @@ class ServedModels:
         self.edges = tuple(edges)
 
     def find(self, name: str | None, key: ApiKey | None, *, tag: str = "") -> Edge:
-        """Find the model that a request means, with or without a tag at its name. Raises ModelNotFound.
-
-        One model that stays, for all keys, is found by any name: its routes check the name themselves.
-        """
-        is_only = len(self.edges) == 1 and self.edges[0].place is None
-        if is_only and (key is None or key.models is None):
-            return self.edges[0]
+        """Find the model that a request means, with or without a tag at its name. Raises ModelNotFound."""
         table = self._table(key)
         spellings = [name] if name is None or not tag else [name, name.removesuffix(tag)]
         place = next((found for each in spellings if (found := resolve(each, table)) is not None), None)

@@ -163,7 +163,7 @@ def test_a_folder_of_models_serves_each_of_them_on_demand(
     with pytest.raises(OptionError, match="it has no model, neither a folder"):
         resolve_models(read_options({"models": str(folder / "nothing")}, {}), environment={})
     monkeypatch.setattr(Path, "iterdir", lambda path: refused(path / "lost+found" / "x"))
-    with pytest.raises(OptionError, match="it cannot be read: .*denied"):
+    with pytest.raises(OptionError, match=r"it cannot be read: .*denied"):
         resolve_models(read_options({"models": str(folder)}, {}), environment={})
 
 
