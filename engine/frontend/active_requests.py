@@ -10,7 +10,6 @@ Never: runs engine processes (client.py passes messages on), chooses one (schedu
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from math import inf
@@ -21,7 +20,7 @@ from engine.frontend.active_text import ActiveText
 from engine.frontend.engine_line import AnyActive, EngineLine
 from engine.frontend.metrics import EngineMetrics
 from engine.frontend.queue_limits import Desk, QueueLimits
-from engine.frontend.waiting_calls import CallTerms, WaitingCall
+from engine.frontend.waiting_calls import CallTerms
 from engine.frontend.waiting_deadlines import WaitingDeadlines, nearer_limits, remaining_limits
 from engine.options.engine_config import EngineConfig
 from engine.process_messages import AddRequest, EndSequences, ToEngine
@@ -97,7 +96,7 @@ class ActiveRequests:
         terms = None
         if priority is not None:
             terms = CallTerms(priority=priority, tenant="", arrived_s=now_s, time_limit_s=limit_s)
-        if not any(self._displaceable(1, 1, terms, room) for room in rooms):
+        if not any(self._desk.displaceable(1, 1, terms, room) for room in rooms):
             with self._metrics.counting_refusals():
                 raise self._room.refusal(1, now_s=now_s)
 
@@ -295,7 +294,7 @@ class ActiveRequests:
 
     def _make_room(self, num_sequences: int, num_tokens: int, terms: CallTerms) -> bool:
         """Displace the calls that would be served last, if that makes room for a new one, and tell."""
-        leaving = self._displaceable(num_sequences, num_tokens, terms, self._room)
+        leaving = self._desk.displaceable(num_sequences, num_tokens, terms, self._room)
         error = Overloaded(
             "the queue is full, and a more urgent request took the place of this one; try again later",
             retry_after_s=self._room.retry_after_s(now_s=terms.arrived_s),
@@ -310,26 +309,6 @@ class ActiveRequests:
     def _displace(self, active: AnyActive, error: Overloaded) -> None:
         active.fail(error)
         self._remove(active)
-
-    def _displaceable(
-        self, num_sequences: int, num_tokens: int, terms: CallTerms | None, room: QueueLimits
-    ) -> list[WaitingCall[AnyActive]]:
-        """List the calls to displace; empty if even that would not make room."""
-        leaving: list[WaitingCall[AnyActive]] = []
-        sequences, tokens = freed = Counter[object](), Counter[object]()
-        lack = room.lack(num_sequences, num_tokens)
-        for call in self._desk.waiting.displaceable(terms, next_id=self._desk.next_id):
-            sequences[call.room] += call.num_sequences
-            tokens[call.room] += call.num_tokens
-            before, lack = lack, room.lack(num_sequences, num_tokens, freed)
-            if lack == before:  # it gains nothing: its model has no more than the places that are kept for it
-                sequences[call.room] -= call.num_sequences
-                tokens[call.room] -= call.num_tokens
-                continue
-            leaving.append(call)
-            if room.has_room(num_sequences, num_tokens, freed=freed):
-                return leaving
-        return []
 
     def _call_terms(
         self, requests: Sequence[GenerationRequest | PoolingRequest], arrived_s: float

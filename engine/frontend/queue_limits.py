@@ -11,7 +11,7 @@ from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import Overloaded, OverloadReason, TenantOverloaded
-from engine.frontend.waiting_calls import WaitingCalls
+from engine.frontend.waiting_calls import CallTerms, WaitingCall, WaitingCalls
 from scheduler.config import SchedulingPolicy
 from scheduler.messages import SequenceId
 from scheduler.routing.start_forecast import StartForecast
@@ -207,3 +207,23 @@ class Desk:
         ids = tuple(SequenceId(self.next_id + index) for index in range(num))
         self.next_id += num
         return ids
+
+    def displaceable(
+        self, num_sequences: int, num_tokens: int, terms: CallTerms | None, room: QueueLimits
+    ) -> list[WaitingCall[Any]]:
+        """List the calls to displace; empty if even that would not make room in `room`."""
+        leaving: list[WaitingCall[Any]] = []
+        sequences, tokens = freed = Counter[object](), Counter[object]()
+        lack = room.lack(num_sequences, num_tokens)
+        for call in self.waiting.displaceable(terms, next_id=self.next_id):
+            sequences[call.room] += call.num_sequences
+            tokens[call.room] += call.num_tokens
+            before, lack = lack, room.lack(num_sequences, num_tokens, freed)
+            if lack == before:  # it gains nothing: its model has no more than the places that are kept for it
+                sequences[call.room] -= call.num_sequences
+                tokens[call.room] -= call.num_tokens
+                continue
+            leaving.append(call)
+            if room.has_room(num_sequences, num_tokens, freed=freed):
+                return leaving
+        return []

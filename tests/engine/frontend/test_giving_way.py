@@ -138,7 +138,7 @@ async def test_two_models_share_one_queue_and_an_urgent_request_of_one_displaces
 async def test_urgent_requests_displace_no_more_than_they_gain_and_none_of_places_that_are_kept(
     tiny_model: Path, num_others: int, others_priority: int
 ) -> None:
-    """Of eight places two are kept for each model."""
+    """Two of eight places are kept for each model."""
     config, _ = resolve(
         replace(Options(), model=str(tiny_model), max_queued_requests=8, scheduling_policy="priority"),
         environment={},
