@@ -335,4 +335,6 @@ class StepBuffers:
         # No sequence behind the last has tokens: all of them begin where the last one ends.
         host.query_starts_R[num_sequences:] = host.query_starts_R[num_sequences]
         host.seq_lens_R[num_sequences:] = host.table_rows_R[num_sequences:] = 0
+        # Block 0 is no sequence's: the trial of early launches gives padding tokens.
+        host.state_blocks_RF[num_sequences * self.limits.num_state_blocks :] = 0
         host.rows_N[num_logits:] = self.limits.num_sequences

@@ -35,7 +35,7 @@ LIMITS = Limits(
 
 
 class TransferLog(InterpretedGpu):
-    """Copies to the device arrive when an event is waited for, as late as they may."""
+    """Copies to the device arrive when an event is waited for, as late as they may; memory begins dirty."""
 
     def __init__(self) -> None:
         super().__init__(WorkerConfig(model_path=""))
@@ -43,7 +43,7 @@ class TransferLog(InterpretedGpu):
         self.waited: list[int] = []
 
     def pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        self.pinned_memory.append(super().pinned(numel, dtype))
+        self.pinned_memory.append(super().pinned(numel, dtype).fill_(7))
         return self.pinned_memory[-1]
 
     def record(self) -> DeviceEvent:
@@ -127,6 +127,7 @@ def check(buffers: StepBuffers, inputs: StepInputs, sizes: BatchSizes) -> None:
     if metadata.state_blocks.size:
         assert attention.state_blocks_RF is not None
         assert attention.state_blocks_RF[:num_sequences].tolist() == metadata.state_blocks.tolist()
+        assert not attention.state_blocks_RF[num_sequences:].any()
     assert attention.table_rows_R is not None
     assert attention.table_rows_R.tolist() == [*metadata.tables.rows_R, *[0] * padding]
     for stripe, table_CB in enumerate(attention.block_tables_SCB):
@@ -206,6 +207,8 @@ def test_a_step_of_padding_alone_writes_nothing_and_attends_to_nothing() -> None
     fill(buffers, make_inputs([1, 2, 3], seed=3), sizes)
     buffers.fill_with_padding(sizes)
     batch = buffers.view(sizes)
+    assert batch.attention.state_blocks_RF is not None
+    assert not batch.attention.state_blocks_RF.any()
     assert batch.attention.slots_ST.tolist() == [[-1] * 8] * NUM_STRIPES
     assert batch.attention.seq_lens_R.tolist() == [0] * 4
     assert batch.attention.query_starts_R.tolist() == [0] * 5
