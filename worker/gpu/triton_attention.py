@@ -46,10 +46,13 @@ class TritonAttention:
 
     def begin_batch(self, batch: AttentionBatch) -> None:
         """See PagedAttention. The batch's tensors are read when layers attend, and not before."""
-        assert batch.num_decodes <= batch.num_sequences <= batch.num_tokens, "padding has tokens as well"
-        self._work = AttentionWork(batch, self._counters, self._num_processors)
+        self._begin_attention(batch)
         if self.states is not None:
             self.states.begin_batch(batch)
+
+    def _begin_attention(self, batch: AttentionBatch) -> None:
+        assert batch.num_decodes <= batch.num_sequences <= batch.num_tokens, "padding has tokens as well"
+        self._work = AttentionWork(batch, self._counters, self._num_processors)
 
     def attend(
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions

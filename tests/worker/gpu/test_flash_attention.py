@@ -12,11 +12,16 @@ from torch import Tensor
 from tests.worker.gpu import attention_library
 from tests.worker.gpu.attention_library import Changed, Stopwatch, attend_causally
 from tests.worker.gpu.test_attention_kernels import Case, Step, assert_close
+from worker.attention.kv_cache import KVCache
+from worker.devices.device import Device
 from worker.gpu.attention import choose_attention
+from worker.gpu.state_kernels.executor import GpuStatesInWaves
 from worker.gpu.trials import flash_attention
 from worker.gpu.trials.attention_trial import LibraryAttention
 from worker.gpu.trials.flash_attention import FlashAttention3
 from worker.gpu.triton_attention import TritonAttention
+from worker.states.interface import StateShape
+from worker.states.state_layout import StateLayout
 
 STEP = Case([(20, 1), (3, 1), (9, 5)], dtype=torch.float16, softcap=20.0)
 DECODES = Case([(20, 1), (3, 1)], dtype=torch.float16, softcap=20.0)
@@ -119,6 +124,18 @@ def test_our_kernels_stay_where_the_library_is_wrong_slow_or_refuses(library, ch
     step.triton, before = backend, library.num_calls
     assert_close(step.attend_padded(num_decodes=2, num_sequences=2, num_tokens=2), step.expected())
     assert library.num_calls == before
+
+
+def test_it_is_timed_and_taken_where_other_layers_are_recurrent(library):
+    layout = StateLayout({0: StateShape(num_channels=16, num_columns=3)}, 1024)
+
+    class Recurrent(FlashAttention3):
+        def __init__(self, cache: KVCache, device: Device) -> None:
+            super().__init__(cache, device)
+            self.states = GpuStatesInWaves(torch.zeros(2, 256), layout, device)
+
+    backend = attention_library.tried(Step(DECODES), Recurrent, Stopwatch(2.0, 1.0))
+    assert list(backend._taken.values()) == [True]
 
 
 @pytest.mark.parametrize(

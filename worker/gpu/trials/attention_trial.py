@@ -143,9 +143,8 @@ class LibraryAttention(TritonAttention, ABC):
         super().begin_step(metadata)
         self._is_trial = True
 
-    def begin_batch(self, batch: AttentionBatch) -> None:
-        """See PagedAttention."""
-        super().begin_batch(batch)
+    def _begin_attention(self, batch: AttentionBatch) -> None:
+        super()._begin_attention(batch)
         self._is_trial, self._prepared = False, {}
 
     def attend_written(self, layer_idx: int, queries_THD: Tensor, options: AttentionOptions) -> Tensor:
@@ -208,14 +207,14 @@ class LibraryAttention(TritonAttention, ABC):
             self._taken[kind] = False
 
     def _is_faster(self, kind: TrialKind, layer_idx: int, queries_THD: Tensor, named: str) -> bool:
-        """Time one layer of a load over blocks of the cache, whatever they hold."""
+        """Time one layer of a load over blocks of the cache, whatever they hold, with no step of states."""
         batch = self._timed_batch(is_of_decodes=kind.is_of_decodes)
         queries_THD = queries_THD[:1].expand(batch.num_tokens, -1, -1).contiguous()
         step = self._work
 
         def attend_by(attend: Callable[[int, Tensor, AttentionOptions], Tensor]) -> Callable[[], None]:
             def attend_batch() -> None:
-                self.begin_batch(batch)
+                self._begin_attention(batch)
                 attend(layer_idx, queries_THD, kind.options)
 
             return attend_batch
