@@ -47,9 +47,11 @@ class PlanDriver:
     """Keeps the books of a few sequences over one worker.
 
     Every block is used once, but those of a sequence that was swapped out: they go to whoever asks next.
+    Without taps no states are kept for sequences that share, and steps with prompts are not cut.
     """
 
-    def __init__(self, worker: Worker, block_size: int) -> None:
+    def __init__(self, worker: Worker, block_size: int, *, has_taps: bool = True) -> None:
+        self._has_taps = has_taps
         self._worker = worker
         self._groups = groups_of(worker)
         self._block_size = block_size
@@ -147,7 +149,7 @@ class PlanDriver:
             scheduled.append(ScheduledSequence(sequence_id, sequence.num_computed, num_tokens, end == known))
             position = end // self._block_size * self._block_size
             is_kept = num_tokens > 1 and sequence.num_computed < position <= sequence.num_prompt_tokens
-            if self._num_state_blocks and is_kept and position not in sequence.points:
+            if self._has_taps and self._num_state_blocks and is_kept and position not in sequence.points:
                 sequence.points[position] = [self._next_free() for _ in range(self._num_state_blocks)]
                 taps.append(StateTap(sequence_id, position, tuple(sequence.points[position])))
             sequence.num_computed = end

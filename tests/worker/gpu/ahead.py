@@ -23,9 +23,9 @@ _PLACEHOLDER = -1
 class AheadDriver(PlanDriver):
     """A PlanDriver that keeps fewer than `depth` steps in flight; their tokens are placeholders."""
 
-    def __init__(self, worker: Worker, block_size: int, depth: int) -> None:
+    def __init__(self, worker: Worker, block_size: int, depth: int, **options: bool) -> None:
         self.groups = groups_of(worker)
-        super().__init__(self, block_size)  # type: ignore[arg-type]
+        super().__init__(self, block_size, **options)  # type: ignore[arg-type]
         self._launcher = worker
         self._depth = depth
         self._in_flight: deque[LaunchedStep] = deque()
