@@ -29,6 +29,7 @@ from worker.gpu.step_buffers import BatchSizes, StepBuffers
 from worker.gpu.trials.launch_trial import StepOnTrial, count_gains_by_early_launches
 from worker.ranks.ranks import ALONE, Ranks, is_divided
 from worker.sampling.draw_fields import no_draws
+from worker.states.interface import StateStep
 from worker.steps.inputs import StepInputs
 from worker.steps.model_runner import ModelRunner
 from worker.steps.tokens import HiddenStates, StepOutcome
@@ -206,6 +207,11 @@ class GpuSteps:
             self._buffers.fill_with_padding(sizes)
             batch = self._buffers.view(sizes)
             self._forward(batch)
+        num_state_blocks = self._buffers.limits.num_state_blocks
+        if num_state_blocks and self._buffers.limits.max_drafts:  # which leave states as they are
+            blocks_RS, starts = np.zeros((1, num_state_blocks), np.int64), np.array([0, sizes.num_tokens])
+            cut = StateStep(0, starts, np.ones(1, np.bool_), blocks_RS, num_drafts_R=(1,))
+            self._forward(batch._replace(attention=batch.attention._replace(cut_states=cut)))
         self._rows_N = batch.rows_N
         remember_tokens(self._last_token_C, batch.rows_N, self._last_token_C[:1])
 

@@ -49,7 +49,7 @@ def recur_by_chunks(
         prepare_kernel[num_tokens // _CHUNK + batch.num_sequences, num_heads](
             *given[1:5], shares_THK, updates_THV, batch.query_starts_R,
             given.key_TGK.stride(0), given.value_THV.stride(0), batch.num_sequences, least_tokens,
-            SEARCHES=batch.num_sequences.bit_length(), BLOCK=_SUBSTITUTED, num_stages=1, **sizes,
+            SEARCHES=True, BLOCK=_SUBSTITUTED, num_stages=1, **sizes,
         )  # fmt: skip
     chunk_kernel[batch.num_sequences, num_heads, triton.cdiv(value_dim, rows)](
         *inputs_of(given, places, batch),

@@ -35,7 +35,7 @@ def convolve(
         batch.query_starts_R, batch.seq_lens_R, batch.blocks_RS, *given.input_TC.stride(),
         *given.weight_CW.stride(), batch.blocks_RS.shape[1], places.block_stride, batch.num_sequences,
         num_channels, COLUMNS=num_columns, TOKENS=tokens, CHANNELS=channels, IS_ACTIVATED=is_activated,
-        SEARCHES=0 if batch.are_decodes else batch.num_sequences.bit_length(), KEEPS=batch.keeps_states,
+        SEARCHES=not batch.are_decodes, KEEPS=batch.keeps_states,
         **launch_way(),
     )  # fmt: skip
 
@@ -47,11 +47,13 @@ def find_part(query_starts, number, num_sequences, SIZE: tl.constexpr, SEARCHES:
     Sequence r has numbers for its parts of SIZE tokens from start // SIZE + r on; some are behind its end.
     Without searches the step is of decodes: part and token have the sequence's number, those of padding too.
     """
-    sequence, above = number * 0 if SEARCHES else number, number * 0 + num_sequences
-    for _ in tl.static_range(SEARCHES):
-        middle = (sequence + above) // 2
-        is_before = tl.load(query_starts + middle) // SIZE + middle <= number
-        sequence, above = tl.where(is_before, middle, sequence), tl.where(is_before, above, middle)
+    sequence = number * 0 if SEARCHES else number
+    if SEARCHES:
+        above = number * 0 + num_sequences
+        while above - sequence > 1:
+            middle = (sequence + above) // 2
+            is_before = tl.load(query_starts + middle) // SIZE + middle <= number
+            sequence, above = tl.where(is_before, middle, sequence), tl.where(is_before, above, middle)
     start, end = tl.load(query_starts + sequence), tl.load(query_starts + sequence + 1)
     first = start + (number - start // SIZE - sequence) * SIZE if SEARCHES else number
     return sequence, first, start, end
@@ -79,7 +81,7 @@ def convolve_kernel(
     blocks_C = tl.load(blocks + sequence * num_stripes + stripes_C, mask=is_channel_C, other=0)
     kept_C, is_kept_C = pool + blocks_C.to(tl.int64) * block_stride + offsets_C, is_channel_C & (blocks_C > 0)
     is_later = tl.load(seq_lens + sequence) > end - start
-    inputs_C = inputs + start.to(tl.int64) * token_stride + channels_C * channel_stride
+    inputs_C = inputs + start.to(tl.int64) * token_stride + channels_C.to(tl.int64) * channel_stride
     sums_TC = tl.zeros([TOKENS, CHANNELS], tl.float32)
     if bias is not None:
         sums_TC += tl.load(bias + channels_C, mask=is_channel_C, other=0.0).to(tl.float32)[None, :]
@@ -87,7 +89,7 @@ def convolve_kernel(
         places_T = tokens_T - start + column - COLUMNS  # in the share; before it is what was kept
         is_own_T = places_T >= 0
         own_TC = tl.load(
-            inputs_C[None, :] + places_T[:, None] * token_stride,
+            inputs_C[None, :] + places_T.to(tl.int64)[:, None] * token_stride,
             mask=(is_there_T & is_own_T)[:, None] & is_channel_C[None, :], other=0.0,
         )  # fmt: skip
         kept_TC = tl.load(
@@ -126,7 +128,7 @@ def _keep_inputs(
 ) -> None:
     """Keep the last of what was kept and of the share; all threads have read by then."""
     for column in tl.static_range(COLUMNS):
-        place = num_own - COLUMNS + column
+        place = (num_own - COLUMNS + column).to(tl.int64)
         own_C = tl.load(inputs_C + tl.maximum(place, 0) * token_stride, mask=is_kept_C, other=0.0)
         before = tl.minimum(column + num_own, COLUMNS - 1)
         earlier_C = tl.load(kept_C + before * strides_C, mask=is_kept_C, other=0.0)

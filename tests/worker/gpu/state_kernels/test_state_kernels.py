@@ -1,6 +1,7 @@
 """The kernels of recurrent layers compute what the plain recurrences do, and write to their own blocks."""
 
 from itertools import pairwise
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.worker.gpu.interpreted_gpu import InterpretedGpu
+from worker.gpu.state_kernels import convolution as convolution_module
 from worker.gpu.state_kernels import executor
 from worker.gpu.state_kernels.executor import GpuStates
 from worker.gpu.state_kernels.places import StateBatch
@@ -127,6 +129,28 @@ def test_convolutions() -> None:
     both.compute("convolve", convolution(3, 52, bias_C=None), [1, 1, 1], [False, True, False])
     both.compute("convolve", convolution(4, 52, activation=None), [2, 2], [False, True], keeps_states=False)
     both.compute("convolve", convolution(3, 52, activation="gelu"), [1, 2], [False, False])
+
+
+def test_convolutions_of_tokens_that_are_farther_apart_than_int32_counts(monkeypatch) -> None:
+    """The third, counted in int32, would lie before the first; nothing between them is ever touched."""
+    stride, no_reserve, kernel = 2**31 - 1, 0x4000, convolution_module.convolve_kernel
+    mapped = mmap(-1, 17 << 30, MAP_PRIVATE | MAP_ANONYMOUS | no_reserve)
+    memory = np.frombuffer(mapped, np.float32)[64:]
+    given = convolution(3, 52)
+    given = given._replace(input_TC=given.input_TC.contiguous())
+    for token, row_C in enumerate(given.input_TC):
+        memory[token * stride : token * stride + 52] = row_C
+
+    class Apart:
+        def __getitem__(self, grid: Any) -> Any:
+            def launch(_: Tensor, *others: Any, **constants: Any) -> None:
+                first_C = torch.from_numpy(memory[:52])
+                kernel[grid](first_C, *others[:8], stride, *others[9:], **constants)
+
+            return launch
+
+    monkeypatch.setattr(convolution_module, "convolve_kernel", Apart())
+    Both(CHANNELS, 1).compute("convolve", given, [3], [True])
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Families with recurrent layers on an interpreted GPU draw the tokens of a CPU."""
 
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -17,7 +18,7 @@ from tests.worker.speculation.speculated import Speculated, half_right
 from tests.worker.states.test_poison import answers
 from worker.attention.kv_cache import KeptShapes
 from worker.gpu import graphs
-from worker.gpu.state_kernels import executor
+from worker.gpu.state_kernels import chunks, convolution, executor, recurrence
 from worker.startup.kernel_choice import refuse_kept
 from worker.states.interface import StateShape
 from worker.states.states_in_waves import StatesInWaves
@@ -66,10 +67,10 @@ def test_graphs_with_steps_in_flight_draw_the_cpus_tokens(
 ) -> None:
     """Three sequences are padded to four."""
     folder, room = checkpoints(family), {"num_blocks": 300, "swap_space_bytes": 1 << 24}
-    expected = serve(PlanDriver(load_worker(folder, **room)[0], BLOCK_SIZE))
+    expected = serve(PlanDriver(load_worker(folder, **room)[0], BLOCK_SIZE, has_taps=False))
     worker, facts = load_gpu(folder, **room)
     assert facts.num_state_blocks
-    assert serve(AheadDriver(worker, BLOCK_SIZE, depth=2)) == expected
+    assert serve(AheadDriver(worker, BLOCK_SIZE, depth=2, has_taps=False)) == expected
     steps = steps_of(worker)
     assert (steps._num_replayed, steps._num_eager) == (10, 0)
     assert steps._num_padding > 10
@@ -97,14 +98,41 @@ def test_restore_points_and_preemptions_in_a_few_blocks_change_nothing(
     assert any(cut), "and left"
 
 
-def test_drafts_that_are_half_right_change_nothing(checkpoints: MakeCheckpoint, small_graphs: None) -> None:
+class Variants:
+    """A kernel, and the constants of its launches: each new set of them is compiled."""
+
+    def __init__(self, kernel: Any, found: set[Any]) -> None:
+        self._kernel, self._found = kernel, found
+
+    def __getitem__(self, grid: Any) -> Any:
+        return partial(self._launch, self._kernel[grid])
+
+    def _launch(self, launch: Any, *given: Any, **constants: Any) -> None:
+        self._found.add((self._kernel, *constants.items()))
+        launch(*given, **constants)
+
+
+def test_drafts_that_are_half_right_change_nothing_and_compile_nothing(
+    checkpoints: MakeCheckpoint, small_graphs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = checkpoints("qwen3_5_text")
+    found: set[Any] = set()
+    for module, name in (
+        (convolution, "convolve_kernel"),
+        (recurrence, "recur_kernel"),
+        (chunks, "prepare_kernel"),
+        (chunks, "chunk_kernel"),
+    ):
+        monkeypatch.setattr(module, name, Variants(getattr(module, name), found))
     wide: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 32}
     expected = Speculated(*load_worker(folder), wide).answers(TINY_REQUESTS)
     loaded: Loaded = load_gpu(folder, num_blocks=200, speculation=DRAFTING)
+    compiled = found.copy()
     world = Speculated(*loaded, {**wide, "max_plans_in_flight": 2})
-    found = world.answers(TINY_REQUESTS, half_right(expected, Random(4), 335))
-    assert [each[0] for each in found] == [each[0] for each in expected]
+    drawn = world.answers(TINY_REQUESTS, half_right(expected, Random(4), 335))
+    assert [each[0] for each in drawn] == [each[0] for each in expected]
+    assert compiled
+    assert found == compiled, "kernels are compiled at start alone"
     assert 0 < world.num_accepted < world.num_drafted
 
 
