@@ -102,8 +102,7 @@ class Scheduler:
         for seq, limit in self._deadlines.expired(now_s=now_s):
             self._finish(seq, FinishReason.EXPIRED, message=limit.value)
         if self._drafts.trials is not None:
-            num_running, num_accepted = self._queues.num_running, self._counters.num_accepted_tokens
-            self._drafts.trials.begin_turn(now_s, num_running, num_accepted)
+            self._drafts.trials.begin_turn(now_s, self._queues.running)
         decodes = self._planner.plan_decodes()
         if decodes is not None:
             return self._close_decodes(*decodes)
@@ -395,6 +394,8 @@ class Scheduler:
             self._fail(seq, f"the model returned {len(token_ids)} tokens for {num_drafts} drafts")
             return False
         self._counters.note_drafts(num_drafts, len(token_ids) - 1)
+        if self._drafts.trials is not None:
+            self._drafts.trials.note_accepted(seq, len(token_ids) - 1)
         return True
 
     def _settle(self, seq: Sequence, num_accepted: int) -> None:

@@ -6,17 +6,24 @@ A turn lasts from one plan to the next. So what plans, samples and answers take 
 times of steps and passes (draft_costs.py) know nothing: of a small model it is most. Turns without drafts are
 planned the short way.
 
-Owns: the speed of both kinds of turn, for few sequences and for many, and the turns until the next trial.
+A trial that wins goes on, with a short rest at times: only turns without drafts show what they take by now.
+
+Owns: the speed of both kinds of turn, by the number of sequences, and the turns until the next trial.
 Never: reads a clock; chooses drafts (draft_rule.py).
 """
 
+from collections.abc import Collection
+
 from scheduler.messages import SchedulerOutput
+from scheduler.sequence import Sequence
 
 _FIRST_REST, _LEAST_REST, _MAX_REST = 8, 64, 1024
 """Turns without drafts: before the first trial and after one that had won, after one that lost or asked for
 nothing, and after many that lost, of each of which a trial is a sixtieth."""
 _TRIAL, _TRIAL_IN_VAIN = 16, 6
 """Turns of a trial, and of one that loses by a third."""
+_RENEWAL = 1024  # turns of a trial that wins until turns without drafts are measured again
+_MAX_SIZES = 4096  # numbers of sequences for which speeds are kept
 _LEAST_GAIN, _LOSS = 1.02, 0.67
 _MAX_SURPRISE = 3.0  # a turn that took longer than this many times the usual counts as that
 _MAX_SURPRISE_AT_FIRST = 1.3  # a start is slow
@@ -28,11 +35,13 @@ class _Speeds:
 
     def __init__(self) -> None:
         self.rest, self.num_left = _LEAST_REST, _FIRST_REST
+        """Turns of the next rest, and of this one that are left; below 0 those of a trial."""
         self.plain_s = 0.0
         self.num_plain = self.num_turns = 0
         self.trial_s = self.trial_tokens = 0.0
 
     def learn_plain(self, seconds: float) -> None:
+        self.num_left -= 1
         self.num_plain += 1
         if self.num_plain == 1:
             self.plain_s = seconds
@@ -41,6 +50,7 @@ class _Speeds:
 
     def learn_trial(self, seconds: float, tokens: float) -> None:
         """Take in a turn of a trial; end it if turns without drafts are as good."""
+        self.num_left -= 1
         self.num_turns += 1
         self.trial_s += min(seconds, _MAX_SURPRISE * (1.0 + tokens) * self.plain_s)
         self.trial_tokens += tokens
@@ -49,6 +59,8 @@ class _Speeds:
             # Should it lose later on, turns without drafts may be slower too: their contexts have grown.
             self.rest, self.num_turns = _FIRST_REST, _TRIAL // 2
             self.trial_s, self.trial_tokens = self.trial_s / 2, self.trial_tokens / 2
+            if self.num_left <= -_RENEWAL:  # what was known counts as one turn
+                self.num_left, self.num_plain = _FIRST_REST, 1
         elif self.num_turns >= _TRIAL or (self.num_turns >= _TRIAL_IN_VAIN and gain < _LOSS):
             self.end_trial(self.rest)
             self.rest = max(min(2 * self.rest, _MAX_REST), _LEAST_REST)
@@ -60,35 +72,40 @@ class _Speeds:
 
 
 class DraftTrials:
-    """Trials by the number of sequences, each up to twice the last."""
+    """Trials by the numbers of sequences with a prediction and of others."""
 
     def __init__(self) -> None:
-        self._of_sizes: dict[int, _Speeds] = {}
+        self._of_sizes: dict[tuple[int, int], _Speeds] = {}
+        self._size = 0, 0
         self._speeds = _Speeds()
         self._began_s = 0.0
-        self._num_accepted = 0
+        self._num_accepted = 0  # in the present turn
         self._done: SchedulerOutput | None = None
         self.is_resting = True
         """Whether the turn that began last drafts nothing."""
 
-    def begin_turn(self, now_s: float, num_running: int, num_accepted: int) -> None:
-        """Take in the turn that ends here, if its step was one of decodes, and decide about the next.
-
-        `num_accepted` counts the drafts that held, of all turns.
-        """
+    def begin_turn(self, now_s: float, running: Collection[Sequence]) -> None:
+        """Take in the turn that ends here, if its step was one of decodes, and decide about the next."""
         done, self._done = self._done, None
         seconds, self._began_s = now_s - self._began_s, now_s
-        num_more, self._num_accepted = num_accepted - self._num_accepted, num_accepted
-        if done is not None and len(done.scheduled) == num_running and seconds > 0.0:
-            speeds = self._speeds
-            if self.is_resting and not done.draft_token_ids:
-                speeds.learn_plain(seconds / num_running)
-                speeds.num_left -= 1
-            elif not self.is_resting:
-                speeds.learn_trial(seconds / num_running, 1.0 + num_more / num_running)
-        size = num_running.bit_length()
-        self._speeds = self._of_sizes.get(size) or self._of_sizes.setdefault(size, _Speeds())
+        num_accepted, self._num_accepted = self._num_accepted, 0
+        num_running = len(running)
+        predicted = {seq.sequence_id for seq in running if seq.prediction}  # in no trial: they have drafts
+        last, self._size = self._size, (len(predicted), num_running - len(predicted))
+        may_learn = last == self._size and num_running > len(predicted) and seconds > 0.0
+        if done is not None and may_learn and len(done.scheduled) == num_running:
+            if not self.is_resting:
+                self._speeds.learn_trial(seconds / num_running, 1.0 + num_accepted / num_running)
+            elif done.draft_token_ids.keys() <= predicted:
+                self._speeds.learn_plain(seconds / num_running)
+        if len(self._of_sizes) > _MAX_SIZES:
+            self._of_sizes.clear()
+        self._speeds = self._of_sizes.setdefault(self._size, _Speeds())
         self.is_resting = self._speeds.num_left > 0
+
+    def note_accepted(self, seq: Sequence, num_accepted: int) -> None:
+        """Count drafts of a sequence that held, unless they were its prediction."""
+        self._num_accepted += 0 if seq.prediction else num_accepted
 
     def note_decodes(self, plan: SchedulerOutput) -> None:
         """Note that the present turn's step was one of decodes, with drafts or without."""

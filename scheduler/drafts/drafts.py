@@ -104,7 +104,7 @@ class Drafts:
             return {each: one.most for each, one in drafting.items()}
         asked = self._rule.ask(drafting, num_decodes=len(decoding))
         has_room = any(one.most for one in drafting.values())
-        if self.trials is not None and has_room and not (asked or verified):
+        if self.trials is not None and has_room and not (asked or verified.keys() & drafting.keys()):
             self.trials.note_nothing_asked()
         return asked
 
@@ -114,8 +114,11 @@ class Drafts:
             self._num_followed[seq.sequence_id] = num_tokens
 
     def observe_step(self, plan: SchedulerOutput, seconds: float, waited_s: float) -> None:
-        """Learn how long a step without prompts took, while there are drafts."""
-        if self._rule is None or not (self.has_model or not self._rule.is_idle):
+        """Learn how long a step without prompts took, while there are drafts.
+
+        One without shares, which encodes inputs or copies blocks, teaches nothing.
+        """
+        if self._rule is None or not plan.scheduled or not (self.has_model or not self._rule.is_idle):
             return
         self._rule.observe(plan.num_scheduled_tokens, seconds)
         if self.trials is not None:

@@ -6,26 +6,34 @@ import pytest
 
 from scheduler.config import DraftAdmission, DraftSupply
 from scheduler.drafts.draft_trials import DraftTrials
-from scheduler.messages import ModelRunnerOutput, SamplingParams, SequenceId
+from scheduler.input_messages import EncoderInput
+from scheduler.messages import ModelRunnerOutput
 from scheduler.scheduler import Scheduler
-from scheduler.sequence import Sequence
-from tests.world import small_config
+from scheduler.step.plan_draft import plan_of_decodes
+from tests.fakes import make_sequence
+from tests.world import World, small_config
 
 PLAIN_S = 0.001
+MODEL_DRAFTS = {
+    "draft_admission": DraftAdmission.PAYING,
+    "draft_supply": DraftSupply.ASKED,
+    "max_drafts": 3,
+}
 
 
 class Turns:
-    """A scheduler whose worker takes a time for each turn, and more for what drafts bring."""
+    """A scheduler whose worker takes a time for each turn, and more for what drafts bring.
 
-    def __init__(self, *, rate: float, pass_s: float, unseen_s: float, num_seqs: int = 1) -> None:
+    `has_prediction`: one of its sequences has a right prediction, which ends it early.
+    """
+
+    def __init__(
+        self, *, rate: float, pass_s: float, unseen_s: float, num_seqs: int = 1, has_prediction: bool = False
+    ) -> None:
         """Take in how often a draft is right, the time of one, and that of a plan, which no step shows."""
-        changes = {
-            "draft_admission": DraftAdmission.PAYING,
-            "draft_supply": DraftSupply.ASKED,
-            "max_drafts": 3,
-        }
-        self.scheduler = Scheduler(small_config(num_blocks=200, max_model_len=500, **changes))
-        self.num_seqs, self.num_added = num_seqs, 0
+        limits = {"num_blocks": 500, "max_model_len": 500, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+        self.scheduler = Scheduler(small_config(**limits, **MODEL_DRAFTS))
+        self.num_seqs, self.num_added, self.has_prediction = num_seqs, 0, has_prediction
         self.rate, self.pass_s, self.unseen_s, self.random = rate, pass_s, unseen_s, Random(1)
         self.now_s = 0.0
         self.num_tokens = self.num_asked = 0
@@ -40,8 +48,13 @@ class Turns:
     def _turn(self) -> None:
         while sum(self.scheduler.get_request_counts()[:2]) < self.num_seqs:
             self.num_added += 1
-            seq = Sequence(SequenceId(self.num_added), (1,) * 4, SamplingParams(max_tokens=200))
+            running = self.scheduler.running_sequences()
+            is_predicted = self.has_prediction and not any(seq.prediction for seq in running)
+            prediction = (1,) * 200 if is_predicted else ()
+            seq = make_sequence(self.num_added, [1] * 4, max_tokens=200, prediction=prediction)
             self.scheduler.add_request(seq, now_s=self.now_s)
+            if self.has_prediction:
+                break  # one in a turn
         plan = self.scheduler.schedule(now_s=self.now_s)
         sampled = {}
         for share in plan.scheduled:
@@ -53,10 +66,12 @@ class Turns:
         passes = tuple([(len(wanted), self.pass_s)] * max(wanted.values(), default=0))
         self.num_asked += bool(wanted)
         self.now_s += step_s + sum(each for _, each in passes)
-        if wanted or plan.draft_token_ids:
+        running = self.scheduler.running_sequences()
+        predicted = {seq.sequence_id for seq in running if seq.prediction}
+        if wanted or plan.draft_token_ids.keys() - predicted:
             self.now_s += self.unseen_s
         self.scheduler.observe_step(plan, step_s, passes)
-        lengths = {seq.sequence_id: len(seq.token_ids) for seq in self.scheduler.running_sequences()}
+        lengths = {seq.sequence_id: len(seq.token_ids) for seq in running}
         followed = {each: lengths[each] + len(sampled[each]) for each in wanted}
         result = ModelRunnerOutput(token_ids=sampled, logprobs={}, failures={}, num_followed=followed)
         self.scheduler.update_from_output(plan, result)
@@ -65,6 +80,7 @@ class Turns:
                 each: tuple(1 if self.random.random() < self.rate else 2 for _ in range(num))
                 for each, num in wanted.items()
             }
+            | dict.fromkeys(predicted, (1, 1, 1))
         )
         self.num_tokens += sum(map(len, sampled.values()))
 
@@ -111,8 +127,69 @@ def test_turns_without_drafts_are_planned_the_short_way(monkeypatch: pytest.Monk
 
 def test_a_turn_in_which_a_sequence_came_or_went_teaches_nothing() -> None:
     trials = DraftTrials()
-    trials.begin_turn(0.0, 1, 0)
-    before = trials._speeds.num_plain
-    trials.begin_turn(9.0, 2, 0)
-    trials.begin_turn(9.1, 2, 0)
-    assert trials._speeds.num_plain == before
+    one, two = (make_sequence(number, [1]) for number in (1, 2))
+    scheduler = Scheduler(small_config())
+    scheduler.add_request(one, now_s=0.0)
+    scheduler.add_request(two, now_s=0.0)
+    plan = scheduler.schedule(now_s=0.0)  # of two
+    for now_s, running in ((0.0, [one]), (9.0, [one, two]), (18.0, [one])):
+        trials.begin_turn(now_s, running)
+        trials.note_decodes(plan)
+    trials.begin_turn(19.0, [])
+    assert not any(speeds.num_plain for speeds in trials._of_sizes.values())
+    for now_s in (20.0, 21.0):
+        trials.begin_turn(now_s, [one, two])
+        trials.note_decodes(plan)
+    assert [speeds.num_plain for speeds in trials._of_sizes.values()] == [0, 1, 0], "none, two, one"
+
+
+def test_a_step_without_shares_before_a_turn_without_sequences_teaches_nothing() -> None:
+    world = World(small_config(encoder_cache_tokens=16, **MODEL_DRAFTS))
+    world.add(make_sequence(1, [1] * 9, encoder_inputs=(EncoderInput(0, 4, "a cat"),), max_tokens=1))
+    plan = world.step(abort_meanwhile=1)
+    assert plan.encoder_inputs
+    assert not plan.scheduled
+    world.step()
+    trials = DraftTrials()
+    trials.begin_turn(0.0, [])
+    trials.note_decodes(plan_of_decodes(1, (), (), {}))
+    trials.begin_turn(1.0, [])
+
+
+def test_a_head_that_wins_with_few_sequences_is_tried_anew_with_more() -> None:
+    turns = Turns(rate=0.85, pass_s=0.0001, unseen_s=0.0014, num_seqs=4)
+    turns.run(500)
+    num_asked = turns.num_asked
+    turns.run(200)
+    assert turns.num_asked - num_asked > 150, "it wins"
+    turns.num_seqs, turns.unseen_s = 7, 0.00245
+    turns.run(300)
+    assert turns.run(800) >= 0.95 / PLAIN_S
+
+
+def test_a_slow_stretch_before_a_trial_does_not_make_it_win_for_ever() -> None:
+    turns = Turns(rate=0.8, pass_s=0.0003, unseen_s=0.0018)
+    turns.run(3000)
+    trials = turns.scheduler._drafts.trials
+    while not (trials.is_resting and trials._speeds.num_left == 10):
+        turns.run(1)
+    for _ in range(10):
+        turns.run(1)
+        turns.now_s += 2 * PLAIN_S
+    turns.run(100)
+    num_asked = turns.num_asked
+    turns.run(100)
+    assert turns.num_asked - num_asked > 90, "the trial seems to win"
+    turns.run(1500)
+    assert turns.run(1000) >= 0.95 / PLAIN_S
+
+
+@pytest.mark.parametrize(("unseen_s", "least", "most"), [(0.0001, 0.9, 1.0), (0.004, 0.0, 0.1)])
+def test_a_prediction_of_one_sequence_neither_ends_nor_wins_trials_of_others(
+    unseen_s: float, least: float, most: float
+) -> None:
+    turns = Turns(rate=0.9, pass_s=0.0001, unseen_s=unseen_s, num_seqs=2, has_prediction=True)
+    turns.run(400)
+    num_asked = turns.num_asked
+    turns.run(500)
+    assert least <= (turns.num_asked - num_asked) / 500 <= most
