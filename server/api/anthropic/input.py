@@ -81,7 +81,7 @@ def ignored_names(body: CountTokensRequest) -> list[str]:
     tools = (f"tools.{tool.type}" for tool in body.tools or () if is_run_by_others(tool.type or ""))
     blocks = [block for turn in body.messages for block in turn.content]
     works = (f"messages.{block.type}" for block in blocks if is_others_work(block.type))
-    marked = (block.type for block in blocks if block.cache_control and block.type in _UNMARKED)
+    marked = (block.type for block in blocks if block.cache_control is not None and block.type in _UNMARKED)
     return [*tools, *works, *(f"messages.{kind}.cache_control" for kind in marked)]
 
 
@@ -108,7 +108,7 @@ def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     if body.system is not None:
         messages.append({"role": "system", "content": _text_parts(body.system, "system")})
-        if messages[0]["content"] and any(tool.cache_control for tool in body.tools or ()):
+        if messages[0]["content"] and any(tool.cache_control is not None for tool in body.tools or ()):
             messages[0]["content"][-1]["cache_control"] = {}  # templates write tools there
     for place, turn in enumerate(body.messages):
         where = f"messages[{place}].content"
@@ -143,8 +143,8 @@ def _tool_message(block: AnthropicBlock, at: str) -> dict[str, Any]:
     parts = [_part(inner, f"{at}.content[{place}]") for place, inner in enumerate(block.content or ())]
     call_id = required(block.tool_use_id, f"{at}.tool_use_id")
     if block.is_error:  # a template has no place for the mark of a failure: the word is for the model
-        first = parts.pop(0)["text"] if parts and parts[0]["type"] == "text" else ""
-        parts = [{"type": "text", "text": f"Error: {first}"}, *parts]
+        first = parts.pop(0) if parts and parts[0]["type"] == "text" else {"type": "text", "text": ""}
+        parts = [{**first, "text": f"Error: {first['text']}"}, *parts]
     if parts and block.cache_control is not None:
         parts[-1]["cache_control"] = block.cache_control
     return {"role": "tool", "tool_call_id": call_id, "content": parts or ""}

@@ -4,13 +4,14 @@ Owns: the prompt, and the positions in it behind which later ones go on.
 Never: the choices (plan.py), the shape of a reply (replies.py, responses/replies.py), or HTTP.
 """
 
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
+from typing import Any
 
 from starlette.types import Receive
 
-from engine.errors import ContextLengthExceeded, RequestRejected
+from engine.errors import ContextLengthExceeded, EngineUnavailable, Overloaded, RequestRejected
 from engine.media.pictures import TokenIds
 from engine.media.segments import PictureLease
 from engine.types import GenerationRequest
@@ -23,7 +24,7 @@ from server.edge.http.edge import Edge, Engine
 from server.reply.generate.calls import Origin
 from server.reply.generate.engine_requests import engine_requests, kept_prompt
 from server.reply.pictures.media_parts import pictures_of
-from server.reply.pictures.placing import ChatPrompt, PictureHold, encode_with_pictures
+from server.reply.pictures.placing import ChatPrompt, PictureHold, encode_beginning, encode_with_pictures
 
 _MOST_MARKS = 4
 """Number of blocks with `cache_control`, as in Anthropic's API."""
@@ -57,7 +58,7 @@ async def prepare_turn(
         prompt.check_end()
         prompts = {origin.reply_id: prompt.token_ids}
         (request,) = await engine_requests(edge.engine, body, prompts, turn.wanted, origin)
-        points = await _restore_points(edge.engine, plan, prompt.token_ids, num_suffix_tokens)
+        points = await _restore_points(edge.engine, plan, prompt, num_suffix_tokens, origin.receive)
     except BaseException:
         prompt.release()
         raise
@@ -94,6 +95,7 @@ async def prepare_fitting(edge: Edge, body: ChatCompletionRequest, origin: Origi
 async def prompt_of(edge: Edge, chat: ChatCompletionRequest, receive: Receive) -> ChatPrompt:
     """Make the prompt that an answer would have, and nothing more. Raises RequestRejected, Overloaded."""
     plan = plan_reading(chat, model_reading(edge.parsers, edge.engine.info))
+    _check_marks(chat)
     prompt, _, _ = await _prompt_and_turn(edge.engine, plan, receive, PictureHold())
     prompt.release()
     return prompt
@@ -130,25 +132,38 @@ def _check_marks(body: ChatCompletionRequest) -> bool:
 
 
 async def _restore_points(
-    engine: Engine, plan: ReadingPlan, prompt_ids: TokenIds, num_suffix_tokens: int
+    engine: Engine, plan: ReadingPlan, prompt: ChatPrompt, num_suffix_tokens: int, receive: Receive
 ) -> tuple[int, ...]:
     """Tokens before the answer begins, and before the end of each marked block.
 
-    For several choices, also those before the token that each computes: the last of the prompt, whose suffix
-    the template has not written. None where a model can go on anywhere.
+    Where marks alone are known, the end of the last block is found as theirs are. For several choices, also
+    those before the token that each computes: the last of the prompt, whose suffix the template has not
+    written. None where a model can go on anywhere.
     """
     if not engine.info.has_points:
         return ()
     found = set()
-    if num_answer_tokens := await engine.num_answer_tokens(plan.options):
-        found.add(max(len(prompt_ids) - num_suffix_tokens - num_answer_tokens, 0))
-    if found and (plan.body.n or 1) > 1:
-        found.add(len(prompt_ids) - 1)
+    num_tokens, blocks = len(prompt.token_ids), set(_marked(plan.body))
     last = (len(plan.body.messages) - 1, len(plan.body.messages[-1].content or ()) - 1)
-    for index, place in _marked(plan.body):
-        if not found or (index, place) != last:  # whose end is the first that was found
-            found.add(await _end_of_block(engine, plan, prompt_ids, index, place))
+    if num_answer_tokens := await _if_found(engine.num_answer_tokens(plan.options)):
+        found.add(max(num_tokens - num_suffix_tokens - num_answer_tokens, 0))
+        blocks -= {last}
+    elif blocks:
+        blocks |= {last}
+    if found and (plan.body.n or 1) > 1:
+        found.add(num_tokens - 1)
+    for index, place in blocks:
+        end = _if_found(_end_of_block(engine, plan, prompt, index, place))
+        found.add(await while_connected(receive, end))
     return tuple(sorted(found - {0}))
+
+
+async def _if_found(counting: Coroutine[Any, Any, int]) -> int:
+    """Count, or return 0: templates may refuse an end other than a user's message, and lines be full."""
+    try:
+        return await counting
+    except (RequestRejected, Overloaded, EngineUnavailable):
+        return 0
 
 
 def _marked(body: ChatCompletionRequest) -> list[tuple[int, int]]:
@@ -161,19 +176,15 @@ def _marked(body: ChatCompletionRequest) -> list[tuple[int, int]]:
     ]
 
 
-async def _end_of_block(
-    engine: Engine, plan: ReadingPlan, prompt_ids: TokenIds, index: int, place: int
-) -> int:
+async def _end_of_block(engine: Engine, plan: ReadingPlan, prompt: ChatPrompt, index: int, place: int) -> int:
     """Count the tokens that the prompt has in common with that of a conversation that ends here."""
     messages = plan.body.messages[: index + 1]
     messages[-1] = messages[-1].model_copy(update={"content": (messages[-1].content or [])[: place + 1]})
     body = plan.body.model_copy(update={"messages": messages})
-    try:
-        told, options = template_input(body, plan.model.info, plan.tools)
-        options = replace(options, add_generation_prompt=False, continue_final_message=False)
-        pairs = zip(await engine.encode_chat(told, options), prompt_ids, strict=False)
-    except RequestRejected:  # templates may refuse an end other than a user's message
-        return 0
+    cut, options = template_input(body, plan.model.info, plan.tools)
+    options = replace(options, add_generation_prompt=False, continue_final_message=False)
+    token_ids = await encode_beginning(engine, cut, options, prompt.stored)
+    pairs = zip(token_ids, prompt.token_ids, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 

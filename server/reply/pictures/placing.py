@@ -121,13 +121,31 @@ async def encode_with_pictures(
                 if hold.keeper is not None:
                     hold.keeper.take(known[asked].payload.content)
         stored = [known[source.url, source.detail] for source in sources]
-        texts = {piece for each in stored for piece in each.pieces if isinstance(piece, str)}
-        ids_of = {text: await engine.encode_plain(text) for text in texts}
-        token_ids, pictures = place(rendered, vision.image_token_id, stored, ids_of.__getitem__)
+        token_ids, pictures = await _placed(engine, rendered, vision, stored)
     except BaseException:
         lease.release()
         raise
     return ChatPrompt(token_ids, pictures, tuple(stored), lease)
+
+
+async def encode_beginning(
+    engine: Engine, messages: list[dict[str, Any]], options: ChatOptions, stored: Sequence[StoredPicture]
+) -> TokenIds:
+    """Encode the first messages of a conversation again, whose pictures are prepared."""
+    vision = engine.info.vision
+    if not stored or vision is None or (marks := engine.pictures.marks(vision)) is None:
+        return await engine.encode_chat(messages, options)
+    rendered = await engine.encode_chat(messages, options, (marks.mark, marks.frame))
+    num_places = rendered.count(vision.image_token_id)
+    return (await _placed(engine, rendered, vision, stored[:num_places]))[0]
+
+
+async def _placed(
+    engine: Engine, rendered: TokenIds, vision: VisionFacts, stored: Sequence[StoredPicture]
+) -> tuple[TokenIds, tuple[EncoderInput, ...]]:
+    texts = {piece for each in stored for piece in each.pieces if isinstance(piece, str)}
+    ids_of = {text: await engine.encode_plain(text) for text in texts}
+    return place(rendered, vision.image_token_id, stored, ids_of.__getitem__)
 
 
 async def _prepared(

@@ -19,6 +19,7 @@ from engine.media.messages import SHARED_MEMORY
 from engine.options.media_options import MediaConfig
 from engine.processes.turns import TurnsByKey
 from engine.types import EncoderInput, ServiceTerms
+from scheduler.cache_groups import ALL_TOKENS, CacheGroup, Lifetime, LifetimeKind
 from server.api.batches import named_files
 from server.api.batches.store import StateStore
 from server.api.chat.protocol import ChatCompletionRequest
@@ -392,6 +393,22 @@ async def test_a_client_that_leaves_ends_the_work_for_its_pictures(engine, monke
         with pytest.raises(ClientDisconnect):
             await prepare_turn(edge, ChatCompletionRequest(**chat(part())), origin)
     assert ended.is_set()
+
+
+async def test_a_mark_behind_pictures_is_where_their_places_end(client, engine) -> None:
+    lifetimes = (ALL_TOKENS, Lifetime(LifetimeKind.WINDOW, 1024))
+    engine.model_info = dataclasses.replace(engine.model_info, groups=tuple(map(CacheGroup, lifetimes)))
+    marked = text("marked") | {"cache_control": {"type": "ephemeral"}}
+    contents = [
+        [text("abc"), part(LARGE), text("defgh"), part(SMALL), marked],
+        "ok",
+        [part(LARGE), text("h")],
+    ]
+    roles = ("user", "assistant", "user")
+    messages = [{"role": role, "content": each} for role, each in zip(roles, contents, strict=True)]
+    response = await client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 2})
+    assert response.status_code == 200, response.text
+    assert 3 + NUM_LARGE + 5 + NUM_SMALL + 6 in engine.requests[0].restore_at
 
 
 async def test_a_url_is_fetched_once_for_a_request_and_few_at_a_time(client, engine, monkeypatch) -> None:
