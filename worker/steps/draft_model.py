@@ -160,10 +160,11 @@ class DraftModel:
         self.clock: Callable[[], float] = time.perf_counter
 
     def move_blocks(self, plan: SchedulerOutput) -> None:
-        """Follow the copies of a plan, before its step."""
-        if plan.swap_out or plan.swap_in or plan.copies:
+        """Follow the copies of a plan, before its step; blocks may become those of states with it."""
+        moves = plan.swap_out or plan.swap_in or plan.copies
+        if moves or plan.new_sequences or plan.new_blocks or plan.taps or plan.released:
             self._take_in_steps()
-            self._filled.move(plan)
+        self._filled.move(plan)
 
     def remove(self, row: int) -> None:
         """Forget a row; an unknown one is ignored."""

@@ -194,8 +194,9 @@ class Pictures:
                 if positions.ndim == 1:
                     positions = np.tile(positions, (3, 1))
                 start = share.start + num_ahead
-                end = start + share.num_tokens
-                positions[:, first : first + share.num_tokens] = seen.positions.between(start, end)
+                found = seen.positions.between(start, start + share.num_tokens)
+                # Less what it is ahead: a prefix may come of text alone, whose positions are the places.
+                positions[:, first : first + share.num_tokens] = found - num_ahead
         return positions
 
     def _compute(self, payload: Payload, num_rows: int, until_s: float) -> bool:

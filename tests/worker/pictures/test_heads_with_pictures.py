@@ -1,7 +1,9 @@
 """The head of a checkpoint drafts behind pictures what transformers' own does there."""
 
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
@@ -59,21 +61,48 @@ def with_large_weights(folder: Path) -> Path:
     return folder
 
 
-def test_a_head_guesses_behind_pictures_what_transformers_guesses(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_prefix", [False, True])
+def test_a_head_guesses_behind_pictures_what_transformers_guesses(tmp_path: Path, has_prefix: bool) -> None:
+    """Also where what is before them was computed for a prompt of text alone."""
     reference = Reference("qwen3_5", tmp_path / "plain")
     folder = with_large_weights(write_head(tmp_path / "with a head", reference.folder))
     changes = {"max_drafts": 3, "draft_supply": DraftSupply.ASKED, "max_num_batched_tokens": 16}
     served = Served(*load(folder, speculation=MTP), changes)
     prompt = three(reference)
+    if has_prefix:
+        prefix = [(7 * index + 3) % 500 + 3 for index in range(48)]
+        prompt = Prompt(prefix, reference.picture(0), [5, 6, 7, 8, 9, 10])
+        served.add(Prompt([*prefix, 11, 12, 13]), [], max_tokens=6)
+        served.run()
     oracle = SeeingOracle(folder, prompt)
     num_compared = 0
     with payloads_of(prompt.pictures) as payloads:
         number = served.add(prompt, payloads, max_tokens=12)
         while served.scheduler.has_unfinished_requests:
             served.step()
-            if drafts := served.drafts.get(number):
+            drafts = served.drafts.get(number, ())
+            if drafts and not {IMAGE, IMAGE + 1} & {*drafts, *served.tokens[number]}:
                 text = prompt.token_ids + served.tokens[number]
                 assert list(drafts) == oracle.drafts(text, len(drafts))
                 num_compared += 1
     served.check_tokens(number, reference)
     assert num_compared > 5
+
+
+def test_no_hidden_state_waits_to_be_written_where_blocks_get_another_use(tmp_path: Path) -> None:
+    """A block that is freed may become one of a recurrent state."""
+    reference = Reference("qwen3_5", tmp_path / "plain")
+    folder = write_head(tmp_path / "with a head", reference.folder)
+    served = Served(*load(folder, speculation=MTP), {"draft_supply": DraftSupply.ASKED})
+    waiting: Any = served.worker._steps
+    num_before = []
+    served.add(Prompt([5, 6, 7]), [], max_tokens=30)
+    while served.scheduler.has_unfinished_requests:
+        if served.tokens and len(num_before) == 6:
+            served.add(Prompt([8, 9]), [], max_tokens=4)
+        plan = served.step()
+        num_waiting = len(waiting._draft_model._followed)
+        if plan.new_sequences or plan.new_blocks or plan.taps or plan.released:
+            assert num_waiting <= 1  # this step's
+        num_before.append(num_waiting)
+    assert max(num_before) > 3
