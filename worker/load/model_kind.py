@@ -45,8 +45,8 @@ class ModelKind:
     """`checkpoint_config` is not the file's: the operator has changed it, or its family has another name."""
     keeps_own_cache: bool = False
     """Attention, or its replacement in the family, stays the model's own: no paged KV cache fits under it."""
-    is_divided: bool = False
-    """Ranks or stages have parts of it."""
+    is_text_alone: bool = False
+    """Nothing reads its pictures: ranks or stages have parts of it, or kernels of a GPU compute it."""
 
     @property
     def is_paged(self) -> bool:
@@ -74,7 +74,7 @@ def find_kind(config: WorkerConfig) -> ModelKind:
         quantization=find_rules(folder, checkpoint_config),
         is_encoder=reads_both_ways(checkpoint_config),
         has_overrides=checkpoint_config != content,
-        is_divided=config.num_ranks * config.num_stages > 1,
+        is_text_alone=config.num_ranks * config.num_stages > 1,
     )
 
 
@@ -82,7 +82,7 @@ def model_config_of(kind: ModelKind, files: list[WeightFile]) -> Any:
     """Make transformers' configuration of a checkpoint, with the operator's values in it.
 
     A family whose other parts need libraries that are not installed is its text part alone, and so is one of
-    two classes without a tower in the files, or divided: pictures are not read then.
+    two classes without a tower in the files, or whose pictures nothing reads.
     """
     if kind.has_overrides:
         config = CONFIG_MAPPING[kind.checkpoint_config["model_type"]].from_dict(dict(kind.checkpoint_config))
@@ -90,7 +90,7 @@ def model_config_of(kind: ModelKind, files: list[WeightFile]) -> Any:
         config = AutoConfig.from_pretrained(kind.folder, local_files_only=True, trust_remote_code=False)
     if config.model_type in OF_TWO_CLASSES and kind.task is Task.GENERATE:
         has_tower = any("visual." in name for file in files for name in file.tensors)
-        return config if has_tower and not kind.is_divided else config.get_text_config(decoder=True)
+        return config if has_tower and not kind.is_text_alone else config.get_text_config(decoder=True)
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not (is_timm_available() and is_vision_available()):
         others = [getattr(config, name, None) for name in config.sub_configs]
         classes = {MODEL_MAPPING_NAMES.get(getattr(each, "model_type", "")) for each in others}

@@ -20,7 +20,7 @@ from worker.doctor_findings import Finding
 from worker.gpu import kernel_choice as gpu_kernel_choice
 from worker.load.draft_kind import refuse_speculation
 from worker.load.loader import LoadedModel
-from worker.load.model_kind import describe_division
+from worker.load.model_kind import ModelKind, describe_division, find_kind
 from worker.model.layer_shards import bytes_of_a_rank
 from worker.model.toolkit import Toolkit
 from worker.progress import LoadPhase, LoadStage
@@ -49,6 +49,8 @@ class KernelChoice(NamedTuple):
     """Say why no adapters are computed; empty where they are."""
     stacks_adapters: bool
     """Whether kernels alone compute adapters, in stacks of all slots that take of the cache's memory."""
+    reads_text_alone: bool
+    """Whether steps by its kernels read no pictures."""
     fix_of_ranks: str
     """The way to kernels, which ranks need."""
     why_no_draft_model: str | None = None
@@ -90,6 +92,7 @@ _ON_CPU = KernelChoice(
     saturating_tokens=256,  # docs/benchmarks/serving.md has the measurement
     obstacle_to_adapters=lambda _config: "",
     stacks_adapters=False,
+    reads_text_alone=False,
     fix_of_ranks="install g++, ask for --dtype bfloat16 or float32, or leave --cpu-kernels on",
 )
 _ON_GPU = KernelChoice(
@@ -100,6 +103,7 @@ _ON_GPU = KernelChoice(
     saturating_tokens=0,
     obstacle_to_adapters=gpu_kernel_choice.obstacle,
     stacks_adapters=True,
+    reads_text_alone=True,
     fix_of_ranks="install triton, gcc and Python's headers, or leave --gpu-kernels on",
     why_no_draft_model="a draft model has no passes on a GPU yet",
     why_no_index_keys="which GPUs do not compute in batches yet",
@@ -109,6 +113,13 @@ _ON_GPU = KernelChoice(
 def kernels_of(device: Device) -> KernelChoice:
     """Return the kernels for this device."""
     return _ON_GPU if device.is_gpu else _ON_CPU
+
+
+def kind_on(config: WorkerConfig, device: Device) -> ModelKind:
+    """Find the kind of a model that this device computes; see find_kind."""
+    kind, kernels = find_kind(config), kernels_of(device)
+    is_text_alone = kernels.reads_text_alone and not kernels.obstacle_to_adapters(config)
+    return replace(kind, is_text_alone=kind.is_text_alone or is_text_alone)
 
 
 def refuse_kept(model_type: str, kept: KeptShapes, config: WorkerConfig, device: Device) -> None:

@@ -13,12 +13,16 @@ from tests.families import MATRIX
 from tests.tiers import by_day
 from tests.worker.family_formats import build, formats_of, generated, served
 from tests.worker.family_trial import tiny_config
+from tests.worker.startup.test_forecast import StandInGpu
 from worker.checkpoint.checkpoint_files import find_weights
 from worker.checkpoint.task_choice import generating_class
+from worker.devices.device import CpuDevice
 from worker.load.build import build_model
-from worker.load.model_kind import find_kind
+from worker.load.model_kind import find_kind, model_config_of
 from worker.pictures.eyes import find_eyes
-from worker.worker_config import WorkerConfig
+from worker.startup import kernel_choice
+from worker.survey.unloaded_model import foresee_layers
+from worker.worker_config import AdapterLimits, WorkerConfig
 from worker.worker_errors import FamilyRefused
 
 WHOLE = {each.name: each for each in MATRIX if each.text_part}
@@ -48,6 +52,28 @@ def test_a_family_of_two_classes_is_text_alone_without_a_tower_and_where_it_is_d
     model, _ = build_model(kind, "float32", find_weights(tmp_path))
     assert hasattr(model, "get_image_features") is (has_tower and num_ranks == 1)
     assert find_eyes(model) is None or has_tower
+
+
+@pytest.mark.parametrize("obstacle", ["", "there is no compiler"])
+def test_a_gpu_with_kernels_loads_no_tower_of_a_family_of_two_classes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, obstacle: str
+) -> None:
+    on_gpu = kernel_choice._ON_GPU._replace(obstacle_to_adapters=lambda _: obstacle)
+    monkeypatch.setattr(kernel_choice, "_ON_GPU", on_gpu)
+    build(tiny_config(WHOLE["qwen3_5"])).save_pretrained(tmp_path)
+    config = WorkerConfig(model_path=str(tmp_path))
+    for device, has_tower in ((StandInGpu(config), bool(obstacle)), (CpuDevice(config), True)):
+        kind = kernel_choice.kind_on(config, device)
+        assert hasattr(model_config_of(kind, find_weights(tmp_path)), "vision_config") is has_tower
+
+
+@pytest.mark.parametrize("split", [{}, {"num_ranks": 2}, {"num_stages": 2}], ids=str)
+def test_adapters_update_towers_where_pictures_are_read_alone(tmp_path: Path, split: dict[str, int]) -> None:
+    build(tiny_config(WHOLE["qwen3_vl"])).save_pretrained(tmp_path)
+    limits = AdapterLimits(max_in_step=1, max_in_memory=1, max_rank=8)
+    config = WorkerConfig(model_path=str(tmp_path), adapter_limits=limits, **split)
+    targets = foresee_layers(config, find_kind(config), CpuDevice(config))[2]
+    assert targets.reads_pictures is (not split)
 
 
 @pytest.mark.night
