@@ -19,6 +19,7 @@ def ignore(_: Trial) -> None:
     """Note nothing."""
 
 
+@pytest.mark.night
 def test_the_fewest_replicas_are_those_of_an_exhaustive_search() -> None:
     rng = Random(7)
     answers = set()

@@ -5,6 +5,8 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from engine.models.entries import ModelSpec, resolve_models
 from engine.models.memory_shares import with_shares
 from engine.options.found_model import DEMO_MODEL
@@ -20,6 +22,7 @@ def read(folder: Path, text: str) -> tuple[ModelSpec, ...]:
     return resolve_models(options, environment={})[0]
 
 
+@pytest.mark.night
 def test_engines_of_one_model_on_cpus_divide_its_memory(tmp_path: Path) -> None:
     one, two, asked = read(
         tmp_path,

@@ -234,6 +234,7 @@ async def test_a_response_takes_a_picture_from_a_file_of_the_same_key(engine, tm
     app.state.desk.store.close()
 
 
+@pytest.mark.night
 async def test_files_are_read_for_pictures_alone_and_only_within_bounds(
     engine, tmp_path, monkeypatch
 ) -> None:
@@ -433,6 +434,7 @@ async def test_a_url_is_fetched_once_for_a_request_and_few_at_a_time(client, eng
     assert most == 1
 
 
+@pytest.mark.night
 async def test_pictures_are_shared_among_requests_of_one_salt(client, engine) -> None:
     for salt in ("one", "two", "two"):
         await client.post("/v1/chat/completions", json=chat(part(), cache_salt=salt))
@@ -452,6 +454,7 @@ def turn_of(words: str, *files: bytes) -> dict:
     return {"role": "user", "content": [{"type": "input_text", "text": words}, *images]}
 
 
+@pytest.mark.night
 async def test_auto_truncation_prepares_each_picture_once(client, engine) -> None:
     turns = [turn_of("x" * 250, SMALL), turn_of("y", LARGE)]
     body = {"input": turns, "truncation": "auto", "max_output_tokens": 2}
@@ -460,6 +463,7 @@ async def test_auto_truncation_prepares_each_picture_once(client, engine) -> Non
     assert engine.pictures._segments._num_named == 2
 
 
+@pytest.mark.night
 async def test_auto_truncation_leaves_out_turns_with_too_many_pictures(client, engine) -> None:
     turns = [turn_of("x", SMALL, SMALL), turn_of("y", LARGE, LARGE)]
     body = {"input": turns, "max_output_tokens": 2}
