@@ -63,7 +63,7 @@ def test_a_wheel_holds_every_module_and_the_files_beside_them(wheel: Path) -> No
         *(path for folder in folders for path in folder.rglob("*.py")),
         *(path for path in (ROOT / "engine" / "demo_model").iterdir() if path.is_file()),
         *(path for path in (ROOT / "worker" / "cpu" / "csrc").rglob("*") if path.is_file()),
-        *(path for path in (ROOT / "server" / "page" / "web").iterdir() if path.is_file()),
+        *(path for path in (ROOT / "server" / "page" / "web").rglob("*") if path.is_file()),
     ]
     assert packed == {f"tokenyard/inside/{path.relative_to(ROOT).as_posix()}" for path in wanted}
 

@@ -74,7 +74,7 @@ def test_tokens_are_those_of_the_model_whatever_befalls_their_sequence(name: str
     requests = [(PROMPTS[number], greedy) for number in ORDER]
     longest, random = len(PROMPTS[3]) + NUM_TOKENS, Random(4)
     sizes = {"block_size": facts.block_size, "num_step_tokens": 16}
-    few = most_blocks(facts.groups, longest, **sizes) * 3 // 2
+    few = most_blocks(facts.groups, longest, **sizes) * 5 // 4
 
     def serve(guess: Guess, **changes: Any) -> Speculated:
         world = Speculated(worker, facts, {"max_num_batched_tokens": 16, **changes})
