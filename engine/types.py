@@ -200,8 +200,8 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
 class Readable:
     """Whether outputs of a call can be read. Set by the receiver of messages, for one of two readers.
 
-    One is the task that waits. To wake it, and to pass through its generators, takes as long as all else that
-    a streamed token costs: so it may have a function in its place.
+    One is the task that waits. A function may read in its place, which saves the way through the task and its
+    generators: up to a tenth of what a streamed token costs.
     """
 
     def __init__(self) -> None:

@@ -66,7 +66,7 @@ class _Speeds:
             self.rest = max(min(2 * self.rest, _MAX_REST), _LEAST_REST)
 
     def end_trial(self, num_turns: int) -> None:
-        """Draft nothing for so many turns."""
+        """Draft nothing for this number of turns."""
         self.num_left, self.num_turns = num_turns, 0
         self.trial_s = self.trial_tokens = 0.0
 

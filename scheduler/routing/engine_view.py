@@ -111,7 +111,7 @@ class EngineView:
         return ahead + beside + (0 if has_room else self.size.num_blocks * self.size.block_size)
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Count the most blocks that a request takes for so many tokens; for none, none."""
+        """Count the most blocks that a request of this number of tokens takes; for none, none."""
         assert self.size is not None
         if not self.size.groups:
             return -(-num_tokens // self.size.block_size)

@@ -48,7 +48,7 @@ class WaitingStream:
     async def fail(self, error: Exception, count: Callable[[str], None], shape: ErrorShape) -> None:
         """End a reply that has begun with an error as its event; `count` is called with its code."""
         reply = reply_of(error, self._scope, count)
-        if isinstance(error, ClientDisconnect):  # nobody reads it
+        if isinstance(error, ClientDisconnect):  # it is read no more
             return
         body = b"event: error\ndata: " + orjson.dumps(shape(reply)) + b"\n\n"
         await self._send({"type": "http.response.body", "body": body, "more_body": False})

@@ -39,7 +39,7 @@ def _statements(text: str) -> list[ast.stmt]:
     if len(text) > MAX_LIST_CHARS:
         raise ValueError("too long")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a model's escapes are nobody's mistake here
+        warnings.simplefilter("ignore")  # escapes in a model's text are no mistake of ours
         return ast.parse(text.strip()).body
 
 
