@@ -12,6 +12,7 @@ from pathlib import Path
 
 import tokenizers
 import torch
+from safetensors import SafetensorError
 
 from worker.attention.kv_cache import FLOAT8, KeptShapes, cache_dtype
 from worker.checkpoint.checkpoint_files import find_checkpoint, read_json
@@ -25,8 +26,11 @@ log = logging.getLogger(__name__)
 
 WITHOUT_HEAD = 'leave it out by --speculative-config \'{"method": "off"}\'; what is generated is the same'
 
-_ERRORS_OF_A_HEAD = (MemoryError, RuntimeError, AttributeError, LookupError, TypeError, ValueError)
-"""Errors of transformers and torch for a layer that is not as it was taken to be, or has no room."""
+_ERRORS_OF_A_HEAD = (
+    *(MemoryError, RuntimeError, AttributeError, LookupError, TypeError, ValueError),
+    *(OSError, SafetensorError),
+)
+"""Errors of transformers, torch and files for a layer that is not as it was taken to be, or has no room."""
 
 
 def refuse_speculation(config: WorkerConfig, reason: str) -> None:
@@ -71,7 +75,7 @@ def _naming_head(config: WorkerConfig) -> Iterator[None]:
         note_left_out(error.what)
     except _ERRORS_OF_A_HEAD as error:
         if config.speculation.method is not DraftMethod.AUTO:
-            raise
+            raise StartupError(f"draft head: {type(error).__name__}: {error}", fix=WITHOUT_HEAD) from error
         note_left_out(f"{type(error).__name__}: {error}")
 
 

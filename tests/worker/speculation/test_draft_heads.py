@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
@@ -254,7 +255,14 @@ def test_an_embedding_that_is_tied_to_the_output_layer_is_not_kept_twice_for_a_h
 
 
 @pytest.mark.parametrize(
-    "error", [RuntimeError("DefaultCPUAllocator: can't allocate memory"), AttributeError("rotary")], ids=repr
+    "error",
+    [
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+        AttributeError("rotary"),
+        FileNotFoundError("No such file"),
+        SafetensorError("incomplete metadata"),
+    ],
+    ids=repr,
 )
 def test_any_error_of_a_head_that_was_not_asked_for_leaves_it_out_with_a_line(
     checkpoints: MakeCheckpoint,
