@@ -131,8 +131,12 @@ def _read_settings(folder: Path) -> dict[str, Any]:
 
 
 def _read_own_settings(folder: Path) -> dict[str, Any]:
-    """Read tokenizer_config.json, and for keys missing there its older form, special_tokens_map.json."""
-    return {**_read_if_there(folder / "special_tokens_map.json"), **_read_if_there(folder / SETTINGS)}
+    """Read tokenizer_config.json and its older form, special_tokens_map.json, which tells first.
+
+    As in transformers, a file of settings that describes its added tokens is newer than both.
+    """
+    own, older = _read_if_there(folder / SETTINGS), _read_if_there(folder / "special_tokens_map.json")
+    return {**older, **own} if "added_tokens_decoder" in own else {**own, **older}
 
 
 def _read_if_there(path: Path) -> dict[str, Any]:

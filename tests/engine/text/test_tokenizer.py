@@ -61,7 +61,7 @@ def test_truncation_and_padding_left_over_from_training_are_switched_off(folder)
 def test_special_tokens_are_read_from_either_file_in_either_form(folder) -> None:
     (folder / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<x>", "eos_token": "</s>"}))
     (folder / "tokenizer_config.json").write_text(
-        json.dumps({"bos_token": {"content": "<s>"}, "pad_token": None})
+        json.dumps({"bos_token": {"content": "<s>"}, "pad_token": None, "added_tokens_decoder": {}})
     )
     tokenizer = Tokenizer.load(folder)
     assert tokenizer.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
