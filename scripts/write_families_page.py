@@ -11,14 +11,13 @@ import re
 from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import transformers
 
 from tests.families import MATRIX
-from tests.gguf_checkpoints import FAMILIES as GGUF_FAMILIES
-from tests.worker.family_formats import FORMATS, formats_of
+from tests.worker.family_formats import FORMATS, formats_of, reads_gguf, reads_pictures
 from tests.worker.family_trial import Found, UnknownFamily, try_family
-from worker.pictures.eyes import FAMILIES as SEEING
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
@@ -27,7 +26,8 @@ ASKED_HEADER = (
     "| Models | Family | Computed by | Sees | Quantized, tried |",
     "|---|---|---|---|---|",
 )
-ALL_FORMATS = "all"
+ALL_FORMATS, GGUF = "all", "GGUF"
+PICTURES, TEXT_ALONE = "text and pictures", "text, no pictures yet"
 ASKED = {
     "qwen3_5": "Qwen 3.5, 3.6",
     "qwen3": "Qwen 3",
@@ -77,6 +77,15 @@ _MEASURED = re.compile(r" \(error [^)]*\)")
 _SAID_ABOVE = re.compile(r", which this worker .*| that a paged KV cache cannot be put under")
 
 
+class Tried(NamedTuple):
+    """Result of a family's whole checkpoints."""
+
+    formats: list[str]
+    """Names of FORMATS."""
+    reads_gguf: bool
+    reads_pictures: bool
+
+
 def render(found: list[Found]) -> str:
     rows = [render_row(each) for each in found]
     num = Counter(_computed_by(each).partition(",")[0] for each in found)
@@ -92,21 +101,22 @@ def render(found: list[Found]) -> str:
     return "\n".join([summary, "", *HEADER, *rows])
 
 
-def render_asked(found: list[Found], formats: dict[str, list[str]]) -> str:
+def render_asked(found: list[Found], tried: dict[str, Tried]) -> str:
     by_name = {each.family.name: each for each in found}
-    rows = [asked_row(by_name[name], formats[name]) for name in ASKED]
+    rows = [asked_row(by_name[name], tried[name]) for name in ASKED]
     return "\n".join([*ASKED_HEADER, *rows])
 
 
-def asked_row(found: Found, formats: list[str]) -> str:
+def asked_row(found: Found, tried: Tried) -> str:
     """A row for a reader in haste. Every model that knows pictures reads the text around them."""
     name = found.family.name
-    tried = [ALL_FORMATS] if len(formats) == len(FORMATS) else [FORMATS[each] for each in formats]
-    if GGUF_FAMILIES.keys() & {name, f"{name}_text"} or name in GGUF_FAMILIES.values():
-        tried.append("GGUF")
-    sees = "text, no pictures yet" if found.family.text_part else "text"
-    sees = "text and pictures" if name in SEEING else sees
-    cells = (ASKED[name], f"`{name}`", _computed_by(found), sees, ", ".join(tried))
+    is_all = len(tried.formats) == len(FORMATS)
+    formats = [ALL_FORMATS] if is_all else [FORMATS[each] for each in tried.formats]
+    if tried.reads_gguf:
+        formats.append(GGUF)
+    sees = TEXT_ALONE if found.family.text_part else "text"
+    sees = PICTURES if tried.reads_pictures else sees
+    cells = (ASKED[name], f"`{name}`", _computed_by(found), sees, ", ".join(formats))
     return "| " + " | ".join(cells) + " |"
 
 
@@ -155,17 +165,21 @@ def _try_all() -> list[Found]:
     return found
 
 
-def _try_formats() -> dict[str, list[str]]:
+def _try_checkpoints() -> dict[str, Tried]:
     families = {each.name: each for each in MATRIX}
     found = {}
     for name in ASKED:
-        with TemporaryDirectory() as root:
-            found[name] = formats_of(families[name], Path(root), list(FORMATS))
+        with TemporaryDirectory() as formats, TemporaryDirectory() as gguf, TemporaryDirectory() as seeing:
+            found[name] = Tried(
+                formats_of(families[name], Path(formats), list(FORMATS)),
+                reads_gguf(name, Path(gguf)),
+                reads_pictures(name, Path(seeing)),
+            )
     return found
 
 
 if __name__ == "__main__":
     families = _try_all()
     text = insert(PAGE.read_text(encoding="utf-8"), render(families))
-    asked = render_asked(families, _try_formats())
+    asked = render_asked(families, _try_checkpoints())
     PAGE.write_text(insert(text, asked, ASKED_BEGIN, ASKED_END), encoding="utf-8")

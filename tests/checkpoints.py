@@ -222,6 +222,10 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "no_rope_layers": [1, 0, 1],
         },
     ),
+    "llama4_scout": (
+        "llama4_text",
+        {"num_hidden_layers": 4, "num_local_experts": 4, "interleave_moe_layer_step": 2, "pad_token_id": 0},
+    ),
     # Families with recurrent layers.
     "lfm2": (
         "lfm2",

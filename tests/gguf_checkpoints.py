@@ -37,6 +37,18 @@ _LATENTS = {
 }
 _FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "qwen3_moe": _EXPERTS,
+    "llama4_scout": {
+        "intermediate_size": 256,
+        "intermediate_size_mlp": 512,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 16.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
     "gemma2": {"query_pre_attn_scalar": 64},
     "gemma3_text": {"query_pre_attn_scalar": 64},
     "gemma4_text": {"global_head_dim": 128, "hidden_size_per_layer_input": 256},

@@ -20,6 +20,7 @@ FAMILIES |= {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_n
 FAMILIES |= {"gemma4_text": "gemma4", "gemma4_experts": "gemma4", "gpt_oss": "gpt-oss", "glm4": "glm4"}
 FAMILIES |= {"glm4_moe": "glm4moe", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "phi3": "phi3"}
 FAMILIES |= {"phi3_longrope": "phi3", "ministral3": "mistral3", "lfm2": "lfm2", "lfm2_moe": "lfm2moe"}
+FAMILIES |= {"llama4_scout": "llama4"}
 """Families of tests/checkpoints.py, and their names in GGUF files."""
 _TOP = {
     "model.embed_tokens": "token_embd",
@@ -53,6 +54,7 @@ _NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    **{f"feed_forward.{each}_proj": f"ffn_{each}" for each in ("gate", "up", "down")},
     "feed_forward.w1": "ffn_gate",
     "feed_forward.w2": "ffn_down",
     "feed_forward.w3": "ffn_up",
@@ -60,12 +62,13 @@ _NAMES = {
     "mlp.gate": "ffn_gate_inp",
     "mlp.router": "ffn_gate_inp",
     "feed_forward.gate": "ffn_gate_inp",
+    "feed_forward.router": "ffn_gate_inp",
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
     "feed_forward.expert_bias": "exp_probs_b.bias",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     **{
-        f"mlp.shared_expert{end}.{each}_proj": f"ffn_{each}_shexp"
-        for end in ("", "s")
+        f"{module}.{each}_proj": f"ffn_{each}_shexp"
+        for module in ("mlp.shared_expert", "mlp.shared_experts", "feed_forward.shared_expert")
         for each in ("gate", "up", "down")
     },
     "conv.conv": "shortconv.conv",
@@ -170,7 +173,7 @@ def _norms_of(family: str) -> dict[str, str]:
 def _stacks(family: str, inner: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     kind = "bias" if inner.endswith("_bias") else "weight"
     if "down_proj" in inner:
-        is_transposed = family == "gpt_oss" and kind == "weight"
+        is_transposed = family in ("gpt_oss", "llama4_text") and kind == "weight"
         yield f"ffn_down_exps.{kind}", tensor.transpose(1, 2) if is_transposed else tensor
     elif family == "gpt_oss":
         tensor = tensor.transpose(1, 2) if kind == "weight" else tensor
@@ -179,7 +182,7 @@ def _stacks(family: str, inner: str, tensor: Tensor) -> Iterator[tuple[str, Tens
     elif family == "gemma4_text":
         yield f"ffn_gate_up_exps.{kind}", tensor
     else:
-        gates, ups = tensor.chunk(2, dim=1)
+        gates, ups = (tensor.transpose(1, 2) if family == "llama4_text" else tensor).chunk(2, dim=1)
         yield f"ffn_gate_exps.{kind}", gates
         yield f"ffn_up_exps.{kind}", ups
 
@@ -221,6 +224,11 @@ def extra_tensors(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         turned = int(half * rope["full_attention"]["partial_rotary_factor"])
         divisors = [1.0] * turned + [_NEVER_TURNED] * (half - turned)
         yield "rope_freqs.weight", torch.tensor(divisors).numpy()
+    if rope.get("rope_type") == "llama3":  # of equal factors for low and high frequencies
+        exponents = torch.arange(0, config["head_dim"], 2) / config["head_dim"]
+        wavelengths = 2 * torch.pi * rope["rope_theta"] ** exponents
+        is_long = wavelengths > rope["original_max_position_embeddings"] / rope["low_freq_factor"]
+        yield "rope_freqs.weight", torch.where(is_long, rope["factor"], 1.0).numpy()
     if rope.get("rope_type") == "longrope":
         yield "rope_factors_long.weight", torch.tensor(rope["long_factor"]).numpy()
         yield "rope_factors_short.weight", torch.tensor(rope["short_factor"]).numpy()
@@ -238,7 +246,7 @@ def add_shape(writer: Any, config: dict[str, Any]) -> None:
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     if "moe_text" not in family:
-        writer.add_feed_forward_length(config["intermediate_size"])
+        writer.add_feed_forward_length(config.get("intermediate_size_mlp") or config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_layer_norm_rms_eps(config.get("rms_norm_eps") or config["norm_eps"])
     if family == "gemma4_text":
@@ -272,6 +280,8 @@ def _add_others(writer: Any, config: dict[str, Any]) -> None:
         writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
         writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
         writer.add_full_attention_interval(2)
+    if family == "llama4_text":
+        writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
     if family.startswith("lfm2"):
         kv_heads = [0 if each == "conv" else config["num_key_value_heads"] for each in config["layer_types"]]
         writer.add_head_count_kv(kv_heads)

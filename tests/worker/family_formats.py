@@ -1,6 +1,7 @@
 """One family as a whole checkpoint on disk, in formats of quantized weights, and its text by the worker.
 
-Owns: building, quantizing and serving of tiny models, and which formats give the tokens of the plain numbers.
+Owns: building, quantizing and serving of tiny models, which formats give the tokens of the plain numbers, and
+whether pictures are read.
 Never: what is expected of a family (docs/models.md has that).
 """
 
@@ -9,13 +10,19 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from tests.checkpoints import vary_constants
 from tests.families import Family
+from tests.gguf_checkpoints import FAMILIES as GGUF_FAMILIES
+from tests.gguf_checkpoints import write_gguf
 from tests.quantized_checkpoints import quantize
 from tests.worker.conftest import BLOCK_SIZE, load_worker
 from tests.worker.family_trial import tiny_config
+from tests.worker.pictures.seeing import FAMILIES as SEEING_FAMILIES
+from tests.worker.pictures.seeing import Prompt, Reference, Served, load, payloads_of
 from tests.worker.plan_driver import PlanDriver
+from worker.checkpoint.gguf.folder import folder_of
 from worker.checkpoint.task_choice import generating_class
 from worker.worker_errors import StartupError
 
@@ -33,6 +40,8 @@ FORMATS = {
 _OPEN = 1e-3
 """Gap between two logits, of sizes about 4, that other sums of the same numbers may turn."""
 _DRAFT_HEAD = "mtp.fc.weight"
+_PICTURE_ERROR = 1e-4
+"""Largest error of a log probability behind a picture."""
 
 
 def build(config: Any) -> Any:
@@ -96,10 +105,42 @@ def formats_of(family: Family, root: Path, names: list[str]) -> list[str]:
         tensors = load_file(quantized / "model.safetensors") | {_DRAFT_HEAD: torch.ones(4, 4)}
         save_file(tensors, quantized / "model.safetensors", {"format": "pt"})
         model = generating_class(config).from_pretrained(plain, dtype=torch.float32)
-        try:
-            pairs = zip(served(quantized), generated(model.eval(), least_gap=_OPEN), strict=True)
-            if all(ours[: len(theirs)] == theirs for ours, theirs in pairs):
-                found.append(name)
-        except StartupError:
-            continue
+        if _gives_tokens_of(model, quantized):
+            found.append(name)
     return found
+
+
+def gguf_names(name: str) -> list[str]:
+    """List the families of tests/gguf_checkpoints.py that are files of a family."""
+    return [own for own, stored in GGUF_FAMILIES.items() if own in (name, f"{name}_text") or stored == name]
+
+
+def reads_gguf(name: str, root: Path) -> bool:
+    """Tell whether there are GGUF files of a family, of which each gives the tokens of the plain numbers."""
+    found = []
+    for own in gguf_names(name):
+        path, plain = write_gguf(own, {"": "Q8_0"}, root, is_tied=False)
+        model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+        found.append(_gives_tokens_of(model, folder_of(path)))
+    return bool(found) and all(found)
+
+
+def reads_pictures(name: str, root: Path) -> bool:
+    """Tell whether text behind a picture is that of the family's own forward."""
+    if name not in SEEING_FAMILIES:
+        return False
+    reference = Reference(name, root)
+    prompt = Prompt(PROMPTS[0], reference.picture(0), PROMPTS[1])
+    served = Served(*load(root))
+    with payloads_of(prompt.pictures) as payloads:
+        number = served.add(prompt, payloads)
+        served.run()
+    return served.error(number, reference) < _PICTURE_ERROR
+
+
+def _gives_tokens_of(model: Any, folder: Path) -> bool:
+    try:
+        pairs = zip(served(folder), generated(model.eval(), least_gap=_OPEN), strict=True)
+    except StartupError:
+        return False
+    return all(ours[: len(theirs)] == theirs for ours, theirs in pairs)

@@ -55,7 +55,7 @@ def build_model(kind: ModelKind, dtype: str, files: list[WeightFile]) -> tuple[A
     """
     modules = None if kind.quantization is None else find_quantized(kind.quantization, files)
     _quieten()
-    state = read_state(files)
+    state = read_state(files, torch_dtype(dtype, kind))
     with in_plain_words(kind.folder):
         model_config = model_config_of(kind, files)
         _refuse_layers(kind, model_config)

@@ -267,8 +267,7 @@ class QuantizedModules:
         if target is None:
             return
         module = model.get_submodule(target.module)
-        if not declares_layout(module):
-            raise _refused_merge(stored)
+        _refuse_own_experts(stored, module)
         reader = self._reader_of(stored, target, module)
         assert reader is not None, "blocks are read by every reader of GGUF"
         _, num_outputs, num_inputs = getattr(module, parameter).shape
@@ -325,8 +324,11 @@ def find_quantized(rules: Rules, files: Sequence[WeightFile]) -> QuantizedModule
     return QuantizedModules(rules, {name: StoredModule(name, paths[name], places[name]) for name in paths})
 
 
-def read_state(files: Sequence[WeightFile]) -> dict[str, Tensor] | None:
-    """Read the plain weights of a GGUF file by the model's names; None for other files."""
+def read_state(files: Sequence[WeightFile], dtype: torch.dtype) -> dict[str, Tensor] | None:
+    """Read the plain weights of a GGUF file by the model's names; None for other files.
+
+    Codes that become numbers are rounded to `dtype`, each weight before the next is read.
+    """
     state = {}
     for file in files:
         for name, tensor in file.tensors.items():
@@ -335,7 +337,9 @@ def read_state(files: Sequence[WeightFile]) -> dict[str, Tensor] | None:
             if not tensor.gguf.has_codes:
                 refusal = partial(StartupError, fix="take another GGUF file")
                 with refused_as(refusal, f"{file.path}: {name}", but=(MemoryError,)):
-                    state[name] = numbers_of(tensor.gguf)
+                    numbers = numbers_of(tensor.gguf)
+                    is_plain = all(each.type.is_plain for each in tensor.gguf.tensors)
+                    state[name] = numbers if is_plain else numbers.to(dtype)
     return state
 
 
@@ -403,10 +407,20 @@ def _place_of_expert(stored: StoredModule, target: TensorTarget, module: Any) ->
     operations = {type(operation) for operation in target.converter.operations}
     numbers = _NUMBER.findall(f".{stored.module}.")
     is_known = MergeModulelist in operations and operations <= {MergeModulelist, Concatenate}
-    is_plain = declares_layout(module) and not (module.is_transposed or module.has_post_expert_norm)
+    _refuse_own_experts(stored, module)
+    is_plain = not (module.is_transposed or module.has_post_expert_norm)
     if not is_known or not is_plain or not numbers:
         raise _refused_merge(stored)
     return int(numbers[-1]), target.parameter, target.converter.source_patterns.index(target.source)
+
+
+def _refuse_own_experts(stored: StoredModule, module: nn.Module) -> None:
+    """Raise QuantizationRefused for experts that a family computes by itself, as LongCat does."""
+    if not declares_layout(module):
+        raise QuantizationRefused(
+            f"{stored.module} is quantized, and {type(module).__name__} computes plain experts only",
+            fix="take a checkpoint whose experts are plain",
+        )
 
 
 def _refused_merge(stored: StoredModule) -> QuantizationRefused:

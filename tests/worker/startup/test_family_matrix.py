@@ -13,13 +13,16 @@ from scripts.write_families_page import (
     ASKED_END,
     BEGIN,
     END,
+    GGUF,
     PAGE,
+    PICTURES,
     render_row,
 )
 from tests.families import MATRIX, Family
 from tests.tiers import by_day
-from tests.worker.family_formats import FORMATS, formats_of
+from tests.worker.family_formats import FORMATS, formats_of, gguf_names
 from tests.worker.family_trial import UnknownFamily, try_family
+from tests.worker.pictures.seeing import FAMILIES as SEEING_FAMILIES
 
 pytestmark = pytest.mark.night
 
@@ -86,6 +89,11 @@ def test_a_family_that_is_asked_for_has_the_formats_of_its_row(name: str, tmp_pa
     [family] = [each for each in MATRIX if each.name == name]
     is_said = ALL_FORMATS in tried or FORMATS[chosen] in tried
     assert bool(formats_of(family, tmp_path, [chosen])) == is_said, chosen
+
+
+def test_families_whose_gguf_files_and_pictures_are_tried_are_those_that_rows_name() -> None:
+    assert {name for name in ASKED if asked_cells(name)[4].endswith(GGUF)} == {*filter(gguf_names, ASKED)}
+    assert {name for name in ASKED if asked_cells(name)[3] == PICTURES} == ASKED.keys() & SEEING_FAMILIES
 
 
 def test_both_tables_say_the_same_of_how_a_family_is_computed() -> None:

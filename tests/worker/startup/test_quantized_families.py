@@ -72,6 +72,7 @@ GGUF_CASES = {
     "gguf Q4_K of merged projections": Gguf("phi3", MIXED),
     "gguf Q6_K of scaled queries": Gguf("ministral3", {"": "Q6_K"}),
     "gguf IQ4_NL of convolutions": Gguf("lfm2", {"": "IQ4_NL"}, is_tied=True),
+    "gguf Q4_K of stacks read as numbers": Gguf("llama4_scout", {"": "Q4_K"}),
     "gguf Q4_0 of convolutions and experts": Gguf("lfm2_moe", {"": "Q4_0"}, is_tied=True),
 }
 SHORT = [40, 41, 42, 43, 44]
@@ -100,6 +101,7 @@ BY_DAY = (
         ("qwen3_moe", "gguf Q4_K of experts"),
         ("qwen3_5_text", "gguf Q4_K of states"),
         ("gpt_oss", "gguf MXFP4"),
+        ("llama4_scout", "gguf Q4_K of stacks read as numbers"),
     ),
 )
 """Each way in which codes are stored; tests/worker/quantized reads every format."""

@@ -24,6 +24,8 @@ from worker.checkpoint.gguf.settings import (
     granite,
     lfm2,
     lfm2_changes,
+    llama4,
+    llama4_changes,
     mistral3,
     ones_in_norms,
     pairs_of_llama,
@@ -211,6 +213,15 @@ _GPT_OSS = {
     "ffn_gate_inp": "mlp.router",
 }
 
+_LLAMA4 = {
+    **_ATTENTION,
+    **{f"ffn_{each}": f"feed_forward.{each}_proj" for each in ("gate", "up", "down")},
+    **_stacks("feed_forward.experts"),
+    **_shared("feed_forward.shared_expert"),
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "feed_forward.router",
+}
+
 _EXPERTS = frozenset({"expert_count"})
 _PARTIAL = frozenset({"rope.dimension_count"})
 _SHARED = frozenset({"expert_count", "expert_shared_count", "expert_weights_scale"})
@@ -362,6 +373,14 @@ FAMILIES = {
         top=_LFM2_TOP,
         changes=lfm2_changes,
         settings=lfm2,
+        keys=_EXPERTS,
+    ),
+    "llama4": GgufFamily(
+        model_type="llama4_text",
+        architecture="Llama4ForCausalLM",
+        names=_LLAMA4,
+        changes=llama4_changes,
+        settings=llama4,
         keys=_EXPERTS,
     ),
 }

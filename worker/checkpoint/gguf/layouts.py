@@ -37,11 +37,13 @@ class Change:
     """The file has -exp of it."""
     shape: tuple[int, ...] = ()
     """Shape in the model where it is another one; -1 for one of the sizes."""
+    is_read_as_numbers: bool = False
+    """The family's code reads the weight itself."""
 
     @property
     def needs_numbers(self) -> bool:
         """Whether codes cannot follow it."""
-        return bool(self.transposed or self.added or self.is_decay or self.shape)
+        return bool(self.transposed or self.added or self.is_decay or self.shape or self.is_read_as_numbers)
 
 
 UNCHANGED = Change()

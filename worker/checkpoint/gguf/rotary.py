@@ -13,8 +13,9 @@ from worker.worker_errors import StartupError
 
 _FREQUENCIES = "rope_freqs.weight"
 _LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
-# Llama 3.1 and later were trained with these.
+# Llama 3.1 and later were trained with these; Llama 4 with the same one for both.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_LLAMA4 = _LLAMA3 | {"high_freq_factor": 1.0}
 _FREQUENCY_TOLERANCE = 1e-4
 _DEFAULT_THETA = 10000.0
 _LOCAL_THETA = 10000.0
@@ -142,14 +143,16 @@ def _proportional(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]
 def _llama3(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]:
     """Return the parameters whose divisors of frequencies are those in the file. Raises StartupError."""
     divisors = _read_floats(file, _FREQUENCIES)
-    rope = {"rope_type": "llama3", "rope_theta": theta, "factor": round(max(divisors), 3), **_LLAMA3}
+    rope = {"rope_type": "llama3", "rope_theta": theta, "factor": round(max(divisors), 3)}
+    rope |= _LLAMA4 if file.architecture == "llama4" else _LLAMA3
     expected = [_divisor(rope, theta ** (2 * index / head_dim)) for index in range(head_dim // 2)]
     if len(divisors) != len(expected) or not all(
         math.isclose(one, other, rel_tol=_FREQUENCY_TOLERANCE)
         for one, other in zip(divisors, expected, strict=True)
     ):
         raise StartupError(
-            f"{_FREQUENCIES} holds frequencies that are not those of Llama 3.1 and later",
+            f"{_FREQUENCIES} holds frequencies that are not those of Llama 3.1 and later, for "
+            f"{file.architecture}.rope.freq_base {theta:g}",
             fix="take the model's safetensors",
         )
     return rope
@@ -159,8 +162,8 @@ def _divisor(rope: dict[str, Any], inverse_frequency: float) -> float:
     """The divisor of a frequency, by the length of its wave."""
     wavelength = 2 * math.pi * inverse_frequency
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    share = (rope["original_max_position_embeddings"] / wavelength - low) / (high - low)
-    share = min(1.0, max(0.0, share))
+    turns = rope["original_max_position_embeddings"] / wavelength
+    share = min(1.0, max(0.0, (turns - low) / (high - low))) if high > low else float(turns >= low)
     return float(1 / ((1 - share) / rope["factor"] + share))
 
 

@@ -16,6 +16,8 @@ _DEFAULT_WINDOWS = {"gemma2": 4096}
 # Models with these numbers of layers divide queries by another number than the size of a head.
 _ODD_SCALED_LAYERS = {"gemma2": 46, "gemma3": 62}
 _GEMMA_EXTRAS = {"hidden_activation": "gelu_pytorch_tanh"}
+_EXPERTS_OF_MAVERICK = 128
+"""The one Llama 4 whose queries and keys are not normalised."""
 _SOFTMAX, _SIGMOID = 1, 2
 """Functions of routers, by their numbers in a file."""
 
@@ -144,6 +146,37 @@ def gpt_oss_changes(file: GgufFile) -> dict[str, Change]:
     return {
         "ffn_gate_exps": Change(transposed=(0, 1), rows=order),
         "ffn_down_exps": Change(transposed=(0,)),
+    }
+
+
+def llama4(file: GgufFile) -> dict[str, Any]:
+    """Settings that files leave to the reader: every fourth layer has no angles, and attends to all."""
+    num_experts, step = file.number("expert_count", 0), file.number("interleave_moe_layer_step")
+    has_angles_everywhere = file.value("attention.sliding_window", None) == 0
+    angles = [has_angles_everywhere or (index + 1) % 4 != 0 for index in range(file.num_layers)]
+    chunked = [each and not has_angles_everywhere for each in angles]
+    return {
+        "intermediate_size": file.number("expert_feed_forward_length"),
+        "intermediate_size_mlp": file.number("feed_forward_length"),
+        "num_local_experts": num_experts,
+        "num_experts_per_tok": file.number("expert_used_count", 0),
+        "moe_layers": [index for index in range(file.num_layers) if step and (index + 1) % step == 0],
+        "no_rope_layers": [int(each) for each in angles],
+        "layer_types": ["chunked_attention" if each else "full_attention" for each in chunked],
+        "attention_chunk_size": 8192,
+        "use_qk_norm": num_experts != _EXPERTS_OF_MAVERICK,
+    }
+
+
+def llama4_changes(_: GgufFile) -> dict[str, Change]:
+    """Experts of all tokens are one product of whole stacks, inputs before outputs.
+
+    The family's code asks the embedding's weight for its device.
+    """
+    return {
+        "token_embd": Change(is_read_as_numbers=True),
+        "ffn_gate_exps": Change(transposed=(0, 1), is_read_as_numbers=True),
+        "ffn_down_exps": Change(transposed=(0,), is_read_as_numbers=True),
     }
 
 

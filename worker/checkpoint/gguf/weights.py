@@ -74,7 +74,7 @@ def _weight(places: list[_Place], tensors: list[GgufTensor], change: Change) -> 
 def _experts(
     file: GgufFile, places: list[_Place], tensors: list[GgufTensor], change: Change
 ) -> Iterator[GgufWeight]:
-    """Yield the stack of all experts, or the matrix of each where they are codes."""
+    """Yield the stack of all experts, or the matrix of each where they stay codes."""
     num_experts = file.number("expert_count")
     num_dims = 3 if places[0].kind == "weight" else 2
     for place, tensor in zip(places, tensors, strict=True):
@@ -83,7 +83,7 @@ def _experts(
                 f"{place.stored} is {list(tensor.shape)}, and not a stack of {num_experts} matrices",
                 fix=_OTHER_FILE,
             )
-    if all(each.type.is_plain for each in tensors):
+    if change.is_read_as_numbers or all(each.type.is_plain for each in tensors):
         if places[0].kind == "bias":
             yield GgufWeight(
                 f"{places[0].module}_bias", tuple(tensors), replace(change, axis=1, transposed=())
