@@ -113,6 +113,8 @@ def read_adapter(folder: Path, *, max_bytes: int) -> AdapterFiles:
 
 
 def _read(path: Path, max_bytes: int) -> bytes:
+    if path.exists() and not path.is_file():
+        raise AdapterRefused(f"{path.name} is no file")  # to open a pipe would wait for its other end
     try:
         with path.open("rb") as file:
             content = file.read(max_bytes + 1)

@@ -1,6 +1,7 @@
 """Adapters that would be computed otherwise than they were trained: each refused by name."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,15 @@ def test_a_rank_above_the_limit_names_the_option(
 ) -> None:
     write_adapter(tmp_path, checkpoints("llama"), rank=65, targets=["q_proj"])
     assert "has rank 65, and --max-lora-rank allows 64" in refusal(store, tmp_path)
+
+
+def test_a_pipe_in_the_place_of_a_file_is_named_and_not_waited_for(
+    store: AdapterStore, checkpoints: MakeCheckpoint, tmp_path: Path
+) -> None:
+    write_adapter(tmp_path, checkpoints("llama"))
+    (tmp_path / "adapter_config.json").unlink()
+    os.mkfifo(tmp_path / "adapter_config.json")
+    assert "adapter_config.json is no file" in refusal(store, tmp_path)
 
 
 @pytest.mark.parametrize(
