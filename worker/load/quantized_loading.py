@@ -100,8 +100,10 @@ class QuantizedModules:
                 self._take_linear(model, names, stored)
         self._merge_parts(model)
         if not (self.linears or self.embeddings or self.experts or self.stacks or self.numbers):
+            codes = [name for name, each in self.stored.items() if not MARKERS.isdisjoint(each.last_names)]
+            found = f"{codes[0]} has no place in it" if codes else "no tensor of the model is quantized"
             raise QuantizationRefused(
-                "config.json has a quantization_config, but no tensor of the model is quantized",
+                f"config.json has a quantization_config, but {found}",
                 fix="take a checkpoint whose config and tensors agree",
             )
         for name in self.linears:

@@ -68,6 +68,13 @@ def test_tensors_that_contradict_the_model_are_named(
     assert named in refusal(changed(checkpoint, tmp_path, **tensors))
 
 
+def test_codes_under_names_that_the_model_does_not_have_are_named(checkpoint: Path, tmp_path: Path) -> None:
+    folder = changed(checkpoint, tmp_path)
+    stored = load_file(folder / "model.safetensors")
+    save_file({f"module.{name}": each for name, each in stored.items()}, folder / "model.safetensors")
+    assert "module.model.layers.0.mlp.down_proj has no place in it" in refusal(folder)
+
+
 def test_a_config_that_contradicts_the_tensors_names_the_module(checkpoint: Path, tmp_path: Path) -> None:
     folder = changed(checkpoint, tmp_path, config=lambda found: found["ignore"].append(MODULE))
     assert f"excludes {MODULE}" in refusal(folder)
