@@ -14,6 +14,9 @@ _LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 _WIDTHS = (
     *("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size", "head_dim"),
     *("num_attention_heads", "num_key_value_heads", "num_experts", "num_local_experts", "n_routed_experts"),
+    *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    *("intermediate_size_mlp", "shared_expert_intermediate_size", "expert_ffn_hidden_size"),
 )
 
 

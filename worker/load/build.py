@@ -90,7 +90,7 @@ def in_plain_words(folder: Path) -> Iterator[None]:
         if ATTENTION_NAME in error.args:  # the class looks attention up in a table of its own
             model_type = read_json(folder / "config.json").get("model_type")
             raise FamilyRefused(f"{model_type} {NO_PAGED_ATTENTION}") from error
-        raise StartupError(f"transformers cannot load {folder}: {error}", fix=_CHECK_IT) from error
+        raise StartupError(f"transformers cannot load {folder}: KeyError {error}", fix=_CHECK_IT) from error
     except StrictDataclassError as error:
         reason = " ".join(str(error).split())[:_MOST_REASON_CHARS]
         raise StartupError(

@@ -206,6 +206,8 @@ def test_deep_headers_and_texts_are_refused(folder: Path) -> None:
     [
         ({"num_hidden_layers": 10**7}, "num_hidden_layers 10000000"),
         ({"hidden_size": 2**40}, "hidden_size"),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 2**40}, "kv_lora_rank"),
+        ({"hidden_act": "x"}, "KeyError 'x'"),
         ({"num_attention_heads": 0}, "cannot|ZeroDivisionError"),
         ({"num_attention_heads": "x"}, "config.json|cannot"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": "x"}}, "cannot"),
