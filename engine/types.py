@@ -1,10 +1,9 @@
 """The types that the server passes to AsyncEngine and gets back.
 
 Owns: the vocabulary of that interface: texts, choices, usage.
-Never: names blocks or steps. One has behaviour, `Readable`, since both sides must mean the same by it.
+Never: names blocks or steps.
 """
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -195,56 +194,6 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of it that were verified in vain."""
     prompt_logprobs: Sequence[ChosenLogprob] = ()
     """One for each prompt token from the second on, in the first output of a choice, if asked for."""
-
-
-class Readable:
-    """Whether outputs of a call can be read. Set by the receiver of messages, for one of two readers.
-
-    One is the task that waits. A function may read in its place, which saves the way through the task and its
-    generators: up to a tenth of what a streamed token costs.
-    """
-
-    def __init__(self) -> None:
-        self.is_set = False
-        self.outputs: Callable[[], list[tuple[int, TokenOutput]] | None] | None = None
-        """Take the new outputs, with the places of their requests. None: one has ended, the task has to."""
-        self.read_at_once: Callable[[], bool] | None = None
-        """Read in the place of the task that waits. False: nothing was read, the task has to."""
-        self._waiting: asyncio.Future[None] | None = None
-
-    def set(self) -> None:
-        if self.is_set:
-            return
-        self.is_set = True
-        if self._waiting is None or self._waiting.done():
-            return
-        if self.read_at_once is None:
-            self._waiting.set_result(None)
-        else:
-            self._waiting.get_loop().call_soon(self._read)
-
-    async def wait(self) -> None:
-        """Wait until it is set, and clear it."""
-        if not self.is_set:
-            self._waiting = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiting
-            finally:
-                self._waiting = None
-        self.is_set = False
-
-    def _read(self) -> None:
-        if self._waiting is None or self._waiting.done():  # its task was cancelled
-            return
-        self.is_set = False
-        try:
-            is_read = self.read_at_once is not None and self.read_at_once()
-        except Exception as error:  # noqa: BLE001 - raised in the task
-            self._waiting.set_exception(error)
-            return
-        if not is_read:
-            self.is_set = True
-            self._waiting.set_result(None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

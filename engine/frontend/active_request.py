@@ -5,6 +5,7 @@ or score of a pooling request until that is read.
 Never: holds texts (active_text.py), or talks to the engine process (client.py does).
 """
 
+import asyncio
 import time
 from collections.abc import Iterable, Mapping
 from math import inf
@@ -25,7 +26,7 @@ from engine.frontend.metrics import AbortCause
 from engine.frontend.vllm_metrics import Timeline
 from engine.frontend.waiting_deadlines import is_own_limit, kinds_named
 from engine.process_messages import Begun
-from engine.types import GenerationRequest, PooledOutput, PoolingRequest, Readable
+from engine.types import GenerationRequest, PooledOutput, PoolingRequest
 from scheduler.messages import (
     FinishReason,
     SamplingParams,
@@ -83,7 +84,9 @@ class ActiveRequest(Generic[RequestT, ChoiceT]):
     prompt_param = "prompt"
     """The request field that holds the prompt, for error messages."""
 
-    def __init__(self, request: RequestT, choices: Mapping[SequenceId, ChoiceT], readable: Readable) -> None:
+    def __init__(
+        self, request: RequestT, choices: Mapping[SequenceId, ChoiceT], readable: asyncio.Event
+    ) -> None:
         self.request = request
         self.choices = choices
         self.arrived_s = time.monotonic()
@@ -225,7 +228,7 @@ class ActivePooling(ActiveRequest[PoolingRequest, PooledChoice]):
 
     prompt_param = "input"
 
-    def __init__(self, request: PoolingRequest, sequence_id: SequenceId, readable: Readable) -> None:
+    def __init__(self, request: PoolingRequest, sequence_id: SequenceId, readable: asyncio.Event) -> None:
         self._choice = PooledChoice()
         super().__init__(request, {sequence_id: self._choice}, readable)
         self._is_read = False

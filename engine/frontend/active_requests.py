@@ -25,7 +25,7 @@ from engine.frontend.waiting_deadlines import WaitingDeadlines, nearer_limits, r
 from engine.options.engine_config import EngineConfig
 from engine.process_messages import AddRequest, EndSequences, ToEngine
 from engine.text.tokenizer import Tokenizer
-from engine.types import GenerationRequest, PoolingRequest, QueueForecast, Readable, ServiceTerms
+from engine.types import GenerationRequest, PoolingRequest, QueueForecast, ServiceTerms
 from scheduler.cache_groups import CacheGroup
 from scheduler.messages import (
     FinishReason,
@@ -114,7 +114,7 @@ class ActiveRequests:
         return QueueForecast(num_ahead, start_s if num_ahead else 0.0, wait_reason)
 
     def admit(
-        self, requests: Sequence[GenerationRequest], readable: Readable, *, is_read_whole: bool = False
+        self, requests: Sequence[GenerationRequest], readable: asyncio.Event, *, is_read_whole: bool = False
     ) -> list[ActiveText]:
         """Admit all requests or none. `readable` is set whenever one of them has something to read.
 
@@ -135,7 +135,9 @@ class ActiveRequests:
         self._start(admitted)
         return admitted
 
-    def admit_pooling(self, requests: Sequence[PoolingRequest], readable: Readable) -> list[ActivePooling]:
+    def admit_pooling(
+        self, requests: Sequence[PoolingRequest], readable: asyncio.Event
+    ) -> list[ActivePooling]:
         self._take_places(requests, len(requests))
         admitted = [ActivePooling(request, self._desk.new_ids(1)[0], readable) for request in requests]
         self._start(admitted)

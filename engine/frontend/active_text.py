@@ -4,6 +4,7 @@ Owns: the text of its choices, and the outputs that wait to be read.
 Never: talks to the engine process (client.py does).
 """
 
+import asyncio
 from array import array
 from typing import Any
 
@@ -14,7 +15,7 @@ from engine.process_messages import Begun
 from engine.text.detokenizer import IncrementalDetokenizer, StopMatcher, StopText
 from engine.text.token_logprobs import CollectedPromptLogprobs, explain
 from engine.text.tokenizer import SpecialTokens, Tokenizer
-from engine.types import ChosenLogprob, GenerationRequest, Readable, TokenOutput
+from engine.types import ChosenLogprob, GenerationRequest, TokenOutput
 from scheduler.messages import FinishReason, SequenceId, SequenceOutput, TokenLogprobs
 
 _MOST_UNREAD = 512
@@ -144,7 +145,7 @@ class ActiveText(ActiveRequest[GenerationRequest, TextChoice]):
         request: GenerationRequest,
         sequence_ids: tuple[SequenceId, ...],
         tokenizer: Tokenizer,
-        readable: Readable,
+        readable: asyncio.Event,
         *,
         is_read_whole: bool = False,
     ) -> None:

@@ -48,7 +48,6 @@ from engine.types import (
     PooledOutput,
     PoolingRequest,
     QueueForecast,
-    Readable,
     ReportPage,
     ServiceTerms,
     TokenOutput,
@@ -292,16 +291,11 @@ class AsyncEngine:
         return self._requests.forecast(terms, self.metrics.wait_reason)
 
     async def generate_all(
-        self,
-        requests: Sequence[GenerationRequest],
-        *,
-        is_read_whole: bool = False,
-        readable: Readable | None = None,
+        self, requests: Sequence[GenerationRequest], *, is_read_whole: bool = False
     ) -> AsyncGenerator[tuple[int, TokenOutput], None]:
         """Yield the outputs of all choices as they come, each with the place of its request.
 
         With `is_read_whole` they come in few large pieces: a reply is looked at once all of it is there.
-        By `readable` a function may read in the place of the iterator.
 
         Requests are admitted together or not at all; closing the generator aborts the unfinished ones.
         Raises Overloaded, EngineUnavailable, RequestRejected before the first output; RequestFailed,
@@ -310,19 +304,18 @@ class AsyncEngine:
         self._health.require_ready(now_s=time.monotonic())
         if self.info.pooling is not None:
             raise WrongTask("this model does not generate text")
-        readable = readable or Readable()
+        readable = asyncio.Event()
         admitted = self._requests.admit(requests, readable, is_read_whole=is_read_whole)
-        readable.outputs = lambda: _outputs_of(admitted)
         try:
-            while not all(active.is_over for active in admitted) or readable.is_set:
+            while not all(active.is_over for active in admitted) or readable.is_set():
                 await readable.wait()
+                readable.clear()
                 for place, active in enumerate(admitted):
                     if isinstance(active.error, GrammarRejected):
                         self._grammars.blame(active.request.params.grammar, str(active.error))
                     for output in active.take():
                         yield place, output
         finally:
-            readable.outputs = None
             for active in admitted:
                 self._requests.leave(active)
             for request in requests:
@@ -334,11 +327,12 @@ class AsyncEngine:
         self._health.require_ready(now_s=time.monotonic())
         if self.info.pooling is None:
             raise WrongTask("this model generates text; it makes no vectors")
-        readable = Readable()
+        readable = asyncio.Event()
         admitted = self._requests.admit_pooling(requests, readable)
         try:
             while not all(active.is_over for active in admitted):
                 await readable.wait()
+                readable.clear()
                 for active in admitted:
                     if active.error is not None:
                         raise active.error
@@ -488,10 +482,3 @@ class AsyncEngine:
         self._adapter_metrics.beat(engine, None)
         if self._kv_events is not None:
             self._kv_events.forget(engine)
-
-
-def _outputs_of(requests: Sequence[Any]) -> list[tuple[int, TokenOutput]] | None:
-    """Take the new outputs of texts, with their places; None, and take nothing, if one of them has ended."""
-    if any(active.is_over for active in requests):
-        return None
-    return [(place, output) for place, active in enumerate(requests) for output in active.take()]

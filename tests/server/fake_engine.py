@@ -30,7 +30,6 @@ from engine.types import (
     PooledOutput,
     PoolingRequest,
     QueueForecast,
-    Readable,
     ReportPage,
     ServedAdapter,
     ServiceTerms,
@@ -256,11 +255,7 @@ class FakeEngine:
         return QueueForecast(7, 2.5, "places") if terms.priority else QueueForecast(0, None, "step")
 
     def generate_all(
-        self,
-        requests: Sequence[GenerationRequest],
-        *,
-        is_read_whole: bool = False,
-        readable: Readable | None = None,
+        self, requests: Sequence[GenerationRequest], *, is_read_whole: bool = False
     ) -> NumberedOutputs:
         self.are_read_whole.append(is_read_whole)
         return merged([self.generate(request) for request in requests])

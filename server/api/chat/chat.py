@@ -7,7 +7,6 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.types import Readable
 from server.api.chat.models import ChatCompletion, ChatCompletionChunk
 from server.api.chat.protocol import CHAT_REFUSALS, ChatCompletionRequest
 from server.api.chat.replies import ChatReply, ChatStream
@@ -55,13 +54,9 @@ async def create_chat_completion(request: Request) -> Response:
         num_prompt_logprobs=body.prompt_logprobs,
         journal=origin.journal if body.include_metrics and turn.request.n == 1 else None,
     )
-    readable = Readable()
-    outputs = edge.engine.generate_all(
-        [turn.request],
-        is_read_whole=not body.stream and turn.reading.counts_by_tokens,
-        readable=readable,
-    )
+    is_read_whole = not body.stream and turn.reading.counts_by_tokens
+    outputs = edge.engine.generate_all([turn.request], is_read_whole=is_read_whole)
     if body.stream:
         stream = ChatStream(plan, turn.reading)
-        return EventStream(outputs, stream, edge, quick=stream.quick, readable=readable)
+        return EventStream(outputs, stream, edge)
     return await whole(request, outputs, ChatReply(plan, turn.reading))

@@ -21,8 +21,6 @@ from server.reply.generate.replies import (
     ChunkWriter,
     CollectedChoice,
     Collector,
-    Payload,
-    Quick,
     ReplyPlan,
     Tally,
     shown_times,
@@ -90,7 +88,6 @@ class ChatStream:
         self._has_logprobs = plan.has_logprobs
         self._writer = ChunkWriter(plan, "chat.completion.chunk")
         self._readers = ChoiceReaders(plan, reading, self._writer.tally)
-        self.quick: Quick | None = self._quick if self._writer.is_quick else None
         # A reply that calls tools may have no more content than that of its first chunk.
         self._empty = {"content": ""} if reading.is_plain else {}
         self._has_begun = [False] * plan.num_choices
@@ -114,18 +111,6 @@ class ChatStream:
         if self._plan.has_token_ids:
             self._add_token_ids(chunks, output)
         return chunks
-
-    def _quick(self, prompt_index: int, output: TokenOutput) -> list[Payload] | None:
-        """See `Quick`."""
-        if not self._has_begun[output.index] or output.finish_reason is not None:
-            return None
-        number, _ = self._writer.tally.add(prompt_index, output)
-        return [
-            self._writer.text_chunk(number, piece.text, lambda text: _choice(number, {"content": text}))
-            if isinstance(piece, Content)
-            else self._writer.chunk(_choice(number, _delta(piece)))
-            for piece in self._readers.read(output)
-        ]
 
     def _delta_chunks(self, number: int, output: TokenOutput) -> list[dict[str, Any]]:
         """Chunks of an output's pieces; the first has the logprobs of all its tokens."""

@@ -12,7 +12,6 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.types import Readable
 from server.api.completions.protocol import COMPLETION_REFUSALS, CompletionRequest
 from server.api.completions.replies import CompletionPlan, CompletionReply, CompletionStream
 from server.api.completions.requests import (
@@ -90,11 +89,10 @@ async def create_completion(request: Request) -> Response:
     plan = _plan(body, prompts, new_head(origin, engine.info), engine)
     if body.include_metrics and plan.shared.num_choices == 1:
         plan = replace(plan, shared=replace(plan.shared, journal=origin.journal))
-    readable = Readable()
-    outputs = engine.generate_all(requests, is_read_whole=not body.stream, readable=readable)
+    outputs = engine.generate_all(requests, is_read_whole=not body.stream)
     if body.stream:
         stream = CompletionStream(plan)
-        return EventStream(outputs, stream, edge, quick=stream.quick, readable=readable)
+        return EventStream(outputs, stream, edge)
     return await whole(request, outputs, CompletionReply(plan))
 
 

@@ -16,8 +16,6 @@ from server.reply.generate.replies import (
     ChunkWriter,
     CollectedChoice,
     Collector,
-    Payload,
-    Quick,
     ReplyPlan,
     shown_times,
 )
@@ -153,7 +151,6 @@ class CompletionStream:
         self._plan = plan
         self._writer = ChunkWriter(plan.shared, "text_completion")
         num_choices = plan.shared.num_choices
-        self.quick: Quick | None = self._quick if self._writer.is_quick and plan.generates else None
         self._has_begun = [False] * num_choices
         self._offsets = [TokenOffsets(len(plan.echo(number))) for number in range(num_choices)]
 
@@ -175,16 +172,6 @@ class CompletionStream:
                 choice["prompt_token_ids"] = list(self._plan.shared.prompts[prompt_index])
             choice["token_ids"] = list(output.token_ids)
         return [self._writer.chunk(choice)]
-
-    def _quick(self, prompt_index: int, output: TokenOutput) -> list[Payload] | None:
-        """See `Quick`."""
-        number = prompt_index * self._plan.shared.n + output.index
-        if not self._has_begun[number] or output.finish_reason is not None:
-            return None
-        self._writer.tally.add(prompt_index, output)
-        if not output.text:
-            return []  # the text of these tokens is still held back
-        return [self._writer.text_chunk(number, output.text, lambda text: _choice(number, text))]
 
     def finish(self) -> list[dict[str, Any]]:
         return self._writer.finish()

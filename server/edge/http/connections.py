@@ -57,7 +57,7 @@ _base_log.setLevel(logging.ERROR)
 _too_many = RareLog(log, logging.WARNING, "every place for a connection is taken: %d refused")
 
 WriteChunk = Callable[[bytes], bool]
-"""Write a piece; with an empty one only answer. False: nothing can be written, the client's socket is full or
+"""Takes no empty piece, which would end the body. False: nothing was written, the client's socket is full or
 gone; then `send` waits, or ends."""
 
 
@@ -235,8 +235,7 @@ class ClientConnection(H11Protocol):
             return False
         if self.conn.our_state is not h11.SEND_BODY or self.flow.write_paused:
             return False
-        if data:  # an empty chunk would end the body
-            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return True
 
     def _write_interim(self) -> bool:

@@ -22,7 +22,6 @@ from server.reply.generate.wire_logprobs import TokenNames
 INLINE_PROMPT_LOGPROBS = 256
 """A reply with more of them is made in a thread: at 20 alternatives each takes 0.1 ms."""
 
-_TEXT_MARK = "\0text"
 _FINISH_REASONS = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
@@ -109,20 +108,12 @@ def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds * 1000, 3)
 
 
-Payload = dict[str, Any] | orjson.Fragment
-"""A chunk, or its JSON."""
-
-
 class StreamReply(Protocol):
     """A stream in the making: each output becomes chunks."""
 
     def update(self, prompt_index: int, output: TokenOutput) -> list[dict[str, Any]]: ...
 
     def finish(self) -> list[dict[str, Any]]: ...
-
-
-Quick = Callable[[int, TokenOutput], list[Payload] | None]
-"""Makes chunks of an output that has nothing but text, which most have; None: `update` has to make them."""
 
 
 class FullReply(Protocol):
@@ -263,11 +254,7 @@ class ChunkWriter:
         self._report = plan.usage
         self._has_token_ids = plan.has_token_ids
         self._journal = plan.journal
-        self._rendered: dict[int, tuple[bytes, bytes]] = {}
-        """JSON before and after the text of a chunk, by choice."""
         self.tally = Tally(plan)
-        self.is_quick = not (plan.has_logprobs or self.is_wordy or plan.num_prompt_logprobs is not None)
-        """Whether chunks of a choice that have text alone differ in nothing else."""
 
     @property
     def is_wordy(self) -> bool:
@@ -281,14 +268,6 @@ class ChunkWriter:
         elif self._report.at_end:
             chunk["usage"] = None
         return chunk
-
-    def text_chunk(self, number: int, text: str, choice: Callable[[str], dict[str, Any]]) -> orjson.Fragment:
-        """Make the chunk that `choice` of the text would make; head and tail are rendered once."""
-        if number not in self._rendered:
-            head, _, tail = orjson.dumps(self.chunk(choice(_TEXT_MARK))).rpartition(orjson.dumps(_TEXT_MARK))
-            self._rendered[number] = head, tail
-        head, tail = self._rendered[number]
-        return orjson.Fragment(head + orjson.dumps(text) + tail)
 
     def finish(self) -> list[dict[str, Any]]:
         """The chunk after the last choice, if usage or times were asked for."""

@@ -16,13 +16,13 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from engine.types import Readable, TokenOutput
+from engine.types import TokenOutput
 from server.edge.error_replies import ErrorReply, reply_of
 from server.edge.http.connections import WriteChunk, chunk_writer, cut_off, nothing_written
 from server.edge.http.disconnect import while_connected
 from server.edge.http.edge import Edge, NumberedOutputs
 from server.edge.waiting_stream import STREAM_HEADERS
-from server.reply.generate.replies import INLINE_PROMPT_LOGPROBS, Payload, Quick, StreamReply
+from server.reply.generate.replies import INLINE_PROMPT_LOGPROBS, StreamReply
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -73,7 +73,7 @@ class ChunkFraming(ServerSentEvents):
 
     end = DONE
 
-    def events(self, payloads: Iterable[Payload]) -> bytes:
+    def events(self, payloads: Iterable[dict[str, Any]]) -> bytes:
         # JSON has no raw line break, so that one line is enough.
         return b"".join([b"data: " + orjson.dumps(payload) + b"\n\n" for payload in payloads])
 
@@ -186,44 +186,23 @@ class EventStream(StreamedResponse):
         edge: Edge,
         *,
         framing: Framing = CHUNKS,
-        quick: Quick | None = None,
-        readable: Readable | None = None,
     ) -> None:
-        """`quick` is of a reply framed as CHUNKS, `readable` that of the outputs; both only save time."""
         super().__init__(edge, framing)
         self._outputs = outputs
         self._reply = reply
         self._framing = framing
-        self._quick = quick
-        self._readable = readable or Readable()
 
     async def _pass_on(self, send: Send) -> bytes:
-        if self._quick is not None:
-            self._readable.read_at_once = self._read_at_once
-        try:
-            async with aclosing(self._outputs) as outputs:
-                async for prompt_index, output in outputs:
-                    if len(output.prompt_logprobs) > INLINE_PROMPT_LOGPROBS:
-                        body = await asyncio.to_thread(self._events, prompt_index, output)
-                    else:
-                        body = self._events(prompt_index, output)
-                    if body and not self._sent_at_once(body):
-                        await self._send(send, body)
-        finally:
-            self._readable.read_at_once = None
+        async with aclosing(self._outputs) as outputs:
+            async for prompt_index, output in outputs:
+                if len(output.prompt_logprobs) > INLINE_PROMPT_LOGPROBS:
+                    body = await asyncio.to_thread(self._events, prompt_index, output)
+                else:
+                    body = self._events(prompt_index, output)
+                if body and not self._sent_at_once(body):
+                    await self._send(send, body)
         return self._framing.events(self._reply.finish())
 
-    def _read_at_once(self) -> bool:
-        """Write the outputs that have come; False, with nothing read, if it takes the task or a wait."""
-        can_write = self._has_started and not self._sending.locked() and self._write_chunk(b"")
-        outputs = self._readable.outputs() if can_write and self._readable.outputs else None
-        if outputs is None:
-            return False
-        body = b"".join([self._events(place, output) for place, output in outputs])
-        return not body or self._sent_at_once(body)
-
     def _events(self, prompt_index: int, output: TokenOutput) -> bytes:
-        if self._quick is not None and (made := self._quick(prompt_index, output)) is not None:
-            return CHUNKS.events(made)
         chunks = self._reply.update(prompt_index, output)
         return self._framing.events(chunks) if chunks else b""
