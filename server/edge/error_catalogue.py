@@ -51,7 +51,7 @@ def _fault(retry: Retry, meaning: str, shown: str) -> Entry:
 CATALOGUE: Final[Mapping[str, Entry]] = {
     "invalid_json": _wrong(
         "not JSON, or not beyond doubt: duplicate keys, NaN, Infinity, half of a surrogate pair, a byte order"
-        " mark, bytes that are not UTF-8, more than 32 levels"
+        " mark, bytes that are not UTF-8, more than 96 levels"
     ),
     "missing_field": _wrong("a required field is absent"),
     "invalid_value": _wrong(

@@ -26,8 +26,8 @@ from server.edge.http.ignored import note_ignored
 from server.edge.http.served_models import choose_for_ollama, choose_model
 from server.edge.refusals import hints_of, refuse_unsupported
 
-MAX_DEPTH = 32
-"""A chat message is four levels deep. Deep nesting costs recursion in everything that walks it."""
+MAX_DEPTH = 96
+"""Arguments of a reply come back, which may be 64 deep. More costs recursion in all that walks a body."""
 _INLINE_BYTES = 64 * 1024
 """Larger bodies are parsed in a thread, so that the streams of others go on meanwhile."""
 MAX_ITEMS = 320 * 1024

@@ -14,7 +14,9 @@ _TYPES: Mapping[type, str] = {
     **{str: "string", list: "array", dict: "object"},
 }
 """Names of JSON's types."""
-_MAX_DEPTH = 8
+MAX_DEPTH = 64
+"""Brackets that arguments may have around a value."""
+_MAX_UNIONS = 8
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
@@ -24,7 +26,7 @@ def as_json(text: str, types: frozenset[str]) -> str:
     try:
         value = json.loads(plain)
         fits = not types or _type_of(value) in types or ("number" in types and _type_of(value) == "integer")
-        if fits and not isinstance(value, str):
+        if fits and not isinstance(value, str) and _fits_in(value, MAX_DEPTH - 1):
             written = json.dumps(value, ensure_ascii=False, allow_nan=False)
             written.encode()  # a ValueError for half a character, which JSON can escape
             return written
@@ -35,7 +37,7 @@ def as_json(text: str, types: frozenset[str]) -> str:
 
 def types_of(schema: Any, depth: int = 0) -> frozenset[str]:
     """Return the JSON types that a schema allows, as far as it says; empty if it does not."""
-    if not isinstance(schema, dict) or depth > _MAX_DEPTH:
+    if not isinstance(schema, dict) or depth > _MAX_UNIONS:
         return frozenset()
     declared = schema.get("type")
     if isinstance(declared, str):
@@ -48,6 +50,11 @@ def types_of(schema: Any, depth: int = 0) -> frozenset[str]:
     if isinstance(schema.get("enum"), list):
         return frozenset(_type_of(value) for value in schema["enum"])
     return frozenset()
+
+
+def _fits_in(value: Any, depth: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return inner is None or (depth > 0 and all(_fits_in(each, depth - 1) for each in inner))
 
 
 def _type_of(value: Any) -> str:

@@ -62,8 +62,8 @@ class ReplyEvents:
         self._thoughts = _JoinedParts(thoughts or Parts())
         self._content = None if content is None else _JoinedParts(content)
         self._events: list[Event] = []
-        self._pieces: list[str] = []
-        """Text of the event under way."""
+        self.pieces: list[str] = []
+        """Text of the event under way; behind the start of a call, of its arguments."""
         self._kind: type[Reasoning | Content | Arguments] = Content
         self.num_calls = 0
         self.is_after_call = False
@@ -80,11 +80,11 @@ class ReplyEvents:
         if certain:
             if self._kind is not Reasoning:
                 self._switch_to(Reasoning)
-            self._pieces.append(certain)
+            self.pieces.append(certain)
 
     def content(self, text: str) -> None:
         if self._is_running and not text[-1].isspace():
-            self._pieces.append(text)
+            self.pieces.append(text)
             return
         if self._content is not None:
             text = self._content.add(text)
@@ -96,11 +96,11 @@ class ReplyEvents:
         self._switch_to(Content)
         rest = text[len(visible) :]
         if self.is_after_call and not self.has_content:
-            self._pieces.append(visible.lstrip())
+            self.pieces.append(visible.lstrip())
         elif self._spaces or self._spaces_before_call:
-            self._pieces += [*self._spaces_before_call, *self._spaces, visible]
+            self.pieces += [*self._spaces_before_call, *self._spaces, visible]
         else:
-            self._pieces.append(visible)
+            self.pieces.append(visible)
         self._spaces_before_call.clear()
         self._spaces = [rest] if rest else []
         self.is_after_call = False
@@ -122,7 +122,7 @@ class ReplyEvents:
         """Number of the call that was started last."""
         if self._kind is not Arguments:
             self._switch_to(Arguments)
-        self._pieces.append(text)
+        self.pieces.append(text)
 
     def take_over(self, events: list[Event]) -> None:
         """Add calls that another log has collected."""
@@ -135,7 +135,7 @@ class ReplyEvents:
     def forget(self, *, last_call: CallStart | None) -> None:
         """Begin anew behind a prompt, in which a call may have begun."""
         self._events.clear()
-        self._pieces.clear()
+        self.pieces.clear()
         self._spaces.clear()
         self._spaces_before_call.clear()
         self.num_calls, self.is_after_call, self.has_content, self._is_running = 0, False, False, False
@@ -153,7 +153,7 @@ class ReplyEvents:
 
     def take(self) -> list[Event]:
         """Return all events since the last call."""
-        if self._pieces:
+        if self.pieces:
             self._close_event()
         if not self._events:
             return []
@@ -164,7 +164,7 @@ class ReplyEvents:
         """Return the last events, with the white space at the end of a text that does not end in a call."""
         if self._spaces and not self.is_after_call:
             self._switch_to(Content)
-            self._pieces.extend(self._spaces)
+            self.pieces.extend(self._spaces)
             self._spaces.clear()
         return self.take()
 
@@ -175,7 +175,7 @@ class ReplyEvents:
             self._is_running = False
 
     def _close_event(self) -> None:
-        pieces, kind = self._pieces, self._kind
+        pieces, kind = self.pieces, self._kind
         text = pieces[0] if len(pieces) == 1 else "".join(pieces)
         pieces.clear()
         if not text:

@@ -7,25 +7,26 @@ Never: what the value is for.
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from server.reply.reading.argument_values import PYTHON_WORDS
+from server.reply.reading.argument_values import MAX_DEPTH, PYTHON_WORDS
 from server.reply.reading.row import BodyPlace, Lexer, Progress
 
 _MAX_SCALAR_CHARS = 1024
 _HEX = "[0-9a-fA-F]"
-_STRING = re.compile(rf'[^"\\]*(?:\\(?:[^u]|u{_HEX}{{4}}|u(?={_HEX}{{0,3}}(?!{_HEX})[\s\S]))[^"\\]*)*')
-"""A string up to its end, or to an escape of which more may come."""
-_SIGNS = frozenset('{}[],:"')
+_ESCAPE = rf"\\(?:[^u]|u{_HEX}{{4}}|u(?={_HEX}{{0,3}}(?!{_HEX})[\s\S]))"
+_PLAIN = {quote: re.compile(rf"[^\"\\\x00-\x1f{quote}]*{quote}?").match for quote in "\"'"}
+_STRINGS = {quote: re.compile(rf"[^{quote}\\]*(?:{_ESCAPE}[^{quote}\\]*)*").match for quote in "\"'"}
+"""Strings up to their end, or to an escape of which more may come. Python's quotes are read as JSON's."""
+_SIGNS = frozenset("{}[],:\"'")
+_NEXT = re.compile(r',[ \t\r\n]*"')
+"""The beginning of the next key, or of the next string in a list."""
+_COLON_BEHIND = re.compile(r"[ \t\r\n]*:[ \t\r\n]*")
+_SPECIAL = re.compile(r'["\\\x00-\x1f]').search
 _TOKEN = re.compile(r'\s+|[^\s{}\[\],:"<]+')
 _SCALAR = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null")
-_SPECIAL = re.compile(r'["\\\x00-\x1f]')
-_BAD_ESCAPE = re.compile(rf'\\(?:(["\\/bfnrt]|u{_HEX}{{4}})|(?=[\s\S]))')
-"""An escape, or a backslash that begins none."""
-_CONTROLS = re.compile(r"[\x00-\x1f]")
-_UNFIT = re.compile(r"[\\\x00-\x1f]")
-"""Characters that may have to be written otherwise."""
+_UNFIT = re.compile(rf"\\(?:([\"\\/bfnrt]|u{_HEX}{{4}})|'|(?=[\s\S]))|[\"\x00-\x1f]")
+"""An escape, or a character that has to be written otherwise."""
 _KEY, _COLON, _VALUE, _END = range(4)
 """Parts that may come next."""
 
@@ -33,77 +34,94 @@ _KEY, _COLON, _VALUE, _END = range(4)
 class JsonText:
     """One JSON value. `lexer` has the marks that end it outside of its strings."""
 
-    def __init__(self, lexer: Lexer, write: Callable[[str], None]) -> None:
+    def __init__(self, lexer: Lexer, out: list[str]) -> None:
+        """`out` takes the text that is certain."""
         self._lexer = lexer
-        self._write = write
+        self._out = out
         self._stack: list[str] = []
         """Closing brackets of what is open."""
-        self._out: list[str] = []
-        """Text of the piece under way that is certain."""
         self._held = ""
         self._expects = _VALUE
-        self.is_in_string = False
+        self._quote = ""
+        """Quote that the string under way ends with; empty outside of strings."""
         self._is_key = False
         self.progress = Progress.MORE
 
     def feed(self, text: str, at: int) -> int:
         """Read on; FAILED says that the character at the place that is returned cannot follow."""
-        end = len(text)
-        if self.is_in_string and not self._is_key and _SPECIAL.search(text, at) is None:
-            self._write(text[at:])
+        end, before = len(text), -1
+        if self._quote == '"' and not self._is_key and _SPECIAL(text, at) is None:  # as in most steps
+            self._out.append(text[at:])
             return end
-        first_chars, before = self._lexer.first_chars, -1
-        while at < end and at != before and self.progress is Progress.MORE:
-            before, char = at, text[at]
-            if self.is_in_string:
-                at = self._read_string(text, at)
-            elif char in first_chars and (is_mark := self._lexer.begins(text, at)) is not False:
-                self.progress = Progress.FAILED if is_mark else Progress.MORE
-            elif char in _SIGNS:
-                at = self._read_sign(char, at)
-            else:
-                at = self._read_word(text, at)
-        if self._out:
-            self._write("".join(self._out))
-            self._out.clear()
+        while before < at < end and self.progress is Progress.MORE:
+            before = at
+            at = self._read_string(text, at) if self._quote else self._read_token(text, at)
         return at
 
     @property
     def is_inside_value(self) -> bool:
         """The text is in a string that is a value: there nothing can be closed."""
-        return self.is_in_string and not self._is_key
+        return self._quote != "" and not self._is_key
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing but white space has come."""
+        return self._expects == _VALUE and not self._stack and not self._quote
 
     def close(self) -> None:
         """Close what is open."""
-        self._write("".join(reversed(self._stack)))
+        self._out += reversed(self._stack)
 
     def finish(self, rest: str, *, is_cut: bool) -> None:
         """End the text: what is open is closed, if the model has ended it; a half escape is left out."""
-        is_word = bool(rest) and self._expects == _VALUE and not self.is_in_string
+        is_word = bool(rest) and self._expects == _VALUE and not self._quote
         if is_cut:
             if self.is_inside_value or is_word:
-                self._write(self._held + rest)
+                self._out.append(self._held + rest)
         elif self.progress is not Progress.ENDED:
             # A number, say, that nothing has ended.
-            self._write('"' if self.is_inside_value else self._held + _word(rest) if is_word else "")
+            self._out.append('"' if self.is_inside_value else self._held + json_word(rest) if is_word else "")
             self.close()
 
     def _read_string(self, text: str, at: int) -> int:
-        end = _STRING.match(text, at).end()  # type: ignore[union-attr] # which matches nothing as well
-        is_over = text.startswith('"', end)
-        end += is_over
+        quote = self._quote
+        end = _PLAIN[quote](text, at).end()  # type: ignore[union-attr] # which matches nothing as well
+        is_over = end > at and text[end - 1] == quote
         piece = text[at:end]
-        if _UNFIT.search(piece) is not None:
-            piece = _CONTROLS.sub(_escape, _BAD_ESCAPE.sub(_doubled, piece))
-        if not self._is_key:
-            self._out.append(piece)
-            if is_over:
-                self._end_value()
-            return end
-        self._held += piece
+        if end < len(text) and not is_over:
+            end = _STRINGS[quote](text, at).end()  # type: ignore[union-attr]
+            is_over = text.startswith(quote, end)
+            piece = _UNFIT.sub(_fitting, text[at:end]) + quote * is_over
+            end += is_over
+        if is_over and quote == "'":
+            piece = piece[:-1] + '"'
+        if self._is_key:
+            self._held += piece
+            return self._end_key(text, end) if is_over else end
+        self._out.append(piece)
         if is_over:
-            self.is_in_string, self._expects = False, _COLON
+            self._end_value()
         return end
+
+    def _end_key(self, text: str, at: int) -> int:
+        self._quote, self._expects = "", _COLON
+        found = _COLON_BEHIND.match(text, at)
+        if found is None:
+            return at
+        self._held += found.group()
+        self._expects = _VALUE
+        return found.end()
+
+    def _read_token(self, text: str, at: int) -> int:
+        char = text[at]
+        if char in self._lexer.first_chars and (is_mark := self._lexer.begins(text, at)) is not False:
+            return self._fail(at) if is_mark else at
+        if char not in _SIGNS:
+            return self._read_word(text, at)
+        if self._expects == _END and self._stack and (found := _NEXT.match(text, at)) is not None:
+            self._begin_next(found.group())
+            return found.end()
+        return self._read_sign(char, at)
 
     def _read_word(self, text: str, at: int) -> int:
         """Read white space, a number, or a word, which is a string if it is none of JSON's."""
@@ -123,7 +141,7 @@ class JsonText:
             self._held += json.dumps(token, ensure_ascii=False)
             self._expects = _COLON
         elif self._expects == _VALUE:
-            self._begin_value(_word(token))
+            self._begin_value(json_word(token))
             self._end_value()
         else:
             return self._fail(at)
@@ -136,25 +154,20 @@ class JsonText:
                 return self._fail(at)
             self._close_to(char)
             return at + 1
-        if self._expects == _END and (char in ',"' or (char != ":" and self._stack[-1] == "]")):
-            self._held = ","
-            self._expects = _KEY if self._stack[-1] == "}" else _VALUE
+        if self._expects == _END and (char in ",\"'" or (char != ":" and self._stack[-1] == "]")):
+            self._begin_next(",")
         expects = self._expects
         if char == ":" and expects == _COLON:
             self._held += char
             self._expects = _VALUE
         elif char == "," or (char == ":" and expects == _VALUE):
             pass
-        elif char == '"' and expects == _KEY:
-            self._held += char
-            self.is_in_string = self._is_key = True
-        elif char != ":" and expects == _VALUE:
+        elif char in "\"'" and expects in (_KEY, _VALUE):
+            self._begin_string(char)
+        elif char in "{[" and expects == _VALUE and len(self._stack) < MAX_DEPTH:
             self._begin_value(char)
-            if char == '"':
-                self.is_in_string, self._is_key = True, False
-            else:
-                self._stack.append("}" if char == "{" else "]")
-                self._expects = _KEY if char == "{" else _VALUE
+            self._stack.append("}" if char == "{" else "]")
+            self._expects = _KEY if char == "{" else _VALUE
         else:
             return self._fail(at)
         return at + 1
@@ -163,12 +176,26 @@ class JsonText:
         self.progress = Progress.FAILED
         return at
 
+    def _begin_next(self, text: str) -> None:
+        """Go on behind a comma, and behind the quote that the text may end with."""
+        self._held = text.rstrip('"')
+        self._expects = _KEY if self._stack[-1] == "}" else _VALUE
+        if text[-1] == '"':
+            self._begin_string('"')
+
+    def _begin_string(self, quote: str) -> None:
+        self._quote, self._is_key = quote, self._expects == _KEY
+        if self._is_key:
+            self._held += '"'
+        else:
+            self._begin_value('"')
+
     def _begin_value(self, text: str) -> None:
         self._out.append(self._held + text)
         self._held = ""
 
     def _end_value(self) -> None:
-        self.is_in_string, self._expects = False, _END
+        self._quote, self._expects = "", _END
         if not self._stack:
             self.progress = Progress.ENDED
 
@@ -182,18 +209,16 @@ class JsonText:
         self._end_value()
 
 
-def _word(token: str) -> str:
+def json_word(token: str) -> str:
     """The JSON of a word, which is a string if it is none of JSON's."""
     plain = PYTHON_WORDS.get(token, token)
     return plain if _SCALAR.fullmatch(plain) is not None else json.dumps(plain, ensure_ascii=False)
 
 
-def _doubled(found: re.Match[str]) -> str:
-    return found.group() if found.group(1) else "\\\\"
-
-
-def _escape(found: re.Match[str]) -> str:
-    return json.dumps(found.group())[1:-1]
+def _fitting(found: re.Match[str]) -> str:
+    """Write a character as JSON does; a backslash before none that JSON knows is one of the text."""
+    text = found.group()
+    return text if found.group(1) else "'" if text == "\\'" else json.dumps(text)[1:-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,34 +238,30 @@ class ArgumentsReader:
     num_calls = 1
 
     def __init__(self, place: BodyPlace) -> None:
-        self._log = place.log
-        self._json = JsonText(place.lexer, self._write)
-        self._is_empty = True
+        self._out = place.log.pieces
+        self._json = JsonText(place.lexer, self._out)
         self.has_begun = True
         self.progress = Progress.MORE
 
     def feed(self, text: str, at: int, *, is_last: bool) -> int:  # noqa: ARG002 (nothing here looks ahead)
-        if self._is_empty and at < len(text):
-            rest = text[at:].lstrip()
-            at = len(text) - len(rest)
-            if not rest:
-                return at
-        at = self._json.feed(text, at)
-        if self._json.progress is not Progress.MORE:
-            if self._json.progress is Progress.FAILED:
-                self._json.close()
-            if self._is_empty:
-                self._write("{}")
+        json_text = self._json
+        if json_text.is_empty:
+            at = len(text) - len(text[at:].lstrip())
+        at = json_text.feed(text, at)
+        if json_text.progress is not Progress.MORE:
+            if json_text.progress is Progress.FAILED:
+                self._close()
             self.has_begun = False
             self.progress = Progress.ENDED
         return at
 
     def finish(self, rest: str, *, is_cut: bool) -> None:
-        self._json.finish(rest, is_cut=is_cut)
-        if self._is_empty and not is_cut:
-            self._write("{}")
+        if self._json.is_empty and not rest and not is_cut:
+            self._close()
+        else:
+            self._json.finish(rest, is_cut=is_cut)
 
-    def _write(self, text: str) -> None:
-        if text:
-            self._is_empty = False
-            self._log.arguments(text)
+    def _close(self) -> None:
+        if self._json.is_empty:
+            self._out.append("{}")
+        self._json.close()

@@ -5,20 +5,16 @@ Never: the marks around it.
 """
 
 import json
-import re
 from dataclasses import dataclass
 
 from server.reply.reading.json_text import JsonText
-from server.reply.reading.python_calls import read_literal
-from server.reply.reading.row import BodyPlace, Lexer, Progress
+from server.reply.reading.row import NO_MARKS, BodyPlace, Progress
 
 _OTHER_KEYS = frozenset({"name", "type", "id"})
 _SEPARATORS = frozenset(",;]}")
 _ITEM, _KEY, _COLON, _VALUE, _END = range(5)
 """Parts that may come next."""
 _SIGNS = {(_KEY, ","): _KEY, (_END, ","): _KEY, (_COLON, ":"): _VALUE}
-_NO_MARKS = Lexer(())
-_PYTHON_DICT = re.compile(r"\s*\{\s*'")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,8 +113,8 @@ class ObjectReader:
             return at + 1
         if char == "}" and expects in (_KEY, _END):
             return self._close_object(at)
-        if expects == _KEY and char == '"':
-            self._value = JsonText(self._lexer, self._text.append)
+        if expects == _KEY and char in "\"'":
+            self._value = JsonText(self._lexer, self._text)
             return at
         if expects == _VALUE and char not in ",:}]<":
             return self._begin_value(char, at)
@@ -140,13 +136,13 @@ class ObjectReader:
 
     def _begin_value(self, char: str, at: int) -> int:
         if self._key in self._spec.arguments and self._arguments is None:
-            if self._names is not None and char not in '{"':
+            if self._names is not None and char not in "{\"'":
                 return self._break(at)
             if self._name is not None:
                 self._start(self._name)
                 # A string holds the JSON text itself, and null is another word for {}: both only as a whole.
                 self._streams = char in "{["
-        self._value = JsonText(self._lexer, self._log.arguments if self._streams else self._text.append)
+        self._value = JsonText(self._lexer, self._log.pieces if self._streams else self._text)
         return at
 
     def _read_value(self, value: JsonText, text: str, at: int) -> int:
@@ -202,11 +198,10 @@ class ObjectReader:
 def _unpacked(text: str) -> str:
     """The JSON text of the arguments, given the value under their key: a string holds it, if it can."""
     unpacked = _string(text)
-    if unpacked is not None and _PYTHON_DICT.match(unpacked) and (read := read_literal(unpacked)):
-        return read
     if unpacked is not None:
         pieces: list[str] = []
-        inner = JsonText(_NO_MARKS, pieces.append)
+        inner = JsonText(NO_MARKS, pieces)
+        unpacked = unpacked.lstrip()
         at = inner.feed(unpacked, 0)
         if inner.progress is Progress.MORE:
             inner.finish(unpacked[at:], is_cut=False)

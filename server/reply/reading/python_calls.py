@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
+from server.reply.reading.argument_values import MAX_DEPTH
+
 MAX_LIST_CHARS = 64 * 1024
 """Longer lists are content: the reader of Python is given no more."""
-_MAX_DEPTH = 64
 _UNREADABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 
@@ -24,15 +25,6 @@ def read_calls(text: str) -> list[tuple[str, str]]:
     with suppress(*_UNREADABLE):
         return list(_calls(_statements(text)))
     return []
-
-
-def read_literal(text: str) -> str | None:
-    """Return the JSON text of a literal; None if the text is anything else."""
-    with suppress(*_UNREADABLE):
-        match _statements(text):
-            case [ast.Expr(value=expression)]:
-                return _written(_value(expression))
-    return None
 
 
 def _statements(text: str) -> list[ast.stmt]:
@@ -66,7 +58,7 @@ def _written(value: Any) -> str:
 
 def _value(node: ast.expr, depth: int = 0) -> Any:
     """Return the value of a literal. Raises ValueError for anything else."""
-    if depth > _MAX_DEPTH:
+    if depth >= MAX_DEPTH:
         raise ValueError("too deep")
     match node:
         case ast.Constant(value=str() | bool() | int() | float() | None):

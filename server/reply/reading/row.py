@@ -90,6 +90,9 @@ class Lexer:
         return None if text[at:] in self._begun else False
 
 
+NO_MARKS = Lexer(())
+
+
 class BodyReader(Protocol):
     """The part of a call in which its arguments stand."""
 

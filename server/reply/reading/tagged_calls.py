@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from server.reply.reading.argument_values import as_json, types_of
+from server.reply.reading.json_text import ArgumentsReader
 from server.reply.reading.row import BodyPlace, Lexer, Progress
 
 _MAX_KEY_CHARS = 300
@@ -51,14 +52,20 @@ class TaggedArguments:
 
 
 class TagsReader:
-    """Text between the tags is dropped. A text value that nothing has ended stays open."""
+    """Text between the tags is dropped. A text value that nothing has ended stays open.
+
+    An object in the place of the first tag is the arguments: Llama 3.1 and Functionary write so.
+    """
 
     raw = ""
     num_calls = 1
 
     def __init__(self, spec: TaggedArguments, place: BodyPlace) -> None:
         self._spec = spec
-        self._row = place.row
+        self._place, self._row = place, place.row
+        self._object: ArgumentsReader | None = None
+        self._is_blank = True
+        """Nothing has come but white space."""
         self._names = tuple(place.schemas)
         self._log = place.log
         self._lexer = place.lexer
@@ -72,6 +79,13 @@ class TagsReader:
         self.progress = Progress.MORE
 
     def feed(self, text: str, at: int, *, is_last: bool) -> int:
+        if self._object is None:
+            return self._feed_tags(text, at, is_last=is_last)
+        at = self._object.feed(text, at, is_last=is_last)
+        self.has_begun, self.progress = self._object.has_begun, self._object.progress
+        return at
+
+    def _feed_tags(self, text: str, at: int, *, is_last: bool) -> int:
         if self._state is _In.VALUE and self._lexer.first.search(text, at) is None:
             self._write(self._arguments.add(text[at:]))
             return len(text)
@@ -79,11 +93,15 @@ class TagsReader:
             lexer = self._key_lexer if self._state is _In.KEY else self._lexer
             stop, mark = lexer.next(text, at)
             if stop > at:
+                if self._is_blank and text[at:stop].lstrip()[:1] == "{":
+                    self._object = ArgumentsReader(self._place)
+                    return self.feed(text, at, is_last=is_last)
+                self._is_blank &= text[at:stop].isspace()
                 self._add(text[at:stop])
                 at = stop
             if not mark:
                 break
-            behind = at + len(mark)
+            behind, self._is_blank = at + len(mark), False
             if self._state is _In.VALUE:
                 counts = self._counts(mark, text[behind:], is_last=is_last)
                 if counts is None:
@@ -102,6 +120,9 @@ class TagsReader:
 
     def finish(self, rest: str, *, is_cut: bool) -> None:
         """Close the value and the object if the model has ended the text. Cut off, a value stays open."""
+        if self._object is not None:
+            self._object.finish(rest, is_cut=is_cut)
+            return
         is_in_value = self._state is _In.VALUE
         if is_in_value:
             self._write(self._arguments.add(rest))

@@ -68,6 +68,10 @@ def test_a_mark_that_is_missing_breaks_no_json_and_moves_no_value(case: Case) ->
     [
         (r'{"a": "\d+ \\ \" \u00e9 C:\Users"}', {"a": '\\d+ \\ " é C:\\Users'}),
         ('{"n": 12', {"n": 12}),
+        (
+            "{'a': 'it\\'s \"x, y\" ', \"b\": True, 'c d': ['e', None]}",
+            {"a": 'it\'s "x, y" ', "b": True, "c d": ["e", None]},
+        ),
         ('{"n":\u2028[1\x0b]}', {"n": [1]}),
         ('{"n": [1, true', {"n": [1, True]}),
     ],

@@ -36,6 +36,11 @@ GOLDEN = [
         "Let me look.",
     ),
     (
+        "qwen3_coder",
+        "<function=get_weather>" + BONN_JSON + "</function><function=now>{}</function>",
+        "",
+    ),
+    (
         "llama3_json",
         '{"name": "get_weather", "parameters": ' + BONN_JSON + '}; {"name": "now", "parameters": {}}',
         "",
