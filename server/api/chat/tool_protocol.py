@@ -19,7 +19,7 @@ MAX_TOOL_TEXT_CHARS = 64 * 1024 * 1024
 """Texts end where the body does; the number is there so that no field is without a bound."""
 
 
-def _as_choice(value: Any) -> Any:
+def as_choice(value: Any) -> Any:
     """A word is an object whose type is the word."""
     return {"type": value} if isinstance(value, str) else value
 
@@ -89,9 +89,7 @@ class ToolChoiceObject(WireModel):
 
 
 _ToolChoiceShapes = Literal["none", "auto", "required"] | ToolChoiceObject
-ToolChoice = Annotated[
-    ToolChoiceObject, BeforeValidator(_as_choice, json_schema_input_type=_ToolChoiceShapes)
-]
+ToolChoice = Annotated[ToolChoiceObject, BeforeValidator(as_choice, json_schema_input_type=_ToolChoiceShapes)]
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 ToolCalls = Annotated[list[EarlierCall], Field(max_length=MAX_TOOLS, fail_fast=True)]
 

@@ -27,12 +27,11 @@ from server.reply.generate.calls import Origin, read_call
 from server.reply.generate.protocol import (
     INT32_MAX,
     Name,
-    Penalty,
     Prompts,
-    ServiceFields,
+    RepetitionPenalty,
+    SamplingFields,
     Stop,
     Text,
-    TopP,
 )
 from server.reply.generate.replies import Gathered, ReplyPlan
 from server.reply.generate.sse import EventStream
@@ -47,27 +46,16 @@ LLAMA_REFUSALS: Final[dict[str, tuple[Any, ...]]] = {
     "return_tokens": (False,),
 }
 """Fields refused by name, unless set to one of these values, or to null."""
-_SAME_NAMES: Final = (
-    *("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty"),
-    *("stop", "ignore_eos"),
-)
+_SAME_NAMES: Final = (*SamplingFields.model_fields, "stop", "ignore_eos")
 
 
-class LlamaFields(ServiceFields):
+class LlamaFields(SamplingFields):
     """Fields of both endpoints; others of llama.cpp's, which set up its samplers and slots, are ignored."""
 
     n_predict: Annotated[int, Field(ge=-2, le=INT32_MAX)] | None = None
     """Most tokens; below 0 or absent: what the context window leaves. 0: the prompt is only cached."""
     stream: bool | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
-    top_p: TopP | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repeat_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    seed: Annotated[int, Field(ge=-1, le=2**32 - 1)] | None = None
-    """-1 is a random one."""
+    repeat_penalty: RepetitionPenalty | None = None
     stop: Stop | None = None
     ignore_eos: bool | None = None
     grammar: Annotated[str, Field(max_length=MAX_GRAMMAR_BYTES)] | None = None
@@ -160,9 +148,10 @@ async def show_properties(request: Request) -> Response:
 
 async def _answer(request: Request, body: LlamaFields, said: dict[str, Any], origin: Origin) -> Response:
     edge = edge_of(request)
-    fields = {name: getattr(body, name) for name in (*ServiceFields.model_fields, *_SAME_NAMES)}
-    fields |= {**said, "repetition_penalty": body.repeat_penalty, "seed": body.seed}
-    if body.seed == -1:
+    fields = {name: getattr(body, name) for name in _SAME_NAMES} | said
+    if body.repeat_penalty is not None:
+        fields["repetition_penalty"] = body.repeat_penalty
+    if body.seed == -1:  # a random one
         del fields["seed"]
     if body.n_predict is not None and body.n_predict >= 0:
         fields["max_tokens"] = max(body.n_predict, 1)

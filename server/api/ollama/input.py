@@ -22,14 +22,10 @@ from server.api.ollama.protocol import (
     OllamaMessage,
 )
 from server.edge.http.json_body import built
-from server.reply.generate.protocol import ServiceFields
+from server.reply.generate.protocol import SamplingNumbers, ServiceFields
 from server.reply.pictures.media_parts import data_url, picture_part
 
 _LATEST = ":latest"
-_SAMPLING = (
-    *("temperature", "top_k", "top_p", "min_p", "presence_penalty"),
-    *("frequency_penalty", "seed", "stop"),
-)
 
 
 def served_name(name: str | None, info: ModelInfo) -> str | None:
@@ -77,8 +73,9 @@ def completion_request_of(body: OllamaGenerateRequest, info: ModelInfo) -> Compl
 def _option_fields(body: OllamaFields) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if body.options is not None:
-        fields |= {name: getattr(body.options, name) for name in _SAMPLING}
-        fields["repetition_penalty"] = body.options.repeat_penalty
+        fields |= {name: getattr(body.options, name) for name in (*SamplingNumbers.model_fields, "stop")}
+        if body.options.repeat_penalty is not None:
+            fields["repetition_penalty"] = body.options.repeat_penalty
         if body.options.num_predict is not None and body.options.num_predict > 0:
             fields["max_completion_tokens"] = body.options.num_predict
     if body.format is not None:

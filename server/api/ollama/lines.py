@@ -13,11 +13,11 @@ from typing import Any, Final
 import orjson
 
 from engine.types import TokenOutput
-from server.api.chat.message_reader import Piece, ToolCall
+from server.api.chat.message_reader import Message
 from server.api.chat.replies import OnlyChoice
 from server.edge.error_replies import ErrorReply
 from server.reply.generate.replies import arguments_of
-from server.reply.reading.events import Arguments, Content, Reasoning
+from server.reply.reading.events import Content, Reasoning
 
 _DONE_REASONS: Final = {"tool_calls": "stop", "timeout": "length"}
 
@@ -64,49 +64,33 @@ class LineStream:
         self._unix_time_s = unix_time_s
         self._began_s = clock()
         self._first_s: float | None = None
-        self._calls: list[tuple[str, list[str]]] = []
-        """Name and arguments, as text; a call is sent when it is complete."""
-        self._content: list[str] = []
-        self._thinking: list[str] = []
+        self._message = Message()
         self.reply: dict[str, Any] = {}
 
     def update(self, prompt_index: int, output: TokenOutput) -> list[dict[str, Any]]:
         if self._first_s is None:
             self._first_s = self._clock()
-        said = filter(None, map(self._take, self._choice.read(prompt_index, output)))
-        return [self._shape.line({"content": "", **each}, self._unix_time_s()) for each in said]
+        pieces = self._choice.read(prompt_index, output)
+        self._message.add(pieces)
+        said = [
+            {"content": "", "content" if isinstance(piece, Content) else "thinking": piece.text}
+            for piece in pieces
+            if isinstance(piece, Content | Reasoning)  # a call is sent when it is complete
+        ]
+        return [self._shape.line(each, self._unix_time_s()) for each in said]
 
     def finish(self) -> list[dict[str, Any]]:
-        ended = self._ended(self._choice.usage())
-        calls = [
-            {"function": {"name": name, "arguments": arguments_of("".join(arguments))}}
-            for name, arguments in self._calls
-        ]
+        ended, whole = self._ended(self._choice.usage()), self._message.body()
+        said: dict[str, Any] = {"content": whole["content"] or ""}
         lines = []
-        if calls:
-            lines.append(self._shape.line({"content": "", "tool_calls": calls}, self._unix_time_s()))
-        lines.append({**self._shape.line({"content": ""}, self._unix_time_s()), **ended})
-        said: dict[str, Any] = {"content": "".join(self._content)}
-        if self._thinking:
-            said["thinking"] = "".join(self._thinking)
-        if calls:
-            said["tool_calls"] = calls
+        if "reasoning" in whole:
+            said["thinking"] = whole["reasoning"]
+        if "tool_calls" in whole:
+            said["tool_calls"] = [_call(each["function"]) for each in whole["tool_calls"]]
+            calls = {"content": "", "tool_calls": said["tool_calls"]}
+            lines.append(self._shape.line(calls, self._unix_time_s()))
         self.reply = {**self._shape.line(said, self._unix_time_s()), **ended}
-        return lines
-
-    def _take(self, piece: Piece) -> dict[str, Any]:
-        match piece:
-            case Content():
-                self._content.append(piece.text)
-                return {"content": piece.text}
-            case Reasoning():
-                self._thinking.append(piece.text)
-                return {"thinking": piece.text}
-            case ToolCall():
-                self._calls.append((piece.name, []))
-            case Arguments():
-                self._calls[-1][1].append(piece.text)
-        return {}
+        return [*lines, {**self._shape.line({"content": ""}, self._unix_time_s()), **ended}]
 
     def _ended(self, usage: dict[str, Any]) -> dict[str, Any]:
         now_s = self._clock()
@@ -135,6 +119,10 @@ class LineFraming:
 
     def failure(self, error: ErrorReply) -> bytes:
         return self.events([error_body(error)])
+
+
+def _call(function: dict[str, str]) -> dict[str, Any]:
+    return {"function": {"name": function["name"], "arguments": arguments_of(function["arguments"])}}
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -17,12 +17,11 @@ from server.api.chat.tool_protocol import MAX_TOOLS, FunctionName, Tools
 from server.edge.wire_model import WireModel, shown_as, wrong_shape
 from server.reply.generate.protocol import (
     INT32_MAX,
-    Penalty,
-    Seed,
+    RepetitionPenalty,
+    SamplingNumbers,
     ServiceFields,
     Stop,
     Text,
-    TopP,
 )
 from server.reply.generate.structured_output import Schema
 
@@ -84,17 +83,10 @@ _Images = Annotated[list[Text], Field(max_length=MAX_TOOLS)]
 """Pictures, in base64, which stand before the text."""
 
 
-class OllamaOptions(WireModel):
+class OllamaOptions(SamplingNumbers):
     """Sampling options; others of Ollama's, such as num_ctx, set up its own engine and are ignored."""
 
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
-    top_p: TopP | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repeat_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    seed: Seed | None = None
+    repeat_penalty: RepetitionPenalty | None = None
     stop: Stop | None = None
     num_predict: Annotated[int, Field(ge=-2, le=INT32_MAX)] | None = None
     """Tokens of the reply; below 1: what the context window leaves."""

@@ -16,11 +16,11 @@ from server.api.chat.protocol import CHAT_REFUSALS, ChatCompletionRequest
 from server.api.responses.protocol import (
     LOGPROBS_INCLUDE,
     PASSED_ON,
-    AllowedFunctions,
-    FunctionChoice,
+    ChosenTool,
     InputItem,
     ItemPart,
     ResponsesRequest,
+    ResponseToolChoice,
     TextFormat,
     is_left_out,
 )
@@ -67,7 +67,7 @@ def chat_request_of(
         shown = [tool.function for tool in tools.tools.values()]
         fields["tools"] = [{"type": "function", "function": function} for function in shown]
         fields["parallel_tool_calls"] = body.parallel_tool_calls
-    if body.tool_choice is not None and (tools.tools or body.tool_choice not in ("none", "auto")):
+    if body.tool_choice is not None and (tools.tools or body.tool_choice.type not in ("none", "auto")):
         fields["tool_choice"] = _tool_choice(body.tool_choice, tools)
     if body.reasoning is not None:
         fields["reasoning_effort"] = body.reasoning.effort
@@ -244,12 +244,12 @@ def _response_format(asked: TextFormat) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": without_nones(described)}
 
 
-def _tool_choice(choice: str | FunctionChoice | AllowedFunctions, tools: Toolbox) -> str | dict[str, Any]:
-    match choice:
-        case FunctionChoice():
-            return {"type": "function", "function": {"name": tools.shown(choice.name, choice.namespace)}}
-        case AllowedFunctions():
-            allowed = [_tool_choice(tool, tools) for tool in choice.tools]
-            return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": allowed}}
-        case _:
-            return choice
+def _tool_choice(choice: ResponseToolChoice | ChosenTool, tools: Toolbox) -> str | dict[str, Any]:
+    if isinstance(choice, ResponseToolChoice) and choice.type == "allowed_tools":
+        mode, asked = required(choice.mode, "tool_choice.mode"), required(choice.tools, "tool_choice.tools")
+        allowed = {"mode": mode, "tools": [_tool_choice(tool, tools) for tool in asked]}
+        return {"type": "allowed_tools", "allowed_tools": allowed}
+    if choice.type not in ("function", "custom"):
+        return choice.type
+    name = tools.shown(required(choice.name, "tool_choice.name"), choice.namespace)
+    return {"type": "function", "function": {"name": name}}

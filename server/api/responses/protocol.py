@@ -7,12 +7,12 @@ Source: OpenAI's reference of the Responses API; the types of its Python SDK.
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator, StringConstraints, ValidationError
+from pydantic import BeforeValidator, Field, StringConstraints
 
 from server.api.chat.protocol import MAX_CONTENT_PARTS, MAX_MESSAGES
-from server.api.chat.tool_protocol import MAX_TOOLS
+from server.api.chat.tool_protocol import MAX_TOOLS, as_choice
 from server.edge.refusals import Hint
-from server.edge.wire_model import WireModel, shown_as, text_or_list, wrong_shape
+from server.edge.wire_model import WireModel, shown_as, text_or_list
 from server.reply.generate.protocol import (
     INT32_MAX,
     MAX_LOGPROBS,
@@ -166,51 +166,29 @@ class ReasoningOptions(WireModel):
     generate_summary: _Summary | None = None
 
 
-class FunctionChoice(WireModel):
-    """Call this tool and no other."""
-
+class ChosenTool(WireModel):
     type: Literal["function", "custom"]
     name: _Word
     namespace: _ToolName | None = None
 
 
-class AllowedFunctions(WireModel):
-    """Call these functions and no others."""
+class ResponseToolChoice(WireModel):
+    """A word stands for an object with nothing but that type."""
 
-    type: Literal["allowed_tools"]
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[FunctionChoice], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
-
-
-def _as_tool_choice(value: Any) -> Any:
-    """Distinguish the shapes by hand: a union would report an error for each of them."""
-    if isinstance(value, str) and value in ("none", "auto", "required"):
-        return value
-    kind = value.get("type") if isinstance(value, dict) else None
-    shape = _CHOICES.get(kind) if isinstance(kind, str) else None
-    if shape is None:
-        raise wrong_shape(
-            'must be "none", "auto" or "required", or have the type function, custom or allowed_tools'
-        )
-    try:
-        return shape.model_validate(value)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise wrong_shape(f"{where}: {first['msg']}") from None
+    type: Literal["none", "auto", "required", "function", "custom", "allowed_tools"]
+    name: _Word | None = None
+    """The tool to call; of function and custom."""
+    namespace: _ToolName | None = None
+    mode: Literal["auto", "required"] | None = None
+    """Of allowed_tools, as is `tools`."""
+    tools: Annotated[list[ChosenTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)] | None = (
+        None
+    )
 
 
-_CHOICES: Final[dict[str, type[FunctionChoice | AllowedFunctions]]] = {
-    "function": FunctionChoice,
-    "custom": FunctionChoice,
-    "allowed_tools": AllowedFunctions,
-}
+_ToolChoiceShapes = Literal["none", "auto", "required"] | ResponseToolChoice
 ToolChoice = Annotated[
-    str | FunctionChoice | AllowedFunctions,
-    PlainValidator(
-        _as_tool_choice,
-        json_schema_input_type=Literal["none", "auto", "required"] | FunctionChoice | AllowedFunctions,
-    ),
+    ResponseToolChoice, BeforeValidator(as_choice, json_schema_input_type=_ToolChoiceShapes)
 ]
 
 

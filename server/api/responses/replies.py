@@ -167,12 +167,8 @@ def _text_format(body: ResponsesRequest) -> dict[str, Any]:
 
 
 def _tool_choice(body: ResponsesRequest) -> Any:
-    choice = body.tool_choice
-    return (
-        choice or "auto"
-        if choice is None or isinstance(choice, str)
-        else choice.model_dump(exclude_none=True)
-    )
+    written = {"type": "auto"} if body.tool_choice is None else body.tool_choice.model_dump(exclude_none=True)
+    return written if len(written) > 1 else written["type"]
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:

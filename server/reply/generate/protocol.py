@@ -123,6 +123,7 @@ Metadata = Annotated[
     BeforeValidator(_at_most(16)),
 ]
 Name = Annotated[str, StringConstraints(max_length=256)]
+RepetitionPenalty = Annotated[float, Field(ge=0.01, le=10)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Seconds = Annotated[float, Field(gt=0, le=1e6)]
 NumTokens = Annotated[int, Field(ge=1, le=INT32_MAX)]
@@ -182,7 +183,7 @@ class ServiceFields(WireModel):
         return getattr(self, "stream", None) is True
 
 
-class SamplingFields(ServiceFields):
+class SamplingNumbers(WireModel):
     """Sampling parameters; every endpoint that generates understands them."""
 
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -191,10 +192,14 @@ class SamplingFields(ServiceFields):
     top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
     """0 and -1 keep all tokens."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     seed: Seed | None = None
+
+
+class SamplingFields(SamplingNumbers, ServiceFields):
+    """Fields of every endpoint that generates, but for those of other servers in their words."""
 
     # Accepted without effect, since nothing in a reply depends on them here (a test lists them).
     metadata: Metadata | None = None

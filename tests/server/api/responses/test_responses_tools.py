@@ -194,7 +194,7 @@ async def test_the_sdk_accumulates_calls(engine, url):
         ({"tool_choice": "required"}, "tool_choice"),
         (
             {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
-            "tool_choice",
+            "tool_choice.tools",
         ),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         ({"text": {"format": {"type": "json_schema", "name": "a b", "schema": {}}}}, "text.format.name"),
