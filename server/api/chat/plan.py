@@ -96,6 +96,12 @@ class Turn:
     """Text to add to the prompt."""
     wanted: Wanted
     reading: Reading
+    has_budget: bool
+    """The thoughts have a budget, if there are any whose end is one token."""
+
+    @property
+    def ignores_budget(self) -> bool:
+        return self.has_budget and (self.wanted.answer is None or not self.wanted.answer.has_known_marks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +194,7 @@ class ReadingPlan:
         is_by_template = bool(self.model.row.anchors) and grammar is None
         return Turn(
             suffix=suffix,
+            has_budget=self.body.thinking_token_budget is not None,
             wanted=self._wanted(grammar, self._answer(place), self.model.shown_ids(_marks_of(row, place))),
             reading=Reading(
                 row=row,

@@ -54,19 +54,17 @@ def _as_parts(value: Any) -> Any:
 
 
 _ContentShapes = Text | Annotated[list[ContentPart], Field(min_length=1, max_length=MAX_CONTENT_PARTS)]
+_Content = Annotated[
+    list[ContentPart],
+    Field(min_length=1, max_length=MAX_CONTENT_PARTS, fail_fast=True),
+    BeforeValidator(_as_parts, json_schema_input_type=_ContentShapes),
+]
 
 
 class ChatMessage(WireModel):
     role: Annotated[str, StringConstraints(max_length=64)]
     """system, developer (the same), user, assistant or tool."""
-    content: (
-        Annotated[
-            list[ContentPart],
-            Field(min_length=1, max_length=MAX_CONTENT_PARTS, fail_fast=True),
-            BeforeValidator(_as_parts, json_schema_input_type=_ContentShapes),
-        ]
-        | None
-    ) = None
+    content: _Content | None = None
     name: Annotated[str, StringConstraints(max_length=64)] | None = None
     tool_calls: ToolCalls | None = None
     tool_call_id: CallId | None = None
@@ -85,11 +83,7 @@ class Prediction(WireModel):
     """Text that the client expects: a hint for speed, without an effect on what is generated."""
 
     type: Literal["content"]
-    content: Annotated[
-        list[ContentPart],
-        Field(min_length=1, max_length=MAX_CONTENT_PARTS, fail_fast=True),
-        BeforeValidator(_as_parts, json_schema_input_type=_ContentShapes),
-    ]
+    content: _Content
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]

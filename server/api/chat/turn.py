@@ -30,7 +30,7 @@ _MOST_MARKS = 4
 """Number of blocks with `cache_control`, as in Anthropic's API."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ChatTurn:
     """Everything that is known before the first token."""
 
@@ -57,26 +57,18 @@ async def prepare_turn(
     try:
         prompt.check_end()
         prompts = {origin.reply_id: prompt.token_ids}
-        (request,) = await engine_requests(edge.engine, body, prompts, turn.wanted, origin)
+        (made,) = await engine_requests(edge.engine, body, prompts, turn.wanted, origin)
         points = await _restore_points(edge.engine, plan, prompt, num_suffix_tokens, origin.receive)
     except BaseException:
         prompt.release()
         raise
-    request = replace(
-        request,
-        encoder_inputs=prompt.pictures,
-        payloads=prompt.payloads,
-        at_end=prompt.release,
-        restore_at=points,
-    )
-    return ChatTurn(
-        prompt_ids=prompt.token_ids,
-        request=request,
-        reading=turn.reading,
-        ignores_budget=body.thinking_token_budget is not None
-        and (turn.wanted.answer is None or not turn.wanted.answer.has_known_marks),
-        is_marked=is_marked,
-    )
+    held: dict[str, Any] = {
+        "encoder_inputs": prompt.pictures,
+        "payloads": prompt.payloads,
+        "at_end": prompt.release,
+    }
+    request = replace(made, restore_at=points, **held)
+    return ChatTurn(prompt.token_ids, request, turn.reading, turn.ignores_budget, is_marked)
 
 
 async def prepare_fitting(edge: Edge, body: ChatCompletionRequest, origin: Origin) -> ChatTurn:

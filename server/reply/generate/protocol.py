@@ -100,16 +100,13 @@ LogitBias = Annotated[
     Field(max_length=MAX_LOGIT_BIASES),
     BeforeValidator(_at_most(MAX_LOGIT_BIASES)),
 ]
-StopTokenIds = Annotated[
-    list[Annotated[int, Field(ge=0, le=INT32_MAX)]], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)
-]
+_TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
+StopTokenIds = Annotated[list[_TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)]
 AllowedTokenIds = Annotated[
-    list[Annotated[int, Field(ge=0, le=INT32_MAX)]],
-    Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS, fail_fast=True),
+    list[_TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS, fail_fast=True)
 ]
 LogprobTokenIds = Annotated[
-    list[Annotated[int, Field(ge=0, le=INT32_MAX)]],
-    Field(min_length=1, max_length=MAX_LOGPROB_TOKEN_IDS, fail_fast=True),
+    list[_TokenId], Field(min_length=1, max_length=MAX_LOGPROB_TOKEN_IDS, fail_fast=True)
 ]
 BadWords = Annotated[
     list[Annotated[str, StringConstraints(min_length=1, max_length=MAX_BAD_WORD_CHARS)]],
