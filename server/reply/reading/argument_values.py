@@ -26,7 +26,7 @@ def as_json(text: str, types: frozenset[str]) -> str:
     try:
         value = json.loads(plain)
         fits = not types or _type_of(value) in types or ("number" in types and _type_of(value) == "integer")
-        if fits and not isinstance(value, str) and _fits_in(value, MAX_DEPTH - 1):
+        if fits and not isinstance(value, str) and fits_in(value, MAX_DEPTH - 1):
             written = json.dumps(value, ensure_ascii=False, allow_nan=False)
             written.encode()  # a ValueError for half a character, which JSON can escape
             return written
@@ -52,9 +52,10 @@ def types_of(schema: Any, depth: int = 0) -> frozenset[str]:
     return frozenset()
 
 
-def _fits_in(value: Any, depth: int) -> bool:
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
-    return inner is None or (depth > 0 and all(_fits_in(each, depth - 1) for each in inner))
+def fits_in(value: Any, depth: int) -> bool:
+    """Tell whether a value has at most this number of brackets within each other."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else None
+    return inner is None or (depth > 0 and all(fits_in(each, depth - 1) for each in inner))
 
 
 def _type_of(value: Any) -> str:

@@ -20,7 +20,7 @@ class CallReading(Protocol):
 
     def feed(self, text: str) -> list[Event]: ...
 
-    def finish(self, *, is_cut: bool) -> list[Event]: ...
+    def finish(self) -> list[Event]: ...
 
 
 class Draft:
@@ -29,7 +29,6 @@ class Draft:
     def __init__(self, reader: CallReading) -> None:
         self._reader = reader
         self._pieces: list[str] = []
-        self._events: list[Event] = []
         self._num_chars = 0
 
     @property
@@ -40,15 +39,11 @@ class Draft:
         """Take text in; False if no call has it, or it stands behind one: then all of it are thoughts."""
         self._pieces.append(text)
         self._num_chars += len(text)
-        events = self._reader.feed(text)
-        self._events += events
-        return self._num_chars <= MAX_DRAFT_CHARS and not _has_content(events)
+        return self._num_chars <= MAX_DRAFT_CHARS and not _has_content(self._reader.feed(text))
 
-    def finish(self, *, is_cut: bool) -> list[Event]:
-        """Return the calls that end the reply; empty if these are thoughts."""
-        events = [*self._events, *self._reader.finish(is_cut=is_cut)]
-        is_call = not is_cut and self._reader.has_whole_calls and not _has_content(events)
-        return events if is_call else []
+    def ends_in_calls(self) -> bool:
+        """Whether the text, at the end of the reply, is calls and nothing else."""
+        return not _has_content(self._reader.finish()) and self._reader.has_whole_calls
 
 
 def _has_content(events: list[Event]) -> bool:

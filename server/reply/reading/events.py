@@ -124,14 +124,6 @@ class ReplyEvents:
             self._switch_to(Arguments)
         self.pieces.append(text)
 
-    def take_over(self, events: list[Event]) -> None:
-        """Add calls that another log has collected."""
-        for event in events:
-            if isinstance(event, CallStart):
-                self.start(event.name, event.id)
-            elif isinstance(event, Arguments):
-                self.arguments(event.text)
-
     def forget(self, *, last_call: CallStart | None) -> None:
         """Begin anew behind a prompt, in which a call may have begun."""
         self._events.clear()

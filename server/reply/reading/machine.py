@@ -206,11 +206,12 @@ class ReplyReader:
                 self._release_lead()
             case ReaderState.TEXT:
                 self._release_wrap("" if is_cut else self._wrap)
-            case ReaderState.DRAFT:
-                calls = [] if self._draft is None else self._draft.finish(is_cut=is_cut)
-                self._log.take_over(calls)
-                if not calls:
+            case ReaderState.DRAFT if (draft := self._draft) is not None:
+                if is_cut or not draft.ends_in_calls():
                     self._leave_draft()
+                else:
+                    self._enter(ReaderState.TEXT)
+                    self._end(self._read(draft.text, is_last=True), is_cut=False)
             case ReaderState.HEAD:
                 self._end_head(is_cut=is_cut)
             case ReaderState.BODY if (body := self._body) is not None:

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from server.reply.reading.argument_values import MAX_DEPTH
+from server.reply.reading.argument_values import MAX_DEPTH, fits_in
 
 MAX_LIST_CHARS = 64 * 1024
 """Longer lists are content: the reader of Python is given no more."""
-_UNREADABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
+_UNREADABLE = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
@@ -44,41 +44,23 @@ def _calls(statements: list[ast.stmt]) -> Iterator[tuple[str, str]]:
         for element in elements:
             if not isinstance(element, ast.Call) or element.args:
                 raise ValueError("no call with named arguments")
-            arguments = {keyword.arg: _value(keyword.value) for keyword in element.keywords}
+            arguments = {
+                keyword.arg: ast.literal_eval(_JsonWords().visit(keyword.value))
+                for keyword in element.keywords
+            }
             if None in arguments:
                 raise ValueError("no name")
             yield ast.unparse(element.func), _written(arguments)
 
 
+class _JsonWords(ast.NodeTransformer):
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node
+
+
 def _written(value: Any) -> str:
+    if not fits_in(value, MAX_DEPTH):
+        raise ValueError("too deep")
     written = json.dumps(value, ensure_ascii=False, allow_nan=False)
     written.encode()  # a ValueError for half a character, which Python can escape
     return written
-
-
-def _value(node: ast.expr, depth: int = 0) -> Any:
-    """Return the value of a literal. Raises ValueError for anything else."""
-    if depth >= MAX_DEPTH:
-        raise ValueError("too deep")
-    match node:
-        case ast.Constant(value=str() | bool() | int() | float() | None):
-            return node.value
-        case ast.UnaryOp(
-            op=ast.USub() | ast.UAdd() as sign, operand=ast.Constant(value=int() | float() as number)
-        ):
-            return -number if isinstance(sign, ast.USub) else number
-        case ast.List() | ast.Tuple():
-            return [_value(element, depth + 1) for element in node.elts]
-        case ast.Dict():
-            return {
-                _key(key): _value(value, depth + 1) for key, value in zip(node.keys, node.values, strict=True)
-            }
-        case ast.Name() if node.id in _JSON_NAMES:
-            return _JSON_NAMES[node.id]
-    raise ValueError("no literal")
-
-
-def _key(node: ast.expr | None) -> str:
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return node.value
-    raise ValueError("no key")
