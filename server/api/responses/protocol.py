@@ -180,7 +180,7 @@ class ResponseToolChoice(WireModel):
     """The tool to call; of function and custom."""
     namespace: _ToolName | None = None
     mode: Literal["auto", "required"] | None = None
-    """Of allowed_tools, as is `tools`."""
+    """Field of allowed_tools, as is `tools`."""
     tools: Annotated[list[ChosenTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)] | None = (
         None
     )

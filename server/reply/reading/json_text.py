@@ -65,7 +65,7 @@ class JsonText:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing but white space has come."""
+        """White space alone has come."""
         return self._expects == _VALUE and not self._stack and not self._quote
 
     def close(self) -> None:

@@ -65,7 +65,7 @@ class TagsReader:
         self._place, self._row = place, place.row
         self._object: ArgumentsReader | None = None
         self._is_blank = True
-        """Nothing has come but white space."""
+        """White space alone has come."""
         self._names = tuple(place.schemas)
         self._log = place.log
         self._lexer = place.lexer

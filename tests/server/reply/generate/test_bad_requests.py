@@ -375,7 +375,7 @@ BAD_BODIES = [
     b'{"prompt": "x", "prompt": "y"}',
     b'{"prompt": "x", "stream_options": {"a": 1, "a": 2}}',
     b'{"prompt": ' + b"[" * 1000 + b"]" * 1000 + b', "prompt": "x"}',
-    b'{"prompt": ' + b"[" * 40 + b"]" * 40 + b"}",
+    b'{"prompt": ' + b"[" * 100 + b"]" * 100 + b"}",
     b'{"prompt": ' + b"[" * 20_000 + b"]" * 20_000 + b"}",
     b'{"metadata": ' + b'{"a":' * 5_000 + b"1" + b"}" * 5_000 + b"}",
 ]
