@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
-from engine.errors import RequestRejected
+from engine.errors import ContextLengthExceeded, RequestRejected
 
 ValueT = TypeVar("ValueT")
 OFF: Final = (False,)
@@ -96,12 +96,15 @@ def required(value: ValueT | None, param: str) -> ValueT:
 
 
 @contextmanager
-def translated(translate: Callable[[RequestRejected], RequestRejected]) -> Generator[None, None, None]:
-    """Raise refusals in other words: in those of the protocol whose fields the caller wrote."""
+def translated(rename: Callable[[str, str], tuple[str, str]]) -> Generator[None, None, None]:
+    """Raise refusals in other words: `rename` gives message and field those of the caller's protocol."""
     try:
         yield
     except RequestRejected as error:
-        raise translate(error) from error
+        message, param = rename(str(error), error.param or "")
+        if isinstance(error, ContextLengthExceeded):
+            raise ContextLengthExceeded(message, param=param) from error
+        raise RequestRejected(message, param=param or None, code=error.code) from error
 
 
 def _asks(value: Any, harmless: tuple[Any, ...]) -> bool:

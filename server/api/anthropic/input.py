@@ -13,7 +13,6 @@ from typing import Any, Final
 
 import orjson
 
-from engine.errors import ContextLengthExceeded, RequestRejected
 from server.api.anthropic.client_tools import described, is_others_work, is_run_by_others
 from server.api.anthropic.protocol import (
     AnthropicBlock,
@@ -90,18 +89,15 @@ def in_their_words(body: CountTokensRequest) -> AbstractContextManager[None]:
     return translated(partial(_renamed, body=body))
 
 
-def _renamed(error: RequestRejected, body: CountTokensRequest) -> RequestRejected:
-    """Translate an error about a chat field into one about Anthropic's field."""
-    message, param = str(error), error.param or ""
+def _renamed(message: str, param: str, *, body: CountTokensRequest) -> tuple[str, str]:
+    """Translate what is said about a chat field into words about Anthropic's field."""
     if numbered := _NUMBERED_TOOL.match(param):
         kept = [place for place, tool in enumerate(body.tools or ()) if not is_run_by_others(tool.type or "")]
         theirs = f"tools[{kept[int(numbered[1])]}]"
         message, param = message.replace(numbered[0], theirs), param.replace(numbered[0], theirs)
     for ours, theirs in _NAMES:
         message, param = message.replace(ours, theirs), param.replace(ours, theirs)
-    if isinstance(error, ContextLengthExceeded):
-        return ContextLengthExceeded(message, param=param)
-    return RequestRejected(message, param=param or None, code=error.code)
+    return message, param
 
 
 def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:

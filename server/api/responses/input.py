@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Final
 
-from engine.errors import ContextLengthExceeded, RequestRejected
 from server.api.chat.protocol import CHAT_REFUSALS, ChatCompletionRequest
 from server.api.responses.protocol import (
     LOGPROBS_INCLUDE,
@@ -124,18 +123,15 @@ def in_our_words(tools: Toolbox) -> AbstractContextManager[None]:
     return translated(partial(_renamed, tools=tools))
 
 
-def _renamed(error: RequestRejected, tools: Toolbox) -> RequestRejected:
-    """Translate an error about a chat field into one about the response's field."""
-    message, param = str(error), error.param
-    if param is not None:
-        param = _our_name(param, tools)
-        message = message.replace(str(error.param), param)
+def _renamed(message: str, param: str, *, tools: Toolbox) -> tuple[str, str]:
+    """Translate what is said about a chat field into words about the response's field."""
+    if param:
+        theirs, param = param, _our_name(param, tools)
+        message = message.replace(theirs, param)
     for theirs, ours in _NAMES.items():
         if theirs != "messages":  # which is also a word
             message = message.replace(theirs, ours)
-    if isinstance(error, ContextLengthExceeded):
-        return ContextLengthExceeded(message, param=param or "input")
-    return RequestRejected(message, param=param, code=error.code)
+    return message, param
 
 
 def _our_name(param: str, tools: Toolbox) -> str:
