@@ -1,5 +1,7 @@
 """Fixtures that tests of several folders share."""
 
+import atexit
+import gc
 import os
 import sys
 from functools import cache
@@ -12,7 +14,7 @@ import pytest
 
 from campaigns.servers.free_ports import free_port
 from tests.checkpoints import make_checkpoint
-from tests.tiers import covering
+from tests.tiers import ALONE, DAY, NIGHT, NUM_TIMES, covering, has_long_histories, may_hold
 
 # Triton's kernels run in its interpreter, on the CPU. Triton reads this when it is first imported, its own
 # functions included, so it holds for the whole process.
@@ -28,8 +30,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-DAY = "not night and not alone"
-"""Tests that run when nothing is chosen: docs/testing.md."""
+# What is loaded and collected stays: pytest_runtestloop exempts it from all later searches for garbage.
+gc.disable()
+_text_of = cache(Path.read_text)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -52,9 +55,33 @@ def _read_certificates_once() -> None:
     httpx_transports.create_ssl_context = take
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out, unread, files and folders without a test of the tier: imports are most of the collection."""
+    tier = config.option.markexpr
+    files = collection_path.rglob("test_*.py") if collection_path.is_dir() else [collection_path]
+    is_other = not collection_path.is_dir() and not collection_path.match("test_*.py")
+    return None if is_other or any(may_hold(tier, _text_of(file)) for file in files) else True
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave to the night those cases of tests marked `pairs` whose pairs of values other cases hold."""
+    if NUM_TIMES > 1:
+        for item in items:
+            if item.path.parent.name == "properties" and has_long_histories(_text_of(item.path)):
+                item.add_marker("night")
+    _leave_products_to_the_night(items)
+    _check_that_files_name_their_tiers(items)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    gc.freeze()
+    gc.enable()
+    atexit.register(gc.unfreeze)  # what extension modules made is taken down in the end
+
+
+def _leave_products_to_the_night(items: list[pytest.Item]) -> None:
+    """Mark those cases of tests marked `pairs` whose pairs of values other cases hold."""
     products: dict[str, list[pytest.Item]] = {}
     for item in items:
         if hasattr(item, "callspec") and item.get_closest_marker("pairs"):
@@ -64,6 +91,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for place, case in enumerate(cases):
             if place not in by_day:
                 case.add_marker("night")
+
+
+def _check_that_files_name_their_tiers(items: list[pytest.Item]) -> None:
+    """Raise UsageError for a file whose tests of the night, or alone, would be left out unread."""
+    for tier in (NIGHT, ALONE):
+        for path in sorted({item.path for item in items if item.get_closest_marker(tier)}):
+            if not may_hold(tier, _text_of(path)):
+                raise pytest.UsageError(f"{path} has tests of the tier {tier!r}, and does not name it")
 
 
 @pytest.fixture

@@ -49,6 +49,28 @@ def test_crowd(): pass
 @pytest.mark.parametrize("c", [5, 6])
 def test_product(a, b, c): pass
 """
+OF_THE_DAY = """
+from pathlib import Path
+
+Path("day.read").touch()
+def test_of_the_day(): pass
+"""
+OF_THE_NIGHT = (
+    OF_THE_DAY.replace("day", "night") + "import pytest\npytestmark = [\n    pytest.mark.night,\n]\n"
+)
+HISTORIES = (
+    "# tests.properties"
+    + """.lengths
+def test_histories(): pass
+"""
+)
+FILES = {"test_some": FILE, "test_day": OF_THE_DAY, "test_night": OF_THE_NIGHT}
+HIDDEN = """
+import pytest
+
+def test_hidden(): pass
+test_hidden = getattr(pytest.mark, "night")(test_hidden)
+"""
 MARKS = """
 [tool.pytest.ini_options]
 testpaths = ["tests"]
@@ -56,21 +78,49 @@ markers = ["night", "alone", "pairs"]
 """
 
 
+def run(folder, files, words, times="1"):
+    """Output of pytest for these files, with the rules of our tests."""
+    for name, text in files.items():
+        file = folder / "tests" / f"{name}.py"
+        file.parent.mkdir(exist_ok=True, parents=True)
+        file.write_text(text)
+    (folder / "pyproject.toml").write_text(MARKS)
+    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-vp", "no:cacheprovider", *words]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "HISTORIES": times}
+    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)
+    return done.stdout + done.stderr
+
+
 @pytest.mark.parametrize(
-    ("words", "long", "crowds", "cases"),
-    [((), 0, 0, 5), (("-n", "2"), 0, 0, 5), (("-m", "night"), 1, 0, 3), (("tests",), 1, 1, 8)],
+    ("words", "long", "crowds", "cases", "read"),
+    [
+        ((), 0, 0, 5, {"day.read"}),
+        (("-n", "2"), 0, 0, 5, {"day.read"}),
+        (("-m", "night"), 1, 0, 3, {"night.read"}),
+        (("tests",), 1, 1, 8, {"day.read", "night.read"}),
+    ],
     ids=str,
 )
-def test_by_default_the_day_runs_and_what_is_named_runs_whole(tmp_path, words, long, crowds, cases):
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "test_some.py").write_text(FILE)
-    (tmp_path / "pyproject.toml").write_text(MARKS)
-    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-vp", "no:cacheprovider", *words]
-    ran = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
-    ).stdout
+def test_by_default_the_day_runs_what_is_named_runs_whole_and_other_files_are_not_read(
+    tmp_path, words, long, crowds, cases, read
+):
+    ran = run(tmp_path, FILES, words)
     found = [
         len(re.findall(f"test_{name}.* PASSED|PASSED.*test_{name}", ran))
         for name in ("long", "crowd", "product")
     ]
     assert found == [long, crowds, cases], ran
+    assert {file.name for file in tmp_path.glob("*.read")} == read
+
+
+def test_a_file_that_would_be_left_out_unread_although_it_has_tests_of_the_night_is_an_error(tmp_path):
+    assert "test_hidden.py has tests of the tier 'night'" in run(tmp_path, {"test_hidden": HIDDEN}, ())
+
+
+def test_histories_run_by_night_where_their_number_is_multiplied(tmp_path):
+    ran = run(
+        tmp_path, {"properties/test_long": HISTORIES, "test_day": OF_THE_DAY}, ("-m", "night"), times="5"
+    )
+    assert "1 passed" in ran
+    assert "test_histories PASSED" in ran
+    assert not (tmp_path / "day.read").exists()

@@ -1,10 +1,13 @@
-"""Cases of a test that run by day, where the rest runs by night (docs/testing.md).
+"""Tests and their cases that run by day, where the rest runs by night (docs/testing.md).
 
-Owns: the choice of cases that hold every two values together, and the mark of those that are named.
+Owns: the choice of cases that hold every two values together, the mark of those that are named, and which
+files are read for a tier.
 Never: the tests themselves: pytest makes all cases, and `tests/conftest.py` marks those of products.
 Source: covering arrays of strength two, by the greedy method of AETG (Cohen et al., 1997).
 """
 
+import os
+import re
 from collections.abc import Container, Hashable, Iterable, Sequence
 from heapq import heapify, heappop, heapreplace
 from itertools import combinations
@@ -12,8 +15,31 @@ from typing import Any
 
 import pytest
 
+DAY, NIGHT, ALONE = "not night and not alone", "night", "alone"
+"""Expressions of pytest's `-m`. The first one is meant where nothing is chosen."""
+NUM_TIMES = int(os.environ.get("HISTORIES", "1"))
+"""Multiple of the number of random histories by day. If it is not 1, histories run by night."""
+_WHOLE_FILE = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.(night|alone)\b", re.MULTILINE)
+_HISTORIES = "tests.properties.lengths"
+_WORDS = {
+    NIGHT: re.compile(rf"\b(mark\.night|mark\.pairs|by_day|{re.escape(_HISTORIES)})\b"),
+    ALONE: re.compile(r"\bmark\.alone\b"),
+}
+
 Row = Sequence[Hashable]
 """The value of each parameter."""
+
+
+def may_hold(tier: str, text: str) -> bool:
+    """Whether a file with this text may have tests of a tier; True for any other expression of `-m`."""
+    if tier == DAY:
+        return _WHOLE_FILE.search(text) is None
+    return tier not in _WORDS or _WORDS[tier].search(text) is not None
+
+
+def has_long_histories(text: str) -> bool:
+    """Whether a file with this text has tests whose number of histories is multiplied."""
+    return _HISTORIES in text
 
 
 def covering(rows: Sequence[Row]) -> set[int]:

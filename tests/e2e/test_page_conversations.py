@@ -10,7 +10,7 @@ from tests.e2e import test_page_in_browser
 from tests.e2e.serving import running_server
 from tests.e2e.test_page_in_browser import PATIENCE_MS, picture
 
-pytestmark = test_page_in_browser.pytestmark
+pytestmark = [pytest.mark.night, *test_page_in_browser.pytestmark[1:]]
 browser, page, server = (getattr(test_page_in_browser, name) for name in ("browser", "page", "server"))
 
 

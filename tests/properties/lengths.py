@@ -4,15 +4,13 @@ Owns: the settings of hypothesis that histories share.
 Never: what happens in one.
 """
 
-import os
-
 from hypothesis import HealthCheck, settings
 
-TIMES = int(os.environ.get("HISTORIES", "1"))
+from tests.tiers import NUM_TIMES as TIMES
 
 
 def histories(num_by_day: int) -> settings:
-    """The same histories each time; the long tier has those of the day and more."""
+    """The same histories each time; the night has those of the day and more."""
     return settings(
         max_examples=num_by_day * TIMES,
         deadline=None,

@@ -4,7 +4,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.config import PreemptionMode
@@ -103,7 +103,7 @@ def test_a_sequence_that_is_preempted_among_drafts_goes_on_from_its_state(
     assert narrow.num_preemptions > 0 or len(facts.groups) == 1  # a state alone never grows
 
 
-@histories(12)
+@settings(histories(12), max_examples=12)
 @given(
     seed=st.integers(0, 1 << 32),
     num_requests=st.integers(1, 7),
