@@ -31,6 +31,8 @@ DEMO_MODEL = ROOT / "engine" / "demo_model"
 NAMES = ("a", "b", "c")
 _READY_WITHIN_S = 120.0
 _LONGEST_S = 1200.0
+_SPARE_S = 10.0
+"""Time in which a spare process has imported what it waits with."""
 _PARTS = ("turns", "memory", "switch", "pauses")
 
 
@@ -80,20 +82,21 @@ class Address:
 
     def engine_cpu_s(self) -> float:
         """Return the processor seconds of the engine process."""
-        pids = _descendants(self.pid)
-        engines = [
-            pid for pid, words in zip(pids, _command_lines(pids), strict=True) if "engine.core" in words
-        ]
-        fields = Path(f"/proc/{engines[0]}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{self._engines()[0]}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def num_processes(self) -> int:
         """Count the server's processes that hold a model, and the server itself."""
-        return 1 + sum("engine.core" in words for words in _command_lines(_descendants(self.pid)))
+        return 1 + len(self._engines())
 
     def held_bytes(self) -> int:
-        """Return the resident memory of all its processes."""
-        return sum(_resident_bytes(each) for each in (self.pid, *_descendants(self.pid)))
+        """Return the resident memory of all its processes but the one that waits for a model."""
+        pids = (self.pid, *_descendants(self.pid))
+        return sum(_resident_bytes(each) for each in pids if not _is_spare(_command_line(each)))
+
+    def _engines(self) -> list[int]:
+        words = {pid: _command_line(pid) for pid in _descendants(self.pid)}
+        return [pid for pid, each in words.items() if "engine.core.process" in each and not _is_spare(each)]
 
     async def _post(self, path: str, body: dict[str, object]) -> int:
         asked = self._target.request("POST", path, json.dumps(body).encode())
@@ -108,12 +111,18 @@ def _descendants(pid: int) -> list[int]:
     return found
 
 
-def _command_lines(pids: list[int]) -> Iterator[str]:
-    for pid in pids:
-        try:
-            yield Path(f"/proc/{pid}/cmdline").read_text()
-        except OSError:
-            continue
+def _command_line(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    except OSError:
+        return []
+
+
+def _is_spare(words: list[str]) -> bool:
+    """Tell whether an engine process has no configuration yet in its folder, the first word for it."""
+    if "engine.core.process" not in words:
+        return False
+    return not Path(words[words.index("engine.core.process") + 1], "config.msgpack").exists()
 
 
 def _resident_bytes(pid: int) -> int:
@@ -210,6 +219,7 @@ async def _memory(here: Address, num_rounds: int) -> None:
 async def _switch(here: Address, num_rounds: int) -> None:
     times_s, cpus_s = [], []
     for number in range(num_rounds + 1):
+        await asyncio.sleep(_SPARE_S)
         status, seconds = await here.ask(NAMES[number % 2], max_tokens=1)
         assert status == 200, status
         times_s.append(seconds)

@@ -5,7 +5,9 @@ Never: reads the server's command line; its configuration is in DIRECTORY/config
 """
 
 import logging
+import os
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from engine.core.loop import EngineLoop, WorkerBroken
 from engine.core.pulse import pulse_of_steps
 from engine.core.scheduler_start import open_scheduler
 from engine.core.step_trace import StepTrace
-from engine.core.worker_start import start_worker
+from engine.core.worker_start import import_worker, start_worker
 from engine.core.worker_steps import CheckedWorker
 from engine.logs.lines import ProcessName
 from engine.logs.setup import Logs
@@ -24,6 +26,7 @@ from engine.process_messages import Ready, StartFailed
 from engine.processes.child_process import (
     CONFIG_FILE,
     EXIT_START_FAILED,
+    IMPORTED_FILE,
     die_with_parent,
     leave_signals_to_parent,
 )
@@ -39,12 +42,18 @@ from worker.worker_errors import StartupError
 
 log = logging.getLogger(__name__)
 
+_NICENESS = 10
+
 
 def main(directory: Path, parent_pid: int, log_level: int) -> int:
     """Serve until Shutdown arrives; return the exit code."""
     die_with_parent(parent_pid)
     leave_signals_to_parent()
     write_stacks_on_signal()
+    if not (directory / CONFIG_FILE).exists():
+        _wait_for_configuration(directory)
+        if not (directory / CONFIG_FILE).exists():  # the server ends
+            return 0
     config = msgspec.msgpack.decode((directory / CONFIG_FILE).read_bytes(), type=EngineConfig)
     with Logs(config.log_format, level=log_level, process=ProcessName.ENGINE):
         mailbox = EngineSide(directory)
@@ -55,6 +64,22 @@ def main(directory: Path, parent_pid: int, log_level: int) -> int:
             return EXIT_UNEXPECTED
         finally:
             mailbox.close()
+
+
+def _wait_for_configuration(directory: Path) -> None:
+    """Import what any model on a CPU needs, then wait until stdin is closed."""
+    importing = threading.Thread(target=_import_beside_others)
+    importing.start()
+    importing.join()
+    (directory / IMPORTED_FILE).touch()
+    sys.stdin.read()
+
+
+def _import_beside_others() -> None:
+    """Import in a thread of its own, whose precedence on Linux is low and stays so: other models compute."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
+    import_worker("cpu")
 
 
 def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:

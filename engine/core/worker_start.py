@@ -45,6 +45,13 @@ class StartedWorker(NamedTuple):
         self.worker.close()
 
 
+def import_worker(device: str) -> None:
+    """Import torch and the worker. Not at the top: it takes a second, and the first message leaves before."""
+    with only_imports():
+        import_torch(device)
+        from worker.worker import Worker as _  # noqa: F401 - loaded for _open_worker
+
+
 def start_worker(config: EngineConfig, mailbox: EngineSide, directory: Path) -> StartedWorker:
     """Load the model, on all ranks at the same time. Raises StartupError."""
 
@@ -53,11 +60,7 @@ def start_worker(config: EngineConfig, mailbox: EngineSide, directory: Path) -> 
 
     report(LoadProgress(stage="starting", done_bytes=0, total_bytes=0, elapsed_s=0.0))
     placed = None if config.ray is None else RayNodes(directory)
-    # Not at the top: importing torch takes a second, and the first message should leave before.
-    with only_imports():
-        import_torch(config.worker.device)
-        from worker.worker import Worker as _  # noqa: F401 - loaded for _open_worker
-
+    import_worker(config.worker.device)
     worker, group, ranks = _open_worker(config, report, directory, placed)
     facts = worker.load(report)
     if group is None:

@@ -56,6 +56,7 @@ from engine.types import (
 
 if TYPE_CHECKING:
     from engine.frontend.queue_limits import Desk
+    from engine.processes.supervisor import EngineProcess
 
 _SHUTTING_DOWN = EngineUnavailable("the server is shutting down", code="shutting_down")
 
@@ -116,10 +117,10 @@ class AsyncEngine:
 
     # Life.
 
-    def start(self) -> None:
-        """Start the engine process and return at once; `health` shows how far the model is loaded."""
+    def start(self, spare: "EngineProcess | None" = None) -> None:
+        """Start the engine process, or use the spare, and return; `health` shows how far the model is."""
         self._health.is_asleep, self._health.given_up = False, ""
-        self._engines.resume()
+        self._engines.resume(spare)
         self._supervision = asyncio.create_task(self._supervise())
         self._started.set()
 

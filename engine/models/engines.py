@@ -17,6 +17,7 @@ from engine.models.entries import ModelSpec
 from engine.models.load_metrics import LoadMetrics
 from engine.models.yard import ModelYard, YardPlace
 from engine.processes.engine_processes import GaveUp
+from engine.processes.supervisor import Spare
 from engine.text.tokenizer import TokenizerError
 
 log = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ class ModelEngines:
         self._yard: ModelYard | None = None
         if not all(each.keep.is_always_loaded for each in models):
             # A crowd before a model that is not loaded leaves room for requests to the others.
-            self._yard = ModelYard(max_waiting=max(1, config.max_queued_requests // 4))
+            self._yard = ModelYard(max_waiting=max(1, config.max_queued_requests // 4), spare=Spare())
             self.places = tuple(map(self._placed, models, self.all))
         self._starting: asyncio.Task[None] | None = None
 

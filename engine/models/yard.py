@@ -24,6 +24,7 @@ from engine.types import Health
 
 if TYPE_CHECKING:
     from engine.processes.engine_processes import GaveUp
+    from engine.processes.supervisor import EngineProcess, Spare
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ BACKGROUND_TURN_S = 300.0
 """Time after which such work has its turn as all others do."""
 STANDSTILL_S = 600.0
 """Time in which a load makes some progress, or has failed."""
+_CPU = "cpu"
 _FIRST_BACK_OFF_S, _MAX_BACK_OFF_S = 30.0, 960.0
 _GUESSED_LOAD_S = 10.0
 
@@ -61,7 +63,7 @@ class Waiting(Enum):
 class Loadable(Protocol):
     """The engine of a model, as far as its processes are concerned."""
 
-    def start(self) -> None: ...
+    def start(self, spare: "EngineProcess | None" = None) -> None: ...
 
     async def ready(self) -> Any: ...
 
@@ -198,9 +200,13 @@ class YardPlace:
 class ModelYard:
     """The places of all models. For use from one event loop."""
 
-    def __init__(self, *, max_waiting: int) -> None:
-        """`max_waiting`: calls that may wait for models which are not loaded."""
+    def __init__(self, *, max_waiting: int, spare: "Spare | None" = None) -> None:
+        """`max_waiting`: calls that may wait for models which are not loaded.
+
+        `spare` is prepared while a model on the CPU is not loaded, and loads the next one.
+        """
         self._max_waiting = max_waiting
+        self._spare = spare
         self.places: list[YardPlace] = []
         self._switching: asyncio.Task[None] | None = None
         self._look_again: asyncio.TimerHandle | None = None
@@ -279,6 +285,8 @@ class ModelYard:
             if task is not None:
                 task.cancel()
         await asyncio.gather(*(task for task in tasks if task is not None), return_exceptions=True)
+        if self._spare is not None:
+            await self._spare.close()
 
     def want(self, place: YardPlace, waiting: Waiting) -> None:
         """Put a model into the line of those that are to be loaded."""
@@ -323,6 +331,12 @@ class ModelYard:
             return
         ends_s = [now_s + each.expires_in_s for each in self.places if each.state is YardState.READY]
         self._plan_look(min([next_look_s, *ends_s]) - now_s)
+        self._prepare_spare()
+
+    def _prepare_spare(self) -> None:
+        absent = [each for each in self.places if each.state is YardState.ABSENT]
+        if self._spare is not None and any(each.room.device == _CPU for each in absent):
+            self._spare.prepare()
 
     def _line(self, now_s: float) -> list[int]:
         """List the models that wait to be loaded: those of clients, or whose turn has come, by their time."""
@@ -372,7 +386,8 @@ class ModelYard:
         began_s = time.monotonic()
         for each in victims:
             await self._unload(each)
-        place.engine.start()
+        spare = self._spare if place.room.device == _CPU else None
+        place.engine.start(None if spare is None else await spare.take())
         try:
             await _loaded(place.engine)
         except EngineUnavailable as error:

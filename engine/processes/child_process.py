@@ -15,6 +15,8 @@ INTERPRETER = (sys.executable, "-P")
 
 CONFIG_FILE = "config.msgpack"
 """The configuration file in the engine process's directory."""
+IMPORTED_FILE = "imported"
+"""A file there, once a process that has no configuration waits for one."""
 SIGNAL_FOR_STACKS = signal.SIGUSR1
 """The signal on which the engine process writes the stacks of its threads to its log."""
 EXIT_START_FAILED = 78

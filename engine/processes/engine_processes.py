@@ -123,6 +123,7 @@ class EngineProcesses:
         self._is_replacing = True
         self._deaths_s: deque[float] = deque(maxlen=_MAX_DEATHS + 1)
         self._start_failure: StartFailed | None = None
+        self._spare: EngineProcess | None = None
         self._num_received = 0
         """Messages received, from all processes."""
 
@@ -158,8 +159,9 @@ class EngineProcesses:
             self.send(Shutdown())
             await self._process.stop(grace_s=_GOODBYE_S)
 
-    def resume(self) -> None:
-        """Let `run` be called again after `stop`, as if no process had died."""
+    def resume(self, spare: EngineProcess | None = None) -> None:
+        """Let `run` be called again after `stop`, as if no process had died, first with the spare one."""
+        self._spare = spare
         self._stopping.clear()
         self._deaths_s.clear()
         self._start_failure = None
@@ -171,7 +173,10 @@ class EngineProcesses:
     async def _run_process(self) -> Death:
         num_killed = num_killed_for_memory()
         try:
-            process = await EngineProcess.start(self._config)
+            spare, self._spare = self._spare, None
+            process = spare or await EngineProcess.start(self._config)
+            if spare is not None:
+                spare.configure(self._config)
         except (OSError, zmq.ZMQError) as error:
             return Death(cause=DeathCause.CRASH, what=f"could not be started: {error}")
         finally:
@@ -358,10 +363,12 @@ class EngineGroup:
         """Ask all processes to end, then kill them."""
         await asyncio.gather(*(each.stop() for each in self._engines))
 
-    def resume(self) -> None:
-        """Let `run` be called again after `stop`."""
+    def resume(self, spare: EngineProcess | None = None) -> None:
+        """Let `run` be called again after `stop`; the spare process becomes the first engine's."""
         self._have_been_ready.clear()
-        for each in self._engines:
+        first, *others = self._engines
+        first.resume(spare)
+        for each in others:
             each.resume()
 
     def stop_replacing(self) -> None:

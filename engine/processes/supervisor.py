@@ -1,6 +1,7 @@
 """One engine process as a child, with a directory of its own that goes with it.
 
-Owns: the child process, its environment, and the directory with its sockets and configuration.
+Owns: the child process, its environment, and the directory with its sockets and configuration; and the spare
+process, which has imported torch before a model is asked for.
 Never: interprets messages, or decides on a replacement (engine_processes.py).
 """
 
@@ -11,11 +12,12 @@ import os
 from pathlib import Path
 
 import msgspec
+import zmq
 
 from engine.options.engine_config import EngineConfig
 from engine.processes import child_process
 from engine.processes.child_environment import child_environment
-from engine.processes.child_process import CONFIG_FILE, SIGNAL_FOR_STACKS
+from engine.processes.child_process import CONFIG_FILE, IMPORTED_FILE, SIGNAL_FOR_STACKS
 from engine.processes.runtime_directory import RuntimeDirectory
 from engine.processes.transport import ClientSide
 from worker.machine import visible_gpus
@@ -43,17 +45,20 @@ class EngineProcess:
         self.side = side
 
     @classmethod
-    async def start(cls, config: EngineConfig) -> "EngineProcess":
+    async def start(cls, config: EngineConfig | None) -> "EngineProcess":
+        """Start a process; without a configuration it imports what any model needs and waits for one."""
         directory = RuntimeDirectory.make()
         side: ClientSide | None = None
         try:
             side = ClientSide(directory.path)
-            (directory.path / CONFIG_FILE).write_bytes(msgspec.msgpack.encode(config))
+            own = {} if config is None else device_environment(config)
+            if config is not None:
+                _write_config(directory, config)
             child = await asyncio.create_subprocess_exec(
                 *child_process.INTERPRETER,
                 *_child_arguments(directory.path),
-                stdin=asyncio.subprocess.DEVNULL,
-                env=compute_environment(directory.path) | device_environment(config),
+                stdin=asyncio.subprocess.PIPE if config is None else asyncio.subprocess.DEVNULL,
+                env=compute_environment(directory.path) | own,
             )
         except BaseException:
             if side is not None:
@@ -62,9 +67,24 @@ class EngineProcess:
             raise
         return cls(child, directory, side)
 
+    def configure(self, config: EngineConfig) -> None:
+        """Let a process that waits for its configuration go on."""
+        assert self._child.stdin is not None
+        _write_config(self._directory, config)
+        self._child.stdin.close()
+
     @property
     def pid(self) -> int:
         return self._child.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._child.returncode is None
+
+    @property
+    def has_imported(self) -> bool:
+        """Whether a process without a configuration has nothing left to do but wait for it."""
+        return (self._directory.path / IMPORTED_FILE).exists()
 
     async def wait(self) -> int:
         """Wait for the end; return the exit code, negative for a signal."""
@@ -91,6 +111,48 @@ class EngineProcess:
     def clean_up(self) -> None:
         self.side.close()
         self._directory.remove()
+
+
+class Spare:
+    """At most one process that imports, then waits for its configuration. For use from one event loop."""
+
+    def __init__(self) -> None:
+        self._starting: asyncio.Task[EngineProcess] | None = None
+
+    def prepare(self) -> None:
+        """Start the process if there is none, and return at once; it imports at low precedence."""
+        if self._starting is None:
+            self._starting = asyncio.create_task(EngineProcess.start(None))
+
+    async def take(self) -> EngineProcess | None:
+        """Return the process, which the caller ends; None while there is none that has imported."""
+        if self._starting is None or not self._starting.done():
+            return None
+        try:
+            process = await self._starting
+        except (OSError, zmq.ZMQError) as error:
+            log.warning("no process waits for the next model: %s", error)
+            self._starting = None
+            return None
+        if process.is_running and not process.has_imported:
+            return None
+        self._starting = None
+        if not process.is_running:
+            process.clean_up()
+            return None
+        return process
+
+    async def close(self) -> None:
+        starting, self._starting = self._starting, None
+        if starting is not None:
+            with contextlib.suppress(OSError, zmq.ZMQError):
+                process = await starting
+                await process.stop(grace_s=0)
+                process.clean_up()
+
+
+def _write_config(directory: RuntimeDirectory, config: EngineConfig) -> None:
+    (directory.path / CONFIG_FILE).write_bytes(msgspec.msgpack.encode(config))
 
 
 def compute_environment(directory: Path) -> dict[str, str]:

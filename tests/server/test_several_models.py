@@ -246,7 +246,7 @@ class Processes:
         self.may_load = asyncio.Event()
         self.fault = ""
 
-    def start(self) -> None:
+    def start(self, spare: object = None) -> None:
         """Begin to load."""
 
     async def ready(self) -> None:

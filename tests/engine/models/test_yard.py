@@ -24,11 +24,13 @@ class Engine:
         self._world = world
         self.is_loaded = self.fails = False
         self.num_loads = 0
+        self.spares: list[object] = []
         self.progress, self.fault = 0.0, ""
         self._end: asyncio.Future[GaveUp | None] | None = None
 
-    def start(self) -> None:
+    def start(self, spare: object = None) -> None:
         assert not self.is_loaded
+        self.spares.append(spare)
         self._end = asyncio.get_running_loop().create_future()
         self.num_loads += 1
 
@@ -61,6 +63,25 @@ class Engine:
         self._end.set_result(GaveUp(what="it died", fix="", exit_code=1))
 
 
+class Spare:
+    """Processes that wait for a configuration: numbers."""
+
+    def __init__(self) -> None:
+        self.num_prepared, self.waiting = 0, None
+
+    def prepare(self) -> None:
+        if self.waiting is None:
+            self.num_prepared += 1
+            self.waiting = self.num_prepared
+
+    async def take(self) -> int | None:
+        taken, self.waiting = self.waiting, None
+        return taken
+
+    async def close(self) -> None:
+        self.waiting = None
+
+
 class World:
     """A yard with room for so many models of one byte each."""
 
@@ -76,7 +97,8 @@ class World:
         self.may_load = asyncio.Event()
         self.may_load.set()
         self.room = room
-        self.yard = ModelYard(max_waiting=max_waiting)
+        self.spare = Spare()
+        self.yard = ModelYard(max_waiting=max_waiting, spare=self.spare)  # type: ignore[arg-type]
         self.engines = [Engine(self) for _ in rules]
         self.sizes, self.devices = sizes or [1] * len(rules), devices or ["cpu"] * len(rules)
         self.places: list[YardPlace] = []
@@ -123,6 +145,27 @@ async def test_models_of_the_start_are_loaded_at_once_one_after_the_other_and_a_
     assert [engine.is_loaded for engine in world.engines] == [True, True, False]
     await world.places[2].lease(Waiting.IN_LINE)
     assert [engine.is_loaded for engine in world.engines] == [True, False, True]
+    await world.yard.close()
+
+
+async def test_a_spare_process_loads_what_is_on_the_cpu_and_there_is_one_while_a_model_is_absent() -> None:
+    world = World(ON_DEMAND, ON_DEMAND, ON_DEMAND, room=1, devices=["cpu", "cuda:0", "cpu"])
+    for place in world.places:
+        async with place.held():
+            pass
+    assert [each.spares for each in world.engines] == [[1], [None], [2]]
+    await world.until(lambda: world.spare.waiting == 3)
+    await world.yard.close()
+    assert world.spare.waiting is None
+
+
+async def test_no_spare_process_is_kept_where_all_models_are_loaded() -> None:
+    world = World(ON_DEMAND, ON_DEMAND, room=2)
+    for place in world.places:
+        async with place.held():
+            pass
+    await asyncio.sleep(0.01)
+    assert (world.spare.num_prepared, world.spare.waiting) == (2, None)
     await world.yard.close()
 
 

@@ -14,6 +14,7 @@ from engine.options.sources import read_options
 from engine.process_messages import ToClient
 from engine.processes import engine_processes, supervisor
 from engine.processes.engine_processes import EngineProcesses
+from engine.processes.supervisor import Spare
 from tests.checkpoints import write_tokenizer
 from worker.machine import num_killed_for_memory
 
@@ -121,6 +122,41 @@ async def test_a_death_says_if_the_kernel_has_killed_for_want_of_memory(
         f"{killed}; meanwhile the kernel has killed 1 process(es) of this control group"
     )
     assert deaths[1:] == [killed]
+
+
+async def until_taken(spare: Spare) -> supervisor.EngineProcess:
+    async with asyncio.timeout(60):
+        while (process := await spare.take()) is None:
+            await asyncio.sleep(0.01)
+    return process
+
+
+async def test_a_spare_process_goes_on_with_its_configuration_and_a_dead_one_is_not_used(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = """
+file = Path(sys.argv[1]) / "config.msgpack"
+was_there = file.exists()
+(file.parent / "imported").touch()
+sys.stdin.read()
+Path(sys.argv[0]).with_name("seen").write_text(f"{was_there} {file.exists()}")
+"""
+    engine, spare = make_processes(folder, monkeypatch, body, []), Spare()
+    engine.stop_replacing()
+    assert await spare.take() is None
+    spare.prepare()
+    process = await until_taken(spare)
+    engine.resume(process)
+    assert await asyncio.wait_for(engine.run(), 30) is not None
+    assert (folder / "seen").read_text() == "False True"
+    spare.prepare()
+    process = await until_taken(spare)
+    process.kill()
+    await process.wait()
+    spare._starting = asyncio.create_task(asyncio.sleep(0, process))
+    await asyncio.sleep(0.01)
+    assert await spare.take() is None
+    assert spare._starting is None
 
 
 async def test_stopping_while_the_process_is_being_born_ends_it(
