@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from engine.models.load_metrics import LoadMetrics
 from engine.models.placement import Reservation
-from engine.models.yard import KeepRule, ModelYard
+from engine.models.yard import KeepRule, ModelYard, Waiting
 from server.app import build_app
 from server.edge import waiting_stream
 from server.edge.access.key_ring import KeyRing
@@ -34,7 +34,10 @@ from tests.server.test_several_models import (
 
 @pytest.mark.parametrize(
     ("path", "body"),
-    [(path, GENERATING[path]) for path in ("/v1/completions", "/v1/messages", "/v1/responses")],
+    [
+        (path, GENERATING[path])
+        for path in ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
+    ],
 )
 async def test_a_stream_that_waits_for_its_model_says_how_far_it_is_and_ends_with_the_error(
     monkeypatch: pytest.MonkeyPatch, path: str, body: dict
@@ -116,6 +119,34 @@ async def test_a_key_for_an_adapter_learns_nothing_of_the_model_below_and_does_n
             for path in ("/v1/models", "/v1/models/law"):
                 listed = await client.get(path, headers=bearer("lawyer"))
                 assert (listed.status_code, "base" in listed.text) == (200, False), listed.text
+        engine.state = dataclasses.replace(LOADING, detail="base is cut off")
+        details = [
+            (await client.get("/health", params={"model": name})).json()["detail"] for name in ("law", "base")
+        ]
+        assert details == ["loading", "base is cut off"]
+
+
+async def test_a_key_for_an_adapter_does_not_shorten_the_stay_of_the_model_below():
+    engine = FakeEngine(dataclasses.replace(INFO, served_names=("base",), served_adapters=(LAW,)))
+    yard, processes = ModelYard(max_waiting=1), Processes()
+    processes.may_load.set()
+    room = Reservation(device="cpu", num_bytes=1, budget_bytes=1)
+    place = yard.add("base", processes, KeepRule(at_start=False, keep_alive_s=600), room)
+    keys = KeyRing([key("lawyer", "law"), key("owner", "base")])
+    app = build_app(engine, Settings(), keys=keys, models=[Served(engine, Parsers(), place)])
+    prompts = ({}, {"prompt": "hi", "stream": False})
+    async with connect(app) as client:
+        await place.lease(Waiting.IN_LINE)
+        place.release()
+        for prompt in prompts:
+            body = {"model": "law", "keep_alive": 0, **prompt}
+            reply = await client.post("/api/generate", json=body, headers=bearer("lawyer"))
+            assert (reply.status_code, place.is_loaded) == (200, True), reply.text
+        assert place.expires_in_s > 60
+        body = {"model": "base", "keep_alive": 0}
+        assert (await client.post("/api/generate", json=body, headers=bearer("owner"))).status_code == 200
+        await eventually(lambda: not place.is_loaded)
+    await yard.close()
 
 
 async def test_models_are_loaded_and_unloaded_by_the_routes_of_llama_cpps_router():

@@ -19,7 +19,7 @@ from server.api.chat.turn import prepare_fitting
 from server.api.completions.requests import fitting_completion
 from server.api.ollama.input import chat_request_of, completion_request_of, served_name
 from server.api.ollama.lines import LineFraming, LineShape, LineStream, error_body
-from server.api.ollama.model_routes import documented, keep_idle, router
+from server.api.ollama.model_routes import documented, keep_idle, own_place, router
 from server.api.ollama.models import OllamaReply
 from server.api.ollama.protocol import (
     PROMPT_REFUSALS,
@@ -83,7 +83,8 @@ async def _answer(
     shape = LineShape(model=body.model or names.served[0], is_chat=isinstance(body, OllamaChatRequest))
     empty = {**shape.line({"content": ""}, time.time()), "done": True}
     if edge.place is not None and not body.needs_model:
-        edge.place.leave()
+        if (place := own_place(request)) is not None:
+            place.leave()
         return json_reply({**empty, "done_reason": "unload"})
     info = edge.engine.info
     if body.is_empty:  # clients ask so for the model to be loaded

@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
+from engine.models.yard import YardPlace
 from engine.types import ModelInfo
 from engine.version import VERSION
 from server.api.chat.plan import model_reading
@@ -48,9 +49,15 @@ def keep_idle(request: Request, keep_alive: str | float | None) -> None:
 
     Raises RequestRejected.
     """
-    seconds, place = keep_alive_s(keep_alive), edge_of(request).place
+    seconds, place = keep_alive_s(keep_alive), own_place(request)
     if place is not None:
         place.keep_for(seconds)
+
+
+def own_place(request: Request) -> YardPlace | None:
+    """Return the place of the request's model; None if it always stays, or the key sees an adapter alone."""
+    edge = edge_of(request)
+    return edge.place if models_of(request).shows(edge, key_of(request.scope)) else None
 
 
 def documented(reply: type[BaseModel], *, request: type[BaseModel] | None = None) -> dict[str, Any]:
