@@ -42,7 +42,7 @@ PAGE: tuple[Endpoint, ...] = (page.ENDPOINT,)
 ADMIN_PAGE: tuple[Endpoint, ...] = (*PAGE, models.BY_HAND)
 """The page on a port of the admin routes, with the models that it lists and loads."""
 YARD: tuple[Endpoint, ...] = (yard.ENDPOINT,)
-"""The live view of the scheduler, which reads and changes nothing."""
+"""The live view of the scheduler and its simulator, which change nothing."""
 ADMIN: tuple[Endpoint, ...] = (admin.ENDPOINT, *YARD)
 """Endpoints for operators, served only if they are enabled; they may have a port of their own."""
 ADAPTERS: tuple[Endpoint, ...] = (models.ADAPTERS,)

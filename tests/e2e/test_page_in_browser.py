@@ -244,14 +244,14 @@ def test_a_preemption_is_seen_told_and_exported(page: Any, server: RunningServer
     page.wait_for_selector("#gauges dd")
     with concurrent.futures.ThreadPoolExecutor(14) as crowd:
         others = [crowd.submit(ask, server, number) for number in range(14)]
-        page.wait_for_selector("#running li[data-id]")
-        page.wait_for_selector("#waiting li[data-id] .why")
+        page.wait_for_selector("#running [data-id]")
+        page.wait_for_selector("#waiting [data-id] .why")
         page.wait_for_selector("#events li:not(.empty)")
         if IMAGES:  # pictures with more steps in them
             film(page)
         page.click("#pause")
         picture(page, "page-yard.png")
-        page.locator("#running li[data-id]").first.click()
+        page.locator("#running [data-id]").first.click()
         assert "prompt tokens" in page.inner_text("#life")
         assert [each.result() for each in others] == [200] * 14
     assert "gave" in page.inner_text("#events li:not(.empty) >> nth=0")
@@ -268,7 +268,11 @@ def test_a_preemption_is_seen_told_and_exported(page: Any, server: RunningServer
             page.click(f"#export-{name}")
         files[name] = tmp_path / download.value.suggested_filename
         download.value.save_as(files[name])
-    assert "tokenyard simulate --fit yard-steps.jsonl" in page.inner_text("#what-if")
+    assert "tokenyard simulate --fit yard-steps.jsonl" in page.text_content("#what-if")
+    page.click("#run-what-if")
+    page.locator("#what-if-runs th", has_text="num_blocks=96").wait_for()
+    assert "preemptions" in page.inner_text("#what-if-runs")
+    assert page.get_attribute("#what-if-queue", "src").startswith("data:image/svg+xml,")
     assert any(step["preemptions"] for step in map(orjson.loads, files["steps"].read_bytes().splitlines()))
     assert list(read_trace(files["steps"]))
     assert len(list(read_requests(files["requests"]))) >= 14

@@ -101,14 +101,17 @@ async function answer(begun) {
   turn.stats.startMs = performance.now();
   drawAll();
   setBusy(true);
+  state.load = "";  // how far the model is, while the reply waits for it
   keepAndShow(talk);
   isOpenNow(talk);
   let keptMs = turn.stats.startMs;
   try {
     const reply = await ask("/v1/chat/completions", { method: "POST", body: { ...asked, messages }, signal: mine.signal });
     turn.requestId = reply.headers.get("x-request-id") || "";
-    for await (const data of eventsOf(reply)) {
+    const onComment = (text) => { state.load = text === "keep-alive" ? "" : `The model is not loaded yet: ${text} …`; drawSoon(turn); };
+    for await (const data of eventsOf(reply, onComment)) {
       if (data === "[DONE]") break;
+      state.load = "";
       takeChunk(turn, JSON.parse(data));
       drawSoon(turn);
       if (performance.now() - keptMs > KEEP_EVERY_MS) { keptMs = performance.now(); keepAndShow(talk); }
@@ -234,6 +237,7 @@ function fillAssistant(box, turn, place) {
   const body = element("div", { className: "body" });
   render(body, turn.content);
   if (!turn.isDone && !turn.error) (body.lastElementChild ?? body).classList.add("caret");
+  if (!turn.isDone && state.load) parts.push(element("p", { className: "dim", role: "status", textContent: state.load }));
   parts.push(body);
   for (const call of turn.calls) if (call) parts.push(callCard(call, turn));
   if (turn.error) parts.push(element("div", { className: "failure", role: "alert", textContent: turn.error }));

@@ -52,7 +52,9 @@ export function chromeTrace(history) {
   return JSON.stringify({ traceEvents: events, displayTimeUnit: "ms" });
 }
 
-export function whatIf(view) {
+export const someSettings = (view) => `base,${view.policy === "priority" ? "fcfs" : "priority"},num_blocks=${view.stats.num_blocks * 2},load=1.5`;
+
+export function whatIf(view, settings) {
   const config = `--num-blocks ${view.stats.num_blocks} --block-size ${view.block_size} --max-num-seqs ${view.max_num_seqs} --scheduling-policy ${view.policy}`;
-  return `tokenyard trace yard-steps.jsonl\ntokenyard simulate --fit yard-steps.jsonl --requests yard-requests.jsonl \\\n  ${config} \\\n  --compare base,priority,num_blocks=${view.stats.num_blocks * 2},load=1.5`;
+  return `tokenyard trace yard-steps.jsonl\ntokenyard simulate --fit yard-steps.jsonl --requests yard-requests.jsonl \\\n  ${config} \\\n  --compare ${settings}`;
 }

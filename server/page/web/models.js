@@ -25,7 +25,7 @@ async function look() {
   let isAgain;
   try {
     const listed = (await (await ask("/models")).json()).data || [];
-    models = listed.filter((each) => each.id === each.root);
+    models = listed.filter((each) => each.id === each.root && !each.parent);  // neither other names nor adapters
     choose();
     draw();
     isAgain = !byId("server").hidden && models.some((each) => each.status);

@@ -45,8 +45,8 @@ export async function ask(path, { method = "GET", body, headers = {}, signal } =
   throw new Refused(reply.status, error.code || "", error.message || `Status ${reply.status}.`, reply.headers.get("retry-after"));
 }
 
-// Yield the data of each server-sent event, as text.
-export async function* eventsOf(reply) {
+// Yield the data of each server-sent event, as text; comments between them are for `onComment`.
+export async function* eventsOf(reply, onComment = () => {}) {
   const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
   let buffer = "";
   try {
@@ -59,6 +59,7 @@ export async function* eventsOf(reply) {
       for (const part of parts) {
         const data = part.split("\n").filter((line) => line.startsWith("data:")).map((line) => line.slice(5).trimStart());
         if (data.length) yield data.join("\n");
+        else if (part.startsWith(":")) onComment(part.slice(1).trim());
       }
     }
   } finally {

@@ -1,7 +1,8 @@
 // The yard: the scheduler's lines, blocks and steps, live or at a moment of the last minute.
 
 import { colourOf, drawBlocks, drawStrip, paletteOf } from "./draw.js";
-import { chromeTrace, requestLines, stepLines, whatIf } from "./files.js";
+import { chromeTrace, requestLines, stepLines } from "./files.js";
+import { openWhatIf, startWhatIf } from "./whatif.js";
 import { History } from "./history.js";
 import { copy, download, element } from "./net.js";
 import { lifeInWords, many, nameOf, preemptionWords, reasonOf, span } from "./words.js";
@@ -115,13 +116,13 @@ function drawLine(list, reports, fill, empty) {
     fill(item, report);
     return item;
   });
-  if (!items.length) items.push(element("li", { className: "empty", textContent: empty }));
+  if (!items.length) items.push(element("div", { className: "empty", textContent: empty }));
   items.forEach((item, place) => { if (list.children[place] !== item) list.insertBefore(item, list.children[place] || null); });
   while (list.children.length > items.length) list.lastElementChild.remove();
 }
 
 function newItem(id) {
-  const item = element("li", { tabIndex: 0, role: "button" }, element("span", { className: "swatch" }), element("span", { className: "name" }), element("span"), element("span", { className: "what" }));
+  const item = element("div", { tabIndex: 0, role: "button" }, element("span", { className: "swatch" }), element("span", { className: "name" }), element("span"), element("span", { className: "what" }));
   item.dataset.id = id;
   item.style.setProperty("--hue", colourOf(id, state.palette.isDark));
   item.addEventListener("click", () => select(id));
@@ -229,7 +230,7 @@ function startPictures() {
   });
   const repaint = () => {
     state.palette = paletteOf();
-    for (const item of document.querySelectorAll("ol.line li[data-id]")) item.style.setProperty("--hue", colourOf(item.dataset.id, state.palette.isDark));
+    for (const item of document.querySelectorAll(".line > [data-id]")) item.style.setProperty("--hue", colourOf(item.dataset.id, state.palette.isDark));
     draw();
   };
   document.addEventListener("theme", repaint);
@@ -242,13 +243,13 @@ function startExport() {
   byId("export").addEventListener("click", () => {
     const view = history.frames.at(-1);
     if (!view) return;
-    byId("what-if").textContent = whatIf(view);
+    openWhatIf(history, view);
     dialog.showModal();
   });
   byId("export-steps").addEventListener("click", () => download("yard-steps.jsonl", stepLines(history), "application/jsonl"));
   byId("export-requests").addEventListener("click", () => download("yard-requests.jsonl", requestLines(history), "application/jsonl"));
   byId("export-perfetto").addEventListener("click", () => download("yard-trace.json", chromeTrace(history)));
-  byId("copy-what-if").addEventListener("click", (event) => copy(byId("what-if").textContent, event.target));
+  startWhatIf();
   byId("close-export").addEventListener("click", () => dialog.close());
 }
 
@@ -266,7 +267,7 @@ export function startYard() {
   document.addEventListener("model-in-view", () => { history.clear(); Object.assign(state, { paused: null, selected: null }); draw(); });
   document.addEventListener("shown", (event) => { if (event.detail === "yard") draw(); });
   document.addEventListener("keydown", (event) => {
-    if (event.key !== " " || byId("yard").hidden || event.target.closest("input, textarea, select, button, li, dialog")) return;
+    if (event.key !== " " || byId("yard").hidden || event.target.closest("input, textarea, select, button, .line > div, dialog")) return;
     event.preventDefault();
     togglePause();
   });

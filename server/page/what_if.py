@@ -1,0 +1,123 @@
+"""POST /admin/what_if: the simulator, on the requests that the page has seen and with other settings.
+
+Owns: the files of a run and its bounds: one at a time, its time and its memory.
+Never: simulates: that is a process of its own, which runs `tokenyard simulate`.
+
+With keys it takes one that may administer; app.py says where it is served without keys.
+"""
+
+import asyncio
+import os
+import re
+import resource
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import orjson
+from fastapi import APIRouter
+from pydantic import Field, field_validator
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine.errors import Overloaded, RequestRejected, without_folders
+from engine.processes.child_environment import child_environment
+from engine.processes.child_process import INTERPRETER
+from server.edge.http.disconnect import while_connected
+from server.edge.http.endpoint import ReplyModel, documentation, json_reply
+from server.edge.http.json_body import read_request
+from server.edge.wire_model import WireModel, wrong_shape
+
+_WITHIN_S = 60
+_MAX_BYTES = 2 << 30
+_NICENESS = 10
+_WORD = (
+    r"(?:base|fcfs|priority|(?:num_blocks|max_num_seqs|max_num_batched_tokens)=[0-9]{1,7}"
+    r"|replicas=[0-9]{1,2}|(?:load|aging)=[0-9]{1,4}(?:\.[0-9]{1,3})?)"
+)
+_VARIANT = re.compile(rf"{_WORD}(?:\+{_WORD}){{0,7}}")
+"""Settings joined by +; none with which a run has processes of its own."""
+_MAX_VARIANTS = 8
+_SHAPE = (
+    f"expected up to {_MAX_VARIANTS} settings divided by commas, of words joined by +: base, fcfs, priority, "
+    "num_blocks=N, max_num_seqs=N, max_num_batched_tokens=N, aging=S, load=FACTOR, replicas=N up to 99"
+)
+Count = Annotated[int, Field(ge=1, le=10_000_000)]
+
+
+class WhatIfRequest(WireModel):
+    """The body of POST /admin/what_if."""
+
+    steps: str
+    """Lines of a trace of steps, to which the time of a step is fitted."""
+    requests: str
+    """Lines of requests, as `tokenyard simulate --requests` reads them."""
+    num_blocks: Count
+    block_size: Count
+    max_num_seqs: Count
+    scheduling_policy: Literal["fcfs", "priority"]
+    compare: str
+    """Settings to try, divided by commas, such as `base,num_blocks=4000+load=1.5`."""
+
+    @field_validator("compare")
+    @classmethod
+    def _is_bounded(cls, text: str) -> str:
+        variants = text.split(",")
+        if len(variants) > _MAX_VARIANTS or not all(map(_VARIANT.fullmatch, variants)):
+            raise wrong_shape(_SHAPE)
+        return text
+
+
+class WhatIfRuns(ReplyModel):
+    runs: list[dict[str, Any]]
+    """One for each setting, in the numbers of `tokenyard simulate --json`."""
+    pictures: dict[str, str]
+    """SVG: `ttft`, time to first token, and `queue`, requests that wait."""
+
+
+router = APIRouter()
+_running = asyncio.Lock()
+
+
+@router.post("/admin/what_if", **documentation(WhatIfRuns, request=WhatIfRequest))
+async def run_what_if(request: Request) -> Response:
+    """Simulate the requests under each setting."""
+    body = await read_request(request, WhatIfRequest, {}, from_headers={})
+    if _running.locked():
+        raise Overloaded("a simulation is under way; try again later", retry_after_s=5.0)
+    async with _running:
+        with tempfile.TemporaryDirectory() as name:
+            return json_reply(await while_connected(request.receive, _simulated(body, Path(name))))
+
+
+async def _simulated(body: WhatIfRequest, folder: Path) -> dict[str, Any]:
+    """Run the simulator. Raises RequestRejected with what it says."""
+    steps, requests, report = (folder / each for each in ("steps.jsonl", "requests.jsonl", "report.json"))
+    steps.write_text(body.steps)
+    requests.write_text(body.requests)
+    given = body.model_dump(exclude={"steps", "requests"})
+    files = {"fit": steps, "requests": requests, "json": report, "plots": folder}
+    words = [f"--{key.replace('_', '-')}={value}" for key, value in {**given, **files}.items()]
+    child = await asyncio.create_subprocess_exec(
+        *(*INTERPRETER, "-m", "bench.simulate.command", *words),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+        env=child_environment(OPENBLAS_NUM_THREADS="1"),  # each of many threads would reserve memory
+    )
+    try:
+        os.setpriority(os.PRIO_PROCESS, child.pid, _NICENESS)
+        if hasattr(resource, "prlimit"):
+            resource.prlimit(child.pid, resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
+        _, said = await asyncio.wait_for(child.communicate(), _WITHIN_S)
+    except TimeoutError:
+        raise RequestRejected(f"the simulation took more than {_WITHIN_S} s", param="compare") from None
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
+    if child.returncode:
+        last = said.decode(errors="replace").strip().rpartition("\n")[2] or "the simulation failed"
+        raise RequestRejected(without_folders(last), param="compare")
+    pictures = {each: (folder / f"{each}.svg").read_text() for each in ("ttft", "queue")}
+    return {"runs": orjson.loads(report.read_bytes())["runs"], "pictures": pictures}
