@@ -4,7 +4,8 @@
 
 Runs in the environment of that peer, which has the package gguf; needs neither torch nor transformers.
 Owns: names, order of rows, and the tokenizer, in the words of that format. Matrices stay bfloat16.
-Never: quantizes, or converts what make_shapes.py does not write: llama and qwen3 with tied embeddings.
+Never: quantizes, or converts what make_shapes.py does not write: llama, qwen3 and qwen3.5 with tied
+embeddings.
 """
 
 import json
@@ -31,14 +32,28 @@ _NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+_RECURRENT_NAMES = {
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+    "post_attention_layernorm": "post_attention_norm",
+}
+"""Further names in layers of Qwen3.5."""
+_DTYPES = {"BF16": np.uint16, "F32": np.float32}
+_ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3_5_text": "qwen35"}
 
 
 def write_gguf(folder: Path, file: Path) -> None:
     """Raises ValueError for a checkpoint that is not one of ours."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    if config["model_type"] not in ("llama", "qwen3") or not config["tie_word_embeddings"]:
-        raise ValueError(f"only llama and qwen3 with tied embeddings, not {config['model_type']}")
-    writer = gguf.GGUFWriter(file, config["model_type"])
+    architecture = _ARCHITECTURES.get(config["model_type"])
+    if architecture is None or not config["tie_word_embeddings"]:
+        raise ValueError(f"only {', '.join(_ARCHITECTURES)} with tied embeddings, not {config['model_type']}")
+    writer = gguf.GGUFWriter(file, architecture)
     _add_shape(writer, config)
     _add_tokenizer(writer, folder, config)
     for name, values in _tensors(folder / "model.safetensors"):
@@ -60,11 +75,20 @@ def _add_shape(writer: Any, config: dict[str, Any]) -> None:
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(config["head_dim"])
     writer.add_value_length(config["head_dim"])
-    writer.add_rope_dimension_count(config["head_dim"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    rope = config["rope_parameters"]
+    writer.add_rope_dimension_count(int(config["head_dim"] * rope.get("partial_rotary_factor", 1)))
+    writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    if config["model_type"] == "qwen3_5_text":
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
+        writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+        writer.add_ssm_state_size(config["linear_key_head_dim"])
+        writer.add_ssm_group_count(config["linear_num_key_heads"])
+        writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
+        writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
+        writer.add_full_attention_interval(config["layer_types"].index("full_attention") + 1)
 
 
 def _add_tokenizer(writer: Any, folder: Path, config: dict[str, Any]) -> None:
@@ -82,34 +106,48 @@ def _add_tokenizer(writer: Any, folder: Path, config: dict[str, Any]) -> None:
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, NDArray[Any]]]:
-    """Names and values, as the 16 bits of each bfloat16."""
+    """Names and values; of bfloat16 the 16 bits of each."""
     data = np.memmap(path, dtype=np.uint8, mode="r")
     (length,) = struct.unpack("<Q", data[:8].tobytes())
     header = json.loads(data[8 : 8 + length].tobytes())
     header.pop("__metadata__", None)
     for name, about in header.items():
-        if about["dtype"] != "BF16":
-            raise ValueError(f"{name} is {about['dtype']}, not BF16")
+        if about["dtype"] not in _DTYPES:
+            raise ValueError(f"{name} is {about['dtype']}, not BF16 or F32")
         start, end = (8 + length + offset for offset in about["data_offsets"])
-        yield name, data[start:end].view(np.uint16).reshape(about["shape"])
+        yield name, data[start:end].view(_DTYPES[about["dtype"]]).reshape(about["shape"])
 
 
 def _add_tensor(writer: Any, config: dict[str, Any], name: str, values: NDArray[Any]) -> None:
-    part = name.removeprefix("model.").removesuffix(".weight")
+    part, is_recurrent = name.removeprefix("model.").removesuffix(".weight"), "linear_attn" in name
     if part == "embed_tokens":
-        target = "token_embd"
+        target = "token_embd.weight"
     elif part == "norm":
-        target = "output_norm"
+        target = "output_norm.weight"
     else:
         _, number, inner = part.split(".", 2)
-        target = f"blk.{number}.{_NAMES[inner]}"
+        target = f"blk.{number}.{_name_in_layer(config, inner)}"
         if config["model_type"] == "llama" and inner in ("self_attn.q_proj", "self_attn.k_proj"):
             values = _interleaved(values, config["head_dim"])
-    if values.ndim == 1:  # norms are float32 there
-        writer.add_tensor(f"{target}.weight", (values.astype(np.uint32) << 16).view(np.float32))
+    if values.ndim != 2:  # norms and the like are float32 there
+        values = values if values.dtype == np.float32 else (values.astype(np.uint32) << 16).view(np.float32)
+        if part.endswith("A_log"):
+            values = -np.exp(values)
+        elif config["model_type"] == "qwen3_5_text" and part.endswith("norm") and not is_recurrent:
+            values = values + 1
+        writer.add_tensor(target, values.squeeze(1) if values.ndim == 3 else values)
         return
     as_bytes = np.ascontiguousarray(values).view(np.uint8)
-    writer.add_tensor(f"{target}.weight", as_bytes, raw_dtype=gguf.GGMLQuantizationType.BF16)
+    writer.add_tensor(target, as_bytes, raw_dtype=gguf.GGMLQuantizationType.BF16)
+
+
+def _name_in_layer(config: dict[str, Any], inner: str) -> str:
+    if inner == "linear_attn.A_log":
+        return "ssm_a"
+    if inner == "linear_attn.dt_bias":
+        return "ssm_dt.bias"
+    names = _NAMES | _RECURRENT_NAMES if config["model_type"] == "qwen3_5_text" else _NAMES
+    return f"{names[inner]}.weight"
 
 
 def _interleaved(values: NDArray[Any], head_dim: int) -> NDArray[Any]:

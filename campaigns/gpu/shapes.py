@@ -41,12 +41,6 @@ class RecurrentShape:
     def value_size(self) -> int:
         return self.num_value_heads * self.head_dim
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of one sequence in one layer: float32, and what the convolution keeps in 16 bits."""
-        kept = 2 * (self.width - 1) * (2 * self.key_size + self.value_size)
-        return 4 * self.value_size * self.head_dim + kept
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
@@ -81,13 +75,6 @@ class Shape:
         """Layers with keys and values."""
         every = 1 if self.recurrent is None else _EVERY
         return list(range(every - 1, self.num_hidden_layers, every))
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of one sequence's states."""
-        if self.recurrent is None:
-            return 0
-        return self.recurrent.state_bytes * (self.num_hidden_layers - len(self.attending))
 
 
 SHAPES = {

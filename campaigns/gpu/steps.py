@@ -232,11 +232,8 @@ class Bench:
         kv_per_token = self._bytes.kv_per_token
         if self._options.get("kv_cache_dtype") == "fp8":
             kv_per_token //= 2
-        shape = SHAPES[self._shape]
-        kv_per_token = kv_per_token * len(shape.attending) // shape.num_hidden_layers
-        num_bytes = self._weight_bytes() + batch * self._context * kv_per_token
-        num_bytes += batch * 2 * shape.state_bytes  # read and written
-        return float(num_bytes / self._bandwidth)
+        of_sequence = self._context * kv_per_token + self._bytes.states_per_client
+        return float((self._weight_bytes() + batch * of_sequence) / self._bandwidth)
 
     def _weight_bytes(self) -> int:
         """Bytes that a step reads: layers by the bits of their numbers, the output layer as it is."""

@@ -29,11 +29,14 @@ class StepBytes:
     weights: int
     """Bytes of all weights; an input embedding that is not the output layer too counts a few rows."""
     kv_per_token: int
+    states_per_client: int = 0
+    """Bytes of what layers that recur keep, as it is read and as it is written."""
 
     def step_s(self, workload: Workload, bandwidth: float) -> float:
         """Seconds of a step with every client in the middle of its reply; `bandwidth` in bytes per second."""
         context = workload.input_len + workload.output_len / 2
-        return (self.weights + workload.concurrency * context * self.kv_per_token) / bandwidth
+        of_clients = workload.concurrency * (context * self.kv_per_token + self.states_per_client)
+        return (self.weights + of_clients) / bandwidth
 
     def tokens_per_s(self, workload: Workload, bandwidth: float) -> float:
         """Output tokens per second if everything but decoding were free."""
@@ -54,12 +57,23 @@ def step_bytes(model: Path) -> StepBytes:
             )
         heads = config.get("num_key_value_heads", config["num_attention_heads"])
         head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        kv_per_token = 2 * config["num_hidden_layers"] * heads * head_dim * _BYTES_OF_KV
+        num_recurrent = (config.get("layer_types") or []).count("linear_attention")
+        kv_per_token = 2 * (config["num_hidden_layers"] - num_recurrent) * heads * head_dim * _BYTES_OF_KV
+        states = 2 * num_recurrent * _state_bytes(config) if num_recurrent else 0
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UnreadableCheckpoint(f"cannot count the bytes of {model}: {error!r}") from None
     if not weights:
         raise UnreadableCheckpoint(f"{model} holds no safetensors")
-    return StepBytes(weights=weights, kv_per_token=kv_per_token)
+    return StepBytes(weights=weights, kv_per_token=kv_per_token, states_per_client=states)
+
+
+def _state_bytes(config: dict[str, Any]) -> int:
+    """Bytes of one layer's state, float32, and of its convolution's earlier inputs in 16 bits."""
+    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+    inputs = (config["linear_conv_kernel_dim"] - 1) * (2 * keys + values)
+    num_bytes: int = 4 * values * config["linear_key_head_dim"] + 2 * inputs
+    return num_bytes
 
 
 def _tensors(path: Path) -> dict[str, dict[str, Any]]:

@@ -234,6 +234,20 @@ def test_the_floor_counts_what_a_step_reads(checkpoint: Path, tmp_path: Path) ->
         step_bytes(tmp_path)
 
 
+def test_the_floor_of_layers_that_recur_has_their_states_twice_and_no_keys(tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen3_5_text", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    num_recurrent = config["layer_types"].count("linear_attention")
+    found = step_bytes(folder)
+    heads, keys, size = 4, 2, 16  # of tests/checkpoints.py, with a convolution over four tokens
+    of_layer = 4 * heads * size * size + 2 * 3 * (2 * keys + heads) * size
+    assert found.states_per_client == 2 * num_recurrent * of_layer
+    num_attending = len(config["layer_types"]) - num_recurrent
+    assert found.kv_per_token == num_attending * 2 * config["num_key_value_heads"] * config["head_dim"] * 2
+    of_two = StepBytes(weights=1000, kv_per_token=2, states_per_client=5)
+    assert of_two.step_s(ONE, bandwidth=100.0) == (1000 + (128 + 32) * 2 + 5) / 100
+
+
 def test_memory_is_read_at_a_believable_speed() -> None:
     assert 1e8 < read_bandwidth(1) < 1e13
 
