@@ -26,6 +26,14 @@ RECURRENCES: dict[str, dict[str, Any]] = {
     "delta rule": {"heads": 4, "groups": 2, "key": 32, "value": 40, "has_unit_keys": True},
     "large heads": {"heads": 2, "groups": 2, "key": 128, "value": 128, "has_unit_keys": True},
     "decays of numbers": {"heads": 3, "groups": 3, "key": 16, "value": 16, "by_number": True},
+    "large heads, decays of numbers": {
+        "heads": 2,
+        "groups": 1,
+        "key": 128,
+        "value": 72,
+        "has_unit_keys": True,
+        "by_number": True,
+    },
     "without the delta rule": {"heads": 6, "groups": 2, "key": 48, "value": 24, "is_delta": False},
     "heads of one value": {
         "heads": 48,

@@ -360,8 +360,17 @@ struct Recurrence {
   float* output;  // [T, H, V]
 
   int64_t num_tokens() const { return step.query_starts[step.num_seqs]; }
+  int64_t num_keys() const { return num_tokens() * num_groups * key_dim; }
+  int64_t num_decays() const { return num_tokens() * num_heads * (decays_by_number ? key_dim : 1); }
   int64_t num_parts() const { return (value_dim + kRowsTogether - 1) / kRowsTogether; }
   int64_t num_items() const { return step.num_seqs * num_heads * num_parts(); }
+};
+
+// Inputs of a recurrence as every row of a state takes them.
+struct HeadsOfTokens {
+  float* keys;  // [T, G, K]
+  float* queries;
+  float* decays;  // as the logarithms
 };
 
 // Heads [T, H, V] that are normed each by itself, then weighed by the SiLU of gates.
@@ -414,10 +423,10 @@ struct Kernels {
   void (*normalize_gated)(const GatedHeads<T>&, int64_t begin, int64_t end);
   // Items [begin, end) of a convolution: some channels of a sequence.
   void (*convolve)(const Convolution<T>&, int64_t begin, int64_t end);
-  // Items [begin, end) of all T * G: keys and queries as `recur` reads them, each [T, G, K].
-  void (*prepare_keys)(const Recurrence<T>&, float* keys, float* queries, int64_t begin, int64_t end);
+  // Items [begin, end) of all T * G.
+  void (*prepare_heads)(const Recurrence<T>&, const HeadsOfTokens&, int64_t begin, int64_t end);
   // Items [begin, end) of a recurrence: some rows of one head of a sequence.
-  void (*recur)(const Recurrence<T>&, const float* keys, const float* queries, int64_t begin, int64_t end);
+  void (*recur)(const Recurrence<T>&, const HeadsOfTokens&, int64_t begin, int64_t end);
 };
 
 struct AllKernels {

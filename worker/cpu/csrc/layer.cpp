@@ -140,14 +140,23 @@ void Engine::convolve(const Convolution<T>& given) {
 }
 
 template <typename T>
+void Engine::add_recurring(std::vector<Phase>& phases, const Recurrence<T>& recurrence) {
+  const Kernels<T>& kernel = kernels<T>();
+  float* keys = keys_.of<float>(2 * recurrence.num_keys() + recurrence.num_decays());
+  const HeadsOfTokens heads = {keys, keys + recurrence.num_keys(), keys + 2 * recurrence.num_keys()};
+  phases.push_back({recurrence.num_tokens() * recurrence.num_groups, [&kernel, &recurrence, heads](int64_t begin, int64_t end, int) {
+                      kernel.prepare_heads(recurrence, heads, begin, end);
+                    }});
+  phases.push_back({recurrence.num_items(), [&kernel, &recurrence, heads](int64_t begin, int64_t end, int) {
+                      kernel.recur(recurrence, heads, begin, end);
+                    }});
+}
+
+template <typename T>
 void Engine::recur(const Recurrence<T>& given) {
-  const int64_t num_keys = given.num_tokens() * given.num_groups;
-  float* keys = keys_.of<float>(2 * num_keys * given.key_dim);
-  float* queries = keys + num_keys * given.key_dim;
-  team_.run({
-      {num_keys, [&](int64_t begin, int64_t end, int) { kernels<T>().prepare_keys(given, keys, queries, begin, end); }},
-      {given.num_items(), [&](int64_t begin, int64_t end, int) { kernels<T>().recur(given, keys, queries, begin, end); }},
-  });
+  std::vector<Phase> phases;
+  add_recurring(phases, given);
+  team_.run(phases);
 }
 
 template <typename T>
@@ -183,19 +192,10 @@ void Engine::add_recurrence(std::vector<Phase>& phases, Recurring<T>& recurring,
                       }});
   }
   if (halves == nullptr) {
-    const Recurrence<T>& recurrence = recurring.recurrence;
-    const int64_t num_keys = num_tokens * recurrence.num_groups;
-    float* keys = keys_.of<float>(2 * num_keys * recurrence.key_dim);
-    float* queries = keys + num_keys * recurrence.key_dim;
     phases.push_back({recurring.convolution.num_items(), [&](int64_t begin, int64_t end, int) {
                         kernel.convolve(recurring.convolution, begin, end);
                       }});
-    phases.push_back({num_keys, [&kernel, &recurrence, keys, queries](int64_t begin, int64_t end, int) {
-                        kernel.prepare_keys(recurrence, keys, queries, begin, end);
-                      }});
-    phases.push_back({recurrence.num_items(), [&kernel, &recurrence, keys, queries](int64_t begin, int64_t end, int) {
-                        kernel.recur(recurrence, keys, queries, begin, end);
-                      }});
+    add_recurring(phases, recurring.recurrence);
   }
   if (halves == nullptr || !halves->is_first) {
     phases.push_back({num_tokens * recurring.gated.num_heads, [&](int64_t begin, int64_t end, int) {

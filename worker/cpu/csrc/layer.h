@@ -173,6 +173,10 @@ class Engine {
   template <typename T>
   Phase attending(const Attention<T>& attention);
 
+  // Appends a recurrence. It must outlive the phases.
+  template <typename T>
+  void add_recurring(std::vector<Phase>& phases, const Recurrence<T>& recurrence);
+
   // Appends what is between the two products of a layer that recurs.
   template <typename T>
   void add_recurrence(std::vector<Phase>& phases, Recurring<T>& recurring, const Halves<T>* halves);

@@ -70,5 +70,5 @@ void weigh(const float* rows, const HeadShape& heads, T* attended, int64_t begin
 
 template <typename T>
 constexpr Kernels<T> kernels_of() {
-  return {kPanels ? 0 : kTileRows, quantize<T>, prepare<T>, shrink<T>, multiply<T>, normalize<T>, add_normalized<T>, add<T>, normalize_all_heads, rotate_and_write<T>, attend<T>, weigh<T>, normalize_gated<T>, convolve<T>, prepare_keys<T>, recur<T>};
+  return {kPanels ? 0 : kTileRows, quantize<T>, prepare<T>, shrink<T>, multiply<T>, normalize<T>, add_normalized<T>, add<T>, normalize_all_heads, rotate_and_write<T>, attend<T>, weigh<T>, normalize_gated<T>, convolve<T>, prepare_heads<T>, recur<T>};
 }
