@@ -7,13 +7,13 @@ Never: requests that compute.
 import contextlib
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from campaigns.servers.free_ports import free_port
 from campaigns.servers.processes import engine_of
-from campaigns.servers.running import ROOT, Launch, PeerFailed, running
+from campaigns.servers.running import ROOT, Launch, PeerFailed, Running, running
 from server.edge.http.http_client import Target, Timeouts, exchange
 
 SERVED_NAME = "tiny"
@@ -24,19 +24,40 @@ Metrics = dict[str, float]
 """Metrics by name and labels, as they stand on the page."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class OwnServer:
-    """A server that is ready."""
+    """A server that is ready, and is started again with the same words on the same port if that is asked."""
 
     pid: int
     """Process id of the API process."""
     target: Target
     log: Path
+    launch: Launch | None = None
+    _life: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @property
     def engine_pid(self) -> int | None:
         """Process id of the engine process; None while there is none."""
         return engine_of(self.pid)
+
+    def start(self) -> None:
+        """End it if it runs, start it, and wait until it is ready. Raises PeerFailed."""
+        assert self.launch is not None
+        self._life.close()
+        self.pid = self._life.enter_context(self._running(self.launch)).pid
+
+    def end(self) -> None:
+        """End it if it runs."""
+        self._life.close()
+
+    def _running(self, launch: Launch) -> contextlib.AbstractContextManager[Running]:
+        return running(
+            launch,
+            port=self.target.port,
+            ready_path="/v1/models",
+            log=self.log,
+            ready_within_s=_READY_WITHIN_S,
+        )
 
     async def metrics(self) -> Metrics:
         """Raises ExchangeFailed."""
@@ -53,21 +74,21 @@ def total(metrics: Metrics, name: str) -> float:
 
 
 @contextlib.contextmanager
-def own_server(words: Sequence[str]) -> Iterator[OwnServer]:
-    """`tokenyard serve` with these words, ended when this is left. Raises PeerFailed."""
+def own_server(words: Sequence[str], *, variables: Mapping[str, str] = {}) -> Iterator[OwnServer]:
+    """`tokenyard serve` with these words, ended when this is left. Raises SystemExit if it does not start."""
     port = free_port()
     command = (
         *(sys.executable, "-m", "server", "serve", "--port", str(port)),
         *("--served-model-name", SERVED_NAME, *words),
     )
-    launch = Launch(command=command, variables={}, folder=ROOT, served_name=SERVED_NAME)
+    launch = Launch(command=command, variables=variables, folder=ROOT, served_name=SERVED_NAME)
     with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "server.log"
+        target, log = Target.parse(f"http://127.0.0.1:{port}"), Path(folder) / "server.log"
+        server = OwnServer(pid=0, target=target, log=log, launch=launch)
         try:
-            with running(
-                launch, port=port, ready_path="/v1/models", log=log, ready_within_s=_READY_WITHIN_S
-            ) as server:
-                target = Target.parse(f"http://127.0.0.1:{port}")
-                yield OwnServer(pid=server.pid, target=target, log=log)
+            server.start()
+            yield server
         except PeerFailed as failure:
             raise SystemExit(f"the server {failure}") from None
+        finally:
+            server.end()

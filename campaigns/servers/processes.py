@@ -51,18 +51,28 @@ def held_by(pid: int) -> Held:
 
 
 def engine_of(pid: int) -> int | None:
-    """Find the engine process among the children of an API process; None while there is none."""
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+    """Find the first engine process among the children of an API process; None while there is none."""
+    return next(iter(engines_of(pid)), None)
+
+
+def engines_of(pid: int) -> list[int]:
+    """List the engine processes among the children of an API process."""
+    found = []
+    for child in children_of(pid):
         with contextlib.suppress(OSError):  # gone meanwhile
             command = Path(f"/proc/{child}/cmdline").read_bytes()
             if any(name in command for name in _ENGINE_PROCESS):
-                return int(child)
-    return None
+                found.append(child)
+    return found
+
+
+def children_of(pid: int) -> list[int]:
+    """List the children of a process. Raises OSError for one that is gone."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def ranks_of(engine_pid: int | None) -> list[int]:
     """List the engine process and the ranks that are its children; empty without an engine process."""
     if engine_pid is None:
         return []
-    children = Path(f"/proc/{engine_pid}/task/{engine_pid}/children").read_text().split()
-    return [engine_pid, *map(int, children)]
+    return [engine_pid, *children_of(engine_pid)]

@@ -56,7 +56,7 @@ def running(
     Raises PeerFailed.
     """
     started_s = time.monotonic()
-    with log.open("wb") as stream:
+    with log.open("ab") as stream:  # a server that is started again goes on in it
         try:
             process = subprocess.Popen(
                 launch.command,

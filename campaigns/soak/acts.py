@@ -58,6 +58,8 @@ class Ends:
 
     is_engine_gone: bool = False
     """While the engine process is being replaced, and shortly after: then anybody may be told so."""
+    is_disturbed: Callable[[], bool] = lambda: False
+    """Whether the server may be gone or starved: then a connection may be lost too."""
     ends: dict[str, Counter[str]] = field(default_factory=dict)
     """Count of each end, by act."""
     faults: Counter[str] = field(default_factory=Counter)
@@ -127,6 +129,8 @@ async def perform(target: Target, act: Act, ends: Ends) -> bool:
     except ExchangeFailed as failure:
         if act.hangs_up_s is not None and failure.kind == "timeout":
             ends.note(act, HUNG_UP)
+        elif ends.is_disturbed():
+            ends.note(act, f"disturbed: {failure.kind}")
         else:
             ends.report(act, failure.kind, str(failure))
         return True
@@ -161,7 +165,9 @@ def _judge(act: Act, reply: Reply, events: Events, ends: Ends) -> None:
 
 
 def _judge_error(act: Act, code: str, ends: Ends, *, details: str) -> None:
-    allowed = act.codes | _OVERLOAD | (_ENGINE_GONE if ends.is_engine_gone else frozenset())
+    allowed = (
+        act.codes | _OVERLOAD | (_ENGINE_GONE if ends.is_engine_gone or ends.is_disturbed() else frozenset())
+    )
     if code in allowed:
         ends.note(act, code)
     else:

@@ -1,18 +1,15 @@
 """Work that outlives its request, beside the clients of a soak: batches, and responses in the background.
 
-Owns: that each batch has one end and each line of it one answer, that each response in the background ends,
-and that all goes on while the processes of templates and grammars are stopped and killed.
-Never: the engine process (run.py, attacks.py), or what a request may answer (acts.py).
+Owns: that each batch has one end and each line of it one answer, and that each response in the background
+ends, also when the server was killed meanwhile.
+Never: what is done to processes (run.py, trouble.py), or what a request may answer (acts.py).
 """
 
 import asyncio
-import os
 import random
-import signal
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -23,8 +20,7 @@ from server.edge.http.http_client import ExchangeFailed, Reply, Timeouts, exchan
 _TIMEOUT_S = 60.0
 _ENDS_WITHIN_S = 600.0
 _POLL_S = 0.5
-_REST_S = 0.2
-_STRIKE_EVERY_S, _STOPPED_S = 15.0, 1.0
+_LEAST_REST_S = 0.2
 _MAX_LINES = 24
 _NOW = frozenset({429, 503})
 _BOUNDARY = "a-boundary-of-the-soak"
@@ -34,16 +30,19 @@ _ENDS = frozenset({"completed", "incomplete", "failed", "cancelled", "expired"})
 class Lasting:
     """Work that lasts, of one soak. `ends` tells what happened, `faults` what should not have."""
 
-    def __init__(self, server: OwnServer, *, seed: int, is_engine_gone: Callable[[], bool]) -> None:
+    def __init__(
+        self, server: OwnServer, *, seed: int, is_disturbed: Callable[[], bool], rest_s: float
+    ) -> None:
         self._server = server
         self._dice = random.Random(seed)
-        self._is_engine_gone = is_engine_gone
+        self._is_disturbed = is_disturbed
+        self._rest_s = max(rest_s, _LEAST_REST_S)
         self.ends: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
 
     async def run(self, until: asyncio.Event) -> None:
         """Go on until the event is set, and then to the end of what was begun."""
-        acts = (self._batch, self._batch, self._response, self._response, self._response, self._strike)
+        acts = (self._batch, self._batch, self._response, self._response, self._response)
         await asyncio.gather(*(self._again_and_again(act, until) for act in acts))
 
     def report(self) -> str:
@@ -56,8 +55,14 @@ class Lasting:
             try:
                 await act()
             except (ExchangeFailed, OSError, TimeoutError) as error:
-                self.faults[f"{act.__name__}: {type(error).__name__} {str(error)[:80]}"] += 1
-            await asyncio.sleep(_REST_S)
+                self._report(f"{act.__name__}: {type(error).__name__} {str(error)[:80]}")
+            await asyncio.sleep(self._rest_s)
+
+    def _report(self, fault: str) -> None:
+        if self._is_disturbed():
+            self.ends["disturbed"] += 1
+        else:
+            self.faults[fault] += 1
 
     async def _batch(self) -> None:
         num_lines = self._dice.randint(1, _MAX_LINES)
@@ -76,7 +81,7 @@ class Lasting:
             return
         answers = []
         for file_id in filter(None, (batch["output_file_id"], batch["error_file_id"])):
-            content = (await self._reply("GET", f"/v1/files/{file_id}/content")).body
+            content = await self._content(file_id)
             answers += [orjson.loads(line)["custom_id"] for line in content.splitlines()]
             await self._ask("DELETE", f"/v1/files/{file_id}")
         await self._ask("DELETE", f"/v1/files/{file['id']}")
@@ -108,13 +113,13 @@ class Lasting:
         if response is None:
             return
         self.ends[f"response {response['status']}"] += 1
-        if response["status"] == "failed" and not self._is_engine_gone():
-            self.faults[f"response: {response['error']}"] += 1
+        if response["status"] == "failed":
+            self._report(f"response: {response['error']}")
 
     async def _end_of(self, path: str) -> dict[str, Any] | None:
         """Wait for the end of a batch or a response; None if it does not come, or is gone."""
         for _ in range(int(_ENDS_WITHIN_S / _POLL_S)):
-            found = await self._reply("GET", path)
+            found = await self._found(path)
             if found.status == 404 and path.startswith("/v1/responses"):  # newer ones took its room
                 self.ends["response forgotten"] += 1
                 return None
@@ -125,23 +130,6 @@ class Lasting:
         self.faults[f"{path.split('/')[2]}: no end"] += 1
         return None
 
-    async def _strike(self) -> None:
-        """Stop a process for a while, or kill it; none of API and engine."""
-        await asyncio.sleep(_STRIKE_EVERY_S)
-        others = _children(self._server.pid) - {self._server.engine_pid}
-        if not others:
-            return
-        pid = self._dice.choice(sorted(others, key=str))
-        with suppress(ProcessLookupError):
-            if self._dice.random() < 0.5:
-                os.kill(pid or 0, signal.SIGKILL)
-                self.ends["small process killed"] += 1
-                return
-            os.kill(pid or 0, signal.SIGSTOP)
-            await asyncio.sleep(_STOPPED_S)
-            os.kill(pid or 0, signal.SIGCONT)
-            self.ends["small process stopped"] += 1
-
     async def _ask(
         self, method: str, path: str, body: bytes = b"", *, form: bool = False
     ) -> dict[str, Any] | None:
@@ -150,10 +138,28 @@ class Lasting:
         if reply.status == 200:
             found: dict[str, Any] = orjson.loads(reply.body)
             return found
-        self.ends[f"{method} {path.split('/')[2]} {reply.status}"] += 1
+        self.ends[f"{method} {path.split('/')[2]} {reply.status} {_code_of(reply)}"] += 1
         if reply.status not in _NOW:
-            self.faults[f"{method} {path.split('/')[2]}: {reply.status} {reply.body[:120]!r}"] += 1
+            self._report(f"{method} {path.split('/')[2]}: {reply.status} {reply.body[:120]!r}")
         return None
+
+    async def _content(self, file_id: str) -> bytes:
+        """Read a file. Raises ExchangeFailed."""
+        while (reply := await self._found(f"/v1/files/{file_id}/content")).status in _NOW:
+            await asyncio.sleep(_POLL_S)
+        if reply.status != 200:
+            raise ExchangeFailed("content", f"{reply.status} {reply.body[:80]!r}")
+        return reply.body
+
+    async def _found(self, path: str) -> Reply:
+        """Ask until there is an answer, while the server may be gone. Raises ExchangeFailed."""
+        while True:
+            try:
+                return await self._reply("GET", path)
+            except ExchangeFailed:
+                if not self._is_disturbed():
+                    raise
+            await asyncio.sleep(_POLL_S)
 
     async def _reply(self, method: str, path: str, body: bytes = b"", *, form: bool = False) -> Reply:
         target = self._server.target
@@ -191,5 +197,7 @@ def fault_of_batch(batch: dict[str, Any], answers: Iterable[str], num_lines: int
     return ""
 
 
-def _children(pid: int) -> set[int | None]:
-    return {int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+def _code_of(reply: Reply) -> str:
+    with suppress(orjson.JSONDecodeError, LookupError, TypeError):
+        return str(orjson.loads(reply.body)["error"]["code"])
+    return "without a code"

@@ -6,11 +6,13 @@
 Starts `tokenyard serve` on the built-in model with everything small, so that queues, KV cache and swap space
 are full most of the time, sends it a random mix of all that clients do, kills its engine process once, and
 looks afterwards: every request has had exactly one end; nothing runs, waits or holds a block; memory, files
-and threads of both processes are as they were. With `--attacks` all of that is among attackers (attacks.py),
-and the engine process is killed twice. With `--lasting` there are batches and responses in the background
-too, and the small processes are stopped and killed (lasting.py). With `--streams`, only streams, whose every
-piece is compared (streams.py). Exit status 1 if anything was wrong, pauses of a neighbour's stream among
-attackers included.
+and threads of all processes are as they were. With `--attacks` all of that is among attackers (attacks.py),
+and the engine process is killed twice. With `--lasting` there are two engines with drafts, batches and
+responses in the background (lasting.py), adapters and pictures (features.py), and all processes are killed
+and stopped, the clock jumps, and descriptors run out (trouble.py); with `--disk FOLDER`, a small file system
+of its own, it fills up too. Ranks are an argument, `--args "--tensor-parallel-size 2"`; such engines read no
+pictures. With `--streams`, only streams, whose every piece is compared (streams.py). Exit status 1 if
+anything was wrong, pauses of a neighbour's stream among attackers included.
 
 Owns: the run, the samples of what the processes hold, and the verdict.
 Never: what clients do (acts.py), or attackers.
@@ -28,15 +30,20 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import pairwise
+from pathlib import Path
 from typing import NamedTuple
 
 from bench.load.report import percentile
 from campaigns.servers.own_server import OwnServer, own_server, total
-from campaigns.servers.processes import Held, held_by
+from campaigns.servers.processes import Held, children_of, held_by
 from campaigns.soak.acts import Acts, Ends, Known, Pace, ask_alone, keep_acting
 from campaigns.soak.attacks import Attacks
+from campaigns.soak.features import MAX_MODEL_LEN as MAX_MODEL_LEN_OF_FEATURES
+from campaigns.soak.features import Features, prepare
 from campaigns.soak.lasting import Lasting
 from campaigns.soak.streams import ManyStreams
+from campaigns.soak.trouble import CLOCK, KILLS_UNTIL, Trouble
 from server.edge.http.http_client import ExchangeFailed, Timeouts, exchange
 
 MAX_MODEL_LEN = 256
@@ -60,6 +67,8 @@ _ENGINE_GONE_S = 3.0
 _SAMPLE_EVERY_S = 0.5
 _IDLE_WITHIN_S = 20.0
 _SETTLED_AFTER_H = 0.05
+_SETTLES = 0.1
+"""Share of the time after the last death in which processes open what they keep open."""
 _GROWTH_WHILE_SETTLING_BYTES, _GROWTH_BYTES = 16 * 2**20, 4 * 2**20
 """Between the second quarter of a process's life under load and the last: heaps settle within minutes, and a
 run that is shorter can only tell a large leak."""
@@ -154,6 +163,9 @@ class Soak:
         self._pace = pace
         self.attacks: Attacks | None = None
         self.lasting: Lasting | None = None
+        self.features: Features | None = None
+        self.trouble: Trouble | None = None
+        self.max_model_len = MAX_MODEL_LEN
         self._num_kills = 0
         self._seed = seed
         self._dice = random.Random(seed)
@@ -162,40 +174,60 @@ class Soak:
         self.faults: list[str] = []
         self.lives: list[Life] = []
         self._samples: list[Sample] = []
+        self._since_s: dict[int, float] = {}
+        """Start of the samples that count, by process, if it is not the last death."""
         self._over = asyncio.Event()
 
     async def run(self, seconds: float) -> None:
         """Raises ExchangeFailed if the server cannot be asked at all."""
         self._known = await ask_alone(self._server.target, num=_NUM_KNOWN, seed=self._seed)
         num_files = held_by(self._server.pid).num_files  # attackers hold some from now on
-        beside = []
-        if self.attacks is not None:
-            beside.append(asyncio.create_task(self.attacks.run(self._over)))
-        if self.lasting is not None:
-            beside.append(asyncio.create_task(self.lasting.run(self._over)))
+        works = (self.attacks, self.lasting, self.features, self.trouble)
+        beside = [asyncio.create_task(work.run(self._over)) for work in works if work is not None]
         await self._act_for(min(5.0, seconds / 10))  # the first of everything
         api_before = replace(held_by(self._server.pid), num_files=num_files)
         beside.append(asyncio.create_task(self._sample()))
+        passed = await self._deaths(seconds)
+        before, since_s = {pid: held_by(pid) for pid in self._pids()}, time.monotonic()
+        await self._act_for(seconds * (1 - passed))
+        self._over.set()
+        await asyncio.gather(*beside)
+        await self._rest()
+        if self.trouble is None:
+            before[self._server.pid], self._since_s[self._server.pid] = api_before, 0.0
+        for pid in before.keys() & set(self._pids()):
+            self._add_life(pid, before[pid], since_s=self._since_s.get(pid, since_s))
+        await self._check_counters()
+
+    async def _deaths(self, seconds: float) -> float:
+        """Act while processes are killed and come back. Return the share of the time that has passed."""
+        if self.trouble is not None:
+            acting = asyncio.create_task(self._act_for(seconds * KILLS_UNTIL))
+            await self.trouble.kill_for(seconds * KILLS_UNTIL, self._is_ready)
+            await acting
+            await self._act_for(seconds * _SETTLES)  # the last that was replaced, too
+            return KILLS_UNTIL + _SETTLES
         passed = 0.0
         for share in (_KILLED_AT,) if self.attacks is None else (_KILLED_AT, _KILLED_AGAIN_AT):
             await self._act_for(seconds * (share - passed))
             await self._replace_engine()
             passed = share
-        engine_before, engine_ready_s = held_by(self._server.engine_pid or 0), time.monotonic()
-        await self._act_for(seconds * (1 - passed))
-        self._over.set()
-        await asyncio.gather(*beside)
-        await self._rest()
-        engine_pid = self._server.engine_pid or 0
-        self._add_life("API process", self._server.pid, api_before, since_s=0.0)
-        self._add_life("engine process", engine_pid, engine_before, since_s=engine_ready_s)
-        await self._check_counters()
+        return passed
+
+    def _pids(self) -> list[int]:
+        """List the processes of the server: the API process, its children, and theirs."""
+        children = children_of(self._server.pid)
+        found = [self._server.pid, *children]
+        for child in children:
+            with contextlib.suppress(OSError):  # killed meanwhile
+                found += children_of(child)
+        return found
 
     async def _act_for(self, seconds: float) -> None:
         until = asyncio.Event()
         clients = []
         for _ in range(self._pace.num_clients):
-            acts = Acts(random.Random(self._dice.random()), self._known, max_model_len=MAX_MODEL_LEN)
+            acts = Acts(random.Random(self._dice.random()), self._known, max_model_len=self.max_model_len)
             acting = keep_acting(self._server.target, acts, self.ends, until, rest_s=self._pace.rest_s)
             clients.append(asyncio.create_task(acting))
         await asyncio.sleep(seconds)
@@ -219,18 +251,20 @@ class Soak:
 
     async def _is_ready(self) -> bool:
         target = self._server.target
-        reply = await exchange(target, target.request("GET", "/health/ready"), timeouts=Timeouts(whole_s=30))
-        return reply.status == 200
+        with contextlib.suppress(ExchangeFailed):
+            wire = target.request("GET", "/health/ready")
+            return (await exchange(target, wire, timeouts=Timeouts(whole_s=30))).status == 200
+        return False
 
     async def _sample(self) -> None:
         while not self._over.is_set():
-            for pid in (self._server.pid, self._server.engine_pid):
-                with contextlib.suppress(OSError):  # killed meanwhile
-                    if pid is not None:
-                        self._samples.append(Sample(time.monotonic(), pid, held_by(pid)))
+            with contextlib.suppress(OSError):  # killed meanwhile
+                for pid in self._pids():
+                    self._samples.append(Sample(time.monotonic(), pid, held_by(pid)))
             await asyncio.sleep(_SAMPLE_EVERY_S)
 
-    def _add_life(self, name: str, pid: int, before: Held, *, since_s: float) -> None:
+    def _add_life(self, pid: int, before: Held, *, since_s: float) -> None:
+        name = f"{_kind_of(pid)} {pid}"
         own = [sample for sample in self._samples if sample.pid == pid and sample.at_s >= since_s]
         self.lives.append(Life(name, own, before, held_by(pid)))
 
@@ -248,7 +282,8 @@ class Soak:
 
     async def _check_counters(self) -> None:
         metrics = await self._server.metrics()
-        if total(metrics, "tokenyard:engine_restarts_total") != self._num_kills:
+        num_kills = self._num_kills if self.trouble is None else self.trouble.num_engines_killed
+        if total(metrics, "tokenyard:engine_restarts_total") != num_kills:
             self.faults.append("the engine process was replaced by itself")
         if not total(metrics, "tokenyard:num_preemptions_total"):
             self.faults.append("nothing was preempted: the KV cache is too large to prove anything")
@@ -263,15 +298,16 @@ class Soak:
         acts = [f"{num} times {kind}" for kind, num in self.ends.faults.items()]
         if self.attacks is not None:
             acts += self.attacks.faults()
-        if self.lasting is not None:
-            acts += [f"{num} times {kind}" for kind, num in self.lasting.faults.items()]
+        for work in (self.lasting, self.features):
+            acts += [] if work is None else [f"{num} times {kind}" for kind, num in work.faults.items()]
         return [*self.faults, *acts, *(fault for life in self.lives for fault in life.faults())]
 
     def report(self) -> str:
         lines = [f"{self.ends.num_acts} acts of {self._pace.num_clients} clients; how they ended:"]
         for name, ends in sorted(self.ends.ends.items()):
             lines.append(f"  {name:16}" + ", ".join(f"{num} {end}" for end, num in ends.most_common()))
-        lines += [each.report() for each in (self.attacks, self.lasting) if each is not None]
+        works = (self.attacks, self.lasting, self.features, self.trouble)
+        lines += [each.report() for each in works if each is not None]
         lines += [str(life) for life in self.lives]
         lines += [f"FAULT: {fault}" for fault in self.all_faults()] or ["no promise broken"]
         return "\n".join([*lines, *(f"  {example}" for example in self.ends.examples)])
@@ -282,6 +318,12 @@ _MOST_SHOWN = 2000
 """Characters of the log from the first alarm of a kind on."""
 
 
+def _kind_of(pid: int) -> str:
+    """Return the module that a process runs, from its command line."""
+    words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    return next((word for before, word in pairwise(words) if before == "-m"), words[0])
+
+
 def soak(
     minutes: float,
     *,
@@ -289,19 +331,32 @@ def soak(
     words: Sequence[str] = (),
     pace: Pace = _FULL,
     beside: Collection[Beside] = (),
+    disk: Path | None = None,
 ) -> Soak:
     """Start a server, soak it with these beside, and return what was seen."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as name:
+        folder, variables = Path(name), {}
         if Beside.LASTING in beside:
-            words = (*words, "--state-folder", folder)
-        with own_server((*SMALL, *words)) as server:
-            ends = Ends()
-            attacks = Attacks(server, seed=seed, is_engine_gone=lambda: ends.is_engine_gone, pace=pace)
-            lasting = Lasting(server, seed=seed, is_engine_gone=lambda: ends.is_engine_gone)
+            state = folder if disk is None else disk
+            words = (*prepare(folder), "--state-folder", str(state / "state"), *words)
+            clock = folder / "clock"
+            clock.write_text("0")
+            variables = {**CLOCK, "CLOCK_OFFSET": str(clock)}
+        with own_server((*SMALL, *words), variables=variables) as server:
             run = Soak(server, seed=seed, pace=pace)
-            run.ends = ends
-            run.attacks = attacks if Beside.ATTACKS in beside else None
-            run.lasting = lasting if Beside.LASTING in beside else None
+            ends = run.ends
+            if Beside.ATTACKS in beside:
+                run.attacks = Attacks(
+                    server, seed=seed, is_engine_gone=lambda: ends.is_engine_gone, pace=pace
+                )
+            if Beside.LASTING in beside:
+                run.max_model_len = MAX_MODEL_LEN_OF_FEATURES
+                trouble = run.trouble = Trouble(server, seed=seed, disk=disk, clock=clock)
+                ends.is_disturbed = trouble.is_under_way
+                load = {"seed": seed, "is_disturbed": trouble.is_under_way, "rest_s": pace.rest_s}
+                run.lasting = Lasting(server, **load)
+                reads_pictures = "--tensor-parallel-size" not in words
+                run.features = Features(server, **load, with_pictures=reads_pictures)
             asyncio.run(run.run(minutes * 60))
     return run
 
@@ -323,7 +378,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--minutes", type=float, default=60.0, metavar="M", help="default %(default)g")
     parser.add_argument("--streams", type=int, metavar="N", help="only streams, so many at a time")
     parser.add_argument("--attacks", action="store_true", help="among attackers (campaigns/soak/attacks.py)")
-    parser.add_argument("--lasting", action="store_true", help="with batches and background (lasting.py)")
+    parser.add_argument("--lasting", action="store_true", help="with all features and faults (lasting.py)")
     parser.add_argument(
         "--clients", type=int, default=_FULL.num_clients, metavar="N", help="not of --streams"
     )
@@ -337,6 +392,9 @@ def main(argv: Sequence[str]) -> int:
         metavar="N",
         help="silent connections of the attackers; default %(default)d",
     )
+    parser.add_argument(
+        "--disk", type=Path, metavar="FOLDER", help="small file system for the state, to be filled up"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--args", default="", metavar="WORDS", help="added to `tokenyard serve`")
     options = parser.parse_args(list(argv))
@@ -346,7 +404,9 @@ def main(argv: Sequence[str]) -> int:
             return many_streams(options.streams, options.minutes, seed=options.seed, words=words)
         beside = [each for each in Beside if getattr(options, each.value)]
         pace = Pace(options.clients, options.rest, options.crowd)
-        run = soak(options.minutes, seed=options.seed, words=words, pace=pace, beside=beside)
+        run = soak(
+            options.minutes, seed=options.seed, words=words, pace=pace, beside=beside, disk=options.disk
+        )
     except ExchangeFailed as failure:
         print(f"campaigns.soak: {failure.kind}: {failure}", file=sys.stderr)
         return 1

@@ -1,7 +1,6 @@
 """Pictures on the real server: a tiny Qwen3-VL with random weights, asked by the clients that people use."""
 
 import base64
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,44 +11,14 @@ import pytest
 pytest.importorskip("PIL")
 
 import openai
-import tokenizers
 
 from engine.media.messages import SHARED_MEMORY
-from tests.checkpoints import write_tokenizer
+from tests.e2e.seeing_model import write_seeing_model
 from tests.e2e.serving import RunningServer, running_server, wait_for
 from tests.e2e.test_page_in_browser import CHROMIUM, FLAGS, PATIENCE_MS
-from tests.engine.media.made_pictures import hostile_files, picture, write_checkpoint
-from tests.worker.pictures.seeing import IMAGE, Reference
+from tests.engine.media.made_pictures import hostile_files, picture
 
 pytestmark = pytest.mark.night
-
-_MARKS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
-_TEMPLATE = """{%- for message in messages -%}
-<|im_start|>{{ message.role }}
-{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content -%}
-{%- if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif -%}
-{%- endfor %}{% endif %}<|im_end|>
-{% endfor -%}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif -%}
-"""
-
-
-def write_seeing_model(folder: Path) -> Path:
-    """Write a whole checkpoint whose tokenizer knows the marks of pictures at the model's own ids."""
-    Reference("qwen3_vl", folder)
-    config = json.loads((folder / "config.json").read_text())
-    write_tokenizer(folder)
-    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    num_fill = IMAGE - backend.get_vocab_size()
-    backend.add_tokens([f"<fill {number}>" for number in range(num_fill)])
-    backend.add_special_tokens(list(_MARKS))
-    assert backend.token_to_id(_MARKS[0]) == IMAGE
-    backend.save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text(_TEMPLATE)
-    write_checkpoint(folder)
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 @pytest.fixture(scope="module")
