@@ -64,7 +64,7 @@ _KILLED_AT = 0.15
 _KILLED_AGAIN_AT = 0.5
 _ENGINE_GONE_S = 3.0
 """Time after the next engine process is ready, within which its predecessor's death may still be reported."""
-_SAMPLE_EVERY_S = 0.5
+_SAMPLE_EVERY_S, _TELL_EVERY_S = 0.5, 120.0
 _IDLE_WITHIN_S = 20.0
 _SETTLED_AFTER_H = 0.05
 _SETTLES = 0.1
@@ -186,7 +186,7 @@ class Soak:
         beside = [asyncio.create_task(work.run(self._over)) for work in works if work is not None]
         await self._act_for(min(5.0, seconds / 10))  # the first of everything
         api_before = replace(held_by(self._server.pid), num_files=num_files)
-        beside.append(asyncio.create_task(self._sample()))
+        beside += [asyncio.create_task(self._sample()), asyncio.create_task(self._tell())]
         passed = await self._deaths(seconds)
         before, since_s = {pid: held_by(pid) for pid in self._pids()}, time.monotonic()
         await self._act_for(seconds * (1 - passed))
@@ -262,6 +262,15 @@ class Soak:
                 for pid in self._pids():
                     self._samples.append(Sample(time.monotonic(), pid, held_by(pid)))
             await asyncio.sleep(_SAMPLE_EVERY_S)
+
+    async def _tell(self) -> None:
+        """Print what is wrong so far, now and then."""
+        started_s = time.monotonic()
+        while not self._over.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._over.wait(), _TELL_EVERY_S)
+            passed = (time.monotonic() - started_s) / 60
+            print(f"{passed:.0f} minutes, {self.ends.num_acts} acts, faults: {self.all_faults()}", flush=True)
 
     def _add_life(self, pid: int, before: Held, *, since_s: float) -> None:
         name = f"{_kind_of(pid)} {pid}"
