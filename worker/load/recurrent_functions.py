@@ -28,8 +28,8 @@ _Arguments = dict[str, Any]
 
 
 def knows_recurrence(model_config: Any) -> bool:
-    """Tell whether the family's modeling file has functions that are replaced."""
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config), None)
+    """Tell whether the modeling file of the family's text part has functions that are replaced."""
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config.get_text_config(decoder=True)), None)
     return model_class is not None and bool(_names_in(sys.modules[model_class.__module__]))
 
 
