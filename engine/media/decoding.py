@@ -6,10 +6,11 @@ Never: runs outside of the process that prepares pictures: decoders are programs
 
 import io
 import warnings
+from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 MAX_ASPECT: Final = 200
 """Longer side by shorter side: image processors refuse more."""
@@ -19,6 +20,16 @@ _MAX_SCANS: Final = 100
 """Passes over the pixels of a JPEG; encoders write ten or so."""
 _BYTES_OF_CHANCE: Final = 2**14
 """Behind the picture there may be a film, where the mark of a scan comes by chance every 64 KiB."""
+_TURNS: Final[Mapping[object, Image.Transpose]] = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""Ways to turn a picture by the orientation of its EXIF."""
 
 
 class PictureRefused(Exception):
@@ -39,13 +50,14 @@ def decode(content: bytes, kind: str, *, max_pixels: int, least_side: int) -> Im
             if getattr(opened, "is_animated", False) and opened.format != "MPO":
                 raise PictureRefused("it has several frames; send one of them")
             opened.load()
-            return _in_rgb(ImageOps.exif_transpose(opened))
+            return _in_rgb(_upright(opened))
     except Image.DecompressionBombError:
         raise PictureRefused(f"its header says more pixels than the {max_pixels} that are taken") from None
     except UnidentifiedImageError:
         raise PictureRefused(f"it is no {kind} file, though it begins as one") from None
-    except (OSError, ValueError, SyntaxError, ArithmeticError, LookupError, TypeError, EOFError) as error:
-        # Decoders raise any of these for a file that is cut off or wrong.
+    except (MemoryError, PictureRefused):
+        raise
+    except Exception as error:  # decoders raise anything for a file that is cut off or wrong
         raise PictureRefused(f"its {kind} file is broken or cut off") from error
 
 
@@ -58,6 +70,15 @@ def _check_size(width: int, height: int, *, max_pixels: int, least_side: int) ->
         raise PictureRefused(
             f"it has {width} x {height} pixels: one side is over {MAX_ASPECT} times the other"
         )
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """Turn a picture as its metadata says. Those that cannot be read say nothing, and the pixels count."""
+    try:
+        turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation))
+    except Exception:  # noqa: BLE001 -- of a file of strangers, for which no other viewer refuses it
+        return image
+    return image if turn is None else image.transpose(turn)
 
 
 def _in_rgb(image: Image.Image) -> Image.Image:

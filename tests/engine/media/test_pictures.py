@@ -1,6 +1,7 @@
 import asyncio
 import os
 import signal
+import struct
 import subprocess
 import sys
 from collections import Counter
@@ -29,11 +30,13 @@ from engine.media.decoding import PictureRefused, decode
 from tests.engine.media.made_pictures import (
     SEEN,
     file_of,
+    further_hostile_files,
     hostile_files,
     noise,
     picture,
     pictures_of,
     png_of,
+    strange_files,
 )
 
 
@@ -163,9 +166,9 @@ async def test_any_mode_becomes_upright_rgb_on_white(shared) -> None:
 
 
 @on_one_loop
-async def test_thirty_hostile_files_are_refused_by_name_and_leave_nothing(shared) -> None:
-    files = hostile_files()
-    assert len(files) == 30
+async def test_sixty_hostile_files_are_refused_by_name_and_leave_nothing(shared) -> None:
+    files = {**hostile_files(), **further_hostile_files()}
+    assert len(files) >= 60
     lease = shared.new_lease()
     await prepared(shared, picture(), lease)
     pid = shared._child.pid
@@ -177,6 +180,24 @@ async def test_thirty_hostile_files_are_refused_by_name_and_leave_nothing(shared
     assert resident_bytes(pid) < before + 64 * 2**20
     lease.release()
     assert not left_of(shared)
+
+
+@on_one_loop
+async def test_strange_files_whose_pixels_can_be_read_are_taken(shared) -> None:
+    for name, file in strange_files().items():
+        lease = shared.new_lease()
+        stored = await prepared(shared, file, lease)
+        assert stored.payload.grid == (1, 6, 8), name
+        lease.release()
+
+
+def test_metadata_that_cannot_be_written_again_turn_a_picture_all_the_same() -> None:
+    unit, turn, text = 0x128, 0x112, 2
+    fields = [(unit, text, 4, 0x636261), (turn, 3, 1, 6)]
+    written = b"".join(struct.pack("<HHII", *field) for field in fields)
+    exif = b"Exif\0\0II*\0" + struct.pack("<IH", 8, len(fields)) + written + bytes(4)
+    file = file_of(noise(64, 48), "JPEG", exif=exif)
+    assert decode(file, "JPEG", max_pixels=64 * 48, least_side=8).size == (48, 64)
 
 
 @on_one_loop
