@@ -133,7 +133,7 @@ def _decoded(url: str, start: int, where: str) -> bytes:
     try:
         return base64.b64decode(url[start:].translate(_BREAKS), validate=True)
     except (binascii.Error, ValueError):
-        raise _refused(where, "its data URL holds no base64") from None
+        raise _refused(where, "its bytes are not in base64") from None
 
 
 @cache
