@@ -60,7 +60,9 @@ def encoder_slice_s(state: SchedulerState, plan: PlanDraft) -> float:
     if not plan.decodes:
         return min(state.config.target_itl_s, _LONGEST_SLICE_S)
     num_tokens = len(plan.decodes) + sum(share.num_tokens for share in plan.chunks)
-    return max(_ENCODER_PART * state.step_time.seconds(num_tokens), _SHORTEST_SLICE_S)
+    # Steps of equal numbers of tokens have a duration and no slope.
+    step_s = state.step_time.seconds(num_tokens) or state.step_time.base_s
+    return max(_ENCODER_PART * step_s, _SHORTEST_SLICE_S)
 
 
 def _decodes_in_flight(config: SchedulerConfig, queues: RequestQueues) -> bool:
