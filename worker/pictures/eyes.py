@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from worker.model.body import TEXT_PARTS, body_name
-from worker.pictures.tower_parts import TOWER_ATTENTION, cut_tower
+from worker.pictures.tower_parts import TOWER_ATTENTION, TowerParts, cut_tower
 from worker.worker_config import VisionFacts
 from worker.worker_errors import SequenceRefused
 
@@ -34,6 +34,9 @@ MOST_PLACES = 16384
 
 _BYTES_BESIDE = 16384 * 66
 """Memory of a tower by the size of its hidden states: patches of four million pixels, by measured bytes."""
+_PRODUCTS_BY_SIZE = 32
+"""Multiplications in a part of a tower by the layers of the text and the square of their width: twice the
+weights that they have."""
 
 
 class PictureRows(NamedTuple):
@@ -75,8 +78,11 @@ class Eyes:
         self._deep: tuple[Tensor, tuple[Tensor, ...]] | None = None
         for place, layer in enumerate(model.get_submodule(body_name(model)).layers[: _num_deep(config)]):
             layer.register_forward_hook(lambda _layer, _given, hidden, place=place: self._add(place, hidden))
+        text = config.get_text_config()
+        # A part takes some tenth of a decode step, which reads each weight of the text once.
+        parts = TowerParts(self._may_pause, _PRODUCTS_BY_SIZE * text.num_hidden_layers * text.hidden_size**2)
         for tower in _towers_of(model):
-            cut_tower(tower, self._may_pause)
+            cut_tower(tower, parts)
 
     def read(
         self, arguments: dict[str, Tensor], num_tokens: int, pause: Callable[[], None] | None = None

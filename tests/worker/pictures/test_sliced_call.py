@@ -4,8 +4,12 @@ import gc
 import weakref
 
 import pytest
+import torch
+from torch import nn
 
+from worker.pictures import sliced_call
 from worker.pictures.sliced_call import SlicedCall
+from worker.pictures.tower_parts import TowerParts, cut_tower
 
 
 class _Large:
@@ -30,3 +34,43 @@ def test_a_call_that_failed_keeps_nothing_of_what_it_had_made() -> None:
         assert made[0]() is None
     finally:
         gc.enable()
+
+
+def test_a_slice_ends_before_a_part_that_would_not_be_done_in_it(monkeypatch) -> None:
+    now_s, ends_s = 0.0, []
+    monkeypatch.setattr(sliced_call, "monotonic", lambda: now_s)
+
+    def call() -> str:
+        nonlocal now_s
+        for _ in range(5):
+            now_s += 1.0
+            sliced.pause()
+        return "done"
+
+    sliced: SlicedCall[str] = SlicedCall(call)
+    while sliced.go_on(2.5) is None:
+        ends_s.append(now_s)
+    assert ends_s == [2.0, 4.0]
+
+
+def test_parts_of_a_tower_are_as_large_as_their_work_and_as_the_model_allows() -> None:
+    num_pauses = 0
+
+    def pause() -> None:
+        nonlocal num_pauses
+        num_pauses += 1
+
+    for module, most, expected in (
+        (nn.Linear(64, 64), 2**40, 2),
+        (nn.Linear(4096, 4096), 2**40, 8),
+        (nn.Linear(64, 64), 2**18, 8),
+        (nn.Linear(64, 64), 1, 32),
+        (nn.GELU(), 2**40, 2),
+    ):
+        tower, num_pauses = nn.Sequential(module), 0
+        x = torch.randn(512, getattr(module, "in_features", 64))
+        with torch.inference_mode():
+            wanted = module(x)
+            cut_tower(tower, TowerParts(pause, most))
+            torch.testing.assert_close(tower(x), wanted)
+        assert num_pauses == expected
