@@ -68,18 +68,18 @@ def main(directory: Path, parent_pid: int, log_level: int) -> int:
 
 def _wait_for_configuration(directory: Path) -> None:
     """Import what any model on a CPU needs, then wait until stdin is closed."""
-    importing = threading.Thread(target=_import_beside_others)
+
+    def import_beside_others() -> None:
+        if sys.platform == "linux":
+            os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
+        import_worker("cpu")
+
+    # In a thread of its own, whose precedence stays low: the process computes at the usual one later.
+    importing = threading.Thread(target=import_beside_others)
     importing.start()
     importing.join()
     (directory / IMPORTED_FILE).touch()
     sys.stdin.read()
-
-
-def _import_beside_others() -> None:
-    """Import in a thread of its own, whose precedence on Linux is low and stays so: other models compute."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
-    import_worker("cpu")
 
 
 def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:

@@ -201,10 +201,7 @@ class ModelYard:
     """The places of all models. For use from one event loop."""
 
     def __init__(self, *, max_waiting: int, spare: "Spare | None" = None) -> None:
-        """`max_waiting`: calls that may wait for models which are not loaded.
-
-        `spare` is prepared while a model on the CPU is not loaded, and loads the next one.
-        """
+        """`max_waiting`: calls that may wait for models; `spare` loads the next one on the CPU."""
         self._max_waiting = max_waiting
         self._spare = spare
         self.places: list[YardPlace] = []
@@ -334,8 +331,8 @@ class ModelYard:
         self._prepare_spare()
 
     def _prepare_spare(self) -> None:
-        absent = [each for each in self.places if each.state is YardState.ABSENT]
-        if self._spare is not None and any(each.room.device == _CPU for each in absent):
+        devices = {each.room.device for each in self.places if each.state is YardState.ABSENT}
+        if self._spare is not None and _CPU in devices:
             self._spare.prepare()
 
     def _line(self, now_s: float) -> list[int]:
@@ -386,8 +383,7 @@ class ModelYard:
         began_s = time.monotonic()
         for each in victims:
             await self._unload(each)
-        spare = self._spare if place.room.device == _CPU else None
-        place.engine.start(None if spare is None else await spare.take())
+        place.engine.start(self._spare.take() if self._spare and place.room.device == _CPU else None)
         try:
             await _loaded(place.engine)
         except EngineUnavailable as error:

@@ -175,8 +175,8 @@ class EngineProcesses:
         try:
             spare, self._spare = self._spare, None
             process = spare or await EngineProcess.start(self._config)
-            if spare is not None:
-                spare.configure(self._config)
+            if process is spare:
+                process.configure(self._config)
         except (OSError, zmq.ZMQError) as error:
             return Death(cause=DeathCause.CRASH, what=f"could not be started: {error}")
         finally:
@@ -366,10 +366,8 @@ class EngineGroup:
     def resume(self, spare: EngineProcess | None = None) -> None:
         """Let `run` be called again after `stop`; the spare process becomes the first engine's."""
         self._have_been_ready.clear()
-        first, *others = self._engines
-        first.resume(spare)
-        for each in others:
-            each.resume()
+        for number, each in enumerate(self._engines):
+            each.resume(None if number else spare)
 
     def stop_replacing(self) -> None:
         """Let the present processes go on, but start no other after them."""

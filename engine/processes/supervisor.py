@@ -83,7 +83,6 @@ class EngineProcess:
 
     @property
     def has_imported(self) -> bool:
-        """Whether a process without a configuration has nothing left to do but wait for it."""
         return (self._directory.path / IMPORTED_FILE).exists()
 
     async def wait(self) -> int:
@@ -124,22 +123,18 @@ class Spare:
         if self._starting is None:
             self._starting = asyncio.create_task(EngineProcess.start(None))
 
-    async def take(self) -> EngineProcess | None:
+    def take(self) -> EngineProcess | None:
         """Return the process, which the caller ends; None while there is none that has imported."""
         if self._starting is None or not self._starting.done():
             return None
-        try:
-            process = await self._starting
-        except (OSError, zmq.ZMQError) as error:
-            log.warning("no process waits for the next model: %s", error)
-            self._starting = None
-            return None
-        if process.is_running and not process.has_imported:
-            return None
-        self._starting = None
-        if not process.is_running:
+        process = None if self._starting.exception() else self._starting.result()
+        if process is not None and process.is_running:
+            if not process.has_imported:
+                return None
+        elif process is not None:
             process.clean_up()
-            return None
+            process = None
+        self._starting = None
         return process
 
     async def close(self) -> None:

@@ -17,13 +17,12 @@ from starlette.responses import Response
 
 from engine.errors import RequestRejected
 from engine.models.joined_metrics import JoinedRegistry
-from engine.types import Health
 from engine.version import VERSION
 from server.api.chat.chat import create_chat_completion
 from server.api.completions.completions import create_completion
 from server.api.pooling.endpoints import create_embeddings
 from server.edge.error_replies import ModelNotFound
-from server.edge.http.edge import Edge, EdgeSettings
+from server.edge.http.edge import EdgeSettings
 from server.edge.http.endpoint import (
     ERRORS,
     NO_STORE,
@@ -163,17 +162,14 @@ def _answer(request: Request, question: Question) -> Response:
     degraded = request.app.state.desk.degraded()
     models, asked = models_of(request), request.query_params.get("model")
     try:
-        health = models.health() if asked is None else _health_of(asked, models.find(asked, None))
+        edge = None if asked is None else models.find(asked, None)
     except ModelNotFound:  # without a key, no list of the names that there are
         raise ModelNotFound(f"the model {asked!r} is not served here") from None
+    health = models.health() if edge is None else edge.engine.health()
+    if edge is not None and asked in edge.engine.names.adapters:  # it says nothing of the model below
+        health = replace(health, detail=health.state.value)
     is_yes, body = health_page(health, question, degraded)
     return Response(body, 200 if is_yes else 503, headers=NO_STORE, media_type="application/json")
-
-
-def _health_of(name: str, edge: Edge) -> Health:
-    """Judge one model; asked by the name of an adapter, the page does not describe the model below it."""
-    health = edge.engine.health()
-    return health if name not in edge.engine.names.adapters else replace(health, detail=health.state.value)
 
 
 @router.get("/load", **documentation(ServerLoad))

@@ -74,7 +74,7 @@ class Spare:
             self.num_prepared += 1
             self.waiting = self.num_prepared
 
-    async def take(self) -> int | None:
+    def take(self) -> int | None:
         taken, self.waiting = self.waiting, None
         return taken
 

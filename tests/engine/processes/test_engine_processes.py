@@ -126,7 +126,7 @@ async def test_a_death_says_if_the_kernel_has_killed_for_want_of_memory(
 
 async def until_taken(spare: Spare) -> supervisor.EngineProcess:
     async with asyncio.timeout(60):
-        while (process := await spare.take()) is None:
+        while (process := spare.take()) is None:
             await asyncio.sleep(0.01)
     return process
 
@@ -143,7 +143,7 @@ Path(sys.argv[0]).with_name("seen").write_text(f"{was_there} {file.exists()}")
 """
     engine, spare = make_processes(folder, monkeypatch, body, []), Spare()
     engine.stop_replacing()
-    assert await spare.take() is None
+    assert spare.take() is None
     spare.prepare()
     process = await until_taken(spare)
     engine.resume(process)
@@ -155,7 +155,7 @@ Path(sys.argv[0]).with_name("seen").write_text(f"{was_there} {file.exists()}")
     await process.wait()
     spare._starting = asyncio.create_task(asyncio.sleep(0, process))
     await asyncio.sleep(0.01)
-    assert await spare.take() is None
+    assert spare.take() is None
     assert spare._starting is None
 
 

@@ -58,12 +58,19 @@ async def test_requests_are_simulated_under_each_setting_one_run_at_a_time() -> 
 
 
 @pytest.mark.parametrize(
-    "compare", ["", "nothing", "cells=2", "base,replicas=100", "base\n", "base --json=/x", "base," * 9]
+    "compare",
+    ["", "cells=2", "base,replicas=100", "num_blocks=10000000000", "base\n", "base --json=/x", "base," * 99],
 )
 async def test_settings_beyond_the_bounds_are_refused_before_anything_runs(compare: str) -> None:
     async with connect(build_app(FakeEngine(), Settings())) as client:
         reply = await client.post(ROUTE, json=body(compare=compare))
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "compare"), reply.text
+
+
+async def test_a_setting_that_is_not_known_is_refused_with_those_that_are() -> None:
+    async with connect(build_app(FakeEngine(), Settings())) as client:
+        reply = await client.post(ROUTE, json=body(compare="base,nothing=1"), timeout=60)
+    assert (reply.status_code, "there are load, replicas" in reply.text) == (400, True), reply.text
 
 
 async def test_what_the_simulator_refuses_is_the_answer_without_a_folder() -> None:
