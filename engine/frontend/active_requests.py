@@ -80,28 +80,30 @@ class ActiveRequests:
     def of_sequence(self, sequence_id: SequenceId) -> AnyActive | None:
         return self._by_sequence.get(sequence_id)
 
-    def require_room(self, priority: int | None) -> None:
-        """Raise Overloaded if `admit` would refuse even the smallest request; priority None is any."""
-        if not self._room.has_room(1, 1):
-            self._require_urgency(priority, [self._room])
+    def require_room(self, priority: int | None, reply_id: str = "") -> None:
+        """Keep a place for a call that is prepared next. Raise Overloaded if even the smallest has none."""
+        self._require_room(priority, [self._room])
+        self._desk.keep_place(reply_id, now_s=time.monotonic())
 
     def require_any_room(self, priority: int | None) -> None:
-        """Raise Overloaded if all models of the queue would refuse even the smallest request."""
-        if not self._room.any_has_room():
-            self._require_urgency(priority, self._room.all)
+        """Raise Overloaded if no model of the queue has a place. Priority None is any."""
+        self._require_room(priority, self._room.all)
 
-    def _require_urgency(self, priority: int | None, rooms: Sequence[QueueLimits]) -> None:
-        """Raise Overloaded unless the smallest request of this priority takes the place of others."""
+    def _require_room(self, priority: int | None, rooms: Sequence[QueueLimits]) -> None:
+        """Raise Overloaded unless the smallest request of this priority has room, or displaces others."""
         now_s, limit_s = time.monotonic(), self._limits.nearest_s
+        num_sequences = self._desk.num_kept(now_s=now_s) + 1
+        if any(room.has_room(num_sequences, 1) for room in rooms):
+            return
         terms = None
         if priority is not None:
             terms = CallTerms(priority=priority, tenant="", arrived_s=now_s, time_limit_s=limit_s)
         if not any(self._desk.displaceable(1, 1, terms, room) for room in rooms):
             with self._metrics.counting_refusals():
-                raise self._room.refusal(1, now_s=now_s)
+                raise self._room.refusal(num_sequences, now_s=now_s)
 
-    def forecast(self, terms: ServiceTerms, wait_reason: str) -> QueueForecast:
-        """Place that one more request of these terms would have; `wait_reason` is the whole queue's."""
+    def forecast(self, terms: ServiceTerms) -> QueueForecast:
+        """Place that one more request of these terms would have now."""
         now_s = time.monotonic()
         call = CallTerms(
             priority=terms.priority,
@@ -111,7 +113,7 @@ class ActiveRequests:
         )
         num_ahead = self._desk.waiting.num_ahead(call, next_id=self._desk.next_id)
         start_s = self._room.time_to_start(num_ahead, terms.priority, now_s=now_s)
-        return QueueForecast(num_ahead, start_s if num_ahead else 0.0, wait_reason)
+        return QueueForecast(num_ahead, start_s if num_ahead else 0.0, self._metrics.wait_reason)
 
     def admit(
         self, requests: Sequence[GenerationRequest], readable: asyncio.Event, *, is_read_whole: bool = False
@@ -269,6 +271,7 @@ class ActiveRequests:
         for request in requests:
             if request.request_id in self._by_id:
                 raise ValueError(f"request {request.request_id} is active already")
+            self._desk.kept.pop(request.journal.reply_id, None)
         num_tokens = sum(len(request.prompt_token_ids) for request in requests)
         now_s = time.monotonic()
         self._require_tenants_room(requests, num_tokens, now_s)

@@ -47,9 +47,7 @@ from engine.types import (
     ModelNames,
     PooledOutput,
     PoolingRequest,
-    QueueForecast,
     ReportPage,
-    ServiceTerms,
     TokenOutput,
     TokenText,
 )
@@ -97,17 +95,17 @@ class AsyncEngine:
         self.encode_words, self.encode_infill = texts.encode_words, texts.encode_infill
         self.num_answer_tokens = texts.num_answer_tokens
         self.decode, self.vocabulary_strings = texts.decode, texts.vocabulary_strings
-        self._requests = ActiveRequests(config, self._tokenizer, self.metrics, self._engines.send, desk)
-        self.metrics.watch_load(self._requests.engines.live_counts)
+        calls = self._requests = ActiveRequests(config, self._tokenizer, metrics, self._engines.send, desk)
+        self.require_room, self.require_any_room = calls.require_room, calls.require_any_room
+        self.forecast = calls.forecast
+        self.metrics.watch_load(calls.engines.live_counts)
         self._questions = Questions(self._engines.send)
         self._adapters = AdapterRegistry(
             config.lora_directory, config.served_names, self._engines.send_all, self._health.ready_engines
         )
-        max_adapters = config.scheduler.max_adapters * config.num_engines
-        self._adapter_metrics = AdapterMetrics(
-            max_adapters, lambda: self._adapters.served, self._adapters_in_line
-        )
-        if max_adapters:
+        most = config.scheduler.max_adapters * config.num_engines
+        self._adapter_metrics = AdapterMetrics(most, lambda: self._adapters.served, self._adapters_in_line)
+        if most:
             self.metrics.registry.register(self._adapter_metrics)
         try:
             self._kv_events = None if config.kv_events is None else KVPublisher(config.kv_events)
@@ -275,21 +273,6 @@ class AsyncEngine:
             return await self._grammars.compile(
                 grammar, self.info, param=param, num_choices=num_choices, tenant=tenant
             )
-
-    def require_room(self, priority: int | None) -> None:
-        """Refuse a call for which the queue has no room, before anything is spent on it. Raises Overloaded.
-
-        Priority None means that it is not known yet.
-        """
-        self._requests.require_room(priority)
-
-    def require_any_room(self, priority: int | None) -> None:
-        """Refuse as `require_room` a call whose model is not known yet, if no model has room for it."""
-        self._requests.require_any_room(priority)
-
-    def forecast(self, terms: ServiceTerms) -> QueueForecast:
-        """Place that a request of these terms would have in the queue now."""
-        return self._requests.forecast(terms, self.metrics.wait_reason)
 
     async def generate_all(
         self, requests: Sequence[GenerationRequest], *, is_read_whole: bool = False

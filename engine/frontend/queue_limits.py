@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 _MIN_RETRY_S, _MAX_RETRY_S = 1.0, 60.0
 _UNKNOWN_RETRY_S = 10.0
+_PREPARED_WITHIN_S = 0.25
+"""Time for which a call keeps a place while it is tokenized. One that takes longer competes again."""
 
 
 Freed = tuple[Counter[object], Counter[object]]
@@ -43,7 +45,7 @@ class QueueLimits:
     def __init__(self, *, max_queued: int, max_queued_tokens: int, has_priorities: bool = False) -> None:
         self._max_queued = max_queued
         self._max_queued_tokens = max_queued_tokens
-        self._has_priorities = has_priorities
+        self.has_priorities = has_priorities
         self._forecast = StartForecast(has_priorities=has_priorities)
         self._num_own = self._num_own_tokens = 0
         self.all = [self]
@@ -99,10 +101,6 @@ class QueueLimits:
         fits = not any(self.lack(num_sequences, num_tokens, freed))
         return fits or self.num_queued == freed[0].total()
 
-    def any_has_room(self) -> bool:
-        """Whether the smallest request fits, of whichever model it is."""
-        return any(each.has_room(1, 1) for each in self.all)
-
     def lack(self, num_sequences: int, num_tokens: int, freed: Freed = NONE_FREED) -> tuple[int, int]:
         """Return the sequences and the tokens that do not fit once the `freed` ones have left.
 
@@ -130,7 +128,7 @@ class QueueLimits:
     def time_to_start_of_last(self, num_sequences: int, priority: int, *, now_s: float) -> float | None:
         """Estimate the seconds until the call begins that came last, without a walk through the line."""
         num_queued = self.num_queued
-        if self._has_priorities:
+        if self.has_priorities:
             num_queued = sum(num for each, num in self._num_by_priority.items() if each <= priority)
         return self.time_to_start(num_queued - num_sequences, priority, now_s=now_s)
 
@@ -197,11 +195,23 @@ class Desk:
         self.waiting: WaitingCalls[Any] = WaitingCalls(config.scheduler)
         self.next_id = 1
         """The first id of the next call; later calls have higher ones."""
+        self.kept: dict[str, float] = {}
+        """Calls by reply id that keep a place while they are prepared, and the ends of that."""
 
     def join(self) -> QueueLimits:
         """Return the limits of one more model."""
         self._joined.append(self.limits.beside() if self._joined else self.limits)
         return self._joined[-1]
+
+    def keep_place(self, reply_id: str, *, now_s: float) -> None:
+        """Keep a place for a call; with priorities none, since the next that comes may be more urgent."""
+        if not self.limits.has_priorities:
+            self.kept[reply_id] = now_s + _PREPARED_WITHIN_S
+
+    def num_kept(self, *, now_s: float) -> int:
+        """Count the places that are kept."""
+        self.kept = {each: until_s for each, until_s in self.kept.items() if until_s > now_s}
+        return len(self.kept)
 
     def new_ids(self, num: int) -> tuple[SequenceId, ...]:
         ids = tuple(SequenceId(self.next_id + index) for index in range(num))

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from dataclasses import replace
+from functools import partial
 from math import inf
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from engine.frontend.active_requests import ActiveRequests
 from engine.frontend.metrics import EngineMetrics
 from engine.frontend.queue_limits import Desk
 from engine.frontend.waiting_calls import CallTerms, WaitingCalls
+from engine.journal import Journal
 from engine.options.engine_config import resolve
 from engine.options.options import Options
 from engine.process_messages import AddRequest, EndSequences
@@ -46,6 +48,8 @@ class Door:
 
     def ask(self, name: str, priority: int, *, n: int = 1, others: tuple[str, ...] = (), num_tokens: int = 3):
         """Raises Overloaded."""
+        journal = Journal()
+        journal.reply_id = name
         requests = [
             GenerationRequest(
                 request_id=each,
@@ -53,6 +57,7 @@ class Door:
                 params=SamplingParams(max_tokens=5),
                 n=n,
                 terms=ServiceTerms(priority=priority),
+                journal=journal,
             )
             for each in (name, *others)
         ]
@@ -376,6 +381,38 @@ async def test_in_order_of_arrival_a_full_queue_is_full_for_any_priority(tiny_mo
             door.in_flight.require_room(priority)
     door.in_flight.leave(door.in_flight.find("a"))
     door.in_flight.require_room(None)
+
+
+async def test_a_call_that_is_being_prepared_has_its_place_and_others_are_refused_at_once(tiny_model) -> None:
+    door = Door(tiny_model)
+    for name in "ab":
+        door.ask(name, 0)
+    for name in "cd":
+        door.in_flight.require_room(None, name)
+    for is_full in (
+        partial(door.in_flight.require_room, None, "e"),
+        partial(door.in_flight.require_any_room, None),
+    ):
+        with pytest.raises(Overloaded):
+            is_full()
+    assert door.num_refused("requests") == 2
+    door.ask("c", 0)
+    door.in_flight.leave(door.in_flight.find("a"))
+    door.in_flight.require_room(None, "e")
+    with pytest.raises(Overloaded):
+        door.in_flight.require_room(None, "f")
+    door.ask("d", 0)
+    door.ask("e", 0)
+    assert door.waiting() == set("bcde")
+
+
+async def test_a_place_is_kept_for_a_moment_and_with_priorities_not_at_all(door, tiny_model) -> None:
+    desk = Door(tiny_model).desk
+    desk.keep_place("a", now_s=0.0)
+    desk.keep_place("b", now_s=0.2)
+    assert [desk.num_kept(now_s=now_s) for now_s in (0.2, 0.3, 0.5)] == [2, 1, 0]
+    door.desk.keep_place("a", now_s=0.0)
+    assert door.desk.num_kept(now_s=0.0) == 0
 
 
 async def test_a_backlog_of_tokens_refuses_early_too(tiny_model) -> None:
