@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bench.load.report import percentile
 from campaigns.servers.own_server import OwnServer, own_server, total
@@ -362,7 +362,8 @@ def soak(
                 run.max_model_len = MAX_MODEL_LEN_OF_FEATURES
                 trouble = run.trouble = Trouble(server, seed=seed, disk=disk, clock=clock)
                 ends.is_disturbed = trouble.is_under_way
-                load = {"seed": seed, "is_disturbed": trouble.is_under_way, "rest_s": pace.rest_s}
+                load: dict[str, Any] = {"seed": seed, "is_disturbed": trouble.is_under_way}
+                load["rest_s"] = pace.rest_s
                 run.lasting = Lasting(server, **load)
                 reads_pictures = "--tensor-parallel-size" not in words
                 run.features = Features(server, **load, with_pictures=reads_pictures)
