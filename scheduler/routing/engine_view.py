@@ -8,6 +8,7 @@ Never: compares engines (dispatcher.py).
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
+from math import inf
 from typing import NamedTuple
 
 from scheduler.group_places import GroupPlaces, main_group, most_blocks
@@ -93,7 +94,7 @@ class EngineView:
         size = self.size
         if size is None:
             return False
-        if any(each > priority for each in self.priorities):
+        if priority < inf and any(each > priority for each in self.priorities):
             return True  # the engine lets it pass, and may take a running one's place for it
         if self.num_live >= size.max_num_seqs:
             return False
@@ -101,14 +102,18 @@ class EngineView:
             return True
         return self.num_unbegun_tokens + num_tokens <= _STEPS_AHEAD * size.step_tokens
 
+    @property
+    def burden(self) -> float:
+        """Work of all sequences there, in prompt tokens computed."""
+        beside = _HELD_TOKEN_PRICE * self.num_held_tokens + _LIVE_PRICE_TOKENS * self.num_live
+        return self.num_unbegun_tokens + beside
+
     def cost(self, num_tokens: int) -> float:
         """Work before the first token, and that of all other sequences, in prompt tokens computed."""
         assert self.size is not None
-        ahead = self.num_unbegun_tokens + num_tokens
-        beside = _HELD_TOKEN_PRICE * self.num_held_tokens + _LIVE_PRICE_TOKENS * self.num_live
         # Without room it would wait for others to end, or push them out.
         has_room = self.num_unbegun_blocks + self.num_blocks(num_tokens) <= self.num_free_blocks
-        return ahead + beside + (0 if has_room else self.size.num_blocks * self.size.block_size)
+        return self.burden + num_tokens + (0 if has_room else self.size.num_blocks * self.size.block_size)
 
     def num_blocks(self, num_tokens: int) -> int:
         """Count the most blocks that a request of this number of tokens takes; for none, none."""
