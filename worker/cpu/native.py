@@ -436,6 +436,7 @@ class Kernels:
     ) -> None:
         assert weight.data.dtype in (x_TK.dtype, torch.int8, torch.uint8)
         assert x_TK.shape[1] == weight.c.num_inputs
+        assert weight.c.num_inputs % WIDEST_VECTOR == 0, "beyond the last row other memory would be read"
         product = CProduct(pointer(x_TK), x_TK.shape[0], weight.c, None, output, float_output, multiplier=1.0)
         self._call("multiply", x_TK.dtype, byref(product))
 

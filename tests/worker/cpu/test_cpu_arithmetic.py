@@ -28,10 +28,16 @@ def test_the_measurement_times_both_ways(built):
     assert all(0 < each < 60 for each in times_s)
 
 
+def test_inputs_that_fill_no_whole_vector_reach_no_kernel(built):
+    weight = pack(torch.zeros((32, 600)).bfloat16())
+    with pytest.raises(AssertionError, match="other memory would be read"):
+        Kernels(built, 1).multiply_to_float(torch.zeros((1, 600)).bfloat16(), weight)
+
+
 def test_both_ways_sum_the_same_products(built):
     generator = torch.Generator().manual_seed(2)
-    weight = pack(torch.randn((70, 600), generator=generator).bfloat16())
-    x = torch.randn((29, 600), generator=generator).bfloat16()
+    weight = pack(torch.randn((70, 608), generator=generator).bfloat16())
+    x = torch.randn((29, 608), generator=generator).bfloat16()
     one, other = (Kernels(built, 1, name).multiply_to_float(x, weight) for name in (DOT, EXPANDED))
     assert not torch.equal(one, other)  # in another order
     assert (one - other).abs().max() < 1e-5 * one.abs().max()
