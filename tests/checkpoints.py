@@ -81,6 +81,15 @@ _LONGROPE = {
     "long_factor": [1.0 + 0.5 * i for i in range(8)],
 }
 _EXPERTS = {"moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+_LATENTS = {
+    "head_dim": None,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+}
 _ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 
 # family -> (model_type, what differs from _BASE; None removes a key)
@@ -149,13 +158,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": (
         "deepseek_v3",
         {
-            "head_dim": None,
-            "num_key_value_heads": 4,
-            "q_lora_rank": 16,
-            "kv_lora_rank": 16,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 16,
-            "v_head_dim": 12,
+            **_LATENTS,
             "first_k_dense_replace": 3,
             "n_routed_experts": 4,
             "num_experts_per_tok": 2,
@@ -175,16 +178,21 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "use_qk_norm": True,
         },
     ),
+    "glm4_moe_lite": (
+        "glm4_moe_lite",
+        {
+            **_LATENTS,
+            "moe_intermediate_size": 48,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
     "deepseek_v32": (
         "deepseek_v32",
         {
-            "head_dim": None,
-            "num_key_value_heads": 4,
-            "q_lora_rank": 16,
-            "kv_lora_rank": 16,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 16,
-            "v_head_dim": 12,
+            **_LATENTS,
             "index_head_dim": 24,
             # With few, many scores are exactly 0, and which of equal keys is chosen is open.
             "index_n_heads": 16,

@@ -207,7 +207,7 @@ class QuantizedModules:
         if expert is not None and BLOCKS in stored.last_names:
             self._take_expert(model, names, stored, expert)
             return
-        target = names.find(f"{stored.module}.weight")
+        target = names.find(f"{stored.place or stored.module}.weight")
         if target is None:
             return
         module = model.get_submodule(target.module)
@@ -316,14 +316,19 @@ class QuantizedModules:
 
 
 def find_quantized(rules: Rules, files: Sequence[WeightFile]) -> QuantizedModules:
-    """Group the tensors of a checkpoint by module."""
+    """Find the modules of a checkpoint that may be quantized."""
+    return QuantizedModules(rules, group_by_module(files))
+
+
+def group_by_module(files: Sequence[WeightFile]) -> dict[str, StoredModule]:
+    """Group the tensors of files by module."""
     paths: dict[str, dict[str, Path]] = defaultdict(dict)
     places: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
     for file in files:
         for name, tensor in file.tensors.items():
             module, last_name = module_of(name)
             paths[module][last_name], places[module][last_name] = file.path, tensor
-    return QuantizedModules(rules, {name: StoredModule(name, paths[name], places[name]) for name in paths})
+    return {name: StoredModule(name, paths[name], places[name]) for name in paths}
 
 
 def read_state(files: Sequence[WeightFile], dtype: torch.dtype) -> dict[str, Tensor] | None:

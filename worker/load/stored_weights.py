@@ -30,6 +30,8 @@ class StoredModule:
     files: Mapping[str, Path]
     places: Mapping[str, StoredTensor]
     """The same tensors as headers describe them."""
+    place: str = ""
+    """Name of the module in a model of which the files have another number of layers."""
 
     @property
     def last_names(self) -> frozenset[str]:

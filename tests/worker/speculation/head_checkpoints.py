@@ -38,6 +38,8 @@ def _layer_of(config: AutoConfig, folder: Path) -> dict[str, torch.Tensor]:
     one.num_hidden_layers = 1
     if getattr(one, "layer_types", None):
         one.layer_types = ["full_attention"]
+    if getattr(one, "mlp_layer_types", None):
+        one.mlp_layer_types = one.mlp_layer_types[-1:]
     if hasattr(one, "first_k_dense_replace"):
         one.first_k_dense_replace = 0
     AutoModel.from_config(one, dtype=torch.float32).save_pretrained(folder)

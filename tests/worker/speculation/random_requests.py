@@ -25,6 +25,19 @@ _GRAMMARS = (
     Grammar(kind=GrammarKind.REGEX, text="(ab|cd e)+f"),
     Grammar(kind=GrammarKind.LARK, text='start: "x" ("y" | " z")* "q"'),
 )
+TOOL_CALL = Grammar(
+    kind=GrammarKind.LARK,
+    text='start: "<tool_call>" call "</tool_call>"\ncall: %json '
+    + json.dumps(
+        {
+            "type": "object",
+            "properties": {"name": {"const": "find"}, "arguments": _SCHEMA},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+    ),
+)
+"""Grammar of a reply that must call a tool."""
 _TINY_EOS = 334
 TINY_REQUESTS = [
     ([5, 9, 5, 9, 5], SamplingParams(temperature=0.0, max_tokens=7, num_logprobs=2)),

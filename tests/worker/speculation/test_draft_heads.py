@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,13 +17,16 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
 from scheduler.config import PreemptionMode
-from scheduler.messages import SamplingParams
+from scheduler.messages import ModelRunnerOutput, SamplingParams
 from tests.checkpoints import make_checkpoint
+from tests.quantized_checkpoints import quantize
+from tests.tiers import by_day
 from tests.worker.adapters.test_adapted_models import LIMITS
 from tests.worker.conftest import MakeCheckpoint, load_worker
 from tests.worker.speculation.head_checkpoints import write_head
-from tests.worker.speculation.random_requests import random_request
-from tests.worker.speculation.speculated import ModelDrafted
+from tests.worker.speculation.random_requests import TOOL_CALL, random_request
+from tests.worker.speculation.speculated import Drafts, ModelDrafted, half_right
+from tests.worker.speculation.test_drafts_with_states import NUM_ROWS, SHARED, check_same_tokens, requests_of
 from tests.worker.speculation.test_verification import DEMO, EOS, TOKENIZER, Loaded, check_equal
 from worker.devices.device import CpuDevice
 from worker.doctor_findings import Verdict
@@ -62,6 +66,8 @@ class Oracle:
         if not hasattr(config, "num_mtp_layers"):
             config.num_mtp_layers, config.mtp_layer_types = 1, ["full_attention"]
             names = [r"^mtp\."]
+        if getattr(config, "mlp_layer_types", None):
+            config.mtp_mlp_layer_types = config.mlp_layer_types[-1:]
         self.model._keys_to_ignore_on_load_unexpected = names
         self.head = MtpModel.from_pretrained(self.model).eval()
 
@@ -86,6 +92,7 @@ class Oracle:
     [
         "glm4_moe",
         pytest.param("deepseek_v3", marks=pytest.mark.night),
+        pytest.param("glm4_moe_lite", marks=pytest.mark.night),
         pytest.param("qwen3", marks=pytest.mark.night),
         pytest.param("qwen3_next", marks=pytest.mark.night),
     ],
@@ -98,13 +105,16 @@ def test_a_head_guesses_what_transformers_guesses(
         layer_types = ["linear_attention", "linear_attention", "full_attention"]
         source = make_checkpoint(family, tmp_path / "attention last", layer_types=layer_types)
     folder = write_head(tmp_path / family, source)
-    loaded = load_with_head(folder, cpu_kernels=kernels)
+    check_guesses(load_with_head(folder, cpu_kernels=kernels), Oracle(folder))
+
+
+def check_guesses(loaded: Loaded, oracle: Oracle) -> None:
+    """Compare greedy guesses, some behind others, in prompts that are cut and at all places behind them."""
     requests = [(prompt, GREEDY) for prompt in PROMPTS]
     expected = ModelDrafted(*loaded, num_asked=0).answers(requests)
     world = ModelDrafted(*loaded, num_asked=3, next_id=100, changes={"max_num_batched_tokens": 16})
     found = world.answers(requests)
     assert [each[0] for each in found] == [each[0] for each in expected]
-    oracle = Oracle(folder)
     num_compared = 0
     for (number, num_generated), offer in world.offers.items():
         if offer:
@@ -112,6 +122,46 @@ def test_a_head_guesses_what_transformers_guesses(
             assert list(offer) == oracle.drafts(text, len(offer)), (number, num_generated)
             num_compared += 1
     assert num_compared > 20
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        pytest.param(*case, marks=[] if place < 2 else pytest.mark.night)
+        for place, case in enumerate(
+            (
+                ("glm4_moe", "int4"),  # its joint is of codes too
+                ("qwen3", "gptq"),  # its joint is plain, and no list says so
+                ("deepseek_v3", "fp8"),  # and the expansion of its latents is of codes
+                ("glm4_moe", "awq"),
+                ("qwen3", "float8"),
+                ("qwen3_next", "fp8"),
+            )
+        )
+    ],
+)
+def test_a_head_in_codes_guesses_what_the_numbers_guess_that_they_stand_for(
+    checkpoints: MakeCheckpoint, tmp_path: Path, family: str, name: str
+) -> None:
+    source = checkpoints(family)
+    if family == "qwen3_next":
+        layer_types = ["linear_attention", "linear_attention", "full_attention"]
+        source = make_checkpoint(family, tmp_path / "attention last", layer_types=layer_types)
+    plain, quantized = write_head(tmp_path / family, source), tmp_path / name
+    quantize(plain, quantized, name)
+    check_guesses(load_with_head(quantized), Oracle(plain))
+
+
+def test_a_plain_head_of_a_quantized_model_is_read_though_no_list_excludes_it(
+    checkpoints: MakeCheckpoint, tmp_path: Path
+) -> None:
+    plain, quantized = write_head(tmp_path / "plain", checkpoints("glm4_moe")), tmp_path / "quantized"
+    quantize(plain, quantized, "gptq")
+    whole, tensors = load_file(plain / "model.safetensors"), load_file(quantized / "model.safetensors")
+    head = {name: each for name, each in whole.items() if name.startswith("model.layers.3.")}
+    kept = {name: each for name, each in tensors.items() if not name.startswith("model.layers.3.")}
+    save_file(kept | head, quantized / "model.safetensors", metadata={"format": "pt"})
+    check_guesses(load_with_head(quantized), Oracle(plain))
 
 
 def changed(folder: Path, source: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
@@ -327,6 +377,38 @@ def test_doctor_tells_the_bytes_of_a_head_and_foresees_its_blocks(
     facts = Worker(config).load(lambda progress: None)
     assert facts.has_draft_model
     assert found.size.num_blocks == facts.num_blocks
+
+
+@dataclass
+class HalfRight(ModelDrafted):
+    """A head is asked in each step; what it guesses takes turns with guesses of which most are right."""
+
+    def _drafts(self, made_up: Drafts, result: ModelRunnerOutput) -> Drafts:
+        return result.draft_token_ids if self.num_steps % 2 else made_up
+
+
+@pytest.mark.parametrize("mode", by_day([*PreemptionMode], [PreemptionMode.SWAP]))
+@pytest.mark.parametrize("family", by_day(["qwen3_next", "glm4_moe", "qwen3_5_text"], ["qwen3_next"]))
+def test_tokens_are_the_same_with_a_head_over_swaps_restore_points_and_tool_calls(
+    checkpoints: MakeCheckpoint, tmp_path: Path, family: str, mode: PreemptionMode
+) -> None:
+    folder = write_head(tmp_path / family, checkpoints(family))
+    loaded = load_with_head(folder, num_blocks=400, swap_space_bytes=1 << 24, max_num_seqs=NUM_ROWS)
+    facts, random = loaded[1], Random(7)
+    requests = [(prompt, replace(params, max_tokens=16)) for prompt, params in requests_of(random, 6)]
+    calls = SamplingParams(temperature=0.8, seed=3, max_tokens=16, grammar=TOOL_CALL)
+    requests += [(SHARED[number:], calls) for number in range(2)]
+    expected = ModelDrafted(*loaded, num_asked=0).answers(requests)
+    tight = {"num_blocks": 3 * facts.num_state_blocks + 24, "preemption_mode": mode}
+    for place, changes in enumerate((tight, {"max_num_batched_tokens": 16})):
+        world = HalfRight(*loaded, changes, num_asked=3, next_id=1000 * (place + 1))
+        for _ in range(2):  # the second time behind restore points, or in blocks of the prefix cache
+            check_same_tokens(
+                expected, world.answers(requests, half_right(expected, random, facts.vocab_size))
+            )
+        assert world.num_accepted > 20
+        assert world.num_found > 0 or changes is tight
+        assert world.num_preemptions > 0 or changes is not tight
 
 
 @pytest.fixture(scope="module")
