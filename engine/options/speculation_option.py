@@ -18,10 +18,11 @@ from worker.worker_config import MAX_DRAFTS, DraftMethod, SpeculationConfig
 
 _FLAG = "--speculative-config"
 _MODEL_FLAG = "--speculative-model"
-_OFF = "off"
+_OFF, _EAGLE = "off", "eagle3"
 _METHODS = {
     **{each.value: each for each in (DraftMethod.NGRAM, DraftMethod.SUFFIX, DraftMethod.DRAFT_MODEL)},
     DraftMethod.MTP.value: DraftMethod.MTP,
+    _EAGLE: DraftMethod.DRAFT_MODEL,
     _OFF: DraftMethod.PREDICTION,
 }
 # vLLM's names of heads by their family, which the checkpoint says as well.
@@ -48,16 +49,16 @@ class SpeculationOptions(ModelOptions):
         'Guess tokens from repeated text and verify several in one step: {"method": "ngram"} looks in the '
         'request\'s own text, "suffix" also in recent replies to the same tenant, salt and adapter. Output '
         "stays the same; numbers are ceilings, and no guess is verified that is not expected to save time. "
-        '{"method": "draft_model", "model": MODEL} asks a smaller model, see --speculative-model; '
+        '{"method": "draft_model", "model": MODEL} or "eagle3" asks MODEL, see --speculative-model; '
         '{"method": "mtp"} the head that some checkpoints have for it, as is done by itself on CPUs where it '
         'can be; {"method": "off"} leaves that head out. Not with several stages.',
         open_default="the `prediction` of a request, and the checkpoint's head, are used",
     )
     speculative_model: str | None = _scheduler(
         Text(metavar="MODEL"),
-        "Smaller model with the same tokenizer, as --model names one, that guesses tokens for the model to "
-        "verify. Its weights, and its keys and values in every KV block, take memory; it guesses only where "
-        "that is expected to save time. On CPUs, with one rank.",
+        "Smaller model with the same tokenizer, as --model names one, or head of EAGLE-3, that guesses "
+        "tokens for the model to verify. Its weights, and keys and values in every KV block, take memory; it "
+        "guesses only where that is expected to save time. On CPUs, with one rank.",
         open_default="none",
     )
 
@@ -79,7 +80,7 @@ def speculation_config(options: SpeculationOptions, find_model: Callable[[str], 
             f'"method": {json.dumps(method)} is not supported',
             f"use one of the methods {', '.join(_METHODS)}",
         )
-    if (model is not None) != (method == DraftMethod.DRAFT_MODEL):
+    if (model is not None) != (_METHODS[method] is DraftMethod.DRAFT_MODEL):
         given = "no model is named" if model is None else f"the method {method} asks no model"
         _refuse(given, f'use the method draft_model with a "model", or with {_MODEL_FLAG}')
     _check_numbers(asked, {key: each for key, each in _BOUNDS.items() if _is_read(key, method)})
@@ -90,7 +91,7 @@ def speculation_config(options: SpeculationOptions, find_model: Callable[[str], 
     if asked.get("prompt_lookup_min", 0) > asked.get("prompt_lookup_max", 0):
         _refuse("prompt_lookup_min is above prompt_lookup_max", "exchange them")
     if method != _OFF:
-        _check_steps(options, has_passes=method in (DraftMethod.DRAFT_MODEL, DraftMethod.MTP))
+        _check_steps(options, has_passes=_METHODS[method] in (DraftMethod.DRAFT_MODEL, DraftMethod.MTP))
     path = "" if model is None else str(find_model(model))
     return SpeculationConfig(method=_METHODS[method], model_path=path, **asked)
 

@@ -24,6 +24,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from train import SEED, Feed, Progress
 from transformers import LlamaForCausalLM, LlamaModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 DEFAULT_STEPS = 500
 _PEAK = 2e-3
@@ -58,6 +59,14 @@ class Head(nn.Module):
         joint_BTH = self.joint(torch.cat([embeds_BTH, self.hidden_norm(hidden_BTH)], dim=-1))
         return self.body(inputs_embeds=joint_BTH, use_cache=False).last_hidden_state
 
+    def kept(self, outputs: BaseModelOutputWithPast) -> Tensor:
+        """Take the states [B, T, H] that it reads from what the model's body gave."""
+        return outputs.last_hidden_state
+
+    def logits(self, model: LlamaForCausalLM, states_NH: Tensor) -> Tensor:
+        """Compute logits [N, V] of its outputs."""
+        return model.lm_head(states_NH)
+
     def tensors(self) -> dict[str, Tensor]:
         """Name its weights as the checkpoint has them."""
         found = {
@@ -77,8 +86,9 @@ def loss_of(
     """Cross entropy with the model's distributions; with the shares of first and second guesses that hold."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         with torch.no_grad():
-            hidden_BTH = model.model(input_ids=token_ids_BT, use_cache=False).last_hidden_state
-        first_BTH = head(token_ids_BT[:, 1:], hidden_BTH[:, :-1])
+            outputs = model.model(input_ids=token_ids_BT, use_cache=False, output_hidden_states=True)
+        hidden_BTH = outputs.last_hidden_state
+        first_BTH = head(token_ids_BT[:, 1:], head.kept(outputs)[:, :-1])
         second_BTH = head(token_ids_BT[:, 2:], first_BTH[:, :-1])
         losses, rates = [], []
         for place, states_BTH in enumerate((first_BTH, second_BTH), start=1):
@@ -87,22 +97,30 @@ def loss_of(
             wanted_BT[:, :-1] = labels_BT[:, place + 1 :] >= 0
             with torch.no_grad():
                 model_NV = model.lm_head(hidden_BTH[:, place:][wanted_BT]).float()
-            guess_NV = model.lm_head(states_BTH[wanted_BT]).float()
+            guess_NV = head.logits(model, states_BTH[wanted_BT]).float()
             losses.append(nn.functional.cross_entropy(guess_NV, model_NV.softmax(dim=-1)))
             rates.append(float((guess_NV.argmax(-1) == model_NV.argmax(-1)).float().mean()))
     return losses[0] + _WEIGHT_OF_SECOND * losses[1], rates[0], rates[1]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, required=True, help="checkpoint folder to add the head to")
+def read_arguments(description: str, model_help: str) -> argparse.ArgumentParser:
+    """Make the parser of what each training is given."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--model", type=Path, required=True, help=model_help)
     parser.add_argument("--steps", type=int, default=DEFAULT_STEPS, help="optimiser steps")
     parser.add_argument("--threads", type=int, default=2, help="threads torch may use")
-    args = parser.parse_args()
+    return parser
+
+
+def open_model(args: argparse.Namespace) -> LlamaForCausalLM:
+    """Load the model that a head is trained for, the same each time."""
     torch.set_num_threads(args.threads)
     torch.manual_seed(SEED)
-    model = LlamaForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
-    head = Head(model)
+    return LlamaForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+
+
+def train(head: nn.Module, model: LlamaForCausalLM, args: argparse.Namespace) -> None:
+    """Train all weights of a head but its embedding, and none of the model's."""
     model.requires_grad_(requires_grad=False)
     weights = [weight for name, weight in head.named_parameters() if "embed_tokens" not in name]
     optimiser = torch.optim.AdamW(weights, lr=_PEAK, betas=(0.9, 0.98), weight_decay=0.0)
@@ -123,6 +141,13 @@ def main() -> None:
         if step % 50 == 49:
             first, second = (sum(each) / 50 for each in zip(*rates[-50:], strict=True))
             print(f"right: {first:.1%} of first guesses, {second:.1%} of second ones", flush=True)
+
+
+def main() -> None:
+    args = read_arguments(__doc__.splitlines()[0], "checkpoint folder to add the head to").parse_args()
+    model = open_model(args)
+    head = Head(model)
+    train(head, model, args)
     add_head(args.model / "model.safetensors", head)
 
 

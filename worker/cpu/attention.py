@@ -76,8 +76,8 @@ class LayerStack(NamedTuple):
 
     c: CStack
     layers: tuple[FusedLayer, ...]
-    end: CStack
-    """A stack without layers, of the last norm alone."""
+    end: CStack | None
+    """A stack without layers, of the last norm alone; None of layers that others follow."""
 
 
 class LayerAttention(AttentionBackend, Protocol):
@@ -90,7 +90,7 @@ class LayerAttention(AttentionBackend, Protocol):
         """Compute a fused layer without its MLP, in place; return the MLP's input [T, H]."""
 
     def run_layers(self, stack: LayerStack, hidden_TH: Tensor, angles: CAngles) -> None:
-        """Compute whole fused layers, one after another, and the norm behind them, in place."""
+        """Compute whole fused layers, one after another, and the norm behind them if it has one, in place."""
 
 
 class CpuAttention:
@@ -193,10 +193,12 @@ class CpuAttention:
 
     def run_layers(self, stack: LayerStack, hidden_TH: Tensor, angles: CAngles) -> None:
         """See LayerAttention."""
-        if self.states is not None and self.states.is_cut and stack.layers:
+        if stack.end is None or (self.states is not None and self.states.is_cut and stack.layers):
             for layer in stack.layers:
                 note_layer_begun()  # as the kernel for all of them counts
                 self._run(layer, angles, hidden_TH, None)
+            if stack.end is None:
+                return
             stack = LayerStack(stack.end, (), stack.end)
         layer_idxs = tuple([layer.layer_idx for layer in stack.layers])
         caches = self._caches_of.get(layer_idxs)

@@ -11,8 +11,9 @@ Shapes: T tokens, P positions, R rotated numbers, H numbers of a hidden state, V
 
 import ctypes
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, cast
 
 import numpy as np
@@ -46,6 +47,7 @@ class _Outputs:
 
     last_hidden_state: Tensor
     hidden_TH: Tensor
+    tapped: tuple[Tensor, ...] = ()
     past_key_values: None = None
     cache: None = None
     hidden_states: None = None
@@ -83,6 +85,16 @@ class CpuBody(nn.Module):
         fused = tuple(layer.fused for layer in layers)
         stack = _stack([layer.c for layer in fused], len(norm.weight_H), norm_struct(norm))
         self._stack = LayerStack(stack, fused, self._end)
+        self._before: tuple[LayerStack, ...] = ()
+        """Layers up to each tap; the stack has those behind the last."""
+
+    def tap(self, places: Sequence[int]) -> None:
+        """See WholeBody."""
+        fused = self._stack.layers
+        *before, last = [fused[start:end] for start, end in pairwise([0, *places, len(fused)])]
+        self._before = tuple(LayerStack(self._end, each, None) for each in before)
+        stack = _stack([layer.c for layer in last], len(self._norm.weight_H), norm_struct(self._norm))
+        self._stack = LayerStack(stack, last, self._end)
 
     def forward(
         self,
@@ -100,8 +112,12 @@ class CpuBody(nn.Module):
         angles = CAngles() if self._angles is None else self._angles.of(hidden_1TH, position_ids)
         # The toolkit that made the layers made the backend.
         executor = cast("LayerAttention", present_executor())
+        tapped = []
+        for part in self._before:
+            executor.run_layers(part, hidden_TH, angles)
+            tapped.append(hidden_TH.clone())
         executor.run_layers(self._stack, hidden_TH, angles)
-        return _Outputs(hidden_1TH, hidden_TH)
+        return _Outputs(hidden_1TH, hidden_TH, tuple(tapped))
 
     def normed(self, hidden_1TH: Tensor) -> Tensor:
         """Apply the last norm alone."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 import torch
@@ -25,6 +26,8 @@ from worker.worker_errors import FamilyRefused, StartupError, one_line
 log = logging.getLogger(__name__)
 
 WITHOUT_HEAD = 'leave it out by --speculative-config \'{"method": "off"}\'; what is generated is the same'
+
+_EAGLES = frozenset({"eagle3", "LlamaForCausalLMEagle3", "Eagle3Speculator", "Eagle3DraftModel"})
 
 _ERRORS_OF_A_HEAD = (
     *(MemoryError, RuntimeError, AttributeError, LookupError, TypeError, ValueError),
@@ -115,15 +118,26 @@ def draft_config(config: WorkerConfig, dtype: str) -> WorkerConfig:
     )
 
 
+def find_eagle(path: str) -> dict[str, Any] | None:
+    """Read the configuration of a head of EAGLE-3 in a folder of its own; None of another draft model."""
+    content, names = _read_names(path)
+    return None if _EAGLES.isdisjoint(names) else content
+
+
+def _read_names(path: str) -> tuple[dict[str, Any], list[str]]:
+    """Read the configuration of a draft model, and what it says that it is."""
+    content = read_json(find_checkpoint(path) / "config.json")
+    names = [content.get("speculators_model_type"), *(content.get("architectures") or ())]
+    return content, [str(each) for each in names]
+
+
 def find_draft_kind(own: WorkerConfig) -> ModelKind:
     """See find_kind. Raises StartupError, too, for what drafts only with the hidden states of its model."""
-    content = read_json(find_checkpoint(own.model_path) / "config.json")
-    names = [content.get("speculators_model_type"), *(content.get("architectures") or ())]
-    for name in map(str, names):
+    for name in _read_names(own.model_path)[1]:
         if name.lower().startswith(("eagle", "medusa", "mlp_speculator", "dflash")) or "Eagle" in name:
             raise StartupError(
-                f"it is a head for hidden states of several layers ({name}), which no step gives yet",
-                fix="take a smaller model with the same tokenizer, or a checkpoint that has a head (MTP)",
+                f"it is a head of a kind that is not read ({name})",
+                fix="take a head of EAGLE-3, a smaller model with the same tokenizer, or a model with a head",
             )
     return find_kind(own)
 

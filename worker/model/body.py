@@ -5,7 +5,7 @@ call.
 Never: makes one (cpu/body.py), or calls one (steps/model_runner.py).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
@@ -33,6 +33,9 @@ class WholeBody(Protocol):
     plain_head: tuple[nn.Module, ...]
     """The output layer, where logits are exactly its outputs. Empty: they come of the model's own
     forward."""
+
+    def tap(self, places: Sequence[int]) -> None:
+        """Let outputs have the hidden states before these layers, too; see tap_layers."""
 
     def __call__(self, **arguments: Tensor) -> WholeOutputs:
         """Compute the arguments of StepTokens in the step of the active executor."""
@@ -63,6 +66,30 @@ def whole_body_of(model: Any) -> WholeBody | None:
         if hasattr(body, "plain_head"):
             return cast("WholeBody", body)
     return None
+
+
+def tap_layers(model: Any, places: Sequence[int]) -> None:
+    """Let outputs of a model's body have the hidden states [T, H] before some layers, as `tapped`."""
+    if not places:
+        return
+    whole_body = whole_body_of(model)
+    if whole_body is not None:
+        whole_body.tap(places)
+        return
+    body = model.get_submodule(body_name(model))
+    tapped: list[Tensor] = []
+
+    def before(_: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        hidden_1TH = args[0] if args else options["hidden_states"]
+        tapped.append(hidden_1TH[0].clone())  # fused layers change it
+
+    def behind(_: Any, __: Any, outputs: Any) -> None:
+        outputs.tapped = tuple(tapped[-len(places) :])
+        tapped.clear()
+
+    for place in places:
+        body.layers[place].register_forward_pre_hook(before, with_kwargs=True)
+    body.register_forward_hook(behind)
 
 
 class _GivenOutputs(nn.Module):

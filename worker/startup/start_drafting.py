@@ -12,6 +12,7 @@ from worker.load.draft_kind import (
     check_vocabulary,
     draft_config,
     find_draft_kind,
+    find_eagle,
     naming_draft,
     refuse_scales_with_draft,
 )
@@ -22,7 +23,7 @@ from worker.startup.kernel_choice import kernels_of
 from worker.startup.probing import Start, probe_shapes
 from worker.startup.proving import prove_draft
 from worker.startup.ready_model import ReadyModel
-from worker.startup.start_head import LoadedDraft, load_head
+from worker.startup.start_head import LoadedDraft, load_eagle, load_head
 from worker.steps.draft_model import DraftSizes
 from worker.steps.head_steps import HeadSteps, KeptStates
 from worker.steps.model_runner import EagerSteps, ModelRunner, StepRunner
@@ -45,6 +46,8 @@ def load_draft(
     refuse_scales_with_draft(config)
     own = draft_config(config, str(loaded.dtype).removeprefix("torch."))
     with naming_draft(config):
+        if (content := find_eagle(own.model_path)) is not None:
+            return load_eagle(config, content, loaded, device)
         draft_kind = find_draft_kind(own)
         check_vocabulary(kind, draft_kind)
         stage = LoadStage()  # the bar is the model's
@@ -75,13 +78,14 @@ def _open_draft(
     facts, start, cache, head = ready.facts, draft.start, ready.pools.cache, draft.head
     toolkit = ready.measured.toolkit
     layers = cache.view_beside(draft.kept).layers
-    kept = None if head is None else KeptStates(layers[max(layers)])
-    if head is not None:  # kernels may have packed one that is tied, and the plain one is to go
+    kept = None if head is None else KeptStates(layers[max(layers)], head)
+    # Kernels may have packed one that is tied, and the plain one is to go.
+    if head is not None and not head.has_embedding:
         head.body.embed_tokens = ready.runner.model.get_input_embeddings()
     loaded, device = start.loaded, start.device
     backend, max_len = prove_draft(start, draft.kept, toolkit, cache, facts.max_model_len)
     if head is not None and toolkit is not None:
-        toolkit.replace_linears(head, ["joint"])
+        toolkit.replace_linears(head, head.linears)
     sizes = DraftSizes(
         vocab_size=loaded.vocab_size,
         sampled_vocab_size=facts.vocab_size,
@@ -95,7 +99,7 @@ def _open_draft(
     if head is None or kept is None:
         assert isinstance(draft.runner, ModelRunner)
         return EagerSteps(draft.runner, backend, device), sizes, None
-    ready.runner.keeps_hidden = True
+    ready.runner.keep_hidden(head.tapped)
     return HeadSteps(head, ready.runner, backend, kept, rows, device), sizes, kept
 
 

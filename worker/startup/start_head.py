@@ -5,17 +5,17 @@ Never: tries it over the cache (start_drafting.py).
 """
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from worker.attention.kv_cache import KeptShapes, with_hidden_states
-from worker.checkpoint.checkpoint_files import WeightFile, find_weights
+from worker.checkpoint.checkpoint_files import WeightFile, find_checkpoint, find_weights
 from worker.devices.device import Device
 from worker.devices.weight_life import WeightLife
 from worker.load.draft_head import StoredHead, build_head, find_head, no_head
 from worker.load.draft_kind import refuse_index_keys, refuse_with_head
+from worker.load.eagle_head import build_eagle
 from worker.load.loader import LoadedModel
 from worker.load.model_kind import ModelKind
-from worker.model.mixture import find_experts
 from worker.progress import LoadStage
 from worker.speculation.head_layer import DraftHead
 from worker.startup.kernel_choice import verifies_drafts
@@ -69,17 +69,31 @@ def load_head(
     stored = find_own_head(config, kind, files, device)
     if stored is None:
         return None
-    head = build_head(kind, stored, loaded.model)
+    return _loaded(config, loaded, device, build_head(kind, stored, loaded.model), files)
+
+
+def load_eagle(
+    config: WorkerConfig, content: dict[str, Any], loaded: LoadedModel, device: Device
+) -> LoadedDraft:
+    """Load a head of EAGLE-3 from the draft model's folder. Raises StartupError."""
+    refuse_with_head(config)
+    folder = find_checkpoint(config.speculation.model_path)
+    head = build_eagle(folder, content, loaded.model, loaded.vocab_size)
+    return _loaded(config, loaded, device, head, find_weights(folder))
+
+
+def _loaded(
+    config: WorkerConfig, loaded: LoadedModel, device: Device, head: DraftHead, files: list[WeightFile]
+) -> LoadedDraft:
     runner = BodyRunner(head.body, head.body)
-    parameters = [each for name, each in head.named_parameters() if "embed_tokens" not in name]
     layer = replace(
         loaded,
         model=head.body,
         text_config=head.body.config,
-        num_parameters=sum(each.numel() for each in parameters),
-        weight_bytes=sum(each.nbytes for each in parameters),
+        num_parameters=sum(each.numel() for each in head.own_parameters),
+        weight_bytes=head.num_bytes,
         weights=WeightLife(head, device, [file.path for file in files]),
-        has_experts=any(find_experts(head.body)),
+        has_experts=head.has_experts,
     )
     stage = LoadStage()  # the bar is the model's
     start = Start(config=config, device=device, stage=stage, loaded=layer, runner=runner)

@@ -176,7 +176,7 @@ class DraftModel:
         Small steps without drafts are taken in together later on.
         """
         metadata = inputs.metadata
-        hidden_TH = None if hidden is None or self._kept is None else hidden.hidden_TH
+        hidden_TH = None if hidden is None or self._kept is None else hidden.of_head_TH
         self._followed.append((metadata.token_blocks_ST, metadata.token_offsets, hidden_TH))
         if len(self._followed) == _MOST_FOLLOWED or len(inputs.rows_T) > _MOST_FOLLOWED:
             self._take_in_steps()

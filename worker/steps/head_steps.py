@@ -34,7 +34,8 @@ from worker.steps.tokens import HiddenStates, StepOutcome, StepTokens
 class KeptStates:
     """Hidden states at the places of a step."""
 
-    def __init__(self, layer: LayerCache) -> None:
+    def __init__(self, layer: LayerCache, head: DraftHead) -> None:
+        self._head = head
         states_NHSD, self._stripe = layer.keys.blocks_NHSD, layer.stripe
         self._dtype = states_NHSD.dtype
         # As whole numbers, which numpy copies in a tenth of the time that an operation of torch takes.
@@ -45,8 +46,8 @@ class KeptStates:
         self, blocks_ST: NDArray[np.int64], offsets_T: NDArray[np.int64], hidden_TH: Sequence[Tensor]
     ) -> None:
         """See HiddenStatesKept."""
-        numbers_TH = np.concatenate([self._numbers(each) for each in hidden_TH])
-        self._put(blocks_ST[self._stripe], offsets_T, numbers_TH)
+        states_TH = self._head.kept(torch.cat(tuple(hidden_TH)))
+        self._put(blocks_ST[self._stripe], offsets_T, self._numbers(states_TH))
 
     def _numbers(self, hidden_TH: Tensor) -> NDArray[np.signedinteger]:
         return hidden_TH.to(self._dtype).view(self._whole).numpy()
@@ -111,7 +112,10 @@ class HeadSteps:
         tokens = tokens._replace(embeds_1TH=embeds_1TH)
         hidden_NH = self._body.forward(tokens, self._backend).logits_NV
         self._kept.put_behind(inputs, self._rows, hidden_NH)
-        return StepOutcome(self._model.logits(tokens.only(tokens.logits_indices_N), hidden_NH))
+        logits_NV = self._head.logits(hidden_NH)
+        if logits_NV is None:
+            logits_NV = self._model.logits(tokens.only(tokens.logits_indices_N), hidden_NH)
+        return StepOutcome(logits_NV)
 
     def accept_drafts(self, num_right_R: Sequence[int]) -> None:
         """Do nothing: a head has no recurrent layers."""

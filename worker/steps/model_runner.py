@@ -18,7 +18,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from worker.attention.interface import AttentionBackend, LayerExecutor, active
 from worker.devices.device import Device
-from worker.model.body import body_gives, body_name, whole_body_of
+from worker.model.body import body_gives, body_name, tap_layers, whole_body_of
 from worker.pictures.eyes import Eyes
 from worker.steps.inputs import StepInputs
 from worker.steps.tokens import HiddenStates, StepOutcome, StepTokens
@@ -52,6 +52,11 @@ class ModelRunner:
         """Whether the hidden states of all steps are wanted, as a head that drafts wants them."""
         parameters = inspect.signature(model.forward).parameters
         self._can_choose_logits = "logits_to_keep" in parameters
+
+    def keep_hidden(self, tapped: Sequence[int]) -> None:
+        """Keep the hidden states of all steps, and those before some layers with them."""
+        self.keeps_hidden = True
+        tap_layers(self.model, tapped)
 
     def note_rows(self, rows_T: Tensor) -> None:
         """Take the rows of the tokens of the next step."""

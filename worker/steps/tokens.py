@@ -10,6 +10,7 @@ import copy
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -92,6 +93,12 @@ class HiddenStates(NamedTuple):
         """The states themselves, behind the last norm."""
         hidden_1TH: Tensor = self.outputs.last_hidden_state
         return hidden_1TH[0]
+
+    @property
+    def of_head_TH(self) -> Tensor:
+        """The states that a draft head reads: those before some layers, joined, where it reads such."""
+        tapped: tuple[Tensor, ...] = getattr(self.outputs, "tapped", ())
+        return torch.cat(tapped, -1) if tapped else self.hidden_TH
 
     def only(self, indices_S: Tensor) -> "HiddenStates":
         """Select some tokens."""

@@ -4,18 +4,22 @@ Never: checks whether it fits (forecast.py).
 """
 
 from dataclasses import dataclass
+from typing import Any
 
-from worker.attention.kv_cache import KeptShapes, with_hidden_states
-from worker.checkpoint.checkpoint_files import find_weights, loaded_bytes
+from worker.attention.kv_cache import KeptShapes, LayerShape, with_hidden_states
+from worker.checkpoint.checkpoint_files import find_checkpoint, find_weights, loaded_bytes
 from worker.devices.device import Device
 from worker.load.draft_kind import (
     check_vocabulary,
     draft_config,
     find_draft_kind,
+    find_eagle,
     naming_draft,
     refuse_index_keys,
     refuse_scales_with_draft,
+    refuse_with_head,
 )
+from worker.load.eagle_head import eagle_config
 from worker.load.model_kind import ModelKind, dtype_name
 from worker.load.weight_files import weight_bytes
 from worker.startup.start_head import find_own_head
@@ -45,11 +49,26 @@ def foresee_draft(config: WorkerConfig, kind: ModelKind, device: Device) -> Draf
     refuse_scales_with_draft(config)
     own = draft_config(config, dtype_name(config.dtype, kind.checkpoint_config) or "float32")
     with naming_draft(config):
+        if (content := find_eagle(own.model_path)) is not None:
+            return _foresee_eagle(config, content, kind, device)
         draft_kind = find_draft_kind(own)
         check_vocabulary(kind, draft_kind)
         num_bytes = weight_bytes(own, draft_kind, device)
         _, kept, _ = foresee_layers(own, draft_kind, device)
         return DraftForecast(weight_bytes=num_bytes, kept=kept)
+
+
+def _foresee_eagle(
+    config: WorkerConfig, content: dict[str, Any], kind: ModelKind, device: Device
+) -> DraftForecast:
+    """Forecast for a head of EAGLE-3, of one layer, in a folder of its own."""
+    refuse_with_head(config)
+    folder = find_checkpoint(config.speculation.model_path)
+    model, _, _ = foresee_layers(config, kind, device)
+    layer = eagle_config(folder, content, model.config.get_text_config(decoder=True))
+    shape = LayerShape(layer.num_key_value_heads, layer.head_dim, layer.head_dim)
+    num_bytes = loaded_bytes(find_weights(folder), dtype_name(config.dtype, kind.checkpoint_config)).total
+    return DraftForecast(weight_bytes=num_bytes, kept=with_hidden_states({0: shape}, layer.hidden_size))
 
 
 def _foresee_head(config: WorkerConfig, kind: ModelKind, device: Device) -> DraftForecast | None:

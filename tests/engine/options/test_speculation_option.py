@@ -55,6 +55,7 @@ def test_numbers_and_methods_are_taken_over(text: str, expected: SpeculationConf
     [
         {"speculative_config": '{"method": "draft_model", "model": "small", "num_speculative_tokens": 3}'},
         {"speculative_config": '{"model": "small", "num_speculative_tokens": 3}'},
+        {"speculative_config": '{"method": "eagle3", "model": "small", "num_speculative_tokens": 3}'},
         {"speculative_model": "small", "speculative_config": '{"num_speculative_tokens": 3}'},
     ],
 )
@@ -83,7 +84,8 @@ def test_a_draft_model_is_named_once_and_must_be_there(tmp_path: Path) -> None:
         ("ngram", "not a JSON object"),
         ("[]", "not a JSON object"),
         ("{}", '"method": null'),
-        ('{"method": "eagle3"}', '"method": "eagle3"'),
+        ('{"method": "eagle3"}', "no model is named"),
+        ('{"method": "medusa"}', '"method": "medusa"'),
         ('{"method": "draft_model"}', "no model is named"),
         ('{"method": "ngram", "model": "small"}', "the method ngram asks no model"),
         ('{"model": 7}', '"model": 7'),

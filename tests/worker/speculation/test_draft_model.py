@@ -171,15 +171,17 @@ def test_another_vocabulary_is_refused_with_the_first_token_that_differs(tmp_pat
 
 
 @pytest.mark.parametrize(
-    "names", [{"speculators_model_type": "eagle3"}, {"architectures": ["LlamaForCausalLMEagle3"]}]
+    "names", [{"speculators_model_type": "eagle"}, {"architectures": ["EagleLlamaForCausalLM"]}]
 )
-def test_a_head_for_states_of_several_layers_is_refused_by_name(
+def test_a_head_of_a_kind_that_is_not_read_is_refused_by_name(
     tmp_path: Path, names: dict[str, object]
 ) -> None:
     head = write_draft(tmp_path / "head", DEMO, num_layers=1)
     content = json.loads((head / "config.json").read_text())
     (head / "config.json").write_text(json.dumps(content | names))
-    with pytest.raises(StartupError, match=r"draft model .*head: it is a head for hidden states .*agle3\)"):
+    with pytest.raises(
+        StartupError, match=r"draft model .*head: it is a head of a kind that is not read \(.*agle"
+    ):
         load_with(head)
 
 

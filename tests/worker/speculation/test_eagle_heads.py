@@ -1,0 +1,171 @@
+"""Heads of EAGLE-3 guess as the published computation does, and change no answer."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from scheduler.config import PreemptionMode
+from tests.checkpoints import make_checkpoint
+from tests.worker.adapters.test_adapted_models import LIMITS
+from tests.worker.conftest import load_worker
+from tests.worker.speculation.eagle_checkpoints import EagleOracle, write_eagle
+from tests.worker.speculation.random_requests import random_request
+from tests.worker.speculation.speculated import ModelDrafted
+from tests.worker.speculation.test_draft_heads import SCRIPTS, SETTINGS, check_guesses
+from tests.worker.speculation.test_verification import DEMO, EOS, TOKENIZER, Loaded, check_equal
+from worker.devices.device import CpuDevice
+from worker.doctor_findings import Verdict
+from worker.load.model_kind import find_kind
+from worker.load.weight_files import weight_bytes
+from worker.survey.draft_forecast import foresee_draft
+from worker.survey.forecast import forecast
+from worker.survey.survey import survey
+from worker.worker import Worker
+from worker.worker_config import DraftMethod, SpeculationConfig, WorkerConfig
+from worker.worker_errors import StartupError
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("targets")
+    return {
+        family: make_checkpoint(family, root / family, num_hidden_layers=5) for family in ("llama", "qwen3")
+    }
+
+
+def drafting(head: Path) -> SpeculationConfig:
+    return SpeculationConfig(method=DraftMethod.DRAFT_MODEL, model_path=str(head), num_speculative_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("family", "kernels", "form"),
+    [
+        ("llama", "auto", {}),
+        ("qwen3", "off", {"is_of_speculators": False, "own": False, "norm_first": True}),
+        pytest.param("llama", "off", {"own": False}, marks=pytest.mark.night),
+        pytest.param(
+            "qwen3", "auto", {"is_of_speculators": False, "norm_first": True}, marks=pytest.mark.night
+        ),
+    ],
+)
+def test_a_head_guesses_what_the_published_computation_guesses(
+    targets: dict[str, Path], tmp_path: Path, family: str, kernels: str, form: dict[str, bool]
+) -> None:
+    head = write_eagle(tmp_path / "head", targets[family], **form)
+    loaded = load_worker(targets[family], **SETTINGS, speculation=drafting(head), cpu_kernels=kernels)
+    check_guesses(loaded, EagleOracle(head, targets[family]))
+
+
+def changed(folder: Path, tensors: dict[str, torch.Tensor | None], **content: Any) -> None:
+    """Give a head other tensors, or none, and other words in its configuration."""
+    kept = {**load_file(folder / "model.safetensors"), **tensors}
+    save_file({name: each for name, each in kept.items() if each is not None}, folder / "model.safetensors")
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | content))
+
+
+def refusal_of(target: Path, head: Path, **options: Any) -> str:
+    options = {**SETTINGS, "speculation": drafting(head), **options}
+    with pytest.raises(StartupError) as refused:
+        load_worker(target, **options)
+    return refused.value.what
+
+
+LAYER = {"model_type": "llama", "hidden_size": 32, "vocab_size": 77}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "content", "named"),
+    [
+        ({"fc.weight": torch.zeros(32, 100)}, {}, "fc.weight is [32, 100] in the files, and [32, 192]"),
+        ({}, {"transformer_layer_config": LAYER}, "its vocabulary has 77 tokens, and the model's"),
+        ({"d2t": torch.full((96,), 300)}, {}, "d2t names other tokens than the model's"),
+        ({"d2t": torch.zeros(50).long()}, {}, "d2t has no number for each of its 96 tokens"),
+        ({"layers.0.hidden_norm.weight": None}, {}, "body.layers.0.hidden_norm.weight is on one side only"),
+        ({"input_norm.weight": torch.ones(192)}, {}, "input_norm.weight is on one side only"),
+        ({"embed_tokens.weight": None}, {}, "body.embed_tokens.weight is on one side only"),
+        ({}, {"eagle_aux_hidden_state_layer_ids": [2, 4, 9]}, "before layers [2, 4, 9] of a model of 5"),
+        ({}, {"eagle_aux_hidden_state_layer_ids": None}, "before layers [2, 2, 2] of a model of 5"),
+        (
+            {},
+            {"transformer_layer_config": {**LAYER, "num_hidden_layers": 2}},
+            "its layer is not one of llama",
+        ),
+    ],
+)
+def test_a_head_of_another_model_is_refused_by_name(
+    targets: dict[str, Path], tmp_path: Path, tensors: Any, content: dict[str, Any], named: str
+) -> None:
+    head = write_eagle(tmp_path / "head", targets["llama"])
+    changed(head, tensors, **content)
+    what = refusal_of(targets["llama"], head)
+    assert what.startswith(f"draft model {head}: ")
+    assert named in what
+
+
+def test_adapters_and_a_cache_with_scales_are_refused_with_a_head(
+    targets: dict[str, Path], tmp_path: Path
+) -> None:
+    head = write_eagle(tmp_path / "head", targets["llama"])
+    assert "adapters" in refusal_of(targets["llama"], head, adapter_limits=LIMITS)
+    options = {"kv_cache_dtype": "fp8", "cpu_kernels": "off"}
+    assert "does not go with a draft model" in refusal_of(targets["llama"], head, **options)
+
+
+def test_doctor_refuses_a_head_where_the_start_does(targets: dict[str, Path], tmp_path: Path) -> None:
+    head = write_eagle(tmp_path / "head", targets["llama"])
+    changed(head, {}, transformer_layer_config=LAYER)
+    options = {"kv_cache_bytes": 4 << 20, "speculation": drafting(head)}
+    *_, last = survey(WorkerConfig(model_path=str(targets["llama"]), device="cpu", **options))
+    assert last.verdict is Verdict.FAULT
+    assert "its vocabulary has 77 tokens" in last.what
+
+
+def test_doctor_foresees_the_bytes_and_the_blocks_of_a_head(targets: dict[str, Path], tmp_path: Path) -> None:
+    head = write_eagle(tmp_path / "head", targets["llama"])
+    options = {"kv_cache_bytes": 4 << 20, "speculation": drafting(head), "num_threads": 1}
+    config = WorkerConfig(model_path=str(targets["llama"]), device="cpu", **options)
+    kind, device = find_kind(config), CpuDevice(config)
+    foreseen = foresee_draft(config, kind, device)
+    assert foreseen is not None
+    found = forecast(config, kind, device, weight_bytes(config, kind, device), foreseen.kept)
+    facts = Worker(config).load(lambda progress: None)
+    assert facts.has_draft_model
+    assert found.size.num_blocks == facts.num_blocks
+    memory = next(each for each in survey(config) if each.topic == "memory")
+    assert "of the draft model" in memory.what
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    """The demo model with a head that was trained for a minute."""
+    head = tmp_path_factory.mktemp("trained") / "head"
+    command = [sys.executable, "train_eagle.py", "--model", str(DEMO), "--out", str(head)]
+    command += ["--steps", "70", "--threads", "1"]
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPTS.parents[1])}
+    subprocess.run(command, cwd=SCRIPTS, check=True, capture_output=True, env=environment)
+    settings = {"num_blocks": 200, "block_size": 8, "swap_space_bytes": 1 << 22, "dtype": "bfloat16"}
+    return load_worker(DEMO, **settings, speculation=drafting(head))
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("seed", range(4))
+def test_random_requests_get_the_same_tokens_and_logprobs_with_a_head(trained: Loaded, seed: int) -> None:
+    random = Random(500 + seed)
+    requests = [random_request(random, TOKENIZER, EOS) for _ in range(24)]
+    first_id = 10_000 * (seed + 1)
+    expected = ModelDrafted(*trained, num_asked=0, next_id=first_id).answers(requests)
+    tight = {"num_blocks": 13, "preemption_mode": PreemptionMode.SWAP}
+    for place, changes in enumerate(({}, tight, {"max_num_batched_tokens": 9}), start=1):
+        world = ModelDrafted(*trained, changes, num_asked=1 + seed % 4, next_id=first_id + 1000 * place)
+        check_equal(expected, world.answers(requests))
+        assert world.num_accepted > 0, changes
+        check_equal(expected, world.answers(requests))  # in blocks of the prefix cache
