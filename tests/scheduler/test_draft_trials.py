@@ -193,3 +193,120 @@ def test_a_prediction_of_one_sequence_neither_ends_nor_wins_trials_of_others(
     num_asked = turns.num_asked
     turns.run(500)
     assert least <= (turns.num_asked - num_asked) / 500 <= most
+
+
+class Clocked:
+    """Trials of one sequence, or of others, whose turns take what a test says. Their first rest is over."""
+
+    def __init__(self, *, held_up: bool = False) -> None:
+        """Hold up the second turn if asked to."""
+        self.trials, self.seq, self.now_s = DraftTrials(), make_sequence(1, [1]), 0.0
+        scheduler = Scheduler(small_config())
+        scheduler.add_request(self.seq, now_s=0.0)
+        self.plan = scheduler.schedule(now_s=0.0)
+        self.trials.begin_turn(0.0, [self.seq])
+        for number in range(8):
+            self.turn(100 * PLAIN_S if held_up and number == 1 else PLAIN_S)
+
+    def turn(self, seconds: float, num_accepted: int = 0, drafts: tuple[int, ...] = ()) -> None:
+        """End a turn that took so long, in which drafts held."""
+        verified = {self.seq.sequence_id: drafts} if drafts else {}
+        self.trials.note_decodes(self.plan._replace(draft_token_ids=verified))
+        self.trials.note_accepted(self.seq, num_accepted)
+        self.now_s += seconds
+        self.trials.begin_turn(self.now_s, [self.seq])
+
+    def num_turns(self, *, resting: bool, seconds: float = PLAIN_S) -> int:
+        """Count turns without a draft that holds, until a rest or a trial ends."""
+        num = 0
+        while self.trials.is_resting == resting and num < 5000:
+            self.turn(seconds)
+            num += 1
+        return num
+
+
+def test_a_trial_that_loses_by_a_third_is_given_up_early_and_one_that_hardly_wins_at_its_end() -> None:
+    clocked = Clocked()
+    assert clocked.num_turns(resting=False, seconds=2 * PLAIN_S) == 6
+    assert clocked.num_turns(resting=True) == 64
+    assert clocked.num_turns(resting=False, seconds=PLAIN_S / 1.01) == 16
+
+
+def test_rests_double_up_to_a_limit_and_are_short_again_behind_a_trial_that_won() -> None:
+    clocked = Clocked()
+    rests = []
+    for _ in range(6):
+        clocked.num_turns(resting=False, seconds=2 * PLAIN_S)
+        rests.append(clocked.num_turns(resting=True))
+    assert rests == [64, 128, 256, 512, 1024, 1024]
+    for _ in range(16):
+        clocked.turn(PLAIN_S, num_accepted=1)
+    clocked.num_turns(resting=False, seconds=3 * PLAIN_S)
+    assert clocked.num_turns(resting=True) == 8
+
+
+def test_one_turn_of_a_trial_that_the_machine_held_up_does_not_lose_it() -> None:
+    clocked = Clocked()
+    for number in range(16):
+        clocked.turn(100 * PLAIN_S if number == 9 else 1.3 * PLAIN_S, num_accepted=1)
+    assert not clocked.trials.is_resting
+
+
+@pytest.mark.parametrize("is_first_rest", [True, False])
+def test_one_turn_without_drafts_that_the_machine_held_up_does_not_make_a_trial_win(
+    is_first_rest: bool,
+) -> None:
+    clocked = Clocked(held_up=is_first_rest)
+    if not is_first_rest:
+        clocked.num_turns(resting=False, seconds=2 * PLAIN_S)
+        for number in range(64):
+            clocked.turn(100 * PLAIN_S if number == 54 else PLAIN_S)
+    assert clocked.num_turns(resting=False, seconds=1.2 * PLAIN_S) == 16
+
+
+def test_turns_of_a_clock_that_stands_teach_nothing() -> None:
+    clocked = Clocked()
+    for _ in range(20):
+        clocked.turn(0.0)
+    assert not clocked.trials.is_resting
+
+
+def test_drafts_that_were_left_from_a_trial_are_none_of_the_turns_without() -> None:
+    clocked = Clocked()
+    clocked.num_turns(resting=False, seconds=2 * PLAIN_S)
+    num_left = clocked.trials._speeds.num_left
+    clocked.turn(9 * PLAIN_S, drafts=(1, 1))
+    assert clocked.trials._speeds.num_left == num_left
+
+
+def test_turns_of_predictions_alone_are_neither_kind() -> None:
+    trials, seq = DraftTrials(), make_sequence(1, [1], max_tokens=9, prediction=(1, 1))
+    clocked = Clocked()
+    for now_s in range(30):
+        trials.begin_turn(float(now_s), [seq])
+        trials.note_decodes(clocked.plan)
+    assert trials._speeds.num_plain == 0
+
+
+def test_speeds_of_few_sizes_are_kept_at_a_time() -> None:
+    trials, seq = DraftTrials(), make_sequence(1, [1])
+    with_text = make_sequence(2, [1], max_tokens=9, prediction=(1, 1))
+    for number in range(4200):
+        trials.begin_turn(float(number), [seq] * (number % 65) + [with_text] * (number // 65))
+    assert len(trials._of_sizes) < 4200
+
+
+def test_a_trial_that_wins_rests_for_a_moment_after_a_thousand_turns() -> None:
+    clocked, num = Clocked(), 0
+    while not clocked.trials.is_resting and num < 2000:
+        clocked.turn(PLAIN_S, num_accepted=1)
+        num += 1
+    assert num == 1024
+    assert clocked.num_turns(resting=True) == 8
+
+
+def test_a_trial_that_won_for_long_is_given_up_soon_where_it_loses() -> None:
+    clocked = Clocked()
+    for _ in range(400):
+        clocked.turn(PLAIN_S, num_accepted=1)
+    assert clocked.num_turns(resting=False, seconds=3 * PLAIN_S) <= 16
