@@ -96,6 +96,6 @@ def _token_ids(offsets_D: Tensor | None, num_guessed: int, vocab_size: int) -> T
     if offsets_D is not None and offsets_D.shape != ids_D.shape:
         raise StartupError(f"d2t has no number for each of its {num_guessed} tokens", fix=_FIX)
     ids_D += 0 if offsets_D is None else offsets_D.long()
-    if len(ids_D.unique()) < num_guessed or not 0 <= int(ids_D.min()) <= int(ids_D.max()) < vocab_size:
+    if len({*ids_D.tolist()}) < num_guessed or not 0 <= int(ids_D.min()) <= int(ids_D.max()) < vocab_size:
         raise StartupError(f"d2t names other tokens than the model's {vocab_size}", fix=_FIX)
     return ids_D
