@@ -8,7 +8,6 @@ Never: compares engines (dispatcher.py).
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
-from math import inf
 from typing import NamedTuple
 
 from scheduler.group_places import GroupPlaces, main_group, most_blocks
@@ -94,7 +93,7 @@ class EngineView:
         size = self.size
         if size is None:
             return False
-        if priority < inf and any(each > priority for each in self.priorities):
+        if any(each > priority for each in self.priorities):
             return True  # the engine lets it pass, and may take a running one's place for it
         if self.num_live >= size.max_num_seqs:
             return False
