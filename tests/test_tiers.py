@@ -94,10 +94,10 @@ def run(folder, files, words, times="1"):
 @pytest.mark.parametrize(
     ("words", "long", "crowds", "cases", "read"),
     [
-        ((), 0, 0, 5, {"day.read"}),
-        (("-n", "2"), 0, 0, 5, {"day.read"}),
-        (("-m", "night"), 1, 0, 3, {"night.read"}),
-        (("tests",), 1, 1, 8, {"day.read", "night.read"}),
+        ((), 0, 0, 5, ["day.read"]),
+        (("-n", "2"), 0, 0, 5, ["day.read"]),
+        (("-m", "night"), 1, 0, 3, ["night.read"]),
+        (("tests",), 1, 1, 8, ["day.read", "night.read"]),
     ],
     ids=str,
 )
@@ -110,7 +110,7 @@ def test_by_default_the_day_runs_what_is_named_runs_whole_and_other_files_are_no
         for name in ("long", "crowd", "product")
     ]
     assert found == [long, crowds, cases], ran
-    assert {file.name for file in tmp_path.glob("*.read")} == read
+    assert sorted(file.name for file in tmp_path.glob("*.read")) == read
 
 
 def test_a_file_that_would_be_left_out_unread_although_it_has_tests_of_the_night_is_an_error(tmp_path):
