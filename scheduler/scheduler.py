@@ -284,7 +284,10 @@ class Scheduler:
         self, shares: list[ScheduledSequence], grown: dict[SequenceId, GroupBlocks]
     ) -> SchedulerOutput:
         released, self._released = tuple(self._released), []
-        return self._counted(plan_of_decodes(self._counters.num_steps + 1, released, tuple(shares), grown))
+        plan = plan_of_decodes(self._counters.num_steps + 1, released, tuple(shares), grown)
+        if (choice := self._planner.draft_choice) is not None:
+            plan = plan._replace(draft_choice=choice)
+        return self._counted(plan)
 
     def _is_step(self, plan: PlanDraft) -> bool:
         return not plan.is_empty

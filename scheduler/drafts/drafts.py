@@ -40,11 +40,6 @@ class Drafts:
         self.trials = DraftTrials() if self.has_model and self._rule is not None else None
 
     @property
-    def are_expected(self) -> bool:
-        """Whether drafts may change what a decode gets, or what a plan asks for."""
-        return bool(self.offers or self._late or self.asks_now)
-
-    @property
     def asks_now(self) -> bool:
         """Whether a draft model is asked in this turn."""
         return self.has_model and (self.trials is None or not self.trials.is_resting)

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from operator import attrgetter
 
 from scheduler.config import Batching, Displacement, Fairness
+from scheduler.draft_messages import DraftChoice
 from scheduler.messages import (
     FinishReason,
     GroupBlocks,
@@ -67,6 +68,8 @@ class Planner:
         self._admission = Admission(state, shares, self._preemptor, finish=finish)
         self._passes_blocks = self._kv.passes_blocks
         self._has_chunks = False  # in the last plan
+        self.draft_choice: DraftChoice | None = None
+        """Drafts of the present step, where all that run decode."""
         self._num_stages = state.config.num_stages
         self._delays_prompts = False
         """True while the last step was for decodes alone, although prompts wait."""
@@ -92,10 +95,11 @@ class Planner:
     def plan_decodes(self) -> tuple[list[ScheduledSequence], dict[SequenceId, GroupBlocks]] | None:
         """Shares, and new blocks, of a step in which each running sequence gets one token.
 
-        None if there may be: then `plan` decides. Most steps are like that, and with few sequences deciding
-        nothing takes longer than all the rest.
+        None if there is more to decide: then `plan` does. Most steps are like that, and with few sequences
+        deciding nothing takes longer than all the rest.
         """
         self._admission.compile_ahead()  # in every step, whichever of the two plans it
+        self.draft_choice = None
         running = self._queues.running
         if len(self._queues.waiting) or self._decides_always or self._shares.has_extras:
             return None
@@ -112,6 +116,9 @@ class Planner:
                 growing.append(seq)
         if growing and not self._kv.can_append_one_each(growing):
             return None
+        self.draft_choice = self._drafts.choose(running, num_decodes=len(running))
+        if self._drafts.offers:
+            return None
         self._admission.skip_step()
         grown = self._kv.append_blocks(growing) if growing else {}
         return self._shares.decode_all(running), grown
@@ -127,7 +134,9 @@ class Planner:
         plan = PlanDraft(budget, now_s)
         if self._state.order.ages:
             self._reserve_for_oldest(budget)
-        plan.draft_choice = self._drafts.choose(running, num_decodes=budget.num_decodes_ahead)
+        plan.draft_choice = self.draft_choice or self._drafts.choose(
+            running, num_decodes=budget.num_decodes_ahead
+        )
         if self._may_displace:
             self._admission.admit_urgent(plan)
         if self._may_give_turns:

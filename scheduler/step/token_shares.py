@@ -52,8 +52,8 @@ class TokenShares:
 
     @property
     def has_extras(self) -> bool:
-        """Whether drafts, or inputs to encode, may change what a decode gets, or what a plan asks for."""
-        return self._drafts.are_expected or not self.encoder_cache.is_idle
+        """Whether inputs to encode may change what a decode gets, or a draft model what a plan asks for."""
+        return self._drafts.asks_now or not self.encoder_cache.is_idle
 
     def decode_all(self, running: list[Sequence]) -> list[ScheduledSequence]:
         """Give each one token, as `decode` does, in one loop, and complete the plan.
