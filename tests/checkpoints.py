@@ -90,6 +90,7 @@ _LATENTS = {
     "qk_nope_head_dim": 16,
     "v_head_dim": 12,
 }
+_EVERY_SECOND_EXPERTS = {"num_hidden_layers": 4, "num_local_experts": 4, "interleave_moe_layer_step": 2}
 _ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 
 # family -> (model_type, what differs from _BASE; None removes a key)
@@ -230,10 +231,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "no_rope_layers": [1, 0, 1],
         },
     ),
-    "llama4_scout": (
-        "llama4_text",
-        {"num_hidden_layers": 4, "num_local_experts": 4, "interleave_moe_layer_step": 2, "pad_token_id": 0},
-    ),
+    "llama4_scout": ("llama4_text", {**_EVERY_SECOND_EXPERTS, "pad_token_id": 0}),
     # Families with recurrent layers.
     "lfm2": (
         "lfm2",

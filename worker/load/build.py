@@ -7,9 +7,11 @@ network.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers.modeling_utils import AttentionInterface
@@ -33,12 +35,12 @@ from worker.load.quantized_loading import (
     QuantizedModules,
     arguments_of,
     find_quantized,
-    read_state,
     refuse_unplaced,
     without_quantization,
 )
 from worker.load.recurrent_functions import knows_recurrence, replace_functions
-from worker.worker_errors import FamilyRefused, StartupError
+from worker.quantized.gguf_blocks import numbers_of
+from worker.worker_errors import FamilyRefused, StartupError, refused_as
 
 _MOST_REASON_CHARS = 200
 _CHECK_IT = "check the checkpoint with AutoModelForCausalLM.from_pretrained"
@@ -55,7 +57,7 @@ def build_model(kind: ModelKind, dtype: str, files: list[WeightFile]) -> tuple[A
     """
     modules = None if kind.quantization is None else find_quantized(kind.quantization, files)
     _quieten()
-    state = read_state(files, torch_dtype(dtype, kind))
+    state = _read_state(files, torch_dtype(dtype, kind))
     with in_plain_words(kind.folder):
         model_config = model_config_of(kind, files)
         _refuse_layers(kind, model_config)
@@ -79,6 +81,25 @@ def build_model(kind: ModelKind, dtype: str, files: list[WeightFile]) -> tuple[A
     missing = [name for name in loading["missing_keys"] if not name.startswith(_POOLER)]
     _refuse_missing(kind.folder, model, sorted({*missing} - is_filled_later), files)
     return model, modules
+
+
+def _read_state(files: Sequence[WeightFile], dtype: torch.dtype) -> dict[str, Tensor] | None:
+    """Read the plain weights of a GGUF file by the model's names; None for other files.
+
+    Codes that become numbers are rounded to `dtype`, each weight before the next is read.
+    """
+    state = {}
+    for file in files:
+        for name, tensor in file.tensors.items():
+            if tensor.gguf is None:
+                return None
+            if not tensor.gguf.has_codes:
+                refusal = partial(StartupError, fix="take another GGUF file")
+                with refused_as(refusal, f"{file.path}: {name}", but=(MemoryError,)):
+                    numbers = numbers_of(tensor.gguf)
+                    is_plain = all(each.type.is_plain for each in tensor.gguf.tensors)
+                    state[name] = numbers if is_plain else numbers.to(dtype)
+    return state
 
 
 @contextmanager

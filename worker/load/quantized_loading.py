@@ -11,7 +11,6 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,6 @@ from worker.load.stored_weights import (
 from worker.machine import trim_heaps
 from worker.model.mixture import declares_layout
 from worker.model.quantized_layers import QuantizedEmbedding, QuantizedExperts, QuantizedLinear
-from worker.quantized.gguf_blocks import numbers_of
 from worker.quantized.grouped_weight import GroupedWeight
 from worker.quantized.mxfp4 import read_experts
 from worker.quantized.scheme import (
@@ -49,7 +47,7 @@ from worker.quantized.scheme import (
     is_bias,
 )
 from worker.quantized.tensor_places import TensorPlaces, TensorTarget
-from worker.worker_errors import StartupError, refused_as
+from worker.worker_errors import StartupError
 
 log = logging.getLogger(__name__)
 
@@ -329,25 +327,6 @@ def group_by_module(files: Sequence[WeightFile]) -> dict[str, StoredModule]:
             module, last_name = module_of(name)
             paths[module][last_name], places[module][last_name] = file.path, tensor
     return {name: StoredModule(name, paths[name], places[name]) for name in paths}
-
-
-def read_state(files: Sequence[WeightFile], dtype: torch.dtype) -> dict[str, Tensor] | None:
-    """Read the plain weights of a GGUF file by the model's names; None for other files.
-
-    Codes that become numbers are rounded to `dtype`, each weight before the next is read.
-    """
-    state = {}
-    for file in files:
-        for name, tensor in file.tensors.items():
-            if tensor.gguf is None:
-                return None
-            if not tensor.gguf.has_codes:
-                refusal = partial(StartupError, fix="take another GGUF file")
-                with refused_as(refusal, f"{file.path}: {name}", but=(MemoryError,)):
-                    numbers = numbers_of(tensor.gguf)
-                    is_plain = all(each.type.is_plain for each in tensor.gguf.tensors)
-                    state[name] = numbers if is_plain else numbers.to(dtype)
-    return state
 
 
 def refuse_unplaced(
