@@ -18,7 +18,7 @@ from server.api.operations import admin, models, ops, render, tokenization
 from server.api.pooling import endpoints as pooling_endpoints
 from server.api.responses import responses
 from server.edge.http.endpoint import Endpoint
-from server.page import page, yard
+from server.page import page, what_if, yard
 
 PUBLIC: tuple[Endpoint, ...] = (
     chat.ENDPOINT,
@@ -41,7 +41,7 @@ PAGE: tuple[Endpoint, ...] = (page.ENDPOINT,)
 """The web page's own files."""
 ADMIN_PAGE: tuple[Endpoint, ...] = (*PAGE, models.BY_HAND)
 """The page on a port of the admin routes, with the models that it lists and loads."""
-YARD: tuple[Endpoint, ...] = (yard.ENDPOINT,)
+YARD: tuple[Endpoint, ...] = (yard.ENDPOINT, what_if.ENDPOINT)
 """The live view of the scheduler and its simulator, which change nothing."""
 ADMIN: tuple[Endpoint, ...] = (admin.ENDPOINT, *YARD)
 """Endpoints for operators, served only if they are enabled; they may have a port of their own."""

@@ -24,7 +24,7 @@ from engine.errors import Overloaded, RequestRejected, without_folders
 from engine.processes.child_environment import child_environment
 from engine.processes.child_process import INTERPRETER
 from server.edge.http.disconnect import while_connected
-from server.edge.http.endpoint import ReplyModel, documentation, json_reply
+from server.edge.http.endpoint import Endpoint, ReplyModel, documentation, json_reply
 from server.edge.http.json_body import read_request
 from server.edge.wire_model import WireModel
 
@@ -59,6 +59,7 @@ class WhatIfRuns(ReplyModel):
 
 
 router = APIRouter()
+ENDPOINT = Endpoint(router=router, requests={WhatIfRequest: ()})
 _running = asyncio.Lock()
 
 

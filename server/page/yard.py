@@ -1,7 +1,6 @@
 """GET /admin/events and /admin/server: what the page's live view and `tokenyard top` read.
 
-Owns: the stream of views, and the facts of the server with the origin of its options. What-if runs are its
-last route (what_if.py).
+Owns: the stream of views, and the facts of the server with the origin of its options.
 Never: changes anything, or shows a prompt, a reply or a key.
 
 With keys it takes one that may administer; app.py says where it is served without keys.
@@ -23,7 +22,6 @@ from engine.version import VERSION
 from server.edge.http.edge import Edge, EdgeSettings, edge_of
 from server.edge.http.endpoint import ERRORS, Endpoint, ReplyModel, documentation
 from server.edge.http.served_models import choose_by_query
-from server.page import what_if
 from server.reply.generate.sse import ChunkFraming, StreamedResponse
 
 _ALIVE = b": alive\n\n"
@@ -91,8 +89,7 @@ def _keep_options(app: FastAPI, settings: EdgeSettings) -> None:
 
 
 router = APIRouter()
-router.include_router(what_if.router)
-ENDPOINT = Endpoint(router=router, requests={what_if.WhatIfRequest: ()}, add_state=_keep_options)
+ENDPOINT = Endpoint(router=router, add_state=_keep_options)
 
 
 class _Views(StreamedResponse):
