@@ -47,7 +47,7 @@ ADMIN: tuple[Endpoint, ...] = (admin.ENDPOINT, *YARD)
 """Endpoints for operators, served only if they are enabled; they may have a port of their own."""
 ADAPTERS: tuple[Endpoint, ...] = (models.ADAPTERS,)
 """Endpoints that load and unload adapters, only with --lora-directory."""
-POLLED_PATHS = frozenset({"/admin/requests", "/admin/events", "/admin/server"})
+POLLED_PATHS = frozenset({"/admin/requests", "/admin/events", "/admin/server", "/models"})
 """Routes that pages and tools ask again and again."""
 OPENAPI_PATH = "/openapi.json"
 

@@ -5,6 +5,7 @@ Never: asks a server (top_command.py).
 """
 
 from collections import deque
+from math import inf
 from typing import Any
 
 from rich import box
@@ -42,6 +43,9 @@ class Recent:
         self.steps: deque[dict[str, Any]] = deque(maxlen=_MAX_STEPS)
         self.preemptions: deque[tuple[float, dict[str, Any]]] = deque(maxlen=_MAX_EVENTS)
         self.names: dict[int, str] = {}
+        self.models: list[dict[str, Any]] = []
+        """Those that come and go, as the server lists them."""
+        self.listed_s = -inf
 
     def take(self, view: dict[str, Any]) -> None:
         """Take a view in; one of another engine process begins anew."""
@@ -73,7 +77,8 @@ def screen(recent: Recent, url: str, *, max_rows: int) -> RenderableType:
     if not recent.view:
         return Text("The server has ended the stream.")
     lines = (_running(recent, max_rows), _waiting(recent, max_rows))
-    return Group(_head(recent, url), _strip(recent), *lines, _preemptions(recent))
+    models = (_models(recent.models),) if recent.models else ()
+    return Group(_head(recent, url), *models, _strip(recent), *lines, _preemptions(recent))
 
 
 def _head(recent: Recent, url: str) -> RenderableType:
@@ -107,6 +112,21 @@ def _head(recent: Recent, url: str) -> RenderableType:
         f"{stats['num_recomputed_tokens']:,} tokens",
     )
     return head
+
+
+def _models(models: list[dict[str, Any]]) -> Text:
+    """How far each model is loaded, or why it is not."""
+    text = Text()
+    for each in models:
+        status = each["status"]
+        state = (
+            f"loading {status.get('progress') or 0.0:.0%}"
+            if status["value"] == "loading"
+            else status["value"]
+        )
+        reason = f" ({status['reason']})" if status.get("reason") else ""
+        text.append(f"{harmless(each['id'])} ", style="dim").append(harmless(f"{state}{reason}   "))
+    return text
 
 
 def _strip(recent: Recent) -> Text:

@@ -55,6 +55,19 @@ def test_a_new_engine_begins_anew() -> None:
     assert "gave 3 blocks" not in shown(view(5), view(1, steps=[]))
 
 
+def test_models_that_come_and_go_are_shown_with_how_far_they_are() -> None:
+    recent = Recent()
+    recent.take(view(1))
+    states = {"chat": {"value": "loaded"}, "law": {"value": "loading", "progress": 0.4}}
+    states["old"] = {"value": "failed", "reason": "no \x1bweights"}
+    recent.models = [{"id": name, "status": status} for name, status in states.items()]
+    console = Console(file=io.StringIO(), width=110, color_system=None)
+    console.print(screen(recent, "http://h:1", max_rows=5))
+    found = console.file.getvalue()
+    assert "chat loaded   law loading 40%   old failed (no " in found
+    assert "\x1b" not in found
+
+
 def test_no_server_is_told_with_its_own_code(
     capsys: pytest.CaptureFixture[str], unused_tcp_port: int
 ) -> None:
