@@ -56,12 +56,13 @@ def engine_of(pid: int) -> int | None:
 
 
 def engines_of(pid: int) -> list[int]:
-    """List the engine processes among the children of an API process."""
+    """List the engine processes among the children of an API process that have a configuration."""
     found = []
     for child in children_of(pid):
         with contextlib.suppress(OSError):  # gone meanwhile
-            command = Path(f"/proc/{child}/cmdline").read_bytes()
-            if any(name in command for name in _ENGINE_PROCESS):
+            command = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+            modules = [place for place, word in enumerate(command) if word in _ENGINE_PROCESS]
+            if modules and (Path(os.fsdecode(command[modules[0] + 1])) / "config.msgpack").exists():
                 found.append(child)
     return found
 
