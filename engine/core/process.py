@@ -52,8 +52,8 @@ def main(directory: Path, parent_pid: int, log_level: int) -> int:
     write_stacks_on_signal()
     if not (directory / CONFIG_FILE).exists():
         _wait_for_configuration(directory)
-        if not (directory / CONFIG_FILE).exists():  # the server ends
-            return 0
+        if not (directory / CONFIG_FILE).exists():  # the server ends, or the import has failed
+            return 0 if (directory / IMPORTED_FILE).exists() else EXIT_UNEXPECTED
     config = msgspec.msgpack.decode((directory / CONFIG_FILE).read_bytes(), type=EngineConfig)
     with Logs(config.log_format, level=log_level, process=ProcessName.ENGINE):
         mailbox = EngineSide(directory)
@@ -71,15 +71,17 @@ def _wait_for_configuration(directory: Path) -> None:
 
     def import_beside_others() -> None:
         if sys.platform == "linux":
-            os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
+            os.setpriority(os.PRIO_PROCESS, 0, max(_NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))
         import_worker("cpu")
+        (directory / IMPORTED_FILE).touch()
 
-    # In a thread of its own, whose precedence stays low: the process computes at the usual one later.
+    # In a thread of its own, whose precedence stays low, as that of NumPy's threads, which begin at the
+    # import (only the privileged may raise it). torch's begin at the first computation, at the usual one.
     importing = threading.Thread(target=import_beside_others)
     importing.start()
     importing.join()
-    (directory / IMPORTED_FILE).touch()
-    sys.stdin.read()
+    if (directory / IMPORTED_FILE).exists():
+        sys.stdin.read()
 
 
 def _serve(config: EngineConfig, mailbox: EngineSide, directory: Path) -> int:

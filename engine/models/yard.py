@@ -331,8 +331,8 @@ class ModelYard:
         self._prepare_spare()
 
     def _prepare_spare(self) -> None:
-        devices = {each.room.device for each in self.places if each.state is YardState.ABSENT}
-        if self._spare is not None and _CPU in devices:
+        absent = [each for each in self.places if each.state is YardState.ABSENT and not each.is_failed]
+        if self._spare is not None and any(each.room.device == _CPU for each in absent):
             self._spare.prepare()
 
     def _line(self, now_s: float) -> list[int]:

@@ -173,9 +173,10 @@ class EngineProcesses:
     async def _run_process(self) -> Death:
         num_killed = num_killed_for_memory()
         try:
-            spare, self._spare = self._spare, None
-            process = spare or await EngineProcess.start(self._config)
-            if process is spare:
+            process, self._spare = self._spare, None
+            if process is None:
+                process = await EngineProcess.start(self._config)
+            else:
                 process.configure(self._config)
         except (OSError, zmq.ZMQError) as error:
             return Death(cause=DeathCause.CRASH, what=f"could not be started: {error}")

@@ -68,9 +68,14 @@ class EngineProcess:
         return cls(child, directory, side)
 
     def configure(self, config: EngineConfig) -> None:
-        """Let a process that waits for its configuration go on."""
+        """Let a process that waits for its configuration go on, or end it. Raises OSError."""
         assert self._child.stdin is not None
-        _write_config(self._directory, config)
+        try:
+            _write_config(self._directory, config)
+        except OSError:
+            self.kill()
+            self.clean_up()
+            raise
         self._child.stdin.close()
 
     @property
@@ -78,8 +83,8 @@ class EngineProcess:
         return self._child.pid
 
     @property
-    def is_running(self) -> bool:
-        return self._child.returncode is None
+    def is_configurable(self) -> bool:
+        return self._child.returncode is None and self._directory.path.exists()
 
     @property
     def has_imported(self) -> bool:
@@ -120,22 +125,29 @@ class Spare:
 
     def prepare(self) -> None:
         """Start the process if there is none, and return at once; it imports at low precedence."""
+        self._forget_lost()
         if self._starting is None:
             self._starting = asyncio.create_task(EngineProcess.start(None))
 
     def take(self) -> EngineProcess | None:
         """Return the process, which the caller ends; None while there is none that has imported."""
-        if self._starting is None or not self._starting.done():
+        self._forget_lost()
+        if self._starting is None or not self._starting.done() or not self._starting.result().has_imported:
             return None
-        process = None if self._starting.exception() else self._starting.result()
-        if process is not None and process.is_running:
-            if not process.has_imported:
-                return None
-        elif process is not None:
-            process.clean_up()
-            process = None
-        self._starting = None
+        process, self._starting = self._starting.result(), None
         return process
+
+    def _forget_lost(self) -> None:
+        """Forget a process that could not be started, has died, or has lost its folder."""
+        if self._starting is None or not self._starting.done():
+            return
+        if self._starting.exception() is None:
+            process = self._starting.result()
+            if process.is_configurable:
+                return
+            process.kill()
+            process.clean_up()
+        self._starting = None
 
     async def close(self) -> None:
         starting, self._starting = self._starting, None

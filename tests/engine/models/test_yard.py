@@ -169,6 +169,16 @@ async def test_no_spare_process_is_kept_where_all_models_are_loaded() -> None:
     await world.yard.close()
 
 
+async def test_no_spare_process_is_kept_for_a_model_that_is_given_up() -> None:
+    world = World(ON_DEMAND, ON_DEMAND, room=2)
+    world.places[1].give_up("planted")
+    async with world.places[0].held():
+        pass
+    await asyncio.sleep(0.01)
+    assert (world.spare.num_prepared, world.spare.waiting) == (1, None)
+    await world.yard.close()
+
+
 async def test_a_model_leaves_once_it_was_idle_for_its_time() -> None:
     world = World(KeepRule(at_start=False, keep_alive_s=0.02), room=1)
     (place,) = world.places

@@ -1,6 +1,11 @@
 """Births and deaths of a process that is not an engine: only its exit and its messages matter here."""
 
 import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -153,10 +158,31 @@ Path(sys.argv[0]).with_name("seen").write_text(f"{was_there} {file.exists()}")
     process = await until_taken(spare)
     process.kill()
     await process.wait()
-    spare._starting = asyncio.create_task(asyncio.sleep(0, process))
+    spare._starting = lost = asyncio.create_task(asyncio.sleep(0, process))
     await asyncio.sleep(0.01)
+    spare.prepare()
+    assert spare._starting is not lost
     assert spare.take() is None
-    assert spare._starting is None
+    process = await until_taken(spare)
+    shutil.rmtree(process._directory.path)
+    engine.resume(process)
+    assert await asyncio.wait_for(engine.run(), 30) is not None
+    assert await asyncio.wait_for(process.wait(), 60) == -signal.SIGKILL  # it would wait for ever
+
+
+def test_a_spare_process_that_cannot_import_says_so_and_ends(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("")
+    words = ["-m", "engine.core.process", str(tmp_path), str(os.getpid()), "20"]
+    child = subprocess.run(
+        [sys.executable, *words],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        input="",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (child.returncode, "import_worker" in child.stderr) == (1, True), child.stderr
+    assert not (tmp_path / "imported").exists()
 
 
 async def test_stopping_while_the_process_is_being_born_ends_it(
