@@ -10,7 +10,6 @@ import asyncio
 import os
 import re
 import resource
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,6 +22,7 @@ from starlette.responses import Response
 from engine.errors import Overloaded, RequestRejected, without_folders
 from engine.processes.child_environment import child_environment
 from engine.processes.child_process import INTERPRETER
+from engine.processes.runtime_directory import RuntimeDirectory
 from server.edge.http.disconnect import while_connected
 from server.edge.http.endpoint import Endpoint, ReplyModel, documentation, json_reply
 from server.edge.http.json_body import read_request
@@ -30,8 +30,11 @@ from server.edge.wire_model import WireModel
 
 _WITHIN_S = 60
 _MAX_BYTES = 2 << 30
+_MAX_FILE_BYTES = 8 << 20
 _NICENESS = 10
-_SETTINGS = re.compile(r"(?!.*(?:cells|[0-9]{8}|replicas=[0-9]{3}))[a-z_0-9.=+:,]{1,400}")
+_SETTINGS = re.compile(
+    r"(?!.*(?:cells|(?:[0-9]_?){8}|replicas=(?:[0-9]_?){3}))(?!(?:[^,]*,){8})[a-z_0-9.=+:,]{1,400}"
+)
 """Words of settings that start no processes and ask for no memory beyond measure."""
 Count = Annotated[int, Field(ge=1, le=10_000_000)]
 
@@ -68,19 +71,25 @@ async def run_what_if(request: Request) -> Response:
     """Simulate the requests under each setting."""
     body = await read_request(request, WhatIfRequest, {}, from_headers={})
     if not _SETTINGS.fullmatch(body.compare):
-        raise RequestRejected("compare: no cells, at most 99 replicas, no longer numbers", param="compare")
+        raise RequestRejected(
+            "compare: at most 8 settings, no cells, at most 99 replicas, no longer numbers", param="compare"
+        )
     if _running.locked():
         raise Overloaded("a simulation is under way; try again later", retry_after_s=5.0)
     async with _running:
-        with tempfile.TemporaryDirectory() as name:
-            return json_reply(await while_connected(request.receive, _simulated(body, Path(name))))
+        directory = RuntimeDirectory.make()
+        try:
+            await while_connected(request.receive, _simulate(body, directory.path))
+            return await asyncio.to_thread(_found_in, directory.path)
+        finally:
+            directory.remove()
 
 
-async def _simulated(body: WhatIfRequest, folder: Path) -> dict[str, Any]:
+async def _simulate(body: WhatIfRequest, folder: Path) -> None:
     """Run the simulator. Raises RequestRejected with what it says."""
     steps, requests, report = (folder / each for each in ("steps.jsonl", "requests.jsonl", "report.json"))
-    steps.write_text(body.steps)
-    requests.write_text(body.requests)
+    await asyncio.to_thread(steps.write_text, body.steps)
+    await asyncio.to_thread(requests.write_text, body.requests)
     given = body.model_dump(exclude={"steps", "requests"})
     files = {"fit": steps, "requests": requests, "json": report, "plots": folder}
     words = [f"--{key.replace('_', '-')}={value}" for key, value in {**given, **files}.items()]
@@ -92,9 +101,12 @@ async def _simulated(body: WhatIfRequest, folder: Path) -> dict[str, Any]:
         env=child_environment(OPENBLAS_NUM_THREADS="1"),  # each of many threads would reserve memory
     )
     try:
-        os.setpriority(os.PRIO_PROCESS, child.pid, _NICENESS)
+        os.setpriority(os.PRIO_PROCESS, child.pid, max(_NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))
         if hasattr(resource, "prlimit"):
-            resource.prlimit(child.pid, resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
+            most_s = int(_WITHIN_S) + 1  # so that it ends if this process is killed
+            limits = {resource.RLIMIT_AS: _MAX_BYTES, resource.RLIMIT_FSIZE: _MAX_FILE_BYTES}
+            for limit, most in {**limits, resource.RLIMIT_CPU: most_s}.items():
+                resource.prlimit(child.pid, limit, (most, most))
         _, said = await asyncio.wait_for(child.communicate(), _WITHIN_S)
     except TimeoutError:
         raise RequestRejected(f"the simulation took more than {_WITHIN_S} s", param="compare") from None
@@ -105,5 +117,10 @@ async def _simulated(body: WhatIfRequest, folder: Path) -> dict[str, Any]:
     if child.returncode:
         last = said.decode(errors="replace").strip().rpartition("\n")[2] or "the simulation failed"
         raise RequestRejected(without_folders(last), param="compare")
+
+
+def _found_in(folder: Path) -> Response:
+    """Return the reply with what the simulator has written."""
     pictures = {each: (folder / f"{each}.svg").read_text() for each in ("ttft", "queue")}
-    return {"runs": orjson.loads(report.read_bytes())["runs"], "pictures": pictures}
+    report = orjson.loads((folder / "report.json").read_bytes())
+    return json_reply({"runs": report["runs"], "pictures": pictures})

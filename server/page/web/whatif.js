@@ -8,8 +8,8 @@ const MOST_LINES = 16;  // of a picture that has one for each setting and kind o
 let seen = null;  // what the dialog was opened with
 
 export function openWhatIf(history, view) {
-  // The times of steps are fitted to their counts: what each sequence had in them is not sent.
-  const steps = history.steps.map((step) => ({ ...step, decodes: [], chunks: [] }));
+  // The times of steps are fitted to their counts: what each sequence had in them is not sent, nor more than the last 5000.
+  const steps = history.steps.slice(-5000).map((step) => ({ ...step, decodes: [], chunks: [], requests: [] }));
   seen = { view, steps: stepLines({ steps }), requests: requestLines(history) };
   byId("what-if-settings").value ||= someSettings(view);
   showCommands();

@@ -59,7 +59,18 @@ async def test_requests_are_simulated_under_each_setting_one_run_at_a_time() -> 
 
 @pytest.mark.parametrize(
     "compare",
-    ["", "cells=2", "base,replicas=100", "num_blocks=10000000000", "base\n", "base --json=/x", "base," * 99],
+    [
+        *(
+            "",
+            "cells=2",
+            "base,replicas=100",
+            "num_blocks=10000000000",
+            "base\n",
+            "base --json=/x",
+            "base," * 99,
+        ),
+        *(",".join(["base"] * 9), "num_blocks=1_0000_0000", "base,replicas=1_00"),
+    ],
 )
 async def test_settings_beyond_the_bounds_are_refused_before_anything_runs(compare: str) -> None:
     async with connect(build_app(FakeEngine(), Settings())) as client:
@@ -86,6 +97,13 @@ async def test_a_run_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatc
     async with connect(build_app(FakeEngine(), Settings())) as client:
         reply = await client.post(ROUTE, json=body())
     assert (reply.status_code, "took more than" in reply.text) == (400, True)
+
+
+async def test_a_run_that_writes_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(what_if, "_MAX_FILE_BYTES", 1000)
+    async with connect(build_app(FakeEngine(), Settings())) as client:
+        reply = await client.post(ROUTE, json=body(), timeout=60)
+    assert (reply.status_code, "too large" in reply.text) == (400, True), reply.text
 
 
 async def test_a_key_that_may_not_administer_simulates_nothing() -> None:
