@@ -119,11 +119,11 @@ async def test_a_key_for_an_adapter_learns_nothing_of_the_model_below_and_does_n
             for path in ("/v1/models", "/v1/models/law"):
                 listed = await client.get(path, headers=bearer("lawyer"))
                 assert (listed.status_code, "base" in listed.text) == (200, False), listed.text
-        engine.state = dataclasses.replace(LOADING, detail="base is cut off")
-        details = [
-            (await client.get("/health", params={"model": name})).json()["detail"] for name in ("law", "base")
-        ]
-        assert details == ["loading", "base is cut off"]
+        engine.state = dataclasses.replace(LOADING, detail="base is cut off", num_steps=9)
+        fields = ("detail", "progress", "num_steps")
+        found = [(await client.get("/health", params={"model": name})).json() for name in ("law", "base")]
+        told = [[each[field] for field in fields] for each in found]
+        assert told == [["loading", 0.0, 0], ["base is cut off", 0.5, 9]]
 
 
 async def test_a_key_for_an_adapter_does_not_shorten_the_stay_of_the_model_below():
@@ -142,6 +142,7 @@ async def test_a_key_for_an_adapter_does_not_shorten_the_stay_of_the_model_below
             body = {"model": "law", "keep_alive": 0, **prompt}
             reply = await client.post("/api/generate", json=body, headers=bearer("lawyer"))
             assert (reply.status_code, place.is_loaded) == (200, True), reply.text
+            assert reply.json()["done_reason"] != "unload"
         assert place.expires_in_s > 60
         body = {"model": "base", "keep_alive": 0}
         assert (await client.post("/api/generate", json=body, headers=bearer("owner"))).status_code == 200

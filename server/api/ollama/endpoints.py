@@ -85,7 +85,7 @@ async def _answer(
     if edge.place is not None and not body.needs_model:
         if (place := own_place(request)) is not None:
             place.leave()
-        return json_reply({**empty, "done_reason": "unload"})
+        return json_reply({**empty, "done_reason": "load" if place is None else "unload"})
     info = edge.engine.info
     if body.is_empty:  # clients ask so for the model to be loaded
         check_model(served_name(body.model, info), info)
