@@ -7,6 +7,7 @@ Never: what is done to processes (run.py, trouble.py), or what a request may ans
 
 import asyncio
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
@@ -144,22 +145,25 @@ class Lasting:
         return None
 
     async def _content(self, file_id: str) -> bytes:
-        """Read a file. Raises ExchangeFailed."""
-        while (reply := await self._found(f"/v1/files/{file_id}/content")).status in _NOW:
-            await asyncio.sleep(_POLL_S)
+        """Read a file. Raises ExchangeFailed, TimeoutError."""
+        async with asyncio.timeout(_ENDS_WITHIN_S):
+            while (reply := await self._found(f"/v1/files/{file_id}/content")).status in _NOW:
+                await asyncio.sleep(_POLL_S)
         if reply.status != 200:
             raise ExchangeFailed("content", f"{reply.status} {reply.body[:80]!r}")
         return reply.body
 
     async def _found(self, path: str) -> Reply:
-        """Ask until there is an answer, while the server may be gone. Raises ExchangeFailed."""
-        while True:
+        """Ask until there is an answer, while the server may be gone. Raises ExchangeFailed, TimeoutError."""
+        ends_s = time.monotonic() + _ENDS_WITHIN_S
+        while time.monotonic() < ends_s:
             try:
                 return await self._reply("GET", path)
             except ExchangeFailed:
                 if not self._is_disturbed():
                     raise
             await asyncio.sleep(_POLL_S)
+        raise TimeoutError(path)
 
     async def _reply(self, method: str, path: str, body: bytes = b"", *, form: bool = False) -> Reply:
         target = self._server.target

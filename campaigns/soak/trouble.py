@@ -16,8 +16,8 @@ import resource
 import signal
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from campaigns.servers.own_server import OwnServer
@@ -85,14 +85,19 @@ class Trouble:
     async def _disturb(
         self, name: str, act: Callable[[], Awaitable[None]], is_ready: Callable[[], Awaitable[bool]]
     ) -> None:
-        self._num_causes += 1
-        try:
+        with self._cause():
             await act()
             self.ends[name] += 1
             async with asyncio.timeout(_BACK_WITHIN_S):
                 while not await is_ready():
                     await asyncio.sleep(0.2)
             await asyncio.sleep(_SETTLES_S)
+
+    @contextmanager
+    def _cause(self) -> Iterator[None]:
+        self._num_causes += 1
+        try:
+            yield
         finally:
             self._num_causes -= 1
 
@@ -102,7 +107,10 @@ class Trouble:
         self.num_engines_killed = 0
 
     async def _kill_engine(self) -> None:
-        engine = self._dice.choice(engines_of(self._server.pid))
+        async with asyncio.timeout(_BACK_WITHIN_S):
+            while not (engines := engines_of(self._server.pid)):
+                await asyncio.sleep(0.2)
+        engine = self._dice.choice(engines)
         os.kill(self._dice.choice(ranks_of(engine)), signal.SIGKILL)
         self.num_engines_killed += 1
         await asyncio.sleep(1.0)  # until it is missed
@@ -128,32 +136,30 @@ class Trouble:
         if self._disk is None:
             return
         ballast = self._disk / "ballast"
-        self._num_causes += 1
-        try:
-            with ballast.open("wb", buffering=0) as file, suppress(OSError):
-                while file.write(bytes(_BALLAST_BYTES)):
-                    pass
-            await asyncio.sleep(_FULL_S)
-        finally:
-            ballast.unlink()
+        with self._cause():
+            try:
+                with suppress(OSError), ballast.open("wb", buffering=0) as file:
+                    while file.write(bytes(_BALLAST_BYTES)):
+                        pass
+                await asyncio.sleep(_FULL_S)
+            finally:
+                ballast.unlink(missing_ok=True)
             await asyncio.sleep(_SETTLES_S)
-            self._num_causes -= 1
         self.ends["disk full for a while"] += 1
 
     async def _take_files(self) -> None:
         """Leave the API process only a few more descriptors than it has."""
         pid = self._server.pid
         before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-        self._num_causes += 1
-        try:
-            fewest = held_by(pid).num_files + _SPARE_FILES
-            resource.prlimit(pid, resource.RLIMIT_NOFILE, (fewest, before[1]))
-            await asyncio.sleep(_STARVED_S)
-        finally:
-            with suppress(ProcessLookupError):
-                resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+        with self._cause():
+            try:
+                fewest = held_by(pid).num_files + _SPARE_FILES
+                resource.prlimit(pid, resource.RLIMIT_NOFILE, (fewest, before[1]))
+                await asyncio.sleep(_STARVED_S)
+            finally:
+                with suppress(ProcessLookupError):
+                    resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
             await asyncio.sleep(_SETTLES_S)
-            self._num_causes -= 1
         self.ends["without descriptors for a while"] += 1
 
     async def _set_clock(self) -> None:

@@ -1,7 +1,11 @@
-"""Faults of a batch that a soak reports, each planted."""
+"""Faults of a batch that a soak reports, each planted, and trouble that has an end."""
+
+from pathlib import Path
 
 import pytest
 
+from campaigns.servers.own_server import OwnServer
+from campaigns.soak import trouble
 from campaigns.soak.lasting import fault_of_batch
 
 
@@ -26,3 +30,14 @@ def test_a_batch_with_an_answer_for_each_line_has_none() -> None:
 )
 def test_what_is_lost_or_doubled_is_a_fault(found: dict, answers: str, fault: str) -> None:
     assert fault in fault_of_batch(found, answers, 3)
+
+
+async def test_a_disk_that_cannot_be_filled_hides_no_later_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_FULL_S", "_SETTLES_S"):
+        monkeypatch.setattr(trouble, name, 0.0)
+    server = OwnServer.__new__(OwnServer)  # not asked
+    deeds = trouble.Trouble(server, seed=1, disk=tmp_path / "none", clock=tmp_path / "clock")
+    await deeds._fill_disk()
+    assert not deeds.is_under_way()
