@@ -44,6 +44,8 @@ class Journal:
         self.trace_id = trace_id
         self.reply_id = ""
         """The id in the body of the reply."""
+        self.is_over = False
+        """Whether the HTTP request has ended."""
         self.model = ""
         """The first name of its model, where there are several."""
         self.tenant = ""

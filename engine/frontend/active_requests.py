@@ -22,6 +22,7 @@ from engine.frontend.metrics import EngineMetrics
 from engine.frontend.queue_limits import Desk, QueueLimits
 from engine.frontend.waiting_calls import CallTerms
 from engine.frontend.waiting_deadlines import WaitingDeadlines, nearer_limits, remaining_limits
+from engine.journal import Journal
 from engine.options.engine_config import EngineConfig
 from engine.process_messages import AddRequest, EndSequences, ToEngine
 from engine.text.tokenizer import Tokenizer
@@ -80,10 +81,10 @@ class ActiveRequests:
     def of_sequence(self, sequence_id: SequenceId) -> AnyActive | None:
         return self._by_sequence.get(sequence_id)
 
-    def require_room(self, priority: int | None, reply_id: str = "") -> None:
+    def require_room(self, priority: int | None, journal: Journal) -> None:
         """Keep a place for a call that is prepared next. Raise Overloaded if even the smallest has none."""
         self._require_room(priority, [self._room])
-        self._desk.keep_place(reply_id, now_s=time.monotonic())
+        self._desk.keep_place(journal, self._room, now_s=time.monotonic())
 
     def require_any_room(self, priority: int | None) -> None:
         """Raise Overloaded if no model of the queue has a place. Priority None is any."""
@@ -92,15 +93,15 @@ class ActiveRequests:
     def _require_room(self, priority: int | None, rooms: Sequence[QueueLimits]) -> None:
         """Raise Overloaded unless the smallest request of this priority has room, or displaces others."""
         now_s, limit_s = time.monotonic(), self._limits.nearest_s
-        num_sequences = self._desk.num_kept(now_s=now_s) + 1
-        if any(room.has_room(num_sequences, 1) for room in rooms):
+        kept = self._desk.kept_places(now_s=now_s)
+        if any(room.has_room(1, 1, freed=kept) for room in rooms):
             return
         terms = None
         if priority is not None:
             terms = CallTerms(priority=priority, tenant="", arrived_s=now_s, time_limit_s=limit_s)
         if not any(self._desk.displaceable(1, 1, terms, room) for room in rooms):
             with self._metrics.counting_refusals():
-                raise self._room.refusal(num_sequences, now_s=now_s)
+                raise self._room.refusal(1, now_s=now_s, freed=kept)
 
     def forecast(self, terms: ServiceTerms) -> QueueForecast:
         """Place that one more request of these terms would have now."""
@@ -275,12 +276,12 @@ class ActiveRequests:
         num_tokens = sum(len(request.prompt_token_ids) for request in requests)
         now_s = time.monotonic()
         self._require_tenants_room(requests, num_tokens, now_s)
-        has_room, enter = self._room.has_room(num_sequences, num_tokens), self._room.admit
-        if not has_room and self._make_room(num_sequences, num_tokens, self._call_terms(requests, now_s)):
-            enter = self._room.take_in
-        with self._metrics.counting_refusals():
-            priority = min((request.terms.priority for request in requests), default=0)
-            enter(num_sequences, num_tokens, now_s=now_s, priority=priority)
+        kept, terms = self._desk.kept_places(now_s=now_s), self._call_terms(requests, now_s)
+        has_room = self._room.has_room(num_sequences, num_tokens, freed=kept)
+        if not has_room and not self._make_room(num_sequences, num_tokens, terms):
+            with self._metrics.counting_refusals():
+                raise self._room.refusal(num_sequences, now_s=now_s, freed=kept)
+        self._room.take_in(num_sequences, num_tokens, now_s=now_s, priority=terms.priority)
         if requests:
             self._desk.tenant_tokens.admit(requests[0].terms.tenant, num_tokens)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import Overloaded, OverloadReason, TenantOverloaded
 from engine.frontend.waiting_calls import CallTerms, WaitingCall, WaitingCalls
+from engine.journal import Journal
 from scheduler.config import SchedulingPolicy
 from scheduler.messages import SequenceId
 from scheduler.routing.start_forecast import StartForecast
@@ -26,7 +27,7 @@ _PREPARED_WITHIN_S = 0.25
 
 
 Freed = tuple[Counter[object], Counter[object]]
-"""Sequences and prompt tokens of calls that are to leave, by the limits of their model."""
+"""Sequences and prompt tokens of calls that are to leave, by the limits of their model; below 0: to come."""
 NONE_FREED: Freed = (Counter(), Counter())
 
 
@@ -68,36 +69,31 @@ class QueueLimits:
     def num_queued_tokens(self) -> int:
         return sum(each._num_own_tokens for each in self.all)
 
-    def admit(self, num_sequences: int, num_tokens: int, *, now_s: float, priority: int = 0) -> None:
-        """Take in all sequences of a call, or none. Raises Overloaded.
-
-        A request larger than the queue is taken in if nothing waits at all; otherwise it would never fit.
-        """
-        if not self.has_room(num_sequences, num_tokens):
-            raise self.refusal(num_sequences, now_s=now_s)
-        self.take_in(num_sequences, num_tokens, now_s=now_s, priority=priority)
-
     def take_in(self, num_sequences: int, num_tokens: int, *, now_s: float, priority: int = 0) -> None:
-        """Count sequences for which others left, of whichever model those were."""
+        """Count the sequences of a call, for which there is room."""
         for _ in range(num_sequences):
             self._forecast.note_arrival(priority, now_s=now_s)
         self._num_own += num_sequences
         self._num_by_priority[priority] += num_sequences
         self._num_own_tokens += num_tokens
 
-    def refusal(self, num_sequences: int, *, now_s: float) -> Overloaded:
+    def refusal(self, num_sequences: int, *, now_s: float, freed: Freed = NONE_FREED) -> Overloaded:
         """Make the error for sequences that do not fit."""
-        lacks_places, _ = self.lack(num_sequences, 0)
+        lacks_places, _ = self.lack(num_sequences, 0, freed)
         of_all = "" if len(self.all) == 1 else ", of which each model has a part"
+        num_queued = self.num_queued - freed[0].total()
         return Overloaded(
-            f"{self.num_queued} sequences with {self.num_queued_tokens} prompt tokens have not started; "
+            f"{num_queued} sequences with {self.num_queued_tokens} prompt tokens have not started; "
             f"at most {self._max_queued} and {self._max_queued_tokens} may wait{of_all}; try again later",
             retry_after_s=self.retry_after_s(now_s=now_s),
             reason=OverloadReason.REQUESTS if lacks_places else OverloadReason.TOKENS,
         )
 
     def has_room(self, num_sequences: int, num_tokens: int, *, freed: Freed = NONE_FREED) -> bool:
-        """Whether sequences fit, assuming that the `freed` ones have left."""
+        """Whether sequences fit, assuming that the `freed` ones have left.
+
+        A request larger than the queue fits if nothing waits at all; otherwise it would never fit.
+        """
         fits = not any(self.lack(num_sequences, num_tokens, freed))
         return fits or self.num_queued == freed[0].total()
 
@@ -195,23 +191,29 @@ class Desk:
         self.waiting: WaitingCalls[Any] = WaitingCalls(config.scheduler)
         self.next_id = 1
         """The first id of the next call; later calls have higher ones."""
-        self.kept: dict[str, float] = {}
-        """Calls by reply id that keep a place while they are prepared, and the ends of that."""
+        self.kept: dict[str, tuple[Journal, QueueLimits, float]] = {}
+        """Calls by reply id that keep a place of a model while they are prepared, and the ends of that."""
 
     def join(self) -> QueueLimits:
         """Return the limits of one more model."""
         self._joined.append(self.limits.beside() if self._joined else self.limits)
         return self._joined[-1]
 
-    def keep_place(self, reply_id: str, *, now_s: float) -> None:
+    def keep_place(self, journal: Journal, room: QueueLimits, *, now_s: float) -> None:
         """Keep a place for a call; with priorities none, since the next that comes may be more urgent."""
         if not self.limits.has_priorities:
-            self.kept[reply_id] = now_s + _PREPARED_WITHIN_S
+            self.kept[journal.reply_id] = journal, room, now_s + _PREPARED_WITHIN_S
 
-    def num_kept(self, *, now_s: float) -> int:
-        """Count the places that are kept."""
-        self.kept = {each: until_s for each, until_s in self.kept.items() if until_s > now_s}
-        return len(self.kept)
+    def kept_places(self, *, now_s: float) -> Freed:
+        """Count the places that are kept for calls under way, as sequences to come."""
+        self.kept = {
+            reply_id: (journal, room, until_s)
+            for reply_id, (journal, room, until_s) in self.kept.items()
+            if until_s > now_s and not journal.is_over
+        }
+        places = Counter[object]()
+        places.subtract(room for _, room, _ in self.kept.values())
+        return places, Counter()
 
     def new_ids(self, num: int) -> tuple[SequenceId, ...]:
         ids = tuple(SequenceId(self.next_id + index) for index in range(num))

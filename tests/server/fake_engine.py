@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from engine.errors import AdapterConflict, EngineUnavailable, NoChatTemplate, Overloaded, RequestRejected
+from engine.journal import Journal
 from engine.text.tokenizer import SpecialTokens
 from engine.types import (
     ChatOptions,
@@ -244,7 +245,7 @@ class FakeEngine:
         size = request.params.num_dimensions or self.model_info.pooling.num_dimensions
         return struct.pack("<3f", len(ids), sum(ids) / len(ids), 1.0)[: 4 * size]
 
-    def require_room(self, priority: int | None, reply_id: str = "") -> None:
+    def require_room(self, priority: int | None, journal: Journal | None = None) -> None:
         self.asked_room.append(priority)
         if self.full_up_to is not None and priority is not None and priority >= self.full_up_to:
             raise Overloaded("the queue is full", retry_after_s=3.0)

@@ -95,7 +95,9 @@ async def _begin_in_background(request: Request, task: ResponseTask) -> Response
     background.require_place(owner)
     # The request is checked, and its prompt made, while the client can still be answered with an error.
     # The record of the HTTP request ends with it, so that the response has its own.
-    task = replace(task, origin=replace(task.origin, journal=Journal()))
+    journal = Journal()
+    journal.reply_id = task.origin.reply_id
+    task = replace(task, origin=replace(task.origin, journal=journal))
     making = await begin_making(edge, task)
     events = making.reply.queue()
     response = making.reply.response

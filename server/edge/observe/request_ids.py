@@ -43,7 +43,7 @@ class RequestIds:
             await self._app(scope, receive, send)
             return
         request_id = id_for(scope["headers"])
-        scope[_JOURNAL] = Journal(request_id.decode("ascii"))
+        journal = scope[_JOURNAL] = Journal(request_id.decode("ascii"))
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -51,7 +51,10 @@ class RequestIds:
                 message = {**message, "headers": headers}
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            journal.is_over = True
 
 
 def new_request_id() -> str:

@@ -85,7 +85,6 @@ async def read_call(
     tenant: str | None = request.scope.get(KEY_NAME) or tenant_from_headers(request.headers)
     terms = service_terms(body, key, tenant)
     engine = edge_of(request).engine
-    engine.require_room(terms.priority, reply_id)
     if asks_for_forecast(request.headers):
         forecast = forecast_headers(engine.forecast(terms))
         add_reply_headers(request.scope, lambda: forecast)
@@ -94,6 +93,7 @@ async def read_call(
     journal = journal_of(request.scope)
     journal.reply_id = reply_id
     journal.tenant = tenant or ""
+    engine.require_room(terms.priority, journal)
     return body, Origin(
         reply_id=reply_id,
         terms=terms,

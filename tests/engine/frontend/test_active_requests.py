@@ -17,7 +17,7 @@ from engine.process_messages import AddRequest, Begun
 from engine.types import GenerationRequest, SamplingParams, ServiceTerms, TimeLimits
 from scheduler.messages import FinishReason, SequenceOutput, SequenceStart, TimeLimitKind
 from scheduler.step.admission import TOO_LATE
-from tests.engine.frontend.test_giving_way import Door
+from tests.engine.frontend.test_giving_way import Door, journal_of
 
 EOS: tuple[int, ...] = ()
 START = SequenceStart(queue_s=0.0, num_cached_tokens=0)
@@ -75,7 +75,7 @@ class Hall:
     def _ask(self, *, priority: int, n: int) -> None:
         names = [f"{len(self.lives)} {index}" for index in range(1 + priority % 2)]
         try:
-            self.in_flight.require_room(priority)
+            self.in_flight.require_room(priority, journal_of(names[0]))
             self.lives += self.door.ask(names[0], priority, n=n, others=tuple(names[1:]))
         except Overloaded:
             pass

@@ -29,6 +29,12 @@ from tests.fakes import make_sequence
 from tests.world import World, small_config
 
 
+def journal_of(reply_id: str) -> Journal:
+    journal = Journal()
+    journal.reply_id = reply_id
+    return journal
+
+
 class Door:
     """ActiveRequests with a queue of four sequences, and everything that it sends."""
 
@@ -48,8 +54,7 @@ class Door:
 
     def ask(self, name: str, priority: int, *, n: int = 1, others: tuple[str, ...] = (), num_tokens: int = 3):
         """Raises Overloaded."""
-        journal = Journal()
-        journal.reply_id = name
+        journal = journal_of(name)
         requests = [
             GenerationRequest(
                 request_id=each,
@@ -121,7 +126,7 @@ async def test_two_models_share_one_queue_and_an_urgent_request_of_one_displaces
     others = [beside.ask(name, 3)[0] for name in "bc"]
     assert len({*first.choices, *last.choices, *(number for each in others for number in each.choices)}) == 4
     with pytest.raises(Overloaded, match="have not started"):
-        beside.in_flight.require_room(9)
+        beside.in_flight.require_room(9, Journal())
     beside.ask("e", 1)
     assert door.waiting() == set("a")
     assert beside.waiting() == set("bce")
@@ -352,24 +357,24 @@ async def test_over_http_the_displaced_gets_its_own_429_and_the_urgent_is_served
 
 async def test_who_would_be_refused_however_small_is_refused_before_it_costs_anything(door) -> None:
     for name, priority in zip("abcd", (3, 3, 4, 3), strict=True):
-        door.in_flight.require_room(9)
+        door.in_flight.require_room(9, Journal())
         door.ask(name, priority)
     for priority in (None, 3, -1):
-        door.in_flight.require_room(priority)
+        door.in_flight.require_room(priority, Journal())
     with pytest.raises(Overloaded) as told:
-        door.in_flight.require_room(4)
+        door.in_flight.require_room(4, Journal())
     assert told.value.retry_after_s >= 1
     assert door.num_refused("requests") == 1
     door.begin(door.in_flight.find("a"))
-    door.in_flight.require_room(9)
+    door.in_flight.require_room(9, Journal())
 
 
 async def test_where_all_that_wait_have_begun_in_part_nobody_is_urgent_enough(door) -> None:
     (choices,) = door.ask("a", 9, n=6)  # larger than the queue, and alone in it
-    door.in_flight.require_room(None)
+    door.in_flight.require_room(None, Journal())
     door.begin(choices)
     with pytest.raises(Overloaded):
-        door.in_flight.require_room(None)
+        door.in_flight.require_room(None, Journal())
 
 
 async def test_in_order_of_arrival_a_full_queue_is_full_for_any_priority(tiny_model) -> None:
@@ -378,9 +383,9 @@ async def test_in_order_of_arrival_a_full_queue_is_full_for_any_priority(tiny_mo
         door.ask(name, 9)
     for priority in (None, -5):
         with pytest.raises(Overloaded, match="have not started"):
-            door.in_flight.require_room(priority)
+            door.in_flight.require_room(priority, Journal())
     door.in_flight.leave(door.in_flight.find("a"))
-    door.in_flight.require_room(None)
+    door.in_flight.require_room(None, Journal())
 
 
 async def test_a_call_that_is_being_prepared_has_its_place_and_others_are_refused_at_once(tiny_model) -> None:
@@ -388,9 +393,9 @@ async def test_a_call_that_is_being_prepared_has_its_place_and_others_are_refuse
     for name in "ab":
         door.ask(name, 0)
     for name in "cd":
-        door.in_flight.require_room(None, name)
+        door.in_flight.require_room(None, journal_of(name))
     for is_full in (
-        partial(door.in_flight.require_room, None, "e"),
+        partial(door.in_flight.require_room, None, journal_of("e")),
         partial(door.in_flight.require_any_room, None),
     ):
         with pytest.raises(Overloaded):
@@ -398,26 +403,48 @@ async def test_a_call_that_is_being_prepared_has_its_place_and_others_are_refuse
     assert door.num_refused("requests") == 2
     door.ask("c", 0)
     door.in_flight.leave(door.in_flight.find("a"))
-    door.in_flight.require_room(None, "e")
+    door.in_flight.require_room(None, journal_of("e"))
     with pytest.raises(Overloaded):
-        door.in_flight.require_room(None, "f")
+        door.in_flight.require_room(None, journal_of("f"))
     door.ask("d", 0)
     door.ask("e", 0)
     assert door.waiting() == set("bcde")
 
 
+async def test_a_crowd_on_an_idle_server_is_let_in_up_to_the_bound(tiny_model) -> None:
+    first = Door(tiny_model)
+    second = Door(tiny_model, first.desk)  # each has a part of one place
+    for name in "abc":
+        first.in_flight.require_room(None, journal_of(name))
+    with pytest.raises(Overloaded, match="3 sequences"):
+        first.in_flight.require_room(None, journal_of("d"))
+    second.in_flight.require_any_room(None)
+    second.in_flight.require_room(None, journal_of("e"))
+    with pytest.raises(Overloaded):
+        second.in_flight.require_any_room(None)
+    with pytest.raises(Overloaded):  # two sequences, of which one would take the place of another call
+        first.ask("a", 0, n=2)
+    for name in "bc":
+        first.ask(name, 0)
+    second.ask("e", 0)
+
+
 async def test_a_place_is_kept_for_a_moment_and_with_priorities_not_at_all(door, tiny_model) -> None:
     desk = Door(tiny_model).desk
-    desk.keep_place("a", now_s=0.0)
-    desk.keep_place("b", now_s=0.2)
-    assert [desk.num_kept(now_s=now_s) for now_s in (0.2, 0.3, 0.5)] == [2, 1, 0]
-    door.desk.keep_place("a", now_s=0.0)
-    assert door.desk.num_kept(now_s=0.0) == 0
+    room, over = desk.join(), journal_of("c")
+    desk.keep_place(journal_of("a"), room, now_s=0.0)
+    desk.keep_place(journal_of("b"), room, now_s=0.2)
+    desk.keep_place(over, room, now_s=0.2)
+    over.is_over = True
+    kept = [desk.kept_places(now_s=now_s)[0].total() for now_s in (0.2, 0.3, 0.5)]
+    assert kept == [-2, -1, 0]
+    door.desk.keep_place(journal_of("a"), room, now_s=0.0)
+    assert not door.desk.kept
 
 
 async def test_a_backlog_of_tokens_refuses_early_too(tiny_model) -> None:
     door = Door(tiny_model, max_queued_tokens=100)
     door.ask("a", 0, num_tokens=100)
     with pytest.raises(Overloaded):
-        door.in_flight.require_room(None)
+        door.in_flight.require_room(None, Journal())
     assert door.num_refused("tokens") == 1

@@ -45,9 +45,9 @@ def value(metrics: EngineMetrics, name: str, **labels: str) -> float:
 )
 def test_a_refusal_is_counted_under_what_there_was_too_much_of(metrics, limits, reason) -> None:
     admission = QueueLimits(**limits)
-    admission.admit(2, 4, now_s=0.0)
+    admission.take_in(2, 4, now_s=0.0)
     with pytest.raises(Overloaded), metrics.counting_refusals():
-        admission.admit(1, 4, now_s=0.0)
+        raise admission.refusal(1, now_s=0.0)
     counts = {word: value(metrics, "admission_rejections_total", reason=word) for word in OverloadReason}
     assert counts == {**dict.fromkeys(OverloadReason, 0.0), reason: 1.0}
 

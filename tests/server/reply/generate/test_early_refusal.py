@@ -1,5 +1,6 @@
 """A full queue is asked before a body is read, and again before its text is tokenized."""
 
+import asyncio
 import hashlib
 
 import httpx
@@ -212,3 +213,22 @@ async def test_refusals_of_a_full_queue_are_a_count_in_the_log(client, engine, m
     for _ in range(30):
         assert (await client.post("/v1/completions", json={})).status_code == 429
     assert len([record for record in caplog.records if record.name.startswith("server")]) <= 1
+
+
+async def test_a_call_that_is_refused_after_it_had_a_place_gives_it_back_with_its_reply(
+    client, engine, monkeypatch
+):
+    kept = []
+    monkeypatch.setattr(engine, "require_room", lambda _, journal: kept.append((journal, journal.is_over)))
+    reply = await client.post("/v1/completions", json={"prompt": [10**9]})
+    assert reply.status_code == 400
+    ((journal, was_over),) = kept
+    assert (journal.reply_id[:5], was_over, journal.is_over) == ("cmpl-", False, True)
+
+
+async def test_a_response_in_the_background_has_the_place_that_its_call_kept(client, engine):
+    reply = await client.post("/v1/responses", json={"input": "hi", "background": True})
+    assert reply.status_code == 200, reply.text
+    while not engine.requests:
+        await asyncio.sleep(0)
+    assert engine.requests[0].journal.reply_id == reply.json()["id"]
