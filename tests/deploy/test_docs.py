@@ -50,7 +50,20 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 IMAGES = sorted((ROOT / "docs" / "images").glob("*.svg"))
-OF_CLIENTS = {"base-url", "concurrency", "retry-for", "stats", "max-tokens", "temperature", "seed", "once"}
+OF_CLIENTS = {
+    *(
+        "base-url",
+        "concurrency",
+        "retry-for",
+        "stats",
+        "max-tokens",
+        "temperature",
+        "seed",
+        "once",
+        "load",
+        "unload",
+    )
+}
 OF_PULL = {"revision", "include"}
 """Flags of the commands that talk to a server; docs/clients.md."""
 CODE_FOLDERS = ("server", "engine", "scheduler", "worker", "bench", "campaigns")

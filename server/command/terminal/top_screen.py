@@ -44,7 +44,7 @@ class Recent:
         self.preemptions: deque[tuple[float, dict[str, Any]]] = deque(maxlen=_MAX_EVENTS)
         self.names: dict[int, str] = {}
         self.models: list[dict[str, Any]] = []
-        """Those that come and go, as the server lists them."""
+        """Models that come and go, as the server lists them."""
         self.listed_s = -inf
 
     def take(self, view: dict[str, Any]) -> None:
@@ -115,7 +115,7 @@ def _head(recent: Recent, url: str) -> RenderableType:
 
 
 def _models(models: list[dict[str, Any]]) -> Text:
-    """How far each model is loaded, or why it is not."""
+    """Say of each model how far it is loaded, or why it is not."""
     text = Text()
     for each in models:
         status = each["status"]
