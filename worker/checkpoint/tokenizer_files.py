@@ -49,7 +49,7 @@ class TokenizerFile:
 
 
 def find_vocabulary(folder: Path) -> Path | None:
-    """Find the file that tells a checkpoint's tokens; None if there is none that is read."""
+    """Find the file with a checkpoint's tokens; None if there is none that is read."""
     found = (folder / name for name in (TOKENIZER, _TEKKEN, *_MODELS))
     return next((path for path in (*found, *sorted(folder.glob("*.tiktoken"))) if path.is_file()), None)
 
@@ -131,12 +131,12 @@ def _read_settings(folder: Path) -> dict[str, Any]:
 
 
 def _read_own_settings(folder: Path) -> dict[str, Any]:
-    """Read tokenizer_config.json and its older form, special_tokens_map.json, which tells first.
+    """Read tokenizer_config.json and its older form, special_tokens_map.json, whose names come first.
 
-    As in transformers, a file of settings that describes its added tokens is newer than both.
+    As in transformers, settings that describe their added tokens are newer: the older form is not read.
     """
     own, older = _read_if_there(folder / SETTINGS), _read_if_there(folder / "special_tokens_map.json")
-    return {**older, **own} if "added_tokens_decoder" in own else {**own, **older}
+    return own if "added_tokens_decoder" in own else {**own, **older}
 
 
 def _read_if_there(path: Path) -> dict[str, Any]:

@@ -50,6 +50,10 @@ FILES: dict[str, dict[str, dict[str, Any]]] = {
     "of the older file": {
         "special_tokens_map.json": {"eos_token": token("<|a|>"), "pad_token": "<|c|>"},
     },
+    "of the newer file alone": {
+        "special_tokens_map.json": {"pad_token": "<|b|>"},
+        "tokenizer_config.json": {"added_tokens_decoder": {"300": token("<|c|>")}},
+    },
     "of the older file first": {
         "special_tokens_map.json": {"eos_token": "<|a|>"},
         "tokenizer_config.json": {"eos_token": "</s>"},
