@@ -74,10 +74,11 @@ class FusedLayer(NamedTuple):
 class LayerStack(NamedTuple):
     """All layers of a model in the kernels' form."""
 
-    c: CStack
+    c: CStack | None
+    """Layers and the norm behind them; None of layers that others follow: they are computed one by one."""
     layers: tuple[FusedLayer, ...]
-    end: CStack | None
-    """A stack without layers, of the last norm alone; None of layers that others follow."""
+    end: CStack
+    """A stack without layers, of the last norm alone."""
 
 
 class LayerAttention(AttentionBackend, Protocol):
@@ -193,19 +194,20 @@ class CpuAttention:
 
     def run_layers(self, stack: LayerStack, hidden_TH: Tensor, angles: CAngles) -> None:
         """See LayerAttention."""
-        if stack.end is None or (self.states is not None and self.states.is_cut and stack.layers):
-            for layer in stack.layers:
+        c, layers, end = stack
+        if c is None or (self.states is not None and self.states.is_cut and layers):
+            for layer in layers:
                 note_layer_begun()  # as the kernel for all of them counts
                 self._run(layer, angles, hidden_TH, None)
-            if stack.end is None:
+            if c is None:
                 return
-            stack = LayerStack(stack.end, (), stack.end)
-        layer_idxs = tuple([layer.layer_idx for layer in stack.layers])
+            c, layers = end, ()
+        layer_idxs = tuple([layer.layer_idx for layer in layers])
         caches = self._caches_of.get(layer_idxs)
         if caches is None:
             own = [self._caches[layer_idx] for layer_idx in layer_idxs]
             caches = self._caches_of[layer_idxs] = (CCache * len(own))(*own)
-        self._kernels.run_layers(stack.c, self._step, angles, caches, hidden_TH)
+        self._kernels.run_layers(c, self._step, angles, caches, hidden_TH)
 
     def _run(
         self, layer: FusedLayer, angles: CAngles, hidden_TH: Tensor, mlp_input_TH: Tensor | None

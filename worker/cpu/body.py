@@ -82,17 +82,15 @@ class CpuBody(nn.Module):
         """See WholeBody. In a tuple: it is no part of the body."""
         self._norm = norm
         self._end = _stack([], len(norm.weight_H), norm_struct(norm))
-        fused = tuple(layer.fused for layer in layers)
-        stack = _stack([layer.c for layer in fused], len(norm.weight_H), norm_struct(norm))
-        self._stack = LayerStack(stack, fused, self._end)
-        self._before: tuple[LayerStack, ...] = ()
-        """Layers up to each tap; the stack has those behind the last."""
+        self._fused = tuple(layer.fused for layer in layers)
+        self.tap(())
 
     def tap(self, places: Sequence[int]) -> None:
         """See WholeBody."""
-        fused = self._stack.layers
-        *before, last = [fused[start:end] for start, end in pairwise([0, *places, len(fused)])]
-        self._before = tuple(LayerStack(self._end, each, None) for each in before)
+        ends = [0, *places, len(self._fused)]
+        *before, last = [self._fused[start:end] for start, end in pairwise(ends)]
+        self._before = tuple(LayerStack(None, each, self._end) for each in before)
+        """Layers up to each tap; the stack has those behind the last."""
         stack = _stack([layer.c for layer in last], len(self._norm.weight_H), norm_struct(self._norm))
         self._stack = LayerStack(stack, last, self._end)
 
