@@ -39,6 +39,8 @@ class SpeculationConfig:
     """Tokens that are compared; of several places the one with the longest match counts."""
     model_path: str = ""
     """Checkpoint folder of the draft model."""
+    is_eagle: bool = False
+    """Whether it must be a head of EAGLE-3."""
 
 
 class AdapterFolder(NamedTuple):

@@ -156,7 +156,7 @@ def resolve(
     check_checksums(options.checksums, folder)
     if cluster is None and ray is None:
         check_early(options, folder)
-    speculation = speculation_config(options, lambda draft: find_model(draft, environment)[0])
+    speculation = speculation_config(options, lambda draft: find_model(draft, environment, is_draft=True)[0])
     engine = _engine_config(options, folder, name, speculation)
     if cluster is not None:
         engine = replace(engine, cluster=cluster, worker=replace(engine.worker, num_nodes=cluster.num_nodes))

@@ -21,13 +21,15 @@ _DEMO_NAME = "tokenyard-demo"
 GGUF_SUFFIX = ".gguf"
 
 
-def find_model(model: str | None, environment: Mapping[str, str]) -> tuple[Path, str]:
-    """Find the folder of a complete checkpoint, and its default name. Raises OptionError."""
+def find_model(
+    model: str | None, environment: Mapping[str, str], *, is_draft: bool = False
+) -> tuple[Path, str]:
+    """Find the folder of a complete checkpoint, or of a head, and its default name. Raises OptionError."""
     try:
         folder, name = _find(model, environment)
     except (OSError, ValueError, RuntimeError) as error:  # no file can have this name, or be looked for there
         raise OptionError(f"model {str(model)[:200]!r}", str(error)[:200], "check the path") from error
-    _check_checkpoint(folder)
+    _check_checkpoint(folder, is_draft=is_draft)
     return folder, name
 
 
@@ -84,7 +86,7 @@ def _find_in_hub_cache(model: str, environment: Mapping[str, str]) -> Path | Non
     return snapshot if snapshot.is_dir() else None
 
 
-def _check_checkpoint(folder: Path) -> None:
+def _check_checkpoint(folder: Path, *, is_draft: bool) -> None:
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         raise OptionError(
             f"model {str(folder)!r}",
@@ -93,7 +95,7 @@ def _check_checkpoint(folder: Path) -> None:
         )
     for name, is_there in (
         ("config.json", (folder / "config.json").is_file()),
-        (TOKENIZER, find_vocabulary(folder) is not None),
+        (TOKENIZER, is_draft or find_vocabulary(folder) is not None),
     ):
         if not is_there:
             raise OptionError(
@@ -105,7 +107,8 @@ def _check_checkpoint(folder: Path) -> None:
         raise OptionError(
             f"model {str(folder)!r}",
             "it has no *.safetensors files, the only format of weights that is read (others can run code)",
-            "pull a copy that has them, or convert this one where you trust it: "
+            "pull a copy that has them, or convert this one where you trust it, a head by "
+            "safetensors.torch.save_file(torch.load(OLD, weights_only=True), NEW), and a model by "
             "AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW), and the same for AutoTokenizer",
         )
 

@@ -73,9 +73,9 @@ def speculation_config(options: SpeculationOptions, find_model: Callable[[str], 
     asked = {} if options.speculative_config is None else _read(options.speculative_config)
     model = _take_model(options, asked)
     method = asked.pop("method", None if model is None else DraftMethod.DRAFT_MODEL.value)
-    if method in _HEADS:
+    if str(method) in _HEADS:
         method = DraftMethod.MTP.value
-    if method not in _METHODS:
+    if str(method) not in _METHODS:
         _refuse(
             f'"method": {json.dumps(method)} is not supported',
             f"use one of the methods {', '.join(_METHODS)}",
@@ -93,7 +93,7 @@ def speculation_config(options: SpeculationOptions, find_model: Callable[[str], 
     if method != _OFF:
         _check_steps(options, has_passes=_METHODS[method] in (DraftMethod.DRAFT_MODEL, DraftMethod.MTP))
     path = "" if model is None else str(find_model(model))
-    return SpeculationConfig(method=_METHODS[method], model_path=path, **asked)
+    return SpeculationConfig(method=_METHODS[method], model_path=path, is_eagle=method == _EAGLE, **asked)
 
 
 def _is_read(key: str, method: str) -> bool:

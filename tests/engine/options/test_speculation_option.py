@@ -1,5 +1,6 @@
 """--speculative-config: what is understood, and what is refused by name."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -61,8 +62,23 @@ def test_numbers_and_methods_are_taken_over(text: str, expected: SpeculationConf
 )
 def test_a_draft_model_is_named_in_either_way(options: dict[str, str]) -> None:
     assert config_of(**options) == SpeculationConfig(
-        method=DraftMethod.DRAFT_MODEL, model_path="models/small", num_speculative_tokens=3
+        method=DraftMethod.DRAFT_MODEL,
+        model_path="models/small",
+        num_speculative_tokens=3,
+        is_eagle="eagle3" in str(options),
     )
+
+
+def test_a_head_in_a_folder_of_its_own_needs_no_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    asked = json.dumps({"method": "eagle3", "model": str(tmp_path)})
+    with pytest.raises(OptionError, match=r"no \*.safetensors files.*safetensors.torch.save_file"):
+        resolve(Options(speculative_config=asked))
+    (tmp_path / "model.safetensors").touch()
+    engine, _ = resolve(Options(speculative_config=asked))
+    assert engine.worker.speculation.model_path == str(tmp_path)
+    with pytest.raises(OptionError, match=r"it has no tokenizer.json"):
+        resolve(Options(model=str(tmp_path)))
 
 
 def test_a_draft_model_is_named_once_and_must_be_there(tmp_path: Path) -> None:
@@ -85,6 +101,7 @@ def test_a_draft_model_is_named_once_and_must_be_there(tmp_path: Path) -> None:
         ("[]", "not a JSON object"),
         ("{}", '"method": null'),
         ('{"method": "eagle3"}', "no model is named"),
+        ('{"method": ["eagle3"]}', '"method": ["eagle3"]'),
         ('{"method": "medusa"}', '"method": "medusa"'),
         ('{"method": "draft_model"}', "no model is named"),
         ('{"method": "ngram", "model": "small"}', "the method ngram asks no model"),
