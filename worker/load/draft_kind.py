@@ -13,13 +13,14 @@ from typing import Any
 
 import tokenizers
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from worker.attention.kv_cache import FLOAT8, KeptShapes, cache_dtype
 from worker.checkpoint.checkpoint_files import find_checkpoint, read_json
 from worker.checkpoint.task import Task
 from worker.checkpoint.tokenizer_files import TOKENIZER, find_vocabulary, read_tokenizer
-from worker.load.model_kind import ModelKind, find_kind
+from worker.load.model_kind import ModelKind
 from worker.worker_config import AdapterLimits, DraftMethod, SpeculationConfig, WorkerConfig
 from worker.worker_errors import FamilyRefused, StartupError, one_line
 
@@ -27,11 +28,13 @@ log = logging.getLogger(__name__)
 
 WITHOUT_HEAD = 'leave it out by --speculative-config \'{"method": "off"}\'; what is generated is the same'
 
-_EAGLES = frozenset({"eagle3", "LlamaForCausalLMEagle3", "Eagle3Speculator", "Eagle3DraftModel"})
+_EAGLES = frozenset(
+    ("eagle3", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
+)
 
 _ERRORS_OF_A_HEAD = (
     *(MemoryError, RuntimeError, AttributeError, LookupError, TypeError, ValueError),
-    *(OSError, SafetensorError),
+    *(OSError, SafetensorError, ArithmeticError, StrictDataclassError),
 )
 """Errors of transformers, torch and files for a layer that is not as it was taken to be, or has no room."""
 
@@ -55,17 +58,17 @@ def naming_draft(config: WorkerConfig) -> Iterator[None]:
         with _naming_head(config):
             yield
         return
+    name = f"draft model {config.speculation.model_path}"
     try:
         yield
     except FamilyRefused as error:
-        raise StartupError(
-            f"draft model {config.speculation.model_path}: {error.what}; one must keep its state in blocks",
-            fix="take one of another family (docs/models.md)",
-        ) from error
+        fix = "take one of another family (docs/models.md)"
+        raise StartupError(f"{name}: {error.what}; one must keep its state in blocks", fix=fix) from error
     except StartupError as error:
-        raise StartupError(
-            f"draft model {config.speculation.model_path}: {error.what}", fix=error.fix
-        ) from error
+        raise StartupError(f"{name}: {error.what}", fix=error.fix) from error
+    except _ERRORS_OF_A_HEAD as error:
+        fix = "download it again, or take another one"
+        raise StartupError(f"{name}: {type(error).__name__}: {error}", fix=fix) from error
 
 
 @contextmanager
@@ -83,7 +86,7 @@ def _naming_head(config: WorkerConfig) -> Iterator[None]:
 
 
 def note_left_out(reason: str) -> None:
-    """Log why a head that nobody asked for is left out."""
+    """Log why a head that was not asked for is left out."""
     log.info("draft head: %s: the model is served without it", one_line(reason))
 
 
@@ -118,28 +121,24 @@ def draft_config(config: WorkerConfig, dtype: str) -> WorkerConfig:
     )
 
 
-def find_eagle(path: str) -> dict[str, Any] | None:
-    """Read the configuration of a head of EAGLE-3 in a folder of its own; None of another draft model."""
-    content, names = _read_names(path)
-    return None if _EAGLES.isdisjoint(names) else content
+def find_eagle(speculation: SpeculationConfig) -> dict[str, Any] | None:
+    """Read the configuration of a head of EAGLE-3 in a folder of its own; None of another draft model.
 
-
-def _read_names(path: str) -> tuple[dict[str, Any], list[str]]:
-    """Read the configuration of a draft model, and what it says that it is."""
-    content = read_json(find_checkpoint(path) / "config.json")
+    Raises StartupError for a head of another kind, and where one of EAGLE-3 was asked for and it is none.
+    """
+    content = read_json(find_checkpoint(speculation.model_path) / "config.json")
     names = [content.get("speculators_model_type"), *(content.get("architectures") or ())]
-    return content, [str(each) for each in names]
-
-
-def find_draft_kind(own: WorkerConfig) -> ModelKind:
-    """See find_kind. Raises StartupError, too, for what drafts only with the hidden states of its model."""
-    for name in _read_names(own.model_path)[1]:
+    if not _EAGLES.isdisjoint(map(str, names)):
+        return content
+    for name in map(str, names):
         if name.lower().startswith(("eagle", "medusa", "mlp_speculator", "dflash")) or "Eagle" in name:
             raise StartupError(
                 f"it is a head of a kind that is not read ({name})",
                 fix="take a head of EAGLE-3, a smaller model with the same tokenizer, or a model with a head",
             )
-    return find_kind(own)
+    if speculation.is_eagle:
+        raise StartupError("it is no head of EAGLE-3", fix="use the method draft_model for a smaller model")
+    return None
 
 
 def refuse_scales_with_draft(config: WorkerConfig) -> None:

@@ -52,6 +52,7 @@ class EagleBody(LlamaModel):  # type: ignore[misc]
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.layers, self.norm = nn.ModuleList([EagleLayer(config)]), nn.Identity()
+        self.has_own_layer = True
 
 
 class EagleHead(DraftHead):
@@ -83,4 +84,4 @@ class EagleHead(DraftHead):
         """Compute logits [N, V]; tokens that the head does not guess have none."""
         logits_ND: Tensor = self.lm_head(self.norm(hidden_NH))
         logits_NV = logits_ND.new_full((len(logits_ND), self._vocab_size), -torch.inf)
-        return logits_NV.index_copy(1, self.token_ids_D, logits_ND)
+        return logits_NV.index_copy_(1, self.token_ids_D, logits_ND)

@@ -19,7 +19,6 @@ from worker.model.quantized_layers import describe_codes, find_codes
 from worker.model.toolkit import Toolkit
 from worker.progress import LoadPhase
 from worker.ranks.ranks import is_divided
-from worker.speculation.eagle_layer import EagleBody
 from worker.startup.kernel_layers import correct_model, put_kernels
 from worker.startup.probing import Start
 from worker.startup.self_check import LONGEST_CHECK, SelfCheck
@@ -74,7 +73,7 @@ def prove_draft(
     if toolkit is None:
         return check.backend, max_model_len
     check = replace(check, backend=toolkit.attention_over(view))
-    if isinstance(loaded.model, EagleBody):  # its layer is made otherwise than those that are fused
+    if getattr(loaded.model, "has_own_layer", False):  # made otherwise than those that are fused
         check.run_again(check.backend, expected)
         return check.backend, max_model_len
     # Options are the model's: they need not have an effect on the draft model.

@@ -11,13 +11,12 @@ from worker.load.draft_kind import (
     WITHOUT_HEAD,
     check_vocabulary,
     draft_config,
-    find_draft_kind,
     find_eagle,
     naming_draft,
     refuse_scales_with_draft,
 )
 from worker.load.loader import LoadedModel, load_model
-from worker.load.model_kind import ModelKind
+from worker.load.model_kind import ModelKind, find_kind
 from worker.progress import LoadStage
 from worker.startup.kernel_choice import kernels_of
 from worker.startup.probing import Start, probe_shapes
@@ -43,12 +42,12 @@ def load_draft(
             return load_head(config, kind, loaded, device)
     if method is not DraftMethod.DRAFT_MODEL:
         return None
-    refuse_scales_with_draft(config)
     own = draft_config(config, str(loaded.dtype).removeprefix("torch."))
     with naming_draft(config):
-        if (content := find_eagle(own.model_path)) is not None:
+        if (content := find_eagle(config.speculation)) is not None:
             return load_eagle(config, content, loaded, device)
-        draft_kind = find_draft_kind(own)
+        refuse_scales_with_draft(config)
+        draft_kind = find_kind(own)
         check_vocabulary(kind, draft_kind)
         stage = LoadStage()  # the bar is the model's
         # Before memory is measured for the cache of both.

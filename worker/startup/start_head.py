@@ -78,7 +78,7 @@ def load_eagle(
     """Load a head of EAGLE-3 from the draft model's folder. Raises StartupError."""
     refuse_with_head(config)
     folder = find_checkpoint(config.speculation.model_path)
-    head = build_eagle(folder, content, loaded.model, loaded.vocab_size)
+    head = build_eagle(folder, content, loaded.model)
     return _loaded(config, loaded, device, head, find_weights(folder))
 
 

@@ -128,6 +128,9 @@ class _Filled:
 class HiddenStatesKept(Protocol):
     """Memory for the hidden states of the model, for a head that reads them."""
 
+    def states_of(self, hidden: HiddenStates) -> Tensor:
+        """Turn the hidden states of a step into those that are kept, [T, H]."""
+
     def keep(
         self, blocks_ST: NDArray[np.int64], offsets_T: NDArray[np.int64], hidden_TH: Sequence[Tensor]
     ) -> None:
@@ -176,7 +179,7 @@ class DraftModel:
         Small steps without drafts are taken in together later on.
         """
         metadata = inputs.metadata
-        hidden_TH = None if hidden is None or self._kept is None else hidden.of_head_TH
+        hidden_TH = None if hidden is None or self._kept is None else self._kept.states_of(hidden)
         self._followed.append((metadata.token_blocks_ST, metadata.token_offsets, hidden_TH))
         if len(self._followed) == _MOST_FOLLOWED or len(inputs.rows_T) > _MOST_FOLLOWED:
             self._take_in_steps()

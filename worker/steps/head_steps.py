@@ -42,11 +42,15 @@ class KeptStates:
         self._whole = {2: torch.int16, 4: torch.int32}[self._dtype.itemsize]
         self._states_NHSD = states_NHSD.view(self._whole).numpy()
 
+    def states_of(self, hidden: HiddenStates) -> Tensor:
+        """See HiddenStatesKept."""
+        return self._head.kept(hidden.tapped_TH if self._head.tapped else hidden.hidden_TH)
+
     def keep(
         self, blocks_ST: NDArray[np.int64], offsets_T: NDArray[np.int64], hidden_TH: Sequence[Tensor]
     ) -> None:
         """See HiddenStatesKept."""
-        states_TH = self._head.kept(torch.cat(tuple(hidden_TH)))
+        states_TH = hidden_TH[0] if len(hidden_TH) == 1 else torch.cat(tuple(hidden_TH))
         self._put(blocks_ST[self._stripe], offsets_T, self._numbers(states_TH))
 
     def _numbers(self, hidden_TH: Tensor) -> NDArray[np.signedinteger]:

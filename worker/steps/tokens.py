@@ -95,10 +95,9 @@ class HiddenStates(NamedTuple):
         return hidden_1TH[0]
 
     @property
-    def of_head_TH(self) -> Tensor:
-        """The states that a draft head reads: those before some layers, joined, where it reads such."""
-        tapped: tuple[Tensor, ...] = getattr(self.outputs, "tapped", ())
-        return torch.cat(tapped, -1) if tapped else self.hidden_TH
+    def tapped_TH(self) -> Tensor:
+        """The states before some layers, joined. Raises AttributeError where they were not kept."""
+        return torch.cat(self.outputs.tapped, -1)
 
     def only(self, indices_S: Tensor) -> "HiddenStates":
         """Select some tokens."""

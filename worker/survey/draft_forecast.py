@@ -12,15 +12,14 @@ from worker.devices.device import Device
 from worker.load.draft_kind import (
     check_vocabulary,
     draft_config,
-    find_draft_kind,
     find_eagle,
     naming_draft,
     refuse_index_keys,
     refuse_scales_with_draft,
     refuse_with_head,
 )
-from worker.load.eagle_head import eagle_config
-from worker.load.model_kind import ModelKind, dtype_name
+from worker.load.eagle_head import outline_eagle
+from worker.load.model_kind import ModelKind, dtype_name, find_kind
 from worker.load.weight_files import weight_bytes
 from worker.startup.start_head import find_own_head
 from worker.survey.unloaded_model import foresee_layers
@@ -46,12 +45,12 @@ def foresee_draft(config: WorkerConfig, kind: ModelKind, device: Device) -> Draf
             return _foresee_head(config, kind, device)
     if method is not DraftMethod.DRAFT_MODEL:
         return None
-    refuse_scales_with_draft(config)
     own = draft_config(config, dtype_name(config.dtype, kind.checkpoint_config) or "float32")
     with naming_draft(config):
-        if (content := find_eagle(own.model_path)) is not None:
+        if (content := find_eagle(config.speculation)) is not None:
             return _foresee_eagle(config, content, kind, device)
-        draft_kind = find_draft_kind(own)
+        refuse_scales_with_draft(config)
+        draft_kind = find_kind(own)
         check_vocabulary(kind, draft_kind)
         num_bytes = weight_bytes(own, draft_kind, device)
         _, kept, _ = foresee_layers(own, draft_kind, device)
@@ -65,7 +64,7 @@ def _foresee_eagle(
     refuse_with_head(config)
     folder = find_checkpoint(config.speculation.model_path)
     model, _, _ = foresee_layers(config, kind, device)
-    layer = eagle_config(folder, content, model.config.get_text_config(decoder=True))
+    layer = outline_eagle(folder, content, model)[0].body.config
     shape = LayerShape(layer.num_key_value_heads, layer.head_dim, layer.head_dim)
     num_bytes = loaded_bytes(find_weights(folder), dtype_name(config.dtype, kind.checkpoint_config)).total
     return DraftForecast(weight_bytes=num_bytes, kept=with_hidden_states({0: shape}, layer.hidden_size))

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -11,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from scheduler.config import PreemptionMode
 from tests.checkpoints import make_checkpoint
 from tests.worker.adapters.test_adapted_models import LIMITS
 from tests.worker.conftest import load_worker
+from tests.worker.pictures.seeing import Reference
 from tests.worker.speculation.eagle_checkpoints import EagleOracle, write_eagle
 from tests.worker.speculation.random_requests import random_request
 from tests.worker.speculation.speculated import ModelDrafted
@@ -25,6 +28,7 @@ from worker.devices.device import CpuDevice
 from worker.doctor_findings import Verdict
 from worker.load.model_kind import find_kind
 from worker.load.weight_files import weight_bytes
+from worker.steps.tokens import HiddenStates, StepTokens
 from worker.survey.draft_forecast import foresee_draft
 from worker.survey.forecast import forecast
 from worker.survey.survey import survey
@@ -85,15 +89,31 @@ LAYER = {"model_type": "llama", "hidden_size": 32, "vocab_size": 77}
 @pytest.mark.parametrize(
     ("tensors", "content", "named"),
     [
-        ({"fc.weight": torch.zeros(32, 100)}, {}, "fc.weight is [32, 100] in the files, and [32, 192]"),
+        ({"fc.weight": torch.zeros(32, 100)}, {}, "fc.weight is (32, 100) in its files, and (32, 192)"),
         ({}, {"transformer_layer_config": LAYER}, "its vocabulary has 77 tokens, and the model's"),
         ({"d2t": torch.full((96,), 300)}, {}, "d2t names other tokens than the model's"),
-        ({"d2t": torch.zeros(50).long()}, {}, "d2t has no number for each of its 96 tokens"),
-        ({"layers.0.hidden_norm.weight": None}, {}, "body.layers.0.hidden_norm.weight is on one side only"),
-        ({"input_norm.weight": torch.ones(192)}, {}, "input_norm.weight is on one side only"),
-        ({"embed_tokens.weight": None}, {}, "body.embed_tokens.weight is on one side only"),
+        ({"d2t": torch.zeros(50).long()}, {}, "d2t is (50,) in its files, and (96,)"),
+        (
+            {"layers.0.hidden_norm.weight": None},
+            {},
+            ": layers.0.hidden_norm.weight is not there in its files",
+        ),
+        (
+            {"input_norm.weight": torch.ones(192)},
+            {},
+            "input_norm.weight is (192,) in its files, and not there by",
+        ),
+        ({"embed_tokens.weight": None}, {}, ": embed_tokens.weight is not there in its files"),
         ({}, {"eagle_aux_hidden_state_layer_ids": [2, 4, 9]}, "before layers [2, 4, 9] of a model of 5"),
         ({}, {"eagle_aux_hidden_state_layer_ids": None}, "before layers [2, 2, 2] of a model of 5"),
+        ({}, {"eagle_aux_hidden_state_layer_ids": [False, 2, 4]}, "before layers [False, 2, 4] of a model"),
+        ({}, {"eagle_aux_hidden_state_layer_ids": [1.0, 2, 4]}, "before layers [1.0, 2, 4] of a model"),
+        ({}, {"eagle_aux_hidden_state_layer_ids": 7}, "TypeError: "),
+        ({}, {"transformer_layer_config": {**LAYER, "hidden_size": "wide"}}, "hidden_size"),
+        ({}, {"transformer_layer_config": {**LAYER, "num_attention_heads": 0}}, "ZeroDivisionError"),
+        ({}, {"transformer_layer_config": {**LAYER, "intermediate_size": 1 << 40}}, "its weights have"),
+        ({}, {"norm_output": True}, "its norm_output is not computed"),
+        ({}, {"eagle_config": {"use_aux_hidden_state": False}}, "its use_aux_hidden_state is not computed"),
         (
             {},
             {"transformer_layer_config": {**LAYER, "num_hidden_layers": 2}},
@@ -109,6 +129,42 @@ def test_a_head_of_another_model_is_refused_by_name(
     what = refusal_of(targets["llama"], head)
     assert what.startswith(f"draft model {head}: ")
     assert named in what
+    assert what.count(str(head)) == 1
+
+
+def test_an_embedding_of_the_models_width_is_named_as_the_files_name_it(
+    targets: dict[str, Path], tmp_path: Path
+) -> None:
+    head = write_eagle(tmp_path / "head", targets["llama"], is_of_speculators=False, own=False)
+    changed(head, {"midlayer.mlp.up_proj.weight": torch.zeros(48, 63)})
+    assert ": midlayer.mlp.up_proj.weight is (48, 63) in its files" in refusal_of(targets["llama"], head)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3_vl"])
+def test_a_model_of_pictures_or_of_other_layers_is_refused_by_name(
+    targets: dict[str, Path], tmp_path: Path, family: str
+) -> None:
+    target, head = tmp_path / family, write_eagle(tmp_path / "head", targets["llama"])
+    if family == "gpt2":
+        make_checkpoint(family, target)
+    else:
+        Reference(family, target)
+    named = f"heads of EAGLE-3 go with llama, mistral, qwen2, qwen3, and the model is {family}"
+    assert named in refusal_of(target, head)
+    assert named in fault_of(target, head)
+
+
+def test_states_before_layers_that_were_not_kept_raise() -> None:
+    tokens = StepTokens(torch.zeros(1, 4), torch.zeros(1, 4), torch.zeros(1))
+    hidden = HiddenStates(tokens, BaseModelOutputWithPast(torch.zeros(1, 4, 8)))
+    with pytest.raises(AttributeError, match="tapped"):
+        _ = hidden.tapped_TH
+
+
+def test_a_smaller_model_is_refused_where_a_head_is_asked_for(targets: dict[str, Path]) -> None:
+    asked = replace(drafting(targets["llama"]), is_eagle=True)
+    with pytest.raises(StartupError, match="it is no head of EAGLE-3"):
+        load_worker(targets["llama"], **SETTINGS, speculation=asked)
 
 
 def test_adapters_and_a_cache_with_scales_are_refused_with_a_head(
@@ -120,13 +176,27 @@ def test_adapters_and_a_cache_with_scales_are_refused_with_a_head(
     assert "does not go with a draft model" in refusal_of(targets["llama"], head, **options)
 
 
-def test_doctor_refuses_a_head_where_the_start_does(targets: dict[str, Path], tmp_path: Path) -> None:
-    head = write_eagle(tmp_path / "head", targets["llama"])
-    changed(head, {}, transformer_layer_config=LAYER)
+def fault_of(target: Path, head: Path) -> str:
     options = {"kv_cache_bytes": 4 << 20, "speculation": drafting(head)}
-    *_, last = survey(WorkerConfig(model_path=str(targets["llama"]), device="cpu", **options))
+    *_, last = survey(WorkerConfig(model_path=str(target), device="cpu", **options))
     assert last.verdict is Verdict.FAULT
-    assert "its vocabulary has 77 tokens" in last.what
+    return last.what
+
+
+@pytest.mark.parametrize(
+    ("tensors", "content", "named"),
+    [
+        ({}, {"transformer_layer_config": LAYER}, "its vocabulary has 77 tokens"),
+        ({"norm.weight": None}, {}, ": norm.weight is not there in its files"),
+        ({"d2t": torch.zeros(50).long()}, {}, "d2t is (50,) in its files"),
+    ],
+)
+def test_doctor_refuses_a_head_where_the_start_does(
+    targets: dict[str, Path], tmp_path: Path, tensors: Any, content: dict[str, Any], named: str
+) -> None:
+    head = write_eagle(tmp_path / "head", targets["llama"])
+    changed(head, tensors, **content)
+    assert named in fault_of(targets["llama"], head)
 
 
 def test_doctor_foresees_the_bytes_and_the_blocks_of_a_head(targets: dict[str, Path], tmp_path: Path) -> None:
