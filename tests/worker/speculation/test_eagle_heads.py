@@ -41,7 +41,8 @@ from worker.worker_errors import StartupError
 def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("targets")
     return {
-        family: make_checkpoint(family, root / family, num_hidden_layers=5) for family in ("llama", "qwen3")
+        family: make_checkpoint(family, root / family, num_hidden_layers=5, sliding_window=None)
+        for family in ("llama", "mistral", "qwen2", "qwen3")
     }
 
 
@@ -55,6 +56,8 @@ def drafting(head: Path) -> SpeculationConfig:
         ("llama", "auto", {}),
         ("qwen3", "off", {"is_of_speculators": False, "own": False, "norm_first": True}),
         pytest.param("llama", "off", {"own": False}, marks=pytest.mark.night),
+        pytest.param("mistral", "off", {}, marks=pytest.mark.night),
+        pytest.param("qwen2", "auto", {}, marks=pytest.mark.night),
         pytest.param(
             "qwen3", "auto", {"is_of_speculators": False, "norm_first": True}, marks=pytest.mark.night
         ),
@@ -132,9 +135,7 @@ def test_a_head_of_another_model_is_refused_by_name(
     assert what.count(str(head)) == 1
 
 
-def test_an_embedding_of_the_models_width_is_named_as_the_files_name_it(
-    targets: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_tensor_is_named_as_its_file_names_it(targets: dict[str, Path], tmp_path: Path) -> None:
     head = write_eagle(tmp_path / "head", targets["llama"], is_of_speculators=False, own=False)
     changed(head, {"midlayer.mlp.up_proj.weight": torch.zeros(48, 63)})
     assert ": midlayer.mlp.up_proj.weight is (48, 63) in its files" in refusal_of(targets["llama"], head)
@@ -157,7 +158,7 @@ def test_a_model_of_pictures_or_of_other_layers_is_refused_by_name(
 def test_states_before_layers_that_were_not_kept_raise() -> None:
     tokens = StepTokens(torch.zeros(1, 4), torch.zeros(1, 4), torch.zeros(1))
     hidden = HiddenStates(tokens, BaseModelOutputWithPast(torch.zeros(1, 4, 8)))
-    with pytest.raises(AttributeError, match="tapped"):
+    with pytest.raises(AttributeError, match="no attribute 'tapped'"):
         _ = hidden.tapped_TH
 
 
