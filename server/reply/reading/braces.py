@@ -38,19 +38,23 @@ def read_brace_call(quote: str, text: str, _: ToolSchemas) -> list[tuple[str, st
 
 @cache
 def _signs(quote: str) -> re.Pattern[str]:
-    """Strings, brackets, and a colon or a comma with the word behind it."""
+    """Strings, and signs with the words behind them: a value behind a colon, else a key or an item."""
     mark = re.escape(quote)
     return re.compile(
-        rf"""{mark}(?P<raw>.*?){mark}|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|(?P<bracket>[()])"""
-        rf"""|(?P<colon>[:=])\s*(?P<word>(?!{mark})[^\s"'{{(\[,}}\])][^,}}\])]*)?|(?P<comma>,)\s*""",
+        rf"""{mark}(?P<raw>.*?){mark}|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|(?P<end>\))"""
+        rf"""|(?P<colon>[:=])\s*(?P<word>(?!{mark})[^\s"'{{(\[,}}\])][^,}}\])]*)?"""
+        rf"""|(?P<sign>[{{(\[,])\s*(?P<run>(?!{mark})[^\s"'{{(\[,}}\]):=][^,}}\]):=]*)?""",
         re.DOTALL,
     )
 
 
 def _as_in_json(found: re.Match[str]) -> str:
-    raw, bracket, colon, word, comma = found.groups()
+    raw, end, colon, word, sign, run = found.groups()
     if raw is not None:
         return json.dumps(raw, ensure_ascii=False)
-    if colon:
-        return ": " + ("" if word is None else json_word(word.strip()))
-    return ", " if comma else _BRACKETS.get(bracket, found.group())
+    text = (word or run or "").strip()
+    is_key = run is not None and found.string.startswith((":", "="), found.end())
+    written = json.dumps(text, ensure_ascii=False) if is_key else json_word(text) if text else ""
+    if colon or sign:
+        return (": " if colon else ", " if sign == "," else _BRACKETS.get(sign, sign)) + written
+    return _BRACKETS.get(end, found.group())

@@ -5,6 +5,7 @@ space until the value behind them begins, and a number or a word until it ends.
 Never: what the value is for.
 """
 
+import ast
 import json
 import re
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ from server.reply.reading.row import BodyPlace, Lexer, Progress
 
 _MAX_SCALAR_CHARS = 1024
 _HEX = "[0-9a-fA-F]"
-_ESCAPE = rf"\\(?:[^u]|u{_HEX}{{4}}|u(?={_HEX}{{0,3}}(?!{_HEX})[\s\S]))"
+_ESCAPE = rf"\\(?:[^uUx0-7]|[uUx0-7](?={_HEX}{{8}}|{_HEX}{{0,7}}(?!{_HEX})[\s\S]))"
+_OF_PYTHON = re.compile(rf"\\(?:[\\av]|[0-7]{{1,3}}|x{_HEX}{{2}}|U00(?:0{_HEX}|10){_HEX}{{4}})")
 _PLAIN = {quote: re.compile(rf"[^\"\\\x00-\x1f{quote}]*{quote}?").match for quote in "\"'"}
 _STRINGS = {quote: re.compile(rf"[^{quote}\\]*(?:{_ESCAPE}[^{quote}\\]*)*").match for quote in "\"'"}
 """Strings up to their end, or to an escape of which more may come. Python's quotes are read as JSON's."""
@@ -27,8 +29,8 @@ _TOKEN = re.compile(r'\s+|[^\s{}\[\],:"<]+')
 _SCALAR = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null")
 _UNFIT = re.compile(rf"\\(?:([\"\\/bfnrt]|u{_HEX}{{4}})|'|(?=[\s\S]))|[\"\x00-\x1f]")
 """An escape, or a character that has to be written otherwise."""
-_KEY, _COLON, _VALUE, _END = range(4)
-"""Parts that may come next."""
+_KEY, _COLON, _VALUE, _END, _DROPPED = range(5)
+"""Parts that may come next; of the last, text is dropped up to a mark."""
 
 
 class JsonText:
@@ -45,6 +47,8 @@ class JsonText:
         self._quote = ""
         """Quote that the string under way ends with; empty outside of strings."""
         self._is_key = False
+        self._is_behind_string = False
+        """The last value on this line was a string; a second one may belong to it, as in Python."""
         self.progress = Progress.MORE
 
     def feed(self, text: str, at: int) -> int:
@@ -53,9 +57,12 @@ class JsonText:
         if self._quote == '"' and not self._is_key and _SPECIAL(text, at) is None:  # as in most steps
             self._out.append(text[at:])
             return end
-        while before < at < end and self.progress is Progress.MORE:
+        while before < at < end and self.progress is Progress.MORE and self._expects != _DROPPED:
             before = at
             at = self._read_string(text, at) if self._quote else self._read_token(text, at)
+        if self._expects == _DROPPED:
+            at, mark = self._lexer.next(text, at)
+            self.progress = Progress.FAILED if mark else Progress.MORE
         return at
 
     @property
@@ -91,7 +98,8 @@ class JsonText:
         if end < len(text) and not is_over:
             end = _STRINGS[quote](text, at).end()  # type: ignore[union-attr]
             is_over = text.startswith(quote, end)
-            piece = _UNFIT.sub(_fitting, text[at:end]) + quote * is_over
+            piece = text[at:end] if quote == '"' else _OF_PYTHON.sub(_from_python, text[at:end])
+            piece = _UNFIT.sub(_fitting, piece) + quote * is_over
             end += is_over
         if is_over and quote == "'":
             piece = piece[:-1] + '"'
@@ -101,6 +109,7 @@ class JsonText:
         self._out.append(piece)
         if is_over:
             self._end_value()
+            self._is_behind_string = True
         return end
 
     def _end_key(self, text: str, at: int) -> int:
@@ -130,7 +139,8 @@ class JsonText:
             return self._fail(at)
         token, end = found.group(), found.end()
         if token.isspace():
-            spaces = " " if token.strip(" \t\r\n") else token  # JSON knows no others
+            spaces = re.sub(r"[^ \t\r\n]", " ", token)  # JSON knows no others
+            self._is_behind_string &= "\n" not in token
             if self._held:
                 self._held += spaces
             else:
@@ -154,6 +164,8 @@ class JsonText:
                 return self._fail(at)
             self._close_to(char)
             return at + 1
+        if self._is_behind_string and self._expects == _END and char in "\"'":
+            return self._fail(at)
         if self._expects == _END and (char in ",\"'" or (char != ":" and self._stack[-1] == "]")):
             self._begin_next(",")
         expects = self._expects
@@ -173,7 +185,11 @@ class JsonText:
         return at + 1
 
     def _fail(self, at: int) -> int:
-        self.progress = Progress.FAILED
+        """End the value; what is left of an object or a list is dropped, where a mark may end it."""
+        if self._stack and self._lexer.first_chars:
+            self._expects = _DROPPED
+        else:
+            self.progress = Progress.FAILED
         return at
 
     def _begin_next(self, text: str) -> None:
@@ -195,7 +211,7 @@ class JsonText:
         self._held = ""
 
     def _end_value(self) -> None:
-        self._quote, self._expects = "", _END
+        self._quote, self._expects, self._is_behind_string = "", _END, False
         if not self._stack:
             self.progress = Progress.ENDED
 
@@ -213,6 +229,10 @@ def json_word(token: str) -> str:
     """The JSON of a word, which is a string if it is none of JSON's."""
     plain = PYTHON_WORDS.get(token, token)
     return plain if _SCALAR.fullmatch(plain) is not None else json.dumps(plain, ensure_ascii=False)
+
+
+def _from_python(found: re.Match[str]) -> str:
+    return json.dumps(ast.literal_eval(f"'{found.group()}'"))[1:-1]
 
 
 def _fitting(found: re.Match[str]) -> str:

@@ -8,6 +8,7 @@ import json
 from dataclasses import dataclass
 
 from server.reply.reading.json_text import JsonText
+from server.reply.reading.python_calls import read_object
 from server.reply.reading.row import NO_MARKS, BodyPlace, Progress
 
 _OTHER_KEYS = frozenset({"name", "type", "id"})
@@ -206,7 +207,9 @@ def _unpacked(text: str) -> str:
         if inner.progress is Progress.MORE:
             inner.finish(unpacked[at:], is_cut=False)
             at = len(unpacked)
-        text = text if unpacked[at:].strip("} \t\r\n") else "".join(pieces)
+        mended = "".join(pieces)
+        python = None if mended == unpacked.rstrip() else read_object(unpacked)
+        text = python or (text if unpacked[at:].strip("} \t\r\n") else mended)
     return "{}" if text.strip() in ("", "null") else text
 
 

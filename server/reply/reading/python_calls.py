@@ -27,6 +27,15 @@ def read_calls(text: str) -> list[tuple[str, str]]:
     return []
 
 
+def read_object(text: str) -> str | None:
+    """Return the JSON text of a dict; None if the text is anything else."""
+    with suppress(*_UNREADABLE):
+        match _statements(text):
+            case [ast.Expr(value=ast.Dict() as expression)]:
+                return _written(_value(expression))
+    return None
+
+
 def _statements(text: str) -> list[ast.stmt]:
     if len(text) > MAX_LIST_CHARS:
         raise ValueError("too long")
@@ -44,13 +53,16 @@ def _calls(statements: list[ast.stmt]) -> Iterator[tuple[str, str]]:
         for element in elements:
             if not isinstance(element, ast.Call) or element.args:
                 raise ValueError("no call with named arguments")
-            arguments = {
-                keyword.arg: ast.literal_eval(_JsonWords().visit(keyword.value))
-                for keyword in element.keywords
-            }
+            arguments = {keyword.arg: _value(keyword.value) for keyword in element.keywords}
             if None in arguments:
                 raise ValueError("no name")
             yield ast.unparse(element.func), _written(arguments)
+
+
+def _value(node: ast.expr) -> Any:
+    with suppress(ValueError):
+        return ast.literal_eval(node)
+    return ast.literal_eval(_JsonWords().visit(node))
 
 
 class _JsonWords(ast.NodeTransformer):
@@ -62,5 +74,7 @@ def _written(value: Any) -> str:
     if not fits_in(value, MAX_DEPTH):
         raise ValueError("too deep")
     written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    if json.dumps(json.loads(written), ensure_ascii=False) != written:
+        raise ValueError("a number and a string that are the same key")
     written.encode()  # a ValueError for half a character, which Python can escape
     return written

@@ -10,6 +10,7 @@ Never: the name of the call, or the marks around it.
 """
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -20,6 +21,7 @@ from server.reply.reading.row import BodyPlace, Lexer, Progress
 
 _MAX_KEY_CHARS = 300
 _MAX_SPACES = 4096
+_OBJECT = re.compile(r"\s*+(?:\{\s*+([\"'}])?)?")
 
 
 class _In(Enum):
@@ -54,7 +56,8 @@ class TaggedArguments:
 class TagsReader:
     """Text between the tags is dropped. A text value that nothing has ended stays open.
 
-    An object in the place of the first tag is the arguments: Llama 3.1 and Functionary write so.
+    An object in the place of the first tag is the arguments: Llama 3.1 and Functionary write so. The tags
+    behind it are dropped.
     """
 
     raw = ""
@@ -65,7 +68,7 @@ class TagsReader:
         self._place, self._row = place, place.row
         self._object: ArgumentsReader | None = None
         self._is_blank = True
-        """White space alone has come."""
+        """Nothing has come that says whether an object begins."""
         self._names = tuple(place.schemas)
         self._log = place.log
         self._lexer = place.lexer
@@ -79,11 +82,18 @@ class TagsReader:
         self.progress = Progress.MORE
 
     def feed(self, text: str, at: int, *, is_last: bool) -> int:
-        if self._object is None:
-            return self._feed_tags(text, at, is_last=is_last)
-        at = self._object.feed(text, at, is_last=is_last)
-        self.has_begun, self.progress = self._object.has_begun, self._object.progress
-        return at
+        if self._is_blank and (found := _OBJECT.match(text, at)) is not None:
+            is_open = found.end() == len(text) < at + _MAX_SPACES and not found[1]
+            if is_open and not is_last:
+                return at
+            self._is_blank = False
+            self._object = ArgumentsReader(self._place) if found[1] else None
+        if self._object is not None and self.has_begun:
+            at = self._object.feed(text, at, is_last=is_last)
+            self.has_begun = self._object.has_begun
+            if self.has_begun:
+                return at
+        return self._feed_tags(text, at, is_last=is_last)
 
     def _feed_tags(self, text: str, at: int, *, is_last: bool) -> int:
         if self._state is _In.VALUE and self._lexer.first.search(text, at) is None:
@@ -93,15 +103,11 @@ class TagsReader:
             lexer = self._key_lexer if self._state is _In.KEY else self._lexer
             stop, mark = lexer.next(text, at)
             if stop > at:
-                if self._is_blank and text[at:stop].lstrip()[:1] == "{":
-                    self._object = ArgumentsReader(self._place)
-                    return self.feed(text, at, is_last=is_last)
-                self._is_blank &= text[at:stop].isspace()
                 self._add(text[at:stop])
                 at = stop
             if not mark:
                 break
-            behind, self._is_blank = at + len(mark), False
+            behind = at + len(mark)
             if self._state is _In.VALUE:
                 counts = self._counts(mark, text[behind:], is_last=is_last)
                 if counts is None:
@@ -121,7 +127,8 @@ class TagsReader:
     def finish(self, rest: str, *, is_cut: bool) -> None:
         """Close the value and the object if the model has ended the text. Cut off, a value stays open."""
         if self._object is not None:
-            self._object.finish(rest, is_cut=is_cut)
+            if self.has_begun:
+                self._object.finish(rest, is_cut=is_cut)
             return
         is_in_value = self._state is _In.VALUE
         if is_in_value:
@@ -132,7 +139,7 @@ class TagsReader:
             self.has_begun = is_in_value
 
     def _write(self, text: str) -> None:
-        if text:
+        if text and self._object is None:
             self._log.arguments(text)
 
     def _add(self, text: str) -> None:

@@ -66,8 +66,7 @@ async def test_arguments_that_are_nested_too_deep_end_there(client, thinker):
     deep = '{"a": ' * 300 + "1" + "}" * 300
     thinker.texts = (f'<tool_call>{{"name": "look", "arguments": {deep}}}</tool_call>',)
     body = {**HELLO, "tools": [TOOL], "options": {"num_predict": 1}}
-    found = lines(await client.post(CHAT, json=body))
-    calls = next(line["message"]["tool_calls"] for line in found if "tool_calls" in line["message"])
+    calls = lines(await client.post(CHAT, json=body))[0]["message"]["tool_calls"]
     assert json.dumps(calls[0]["function"]["arguments"]).count("{") == 64
     whole = (await client.post(CHAT, json={**body, "stream": False})).json()
     assert whole["message"]["tool_calls"] == calls

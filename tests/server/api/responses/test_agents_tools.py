@@ -113,7 +113,7 @@ async def test_a_call_of_the_shell_that_is_nested_too_deep_ends_there(client, en
     deep = json.loads("[" * 300 + "]" * 300)
     engine.texts = says("local_shell", {"command": deep})
     asked = {"tools": [SHELL], "max_output_tokens": len(engine.texts)}
-    item = (await create(client, **asked))["output"][0]
+    (item,) = (await create(client, **asked))["output"]
     reply = await client.post(PATH, json={"input": "hi", **asked, "stream": True})
     last = events(reply)[-1]
     assert last["type"] == "response.completed"

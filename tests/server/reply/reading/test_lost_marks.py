@@ -23,6 +23,10 @@ CASES: list[Case] = [(name, find_dialect(name, "").row, Phase.ANSWER, text) for 
 ]
 
 
+PYTHON = {"a": "xy", "b": "it's", "c": [1, 16, 10, 0.5, 5.0, 1]}
+GEMMA = '{"a": ["New York", "Berlin"], "b c": 1}'
+
+
 def inner_marks(row: Row) -> set[str]:
     """Marks of a row, also those that are looked for in one state only; brackets of JSON are none."""
     call = row.call
@@ -45,6 +49,10 @@ def doubled(row: Row, text: str) -> Iterator[str]:
         while at != -1:
             yield text[:at] + mark + text[at:]
             at = text.find(mark, at + 1)
+
+
+def cut(text: str, size: int) -> list[str]:
+    return [text[at : at + size] for at in range(0, len(text), size)]
 
 
 def check(reply: JoinedReply, text: str, *, values: bool) -> None:
@@ -74,15 +82,63 @@ def test_a_mark_that_is_missing_breaks_no_json_and_moves_no_value(case: Case) ->
         ),
         ('{"n":\u2028[1\x0b]}', {"n": [1]}),
         ('{"n": [1, true', {"n": [1, True]}),
+        (r"{'a': '\xe9 \x1b \U0001F600 \0 \x4'}", {"a": "é \x1b \U0001f600 \0 \\x4"}),
+        ("{'a': 'x' 'y'}}</tool_call>", {"a": "x"}),
+        ('{"a": "x"\n "b": 1}', {"a": "x", "b": 1}),
+        (json.dumps("{'a': 'x' 'y', 'b': '''it's''', 'c': (1, 0x10, 1_0, .5, 5., +1)}"), PYTHON),
+        (json.dumps("{'a': 'x' 'y', 'b': [}"), "{'a': 'x' 'y', 'b': [}"),
+        (json.dumps(r"{'a': '\xe9\U0001F600\0'}"), {"a": "é\U0001f600\0"}),
     ],
 )
-@pytest.mark.parametrize("size", [1, 99])
+@pytest.mark.parametrize("size", [1, 2, 99])
 def test_arguments_that_are_not_quite_json_are_made_it(written: str, arguments: dict, size: int) -> None:
     text = '<tool_call>{"name": "f", "arguments": ' + written
-    pieces = [text[at : at + size] for at in range(0, len(text), size)]
-    reply = joined_reply(ReplyReader(find_dialect("hermes", "").row, {}, Phase.ANSWER), pieces)
+    reply = joined_reply(ReplyReader(find_dialect("hermes", "").row, {}, Phase.ANSWER), cut(text, size))
     ((name, read),) = reply.calls
-    assert (name, json.loads(read)) == ("f", arguments)
+    assert (name, json.loads(read), reply.content) == ("f", arguments, "")
+
+
+@pytest.mark.parametrize(
+    ("dialect", "text", "arguments"),
+    [
+        ("qwen3_coder", "<function=f>{<parameter=city>\nBonn\n</parameter></function>", '{"city": "Bonn"}'),
+        ("glm45", "<tool_call>f\n{ <arg_key>a</arg_key><arg_value>B</arg_value></tool_call>", '{"a": "B"}'),
+        ("qwen3_coder", '<function=f>{"a": 1}<parameter=days>3</parameter></function>', '{"a": 1}'),
+        ("qwen3_coder", '<function=f>{ "a": "B" "x" "y": 3} {"z": 1}</function>', '{ "a": "B" }'),
+        ("qwen3_coder", "<function=f>{ }</function>", "{ }"),
+        ("gemma4", "<|tool_call>call:f{a:[New York, Berlin], b c:1}<tool_call|>", GEMMA),
+        ("gemma4", "<|tool_call>call:f{True:[1, true, [x y]]}<tool_call|>", '{"True": [1, true, ["x y"]]}'),
+        ("pythonic", "[f(a='true', b=[null, 'x'])]", '{"a": "true", "b": [null, "x"]}'),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 7, 999])
+def test_signs_that_do_not_belong_lose_no_argument(dialect, text, arguments, size) -> None:
+    reply = joined_reply(ReplyReader(find_dialect(dialect, "").row, {"f": {}}, Phase.ANSWER), cut(text, size))
+    assert (reply.content, reply.calls) == ("", [("f", arguments)])
+
+
+def test_keys_that_are_the_same_in_json_make_no_call() -> None:
+    for text, calls in (("[f(a={1: 2, '1': 3})]", []), ("[f(a={1: 2})]", [("f", '{"a": {"1": 2}}')])):
+        reply = joined_reply(ReplyReader(find_dialect("pythonic", "").row, {"f": {}}, Phase.ANSWER), [text])
+        assert reply.calls == calls
+
+
+@pytest.mark.parametrize(
+    ("dialect", "opening", "closing"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": ', "}</tool_call>"),
+        ("mistral", "[TOOL_CALLS]f[ARGS]", ""),
+        ("qwen3_coder", "<function=f>", "</function> Hi"),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 7, 9999])
+def test_what_is_nested_too_deep_is_dropped_and_open_at_a_limit(dialect, opening, closing, size) -> None:
+    text, row = opening + '{"a": ' * 300 + "1" + "}" * 300, find_dialect(dialect, "").row
+    ended = joined_reply(ReplyReader(row, {"f": {}}, Phase.ANSWER), cut(text + closing, size))
+    assert ended.calls == [("f", '{"a": ' * 63 + "{" + "}" * 64)]
+    assert ended.content == closing.partition(" ")[2]
+    limited = joined_reply(ReplyReader(row, {"f": {}}, Phase.ANSWER), cut(text, size), is_cut=True)
+    assert (limited.calls, limited.content) == ([("f", '{"a": ' * 63 + "{")], "")
 
 
 def test_white_space_in_a_call_of_braces_is_read_in_linear_time() -> None:
@@ -107,8 +163,8 @@ def test_a_broken_reply_is_the_same_however_it_is_cut(case: Case) -> None:
     for one in (*broken(row, text), *doubled(row, text)):
         whole = joined_reply(ReplyReader(row, TOOLS, start), [one])
         assert joined_reply(ReplyReader(row, TOOLS, start), one) == whole, one
-        for cut in range(1, len(one)):
-            assert joined_reply(ReplyReader(row, TOOLS, start), [one[:cut], one[cut:]]) == whole, (one, cut)
+        for at in range(1, len(one)):
+            assert joined_reply(ReplyReader(row, TOOLS, start), [one[:at], one[at:]]) == whole, (one, at)
 
 
 @pytest.mark.parametrize("case", CASES, ids=[f"{place}-{name}" for place, (name, *_) in enumerate(CASES)])
