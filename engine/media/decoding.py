@@ -76,6 +76,8 @@ def _upright(image: Image.Image) -> Image.Image:
     """Turn a picture as its metadata says. Those that cannot be read say nothing, and the pixels count."""
     try:
         turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation))
+    except MemoryError:
+        raise
     except Exception:  # noqa: BLE001 -- of a file of strangers, for which no other viewer refuses it
         return image
     return image if turn is None else image.transpose(turn)

@@ -96,7 +96,7 @@ def anchors(page: str) -> set[str]:
 
 
 def commands_of_ci() -> set[str]:
-    """Without options that say how much is told, compiled and written down, and what runs meanwhile."""
+    """Without options that say how much is logged, compiled and recorded, and what runs meanwhile."""
     lines = read(".ci/run").splitlines()
     return {re.sub(r" --(quiet|no-compile|junitxml=\S+)| &$", "", line.strip()) for line in lines}
 

@@ -18,7 +18,8 @@ TOWER_ATTENTION = "tokenyard_tower"
 _LEAST_ROWS, _MOST_ROWS = 16, 256
 _MOST_PRODUCTS = 2**30
 """Multiplications of a part: 12 ms of one core with bfloat16, and twice as much in attention."""
-_ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
+_ACTIVATIONS = (nn.GELU, nn.SiLU, nn.ReLU)
+"""Those of PyTorch that compute each number alone, beside all of `transformers.activations`."""
 _PARTS = "parts_of_tower"
 
 
@@ -68,7 +69,8 @@ def cut_tower(tower: nn.Module, parts: TowerParts) -> None:
     for name, module in list(tower.named_modules()):
         setattr(module, _PARTS, parts)
         is_leaf = next(module.children(), None) is None
-        if isinstance(module, nn.Linear) or (is_leaf and type(module).__module__ in _ACTIVATIONS):
+        is_of_transformers = type(module).__module__ == "transformers.activations"
+        if isinstance(module, (nn.Linear, *_ACTIVATIONS)) or (is_leaf and is_of_transformers):
             tower.set_submodule(name, _RowsInParts(module, parts, 1))
         elif isinstance(module, nn.Conv3d):
             tower.set_submodule(name, _RowsInParts(module, parts, 4))
@@ -90,7 +92,7 @@ def _attend(
     if repeats > 1:
         key, value = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
     parts, done = getattr(module, _PARTS), []
-    num_rows = parts.num_rows(4 * key.shape[1] * key.shape[2] * key.shape[3])
+    num_rows = parts.num_rows(4 * key.numel())
     for start in range(0, query.shape[2], num_rows):
         parts.may_pause()
         rows = slice(start, start + num_rows)

@@ -62,12 +62,13 @@ async def prepare_turn(
     except BaseException:
         prompt.release()
         raise
-    held: dict[str, Any] = {
-        "encoder_inputs": prompt.pictures,
-        "payloads": prompt.payloads,
-        "at_end": prompt.release,
-    }
-    request = replace(made, restore_at=points, **held)
+    request = replace(
+        made,
+        restore_at=points,
+        encoder_inputs=prompt.pictures,
+        payloads=prompt.payloads,
+        at_end=prompt.release,
+    )
     return ChatTurn(prompt.token_ids, request, turn.reading, turn.ignores_budget, is_marked)
 
 

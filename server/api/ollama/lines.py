@@ -73,7 +73,7 @@ class LineStream:
         pieces = self._choice.read(prompt_index, output)
         self._message.add(pieces)
         said = [
-            {"content": "", "content" if isinstance(piece, Content) else "thinking": piece.text}
+            {"content": piece.text} if isinstance(piece, Content) else {"content": "", "thinking": piece.text}
             for piece in pieces
             if isinstance(piece, Content | Reasoning)  # a call is sent when it is complete
         ]

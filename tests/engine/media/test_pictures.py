@@ -200,6 +200,15 @@ def test_metadata_that_cannot_be_written_again_turn_a_picture_all_the_same() -> 
     assert decode(file, "JPEG", max_pixels=64 * 48, least_side=8).size == (48, 64)
 
 
+def test_a_full_memory_is_no_fault_of_the_metadata(monkeypatch) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(Image.Image, "getexif", fail)
+    with pytest.raises(MemoryError):
+        decode(file_of(noise(64, 48), "PNG"), "PNG", max_pixels=64 * 48, least_side=8)
+
+
 @on_one_loop
 async def test_pixels_are_counted_before_they_are_decoded(tmp_path) -> None:
     few = pictures_of(tmp_path, MediaConfig(max_pixels=64 * 48))

@@ -9,7 +9,7 @@ from torch import nn
 
 from worker.pictures import sliced_call
 from worker.pictures.sliced_call import SlicedCall
-from worker.pictures.tower_parts import TowerParts, cut_tower
+from worker.pictures.tower_parts import TowerParts, _attend, cut_tower
 
 
 class _Large:
@@ -66,6 +66,7 @@ def test_parts_of_a_tower_are_as_large_as_their_work_and_as_the_model_allows() -
         (nn.Linear(64, 64), 2**18, 8),
         (nn.Linear(64, 64), 1, 32),
         (nn.GELU(), 2**40, 2),
+        (nn.Softmax(dim=0), 2**40, 1),
     ):
         tower, num_pauses = nn.Sequential(module), 0
         x = torch.randn(512, getattr(module, "in_features", 64))
@@ -74,3 +75,15 @@ def test_parts_of_a_tower_are_as_large_as_their_work_and_as_the_model_allows() -
             cut_tower(tower, TowerParts(pause, most))
             torch.testing.assert_close(tower(x), wanted)
         assert num_pauses == expected
+
+
+def test_parts_of_the_attention_of_several_tiles_have_fewer_rows() -> None:
+    pauses: list[int] = []
+    attention = nn.Identity()
+    cut_tower(nn.Sequential(attention), TowerParts(lambda: pauses.append(0), 4 * 512 * 64 * 256))
+    for num_tiles, num_parts in ((1, 2), (4, 8)):
+        query, key, value = torch.randn(3, num_tiles, 1, 512, 64)
+        pauses.clear()
+        found, _ = _attend(attention, query, key, value, None)
+        assert len(pauses) == num_parts
+        torch.testing.assert_close(found[:, :, 0], (query @ key.mT / 8).softmax(-1)[:, 0] @ value[:, 0])

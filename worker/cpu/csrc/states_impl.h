@@ -14,7 +14,7 @@ inline const StateRun& run_of(const StateRun* runs, int64_t item) {
   return *runs;
 }
 
-// kV channels of one sequence, of so many columns; they stay in registers where kColumns is not 0.
+// kV channels of one sequence, each with its earlier columns, which stay in registers where kColumns is not 0.
 template <int kColumns, typename T>
 inline void convolve_some(const Convolution<T>& given, int64_t seq, int64_t channel) {
   const StateStep& step = given.step;

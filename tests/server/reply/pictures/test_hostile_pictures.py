@@ -132,11 +132,11 @@ async def refuse_all(engine: SeeingEngine, urls: Iterable[tuple[str, str]]) -> N
         for name, url in urls:
             for way, body in WAYS.items():
                 reply: httpx.Response = await client.post(way, json=body(url))
-                told: str = (
+                message: str = (
                     reply.json()["error"] if way.startswith("/api") else reply.json()["error"]["message"]
                 )
-                assert reply.status_code == 400, (name, way, told)
-                assert "the picture is not taken: " in told, (name, way, told)
+                assert reply.status_code == 400, (name, way, message)
+                assert "the picture is not taken: " in message, (name, way, message)
         good = await client.post("/v1/chat/completions", json=chat(f"data:;base64,{coded(SMALL)}"))
         assert good.status_code == 200, good.text
     assert len(engine.requests) == 1

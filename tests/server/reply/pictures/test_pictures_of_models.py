@@ -40,8 +40,8 @@ async def test_of_several_models_each_reads_pictures_in_its_own_way_or_says_that
             assert reply.status_code == 200, reply.text
             request = engine.requests.pop()
             assert (len(request.encoder_inputs), request.adapter) == (1, adapter), name
-        for name, told in (("blind", "the model 'blind' reads no pictures"), ("second", "at most 1")):
+        for name, reason in (("blind", "the model 'blind' reads no pictures"), ("second", "at most 1")):
             reply = await client.post("/v1/chat/completions", json=chat(part(), part(LARGE), model=name))
-            assert (reply.status_code, told in reply.text) == (400, True), reply.text
+            assert (reply.status_code, reason in reply.text) == (400, True), reply.text
     for engine in (first, second):
         await engine.pictures.close()
