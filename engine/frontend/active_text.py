@@ -134,7 +134,8 @@ def _matcher_of(request: GenerationRequest) -> StopMatcher | None:
     if not request.stop:
         return None
     shown = StopText.INCLUDE if request.include_stop_str_in_output else StopText.EXCLUDE
-    return StopMatcher(request.stop, shown, answer=request.params.answer)
+    params = request.params
+    return StopMatcher(request.stop, shown, answer=params.answer, min_tokens=params.min_tokens)
 
 
 class ActiveText(ActiveRequest[GenerationRequest, TextChoice]):

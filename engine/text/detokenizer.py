@@ -140,6 +140,7 @@ class StopMatcher:
     """Finds the first of several strings in a text that comes in pieces, from its answer on.
 
     The first complete stop string ends the text; of several complete at the same character, the longest.
+    A stop string that ends within the first `min_tokens` pieces is text like any other.
     Raises ValueError for an empty stop string.
     """
 
@@ -149,6 +150,7 @@ class StopMatcher:
         stop_text: StopText = StopText.EXCLUDE,
         *,
         answer: AnswerStart | None = None,
+        min_tokens: int = 0,
     ) -> None:
         if not all(stop):
             raise ValueError("a stop string is empty")
@@ -156,10 +158,12 @@ class StopMatcher:
         self._stop_text = stop_text
         self._gate = None if answer is None else AnswerGate(answer)
         self._held = ""
+        self._num_exempt = min_tokens
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
-        """Take in text; return the part that cannot belong to a stop string any more."""
+        """Take in the text of a token; return what cannot belong to a stop string any more."""
+        self._num_exempt -= 1
         if not text or self.matched is not None:
             return ""
         passed = ""
@@ -167,8 +171,9 @@ class StopMatcher:
             passed, text = self._gate.push(text)
             if self._gate.is_open:
                 self._gate = None
+        num_held = len(self._held)
         text = self._held + text
-        found = self._first_match(text)
+        found = self._first_match(text, num_held) if self._num_exempt < 0 else None
         if found is not None:
             end, start, self.matched = found
             self._held = ""
@@ -182,11 +187,14 @@ class StopMatcher:
         rest, self._held = self._held, ""
         return rest if self._gate is None else self._gate.held + rest
 
-    def _first_match(self, text: str) -> tuple[int, int, str] | None:
-        """Find the match that ends first, of several the longest: (end, start, stop string)."""
+    def _first_match(self, text: str, num_old: int) -> tuple[int, int, str] | None:
+        """Find the match that ends first behind `num_old` characters, of several the longest.
+
+        Returns (end, start, stop string).
+        """
         first = None
         for stop in self._stop:
-            start = text.find(stop)
+            start = text.find(stop, max(0, num_old - len(stop) + 1))
             if start != -1:
                 match = (start + len(stop), start, stop)
                 first = match if first is None else min(first, match)

@@ -28,10 +28,9 @@ TOKENIZER = byte_level()
 EOS = (0,)
 
 
-def live_request(*, n: int = 1, **changes: object) -> ActiveText:
-    request = GenerationRequest(
-        request_id="r", prompt_token_ids=(1, 2), params=SamplingParams(), n=n, **changes
-    )
+def live_request(*, n: int = 1, min_tokens: int = 0, **changes: object) -> ActiveText:
+    params = SamplingParams(min_tokens=min_tokens)
+    request = GenerationRequest(request_id="r", prompt_token_ids=(1, 2), params=params, n=n, **changes)
     return ActiveText(request, tuple(SequenceId(i) for i in range(n)), TOKENIZER, asyncio.Event())
 
 
@@ -76,6 +75,15 @@ async def test_a_stop_string_ends_the_choice_and_later_tokens_do_not_count() -> 
     assert output.stop_reason == "lo w"
     assert TOKENIZER.decode(output.token_ids, special=SpecialTokens.KEEP).startswith("hello w")
     assert live.is_over
+
+
+async def test_a_stop_string_within_the_least_number_of_tokens_does_not_end_the_choice() -> None:
+    num_tokens = len(TOKENIZER.encode_rendered_chat("hello world"))
+    live = live_request(stop=("lo w",), min_tokens=num_tokens)
+    feed(live, "hello world and more lo world")
+    (output,) = live.take()
+    assert output.text == "hello world and more "
+    assert output.stop_reason == "lo w"
 
 
 async def test_the_stop_token_is_named_but_not_the_end_of_sequence_token() -> None:
