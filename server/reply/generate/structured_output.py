@@ -55,11 +55,23 @@ def _fitting(content: Any) -> Any:
 
 
 def _of_known_kinds(value: Any) -> Any:
-    """Refuse keys that change the grammar in other servers (vLLM's structural_tag, say)."""
+    """Refuse keys, unless off, that change the grammar in other servers (vLLM's structural_tag, say)."""
     for name in value if isinstance(value, dict) else ():
-        if name not in _KINDS and value[name] is not None:
+        if name not in _KINDS and value[name] not in (None, False):
             raise wrong_shape(f"has {name[:64]!r}; only {', '.join(_KINDS)} are supported")
     return value
+
+
+def _as_object(value: Any) -> Any:
+    """Parse a schema that is sent as a string of JSON, which vLLM takes too."""
+    if not isinstance(value, str):
+        return value
+    try:
+        schema = orjson.loads(value)
+        orjson.dumps(schema)  # which refuses deep nesting
+    except (orjson.JSONDecodeError, orjson.JSONEncodeError) as error:
+        raise wrong_shape(f"is no JSON: {error}") from None
+    return schema
 
 
 Schema = Annotated[dict[str, Any], Field(max_length=MAX_SCHEMA_KEYS), AfterValidator(_fitting)]
@@ -78,12 +90,14 @@ class JsonSchema(WireModel):
 class ResponseFormat(WireModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: Schema | None = Field(default=None, alias="schema")
+    """With type json_object: llama.cpp's form of a schema."""
 
 
 class StructuredOutputs(WireModel):
     """Exactly one of them."""
 
-    json_: Schema | None = Field(default=None, alias="json")
+    json_: Annotated[Schema | None, BeforeValidator(_as_object)] = Field(default=None, alias="json")
     regex: Annotated[str, StringConstraints(min_length=1, max_length=MAX_REGEX_CHARS)] | None = None
     choice: (
         Annotated[
@@ -149,14 +163,18 @@ def choice_grammar(choices: Sequence[str]) -> Grammar:
 
 def _of_response_format(wanted: ResponseFormat) -> WantedGrammar | None:
     described = wanted.json_schema
-    if wanted.type != "json_schema" and described is not None:
-        raise RequestRejected(
-            f"response_format.json_schema is allowed only with type json_schema, not {wanted.type}",
-            param="response_format.json_schema",
-        )
+    for name, value, kind in (
+        ("json_schema", described, "json_schema"),
+        ("schema", wanted.schema_, "json_object"),
+    ):
+        if value is not None and wanted.type != kind:
+            param = f"response_format.{name}"
+            raise RequestRejected(f"{param} is allowed only with type {kind}, not {wanted.type}", param=param)
     if wanted.type == "text":
         return None
     param, schema = "response_format", _ANY_OBJECT
+    if wanted.schema_ is not None:
+        param, schema = "response_format.schema", wanted.schema_
     if wanted.type == "json_schema":
         param = "response_format.json_schema"
         schema, param = required(described, param).schema_, f"{param}.schema"
