@@ -4,6 +4,7 @@ Owns: finding it, and the checks that its files and the list of their checksums 
 Never: downloads, or reads weights.
 """
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,7 +39,7 @@ def _find(model: str | None, environment: Mapping[str, str]) -> tuple[Path, str]
         return DEMO_MODEL, _DEMO_NAME
     folder = Path(model).expanduser()
     if folder.is_dir():
-        return folder.resolve(), folder.resolve().name
+        return folder.resolve(), Path(os.path.abspath(folder)).name  # also where it is a link
     if folder.is_file() and (folder.suffix == GGUF_SUFFIX or begins_as_gguf(folder)):
         return _folder_of_gguf(folder), folder.stem
     if folder.exists():

@@ -23,7 +23,10 @@ TOOL_CALL_HELP = (
     "tools in the prompt and lets a grammar keep to their schemas, for models that were not trained "
     "to call, at the cost of a mask for each token; none refuses."
 )
-REASONING_PARSERS = Choice(words=("auto", "think", "mistral", "seed_oss", "gemma4", "harmony", "none"))
+REASONING_PARSERS = Choice(
+    words=("auto", "think", "mistral", "seed_oss", "gemma4", "harmony", "none"),
+    synonyms=(("qwen3", "think"), ("deepseek_r1", "think")),
+)
 REASONING_HELP = (
     "How the model marks its reasoning, which a reply shows apart from the answer: think is <think> and "
     "</think>, mistral [THINK], harmony the channels of gpt-oss. auto takes the checkpoint's "
@@ -224,7 +227,10 @@ class ModelOptions:
         default=False,
     )
     quantization: str = _model(
-        Choice(words=("none", "int8", "int4", "fp8")),
+        Choice(
+            words=("none", "int8", "int4", "fp8"),
+            hint="; a checkpoint that is quantized already is read as it is, without this option",
+        ),
         "int8 keeps the weights of the layers as 8-bit numbers, and rounds what they multiply to 8 bits "
         "token by token: about twice as fast on CPU and half the memory, at some loss of accuracy. int4 "
         "keeps them as 4-bit numbers with a scale for each 32: a third of the memory, at more loss. fp8 "

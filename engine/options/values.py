@@ -67,6 +67,8 @@ class Choice(ValueKind):
     words: tuple[str, ...]
     synonyms: tuple[tuple[str, str], ...] = ()
     """Words of other servers, each with ours."""
+    hint: str = ""
+    """What else to do, for one who gives another word."""
 
     @property
     def metavar(self) -> str:
@@ -76,7 +78,7 @@ class Choice(ValueKind):
         word = text.strip().lower()
         word = dict(self.synonyms).get(word, word)
         if word not in self.words:
-            raise ValueError(f"be one of {', '.join(self.words)}")
+            raise ValueError(f"be one of {', '.join(self.words)}{self.hint}")
         return word
 
 

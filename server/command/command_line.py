@@ -41,7 +41,7 @@ _OURS = {
     **{"threads": "num-threads", "t": "num-threads", "threads-http": "num-threads"},
     **{"cuda-memory-fraction": "gpu-memory-utilization", "mem-fraction-static": "gpu-memory-utilization"},
     **{"num-gpu-blocks": "num-gpu-blocks-override", "kv-cache-memory-bytes": "kv-cache-memory"},
-    **{"cpu-offload-gb": "swap-space", "kv-offloading-size": "swap-space"},
+    **{"kv-offloading-size": "swap-space"},
     **{"kv-events-config": "kv-events-port"},
     **{"ssl-keyfile": "tls-key", "ssl-certfile": "tls-cert", "ssl-ca-certs": "tls-client-ca"},
     **{"ssl-key-file": "tls-key", "ssl-cert-file": "tls-cert", "allowed-origins": "cors-origin"},
@@ -52,6 +52,15 @@ _OURS = {
 _NOT_NEEDED = {
     **dict.fromkeys(("revision", "download-dir", "load-format"), "`tokenyard pull` fetches models"),
     **dict.fromkeys(("hostname",), "use --host"),
+    "cpu-offload-gb": "weights lie on the device as a whole: --quantization makes them smaller",
+    "max-logprobs": "a request may ask for 20 at each token, and no more",
+    "max-log-len": "texts of requests are never logged",
+    "generation-config": "the checkpoint's file is read: --override-generation-config wins over it",
+    "disable-fastapi-docs": "there are no such pages; /openapi.json is always there",
+    "enable-force-include-usage": "a stream has its usage where stream_options asks for it",
+    "seed": "a request names its seed; without one, each reply is another",
+    **dict.fromkeys(("runner", "convert"), "use --task"),
+    "hf-token": "nothing is fetched by a server: `tokenyard pull` reads HF_TOKEN",
     **dict.fromkeys(
         ("mamba-ssm-cache-dtype", "mamba-cache-dtype"),
         "states of recurrent layers are float32: they are rounded at each token, and fewer bits drift",
@@ -63,7 +72,15 @@ _NOT_NEEDED = {
 
 _PASSED_OVER = {
     **dict.fromkeys(("trust-remote-code",), "code of a checkpoint is never run"),
-    **dict.fromkeys(("disable-log-requests", "no-enable-log-requests"), "texts of requests are never logged"),
+    **dict.fromkeys(
+        ("disable-log-requests", "no-enable-log-requests", "enable-log-requests"),
+        "each request has a line in the log, without its text",
+    ),
+    "enable-prompt-tokens-details": "usage always has them",
+    "enable-request-id-headers": "each reply has x-request-id",
+    "disable-uvicorn-access-log": "there is no such log",
+    **dict.fromkeys(("O0", "O1", "O2", "O3"), "kernels are chosen at the start"),
+    "enable-expert-parallel": "experts are divided as --tensor-parallel-size says",
     **dict.fromkeys(("disable-log-stats",), "there are no statistics in the log: /metrics has them"),
     **dict.fromkeys(("enable-auto-tool-choice", "jinja"), "tools are on wherever the model has a dialect"),
     **dict.fromkeys(("enable-lora",), "--lora-modules and --lora-directory turn adapters on"),
@@ -76,6 +93,17 @@ _PASSED_OVER = {
     ),
 }
 """Switches of other servers without which a start here is the same, and why."""
+
+_WITH_VALUE = {
+    "compilation-config": "kernels are chosen at the start",
+    "max-seq-len-to-capture": "CUDA graphs are of steps, whatever the length of a sequence",
+    **dict.fromkeys(
+        ("structured-outputs-config", "guided-decoding-backend"), "grammars have one backend, llguidance"
+    ),
+    "chat-template-content-format": "the template itself shows whether it takes parts or a text",
+    "num-scheduler-steps": "steps are planned ahead wherever that is possible",
+}
+"""The same of flags with a value."""
 
 MORE_MODELS = "more_models"
 
@@ -127,14 +155,17 @@ class OptionParser(argparse.ArgumentParser):
     def _without_needless(self, words: Sequence[str]) -> list[str]:
         """Leave out the switches that change nothing here, and tell of each in a line."""
         needed: list[str] = []
-        takes_value = False
+        passed = ""
         for word in words:
-            if takes_value and word.lower() in ("true", "false"):  # vLLM's older form
-                takes_value = False
+            # True and false are vLLM's older form of a switch.
+            is_value = passed in _WITH_VALUE or (passed and word.lower() in ("true", "false"))
+            if is_value and not word.startswith("-"):
+                passed = ""
                 continue
-            flag = word.replace("_", "-")
-            why = _PASSED_OVER.get(flag.removeprefix("--")) if flag.startswith("--") else None
-            takes_value = why is not None
+            flag, _, value = word.replace("_", "-").partition("=")
+            name = flag.lstrip("-") if flag.startswith(("--", "-O")) else ""
+            why = _WITH_VALUE.get(name) or (None if value else _PASSED_OVER.get(name))
+            passed = name if why and not value else ""
             if why is None:
                 needed.append(word)
             else:
@@ -225,5 +256,5 @@ def advice_for(flag: str, known: frozenset[str]) -> str:
     ours = _OURS.get(flag)
     if ours in known:
         return f"here it is --{ours}: `tokenyard serve --help` says what it counts"
-    why = (_NOT_NEEDED | _PASSED_OVER).get(flag)
+    why = (_NOT_NEEDED | _PASSED_OVER | _WITH_VALUE).get(flag)
     return f"it is not needed here: {why}" if why else ""

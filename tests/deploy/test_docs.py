@@ -215,6 +215,7 @@ def test_every_variable_and_flag_of_ours_that_is_named_exists(page: Path) -> Non
     )
     if page.name == "coming-from.md":
         others |= {*command_line._OURS, *command_line._NOT_NEEDED, *command_line._PASSED_OVER}
+        others |= command_line._WITH_VALUE.keys()
     if page.name in ("simulate.md", "simulator.md"):
         others |= {word.removeprefix("--") for word in simulate_command.build_parser()._option_string_actions}
     if page.name == "bench.md":

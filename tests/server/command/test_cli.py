@@ -259,6 +259,9 @@ def test_the_banner_begins_with_the_shortest_way_to_talk_to_the_model(checkpoint
         (["--mem-fraction-static=0.9"], "here it is --gpu-memory-utilization"),
         (["--swap-space", "4"], "with a unit, such as 4GiB: this is 4 bytes"),
         (["--max-num-seqz", "4"], "did you mean --max-num-seqs?"),
+        (["--cpu-offload-gb", "4"], "weights lie on the device as a whole"),
+        (["--runner", "pooling"], "use --task"),
+        (["--quantization", "awq"], "a checkpoint that is quantized already is read as it is"),
         (["--frobnicate"], "`tokenyard serve --help=all` lists all options"),
     ],
 )
@@ -301,6 +304,23 @@ def test_a_command_line_of_vllm_starts_and_what_changes_nothing_is_told_in_a_lin
         engine_config, *_ = launched.pop()
         assert [each.name for each in engine_config.worker.adapters] == ["a", "b", "c"]
         assert engine_config.model_path == str(checkpoint)
+
+
+def test_flags_of_vllm_with_values_that_change_nothing_are_passed_over(checkpoint, launched, capsys) -> None:
+    words = ["-O3", "--compilation-config", '{"level": 3}', "--num-scheduler-steps=8", str(checkpoint)]
+    assert main(["serve", *words, "--enable-log-requests", "--reasoning-parser", "qwen3", "--port", "0"]) == 7
+    told = [line.split(": ")[1].split()[0] for line in capsys.readouterr().err.splitlines()]
+    assert told == ["-O3", "--compilation-config", "--num-scheduler-steps", "--enable-log-requests"]
+    engine_config, *_ = launched.pop()
+    assert engine_config.model_path == str(checkpoint)
+
+
+def test_a_folder_that_is_a_link_is_served_under_the_name_of_the_link(checkpoint, launched, tmp_path) -> None:
+    link = tmp_path / "short-name"
+    link.symlink_to(checkpoint)
+    assert main(["serve", str(link), "--port", "0"]) == 7
+    engine_config, *_ = launched.pop()
+    assert engine_config.served_names[0] == "short-name"
 
 
 def test_the_banner_never_shows_an_api_key(checkpoint) -> None:
