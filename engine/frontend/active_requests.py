@@ -34,6 +34,7 @@ from scheduler.messages import (
     SequenceOutput,
     SequenceStart,
     TimeLimitKind,
+    WaitReason,
 )
 from scheduler.routing.start_forecast import PromptTimes
 
@@ -113,8 +114,12 @@ class ActiveRequests:
             time_limit_s=min(self._limits.nearest_s, terms.time_limits.nearest_s),
         )
         num_ahead = self._desk.waiting.num_ahead(call, next_id=self._desk.next_id)
+        if not (num_ahead or self.engines.are_full):
+            return QueueForecast(0, 0.0, self._metrics.wait_reason)
         start_s = self._room.time_to_start(num_ahead, terms.priority, now_s=now_s)
-        return QueueForecast(num_ahead, start_s if num_ahead else 0.0, self._metrics.wait_reason)
+        # Of places nothing has waited for yet, no engine can say.
+        reason = self._metrics.wait_reason if num_ahead else WaitReason.PLACES.value
+        return QueueForecast(num_ahead, start_s, reason)
 
     def admit(
         self, requests: Sequence[GenerationRequest], readable: asyncio.Event, *, is_read_whole: bool = False

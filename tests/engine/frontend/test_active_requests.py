@@ -317,6 +317,16 @@ async def test_a_limit_that_runs_out_before_an_engine_has_the_request_is_told_ap
     assert live.request.journal.own_limit_ran_out is is_own
 
 
+def test_no_start_at_once_is_foreseen_while_every_place_is_taken(tiny_model) -> None:
+    door = Door(tiny_model, max_num_seqs=1)
+    assert door.in_flight.forecast(ServiceTerms())[:2] == (0, 0.0)
+    (live,) = door.ask("a", 0)
+    door.begin(live)
+    assert door.in_flight.forecast(ServiceTerms()) == (0, None, "places")
+    finish(door, live, FinishReason.LENGTH)
+    assert door.in_flight.forecast(ServiceTerms())[:2] == (0, 0.0)
+
+
 def ask_within(door: Door, limits: TimeLimits):
     """A request of these limits, admitted."""
     request = GenerationRequest(
