@@ -68,7 +68,7 @@ class Choice(ValueKind):
     synonyms: tuple[tuple[str, str], ...] = ()
     """Words of other servers, each with ours."""
     hint: str = ""
-    """What else to do, for one who gives another word."""
+    """Advice behind the words, for any other word."""
 
     @property
     def metavar(self) -> str:

@@ -42,7 +42,10 @@ REFUSED_OF_OTHER_SERVERS: Final[dict[str, tuple[Any, ...]]] = {
     "repetition_detection": (),
     "return_prompt_text": OFF,
     "return_token_offsets": OFF,
-    "spaces_between_special_tokens": OFF,  # special tokens stand in the text as they are
+    "spaces_between_special_tokens": (
+        True,
+        False,
+    ),  # without effect: special tokens stand in the text as they are
     "stream_interval": (1,),
     "thinking_token_budget": (),
     "use_beam_search": OFF,
@@ -51,6 +54,7 @@ REFUSED_OF_OTHER_SERVERS: Final[dict[str, tuple[Any, ...]]] = {
 
 _REASONS: Final = {
     "chat_template": "a template is a program, and comes with the checkpoint only",
+    "echo": "a chat's prompt is made by its template, and /v1/completions can echo it",
     "logits_processors": "code from outside is never run",
     "prompt_embeds": "tensors from outside are never read",
     "thinking_token_budget": "it is for chats, where thoughts are told apart",

@@ -1,6 +1,7 @@
 """HTTP/1.1 without the leniencies that two readers may take differently.
 
-Owns: the refusals of heads that h11 takes: lines that end without CR, folded fields, versions other than 1.x.
+Owns: the refusals of heads that h11 takes: lines that end without CR, folded fields, versions other than 1.x,
+and more than 64 KiB, which h11 sees only in heads that have not come to their end.
 Never: the words of a reply (connections.py), or fields by their names.
 
 A server behind a proxy must not see another request than the proxy does. Source: RFC 9112, sections 2.2, 2.3
@@ -21,6 +22,7 @@ _PLAIN_HEAD = re.compile(
 )
 _LENGTH = b"content-length"
 _MAX_DIGITS = 15
+_MAX_HEAD_BYTES = 64 * 1024
 
 
 class Head(Protocol):
@@ -98,6 +100,8 @@ class StrictConnection(h11.Connection):
 
 
 def _check(head: bytes, request: h11.Request) -> None:
+    if len(head) > _MAX_HEAD_BYTES:
+        raise h11.RemoteProtocolError("the head is too large", error_status_hint=431)
     if _LOOSE_LINE.search(head):
         raise h11.RemoteProtocolError("a line of the head ends without CR, or goes on in the next")
     if not request.http_version.startswith(b"1."):

@@ -124,11 +124,11 @@ def check_fields(body: GenerationFields, info: ModelInfo) -> None:
             "prompt_logprobs is not available with stream; completions stream them with echo and logprobs",
             param="prompt_logprobs",
         )
-    # int() would also take "1_0", " 1" and other alphabets' digits.
+    # int() would also take "1_0", " 1" and other alphabets' digits; "070" is a second spelling of 70.
     wrong = [
         key
         for key in body.logit_bias or ()
-        if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < info.vocab_size)
+        if not (key.isdecimal() and len(key) <= 10 and key == str(int(key)) and int(key) < info.vocab_size)
     ]
     if wrong:
         named = ", ".join(repr(key[:64]) for key in wrong[:_MAX_NAMED_KEYS])
@@ -240,9 +240,8 @@ def _stop_token_ids(body: GenerationFields, info: ModelInfo) -> tuple[int, ...]:
 
 
 def _logit_bias(body: GenerationFields) -> tuple[tuple[int, float], ...]:
-    """Sorted by token id; of two spellings of one id the later one counts."""
-    biases = {int(key): float(bias) for key, bias in (body.logit_bias or {}).items()}
-    return tuple(sorted(biases.items()))
+    """Sorted by token id."""
+    return tuple(sorted((int(key), float(bias)) for key, bias in (body.logit_bias or {}).items()))
 
 
 def _check_something_is_left(body: GenerationFields, bad_words: Sequence[TokenIds], info: ModelInfo) -> None:

@@ -72,7 +72,10 @@ def refuse_part(part: ContentPart, where: str) -> RequestRejected:
     """Return the refusal of a part that is neither text nor a picture."""
     noun = _NOT_SERVED.get(part.type)
     if noun is not None:
-        return unsupported(f"{where}.type", f"{where}: {noun} is not served here; send text and pictures")
+        return unsupported(
+            f"{where}.type",
+            f"{where}: {noun} is not served here; send text, or pictures to a model that takes them",
+        )
     return unsupported(
         f"{where}.type", f"content parts of type {part.type!r} are not supported; use text or {PICTURE}"
     )
