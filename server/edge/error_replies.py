@@ -61,8 +61,8 @@ class RouteNotFound(EdgeError):
 class ResponseNotFound(EdgeError):
     """The response was never stored, or no longer is, or another key's: the reply does not say which."""
 
-    def __init__(self, response_id: str) -> None:
-        super().__init__(f"Response with id {response_id[:128]!r} not found: none is stored under it")
+    def __init__(self, its_id: str, kind: str = "Response") -> None:
+        super().__init__(f"{kind} with id {its_id[:128]!r} not found: none is stored under it")
 
 
 class ObjectNotFound(EdgeError):

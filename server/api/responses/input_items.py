@@ -1,23 +1,29 @@
 """Input items of a stored response, a page at a time.
 
-Owns: the shape and the id of each item, and the choice of items for a page.
+Owns: the shape and the id of each item, the choice of items for a page, and references to items.
 Never: items as input of a chat template (input.py), or the owner of a response.
 Source: OpenAI's reference of GET /v1/responses/{id}/input_items.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from engine.errors import RequestRejected
 from server.api.responses.protocol import InputItem, ItemPart
+from server.api.responses.store import StoredResponse
 from server.api.responses.tools import ID_PREFIXES
+from server.edge.error_replies import ResponseNotFound
 from server.edge.http.json_body import without_nones
-from server.edge.refusals import whole_number
+from server.edge.refusals import required, whole_number
 
 MAX_PAGE_ITEMS = 100
 _PAGE_ITEMS = 20
+_ITEM_ID = re.compile("[a-z]+_([0-9a-f]{48})")
+
+FindResponse = Callable[[str], StoredResponse | None]
 
 
 class Order(StrEnum):
@@ -58,6 +64,34 @@ def page_of(items: Sequence[InputItem], response_id: str, asked: PageRequest) ->
         "last_id": shown[-1][0] if shown else None,
         "has_more": start + asked.limit < len(named),
     }
+
+
+def with_references(items: Sequence[InputItem], find: FindResponse) -> list[InputItem]:
+    """Put stored items into the places of references to them. Raises RequestRejected, ResponseNotFound.
+
+    An item is found once, so that a short request does not become a conversation without bounds.
+    """
+    known: dict[str, dict[str, InputItem]] = {}
+    resolved = list(items)
+    for place, item in enumerate(items):
+        if item.type != "item_reference":
+            continue
+        item_id = required(item.id, f"input[{place}].id")
+        found = _ITEM_ID.match(item_id)
+        response_id = f"resp_{found[1]}" if found else ""
+        if response_id not in known:
+            stored = find(response_id)
+            known[response_id] = {} if stored is None else _items_of(stored, response_id)
+        try:
+            resolved[place] = known[response_id].pop(item_id)
+        except KeyError:
+            raise ResponseNotFound(item_id, "Item") from None
+    return resolved
+
+
+def _items_of(stored: StoredResponse, response_id: str) -> dict[str, InputItem]:
+    made = {item.id: item for item in stored.conversation if item.id is not None}
+    return made | dict(zip(_ids(stored.input, response_id), stored.input, strict=True))
 
 
 def _place_of(item_id: str, ids: Sequence[str]) -> int:

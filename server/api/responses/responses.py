@@ -28,7 +28,7 @@ from server.api.responses.stored_routes import (
     kept_of,
     router,
     store_of,
-    with_files,
+    with_stored,
 )
 from server.edge.http.edge import edge_of
 from server.edge.http.endpoint import NO_STORE, Endpoint, add_named_events, documentation, json_reply
@@ -64,7 +64,7 @@ async def create_response(request: Request) -> Response:
     reply_id = f"resp_{secrets.token_hex(24)}"
     body, origin = await read_call(request, ResponsesRequest, RESPONSES_REFUSALS, reply_id=reply_id)
     edge, store = edge_of(request), store_of(request)
-    body = await with_files(request, body)
+    body = await with_stored(request, body)
     note_left_out(request, body)
     task = ResponseTask(
         body=body,

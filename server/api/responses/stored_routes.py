@@ -6,6 +6,7 @@ Never: the making of a response (responses.py, making.py, background.py).
 
 import asyncio
 import time
+from functools import partial
 from typing import Any, cast
 
 import orjson
@@ -18,7 +19,7 @@ from server.api.batches.access import add_state_access, owner_of
 from server.api.batches.named_files import urls_of_files
 from server.api.responses.background import BackgroundResponses, Work
 from server.api.responses.event_log import LoggedEvents
-from server.api.responses.input_items import MAX_PAGE_ITEMS, page_of, page_request
+from server.api.responses.input_items import MAX_PAGE_ITEMS, page_of, page_request, with_references
 from server.api.responses.kept_responses import KeptResponses
 from server.api.responses.models import InputItemPage, ResponseDeletion, ResponseObject
 from server.api.responses.protocol import InputItem, ItemPart, ResponsesRequest
@@ -116,8 +117,8 @@ async def delete_response(request: Request) -> Response:
     work = _work_here(request)
     if work is not None:
         await background_of(request).cancel(work)
-    elif not store_of(request).find(response_id, owner=owner, now_s=time.monotonic()):
-        raise ResponseNotFound(response_id)
+    else:
+        _stored_here(request)
     store_of(request).delete(response_id, owner=owner, now_s=time.monotonic())
     background_of(request).forget_events(response_id)
     await kept_of(request).delete(owner, response_id)
@@ -158,10 +159,14 @@ def kept_of(request: Request) -> KeptResponses:
 def _stored_here(request: Request) -> StoredResponse:
     """The stored response that the path names. Raises ResponseNotFound."""
     response_id = request.path_params["response_id"]
-    stored = store_of(request).find(response_id, owner=owner_of(request), now_s=time.monotonic())
+    stored = _find(request, response_id)
     if stored is None:
         raise ResponseNotFound(response_id)
     return stored
+
+
+def _find(request: Request, response_id: str) -> StoredResponse | None:
+    return store_of(request).find(response_id, owner=owner_of(request), now_s=time.monotonic())
 
 
 def store_of(request: Request) -> ResponseStore:
@@ -182,7 +187,7 @@ def is_stored(body: ResponsesRequest, store: ResponseStore) -> bool:
 def earlier_response(request: Request, body: ResponsesRequest) -> StoredResponse | None:
     if body.previous_response_id is None:
         return None
-    found = store_of(request).find(body.previous_response_id, owner=owner_of(request), now_s=time.monotonic())
+    found = _find(request, body.previous_response_id)
     if found is None:
         raise RequestRejected(
             f"there is no stored response {body.previous_response_id!r} (any more);"
@@ -193,8 +198,14 @@ def earlier_response(request: Request, body: ResponsesRequest) -> StoredResponse
     return found
 
 
-async def with_files(request: Request, body: ResponsesRequest) -> ResponsesRequest:
-    """Put the pictures that are files of ours into a request. Raises RequestRejected."""
+async def with_stored(request: Request, body: ResponsesRequest) -> ResponsesRequest:
+    """Put items that are stored, and pictures that are files of ours, into a request.
+
+    Raises RequestRejected, ResponseNotFound.
+    """
+    if any(item.type == "item_reference" for item in body.input):
+        items = with_references(body.input, partial(_find, request))
+        body = body.model_copy(update={"input": items})
     pictures = [part for item in body.input for name in _FIELDS for part in _pictures(item, name)]
     ids = [part.file_id for part in pictures if part.file_id is not None]
     if not ids:

@@ -75,6 +75,33 @@ async def test_items_of_an_earlier_response_are_listed_there(client):
     assert item["content"] == [{"type": "input_text", "text": "b"}]
 
 
+async def test_a_reference_stands_for_an_item_that_its_owner_has_stored(engine):
+    async with connect(build_app(engine, Settings(api_keys=("mine", "yours")))) as client:
+        mine, yours = ({"authorization": f"Bearer {key}"} for key in ("mine", "yours"))
+
+        async def reply_to(items, headers=mine):
+            body = {"input": items, "max_output_tokens": 2}
+            return await client.post(PATH, json=body, headers=headers)
+
+        first = (await reply_to("abcd")).json()
+        said = {"type": "item_reference", "id": first["output"][0]["id"]}
+        asked = {"type": "item_reference", "id": first["id"].replace("resp", "msg") + "_in0"}
+        again = {"role": "user", "content": "go on"}
+        second = await reply_to([asked, said, again])
+        assert second.status_code == 200, second.text
+        messages, _ = engine.chats[-1]
+        assert messages == [
+            {"role": "user", "content": "abcd"},
+            {"role": "assistant", "content": first["output"][0]["content"][0]["text"]},
+            again,
+        ]
+        unknown = {"type": "item_reference", "id": "msg_1"}
+        for items, headers in (([said], yours), ([unknown], mine), ([said, said], mine)):
+            missing = await reply_to(items, headers)
+            assert missing.status_code == 404, missing.text
+            assert missing.json()["error"]["message"].startswith(f"Item with id '{items[0]['id']}' not found")
+
+
 @pytest.mark.parametrize(
     ("query", "param"),
     [
