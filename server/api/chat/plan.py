@@ -146,7 +146,7 @@ class ReadingPlan:
                 break
         if self.tools.opening and end.rstrip().endswith(self.tools.opening):
             tools = replace(self.tools, mode=ToolMode.OPENED)
-            return self._turn(Phase.CALL, _of_calls(tools.grammar()), tools=tools)
+            return self._turn(Phase.CALL, _of_calls(tools.grammar(), tools), tools=tools)
         place = self._place(end, behind)
         if self.grammar is None:
             return self._turn(place, None, prompt_end=behind or "")
@@ -276,7 +276,7 @@ def plan_reading(body: ChatCompletionRequest, model: ModelReading) -> ReadingPla
 def _beside_calls(asked: WantedGrammar | None, tools: ToolUse) -> WantedGrammar | None:
     """The grammar of the reply, whether fields or tools ask for it. Raises RequestRejected."""
     if asked is None or not tools.offered:
-        return asked or _of_calls(tools.grammar())
+        return asked or _of_calls(tools.grammar(), tools)
     grammar = None if asked.answer is None else tools.grammar(asked.answer)
     if grammar is None:
         raise RequestRejected(
@@ -284,11 +284,13 @@ def _beside_calls(asked: WantedGrammar | None, tools: ToolUse) -> WantedGrammar 
             " tools; use tool_choice none",
             param=asked.param,
         )
-    return _of_calls(grammar)
+    return _of_calls(grammar, tools)
 
 
-def _of_calls(grammar: Grammar | None) -> WantedGrammar | None:
-    return None if grammar is None else WantedGrammar(grammar=grammar, param="tools")
+def _of_calls(grammar: Grammar | None, tools: ToolUse) -> WantedGrammar | None:
+    if grammar is None:
+        return None
+    return WantedGrammar(grammar=grammar, param="tools", parts=tools.grammars_of_parameters)
 
 
 def _predicted(prediction: Prediction, info: ModelInfo) -> str:

@@ -19,7 +19,7 @@ from server.api.chat.protocol import ChatCompletionRequest
 from server.api.chat.shown_tools import CLOSING, OPENING
 from server.api.chat.tool_protocol import FunctionDefinition, NamedTool, Tool, ToolChoiceObject
 from server.edge.refusals import required, unsupported
-from server.reply.generate.structured_output import without_unknown_formats
+from server.reply.generate.structured_output import json_schema_grammar, without_unknown_formats
 from server.reply.reading.dialects import FORCED_LIST, HERMES, Dialect, named_row
 from server.reply.reading.row import Row
 
@@ -54,6 +54,8 @@ class ToolUse:
     offered: tuple[Tool, ...] = ()
     """Tools that the template shows to the model; empty if none may be called."""
     callable: tuple[FunctionDefinition, ...] = ()
+    asked: tuple[Tool, ...] = ()
+    """All tools of the request."""
     max_calls: int | None = None
     dialect: Dialect | None = None
 
@@ -101,6 +103,14 @@ class ToolUse:
         rules += [f"calls: call{more}", f'call: body "{CLOSING}"']
         answers = {} if answer is None else {"answer": answer}
         return _lark(*rules, **answers, body=_call_schemas(self.callable, arguments="arguments"))
+
+    def grammars_of_parameters(self) -> list[tuple[str, Grammar]]:
+        """Make the grammar of each tool that may be called, by the field that has it."""
+        return [
+            (f"tools[{index}].function.parameters", json_schema_grammar(_parameters(tool.function)))
+            for index, tool in enumerate(self.asked)
+            if tool.function in self.callable
+        ]
 
     @property
     def _has_marks(self) -> bool:
@@ -155,7 +165,12 @@ def tool_use_of(body: ChatCompletionRequest, dialect: Dialect | None) -> ToolUse
         named = required(choice.function, "tool_choice.function").name
         function = _find(tools, named, param="tool_choice.function.name")
         return ToolUse(
-            mode=ToolMode.NAMED, offered=tuple(tools), callable=(function,), max_calls=1, dialect=dialect
+            mode=ToolMode.NAMED,
+            offered=tuple(tools),
+            callable=(function,),
+            asked=tuple(tools),
+            max_calls=1,
+            dialect=dialect,
         )
     mode = choice.type
     if choice.type == "allowed_tools":
@@ -175,6 +190,7 @@ def tool_use_of(body: ChatCompletionRequest, dialect: Dialect | None) -> ToolUse
         mode=ToolMode(mode),
         offered=tuple(tools),
         callable=tuple(tool.function for tool in tools),
+        asked=tuple(body.tools or ()),
         max_calls=max_calls,
         dialect=dialect,
     )

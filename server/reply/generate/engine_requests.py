@@ -5,7 +5,7 @@ Never: types and bounds (protocol.py), tokenization (the engine), or fields of o
 """
 
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -186,14 +186,19 @@ async def _compiled(
     """Compile the grammar for a check; a client that leaves gives up its place in the line."""
     if wanted.grammar is None:
         return None
-    _check_can_end(body, engine.info, param=wanted.grammar.param)
-    tried = engine.compile_grammar(
-        wanted.grammar.grammar,
-        param=wanted.grammar.param,
-        num_choices=num_choices,
-        tenant=origin.terms.tenant,
-    )
-    return await while_connected(origin.receive, tried)
+    asked, tenant = wanted.grammar, origin.terms.tenant
+    _check_can_end(body, engine.info, param=asked.param)
+
+    def tried(param: str, grammar: Grammar) -> Awaitable[Grammar]:
+        work = engine.compile_grammar(grammar, param=param, num_choices=num_choices, tenant=tenant)
+        return while_connected(origin.receive, work)
+
+    try:
+        return await tried(asked.param, asked.grammar)
+    except RequestRejected:
+        for param, part in asked.parts():
+            await tried(param, part)
+        raise
 
 
 def _sampling_params(

@@ -9,7 +9,7 @@ OpenAPI's int32, binary and password, and Pydantic's path.
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Protocol
 
@@ -132,6 +132,8 @@ class WantedGrammar:
     grammar: Grammar
     param: str
     """The field that it came in."""
+    parts: Callable[[], Sequence[tuple[str, Grammar]]] = tuple
+    """Makes the grammars of further fields in it, which are tried where the whole is refused, to name one."""
     answer: dict[str, Any] | None = None
     """Its schema, if the reply may be calls of tools instead; None: it may not."""
 

@@ -332,7 +332,7 @@ async def test_the_option_sets_the_dialect_whatever_the_template_says(engine):
 async def test_a_schema_that_cannot_be_compiled_is_the_callers_to_change(client, engine):
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"title": "refuse"}}}]
     response = await client.post(CHAT, json={**BODY, "tools": tools, "tool_choice": "required"})
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "tools[0].function.parameters")
 
 
 def test_a_description_is_not_mistaken_for_a_grammar() -> None:

@@ -117,6 +117,14 @@ async def test_the_grammar_takes_text_or_calls_of_these_tools(client, engine, te
         assert matcher.is_accepting() == is_whole
 
 
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "odd"}}])
+async def test_the_tool_is_named_whose_schema_cannot_be_enforced(client, choice):
+    odd = {"type": "function", "function": {"name": "odd", "parameters": {"title": "refuse"}}}
+    body = {"messages": [HI], "tools": [WEATHER, odd, TIME], "tool_choice": choice}
+    reply = await client.post(CHAT, json=body)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "tools[1].function.parameters")
+
+
 async def test_without_parallel_calls_the_grammar_ends_behind_the_first(client, engine):
     await ask(client, parallel_tool_calls=False)
     tokenizer = LLTokenizer("byte")
