@@ -52,6 +52,8 @@ class ServedAdapter:
     rank: int
     created_s: int
     """Unix time at which it was loaded."""
+    is_of_tower: bool = False
+    """Whether it also updates a tower, which is not computed: its requests have no pictures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

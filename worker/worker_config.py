@@ -211,6 +211,8 @@ class AdapterFacts:
     """The highest of its modules."""
     num_bytes: int
     """Size of its updates, in the numbers of the model."""
+    is_of_tower: bool = False
+    """Whether it also updates a tower, which is not computed: its requests have no pictures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -176,6 +176,7 @@ def _served(facts: AdapterFacts) -> ServedAdapter:
         folder=facts.folder,
         rank=facts.rank,
         created_s=int(time.time()),
+        is_of_tower=facts.is_of_tower,
     )
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from worker.adapters.adapted_linear import NO_SLOT, AdaptablePart, StepAdapters
 from worker.adapters.files import LowRank
-from worker.adapters.targets import Targets
+from worker.adapters.targets import AdapterContent, Targets
 from worker.attention.interface import note_layer_begun
 from worker.ranks.ranks import ALONE, Ranks
 from worker.worker_config import AdapterFacts, AdapterLimits
@@ -61,13 +61,14 @@ class AdapterStore:
 
     def load(self, name: str, folder: str) -> AdapterFacts:
         """Read and check a folder and take it into memory, if there is room. Raises AdapterRefused."""
-        digest, updates = self._read(folder)
+        digest, updates, is_of_tower = self._read(folder)
         facts = AdapterFacts(
             name=name,
             identity=f"{name}@{digest}",
             folder=folder,
             rank=max(update.rank for update in updates.values()),
             num_bytes=sum(each.nbytes for update in updates.values() for each in update[:2]),
+            is_of_tower=is_of_tower,
         )
         self.introduce(facts.identity, folder)
         if facts.identity not in self._slots and self._has_room():
@@ -115,7 +116,7 @@ class AdapterStore:
             if folder is None:
                 raise SequenceRefused(f"adapter {name} is not loaded in this form any more")
             try:
-                found, updates = self._read(folder)
+                found, updates, _ = self._read(folder)
             except AdapterRefused as error:
                 raise SequenceRefused(f"adapter {name} cannot be read again: {error}") from error
             if found != digest:
@@ -128,23 +129,24 @@ class AdapterStore:
         self._slots.move_to_end(identity)
         return self._slots[identity]
 
-    def _read(self, folder: str) -> tuple[str, dict[str, LowRank]]:
+    def _read(self, folder: str) -> AdapterContent:
         """Read a folder, on all ranks the same or on none. Raises AdapterRefused."""
         try:
-            digest, updates = self._read_here(folder)
+            content = self._read_here(folder)
         except AdapterRefused:
             self._ranks.all_have("")
             raise
-        if not self._ranks.all_have(digest):
+        if not self._ranks.all_have(content.digest):
             raise AdapterRefused("not all ranks read the same files: were they changed just now?")
-        return digest, updates
+        return content
 
-    def _read_here(self, folder: str) -> tuple[str, dict[str, LowRank]]:
-        digest, updates = self._targets.read(Path(folder), max_rank=self._limits.max_rank)
-        return digest, {
+    def _read_here(self, folder: str) -> AdapterContent:
+        content = self._targets.read(Path(folder), max_rank=self._limits.max_rank)
+        updates = {
             name: LowRank(each.down_RK.to(self._dtype), each.up_NR.to(self._dtype), each.scale)
-            for name, each in updates.items()
+            for name, each in content.updates.items()
         }
+        return content._replace(updates=updates)
 
     def _has_room(self) -> bool:
         return bool(self._free) or any(not self._num_rows[slot] for slot in self._slots.values())

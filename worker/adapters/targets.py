@@ -45,6 +45,15 @@ class LayerSize(NamedTuple):
     num_inputs: int
 
 
+class AdapterContent(NamedTuple):
+    """What was read of an adapter."""
+
+    digest: str
+    updates: dict[str, LowRank]
+    is_of_tower: bool
+    """Whether it also updates a tower whose outputs are served, which is not computed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Targets:
     """The layers that can be updated, by name, and the reasons why others cannot."""
@@ -78,8 +87,8 @@ class Targets:
         """Size as many adapters as may be in memory, each with an update of the highest rank everywhere."""
         return self.num_numbers(limits.max_rank) * dtype.itemsize * limits.max_in_memory
 
-    def read(self, folder: Path, *, max_rank: int) -> tuple[str, dict[str, LowRank]]:
-        """Read the files of an adapter; return their digest and its updates. Raises AdapterRefused only."""
+    def read(self, folder: Path, *, max_rank: int) -> AdapterContent:
+        """Read the files of an adapter. Raises AdapterRefused only."""
         with refused_as(AdapterRefused, f"the folder {folder.name}"):
             max_bytes = self.num_numbers(max_rank) * FILE_BYTES_OF_A_NUMBER * _TIMES_WITH_TOWERS
             files = read_adapter(folder, max_bytes=max_bytes)
@@ -91,7 +100,8 @@ class Targets:
                     len(unused),
                     unused[0],
                 )
-            return files.digest, self.check(files, max_rank=max_rank)
+            of_tower = self.reads_pictures and any(map(is_of_tower, unused))
+            return AdapterContent(files.digest, self.check(files, max_rank=max_rank), of_tower)
 
     def _is_unused(self, name: str) -> bool:
         """Tell whether a layer is one of a tower or a draft head, which no text depends on."""
@@ -136,8 +146,6 @@ class Targets:
         for name, size in self.experts.items():
             updates |= size.take_all(name, halves, files.settings)
         for name, both in halves.items():
-            if self.reads_pictures and is_of_tower(name):
-                raise AdapterRefused(f"{name} reads pictures: adapters update the language model alone")
             if self._is_unused(name):
                 continue
             if name not in self.sizes:

@@ -102,7 +102,7 @@ async def _prompt_and_turn(
     limit = body.max_completion_tokens or body.max_tokens or 1
     num_behind = limit + len(await _suffix_ids(engine, plan.possible_suffix))
     parts = ((message.role, message.content or ()) for message in body.messages)
-    if pictures := pictures_of(parts, info):
+    if pictures := pictures_of(parts, info, info.adapter_named(body.model)):
         work = encode_with_pictures(engine, plan.messages, plan.options, pictures, hold)
         rendered = await while_connected(receive, work)
     else:

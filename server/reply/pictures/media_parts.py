@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, StringConstraints
 
 from engine.errors import RequestRejected
 from engine.media.messages import Detail
-from engine.types import ModelInfo
+from engine.types import ModelInfo, ServedAdapter
 from server.edge.refusals import required, unsupported
 from server.edge.wire_model import WireModel
 from server.reply.generate.protocol import Text
@@ -82,7 +82,7 @@ def refuse_part(part: ContentPart, where: str) -> RequestRejected:
 
 
 def pictures_of(
-    messages: Iterable[tuple[str, Sequence[ContentPart]]], info: ModelInfo
+    messages: Iterable[tuple[str, Sequence[ContentPart]]], info: ModelInfo, adapter: ServedAdapter | None
 ) -> list[PictureSource]:
     """List the pictures of a conversation, role and parts of each message, in their order.
 
@@ -93,6 +93,10 @@ def pictures_of(
         for place, part in enumerate(parts):
             if part.type == PICTURE:
                 found.append(_source(part, role, f"messages[{index}].content[{place}]", info))
+    if found and adapter is not None and adapter.is_of_tower:
+        # Its base reads them, and the adapter has learned with another tower.
+        message = f"the adapter {adapter.name!r} updates the part that reads pictures, which is not computed"
+        raise unsupported(found[0].where, f"{found[0].where}: {message}; ask without pictures")
     return found
 
 

@@ -19,12 +19,13 @@ async def test_of_several_models_each_reads_pictures_in_its_own_way_or_says_that
     tmp_path,
 ) -> None:
     tuned = ServedAdapter(name="tuned", identity="tuned@0", folder="/x/tuned", rank=8, created_s=5)
+    of_tower = dataclasses.replace(tuned, name="of tower", is_of_tower=True)
     folders = [tmp_path / name for name in "ab"]
     for folder in folders:
         folder.mkdir()
     first, second = map(SeeingEngine, folders)
     second.model_info = dataclasses.replace(
-        second.model_info, served_names=("second", "alias"), served_adapters=(tuned,)
+        second.model_info, served_names=("second", "alias"), served_adapters=(tuned, of_tower)
     )
     second.pictures.config = MediaConfig(max_pictures=1)
     blind = FakeEngine(dataclasses.replace(INFO, served_names=("blind",)))
@@ -40,7 +41,15 @@ async def test_of_several_models_each_reads_pictures_in_its_own_way_or_says_that
             assert reply.status_code == 200, reply.text
             request = engine.requests.pop()
             assert (len(request.encoder_inputs), request.adapter) == (1, adapter), name
-        for name, reason in (("blind", "the model 'blind' reads no pictures"), ("second", "at most 1")):
+        reply = await client.post(
+            "/v1/chat/completions", json=chat({"type": "text", "text": "a"}, model="of tower")
+        )
+        assert reply.status_code == 200, reply.text
+        for name, reason in (
+            ("blind", "the model 'blind' reads no pictures"),
+            ("second", "at most 1"),
+            ("of tower", "the adapter 'of tower' updates the part that reads pictures"),
+        ):
             reply = await client.post("/v1/chat/completions", json=chat(part(), part(LARGE), model=name))
             assert (reply.status_code, reason in reply.text) == (400, True), reply.text
     for engine in (first, second):
