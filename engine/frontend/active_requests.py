@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from math import inf
+from typing import TYPE_CHECKING
 
 from engine.errors import EngineDiedTwice, EngineError, Overloaded, OverloadReason
 from engine.frontend.active_request import NO_TICKET, ActivePooling, RequestChoice
@@ -22,7 +23,6 @@ from engine.frontend.metrics import EngineMetrics
 from engine.frontend.queue_limits import Desk, QueueLimits
 from engine.frontend.waiting_calls import CallTerms
 from engine.frontend.waiting_deadlines import WaitingDeadlines, nearer_limits, remaining_limits
-from engine.journal import Journal
 from engine.options.engine_config import EngineConfig
 from engine.process_messages import AddRequest, EndSequences, ToEngine
 from engine.text.tokenizer import Tokenizer
@@ -37,6 +37,9 @@ from scheduler.messages import (
     WaitReason,
 )
 from scheduler.routing.start_forecast import PromptTimes
+
+if TYPE_CHECKING:
+    from engine.journal import Journal
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +85,7 @@ class ActiveRequests:
     def of_sequence(self, sequence_id: SequenceId) -> AnyActive | None:
         return self._by_sequence.get(sequence_id)
 
-    def require_room(self, priority: int | None, journal: Journal) -> None:
+    def require_room(self, priority: int | None, journal: "Journal") -> None:
         """Keep a place for a call that is prepared next. Raise Overloaded if even the smallest has none."""
         self._require_room(priority, [self._room])
         self._desk.keep_place(journal, self._room, now_s=time.monotonic())

@@ -46,7 +46,7 @@ class LayerSize(NamedTuple):
 
 
 class AdapterContent(NamedTuple):
-    """What was read of an adapter."""
+    """Content of an adapter that was read."""
 
     digest: str
     updates: dict[str, LowRank]

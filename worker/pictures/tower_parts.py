@@ -19,7 +19,7 @@ _LEAST_ROWS, _MOST_ROWS = 16, 256
 _MOST_PRODUCTS = 2**30
 """Multiplications of a part: 12 ms of one core with bfloat16, and twice as much in attention."""
 _ACTIVATIONS = (nn.GELU, nn.SiLU, nn.ReLU)
-"""Those of PyTorch that compute each number alone, beside all of `transformers.activations`."""
+"""Activations of PyTorch that compute each number alone; so do all of `transformers.activations`."""
 _PARTS = "parts_of_tower"
 
 

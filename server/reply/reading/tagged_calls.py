@@ -68,7 +68,7 @@ class TagsReader:
         self._place, self._row = place, place.row
         self._object: ArgumentsReader | None = None
         self._is_blank = True
-        """Nothing has come that says whether an object begins."""
+        """Whether nothing has come that says if an object begins."""
         self._names = tuple(place.schemas)
         self._log = place.log
         self._lexer = place.lexer
