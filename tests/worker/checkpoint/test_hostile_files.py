@@ -4,7 +4,7 @@ import json
 import struct
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -70,6 +70,22 @@ def test_any_value_of_config_json_is_read_or_refused(folder: Path) -> None:
         rewrite(path, text)
         with ending_well(name, StartupError), refused_as(lambda what: StartupError(what, fix=""), folder):
             check_sizes(find_kind(WorkerConfig(model_path=str(folder))).checkpoint_config, files)
+
+
+@pytest.mark.parametrize(
+    ("part", "is_refused"),
+    [
+        ({"rope_theta": float("nan")}, True),
+        ({"rope_parameters": {"rope_theta": -1.0, "rope_type": "default"}}, True),
+        ({"text_config": {"rope_parameters": {"rope_theta": float("inf")}}}, True),
+        ({"final_logit_softcapping": float("inf")}, True),
+        ({"swiglu_limit": float("nan")}, True),
+        ({"rope_theta": 1e6, "time_step_max": float("inf"), "final_logit_softcapping": None}, False),
+    ],
+)
+def test_numbers_with_which_nothing_is_computed_end_the_start(part: dict[str, Any], is_refused: bool) -> None:
+    with pytest.raises(StartupError) if is_refused else nullcontext():
+        check_sizes(part, [])
 
 
 def test_any_value_of_generation_config_json_is_read_or_refused(folder: Path) -> None:
