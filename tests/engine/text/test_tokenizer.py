@@ -58,16 +58,19 @@ def test_truncation_and_padding_left_over_from_training_are_switched_off(folder)
     assert len(tokenizer.encode_rendered_chat("hello")) == 1
 
 
-def test_special_tokens_are_read_from_either_file_in_either_form(folder) -> None:
-    (folder / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<x>", "eos_token": "</s>"}))
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({"bos_token": {"content": "<s>"}, "pad_token": None, "added_tokens_decoder": {}})
-    )
-    tokenizer = Tokenizer.load(folder)
-    assert tokenizer.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1)
-    assert tokenizer.is_special(0)
-    assert not tokenizer.is_special(5)
+def test_special_tokens_are_read_from_the_older_file_unless_the_newer_describes_its_tokens(folder) -> None:
+    (folder / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    settings = {"bos_token": {"content": "</s>"}, "pad_token": None}
+    for newer, expected in (
+        ({}, {"bos_token": "<s>", "eos_token": "</s>"}),
+        ({"added_tokens_decoder": {}}, {"bos_token": "</s>"}),
+    ):
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings | newer))
+        tokenizer = Tokenizer.load(folder)
+        assert tokenizer.special_tokens == expected
+        assert tokenizer.bos_token_id == (1 if newer else 0)
+        assert tokenizer.is_special(1)
+        assert not tokenizer.is_special(5)
 
 
 def test_a_checkpoint_that_names_no_special_tokens_has_none(folder) -> None:
