@@ -17,4 +17,5 @@ def test_after_a_mix_of_everything_and_the_death_of_the_engine_nothing_is_kept()
     for name in ("chat", "completion", "grammar", "known text", "long prompt", "response", "tools"):
         assert ends[name]["served"], run.report()
     assert ends["hung up"][HUNG_UP]
-    assert [life.name for life in run.lives] == ["API process", "engine process"]
+    kinds = {life.name.rpartition(" ")[0] for life in run.lives}  # each has its process id behind it
+    assert kinds >= {"server", "engine.core.process"}

@@ -142,7 +142,7 @@ ENDPOINT = Endpoint(
 @router.get("/health/ready", **_HEALTH_DOCUMENTATION)
 @router.api_route("/health/ready", **_PROBE)
 @router.get("/ping", **_HEALTH_DOCUMENTATION)
-@router.api_route("/ping", methods=[*_PROBE["methods"], "POST"], include_in_schema=False)
+@router.api_route("/ping", **_PROBE)
 async def is_ready(request: Request) -> Response:
     """200 if requests are accepted; 503 while loading, draining, stuck or dead."""
     return _answer(request, Question.READY)

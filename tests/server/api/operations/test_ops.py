@@ -45,7 +45,6 @@ async def test_ready_and_live_are_two_questions(client, engine, health, ready, l
         assert response.status_code == status
         HealthPage.model_validate(response.json(), strict=True)
         assert (await client.head(path)).status_code == status
-    assert (await client.post("/ping")).status_code == ready  # as vLLM's
 
 
 async def test_a_loading_server_says_how_far_it_is(client, engine):
