@@ -11,7 +11,6 @@ from tests.worker.adapters.test_adapted_models import LIMITS
 from tests.worker.pictures.seeing import Reference, Served, load, payloads_of
 from tests.worker.pictures.test_pictures import BOUND, three
 from worker.worker_config import AdapterFolder
-from worker.worker_errors import StartupError
 
 pytestmark = pytest.mark.night
 
@@ -50,9 +49,9 @@ def test_an_adapter_reads_pictures_as_its_merged_checkpoint_does(family: str, tm
     assert served.error(tuned, reference) < BOUND
 
 
-def test_an_adapter_that_updates_a_tower_is_refused_by_name(tmp_path: Path) -> None:
+def test_an_adapter_that_updates_a_tower_too_is_taken_and_says_so(tmp_path: Path) -> None:
     reference = Reference("gemma3", tmp_path / "plain")
     adapter = write_adapter(tmp_path / "tuned", reference.folder, targets=["o_proj", "out_proj"])
     options = {"adapter_limits": LIMITS, "adapters": (AdapterFolder("tuned", str(adapter)),)}
-    with pytest.raises(StartupError, match=r"vision_tower.*out_proj reads pictures"):
-        load(reference.folder, **options)
+    _, facts = load(reference.folder, **options)
+    assert [each.is_of_tower for each in facts.adapters] == [True]
