@@ -12,6 +12,7 @@ from engine.errors import ContextLengthExceeded, RequestRejected
 
 ValueT = TypeVar("ValueT")
 OFF: Final = (False,)
+ON: Final = (True,)
 EMPTY: Final[tuple[Any, ...]] = ([],)
 
 
@@ -42,10 +43,7 @@ REFUSED_OF_OTHER_SERVERS: Final[dict[str, tuple[Any, ...]]] = {
     "repetition_detection": (),
     "return_prompt_text": OFF,
     "return_token_offsets": OFF,
-    "spaces_between_special_tokens": (
-        True,
-        False,
-    ),  # without effect: special tokens stand in the text as they are
+    "spaces_between_special_tokens": (*ON, *OFF),  # special tokens stand in the text as they are
     "stream_interval": (1,),
     "thinking_token_budget": (),
     "use_beam_search": OFF,

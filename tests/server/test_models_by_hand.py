@@ -122,8 +122,8 @@ async def test_a_key_for_an_adapter_learns_nothing_of_the_model_below_and_does_n
         engine.state = dataclasses.replace(LOADING, detail="base is cut off", num_steps=9)
         fields = ("detail", "progress", "num_steps")
         found = [(await client.get("/health", params={"model": name})).json() for name in ("law", "base")]
-        told = [[each[field] for field in fields] for each in found]
-        assert told == [["loading", 0.0, 0], ["base is cut off", 0.5, 9]]
+        shown = [[each[field] for field in fields] for each in found]
+        assert shown == [["loading", 0.0, 0], ["base is cut off", 0.5, 9]]
 
 
 async def test_a_key_for_an_adapter_does_not_shorten_the_stay_of_the_model_below():

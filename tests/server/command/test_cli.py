@@ -309,8 +309,8 @@ def test_a_command_line_of_vllm_starts_and_what_changes_nothing_is_told_in_a_lin
 def test_flags_of_vllm_with_values_that_change_nothing_are_passed_over(checkpoint, launched, capsys) -> None:
     words = ["-O3", "--compilation-config", '{"level": 3}', "--num-scheduler-steps=8", str(checkpoint)]
     assert main(["serve", *words, "--enable-log-requests", "--reasoning-parser", "qwen3", "--port", "0"]) == 7
-    told = [line.split(": ")[1].split()[0] for line in capsys.readouterr().err.splitlines()]
-    assert told == ["-O3", "--compilation-config", "--num-scheduler-steps", "--enable-log-requests"]
+    said = [line.split(": ")[1].split()[0] for line in capsys.readouterr().err.splitlines()]
+    assert said == ["-O3", "--compilation-config", "--num-scheduler-steps", "--enable-log-requests"]
     engine_config, *_ = launched.pop()
     assert engine_config.model_path == str(checkpoint)
 
