@@ -51,25 +51,29 @@ class LoadStage:
 
     def __init__(self) -> None:
         # One tuple, replaced whole: the reader never sees one phase with the bytes of another.
-        self._now = (LoadPhase.STARTING, 0, 0)
+        self._now = (LoadPhase.STARTING, 0, 0, 0.0)
 
     def enter(self, phase: LoadPhase, *, total_bytes: int = 0) -> None:
-        """Go on to a phase that counts `total_bytes`, or none."""
-        self._now = (phase, 0, total_bytes)
+        """Go on to a phase that counts `total_bytes`, or none.
+
+        Weights are copied before or after memory is measured, and kernels compiled where they are needed
+        first: the finished share never falls.
+        """
+        self._now = (phase, 0, total_bytes, max(_SHARES_BEFORE[phase], self.progress(0.0).fraction))
 
     def count(self, num_bytes: int) -> None:
-        phase, done_bytes, total_bytes = self._now
-        self._now = (phase, done_bytes + num_bytes, total_bytes)
+        phase, done_bytes, total_bytes, share_before = self._now
+        self._now = (phase, done_bytes + num_bytes, total_bytes, share_before)
 
     def progress(self, elapsed_s: float) -> LoadProgress:
-        phase, done_bytes, total_bytes = self._now
+        phase, done_bytes, total_bytes, share_before = self._now
         return LoadProgress(
             stage=phase.value,
             done_bytes=done_bytes,
             total_bytes=total_bytes,
             elapsed_s=elapsed_s,
-            share_before=_SHARES_BEFORE[phase],
-            share=_SHARES[phase],
+            share_before=share_before,
+            share=min(_SHARES[phase], 1.0 - share_before),
         )
 
 
