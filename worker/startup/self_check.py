@@ -116,6 +116,13 @@ class SelfCheck:
         except FamilyRefused as failure:
             # Not an error of the family, which was computed without the kernels before.
             raise StartupError(f"{failure.what}, with the {kind} kernels", fix=fix) from failure
+        if error is not None and tolerance is not None:
+            raise StartupError(
+                f"rounded as the options ask, {self.loaded.model_type} computes other logits than its "
+                f"checkpoint (error {error:.2g} of their size, {tolerance:.2g} is let in): few bits lose "
+                "this model",
+                fix="take --quantization int8, or leave rounding out; where that fails too, report it",
+            )
         if error is not None:
             raise StartupError(
                 f"{self.loaded.model_type} computes other logits with the {kind} kernels than without "
