@@ -26,7 +26,7 @@ class Account(Protocol):
 
 
 class TenantAccounts:
-    """A ledger for each level of priority, while requests of it are unfinished.
+    """A TenantLedger for each level of priority, while requests of it are unfinished.
 
     Service at one level is none at another: with one ledger a tenant's urgent requests would keep its others
     waiting, as long as there are any.
@@ -43,18 +43,15 @@ class TenantAccounts:
         return self._ledgers[level]
 
     def service(self, account: Account) -> float:
-        """See TenantLedger."""
         return self._ledgers[self._level(account.priority)].service(account.tenant)
 
     def join(self, account: Account) -> None:
-        """See TenantLedger."""
         level = self._level(account.priority)
         if level not in self._ledgers:
             self._ledgers[level] = TenantLedger(self._weights)
         self._ledgers[level].join(account.tenant)
 
     def leave(self, account: Account) -> None:
-        """See TenantLedger."""
         level = self._level(account.priority)
         ledger = self._ledgers[level]
         ledger.leave(account.tenant)

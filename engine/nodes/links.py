@@ -159,7 +159,6 @@ class LinkedWorld:
         """Do nothing: the exchange needs no kernels."""
 
     def of_all(self, numbers: list[int]) -> Tensor:
-        """See World."""
         self._socket.send(msgspec.msgpack.encode(numbers))
         numbers_SN = msgspec.msgpack.decode(self._socket.recv(), type=list[list[int]])
         return torch.tensor(numbers_SN, dtype=torch.int64)
@@ -174,7 +173,6 @@ class LinkedPeers:
         self._others = [each for each in range(count) if each != place]
 
     def of_all(self, own: Tensor) -> Tensor:
-        """See Peers."""
         whole = own.new_empty((self._count, *own.shape))
         whole[self._place] = own
         whole_PB = whole.flatten(1).view(torch.uint8).numpy()
@@ -196,7 +194,6 @@ class LinkedSender:
         self._socket = socket
 
     def send(self, hidden: Tensor) -> None:
-        """See HiddenSender."""
         for part in pieces_of(hidden, _PIECE_BYTES):
             self._socket.send(part.numpy().data)
 
@@ -211,7 +208,6 @@ class LinkedReceiver:
         self._socket = socket
 
     def receive(self, hidden: Tensor) -> None:
-        """See HiddenReceiver."""
         for part in pieces_of(hidden, _PIECE_BYTES):
             came = np.frombuffer(self._socket.recv(copy=False).buffer, dtype=np.uint8)
             if len(came) != len(part):

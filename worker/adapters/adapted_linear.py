@@ -117,17 +117,14 @@ class AdaptedLinear(WrappedModule):
         self._updates: dict[int, LowRank] = {}
 
     def adapted_names(self) -> tuple[str, ...]:
-        """See AdaptablePart."""
         return (self.name,)
 
     def put(self, slot: int, updates: Mapping[str, LowRank]) -> None:
-        """See AdaptablePart."""
         if self.name in updates:
             update, cut = updates[self.name], getattr(self.inner, CUT, None)
             self._updates[slot] = update if cut is None else update.part(cut)
 
     def clear(self, slot: int) -> None:
-        """See AdaptablePart."""
         self._updates.pop(slot, None)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -157,7 +154,6 @@ class AdaptedExpansion(AdaptedLinear):
     inner: LatentExpansion
 
     def absorb(self, queries_HTD: Tensor) -> Tensor:
-        """See LatentExpansion."""
         latent_dim, key_dim, _ = self.inner.sizes
         absorbed_HTD = self.inner.absorb(queries_HTD)
         for tokens, update in self._updates_of(queries_HTD.shape[1]):
@@ -168,7 +164,6 @@ class AdaptedExpansion(AdaptedLinear):
         return absorbed_HTD
 
     def expand(self, sums_THL: Tensor) -> Tensor:
-        """See LatentExpansion."""
         values_THV = self.inner.expand(sums_THL).contiguous()
         for tokens, update in self._updates_of(len(sums_THL)):
             _, up_HVR = self.inner.split(update.up_NR.to(sums_THL.dtype))

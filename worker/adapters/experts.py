@@ -141,18 +141,15 @@ class AdaptedExperts(WrappedModule):
         self._updates: dict[int, dict[str, LowRank]] = {}
 
     def adapted_names(self) -> tuple[str, ...]:
-        """See AdaptablePart."""
         experts = range(self._experts.num_experts)
         return tuple(f"{self._name}.{expert}.{part}" for expert in experts for part in (GATE_UP, DOWN))
 
     def put(self, slot: int, updates: Mapping[str, LowRank]) -> None:
-        """See AdaptablePart."""
         own = {name: updates[name] for name in self.adapted_names() if name in updates}
         if own:
             self._updates[slot] = own
 
     def clear(self, slot: int) -> None:
-        """See AdaptablePart."""
         self._updates.pop(slot, None)
 
     def forward(self, hidden_TH: Tensor, expert_ids_TK: Tensor, scores_TK: Tensor, **others: Any) -> Tensor:

@@ -24,17 +24,14 @@ class ProbeIndexKeys:
         self.is_asked = False
 
     def spans(self) -> tuple[StepSpan, ...]:
-        """See IndexKeys."""
         return ()
 
     def write_index(self, layer_idx: int, keys_TD: Tensor) -> None:
-        """See IndexKeys."""
         dim = keys_TD.shape[-1]
         self._shapes[layer_idx] = LayerShape(1, dim, dim, value_is_key_part=True)
         self.is_asked = True
 
     def read_index(self, layer_idx: int, index: int) -> Tensor:
-        """See IndexKeys."""
         raise UnsupportedAttention(f"index keys of sequence {index} in layer {layer_idx} of a probe")
 
 
@@ -85,7 +82,6 @@ class SharingProbe(ProbeAttention):
     def attend(
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
-        """See ProbeAttention."""
         attended = super().attend(layer_idx, query, key, value, options)
         self._held += [key, value]
         shape = self.shapes[layer_idx]

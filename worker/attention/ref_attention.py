@@ -57,7 +57,7 @@ class _DecodeGroup:
 
 
 class RefAttention:
-    """An AttentionBackend. One step at a time; buffers grow to the largest step seen and stay."""
+    """AttentionBackend and IndexKeys. One step at a time; buffers grow to the largest step seen and stay."""
 
     def __init__(self, cache: KVCache, device: Device) -> None:
         self._cache = cache
@@ -105,17 +105,14 @@ class RefAttention:
             self._write(cache.values, value, cache.stripe)
 
     def spans(self) -> list[StepSpan]:
-        """See IndexKeys."""
         starts = self._metadata.query_starts.tolist()
         return list(map(StepSpan, starts, starts[1:], self._metadata.seq_lens.tolist()))
 
     def write_index(self, layer_idx: int, keys_TD: Tensor) -> None:
-        """See IndexKeys."""
         cache = self._cache.layers[layer_idx]
         self._write(cache.keys, keys_TD.unsqueeze(0), cache.stripe)
 
     def read_index(self, layer_idx: int, index: int) -> Tensor:
-        """See IndexKeys."""
         cache, seq_len = self._cache.layers[layer_idx], int(self._metadata.seq_lens[index])
         num_blocks = -(-seq_len // self._cache.layout.block_size)
         table_B = self._metadata.tables.gathered(cache.stripe)[index]

@@ -37,11 +37,9 @@ class AdaptedProduct:
         weight.adapters = ctypes.addressof(self._c)
 
     def adapted_names(self) -> tuple[str, ...]:
-        """See AdaptablePart."""
         return self._names
 
     def put(self, slot: int, updates: Mapping[str, LowRank]) -> None:
-        """See AdaptablePart."""
         own = [updates.get(name) for name in self._names]
         some = [update for update in own if update is not None]
         if not some:
@@ -56,7 +54,6 @@ class AdaptedProduct:
         self._note_ranks()
 
     def clear(self, slot: int) -> None:
-        """See AdaptablePart."""
         self._slots[slot] = CAdapterSlot()
         self._kept.pop(slot, None)
         self._note_ranks()

@@ -179,11 +179,9 @@ class CpuAttention:
         return out_THV
 
     def run_layer(self, layer: FusedLayer, hidden_TH: Tensor, given: GivenAngles | None) -> None:
-        """See LayerAttention."""
         self._run(layer, self._read_angles(given), hidden_TH, None)
 
     def run_mixer_part(self, layer: FusedLayer, hidden_TH: Tensor, given: GivenAngles | None) -> Tensor:
-        """See LayerAttention."""
         angles = self._read_angles(given)
         if layer.c.mlp_norm.weight is None and not layer.c.mlp_is_parallel:
             self._run(layer, angles, hidden_TH, None)
@@ -193,7 +191,6 @@ class CpuAttention:
         return mlp_input_TH
 
     def run_layers(self, stack: LayerStack, hidden_TH: Tensor, angles: CAngles) -> None:
-        """See LayerAttention."""
         c, layers, end = stack
         if c is None or (self.states is not None and self.states.is_cut and layers):
             for layer in layers:

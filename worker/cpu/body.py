@@ -86,7 +86,6 @@ class CpuBody(nn.Module):
         self.tap(())
 
     def tap(self, places: Sequence[int]) -> None:
-        """See WholeBody."""
         ends = [0, *places, len(self._fused)]
         *before, last = [self._fused[start:end] for start, end in pairwise(ends)]
         self._before = tuple(LayerStack(None, each, self._end) for each in before)

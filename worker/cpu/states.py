@@ -68,7 +68,6 @@ class CpuStates:
         self._ref.begin_layer(layer_idx)
 
     def convolve(self, given: Convolution) -> Tensor:
-        """See StateExecutor."""
         num_channels, width = given.weight_CW.shape
         input_TC, dtype = given.input_TC, given.input_TC.dtype
         can = dtype in DTYPES and given.weight_CW.dtype is dtype and given.activation in (None, SILU)
@@ -93,7 +92,6 @@ class CpuStates:
         return out_TC
 
     def recur(self, given: Recurrence) -> Tensor:
-        """See StateExecutor."""
         num_tokens, num_heads, value_dim = given.value_THV.shape
         num_groups, key_dim = given.key_TGK.shape[1:]
         if key_dim % WIDEST_VECTOR:

@@ -82,7 +82,6 @@ class CpuToolkit:
         return CpuLayer(parts, call, self._inputs)
 
     def pack_shard(self, shard: Linear, axis: Axis, dtype: torch.dtype) -> nn.Module:
-        """See Toolkit."""
         if not TAKEN.include(shard):
             raise Unrecognised(f"a rank's part of its weights would be {TAKEN.explain(shard)}")
         packed = pack_linear(shard, self._inputs)
@@ -91,7 +90,6 @@ class CpuToolkit:
         return SummedLinear(PackedOutput(packed, self._kernels, dtype), self._ranks)
 
     def prove(self, model: Any, *, must_round_inputs: bool) -> None:
-        """See Toolkit."""
         prove_products(model, self._kernels, self._rounding, must_round_inputs=must_round_inputs)
 
     def replace_linears(self, model: Any, names: Sequence[str], /) -> None:

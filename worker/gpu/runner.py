@@ -98,7 +98,6 @@ class GpuSteps:
         self._graphs = capture_all(sizes, work_on, self._device, must_have_all=not is_alone)
 
     def compute(self, inputs: StepInputs) -> StepOutcome:
-        """See StepRunner."""
         captured = None if inputs.keeps_hidden else self._graphs.find(inputs)
         if captured is None:
             batch = self._begin(inputs)
@@ -121,7 +120,6 @@ class GpuSteps:
             self._backend.states.accept_drafts(num_right_R)
 
     def head(self, hidden: HiddenStates, indices_S: NDArray[np.int64]) -> Tensor:
-        """See StepRunner."""
         return self._runner.head(hidden, self._device.tensor(indices_S))
 
     @torch.inference_mode()
@@ -133,7 +131,6 @@ class GpuSteps:
         remember_tokens(self._last_token_C, self._rows_N, token_ids_N)
 
     def describe(self) -> str:
-        """See StepRunner."""
         return (
             f"{self._num_replayed} steps were replayed from CUDA graphs, with {self._num_padding} tokens of "
             f"padding; {self._num_eager} were not"

@@ -73,7 +73,6 @@ class GpuToolkit:
         raise Unrecognised("layers that stay are divided on CPUs only")
 
     def prove(self, model: Any, *, must_round_inputs: bool) -> None:
-        """See Toolkit."""
         prove_products(model, self._rounding, must_round_inputs=must_round_inputs)
 
     def replace_linears(self, _model: Any, _names: Sequence[str], /) -> None:

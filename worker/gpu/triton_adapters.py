@@ -76,7 +76,6 @@ class TritonUpdates:
         )
 
     def adapted_names(self) -> tuple[str, ...]:
-        """See AdaptablePart."""
         return self._names
 
     def put(self, slot: int, updates: Mapping[str, LowRank]) -> None:
@@ -101,7 +100,6 @@ class TritonUpdates:
         stack.ranks_SM[slot].copy_(torch.tensor(ranks, dtype=torch.int32))
 
     def clear(self, slot: int) -> None:
-        """See AdaptablePart."""
         self._stack.ranks_SM[slot].zero_()
 
     def add(self, out_TN: Tensor, x_TK: Tensor, multiplier: float = 1.0) -> None:
@@ -125,13 +123,11 @@ class AdaptedGpuProduct:
         return self._inner.has_bias
 
     def multiply(self, x_TK: Tensor) -> Tensor:
-        """See Product."""
         out_TN = self._inner.multiply(x_TK)
         self._updates.add(out_TN, x_TK.contiguous())
         return out_TN
 
     def multiply_and_add(self, residual_TN: Tensor, x_TK: Tensor, multiplier: float) -> None:
-        """See Product."""
         self._inner.multiply_and_add(residual_TN, x_TK, multiplier)
         self._updates.add(residual_TN, x_TK.contiguous(), multiplier)
 
@@ -147,15 +143,12 @@ class AdaptedGpuLinear(WrappedModule):
         self._updates = TritonUpdates(parent, ProductPlan.of((own,), linear.whole()), linear, step, num_slots)
 
     def adapted_names(self) -> tuple[str, ...]:
-        """See AdaptablePart."""
         return self._updates.adapted_names()
 
     def put(self, slot: int, updates: Mapping[str, LowRank]) -> None:
-        """See AdaptablePart."""
         self._updates.put(slot, updates)
 
     def clear(self, slot: int) -> None:
-        """See AdaptablePart."""
         self._updates.clear(slot)
 
     def forward(self, x: Tensor) -> Tensor:

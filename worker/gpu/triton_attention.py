@@ -80,7 +80,6 @@ class TritonAttention:
         return rotate_and_write(merged_TM, heads, norms, rotation, cache, slots_T)
 
     def attend_written(self, layer_idx: int, queries_THD: Tensor, options: AttentionOptions) -> Tensor:
-        """See PagedAttention."""
         if queries_THD.stride(-1) != 1:
             queries_THD = queries_THD.contiguous()
         cache, work = self._cache.layers[layer_idx], self._work

@@ -56,7 +56,7 @@ class PromptRunner(Protocol):
 
 
 class PromptTable:
-    """Rows of the worker, and the pooling parameters of each."""
+    """A SequenceTable: rows of the worker, and the pooling parameters of each."""
 
     def __init__(self, facts: ModelFacts, rows: RowTable, runner: PromptRunner) -> None:
         assert facts.pooling is not None, "only for models that pool"
@@ -67,7 +67,6 @@ class PromptTable:
         self._pooling = facts.pooling
 
     def add(self, new: NewSequence) -> None:
-        """See SequenceTable."""
         params = new.pooling
         if params is None:
             raise SequenceRefused("this model does not generate")

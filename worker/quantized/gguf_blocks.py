@@ -38,10 +38,9 @@ _PLAIN = {GgufType.F32: torch.float32, GgufType.F16: torch.float16, GgufType.BF1
 
 @dataclass(frozen=True, slots=True)
 class BlockReader:
-    """The reader of a module's blocks."""
+    """The Reader of a module's blocks."""
 
     def read(self, tensors: ModuleTensors, shape: tuple[int, int]) -> GroupedWeight:
-        """See Reader."""
         assert tensors.gguf is not None
         weight = weight_of(tensors.gguf)
         if weight.shape != shape:

@@ -53,7 +53,6 @@ class DeviceWorld:
         self.device = torch.device(device_of_rank(config, rank))
 
     def join(self, library: Path | None) -> None:  # noqa: ARG002 - for ranks on CPUs
-        """See Ranks."""
         os.environ.setdefault(_QUIET, "false")
         for name, form in _INTERFACES.items():
             if name not in os.environ:  # nothing listens on other addresses of the machine
@@ -100,7 +99,6 @@ class DeviceRanks(GatheringRanks):
     def __init__(
         self, directory: Path, config: WorkerConfig, place: RankPlace, links: NodeLinks | None = None
     ) -> None:
-        """See DeviceWorld."""
         self.rank, self.size = place.shard, place.num_shards
         self._all = DeviceWorld(directory, config, place.rank, links)
         self._world = self._all
@@ -157,7 +155,6 @@ class DeviceRanks(GatheringRanks):
         return self.size == 1 and self.stage.count > 1
 
     def reduce(self, sums: Tensor) -> None:
-        """See Ranks."""
         if self._is_alone:
             return
         if self._all.is_by_nccl:
@@ -168,7 +165,6 @@ class DeviceRanks(GatheringRanks):
         sums.copy_(on_host)
 
     def gather(self, part_TP: Tensor) -> Tensor:
-        """See Ranks."""
         if self._is_alone:
             return part_TP
         num_rows, num_own = part_TP.shape

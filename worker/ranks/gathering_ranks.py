@@ -23,38 +23,31 @@ class GatheringRanks:
     _world: World
 
     def gather(self, part_TP: Tensor) -> Tensor:
-        """See Ranks."""
         num_rows, num_own = part_TP.shape
         whole = part_TP.new_empty((num_rows, self.size * num_own))
         self._gather(part_TP.contiguous(), whole)
         return whole
 
     def of_all(self, numbers: list[int]) -> Tensor:
-        """See World."""
         own = torch.tensor([numbers], dtype=torch.int64)
         found = own.new_empty((self.size, own.numel()))
         self._gather(own, found)
         return found
 
     def share(self, numbers: Tensor) -> None:
-        """See Ranks."""
         numbers.copy_(self.of_all(numbers.tolist())[0])
 
     def broadcast(self, numbers: list[int]) -> list[int]:
-        """See Ranks."""
         return [int(number) for number in self.of_all(numbers)[0]]
 
     def agree_min(self, number: int) -> int:
-        """See Ranks."""
         return int(self._world.of_all([number]).min())
 
     def all_have(self, text: str) -> bool:
-        """See Ranks."""
         numbers_S = self._digests(text)
         return bool((numbers_S == numbers_S[0]).all())
 
     def check_same(self, what: str, text: str) -> None:
-        """See Ranks."""
         numbers_S = self._digests(text)
         others = [rank for rank in range(len(numbers_S)) if numbers_S[rank] != numbers_S[0]]
         if others:

@@ -67,17 +67,14 @@ class LinkedRanks(GatheringRanks):
         self._linked_s = 0.0
 
     def join(self, library: Path | None) -> None:
-        """See Ranks."""
         self._world.join(library)
         self._here.join(library)
 
     @property
     def reducer(self) -> Reducer:
-        """See Ranks."""
         return self._called.reducer
 
     def reduce(self, sums: Tensor) -> None:
-        """See Ranks."""
         self._here.reduce(sums)
         flat = sums.view(-1)
         length = -(-len(flat) // self._here.size)

@@ -81,13 +81,11 @@ class SharedRanks(GatheringRanks):
         return Reducer(function, self._ranks)
 
     def reduce(self, sums: Tensor) -> None:
-        """See Ranks."""
         assert sums.dtype is torch.float32
         assert sums.is_contiguous()
         self._library.tokenyard_ranks_reduce(self._ranks, sums.data_ptr(), sums.numel())
 
     def times(self) -> ExchangeTimes:
-        """See Ranks."""
         if self._ranks is None:
             return ExchangeTimes()
         seconds = (c_double * 2)()

@@ -123,7 +123,6 @@ class SharedSender(_SharedEnd):
         self._num_free = _NUM_PIECES
 
     def send(self, hidden: Tensor) -> None:
-        """See HiddenSender."""
         for part in pieces_of(hidden, _PIECE_BYTES):
             if self._num_free == 0:
                 self._num_free += len(_received(self._socket, 1))
@@ -136,7 +135,6 @@ class SharedReceiver(_SharedEnd):
     """See HiddenReceiver."""
 
     def receive(self, hidden: Tensor) -> None:
-        """See HiddenReceiver."""
         for part in pieces_of(hidden, _PIECE_BYTES):
             length = int.from_bytes(_received(self._socket, _LENGTH_BYTES), "little")
             if length != len(part):

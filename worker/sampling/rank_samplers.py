@@ -54,7 +54,6 @@ class FollowingSampler(RowSampler):
     def add_row(
         self, row: int, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int
     ) -> None:
-        """See RowSampler."""
         state = SamplingRow(
             params, token_ids, num_prompt_tokens=num_prompt_tokens, vocab_size=self._vocab_size
         )
@@ -90,7 +89,6 @@ class FollowingSampler(RowSampler):
         rows: Sequence[int],
         drafts: Sequence[Sequence[int]],
     ) -> list[VerifiedRow]:
-        """See RowSampler."""
         num_numbers = sum(2 + len(guesses) for guesses in drafts)
         numbers = iter(self._ranks.broadcast([0] * num_numbers))
         verified = []
@@ -103,7 +101,6 @@ class FollowingSampler(RowSampler):
         return verified
 
     def draws_of_step(self, rows: Sequence[int]) -> NDArray[np.float64]:
-        """See StepSampler (gpu/runner.py)."""
         return no_draws(len(rows))
 
     def draw_in_step(self, logits_NV: Tensor, draws_NF: Tensor) -> Tensor:  # noqa: ARG002 - read by rank 0

@@ -83,7 +83,7 @@ class ExpectedText:
 
 
 class RecentReplies:
-    """Texts of replies that ended of late, in one ring of tokens, oldest overwritten first."""
+    """A Proposer: texts of replies that ended of late, in one ring of tokens, oldest overwritten first."""
 
     _BORDER = -1
 
@@ -103,7 +103,6 @@ class RecentReplies:
         self._ring[self._end : self._end + 1] = self._BORDER  # the rest of an overwritten one begins here
 
     def propose(self, tokens: TokenIds, num_wanted: int, *, reach: int) -> TokenIds:
-        """See Proposer."""
         for recent, newest_end in self._within(reach):
             places = find_continuations(recent, tokens, least=self._least, most=self._most)
             if len(places):
@@ -155,12 +154,11 @@ class ScopedReplies:
 
 
 class _RepliesOf:
-    """Replies of one scope, looked up when they are asked for: it may be forgotten before."""
+    """A Proposer: replies of one scope, looked up when they are asked for: it may be forgotten before."""
 
     def __init__(self, replies: Mapping[Scope, RecentReplies], scope: Scope) -> None:
         self._replies, self._scope = replies, scope
 
     def propose(self, tokens: TokenIds, num_wanted: int, *, reach: int) -> TokenIds:
-        """See Proposer."""
         replies = self._replies.get(self._scope)
         return _NO_TOKENS if replies is None else replies.propose(tokens, num_wanted, reach=reach)

@@ -34,7 +34,6 @@ class RefStates:
         self._layer = self._layout.layers[layer_idx]
 
     def convolve(self, given: Convolution) -> Tensor:
-        """See StateExecutor."""
         shape = self._layer.shape
         runs = [
             _Kept(run, self._view(run, shape.input_dtype, (shape.num_columns, run.length)))
@@ -51,7 +50,6 @@ class RefStates:
         return self._of_all(compute)
 
     def recur(self, given: Recurrence) -> Tensor:
-        """See StateExecutor."""
         shape = self._layer.shape
         runs = [
             _Kept(run, self._view(run, torch.float32, (run.length, shape.key_dim)))

@@ -95,7 +95,6 @@ class StatesInWaves:
         self._states.begin_layer(layer_idx)
 
     def convolve(self, given: Convolution) -> Tensor:
-        """See StateExecutor."""
         if not self._waves:
             return self._states.convolve(given)
         out_TC = torch.empty_like(given.input_TC)
@@ -108,7 +107,6 @@ class StatesInWaves:
         return out_TC
 
     def recur(self, given: Recurrence) -> Tensor:
-        """See StateExecutor."""
         if not self._waves:
             return self._states.recur(given)
         out_THV = torch.empty_like(given.value_THV, dtype=torch.float32)
@@ -120,7 +118,6 @@ class StatesInWaves:
         return out_THV
 
     def accept_drafts(self, num_right_R: Sequence[int]) -> None:
-        """See DraftingStates."""
         if not (self._drafted and any(num_right_R)):
             return
         parts, places, end = [], [], 0

@@ -43,7 +43,7 @@ from worker.worker_config import ModelFacts, SpeculationConfig
 
 
 class GenerationSteps:
-    """Steps that sample tokens. An error in one sequence fails that sequence alone."""
+    """A SequenceTable, and steps that sample tokens. An error in one sequence fails that sequence alone."""
 
     def __init__(
         self,
@@ -94,13 +94,11 @@ class GenerationSteps:
         self._pictures = pictures
 
     def copy_blocks(self, plan: SchedulerOutput) -> dict[BlockId, str]:
-        """See SequenceTable."""
         if self._draft_model is not None:
             self._draft_model.move_blocks(plan)
         return self._host_pool.swap(plan.swap_out, plan.swap_in, plan.copies)
 
     def add(self, new: NewSequence) -> None:
-        """See SequenceTable."""
         check_new_sequence(new, self._vocab_size)
         if self._pictures is not None:
             self._pictures.add(new)
@@ -111,7 +109,6 @@ class GenerationSteps:
             self._drafter.add(row, new)
 
     def release(self, sequence_id: SequenceId) -> None:
-        """See SequenceTable."""
         self._prompt_logprobs.remove(sequence_id)
         if self._pictures is not None:
             self._pictures.release(sequence_id)

@@ -32,7 +32,7 @@ from worker.steps.tokens import HiddenStates, StepOutcome, StepTokens
 
 
 class KeptStates:
-    """Hidden states at the places of a step."""
+    """HiddenStatesKept at the places of a step."""
 
     def __init__(self, layer: LayerCache, head: DraftHead) -> None:
         self._head = head
@@ -43,13 +43,11 @@ class KeptStates:
         self._states_NHSD = states_NHSD.view(self._whole).numpy()
 
     def states_of(self, hidden: HiddenStates) -> Tensor:
-        """See HiddenStatesKept."""
         return self._head.kept(hidden.tapped_TH if self._head.tapped else hidden.hidden_TH)
 
     def keep(
         self, blocks_ST: NDArray[np.int64], offsets_T: NDArray[np.int64], hidden_TH: Sequence[Tensor]
     ) -> None:
-        """See HiddenStatesKept."""
         states_TH = hidden_TH[0] if len(hidden_TH) == 1 else torch.cat(tuple(hidden_TH))
         self._put(blocks_ST[self._stripe], offsets_T, self._numbers(states_TH))
 

@@ -92,7 +92,6 @@ class GpuSampler(RowSampler):
             self._asking.add(row)
 
     def remove_row(self, row: int) -> None:
-        """See RowSampler."""
         super().remove_row(row)
         self._counts.end_row(row)
         self._editing.discard(row)

@@ -58,7 +58,6 @@ class GpuTokenCounts:
         penalize(logits_EV, Penalties(rows_E, amounts_E3, self._counts()))
 
     def count(self, rows_E: Tensor, places_E: Tensor, outcome_2N: Tensor) -> None:
-        """See count_tokens."""
         count_tokens(self._counts(), rows_E, places_E, outcome_2N)
 
     def release(self) -> None:

@@ -65,7 +65,6 @@ class GpuStates:
         self._layer_idx = layer_idx
 
     def convolve(self, given: Convolution) -> Tensor:
-        """See StateExecutor."""
         places = self._places.channels[self._layer_idx]
         make = given.input_TC.new_empty if self._batch.are_decodes else given.input_TC.new_zeros
         out_TC = make(given.input_TC.shape)
@@ -74,7 +73,6 @@ class GpuStates:
         return out_TC if is_activated or given.activation is None else ACT2FN[given.activation](out_TC)
 
     def recur(self, given: Recurrence) -> Tensor:
-        """See StateExecutor."""
         given, batch, places = _side_by_side(given), self._batch, self._places.rows[self._layer_idx]
         if batch.are_decodes:
             out_THV = given.value_THV.new_empty(given.value_THV.shape, dtype=torch.float32)

@@ -148,7 +148,6 @@ class LibraryAttention(TritonAttention, ABC):
         self._is_trial, self._prepared = False, {}
 
     def attend_written(self, layer_idx: int, queries_THD: Tensor, options: AttentionOptions) -> Tensor:
-        """See PagedAttention."""
         batch = self._work.batch
         shape = self._cache.layout.layers[layer_idx]
         num_groups = queries_THD.shape[1] // shape.num_heads

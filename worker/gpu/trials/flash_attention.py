@@ -42,14 +42,12 @@ class FlashAttention3(LibraryAttention):
         self._call = _FUNCTION.load()
 
     def find_hindrance(self, kind: TrialKind) -> str:
-        """See LibraryAttention."""
         key_dim = kind.shape.key_dim
         return f"its heads have {key_dim} numbers" if key_dim > _LARGEST_HEAD or key_dim % 8 else ""
 
     def attend_prepared(
         self, prepared: PreparedStep, layer_idx: int, queries_THD: Tensor, options: AttentionOptions
     ) -> Tensor:
-        """See LibraryAttention."""
         batch = prepared.batch
         found_THD: Tensor = self._call(
             queries_THD,

@@ -80,7 +80,6 @@ class FlashInfer(LibraryAttention):
         return self._device.zeros(WORKSPACE_BYTES, torch.uint8)
 
     def find_hindrance(self, kind: TrialKind) -> str:
-        """See LibraryAttention."""
         cards = _DECODE_CARDS if kind.is_of_decodes else _PROMPT_CARDS
         head_sizes = _DECODE_HEAD_SIZES if kind.is_of_decodes else _PROMPT_HEAD_SIZES
         block_size = self._cache.layout.block_size
@@ -100,7 +99,6 @@ class FlashInfer(LibraryAttention):
     def attend_prepared(
         self, prepared: PreparedStep, layer_idx: int, queries_THD: Tensor, options: AttentionOptions
     ) -> Tensor:
-        """See LibraryAttention."""
         batch, layer = prepared.batch, self._cache.layers[layer_idx]
         if batch.num_decodes == batch.num_tokens:
             return self._attend_decodes(prepared, layer, queries_THD, options)
