@@ -42,7 +42,7 @@ def product(num_outputs: int = 32) -> CodeProduct:
         ((2.0, 1.0), SIZES[0]),
         ((1.0, 2.0, 2.0, 1.0), SIZES[1]),
         ((1.0, 1.0, 1.0, 1.0, 1.01, 1.0), None),
-        ((None,) * 2, None),
+        ((None,), None),
     ],
 )
 def test_numbers_are_taken_from_the_first_size_on_at_which_they_are_faster(

@@ -9,7 +9,6 @@ Nothing but a trial depends on the content of a batch's tensors, so that a graph
 import logging
 from functools import partial
 from itertools import accumulate
-from math import inf
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from transformers.activations import ACT2FN
 from triton import TritonError
 
 from worker.devices.device import Device
-from worker.devices.trial import ROUNDING, first_line, relative_error
+from worker.devices.trial import ROUNDING, Trial, first_line, relative_error
 from worker.gpu.device_batch import AttentionBatch
 from worker.gpu.state_kernels.chunks import recur_by_chunks
 from worker.gpu.state_kernels.convolution import convolve
@@ -111,19 +110,14 @@ class GpuStates:
         try:
             by_tokens(), by_chunks()
             error = relative_error(chunks_THV, tokens_THV)
-            seconds, least = (
-                self._device.seconds_of(by_chunks) or 0.0,
-                self._device.seconds_of(by_tokens) or inf,
-            )
+            outcome = Trial([by_tokens], [by_chunks], least_gain=1.0).run(self._device)
         except (TritonError, RuntimeError) as failure:
             log.warning("recurrences go token by token, since chunks fail: %s", first_line(failure))
             return False
-        if error <= ROUNDING[given.key_TGK.dtype] and seconds < least:
+        if error <= ROUNDING[given.key_TGK.dtype] and (outcome is None or outcome.is_faster):
             return True
-        log.warning(
-            "recurrences go token by token: chunks have an error of %.2g, and take %.1f us for %.1f us",
-            *(error, seconds * 1e6, least * 1e6),
-        )
+        times = "as long" if outcome is None else outcome.times
+        log.warning("recurrences go token by token: chunks have an error of %.2g, and take %s", error, times)
         return False
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from worker.attention.interface import AttentionMetadata, AttentionOptions
 from worker.attention.kv_cache import KVCache, LayerShape
 from worker.devices.device import Device
-from worker.devices.trial import ROUNDING, first_line, relative_error
+from worker.devices.trial import ROUNDING, Trial, first_line, relative_error
 from worker.gpu.device_batch import AttentionBatch
 from worker.gpu.triton_attention import TritonAttention
 
@@ -218,17 +218,15 @@ class LibraryAttention(TritonAttention, ABC):
 
             return attend_batch
 
+        ours, library = attend_by(super().attend_written), attend_by(self._attend_by_library)
         try:
-            seconds_ours = self._device.seconds_of(attend_by(super().attend_written))
-            seconds = self._device.seconds_of(attend_by(self._attend_by_library))
+            outcome = Trial([ours], [library], _LEAST_GAIN).run(self._device)
         finally:
             self._work, self._is_trial, self._prepared = step, True, {}
-        if seconds is None or seconds_ours is None:
+        if outcome is None:
             return False
-        is_faster = seconds * _LEAST_GAIN < seconds_ours
-        kept = "taken" if is_faster else "left"
-        log.info("%s: %.1f us for %.1f us: %s", named, seconds * 1e6, seconds_ours * 1e6, kept)
-        return is_faster
+        log.info("%s: %s: %s", named, outcome.times, "taken" if outcome.is_faster else "left")
+        return outcome.is_faster
 
     def _timed_batch(self, *, is_of_decodes: bool) -> AttentionBatch:
         """Make sequences of as many tokens as the cache has room for, up to those of a usual step."""

@@ -6,6 +6,7 @@ Never: launches a kernel of its own, or knows a step (gpu/runner.py).
 
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from triton import TritonError
 
 from worker.devices.dependent_launch import dependent_launches
 from worker.devices.device import Device
-from worker.devices.trial import first_line
+from worker.devices.trial import Trial, first_line
 
 log = logging.getLogger(__name__)
 
@@ -56,29 +57,28 @@ def count_gains_by_early_launches(steps: Iterable[StepOnTrial], device: Device) 
 
 def _gains(step: StepOnTrial, device: Device) -> bool | None:
     """Tell whether early launches are faster; None where they compute otherwise."""
+
+    def launch_early() -> None:
+        with dependent_launches():
+            step.launch()
+
     step.fill(0)
-    seconds_whole = device.seconds_of(step.launch)
-    if seconds_whole is None:
-        return False  # nothing is gained where time tells nothing
-    rows = len(step.result)
-    if _computes_otherwise(step, device):
-        log.warning("kernels that are launched early compute otherwise for %d rows: they are not", rows)
-        return None
-    with dependent_launches():
-        seconds = device.seconds_of(step.launch)
-    is_faster = seconds is not None and seconds * _LEAST_GAIN < seconds_whole
-    log.info(
-        "a step of %d rows with kernels launched early: %.1f us for %.1f us: %s",
-        rows,
-        (seconds or 0.0) * 1e6,
-        seconds_whole * 1e6,
-        "taken" if is_faster else "left",
+    trial = Trial(
+        [step.launch], [launch_early], _LEAST_GAIN, partial(_find_fault, step, launch_early, device)
     )
-    return is_faster
+    outcome, rows = trial.run(device), len(step.result)
+    if outcome is None:
+        return False
+    if outcome.fault:
+        log.warning("kernels that are launched early %s for %d rows: they are not", outcome.fault, rows)
+        return None
+    kept = "taken" if outcome.is_faster else "left"
+    log.info("a step of %d rows with kernels launched early: %s: %s", rows, outcome.times, kept)
+    return outcome.is_faster
 
 
-def _computes_otherwise(step: StepOnTrial, device: Device) -> bool:
-    """Whether early launches differ. The device compares in the order of its work, and is asked at the end.
+def _find_fault(step: StepOnTrial, launch_early: Callable[[], None], device: Device) -> str:
+    """Tell whether early launches differ. The device compares in the order of its work, and is asked last.
 
     So the next step is launched behind each, and of many results a few are kept.
     """
@@ -88,11 +88,10 @@ def _computes_otherwise(step: StepOnTrial, device: Device) -> bool:
         step.fill(content)
         one_by_one()
         expected.append(step.result.clone())
-    with dependent_launches():
-        replay = device.capture(step.launch).replay
+    replay = device.capture(launch_early).replay
     differs = torch.zeros((), dtype=torch.bool, device=step.result.device)
     for turn in range(_NUM_REPLAYS):
         step.fill(turn % _NUM_CONTENTS)
         replay()
         differs |= (step.result != expected[turn % _NUM_CONTENTS]).any()
-    return bool(differs)
+    return "compute otherwise" if differs else ""

@@ -10,15 +10,14 @@ Shapes: T tokens, K inputs.
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 
 import torch
-from torch import Tensor
 from triton import TritonError
 
 from worker.devices.device import Device
-from worker.devices.trial import first_line
+from worker.devices.trial import Trial, first_line
 from worker.gpu.quantized.products import CodeProduct
 
 log = logging.getLogger(__name__)
@@ -53,25 +52,15 @@ def _choose(alike: list[CodeProduct], device: Device, dtype: torch.dtype) -> Non
     for size in SIZES:
         x_TK = torch.randn((size, alike[0].num_inputs), generator=generator).to(device.torch_device, dtype)
         by_codes, by_numbers = (
-            _time([partial(way, product, x_TK) for product in timed], device)
+            [partial(way, product, x_TK) for product in timed]
             for way in (CodeProduct.multiply, CodeProduct.multiply_by_numbers)
         )
-        if by_codes is None or by_numbers is None:
-            return  # nothing is gained where time tells nothing
-        words.append(f"{size}: {by_numbers * 1e6:.1f} us for {by_codes * 1e6:.1f} us")
-        if by_numbers * _LEAST_GAIN < by_codes:
+        outcome = Trial(by_codes, by_numbers, _LEAST_GAIN).run(device)
+        if outcome is None:
+            return
+        words.append(f"{size}: {outcome.times}")
+        if outcome.is_faster:
             for product in alike:
                 product.fewest_by_numbers = size
             break
     log.info("product of %s, numbers for codes by rows: %s", alike[0].describe(), ", ".join(words))
-
-
-def _time(calls: list[Callable[[], Tensor]], device: Device) -> float | None:
-    """Measure one call, one after the other over weights that no cache holds together."""
-
-    def work() -> None:
-        for call in calls:
-            call()
-
-    seconds = device.seconds_of(work)
-    return None if seconds is None else seconds / len(calls)

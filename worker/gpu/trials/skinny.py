@@ -12,7 +12,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from triton import TritonError
 
 from worker.devices.device import Device
-from worker.devices.trial import ROUNDING, first_line, relative_error
+from worker.devices.trial import ROUNDING, Trial, first_line, relative_error
 from worker.gpu.kernels.activation import multiply_by_gates
 from worker.gpu.kernels.norm import norm
 from worker.gpu.kernels.skinny_products import (
@@ -211,32 +211,36 @@ def _choose(alike: list[FoldedProduct], device: Device) -> None:
         _ = product.kernel_folds  # a graph must not wait for it, nor keep it
     for size in _SIZES:
         ours = _Skinny(tiles, arrivals, frozenset({size}))
-        seconds_plain = _time(alike, size, None, device)
-        if seconds_plain is None:
-            return  # nothing is gained where time tells nothing
-        error = _error_of(alike[0], size, ours)
-        if not error <= ROUNDING[alike[0].examples(1)[0].dtype]:
-            log.warning("our product of %s is wrong by %.1e: cuBLAS stays", alike[0].describe(), error)
+        given = alike[0].examples(size)
+        by_cublas, by_us = (
+            [partial(_run_by, product, skinny, *given) for product in alike[:_MOST_TIMED_LAYERS]]
+            for skinny in (None, ours)
+        )
+        find_fault = partial(_find_fault, alike[0], ours, *given)
+        outcome = Trial(by_cublas, by_us, _LEAST_GAIN, find_fault).run(device)
+        if outcome is None:
+            return
+        if outcome.fault:
+            log.warning("our product of %s is %s: cuBLAS stays", alike[0].describe(), outcome.fault)
             break
-        seconds = _time(alike, size, ours, device)
-        if seconds is not None and seconds * _LEAST_GAIN < seconds_plain:
+        if outcome.is_faster:
             taken.add(size)
-        words.append(f"{size}: {_microseconds(seconds)} for {_microseconds(seconds_plain)}")
+        words.append(f"{size}: {outcome.times}")
     else:
         for product in alike:
             product.take(_Skinny(tiles, arrivals, frozenset(taken)) if taken else None)
         log.info("product of %s, ours for cuBLAS by rows: %s", alike[0].describe(), ", ".join(words))
 
 
-def _error_of(product: FoldedProduct, size: int, ours: _Skinny) -> float:
-    """Return the relative error of our kernel, against cuBLAS and the kernels around it."""
-    x_TK, residual_TN = product.examples(size)
+def _find_fault(product: FoldedProduct, ours: _Skinny, x_TK: Tensor, residual_TN: Tensor) -> str:
+    """Compare our kernel with cuBLAS and the kernels around it."""
     expected_TN, found_TN = (
         _run_by(product, skinny, x_TK, residual_TN.clone()).float() for skinny in (None, ours)
     )
     if product.is_added:
         expected_TN, found_TN = expected_TN - residual_TN.float(), found_TN - residual_TN.float()
-    return relative_error(found_TN, expected_TN)
+    error = relative_error(found_TN, expected_TN)
+    return "" if error <= ROUNDING[x_TK.dtype] else f"wrong by {error:.1e}"
 
 
 def _run_by(product: FoldedProduct, skinny: _Skinny | None, x_TK: Tensor, residual_TN: Tensor) -> Tensor:
@@ -245,20 +249,3 @@ def _run_by(product: FoldedProduct, skinny: _Skinny | None, x_TK: Tensor, residu
         return product.run(x_TK, residual_TN)
     finally:
         product.take(None)
-
-
-def _time(alike: list[FoldedProduct], size: int, skinny: _Skinny | None, device: Device) -> float | None:
-    """Measure one product, one after the other over the weights of all layers, which no cache holds."""
-    x_TK, residual_TN = alike[0].examples(size)
-    timed = alike[:_MOST_TIMED_LAYERS]
-
-    def work() -> None:
-        for product in timed:
-            _run_by(product, skinny, x_TK, residual_TN)
-
-    seconds = device.seconds_of(work)
-    return None if seconds is None else seconds / len(timed)
-
-
-def _microseconds(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * 1e6:.1f} us"
