@@ -248,13 +248,6 @@ def merge(linears: Sequence[Linear]) -> Linear:
     return Linear(weight, bias_N, segments)
 
 
-class LinearModule(Protocol):
-    """A module that computes a linear layer in a format of its own."""
-
-    def as_linear(self) -> Linear:
-        """Return the layer; it shares memory with the module."""
-
-
 def linear_of(module: Any) -> Linear | None:
     """Return the linear layer that a module computes; None where it is no such module.
 

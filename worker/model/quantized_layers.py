@@ -39,7 +39,7 @@ def skipping_products() -> Iterator[None]:
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer without its weight until `fill` is called. See LinearModule."""
+    """A linear layer without its weight until `fill` is called."""
 
     def __init__(self, replaced: nn.Linear) -> None:
         super().__init__()

@@ -167,11 +167,6 @@ class RowTable:
                 have_R &= self._groups[index].lifetime.first_read(starts_R) >= firsts_R
         return have_R
 
-    def append_tokens(self, rows: list[int], token_ids: list[int]) -> None:
-        """Append one token to each row; the rows are distinct."""
-        self.token_ids_CL[rows, self.num_tokens_C[rows]] = token_ids
-        self.num_tokens_C[rows] += 1
-
     def tokens_of(self, row: int) -> NDArray[np.int32]:
         """Return the tokens of a row so far, without a copy."""
         return self.token_ids_CL[row, : self.num_tokens_C[row]]
