@@ -14,7 +14,7 @@ from worker.gpu.graphs import GraphSizes
 from worker.gpu.kernel_choice import num_graph_logits, step_limits
 from worker.gpu.kernels.copies import WORD_BYTES, copy_blocks
 from worker.gpu.runner import GpuSteps
-from worker.gpu.sampling.open_gpu_sampler import open_gpu_sampler
+from worker.gpu.sampling.gpu_sampler import open_gpu_sampler
 from worker.gpu.step_buffers import StepBuffers
 from worker.progress import LoadPhase, LoadStage
 from worker.ranks.ranks import Ranks

@@ -30,10 +30,11 @@ from worker.gpu.sampling.logit_edits import EditedRow, LogitsEditor
 from worker.gpu.sampling.token_counts import GpuTokenCounts
 from worker.gpu.sampling_kernels.token_draw import LogitRows, Workspace, draw, pick_best
 from worker.gpu.upload import upload
-from worker.ranks.ranks import ALONE, Ranks, is_divided
+from worker.ranks.ranks import ALONE, Ranks, is_divided, samples
 from worker.sampling.draw_fields import LINE, NOBODY, NUM_FIELDS, PLACE, TOP_K, UNIFORM, draw_fields
 from worker.sampling.grammar_rows import Grammars
 from worker.sampling.logits import alternatives_of, given_ids_NG, measure_logprobs, write_reports
+from worker.sampling.rank_samplers import FollowingSampler
 from worker.sampling.row_sampler import DraftedPlace, LaunchedSample, RowSampler, SampleResult, lines_of
 from worker.sampling.state import SamplingRow, uniforms
 
@@ -273,3 +274,14 @@ def _reports_of(
     alternatives = [alternatives_of(states[n].params) for n in places]
     reports = write_reports(measures_IF.numpy(), [token_ids[n] for n in places], alternatives)
     return dict(zip(places, reports, strict=True))
+
+
+def open_gpu_sampler(
+    vocab_size: int, max_num_seqs: int, device: Device, grammars: Grammars, ranks: Ranks
+) -> GpuSampler | FollowingSampler:
+    """Open the sampler of one rank; its memory is allocated here."""
+    if not samples(ranks):
+        return FollowingSampler(vocab_size=vocab_size, max_num_seqs=max_num_seqs, device=device, ranks=ranks)
+    return GpuSampler(
+        vocab_size=vocab_size, max_num_seqs=max_num_seqs, device=device, grammars=grammars, ranks=ranks
+    )
