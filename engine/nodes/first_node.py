@@ -17,7 +17,7 @@ import zmq
 from engine.nodes.registry import NodeRegistry
 from engine.nodes.switchboard import Switchboard
 from engine.options.engine_config import EngineConfig
-from worker.checkpoint.fingerprint import fingerprint
+from worker.checkpoint.checkpoint_files import fingerprint
 from worker.worker_config import LoadProgress
 from worker.worker_errors import StartupError
 

@@ -1,6 +1,6 @@
 """The sampler of a model that generates, by its part among ranks, and the compiler of its grammars.
 
-Never: samples on a GPU (gpu/sampling/open_gpu_sampler.py).
+Never: samples on a GPU (gpu/sampling/gpu_sampler.py).
 """
 
 from worker.checkpoint.checkpoint_files import find_checkpoint
