@@ -22,7 +22,7 @@ class Outcome(NamedTuple):
     """The candidate's time and the usual one."""
 
 
-class Trial(NamedTuple):
+class TimedTrial(NamedTuple):
     """A candidate for a computation, to be taken where it is right, and faster than the usual way.
 
     Each is one call or more, one after the other over weights that no cache holds together.

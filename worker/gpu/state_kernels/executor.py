@@ -16,7 +16,7 @@ from transformers.activations import ACT2FN
 from triton import TritonError
 
 from worker.devices.device import Device
-from worker.devices.trial import ROUNDING, Trial, first_line, relative_error
+from worker.devices.trial import ROUNDING, TimedTrial, first_line, relative_error
 from worker.gpu.device_batch import AttentionBatch
 from worker.gpu.state_kernels.chunks import recur_by_chunks
 from worker.gpu.state_kernels.convolution import convolve
@@ -110,7 +110,7 @@ class GpuStates:
         try:
             by_tokens(), by_chunks()
             error = relative_error(chunks_THV, tokens_THV)
-            outcome = Trial([by_tokens], [by_chunks], least_gain=1.0).run(self._device)
+            outcome = TimedTrial([by_tokens], [by_chunks], least_gain=1.0).run(self._device)
         except (TritonError, RuntimeError) as failure:
             log.warning("recurrences go token by token, since chunks fail: %s", first_line(failure))
             return False

@@ -24,7 +24,7 @@ from torch import Tensor
 from worker.attention.interface import AttentionMetadata, AttentionOptions
 from worker.attention.kv_cache import KVCache, LayerShape
 from worker.devices.device import Device
-from worker.devices.trial import ROUNDING, Trial, first_line, relative_error
+from worker.devices.trial import ROUNDING, TimedTrial, first_line, relative_error
 from worker.gpu.device_batch import AttentionBatch
 from worker.gpu.triton_attention import TritonAttention
 
@@ -220,7 +220,7 @@ class LibraryAttention(TritonAttention, ABC):
 
         ours, library = attend_by(super().attend_written), attend_by(self._attend_by_library)
         try:
-            outcome = Trial([ours], [library], _LEAST_GAIN).run(self._device)
+            outcome = TimedTrial([ours], [library], _LEAST_GAIN).run(self._device)
         finally:
             self._work, self._is_trial, self._prepared = step, True, {}
         if outcome is None:

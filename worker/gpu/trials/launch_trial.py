@@ -15,7 +15,7 @@ from triton import TritonError
 
 from worker.devices.dependent_launch import dependent_launches
 from worker.devices.device import Device
-from worker.devices.trial import Trial, first_line
+from worker.devices.trial import TimedTrial, first_line
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def _gains(step: StepOnTrial, device: Device) -> bool | None:
             step.launch()
 
     step.fill(0)
-    trial = Trial(
+    trial = TimedTrial(
         [step.launch], [launch_early], _LEAST_GAIN, partial(_find_fault, step, launch_early, device)
     )
     outcome, rows = trial.run(device), len(step.result)

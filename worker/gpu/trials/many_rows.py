@@ -17,7 +17,7 @@ import torch
 from triton import TritonError
 
 from worker.devices.device import Device
-from worker.devices.trial import Trial, first_line
+from worker.devices.trial import TimedTrial, first_line
 from worker.gpu.quantized.products import CodeProduct
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def _choose(alike: list[CodeProduct], device: Device, dtype: torch.dtype) -> Non
             [partial(way, product, x_TK) for product in timed]
             for way in (CodeProduct.multiply, CodeProduct.multiply_by_numbers)
         )
-        outcome = Trial(by_codes, by_numbers, _LEAST_GAIN).run(device)
+        outcome = TimedTrial(by_codes, by_numbers, _LEAST_GAIN).run(device)
         if outcome is None:
             return
         words.append(f"{size}: {outcome.times}")

@@ -20,7 +20,7 @@ from torch import Tensor
 from triton import TritonError
 
 from worker.devices.device import Device
-from worker.devices.trial import ROUNDING, Trial, first_line, relative_error
+from worker.devices.trial import ROUNDING, TimedTrial, first_line, relative_error
 from worker.gpu.kernels.activation import multiply_by_gates
 from worker.gpu.kernels.norm import norm
 from worker.gpu.kernels.skinny_products import (
@@ -217,7 +217,7 @@ def _choose(alike: list[FoldedProduct], device: Device) -> None:
             for skinny in (None, ours)
         )
         find_fault = partial(_find_fault, alike[0], ours, *given)
-        outcome = Trial(by_cublas, by_us, _LEAST_GAIN, find_fault).run(device)
+        outcome = TimedTrial(by_cublas, by_us, _LEAST_GAIN, find_fault).run(device)
         if outcome is None:
             return
         if outcome.fault:
