@@ -13,9 +13,8 @@ import pytest
 
 from engine.errors import EngineDied, RequestRejected
 from engine.logs import setup as logs_module
-from engine.logs.line_writer import LineWriter
 from engine.logs.lines import LogFormat, ProcessName, fields
-from engine.logs.setup import Logs, num_dropped_lines
+from engine.logs.setup import LineWriter, Logs, num_dropped_lines
 
 log = logging.getLogger("server.something")
 
