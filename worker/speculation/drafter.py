@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scheduler.messages import NewSequence
-from worker.speculation.matching import TokenIds
-from worker.speculation.proposers import ExpectedText, OwnText, Proposer, Scope, ScopedReplies
+from worker.speculation.proposers import ExpectedText, OwnText, Proposer, Scope, ScopedReplies, TokenIds
 from worker.worker_config import DraftMethod, SpeculationConfig
 
 _RING_TOKENS = 1 << 16

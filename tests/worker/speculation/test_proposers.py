@@ -8,8 +8,13 @@ import pytest
 from scheduler.messages import NewSequence, SamplingParams, SequenceId, SequenceInputs, ServiceTerms
 from scheduler.sequence import Sequence
 from worker.speculation.drafter import Drafter
-from worker.speculation.matching import find_continuations
-from worker.speculation.proposers import ExpectedText, OwnText, RecentReplies, ScopedReplies
+from worker.speculation.proposers import (
+    ExpectedText,
+    OwnText,
+    RecentReplies,
+    ScopedReplies,
+    find_continuations,
+)
 from worker.worker_config import DraftMethod, SpeculationConfig
 
 
