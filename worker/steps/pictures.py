@@ -4,18 +4,23 @@ Owns: which of them are computed now, and the rows and positions that they give 
 pictures are read at all.
 Never: decides when a picture is computed: plans do.
 
-Shapes: T tokens of the step, P places of pictures among them, H numbers of a hidden state.
+Shapes: T tokens of the step, P places of pictures among them, L tokens of a prompt up to the end of its last
+picture, H numbers of a hidden state.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor
 
 from scheduler.input_messages import EncoderInput, Payload
 from scheduler.messages import (
@@ -31,8 +36,6 @@ from worker.devices.device import Device
 from worker.devices.weight_life import is_out_of_memory
 from worker.pictures.eyes import MOST_PLACES, Eyes, PictureRows, find_eyes, vision_facts
 from worker.pictures.outputs import Hold, OutputCache
-from worker.pictures.payloads import read_payload
-from worker.pictures.positions import PromptPositions
 from worker.pictures.sliced_call import SlicedCall
 from worker.steps.inputs import StepInputs
 from worker.steps.model_runner import EagerSteps, ModelRunner
@@ -41,6 +44,63 @@ from worker.worker_config import ModelFacts
 from worker.worker_errors import SequenceRefused
 
 log = logging.getLogger(__name__)
+
+_SHARED_MEMORY = Path("/dev/shm")
+_DTYPES = frozenset({torch.float32, torch.int64, torch.int32, torch.bool})
+GRID = "image_grid_thw"
+"""Argument of families that take a picture's frames, rows and columns of patches."""
+
+
+def read_payload(payload: Payload) -> dict[str, Tensor]:
+    """Copy the tensors of one picture, a file of safetensors with the arguments of `get_image_features`.
+
+    Raises SequenceRefused for bytes that are missing or broken.
+    """
+    # multiprocessing's own class would unlink the segment when this process ends.
+    path = _SHARED_MEMORY / payload.segment.lstrip("/")
+    try:
+        if path.parent != _SHARED_MEMORY:
+            raise ValueError("its name is a path")
+        with path.open("rb") as file:
+            tensors: dict[str, Tensor] = load(file.read(payload.num_bytes))
+    except (OSError, ValueError, SafetensorError) as error:
+        raise SequenceRefused(f"the bytes of a picture cannot be read ({type(error).__name__})") from error
+    unknown = {tensor.dtype for tensor in tensors.values()} - _DTYPES
+    if unknown or not tensors:
+        raise SequenceRefused(f"the bytes of a picture are of {unknown or 'no tensor'}")
+    grid = tensors.get(GRID)
+    if grid is not None and grid.tolist() != [list(payload.grid)]:
+        raise SequenceRefused(f"a picture of {grid.tolist()} patches was announced as one of {payload.grid}")
+    return tensors
+
+
+class PromptPositions:
+    """Positions of the tokens of one sequence, where a rotation takes time, row and column apart.
+
+    A picture's places have the position at which it begins, plus their row and column; the tokens behind it
+    go on behind the largest of these.
+    """
+
+    def __init__(self, inputs: Sequence[EncoderInput], grids: Sequence[tuple[int, int, int]]) -> None:
+        """Take in the pictures in their order, each with its frames, rows and columns of places."""
+        parts, end, following = [], 0, 0
+        for item, grid in zip(inputs, grids, strict=True):
+            num_before = item.offset - end
+            parts.append(np.broadcast_to(np.arange(following, following + num_before), (3, num_before)))
+            following += num_before
+            parts.append(following + np.indices(grid).reshape(3, -1))
+            following += max(grid)
+            end = item.end
+        self._positions_3L = np.concatenate(parts, axis=1)
+        self.end = end
+        """Position of the sequence from which on all are `delta` further."""
+        self.delta = following - end
+
+    def between(self, start: int, end: int) -> NDArray[np.int64]:
+        """Return the positions [3, T] of the tokens from `start` to `end`."""
+        rest = np.arange(max(start, self.end), max(end, self.end)) + self.delta
+        known_3T = self._positions_3L[:, start:end]
+        return np.concatenate([known_3T, np.broadcast_to(rest, (3, len(rest)))], axis=1)
 
 
 @dataclass(frozen=True, slots=True)

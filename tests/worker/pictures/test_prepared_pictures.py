@@ -17,7 +17,7 @@ from tests.engine.media.made_pictures import picture
 from tests.worker.pictures.seeing import FAMILIES, IMAGE
 from worker.pictures.eyes import FAMILIES as SEEING
 from worker.pictures.eyes import Eyes
-from worker.pictures.payloads import read_payload
+from worker.steps.pictures import read_payload
 from worker.worker_config import VisionFacts
 
 _OF_PATCHES = {"patch_size": 8, "merge_size": 2, "size": {"shortest_edge": 1024, "longest_edge": 32768}}
