@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from worker.attention.dense_attention import attend_densely
 from worker.attention.interface import AttentionBackend, AttentionOptions, active
 from worker.attention.kv_cache import LayerShape
-from worker.attention.probe_attention import ProbeIndexKeys
+from worker.attention.probe_attention import ProbeIndexKeys, ProbeStates
 from worker.attention.trial_step import TRIAL_TOKENS, trial_cache, trial_metadata
 from worker.devices.device import Device
 from worker.model.layer_call import AngleOrder, LayerCall, Pairing, Rotary
@@ -26,7 +26,6 @@ from worker.model.layer_parts import TakenWeights, Unrecognised, find_layers, fi
 from worker.model.quantized_layers import skipping_products
 from worker.model.toolkit import Toolkit
 from worker.states.interface import StateShape
-from worker.states.probe_states import ProbeStates
 
 # Small numbers pin down the epsilon of norms, which large ones hide.
 _SIZES = (1.0, 1e-2)
