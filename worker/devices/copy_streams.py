@@ -1,7 +1,7 @@
 """Copies between the pools that run during the steps of a GPU.
 
 Owns: the waits of copies for steps, of steps for copies, and of copies for each other.
-Never: decides which rows are copied, or when (scheduler/); torch.cuda (cuda_streams.py).
+Never: decides which rows are copied, or when (scheduler/).
 
 Four streams work in order, and wait for each other by events only. The host waits for nothing.
 
@@ -22,9 +22,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -256,3 +257,36 @@ def _ends_of_out(copies: Sequence[RowCopy]) -> _Ends:
 
 def _ends_of_back(copies: Sequence[RowCopy]) -> _Ends:
     return _Ends([copy.target for copy in copies], [copy.source for copy in copies])
+
+
+class CudaStream:
+    """Stream of torch.cuda."""
+
+    def __init__(self, find: Callable[[], torch.cuda.Stream]) -> None:
+        """Take in `find`, which returns the stream at each call: each thread has a current one."""
+        self._find = find
+
+    def copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """See Stream. The tensors live as long as the process: torch need not track their use."""
+        with torch.cuda.stream(self._find()):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+
+    def record(self) -> StreamEvent:
+        new_event: Any = torch.cuda.Event  # torch leaves its constructor untyped
+        event: torch.cuda.Event = new_event()
+        event.record(self._find())
+        return event
+
+    def wait(self, event: StreamEvent) -> None:
+        self._find().wait_event(cast("torch.cuda.Event", event))  # `record` gave it
+
+
+def open_streams(torch_device: torch.device) -> Streams:
+    """Open streams for copies, and find the one that computes."""
+    new_stream: Any = torch.cuda.Stream  # its constructor is untyped, too
+    copying = [new_stream(torch_device) for _ in Streams._fields[1:]]
+    return Streams(
+        CudaStream(lambda: torch.cuda.current_stream(torch_device)),
+        *(CudaStream(lambda stream=stream: stream) for stream in copying),  # type: ignore[misc]
+    )

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from worker.devices.block_copies import PlainCopier, PoolCopier, Pools
-from worker.devices.copy_streams import CopyStreams
-from worker.devices.cuda_streams import open_streams
+from worker.devices.copy_streams import CopyStreams, open_streams
 from worker.machine import available_memory_bytes, control_group_limit_bytes, usable_cores
 from worker.memory_sizes import (
     WeightBytes,
