@@ -1,7 +1,6 @@
 """Groups of layers that keep the same kind of thing of a sequence for the same time.
 
-Owns: the rules of lifetime, and the record of a group.
-Never: blocks that are free or shared (blocks/), or tensors (worker/attention/kv_cache.py).
+The lifetimes, by the tokens of a sequence that they keep:
 
     ALL        [ every token .................................... ]
     WINDOW(n)                                 [ the last n tokens ]

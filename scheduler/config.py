@@ -1,8 +1,4 @@
-"""Settings of the scheduler: the operator's decisions, and facts of the loaded model.
-
-Owns: the names of the choices, their defaults, and the checks of single values and of contradictions.
-Never: decides settings that the operator left open; engine/core/process.py does.
-"""
+"""Settings of the scheduler: the operator's decisions, and facts of the loaded model."""
 
 from dataclasses import dataclass
 from enum import StrEnum

@@ -1,8 +1,4 @@
-"""Counters and gauges of a scheduler, for the metrics.
-
-Owns: which of them a page of metrics shows, under which name and with which text.
-Never: makes a page (engine/frontend/metrics.py).
-"""
+"""Counters and gauges of a scheduler, for the metrics."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple

@@ -1,8 +1,4 @@
-"""Messages about drafts: how many are verified and why, and how a client's prediction was used.
-
-Owns: their fields.
-Never: drafts themselves, which plans and results carry (messages.py).
-"""
+"""Messages about drafts: how many are verified and why, and how a client's prediction was used."""
 
 from enum import StrEnum
 from typing import NamedTuple

@@ -1,8 +1,5 @@
 """Places of a group of layers that a sequence needs: all of them, those that are still read, or one.
 
-Owns: the arithmetic from positions to places in a block table.
-Never: blocks themselves (blocks/kv_cache_manager.py), or masks of attention (worker/attention/).
-
 A place is block_size tokens of all layers of a group, and takes a block for each stripe. With a window of n
 tokens a token sees itself and the n - 1 tokens before it. Places that lie wholly before that are never read
 again, which limits the places that a sequence needs at once:

@@ -1,6 +1,5 @@
 """Messages about inputs of a request other than tokens, and about the start of its answer.
 
-Owns: their fields.
 Never: the bytes of an input, which lie in shared memory.
 """
 

@@ -2,7 +2,6 @@
 
 Owns: that rule, without any state: a group that lacks something only ever shortens the prefix, and what it
 then lacks of a shorter one is asked again, until no group does.
-Never: knows where something is found (blocks/prefix_index.py).
 """
 
 from collections.abc import Callable, Sequence

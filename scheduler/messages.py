@@ -2,7 +2,6 @@
 
 Owns: plain data, complete when built, standard library only, so that it can be printed, compared,
 replayed and sent to another process.
-Never: behaviour beyond arithmetic on itself.
 """
 
 from collections.abc import Mapping

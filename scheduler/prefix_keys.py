@@ -1,8 +1,5 @@
 """Keys of full KV blocks by their content, and the record of blocks that are found and no longer found.
 
-Owns: both, for the scheduler, for the choice between engines and for readers outside.
-Never: knows blocks (blocks/prefix_cache.py).
-
 A key is a SHA-256 chain: it covers the tokens of its own block and, through its parent's key, all tokens
 before, and the cache salt at the root. Equal keys therefore mean equal prefixes of the same salt; a
 collision that would leak one tenant's text to another is out of reach (CVE-2025-25183 was a weak hash).

@@ -1,7 +1,6 @@
 """The scheduler: how many tokens of which sequence the next step computes, and what its result means.
 
 Owns: the life of every sequence, from add_request to its one last output.
-Never: tensors, clocks, tasks, or the plan itself (planner.py).
 Sources: continuous batching (Orca), chunked prefill (Sarathi-Serve, arXiv:2403.02310), paged KV
 (arXiv:2309.06180).
 """

@@ -1,6 +1,5 @@
 """Sequence: one stream of tokens and its state.
 
-Owns: the tokens of a sequence, how many of them are computed, its state and which states may follow.
 Never: decides anything. Only the scheduler and its parts write to it.
 """
 

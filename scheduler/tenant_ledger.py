@@ -1,7 +1,6 @@
 """Service of tenants: virtual token counters, in the scheduler and in the line before several engines.
 
 Owns: the service that each tenant had, at each level of priority, and the cost of a token.
-Never: orders requests (queues/fairness.py, routing/call_line.py).
 Source: VTC, "Fairness in Serving Large Language Models" (OSDI 2024).
 """
 

@@ -1,4 +1,1 @@
-"""KV blocks: which are free, which sequences hold them, and which prefixes are in them (engine process).
-
-Never: orders requests.
-"""
+"""KV blocks: which are free, which sequences hold them, and which prefixes are in them (engine process)."""

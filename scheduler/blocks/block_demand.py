@@ -1,8 +1,4 @@
-"""Blocks that admitting a sequence would take, and the answer to whether it can have them.
-
-Owns: these types.
-Never: counts, takes or copies a block (kv_cache_manager.py).
-"""
+"""Blocks that admitting a sequence would take, and the answer to whether it can have them."""
 
 from enum import Enum
 from typing import NamedTuple

@@ -1,8 +1,4 @@
-"""The use of the blocks at one moment: of each as runs of equal neighbours, and by groups of layers.
-
-Owns: these summaries, for viewers and metrics.
-Never: changes a block.
-"""
+"""The use of the blocks at one moment: of each as runs of equal neighbours, and by groups of layers."""
 
 from collections.abc import Iterable
 from enum import IntEnum

@@ -1,7 +1,6 @@
 """Pool of physical blocks: which are free, and which of the free ones is reused next.
 
 Owns: block ids, reference counts, the free list in eviction order. Every operation is O(1) for a block.
-Never: sequences (kv_cache_manager.py), contents (prefix_cache.py) or tensors (worker/attention/kv_cache.py).
 Source: PagedAttention, arXiv:2309.06180, section 4.
 
 The free list is doubly linked through two arrays, so that a block found again by its content can leave

@@ -1,7 +1,5 @@
 """Prefix cache: full places of a group of layers found again by their content.
 
-Owns: the map from a place's key to its blocks, and back.
-Never: reference counts or the order of eviction (pool.py).
 Source: keys are those of prefix_keys.py: equal ones mean equal prefixes of the same salt.
 """
 

@@ -3,7 +3,6 @@
 Owns: the blocks that are found by content. Full places of each group of layers on the device (the prefix
 cache) and in the swap space (its second tier), the tails of prompts, and states; the last two are copied and
 never shared.
-Never: takes or gives back a block (kv_cache_manager.py).
 Sources: vLLM's lazy CPU offload, which saves blocks about to be evicted; copy-on-write of PagedAttention,
 arXiv:2309.06180, for tails.
 

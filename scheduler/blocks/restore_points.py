@@ -2,7 +2,6 @@
 
 Owns: which positions of a running sequence these are; the ends of replies, with what lies behind their last
 full place; and which points are given up once they are too many.
-Never: blocks (kv_cache_manager.py), or which prefix is found (longest_hit.py).
 
     prompt   [ system prompt .. | turn | reply | turn ........ |begin of the answer] reply |
                                 ^ fork: others part here       ^ end of the last message   ^ end of the reply

@@ -1,8 +1,4 @@
-"""Tokens that a running sequence would lose with its blocks: what the cost of a preemption is made of.
-
-Owns: the judgement of what would be found again.
-Never: chooses a victim (step/preemption.py), or changes a block.
-"""
+"""Tokens that a running sequence would lose with its blocks: what the cost of a preemption is made of."""
 
 from functools import partial
 

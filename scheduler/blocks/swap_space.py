@@ -1,7 +1,6 @@
 """Swap space: host memory for KV blocks of preempted sequences, and of cached prefixes that left the device.
 
 Owns: which host blocks a preempted sequence holds, what content the others keep, and which is reused next.
-Never: moves contents; the plan's copies do.
 Source: pool.py and prefix_cache.py once more, for the host: a block without a holder may keep content
 that is found by its key, until the block is needed. Each group of layers has keys of its own.
 

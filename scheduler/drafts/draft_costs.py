@@ -1,8 +1,4 @@
-"""Times that drafts cost: of steps and of passes of a draft model by their tokens, and of waits.
-
-Owns: the measurements of each.
-Never: reads a clock, or weighs a time against the tokens that it brings (draft_rule.py).
-"""
+"""Times that drafts cost: of steps and of passes of a draft model by their tokens, and of waits."""
 
 _FIXED_ROWS = 12
 """Rows that take as long as the fixed part of a step: assumed until sizes are measured."""

@@ -1,8 +1,4 @@
-"""Rates at which drafts are right: for each source, sequence and place among its drafts.
-
-Owns: the outcomes of each, and the rates that are expected where little is known.
-Never: chooses drafts (draft_rule.py).
-"""
+"""Rates at which drafts are right: for each source, sequence and place among its drafts."""
 
 from enum import StrEnum
 

@@ -2,8 +2,6 @@
 
 Owns: the choices by how often drafts were right (draft_rates.py) and by what they cost (draft_costs.py), and
 the time that may be spent to learn more. No draft is a normal choice.
-Never: keeps a draft (drafts.py), proposes or verifies one (the worker does both), gives a share, or reads a
-clock.
 Source: speculative decoding pays while expected tokens a second rise: arXiv:2211.17192, section 3.3; here the
 time of a step is measured, not assumed, and drafts of all sequences compete for the same step.
 

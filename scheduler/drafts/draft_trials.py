@@ -9,7 +9,6 @@ planned the short way.
 A trial that wins goes on, with a short rest at times: only turns without drafts show what they take by now.
 
 Owns: the speed of both kinds of turn, by the number of sequences, and the turns until the next trial.
-Never: reads a clock; chooses drafts (draft_rule.py).
 """
 
 from collections.abc import Collection

@@ -1,9 +1,5 @@
 """Drafts of the running sequences: guesses at their next tokens, until a plan verifies them.
 
-Owns: which are there, which came too late, and how far a draft model has followed each sequence.
-Never: makes or judges a draft (the worker does both), chooses by rates and times (draft_rule.py), or gives
-tokens and blocks of a step (step/draft_shares.py).
-
 Drafts continue the last token that is known. So they fit only while no plan in flight samples further tokens
 of their sequence. A sequence for which drafts come too early is not planned ahead any more, and the next ones
 fit.

@@ -1,4 +1,1 @@
-"""Running and waiting requests: their order, fairness between tenants, deadlines (engine process).
-
-Never: counts blocks.
-"""
+"""Running and waiting requests: their order, fairness between tenants, deadlines (engine process)."""

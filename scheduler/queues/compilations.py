@@ -1,9 +1,4 @@
-"""Compilations of grammars during steps: sequences of those under way, and rows that are compiled.
-
-Owns: which these are, the time and the rows that they may take together, and what the worker has not heard of
-yet.
-Never: compiles, or decides whose turn it is (admission.py).
-"""
+"""Compilations of grammars during steps: sequences of those under way, and rows that are compiled."""
 
 from collections.abc import Iterator
 from operator import attrgetter

@@ -1,7 +1,5 @@
 """Fairness: equal service for tenants that wait at the same time, whatever each of them sends.
 
-Owns: the waiting queue that serves the tenant with the least service.
-Never: counts the service (tenant_ledger.py), or defines levels of priority (policy.py).
 Source: VTC, "Fairness in Serving Large Language Models" (OSDI 2024). Work-conserving; for two tenants that
 both wait at one priority all the time, the difference of their service stays below 2 * max(prompt cost, cost
 of all tokens that run at once). A prompt token costs 1, a generated one 2, divided by the tenant's weight.

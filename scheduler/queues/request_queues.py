@@ -1,7 +1,6 @@
 """Unfinished sequences: the running queue, the waiting queue, and those that wait for a grammar.
 
 Owns: in which queue a sequence is and at which place, and the tenants' counters, which follow from it.
-Never: decides that a sequence moves; planner.py, admission.py and scheduler.py do.
 """
 
 from bisect import bisect_left, insort

@@ -1,7 +1,4 @@
-"""Waiting queue, best rank first: new sequences and preempted ones; and the same by the blocks they need.
-
-Owns: nothing beyond heaps by rank and by urgency, which have the interface of FairWaitingQueue, and by need.
-"""
+"""Waiting queue, best rank first: new sequences and preempted ones; and the same by the blocks they need."""
 
 from collections.abc import Iterator
 

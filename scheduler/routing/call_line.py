@@ -1,8 +1,4 @@
-"""The one line of requests before several engines.
-
-Owns: their order: the order of service, and between tenants the one that had least, as in the scheduler.
-Never: decides that a request leaves (dispatcher.py).
-"""
+"""The one line of requests before several engines."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator

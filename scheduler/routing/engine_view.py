@@ -2,7 +2,6 @@
 
 Owns: the counts of sequences and tokens that were sent there and have not ended. They are raised when a
 request is sent, so that a burst sees itself; a report of the engine never overwrites them.
-Never: compares engines (dispatcher.py).
 """
 
 from collections import Counter

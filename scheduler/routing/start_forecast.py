@@ -2,7 +2,6 @@
 
 Owns: how far starts are apart while something waits, how many more urgent ones come meanwhile, and the line
 of seconds over tokens of prompts.
-Never: a clock, or the order of the queue.
 """
 
 from collections import Counter, deque

@@ -1,4 +1,1 @@
-"""Plan of one step, and what becomes of it: budget, admission, preemption, rollback (engine process).
-
-Never: ends or adds a sequence (scheduler.py).
-"""
+"""Plan of one step, and what becomes of it: budget, admission, preemption, rollback (engine process)."""

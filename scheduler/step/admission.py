@@ -1,7 +1,6 @@
 """Admission: which waiting sequences join a step, and what the others wait for.
 
 Owns: the order of admissions, bounded bypass, and the notes about a sequence that starts.
-Never: serves the running queue (planner.py), or chooses victims and preempts them (preemption.py).
 """
 
 from collections.abc import Callable

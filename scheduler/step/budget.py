@@ -1,9 +1,4 @@
-"""Budget of one step: tokens, slots and tokens to look up.
-
-Owns: the rest of them while a step is planned, and the limit on a device that has run out of memory.
-Never: chooses the part of prompts (pace.py), or what becomes of a step that found too little memory
-(rollback.py).
-"""
+"""Budget of one step: tokens, slots and tokens to look up."""
 
 from typing import NamedTuple
 

@@ -1,7 +1,6 @@
 """Shares of decodes with drafts, and room for those that a draft model is asked for.
 
 Owns: how many drafts a step and its blocks have room for; blocks into which a draft model may write ahead.
-Never: chooses drafts (drafts/), or gives a share without any (token_shares.py).
 Source: speculative decoding, arXiv:2211.17192. A share of 1 + k tokens computes the last known token and k
 drafts; the worker returns the drafts that the model would have sampled too, and one token more.
 """

@@ -1,6 +1,5 @@
 """Room for encoder outputs, of images say, until the prompt's positions for them are computed.
 
-Owns: which sequences have room for which outputs, and which of these are there.
 Never: encodes. The worker encodes what plans name, beside their steps, and says when an output is there.
 
 A sequence claims room once it runs; then its shares end before the first input whose output is not there yet.

@@ -1,8 +1,4 @@
-"""Refusals of requests that can never be served, however much is freed.
-
-Owns: the rules that need nothing but the configuration.
-Never: asks what memory allows (kv_cache_manager.py).
-"""
+"""Refusals of requests that can never be served, however much is freed."""
 
 from scheduler.config import SchedulerConfig
 from scheduler.sequence import Sequence

@@ -1,7 +1,6 @@
 """Pace of prompts: how much of a step prefill may have while other sequences decode.
 
 Owns: the rules that keep the time between tokens, and that let prompts and encoding go on in a crowd.
-Never: counts the rest of a step (budget.py), or measures steps (step_time.py).
 """
 
 from math import inf

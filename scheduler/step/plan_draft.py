@@ -1,8 +1,4 @@
-"""Draft of a plan: a step while it is being planned.
-
-Owns: the decisions so far, and the budget that is left.
-Never: decides.
-"""
+"""Draft of a plan: a step while it is being planned."""
 
 from scheduler.draft_messages import DraftChoice
 from scheduler.input_messages import EncoderInput

@@ -1,8 +1,6 @@
 """Plan of one step: which sequences get a share of it, which are admitted, which are preempted.
 
 Owns: the order of these decisions. Each touches a sequence at most once, so that nothing planned is undone.
-Never: chooses among the waiting (admission.py), sizes a share (token_shares.py), takes in the result of a
-step, or ends a sequence (scheduler.py).
 
 The running queue is kept in order of rank. It is served from the front; a sequence that lacks a block takes
 blocks of the back. So the worst pays first:

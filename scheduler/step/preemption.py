@@ -2,8 +2,6 @@
 
 Owns: the choice of victims, for growth and for a more urgent sequence; the choice of the mode; and the state
 that a preempted sequence leaves behind.
-Never: decides that a sequence must go (planner.py, admission.py) or is less urgent (policy.py), or moves
-blocks (kv_cache_manager.py).
 Sources: vLLM's first engine had both modes and chose by the number of sequences; here the cost decides.
 Displacement is asked for by users of priority scheduling: otherwise an urgent request waits until work of low
 priority ends.

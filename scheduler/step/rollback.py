@@ -2,7 +2,6 @@
 
 Owns: what a plan in flight has changed, and how each of these changes is undone: sequences that computed in
 it wait again, blocks that it published are forgotten, rows that it released are released once more.
-Never: decides that plans are rolled back (scheduler.py), or how large the next one is (budget.py).
 
 KV that earlier plans have computed stays where it is, and is found again where there is a prefix cache.
 """

@@ -2,7 +2,6 @@
 
 Owns: the order of the plans in flight. The device carries them out in the order in which they were made, and
 their results come in that order too.
-Never: plans.
 """
 
 from collections import deque

@@ -4,7 +4,6 @@ It also answers how many tokens a step may have, so that the time between two to
 stays near a target.
 
 Owns: a straight line, seconds = base + slope * tokens, fitted to the recent steps; how far pauses exceed it.
-Never: a clock; the engine's loop measures.
 Source: headroom as in adaptive conformal inference (arXiv:2106.00170).
 """
 

@@ -1,8 +1,6 @@
 """Share of a step that one sequence gets: a decode, or a chunk of its prompt.
 
 Owns: the size of a share, and what goes with it: blocks found from now on, room for encoder outputs.
-Never: admits (admission.py), serves (planner.py) or preempts (preemption.py) a sequence; sizes a decode with
-drafts (draft_shares.py).
 """
 
 from collections.abc import Callable
