@@ -2,5 +2,4 @@
 
 The modules in this folder itself are shared by both processes and the server: types, errors, messages, the
 journal. `frontend`, `text` and `processes` load in the API process, `core` in the engine process alone.
-Never: knows HTTP.
 """

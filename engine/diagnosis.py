@@ -1,9 +1,4 @@
-"""Checks of everything that could keep the server from starting, without starting it.
-
-Owns: the checks of packages, options, folders, limits and text files, and the process that may import torch
-for the rest (worker/survey/survey.py).
-Never: loads a model, opens a port (server/command/doctor.py tries it), or changes anything.
-"""
+"""Checks of everything that could keep the server from starting, without starting it."""
 
 import importlib.metadata
 import json

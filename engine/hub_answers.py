@@ -1,7 +1,6 @@
 """The answers of a hub, checked before the hub's library makes paths and files of them.
 
 Owns: the alphabet of names that come from the other side, and the count of bytes while they come.
-Never: asks anything, or chooses files (pulling.py).
 
 huggingface_hub joins ETags and commits to the paths of its cache as they come, and compares sizes at the end.
 """

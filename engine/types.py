@@ -1,8 +1,4 @@
-"""The types that the server passes to AsyncEngine and gets back.
-
-Owns: the vocabulary of that interface: texts, choices, usage.
-Never: names blocks or steps.
-"""
+"""The types that the server passes to AsyncEngine and gets back."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,4 @@
-"""The names of adapters.
-
-Owns: which texts are names, and the number of adapters that a server may have.
-"""
+"""The names of adapters."""
 
 import re
 

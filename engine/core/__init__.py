@@ -1,4 +1,1 @@
-"""The engine process: its start, its loop, and the trace of its steps (engine process).
-
-Never: knows texts, clients or HTTP.
-"""
+"""The engine process: its start, its loop, and the trace of its steps (engine process)."""

@@ -2,7 +2,6 @@
 
 Owns: loading adapters on demand, and giving one up when the last sequence with it has ended; the exchange of
 grammars between scheduler and worker; the orders by which other ranks make the calls of rank 0 too.
-Never: reads a file, compiles a grammar, or decides which sequences run.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,7 +1,6 @@
 """Explanations of live sequences, made in parts: to find a far page, thousands of waiting ones are looked at.
 
 Owns: the questions under way, one after the other, and how many sequences a turn of the loop looks at.
-Never: decides what a report says (scheduler/queues/request_queues.py), or what a page is.
 """
 
 from collections import deque

@@ -1,8 +1,4 @@
-"""The interfaces between the engine's loop, its worker and its mailbox.
-
-Owns: protocols alone, which the loop, ranks and stages share without importing each other.
-Never: does anything.
-"""
+"""The interfaces between the engine's loop, its worker and its mailbox."""
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf

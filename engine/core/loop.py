@@ -1,7 +1,6 @@
 """The engine's loop, which moves every sequence.
 
 Owns: the order of a turn: arrivals, plan, launch, results, outputs. `EngineLoop.turn` can be read aloud.
-Never: decides which sequences run (scheduler), or touches a tensor (worker).
 
 A device that works asynchronously gets the next step before the result of the last one is taken in:
 

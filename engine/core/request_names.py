@@ -1,8 +1,4 @@
-"""The names of requests for the log of the engine process.
-
-Owns: the map from sequences to the request and trace ids that clients know.
-Never: decides anything by them; the rest of the process knows sequences only.
-"""
+"""The names of requests for the log of the engine process."""
 
 from collections.abc import Iterable
 

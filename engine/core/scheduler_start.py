@@ -1,8 +1,4 @@
-"""The scheduler of an engine process, made of the operator's options and the facts that the worker found.
-
-Owns: the resolution of options that depend on the model or the device.
-Never: reads an option that is not the scheduler's, or plans.
-"""
+"""The scheduler of an engine process, made of the operator's options and the facts that the worker found."""
 
 from dataclasses import fields, replace
 from typing import Any

@@ -1,6 +1,5 @@
 """Steps as lines of JSON, and the file of them for `tokenyard trace` and `tokenyard simulate --fit`.
 
-Owns: the form of a line, with the events since the line before; and the trace file.
 Never: stops the engine. A failed write ends the trace and is logged once.
 
 Each line has some 12 bytes for each sequence in it; it is built only for a trace or a viewer (step_watch.py).

@@ -1,6 +1,5 @@
 """Views of the running engine for viewers, such as the web page.
 
-Owns: what a view holds, its limits, and how often one is sent.
 Never: does anything without a viewer, or spends more than a hundredth of the time on them.
 
 A lease turns the watch on; it must be renewed. A view holds the steps since the last one, the live sequences

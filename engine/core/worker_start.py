@@ -1,7 +1,6 @@
 """The start of the worker in an engine process, with the other ranks of its model if there are any.
 
 Owns: the order of the start: message, torch, nodes, ranks, links, weights.
-Never: computes, or decides how a model is divided (worker/ranks/places.py).
 """
 
 from collections.abc import Callable

@@ -1,7 +1,6 @@
 """Steps of a worker: those of ranks that wait for tokens which another one samples, and checked ones.
 
 Owns: the steps that wait for their tokens, oldest first; and the check that each token is in the vocabulary.
-Never: samples.
 """
 
 from collections import deque

@@ -2,7 +2,6 @@
 
 Owns: which of a request's sequences have started and ended, the error that ended all of them, and the vector
 or score of a pooling request until that is read.
-Never: holds texts (active_text.py), or talks to the engine process (client.py does).
 """
 
 import asyncio

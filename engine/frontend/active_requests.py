@@ -3,8 +3,6 @@
 Owns: admission, the map from sequences to requests, the metrics of both, when a request is sent to which
 engine, and which requests survive the death of an engine process. Every admitted request leaves once, through
 `leave`.
-Never: runs engine processes (client.py passes messages on), chooses one (scheduler/routing), or makes text
-(active_text.py).
 """
 
 import asyncio

@@ -1,7 +1,6 @@
 """A request for text between its admission and its end.
 
 Owns: the text of its choices, and the outputs that wait to be read.
-Never: talks to the engine process (client.py does).
 """
 
 import asyncio

@@ -1,6 +1,5 @@
 """A histogram that observes many equal values at once, for events of every token.
 
-Owns: its buckets.
 Never: locks. One thread observes; a page rendered meanwhile in another thread may lack the latest values.
 """
 

@@ -1,7 +1,6 @@
 """The line before the engines: requests that no engine has yet, and the choice of an engine for each.
 
 Owns: the needs of a request, as the choice weighs them, and the load of each engine as its beats report it.
-Never: sends a request (active_requests.py), or decides the order (scheduler/routing).
 """
 
 from collections.abc import Iterable

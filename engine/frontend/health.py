@@ -2,7 +2,6 @@
 
 Owns: the state that is reported to clients and probes. It is judged by the loop's turns and never by a test
 generation, which a long prefill would fail and a hung engine could pass from a cache.
-Never: reads a clock; time is an argument.
 """
 
 import asyncio

@@ -1,8 +1,4 @@
-"""The memory use of this machine, for the server, which may not import the worker.
-
-Owns: the age that the answer may have.
-Never: reads it from the kernel (worker/machine.py), or acts on it (server/edge/http/body_limit.py).
-"""
+"""The memory use of this machine, for the server, which may not import the worker."""
 
 import math
 import time

@@ -1,9 +1,4 @@
-"""Limits on the queue as a whole, and on the prompt tokens that one tenant has in it.
-
-Owns: the counts of accepted sequences and prompt tokens that have not started, the rate at which sequences
-start, the refusals, and the queue that all models of one server share.
-Never: reads a clock (time is an argument), or decides a tenant's limit (engine/options/api_keys.py).
-"""
+"""Limits on the queue as a whole, and on the prompt tokens that one tenant has in it."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -2,8 +2,6 @@
 
 Owns: the order of the calls of which no sequence has begun. A call is the requests that were admitted
 together.
-Never: ends a request (active_requests.py), limits how many may wait (queue_limits.py), or defines the order
-(scheduler/policy.py does, for the scheduler too).
 """
 
 from bisect import bisect_left, insort

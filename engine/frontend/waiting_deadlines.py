@@ -2,7 +2,6 @@
 
 Owns: the timers of requests that no engine process has yet (an engine keeps its own limits), and whether a
 limit that ran out was the client's choice or the operator's.
-Never: decides which requests wait, or sends a message (active_requests.py).
 """
 
 import asyncio

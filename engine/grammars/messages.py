@@ -1,8 +1,4 @@
-"""The messages between the API process and the process that tries grammars.
-
-Owns: their fields.
-Never: their frame (processes/frames.py).
-"""
+"""The messages between the API process and the process that tries grammars."""
 
 import msgspec
 

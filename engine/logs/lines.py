@@ -1,7 +1,6 @@
 """The form of a log line: text for people, or one JSON object for machines.
 
 Owns: the form, and that nothing in a line can look like another line or move a cursor.
-Never: decides where lines go (setup.py).
 
 An exception's message may quote a client's data. The API process therefore leaves it out, unless the
 operating system or the engine wrote it; type and stack stay.

@@ -1,6 +1,5 @@
 """Log lines about frequent events: one line in ten seconds, with the number of events.
 
-Owns: the interval, and the number of times since the last line.
 Never: loses an event, from any thread.
 """
 

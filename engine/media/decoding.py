@@ -1,6 +1,5 @@
 """A picture's file to pixels: every check before they are decoded, then one frame, upright, in RGB.
 
-Owns: the limits on a picture, and the modes that are taken.
 Never: runs outside of the process that prepares pictures: decoders are programs that strangers feed.
 """
 

@@ -1,8 +1,4 @@
-"""The messages between the API process and the process that prepares pictures.
-
-Owns: their fields, and the limits that both know.
-Never: their frame (processes/frames.py).
-"""
+"""The messages between the API process and the process that prepares pictures."""
 
 from enum import StrEnum
 from pathlib import Path

@@ -3,7 +3,6 @@
 Owns: names, the number of requests that hold each, the bound on all of it, and the removal: at the end of the
 last request or of the server. A server that was killed leaves it to the process that prepares pictures, and
 at the latest to the next server, which finds the lock free.
-Never: writes a picture (process.py).
 """
 
 import contextlib

@@ -2,7 +2,6 @@
 
 Owns: the ranks, which end with it, with the engine that they take part in, or when one of them ends; and the
 wait for the next engine. It connects to the first node and opens no port.
-Never: computes, or serves requests.
 """
 
 import logging

@@ -2,7 +2,6 @@
 
 Owns: the address where it listens, and the wait until all nodes are there. That has no end: a node may be
 replaced meanwhile.
-Never: passes messages (switchboard.py).
 """
 
 import importlib.metadata

@@ -2,7 +2,6 @@
 
 Owns: the file with the address in the directory of ranks, the names of the ends of links, and the keys that
 are made of the secret which all nodes share: a peer without the secret has neither public key.
-Never: connects (links.py, agent.py).
 Source: netdevice(7), for the address of an interface; CurveZMQ, https://rfc.zeromq.org/spec/26/, for keys.
 """
 

@@ -1,8 +1,4 @@
-"""The messages between the first node and the others, grouped by receiver.
-
-Owns: the wire form, msgpack by msgspec, typed in both directions; and the limits on time and size.
-Never: hidden states, plans and results, which ranks exchange over links (links.py).
-"""
+"""The messages between the first node and the others, grouped by receiver."""
 
 import msgspec
 

@@ -1,6 +1,5 @@
 """The key-value store by which ranks on GPUs of several nodes meet before torch.distributed connects them.
 
-Owns: the three calls of ranks, their wire form, and what all ranks of an engine have left.
 Never: reads a text, or waits: a rank asks again (links.py).
 """
 

@@ -1,8 +1,4 @@
-"""Messages between rank 0 and other ranks: plans and orders one way, results of the last stage the other.
-
-Owns: their encoding, and a one-way channel for each rank in the directory of the engine process.
-Never: decides which message is sent (rank_group.py).
-"""
+"""Messages between rank 0 and other ranks: plans and orders one way, results of the last stage the other."""
 
 from collections import deque
 from collections.abc import Mapping

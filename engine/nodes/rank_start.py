@@ -1,8 +1,4 @@
-"""The start of ranks, by rank 0 of their node or by the node itself.
-
-Owns: their command.
-Never: ends one (rank_group.py, agent.py).
-"""
+"""The start of ranks, by rank 0 of their node or by the node itself."""
 
 import logging
 import os

@@ -1,7 +1,6 @@
 """The nodes that have come, and whether each may take part.
 
 Owns: the comparison with the first node, and the time since each was heard.
-Never: sends, or reads a clock.
 """
 
 from dataclasses import dataclass

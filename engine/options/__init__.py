@@ -1,4 +1,1 @@
-"""Options as operators write them, and the configuration that they resolve to (API and engine process).
-
-Never: opens a port, a model or a device.
-"""
+"""Options as operators write them, and the configuration that they resolve to (API and engine process)."""

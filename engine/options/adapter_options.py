@@ -1,8 +1,4 @@
-"""The options of adapters (LoRA), spelled as vLLM spells them.
-
-Owns: the options, and their resolution: which adapters are loaded at start, and how many there may be.
-Never: reads an adapter: the worker does, which knows the model.
-"""
+"""The options of adapters (LoRA), spelled as vLLM spells them."""
 
 import json
 from dataclasses import dataclass

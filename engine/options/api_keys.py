@@ -1,8 +1,4 @@
-"""API keys, given directly or listed in a file by their hashes.
-
-Owns: the rights of a key, the format of the file of --api-keys-file, and its checks.
-Never: compares keys with those of clients, or counts their requests (server/edge/access/key_ring.py).
-"""
+"""API keys, given directly or listed in a file by their hashes."""
 
 import hashlib
 import re

@@ -1,8 +1,4 @@
-"""The declaration of an option: its group, its kind of value and its text of help.
-
-Owns: the types of a declaration, and the error for a wrong option.
-Never: declares an option (options.py and its parts).
-"""
+"""The declaration of an option: its group, its kind of value and its text of help."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

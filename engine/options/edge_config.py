@@ -1,7 +1,5 @@
 """The options for addresses, keys, TLS and the limits of one machine, and the configuration they resolve to.
 
-Owns: these options, and their checks against each other, before anything is opened; the check of the
-collector of spans.
 Never: opens a port, or keeps keys or certificates, which are read again where they are used.
 """
 

@@ -2,7 +2,6 @@
 
 Owns: the resolution of each open option, and every check that needs no tensor library, so that a mistake is
 reported in a tenth of a second and not after the model was loaded.
-Never: downloads, measures memory (the worker does), or opens a port (server/edge/http/listening.py).
 """
 
 import os

@@ -1,8 +1,4 @@
-"""Devices, ranks and engines: the checks of how work is divided, and what several engines change in each.
-
-Owns: the device of each engine, and the reports that the choice between engines and outside routers need.
-Never: counts what a model takes (`tokenyard doctor` does, worker/survey/survey.py).
-"""
+"""Devices, ranks and engines: the checks of how work is divided, and what several engines change in each."""
 
 import importlib.util
 import json

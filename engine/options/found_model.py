@@ -1,6 +1,5 @@
 """The checkpoint that the operator names: a folder, a GGUF file, or a model in the local hub cache.
 
-Owns: finding it, and the checks that its files and the list of their checksums are there.
 Never: downloads, or reads weights.
 """
 

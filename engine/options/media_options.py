@@ -1,8 +1,4 @@
-"""The options for pictures, and the configuration that they resolve to.
-
-Owns: these options and their checks, and the hosts that pictures may come from.
-Never: fetches or opens a picture.
-"""
+"""The options for pictures, and the configuration that they resolve to."""
 
 import json
 import re

@@ -1,8 +1,4 @@
-"""The options of the model: the checkpoint, the device, the numbers that it is computed in.
-
-Owns: names, defaults, bounds and descriptions of those options.
-Never: reads them (sources.py), or resolves None (engine_config.py).
-"""
+"""The options of the model: the checkpoint, the device, the numbers that it is computed in."""
 
 from dataclasses import dataclass
 from functools import partial

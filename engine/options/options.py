@@ -2,7 +2,6 @@
 
 Owns: names, defaults, bounds and descriptions. One field of Options is at once `--max-num-seqs`,
 TOKENYARD_MAX_NUM_SEQS and `max-num-seqs:` in the file of --config.
-Never: reads them (sources.py), or resolves None (engine_config.py).
 """
 
 import dataclasses

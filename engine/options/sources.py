@@ -2,7 +2,6 @@
 
 Owns: the order of sources (flags over environment over file over default), and the errors for wrong names
 and values.
-Never: declares options (options.py), or resolves None (engine_config.py).
 """
 
 import argparse

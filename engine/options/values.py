@@ -1,7 +1,6 @@
 """Kinds of option values: how their text is parsed, bounded and shown.
 
 Owns: the step from text to value for each kind, with the reason if that fails.
-Never: knows an option by name, or the source of its text (options.py).
 """
 
 import re

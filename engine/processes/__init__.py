@@ -1,4 +1,1 @@
-"""Child processes: their start, watch, replacement and end; their transport (API and engine process).
-
-Never: knows requests or plans.
-"""
+"""Child processes: their start, watch, replacement and end; their transport (API and engine process)."""

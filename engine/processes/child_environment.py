@@ -1,7 +1,6 @@
 """The environment variables of the processes that the API process starts.
 
 Owns: that child processes find our packages, ask no hub for anything, and hold no API key.
-Never: starts a process (child_process.py).
 """
 
 import os

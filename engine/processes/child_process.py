@@ -1,7 +1,6 @@
 """Child processes of the API process: the command that starts them, and their end with their parent.
 
 Owns: the command, the names that parent and child share, and that no child outlives its parent.
-Never: does a child's work (process.py, grammars/process.py).
 """
 
 import ctypes

@@ -3,8 +3,6 @@
 Owns: start, death and replacement with back-off, and the kill of a process that hangs; at most one process of
 an engine at a time; the time since the last message of a loaded one, and the limit on it; the configuration
 of each engine, and the end of the server when the last one is given up.
-Never: knows requests (client.py), chooses an engine for one (scheduler/routing), or interprets messages
-beyond a failed start and a sign of life.
 """
 
 import asyncio

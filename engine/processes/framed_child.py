@@ -1,7 +1,6 @@
 """A child process that answers one message after the other, as the API process sees it.
 
 Owns: its start, the wait for an answer, and its end where that is late.
-Never: knows a message, or starts the process again (grammars/compiler.py, media/pictures.py).
 """
 
 import asyncio

@@ -1,7 +1,6 @@
 """The frame of messages between the API process and a child that answers on its standard output (both).
 
 Owns: four bytes of length, then msgpack; the child's end of the exchange.
-Never: knows a message (grammars/messages.py, media/messages.py).
 """
 
 import os

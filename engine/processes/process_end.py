@@ -1,7 +1,6 @@
 """The end of an engine process or of a rank, and the stacks that it writes when it stands still.
 
 Owns: the exit codes, and an exit that waits for nothing.
-Never: decides that a process ends.
 """
 
 import faulthandler

@@ -2,7 +2,6 @@
 
 Owns: the child process, its environment, and the directory with its sockets and configuration; and the spare
 process, which has imported torch before a model is asked for.
-Never: interprets messages, or decides on a replacement (engine_processes.py).
 """
 
 import asyncio

@@ -1,7 +1,6 @@
 """The line before a small process, whose callers are served by turns of their keys.
 
 Owns: the order, and which gives way where the line is full: the last caller of the key that has most in it.
-Never: knows what is done in a turn.
 """
 
 import asyncio

@@ -1,4 +1,1 @@
-"""Nodes that Ray places (commands, nodes).
-
-Never: carries a plan or a token (engine/nodes/).
-"""
+"""Nodes that Ray places (commands, nodes)."""

@@ -1,4 +1,1 @@
-"""Reports on all engines as one: live sequences, views and load (API process).
-
-Never: decides anything, or holds requests.
-"""
+"""Reports on all engines as one: live sequences, views and load (API process)."""

@@ -2,7 +2,6 @@
 
 Owns: the numbers of the batches, and the newest of them, bounded. A reader that is too slow loses batches,
 sees it by their numbers, and asks for them; one that asks for more than there is begins anew.
-Never: makes an event (kv_events.py), or waits for a reader.
 Source: vLLM's publisher: (topic, number, batch); asked for by (empty, number), answered by (empty, topic,
 number, batch) for each that is there, and number -1 at the end.
 """

@@ -1,7 +1,6 @@
 """The numbers of running and waiting sequences at this moment.
 
 Owns: the last statistics of each engine, and the count of sequences sent since.
-Never: renders a metric (engine/frontend/metrics.py).
 """
 
 from collections.abc import Callable

@@ -1,7 +1,6 @@
 """Questions to all engines about their live sequences, and one answer for all.
 
 Owns: the questions under way.
-Never: decides which client may ask (server/api/operations/admin.py).
 """
 
 import asyncio

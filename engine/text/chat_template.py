@@ -1,7 +1,6 @@
 """A checkpoint's chat template, as the API process has it: found there, rendered elsewhere.
 
 Owns: finding the template, and the fault where its rendering ends without an answer.
-Never: runs anything of a template (template_language.py), or tokenizes; knows a model family.
 """
 
 import signal

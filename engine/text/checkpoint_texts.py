@@ -1,7 +1,6 @@
 """The files of a checkpoint before any tensor library: its tokenizer, its chat template, its wholeness.
 
 Owns: the comparison with the operator's list of checksums, if there is one, before they are parsed.
-Never: parses them (tokenizer.py, chat_template.py), or reads weights (worker/load/loader.py).
 """
 
 import json

@@ -1,7 +1,5 @@
 """Prompts for fill in the middle: prefix and suffix, arranged as code models were trained.
 
-Owns: the tokens that mark the parts, and the order of the parts (prefix, suffix, middle).
-Never: decides whether a request wants it (the server).
 Source: fill in the middle, arXiv:2207.14255; the marks are from the models' own cards.
 """
 

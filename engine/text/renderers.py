@@ -1,6 +1,5 @@
 """The processes in which chats are rendered, as the API process sees them.
 
-Owns: their start, their number, the time that a rendering may take, and their end.
 Never: renders in this process: a template can take all memory and all time that there is.
 """
 

@@ -1,6 +1,5 @@
 """The language of chat templates: messages to prompt text, in a sandbox.
 
-Owns: the sandbox, the filters and functions that templates expect, and the fault of a failure of one.
 Never: bounds memory or time, which the process around it does (template_process.py); lets a request set the
 template's own variables.
 Source: the template language that `apply_chat_template` of Hugging Face transformers defines; its

@@ -2,7 +2,6 @@
 
 Owns: the frame: four bytes of length, then msgpack, over a pair of sockets; the limits that both know; how a
 prompt may end.
-Never: knows the template language (template_language.py), or starts a process (renderers.py).
 """
 
 import socket

@@ -1,8 +1,4 @@
-"""Log-probabilities with the texts of their tokens; for a prompt, collected until they are complete.
-
-Owns: the step from token ids to the texts that logprobs show.
-Never: decides how they look on the wire (server/reply/generate/wire_logprobs.py).
-"""
+"""Log-probabilities with the texts of their tokens; for a prompt, collected until they are complete."""
 
 from collections.abc import Iterable, Sequence
 from typing import overload

@@ -1,7 +1,5 @@
 """Text to token ids and back, by the checkpoint's tokenizer.json.
 
-Owns: the tokenizer, and the exact bytes of each token.
-Never: renders chats (chat_template.py), decodes by increments (detokenizer.py), or imports torch.
 Source: the file formats of the `tokenizers` library; the byte alphabet is that of GPT-2's byte-level BPE.
 """
 
