@@ -2,5 +2,4 @@
 
 worker.py is its face. What the API process may load too imports no torch: worker_config.py,
 worker_errors.py, doctor_findings.py, machine.py, memory_sizes.py and the folder checkpoint/.
-Never: knows requests, text or clients.
 """

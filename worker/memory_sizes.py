@@ -1,8 +1,4 @@
-"""Sizes of the KV cache and of the host's pool in blocks, and the longest sequence.
-
-Owns: the arithmetic, and the refusals with their numbers, for weights too. Testable without a device.
-Never: measures (machine.py, device.py) or allocates (ready_model.py, host_pool.py).
-"""
+"""Sizes of the KV cache and of the host's pool in blocks, and the longest sequence."""
 
 from bisect import bisect_right
 from dataclasses import dataclass

@@ -1,7 +1,6 @@
 """Start of a model: the choice among the three kinds of steps.
 
 Owns: the order in which they are tried. A family that the paged KV cache cannot serve gets caches of its own.
-Never: loads or measures (startup/).
 """
 
 from worker.checkpoint.task import Task

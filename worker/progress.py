@@ -2,7 +2,6 @@
 
 Owns: the thread that loads, the calls to `report` from the calling thread meanwhile, and the share of each
 phase in the whole.
-Never: loads.
 """
 
 import threading

@@ -1,8 +1,4 @@
-"""The worker: one model on one device, which carries out plans.
-
-Owns: the order of its life, and an error of its own for out of memory.
-Never: decides which tokens are computed (scheduler/), or knows requests, text or clients.
-"""
+"""The worker: one model on one device, which carries out plans."""
 
 import logging
 from collections.abc import Callable

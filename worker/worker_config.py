@@ -1,8 +1,4 @@
-"""Configuration of the worker, and the facts that it reports once the model is loaded.
-
-Owns: the fields.
-Never: defaults that depend on the machine.
-"""
+"""Configuration of the worker, and the facts that it reports once the model is loaded."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum

@@ -2,7 +2,6 @@
 
 Owns: the slots of the tokens of the step under way, and the product of every linear layer that no kernel
 computes; it defines the right results.
-Never: reads adapters (files.py), or chooses their slots (store.py).
 
 Shapes: T tokens, R ranks, N outputs and K inputs of a layer.
 """

@@ -3,7 +3,6 @@
 Owns: the updates of one expert, taken out of the tensors of all (peft's target_parameters) or put together
 from those of its own modules, as adapters have them that were trained when experts were modules; and the
 experts that no kernel computes, which define the right results.
-Never: reads files (files.py), or knows the router.
 Source: ParamWrapper of peft 0.21.
 
 Shapes: E experts, R ranks, N outputs and K inputs, T tokens, P pairs of a token and an expert.

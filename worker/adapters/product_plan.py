@@ -1,8 +1,5 @@
 """The modules that a product of a device's kernels was made of, and where their outputs are.
 
-Owns: the plan of the updates of each product of a layer, whole or a rank's part of it.
-Never: packs updates (cpu/cpu_adapters.py, gpu/triton_adapters.py).
-
 Shapes: N outputs of a product.
 """
 

@@ -2,7 +2,6 @@
 
 Owns: the identity of an adapter, which is its name and its content, the slot of each one in memory, and which
 of them goes when another one needs its slot: the one that was used least recently, of those that no row uses.
-Never: decides which sequences may run together (scheduler/step/admission.py), or computes.
 """
 
 import logging

@@ -2,7 +2,6 @@
 
 Owns: the search for them, by a call of the model that is watched: a layer whose call does not go through its
 module, or that is given some of the tokens only, would leave an adapter out without a word.
-Never: knows a family, or a device's kernels.
 """
 
 import logging

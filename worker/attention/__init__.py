@@ -1,4 +1,1 @@
-"""Paged attention: the interface, the cache's layout, the reference in plain torch (engine process).
-
-Never: knows a device's kernels.
-"""
+"""Paged attention: the interface, the cache's layout, the reference in plain torch (engine process)."""

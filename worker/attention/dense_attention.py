@@ -2,7 +2,6 @@
 
 Owns: the mask of causality, windows and chunks, tiles that bound the memory of scores, the choice between
 torch's fused kernel and explicit sums.
-Never: the cache. ref_attention.py gathers from it; probe_attention.py needs no cache at all.
 
 Shapes: H KV heads, G query heads per KV head, N queries, K keys, D key size, V value size.
 The last query stands at the position of the last key; where a layer attends in chunks, the first key stands

@@ -2,7 +2,6 @@
 
 Owns: the seam: an indexer scores a sequence's index keys, one for each token, and chooses the best. It keeps
 its keys by a call of a cache of transformers; here they are rows of one more layer of the KV cache.
-Never: scores keys itself, or attends (ref_attention.py).
 Source: DeepSeek sparse attention, arXiv:2512.02556.
 
 A sequence that is no longer than the choice sees all of its keys: its index keys are written, and no more.

@@ -3,7 +3,6 @@
 Owns: the name under which transformers' models find us, the check of their arguments, and the backend of the
 step that is under way. Some families drop keyword arguments on the way to attention, so it travels outside of
 the call, in one module-level place that only `active` sets.
-Never: computes (ref_attention.py and its siblings), or chooses blocks.
 
 Fused layers call more of a backend than this: cpu/attention.py and gpu/attention.py declare it.
 Source: transformers' AttentionInterface. A name without a mask function makes its models build no

@@ -1,8 +1,6 @@
 """The KV cache: one pool, block-major, given to the layers as strided views.
 
 Owns: the layout of a block and the tensor behind it.
-Never: which layers share a block (layer_groups.py), which block belongs to whom (scheduler/), or the indices
-of a step (inputs.py, attention/).
 Source: PagedAttention, arXiv:2309.06180; blocks hold many layers, so that moving one is a single copy.
 
     pool   | block 0 (padding) | block 1 | block 2 | ...

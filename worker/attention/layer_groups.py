@@ -1,7 +1,6 @@
 """Groups of a model's layers by how long they keep tokens, and how many blocks a place of each takes.
 
 Owns: the choice of groups, and of the size of a block, by the bytes of one sequence.
-Never: the place of a layer within its block (kv_cache.py), or which tokens a layer sees (interface.py).
 
 All blocks of the pool have one size. A place of a group, which is block_size tokens of all its layers, takes
 a block for each stripe, and the layers of a group are dealt to its stripes one by one:

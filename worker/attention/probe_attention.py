@@ -2,7 +2,6 @@
 
 Owns: the record of each layer's shape, taken from a real call, so that no configuration key is guessed; and
 of its largest key and value.
-Never: runs in a served step.
 """
 
 from collections.abc import Mapping

@@ -3,7 +3,6 @@
 Owns: the indices of a step into the pool's pages, and the two paths over them. Decodes are batched:
 pages are gathered into one buffer, then product, softmax, product, the query heads of one KV head
 together. Prefill chunks go one by one through dense_attention.py.
-Never: decides which tokens are computed (steps/inputs.py).
 
 Decodes are grouped by length, so that a short sequence is not padded to the longest one's length.
 Index tensors depend on the step, the layer's lifetime and its shape; they are made once and shared by

@@ -1,8 +1,4 @@
-"""A step of one short sequence over a small cache, by which layers and bodies are tried at load.
-
-Owns: the cache, and the description of the step.
-Never: computes it, or compares anything.
-"""
+"""A step of one short sequence over a small cache, by which layers and bodies are tried at load."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

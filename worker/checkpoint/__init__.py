@@ -1,4 +1,1 @@
-"""A checkpoint's files: found, checked and read, without torch (API and engine process).
-
-Never: loads weights.
-"""
+"""A checkpoint's files: found, checked and read, without torch (API and engine process)."""

@@ -1,8 +1,4 @@
-"""Comparison of a checkpoint's files with a list of their SHA-256, as `sha256sum` writes it.
-
-Owns: the format of the list, the files that it must have, and the comparison.
-Never: decides when to compare: loader.py does for the engine process, and the API process for its texts.
-"""
+"""Comparison of a checkpoint's files with a list of their SHA-256, as `sha256sum` writes it."""
 
 import hashlib
 import re

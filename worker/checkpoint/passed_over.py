@@ -1,7 +1,6 @@
 """Tensors of a checkpoint that a model may leave unread, each kind with its reason.
 
 Owns: the whole list. A tensor that the model has no place for and that is not here ends the start.
-Never: decides what the model has a place for (worker/quantized/tensor_places.py).
 """
 
 import re

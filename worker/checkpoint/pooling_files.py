@@ -2,7 +2,6 @@
 
 Owns: modules.json and the folders it names: the pooling mode, dense layers, normalization, the longest
 prompt; and the activation of a classification head. An unknown setting is refused.
-Never: weights (pooler.py reads those of dense layers).
 Source: the folder layout that the sentence-transformers library writes.
 """
 

@@ -1,7 +1,4 @@
-"""Tasks that a checkpoint is served for: text, vectors, or scores.
-
-Never: chooses one (task_choice.py).
-"""
+"""Tasks that a checkpoint is served for: text, vectors, or scores."""
 
 from enum import StrEnum
 

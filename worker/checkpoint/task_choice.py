@@ -2,7 +2,6 @@
 
 Owns: the choice of a task if the operator names none, the class that generates, and whether the model reads a
 prompt in both directions.
-Never: reads weights or tokenizer.
 """
 
 from pathlib import Path

@@ -1,7 +1,6 @@
 """A checkpoint's tokenizer.json, or one made of its vocabulary, with the tokens that files beside it name.
 
 Owns: which tokens those are, the names by which templates know them, and the token that ends a text.
-Never: encodes a text (engine/text/tokenizer.py).
 Source: transformers' AutoTokenizer, whose ids these tokens get.
 """
 

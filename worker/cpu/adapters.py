@@ -1,8 +1,5 @@
 """Updates of a fused layer's products, in the form in which the CPU's kernels compute them.
 
-Owns: the packed updates of each slot for one product, and the structs that point to them.
-Never: multiplies (csrc/products/adapters_impl.h), or chooses slots (adapters/adapter_store.py).
-
 Shapes: R ranks of all updates of a product side by side, N outputs and K inputs, U units of 16 outputs.
 """
 

@@ -4,7 +4,6 @@ A step reads more than caches hold, so that what the interpreter does between la
 from memory: with a small model in codes that is a tenth of a step of one sequence.
 
 Owns: the body (embedding, layers, last norm), the rotations of the first positions, and the trial.
-Never: makes a layer (layer.py), or has an embedding or a rotation other than the model's own module.
 
 Shapes: T tokens, P positions, R rotated numbers, H numbers of a hidden state, V tokens of the vocabulary.
 """

@@ -1,8 +1,5 @@
 """A mixture of experts by the CPU's kernels: each chosen expert computes its tokens once.
 
-Owns: the packed weights of a layer's experts.
-Never: the router.
-
 Shapes: T tokens, K experts per token, P = T * K, H numbers of a hidden state.
 """
 

@@ -1,6 +1,5 @@
 """The choice between the CPU's kernels and torch.
 
-Owns: the reasons against kernels, the line of the log that gives one, the forecast for `tokenyard doctor`.
 Never: fails a start that torch alone could serve: it computes the same, more slowly.
 """
 

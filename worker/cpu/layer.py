@@ -1,8 +1,6 @@
 """Decoder layers as calls of the kernels, in the place of transformers' own.
 
 Owns: a layer's packed weights and the struct that points to them; an MLP that kernels cannot compute stays.
-Never: decides whether the kernels compute the same as a layer (layer_replacement.py), or calls several layers
-(body.py).
 
 Shapes: T tokens, H numbers of a hidden state.
 """

@@ -2,7 +2,6 @@
 
 Owns: the structs of csrc/kernels.h and csrc/layer.h once more, field by field, and the packed form of a
 weight. A wrong field is read or written unchecked there.
-Never: builds the library (kernel_build.py), or knows a model (layer.py).
 
 Shapes: T tokens, K inputs and N outputs of a product, B blocks of 32 outputs, H numbers of a hidden state.
 """

@@ -1,7 +1,6 @@
 """Linear layers in the form in which the CPU's kernels multiply by them.
 
 Owns: the table of formats that have a kernel, each with the function that packs it.
-Never: multiplies, or knows the order of numbers in memory (native.py).
 
 Shapes: N outputs, K inputs.
 """

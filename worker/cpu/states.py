@@ -1,6 +1,5 @@
 """Recurrent layers by the CPU's kernels.
 
-Owns: a step, the places of states and the inputs of a layer in the kernels' own form.
 Never: computes. Layers that the kernels cannot take (keys that are no multiple of a vector, or another
 activation)
 are left to ref_states.py.

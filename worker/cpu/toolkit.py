@@ -1,8 +1,4 @@
-"""The CPU's kernels that replace a model's layers: a Toolkit.
-
-Owns: the table of attention backends.
-Never: decides which layers are replaced (layer_replacement.py).
-"""
+"""The CPU's kernels that replace a model's layers: a Toolkit."""
 
 import logging
 from collections.abc import Callable, Sequence

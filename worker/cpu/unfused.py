@@ -1,7 +1,6 @@
 """Modules outside of fused layers in the form in which the CPU's kernels compute them.
 
 Owns: the output layer with the embedding tied to it, experts, and linear layers of codes, in packed form.
-Never: fuses layers (layer.py), or joins them (body.py).
 """
 
 from typing import Any, NamedTuple

@@ -1,4 +1,1 @@
-"""The device and the host's memory: allocation, copies, streams, ways to launch (engine process).
-
-Never: knows models or plans.
-"""
+"""The device and the host's memory: allocation, copies, streams, ways to launch (engine process)."""

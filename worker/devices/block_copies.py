@@ -1,9 +1,4 @@
-"""Copies between the device's pool of KV blocks and the host's, row by row.
-
-Owns: copies and runs of rows, the rows of the device's pool that a step touches, and the plain copier, which
-copies at once.
-Never: block ids, or whether a row is filled (host_pool.py); the streams of a GPU (copy_streams.py).
-"""
+"""Copies between the device's pool of KV blocks and the host's, row by row."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -1,8 +1,5 @@
 """Copies between the pools that run during the steps of a GPU.
 
-Owns: the waits of copies for steps, of steps for copies, and of copies for each other.
-Never: decides which rows are copied, or when (scheduler/).
-
 Four streams work in order, and wait for each other by events only. The host waits for nothing.
 
     compute    step 7 ------------>|step 8 ------------>|step 9 --------

@@ -1,7 +1,5 @@
 """Launches of kernels that begin while the one before them ends: programmatic dependent launch.
 
-Owns: the way in which a layer's kernels are launched, and what each of them does first.
-Never: decides for a way (worker/gpu/trials/launch_trial.py).
 Source: `griddepcontrol` of PTX, since compute capability 9.0.
 
 A kernel that is launched so may begin before the one before it has ended. It waits first: before it reads or

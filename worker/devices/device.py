@@ -1,9 +1,4 @@
-"""The device behind one interface; only the choice of kernels (worker/startup) asks whether it is a GPU.
-
-Owns: moving host arrays to the device, allocating the KV pools, choosing the copier between them, measuring
-memory, naming the device, marking points in the order of its work, recording work to be done again.
-Never: divides the memory (memory_sizes.py), or computes.
-"""
+"""The device behind one interface; only the choice of kernels (worker/startup) asks whether it is a GPU."""
 
 import mmap
 import time

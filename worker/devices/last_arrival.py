@@ -1,7 +1,5 @@
 """Split-K reduction: the last program to finish a tile sums the partial results of all.
 
-Owns: the counter of arrivals, and its memory order with the partial results.
-Never: stores or sums partial results.
 Source: split-K products (Stream-K, arXiv:2301.03598).
 """
 

@@ -3,7 +3,6 @@
 Owns: the state that they are in, and each way to another one. Kernels take weights over layer by layer; what
 they leave is copied after them. A model that is divided among GPUs need not fit on one of them: until it is
 divided, each module's weights are lent to the device for a call.
-Never: reads a format (checkpoint/, quantized/), or packs weights for kernels (model/layer_replacement.py).
 
     STORED ──> OFFERED ──> MOVED ──> OFFERED_AGAIN ──> MOVED
       └──────────────────────^

@@ -1,7 +1,6 @@
 """The interface of attention on a GPU, as fused layers and steps on the device call it.
 
 Owns: the table of backends. Another library's attention is one file that has these methods, and a row.
-Never: computes (triton_attention.py).
 
 A backend may take one step or one layer itself and leave the rest to TritonAttention, which takes all.
 

@@ -1,8 +1,5 @@
 """One step as the device sees it: tensors at fixed addresses, so that a captured graph finds them again.
 
-Owns: the shapes and the meaning of padding.
-Never: fills them (step_buffers.py).
-
 A step may be padded to the sizes of a captured graph. Tokens behind the last have slot -1 and write nothing;
 sequences behind the last have no tokens and a length of 0, and get no attention.
 

@@ -1,8 +1,5 @@
 """Steps that were captured as CUDA graphs, by their sizes.
 
-Owns: the sizes to capture, the size to which a step is padded, and the early end of capturing.
-Never: computes; the work to capture comes from runner.py.
-
 A step of a few tokens is some three hundred kernels, each a few microseconds of the host's time to launch and
 less than that to compute. Captured, it is launched at once.
 

@@ -1,7 +1,6 @@
 """Linear layers in the form in which a GPU multiplies by them.
 
 Owns: the interface of a product, and the table of formats that have one.
-Never: decides where in a layer a product stands (triton_layer.py).
 
 Shapes: T tokens, N outputs, K inputs.
 """

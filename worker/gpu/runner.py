@@ -3,7 +3,6 @@
 Owns: the order of a step on the device (bring new blocks into tables, fill in tokens that the host does
 not know, attention's batch, the model, the logits, sampling, the last token of each row), and the choice
 between a captured graph and a launch kernel by kernel.
-Never: builds a step (steps/inputs.py, step_buffers.py), or chooses how tokens are sampled (gpu_sampler.py).
 
 Shapes: T tokens, N logits wanted, V vocabulary, C rows of the worker and one more of no sequence, F fields
 of a row's sampling.

@@ -2,7 +2,6 @@
 
 Owns: the memory that graphs read a step from, at addresses that never change, and the pinned memory that it
 is copied from: two pieces in turn, so that one is filled while the other is still being read.
-Never: knows the meaning of the numbers (steps/inputs.py), or their reader (runner.py).
 
     pinned  | token ids | positions | slots | logits indices | rows | ... | blocks that are new to tables |
     device  | the same, in one copy                                      | -> into the tables, in the step |

@@ -1,8 +1,4 @@
-"""The GPU's kernels that replace a model's layers: a Toolkit.
-
-Owns: the formats that they take, and the error for a kernel that Triton cannot compile.
-Never: decides which layers are replaced (layer_replacement.py).
-"""
+"""The GPU's kernels that replace a model's layers: a Toolkit."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

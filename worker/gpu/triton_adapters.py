@@ -1,7 +1,6 @@
 """Updates of a GPU's products by adapters, stacked by slot, and the slots of a step's tokens on the device.
 
 Owns: the memory of all slots, which is allocated at start at the highest rank, so that graphs find it again.
-Never: multiplies (kernels/adapter_updates.py), or chooses slots (worker/adapters/store.py).
 
 Shapes: T tokens, C rows of the worker, S slots, M modules, R ranks of a module, N outputs and K inputs.
 """

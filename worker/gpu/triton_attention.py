@@ -1,8 +1,5 @@
 """Paged attention by our Triton kernels, for steps that are on the device.
 
-Owns: the choice of the kernels that a step needs.
-Never: computes (kernels/), builds a batch but from the host's form of one, or waits for the device.
-
 Shapes: T tokens, R sequences, Hq and Hk query and KV heads, D key size, V value size.
 """
 

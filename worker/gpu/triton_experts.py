@@ -1,8 +1,5 @@
 """A mixture of experts by our Triton kernels, without the host: four launches whatever the router chose.
 
-Owns: the choice of tiles, and the order of the kernels.
-Never: the router.
-
 Shapes: T tokens, K experts per token, E experts, H numbers of a hidden state.
 """
 

@@ -1,9 +1,4 @@
-"""Modules outside of fused layers as a GPU computes them, and the choices that need all layers.
-
-Owns: the order in which they are replaced, linear layers of codes, embeddings that look rows of codes
-up without asking the host, and a rank's part of the output layer.
-Never: fuses layers (triton_layer.py), or times products (trials/).
-"""
+"""Modules outside of fused layers as a GPU computes them, and the choices that need all layers."""
 
 from typing import Any, NamedTuple
 

@@ -1,8 +1,4 @@
-"""Several host arrays -> the device, in one copy for which the host does not wait.
-
-Owns: the place of each in the common memory.
-Never: reads their content.
-"""
+"""Several host arrays -> the device, in one copy for which the host does not wait."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,1 @@
-"""Load of a checkpoint: its kind, its files, the model that transformers builds of them (engine process).
-
-Never: moves weights (worker/devices), or runs the model.
-"""
+"""Load of a checkpoint: its kind, its files, the model that transformers builds of them (engine process)."""

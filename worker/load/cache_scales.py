@@ -1,7 +1,6 @@
 """Scales of stored keys and values that a checkpoint was calibrated with, for a KV cache of eight bits.
 
 Owns: their names in the files. Kept keys are divided by them and multiplied again, as values are.
-Never: measures scales (worker/startup/probing.py does so for layers that have none here).
 """
 
 import logging

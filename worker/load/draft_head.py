@@ -6,9 +6,6 @@ the model's own output layer:
     token at p + 1 -> embedding -> norm -+
                                          +- joint -> layer -> norm -> the model's output layer
     hidden state at p ----------> norm -+
-
-Owns: both layouts of names, and the refusal of a head that is not this model's.
-Never: runs it (steps/head_steps.py).
 """
 
 import copy

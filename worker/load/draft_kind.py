@@ -1,8 +1,4 @@
-"""The draft model that a model may have: its configuration, and the refusal of one that does not go with it.
-
-Owns: the check that both have one vocabulary.
-Never: loads it (startup/start_drafting.py).
-"""
+"""The draft model that a model may have: its configuration, and the refusal of one that does not fit."""
 
 import logging
 from collections.abc import Iterator

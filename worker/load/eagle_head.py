@@ -2,8 +2,6 @@
 
 Both published formats are read: that of speculators, which has the layer's configuration in a part by itself,
 and the one before it, LlamaForCausalLMEagle3.
-
-Never: runs it (steps/head_steps.py), or decides whether a folder is a head (draft_kind.py).
 """
 
 from pathlib import Path

@@ -1,8 +1,4 @@
-"""Loader of a checkpoint as a transformers model, with the facts that a start needs of it.
-
-Owns: the order of a load, and the refusal of checkpoints that cannot be served.
-Never: moves weights (devices/weight_life.py).
-"""
+"""Loader of a checkpoint as a transformers model, with the facts that a start needs of it."""
 
 import math
 from dataclasses import dataclass

@@ -1,8 +1,4 @@
-"""Kind of a checkpoint: the task, the format and the options by which its model is built and divided.
-
-Owns: the reading of config.json with the operator's values in it, and the refusals that need only that.
-Never: reads weights (weight_files.py), or builds a model (build.py).
-"""
+"""Kind of a checkpoint: the task, the format and the options by which its model is built and divided."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,4 @@
-"""Sizes of a model that its configuration or its layers show: vocabulary, context window, output layer.
-
-Never: sizes memory (memory_sizes.py).
-"""
+"""Sizes of a model that its configuration or its layers show: vocabulary, context window, output layer."""
 
 from contextlib import suppress
 from typing import Any

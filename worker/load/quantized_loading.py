@@ -2,7 +2,6 @@
 
 Owns: the way from the names of tensors to modules, by transformers' own renamings; the modules that stand in
 for linear layers and experts; and the refusal of everything that would not be computed exactly.
-Never: knows a format (worker/quantized), or multiplies (worker/model/quantized_layers.py).
 """
 
 import logging

@@ -1,8 +1,4 @@
-"""Quantized weights of linear layers as the files hold them: of one module, or of several as one.
-
-Owns: the reading of a module's tensors into this process's memory, and their order where they are merged.
-Never: knows a format (worker/quantized), or which module of a model they are for (quantized_loading.py).
-"""
+"""Quantized weights of linear layers as the files hold them: of one module, or of several as one."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

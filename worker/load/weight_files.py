@@ -1,7 +1,6 @@
 """Files of a checkpoint's weights: the memory that they take once loaded, and the first read of them.
 
 Owns: the choice whether kernels take the weights over layer by layer, and the comparison with checksums.
-Never: makes tensors of them (build.py).
 """
 
 import logging

@@ -1,4 +1,1 @@
-"""The layers of a model: recognised, and replaced where our kernels compute the same (engine process).
-
-Never: knows sequences or requests.
-"""
+"""The layers of a model: recognised, and replaced where our kernels compute the same (engine process)."""

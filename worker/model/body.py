@@ -1,9 +1,4 @@
-"""The body of a model: all but its head.
-
-Owns: where it is found and put, a stand-in for it, and the interface of one that computes its layers by one
-call.
-Never: makes one (cpu/body.py), or calls one (steps/model_runner.py).
-"""
+"""The body of a model: all but its head."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -2,8 +2,6 @@
 
 Owns: the shape of a layer's heads, and the order of their numbers: kernels rotate halves of a head only, so
 the weights of families that rotate neighbours are reordered.
-Never: computes a layer (cpu/layer.py, gpu/triton_layer.py), or finds out how one is called
-(layer_replacement.py).
 
 Shapes: D numbers of a head, H heads, N outputs and K inputs of a projection.
 """

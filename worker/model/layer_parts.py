@@ -3,7 +3,6 @@
 Owns: where the layers of a model are, and the recognition of a layer's mixer and MLP: norms and MLPs by their
 names, mixers as the module that is left, norms and the activation by the values they compute. A wrong guess
 is found by layer_replacement.py, which compares the results.
-Never: knows a model family, or reads a layer's code.
 
 Shapes: H numbers of a hidden state.
 """

@@ -2,7 +2,6 @@
 
 Owns: the order of it, and the report: a layer that differs in its trial stays as it was, and the report says
 why.
-Never: compares layers (layer_trial.py).
 """
 
 from collections import Counter

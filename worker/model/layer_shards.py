@@ -2,7 +2,6 @@
 
 Owns: the cut. Of attention a rank has whole heads, of the MLP gates with their ups; the sums of both are
 those of the layer once they are reduced over all ranks.
-Never: cuts a layer that was not recognised (layer_replacement.py refuses it), or reduces (csrc/layer.cpp).
 Source: column and row parallel layers, arXiv:1909.08053.
 """
 

@@ -1,6 +1,5 @@
 """Trial of a model's layers: one of each kind is computed both ways in float32, on numbers of several sizes.
 
-Owns: the record of how layers are called, and the comparison of a layer with the fused one.
 Never: trusts a name: a guess of layer_parts.py counts only after the trial.
 
 Shapes: T tokens, H numbers of a hidden state.

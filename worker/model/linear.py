@@ -2,7 +2,6 @@
 
 Owns: the form of a weight that the rest of the worker relies on, the merging, reordering and cutting of
 linear layers, and their product in plain torch, which is the reference.
-Never: knows a device's kernels (cpu/products.py, gpu/products.py), or reads a checkpoint.
 Source: column and row parallel layers, arXiv:1909.08053.
 
 A new format of weights is a Weight, and a row in the table of each device that has a kernel for it.

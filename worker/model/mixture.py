@@ -2,7 +2,6 @@
 
 Owns: the reading of experts modules that declare their layout, as transformers' experts interface asks; the
 gate, found by its values; and a trial of each kind on the module's own weights.
-Never: the router, or the products (cpu/experts.py, gpu/triton_experts.py).
 
 Shapes: T tokens, K experts per token, E experts, H numbers of a hidden state, I gates of an expert.
 """

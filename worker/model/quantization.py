@@ -1,7 +1,6 @@
 """The choices of --quantization, --quantize-head and --activations, which round parts of a loaded model.
 
 Owns: the words of the options, the rounding that each one stands for, and the error that it explains.
-Never: multiplies (each device's kernels), or reads checkpoints whose weights were rounded before.
 
 Shapes: N outputs, K inputs.
 """

@@ -2,7 +2,6 @@
 
 Owns: their products in plain torch. A weight becomes numbers block by block, so that no more than a block of
 it stands in memory as numbers; every family can be computed in this way, slowly.
-Never: reads checkpoints (load/quantized_loading.py), or knows a device's kernels.
 
 Shapes: T tokens, K experts per token, P = T * K, H numbers of a hidden state, N outputs.
 """

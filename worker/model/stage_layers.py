@@ -2,7 +2,6 @@
 
 Owns: modules in the place of what other stages have, and the hidden states that come to the first layer of a
 stage and leave behind its last.
-Never: cuts a layer that was not recognised (model/layer_replacement.py refuses it).
 
 Families scale their embeddings, or add to them, before the first layer. So all of that runs on each stage, on
 zeros, and the first layer of its own takes what came instead.

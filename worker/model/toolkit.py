@@ -1,8 +1,4 @@
-"""Interface of the kernels of one kind of device, for the start of a model.
-
-Owns: the calls that the replacement of layers and the start of a model make.
-Never: implements it (cpu/toolkit.py, gpu/toolkit.py).
-"""
+"""Interface of the kernels of one kind of device, for the start of a model."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager

@@ -1,8 +1,5 @@
 """The output layer and the embedding, divided by tokens of the vocabulary.
 
-Owns: the shard of each rank, and what ranks exchange for whole rows of logits and whole embeddings.
-Never: multiplies (cpu/toolkit.py, gpu/toolkit.py).
-
 Shapes: T tokens, V tokens of the vocabulary, P of them on one rank, H numbers of a hidden state.
 """
 

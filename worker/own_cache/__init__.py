@@ -1,4 +1,1 @@
-"""Families without a paged cache: each sequence is computed alone (engine process).
-
-Never: batches.
-"""
+"""Families without a paged cache: each sequence is computed alone (engine process)."""

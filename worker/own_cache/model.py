@@ -1,7 +1,6 @@
 """A model of transformers, called for one sequence at a time with the cache that the model itself makes.
 
 Owns: the call of the model, and the cache kept between calls, where the family makes one that can be used.
-Never: batches, or knows the content of a cache: keys and values, a recurrent state, a convolution's end.
 
 Shapes: T tokens, V tokens of the vocabulary.
 """

@@ -2,7 +2,6 @@
 
 Owns: the families whose logits were compared with transformers' own, and the rows that are added behind
 layers.
-Never: chooses what is read when (pictures.py).
 
 Shapes: P places of pictures, H numbers of a hidden state.
 """

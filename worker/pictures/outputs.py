@@ -2,7 +2,6 @@
 
 Owns: how long one is kept: while a sequence is yet to compute places of the picture, and after that until the
 room is wanted. A picture that comes again, in the next turn of a chat say, is not computed again.
-Never: computes one (eyes.py).
 """
 
 from collections import OrderedDict

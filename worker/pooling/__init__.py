@@ -1,4 +1,1 @@
-"""Steps that turn prompts into vectors or scores (engine process).
-
-Never: generates tokens.
-"""
+"""Steps that turn prompts into vectors or scores (engine process)."""

@@ -4,7 +4,6 @@ A prompt is computed in chunks, and read from the prefix cache, if only its last
 otherwise it is computed whole.
 
 Owns: one forward pass without an output layer, and the spans of its prompts.
-Never: KV blocks or rows; a step is built as for generation (steps/inputs.py).
 
 Shapes: T tokens, N prompts that end in this step, H hidden size, E size of the vectors.
 """

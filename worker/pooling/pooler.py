@@ -1,8 +1,6 @@
 """Vectors from hidden states, and scores from the outputs of a head.
 
 Owns: pooling, dense layers, normalization, activations; all in float32 for every dtype of the model.
-Never: runs the model (decoder_pooling.py, encoder_pooling.py), or reads how a checkpoint pools
-(pooling_files.py).
 
 Shapes: T tokens, N prompts, H hidden size, E size of the vectors.
 """

@@ -1,7 +1,6 @@
 """Steps of a model that pools: prompts in, vectors out.
 
 Owns: the order of such a step: apply the plan's changes, compute, pool; the failure of single sequences.
-Never: loads (start_pooling.py), or knows how hidden states become a vector (pooler.py).
 """
 
 from typing import NamedTuple, Protocol

@@ -1,8 +1,4 @@
-"""From a checkpoint's quantization_config to the rules that say how its modules are read.
-
-Owns: the names of the methods, and the refusal of those that are not supported.
-Never: reads tensors (the readers do).
-"""
+"""From a checkpoint's quantization_config to the rules that say how its modules are read."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,6 @@
 """FP8 checkpoints as DeepSeek and Qwen publish them, with a scale for each block, and those of ModelOpt.
 
 Owns: blocks of any size, a single scale for a whole weight or for each output, and ModelOpt's NVFP4.
-Never: compressed-tensors' float-quantized (compressed_tensors.py).
 
 Shapes: N outputs, K inputs.
 """

@@ -1,7 +1,6 @@
 """Blocks of GGUF files as weights: codes with scales of groups, exactly as their types define them.
 
 Owns: the layouts of the types, and the changes of numbers that worker/checkpoint/gguf/layouts.py names.
-Never: reads metadata (worker/checkpoint/gguf).
 Source: ggml's block types.
 
 Shapes: N outputs, K inputs, B blocks of an output, G groups of inputs.

@@ -1,6 +1,5 @@
 """GPTQ checkpoints: four or eight bits, packed along inputs, whose groups may be spread over all inputs.
 
-Owns: both versions of the layout, the order of inputs (desc_act), and exceptions by module (`dynamic`).
 Source: arXiv:2210.17323.
 
 Shapes: N outputs, K inputs, G groups of inputs.

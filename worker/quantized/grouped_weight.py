@@ -2,7 +2,6 @@
 
 Owns: the meaning of codes, scales, offsets and permutation, and what may be cut or merged. It is a Weight of
 worker/model/linear.py.
-Never: reads files, or knows a checkpoint's method.
 
 Shapes: N outputs, K inputs, G groups of inputs.
 """

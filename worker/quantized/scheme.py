@@ -1,8 +1,5 @@
 """The contract between a checkpoint's quantization_config, its readers and the loader.
 
-Owns: what a reader is, what every reader checks, and how a refusal reads.
-Never: knows a format (formats.py and the readers do).
-
 Shapes: N outputs, K inputs, G groups of inputs.
 """
 

@@ -2,7 +2,6 @@
 
 Owns: the way from a checkpoint's names to the model's, by transformers' own renamings, and the comparison of
 what the files hold with what the model takes.
-Never: reads a weight, but for biases that the model lacks.
 """
 
 import math

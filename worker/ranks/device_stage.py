@@ -2,7 +2,6 @@
 
 Owns: a one-way channel over NCCL, whose sends wait on a stream of their own and not
 within the device's work; and one through the host's memory, for stages that share a GPU.
-Never: opens a process group (device_ranks.py), or sums.
 
 A stage with a GPU of its own goes on with its next step while the hidden states of up to two others wait for
 the next stage. So sends are no part of a graph: the last layer in a graph leaves its result at a fixed place,

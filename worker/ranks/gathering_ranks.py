@@ -1,8 +1,5 @@
 """Agreement of ranks by gathering, in the same way over memory, links and devices.
 
-Owns: numbers and texts of all ranks, and the refusal where texts differ.
-Never: exchanges anything itself (shared_ranks.py, linked_ranks.py, device_ranks.py).
-
 Shapes: S ranks, T tokens, P numbers of one rank.
 """
 

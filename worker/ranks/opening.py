@@ -1,8 +1,4 @@
-"""The choice of the exchange between ranks: memory of the host, links of other nodes, or GPUs.
-
-Owns: the choice.
-Never: opens a device.
-"""
+"""The choice of the exchange between ranks: memory of the host, links of other nodes, or GPUs."""
 
 from pathlib import Path
 

@@ -2,7 +2,6 @@
 
 Owns: the operations that ranks carry out together. Each rank calls the same ones in the same order, which
 follows from the plans alone.
-Never: exchanges anything itself (shared_ranks.py, device_ranks.py).
 Source: tensor parallelism, arXiv:1909.08053.
 
 Shapes: T tokens, P numbers of one rank.

@@ -1,7 +1,6 @@
 """A rank's stage of a pipeline: which layers it has, and how hidden states come and go.
 
 Owns: the division of layers, and a one-way channel for hidden states over memory that two processes share.
-Never: computes, or sums (shared_ranks.py).
 Source: pipeline parallelism as in GPipe, arXiv:1811.06965, for inference.
 
 A channel has places for pieces. The sender fills one and sends its length over a socket; the receiver empties

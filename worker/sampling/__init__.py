@@ -1,4 +1,1 @@
-"""Logits to tokens: edits, grammars, sampling (engine process).
-
-Never: computes logits.
-"""
+"""Logits to tokens: edits, grammars, sampling (engine process)."""

@@ -3,7 +3,6 @@
 Owns: the thread that compiles, one grammar after the other, and the rows until the step that admits their
 sequences takes them. It also frees the matchers of rows that are gone, which takes up to a millisecond each,
 and gives their memory back to the system.
-Never: decides which grammars are compiled and how many at once (scheduler/queues/compilations.py).
 
 The library lets go of the interpreter while it compiles and computes a mask, so that steps go on meanwhile.
 """

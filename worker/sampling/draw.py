@@ -1,6 +1,5 @@
 """Sampling from edited logits, one token a row: the maximum, or a draw by inverse CDF.
 
-Owns: temperature, min-p, top-k, top-p and the draw.
 Never: state; each function is pure but for scratch memory, and one row never sees another.
 Source: inverse transform sampling, L. Devroye, "Non-Uniform Random Variate Generation", 1986, II.2;
 nucleus (top-p), arXiv:1904.09751; min-p, arXiv:2407.01082.

@@ -1,7 +1,5 @@
 """Edits of logits that requests ask for before sampling, and reports of log-probabilities.
 
-Owns: logit bias, bans, the penalties, log-probabilities.
-Never: temperature, truncation or the draw (draw.py), nor the state of rows (state.py).
 Source: repetition penalty, CTRL, arXiv:1909.05858, section 4.1, over prompt and output; presence and
 frequency penalty as OpenAI's API reference defines them, over the output.
 

@@ -1,7 +1,4 @@
-"""The sampler of a model that generates, by its part among ranks, and the compiler of its grammars.
-
-Never: samples on a GPU (gpu/sampling/gpu_sampler.py).
-"""
+"""The sampler of a model that generates, by its part among ranks, and the compiler of its grammars."""
 
 from worker.checkpoint.checkpoint_files import find_checkpoint
 from worker.devices.device import Device

@@ -1,7 +1,6 @@
 """Base of all samplers: the state of each row, and results that the host may collect later.
 
 Owns: rows by number, and the order in which a row's state is updated.
-Never: logits (sampler.py and gpu/sampling/gpu_sampler.py), nor which sequence holds a row (row_table.py).
 
 `begin` asks for a token, and `result` returns it. In between the device may still be sampling it, and a step
 that does not depend on it may begin:

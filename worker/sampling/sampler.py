@@ -1,7 +1,6 @@
 """Sampler in plain torch: one call for all sequences that sample in a step.
 
 Owns: the grouping of rows by the work they need, the check that logits are finite, the division among ranks.
-Never: the state of rows (row_sampler.py), nor when a sequence ends (the scheduler).
 Source: the order of the steps is that of scheduler.messages.SamplingParams.
 
 A token depends on the row's own logits, parameters, seed and history alone: neither neighbours nor

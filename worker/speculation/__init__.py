@@ -1,4 +1,1 @@
-"""Drafts for the next step: proposers, and the drafts of each row (engine process).
-
-Never: verifies a draft, or decides whether it pays.
-"""
+"""Drafts for the next step: proposers, and the drafts of each row (engine process)."""

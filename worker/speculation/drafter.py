@@ -1,8 +1,4 @@
-"""Drafts for each row: its proposer, and the rest of its guess.
-
-Owns: the proposers of each row.
-Never: limits of a step or of a sequence (the scheduler's), or grammars and stop tokens (row_sampler.py).
-"""
+"""Drafts for each row: its proposer, and the rest of its guess."""
 
 import numpy as np
 from numpy.typing import NDArray

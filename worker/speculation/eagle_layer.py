@@ -7,7 +7,6 @@
 The residual begins as what is kept, or as its norm. The layer's output, before the last norm, is in the place
 of what is kept where the next guess is made.
 
-Never: reads its weights (load/eagle_head.py), or runs it (steps/head_steps.py).
 Source: EAGLE-3, arXiv:2503.01840; names and options as vLLM and speculators have them.
 
 Shapes: T tokens, N tokens that are sampled, H numbers of a hidden state, V tokens of the model's

@@ -1,7 +1,5 @@
 """A head that drafts tokens: its inputs, and its layer as a model without an output layer.
 
-Never: reads its weights (load/draft_head.py), or runs it (steps/head_steps.py).
-
 Shapes: T tokens, H numbers of a hidden state.
 """
 

@@ -1,8 +1,5 @@
 """Proposers: each guesses the next tokens of one row from some text.
 
-Owns: the row's own tokens as a source, the text that its client expects, and the replies of late, which are
-kept apart by scope.
-Never: cuts a guess to what a grammar or a limit allows (drafter.py).
 Source: prompt lookup (A. Saxena, 2023: n-grams of the row's own text); OpenAI's predicted outputs; suffix
 decoding over earlier replies, arXiv:2411.04975, here without trees: the longest match decides.
 """

@@ -1,4 +1,1 @@
-"""Start of a worker: load the model, measure memory, allocate, try (engine process).
-
-Never: runs a plan.
-"""
+"""Start of a worker: load the model, measure memory, allocate, try (engine process)."""

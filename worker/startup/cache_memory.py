@@ -2,7 +2,6 @@
 
 Owns: the order: layers are seen, kernels opened and adapters' layers found before the largest step is run;
 one size of the pools for all ranks.
-Never: divides memory (memory_sizes.py).
 """
 
 from dataclasses import dataclass

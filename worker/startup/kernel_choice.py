@@ -1,8 +1,4 @@
-"""The kernels of the device that a model is loaded on: CPU or GPU is asked here, once.
-
-Owns: the table of kinds of devices, each with its forecast, its toolkit and the memory that it will need.
-Never: compiles (cpu/kernel_choice.py, gpu/kernel_choice.py).
-"""
+"""The kernels of the device that a model is loaded on: CPU or GPU is asked here, once."""
 
 from collections.abc import Callable
 from dataclasses import replace

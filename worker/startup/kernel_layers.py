@@ -2,7 +2,6 @@
 
 Owns: the order in which products are proven, layers are replaced and the whole is tried again; and the
 refusal of options that have no effect then.
-Never: replaces a layer itself (model/layer_replacement.py).
 """
 
 import logging

@@ -1,7 +1,6 @@
 """Calls of a loaded model without a cache, which show what its layers keep and how much memory a step takes.
 
 Owns: the layout of a block, the scales of keys and values in eight bits, and the largest step.
-Never: judges what the model computes (self_check.py).
 """
 
 import math

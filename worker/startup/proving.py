@@ -1,8 +1,4 @@
-"""Proof of a model over its cache: by torch first, then by our own kernels against that.
-
-Owns: the order of the two trials, and the cache of whole heads for the first.
-Never: compares logits itself (self_check.py).
-"""
+"""Proof of a model over its cache: by torch first, then by our own kernels against that."""
 
 import logging
 from dataclasses import replace

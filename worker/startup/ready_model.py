@@ -3,7 +3,6 @@
 Owns: the order of the start. One call of the model shows the keys and values that each layer keeps, which
 gives the layout of the cache; the memory that is left gives its size; the size gives the longest sequence.
 At the end the whole is tried (proving.py), and copies between the pools are timed.
-Never: runs a plan, or asks for the kind of its device (kernel_choice.py).
 """
 
 import logging

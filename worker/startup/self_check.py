@@ -4,7 +4,6 @@ Owns: one short random sequence, run in three steps (a first chunk, a later chun
 the decode alone differs, and the comparison with the model's own eager attention. Some families keep state
 other than keys and values, or do not use the attention call at all: the check finds them without a list of
 names. It is also the warm-up.
-Never: compares texts, or corrects anything.
 """
 
 from collections.abc import Iterator

@@ -3,7 +3,6 @@
 Owns: the order: the layers that can be updated are found before any is replaced; after that every one of them
 is made computable, and the adapters of the command line are loaded. Their memory is checked against the
 memory that the KV cache leaves.
-Never: reads an adapter (adapters/files.py).
 """
 
 import logging

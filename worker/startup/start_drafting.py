@@ -1,8 +1,4 @@
-"""Start of a draft model, or of the head of a checkpoint, next to the model that it drafts for.
-
-Owns: its load, and the sizes by which it steps.
-Never: changes the start of the model itself, which only gets larger blocks.
-"""
+"""Start of a draft model, or of the head of a checkpoint, next to the model that it drafts for."""
 
 import logging
 

@@ -1,8 +1,4 @@
-"""Start of an encoder, which pools prompts and keeps nothing of them.
-
-Owns: the longest prompt, and the nominal KV cache that the scheduler counts.
-Never: runs a plan.
-"""
+"""Start of an encoder, which pools prompts and keeps nothing of them."""
 
 from dataclasses import replace
 from typing import Any

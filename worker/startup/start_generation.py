@@ -1,8 +1,4 @@
-"""Start of a model that generates.
-
-Owns: the load before ready_model.py, and the rows, runner and sampler after it.
-Never: runs a plan.
-"""
+"""Start of a model that generates."""
 
 from dataclasses import replace
 

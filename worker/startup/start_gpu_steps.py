@@ -1,8 +1,4 @@
-"""The start of steps on a GPU, once the model and its cache are there.
-
-Owns: the memory that steps and graphs hold, allocated here, and the capture of graphs.
-Never: runs on a machine without Triton.
-"""
+"""The start of steps on a GPU, once the model and its cache are there."""
 
 from typing import Any
 

@@ -1,8 +1,4 @@
-"""Load of the head of a checkpoint that drafts for its model.
-
-Owns: the choice whether a head is taken, and its layer as a model of its own.
-Never: tries it over the cache (start_drafting.py).
-"""
+"""Load of the head of a checkpoint that drafts for its model."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple

@@ -1,8 +1,4 @@
-"""Start of a model that pools prompts to vectors or scores.
-
-Owns: the pooling of a decoder, and the table of prompts for both kinds of model.
-Never: runs a plan.
-"""
+"""Start of a model that pools prompts to vectors or scores."""
 
 import logging
 from dataclasses import replace

@@ -1,4 +1,1 @@
-"""States of recurrent layers: their shape, their place in blocks, their recurrences (engine process).
-
-Never: keys and values (worker/attention), or which block belongs to whom (scheduler/).
-"""
+"""States of recurrent layers: their shape, their place in blocks, their recurrences (engine process)."""

@@ -1,7 +1,6 @@
 """Interface of recurrent layers to the step that is under way, and the shape of their states.
 
 Owns: one form for the recurrences of all families, and the interface of what computes them.
-Never: knows a family (load/recurrent_functions.py), or computes (rules.py, ref_states.py).
 
 Shapes: T tokens, C channels of a convolution, W its width, H heads, G groups of heads with the same key and
 query, K numbers of a key, V numbers of a value.

@@ -1,8 +1,5 @@
 """States of the sequences of a step in blocks, read and written by plain torch.
 
-Owns: the way from a sequence's blocks to the tensors of a layer and back.
-Never: computes (rules.py).
-
 Shapes: R sequences of the step, decodes first; S blocks of a sequence's state; E bytes of a block.
 """
 

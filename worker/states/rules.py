@@ -1,7 +1,6 @@
 """The recurrences and the convolution in plain torch, on any device: the definition of correct.
 
 Owns: one token after the other, so that results do not depend on how a prompt is cut.
-Never: knows where states are kept (ref_states.py).
 Source: Gated Delta Networks, arXiv:2412.06464; Mamba-2, arXiv:2405.21060; Mamba, arXiv:2312.00752.
 
 Shapes as in interface.py; N sequences that are computed together, each by as many tokens.

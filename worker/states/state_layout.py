@@ -1,8 +1,5 @@
 """The place of states in blocks.
 
-Owns: the division of a sequence's state among blocks of the KV cache's size.
-Never: which blocks a sequence has (scheduler/), or their content (ref_states.py).
-
     state of a sequence   | block 0                     | block 1                     | ...
     block                 | layer 0: inputs | rows 0..5 | rows 6..15 | layer 1: inputs| rows ...
 

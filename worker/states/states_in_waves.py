@@ -2,7 +2,6 @@
 
 Owns: the division of a layer's tokens into waves, the copy of what the layer has written between two, and the
 inputs of drafts, which states take in once it is known which of them are right.
-Never: computes (ref_states.py and its siblings), or chooses a point or a draft (scheduler/).
 
     share of a sequence   | tokens before a point | tokens behind it | drafts                    |
     wave                  | 0, then the copy      | 1                | the last: states stay     |

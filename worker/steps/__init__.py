@@ -1,4 +1,1 @@
-"""One step of a model that generates: rows, inputs, the forward pass, the host's pool (engine process).
-
-Never: decides which tokens are computed.
-"""
+"""One step of a model that generates: rows, inputs, the forward pass, the host's pool (engine process)."""

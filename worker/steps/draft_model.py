@@ -8,7 +8,6 @@ those of both models, so that a preemption, a swap or a cached prefix moves or k
     draft model         written here . |  behind: caught up when drafts are asked for
 
 Prompts too are caught up when drafts are first wanted, in parts as large as a pass may be.
-Never: verifies a draft, or decides how many are worth their time (scheduler/drafts/draft_rule.py).
 Source: speculative decoding, arXiv:2211.17192; here a draft is sampled with the uniform of its position, and
 not judged by probabilities.
 """

@@ -8,7 +8,6 @@ steps. On a device that works ahead, a launch asks for all of this and waits for
 The device carries steps out in the order of their launches. An earlier step is computed before a later one
 copies or overwrites its blocks. A token that the host has not read when it builds the next step is known on
 the device by then (UNKNOWN_TOKEN).
-Never: loads (startup/), or computes (model_runner.py and gpu/runner.py).
 
 Shapes: N tokens that are sampled in a step, V vocabulary.
 """

@@ -8,7 +8,6 @@ Hidden states are one more layer of the blocks, as the keys and values of the he
 or a cached prefix moves or keeps them, and the head may catch up at any time. So it costs nothing while no
 draft pays. The key at the last place of a shared prefix is that of the token with which another sequence went
 on: it may cost a draft.
-Never: chooses what is computed (draft_model.py), or builds the head (load/draft_head.py).
 
 Shapes: T tokens, N tokens that are sampled, H numbers of a hidden state, in `heads` parts of a KV layer.
 """

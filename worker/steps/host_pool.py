@@ -1,7 +1,6 @@
 """The host's pool of KV blocks, for preempted sequences and cached prefixes; all copies of a plan.
 
 Owns: its memory, in the device pool's format; the check of a plan's copies; the measured time of a copy.
-Never: which sequence has a block, or is swapped (scheduler/); when a copy is made (block_copies.py).
 
 Block ids are 1 to num_blocks, as in the device's pool; but nothing here is padding, so block n is row n - 1.
 """

@@ -2,7 +2,6 @@
 
 Owns: the flattened batch (one token after another, sequences side by side, decodes first), and the
 checks that keep a wrong plan from writing outside of its blocks or reading outside of the vocabulary.
-Never: changes a row.
 
 Shapes: R sequences, T tokens, N logits wanted.
 """

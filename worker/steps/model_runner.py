@@ -2,7 +2,6 @@
 
 Owns: the calls of a transformers model and of one without a head, and the executor that its attention calls
 reach; the StepRunner protocol, and the plain runner.
-Never: builds the batch (inputs.py) or samples tokens (sampling/).
 """
 
 import inspect

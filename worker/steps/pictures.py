@@ -2,7 +2,6 @@
 
 Owns: which of them are computed now, and the rows and positions that they give a step; whether a model's
 pictures are read at all.
-Never: decides when a picture is computed: plans do.
 
 Shapes: T tokens of the step, P places of pictures among them, L tokens of a prompt up to the end of its last
 picture, H numbers of a hidden state.

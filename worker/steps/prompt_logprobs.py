@@ -1,7 +1,6 @@
 """Log-probabilities of the tokens of prompts, for sequences that ask for them.
 
 Owns: the sequences that ask, and the tokens of a step that are scored for them.
-Never: the arithmetic (logits.py), or which tokens were reported before (the scheduler).
 
 The logits of a whole prompt would be the largest tensor of all: 2,048 tokens of 150,000 logits are 1.2 GB.
 They are computed, reported and dropped a slice at a time.

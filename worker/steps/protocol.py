@@ -1,9 +1,4 @@
-"""The protocol of a worker's steps, and the result of a step that was launched.
-
-Owns: the contract that generation, pooling and own-cache steps share, and the error for a device that is out
-of memory.
-Never: computes.
-"""
+"""The protocol of a worker's steps, and the result of a step that was launched."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -3,7 +3,6 @@
 Owns: the row of a sequence, a fixed place below max_num_seqs for as long as the sequence is running.
 Plans bring changes only; sampled tokens are appended here and are not sent again. A device that works ahead
 samples them after the next step is built: until they are read, their places are kept.
-Never: the scheduler's view of a sequence (scheduler/sequence.py), or sampling state (sampling/state.py).
 
 Arrays are indexed by row, so that a step is built from them without a loop over tokens.
 """

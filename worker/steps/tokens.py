@@ -1,8 +1,5 @@
 """Input and output of one forward pass of a model, on its device.
 
-Owns: the records.
-Never: arrays on the host (inputs.py), or the call of a model (model_runner.py).
-
 Shapes: T tokens, N tokens whose outputs are wanted, H numbers of a hidden state, V tokens of the vocabulary.
 """
 

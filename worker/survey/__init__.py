@@ -1,4 +1,1 @@
-"""Survey for `tokenyard doctor`: device, files and memory, without loading the model (process of its own).
-
-Never: loads weights.
-"""
+"""Survey for `tokenyard doctor`: device, files and memory, without loading the model (process of its own)."""

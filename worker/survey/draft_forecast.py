@@ -1,7 +1,4 @@
-"""Forecast of the memory that a draft model, or a head of the checkpoint, takes before it is loaded.
-
-Never: checks whether it fits (forecast.py).
-"""
+"""Forecast of the memory that a draft model, or a head of the checkpoint, takes before it is loaded."""
 
 from dataclasses import dataclass
 from typing import Any

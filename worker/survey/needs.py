@@ -1,7 +1,6 @@
 """The memory that models need which share a device, before any of them is loaded.
 
 Owns: the budget of a device for all models, and what one takes beside its KV cache.
-Never: divides the budget (engine/models/ledger.py), or checks a model otherwise (survey.py).
 """
 
 from collections.abc import Iterator, Sequence

@@ -3,7 +3,6 @@
 Owns: imports in the order of the engine process, and the report: each finding is one line of JSON, so that
 earlier findings are read even if a later one takes the process down. For a list of models it is the memory
 that each needs, or what is wrong with one that cannot be loaded.
-Never: looks at anything itself (survey.py, needs.py).
 """
 
 import json

@@ -1,8 +1,4 @@
-"""Survey of the device and the model, as the worker would find them, without loading the model.
-
-Owns: the part of `tokenyard doctor` that needs torch and transformers.
-Never: computes how memory is divided (forecast.py), or reports (process.py).
-"""
+"""Survey of the device and the model, as the worker would find them, without loading the model."""
 
 from collections.abc import Iterator
 from functools import partial

@@ -1,8 +1,4 @@
-"""A model without content: its layers, and what they keep of a token, without a weight in memory.
-
-Owns: one call of the model on tensors that have shapes alone.
-Never: counts memory (forecast.py).
-"""
+"""A model without content: its layers, and what they keep of a token, without a weight in memory."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,1 @@
-"""GGUF files as checkpoint folders: header, metadata and tokenizer, without torch (API and engine process).
-
-Never: reads tensors.
-"""
+"""GGUF files as checkpoint folders: header, metadata, tokenizer, without torch (API and engine process)."""

@@ -1,7 +1,6 @@
 """Translation of a GGUF file's metadata into config.json.
 
 Owns: what is the same for all families, the ids of tokens, and the refusal of what a family does not have.
-Never: knows a family (families.py), or the tokenizer (tokenizer.py).
 Source: the metadata that llama.cpp's converter writes.
 """
 

@@ -1,7 +1,6 @@
 """The families of models that are read from GGUF files: a row for each, and functions where a layout differs.
 
 Owns: the names of their tensors in the file and in transformers' model, and the keys of their configurations.
-Never: reads a tensor, or knows rotary embeddings (rotary.py) and what is the same for all (config.py).
 Source: the names, metadata and orders that llama.cpp's converter writes.
 """
 

@@ -2,8 +2,6 @@
 
 Owns: the parsing, bounded by the file's own length, the sizes of the types of blocks, and of which tensors a
 weight is made.
-Never: reads tensors (worker/quantized/gguf_blocks.py), or knows what the metadata mean (config.py and its
-neighbours).
 Source: the GGUF specification, versions 2 and 3. The package gguf reads it too, but takes 10 s and 0.5 GB for
 the tokens of a large vocabulary.
 """

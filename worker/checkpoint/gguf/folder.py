@@ -1,7 +1,6 @@
 """A checkpoint folder for a GGUF file: what it says as JSON, and a link to it for its weights.
 
 Owns: the folder, in the user's cache, so that all that reads checkpoints need not know the format.
-Never: copies weights, or downloads anything.
 """
 
 import json

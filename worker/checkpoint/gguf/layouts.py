@@ -1,8 +1,4 @@
-"""Changes of a weight's numbers on the way from a GGUF file to a model, as plain data.
-
-Owns: the kinds of changes, which the rows of families.py name.
-Never: makes them (worker/quantized/gguf_blocks.py).
-"""
+"""Changes of a weight's numbers on the way from a GGUF file to a model, as plain data."""
 
 from dataclasses import dataclass
 

@@ -1,8 +1,4 @@
-"""Rotary embeddings of a GGUF file as the parameters that transformers' configurations have.
-
-Owns: their metadata, and the few tensors that hold divisors of frequencies.
-Never: knows other settings of a family (settings.py).
-"""
+"""Rotary embeddings of a GGUF file as the parameters that transformers' configurations have."""
 
 import math
 import struct

@@ -1,7 +1,6 @@
 """Settings of models that only some families have, and the changes of their tensors.
 
 Owns: a function or two for each family whose configuration or layout is its own; families.py names them.
-Never: knows names of tensors in the model, or reads one.
 Source: the metadata and orders that llama.cpp's converter writes.
 """
 

@@ -2,7 +2,6 @@
 
 Owns: byte-level pairs ("gpt2"), pairs of sentencepiece by rank ("llama") or as stored ("gemma4"), and chat
 templates.
-Never: encodes a text (engine/text does).
 Source: the metadata that llama.cpp's converter writes; the file format of the `tokenizers` library.
 """
 

@@ -1,8 +1,4 @@
-"""The weights of a model in a GGUF file: their names, and what is to be undone of each tensor's numbers.
-
-Owns: the way from a file's names to those of transformers' model, by the rows of families.py.
-Never: reads a tensor (worker/quantized/gguf_blocks.py does, and makes the changes).
-"""
+"""The weights of a model in a GGUF file: their names, and what is to be undone of each tensor's numbers."""
 
 import re
 from collections import defaultdict

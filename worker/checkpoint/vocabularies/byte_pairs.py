@@ -1,6 +1,5 @@
 """Vocabularies of bytes by rank, tekken.json and tiktoken's, as tokenizer.json.
 
-Owns: both forms of the files, and which patterns go with a file that names none.
 Never: runs the code that a checkpoint brings for such a file.
 Source: the files of Mistral's models, and of Moonshot's; ids are those of the libraries that wrote them.
 """

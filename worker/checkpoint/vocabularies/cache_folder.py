@@ -1,7 +1,6 @@
 """Folders in the user's cache for what is made of a checkpoint's files, so that it is made once.
 
 Owns: their names, which change with the files and with the code that makes them, and their safety.
-Never: knows what is in them.
 """
 
 import hashlib

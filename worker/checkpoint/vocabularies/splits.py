@@ -1,7 +1,6 @@
 r"""Rules by which byte-level tokenizers cut a text before they merge pairs, by their names in GGUF files.
 
 Owns: expressions, each of which cuts the pieces that the one before it has left.
-Never: merges pairs.
 Source: the tokenizer.json of the models, which llama.cpp has these names for; expressions are Oniguruma's.
 """
 

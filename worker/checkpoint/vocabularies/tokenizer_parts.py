@@ -1,7 +1,5 @@
 """Entries of tokenizer.json that several kinds of vocabularies have in common.
 
-Owns: their spelling.
-Never: reads a file.
 Source: the file format of the `tokenizers` library.
 """
 

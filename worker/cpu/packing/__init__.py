@@ -1,4 +1,1 @@
-"""Weights in the form and the memory in which the CPU kernels read them (engine process).
-
-Never: calls a kernel (native.py).
-"""
+"""Weights in the form and the memory in which the CPU kernels read them (engine process)."""

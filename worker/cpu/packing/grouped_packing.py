@@ -1,7 +1,6 @@
 """Weights with scales of groups in the order in which the CPU's kernels read them.
 
 Owns: the layouts of csrc/products/grouped_*_impl.h, and which weights fit them.
-Never: multiplies (native.py), or reads checkpoints (worker/quantized).
 
 Shapes: B blocks of 32 outputs, N outputs, K inputs, G groups of inputs. A block's column c is half c // 16,
 lane c % 16.

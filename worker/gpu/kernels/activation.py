@@ -1,7 +1,5 @@
 """The gate of an MLP on a GPU: act(gate) * up, from one merged product.
 
-Owns: the kernel and its launch.
-Never: the products before and behind it.
 Source: SwiGLU and GEGLU, arXiv:2002.05202.
 
 Shapes: T tokens, I gates; a merged row is all gates, then all ups.

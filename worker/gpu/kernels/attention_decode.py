@@ -2,7 +2,6 @@
 
 Owns: the cut of all tiles of keys into one share for each program, and the split-K
 reduction of the parts of a sequence.
-Never: the walk over keys (attention_tiles.py), or which sequences there are (attention_work.py).
 Source: Flash-Decoding (split softmax), with Stream-K's cut (arXiv:2301.03598). Its results are defined by
 worker/attention/ref_attention.py.
 

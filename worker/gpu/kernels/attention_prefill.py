@@ -1,7 +1,6 @@
 """Paged attention for sequences with any number of tokens in the step.
 
 Owns: the cut of the tokens into blocks, and which program takes which.
-Never: the walk over keys (attention_tiles.py), or which sequences there are (attention_work.py).
 Source: the blocks follow vLLM's Triton attention (arXiv:2511.11581), the programs that take them one after
 another FlashAttention-3 (arXiv:2407.08608). Its results are defined by worker/attention/ref_attention.py.
 

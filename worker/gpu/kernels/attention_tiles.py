@@ -1,7 +1,6 @@
 """The common part of the attention kernels: a walk over tiles of paged keys with a running softmax.
 
 Owns: which keys a query sees, reading them through the block table, and the softmax over them.
-Never: which rows a program has (attention_decode.py, attention_prefill.py).
 Source: FlashAttention-2, arXiv:2307.08691, over PagedAttention's blocks, arXiv:2309.06180. What it computes
 is defined by worker/attention/ref_attention.py.
 

@@ -2,7 +2,6 @@
 
 Owns: which sequences have work, how much, and which place of it belongs to which sequence; the counters by
 which programs share it.
-Never: attends (attention_decode.py, attention_prefill.py).
 Source: FlashInfer's plan (arXiv:2501.01005) and FlashAttention-3's scheduler, made on the device.
 
 A captured graph has one grid for ever. If that had room for the longest sequence that may come, nearly all of

@@ -1,7 +1,6 @@
 """Copies of KV blocks within the device's pool, many in one launch.
 
-Owns: the kernel and its launch. Blocks are moved as 8-byte words, whatever they hold.
-Never: decides which blocks are copied, or crosses to the host (worker/devices/device.py).
+Blocks are moved as 8-byte words, whatever they hold.
 
 Shapes: N blocks of E numbers, P pairs.
 """

@@ -2,7 +2,6 @@
 
 Owns: three kernels and their launches: `route` sorts, `multiply_gate_up` multiplies and applies the gate,
 `multiply_down` multiplies and weighs.
-Never: the router's choice, or the sum over a token's experts (gpu/experts.py).
 Source: a grouped product with a grid that is fixed by counts on the host, so that the host never waits and
 a graph can capture it. The sort is a counting sort, and so stable.
 

@@ -1,8 +1,5 @@
 """The completion of a step's inputs on the device: tokens unknown to the host, new blocks of tables.
 
-Owns: the last token sampled for each row, on its way from one step to the next.
-Never: samples it (token_draw.py), or decides which step may begin before it is known (the scheduler).
-
 Shapes: T tokens, N logits wanted, C rows of the worker and one more of no sequence, R sequences, B
 blocks of the longest table that there may be (tables have no line for the row of no sequence).
 """

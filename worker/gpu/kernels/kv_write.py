@@ -1,7 +1,6 @@
 """Put keys and values of a step's tokens into the paged cache.
 
 Owns: this one scatter. It computes the same as RefAttention.write (worker/attention/ref_attention.py).
-Never: which slot a token has.
 
 Shapes: T tokens, H KV heads, D key size, V value size.
 """

@@ -1,7 +1,6 @@
 """Root-mean-square norms on a GPU, with the addition to the residual that often stands before them.
 
-Owns: the kernel and its launch. One program per token holds the whole row in registers.
-Never: knows the place of a norm in a layer (triton_layer.py).
+One program per token holds the whole row in registers.
 Source: RMSNorm, arXiv:1910.07467.
 
 The sum that is normed is the one that was stored: rounded to the residual's dtype, as a model by itself

@@ -1,8 +1,5 @@
 """Rotary embedding, norms and the write to the KV cache, from a merged product in one kernel.
 
-Owns: the norms of queries and keys, their rotation by position, and the write of keys and values into the
-paged cache.
-Never: attends (attention_decode.py), or makes cosines and sines: models do, once per step.
 Source: RoPE, arXiv:2104.09864, rotating the first half of a head with the second.
 
 Shapes: T tokens, Hq and Hk query and KV heads, D key size, V value size, R rotated numbers of a head,

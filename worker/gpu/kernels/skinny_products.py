@@ -2,7 +2,6 @@
 
 Owns: the kernel, its tiles and its launch. A product of so few rows is as long as reading its weight: each
 weight is read once, in the order in which it lies, by as many programs as keep the memory busy.
-Never: decides where it is taken instead of cuBLAS (worker/gpu/trials/skinny.py).
 Source: split-K products (Stream-K, arXiv:2301.03598); RMSNorm, arXiv:1910.07467; SwiGLU, arXiv:2002.05202.
 
 The scale of a row's norm is a factor of its sums. Each program adds up the squares of all rows on its way, as

@@ -1,4 +1,1 @@
-"""Products of a GPU by quantized weights, and the proof that they are exact (engine process).
-
-Never: reads checkpoints, or decides which layers are replaced.
-"""
+"""Products of a GPU by quantized weights, and the proof that they are exact (engine process)."""

@@ -1,8 +1,5 @@
 """A mixture of experts of codes on a GPU, without the host: the same launches whatever the router chose.
 
-Owns: the weights of all experts in one piece, and the order of the products around the gate.
-Never: the router, or the sort of its pairs (gpu/kernels/expert_products.py, which is handed in).
-
 Shapes: T tokens, K experts per token, P = T * K pairs, H numbers of a hidden state, I gates.
 """
 

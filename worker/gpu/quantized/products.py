@@ -1,8 +1,5 @@
 """Linear layers of codes in the form in which a GPU multiplies by them.
 
-Owns: the order of codes in memory, the choice of tiles, and how many programs share a product.
-Never: decoding (kernels/code_numbers.py), or where in a layer a product stands.
-
 Shapes: T tokens, N outputs, K inputs, R rows of scales, W words of all outputs, E experts.
 """
 

@@ -1,9 +1,5 @@
 """Proof that the GPU's kernels multiply by a model's quantized weights as their formats define it.
 
-Owns: products of each kind of weight on random rows, with every choice of tiles, and the refusal of a weight
-whose product differs.
-Never: judges the rounding that an option asks for.
-
 Shapes: T tokens, N outputs, K inputs.
 """
 

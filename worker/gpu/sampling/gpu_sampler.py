@@ -1,7 +1,6 @@
 """Logits to tokens on a GPU: the tokens of worker/sampling/sampler.py, without waiting for the device.
 
 Owns: the sampling fields of each row, the choice of kernels, and the copies to the host.
-Never: keeps the state of rows (row_sampler.py), or samples a token (sampling_kernels/).
 
     plain rows    logits  ---- within the step, as the end of its graph: draw -->  outcome  --> pinned memory
     other rows    logits  --> copied, masked, edited  ----->  best or draw  ---------^

@@ -1,8 +1,5 @@
 """Edits of logits that requests ask for, on a GPU: the counterpart of worker/sampling/logits.py.
 
-Owns: the edited copies of logits, and the uploads from which they are made.
-Never: which rows ask for it (sampler.py), or waits for the device.
-
 Shapes: N positions, E lines to be edited, V vocabulary, G masks, K words of a mask, S spans, F fields of
 a draw.
 """

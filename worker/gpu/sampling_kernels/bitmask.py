@@ -1,7 +1,6 @@
 """Logits in float32, to be edited, without the tokens that a bitmask forbids.
 
 Owns: the one pass that converts, masks and finds numbers that are not finite: an edit may hide them.
-Never: makes masks (worker/sampling/grammar_rows.py).
 
 Shapes: N positions, E lines to be edited, V vocabulary, G masks, K words of a mask, S spans of SPAN.
 """

@@ -1,7 +1,5 @@
 """Few tokens of a row, with all of the heaviest among them.
 
-Owns: the choice of the blocks to read.
-Never: decides which tokens are kept (truncation.py).
 Source: a tournament: the k greatest of a row are in the blocks with the k greatest maxima.
 
 Shapes: none; a program has one row.

@@ -1,7 +1,6 @@
 """Penalties on the tokens that occur in a sequence, and how often each was generated, without the host.
 
 Owns: the arithmetic, bit for bit that of worker/sampling/logits.py, and the format of the counts.
-Never: allocates them (gpu/token_counts.py).
 Source: as worker/sampling/logits.py names it.
 
 A count is one int32 for each token of the vocabulary: twice how often it was generated, and 1 more if the

@@ -1,7 +1,6 @@
 """Sampling without the host: the maximum of logits, or inverse CDF after exact truncation.
 
 Owns: the kernels, and how the vocabulary is divided among their programs.
-Never: penalties, bans and masks (penalties.py, bitmask.py), which come before, or results on the host.
 Source: worker/sampling/draw.py defines the tokens.
 
     logits    |    |    |    |    |    |    |    |    |    |    |    |     blocks of BLOCK logits

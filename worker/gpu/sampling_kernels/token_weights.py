@@ -1,7 +1,6 @@
 """The sampling parameters of a row on the device (draw_fields.py), and the weights of its tokens.
 
 Owns: the arithmetic that all kernels of sampling must do alike.
-Never: walks over a row (token_draw.py, truncation.py).
 
 Weights are exp((logit - peak) / temperature), in float32. They are added as integers, multiples of 2**-42:
 such sums do not depend on the order of addition, so a row's token does not depend on how the row was divided.

@@ -1,7 +1,6 @@
 """Top-k and top-p on the device, exact for any number of tokens: no row is ever sorted.
 
 Owns: the search for the least weight that is kept, and sampling among the tokens that are kept.
-Never: chooses the values to search: the candidates of a row, or all of it (candidates.py, token_draw.py).
 Source: radix selection: the bits of non-negative floats sort like the floats.
 
 A cut is a weight, as its bits, and a place: heavier tokens are kept, and those of just this weight up to the

@@ -2,7 +2,6 @@
 
 Owns: the two kernels and their launch. What does not need the state is computed for all chunks side by side;
 then a program goes through the chunks of one sequence, with a part of one head's state in registers.
-Never: takes decays of single channels, or proves itself (executor.py).
 Source: the WY form of the delta rule, arXiv:2406.06484, with decays as in Gated Delta Networks,
 arXiv:2412.06464.
 

@@ -1,8 +1,7 @@
 """Convolutions of recurrent layers on a GPU, each channel by itself over its last inputs.
 
-Owns: the kernel and its launch. The first part of a share alone reads what the sequence kept, so that
-it can write as well what is kept from now on.
-Never: functions of the outputs but SiLU (executor.py).
+The first part of a share alone reads what the sequence kept, so that it can write as well what is kept from
+now on.
 
 Shapes: T tokens, C channels, W width, R sequences, S blocks of a state.
 """

@@ -2,7 +2,6 @@
 
 Owns: the tables of each layer, made once: where a row of a state, or a channel of a convolution, lies in its
 block.
-Never: computes (recurrence.py, chunks.py, convolution.py).
 
 Shapes: R sequences of the call, S blocks of a sequence's state, X rows or channels of a layer.
 """

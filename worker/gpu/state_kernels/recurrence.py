@@ -1,8 +1,7 @@
 """Recurrences on a GPU token by token: those of decodes and of short shares, and of all where chunks fail.
 
-Owns: the kernel and its launch. A program holds some rows of one head's state in registers, from the first
-token of the share to the last, and brings them back to their block.
-Never: knows a family, or chooses between this way and chunks (executor.py).
+A program holds some rows of one head's state in registers, from the first token of the share to the last, and
+brings them back to their block.
 Source: Gated Delta Networks, arXiv:2412.06464; the forms are those of worker/states/interface.py.
 
 Sums are in float32, and one program's are in the same order for every company: what a sequence gets does not

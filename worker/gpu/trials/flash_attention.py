@@ -1,7 +1,5 @@
 """Attention by FlashAttention 3, where it is installed, right and faster; otherwise by our Triton kernels.
 
-Owns: the call of its `flash_attn_with_kvcache`, and the layers that it is not given.
-Never: decides for it (attention_trial.py).
 Source: FlashAttention-3, arXiv:2407.08608; the interface is that of `flash_attn_interface` in its repository.
 
 Shapes: T tokens, D key and value size, V as D.

@@ -1,8 +1,4 @@
-"""Trial of launches that begin early: right bit for bit, and faster, or not made.
-
-Owns: the comparison of steps launched both ways, and their times.
-Never: launches a kernel of its own, or knows a step (gpu/runner.py).
-"""
+"""Trial of launches that begin early: right bit for bit, and faster, or not made."""
 
 import logging
 from collections.abc import Callable, Iterable

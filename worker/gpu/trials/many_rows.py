@@ -3,7 +3,6 @@
 Owns: the choice, for each kind of product, of the number of rows from which on cuBLAS multiplies numbers that
 were written for it. A kernel that decodes does so once for each tile of rows; numbers are written once, and
 take their way through memory.
-Never: computes, or judges errors (gpu/quantized/proof.py).
 
 Shapes: T tokens, K inputs.
 """

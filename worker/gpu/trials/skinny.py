@@ -3,7 +3,6 @@
 Owns: the choice, for each kind of product and each small number of rows, between cuBLAS with kernels around
 it and one kernel of ours that does all of it. At load each kind is computed both ways, and timed on the
 device over the weights of all layers; ours is taken where it computes the same and is faster.
-Never: computes (kernels/skinny_products.py), or decides for formats that have kernels of their own.
 
 Shapes: T tokens, N outputs, K inputs.
 """

@@ -3,7 +3,6 @@
 Owns: tables of cosines and sines of every position, made at load by the model's own module, so that a step
 looks up what it would compute in ten launches; the norm by our kernel. Each is compared with the module in
 whose place it stands, and stays away where it differs.
-Never: computes an angle itself, or the output layer (worker/steps/model_runner.py).
 
 Shapes: T tokens, L positions, A numbers of a position: its cosines and its sines.
 """

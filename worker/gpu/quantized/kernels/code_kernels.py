@@ -2,8 +2,6 @@
 
 Owns: two kernels: `multiply_codes_kernel` decodes and multiplies, `write_numbers_kernel` writes what codes
 stand for.
-Never: what a code stands for (numbers.py), the choice of tiles or the order of codes in memory
-(quantized/products.py), or the router of experts.
 Source: mixed-precision products as in Marlin, arXiv:2408.11743, with the weight as the left factor: a tensor
 core then takes it from registers, where it was decoded. Unlike there, sums are scaled and not the weight, so
 that no number of it is rounded but by `write_numbers_kernel`. Split-K as in Stream-K, arXiv:2301.03598.

@@ -2,7 +2,6 @@
 
 Owns: both ways, for each kind of codes. A word of 16 bits has codes of as many ranges of inputs as fit, the
 lowest bits of the first.
-Never: loads words, or multiplies.
 Source: NVIDIA, PTX ISA: `lop3`, and `fma` of packed numbers.
 
 Threads hold words in pairs, side by side in a register, and tensor cores take numbers of 16 bits in such

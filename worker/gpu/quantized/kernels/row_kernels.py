@@ -1,8 +1,5 @@
 """Rounding of input rows to floats of 8 bits, each row by a scale of its own.
 
-Owns: the kernel and its launch.
-Never: multiplies (float8_products.py).
-
 Shapes: T tokens, K inputs.
 """
 

@@ -1,8 +1,5 @@
 """Scales and offsets of groups, a tile's at a time.
 
-Owns: how they lie in memory, and their loads.
-Never: multiplies.
-
 They are loaded a tile before they are used, so that no product waits for them. What a thread keeps meanwhile
 has to be 32 bits wide: halves would be put together in a register as soon as they come, and waited for. So
 two groups of a tile share a word, where 16 bits hold their numbers exactly; all others are float32.
