@@ -1,7 +1,6 @@
 """The application: the endpoints behind the layers that every request passes.
 
 Owns: the endpoints that the settings ask for, and the objects that they share.
-Never: the layers (edge/layers.py), the engine's life (launch.py), sockets and signals.
 """
 
 from collections.abc import Sequence

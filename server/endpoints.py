@@ -2,7 +2,6 @@
 
 Owns: the list from which the application, the document, the names of routes in logs, metrics and traces, the
 paths without a key and the paths of batch files follow.
-Never: anything about one endpoint: its own module says that (server/edge/http/endpoint.py).
 """
 
 from collections.abc import Iterable

@@ -1,7 +1,6 @@
 """The document at /openapi.json: the parameters and replies of each route, errors and streams included.
 
 Owns: the assembly: schemas of bodies, replies and events, which FastAPI does not see, and the need of a key.
-Never: the documentation of one route, which its module has (server/edge/http/endpoint.py has helpers).
 """
 
 import ast

@@ -1,4 +1,1 @@
-"""The command `tokenyard`: its subcommands and their options (commands).
-
-Never: speaks HTTP by itself.
-"""
+"""The command `tokenyard`: its subcommands and their options (commands)."""

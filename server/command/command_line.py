@@ -3,8 +3,6 @@
 Owns: the parser that these commands share, and the advice about an unknown flag, also about one that vLLM,
 llama.cpp or TGI has: it is not accepted, since it may mean something different there, but for switches that
 change nothing here, which are told and passed over.
-Never: the meaning of a value (engine/options/values.py), or the order of sources
-(engine/options/sources.py).
 """
 
 import argparse

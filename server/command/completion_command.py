@@ -1,7 +1,6 @@
 """`tokenyard completion`: the words that a shell may complete.
 
 Owns: the parser of the whole command, put together from those of its parts.
-Never: the script of a shell (shtab), or a word of its own about an option.
 """
 
 import argparse

@@ -1,6 +1,5 @@
 """`tokenyard config`: the resolved options and the source of each, and the schema of their file.
 
-Owns: the two subcommands and their output.
 Never: shows a secret, loads a model, or checks it (`tokenyard doctor` does).
 """
 

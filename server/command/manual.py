@@ -1,8 +1,4 @@
-"""The manual: the usage of the whole command, and `tokenyard man`, its page for man(1).
-
-Owns: the text of the usage, and the page in the macros of man(7).
-Never: a word about an option that its declaration does not have.
-"""
+"""The manual: the usage of the whole command, and `tokenyard man`, its page for man(1)."""
 
 import sys
 from collections.abc import Sequence

@@ -1,8 +1,5 @@
 """`tokenyard pull ORG/NAME`: a model fetched from a hub, for `tokenyard serve ORG/NAME`.
 
-Owns: the words of the command.
-Never: the choice and the transfer of files (engine/pulling.py).
-
 Codes: 0 it is there, 1 it was not fetched, 2 a mistake on the command line, 69 no hub answers, 130 it was
 interrupted.
 """

@@ -1,4 +1,1 @@
-"""The border: sockets, HTTP, access, observation, and errors as replies (API process).
-
-Never: knows what an endpoint means.
-"""
+"""The border: sockets, HTTP, access, observation, and errors as replies (API process)."""

@@ -1,7 +1,7 @@
 """The catalogue of errors that clients receive, by code.
 
 Owns: for each code its HTTP status, OpenAI type, and the advice about trying again.
-Never: the code of an error (error_replies.py). docs/errors.md is written from here.
+docs/errors.md is written from here.
 Source: OpenAI's error object; x-should-retry and retry-after-ms, which its SDKs obey.
 """
 

@@ -2,8 +2,6 @@
 
 Owns: the errors that are found at the edge itself, and the code of every error; status and headers follow
 from its row of the catalogue.
-Never: the decision that something is wrong (json_body.py, auth.py, endpoints, the engine), or the
-meaning of a code (error_catalogue.py).
 """
 
 import logging

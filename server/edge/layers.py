@@ -1,7 +1,6 @@
 """The layers that every request passes before it reaches a route.
 
 Owns: their order, and the prefix that a proxy leaves before every path, if the operator names one.
-Never: what a layer does, or which paths there are (server/endpoints.py).
 
 From outside in: prefix of a proxy, request id, log, count, origins of pages, error replies, places in
 reserve, pages without a key, key, memory, body size, router. Each layer may rely on those outside of it;

@@ -1,7 +1,6 @@
 """Fields of other servers that are not supported: refused by name, or ignored by name if they are hints.
 
 Owns: the lists that endpoints share, and the check. A field may have values that ask for nothing.
-Never: the fields that have an effect (protocol.py).
 """
 
 from collections.abc import Callable, Generator, Mapping

@@ -1,7 +1,6 @@
 """Streams that begin while their model is being loaded.
 
 Owns: the comments that say how far it is, and the last event of a request that fails behind them.
-Never: waits for a model (served_models.py).
 """
 
 import asyncio

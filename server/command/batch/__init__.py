@@ -1,4 +1,1 @@
-"""`tokenyard run-batch`: files of requests, answered line by line (commands).
-
-Never: changes a request.
-"""
+"""`tokenyard run-batch`: files of requests, answered line by line (commands)."""

@@ -1,8 +1,4 @@
-"""The application with its engine, in this process and without a port.
-
-Owns: loading the model, with progress on standard error, and its end.
-Never: requests (app_client.py).
-"""
+"""The application with its engine, in this process and without a port."""
 
 import asyncio
 import sys

@@ -1,4 +1,1 @@
-"""`tokenyard serve` from a checked configuration to the exit code: engine, HTTP server, banner (API process).
-
-Never: knows endpoints (server/endpoints.py).
-"""
+"""`tokenyard serve` from a checked configuration to its exit code: engine, HTTP, banner (API process)."""

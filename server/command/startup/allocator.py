@@ -1,7 +1,6 @@
 """The allocator of the API process: Python's objects lie in the heaps of the C library, large blocks apart.
 
 Owns: that the process of `tokenyard serve` runs with it, and that its children do not.
-Never: gives memory back (sockets/trimming.py).
 
 Python's own allocator takes memory in arenas of 1 MiB and returns one only when nothing in it is in use. A
 large body fills dozens for a moment, and objects made in that moment that live on keep many. Of the C

@@ -1,8 +1,4 @@
-"""The HTTP servers of one process: the main port, the admin port and the port of probes.
-
-Owns: the settings of the library that serves HTTP.
-Never: routes (app.py), or the order of the end (serving.py).
-"""
+"""The HTTP servers of one process: the main port, the admin port and the port of probes."""
 
 import asyncio
 import contextlib

@@ -2,7 +2,6 @@
 
 Owns: the order of the start, and that the engine is closed at the end. The engine process takes seconds to
 import a tensor library; this process imports the web framework meanwhile, on another core.
-Never: options (cli.py), HTTP or the order of the end (serving.py).
 """
 
 import asyncio

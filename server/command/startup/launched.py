@@ -1,7 +1,6 @@
 """A server between its start and its end: the engines, the listeners, and the signals that have come.
 
 Owns: the two signals, and the exit code where HTTP ends by itself.
-Never: starts or ends any of it (launch.py, serving.py).
 """
 
 import asyncio

@@ -2,7 +2,6 @@
 
 Owns: the parts of a running server, and the order of the end. On the first SIGTERM or SIGINT readiness
 ends, accepted requests are finished, and the code is 0; a second signal ends everything at once.
-Never: the engine's start (launch.py), the servers' settings (http_servers.py), or routes (app.py).
 """
 
 import asyncio

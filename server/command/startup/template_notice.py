@@ -1,7 +1,6 @@
 """The warning about a checkpoint's response template that says what no row can.
 
 Owns: when it is given: at the start, before anything is loaded.
-Never: what can be said (server/reply/reading/template_rows.py).
 """
 
 from pathlib import Path

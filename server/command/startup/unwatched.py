@@ -1,7 +1,6 @@
 """Work that no client waits for: batches, and responses in the background.
 
 Owns: how much of it runs at once, and its end when the server stops.
-Never: the work itself (api/batches/queue.py, api/responses/background.py).
 """
 
 import asyncio

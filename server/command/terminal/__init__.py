@@ -1,4 +1,1 @@
-"""`tokenyard chat` and `tokenyard complete`: clients for a person at a terminal (commands).
-
-Never: loads a model.
-"""
+"""`tokenyard chat` and `tokenyard complete`: clients for a person at a terminal (commands)."""

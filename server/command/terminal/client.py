@@ -2,7 +2,6 @@
 
 Owns: the options about the server, the words for what went wrong, the numbers about a reply, and that a
 model's text cannot move the cursor.
-Never: the conversation (chat.py).
 """
 
 import argparse

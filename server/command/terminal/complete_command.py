@@ -1,7 +1,5 @@
 """`tokenyard complete PROMPT`: the continuation of a text by a running server.
 
-Owns: where the prompt comes from. Never: HTTP (http_client.py).
-
 Codes: 0 done, 1 the server refused, 2 a mistake on the command line, 69 there is no server, 130 interrupted.
 """
 

@@ -1,7 +1,6 @@
 """`tokenyard top`: the lines, the blocks, the steps and the models of a running server, as they change.
 
 Owns: the options of the command, and what it does when the stream of views ends.
-Never: a drawing of a view (top_screen.py), or HTTP (http_client.py).
 
 Codes: 0 the person left, 1 the server refused, 2 a mistake on the command line, 69 there is no server.
 """

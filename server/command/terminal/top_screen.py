@@ -1,7 +1,6 @@
 """One view of a running server as a screen of text.
 
 Owns: the layout, and the few seconds that rates and the strip of steps are made of.
-Never: asks a server (top_command.py).
 """
 
 from collections import deque

@@ -1,4 +1,1 @@
-"""Access: API keys, TLS certificates, origins of pages, a limit on memory (API process).
-
-Never: reads the body of a request.
-"""
+"""Access: API keys, TLS certificates, origins of pages, a limit on memory (API process)."""

@@ -1,7 +1,6 @@
 """Authentication: a bearer key on every path except those that probes and scrapers read.
 
 Owns: the key of a request, the paths that need a special one, and the words of a refusal.
-Never: compares keys (key_ring.py), or reads them (engine/options/api_keys.py).
 """
 
 from starlette.types import ASGIApp, Receive, Scope, Send

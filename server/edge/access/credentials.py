@@ -1,8 +1,6 @@
 """Keys and certificate of the server, as their files have them now.
 
 Owns: that both follow their files while the server runs; when to look; that a broken file changes nothing.
-Never: a format (engine/options/api_keys.py, engine/options/edge_config.py), a comparison (key_ring.py), or
-HTTP (connections.py).
 """
 
 import asyncio

@@ -1,7 +1,6 @@
 """The keys that are valid now, how many requests each of them has under way, and its rates.
 
 Owns: the comparison, in constant time, and the limit of concurrent requests, which a reload does not reset.
-Never: reads headers (auth.py) or files (engine/options/api_keys.py).
 """
 
 import secrets

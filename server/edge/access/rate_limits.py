@@ -1,8 +1,6 @@
 """Requests and tokens of each key in the last minute.
 
 Owns: the counts, the part that one HTTP request takes of them, and the headers in which OpenAI tells them.
-Never: other limits of a key (key_ring.py, engine/frontend/queue_limits.py), or the reading of a limit
-(engine/options/api_keys.py).
 Source: the sliding window counter of the package limits: this minute's count, and that part of the last
 minute's which its end still overlaps.
 

@@ -1,8 +1,4 @@
-"""The key that a request was sent with, as the request's scope holds it.
-
-Owns: the entries of the scope.
-Never: finds or checks a key (auth.py).
-"""
+"""The key that a request was sent with, as the request's scope holds it."""
 
 from starlette.types import Scope
 

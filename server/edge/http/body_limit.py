@@ -2,7 +2,6 @@
 
 Owns: the bytes of a body, declared, chunked or lied about, its pauses and total time, and the requests that
 count as new work.
-Never: the meaning of the bytes (json_body.py), or the end of running requests.
 """
 
 import asyncio

@@ -2,7 +2,6 @@
 
 Owns: decisions before a request exists, or after its reply was made: the time for a head, the
 number of connections, the end of a connection whose client does not read, or whose server leaves.
-Never: requests (app.py and inwards) or the listening socket (listening.py).
 
 A place is either one of many or, when those are taken, one of a few in reserve. The reserve answers probes
 and scrapers, refuses all other requests with a reason, and is given back after one reply.

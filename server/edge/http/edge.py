@@ -1,8 +1,4 @@
-"""The edge: the objects that every route uses, kept in the state of the application.
-
-Owns: the names under which server/ knows the engine and the settings.
-Never: behaviour.
-"""
+"""The edge: the objects that every route uses, kept in the state of the application."""
 
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field

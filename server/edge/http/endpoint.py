@@ -3,7 +3,6 @@
 Owns: the record that each endpoint brings, and the helpers with which it documents its routes. Routes read
 their bodies themselves, for the sake of speed and of our own error replies, so FastAPI cannot see the models.
 Nor is it given those of replies, of which it would make validators at each start.
-Never: one certain endpoint (server/endpoints.py lists them), or validation.
 """
 
 from collections.abc import Callable, Collection, Mapping

@@ -2,7 +2,6 @@
 
 Owns: the limits of the port's connections (number, time, bytes), and the check that the API's event loop
 still runs. Work that blocks the API's loop cannot delay an answer here.
-Never: a judgement of the engine (engine/frontend/health.py).
 """
 
 import asyncio

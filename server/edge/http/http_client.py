@@ -2,7 +2,6 @@
 
 Owns: where the server is, the bytes of a request, the connection, how long to wait, and the kinds of failure
 below HTTP.
-Never: what requests ask and events mean, or the framing of replies (reply_parser.py).
 Source: RFC 9112; asyncio's documentation of BufferedProtocol; docs/decisions/dependencies.md#one-http-client.
 
 An asyncio protocol rather than streams or a library: the load client runs on the machine of the server

@@ -1,7 +1,6 @@
 """Hints and tools that a request brings in vain: counted, and named in its reply and its line of the log.
 
 Owns: what is made of them, which --strict-fields decides.
-Never: which they are (refusals.py, and the translations of each protocol).
 """
 
 import re

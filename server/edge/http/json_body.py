@@ -2,7 +2,6 @@
 
 Owns: media type, JSON syntax beyond doubt (no NaN, no surrogates, no duplicate keys, no deep nesting), and
 the wording of validation errors.
-Never: the number of bytes (body_limit.py), the meaning of fields (engine_requests.py).
 """
 
 import asyncio

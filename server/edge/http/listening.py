@@ -2,7 +2,6 @@
 
 Owns: the options that its connections inherit, how many there can be, and the words when the
 port cannot be had.
-Never: serves (launch.py).
 """
 
 import contextlib

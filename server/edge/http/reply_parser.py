@@ -1,7 +1,6 @@
 """Bytes of an HTTP/1.1 reply as they come in: head, decoded pieces of the body, server-sent events.
 
 Owns: the framing of replies, and its limits.
-Never: sockets (http_client.py), or what a reply means.
 Source: RFC 9112, sections 6 and 7.1; the event stream format of the HTML standard, section 9.2.
 
 Not h11, which does the same three times as slowly: docs/decisions/dependencies.md#one-http-client.

@@ -1,7 +1,6 @@
 """The models behind one address, as requests ask for them.
 
 Owns: the model of a request: the one that its body or its query names, among those that its key may use.
-Never: the meaning of a name (engine/models/table.py), or the life of a model.
 """
 
 import asyncio

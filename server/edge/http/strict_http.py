@@ -2,7 +2,6 @@
 
 Owns: the refusals of heads that h11 takes: lines that end without CR, folded fields, versions other than 1.x,
 and more than 64 KiB, which h11 sees only in heads that have not come to their end.
-Never: the words of a reply (connections.py), or fields by their names.
 
 A server behind a proxy must not see another request than the proxy does. Source: RFC 9112, sections 2.2, 2.3
 and 5.2.

@@ -1,4 +1,1 @@
-"""Request ids, counts, traces and spans of HTTP requests (API process).
-
-Never: changes a reply.
-"""
+"""Request ids, counts, traces and spans of HTTP requests (API process)."""

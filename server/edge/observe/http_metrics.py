@@ -1,7 +1,6 @@
 """Counters of the edge: replies by route and status, ignored fields, connections given up.
 
 Owns: counters with labels from fixed sets only; no client can make a new series.
-Never: the engine's own metrics; both live in the engine's registry and appear on one page.
 """
 
 from collections import deque

@@ -1,7 +1,6 @@
 """Spans for an OpenTelemetry collector, by OTLP over HTTP. Needs the extra `otel`; imported only with it.
 
 Owns: the names of attributes and events, and bounds: a slow or absent collector costs spans only.
-Never: the history of a request (engine/journal.py), or the choice of traced requests (request_log.py).
 Source: OpenTelemetry's conventions for HTTP server spans and for generative AI. The latter are not stable, so
 their names stand here and come from no package.
 """

@@ -1,7 +1,6 @@
 """Sockets of clients, from the listening socket to a connection.
 
 Owns: the accept loop, the TLS handshakes under way, and the pause while there are no descriptors.
-Never: the number of places (places.py), or HTTP (connections.py).
 
 The loop of asyncio accepts as many sockets in a turn as the kernel may queue. When descriptors run out, it
 logs an error with its stack for each of these turns. This one accepts a few, and waits.

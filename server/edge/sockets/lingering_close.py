@@ -1,7 +1,6 @@
 """The end of a connection, such that its last reply arrives.
 
 Owns: the time between our last byte and the end of the connection; the head of a reply until its body comes.
-Never: decides that a connection ends (connections.py and uvicorn).
 
 To close a socket on which bytes lie unread, or on which more arrive, makes the kernel reset the connection,
 and a reset takes back what the client has not read of the reply. So our half is closed first; what still

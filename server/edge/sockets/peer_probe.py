@@ -1,7 +1,6 @@
 """The difference between clients that have sent everything and still listen, and clients that have left.
 
 Owns: the time after the end of a client's bytes, while a request of theirs is under way.
-Never: decides which requests are under way (connections.py), or ends a reply.
 
 Both look the same: the client's half of the connection is closed. The kernel of a client that has left
 answers our next bytes with a reset. So bytes are sent that mean nothing, an interim response (102), and the

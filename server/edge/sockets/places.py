@@ -1,7 +1,6 @@
 """Places of connections: their number, and the connection that loses its place to a new one.
 
 Owns: the number of sockets, from the moment they are accepted, a TLS handshake included.
-Never: accepts (accepting.py), or reads a byte (connections.py).
 
 A connection is quiet while no request is under way on it. When all places are taken, the connection that has
 been quiet for longest gives way: silent clients, however many, do not hold up requests.

@@ -1,7 +1,6 @@
 """Memory that large bodies leave behind, given back to the system.
 
 Owns: when the allocator is asked for it, which keeps freed memory in a pool for each thread otherwise.
-Never: frees an object.
 """
 
 import asyncio
