@@ -52,11 +52,11 @@ class TritonExperts(nn.Module):
 def experts_of_rank(experts: ExpertLinears, ranks: Ranks) -> nn.Module:
     """Make a mixture of plain numbers or of codes, or a shard of each expert. Raises Unrecognised."""
     if ranks.size == 1:
-        return TritonExperts(experts) if isinstance(experts, Experts) else CodeExperts(experts, route)
+        return TritonExperts(experts) if isinstance(experts, Experts) else CodeExperts(experts)
     if isinstance(experts, Experts):
         return SummedExperts(TritonExperts(shard_experts(experts, ranks)), ranks)
     shards = ExpertShards(experts, ranks, size_multiple=TAKEN.size_multiple)
-    return SummedExperts(CodeExperts(shards, route), ranks)
+    return SummedExperts(CodeExperts(shards), ranks)
 
 
 def choose_tiles(num_pairs: int, num_experts: int, dtype: torch.dtype) -> tuple[ExpertTiles, ExpertTiles]:

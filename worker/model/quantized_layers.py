@@ -190,8 +190,6 @@ class _GroupedExperts:
         self._module = module
         self.gate = find_gate(module._replaced[0])
         self.num_experts = module.num_experts
-        self.hidden_size = module.weights[-1].num_outputs
-        self.device = module.weights[0].device
 
     def gate_up(self, expert: int) -> Linear:
         weight, bias = self._module._gate_ups[expert], self._module.gate_up_proj_bias

@@ -3,16 +3,14 @@
 Shapes: T tokens, K experts per token, P = T * K pairs, H numbers of a hidden state, I gates.
 """
 
-from collections.abc import Callable
-
 import torch
 import triton
 from torch import Tensor, nn
 
+from worker.gpu.kernels.expert_products import route
 from worker.gpu.quantized.products import (
     CodeWeights,
     ProductArguments,
-    Route,
     choose_tiles,
     find_hindrance,
     grouped,
@@ -23,16 +21,13 @@ from worker.model.linear import Linear
 from worker.model.mixture import ExpertLinears
 from worker.quantized.grouped_weight import GroupedWeight
 
-Router = Callable[[Tensor, int, int], tuple[Tensor, Tensor, Tensor, Tensor]]
-"""Sorts expert ids [T, K] into tiles: of ids, the number of experts, and the pairs of a tile."""
-
 
 class CodeExperts(nn.Module):
     """The experts of one layer, in the place of transformers' module. Raises Unrecognised."""
 
-    def __init__(self, experts: ExpertLinears, route: Router) -> None:
+    def __init__(self, experts: ExpertLinears) -> None:
         super().__init__()
-        self._num_experts, self._gate, self._route = experts.num_experts, experts.gate, route
+        self._num_experts, self._gate = experts.num_experts, experts.gate
         self._gate_up, self._gate_up_bias = _stack([experts.gate_up(e) for e in range(experts.num_experts)])
         self._down, self._down_bias = _stack([experts.down(e) for e in range(experts.num_experts)])
 
@@ -42,15 +37,15 @@ class CodeExperts(nn.Module):
         num_pairs = num_tokens * num_chosen
         num_each, dtype = -(-num_pairs // self._num_experts), hidden_TH.dtype
         num_places = choose_tiles(num_each, dtype, self._gate_up).tokens
-        route = Route(*self._route(expert_ids_TK.contiguous(), self._num_experts, num_places))
+        routing = route(expert_ids_TK.contiguous(), self._num_experts, num_places)
 
         def multiply(x: Tensor, weights: CodeWeights, bias: Tensor | None, num_chosen: int) -> Tensor:
             # The router's tiles fix the tokens, even where weights of this kind would take others.
             tiles = choose_tiles(num_each, dtype, weights)._replace(tokens=num_places)
             out_PN = x.new_empty((num_pairs, weights.num_outputs))
             num_tiles = triton.cdiv(weights.num_outputs, tiles.outputs)
-            call = ProductArguments(bias=bias, route=route, num_chosen=num_chosen)
-            launch((num_tiles, len(route.expert_of_tile), 1), x, weights, out_PN, tiles, call)
+            call = ProductArguments(bias=bias, route=routing, num_chosen=num_chosen)
+            launch((num_tiles, len(routing.expert_of_tile), 1), x, weights, out_PN, tiles, call)
             return out_PN
 
         gates_and_ups = multiply(hidden_TH, self._gate_up, self._gate_up_bias, num_chosen)

@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from triton import language as tl
 
 from worker.devices.dependent_launch import launch_way
+from worker.gpu.kernels.expert_products import Routing
 from worker.gpu.quantized.kernels.code_kernels import multiply_codes_kernel, write_numbers_kernel
 from worker.gpu.quantized.kernels.numbers import (
     FLOAT8,
@@ -73,15 +74,6 @@ _MOST_SHARED = max(each.programs for each in (*_TILES_OF_NIBBLES, *_TILES_OF_BYT
 """Outputs and tokens of a program that others share, at most."""
 
 
-class Route(NamedTuple):
-    """The order of a router's pairs by their experts, as gpu/kernels/expert_products.py makes it."""
-
-    pairs_P: Tensor
-    expert_of_tile: Tensor
-    start_of_tile: Tensor
-    end_of_tile: Tensor
-
-
 class ProductArguments(NamedTuple):
     """Further arguments of a product."""
 
@@ -94,7 +86,7 @@ class ProductArguments(NamedTuple):
     """float32, for each row a factor of its products."""
     multiplier: float | None = None
     """A factor of the product, which is added to the target; without one, the target is overwritten."""
-    route: Route | None = None
+    route: Routing | None = None
     """Rows of several weights, each to be multiplied by one of them."""
     num_chosen: int = 0
     """With a route: of how many pairs each row of input is one; 0 where input has a row for each pair."""

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from tests.worker.gpu.interpreter import mend_interpreter
 from tests.worker.quantized.random_weights import KINDS, random_weight
-from worker.gpu.kernels.expert_products import route
 from worker.gpu.quantized import products as code_products
 from worker.gpu.quantized import proof as code_proof
 from worker.gpu.quantized.experts import CodeExperts
@@ -225,7 +224,7 @@ def test_each_token_gets_what_its_experts_of_codes_make_of_it(kind):
     hidden_TH = rows(9, 64, torch.float32) / 8
     ids_TK = torch.rand(9, 4).topk(2).indices  # one expert has no token
     scores_TK = torch.rand(9, 2)
-    found_TH = CodeExperts(experts, route)(hidden_TH, ids_TK, scores_TK)
+    found_TH = CodeExperts(experts)(hidden_TH, ids_TK, scores_TK)
     expected_TH = torch.zeros(9, 64)
     for token in range(9):
         for expert, score in zip(ids_TK[token].tolist(), scores_TK[token], strict=True):
@@ -239,7 +238,7 @@ def test_experts_that_are_quantized_in_several_ways_stay_as_they_are():
     experts = RandomExperts("signed", 3)
     experts._gate_ups[1] = Linear.of(random_weight("unsigned", 96, 64, 32))
     with pytest.raises(Unrecognised, match="quantized in several ways"):
-        CodeExperts(experts, route)
+        CodeExperts(experts)
 
 
 @pytest.mark.parametrize("num_rows", [2, 40])
