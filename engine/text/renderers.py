@@ -14,6 +14,7 @@ import time
 from engine.logs.rare_log import RareLog
 from engine.processes import child_process
 from engine.processes.child_environment import child_environment
+from engine.processes.frames import frame
 from engine.text.template_messages import (
     CODE_OUT_OF_MEMORY,
     MAX_MEMORY_BYTES,
@@ -21,7 +22,6 @@ from engine.text.template_messages import (
     Ended,
     Program,
     Rendering,
-    frame,
     receive,
 )
 

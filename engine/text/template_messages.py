@@ -1,23 +1,22 @@
 """The messages between the API process and a process that renders chats (both).
 
-Owns: the frame: four bytes of length, then msgpack, over a pair of sockets; the limits that both know; how a
-prompt may end.
+Owns: how they are read from a pair of sockets; the limits that both know; how a prompt may end.
 """
 
 import socket
-import struct
 import time
 from enum import StrEnum
 from typing import Any, TypeVar
 
 import msgspec
 
+from engine.processes.frames import LENGTH
+
 MAX_RENDERING_S = 10.0
 MAX_MEMORY_BYTES = 512 * 2**20
 """Limit for the interpreter and all that a rendering makes: the longest prompt that is allowed takes half."""
 CODE_OUT_OF_MEMORY = 3
 """Exit code, which its parent reads."""
-_LENGTH = struct.Struct(">I")
 
 MessageT = TypeVar("MessageT")
 
@@ -78,14 +77,9 @@ class Ended(Exception):
     """The other side has closed its socket, or sends bytes that are no message."""
 
 
-def frame(message: Any) -> bytes:
-    content = msgspec.msgpack.encode(message)
-    return _LENGTH.pack(len(content)) + content
-
-
 def receive(channel: socket.socket, kind: type[MessageT], *, max_bytes: int, deadline_s: float) -> MessageT:
     """Wait for one message until a monotonic time, which may be infinite. Raises Ended, TimeoutError."""
-    (length,) = _LENGTH.unpack(_read(channel, _LENGTH.size, deadline_s))
+    (length,) = LENGTH.unpack(_read(channel, LENGTH.size, deadline_s))
     if length > max_bytes:
         raise Ended
     try:

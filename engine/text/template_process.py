@@ -16,6 +16,7 @@ import socket
 
 from engine.errors import RequestRejected
 from engine.processes.child_process import leave_signals_to_parent
+from engine.processes.frames import frame
 from engine.text.template_language import BrokenTemplate, Templates
 from engine.text.template_messages import (
     CODE_OUT_OF_MEMORY,
@@ -25,7 +26,6 @@ from engine.text.template_messages import (
     Ended,
     Program,
     Rendering,
-    frame,
     receive,
 )
 
