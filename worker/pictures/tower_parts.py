@@ -14,6 +14,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
+from worker.adapters.adapted_linear import WrappedModule
+
 TOWER_ATTENTION = "tokenyard_tower"
 _LEAST_ROWS, _MOST_ROWS = 16, 256
 _MOST_PRODUCTS = 2**30
@@ -37,30 +39,23 @@ class TowerParts(NamedTuple):
         return min(max(wanted, _LEAST_ROWS), _MOST_ROWS)
 
 
-class _RowsInParts(nn.Module):
+class _RowsInParts(WrappedModule):
     """A module whose outputs for a row depend on that row alone."""
 
     def __init__(self, module: nn.Module, parts: TowerParts, num_dims: int) -> None:
         """Take in how many dimensions, from the last on, are of one row."""
-        super().__init__()
-        self.module, self._parts, self._num_dims = module, parts, num_dims
-
-    def __getattr__(self, name: str) -> Any:
-        """Give what towers ask of the module itself, such as the dtype of its weight."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
+        super().__init__(module)
+        self._parts, self._num_dims = parts, num_dims
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute all rows, at whatever dimensions they are."""
         own = x.dim() - self._num_dims
         rows, done = x.reshape(-1, *x.shape[own:]), []
-        weight = getattr(self.module, "weight", rows[:1])
+        weight = getattr(self.inner, "weight", rows[:1])
         num_rows = self._parts.num_rows(weight.numel())
         for start in range(0, len(rows), num_rows):
             self._parts.may_pause()
-            done.append(self.module(rows[start : start + num_rows]))
+            done.append(self.inner(rows[start : start + num_rows]))
         return torch.cat(done).view(*x.shape[:own], *done[0].shape[1:])
 
 
