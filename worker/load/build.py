@@ -29,6 +29,7 @@ from worker.checkpoint.checkpoint_files import WeightFile, read_json
 from worker.checkpoint.task import Task
 from worker.checkpoint.task_choice import generating_class
 from worker.devices.lazy_imports import load_shapes
+from worker.devices.trial import first_line
 from worker.devices.weight_life import is_out_of_memory
 from worker.load.model_kind import NO_PAGED_ATTENTION, ModelKind, model_config_of, refuse_layers, torch_dtype
 from worker.load.quantized_loading import (
@@ -123,7 +124,7 @@ def in_plain_words(folder: Path) -> Iterator[None]:
         if is_out_of_memory(error):
             raise
         raise StartupError(
-            f"transformers cannot load {folder}: {_first_line(error)}", fix=_CHECK_IT
+            f"transformers cannot load {folder}: {first_line(error)}", fix=_CHECK_IT
         ) from error
 
 
@@ -206,8 +207,3 @@ def from_pretrained(model_class: Any, folder: Path | None, **options: Any) -> An
         if not load_shapes():
             raise
         return model_class.from_pretrained(folder, **options)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
