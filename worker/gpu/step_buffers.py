@@ -131,6 +131,10 @@ class _Layout(NamedTuple):
         return cls(*fields)
 
 
+def _tables_numel(limits: Limits) -> int:
+    return limits.num_stripes * limits.num_sequences * limits.num_blocks
+
+
 class _HostFields(NamedTuple):
     """The fields of a step in one of the two pieces of pinned memory, to be written to."""
 
@@ -183,9 +187,8 @@ class StepBuffers:
 
     def __init__(self, device: Device, limits: Limits) -> None:
         self.limits = limits
-        largest = _Layout.of(limits.num_tokens, limits.num_sequences, limits.num_logits, limits)
-        tables_numel = limits.num_stripes * limits.num_sequences * limits.num_blocks
-        num_bytes = largest.blocks.start + tables_numel * torch.int32.itemsize
+        tables_numel = _tables_numel(limits)
+        num_bytes = self.num_bytes(limits) - tables_numel * torch.int32.itemsize
         self._memory = device.zeros(num_bytes, torch.uint8)
         self._tables_SCB = device.zeros(tables_numel, torch.int32).view(
             limits.num_stripes, limits.num_sequences, limits.num_blocks
@@ -199,15 +202,9 @@ class StepBuffers:
 
     @staticmethod
     def num_bytes(limits: Limits) -> int:
-        """Estimate the memory on the device."""
-        per_logit, per_sequence = 12 + 8 * NUM_FIELDS, 16 + (8 + 8 * limits.num_blocks) * limits.num_stripes
-        per_sequence += 4 * limits.num_state_blocks
-        per_token = 24 + 8 * limits.num_stripes
-        return (
-            limits.num_tokens * per_token
-            + limits.num_logits * per_logit
-            + limits.num_sequences * per_sequence
-        )
+        """Count the memory on the device: a step, with all blocks of its tables, and the tables."""
+        largest = _Layout.of(limits.num_tokens, limits.num_sequences, limits.num_logits, limits)
+        return largest.blocks.start + 2 * _tables_numel(limits) * torch.int32.itemsize
 
     def view(self, sizes: BatchSizes) -> DeviceBatch:
         """Return the tensors of a step of these sizes, whenever it is filled in."""
