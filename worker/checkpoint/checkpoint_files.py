@@ -22,6 +22,8 @@ from worker.checkpoint.gguf.weights import find_weights_of
 from worker.memory_sizes import WeightBytes
 from worker.worker_errors import StartupError, refused_as
 
+_NUM_SAMPLES, _SAMPLE_BYTES = 256, 4096
+_HEADER_BYTES = 1 << 20
 _READ_BYTES = 16 << 20
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _ADAPTER = "adapter_config.json"
@@ -239,6 +241,23 @@ def _two_sets(first: Path, second: Path, difference: str) -> StartupError:
     )
 
 
+def fingerprint(folder: Path) -> str:
+    """Digest config.json, and of each file of weights size, beginning and samples. Raises StartupError.
+
+    Equal for equal checkpoints, on other machines too, and another one for other training. --checksums reads
+    all, where a single changed number must be noticed.
+    """
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for weights in find_weights(folder):
+        digest.update(f"{weights.path.name} {weights.num_bytes}".encode())
+        with weights.path.open("rb") as file:
+            digest.update(file.read(_HEADER_BYTES))
+            for sample in range(_NUM_SAMPLES):
+                file.seek(weights.num_bytes * sample // _NUM_SAMPLES)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:16]
+
+
 def loaded_bytes(files: list[WeightFile], dtype: str | None) -> WeightBytes:
     """Size the weights in `dtype`, a name of torch's; None keeps the files' own.
 
@@ -414,24 +433,3 @@ def _end_of(places: Iterable[list[int]]) -> int:
             raise ValueError(f"a tensor begins at {start}, and the one before it ends at {reached}")
         reached = end
     return reached
-
-
-_NUM_SAMPLES, _SAMPLE_BYTES = 256, 4096
-_HEADER_BYTES = 1 << 20
-
-
-def fingerprint(folder: Path) -> str:
-    """Digest config.json, and of each file of weights size, beginning and samples. Raises StartupError.
-
-    Equal for equal checkpoints, on other machines too, and another one for other training. --checksums reads
-    all, where a single changed number must be noticed.
-    """
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for weights in find_weights(folder):
-        digest.update(f"{weights.path.name} {weights.num_bytes}".encode())
-        with weights.path.open("rb") as file:
-            digest.update(file.read(_HEADER_BYTES))
-            for sample in range(_NUM_SAMPLES):
-                file.seek(weights.num_bytes * sample // _NUM_SAMPLES)
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()[:16]
