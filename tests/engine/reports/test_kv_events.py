@@ -13,8 +13,7 @@ from engine.options.api_keys import is_private
 from engine.options.declaration import OptionError
 from engine.options.engine_split import KVEventsConfig
 from engine.reports import kv_publisher
-from engine.reports.kv_events import SharedBlocks, block_hash
-from engine.reports.kv_publisher import KVPublisher
+from engine.reports.kv_publisher import KVPublisher, SharedBlocks, block_hash
 from scheduler.config import SchedulerConfig
 from scheduler.messages import ModelRunnerOutput, SamplingParams, SequenceId, SequenceInputs, ServiceTerms
 from scheduler.prefix_keys import (
