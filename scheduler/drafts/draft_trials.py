@@ -3,7 +3,7 @@
     without .... | trial .. | without, twice as long after each trial that loses .... | trial .. | ...
 
 A turn lasts from one plan to the next. So what plans, samples and answers take counts as well, of which the
-times of steps and passes (draft_costs.py) know nothing: of a small model it is most. Turns without drafts are
+times of steps and passes (draft_rule.py) know nothing: of a small model it is most. Turns without drafts are
 planned the short way.
 
 A trial that wins goes on, with a short rest at times: only turns without drafts show what they take by now.

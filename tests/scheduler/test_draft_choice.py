@@ -8,9 +8,8 @@ import pytest
 
 from scheduler.config import DraftAdmission, DraftSupply
 from scheduler.draft_messages import DraftReason
-from scheduler.drafts.draft_costs import StepCosts
 from scheduler.drafts.draft_rates import DraftSource
-from scheduler.drafts.draft_rule import Drafting, DraftRule
+from scheduler.drafts.draft_rule import Drafting, DraftRule, StepCosts
 from scheduler.messages import ModelRunnerOutput, SequenceId
 from scheduler.scheduler import Scheduler
 from tests.fakes import make_sequence

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from engine.reports.kv_events import BlockRemoved, BlockStored, SharedBlocks, block_hash
+from engine.reports.kv_publisher import BlockRemoved, BlockStored, SharedBlocks, block_hash
 from scheduler.cache_groups import ALL_TOKENS, CacheGroup, Lifetime, LifetimeKind
 from scheduler.config import PreemptionMode, PrefixCaching
 from scheduler.group_places import places_of
