@@ -316,7 +316,7 @@ class PackedWeight:
     kept: tuple[Tensor | None, ...]
     """Bias, scales and the like, for each of B * 32 outputs."""
     numbers: Any = None
-    """Scales and offsets of groups (packing/group_numbers.py)."""
+    """Scales and offsets of groups (packing/grouped_packing.py)."""
 
     @property
     def num_outputs(self) -> int:

@@ -9,8 +9,7 @@ from tests.gguf_checkpoints import RandomBlocks
 from tests.worker.cpu.conftest import INSTRUCTION_SETS, OpenKernels
 from worker.checkpoint.gguf.file import GgufType
 from worker.cpu.native import Kernels
-from worker.cpu.packing.group_numbers import pack_offsets, pack_scales
-from worker.cpu.packing.grouped_packing import Inputs, grouped_rows, pack_grouped
+from worker.cpu.packing.grouped_packing import Inputs, grouped_rows, pack_grouped, pack_offsets, pack_scales
 from worker.cpu.proof import prove_product
 from worker.quantized.gguf_blocks import weight_of_blocks
 from worker.quantized.grouped_weight import UNSIGNED_TABLE, GroupedWeight
