@@ -7,8 +7,8 @@ import pytest
 
 from scheduler.messages import NewSequence, SamplingParams, SequenceId, SequenceInputs, ServiceTerms
 from scheduler.sequence import Sequence
-from worker.speculation.drafter import Drafter
-from worker.speculation.proposers import (
+from worker.speculation.drafter import (
+    Drafter,
     ExpectedText,
     OwnText,
     RecentReplies,
