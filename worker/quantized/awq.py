@@ -13,22 +13,23 @@ from typing import Any
 import torch
 
 from worker.quantized.grouped_weight import GroupedWeight
-from worker.quantized.scheme import IntegerCodes, ModuleTensors, QuantizationRefused, unpacked, weight_of
+from worker.quantized.scheme import (
+    IntegerCodes,
+    ModuleTensors,
+    QuantizationRefused,
+    SelfReadingRules,
+    unpacked,
+    weight_of,
+)
 
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The one of eight outputs that each nibble of a word holds, from the lowest on."""
 
 
 @dataclass(frozen=True, slots=True)
-class AwqRules:
-    """Every module with a qweight is quantized: lists of exceptions are written loosely, tensors are not."""
-
+class AwqRules(SelfReadingRules):
     group_size: int
     """-1: all inputs are one group."""
-    must_agree: bool = False
-
-    def reader_of(self, module: str, class_name: str) -> "AwqRules":  # noqa: ARG002
-        return self
 
     def read(self, tensors: ModuleTensors, shape: tuple[int, int]) -> GroupedWeight:
         num_outputs, num_inputs = shape

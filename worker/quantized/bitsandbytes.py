@@ -8,14 +8,13 @@ Shapes: N outputs, K inputs, B blocks.
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from worker.quantized.grouped_weight import NUM_NIBBLES, GroupedWeight
-from worker.quantized.scheme import ModuleTensors
+from worker.quantized.scheme import ModuleTensors, SelfReadingRules
 
 _STATE = "weight.quant_state.bitsandbytes__"
 _KINDS = ("nf4", "fp4")
@@ -25,22 +24,11 @@ _NUM_BYTES_CODES = 256
 _LARGEST_CODE = 127
 
 
-@dataclass(frozen=True, slots=True)
-class BitsAndBytesRules:
-    """Every module with scales is quantized: lists of exceptions are written loosely, tensors are not."""
-
-    must_agree: bool = False
-
-    def reader_of(self, module: str, class_name: str) -> "BitsAndBytesRules":  # noqa: ARG002
-        return self
+class BitsAndBytesRules(SelfReadingRules):
+    """The same for each config: the tensors say all."""
 
     def read(self, tensors: ModuleTensors, shape: tuple[int, int]) -> GroupedWeight:
         return _read_int8(tensors, shape) if "SCB" in tensors else _read_nibbles(tensors, shape)
-
-
-def read_bitsandbytes_rules(config: dict[str, Any]) -> BitsAndBytesRules:  # noqa: ARG001
-    """Return the same rules for each config: the tensors say all."""
-    return BitsAndBytesRules()
 
 
 def _read_int8(tensors: ModuleTensors, shape: tuple[int, int]) -> GroupedWeight:

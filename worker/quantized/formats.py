@@ -8,7 +8,7 @@ from typing import Any
 from worker.checkpoint.checkpoint_files import read_json
 from worker.quantized.auto_round import read_auto_round_rules
 from worker.quantized.awq import read_awq_rules
-from worker.quantized.bitsandbytes import read_bitsandbytes_rules
+from worker.quantized.bitsandbytes import BitsAndBytesRules
 from worker.quantized.compressed_tensors import read_compressed_tensors_rules
 from worker.quantized.fp8 import read_fp8_rules, read_modelopt_rules
 from worker.quantized.gguf_blocks import GgufRules
@@ -31,7 +31,7 @@ _SIDECAR = "hf_quant_config.json"
 _METHODS: dict[str, Callable[[dict[str, Any]], Rules]] = {
     "auto-round": read_auto_round_rules,
     "awq": read_awq_rules,
-    "bitsandbytes": read_bitsandbytes_rules,
+    "bitsandbytes": lambda _: BitsAndBytesRules(),
     "compressed-tensors": read_compressed_tensors_rules,
     "fp8": read_fp8_rules,
     "gguf": lambda _: GgufRules(),

@@ -15,6 +15,7 @@ from worker.quantized.grouped_weight import GroupedWeight
 from worker.quantized.scheme import (
     ModuleTensors,
     QuantizationRefused,
+    SelfReadingRules,
     e2m1_of_16,
     refuse_not_finite,
     scales_of_blocks,
@@ -84,14 +85,8 @@ def read_fp8_rules(config: dict[str, Any]) -> Fp8Rules:
 _FP8 = Fp8Rules(None, ())
 
 
-@dataclass(frozen=True, slots=True)
-class ModelOptRules:
-    """Every module with a scale is quantized: lists of exceptions are written loosely, tensors are not."""
-
-    must_agree: bool = False
-
-    def reader_of(self, module: str, class_name: str) -> "ModelOptRules":  # noqa: ARG002
-        return self
+class ModelOptRules(SelfReadingRules):
+    """FP8 and NVFP4, which tensors tell apart."""
 
     def read(self, tensors: ModuleTensors, shape: tuple[int, int]) -> GroupedWeight:
         if _SECOND_SCALE not in tensors:
@@ -104,7 +99,7 @@ class ModelOptRules:
 
 
 def read_modelopt_rules(config: dict[str, Any]) -> ModelOptRules:
-    """Read ModelOpt's FP8 and NVFP4, which tensors tell apart. Raises QuantizationRefused for others."""
+    """Raises QuantizationRefused for others."""
     inner = config.get("quantization")
     algorithm = (inner if isinstance(inner, dict) else config).get("quant_algo")
     if algorithm not in _MODELOPT_ALGORITHMS:

@@ -7,7 +7,7 @@ Shapes: N outputs, K inputs, B blocks of an output, G groups of inputs.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from worker.quantized.grouped_weight import (
     merged,
 )
 from worker.quantized.mxfp4 import powers_of
-from worker.quantized.scheme import ModuleTensors, Reader
+from worker.quantized.scheme import ModuleTensors, SelfReadingRules
 from worker.worker_errors import StartupError
 
 _PIECE_BYTES = 4 << 20
@@ -35,9 +35,8 @@ _IQ4_TABLE = torch.tensor(
 _PLAIN = {GgufType.F32: torch.float32, GgufType.F16: torch.float16, GgufType.BF16: torch.bfloat16}
 
 
-@dataclass(frozen=True, slots=True)
-class BlockReader:
-    """The Reader of a module's blocks."""
+class GgufRules(SelfReadingRules):
+    """Each module whose weight is stored as blocks is quantized, and no other."""
 
     def read(self, tensors: ModuleTensors, shape: tuple[int, int]) -> GroupedWeight:
         assert tensors.gguf is not None
@@ -45,16 +44,6 @@ class BlockReader:
         if weight.shape != shape:
             raise tensors.refusal(BLOCKS, f"is {list(weight.shape)}", str(list(shape)))
         return weight
-
-
-@dataclass(frozen=True, slots=True)
-class GgufRules:
-    """See Rules. Each module whose weight is stored as blocks is quantized, and no other."""
-
-    must_agree: bool = False
-
-    def reader_of(self, module: str, class_name: str) -> Reader | None:  # noqa: ARG002
-        return BlockReader()
 
 
 def weight_of(stored: GgufWeight) -> GroupedWeight:

@@ -6,14 +6,13 @@ Never: pickled tensors, or its layouts for one kind of processor.
 Shapes: N outputs, K inputs, G groups of inputs.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from worker.quantized.grouped_weight import SIGNED_TABLE, GroupedWeight, pack_nibbles
-from worker.quantized.scheme import ModuleTensors, QuantizationRefused, refuse_not_finite
+from worker.quantized.scheme import ModuleTensors, QuantizationRefused, SelfReadingRules, refuse_not_finite
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _CODES, _SCALE, _ZERO = "_weight_qdata", "_weight_scale", "_weight_zero_point"
@@ -28,14 +27,8 @@ _ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Place in a word of four bits each, the lowest first, of the eight inputs that a lane has of two tiles."""
 
 
-@dataclass(frozen=True, slots=True)
-class TorchAoRules:
-    """Every module with codes is quantized."""
-
-    must_agree: bool = False
-
-    def reader_of(self, module: str, class_name: str) -> "TorchAoRules":  # noqa: ARG002
-        return self
+class TorchAoRules(SelfReadingRules):
+    """All layouts, which tensors tell apart."""
 
     def read(self, tensors: ModuleTensors, shape: tuple[int, int]) -> GroupedWeight:
         if _SCALES_AND_ZEROS in tensors:
