@@ -7,22 +7,16 @@ from operator import attrgetter
 from typing import Generic, Protocol, TypeVar
 
 from scheduler.policy import OrderOfService, Rank
-from scheduler.tenant_ledger import TenantAccounts
+from scheduler.tenant_ledger import Account, TenantAccounts
 
 _Key = tuple[int, str]
 
 
-class LineRequest(Protocol):
+class LineRequest(Account, Protocol):
     """A request in the line."""
 
     @property
-    def priority(self) -> int: ...
-
-    @property
     def rank(self) -> Rank: ...
-
-    @property
-    def tenant(self) -> str: ...
 
 
 WaitingT = TypeVar("WaitingT", bound=LineRequest)
