@@ -39,22 +39,18 @@ class World(Protocol):
     rank: int
 
     def join(self, library: Path | None) -> None:
-        """See Ranks."""
+        """Open the exchange; that of CPUs is by functions of the compiled kernels."""
 
     def of_all(self, numbers: list[int]) -> Tensor:
         """Return the numbers of each rank, int64 [ranks, numbers]; each brings as many."""
 
 
-class Ranks(Protocol):
-    """The ranks of one model, as one of them sees them."""
+class Ranks(World, Protocol):
+    """The ranks of one stage of a model, as one of them sees them."""
 
-    rank: int
     size: int
     stage: Stage
-    """The layers that they have; ranks are those of one stage."""
-
-    def join(self, library: Path | None) -> None:
-        """Open the exchange; that of CPUs is by functions of the compiled kernels."""
+    """The layers that they have."""
 
     @property
     def reducer(self) -> Reducer:
@@ -71,9 +67,6 @@ class Ranks(Protocol):
 
     def share(self, numbers: Tensor) -> None:
         """Replace numbers by those of rank 0, in place."""
-
-    def of_all(self, numbers: list[int]) -> Tensor:
-        """See World, here for the ranks of this stage."""
 
     def broadcast(self, numbers: list[int]) -> list[int]:
         """Return the numbers of rank 0; each rank brings as many."""
