@@ -8,6 +8,7 @@ With keys it takes one that may administer; app.py says where it is served witho
 
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, Literal
 
 import orjson
@@ -22,7 +23,7 @@ from engine.version import VERSION
 from server.edge.http.edge import Edge, EdgeSettings, edge_of
 from server.edge.http.endpoint import ERRORS, Endpoint, ReplyModel, documentation
 from server.edge.http.served_models import choose_by_query
-from server.reply.generate.sse import ChunkFraming, StreamedResponse
+from server.reply.generate.sse import CHUNKS, StreamedResponse
 
 _ALIVE = b": alive\n\n"
 _EVENTS: dict[str, Any] = {
@@ -90,13 +91,14 @@ def _keep_options(app: FastAPI, settings: EdgeSettings) -> None:
 
 router = APIRouter()
 ENDPOINT = Endpoint(router=router, add_state=_keep_options)
+_FRAMING = replace(CHUNKS, keep_alive=b"", end=b"")  # the engine breaks each silence
 
 
 class _Views(StreamedResponse):
     """Views as server-sent events, as fast as the client reads; a client that stops reading is cut off."""
 
     def __init__(self, views: AsyncGenerator[bytes, None], edge: Edge) -> None:
-        super().__init__(edge, _ViewFrame())
+        super().__init__(edge, _FRAMING)
         self._views = views
 
     async def _pass_on(self, send: Send) -> bytes:
@@ -104,11 +106,6 @@ class _Views(StreamedResponse):
             async for view in views:
                 await self._send(send, b"data: " + view + b"\n\n" if view else _ALIVE)
         return b""
-
-
-class _ViewFrame(ChunkFraming):
-    keep_alive = b""  # the engine breaks each silence
-    end = b""
 
 
 @router.get("/admin/events", **_EVENTS)

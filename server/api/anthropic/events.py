@@ -17,7 +17,7 @@ from server.api.chat.message_reader import Piece, ToolCall
 from server.api.chat.replies import OnlyChoice
 from server.edge.error_replies import ErrorReply
 from server.reply.generate.replies import arguments_of
-from server.reply.generate.sse import NamedEvents
+from server.reply.generate.sse import Framing, named_event
 from server.reply.reading.events import Arguments, Content, Reasoning
 
 _ERROR_TYPES: Final = {
@@ -41,6 +41,9 @@ def error_body(error: ErrorReply) -> dict[str, Any]:
     otherwise = "api_error" if error.status >= 500 else "invalid_request_error"
     detail = {"type": _ERROR_TYPES.get(error.status, otherwise), "message": error.message}
     return {"type": "error", "error": detail}
+
+
+FRAMING: Final = Framing(event=named_event, failed=lambda error: [error_body(error)])
 
 
 class MessageStream:
@@ -171,8 +174,3 @@ class MessageStream:
             "cache_read_input_tokens": self._num_cached,
             "output_tokens": num_output_tokens,
         }
-
-
-class AnthropicFraming(NamedEvents):
-    def failure(self, error: ErrorReply) -> bytes:
-        return self.events([error_body(error)])

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.anthropic.events import AnthropicFraming, MessageStream, error_body
+from server.api.anthropic.events import FRAMING, MessageStream, error_body
 from server.api.anthropic.input import chat_request_of, ignored_names, in_their_words
 from server.api.anthropic.protocol import MESSAGES_REFUSALS, CountTokensRequest, MessagesRequest
 from server.api.chat.replies import OnlyChoice
@@ -159,7 +159,7 @@ async def create_message(request: Request) -> Response:
     stream = MessageStream(reply_id, head.model, num_tokens, choice, is_marked=turn.is_marked)
     outputs = edge.engine.generate_all([turn.request], is_read_whole=not body.stream)
     if body.stream:
-        return EventStream(outputs, stream, edge, framing=AnthropicFraming())
+        return EventStream(outputs, stream, edge, framing=FRAMING)
     return await whole(request, outputs, Gathered(stream, lambda: stream.message))
 
 

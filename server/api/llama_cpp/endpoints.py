@@ -16,7 +16,7 @@ from starlette.responses import Response
 from engine.errors import RequestRejected
 from server.api.completions.protocol import CompletionRequest
 from server.api.completions.requests import fitting_completion
-from server.api.llama_cpp.replies import LlamaFraming, LlamaProperties, LlamaReply, LlamaStream
+from server.api.llama_cpp.replies import EVENTS, LlamaProperties, LlamaReply, LlamaStream
 from server.edge.http.edge import edge_of
 from server.edge.http.endpoint import Endpoint, documentation, json_reply
 from server.edge.http.json_body import built, without_nones
@@ -163,5 +163,5 @@ async def _answer(request: Request, body: LlamaFields, said: dict[str, Any], ori
     stream = LlamaStream(plan, shows_text=body.n_predict != 0, clock=time.monotonic)
     outputs = edge.engine.generate_all([made])
     if body.stream:
-        return EventStream(outputs, stream, edge, framing=LlamaFraming())
+        return EventStream(outputs, stream, edge, framing=EVENTS)
     return await whole(request, outputs, Gathered(stream, lambda: stream.reply))

@@ -6,12 +6,13 @@ Source: the README of llama.cpp's server.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 from engine.types import TokenOutput
 from server.edge.http.endpoint import ReplyModel
 from server.reply.generate.replies import ReplyPlan, Tally
-from server.reply.generate.sse import ChunkFraming
+from server.reply.generate.sse import CHUNKS
 
 
 class LlamaTimings(ReplyModel):
@@ -50,10 +51,8 @@ class LlamaProperties(ReplyModel):
     modalities: dict[str, bool]
 
 
-class LlamaFraming(ChunkFraming):
-    """Events without a [DONE]: the last one says by `stop` that it is last."""
-
-    end = b""
+EVENTS = replace(CHUNKS, end=b"")
+"""Events without a [DONE]: the last one says by `stop` that it is last."""
 
 
 class LlamaStream:

@@ -18,7 +18,7 @@ from server.api.chat.replies import OnlyChoice
 from server.api.chat.turn import prepare_fitting
 from server.api.completions.requests import fitting_completion
 from server.api.ollama.input import chat_request_of, completion_request_of, served_name
-from server.api.ollama.lines import LineFraming, LineShape, LineStream, error_body
+from server.api.ollama.lines import LINES, LineShape, LineStream, error_body
 from server.api.ollama.model_routes import documented, keep_idle, own_place, router
 from server.api.ollama.models import OllamaReply
 from server.api.ollama.protocol import (
@@ -100,7 +100,7 @@ async def _answer(
     stream = LineStream(shape, new_choice(plan), clock=time.monotonic, unix_time_s=time.time)
     outputs = edge.engine.generate_all([made])
     if body.stream is not False:
-        return EventStream(outputs, stream, edge, framing=LineFraming())
+        return EventStream(outputs, stream, edge, framing=LINES)
     return await whole(request, outputs, Gathered(stream, lambda: stream.reply))
 
 

@@ -5,7 +5,7 @@ Never: the meaning of the text: the chat path has separated text, thinking and c
 Source: Ollama's page of its API; its Python client.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -17,6 +17,7 @@ from server.api.chat.message_reader import Message
 from server.api.chat.replies import OnlyChoice
 from server.edge.error_replies import ErrorReply
 from server.reply.generate.replies import arguments_of
+from server.reply.generate.sse import Framing
 from server.reply.reading.events import Content, Reasoning
 
 _DONE_REASONS: Final = {"tool_calls": "stop", "timeout": "length"}
@@ -107,18 +108,13 @@ class LineStream:
         }
 
 
-class LineFraming:
-    """One JSON object on each line. Nothing can be written in a silence: clients read every line as JSON."""
-
-    media_type = "application/x-ndjson"
-    keep_alive = b""
-    end = b""
-
-    def events(self, payloads: Iterable[dict[str, Any]]) -> bytes:
-        return b"".join(orjson.dumps(payload) + b"\n" for payload in payloads)
-
-    def failure(self, error: ErrorReply) -> bytes:
-        return self.events([error_body(error)])
+LINES = Framing(
+    event=lambda payload: orjson.dumps(payload) + b"\n",
+    failed=lambda error: [error_body(error)],
+    keep_alive=b"",
+    media_type="application/x-ndjson",
+)
+"""One JSON object on each line. Nothing can be written in a silence: clients read every line as JSON."""
 
 
 def _call(function: dict[str, str]) -> dict[str, Any]:

@@ -14,7 +14,15 @@ from starlette.types import Send
 from engine.errors import RequestRejected
 from server.edge.error_replies import ErrorReply
 from server.edge.http.edge import Edge
-from server.reply.generate.sse import NamedEvents, StreamedResponse, named_event
+from server.reply.generate.sse import Framing, StreamedResponse, named_event
+
+
+def _outside(error: ErrorReply) -> list[dict[str, Any]]:
+    """An event outside of the numbered ones: the response itself has not failed."""
+    return [{"type": "error", "code": error.code, "message": error.message, "param": error.param}]
+
+
+_FRAMING = Framing(event=named_event, failed=_outside)
 
 
 class EventLog:
@@ -78,7 +86,7 @@ class LoggedEvents(StreamedResponse):
     """Streams a log. When the client leaves, the log goes on without it."""
 
     def __init__(self, log: EventLog, start: int, edge: Edge) -> None:
-        super().__init__(edge, _LoggedFraming())
+        super().__init__(edge, _FRAMING)
         self._log = log
         self._start = start
 
@@ -88,10 +96,3 @@ class LoggedEvents(StreamedResponse):
                 if not self._sent_at_once(piece):
                     await self._send(send, piece)
         return b""
-
-
-class _LoggedFraming(NamedEvents):
-    def failure(self, error: ErrorReply) -> bytes:
-        """An event outside of the numbered ones: the response itself has not failed."""
-        event = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
-        return named_event(event)

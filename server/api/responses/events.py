@@ -33,7 +33,6 @@ from server.api.responses.replies import (
 )
 from server.api.responses.tools import ID_PREFIXES, WireForm
 from server.edge.error_replies import ErrorReply
-from server.reply.generate.sse import NamedEvents
 from server.reply.generate.wire_logprobs import chat_logprobs
 from server.reply.reading.events import Arguments, Content, Reasoning
 
@@ -233,13 +232,3 @@ def error_event(error: ErrorReply) -> dict[str, Any]:
     """The one event of a stream that fails before its response exists."""
     told = {"code": error.code, "message": error.message, "param": error.param}
     return {"type": "error", "sequence_number": 0, **told}
-
-
-class ResponseFraming(NamedEvents):
-    """The events of a response; a failure is an event of its stream."""
-
-    def __init__(self, stream: ResponseStream) -> None:
-        self._stream = stream
-
-    def failure(self, error: ErrorReply) -> bytes:
-        return self.events(self._stream.fail(error))

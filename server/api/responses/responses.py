@@ -16,7 +16,7 @@ from engine.journal import Journal
 from server.api.batches.access import owner_of
 from server.api.responses.background import Work
 from server.api.responses.event_log import EventLog, LoggedEvents
-from server.api.responses.events import ResponseFraming, error_event
+from server.api.responses.events import error_event
 from server.api.responses.making import ResponseTask, begin_making, note_left_out, stored_response
 from server.api.responses.models import ResponseEvent, ResponseObject
 from server.api.responses.protocol import RESPONSES_REFUSALS, ResponsesRequest
@@ -35,7 +35,7 @@ from server.edge.http.endpoint import NO_STORE, Endpoint, add_named_events, docu
 from server.reply.generate.answering import whole
 from server.reply.generate.calls import read_call
 from server.reply.generate.replies import Gathered
-from server.reply.generate.sse import EventStream
+from server.reply.generate.sse import EventStream, Framing, named_event
 
 _PATH = "/v1/responses"
 _DOCUMENTATION = documentation(ResponseObject, request=ResponsesRequest)
@@ -84,7 +84,8 @@ async def create_response(request: Request) -> Response:
     making = await begin_making(edge, task, on_end=keep)
     outputs = edge.engine.generate_all([making.request], is_read_whole=making.is_read_whole)
     if body.stream:
-        return EventStream(outputs, making.reply, edge, framing=ResponseFraming(making.reply))
+        framing = Framing(event=named_event, failed=making.reply.fail)
+        return EventStream(outputs, making.reply, edge, framing=framing)
     return await whole(request, outputs, Gathered(making.reply, lambda: making.reply.response))
 
 

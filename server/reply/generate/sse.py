@@ -7,9 +7,10 @@ Source: the event stream format of the HTML standard, section 9.2; OpenAI's [DON
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import aclosing
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import orjson
 from starlette.requests import ClientDisconnect
@@ -28,60 +29,34 @@ DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
 
-class Frame(Protocol):
-    """The bytes of a stream that are no payload."""
-
-    media_type: str
-    keep_alive: bytes
-    """Written in a silence; empty if the protocol has nothing that clients skip."""
-    end: bytes
-    """Written after the last event, after a failure as well."""
-
-    def failure(self, error: ErrorReply) -> bytes:
-        """The last event of a stream that has begun and cannot go on."""
-        ...
-
-
-class Framing(Frame, Protocol):
-    """Payloads of a stream to bytes, and the bytes around them."""
-
-    def events(self, payloads: Iterable[dict[str, Any]]) -> bytes: ...
-
-
-class ServerSentEvents:
-    """The part of a framing that all streams of events have."""
-
-    media_type = "text/event-stream"
-    keep_alive = KEEP_ALIVE
-
-
-class NamedEvents(ServerSentEvents):
-    """Events that have their type as a name, and no [DONE]: the last one says by its name that it is last."""
-
-    end = b""
-
-    def events(self, payloads: Iterable[dict[str, Any]]) -> bytes:
-        return b"".join(map(named_event, payloads))
+def data_event(payload: dict[str, Any]) -> bytes:
+    # JSON has no raw line break, so that one line is enough.
+    return b"data: " + orjson.dumps(payload) + b"\n\n"
 
 
 def named_event(payload: dict[str, Any]) -> bytes:
-    return b"event: " + str(payload["type"]).encode() + b"\ndata: " + orjson.dumps(payload) + b"\n\n"
+    return b"event: " + str(payload["type"]).encode() + b"\n" + data_event(payload)
 
 
-class ChunkFraming(ServerSentEvents):
-    """OpenAI's older endpoints: events without names. Clients raise on one that has an `error`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Framing:
+    """Payloads of a stream to bytes, and the bytes around them."""
 
-    end = DONE
+    event: Callable[[dict[str, Any]], bytes]
+    failed: Callable[[ErrorReply], Iterable[dict[str, Any]]]
+    """The last payloads of a stream that has begun and cannot go on."""
+    end: bytes = b""
+    """Written after the last event, after a failure as well."""
+    keep_alive: bytes = KEEP_ALIVE
+    """Written in a silence; empty if the protocol has nothing that clients skip."""
+    media_type: str = "text/event-stream"
 
     def events(self, payloads: Iterable[dict[str, Any]]) -> bytes:
-        # JSON has no raw line break, so that one line is enough.
-        return b"".join([b"data: " + orjson.dumps(payload) + b"\n\n" for payload in payloads])
-
-    def failure(self, error: ErrorReply) -> bytes:
-        return self.events([error.body()])
+        return b"".join(map(self.event, payloads))
 
 
-CHUNKS = ChunkFraming()
+CHUNKS = Framing(event=data_event, failed=lambda error: [error.body()], end=DONE)
+"""OpenAI's older endpoints: events without names. Clients raise on one that has an `error`."""
 
 
 class SlowClient(ClientDisconnect):
@@ -95,13 +70,13 @@ class StreamedResponse(Response):
     then on become an error event.
     """
 
-    def __init__(self, edge: Edge, frame: Frame) -> None:
+    def __init__(self, edge: Edge, framing: Framing) -> None:
         # Response.__init__ would declare an empty body and its length.
         self.status_code = 200
-        self.media_type = frame.media_type
+        self.media_type = framing.media_type
         self.background = None
         self.init_headers(STREAM_HEADERS)
-        self._frame = frame
+        self._framing = framing
         self._patience = edge.patience
         self._slow_client_aborts = edge.metrics.slow_client_aborts
         self._count_error = edge.metrics.count_error
@@ -136,8 +111,9 @@ class StreamedResponse(Response):
                 self._is_refused = True
                 raise
             # The status line is gone.
-            last = self._frame.failure(reply_of(error, scope, self._count_error))
-        await self._send(send, last + self._frame.end)
+            failure = self._framing.failed(reply_of(error, scope, self._count_error))
+            last = self._framing.events(failure)
+        await self._send(send, last + self._framing.end)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _pass_on(self, send: Send) -> bytes:
@@ -166,14 +142,14 @@ class StreamedResponse(Response):
 
     async def _keep_alive(self, send: Send) -> None:
         """Send a comment in every silence, until a send takes too long; the next chunk will then fail too."""
-        if self._patience.keep_alive_s <= 0 or not self._frame.keep_alive:
+        if self._patience.keep_alive_s <= 0 or not self._framing.keep_alive:
             return
         clock = asyncio.get_running_loop().time
         self._last_sent_s = clock()
         while not self._is_refused:  # a comment now would take the refusal its status
             silence_s = clock() - self._last_sent_s
             if silence_s >= self._patience.keep_alive_s:
-                await self._send(send, self._frame.keep_alive)
+                await self._send(send, self._framing.keep_alive)
             else:
                 await asyncio.sleep(self._patience.keep_alive_s - silence_s)
 
@@ -190,7 +166,6 @@ class EventStream(StreamedResponse):
         super().__init__(edge, framing)
         self._outputs = outputs
         self._reply = reply
-        self._framing = framing
 
     async def _pass_on(self, send: Send) -> bytes:
         async with aclosing(self._outputs) as outputs:
