@@ -16,9 +16,7 @@ import orjson
 from server.api.anthropic.client_tools import described, is_others_work, is_run_by_others
 from server.api.anthropic.protocol import (
     AnthropicBlock,
-    AnthropicResultBlock,
     AnthropicSource,
-    AnthropicTextBlock,
     AnthropicTool,
     AnthropicToolChoice,
     AnthropicTurn,
@@ -172,24 +170,24 @@ def _call(block: AnthropicBlock, at: str) -> dict[str, Any]:
     return chat_call(call_id, name, orjson.dumps(block.input or {}).decode())
 
 
-def _texts(blocks: Sequence[AnthropicTextBlock], where: str) -> list[str]:
-    return [_text(block, f"{where}[{place}]") for place, block in enumerate(blocks)]
+def _texts(blocks: Sequence[AnthropicBlock], where: str) -> list[str]:
+    return [_plain_text(block, f"{where}[{place}]") for place, block in enumerate(blocks)]
 
 
-def _text_parts(blocks: Sequence[AnthropicTextBlock], where: str) -> str | list[dict[str, Any]]:
+def _text_parts(blocks: Sequence[AnthropicBlock], where: str) -> str | list[dict[str, Any]]:
     """Return the content of a chat's message; no text is an empty one."""
     return [_text_part(block, f"{where}[{place}]") for place, block in enumerate(blocks)] or ""
 
 
-def _text_part(block: AnthropicTextBlock, at: str) -> dict[str, Any]:
+def _text_part(block: AnthropicBlock, at: str) -> dict[str, Any]:
     return {"type": "text", "text": _text(block, at), "cache_control": block.cache_control}
 
 
-def _part(block: AnthropicTextBlock, at: str) -> dict[str, Any]:
-    if block.type == "image" and isinstance(block, AnthropicBlock | AnthropicResultBlock):
-        picture = _picture(required(block.source, f"{at}.source"), f"{at}.source")
-        return {**picture, "cache_control": block.cache_control}
-    return _text_part(block, at)
+def _part(block: AnthropicBlock, at: str) -> dict[str, Any]:
+    if block.type != "image":
+        return _text_part(block, at)
+    picture = _picture(required(block.source, f"{at}.source"), f"{at}.source")
+    return {**picture, "cache_control": block.cache_control}
 
 
 def _picture(source: AnthropicSource, at: str) -> dict[str, Any]:
@@ -200,15 +198,19 @@ def _picture(source: AnthropicSource, at: str) -> dict[str, Any]:
     raise unsupported(f"{at}.type", f"{at}: pictures are of type base64 or url, not {source.type!r}")
 
 
-def _text(block: AnthropicTextBlock, at: str) -> str:
-    if isinstance(block, AnthropicBlock | AnthropicResultBlock):
-        if block.type == "document":
+def _text(block: AnthropicBlock, at: str) -> str:
+    match block.type:
+        case "document":
             text = _document(required(block.source, f"{at}.source"), f"{at}.source")
             return "\n".join(filter(None, (block.title, block.context, text)))
-        if block.type == "search_result":
+        case "search_result":
             source = block.source.data if block.source is not None else None
             text = "\n".join(_texts(required(block.content, f"{at}.content"), f"{at}.content"))
             return "\n".join(filter(None, (block.title, source, text)))
+    return _plain_text(block, at)
+
+
+def _plain_text(block: AnthropicBlock, at: str) -> str:
     if block.type != "text":
         raise unsupported(
             f"{at}.type",

@@ -40,23 +40,6 @@ _ShortText = Annotated[str, StringConstraints(max_length=256)]
 _Options = Annotated[dict[str, Any], Field(max_length=MAX_OPTION_KEYS)]
 
 
-class AnthropicTextBlock(WireModel):
-    """A block within a document, a search result or the result of a tool."""
-
-    type: _ShortText
-    text: Text | None = None
-    cache_control: _Options | None = None
-    """Later prompts go on behind this block. Its keys have no effect."""
-
-
-_InnerShapes = Text | Annotated[list[AnthropicTextBlock], Field(max_length=MAX_CONTENT_PARTS)]
-_InnerBlocks = Annotated[
-    list[AnthropicTextBlock],
-    Field(max_length=MAX_CONTENT_PARTS, fail_fast=True),
-    BeforeValidator(_as_blocks, json_schema_input_type=_InnerShapes),
-]
-
-
 class AnthropicSource(WireModel):
     """The content of a document, or a picture."""
 
@@ -66,7 +49,7 @@ class AnthropicSource(WireModel):
     media_type: _ShortText | None = None
     """Kind of a picture. Without effect: its first bytes say it."""
     url: Text | None = None
-    content: _InnerBlocks | None = None
+    content: "AnthropicBlocks | None" = None
 
 
 def _as_source(value: Any) -> Any:
@@ -74,9 +57,16 @@ def _as_source(value: Any) -> Any:
     return {"type": "origin", "data": value} if isinstance(value, str) else value
 
 
-class _SourcedBlock(AnthropicTextBlock):
-    """A block that may be a document, a search result or a picture."""
+class AnthropicBlock(WireModel):
+    """A block of a message: text, image, document, search_result, thinking, tool_use or tool_result.
 
+    A result has blocks of the first four within it, a document and a search result texts.
+    """
+
+    type: _ShortText
+    text: Text | None = None
+    cache_control: _Options | None = None
+    """Later prompts go on behind this block. Its keys have no effect."""
     source: (
         Annotated[AnthropicSource, BeforeValidator(_as_source, json_schema_input_type=Text | AnthropicSource)]
         | None
@@ -84,20 +74,6 @@ class _SourcedBlock(AnthropicTextBlock):
     title: Text | None = None
     context: Text | None = None
     """More about a document, which is no part of it."""
-
-
-class AnthropicResultBlock(_SourcedBlock):
-    """A block within the result of a tool: text, image, document or search_result."""
-
-    content: _InnerBlocks | None = None
-
-
-_ResultShapes = Text | Annotated[list[AnthropicResultBlock], Field(max_length=MAX_CONTENT_PARTS)]
-
-
-class AnthropicBlock(_SourcedBlock):
-    """A block of a message: text, image, document, search_result, thinking, tool_use or tool_result."""
-
     thinking: Text | None = None
     signature: Text | None = None
     """Without effect: thinking is taken as it is."""
@@ -105,14 +81,7 @@ class AnthropicBlock(_SourcedBlock):
     name: _ShortText | None = None
     input: Annotated[dict[str, Any], Field(max_length=1024)] | None = None
     tool_use_id: _ShortText | None = None
-    content: (
-        Annotated[
-            list[AnthropicResultBlock],
-            Field(max_length=MAX_CONTENT_PARTS, fail_fast=True),
-            BeforeValidator(_as_blocks, json_schema_input_type=_ResultShapes),
-        ]
-        | None
-    ) = None
+    content: "AnthropicBlocks | None" = None
     is_error: bool | None = None
 
 
