@@ -3,6 +3,7 @@
 Owns: the lists that endpoints share, and the check. A field may have values that ask for nothing.
 """
 
+import re
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar
@@ -96,13 +97,19 @@ def required(value: ValueT | None, param: str) -> ValueT:
     return value
 
 
+Renaming = tuple[str, str | Callable[[re.Match[str]], str]]
+"""A pattern, and what stands for it in another protocol."""
+
+
 @contextmanager
-def translated(rename: Callable[[str, str], tuple[str, str]]) -> Generator[None, None, None]:
-    """Raise refusals in other words: `rename` gives message and field those of the caller's protocol."""
+def in_words(*renamings: Renaming) -> Generator[None, None, None]:
+    """Raise refusals of another protocol's path with the names of the caller's, in message and field."""
     try:
         yield
     except RequestRejected as error:
-        message, param = rename(str(error), error.param or "")
+        message, param = str(error), error.param or ""
+        for pattern, theirs in renamings:
+            message, param = re.sub(pattern, theirs, message), re.sub(pattern, theirs, param)
         if isinstance(error, ContextLengthExceeded):
             raise ContextLengthExceeded(message, param=param) from error
         raise RequestRejected(message, param=param or None, code=error.code) from error

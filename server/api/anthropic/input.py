@@ -8,7 +8,6 @@ Never: checks the request itself: that is the chat path's work (chat/turn.py).
 import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, Final
 
 import orjson
@@ -26,21 +25,19 @@ from server.api.anthropic.protocol import (
 from server.api.chat.protocol import ChatCompletionRequest
 from server.api.chat.tool_protocol import chat_call
 from server.edge.http.json_body import built, without_nones
-from server.edge.refusals import required, translated, unsupported
+from server.edge.refusals import in_words, required, unsupported
 from server.reply.generate.protocol import SamplingFields
 from server.reply.pictures.media_parts import data_url, picture_part
 
 _PASSED_ON: Final = frozenset(SamplingFields.model_fields) - {"metadata"}
-_NUMBERED_TOOL: Final = re.compile(r"tools\[(\d+)\]")
 _UNMARKED: Final = ("thinking", "tool_use")
 _TOOL_CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 _NAMES: Final = (
-    (".function.parameters", ".input_schema"),
-    (".function", ""),
-    (".image_url", ".source"),
+    (r"\.function\.parameters", ".input_schema"),
+    (r"\.function\b", ""),
+    (r"\.image_url\b", ".source"),
     ("max_completion_tokens", "max_tokens"),
-    ("response_format.json_schema.schema", "output_config.format.schema"),
-    ("response_format", "output_config.format"),
+    (r"response_format(?:\.json_schema(?=\.schema))?", "output_config.format"),
     ("tool_choice required, or name a function", "tool_choice any or tool"),
 )
 """The chat path's words to Anthropic's."""
@@ -84,18 +81,12 @@ def ignored_names(body: CountTokensRequest) -> list[str]:
 
 def in_their_words(body: CountTokensRequest) -> AbstractContextManager[None]:
     """Make refusals of the chat path name the fields that the caller wrote."""
-    return translated(partial(_renamed, body=body))
 
-
-def _renamed(message: str, param: str, *, body: CountTokensRequest) -> tuple[str, str]:
-    """Translate what is said about a chat field into words about Anthropic's field."""
-    if numbered := _NUMBERED_TOOL.match(param):
+    def place_of(found: re.Match[str]) -> str:
         kept = [place for place, tool in enumerate(body.tools or ()) if not is_run_by_others(tool.type or "")]
-        theirs = f"tools[{kept[int(numbered[1])]}]"
-        message, param = message.replace(numbered[0], theirs), param.replace(numbered[0], theirs)
-    for ours, theirs in _NAMES:
-        message, param = message.replace(ours, theirs), param.replace(ours, theirs)
-    return message, param
+        return f"tools[{kept[int(found[1])]}]"
+
+    return in_words((r"(?<!\.)\btools\[(\d+)\]", place_of), *_NAMES)
 
 
 def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:

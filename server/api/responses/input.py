@@ -8,7 +8,6 @@ Never: checks the request itself: that is the chat path's work (chat/turn.py).
 import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, Final
 
 from server.api.chat.protocol import CHAT_REFUSALS, ChatCompletionRequest
@@ -25,7 +24,7 @@ from server.api.responses.protocol import (
 )
 from server.api.responses.tools import Toolbox, WireForm, call_of
 from server.edge.http.json_body import built, without_nones
-from server.edge.refusals import refuse_unsupported, required, translated, unsupported
+from server.edge.refusals import in_words, refuse_unsupported, required, unsupported
 from server.reply.pictures.media_parts import ContentPart, picture_part, refuse_part
 
 _ROLES: Final = ("user", "assistant", "system", "developer")
@@ -35,17 +34,17 @@ _ALL_OF_A_TURN: Final = ("reasoning_content", *_AFTER_REASONING)
 """The parts of a message in their order: reasoning, text, calls. Each is an item of its own."""
 _OUTPUTS: Final = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
 _INCLUDES: Final = (LOGPROBS_INCLUDE, "reasoning.encrypted_content")
-_NUMBERED_TOOL: Final = re.compile(r"tools\[(\d+)\](?:\.function)?")
 _TEXT_PARTS: Final = ("input_text", "output_text", "text")
 
-_NAMES: Final = {
-    "messages": "input",
-    "max_completion_tokens": "max_output_tokens",
-    "response_format.json_schema": "text.format",
-    "response_format": "text.format",
-    "reasoning_effort": "reasoning.effort",
-}
-"""The chat path's name of a field to ours; a name comes before its own beginning."""
+_NAMES: Final = (
+    # Items are numbered differently: the place says nothing here. "messages" is also a word.
+    (r"^messages(?=$|:)|\bmessages\[\d+\][\w.\[\]]*", "input"),
+    (r"(?<=tool_choice)\.(?:function|allowed_tools)|(?<=\])\.function\b", ""),
+    ("max_completion_tokens", "max_output_tokens"),
+    (r"response_format(?:\.json_schema)?", "text.format"),
+    ("reasoning_effort", "reasoning.effort"),
+)
+"""The chat path's names of fields to ours."""
 
 
 def chat_request_of(
@@ -120,33 +119,11 @@ def num_parts(items: Sequence[InputItem]) -> int:
 
 def in_our_words(tools: Toolbox) -> AbstractContextManager[None]:
     """Make refusals of the chat path name the fields of the response."""
-    return translated(partial(_renamed, tools=tools))
 
+    def place_of(found: re.Match[str]) -> str:
+        return list(tools.tools.values())[int(found[1])].place
 
-def _renamed(message: str, param: str, *, tools: Toolbox) -> tuple[str, str]:
-    """Translate what is said about a chat field into words about the response's field."""
-    if param:
-        theirs, param = param, _our_name(param, tools)
-        message = message.replace(theirs, param)
-    for theirs, ours in _NAMES.items():
-        if theirs != "messages":  # which is also a word
-            message = message.replace(theirs, ours)
-    return message, param
-
-
-def _our_name(param: str, tools: Toolbox) -> str:
-    if param.startswith("messages"):  # items are numbered differently: the place says nothing here
-        return "input"
-    if numbered := _NUMBERED_TOOL.match(param):
-        # A chat wraps what it says of a tool into one more object.
-        tool = list(tools.tools.values())[int(numbered[1])]
-        return tool.place + param[numbered.end() :]
-    if param.startswith("tool_choice."):
-        return param.replace(".function", "", 1).replace(".allowed_tools", "", 1)
-    for theirs, ours in _NAMES.items():
-        if param == theirs or param.startswith(f"{theirs}."):
-            return ours + param.removeprefix(theirs)
-    return param
+    return in_words((r"(?<!\.)\btools\[(\d+)\](?:\.function)?", place_of), *_NAMES)
 
 
 def _messages(body: ResponsesRequest, items: Sequence[InputItem], tools: Toolbox) -> list[dict[str, Any]]:
