@@ -22,10 +22,10 @@ from server.api.chat.message_reader import Piece, ToolCall
 from server.api.chat.replies import OnlyChoice
 from server.api.responses.replies import (
     CallItem,
-    MessageItem,
     OutputItem,
-    ReasoningItem,
     ResponsePlan,
+    TextItem,
+    TextKind,
     ended,
     raw_messages,
     response_of,
@@ -89,9 +89,10 @@ class ResponseStream:
         events = self._begin()
         self._held_logprobs += chat_logprobs(output.logprobs)["content"]
         if not pieces and output.logprobs:
-            if self._choice.is_plain or isinstance(self._open, MessageItem):
+            item = self._open
+            if self._choice.is_plain or (isinstance(item, TextItem) and item.kind == "output_text"):
                 pieces = [Content("")]
-            elif self._open is not None:  # the mark that ends reasoning or a call
+            elif item is not None:  # the mark that ends reasoning or a call
                 self._held_logprobs = []
         for piece in pieces:
             events += self._take(piece)
@@ -101,7 +102,7 @@ class ResponseStream:
         usage = self._choice.usage()
         events = self._begin()
         if not self._output and self._open is None:  # an answer without a word is an answer
-            events += self._open_item(MessageItem(self._item_id("msg")))
+            events += self._open_item(TextItem(self._item_id("msg")))
         status = status_of(self._choice.finish_reason)
         events += self._close_item(status)
         self.response = ended(
@@ -143,32 +144,24 @@ class ResponseStream:
         logprobs, self._held_logprobs = self._held_logprobs, []
         match piece:
             case Content():
-                return self._add_text(piece.text, logprobs)
+                return self._add_text("output_text", piece.text, logprobs=logprobs)
             case Reasoning():
-                return self._add_reasoning(piece.text)
+                return self._add_text("reasoning_text", piece.text)
             case ToolCall():
                 tool = self._plan.tools.named(piece.name)
                 return self._open_item(CallItem(self._item_id(ID_PREFIXES[tool.form]), piece.id, tool))
             case Arguments():
                 return self._add_arguments(piece.text)
 
-    def _add_text(self, text: str, logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        events: list[dict[str, Any]] = []
-        if not isinstance(self._open, MessageItem):
-            events += self._open_item(MessageItem(self._item_id("msg")))
-        assert isinstance(self._open, MessageItem)
-        self._open.text.append(text)
-        self._open.logprobs.add({"logprobs": logprobs})
-        delta = self._part_event("response.output_text.delta", delta=text, logprobs=logprobs)
-        return [*events, delta]
-
-    def _add_reasoning(self, text: str) -> list[dict[str, Any]]:
-        events: list[dict[str, Any]] = []
-        if not isinstance(self._open, ReasoningItem):
-            events += self._open_item(ReasoningItem(self._item_id("rs")))
-        assert isinstance(self._open, ReasoningItem)
-        self._open.text.append(text)
-        return [*events, self._part_event("response.reasoning_text.delta", delta=text)]
+    def _add_text(self, kind: TextKind, text: str, **more: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """`more`: the log-probabilities, of which reasoning has none."""
+        item, events = self._open, list[dict[str, Any]]()
+        if not isinstance(item, TextItem) or item.kind != kind:
+            item = TextItem(self._item_id("msg" if kind == "output_text" else "rs"), kind)
+            events = self._open_item(item)
+        item.text.append(text)
+        item.logprobs.add(more)
+        return [*events, self._part_event(f"response.{kind}.delta", delta=text, **more)]
 
     def _add_arguments(self, text: str) -> list[dict[str, Any]]:
         item = self._open
@@ -201,10 +194,9 @@ class ResponseStream:
                 events.append(self._item_event(f"response.{kind}.done", **{name: body[name]}))
         else:
             part = item.part()
-            kind = "output_text" if isinstance(item, MessageItem) else "reasoning_text"
             said = {name: part[name] for name in ("text", "logprobs") if name in part}
             events = [
-                self._part_event(f"response.{kind}.done", **said),
+                self._part_event(f"response.{item.kind}.done", **said),
                 self._part_event("response.content_part.done", part=part),
             ]
         events.append(self._event("response.output_item.done", output_index=len(self._output), item=body))

@@ -7,7 +7,7 @@ Pure: fed with deltas of chat completions, read as dicts.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from engine.types import SamplingParams
 from server.api.responses.protocol import ResponsesRequest
@@ -16,6 +16,7 @@ from server.reply.generate.wire_logprobs import GrowingLists
 
 _INCOMPLETE: Final = {"length": "max_output_tokens", "timeout": "timeout"}
 """Finish reasons of a response that is not complete; the second is ours: OpenAI has no time limits."""
+TextKind = Literal["output_text", "reasoning_text"]
 _FUNCTION: Final = {"parameters": None, "strict": None}
 
 
@@ -40,39 +41,23 @@ class ResponsePlan:
 
 
 @dataclass(slots=True)
-class MessageItem:
-    """Text for the caller."""
+class TextItem:
+    """Text for the caller, or the model's reasoning."""
 
     id: str
+    kind: TextKind = "output_text"
     text: list[str] = field(default_factory=list)
     logprobs: GrowingLists = field(default_factory=lambda: GrowingLists("logprobs"))
 
     def part(self) -> dict[str, Any]:
-        return {
-            "type": "output_text",
-            "annotations": [],
-            **self.logprobs.json(),
-            "text": "".join(self.text),
-        }
+        said = {} if self.kind == "reasoning_text" else {"annotations": [], **self.logprobs.json()}
+        return {"type": self.kind, **said, "text": "".join(self.text)}
 
     def body(self, status: str) -> dict[str, Any]:
         content = [] if status == "in_progress" else [self.part()]
+        if self.kind == "reasoning_text":
+            return {"id": self.id, "type": "reasoning", "summary": [], "content": content, "status": status}
         return {"id": self.id, "type": "message", "status": status, "content": content, "role": "assistant"}
-
-
-@dataclass(slots=True)
-class ReasoningItem:
-    """The output item of the model's reasoning."""
-
-    id: str
-    text: list[str] = field(default_factory=list)
-
-    def part(self) -> dict[str, Any]:
-        return {"type": "reasoning_text", "text": "".join(self.text)}
-
-    def body(self, status: str) -> dict[str, Any]:
-        content = [] if status == "in_progress" else [self.part()]
-        return {"id": self.id, "type": "reasoning", "summary": [], "content": content, "status": status}
 
 
 @dataclass(slots=True)
@@ -91,7 +76,7 @@ class CallItem:
         return {**head, **self.tool.said("".join(self.arguments))}
 
 
-OutputItem = MessageItem | ReasoningItem | CallItem
+OutputItem = TextItem | CallItem
 
 
 def ended(
