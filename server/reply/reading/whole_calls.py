@@ -1,4 +1,4 @@
-"""Calls that are read when they are complete: in braces, in Python, and in lines.
+"""Calls that are read when they are complete: in braces, and in Python.
 
 Owns: the end of such a text.
 Never: what it says (braces.py, python_calls.py).
@@ -8,13 +8,13 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from server.reply.reading.row import BodyPlace, Progress, ToolSchemas
+from server.reply.reading.row import BodyPlace, Progress
 
 MAX_CALL_CHARS = 256 * 1024
 """Longer calls are content."""
 _BRACKET = re.compile(r"""\\.|["'()\[\]{}]""", re.DOTALL)
 
-WholeReading = Callable[[str, ToolSchemas], list[tuple[str, str]]]
+WholeReading = Callable[[str], list[tuple[str, str]]]
 """Reader of names and arguments; it returns none for a text that is anything else."""
 
 
@@ -35,7 +35,9 @@ class WholeCalls:
 
 
 class WholeReader:
-    """Collects the text of the calls. Where the head has the name, the text is the arguments."""
+    """Collects the text of the calls."""
+
+    has_begun = False
 
     def __init__(self, spec: WholeCalls, place: BodyPlace) -> None:
         self._spec = spec
@@ -44,8 +46,7 @@ class WholeReader:
         self._num_chars = 0
         self._is_quoted = False
         self._brackets = _Brackets() if place.is_bare else None
-        self.has_begun = bool(place.name)
-        self.num_calls = int(self.has_begun)
+        self.num_calls = 0
         self.progress = Progress.MORE
 
     @property
@@ -75,34 +76,27 @@ class WholeReader:
             at += len(mark)
         return at
 
-    def finish(self, rest: str, *, is_cut: bool) -> None:
+    def finish(self, rest: str, *, is_cut: bool) -> None:  # noqa: ARG002 (a call that is cut off is none)
         self._add(rest)
-        if self._brackets is None and not (is_cut and self._place.name):
+        if self._brackets is None:
             self._read()
 
     def _add(self, text: str) -> None:
         self._pieces.append(text)
         self._num_chars += len(text)
         if self._num_chars > MAX_CALL_CHARS:
-            self._fail()
-
-    def _fail(self) -> None:
-        self.has_begun = False
-        self.progress = Progress.FAILED
+            self.progress = Progress.FAILED
 
     def _read(self) -> None:
         place = self._place
-        of_name = {place.name: place.schemas.get(place.name, {})}
-        calls = self._spec.read(self.raw, of_name if place.name else place.schemas)
+        calls = self._spec.read(self.raw)
         if not calls or (place.is_bare and not all(name in place.schemas for name, _ in calls)):
-            self._fail()
+            self.progress = Progress.FAILED
             return
         for name, arguments in calls:
-            if not place.name:
-                place.log.start(name)
+            place.log.start(name)
             place.log.arguments(arguments)
         self.num_calls = len(calls)
-        self.has_begun = False
         self.progress = Progress.ENDED
 
 
