@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, StringConstraints
 
 from server.api.chat.tool_protocol import CallId, ToolCalls, ToolChoice, Tools
 from server.edge.refusals import EMPTY, OFF, REFUSED_OF_OPENAI, REFUSED_OF_OTHER_SERVERS, Hint
-from server.edge.wire_model import WireModel, shown_as, wrong_shape
+from server.edge.wire_model import WireModel, shown_as, text_or_list
 from server.reply.generate.protocol import (
     INT32_MAX,
     GenerationFields,
@@ -45,14 +45,7 @@ CHAT_REFUSALS: Final = {
 """Fields refused by name, unless set to one of these values, or to null."""
 
 
-def _as_parts(value: Any) -> Any:
-    if isinstance(value, str):
-        return [{"type": "text", "text": value}]
-    if isinstance(value, list):
-        return value
-    raise wrong_shape("must be a string or a list of content parts")
-
-
+_as_parts = text_or_list("content parts", lambda text: {"type": "text", "text": text})
 _ContentShapes = Text | Annotated[list[ContentPart], Field(min_length=1, max_length=MAX_CONTENT_PARTS)]
 _Content = Annotated[
     list[ContentPart],
