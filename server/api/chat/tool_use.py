@@ -160,22 +160,15 @@ def tool_use_of(body: ChatCompletionRequest, dialect: Dialect | None) -> ToolUse
     tools = body.tools or []
     _check_names(tools)
     choice = body.tool_choice or ToolChoiceObject(type="auto")
-    max_calls = 1 if body.parallel_tool_calls is False else None
+    may_be_called = tools
+    mode: str = choice.type
     if choice.type == "function":
         named = required(choice.function, "tool_choice.function").name
-        function = _find(tools, named, param="tool_choice.function.name")
-        return ToolUse(
-            mode=ToolMode.NAMED,
-            offered=tuple(tools),
-            callable=(function,),
-            asked=tuple(tools),
-            max_calls=1,
-            dialect=dialect,
-        )
-    mode = choice.type
-    if choice.type == "allowed_tools":
+        mode, may_be_called = "named", [_find(tools, named, param="tool_choice.function.name")]
+    elif choice.type == "allowed_tools":
         allowed = required(choice.allowed_tools, "tool_choice.allowed_tools")
         tools, mode = _only(tools, allowed.tools), allowed.mode
+        may_be_called = tools
     if mode == "required" and not tools:
         raise RequestRejected("tool_choice: there are no tools to choose from", param="tool_choice")
     if mode == "none" or not tools:
@@ -189,9 +182,9 @@ def tool_use_of(body: ChatCompletionRequest, dialect: Dialect | None) -> ToolUse
     return ToolUse(
         mode=ToolMode(mode),
         offered=tuple(tools),
-        callable=tuple(tool.function for tool in tools),
+        callable=tuple(tool.function for tool in may_be_called),
         asked=tuple(body.tools or ()),
-        max_calls=max_calls,
+        max_calls=1 if mode == "named" or body.parallel_tool_calls is False else None,
         dialect=dialect,
     )
 
@@ -212,18 +205,18 @@ def _check_names(tools: list[Tool]) -> None:
             )
 
 
-def _find(tools: list[Tool], name: str, *, param: str) -> FunctionDefinition:
+def _find(tools: list[Tool], name: str, *, param: str) -> Tool:
     for tool in tools:
         if tool.function.name == name:
-            return tool.function
+            return tool
     known = ", ".join(tool.function.name for tool in tools)[:200] or "none"
     raise RequestRejected(f"{param}: there is no tool named {name!r}; there is: {known}", param=param)
 
 
 def _only(tools: list[Tool], allowed: list[NamedTool]) -> list[Tool]:
-    for index, tool in enumerate(allowed):
-        _find(tools, tool.function.name, param=f"tool_choice.allowed_tools.tools[{index}].function.name")
-    names = {tool.function.name for tool in allowed}
+    names = {tool.function.name: f"tools[{index}].function.name" for index, tool in enumerate(allowed)}
+    for name, place in names.items():
+        _find(tools, name, param=f"tool_choice.allowed_tools.{place}")
     return [tool for tool in tools if tool.function.name in names]
 
 
