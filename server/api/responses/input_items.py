@@ -16,11 +16,11 @@ from server.api.responses.protocol import InputItem, ItemPart
 from server.api.responses.store import StoredResponse
 from server.api.responses.tools import ID_PREFIXES
 from server.edge.error_replies import ResponseNotFound
-from server.edge.http.json_body import without_nones
 from server.edge.refusals import required, whole_number
 
 MAX_PAGE_ITEMS = 100
 _PAGE_ITEMS = 20
+_UNSHOWN = {"tools", "phase", "encrypted_content"}
 _ITEM_ID = re.compile("[a-z]+_([0-9a-f]{48})")
 
 FindResponse = Callable[[str], StoredResponse | None]
@@ -114,35 +114,20 @@ def _kind(item: InputItem) -> str:
 
 
 def _body(item_id: str, item: InputItem) -> dict[str, Any]:
-    body: dict[str, Any] = {"id": item_id, "type": _kind(item), "status": item.status or "completed"}
+    said = item.model_dump(exclude_none=True, exclude=_UNSHOWN)
     match item.type:
-        case "function_call" | "custom_tool_call" | "local_shell_call":
-            names = ("call_id", "name", "namespace", "arguments", "input", "action")
-            return body | without_nones({name: getattr(item, name, None) for name in names})
-        case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
-            return body | {"call_id": item.call_id, "output": _output(item.output or ())}
         case "reasoning":
-            return body | {"summary": _plain(item.summary or ()), "content": _plain(item.content or ())}
-        case kind if kind not in (None, "message"):
-            return body
-        case _:
-            parts = [_message_part(item.role, part) for part in item.content or ()]
-            return body | {"role": item.role, "content": parts}
-
-
-def _plain(parts: Iterable[ItemPart]) -> list[dict[str, Any]]:
-    return [part.model_dump(exclude_none=True) for part in parts]
-
-
-def _output(parts: Sequence[ItemPart]) -> str | list[dict[str, Any]]:
-    return parts[0].text or "" if len(parts) == 1 and parts[0].text is not None else _plain(parts)
+            said = {"summary": [], "content": [], **said}
+        case "message" | None:
+            said["content"] = [_message_part(item.role, part) for part in item.content or ()]
+    if len(item.output or ()) == 1 and "text" in said["output"][0]:
+        said["output"] = said["output"][0]["text"]
+    return {"status": "completed", **said, "id": item_id, "type": _kind(item)}
 
 
 def _message_part(role: str | None, part: ItemPart) -> dict[str, Any]:
-    if part.type == "refusal":
-        return {"type": "refusal", "refusal": part.refusal}
+    if part.type in ("refusal", "input_image"):
+        return part.model_dump(exclude_none=True)
     if role == "assistant":
         return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": []}
-    if part.type == "input_image":
-        return part.model_dump(exclude_none=True)
     return {"type": "input_text", "text": part.text}
