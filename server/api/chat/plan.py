@@ -261,7 +261,7 @@ def _marks_of(row: Row, place: Phase) -> tuple[str, ...]:
 
 def plan_reading(body: ChatCompletionRequest, model: ModelReading) -> ReadingPlan:
     """Choose all that needs no prompt. Raises RequestRejected."""
-    asked, dialect = wanted_grammar(body), model.dialect
+    asked, dialect = wanted_grammar(body.response_format, body.structured_outputs), model.dialect
     if dialect is not None and model.has_own_calls and asked is None:
         dialect = replace(dialect, is_trained=True)
     tools = tool_use_of(body, dialect)

@@ -107,7 +107,7 @@ def wanted_completion(body: CompletionRequest) -> Wanted:
         num_logprobs=0 if body.logprobs is None and ranks else body.logprobs,
         num_prompt_logprobs=max((number for number in asked if number is not None), default=None),
         num_prompt_copies=body.n or 1,
-        grammar=wanted_grammar(body),
+        grammar=wanted_grammar(body.response_format, body.structured_outputs),
     )
 
 

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 import orjson
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
@@ -115,16 +115,6 @@ class StructuredOutputs(WireModel):
 StructuredOutputsField = Annotated[StructuredOutputs, BeforeValidator(_of_known_kinds)]
 
 
-class StructureFields(Protocol):
-    """Fields about the structure of a reply."""
-
-    @property
-    def response_format(self) -> ResponseFormat | None: ...
-
-    @property
-    def structured_outputs(self) -> StructuredOutputs | None: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedGrammar:
     """A grammar that is not compiled yet."""
@@ -138,16 +128,18 @@ class WantedGrammar:
     """Its schema, if the reply may be calls of tools instead; None: it may not."""
 
 
-def wanted_grammar(body: StructureFields) -> WantedGrammar | None:
+def wanted_grammar(
+    response_format: ResponseFormat | None, structured_outputs: StructuredOutputs | None
+) -> WantedGrammar | None:
     """The grammar that the fields ask for; None if the reply is free. Raises RequestRejected."""
-    by_format = None if body.response_format is None else _of_response_format(body.response_format)
-    if body.structured_outputs is None:
+    by_format = None if response_format is None else _of_response_format(response_format)
+    if structured_outputs is None:
         return by_format
     if by_format is not None:
         raise RequestRejected(
             "response_format and structured_outputs exclude each other", param="structured_outputs"
         )
-    return _of_structured_outputs(body.structured_outputs)
+    return _of_structured_outputs(structured_outputs)
 
 
 def json_schema_grammar(schema: dict[str, Any]) -> Grammar:
