@@ -21,6 +21,7 @@ from server.edge.http.edge import edge_of
 from server.edge.http.endpoint import Endpoint, documentation, json_reply
 from server.edge.http.json_body import built, without_nones
 from server.edge.http.served_models import choose_by_query
+from server.edge.refusals import in_words
 from server.edge.wire_model import WireModel, shown_as
 from server.reply.generate.answering import new_head, new_reply_id, whole
 from server.reply.generate.calls import Origin, read_call
@@ -29,7 +30,8 @@ from server.reply.generate.protocol import (
     Name,
     Prompts,
     RepetitionPenalty,
-    SamplingFields,
+    SamplingNumbers,
+    ServiceFields,
     Stop,
     Text,
 )
@@ -46,10 +48,17 @@ LLAMA_REFUSALS: Final[dict[str, tuple[Any, ...]]] = {
     "return_tokens": (False,),
 }
 """Fields refused by name, unless set to one of these values, or to null."""
-_SAME_NAMES: Final = (*SamplingFields.model_fields, "stop", "ignore_eos")
+_SAME_NAMES: Final = (*SamplingNumbers.model_fields, *ServiceFields.model_fields, "stop", "ignore_eos")
+_NAMES: Final = (
+    (r"structured_outputs must have .*", "grammar and json_schema exclude each other"),
+    (r"structured_outputs\.json\b", "json_schema"),
+    (r"structured_outputs(\.grammar)?\b", "grammar"),
+    (r"\bmax_tokens\b", "n_predict"),
+)
+"""Names of a completion's fields to llama.cpp's."""
 
 
-class LlamaFields(SamplingFields):
+class LlamaFields(SamplingNumbers, ServiceFields):
     """Fields of both endpoints; others of llama.cpp's, which set up its samplers and slots, are ignored."""
 
     n_predict: Annotated[int, Field(ge=-2, le=INT32_MAX)] | None = None
@@ -157,7 +166,8 @@ async def _answer(request: Request, body: LlamaFields, said: dict[str, Any], ori
         fields["max_tokens"] = max(body.n_predict, 1)
     if body.grammar or body.json_schema is not None:
         fields["structured_outputs"] = without_nones({"grammar": body.grammar, "json": body.json_schema})
-    made = await fitting_completion(edge.engine, built(CompletionRequest, fields), origin)
+    with in_words(*_NAMES, *((r"\bsuffix\b", "input_suffix"),) * isinstance(body, InfillRequest)):
+        made = await fitting_completion(edge.engine, built(CompletionRequest, fields), origin)
     head = new_head(origin, edge.engine.info)
     plan = ReplyPlan(head=head, num_prompt_tokens=(len(made.prompt_token_ids),))
     stream = LlamaStream(plan, shows_text=body.n_predict != 0, clock=time.monotonic)

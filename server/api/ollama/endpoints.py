@@ -6,18 +6,17 @@ Never: rendering or generating: that is the chat path, step for step.
 
 import secrets
 import time
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
+from server.api.chat.message_reader import PLAIN
 from server.api.chat.replies import OnlyChoice
 from server.api.chat.turn import prepare_fitting
 from server.api.completions.requests import fitting_completion
-from server.api.ollama.input import chat_request_of, completion_request_of, served_name
+from server.api.ollama.input import chat_request_of, completion_request_of, in_ollamas_words, served_name
 from server.api.ollama.lines import LINES, LineShape, LineStream, error_body
 from server.api.ollama.model_routes import documented, keep_idle, own_place, router
 from server.api.ollama.models import OllamaReply
@@ -90,14 +89,15 @@ async def _answer(
     if body.is_empty:  # clients ask so for the model to be loaded
         check_model(served_name(body.model, info), info)
         return json_reply({**empty, "done_reason": "load"})
-    if isinstance(body, OllamaGenerateRequest) and (body.raw or body.suffix):
-        new_choice: Callable[[ReplyPlan], OnlyChoice] = OnlyChoice
-        made = await fitting_completion(edge.engine, completion_request_of(body, info), origin)
-    else:
-        turn = await prepare_fitting(edge, chat_request_of(body, info), origin)
-        made, new_choice = turn.request, partial(OnlyChoice, reading=turn.reading)
+    reading = PLAIN
+    with in_ollamas_words(body):
+        if isinstance(body, OllamaGenerateRequest) and (body.raw or body.suffix):
+            made = await fitting_completion(edge.engine, completion_request_of(body, info), origin)
+        else:
+            turn = await prepare_fitting(edge, chat_request_of(body, info), origin)
+            made, reading = turn.request, turn.reading
     plan = ReplyPlan(head=new_head(origin, info), num_prompt_tokens=(len(made.prompt_token_ids),))
-    stream = LineStream(shape, new_choice(plan), clock=time.monotonic, unix_time_s=time.time)
+    stream = LineStream(shape, OnlyChoice(plan, reading), clock=time.monotonic, unix_time_s=time.time)
     outputs = edge.engine.generate_all([made])
     if body.stream is not False:
         return EventStream(outputs, stream, edge, framing=LINES)

@@ -6,7 +6,8 @@ Never: checks the request itself: that is the chat path's work (chat/turn.py).
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Final
 
 import orjson
 
@@ -22,10 +23,19 @@ from server.api.ollama.protocol import (
     OllamaMessage,
 )
 from server.edge.http.json_body import built
+from server.edge.refusals import in_words
 from server.reply.generate.protocol import SamplingNumbers, ServiceFields
 from server.reply.pictures.media_parts import data_url, picture_part
 
 _LATEST = ":latest"
+_NAMES: Final = (
+    (r"\bcontent(\[\d+\])[\w.]*", r"images\1"),
+    (r"\bmax_(?:completion_)?tokens\b", "options.num_predict"),
+    ("repetition_penalty", "options.repeat_penalty"),
+    (r"response_format(?:\.json_schema(?:\.schema)?)?", "format"),
+    ("reasoning_effort", "think"),
+)
+"""Names of a chat's fields to Ollama's; pictures stand before the text, so that their numbers agree."""
 
 
 def served_name(name: str | None, info: ModelInfo) -> str | None:
@@ -37,6 +47,12 @@ def served_name(name: str | None, info: ModelInfo) -> str | None:
 
 def untagged(name: str) -> str:
     return name.removesuffix(_LATEST)
+
+
+def in_ollamas_words(body: OllamaFields) -> AbstractContextManager[None]:
+    """Make refusals of the paths of chats and completions name the fields that the caller wrote."""
+    of_prompt = (r"^messages(?=$|:)|\bmessages\[\d+\]\.content\b(?!\[)", "prompt"), (r"messages\[\d+\]\.", "")
+    return in_words(*of_prompt * isinstance(body, OllamaGenerateRequest), *_NAMES)
 
 
 def chat_request_of(

@@ -9,7 +9,7 @@ import re
 from math import inf
 from typing import Annotated, Any, Final
 
-from pydantic import BeforeValidator, Field, StringConstraints
+from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 
 from engine.errors import RequestRejected
 from server.api.chat.protocol import MAX_MESSAGES
@@ -83,6 +83,10 @@ _Images = Annotated[list[Text], Field(max_length=MAX_TOOLS)]
 """Pictures, in base64, which stand before the text."""
 
 
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, float) and value.is_integer()
+
+
 class OllamaOptions(SamplingNumbers):
     """Sampling options; others of Ollama's, such as num_ctx, set up its own engine and are ignored."""
 
@@ -90,6 +94,14 @@ class OllamaOptions(SamplingNumbers):
     stop: Stop | None = None
     num_predict: Annotated[int, Field(ge=-2, le=INT32_MAX)] | None = None
     """Tokens of the reply; below 1: what the context window leaves."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_whole_numbers(cls, value: Any) -> Any:
+        """Take 5.0 for 5, as Ollama does."""
+        if not isinstance(value, dict):
+            return value
+        return {name: int(each) if _is_whole(each) else each for name, each in value.items()}
 
 
 class OllamaFunctionCall(WireModel):

@@ -78,11 +78,15 @@ async def test_properties_name_the_window_and_the_template(client, engine):
         (COMPLETION, {"prompt": ["a", "b"]}, "prompt"),
         (COMPLETION, {"prompt": "a", "n_probs": 3}, "n_probs"),
         (COMPLETION, {"prompt": "a", "temperature": 9}, "temperature"),
-        (INFILL, {"input_prefix": "a"}, "suffix"),
+        (COMPLETION, {"prompt": "a", "grammar": "refuse"}, "grammar"),
+        (COMPLETION, {"prompt": "a", "json_schema": {"title": "refuse"}}, "json_schema"),
+        (COMPLETION, {"prompt": "a", "grammar": "b", "json_schema": {}}, "grammar"),
+        (INFILL, {"input_prefix": "a"}, "input_suffix"),
         (INFILL, {"input_extra": [{}]}, "input_extra[0].text"),
     ],
 )
 async def test_what_cannot_be_done_is_refused_by_name(client, engine, path, body, param):
     reply = await client.post(path, json=body)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+    assert "structured_outputs" not in reply.text
     assert not engine.requests

@@ -197,9 +197,9 @@ async def test_the_model_is_listed_and_described(client, thinker):
             CHAT,
             {**HELLO, "messages": [{"role": "user", "content": "x", "images": ["aa"]}]},
             400,
-            "reads no pict",
+            "messages[0].images[0]: the model 'fake' reads no pictures",
         ),
-        (GENERATE, {"prompt": "x", "images": ["aa"]}, 400, "reads no pictures"),
+        (CHAT, {**HELLO, "options": {"num_predict": 5.5}}, 400, "options.num_predict"),
         (GENERATE, {"prompt": "x", "raw": True, "images": ["aa"]}, 400, "images"),
         (CHAT, {**HELLO, "messages": [{"role": "tool", "content": "x"}]}, 400, "no earlier call"),
         (GENERATE, {"prompt": "x", "raw": True, "system": "y"}, 400, "system"),
@@ -216,6 +216,25 @@ async def test_what_is_wrong_is_said_in_ollamas_shape(client, engine, path, body
     OllamaError.model_validate(reply.json(), strict=True)
     assert told in reply.json()["error"]
     assert not engine.requests
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        (GENERATE, {"prompt": "x", "images": ["aa"]}, "images[0]: the model 'fake' reads no pictures"),
+        (CHAT, {**HELLO, "format": {"title": "refuse"}}, "format: refused"),
+        (GENERATE, {"prompt": "x", "raw": True, "format": {"title": "refuse"}}, "format: refused"),
+    ],
+)
+async def test_a_refusal_by_the_path_of_chats_names_ollamas_field(client, path, body, said):
+    assert (await client.post(path, json=body)).json()["error"] == said
+
+
+async def test_a_whole_number_may_be_written_with_a_point(client, engine):
+    options = {"num_predict": 2.0, "top_k": 5.0, "temperature": 1.0}
+    assert (await client.post(CHAT, json={**HELLO, "options": options})).status_code == 200
+    (request,) = engine.requests
+    assert (request.params.max_tokens, request.params.top_k) == (2, 5)
 
 
 async def test_a_stream_that_breaks_ends_with_an_error_and_nothing_is_written_in_a_silence(engine):
