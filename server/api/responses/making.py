@@ -13,11 +13,13 @@ from typing import Any
 
 import orjson
 from starlette.requests import Request
+from starlette.types import Receive
 
 from engine.errors import ContextLengthExceeded, RequestRejected, TooManyPictures
 from engine.types import GenerationRequest
+from server.api.chat.protocol import ChatCompletionRequest
 from server.api.chat.replies import OnlyChoice
-from server.api.chat.turn import ChatTurn, prepare_turn, raw_text
+from server.api.chat.turn import ChatTurn, prepare_turn, prompt_of, raw_text
 from server.api.responses.events import OnEnd, ResponseStream
 from server.api.responses.input import (
     chat_request_of,
@@ -39,6 +41,7 @@ from server.reply.generate.answering import new_head
 from server.reply.generate.calls import Origin
 from server.reply.generate.replies import ReplyPlan
 
+Items = Sequence[InputItem]
 _MAX_INLINE_PARTS = 1024
 """More are converted in a thread, so that other streams go on meanwhile: 4096 took 60 ms."""
 
@@ -68,11 +71,17 @@ def note_left_out(request: Request, body: ResponsesRequest) -> None:
     note_ignored(request, ignored_names(body, toolbox_of(body, body.input)))
 
 
+def conversation_of(body: ResponsesRequest, earlier: StoredResponse | None) -> Items:
+    """The items before the answer. Raises RequestRejected if there are none."""
+    items = (*(earlier.conversation if earlier else ()), *body.input)
+    if not items and body.instructions is None:
+        raise RequestRejected("input must not be an empty list", param="input")
+    return items
+
+
 async def begin_making(edge: Edge, task: ResponseTask, on_end: OnEnd = lambda _: None) -> Making:
     """Prepare the chat turn. Raises RequestRejected, Overloaded, EngineUnavailable."""
-    items = (*(task.earlier.conversation if task.earlier else ()), *task.body.input)
-    if not items and task.body.instructions is None:
-        raise RequestRejected("input must not be an empty list", param="input")
+    items = conversation_of(task.body, task.earlier)
     tools = toolbox_of(task.body, items)
     turn = await _prepare(edge, task, items, tools)
     head = new_head(task.origin, edge.engine.info)
@@ -95,6 +104,14 @@ async def begin_making(edge: Edge, task: ResponseTask, on_end: OnEnd = lambda _:
     )
 
 
+async def count_input_tokens(edge: Edge, body: ResponsesRequest, items: Items, receive: Receive) -> int:
+    """Tokens of the prompt that a response would have. Raises RequestRejected, Overloaded."""
+    tools = toolbox_of(body, items)
+    with in_our_words(tools):
+        prompt = await prompt_of(edge, await _chat_of(body, items, tools), receive)
+    return len(prompt.token_ids)
+
+
 def stored_response(
     owner: str, body: ResponsesRequest, earlier: StoredResponse | None, response: dict[str, Any]
 ) -> StoredResponse:
@@ -109,7 +126,7 @@ def stored_response(
     )
 
 
-async def _prepare(edge: Edge, task: ResponseTask, items: Sequence[InputItem], tools: Toolbox) -> ChatTurn:
+async def _prepare(edge: Edge, task: ResponseTask, items: Items, tools: Toolbox) -> ChatTurn:
     """The chat path up to the first token, its errors in the words of this endpoint."""
     is_cut = task.body.truncation == "auto"
     has_tries = is_cut and edge.engine.info.vision is not None and has_pictures(items)
@@ -128,19 +145,19 @@ async def _turn(
     task: ResponseTask,
     tools: Toolbox,
     prepare: Callable[..., Awaitable[ChatTurn]],
-    items: Sequence[InputItem],
+    items: Items,
 ) -> ChatTurn:
     """The chat path up to the first token. Raises RequestRejected, Overloaded."""
+    return await prepare(edge, await _chat_of(task.body, items, tools), task.origin)
+
+
+async def _chat_of(body: ResponsesRequest, items: Items, tools: Toolbox) -> ChatCompletionRequest:
     if num_parts(items) > _MAX_INLINE_PARTS:
-        chat = await asyncio.to_thread(chat_request_of, task.body, items, tools)
-    else:
-        chat = chat_request_of(task.body, items, tools)
-    return await prepare(edge, chat, task.origin)
+        return await asyncio.to_thread(chat_request_of, body, items, tools)
+    return chat_request_of(body, items, tools)
 
 
-async def _turn_that_fits(
-    items: Sequence[InputItem], turn_of: Callable[[Sequence[InputItem]], Awaitable[ChatTurn]]
-) -> ChatTurn:
+async def _turn_that_fits(items: Items, turn_of: Callable[[Items], Awaitable[ChatTurn]]) -> ChatTurn:
     """Leave out as few of the oldest turns as possible.
 
     Raises ContextLengthExceeded and TooManyPictures if one is too much.

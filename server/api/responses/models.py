@@ -169,6 +169,11 @@ class InputItemPage(ReplyModel):
     has_more: bool
 
 
+class InputTokens(ReplyModel):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 class ResponseDeletion(ReplyModel):
     id: str
     object: Literal["response"]

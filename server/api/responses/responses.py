@@ -17,8 +17,15 @@ from server.api.batches.access import owner_of
 from server.api.responses.background import Work
 from server.api.responses.event_log import EventLog, LoggedEvents
 from server.api.responses.events import error_event
-from server.api.responses.making import ResponseTask, begin_making, note_left_out, stored_response
-from server.api.responses.models import ResponseEvent, ResponseObject
+from server.api.responses.making import (
+    ResponseTask,
+    begin_making,
+    conversation_of,
+    count_input_tokens,
+    note_left_out,
+    stored_response,
+)
+from server.api.responses.models import InputTokens, ResponseEvent, ResponseObject
 from server.api.responses.protocol import RESPONSES_REFUSALS, ResponsesRequest
 from server.api.responses.stored_routes import (
     add_store,
@@ -32,6 +39,7 @@ from server.api.responses.stored_routes import (
 )
 from server.edge.http.edge import edge_of
 from server.edge.http.endpoint import NO_STORE, Endpoint, add_named_events, documentation, json_reply
+from server.edge.http.json_body import read_request
 from server.reply.generate.answering import whole
 from server.reply.generate.calls import read_call
 from server.reply.generate.replies import Gathered
@@ -87,6 +95,17 @@ async def create_response(request: Request) -> Response:
         framing = Framing(event=named_event, failed=making.reply.fail)
         return EventStream(outputs, making.reply, edge, framing=framing)
     return await whole(request, outputs, Gathered(making.reply, lambda: making.reply.response))
+
+
+@router.post(f"{_PATH}/input_tokens", **documentation(InputTokens, request=ResponsesRequest))
+async def show_input_tokens(request: Request) -> Response:
+    """Count the tokens of the prompt that a response would have."""
+    body = await read_request(request, ResponsesRequest, RESPONSES_REFUSALS, from_headers={})
+    body = await with_stored(request, body)
+    note_left_out(request, body)
+    items = conversation_of(body, earlier_response(request, body))
+    num_tokens = await count_input_tokens(edge_of(request), body, items, request.receive)
+    return json_reply({"object": "response.input_tokens", "input_tokens": num_tokens})
 
 
 async def _begin_in_background(request: Request, task: ResponseTask) -> Response:

@@ -86,9 +86,10 @@ async def retrieve_response(request: Request) -> Response:
     **documentation_of_one(InputItemPage, "response_id", query=_PAGE_PARAMETERS),
 )
 async def list_input_items(request: Request) -> Response:
-    """List the input items of a stored response, without the items of earlier responses."""
-    asked = page_request(request.query_params)
-    items, response_id = _stored_here(request).input, request.path_params["response_id"]
+    """List the input items of a response, stored or under way, without the items of earlier responses."""
+    asked, work = page_request(request.query_params), _work_here(request)
+    items = _stored_here(request).input if work is None else work.task.body.input
+    response_id = request.path_params["response_id"]
     # In a thread, since there may be as much text as a body holds.
     page = await asyncio.to_thread(lambda: orjson.dumps(page_of(items, response_id, asked)))
     return _json(page)
@@ -188,6 +189,11 @@ def earlier_response(request: Request, body: ResponsesRequest) -> StoredResponse
     if body.previous_response_id is None:
         return None
     found = _find(request, body.previous_response_id)
+    if background_of(request).find(body.previous_response_id, owner=owner_of(request)) is not None:
+        raise RequestRejected(
+            f"the response {body.previous_response_id!r} is under way: go on from it after its end",
+            param="previous_response_id",
+        )
     if found is None:
         raise RequestRejected(
             f"there is no stored response {body.previous_response_id!r} (any more);"

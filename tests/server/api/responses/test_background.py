@@ -50,6 +50,18 @@ async def test_it_is_answered_at_once_and_made_last_in_line(client, engine):
     assert following["previous_response_id"] == made["id"]
 
 
+async def test_one_under_way_shows_its_input_and_is_not_gone_on_from(app, engine):
+    engine.stall_after = 1
+    async with connect(app) as client:
+        made = await create(client, background=True, input="hello")
+        page = (await client.get(f"{PATH}/{made['id']}/input_items")).json()
+        assert [item["content"][0]["text"] for item in page["data"]] == ["hello"]
+        error = await refused(client, previous_response_id=made["id"])
+        assert error["param"] == "previous_response_id"
+        assert "under way" in error["message"]
+        await client.post(f"{PATH}/{made['id']}/cancel")
+
+
 async def test_a_priority_that_is_asked_for_holds(client, engine):
     made = await create(client, background=True, priority=3, max_output_tokens=1)
     await ended(client, made["id"])

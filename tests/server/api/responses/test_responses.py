@@ -11,7 +11,7 @@ import pytest
 from engine.errors import RequestFailed
 from engine.types import FinishReason
 from server.api.chat.protocol import ChatCompletionRequest
-from server.api.responses.models import ResponseDeletion, ResponseEvent, ResponseObject
+from server.api.responses.models import InputTokens, ResponseDeletion, ResponseEvent, ResponseObject
 from server.api.responses.protocol import PASSED_ON, ResponsesRequest
 from server.app import build_app
 from tests.server.conftest import Settings, connect
@@ -50,6 +50,18 @@ async def refused(client: httpx.AsyncClient, **body) -> dict:
     reply = await client.post(PATH, json={"input": "hi", **body})
     assert reply.status_code == 400, reply.text
     return reply.json()["error"]
+
+
+async def test_the_tokens_of_its_prompt_are_counted_without_an_answer(client, engine):
+    first = await create(client, input="ab", max_output_tokens=1)
+    body = {"input": "hi", "instructions": "x", "previous_response_id": first["id"]}
+    counted = (await client.post(f"{PATH}/input_tokens", json=body)).json()
+    InputTokens.model_validate(counted, strict=True)
+    assert len(engine.requests) == 1
+    response = await create(client, **body, max_output_tokens=1)
+    assert counted["input_tokens"] == response["usage"]["input_tokens"]
+    error = (await client.post(f"{PATH}/input_tokens", json={"input": []})).json()["error"]
+    assert error["param"] == "input"
 
 
 async def test_a_text_becomes_a_message(client, engine):
