@@ -4,12 +4,14 @@ Owns: their types and bounds.
 Never: their effect on a reply (tool_use.py) or on the template (template_input.py).
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import orjson
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
 from pydantic_core import PydanticCustomError
 
+from engine.errors import RequestRejected
 from server.edge.wire_model import WireModel
 
 MAX_TOOLS = 128
@@ -92,6 +94,16 @@ _ToolChoiceShapes = Literal["none", "auto", "required"] | ToolChoiceObject
 ToolChoice = Annotated[ToolChoiceObject, BeforeValidator(as_choice, json_schema_input_type=_ToolChoiceShapes)]
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 ToolCalls = Annotated[list[EarlierCall], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
+def refuse_other_fields(choice: WireModel, fields: Mapping[str, tuple[str, ...]]) -> None:
+    """Raise RequestRejected for a field that the choice's type does not have; `fields` are by type."""
+    given = choice.model_dump(exclude_none=True)
+    kind = given.pop("type")
+    for name in given:
+        if name not in fields.get(kind, ()):
+            param = f"tool_choice.{name}"
+            raise RequestRejected(f"{param}: a choice of type {kind!r} has no such field", param=param)
 
 
 def chat_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:

@@ -17,7 +17,13 @@ from engine.types import Grammar, GrammarKind
 from server.api.chat.message_reader import call_id, short_call_id
 from server.api.chat.protocol import ChatCompletionRequest
 from server.api.chat.shown_tools import CLOSING, OPENING
-from server.api.chat.tool_protocol import FunctionDefinition, NamedTool, Tool, ToolChoiceObject
+from server.api.chat.tool_protocol import (
+    FunctionDefinition,
+    NamedTool,
+    Tool,
+    ToolChoiceObject,
+    refuse_other_fields,
+)
 from server.edge.refusals import required, unsupported
 from server.reply.generate.structured_output import json_schema_grammar, without_unknown_formats
 from server.reply.reading.dialects import FORCED_LIST, HERMES, Dialect, named_row
@@ -160,6 +166,7 @@ def tool_use_of(body: ChatCompletionRequest, dialect: Dialect | None) -> ToolUse
     tools = body.tools or []
     _check_names(tools)
     choice = body.tool_choice or ToolChoiceObject(type="auto")
+    refuse_other_fields(choice, {"function": ("function",), "allowed_tools": ("allowed_tools",)})
     may_be_called = tools
     mode: str = choice.type
     if choice.type == "function":

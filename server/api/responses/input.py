@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final
 
+from engine.errors import RequestRejected
 from server.api.chat.protocol import CHAT_REFUSALS, ChatCompletionRequest
+from server.api.chat.tool_protocol import refuse_other_fields
 from server.api.responses.protocol import (
     LOGPROBS_INCLUDE,
     PASSED_ON,
@@ -33,6 +35,10 @@ _AFTER_REASONING: Final = ("content", "tool_calls")
 _ALL_OF_A_TURN: Final = ("reasoning_content", *_AFTER_REASONING)
 """The parts of a message in their order: reasoning, text, calls. Each is an item of its own."""
 _OUTPUTS: Final = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
+_FIELDS_OF_CHOICES: Final = {
+    **dict.fromkeys(("function", "custom"), ("name", "namespace")),
+    "allowed_tools": ("mode", "tools"),
+}
 _INCLUDES: Final = (LOGPROBS_INCLUDE, "reasoning.encrypted_content")
 _TEXT_PARTS: Final = ("input_text", "output_text", "text")
 
@@ -218,6 +224,7 @@ def _response_format(asked: TextFormat) -> dict[str, Any]:
 
 
 def _tool_choice(choice: ResponseToolChoice | ChosenTool, tools: Toolbox) -> str | dict[str, Any]:
+    refuse_other_fields(choice, _FIELDS_OF_CHOICES)
     if isinstance(choice, ResponseToolChoice) and choice.type == "allowed_tools":
         mode, asked = required(choice.mode, "tool_choice.mode"), required(choice.tools, "tool_choice.tools")
         allowed = {"mode": mode, "tools": [_tool_choice(tool, tools) for tool in asked]}
@@ -225,4 +232,7 @@ def _tool_choice(choice: ResponseToolChoice | ChosenTool, tools: Toolbox) -> str
     if choice.type not in ("function", "custom"):
         return choice.type
     name = tools.shown(required(choice.name, "tool_choice.name"), choice.namespace)
+    if name in tools.tools and (tools.tools[name].form is WireForm.CUSTOM) != (choice.type == "custom"):
+        why = f"tool_choice.type: the tool {choice.name!r} is no tool of type {choice.type}"
+        raise RequestRejected(why, param="tool_choice.type")
     return {"type": "function", "function": {"name": name}}

@@ -296,6 +296,7 @@ async def test_without_truncation_too_long_is_an_error(client):
 # Refusals.
 
 
+TOOL = {"type": "function", "name": "f"}
 PICTURE = {"type": "input_image", "image_url": "data:image/png;base64,aa"}
 
 
@@ -320,6 +321,12 @@ PICTURE = {"type": "input_image", "image_url": "data:image/png;base64,aa"}
         ({"tool_choice": {"type": "mcp"}}, "tool_choice.type"),
         ({"tool_choice": {"type": {}}}, "tool_choice.type"),
         ({"tool_choice": ["auto"]}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "auto", "name": "f"}}, "tool_choice.name"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "name": "f", "mode": "auto"}},
+            "tool_choice.mode",
+        ),
+        ({"tools": [TOOL], "tool_choice": {"type": "custom", "name": "f"}}, "tool_choice.type"),
         ({"truncation": "middle"}, "truncation"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"input": []}, "input"),
