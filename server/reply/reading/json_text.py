@@ -26,6 +26,8 @@ _NEXT = re.compile(r',[ \t\r\n]*"')
 _COLON_BEHIND = re.compile(r"[ \t\r\n]*:[ \t\r\n]*")
 _SPECIAL = re.compile(r'["\\\x00-\x1f]').search
 _TOKEN = re.compile(r'\s+|[^\s{}\[\],:"<]+')
+_FOREIGN_SPACE = re.compile(r"[^ \t\r\n]")
+"""White space that JSON does not know."""
 _SCALAR = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null")
 _UNFIT = re.compile(rf"\\(?:([\"\\/bfnrt]|u{_HEX}{{4}})|'|(?=[\s\S]))|[\"\x00-\x1f]")
 """An escape, or a character that has to be written otherwise."""
@@ -39,6 +41,7 @@ class JsonText:
     def __init__(self, lexer: Lexer, out: list[str]) -> None:
         """`out` takes the text that is certain."""
         self._lexer = lexer
+        self._mark_chars = lexer.first_chars
         self._out = out
         self._stack: list[str] = []
         """Closing brackets of what is open."""
@@ -53,11 +56,11 @@ class JsonText:
 
     def feed(self, text: str, at: int) -> int:
         """Read on; FAILED says that the character at the place that is returned cannot follow."""
-        end, before = len(text), -1
+        end, before, more = len(text), -1, Progress.MORE
         if self._quote == '"' and not self._is_key and _SPECIAL(text, at) is None:  # as in most steps
             self._out.append(text[at:])
             return end
-        while before < at < end and self.progress is Progress.MORE and self._expects != _DROPPED:
+        while before < at < end and self.progress is more and self._expects != _DROPPED:
             before = at
             at = self._read_string(text, at) if self._quote else self._read_token(text, at)
         if self._expects == _DROPPED:
@@ -123,7 +126,7 @@ class JsonText:
 
     def _read_token(self, text: str, at: int) -> int:
         char = text[at]
-        if char in self._lexer.first_chars and (is_mark := self._lexer.begins(text, at)) is not False:
+        if char in self._mark_chars and (is_mark := self._lexer.begins(text, at)) is not False:
             return self._fail(at) if is_mark else at
         if char not in _SIGNS:
             return self._read_word(text, at)
@@ -139,12 +142,8 @@ class JsonText:
             return self._fail(at)
         token, end = found.group(), found.end()
         if token.isspace():
-            spaces = re.sub(r"[^ \t\r\n]", " ", token)  # JSON knows no others
             self._is_behind_string &= "\n" not in token
-            if self._held:
-                self._held += spaces
-            else:
-                self._out.append(spaces)
+            self._add_spaces(token if token == " " else _FOREIGN_SPACE.sub(" ", token))
         elif end == len(text) and len(token) < _MAX_SCALAR_CHARS:
             return at
         elif self._expects == _KEY:
@@ -156,6 +155,12 @@ class JsonText:
         else:
             return self._fail(at)
         return end
+
+    def _add_spaces(self, spaces: str) -> None:
+        if self._held:
+            self._held += spaces
+        else:
+            self._out.append(spaces)
 
     def _read_sign(self, char: str, at: int) -> int:
         """Read a sign of structure. A comma that is missing is written; one that is too many is not."""
