@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 Message = dict[str, Any]
+Content = str | list[dict[str, Any]]
 
 _NUM_PROBED_CHARS = 64
 _SWITCHES = re.compile(r"/(?:no_)?think\b|/system_override\b")
@@ -94,7 +95,7 @@ def _as_one(first: Message, second: Message) -> Message:
     one = {**first, **second}
     contents = [each["content"] for each in (first, second) if each.get("content")]
     if contents:
-        one["content"] = contents[0] if len(contents) == 1 else _both(*contents)
+        one["content"] = contents[0] if len(contents) == 1 else both(*contents)
     for name in ("reasoning_content", "thinking"):
         texts = [each[name] for each in (first, second) if each.get(name)]
         if texts:
@@ -103,8 +104,9 @@ def _as_one(first: Message, second: Message) -> Message:
     return {**one, "tool_calls": calls} if calls else one
 
 
-def _both(first: Any, second: Any) -> Any:
+def both(first: Content, second: Content, *, glue: str = "\n\n") -> Content:
+    """Join two contents; lists of parts, which have pictures, stay lists."""
     if isinstance(first, str) and isinstance(second, str):
-        return f"{first}\n\n{second}"
+        return f"{first}{glue}{second}"
     parts = [each if isinstance(each, list) else [{"type": "text", "text": each}] for each in (first, second)]
     return [*parts[0], *parts[1]]

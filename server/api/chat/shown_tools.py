@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-_Content = str | list[dict[str, Any]]
+from engine.text.merged_turns import Content, both
 
 OPENING = "<tool_call>"
 CLOSING = "</tool_call>"
@@ -38,28 +38,20 @@ def with_tools_shown(
         shown += f"\n{_FORM}"
     for place, message in enumerate(plain):
         if message["role"] == "system":
-            return _replaced(plain, place, _beside(message["content"], shown))
+            return _replaced(plain, place, both(message["content"], shown))
         if message["role"] == "user":
-            return _replaced(plain, place, _beside(shown, message["content"]))
+            return _replaced(plain, place, both(shown, message["content"]))
     return [{"role": "user", "content": shown}, *plain]
 
 
-def _beside(first: _Content, second: _Content, *, glue: str = "\n\n") -> _Content:
-    """Join two contents; lists of parts, which have pictures, stay lists."""
-    if isinstance(first, str) and isinstance(second, str):
-        return f"{first}{glue}{second}"
-    parts = [[{"type": "text", "text": each}] if isinstance(each, str) else each for each in (first, second)]
-    return [*parts[0], *parts[1]]
-
-
-def _as_result(content: _Content) -> _Content:
+def _as_result(content: Content) -> Content:
     if isinstance(content, str):
         return _RESULT.format(content)
     begin, end = _RESULT.split("{}")
     return [{"type": "text", "text": begin}, *content, {"type": "text", "text": end}]
 
 
-def _replaced(messages: list[dict[str, Any]], place: int, content: _Content) -> list[dict[str, Any]]:
+def _replaced(messages: list[dict[str, Any]], place: int, content: Content) -> list[dict[str, Any]]:
     return [*messages[:place], {**messages[place], "content": content}, *messages[place + 1 :]]
 
 
@@ -73,7 +65,7 @@ def _as_plain_turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         else:
             turn = _with_calls_written(message)
         if has_results and turn["role"] == "user":
-            plain[-1] = {**plain[-1], "content": _beside(plain[-1]["content"], turn["content"], glue="\n")}
+            plain[-1] = {**plain[-1], "content": both(plain[-1]["content"], turn["content"], glue="\n")}
         else:
             plain.append(turn)
         has_results = message["role"] == "tool" or (has_results and turn["role"] == "user")
