@@ -248,27 +248,26 @@ class _Compiled:
 
     def _writes_parts(self, messages: list[dict[str, Any]], special_tokens: Mapping[str, str]) -> bool:
         """Render a chat of two texts; a template that knows no parts fails, or shows the list as such."""
-        variables = {**special_tokens, "documents": None, "tools": None, "add_generation_prompt": False}
-        try:
-            _, first, rest = self.render({**variables, "messages": messages}).partition(_TWO_TEXTS[0]["text"])
-        except RequestRejected:
-            return False
+        _, first, rest = self._tried(messages, special_tokens).partition(_TWO_TEXTS[0]["text"])
         between, second, _ = rest.partition(_TWO_TEXTS[1]["text"])
         return bool(first and second) and "text" not in between
 
     def welds(self, special_tokens: Mapping[str, str]) -> bool:
         """Tell whether a later system message is glued to the text before it: by a trial, once."""
         if self._welds is None:
-            variables = {**special_tokens, "documents": None, "tools": None, "add_generation_prompt": False}
-            try:
-                text = self.render({**variables, "messages": _WELDED})
-            except RequestRejected:
-                text = ""
             first, later = (message["content"] for message in _WELDED[:2])
-            before, found, _ = text.partition(later)
+            before, found, _ = self._tried(_WELDED, special_tokens).partition(later)
             # A template that writes texts and nothing else tells no turns apart.
             self._welds = bool(found) and before.strip() != first and before.rstrip().endswith(first)
         return self._welds
+
+    def _tried(self, messages: list[dict[str, Any]], special_tokens: Mapping[str, str]) -> str:
+        """The text of a chat that shows a habit of the template; empty if it refuses it."""
+        variables = {**special_tokens, "documents": None, "tools": None, "add_generation_prompt": False}
+        try:
+            return self.render({**variables, "messages": messages})
+        except RequestRejected:
+            return ""
 
     def read(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The variables of these that the template reads, and that are not the server's."""
