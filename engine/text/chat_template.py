@@ -4,7 +4,7 @@ Owns: finding the template, and the fault where its rendering ends without an an
 """
 
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,7 +16,6 @@ from engine.text.template_messages import (
     MAX_MEMORY_BYTES,
     MAX_RENDERING_S,
     Chat,
-    FinalMessage,
     MergeReason,
     Program,
     Rendering,
@@ -115,15 +114,7 @@ class ChatTemplate:
         if refusal:
             raise TokenizerError(refusal, "correct or remove it in the checkpoint folder")
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        final: FinalMessage = FinalMessage.ANSWER,
-        template_kwargs: Mapping[str, Any] | None = None,
-        template_hints: Mapping[str, Any] | None = None,
-    ) -> str:
+    def render(self, chat: Chat) -> str:
         """Render the prompt. See Templates.render.
 
         Raises NoChatTemplate, or RequestRejected with the parameter at fault: `messages` or
@@ -131,13 +122,6 @@ class ChatTemplate:
         """
         if not self._templates:
             raise NoChatTemplate
-        chat = Chat(
-            messages=list(map(dict, messages)),
-            tools=list(map(dict, tools or ())),
-            final=final,
-            kwargs=dict(template_kwargs or {}),
-            hints=dict(template_hints or {}),
-        )
         rendering = self._ask(chat)
         if rendering.refusal:
             raise RequestRejected(rendering.refusal, param=rendering.param)

@@ -23,7 +23,7 @@ import jinja2.sandbox
 
 from engine.errors import RequestRejected
 from engine.text.merged_turns import has_later_system, left_out, merged
-from engine.text.template_messages import FinalMessage, MergeReason
+from engine.text.template_messages import Chat, FinalMessage, MergeReason
 
 MAX_RENDERED_CHARS = 16 * 1024 * 1024
 _MAX_REASON_CHARS = 500
@@ -99,42 +99,34 @@ class Templates:
         """Names that requests may set with an effect: those that a template reads, but the server's own."""
         return frozenset().union(*(each.free_variables for each in self._templates.values()))
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        final: FinalMessage = FinalMessage.ANSWER,
-        template_kwargs: Mapping[str, Any] | None = None,
-        template_hints: Mapping[str, Any] | None = None,
-    ) -> str:
-        """Render the prompt. Messages and tools are plain JSON data; keys that are None count as absent.
+    def render(self, chat: Chat) -> str:
+        """Render the prompt. Keys of messages and tools that are None count as absent.
 
         The arguments of calls are JSON texts, as on the wire; the template gets objects. Neither hints nor
-        `template_kwargs`, which override them, need be read by the template: then they have no effect.
+        other variables need be read by the template: then they have no effect.
 
         Raises RequestRejected with the parameter at fault: `messages` or `continue_final_message`;
         MemoryError.
         """
-        name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        name = "tool_use" if chat.tools and "tool_use" in self._templates else "default"
         template = self._templates[name]
         variables = {
             **self._special_tokens,
             "documents": None,
             **template.read(self._default_kwargs),
-            **(template_hints or {}),
-            **template.read(template_kwargs or {}),
-            "tools": list(tools) if tools else None,
-            "add_generation_prompt": final is FinalMessage.ANSWER,
+            **chat.hints,
+            **template.read(chat.kwargs),
+            "tools": chat.tools or None,
+            "add_generation_prompt": chat.final is FinalMessage.ANSWER,
         }
-        plain = [_plain(message) for message in messages]
+        plain = [_plain(message) for message in chat.messages]
         ways: Iterable[list[dict[str, Any]]] = chain([plain], merged(plain))
         reason = None
         if has_later_system(plain) and template.welds(self._special_tokens):
             ways, reason = sorted(ways, key=has_later_system), MergeReason.WELDED
         refusals = []
         for way in ways:
-            text, refusal = self._try(template, way, final, variables)
+            text, refusal = self._try(template, way, chat.final, variables)
             if refusal is None:
                 self.merged_for = None if way is plain else reason
                 return text

@@ -53,10 +53,12 @@ class Chat(msgspec.Struct, frozen=True, kw_only=True):
     """A conversation to be rendered: plain JSON data."""
 
     messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]]
-    final: FinalMessage
-    kwargs: dict[str, Any]
-    hints: dict[str, Any]
+    tools: list[dict[str, Any]] = []
+    final: FinalMessage = FinalMessage.ANSWER
+    kwargs: dict[str, Any] = {}
+    """Variables of the template."""
+    hints: dict[str, Any] = {}
+    """The same, which `kwargs` override."""
 
 
 class Rendering(msgspec.Struct, frozen=True, kw_only=True):

@@ -77,13 +77,7 @@ def _serve(channel: socket.socket) -> None:
 
 def _render(templates: Templates, chat: Chat) -> Rendering:
     try:
-        text = templates.render(
-            chat.messages,
-            tools=chat.tools,
-            final=chat.final,
-            template_kwargs=chat.kwargs,
-            template_hints=chat.hints,
-        )
+        text = templates.render(chat)
     except RequestRejected as error:
         return Rendering(refusal=_sendable(str(error)), param=error.param or "")
     return Rendering(text=text.encode("utf-8", "surrogatepass"), merged_for=templates.merged_for)

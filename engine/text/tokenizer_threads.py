@@ -16,7 +16,7 @@ from engine.errors import Overloaded, OverloadReason, RequestRejected
 from engine.text.chat_template import ChatTemplate
 from engine.text.infill import encode_infill
 from engine.text.renderers import MAX_RENDERERS
-from engine.text.template_messages import FinalMessage
+from engine.text.template_messages import Chat, FinalMessage
 from engine.text.tokenizer import SpecialTokens, Tokenizer
 from engine.types import ChatOptions, TextCut, TokenizedText
 from worker.machine import lower_precedence
@@ -197,9 +197,11 @@ class TokenizerThreads:
         else:
             final = FinalMessage.ANSWER if options.add_generation_prompt else FinalMessage.NOTHING
         return self._template.render(
-            messages,
-            tools=options.tools,
-            final=final,
-            template_kwargs=options.template_kwargs,
-            template_hints=options.template_hints,
+            Chat(
+                messages=messages,
+                tools=[*options.tools],
+                final=final,
+                kwargs=options.template_kwargs,
+                hints=options.template_hints,
+            )
         )

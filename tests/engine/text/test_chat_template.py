@@ -20,7 +20,7 @@ from engine.errors import EngineUnavailable, NoChatTemplate, RequestRejected
 from engine.processes import child_process
 from engine.text import chat_template, renderers
 from engine.text.chat_template import MAX_TEMPLATE_BYTES, ChatTemplate, NoRenderer
-from engine.text.template_messages import MAX_MEMORY_BYTES, FinalMessage
+from engine.text.template_messages import MAX_MEMORY_BYTES, Chat, FinalMessage
 from engine.text.tokenizer import TokenizerError
 
 QUESTION = {"role": "user", "content": "hi"}
@@ -57,11 +57,13 @@ def test_all_that_a_chat_brings_reaches_the_template(make: Make) -> None:
         "{{ tools | tojson }}|{{ add_generation_prompt }}|{{ effort }}|{{ level }}|{{ messages[1].content }}"
     )
     rendered = make(source, bos_token="<s>").render(
-        messages,
-        tools=[{"type": "function", "most": 2**64 - 1, "least": -0.5}],
-        final=FinalMessage.CONTINUE,
-        template_kwargs={"effort": ["low", None]},
-        template_hints={"level": True},
+        Chat(
+            messages=messages,
+            tools=[{"type": "function", "most": 2**64 - 1, "least": -0.5}],
+            final=FinalMessage.CONTINUE,
+            kwargs={"effort": ["low", None]},
+            hints={"level": True},
+        )
     )
     assert rendered == (
         '<s>False|[{"function": {"name": "look", "arguments": {"wo": "😀", "n": 12345678901234567890123}}}]|'
@@ -71,7 +73,10 @@ def test_all_that_a_chat_brings_reaches_the_template(make: Make) -> None:
 
 def test_requests_with_tools_have_their_own_template(make: Make) -> None:
     both = make({"default": "plain", "tool_use": "with tools"})
-    assert [both.render([QUESTION]), both.render([QUESTION], tools=[{"type": "function"}])] == [
+    assert [
+        both.render(Chat(messages=[QUESTION])),
+        both.render(Chat(messages=[QUESTION], tools=[{"type": "function"}])),
+    ] == [
         "plain",
         "with tools",
     ]
@@ -80,20 +85,20 @@ def test_requests_with_tools_have_their_own_template(make: Make) -> None:
 def test_a_refusal_names_the_parameter_and_the_process_goes_on(make: Make) -> None:
     template = make("{{ raise_exception('roles must alternate') if messages | length > 1 }}{{ mood }}")
     with pytest.raises(RequestRejected, match="roles must alternate") as caught:
-        template.render([QUESTION, {"role": "assistant", "content": "a"}])
+        template.render(Chat(messages=[QUESTION, {"role": "assistant", "content": "a"}]))
     assert caught.value.param == "messages"
     (pid,) = template.renderer_pids
-    assert template.render([QUESTION], template_kwargs={"mood": "good"}) == "good"
+    assert template.render(Chat(messages=[QUESTION], kwargs={"mood": "good"})) == "good"
     assert template.renderer_pids == [pid]
 
 
 def test_half_a_surrogate_pair_is_left_to_the_tokenizer_to_refuse(make: Make) -> None:
     call = {"function": {"name": "look", "arguments": '{"a": "\\ud800"}'}}
     template = make("{{ messages[0].tool_calls[0].function.arguments.a }}")
-    assert template.render([{"role": "assistant", "tool_calls": [call]}]) == "\ud800"
+    assert template.render(Chat(messages=[{"role": "assistant", "tool_calls": [call]}])) == "\ud800"
     (pid,) = template.renderer_pids
     with pytest.raises(RequestRejected, match="half of a surrogate pair"):
-        template.render([{"role": "user", "content": "\ud800"}])
+        template.render(Chat(messages=[{"role": "user", "content": "\ud800"}]))
     assert template.renderer_pids == [pid]
 
 
@@ -102,7 +107,7 @@ def test_a_refusal_may_hold_half_a_surrogate_pair_and_the_process_goes_on(make: 
     template = make("{{ raise_exception('no ' ~ messages[0].tool_calls[0].function.arguments.a) }}")
     for _ in range(2):
         with pytest.raises(RequestRejected, match=r"no \?$"):
-            template.render([{"role": "assistant", "tool_calls": [call]}])
+            template.render(Chat(messages=[{"role": "assistant", "tool_calls": [call]}]))
     assert len(template.renderer_pids) == 1
 
 
@@ -144,13 +149,13 @@ def test_no_operation_takes_more_memory_than_a_rendering_may(
     monkeypatch.setattr(chat_template, "MAX_RENDERING_S", 60.0)
     source = "{% if messages[0].content == 'grow' %}" + _DOUBLED.replace("STEP", growing) + "{% endif %}"
     template = make(source + ALL_OF_IT)
-    assert template.render([QUESTION]) == "hi"
+    assert template.render(Chat(messages=[QUESTION])) == "hi"
     before = resident_kib()
     with pytest.raises(RequestRejected, match="takes more than 512 MiB of memory") as caught:
-        template.render([{"role": "user", "content": "grow"}])
+        template.render(Chat(messages=[{"role": "user", "content": "grow"}]))
     assert caught.value.param == "messages"
     assert resident_kib() - before < 32 * 1024
-    assert template.render([QUESTION]) == "hi", "another process has taken its place"
+    assert template.render(Chat(messages=[QUESTION])) == "hi", "another process has taken its place"
 
 
 def resident_kib() -> int:
@@ -183,7 +188,7 @@ def test_a_template_without_end_is_ended(make: Make, monkeypatch: pytest.MonkeyP
     template.judge()
     monkeypatch.setattr(chat_template, "MAX_RENDERING_S", 0.3)
     with pytest.raises(RequestRejected, match=r"takes longer than 0\.3 seconds") as caught:
-        template.render([{"role": "user", "content": "stuck"}])
+        template.render(Chat(messages=[{"role": "user", "content": "stuck"}]))
     assert caught.value.param == "messages"
     assert template.renderer_pids == []
 
@@ -194,9 +199,9 @@ def test_the_longest_prompt_that_may_be_rendered_fits_its_memory(
     monkeypatch.setattr(chat_template, "MAX_RENDERING_S", 60.0)
     message = {"role": "user", "content": "😀" * (1 << 20)}
     template = make(ALL_OF_IT)
-    assert len(template.render([message] * 16)) == 16 << 20
+    assert len(template.render(Chat(messages=[message] * 16))) == 16 << 20
     with pytest.raises(RequestRejected, match="characters"):
-        template.render([message] * 16 + [QUESTION])
+        template.render(Chat(messages=[message] * 16 + [QUESTION]))
 
 
 def test_chats_do_not_wait_for_one_that_takes_long(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,10 +209,10 @@ def test_chats_do_not_wait_for_one_that_takes_long(make: Make, monkeypatch: pyte
     template.judge()
     monkeypatch.setattr(chat_template, "MAX_RENDERING_S", 60.0)
     with ThreadPoolExecutor(3) as threads:
-        slow = threads.submit(template.render, [{"role": "user", "content": "stuck"}])
+        slow = threads.submit(template.render, Chat(messages=[{"role": "user", "content": "stuck"}]))
         while template._renderers._idle.qsize():  # until it has taken the process
             time.sleep(0.001)
-        others = [threads.submit(template.render, [QUESTION]) for _ in range(20)]
+        others = [threads.submit(template.render, Chat(messages=[QUESTION])) for _ in range(20)]
         assert [each.result(30) for each in others] == ["hi"] * 20
         assert not slow.done()
         assert 2 <= len(template.renderer_pids) <= 3
@@ -224,7 +229,10 @@ def test_usual_chats_share_one_process(make: Make, monkeypatch: pytest.MonkeyPat
 
     def render(number: int) -> list[str]:
         together.wait()
-        return [template.render([{"role": "user", "content": f"{number} {turn}"}]) for turn in range(20)]
+        return [
+            template.render(Chat(messages=[{"role": "user", "content": f"{number} {turn}"}]))
+            for turn in range(20)
+        ]
 
     with ThreadPoolExecutor(3) as threads:
         found = list(threads.map(render, range(3)))
@@ -241,17 +249,17 @@ def test_processes_beyond_one_are_kept_for_a_while_after_their_last_use(
     (first,) = template.renderer_pids
     with ThreadPoolExecutor(1) as threads:
         os.kill(first, signal.SIGSTOP)  # a chat that takes long, until it may go on
-        slow = threads.submit(template.render, [QUESTION])
+        slow = threads.submit(template.render, Chat(messages=[QUESTION]))
         while template._renderers._idle.qsize():
             time.sleep(0.001)
-        assert template.render([QUESTION]) == "hi"
+        assert template.render(Chat(messages=[QUESTION])) == "hi"
         os.kill(first, signal.SIGCONT)
         assert slow.result(60) == "hi"
-    assert template.render([QUESTION]) == "hi"
+    assert template.render(Chat(messages=[QUESTION])) == "hi"
     assert len(template.renderer_pids) == 2, "there may soon be two chats again"
     monkeypatch.setattr(renderers, "_KEPT_S", 0.0)
     for _ in range(2):
-        assert template.render([QUESTION]) == "hi"
+        assert template.render(Chat(messages=[QUESTION])) == "hi"
         assert len(template.renderer_pids) == 1
 
 
@@ -267,11 +275,11 @@ def test_the_log_says_how_often_and_why_processes_end_and_nothing_of_the_chats(
     with caplog.at_level(logging.WARNING, logger="engine"):
         for _ in range(2):
             with pytest.raises(RequestRejected):
-                template.render([{"role": "user", "content": "grow"}])
+                template.render(Chat(messages=[{"role": "user", "content": "grow"}]))
         monkeypatch.setattr(chat_template, "MAX_RENDERING_S", 0.3)
         now_s[0] = 10.0
         with pytest.raises(RequestRejected):
-            template.render([{"role": "user", "content": "stuck"}])
+            template.render(Chat(messages=[{"role": "user", "content": "stuck"}]))
     begin = "processes that render chats ended before their time: "
     assert caplog.messages == [
         begin + "1; the last one ended with code 3: more than 512 MiB of memory were asked for",
@@ -285,7 +293,7 @@ def test_a_process_that_is_killed_between_chats_is_replaced_unseen(make: Make) -
     (pid,) = template.renderer_pids
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    assert template.render([QUESTION]) == "hi"
+    assert template.render(Chat(messages=[QUESTION])) == "hi"
     assert template.renderer_pids != [pid]
 
 
@@ -304,7 +312,7 @@ def test_a_process_that_is_killed_over_a_chat_is_not_the_chats_fault(
 
     monkeypatch.setattr(renderers._Renderer, "ask", noted)
     with ThreadPoolExecutor(1) as threads:
-        asked = threads.submit(template.render, [QUESTION])
+        asked = threads.submit(template.render, Chat(messages=[QUESTION]))
         assert is_asked.wait(30)
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(EngineUnavailable, match="may be sent again"):
@@ -331,7 +339,7 @@ def test_a_start_without_a_process_is_tried_twice_and_is_not_the_templates_fault
 
     monkeypatch.setattr(template._renderers, "_start", start)
     template.judge()
-    assert (num_started, template.render([QUESTION])) == ([2], "hi")
+    assert (num_started, template.render(Chat(messages=[QUESTION]))) == ([2], "hi")
     num_spoilt = 99
     with pytest.raises(NoRenderer) as caught:
         template.judge()
@@ -386,7 +394,7 @@ def test_without_a_template_chats_are_refused_by_name_and_nothing_is_started(tmp
     template.judge()
     assert not template.is_present
     with pytest.raises(NoChatTemplate):
-        template.render([QUESTION])
+        template.render(Chat(messages=[QUESTION]))
     assert template.renderer_pids == []
 
 
@@ -431,7 +439,7 @@ def test_an_unusable_template_stops_the_start_with_a_reason(tmp_path: Path, foun
 def test_nothing_is_computed_before_a_chat_asks_for_it(make: Make, expensive: str) -> None:
     template = make("{% if messages[0].content != 'hi' %}" + expensive + "{% endif %}" + ALL_OF_IT)
     template.judge()
-    assert template.render([QUESTION]) == "hi"
+    assert template.render(Chat(messages=[QUESTION])) == "hi"
 
 
 def test_the_variables_that_requests_may_set_are_known_from_the_start(make: Make) -> None:
@@ -446,7 +454,7 @@ def test_defaults_of_variables_reach_the_process_that_renders() -> None:
         {"default": "{{ mood }}"}, special_tokens={}, default_kwargs={"mood": ["good"], "unheard_of": 1}
     )
     try:
-        assert template.render([QUESTION]) == "['good']"
-        assert template.render([QUESTION], template_kwargs={"mood": "bad"}) == "bad"
+        assert template.render(Chat(messages=[QUESTION])) == "['good']"
+        assert template.render(Chat(messages=[QUESTION], kwargs={"mood": "bad"})) == "bad"
     finally:
         template.close()

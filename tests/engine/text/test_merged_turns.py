@@ -6,7 +6,7 @@ from engine.errors import RequestRejected
 from engine.frontend.metrics import EngineMetrics
 from engine.text.chat_template import ChatTemplate
 from engine.text.template_language import Templates
-from engine.text.template_messages import MergeReason
+from engine.text.template_messages import Chat, MergeReason
 
 LOOP = "{% for m in messages %}{% set before = messages[loop.index0 - 1] if not loop.first else none %}"
 WRITE = "[{{ m.role }}:{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}]"
@@ -44,7 +44,7 @@ def say(*turns: str) -> list[dict]:
 )
 def test_turns_are_merged_where_the_template_needs_it_and_only_there(body, turns, prompt) -> None:
     templates = Templates({"default": LOOP + body + END}, special_tokens={})
-    assert templates.render(say(*turns)) == prompt
+    assert templates.render(Chat(messages=say(*turns))) == prompt
 
 
 @pytest.mark.parametrize(
@@ -59,10 +59,10 @@ def test_turns_are_merged_where_the_template_needs_it_and_only_there(body, turns
 )
 def test_the_reason_for_merged_turns_is_known(body, reason) -> None:
     templates = Templates({"default": LOOP + body + END}, special_tokens={})
-    text = templates.render(say("user 1", "system 2", "user 3"))
+    text = templates.render(Chat(messages=say("user 1", "system 2", "user 3")))
     assert templates.merged_for == reason
     assert (text.index("2") < text.index("1")) == (reason is not None)
-    templates.render(say("user 1"))
+    templates.render(Chat(messages=say("user 1")))
     assert templates.merged_for is None
 
 
@@ -71,7 +71,9 @@ def test_a_switch_that_the_template_takes_out_of_a_text_is_none_that_it_left_out
     write = "[{{ m.role }}:{{ m.content | replace('/no_think', '') | replace('/think', '') | trim }}]"
     templates = Templates({"default": LOOP + write + END}, special_tokens={})
     turns = say(f"system Be terse. {switch}", "user a", "assistant b", f"user What is it? {switch}")
-    assert templates.render(turns) == "[system:Be terse.][user:a][assistant:b][user:What is it?]"
+    assert (
+        templates.render(Chat(messages=turns)) == "[system:Be terse.][user:a][assistant:b][user:What is it?]"
+    )
 
 
 def test_calls_and_thoughts_of_one_role_stay_together() -> None:
@@ -85,13 +87,13 @@ def test_calls_and_thoughts_of_one_role_stay_together() -> None:
         {"role": "assistant", "content": "b", "reasoning_content": "how", "tool_calls": [call]},
         {"role": "assistant", "tool_calls": [call]},
     ]
-    assert templates.render(turns) == "[user:a]0[assistant:(why\n\nhow)b]2"
+    assert templates.render(Chat(messages=turns)) == "[user:a]0[assistant:(why\n\nhow)b]2"
 
 
 def test_a_text_that_no_merging_brings_into_the_prompt_is_an_error() -> None:
     last_only = Templates({"default": "{{ messages[-1].content }}"}, special_tokens={})
     with pytest.raises(RequestRejected, match=r"leaves messages\[0\] out"):
-        last_only.render(say("user one", "assistant two", "user three"))
+        last_only.render(Chat(messages=say("user one", "assistant two", "user three")))
 
 
 @pytest.mark.parametrize("text", ['say "hi"\nnow', "  spaced\t\n"])
@@ -99,7 +101,7 @@ def test_texts_that_a_template_trims_or_quotes_are_found(text) -> None:
     for shown in ("{{ m.content | tojson }}", "{{ m.content | trim }}"):
         templates = Templates({"default": LOOP + shown + END}, special_tokens={})
         chat = [{"role": "user", "content": "first"}, {"role": "user", "content": text}]
-        assert "first" in templates.render(chat)
+        assert "first" in templates.render(Chat(messages=chat))
 
 
 def test_chats_with_merged_turns_are_counted_by_their_reason() -> None:
@@ -107,8 +109,8 @@ def test_chats_with_merged_turns_are_counted_by_their_reason() -> None:
     template = ChatTemplate({"default": LOOP + STRICT + WRITE + END}, special_tokens={})
     template.on_merged = metrics.turns_merged
     try:
-        template.render(say("system a", "user b"))
-        template.render(say("user b", "system c"))
+        template.render(Chat(messages=say("system a", "user b")))
+        template.render(Chat(messages=say("user b", "system c")))
     finally:
         template.close()
     found = {

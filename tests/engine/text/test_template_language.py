@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.errors import RequestRejected
 from engine.text.template_language import BrokenTemplate, Templates
-from engine.text.template_messages import FinalMessage
+from engine.text.template_messages import Chat, FinalMessage
 from tests.engine import small_tokenizers
 
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -138,22 +138,24 @@ _EFFORT = "{% if reasoning_effort is not defined %}{% set reasoning_effort = 'me
 @pytest.mark.parametrize(
     ("source", "options", "rendered"),
     [
-        ("plain", {"template_hints": {"reasoning_effort": "low", "thinking": False}}, "plain"),
+        ("plain", {"hints": {"reasoning_effort": "low", "thinking": False}}, "plain"),
         (_EFFORT + "{{ reasoning_effort }}", {}, "medium"),
-        (_EFFORT + "{{ reasoning_effort }}", {"template_hints": {"reasoning_effort": "low"}}, "low"),
+        (_EFFORT + "{{ reasoning_effort }}", {"hints": {"reasoning_effort": "low"}}, "low"),
         (
             "{{ reasoning_effort }}",
-            {"template_hints": {"reasoning_effort": "low"}, "template_kwargs": {"reasoning_effort": "high"}},
+            {"hints": {"reasoning_effort": "low"}, "kwargs": {"reasoning_effort": "high"}},
             "high",
         ),
     ],
 )
 def test_a_hint_is_for_a_template_that_reads_it(source, options, rendered) -> None:
-    assert ours(source).render([QUESTION], **options) == rendered
+    assert ours(source).render(Chat(messages=[QUESTION], **options)) == rendered
 
 
 def test_a_hint_cannot_set_what_is_ours() -> None:
-    assert ours("{{ tools }}").render([QUESTION], template_hints={"tools": "x", "messages": "y"}) == "None"
+    assert (
+        ours("{{ tools }}").render(Chat(messages=[QUESTION], hints={"tools": "x", "messages": "y"})) == "None"
+    )
 
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
@@ -163,15 +165,15 @@ def test_a_chat_renders_as_transformers_renders_it(name, chat) -> None:
     kept = chat
     if name == "gemma" and chat[0]["role"] == "system":  # it has no such role, and would leave the text out
         kept = [{**chat[1], "content": f"{chat[0]['content']}\n\n{chat[1]['content']}"}, *chat[2:]]
-    assert ours(source).render(chat) == theirs(source, kept, add_generation_prompt=True)
-    assert ours(source).render(chat, final=FinalMessage.NOTHING) == theirs(source, kept)
+    assert ours(source).render(Chat(messages=chat)) == theirs(source, kept, add_generation_prompt=True)
+    assert ours(source).render(Chat(messages=chat, final=FinalMessage.NOTHING)) == theirs(source, kept)
 
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
 @pytest.mark.parametrize("content", ["It is", "It is ", "  It", "It\n\n", "<|im_end|> is"])
 def test_a_message_to_continue_is_left_open_as_transformers_leaves_it(name, content) -> None:
     chat = [QUESTION, {"role": "assistant", "content": content}]
-    rendered = ours(TEMPLATES[name]).render(chat, final=FinalMessage.CONTINUE)
+    rendered = ours(TEMPLATES[name]).render(Chat(messages=chat, final=FinalMessage.CONTINUE))
     assert rendered == theirs(TEMPLATES[name], chat, continue_final_message=True)
     assert rendered.endswith((content, content.strip()))
     assert chat[1]["content"] == content
@@ -180,7 +182,7 @@ def test_a_message_to_continue_is_left_open_as_transformers_leaves_it(name, cont
 def test_content_in_parts_is_continued_after_its_last_text() -> None:
     parts = [{"type": "text", "text": "One,"}, {"type": "text", "text": "two,"}, {"type": "image"}]
     chat = [QUESTION, {"role": "assistant", "content": parts}]
-    rendered = ours(GEMMA).render(chat, final=FinalMessage.CONTINUE)
+    rendered = ours(GEMMA).render(Chat(messages=chat, final=FinalMessage.CONTINUE))
     assert rendered == theirs(GEMMA, chat, continue_final_message=True)
     assert rendered.endswith("One,two,")
 
@@ -189,12 +191,12 @@ def test_content_in_parts_is_continued_after_its_last_text() -> None:
 def test_texts_of_a_message_are_given_as_parts_to_a_template_that_walks_through_them(role: str) -> None:
     parts = [{"type": "text", "text": text} for text in ("one", " two")]
     chat = [*([QUESTION] if role == "assistant" else []), {"role": role, "content": parts}, QUESTION]
-    assert ours(IN_PARTS).render(chat) == theirs(IN_PARTS, chat, add_generation_prompt=True)
+    assert ours(IN_PARTS).render(Chat(messages=chat)) == theirs(IN_PARTS, chat, add_generation_prompt=True)
     for source in (CHATML, LLAMA_3, SHOWS_LISTS, FIRST_PART):
         joined = [
             message | {"content": "one\n two"} if message["content"] is parts else message for message in chat
         ]
-        assert ours(source).render(chat) == ours(source).render(joined)
+        assert ours(source).render(Chat(messages=chat)) == ours(source).render(Chat(messages=joined))
 
 
 @pytest.mark.parametrize(
@@ -208,21 +210,24 @@ def test_texts_of_a_message_are_given_as_parts_to_a_template_that_walks_through_
 )
 def test_a_message_that_cannot_be_continued_is_the_callers_fault(source, chat) -> None:
     with pytest.raises(RequestRejected, match="continue_final_message") as caught:
-        ours(source).render(chat, final=FinalMessage.CONTINUE)
+        ours(source).render(Chat(messages=chat, final=FinalMessage.CONTINUE))
     assert caught.value.param == "continue_final_message"
 
 
 def test_tools_render_as_plain_json_and_choose_their_own_template() -> None:
-    rendered = ours(CHATML).render([QUESTION], tools=TOOLS)
+    rendered = ours(CHATML).render(Chat(messages=[QUESTION], tools=TOOLS))
     assert rendered == theirs(CHATML, [QUESTION], tools=TOOLS, add_generation_prompt=True)
     assert "Sieh <hier> & da" in rendered
     both = Templates({"default": "plain", "tool_use": "with tools"}, special_tokens={})
-    assert [both.render([QUESTION]), both.render([QUESTION], tools=TOOLS)] == ["plain", "with tools"]
+    assert [both.render(Chat(messages=[QUESTION])), both.render(Chat(messages=[QUESTION], tools=TOOLS))] == [
+        "plain",
+        "with tools",
+    ]
 
 
 def test_tojson_indents_and_sorts_as_templates_ask() -> None:
     source = "{{ messages | tojson(indent=2) }}{{ messages | tojson(sort_keys=true, separators=(',', ':')) }}"
-    assert ours(source).render([QUESTION]) == theirs(source, [QUESTION])
+    assert ours(source).render(Chat(messages=[QUESTION])) == theirs(source, [QUESTION])
 
 
 HERMES_CALLS = """\
@@ -260,7 +265,7 @@ def call_messages(arguments: Any) -> list[dict[str, Any]]:
     [HERMES_CALLS, QWEN_3_CALLS, MISTRAL.replace("message.content | trim", "message.tool_calls | tojson")],
 )
 def test_arguments_of_calls_are_objects_to_a_template_that_asks_for_objects(source) -> None:
-    rendered = ours(source).render(call_messages('{"wo": "Köln", "n": [1, 2]}'))
+    rendered = ours(source).render(Chat(messages=call_messages('{"wo": "Köln", "n": [1, 2]}')))
     assert rendered == theirs(source, call_messages({"wo": "Köln", "n": [1, 2]}))
     assert "Köln" in rendered
 
@@ -278,20 +283,20 @@ def test_arguments_of_calls_are_objects_to_a_template_that_asks_for_objects(sour
 def test_arguments_of_calls_are_text_to_a_template_that_asks_for_text(expression) -> None:
     source = "{% set arguments = messages[1].tool_calls[0].function.arguments %}" + expression
     for arguments in ('{ "a":1 }', "{}", "not an object", "[1]"):
-        assert ours(source).render(call_messages(arguments)) == arguments
+        assert ours(source).render(Chat(messages=call_messages(arguments))) == arguments
 
 
 def test_a_key_that_is_none_counts_as_absent() -> None:
     source = "{% if messages[0].tool_calls is defined %}calls{% else %}none{% endif %}"
-    assert ours(source).render([{**QUESTION, "tool_calls": None}]) == "none"
+    assert ours(source).render(Chat(messages=[{**QUESTION, "tool_calls": None}])) == "none"
 
 
 def test_strftime_now_gives_this_year() -> None:
-    assert ours("{{ strftime_now('%Y') }}").render([QUESTION]).startswith("20")
+    assert ours("{{ strftime_now('%Y') }}").render(Chat(messages=[QUESTION])).startswith("20")
 
 
 def test_a_template_argument_reaches_the_template() -> None:
-    rendered = ours(CHATML).render([QUESTION], template_kwargs={"enable_thinking": False})
+    rendered = ours(CHATML).render(Chat(messages=[QUESTION], kwargs={"enable_thinking": False}))
     assert rendered == theirs(CHATML, [QUESTION], add_generation_prompt=True, enable_thinking=False)
     assert rendered.endswith("</think>\n\n")
 
@@ -311,8 +316,8 @@ def test_a_template_argument_reaches_the_template() -> None:
 )
 def test_a_template_argument_never_replaces_our_own(name) -> None:
     templates = ours(CHATML + LLAMA_3 + "{{ range(1) }}")
-    plain = templates.render([QUESTION])
-    assert templates.render([QUESTION], template_kwargs={name: "x"}) == plain
+    plain = templates.render(Chat(messages=[QUESTION]))
+    assert templates.render(Chat(messages=[QUESTION], kwargs={name: "x"})) == plain
     assert name not in templates.variables
     assert "enable_thinking" in templates.variables
 
@@ -323,13 +328,13 @@ def test_the_operators_values_give_way_to_hints_and_these_to_the_requests() -> N
         special_tokens={},
         default_kwargs={"a": 1, "b": 1, "c": 1, "messages": 1},
     )
-    rendered = templates.render([QUESTION], template_hints={"b": 2, "c": 2}, template_kwargs={"c": 3})
+    rendered = templates.render(Chat(messages=[QUESTION], hints={"b": 2, "c": 2}, kwargs={"c": 3}))
     assert rendered == "123False"
 
 
 def test_the_templates_own_refusal_reaches_the_caller() -> None:
     with pytest.raises(RequestRejected, match="roles must alternate") as caught:
-        ours(MISTRAL).render([ANSWER])
+        ours(MISTRAL).render(Chat(messages=[ANSWER]))
     assert caught.value.param == "messages"
 
 
@@ -349,7 +354,7 @@ def test_the_templates_own_refusal_reaches_the_caller() -> None:
 )
 def test_a_template_that_fails_or_steps_out_of_its_sandbox_fails_the_request_alone(source) -> None:
     with pytest.raises(RequestRejected) as caught:
-        ours(source).render([QUESTION])
+        ours(source).render(Chat(messages=[QUESTION]))
     assert caught.value.param == "messages"
     assert len(str(caught.value)) < 700
 
@@ -357,7 +362,7 @@ def test_a_template_that_fails_or_steps_out_of_its_sandbox_fails_the_request_alo
 def test_a_rendered_chat_is_bounded() -> None:
     with pytest.raises(RequestRejected, match="characters"):
         ours("{% for i in range(40000) %}{{ messages[0].content }}{% endfor %}").render(
-            [{"role": "user", "content": "x" * 1000}]
+            Chat(messages=[{"role": "user", "content": "x" * 1000}])
         )
 
 
@@ -368,7 +373,10 @@ def test_operations_on_texts_and_lists_are_those_of_the_language() -> None:
         "{{ 'a'.center(3) }}|{{ '%05.2f' % 3.14159 }}|{{ '%s!' | format('b') }}|{{ '{:>4}'.format(7) }}|"
         "{{ [1] + [2] }}|{{ 1 + 2 }}|{{ 7 % 4 }}"
     )
-    assert ours(source).render([QUESTION]) == "a1None|1, 2|user|x+y|xy|a-b| a |03.14|b!|   7|[1, 2]|3|3"
+    assert (
+        ours(source).render(Chat(messages=[QUESTION]))
+        == "a1None|1, 2|user|x+y|xy|a-b| a |03.14|b!|   7|[1, 2]|3|3"
+    )
 
 
 def test_a_broken_template_says_where() -> None:
