@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from itertools import chain
-from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -23,7 +22,7 @@ import jinja2.sandbox
 
 from engine.errors import RequestRejected
 from engine.text.merged_turns import has_later_system, left_out, merged
-from engine.text.template_messages import Chat, FinalMessage, MergeReason
+from engine.text.template_messages import Chat, FinalMessage, MergeReason, Program
 
 MAX_RENDERED_CHARS = 16 * 1024 * 1024
 _MAX_REASON_CHARS = 500
@@ -74,23 +73,12 @@ class BrokenTemplate(Exception):
 class Templates:
     """A checkpoint's chat templates, compiled."""
 
-    def __init__(
-        self,
-        templates: Mapping[str, str],
-        *,
-        special_tokens: Mapping[str, str],
-        reserved_names: Sequence[str] = (),
-        default_kwargs: Mapping[str, Any] = MappingProxyType({}),
-    ) -> None:
-        """Compile templates by name: `default`, and possibly `tool_use` for requests with tools.
-
-        No request may set the `reserved_names`, or the names of special tokens. `default_kwargs` are the
-        operator's, which hints and requests override. Raises BrokenTemplate.
-        """
-        self._special_tokens = dict(special_tokens)
-        self._default_kwargs = dict(default_kwargs)
-        ours = frozenset({*_OUR_VARIABLES, *special_tokens, *reserved_names, *_ENVIRONMENT.globals})
-        self._templates = {name: _Compiled(name, source, ours) for name, source in templates.items()}
+    def __init__(self, program: Program) -> None:
+        """Raises BrokenTemplate."""
+        self._special_tokens = tokens = program.special_tokens
+        self._default_kwargs = program.default_kwargs
+        ours = frozenset({*_OUR_VARIABLES, *tokens, *program.reserved_names, *_ENVIRONMENT.globals})
+        self._templates = {name: _Compiled(name, source, ours) for name, source in program.templates.items()}
         self.merged_for: MergeReason | None = None
         """Reason for which turns of the last chat were merged; None if they were not."""
 

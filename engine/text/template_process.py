@@ -55,12 +55,7 @@ def _serve(channel: socket.socket) -> None:
     """Raises Ended, MemoryError."""
     program = receive(channel, Program, max_bytes=_MAX_MESSAGE_BYTES, deadline_s=math.inf)
     try:
-        templates = Templates(
-            program.templates,
-            special_tokens=program.special_tokens,
-            reserved_names=program.reserved_names,
-            default_kwargs=program.default_kwargs,
-        )
+        templates = Templates(program)
     except BrokenTemplate as error:
         _answer(channel, Rendering(refusal=_sendable(str(error))))
         return

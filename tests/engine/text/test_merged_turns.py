@@ -6,7 +6,7 @@ from engine.errors import RequestRejected
 from engine.frontend.metrics import EngineMetrics
 from engine.text.chat_template import ChatTemplate
 from engine.text.template_language import Templates
-from engine.text.template_messages import Chat, MergeReason
+from engine.text.template_messages import Chat, MergeReason, Program
 
 LOOP = "{% for m in messages %}{% set before = messages[loop.index0 - 1] if not loop.first else none %}"
 WRITE = "[{{ m.role }}:{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}]"
@@ -43,7 +43,7 @@ def say(*turns: str) -> list[dict]:
     ],
 )
 def test_turns_are_merged_where_the_template_needs_it_and_only_there(body, turns, prompt) -> None:
-    templates = Templates({"default": LOOP + body + END}, special_tokens={})
+    templates = Templates(Program(templates={"default": LOOP + body + END}))
     assert templates.render(Chat(messages=say(*turns))) == prompt
 
 
@@ -58,7 +58,7 @@ def test_turns_are_merged_where_the_template_needs_it_and_only_there(body, turns
     ],
 )
 def test_the_reason_for_merged_turns_is_known(body, reason) -> None:
-    templates = Templates({"default": LOOP + body + END}, special_tokens={})
+    templates = Templates(Program(templates={"default": LOOP + body + END}))
     text = templates.render(Chat(messages=say("user 1", "system 2", "user 3")))
     assert templates.merged_for == reason
     assert (text.index("2") < text.index("1")) == (reason is not None)
@@ -69,7 +69,7 @@ def test_the_reason_for_merged_turns_is_known(body, reason) -> None:
 @pytest.mark.parametrize("switch", ["/no_think", "/think"])
 def test_a_switch_that_the_template_takes_out_of_a_text_is_none_that_it_left_out(switch: str) -> None:
     write = "[{{ m.role }}:{{ m.content | replace('/no_think', '') | replace('/think', '') | trim }}]"
-    templates = Templates({"default": LOOP + write + END}, special_tokens={})
+    templates = Templates(Program(templates={"default": LOOP + write + END}))
     turns = say(f"system Be terse. {switch}", "user a", "assistant b", f"user What is it? {switch}")
     assert (
         templates.render(Chat(messages=turns)) == "[system:Be terse.][user:a][assistant:b][user:What is it?]"
@@ -78,7 +78,7 @@ def test_a_switch_that_the_template_takes_out_of_a_text_is_none_that_it_left_out
 
 def test_calls_and_thoughts_of_one_role_stay_together() -> None:
     templates = Templates(
-        {"default": LOOP + ALTERNATE + WRITE + "{{ m.tool_calls | length }}" + END}, special_tokens={}
+        Program(templates={"default": LOOP + ALTERNATE + WRITE + "{{ m.tool_calls | length }}" + END})
     )
     call = {"function": {"name": "f", "arguments": "{}"}}
     turns = [
@@ -91,7 +91,7 @@ def test_calls_and_thoughts_of_one_role_stay_together() -> None:
 
 
 def test_a_text_that_no_merging_brings_into_the_prompt_is_an_error() -> None:
-    last_only = Templates({"default": "{{ messages[-1].content }}"}, special_tokens={})
+    last_only = Templates(Program(templates={"default": "{{ messages[-1].content }}"}))
     with pytest.raises(RequestRejected, match=r"leaves messages\[0\] out"):
         last_only.render(Chat(messages=say("user one", "assistant two", "user three")))
 
@@ -99,7 +99,7 @@ def test_a_text_that_no_merging_brings_into_the_prompt_is_an_error() -> None:
 @pytest.mark.parametrize("text", ['say "hi"\nnow', "  spaced\t\n"])
 def test_texts_that_a_template_trims_or_quotes_are_found(text) -> None:
     for shown in ("{{ m.content | tojson }}", "{{ m.content | trim }}"):
-        templates = Templates({"default": LOOP + shown + END}, special_tokens={})
+        templates = Templates(Program(templates={"default": LOOP + shown + END}))
         chat = [{"role": "user", "content": "first"}, {"role": "user", "content": text}]
         assert "first" in templates.render(Chat(messages=chat))
 

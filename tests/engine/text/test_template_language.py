@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.errors import RequestRejected
 from engine.text.template_language import BrokenTemplate, Templates
-from engine.text.template_messages import Chat, FinalMessage
+from engine.text.template_messages import Chat, FinalMessage, Program
 from tests.engine import small_tokenizers
 
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -123,7 +123,7 @@ TOOLS = [
 
 
 def ours(source: str) -> Templates:
-    return Templates({"default": source}, special_tokens=SPECIAL_TOKENS)
+    return Templates(Program(templates={"default": source}, special_tokens=SPECIAL_TOKENS))
 
 
 def theirs(source: str, messages: list[dict[str, Any]], **options: Any) -> str:
@@ -218,7 +218,7 @@ def test_tools_render_as_plain_json_and_choose_their_own_template() -> None:
     rendered = ours(CHATML).render(Chat(messages=[QUESTION], tools=TOOLS))
     assert rendered == theirs(CHATML, [QUESTION], tools=TOOLS, add_generation_prompt=True)
     assert "Sieh <hier> & da" in rendered
-    both = Templates({"default": "plain", "tool_use": "with tools"}, special_tokens={})
+    both = Templates(Program(templates={"default": "plain", "tool_use": "with tools"}))
     assert [both.render(Chat(messages=[QUESTION])), both.render(Chat(messages=[QUESTION], tools=TOOLS))] == [
         "plain",
         "with tools",
@@ -324,9 +324,10 @@ def test_a_template_argument_never_replaces_our_own(name) -> None:
 
 def test_the_operators_values_give_way_to_hints_and_these_to_the_requests() -> None:
     templates = Templates(
-        {"default": "{{ a }}{{ b }}{{ c }}{{ d is defined }}{% set d = 1 %}"},
-        special_tokens={},
-        default_kwargs={"a": 1, "b": 1, "c": 1, "messages": 1},
+        Program(
+            templates={"default": "{{ a }}{{ b }}{{ c }}{{ d is defined }}{% set d = 1 %}"},
+            default_kwargs={"a": 1, "b": 1, "c": 1, "messages": 1},
+        )
     )
     rendered = templates.render(Chat(messages=[QUESTION], hints={"b": 2, "c": 2}, kwargs={"c": 3}))
     assert rendered == "123False"
