@@ -151,7 +151,7 @@ class OptionParser(argparse.ArgumentParser):
         return {**vars(found), **({MORE_MODELS: tuple(unknown)} if unknown else {})}
 
     def _without_needless(self, words: Sequence[str]) -> list[str]:
-        """Leave out the switches that change nothing here, and tell of each in a line."""
+        """Leave out the switches that change nothing here, with a line of each; name options with hyphens."""
         needed: list[str] = []
         passed = ""
         for word in words:
@@ -164,8 +164,8 @@ class OptionParser(argparse.ArgumentParser):
             name = flag.lstrip("-") if flag.startswith(("--", "-O")) else ""
             why = _WITH_VALUE.get(name) or (None if value else _PASSED_OVER.get(name))
             passed = name if why and not value else ""
-            if why is None:
-                needed.append(word)
+            if why is None:  # vLLM takes either sign between the words of a name
+                needed.append(flag + word[len(flag) :] if word.startswith("--") else word)
             else:
                 print(f"{self.prog}: {flag} is passed over: {why}", file=sys.stderr)
         return needed

@@ -315,6 +315,13 @@ def test_flags_of_vllm_with_values_that_change_nothing_are_passed_over(checkpoin
     assert engine_config.model_path == str(checkpoint)
 
 
+def test_the_words_of_an_option_may_be_joined_by_underscores_as_with_vllm(checkpoint, launched) -> None:
+    words = [str(checkpoint), "--max_num_seqs", "6", "--served_model_name=a_b", "--port", "0"]
+    assert main(["serve", *words]) == 7
+    engine_config, *_ = launched.pop()
+    assert (engine_config.scheduler.max_num_seqs, engine_config.served_names) == (6, ("a_b",))
+
+
 def test_a_folder_that_is_a_link_is_served_under_the_name_of_the_link(checkpoint, launched, tmp_path) -> None:
     link = tmp_path / "short-name"
     link.symlink_to(checkpoint)
