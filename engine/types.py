@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -192,21 +192,6 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of it that were verified in vain."""
     prompt_logprobs: Sequence[ChosenLogprob] = ()
     """One for each prompt token from the second on, in the first output of a choice, if asked for."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatOptions:
-    """Options for rendering a conversation by the model's chat template."""
-
-    add_generation_prompt: bool = True
-    """End with the header of the assistant's turn."""
-    continue_final_message: bool = False
-    """Leave the last message open for the model to continue. Excludes add_generation_prompt."""
-    tools: tuple[dict[str, Any], ...] = ()
-    template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Variables from the caller, such as `enable_thinking`. The template must read each of them."""
-    template_hints: dict[str, Any] = field(default_factory=dict)
-    """Variables that are ignored by a template that does not read them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -104,7 +104,7 @@ class Templates:
             **template.read(self._default_kwargs),
             **chat.hints,
             **template.read(chat.kwargs),
-            "tools": chat.tools or None,
+            "tools": list(chat.tools) if chat.tools else None,
             "add_generation_prompt": chat.final is FinalMessage.ANSWER,
         }
         plain = [_plain(message) for message in chat.messages]

@@ -53,12 +53,12 @@ class Chat(msgspec.Struct, frozen=True, kw_only=True):
     """A conversation to be rendered: plain JSON data."""
 
     messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] = []
+    tools: tuple[dict[str, Any], ...] = ()
     final: FinalMessage = FinalMessage.ANSWER
     kwargs: dict[str, Any] = {}
-    """Variables of the template."""
+    """Variables of the template from the caller, such as `enable_thinking`."""
     hints: dict[str, Any] = {}
-    """The same, which `kwargs` override."""
+    """The same from the server, which `kwargs` override."""
 
 
 class Rendering(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,9 +8,10 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
+
+from msgspec.structs import replace
 
 from engine.errors import Overloaded, OverloadReason, RequestRejected
 from engine.text.chat_template import ChatTemplate
@@ -18,7 +19,7 @@ from engine.text.infill import encode_infill
 from engine.text.renderers import MAX_RENDERERS
 from engine.text.template_messages import Chat, FinalMessage
 from engine.text.tokenizer import SpecialTokens, Tokenizer
-from engine.types import ChatOptions, TextCut, TokenizedText
+from engine.types import TextCut, TokenizedText
 from worker.machine import lower_precedence
 
 ResultT = TypeVar("ResultT")
@@ -99,39 +100,38 @@ class TokenizerThreads:
             return self._tokenizer.encode_prompt(text)
         return await self._lane(len(text)).run(lambda: self._tokenizer.encode_prompt(text))
 
-    async def encode_chat(
-        self, messages: list[dict[str, Any]], options: ChatOptions, marks: tuple[str, str] | None = None
-    ) -> tuple[int, ...]:
+    async def encode_chat(self, chat: Chat, marks: tuple[str, str] | None = None) -> tuple[int, ...]:
         """Render a conversation by the model's template, and encode it.
 
         `marks` are a text of the template's, and one that takes its place everywhere.
         """
-        rendered = await self._chats.run(lambda: self._render(messages, options))
+        rendered = await self._chats.run(lambda: self._template.render(chat))
         if marks is not None:
             rendered = rendered.replace(*marks)
         if self._fits_turn(rendered):
             return self._tokenizer.encode_rendered_chat(rendered)
         return await self._lane(len(rendered)).run(lambda: self._tokenizer.encode_rendered_chat(rendered))
 
-    async def num_answer_tokens(self, options: ChatOptions) -> int:
+    async def num_answer_tokens(self, chat: Chat) -> int:
         """Count the tokens at the end of a prompt that begin the answer: history may have another text there.
 
         Found once for each choice of the template's variables, on a short conversation; 0 if there are none,
         or if the template refuses that one.
         """
-        variables = repr((options.template_kwargs, options.template_hints))
-        if not options.add_generation_prompt or len(variables) > _MAX_VARIABLES_CHARS:
+        variables = repr((chat.kwargs, chat.hints))
+        if chat.final is not FinalMessage.ANSWER or len(variables) > _MAX_VARIABLES_CHARS:
             return 0
         if variables not in self._num_answer_tokens:
             if len(self._num_answer_tokens) == _MAX_CHOICES:
                 self._num_answer_tokens.clear()
-            self._num_answer_tokens[variables] = await self._measure_answer(replace(options, tools=()))
+            short = replace(chat, messages=_SHORT_CHAT, tools=())
+            self._num_answer_tokens[variables] = await self._measure_answer(short)
         return self._num_answer_tokens[variables]
 
-    async def _measure_answer(self, options: ChatOptions) -> int:
+    async def _measure_answer(self, chat: Chat) -> int:
         try:
-            asked = await self.encode_chat(_SHORT_CHAT, options)
-            told = await self.encode_chat(_SHORT_CHAT, replace(options, add_generation_prompt=False))
+            asked = await self.encode_chat(chat)
+            told = await self.encode_chat(replace(chat, final=FinalMessage.NOTHING))
         except RequestRejected:
             return 0
         differ = (place for place, pair in enumerate(zip(asked, told, strict=False)) if pair[0] != pair[1])
@@ -190,18 +190,3 @@ class TokenizerThreads:
 
     def _lane(self, num_chars: int) -> _Lane:
         return self._long if num_chars > _LONG_CHARS else self._short
-
-    def _render(self, messages: list[dict[str, Any]], options: ChatOptions) -> str:
-        if options.continue_final_message:
-            final = FinalMessage.CONTINUE
-        else:
-            final = FinalMessage.ANSWER if options.add_generation_prompt else FinalMessage.NOTHING
-        return self._template.render(
-            Chat(
-                messages=messages,
-                tools=[*options.tools],
-                final=final,
-                kwargs=options.template_kwargs,
-                hints=options.template_hints,
-            )
-        )

@@ -15,9 +15,9 @@ from prometheus_client import CollectorRegistry
 
 from engine.errors import AdapterConflict, EngineUnavailable, NoChatTemplate, Overloaded, RequestRejected
 from engine.journal import Journal
+from engine.text.template_messages import Chat, FinalMessage
 from engine.text.tokenizer import SpecialTokens
 from engine.types import (
-    ChatOptions,
     ChosenLogprob,
     EngineLoad,
     EngineState,
@@ -105,7 +105,7 @@ class FakeEngine:
     requests: list[GenerationRequest] = field(default_factory=list)
     are_read_whole: list[bool] = field(default_factory=list)
     """For each call of `generate_all`, whether its outputs are read in large pieces."""
-    chats: list[tuple[list[dict[str, Any]], ChatOptions]] = field(default_factory=list)
+    chats: list[tuple[list[dict[str, Any]], Chat]] = field(default_factory=list)
     pooled: list[PoolingRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     num_running: int = 0
@@ -182,18 +182,18 @@ class FakeEngine:
     async def vocabulary_strings(self, token_ids: Sequence[int]) -> list[str]:
         return [f"<{token_id}>" for token_id in token_ids]
 
-    async def encode_chat(self, messages: list[dict[str, Any]], options: ChatOptions) -> tuple[int, ...]:
+    async def encode_chat(self, chat: Chat) -> tuple[int, ...]:
         if not self.model_info.has_chat_template:
             raise NoChatTemplate
-        self.chats.append((messages, options))
-        contents = [message["content"] or "" for message in messages]
+        self.chats.append((chat.messages, chat))
+        contents = [message["content"] or "" for message in chat.messages]
         texts = [
             each if isinstance(each, str) else "\n".join(part["text"] for part in each) for each in contents
         ]
         return tuple("".join(texts).encode()) or (10,)
 
-    async def num_answer_tokens(self, options: ChatOptions) -> int:
-        return 3 if options.add_generation_prompt else 0
+    async def num_answer_tokens(self, chat: Chat) -> int:
+        return 3 if chat.final is FinalMessage.ANSWER else 0
 
     async def load_adapter(self, name: str, folder_name: str, *, replaces: bool) -> None:
         if folder_name != "good":

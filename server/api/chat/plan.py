@@ -10,10 +10,10 @@ before: so the block of thoughts is opened in the prompt, and the token that end
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from engine.errors import RequestRejected
-from engine.types import AnswerStart, ChatOptions, Grammar, ModelInfo
+from engine.text.template_messages import Chat
+from engine.types import AnswerStart, Grammar, ModelInfo
 from server.api.chat.message_reader import Reading
 from server.api.chat.protocol import ChatCompletionRequest, Prediction
 from server.api.chat.template_input import template_input, turns_reasoning_off
@@ -111,8 +111,7 @@ class ReadingPlan:
     body: ChatCompletionRequest
     model: ModelReading
     tools: ToolUse
-    messages: list[dict[str, Any]]
-    options: ChatOptions
+    chat: Chat
     grammar: WantedGrammar | None
     """Grammar of the reply; None: it is free."""
 
@@ -128,7 +127,7 @@ class ReadingPlan:
     def _begin_token(self) -> str:
         """The mark that opens the thoughts, where the model knows it and they are not turned off."""
         model, thoughts = self.model, self.model.row.thoughts
-        if thoughts is None or turns_reasoning_off(self.options):
+        if thoughts is None or turns_reasoning_off(self.chat):
             return ""
         is_known = thoughts.begin in model.info.chat_template and thoughts.begin in model.info.added_tokens
         return thoughts.begin if is_known and thoughts.ends[0] in model.info.added_tokens else ""
@@ -267,10 +266,8 @@ def plan_reading(body: ChatCompletionRequest, model: ModelReading) -> ReadingPla
     tools = tool_use_of(body, dialect)
     grammar = _beside_calls(asked, tools)
     check_fields(body, model.info)
-    messages, options = template_input(body, model.info, tools)
-    return ReadingPlan(
-        body=body, model=model, tools=tools, messages=messages, options=options, grammar=grammar
-    )
+    chat = template_input(body, model.info, tools)
+    return ReadingPlan(body=body, model=model, tools=tools, chat=chat, grammar=grammar)
 
 
 def _beside_calls(asked: WantedGrammar | None, tools: ToolUse) -> WantedGrammar | None:

@@ -12,7 +12,8 @@ from functools import lru_cache
 from typing import Any, Final
 
 from engine.errors import RequestRejected
-from engine.types import ChatOptions, ModelInfo
+from engine.text.template_messages import Chat, FinalMessage
+from engine.types import ModelInfo
 from server.api.chat.protocol import ChatCompletionRequest, ChatMessage
 from server.api.chat.shown_tools import with_tools_shown
 from server.api.chat.tool_use import ToolMode, ToolUse
@@ -44,16 +45,14 @@ _NO_REASONING = ("none", "minimal")
 """Efforts that leave a model no time to think, where all it has is a switch."""
 
 
-def template_input(
-    body: ChatCompletionRequest, info: ModelInfo, tool_use: ToolUse
-) -> tuple[list[dict[str, Any]], ChatOptions]:
-    """Messages and options, with the tools where this model is shown them. Raises RequestRejected."""
+def template_input(body: ChatCompletionRequest, info: ModelInfo, tool_use: ToolUse) -> Chat:
+    """Messages and variables, with the tools where this model is shown them. Raises RequestRejected."""
     for name in ("top_logprobs", "logprob_token_ids"):
         if getattr(body, name) and not body.logprobs:
             raise RequestRejected(f"{name} needs logprobs to be true", param=name)
     messages = template_messages(body.messages, info.chat_template)
     tools = tool_use.definitions
-    options = chat_options(body, tools=() if tool_use.is_shown_in_messages else tools)
+    final = _final(body)
     if tool_use.is_shown_in_messages:
         if tools or any(each["role"] == "tool" or each.get("tool_calls") for each in messages):
             messages = [_with_one_text(message) for message in messages]
@@ -62,30 +61,30 @@ def template_input(
         messages = _with_system_field(messages, tool_use.dialect.system_field, tools)
     num_chars = _num_chars(messages)
     check_num_chars(num_chars, info, param="messages")
-    return messages, options
+    return Chat(
+        messages=messages,
+        tools=() if tool_use.is_shown_in_messages else tools,
+        final=final,
+        kwargs=dict(body.chat_template_kwargs or {}),
+        hints=_effort_hints(body),
+    )
 
 
-def chat_options(body: ChatCompletionRequest, *, tools: tuple[dict[str, Any], ...]) -> ChatOptions:
-    """Variables of the template, and how its text ends. Raises RequestRejected."""
-    continues = bool(body.continue_final_message)
-    if continues and body.add_generation_prompt:
+def _final(body: ChatCompletionRequest) -> FinalMessage:
+    """The end of the prompt. Raises RequestRejected."""
+    if body.continue_final_message and body.add_generation_prompt:
         raise RequestRejected(
             "continue_final_message and add_generation_prompt exclude each other",
             param="continue_final_message",
         )
-    answers = not continues if body.add_generation_prompt is None else body.add_generation_prompt
-    return ChatOptions(
-        add_generation_prompt=answers,
-        continue_final_message=continues,
-        tools=tools,
-        template_kwargs=dict(body.chat_template_kwargs or {}),
-        template_hints=_effort_hints(body),
-    )
+    if body.continue_final_message:
+        return FinalMessage.CONTINUE
+    return FinalMessage.NOTHING if body.add_generation_prompt is False else FinalMessage.ANSWER
 
 
-def turns_reasoning_off(options: ChatOptions) -> bool:
+def turns_reasoning_off(chat: Chat) -> bool:
     """True if the template is asked for an answer without reasoning before it."""
-    variables = {**options.template_hints, **options.template_kwargs}
+    variables = {**chat.hints, **chat.kwargs}
     return any(variables.get(name) is False for name in _THINKING_SWITCHES)
 
 

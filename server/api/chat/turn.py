@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
+from msgspec import structs
 from starlette.types import Receive
 
 from engine.errors import ContextLengthExceeded, EngineUnavailable, Overloaded, RequestRejected
 from engine.media.pictures import TokenIds
 from engine.media.segments import PictureLease
+from engine.text.template_messages import FinalMessage
 from engine.types import GenerationRequest
 from server.api.chat.message_reader import Reading
 from server.api.chat.plan import ReadingPlan, Turn, model_reading, plan_reading
@@ -103,10 +105,10 @@ async def _prompt_and_turn(
     num_behind = limit + len(await _suffix_ids(engine, plan.possible_suffix))
     parts = ((message.role, message.content or ()) for message in body.messages)
     if pictures := pictures_of(parts, info, info.adapter_named(body.model)):
-        work = encode_with_pictures(engine, plan.messages, plan.options, pictures, hold)
+        work = encode_with_pictures(engine, plan.chat, pictures, hold)
         rendered = await while_connected(receive, work)
     else:
-        rendered = ChatPrompt(await engine.encode_chat(plan.messages, plan.options))
+        rendered = ChatPrompt(await engine.encode_chat(plan.chat))
     cut = kept_prompt(body, rendered.token_ids, info, max_tokens=num_behind)
     kept = rendered.cut_to(len(cut), keeps_end=body.truncation_side != "right")
     turn = plan.behind(lambda num: raw_text(engine, kept.token_ids[-num:]), len(kept.token_ids))
@@ -138,7 +140,7 @@ async def _restore_points(
     found = set()
     num_tokens, blocks = len(prompt.token_ids), set(_marked(plan.body))
     last = (len(plan.body.messages) - 1, len(plan.body.messages[-1].content or ()) - 1)
-    if num_answer_tokens := await _if_found(engine.num_answer_tokens(plan.options)):
+    if num_answer_tokens := await _if_found(engine.num_answer_tokens(plan.chat)):
         found.add(max(num_tokens - num_suffix_tokens - num_answer_tokens, 0))
         blocks -= {last}
     elif blocks:
@@ -174,9 +176,9 @@ async def _end_of_block(engine: Engine, plan: ReadingPlan, prompt: ChatPrompt, i
     messages = plan.body.messages[: index + 1]
     messages[-1] = messages[-1].model_copy(update={"content": (messages[-1].content or [])[: place + 1]})
     body = plan.body.model_copy(update={"messages": messages})
-    cut, options = template_input(body, plan.model.info, plan.tools)
-    options = replace(options, add_generation_prompt=False, continue_final_message=False)
-    token_ids = await encode_beginning(engine, cut, options, prompt.stored)
+    chat = template_input(body, plan.model.info, plan.tools)
+    beginning = structs.replace(chat, final=FinalMessage.NOTHING)
+    token_ids = await encode_beginning(engine, beginning, prompt.stored)
     pairs = zip(token_ids, prompt.token_ids, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 

@@ -7,14 +7,14 @@ Never: how a family writes a picture (engine/media).
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 
 from engine.errors import RequestRejected, TooManyPictures
 from engine.media.messages import Detail
 from engine.media.pictures import TokenIds, place, refuse_marks, refused_places
 from engine.media.segments import PictureLease, StoredPicture
 from engine.options.media_options import MediaConfig
-from engine.types import ChatOptions, EncoderInput, Payload, VisionFacts
+from engine.text.template_messages import Chat
+from engine.types import EncoderInput, Payload, VisionFacts
 from server.edge.http.edge import Engine
 from server.reply.pictures.fetching import is_fetched, picture_bytes
 from server.reply.pictures.media_parts import PictureSource
@@ -84,8 +84,7 @@ def check_num_pictures(num: int, config: MediaConfig, *, param: str) -> None:
 
 async def encode_with_pictures(
     engine: Engine,
-    messages: list[dict[str, Any]],
-    options: ChatOptions,
+    chat: Chat,
     sources: Sequence[PictureSource],
     hold: PictureHold,
 ) -> ChatPrompt:
@@ -104,10 +103,10 @@ async def encode_with_pictures(
             code="unsupported_parameter",
         )
     check_num_pictures(len(sources), engine.pictures.config, param="messages")
-    refuse_marks(marks, messages, "messages")
-    refuse_marks(marks, options.tools, "tools")
-    refuse_marks(marks, [options.template_kwargs, options.template_hints], "chat_template_kwargs")
-    rendered = await engine.encode_chat(messages, options, (marks.mark, marks.frame))
+    refuse_marks(marks, chat.messages, "messages")
+    refuse_marks(marks, chat.tools, "tools")
+    refuse_marks(marks, [chat.kwargs, chat.hints], "chat_template_kwargs")
+    rendered = await engine.encode_chat(chat, (marks.mark, marks.frame))
     num_places = rendered.count(vision.image_token_id)
     if num_places != len(sources):
         raise refused_places(num_places, len(sources))
@@ -128,14 +127,12 @@ async def encode_with_pictures(
     return ChatPrompt(token_ids, pictures, tuple(stored), lease)
 
 
-async def encode_beginning(
-    engine: Engine, messages: list[dict[str, Any]], options: ChatOptions, stored: Sequence[StoredPicture]
-) -> TokenIds:
+async def encode_beginning(engine: Engine, chat: Chat, stored: Sequence[StoredPicture]) -> TokenIds:
     """Encode the first messages of a conversation again, whose pictures are prepared."""
     vision = engine.info.vision
     if not stored or vision is None or (marks := engine.pictures.marks(vision)) is None:
-        return await engine.encode_chat(messages, options)
-    rendered = await engine.encode_chat(messages, options, (marks.mark, marks.frame))
+        return await engine.encode_chat(chat)
+    rendered = await engine.encode_chat(chat, (marks.mark, marks.frame))
     num_places = rendered.count(vision.image_token_id)
     return (await _placed(engine, rendered, vision, stored[:num_places]))[0]
 

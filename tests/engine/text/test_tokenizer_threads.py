@@ -10,8 +10,8 @@ import pytest
 
 from engine.errors import Overloaded
 from engine.text.chat_template import ChatTemplate
+from engine.text.template_messages import Chat, FinalMessage
 from engine.text.tokenizer_threads import TokenizerThreads
-from engine.types import ChatOptions
 
 LONG = "a" * 100_000
 
@@ -64,12 +64,12 @@ async def test_short_texts_do_not_wait_for_long_ones(
         for each in (
             encoder.encode(LONG),
             encoder.encode(LONG),
-            encoder.encode_chat(chat(LONG), ChatOptions()),
+            encoder.encode_chat(Chat(messages=chat(LONG))),
         )
     ]
     async with asyncio.timeout(30):
         assert len(await encoder.encode("short")) == 5
-        assert len(await encoder.encode_chat(chat("short"), ChatOptions())) == 5
+        assert len(await encoder.encode_chat(Chat(messages=chat("short")))) == 5
     assert not any(task.done() for task in long_ones)
     tokenizer.go_on.set()
     assert [len(tokens) for tokens in await asyncio.gather(*long_ones)] == [len(LONG)] * 3
@@ -121,10 +121,10 @@ async def test_tokens_that_begin_an_answer_are_counted_once_for_each_choice_of_v
     encoder = TokenizerThreads(stuck, ChatTemplate({"default": source}, special_tokens={}))
     try:
         for _ in range(2):
-            assert await encoder.num_answer_tokens(ChatOptions()) == 3
-            thinking = ChatOptions(template_kwargs={"enable_thinking": True})
+            assert await encoder.num_answer_tokens(Chat(messages=[])) == 3
+            thinking = Chat(messages=[], kwargs={"enable_thinking": True})
             assert await encoder.num_answer_tokens(thinking) == 6
-            assert await encoder.num_answer_tokens(ChatOptions(add_generation_prompt=False)) == 0
+            assert await encoder.num_answer_tokens(Chat(messages=[], final=FinalMessage.NOTHING)) == 0
         assert sorted(tokenizer.niceness) == [3, 6, 9], "three texts"
     finally:
         encoder.close()
@@ -137,6 +137,6 @@ async def test_a_template_that_refuses_a_short_conversation_tells_nothing(
     refusing = ChatTemplate({"default": "{{ raise_exception('no') }}"}, special_tokens={})
     encoder = TokenizerThreads(stuck, refusing)
     try:
-        assert await encoder.num_answer_tokens(ChatOptions()) == 0
+        assert await encoder.num_answer_tokens(Chat(messages=[])) == 0
     finally:
         encoder.close()

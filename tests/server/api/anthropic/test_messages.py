@@ -249,7 +249,7 @@ async def test_documents_and_search_results_are_read_as_text_in_results_of_tools
 
 async def test_a_last_turn_of_the_assistant_is_gone_on_with(client, engine):
     await create(client, messages=[*ASK["messages"], {"role": "assistant", "content": "Well"}])
-    assert engine.chats[0][1].continue_final_message
+    assert engine.chats[0][1].final == "continue"
 
 
 async def test_more_tokens_than_the_context_window_leaves_are_cut_to_it(client, engine):

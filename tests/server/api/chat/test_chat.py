@@ -78,9 +78,8 @@ async def test_the_end_of_the_template_is_the_callers_choice(client, engine):
     await chat(client)
     await chat(client, continue_final_message=True)
     await chat(client, add_generation_prompt=False, chat_template_kwargs={"enable_thinking": False})
-    ends = [(options.add_generation_prompt, options.continue_final_message) for _, options in engine.chats]
-    assert ends == [(True, False), (False, True), (False, False)]
-    assert engine.chats[2][1].template_kwargs == {"enable_thinking": False}
+    assert [sent.final for _, sent in engine.chats] == ["answer", "continue", "nothing"]
+    assert engine.chats[2][1].kwargs == {"enable_thinking": False}
 
 
 async def test_without_a_limit_the_reply_may_fill_the_context(client, engine):

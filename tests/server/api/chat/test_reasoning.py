@@ -176,7 +176,7 @@ async def test_every_effort_is_offered_to_the_template(client, engine, effort, s
     await client.post("/v1/responses", json={"input": "hi", "reasoning": {"effort": effort}})
     await client.post("/tokenize", json={**HI, "reasoning_effort": effort})
     for _, options in engine.chats:
-        assert options.template_hints == {"reasoning_effort": effort, **switches}
+        assert options.hints == {"reasoning_effort": effort, **switches}
     assert len(engine.chats) == 3
 
 
@@ -184,7 +184,7 @@ async def test_what_the_caller_says_of_thinking_wins_over_the_effort(client, eng
     kwargs = {"enable_thinking": True}
     await client.post(CHAT, json={**HI, "reasoning_effort": "none", "chat_template_kwargs": kwargs})
     ((_, options),) = engine.chats
-    assert (options.template_hints, options.template_kwargs) == ({"reasoning_effort": "none"}, kwargs)
+    assert (options.hints, options.kwargs) == ({"reasoning_effort": "none"}, kwargs)
 
 
 @pytest.mark.parametrize(

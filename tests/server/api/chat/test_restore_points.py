@@ -121,10 +121,10 @@ async def test_a_mark_that_cannot_be_rendered_is_left_out(
     engine.model_info = WITH_WINDOW
     encode = engine.encode_chat
 
-    async def encode_once(messages, options):
+    async def encode_once(chat):
         if engine.chats:
             raise error
-        return await encode(messages, options)
+        return await encode(chat)
 
     monkeypatch.setattr(engine, "encode_chat", encode_once)
     body = {"messages": [{"role": "user", "content": [marked("a" * 4), plain("b" * 6)]}], "max_tokens": 2}
@@ -137,9 +137,9 @@ async def test_no_mark_is_rendered_for_a_client_that_has_left(engine: FakeEngine
     engine.model_info = WITH_WINDOW
     encode, is_cancelled = engine.encode_chat, asyncio.Event()
 
-    async def encode_once(messages, options):
+    async def encode_once(chat):
         if not engine.chats:
-            return await encode(messages, options)
+            return await encode(chat)
         try:
             await asyncio.Event().wait()
         finally:

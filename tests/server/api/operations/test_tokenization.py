@@ -76,13 +76,13 @@ async def test_messages_become_what_a_chat_would_generate_from(client, engine):
     assert (await tokenize(client, messages=messages, chat_template_kwargs={"a": 1}))["count"] == 4
     rendered, options = engine.chats[-1]
     assert rendered == [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}]
-    assert options.add_generation_prompt
-    assert options.template_kwargs == {"a": 1}
+    assert options.final == "answer"
+    assert options.kwargs == {"a": 1}
     engine.model_info = dataclasses.replace(engine.model_info, chat_template="<tool_call>")
     await tokenize(client, messages=messages, tools=[{"type": "function", "function": {"name": "f"}}])
     assert engine.chats[-1][1].tools[0]["function"]["name"] == "f"
     await tokenize(client, messages=messages, add_generation_prompt=False, continue_final_message=True)
-    assert engine.chats[-1][1].continue_final_message
+    assert engine.chats[-1][1].final == "continue"
 
 
 @pytest.mark.parametrize(

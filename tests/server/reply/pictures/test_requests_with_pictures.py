@@ -47,10 +47,10 @@ class SeeingEngine(FakeEngine):
         self.is_blind_to: str | None = None
         self.num_segments: list[int] = []
 
-    async def encode_chat(self, messages, options, marks=None) -> tuple[int, ...]:
-        self.chats.append((messages, options))
+    async def encode_chat(self, chat, marks=None) -> tuple[int, ...]:
+        self.chats.append((chat.messages, chat))
         ids: list[int] = []
-        for message in messages:
+        for message in chat.messages:
             content = message["content"] or ""
             parts = [{"text": content}] if isinstance(content, str) else content
             for part in parts:
