@@ -239,11 +239,7 @@ BAD_CHATS = [
     ({"tool_choice": 5}, "tool_choice", "invalid_value"),
     ({"tools": [tool("f")], "tool_choice": {"type": "custom"}}, "tool_choice.type", "invalid_value"),
     ({"tools": [tool("f")], "tool_choice": {"type": "function"}}, "tool_choice.function", "missing_field"),
-    (
-        {"tools": [tool("f")], "tool_choice": choice("f") | {"type": "auto"}},
-        "tool_choice.function",
-        "invalid_value",
-    ),
+    ({"tool_choice": choice("f") | {"type": "auto"}}, "tool_choice.function", "invalid_value"),
     ({"tools": [tool("f")], "tool_choice": choice("g")}, "tool_choice.function.name", "invalid_value"),
     ({"tool_choice": choice("g")}, "tool_choice.function.name", "invalid_value"),
     (
