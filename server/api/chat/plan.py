@@ -15,13 +15,11 @@ from engine.errors import RequestRejected
 from engine.text.template_messages import Chat
 from engine.types import AnswerStart, Grammar, ModelInfo
 from server.api.chat.message_reader import Reading
-from server.api.chat.protocol import ChatCompletionRequest, Prediction
-from server.api.chat.template_input import template_input, turns_reasoning_off
+from server.api.chat.protocol import ChatCompletionRequest
+from server.api.chat.template_input import predicted_text, template_input, turns_reasoning_off
 from server.api.chat.tool_use import ToolMode, ToolUse, tool_use_of
 from server.edge.http.edge import Parsers
-from server.edge.refusals import unsupported
 from server.reply.generate.engine_requests import FieldNames, Wanted, check_fields
-from server.reply.generate.model_checks import check_num_chars
 from server.reply.generate.structured_output import WantedGrammar, wanted_grammar
 from server.reply.reading.dialects import HERMES, Dialect, find_dialect, find_style
 from server.reply.reading.machine import ReplyReader
@@ -227,7 +225,7 @@ class ReadingPlan:
             grammar=grammar,
             answer=answer,
             shown_special_ids=shown_ids,
-            prediction=None if body.prediction is None else _predicted(body.prediction, self.model.info),
+            prediction=None if body.prediction is None else predicted_text(body.prediction, self.model.info),
         )
 
     def _answer(self, place: Phase) -> AnswerStart | None:
@@ -288,19 +286,3 @@ def _of_calls(grammar: Grammar | None, tools: ToolUse) -> WantedGrammar | None:
     if grammar is None:
         return None
     return WantedGrammar(grammar=grammar, param="tools", parts=tools.grammars_of_parameters)
-
-
-def _predicted(prediction: Prediction, info: ModelInfo) -> str:
-    """The text that the client expects. Raises RequestRejected."""
-    param = "prediction.content"
-    if not info.max_drafts:
-        raise unsupported(
-            "prediction",
-            "prediction is not supported by this server: its steps verify no drafts (in pipelines, and for"
-            " models without a paged KV cache); leave it out",
-        )
-    if any(part.type != "text" or part.text is None for part in prediction.content):
-        raise RequestRejected(f"the parts of {param} must be text", param=param)
-    text = "".join(part.text or "" for part in prediction.content)
-    check_num_chars(len(text), info, param=param)
-    return text

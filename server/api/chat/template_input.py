@@ -14,7 +14,7 @@ from typing import Any, Final
 from engine.errors import RequestRejected
 from engine.text.template_messages import Chat, FinalMessage
 from engine.types import ModelInfo
-from server.api.chat.protocol import ChatCompletionRequest, ChatMessage
+from server.api.chat.protocol import ChatCompletionRequest, ChatMessage, Prediction
 from server.api.chat.shown_tools import with_tools_shown
 from server.api.chat.tool_use import ToolMode, ToolUse
 from server.edge.refusals import required, unsupported
@@ -80,6 +80,22 @@ def _final(body: ChatCompletionRequest) -> FinalMessage:
     if body.continue_final_message:
         return FinalMessage.CONTINUE
     return FinalMessage.NOTHING if body.add_generation_prompt is False else FinalMessage.ANSWER
+
+
+def predicted_text(prediction: Prediction, info: ModelInfo) -> str:
+    """The text that the client expects. Raises RequestRejected."""
+    param = "prediction.content"
+    if not info.max_drafts:
+        raise unsupported(
+            "prediction",
+            "prediction is not supported by this server: its steps verify no drafts (in pipelines, and for"
+            " models without a paged KV cache); leave it out",
+        )
+    if any(part.type != "text" or part.text is None for part in prediction.content):
+        raise RequestRejected(f"the parts of {param} must be text", param=param)
+    text = "".join(part.text or "" for part in prediction.content)
+    check_num_chars(len(text), info, param=param)
+    return text
 
 
 def turns_reasoning_off(chat: Chat) -> bool:

@@ -6,14 +6,14 @@ Source: the README of llama.cpp's server; the requests of its plug-ins for Vim a
 """
 
 import time
+from functools import partial
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, PlainValidator
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.errors import RequestRejected
 from server.api.completions.protocol import CompletionRequest
 from server.api.completions.requests import fitting_completion
 from server.api.llama_cpp.replies import EVENTS, LlamaProperties, LlamaReply, LlamaStream
@@ -28,12 +28,14 @@ from server.reply.generate.calls import Origin, read_call
 from server.reply.generate.protocol import (
     INT32_MAX,
     Name,
-    Prompts,
+    Prompt,
     RepetitionPenalty,
     SamplingNumbers,
     ServiceFields,
     Stop,
     Text,
+    TokenIdList,
+    as_prompts,
 )
 from server.reply.generate.replies import Gathered, ReplyPlan
 from server.reply.generate.sse import EventStream
@@ -77,7 +79,10 @@ class LlamaCompletionRequest(LlamaFields):
 
     model_config = shown_as(prompt="Once upon a time", n_predict=30)
 
-    prompt: Prompts
+    prompt: Annotated[
+        tuple[Prompt, ...],
+        PlainValidator(partial(as_prompts, most=1), json_schema_input_type=Text | TokenIdList),
+    ]
     """One text, or the token ids of one."""
 
 
@@ -122,8 +127,6 @@ async def complete_for_editors(request: Request) -> Response:
     """Continue a text."""
     reply_id = new_reply_id("llama")
     body, origin = await read_call(request, LlamaCompletionRequest, LLAMA_REFUSALS, reply_id=reply_id)
-    if len(body.prompt) != 1:
-        raise RequestRejected("prompt must be one text, or the token ids of one", param="prompt")
     prompt = body.prompt[0]
     said = {"prompt": prompt if isinstance(prompt, str) else list(prompt)}
     return await _answer(request, body, said, origin)

@@ -12,7 +12,6 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.chat.message_reader import PLAIN
 from server.api.chat.replies import OnlyChoice
 from server.api.chat.turn import prepare_fitting
 from server.api.completions.requests import fitting_completion
@@ -89,15 +88,16 @@ async def _answer(
     if body.is_empty:  # clients ask so for the model to be loaded
         check_model(served_name(body.model, info), info)
         return json_reply({**empty, "done_reason": "load"})
-    reading = PLAIN
+    turn = None
     with in_ollamas_words(body):
         if isinstance(body, OllamaGenerateRequest) and (body.raw or body.suffix):
             made = await fitting_completion(edge.engine, completion_request_of(body, info), origin)
         else:
             turn = await prepare_fitting(edge, chat_request_of(body, info), origin)
-            made, reading = turn.request, turn.reading
+            made = turn.request
     plan = ReplyPlan(head=new_head(origin, info), num_prompt_tokens=(len(made.prompt_token_ids),))
-    stream = LineStream(shape, OnlyChoice(plan, reading), clock=time.monotonic, unix_time_s=time.time)
+    choice = OnlyChoice(plan) if turn is None else OnlyChoice(plan, turn.reading)
+    stream = LineStream(shape, choice, clock=time.monotonic, unix_time_s=time.time)
     outputs = edge.engine.generate_all([made])
     if body.stream is not False:
         return EventStream(outputs, stream, edge, framing=LINES)

@@ -4,7 +4,6 @@ Owns: the way from a request, fresh or read back from disk, to a reply that is r
 Never: HTTP, or rendering and generating: that is the chat path, step for step.
 """
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -17,17 +16,15 @@ from starlette.types import Receive
 
 from engine.errors import ContextLengthExceeded, RequestRejected, TooManyPictures
 from engine.types import GenerationRequest
-from server.api.chat.protocol import ChatCompletionRequest
 from server.api.chat.replies import OnlyChoice
 from server.api.chat.turn import ChatTurn, prepare_turn, prompt_of, raw_text
 from server.api.responses.events import OnEnd, ResponseStream
 from server.api.responses.input import (
-    chat_request_of,
+    chat_of,
     cut_before,
     has_pictures,
     ignored_names,
     in_our_words,
-    num_parts,
     said_item,
     turns,
 )
@@ -42,8 +39,6 @@ from server.reply.generate.calls import Origin
 from server.reply.generate.replies import ReplyPlan
 
 Items = Sequence[InputItem]
-_MAX_INLINE_PARTS = 1024
-"""More are converted in a thread, so that other streams go on meanwhile: 4096 took 60 ms."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +103,7 @@ async def count_input_tokens(edge: Edge, body: ResponsesRequest, items: Items, r
     """Tokens of the prompt that a response would have. Raises RequestRejected, Overloaded."""
     tools = toolbox_of(body, items)
     with in_our_words(tools):
-        prompt = await prompt_of(edge, await _chat_of(body, items, tools), receive)
+        prompt = await prompt_of(edge, await chat_of(body, items, tools), receive)
     return len(prompt.token_ids)
 
 
@@ -148,13 +143,7 @@ async def _turn(
     items: Items,
 ) -> ChatTurn:
     """The chat path up to the first token. Raises RequestRejected, Overloaded."""
-    return await prepare(edge, await _chat_of(task.body, items, tools), task.origin)
-
-
-async def _chat_of(body: ResponsesRequest, items: Items, tools: Toolbox) -> ChatCompletionRequest:
-    if num_parts(items) > _MAX_INLINE_PARTS:
-        return await asyncio.to_thread(chat_request_of, body, items, tools)
-    return chat_request_of(body, items, tools)
+    return await prepare(edge, await chat_of(task.body, items, tools), task.origin)
 
 
 async def _turn_that_fits(items: Items, turn_of: Callable[[Items], Awaitable[ChatTurn]]) -> ChatTurn:

@@ -12,7 +12,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.journal import Journal
 from server.api.batches.access import owner_of
 from server.api.responses.background import Work
 from server.api.responses.event_log import EventLog, LoggedEvents
@@ -114,10 +113,7 @@ async def _begin_in_background(request: Request, task: ResponseTask) -> Response
     owner, is_stream = owner_of(request), bool(task.body.stream)
     background.require_place(owner)
     # The request is checked, and its prompt made, while the client can still be answered with an error.
-    # The record of the HTTP request ends with it, so that the response has its own.
-    journal = Journal()
-    journal.reply_id = task.origin.reply_id
-    task = replace(task, origin=replace(task.origin, journal=journal))
+    task = replace(task, origin=task.origin.beyond_request())
     making = await begin_making(edge, task)
     events = making.reply.queue()
     response = making.reply.response

@@ -8,7 +8,7 @@ Never: whether there is room (engine/frontend/active_requests.py has the last wo
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, TypeVar, cast
 
@@ -64,6 +64,12 @@ class Origin:
 
     receive: Receive = field(default=stay_connected, compare=False)
     """The connection of the client, which may leave while its request is prepared."""
+
+    def beyond_request(self) -> "Origin":
+        """The same with a record of its own: that of the HTTP request ends with it."""
+        journal = Journal()
+        journal.reply_id = self.reply_id
+        return replace(self, journal=journal)
 
     def settle(self) -> None:
         """Count its output so far against the limits of its key."""
