@@ -24,7 +24,8 @@ def check_token_ids(token_ids: Sequence[int], info: ModelInfo, *, param: str) ->
     """Refuse ids that the model has no embedding for; a tokenizer may know more tokens than the model."""
     if token_ids and (min(token_ids) < 0 or max(token_ids) >= info.vocab_size):
         wrong = next(token_id for token_id in token_ids if not 0 <= token_id < info.vocab_size)
-        raise RequestRejected(f"token ids must be from 0 to {info.vocab_size - 1}, not {wrong}", param=param)
+        reason = f"token ids must be from 0 to {info.vocab_size - 1}, not {wrong} (out of vocabulary)"
+        raise RequestRejected(reason, param=param)
 
 
 def check_num_chars(num_chars: int, info: ModelInfo, *, param: str) -> None:

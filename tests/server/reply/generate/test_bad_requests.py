@@ -328,7 +328,7 @@ async def test_the_bound_is_in_the_message(client):
             "the keys of logit_bias must be token ids from 0 to 299, as strings, not '1_0', '300': the"
             " vocabulary has 300",
         ),
-        (COMPLETIONS, {"prompt": [1, 300]}, "token ids must be from 0 to 299, not 300"),
+        (COMPLETIONS, {"prompt": [1, 300]}, "token ids must be from 0 to 299, not 300 (out of vocabulary)"),
         (
             COMPLETIONS,
             {"seed": 2**63},
