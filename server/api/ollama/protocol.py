@@ -83,10 +83,6 @@ _Images = Annotated[list[Text], Field(max_length=MAX_TOOLS)]
 """Pictures, in base64, which stand before the text."""
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, float) and value.is_integer()
-
-
 class OllamaOptions(SamplingNumbers):
     """Sampling options; others of Ollama's, such as num_ctx, set up its own engine and are ignored."""
 
@@ -101,7 +97,8 @@ class OllamaOptions(SamplingNumbers):
         """Take 5.0 for 5, as Ollama does."""
         if not isinstance(value, dict):
             return value
-        return {name: int(each) if _is_whole(each) else each for name, each in value.items()}
+        whole = {name: int(each) for name, each in value.items() if isinstance(each, float) and each % 1 == 0}
+        return {**value, **whole}
 
 
 class OllamaFunctionCall(WireModel):
