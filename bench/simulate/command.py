@@ -18,11 +18,12 @@ from typing import Any
 import orjson
 
 from bench.simulate.cells import STUCK_STATUS, simulate_cells, to_json
-from bench.simulate.find import Target, Trial, UnattainableError, find, good_share
+from bench.simulate.find import Sought, Target, Trial, UnattainableError, find, good_share
 from bench.simulate.fitting.fitted_step_time import FitError, LinearStepTime, fit
 from bench.simulate.fitting.machines import MACHINES
 from bench.simulate.fitting.measured_run import Error, MeasuredRun, calibrated, read_measured_run
 from bench.simulate.fleets.autoscaler import FleetRule
+from bench.simulate.fleets.roles import DEFAULT_TRANSFER, Transfer
 from bench.simulate.options import CONFIG, STEP_TIME, SYNTHETIC, build_parser
 from bench.simulate.plots import draw_queue, draw_ttft
 from bench.simulate.replica import Stuck
@@ -38,6 +39,7 @@ from bench.simulate.setup import (
     settable_fields,
     variant,
     with_drafts,
+    with_roles,
 )
 from bench.simulate.tally import Slo
 from bench.trace.reading import TraceError, read_trace
@@ -77,6 +79,8 @@ def _run(options: argparse.Namespace, words: Sequence[str]) -> int:
     slo = _slo(options)
     if options.find is not None and setups[0].fleet is not None:
         raise _Usage("--find counts replicas that are there all the time")
+    if options.find is Sought.REPLICAS and setups[0].roles is not None:
+        raise _Usage("--find replicas counts replicas of one kind; --find load is for --roles, too")
     if options.find is not None and (options.compare or options.cells > 1 or not slo.binds):
         raise _Usage("--find needs --slo-ttft-ms or --slo-itl-ms, one variant and one cell")
     print(f"Requests   {_describe(options, workload)}")
@@ -188,7 +192,10 @@ def _base(
         cells=options.cells,
         stepping=options.stepping,
         fleet=_fleet(options),
+        transfer=_transfer(options),
     )
+    if options.roles:
+        base = _split(base, options)
     if options.draft_rates:
         base = with_drafts(base, options.draft_rates, options.draft_pass_ms / 1e3)
         base = replace(base, config=replace(base.config, **given))
@@ -208,6 +215,26 @@ def _fleet(options: argparse.Namespace) -> FleetRule | None:
     if options.replicas != 1:
         raise _Usage("--autoscale says how many replicas there are, so --replicas cannot be given with it")
     return FleetRule(least=least, most=most, **given)
+
+
+def _split(base: Setup, options: argparse.Namespace) -> Setup:
+    if options.replicas != 1:
+        raise _Usage("--roles says how many replicas there are, so --replicas cannot be given with it")
+    try:
+        return with_roles(base, options.roles)
+    except ValueError as error:
+        raise _Usage(f"--roles: {error}") from None
+
+
+def _transfer(options: argparse.Namespace) -> Transfer:
+    num_bytes = DEFAULT_TRANSFER.bytes_per_token
+    if options.machine:
+        num_bytes = MACHINES[options.machine].kv_bytes_per_token
+    return Transfer(
+        base_s=options.transfer_ms / 1e3,
+        bytes_per_s=options.transfer_gbit * 1e9 / 8,
+        bytes_per_token=options.kv_token_bytes or num_bytes,
+    )
 
 
 def _measured_again(options: argparse.Namespace, measured: MeasuredRun) -> MeasuredRun | None:

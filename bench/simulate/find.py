@@ -149,7 +149,7 @@ class _Search:
         Looks at the first `num_requests` of them: without others to share its steps, a request takes long to
         simulate.
         """
-        alone = replace(self._base, num_replicas=1, load=_LEAST_LOAD)
+        alone = replace(self._base, num_replicas=1, roles=None, load=_LEAST_LOAD)
         requests = islice(self._workload, num_requests)
         try:
             simulate(requests, alone, self._target.slo, max_misses=self._max_misses)

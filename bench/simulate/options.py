@@ -54,8 +54,8 @@ SYNTHETIC: dict[str, Any] = {
 }
 _EPILOG = """\
 Variants of --compare are words joined by +: a policy, or NAME=VALUE for any setting of the scheduler
-(aging is short for priority_aging_s), load, replicas, cells, router, stepping, draft_rates or draft_pass_ms;
-base is what the other options say.
+(aging is short for priority_aging_s), load, replicas, roles, cells, router, stepping, draft_rates or
+draft_pass_ms; base is what the other options say.
   tokenyard simulate --priority-mix 0:1,10:4 --request-rate 30 --compare fcfs,priority,priority+aging=2
   tokenyard simulate --draft-rates 0.8:0.7:0.6 --compare base,draft_pass_ms=1,draft_admission=all
   tokenyard simulate --requests yesterday.jsonl --fit steps.jsonl --compare base,load=1.5,num_blocks=48000
@@ -80,6 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_step_time(parser.add_argument_group("step time", "base + token * tokens + decode * decodes + ..."))
     _add_overhead(parser.add_argument_group("overhead", "HTTP and tokenization: time outside of steps"))
     _add_setup(parser.add_argument_group("what serves them"))
+    _add_roles(parser.add_argument_group("roles", "prefill and decode on replicas of their own"))
     _add_drafts(parser.add_argument_group("drafts", "speculative decoding; accepted drafts come in one step"))
     _add_config(parser.add_argument_group("the scheduler, as in `tokenyard serve`"))
     _add_report(parser.add_argument_group("report"))
@@ -197,6 +198,25 @@ def _add_setup(group: Any) -> None:
         metavar="NAME",
         help="which replica takes a request: least-waiting (default), round-robin, prefix-aware, "
         "one-line (as --data-parallel-size does)",
+    )
+
+
+def _add_roles(group: Any) -> None:
+    add = group.add_argument
+    add("--roles", metavar="PREFILL:DECODE", help="so many compute prompts and so many the rest: 2:6")
+    add(
+        "--transfer-gbit",
+        type=number(1e-3),
+        default=100.0,
+        metavar="GBIT_S",
+        help="rate at which a replica sends, and at which one receives, keys and values (default 100)",
+    )
+    add("--transfer-ms", type=number(0.0), default=1.0, metavar="MS", help="delay of each (default 1)")
+    add(
+        "--kv-token-bytes",
+        type=count(1),
+        metavar="BYTES",
+        help="of a token's keys and values (default that of --machine, else 131072)",
     )
 
 

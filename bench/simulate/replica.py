@@ -28,19 +28,22 @@ from bench.simulate.tally import ClassTally, Slo
 from scheduler.config import SchedulerConfig
 from scheduler.draft_messages import DraftPasses
 from scheduler.messages import (
+    NO_INPUTS,
     FinishReason,
     ModelRunnerOutput,
     SamplingParams,
     SchedulerOutput,
     SequenceId,
+    SequenceInputs,
     SequenceOutput,
     ServiceTerms,
 )
 from scheduler.scheduler import NeverFits
-from scheduler.sequence import Sequence
+from scheduler.sequence import BlockTable, Sequence
 
 _TOKEN_ID = 1
 _TOKEN: tuple[int, ...] = (_TOKEN_ID,)
+_BEGUN = SequenceInputs(generated=_TOKEN)
 # The first leap is short, since a request may land; each that none ends makes the next twice as long.
 _FIRST_LEAP, _LONGEST_LEAP = 8, 512
 # A scheduler with work that plans nothing may wait for the clock (to delay prefills, say), but not for
@@ -77,7 +80,7 @@ class _Leap(NamedTuple):
 class _Live:
     """A request that is waiting or running."""
 
-    __slots__ = ("arrival_s", "first_s", "last_s", "seq", "tally")
+    __slots__ = ("arrival_s", "first_s", "goes_on", "last_s", "seq", "tally")
 
     def __init__(self, seq: Sequence, arrival_s: float, tally: ClassTally) -> None:
         self.seq = seq
@@ -85,6 +88,7 @@ class _Live:
         self.tally = tally
         self.first_s = -1.0  # of its first token; before that below 0
         self.last_s = -1.0  # of its last token, where it got none in the step before
+        self.goes_on = False  # on another replica, after its first token
 
 
 class Tallies:
@@ -131,6 +135,8 @@ class Replica:
         """Whether it takes requests."""
         self.ended: list[SequenceId] | None = None
         """Requests that have ended since these were last taken away; None: not kept."""
+        self.prefilled: list[SequenceId] | None = None
+        """Requests with their first token, which is all that they get here; None: they get all."""
         self.preemptions: Counter[str] = Counter()
         self.kv_block_s = 0.0
         """Blocks in use, summed over the time in steps."""
@@ -168,15 +174,18 @@ class Replica:
         request, sequence_id = waiting.request, SequenceId(waiting.number)
         index = self._tallies.index_of(request)
         tally = self._tallies.all[index]
-        tally.num_arrived += 1
-        params = self._params.get(request.max_tokens)
+        tally.num_arrived += waiting.begun_s < 0
+        most_tokens = min(request.max_tokens, self.scheduler.config.max_model_len - request.prompt_len)
+        goes_on = self.prefilled is not None and most_tokens > 1
+        max_tokens = 1 if goes_on else request.max_tokens
+        params = self._params.get(max_tokens)
         if params is None:
-            params = SamplingParams(max_tokens=request.max_tokens, temperature=0.0)
-            self._params[request.max_tokens] = params
+            params = self._params[max_tokens] = SamplingParams(max_tokens=max_tokens, temperature=0.0)
         terms = self._terms.get(index)
         if terms is None:
             terms = self._terms[index] = ServiceTerms(priority=request.priority, tenant=request.tenant)
-        seq = Sequence(sequence_id, waiting.token_ids, params, terms, client_index=index)
+        inputs = NO_INPUTS if waiting.begun_s < 0 else _BEGUN
+        seq = Sequence(sequence_id, waiting.token_ids, params, terms, inputs=inputs, client_index=index)
         seq.block_keys, seq.tail_key = waiting.block_keys, waiting.tail_key
         num_tokens = request.prompt_len + request.max_tokens
         is_named = len(seq.block_keys) == num_tokens // self.scheduler.config.block_size
@@ -191,9 +200,21 @@ class Replica:
                 self.outputs.append(SequenceOutput(sequence_id, (), FinishReason.REJECTED))
             return
         live = self._live[sequence_id] = _Live(seq, min(now_s, request.arrival_s), tally)
-        live.first_s = self._tallies.begun_s.pop(sequence_id, -1.0)
-        live.last_s = now_s
+        live.first_s = self._tallies.begun_s.pop(sequence_id, waiting.begun_s)
+        live.last_s, live.goes_on = now_s, goes_on
+        if waiting.begun_s >= 0:
+            live.last_s = waiting.begun_s
+            self._give_copy(seq)
         self.num_waiting += 1
+
+    def _give_copy(self, seq: Sequence) -> None:
+        """Put the keys and values of a prompt into host memory, if there is room for them."""
+        kv = self.scheduler.kv
+        num_blocks = -(-seq.num_prompt_tokens // kv.block_size)
+        if num_blocks <= kv.swap_space.num_free:
+            table = BlockTable()
+            table.host_ids = kv.swap_space.take(num_blocks)
+            seq.tables, seq.num_swapped_tokens = [table], seq.num_prompt_tokens
 
     @property
     def kv_use(self) -> float:
@@ -382,6 +403,9 @@ class Replica:
         for output in [each for each in news if each[2] is not None]:
             num_without += not output.token_ids
             live = self._live.pop(output.sequence_id)
+            if self.prefilled is not None and live.goes_on and output.token_ids:
+                self.prefilled.append(output.sequence_id)
+                continue
             if self.ended is not None:
                 self.ended.append(output.sequence_id)
             tally, num_tokens = live.tally, live.seq.num_output_tokens

@@ -12,18 +12,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import count
 from math import inf
-from random import Random
 
-from bench.simulate.fleets.autoscaler import POLL_S, Autoscaler, FleetRule
+from bench.simulate.fleets.fleet import Fleet
+from bench.simulate.fleets.roles import SplitRoles, decode_config
 from bench.simulate.one_line import OneLine
-from bench.simulate.replica import Pace, Replica, Stepping, Stuck, Tallies
+from bench.simulate.replica import Pace, Replica, Stepping, Tallies
 from bench.simulate.requests.arrivals import PromptMaker, RequestUnderWay, SimRequest
 from bench.simulate.router import LeastBusy, RouterKind, router_of
 from bench.simulate.setup import Setup
 from bench.simulate.tally import ClassTally, QueueLine, Slo
-from scheduler.config import PrefixCaching
+from scheduler.config import PrefixCaching, SchedulerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +100,10 @@ class _Run:
         self._stepping = Stepping.EACH if setup.router is RouterKind.ONE_LINE else setup.stepping
         self.tallies = Tallies()
         self.replicas = [self.new_replica(seed) for seed in range(first_seed, first_seed + num_replicas)]
+        if setup.roles is not None:
+            config = decode_config(setup.config)
+            for place in range(setup.roles.num_prefill, num_replicas):
+                self.replicas[place] = self._replica(config, first_seed + place)
         self.queue = QueueLine()
         self.now_s = 0.0
         # Behind the latest plan of each replica. A sum over a thousand of them would cost more than a step.
@@ -116,14 +119,21 @@ class _Run:
         self._has_keys = setup.config.prefix_caching is PrefixCaching.ON
         self._block_size = setup.config.block_size
         self._events: list[tuple[float, int]] = []  # moment, number of the replica
-        self.fleet = None if setup.fleet is None else _Fleet(setup.fleet, self, first_seed)
+        self.fleet = None if setup.fleet is None else Fleet(setup.fleet, self, first_seed)
+        self._moves: Fleet | SplitRoles | None = self.fleet
+        """Events that are none of a replica."""
+        if setup.roles is not None:
+            self._moves = SplitRoles(setup.roles, setup.transfer, self)
 
     def new_replica(self, seed: int) -> Replica:
         """Make a replica with an empty cache."""
-        setup, pace = self._setup, Pace(self._stepping, seed)
-        replica = Replica(setup.config, setup.step_time, self.tallies, self._slo, setup.drafts, pace)
-        replica.ended = None if setup.fleet is None else []
+        replica = self._replica(self._setup.config, seed)
+        replica.ended = None if self._setup.fleet is None else []
         return replica
+
+    def _replica(self, config: SchedulerConfig, seed: int) -> Replica:
+        setup, pace = self._setup, Pace(self._stepping, seed)
+        return Replica(config, setup.step_time, self.tallies, self._slo, setup.drafts, pace)
 
     def note(self, place: int) -> None:
         """Note that a replica has come, goes, or waits for more or less."""
@@ -132,7 +142,7 @@ class _Run:
 
     def route(self, waiting: RequestUnderWay, now_s: float) -> None:
         """Give a request to a replica that is there."""
-        self._place(self._router(waiting.request), waiting, now_s)
+        self.place(self._router(waiting.request), waiting, now_s)
 
     def arrive(self, request: SimRequest, number: int, now_s: float) -> None:
         """Let a request, which was sent at its `arrival_s`, come to the replicas."""
@@ -142,15 +152,16 @@ class _Run:
             keys = self._prompts.block_keys(request, self._block_size)
             tail_key = self._prompts.tail_key(request, self._block_size)
         waiting = RequestUnderWay(request, token_ids, number, keys, tail_key)
-        if self.fleet is not None:
-            self.fleet.arrive(waiting, now_s)
+        if self._moves is not None:
+            self._moves.arrive(waiting, now_s)
         elif self._one_line is None:
             self.route(waiting, now_s)
         else:
             self._one_line.arrive(waiting)
             self._place_from_line(now_s)
 
-    def _place(self, place: int, waiting: RequestUnderWay, now_s: float) -> None:
+    def place(self, place: int, waiting: RequestUnderWay, now_s: float) -> None:
+        """Give a request to a replica."""
         replica = self.replicas[place]
         before_s = replica.event_s
         replica.land(now_s)
@@ -165,14 +176,14 @@ class _Run:
         """Place all requests of the line that can begin soon."""
         if self._one_line is not None:
             for place, waiting in self._one_line.bind():
-                self._place(place, waiting, now_s)
+                self.place(place, waiting, now_s)
 
     def advance(self, until_s: float) -> None:
         """Handle all events before `until_s`."""
-        events = self._events
-        while (events and events[0][0] < until_s) or (self.fleet is not None and self.fleet.is_due(until_s)):
-            if self.fleet is not None and self.fleet.is_due(min(until_s, events[0][0] if events else inf)):
-                self.now_s = self.fleet.turn()
+        events, moves = self._events, self._moves
+        while (events and events[0][0] < until_s) or (moves is not None and moves.is_due(until_s)):
+            if moves is not None and moves.is_due(min(until_s, events[0][0] if events else inf)):
+                self.now_s = moves.turn()
                 continue
             now_s, number = heappop(events)
             replica = self.replicas[number]
@@ -188,8 +199,8 @@ class _Run:
                 heappush(events, (replica.event_s, number))
             self._least_busy.note(number)
             self._note_queue(now_s, number)
-            if self.fleet is not None:
-                self.fleet.look(number, now_s)
+            if moves is not None:
+                moves.look(number, now_s)
 
     def _note_queue(self, now_s: float, number: int) -> None:
         num_waiting = self.replicas[number].num_waiting
@@ -197,145 +208,6 @@ class _Run:
         self._num_waiting_at[number] = num_waiting
         in_line = 0 if self._one_line is None else self._one_line.num_waiting
         self.queue.add(now_s, self._num_waiting + in_line)
-
-
-_MOST_LOSSES = 100
-"""Replicas that a request may lose: more, and it would never end."""
-
-
-class _Fleet:
-    """Replicas of a run that come and go. One that is shut takes no more requests, and leaves once idle."""
-
-    def __init__(self, rule: FleetRule, run: _Run, seed: int) -> None:
-        self._rule = rule
-        self._run = run
-        self._autoscaler = Autoscaler(rule)
-        self._random = Random(seed)
-        self._seeds = count(seed + rule.most)
-        self._began_s: dict[int, float] = {}
-        """Time since which there is a replica at a place, its start included."""
-        self._due: list[tuple[float, int, Callable[[float], None]]] = []
-        self._numbers = count()
-        self._under_way: dict[int, RequestUnderWay] = {}
-        self._parked: list[RequestUnderWay] = []
-        """Requests that came while no replica was there."""
-        self._opened: set[int] = set()
-        """Places whose replica has begun to serve."""
-        self._num_lost: Counter[int] = Counter()
-        self.gone: list[Replica] = []
-        self.replica_s = 0.0
-        self.max_replicas = 0
-        for place in range(rule.most):
-            self._shut(place)
-            if place < rule.least:
-                self._begin(place, 0.0)
-                self._open(place, 0.0)
-        self._at(POLL_S, self._poll)
-
-    def is_due(self, until_s: float) -> bool:
-        """Whether something happens before then; at the very end only while requests are under way."""
-        return self._due[0][0] < until_s and (until_s < inf or bool(self._under_way))
-
-    def turn(self) -> float:
-        """Do what is due next; return the time of it."""
-        now_s, _, act = heappop(self._due)
-        act(now_s)
-        return now_s
-
-    def arrive(self, waiting: RequestUnderWay, now_s: float) -> None:
-        self._under_way[waiting.number] = waiting
-        if any(self._run.replicas[place].is_open for place in self._began_s):
-            self._run.route(waiting, now_s)
-        else:
-            self._parked.append(waiting)
-
-    def look(self, place: int, now_s: float) -> None:
-        """Take note of requests that have ended; a replica that was shut, and has none left, is gone."""
-        replica = self._run.replicas[place]
-        self._note_ended(replica)
-        if place in self._opened and not replica.is_open and replica.event_s is None:
-            self._end(place, now_s)
-
-    def close(self, now_s: float) -> None:
-        """Count the time of the replicas that are left."""
-        self.replica_s += sum(now_s - began_s for began_s in self._began_s.values())
-
-    def _note_ended(self, replica: Replica) -> None:
-        for number in replica.ended or ():
-            del self._under_way[number]
-        replica.ended = []
-
-    def _shut(self, place: int) -> None:
-        self._run.replicas[place].is_open = False
-        self._run.note(place)
-
-    def _at(self, at_s: float, act: Callable[[float], None]) -> None:
-        heappush(self._due, (at_s, next(self._numbers), act))
-
-    def _begin(self, place: int, now_s: float) -> None:
-        self._began_s[place] = now_s
-        self.max_replicas = max(self.max_replicas, len(self._began_s))
-
-    def _open(self, place: int, now_s: float) -> None:
-        replica = self._run.replicas[place]
-        replica.is_open = True
-        self._opened.add(place)
-        self._run.note(place)
-        life_s = self._rule.life_s(self._random)
-        if life_s < inf:
-            self._at(now_s + life_s, lambda at_s: self._fail(place, replica, at_s))
-        parked, self._parked = self._parked, []
-        for waiting in parked:
-            self._run.route(waiting, now_s)
-
-    def _end(self, place: int, now_s: float) -> None:
-        self.replica_s += now_s - self._began_s.pop(place)
-        self._opened.discard(place)
-        self.gone.append(self._run.replicas[place])
-        self._run.replicas[place] = self._run.new_replica(next(self._seeds))
-        self._shut(place)
-
-    def _start(self, place: int, now_s: float) -> None:
-        self._begin(place, now_s)
-        self._at(now_s + self._rule.start_s, lambda at_s: self._open(place, at_s))
-
-    def _fail(self, place: int, replica: Replica, now_s: float) -> None:
-        if self._run.replicas[place] is not replica:  # it has left meanwhile
-            return
-        self._note_ended(replica)
-        lost, stays = replica.fail(now_s), self._stays(place)
-        self._end(place, now_s)
-        if stays:
-            self._start(place, now_s)
-        self._num_lost.update(lost)
-        for number in lost:
-            if self._num_lost[number] > _MOST_LOSSES:
-                raise Stuck(f"a request lost {_MOST_LOSSES} replicas: it takes longer than these live")
-            self.arrive(self._under_way[number], now_s)
-
-    def _poll(self, now_s: float) -> None:
-        self._at(now_s + POLL_S, self._poll)
-        replicas = [self._run.replicas[place] for place in self._began_s]
-        staying = [place for place in self._began_s if self._stays(place)]
-        number = self._autoscaler.number(
-            now_s,
-            len(staying),
-            num_waiting=len(self._parked) + sum(replica.num_waiting for replica in replicas),
-            kv_use=sum(replica.kv_use for replica in replicas),
-        )
-        free = [place for place in range(self._rule.most) if place not in self._began_s]
-        for place in free[: max(number - len(staying), 0)]:
-            self._start(place, now_s)
-        opened = [place for place in staying if self._run.replicas[place].is_open]
-        opened.sort(key=lambda place: -self._began_s[place])
-        for place in opened[: min(len(staying) - number, len(opened) - 1)] if number < len(staying) else ():
-            self._shut(place)
-            self.look(place, now_s)
-
-    def _stays(self, place: int) -> bool:
-        """Whether the replica is open or starts."""
-        replica = self._run.replicas[place]
-        return replica.is_open or place not in self._opened
 
 
 def simulate(
@@ -432,6 +304,8 @@ def _result(run: _Run, setup: Setup) -> RunResult:
     if run.fleet is not None:
         run.fleet.close(run.now_s)
         replica_s, max_replicas = run.fleet.replica_s, run.fleet.max_replicas
+    # A decode replica is given prompts as found.
+    asked = stats if setup.roles is None else stats[: setup.roles.num_prefill]
     causes = sorted({cause for replica in replicas for cause in replica.preemptions})
     return RunResult(
         name=setup.name,
@@ -440,8 +314,8 @@ def _result(run: _Run, setup: Setup) -> RunResult:
         num_steps=sum(each.num_steps for each in stats),
         num_tokens=sum(replica.num_tokens for replica in replicas),
         num_recomputed_tokens=sum(each.num_recomputed_tokens for each in stats),
-        num_prefix_queries=sum(each.num_prefix_queries for each in stats),
-        num_prefix_hits=sum(each.num_prefix_hits for each in stats),
+        num_prefix_queries=sum(each.num_prefix_queries for each in asked),
+        num_prefix_hits=sum(each.num_prefix_hits for each in asked),
         num_draft_tokens=sum(each.num_draft_tokens for each in stats),
         num_accepted_tokens=sum(each.num_accepted_tokens for each in stats),
         preemptions={cause: sum(replica.preemptions[cause] for replica in replicas) for cause in causes},

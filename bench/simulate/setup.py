@@ -1,8 +1,8 @@
 """Setup of a simulation: the scheduler's configuration, the duration of steps, replicas, load.
 
 Owns: the names of variants. `priority+aging=10` is the policy `priority` with priority_aging_s = 10; each
-field of SchedulerConfig may stand there under its own name, and load, replicas, cells, router, stepping,
-draft_rates and draft_pass_ms.
+field of SchedulerConfig may stand there under its own name, and load, replicas, roles, cells, router,
+stepping, draft_rates and draft_pass_ms.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from typing import Any
 
 from bench.simulate.fitting.fitted_step_time import LinearStepTime
 from bench.simulate.fleets.autoscaler import FleetRule
+from bench.simulate.fleets.roles import DEFAULT_TRANSFER, Roles, Transfer
 from bench.simulate.replica import Stepping
 from bench.simulate.requests.arrivals import LengthDistribution
 from bench.simulate.router import RouterKind
@@ -67,6 +68,9 @@ class Setup:
     drafts: DraftSource = NO_DRAFTS
     fleet: FleetRule | None = None
     """Rule by which replicas come and go; None: there are `num_replicas` all the time."""
+    roles: Roles | None = None
+    """Replicas that compute prompts, and others that generate; None: each does both."""
+    transfer: Transfer = DEFAULT_TRANSFER
     draw: int = 0
     """Number of the seed by which steps vary."""
 
@@ -142,11 +146,24 @@ def checked(setup: Setup) -> Setup:
     """Return the setup. Raises SetupError where cells and replicas do not go together."""
     if not 1 <= setup.cells <= setup.num_replicas:
         raise SetupError(f"{setup.name}: of {setup.num_replicas} replicas no {setup.cells} cells can be made")
-    if setup.fleet is not None and (setup.cells > 1 or setup.router not in _FLEET_ROUTERS):
+    routers = " or ".join(_FLEET_ROUTERS)
+    is_plain = setup.cells == 1 and setup.router in _FLEET_ROUTERS
+    if setup.fleet is not None and not is_plain:
+        raise SetupError(f"{setup.name}: where replicas come and go, one cell and {routers}")
+    if setup.roles is not None and not (is_plain and setup.fleet is None and not setup.drafts.rates):
         raise SetupError(
-            f"{setup.name}: where replicas come and go, one cell and {' or '.join(_FLEET_ROUTERS)}"
+            f"{setup.name}: roles are for one cell of replicas that stay, {routers}, without drafts"
         )
     return setup
+
+
+def with_roles(setup: Setup, text: str) -> Setup:
+    """Return the setup with as many replicas of each role as `2:6` says. Raises ValueError."""
+    try:
+        roles = Roles(*map(count(1, 4096), text.split(":")))
+    except (TypeError, argparse.ArgumentTypeError):
+        raise ValueError(f"expected PREFILL:DECODE, as 2:6, got {text!r}") from None
+    return replace(setup, num_replicas=sum(roles), roles=roles)
 
 
 def _with(setup: Setup, name: str, value: str) -> Setup:
@@ -159,7 +176,9 @@ def _with(setup: Setup, name: str, value: str) -> Setup:
         num_replicas = int(parse_value(value, int))
         if num_replicas < 1:
             raise ValueError("there must be at least 1 replica")
-        return replace(setup, num_replicas=num_replicas)
+        return replace(setup, num_replicas=num_replicas, roles=None)
+    if name == "roles":
+        return with_roles(setup, value)
     if name in _PLAIN_WORDS:
         return replace(setup, **{name: parse_value(value, _PLAIN_WORDS[name])})
     if name == "draft_rates":
@@ -168,7 +187,7 @@ def _with(setup: Setup, name: str, value: str) -> Setup:
         return with_drafts(setup, setup.drafts.rates, float(parse_value(value, float)) / 1e3)
     kinds = settable_fields()
     if name not in kinds:
-        others = ("load", "replicas", "cells", "router", "stepping", "draft_rates", "draft_pass_ms", *kinds)
+        others = ("load", "replicas", "roles", *_PLAIN_WORDS, "draft_rates", "draft_pass_ms", *kinds)
         raise ValueError(f"there is no such setting; there are {', '.join(others)}")
     return replace(setup, config=replace(setup.config, **{name: parse_value(value, kinds[name])}))
 

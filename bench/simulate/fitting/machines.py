@@ -42,6 +42,7 @@ class Machine:
     prompts: tuple[PromptStep, ...]
     per_context_token_s: float
     """Bytes of keys and values over the rate of a copy, or attention as it was measured alone."""
+    kv_bytes_per_token: int
     num_cache_tokens: int
     """Tokens of the KV cache by arithmetic: 0.9 of the memory less weights and 2 GB for steps."""
 
@@ -103,6 +104,7 @@ MACHINES = {
         ),
         prompts=(PromptStep(512, 38_634), PromptStep(2048, 43_112), PromptStep(8192, 43_716)),
         per_context_token_s=128 * 1024 / 3009e9,
+        kv_bytes_per_token=128 * 1024,
         num_cache_tokens=16 * 25_700,
     ),
     "h200-llama-3.1-8b-fp8": Machine(
@@ -116,6 +118,7 @@ MACHINES = {
         ),
         prompts=(PromptStep(512, 50_591), PromptStep(2048, 57_980), PromptStep(8192, 60_448)),
         per_context_token_s=3.0e-3 / (64 * _CONTEXT_TOKENS),
+        kv_bytes_per_token=64 * 1024,
         num_cache_tokens=16 * 111_000,
     ),
 }

@@ -25,7 +25,7 @@ from math import inf, isinf
 from operator import attrgetter
 
 from scheduler.cache_groups import CacheGroup
-from scheduler.config import Batching, Fairness, PrefixCaching
+from scheduler.config import Batching, Fairness, HostTier, PreemptionMode, PrefixCaching
 from scheduler.messages import FinishReason, SequenceId, SequenceOutput
 from scheduler.queues.request_queues import RequestQueues
 from scheduler.sequence import Sequence
@@ -301,7 +301,8 @@ class SteadyDecodes:
 def _is_possible(state: SchedulerState) -> bool:
     """Whether a decode is never more than one token, and nothing else happens to it but preemption."""
     config = state.config
-    has_extras = config.encoder_cache_tokens or config.max_drafts or config.num_host_blocks
+    swaps = config.host_tier is HostTier.ON or config.preemption_mode is not PreemptionMode.RECOMPUTE
+    has_extras = config.encoder_cache_tokens or config.max_drafts or (swaps and config.num_host_blocks)
     is_plain = config.batching is Batching.MIXED and config.fairness is Fairness.NONE
     return is_plain and not has_extras and config.groups == (CacheGroup(),) and config.num_stages == 1
 

@@ -59,6 +59,8 @@ class RequestUnderWay(NamedTuple):
     """Keys of its blocks, where they are known; else the scheduler computes them."""
     tail_key: bytes | None
     """Key of its prompt's tail, in the same way; empty: no other prompt has that tail."""
+    begun_s: float = -1.0
+    """Time of its first token, where another replica has computed its prompt; below 0: none has."""
 
 
 _NUM_ARGUMENTS = {"uniform": (2, 2), "exponential": (1, 2), "lognormal": (2, 3)}
