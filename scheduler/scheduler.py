@@ -125,26 +125,15 @@ class Scheduler:
         """
         self._in_flight.take(plan)
         self._planner.note_memory_sufficed()
-        sequences, sampled = self._sequences, result.token_ids
+        sequences = self._sequences
         is_plain = not (plan.draft_token_ids or result.logprobs or result.prompt_logprobs)
         for sequence_id, num_tokens in result.num_followed.items():
             if sequence_id in sequences:
                 self._drafts.note_followed(sequences[sequence_id], num_tokens)
         if result.encoded is not None:
             self._take_encoded(plan, result, result.encoded)
-        for share in plan.scheduled:
-            seq = sequences.get(share.sequence_id)
-            if seq is None:
-                if share.sequence_id in result.failures:
-                    self._distrust(share.sequence_id)
-                continue
-            token_ids = sampled.get(share.sequence_id)
-            if is_plain and token_ids and self._has_taken_plain(seq, token_ids):
-                continue
-            if token_ids:
-                self._take_tokens(seq, share, token_ids, plan, result)
-            else:
-                self._take_other(seq, share, result)
+        for share in self._take_plain(plan.scheduled, result.token_ids) if is_plain else plan.scheduled:
+            self._take_share(share, plan, result)
         return self.take_outputs()
 
     def fail_step(self, plan: SchedulerOutput, message: str) -> Outputs:
@@ -333,26 +322,44 @@ class Scheduler:
             if sequence_id in result.failures and sequence_id in self._sequences:
                 self._fail(self._sequences[sequence_id], result.failures[sequence_id])
 
-    def _has_taken_plain(self, seq: Sequence, token_ids: tuple[int, ...]) -> bool:
-        """Take one token in the middle of an output, as most are; False if there is more to it."""
-        known, token_id = seq.token_ids, token_ids[0]
-        num_known = len(known) + 1
-        if len(token_ids) != 1 or seq.pending_start is not None or num_known >= seq.max_length:
-            return False
-        if token_id in seq.params.stop_token_ids:
-            return False
-        known.append(token_id)
-        if self._has_accounts:
-            self._queues.charge_generated(seq, 1)
-        if seq.num_tokens != num_known or seq.num_computed_tokens != num_known - 1:
-            self._settle(seq, 0)
-        of_client = self._outputs.get(seq.client_index)
-        if of_client is None:
-            of_client = self._outputs[seq.client_index] = []
-        of_client.append(
-            _output((seq.sequence_id, token_ids, None, (), None, "", (), b"", seq.num_preemptions))
-        )
-        return True
+    def _take_plain(
+        self, shares: Iterable[ScheduledSequence], sampled: Mapping[SequenceId, tuple[int, ...]]
+    ) -> Iterator[ScheduledSequence]:
+        """Take tokens in the middle of outputs, as most are; yield the shares with more to them."""
+        sequences, has_accounts = self._sequences, self._has_accounts
+        client_index, of_client = -1, list[SequenceOutput]()
+        for share in shares:
+            sequence_id = share[0]
+            seq, token_ids = sequences.get(sequence_id), sampled.get(sequence_id, ())
+            if seq is None or len(token_ids) != 1 or seq.pending_start is not None:
+                yield share
+                continue
+            known, token_id = seq.token_ids, token_ids[0]
+            num_known = len(known) + 1
+            if num_known >= seq.max_length or token_id in seq.params.stop_token_ids:
+                yield share
+                continue
+            known.append(token_id)
+            if has_accounts:
+                self._queues.charge_generated(seq, 1)
+            if seq.num_tokens != num_known or seq.num_computed_tokens != num_known - 1:
+                self._settle(seq, 0)
+            if seq.client_index != client_index:
+                client_index = seq.client_index
+                of_client = self._outputs.setdefault(client_index, [])
+            of_client.append(
+                _output((sequence_id, token_ids, None, (), None, "", (), b"", seq.num_preemptions))
+            )
+
+    def _take_share(self, share: ScheduledSequence, plan: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        seq = self._sequences.get(share.sequence_id)
+        if seq is None:
+            if share.sequence_id in result.failures:
+                self._distrust(share.sequence_id)
+        elif token_ids := result.token_ids.get(share.sequence_id):
+            self._take_tokens(seq, share, token_ids, plan, result)
+        else:
+            self._take_other(seq, share, result)
 
     def _take_tokens(
         self,

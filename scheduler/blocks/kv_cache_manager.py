@@ -222,10 +222,9 @@ class KVCacheManager:
             missing.append((end - table.end) * group.num_stripes if end > table.end else 0)
         return missing
 
-    def can_append_one_each(self, seqs: list[Sequence]) -> bool:
-        """Whether each lacks one block of the only group, as many are free, and none is copied out first."""
-        has_room = self._is_plain and len(seqs) <= self.pool.num_free
-        return has_room and all([seq.num_tokens - seq.num_slots == 1 for seq in seqs])
+    def can_append_one_each(self, num_sequences: int) -> bool:
+        """Whether so many blocks of the only group are free, and none is copied out first."""
+        return self._is_plain and num_sequences <= self.pool.num_free
 
     def append_blocks(self, seqs: list[Sequence]) -> dict[SequenceId, GroupBlocks]:
         """Give one block to each in turn, of the only group; as many must be missing, and free."""

@@ -55,17 +55,16 @@ class PrefixCache:
         return self._key_by_block.get(block)
 
     def publish(self, key: bytes, row: Row) -> None:
-        self.publish_all([key], [row])
+        if key not in self._row_by_key:
+            self._row_by_key[key] = row
+            for block in row:
+                self._key_by_block[block] = key
+            self.num_changes += 1
 
     def publish_all(self, keys: list[bytes], rows: list[Row]) -> None:
         """Publish each row under its key."""
-        known, key_by_block = self._row_by_key, self._key_by_block
         for key, row in zip(keys, rows, strict=True):
-            if key not in known:
-                known[key] = row
-                for block in row:
-                    key_by_block[block] = key
-                self.num_changes += 1
+            self.publish(key, row)
 
     def replace(self, key: bytes, row: Row) -> None:
         """Publish; a row that had the key before is not found any more."""

@@ -153,7 +153,11 @@ class PrefixIndex:
                 cache = self.caches[group]
                 if cache.journal is not None:
                     self._note_stored(cache, seq, range(begin, last))
-                cache.publish_all(keys[begin:last], table.rows(begin, last, self._groups[group].num_stripes))
+                num_stripes = self._groups[group].num_stripes
+                if begin + 1 == last:  # as in a decode
+                    cache.publish(keys[begin], table.row(begin, num_stripes))
+                else:
+                    cache.publish_all(keys[begin:last], table.rows(begin, last, num_stripes))
         if start < seq.num_prompt_tokens <= end:
             key = self._tail_key(seq)
             if key:
@@ -473,5 +477,6 @@ class PrefixIndex:
             parent = keys[-1] if keys else root_key(seq.cache_salt, seq.adapter)
             end = start + self._block_size
             assert end <= len(seq.token_ids), "a key covers tokens, and these are not known yet"
-            keys.append(block_key(parent, seq.token_ids[start:end], seq.inputs_within(start, end)))
+            inputs = seq.inputs_within(start, end) if seq.encoder_inputs else b""
+            keys.append(block_key(parent, seq.token_ids[start:end], inputs))
         return keys

@@ -105,21 +105,23 @@ class Planner:
             return None  # windows have passed as much as a chunk, and not by a place at most as in a decode
         if not running or len(running) > self._step_limit.max_tokens:
             return None
-        growing = []
-        for seq in running:
-            num_tokens = seq.num_tokens
-            if num_tokens - seq.num_computed_tokens != 1:
-                return None
-            if num_tokens > seq.num_slots:
-                growing.append(seq)
-        if growing and not self._kv.can_append_one_each(growing):
+        # The latest to come is the likeliest to be a prompt still.
+        decodes = self._shares.decode_all(running) if running[-1].num_uncomputed_tokens == 1 else None
+        if decodes is None:
             return None
-        self.draft_choice = self._drafts.choose(running, num_decodes=len(running))
-        if self._drafts.offers:
+        shares, at_bounds = decodes
+        growing = [seq for seq in at_bounds if seq.num_computed_tokens > seq.num_slots]
+        may_go_on = not growing or self._kv.can_append_one_each(len(growing))
+        if may_go_on:
+            self.draft_choice = self._drafts.choose(running, num_decodes=len(running))
+        if not may_go_on or self._drafts.offers:
+            self._shares.take_back(running)
             return None
         self._admission.skip_step()
         grown = self._kv.append_blocks(growing) if growing else {}
-        return self._shares.decode_all(running), grown
+        if at_bounds:
+            self._shares.publish_full(at_bounds)
+        return shares, grown
 
     def plan(self, *, now_s: float) -> PlanDraft:
         """Decide all that happens in the next step."""

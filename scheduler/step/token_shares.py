@@ -53,24 +53,45 @@ class TokenShares:
         """Whether inputs to encode may change what a decode gets, or a draft model what a plan asks for."""
         return self._drafts.asks_now or not self.encoder_cache.is_idle
 
-    def decode_all(self, running: list[Sequence]) -> list[ScheduledSequence]:
-        """Give each one token, as `decode` does, in one loop, and complete the plan.
+    def decode_all(self, running: list[Sequence]) -> tuple[list[ScheduledSequence], list[Sequence]] | None:
+        """Give each one token, as `decode` does, but for blocks; None if one wants another share.
 
-        Each must want just one token, and have a slot for it.
+        Returns the shares, and the sequences that fill a block with it or begin one.
         """
-        block_size, shares, has_published = self._block_size, [], False
+        block_size = self._block_size
+        shares, at_bounds = list[ScheduledSequence](), list[Sequence]()
         for seq in running:
             start = seq.num_computed_tokens
-            seq.num_computed_tokens = end = start + 1
-            if end % block_size == 0 and end <= len(seq.token_ids):
-                self._publish(seq, start, end)
-                has_published = True
+            end = start + 1
+            if seq.num_tokens != end:
+                self.take_back(running[: len(shares)])
+                return None
+            seq.num_computed_tokens = end
+            if end + 1 < seq.max_length:
+                seq.num_tokens = end + 1
+            if end % block_size <= 1:
+                at_bounds.append(seq)
             shares.append(_share((seq.sequence_id, start, 1, True)))
-            if seq.num_tokens + 1 < seq.max_length:
-                seq.num_tokens += 1
-        if has_published:
+        return shares, at_bounds
+
+    def take_back(self, seqs: list[Sequence]) -> None:
+        """Undo `decode_all` for these."""
+        for seq in seqs:
+            seq.num_tokens = seq.num_computed_tokens
+            seq.num_computed_tokens -= 1
+
+    def publish_full(self, at_bounds: list[Sequence]) -> None:
+        """Let others find the blocks that `decode_all` filled, and complete the plan."""
+        size = self._block_size
+        full = [
+            seq
+            for seq in at_bounds
+            if seq.num_computed_tokens % size == 0 and seq.num_computed_tokens <= len(seq.token_ids)
+        ]
+        for seq in full:
+            self._publish(seq, seq.num_computed_tokens - 1, seq.num_computed_tokens)
+        if full:
             self._kv.complete_plan()
-        return shares
 
     def part(self, seq: Sequence, plan: PlanDraft) -> None:
         """Give as many of the uncomputed tokens as the budget has; no share, if none are left.
