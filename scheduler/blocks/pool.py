@@ -136,7 +136,7 @@ class BlockPool:
         self.num_free -= 1
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=2)
 def _numbers(end: int) -> list[int]:
-    """Numbers below `end`, the same objects for all pools: there may be a thousand, in a simulation."""
+    """Numbers below `end`, the same objects for all pools: a simulation has a thousand devices and hosts."""
     return list(range(end))

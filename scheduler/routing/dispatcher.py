@@ -172,7 +172,10 @@ class Dispatcher(Generic[OwnerT]):
         best: int | None = None
         best_cost = (inf, 0)
         for engine, view in enumerate(self.views):
-            if view.size is None or view.burden >= best_cost[0]:  # the request itself costs something too
+            # Most engines of many are seen to be dearer without a look at more than the first key.
+            if view.size is None or view.burden >= best_cost[0]:
+                continue
+            if (view.least_cost(needs.num_prompt_tokens, needs.keys), view.last_chosen) >= best_cost:
                 continue
             num_tokens = max(needs.num_prompt_tokens - view.num_cached_tokens(needs.keys), 1)
             if not view.can_begin(num_tokens, priority=priority):

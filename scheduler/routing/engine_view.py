@@ -106,6 +106,11 @@ class EngineView:
         beside = _HELD_TOKEN_PRICE * self.num_held_tokens + _LIVE_PRICE_TOKENS * self.num_live
         return self.num_unbegun_tokens + beside
 
+    def least_cost(self, num_tokens: int, keys: Sequence[bytes]) -> float:
+        """Return what `cost` is at least for a prompt of so many tokens with these keys."""
+        may_hit = bool(keys) and (not self._is_plain or keys[0] in self.keys[self._main])
+        return self.burden + (1 if may_hit else num_tokens)
+
     def cost(self, num_tokens: int) -> float:
         """Work before the first token, and that of all other sequences, in prompt tokens computed."""
         assert self.size is not None

@@ -1,5 +1,7 @@
 """The free list, against plain lists that do the same."""
 
+import operator
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -57,3 +59,9 @@ def test_the_free_list_is_a_list_from_whose_middle_blocks_may_leave(
         assert pool.free_blocks() == front + back
         assert pool.num_free == len(front) + len(back)
         assert all(pool.num_references(block) == held.count(block) for block in range(1, num_blocks + 1))
+
+
+def test_pools_of_many_devices_and_hosts_share_their_numbers() -> None:
+    pools = [BlockPool(num_blocks) for num_blocks in (9_000, 0, 9_000, 0)]
+    first, second = pools[0].take(9_000), pools[2].take(9_000)
+    assert all(map(operator.is_, first, second))

@@ -1,6 +1,7 @@
 """One line before several engines: who is served, where, and what becomes of a lost engine's requests."""
 
 import random
+from math import inf
 
 import pytest
 
@@ -8,7 +9,7 @@ from scheduler.config import Fairness, SchedulerOptions, SchedulingPolicy
 from scheduler.policy import Standing, order_of_service
 from scheduler.prefix_keys import ChangeKind, PrefixChange
 from scheduler.routing.dispatcher import CallNeeds, Dispatcher, Ticket
-from scheduler.routing.engine_view import EngineSize
+from scheduler.routing.engine_view import EngineSize, EngineView
 
 SIZE = EngineSize(num_blocks=100, block_size=16, max_num_seqs=4, step_tokens=256)
 
@@ -70,6 +71,39 @@ def test_a_prefix_is_worth_its_tokens_and_no_more() -> None:
     assert (3, 0) in bound, "two beside cost more than to compute it"
     desk.dispatcher.views[1].note_prefixes([PrefixChange(ChangeKind.FORGOTTEN, keys[0])])
     assert not desk.dispatcher.views[1].num_cached_tokens(keys)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_cheapest_of_many_engines_is_found_with_a_look_at_few(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng, desk = random.Random(seed), Desk(64)
+    keys = [tuple(bytes([group, place]) for place in range(6)) for group in range(4)]
+    looks: list[EngineView] = []
+    can_begin = EngineView.can_begin
+
+    def counted(self: EngineView, num_tokens: int, *, priority: float) -> bool:
+        looks.append(self)
+        return can_begin(self, num_tokens, priority=priority)
+
+    for number in range(200):
+        view = desk.dispatcher.views[rng.randrange(64)]
+        view.note_prefixes(
+            [PrefixChange(ChangeKind.STORED, key) for key in rng.choice(keys)[: rng.randrange(7)]]
+        )
+        ticket = desk.ask(rng.randrange(97, 200), keys=rng.choice(keys) if number % 2 else ())
+        needs = ticket.needs
+        costs = []
+        for engine, each in enumerate(desk.dispatcher.views):
+            num_tokens = needs.num_prompt_tokens - each.num_cached_tokens(needs.keys)
+            if each.can_begin(num_tokens, priority=inf):
+                costs.append((each.cost(num_tokens), each.last_chosen, engine))
+        monkeypatch.setattr(EngineView, "can_begin", counted)
+        assert desk.bind() == [(ticket.owner, min(costs)[2])]
+        monkeypatch.setattr(EngineView, "can_begin", can_begin)
+        if rng.random() < 0.7:
+            desk.finish(ticket)
+    assert len(looks) / 200 < 64 / 2
 
 
 def test_an_urgent_request_does_not_wait_for_a_place_among_less_urgent_ones() -> None:
