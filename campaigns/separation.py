@@ -32,8 +32,8 @@ _TTFT_S, _GAP_S, _SHARE = 2.0, 0.1, 0.99
 _USABLE = 0.94
 """Share of a link's rate that the payload gets."""
 _RATES_GBIT = (10, 25, 100, 400)
-_FACTOR = 1.03
-"""Factor between two loads that are told apart."""
+_FACTOR, _STEP, _LEAST_LOAD = 1.04, 1.4, 0.01
+"""Factors between two loads that are told apart, and between two that are tried first."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,7 +88,7 @@ def _base(machine: str, num_replicas: int) -> Setup:
 def _together(machine: str, num_replicas: int) -> Iterator[Setup]:
     """Yield replicas that do both, by the pace of their prompts."""
     base = _base(machine, num_replicas)
-    for target_s, share in ((inf, 0.0), (0.1, 0.0), (0.1, 0.5), (0.05, 0.0), (0.05, 0.5)):
+    for target_s, share in ((inf, 0.0), (0.1, 0.0), (0.1, 0.5), (0.05, 0.5)):
         config = replace(base.config, target_itl_s=target_s, least_prefill_share=share)
         yield replace(base, name=f"together, target {target_s * 1e3:g} ms, share {share:g}", config=config)
 
@@ -100,23 +100,23 @@ def _transfer(machine: str, gbit: float) -> Transfer:
 
 def _print(requests: list[SimRequest], setup: Setup, rate: float, together: float) -> float:
     """Print the highest load that a setup serves in time, and return it."""
-    load = _highest_load(requests, setup)
+    load = _highest_load(requests, setup, together or 1.0)
     ratio = f"{load / together:6.2f} of the best so far" if together else ""
     print(f"  {setup.name:36}{load:8.2f} x{load * rate:8.2f} requests/s{ratio}", flush=True)
     return load
 
 
-def _highest_load(requests: list[SimRequest], setup: Setup) -> float:
-    """Return the highest load by doubling and halving, within the factor; 0 where none is served."""
-    good, bad = 0.0, 1.0
-    while _is_served(requests, replace(setup, load=bad)):
-        good, bad = bad, 2 * bad
-    while not good and bad > 1e-3:
-        if _is_served(requests, replace(setup, load=bad / 2)):
-            good = bad / 2
-        else:
-            bad /= 2
-    while good and bad / good > _FACTOR:
+def _highest_load(requests: list[SimRequest], setup: Setup, guess: float) -> float:
+    """Return the highest load by steps from a guess, then by halving; 0 where none is served."""
+    load = guess
+    is_served = _is_served(requests, replace(setup, load=load))
+    step = _STEP if is_served else 1 / _STEP
+    while load > _LEAST_LOAD and _is_served(requests, replace(setup, load=load * step)) is is_served:
+        load *= step
+    if load <= _LEAST_LOAD:
+        return 0.0
+    good, bad = (load, load * step) if is_served else (load * step, load)
+    while bad / good > _FACTOR:
         middle = (good * bad) ** 0.5
         if _is_served(requests, replace(setup, load=middle)):
             good = middle

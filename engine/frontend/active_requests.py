@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -301,7 +302,7 @@ class ActiveRequests:
                     request.terms.tenant,
                     num_tokens,
                     request.max_tenant_tokens,
-                    retry_after_s=self._room.retry_after_s(now_s=now_s),
+                    retry_after_s=partial(self._room.retry_after_s, now_s=now_s),
                 )
 
     def _make_room(self, num_sequences: int, num_tokens: int, terms: CallTerms) -> bool:

@@ -1,7 +1,7 @@
 """Limits on the queue as a whole, and on the prompt tokens that one tenant has in it."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
@@ -146,7 +146,9 @@ class TenantTokens:
     def __init__(self) -> None:
         self._num_queued: Counter[str] = Counter()
 
-    def require_room(self, tenant: str, num_tokens: int, limit: int | None, *, retry_after_s: float) -> None:
+    def require_room(
+        self, tenant: str, num_tokens: int, limit: int | None, *, retry_after_s: Callable[[], float]
+    ) -> None:
         """Raise TenantOverloaded if the tokens do not fit. `limit` None is no limit.
 
         A request larger than its tenant's limit is taken in if the tenant has nothing waiting.
@@ -157,7 +159,7 @@ class TenantTokens:
         raise TenantOverloaded(
             f"this key has {num_queued} prompt tokens waiting, and may have {limit}; try again when some of"
             " its requests have begun",
-            retry_after_s=retry_after_s,
+            retry_after_s=retry_after_s(),
         )
 
     def admit(self, tenant: str, num_tokens: int) -> None:
@@ -206,8 +208,11 @@ class Desk:
             for reply_id, (journal, room, until_s) in self.kept.items()
             if until_s > now_s and not journal.is_over
         }
+        if not self.kept:
+            return NONE_FREED
         places = Counter[object]()
-        places.subtract(room for _, room, _ in self.kept.values())
+        for _, room, _ in self.kept.values():
+            places[room] -= 1
         return places, Counter()
 
     def new_ids(self, num: int) -> tuple[SequenceId, ...]:

@@ -30,6 +30,7 @@ class StartForecast:
         self._has_priorities = has_priorities
         self._gaps: deque[tuple[float, int]] = deque(maxlen=_MAX_GAPS)
         """Seconds between starts, and how many started at the end of each."""
+        self._sum_s, self._num_starts = 0.0, 0  # of these gaps
         self._arrivals: deque[tuple[float, int]] = deque(maxlen=_MAX_ARRIVALS)
         self._last_s: float | None = None
         """Time of the last start; None if nothing has waited since."""
@@ -54,10 +55,10 @@ class StartForecast:
 
     def expected_s(self, num_ahead: int, priority: int, *, now_s: float) -> float | None:
         """Seconds until a sequence with `num_ahead` before it starts; None without starts to tell from."""
-        num_starts = sum(num for _, num in self._gaps) + (self._num_at_once if self._gap_s else 0)
+        num_starts = self._num_starts + (self._num_at_once if self._gap_s else 0)
         if num_starts < _MIN_STARTS:
             return None
-        span_s = sum(gap_s for gap_s, _ in self._gaps) + self._gap_s
+        span_s = self._sum_s + self._gap_s
         if self._last_s is not None:  # a start that is late says something too
             span_s += max(now_s - self._last_s - span_s / num_starts, 0.0)
         pace = num_starts / span_s
@@ -75,7 +76,10 @@ class StartForecast:
     def _close_gap(self) -> None:
         """Keep a gap with its starts; those that found nothing waiting have none."""
         if self._gap_s:
+            gone_s, num_gone = self._gaps[0] if len(self._gaps) == _MAX_GAPS else (0.0, 0)
             self._gaps.append((self._gap_s, self._num_at_once))
+            self._sum_s += self._gap_s - gone_s
+            self._num_starts += self._num_at_once - num_gone
         self._gap_s, self._num_at_once = 0.0, 0
 
 

@@ -104,3 +104,18 @@ def test_one_that_is_passed_by_all_still_has_a_forecast() -> None:
         forecast.note_start(num_waiting=3, now_s=float(second))
     assert forecast.expected_s(9, 5, now_s=50.0) == pytest.approx(100.0, rel=0.1)
     assert forecast.expected_s(9, 0, now_s=50.0) == pytest.approx(10.0, rel=0.1)
+
+
+def test_only_the_last_gaps_between_starts_count_however_many_there_were() -> None:
+    """As of a forecast that saw no others; and it takes no longer to say."""
+    old, young = (StartForecast(has_priorities=False) for _ in range(2))
+    dice, now_s = random.Random(1), 0.0
+    for number in range(3000):
+        now_s += dice.choice([0.0, 0.1, 2.5])
+        old.note_start(num_waiting=9, now_s=now_s)
+        if number >= 2000:
+            young.note_start(num_waiting=9, now_s=now_s)
+    assert old.expected_s(7, 0, now_s=now_s) == pytest.approx(young.expected_s(7, 0, now_s=now_s))
+    gaps = old._gaps
+    assert old._num_starts == sum(num for _, num in gaps)
+    assert old._sum_s == pytest.approx(sum(gap_s for gap_s, _ in gaps))

@@ -9,6 +9,7 @@ import pytest
 from engine.errors import TenantOverloaded
 from engine.frontend.active_requests import ActiveRequests
 from engine.frontend.metrics import EngineMetrics
+from engine.frontend.queue_limits import QueueLimits
 from engine.options.engine_config import resolve
 from engine.options.options import Options
 from engine.text.tokenizer import Tokenizer
@@ -82,6 +83,19 @@ async def test_a_key_with_too_much_waiting_is_told_so_and_others_are_not(queue: 
     assert caught.value.retry_after_s >= 1
     assert queue.num_refused() == 1
     queue.ask("b", 10)
+
+
+async def test_what_has_room_asks_for_no_forecast_of_the_queue(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float] = []
+    monkeypatch.setattr(QueueLimits, "retry_after_s", lambda _, *, now_s: asked.append(now_s) or 1.0)
+    queue.ask("a", 6)
+    queue.ask("a", 4)
+    assert not asked
+    with pytest.raises(TenantOverloaded):
+        queue.ask("a", 1)
+    assert len(asked) == 1
 
 
 async def test_what_comes_together_is_taken_together_or_not_at_all(queue: Queue) -> None:
