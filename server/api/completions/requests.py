@@ -89,6 +89,8 @@ def _check_prompt(body: CompletionRequest, prompt: Prompt, info: ModelInfo) -> N
 
 async def encode_prompts(engine: Engine, body: CompletionRequest) -> list[EncodedPrompt]:
     """Token ids of all prompts of a request. Raises RequestRejected, Overloaded."""
+    if len(body.prompt) == 1:  # a task of its own would cost more than to encode it
+        return [await _encode(engine, body, body.prompt[0])]
     return await asyncio.gather(*(_encode(engine, body, prompt) for prompt in body.prompt))
 
 
