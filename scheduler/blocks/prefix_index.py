@@ -106,7 +106,8 @@ class PrefixIndex:
         self._tails = PrefixCache()
         self._ends = ReplyEnds()
         self._points: dict[tuple[PrefixCache, bytes], None] = {}  # the one used longest ago first
-        self.kept_by_group = [any_of([cache, self._ends.rows]) for cache in self.caches]
+        ends = [] if self._fixed is None else [self._ends.rows]
+        self.kept_by_group = [any_of([cache, *ends]) for cache in self.caches]
         """Blocks that can be found on the device, among those of each group."""
         self._new_tails: list[tuple[bytes, Row]] = []
         self._new_states: list[tuple[bytes, Row]] = []
