@@ -1,6 +1,6 @@
 """The types that the server passes to AsyncEngine and gets back."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -243,6 +243,16 @@ class Health:
         return self.is_ready or (comes and self.is_live)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """A further name of a model, whose requests have defaults of their own."""
+
+    name: str
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template."""
+
+
 class ModelNames(NamedTuple):
     """Names of one model, loaded or not."""
 
@@ -250,7 +260,8 @@ class ModelNames(NamedTuple):
     """Its own; replies report the first."""
     patterns: tuple[str, ...] = ()
     """Further accepted names, each with one `*` for any text; no list has them."""
-    adapters: tuple[str, ...] = ()
+    variants: tuple[str, ...] = ()
+    """Names of its profiles and its adapters; replies report the one that was asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,9 +285,19 @@ class ModelInfo(ModelFacts):
     """Ids of the tokens that the tokenizer finds before it splits a text: `<think>`, `<|im_end|>`."""
     served_adapters: tuple[ServedAdapter, ...] = ()
     """Adapters that requests may name in place of the model."""
+    profiles: tuple[Profile, ...] = ()
+    """The model with other defaults, likewise."""
 
     def adapter_named(self, name: str | None) -> ServedAdapter | None:
         return next((adapter for adapter in self.served_adapters if adapter.name == name), None)
+
+    def profile_named(self, name: str | None) -> Profile:
+        """Return the profile of a name; one without defaults where the name means none."""
+        return next((each for each in self.profiles if each.name == name), _NO_PROFILE)
+
+    def sampling_of(self, name: str | None) -> dict[str, float]:
+        """Return the defaults of sampling for requests by a name."""
+        return {**self.default_sampling, **self.profile_named(name).sampling}
 
     def is_served(self, name: str) -> bool:
         """Tell whether requests may use a name: one of `names`, or one that fits a pattern."""
@@ -284,8 +305,15 @@ class ModelInfo(ModelFacts):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the model and its adapters."""
-        return (*self.served_names, *(adapter.name for adapter in self.served_adapters))
+        """Names of the model, its profiles and its adapters."""
+        return (*self.served_names, *self.variants)
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        return tuple(each.name for each in (*self.profiles, *self.served_adapters))
+
+
+_NO_PROFILE = Profile(name="")
 
 
 def fits_any(name: str, patterns: Sequence[str]) -> bool:

@@ -101,7 +101,7 @@ class AsyncEngine:
         self.metrics.watch_load(calls.engines.live_counts)
         self._questions = Questions(self._engines.send)
         self._adapters = AdapterRegistry(
-            config.lora_directory, config.served_names, self._engines.send_all, self._health.ready_engines
+            config.lora_directory, config.own_names, self._engines.send_all, self._health.ready_engines
         )
         most = config.scheduler.max_adapters * config.num_engines
         self._adapter_metrics = AdapterMetrics(most, lambda: self._adapters.served, self._adapters_in_line)
@@ -227,8 +227,8 @@ class AsyncEngine:
     def names(self) -> ModelNames:
         """The names that requests may use, also before the model is loaded."""
         loaded = self.info.served_adapters if self._info is not None else self._config.worker.adapters
-        adapters = tuple(each.name for each in loaded)
-        return ModelNames(self._config.served_names, self._config.name_patterns, adapters)
+        variants = tuple(each.name for each in (*self._config.profiles, *loaded))
+        return ModelNames(self._config.served_names, self._config.name_patterns, variants)
 
     @property
     def takes_adapters(self) -> bool:
@@ -436,6 +436,7 @@ class AsyncEngine:
             response_template=self._response_template,
             added_tokens=self._tokenizer.added_tokens,
             served_adapters=self._adapters.served,
+            profiles=self._config.profiles,
         )
         self.metrics.model_is_ready(engine, self._info)
         self._health.ready(engine, now_s=time.monotonic())

@@ -17,11 +17,20 @@ from engine.models.table import twice
 from engine.models.yard import KeepRule
 from engine.options.engine_config import EngineConfig, ServerConfig, resolve
 from engine.options.found_model import DEMO_MODEL, GGUF_SUFFIX, find_model
-from engine.options.options import BY_KEY, DECLARATIONS, Group, OptionError, Options, refuse_given
+from engine.options.options import (
+    BY_KEY,
+    DECLARATIONS,
+    Group,
+    OptionError,
+    Options,
+    checked_values,
+    refuse_given,
+)
 from engine.options.sources import read_yaml, values_of
 from engine.options.values import Choice, Duration, Switch, ValueKind
-from engine.types import ModelNames
+from engine.types import ModelNames, Profile
 from worker.checkpoint.gguf.file import PART as GGUF_PART
+from worker.checkpoint.overrides import generation_overrides, template_kwargs
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +49,11 @@ _OWN = {
     and name not in _OF_THE_SERVER
 } | {each: each.replace("-", "_") for each in ("tool-call-parser", "reasoning-parser")}
 """Names of the options of one model, by key."""
+_PROFILE = {
+    each.replace("_", "-"): each
+    for each in ("served_model_name", "override_generation_config", "default_chat_template_kwargs")
+}
+"""Options of a profile, by key."""
 _RULE_KEYS = ("load", "pin", "keep-alive")
 """Lines of an entry about when its model is loaded."""
 _OF_ONE = (
@@ -65,8 +79,8 @@ class ModelSpec:
 
     @property
     def names(self) -> ModelNames:
-        adapters = tuple(each.name for each in self.engine.worker.adapters)
-        return ModelNames(self.engine.served_names, self.engine.name_patterns, adapters)
+        variants = tuple(each.name for each in (*self.engine.profiles, *self.engine.worker.adapters))
+        return ModelNames(self.engine.served_names, self.engine.name_patterns, variants)
 
     def failed(self, what: str, fix: str) -> "ModelSpec":
         """Return the model as one that is never loaded, with texts of the built-in one: none is read."""
@@ -84,8 +98,9 @@ def resolve_models(
     `more` are the models behind the first of the command line.
     """
     entries = [(each, KeepRule()) for each in _models_of(options, more)]
+    profiles: dict[str, tuple[str, Profile]] = {}
     if options.models is not None:
-        entries = _entries_of(options, more)
+        entries, profiles = _entries_of(options, more)
     if len(entries) > 1 or options.models is not None:
         _refuse_what_is_of_one(options)
     resolved = [
@@ -95,6 +110,8 @@ def resolve_models(
     if len(specs) > 1:
         _check_names(specs)
         specs = [_with_own_trace(each) for each in specs]
+    for where, (base, profile) in profiles.items():
+        specs = _with_profile(specs, base, profile, where)
     loads_adapters = any(server.loads_adapters for _, server in resolved)
     return tuple(specs), replace(resolved[0][1], loads_adapters=loads_adapters)
 
@@ -133,8 +150,14 @@ def _models_of(options: Options, more: Sequence[str]) -> list[dict[str, Any]]:
     return [{"model": each} for each in (options.model, *more)] if more else [{}]
 
 
-def _entries_of(options: Options, more: Sequence[str]) -> list[tuple[dict[str, Any], KeepRule]]:
-    """Read the file of --models: the values of each model, by name, and when it is loaded."""
+def _entries_of(
+    options: Options, more: Sequence[str]
+) -> tuple[list[tuple[dict[str, Any], KeepRule]], dict[str, tuple[str, Profile]]]:
+    """Read the file of --models.
+
+    Return the values of each model, by name, and when it is loaded; and the profiles, each with the name of
+    its model, by where they stand.
+    """
     path = Path(str(options.models))
     what = f"--models {path}"
     if options.model is not None or more:
@@ -151,15 +174,20 @@ def _entries_of(options: Options, more: Sequence[str]) -> list[tuple[dict[str, A
             f"the key {min(map(str, others))!r} is not known" if others else "an entry is not `option: value`"
         )
         raise OptionError(what, wrong, form)
+    if all("of" in each for each in entries):
+        raise OptionError(what, "it has no model but profiles", "add the model that they name")
     shared_rule, shared = _divided(defaults)
-    found = []
+    found, profiles = [], {}
     for number, each in enumerate(entries, 1):
         where = f"entry {number} of {path}"
+        if "of" in each:
+            profiles[where] = str(each["of"]), _profile_of(each, where)
+            continue
         values = values_of(shared, _OWN, where=f"defaults of {path}")
         rule, own = _divided(each)
         values |= values_of(own, _OWN, where=where)
         found.append((values, _rule_of(rule, shared_rule, where)))
-    return found
+    return found, profiles
 
 
 def _folder(path: Path) -> dict[str, Any]:
@@ -195,6 +223,33 @@ def _is_model(path: Path) -> bool:
     part = GGUF_PART.fullmatch(path.name)
     is_first = part is None or int(part[2]) == 1
     return (path.suffix == GGUF_SUFFIX and is_first) or (path / "config.json").is_file()
+
+
+def _profile_of(entry: Mapping[Any, Any], where: str) -> Profile:
+    """Parse an entry with `of`. Raises OptionError."""
+    values = values_of({key: each for key, each in entry.items() if key != "of"}, _PROFILE, where=where)
+    names = values.get("served_model_name", ())
+    if len(names) != 1 or "*" in names[0]:
+        why = "a profile has one name, without a *"
+        raise OptionError(where, why, "write one served_model_name, by which requests ask for it")
+    return Profile(
+        name=names[0],
+        sampling=checked_values(generation_overrides, values.get("override_generation_config")),
+        template_kwargs=checked_values(template_kwargs, values.get("default_chat_template_kwargs")),
+    )
+
+
+def _with_profile(specs: Sequence[ModelSpec], base: str, profile: Profile, where: str) -> list[ModelSpec]:
+    """Add a profile to the model that is served as `base`. Raises OptionError."""
+    names = [each.names for each in specs]
+    if any(profile.name in (*each.served, *each.variants) for each in names):
+        raise OptionError(f"the name {profile.name}", f"{where} has it again", "choose another")
+    if not any(base in each.served for each in names):
+        known = ", ".join(name for each in names for name in each.served)
+        raise OptionError(f"of: {base} in {where}", "no model has this name", f"name one of {known}")
+    place = next(place for place, each in enumerate(specs) if base in each.names.served)
+    engine = replace(specs[place].engine, profiles=(*specs[place].engine.profiles, profile))
+    return [*specs[:place], replace(specs[place], engine=engine), *specs[place + 1 :]]
 
 
 def _divided(content: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[Any, Any]]:

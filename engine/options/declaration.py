@@ -1,11 +1,12 @@
 """The declaration of an option: its group, its kind of value and its text of help."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Any
 
 from engine.options.values import ValueKind
+from worker.worker_errors import StartupError
 
 
 class OptionError(Exception):
@@ -70,3 +71,12 @@ def declared(group: Group, kind: ValueKind, text: str, *, default: Any = None, *
     if declaration.arity is Arity.MANY:
         default = ()
     return field(default=default, metadata={"option": declaration})
+
+
+def checked_values(read: Callable[[str | None], dict[str, Any]], text: str | None) -> dict[str, Any]:
+    """Parse the JSON of an option by its reader. Raises OptionError."""
+    try:
+        return read(text)
+    except StartupError as error:
+        flag, _, why = error.what.partition(" ")
+        raise OptionError(flag, why, error.fix) from error

@@ -5,7 +5,7 @@ reported in a tenth of a second and not after the model was loaded.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from math import inf
 from pathlib import Path
@@ -31,9 +31,10 @@ from engine.options.engine_split import (
 )
 from engine.options.found_model import check_checksums, find_model
 from engine.options.media_options import MediaConfig, media_config
-from engine.options.options import FIELDS, OptionError, Options, refuse_given
+from engine.options.options import FIELDS, OptionError, Options, checked_values, refuse_given
 from engine.options.speculation_option import speculation_config
 from engine.step_limits import EngineStepLimits, step_limits
+from engine.types import Profile
 from scheduler.config import (
     Batching,
     Fairness,
@@ -46,7 +47,6 @@ from scheduler.messages import TimeLimits
 from scheduler.prefix_keys import JournalContent
 from worker.checkpoint.overrides import config_overrides, generation_overrides, template_kwargs
 from worker.worker_config import SpeculationConfig, WorkerConfig
-from worker.worker_errors import StartupError
 
 _DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
 # One that the device computes, and one that is ready when it has finished.
@@ -93,6 +93,8 @@ class EngineConfig:
     """Number of this one, in the configuration that its process gets."""
     default_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template that requests may override."""
+    profiles: tuple[Profile, ...] = ()
+    """Further names of the model, with other defaults of requests."""
     prefix_journal: JournalContent | None = None
     """Content of the reports on cached prefixes; None: nothing reads them."""
     kv_events: KVEventsConfig | None = None
@@ -101,6 +103,11 @@ class EngineConfig:
     """Machines that compute the model together; None: this one is alone, or Ray finds the others."""
     ray: RayConfig | None = None
     """Request to Ray for these machines; None: it is not asked, or has placed them."""
+
+    @property
+    def own_names(self) -> tuple[str, ...]:
+        """Names that no adapter may have."""
+        return (*self.served_names, *(each.name for each in self.profiles))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +211,7 @@ def _engine_config(options: Options, folder: Path, name: str, speculation: Specu
         max_queued_tokens=options.max_queued_tokens,
         heartbeat_timeout_s=options.heartbeat_timeout,
         grammar_compile_timeout_s=options.grammar_compile_timeout,
-        default_template_kwargs=_overrides(template_kwargs, options.default_chat_template_kwargs),
+        default_template_kwargs=checked_values(template_kwargs, options.default_chat_template_kwargs),
         worker=replace(_worker_config(options, folder, limits, adapters), speculation=speculation),
         media=media_config(options),
         num_engines=options.data_parallel_size,
@@ -232,8 +239,8 @@ def _worker_config(
         "model_path": str(folder),
         "checksums_file": None if options.checksums is None else str(Path(options.checksums).absolute()),
         "chat_template_file": _chat_template(options.chat_template),
-        "sampling_overrides": _overrides(generation_overrides, options.override_generation_config),
-        "config_overrides": _overrides(config_overrides, options.hf_overrides),
+        "sampling_overrides": checked_values(generation_overrides, options.override_generation_config),
+        "config_overrides": checked_values(config_overrides, options.hf_overrides),
         "device": device_of(options),
         "num_blocks": options.num_gpu_blocks_override,
         "gpu_memory_utilization": options.gpu_memory_utilization or _DEFAULT_GPU_MEMORY_UTILIZATION,
@@ -260,14 +267,6 @@ def _chat_template(path: str | None) -> str | None:
     if path is not None and not Path(path).is_file():
         raise OptionError(f"--chat-template {path}", "there is no such file", "name a file of Jinja text")
     return None if path is None else str(Path(path).absolute())
-
-
-def _overrides(read: Callable[[str | None], dict[str, Any]], text: str | None) -> dict[str, Any]:
-    try:
-        return read(text)
-    except StartupError as error:
-        flag, _, why = error.what.partition(" ")
-        raise OptionError(flag, why, error.fix) from error
 
 
 def _scheduler_options(options: Options, limits: EngineStepLimits) -> SchedulerOptions:

@@ -14,6 +14,7 @@ from engine.options.declaration import Arity as Arity
 from engine.options.declaration import Declaration, declared
 from engine.options.declaration import Group as Group
 from engine.options.declaration import OptionError as OptionError
+from engine.options.declaration import checked_values as checked_values
 from engine.options.declaration import refuse_given as refuse_given
 from engine.options.edge_config import EdgeOptions
 from engine.options.media_options import MediaOptions

@@ -6,6 +6,7 @@ and values.
 
 import argparse
 import difflib
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.options.options import BY_KEY, DECLARATIONS, FIELDS, Arity, Group, OptionError, Options
-from engine.options.values import Switch
+from engine.options.values import Switch, Text
 
 ENVIRONMENT_PREFIX = "TOKENYARD_"
 
@@ -24,6 +25,7 @@ _SERVICE_LINK_NAME = re.compile(
 )
 
 
+_JSON = Text(metavar="JSON")
 _SIMILAR = 0.75
 """Share of letters that two names have in common where one may be a slip of the other."""
 
@@ -190,12 +192,21 @@ def _parse_one(name: str, value: Any, *, source: str) -> object:
     declaration = DECLARATIONS[name]
     fix = f"correct it, or leave it out for the default ({_shown_default(name)})"
     shown = "" if declaration.is_secret else f" {str(value)[:200]!r}"
-    if not isinstance(value, str | int | float):
+    is_object = isinstance(value, dict) and declaration.kind == _JSON
+    if not is_object and not isinstance(value, str | int | float):
         raise OptionError(f"{source}{shown}", "it must be a single value", fix)
     try:
-        return declaration.kind.parse(str(value))
+        return declaration.kind.parse(_json(value) if is_object else str(value))
     except ValueError as error:
         raise OptionError(f"{source}{shown}", f"it must {error}", fix) from error
+
+
+def _json(value: Any) -> str:
+    """Write an object of YAML. Raises ValueError for one that JSON cannot hold."""
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError("be an object of JSON") from error
 
 
 def closest(name: str, known: Iterable[str], *, spelled: Callable[[str], str] = str) -> str:

@@ -134,8 +134,7 @@ class FakeEngine:
     @property
     def names(self) -> ModelNames:
         info = self.model_info
-        adapters = tuple(adapter.name for adapter in info.served_adapters)
-        return ModelNames(info.served_names, info.name_patterns, adapters)
+        return ModelNames(info.served_names, info.name_patterns, info.variants)
 
     takes_adapters: bool = True
 

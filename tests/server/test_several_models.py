@@ -10,7 +10,15 @@ from engine.errors import EngineUnavailable
 from engine.models.placement import Reservation
 from engine.models.yard import KeepRule, ModelYard
 from engine.options.api_keys import ApiKey, digest_of
-from engine.types import EngineState, Health, PoolingFacts, PoolingTask, PromptComputation, ServedAdapter
+from engine.types import (
+    EngineState,
+    Health,
+    PoolingFacts,
+    PoolingTask,
+    Profile,
+    PromptComputation,
+    ServedAdapter,
+)
 from server.api.batches.app_client import AppClient
 from server.api.operations.models import ModelList
 from server.app import build_app
@@ -85,6 +93,39 @@ async def test_each_endpoint_asks_the_model_that_the_body_names_and_the_first_wi
             assert asked == expected, (path, name)
     reply = await here.client.post("/v1/embeddings", json={"input": "hi", "model": "vectors"})
     assert (reply.status_code, reply.json()["model"], len(here.vectors.pooled)) == (200, "vectors", 1)
+
+
+async def test_a_profile_has_its_defaults_a_request_wins_over_them_and_a_key_sees_it_by_its_own_name():
+    quick = Profile(
+        name="quick", sampling={"temperature": 0.25}, template_kwargs={"enable_thinking": False, "other": 1}
+    )
+    info = dataclasses.replace(INFO, profiles=(quick,), template_variables=frozenset({"enable_thinking"}))
+    engine = FakeEngine(info)
+    keys = KeyRing([key("all"), key("few", "fake"), key("one", "quick")])
+    async with connect(build_app(engine, Settings(), keys=keys)) as client:
+
+        async def ask(path: str, who: str = "all", **more) -> dict:
+            body = {**GENERATING[path], "model": "quick", **more}
+            reply = await client.post(path, json=body, headers=bearer(who))
+            return {"status": reply.status_code, **reply.json()}
+
+        for path in ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/api/chat", "/v1/responses"):
+            assert (await ask(path))["model"] == "quick"
+            assert engine.requests[-1].params.temperature == 0.25
+            assert engine.requests[-1].params.top_k == 40, "the checkpoint's own"
+        await ask("/v1/chat/completions", temperature=1.5, chat_template_kwargs={"enable_thinking": True})
+        await ask("/v1/completions", model="fake")
+        assert [each.params.temperature for each in engine.requests[-2:]] == [1.5, 0.5]
+        await client.post("/tokenize", json={"messages": CHAT, "model": "quick"}, headers=bearer("all"))
+        hints = [options.template_hints for _, options in engine.chats]
+        assert hints == [{"enable_thinking": False}] * len(hints)
+        assert len(hints) == 6
+        shown = await client.post("/api/show", json={"model": "quick:latest"}, headers=bearer("all"))
+        assert "temperature 0.25" in shown.json()["parameters"]
+        for who, status, listed in (("few", 404, ["fake", "org/fake-alias"]), ("one", 200, ["quick"])):
+            assert (await ask("/v1/completions", who))["status"] == status
+            models = (await client.get("/v1/models", headers=bearer(who))).json()["data"]
+            assert [each["id"] for each in models] == listed
 
 
 async def test_a_reply_names_the_model_or_the_adapter_that_made_it():

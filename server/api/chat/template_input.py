@@ -66,7 +66,7 @@ def template_input(body: ChatCompletionRequest, info: ModelInfo, tool_use: ToolU
         tools=() if tool_use.is_shown_in_messages else tools,
         final=final,
         kwargs=dict(body.chat_template_kwargs or {}),
-        hints=_effort_hints(body),
+        hints={**_profile_hints(body, info), **_effort_hints(body)},
     )
 
 
@@ -102,6 +102,12 @@ def turns_reasoning_off(chat: Chat) -> bool:
     """True if the template is asked for an answer without reasoning before it."""
     variables = {**chat.hints, **chat.kwargs}
     return any(variables.get(name) is False for name in _THINKING_SWITCHES)
+
+
+def _profile_hints(body: ChatCompletionRequest, info: ModelInfo) -> dict[str, Any]:
+    """Template variables that the named profile sets, as far as the template reads them."""
+    defaults = info.profile_named(body.model).template_kwargs
+    return {name: value for name, value in defaults.items() if name in info.template_variables}
 
 
 def _effort_hints(body: ChatCompletionRequest) -> dict[str, Any]:

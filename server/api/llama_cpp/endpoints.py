@@ -147,9 +147,10 @@ async def show_properties(request: Request) -> Response:
     """The context window, the defaults of sampling and the chat template."""
     edge = choose_by_query(request)
     info = edge.engine.info
+    params = info.sampling_of(request.query_params.get("model"))
     return json_reply(
         {
-            "default_generation_settings": {"n_ctx": info.max_model_len, "params": info.default_sampling},
+            "default_generation_settings": {"n_ctx": info.max_model_len, "params": params},
             "total_slots": 1,
             "model_alias": info.served_names[0],
             "chat_template": info.chat_template,

@@ -96,11 +96,12 @@ async def show_in_ollamas_words(request: Request) -> Response:
     body = await read_request(request, OllamaShowRequest, {}, from_headers={})
     edge = choose_for_ollama(request, body.model or body.name)
     info = edge.engine.info
-    check_model(served_name(body.model or body.name, info), info)
+    name = served_name(body.model or body.name, info)
+    check_model(name, info)
     return json_reply(
         {
             "modelfile": "",
-            "parameters": "\n".join(f"{name} {value}" for name, value in info.default_sampling.items()),
+            "parameters": "\n".join(f"{key} {value}" for key, value in info.sampling_of(name).items()),
             "template": info.chat_template,
             "details": _details(info),
             "model_info": {

@@ -64,9 +64,9 @@ class Model(ReplyModel):
     created: int
     owned_by: str
     root: str
-    """The first served name, of which the others are aliases; of an adapter, its own."""
+    """The first served name, of which the others are aliases; of a profile or an adapter, its own."""
     parent: str | None
-    """The model that an adapter belongs to; null for the model itself, and for a key that does not see it."""
+    """The model of a profile or an adapter; null for the model itself, and for a key that does not see it."""
     permission: list[Any]
     """Always empty."""
     max_model_len: int | None
@@ -130,7 +130,7 @@ async def _named_place(request: Request) -> YardPlace:
     body = await read_request(request, NamedModel, {}, from_headers={})
     edge = choose_model(request, body.model)
     if not models_of(request).shows(edge, key_of(request.scope)):
-        raise not_served(body.model, edge.engine.names.adapters)
+        raise not_served(body.model, edge.engine.names.variants)
     if (place := edge.place) is None:
         raise RequestRejected(f"model: {body.model!r} is always loaded", param="model")
     return place
@@ -148,9 +148,9 @@ def _status(edge: Edge, *, shows_model: bool) -> dict[str, Any]:
 
 
 def _model(request: Request, name: str, info: ModelInfo | None, edge: Edge) -> dict[str, Any]:
-    """Describe a model or an adapter; `info` is None if the model was never loaded."""
+    """Describe a model or a variant; `info` is None if the model was never loaded."""
     adapter, names = info and info.adapter_named(name), edge.engine.names
-    is_adapter, first_name = name in names.adapters, names.served[0]
+    is_variant, first_name = name in names.variants, names.served[0]
     shows_model = models_of(request).shows(edge, key_of(request.scope))
     return {
         "id": name,
@@ -158,8 +158,8 @@ def _model(request: Request, name: str, info: ModelInfo | None, edge: Edge) -> d
         "created": adapter.created_s if adapter else info.created_s if info else 0,
         "owned_by": "tokenyard",
         # As vLLM: the model that an alias stands for, none that it was tuned from, nothing to permit.
-        "root": name if is_adapter else first_name,
-        "parent": first_name if is_adapter and shows_model else None,
+        "root": name if is_variant else first_name,
+        "parent": first_name if is_variant and shows_model else None,
         "permission": [],
         "max_model_len": info and info.max_model_len,
         "capabilities": {"vision": info is not None and edge.takes_pictures},

@@ -166,7 +166,7 @@ def _answer(request: Request, question: Question) -> Response:
     except ModelNotFound:  # without a key, no list of the names that there are
         raise ModelNotFound(f"the model {asked!r} is not served here") from None
     health = models.health() if edge is None else edge.engine.health()
-    if edge is not None and asked in edge.engine.names.adapters:  # it says nothing of the model below
+    if edge is not None and asked in edge.engine.names.variants:  # it says nothing of the model below
         health = replace(health, detail=health.state.value, progress=float(health.is_ready), num_steps=0)
     is_yes, body = health_page(health, question, degraded)
     return Response(body, 200 if is_yes else 503, headers=NO_STORE, media_type="application/json")

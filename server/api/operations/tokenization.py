@@ -180,7 +180,7 @@ async def _encode_chat(edge: Edge, body: TokenizeRequest, receive: Receive) -> t
     if body.prompt is not None:
         raise RequestRejected("prompt and messages exclude each other", param="prompt")
     fields = {name: getattr(body, name) for name in _CHAT_FIELDS}
-    chat = ChatCompletionRequest(messages=body.messages or [], **fields)
+    chat = ChatCompletionRequest(messages=body.messages or [], model=body.model, **fields)
     prompt = await prompt_of(edge, chat, receive)
     token_ids = prompt.token_ids
     return await _with_special_tokens(edge.engine, token_ids) if body.add_special_tokens else token_ids

@@ -49,7 +49,7 @@ class ServedModels:
             is_hidden(each, self._table(None), table) for each in spellings if each is not None
         ):
             raise not_served(
-                name, [each for names in table for each in (*names.patterns, *names.served, *names.adapters)]
+                name, [each for names in table for each in (*names.patterns, *names.served, *names.variants)]
             )
         return self.edges[place]
 
@@ -71,7 +71,7 @@ class ServedModels:
         edge = self.find(base, key) if base is not None else takers[0]
         for other in self.edges:
             names = other.engine.names
-            if other is not edge and name in (*names.served, *names.adapters):
+            if other is not edge and name in (*names.served, *names.variants):
                 raise AdapterConflict(f"{name!r} is a name of {names.served[0]}", param="lora_name")
         return edge
 
@@ -83,7 +83,7 @@ class ServedModels:
         found: list[tuple[Edge, ModelInfo | None, tuple[str, ...]]] = []
         why: EngineUnavailable | None = None
         for edge, names in zip(self.edges, self._table(key), strict=True):
-            shown = (*names.served, *names.adapters)
+            shown = (*names.served, *names.variants)
             try:
                 if shown:
                     found.append((edge, edge.engine.info, shown))
@@ -96,7 +96,7 @@ class ServedModels:
         return found
 
     def shows(self, edge: Edge, key: ApiKey | None) -> bool:
-        """Tell whether a key sees a model itself, and not only adapters of it."""
+        """Tell whether a key sees a model itself, and not only variants of it."""
         return bool(self._table(key)[self.edges.index(edge)].served)
 
     def _table(self, key: ApiKey | None) -> NameTable:

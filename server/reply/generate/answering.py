@@ -38,11 +38,10 @@ def new_reply_id(kind: str) -> str:
 
 
 def new_head(origin: Origin, info: ModelInfo) -> ReplyHead:
-    adapter = info.adapter_named(origin.model)
     return ReplyHead(
         id=origin.reply_id,
         created_s=int(time.time()),
-        model=info.served_names[0] if adapter is None else adapter.name,
+        model=origin.model if origin.model in info.variants else info.served_names[0],
         system_fingerprint=_fingerprint(info),
     )
 

@@ -210,9 +210,9 @@ def _sampling_params(
     bad_words: tuple[TokenIds, ...],
     grammar: Grammar | None,
 ) -> SamplingParams:
-    """The request's fields first, then the checkpoint's generation config, then OpenAI's defaults."""
+    """The request's fields first, then its profile's, the generation config's, OpenAI's defaults."""
     asked = {name: value for name in _PLAIN if (value := getattr(body, name)) is not None}
-    numbers: dict[str, Any] = info.default_sampling | asked
+    numbers: dict[str, Any] = info.sampling_of(body.model) | asked
     top_k = int(numbers.get("top_k", 0))
     numbers["top_k"] = top_k if 0 < top_k < info.vocab_size else 0
     answer = wanted.answer

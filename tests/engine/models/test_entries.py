@@ -10,6 +10,7 @@ from engine.models.yard import KeepRule
 from engine.options.engine_config import resolve
 from engine.options.options import OptionError, Options
 from engine.options.sources import read_options
+from engine.types import Profile
 
 
 @pytest.fixture
@@ -68,6 +69,24 @@ def test_the_file_gives_each_model_options_of_its_own_over_the_defaults_over_the
     assert len({spec.engine.trace_file for spec in specs}) == 3
 
 
+def test_a_profile_is_a_further_name_of_its_model_with_defaults_of_its_own(folder: Path) -> None:
+    write(
+        folder,
+        """
+        models:
+          - {model: FOLDER/first, served_model_name: [chat, "claude-*"]}
+          - {of: chat, served_model_name: quick, override_generation_config: {temperature: 0.2}}
+          - {model: FOLDER/second, override_generation_config: {top_k: 3}}
+          - {of: second, served_model_name: brief, default_chat_template_kwargs: '{"thinking": false}'}
+        """,
+    )
+    first, second = read(folder)
+    assert first.engine.profiles == (Profile(name="quick", sampling={"temperature": 0.2}),)
+    assert second.engine.profiles == (Profile(name="brief", template_kwargs={"thinking": False}),)
+    assert (first.names.variants, second.names.variants) == (("quick",), ("brief",))
+    assert second.engine.worker.sampling_overrides == {"top_k": 3}
+
+
 def test_the_file_of_the_page_about_models_on_demand_is_right_as_it_is(folder: Path) -> None:
     page = (Path(__file__).parents[3] / "docs" / "several-models.md").read_text()
     example = page.split("## On demand")[1].split("```yaml\n")[1].split("```")[0]
@@ -96,6 +115,17 @@ def test_the_file_of_the_page_about_models_on_demand_is_right_as_it_is(folder: P
         ("models: [{}, {model: FOLDER/first, served_model_name: tokenyard-demo}]", "both have it"),
         ("models: [{model: FOLDER/none}]", "no such folder"),
         ("models: {", "not valid YAML"),
+        ("models: [{of: x, served_model_name: y}]", "it has no model but profiles"),
+        ("models: [{}, {of: x, served_model_name: y}]", "of: x in entry 2 .* name one of tokenyard-demo"),
+        ("models: [{}, {of: tokenyard-demo}]", "entry 2 .* a profile has one name"),
+        ("models: [{}, {of: tokenyard-demo, served_model_name: 'y*'}]", "one name, without a"),
+        ("models: [{}, {of: tokenyard-demo, served_model_name: tokenyard-demo}]", "has it again"),
+        ("models: [{}, {of: tokenyard-demo, served_model_name: y, dtype: float32}]", "no such option"),
+        (
+            "models: [{}, {of: tokenyard-demo, served_model_name: y, override_generation_config: {seed: 1}}]",
+            "sets seed, which has no default here",
+        ),
+        ("models: [{override_generation_config: {2020-01-01: 1}}]", "it must be an object of JSON"),
         ("models: [{pin: true, keep-alive: 5m}]", "keep-alive in entry 1 .* a pinned model never leaves"),
     ],
 )

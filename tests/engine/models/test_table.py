@@ -6,8 +6,8 @@ from engine.models.table import resolve, twice, visible
 from engine.types import ModelNames
 
 TABLE = (
-    ModelNames(("a", "org/a"), patterns=("claude-*",), adapters=("law",)),
-    ModelNames(("b",), patterns=("claude-3*", "*"), adapters=("b2", "claude-x")),
+    ModelNames(("a", "org/a"), patterns=("claude-*",), variants=("law",)),
+    ModelNames(("b",), patterns=("claude-3*", "*"), variants=("b2", "claude-x")),
     ModelNames(("claude-y",)),
 )
 
@@ -35,9 +35,9 @@ def test_a_key_sees_a_model_with_all_its_names_and_an_adapter_by_its_own_alone()
         return list(visible(TABLE, allowed))
 
     nothing = ModelNames(())
-    assert seen("org/*") == [TABLE[0]._replace(adapters=()), nothing, nothing]
-    assert seen("b*") == [nothing, TABLE[1]._replace(adapters=("b2",)), nothing]
-    assert seen("law") == [ModelNames((), adapters=("law",)), nothing, nothing]
+    assert seen("org/*") == [TABLE[0]._replace(variants=()), nothing, nothing]
+    assert seen("b*") == [nothing, TABLE[1]._replace(variants=("b2",)), nothing]
+    assert seen("law") == [ModelNames((), variants=("law",)), nothing, nothing]
     assert seen("nothing") == [nothing] * 3
     assert visible(TABLE, None) is TABLE
 
@@ -48,14 +48,14 @@ def test_no_name_means_a_model_that_a_key_may_not_use_and_its_own_names_mean_the
         table = visible(TABLE, allowed)
         for name in (*names, None, "claude-9", "anything"):
             place = resolve(name, table)
-            assert place is None or {*TABLE[place].served, *TABLE[place].adapters} & {*allowed}
+            assert place is None or {*TABLE[place].served, *TABLE[place].variants} & {*allowed}
         for name in allowed:
             assert resolve(name, table) == resolve(name, TABLE)
 
 
 def test_a_name_that_two_models_have_is_found_with_both() -> None:
     assert twice(TABLE) is None
-    assert twice((*TABLE, ModelNames(("c",), adapters=("org/a",)))) == ("org/a", 0, 3)
+    assert twice((*TABLE, ModelNames(("c",), variants=("org/a",)))) == ("org/a", 0, 3)
     assert twice((ModelNames(("c",)), ModelNames(("d",), patterns=("e-*",)), ModelNames(("e-*",)))) == (
         "e-*",
         1,
