@@ -214,6 +214,24 @@ async def test_a_hang_up_leaves_the_line_and_does_not_stop_the_load() -> None:
     await world.yard.close()
 
 
+async def test_a_call_that_is_left_at_any_moment_of_a_load_leaves_no_lease_behind() -> None:
+    ends = set()
+    for num_turns in range(12):
+        world = World(ON_DEMAND, room=1)
+        world.may_load.clear()
+        waiting = asyncio.create_task(world.places[0].lease(Waiting.IN_LINE))
+        await world.until(lambda place=world.places[0]: place.state is YardState.LOADING)
+        world.may_load.set()
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        waiting.cancel()
+        (end,) = await asyncio.gather(waiting, return_exceptions=True)
+        assert world.places[0].num_leases == (end is None)
+        ends.add(type(end))
+        await world.yard.close()
+    assert len(ends) == 2
+
+
 async def test_a_crowd_before_one_model_keeps_no_call_from_waiting_for_another() -> None:
     world = World(ON_DEMAND, ON_DEMAND, room=2, max_waiting=4)
     world.may_load.clear()
