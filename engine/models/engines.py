@@ -19,6 +19,7 @@ from engine.models.yard import ModelYard, YardPlace
 from engine.processes.engine_processes import GaveUp
 from engine.processes.supervisor import Spare
 from engine.text.tokenizer import TokenizerError
+from worker.checkpoint.checkpoint_files import file_stamps
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,8 @@ class ModelEngines:
         if not spec.keep.at_start:
             engine.sleep(spec.fault)
         place = self._yard.add(spec.names.served[0], engine, spec.keep, spec.room, spec.fault)
+        files = file_stamps(spec.engine.model_path)
+        place.has_changed = lambda: file_stamps(spec.engine.model_path) != files
         engine.metrics.registry.register(LoadMetrics(place))
         return place
 

@@ -38,6 +38,7 @@ BACKGROUND_TURN_S = 300.0
 """Time after which such work has its turn as all others do."""
 STANDSTILL_S = 600.0
 """Time in which a load makes some progress, or has failed."""
+_CHANGED = "its files have changed since the server was started; start it again"
 _CPU = "cpu"
 _FIRST_BACK_OFF_S, _MAX_BACK_OFF_S = 30.0, 960.0
 _GUESSED_LOAD_S = 10.0
@@ -96,6 +97,8 @@ class YardPlace:
         self, yard: "ModelYard", name: str, engine: Loadable, rule: KeepRule, room: Reservation
     ) -> None:
         self.name, self.engine, self.rule, self.room = name, engine, rule, room
+        self.has_changed: Callable[[], bool] = lambda: False
+        """Whether its files are others than those that its texts were read from."""
         self.state = YardState.ABSENT
         self.num_leases = 0
         self.waiting: deque[asyncio.Future[None]] = deque()
@@ -353,7 +356,6 @@ class ModelYard:
     def _begin_switch(self, place: YardPlace, victims: Sequence[YardPlace]) -> None:
         for each in victims:  # at once: the next call for one of them must not be let in
             each.state = YardState.ABSENT
-            each.num_unloads["evicted"] += 1
         place.state = YardState.LOADING
         self._begin(partial(self._switch, place, victims))
 
@@ -381,7 +383,13 @@ class ModelYard:
 
     async def _switch(self, place: YardPlace, victims: Sequence[YardPlace]) -> None:
         began_s = time.monotonic()
+        if await asyncio.to_thread(place.has_changed):
+            for each in victims:
+                self._open(each)
+            await self._fail(place, _CHANGED)
+            return
         for each in victims:
+            each.num_unloads["evicted"] += 1
             await self._unload(each)
         place.engine.start(self._spare.take() if self._spare and place.room.device == _CPU else None)
         try:

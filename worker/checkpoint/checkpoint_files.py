@@ -433,3 +433,13 @@ def _end_of(places: Iterable[list[int]]) -> int:
             raise ValueError(f"a tensor begins at {start}, and the one before it ends at {reached}")
         reached = end
     return reached
+
+
+def file_stamps(model: str) -> frozenset[tuple[str, int, int]]:
+    """Return name, size in bytes and time of change of each file of a checkpoint; empty if it is gone."""
+    path = Path(model)
+    try:
+        files = [each for each in path.iterdir() if each.is_file()] if path.is_dir() else [path]
+        return frozenset((each.name, (found := each.stat()).st_size, found.st_mtime_ns) for each in files)
+    except OSError:
+        return frozenset()

@@ -41,6 +41,24 @@ async def test_a_drain_of_models_on_demand_is_seen_by_probes_at_once(tmp_path: P
     await engines.close()
 
 
+async def test_a_model_whose_files_have_changed_since_the_start_is_refused_and_not_loaded(
+    tmp_path: Path,
+) -> None:
+    file, folder = tmp_path / "models.yaml", tmp_path / "model"
+    shutil.copytree(DEMO_MODEL, folder)
+    file.write_text(f"models: [{{model: {folder}, load: demand}}]")
+    (spec,), _ = resolve_models(read_options({"models": str(file)}, {}), environment={})
+    room = Reservation(device="cpu", num_bytes=1, budget_bytes=1)
+    engines = ModelEngines([replace(spec, room=room)])
+    config = folder / "config.json"
+    config.write_text(config.read_text() + "\n")
+    engines.start()
+    with pytest.raises(EngineUnavailable, match="model: the last load failed: its files have changed"):
+        await engines.places[0].lease(Waiting.IN_LINE)
+    assert engines.all[0].pids == [None]
+    await engines.close()
+
+
 def break_texts(folder: Path, harm: str) -> None:
     if harm == "missing folder":
         return

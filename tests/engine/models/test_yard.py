@@ -281,6 +281,20 @@ async def test_a_model_that_fails_is_refused_for_a_while_and_the_others_are_serv
     await world.yard.close()
 
 
+async def test_no_model_leaves_for_one_whose_files_have_changed() -> None:
+    world = World(ON_DEMAND, ON_DEMAND, room=1)
+    first, second = world.places
+    async with first.held():
+        pass
+    second.has_changed = lambda: True
+    with pytest.raises(EngineUnavailable, match="m1: the last load failed: its files have changed"):
+        await second.lease(Waiting.IN_LINE)
+    await first.lease(Waiting.IN_LINE)
+    assert [each.num_loads for each in world.engines] == [1, 0]
+    assert not first.num_unloads
+    await world.yard.close()
+
+
 async def test_a_model_with_a_fault_is_refused_with_it_and_never_loaded() -> None:
     world = World(ON_DEMAND, room=1)
     world.places[0].give_up("its weights are cut off; download it again to /srv/models/m0, or '/a b/c'")
