@@ -121,7 +121,7 @@ def without_folders(text: str) -> str:
 
 
 class EngineUnavailable(EngineError):
-    """The engine is loading, draining or dead. `code` is `not_ready` or `shutting_down`."""
+    """The engine is loading, draining or dead. `code` is `not_ready`, `shutting_down` or `model_broken`."""
 
     def __init__(self, message: str, *, code: str = "not_ready", retry_after_s: float = 1.0) -> None:
         super().__init__(message)

@@ -234,8 +234,10 @@ class ModelYard:
         if self._is_closed:
             raise EngineUnavailable("the server is shutting down", code="shutting_down")
         if place.is_failed:
-            left_s = min(place.failed_until_s - time.monotonic(), _MAX_BACK_OFF_S)
-            raise EngineUnavailable(f"{place.name} cannot be loaded: {place.fault}", retry_after_s=left_s)
+            why = f"{place.name} cannot be loaded: {place.fault}"
+            if isinf(place.failed_until_s):
+                raise EngineUnavailable(why, code="model_broken")
+            raise EngineUnavailable(why, retry_after_s=place.failed_until_s - time.monotonic())
 
     async def wait_for(self, place: YardPlace, waiting: Waiting) -> None:
         """Wait in line for a lease of a model that is not loaded."""

@@ -137,6 +137,9 @@ CATALOGUE: Final[Mapping[str, Entry]] = {
         Retry.NEVER, "a fault of ours; quote the request id", "the server failed on this request"
     ),
     "not_ready": Entry(503, _SERVER, Retry.LATER, "the model is loading, or the engine is being replaced"),
+    "model_broken": Entry(
+        503, _SERVER, Retry.NEVER, "the model cannot be loaded before the server is started again"
+    ),
     "low_memory": Entry(
         503,
         _SERVER,

@@ -58,6 +58,7 @@ from server.edge.error_replies import MAX_MESSAGE_CHARS, ErrorBoundary, describe
         (EngineError("?"), 500, "engine_error", {}),
         (ZeroDivisionError("a/b"), 500, "internal_error", {"x-should-retry": "false"}),
         (EngineUnavailable("loading"), 503, "not_ready", {"retry-after": "1", "retry-after-ms": "1000"}),
+        (EngineUnavailable("no", code="model_broken"), 503, "model_broken", {"x-should-retry": "false"}),
         (EngineUnavailable("bye", code="shutting_down"), 503, "shutting_down", {"retry-after": "1"}),
         (errors.ReplyAborted("bye"), 503, "shutting_down", {"retry-after": "1"}),
     ],
@@ -204,7 +205,7 @@ def test_the_catalogue_is_consistent():
     for code, entry in CATALOGUE.items():
         is_ours = entry.status >= 500
         assert is_ours == (entry.type in ("server_error", "timeout_error")), code
-        assert (entry.retry is Retry.LATER) == (entry.status in (429, 503)), code
+        assert (entry.retry is Retry.LATER) == (entry.status in (429, 503) and code != "model_broken"), code
         assert bool(entry.fixed_text) == (entry.status == 500), code
         assert entry.meaning
 

@@ -175,6 +175,7 @@ async def test_models_are_loaded_and_unloaded_by_the_routes_of_llama_cpps_router
     status_code, body = await post("load")
     assert (status_code, body["error"]["message"]) == (503, "fake cannot be loaded: it has no config.json")
     assert (await status()) == {"value": "failed", "reason": "it has no config.json"}
+    assert (await here.ask()).json()["error"]["code"] == "model_broken"
     stays = Address()
     assert (await stays.client.post("/models/load", json={"model": "beside"})).status_code == 400
     assert (await stays.client.post("/models/load", json={"model": "nobody"})).status_code == 404

@@ -130,7 +130,8 @@ class BatchRun:
 
 
 def helps_to_retry(reply: Reply) -> bool:
-    return reply.status in _WAIT_STATUSES or reply.headers.get("x-should-retry") == "true"
+    advice = reply.headers.get("x-should-retry")
+    return advice == "true" or (reply.status in _WAIT_STATUSES and advice != "false")
 
 
 def asked_wait_s(reply: Reply) -> float | None:

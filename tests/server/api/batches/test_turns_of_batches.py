@@ -177,6 +177,16 @@ async def test_a_request_that_the_engine_died_of_is_sent_again_once(desk, monkey
     assert len(client.sent) == 2
 
 
+async def test_a_line_for_a_model_that_cannot_be_loaded_is_an_error_of_that_line(desk):
+    begin(desk, "a", line("one"), line("two", '{"prompt":"broken"}'))
+    broken = Reply(status=503, headers={"x-should-retry": "false"}, body=b"{}")
+    client = Turns(lambda body: broken if b"broken" in body else good(body))
+    async with Working(desk, client):
+        assert await until_ended(desk, "a") == ["completed"]
+    assert len(client.sent) == 2
+    assert [each["custom_id"] for each in answers(desk, "a", "error_file_id")] == ["two"]
+
+
 async def test_the_first_line_that_cannot_be_read_is_named(desk):
     begin(desk, "a", line("a"), "{bad\n")
     async with Working(desk):
