@@ -373,6 +373,30 @@ async def test_a_reader_of_a_response_in_the_background_does_not_keep_the_model_
             await here.app.state.background.close()
 
 
+async def test_a_response_in_the_background_ends_once_where_its_model_cannot_be_loaded_any_more():
+    here = ComingAndGoing()
+    here.processes.may_load.set()
+    places = here.app.state.background.places
+    places.num_places = 0
+    made = (await here.client.post("/v1/responses", json={"input": "hi", "background": True})).json()
+    here.place.leave()
+    await eventually(lambda: not here.place.is_loaded)
+    here.place.give_up("its files are gone")
+    places.num_places = 1
+    async with places.held_by("another"):
+        pass
+
+    async def found() -> dict:
+        return (await here.client.get(f"/v1/responses/{made['id']}")).json()
+
+    async with asyncio.timeout(30):
+        while (response := await found())["status"] in ("queued", "in_progress"):
+            await asyncio.sleep(0.01)
+    assert (response["status"], response["error"]["code"]) == ("failed", "server_error")
+    assert "its files are gone" in response["error"]["message"]
+    assert not here.engine.requests
+
+
 async def test_a_request_may_ask_not_to_wait_and_lists_say_what_is_loaded():
     here = ComingAndGoing()
 

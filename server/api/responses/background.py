@@ -195,7 +195,8 @@ class BackgroundResponses:
             except (Overloaded, EngineUnavailable, DeadlineExceeded, RateLimited) as error:
                 has_begun = work.reply is not None and work.reply.has_begun
                 is_late = time.monotonic() - work.began_s > _GIVE_UP_S
-                if has_begun or is_late or (isinstance(error, DeadlineExceeded) and _has_limits(request)):
+                is_final = has_begun or is_late or getattr(error, "code", "") == "model_broken"
+                if is_final or (isinstance(error, DeadlineExceeded) and _has_limits(request)):
                     raise
                 self.places.rest(work.owner, getattr(error, "retry_after_s", 0.0))
 
