@@ -141,6 +141,19 @@ def test_what_is_not_a_number_stays_so(kernels, dtype):
     assert bool(found[1].isfinite().all())
 
 
+@pytest.mark.parametrize("num_outputs", [5, 64, 77])
+def test_a_weight_is_packed_wherever_it_lies(dtype, num_outputs):
+    flat = numbers(2 * num_outputs * 51 + 1, dtype=dtype)
+    lying = [
+        flat[: num_outputs * 48].view(num_outputs, 48),
+        flat[1 : num_outputs * 48 + 1].view(num_outputs, 48),
+        flat[: num_outputs * 51].view(num_outputs, 51)[:, 3:],
+        flat[: num_outputs * 48].view(48, num_outputs).T,
+    ]
+    for weight in lying:
+        assert torch.equal(pack(weight).rows(torch.arange(num_outputs)), weight)
+
+
 def test_packed_rows_are_the_weights_own(dtype):
     weight = numbers(77, 32, dtype=dtype)
     indices = torch.tensor([[0, 31, 32], [76, 64, 1]])
