@@ -310,7 +310,9 @@ class ModelInfo(ModelFacts):
 
     @property
     def variants(self) -> tuple[str, ...]:
-        return tuple(each.name for each in (*self.profiles, *self.served_adapters))
+        """Names of its profiles and adapters."""
+        profiles, adapters = self.profiles, self.served_adapters
+        return (*(each.name for each in profiles), *(each.name for each in adapters))
 
 
 _NO_PROFILE = Profile(name="")

@@ -227,8 +227,9 @@ class AsyncEngine:
     def names(self) -> ModelNames:
         """The names that requests may use, also before the model is loaded."""
         loaded = self.info.served_adapters if self._info is not None else self._config.worker.adapters
-        variants = tuple(each.name for each in (*self._config.profiles, *loaded))
-        return ModelNames(self._config.served_names, self._config.name_patterns, variants)
+        profiles = tuple(each.name for each in self._config.profiles)
+        adapters = tuple(each.name for each in loaded)
+        return ModelNames(self._config.served_names, self._config.name_patterns, profiles + adapters)
 
     @property
     def takes_adapters(self) -> bool:

@@ -79,8 +79,9 @@ class ModelSpec:
 
     @property
     def names(self) -> ModelNames:
-        variants = tuple(each.name for each in (*self.engine.profiles, *self.engine.worker.adapters))
-        return ModelNames(self.engine.served_names, self.engine.name_patterns, variants)
+        profiles = tuple(each.name for each in self.engine.profiles)
+        adapters = tuple(each.name for each in self.engine.worker.adapters)
+        return ModelNames(self.engine.served_names, self.engine.name_patterns, profiles + adapters)
 
     def failed(self, what: str, fix: str) -> "ModelSpec":
         """Return the model as one that is never loaded, with texts of the built-in one: none is read."""
