@@ -73,6 +73,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     _check_that_files_name_their_tiers(items)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    if config.option.dist != "loadfile":
+        return None
+    from tests.spread import Spread
+
+    return Spread(config, log)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
     gc.freeze()

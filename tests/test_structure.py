@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 
-from tests.test_architecture import ROOT, python_files
+from tests.test_architecture import ROOT, nodes_of, python_files
 
 PRODUCT = ("server", "engine", "scheduler", "worker")
 MAX_IMPORTED_MODULES = 15
@@ -20,7 +20,9 @@ def modules() -> dict[str, ast.Module]:
     named = {}
     for path in python_files(*PRODUCT):
         parts = path.relative_to(ROOT).with_suffix("").parts
-        named[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = ast.parse(path.read_text())
+        module = nodes_of(path.read_text())[0]
+        assert isinstance(module, ast.Module)
+        named[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = module
     return named
 
 
@@ -72,7 +74,7 @@ def test_no_chain_of_imports_is_deeper_than_twenty_modules() -> None:
 def test_the_name_of_a_class_means_one_thing() -> None:
     homes = defaultdict(set)
     for path in python_files(*PRODUCT):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path.read_text()):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes[node.name].add(path.relative_to(ROOT).as_posix())
     assert not {name: found for name, found in homes.items() if len(found) > 1}

@@ -124,3 +124,14 @@ def test_histories_run_by_night_where_their_number_is_multiplied(tmp_path):
     assert "1 passed" in ran
     assert "test_histories PASSED" in ran
     assert not (tmp_path / "day.read").exists()
+
+
+def test_files_that_share_what_takes_long_to_start_run_in_one_process(tmp_path):
+    shared = "def test_of_one(demo_server): pass\ndef test_of_two(demo_server): pass\n"
+    alone = shared.replace("demo_server", "tmp_path")
+    fixture = "import pytest\n\n@pytest.fixture\ndef demo_server(): pass\n"
+    files = {"conftest": fixture, "test_a": shared, "test_b": shared, "test_c": alone}
+    ran = run(tmp_path, files, ("-n", "2", "--dist", "loadfile"))
+    found = {file: set(re.findall(rf"\[(gw\d)\].* PASSED tests/test_{file}\.py", ran)) for file in "abc"}
+    assert found["a"] == found["b"] != found["c"], ran
+    assert len(found["a"]) == 1

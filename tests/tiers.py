@@ -1,7 +1,7 @@
 """Tests and their cases that run by day, where the rest runs by night (docs/testing.md).
 
-Owns: the choice of cases that hold every two values together, the mark of those that are named, and which
-files are read for a tier.
+Owns: the choice of cases that hold every two values together, the mark of those that are named, which
+files are read for a tier, and which of them run in one process.
 Never: the tests themselves: pytest makes all cases, and `tests/conftest.py` marks those of products.
 Source: covering arrays of strength two, by the greedy method of AETG (Cohen et al., 1997).
 """
@@ -26,6 +26,11 @@ _WORDS = {
     ALONE: re.compile(r"\bmark\.alone\b"),
 }
 
+_SHARED = re.compile(
+    r"\b(demo_server|crowded_server|two_ranks|two_stages|compile_kernels|avx-vnni|nodes_of)\b"
+)
+"""Names, in a file, of what takes seconds to start or to read, and is kept for all files of a process."""
+
 Row = Sequence[Hashable]
 """The value of each parameter."""
 
@@ -40,6 +45,12 @@ def may_hold(tier: str, text: str) -> bool:
 def has_long_histories(text: str) -> bool:
     """Whether a file with this text has tests whose number of histories is multiplied."""
     return _HISTORIES in text
+
+
+def process_of(file: str, text: str) -> str:
+    """Name what runs in one process: files that share a server, processes or a reading, or a file alone."""
+    found = _SHARED.search(text)
+    return found[1].replace("two_stages", "two_ranks") if found else file
 
 
 def covering(rows: Sequence[Row]) -> set[int]:
