@@ -295,16 +295,18 @@ class FakeWorker:
         encoded = self.encoded.get(row.new.sequence_id, [])
         assert all(item in encoded for item in due), "an input is computed that was not encoded"
         for position in range(start, start + num_tokens):
+            content = _content(row, position)
             for group in self._groups_of_tokens():
                 for stripe, slot in enumerate(self._slots(row, group, position)):
-                    self.slots[slot] = (group, stripe, *_content(row, position))
+                    self.slots[slot] = group, stripe, content
 
     def _check_prefix(self, row: _Row, start: int, end: int) -> None:
+        contents = _contents(row, end)
         for group in self._groups_of_tokens():
             for position in range(self.groups[group].lifetime.first_read(start), end):
                 for stripe, slot in enumerate(self._slots(row, group, position)):
                     held = self.slots.get(slot)
-                    assert held == (group, stripe, *_content(row, position)), f"{position} holds {held}"
+                    assert held == (group, stripe, contents[position]), f"{position} holds {held}"
 
     def _move_states(self, row: _Row, start: int, end: int, num_drafts: int) -> None:
         """From `start`, where it must stand, to `end`; with drafts to the last of them that holds."""
@@ -313,14 +315,16 @@ class FakeWorker:
             end = len(_verified(known, tuple(row.token_ids[len(known) :]))) - 1
         for group, table in enumerate(row.tables):
             if self.groups[group].lifetime.kind is LifetimeKind.FIXED:
+                contents = _contents(row, start)
                 for stripe, block in enumerate(table[0]):
                     held = self.slots.get((block, 0))
-                    assert not start or held == (stripe, *_contents(row, start)), f"a state of {held}"
+                    assert not start or held == (stripe, contents), f"a state of {held}"
                 self._write_states(row, table[0], end)
 
     def _write_states(self, row: _Row, blocks: tuple[BlockId, ...], end: int) -> None:
+        contents = _contents(row, end)
         for stripe, block in enumerate(blocks):
-            self.slots[block, 0] = (stripe, *_contents(row, end))
+            self.slots[block, 0] = stripe, contents
 
     def _groups_of_tokens(self) -> list[int]:
         fixed = LifetimeKind.FIXED
@@ -338,12 +342,15 @@ def _rows(blocks: tuple[BlockId, ...], num_stripes: int) -> list[tuple[BlockId, 
 
 
 def _contents(row: _Row, end: int) -> Slot:
-    return tuple(_content(row, position) for position in range(end))
+    if row.inputs:
+        return tuple([_content(row, position) for position in range(end)])
+    adapter = row.new.adapter
+    return tuple([(token, position, adapter, ()) for position, token in enumerate(row.token_ids[:end])])
 
 
 def _content(row: _Row, position: int) -> Slot:
-    input_names = [item.content for item in row.inputs if item.offset <= position < item.end]
-    return row.token_ids[position], position, f"{row.new.adapter} {input_names}"
+    input_names = tuple([item.content for item in row.inputs if item.offset <= position < item.end])
+    return row.token_ids[position], position, row.new.adapter, input_names
 
 
 def _verified(known: list[int], drafts: tuple[int, ...]) -> list[int]:
