@@ -1,6 +1,7 @@
 """A picture's file, as the API process prepares it, read by the tower of each family."""
 
 import json
+from itertools import product
 from typing import Any
 
 import pytest
@@ -43,9 +44,8 @@ def test_pictures_of_every_family_with_eyes_can_be_prepared() -> None:
 
 
 @pytest.mark.night
-@pytest.mark.parametrize("detail", Detail)
 @pytest.mark.parametrize("name", sorted(_PROCESSORS))
-async def test_a_tower_makes_a_row_for_each_image_token_of_a_prepared_picture(name, detail, tmp_path) -> None:
+async def test_a_tower_makes_a_row_for_each_image_token_of_a_prepared_picture(name, tmp_path) -> None:
     config = FAMILIES[name].config()
     if name == "gemma4":
         config.vision_config.position_embedding_size = 256  # patches of a side: enough for a tall picture
@@ -57,7 +57,7 @@ async def test_a_tower_makes_a_row_for_each_image_token_of_a_prepared_picture(na
     preparer = PicturePreparer(str(tmp_path), MediaConfig(), {}, str)
     lease = preparer.new_lease()
     try:
-        for width, height in ((180, 120), (64, 64), (40, 300)):
+        for detail, (width, height) in product(Detail, ((180, 120), (64, 64), (40, 300))):
             file = picture(width, height)
             stored = await preparer.prepare(file, detail, facts, lease, param="field")
             token_ids, (item,) = place((1, IMAGE, 2), IMAGE, [stored], lambda text: [3] * len(text))
