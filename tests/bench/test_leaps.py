@@ -16,6 +16,7 @@ from bench.simulate.setup import Setup
 from bench.simulate.tally import Slo
 from scheduler.config import Batching, Fairness, PrefixCaching, SchedulerConfig, SchedulingPolicy
 from scheduler.scheduler import Scheduler
+from tests.tiers import by_day
 
 _NUM_HISTORIES = 24
 
@@ -114,7 +115,7 @@ OF_TWO_KINDS = {
 """Steps of a trace, each second one of which was long."""
 
 
-@pytest.mark.parametrize("seed", range(_NUM_HISTORIES))
+@pytest.mark.parametrize("seed", by_day(range(_NUM_HISTORIES), range(12)))
 def test_leaping_and_stepping_give_the_same_history(seed: int, schedulers: list[Scheduler]) -> None:
     random = Random(seed)
     setup, workload = drawn_setup(random), drawn_workload(random)

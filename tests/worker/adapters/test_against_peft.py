@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from scheduler.messages import SequenceId
 from tests.quantized_checkpoints import write_quantized
+from tests.tiers import by_day
 from tests.worker.adapters.test_adapted_models import LAYERS_OF, PROMPT, SCORED, load_with, scores
 from tests.worker.conftest import BLOCK_SIZE, MakeCheckpoint
 from tests.worker.plan_driver import PlanDriver
@@ -72,7 +73,7 @@ def check(base: Path, folder: Path, tuned: Any, *, tolerance: float = 2e-4, **op
 
 
 @pytest.mark.filterwarnings("ignore:.*_pattern keys did not match any targeted module")  # they did
-@pytest.mark.parametrize("kernels", ["auto", "off"])
+@pytest.mark.parametrize("kernels", by_day(["auto", "off"], ["auto"]))
 @pytest.mark.parametrize("case", CASES)
 def test_settings_mean_what_peft_means_by_them(
     case: str, kernels: str, checkpoints: MakeCheckpoint, tmp_path: Path

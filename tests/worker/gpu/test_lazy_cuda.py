@@ -21,6 +21,7 @@ from scheduler.messages import (
 )
 from tests.checkpoints import make_checkpoint
 from tests.pooling_checkpoints import make_embedder, write_pooling_files
+from tests.tiers import by_day
 from tests.worker.conftest import BLOCK_SIZE, load_worker
 from tests.worker.gpu import test_gpu_worker as whole
 from tests.worker.gpu import test_launch as launching
@@ -113,7 +114,7 @@ def expected_from(worker: Worker, scenario: Callable[[PlanDriver], Any]) -> Any:
     return expected
 
 
-@pytest.mark.parametrize("seed", [pytest.param(LATEST, marks=pytest.mark.night), 1, 2])
+@pytest.mark.parametrize("seed", by_day([LATEST, 1, 2], [1]))
 def test_graphs_draw_the_cpus_tokens_in_whatever_order_streams_are_done(
     cuda: LazyCuda, lazy: Worker, on_cpu: Worker, seed: int | None
 ) -> None:

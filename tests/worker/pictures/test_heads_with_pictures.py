@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from scheduler.config import DraftSupply
+from tests.tiers import by_day
 from tests.worker.pictures.seeing import IMAGE, Prompt, Reference, Served, load, payloads_of
 from tests.worker.pictures.test_pictures import three
 from tests.worker.speculation.head_checkpoints import write_head
@@ -61,7 +62,7 @@ def with_large_weights(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("has_prefix", [False, True])
+@pytest.mark.parametrize("has_prefix", by_day([False, True], [True]))
 def test_a_head_guesses_behind_pictures_what_transformers_guesses(tmp_path: Path, has_prefix: bool) -> None:
     """Also where what is before them was computed for a prompt of text alone."""
     reference = Reference("qwen3_5", tmp_path / "plain")

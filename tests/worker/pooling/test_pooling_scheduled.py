@@ -20,6 +20,7 @@ from scheduler.messages import (
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence
 from tests.pooling_checkpoints import make_embedder, write_pooling_files
+from tests.tiers import by_day
 from tests.worker.conftest import load_worker
 
 LENGTHS = (40, 30, 12, 44, 20, 41)
@@ -28,7 +29,7 @@ PROMPTS = [
 ]
 
 
-@pytest.mark.parametrize("num_blocks", [None, 12])
+@pytest.mark.parametrize("num_blocks", by_day([None, 12], [12]))
 @pytest.mark.parametrize(
     ("family", "mode"),
     [("mistral", "lasttoken"), ("mistral", "mean"), ("llama", "lasttoken"), ("bert", "mean")],

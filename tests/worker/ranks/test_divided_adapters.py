@@ -9,6 +9,7 @@ import pytest
 from scheduler.messages import SequenceId
 from tests.adapters import LINEARS, write_adapter
 from tests.checkpoints import make_checkpoint
+from tests.tiers import by_day
 from tests.worker.adapters.test_adapted_models import LIMITS, SCORED
 from tests.worker.adapters.test_against_peft import make
 from tests.worker.conftest import BLOCK_SIZE
@@ -71,7 +72,10 @@ SIZES = {
 RECURRENCE = ["q_proj", "o_proj", "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"]
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3", "qwen3_moe", "qwen3_5_text", "deepseek_v3"])
+FAMILIES = ("llama", "phi3", "qwen3_moe", "qwen3_5_text", "deepseek_v3")
+
+
+@pytest.mark.parametrize("family", by_day(FAMILIES, ("qwen3_moe", "qwen3_5_text")))
 def test_two_processes_compute_the_adapters_that_one_does(
     family: str, divided: DividedWorker, folder: Path
 ) -> None:

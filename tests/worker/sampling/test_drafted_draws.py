@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from scheduler.messages import SamplingParams
+from tests.tiers import by_day
 from worker.devices.device import CpuDevice
 from worker.sampling.sampler import Sampler
 from worker.worker_config import WorkerConfig
@@ -36,7 +37,7 @@ def probabilities(place: int, temperature: float) -> list[float]:
 
 
 @pytest.mark.parametrize("drafts", [(2, 1), (1, 4), (4, 0), (2,)], ids=str)
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("temperature", by_day([1.0, 0.7], [0.7]))
 def test_kept_drafts_and_the_token_behind_them_have_the_models_probabilities(
     drafts: tuple[int, ...], temperature: float
 ) -> None:

@@ -9,6 +9,7 @@ import tokenizers
 from scheduler.config import PreemptionMode
 from scheduler.messages import SamplingParams
 from tests.adapters import write_adapter
+from tests.tiers import by_day
 from tests.worker.adapters.test_adapted_models import LIMITS
 from tests.worker.conftest import load_worker
 from tests.worker.speculation.random_requests import random_request
@@ -42,7 +43,7 @@ def check_equal(expected: list[Answer], found: list[Answer]) -> None:
         assert other == one
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", by_day(range(6), range(3)))
 def test_random_requests_get_the_same_tokens_and_logprobs_with_any_drafts(loaded: Loaded, seed: int) -> None:
     random = Random(seed)
     requests = [random_request(random, TOKENIZER, EOS) for _ in range(12)]
