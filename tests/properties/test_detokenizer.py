@@ -79,7 +79,7 @@ def first_match(text: str, stops: tuple[str, ...]) -> tuple[int, int, str] | Non
 
 
 @pytest.mark.parametrize("name", sorted(TOKENIZERS))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data(), cut=cuts, special=modes)
 def test_pieces_join_to_the_whole_text_wherever_the_stream_is_cut(name, data, cut, special) -> None:
     tokenizer = TOKENIZERS[name]()
@@ -113,7 +113,7 @@ def test_a_prompt_whose_tail_begins_inside_a_character_leaves_the_reply_whole() 
     assert detokenizer.push(character) + detokenizer.finish() == "က"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data(), name=names, cut=cuts, special=modes, stop_text=st.sampled_from(StopText))
 def test_text_ends_at_the_stop_string_that_is_complete_first(name, data, cut, special, stop_text) -> None:
     tokenizer = TOKENIZERS[name]()
@@ -244,7 +244,7 @@ def test_a_token_costs_microseconds() -> None:
 
 
 @given(names, st.data(), cuts)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_shown_special_tokens_are_text_although_the_others_are_skipped(name, data, cut) -> None:
     tokenizer = TOKENIZERS[name]()
     token_ids = data.draw(streams(tokenizer))

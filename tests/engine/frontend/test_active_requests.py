@@ -22,7 +22,7 @@ from tests.engine.frontend.test_giving_way import Door, journal_of
 EOS: tuple[int, ...] = ()
 START = SequenceStart(queue_s=0.0, num_cached_tokens=0)
 HISTORIES = settings(
-    max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None
+    max_examples=80, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None
 )
 _WHO = st.integers(0, 30)
 _OPERATIONS = st.one_of(

@@ -177,7 +177,7 @@ def test_an_index_rebuilt_from_the_wire_is_the_prefix_caches(reader: Reader, pub
     rng = random.Random(7)
     engines = [Engine(rng), Engine(rng)]
     num_private = 0
-    for step in range(10_000):
+    for step in range(6_000):
         number = rng.randrange(2)
         publisher.note(number, engines[number].step())
         if step % 3000 == 2999:  # an engine dies; the next one has nothing

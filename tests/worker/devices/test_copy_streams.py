@@ -93,7 +93,7 @@ HISTORIES = st.lists(
 )
 
 
-@settings(max_examples=400, deadline=None, derandomize=True, database=None)
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
 @given(HISTORIES, st.permutations(range(4)))
 def test_whatever_the_streams_do_first_it_is_as_if_all_were_done_in_the_order_of_asking(
     history: list[Swap | Compute | Pass], order: list[int]

@@ -128,7 +128,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(seed=st.integers(0, 10_000))
 def test_any_text_drawn_at_temperature_2_matches(world: World, name: str, seed: int) -> None:
     grammar, matches = GRAMMARS[name]
@@ -136,7 +136,7 @@ def test_any_text_drawn_at_temperature_2_matches(world: World, name: str, seed: 
     assert matches(world.text(output))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 10_000), cut=st.integers(0, 30))
 def test_a_row_that_was_preempted_goes_on_as_if_nothing_had_happened(
     demo: World, seed: int, cut: int

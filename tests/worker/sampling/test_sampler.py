@@ -73,7 +73,7 @@ def sample_once(params: SamplingParams, logits: list[float], output: list[int] |
     return result.token_ids[0]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(sampling_params(), rows_of_logits, histories), min_size=1, max_size=5))
 def test_every_token_is_one_that_the_oracle_would_draw(batch) -> None:
     sampler = sampler_with(*((params, prompt, output) for params, _, (prompt, output) in batch))
@@ -87,7 +87,7 @@ def test_every_token_is_one_that_the_oracle_would_draw(batch) -> None:
             output.append(result.token_ids[n])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(sampling_params(), rows_of_logits, histories), min_size=2, max_size=6))
 def test_neighbours_never_change_a_draw(batch) -> None:
     logits = logits_of(*(row for _, row, _ in batch))

@@ -189,7 +189,7 @@ def pieces_of(wires: list[Wire], cuts: list[int]) -> list[bytes]:
     return [data[start:end] for start, end in pairwise([0, *cuts, len(data)]) if start < end]
 
 
-@settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(histories())
 def test_every_request_gets_its_own_answer_however_it_is_cut_and_framed(url, engine, history) -> None:
     wires, cuts = history

@@ -447,7 +447,7 @@ NEARLY = st.dictionaries(FIELDS, JSON, max_size=5).map(
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(body=NEARLY | JSON, raw=st.none() | st.binary(max_size=40))
 async def test_no_body_whatsoever_makes_the_server_fail(path, body, raw):
     app = build_app(FakeEngine(), Settings())

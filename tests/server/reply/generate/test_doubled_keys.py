@@ -48,7 +48,7 @@ def num_members(value: object) -> int:
     return len(value) + sum(map(num_members, value.values())) if isinstance(value, dict) else 0
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(value=JSON, piece_bytes=st.integers(1, 9))
 def test_members_are_counted_wherever_a_text_begins_or_ends(value: object, piece_bytes: int) -> None:
     raw = json.dumps([value, {'\\"': "\\\\", "\\": ':"'}], ensure_ascii=False).encode(errors="replace")
