@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from worker.adapters.adapted_linear import StepAdapters, WrappedModule
 from worker.adapters.files import Halves, LowRank
 from worker.adapters.settings import AdapterSettings
+from worker.model.layer_parts import Unrecognised
 from worker.model.linear import Linear
 from worker.model.mixture import ExpertLinears, read_experts
 from worker.worker_errors import AdapterRefused, WorkerError
@@ -105,6 +106,8 @@ class ExpertsSize(NamedTuple):
 def size_experts(module: Any) -> ExpertsSize:
     """Read the sizes of experts. Raises Unrecognised where they cannot be taken apart."""
     experts = read_experts(module)
+    if experts.num_identities:  # which have unused rows in the tensors of files
+        raise Unrecognised("some of its experts return what they are given")
     gate_up = experts.gate_up(0)
     return ExpertsSize(
         experts.num_experts, gate_up.num_outputs // 2, gate_up.num_inputs, bool(module.is_concatenated)

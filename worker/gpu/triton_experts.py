@@ -36,6 +36,8 @@ class TritonExperts(nn.Module):
         super().__init__()
         if not isinstance(experts, Experts):
             raise Unrecognised(f"its experts are of {experts.down(0).weight.format}")
+        if experts.num_identities:
+            raise Unrecognised("some of its experts return what they are given")
         self._experts = experts
 
     def forward(self, hidden_TH: Tensor, expert_ids_TK: Tensor, scores_TK: Tensor) -> Tensor:

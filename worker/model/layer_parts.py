@@ -361,7 +361,7 @@ def _gated_mlp(module: nn.Module, taken: TakenWeights) -> GatedMlp:
     if num_gates % taken.size_multiple:
         raise Unrecognised(f"its MLP has {num_gates} gates")
     gates_and_ups = gates_and_ups.in_segments([Segment(num_gates), Segment(num_gates)])
-    return GatedMlp(gates_and_ups, _linear(mlp, "down_proj", taken), _activation(module))
+    return GatedMlp(gates_and_ups, _linear(mlp, "down_proj", taken), read_activation(module))
 
 
 def _children(module: nn.Module) -> dict[str, nn.Module]:
@@ -427,8 +427,8 @@ def read_norm(norm: nn.Module, taken: TakenWeights) -> RmsNorm:
     return LayerNorm(weight_H.contiguous(), epsilon, of_zeros_H.contiguous())
 
 
-def _activation(mlp: nn.Module) -> GateActivation:
-    """Recognise the MLP's function by its values."""
+def read_activation(mlp: nn.Module) -> GateActivation:
+    """Recognise the MLP's function by its values. Raises Unrecognised."""
     function = next((getattr(mlp, name) for name in _ACTIVATION_NAMES if hasattr(mlp, name)), None)
     if not callable(function):
         raise Unrecognised("its MLP has no activation")

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from worker.devices.weight_life import lent_to
 from worker.machine import trim_heaps
-from worker.model.layer_parts import GateActivation, Unrecognised
+from worker.model.layer_parts import GateActivation, Unrecognised, read_activation
 from worker.model.linear import Axis, Cut, Linear, PlainWeight, Segment, merge
 from worker.ranks.ranks import Ranks
 
@@ -64,6 +64,10 @@ class ExpertLinears(Protocol):
     @property
     def num_experts(self) -> int: ...
 
+    @property
+    def num_identities(self) -> int:
+        """Count the experts behind these that return what they are given."""
+
     def gate_up(self, expert: int) -> Linear:
         """Return the merged gates and ups of one expert: all gates, then all ups."""
 
@@ -86,6 +90,7 @@ class Experts(NamedTuple):
     down_EHI: Tensor
     down_bias_EH: Tensor | None
     gate: Gate
+    num_identities: int = 0
 
     @property
     def num_experts(self) -> int:
@@ -135,6 +140,7 @@ class ExpertShards:
                 f"its experts have {num_gates} gates, no multiple of {ranks.size} ranks times {size_multiple}"
             )
         self.gate, self.num_experts = experts.gate, experts.num_experts
+        self.num_identities = experts.num_identities
         self._experts, self._ranks = experts, ranks
         self._halves = (Segment(num_gates, size_multiple),) * 2
 
@@ -185,10 +191,15 @@ class ReplacedExperts:
 
 
 def find_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield names and modules of all experts that declare their layout, or have `as_experts`."""
+    """Yield names and modules of all experts that declare their layout, have `as_experts`, or identities."""
     for name, module in model.named_modules():
-        if declares_layout(module) or hasattr(module, "as_experts"):
+        if declares_layout(module) or hasattr(module, "as_experts") or _has_identities(module):
             yield name, module
+
+
+def _has_identities(module: nn.Module) -> bool:
+    """Tell whether some experts return what they are given, as LongCat's; these declare no layout."""
+    return isinstance(getattr(module, "identity_expert", None), nn.Identity)
 
 
 def declares_layout(module: nn.Module) -> bool:
@@ -205,7 +216,9 @@ def read_experts(module: Any) -> ExpertLinears:
 
 
 def read_plain_experts(module: Any) -> Experts:
-    """Take experts apart that declare their layout. Raises Unrecognised."""
+    """Take experts apart that declare their layout, or have identities. Raises Unrecognised."""
+    if _has_identities(module):
+        return _read_before_identities(module)
     if not module.has_gate:
         raise Unrecognised("its experts have no gates")
     if getattr(module, "has_post_expert_norm", False):
@@ -219,6 +232,16 @@ def read_plain_experts(module: Any) -> Experts:
         gate_bias, up_bias = _gates_and_ups(module, module.gate_up_proj_bias.detach())
         down_bias = module.down_proj_bias.detach()
     return Experts(gate_ENH, up_ENH, gate_bias, up_bias, down, down_bias, find_gate(module))
+
+
+def _read_before_identities(module: Any) -> Experts:
+    """Take experts apart whose first weights have unused rows for identities. Raises Unrecognised."""
+    if module.down_proj is None:
+        raise Unrecognised("all of its experts return what they are given")
+    gate_up, down = module.gate_up_proj.detach(), module.down_proj.detach()
+    gate_ENH, up_ENH = gate_up[: len(down)].chunk(2, dim=1)
+    gate = Gate(read_activation(module))
+    return Experts(gate_ENH, up_ENH, None, None, down, None, gate, len(gate_up) - len(down))
 
 
 def _gates_and_ups(module: Any, merged: Tensor) -> tuple[Tensor, Tensor]:
@@ -255,11 +278,12 @@ def find_gate(module: Any) -> Gate:
 def check_experts(ours: nn.Module, module: Any, experts: ExpertLinears) -> None:
     """Compute some tokens both ways. Raises Unrecognised if they differ."""
     down = experts.down(0)
-    dtype: torch.dtype = module.down_proj.dtype if declares_layout(module) else module.dtype
+    dtype: torch.dtype = module.dtype if hasattr(module, "as_experts") else module.down_proj.dtype
     generator = torch.Generator().manual_seed(_SEED)
-    num_chosen = min(4, experts.num_experts)
+    num_experts = experts.num_experts + experts.num_identities
+    num_chosen = min(4, num_experts)
     device = down.weight.device
-    scores_TE = torch.rand((_NUM_TOKENS, experts.num_experts), generator=generator).to(device)
+    scores_TE = torch.rand((_NUM_TOKENS, num_experts), generator=generator).to(device)
     scores_TK, ids_TK = scores_TE.topk(num_chosen)
     hidden_TH = torch.randn((_NUM_TOKENS, down.num_outputs), generator=generator).to(device, dtype)
     with torch.inference_mode():

@@ -189,7 +189,7 @@ class _GroupedExperts:
     def __init__(self, module: QuantizedExperts) -> None:
         self._module = module
         self.gate = find_gate(module._replaced[0])
-        self.num_experts = module.num_experts
+        self.num_experts, self.num_identities = module.num_experts, 0
 
     def gate_up(self, expert: int) -> Linear:
         weight, bias = self._module._gate_ups[expert], self._module.gate_up_proj_bias
