@@ -71,12 +71,17 @@ def keep_index_keys(model: nn.Module) -> None:
         names = set(inspect.signature(type(indexer).forward).parameters) - {"self"}
         if names not in _KNOWN_ARGUMENTS:
             raise FamilyRefused(f"{type(indexer).__name__} chooses keys in a way of its own")
-        indexer.index_layer = number
+        indexer.index_layer, indexer.place = number, (0, 1)
         indexer.forward = MethodType(_choose, indexer)
     if attentions:
         for module in model.modules():
             if hasattr(module, INDEXER):  # of some layers it is None: they take another's choice
                 module.register_forward_pre_hook(_without_mask, with_kwargs=True)
+
+
+def choose_for_rank(indexer: Any, rank: int, num_ranks: int) -> None:
+    """Let a choice be that of a rank's own query heads; the indexer itself is whole on each rank."""
+    indexer.place = (rank, num_ranks)
 
 
 def _find_attentions(model: nn.Module) -> Iterator[Any]:
@@ -169,6 +174,9 @@ def _seen(indexer: Any, chosen: Tensor, seq_len: int) -> Tensor:
     """Mark what was chosen: tokens [1, N, K], or blocks [1, C, N, K], of which -1 stands for none."""
     size = 1 if _chooses_tokens(indexer) else indexer.block_size
     chosen_CNK = chosen.long() if size == 1 else chosen[0].long()
+    (rank, num_ranks), num_groups = indexer.place, len(chosen_CNK)
+    first = rank * num_groups // num_ranks  # groups are those of KV heads, of which ranks may share one
+    chosen_CNK = chosen_CNK[first : first + max(1, num_groups // num_ranks)]
     num_blocks = -(-seq_len // size)
     shape = (*chosen_CNK.shape[:2], num_blocks + 1)
     seen_CNB = torch.zeros(shape, dtype=torch.bool, device=chosen.device)

@@ -75,6 +75,8 @@ class KeptShapes(NamedTuple):
     """With those of the keys of indexers behind them."""
     states: dict[int, StateShape]
     has_index_keys: bool = False
+    together: tuple[tuple[int, ...], ...] = ()
+    """Numbers of each layer that has several: it attends more than once, or has an indexer."""
 
     def with_beside(self, beside: "KeptShapes") -> "KeptShapes":
         """Append what a draft model keeps, under the numbers of `numbers_beside`. Raises StartupError.
@@ -140,6 +142,8 @@ class BlockLayout:
     """Numbers of a block that has layers of another model too."""
     least_state_blocks: int = 0
     """Blocks of a state that is larger in another stage, by number."""
+    together: tuple[tuple[int, ...], ...] = ()
+    """See KeptShapes."""
 
     @property
     def groups(self) -> tuple[CacheGroup, ...]:
@@ -177,13 +181,21 @@ class BlockLayout:
         """Numbers of all layers that keep something, in their order."""
         return sorted({*self.layers, *self.state_shapes})
 
+    @property
+    def by_layer(self) -> list[tuple[int, ...]]:
+        """Numbers of each layer that keeps something, in the order of layers."""
+        alone = {*self.layer_numbers}.difference(*self.together)
+        return sorted([*self.together, *((number,) for number in alone)])
+
     def only(self, places: Iterable[int]) -> "BlockLayout":
         """Keep the layers at these places in the order of all."""
-        numbers = self.layer_numbers
-        kept = {numbers[place] for place in places}
+        by_layer = self.by_layer
+        own = [by_layer[place] for place in places]
+        kept = {number for numbers in own for number in numbers}
         layers = {number: shape for number, shape in self.layers.items() if number in kept}
         states = {number: shape for number, shape in self.state_shapes.items() if number in kept}
-        return replace(self, layers=layers, state_shapes=states)
+        together = tuple(numbers for numbers in own if len(numbers) > 1)
+        return replace(self, layers=layers, state_shapes=states, together=together)
 
     @property
     def storage(self) -> torch.dtype:

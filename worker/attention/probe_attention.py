@@ -80,12 +80,14 @@ class ProbeAttention:
         """The largest key and value of each layer, on the device."""
         self.states = ProbeStates()
         self.index_keys = ProbeIndexKeys(self.shapes)
+        self.together: list[tuple[int, ...]] = []
+        """See KeptShapes."""
         self._places: dict[int, tuple[int, ...]] = {}
 
     @property
     def kept(self) -> KeptShapes:
         layers, states = sorted(self.shapes.items()), sorted(self.states.shapes.items())
-        return KeptShapes(dict(layers), dict(states), self.index_keys.is_asked)
+        return KeptShapes(dict(layers), dict(states), self.index_keys.is_asked, tuple(self.together))
 
     def attend(
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions

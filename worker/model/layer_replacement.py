@@ -11,15 +11,15 @@ from typing import Any
 
 from torch import nn
 
-from worker.attention.latents import find_expansions
 from worker.devices.device import Device
 from worker.devices.weight_life import lent_to
 from worker.machine import trim_heaps
 from worker.model.body import whole_body_of
 from worker.model.layer_call import LayerCall
 from worker.model.layer_parts import Unrecognised, find_mlp, find_parts
-from worker.model.layer_shards import shard_layer, shard_own_layer
+from worker.model.layer_shards import Pack, can_shard_own, shard_layer, shard_own_layer, shard_own_mlp
 from worker.model.layer_trial import RecordedCall, kind_of, record_calls, try_layer
+from worker.model.linear import Axis, Linear
 from worker.model.mixture import ReplacedExperts
 from worker.model.stage_layers import EdgeLayer, PassedLayer, drop_ends
 from worker.model.toolkit import Toolkit
@@ -37,6 +37,8 @@ class LayerReplacement:
     num_fused: int = 0
     num_cut: int = 0
     """Layers that stayed, and of which each rank has a part."""
+    numbers: set[int] = field(default_factory=set)
+    """Numbers under which the layers that this rank has, or its part of them, keep something."""
     is_one_call: bool = False
     """Whether one call computes all layers."""
     num_kept_mlps: int = 0
@@ -105,9 +107,8 @@ def replace_layers(
                 verdicts[kind] = try_layer(layer, call, toolkit, device)
         verdict = verdicts[kind]
         is_fused = isinstance(verdict, LayerCall)
-        num_latents = sum(1 for _ in find_expansions(layer)) if is_divided(ranks) else 0
-        if not is_fused and num_latents != 1:
-            done.keep(call, "it attends more than once" if num_latents else str(verdict))
+        if not (is_fused or (is_divided(ranks) and can_shard_own(layer))):
+            done.keep(call, str(verdict))
             continue
         if place not in stage_places:
             _replace_layer(model, name, PassedLayer())
@@ -122,6 +123,7 @@ def replace_layers(
         done.num_kept_mlps += is_fused and find_mlp(own) is not None
         _replace_layer(model, name, _at_edge(own, ranks.stage, place, stage_places))
         done.count(is_fused=is_fused)
+        done.numbers |= call.numbers
     if ranks.stage.count > 1:
         drop_ends(model, ranks.stage)
     _replace_others(model, toolkit, max_model_len, done)
@@ -140,24 +142,31 @@ def _own_part(
 ) -> nn.Module:
     """Make a rank's part of a layer: a fused one, or of one that stays. Raises Unrecognised."""
     layer: nn.Module = model.get_submodule(name)
+
+    def pack(shard: Linear, axis: Axis) -> nn.Module:
+        return toolkit.pack_shard(shard, axis, model.dtype)
+
     if isinstance(verdict, LayerCall):
-        return _fuse(layer, verdict, call, toolkit, ranks)
+        return _fuse(layer, verdict, call, toolkit, ranks, pack)
     if toolkit.device_kind != "CPU":
-        raise Unrecognised("its latents are divided on CPUs only")
+        raise Unrecognised("layers that stay are divided on CPUs only")
     if ranks.size > 1:
-        shard_own_layer(layer, ranks, lambda shard, axis: toolkit.pack_shard(shard, axis, model.dtype))
+        shard_own_layer(layer, ranks, pack)
     toolkit.replace_linears(model, call.linears)
     return layer
 
 
 def _fuse(
-    layer: nn.Module, guess: LayerCall, recorded: RecordedCall, toolkit: Toolkit, ranks: Ranks
+    layer: nn.Module, guess: LayerCall, recorded: RecordedCall, toolkit: Toolkit, ranks: Ranks, pack: Pack
 ) -> nn.Module:
     """Make a rank's shard of a layer. Raises Unrecognised."""
     assert recorded.layer_idx is not None
     call = replace(guess, layer_idx=recorded.layer_idx, options=recorded.options or guess.options)
     parts = toolkit.round_weights(find_parts(layer, toolkit.weights))
-    return toolkit.fuse(*shard_layer(parts, call, ranks, toolkit.weights))
+    own = shard_layer(parts, call, ranks, toolkit.weights)
+    if ranks.size > 1 and isinstance(parts.mlp, nn.Module):
+        shard_own_mlp(parts.mlp, ranks, pack)
+    return toolkit.fuse(*own)
 
 
 def _at_edge(layer: nn.Module, stage: Stage, place: int, places: range) -> nn.Module:

@@ -5,13 +5,16 @@ those of the layer once they are reduced over all ranks.
 Source: column and row parallel layers, arXiv:1909.08053.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from worker.attention.indexers import INDEXER, choose_for_rank
 from worker.attention.kv_cache import BlockLayout, LayerShape, check_states
 from worker.attention.latents import EXPANSION, LatentExpansion, find_expansions
 from worker.attention.layer_groups import grouped
@@ -36,6 +39,10 @@ from worker.worker_errors import StartupError
 _KEYS_AND_VALUES = ("k_proj", "v_proj", "qkv_proj")
 _OF_LATENTS = ("q_a_proj", "kv_a_proj_with_mqa")
 """Products that each rank computes whole."""
+_BEHIND_HEADS, _BEHIND_GATES = "o_proj", "down_proj"
+_NUM_PARTS = {"gate_proj": 1, "up_proj": 1, "gate_up_proj": 2}
+"""Parts that lie side by side in the products before gates."""
+_NUM_TOKENS, _NUM_GATES, _SEED = 3, 8, 13
 _DIVIDED_MODULES = (nn.Linear, nn.Embedding, LatentExpansion)
 
 
@@ -73,8 +80,6 @@ def _with_shards(
 ) -> LayerParts:
     """Put in a mixer whose first products are cut, and cut the others. Raises Unrecognised, or ValueError."""
     mlp, place = parts.mlp, (ranks.rank, ranks.size)
-    if isinstance(mlp, nn.Module) and not any(find_experts(mlp)):
-        raise Unrecognised("its MLP cannot be divided among ranks")
     gate_up, down = (None, None) if isinstance(mlp, nn.Module) else _cut_mlp(mlp, ranks)
     parts = replace(
         parts,
@@ -135,21 +140,65 @@ def shard_state(state: StateShape, num_ranks: int) -> StateShape:
     )
 
 
-def shard_own_layer(layer: nn.Module, ranks: Ranks, pack: Callable[[Linear, Axis], nn.Module]) -> None:
-    """Cut a layer that stays and keeps latents: heads, and gates of MLPs. Raises Unrecognised.
+Pack = Callable[[Linear, Axis], nn.Module]
+"""The making of a rank's part of a product."""
 
-    A latent is computed and kept whole by each rank, and so is all that is not named here.
+
+def can_shard_own(layer: nn.Module) -> bool:
+    """Tell whether a layer that stays is one that `shard_own_layer` cuts."""
+    return any(_own_attentions(layer))
+
+
+def shard_own_layer(layer: nn.Module, ranks: Ranks, pack: Pack) -> None:
+    """Cut a layer that stays, with latents or an indexer: heads, and gates of MLPs. Raises Unrecognised.
+
+    Latents and index keys are computed and kept whole by each rank, and so is all that is not named here.
     """
+    products = []
+    for prefix, attention in _own_attentions(layer):
+        products += [each._replace(name=prefix + each.name) for each in _products_of_heads(attention)]
+        for name, parameter in attention.named_parameters(recurse=False):  # such as sinks, one for each head
+            own_H = parameter.detach().tensor_split(ranks.size)[ranks.rank].clone()
+            setattr(attention, name, nn.Parameter(own_H, requires_grad=False))
+        if isinstance(indexer := getattr(attention, INDEXER, None), nn.Module):
+            choose_for_rank(indexer, ranks.rank, ranks.size)
+    _shard_products(layer, [*products, *_products_of_gates(layer)], ranks, pack)
+
+
+def shard_own_mlp(mlp: nn.Module, ranks: Ranks, pack: Pack) -> None:
+    """Cut the MLP of a fused layer, where it stays. Raises Unrecognised.
+
+    Experts are cut where they are replaced.
+    """
+    if any(find_experts(mlp)):
+        return
+    if not (products := [*_products_of_gates(mlp)]):
+        raise Unrecognised("its MLP cannot be divided among ranks")
+    _shard_products(mlp, products, ranks, pack)
+
+
+class _Product(NamedTuple):
+    """A product that is cut."""
+
+    name: str
+    axis: Axis
+    unit: int = 1
+    """Outputs that stay together."""
+    num_parts: int = 1
+    """Parts of the outputs that lie side by side."""
+
+
+def _shard_products(layer: nn.Module, products: Iterable[_Product], ranks: Ranks, pack: Pack) -> None:
     place, cut = (ranks.rank, ranks.size), dict[str, nn.Module]()
     with _refusing_uneven(ranks):
-        for name, axis, unit in _divided_products(layer):
+        for name, axis, unit, num_parts in products:
             product = layer.get_submodule(name)
             linear = linear_of(product)
             if isinstance(product, LatentExpansion):
                 linear = Linear.of(PlainWeight(product.weight.detach()))
             if linear is None:
                 raise Unrecognised(f"its {name} is {type(product).__name__}")
-            linear = linear.in_segments([Segment(linear.num_outputs, unit)])
+            linear = linear.in_segments([Segment(linear.num_outputs // num_parts, unit)] * num_parts)
             shard = linear.shard(*place, axis)
             if isinstance(product, LatentExpansion):
                 numbers = nn.Parameter(shard.weight.dequantized(product.weight.dtype), requires_grad=False)
@@ -161,18 +210,72 @@ def shard_own_layer(layer: nn.Module, ranks: Ranks, pack: Callable[[Linear, Axis
         layer.set_submodule(name, module)
 
 
-def _divided_products(layer: nn.Module) -> Iterator[tuple[str, Axis, int]]:
-    """List the products of heads and of gates, with the outputs that stay together."""
-    for expansion, attention in find_expansions(layer):
-        sizes, of_attention = attention.kv_b_proj.sizes, expansion.removesuffix(EXPANSION)
-        yield expansion, Axis.OUTPUTS, sizes.key_dim + sizes.value_dim
-        queries = "q_proj" if getattr(attention, "q_b_proj", None) is None else "q_b_proj"
-        yield f"{of_attention}{queries}", Axis.OUTPUTS, attention.qk_head_dim
-        yield f"{of_attention}o_proj", Axis.INPUTS, 1
+def _own_attentions(layer: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Find the attention modules with latents or an indexer, each with the prefix of its children's names."""
+    latents = {attention for _, attention in find_expansions(layer)}
     for name, module in layer.named_modules():
-        if {"gate_proj", "up_proj", "down_proj"} <= dict(module.named_children()).keys():
-            yield from ((f"{name}.{each}", Axis.OUTPUTS, 1) for each in ("gate_proj", "up_proj"))
-            yield f"{name}.down_proj", Axis.INPUTS, 1
+        if module in latents or isinstance(getattr(module, INDEXER, None), nn.Module):
+            yield f"{name}.", module
+
+
+def _products_of_heads(attention: Any) -> Iterator[_Product]:
+    """List the products of queries, keys, values, gates of heads, and what follows attention."""
+    expansion = getattr(attention, EXPANSION, None)
+    num_heads = 0 if expansion is None else len(expansion.weight) // sum(expansion.sizes[1:])
+    for name, module in attention.named_children():
+        if name == _BEHIND_HEADS:
+            yield _Product(name, Axis.INPUTS)
+        elif module is expansion:
+            yield _Product(name, Axis.OUTPUTS, sum(expansion.sizes[1:]))
+        elif name not in _OF_LATENTS and (linear := linear_of(module)) is not None:
+            unit = linear.num_outputs // num_heads if num_heads else attention.head_dim
+            yield _Product(name, Axis.OUTPUTS, unit)
+
+
+def _products_of_gates(layer: nn.Module) -> Iterator[_Product]:
+    """List the products of MLPs. Raises Unrecognised for one that takes its gates together."""
+    for name, module in layer.named_modules():
+        children, prefix = dict(module.named_children()), f"{name}." if name else ""
+        parts = {each: num_parts for each, num_parts in _NUM_PARTS.items() if each in children}
+        if not parts or _BEHIND_GATES not in children:
+            continue
+        if not _takes_gates_one_by_one(module, parts):
+            raise Unrecognised("its MLP cannot be divided among ranks")
+        for each, num_parts in parts.items():
+            yield _Product(prefix + each, Axis.OUTPUTS, num_parts=num_parts)
+        yield _Product(prefix + _BEHIND_GATES, Axis.INPUTS)
+
+
+class _Given(nn.Module):
+    """A stand-in for a product, with numbers that do not depend on its input."""
+
+    numbers_TN: Tensor
+
+    def forward(self, _: Tensor) -> Tensor:
+        return self.numbers_TN
+
+
+def _takes_gates_one_by_one(mlp: nn.Module, parts: dict[str, int]) -> bool:
+    """Compute what stands between products for some gates, and for the first half of them alone."""
+    given: dict[str, _Given] = {name: _Given() for name in parts}
+    stand_ins: dict[int, Any] = {id(mlp.get_submodule(name)): each for name, each in given.items()}
+    stand_ins[id(mlp.get_submodule(_BEHIND_GATES))] = nn.Identity()
+    between, generator = deepcopy(mlp, stand_ins), torch.Generator().manual_seed(_SEED)
+    numbers = {
+        name: 3 * torch.randn((_NUM_TOKENS, num_parts, 2 * _NUM_GATES), generator=generator)
+        for name, num_parts in parts.items()
+    }
+    found = []
+    for num_gates in (2 * _NUM_GATES, _NUM_GATES):
+        for name, each in given.items():
+            each.numbers_TN = numbers[name][..., :num_gates].flatten(1)
+        try:
+            with torch.inference_mode():
+                found.append(between(torch.zeros(_NUM_TOKENS, 1)))
+        except (RuntimeError, ValueError, TypeError, AttributeError, LookupError):
+            return False
+    whole_TN, half_TN = found
+    return torch.allclose(whole_TN[:, :_NUM_GATES], half_TN, atol=1e-5)
 
 
 def _cut_mlp(mlp: GatedMlp, ranks: Ranks) -> tuple[Cut, Cut]:
@@ -235,7 +338,7 @@ def divide_layout(
     Raises StartupError where they cannot be divided.
     """
     if ranks.stage.count > 1:
-        ranks.stage = replace(ranks.stage, head_layers=count_head_layers(len(layout.layer_numbers)))
+        ranks.stage = replace(ranks.stage, head_layers=count_head_layers(len(layout.by_layer)))
     try:
         divided = shard_layout(layout, ranks.size, longest)
     except Unrecognised as uneven:
@@ -248,7 +351,7 @@ def layout_of_stage(layout: BlockLayout, stage: Stage) -> DividedLayout:
 
     Raises StartupError where a stage would have no layer, or recurrent ones alone beside others that attend.
     """
-    asked, num_layers = f"--pipeline-parallel-size {stage.count}", len(layout.layer_numbers)
+    asked, num_layers = f"--pipeline-parallel-size {stage.count}", len(layout.by_layer)
     if stage.count > max(num_layers, 1):
         raise refuse_division(asked, f"it has {num_layers} layers")
     parts = [layout.only(replace(stage, index=each).layers_of(num_layers)) for each in range(stage.count)]
@@ -265,7 +368,7 @@ def share_of_node(config: WorkerConfig, layout: BlockLayout, ranks: Ranks) -> fl
     """Count the blocks' bytes that are on this node, of those on all."""
     if config.num_nodes == 1:
         return 1.0
-    num_layers, stage = len(layout.layer_numbers), ranks.stage
+    num_layers, stage = len(layout.by_layer), ranks.stage
     stages = [replace(stage, index=index) for index in stage.node_of(config.num_nodes)]
     own = layout.only(place for each in stages for place in each.layers_of(num_layers))
     nodes_of_a_stage = max(1, config.num_nodes // stage.count)
@@ -299,6 +402,7 @@ def bytes_of_a_rank(model: Any, num_ranks: int, stage: Stage = ONLY_STAGE) -> in
                 seen.add(id(parameter))
                 is_divided = type(module) in _DIVIDED_MODULES or parameter.dim() > 2
                 is_divided &= module not in whole and not name.endswith(_OF_LATENTS)
+                is_divided &= f".{INDEXER}." not in name
                 of = min(num_ranks, num_heads) if name.endswith(_KEYS_AND_VALUES) else num_ranks
                 unit = parameter[0].nbytes if module in ends else 1
                 num_bytes += -(-parameter.nbytes // unit // (of if is_divided else 1)) * unit

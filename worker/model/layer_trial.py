@@ -39,6 +39,8 @@ class RecordedCall:
     kwargs: dict[str, Any]
     hidden_size: int
     layer_idx: int | None = None
+    numbers: set[int] = field(default_factory=set)
+    """Numbers under which it keeps something: several where it attends more than once, or has an indexer."""
     shape: LayerShape | None = None
     options: AttentionOptions | None = None
     state: StateShape | None = None
@@ -59,11 +61,10 @@ class _Halve(nn.Module):
 class _Recorder:
     """A LayerExecutor that notes the attention call of each layer, and what it keeps of a recurrence."""
 
-    index_keys = ProbeIndexKeys({})
-
     def __init__(self) -> None:
         self.current: RecordedCall | None = None
         self.states = _RecordedStates(self)
+        self.index_keys = _RecordedIndexKeys(self)
 
     def attend(
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
@@ -71,6 +72,7 @@ class _Recorder:
         num_heads, num_tokens, key_dim = key.shape
         if self.current is not None:
             self.current.layer_idx = layer_idx
+            self.current.numbers.add(layer_idx)
             self.current.shape = LayerShape(
                 num_heads, key_dim, value.shape[-1], value_is_key_part=options.value_is_key_part
             )
@@ -89,12 +91,26 @@ class _RecordedStates(ProbeStates):
         super().begin_layer(layer_idx)
         if self._recorder.current is not None:
             self._recorder.current.layer_idx = layer_idx
+            self._recorder.current.numbers.add(layer_idx)
 
     def add_to(self, calls: Iterable[RecordedCall]) -> None:
         """Note the state of each layer that did not attend."""
         for call in calls:
             if call.shape is None and call.layer_idx is not None:
                 call.state = self.shapes[call.layer_idx]
+
+
+class _RecordedIndexKeys(ProbeIndexKeys):
+    """A ProbeIndexKeys that notes which layer has an indexer."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__({})
+        self._recorder = recorder
+
+    def write_index(self, layer_idx: int, keys_TD: Tensor) -> None:
+        super().write_index(layer_idx, keys_TD)
+        if self._recorder.current is not None:
+            self._recorder.current.numbers.add(layer_idx)
 
 
 def record_calls(model: Any, device: Device, last_position: int) -> dict[str, RecordedCall]:

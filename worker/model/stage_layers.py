@@ -9,13 +9,36 @@ zeros, and the first layer of its own takes what came instead.
 Shapes: T tokens, H numbers of a hidden state, V tokens of the vocabulary.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from worker.attention.probe_attention import ProbeAttention
+from worker.model.layer_parts import find_layers
 from worker.model.quantized_layers import QuantizedEmbedding
 from worker.ranks.stage import HiddenReceiver, HiddenSender, Stage
+
+
+@contextmanager
+def noting_layers(model: nn.Module, probe: ProbeAttention) -> Iterator[None]:
+    """Let a probe learn which layers keep something under several numbers: a stage has all of them."""
+    known: set[int] = set()
+
+    def behind(*_: Any) -> None:
+        own = sorted({*probe.shapes, *probe.states.shapes} - known)
+        known.update(own)
+        if len(own) > 1:
+            probe.together.append(tuple(own))
+
+    hooks = [layer.register_forward_hook(behind) for layer in find_layers(model).values()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 class PassedLayer(nn.Module):

@@ -60,6 +60,13 @@ class DividedOutput(nn.Module):
         self.own = own
         self._shard, self._ranks = shard, ranks
 
+    @property
+    def weight(self) -> Tensor:
+        """Return the weight of `own`: some models ask for the dtype."""
+        own: Any = self.own
+        weight: Tensor = own.weight
+        return weight
+
     def forward(self, x: Tensor) -> Tensor:
         """Multiply [..., H] to [..., V]."""
         part_TP = self.own(x.reshape(-1, x.shape[-1]))

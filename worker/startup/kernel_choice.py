@@ -121,7 +121,7 @@ def kind_on(config: WorkerConfig, device: Device) -> ModelKind:
 def refuse_kept(model_type: str, kept: KeptShapes, config: WorkerConfig, device: Device) -> None:
     """Raise FamilyRefused where some layers have no batches."""
     kernels = kernels_of(device)
-    undivided = "which are not divided yet" if config.num_ranks * config.num_stages > 1 else None
+    undivided = "which stages do not divide yet" if config.num_stages > 1 else None
     if kept.has_index_keys and (reason := kernels.why_no_index_keys or undivided) is not None:
         raise FamilyRefused(f"{model_type} has layers that choose their keys, {reason}")
     if kept.states and device.is_gpu and config.num_ranks * config.num_stages > 1:

@@ -79,9 +79,8 @@ def _refuse_undivided(config: WorkerConfig, check: SelfCheck, replacement: Layer
     num_divided = replacement.num_fused + replacement.num_cut
     ranks.check_same("layers", f"{num_divided} of {replacement.num_layers} divided")
     has_whole_experts = replacement.experts.num_replaced < replacement.experts.num_found
-    num_own = len(ranks.stage.layers_of(replacement.num_layers))
-    num_kept = len(check.cache.layout.layer_numbers)
-    is_whole = num_divided < replacement.num_layers or num_own < num_kept
+    is_elsewhere = not replacement.numbers.issuperset(check.cache.layout.layer_numbers)
+    is_whole = num_divided < replacement.num_layers or is_elsewhere
     if is_whole or has_whole_experts:
         raise refuse_division(describe_division(config), replacement.describe())
 

@@ -24,6 +24,7 @@ from worker.load.cache_scales import read_cache_scales
 from worker.load.loader import LoadedModel
 from worker.load.model_kind import NO_PAGED_ATTENTION
 from worker.model.quantized_layers import skipping_products
+from worker.model.stage_layers import noting_layers
 from worker.progress import LoadStage
 from worker.startup.kernel_choice import refuse_kept
 from worker.startup.self_check import Runner, refusing
@@ -69,7 +70,7 @@ def probe_shapes(device: Device, loaded: LoadedModel, runner: Runner) -> KeptSha
     Raises StartupError if the model calls another attention.
     """
     found = SharingProbe()
-    with refusing(loaded.model_type), skipping_products():
+    with refusing(loaded.model_type), skipping_products(), noting_layers(loaded.model, found):
         runner.forward(
             StepTokens.of(device, np.zeros(2, np.int64), np.arange(2), np.ones(1, np.int64)), found
         )
@@ -97,6 +98,7 @@ def probe_layout(start: Start) -> BlockLayout:
         block_size=config.block_size or device.default_block_size,
         dtype=dtype,
         scales=scales,
+        together=whole.together,
     )
     check_states(layout)
     return layout

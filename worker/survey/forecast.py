@@ -80,12 +80,13 @@ def forecast(
         state_shapes=kept.states,
         block_size=config.block_size or device.default_block_size,
         dtype=cache_dtype(config.kv_cache_dtype, dtype),
+        together=kept.together,
     )
     check_states(whole)
     text_config = model.config.get_text_config(decoder=True)
     own_len = longest_len(text_config, config.max_model_len)
     checkpoint_len = longest_right_len(text_config, own_len, config.max_model_len)
-    stages = _stages(config, model, len(whole.layer_numbers))
+    stages = _stages(config, model, len(whole.by_layer))
     layout = _layout_of_a_rank(whole, config, text_config, checkpoint_len, stages[0])
     is_stacked = kernels_of(device).stacks_adapters
     adapter_bytes = (stacked_bytes if is_stacked else most_bytes)(config, targets, dtype)
@@ -95,8 +96,7 @@ def forecast(
         budget_bytes = device.foreseen_budget_bytes(num_bytes)
         if is_stacked:
             budget_bytes = max(0, budget_bytes - adapter_bytes)
-        own = layout.only(stage.layers_of(len(layout.layer_numbers)))
-        return _size_of_cache(config, own, budget_bytes, checkpoint_len)
+        return _size_of_cache(config, layout_of_stage(layout, stage).own, budget_bytes, checkpoint_len)
 
     sizes = map(size_of, stages if config.num_devices > 1 else [ONLY_STAGE])
     size = min(sizes, key=lambda each: each.num_blocks)

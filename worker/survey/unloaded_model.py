@@ -6,14 +6,13 @@ from typing import Any
 import torch
 
 from worker.adapters.targets import Targets
-from worker.attention.indexers import keep_index_keys
 from worker.attention.interface import ATTENTION_NAME, active
 from worker.attention.kv_cache import KeptShapes
-from worker.attention.latents import keep_latents
 from worker.attention.probe_attention import ProbeAttention, SharingProbe
 from worker.checkpoint.checkpoint_files import find_weights
 from worker.checkpoint.task_choice import generating_class
 from worker.devices.device import Device
+from worker.load.build import compress
 from worker.load.model_kind import (
     NO_PAGED_ATTENTION,
     ModelKind,
@@ -23,6 +22,7 @@ from worker.load.model_kind import (
 )
 from worker.load.quantized_loading import without_quantization
 from worker.load.recurrent_functions import knows_recurrence, replace_functions
+from worker.model.stage_layers import noting_layers
 from worker.startup.start_adapters import targets_of
 from worker.worker_config import WorkerConfig
 from worker.worker_errors import FamilyRefused
@@ -65,8 +65,7 @@ def _build(kind: ModelKind) -> Any:
             )
             .eval()
         )
-    keep_latents(model)
-    keep_index_keys(model)
+    compress(model, None)
     replace_functions(model)
     return model
 
@@ -75,7 +74,7 @@ def _build(kind: ModelKind) -> Any:
 def _probe(model: Any, config: WorkerConfig, device: Device) -> tuple[KeptShapes, Targets]:
     def run(num_tokens: int) -> ProbeAttention:
         probe = SharingProbe()
-        with torch.device("meta"), active(probe):
+        with torch.device("meta"), active(probe), noting_layers(model, probe):
             ids = torch.zeros((1, num_tokens), dtype=torch.int64)
             model(input_ids=ids, position_ids=torch.arange(num_tokens)[None], use_cache=False)
         return probe

@@ -66,10 +66,30 @@ def test_a_choice_that_is_ignored_shows(name: str, monkeypatch: pytest.MonkeyPat
     assert "computes other logits" in (try_family(family).refused or "")
 
 
-def test_blocks_of_keys_are_marked_and_places_that_are_none_are_not() -> None:
-    class Blocks:
-        block_size = 3
+class Blocks:
+    """An indexer that chooses blocks of three keys."""
 
+    block_size, place = 3, (0, 1)
+
+
+def test_blocks_of_keys_are_marked_and_places_that_are_none_are_not() -> None:
     chosen = torch.tensor([[[[1, -1], [0, 2]]]])
     seen = indexers._seen(Blocks(), chosen, seq_len=7)
     assert seen.int().tolist() == [[[0, 0, 0, 1, 1, 1, 0], [1, 1, 1, 0, 0, 0, 1]]]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "own"),
+    [
+        (1, [[0, 1, 2, 3]]),
+        (2, [[0, 1], [2, 3]]),
+        (4, [[0], [1], [2], [3]]),
+        (8, [[each // 2] for each in range(8)]),
+    ],
+)
+def test_a_rank_takes_the_choices_of_its_own_kv_heads(num_ranks: int, own: list[list[int]]) -> None:
+    indexer, chosen = Blocks(), torch.arange(4).view(1, 4, 1, 1)  # each head has another block
+    for rank in range(num_ranks):
+        indexers.choose_for_rank(indexer, rank, num_ranks)
+        seen_CNK = indexers._seen(indexer, chosen, seq_len=12)
+        assert [each.nonzero()[0, -1].item() // 3 for each in seen_CNK] == own[rank]
