@@ -154,15 +154,33 @@ def test_the_third_visitor_of_a_fork_finds_it() -> None:
 
 
 def test_every_turn_of_a_chat_finds_its_history() -> None:
-    """Fifty turns, of which each finds at least 95 % of what the one before it had."""
-    for groups in ((FULL, STATE), (FULL, WINDOW), (FULL, WINDOW, STATE)):
+    """Fifty turns, of which each finds at least 95 % of those before it."""
+    for groups in ((FULL, STATE), (FULL, WINDOW), (FULL, WINDOW, STATE), (WINDOW,)):
         world = grouped(*groups, num_blocks=900, max_model_len=1400, max_num_batched_tokens=64)
         tokens: list[int] = prompt(80, 5)
-        before = 0
+        num_earlier = 0
         for number in range(1, 51):
-            assert turn(world, number, tokens, max_tokens=4) >= before
-            before = int(len(tokens) * 0.95) - 16
-            tokens = [*tokens, *world.tokens[SequenceId(number)], *prompt(16, number)]
+            assert turn(world, number, tokens, max_tokens=4) >= 0.95 * num_earlier
+            tokens = [*tokens, *world.tokens[SequenceId(number)]]
+            num_earlier = len(tokens)
+            tokens += prompt(16, number)
+
+
+def test_with_drafts_layers_with_windows_find_what_layers_without_do() -> None:
+    """Right and wrong ones: no place is dropped, and hits need not be multiples (vLLM #51441, #53786)."""
+
+    def found(groups: tuple[CacheGroup, ...], max_tokens: int) -> int:
+        settings = {"groups": groups, "max_model_len": 400, "num_blocks": 300, "max_drafts": 3}
+        world = World(small_config(**settings), max_drafts=3)
+        turn(world, 1, prompt(37), max_tokens=max_tokens)
+        assert any(plan.draft_token_ids for plan in world.worker.plans)
+        return turn(world, 2, [*prompt(37), *continuation(prompt(37), max_tokens), 3, 4, 5], max_tokens=6)
+
+    for max_tokens in range(3, 12):
+        least = found((FULL,), max_tokens)
+        assert least > 0.85 * (37 + max_tokens)
+        for groups in ((FULL, WINDOW), (WINDOW,), (FULL, WINDOW, STATE)):
+            assert found(groups, max_tokens) >= least
 
 
 @pytest.mark.night
@@ -210,6 +228,17 @@ def test_a_state_that_went_to_the_host_comes_back() -> None:
         turn(world, number, prompt(70, number), max_tokens=2)
     assert turn(world, 5, prompt(44)) == 28
     assert any(plan.swap_in for plan in world.worker.plans)
+
+
+def test_a_window_that_went_to_the_host_comes_back() -> None:
+    """A tier on the host turns no group off (vLLM #41830)."""
+    for groups in ((FULL, WINDOW), (WINDOW, FULL, STATE)):
+        world = grouped(*groups, num_blocks=60, num_host_blocks=200)
+        turn(world, 1, prompt(40))
+        for number in (2, 3, 4):
+            turn(world, number, prompt(70, number), max_tokens=2)
+        assert turn(world, 5, prompt(44)) >= 28
+        assert {len(plan.swap_in) > 0 for plan in world.worker.plans} == {True, False}
 
 
 def test_a_prompt_holds_a_window_and_what_prompts_get_of_a_step() -> None:

@@ -4,6 +4,8 @@ Each goes through a few histories that cover the pairs of: shares that are cut, 
 preemption, prefixes that are found, drafts that are right or wrong, and two sequences of one prompt.
 """
 
+import math
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,14 +14,20 @@ import pytest
 import torch
 
 from scheduler.cache_groups import most_blocks
-from scheduler.config import PreemptionMode
-from scheduler.messages import SamplingParams
+from scheduler.config import PreemptionMode, SchedulerConfig
+from scheduler.messages import SamplingParams, SequenceId
+from scheduler.scheduler import Scheduler
+from scheduler.sequence import Sequence
 from tests.families import MATRIX, Family
-from tests.worker.conftest import load_worker
+from tests.worker.conftest import BLOCK_SIZE, load_worker
 from tests.worker.family_formats import build
 from tests.worker.family_trial import tiny_config
 from tests.worker.speculation.speculated import NO_GUESS, Guess, Speculated, half_right, oracle
 from worker.checkpoint.task_choice import generating_class
+from worker.load import build as loading
+from worker.model import layer_shards
+from worker.worker import Worker
+from worker.worker_config import ModelFacts
 
 pytestmark = [pytest.mark.night, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
@@ -103,3 +111,91 @@ def test_tokens_are_those_of_the_model_whatever_befalls_their_sequence(name: str
     world = serve(right, max_num_seqs=3)
     assert world.num_accepted > 0
     assert world.num_found > 0
+
+
+LONG_SHAPES: dict[str, tuple[dict[str, Any], int, int, float]] = {
+    "gemma3_text": (
+        {
+            "num_hidden_layers": 31,
+            "max_position_embeddings": 2048,
+            "layer_types": ["full_attention" if each % 6 == 5 else "sliding_attention" for each in range(31)],
+            "sliding_window": 64,
+            "num_key_value_heads": 1,
+        },
+        *(2048, 4, 5.0),
+    ),
+    "gpt_oss": (
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "sliding_window": 2,
+            "num_key_value_heads": 1,
+        },
+        *(512, 20, 1.95),
+    ),
+    "deepseek_v3": (
+        {
+            "num_attention_heads": 128,
+            "num_key_value_heads": 128,
+            "kv_lora_rank": 32,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+        },
+        *(64, 1, 60.0),
+    ),
+}
+"""Layers, windows by length, and heads in the proportions of Gemma 3 27B, gpt-oss-20b and DeepSeek V3 at 32k
+tokens; that length, as many sequences as fitted before, and how many times as many are to fit now."""
+
+
+def keeps(worker: Worker, facts: ModelFacts, length: int, num_sequences: int) -> bool:
+    """Serve prompts one after another, and all again: whether each is found, and gives the same tokens."""
+    scheduler = Scheduler(
+        SchedulerConfig(
+            max_num_seqs=1,
+            max_num_batched_tokens=64,
+            watermark=0.0,
+            num_blocks=facts.num_blocks,
+            block_size=facts.block_size,
+            max_model_len=facts.max_model_len,
+            groups=facts.groups,
+        )
+    )
+
+    def serve(number: int, prompt: list[int]) -> tuple[int, tuple[int, ...]]:
+        params = SamplingParams(max_tokens=2, temperature=0.0)
+        seq, starts = Sequence(SequenceId(number), tuple(prompt), params), []
+        scheduler.add_request(seq, now_s=0.0)
+        while scheduler.has_unfinished_requests:
+            plan = scheduler.schedule(now_s=0.0)
+            starts += [share.start for share in plan.scheduled]
+            scheduler.update_from_output(plan, worker.launch(plan).result())
+        return starts[0], tuple(seq.token_ids[len(prompt) :])
+
+    prompts = [
+        [3 + (place * 7 + place // 40 + number * 31) % 300 for place in range(length - 2)]
+        for number in range(num_sequences)
+    ]
+    first = [serve(number, prompt) for number, prompt in enumerate(prompts)]
+    again = [serve(num_sequences + number, prompt) for number, prompt in enumerate(prompts)]
+    assert [tokens for _, tokens in first] == [tokens for _, tokens in again]
+    return all(start >= length - 3 * BLOCK_SIZE for start, _ in again)
+
+
+@pytest.mark.parametrize("name", LONG_SHAPES)
+def test_the_same_memory_keeps_many_more_sequences(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against blocks of all layers and expanded keys, in the same bytes."""
+    changes, length, num_before, factor = LONG_SHAPES[name]
+    family = replace(FAMILIES[name], settings={**FAMILIES[name].settings, **changes})
+    build(tiny_config(family)).save_pretrained(tmp_path)
+    options = {"max_model_len": length, "max_num_batched_tokens": 64, "max_num_seqs": 64}
+    with monkeypatch.context() as patch:
+        patch.setattr(layer_shards, "grouped", lambda layout, _: layout)
+        patch.setattr(loading, "keep_latents", lambda _: None)
+        _, before = load_worker(tmp_path, num_blocks=num_before * length // BLOCK_SIZE, **options)
+    worker, facts = load_worker(tmp_path, kv_cache_bytes=before.kv_cache_bytes, **options)
+    assert facts.kv_cache_bytes <= before.kv_cache_bytes
+    assert keeps(worker, facts, length, math.ceil(factor * num_before))

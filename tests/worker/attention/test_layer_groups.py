@@ -120,6 +120,85 @@ def test_so_many_more_sequences_of_32k_tokens_run_in_the_same_memory(
     assert num_running(now, num_bytes) >= factor * num_before
 
 
+class Serving:
+    """A scheduler whose worker always samples one token. Requests are computed one after another."""
+
+    def __init__(self, layout: BlockLayout, num_blocks: int) -> None:
+        self._scheduler = Scheduler(
+            SchedulerConfig(
+                max_num_seqs=16,
+                max_num_batched_tokens=2048,
+                num_blocks=num_blocks,
+                block_size=layout.block_size,
+                max_model_len=40_000,
+                groups=layout.groups,
+            )
+        )
+        self._num_requests = 0
+
+    def found(self, tokens: list[int], max_tokens: int) -> int:
+        """Serve one request; returns how many of its tokens were found."""
+        self._num_requests += 1
+        sequence_id, params = SequenceId(self._num_requests), SamplingParams(max_tokens=max_tokens)
+        self._scheduler.add_request(Sequence(sequence_id, tuple(tokens), params), now_s=0.0)
+        starts = []
+        while self._scheduler.has_unfinished_requests:
+            plan = self._scheduler.schedule(now_s=0.0)
+            starts += [share.start for share in plan.scheduled]
+            sampled = {share.sequence_id: (1,) for share in plan.scheduled if share.samples}
+            result = ModelRunnerOutput(token_ids=sampled, logprobs={}, failures={})
+            self._scheduler.update_from_output(plan, result)
+        return starts[0]
+
+
+def text(num_tokens: int, salt: int) -> list[int]:
+    return [2 + (salt * 131 + place * 7 + place // 89) % 30_000 for place in range(num_tokens)]
+
+
+WITH_WINDOWS = pytest.mark.parametrize(
+    "layout",
+    [grouped(each, 131072) for each in (GEMMA3_27B, GPT_OSS_20B, OLMO3_32B, LLAMA4_SCOUT)],
+    ids=["gemma3-27b", "gpt-oss-20b", "olmo3-32b", "llama4-scout"],
+)
+
+
+@WITH_WINDOWS
+def test_a_prompt_of_32k_tokens_takes_nothing_from_four_cached_conversations(layout: BlockLayout) -> None:
+    """In a cache that has room for all five, as long as what a window passed is used again (vLLM #48435)."""
+    most = most_blocks(layout.groups, 32_768, block_size=16, num_step_tokens=2048)
+    serving = Serving(layout, most + 4 * layout.most_blocks(4_200))
+    for number in range(4):
+        serving.found(text(4_000, number), 20)
+    serving.found(text(32_000, 9), 8)
+    for number in range(4):
+        history = [*text(4_000, number), *[1] * 20]
+        assert serving.found([*history, *text(50, 20 + number)], 4) >= 0.95 * len(history)
+
+
+@WITH_WINDOWS
+def test_conversations_by_turns_find_their_histories(layout: BlockLayout) -> None:
+    """Eight of 21,000 tokens, in a cache for a dozen (vLLM #48435: no hits at a quarter of it)."""
+    serving = Serving(layout, 12 * layout.most_blocks(21_500))
+    histories = {number: text(20_000, number) for number in range(8)}
+    num_found = num_earlier = 0
+    for round_number in range(4):
+        for number, history in histories.items():
+            found = serving.found([*history, *text(200, 100 * round_number + number)], 10)
+            if round_number:
+                num_found, num_earlier = num_found + found, num_earlier + len(history)
+            history += [*text(200, 100 * round_number + number), *[1] * 10]
+    assert num_found >= 0.95 * num_earlier
+
+
+def test_an_odd_number_of_windows_beside_full_layers_pads_no_half() -> None:
+    """Groups of equally many layers would pad 19 and 18 to 38 each (vLLM #29303)."""
+    for num_full in (17, 18, 19, 20):
+        lifetimes = [ALL_TOKENS] * num_full + [window(1024)] * 18
+        layout = grouped(layout_of(lifetimes, 8, 128), 131072)
+        exact = 2 * 2 * 8 * 128 * (num_full * 32_768 + 18 * (1024 + 16)) / GIB
+        assert gib(layout, 32_768) < 1.06 * exact
+
+
 @pytest.mark.parametrize("layout", [MISTRAL, layout_of([ALL_TOKENS] * 8, 8, 128)], ids=["windows", "full"])
 def test_layers_of_one_lifetime_keep_the_blocks_that_they_have(layout: BlockLayout) -> None:
     assert grouped(layout, 131072) is layout

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from scheduler.messages import SamplingParams
-from tests.checkpoints import ALONE_FAMILIES
+from tests.checkpoints import ALONE_FAMILIES, make_checkpoint
 from tests.worker.conftest import BLOCK_SIZE, MakeCheckpoint, load_worker
 from tests.worker.plan_driver import GREEDY, PlanDriver
 from tests.worker.steps.test_prompt_logprobs import check
@@ -62,6 +63,23 @@ def test_neighbours_chunks_and_a_preemption_change_nothing(folder: Path, driver:
     driver.generate([first, chunked, victim], NUM_TOKENS)
     for sequence, prompt in ((first, SHORT), (chunked, LONG), (victim, OTHER)):
         assert driver.generated(sequence)[:NUM_TOKENS] == expected(folder, tuple(prompt))
+
+
+def test_layers_that_do_not_tell_how_long_they_need_a_token_are_computed_alone_and_the_log_says_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = make_checkpoint("llama", tmp_path, sliding_window=5)
+    worker, facts = load_worker(folder)
+    assert not facts.is_paged
+    assert "llama asks for a sliding window that its layers do not tell of" in caplog.text
+    assert "transformers alone computes, one sequence after the other" in caplog.text
+    driver = PlanDriver(worker, BLOCK_SIZE)
+    sequence, ids = driver.add(LONG), list(LONG)
+    driver.generate([sequence], NUM_TOKENS)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for _ in range(NUM_TOKENS):  # transformers' cache would have a window that its attention has not
+        ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    assert driver.generated(sequence) == ids[len(LONG) :]
 
 
 def test_a_prompt_in_chunks_is_scored_once_and_whole(folder: Path, driver: PlanDriver) -> None:
