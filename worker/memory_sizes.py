@@ -164,6 +164,12 @@ def size_cache(request: CacheRequest) -> CacheSize:
         num_blocks = min(num_blocks, useful)
     least = request.most_blocks(1)
     if num_blocks < least:
+        if request.num_blocks is not None:
+            raise StartupError(
+                f"a KV cache of {num_blocks} blocks was asked for: {least} are needed, "
+                "for a place of each group of layers",
+                fix=f"ask for --num-gpu-blocks-override {least} or more, or leave it out",
+            )
         needed = "two blocks" if least == 1 else f"{least + 1} blocks, for a place of each group of layers,"
         raise StartupError(
             f"the memory left for the KV cache ({format_size(request.budget_bytes)}) holds no {needed} "

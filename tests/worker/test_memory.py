@@ -144,3 +144,5 @@ def test_a_cache_without_a_place_of_each_group_is_refused_with_the_bytes_that_it
     with pytest.raises(StartupError, match=r"holds no 5 blocks, for a place of each group .* at least 5000"):
         size_cache(replace(REQUEST, budget_bytes=4999, groups=groups))
     assert size_cache(replace(REQUEST, budget_bytes=5000, groups=groups)).max_model_len == 16
+    with pytest.raises(StartupError, match=r"3 blocks was asked for: 4 are needed, .*-override 4 or more"):
+        size_cache(replace(REQUEST, num_blocks=3, groups=groups))
