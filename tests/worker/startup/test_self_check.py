@@ -116,6 +116,6 @@ def test_kernels_that_are_wrong_in_steps_of_one_size_are_refused(
     make_wrong("run_layers")
     with pytest.raises(StartupError, match="computes other logits with the CPU kernels"):
         load_worker(checkpoint, dtype="bfloat16")
-    # Where the options round weights, that is the likelier reason: a model that few bits lose is refused by it.
-    with pytest.raises(StartupError, match="rounded as the options ask, llama .* few bits lose this model"):
+    # Where the options round weights, that is the likelier reason.
+    with pytest.raises(StartupError, match=r"rounded as the options ask, llama .* few bits lose this model"):
         load_worker(checkpoint, dtype="bfloat16", quantization="int8")
