@@ -14,13 +14,13 @@ import re
 from functools import cache
 
 from server.reply.reading.json_text import JsonText, json_word
-from server.reply.reading.row import NO_MARKS, Progress
+from server.reply.reading.row import NO_MARKS, Progress, ToolSchemas
 
 _HEAD = re.compile(r"\s*+(?:call)?:?\s*+([^\s{}()\"'<>:,]+)\s*+([{(])")  # no backing up: a text may be long
 _BRACKETS = {"(": "{", ")": "}"}
 
 
-def read_brace_call(quote: str, text: str) -> list[tuple[str, str]]:
+def read_brace_call(quote: str, text: str, _: ToolSchemas) -> list[tuple[str, str]]:
     """Return the name of a call and the JSON text of its arguments; none if the text is anything else.
 
     `quote`: mark at both ends of a string, beside the quotes of JSON and Python.

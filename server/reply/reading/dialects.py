@@ -15,7 +15,7 @@ from server.reply.reading.braces import read_brace_call
 from server.reply.reading.json_text import JsonArguments
 from server.reply.reading.object_calls import ObjectCalls
 from server.reply.reading.python_calls import read_calls
-from server.reply.reading.row import AnswerMarks, Call, CallHead, CallName, Phase, Row, Thoughts
+from server.reply.reading.row import AnswerMarks, Call, CallHead, CallName, Phase, Row, Thoughts, ToolSchemas
 from server.reply.reading.tagged_calls import TaggedArguments
 from server.reply.reading.whole_calls import WholeCalls
 
@@ -79,6 +79,10 @@ def braces(quote: str) -> WholeCalls:
     return WholeCalls(read=partial(read_brace_call, quote), quote=quote)
 
 
+def _python(text: str, _: ToolSchemas) -> list[tuple[str, str]]:
+    return read_calls(text)
+
+
 def _tag_head(end: str) -> CallHead:
     """A name in a tag."""
     return CallHead(ends=(end,), read=plain_head, forbidden=_TAG_NAMES, max_chars=256)
@@ -86,7 +90,7 @@ def _tag_head(end: str) -> CallHead:
 
 _TAG_NAMES = re.compile(r"""[{}"'<>(),;\[\]]""")
 _OBJECTS = ObjectCalls()
-_PYTHON = WholeCalls(read=read_calls)
+_PYTHON = WholeCalls(read=_python)
 HERMES = Row(call=Call(openings=("<tool_call>",), closings=("</tool_call>",), body=_OBJECTS))
 JSON = Row(call=Call(body=_OBJECTS), may_begin_bare=True)
 """Text that a grammar for several tools produces."""

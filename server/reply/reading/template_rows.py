@@ -10,9 +10,10 @@ import json
 import logging
 import re
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
+from server.reply.reading.argument_values import as_json, types_of
 from server.reply.reading.dialects import braces, plain_head
 from server.reply.reading.events import Parts
 from server.reply.reading.json_text import JsonArguments
@@ -25,6 +26,7 @@ from server.reply.reading.row import (
     CallName,
     Row,
     Thoughts,
+    ToolSchemas,
 )
 from server.reply.reading.tagged_calls import TaggedArguments
 from server.reply.reading.whole_calls import WholeCalls
@@ -186,7 +188,12 @@ def _body(field: Mapping[str, Any], *, has_name: bool) -> BodySpec:
     if kind == "xml-inline":
         _require(has_name, "xml-inline needs the name of the function before it")
         return _tags(args)
-    _require(kind == "json", f"its content is {str(kind)[:50]!r}; calls are json or xml-inline")
+    if kind == "kv-lines":
+        _require(has_name, "kv-lines needs the name of the function before it")
+        separators = (args.get("line_sep", "\n"), args.get("kv_sep", ":"))
+        _require(all(isinstance(text, str) and text for text in separators), "line_sep and kv_sep are texts")
+        return WholeCalls(read=partial(_read_lines, *separators))
+    _require(kind == "json", f"its content is {str(kind)[:50]!r}; calls are json, xml-inline or kv-lines")
     quotes = args.get("string_delims") or []
     if quotes or args.get("unquoted_keys"):
         is_pair = len(quotes) == 1 and len(quotes[0]) == 2 and quotes[0][0] == quotes[0][1]
@@ -235,6 +242,20 @@ def _tags(args: Mapping[str, Any]) -> TaggedArguments:
         value_end=value_end,
         merges=args.get("merge_duplicates") is True,
     )
+
+
+def _read_lines(line_sep: str, kv_sep: str, text: str, schemas: ToolSchemas) -> list[tuple[str, str]]:
+    """Read the arguments of the one tool in `schemas`, one a line."""
+    ((_, schema),) = schemas.items()
+    properties = schema.get("properties")
+    found = {}
+    for line in text.split(line_sep):
+        key, separator, value = line.partition(kv_sep)
+        if separator:
+            types = types_of(properties.get(key.strip())) if isinstance(properties, dict) else frozenset()
+            found[key.strip()] = as_json(value.strip(), types)
+    pairs = (f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in found.items())
+    return [("", "{" + ", ".join(pairs) + "}")]
 
 
 # Parts of a template. An expression is not searched for: what stands for no marks is refused.

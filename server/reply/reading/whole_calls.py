@@ -1,4 +1,4 @@
-"""Calls that are read when they are complete: in braces, and in Python.
+"""Calls that are read when they are complete: in braces, in Python, and in lines.
 
 Owns: the end of such a text.
 Never: what it says (braces.py, python_calls.py).
@@ -8,13 +8,13 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from server.reply.reading.row import BodyPlace, Progress
+from server.reply.reading.row import BodyPlace, Progress, ToolSchemas
 
 MAX_CALL_CHARS = 256 * 1024
 """Longer calls are content."""
 _BRACKET = re.compile(r"""\\.|["'()\[\]{}]""", re.DOTALL)
 
-WholeReading = Callable[[str], list[tuple[str, str]]]
+WholeReading = Callable[[str, ToolSchemas], list[tuple[str, str]]]
 """Reader of names and arguments; it returns none for a text that is anything else."""
 
 
@@ -35,9 +35,7 @@ class WholeCalls:
 
 
 class WholeReader:
-    """Collects the text of the calls."""
-
-    has_begun = False
+    """Collects the text of the calls. Where the head has the name, the text is the arguments."""
 
     def __init__(self, spec: WholeCalls, place: BodyPlace) -> None:
         self._spec = spec
@@ -46,7 +44,8 @@ class WholeReader:
         self._num_chars = 0
         self._is_quoted = False
         self._brackets = _Brackets() if place.is_bare else None
-        self.num_calls = 0
+        self.has_begun = bool(place.name)
+        self.num_calls = int(self.has_begun)
         self.progress = Progress.MORE
 
     @property
@@ -76,27 +75,34 @@ class WholeReader:
             at += len(mark)
         return at
 
-    def finish(self, rest: str, *, is_cut: bool) -> None:  # noqa: ARG002 (a call that is cut off is none)
+    def finish(self, rest: str, *, is_cut: bool) -> None:
         self._add(rest)
-        if self._brackets is None:
+        if self._brackets is None and not (is_cut and self._place.name):
             self._read()
 
     def _add(self, text: str) -> None:
         self._pieces.append(text)
         self._num_chars += len(text)
         if self._num_chars > MAX_CALL_CHARS:
-            self.progress = Progress.FAILED
+            self._fail()
+
+    def _fail(self) -> None:
+        self.has_begun = False
+        self.progress = Progress.FAILED
 
     def _read(self) -> None:
         place = self._place
-        calls = self._spec.read(self.raw)
+        of_name = {place.name: place.schemas.get(place.name, {})}
+        calls = self._spec.read(self.raw, of_name if place.name else place.schemas)
         if not calls or (place.is_bare and not all(name in place.schemas for name, _ in calls)):
-            self.progress = Progress.FAILED
+            self._fail()
             return
         for name, arguments in calls:
-            place.log.start(name)
+            if not place.name:
+                place.log.start(name)
             place.log.arguments(arguments)
         self.num_calls = len(calls)
+        self.has_begun = False
         self.progress = Progress.ENDED
 
 

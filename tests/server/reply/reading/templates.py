@@ -118,6 +118,20 @@ INKLING = {
         },
     },
 }
+LINES = {
+    "start_anchor": "assistant:",
+    "fields": {
+        "content": {"close": "[["},
+        "tool_calls": {
+            "open_pattern": r"\[\[(?P<name>\w+)\n",
+            "close": "]]",
+            "repeats": True,
+            "content": "kv-lines",
+            "content_args": {"kv_sep": "="},
+            "transform": FUNCTION,
+        },
+    },
+}
 TEMPLATES = {
     "qwen": QWEN,
     "qwen_coder": QWEN_CODER,
@@ -126,4 +140,5 @@ TEMPLATES = {
     "ernie": ERNIE,
     "gemma": GEMMA,
     "inkling": INKLING,
+    "lines": LINES,
 }

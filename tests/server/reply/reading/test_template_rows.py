@@ -98,6 +98,12 @@ GOLDEN = [
         "<|message_model|><|content_text|>Yes. <|end_message|>",
         ("Hm, 1 < 2.", "Yes. ", CALLS),
     ),
+    (
+        "lines",
+        "",
+        "On it. [[get_weather\ncity = Bonn\ndays=3\n]]",
+        ("", "On it.", [("get_weather", {"city": "Bonn", "days": 3})]),
+    ),
 ]
 
 
@@ -254,7 +260,7 @@ def test_a_long_argument_in_tags_is_read_in_one_piece_as_in_many() -> None:
         ({"fields": {"thinking": {"open": "a"}, "reasoning": {"open": "b"}}}, "two fields are thoughts"),
         ({"fields": {"content": {"content": "json"}}}, "shown as text"),
         ({"fields": {"tool_calls": {"content": "json"}}}, "has no beginning"),
-        ({"fields": {"tool_calls": {"open": "a", "content": "kv-lines"}}}, "its content is 'kv-lines'"),
+        ({"fields": {"tool_calls": {"open": "a", "content": "yaml"}}}, "its content is 'yaml'"),
         ({"fields": {"tool_calls": {"open": "a", "open_pattern": "a"}}}, "both open and open_pattern"),
         ({"fields": {"tool_calls": {"open": []}}}, "no list of texts"),
         ({"fields": {"tool_calls": {"open_pattern": "a(?!b)"}}}, "open_pattern: what stands at character 1"),
