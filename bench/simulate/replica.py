@@ -144,9 +144,7 @@ class Replica:
         self._copy_s_per_block = config.copy_s_per_block
         self._step_time = step_time
         self._variation = variation_of(step_time, pace.seed)
-        self._drafts: SimulatedDrafts | None = None
-        if drafts.rates:
-            self._drafts = SimulatedDrafts(drafts, config.draft_supply)
+        self._drafts = SimulatedDrafts(drafts, config.draft_supply) if drafts.rates else None
         self._passes: DraftPasses = ()
         self._tallies = tallies
         self._slo = slo
