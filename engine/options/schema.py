@@ -46,6 +46,8 @@ def _of_option(name: str) -> dict[str, Any]:
 def _of_kind(kind: ValueKind) -> list[dict[str, Any]]:
     """List the forms in which YAML may hold a value of this kind."""
     match kind:
+        case Text(metavar="JSON"):
+            return [{"type": "string", "pattern": r"\S"}, {"type": "object"}]
         case Text():
             return [{"type": "string", "pattern": r"\S"}, {"type": "number"}]
         case Pattern(pattern=pattern):

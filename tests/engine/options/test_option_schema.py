@@ -27,6 +27,8 @@ shutdown-timeout: 2m
 enable-prefix-caching: false
 scheduling-policy: priority
 max-model-len: null
+override-generation-config: {temperature: 0.5}
+limit-mm-per-prompt: '{"image": 8}'
 """
 INVALID = [
     "max-num-sqs: 1",
@@ -42,6 +44,8 @@ INVALID = [
     "enable-prefix-caching: maybe",
     "device: tpu",
     "model: ''",
+    "model: {a: b}",
+    "override-generation-config: [1]",
     "kv-cache-memory: 1.5.5GiB",
     "- port",
 ]
