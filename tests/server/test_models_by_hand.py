@@ -7,7 +7,9 @@ import logging
 from collections import deque
 
 import httpx
+import openai
 import pytest
+from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from engine.models.load_metrics import LoadMetrics
@@ -17,6 +19,7 @@ from server.app import build_app
 from server.edge import waiting_stream
 from server.edge.access.key_ring import KeyRing
 from server.edge.http.edge import Parsers, Served
+from tests.clients.conftest import INSTALLED, run
 from tests.server.conftest import Settings, connect, eventually, serving
 from tests.server.fake_engine import INFO, READY, FakeEngine
 from tests.server.test_several_models import (
@@ -205,17 +208,51 @@ async def test_loads_unloads_and_those_that_wait_are_counted():
     assert value("model_load_seconds_count") == 1
 
 
-async def test_open_webuis_connections_see_all_models_and_chat_with_each_that_they_see():
-    """An OpenAI connection is asked for /models below its address, one of Ollama for three lists."""
+def two_of_which_one_fits() -> tuple[FastAPI, ModelYard, FakeEngine]:
+    """Models on demand; the second one was never loaded."""
     first, second = FakeEngine(), FakeEngine(dataclasses.replace(INFO, served_names=("second",)))
     yard, rule = ModelYard(max_waiting=1), KeepRule(at_start=False, keep_alive_s=600)
     processes = Processes()
     room = Reservation(device="cpu", num_bytes=1, budget_bytes=1)
     places = [yard.add(name, processes, rule, room) for name in ("fake", "second")]
     models = [Served(first, Parsers(), places[0]), Served(second, Parsers(), places[1])]
-    client = connect(build_app(first, Settings(), models=models))
-    second.state = LOADING  # it was never loaded
+    second.state = LOADING
     processes.may_load.set()
+    return build_app(first, Settings(), models=models), yard, second
+
+
+OLLAMA = """
+import json, os
+from ollama import Client
+client = Client(host=os.environ["OPENAI_BASE_URL"].removesuffix("/v1"))
+asked = [client.generate(model=name, prompt="hi") for name in ("fake", "second")]
+lists = {"listed": client.list(), "loaded": client.ps()}
+found = {key: [each.model for each in value.models] for key, value in lists.items()}
+print(json.dumps(found | {"done": [each.done for each in asked]}))
+"""
+
+
+async def test_openais_and_ollamas_clients_list_all_models_and_reach_each():
+    app, yard, second = two_of_which_one_fits()
+    names = ["fake", "org/fake-alias", "second"]
+    async with serving(app) as url:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as sdk:
+            assert [each.id async for each in sdk.models.list()] == names
+            second.state = READY
+            for name in ("fake", "second"):
+                assert (await sdk.completions.create(model=name, prompt="hi")).model == name
+        python = INSTALLED / "python" / "bin" / "python"
+        if not python.exists():
+            pytest.skip("run tests/clients/install")
+        found = await asyncio.to_thread(run, python, "-c", OLLAMA, url=url)
+    assert found == {"listed": names, "loaded": ["second"], "done": [True, True]}
+    await yard.close()
+
+
+async def test_open_webuis_connections_see_all_models_and_chat_with_each_that_they_see():
+    """An OpenAI connection is asked for /models below its address, one of Ollama for three lists."""
+    app, yard, second = two_of_which_one_fits()
+    client = connect(app)
 
     async def names(path: str, entries: str, name: str) -> list[str]:
         return [each[name] for each in (await client.get(path)).json()[entries]]
