@@ -127,7 +127,7 @@ def check_guesses(loaded: Loaded, oracle: Oracle) -> None:
 @pytest.mark.parametrize(
     ("family", "name"),
     [
-        pytest.param(*case, marks=[] if place < 2 else pytest.mark.night)
+        pytest.param(*case, marks=[] if place < 1 else pytest.mark.night)
         for place, case in enumerate(
             (
                 ("glm4_moe", "int4"),  # its joint is of codes too
@@ -413,17 +413,17 @@ def test_tokens_are_the_same_with_a_head_over_swaps_restore_points_and_tool_call
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
-    """The demo model with a head that was trained for a minute: about half of its guesses are right."""
+    """The demo model with a head that was trained for a few seconds: some of its guesses are right."""
     folder = tmp_path_factory.mktemp("trained") / "demo"
     shutil.copytree(DEMO, folder)
-    command = [sys.executable, "train_head.py", "--model", str(folder), "--steps", "70", "--threads", "1"]
+    command = [sys.executable, "train_head.py", "--model", str(folder), "--steps", "50", "--threads", "1"]
     subprocess.run(command, cwd=SCRIPTS, check=True, capture_output=True)
     settings = {"num_blocks": 200, "block_size": 8, "swap_space_bytes": 1 << 22}
     return load_with_head(folder, **{"dtype": "bfloat16", **settings})
 
 
 @pytest.mark.night
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_requests_get_the_same_tokens_and_logprobs_with_a_head(trained: Loaded, seed: int) -> None:
     random = Random(300 + seed)
     requests = [random_request(random, TOKENIZER, EOS) for _ in range(24)]
