@@ -17,7 +17,7 @@ from worker.gpu import kernel_choice as gpu_kernel_choice
 from worker.load.draft_kind import refuse_speculation
 from worker.load.loader import LoadedModel
 from worker.load.model_kind import ModelKind, describe_division, find_kind
-from worker.model.layer_shards import bytes_of_a_rank
+from worker.model.layer_shards import bytes_of_a_rank, refuse_division
 from worker.model.toolkit import Toolkit
 from worker.progress import LoadPhase, LoadStage
 from worker.ranks.ranks import is_divided
@@ -119,11 +119,12 @@ def kind_on(config: WorkerConfig, device: Device) -> ModelKind:
 
 
 def refuse_kept(model_type: str, kept: KeptShapes, config: WorkerConfig, device: Device) -> None:
-    """Raise FamilyRefused where some layers have no batches."""
-    kernels = kernels_of(device)
-    undivided = "which stages do not divide yet" if config.num_stages > 1 else None
-    if kept.has_index_keys and (reason := kernels.why_no_index_keys or undivided) is not None:
+    """Raise FamilyRefused where some layers have no batches, or StartupError where no stages."""
+    if kept.has_index_keys and (reason := kernels_of(device).why_no_index_keys) is not None:
         raise FamilyRefused(f"{model_type} has layers that choose their keys, {reason}")
+    if kept.has_index_keys and config.num_stages > 1:
+        reason = "it has layers that choose their keys, which stages do not divide yet"
+        raise refuse_division(describe_division(config), reason)
     if kept.states and device.is_gpu and config.num_ranks * config.num_stages > 1:
         divided = "stages" if config.num_stages > 1 else "ranks"
         raise FamilyRefused(f"{model_type} has recurrent layers, which {divided} on GPUs do not divide yet")

@@ -24,7 +24,7 @@ SCORED = replace(GREEDY, num_prompt_logprobs=2, num_logprobs=2)
 NUM_TOKENS = 16
 OVERRIDES = {
     **{key: {"moe_intermediate_size": 64} for key in ("qwen3_moe", "qwen3_next")},
-    "deepseek_v3": {"v_head_dim": 16},
+    **{key: {"v_head_dim": 16} for key in ("deepseek_v3", "deepseek_v32")},
 }
 """Sizes of checkpoints that would not divide as they are."""
 

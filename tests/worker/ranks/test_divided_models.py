@@ -284,14 +284,17 @@ def test_permuted_inputs_are_refused(two_ranks: DividedWorker, tmp_path: Path) -
         load_divided(two_ranks, checkpoint)
 
 
-def test_ranks_verify_drafts_and_sample_the_tokens_of_one(two_ranks: DividedWorker, folder: Path) -> None:
-    checkpoint = make_checkpoint("llama", folder / "drafted")
+@pytest.mark.parametrize("family", by_day(("llama", "deepseek_v32"), ("llama",)))
+def test_ranks_verify_drafts_and_sample_the_tokens_of_one(
+    two_ranks: DividedWorker, folder: Path, family: str
+) -> None:
+    checkpoint = make_checkpoint(family, folder / f"drafted {family}", **OVERRIDES.get(family, {}))
     expected = Speculated(*load_alone(checkpoint)).answers(TINY_REQUESTS)
     speculation = SpeculationConfig(method=DraftMethod.SUFFIX)
     facts = two_ranks.load(replace(config_of(checkpoint), num_ranks=2, speculation=speculation))
     assert facts.max_drafts == speculation.num_speculative_tokens
     world = Speculated(two_ranks, facts, {"num_blocks": 7})  # type: ignore[arg-type]
-    for guess in (oracle(expected, 4), half_right(expected, Random(1), 335)):
+    for guess in (oracle(expected, 4), half_right(expected, Random(1), facts.vocab_size)):
         found = world.answers(TINY_REQUESTS, guess)
         assert [each[::2] for each in found] == [each[::2] for each in expected]
     assert 0 < world.num_accepted < world.num_drafted
