@@ -14,7 +14,10 @@ import worker.devices.device
 from scheduler.cache_groups import ALL_TOKENS, Lifetime, LifetimeKind
 from tests.adapters import write_adapter
 from tests.checkpoints import FAMILIES, RECURRENT_FAMILIES, make_checkpoint
+from tests.families import MATRIX
 from tests.quantized_checkpoints import write_quantized
+from tests.worker.family_formats import build
+from tests.worker.family_trial import tiny_config
 from worker.attention.kv_cache import BlockLayout, LayerShape
 from worker.checkpoint.checkpoint_files import find_weights, loaded_bytes
 from worker.devices.device import CpuDevice
@@ -43,9 +46,21 @@ def config_of(folder: Path, **rest: object) -> WorkerConfig:
     return replace(config, **rest)
 
 
+def test_two_attentions_of_a_layer_and_experts_that_return_what_they_are_given_are_foreseen(
+    tmp_path: Path,
+) -> None:
+    build(tiny_config(next(each for each in MATRIX if each.name == "longcat_flash"))).save_pretrained(
+        tmp_path
+    )
+    check_forecast(config_of(tmp_path))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_forecast_is_what_loading_finds(family: str, tmp_path: Path) -> None:
-    config = config_of(make_checkpoint(family, tmp_path / family))
+    check_forecast(config_of(make_checkpoint(family, tmp_path / family)))
+
+
+def check_forecast(config: WorkerConfig) -> None:
     kind, device = find_kind(config), CpuDevice(config)
     found = forecast(config, kind, device, weight_bytes(config, kind, device))
     facts = Worker(config).load(lambda progress: None)
