@@ -124,10 +124,14 @@ def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def started(folders: tuple[Path, Path]) -> tuple[Worker, list[str]]:
     """A worker, and what its start logged."""
     logger, lines = logging.getLogger("worker"), BufferingHandler(capacity=1000)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(logger, "handlers", [lines])
-        patch.setattr(logger, "level", logging.INFO)
+    before = logger.level
+    logger.setLevel(logging.INFO)  # it forgets which levels loggers below it have found to be off
+    logger.addHandler(lines)
+    try:
         worker, _ = load_worker(folders[0], swap_space_bytes=1 << 20)
+    finally:
+        logger.removeHandler(lines)
+        logger.setLevel(before)
     return worker, [record.getMessage() for record in lines.buffer]
 
 
