@@ -85,12 +85,23 @@ def check_refusal_while_dead(server: RunningServer) -> None:
     assert refused.headers["retry-after"]
 
 
-async def test_kill_9_of_the_engine_costs_streams_a_pause_and_no_token(server: RunningServer) -> None:
+def half_seen(text: str) -> dict[str, Any]:
+    """Request for the reply with this text, in which at any time one string to stop at is seen in part."""
+    length = len(text) // 4
+    return {
+        "temperature": 0,
+        "stop": [f"{text[at : at + length]}\0xyzzy" for at in range(0, 4 * length, length)],
+    }
+
+
+async def test_kill_9_of_the_engine_costs_64_streams_a_pause_and_no_token(server: RunningServer) -> None:
     async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
         undisturbed = [await reply_of(client, kind) for kind in KINDS]
+        kinds = [*KINDS, half_seen(undisturbed[0][0].text)]
+        undisturbed.append(undisturbed[0])
         num_before = server.metric(FIRST_TOKENS)
-        streams = [asyncio.create_task(reply_of(client, kind)) for kind in 4 * KINDS]
-        while server.metric(FIRST_TOKENS) < num_before + 4 * (len(KINDS) + 2):
+        streams = [asyncio.create_task(reply_of(client, kind)) for kind in 8 * kinds]
+        while server.metric(FIRST_TOKENS) < num_before + 8 * sum(kind.get("n", 1) for kind in kinds):
             assert not any(task.done() for task in streams), "they end too soon"
             await asyncio.sleep(0.02)
         first_pid = server.engine_pid
@@ -98,10 +109,10 @@ async def test_kill_9_of_the_engine_costs_streams_a_pause_and_no_token(server: R
         os.kill(first_pid, signal.SIGKILL)
         wait_for(lambda: not is_ready(server))
         check_refusal_while_dead(server)
-        assert await asyncio.gather(*streams) == 4 * undisturbed
+        assert await asyncio.gather(*streams) == 8 * undisturbed
         assert server.engine_pid not in (None, first_pid)
     assert server.metrics()['tokenyard:engine_restarts_total{cause="crash"}'] == 1
-    assert server.metric("tokenyard:requests_replayed_total") == 4 * len(KINDS)
+    assert server.metric("tokenyard:requests_replayed_total") == len(streams) == 64
     server.wait_until_idle()
     assert "was killed by signal SIGKILL" in server.text()
 
