@@ -112,7 +112,7 @@ def test_the_cache_is_asked_for_a_prompt_once() -> None:
 
 
 def test_long_prompts_delay_no_decode_of_another_replica() -> None:
-    """Gain of separation, which a slow network takes back."""
+    """The gain of separation, which a slow network takes back."""
     crowd = workload(num_requests=100, prompt_lens=LengthDistribution.parse("uniform:200:400"), rate_per_s=4)
     step_time = replace(MODEL, per_context_token_s=0.0)
     slow = Transfer(bytes_per_s=1e7)

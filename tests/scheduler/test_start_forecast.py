@@ -107,7 +107,7 @@ def test_one_that_is_passed_by_all_still_has_a_forecast() -> None:
 
 
 def test_only_the_last_gaps_between_starts_count_however_many_there_were() -> None:
-    """Equality with a forecast that saw no others."""
+    """A forecast that saw no others says the same."""
     old, young = (StartForecast(has_priorities=False) for _ in range(2))
     dice, now_s = random.Random(1), 0.0
     for number in range(3000):
