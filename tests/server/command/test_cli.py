@@ -137,7 +137,7 @@ def test_the_version_is_printed(capsys) -> None:
     ("words", "part"),
     [
         (["serve", "--max-num-seq", "3"], "did you mean --max-num-seqs?"),
-        (["serve", "--max_num_seqs=3"], "did you mean --max-num-seqs?"),
+        (["serve", "--max-num-seq=3"], "did you mean --max-num-seqs?"),
         (["serve", "--max-num-seqs", "none"], "whole number"),
         (["serve", "--port", "99999"], "from 0 to 65535"),
         (["serve", "--port"], "expected one argument"),
