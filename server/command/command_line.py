@@ -16,7 +16,7 @@ from engine.options.sources import add_flags, closest
 from engine.options.values import Switch
 
 _HELP = "--help"
-_ADAPTERS = "--lora-modules"
+_ADAPTERS, _NAMES = "--lora-modules", "--served-model-name"
 _EPILOG = """\
 Each option is also an environment variable (--max-num-seqs: TOKENYARD_MAX_NUM_SEQS) and a key of the
 --config file (max-num-seqs). Flags win over the environment, that over the file.
@@ -206,14 +206,20 @@ class OptionParser(argparse.ArgumentParser):
 
 
 def _repeated(words: Sequence[str]) -> list[str]:
-    """Repeat --lora-modules before each of several adapters, as vLLM's command line has them."""
+    """Repeat an option before each of several adapters or names, as vLLM's command line has them.
+
+    Names only where a MODEL comes first, since a word behind `--served-model-name NAME` may be the MODEL.
+    """
     spread: list[str] = []
-    are_adapters = False
+    names_follow = bool(words) and not words[0].startswith("-")
+    flag = ""
     for word in words:
-        is_adapter = are_adapters and not word.startswith("-") and ("=" in word or word.startswith("{"))
-        if is_adapter and spread[-1] != _ADAPTERS:
-            spread.append(_ADAPTERS)
-        are_adapters = word == _ADAPTERS or is_adapter
+        is_adapter = flag == _ADAPTERS and ("=" in word or word.startswith("{"))
+        is_value = not word.startswith("-") and (is_adapter or (flag == _NAMES and names_follow))
+        if is_value and spread[-1] != flag:
+            spread.append(flag)
+        if not is_value:
+            flag = word
         spread.append(word)
     return spread
 

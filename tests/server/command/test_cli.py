@@ -322,6 +322,19 @@ def test_the_words_of_an_option_may_be_joined_by_underscores_as_with_vllm(checkp
     assert (engine_config.scheduler.max_num_seqs, engine_config.served_names) == (6, ("a_b",))
 
 
+def test_several_names_may_stand_behind_one_flag_as_with_vllm_where_the_model_comes_first(
+    checkpoint, launched
+) -> None:
+    for words in (
+        [str(checkpoint), "--served-model-name", "a", "b", "--port", "0"],
+        [str(checkpoint), "--port=0", "--served_model_name", "a", "--served-model-name", "b"],
+        ["--port", "0", "--served-model-name", "a", "--served-model-name", "b", str(checkpoint)],
+    ):
+        assert main(["serve", *words]) == 7
+        engine_config, *_ = launched.pop()
+        assert (engine_config.model_path, engine_config.served_names) == (str(checkpoint), ("a", "b"))
+
+
 def test_a_folder_that_is_a_link_is_served_under_the_name_of_the_link(checkpoint, launched, tmp_path) -> None:
     link = tmp_path / "short-name"
     link.symlink_to(checkpoint)
