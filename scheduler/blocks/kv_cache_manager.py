@@ -59,7 +59,8 @@ class KVCacheManager:
         """Record of all that is found by its content."""
         self.swap_space = self.index.swap_space
         has_one_table = sum([group.num_stripes for group in self.groups]) == 1
-        self._is_plain = has_one_table and self.groups[0].keeps_all and not self.index.keeps_on_host
+        self.is_plain = has_one_table and self.groups[0].keeps_all and not self.index.keeps_on_host
+        """Whether a block is all that a decode ever needs, and nothing is copied out before it is taken."""
         self.stakes = Stakes(self.index, self.pool, self.groups, self.block_size)
         """Tokens that sequences would lose with their blocks."""
         self._watermark_blocks = int(config.watermark * config.num_blocks)
@@ -224,7 +225,7 @@ class KVCacheManager:
 
     def can_append_one_each(self, num_sequences: int) -> bool:
         """Whether so many blocks of the only group are free, and none is copied out first."""
-        return self._is_plain and num_sequences <= self.pool.num_free
+        return self.is_plain and num_sequences <= self.pool.num_free
 
     def append_blocks(self, seqs: list[Sequence]) -> dict[SequenceId, GroupBlocks]:
         """Give one block to each in turn, of the only group; as many must be missing, and free."""

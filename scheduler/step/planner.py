@@ -105,19 +105,21 @@ class Planner:
             return None  # windows have passed as much as a chunk, and not by a place at most as in a decode
         if not running or len(running) > self._step_limit.max_tokens:
             return None
+        if not self._kv.is_plain or self._kv.pool.num_free < len(running):  # to undo the loop costs more
+            num_growing = sum([seq.num_tokens > seq.num_slots for seq in running])
+            if num_growing and not self._kv.can_append_one_each(num_growing):
+                return None
         # The latest to come is the likeliest to be a prompt still.
         decodes = self._shares.decode_all(running) if running[-1].num_uncomputed_tokens == 1 else None
         if decodes is None:
             return None
         shares, at_bounds = decodes
-        growing = [seq for seq in at_bounds if seq.num_computed_tokens > seq.num_slots]
-        may_go_on = not growing or self._kv.can_append_one_each(len(growing))
-        if may_go_on:
-            self.draft_choice = self._drafts.choose(running, num_decodes=len(running))
-        if not may_go_on or self._drafts.offers:
+        self.draft_choice = self._drafts.choose(running, num_decodes=len(running))
+        if self._drafts.offers:
             self._shares.take_back(running)
             return None
         self._admission.skip_step()
+        growing = [seq for seq in at_bounds if seq.num_computed_tokens > seq.num_slots]
         grown = self._kv.append_blocks(growing) if growing else {}
         if at_bounds:
             self._shares.publish_full(at_bounds)
