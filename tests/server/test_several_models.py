@@ -117,7 +117,7 @@ async def test_a_profile_has_its_defaults_a_request_wins_over_them_and_a_key_see
         await ask("/v1/completions", model="fake")
         assert [each.params.temperature for each in engine.requests[-2:]] == [1.5, 0.5]
         await client.post("/tokenize", json={"messages": CHAT, "model": "quick"}, headers=bearer("all"))
-        hints = [options.template_hints for _, options in engine.chats]
+        hints = [chat.hints for _, chat in engine.chats]
         assert hints == [{"enable_thinking": False}] * len(hints)
         assert len(hints) == 6
         shown = await client.post("/api/show", json={"model": "quick:latest"}, headers=bearer("all"))
