@@ -51,8 +51,8 @@ def chat_request_of(body: CountTokensRequest) -> ChatCompletionRequest:
         fields |= {"max_completion_tokens": body.max_tokens, "stop": body.stop_sequences}
     if body.messages[-1].role == "assistant":
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
-    tools = [_tool(tool, f"tools[{place}]") for place, tool in enumerate(body.tools or ())]
-    fields["tools"] = list(filter(None, tools)) or None
+    own = (tool for tool in body.tools or () if not is_run_by_others(tool.type or ""))
+    fields["tools"] = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(own)] or None
     if body.tool_choice is not None and fields["tools"]:
         fields |= _tool_choice(body.tool_choice)
     if body.thinking is not None and body.thinking.type == "disabled":
@@ -86,7 +86,7 @@ def in_their_words(body: CountTokensRequest) -> AbstractContextManager[None]:
         kept = [place for place, tool in enumerate(body.tools or ()) if not is_run_by_others(tool.type or "")]
         return f"tools[{kept[int(found[1])]}]"
 
-    return in_words((r"(?<!\.)\btools\[(\d+)\]", place_of), *_NAMES)
+    return in_words((r"^tools\[(\d+)\]", place_of), *_NAMES)
 
 
 def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
@@ -219,13 +219,11 @@ def _document(source: AnthropicSource, at: str) -> str:
     return required(source.data, f"{at}.data")
 
 
-def _tool(tool: AnthropicTool, where: str) -> dict[str, Any] | None:
-    """The function that the model sees; None for a tool of others' work."""
+def _tool(tool: AnthropicTool, where: str) -> dict[str, Any]:
+    """The function that the model sees. `where`: its place among those of the chat."""
     kind = tool.type or "custom"
     function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
     if kind != "custom":
-        if is_run_by_others(kind):
-            return None
         of_callers = described(kind)
         if of_callers is None:
             raise unsupported(

@@ -141,7 +141,7 @@ def in_our_words(tools: Toolbox) -> AbstractContextManager[None]:
     def place_of(found: re.Match[str]) -> str:
         return list(tools.tools.values())[int(found[1])].place
 
-    return in_words((r"(?<!\.)\btools\[(\d+)\](?:\.function)?", place_of), *_NAMES)
+    return in_words((r"^tools\[(\d+)\](?:\.function)?", place_of), *_NAMES)
 
 
 def _messages(body: ResponsesRequest, items: Sequence[InputItem], tools: Toolbox) -> list[dict[str, Any]]:

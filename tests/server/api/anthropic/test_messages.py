@@ -283,7 +283,7 @@ SOURCE = {"type": "base64", "media_type": "image/png", "data": "aa"}
             {"messages": [{"role": "user", "content": [{"type": "image", "source": SOURCE}]}]},
             "messages[0].content[0]: the model 'fake' reads no pictures",
         ),
-        ({"messages": [{"role": "user", "content": [{"type": "music"}]}]}, "'music'"),
+        ({"messages": [{"role": "user", "content": [{"type": "tools[7]"}]}]}, "'tools[7]'"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         ({"tools": [{"type": "teapot_20250305", "name": "tea"}]}, "'teapot_20250305'"),
         (
@@ -294,6 +294,7 @@ SOURCE = {"type": "base64", "media_type": "image/png", "data": "aa"}
             {"tools": [{"type": "web_search_20250305", "name": "w"}, {**TOOL, "name": "no blanks"}]},
             "tools[1].name",
         ),
+        ({"tools": [{"type": "web_search_20250305", "name": "w"}, {"type": "tea", "name": "t"}]}, "tools[1]"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name is required"),
         ({"tools": [{**TOOL, "input_schema": {"type": "string"}}]}, "tools[0].input_schema"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers is not supported"),

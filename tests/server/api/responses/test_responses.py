@@ -334,6 +334,7 @@ PICTURE = {"type": "input_image", "image_url": "data:image/png;base64,aa"}
         ({"input": [{"type": "item_reference"}]}, "input[0].id"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
+        ({"input": [{"role": "user", "content": [{"type": "tools[7]"}]}]}, "input[0].content[0].type"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
             "input[0].content[0].image_url",
