@@ -189,19 +189,19 @@ def earlier_response(request: Request, body: ResponsesRequest) -> StoredResponse
     if body.previous_response_id is None:
         return None
     found = _find(request, body.previous_response_id)
+    if found is not None:
+        return found
     if background_of(request).find(body.previous_response_id, owner=owner_of(request)) is not None:
         raise RequestRejected(
             f"the response {body.previous_response_id!r} is under way: go on from it after its end",
             param="previous_response_id",
         )
-    if found is None:
-        raise RequestRejected(
-            f"there is no stored response {body.previous_response_id!r} (any more);"
-            " send the whole conversation as input",
-            param="previous_response_id",
-            code="previous_response_not_found",
-        )
-    return found
+    raise RequestRejected(
+        f"there is no stored response {body.previous_response_id!r} (any more);"
+        " send the whole conversation as input",
+        param="previous_response_id",
+        code="previous_response_not_found",
+    )
 
 
 async def with_stored(request: Request, body: ResponsesRequest) -> ResponsesRequest:

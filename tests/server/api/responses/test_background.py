@@ -308,6 +308,24 @@ async def test_after_a_restart_what_was_in_line_is_made_and_what_had_its_end_is_
         assert following["status"] == "completed"
 
 
+async def test_one_at_its_end_is_gone_on_from_while_it_is_written_to_disk(engine, tmp_path, monkeypatch):
+    app = build_app(engine, Settings(edge=dataclasses.replace(EDGE, state_folder=str(tmp_path / "state"))))
+    keep, may_write = app.state.desk.keep, asyncio.Event()
+
+    async def keep_later(work):
+        await may_write.wait()
+        return await keep(work)
+
+    monkeypatch.setattr(app.state.desk, "keep", keep_later)
+    async with connect(app) as client:
+        made = await create(client, background=True, max_output_tokens=1)
+        await ended(client, made["id"])
+        await create(client, previous_response_id=made["id"], max_output_tokens=1)
+    may_write.set()
+    await eventually(lambda: not app.state.background._works)
+    app.state.desk.close()
+
+
 async def test_responses_on_disk_are_bounded_by_number(engine, tmp_path, monkeypatch):
     monkeypatch.setattr("server.api.responses.kept_responses.MAX_RESPONSES", 2)
     edge = dataclasses.replace(EDGE, state_folder=str(tmp_path / "state"), state_max_bytes=2**20)
