@@ -235,16 +235,18 @@ def _response_format(asked: TextFormat) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": without_nones(described)}
 
 
-def _tool_choice(choice: ResponseToolChoice | ChosenTool, tools: Toolbox) -> str | dict[str, Any]:
+def _tool_choice(
+    choice: ResponseToolChoice | ChosenTool, tools: Toolbox, at: str = "tool_choice"
+) -> str | dict[str, Any]:
     refuse_other_fields(choice, _FIELDS_OF_CHOICES)
     if isinstance(choice, ResponseToolChoice) and choice.type == "allowed_tools":
         mode, asked = required(choice.mode, "tool_choice.mode"), required(choice.tools, "tool_choice.tools")
-        allowed = {"mode": mode, "tools": [_tool_choice(tool, tools) for tool in asked]}
-        return {"type": "allowed_tools", "allowed_tools": allowed}
+        chosen = [_tool_choice(tool, tools, f"{at}.tools[{place}]") for place, tool in enumerate(asked)]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": chosen}}
     if choice.type not in ("function", "custom"):
         return choice.type
     name = tools.shown(required(choice.name, "tool_choice.name"), choice.namespace)
     if name in tools.tools and (tools.tools[name].form is WireForm.CUSTOM) != (choice.type == "custom"):
-        why = f"tool_choice.type: the tool {choice.name!r} is no tool of type {choice.type}"
-        raise RequestRejected(why, param="tool_choice.type")
+        why = f"{at}.type: the tool {choice.name!r} is no tool of type {choice.type}"
+        raise RequestRejected(why, param=f"{at}.type")
     return {"type": "function", "function": {"name": name}}

@@ -297,6 +297,7 @@ async def test_without_truncation_too_long_is_an_error(client):
 
 
 TOOL = {"type": "function", "name": "f"}
+ALLOWED = {"type": "allowed_tools", "mode": "auto"}
 PICTURE = {"type": "input_image", "image_url": "data:image/png;base64,aa"}
 
 
@@ -327,6 +328,10 @@ PICTURE = {"type": "input_image", "image_url": "data:image/png;base64,aa"}
             "tool_choice.mode",
         ),
         ({"tools": [TOOL], "tool_choice": {"type": "custom", "name": "f"}}, "tool_choice.type"),
+        (
+            {"tools": [TOOL], "tool_choice": ALLOWED | {"tools": [TOOL, TOOL | {"type": "custom"}]}},
+            "tool_choice.tools[1].type",
+        ),
         ({"truncation": "middle"}, "truncation"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"input": []}, "input"),
