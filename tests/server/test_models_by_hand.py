@@ -104,7 +104,8 @@ async def test_a_name_of_no_model_loads_and_unloads_none_and_a_listed_one_is_des
 
 
 async def test_a_key_for_an_adapter_learns_nothing_of_the_model_below_and_does_not_control_it():
-    engine = FakeEngine(dataclasses.replace(INFO, served_names=("base",), served_adapters=(LAW,)))
+    adapters = (LAW, dataclasses.replace(LAW, name="tax"))
+    engine = FakeEngine(dataclasses.replace(INFO, served_names=("base",), served_adapters=adapters))
     yard, processes = ModelYard(max_waiting=1), Processes()
     rule, room = KeepRule(at_start=False), Reservation(device="cpu", num_bytes=1, budget_bytes=1)
     place = yard.add("base", processes, rule, room, "base is cut off")
@@ -113,7 +114,7 @@ async def test_a_key_for_an_adapter_learns_nothing_of_the_model_below_and_does_n
     async with connect(app) as client:
         for act in ("load", "unload"):
             reply = await client.post(f"/models/{act}", json={"model": "law"}, headers=bearer("lawyer"))
-            assert (reply.status_code, "base" in reply.text) == (404, False)
+            assert (reply.status_code, "base" in reply.text, "tax" in reply.text) == (404, False, False)
         body = {"model": "law", "prompt": "hi"}
         refused = await client.post("/v1/completions", json=body, headers=bearer("lawyer"))
         assert (refused.status_code, "base" in refused.text, "law" in refused.text) == (503, False, True)

@@ -128,9 +128,9 @@ async def unload_model(request: Request) -> Response:
 async def _named_place(request: Request) -> YardPlace:
     """Find the model that the body names. Raises ModelNotFound, RequestRejected."""
     body = await read_request(request, NamedModel, {}, from_headers={})
-    edge = choose_model(request, body.model)
-    if not models_of(request).shows(edge, key_of(request.scope)):
-        raise not_served(body.model, edge.engine.names.variants)
+    edge, models, key = choose_model(request, body.model), models_of(request), key_of(request.scope)
+    if not models.shows(edge, key):
+        raise not_served(body.model, [each for _, _, names in models.listed(key) for each in names])
     if (place := edge.place) is None:
         raise RequestRejected(f"model: {body.model!r} is always loaded", param="model")
     return place
