@@ -81,7 +81,7 @@ class LlamaCompletionRequest(LlamaFields):
 
     prompt: Annotated[
         tuple[Prompt, ...],
-        PlainValidator(partial(as_prompts, most=1), json_schema_input_type=Text | TokenIdList),
+        PlainValidator(partial(as_prompts, most=1, noun="prompt"), json_schema_input_type=Text | TokenIdList),
     ]
     """One text, or the token ids of one."""
 

@@ -39,7 +39,7 @@ def as_prompts(value: Any, *, most: int = MAX_PROMPTS, noun: str = "prompts") ->
     if not prompts:
         raise wrong_shape("must not be an empty list")
     if len(prompts) > most:
-        raise wrong_shape(f"at most {most} {noun} are allowed, not {len(prompts)}")
+        raise wrong_shape(f"must have at most {most} {noun}, not {len(prompts)}")
     return tuple(_as_prompt(prompt) for prompt in prompts)
 
 

@@ -317,6 +317,7 @@ async def test_the_bound_is_in_the_message(client):
 @pytest.mark.parametrize(
     ("path", "fields", "told"),
     [
+        (COMPLETIONS, {"prompt": ["a"] * 129}, "prompt: must have at most 128 prompts, not 129"),
         (COMPLETIONS, {"stop": ["a"] * 17}, "stop: must have at most 16 items, not 17"),
         (COMPLETIONS, {"stop": [""]}, "stop[0]: must have at least 1 character"),
         (COMPLETIONS, {"allowed_token_ids": []}, "allowed_token_ids: must have at least 1 item, not 0"),
