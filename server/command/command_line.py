@@ -151,7 +151,7 @@ class OptionParser(argparse.ArgumentParser):
         return {**vars(found), **({MORE_MODELS: tuple(unknown)} if unknown else {})}
 
     def _without_needless(self, words: Sequence[str]) -> list[str]:
-        """Leave out the switches that change nothing here, with a line of each; name options with hyphens."""
+        """Leave out switches that change nothing here, with a line about each; write names with hyphens."""
         needed: list[str] = []
         passed = ""
         for word in words:
