@@ -52,6 +52,7 @@ _NAMES: Final = (
     ("max_completion_tokens", "max_output_tokens"),
     (r"response_format(?:\.json_schema)?", "text.format"),
     ("reasoning_effort", "reasoning.effort"),
+    ("use text or image_url", "use input_text or input_image"),
 )
 """The chat path's names of fields to ours."""
 

@@ -360,6 +360,7 @@ async def test_what_cannot_be_done_is_refused_by_the_name_the_caller_used(client
     error = await refused(client, **body)
     assert error["param"] == param
     assert error["message"]
+    assert "or image_url" not in error["message"]
 
 
 def test_fields_that_a_chat_has_too_have_the_same_bounds_here():
