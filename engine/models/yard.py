@@ -387,7 +387,8 @@ class ModelYard:
         began_s = time.monotonic()
         if await asyncio.to_thread(place.has_changed):
             for each in victims:
-                self._open(each)
+                if not each.is_failed:  # it has not died meanwhile
+                    self._open(each)
             await self._fail(place, _CHANGED)
             return
         for each in victims:

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import threading
 from collections.abc import Sequence
 from math import inf
 
@@ -292,6 +293,24 @@ async def test_no_model_leaves_for_one_whose_files_have_changed() -> None:
     await first.lease(Waiting.IN_LINE)
     assert [each.num_loads for each in world.engines] == [1, 0]
     assert not first.num_unloads
+    await world.yard.close()
+
+
+async def test_one_that_died_while_the_files_of_another_were_looked_at_is_not_taken_for_loaded() -> None:
+    world = World(ON_DEMAND, ON_DEMAND, room=1)
+    first, second = world.places
+    async with first.held():
+        pass
+    may_tell = threading.Event()
+    second.has_changed = lambda: may_tell.wait(30)
+    asking = asyncio.create_task(second.lease(Waiting.IN_LINE))
+    await world.until(lambda: second.state is YardState.LOADING)
+    world.engines[0].give_up()
+    await world.until(lambda: first.is_failed)
+    may_tell.set()
+    with pytest.raises(EngineUnavailable, match="m1: the last load failed: its files have changed"):
+        await asking
+    assert (first.state, second.state) == (YardState.ABSENT, YardState.ABSENT)
     await world.yard.close()
 
 
