@@ -27,6 +27,8 @@ _HEADER_BYTES = 1 << 20
 _READ_BYTES = 16 << 20
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _ADAPTER = "adapter_config.json"
+_READ_SUFFIXES = frozenset({".json", ".jinja", ".model", ".tiktoken", ".safetensors", ".gguf"})
+_MAX_TEXT_BYTES = 64 << 20
 _MOST_COMPARED_BYTES = 1 << 30
 """Numbers that are read to see whether two files hold the same ones, at most."""
 _MAX_NAME_BYTES = 255
@@ -435,11 +437,21 @@ def _end_of(places: Iterable[list[int]]) -> int:
     return reached
 
 
-def file_stamps(model: str) -> frozenset[tuple[str, int, int]]:
-    """Return name, size in bytes and time of change of each file of a checkpoint; empty if it is gone."""
-    path = Path(model)
+def file_stamps(model: str) -> frozenset[tuple[str, int, str]]:
+    """Return name, size in bytes and digest of each file that is read of a checkpoint; empty if it is gone.
+
+    The digest of a large file, which holds weights, is that of its beginning. Times do not count: a
+    checkpoint that was copied over itself is the same.
+    """
     try:
-        files = [each for each in path.iterdir() if each.is_file()] if path.is_dir() else [path]
-        return frozenset((each.name, (found := each.stat()).st_size, found.st_mtime_ns) for each in files)
+        files = [each for each in Path(model).iterdir() if each.suffix in _READ_SUFFIXES]
+        return frozenset(_stamp(each) for each in files if each.is_file() and not each.name.startswith("."))
     except OSError:
         return frozenset()
+
+
+def _stamp(path: Path) -> tuple[str, int, str]:
+    num_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        content = file.read(num_bytes if num_bytes <= _MAX_TEXT_BYTES else _HEADER_BYTES)
+    return path.name, num_bytes, hashlib.sha256(content).hexdigest()

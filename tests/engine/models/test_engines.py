@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from engine.options.found_model import DEMO_MODEL
 from engine.options.sources import read_options
 from engine.types import EngineState, Health
 from tests.engine.text.test_tokenizer_trial import save
+from worker.checkpoint.checkpoint_files import file_stamps
 
 
 def health(engines: ModelEngines) -> Health:
@@ -57,6 +59,20 @@ async def test_a_model_whose_files_have_changed_since_the_start_is_refused_and_n
         await engines.places[0].lease(Waiting.IN_LINE)
     assert engines.all[0].pids == [None]
     await engines.close()
+
+
+def test_a_copy_of_the_same_files_is_no_change_and_one_byte_of_a_text_is(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO_MODEL, folder)
+    before = file_stamps(str(folder))
+    for each in folder.iterdir():
+        os.utime(each, (1, 1))
+    for never_read in ("README.md", "._config.json"):
+        (folder / never_read).write_text("{}")
+    assert file_stamps(str(folder)) == before
+    tokenizer = folder / "tokenizer.json"
+    tokenizer.write_bytes(tokenizer.read_bytes()[:-1] + b" ")
+    assert file_stamps(str(folder)) != before
 
 
 def break_texts(folder: Path, harm: str) -> None:
