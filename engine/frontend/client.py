@@ -221,7 +221,9 @@ class AsyncEngine:
         return self._info
 
     def _not_loaded(self) -> EngineUnavailable:
-        return EngineUnavailable(f"the model is not loaded: {self.health().detail}")
+        is_broken = self._health.is_asleep and self._health.given_up
+        code = "model_broken" if is_broken else "not_ready"
+        return EngineUnavailable(f"the model is not loaded: {self.health().detail}", code=code)
 
     @property
     def names(self) -> ModelNames:

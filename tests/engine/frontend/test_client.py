@@ -33,6 +33,16 @@ async def finish_reasons(engine: AsyncEngine, name: str, **changes: int) -> list
     return [output.finish_reason for output in outputs if output.finish_reason is not None]
 
 
+async def test_the_facts_of_a_model_that_is_never_loaded_are_refused_for_good(tiny_model: Path) -> None:
+    engine = make_engine(tiny_model)
+    for fault, code in (("", "not_ready"), ("its weights are cut off", "model_broken")):
+        engine.sleep(fault)
+        with pytest.raises(EngineUnavailable, match=fault or "not loaded") as refused:
+            _ = engine.info
+        assert refused.value.code == code
+    await engine.close()
+
+
 async def test_a_life_of_the_engine_from_loading_to_closing(tiny_model: Path) -> None:
     engine = make_engine(tiny_model, max_queued_requests="4")
     with pytest.raises(EngineUnavailable, match="not loaded"):
