@@ -31,7 +31,7 @@ class LoadMetrics(Collector):
         num, sum_s = place.num_loads["loaded"], place.sum_load_s
         yield SummaryMetricFamily("tokenyard:model_load_seconds", about, count_value=num, sum_value=sum_s)
         unloads = CounterMetricFamily("tokenyard:model_unloads", "Models that left", labels=["reason"])
-        for reason in ("idle", "evicted"):
+        for reason in ("idle", "evicted", "died"):
             unloads.add_metric([reason], place.num_unloads[reason])
         yield unloads
         yield GaugeMetricFamily("tokenyard:model_loaded", "1: it is loaded", value=place.is_loaded)
