@@ -1,4 +1,4 @@
-"""Random histories of models that come and go: calls, hang-ups, loads and unloads by hand, failures, deaths.
+"""Random histories of models that come and go: calls, hang-ups, loads by hand, failures, changed files.
 
 Time is that of the event loop, which passes only where nothing else is to be done. After each change of a
 process: memory is never exceeded, and no model leaves under a lease. At the end each call has ended once,
@@ -134,6 +134,7 @@ class World:
             rule = KeepRule(at_start=random.random() < 0.3, is_pinned=is_pinned, keep_alive_s=keep_alive_s)
             self.processes.append(Process(self))
             self.places.append(self.yard.add(f"m{number}", self.processes[-1], rule, room))
+            self.places[-1].has_changed = lambda: random.random() < 0.1
         self.ends: Counter[str] = Counter()
         self.num_calls, self.longest_s = 0, 0.0
         self.loop = asyncio.get_running_loop()
@@ -202,7 +203,7 @@ class World:
                 place.come()
         elif chosen < 0.96:
             process.fails = not process.fails
-        elif process.is_loaded and place.state in (YardState.READY, YardState.LEAVING):
+        elif process.is_loaded and place.state is not YardState.LOADING:
             process.die()
         return None
 
@@ -220,8 +221,8 @@ async def play(random: Random) -> World:
     await asyncio.gather(*calls)
     assert (world.ends["starved"], sum(world.ends.values())) == (0, world.num_calls)
     assert not any(place.num_leases or place.waiting for place in world.places)
-    for process in world.processes:
-        process.fails = False
+    for place, process in zip(world.places, world.processes, strict=True):
+        place.has_changed, process.fails = lambda: False, False
     await asyncio.sleep(2000.0)  # whatever failed may be tried again, and what is idle has left
     for place, process in zip(world.places, world.processes, strict=True):
         assert process.is_loaded == place.is_loaded
