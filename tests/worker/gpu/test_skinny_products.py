@@ -162,6 +162,21 @@ def test_ours_is_left_where_it_computes_something_else(launches, monkeypatch, ca
     assert "24 x 32 with its norm is wrong" in caplog.text
 
 
+def test_ours_is_compared_on_a_residual_to_which_timing_has_not_added(monkeypatch, caplog):
+    class Replaying(Stopwatch):
+        def seconds_of(self, work: Any) -> float | None:
+            for _ in range(999):
+                work()
+            return super().seconds_of(work)
+
+    right = skinny.multiply_skinny
+    monkeypatch.setattr(skinny, "multiply_skinny", lambda x, *rest, **named: right(x * 1.01, *rest, **named))
+    weight_NK = torch.randn((24, 32), generator=torch.Generator().manual_seed(1)).half()
+    product = FoldedProduct(Linear.of(PlainWeight(weight_NK)), Folds(is_added=True))
+    choose_products([product], Replaying({1: (2.0, 1.0)}))
+    assert "24 x 32 with its addition is wrong" in caplog.text
+
+
 def test_what_is_timed_asks_the_device_nothing(launches, monkeypatch, caplog):
     """A graph could not be captured of it. Each layer has a norm of its own."""
 

@@ -215,7 +215,7 @@ def _choose(alike: list[FoldedProduct], device: Device) -> None:
             [partial(_run_by, product, skinny, *given) for product in alike[:_MOST_TIMED_LAYERS]]
             for skinny in (None, ours)
         )
-        find_fault = partial(_find_fault, alike[0], ours, *given)
+        find_fault = partial(_find_fault, alike[0], ours, size)
         outcome = TimedTrial(by_cublas, by_us, _LEAST_GAIN, find_fault).run(device)
         if outcome is None:
             return
@@ -231,8 +231,9 @@ def _choose(alike: list[FoldedProduct], device: Device) -> None:
         log.info("product of %s, ours for cuBLAS by rows: %s", alike[0].describe(), ", ".join(words))
 
 
-def _find_fault(product: FoldedProduct, ours: _Skinny, x_TK: Tensor, residual_TN: Tensor) -> str:
-    """Compare our kernel with cuBLAS and the kernels around it."""
+def _find_fault(product: FoldedProduct, ours: _Skinny, size: int) -> str:
+    """Compare our kernel with cuBLAS and the kernels around it, on a residual that no timing has added to."""
+    x_TK, residual_TN = product.examples(size)
     expected_TN, found_TN = (
         _run_by(product, skinny, x_TK, residual_TN.clone()).float() for skinny in (None, ours)
     )
