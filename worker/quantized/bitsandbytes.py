@@ -25,7 +25,7 @@ _LARGEST_CODE = 127
 
 
 class BitsAndBytesRules(SelfReadingRules):
-    """The same for each config: the tensors say all."""
+    """Rules of any config: the tensors say all."""
 
     def read(self, tensors: ModuleTensors, shape: tuple[int, int]) -> GroupedWeight:
         return _read_int8(tensors, shape) if "SCB" in tensors else _read_nibbles(tensors, shape)

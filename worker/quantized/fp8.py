@@ -99,7 +99,7 @@ class ModelOptRules(SelfReadingRules):
 
 
 def read_modelopt_rules(config: dict[str, Any]) -> ModelOptRules:
-    """Raises QuantizationRefused for others."""
+    """Read a config of FP8 or NVFP4. Raises QuantizationRefused for one of another algorithm."""
     inner = config.get("quantization")
     algorithm = (inner if isinstance(inner, dict) else config).get("quant_algo")
     if algorithm not in _MODELOPT_ALGORITHMS:

@@ -1,7 +1,7 @@
 """State of one row that the sampler keeps between steps.
 
-Owns: the counter-based source of uniform numbers, token counts for the penalties, bad words and the count of
-generated tokens.
+Owns: the counter-based source of uniform numbers, token counts for the penalties, bad words, open thoughts
+and the count of generated tokens.
 Never: tensors; a row is host data, so that adding and removing one costs no device work.
 Source: SplitMix64, G. L. Steele, D. Lea, C. H. Flood, "Fast Splittable Pseudorandom Number
 Generators", OOPSLA 2014.
@@ -27,7 +27,7 @@ _INITIAL_CAPACITY = 64
 
 
 class OpenThoughts:
-    """State of the thoughts of one row."""
+    """Thoughts of a row before its answer: some tokens may not come before the mark that ends them."""
 
     def __init__(self, params: SamplingParams, generated: Sequence[int], *, vocab_size: int) -> None:
         answer = params.answer

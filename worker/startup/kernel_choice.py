@@ -119,7 +119,7 @@ def kind_on(config: WorkerConfig, device: Device) -> ModelKind:
 
 
 def refuse_kept(model_type: str, kept: KeptShapes, config: WorkerConfig, device: Device) -> None:
-    """Raise FamilyRefused where some layers have no batches, or StartupError where no stages."""
+    """Raise FamilyRefused for layers that are not computed in batches, StartupError for some in stages."""
     if kept.has_index_keys and (reason := kernels_of(device).why_no_index_keys) is not None:
         raise FamilyRefused(f"{model_type} has layers that choose their keys, {reason}")
     if kept.has_index_keys and config.num_stages > 1:

@@ -54,7 +54,7 @@ def has_float8_product(weight: GroupedWeight) -> bool:
 
 
 class Float8Product:
-    """The product of a linear layer. See Product (gpu/gpu_products.py)."""
+    """The product of a linear layer. See Product (gpu/products.py)."""
 
     def __init__(self, linear: Linear) -> None:
         codes = grouped(linear.weight)

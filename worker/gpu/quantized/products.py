@@ -238,7 +238,7 @@ def without_codes(linear: Linear) -> Linear:
 
 
 class CodeProduct:
-    """The product of a linear layer of codes. See Product (gpu/gpu_products.py), and CodeWeights."""
+    """The product of a linear layer of codes. See Product (gpu/products.py), and CodeWeights."""
 
     def __init__(self, linear: Linear, *, in_rows: bool = False) -> None:
         self._weights = CodeWeights([grouped(linear.weight)], in_rows=in_rows)

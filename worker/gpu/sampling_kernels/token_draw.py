@@ -78,7 +78,7 @@ class LogitRows(NamedTuple):
 
     logits_LV: Tensor
     rows_MF: Tensor
-    """float64; see gpu/draw_fields.py. A row whose line is -1 is padding, and fails."""
+    """float64; see sampling/draw_fields.py. A row whose line is -1 is padding, and fails."""
     faults_MS: Tensor | None = None
     """+inf where a span was unsound before it was edited, otherwise -inf."""
 
