@@ -348,7 +348,7 @@ class Scheduler:
                 client_index = seq.client_index
                 of_client = self._outputs.setdefault(client_index, [])
             of_client.append(
-                _output((sequence_id, token_ids, None, (), None, "", (), b"", seq.num_preemptions))
+                _output((sequence_id, token_ids, None, (), None, "", (), b"", seq.num_preemptions, None))
             )
 
     def _take_share(self, share: ScheduledSequence, plan: SchedulerOutput, result: ModelRunnerOutput) -> None:

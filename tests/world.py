@@ -191,6 +191,7 @@ class World:
     def _take(self, outputs: Outputs) -> None:
         for output in (output for per_client in outputs.values() for output in per_client):
             assert output.sequence_id not in self.ended, "news of a sequence that has ended"
+            assert len(output) == len(SequenceOutput._fields), "made without its constructor"
             self.tokens[output.sequence_id].extend(output.token_ids)
             self.prompt_logprobs[output.sequence_id].extend(output.prompt_logprobs)
             if output.finish_reason is not None:
