@@ -174,7 +174,8 @@ class Replica:
         tally = self._tallies.all[index]
         tally.num_arrived += waiting.begun_s < 0
         most_tokens = min(request.max_tokens, self.scheduler.config.max_model_len - request.prompt_len)
-        goes_on = self.prefilled is not None and most_tokens > 1
+        has_room = most_tokens > 1 and self.scheduler.kv.can_ever_fit(request.prompt_len + 1)
+        goes_on = self.prefilled is not None and has_room
         max_tokens = 1 if goes_on else request.max_tokens
         params = self._params.get(max_tokens)
         if params is None:

@@ -8,6 +8,7 @@ import pytest
 
 from bench.simulate.command import main
 from bench.simulate.find import Sought, Target, find
+from bench.simulate.fitting.fitted_step_time import LinearStepTime
 from bench.simulate.fleets.roles import Roles, Transfer
 from bench.simulate.replica import Stepping
 from bench.simulate.report import report_of
@@ -79,6 +80,23 @@ def test_every_request_ends_once_with_all_its_tokens_and_leaps_change_nothing(se
     for tally in result.classes:
         assert len(tally.ttft_s) == len(tally.e2e_s) == tally.num_completed
         assert sum(num for _, num in tally.gaps.items()) == tally.num_output_tokens - tally.num_completed
+
+
+@pytest.mark.parametrize("transfer", [FREE, Transfer(base_s=0.125, bytes_per_s=1e30)])
+def test_leaps_change_nothing_where_transfers_end_at_the_moments_at_which_steps_do(transfer: Transfer) -> None:
+    alike = LinearStepTime(base_s=0.125, per_token_s=0.0, per_decode_s=0.0, per_context_token_s=0.0)
+    setup = split(1, 1, transfer=transfer, step_time=alike)
+    requests = [SimRequest(at_s, prompt_len=20, max_tokens=50) for at_s in (0.0, 1.5, 3.0)]
+    each = simulate(requests, replace(setup, stepping=Stepping.EACH))
+    assert history(simulate(requests, setup)) == history(each)
+
+
+def test_a_prompt_that_fills_the_cache_ends_with_its_first_token_in_either_way() -> None:
+    requests = [SimRequest(0.0, prompt_len=40 * 16, max_tokens=5)]
+    config = replace(SMALL, max_model_len=1000)
+    for setup in (one_replica(config), split(1, 1, config)):
+        result = simulate(requests, setup)
+        assert totals(result, "num_completed") == totals(result, "num_output_tokens") == 1
 
 
 def test_a_replica_sends_one_prompt_after_the_other() -> None:

@@ -83,8 +83,8 @@ class SplitRoles:
                 run.note(place)
 
     def is_due(self, until_s: float) -> bool:
-        """Whether a transfer ends before then."""
-        return bool(self._landings) and self._landings[0].at_s < until_s
+        """Whether a transfer ends by then: what begins at that moment sees it, as it sees arrivals."""
+        return bool(self._landings) and self._landings[0].at_s <= until_s
 
     def turn(self) -> float:
         """Let the next transfer end; return the time of it."""
