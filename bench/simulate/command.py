@@ -194,7 +194,7 @@ def _base(
         fleet=_fleet(options),
         transfer=_transfer(options),
     )
-    if options.roles:
+    if options.roles is not None:
         base = _split(base, options)
     if options.draft_rates:
         base = with_drafts(base, options.draft_rates, options.draft_pass_ms / 1e3)

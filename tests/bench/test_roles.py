@@ -168,6 +168,7 @@ def test_roles_are_columns_and_the_bytes_are_those_of_the_machine(capsys: pytest
     ("words", "line"),
     [
         (["--roles", "2"], "--roles: expected PREFILL:DECODE, as 2:6"),
+        (["--roles", ""], "--roles: expected PREFILL:DECODE"),
         (["--roles", "0:2"], "--roles: expected PREFILL:DECODE"),
         (["--roles", "1:1", "--replicas", "2"], "--replicas cannot be given"),
         (["--roles", "1:1", "--router", "one-line"], "least-waiting or prefix-aware"),
