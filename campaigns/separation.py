@@ -3,8 +3,8 @@
     python -m campaigns.separation TRACE [TRACE ...]
 
 For each trace: the highest load, as a factor of its rate, at which 95 % of the requests have their first
-token within 2 s and 99 % of the times between tokens are at most 100 ms. First of so many replicas together,
-with several paces of prompts; then of as many apart, in each ratio at 100 Gbit/s, and the best ratio at other
+token within 2 s and 99 % of the times between tokens are at most 100 ms. First of replicas that do both, with
+several paces of prompts; then of as many apart, in each ratio at 100 Gbit/s, and the best ratio at other
 rates. The rule that the figures are for: docs/decisions/simulator.md.
 
 Owns: the search and the table. Never: a rule of service; each run is that of `tokenyard simulate`.
@@ -35,6 +35,8 @@ _USABLE = 0.94
 _RATES_GBIT = (10, 25, 100, 400)
 _FACTOR, _STEP, _LEAST_LOAD = 1.06, 1.4, 0.01
 """Factors between two loads that are told apart, and between two that are tried first."""
+_MOST_LOAD = 1e4
+"""Load from which on none is tried: a few requests are served at any."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -112,7 +114,9 @@ def _highest_load(requests: list[SimRequest], setup: Setup, guess: float) -> flo
     load = guess
     is_served = _is_served(requests, replace(setup, load=load))
     step = _STEP if is_served else 1 / _STEP
-    while load > _LEAST_LOAD and _is_served(requests, replace(setup, load=load * step)) is is_served:
+    while _LEAST_LOAD < load < _MOST_LOAD and (
+        _is_served(requests, replace(setup, load=load * step)) is is_served
+    ):
         load *= step
     if load <= _LEAST_LOAD:
         return 0.0
