@@ -203,7 +203,7 @@ def _add_setup(group: Any) -> None:
 
 def _add_roles(group: Any) -> None:
     add = group.add_argument
-    add("--roles", metavar="PREFILL:DECODE", help="so many compute prompts and so many the rest: 2:6")
+    add("--roles", metavar="PREFILL:DECODE", help="replicas that compute prompts, and that generate: 2:6")
     add(
         "--transfer-gbit",
         type=number(1e-3),

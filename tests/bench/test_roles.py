@@ -83,7 +83,7 @@ def test_every_request_ends_once_with_all_its_tokens_and_leaps_change_nothing(se
 
 
 @pytest.mark.parametrize("transfer", [FREE, Transfer(base_s=0.125, bytes_per_s=1e30)])
-def test_leaps_change_nothing_where_transfers_end_at_the_moments_at_which_steps_do(transfer: Transfer) -> None:
+def test_leaps_change_nothing_where_transfers_end_as_steps_do(transfer: Transfer) -> None:
     alike = LinearStepTime(base_s=0.125, per_token_s=0.0, per_decode_s=0.0, per_context_token_s=0.0)
     setup = split(1, 1, transfer=transfer, step_time=alike)
     requests = [SimRequest(at_s, prompt_len=20, max_tokens=50) for at_s in (0.0, 1.5, 3.0)]
@@ -97,6 +97,13 @@ def test_a_prompt_that_fills_the_cache_ends_with_its_first_token_in_either_way()
     for setup in (one_replica(config), split(1, 1, config)):
         result = simulate(requests, setup)
         assert totals(result, "num_completed") == totals(result, "num_output_tokens") == 1
+
+
+def test_without_a_swap_space_decode_replicas_swap_nothing_whatever_the_mode() -> None:
+    config = replace(SMALL, num_blocks=20, preemption_mode=PreemptionMode.SWAP)
+    crowd = workload(num_requests=60, rate_per_s=60.0, output_lens=LengthDistribution.parse("50"))
+    result = simulate(crowd, split(1, 1, config))
+    assert {cause.split(", ")[1] for cause in result.preemptions} == {"recomputed"}
 
 
 def test_a_replica_sends_one_prompt_after_the_other() -> None:

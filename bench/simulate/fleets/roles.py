@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from bench.simulate.fleets.fleet import RunOfReplicas
 from bench.simulate.requests.arrivals import RequestUnderWay
-from scheduler.config import HostTier, SchedulerConfig
+from scheduler.config import HostTier, PreemptionMode, SchedulerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class Transfer:
     bytes_per_token: int = 128 * 1024
 
     def seconds(self, num_tokens: int) -> float:
-        """Time for which the keys and values of so many tokens take the link."""
+        """Time for which the keys and values of this number of tokens take the link."""
         return num_tokens * self.bytes_per_token / self.bytes_per_s
 
 
@@ -48,7 +48,8 @@ def decode_config(config: SchedulerConfig) -> SchedulerConfig:
     """Configuration of a decode replica: without a swap space, it gets one that only transfers use."""
     if config.num_host_blocks:
         return config
-    return replace(config, num_host_blocks=config.num_blocks, host_tier=HostTier.OFF)
+    mode = PreemptionMode.RECOMPUTE
+    return replace(config, num_host_blocks=config.num_blocks, host_tier=HostTier.OFF, preemption_mode=mode)
 
 
 class _Landing(NamedTuple):
