@@ -224,7 +224,7 @@ class KVCacheManager:
         return missing
 
     def can_append_one_each(self, num_sequences: int) -> bool:
-        """Whether so many blocks of the only group are free, and none is copied out first."""
+        """Whether there is a free block of the only group for each, and none is copied out first."""
         return self.is_plain and num_sequences <= self.pool.num_free
 
     def append_blocks(self, seqs: list[Sequence]) -> dict[SequenceId, GroupBlocks]:

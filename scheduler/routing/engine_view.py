@@ -107,7 +107,7 @@ class EngineView:
         return self.num_unbegun_tokens + beside
 
     def least_cost(self, num_tokens: int, keys: Sequence[bytes]) -> float:
-        """Return what `cost` is at least for a prompt of so many tokens with these keys."""
+        """Return what `cost` is at least for a prompt of this number of tokens, with these keys."""
         may_hit = bool(keys) and (not self._is_plain or keys[0] in self.keys[self._main])
         return self.burden + (1 if may_hit else num_tokens)
 

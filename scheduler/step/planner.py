@@ -109,7 +109,7 @@ class Planner:
             num_growing = sum([seq.num_tokens > seq.num_slots for seq in running])
             if num_growing and not self._kv.can_append_one_each(num_growing):
                 return None
-        # The latest to come is the likeliest to be a prompt still.
+        # The last of the queue is the likeliest to have a prompt to compute: then the loop need not begin.
         decodes = self._shares.decode_all(running) if running[-1].num_uncomputed_tokens == 1 else None
         if decodes is None:
             return None

@@ -128,7 +128,7 @@ class World:
                 num_bytes=random.randint(1, self.budgets[device] - 1),
                 budget_bytes=self.budgets[device],
             )
-            # Each other one fits beside what is pinned, as the plan of the memory sees to.
+            # The plan of the memory admits no other: each of the rest fits in what a pinned one leaves.
             is_pinned = room.num_bytes == 1 and not any(each.rule.is_pinned for each in self.places)
             keep_alive_s = inf if is_pinned else random.choice([inf, 0.5, 20.0])
             rule = KeepRule(at_start=random.random() < 0.3, is_pinned=is_pinned, keep_alive_s=keep_alive_s)
