@@ -120,6 +120,8 @@ async def test_a_profile_has_its_defaults_a_request_wins_over_them_and_a_key_see
         hints = [chat.hints for _, chat in engine.chats]
         assert hints == [{"enable_thinking": False}] * len(hints)
         assert len(hints) == 6
+        await ask("/v1/chat/completions", reasoning_effort="high")
+        assert engine.chats[-1][1].hints == {"reasoning_effort": "high"}
         shown = await client.post("/api/show", json={"model": "quick:latest"}, headers=bearer("all"))
         assert "temperature 0.25" in shown.json()["parameters"]
         for who, status, listed in (("few", 404, ["fake", "org/fake-alias"]), ("one", 200, ["quick"])):

@@ -105,9 +105,18 @@ def turns_reasoning_off(chat: Chat) -> bool:
 
 
 def _profile_hints(body: ChatCompletionRequest, info: ModelInfo) -> dict[str, Any]:
-    """Template variables that the named profile sets, as far as the template reads them."""
+    """Template variables that the named profile sets, as far as the template reads them.
+
+    A request that asks for reasoning is not held to a profile that turns it off.
+    """
+    wants_reasoning = body.reasoning_effort is not None and body.reasoning_effort not in _NO_REASONING
+    left_out = _THINKING_SWITCHES if wants_reasoning else ()
     defaults = info.profile_named(body.model).template_kwargs
-    return {name: value for name, value in defaults.items() if name in info.template_variables}
+    return {
+        name: value
+        for name, value in defaults.items()
+        if name in info.template_variables and name not in left_out
+    }
 
 
 def _effort_hints(body: ChatCompletionRequest) -> dict[str, Any]:
