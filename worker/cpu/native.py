@@ -390,10 +390,10 @@ def _in_blocks(weight_NK: Tensor, *, step: int) -> Tensor:
     num_outputs, num_inputs = weight_NK.shape
     whole, num_left = divmod(num_outputs, COLUMNS)
     data = WEIGHTS.zeros((whole + (num_left > 0), num_inputs // step, COLUMNS, step), weight_NK.dtype)
-    given = weight_NK.contiguous()
-    if given.storage_offset() % step:
-        given = given.clone()
-    given, moved = given.view(torch.int32), data.view(torch.int32).squeeze(-1)
+    flat = weight_NK.reshape(-1).contiguous()  # without the stride of a single output, which may be any
+    if flat.storage_offset() % step:
+        flat = flat.clone()
+    given, moved = flat.view(torch.int32).view(num_outputs, -1), data.view(torch.int32).squeeze(-1)
     moved[:whole] = given[: whole * COLUMNS].view(whole, COLUMNS, num_inputs // step).transpose(1, 2)
     if num_left:
         moved[whole, :, :num_left] = given[whole * COLUMNS :].T

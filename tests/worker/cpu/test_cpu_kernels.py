@@ -141,7 +141,7 @@ def test_what_is_not_a_number_stays_so(kernels, dtype):
     assert bool(found[1].isfinite().all())
 
 
-@pytest.mark.parametrize("num_outputs", [5, 64, 77])
+@pytest.mark.parametrize("num_outputs", [1, 5, 64, 77])
 def test_a_weight_is_packed_wherever_it_lies(dtype, num_outputs):
     flat = numbers(2 * num_outputs * 51 + 1, dtype=dtype)
     lying = [
