@@ -60,6 +60,10 @@ _NAMES: Final = (
 """Names of a completion's fields to llama.cpp's."""
 
 
+_Single = Field(min_length=1, max_length=1)
+_OnePrompt = Text | TokenIdList | Annotated[list[Text], _Single] | Annotated[list[TokenIdList], _Single]
+
+
 class LlamaFields(SamplingNumbers, ServiceFields):
     """Fields of both endpoints; others of llama.cpp's, which set up its samplers and slots, are ignored."""
 
@@ -81,9 +85,9 @@ class LlamaCompletionRequest(LlamaFields):
 
     prompt: Annotated[
         tuple[Prompt, ...],
-        PlainValidator(partial(as_prompts, most=1, noun="prompt"), json_schema_input_type=Text | TokenIdList),
+        PlainValidator(partial(as_prompts, most=1, noun="prompt"), json_schema_input_type=_OnePrompt),
     ]
-    """One text, or the token ids of one."""
+    """One text, or the token ids of one; either may stand in a list."""
 
 
 class Snippet(WireModel):

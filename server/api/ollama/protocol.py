@@ -94,10 +94,11 @@ class OllamaOptions(SamplingNumbers):
     @model_validator(mode="before")
     @classmethod
     def _with_whole_numbers(cls, value: Any) -> Any:
-        """Take 5.0 for 5, as Ollama does."""
+        """Take 5.0 for 5, as Ollama does; a number of more digits than a float has stays what it is."""
         if not isinstance(value, dict):
             return value
-        whole = {name: int(each) for name, each in value.items() if isinstance(each, float) and each % 1 == 0}
+        floats = {name: each for name, each in value.items() if isinstance(each, float)}
+        whole = {name: int(each) for name, each in floats.items() if each % 1 == 0 and abs(each) < 2**53}
         return {**value, **whole}
 
 

@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -32,10 +33,10 @@ from server.api.responses.stored_routes import (
     earlier_response,
     is_stored,
     kept_of,
-    router,
     store_of,
     with_stored,
 )
+from server.api.responses.stored_routes import router as stored_router
 from server.edge.http.edge import edge_of
 from server.edge.http.endpoint import NO_STORE, Endpoint, add_named_events, documentation, json_reply
 from server.edge.http.json_body import read_request
@@ -53,7 +54,7 @@ add_named_events(
     " comments keep the connection alive.",
 )
 
-
+router = APIRouter()
 ENDPOINT = Endpoint(
     router=router,
     add_state=add_store,
@@ -105,6 +106,9 @@ async def show_input_tokens(request: Request) -> Response:
     items = conversation_of(body, earlier_response(request, body))
     num_tokens = await count_input_tokens(edge_of(request), body, items, request.receive)
     return json_reply({"object": "response.input_tokens", "input_tokens": num_tokens})
+
+
+router.include_router(stored_router)  # last: an id may be any word, `input_tokens` too
 
 
 async def _begin_in_background(request: Request, task: ResponseTask) -> Response:

@@ -235,6 +235,8 @@ async def test_a_whole_number_may_be_written_with_a_point(client, engine):
     assert (await client.post(CHAT, json={**HELLO, "options": options})).status_code == 200
     (request,) = engine.requests
     assert (request.params.max_tokens, request.params.top_k) == (2, 5)
+    beyond = {**HELLO, "options": {"seed": -(2**63) - 1}}  # of which a float keeps 53 bits
+    assert "seed" in (await client.post(CHAT, json=beyond)).json()["error"]
 
 
 async def test_a_stream_that_breaks_ends_with_an_error_and_nothing_is_written_in_a_silence(engine):

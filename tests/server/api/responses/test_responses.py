@@ -60,6 +60,7 @@ async def test_the_tokens_of_its_prompt_are_counted_without_an_answer(client, en
     assert len(engine.requests) == 1
     response = await create(client, **body, max_output_tokens=1)
     assert counted["input_tokens"] == response["usage"]["input_tokens"]
+    assert (await client.options(f"{PATH}/input_tokens")).headers["allow"] == "POST"
     error = (await client.post(f"{PATH}/input_tokens", json={"input": []})).json()["error"]
     assert error["param"] == "input"
 
