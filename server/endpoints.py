@@ -26,6 +26,7 @@ PUBLIC: tuple[Endpoint, ...] = (
     models.BY_HAND,
     ops.ENDPOINT,
     responses.ENDPOINT,
+    responses.BY_ID,
     tokenization.ENDPOINT,
     render.ENDPOINT,
     pooling_endpoints.ENDPOINT,

@@ -64,6 +64,8 @@ ENDPOINT = Endpoint(
     operations={_PATH: "chat"},
     event_shapes={_PATH: error_event},
 )
+BY_ID = Endpoint(router=stored_router)
+"""Routes of one that exists. Behind the others: an id may be any word, `input_tokens` too."""
 
 
 @router.post(_PATH, **_DOCUMENTATION)
@@ -106,9 +108,6 @@ async def show_input_tokens(request: Request) -> Response:
     items = conversation_of(body, earlier_response(request, body))
     num_tokens = await count_input_tokens(edge_of(request), body, items, request.receive)
     return json_reply({"object": "response.input_tokens", "input_tokens": num_tokens})
-
-
-router.include_router(stored_router)  # last: an id may be any word, `input_tokens` too
 
 
 async def _begin_in_background(request: Request, task: ResponseTask) -> Response:
