@@ -21,8 +21,10 @@ from bench.simulate.tally import Slo
 
 _NUM_SEEDS = 3
 _LOAD_FACTOR = 1.02
-"""Factor between two loads that are told apart."""
+"""Factor between two loads that are tried last."""
 _LEAST_LOAD, _MOST_LOAD = 1e-9, 1e6
+_ALONE_S = 1e6
+"""Time between requests that come one at a time; beyond any reply, and short enough for exact sums."""
 _NUM_NEIGHBOURS = 4
 _NUM_LOOKED_AT = 2000
 _CROWDED = 8
@@ -149,8 +151,12 @@ class _Search:
         Looks at the first `num_requests` of them: without others to share its steps, a request takes long to
         simulate.
         """
-        alone = replace(self._base, num_replicas=1, roles=None, load=_LEAST_LOAD)
-        requests = islice(self._workload, num_requests)
+        alone = replace(self._base, num_replicas=1, roles=None, load=1.0)
+        # Traces have requests of one moment, which no load takes apart.
+        requests = (
+            each._replace(arrival_s=number * _ALONE_S)
+            for number, each in enumerate(islice(self._workload, num_requests))
+        )
         try:
             simulate(requests, alone, self._target.slo, max_misses=self._max_misses)
         except TooManyMissesError:

@@ -67,6 +67,13 @@ def test_what_no_number_of_replicas_can_do_is_said_at_once() -> None:
         find(workload(), one_replica(), Target(Slo(ttft_s=1e6, itl_s=1e6), 1.0), Sought.LOAD, ignore)
 
 
+def test_requests_of_one_moment_are_taken_apart_to_see_whether_any_number_of_replicas_will_do() -> None:
+    """Traces have bursts that no load takes apart; one replica has them in time one after the other."""
+    burst = [each._replace(arrival_s=0.0) for each in workload(num_requests=40)]
+    answer = find(burst, one_replica(), Target(SLO, 0.9), Sought.REPLICAS, ignore)
+    assert answer.found.setup.num_replicas > 1
+
+
 def test_the_answer_is_printed_with_its_trials_price_and_the_step_below(
     capsys: pytest.CaptureFixture,
 ) -> None:
