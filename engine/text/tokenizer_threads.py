@@ -131,11 +131,11 @@ class TokenizerThreads:
     async def _measure_answer(self, chat: Chat) -> int:
         try:
             asked = await self.encode_chat(chat)
-            told = await self.encode_chat(replace(chat, final=FinalMessage.NOTHING))
+            plain = await self.encode_chat(replace(chat, final=FinalMessage.NOTHING))
         except RequestRejected:
             return 0
-        differ = (place for place, pair in enumerate(zip(asked, told, strict=False)) if pair[0] != pair[1])
-        return len(asked) - next(differ, min(len(asked), len(told)))
+        differ = (place for place, pair in enumerate(zip(asked, plain, strict=False)) if pair[0] != pair[1])
+        return len(asked) - next(differ, min(len(asked), len(plain)))
 
     async def encode_texts(self, texts: Sequence[str], cut: TextCut) -> list[TokenizedText]:
         """Encode texts for a pooling model, with special tokens."""

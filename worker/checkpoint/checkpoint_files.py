@@ -444,7 +444,10 @@ def file_stamps(model: str) -> frozenset[tuple[str, int, str]]:
     checkpoint that was copied over itself is the same.
     """
     try:
-        files = [each for each in Path(model).iterdir() if each.suffix in _READ_SUFFIXES]
+        path = Path(model)
+        if path.is_file():  # GGUF, under whatever name
+            return frozenset({_stamp(path)})
+        files = [each for each in path.iterdir() if each.suffix in _READ_SUFFIXES]
         return frozenset(_stamp(each) for each in files if each.is_file() and not each.name.startswith("."))
     except OSError:
         return frozenset()

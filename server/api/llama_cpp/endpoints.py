@@ -174,7 +174,8 @@ async def _answer(request: Request, body: LlamaFields, said: dict[str, Any], ori
         fields["max_tokens"] = max(body.n_predict, 1)
     if body.grammar or body.json_schema is not None:
         fields["structured_outputs"] = without_nones({"grammar": body.grammar, "json": body.json_schema})
-    with in_words(*_NAMES, *((r"\bsuffix\b", "input_suffix"),) * isinstance(body, InfillRequest)):
+    of_infill = [(r"\bsuffix\b", "input_suffix")] if isinstance(body, InfillRequest) else []
+    with in_words(*_NAMES, *of_infill):
         made = await fitting_completion(edge.engine, built(CompletionRequest, fields), origin)
     head = new_head(origin, edge.engine.info)
     plan = ReplyPlan(head=head, num_prompt_tokens=(len(made.prompt_token_ids),))

@@ -36,6 +36,11 @@ _NAMES: Final = (
     ("reasoning_effort", "think"),
 )
 """Names of a chat's fields to Ollama's; pictures stand before the text, so that their numbers agree."""
+_NAMES_OF_PROMPT: Final = (
+    (r"^messages(?=$|:)|\bmessages\[\d+\]\.content\b(?!\[)", "prompt"),
+    (r"messages\[\d+\]\.", ""),
+)
+"""The same, before these, where the only message is the prompt."""
 
 
 def served_name(name: str | None, info: ModelInfo) -> str | None:
@@ -51,8 +56,7 @@ def untagged(name: str) -> str:
 
 def in_ollamas_words(body: OllamaFields) -> AbstractContextManager[None]:
     """Make refusals of the paths of chats and completions name the fields that the caller wrote."""
-    of_prompt = (r"^messages(?=$|:)|\bmessages\[\d+\]\.content\b(?!\[)", "prompt"), (r"messages\[\d+\]\.", "")
-    return in_words(*of_prompt * isinstance(body, OllamaGenerateRequest), *_NAMES)
+    return in_words(*(_NAMES_OF_PROMPT if isinstance(body, OllamaGenerateRequest) else ()), *_NAMES)
 
 
 def chat_request_of(

@@ -73,6 +73,11 @@ def test_a_copy_of_the_same_files_is_no_change_and_one_byte_of_a_text_is(tmp_pat
     tokenizer = folder / "tokenizer.json"
     tokenizer.write_bytes(tokenizer.read_bytes()[:-1] + b" ")
     assert file_stamps(str(folder)) != before
+    blob = tmp_path / "sha256-1234"  # GGUF, as Ollama names it
+    blob.write_bytes(b"GGUF")
+    before = file_stamps(str(blob))
+    blob.write_bytes(b"GGUf")
+    assert file_stamps(str(blob)) != before
 
 
 def break_texts(folder: Path, harm: str) -> None:
