@@ -1,6 +1,7 @@
 """Pictures on the real server: a tiny Qwen3-VL with random weights, asked by the clients that people use."""
 
 import base64
+import contextlib
 import json
 import os
 import signal
@@ -85,7 +86,10 @@ NOT_ONE = {"image_url": {"url": "data:image/png;base64,AAAA"}}
 
 def prefix_of(server: RunningServer) -> str:
     """Beginning of the names in shared memory that are this server's, by the lock that it holds."""
-    opened = [os.readlink(each) for each in Path(f"/proc/{server.process.pid}/fd").iterdir()]
+    opened = set()
+    for each in Path(f"/proc/{server.process.pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # a connection may end between the list and the look
+            opened.add(os.readlink(each))
     (lock,) = [path for path in opened if path.startswith(f"{SHARED_MEMORY}/tokenyard-pictures-")]
     return Path(lock).name.removesuffix("-lock")
 
