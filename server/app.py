@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from fastapi.telemetry import TelemetryConfig
 from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -107,6 +108,10 @@ def _endpoints(settings: EdgeSettings) -> tuple[Endpoint, ...]:
     return (*endpoints, *YARD) if page is PageParts.YARD else endpoints
 
 
+_NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
+"""Of FastAPI, which would look for its providers at each request: spans and metrics are the server's own."""
+
+
 def _include(app: FastAPI, endpoints: Sequence[Endpoint], settings: EdgeSettings) -> None:
     for each in endpoints:
         each.add_state(app, settings)
@@ -126,6 +131,7 @@ def _layered(
         docs_url=None,  # FastAPI's pages load their scripts from elsewhere
         redoc_url=None,
         redirect_slashes=False,
+        telemetry=_NO_TELEMETRY,
         middleware=[
             *layers(edge, settings, keys, hosts=hosts, paths=_paths(settings)),
             *(

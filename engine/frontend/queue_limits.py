@@ -203,6 +203,8 @@ class Desk:
 
     def kept_places(self, *, now_s: float) -> Freed:
         """Count the places that are kept for calls under way, as sequences to come."""
+        if not self.kept:
+            return NONE_FREED
         self.kept = {
             reply_id: (journal, room, until_s)
             for reply_id, (journal, room, until_s) in self.kept.items()

@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import aclosing
+from functools import lru_cache
 from typing import Any
 
 import orjson
@@ -42,13 +43,13 @@ def new_head(origin: Origin, info: ModelInfo) -> ReplyHead:
         id=origin.reply_id,
         created_s=int(time.time()),
         model=origin.model if origin.model in info.variants else info.served_names[0],
-        system_fingerprint=_fingerprint(info),
+        system_fingerprint=_fingerprint(info.model_type, info.num_parameters, info.dtype, info.device),
     )
 
 
-def _fingerprint(info: ModelInfo) -> str:
-    computed_by = (VERSION, info.model_type, info.num_parameters, info.dtype, info.device)
-    return "fp_" + hashlib.sha256(repr(computed_by).encode()).hexdigest()[:12]
+@lru_cache(maxsize=16)
+def _fingerprint(*computed_by: str | int) -> str:
+    return "fp_" + hashlib.sha256(repr((VERSION, *computed_by)).encode()).hexdigest()[:12]
 
 
 def usage_report(body: GenerationFields) -> UsageReport:
