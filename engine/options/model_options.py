@@ -210,9 +210,9 @@ class ModelOptions:
     )
     attention_backend: str = _model(
         Choice(words=("triton", "fa3", "flashinfer")),
-        "Kernels of attention on a GPU. triton: Tokenyard's own. fa3, flashinfer: FlashAttention 3 or "
-        "FlashInfer where it is installed and a trial at start finds it right and 5% faster, which starts "
-        "some seconds later; FlashInfer takes 256 MiB, and minutes of the first start where it is to be "
+        "Kernels of attention on a GPU. triton: Tokenyard's own. fa3, flashinfer: FlashAttention 3 (its "
+        "package, or vLLM's) or FlashInfer where it is installed and a trial at start finds it right and 5% "
+        "faster, which starts some seconds later; FlashInfer takes 256 MiB, and minutes of the first start where it is to be "
         "compiled.",
         default="triton",
     )

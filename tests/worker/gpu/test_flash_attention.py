@@ -1,9 +1,11 @@
 """FlashAttention 3 attends where a trial at load found it right and faster; here a stand-in computes."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -72,6 +74,58 @@ def library(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     module.__spec__ = type(sys.__spec__)("flash_attn_interface", None)
     monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
     return stand_in
+
+
+OF_VLLM = "worker.gpu.trials.vllm_flash_attention"
+SCHEMA = (
+    "fwd(Tensor! q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? q_v, Tensor!? out, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new, Tensor? seqused_q, "
+    "Tensor? seqused_k, int? max_seqlen_q, int? max_seqlen_k, Tensor? page_table, Tensor? kv_batch_idx, "
+    "Tensor? leftpad_k, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? seqlens_rotary, Tensor? q_descale, "
+    "Tensor? k_descale, Tensor? v_descale, float softmax_scale, bool is_causal, int window_size_left, "
+    "int window_size_right, float softcap, bool is_rotary_interleaved, Tensor? scheduler_metadata, "
+    "int num_splits, bool? pack_gqa, int sm_margin, Tensor? s_aux, int cp_world_size, int cp_rank, "
+    "Tensor? cp_tot_seqused_k{}) -> Tensor[]"
+)
+"""Schema of the library of vLLM 0.24, with what a later one may add."""
+
+
+@pytest.fixture
+def of_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], StandIn]]:
+    """Install a vLLM of which the library alone can be loaded; returns what registers its function."""
+    stand_in, loaded = StandIn(), list[str]()
+    library = tmp_path / "vllm" / "vllm_flash_attn" / "_vllm_fa3_C.abi3.so"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    (tmp_path / "vllm" / "__init__.py").write_text("raise AssertionError('vLLM is loaded')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, OF_VLLM, raising=False)
+    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
+
+    def register(more: str) -> StandIn:
+        torch.library.define("_vllm_fa3_C::fwd", SCHEMA.format(more).removeprefix("fwd"), lib=namespace)
+        names = [each.name for each in torch.ops._vllm_fa3_C.fwd.default._schema.arguments]
+
+        def fwd(*values: Any) -> list[Tensor]:
+            given = {name: value for name, value in zip(names, values, strict=True) if value is not None}
+            tensors = {"cache_seqlens": given.pop("seqused_k"), "page_table": given.pop("page_table")}
+            window = given.pop("window_size_left"), given.pop("window_size_right")
+            assert (given.pop("is_rotary_interleaved"), given.pop("num_splits")) == (True, 0)
+            assert (given.pop("sm_margin"), given.pop("cp_world_size"), given.pop("cp_rank")) == (0, 1, 0)
+            keys, values_ = given.pop("k"), given.pop("v")
+            return [
+                stand_in.flash_attn_with_kvcache(
+                    given.pop("q"), keys, values_, causal=given.pop("is_causal"), window_size=window,
+                    **tensors, **given,
+                )
+            ]  # fmt: skip
+
+        namespace.impl("fwd", fwd, "CPU")
+        return stand_in
+
+    with torch.library._scoped_library("_vllm_fa3_C", "FRAGMENT") as namespace:
+        yield register
+    assert loaded in ([], [str(library)])
 
 
 def tried(case: Case, device: Stopwatch) -> tuple[Step, LibraryAttention]:
@@ -166,8 +220,23 @@ def test_a_version_with_another_signature_is_refused_with_the_reason(library, mo
 
 def test_without_the_library_our_kernels_attend(caplog):
     assert choose_attention("fa3") is TritonAttention
-    assert "flash_attn_interface is not installed; Triton's kernels attend" in caplog.text
+    assert "neither flash_attn_interface nor vLLM's library of it is installed" in caplog.text
 
 
 def test_an_installed_library_is_opened(library):
     assert choose_attention("fa3") is FlashAttention3
+
+
+@pytest.mark.parametrize("step", [STEP, DECODES], ids=["mixed", "decodes"])
+def test_the_library_of_an_installed_vllm_attends_without_vllm(of_vllm, step):
+    stand_in = of_vllm("")
+    assert choose_attention("fa3") is FlashAttention3
+    taken = tried(step, Stopwatch(2.0, 1.0))[1]._taken
+    assert set(taken.values()) == {True}
+    assert stand_in.num_calls
+
+
+def test_a_vllm_whose_function_asks_for_more_is_refused_with_the_argument(of_vllm, caplog):
+    of_vllm(", int num_mysteries")
+    assert choose_attention("fa3") is TritonAttention
+    assert "vLLM's FlashAttention 3 has other arguments: num_mysteries" in caplog.text

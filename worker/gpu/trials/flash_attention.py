@@ -1,10 +1,13 @@
 """Attention by FlashAttention 3, where it is installed, right and faster; otherwise by our Triton kernels.
 
 Source: FlashAttention-3, arXiv:2407.08608; the interface is that of `flash_attn_interface` in its repository.
+vLLM's wheel has the same kernels (vllm_flash_attention.py).
 
 Shapes: T tokens, D key and value size, V as D.
 """
 
+from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -14,7 +17,7 @@ from worker.attention.kv_cache import KVCache, LayerCache
 from worker.devices.device import Device
 from worker.gpu.trials.attention_trial import LibraryAttention, LibraryFunction, PreparedStep, TrialKind
 
-_FUNCTION = LibraryFunction(
+_PACKAGE = LibraryFunction(
     "flash_attn_interface",
     "flash_attn_with_kvcache",
     (
@@ -22,12 +25,23 @@ _FUNCTION = LibraryFunction(
         *("softmax_scale", "causal", "softcap"),
     ),
 )
+_OF_VLLM = LibraryFunction("worker.gpu.trials.vllm_flash_attention", "flash_attn_with_kvcache", ())
 _LARGEST_HEAD = 256
 
 
 def find_obstacle() -> str:
     """Say why the library cannot be called; empty if it can."""
-    return _FUNCTION.find_obstacle()
+    return _function().find_obstacle()
+
+
+def load() -> Callable[..., Tensor]:
+    """Return the library's function, where there is no obstacle."""
+    return _function().load()
+
+
+def _function() -> LibraryFunction:
+    """Return that of the package, or of an installed vLLM where there is no package."""
+    return _PACKAGE if find_spec(_PACKAGE.module) is not None else _OF_VLLM
 
 
 class FlashAttention3(LibraryAttention):
@@ -37,7 +51,7 @@ class FlashAttention3(LibraryAttention):
 
     def __init__(self, cache: KVCache, device: Device) -> None:
         super().__init__(cache, device)
-        self._call = _FUNCTION.load()
+        self._call = load()
 
     def find_hindrance(self, kind: TrialKind) -> str:
         key_dim = kind.shape.key_dim
@@ -49,7 +63,7 @@ class FlashAttention3(LibraryAttention):
         batch = prepared.batch
         found_THD: Tensor = self._call(
             queries_THD,
-            *_as_pages(self._cache.layers[layer_idx]),
+            *as_pages(self._cache.layers[layer_idx]),
             cache_seqlens=batch.seq_lens_R,
             page_table=prepared.tables_RB,
             cu_seqlens_q=batch.query_starts_R,
@@ -61,6 +75,6 @@ class FlashAttention3(LibraryAttention):
         return found_THD
 
 
-def _as_pages(layer: LayerCache) -> tuple[Any, Any]:
+def as_pages(layer: LayerCache) -> tuple[Any, Any]:
     """Return views [N, tokens, heads, D], of which the library wants the last dimension without a stride."""
     return layer.keys.blocks_NHSD.transpose(1, 2), layer.values.blocks_NHSD.transpose(1, 2)
