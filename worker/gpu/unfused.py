@@ -9,7 +9,7 @@ from worker.devices.device import Device
 from worker.devices.weight_life import lent_to
 from worker.gpu.products import TAKEN, product_of, round_weight
 from worker.gpu.quantized.products import CodeProduct, find_hindrance, without_codes
-from worker.gpu.trials.many_rows import choose_many_rows
+from worker.gpu.trials.many_rows import choose_by_rows
 from worker.gpu.trials.skinny import FoldedProduct, choose_products
 from worker.gpu.trials.triton_frame import replace_frame
 from worker.gpu.triton_experts import experts_of_rank
@@ -93,10 +93,10 @@ class UnfusedModules(NamedTuple):
 
     def choose_many_rows(self, model: nn.Module) -> None:
         """Choose the products of many rows by their time."""
-        products = [product.by_codes for product in _folded(model)]
+        products: list[object] = [each.product for each in _folded(model)]
         if self.ranks.size == 1:  # ranks that chose differently might send a token to other experts
             products += [module.product for module in model.modules() if isinstance(module, CodeLinear)]
-        choose_many_rows((each for each in products if each is not None), self.device, self.dtype)
+        choose_by_rows(products, self.device, self.dtype)
 
     def choose_folded(self, model: nn.Module) -> None:
         """Choose the products of few rows by their time."""

@@ -1,6 +1,7 @@
-"""The trial that chooses from how many rows on a product writes the numbers of its codes."""
+"""The trials that choose how products by codes multiply how many rows."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,8 +9,14 @@ import torch
 
 from tests.worker.quantized.random_weights import random_weight
 from worker.devices.device import CpuDevice
+from worker.gpu.quantized.float8_products import MOST_FEW_ROWS, Float8Product
 from worker.gpu.quantized.products import CodeProduct
-from worker.gpu.trials.many_rows import SIZES, choose_many_rows
+from worker.gpu.trials.many_rows import (
+    SIZES,
+    choose_few_rows,
+    choose_many_rows,
+    choose_tiles_by_time,
+)
 from worker.model.linear import Linear
 from worker.worker_config import WorkerConfig
 
@@ -24,7 +31,7 @@ class Stopwatch(CpuDevice):
     def seconds_of(self, work: Callable[[], Any]) -> float | None:
         work()
         time_s = next(self._times, "none")
-        assert time_s != "none", "nobody should have asked again"
+        assert time_s != "none", "there was one question too many"
         return time_s  # type: ignore[return-value]
 
     @property
@@ -66,3 +73,49 @@ def test_float32_is_multiplied_by_codes_alone() -> None:
     alone = product()
     choose_many_rows([alone], Stopwatch(), torch.float32)
     assert alone.fewest_by_numbers is None
+
+
+@pytest.mark.parametrize(
+    ("times", "most"),
+    [
+        ((2.0, 1.0, 2.0, 1.0), 64),
+        ((2.0, 1.0, 1.0, 1.0), 32),
+        ((1.0, 1.0), MOST_FEW_ROWS),
+        ((None,), MOST_FEW_ROWS),
+    ],
+)
+def test_rows_of_floats_are_multiplied_by_codes_up_to_the_last_size_at_which_that_is_faster(
+    times: tuple[float | None, ...], most: int
+) -> None:
+    weight = replace(random_weight("float8", 48, 64, 64), scales_NG=torch.rand(48, 1) + 0.5)
+    alike = [Float8Product(Linear.of(weight)) for _ in range(2)]
+    watch = Stopwatch(*times)
+    choose_few_rows(alike, watch, torch.float16)
+    assert [each.most_few_rows for each in alike] == [most] * 2
+    assert watch.has_told_all
+
+
+def test_a_kernel_of_codes_that_is_wrong_is_not_taken_for_more_rows(monkeypatch, caplog) -> None:
+    caplog.set_level("INFO")
+    weight = replace(random_weight("float8", 48, 64, 64), scales_NG=torch.rand(48, 1) + 0.5)
+    wrong = Float8Product(Linear.of(weight))
+    multiply = wrong.multiply_few
+    monkeypatch.setattr(Float8Product, "multiply_few", lambda _, x_TK: 1.1 * multiply(x_TK))
+    choose_few_rows([wrong], Stopwatch(2.0), torch.float16)
+    assert wrong.most_few_rows == MOST_FEW_ROWS
+    assert "32: wrong by 1.0e-01" in caplog.text
+
+
+def test_the_fastest_tiles_are_taken_for_each_number_of_rows_and_have_the_same_sums() -> None:
+    alone, x_TK = product(), torch.randn(40, 32).half()
+    expected = alone.multiply(x_TK)
+    first, second = alone.other_tiles(64, torch.float16)
+    [many] = alone.other_tiles(128, torch.float16)
+    assert not alone.other_tiles(16, torch.float16)
+    watch = Stopwatch(*(3.0, 2.0), *(2.0, 1.0), *(1.0, 1.0))
+    choose_tiles_by_time([alone], watch, torch.float16)
+    assert watch.has_told_all
+    assert list(alone._taken_tiles.values()) == [second]
+    for tiles in (first, second, many):
+        assert torch.allclose(alone.multiply_by_tiles(x_TK, tiles), expected, rtol=1e-3, atol=1e-3)
+    assert torch.allclose(alone.multiply(x_TK), expected, rtol=1e-3, atol=1e-3)

@@ -19,6 +19,7 @@ from worker.model.linear import Linear, Weight
 from worker.quantized.grouped_weight import FLOAT8, GroupedWeight
 
 MOST_FEW_ROWS = 16
+"""Rows up to which codes are multiplied where no trial says more."""
 _MULTIPLE = 16
 """Sizes that torch's product takes are multiples of it."""
 
@@ -63,7 +64,12 @@ class Float8Product:
         self._codes_KN = codes_NK.t()
         self._scales_1N = codes.scales_NG.view(1, -1).contiguous()
         self._bias_N = linear.bias_N
-        self.num_outputs = linear.num_outputs
+        self.num_outputs, self.num_inputs = linear.num_outputs, linear.num_inputs
+        self.most_few_rows = MOST_FEW_ROWS
+
+    def describe(self) -> str:
+        """Name sizes and format for a person; products that are named alike take about the same time."""
+        return f"{self.num_outputs} x {self.num_inputs} in {FLOAT8_ROWS}"
 
     @property
     def has_bias(self) -> bool:
@@ -71,9 +77,14 @@ class Float8Product:
 
     def multiply(self, x_TK: Tensor) -> Tensor:
         """Return [T, N], with the bias."""
-        if len(x_TK) <= MOST_FEW_ROWS:
-            rounded_TK, scales_T1 = round_rows_as_numbers(x_TK)
-            return self._few_rows.multiply_scaled(rounded_TK, scales_T1)
+        return self.multiply_few(x_TK) if len(x_TK) <= self.most_few_rows else self.multiply_many(x_TK)
+
+    def multiply_few(self, x_TK: Tensor) -> Tensor:
+        """Return [T, N] by the kernel of codes."""
+        return self._few_rows.multiply_scaled(*round_rows_as_numbers(x_TK))
+
+    def multiply_many(self, x_TK: Tensor) -> Tensor:
+        """Return [T, N] by torch's scaled product."""
         rounded_TK, scales_T1 = round_rows(x_TK, in_ranges_of=self._range)
         out_TN = torch._scaled_mm(
             rounded_TK,
@@ -86,7 +97,7 @@ class Float8Product:
 
     def multiply_and_add(self, residual_TN: Tensor, x_TK: Tensor, multiplier: float) -> None:
         """Add the product, times `multiplier`, to the residual in place."""
-        if len(x_TK) <= MOST_FEW_ROWS and self._bias_N is None:
+        if len(x_TK) <= self.most_few_rows and self._bias_N is None:
             rounded_TK, scales_T1 = round_rows_as_numbers(x_TK)
             self._few_rows.multiply_scaled_and_add(residual_TN, rounded_TK, scales_T1, multiplier)
         else:

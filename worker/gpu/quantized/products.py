@@ -68,6 +68,15 @@ _TILES_OF_BYTES = (
     CodeTiles(tokens=64, outputs=64, num_warps=4, num_stages=4, programs=264),
     CodeTiles(tokens=128, outputs=128, num_warps=8, num_stages=3, programs=132),
 )
+_OTHER_TILES_OF_NIBBLES = {
+    64: (
+        CodeTiles(tokens=64, outputs=128, num_warps=4, num_stages=3, programs=264),
+        CodeTiles(tokens=64, outputs=64, num_warps=4, num_stages=3, programs=396),
+    ),
+    128: (CodeTiles(tokens=64, outputs=128, num_warps=4, num_stages=3, programs=264),),
+}
+_OTHER_TILES_OF_BYTES = {64: (CodeTiles(tokens=64, outputs=128, num_warps=4, num_stages=3, programs=264),)}
+"""Tiles of which two programs or three share a processor, by the tokens of the tiles above."""
 _WIDE_ITEM_TILES = CodeTiles(tokens=16, outputs=32, num_warps=4, num_stages=1, programs=264)
 """Tiles of float32, which has no tensor cores here: it is for trials."""
 _MOST_SHARED = max(each.programs for each in (*_TILES_OF_NIBBLES, *_TILES_OF_BYTES, _WIDE_ITEM_TILES)) // 2
@@ -98,6 +107,12 @@ def choose_tiles(num_tokens: int, dtype: torch.dtype, weights: "CodeWeights") ->
         return _WIDE_ITEM_TILES
     tiles = _TILES_OF_NIBBLES if weights.is_nibbles else _TILES_OF_BYTES
     return next((each for each in tiles if num_tokens <= each.tokens), tiles[-1])
+
+
+def other_tiles(num_tokens: int, dtype: torch.dtype, weights: "CodeWeights") -> tuple[CodeTiles, ...]:
+    """List further tiles of such a product, which may be faster on a device."""
+    others = _OTHER_TILES_OF_NIBBLES if weights.is_nibbles else _OTHER_TILES_OF_BYTES
+    return others.get(choose_tiles(num_tokens, dtype, weights).tokens, ())
 
 
 def find_hindrance(weight: Weight) -> str | None:
@@ -249,6 +264,7 @@ class CodeProduct:
         self.fewest_by_numbers: int | None = None
         """Rows from which on the codes' numbers are written, rounded to the rows' dtype, and multiplied by
         cuBLAS. None: never."""
+        self._taken_tiles: dict[CodeTiles, CodeTiles] = {}
 
     @property
     def has_bias(self) -> bool:
@@ -278,6 +294,20 @@ class CodeProduct:
         out_TN = torch.empty((len(x_TK), self.num_outputs), dtype=dtype, device=x_TK.device)
         self._launch(x_TK, out_TN, None)
         return out_TN
+
+    def multiply_by_tiles(self, x_TK: Tensor, tiles: CodeTiles) -> Tensor:
+        """Return [T, N], with the bias, by tiles that are not those of the product."""
+        out_TN = x_TK.new_empty((len(x_TK), self.num_outputs))
+        self._launch(x_TK, out_TN, None, tiles=tiles)
+        return out_TN
+
+    def other_tiles(self, num_tokens: int, dtype: torch.dtype) -> tuple[CodeTiles, ...]:
+        """List tiles that `take_tiles` may be given for as many rows."""
+        return other_tiles(num_tokens, dtype, self._weights)
+
+    def take_tiles(self, num_tokens: int, dtype: torch.dtype, tiles: CodeTiles) -> None:
+        """Multiply by these tiles from now on where as many rows have the same ones as now."""
+        self._taken_tiles[choose_tiles(num_tokens, dtype, self._weights)] = tiles
 
     def multiply_scaled(self, x_TK: Tensor, scales_T: Tensor) -> Tensor:
         """Return [T, N], with the bias, of rows that are to be multiplied by float32 scales."""
@@ -320,10 +350,17 @@ class CodeProduct:
             self._launch(x_TK, residual_TN, multiplier)
 
     def _launch(
-        self, x_TK: Tensor, target_TN: Tensor, multiplier: float | None, row_scales_T: Tensor | None = None
+        self,
+        x_TK: Tensor,
+        target_TN: Tensor,
+        multiplier: float | None,
+        row_scales_T: Tensor | None = None,
+        tiles: CodeTiles | None = None,
     ) -> None:
         weights = self._weights
-        tiles = choose_tiles(len(x_TK), x_TK.dtype, weights)
+        if tiles is None:
+            tiles = choose_tiles(len(x_TK), x_TK.dtype, weights)
+            tiles = self._taken_tiles.get(tiles, tiles)
         grid = (triton.cdiv(self.num_outputs, tiles.outputs), triton.cdiv(len(x_TK), tiles.tokens))
         num_splits = count_splits(grid[0] * grid[1], weights.num_tiles, tiles.programs)
         call = ProductArguments(self._bias_N, multiplier=multiplier, row_scales=row_scales_T)

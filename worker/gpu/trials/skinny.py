@@ -30,7 +30,7 @@ from worker.gpu.kernels.skinny_products import (
     multiply_skinny,
 )
 from worker.gpu.products import Product, product_of
-from worker.gpu.quantized.products import CodeProduct, without_codes
+from worker.gpu.quantized.products import without_codes
 from worker.model.layer_parts import GateActivation
 from worker.model.linear import Linear, PlainWeight
 
@@ -62,9 +62,9 @@ class FoldedProduct:
         self._is_wrapped = False
 
     @property
-    def by_codes(self) -> CodeProduct | None:
-        """The product of the weight alone, where it is one of codes and not wrapped."""
-        return self._product if isinstance(self._product, CodeProduct) else None
+    def product(self) -> Product:
+        """The product of the weight, or that around it."""
+        return self._product
 
     @property
     def is_added(self) -> bool:
