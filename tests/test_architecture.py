@@ -30,6 +30,7 @@ FOLDER_DOORS = {
     ("campaigns/gpu/", "worker.worker"),
     ("campaigns/gpu/", "worker.worker_config"),
     ("campaigns/gpu/tune/", "worker"),
+    ("campaigns/gpu/one_kernel/", "worker"),
     # The host's part of a step is the engine's loop over a worker without a model.
     ("campaigns/adapters.py", "worker.worker"),
     ("campaigns/adapters.py", "worker.worker_config"),

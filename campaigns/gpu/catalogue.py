@@ -21,7 +21,7 @@ class Part:
     name: str
     title: str
     module: str
-    """Has `run(record, settings)`."""
+    """Has a function `run(record, settings)`, or of the name behind a colon."""
     limit_s: float
     needs: tuple[str, ...]
     """Packages; without one of them the part is skipped."""
@@ -32,6 +32,8 @@ class Part:
     """With less time left it is not begun."""
     options: dict[str, str] = field(default_factory=dict)
     """Further options of the worker, as its configuration names them."""
+    batches: tuple[int, ...] = ()
+    """Sequences of each measured step, where they are others than usual."""
 
 
 PARTS = (
@@ -177,6 +179,53 @@ PARTS = (
         options={"quantization": "fp8", "activations": "fp8", "kv_cache_dtype": "fp8"},
     ),
     Part(
+        name="exchange",
+        title="Waiting for all blocks in one kernel",
+        module="campaigns.gpu.one_kernel.probe:run_exchange",
+        limit_s=30,
+        needs=_TORCH,
+    ),
+    Part(
+        name="stream",
+        title="A stream of weights in one kernel",
+        module="campaigns.gpu.one_kernel.probe:run_stream",
+        limit_s=40,
+        needs=_TORCH,
+    ),
+    Part(
+        name="chain",
+        title="The products of a step in one kernel",
+        module="campaigns.gpu.one_kernel.chain",
+        limit_s=60,
+        needs=_WORKER,
+    ),
+    Part(
+        name="libraries",
+        title="FlashAttention 3 and vLLM, where they are there",
+        module="campaigns.gpu.tune.libraries",
+        limit_s=75,
+        needs=_WORKER,
+    ),
+    Part(
+        name="tiles",
+        title="Products by codes of 16 to 256 rows, by other tiles",
+        module="campaigns.gpu.tune.tiles",
+        limit_s=80,
+        least_s=20,
+        needs=_WORKER,
+    ),
+    Part(
+        name="steps-llama-3.1-8b-fp8-many",
+        title="Steps of 512 and 1,024 sequences of Llama-3.1-8B's shape in FP8",
+        module="campaigns.gpu.steps",
+        limit_s=120,
+        least_s=60,
+        needs=_WORKER,
+        shape="llama-3.1-8b",
+        options={"quantization": "fp8", "activations": "fp8", "kv_cache_dtype": "fp8"},
+        batches=(512, 1024),
+    ),
+    Part(
         name="pool",
         title="Decodes over a pool of 100 GiB",
         module="campaigns.gpu.tune.pool",
@@ -214,3 +263,11 @@ PARTS = (
     ),
 )
 BY_NAME = {part.name: part for part in PARTS}
+QUARTERS = {
+    "first": (
+        *("device", "exchange", "stream", "chain", "libraries", "tiles"),
+        *("steps-qwen3-0.6b", "steps-llama-3.1-8b-fp8"),
+    ),
+    "second": ("tokens", "tokens-quantized", "steps-llama-3.1-8b-int4", "steps-llama-3.1-8b-fp8-many"),
+}
+"""Parts by name, for a quarter of an hour on a lent GPU each."""

@@ -21,9 +21,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from campaigns.gpu.catalogue import BY_NAME, PARTS, Part
+from campaigns.gpu.catalogue import BY_NAME, QUARTERS, Part
 from campaigns.gpu.launches import LastLaunch
-from campaigns.gpu.results import PAGE, Record, pack, write_document, write_page
+from campaigns.gpu.results import PAGE, Record, Table, pack, write_document, write_page
 from campaigns.gpu.scratch import roomiest_folder
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -48,6 +48,8 @@ class Settings:
     scratch: Path | None = None
     options: dict[str, str] = field(default_factory=dict)
     """See Part."""
+    batches: tuple[int, ...] = ()
+    """See Part."""
 
     @property
     def checkpoints(self) -> Path:
@@ -70,6 +72,7 @@ def main(argv: Sequence[str]) -> int:
         metavar="NAME,...",
         help=f"of {', '.join(BY_NAME)}; default: all",
     )
+    parser.add_argument("--quarter", choices=QUARTERS, help="the parts for one quarter of an hour")
     parser.add_argument(
         "--within", type=float, default=570.0, metavar="SECONDS", help="for all parts; default %(default)s"
     )
@@ -96,23 +99,39 @@ def main(argv: Sequence[str]) -> int:
             has_own_context=part.has_own_context,
             scratch=options.scratch,
             options=part.options,
+            batches=part.batches,
         )
         return _run_inside(part, settings, Record(options.out, part.name + options.suffix))
-    names = options.parts.split(",")
+    names = QUARTERS[options.quarter] if options.quarter else options.parts.split(",")
     for name in names:
         if name not in BY_NAME:
             parser.error(f"no part is called {name!r}; there are {', '.join(BY_NAME)}")
     with tempfile.TemporaryDirectory(dir=roomiest_folder()) as folder:
         options.scratch = Path(folder)
-        return _run_all([part for part in PARTS if part.name in names], options)
+        return _run_all([BY_NAME[name] for name in names], options)
+
+
+class _TrialLog(logging.Handler):
+    """Puts what trials at load say into the record of the part."""
+
+    def __init__(self, record: Record) -> None:
+        super().__init__()
+        self._record = record
+        self._table: Table | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._table = self._table or self._record.table("Trials of the start", "Trial")
+        self._table.add(record.getMessage())
 
 
 def _run_inside(part: Part, settings: Settings, record: Record) -> int:
     """In the part's own process. Its last words name the error, and the last of our kernels before it."""
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d ms %(name)s: %(message)s")
+    logging.getLogger("worker.gpu.trials").addHandler(_TrialLog(record))
     last_launch = LastLaunch()
     try:
-        importlib.import_module(part.module).run(record, settings)
+        module, _, function = part.module.partition(":")
+        getattr(importlib.import_module(module), function or "run")(record, settings)
     except Exception as error:  # noqa: BLE001 - told, and the status says it
         traceback.print_exc()
         what, launch = (str(error).splitlines() or [""])[0], last_launch.describe()

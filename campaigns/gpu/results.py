@@ -12,6 +12,7 @@ from typing import Any
 
 PAGE = "results.md"
 DOCUMENT = "results.json"
+LINES = "results.jsonl"
 
 
 class Table:
@@ -25,6 +26,7 @@ class Table:
     def add(self, *cells: object) -> None:
         assert len(cells) == len(self.columns)
         self.rows.append(tuple(str(cell) for cell in cells))
+        self._record.tell(table=self.title, row=dict(zip(self.columns, self.rows[-1], strict=True)))
         self._record.save()
 
     def replace(self, rows: Iterable[Sequence[object]]) -> None:
@@ -37,7 +39,7 @@ class Record:
     """FOLDER/NAME.json, written anew with each thing that is added."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        self._path = folder / f"{name}.json"
+        self._path, self._lines = folder / f"{name}.json", folder / LINES
         self._name = name
         self._tables: list[Table] = []
         self._notes: list[str] = []
@@ -53,12 +55,19 @@ class Record:
     def note(self, text: str) -> None:
         """One line for the reader."""
         self._notes.append(text)
+        self.tell(note=text)
         self.save()
 
     def figure(self, name: str, value: Any) -> None:
         """For programs and for later parts."""
         self.figures[name] = value
+        self.tell(figure=name, value=value)
         self.save()
+
+    def tell(self, **what: Any) -> None:
+        """Add a line to the file of all parts: what was found, in its order, whatever happens later."""
+        with self._lines.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"part": self._name, **what}) + "\n")
 
     def save(self) -> None:
         document = {

@@ -64,7 +64,7 @@ class Bench:
         self._context = 12 if settings.is_smoke else _CONTEXT
         self._has_own_context = settings.has_own_context
         batches = (1, 32, 64, 128, 256, 512) if settings.has_own_context else (1, 8, 16, 64, 256)
-        self._batches = (1, 2) if settings.is_smoke else batches
+        self._batches = (1, 2) if settings.is_smoke else settings.batches or batches
         self._num_decodes = 4 if settings.is_smoke else _NUM_DECODES
         self._num_warm = 1 if settings.is_smoke else _NUM_WARM
         device = read_record(settings.out, "device").get("figures", {})
@@ -263,7 +263,8 @@ def run(record: Record, settings: "Settings") -> None:
     record.note(f"{shape}: random weights, there after {time.perf_counter() - started_s:.1f} s.")
     bench = Bench(record, settings, shape, folder)
     bench.measure_decodes()
-    bench.measure_prefill()
+    if not settings.batches:
+        bench.measure_prefill()
     if not settings.options:
         bench.measure_long()
         bench.measure_swaps()

@@ -212,8 +212,8 @@ class ModelOptions:
         Choice(words=("triton", "fa3", "flashinfer")),
         "Kernels of attention on a GPU. triton: Tokenyard's own. fa3, flashinfer: FlashAttention 3 (its "
         "package, or vLLM's) or FlashInfer where it is installed and a trial at start finds it right and 5% "
-        "faster, which starts some seconds later; FlashInfer takes 256 MiB, and minutes of the first start where it is to be "
-        "compiled.",
+        "faster, which starts some seconds later; FlashInfer takes 256 MiB, and minutes of the first "
+        "start where it is to be compiled.",
         default="triton",
     )
     enforce_eager: bool = _model(
