@@ -14,6 +14,9 @@ _SERVER = (
 )
 
 
+_FP8 = {"quantization": "fp8", "activations": "fp8", "kv_cache_dtype": "fp8"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """One process."""
@@ -126,6 +129,23 @@ PARTS = (
         needs=_SERVER,
         shape="llama-3.1-8b",
     ),
+    *(
+        Part(
+            name=f"peer-{shape}{suffix}",
+            title=f"{shape}{suffix} by vLLM and by us, over HTTP",
+            module="campaigns.gpu.serving:run_peer",
+            limit_s=limit_s,
+            least_s=120,
+            needs=_SERVER,
+            shape=shape,
+            options=options,
+        )
+        for shape, suffix, limit_s, options in (
+            ("llama-3.1-8b", "", 480, {}),
+            ("qwen3-0.6b", "", 360, {}),
+            ("llama-3.1-8b", "-fp8", 480, _FP8),
+        )
+    ),
     Part(
         name="ranks",
         title="Ranks on GPUs",
@@ -176,7 +196,7 @@ PARTS = (
         least_s=60,
         needs=_WORKER,
         shape="llama-3.1-8b",
-        options={"quantization": "fp8", "activations": "fp8", "kv_cache_dtype": "fp8"},
+        options=_FP8,
     ),
     Part(
         name="exchange",
@@ -222,7 +242,7 @@ PARTS = (
         least_s=60,
         needs=_WORKER,
         shape="llama-3.1-8b",
-        options={"quantization": "fp8", "activations": "fp8", "kv_cache_dtype": "fp8"},
+        options=_FP8,
         batches=(512, 1024),
     ),
     Part(

@@ -40,7 +40,7 @@ class Record:
 
     def __init__(self, folder: Path, name: str) -> None:
         self._path, self._lines = folder / f"{name}.json", folder / LINES
-        self._name = name
+        self.name = name
         self._tables: list[Table] = []
         self._notes: list[str] = []
         self.figures: dict[str, Any] = {}
@@ -67,11 +67,11 @@ class Record:
     def tell(self, **what: Any) -> None:
         """Add a line to the file of all parts: what was found, in its order, whatever happens later."""
         with self._lines.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"part": self._name, **what}) + "\n")
+            file.write(json.dumps({"part": self.name, **what}) + "\n")
 
     def save(self) -> None:
         document = {
-            "part": self._name,
+            "part": self.name,
             "figures": self.figures,
             "notes": self._notes,
             "tables": [

@@ -5,7 +5,10 @@ Never: times a request itself: bench/load/command.py does.
 """
 
 import json
+import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +17,7 @@ from campaigns.checkpoints.make_shapes import write_full_tokenizer
 from campaigns.gpu.results import Record
 from campaigns.gpu.shapes import SHAPES, checkpoint
 from campaigns.servers.free_ports import free_port
-from campaigns.servers.running import Launch, running
+from campaigns.servers.running import Launch, PeerFailed, running
 
 if TYPE_CHECKING:
     from campaigns.gpu.cli import Settings
@@ -26,7 +29,29 @@ _READY_WITHIN_S = 180.0
 def run(record: Record, settings: "Settings") -> None:
     """Raises PeerFailed if the server does not start."""
     model = () if settings.is_smoke else (str(_model(settings)),)
-    _serve_and_load(record, settings, model)
+    table = record.table("A server under load", "Concurrency", "Requests", "Failed", *_FIGURES)
+    _serve(record, settings, _ours(settings, model), "/health/ready", table.add)
+
+
+def run_peer(record: Record, settings: "Settings") -> None:
+    """Serve and load vLLM from the folder KIT, then ours on the same device and checkpoint.
+
+    Raises PeerFailed if ours does not start; without vLLM there are ours alone, and the reason.
+    """
+    model = "" if settings.is_smoke else str(_model(settings))
+    table = record.table(
+        "Ours with vLLM's, by turns", "Server", "Concurrency", "Requests", "Failed", *_FIGURES
+    )
+    try:
+        _serve(record, settings, _theirs(settings, model), "/v1/models", partial(table.add, "vLLM"))
+    except PeerFailed as error:
+        record.note(f"vLLM: {error}")
+    _serve(record, settings, _ours(settings, (model,)), "/health/ready", partial(table.add, "ours"))
+    rates = {(row[0], row[1]): float(row[4]) for row in table.rows}
+    ratios = record.table("Output tokens per second, ours for vLLM's", "Concurrency", "Ratio")
+    for (server, concurrency), rate in rates.items():
+        if server == "vLLM" and rate:
+            ratios.add(concurrency, f"{rates['ours', concurrency] / rate:.2f}")
 
 
 def _model(settings: "Settings") -> Path:
@@ -37,40 +62,61 @@ def _model(settings: "Settings") -> Path:
     return folder
 
 
-def _serve_and_load(record: Record, settings: "Settings", model: tuple[str, ...]) -> None:
-    port = free_port()
+def _ours(settings: "Settings", model: tuple[str, ...]) -> Callable[[int], Launch]:
     device = ("--device", "cpu", "--num-threads", "1") if settings.is_smoke else ("--device", "cuda")
-    launch = Launch(
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in settings.options.items()]
+    return lambda port: Launch(
         command=(
-            *(sys.executable, "-m", "server", "serve", *model, "--port", str(port), *device),
-            *("--max-model-len", "256" if settings.is_smoke else "2048"),
+            *(sys.executable, "-m", "server", "serve", *filter(None, model), "--port", str(port), *device),
+            *("--max-model-len", "256" if settings.is_smoke else "2048", *words),
         ),
         variables={},
         folder=_ROOT,
         served_name="",
     )
-    table = record.table(
-        "A server under load",
-        *(
-            "Concurrency",
-            "Requests",
-            "Failed",
-            "Output tokens per second",
-            "TTFT p50",
-            "TTFT p95",
-            "TTFT p99",
-            "TPOT p50",
-            "TPOT p95",
-            "TPOT p99",
+
+
+def _theirs(settings: "Settings", model: str) -> Callable[[int], Launch]:
+    """Start vLLM, or in its place the program that KIT names where there is no GPU."""
+    kit = os.environ.get("KIT", "")
+    if settings.is_smoke:
+        return lambda port: Launch(
+            command=(sys.executable, kit, str(port)), variables={}, folder=settings.out, served_name=""
+        )
+    named = {"quantization": "--quantization", "kv_cache_dtype": "--kv-cache-dtype"}
+    options = [f"{named[name]}={value}" for name, value in settings.options.items() if name in named]
+    places = [place for place in (kit, os.environ.get("PYTHONPATH")) if place]
+    return lambda port: Launch(
+        command=(
+            *("env", f"PYTHONPATH={os.pathsep.join(places)}", sys.executable),
+            *("-m", "vllm.entrypoints.openai.api_server", "--model", model, "--max-model-len", "2048"),
+            *("--host", "127.0.0.1", "--port", str(port), "--no-enable-prefix-caching", *options),
         ),
+        variables={
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        },
+        folder=settings.out,
+        served_name="",
     )
-    log = settings.out / "server.log"
+
+
+def _serve(
+    record: Record,
+    settings: "Settings",
+    launch: Callable[[int], Launch],
+    ready_path: str,
+    add: Callable[..., None],
+) -> None:
+    """Start a server, and add what each number of clients finds. Raises PeerFailed."""
+    port, log = free_port(), settings.out / f"server-{record.name}.log"
     with running(
-        launch, port=port, ready_path="/health/ready", log=log, ready_within_s=_READY_WITHIN_S
+        launch(port), port=port, ready_path=ready_path, log=log, ready_within_s=_READY_WITHIN_S
     ) as server:
         record.note(f"Ready after {server.ready_s:.1f} s.")
         for concurrency in (2,) if settings.is_smoke else (1, 16, 64, 256):
-            table.add(concurrency, *_round(settings, port, concurrency))
+            add(concurrency, *_round(settings, port, concurrency))
 
 
 def _round(settings: "Settings", port: int, concurrency: int) -> list[object]:
@@ -91,4 +137,8 @@ def _round(settings: "Settings", port: int, concurrency: int) -> list[object]:
     return [num_requests, summary["num_failed"], f"{rate:.0f}", *cells]
 
 
+_FIGURES = (
+    "Output tokens per second",
+    *(f"{name} {share}" for name in ("TTFT", "TPOT") for share in ("p50", "p95", "p99")),
+)
 _LATENCIES = [(name, share) for name in ("ttft_ms", "tpot_ms") for share in ("p50", "p95", "p99")]
