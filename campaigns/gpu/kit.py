@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 PART_BYTES = 48 << 20
-"""Of the 64 MiB that travel at a time some are for the repository."""
+"""Size of a part, at most: of the 64 MiB that travel at a time some are for the repository."""
 _LEFT_OUT = re.compile(
     r"_vllm_fa2_C|_flashmla|_qutlass|third_party/(deep_gemm|fmha_sm100)|vllm-rs$"
     r"|/static/|\.(h|hpp|cuh|pyi)$|RECORD$"

@@ -9,7 +9,6 @@ of a row's sampling.
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Protocol
 
 import numpy as np
@@ -18,14 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from worker.attention.interface import note_layers_begun
-from worker.devices.dependent_launch import dependent_launches
 from worker.devices.device import Device
 from worker.gpu.attention import PagedAttention
 from worker.gpu.device_batch import DeviceBatch
 from worker.gpu.graphs import GraphSizes, StepGraphs, capture_all
 from worker.gpu.kernels.input_fill import change_tables, fill_unknown_tokens, remember_tokens
 from worker.gpu.step_buffers import BatchSizes, StepBuffers
-from worker.gpu.trials.launch_trial import StepOnTrial, count_gains_by_early_launches
+from worker.gpu.trials.launch_trial import EARLY, WARM, WHOLE, StepOnTrial, Way, count_gains
 from worker.ranks.ranks import ALONE, Ranks, is_divided
 from worker.sampling.draw_fields import no_draws
 from worker.states.interface import StateStep
@@ -83,16 +81,18 @@ class GpuSteps:
         is_alone = not is_divided(self._ranks)
         largest = sizes.decodes[-1]
         tried = [each for each in sizes.decodes if each.num_decodes in _TRIED_ROWS or each is largest]
-        num_faster = (
-            count_gains_by_early_launches(map(self._on_trial, tried), self._device) if is_alone else 0
-        )
-        most_early = tried[num_faster - 1].num_decodes if num_faster else 0
+        most_by_way: list[tuple[int, Way]] = []
+        for usual, candidate in ((WHOLE, EARLY), (EARLY, WARM)) if is_alone else ():
+            num_faster = count_gains(map(self._on_trial, tried), self._device, usual, candidate)
+            tried = tried[:num_faster]
+            most_by_way.insert(0, (tried[-1].num_decodes if tried else 0, candidate))
 
         def work_on(each: BatchSizes) -> "_Work":
             self._buffers.fill_with_padding(each)
             batch = self._buffers.view(each)
             self._rows_of[each] = batch.rows_N
-            return _Work(self, batch, each, is_early=0 < each.num_decodes <= most_early)
+            fitting = (way for most, way in most_by_way if 0 < each.num_decodes <= most)
+            return _Work(self, batch, each, next(fitting, WHOLE))
 
         self._graphs = capture_all(sizes, work_on, self._device, must_have_all=not is_alone)
 
@@ -164,7 +164,7 @@ class GpuSteps:
             batch.tokens.input_ids_1T.fill_(token_id)
 
         logits_NV = self._logits_NV[: sizes.num_logits]
-        return StepOnTrial(fill, _Work(self, batch, sizes, is_early=False), logits_NV)
+        return StepOnTrial(fill, _Work(self, batch, sizes, WHOLE), logits_NV)
 
     def _begin(self, inputs: StepInputs) -> DeviceBatch:
         """Fill in a step without padding."""
@@ -223,12 +223,12 @@ class GpuSteps:
 class _Work:
     """The work that a graph records: it knows a batch's place in memory, and nothing of the host's step."""
 
-    def __init__(self, steps: GpuSteps, batch: DeviceBatch, sizes: BatchSizes, *, is_early: bool) -> None:
-        self._steps, self._batch, self._sizes, self._is_early = steps, batch, sizes, is_early
+    def __init__(self, steps: GpuSteps, batch: DeviceBatch, sizes: BatchSizes, way: Way) -> None:
+        self._steps, self._batch, self._sizes, self._way = steps, batch, sizes, way
 
     @torch.inference_mode()
     def __call__(self) -> None:
-        with dependent_launches() if self._is_early else nullcontext():
+        with self._way.open():
             logits_NV = self._steps.compute_into_graphs_memory(self._batch)
         if not self._sizes.has_drafts:
             self._steps.draw(logits_NV, self._batch)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from worker.adapters.product_plan import plan_layer
 from worker.attention.interface import executor_of_step
+from worker.devices.dependent_launch import reading_next
 from worker.gpu.attention import PagedAttention
 from worker.gpu.kernels.norm import LARGEST_ROW, add, add_and_norm, norm
 from worker.gpu.kernels.skinny_products import Folds
@@ -93,12 +94,17 @@ class TritonLayer(nn.Module):
         attended_TM = self._attend(executor, hidden_TH, rotation)
         mlp_input_TH = self._add_attended(hidden_TH, attended_TM)
         if isinstance(parts.mlp, GatedMlp):
-            gated_TI = self._gate_up.multiply(mlp_input_TH)
+            with reading_next(self._mlp_memory):
+                gated_TI = self._gate_up.multiply(mlp_input_TH)
             self._add_product(hidden_TH, gated_TI, self._down, parts.after_mlp_norm)
         else:
             delta_TH = self.mlp(mlp_input_TH.unsqueeze(0))[0].contiguous()
             add(hidden_TH, self._weighed(delta_TH, parts.after_mlp_norm), parts.after_mlp_norm)
         return hidden_states
+
+    @property
+    def _mlp_memory(self) -> Tensor | None:
+        return self._gate_up.memory if isinstance(self._parts.mlp, GatedMlp) else None
 
     def _added(self, linear: Linear, after_norm: RmsNorm | None) -> FoldedProduct:
         """Fold in the addition to the residual where neither ranks, a bias nor a norm stand before it."""
@@ -108,10 +114,14 @@ class TritonLayer(nn.Module):
 
     def _attend(self, executor: PagedAttention, hidden_TH: Tensor, rotation: Rotation | None) -> Tensor:
         """Return the attention outputs of all query heads of each token, side by side."""
-        merged_TM = self._query_key_value.multiply(hidden_TH)
+        with reading_next(self._query_key_value.memory):
+            merged_TM = self._query_key_value.multiply(hidden_TH)
         norms = self._parts.mixer.query_norm, self._parts.mixer.key_norm
-        queries_THD = executor.rotate_and_write(self._call.layer_idx, merged_TM, self._heads, norms, rotation)
-        attended_THV = executor.attend_written(self._call.layer_idx, queries_THD, self._call.options)
+        layer = self._call.layer_idx
+        with reading_next(self._attention_output.memory):
+            queries_THD = executor.rotate_and_write(layer, merged_TM, self._heads, norms, rotation)
+        with reading_next(self._mlp_memory):
+            attended_THV = executor.attend_written(layer, queries_THD, self._call.options)
         return attended_THV.flatten(1)
 
     def _add_attended(self, hidden_TH: Tensor, attended_TM: Tensor) -> Tensor:

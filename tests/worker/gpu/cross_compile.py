@@ -87,6 +87,24 @@ class Compiled:
         before, wait, _ = code.partition(_WAIT)
         return bool(wait) and not re.search(_MEMORY_OR_BRANCH, before)
 
+    def lines_before_waits(self) -> list[str]:
+        """List the lines that a thread can come to before it waits, on any path."""
+        ptx = re.sub(r"//.*", "", self.ptx)
+        lines = [line.strip() for line in ptx[ptx.index("{", ptx.index(".entry")) + 1 :].splitlines()]
+        labels = {line.removesuffix(":"): at for at, line in enumerate(lines) if line.endswith(":")}
+        seen, waiting = set[int](), [0]
+        while waiting:
+            at = waiting.pop()
+            while at < len(lines) and at not in seen and _WAIT not in lines[at]:
+                seen.add(at)
+                jump = re.search(r"\bbra(?:\.uni)?\s+([$\w]+)", lines[at])
+                if jump:
+                    waiting.append(labels[jump.group(1)])
+                if re.match(r"(bra|ret|exit)\b", lines[at]):  # without a condition
+                    break
+                at += 1
+        return [lines[at] for at in sorted(seen)]
+
     @property
     def uses_tensor_cores(self) -> bool:
         return "mma.sync" in self.ptx or self.uses_warp_group_products

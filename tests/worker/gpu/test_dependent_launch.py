@@ -1,6 +1,7 @@
 """Kernels that are launched before the one before them has ended: they wait first, and a trial decides."""
 
 import ast
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +18,16 @@ from tests.worker.gpu.test_attention_compiled import LAYERS, launches_of
 from tests.worker.gpu.test_layers_kernels import FOR_HOPPER as OF_LAYERS
 from tests.worker.gpu.test_skinny_products import FOR_HOPPER as OF_PRODUCTS
 from worker import gpu
-from worker.devices.dependent_launch import dependent_launches, launch_way
+from worker.devices.dependent_launch import (
+    dependent_launches,
+    launch_way,
+    reading_next,
+    warm_launches,
+    warm_way,
+)
 from worker.gpu.kernels.norm import norm
-from worker.gpu.trials.launch_trial import StepOnTrial, count_gains_by_early_launches
+from worker.gpu.trials.launch_trial import EARLY as EARLY_WAY
+from worker.gpu.trials.launch_trial import WHOLE, StepOnTrial, count_gains
 from worker.model.layer_parts import RmsNorm
 from worker.worker_config import WorkerConfig
 
@@ -40,9 +48,20 @@ def launched_early(kernel: Kernel) -> Kernel:
     return replace(kernel, constants=kernel.constants | {"WAITS": True}, launch_pdl=True)
 
 
+WARMING = ("_norm_kernel", "_rotate_and_write_kernel", "decode_kernel")
+
+
+def warming(kernel: Kernel) -> Kernel:
+    given = {"warmed_ptr": "*bf16", "warmed_bytes": "i32"}
+    constants = {name: value for name, value in kernel.constants.items() if name not in given}
+    warm = replace(kernel, signature=kernel.signature | given, constants=constants | {"WARMERS": 64})
+    return launched_early(warm)
+
+
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, Compiled]:
     wanted = {name: launched_early(kernel) for name, kernel in EARLY.items()}
+    wanted |= {f"warming {name}": warming(EARLY[name]) for name in WARMING}
     wanted["whole"] = OF_LAYERS["addition and norms"]
     return dict(zip(wanted, compile_kernels(list(wanted.values())), strict=True))
 
@@ -52,6 +71,19 @@ def compiled() -> dict[str, Compiled]:
 def test_the_first_that_all_threads_do_is_to_wait_for_the_kernel_before(compiled, name):
     assert compiled[name].waits_first
     assert compiled[name].local_bytes == 0
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("name", WARMING)
+def test_kernels_that_bring_weights_into_the_cache_read_nothing_before_they_wait(compiled, name):
+    """A prefetch may stand before the wait, of which the compiler may put one on each of several paths."""
+    code, prefetch = compiled[f"warming {name}"], "cp.async.bulk.prefetch.L2.global"
+    before = "\n".join(code.lines_before_waits())
+    assert (prefetch in before) == (name != "decode_kernel")
+    assert prefetch in code.ptx
+    memory = r"\b(ld|st|atom|red|cp|ldmatrix|stmatrix|wgmma)\.(?!param)|\b(ret|exit|call)\b"
+    assert not re.search(memory, before.replace(prefetch, ""))
+    assert code.local_bytes == 0
 
 
 @pytest.mark.night
@@ -74,6 +106,30 @@ def test_every_kernel_that_may_be_launched_early_was_compiled_here():
 
 def _parameters(function: ast.FunctionDef) -> Iterator[str]:
     yield from (each.arg for each in function.args.args)
+
+
+def test_programs_that_bring_weights_change_no_number():
+    rows_TH, weight_NK = torch.randn(3, 8), torch.randn(16, 8)
+    expected = norm(rows_TH, RmsNorm(torch.ones(8), 1e-5))
+    with warm_launches(), reading_next(weight_NK):
+        assert warm_way()["WARMERS"] > 0
+        found = norm(rows_TH, RmsNorm(torch.ones(8), 1e-5))
+    assert torch.equal(found, expected)
+    assert warm_way()["WARMERS"] == 0
+
+
+def test_only_weights_that_begin_at_a_line_are_brought_and_only_where_a_trial_took_it():
+    memory = torch.empty(64, dtype=torch.bfloat16)
+    with reading_next(memory):
+        assert warm_way()["WARMERS"] == 0, "a launch as a whole"
+        with dependent_launches():
+            assert warm_way()["WARMERS"] == 0, "an early launch"
+        with warm_launches():
+            assert warm_way()["warmed_bytes"] == 128
+            with reading_next(memory[1:]):
+                assert warm_way()["WARMERS"] == 0
+            with reading_next(None):
+                assert warm_way()["WARMERS"] == 0
 
 
 class Stopwatch(InterpretedGpu):
@@ -107,7 +163,7 @@ class Step:
 
     def gains(self, device: InterpretedGpu, num_steps: int = 1) -> int:
         steps = [StepOnTrial(self.fill, self.launch, self.result_TH)] * num_steps
-        return count_gains_by_early_launches(steps, device)
+        return count_gains(steps, device, WHOLE, EARLY_WAY)
 
 
 def test_early_launches_are_taken_where_they_are_right_and_faster(caplog):
@@ -138,8 +194,8 @@ def test_nothing_is_launched_early_where_one_of_the_steps_is_wrong(caplog):
 
     right, wrong = Step(), Step(change)
     steps = [StepOnTrial(each.fill, each.launch, each.result_TH) for each in (right, wrong)]
-    assert count_gains_by_early_launches(steps[:1], Stopwatch(2.0, 1.0)) == 1
-    assert count_gains_by_early_launches(steps, Stopwatch(2.0, 1.0, 2.0)) == 0
+    assert count_gains(steps[:1], Stopwatch(2.0, 1.0), WHOLE, EARLY_WAY) == 1
+    assert count_gains(steps, Stopwatch(2.0, 1.0, 2.0), WHOLE, EARLY_WAY) == 0
     assert "compute otherwise for 2 rows" in caplog.text
 
 

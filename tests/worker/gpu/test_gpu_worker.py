@@ -164,6 +164,9 @@ def test_decodes_of_kernels_that_are_launched_early_draw_the_cpus_tokens(
     for kept, is_early in ((captured._decodes, True), (captured._mixed, False)):
         calls = [call for each in kept for call in each.graph._calls]  # type: ignore[attr-defined]
         assert {call[2]["WAITS"] for call in calls if "WAITS" in call[2]} == {is_early}
+        warmed = [call[2]["warmed_ptr"] for call in calls if call[2].get("WARMERS")]
+        # Of each layer the merged query, key and value, the attention's output, gates and ups.
+        assert len({each.data_ptr() for each in warmed}) == (3 * NUM_LAYERS["llama"] if is_early else 0)
     assert serve(AheadDriver(worker, BLOCK_SIZE, depth=2)) == expected_from(on_cpu)
 
 

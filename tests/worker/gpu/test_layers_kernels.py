@@ -158,6 +158,10 @@ def test_blocks_that_are_no_whole_number_of_words_are_refused():
         copy_blocks(torch.zeros(2, 3), torch.tensor([0]), torch.tensor([1]))
 
 
+COLD = {"warmed_ptr": None, "warmed_bytes": 0, "WARMERS": 0}
+"""Arguments of launches that bring no memory into the device's cache."""
+
+
 def norm_kernel(size: int, num_warps: int, *, has_delta: bool) -> Kernel:
     return Kernel(
         function="worker.gpu.kernels.norm:_norm_kernel",
@@ -170,9 +174,10 @@ def norm_kernel(size: int, num_warps: int, *, has_delta: bool) -> Kernel:
             "num_numbers": "i32",
             "delta_epsilon": "fp32",
             "epsilon": "fp32",
-            **dict.fromkeys(("HAS_DELTA", "NORMS_DELTA", "NORMS_SUM", "BLOCK", "WAITS"), "constexpr"),
+            **dict.fromkeys(("HAS_DELTA", "NORMS_DELTA", "NORMS_SUM", "BLOCK", "WAITS", *COLD), "constexpr"),
         },
         constants={
+            **COLD,
             **({} if has_delta else {"delta_ptr": None, "delta_weight_ptr": None}),
             "HAS_DELTA": has_delta,
             "NORMS_DELTA": has_delta,
@@ -212,6 +217,7 @@ def rotary_kernel(*, has_norms: bool, value_dim: int = 128, cache: str = "*bf16"
         "BLOCK_SIZE": 16,
         "ROWS": 8,
         "WAITS": False,
+        **COLD,
     }
     return Kernel(
         function="worker.gpu.kernels.rotary:_rotate_and_write_kernel",

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from worker.attention.interface import AttentionOptions
 from worker.attention.kv_cache import LayerCache
-from worker.devices.dependent_launch import launch_way, wait_first
+from worker.devices.dependent_launch import launch_way, wait_first, warm_l2, warm_way
 from worker.devices.last_arrival import is_last_arrival
 from worker.gpu.kernels.attention_tiles import (
     AttentionTiles,
@@ -129,7 +129,7 @@ def attend_decodes(
         HEADS=heads_per_program, PARTS=triton.cdiv(shape.num_groups, heads_per_program),
         HEADS_AT_ONCE=_heads_at_once(heads_per_program, shape.widths[1]), PARTS_AT_ONCE=_PARTS_AT_ONCE,
         SEQUENCES_AT_ONCE=_SEQUENCES_AT_ONCE,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **launch_way(),
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **warm_way(), **launch_way(),
     )  # fmt: skip
 
 
@@ -148,9 +148,9 @@ def decode_kernel(
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, WORDS: tl.constexpr,
     KV_HEADS: tl.constexpr, NUM_ROWS: tl.constexpr, NUM_KEYS: tl.constexpr,
     HEADS: tl.constexpr, PARTS: tl.constexpr, HEADS_AT_ONCE: tl.constexpr, PARTS_AT_ONCE: tl.constexpr,
-    SEQUENCES_AT_ONCE: tl.constexpr, WAITS: tl.constexpr,
+    SEQUENCES_AT_ONCE: tl.constexpr, warmed_ptr, warmed_bytes, WARMERS: tl.constexpr, WAITS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program: its share of all tiles.
+    """One program: its share of all tiles. Those without a share bring memory into the cache.
 
     HEADS query heads of a KV head, which has PARTS such, go together: that is a head below. Its tiles stand
     behind those of the head before, all of a sequence together.
@@ -165,6 +165,10 @@ def decode_kernel(
     here = tl.program_id(0) * share
     end = tl.minimum(here + share, num_tiles)
     if here >= end:
+        if WARMERS > 0:
+            first_idle = tl.cdiv(num_tiles, share).to(tl.int32)
+            num_idle = tl.num_programs(0) - first_idle
+            warm_l2(warmed_ptr, warmed_bytes, tl.program_id(0) - first_idle, num_idle)
         return
     place = find_listed(listed, num_listed, ends_L, here // HEAD_GROUPS, SEQUENCES_AT_ONCE)
     while here < end:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker.devices.dependent_launch import launch_way, wait_first
+from worker.devices.dependent_launch import begin, launch_way, warm_way
 from worker.model.layer_parts import RmsNorm
 
 LARGEST_ROW = 16384
@@ -34,10 +34,16 @@ def _norm_kernel(
     NORMS_DELTA: tl.constexpr,
     NORMS_SUM: tl.constexpr,
     BLOCK: tl.constexpr,
+    warmed_ptr,
+    warmed_bytes,
+    WARMERS: tl.constexpr,
     WAITS: tl.constexpr,
 ):
-    wait_first(WAITS)
-    row = tl.program_id(0).to(tl.int64) * num_numbers
+    program = begin(warmed_ptr, warmed_bytes, WAITS, WARMERS)
+    if WARMERS > 0:  # noqa: SIM102 - the compiler decides this one
+        if program < 0:
+            return
+    row = program.to(tl.int64) * num_numbers
     numbers = tl.arange(0, BLOCK)
     mask = numbers < num_numbers
     x = tl.load(hidden_ptr + row + numbers, mask=mask, other=0.0).to(tl.float32)
@@ -84,7 +90,8 @@ def _launch(
 ) -> None:
     num_tokens, num_numbers = hidden_TH.shape
     block = triton.next_power_of_2(num_numbers)
-    _norm_kernel[(num_tokens,)](
+    warmed = warm_way()
+    _norm_kernel[(num_tokens + warmed["WARMERS"],)](
         hidden_TH,
         delta_TH,
         normed_TH,
@@ -98,6 +105,7 @@ def _launch(
         NORMS_SUM=sum_norm is not None,
         BLOCK=block,
         num_warps=num_warps or warps_for_row(block),
+        **warmed,
         **launch_way(),
     )
 

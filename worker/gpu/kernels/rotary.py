@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from worker.attention.kv_cache import LayerCache
-from worker.devices.dependent_launch import launch_way, wait_first
+from worker.devices.dependent_launch import begin, launch_way, warm_way
 from worker.gpu.kernels.kv_write import in_cache
 from worker.model.layer_call import HeadShape, Rotation
 from worker.model.layer_parts import RmsNorm
@@ -93,11 +93,13 @@ def _rotate_and_write_kernel(
     NUM_QUERY_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ROTATED_DIM: tl.constexpr,
     HAS_QUERY_NORM: tl.constexpr, HAS_KEY_NORM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr, WAITS: tl.constexpr,
+    ROWS: tl.constexpr, warmed_ptr, warmed_bytes, WARMERS: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
-    wait_first(WAITS)
+    tile = begin(warmed_ptr, warmed_bytes, WAITS, WARMERS)
+    if WARMERS > 0:  # noqa: SIM102 - the compiler decides this one
+        if tile < 0:
+            return
     # A row is one head of one token: first those of all queries, then of all keys, then of all values.
-    tile = tl.program_id(0)
     num_query_tiles = tl.cdiv(num_tokens * NUM_QUERY_HEADS, ROWS)
     num_kv_tiles = tl.cdiv(num_tokens * NUM_KV_HEADS, ROWS)
     merged_size: tl.constexpr = (NUM_QUERY_HEADS + NUM_KV_HEADS) * KEY_DIM + NUM_KV_HEADS * VALUE_DIM
@@ -170,7 +172,8 @@ def rotate_and_write(
     num_tiles += 2 * triton.cdiv(num_tokens * heads.num_kv_heads, rows)
     query_norm, key_norm = norms
     keys_NHSD, values_NHSV = cache.keys.blocks_NHSD, cache.values.blocks_NHSD
-    _rotate_and_write_kernel[(num_tiles,)](
+    warmed = warm_way()
+    _rotate_and_write_kernel[(num_tiles + warmed["WARMERS"],)](
         merged_TM, queries_THD, keys_NHSD, values_NHSV, slots_T,
         # Without a rotation nothing is read through these two.
         merged_TM if cosines is None else cosines, merged_TM if sines is None else sines,
@@ -182,6 +185,6 @@ def rotate_and_write(
         KEY_DIM=heads.key_dim, VALUE_DIM=heads.value_dim,
         ROTATED_DIM=0 if cosines is None else cosines.shape[-1],
         HAS_QUERY_NORM=query_norm is not None, HAS_KEY_NORM=key_norm is not None,
-        BLOCK_SIZE=keys_NHSD.shape[2], ROWS=rows, num_warps=_NUM_WARPS, **launch_way(),
+        BLOCK_SIZE=keys_NHSD.shape[2], ROWS=rows, num_warps=_NUM_WARPS, **warmed, **launch_way(),
     )  # fmt: skip
     return queries_THD

@@ -72,6 +72,11 @@ class Float8Product:
         return f"{self.num_outputs} x {self.num_inputs} in {FLOAT8_ROWS}"
 
     @property
+    def memory(self) -> Tensor:
+        """Return the codes, which each product reads."""
+        return self._few_rows.memory
+
+    @property
     def has_bias(self) -> bool:
         return self._bias_N is not None
 

@@ -109,12 +109,6 @@ def choose_tiles(num_tokens: int, dtype: torch.dtype, weights: "CodeWeights") ->
     return next((each for each in tiles if num_tokens <= each.tokens), tiles[-1])
 
 
-def other_tiles(num_tokens: int, dtype: torch.dtype, weights: "CodeWeights") -> tuple[CodeTiles, ...]:
-    """List further tiles of such a product, which may be faster on a device."""
-    others = _OTHER_TILES_OF_NIBBLES if weights.is_nibbles else _OTHER_TILES_OF_BYTES
-    return others.get(choose_tiles(num_tokens, dtype, weights).tokens, ())
-
-
 def find_hindrance(weight: Weight) -> str | None:
     """Say why there is no product by this weight; None where there is one."""
     if not isinstance(weight, GroupedWeight | Int8Weight):
@@ -283,6 +277,11 @@ class CodeProduct:
         words = self._weights.words_EW[0].view(self.num_outputs, -1)
         return words.view(torch.float8_e4m3fn), self._weights.inputs
 
+    @property
+    def memory(self) -> Tensor:
+        """Return the codes, which each product reads."""
+        return self._weights.words_EW
+
     def multiply(self, x_TK: Tensor) -> Tensor:
         """Return [T, N], with the bias."""
         return self.multiply_to(x_TK, x_TK.dtype)
@@ -302,8 +301,9 @@ class CodeProduct:
         return out_TN
 
     def other_tiles(self, num_tokens: int, dtype: torch.dtype) -> tuple[CodeTiles, ...]:
-        """List tiles that `take_tiles` may be given for as many rows."""
-        return other_tiles(num_tokens, dtype, self._weights)
+        """List further tiles of as many rows, which may be faster on a device."""
+        others = _OTHER_TILES_OF_NIBBLES if self._weights.is_nibbles else _OTHER_TILES_OF_BYTES
+        return others.get(choose_tiles(num_tokens, dtype, self._weights).tokens, ())
 
     def take_tiles(self, num_tokens: int, dtype: torch.dtype, tiles: CodeTiles) -> None:
         """Multiply by these tiles from now on where as many rows have the same ones as now."""

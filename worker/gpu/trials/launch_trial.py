@@ -1,7 +1,8 @@
-"""Trial of launches that begin early: right bit for bit, and faster, or not made."""
+"""Trials of launches that begin early or warm the cache: right bit for bit, and faster, or not made."""
 
 import logging
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from triton import TritonError
 
-from worker.devices.dependent_launch import dependent_launches
+from worker.devices.dependent_launch import dependent_launches, warm_launches
 from worker.devices.device import Device
 from worker.devices.trial import TimedTrial, first_line
 
@@ -31,60 +32,75 @@ class StepOnTrial(NamedTuple):
     """Memory in which each launch leaves its result."""
 
 
-def count_gains_by_early_launches(steps: Iterable[StepOnTrial], device: Device) -> int:
-    """Count the steps, from the first on, that are faster in graphs of such launches; waits for the device.
+class Way(NamedTuple):
+    """A way to launch the kernels of a step."""
+
+    name: str
+    open: Callable[[], AbstractContextManager[None]]
+
+
+WHOLE = Way("as a whole", nullcontext)
+EARLY = Way("early", dependent_launches)
+WARM = Way("early, with weights brought into the cache", warm_launches)
+
+
+def count_gains(steps: Iterable[StepOnTrial], device: Device, usual: Way, candidate: Way) -> int:
+    """Count the steps, from the first on, that are faster in graphs of a candidate; waits for the device.
 
     0 where one of those that were tried is not right.
     """
     num_faster = 0
     try:
         for step in steps:
-            is_faster = _gains(step, device)
+            is_faster = _gains(step, device, usual, candidate)
             if is_faster is None:
                 return 0
             if not is_faster:
                 break
             num_faster += 1
     except (TritonError, RuntimeError) as error:  # older devices have no such launches
-        log.info("kernels are not launched early: %s", first_line(error))
+        log.info("kernels are not launched %s: %s", candidate.name, first_line(error))
         return 0
     return num_faster
 
 
-def _gains(step: StepOnTrial, device: Device) -> bool | None:
-    """Tell whether early launches are faster; None where they compute otherwise."""
+def _gains(step: StepOnTrial, device: Device, usual: Way, candidate: Way) -> bool | None:
+    """Tell whether the candidate is faster; None where it computes otherwise."""
 
-    def launch_early() -> None:
-        with dependent_launches():
+    def launch_by(way: Way) -> None:
+        with way.open():
             step.launch()
 
     step.fill(0)
-    trial = TimedTrial(
-        [step.launch], [launch_early], _LEAST_GAIN, partial(_find_fault, step, launch_early, device)
-    )
+    by_usual, by_candidate = partial(launch_by, usual), partial(launch_by, candidate)
+    find_fault = partial(_find_fault, step, by_usual, by_candidate, device)
+    trial = TimedTrial([by_usual], [by_candidate], _LEAST_GAIN, find_fault)
     outcome, rows = trial.run(device), len(step.result)
     if outcome is None:
         return False
     if outcome.fault:
-        log.warning("kernels that are launched early %s for %d rows: they are not", outcome.fault, rows)
+        told = (candidate.name, outcome.fault, rows)
+        log.warning("kernels that are launched %s %s for %d rows: they are not", *told)
         return None
     kept = "taken" if outcome.is_faster else "left"
-    log.info("a step of %d rows with kernels launched early: %s: %s", rows, outcome.times, kept)
+    log.info("a step of %d rows with kernels launched %s: %s: %s", rows, candidate.name, outcome.times, kept)
     return outcome.is_faster
 
 
-def _find_fault(step: StepOnTrial, launch_early: Callable[[], None], device: Device) -> str:
-    """Tell whether early launches differ. The device compares in the order of its work, and is asked last.
+def _find_fault(
+    step: StepOnTrial, by_usual: Callable[[], None], by_candidate: Callable[[], None], device: Device
+) -> str:
+    """Tell whether a candidate differs. The device compares in the order of its work, and is asked last.
 
     So the next step is launched behind each, and of many results a few are kept.
     """
     expected = []
-    one_by_one = device.capture(step.launch).replay
+    one_by_one = device.capture(by_usual).replay
     for content in range(_NUM_CONTENTS):
         step.fill(content)
         one_by_one()
         expected.append(step.result.clone())
-    replay = device.capture(launch_early).replay
+    replay = device.capture(by_candidate).replay
     differs = torch.zeros((), dtype=torch.bool, device=step.result.device)
     for turn in range(_NUM_REPLAYS):
         step.fill(turn % _NUM_CONTENTS)

@@ -67,6 +67,13 @@ class FoldedProduct:
         return self._product
 
     @property
+    def memory(self) -> Tensor | None:
+        """The memory that the product reads whatever its rows are; None where it is not known."""
+        if isinstance(self.linear.weight, PlainWeight) and self._product is self.linear:
+            return self.linear.weight.numbers_NK
+        return getattr(self._product, "memory", None)
+
+    @property
     def is_added(self) -> bool:
         """Whether the product goes to the residual, and not to a tensor of its own."""
         return self._folds.is_added

@@ -121,7 +121,7 @@ def test_steps_that_write_numbers_draw_the_tokens_of_steps_that_do_not(
     seconds = cycle((2.0, 1.0))
     monkeypatch.setattr(InterpretedGpu, "seconds_of", lambda _, work: work() or next(seconds))
     monkeypatch.setattr(unfused, "choose_products", lambda *_: None)
-    monkeypatch.setattr(gpu_runner, "count_gains_by_early_launches", lambda *_: 0)
+    monkeypatch.setattr(gpu_runner, "count_gains", lambda *_: 0)
     by_numbers = load(plain, **options)
     monkeypatch.setattr(code_products, "launch", None)
     assert generated(by_numbers) == by_codes
