@@ -14,7 +14,7 @@ import pytest
 
 from campaigns.servers.free_ports import free_port
 from tests.checkpoints import make_checkpoint
-from tests.tiers import ALONE, DAY, NIGHT, NUM_TIMES, covering, has_long_histories, may_hold
+from tests.tiers import ALONE, DAY, NIGHT, NUM_TIMES, covering, has_long_histories, may_hold, place_of
 
 # Triton's kernels run in its interpreter, on the CPU. Triton reads this when it is first imported, its own
 # functions included, so it holds for the whole process.
@@ -71,6 +71,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker("night")
     _leave_products_to_the_night(items)
     _check_that_files_name_their_tiers(items)
+    items.sort(key=lambda item: place_of(item.path.as_posix()))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers import covering
+from tests.tiers import LONGEST, covering
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -124,6 +124,13 @@ def test_histories_run_by_night_where_their_number_is_multiplied(tmp_path):
     assert "1 passed" in ran
     assert "test_histories PASSED" in ran
     assert not (tmp_path / "day.read").exists()
+
+
+def test_the_longest_files_are_there_and_run_first(tmp_path):
+    assert [end for end in LONGEST if not [*ROOT.glob(f"tests/**/{end}")]] == []
+    plain = "def test_it(): pass\n"
+    ran = run(tmp_path, {"a/test_a": plain, LONGEST[1].removesuffix(".py"): plain}, ())
+    assert re.findall(r"^tests/(\S+)::", ran, flags=re.MULTILINE) == [LONGEST[1], "a/test_a.py"]
 
 
 def test_files_that_share_what_takes_long_to_start_run_in_one_process(tmp_path):

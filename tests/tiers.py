@@ -31,6 +31,20 @@ _SHARED = re.compile(
 )
 """Names, in a file, of what takes seconds to start or to read, and is kept for all files of a process."""
 
+LONGEST = (
+    *("startup/test_transformers_releases.py", "faults/test_ray.py", "clients/test_schemathesis.py"),
+    *("ranks/test_divided_models.py", "gpu/test_gpu_stages.py", "gpu/test_gpu_ranks.py"),
+    *(
+        "speculation/test_draft_heads.py",
+        "speculation/test_eagle_heads.py",
+        "worker/test_grouped_families.py",
+    ),
+    *("startup/test_family_matrix.py", "faults/test_machine.py", "faults/test_rank_death.py"),
+    *("e2e/test_models_on_demand.py", "e2e/test_several_models.py", "faults/test_engine_death.py"),
+)
+"""Ends of the names of files that take longest, and run first: none is left to one process at the end. The
+first few wait most of the time, for a registry, for Ray, for answers, while others compute."""
+
 Row = Sequence[Hashable]
 """The value of each parameter."""
 
@@ -51,6 +65,11 @@ def process_of(file: str, text: str) -> str:
     """Name what runs in one process: files that share a server, processes or a reading, or a file alone."""
     found = _SHARED.search(text)
     return found[1].replace("two_stages", "two_ranks") if found else file
+
+
+def place_of(file: str) -> int:
+    """Where in the order of files one runs: the longest first, all others behind them as they are found."""
+    return next((place for place, end in enumerate(LONGEST) if file.endswith(end)), len(LONGEST))
 
 
 def covering(rows: Sequence[Row]) -> set[int]:
