@@ -1,20 +1,31 @@
-"""Number of random histories: few by day, and HISTORIES times as many where that is set (docs/testing.md).
+"""Number of random histories: few by day; where HISTORIES is set, that many times as many (docs/testing.md).
 
-Owns: the settings of hypothesis that histories share.
+Owns: the settings of hypothesis that histories share, and that those of the night are others than the day's.
 Never: what happens in one.
 """
 
-from hypothesis import HealthCheck, settings
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import HealthCheck, seed, settings
 
 from tests.tiers import NUM_TIMES as TIMES
 
+SAME_EACH_TIME = settings(
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+    database=None,
+)
 
-def histories(num_by_day: int) -> settings:
-    """The same histories each time; the night has those of the day and more."""
-    return settings(
-        max_examples=num_by_day * TIMES,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-        derandomize=True,
-        database=None,
-    )
+
+def histories(num_by_day: int) -> Callable[[Any], Any]:
+    """Make a decorator that gives a test its number of histories."""
+    given = settings(SAME_EACH_TIME, max_examples=num_by_day * TIMES)
+    return given if TIMES == 1 else lambda test: given(seed(TIMES)(test))
+
+
+def seeds(num_by_day: int) -> range:
+    """Seeds of histories that a test makes up itself: the first ones by day, those behind them by night."""
+    first = 0 if TIMES == 1 else num_by_day
+    return range(first, first + num_by_day * TIMES)

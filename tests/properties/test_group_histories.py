@@ -6,14 +6,14 @@ from scheduler.cache_groups import ALL_TOKENS, CacheGroup, Lifetime, LifetimeKin
 from scheduler.config import PreemptionMode
 from scheduler.messages import SequenceId
 from tests.fakes import continuation, make_sequence
-from tests.properties.lengths import TIMES
+from tests.properties.lengths import TIMES, seeds
 from tests.properties.test_scheduler_histories import check_ends, play, random_history
 from tests.world import World, small_config
 
 
 def test_groups_of_layers_under_memory_pressure_leave_every_request_its_own_tokens() -> None:
     num_taps = num_restored = num_swaps = num_host_hits = 0
-    for seed in range(30 * TIMES):
+    for seed in seeds(30):
         random = Random(seed)
         groups = [
             CacheGroup(ALL_TOKENS, random.randint(1, 2)),
@@ -48,7 +48,7 @@ def test_groups_of_layers_under_memory_pressure_leave_every_request_its_own_toke
 
 def test_conversations_go_on_rightly_behind_turns_that_are_left_while_a_step_computes() -> None:
     num_found = num_left_with_drafts = 0
-    for seed in range(20 * TIMES):
+    for seed in seeds(20):
         random = Random(seed)
         groups = [CacheGroup(ALL_TOKENS), CacheGroup(Lifetime(LifetimeKind.FIXED), random.randint(1, 2))]
         block_size = random.choice([1, 3, 4])

@@ -29,7 +29,7 @@ from engine.models.yard import (
 )
 from engine.processes.engine_processes import GaveUp
 from engine.types import EngineState, Health
-from tests.properties.lengths import TIMES
+from tests.properties.lengths import TIMES, seeds
 
 LONGEST_LOAD_S, LONGEST_UNLOAD_S, LONGEST_CALL_S = 20.0, 2.0, 40.0
 LONGEST_CHANGE_S = LONGEST_LOAD_S + LONGEST_UNLOAD_S
@@ -239,7 +239,7 @@ def test_no_model_leaves_under_a_lease_memory_is_never_exceeded_and_none_starves
 ) -> None:
     ends: Counter[str] = Counter()
     longest_s = 0.0
-    for seed in range(40 * TIMES):
+    for seed in seeds(40):
         with asyncio.Runner(loop_factory=JumpingLoop) as runner:
             monkeypatch.setattr(yard_module, "time", SimpleNamespace(monotonic=runner.get_loop().time))
             world = runner.run(play(Random(seed)))

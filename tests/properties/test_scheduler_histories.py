@@ -42,7 +42,7 @@ from scheduler.messages import (
 from scheduler.scheduler import NeverFits
 from tests.fakes import OutOfMemory, continuation, make_sequence, pooled, prompt_logprobs
 from tests.oracle import Client, Oracle
-from tests.properties.lengths import TIMES, histories
+from tests.properties.lengths import TIMES, histories, seeds
 from tests.world import World, shares, small_config, windows_of
 
 HISTORIES = histories(80)
@@ -414,7 +414,7 @@ def test_under_constant_memory_pressure_every_request_still_ends_once_with_its_o
     policy: SchedulingPolicy, caching: PrefixCaching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_preemptions = num_displacements = num_swaps = num_host_hits = num_tails = num_asked = num_held = 0
-    for seed in range(50 * TIMES):
+    for seed in seeds(50):
         random = Random(seed)
         order = random.choice(list(OrderAmongEquals))
         room = {
@@ -457,5 +457,5 @@ def test_under_constant_memory_pressure_every_request_still_ends_once_with_its_o
     assert num_swaps > 60 * TIMES
     assert num_held > 200 * TIMES
     assert num_asked > 200 * TIMES
-    assert (num_host_hits > 160 * TIMES and num_tails > 10 * TIMES) == (caching is PrefixCaching.ON)
+    assert (num_host_hits > 120 * TIMES and num_tails > 10 * TIMES) == (caching is PrefixCaching.ON)
     assert (num_displacements > 60 * TIMES) == (policy is SchedulingPolicy.PRIORITY)

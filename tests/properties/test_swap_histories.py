@@ -19,7 +19,7 @@ from scheduler.config import PreemptionMode, PrefixCaching, SchedulerConfig
 from scheduler.messages import ModelRunnerOutput, SchedulerOutput
 from tests.fakes import FakeWorker, _content, _Row
 from tests.late_streams import LateGpu
-from tests.properties.lengths import TIMES
+from tests.properties.lengths import TIMES, seeds
 from tests.properties.test_scheduler_histories import check_ends, play, random_history
 from tests.world import World, small_config, windows_of
 from worker.attention.interface import AttentionMetadata, BlockTables
@@ -148,7 +148,7 @@ def world_of(config: SchedulerConfig, random: Random) -> Iterator[World]:
 @pytest.mark.parametrize("caching", PrefixCaching)
 def test_every_block_holds_what_it_should_however_late_it_was_copied(caching: PrefixCaching) -> None:
     num_swaps = num_host_hits = num_copies = 0
-    for seed in range(24 * TIMES):
+    for seed in seeds(24):
         random = Random(seed)
         config = replace(_config(random), prefix_caching=caching)
         with world_of(config, random) as world:
