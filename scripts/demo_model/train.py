@@ -38,13 +38,15 @@ LONG_EVERY = 12
 class Feed:
     """Which batch a step sees: mostly mixed ones, now and then long ones or echoes."""
 
-    def __init__(self, encoder: Encoder, *, num_steps: int) -> None:
+    def __init__(self, encoder: Encoder, *, num_steps: int, batch_tokens: int = BATCH_TOKENS) -> None:
         self._num_echo_steps = int(num_steps * ECHO_SHARE)
         mixed = documents(SEED + 1, excluded=HELD_OUT_KEYS)
         long = long_documents(SEED + 2, num_turns=MAX_POSITIONS // 28, excluded=HELD_OUT_KEYS)
-        self._mixed = sorted_batches(encoder, mixed, seed=SEED + 3, budget=BATCH_TOKENS)
-        self._long = cut_batches(encoder, long, budget=BATCH_TOKENS, max_length=MAX_POSITIONS)
-        self._echo = sorted_batches(encoder, echo_documents(SEED + 4), seed=SEED + 5, budget=BATCH_TOKENS)
+        self._mixed = sorted_batches(encoder, mixed, seed=SEED + 3, budget=batch_tokens)
+        self._long = cut_batches(
+            encoder, long, budget=batch_tokens, max_length=min(MAX_POSITIONS, batch_tokens)
+        )
+        self._echo = sorted_batches(encoder, echo_documents(SEED + 4), seed=SEED + 5, budget=batch_tokens)
 
     def at(self, step: int) -> Batch:
         if step % (2 if step < self._num_echo_steps else ECHO_EVERY) == 1:

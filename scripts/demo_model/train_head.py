@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from tokenizer import Encoder
 from tokenizers import Tokenizer
 from torch import Tensor, nn
-from train import SEED, Feed, Progress
+from train import BATCH_TOKENS, SEED, Feed, Progress
 from transformers import LlamaForCausalLM, LlamaModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -108,6 +108,7 @@ def read_arguments(description: str, model_help: str) -> argparse.ArgumentParser
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--model", type=Path, required=True, help=model_help)
     parser.add_argument("--steps", type=int, default=DEFAULT_STEPS, help="optimiser steps")
+    parser.add_argument("--batch-tokens", type=int, default=BATCH_TOKENS, help="tokens of a batch")
     parser.add_argument("--threads", type=int, default=2, help="threads torch may use")
     return parser
 
@@ -125,7 +126,8 @@ def train(head: nn.Module, model: LlamaForCausalLM, args: argparse.Namespace) ->
     weights = [weight for name, weight in head.named_parameters() if "embed_tokens" not in name]
     optimiser = torch.optim.AdamW(weights, lr=_PEAK, betas=(0.9, 0.98), weight_decay=0.0)
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
-    feed, progress = Feed(Encoder(tokenizer), num_steps=args.steps), Progress(args.steps)
+    feed = Feed(Encoder(tokenizer), num_steps=args.steps, batch_tokens=args.batch_tokens)
+    progress = Progress(args.steps)
     rates: list[tuple[float, float]] = []
     for step in range(args.steps):
         factor = min((step + 1) / _WARMUP_STEPS, 1.0) * (1.0 - step / args.steps) ** 0.7
@@ -138,8 +140,8 @@ def train(head: nn.Module, model: LlamaForCausalLM, args: argparse.Namespace) ->
         optimiser.zero_grad(set_to_none=True)
         progress.note(step, loss=loss.item(), num_tokens=batch.num_tokens)
         rates.append((held[0], held[1]))
-        if step % 50 == 49:
-            first, second = (sum(each) / 50 for each in zip(*rates[-50:], strict=True))
+        if step % 50 == 49 or step == args.steps - 1:
+            first, second = (sum(each) / len(each) for each in zip(*rates[-50:], strict=True))
             print(f"right: {first:.1%} of first guesses, {second:.1%} of second ones", flush=True)
 
 

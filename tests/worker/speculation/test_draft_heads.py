@@ -417,6 +417,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     folder = tmp_path_factory.mktemp("trained") / "demo"
     shutil.copytree(DEMO, folder)
     command = [sys.executable, "train_head.py", "--model", str(folder), "--steps", "50", "--threads", "1"]
+    command += ["--batch-tokens", "512"]
     subprocess.run(command, cwd=SCRIPTS, check=True, capture_output=True)
     settings = {"num_blocks": 200, "block_size": 8, "swap_space_bytes": 1 << 22}
     return load_with_head(folder, **{"dtype": "bfloat16", **settings})

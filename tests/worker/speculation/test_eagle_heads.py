@@ -220,7 +220,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     """The demo model with a head that was trained for a few seconds."""
     head = tmp_path_factory.mktemp("trained") / "head"
     command = [sys.executable, "train_eagle.py", "--model", str(DEMO), "--out", str(head)]
-    command += ["--steps", "30", "--threads", "1"]
+    command += ["--steps", "30", "--batch-tokens", "512", "--threads", "1"]
     environment = {**os.environ, "PYTHONPATH": str(SCRIPTS.parents[1])}
     subprocess.run(command, cwd=SCRIPTS, check=True, capture_output=True, env=environment)
     settings = {"num_blocks": 200, "block_size": 8, "swap_space_bytes": 1 << 22, "dtype": "bfloat16"}
