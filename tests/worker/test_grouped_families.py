@@ -122,7 +122,7 @@ LONG_SHAPES: dict[str, tuple[dict[str, Any], int, int, float]] = {
             "sliding_window": 64,
             "num_key_value_heads": 1,
         },
-        *(2048, 4, 5.0),
+        *(2048, 2, 5.0),
     ),
     "gpt_oss": (
         {
