@@ -107,21 +107,28 @@ def test_stages_draw_the_tokens_of_one_process(
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
-@pytest.mark.parametrize("rounded", ["none", "int4"])
-def test_stages_compute_the_adapters_and_the_rounded_weights_of_one_process(
-    tmp_path: Path, rounded: str
-) -> None:
+def test_stages_compute_the_adapters_and_the_rounded_weights_of_one_process(tmp_path: Path) -> None:
     base = make_checkpoint("llama", tmp_path / "base", intermediate_size=128)
     with_adapter = adapted.config_with(base, [write_adapter(tmp_path / "all", base, rank=16)])
-    config = replace(with_adapter, quantization=rounded)
-    alone = Worker(config)
-    identities = [each.identity for each in alone.load(lambda _progress: None).adapters]
-    expected = adapted.mixed(alone, [*identities, ""])
+    configs = [replace(with_adapter, quantization=rounded) for rounded in ("none", "int4")]
+    workers = [Worker(config) for config in configs]
+    identities = [[each.identity for each in worker.load(lambda _: None).adapters] for worker in workers]
+    expected = [
+        adapted.mixed(*each) for each in zip(workers, ([*each, ""] for each in identities), strict=True)
+    ]
+    found = []
     with rank_0(SHARED, AT_ONCE, TWO_STAGES) as (_, divided):
-        divided.load(replace(config, device=SHARED, num_stages=2, enforce_eager=True))
-        found = adapted.mixed(divided, [*identities, ""])
+        for config, names in zip(configs, identities, strict=True):
+            divided.load(replace(config, device=SHARED, num_stages=2, enforce_eager=True))
+            found.append(adapted.mixed(divided, [*names, ""]))
+    for ours, theirs in zip(found, expected, strict=True):
+        check_alike(ours, theirs)
+        assert len({str(each) for each in theirs[0]}) == len(identities[0]) + 1
+
+
+def check_alike(found: list[Any], expected: list[Any]) -> None:
+    """Raise AssertionError unless each row of each step has the same tokens and about their numbers."""
     for step, wanted in zip(found, expected, strict=True):
         for ours, theirs in zip(step, wanted, strict=True):
             assert ours.keys() == theirs.keys()
             assert all(abs(ours[token] - theirs[token]) < 2e-4 for token in theirs)
-    assert len({str(each) for each in expected[0]}) == len(identities) + 1
