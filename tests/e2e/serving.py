@@ -43,8 +43,8 @@ class RunningServer:
 
     def _child_running(self, module: str) -> int | None:
         threads = Path(f"/proc/{self.process.pid}/task").glob("*/children")
-        for child in [pid for each in threads for pid in _content(each).decode().split()]:
-            if module.encode() in _content(Path(f"/proc/{child}/cmdline")).split(b"\0"):
+        for child in [pid for each in threads for pid in content_of(each).decode().split()]:
+            if module.encode() in content_of(Path(f"/proc/{child}/cmdline")).split(b"\0"):
                 return int(child)
         return None
 
@@ -81,11 +81,11 @@ class RunningServer:
     def send(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
-    def wait(self, timeout_s: float = 20.0) -> int:
+    def wait(self, timeout_s: float = 60.0) -> int:
         return self.process.wait(timeout_s)
 
 
-def _content(file: Path) -> bytes:
+def content_of(file: Path) -> bytes:
     """Content of a file of a thread or process; empty if that has ended."""
     try:
         return file.read_bytes()
@@ -134,7 +134,7 @@ def running_server(
     finally:
         with contextlib.suppress(subprocess.TimeoutExpired, ProcessLookupError):
             process.terminate()
-            process.wait(10)
+            process.wait(60)
         process.kill()
         process.wait()
         assert not list(folder.glob("tokenyard-*")), "the engine's directory was left behind"

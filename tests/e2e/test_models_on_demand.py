@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from engine.processes.child_process import CONFIG_FILE
 from tests.adapters import write_adapter
 from tests.checkpoints import make_checkpoint
-from tests.e2e.serving import RunningServer, running_server, wait_for
+from tests.e2e.serving import RunningServer, content_of, running_server, wait_for
 from tests.pooling_checkpoints import make_embedder, write_pooling_files
 from worker.machine import available_memory_bytes
 
@@ -71,11 +71,11 @@ def leave_out_weights(folder: Path) -> None:
 def pid_of(server: RunningServer, model: str) -> int | None:
     """Process id of the engine of a model, loaded or not."""
     for path in Path(f"/proc/{server.process.pid}/task").glob("*/children"):
-        for pid in map(int, path.read_text().split()):
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+        for pid in map(int, content_of(path).split()):
+            words = content_of(Path(f"/proc/{pid}/cmdline")).decode().split("\0")
             if "engine.core.process" in words:
                 config = Path(words[words.index("engine.core.process") + 1], CONFIG_FILE)
-                if config.exists() and f"/{model}".encode() in config.read_bytes():
+                if f"/{model}".encode() in content_of(config):
                     return pid
     return None
 

@@ -4,14 +4,13 @@ import asyncio
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.e2e.serving import ROOT, RunningServer, running_server
+from tests.e2e.serving import ROOT, RunningServer, running_server, wait_for
 
 pytestmark = pytest.mark.night
 
@@ -127,8 +126,8 @@ async def test_after_a_reset_nothing_cached_before_is_found(crowded_server: Runn
 
 def test_the_trace_of_all_this_can_be_read(priority_server: RunningServer, trace_file: Path) -> None:
     priority_server.wait_until_idle()
-    time.sleep(1.2)  # the loop writes what is pending before it waits for work
-    lines = [json.loads(line) for line in trace_file.read_text().splitlines()]
+    wait_for(lambda: "displaced" in trace_file.read_text())  # it is written a little later
+    lines = [json.loads(line) for line in trace_file.read_text().rpartition("\n")[0].splitlines()]
     assert len(lines) > 100
     causes = {preemption["cause"] for line in lines for preemption in line["preemptions"]}
     assert "displaced" in causes

@@ -178,7 +178,7 @@ def test_a_server_out_of_descriptors_answers_again_when_there_are_some(
     limited = ["sh", "-c", f"ulimit -n 96; exec {shlex.join(command_of(tiny_model, port))}"]
     with (tmp_path / "server.log").open("wb") as log, server(limited, port, tmp_path, log) as running:
         pid = running.process.pid
-        crowd = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(200)]
+        crowd = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(200)]
         wait_for(lambda: len(list(Path(f"/proc/{pid}/fd").iterdir())) >= 80)
         time.sleep(0.5)
         assert is_ready(running)  # the silent give way
