@@ -58,7 +58,7 @@ class SpeculationOptions(ModelOptions):
         Text(metavar="MODEL"),
         "Smaller model with the same tokenizer, as --model names one, or head of EAGLE-3, that guesses "
         "tokens for the model to verify. Its weights, and keys and values in every KV block, take memory; it "
-        "guesses only where that is expected to save time. On CPUs, with one rank.",
+        "guesses only where that is expected to save time. On CPUs.",
         open_default="none",
     )
 
@@ -128,15 +128,7 @@ def _check_steps(options: SpeculationOptions, *, has_passes: bool) -> None:
             "stages verify no drafts yet",
             "use one",
         )
-    if not has_passes:
-        return
-    if options.tensor_parallel_size > 1:
-        raise OptionError(
-            f"{_asked_flag(options)} with --tensor-parallel-size {options.tensor_parallel_size}",
-            "a draft model is not divided over ranks yet",
-            "use one, or the method ngram or suffix",
-        )
-    if options.device.startswith("cuda"):
+    if has_passes and options.device.startswith("cuda"):
         raise OptionError(
             f"{_asked_flag(options)} with --device {options.device}",
             "a draft model has no passes on a GPU yet",

@@ -102,9 +102,17 @@ class KeptShapes(NamedTuple):
 NOTHING_KEPT = KeptShapes({}, {})
 
 
-def with_hidden_states(layers: dict[int, LayerShape], hidden_size: int) -> KeptShapes:
-    """Append a layer for a hidden state of each token, in parts that divide the pages of the others."""
-    dim = math.gcd(hidden_size, *(shape.key_dim for shape in layers.values()))
+def with_hidden_states(layers: dict[int, LayerShape], hidden_size: int, num_ranks: int) -> KeptShapes:
+    """Append a layer for a hidden state of each token, in parts that divide the pages of the others.
+
+    Each rank keeps some of the parts. Raises StartupError.
+    """
+    if hidden_size % num_ranks:
+        raise StartupError(
+            f"its hidden states of {hidden_size} numbers cannot be divided by {num_ranks} ranks",
+            fix="ask for a number of ranks that divides them, or leave the head out",
+        )
+    dim = math.gcd(hidden_size // num_ranks, *(shape.key_dim for shape in layers.values()))
     states = LayerShape(hidden_size // dim, dim, dim, value_is_key_part=True)
     return KeptShapes(layers | {max(layers) + 1: states}, {})
 
@@ -180,6 +188,11 @@ class BlockLayout:
     def layer_numbers(self) -> list[int]:
         """Numbers of all layers that keep something, in their order."""
         return sorted({*self.layers, *self.state_shapes})
+
+    def numbers_without(self, beside: KeptShapes) -> set[int]:
+        """Numbers of the layers before those of another model. In a view, the first model's are negative."""
+        numbers = {*_own(self.layers, beside.layers), *_own(self.state_shapes, beside.states)}
+        return {number for number in numbers if number >= 0}
 
     @property
     def by_layer(self) -> list[tuple[int, ...]]:

@@ -17,6 +17,8 @@ from worker.checkpoint.checkpoint_files import find_checkpoint, read_json
 from worker.checkpoint.task import Task
 from worker.checkpoint.tokenizer_files import TOKENIZER, find_vocabulary, read_tokenizer
 from worker.load.model_kind import ModelKind
+from worker.model.layer_parts import Unrecognised
+from worker.model.layer_shards import refuse_division, shard_shape, shard_state
 from worker.worker_config import AdapterLimits, DraftMethod, SpeculationConfig, WorkerConfig
 from worker.worker_errors import FamilyRefused, StartupError, one_line
 
@@ -97,6 +99,17 @@ def refuse_index_keys(model_type: str, kept: KeptShapes) -> None:
     """Raise StartupError for a head whose layer chooses its keys."""
     if kept.has_index_keys:
         raise StartupError(f"{model_type} has layers that choose their keys", fix=WITHOUT_HEAD)
+
+
+def refuse_uneven(kept: KeptShapes, num_ranks: int) -> None:
+    """Raise StartupError for a draft model, or a head, whose KV heads or states ranks cannot divide."""
+    try:
+        for shape in kept.layers.values():
+            shard_shape(shape, num_ranks)
+        for state in kept.states.values():
+            shard_state(state, num_ranks)
+    except Unrecognised as uneven:
+        raise refuse_division(f"--tensor-parallel-size {num_ranks}", str(uneven)) from uneven
 
 
 def draft_config(config: WorkerConfig, dtype: str) -> WorkerConfig:

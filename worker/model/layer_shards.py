@@ -42,6 +42,8 @@ _OF_LATENTS = ("q_a_proj", "kv_a_proj_with_mqa")
 _BEHIND_HEADS, _BEHIND_GATES = "o_proj", "down_proj"
 _NUM_PARTS = {"gate_proj": 1, "up_proj": 1, "gate_up_proj": 2}
 """Parts that lie side by side in the products before gates."""
+CUT_BY_HEADS = "is_cut_by_heads"
+"""Mark of an attention module that stays, and that ranks cut as it is."""
 _NUM_TOKENS, _NUM_GATES, _SEED = 3, 8, 13
 _DIVIDED_MODULES = (nn.Linear, nn.Embedding, LatentExpansion)
 
@@ -211,10 +213,11 @@ def _shard_products(layer: nn.Module, products: Iterable[_Product], ranks: Ranks
 
 
 def _own_attentions(layer: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Find the attention modules with latents or an indexer, each with the prefix of its children's names."""
+    """Find the attention modules with latents, an indexer, or a mark; each with its children's prefix."""
     latents = {attention for _, attention in find_expansions(layer)}
     for name, module in layer.named_modules():
-        if module in latents or isinstance(getattr(module, INDEXER, None), nn.Module):
+        has_indexer = isinstance(getattr(module, INDEXER, None), nn.Module)
+        if module in latents or has_indexer or getattr(module, CUT_BY_HEADS, False):
             yield f"{name}.", module
 
 

@@ -12,6 +12,7 @@ Shapes: N tokens that are sampled in a step, V vocabulary, F fields of a row, C 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -22,8 +23,8 @@ from scheduler.messages import SamplingParams
 from worker.devices.device import Device
 from worker.ranks.ranks import Ranks
 from worker.sampling.draw_fields import no_draws
-from worker.sampling.row_sampler import LaunchedSample, RowSampler, SampleResult, VerifiedRow
-from worker.sampling.sampler import FAILED, Sampler, divide_lines
+from worker.sampling.row_sampler import FAILED, LaunchedSample, RowSampler, SampleResult, VerifiedRow
+from worker.sampling.sampler import Sampler, divide_lines
 from worker.sampling.state import SamplingRow
 
 _UNREAD = SamplingParams(num_logprobs=0)
@@ -57,7 +58,9 @@ class FollowingSampler(RowSampler):
         state = SamplingRow(
             params, token_ids, num_prompt_tokens=num_prompt_tokens, vocab_size=self._vocab_size
         )
-        super().add_row(row, params if state.is_plain else _UNREAD, token_ids, num_prompt_tokens)
+        if not state.is_plain:  # what ends a sequence ends its drafts on all ranks
+            params = replace(_UNREAD, stop_token_ids=params.stop_token_ids)
+        super().add_row(row, params, token_ids, num_prompt_tokens)
 
     def _launch(
         self, logits_NV: Tensor, rows: Sequence[int], states: Sequence[SamplingRow]
@@ -99,6 +102,14 @@ class FollowingSampler(RowSampler):
             verified.append(VerifiedRow(token_ids=tuple(token_ids), logprobs=(), failure=failure))
             self._take(row, verified[-1])
         return verified
+
+    def _sample_guesses(
+        self,
+        logits_NV: Tensor,  # noqa: ARG002 - read by rank 0
+        rows: Sequence[int],
+        views: Sequence[SamplingRow],  # noqa: ARG002
+    ) -> SampleResult:
+        return SampleResult(token_ids=[0] * len(rows), logprobs={}, failed={})
 
     def draws_of_step(self, rows: Sequence[int]) -> NDArray[np.float64]:
         return no_draws(len(rows))

@@ -25,6 +25,9 @@ from worker.sampling.compile_ahead import CompileAhead
 from worker.sampling.grammar_rows import Grammars
 from worker.sampling.state import RowTokenCounts, SamplingRow
 
+FAILED = -1
+"""Token that a rank sends for a row without one."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleResult:
@@ -119,6 +122,11 @@ class RowSampler(ABC):
         """The side that compiles grammars of rows before they are added."""
         self._rows: dict[int, SamplingRow] = {}
         self._learners: set[int] = set()
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other ranks need the tokens of a step."""
+        return self._ranks.size > 1
 
     def add_row(
         self, row: int, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int
@@ -241,14 +249,15 @@ class RowSampler(ABC):
         return view
 
     @torch.inference_mode()
-    def guess(self, logits_NV: Tensor, views: Sequence[SamplingRow]) -> list[int | None]:
+    def guess(self, logits_NV: Tensor, rows: Sequence[int], views: Sequence[SamplingRow]) -> list[int | None]:
         """Sample as `begin` would for rows in such states; None where no token is left. Records nothing.
 
         The uniform of a place is that of the row, so that a model with similar probabilities often guesses
-        the token that the row will sample there.
+        the token that the row will sample there. The other ranks get the guesses of rank 0.
         """
-        result = self._launch(logits_NV, (), views).collect()
-        return [None if n in result.failed else token for n, token in enumerate(result.token_ids)]
+        result = self._sample_guesses(logits_NV, rows, views)
+        guesses = [FAILED if n in result.failed else token for n, token in enumerate(result.token_ids)]
+        return [None if token == FAILED else token for token in self._ranks.broadcast(guesses)]
 
     def _begin_masks(self, states: Sequence[SamplingRow]) -> None:
         """Open the account of a step's masks, of which each active grammar has an equal share."""
@@ -281,6 +290,12 @@ class RowSampler(ABC):
         """Count the tokens of a row with penalties, from now on."""
         history = np.asarray(token_ids, np.int64)
         state.counts = RowTokenCounts(history[:num_prompt_tokens], history[num_prompt_tokens:])
+
+    @abstractmethod
+    def _sample_guesses(
+        self, logits_NV: Tensor, rows: Sequence[int], views: Sequence[SamplingRow]
+    ) -> SampleResult:
+        """Sample for `guess`, and wait for the result."""
 
     @abstractmethod
     def _launch(

@@ -20,6 +20,7 @@ from worker.sampling.draw import BLOCK, Draw, draw, pick_best
 from worker.sampling.grammar_rows import Grammars
 from worker.sampling.logits import alternatives_of, edit_logits, report_logprobs
 from worker.sampling.row_sampler import (
+    FAILED,
     DraftedPlace,
     LaunchedSample,
     PendingSample,
@@ -33,8 +34,6 @@ __all__ = ["PendingSample", "SampleResult", "Sampler"]
 
 _FEW_LINES = 8
 """Lines that one thread looks through as fast as several that have to be woken."""
-FAILED = -1
-"""Token that a rank sends for a row without one."""
 
 
 def divide_lines(states: Sequence[SamplingRow], num_ranks: int) -> list[list[int]]:
@@ -79,6 +78,14 @@ class Sampler(RowSampler):
         """See RowSampler. The first rank samples all of them."""
         lines_NV = lines_of(logits_NV, [each.line for each in places])
         return self.sample_lines(lines_NV, range(len(places)), [each.state for each in places])
+
+    def _sample_guesses(
+        self,
+        logits_NV: torch.Tensor,
+        rows: Sequence[int],  # noqa: ARG002 - `views` has all of them
+        views: Sequence[SamplingRow],
+    ) -> SampleResult:
+        return self.sample_lines(logits_NV, range(len(views)), views)
 
     def _sample_with_others(self, logits_NV: torch.Tensor, states: Sequence[SamplingRow]) -> SampleResult:
         """Sample this rank's rows, and take the tokens that FollowingSamplers draw for the others."""

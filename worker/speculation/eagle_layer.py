@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaModel, LlamaRMSNorm
 
+from worker.model.layer_shards import CUT_BY_HEADS
 from worker.speculation.head_layer import DraftHead
 
 _JOINED = ("q_proj", "k_proj", "v_proj")
@@ -32,6 +33,7 @@ class EagleLayer(LlamaDecoderLayer):  # type: ignore[misc]
         for name in _JOINED:
             num_outputs, bias = getattr(self.self_attn, name).out_features, config.attention_bias
             setattr(self.self_attn, name, nn.Linear(2 * self.hidden_size, num_outputs, bias=bias))
+        setattr(self.self_attn, CUT_BY_HEADS, True)
         self.hidden_norm = LlamaRMSNorm(self.hidden_size, config.rms_norm_eps)
         self._norms_before_residual = config.norm_before_residual
 

@@ -168,13 +168,17 @@ def _describe_origin(config: WorkerConfig) -> str:
     return ", ".join(words)
 
 
+def takes_heads_unasked(config: WorkerConfig, device: Device) -> bool:
+    """Tell whether a head is taken by itself: where its gain was measured."""
+    return config.num_ranks == 1 and not device.is_gpu
+
+
 def verifies_drafts(config: WorkerConfig, device: Device) -> bool:
     """Tell whether steps verify drafts. Raises StartupError for speculation that there is none of."""
     if config.num_stages > 1:
         refuse_speculation(config, "stages verify no drafts yet")
         return False
-    if config.speculation.method in (DraftMethod.DRAFT_MODEL, DraftMethod.MTP):
-        reason = "a draft model is not divided over ranks yet" if config.num_ranks > 1 else None
-        if (reason := reason or kernels_of(device).why_no_draft_model) is not None:
-            refuse_speculation(config, f"{reason}; ngram and suffix are verified there")
+    has_model = config.speculation.method in (DraftMethod.DRAFT_MODEL, DraftMethod.MTP)
+    if has_model and (reason := kernels_of(device).why_no_draft_model) is not None:
+        refuse_speculation(config, f"{reason}; ngram and suffix are verified there")
     return True

@@ -5,6 +5,7 @@ refusal of options that have no effect then.
 """
 
 import logging
+from typing import Any
 
 from torch import Tensor
 
@@ -12,8 +13,9 @@ from worker.devices.weight_life import refusing_out_of_memory
 from worker.load.loader import LoadedModel
 from worker.load.model_kind import describe_division
 from worker.model.corrections import fix_rope, fix_temperatures
+from worker.model.layer_parts import Unrecognised
 from worker.model.layer_replacement import LayerReplacement, replace_layers
-from worker.model.layer_shards import refuse_division
+from worker.model.layer_shards import refuse_division, shard_own_layer
 from worker.model.quantization import rounding_of
 from worker.model.toolkit import Toolkit
 from worker.progress import LoadPhase, LoadStage
@@ -51,6 +53,18 @@ def put_kernels(
     return replacement
 
 
+def divide_own_layers(config: WorkerConfig, toolkit: Toolkit, check: SelfCheck) -> None:
+    """Cut the layers of a head that no kernels fuse, each to this rank's part. Raises StartupError."""
+    model: Any = check.loaded.model
+    try:
+        for layer in model.layers:
+            shard_own_layer(
+                layer, check.loaded.ranks, lambda shard, axis: toolkit.pack_shard(shard, axis, model.dtype)
+            )
+    except Unrecognised as undivided:
+        raise refuse_division(describe_division(config), str(undivided)) from undivided
+
+
 def _replace_layers(
     config: WorkerConfig, toolkit: Toolkit, check: SelfCheck, stage: LoadStage
 ) -> LayerReplacement:
@@ -79,7 +93,8 @@ def _refuse_undivided(config: WorkerConfig, check: SelfCheck, replacement: Layer
     num_divided = replacement.num_fused + replacement.num_cut
     ranks.check_same("layers", f"{num_divided} of {replacement.num_layers} divided")
     has_whole_experts = replacement.experts.num_replaced < replacement.experts.num_found
-    is_elsewhere = not replacement.numbers.issuperset(check.cache.layout.layer_numbers)
+    own_numbers = check.cache.layout.numbers_without(check.loaded.beside)
+    is_elsewhere = not replacement.numbers.issuperset(own_numbers)
     is_whole = num_divided < replacement.num_layers or is_elsewhere
     if is_whole or has_whole_experts:
         raise refuse_division(describe_division(config), replacement.describe())

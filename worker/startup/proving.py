@@ -15,7 +15,7 @@ from worker.model.quantized_layers import describe_codes, find_codes
 from worker.model.toolkit import Toolkit
 from worker.progress import LoadPhase
 from worker.ranks.ranks import is_divided
-from worker.startup.kernel_layers import correct_model, put_kernels
+from worker.startup.kernel_layers import correct_model, divide_own_layers, put_kernels
 from worker.startup.probing import Start
 from worker.startup.self_check import LONGEST_CHECK, SelfCheck
 
@@ -51,7 +51,12 @@ def prove(
 
 
 def prove_draft(
-    start: Start, kept: KeptShapes, toolkit: Toolkit | None, cache: KVCache, max_model_len: int
+    start: Start,
+    kept: KeptShapes,
+    whole_layout: BlockLayout,
+    toolkit: Toolkit | None,
+    cache: KVCache,
+    max_model_len: int,
 ) -> tuple[AttentionBackend, int]:
     """Try a draft model over its layers of `cache`, which stand behind the model's, and put kernels under it.
 
@@ -64,12 +69,16 @@ def prove_draft(
         *(loaded.model_type, format_size(loaded.weight_bytes), max_model_len),
     )
     correct_model(start.loaded, max_model_len)
-    check = _check_of(start, view, max_model_len)
+    is_cut = is_divided(loaded.ranks)
+    whole_view = _small_cache(start.device, whole_layout).view_beside(kept) if is_cut else view
+    check = _check_of(start, whole_view, max_model_len)
     expected = check.run()
     if toolkit is None:
         return check.backend, max_model_len
-    check = replace(check, backend=toolkit.attention_over(view))
+    check = replace(check, cache=view, backend=toolkit.attention_over(view))
     if getattr(loaded.model, "has_own_layer", False):  # made otherwise than those that are fused
+        if is_cut:
+            divide_own_layers(start.config, toolkit, check)
         check.run_again(check.backend, expected)
         return check.backend, max_model_len
     # Options are the model's: they need not have an effect on the draft model.

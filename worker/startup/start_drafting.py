@@ -10,6 +10,7 @@ from worker.load.draft_kind import (
     find_eagle,
     naming_draft,
     refuse_scales_with_draft,
+    refuse_uneven,
 )
 from worker.load.loader import LoadedModel, load_model
 from worker.load.model_kind import ModelKind, find_kind
@@ -47,11 +48,13 @@ def load_draft(
         check_vocabulary(kind, draft_kind)
         stage = LoadStage()  # the bar is the model's
         # Before memory is measured for the cache of both.
-        draft = load_model(own, draft_kind, device, stage)
+        draft = load_model(own, draft_kind, device, stage, loaded.ranks)
         draft.weights.settle(stage)
         runner = ModelRunner(draft.model, draft.vocab_size)
         start = Start(config=own, device=device, stage=stage, loaded=draft, runner=runner)
-        return LoadedDraft(start, runner, probe_shapes(device, draft, runner))
+        kept = probe_shapes(device, draft, runner)
+        refuse_uneven(kept, loaded.ranks.size)
+        return LoadedDraft(start, runner, kept)
 
 
 def open_draft(
@@ -73,12 +76,13 @@ def _open_draft(
     facts, start, cache, head = ready.facts, draft.start, ready.pools.cache, draft.head
     toolkit = ready.measured.toolkit
     layers = cache.view_beside(draft.kept).layers
-    kept = None if head is None else KeptStates(layers[max(layers)], head)
+    loaded, device = start.loaded, start.device
+    kept = None if head is None else KeptStates(layers[max(layers)], head, loaded.ranks)
     # Kernels may have packed one that is tied, and the plain one is to go.
     if head is not None and not head.has_embedding:
         head.body.embed_tokens = ready.runner.model.get_input_embeddings()
-    loaded, device = start.loaded, start.device
-    backend, max_len = prove_draft(start, draft.kept, toolkit, cache, facts.max_model_len)
+    whole_layout = ready.measured.whole_layout
+    backend, max_len = prove_draft(start, draft.kept, whole_layout, toolkit, cache, facts.max_model_len)
     if head is not None and toolkit is not None:
         toolkit.replace_linears(head, head.linears)
     sizes = DraftSizes(

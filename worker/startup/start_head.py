@@ -8,13 +8,13 @@ from worker.checkpoint.checkpoint_files import WeightFile, find_checkpoint, find
 from worker.devices.device import Device
 from worker.devices.weight_life import WeightLife
 from worker.load.draft_head import StoredHead, build_head, find_head, no_head
-from worker.load.draft_kind import refuse_index_keys, refuse_with_head
+from worker.load.draft_kind import refuse_index_keys, refuse_uneven, refuse_with_head
 from worker.load.eagle_head import build_eagle
 from worker.load.loader import LoadedModel
 from worker.load.model_kind import ModelKind
 from worker.progress import LoadStage
 from worker.speculation.head_layer import DraftHead
-from worker.startup.kernel_choice import verifies_drafts
+from worker.startup.kernel_choice import takes_heads_unasked, verifies_drafts
 from worker.startup.probing import Start, probe_shapes
 from worker.steps.model_runner import BodyRunner, ModelRunner
 from worker.worker_config import DraftMethod, SpeculationConfig, WorkerConfig
@@ -40,12 +40,11 @@ def find_own_head(
 ) -> StoredHead | None:
     """Find the head of a checkpoint; None where there is none and none was asked for.
 
-    Raises StartupError for one that cannot be taken.
+    Raises StartupError for one that cannot be taken. On ranks and GPUs one is taken only if asked for.
     """
-    if (
-        config.speculation.method is DraftMethod.AUTO
-        and sum(each.num_bytes for each in files) < LEAST_WITH_HEAD
-    ):
+    is_asked = config.speculation.method is not DraftMethod.AUTO
+    is_large = sum(each.num_bytes for each in files) >= LEAST_WITH_HEAD
+    if not (is_asked or (is_large and takes_heads_unasked(config, device))):
         return None
     stored = find_head(kind, files)
     if stored is None and config.speculation.method is DraftMethod.MTP:
@@ -96,4 +95,8 @@ def _loaded(
     kept = probe_shapes(device, layer, runner)
     refuse_index_keys(loaded.model_type, kept)
     layer.weights.settle(stage)
-    return LoadedDraft(start, runner, with_hidden_states(kept.layers, head.body.config.hidden_size), head)
+    refuse_uneven(kept, loaded.ranks.size)
+    kept = with_hidden_states(kept.layers, head.body.config.hidden_size, loaded.ranks.size)
+    states = max(kept.layers)
+    start = replace(start, loaded=replace(layer, beside=KeptShapes({states: kept.layers[states]}, {})))
+    return LoadedDraft(start, runner, kept, head)

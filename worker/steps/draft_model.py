@@ -317,7 +317,7 @@ class DraftModel:
         if not inputs.sequence_ids:
             return {}
         chosen = [views[each] for each in inputs.sequence_ids]
-        guesses = self._sampler.guess(logits_NV, chosen)
+        guesses = self._sampler.guess(logits_NV, inputs.rows, chosen)
         return {
             sequence_id: token_id
             for sequence_id, view, token_id in zip(inputs.sequence_ids, chosen, guesses, strict=True)

@@ -76,11 +76,10 @@ class GenerationSteps:
     def speculate_with(
         self, draft_steps: StepRunner, sizes: DraftSizes, kept: HiddenStatesKept | None
     ) -> None:
-        """Let a draft model make drafts where plans ask for them; only where a launch computes at once.
+        """Let a draft model make drafts where plans ask for them.
 
         `kept` is for the hidden states of all steps, which a head of the model reads.
         """
-        assert not self._works_ahead
         self._draft_model = DraftModel(draft_steps, self.rows, self._sampler, sizes, kept)
 
     def adapt(self, adapters: AdapterStore) -> None:
@@ -132,7 +131,9 @@ class GenerationSteps:
     def _launch(self, plan: SchedulerOutput) -> LaunchedStep:
         failures: dict[SequenceId, str] = {}
         apply_changes(plan, self, failures)
-        if plan.draft_token_ids:
+        # Ranks that wait for tokens need them for the passes behind the step.
+        asks_all = plan.num_drafts_wanted and self._sampler.is_shared and self._draft_model is not None
+        if plan.draft_token_ids or asks_all:
             return ComputedStep(self.propose(self._verify(plan, failures), plan))
         inputs = build_inputs(plan, self.rows, failures)
         if inputs is None:
@@ -169,7 +170,7 @@ class GenerationSteps:
         return self._steps.describe()
 
     def _verify(self, plan: SchedulerOutput, failures: dict[SequenceId, str]) -> ModelRunnerOutput:
-        """Compute and sample a step some of whose shares have drafts. Waits for the device.
+        """Compute and sample a step some of whose shares have drafts, or get some. Waits for the device.
 
         Where steps are in flight, their tokens are read first: each token of the step is known to the host.
         """

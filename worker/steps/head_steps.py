@@ -22,6 +22,7 @@ from torch import Tensor
 from worker.attention.interface import AttentionBackend, AttentionMetadata
 from worker.attention.kv_cache import LayerCache
 from worker.devices.device import Device
+from worker.ranks.ranks import Ranks
 from worker.speculation.head_layer import DraftHead
 from worker.steps.inputs import StepInputs
 from worker.steps.model_runner import BodyRunner, ModelRunner
@@ -31,10 +32,12 @@ from worker.steps.tokens import HiddenStates, StepOutcome, StepTokens
 
 
 class KeptStates:
-    """HiddenStatesKept at the places of a step."""
+    """HiddenStatesKept at the places of a step. Each rank keeps its part of the numbers of a state."""
 
-    def __init__(self, layer: LayerCache, head: DraftHead) -> None:
-        self._head = head
+    def __init__(self, layer: LayerCache, head: DraftHead, ranks: Ranks) -> None:
+        self._head, self._ranks = head, ranks
+        _, num_heads, _, dim = layer.keys.blocks_NHSD.shape
+        self._own = slice(ranks.rank * num_heads * dim, (ranks.rank + 1) * num_heads * dim)
         states_NHSD, self._stripe = layer.keys.blocks_NHSD, layer.stripe
         self._dtype = states_NHSD.dtype
         # As whole numbers, which numpy copies in a tenth of the time that an operation of torch takes.
@@ -51,7 +54,7 @@ class KeptStates:
         self._put(blocks_ST[self._stripe], offsets_T, self._numbers(states_TH))
 
     def _numbers(self, hidden_TH: Tensor) -> NDArray[np.signedinteger]:
-        return hidden_TH.to(self._dtype).view(self._whole).numpy()
+        return hidden_TH[:, self._own].to(self._dtype).view(self._whole).numpy()
 
     def _put(
         self, blocks_T: NDArray[np.int64], offsets_T: NDArray[np.int64], numbers_TH: NDArray[np.signedinteger]
@@ -62,7 +65,8 @@ class KeptStates:
     def read(self, metadata: AttentionMetadata) -> Tensor:
         """Return the states [T, H] at the places of a step."""
         blocks_T, offsets_T = metadata.token_blocks_ST[self._stripe], metadata.token_offsets
-        return torch.from_numpy(self._states_NHSD[blocks_T, :, offsets_T]).flatten(1).view(self._dtype)
+        own_TP = torch.from_numpy(self._states_NHSD[blocks_T, :, offsets_T]).flatten(1).view(self._dtype)
+        return self._ranks.gather(own_TP)
 
     def put_behind(self, inputs: StepInputs, rows: RowTable, hidden_NH: Tensor) -> None:
         """Keep states one place behind the tokens that are sampled, for the next guess.

@@ -13,6 +13,7 @@ from worker.load.draft_kind import (
     naming_draft,
     refuse_index_keys,
     refuse_scales_with_draft,
+    refuse_uneven,
     refuse_with_head,
 )
 from worker.load.eagle_head import outline_eagle
@@ -51,6 +52,7 @@ def foresee_draft(config: WorkerConfig, kind: ModelKind, device: Device) -> Draf
         check_vocabulary(kind, draft_kind)
         num_bytes = weight_bytes(own, draft_kind, device)
         _, kept, _ = foresee_layers(own, draft_kind, device)
+        refuse_uneven(kept, config.num_ranks)
         return DraftForecast(weight_bytes=num_bytes, kept=kept)
 
 
@@ -64,7 +66,8 @@ def _foresee_eagle(
     layer = outline_eagle(folder, content, model)[0].body.config
     shape = LayerShape(layer.num_key_value_heads, layer.head_dim, layer.head_dim)
     num_bytes = loaded_bytes(find_weights(folder), dtype_name(config.dtype, kind.checkpoint_config)).total
-    return DraftForecast(weight_bytes=num_bytes, kept=with_hidden_states({0: shape}, layer.hidden_size))
+    kept = with_hidden_states({0: shape}, layer.hidden_size, config.num_ranks)
+    return DraftForecast(weight_bytes=num_bytes, kept=kept)
 
 
 def _foresee_head(config: WorkerConfig, kind: ModelKind, device: Device) -> DraftForecast | None:
@@ -77,4 +80,5 @@ def _foresee_head(config: WorkerConfig, kind: ModelKind, device: Device) -> Draf
     refuse_index_keys(model.config.model_type, kept)
     layer = {0: kept.layers[max(kept.layers)]}
     hidden_size = model.config.get_text_config(decoder=True).hidden_size
-    return DraftForecast(weight_bytes=num_bytes, kept=with_hidden_states(layer, hidden_size), is_head=True)
+    kept = with_hidden_states(layer, hidden_size, config.num_ranks)
+    return DraftForecast(weight_bytes=num_bytes, kept=kept, is_head=True)

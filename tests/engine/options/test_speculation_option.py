@@ -87,9 +87,9 @@ def test_a_draft_model_is_named_once_and_must_be_there(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"model '.*/none'"):
         resolve(Options(speculative_model=str(tmp_path / "none")))
     with pytest.raises(
-        OptionError, match="--speculative-model with --tensor-parallel-size 2: a draft model is not divided"
+        OptionError, match="--speculative-model with --pipeline-parallel-size 2: stages verify no drafts"
     ):
-        resolve(Options(speculative_model="small", tensor_parallel_size=2))
+        resolve(Options(speculative_model="small", pipeline_parallel_size=2))
     engine, _ = resolve(Options(speculative_model=str(DEMO_MODEL), data_parallel_size=2, device="cpu"))
     assert engine.worker.speculation.model_path == str(DEMO_MODEL)
 
@@ -127,7 +127,6 @@ def test_what_is_not_understood_is_refused_by_name(text: str, named: str) -> Non
     ("options", "named"),
     [
         ({"pipeline_parallel_size": 2}, "with --pipeline-parallel-size 2: stages verify no drafts"),
-        ({"tensor_parallel_size": 2}, "with --tensor-parallel-size 2: a draft model is not divided"),
         ({"device": "cuda:1"}, "with --device cuda:1: a draft model has no passes on a GPU"),
     ],
 )

@@ -301,13 +301,6 @@ def test_ranks_verify_drafts_and_sample_the_tokens_of_one(
     assert world.num_preemptions
 
 
-def test_a_draft_model_is_not_divided(two_ranks: DividedWorker, folder: Path) -> None:
-    checkpoint = make_checkpoint("llama", folder / "with a draft model")
-    drafting = SpeculationConfig(method=DraftMethod.DRAFT_MODEL, model_path=str(checkpoint))
-    with pytest.raises(StartupError, match="--speculative-config: a draft model is not divided over ranks"):
-        two_ranks.load(replace(config_of(checkpoint), num_ranks=2, speculation=drafting))
-
-
 def test_drafts_are_refused_by_stages(two_stages: DividedWorker, folder: Path) -> None:
     config = replace(config_of(make_checkpoint("llama", folder / "no drafts")), num_stages=2)
     with pytest.raises(StartupError, match="--speculative-config: stages verify no drafts yet"):

@@ -15,13 +15,19 @@ TAPPED = [1, 2, 4]
 
 
 def write_eagle(
-    folder: Path, target: Path, *, is_of_speculators: bool = True, own: bool = True, norm_first: bool = False
+    folder: Path,
+    target: Path,
+    num_gates: int = 64,
+    *,
+    is_of_speculators: bool = True,
+    own: bool = True,
+    norm_first: bool = False,
 ) -> Path:
     """Write a head for the model in `target`: half as wide with an embedding of its own, else as wide."""
     content = json.loads((target / "config.json").read_text())
     wide, vocab_size = content["hidden_size"], content["vocab_size"]
     size = wide // 2 if own else wide
-    layer = _layer(size, vocab_size)
+    layer = _layer(size, num_gates, vocab_size)
     generator = torch.Generator().manual_seed(9)
 
     def weight(*shape: int) -> Tensor:
@@ -38,37 +44,41 @@ def write_eagle(
         f"{prefix}self_attn.k_proj.weight": weight(32, 2 * size),
         f"{prefix}self_attn.v_proj.weight": weight(32, 2 * size),
         f"{prefix}self_attn.o_proj.weight": weight(size, 64),
-        f"{prefix}mlp.gate_proj.weight": weight(48, size),
-        f"{prefix}mlp.up_proj.weight": weight(48, size),
-        f"{prefix}mlp.down_proj.weight": weight(size, 48),
+        f"{prefix}mlp.gate_proj.weight": weight(num_gates, size),
+        f"{prefix}mlp.up_proj.weight": weight(num_gates, size),
+        f"{prefix}mlp.down_proj.weight": weight(size, num_gates),
     }
-    if own:
-        tensors["embed_tokens.weight"] = weight(vocab_size, size)
+    tensors |= {"embed_tokens.weight": weight(vocab_size, size)} if own else {}
     chosen = torch.randperm(vocab_size, generator=generator)[:NUM_GUESSED].sort().values
     tensors["d2t"] = chosen - torch.arange(NUM_GUESSED)
     tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, chosen, value=True)
     further: dict[str, Any] = {"draft_vocab_size": NUM_GUESSED, "norm_before_residual": norm_first}
-    if is_of_speculators:
-        config = {
-            "architectures": ["Eagle3Speculator"],
-            "speculators_model_type": "eagle3",
-            "eagle_aux_hidden_state_layer_ids": TAPPED,
-            "transformer_layer_config": layer,
-        }
-    else:
-        of_outputs = {"eagle_aux_hidden_state_layer_ids": [each - 1 for each in TAPPED]}
-        config = {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": of_outputs, **layer}
+    config = _of_speculators(layer) if is_of_speculators else _before_speculators(layer)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config | further))
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 
-def _layer(size: int, vocab_size: int) -> dict[str, Any]:
+def _of_speculators(layer: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "eagle_aux_hidden_state_layer_ids": TAPPED,
+        "transformer_layer_config": layer,
+    }
+
+
+def _before_speculators(layer: dict[str, Any]) -> dict[str, Any]:
+    of_outputs = {"eagle_aux_hidden_state_layer_ids": [each - 1 for each in TAPPED]}
+    return {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": of_outputs, **layer}
+
+
+def _layer(size: int, num_gates: int, vocab_size: int) -> dict[str, Any]:
     return {
         "model_type": "llama",
         "hidden_size": size,
-        "intermediate_size": 48,
+        "intermediate_size": num_gates,
         "num_hidden_layers": 1,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,

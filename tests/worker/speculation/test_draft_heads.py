@@ -340,7 +340,7 @@ def test_any_error_of_a_head_that_was_not_asked_for_leaves_it_out_with_a_line(
     [
         ({"kv_cache_dtype": "fp8", "cpu_kernels": "off"}, "does not go with a draft model"),
         ({"adapter_limits": LIMITS}, "draft head: adapters"),
-        ({"num_ranks": 2}, "not divided over ranks yet"),
+        ({"num_stages": 2}, "stages verify no drafts yet"),
     ],
 )
 def test_doctor_refuses_a_head_where_the_start_does(

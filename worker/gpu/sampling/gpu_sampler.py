@@ -173,8 +173,7 @@ class GpuSampler(RowSampler):
 
         def collect() -> SampleResult:
             event.wait()
-            token_ids, has_failed = outcome.numpy()[:, : len(rows)].tolist()
-            failed = {n: states[n].failure for n, failed in enumerate(has_failed) if failed}
+            token_ids, failed = _read(outcome, states)
             logprobs = {} if measures is None else _reports_of(measures, asked, token_ids, states)
             for n in failed:
                 logprobs.pop(n, None)
@@ -185,6 +184,18 @@ class GpuSampler(RowSampler):
         # The other ranks do not know the tokens that the step itself has sampled.
         is_new = bool(not_drawn) or bool(edited) or is_divided(self._ranks)
         return LaunchedSample(self._outcome_2C[0, : len(rows)], collect, is_new)
+
+    def _sample_guesses(
+        self, logits_NV: Tensor, rows: Sequence[int], views: Sequence[SamplingRow]
+    ) -> SampleResult:
+        """See RowSampler. Logits are not edited: the counts on the device are of sampled tokens."""
+        self._draws_of(rows, views)
+        self._draw_plain(logits_NV, list(range(len(rows))))
+        outcome = self._download_outcome()
+        self._device.record().wait()
+        token_ids, failed = _read(outcome, views)
+        self._free_results.append(outcome)
+        return SampleResult(token_ids=token_ids, logprobs={}, failed=failed)
 
     def _sample_places(self, logits_NV: Tensor, places: Sequence[DraftedPlace]) -> SampleResult:
         """See RowSampler. The host waits.
@@ -265,6 +276,12 @@ def measure_lines(
 
 def _in_chunks(items: list[_Item], size: int) -> Iterator[list[_Item]]:
     return (items[start : start + size] for start in range(0, len(items), size))
+
+
+def _read(outcome_2C: Tensor, states: Sequence[SamplingRow]) -> tuple[list[int], dict[int, str]]:
+    """Read the tokens that were sampled in these states, and the reasons of those that failed, by place."""
+    token_ids, has_failed = outcome_2C.numpy()[:, : len(states)].tolist()
+    return token_ids, {n: states[n].failure for n, failed in enumerate(has_failed) if failed}
 
 
 def _reports_of(
