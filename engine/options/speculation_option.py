@@ -58,7 +58,7 @@ class SpeculationOptions(ModelOptions):
         Text(metavar="MODEL"),
         "Smaller model with the same tokenizer, as --model names one, or head of EAGLE-3, that guesses "
         "tokens for the model to verify. Its weights, and keys and values in every KV block, take memory; it "
-        "guesses only where that is expected to save time. On CPUs.",
+        "guesses only where that is expected to save time. Not over ranks of GPUs.",
         open_default="none",
     )
 
@@ -121,18 +121,18 @@ def _check_numbers(asked: dict[str, Any], bounds: dict[str, tuple[int, int]]) ->
 
 
 def _check_steps(options: SpeculationOptions, *, has_passes: bool) -> None:
-    """Refuse steps that verify no such drafts. The worker refuses models, and a GPU that it finds itself."""
+    """Refuse steps that verify no such drafts. The worker refuses models, and GPUs that it finds itself."""
     if options.pipeline_parallel_size > 1:
         raise OptionError(
             f"{_asked_flag(options)} with --pipeline-parallel-size {options.pipeline_parallel_size}",
             "stages verify no drafts yet",
             "use one",
         )
-    if has_passes and options.device.startswith("cuda"):
+    if has_passes and options.device.startswith("cuda") and options.tensor_parallel_size > 1:
         raise OptionError(
-            f"{_asked_flag(options)} with --device {options.device}",
-            "a draft model has no passes on a GPU yet",
-            "use --device cpu, or the method ngram or suffix",
+            f"{_asked_flag(options)} with --tensor-parallel-size {options.tensor_parallel_size}",
+            "a draft model is not divided over ranks of GPUs yet",
+            "use one, or the method ngram or suffix",
         )
 
 

@@ -72,6 +72,8 @@ class DraftShares:
         wanted = self._drafts.ask(decoding, plan.draft_token_ids)
         if wanted:
             self._keep_room(wanted, plan)
+        if plan.num_drafts_wanted:
+            self._in_flight.hold()
 
     def _keep_room(self, wanted: dict[SequenceId, int], plan: PlanDraft) -> None:
         """Give blocks to drafts that are asked for, of those that no growth in the next step will ask for."""

@@ -33,7 +33,7 @@ class PlansInFlight:
         self._is_held = False
 
     def hold(self) -> None:
-        """Make no plan behind the one that is being made: it verifies drafts, or waits for some to fit.
+        """Make no plan behind the one that is being made: it verifies drafts, asks for or awaits some.
 
         Sequences with drafts would otherwise go on in two halves, each in every second step.
         """

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from scheduler.config import PreemptionMode
+from scheduler.config import DraftSupply, PreemptionMode
 from scheduler.messages import FinishReason, ModelRunnerOutput, SchedulerOutput, SequenceId, TokenLogprobs
 from scheduler.scheduler import Scheduler
 from tests.fakes import continuation, make_sequence
@@ -278,3 +278,18 @@ def test_a_decode_with_drafts_pauses_beside_a_prompt_and_the_last_token_of_a_pro
     for _ in range(8):
         ending.step()
     assert headroom(ending, slow) <= 1.1
+
+
+def test_no_plan_is_made_behind_one_that_asks_a_model_for_drafts_until_they_are_there() -> None:
+    asked = {"max_drafts": 3, "draft_supply": DraftSupply.ASKED}
+    scheduler = Scheduler(small_config(num_blocks=32, max_plans_in_flight=2, **asked))
+    scheduler.add_request(make_sequence(1, prompt(5, 1), max_tokens=20), now_s=0.0)
+    tokens = continuation(prompt(5, 1), 5)
+    for token_id, num_wanted in zip(tokens, (0, 3), strict=False):
+        plan = scheduler.schedule(now_s=0.0)
+        assert plan.num_drafts_wanted.get(SequenceId(1), 0) == num_wanted
+        assert scheduler.can_schedule == (num_wanted == 0)
+        result = ModelRunnerOutput(token_ids={SequenceId(1): (token_id,)}, logprobs={}, failures={})
+        scheduler.update_from_output(plan, result)
+    scheduler.update_draft_token_ids({SequenceId(1): tuple(tokens[2:])})
+    assert scheduler.schedule(now_s=0.0).draft_token_ids == {1: tuple(tokens[2:])}

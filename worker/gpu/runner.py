@@ -190,7 +190,9 @@ class GpuSteps:
         fill_unknown_tokens(batch.tokens.input_ids_1T, batch.rows_T, self._last_token_C)
         self._backend.begin_batch(batch.attention)
         self._runner.note_rows(batch.rows_T)
-        return self._runner.forward(batch.tokens, self._backend)
+        outcome = self._runner.forward(batch.tokens, self._backend)
+        self._runner.note_hidden(outcome.hidden, batch.attention.slots_ST)
+        return outcome
 
     @torch.inference_mode()
     def _warm_up(self) -> None:

@@ -68,7 +68,8 @@ class EagleHead(DraftHead):
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.linears = tuple(name for name, each in self.named_modules() if type(each) is nn.Linear)
         self.tapped, self._vocab_size = tuple(config.tapped), vocab_size
-        self.token_ids_D = torch.arange(0)
+        self.token_ids_D: Tensor
+        self.register_buffer("token_ids_D", torch.arange(0), persistent=False)  # it goes to the device
         """The model's number of each token that is guessed."""
 
     def inputs(self, embeds_TH: Tensor, hidden_TH: Tensor) -> Tensor:

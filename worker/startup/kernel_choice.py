@@ -49,8 +49,10 @@ class KernelChoice(NamedTuple):
     """Whether steps by its kernels read no pictures."""
     fix_of_ranks: str
     """The way to kernels, which ranks need."""
-    why_no_draft_model: str | None = None
-    """The reason why no model drafts there; None if one may."""
+    is_on_host: bool
+    """Whether the memory of the device is the host's."""
+    why_no_divided_draft: str | None = None
+    """The reason why no model drafts on several ranks there; None if one may."""
     why_no_index_keys: str | None = None
     """The reason why layers that choose their keys have no batches there; None if they have."""
 
@@ -89,6 +91,7 @@ _ON_CPU = KernelChoice(
     obstacle_to_adapters=lambda _config: "",
     stacks_adapters=False,
     reads_text_alone=False,
+    is_on_host=True,
     fix_of_ranks="install g++, ask for --dtype bfloat16 or float32, or leave --cpu-kernels on",
 )
 _ON_GPU = KernelChoice(
@@ -100,8 +103,9 @@ _ON_GPU = KernelChoice(
     obstacle_to_adapters=gpu_kernel_choice.obstacle,
     stacks_adapters=True,
     reads_text_alone=True,
+    is_on_host=False,
     fix_of_ranks="install triton, gcc and Python's headers, or leave --gpu-kernels on",
-    why_no_draft_model="a draft model has no passes on a GPU yet",
+    why_no_divided_draft="a draft model is not divided over ranks of GPUs yet",
     why_no_index_keys="which GPUs do not compute in batches yet",
 )
 
@@ -179,6 +183,7 @@ def verifies_drafts(config: WorkerConfig, device: Device) -> bool:
         refuse_speculation(config, "stages verify no drafts yet")
         return False
     has_model = config.speculation.method in (DraftMethod.DRAFT_MODEL, DraftMethod.MTP)
-    if has_model and (reason := kernels_of(device).why_no_draft_model) is not None:
+    reason = kernels_of(device).why_no_divided_draft
+    if has_model and config.num_ranks > 1 and reason is not None:
         refuse_speculation(config, f"{reason}; ngram and suffix are verified there")
     return True

@@ -21,7 +21,7 @@ from worker.startup.proving import prove_draft
 from worker.startup.ready_model import ReadyModel
 from worker.startup.start_head import LoadedDraft, load_eagle, load_head
 from worker.steps.draft_model import DraftSizes
-from worker.steps.head_steps import HeadSteps, KeptStates
+from worker.steps.head_steps import DeviceStates, HeadSteps, HostStates, KeptStates
 from worker.steps.model_runner import EagerSteps, ModelRunner, StepRunner
 from worker.steps.row_table import RowTable
 from worker.worker_config import DraftMethod, WorkerConfig
@@ -77,7 +77,11 @@ def _open_draft(
     toolkit = ready.measured.toolkit
     layers = cache.view_beside(draft.kept).layers
     loaded, device = start.loaded, start.device
-    kept = None if head is None else KeptStates(layers[max(layers)], head, loaded.ranks)
+    kept: KeptStates | None = None
+    if head is not None and kernels_of(device).is_on_host:
+        kept = HostStates(layers[max(layers)], head, loaded.ranks)
+    elif head is not None:
+        kept = DeviceStates(layers[max(layers)], head, loaded.ranks, device)
     # Kernels may have packed one that is tied, and the plain one is to go.
     if head is not None and not head.has_embedding:
         head.body.embed_tokens = ready.runner.model.get_input_embeddings()
@@ -99,7 +103,12 @@ def _open_draft(
         assert isinstance(draft.runner, ModelRunner)
         return EagerSteps(draft.runner, backend, device), sizes, None
     ready.runner.keep_hidden(head.tapped)
-    return HeadSteps(head, ready.runner, backend, kept, rows, device), sizes, kept
+    steps = HeadSteps(head, ready.runner, backend, kept, rows, device)
+    if toolkit is None or not toolkit.runs_ahead:
+        return steps, sizes, kept
+    assert isinstance(kept, DeviceStates)
+    ready.runner.hidden_listener = kept.keep_in_step
+    return steps, sizes, None
 
 
 def _tokens_of_pass(config: WorkerConfig, saturating_tokens: int) -> int:

@@ -38,6 +38,7 @@ def start_generating(
     grammars = open_grammars(config, facts)
     rows = RowTable.of(facts, config.max_num_seqs)
     pictures = None
+    opened = None if draft is None else open_draft(config, draft, ready, rows)  # before steps are captured
     if ready.measured.toolkit is not None and ready.measured.toolkit.runs_ahead:
         from worker.startup.start_gpu_steps import open_steps  # only here: Triton is not on every machine
 
@@ -47,7 +48,6 @@ def start_generating(
     else:
         facts, steps, pictures = open_eager_steps(facts, ready.runner, ready.proven.backend, device)
         sampler = open_sampler(config, facts, device, grammars, ranks)
-    opened = None if draft is None else open_draft(config, draft, ready, rows)
     if has_drafts:
         max_drafts = config.speculation.num_speculative_tokens
         facts = replace(facts, max_drafts=max_drafts, has_draft_model=opened is not None)

@@ -12,6 +12,7 @@ on: it may cost a draft.
 Shapes: T tokens, N tokens that are sampled, H numbers of a hidden state, in `heads` parts of a KV layer.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
@@ -31,18 +32,15 @@ from worker.steps.row_table import RowTable
 from worker.steps.tokens import HiddenStates, StepOutcome, StepTokens
 
 
-class KeptStates:
+class KeptStates(ABC):
     """HiddenStatesKept at the places of a step. Each rank keeps its part of the numbers of a state."""
 
     def __init__(self, layer: LayerCache, head: DraftHead, ranks: Ranks) -> None:
         self._head, self._ranks = head, ranks
-        _, num_heads, _, dim = layer.keys.blocks_NHSD.shape
+        self._layer_NHSD, self._stripe = layer.keys.blocks_NHSD, layer.stripe
+        _, num_heads, self._block_size, dim = self._layer_NHSD.shape
         self._own = slice(ranks.rank * num_heads * dim, (ranks.rank + 1) * num_heads * dim)
-        states_NHSD, self._stripe = layer.keys.blocks_NHSD, layer.stripe
-        self._dtype = states_NHSD.dtype
-        # As whole numbers, which numpy copies in a tenth of the time that an operation of torch takes.
-        self._whole = {2: torch.int16, 4: torch.int32}[self._dtype.itemsize]
-        self._states_NHSD = states_NHSD.view(self._whole).numpy()
+        self._parts = num_heads, dim
 
     def states_of(self, hidden: HiddenStates) -> Tensor:
         return self._head.kept(hidden.tapped_TH if self._head.tapped else hidden.hidden_TH)
@@ -51,22 +49,12 @@ class KeptStates:
         self, blocks_ST: NDArray[np.int64], offsets_T: NDArray[np.int64], hidden_TH: Sequence[Tensor]
     ) -> None:
         states_TH = hidden_TH[0] if len(hidden_TH) == 1 else torch.cat(tuple(hidden_TH))
-        self._put(blocks_ST[self._stripe], offsets_T, self._numbers(states_TH))
-
-    def _numbers(self, hidden_TH: Tensor) -> NDArray[np.signedinteger]:
-        return hidden_TH[:, self._own].to(self._dtype).view(self._whole).numpy()
-
-    def _put(
-        self, blocks_T: NDArray[np.int64], offsets_T: NDArray[np.int64], numbers_TH: NDArray[np.signedinteger]
-    ) -> None:
-        num_heads, dim = self._states_NHSD.shape[1], self._states_NHSD.shape[3]
-        self._states_NHSD[blocks_T, :, offsets_T] = numbers_TH.reshape(-1, num_heads, dim)
+        self._put(blocks_ST[self._stripe], offsets_T, states_TH[:, self._own])
 
     def read(self, metadata: AttentionMetadata) -> Tensor:
         """Return the states [T, H] at the places of a step."""
         blocks_T, offsets_T = metadata.token_blocks_ST[self._stripe], metadata.token_offsets
-        own_TP = torch.from_numpy(self._states_NHSD[blocks_T, :, offsets_T]).flatten(1).view(self._dtype)
-        return self._ranks.gather(own_TP)
+        return self._ranks.gather(self._take(blocks_T, offsets_T))
 
     def put_behind(self, inputs: StepInputs, rows: RowTable, hidden_NH: Tensor) -> None:
         """Keep states one place behind the tokens that are sampled, for the next guess.
@@ -78,7 +66,57 @@ class KeptStates:
         has_place_N = places_N < rows.num_slots(rows_N)
         blocks_N = np.zeros_like(places_N)
         blocks_N[has_place_N] = rows.blocks_at(rows_N[has_place_N], places_N[has_place_N])[self._stripe]
-        self._put(blocks_N, places_N % rows.block_size, self._numbers(hidden_NH))
+        self._put(blocks_N, places_N % rows.block_size, hidden_NH[:, self._own])
+
+    @abstractmethod
+    def _put(self, blocks_T: NDArray[np.int64], offsets_T: NDArray[np.int64], own_TP: Tensor) -> None:
+        """Keep the rank's parts of states at these places."""
+
+    @abstractmethod
+    def _take(self, blocks_T: NDArray[np.int64], offsets_T: NDArray[np.int64]) -> Tensor:
+        """Return the rank's parts [T, P] at these places."""
+
+
+class HostStates(KeptStates):
+    """KeptStates in the host's memory."""
+
+    def __init__(self, layer: LayerCache, head: DraftHead, ranks: Ranks) -> None:
+        super().__init__(layer, head, ranks)
+        self._dtype = self._layer_NHSD.dtype
+        # As whole numbers, which numpy copies in a tenth of the time that an operation of torch takes.
+        self._whole = {2: torch.int16, 4: torch.int32}[self._dtype.itemsize]
+        self._states_NHSD = self._layer_NHSD.view(self._whole).numpy()
+
+    def _put(self, blocks_T: NDArray[np.int64], offsets_T: NDArray[np.int64], own_TP: Tensor) -> None:
+        numbers_TP = own_TP.to(self._dtype).view(self._whole).numpy()
+        self._states_NHSD[blocks_T, :, offsets_T] = numbers_TP.reshape(-1, *self._parts)
+
+    def _take(self, blocks_T: NDArray[np.int64], offsets_T: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(self._states_NHSD[blocks_T, :, offsets_T]).flatten(1).view(self._dtype)
+
+
+class DeviceStates(KeptStates):
+    """KeptStates in a device's memory. Steps on the device keep states themselves, so that graphs do."""
+
+    def __init__(self, layer: LayerCache, head: DraftHead, ranks: Ranks, device: Device) -> None:
+        super().__init__(layer, head, ranks)
+        self._device = device
+
+    def keep_in_step(self, hidden: HiddenStates, slots_ST: Tensor) -> None:
+        """Keep the states of a step whose keys go to these slots; those of padding go to block 0."""
+        slots_T = slots_ST[self._stripe].clamp_min(0)
+        self._write(slots_T // self._block_size, slots_T % self._block_size, self.states_of(hidden))
+
+    def _put(self, blocks_T: NDArray[np.int64], offsets_T: NDArray[np.int64], own_TP: Tensor) -> None:
+        self._write(self._device.tensor(blocks_T), self._device.tensor(offsets_T), own_TP)
+
+    def _take(self, blocks_T: NDArray[np.int64], offsets_T: NDArray[np.int64]) -> Tensor:
+        places = self._device.tensor(blocks_T), self._device.tensor(offsets_T)
+        return self._layer_NHSD[places[0], :, places[1]].flatten(1)
+
+    def _write(self, blocks_T: Tensor, offsets_T: Tensor, own_TP: Tensor) -> None:
+        states_THD = own_TP.to(self._layer_NHSD.dtype).view(-1, *self._parts)
+        self._layer_NHSD[blocks_T, :, offsets_T] = states_THD
 
 
 class HeadSteps:

@@ -47,6 +47,8 @@ class ModelRunner:
         self._vocab_size = vocab_size
         self.rows_listener: Callable[[Tensor], None] | None = None
         """Is given the row of each token before a step on a GPU, where layers need them."""
+        self.hidden_listener: Callable[[HiddenStates, Tensor], None] | None = None
+        """Is given the hidden states of each step on a GPU, and the slots of its keys, for a head."""
         self.keeps_hidden = False
         """Whether the hidden states of all steps are wanted, as a head that drafts wants them."""
         parameters = inspect.signature(model.forward).parameters
@@ -61,6 +63,11 @@ class ModelRunner:
         """Take the rows of the tokens of the next step."""
         if self.rows_listener is not None:
             self.rows_listener(rows_T)
+
+    def note_hidden(self, hidden: HiddenStates | None, slots_ST: Tensor) -> None:
+        """Take the hidden states of the step that was computed last."""
+        if self.hidden_listener is not None and hidden is not None:
+            self.hidden_listener(hidden, slots_ST)
 
     @contextmanager
     def logits_into(self, target_NV: Tensor) -> Iterator[None]:

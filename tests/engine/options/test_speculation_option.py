@@ -127,7 +127,10 @@ def test_what_is_not_understood_is_refused_by_name(text: str, named: str) -> Non
     ("options", "named"),
     [
         ({"pipeline_parallel_size": 2}, "with --pipeline-parallel-size 2: stages verify no drafts"),
-        ({"device": "cuda:1"}, "with --device cuda:1: a draft model has no passes on a GPU"),
+        (
+            {"device": "cuda:0", "tensor_parallel_size": 2},
+            "with --tensor-parallel-size 2: a draft model is not divided over ranks of GPUs",
+        ),
     ],
 )
 def test_steps_that_verify_no_such_drafts_are_refused_before_a_model_is_loaded(

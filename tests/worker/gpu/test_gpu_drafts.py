@@ -19,7 +19,6 @@ from tests.worker.speculation.speculated import Answer, Speculated, half_right, 
 from worker.gpu import graphs
 from worker.worker import Worker
 from worker.worker_config import DraftMethod, ModelFacts, SpeculationConfig
-from worker.worker_errors import StartupError
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="near-equal logits are no equal logits there")
 
@@ -109,9 +108,3 @@ def test_a_late_device_verifies_what_the_worker_itself_proposes(lazy: Loaded, ex
     guess = lambda number, generated: right(number, generated) if number % 2 else ()  # noqa: E731
     check_alike(world.answers(TINY_REQUESTS, guess), expected)
     assert world.num_accepted > 0
-
-
-def test_a_draft_model_is_refused_by_the_steps_of_a_gpu(folder: Path) -> None:
-    drafting = SpeculationConfig(method=DraftMethod.DRAFT_MODEL, model_path=str(folder))
-    with pytest.raises(StartupError, match="--speculative-config: a draft model has no passes on a GPU"):
-        load_gpu(folder, speculation=drafting)

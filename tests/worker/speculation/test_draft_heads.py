@@ -108,11 +108,12 @@ def test_a_head_guesses_what_transformers_guesses(
     check_guesses(load_with_head(folder, cpu_kernels=kernels), Oracle(folder))
 
 
-def check_guesses(loaded: Loaded, oracle: Oracle) -> None:
+def check_guesses(loaded: Loaded, oracle: Oracle, **changes: int) -> None:
     """Compare greedy guesses, some behind others, in prompts that are cut and at all places behind them."""
     requests = [(prompt, GREEDY) for prompt in PROMPTS]
     expected = ModelDrafted(*loaded, num_asked=0).answers(requests)
-    world = ModelDrafted(*loaded, num_asked=3, next_id=100, changes={"max_num_batched_tokens": 16})
+    changes = {"max_num_batched_tokens": 16, **changes}
+    world = ModelDrafted(*loaded, num_asked=3, next_id=100, changes=changes)
     found = world.answers(requests)
     assert [each[0] for each in found] == [each[0] for each in expected]
     num_compared = 0
