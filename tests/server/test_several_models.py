@@ -122,6 +122,10 @@ async def test_a_profile_has_its_defaults_a_request_wins_over_them_and_a_key_see
         assert len(hints) == 6
         await ask("/v1/chat/completions", reasoning_effort="high")
         assert engine.chats[-1][1].hints == {"reasoning_effort": "high"}
+        await ask("/api/chat", think=True)
+        await ask("/v1/messages", thinking={"type": "enabled", "budget_tokens": 1024})
+        for _, chat in engine.chats[-2:]:
+            assert {**chat.hints, **chat.kwargs}["enable_thinking"] is True
         shown = await client.post("/api/show", json={"model": "quick:latest"}, headers=bearer("all"))
         assert "temperature 0.25" in shown.json()["parameters"]
         for who, status, listed in (("few", 404, ["fake", "org/fake-alias"]), ("one", 200, ["quick"])):

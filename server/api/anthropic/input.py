@@ -8,6 +8,7 @@ Never: checks the request itself: that is the chat path's work (chat/turn.py).
 import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from itertools import islice
 from typing import Any, Final
 
 import orjson
@@ -22,14 +23,15 @@ from server.api.anthropic.protocol import (
     CountTokensRequest,
     MessagesRequest,
 )
-from server.api.chat.protocol import ChatCompletionRequest
-from server.api.chat.tool_protocol import chat_call
+from server.api.chat.protocol import THINKING_SWITCHES, ChatCompletionRequest
+from server.api.chat.tool_protocol import chat_call, refuse_other_fields
 from server.edge.http.json_body import built, without_nones
 from server.edge.refusals import in_words, required, unsupported
 from server.reply.generate.protocol import SamplingFields
 from server.reply.pictures.media_parts import data_url, picture_part
 
 _PASSED_ON: Final = frozenset(SamplingFields.model_fields) - {"metadata"}
+_PLACE: Final = r"\bmessages\[(\d+)\](?:\.content\[(\d+)\])?"
 _UNMARKED: Final = ("thinking", "tool_use")
 _TOOL_CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 _NAMES: Final = (
@@ -44,30 +46,33 @@ _NAMES: Final = (
 
 
 def chat_request_of(body: CountTokensRequest) -> ChatCompletionRequest:
-    """Build the chat request. Raises RequestRejected, in part in the words of a chat (`in_their_words`)."""
+    """Build the chat request. Raises RequestRejected."""
     fields: dict[str, Any] = {name: getattr(body, name) for name in _PASSED_ON}
     fields["messages"] = _messages(body)
     if isinstance(body, MessagesRequest):
         fields |= {"max_completion_tokens": body.max_tokens, "stop": body.stop_sequences}
     if body.messages[-1].role == "assistant":
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
-    own = (tool for tool in body.tools or () if not is_run_by_others(tool.type or ""))
-    fields["tools"] = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(own)] or None
-    if body.tool_choice is not None and fields["tools"]:
-        fields |= _tool_choice(body.tool_choice)
+    tools = body.tools or ()
+    fields["tools"] = [_tool(tools[place], f"tools[{place}]") for place in _own_tools(body)] or None
+    choice = {} if body.tool_choice is None else _tool_choice(body.tool_choice)
+    if fields["tools"]:
+        fields |= choice
     if body.thinking is not None and body.thinking.type == "disabled":
         fields["reasoning_effort"] = "none"
     elif body.output_config is not None:
         fields["reasoning_effort"] = body.output_config.effort
     if body.thinking is not None and body.thinking.type == "enabled":
         fields["thinking_token_budget"] = body.thinking.budget_tokens
+        fields["chat_template_kwargs"] = dict.fromkeys(THINKING_SWITCHES, True)
     if body.output_config is not None and body.output_config.format is not None:
         schema = body.output_config.format.schema_
         fields["response_format"] = {
             "type": "json_schema",
             "json_schema": {"name": "reply", "schema": schema},
         }
-    return built(ChatCompletionRequest, fields)
+    with in_their_words(body):
+        return built(ChatCompletionRequest, fields)
 
 
 def ignored_names(body: CountTokensRequest) -> list[str]:
@@ -82,11 +87,40 @@ def ignored_names(body: CountTokensRequest) -> list[str]:
 def in_their_words(body: CountTokensRequest) -> AbstractContextManager[None]:
     """Make refusals of the chat path name the fields that the caller wrote."""
 
-    def place_of(found: re.Match[str]) -> str:
-        kept = [place for place, tool in enumerate(body.tools or ()) if not is_run_by_others(tool.type or "")]
-        return f"tools[{kept[int(found[1])]}]"
+    def tool(found: re.Match[str]) -> str:
+        return f"tools[{_own_tools(body)[int(found[1])]}]"
 
-    return in_words((r"^tools\[(\d+)\]", place_of), *_NAMES)
+    def message(found: re.Match[str]) -> str:
+        number, part = int(found[1]) - (body.system is not None), int(found[2] or 0)
+        if number < 0:
+            return "system" if found[2] is None else f"system[{part}]"
+        places = ((place, group) for place, turn in enumerate(body.messages) for group in _groups(turn))
+        place, blocks = next(islice(places, number, None))
+        where = f"messages[{place}]"
+        if blocks and body.messages[place].content[blocks[0]].type == "tool_result":
+            where, blocks = f"{where}.content[{blocks[0]}]", list(range(part + 1))
+        return where if found[2] is None else f"{where}.content[{blocks[part]}]"
+
+    return in_words((r"^tools\[(\d+)\]", tool), (_PLACE, message), *_NAMES)
+
+
+def _own_tools(body: CountTokensRequest) -> list[int]:
+    """Places of the tools that the model is shown."""
+    return [place for place, tool in enumerate(body.tools or ()) if not is_run_by_others(tool.type or "")]
+
+
+def _groups(turn: AnthropicTurn) -> list[list[int]]:
+    """Places of the blocks of each message that a turn becomes, but for calls and thoughts.
+
+    Results of tools are messages of their own, in the order of the blocks.
+    """
+    groups: list[list[int]] = [[]]
+    for place, block in enumerate(turn.content):
+        if block.type == "tool_result" and turn.role == "user":
+            groups += [[place], []]
+        elif not is_others_work(block.type) and (turn.role == "user" or block.type not in _UNMARKED):
+            groups[-1].append(place)
+    return [group for group in groups if group] or [[]]
 
 
 def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
@@ -107,20 +141,13 @@ def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
 
 
 def _user_messages(turn: AnthropicTurn, where: str) -> list[dict[str, Any]]:
-    """Results of tools are messages of their own, in the order of the blocks."""
     messages: list[dict[str, Any]] = []
-    parts: list[dict[str, Any]] = []
-    for place, block in enumerate(turn.content):
-        at = f"{where}[{place}]"
-        if block.type == "tool_result":
-            if parts:
-                messages.append({"role": "user", "content": parts})
-                parts = []
-            messages.append(_tool_message(block, at))
-        elif not is_others_work(block.type):
-            parts.append(_part(block, at))
-    if parts or not messages:
-        messages.append({"role": "user", "content": parts or ""})
+    for group in _groups(turn):
+        blocks = [(turn.content[place], f"{where}[{place}]") for place in group]
+        if blocks and blocks[0][0].type == "tool_result":
+            messages.append(_tool_message(*blocks[0]))
+        else:
+            messages.append({"role": "user", "content": [_part(*block) for block in blocks] or ""})
     return messages
 
 
@@ -235,6 +262,9 @@ def _tool(tool: AnthropicTool, where: str) -> dict[str, Any]:
 
 def _tool_choice(choice: AnthropicToolChoice) -> dict[str, Any]:
     fields: dict[str, Any] = {}
+    everywhere = ("disable_parallel_tool_use",)
+    kinds = {**dict.fromkeys(_TOOL_CHOICES, everywhere), "tool": ("name", *everywhere)}
+    refuse_other_fields(choice, kinds)
     if choice.disable_parallel_tool_use:
         fields["parallel_tool_calls"] = False
     if choice.type != "tool":

@@ -148,8 +148,9 @@ async def create_message(request: Request) -> Response:
     body, origin = await read_call(request, MessagesRequest, MESSAGES_REFUSALS, reply_id=reply_id)
     edge = edge_of(request)
     note_ignored(request, ignored_names(body))
+    chat = chat_request_of(body)
     with in_their_words(body):
-        turn = await prepare_fitting(edge, chat_request_of(body), origin)
+        turn = await prepare_fitting(edge, chat, origin)
     if turn.ignores_budget:
         note_ignored(request, ["thinking.budget_tokens"])
     head = new_head(origin, edge.engine.info)
@@ -168,6 +169,7 @@ async def count_tokens(request: Request) -> Response:
     """The number of tokens of the prompt that the same body would make."""
     body = await read_request(request, CountTokensRequest, MESSAGES_REFUSALS, from_headers={})
     note_ignored(request, ignored_names(body))
+    chat = chat_request_of(body)
     with in_their_words(body):
-        prompt = await prompt_of(edge_of(request), chat_request_of(body), request.receive)
+        prompt = await prompt_of(edge_of(request), chat, request.receive)
     return json_reply({"input_tokens": len(prompt.token_ids)})

@@ -24,6 +24,8 @@ from server.reply.pictures.media_parts import ContentPart
 
 MAX_MESSAGES = 4096
 MAX_CONTENT_PARTS = 1024
+THINKING_SWITCHES: Final = ("enable_thinking", "thinking")
+"""Names of the variable that turns reasoning off and on, in Qwen's and DeepSeek's templates."""
 _NO_TOOL_CHOICE: Final = ("none", "auto")
 
 _CHAT_ONLY: Final[dict[str, tuple[Any, ...]]] = {

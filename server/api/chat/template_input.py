@@ -14,7 +14,7 @@ from typing import Any, Final
 from engine.errors import RequestRejected
 from engine.text.template_messages import Chat, FinalMessage
 from engine.types import ModelInfo
-from server.api.chat.protocol import ChatCompletionRequest, ChatMessage, Prediction
+from server.api.chat.protocol import THINKING_SWITCHES, ChatCompletionRequest, ChatMessage, Prediction
 from server.api.chat.shown_tools import with_tools_shown
 from server.api.chat.tool_use import ToolMode, ToolUse
 from server.edge.refusals import required, unsupported
@@ -39,8 +39,6 @@ _ONLY_OF: Final = {
     "tool_call_id": "tool",
 }
 """Field to the one role that has it."""
-_THINKING_SWITCHES = ("enable_thinking", "thinking")
-"""Names of the variable that turns reasoning off, in Qwen's and DeepSeek's templates."""
 _NO_REASONING = ("none", "minimal")
 """Efforts that leave a model no time to think, where all it has is a switch."""
 
@@ -101,7 +99,7 @@ def predicted_text(prediction: Prediction, info: ModelInfo) -> str:
 def turns_reasoning_off(chat: Chat) -> bool:
     """True if the template is asked for an answer without reasoning before it."""
     variables = {**chat.hints, **chat.kwargs}
-    return any(variables.get(name) is False for name in _THINKING_SWITCHES)
+    return any(variables.get(name) is False for name in THINKING_SWITCHES)
 
 
 def _profile_hints(body: ChatCompletionRequest, info: ModelInfo) -> dict[str, Any]:
@@ -110,7 +108,7 @@ def _profile_hints(body: ChatCompletionRequest, info: ModelInfo) -> dict[str, An
     A request that asks for reasoning is not held to a profile that turns it off.
     """
     wants_reasoning = body.reasoning_effort is not None and body.reasoning_effort not in _NO_REASONING
-    left_out = _THINKING_SWITCHES if wants_reasoning else ()
+    left_out = THINKING_SWITCHES if wants_reasoning else ()
     defaults = info.profile_named(body.model).template_kwargs
     return {
         name: value
@@ -124,9 +122,9 @@ def _effort_hints(body: ChatCompletionRequest) -> dict[str, Any]:
     if body.reasoning_effort is None:
         return {}
     hints: dict[str, Any] = {"reasoning_effort": body.reasoning_effort}
-    has_switch = any(name in _THINKING_SWITCHES for name in body.chat_template_kwargs or {})
+    has_switch = any(name in THINKING_SWITCHES for name in body.chat_template_kwargs or {})
     if body.reasoning_effort in _NO_REASONING and not has_switch:
-        hints |= dict.fromkeys(_THINKING_SWITCHES, False)
+        hints |= dict.fromkeys(THINKING_SWITCHES, False)
     return hints
 
 

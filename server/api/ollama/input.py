@@ -13,7 +13,7 @@ import orjson
 
 from engine.errors import RequestRejected
 from engine.types import ModelInfo
-from server.api.chat.protocol import ChatCompletionRequest
+from server.api.chat.protocol import THINKING_SWITCHES, ChatCompletionRequest
 from server.api.chat.tool_protocol import chat_call
 from server.api.completions.protocol import CompletionRequest
 from server.api.ollama.protocol import (
@@ -66,6 +66,10 @@ def chat_request_of(
     fields: dict[str, Any] = {name: getattr(body, name) for name in ServiceFields.model_fields}
     fields["model"] = served_name(body.model, info)
     fields |= _option_fields(body)
+    if body.think:
+        fields["chat_template_kwargs"] = dict.fromkeys(THINKING_SWITCHES, True)
+    if body.think is not None and body.think is not True:
+        fields["reasoning_effort"] = body.think or "none"
     if isinstance(body, OllamaChatRequest):
         fields["messages"] = _messages(body.messages or ())
         fields["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
@@ -84,7 +88,6 @@ def completion_request_of(body: OllamaGenerateRequest, info: ModelInfo) -> Compl
             raise RequestRejected(why, param=name)
     fields: dict[str, Any] = {name: getattr(body, name) for name in ServiceFields.model_fields}
     options = _option_fields(body)
-    options.pop("reasoning_effort", None)  # no template, no switch for thoughts
     fields |= {"max_tokens": options.pop("max_completion_tokens", None), **options}
     fields |= {"model": served_name(body.model, info), "prompt": body.prompt, "suffix": body.suffix}
     return built(CompletionRequest, fields)
@@ -101,10 +104,6 @@ def _option_fields(body: OllamaFields) -> dict[str, Any]:
     if body.format is not None:
         described = {"name": "reply", "schema": body.format}
         fields["response_format"] = {"type": "json_schema", "json_schema": described}
-    if body.think is False:
-        fields["reasoning_effort"] = "none"
-    elif isinstance(body.think, str):
-        fields["reasoning_effort"] = body.think
     return fields
 
 

@@ -110,8 +110,8 @@ _MESSAGES["responses"] |= errors_as(AnthropicErrorBody)
 async def render_messages(request: Request) -> Response:
     """Return the token ids of a conversation's prompt, in Anthropic's words."""
     body = await read_request(request, MessagesRequest, MESSAGES_REFUSALS, from_headers={})
+    chat = chat_request_of(body)
     with in_their_words(body):
-        chat = chat_request_of(body)
         prompt = await prompt_of(edge_of(request), chat, request.receive)
     return json_reply(_rendered(request, chat, prompt, "chatcmpl"))
 

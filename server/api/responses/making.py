@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 from starlette.requests import Request
@@ -39,6 +39,7 @@ from server.reply.generate.calls import Origin
 from server.reply.generate.replies import ReplyPlan
 
 Items = Sequence[InputItem]
+FittedT = TypeVar("FittedT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,10 +102,21 @@ async def begin_making(edge: Edge, task: ResponseTask, on_end: OnEnd = lambda _:
 
 async def count_input_tokens(edge: Edge, body: ResponsesRequest, items: Items, receive: Receive) -> int:
     """Tokens of the prompt that a response would have. Raises RequestRejected, Overloaded."""
-    tools = toolbox_of(body, items)
-    with in_our_words(tools):
+    tools, max_model_len = toolbox_of(body, items), edge.engine.info.max_model_len
+
+    async def count(items: Items) -> int:
         prompt = await prompt_of(edge, await chat_of(body, items, tools), receive)
-    return len(prompt.token_ids)
+        num_tokens = len(prompt.token_ids)
+        if body.truncation == "auto" and num_tokens + (body.max_output_tokens or 1) > max_model_len:
+            raise ContextLengthExceeded(
+                f"the prompt has {num_tokens} tokens, which with those of the reply are more than the context"
+                f" window of {max_model_len} tokens",
+                param="input",
+            )
+        return num_tokens
+
+    with in_our_words(tools):
+        return await _that_fits(body, items, count)
 
 
 def stored_response(
@@ -123,13 +135,12 @@ def stored_response(
 
 async def _prepare(edge: Edge, task: ResponseTask, items: Items, tools: Toolbox) -> ChatTurn:
     """The chat path up to the first token, its errors in the words of this endpoint."""
-    is_cut = task.body.truncation == "auto"
-    has_tries = is_cut and edge.engine.info.vision is not None and has_pictures(items)
+    has_tries = task.body.truncation == "auto" and edge.engine.info.vision is not None and has_pictures(items)
     keeper = edge.engine.pictures.new_lease() if has_tries else None
     turn_of = partial(_turn, edge, task, tools, partial(prepare_turn, keeper=keeper))
     try:
         with in_our_words(tools):
-            return await (_turn_that_fits(items, turn_of) if is_cut else turn_of(items))
+            return await _that_fits(task.body, items, turn_of)
     finally:
         if keeper is not None:
             keeper.release()
@@ -146,15 +157,17 @@ async def _turn(
     return await prepare(edge, await chat_of(task.body, items, tools), task.origin)
 
 
-async def _turn_that_fits(items: Items, turn_of: Callable[[Items], Awaitable[ChatTurn]]) -> ChatTurn:
-    """Leave out as few of the oldest turns as possible.
+async def _that_fits(
+    body: ResponsesRequest, items: Items, turn_of: Callable[[Items], Awaitable[FittedT]]
+) -> FittedT:
+    """Leave out as few of the oldest turns as possible, if the body allows it.
 
     Raises ContextLengthExceeded and TooManyPictures if one is too much.
     """
     try:
         return await turn_of(items)
     except (ContextLengthExceeded, TooManyPictures):
-        places = turns(items)
+        places = turns(items) if body.truncation == "auto" else []
         if not places:
             raise
     # The fewer turns, the shorter: each try rules out half of the remaining ones.

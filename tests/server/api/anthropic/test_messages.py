@@ -269,6 +269,9 @@ async def test_a_choice_of_tools_holds_the_reply_to_it(client, engine, choice, i
 
 
 SOURCE = {"type": "base64", "media_type": "image/png", "data": "aa"}
+PICTURE = {"type": "image", "source": SOURCE}
+TEXT = {"type": "text", "text": "x"}
+RESULT = {"type": "tool_result", "tool_use_id": "1", "content": "x"}
 
 
 @pytest.mark.parametrize(
@@ -283,6 +286,22 @@ SOURCE = {"type": "base64", "media_type": "image/png", "data": "aa"}
             {"messages": [{"role": "user", "content": [{"type": "image", "source": SOURCE}]}]},
             "messages[0].content[0]: the model 'fake' reads no pictures",
         ),
+        (
+            {"system": "x", "messages": [ASK["messages"][0], {"role": "user", "content": [PICTURE]}]},
+            "messages[1].content[0]: the model 'fake' reads no pictures",
+        ),
+        (
+            {"system": "x", "messages": [{"role": "user", "content": [RESULT, {**RESULT}, PICTURE]}]},
+            "messages[0].content[2]: the model 'fake' reads no pictures",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [TEXT, {**RESULT, "content": [TEXT, PICTURE]}]}]},
+            "messages[0].content[1].content[1]: the model 'fake' reads no pictures",
+        ),
+        (
+            {"messages": [ASK["messages"][0], {"role": "assistant", "content": [RESULT]}]},
+            "messages[1].content[0]: content blocks of type 'tool_result'",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "tools[7]"}]}]}, "'tools[7]'"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         ({"tools": [{"type": "teapot_20250305", "name": "tea"}]}, "'teapot_20250305'"),
@@ -296,6 +315,14 @@ SOURCE = {"type": "base64", "media_type": "image/png", "data": "aa"}
         ),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}, {"type": "tea", "name": "t"}]}, "tools[1]"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name is required"),
+        *(
+            (
+                {**more, "tool_choice": {"type": kind, "name": "look"}},
+                f"tool_choice.name: a choice of type '{kind}'",
+            )
+            for kind in ("auto", "any", "none")
+            for more in ({}, {"tools": [TOOL]})
+        ),
         ({"tools": [{**TOOL, "input_schema": {"type": "string"}}]}, "tools[0].input_schema"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers is not supported"),
         ({"temperature": 9}, "temperature: must be less than or equal to 2"),

@@ -267,6 +267,9 @@ async def test_with_truncation_the_oldest_turns_go_and_the_system_message_stays(
     # 128 tokens of context, 24 for the reply, 24 for the first and the last: room for 4 turns of 20.
     assert contents == ["s" * 20, *[f"{place:02d}" * 5 for place in range(6, 10) for _ in range(2)], "last"]
     assert response["usage"]["input_tokens"] == 104
+    body = {"input": items, "truncation": "auto", "max_output_tokens": 24}
+    counted = (await client.post(f"{PATH}/input_tokens", json=body)).json()
+    assert counted["input_tokens"] == 104
 
 
 async def test_a_long_conversation_is_cut_without_holding_up_others(engine):
