@@ -52,7 +52,6 @@ REFUSED_OF_OTHER_SERVERS: Final[dict[str, tuple[Any, ...]]] = {
 
 _REASONS: Final = {
     "chat_template": "a template is a program, and comes with the checkpoint only",
-    "echo": "a chat's prompt is made by its template, and /v1/completions can echo it",
     "logits_processors": "code from outside is never run",
     "prompt_embeds": "tensors from outside are never read",
     "thinking_token_budget": "it is for chats, where thoughts are told apart",

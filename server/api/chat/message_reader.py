@@ -47,6 +47,8 @@ class Reading:
     new_call_id: Callable[[], str] = call_id
     finish_reason_of_calls: str = "tool_calls"
     """The finish reason in place of `stop`, if there are calls."""
+    echo: str = ""
+    """Text of the prompt that a reply of a chat repeats at its beginning."""
 
     @property
     def counts_by_tokens(self) -> bool:
@@ -163,9 +165,9 @@ class MessageReader:
 class Message:
     """The whole message of one choice, for a reply that is not streamed."""
 
-    def __init__(self) -> None:
+    def __init__(self, echo: str = "") -> None:
         self._reasoning: list[str] = []
-        self._content: list[str] = []
+        self._content = [echo]
         self._calls: list[tuple[ToolCall, list[str]]] = []
         """Each with the pieces of its arguments."""
 

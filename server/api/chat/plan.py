@@ -154,9 +154,13 @@ class ReadingPlan:
         thoughts = self.model.row.thoughts
         if not self.body.continue_final_message or thoughts is None:
             return self.model.place_at(prompt_end, behind_anchor)
-        begun = "".join(part.text or "" for part in self.body.messages[-1].content or ())
+        begun = self._last_text
         is_open = begun.rfind(thoughts.begin) > begun.rfind(thoughts.ends[0])
         return Phase.THOUGHT if is_open else Phase.ANSWER
+
+    @property
+    def _last_text(self) -> str:
+        return "".join(part.text or "" for part in self.body.messages[-1].content or ())
 
     def _before_grammar(self, place: Phase) -> tuple[str, Phase]:
         """Return the text before the reply, and where that then begins: a grammar leaves it open nowhere."""
@@ -188,6 +192,7 @@ class ReadingPlan:
             row = replace(row, answer=AnswerMarks(closings=row.answer.closings, parts=row.answer.parts))
         if grammar is not None and tools.mode in (ToolMode.AUTO, ToolMode.OPENED):  # it has the generic calls
             row = replace(row, call=HERMES.call, wraps=(), unwraps=())
+        has_echo = self.body.echo and self.body.messages[-1].role == "assistant"
         is_by_template = bool(self.model.row.anchors) and grammar is None
         return Turn(
             suffix=suffix,
@@ -204,6 +209,7 @@ class ReadingPlan:
                 max_calls=tools.max_calls,
                 new_call_id=tools.new_call_id,
                 finish_reason_of_calls=tools.finish_reason,
+                echo=self._last_text if has_echo else "",
             ),
         )
 

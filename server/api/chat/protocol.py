@@ -42,7 +42,6 @@ CHAT_REFUSALS: Final = {
     **{name: none for name, none in REFUSED_OF_OTHER_SERVERS.items() if name != "thinking_token_budget"},
     "add_special_tokens": OFF,
     "best_of": (1,),
-    "echo": OFF,
 }
 """Fields refused by name, unless set to one of these values, or to null."""
 
@@ -101,6 +100,8 @@ class ChatCompletionRequest(GenerationFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     """Go on with the last message instead of answering it."""
+    echo: bool | None = None
+    """Begin the reply with the last message, if that is the assistant's."""
     chat_template_kwargs: TemplateKwargs | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None

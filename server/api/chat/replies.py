@@ -36,7 +36,7 @@ class ChatReply:
         self._plan = plan
         self._collector = Collector(plan)
         self._readers = ChoiceReaders(plan, reading, self._collector.tally)
-        self._messages = [Message() for _ in range(plan.num_choices)]
+        self._messages = [Message(reading.echo) for _ in range(plan.num_choices)]
         num_lists = plan.num_choices if plan.has_logprobs else 0
         self._logprobs = [GrowingLists("content") for _ in range(num_lists)]
 
@@ -90,6 +90,7 @@ class ChatStream:
         self._readers = ChoiceReaders(plan, reading, self._writer.tally)
         # A reply that calls tools may have no more content than that of its first chunk.
         self._empty = {"content": ""} if reading.is_plain else {}
+        self._echo = reading.echo
         self._has_begun = [False] * plan.num_choices
         self._has_shown_prompt = False
 
@@ -100,7 +101,8 @@ class ChatStream:
             self._has_begun[output.index] = True
             role = {"role": "assistant", "content": ""}
             # Before its tokens are counted: none of them is in this chunk.
-            chunks.append(writer.chunk(_choice(output.index, role)))
+            begun = [role, {"content": self._echo}] if self._echo else [role]
+            chunks += [writer.chunk(_choice(output.index, delta)) for delta in begun]
         number, finish_reason = writer.tally.add(prompt_index, output)
         chunks += self._delta_chunks(number, output)
         if finish_reason is not None:

@@ -3,6 +3,8 @@
 import dataclasses
 import time
 
+import orjson
+
 from engine.types import FinishReason
 from server.api.chat.models import ChatCompletion
 from server.api.chat.protocol import MAX_MESSAGES, ChatMessage
@@ -99,8 +101,27 @@ async def test_harmless_values_of_unsupported_fields_are_accepted(client):
         parallel_tool_calls=True,
         store=False,
         audio=None,
-        echo=False,
     )
+
+
+async def test_a_reply_can_repeat_the_message_that_it_goes_on_with(client, engine):
+    engine.texts = (" a", " day")
+    begun = {"role": "assistant", "content": [{"type": "text", "text": "An apple"}]}
+    body = {"messages": [*HI, begun], "continue_final_message": True, "max_tokens": 2, "n": 2}
+    for echo, text in ((True, "An apple a day"), (False, " a day")):
+        whole = (await client.post("/v1/chat/completions", json={**body, "echo": echo})).json()
+        assert [choice["message"]["content"] for choice in whole["choices"]] == [text] * 2
+        assert whole["usage"]["completion_tokens"] == 4
+        streamed = await client.post("/v1/chat/completions", json={**body, "echo": echo, "stream": True})
+        chunks = [orjson.loads(line[6:]) for line in streamed.text.split("\n\n")[:-2]]
+        for number in range(2):
+            deltas = [
+                choice["delta"] for each in chunks for choice in each["choices"] if choice["index"] == number
+            ]
+            assert deltas[0] == {"role": "assistant", "content": ""}
+            assert "".join(delta.get("content", "") for delta in deltas) == text
+    answered = await chat(client, messages=HI, echo=True)
+    assert "hi" not in answered["choices"][0]["message"]["content"], "the last message is the user's"
 
 
 async def test_a_model_without_a_template_says_so(client, engine):
