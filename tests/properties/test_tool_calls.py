@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from server.reply.reading.dialects import DIALECTS as DIALECT_ROWS
@@ -76,6 +76,7 @@ def read(dialect: str, parts: list[str]) -> JoinedReply:
 @pytest.mark.parametrize("dialect", [*ALL_DIALECTS, "none"])
 @settings(max_examples=60, deadline=None)
 @given(text=TEXTS, cuts=CUTS)
+@example(text=": ", cuts=[])
 def test_a_text_means_the_same_however_it_is_cut(dialect: str, text: str, cuts: list[int]) -> None:
     row = row_of(dialect)
     row = row if row.thoughts is not None else replace(row, thoughts=THINK.thoughts)

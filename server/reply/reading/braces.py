@@ -14,7 +14,7 @@ import re
 from functools import cache
 
 from server.reply.reading.json_text import JsonText, json_word
-from server.reply.reading.row import NO_MARKS, Progress, ToolSchemas
+from server.reply.reading.row import ENDED, NO_MARKS, ToolSchemas
 
 _HEAD = re.compile(r"\s*+(?:call)?:?\s*+([^\s{}()\"'<>:,]+)\s*+([{(])")  # no backing up: a text may be long
 _BRACKETS = {"(": "{", ")": "}"}
@@ -32,7 +32,7 @@ def read_brace_call(quote: str, text: str, _: ToolSchemas) -> list[tuple[str, st
     out: list[str] = []
     value = JsonText(NO_MARKS, out)
     at = value.feed(written, 0)
-    is_whole = value.progress is Progress.ENDED and not written[at:].strip()
+    is_whole = value.progress is ENDED and not written[at:].strip()
     return [(found[1], "".join(out))] if is_whole else []
 
 

@@ -8,31 +8,89 @@ Never: what the value is for.
 import ast
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from server.reply.reading.argument_values import MAX_DEPTH, PYTHON_WORDS
-from server.reply.reading.row import BodyPlace, Lexer, Progress
+from server.reply.reading.row import ENDED, FAILED, MORE, BodyPlace, Lexer
 
 _MAX_SCALAR_CHARS = 1024
 _HEX = "[0-9a-fA-F]"
 _ESCAPE = rf"\\(?:[^uUx0-7]|[uUx0-7](?={_HEX}{{8}}|{_HEX}{{0,7}}(?!{_HEX})[\s\S]))"
 _OF_PYTHON = re.compile(rf"\\(?:[\\av]|[0-7]{{1,3}}|x{_HEX}{{2}}|U00(?:0{_HEX}|10){_HEX}{{4}})")
-_PLAIN = {quote: re.compile(rf"[^\"\\\x00-\x1f{quote}]*{quote}?").match for quote in "\"'"}
 _STRINGS = {quote: re.compile(rf"[^{quote}\\]*(?:{_ESCAPE}[^{quote}\\]*)*").match for quote in "\"'"}
 """Strings up to their end, or to an escape of which more may come. Python's quotes are read as JSON's."""
-_SIGNS = frozenset("{}[],:\"'")
-_NEXT = re.compile(r',[ \t\r\n]*"')
-"""The beginning of the next key, or of the next string in a list."""
-_COLON_BEHIND = re.compile(r"[ \t\r\n]*:[ \t\r\n]*")
+_CLOSINGS = {"{": "}", "[": "]"}
 _SPECIAL = re.compile(r'["\\\x00-\x1f]').search
+_SIGNS = frozenset("{}[],:\"'")
 _TOKEN = re.compile(r'\s+|[^\s{}\[\],:"<]+')
 _FOREIGN_SPACE = re.compile(r"[^ \t\r\n]")
 """White space that JSON does not know."""
 _SCALAR = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null")
 _UNFIT = re.compile(rf"\\(?:([\"\\/bfnrt]|u{_HEX}{{4}})|'|(?=[\s\S]))|[\"\x00-\x1f]")
 """An escape, or a character that has to be written otherwise."""
-_KEY, _COLON, _VALUE, _END, _DROPPED = range(5)
-"""Parts that may come next; of the last, text is dropped up to a mark."""
+_IN_KEY, _IN_VALUE, _IN_PYTHON_KEY, _IN_PYTHON_VALUE, _KEY, _COLON, _VALUE, _END, _DROPPED = range(9)
+"""Strings under way, or parts that may come next; of the last, text is dropped up to a mark."""
+_OPENED, _CLOSED = range(9, 11)
+"""Places behind a bracket, where the stack has the state."""
+_STATES = {
+    **{"in_key": _IN_KEY, "in_value": _IN_VALUE, "key": _KEY, "colon": _COLON, "value": _VALUE, "end": _END},
+    **{"opened": _OPENED, "closed": _CLOSED},
+}
+_PARTS = {
+    "MEMBER": '(?:,<key>SPACES(?:"<in_key>NAME|)|CLOSE)',
+    "ITEM": "(?:,<value>BEGIN|CLOSE)",
+    "NAME": 'TEXT(?:"<colon>(?:SPACES:<value>BEGIN|)|)',
+    "BEGIN": 'SPACES(?:"<in_value>TEXT|OPEN)',
+    "OPEN": r"[{\[]<opened>|",
+    "CLOSE": r"[}\]]<closed>|",
+    "WORD": r"(?:-?(?:0|[1-9]\d*+)(?:\.\d++|)|true|false|null)(?=[],}])",
+    "TEXT": r'[^"\\\x00-\x1f]*+',
+    "SPACES": r"[ \t\r\n]*+",
+}
+"""Parts of the patterns below, in which a name in brackets is an empty group: the state from there on."""
+
+_Match = Callable[[str, int], re.Match[str] | None]
+_Plain = tuple[_Match, tuple[tuple[int, int], ...]]
+"""Match of well-formed text from a state on, as much as there is; for the last group that was matched, from
+none on: the state behind it, and the group up to which text is certain: 0 for all of it, -1 for none."""
+
+
+def _plain(begin: str, pattern: str) -> _Plain:
+    for name, part in _PARTS.items():
+        pattern = pattern.replace(name, part)
+    names = [begin, *re.findall(r"<(\w+)>", pattern)]
+    certain, results = -1, []
+    for group, name in enumerate(names):
+        is_certain = name == "in_value" or (group > 0 and name in ("end", "opened", "closed"))
+        results.append((_STATES[name], 0 if is_certain else certain))
+        certain = group if name == "end" and group else certain
+    return re.compile(re.sub(r"<\w+>", "()", pattern)).match, tuple(results)
+
+
+def _plains(**patterns: str) -> list[_Plain | None]:
+    found: list[_Plain | None] = [None] * _OPENED
+    for begin, pattern in patterns.items():
+        found[_STATES[begin]] = _plain(begin, pattern)
+    return found
+
+
+_NONE = _plains()
+_CONTAINERS = {
+    "": _plains(value='"<in_value>TEXT|OPEN', in_value='TEXT(?:"<end>|)'),
+    "]": _plains(
+        value='SPACES(?:"<in_value>TEXT|WORD<end>ITEM|OPEN)', in_value='TEXT(?:"<end>ITEM|)', end="ITEM"
+    ),
+    "}": _plains(
+        key='"<in_key>NAME|SPACES',
+        in_key="NAME",
+        colon="SPACES(?::<value>BEGIN|)",
+        value='SPACES(?:"<in_value>TEXT|WORD<end>MEMBER|OPEN)',
+        in_value='TEXT(?:"<end>MEMBER|)',
+        end="MEMBER",
+    ),
+}
+"""Patterns by the closing bracket of what is open."""
 
 
 class JsonText:
@@ -45,38 +103,40 @@ class JsonText:
         self._out = out
         self._stack: list[str] = []
         """Closing brackets of what is open."""
+        # Where a bracket may begin a mark, each is looked at.
+        self._has_plain = lexer.first_chars.isdisjoint("[]{}")
+        self._plain = _CONTAINERS[""] if self._has_plain else _NONE
         self._held = ""
-        self._expects = _VALUE
-        self._quote = ""
-        """Quote that the string under way ends with; empty outside of strings."""
-        self._is_key = False
+        self._state = _VALUE
         self._is_behind_string = False
         """The last value on this line was a string; a second one may belong to it, as in Python."""
-        self.progress = Progress.MORE
+        self.progress = MORE
 
     def feed(self, text: str, at: int) -> int:
         """Read on; FAILED says that the character at the place that is returned cannot follow."""
-        end, before, more = len(text), -1, Progress.MORE
-        if self._quote == '"' and not self._is_key and _SPECIAL(text, at) is None:  # as in most steps
+        end, before = len(text), -1
+        if self._state == _IN_VALUE and _SPECIAL(text, at) is None:  # as in most steps
             self._out.append(text[at:])
             return end
-        while before < at < end and self.progress is more and self._expects != _DROPPED:
+        while before < at < end and self.progress is MORE and self._state != _DROPPED:
             before = at
-            at = self._read_string(text, at) if self._quote else self._read_token(text, at)
-        if self._expects == _DROPPED:
+            at = self._read_plain(text, at)
+            if at == before:
+                at = self._read_token(text, at) if self._state >= _KEY else self._read_string(text, at)
+        if self._state == _DROPPED:
             at, mark = self._lexer.next(text, at)
-            self.progress = Progress.FAILED if mark else Progress.MORE
+            self.progress = FAILED if mark else MORE
         return at
 
     @property
     def is_inside_value(self) -> bool:
         """The text is in a string that is a value: there nothing can be closed."""
-        return self._quote != "" and not self._is_key
+        return self._state in (_IN_VALUE, _IN_PYTHON_VALUE)
 
     @property
     def is_empty(self) -> bool:
         """White space alone has come."""
-        return self._expects == _VALUE and not self._stack and not self._quote
+        return self._state == _VALUE and not self._stack
 
     def close(self) -> None:
         """Close what is open."""
@@ -84,45 +144,89 @@ class JsonText:
 
     def finish(self, rest: str, *, is_cut: bool) -> None:
         """End the text: what is open is closed, if the model has ended it; a half escape is left out."""
-        is_word = bool(rest) and self._expects == _VALUE and not self._quote
+        is_word = bool(rest) and self._state == _VALUE
         if is_cut:
             if self.is_inside_value or is_word:
                 self._out.append(self._held + rest)
-        elif self.progress is not Progress.ENDED:
+        elif self.progress is not ENDED:
             # A number, say, that nothing has ended.
             self._out.append('"' if self.is_inside_value else self._held + json_word(rest) if is_word else "")
             self.close()
 
-    def _read_string(self, text: str, at: int) -> int:
-        quote = self._quote
-        end = _PLAIN[quote](text, at).end()  # type: ignore[union-attr] # which matches nothing as well
-        is_over = end > at and text[end - 1] == quote
-        piece = text[at:end]
-        if end < len(text) and not is_over:
-            end = _STRINGS[quote](text, at).end()  # type: ignore[union-attr]
-            is_over = text.startswith(quote, end)
-            piece = text[at:end] if quote == '"' else _OF_PYTHON.sub(_from_python, text[at:end])
-            piece = _UNFIT.sub(_fitting, piece) + quote * is_over
-            end += is_over
-        if is_over and quote == "'":
-            piece = piece[:-1] + '"'
-        if self._is_key:
-            self._held += piece
-            return self._end_key(text, end) if is_over else end
-        self._out.append(piece)
-        if is_over:
-            self._end_value()
-            self._is_behind_string = True
+    def _read_plain(self, text: str, at: int) -> int:
+        """Read what is well-formed, as most is."""
+        before = self._state
+        plain = self._plain[before]
+        if plain is None or (before >= _KEY and text[at] in self._mark_chars):
+            return at
+        match, results = plain
+        found = match(text, at)
+        end = found.end()  # type: ignore[union-attr] # which matches nothing as well
+        if end == at:
+            return at
+        state, certain = results[found.lastindex or 0]  # type: ignore[union-attr]
+        if state >= _OPENED:
+            return self._read_plain_bracket(text, at, end)
+        self._state = state
+        if certain == 0:
+            self._begin_value(text[at:end])
+            if state == _END:
+                self._end_value()
+                self._is_behind_string = text[end - 1] == '"'
+        elif certain > 0:
+            cut = found.end(certain)  # type: ignore[union-attr]
+            self._begin_value(text[at:cut])
+            self._held = text[cut:end]
+        elif state == before and not self._held:  # white space
+            self._out.append(text[at:end])
+        else:
+            self._held += text[at:end]
         return end
 
-    def _end_key(self, text: str, at: int) -> int:
-        self._quote, self._expects = "", _COLON
-        found = _COLON_BEHIND.match(text, at)
-        if found is None:
+    def _read_plain_bracket(self, text: str, at: int, end: int) -> int:
+        """Read text with a bracket at its end. One that does not fit is left, with what stands before it."""
+        char, stack = text[end - 1], self._stack
+        if char in _CLOSINGS:
+            stack.append(_CLOSINGS[char])
+            self._begin_value(text[at:end])
+            self._state = _KEY if char == "{" else _VALUE
+        elif char == stack[-1]:
+            stack.pop()
+            self._begin_value(text[at:end])
+            self._end_value()
+        elif end - 1 > at:
+            self._begin_value(text[at : end - 1])
+            self._end_value()
+            self._is_behind_string = text[end - 2] == '"'
+            return end - 1
+        else:
             return at
-        self._held += found.group()
-        self._expects = _VALUE
-        return found.end()
+        self._enter_container()
+        return end
+
+    def _enter_container(self) -> None:
+        stack = self._stack
+        is_plain = self._has_plain and len(stack) < MAX_DEPTH
+        self._plain = _CONTAINERS[stack[-1] if stack else ""] if is_plain else _NONE
+
+    def _read_string(self, text: str, at: int) -> int:
+        is_python = self._state in (_IN_PYTHON_KEY, _IN_PYTHON_VALUE)
+        quote = "'" if is_python else '"'
+        end = _STRINGS[quote](text, at).end()  # type: ignore[union-attr] # which matches nothing as well
+        is_over = text.startswith(quote, end)
+        piece = _OF_PYTHON.sub(_from_python, text[at:end]) if is_python else text[at:end]
+        piece = _UNFIT.sub(_fitting, piece) + '"' * is_over
+        end += is_over
+        if self.is_inside_value:
+            self._out.append(piece)
+            if is_over:
+                self._end_value()
+                self._is_behind_string = True
+        else:
+            self._held += piece
+            if is_over:
+                self._state = _COLON
+        return end
 
     def _read_token(self, text: str, at: int) -> int:
         char = text[at]
@@ -130,9 +234,6 @@ class JsonText:
             return self._fail(at) if is_mark else at
         if char not in _SIGNS:
             return self._read_word(text, at)
-        if self._expects == _END and self._stack and (found := _NEXT.match(text, at)) is not None:
-            self._begin_next(found.group())
-            return found.end()
         return self._read_sign(char, at)
 
     def _read_word(self, text: str, at: int) -> int:
@@ -146,10 +247,10 @@ class JsonText:
             self._add_spaces(token if token == " " else _FOREIGN_SPACE.sub(" ", token))
         elif end == len(text) and len(token) < _MAX_SCALAR_CHARS:
             return at
-        elif self._expects == _KEY:
+        elif self._state == _KEY:
             self._held += json.dumps(token, ensure_ascii=False)
-            self._expects = _COLON
-        elif self._expects == _VALUE:
+            self._state = _COLON
+        elif self._state == _VALUE:
             self._begin_value(json_word(token))
             self._end_value()
         else:
@@ -159,7 +260,7 @@ class JsonText:
     def _add_spaces(self, spaces: str) -> None:
         if self._held:
             self._held += spaces
-        else:
+        elif not self.is_empty:
             self._out.append(spaces)
 
     def _read_sign(self, char: str, at: int) -> int:
@@ -169,22 +270,24 @@ class JsonText:
                 return self._fail(at)
             self._close_to(char)
             return at + 1
-        if self._is_behind_string and self._expects == _END and char in "\"'":
+        if self._is_behind_string and self._state == _END and char in "\"'":
             return self._fail(at)
-        if self._expects == _END and (char in ",\"'" or (char != ":" and self._stack[-1] == "]")):
-            self._begin_next(",")
-        expects = self._expects
+        if self._state == _END and (char in ",\"'" or (char != ":" and self._stack[-1] == "]")):
+            self._held = ","
+            self._state = _KEY if self._stack[-1] == "}" else _VALUE
+        expects = self._state
         if char == ":" and expects == _COLON:
             self._held += char
-            self._expects = _VALUE
+            self._state = _VALUE
         elif char == "," or (char == ":" and expects == _VALUE):
             pass
         elif char in "\"'" and expects in (_KEY, _VALUE):
             self._begin_string(char)
         elif char in "{[" and expects == _VALUE and len(self._stack) < MAX_DEPTH:
             self._begin_value(char)
-            self._stack.append("}" if char == "{" else "]")
-            self._expects = _KEY if char == "{" else _VALUE
+            self._stack.append(_CLOSINGS[char])
+            self._enter_container()
+            self._state = _KEY if char == "{" else _VALUE
         else:
             return self._fail(at)
         return at + 1
@@ -192,33 +295,27 @@ class JsonText:
     def _fail(self, at: int) -> int:
         """End the value; what is left of an object or a list is dropped, where a mark may end it."""
         if self._stack and self._lexer.first_chars:
-            self._expects = _DROPPED
+            self._state = _DROPPED
         else:
-            self.progress = Progress.FAILED
+            self.progress = FAILED
         return at
 
-    def _begin_next(self, text: str) -> None:
-        """Go on behind a comma, and behind the quote that the text may end with."""
-        self._held = text.rstrip('"')
-        self._expects = _KEY if self._stack[-1] == "}" else _VALUE
-        if text[-1] == '"':
-            self._begin_string('"')
-
     def _begin_string(self, quote: str) -> None:
-        self._quote, self._is_key = quote, self._expects == _KEY
-        if self._is_key:
+        if self._state == _KEY:
             self._held += '"'
+            self._state = _IN_KEY if quote == '"' else _IN_PYTHON_KEY
         else:
             self._begin_value('"')
+            self._state = _IN_VALUE if quote == '"' else _IN_PYTHON_VALUE
 
     def _begin_value(self, text: str) -> None:
         self._out.append(self._held + text)
         self._held = ""
 
     def _end_value(self) -> None:
-        self._quote, self._expects, self._is_behind_string = "", _END, False
+        self._state, self._is_behind_string = _END, False
         if not self._stack:
-            self.progress = Progress.ENDED
+            self.progress = ENDED
 
     def _close_to(self, char: str) -> None:
         """Close up to a bracket, and all that it stands around."""
@@ -227,6 +324,7 @@ class JsonText:
         while closed != char:
             closed = self._stack.pop()
             self._out.append(closed)
+        self._enter_container()
         self._end_value()
 
 
@@ -266,18 +364,16 @@ class ArgumentsReader:
         self._out = place.log.pieces
         self._json = JsonText(place.lexer, self._out)
         self.has_begun = True
-        self.progress = Progress.MORE
+        self.progress = MORE
 
     def feed(self, text: str, at: int, *, is_last: bool) -> int:  # noqa: ARG002 (nothing here looks ahead)
         json_text = self._json
-        if json_text.is_empty:
-            at = len(text) - len(text[at:].lstrip())
         at = json_text.feed(text, at)
-        if json_text.progress is not Progress.MORE:
-            if json_text.progress is Progress.FAILED:
+        if json_text.progress is not MORE:
+            if json_text.progress is FAILED:
                 self._close()
             self.has_begun = False
-            self.progress = Progress.ENDED
+            self.progress = ENDED
         return at
 
     def finish(self, rest: str, *, is_cut: bool) -> None:

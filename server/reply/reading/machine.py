@@ -19,6 +19,10 @@ from server.reply.reading.drafts import Draft
 from server.reply.reading.events import CallStart, Event, ReplyEvents
 from server.reply.reading.message_header import MessageHeader
 from server.reply.reading.row import (
+    FAILED,
+    MORE,
+    TEXT,
+    THOUGHT,
     BodyPlace,
     BodyReader,
     BodySpec,
@@ -26,7 +30,6 @@ from server.reply.reading.row import (
     CallHead,
     CallName,
     Phase,
-    Progress,
     ReaderState,
     Row,
     ToolSchemas,
@@ -125,7 +128,7 @@ class ReplyReader:
         if self._body is not None and text:
             at = self._body.feed(text, 0, is_last=False)
             self._held = text[at:]
-            if self._body.progress is Progress.MORE:
+            if self._body.progress is MORE:
                 return self._log.take()
             self._leave_body(self._body)
             text = self._held
@@ -139,11 +142,9 @@ class ReplyReader:
         state = self._state
         if self._lexer.first.search(text) is not None:
             return False
-        if state is ReaderState.THOUGHT:
-            if self._is_blank:
-                self._is_blank = text.isspace()
-            self._log.reasoning(text)
-        elif state is ReaderState.TEXT and not self._wrap:
+        if state is THOUGHT:
+            self._thought_text(text)
+        elif state is TEXT and not self._wrap:
             self._content(text)
         else:
             return False
@@ -177,7 +178,7 @@ class ReplyReader:
                 body = self._body
                 assert body is not None
                 at = body.feed(text, at, is_last=is_last)
-                if body.progress is Progress.MORE:
+                if body.progress is MORE:
                     return text[at:]
                 self._leave_body(body)
                 continue
@@ -212,8 +213,8 @@ class ReplyReader:
                 else:
                     self._enter(ReaderState.TEXT)
                     self._end(self._read(draft.text, is_last=True), is_cut=False)
-            case ReaderState.HEAD:
-                self._end_head(is_cut=is_cut)
+            case ReaderState.HEAD if not is_cut:
+                self._end_head()
             case ReaderState.BODY if (body := self._body) is not None:
                 is_none = not body.num_calls and not body.has_begun
                 body.finish(rest, is_cut=is_cut)
@@ -381,7 +382,7 @@ class ReplyReader:
 
     def _leave_body(self, body: BodyReader) -> None:
         self._body = None
-        if body.progress is Progress.FAILED:
+        if body.progress is FAILED:
             self._enter(ReaderState.TEXT)
             self._content(("" if body.num_calls else self._opening) + body.raw)
         else:
@@ -421,12 +422,10 @@ class ReplyReader:
         self._enter(ReaderState.TEXT)
         self._content(text)
 
-    def _end_head(self, *, is_cut: bool) -> None:
+    def _end_head(self) -> None:
         """A name alone is a call if the model has ended the reply behind it, and the tool is offered."""
         head = self._call_head
         found = None if "{" in head.ends else head.read(self._head)
-        if is_cut:
-            return
         if found is None or found.name not in self._schemas:
             self._give_up_head()
             return

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from server.reply.reading.json_text import JsonText
 from server.reply.reading.python_calls import read_object
-from server.reply.reading.row import NO_MARKS, BodyPlace, Progress
+from server.reply.reading.row import ENDED, FAILED, MORE, NO_MARKS, BodyPlace
 
 _OTHER_KEYS = frozenset({"name", "type", "id"})
 _SEPARATORS = frozenset(",;]}")
@@ -49,7 +49,7 @@ class ObjectReader:
         """Its text, where it is not passed on at once."""
         self._raw: list[str] = []
         self.num_calls = 0
-        self.progress = Progress.MORE
+        self.progress = MORE
         self._reset()
 
     def _reset(self) -> None:
@@ -70,10 +70,10 @@ class ObjectReader:
     def feed(self, text: str, at: int, *, is_last: bool) -> int:  # noqa: ARG002 (nothing here looks ahead)
         if self._streams and self._value is not None:  # as in most steps
             at = self._value.feed(text, at)
-            if self._value.progress is Progress.MORE:
+            if self._value.progress is MORE:
                 return at
         end, begin = len(text), at
-        while at < end and self.progress is Progress.MORE:
+        while at < end and self.progress is MORE:
             before, value, num_calls = at, self._value, self.num_calls
             at = self._step(text, at) if value is None else self._read_value(value, text, at)
             if self.num_calls != num_calls:
@@ -132,7 +132,7 @@ class ObjectReader:
             self.num_calls += 1
             self._expects = _ITEM
         is_over = self._expects == _ITEM and self.num_calls > 0
-        self.progress = Progress.ENDED if is_over else Progress.FAILED
+        self.progress = ENDED if is_over else FAILED
         return at
 
     def _begin_value(self, char: str, at: int) -> int:
@@ -148,12 +148,12 @@ class ObjectReader:
 
     def _read_value(self, value: JsonText, text: str, at: int) -> int:
         at = value.feed(text, at)
-        if value.progress is Progress.FAILED:
+        if value.progress is FAILED:
             return self._break(at)
-        if value.progress is Progress.ENDED:
+        if value.progress is ENDED:
             self._value = None
             if not self._end_value("".join(self._text)):
-                self.progress = Progress.FAILED
+                self.progress = FAILED
             self._text.clear()
         return at
 
@@ -204,7 +204,7 @@ def _unpacked(text: str) -> str:
         inner = JsonText(NO_MARKS, pieces)
         unpacked = unpacked.lstrip()
         at = inner.feed(unpacked, 0)
-        if inner.progress is Progress.MORE:
+        if inner.progress is MORE:
             inner.finish(unpacked[at:], is_cut=False)
             at = len(unpacked)
         mended = "".join(pieces)

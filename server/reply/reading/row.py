@@ -53,6 +53,11 @@ class Progress(Enum):
     """It is no such part at all."""
 
 
+MORE, ENDED, FAILED = Progress
+TEXT, THOUGHT = ReaderState.TEXT, ReaderState.THOUGHT
+"""Names of the module cost a tenth of those of an enumeration, and are looked up at each piece of a reply."""
+
+
 class Lexer:
     """Finds several marks, none of which is the beginning of another one, in a text that comes in pieces."""
 

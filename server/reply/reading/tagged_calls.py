@@ -17,7 +17,7 @@ from enum import Enum, auto
 
 from server.reply.reading.argument_values import as_json, types_of
 from server.reply.reading.json_text import ArgumentsReader
-from server.reply.reading.row import BodyPlace, Lexer, Progress
+from server.reply.reading.row import ENDED, MORE, BodyPlace, Lexer
 
 _MAX_KEY_CHARS = 300
 _MAX_SPACES = 4096
@@ -79,7 +79,7 @@ class TagsReader:
         """Text of a key, or between a key and its value."""
         self._arguments = ArgumentWriter(place.schemas.get(place.name, {}), merges=spec.merges)
         self.has_begun = True
-        self.progress = Progress.MORE
+        self.progress = MORE
 
     def feed(self, text: str, at: int, *, is_last: bool) -> int:
         if self._is_blank and (found := _OBJECT.match(text, at)) is not None:
@@ -99,7 +99,7 @@ class TagsReader:
         if self._state is _In.VALUE and self._lexer.first.search(text, at) is None:
             self._write(self._arguments.add(text[at:]))
             return len(text)
-        while self.progress is Progress.MORE:
+        while self.progress is MORE:
             lexer = self._key_lexer if self._state is _In.KEY else self._lexer
             stop, mark = lexer.next(text, at)
             if stop > at:
@@ -119,7 +119,7 @@ class TagsReader:
             if not self._take(mark):
                 self._write(self._arguments.close())
                 self.has_begun = False
-                self.progress = Progress.ENDED
+                self.progress = ENDED
                 break
             at = behind
         return at

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from server.reply.reading.row import BodyPlace, Progress, ToolSchemas
+from server.reply.reading.row import ENDED, FAILED, MORE, BodyPlace, ToolSchemas
 
 MAX_CALL_CHARS = 256 * 1024
 """Longer calls are content."""
@@ -46,7 +46,7 @@ class WholeReader:
         self._brackets = _Brackets() if place.is_bare else None
         self.has_begun = bool(place.name)
         self.num_calls = int(self.has_begun)
-        self.progress = Progress.MORE
+        self.progress = MORE
 
     @property
     def raw(self) -> str:
@@ -56,16 +56,16 @@ class WholeReader:
         if self._brackets is not None:
             end = self._brackets.end_in(text, at)
             self._add(text[at : len(text) if end is None else end])
-            if end is not None and self.progress is Progress.MORE:
+            if end is not None and self.progress is MORE:
                 self._read()
             return len(text) if end is None else end
         call = self._place.row.call
         assert call is not None
-        while self.progress is Progress.MORE:
+        while self.progress is MORE:
             stop, mark = self._place.lexer.next(text, at)
             self._add(text[at:stop])
             at = stop
-            if not mark or self.progress is not Progress.MORE:
+            if not mark or self.progress is not MORE:
                 break
             self._is_quoted ^= mark == self._spec.quote
             if mark != self._spec.quote and (not self._is_quoted or mark in call.openings):
@@ -88,7 +88,7 @@ class WholeReader:
 
     def _fail(self) -> None:
         self.has_begun = False
-        self.progress = Progress.FAILED
+        self.progress = FAILED
 
     def _read(self) -> None:
         place = self._place
@@ -103,7 +103,7 @@ class WholeReader:
             place.log.arguments(arguments)
         self.num_calls = len(calls)
         self.has_begun = False
-        self.progress = Progress.ENDED
+        self.progress = ENDED
 
 
 class _Brackets:
