@@ -6,11 +6,10 @@ Owns: the order in which they are tried. A family that the paged KV cache cannot
 from worker.checkpoint.task import Task
 from worker.devices.device import Device
 from worker.load.draft_kind import refuse_speculation
-from worker.load.model_kind import refuse_ranks
+from worker.load.model_kind import find_kind, refuse_ranks
 from worker.own_cache.start import start_with_own_caches
 from worker.progress import LoadStage
 from worker.ranks.ranks import Ranks, is_divided
-from worker.startup.kernel_choice import kind_on
 from worker.startup.start_adapters import refuse_adapters
 from worker.startup.start_generation import start_generating
 from worker.startup.start_pooling import start_pooling
@@ -24,7 +23,7 @@ def start_steps(
 ) -> tuple[ModelFacts, Steps]:
     """Load the model and make it ready in the way that it needs. Raises StartupError."""
     device.make_current()
-    kind = kind_on(config, device)
+    kind = find_kind(config)
     refuse_ranks(config, kind)
     refuse_adapters(config, kind, device)
     if kind.task is not Task.GENERATE:

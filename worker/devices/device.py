@@ -85,6 +85,9 @@ class Device(Protocol):
     Read by worker/startup alone, to choose kernels.
     """
 
+    scale_of_parts: int
+    """Work that the device should have at once, where it could be divided further, in those of a CPU."""
+
     @property
     def num_processors(self) -> int:
         """Count the parts of the device that run programs of a kernel at the same time."""
@@ -176,6 +179,7 @@ class CpuDevice:
     default_block_size = 32
     kind = "CPU"
     is_gpu = False
+    scale_of_parts = 1
     num_processors = 1  # Triton's interpreter runs one program after the other
 
     def __init__(self, config: WorkerConfig) -> None:
@@ -270,6 +274,7 @@ class CudaDevice:
     default_block_size = 16
     kind = "GPU"
     is_gpu = True
+    scale_of_parts = 16  # thousands of rows of a product; an estimate
 
     def __init__(self, config: WorkerConfig, torch_device: torch.device) -> None:
         self.torch_device = torch_device

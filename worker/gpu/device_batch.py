@@ -9,8 +9,12 @@ line, X = S * R, N logits wanted, F blocks of a sequence's state, with padding.
 
 from typing import NamedTuple
 
+import numpy as np
 from torch import Tensor
 
+from scheduler.cache_groups import Lifetime
+from worker.attention.interface import SeenPictures
+from worker.devices.device import Device
 from worker.states.interface import StateStep
 from worker.steps.tokens import StepTokens
 
@@ -38,8 +42,23 @@ class AttentionBatch(NamedTuple):
     """[R] int32: the line of each sequence in the tables; None where sequence r has line r."""
     state_blocks_RF: Tensor | None = None
     """int32: the blocks of each sequence's state; None where no layer is recurrent."""
+    pictures: SeenPictures | None = None
+    """Pictures that are seen whole, on the host; None: no token sees a later one."""
+    picture_ends_T: Tensor | None = None
+    """int32: their ends, where there are any."""
     cut_states: StateStep | None = None
     """Form on the host of a step whose shares recurrent layers compute in parts (states_in_waves.py)."""
+
+    def with_pictures(self, pictures: SeenPictures | None, device: Device) -> "AttentionBatch":
+        """Bring the ends of pictures that are seen whole to the device."""
+        if pictures is None:
+            return self
+        ends_T = device.tensor(pictures.ends_T.astype(np.int32))
+        return self._replace(pictures=pictures, picture_ends_T=ends_T)
+
+    def ends_seen(self, lifetime: Lifetime) -> Tensor | None:
+        """Return where each token [T] ends to see later ones in such layers; None where none sees any."""
+        return self.picture_ends_T if self.pictures is not None and self.pictures.are_seen(lifetime) else None
 
     @property
     def num_sequences(self) -> int:

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from worker.attention.interface import note_layers_begun
+from worker.attention.interface import SeenPictures, note_layers_begun
 from worker.devices.device import Device
 from worker.gpu.attention import PagedAttention
 from worker.gpu.device_batch import DeviceBatch
@@ -29,7 +29,7 @@ from worker.sampling.draw_fields import no_draws
 from worker.states.interface import StateStep
 from worker.steps.inputs import StepInputs
 from worker.steps.model_runner import ModelRunner
-from worker.steps.tokens import HiddenStates, StepOutcome
+from worker.steps.tokens import HiddenStates, PlacedRows, StepOutcome
 
 _TRIED_CONTEXT = 1024
 _TRIED_ROWS = (1, 16, 64, 256)
@@ -97,10 +97,11 @@ class GpuSteps:
         self._graphs = capture_all(sizes, work_on, self._device, must_have_all=not is_alone)
 
     def compute(self, inputs: StepInputs) -> StepOutcome:
-        captured = None if inputs.keeps_hidden else self._graphs.find(inputs)
+        is_of_graphs = not inputs.keeps_hidden and inputs.placed is None
+        captured = self._graphs.find(inputs) if is_of_graphs else None
         if captured is None:
             batch = self._begin(inputs)
-            outcome = self._forward(batch)
+            outcome = self._forward(batch, inputs.placed)
             if not inputs.has_drafts:
                 self.draw(outcome.logits_NV, batch)
             return outcome
@@ -173,9 +174,12 @@ class GpuSteps:
         self._buffers.fill(inputs, self._draws_of(inputs), sizes)
         batch = self._buffers.view(sizes)
         self._rows_N = batch.rows_N
+        attention = batch.attention._replace(cut_states=inputs.metadata.cut_states)
+        tokens = batch.tokens._replace(keeps_hidden=inputs.keeps_hidden)
+        if inputs.position_ids_T.ndim > 1:
+            tokens = tokens._replace(position_ids=self._device.tensor(inputs.position_ids_T[:, None]))
         return batch._replace(
-            attention=batch.attention._replace(cut_states=inputs.metadata.cut_states),
-            tokens=batch.tokens._replace(keeps_hidden=inputs.keeps_hidden),
+            attention=attention.with_pictures(inputs.metadata.pictures, self._device), tokens=tokens
         )
 
     def _draws_of(self, inputs: StepInputs) -> NDArray[np.float64]:
@@ -185,12 +189,12 @@ class GpuSteps:
         return self._sampler.draws_of_step(inputs.rows)
 
     @torch.inference_mode()
-    def _forward(self, batch: DeviceBatch) -> StepOutcome:
+    def _forward(self, batch: DeviceBatch, placed: PlacedRows | None = None) -> StepOutcome:
         change_tables(batch.changes, batch.attention.block_tables_SCB)
         fill_unknown_tokens(batch.tokens.input_ids_1T, batch.rows_T, self._last_token_C)
         self._backend.begin_batch(batch.attention)
         self._runner.note_rows(batch.rows_T)
-        outcome = self._runner.forward(batch.tokens, self._backend)
+        outcome = self._runner.forward_placed(batch.tokens, placed, self._backend)
         self._runner.note_hidden(outcome.hidden, batch.attention.slots_ST)
         return outcome
 
@@ -205,6 +209,9 @@ class GpuSteps:
             self._buffers.fill_with_padding(sizes)
             batch = self._buffers.view(sizes)
             self._forward(batch)
+        if self._runner.eyes is not None and self._runner.eyes.seen_in_windows_only is not None:
+            seen = SeenPictures(np.full(sizes.num_tokens, sizes.num_tokens), in_windows_only=False)
+            self._forward(batch._replace(attention=batch.attention.with_pictures(seen, self._device)))
         num_state_blocks = self._buffers.limits.num_state_blocks
         if num_state_blocks and self._buffers.limits.max_drafts:  # which leave states as they are
             blocks_RS, starts = np.zeros((1, num_state_blocks), np.int64), np.array([0, sizes.num_tokens])

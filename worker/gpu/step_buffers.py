@@ -256,7 +256,7 @@ class StepBuffers:
         )
         host.draws_NF[:num_logits] = draws_NF
         host.input_ids_T[:num_tokens] = inputs.input_ids_T
-        host.position_ids_T[:num_tokens] = inputs.position_ids_T
+        host.position_ids_T[:num_tokens] = np.atleast_2d(inputs.position_ids_T)[0]
         slots_ST = host.slots_ST.reshape(self.limits.num_stripes, -1)
         slots_ST = slots_ST[: len(metadata.token_blocks_ST), :num_tokens]
         np.multiply(metadata.token_blocks_ST, self.limits.block_size, out=slots_ST)

@@ -103,4 +103,4 @@ def batch_of(metadata: AttentionMetadata, block_size: int, device: Device) -> At
         slots_ST=device.tensor(metadata.token_blocks_ST * block_size + metadata.token_offsets),
         state_blocks_RF=device.tensor(metadata.state_blocks.astype(np.int32)),
         cut_states=metadata.cut_states,
-    )
+    ).with_pictures(metadata.pictures, device)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from worker.devices.device import Device
 from worker.model.body import TEXT_PARTS, body_name
 from worker.pictures.tower_parts import TOWER_ATTENTION, TowerParts, cut_tower
 from worker.worker_config import VisionFacts
@@ -59,8 +60,8 @@ class PictureRows(NamedTuple):
 class Eyes:
     """The tower of a model that computes steps."""
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(self, model: Any, device: Device) -> None:
+        self._model, self.device = model, device
         config = model.config
         self._embed = model.get_input_embeddings()
         token_id = getattr(config, "image_token_id", None)
@@ -79,7 +80,8 @@ class Eyes:
             layer.register_forward_hook(lambda _layer, _given, hidden, place=place: self._add(place, hidden))
         text = config.get_text_config()
         # A part takes some tenth of a decode step, which reads each weight of the text once.
-        parts = TowerParts(self._may_pause, _PRODUCTS_BY_SIZE * text.num_hidden_layers * text.hidden_size**2)
+        num_products = _PRODUCTS_BY_SIZE * text.num_hidden_layers * text.hidden_size**2
+        parts = TowerParts(self._may_pause, num_products, device.scale_of_parts)
         for tower in _towers_of(model):
             cut_tower(tower, parts)
 
@@ -143,17 +145,13 @@ class Eyes:
 
     def _may_pause(self) -> None:
         if self._pause is not None:
+            self.device.record().wait()  # time is that of the device, which computes later
             self._pause()
 
     def _add(self, place: int, hidden_1TH: Tensor) -> None:
         if self._deep is not None and self._deep[1]:
             places_P, deep = self._deep
             hidden_1TH[0].index_add_(0, places_P, deep[place])
-
-
-def find_eyes(model: Any) -> Eyes | None:
-    """Return the eyes of a model of a family whose pictures come out right; None if it reads text alone."""
-    return Eyes(model) if has_eyes(model) else None
 
 
 def bytes_of_pictures(model: Any, dtype: torch.dtype) -> int:

@@ -32,11 +32,13 @@ class TowerParts(NamedTuple):
     """Called before each part."""
     num_products: int
     """Multiplications of a part, about."""
+    scale: int = 1
+    """Work of a part on this device, in those of a CPU."""
 
     def num_rows(self, num_products: int) -> int:
         """Return the number of rows of a part, by the multiplications of a row."""
-        wanted = min(self.num_products, _MOST_PRODUCTS) // num_products
-        return min(max(wanted, _LEAST_ROWS), _MOST_ROWS)
+        wanted = self.scale * min(self.num_products, _MOST_PRODUCTS) // num_products
+        return min(max(wanted, _LEAST_ROWS), self.scale * _MOST_ROWS)
 
 
 class _RowsInParts(WrappedModule):

@@ -16,7 +16,7 @@ from worker.doctor_findings import Finding
 from worker.gpu import kernel_choice as gpu_kernel_choice
 from worker.load.draft_kind import refuse_speculation
 from worker.load.loader import LoadedModel
-from worker.load.model_kind import ModelKind, describe_division, find_kind
+from worker.load.model_kind import describe_division
 from worker.model.layer_shards import bytes_of_a_rank, refuse_division
 from worker.model.toolkit import Toolkit
 from worker.progress import LoadPhase, LoadStage
@@ -37,16 +37,12 @@ class KernelChoice(NamedTuple):
     """Open the kernels; None where torch computes all."""
     reserve: Callable[[WorkerConfig, LoadedModel], Reserve]
     """Measure the memory that generation holds in addition to weights and KV cache."""
-    foresee_pictures: Callable[[Any, torch.dtype], int]
-    """Size the part of that memory which pictures take, for a model of shapes alone."""
     saturating_tokens: int
     """The rows from which on products get no faster; 0 where more are always better."""
     obstacle_to_adapters: Callable[[WorkerConfig], str]
     """Say why no adapters are computed; empty where they are."""
     stacks_adapters: bool
     """Whether kernels alone compute adapters, in stacks of all slots that take of the cache's memory."""
-    reads_text_alone: bool
-    """Whether steps by its kernels read no pictures."""
     fix_of_ranks: str
     """The way to kernels, which ranks need."""
     is_on_host: bool
@@ -55,6 +51,11 @@ class KernelChoice(NamedTuple):
     """The reason why no model drafts on several ranks there; None if one may."""
     why_no_index_keys: str | None = None
     """The reason why layers that choose their keys have no batches there; None if they have."""
+
+
+def foresee_pictures(model: Any, dtype: torch.dtype) -> int:
+    """Size the memory that pictures take on either device, for a model that may be of shapes alone."""
+    return cpu_kernel_choice.reserve(model, dtype).weight_bytes
 
 
 def _reserve_on_gpu(config: WorkerConfig, loaded: LoadedModel) -> Reserve:
@@ -67,7 +68,8 @@ def _reserve_on_gpu(config: WorkerConfig, loaded: LoadedModel) -> Reserve:
         dtype=loaded.dtype,
     )
     if not is_divided(loaded.ranks):
-        return found
+        num_bytes = foresee_pictures(loaded.model, loaded.dtype)
+        return found._replace(buffer_bytes=found.buffer_bytes + num_bytes)
     ranks = loaded.ranks
     num_layers, hidden_size = loaded.text_config.num_hidden_layers, loaded.text_config.hidden_size
     own = replace(ranks.stage, head_layers=loaded.head_layers(num_layers))
@@ -86,11 +88,9 @@ _ON_CPU = KernelChoice(
     cpu_kernel_choice.foresee_kernels,
     cpu_kernel_choice.open_toolkit,
     lambda _config, loaded: cpu_kernel_choice.reserve(loaded.model, loaded.dtype),
-    lambda model, dtype: cpu_kernel_choice.reserve(model, dtype).weight_bytes,
     saturating_tokens=256,  # docs/benchmarks/serving.md has the measurement
     obstacle_to_adapters=lambda _config: "",
     stacks_adapters=False,
-    reads_text_alone=False,
     is_on_host=True,
     fix_of_ranks="install g++, ask for --dtype bfloat16 or float32, or leave --cpu-kernels on",
 )
@@ -98,11 +98,9 @@ _ON_GPU = KernelChoice(
     gpu_kernel_choice.foresee_kernels,
     gpu_kernel_choice.open_toolkit,
     _reserve_on_gpu,
-    lambda _model, _dtype: 0,
     saturating_tokens=0,
     obstacle_to_adapters=gpu_kernel_choice.obstacle,
     stacks_adapters=True,
-    reads_text_alone=True,
     is_on_host=False,
     fix_of_ranks="install triton, gcc and Python's headers, or leave --gpu-kernels on",
     why_no_divided_draft="a draft model is not divided over ranks of GPUs yet",
@@ -113,13 +111,6 @@ _ON_GPU = KernelChoice(
 def kernels_of(device: Device) -> KernelChoice:
     """Return the kernels for this device."""
     return _ON_GPU if device.is_gpu else _ON_CPU
-
-
-def kind_on(config: WorkerConfig, device: Device) -> ModelKind:
-    """Find the kind of a model that this device computes; see find_kind."""
-    kind, kernels = find_kind(config), kernels_of(device)
-    is_text_alone = kernels.reads_text_alone and not kernels.obstacle_to_adapters(config)
-    return replace(kind, is_text_alone=kind.is_text_alone or is_text_alone)
 
 
 def refuse_kept(model_type: str, kept: KeptShapes, config: WorkerConfig, device: Device) -> None:

@@ -20,7 +20,7 @@ from worker.startup.kernel_choice import kernels_of
 from worker.startup.probing import Start
 from worker.startup.proving import Proven, prove
 from worker.startup.self_check import Runner
-from worker.steps.model_runner import ModelRunner, StageRunner
+from worker.steps.model_runner import EagerSteps, ModelRunner, StageRunner, StepRunner
 from worker.worker_config import DraftMethod, ModelFacts, WorkerConfig
 from worker.worker_errors import StartupError
 
@@ -40,6 +40,11 @@ class ReadyModel(Generic[AnyRunner]):
     proven: Proven
     has_room_beside: bool
     """Whether the pools have the layers of the draft model that the load brought."""
+
+
+def open_eager_steps(ready: ReadyModel[ModelRunner], device: Device) -> StepRunner:
+    """Make the runner of steps that call the model for each."""
+    return EagerSteps(ready.runner, ready.proven.backend, device)
 
 
 def start_loaded(

@@ -9,12 +9,12 @@ from worker.progress import LoadStage
 from worker.ranks.ranks import Ranks, samples
 from worker.sampling.open_sampler import open_grammars, open_sampler
 from worker.startup.kernel_choice import verifies_drafts
-from worker.startup.ready_model import start_generator
+from worker.startup.ready_model import open_eager_steps, start_generator
 from worker.startup.start_adapters import open_generator_adapters
 from worker.startup.start_drafting import load_draft, open_draft
 from worker.steps.generation_step import GenerationSteps
 from worker.steps.head_steps import HeadSteps
-from worker.steps.pictures import Pictures, note_text_alone, open_eager_steps
+from worker.steps.pictures import Pictures, open_pictures
 from worker.steps.row_table import RowTable
 from worker.worker_config import ModelFacts, WorkerConfig
 
@@ -37,16 +37,15 @@ def start_generating(
     facts = replace(ready.facts, adapters=adapter_facts)
     grammars = open_grammars(config, facts)
     rows = RowTable.of(facts, config.max_num_seqs)
-    pictures = None
+    facts, pictures = open_pictures(facts, ready.runner, device)
     opened = None if draft is None else open_draft(config, draft, ready, rows)  # before steps are captured
     if ready.measured.toolkit is not None and ready.measured.toolkit.runs_ahead:
         from worker.startup.start_gpu_steps import open_steps  # only here: Triton is not on every machine
 
         steps, sampler = open_steps(config, ready, device, stage, grammars, ranks)
         facts = replace(facts, runs_ahead=True)
-        note_text_alone(facts, ready.runner.model, " on a GPU with kernels")
     else:
-        facts, steps, pictures = open_eager_steps(facts, ready.runner, ready.proven.backend, device)
+        steps = open_eager_steps(ready, device)
         sampler = open_sampler(config, facts, device, grammars, ranks)
     if has_drafts:
         max_drafts = config.speculation.num_speculative_tokens

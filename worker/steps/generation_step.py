@@ -13,13 +13,14 @@ Shapes: N tokens that are sampled in a step, V vocabulary.
 """
 
 from collections import deque
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import Tensor
 
 from scheduler.messages import (
     BlockId,
+    Encoded,
     ModelRunnerOutput,
     NewSequence,
     SchedulerOutput,
@@ -87,8 +88,7 @@ class GenerationSteps:
         self.adapters = adapters
 
     def see(self, pictures: Pictures) -> None:
-        """Compute prompts with pictures from now on; only where a launch computes at once."""
-        assert not self._works_ahead
+        """Compute prompts with pictures from now on."""
         self._pictures = pictures
 
     def copy_blocks(self, plan: SchedulerOutput) -> dict[BlockId, str]:
@@ -123,14 +123,15 @@ class GenerationSteps:
 
     def launch(self, plan: SchedulerOutput) -> LaunchedStep:
         """See Steps. On a device that does not work ahead, the step is computed when this returns."""
-        step = self._launch(plan)
-        if self._pictures is None or not plan.encoder_inputs:
-            return step
-        return ComputedStep(self._pictures.encode(plan, step.result()))
-
-    def _launch(self, plan: SchedulerOutput) -> LaunchedStep:
         failures: dict[SequenceId, str] = {}
         apply_changes(plan, self, failures)
+        if self._pictures is None or not plan.encoder_inputs:
+            return self._launch(plan, failures)
+        # Before the step: of one that a device computes later, the tokens would come after the slice.
+        encoded = self._pictures.encode(plan, failures)
+        return _StepWithPictures(self._launch(plan, failures), encoded)
+
+    def _launch(self, plan: SchedulerOutput, failures: dict[SequenceId, str]) -> LaunchedStep:
         # Ranks that wait for tokens need them for the passes behind the step.
         asks_all = plan.num_drafts_wanted and self._sampler.is_shared and self._draft_model is not None
         if plan.draft_token_ids or asks_all:
@@ -265,6 +266,21 @@ class GenerationSteps:
         report = PromptReport()
         self._prompt_logprobs.report(wanted, partial(self._steps.head, outcome.hidden), report)
         return outcome.logits_NV, report
+
+
+@dataclass(frozen=True, slots=True)
+class _StepWithPictures:
+    """A LaunchedStep before which pictures were encoded."""
+
+    step: LaunchedStep
+    encoded: Encoded
+
+    @property
+    def sampled(self) -> list[int]:
+        return self.step.sampled
+
+    def result(self) -> ModelRunnerOutput:
+        return replace(self.step.result(), encoded=self.encoded)
 
 
 class _PendingStep:

@@ -20,7 +20,7 @@ from worker.devices.device import Device
 from worker.model.body import body_gives, body_name, tap_layers, whole_body_of
 from worker.pictures.eyes import Eyes
 from worker.steps.inputs import StepInputs
-from worker.steps.tokens import HiddenStates, StepOutcome, StepTokens
+from worker.steps.tokens import HiddenStates, PlacedRows, StepOutcome, StepTokens
 
 
 class _OutputLayer(nn.Module):
@@ -51,6 +51,8 @@ class ModelRunner:
         """Is given the hidden states of each step on a GPU, and the slots of its keys, for a head."""
         self.keeps_hidden = False
         """Whether the hidden states of all steps are wanted, as a head that drafts wants them."""
+        self.eyes: Eyes | None = None
+        """The tower of a model that reads pictures."""
         parameters = inspect.signature(model.forward).parameters
         self._can_choose_logits = "logits_to_keep" in parameters
 
@@ -111,6 +113,21 @@ class ModelRunner:
             return StepOutcome(self._run(tokens, executor), HiddenStates(tokens, kept.pop()))
         finally:
             hook.remove()
+
+    def forward_placed(
+        self, tokens: StepTokens, placed: PlacedRows | None, executor: LayerExecutor
+    ) -> StepOutcome:
+        """Run the model as `forward` does, with the rows of pictures in their places."""
+        if placed is None or self.eyes is None:
+            return self.forward(tokens, executor)
+        places_P = self.eyes.device.tensor(placed.places_P)
+        tokens = tokens._replace(
+            embeds_1TH=self.eyes.embeds(tokens.input_ids_1T, places_P, placed.embeds_PH),
+            layer_embeds=self.eyes.layer_embeds(tokens.input_ids_1T, places_P),
+            by_layers=bool(placed.deep),
+        )
+        with self.eyes.adding(places_P, placed.deep):
+            return self.forward(tokens, executor)
 
     def _run(self, tokens: StepTokens, executor: LayerExecutor) -> Tensor:
         arguments: dict[str, Any] = {"use_cache": False, "return_dict": True}
@@ -222,11 +239,8 @@ class StepRunner(Protocol):
 class EagerSteps:
     """StepRunner that calls the model for each step, with all tokens known on the host."""
 
-    def __init__(
-        self, runner: ModelRunner, backend: AttentionBackend, device: Device, eyes: Eyes | None = None
-    ) -> None:
+    def __init__(self, runner: ModelRunner, backend: AttentionBackend, device: Device) -> None:
         self._runner, self._backend, self._device = runner, backend, device
-        self._eyes = eyes
 
     def compute(self, inputs: StepInputs) -> StepOutcome:
         self._backend.begin_step(inputs.metadata)
@@ -234,16 +248,7 @@ class EagerSteps:
             self._device, inputs.input_ids_T, inputs.position_ids_T, inputs.logits_indices_N
         )
         tokens = tokens._replace(keeps_hidden=inputs.keeps_hidden)
-        if inputs.placed is None or self._eyes is None:
-            return self._runner.forward(tokens, self._backend)
-        places_P = self._device.tensor(inputs.placed.places_P)
-        tokens = tokens._replace(
-            embeds_1TH=self._eyes.embeds(tokens.input_ids_1T, places_P, inputs.placed.embeds_PH),
-            layer_embeds=self._eyes.layer_embeds(tokens.input_ids_1T, places_P),
-            by_layers=bool(inputs.placed.deep),
-        )
-        with self._eyes.adding(places_P, inputs.placed.deep):
-            return self._runner.forward(tokens, self._backend)
+        return self._runner.forward_placed(tokens, inputs.placed, self._backend)
 
     @torch.inference_mode()
     def accept_drafts(self, num_right_R: Sequence[int]) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,20 +23,19 @@ from torch import Tensor
 from scheduler.input_messages import EncoderInput, Payload
 from scheduler.messages import (
     Encoded,
-    ModelRunnerOutput,
     NewSequence,
     ScheduledSequence,
     SchedulerOutput,
     SequenceId,
 )
-from worker.attention.interface import AttentionBackend, SeenPictures
+from worker.attention.interface import SeenPictures
 from worker.devices.device import Device
 from worker.devices.weight_life import is_out_of_memory
-from worker.pictures.eyes import MOST_PLACES, Eyes, PictureRows, find_eyes, vision_facts
+from worker.pictures.eyes import MOST_PLACES, Eyes, PictureRows, has_eyes, vision_facts
 from worker.pictures.outputs import Hold, OutputCache
 from worker.pictures.sliced_call import SlicedCall
 from worker.steps.inputs import StepInputs
-from worker.steps.model_runner import EagerSteps, ModelRunner
+from worker.steps.model_runner import ModelRunner
 from worker.steps.tokens import PlacedRows
 from worker.worker_config import ModelFacts
 from worker.worker_errors import SequenceRefused
@@ -111,6 +109,8 @@ class _Seen:
     """Positions of each input that its rows stand at: tokens of lines and tiles may lie between."""
     payloads: dict[str, Payload]
     positions: PromptPositions | None
+    told: set[int]
+    """Offsets of the inputs of which a step has said that they are there: plans in flight ask again."""
 
 
 class _Reading:
@@ -123,7 +123,8 @@ class _Reading:
         self.call = SlicedCall(self._read)
 
     def _read(self) -> PictureRows:
-        torch.set_num_threads(self._num_threads)  # it is set for each thread
+        torch.set_num_threads(self._num_threads)  # it is set for each thread, as the device is
+        self._eyes.device.make_current()
         return self._eyes.read(read_payload(self._payload), self._num_rows, self.call.pause)
 
 
@@ -148,7 +149,7 @@ class Pictures:
             grids = [self._grid(item, payloads[item.content]) for item in new.encoder_inputs]
             positions = PromptPositions(new.encoder_inputs, grids)
         places = tuple([self._places(item, new.token_ids) for item in new.encoder_inputs])
-        self._seen[new.sequence_id] = _Seen(new.encoder_inputs, places, payloads, positions)
+        self._seen[new.sequence_id] = _Seen(new.encoder_inputs, places, payloads, positions, set())
 
     def release(self, sequence_id: SequenceId) -> None:
         """Forget a sequence; what its pictures became is kept while there is room."""
@@ -158,12 +159,15 @@ class Pictures:
         if self._under_way is not None and not self._outputs.is_held(self._under_way.content):
             self._abandon()
 
-    def encode(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> ModelRunnerOutput:
-        """Compute pictures that the plan names, in its slice of time; return the step's output with them."""
+    def encode(self, plan: SchedulerOutput, failures: dict[SequenceId, str]) -> Encoded:
+        """Compute pictures that the plan names, in its slice of time, and note those that cannot be.
+
+        Waits for the device: the steps before are not of the slice.
+        """
+        self._eyes.device.record().wait()
         begun_s = monotonic()
         until_s = begun_s + plan.encoder_slice_s
         done: dict[SequenceId, tuple[int, ...]] = {}
-        failures: dict[SequenceId, str] = {}
         is_over = False
         num_computed = num_found = 0
         wanted = [
@@ -187,11 +191,11 @@ class Pictures:
             except Exception as error:  # noqa: BLE001 - whatever a tower raises ends this sequence alone
                 failures[sequence_id] = _reason(error)
                 continue
-            num_found += is_found
+            num_found += is_found and item.offset not in seen.told
             num_computed += not is_found
+            seen.told.add(item.offset)
             done[sequence_id] = (*done.get(sequence_id, ()), item.offset)
-        encoded = Encoded(done, num_computed, num_found, monotonic() - begun_s)
-        return replace(output, encoded=encoded, failures={**failures, **output.failures})
+        return Encoded(done, num_computed, num_found, monotonic() - begun_s)
 
     def place(self, inputs: StepInputs) -> StepInputs:
         """Put the rows of pictures, and positions behind them, into a step."""
@@ -246,7 +250,7 @@ class Pictures:
         return SeenPictures(ends_T, bool(self._eyes.seen_in_windows_only))
 
     def _positions(self, inputs: StepInputs, num_ahead: int = 0) -> NDArray[np.int64]:
-        """Return positions [T], or [3, T] in a step of a sequence whose pictures changed them."""
+        """Return positions [T], or [3, T] in a step with places of pictures that have rows and columns."""
         positions = inputs.position_ids_T
         for first, share, seen in self._shares(inputs.shares):
             if seen.positions is not None:
@@ -256,7 +260,8 @@ class Pictures:
                 found = seen.positions.between(start, start + share.num_tokens)
                 # Less what it is ahead: a prefix may come of text alone, whose positions are the places.
                 positions[:, first : first + share.num_tokens] = found - num_ahead
-        return positions
+        is_line = positions.ndim == 1 or (positions == positions[0]).all()  # as all of decodes
+        return np.atleast_2d(positions)[0] if is_line else positions
 
     def _compute(self, payload: Payload, num_rows: int, until_s: float) -> bool:
         """Go on with a picture; False if it is not done in time. Raises whatever its tower raises."""
@@ -302,29 +307,17 @@ def _reason(error: Exception) -> str:
     return f"a picture cannot be computed ({type(error).__name__})"
 
 
-class OpenSteps(NamedTuple):
-    """Steps that call the model for each, with the pictures of a model that reads them."""
-
-    facts: ModelFacts
-    steps: EagerSteps
-    pictures: Pictures | None
-
-
-def note_text_alone(facts: ModelFacts, model: Any, where: str) -> None:
-    """Say in the log that a model which has a tower reads no pictures here."""
-    if hasattr(model, "get_image_features"):
-        log.info("%s%s reads text alone, and no pictures", facts.model_type, where)
-
-
-def open_eager_steps(
-    facts: ModelFacts, runner: ModelRunner, backend: AttentionBackend, device: Device
-) -> OpenSteps:
-    """Make the runner, and open the eyes of a model whose family's pictures come out right."""
+def open_pictures(
+    facts: ModelFacts, runner: ModelRunner, device: Device
+) -> tuple[ModelFacts, Pictures | None]:
+    """Open the eyes of a model whose family's pictures come out right; None if it reads text alone."""
     is_divided = facts.num_ranks > 1
-    eyes = None if is_divided else find_eyes(runner.model)
-    if eyes is None:
-        note_text_alone(facts, runner.model, ", divided among ranks," if is_divided else "")
-        return OpenSteps(facts, EagerSteps(runner, backend, device), None)
+    if is_divided or not has_eyes(runner.model):
+        if hasattr(runner.model, "get_image_features"):
+            where = ", divided among ranks," if is_divided else ""
+            log.info("%s%s reads text alone, and no pictures", facts.model_type, where)
+        return facts, None
+    runner.eyes = Eyes(runner.model, device)
     num_places = min(MOST_PLACES, facts.max_model_len)
-    facts = replace(facts, vision=vision_facts(eyes, facts.model_type, num_places))
-    return OpenSteps(facts, EagerSteps(runner, backend, device, eyes), Pictures(eyes, num_places))
+    facts = replace(facts, vision=vision_facts(runner.eyes, facts.model_type, num_places))
+    return facts, Pictures(runner.eyes, num_places)

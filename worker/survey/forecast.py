@@ -24,7 +24,7 @@ from worker.model.corrections import longest_right_len
 from worker.model.layer_parts import Unrecognised
 from worker.model.layer_shards import bytes_of_a_rank, layout_of_stage, refuse_division, shard_layout
 from worker.ranks.stage import ONLY_STAGE, Stage
-from worker.startup.kernel_choice import kernels_of, refuse_kept
+from worker.startup.kernel_choice import foresee_pictures, kernels_of, refuse_kept
 from worker.startup.start_adapters import most_bytes, stacked_bytes
 from worker.survey.unloaded_model import foresee_layers
 from worker.worker_config import WorkerConfig
@@ -52,7 +52,7 @@ def _bytes_on_a_device(
     `model` is without content, and `stage` the one that the device has.
     """
     if config.num_devices == 1:
-        return num_weight_bytes + kernels_of(device).foresee_pictures(model, torch_dtype(config.dtype, kind))
+        return num_weight_bytes + foresee_pictures(model, torch_dtype(config.dtype, kind))
     evenly: int = sum(parameter.nbytes for parameter in model.parameters()) // config.num_devices
     beside = bytes_of_a_rank(model, config.num_ranks, stage) - evenly
     bytes_each: int = model.dtype.itemsize

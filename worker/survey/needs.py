@@ -10,9 +10,10 @@ import torch
 
 from worker.devices.device import Device, open_device
 from worker.doctor_findings import Finding, MemoryNeeds, Verdict
+from worker.load.model_kind import find_kind
 from worker.load.weight_files import weight_bytes
 from worker.machine import available_memory_bytes
-from worker.startup.kernel_choice import kind_on, verifies_drafts
+from worker.startup.kernel_choice import verifies_drafts
 from worker.survey.draft_forecast import foresee_draft
 from worker.survey.forecast import forecast
 from worker.survey.unloaded_model import CannotForesee
@@ -44,7 +45,7 @@ def survey_needs(configs: Sequence[WorkerConfig]) -> Iterator[MemoryNeeds | Find
 def _needs_of(config: WorkerConfig) -> MemoryNeeds:
     """Foresee one model. Raises StartupError."""
     device = open_device(config)
-    kind = kind_on(config, device)
+    kind = find_kind(config)
     num_bytes = weight_bytes(config, kind, device)
     token_bytes = least_bytes = most_bytes = 0
     if not kind.is_encoder:

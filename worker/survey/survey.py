@@ -12,10 +12,10 @@ from worker.checkpoint.plausible_sizes import check_sizes
 from worker.checkpoint.task import Task
 from worker.devices.device import Device, open_device
 from worker.doctor_findings import Finding, Verdict
-from worker.load.model_kind import ModelKind, refuse_ranks, torch_dtype
+from worker.load.model_kind import ModelKind, find_kind, refuse_ranks, torch_dtype
 from worker.load.weight_files import refuse_engines, weight_bytes
 from worker.memory_sizes import format_size
-from worker.startup.kernel_choice import kernels_of, kind_on, verifies_drafts
+from worker.startup.kernel_choice import kernels_of, verifies_drafts
 from worker.startup.start_adapters import refuse_adapters
 from worker.survey.draft_forecast import DraftForecast, foresee_draft
 from worker.survey.forecast import Forecast, forecast
@@ -33,7 +33,7 @@ def survey(config: WorkerConfig) -> Iterator[Finding]:
         yield _fine(topic, f"{device.describe()}, {device.describe_memory()}")
         with refused_as(partial(StartupError, fix="check the files of the model"), config.model_path):
             topic = "model"
-            kind = kind_on(config, device)
+            kind = find_kind(config)
             yield _fine(topic, f"{kind.checkpoint_config['model_type']}, made to {kind.task.value}")
             topic = "weights"
             files = find_weights(kind.folder)

@@ -6,6 +6,7 @@ A kernel is compiled for what it is launched with: its arguments are taken from 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import triton.language as tl
@@ -13,8 +14,9 @@ from torch import Tensor
 
 from scheduler.cache_groups import Lifetime, LifetimeKind
 from tests.worker.gpu.cross_compile import SHARED_BYTES_LIMIT, Compiled, Kernel, compile_kernels
-from worker.attention.interface import AttentionOptions
+from worker.attention.interface import AttentionOptions, SeenPictures
 from worker.attention.kv_cache import FLOAT8, BlockLayout, KVCache, LayerShape
+from worker.devices.device import CpuDevice
 from worker.gpu.device_batch import AttentionBatch
 from worker.gpu.kernels import (
     attention_decode,
@@ -23,6 +25,7 @@ from worker.gpu.kernels import (
     kv_write,
 )
 from worker.gpu.quantized.kernels import numbers as code_numbers
+from worker.worker_config import WorkerConfig
 
 pytestmark = pytest.mark.night
 
@@ -55,6 +58,7 @@ class Layer(NamedTuple):
     options: AttentionOptions = PLAIN
     dtype: torch.dtype = torch.bfloat16
     is_float8: bool = False
+    pictures: SeenPictures | None = None
     """Whether the cache has floats of 8 bits."""
 
 
@@ -73,6 +77,8 @@ LAYERS = {
     "256 from 8 bits": Layer(4, 2, 256, 256, is_float8=True),
     "576 and 512 from 8 bits": Layer(1, 16, 576, 512, is_float8=True),
     "float32": Layer(8, 4, 64, 64, dtype=torch.float32),
+    "128 with pictures": Layer(4, 7, 128, 128, pictures=SeenPictures(np.zeros(4, np.int64), False)),
+    "256 with pictures": Layer(4, 2, 256, 256, pictures=SeenPictures(np.zeros(4, np.int64), False)),
 }
 HALF_WIDTH = [name for name, layer in LAYERS.items() if layer.dtype == torch.bfloat16]
 
@@ -137,6 +143,7 @@ def launches_of(layer: Layer) -> dict[str, Kernel]:
     slots_T = torch.empty(num_sequences, dtype=torch.int64)
     tables = torch.empty((num_sequences, 3), dtype=torch.int32)
     batch = AttentionBatch(num_sequences, 1, 1000, integers, integers[1:], tables[None], slots_T[None])
+    batch = batch.with_pictures(layer.pictures, CpuDevice(WorkerConfig(model_path="", num_threads=1)))
 
     def new(heads: int, dim: int) -> Tensor:
         return torch.empty((num_sequences, heads, dim), dtype=layer.dtype)

@@ -2,6 +2,7 @@
 may be read."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from scheduler.cache_groups import ALL_TOKENS, Lifetime, LifetimeKind
 from tests.worker.gpu.interpreted_gpu import HAS_GPU
-from worker.attention.interface import AttentionMetadata, AttentionOptions, BlockTables
+from worker.attention.interface import AttentionMetadata, AttentionOptions, BlockTables, SeenPictures
 from worker.attention.kv_cache import FLOAT8, BlockLayout, KVCache, LayerShape
 from worker.attention.ref_attention import RefAttention
 from worker.devices.device import CpuDevice
@@ -246,6 +247,24 @@ MIXED = [(0, 1), (33, 1), (12, 1), (5, 7), (0, 3), (40, 20)]
 def test_prompts_longer_than_a_tile_of_keys_or_rows(dtype: torch.dtype) -> None:
     for reach in ({}, {"window": 50}, {"chunk": 48}):
         check(Case([(90, 80)], Heads(1, 2), dtype=dtype, **reach))
+
+
+@pytest.mark.parametrize("in_windows_only", [False, True])
+@pytest.mark.parametrize("reach", [{}, {"window": 20}], ids=str)
+def test_tokens_of_a_picture_see_all_of_it_also_beyond_a_tile(
+    reach: dict[str, int], in_windows_only: bool
+) -> None:
+    """The first sequence is a decode behind a picture, the second has two of them, the third none."""
+    step = Step(Case([(40, 1), (30, 90), (0, 20)], Heads(2, 3), **reach))
+    ends_T = np.zeros(111, dtype=np.int64)
+    ends_T[6:56], ends_T[60:75] = 85, 104
+    pictures = SeenPictures(ends_T, in_windows_only)
+    causal = step.expected()
+    step.metadata = replace(step.metadata, pictures=pictures)
+    assert torch.equal(step.expected(), causal) is (in_windows_only and not reach)
+    step.triton.begin_step(step.metadata)
+    found = step.triton.attend(LAYER, step.query, step.key, step.value, step.options)
+    assert_close(found, step.expected())
 
 
 def work_of(step: Step, *, num_processors: int) -> AttentionWork:

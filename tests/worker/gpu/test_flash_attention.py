@@ -2,11 +2,13 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from torch import Tensor
 from tests.worker.gpu import attention_library
 from tests.worker.gpu.attention_library import Changed, Stopwatch, attend_causally
 from tests.worker.gpu.test_attention_kernels import Case, Step, assert_close
+from worker.attention.interface import SeenPictures
 from worker.attention.kv_cache import KVCache
 from worker.devices.device import Device
 from worker.gpu.attention import choose_attention
@@ -145,6 +148,16 @@ def test_steps_that_passed_the_trial_are_the_librarys_and_padding_gets_zeros(lib
     assert library.num_calls == before + 1
     assert_close(found[:num_real], step.expected())
     assert not found[num_real:].any()
+
+
+def test_a_step_with_pictures_that_are_seen_whole_is_left_to_our_kernels(library):
+    step, backend = tried(STEP, Stopwatch(2.0, 1.0))
+    seen = SeenPictures(np.array([0, 0, 0, 13, 13, 13, 0]), in_windows_only=False)
+    step.triton = Changed(backend, lambda batch: batch.with_pictures(seen, step.device))
+    step.metadata, before = replace(step.metadata, pictures=seen), library.num_calls
+    found = step.attend_padded(num_decodes=0, num_sequences=len(STEP.shares), num_tokens=step.query.shape[1])
+    assert library.num_calls == before
+    assert_close(found, step.expected())
 
 
 def test_lines_of_the_tables_are_found_by_the_workers_rows(library):

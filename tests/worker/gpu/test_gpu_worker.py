@@ -26,7 +26,6 @@ from tests.worker.conftest import BLOCK_SIZE, load_worker
 from tests.worker.gpu.ahead import AheadDriver
 from tests.worker.gpu.interpreted_gpu import HAS_GPU, InterpretedGpu, open_gpu
 from tests.worker.gpu.test_launch import new, plan
-from tests.worker.pictures.seeing import Reference
 from tests.worker.plan_driver import PlanDriver
 from worker.attention.interface import num_layers_begun
 from worker.gpu import graphs, unfused
@@ -358,14 +357,3 @@ def test_products_of_few_rows_draw_the_cpus_tokens(
     launched.clear()
     assert serve(AheadDriver(worker, BLOCK_SIZE, depth=2)) == expected_from(on_cpu)
     assert set(launched) >= {2, 10}, "steps of few tokens, with prompts among them"
-
-
-def test_a_model_that_reads_no_pictures_here_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    Reference("qwen3_vl", tmp_path)
-    with caplog.at_level("INFO"):
-        _, facts = load_gpu(tmp_path, enforce_eager=True)
-    assert facts.runs_ahead
-    assert facts.vision is None
-    assert "on a GPU with kernels reads text alone, and no pictures" in caplog.text

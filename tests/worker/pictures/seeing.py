@@ -6,6 +6,7 @@ Never: an image file: what a processor makes of one is another subject.
 """
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from tests.fakes import make_sequence
 from tests.invariants import check_invariants
 from tests.worker.conftest import BLOCK_SIZE, load_worker
 from worker.steps.inputs import StepInputs
+from worker.steps.protocol import LaunchedStep
 from worker.steps.tokens import StepOutcome
 from worker.worker import Worker
 from worker.worker_config import ModelFacts
@@ -413,6 +415,7 @@ class Served:
             "groups": self.facts.groups,
             "encoder_cache_tokens": room,
             "inputs_at_once": self.facts.vision.computes_at_once,
+            "max_plans_in_flight": 2 if self.facts.runs_ahead else 1,
         }
         self.scheduler = Scheduler(SchedulerConfig(**(settings | self.changes)))
         self.tokens: dict[int, list[int]] = {}
@@ -421,6 +424,7 @@ class Served:
         self.drafts: Mapping[SequenceId, tuple[int, ...]] = {}
         self.prompt_logprobs: dict[int, list[float]] = {}
         self._prompts: dict[int, Prompt] = {}
+        self._in_flight: deque[tuple[SchedulerOutput, LaunchedStep]] = deque()
 
     def add(self, prompt: Prompt, payloads: list[Payload], *, max_tokens: int = 4, **changes: object) -> int:
         number = next(_numbers)
@@ -431,9 +435,14 @@ class Served:
         return number
 
     def step(self) -> SchedulerOutput:
-        plan = self.scheduler.schedule(now_s=0.0)
-        with self._noting_logits():
-            result = self.worker.execute(plan)
+        """Take the result of a plan, with as many in flight as may be."""
+        while self.scheduler.can_schedule:
+            if (plan := self.scheduler.schedule(now_s=0.0)).is_empty and self._in_flight:
+                break
+            with self._noting_logits():
+                self._in_flight.append((plan, self.worker.launch(plan)))
+        plan, launched = self._in_flight.popleft()
+        result = launched.result()
         self.failures |= result.failures
         for output in self.scheduler.update_from_output(plan, result).get(0, []):
             self.tokens[output.sequence_id] += output.token_ids

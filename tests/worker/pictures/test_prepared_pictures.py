@@ -16,10 +16,11 @@ from engine.media.pictures import PicturePreparer, place
 from engine.options.media_options import MediaConfig
 from tests.engine.media.made_pictures import picture
 from tests.worker.pictures.seeing import FAMILIES, IMAGE
+from worker.devices.device import CpuDevice
 from worker.pictures.eyes import FAMILIES as SEEING
 from worker.pictures.eyes import Eyes
 from worker.steps.pictures import read_payload
-from worker.worker_config import VisionFacts
+from worker.worker_config import VisionFacts, WorkerConfig
 
 _OF_PATCHES = {"patch_size": 8, "merge_size": 2, "size": {"shortest_edge": 1024, "longest_edge": 32768}}
 _QWEN = {"image_processor_type": "Qwen2VLImageProcessor", **_OF_PATCHES}
@@ -52,7 +53,8 @@ async def test_a_tower_makes_a_row_for_each_image_token_of_a_prepared_picture(na
     config.save_pretrained(tmp_path)
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(_PROCESSORS[name]))
     torch.manual_seed(0)
-    eyes = Eyes(AutoModelForImageTextToText.from_config(config, attn_implementation="eager").float().eval())
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").float().eval()
+    eyes = Eyes(model, CpuDevice(WorkerConfig(model_path="", num_threads=1)))
     facts = VisionFacts(family=config.model_type, image_token_id=IMAGE, num_cache_tokens=1)
     preparer = PicturePreparer(str(tmp_path), MediaConfig(), {}, str)
     lease = preparer.new_lease()

@@ -13,14 +13,12 @@ from tests.families import MATRIX
 from tests.tiers import by_day
 from tests.worker.family_formats import build, formats_of, generated, served
 from tests.worker.family_trial import tiny_config
-from tests.worker.startup.test_forecast import StandInGpu
 from worker.checkpoint.checkpoint_files import find_weights
 from worker.checkpoint.task_choice import generating_class
 from worker.devices.device import CpuDevice
 from worker.load.build import build_model
-from worker.load.model_kind import find_kind, model_config_of
-from worker.pictures.eyes import find_eyes
-from worker.startup import kernel_choice
+from worker.load.model_kind import find_kind
+from worker.pictures.eyes import has_eyes
 from worker.survey.unloaded_model import foresee_layers
 from worker.worker_config import AdapterLimits, WorkerConfig
 from worker.worker_errors import FamilyRefused
@@ -51,20 +49,7 @@ def test_a_family_of_two_classes_is_text_alone_without_a_tower_and_where_it_is_d
     kind = find_kind(WorkerConfig(model_path=str(tmp_path), num_ranks=num_ranks))
     model, _ = build_model(kind, "float32", find_weights(tmp_path))
     assert hasattr(model, "get_image_features") is (has_tower and num_ranks == 1)
-    assert find_eyes(model) is None or has_tower
-
-
-@pytest.mark.parametrize("obstacle", ["", "there is no compiler"])
-def test_a_gpu_with_kernels_loads_no_tower_of_a_family_of_two_classes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, obstacle: str
-) -> None:
-    on_gpu = kernel_choice._ON_GPU._replace(obstacle_to_adapters=lambda _: obstacle)
-    monkeypatch.setattr(kernel_choice, "_ON_GPU", on_gpu)
-    build(tiny_config(WHOLE["qwen3_5"])).save_pretrained(tmp_path)
-    config = WorkerConfig(model_path=str(tmp_path))
-    for device, has_tower in ((StandInGpu(config), bool(obstacle)), (CpuDevice(config), True)):
-        kind = kernel_choice.kind_on(config, device)
-        assert hasattr(model_config_of(kind, find_weights(tmp_path)), "vision_config") is has_tower
+    assert has_tower or not has_eyes(model)
 
 
 @pytest.mark.parametrize("split", [{}, {"num_ranks": 2}, {"num_stages": 2}], ids=str)

@@ -214,9 +214,10 @@ def _attend_part(
         NUM,
     )  # fmt: skip
     first_key = first_seen(seq_len - 1, WINDOW, CHUNK)
+    positions_M = rows_M * 0 + (seq_len - 1)
     sums_MV, totals_M, peaks_M = attend_tiles(
         tl.zeros([NUM_ROWS, VALUE_WIDTH], dtype=tl.float32), tl.zeros([NUM_ROWS], dtype=tl.float32),
-        tl.full([NUM_ROWS], float("-inf"), dtype=tl.float32), queries_MD, rows_M * 0 + (seq_len - 1),
+        tl.full([NUM_ROWS], float("-inf"), dtype=tl.float32), queries_MD, positions_M, positions_M,
         keys + kv_head * (BLOCK_SIZE * (KEY_DIM // NUM)),
         values + kv_head * (BLOCK_SIZE * (VALUE_ROW // NUM)),
         table, block_stride, scale,

@@ -90,7 +90,7 @@ def attend_prefills(
         queries_THD, out_THV, keys, values,
         work.list_prefills(tokens_per_program), work.counters,
         tables_CB, batch.table_rows_R, batch.query_starts_R, batch.seq_lens_R, options.sinks,
-        batch.num_tokens, batch.num_sequences, batch.num_decodes,
+        batch.ends_seen(options.lifetime), batch.num_tokens, batch.num_sequences, batch.num_decodes,
         *queries_THD.stride()[:2], keys.stride(0), tables_CB.stride(0), score_scale(options),
         **layer_constants(shape, keys, options, queries_THD.dtype),
         VALUE_ROW=cache.values.blocks_NHSD.stride(2),
@@ -104,7 +104,7 @@ def attend_prefills(
 @triton.jit(do_not_specialize=["num_tokens", "num_sequences", "first_sequence", "table_stride"])
 def prefill_kernel(
     queries, out, keys, values, listed, counters, tables, table_rows, query_starts, seq_lens, sinks,
-    num_tokens, num_sequences, first_sequence,
+    picture_ends, num_tokens, num_sequences, first_sequence,
     query_token_stride, query_head_stride, block_stride, table_stride, scale,
     NUM_GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_ROW: tl.constexpr,
     KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
@@ -129,7 +129,7 @@ def prefill_kernel(
         place = find_listed(listed, num_listed, ends_L, block, SEQUENCES_AT_ONCE)
         first_block, sequence = load_prefill(listed, most_listed, place)
         _attend_block(
-            queries, out, keys, values, tables, table_rows, query_starts, seq_lens, sinks,
+            queries, out, keys, values, tables, table_rows, query_starts, seq_lens, sinks, picture_ends,
             sequence, block - first_block, head, num_tokens, num_sequences,
             query_token_stride, query_head_stride, block_stride, table_stride, scale, zero,
             NUM_GROUPS, KEY_DIM, VALUE_DIM, VALUE_ROW, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK,
@@ -144,7 +144,7 @@ def prefill_kernel(
 
 @triton.jit
 def _attend_block(
-    queries, out, keys, values, tables, table_rows, query_starts, seq_lens, sinks,
+    queries, out, keys, values, tables, table_rows, query_starts, seq_lens, sinks, picture_ends,
     sequence, block, head, num_tokens, num_sequences,
     query_token_stride, query_head_stride, block_stride, table_stride, scale, zero,
     NUM_GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_ROW: tl.constexpr,
@@ -176,13 +176,15 @@ def _attend_block(
         NUM,
     )  # fmt: skip
     first_position = tl.maximum(seq_len - (end_token - first_token), 0)
+    positions_M = first_position + rows_M // HEADS
+    lasts_M, end_key = _last_seen(picture_ends, tokens_M, is_row_M, positions_M, first_position + TOKENS)
     sums_MV, totals_M, peaks_M = _attend(
-        queries_MD, first_position + rows_M // HEADS,
+        queries_MD, positions_M, lasts_M,
         keys + kv_head * (BLOCK_SIZE * (KEY_DIM // NUM)),
         values + kv_head * (BLOCK_SIZE * (VALUE_ROW // NUM)),
         tables + find_line(table_rows, tl.where(is_sequence, sequence, 0)) * table_stride,
         block_stride, scale,
-        first_position, tl.minimum(first_position + TOKENS, seq_len),
+        first_position, tl.minimum(end_key, seq_len),
         KEY_DIM, VALUE_DIM, VALUE_ROW, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, WORDS,
         NUM_ROWS, NUM_KEYS,
     )  # fmt: skip
@@ -193,8 +195,18 @@ def _attend_block(
 
 
 @triton.jit
+def _last_seen(picture_ends, tokens_M, is_row_M, positions_M, end_key) -> tl.tuple:
+    """Return the last place that each row sees, in its picture or its own, and the end of all."""
+    if picture_ends is None:
+        return positions_M, end_key
+    else:
+        ends_M = tl.load(picture_ends + tokens_M, mask=is_row_M, other=0)
+        return tl.maximum(positions_M, ends_M - 1), tl.maximum(end_key, tl.max(ends_M, axis=0))
+
+
+@triton.jit
 def _attend(
-    queries_MD, positions_M, keys, values, table, block_stride, scale, first_position, end_key,
+    queries_MD, positions_M, lasts_M, keys, values, table, block_stride, scale, first_position, end_key,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_ROW: tl.constexpr,
     KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -211,19 +223,19 @@ def _attend(
     peaks_M = tl.full([NUM_ROWS], float("-inf"), dtype=tl.float32)
     if (WINDOW > 0) or (CHUNK > 0):
         sums_MV, totals_M, peaks_M = attend_tiles(
-            sums_MV, totals_M, peaks_M, queries_MD, positions_M,
+            sums_MV, totals_M, peaks_M, queries_MD, positions_M, lasts_M,
             keys, values, table, block_stride, scale, first_key, end_key, first_key // NUM_KEYS, full_tile,
             KEY_DIM, VALUE_DIM, VALUE_ROW, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, WORDS,
             NUM_KEYS, MASKED=True,
         )  # fmt: skip
     sums_MV, totals_M, peaks_M = attend_tiles(
-        sums_MV, totals_M, peaks_M, queries_MD, positions_M,
+        sums_MV, totals_M, peaks_M, queries_MD, positions_M, lasts_M,
         keys, values, table, block_stride, scale, first_key, end_key, full_tile, edge_tile,
         KEY_DIM, VALUE_DIM, VALUE_ROW, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, WORDS,
         NUM_KEYS, MASKED=False,
     )  # fmt: skip
     return attend_tiles(
-        sums_MV, totals_M, peaks_M, queries_MD, positions_M,
+        sums_MV, totals_M, peaks_M, queries_MD, positions_M, lasts_M,
         keys, values, table, block_stride, scale, first_key, end_key, edge_tile, end_tile,
         KEY_DIM, VALUE_DIM, VALUE_ROW, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, WINDOW, CHUNK, SOFTCAP, WORDS,
         NUM_KEYS, MASKED=True,

@@ -151,7 +151,7 @@ def find_line(table_rows, sequence) -> tl.tensor:
 
 @triton.jit
 def attend_tiles(
-    sums_MV, totals_M, peaks_M, queries, positions_M,
+    sums_MV, totals_M, peaks_M, queries, positions_M, lasts_M,
     keys, values, table, block_stride, scale, first_key, end_key, first_tile, end_tile,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_ROW: tl.constexpr, KEY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
@@ -160,8 +160,8 @@ def attend_tiles(
     """Take the keys of some tiles into a running softmax, and return it.
 
     It has each row's sum of weighted values, its sum of weights, and its highest score so far, to which they
-    are relative. `keys` and `values` point to the head's page of block 0. With MASKED, nothing before
-    first_key or from end_key on is read, table entries included; without, all rows must see all of the keys.
+    are relative. A row sees keys up to lasts_M. `keys` and `values` point to the head's page of block 0. With
+    MASKED, nothing outside of first_key to end_key is read, also of the table; without, rows see all keys.
     """
     earliest_M = first_seen(positions_M, WINDOW, CHUNK)
     NUM: tl.constexpr = 2 if WORDS else 1
@@ -180,7 +180,7 @@ def attend_tiles(
         if SOFTCAP > 0:
             scores_MK = _squeeze(scores_MK * scale, SOFTCAP)
         if MASKED:
-            is_seen_MK = is_there_K[None, :] & (places_K[None, :] <= positions_M[:, None])
+            is_seen_MK = is_there_K[None, :] & (places_K[None, :] <= lasts_M[:, None])
             if (WINDOW > 0) or (CHUNK > 0):
                 is_seen_MK = is_seen_MK & (places_K[None, :] >= earliest_M[:, None])
             scores_MK = tl.where(is_seen_MK, scores_MK, float("-inf"))

@@ -149,6 +149,8 @@ class LibraryAttention(TritonAttention, ABC):
 
     def attend_written(self, layer_idx: int, queries_THD: Tensor, options: AttentionOptions) -> Tensor:
         batch = self._work.batch
+        if batch.ends_seen(options.lifetime) is not None:
+            return super().attend_written(layer_idx, queries_THD, options)
         shape = self._cache.layout.layers[layer_idx]
         num_groups = queries_THD.shape[1] // shape.num_heads
         kind = TrialKind(shape, num_groups, options, batch.num_decodes == batch.num_tokens)

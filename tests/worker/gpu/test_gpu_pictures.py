@@ -1,0 +1,52 @@
+"""Prompts with pictures on a GPU: what holds on a CPU, with a second plan in flight.
+
+Owns: the worker of these tests, whose decodes are captured; other steps are launched kernel by kernel.
+"""
+
+import pytest
+
+from tests.tiers import by_day
+from tests.worker.gpu.test_gpu_worker import load_gpu, steps_of
+from tests.worker.pictures.seeing import FAMILIES, Prompt, Reference, Served, payloads_of
+from tests.worker.pictures.test_pictures import (  # noqa: F401 - some of these tests, of another worker
+    AFTER,
+    BEFORE,
+    BOUND,
+    Loaded,
+    test_a_picture_is_computed_in_slices_while_others_go_on,
+    test_a_prefix_is_found_over_the_same_picture_and_not_over_another,
+    test_drafts_behind_a_picture_change_no_token,
+    test_log_probabilities_of_a_prompt_with_pictures,
+    test_one_that_is_preempted_in_a_picture_goes_on,
+    test_pictures_in_a_prompt,
+)
+from worker.gpu import graphs
+
+
+@pytest.fixture(scope="module", params=by_day(FAMILIES, ["qwen3_vl", "gemma3"]))
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return Reference(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def loaded(reference: Reference) -> Loaded:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphs, "_MIXED", ())
+        patch.setattr(graphs, "_DRAFTED", ())
+        return load_gpu(reference.folder, num_blocks=120, max_num_batched_tokens=64)
+
+
+def test_decodes_behind_a_picture_are_replayed_and_it_is_counted_once(
+    reference: Reference, loaded: Loaded
+) -> None:
+    served, steps = Served(*loaded), steps_of(loaded[0])
+    num_replayed, cat = steps._num_replayed, reference.picture(27)
+    with payloads_of([cat]) as payloads:
+        first = served.add(Prompt(BEFORE, cat, AFTER), payloads)
+        served.run()
+        again = served.add(Prompt(AFTER, cat, BEFORE), payloads)
+        served.run()
+    assert max(served.error(first, reference), served.error(again, reference)) < BOUND
+    assert steps._num_replayed == num_replayed + 6
+    stats = served.scheduler.stats()
+    assert (stats.num_encoded, stats.num_encoder_hits) == (1, 1)
