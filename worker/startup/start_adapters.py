@@ -68,7 +68,7 @@ def targets_of(
     targets = find_targets(model, lambda: run(_NUM_TOKENS), num_tokens=_NUM_TOKENS)
     if kernels_of(device).stacks_adapters:
         targets = targets.without_latents(model, "updates of what expands latents are computed on CPUs only")
-        return targets.without_experts("updates of experts are computed on CPUs only")
+        targets = targets.without_experts("updates of experts are computed on CPUs only")
     is_whole = config.num_ranks * config.num_stages == 1
     return replace(targets, reads_pictures=is_whole and has_eyes(model))
 

@@ -13,6 +13,7 @@ from tests.families import MATRIX
 from tests.tiers import by_day
 from tests.worker.family_formats import build, formats_of, generated, served
 from tests.worker.family_trial import tiny_config
+from tests.worker.startup.test_forecast import StandInGpu
 from worker.checkpoint.checkpoint_files import find_weights
 from worker.checkpoint.task_choice import generating_class
 from worker.devices.device import CpuDevice
@@ -57,8 +58,9 @@ def test_adapters_update_towers_where_pictures_are_read_alone(tmp_path: Path, sp
     build(tiny_config(WHOLE["qwen3_vl"])).save_pretrained(tmp_path)
     limits = AdapterLimits(max_in_step=1, max_in_memory=1, max_rank=8)
     config = WorkerConfig(model_path=str(tmp_path), adapter_limits=limits, **split)
-    targets = foresee_layers(config, find_kind(config), CpuDevice(config))[2]
-    assert targets.reads_pictures is (not split)
+    for device in (CpuDevice(config), StandInGpu(config)):
+        targets = foresee_layers(config, find_kind(config), device)[2]
+        assert targets.reads_pictures is (not split)
 
 
 @pytest.mark.night
