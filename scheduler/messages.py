@@ -350,7 +350,8 @@ class SchedulerOutput(NamedTuple):
     """Most drafts that the worker is to compute for a sequence once this step is sampled; there are blocks
     for them."""
     encoder_slice_s: float = 0.0
-    """Time that encoding may take beside this step; what is left is done beside later ones."""
+    """Time that encoding may take beside this step; what is left is done beside later ones. 0 if slices
+    before took it: then only inputs that are encoded already are found."""
 
     @property
     def is_empty(self) -> bool:

@@ -316,8 +316,10 @@ class Scheduler:
         self._counters.num_encoded += encoded.num_computed
         self._counters.num_encoder_hits += encoded.num_found
         self._counters.encoder_s += encoded.seconds
+        encoder_cache = self._shares.encoder_cache
         for sequence_id, offsets in encoded.offsets.items():
-            self._shares.encoder_cache.note_encoded(sequence_id, offsets, step=plan.step)
+            encoder_cache.note_encoded(sequence_id, offsets, step=plan.step)
+        encoder_cache.owed_s += max(encoded.seconds - plan.encoder_slice_s, 0.0)
         for sequence_id in plan.encoder_inputs:
             if sequence_id in result.failures and sequence_id in self._sequences:
                 self._fail(self._sequences[sequence_id], result.failures[sequence_id])

@@ -1,5 +1,6 @@
 """Stand-ins that behave: a worker without a model that still notices every misplaced block."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -127,6 +128,8 @@ class FakeWorker:
     encoded: dict[SequenceId, list[EncoderInput]] = field(default_factory=dict)
     most_encoded: int = 99
     """Inputs that a plan has time to encode."""
+    takes_s: Callable[[float], float] = float
+    """Time that encoding takes of a slice."""
     encodes_every: int = 1
     """Plans of which one has that time."""
     broken: set[str] = field(default_factory=set)
@@ -251,7 +254,7 @@ class FakeWorker:
                     num_left -= 1
                 if item in encoded:
                     done[sequence_id] = (*done.get(sequence_id, ()), item.offset)
-        result.encoded = Encoded(done)
+        result.encoded = Encoded(done, seconds=self.takes_s(plan.encoder_slice_s))
         num_tokens = sum(item.num_tokens for items in self.encoded.values() for item in items)
         assert num_tokens <= self.encoder_cache_tokens, "the encoder cache overflows"
 

@@ -45,7 +45,7 @@ def check_plan(scheduler: Scheduler, plan: SchedulerOutput) -> None:
         assert sum(size for size in chunks if size > 1) <= max_prefill
     to_encode = [item for inputs in plan.encoder_inputs.values() for item in inputs]
     assert sum(item.num_tokens for item in to_encode) <= scheduler.config.encoder_cache_tokens
-    assert bool(to_encode) == bool(plan.encoder_slice_s)
+    assert to_encode or not plan.encoder_slice_s
     preempted = {preemption.sequence_id for preemption in plan.preemptions}
     assert not preempted & set(ids), "a preempted sequence has a share of the same step"
 

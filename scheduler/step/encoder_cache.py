@@ -25,6 +25,8 @@ class EncoderCache:
         self._pending: dict[SequenceId, dict[int, EncoderInput]] = {}  # of these, those that are not there
         self._step = 0
         self._since: dict[SequenceId, int] = {}  # step of the first claim since it was admitted
+        self.owed_s = 0.0
+        """Time that slices took beyond theirs, to be made up for."""
 
     @property
     def num_held_tokens(self) -> int:

@@ -28,9 +28,11 @@ _GROWING_CROWD, _LARGE_CROWD = 8, 12
 # decodes of a slow machine would take four times as long and more.
 _LONGEST_OF_CROWD_S, _UNCUT_PREFILL_SHARE = 0.6, 0.6
 
-# Encoding beside a step that others wait for makes their tokens come later by this part of it. Without
-# others, messages are read after the longest slice.
+# Encoding beside a step that others wait for makes their tokens come later by this part of it, in the mean.
+# Without others, messages are read after the longest slice.
 _ENCODER_PART, _SHORTEST_SLICE_S, _LONGEST_SLICE_S = 0.2, 0.001, 0.2
+# A slice that took too long costs this many at most: some encoding goes on, however long its parts are.
+_MOST_SLICES_OWED = 3
 
 
 def budget_for_step(state: SchedulerState, limits: BudgetLimits, *, now_s: float) -> SchedulingBudget:
@@ -54,14 +56,19 @@ def budget_for_step(state: SchedulerState, limits: BudgetLimits, *, now_s: float
     return SchedulingBudget(limits, free_seqs=free_seqs, num_decodes=num_decodes, num_set_aside=num_set_aside)
 
 
-def encoder_slice_s(state: SchedulerState, plan: PlanDraft) -> float:
-    """Time for encoding beside a step: a part of the step where others wait for a token of it."""
+def encoder_slice_s(state: SchedulerState, plan: PlanDraft, owed_s: float) -> tuple[float, float]:
+    """Time for encoding beside a step, a part of it where others wait for its tokens; and what is owed then.
+
+    `owed_s` is what slices before took beyond theirs.
+    """
     if not plan.decodes:
-        return min(state.config.target_itl_s, _LONGEST_SLICE_S)
+        return min(state.config.target_itl_s, _LONGEST_SLICE_S), 0.0
     num_tokens = len(plan.decodes) + sum(share.num_tokens for share in plan.chunks)
     # Steps of equal numbers of tokens have a duration and no slope.
     step_s = state.step_time.seconds(num_tokens) or state.step_time.base_s
-    return max(_ENCODER_PART * step_s, _SHORTEST_SLICE_S)
+    part_s = max(_ENCODER_PART * step_s, _SHORTEST_SLICE_S)
+    left_s = part_s - min(owed_s, _MOST_SLICES_OWED * part_s)
+    return max(left_s, 0.0), max(-left_s, 0.0)
 
 
 def _decodes_in_flight(config: SchedulerConfig, queues: RequestQueues) -> bool:

@@ -154,7 +154,8 @@ class Planner:
         self._has_chunks = bool(plan.chunks)
         if pending := encoder_cache.pending():
             plan.encoder_inputs = pending
-            plan.encoder_slice_s = encoder_slice_s(self._state, plan)
+            owed_s = encoder_cache.owed_s
+            plan.encoder_slice_s, encoder_cache.owed_s = encoder_slice_s(self._state, plan, owed_s)
         # First the blocks that this very plan writes over.
         plan.swap_out = self._kv.complete_plan() + plan.swap_out
         return plan

@@ -22,7 +22,7 @@ class SlicedCall(Generic[_Result]):
     def __init__(self, function: Callable[[], _Result]) -> None:
         self._function = function
         self._mine, self._callers = Semaphore(0), Semaphore(0)  # turns
-        self._until_s = self._since_s = 0.0  # ends of the slice and of the part before
+        self._until_s = 0.0
         self._is_abandoned = False
         self._result: _Result | None = None
         self._error: Exception | None = None
@@ -30,9 +30,11 @@ class SlicedCall(Generic[_Result]):
         self._thread.start()
 
     def go_on(self, seconds: float) -> _Result | None:
-        """Let the call go on for some time; returns its result once it is done. Raises what it raised."""
-        self._since_s = monotonic()
-        self._until_s = self._since_s + seconds
+        """Let the call go on until its part at that time is done; returns its result once it is done.
+
+        Raises what it raised.
+        """
+        self._until_s = monotonic() + seconds
         self._mine.release()
         self._callers.acquire()
         if self._error is not None:
@@ -43,13 +45,11 @@ class SlicedCall(Generic[_Result]):
         return self._result
 
     def pause(self) -> None:
-        """Wait for the next slice if another part as long as the last one is not within this one.
+        """Wait for the next slice if this one is over.
 
         Called by the call, in its thread, before each part.
         """
-        now_s = monotonic()
-        part_s, self._since_s = now_s - self._since_s, now_s
-        if now_s + part_s < self._until_s:
+        if monotonic() < self._until_s:
             return
         self._callers.release()
         self._mine.acquire()

@@ -168,7 +168,7 @@ class Pictures:
         begun_s = monotonic()
         until_s = begun_s + plan.encoder_slice_s
         done: dict[SequenceId, tuple[int, ...]] = {}
-        is_over = False
+        is_over = not plan.encoder_slice_s
         num_computed = num_found = 0
         wanted = [
             (sequence_id, item, self._seen[sequence_id])

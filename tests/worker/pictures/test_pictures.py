@@ -155,7 +155,7 @@ def test_a_picture_that_comes_again_is_not_computed_again(
 def test_a_picture_is_computed_in_slices_while_others_go_on(
     reference: Reference, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pace, "_SHORTEST_SLICE_S", 0.0)
+    monkeypatch.setattr(pace, "_SHORTEST_SLICE_S", 1e-9)
     served = Served(*loaded, {"target_itl_s": 1e-9})
     cat, dog = reference.picture(15), reference.picture(16)
     with payloads_of([cat, dog]) as payloads:
@@ -205,7 +205,7 @@ def test_drafts_behind_a_picture_change_no_token(reference: Reference, loaded: L
 def test_a_picture_that_is_there_waits_for_none_that_is_under_way(
     reference: Reference, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pace, "_SHORTEST_SLICE_S", 0.0)
+    monkeypatch.setattr(pace, "_SHORTEST_SLICE_S", 1e-9)
     served = Served(*loaded, {"target_itl_s": 1e-9})
     cat, dog = reference.picture(21), reference.picture(22)
     with payloads_of([cat, dog]) as payloads:

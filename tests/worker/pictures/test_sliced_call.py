@@ -2,11 +2,15 @@
 
 import gc
 import weakref
+from random import Random
 
 import pytest
 import torch
 from torch import nn
 
+from scheduler.input_messages import EncoderInput
+from tests.fakes import make_sequence
+from tests.world import World, small_config
 from worker.pictures import sliced_call
 from worker.pictures.sliced_call import SlicedCall
 from worker.pictures.tower_parts import TowerParts, _attend, cut_tower
@@ -36,7 +40,7 @@ def test_a_call_that_failed_keeps_nothing_of_what_it_had_made() -> None:
         gc.enable()
 
 
-def test_a_slice_ends_before_a_part_that_would_not_be_done_in_it(monkeypatch) -> None:
+def test_a_slice_ends_with_the_part_that_is_not_done_in_it(monkeypatch) -> None:
     now_s, ends_s = 0.0, []
     monkeypatch.setattr(sliced_call, "monotonic", lambda: now_s)
 
@@ -50,7 +54,44 @@ def test_a_slice_ends_before_a_part_that_would_not_be_done_in_it(monkeypatch) ->
     sliced: SlicedCall[str] = SlicedCall(call)
     while sliced.go_on(2.5) is None:
         ends_s.append(now_s)
-    assert ends_s == [2.0, 4.0]
+    assert ends_s == [3.0]
+
+
+@pytest.mark.parametrize("part_s", [0.004, 0.025], ids=["shorter than a slice", "longer"])
+def test_encoding_takes_a_fifth_of_the_steps_beside_it_in_the_mean(
+    monkeypatch: pytest.MonkeyPatch, part_s: float
+) -> None:
+    clock_s, taken_s, steps_s, random = 0.0, list[float](), list[float](), Random(3)
+    monkeypatch.setattr(sliced_call, "monotonic", lambda: clock_s)
+
+    def call() -> None:
+        nonlocal clock_s
+        while True:
+            sliced.pause()
+            clock_s += part_s * random.uniform(0.6, 1.4)
+
+    def takes_s(slice_s: float) -> float:
+        begun_s = clock_s
+        if slice_s:
+            sliced.go_on(slice_s)
+        taken_s.append(clock_s - begun_s)
+        steps_s.append(world.scheduler._state.step_time.base_s)  # of steps that are all alike
+        return taken_s[-1]
+
+    sliced: SlicedCall[None] = SlicedCall(call)
+    world = World(small_config(num_blocks=99, max_model_len=300, encoder_cache_tokens=4, target_itl_s=0.5))
+    world.worker.encodes_every, world.worker.takes_s = 10**6, takes_s
+    world.add(make_sequence(1, [1, 2, 3], max_tokens=250))
+    for _ in range(12):
+        world.step()
+    taken_s.clear()
+    steps_s.clear()
+    world.add(make_sequence(2, [5] * 9, encoder_inputs=(EncoderInput(0, 4, "a cat"),), max_tokens=1))
+    for _ in range(200):
+        world.step()
+    sliced.abandon()
+    assert sum(taken_s) == pytest.approx(0.2 * sum(steps_s), rel=0.02)
+    assert all(taken < 0.2 * step_s + 1.4 * part_s for taken, step_s in zip(taken_s, steps_s, strict=True))
 
 
 def test_parts_of_a_tower_are_as_large_as_their_work_and_as_the_model_allows() -> None:
