@@ -6,6 +6,7 @@ Owns: the worker of these tests, whose decodes are captured; other steps are lau
 import pytest
 
 from tests.tiers import by_day
+from tests.worker.gpu.interpreted_gpu import HAS_GPU
 from tests.worker.gpu.test_gpu_worker import load_gpu, steps_of
 from tests.worker.pictures.seeing import FAMILIES, Prompt, Reference, Served, payloads_of
 from tests.worker.pictures.test_pictures import (  # noqa: F401 - some of these tests, of another worker
@@ -21,6 +22,7 @@ from tests.worker.pictures.test_pictures import (  # noqa: F401 - some of these 
     test_pictures_in_a_prompt,
 )
 from worker.gpu import graphs
+from worker.pictures.sliced_call import SlicedCall
 
 
 @pytest.fixture(scope="module", params=by_day(FAMILIES, ["qwen3_vl", "gemma3"]))
@@ -34,6 +36,20 @@ def loaded(reference: Reference) -> Loaded:
         patch.setattr(graphs, "_MIXED", ())
         patch.setattr(graphs, "_DRAFTED", ())
         return load_gpu(reference.folder, num_blocks=120, max_num_batched_tokens=64)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="a stand-in counts the waits")
+def test_before_each_part_of_a_picture_the_host_waits_for_the_device(
+    reference: Reference, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[bool] = []
+    monkeypatch.setattr(SlicedCall, "pause", lambda _: waits.append(True))
+    served, device, cat = Served(*loaded), loaded[0]._device, reference.picture(28)
+    with payloads_of([cat]) as payloads:
+        served.add(Prompt(BEFORE, cat, AFTER), payloads, max_tokens=1)
+        num_before = device.num_events  # type: ignore[union-attr]
+        served.run()
+    assert device.num_events - num_before >= len(waits) > 10  # type: ignore[union-attr]
 
 
 def test_decodes_behind_a_picture_are_replayed_and_it_is_counted_once(
