@@ -68,7 +68,7 @@ def process_of(file: str, text: str) -> str:
 
 
 def place_of(file: str) -> int:
-    """Where in the order of files one runs: the longest first, all others behind them as they are found."""
+    """Place of a file in the order in which files run: the longest first, all others behind them."""
     return next((place for place, end in enumerate(LONGEST) if file.endswith(end)), len(LONGEST))
 
 
