@@ -57,13 +57,14 @@ class RunningServer:
         lines = (line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
         return {name.replace(',model_name="tiny"', ""): float(value) for name, value in lines}
 
-    def metric(self, name: str) -> float:
-        """The sum over all labels."""
-        return sum(value for key, value in self.metrics().items() if key.split("{")[0] == name)
+    def metric(self, *names: str) -> float:
+        """The sum of some metrics over all labels."""
+        return sum(value for key, value in self.metrics().items() if key.split("{")[0] in names)
 
     async def until_in_flight(self, num: int, *tasks: "asyncio.Task[object]") -> None:
         """Wait until `num` sequences run or wait. Raises AssertionError if a task ends before."""
-        while sum(self.metric(f"tokenyard:num_requests_{state}") for state in ("running", "waiting")) < num:
+        states = [f"tokenyard:num_requests_{state}" for state in ("running", "waiting")]
+        while self.metric(*states) < num:
             assert not any(task.done() for task in tasks), "they end too soon"
             await asyncio.sleep(0.02)
 
@@ -76,7 +77,7 @@ class RunningServer:
             "kv_cache_usage_perc",
             "swap_space_usage_perc",
         )
-        wait_for(lambda: not any(self.metric(f"tokenyard:{name}") for name in gauges))
+        wait_for(lambda: not self.metric(*(f"tokenyard:{name}" for name in gauges)))
 
     def send(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
