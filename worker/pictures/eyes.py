@@ -115,6 +115,13 @@ class Eyes:
             raise SequenceRefused(f"a picture has {len(rows.embeds_PH)} rows, and {num_tokens} places")
         return rows
 
+    def no_rows(self, num_rows: int) -> PictureRows:
+        """Make rows of zeros."""
+        config = self._model.config
+        shape = num_rows, config.get_text_config().hidden_size
+        zeros_PH = torch.zeros(shape, dtype=self._model.dtype, device=self.device.torch_device)
+        return PictureRows(zeros_PH, (zeros_PH,) * _num_deep(config))
+
     @torch.inference_mode()
     def embeds(self, input_ids_1T: Tensor, places_P: Tensor, embeds_PH: Tensor) -> Tensor:
         """Look up the embeddings [1, T, H] of tokens, with the rows of pictures at their places."""

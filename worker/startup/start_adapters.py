@@ -69,8 +69,7 @@ def targets_of(
     if kernels_of(device).stacks_adapters:
         targets = targets.without_latents(model, "updates of what expands latents are computed on CPUs only")
         targets = targets.without_experts("updates of experts are computed on CPUs only")
-    is_whole = config.num_ranks * config.num_stages == 1
-    return replace(targets, reads_pictures=is_whole and has_eyes(model))
+    return replace(targets, reads_pictures=config.num_stages == 1 and has_eyes(model))
 
 
 def with_adapters(reserve: Reserve, config: WorkerConfig, targets: Targets, dtype: torch.dtype) -> Reserve:

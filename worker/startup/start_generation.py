@@ -37,13 +37,14 @@ def start_generating(
     facts = replace(ready.facts, adapters=adapter_facts)
     grammars = open_grammars(config, facts)
     rows = RowTable.of(facts, config.max_num_seqs)
-    facts, pictures = open_pictures(facts, ready.runner, device)
+    toolkit = ready.measured.toolkit
+    facts = replace(facts, runs_ahead=toolkit is not None and toolkit.runs_ahead)
+    facts, pictures = open_pictures(facts, ready.runner, device, ranks)
     opened = None if draft is None else open_draft(config, draft, ready, rows)  # before steps are captured
-    if ready.measured.toolkit is not None and ready.measured.toolkit.runs_ahead:
+    if facts.runs_ahead:
         from worker.startup.start_gpu_steps import open_steps  # only here: Triton is not on every machine
 
         steps, sampler = open_steps(config, ready, device, stage, grammars, ranks)
-        facts = replace(facts, runs_ahead=True)
     else:
         steps = open_eager_steps(ready, device)
         sampler = open_sampler(config, facts, device, grammars, ranks)

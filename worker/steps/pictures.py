@@ -34,6 +34,7 @@ from worker.devices.weight_life import is_out_of_memory
 from worker.pictures.eyes import MOST_PLACES, Eyes, PictureRows, has_eyes, vision_facts
 from worker.pictures.outputs import Hold, OutputCache
 from worker.pictures.sliced_call import SlicedCall
+from worker.ranks.ranks import ALONE, Ranks
 from worker.steps.inputs import StepInputs
 from worker.steps.model_runner import ModelRunner
 from worker.steps.tokens import PlacedRows
@@ -131,8 +132,9 @@ class _Reading:
 class Pictures:
     """Pictures from the row's first step to its last."""
 
-    def __init__(self, eyes: Eyes, num_cache_tokens: int) -> None:
-        self._eyes = eyes
+    def __init__(self, eyes: Eyes, num_cache_tokens: int, ranks: Ranks = ALONE) -> None:
+        """Take in the ranks, of which the first encodes; the others get its rows in steps that need them."""
+        self._eyes, self._ranks = eyes, ranks
         self._outputs = OutputCache(num_cache_tokens)
         self._seen: dict[SequenceId, _Seen] = {}
         self._under_way: _Reading | None = None
@@ -164,6 +166,8 @@ class Pictures:
 
         Waits for the device: the steps before are not of the slice.
         """
+        if self._ranks.rank:
+            return Encoded({})
         self._eyes.device.record().wait()
         begun_s = monotonic()
         until_s = begun_s + plan.encoder_slice_s
@@ -217,11 +221,24 @@ class Pictures:
             for item, item_places in zip(seen.inputs, seen.places, strict=True):
                 start, end = item_places.searchsorted((begin, begin + share.num_tokens))
                 output = self._outputs.get(item.content, len(item_places)) if start < end else None
+                if self._ranks.rank and start < end:
+                    output = self._eyes.no_rows(len(item_places))
                 assert output or start == end or num_ahead, "a plan computes a picture that none has encoded"
                 if output is not None:
                     rows.append(output.between(start, end))
                     places.append(item_places[start:end] - begin + first)
-        return PlacedRows(np.concatenate(places), *PictureRows.joined(rows)) if places else None
+        if not places:
+            return None
+        joined = PictureRows.joined(rows)
+        if self._ranks.size > 1:
+            joined = PictureRows(self._shared(joined.embeds_PH), tuple(map(self._shared, joined.deep)))
+        return PlacedRows(np.concatenate(places), *joined)
+
+    def _shared(self, rows_PH: Tensor) -> Tensor:
+        """Return the first rank's rows: the others add zeros."""
+        sums_PH = rows_PH.float()
+        self._ranks.reduce(sums_PH)
+        return sums_PH.to(rows_PH.dtype)
 
     def note_computed(self, shares: list[ScheduledSequence]) -> None:
         """Let go of the pictures whose last places were computed."""
@@ -308,16 +325,16 @@ def _reason(error: Exception) -> str:
 
 
 def open_pictures(
-    facts: ModelFacts, runner: ModelRunner, device: Device
+    facts: ModelFacts, runner: ModelRunner, device: Device, ranks: Ranks
 ) -> tuple[ModelFacts, Pictures | None]:
     """Open the eyes of a model whose family's pictures come out right; None if it reads text alone."""
-    is_divided = facts.num_ranks > 1
+    is_divided = facts.num_stages > 1 or (facts.num_ranks > 1 and facts.runs_ahead)
     if is_divided or not has_eyes(runner.model):
         if hasattr(runner.model, "get_image_features"):
-            where = ", divided among ranks," if is_divided else ""
+            where = ", so divided," if is_divided else ""
             log.info("%s%s reads text alone, and no pictures", facts.model_type, where)
         return facts, None
     runner.eyes = Eyes(runner.model, device)
     num_places = min(MOST_PLACES, facts.max_model_len)
     facts = replace(facts, vision=vision_facts(runner.eyes, facts.model_type, num_places))
-    return facts, Pictures(runner.eyes, num_places)
+    return facts, Pictures(runner.eyes, num_places, ranks)
