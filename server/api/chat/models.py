@@ -10,7 +10,7 @@ from server.edge.http.endpoint import ReplyModel
 from server.reply.generate.reply_models import (
     FinishReasonName,
     PromptLogprobs,
-    RequestTimes,
+    ReplyFrame,
     TokenLogprob,
     Usage,
 )
@@ -53,15 +53,10 @@ class ChatChoice(ReplyModel):
     token_ids: list[int] | None = None
 
 
-class ChatCompletion(ReplyModel):
-    id: str
+class ChatCompletion(ReplyFrame):
     object: Literal["chat.completion"]
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
-    metrics: RequestTimes | None = None
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | None = None
 
@@ -98,13 +93,8 @@ class ChatChunkChoice(ReplyModel):
     token_ids: list[int] | None = None
 
 
-class ChatCompletionChunk(ReplyModel):
-    id: str
+class ChatCompletionChunk(ReplyFrame):
     object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
-    metrics: RequestTimes | None = None
     prompt_token_ids: list[int] | None = None

@@ -26,7 +26,7 @@ from server.reply.generate.answering import new_head, new_reply_id, token_names,
 from server.reply.generate.calls import read_call
 from server.reply.generate.engine_requests import engine_requests
 from server.reply.generate.replies import ReplyHead, ReplyPlan
-from server.reply.generate.reply_models import FinishReasonName, PromptLogprobs, RequestTimes, Usage
+from server.reply.generate.reply_models import FinishReasonName, PromptLogprobs, ReplyFrame, Usage
 from server.reply.generate.sse import EventStream
 
 
@@ -51,17 +51,12 @@ class CompletionChoice(ReplyModel):
     token_ids: list[int] | None = None
 
 
-class Completion(ReplyModel):
+class Completion(ReplyFrame):
     """A whole reply, or a chunk of a stream."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[CompletionChoice]
     usage: Usage | None = None
-    metrics: RequestTimes | None = None
 
 
 _PATH = "/v1/completions"

@@ -45,26 +45,24 @@ class OllamaDetails(ReplyModel):
     quantization_level: str
 
 
-class OllamaModel(ReplyModel):
+class _OllamaNamed(ReplyModel):
     name: str
     model: str
-    modified_at: str
     size: int
     digest: str
     """Changes with kind, size and type of the weights; no digest of the files."""
     details: OllamaDetails
 
 
+class OllamaModel(_OllamaNamed):
+    modified_at: str
+
+
 class OllamaModelList(ReplyModel):
     models: list[OllamaModel]
 
 
-class OllamaLoadedModel(ReplyModel):
-    name: str
-    model: str
-    size: int
-    digest: str
-    details: OllamaDetails
+class OllamaLoadedModel(_OllamaNamed):
     expires_at: str
     size_vram: int
     context_length: int

@@ -45,6 +45,16 @@ class RequestTimes(ReplyModel):
     tokens_per_second: float | None
 
 
+class ReplyFrame(ReplyModel):
+    """Fields of whole replies and of chunks."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    metrics: RequestTimes | None = None
+
+
 class PromptLogprob(ReplyModel):
     logprob: float
     rank: int

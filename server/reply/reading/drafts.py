@@ -4,29 +4,22 @@ Owns: the text since its opening mark, read as calls, until it is known whether 
 Never: thoughts that are closed: a call in those is a draft of the model's own.
 """
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from server.reply.reading.events import Content, Event
+
+if TYPE_CHECKING:
+    from server.reply.reading.machine import ReplyReader
 
 MAX_DRAFT_CHARS = 256 * 1024
 """Longer calls in open thoughts are thoughts."""
 
 
-class CallReading(Protocol):
-    """A reader of the same row, behind thoughts."""
-
-    @property
-    def has_whole_calls(self) -> bool: ...
-
-    def feed(self, text: str) -> list[Event]: ...
-
-    def finish(self) -> list[Event]: ...
-
-
 class Draft:
     """Fed with texts and marks, each apart, so that it is given up in the same place however they are cut."""
 
-    def __init__(self, reader: CallReading) -> None:
+    def __init__(self, reader: "ReplyReader") -> None:
+        """`reader`: of the same row, behind thoughts."""
         self._reader = reader
         self._pieces: list[str] = []
         self._num_chars = 0

@@ -184,25 +184,24 @@ class JsonText:
         return end
 
     def _read_plain_bracket(self, text: str, at: int, end: int) -> int:
-        """Read text with a bracket at its end. One that does not fit is left, with what stands before it."""
+        """Read text with a bracket at its end; none of it if the bracket does not fit."""
         char, stack = text[end - 1], self._stack
         if char in _CLOSINGS:
-            stack.append(_CLOSINGS[char])
-            self._begin_value(text[at:end])
-            self._state = _KEY if char == "{" else _VALUE
-        elif char == stack[-1]:
-            stack.pop()
-            self._begin_value(text[at:end])
-            self._end_value()
-        elif end - 1 > at:
-            self._begin_value(text[at : end - 1])
-            self._end_value()
-            self._is_behind_string = text[end - 2] == '"'
-            return end - 1
-        else:
+            self._open_container(char, text[at:end])
+            return end
+        if char != stack[-1]:
             return at
+        stack.pop()
+        self._begin_value(text[at:end])
+        self._end_value()
         self._enter_container()
         return end
+
+    def _open_container(self, char: str, text: str) -> None:
+        self._begin_value(text)
+        self._stack.append(_CLOSINGS[char])
+        self._enter_container()
+        self._state = _KEY if char == "{" else _VALUE
 
     def _enter_container(self) -> None:
         stack = self._stack
@@ -284,10 +283,7 @@ class JsonText:
         elif char in "\"'" and expects in (_KEY, _VALUE):
             self._begin_string(char)
         elif char in "{[" and expects == _VALUE and len(self._stack) < MAX_DEPTH:
-            self._begin_value(char)
-            self._stack.append(_CLOSINGS[char])
-            self._enter_container()
-            self._state = _KEY if char == "{" else _VALUE
+            self._open_container(char, char)
         else:
             return self._fail(at)
         return at + 1

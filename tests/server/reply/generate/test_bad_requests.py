@@ -278,7 +278,6 @@ BAD_CHATS = [
     ({"prediction": {"type": "content", "content": "x"}}, "prediction", "unsupported_parameter"),
     ({"web_search_options": {}}, "web_search_options", "unsupported_parameter"),
     ({"reasoning_effort": "utmost"}, "reasoning_effort", "invalid_value"),
-    ({"echo": True}, "echo", "unsupported_parameter"),
 ]
 
 
