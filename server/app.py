@@ -109,7 +109,7 @@ def _endpoints(settings: EdgeSettings) -> tuple[Endpoint, ...]:
 
 
 _NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
-"""Of FastAPI, which would look for its providers at each request: spans and metrics are the server's own."""
+"""Switches of the telemetry in FastAPI, which looks for providers at each request: the server has its own."""
 
 
 def _include(app: FastAPI, endpoints: Sequence[Endpoint], settings: EdgeSettings) -> None:
