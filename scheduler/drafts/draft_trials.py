@@ -19,6 +19,8 @@ from scheduler.sequence import Sequence
 _FIRST_REST, _LEAST_REST, _MAX_REST = 8, 64, 1024
 """Turns without drafts: before the first trial and after one that had won, after one that lost or asked for
 nothing, and after many that lost, of each of which a trial is a sixtieth."""
+_REST_BY_LOSS = 50
+"""Turns without drafts for each that a trial lost: trials that lose cost a fiftieth of all time at most."""
 _TRIAL, _TRIAL_IN_VAIN = 16, 6
 """Turns of a trial, and of one that loses by a third."""
 _RENEWAL = 1024  # turns of a trial that wins until turns without drafts are measured again
@@ -32,9 +34,14 @@ _LEARNING = 0.1
 class _Speeds:
     """Speeds with a number of sequences. Times are seconds for each sequence."""
 
-    def __init__(self) -> None:
+    def __init__(self, of_fewer: "_Speeds | None" = None) -> None:
+        """Begin with the rest of fewer sequences where drafts lost: more sequences gain less by them."""
         self.rest, self.num_left = _LEAST_REST, _FIRST_REST
         """Turns of the next rest, and of this one that are left; below 0 those of a trial."""
+        self.last_rest = 0
+        """Turns of the rest after the last trial, if that lost; else 0."""
+        if of_fewer is not None and of_fewer.last_rest:
+            self.num_left = self.last_rest = of_fewer.last_rest
         self.plain_s = 0.0
         self.num_plain = self.num_turns = 0
         self.trial_s = self.trial_tokens = 0.0
@@ -56,12 +63,16 @@ class _Speeds:
         gain = self.trial_tokens * self.plain_s / self.trial_s
         if self.num_turns >= _TRIAL and gain >= _LEAST_GAIN:
             # Should it lose later on, turns without drafts may be slower too: their contexts have grown.
-            self.rest, self.num_turns = _FIRST_REST, _TRIAL // 2
+            self.rest, self.last_rest, self.num_turns = _FIRST_REST, 0, _TRIAL // 2
             self.trial_s, self.trial_tokens = self.trial_s / 2, self.trial_tokens / 2
             if self.num_left <= -_RENEWAL:  # what was known counts as one turn
                 self.num_left, self.num_plain = _FIRST_REST, 1
         elif self.num_turns >= _TRIAL or (self.num_turns >= _TRIAL_IN_VAIN and gain < _LOSS):
-            self.end_trial(self.rest)
+            self.last_rest = self.rest
+            if self.rest > _FIRST_REST:  # else it had won
+                num_lost = self.trial_s / self.plain_s - self.trial_tokens
+                self.last_rest = max(self.rest, round(_REST_BY_LOSS * num_lost))
+            self.end_trial(self.last_rest)
             self.rest = max(min(2 * self.rest, _MAX_REST), _LEAST_REST)
 
     def end_trial(self, num_turns: int) -> None:
@@ -99,7 +110,10 @@ class DraftTrials:
                 self._speeds.learn_plain(seconds / num_running)
         if len(self._of_sizes) > _MAX_SIZES:
             self._of_sizes.clear()
-        self._speeds = self._of_sizes.setdefault(self._size, _Speeds())
+        if self._size not in self._of_sizes:
+            fewer = (each for each in self._of_sizes if each[0] == self._size[0] and each < self._size)
+            self._of_sizes[self._size] = _Speeds(self._of_sizes.get(max(fewer, default=self._size)))
+        self._speeds = self._of_sizes[self._size]
         self.is_resting = self._speeds.num_left > 0
 
     def note_accepted(self, seq: Sequence, num_accepted: int) -> None:
