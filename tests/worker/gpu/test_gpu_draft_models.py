@@ -73,7 +73,7 @@ def test_a_draft_model_on_a_gpu_changes_no_answer_and_is_right(target: Path, exp
     assert again.num_accepted == again.num_drafted > 0
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
+@pytest.mark.parametrize("family", by_day(["qwen3", "qwen3_next"], ["qwen3"]))
 def test_a_head_on_a_gpu_guesses_what_transformers_guesses(tmp_path: Path, family: str) -> None:
     """Graphs keep hidden states of steps; a prompt is read in parts, and kept by steps without graphs too."""
     sizes: dict[str, Any] = {"num_hidden_layers": 2}
@@ -97,7 +97,8 @@ def test_a_head_of_eagle_on_a_gpu_guesses_what_the_published_computation_guesses
     assert steps_of(loaded[0])._num_replayed > 0
 
 
-@pytest.mark.parametrize("seed", by_day([None, 3], [3]))
+@pytest.mark.night
+@pytest.mark.parametrize("seed", [None, 3])
 def test_a_late_device_drafts_by_a_head_under_preemption(tmp_path: Path, seed: int | None) -> None:
     folder = write_head(tmp_path / "head", make_checkpoint("qwen3", tmp_path / "plain", num_hidden_layers=1))
     expected, oracle = Speculated(*load_worker(folder), WIDE).answers(TINY_REQUESTS), Oracle(folder)

@@ -25,7 +25,7 @@ from worker.gpu import graphs
 from worker.pictures.sliced_call import SlicedCall
 
 
-@pytest.fixture(scope="module", params=by_day(FAMILIES, ["qwen3_vl", "gemma3"]))
+@pytest.fixture(scope="module", params=by_day(FAMILIES, ["qwen3_vl"]))
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return Reference(request.param, tmp_path_factory.mktemp(request.param))
 
