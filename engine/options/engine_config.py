@@ -52,6 +52,9 @@ _DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
 # One that the device computes, and one that is ready when it has finished.
 _MOST_PLANS_IN_FLIGHT = 2
 
+# Smaller requests that pass one for which there are too few free blocks; then blocks are kept for it.
+_MOST_BYPASSES = 32
+
 # Used without --target-itl. Where decodes alone take two thirds of our target, prompts get as much time as
 # decodes, or more in a large crowd, so that first tokens are not late; the same after the wait below.
 _DEFAULT_PREFILL_SHARE, _LARGE_CROWD_PREFILL_SHARE = 0.5, 0.85
@@ -279,6 +282,7 @@ def _scheduler_options(options: Options, limits: EngineStepLimits) -> SchedulerO
         priority_aging_s=_priority_aging_s(options),
         fairness=Fairness(options.fairness),
         tenant_weights=_tenant_weights(options.tenant_weight),
+        max_bypasses=_MOST_BYPASSES,
         preemption_mode=PreemptionMode(options.preemption_mode),
         batching=Batching(options.batching),
         prefill_delay_factor=options.prefill_delay_factor or 0.0,

@@ -10,6 +10,8 @@ from engine.core.scheduler_start import scheduler_config
 from engine.options.engine_config import resolve
 from engine.options.sources import read_options
 from tests.engine.model_facts import facts
+from tests.fakes import make_sequence
+from tests.world import World
 
 
 @pytest.mark.parametrize(
@@ -71,3 +73,14 @@ def test_running_requests_keep_a_pace_unless_the_operator_says_otherwise(
     found = scheduler_config(config.scheduler, facts(saturating_tokens=saturating_tokens))
     shares = (found.least_prefill_share, found.large_crowd_prefill_share)
     assert (found.target_itl_s, found.uncrowded_itl_s, *shares) == pace
+
+
+def test_a_small_request_passes_a_large_one_for_which_there_is_no_room(tiny_model: Path) -> None:
+    config, _ = resolve(read_options({"model": str(tiny_model)}, {}), environment={})
+    options = scheduler_config(config.scheduler, facts())
+    world = World(replace(options, num_blocks=8, block_size=4, max_model_len=32))
+    world.add(make_sequence(1, range(20), max_tokens=9))
+    world.step()
+    world.add(make_sequence(2, range(20, 36), max_tokens=1), make_sequence(3, [40, 41], max_tokens=1))
+    world.run()
+    assert list(world.ended) == [3, 1, 2]
