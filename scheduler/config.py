@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
-from math import inf, isinf
+from math import inf
 
 from scheduler.cache_groups import CacheGroup
 
@@ -12,13 +12,6 @@ class SchedulingPolicy(StrEnum):
 
     FCFS = "fcfs"
     PRIORITY = "priority"
-
-
-class OrderAmongEquals(StrEnum):
-    """Order of requests of equal priority; under FCFS all are equal."""
-
-    ARRIVAL = "arrival"
-    DEADLINE = "deadline"  # the nearest time limit first
 
 
 class PrefixCaching(StrEnum):
@@ -93,7 +86,6 @@ class SchedulerOptions:
     priority_aging_s: float = inf
     """Under the priority policy: seconds of waiting that make up for one level of priority, so that no
     request waits for ever. inf is strict priority."""
-    order_among_equals: OrderAmongEquals = OrderAmongEquals.ARRIVAL
     displacement: Displacement = Displacement.ON
     """Under the priority policy only."""
     fairness: Fairness = Fairness.NONE
@@ -163,8 +155,6 @@ class SchedulerOptions:
             )
         if any(weight <= 0 for _, weight in self.tenant_weights):
             raise ValueError("the weight of a tenant must be above 0")
-        if self.order_among_equals is OrderAmongEquals.DEADLINE and not isinf(self.priority_aging_s):
-            raise ValueError("aging makes all ranks different: there are no equals to order by deadline")
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark must be at least 0 and below 1, not {self.watermark}")
 

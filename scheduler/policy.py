@@ -19,12 +19,12 @@ urgent have all the time between.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from math import inf, isinf
 from typing import NamedTuple, Protocol, TypeVar
 
-from scheduler.config import OrderAmongEquals, SchedulerOptions, SchedulingPolicy
+from scheduler.config import SchedulerOptions, SchedulingPolicy
 
 Rank = tuple[float, ...]
 """The place in the one order of service: the smallest is served first and preempted last."""
@@ -36,8 +36,6 @@ class Standing(NamedTuple):
     priority: float
     """Lower is more urgent, as in nice(1)."""
     arrived_s: float
-    deadline_s: float
-    """When the nearest of its time limits runs out; inf without one."""
     admission: float
     """Number of the admission. Clocks can jump; this count does not."""
 
@@ -63,7 +61,6 @@ MOST_URGENT = Newcomer(-inf, (-inf,))
 """Standing before every possible request."""
 
 RankedT = TypeVar("RankedT", bound=Ranked)
-_SortKey = Callable[[Standing], Rank]
 
 
 class OrderOfService(ABC):
@@ -73,9 +70,6 @@ class OrderOfService(ABC):
     """Whether a request may ever take the place of another."""
     ages = False
     """Whether running requests have another order than waiting ones."""
-
-    def __init__(self, among_equals: _SortKey) -> None:
-        self._among_equals = among_equals
 
     @abstractmethod
     def rank(self, standing: Standing) -> Rank:
@@ -115,7 +109,7 @@ class FirstComeFirstServed(OrderOfService):
     """No request takes the place of another."""
 
     def rank(self, standing: Standing) -> Rank:
-        return self._among_equals(standing)
+        return (standing.admission,)
 
 
 class StrictPriority(OrderOfService):
@@ -124,7 +118,7 @@ class StrictPriority(OrderOfService):
     displaces = True
 
     def rank(self, standing: Standing) -> Rank:
-        return (standing.priority, *self._among_equals(standing))
+        return (standing.priority, standing.admission)
 
     def level(self, priority: int) -> int:
         return priority
@@ -155,13 +149,12 @@ class AgingPriority(StrictPriority):
 
     ages = True
 
-    def __init__(self, among_equals: _SortKey, *, aging_s: float) -> None:
-        super().__init__(among_equals)
+    def __init__(self, aging_s: float) -> None:
         self._aging_s = aging_s
 
     def rank(self, standing: Standing) -> Rank:
         virtual_deadline_s = standing.arrived_s + standing.priority * self._aging_s
-        return (virtual_deadline_s, *self._among_equals(standing))
+        return (virtual_deadline_s, standing.admission)
 
     def running_rank(self, standing: Standing) -> Rank:
         return super().rank(standing)
@@ -169,19 +162,8 @@ class AgingPriority(StrictPriority):
 
 def order_of_service(options: SchedulerOptions) -> OrderOfService:
     """Order that the operator's options describe."""
-    is_by_deadline = options.order_among_equals is OrderAmongEquals.DEADLINE
-    among_equals = _nearest_deadline if is_by_deadline else _arrival
     if options.policy is SchedulingPolicy.FCFS:
-        return FirstComeFirstServed(among_equals)
+        return FirstComeFirstServed()
     if isinf(options.priority_aging_s):
-        return StrictPriority(among_equals)
-    return AgingPriority(among_equals, aging_s=options.priority_aging_s)
-
-
-def _arrival(standing: Standing) -> Rank:
-    return (standing.admission,)
-
-
-def _nearest_deadline(standing: Standing) -> Rank:
-    """Earliest deadline first; requests without a time limit last, in order of arrival."""
-    return (standing.deadline_s, standing.admission)
+        return StrictPriority()
+    return AgingPriority(options.priority_aging_s)

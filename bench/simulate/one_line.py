@@ -44,7 +44,7 @@ class OneLine:
     def arrive(self, waiting: RequestUnderWay) -> None:
         """Put a request into the line."""
         request = waiting.request
-        standing = Standing(request.priority, request.arrival_s, float("inf"), waiting.number)
+        standing = Standing(request.priority, request.arrival_s, waiting.number)
         keys: list[bytes] = []
         if self._config.prefix_caching is PrefixCaching.ON:
             num_keys = (len(waiting.token_ids) - 1) // self._config.block_size

@@ -95,13 +95,13 @@ class ActiveRequests:
 
     def _require_room(self, priority: int | None, rooms: Sequence[QueueLimits]) -> None:
         """Raise Overloaded unless the smallest request of this priority has room, or displaces others."""
-        now_s, limit_s = time.monotonic(), self._limits.nearest_s
+        now_s = time.monotonic()
         kept = self._desk.kept_places(now_s=now_s)
         if any(room.has_room(1, 1, freed=kept) for room in rooms):
             return
         terms = None
         if priority is not None:
-            terms = CallTerms(priority=priority, tenant="", arrived_s=now_s, time_limit_s=limit_s)
+            terms = CallTerms(priority=priority, tenant="", arrived_s=now_s)
         if not any(self._desk.displaceable(1, 1, terms, room) for room in rooms):
             with self._metrics.counting_refusals():
                 raise self._room.refusal(1, now_s=now_s, freed=kept)
@@ -109,12 +109,7 @@ class ActiveRequests:
     def forecast(self, terms: ServiceTerms) -> QueueForecast:
         """Place that one more request of these terms would have now."""
         now_s = time.monotonic()
-        call = CallTerms(
-            priority=terms.priority,
-            tenant=terms.tenant,
-            arrived_s=now_s,
-            time_limit_s=min(self._limits.nearest_s, terms.time_limits.nearest_s),
-        )
+        call = CallTerms(priority=terms.priority, tenant=terms.tenant, arrived_s=now_s)
         num_ahead = self._desk.waiting.num_ahead(call, next_id=self._desk.next_id)
         if not (num_ahead or self.engines.are_full):
             return QueueForecast(0, 0.0, self._metrics.wait_reason)
@@ -323,17 +318,14 @@ class ActiveRequests:
         active.fail(error)
         self._remove(active)
 
-    def _call_terms(
-        self, requests: Sequence[GenerationRequest | PoolingRequest], arrived_s: float
-    ) -> CallTerms:
+    @staticmethod
+    def _call_terms(requests: Sequence[GenerationRequest | PoolingRequest], arrived_s: float) -> CallTerms:
         """Return the terms of a call, which are its most urgent request's."""
         terms = [request.terms for request in requests]
-        limits = (each.time_limits.nearest_s for each in terms)
         return CallTerms(
             priority=min((each.priority for each in terms), default=0),
             tenant=terms[0].tenant if terms else "",
             arrived_s=arrived_s,
-            time_limit_s=min([self._limits.nearest_s, *limits]),
         )
 
     def _start(self, admitted: Sequence[AnyActive]) -> None:

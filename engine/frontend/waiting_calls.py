@@ -41,11 +41,9 @@ class CallTerms:
     priority: int
     tenant: str
     arrived_s: float
-    time_limit_s: float
-    """The nearest of its time limits; inf without one."""
 
     def standing(self, admission: float) -> Standing:
-        return Standing(self.priority, self.arrived_s, self.arrived_s + self.time_limit_s, admission)
+        return Standing(self.priority, self.arrived_s, admission)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

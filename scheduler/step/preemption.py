@@ -17,7 +17,6 @@ undone;
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from math import inf
 
 from scheduler.blocks.block_demand import BlockDemand
 from scheduler.blocks.pool import BlockPool
@@ -135,7 +134,7 @@ class Preemptor:
         """Let a sequence that has had its turn wait as long as a new one of its priority for the next."""
         order = self._state.order
         if order.ages and victim.num_tokens >= victim.protected_until:
-            victim.rank = order.rank(Standing(victim.priority, now_s, inf, victim.admission))
+            victim.rank = order.rank(Standing(victim.priority, now_s, victim.admission))
 
     def _mode_for(self, victim: Sequence) -> PreemptionMode:
         """RECOMPUTE or SWAP. Counts when only the size of the swap space speaks against SWAP."""

@@ -134,8 +134,7 @@ class SchedulerState:
 
     def rank(self, seq: Sequence) -> None:
         """Give a new sequence its places in the orders of waiting and of running."""
-        deadline_s = seq.admitted_s + seq.time_limits.nearest_s
-        standing = Standing(seq.priority, seq.admitted_s, deadline_s, seq.admission)
+        standing = Standing(seq.priority, seq.admitted_s, seq.admission)
         seq.rank, seq.running_rank = self.order.rank(standing), self.order.running_rank(standing)
 
 

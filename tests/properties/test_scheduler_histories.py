@@ -20,7 +20,6 @@ from scheduler.config import (
     DraftSupply,
     Fairness,
     HostTier,
-    OrderAmongEquals,
     PreemptionMode,
     PrefixCaching,
     SchedulerConfig,
@@ -416,11 +415,10 @@ def test_under_constant_memory_pressure_every_request_still_ends_once_with_its_o
     num_preemptions = num_displacements = num_swaps = num_host_hits = num_tails = num_asked = num_held = 0
     for seed in seeds(50):
         random = Random(seed)
-        order = random.choice(list(OrderAmongEquals))
         room = {
             "num_blocks": random.randint(6, 12),
             "max_num_seqs": random.randint(2, 6),
-            "priority_aging_s": inf if order is OrderAmongEquals.DEADLINE else random.choice([inf, 5.0]),
+            "priority_aging_s": random.choice([inf, 5.0]),
             "max_bypasses": random.choice([0, 3]),
             "preemption_mode": random.choice(list(PreemptionMode)),
         }
@@ -432,7 +430,6 @@ def test_under_constant_memory_pressure_every_request_still_ends_once_with_its_o
             host_tier=random.choice(list(HostTier)),
             groups=windows_of(random.choice([None, None, 6])),
             fairness=random.choice(list(Fairness)),
-            order_among_equals=order,
             batching=random.choice(list(Batching)),
             max_chunk_tokens=random.choice([0, 5]),
             target_itl_s=random.choice([inf, 0.5]),

@@ -2,7 +2,6 @@
 
 import pytest
 
-from scheduler.config import OrderAmongEquals
 from tests.world import small_config
 
 
@@ -22,10 +21,6 @@ from tests.world import small_config
         ({"prefill_delay_factor": -0.1}, "prefill_delay_factor must be at least 0"),
         ({"tenant_weights": (("a", 0.0),)}, "weight of a tenant"),
         ({"watermark": 1.0}, "watermark"),
-        (
-            {"priority_aging_s": 3.0, "order_among_equals": OrderAmongEquals.DEADLINE},
-            "no equals to order by deadline",
-        ),
     ],
 )
 def test_a_wrong_limit_is_named(changes: dict[str, object], text: str) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from scheduler.config import Displacement, Fairness, OrderAmongEquals, SchedulingPolicy
+from scheduler.config import Displacement, Fairness, SchedulingPolicy
 from scheduler.messages import FinishReason, PreemptionCause, SequenceId, TimeLimits
 from scheduler.step.preemption import PROTECTED_TOKENS
 from tests.fakes import continuation, make_sequence
@@ -220,20 +220,6 @@ def test_one_that_waits_too_long_is_dropped_before_it_costs_a_step(
     assert world.reason(2) is FinishReason.EXPIRED
     assert world.tokens[SequenceId(2)] == []
     assert all(share.sequence_id != 2 for plan in world.worker.plans for share in plan.scheduled)
-
-
-@pytest.mark.parametrize(
-    ("policy", "order"), [(SchedulingPolicy.FCFS, [4, 2, 1, 3]), (SchedulingPolicy.PRIORITY, [4, 1, 2, 3])]
-)
-def test_among_equals_the_nearest_deadline_may_come_first(policy: SchedulingPolicy, order: list[int]) -> None:
-    world = World(small_config(max_num_seqs=1, policy=policy, order_among_equals=OrderAmongEquals.DEADLINE))
-    for number, priority, total_s in ((1, 0, float("inf")), (2, 1, 90.0), (3, 1, float("inf")), (4, 0, 50.0)):
-        limits = TimeLimits(total_s=total_s)
-        world.add(
-            make_sequence(number, prompt(2, number), max_tokens=1, priority=priority, time_limits=limits)
-        )
-    world.run()
-    assert list(world.ended) == order
 
 
 def test_one_that_runs_too_long_returns_what_it_has() -> None:

@@ -29,7 +29,7 @@ class Desk:
         self, num_tokens: int = 50, *, priority: int = 0, tenant: str = "", n: int = 1, keys: tuple = ()
     ) -> Ticket[int]:
         self.num_asked += 1
-        standing = Standing(priority, float(self.num_asked), float("inf"), self.num_asked)
+        standing = Standing(priority, float(self.num_asked), self.num_asked)
         needs = CallNeeds(self.order.rank(standing), priority, tenant, n, num_tokens, keys)
         return self.dispatcher.add(self.num_asked, needs)
 

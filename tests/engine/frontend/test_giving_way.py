@@ -21,8 +21,8 @@ from engine.options.engine_config import resolve
 from engine.options.options import Options
 from engine.process_messages import AddRequest, EndSequences
 from engine.text.tokenizer import Tokenizer
-from engine.types import GenerationRequest, SamplingParams, ServiceTerms, TimeLimits
-from scheduler.config import Displacement, Fairness, OrderAmongEquals, SchedulerOptions, SchedulingPolicy
+from engine.types import GenerationRequest, SamplingParams, ServiceTerms
+from scheduler.config import Displacement, Fairness, SchedulerOptions, SchedulingPolicy
 from scheduler.messages import FinishReason, SequenceOutput, SequenceStart
 from tests.e2e.serving import running_server
 from tests.fakes import make_sequence
@@ -258,10 +258,8 @@ def queue_of(*calls: tuple[int, CallTerms], **options: object) -> WaitingCalls[I
     return waiting
 
 
-def terms_of(
-    priority: int, *, arrived_s: float = 0.0, time_limit_s: float = inf, tenant: str = "a"
-) -> CallTerms:
-    return CallTerms(priority=priority, tenant=tenant, arrived_s=arrived_s, time_limit_s=time_limit_s)
+def terms_of(priority: int, *, arrived_s: float = 0.0, tenant: str = "a") -> CallTerms:
+    return CallTerms(priority=priority, tenant=tenant, arrived_s=arrived_s)
 
 
 def leaving(calls: WaitingCalls[Item], newcomer: CallTerms | None = None) -> list[int]:
@@ -282,17 +280,11 @@ def test_waiting_makes_up_for_priority_as_it_does_in_the_scheduler() -> None:
     assert len(calls) == 0
 
 
-def test_among_equals_the_furthest_deadline_gives_way_first_if_deadlines_order_them() -> None:
-    limits = [(1, 5.0), (2, inf), (3, 60.0), (4, 1.0)]
-    calls = [(number, terms_of(9, time_limit_s=limit_s)) for number, limit_s in limits]
-    assert leaving(queue_of(*calls, order_among_equals=OrderAmongEquals.DEADLINE)) == [2, 3, 1, 4]
+def test_among_equals_the_last_gives_way_first_and_none_displaces_another() -> None:
+    calls = [(number, terms_of(3)) for number in (1, 2, 3, 4)]
     assert leaving(queue_of(*calls)) == [4, 3, 2, 1]
-
-
-def test_a_near_deadline_displaces_no_equal() -> None:
-    calls = queue_of((1, terms_of(3)), order_among_equals=OrderAmongEquals.DEADLINE)
-    assert leaving(calls, terms_of(3, time_limit_s=1.0)) == []
-    assert leaving(calls, terms_of(2)) == [1]
+    assert leaving(queue_of(*calls), terms_of(3)) == []
+    assert leaving(queue_of(*calls[:1]), terms_of(2)) == [1]
 
 
 def test_under_fairness_the_tenant_with_most_to_be_served_gives_way_first() -> None:
@@ -305,22 +297,16 @@ def test_under_fairness_the_tenant_with_most_to_be_served_gives_way_first() -> N
     assert leaving(weighed) == [4, 0, 3, 2, 1, 5]
 
 
-@pytest.mark.parametrize("order", OrderAmongEquals)
 @pytest.mark.parametrize("aging_s", [inf, 10.0])
 def test_the_queue_gives_way_in_the_reverse_of_the_order_in_which_the_scheduler_serves(
-    order: OrderAmongEquals, aging_s: float
+    aging_s: float,
 ) -> None:
-    if order is OrderAmongEquals.DEADLINE:
-        aging_s = inf
-    options = {"policy": SchedulingPolicy.PRIORITY, "order_among_equals": order, "priority_aging_s": aging_s}
-    asked = [(priority, 7.0 * (5 * number % 11)) for number, priority in enumerate([3, 1, 3, 0, 1, 3, 0, 2])]
+    options = {"policy": SchedulingPolicy.PRIORITY, "priority_aging_s": aging_s}
     world = World(small_config(max_num_seqs=1, displacement=Displacement.OFF, num_blocks=64, **options))
     calls = []
-    for number, (priority, limit_s) in enumerate(asked, start=1):
-        limits = TimeLimits(total_s=1000 + limit_s)
-        world.add(make_sequence(number, [1], max_tokens=1, priority=priority, time_limits=limits))
-        terms = terms_of(priority, arrived_s=world.now_s, time_limit_s=limits.nearest_s)
-        calls.append((number, terms))
+    for number, priority in enumerate([3, 1, 3, 0, 1, 3, 0, 2], start=1):
+        world.add(make_sequence(number, [1], max_tokens=1, priority=priority))
+        calls.append((number, terms_of(priority, arrived_s=world.now_s)))
         world.now_s += 30.0
     world.run()
     assert leaving(queue_of(*calls, **options)) == list(reversed(world.ended))
