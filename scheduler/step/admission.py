@@ -378,7 +378,7 @@ class Admission:
         Sequences without an adapter take nothing that the head waits for, and pass it freely. Of those that
         need no place the order is kept: the first is not passed, whatever it lacks.
         """
-        may_pass = head.num_bypasses < max(self._config.max_bypasses, _ADAPTER_BYPASSES)
+        may_pass = head.num_bypasses < _ADAPTER_BYPASSES
         seq = self._queues.first_with({"", *self._adapters_in_use()} if may_pass else {""})
         if seq is None or self._obstacle(seq, budget) is not None:
             return None

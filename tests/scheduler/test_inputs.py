@@ -248,6 +248,16 @@ def test_so_many_different_adapters_run_at_once_and_any_number_of_sequences_with
     assert world.tokens[SequenceId(3)] == continuation(prompt(2, 3), 3)
 
 
+def test_one_that_waits_for_a_place_for_its_adapter_is_passed_by_sixteen_that_have_one() -> None:
+    world = World(small_config(num_blocks=32, max_adapters=1, max_bypasses=32))
+    world.add(make_sequence(1, prompt(2, 1), adapter="x", max_tokens=30))
+    world.step()
+    world.add(make_sequence(2, prompt(2, 2), adapter="y", max_tokens=1))
+    world.add(*(make_sequence(number, [number], adapter="x", max_tokens=1) for number in range(3, 33)))
+    world.run()
+    assert list(world.ended).index(2) == 1 + 16
+
+
 def test_one_whose_adapter_has_no_place_is_looked_up_once_the_step_has_time_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
