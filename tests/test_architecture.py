@@ -37,9 +37,7 @@ FOLDER_DOORS = {
     ("campaigns/drafts.py", "worker.worker"),
     ("campaigns/drafts.py", "worker.worker_config"),
     ("campaigns/load_memory.py", "worker"),  # a load, alone
-    ("campaigns/products.py", "worker"),  # the products of the CPU, alone
     ("campaigns/step_ratio.py", "worker"),  # steps of several forms, by turns
-    ("campaigns/gpu/exchanges.py", "worker"),  # the exchanges, alone
     ("campaigns/gpu/host_step.py", "engine"),
     ("campaigns/gpu/host_step.py", "worker"),
     ("campaigns/gpu/null_device.py", "worker"),

@@ -7,9 +7,9 @@ Never: imports torch: a part that brings the device down must not bring the othe
 import argparse
 import importlib
 import importlib.util
-import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,8 +23,7 @@ from pathlib import Path
 
 from campaigns.gpu.catalogue import BY_NAME, QUARTERS, Part
 from campaigns.gpu.launches import LastLaunch
-from campaigns.gpu.results import PAGE, Record, Table, pack, write_document, write_page
-from campaigns.gpu.scratch import roomiest_folder
+from campaigns.gpu.results import PAGE, Record, Table, write_page
 
 _ROOT = Path(__file__).resolve().parents[2]
 _LAST_WORDS = 600
@@ -32,6 +31,8 @@ _BLOCKING = "CUDA_LAUNCH_BLOCKING"
 _DEVICE_FAILED = ("CUDA error", "Error [CUDA]")
 _AGAIN = "-again"
 _AGAIN_S = 60.0
+_ENOUGH_BYTES = 24 << 30
+"""For checkpoints of 16 GB, with room to spare."""
 _SMOKE_PATIENCE = 3
 """An interpreter on a busy machine is given longer."""
 
@@ -44,7 +45,6 @@ class Settings:
     is_smoke: bool
     """Tiny shapes on the CPU, with Triton's interpreter: to try the parts, not the device."""
     shape: str = ""
-    has_own_context: bool = False
     scratch: Path | None = None
     options: dict[str, str] = field(default_factory=dict)
     """See Part."""
@@ -84,7 +84,6 @@ def main(argv: Sequence[str]) -> int:
         metavar="FACTOR",
         help="limits of the parts times this, for a machine with a cold disk; default %(default)s",
     )
-    parser.add_argument("--pack", type=Path, metavar="FILE", help="put all results into one archive, too")
     parser.add_argument("--scratch", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--suffix", default="", help=argparse.SUPPRESS)
     parser.add_argument("--inside", choices=BY_NAME, help=argparse.SUPPRESS)
@@ -96,7 +95,6 @@ def main(argv: Sequence[str]) -> int:
             out=options.out,
             is_smoke=options.smoke,
             shape=part.shape,
-            has_own_context=part.has_own_context,
             scratch=options.scratch,
             options=part.options,
             batches=part.batches,
@@ -106,9 +104,16 @@ def main(argv: Sequence[str]) -> int:
     for name in names:
         if name not in BY_NAME:
             parser.error(f"no part is called {name!r}; there are {', '.join(BY_NAME)}")
-    with tempfile.TemporaryDirectory(dir=roomiest_folder()) as folder:
+    with tempfile.TemporaryDirectory(dir=_roomiest_folder()) as folder:
         options.scratch = Path(folder)
         return _run_all([BY_NAME[name] for name in names], options)
+
+
+def _roomiest_folder() -> str | None:
+    """Return memory, which is faster than a disk, where it has room; None is where temporary files are."""
+    memory = Path("/dev/shm")
+    has_room = memory.is_dir() and shutil.disk_usage(memory).free >= _ENOUGH_BYTES
+    return str(memory) if has_room else None
 
 
 class _TrialLog(logging.Handler):
@@ -162,10 +167,6 @@ def _run_all(parts: Sequence[Part], options: argparse.Namespace) -> int:
         print(end, flush=True)
         ends.append((part.name, part.title, end))
         write_page(options.out, ends)
-        (options.out / "ends.json").write_text(json.dumps(ends, indent=1), encoding="utf-8")
-        write_document(options.out, ends)
-        if options.pack:
-            pack(options.out, options.pack)
     print(options.out / PAGE)
     return num_failed
 
@@ -178,27 +179,13 @@ def _where_it_failed(part: Part, options: argparse.Namespace, limit_s: float) ->
     return f" Again with {_BLOCKING}=1: {end}"
 
 
-def _run(
-    part: Part,
-    options: argparse.Namespace,
-    limit_s: float,
-    *,
-    suffix: str = "",
-) -> tuple[str, bool]:
+def _run(part: Part, options: argparse.Namespace, limit_s: float, *, suffix: str = "") -> tuple[str, bool]:
     """End of the part, and whether it is a failure. Ended by its limit, it leaves what it has found.
 
     With a suffix for the names of its files, the host waits for each kernel.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "campaigns.gpu",
-        "--inside",
-        part.name,
-        "--out",
-        str(options.out.resolve()),
-    ]
-    command += ["--scratch", str(options.scratch), f"--suffix={suffix}"]
+    command = [sys.executable, "-m", "campaigns.gpu", "--inside", part.name, f"--suffix={suffix}"]
+    command += ["--out", str(options.out.resolve()), "--scratch", str(options.scratch)]
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "1" if options.smoke else "0",

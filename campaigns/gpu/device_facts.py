@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from campaigns.gpu.cli import Settings
 
 _REPEATS = 20
-# Of Llama-3.1-8B: query, key and value; output; gate and up; down.
-_LAYER_SHAPES = ((6144, 4096), (4096, 4096), (28_672, 4096), (4096, 14_336))
+_CALLS_OF_A_GRAPH = 32
 
 
 def run(record: Record, settings: "Settings") -> None:
@@ -32,7 +31,6 @@ def run(record: Record, settings: "Settings") -> None:
     seconds = timed(lambda: left @ right, device)
     record.figure("matmul_flops", 2 * size**3 / seconds)
     table.add("bf16 product", f"{size} cubed", ms(seconds), f"{2 * size**3 / seconds / 1e12:.1f} TFLOP/s")
-    _time_linears(record, device, shrink=32 if settings.is_smoke else 1)
 
 
 def _time_copies(record: Record, table: Table, device: str, *, num_bytes: int) -> None:
@@ -72,26 +70,6 @@ def _describe(record: Record, device: str) -> None:
     record.figure("device", name)
 
 
-def _time_linears(record: Record, device: str, *, shrink: int) -> None:
-    """The four products of a layer, with as many different weights as no cache holds."""
-    table = record.table(
-        "Products of Llama-3.1-8B's layer, bf16", "Tokens", "Outputs x inputs", "Median", "Rate"
-    )
-    for num_tokens in (1, 8, 64, 256):
-        for num_outputs, num_inputs in _LAYER_SHAPES:
-            shape = (num_outputs // shrink, num_inputs // shrink)
-            weights = [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(4)]
-            tokens = torch.randn(num_tokens, shape[1], device=device, dtype=torch.bfloat16)
-
-            def work(tokens: torch.Tensor = tokens, weights: list[torch.Tensor] = weights) -> None:
-                for weight in weights:
-                    torch.nn.functional.linear(tokens, weight)
-
-            seconds = timed(work, device) / len(weights)
-            rate = 2 * shape[0] * shape[1] / seconds
-            table.add(num_tokens, f"{shape[0]} x {shape[1]}", ms(seconds), f"weights at {gb_per_s(rate)}")
-
-
 def timed(work: Callable[[], object], device: str) -> float:
     """Median seconds of one call, after three for warmth."""
     for _ in range(3):
@@ -99,6 +77,19 @@ def timed(work: Callable[[], object], device: str) -> float:
     if device == "cpu":
         return statistics.median(_clocked(work) for _ in range(_REPEATS))
     return statistics.median(_timed_on_gpu(work) for _ in range(_REPEATS))
+
+
+def seconds_of_call(call: Callable[[], object], device: Any) -> float:
+    """Time a call in a graph of several on a worker's Device; where that is None, call it once."""
+    if device is None:
+        call()
+        return 1.0
+
+    def work() -> None:
+        for _ in range(_CALLS_OF_A_GRAPH):
+            call()
+
+    return timed(device.capture(work).replay, "cuda") / _CALLS_OF_A_GRAPH
 
 
 def _timed_on_gpu(work: Callable[[], object]) -> float:

@@ -61,7 +61,7 @@ def pack(wheels: Path, folder: Path) -> Iterator[str]:
             names = [name for name in named if not _LEFT_OUT.search(name)]
             alone = [name for name in names if members.getinfo(name).file_size >= _ALONE_BYTES]
             groups = {f"{wheel.stem}.tar.xz": [name for name in names if name not in alone]}
-            groups |= {f"{Path(name).stem}.tar.xz": [name] for name in alone}
+            groups |= {f"{_place(name).replace('/', '.')}.tar.xz": [name] for name in alone}
             for archive, of_group in groups.items():
                 _write(folder / archive, {_place(name): _content(members, name) for name in of_group})
                 archives.append(folder / archive)

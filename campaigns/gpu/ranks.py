@@ -1,8 +1,7 @@
-"""Ranks on GPUs: what their exchanges cost, and the tokens and the speed of shards and of stages.
+"""Ranks on GPUs: the tokens and the speed of shards and of stages.
 
 Owns: servers of one rank, of two shards and of two stages that share a GPU, and of as many with a GPU each
 where there are two or four, and the same requests to each.
-Never: measures exchanges (exchanges.py).
 """
 
 import json
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING
 from urllib.request import Request, urlopen
 
 from campaigns.checkpoints.make_shapes import write_full_tokenizer
-from campaigns.gpu.exchanges import measure_one_rank, measure_two_ranks
 from campaigns.gpu.results import Record, Table
 from campaigns.gpu.shapes import SHAPES, write_checkpoint
 from campaigns.servers.free_ports import free_port
@@ -35,9 +33,6 @@ class RanksDiffer(Exception):
 
 def run(record: Record, settings: "Settings") -> None:
     """Raises RanksDiffer."""
-    measure_one_rank(record, settings)
-    if settings.is_smoke or _num_gpus() > 1:
-        measure_two_ranks(record, settings)
     if not _compare_servers(record, settings):
         raise RanksDiffer("ranks draw other tokens than one process")
 

@@ -5,13 +5,11 @@ Never: measures.
 """
 
 import json
-import tarfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 PAGE = "results.md"
-DOCUMENT = "results.json"
 LINES = "results.jsonl"
 
 
@@ -103,22 +101,6 @@ def write_page(folder: Path, ends: Sequence[tuple[str, str, str]]) -> None:
         for table in document.get("tables", ()):
             lines += [f"### {table['title']}", "", *_markdown(table["columns"], table["rows"]), ""]
     (folder / PAGE).write_text("\n".join(lines), encoding="utf-8")
-
-
-def write_document(folder: Path, ends: Sequence[tuple[str, str, str]]) -> None:
-    """Write what all parts have found as one JSON: figures, notes and tables by part, and how each ended."""
-    parts = {name: {"end": end, **read_record(folder, name)} for name, _, end in ends}
-    (folder / DOCUMENT).write_text(json.dumps(parts, indent=1), encoding="utf-8")
-
-
-def pack(folder: Path, archive: Path) -> None:
-    """Put all files of a folder into one archive (.tgz), in the place of an earlier one."""
-    waiting = archive.with_name(f"{archive.name}.tmp")
-    with tarfile.open(waiting, "w:gz") as tar:
-        for path in sorted(folder.iterdir()):
-            if path.is_file() and path not in (archive, waiting):
-                tar.add(path, arcname=path.name)
-    waiting.replace(archive)
 
 
 def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -1,6 +1,6 @@
-"""Serving over HTTP: a server of its own on the device, and the load client against it.
+"""Serving over HTTP: vLLM's server and ours on the device, one after the other, and a load client for both.
 
-Owns: the server's command, and the rounds of load.
+Owns: the servers' commands, and the rounds of load.
 Never: times a request itself: bench/load/command.py does.
 """
 
@@ -8,13 +8,12 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.load.command import main as load
 from campaigns.checkpoints.make_shapes import write_full_tokenizer
-from campaigns.gpu.results import Record
+from campaigns.gpu.results import Record, Table
 from campaigns.gpu.shapes import SHAPES, checkpoint
 from campaigns.servers.free_ports import free_port
 from campaigns.servers.running import Launch, PeerFailed, running
@@ -23,17 +22,11 @@ if TYPE_CHECKING:
     from campaigns.gpu.cli import Settings
 
 _ROOT = Path(__file__).resolve().parents[2]
+_READY = {"vLLM": "/v1/models", "ours": "/health/ready"}
 _READY_WITHIN_S = 180.0
 
 
 def run(record: Record, settings: "Settings") -> None:
-    """Raises PeerFailed if the server does not start."""
-    model = () if settings.is_smoke else (str(_model(settings)),)
-    table = record.table("A server under load", "Concurrency", "Requests", "Failed", *_FIGURES)
-    _serve(record, settings, _ours(settings, model), "/health/ready", table.add)
-
-
-def run_peer(record: Record, settings: "Settings") -> None:
     """Serve and load vLLM from the folder KIT, then ours on the same device and checkpoint.
 
     Raises PeerFailed if ours does not start; without vLLM there are ours alone, and the reason.
@@ -43,10 +36,10 @@ def run_peer(record: Record, settings: "Settings") -> None:
         "Ours with vLLM's, by turns", "Server", "Concurrency", "Requests", "Failed", *_FIGURES
     )
     try:
-        _serve(record, settings, _theirs(settings, model), "/v1/models", partial(table.add, "vLLM"))
+        _serve(record, settings, table, "vLLM", _theirs(settings, model))
     except PeerFailed as error:
         record.note(f"vLLM: {error}")
-    _serve(record, settings, _ours(settings, (model,)), "/health/ready", partial(table.add, "ours"))
+    _serve(record, settings, table, "ours", _ours(settings, model))
     rates = {(row[0], row[1]): float(row[4]) for row in table.rows}
     ratios = record.table("Output tokens per second, ours for vLLM's", "Concurrency", "Ratio")
     for (server, concurrency), rate in rates.items():
@@ -62,13 +55,14 @@ def _model(settings: "Settings") -> Path:
     return folder
 
 
-def _ours(settings: "Settings", model: tuple[str, ...]) -> Callable[[int], Launch]:
+def _ours(settings: "Settings", model: str) -> Callable[[int], Launch]:
     device = ("--device", "cpu", "--num-threads", "1") if settings.is_smoke else ("--device", "cuda")
     words = [f"--{name.replace('_', '-')}={value}" for name, value in settings.options.items()]
     return lambda port: Launch(
         command=(
-            *(sys.executable, "-m", "server", "serve", *filter(None, model), "--port", str(port), *device),
-            *("--max-model-len", "256" if settings.is_smoke else "2048", *words),
+            *(sys.executable, "-m", "server", "serve", *filter(None, (model,)), "--port", str(port), *device),
+            *("--max-model-len", "256" if settings.is_smoke else "2048"),
+            *("--no-enable-prefix-caching", *words),  # rounds have the same prompts
         ),
         variables={},
         folder=_ROOT,
@@ -103,26 +97,22 @@ def _theirs(settings: "Settings", model: str) -> Callable[[int], Launch]:
 
 
 def _serve(
-    record: Record,
-    settings: "Settings",
-    launch: Callable[[int], Launch],
-    ready_path: str,
-    add: Callable[..., None],
+    record: Record, settings: "Settings", table: Table, name: str, launch: Callable[[int], Launch]
 ) -> None:
     """Start a server, and add what each number of clients finds. Raises PeerFailed."""
-    port, log = free_port(), settings.out / f"server-{record.name}.log"
+    port, log = free_port(), settings.out / f"server-{record.name}-{name}.log"
     with running(
-        launch(port), port=port, ready_path=ready_path, log=log, ready_within_s=_READY_WITHIN_S
+        launch(port), port=port, ready_path=_READY[name], log=log, ready_within_s=_READY_WITHIN_S
     ) as server:
-        record.note(f"Ready after {server.ready_s:.1f} s.")
+        record.note(f"{name}: ready after {server.ready_s:.1f} s.")
         for concurrency in (2,) if settings.is_smoke else (1, 16, 64, 256):
-            add(concurrency, *_round(settings, port, concurrency))
+            table.add(name, concurrency, *_round(settings, name, port, concurrency))
 
 
-def _round(settings: "Settings", port: int, concurrency: int) -> list[object]:
+def _round(settings: "Settings", name: str, port: int, concurrency: int) -> list[object]:
     num_requests = 4 if settings.is_smoke else max(8, 2 * concurrency)
     lengths = (16, 8) if settings.is_smoke else (512, 128)
-    report = settings.out / f"load-{concurrency}.json"
+    report = settings.out / f"load-{name}-{concurrency}.json"
     load(
         [
             *("serve", "--base-url", f"http://127.0.0.1:{port}", "--json", str(report), "--ignore-eos"),
@@ -133,7 +123,7 @@ def _round(settings: "Settings", port: int, concurrency: int) -> list[object]:
     summary = json.loads(report.read_text(encoding="utf-8"))["summary"]
     latencies = summary["latencies"]
     rate = summary["output_tokens_per_s"]
-    cells = [f"{latencies[name][share]:.2f} ms" for name, share in _LATENCIES]
+    cells = [f"{latencies[kind][share]:.2f} ms" for kind, share in _LATENCIES]
     return [num_requests, summary["num_failed"], f"{rate:.0f}", *cells]
 
 

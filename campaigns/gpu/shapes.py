@@ -181,6 +181,19 @@ SHAPES = {
 }
 
 
+def products_of(shape: Shape) -> list[tuple[int, int]]:
+    """List the products of a layer that attends, as outputs and inputs."""
+    queries, keys = (
+        heads * shape.head_dim for heads in (shape.num_attention_heads, shape.num_key_value_heads)
+    )
+    return [
+        (queries + 2 * keys, shape.hidden_size),
+        (shape.hidden_size, queries),
+        (2 * shape.intermediate_size, shape.hidden_size),
+        (shape.hidden_size, shape.intermediate_size),
+    ]
+
+
 def write_checkpoint(name: str, folder: Path) -> Path:
     """Write config.json and model.safetensors into a folder that is made for it; returns the folder."""
     shape = SHAPES[name]

@@ -19,7 +19,6 @@ from bench.load.report import percentile
 from campaigns.gpu.driving import Drive, TimedStep, open_worker, scheduler_config
 from campaigns.gpu.results import Record, read_record
 from campaigns.gpu.shapes import SHAPES, checkpoint
-from campaigns.gpu.swaps import measure_swaps
 from campaigns.peers.floor import StepBytes, step_bytes
 from scheduler.config import PrefixCaching
 
@@ -30,13 +29,13 @@ if TYPE_CHECKING:
 
 _CONTEXT = 1024
 _NUM_DECODES = 64
+_BATCHES = (1, 8, 16, 64, 256)
 _NUM_WARM = 8
 _NUM_TOP_KERNELS = 15
-_SWAP_BYTES = 256 << 20
 _BITS = {"none": 16, "int8": 8, "fp8": 8, "int4": 4.5}
 """Bits of a number of a layer, scales of groups included."""
-_LONG_DECODES = ((1, 8192), (16, 8192), (1, 32_768), (1, 130_048))
-"""Sequences and their tokens; those beyond the context window are left out."""
+_LONG_BATCHES = (1, 16)
+"""Sequences whose context is as long as a step of prompts."""
 
 # Output tokens per second with 1,024 tokens of context, by shape and batch, on an H100 and on an H200. Set
 # before anything was measured: of an H100 by datasheet; of an H200 what it must reach and what it should.
@@ -62,9 +61,7 @@ class Bench:
         self._is_smoke = settings.is_smoke
         self._options = settings.options
         self._context = 12 if settings.is_smoke else _CONTEXT
-        self._has_own_context = settings.has_own_context
-        batches = (1, 32, 64, 128, 256, 512) if settings.has_own_context else (1, 8, 16, 64, 256)
-        self._batches = (1, 2) if settings.is_smoke else settings.batches or batches
+        self._batches = (1, 2) if settings.is_smoke else settings.batches or _BATCHES
         self._num_decodes = 4 if settings.is_smoke else _NUM_DECODES
         self._num_warm = 1 if settings.is_smoke else _NUM_WARM
         device = read_record(settings.out, "device").get("figures", {})
@@ -81,13 +78,12 @@ class Bench:
 
     def _open(self, folder: Path, target: str) -> "tuple[Worker, ModelFacts]":
         most = self._batches[-1]
-        longest = None if self._has_own_context else max(2 * self._context, self._most_tokens + 1)
+        longest = max(2 * self._context, self._most_tokens + self._num_warm + self._num_decodes)
         settings: dict[str, Any] = {"max_num_seqs": most, "max_model_len": longest}
         if self._is_smoke:
             settings |= {"dtype": "float32", "num_blocks": 32, "block_size": 8}
         settings |= self._options
         settings["max_num_batched_tokens"] = self._most_tokens
-        settings["swap_space_bytes"] = _SWAP_BYTES >> 14 if self._is_smoke else _SWAP_BYTES
         return open_worker(folder, target, **settings)
 
     def measure_prefill(self) -> None:
@@ -110,8 +106,8 @@ class Bench:
         """Time one prompt of the most tokens that a step has, alone, and few decodes of long contexts."""
         table = self._record.table("One prompt alone", "Tokens", "Tokens a step", "Time", "Tokens per second")
         length, context = self._most_tokens, self._context
+        self._context = length
         for most in (8, 16) if self._is_smoke else (2048, 8192):
-            self._context = length
             for _ in range(2):
                 drive = self._drive(1, 1, most)
                 seconds = _seconds(drive.run)
@@ -119,16 +115,13 @@ class Bench:
             table.add(length, most, f"{seconds * 1e3:.1f} ms", f"{length / seconds:.0f}")
             self._record.figure(f"prompt_{length}_by_{most}", seconds)
         table = self._record.table("Decode of long contexts", "Batch", "Context", "Step", "Floor", "p95")
-        for batch, long in ((1, 14),) if self._is_smoke else _LONG_DECODES:
-            if long + self._num_decodes > self._facts.max_model_len:
-                continue
-            self._context = long
+        for batch in (1,) if self._is_smoke else _LONG_BATCHES:
             times_s = [step.took_s for step in self._decode(batch, 2)]
             floor_s = self._floor_s(batch)
             step_s = statistics.median(times_s)
             cells = (f"{step_s * 1e3:.2f} ms", f"{floor_s * 1e3:.2f} ms" if floor_s else "-")
-            table.add(batch, self._context, *cells, f"{_late_shares(times_s)[0] * 1e3:.2f} ms")
-            self._record.figure(f"decode_{batch}_of_{self._context}", step_s)
+            table.add(batch, length, *cells, f"{_late_shares(times_s)[0] * 1e3:.2f} ms")
+            self._record.figure(f"decode_{batch}_of_{length}", step_s)
         self._context = context
 
     def measure_decodes(self) -> None:
@@ -152,23 +145,6 @@ class Bench:
                     *(f"{share * 1e3:.2f} ms" for share in _late_shares([step.took_s for step in steps])),
                 )
                 self._record.figure(f"decode_{batch}_depth_{depth}", step_s)
-
-    def measure_swaps(self) -> None:
-        batch = self._batches[-1] if self._is_smoke else 64
-
-        def drive_on(worker: Any, num_blocks: int) -> Drive:
-            config = scheduler_config(
-                self._facts,
-                num_blocks=num_blocks,
-                max_num_seqs=batch,
-                max_num_batched_tokens=self._most_tokens,
-                prefix_caching=PrefixCaching.OFF,
-            )
-            drive = Drive(worker, config)
-            self._add_prompts(drive, batch, self._num_warm + self._num_decodes)
-            return drive
-
-        measure_swaps(self._record, self._worker, self._facts, drive_on, num_warm=self._num_warm)
 
     def profile(self) -> None:
         for batch in (1, self._batches[-1] if self._is_smoke else 64):
@@ -267,7 +243,6 @@ def run(record: Record, settings: "Settings") -> None:
         bench.measure_prefill()
     if not settings.options:
         bench.measure_long()
-        bench.measure_swaps()
     bench.profile()
     bench.close()
 

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import tarfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,6 @@ from campaigns.gpu.driving import Drive, StepFailed, scheduler_config
 from campaigns.gpu.kernels import kernel_test_files
 from campaigns.gpu.results import Record, read_record
 from campaigns.gpu.shapes import SHAPES, write_checkpoint
-from campaigns.gpu.tune import anchors, codes, pool
 from scheduler.messages import ModelRunnerOutput, SchedulerOutput
 from tests.fakes import FakeWorker, continuation
 from worker.worker_config import ModelFacts
@@ -144,7 +142,7 @@ def test_steps_are_set_against_the_floor_of_the_device_that_was_measured(
     for name, value in (("copy_bytes_per_s", 1e6), ("matmul_flops", 1e9), ("device", "cpu")):
         device.figure(name, value)
     steps.run(Record(settings.out, "steps"), settings)
-    decode, prefill, alone, long, swaps, *profiles = read_record(settings.out, "steps")["tables"]
+    decode, prefill, alone, long, *profiles = read_record(settings.out, "steps")["tables"]
     assert [(row[0], row[1]) for row in decode["rows"]] == [("1", "2"), ("1", "1"), ("2", "2")]
     shape = SHAPES["tiny"]
     layer = 32 * (32 + 16 + 16 + 32) + 3 * 32 * 48 + 2 * 32 + 2 * 16
@@ -152,28 +150,8 @@ def test_steps_are_set_against_the_floor_of_the_device_that_was_measured(
     assert decode["rows"][0][3] == f"{num_bytes / 1e6 * 1e3:.2f} ms"
     assert len(prefill["rows"]) == 2
     assert [row[:2] for row in alone["rows"]] == [["16", "8"], ["16", "16"]]
-    assert [row[:2] for row in long["rows"]] == [["1", "14"]]
-    assert [row[0] for row in swaps["rows"]] == [
-        *("nothing", "a swap out", "a swap out, and in the next step a swap in")
-    ]
-    copying = [row[4] for row in swaps["rows"]]
-    assert copying == ["0.00 ms", "0.02 ms", "0.03 ms"], "16 blocks, a microsecond each"
+    assert [row[:2] for row in long["rows"]] == [["1", "16"]]
     assert len(profiles) == 2
-
-
-def test_swaps_that_are_measured_are_of_blocks_that_nobody_has(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    worker, found = fake_worker()
-    monkeypatch.setattr(steps, "open_worker", lambda *_, **__: (worker, found))
-    steps.run(Record(settings.out, "steps"), settings)
-    tables = [table for plan in worker.plans for new in plan.new_sequences for table in new.tables]
-    written = {block for table in tables for block in table.block_ids}
-    out = [copy for plan in worker.plans for copy in plan.swap_out]
-    back = [copy for plan in worker.plans for copy in plan.swap_in]
-    assert written.isdisjoint(copy.source for copy in out)
-    assert {(copy.target, copy.source) for copy in back} == set(out)
-    assert len(out) > len(back) > 0
 
 
 @pytest.mark.parametrize("name", ["tiny", "small", "tiny-recurrent"])
@@ -208,21 +186,11 @@ def test_a_part_that_is_cut_off_leaves_what_it_has_found(
     (tmp_path / "slow.json").write_text(json.dumps({"notes": ["found so far"], "tables": []}))
     monkeypatch.setattr(cli, "_run", lambda part, options, limit_s: ("Ended by its limit of 1 s", True))
     slow = catalogue.Part(name="slow", title="Slow", module="", limit_s=1, needs=())
-    options = SimpleNamespace(out=tmp_path, within=5.0, smoke=True, patience=1.0, pack=None)
+    options = SimpleNamespace(out=tmp_path, within=5.0, smoke=True, patience=1.0)
     assert cli._run_all([slow], options) == 1  # type: ignore[arg-type]
     page = (tmp_path / "results.md").read_text()
     assert "Ended by its limit of 1 s." in page
     assert "found so far" in page
-
-
-def test_all_results_are_in_one_document_and_in_one_archive(tmp_path: Path) -> None:
-    out, archive = tmp_path / "out", tmp_path / "all.tgz"
-    assert main(["--out", str(out), "--smoke", "--parts", "device", "--pack", str(archive)]) == 0
-    document = json.loads((out / "results.json").read_text())
-    assert document["device"]["figures"]["device"] == "cpu"
-    assert document["device"]["end"].startswith("Done")
-    with tarfile.open(archive) as tar:
-        assert {"results.md", "results.json", "device.json", "device.log"} <= set(tar.getnames())
 
 
 def test_limits_of_parts_are_stretched_where_patience_is_asked_for(
@@ -233,7 +201,7 @@ def test_limits_of_parts_are_stretched_where_patience_is_asked_for(
         cli, "_run", lambda part, options, limit_s: (limits.append(limit_s), ("Done", False))[1]
     )
     part = catalogue.Part(name="slow", title="Slow", module="", limit_s=10, needs=())
-    options = SimpleNamespace(out=tmp_path, within=100.0, smoke=False, patience=2.5, pack=None)
+    options = SimpleNamespace(out=tmp_path, within=100.0, smoke=False, patience=2.5)
     cli._run_all([part], options)  # type: ignore[arg-type]
     assert limits == [25.0]
 
@@ -247,23 +215,9 @@ def test_the_commands_of_the_page_ask_for_parts_that_exist_and_end_within_ten_mi
         assert sum(catalogue.BY_NAME[name].limit_s for name in names.split(",")) <= int(within) <= 570
 
 
-@pytest.mark.parametrize("part", [anchors, codes, pool])
-def test_what_is_measured_beside_our_kernels_is_told(part: Any, settings: Settings) -> None:
-    part.run(Record(settings.out, "found"), settings)
-    tables = read_record(settings.out, "found")["tables"]
-    assert all(table["rows"] for table in tables)
-    if part is anchors:
-        plain, scaled, few, decodes, prompts = tables
-        assert len(plain["rows"]) == len(scaled["rows"]) == len(few["rows"]) == 2 * 5
-        assert all(row[3].endswith("us") for row in few["rows"])
-        assert all(float(row[-1]) < 0.01 for row in scaled["rows"]), "FP8 here has the products of FP8"
-        assert [row[2] for row in prompts["rows"]] == ["ours", "cuDNN", "FlashAttention"]
-        assert decodes["rows"][0][2].endswith("us")
-
-
 def test_a_part_without_its_packages_is_skipped_by_their_names(tmp_path: Path) -> None:
     poor = catalogue.Part(name="poor", title="Poor", module="", limit_s=1, needs=("torch", "no_such_thing"))
-    options = SimpleNamespace(out=tmp_path, within=5.0, smoke=True, patience=1.0, pack=None)
+    options = SimpleNamespace(out=tmp_path, within=5.0, smoke=True, patience=1.0)
     assert cli._run_all([poor], options) == 0  # type: ignore[arg-type]
     assert "Skipped: no_such_thing not installed." in (tmp_path / "results.md").read_text()
 
@@ -279,14 +233,6 @@ def test_a_part_that_does_not_exist_is_refused(tmp_path: Path, capsys: pytest.Ca
     with pytest.raises(SystemExit):
         main(["--out", str(tmp_path), "--parts", "nonsense"])
     assert "no part is called 'nonsense'" in capsys.readouterr().err
-
-
-def test_what_is_wanted_most_fits_into_the_time_there_is() -> None:
-    """The parts before the kernels' tests, even if each takes all of its time; those have a minute then."""
-    names = list(catalogue.BY_NAME)
-    wanted = catalogue.PARTS[: names.index("kernels")]
-    assert sum(part.limit_s for part in wanted) <= 570 - 60
-    assert {"device", "tokens", "throughput-qwen3-0.6b"} < {part.name for part in wanted}
 
 
 def test_the_kernels_tests_are_found_without_those_that_need_an_interpreter() -> None:

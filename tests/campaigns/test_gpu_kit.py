@@ -50,6 +50,7 @@ def test_what_is_packed_in_parts_is_importable_where_it_is_unpacked(
             "vllm/__init__.py", "from xgrammar.structural_tag import Anything\n__version__ = '0.1'\n"
         )
         wheel.writestr("vllm/_C.abi3.so", os.urandom(3000))
+        wheel.writestr("vllm/other/_C.abi3.so", os.urandom(2500))
         wheel.writestr("vllm/vllm-rs", os.urandom(3000))
         wheel.writestr("vllm-0.1.data/purelib/more.py", "")
     monkeypatch.setattr(kit, "_ALONE_BYTES", 2000)
@@ -59,6 +60,7 @@ def test_what_is_packed_in_parts_is_importable_where_it_is_unpacked(
     for part in folder.iterdir():  # they travel one after the other
         kit.main(["unpack", str(part), str(there)])
     assert (there / "vllm" / "_C.abi3.so").stat().st_size == 3000
+    assert (there / "vllm" / "other" / "_C.abi3.so").stat().st_size == 2500
     assert not (there / "vllm" / "vllm-rs").exists()
     code = "import vllm, more; print(vllm.__version__)"
     done = subprocess.run(
@@ -72,12 +74,18 @@ def test_what_is_packed_in_parts_is_importable_where_it_is_unpacked(
 
 def test_a_peer_and_ours_are_loaded_alike_and_the_ratio_is_told(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("KIT", str(Path(__file__).with_name("fake_peer.py")))
+    settings = Settings(out=tmp_path, is_smoke=True)
+    assert {"--no-enable-prefix-caching"} <= {*serving._ours(settings, "")(1).command}, "as vLLM's"
     monkeypatch.setattr(serving, "_ours", serving._theirs)
-    serving.run_peer(Record(tmp_path, "peer"), Settings(out=tmp_path, is_smoke=True))
+    serving.run(Record(tmp_path, "peer"), settings)
+    assert {path.name for path in tmp_path.glob("server-*.log")} == {
+        "server-peer-vLLM.log",
+        "server-peer-ours.log",
+    }
     both, ratios = read_record(tmp_path, "peer")["tables"]
     assert [row[:4] for row in both["rows"]] == [["vLLM", "2", "4", "0"], ["ours", "2", "4", "0"]]
     assert float(ratios["rows"][0][1]) > 0
     monkeypatch.setenv("KIT", str(tmp_path / "missing.py"))
     with pytest.raises(PeerFailed):
-        serving.run_peer(Record(tmp_path, "peer"), Settings(out=tmp_path, is_smoke=True))
+        serving.run(Record(tmp_path, "peer"), Settings(out=tmp_path, is_smoke=True))
     assert read_record(tmp_path, "peer")["notes"][0].startswith("vLLM: ended with status 2")

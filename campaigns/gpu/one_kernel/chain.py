@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from campaigns.gpu.device_facts import seconds_of_call
 from campaigns.gpu.one_kernel.launching import (
     SHARED_BYTES,
     SOURCE,
@@ -25,9 +26,7 @@ from campaigns.gpu.one_kernel.launching import (
     seconds_of,
 )
 from campaigns.gpu.results import Record
-from campaigns.gpu.shapes import SHAPES, Shape
-from campaigns.gpu.tune.anchors import products_of
-from campaigns.gpu.tune.timing import time_calls
+from campaigns.gpu.shapes import SHAPES, Shape, products_of
 from worker.devices.device import Device, open_device
 from worker.devices.trial import first_line, relative_error
 from worker.worker_config import WorkerConfig
@@ -78,7 +77,7 @@ def run(record: Record, settings: "Settings") -> None:
         for rows in (1, 2, 4):
             try:
                 stages, error, seconds = layers.measure(cubin, rows)
-                by_cublas = time_calls([partial(layers.by_cublas, layers.x(rows), num_layers)], device)
+                by_cublas = seconds_of_call(partial(layers.by_cublas, layers.x(rows), num_layers), device)
             except RuntimeError as refusal:
                 table.add(name, rows, "-", first_line(refusal)[:80], "-", "-")
                 continue
@@ -92,7 +91,7 @@ class _Layers:
     """The weights of some layers, as the kernel and as torch have them."""
 
     def __init__(self, shape: Shape, splits: tuple[int, ...], num_layers: int, device: Device | None) -> None:
-        self._sizes, self._splits, self._num_layers = products_of(shape)[:4], splits, num_layers
+        self._sizes, self._splits, self._num_layers = products_of(shape), splits, num_layers
         self._place = torch.device("cpu" if device is None else "cuda")
         self._blocks = 2 if device is None else device.num_processors
         counts = [outputs * inputs for outputs, inputs in self._sizes]

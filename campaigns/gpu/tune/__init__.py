@@ -1,5 +1,4 @@
-"""Search for the fastest sizes: the constants of the kernels, beside others.
+"""Trials that a start makes, alone: of tiles for products by codes, and of another library's attention.
 
-Owns: the part `tune`. `workloads.py` has what the kernels are given, `candidates.py` what is tried, `part.py`
-compiles, measures and tells. What it finds is for the next commit: nothing is changed where it serves.
+Owns: the parts `tiles` and `libraries`. `random_codes.py` has what products are given.
 """

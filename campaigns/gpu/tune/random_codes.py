@@ -1,4 +1,4 @@
-"""Weights of random codes, in each kind that a GPU multiplies by.
+"""Weights of random codes, of the kinds of which the part `tiles` tries products.
 
 Never: multiplies.
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from worker.quantized.grouped_weight import E2M1_TABLE, SIGNED_TABLE, UNSIGNED_TABLE, GroupedWeight
+from worker.quantized.grouped_weight import SIGNED_TABLE, UNSIGNED_TABLE, GroupedWeight
 
 _SCALE = 0.01
 
@@ -29,10 +29,7 @@ class _Kind(NamedTuple):
 KINDS = {
     "int4 by 32": _Kind(32, table=SIGNED_TABLE),
     "int4 by 128, offsets": _Kind(128, table=UNSIGNED_TABLE, has_offsets=True),
-    "e2m1 by 32": _Kind(32, table=E2M1_TABLE),
-    "int8": _Kind(0, torch.int8),
     "float8": _Kind(0, torch.float8_e4m3fn),
-    "float8 by 128": _Kind(128, torch.float8_e4m3fn),
 }
 
 
@@ -47,9 +44,6 @@ def random_codes(kind: str, num_outputs: int, num_inputs: int, device: torch.dev
         raw = torch.randint(127, (num_outputs, num_inputs), device=device)
         raw += 128 * torch.randint(2, (num_outputs, num_inputs), device=device)
         return GroupedWeight(codes=raw.byte().view(this.dtype), scales_NG=scales / 64)
-    if this.dtype is torch.int8:
-        codes = torch.randint(-128, 128, (num_outputs, num_inputs), device=device).to(torch.int8)
-        return GroupedWeight(codes=codes, scales_NG=scales / 16)
     assert this.table is not None
     codes = torch.randint(256, (num_outputs, num_inputs // 2), device=device).byte()
     offsets = scales * 7.5 if this.has_offsets else None

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from campaigns.gpu.results import Record
-from campaigns.gpu.shapes import SHAPES
-from campaigns.gpu.tune.anchors import products_of
+from campaigns.gpu.shapes import SHAPES, products_of
 from campaigns.gpu.tune.random_codes import random_codes
 from worker.devices.device import CpuDevice, Device, open_device
 from worker.gpu.quantized.float8_products import Float8Product
@@ -46,7 +45,7 @@ class _Clockless(CpuDevice):
 
 def _run_trials(shape: str, device: Device) -> None:
     dtype = torch.float16 if device.torch_device.type == "cpu" else torch.bfloat16
-    for size in products_of(SHAPES[shape])[:4]:
+    for size in products_of(SHAPES[shape]):
         for kind in ("float8", "int4 by 32", "int4 by 128, offsets"):
             several = [Linear.of(random_codes(kind, *size, device.torch_device)) for _ in range(_NUM_COPIES)]
             products: list[object] = [CodeProduct(each) for each in several]
