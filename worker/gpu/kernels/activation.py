@@ -13,7 +13,7 @@ from torch import Tensor
 from worker.devices.dependent_launch import launch_way, wait_first
 from worker.model.layer_parts import GateActivation
 
-BLOCK = 1024
+_BLOCK = 1024
 """Gates of a program."""
 
 
@@ -51,12 +51,12 @@ def _gate_kernel(
     tl.store(out_ptr + token * num_gates + gates, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def multiply_by_gates(gate_up_TM: Tensor, activation: GateActivation, block: int = BLOCK) -> Tensor:
+def multiply_by_gates(gate_up_TM: Tensor, activation: GateActivation) -> Tensor:
     """Weigh ups by their gates: [T, 2 * I], contiguous, to [T, I]."""
     num_tokens, num_gates = gate_up_TM.shape[0], gate_up_TM.shape[1] // 2
     out_TI = torch.empty((num_tokens, num_gates), dtype=gate_up_TM.dtype, device=gate_up_TM.device)
-    _gate_kernel[(num_tokens, triton.cdiv(num_gates, block))](
-        gate_up_TM, out_TI, num_gates, ACTIVATION=int(activation), BLOCK=block, num_warps=4,
+    _gate_kernel[(num_tokens, triton.cdiv(num_gates, _BLOCK))](
+        gate_up_TM, out_TI, num_gates, ACTIVATION=int(activation), BLOCK=_BLOCK, num_warps=4,
         **launch_way(),
     )  # fmt: skip
     return out_TI

@@ -17,8 +17,6 @@ stores two parts at most: the end of a head that another began, and the beginnin
 Shapes: L sequences of the list, Hq query heads, P programs, and those of attention_tiles.py.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -71,22 +69,10 @@ _PART_TAIL = tl.constexpr(4)
 _SEQUENCES_AT_ONCE = 512
 
 
-class DecodeChoices(NamedTuple):
-    """Choices for the speed of decodes, not for their results; campaigns/gpu/tune measures them."""
-
-    tiles: AttentionTiles
-    programs_per_processor: int
-
-
 def decode_tiles(shape: HeadGroups, dtype: torch.dtype) -> AttentionTiles:
     """See pick_tiles."""
     tiles = pick_tiles(_TILES, _FLOAT32_TILES, shape, dtype)
     return tiles._replace(num_rows=min(side(shape.num_groups), tiles.num_rows))
-
-
-def decode_choices(shape: HeadGroups, dtype: torch.dtype) -> DecodeChoices:
-    """Return the choices for serving."""
-    return DecodeChoices(decode_tiles(shape, dtype), _PROGRAMS_PER_PROCESSOR)
 
 
 def most_programs(num_processors: int) -> int:
@@ -100,7 +86,6 @@ def attend_decodes(
     work: AttentionWork,
     options: AttentionOptions,
     out_THV: Tensor,
-    choices: DecodeChoices | None = None,
 ) -> None:
     """Attend for the batch's decodes; where the host does not know them, for all sequences with one token.
 
@@ -109,9 +94,9 @@ def attend_decodes(
     """
     batch = work.batch
     shape = head_groups(queries_THD, cache)
-    tiles, programs_per_processor = choices or decode_choices(shape, queries_THD.dtype)
+    tiles = decode_tiles(shape, queries_THD.dtype)
     heads_per_program = min(shape.num_groups, tiles.num_rows)
-    num_programs = programs_per_processor * work.num_processors
+    num_programs = most_programs(work.num_processors)
     listed = work.list_decodes(options.lifetime, tiles.num_keys)
     # In a captured graph these are its own memory, which layers use one after another.
     parts = out_THV.new_empty(

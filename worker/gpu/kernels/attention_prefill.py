@@ -67,7 +67,6 @@ def attend_prefills(
     work: AttentionWork,
     options: AttentionOptions,
     out_THV: Tensor,
-    tiles: AttentionTiles | None = None,
 ) -> None:
     """Attend for all sequences behind the decodes; tokens that belong to none get zeros.
 
@@ -76,7 +75,7 @@ def attend_prefills(
     """
     batch = work.batch
     shape = head_groups(queries_THD, cache)
-    tiles = tiles or prefill_tiles(shape, queries_THD.dtype)
+    tiles = prefill_tiles(shape, queries_THD.dtype)
     heads_per_program = min(shape.num_groups, tiles.num_rows)
     tokens_per_program = tiles.num_rows // heads_per_program
     head_parts = triton.cdiv(shape.num_groups, heads_per_program)

@@ -61,10 +61,10 @@ def _norm_kernel(
         tl.store(normed_ptr + row + numbers, normed.to(normed_ptr.dtype.element_ty), mask=mask)
 
 
-def norm(hidden_TH: Tensor, by: RmsNorm, num_warps: int | None = None) -> Tensor:
+def norm(hidden_TH: Tensor, by: RmsNorm) -> Tensor:
     """Return the normed rows, as torch.nn.functional.rms_norm does; hidden_TH is contiguous."""
     normed_TH = hidden_TH.new_empty(hidden_TH.shape)
-    _launch(hidden_TH, None, normed_TH, None, by, num_warps)
+    _launch(hidden_TH, None, normed_TH, None, by)
     return normed_TH
 
 
@@ -86,7 +86,6 @@ def _launch(
     normed_TH: Tensor | None,
     delta_norm: RmsNorm | None,
     sum_norm: RmsNorm | None,
-    num_warps: int | None = None,
 ) -> None:
     num_tokens, num_numbers = hidden_TH.shape
     block = triton.next_power_of_2(num_numbers)
@@ -104,12 +103,12 @@ def _launch(
         NORMS_DELTA=delta_norm is not None,
         NORMS_SUM=sum_norm is not None,
         BLOCK=block,
-        num_warps=num_warps or warps_for_row(block),
+        num_warps=_warps_for_row(block),
         **warmed,
         **launch_way(),
     )
 
 
-def warps_for_row(block: int) -> int:
+def _warps_for_row(block: int) -> int:
     """16 numbers per thread where rows are long enough: two loads of 16 bytes each in bfloat16."""
     return min(max(block // (32 * 16), 1), 16)
