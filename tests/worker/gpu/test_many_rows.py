@@ -119,3 +119,13 @@ def test_the_fastest_tiles_are_taken_for_each_number_of_rows_and_have_the_same_s
     for tiles in (first, second, many):
         assert torch.allclose(alone.multiply_by_tiles(x_TK, tiles), expected, rtol=1e-3, atol=1e-3)
     assert torch.allclose(alone.multiply(x_TK), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_numbers_that_are_wrong_are_not_taken(monkeypatch, caplog) -> None:
+    caplog.set_level("INFO")
+    alone = product()
+    multiply = CodeProduct.multiply_by_numbers
+    monkeypatch.setattr(CodeProduct, "multiply_by_numbers", lambda self, x_TK: 1.1 * multiply(self, x_TK))
+    choose_many_rows([alone], Stopwatch(2.0, 2.0, 2.0), torch.float16)
+    assert alone.fewest_by_numbers is None
+    assert "64: wrong by 1.0e-01" in caplog.text

@@ -19,7 +19,7 @@ from torch import Tensor
 from triton import TritonError
 
 from worker.devices.device import Device
-from worker.devices.trial import ROUNDING, TimedTrial, first_line, relative_error
+from worker.devices.trial import ROUNDING, Outcome, TimedTrial, first_line, relative_error
 from worker.gpu.quantized.float8_products import Float8Product
 from worker.gpu.quantized.products import CodeProduct
 
@@ -98,14 +98,10 @@ def _choose_numbers(alike: list[CodeProduct], device: Device, dtype: torch.dtype
     words: list[str] = []
     for size in SIZES:
         x_TK = _rows(size, alike[0], device, dtype)
-        by_codes, by_numbers = (
-            [partial(way, product, x_TK) for product in alike[:_MOST_TIMED_LAYERS]]
-            for way in (CodeProduct.multiply, CodeProduct.multiply_by_numbers)
-        )
-        outcome = TimedTrial(by_codes, by_numbers, _LEAST_GAIN).run(device)
+        outcome = _try(alike, CodeProduct.multiply, CodeProduct.multiply_by_numbers, x_TK, device)
         if outcome is None:
             break
-        words.append(f"{size}: {outcome.times}")
+        words.append(f"{size}: {outcome.fault or outcome.times}")
         if outcome.is_faster:
             for product in alike:
                 product.fewest_by_numbers = size
@@ -119,12 +115,8 @@ def _choose_tiles(alike: list[CodeProduct], device: Device, dtype: torch.dtype) 
     for size in SIZES_OF_TILES:
         x_TK = _rows(size, alike[0], device, dtype)
         for tiles in alike[0].other_tiles(size, dtype):
-            usual = [partial(product.multiply, x_TK) for product in alike[:_MOST_TIMED_LAYERS]]
-            others = [
-                partial(product.multiply_by_tiles, x_TK, tiles) for product in alike[:_MOST_TIMED_LAYERS]
-            ]
-            find_fault = partial(_find_fault, usual[0], others[0])
-            outcome = TimedTrial(usual, others, _LEAST_GAIN, find_fault).run(device)
+            by_tiles = partial(CodeProduct.multiply_by_tiles, tiles=tiles)
+            outcome = _try(alike, CodeProduct.multiply, by_tiles, x_TK, device)
             if outcome is None:
                 return words
             words.append(f"{size} by {tiles.outputs} x {tiles.tokens}: {outcome.fault or outcome.times}")
@@ -138,12 +130,7 @@ def _choose_codes(alike: list[Float8Product], device: Device, dtype: torch.dtype
     words: list[str] = []
     for size in SIZES_OF_FLOAT8:
         x_TK = _rows(size, alike[0], device, dtype)
-        by_torch, by_codes = (
-            [partial(way, product, x_TK) for product in alike[:_MOST_TIMED_LAYERS]]
-            for way in (Float8Product.multiply_many, Float8Product.multiply_few)
-        )
-        find_fault = partial(_find_fault, by_torch[0], by_codes[0])
-        outcome = TimedTrial(by_torch, by_codes, _LEAST_GAIN, find_fault).run(device)
+        outcome = _try(alike, Float8Product.multiply_many, Float8Product.multiply_few, x_TK, device)
         if outcome is None:
             break
         words.append(f"{size}: {outcome.fault or outcome.times}")
@@ -154,12 +141,26 @@ def _choose_codes(alike: list[Float8Product], device: Device, dtype: torch.dtype
     return words
 
 
+def _try(
+    alike: list[P],
+    usual: Callable[[P, Tensor], Tensor],
+    other: Callable[[P, Tensor], Tensor],
+    x_TK: Tensor,
+    device: Device,
+) -> Outcome | None:
+    """Compare the results of the first product, and time both ways over several."""
+    by_usual, by_other = (
+        [partial(way, product, x_TK) for product in alike[:_MOST_TIMED_LAYERS]] for way in (usual, other)
+    )
+
+    def find_fault() -> str:
+        expected_TN, found_TN = by_usual[0](), by_other[0]()
+        error = relative_error(found_TN.float(), expected_TN.float())
+        return "" if error <= ROUNDING[found_TN.dtype] else f"wrong by {error:.1e}"
+
+    return TimedTrial(by_usual, by_other, _LEAST_GAIN, find_fault).run(device)
+
+
 def _rows(size: int, product: Described, device: Device, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(_SEED)  # zeros would take less power, and time
     return torch.randn((size, product.num_inputs), generator=generator).to(device.torch_device, dtype)
-
-
-def _find_fault(usual: Callable[[], Tensor], other: Callable[[], Tensor]) -> str:
-    expected_TN, found_TN = usual(), other()
-    error = relative_error(found_TN.float(), expected_TN.float())
-    return "" if error <= ROUNDING[found_TN.dtype] else f"wrong by {error:.1e}"
