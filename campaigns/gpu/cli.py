@@ -132,7 +132,9 @@ class _TrialLog(logging.Handler):
 def _run_inside(part: Part, settings: Settings, record: Record) -> int:
     """In the part's own process. Its last words name the error, and the last of our kernels before it."""
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d ms %(name)s: %(message)s")
-    logging.getLogger("worker.gpu.trials").addHandler(_TrialLog(record))
+    told = _TrialLog(record)
+    for name in ("trials", "state_kernels"):
+        logging.getLogger(f"worker.gpu.{name}").addHandler(told)
     last_launch = LastLaunch()
     try:
         module, _, function = part.module.partition(":")

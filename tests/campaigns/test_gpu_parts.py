@@ -1,5 +1,6 @@
 """Failing and unfinished parts of `python -m campaigns.gpu`, tried out without a GPU."""
 
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from triton.runtime.jit import JITFunction
 from campaigns.gpu import catalogue, cli, shapes, stand_ins
 from campaigns.gpu.cli import Settings
 from campaigns.gpu.launches import LastLaunch
-from campaigns.gpu.results import Record
+from campaigns.gpu.results import Record, read_record
 
 
 @pytest.fixture
@@ -55,6 +56,24 @@ def test_a_part_that_fails_names_the_error_and_the_last_launch(
         "RuntimeError: CUDA error: an illegal memory access was encountered; the last launch was"
     )
     assert "_nothing(x=5x200:float32" in last
+
+
+@pytest.mark.usefixtures("launches")
+def test_what_the_trials_of_a_start_say_is_a_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(*_: object) -> None:
+        for name in ("trials.skinny", "state_kernels.executor"):
+            logging.getLogger(f"worker.gpu.{name}").info("1.0 us for 2.0 us")
+
+    caplog.set_level("INFO")
+    module = ModuleType("trying_part")
+    module.run = run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "trying_part", module)
+    trying = catalogue.Part(name="trying", title="Trying", module="trying_part", limit_s=9, needs=())
+    assert cli._run_inside(trying, Settings(out=tmp_path, is_smoke=True), Record(tmp_path, "trying")) == 0
+    [table] = read_record(tmp_path, "trying")["tables"]
+    assert table["rows"] == [["1.0 us for 2.0 us"]] * 2
 
 
 def run_options(out: Path, **options: Any) -> Any:
