@@ -1,13 +1,14 @@
 """Ten times more requests than the server can serve: latency of the served, and cost of a refusal.
 
-    python -m campaigns.overload [--factor 10] [--seconds 100] [--turns 20] [--args WORDS]
+    python -m campaigns.overload [--factor 10] [--seconds 100] [--turns 20] [--client plain] [--args WORDS]
 
 Starts `tokenyard serve` on the built-in model with a short queue, and measures three times: as many clients
 as there are seats, which gives the capacity; as many as there are seats and places in the queue, who come
 again when they are refused; and an open loop that offers `--factor` times the capacity, each request on a
 connection of its own. The second is what the third must be compared with: the same queue, without the crowd
 outside. So these two come in turns, and what a machine does more slowly for a while meets both. Client, API
-process and engine process share this machine's cores, and the figures include that.
+process and engine process share this machine's cores, and the figures include that. `--client plain` asks by
+a client that shares no code with the other: what only one of them sees is that client's own.
 
 Owns: the three rounds and their table.
 Never: the requests' bytes on the wire (http_client.py).
@@ -19,6 +20,7 @@ import gc
 import os
 import platform
 import random
+import resource
 import sys
 import time
 from collections import Counter
@@ -145,6 +147,44 @@ class Crowd:
         else:
             seen.others[f"HTTP {reply.status}"] += 1
         return False
+
+
+class PlainCrowd:
+    """The same by servers/plain_client.py, in a process of its own."""
+
+    def __init__(self, target: Target, *, output_len: int) -> None:
+        self._target, self._output_len = target, output_len
+        self._num_runs = 0
+        self.spent_s = 0.0
+        """Processor time of the client so far."""
+
+    async def closed_loop(self, num_clients: int, seconds: float) -> Seen:
+        return await self._run(seconds, "clients", num_clients)
+
+    async def open_loop(self, rate_hz: float, seconds: float) -> Seen:
+        return await self._run(seconds, "rate", rate_hz)
+
+    async def _run(self, seconds: float, kind: str, number: float) -> Seen:
+        self._num_runs += 1
+        words = (self._target.port, SERVED_NAME, self._output_len, seconds, kind, number)
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        process = await asyncio.create_subprocess_exec(
+            *(
+                sys.executable,
+                "-m",
+                "campaigns.servers.plain_client",
+                *map(str, words),
+                f"--seed={self._num_runs}",
+            ),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        said, _ = await process.communicate()
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        self.spent_s += after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        if process.returncode:
+            raise RuntimeError(f"the client ended with code {process.returncode}")
+        found = orjson.loads(said)
+        return Seen(**{**found, "others": Counter(found["others"])})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,23 +314,25 @@ def _ms(seconds: Sequence[float], percent: float) -> float:
     return _p(seconds, percent) * 1e3
 
 
-async def measure(server: OwnServer, crowd: Crowd, *, factor: float, seconds: float, turns: int) -> Rounds:
+async def measure(
+    server: OwnServer, crowd: Crowd | PlainCrowd, *, factor: float, seconds: float, turns: int
+) -> Rounds:
     """All three rounds, after a short one that warms everything up."""
     await crowd.closed_loop(NUM_SEATS, min(seconds, 2.0))
     before = held_by(server.pid).memory_bytes
-    pids = os.getpid(), server.pid, server.engine_pid or 0
-    before_s = _spent_s(pids)
+    pids = server.pid, server.engine_pid or 0
+    before_s = _spent_s(crowd, pids)
     alone = await crowd.closed_loop(NUM_SEATS, seconds)
-    cores_alone = _cores(_since_s(pids, before_s), alone)
+    cores_alone = _cores(_since_s(crowd, pids, before_s), alone)
     rate_hz = factor * (_rate(alone) or 1.0)  # where nobody was served, some offer is the last to look at
-    full_queue, overload, spent_s = Seen(), Seen(), [0.0] * len(pids)
+    full_queue, overload, spent_s = Seen(), Seen(), [0.0] * (1 + len(pids))
     for _ in range(turns):
         gc.collect()
         gc.freeze()  # a long collection in the client would look like a slow server
         full_queue.add(await crowd.closed_loop(NUM_SEATS + NUM_PLACES, seconds / turns))
-        before_s = _spent_s(pids)
+        before_s = _spent_s(crowd, pids)
         overload.add(await crowd.open_loop(rate_hz, seconds / turns))
-        spent_s = [sum(each) for each in zip(spent_s, _since_s(pids, before_s), strict=True)]
+        spent_s = [sum(each) for each in zip(spent_s, _since_s(crowd, pids, before_s), strict=True)]
     return Rounds(
         alone=alone,
         full_queue=full_queue,
@@ -302,13 +344,14 @@ async def measure(server: OwnServer, crowd: Crowd, *, factor: float, seconds: fl
     )
 
 
-def _spent_s(pids: Sequence[int]) -> list[float]:
-    """Processor time of each process."""
-    return [processor_s(each) for each in pids]
+def _spent_s(crowd: Crowd | PlainCrowd, pids: Sequence[int]) -> list[float]:
+    """Processor time of the client, and of each process."""
+    client_s = crowd.spent_s if isinstance(crowd, PlainCrowd) else processor_s(os.getpid())
+    return [client_s, *map(processor_s, pids)]
 
 
-def _since_s(pids: Sequence[int], before_s: Sequence[float]) -> list[float]:
-    return [now_s - then_s for now_s, then_s in zip(_spent_s(pids), before_s, strict=True)]
+def _since_s(crowd: Crowd | PlainCrowd, pids: Sequence[int], before_s: Sequence[float]) -> list[float]:
+    return [now_s - then_s for now_s, then_s in zip(_spent_s(crowd, pids), before_s, strict=True)]
 
 
 def _cores(spent_s: Sequence[float], seen: Seen) -> Cores:
@@ -330,6 +373,7 @@ def main(argv: Sequence[str]) -> int:
         help="of the second and third round; default %(default)d",
     )
     parser.add_argument("--output-len", type=int, default=128, metavar="TOKENS", help="of each reply")
+    parser.add_argument("--client", choices=("own", "plain"), default="own", help="default %(default)s")
     parser.add_argument("--args", default="", metavar="WORDS", help="added to `tokenyard serve`")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE as well")
     options = parser.parse_args(list(argv))
@@ -337,7 +381,9 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--turns: at least 1")
     serve = ("--max-num-seqs", str(NUM_SEATS), "--max-queued-requests", str(NUM_PLACES), "--num-threads", "1")
     with own_server((*serve, *options.args.split())) as server:
-        crowd = Crowd(server.target, output_len=options.output_len, seed=0)
+        crowd: Crowd | PlainCrowd = Crowd(server.target, output_len=options.output_len, seed=0)
+        if options.client == "plain":
+            crowd = PlainCrowd(server.target, output_len=options.output_len)
         rounds = asyncio.run(
             measure(server, crowd, factor=options.factor, seconds=options.seconds, turns=options.turns)
         )
