@@ -6,9 +6,8 @@ Never: checks the request itself: that is the chat path's work (chat/turn.py).
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from itertools import islice
 from typing import Any, Final
 
 import orjson
@@ -31,13 +30,15 @@ from server.reply.generate.protocol import SamplingFields
 from server.reply.pictures.media_parts import data_url, picture_part
 
 _PASSED_ON: Final = frozenset(SamplingFields.model_fields) - {"metadata"}
-_PLACE: Final = r"\bmessages\[(\d+)\](?:\.content\[(\d+)\])?"
+_PLACE: Final = r"\bmessages\[\d+\](?:\.(?:content|tool_calls)\[\d+\])?"
 _UNMARKED: Final = ("thinking", "tool_use")
 _TOOL_CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 _NAMES: Final = (
     (r"\.function\.parameters", ".input_schema"),
     (r"\.function\b", ""),
     (r"\.image_url\b", ".source"),
+    (r"\.tool_call_id\b", ".tool_use_id"),
+    (r"\.tool_calls\b", ".content of type tool_use"),
     ("max_completion_tokens", "max_tokens"),
     (r"response_format(?:\.json_schema(?=\.schema))?", "output_config.format"),
     ("tool_choice required, or name a function", "tool_choice any or tool"),
@@ -91,17 +92,35 @@ def in_their_words(body: CountTokensRequest) -> AbstractContextManager[None]:
         return f"tools[{_own_tools(body)[int(found[1])]}]"
 
     def message(found: re.Match[str]) -> str:
-        number, part = int(found[1]) - (body.system is not None), int(found[2] or 0)
-        if number < 0:
-            return "system" if found[2] is None else f"system[{part}]"
-        places = ((place, group) for place, turn in enumerate(body.messages) for group in _groups(turn))
-        place, blocks = next(islice(places, number, None))
-        where = f"messages[{place}]"
-        if blocks and body.messages[place].content[blocks[0]].type == "tool_result":
-            where, blocks = f"{where}.content[{blocks[0]}]", list(range(part + 1))
-        return where if found[2] is None else f"{where}.content[{blocks[part]}]"
+        return dict(_places(body)).get(found[0], found[0])
 
     return in_words((r"^tools\[(\d+)\]", tool), (_PLACE, message), *_NAMES)
+
+
+def _places(body: CountTokensRequest) -> Iterator[tuple[str, str]]:
+    """Places of the chat's messages, their parts and calls, each with the one that the caller wrote."""
+    written: list[tuple[str, list[str], list[str]]] = []
+    if body.system is not None:
+        written.append(("system", _numbered("system", body.system), []))
+    for place, turn in enumerate(body.messages):
+        where = f"messages[{place}]"
+        blocks = _numbered(f"{where}.content", turn.content)
+        calls = [blocks[at] for at, block in enumerate(turn.content) if block.type == "tool_use"]
+        for group in _groups(turn):
+            first = turn.content[group[0]] if group else None
+            if first is not None and first.type == "tool_result":
+                at = blocks[group[0]]
+                written.append((at, _numbered(f"{at}.content", first.content or ()), []))
+            else:
+                written.append((where, [blocks[at] for at in group], calls))
+    for number, (where, parts, calls) in enumerate(written):
+        yield f"messages[{number}]", where
+        yield from zip(_numbered(f"messages[{number}].content", parts), parts, strict=True)
+        yield from zip(_numbered(f"messages[{number}].tool_calls", calls), calls, strict=True)
+
+
+def _numbered(where: str, items: Sequence[object]) -> list[str]:
+    return [f"{where}[{place}]" for place in range(len(items))]
 
 
 def _own_tools(body: CountTokensRequest) -> list[int]:
@@ -155,8 +174,10 @@ def _tool_message(block: AnthropicBlock, at: str) -> dict[str, Any]:
     parts = [_part(inner, f"{at}.content[{place}]") for place, inner in enumerate(block.content or ())]
     call_id = required(block.tool_use_id, f"{at}.tool_use_id")
     if block.is_error:  # a template has no place for the mark of a failure: the word is for the model
-        first = parts.pop(0) if parts and parts[0]["type"] == "text" else {"type": "text", "text": ""}
-        parts = [{**first, "text": f"Error: {first['text']}"}, *parts]
+        text = next((part for part in parts if part["type"] == "text"), None)
+        if text is None:  # behind the others, which keep their places
+            parts.append(text := {"type": "text", "text": ""})
+        text["text"] = f"Error: {text['text']}"
     if parts and block.cache_control is not None:
         parts[-1]["cache_control"] = block.cache_control
     return {"role": "tool", "tool_call_id": call_id, "content": parts or ""}

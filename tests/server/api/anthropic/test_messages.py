@@ -6,7 +6,7 @@ import httpx
 import orjson
 import pytest
 
-from engine.errors import RequestFailed
+from engine.errors import RequestFailed, RequestRejected
 from engine.types import FinishReason
 from server.api.anthropic.messages import AnthropicErrorBody, AnthropicEvent, AnthropicMessage
 from server.app import build_app
@@ -272,6 +272,7 @@ SOURCE = {"type": "base64", "media_type": "image/png", "data": "aa"}
 PICTURE = {"type": "image", "source": SOURCE}
 TEXT = {"type": "text", "text": "x"}
 RESULT = {"type": "tool_result", "tool_use_id": "1", "content": "x"}
+USE = {"type": "tool_use", "id": "1", "name": "look", "input": {}}
 
 
 @pytest.mark.parametrize(
@@ -301,6 +302,25 @@ RESULT = {"type": "tool_result", "tool_use_id": "1", "content": "x"}
         (
             {"messages": [ASK["messages"][0], {"role": "assistant", "content": [RESULT]}]},
             "messages[1].content[0]: content blocks of type 'tool_result'",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{**RESULT, "is_error": True, "content": [PICTURE]}]}]},
+            "messages[0].content[0].content[0]: the model 'fake' reads no pictures",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [TEXT, {**RESULT, "tool_use_id": ""}]}]},
+            "messages[0].content[1].tool_use_id: must have",
+        ),
+        *(
+            (
+                {"messages": [{"role": "assistant", "content": [TEXT, USE, {**USE, name: ""}]}]},
+                f"messages[0].content[2].{name}: must have",
+            )
+            for name in ("id", "name")
+        ),
+        (
+            {"messages": [ASK["messages"][0], {"role": "assistant", "content": [USE] * 129}]},
+            "messages[1].content of type tool_use: must have at most 128",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "tools[7]"}]}]}, "'tools[7]'"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
@@ -333,6 +353,14 @@ async def test_what_is_wrong_is_said_in_anthropics_shape_and_words(client, engin
     assert error["type"] == "invalid_request_error"
     assert told in error["message"]
     assert not engine.requests
+
+
+async def test_a_place_that_the_caller_has_not_written_is_named_as_the_template_names_it(client, engine):
+    async def encode_chat(_):
+        raise RequestRejected("the chat template leaves messages[7] out", param="messages")
+
+    engine.encode_chat = encode_chat
+    assert (await refused(client))["message"] == "the chat template leaves messages[7] out"
 
 
 async def test_a_model_that_is_not_there_is_not_found(client):
