@@ -92,7 +92,8 @@ class Lexer:
         """Whether a mark stands at this place; None if more text will tell."""
         if self.match(text, at) is not None:
             return True
-        return None if text[at:] in self._begun else False
+        is_short = len(text) - at < self._longest  # else a copy of a long text for each of its brackets
+        return None if is_short and text[at:] in self._begun else False
 
 
 NO_MARKS = Lexer(())

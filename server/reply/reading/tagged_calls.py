@@ -147,10 +147,11 @@ class TagsReader:
             self._write(self._arguments.add(text))
         elif self._state is not _In.BETWEEN:
             self._text += text
-            is_key = self._text.lstrip().partition("\n")[0].strip() in self._arguments.properties
-            if self._state is _In.KEY and len(self._text) > _MAX_KEY_CHARS and not is_key:
-                self._text = ""
-                self._state = _In.BETWEEN
+            if self._state is _In.KEY and len(self._text) > _MAX_KEY_CHARS:
+                key = self._text[:_MAX_KEY_CHARS].lstrip().partition("\n")[0].strip()
+                if key not in self._arguments.properties:
+                    self._text = ""
+                    self._state = _In.BETWEEN
 
     def _take(self, mark: str) -> bool:
         """Act on a mark; False if it belongs to what stands around the arguments."""
