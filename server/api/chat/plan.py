@@ -160,7 +160,8 @@ class ReadingPlan:
 
     @property
     def _last_text(self) -> str:
-        return "".join(part.text or "" for part in self.body.messages[-1].content or ())
+        last = self.body.messages[-1]
+        return "".join(part.text or part.refusal or "" for part in last.content or ()) + (last.refusal or "")
 
     def _before_grammar(self, place: Phase) -> tuple[str, Phase]:
         """Return the text before the reply, and where that then begins: a grammar leaves it open nowhere."""

@@ -120,6 +120,9 @@ async def test_a_reply_can_repeat_the_message_that_it_goes_on_with(client, engin
             ]
             assert deltas[0] == {"role": "assistant", "content": ""}
             assert "".join(delta.get("content", "") for delta in deltas) == text
+    refused = {"role": "assistant", "content": [{"type": "refusal", "refusal": "No,"}], "refusal": " not"}
+    answered = await chat(client, **{**body, "messages": [*HI, refused]}, echo=True)
+    assert answered["choices"][0]["message"]["content"] == "No, not a day"
     answered = await chat(client, messages=HI, echo=True)
     assert "hi" not in answered["choices"][0]["message"]["content"], "the last message is the user's"
 
