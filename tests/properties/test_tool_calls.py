@@ -175,3 +175,23 @@ def test_reading_takes_time_in_proportion_to_the_text(dialect: str) -> None:
         parser = reader_of(dialect)
         parser.feed(unit * (5000 // len(unit)))  # deeper than Python may call
         parser.finish()
+
+
+class CountedText(str):
+    """A text that counts the characters of its copies."""
+
+    num_copied = 0
+
+    def __getitem__(self, place: object) -> str:
+        found = super().__getitem__(place)
+        CountedText.num_copied += len(found)
+        return found
+
+
+@pytest.mark.parametrize("dialect", ALL_DIALECTS)
+def test_a_long_piece_of_text_is_copied_a_few_times(dialect: str) -> None:
+    for unit in ("[TOOL_CALLS][", "[", "{", "<", " ", '{"name": "f", "arguments": [', *SLOW):
+        text = CountedText(unit + unit[-1] * 3000)
+        CountedText.num_copied = 0
+        reader_of(dialect).feed(text)
+        assert CountedText.num_copied < 20 * len(text), unit
