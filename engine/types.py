@@ -287,6 +287,8 @@ class ModelInfo(ModelFacts):
     """Adapters that requests may name in place of the model."""
     profiles: tuple[Profile, ...] = ()
     """The model with other defaults, likewise."""
+    default_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template that requests may override."""
 
     def adapter_named(self, name: str | None) -> ServedAdapter | None:
         return next((adapter for adapter in self.served_adapters if adapter.name == name), None)
@@ -298,6 +300,11 @@ class ModelInfo(ModelFacts):
     def sampling_of(self, name: str | None) -> dict[str, float]:
         """Return the defaults of sampling for requests by a name."""
         return {**self.default_sampling, **self.profile_named(name).sampling}
+
+    def template_kwargs_of(self, name: str | None) -> dict[str, Any]:
+        """Return the defaults of the chat template's variables, likewise, as far as it reads them."""
+        defaults = {**self.default_template_kwargs, **self.profile_named(name).template_kwargs}
+        return {key: value for key, value in defaults.items() if key in self.template_variables}
 
     def is_served(self, name: str) -> bool:
         """Tell whether requests may use a name: one of `names`, or one that fits a pattern."""

@@ -66,7 +66,7 @@ class AsyncEngine:
         """Raises OptionError if the ports of KV events cannot be had. Other models may share the `desk`."""
         self._config = config
         self._tokenizer, self._template, self._trial, self._response_template, self.pictures = load_texts(
-            config.worker, config.media, default_kwargs=config.default_template_kwargs
+            config.worker, config.media
         )
         self._grammars = GrammarCompiler(config.model_path, timeout_s=config.grammar_compile_timeout_s)
         self._health = HealthMonitor(
@@ -154,6 +154,8 @@ class AsyncEngine:
         Raises TokenizerError, NoRenderer.
         """
         await asyncio.to_thread(self._template.judge)
+        if self._info is not None:  # the engine was ready before
+            self._info = replace(self._info, template_variables=self._template.variables)
         await asyncio.to_thread(self._trial.judge)
 
     async def gave_up(self) -> GaveUp | None:
@@ -440,6 +442,7 @@ class AsyncEngine:
             added_tokens=self._tokenizer.added_tokens,
             served_adapters=self._adapters.served,
             profiles=self._config.profiles,
+            default_template_kwargs=self._config.default_template_kwargs,
         )
         self.metrics.model_is_ready(engine, self._info)
         self._health.ready(engine, now_s=time.monotonic())

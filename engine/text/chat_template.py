@@ -6,7 +6,6 @@ Owns: finding the template, and the fault where its rendering ends without an an
 import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from engine.errors import EngineUnavailable, NoChatTemplate, RequestRejected
@@ -43,16 +42,10 @@ class NoRenderer(Exception):
 class ChatTemplate:
     """A checkpoint's chat template. `render` may be called from several threads at once, until `close`."""
 
-    def __init__(
-        self,
-        templates: Mapping[str, str],
-        *,
-        special_tokens: Mapping[str, str],
-        default_kwargs: Mapping[str, Any] = MappingProxyType({}),
-    ) -> None:
+    def __init__(self, templates: Mapping[str, str], *, special_tokens: Mapping[str, str]) -> None:
         """Take templates by name: `default`, and possibly `tool_use` for requests with tools, or none.
 
-        `default_kwargs` are values of their variables. Raises TokenizerError for one that is too long.
+        Raises TokenizerError for one that is too long.
         """
         self.variables: frozenset[str] = frozenset()
         """Names that requests may set with an effect; none before `judge`."""
@@ -66,25 +59,18 @@ class ChatTemplate:
                 templates=self._templates,
                 special_tokens=dict(special_tokens),
                 reserved_names=NAMED_SPECIAL_TOKENS,
-                default_kwargs=dict(default_kwargs),
             )
         )
 
     @classmethod
     def load(
-        cls,
-        folder: Path,
-        *,
-        special_tokens: Mapping[str, str],
-        file: Path | None = None,
-        default_kwargs: Mapping[str, Any] = MappingProxyType({}),
+        cls, folder: Path, *, special_tokens: Mapping[str, str], file: Path | None = None
     ) -> "ChatTemplate":
         """Read `file`; without it the checkpoint's template, and its template for tools.
 
         Raises TokenizerError for one that is unusable.
         """
-        templates = _read_templates(folder, file)
-        return cls(templates, special_tokens=special_tokens, default_kwargs=default_kwargs)
+        return cls(_read_templates(folder, file), special_tokens=special_tokens)
 
     @property
     def is_present(self) -> bool:

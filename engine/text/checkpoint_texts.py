@@ -4,11 +4,9 @@ Owns: the comparison with the operator's list of checksums, if there is one, bef
 """
 
 import json
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from engine.media.pictures import PicturePreparer
@@ -76,16 +74,8 @@ def _plain_context(content: dict[str, Any]) -> int:
     return length if isinstance(length, int) and not scaled else 0
 
 
-def load_texts(
-    config: WorkerConfig,
-    media: MediaConfig,
-    *,
-    default_kwargs: Mapping[str, Any] = MappingProxyType({}),
-) -> CheckpointTexts:
-    """Check and load all, and begin the trial; `default_kwargs` are the template's.
-
-    Raises TokenizerError.
-    """
+def load_texts(config: WorkerConfig, media: MediaConfig) -> CheckpointTexts:
+    """Check and load all, and begin the trial. Raises TokenizerError."""
     folder = Path(config.model_path)
     if config.checksums_file is not None:
         try:
@@ -100,9 +90,7 @@ def load_texts(
     try:
         with refusing(folder):
             tokenizer = Tokenizer.load(folder)
-            template = ChatTemplate.load(
-                folder, special_tokens=tokenizer.special_tokens, file=file, default_kwargs=default_kwargs
-            )
+            template = ChatTemplate.load(folder, special_tokens=tokenizer.special_tokens, file=file)
             response_template = read_response_template(folder)
     except BaseException:
         trial.close()

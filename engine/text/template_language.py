@@ -76,7 +76,6 @@ class Templates:
     def __init__(self, program: Program) -> None:
         """Raises BrokenTemplate."""
         self._special_tokens = tokens = program.special_tokens
-        self._default_kwargs = program.default_kwargs
         ours = frozenset({*_OUR_VARIABLES, *tokens, *program.reserved_names, *_ENVIRONMENT.globals})
         self._templates = {name: _Compiled(name, source, ours) for name, source in program.templates.items()}
         self.merged_for: MergeReason | None = None
@@ -101,7 +100,6 @@ class Templates:
         variables = {
             **self._special_tokens,
             "documents": None,
-            **template.read(self._default_kwargs),
             **chat.hints,
             **template.read(chat.kwargs),
             "tools": list(chat.tools) if chat.tools else None,

@@ -45,8 +45,6 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     special_tokens: dict[str, str] = {}
     reserved_names: tuple[str, ...] = ()
     """Names of special tokens, set or not, which no request may set."""
-    default_kwargs: dict[str, Any] = {}
-    """The operator's values of variables, which hints and requests override."""
 
 
 class Chat(msgspec.Struct, frozen=True, kw_only=True):

@@ -99,7 +99,12 @@ async def test_a_profile_has_its_defaults_a_request_wins_over_them_and_a_key_see
     quick = Profile(
         name="quick", sampling={"temperature": 0.25}, template_kwargs={"enable_thinking": False, "other": 1}
     )
-    info = dataclasses.replace(INFO, profiles=(quick,), template_variables=frozenset({"enable_thinking"}))
+    info = dataclasses.replace(
+        INFO,
+        profiles=(quick,),
+        template_variables=frozenset({"enable_thinking"}),
+        default_template_kwargs={"enable_thinking": True},
+    )
     engine = FakeEngine(info)
     keys = KeyRing([key("all"), key("few", "fake"), key("one", "quick")])
     async with connect(build_app(engine, Settings(), keys=keys)) as client:

@@ -64,7 +64,7 @@ def template_input(body: ChatCompletionRequest, info: ModelInfo, tool_use: ToolU
         tools=() if tool_use.is_shown_in_messages else tools,
         final=final,
         kwargs=dict(body.chat_template_kwargs or {}),
-        hints={**_profile_hints(body, info), **_effort_hints(body)},
+        hints={**_default_hints(body, info), **_effort_hints(body)},
     )
 
 
@@ -102,18 +102,16 @@ def turns_reasoning_off(chat: Chat) -> bool:
     return any(variables.get(name) is False for name in THINKING_SWITCHES)
 
 
-def _profile_hints(body: ChatCompletionRequest, info: ModelInfo) -> dict[str, Any]:
-    """Template variables that the named profile sets, as far as the template reads them.
+def _default_hints(body: ChatCompletionRequest, info: ModelInfo) -> dict[str, Any]:
+    """Template variables that the server or the named profile sets.
 
-    A request that asks for reasoning is not held to a profile that turns it off.
+    A request that asks for reasoning is not held to a default that turns it off.
     """
     wants_reasoning = body.reasoning_effort is not None and body.reasoning_effort not in _NO_REASONING
-    left_out = THINKING_SWITCHES if wants_reasoning else ()
-    defaults = info.profile_named(body.model).template_kwargs
     return {
         name: value
-        for name, value in defaults.items()
-        if name in info.template_variables and name not in left_out
+        for name, value in info.template_kwargs_of(body.model).items()
+        if not (wants_reasoning and name in THINKING_SWITCHES and value is False)
     }
 
 

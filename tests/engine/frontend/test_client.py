@@ -17,6 +17,8 @@ from engine.options.engine_config import resolve
 from engine.options.sources import read_options
 from engine.types import EngineState, FinishReason, GenerationRequest, ReportPage, SamplingParams
 
+LIFE = {"max_queued_requests": "4", "default_chat_template_kwargs": '{"mood": "good"}'}
+
 
 def make_engine(folder: Path, **options: str) -> AsyncEngine:
     config, _ = resolve(read_options({"model": str(folder), **options}, {}), environment={})
@@ -43,8 +45,9 @@ async def test_the_facts_of_a_model_that_is_never_loaded_are_refused_for_good(ti
     await engine.close()
 
 
-async def test_a_life_of_the_engine_from_loading_to_closing(tiny_model: Path) -> None:
-    engine = make_engine(tiny_model, max_queued_requests="4")
+async def test_a_life_of_the_engine_from_loading_to_closing(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "template").write_text("{{ mood }}{{ messages[0].content }}")
+    engine = make_engine(tiny_model, chat_template=str(tmp_path / "template"), **LIFE)
     with pytest.raises(EngineUnavailable, match="not loaded"):
         _ = engine.info
     engine.start()
@@ -52,8 +55,10 @@ async def test_a_life_of_the_engine_from_loading_to_closing(tiny_model: Path) ->
     with pytest.raises(EngineUnavailable, match="loading"):
         await finish_reasons(engine, "too early")
     info = await engine.ready()
-    assert info.served_names == ("tiny",)
+    assert (info.served_names, info.default_template_kwargs) == (("tiny",), {"mood": "good"})
     assert engine.health().is_ready
+    await engine.texts_are_tried()
+    assert engine.info.template_variables == {"mood"}, "also if the engine is ready before the trial is over"
 
     assert await finish_reasons(engine, "n", max_tokens=5, n=3) == [FinishReason.LENGTH] * 3
 

@@ -447,14 +447,3 @@ def test_the_variables_that_requests_may_set_are_known_from_the_start(make: Make
     assert template.variables == frozenset()
     template.judge()
     assert template.variables == {"mood", "effort"}
-
-
-def test_defaults_of_variables_reach_the_process_that_renders() -> None:
-    template = ChatTemplate(
-        {"default": "{{ mood }}"}, special_tokens={}, default_kwargs={"mood": ["good"], "unheard_of": 1}
-    )
-    try:
-        assert template.render(Chat(messages=[QUESTION])) == "['good']"
-        assert template.render(Chat(messages=[QUESTION], kwargs={"mood": "bad"})) == "bad"
-    finally:
-        template.close()

@@ -322,15 +322,10 @@ def test_a_template_argument_never_replaces_our_own(name) -> None:
     assert "enable_thinking" in templates.variables
 
 
-def test_the_operators_values_give_way_to_hints_and_these_to_the_requests() -> None:
-    templates = Templates(
-        Program(
-            templates={"default": "{{ a }}{{ b }}{{ c }}{{ d is defined }}{% set d = 1 %}"},
-            default_kwargs={"a": 1, "b": 1, "c": 1, "messages": 1},
-        )
-    )
+def test_the_servers_values_give_way_to_the_requests() -> None:
+    templates = Templates(Program(templates={"default": "{{ b }}{{ c }}{{ d is defined }}{% set d = 1 %}"}))
     rendered = templates.render(Chat(messages=[QUESTION], hints={"b": 2, "c": 2}, kwargs={"c": 3}))
-    assert rendered == "123False"
+    assert rendered == "23False"
 
 
 def test_the_templates_own_refusal_reaches_the_caller() -> None:

@@ -227,6 +227,26 @@ async def test_a_grammar_begins_behind_the_reasoning(
     assert request.params.grammar.begins_after == begins_after
 
 
+@pytest.mark.parametrize(
+    ("fields", "added"),
+    [
+        ({}, ()),
+        ({"reasoning_effort": "high"}, (60,)),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, (60,)),
+    ],
+)
+async def test_a_default_turns_reasoning_off_before_a_grammar_unless_the_request_asks_for_it(
+    client, thinking, fields, added
+) -> None:
+    off = {"enable_thinking": False, "mood": 1}
+    thinking.model_info = dataclasses.replace(
+        THINKING, template_variables=frozenset({"enable_thinking"}), default_template_kwargs=off
+    )
+    await ask(client, response_format={"type": "json_object"}, **fields)
+    assert thinking.requests[0].prompt_token_ids == (*b"hi", *added)
+    assert "mood" not in thinking.chats[0][1].hints
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize(("fields", "num_tokens"), [({"max_tokens": 28}, 100), ({"max_tokens": None}, 127)])
 async def test_a_prompt_that_is_cut_to_what_fits_leaves_room_for_the_opened_block(
