@@ -105,14 +105,12 @@ def _places(body: CountTokensRequest) -> Iterator[tuple[str, str]]:
     for place, turn in enumerate(body.messages):
         where = f"messages[{place}]"
         blocks = _numbered(f"{where}.content", turn.content)
-        calls = [blocks[at] for at, block in enumerate(turn.content) if block.type == "tool_use"]
+        calls = [at for at, block in zip(blocks, turn.content, strict=True) if block.type == "tool_use"]
         for group in _groups(turn):
-            first = turn.content[group[0]] if group else None
-            if first is not None and first.type == "tool_result":
-                at = blocks[group[0]]
-                written.append((at, _numbered(f"{at}.content", first.content or ()), []))
-            else:
-                written.append((where, [blocks[at] for at in group], calls))
+            at, parts = where, [blocks[number] for number in group]
+            if group and turn.content[group[0]].type == "tool_result":
+                at, parts = parts[0], _numbered(f"{parts[0]}.content", turn.content[group[0]].content or ())
+            written.append((at, parts, calls))
     for number, (where, parts, calls) in enumerate(written):
         yield f"messages[{number}]", where
         yield from zip(_numbered(f"messages[{number}].content", parts), parts, strict=True)
