@@ -392,7 +392,7 @@ def draw_in_step(sampler: GpuSampler, logits: torch.Tensor, rows: list[int]) -> 
 
 def test_what_a_step_draws_and_what_it_leaves_are_the_tokens_of_the_cpu(gpu):
     """Rows that always edit, that cease to, and that begin to while the step is under way, by a token that is
-    collected when the step has drawn.
+    collected when the step has drawn. Guesses in between change none.
     """
     demo = Demo()
     reasoning = replace(regex("[0-9]{9}"), begins_after=11)
@@ -416,6 +416,7 @@ def test_what_a_step_draws_and_what_it_leaves_are_the_tokens_of_the_cpu(gpu):
         logits = random_logits(step, 6, demo.vocab_size)
         logits[3, 11] = 99.0 * (step == 1)
         draw_in_step(found, logits, order)
+        found.guess(random_logits(9, 2, demo.vocab_size), [1, 4], [found.preview(row) for row in (1, 4)])
         drawn = [sample.result() for sample in pending]
         pending = [found.begin(logits, order)]
         assert pending[0].is_new

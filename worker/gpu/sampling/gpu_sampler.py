@@ -16,7 +16,7 @@ tokens that a line's request names.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -46,6 +46,14 @@ _GREEDY = 1
 """The value of top_k for it."""
 
 
+class _StepDraws(NamedTuple):
+    """Sampling of a step that draws tokens itself."""
+
+    draws_NF: NDArray[np.float64]
+    not_drawn: list[int]
+    """Positions that it leaves to `begin`."""
+
+
 class GpuSampler(RowSampler):
     """A sampler that launches in `begin`; only the result waits for the device."""
 
@@ -72,11 +80,8 @@ class GpuSampler(RowSampler):
         self._seeds_C = np.zeros(max_num_seqs, np.uint64)
         self._editing: set[int] = set()
         self._asking: set[int] = set()
-        self._draws_NF = np.zeros((0, NUM_FIELDS))
-        self._has_step = False
-        """Tell whether the next logits are from a step that samples."""
-        self._not_drawn: list[int] = []
-        """Positions that it leaves to `begin`."""
+        self._step: _StepDraws | None = None
+        """Set if the next logits are from a step that samples."""
 
     def add_row(
         self, row: int, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int
@@ -100,11 +105,11 @@ class GpuSampler(RowSampler):
     def draws_of_step(self, rows: Sequence[int]) -> NDArray[np.float64]:
         """Return the fields [N, F] of the step about to be launched; `begin` samples the other rows."""
         states = [self._rows[row] for row in rows]
-        draws_NF = self._draws_of(rows, states)
-        self._has_step, self._not_drawn = True, self._edited_places(rows, states)
-        if self._not_drawn:
+        draws_NF, not_drawn = self._draws_of(rows, states), self._edited_places(rows, states)
+        self._step = _StepDraws(draws_NF, not_drawn)
+        if not_drawn:
             draws_NF = draws_NF.copy()
-            draws_NF[self._not_drawn, LINE] = NOBODY
+            draws_NF[not_drawn, LINE] = NOBODY
         return draws_NF
 
     def draw_in_step(self, logits_NV: Tensor, draws_NF: Tensor) -> Tensor:
@@ -142,7 +147,7 @@ class GpuSampler(RowSampler):
     def _draws_of(self, rows: Sequence[int], states: Sequence[SamplingRow]) -> NDArray[np.float64]:
         chosen_N = np.array(rows, np.int64)
         num_generated = (state.num_generated for state in states)
-        self._draws_NF = draws_NF = self._draws_CF[chosen_N]
+        draws_NF = self._draws_CF[chosen_N]
         draws_NF[:, LINE] = draws_NF[:, PLACE] = np.arange(len(rows))
         draws_NF[:, UNIFORM] = uniforms(
             self._seeds_C[chosen_N], np.fromiter(num_generated, np.uint64, len(rows))
@@ -152,19 +157,16 @@ class GpuSampler(RowSampler):
     def _launch(
         self, logits_NV: Tensor, rows: Sequence[int], states: Sequence[SamplingRow]
     ) -> LaunchedSample:
-        not_drawn, has_step = self._not_drawn, self._has_step
-        self._has_step = False
-        if not has_step:
-            self._draws_of(rows, states)
-            not_drawn = list(range(len(rows)))
+        step, self._step = self._step, None
+        draws_NF, not_drawn = step or _StepDraws(self._draws_of(rows, states), list(range(len(rows))))
         # A token that was learned since may have begun or ended an edit.
-        places = not_drawn if has_step and not self._learners else self._edited_places(rows, states)
+        places = not_drawn if step and not self._learners else self._edited_places(rows, states)
         edited = [EditedRow(rows[n], n, states[n]) for n in places]
-        if places != not_drawn:
-            self._draw_plain(logits_NV, sorted(set(not_drawn).difference(places)))
+        if plain := sorted(set(not_drawn).difference(places)):
+            self._draw_plain(logits_NV, draws_NF[plain], self._outcome_2C)
         for chunk in _in_chunks(edited, self._editor.num_lines):
-            copies = self._editor.edit(logits_NV, chunk, self._draws_NF)
-            self._choose(copies.lines, self._draws_NF[[each.place for each in chunk]])
+            copies = self._editor.edit(logits_NV, chunk, draws_NF)
+            self._choose(copies.lines, draws_NF[[each.place for each in chunk]], self._outcome_2C)
             self._editor.count(copies, self._outcome_2C)
         outcome = self._download_outcome()
         asked = [n for n, row in enumerate(rows) if row in self._asking] if self._asking else []
@@ -189,12 +191,9 @@ class GpuSampler(RowSampler):
         self, logits_NV: Tensor, rows: Sequence[int], views: Sequence[SamplingRow]
     ) -> SampleResult:
         """See RowSampler. Logits are not edited: the counts on the device are of sampled tokens."""
-        self._draws_of(rows, views)
-        self._draw_plain(logits_NV, list(range(len(rows))))
-        outcome = self._download_outcome()
-        self._device.record().wait()
-        token_ids, failed = _read(outcome, views)
-        self._free_results.append(outcome)
+        outcome_2C = torch.empty_like(self._outcome_2C)  # that of a step stays as it is
+        self._draw_plain(logits_NV, self._draws_of(rows, views), outcome_2C)
+        token_ids, failed = _read(outcome_2C.cpu(), views)
         return SampleResult(token_ids=token_ids, logprobs={}, failed=failed)
 
     def _sample_places(self, logits_NV: Tensor, places: Sequence[DraftedPlace]) -> SampleResult:
@@ -209,7 +208,7 @@ class GpuSampler(RowSampler):
             for some in _in_chunks(wave, self._outcome_2C.shape[1]):
                 chosen = [places[n] for n in some]
                 lines_NV = lines_of(logits_NV, [each.line for each in chosen])
-                self._has_step = False
+                self._step = None
                 result = self._launch(
                     lines_NV, [each.row for each in chosen], [each.state for each in chosen]
                 ).collect()
@@ -230,16 +229,14 @@ class GpuSampler(RowSampler):
         is_right = n not in found.failed and places[n].draft == found.token_ids[n]
         return is_right and self._waits(places, n + 1)
 
-    def _draw_plain(self, logits_NV: Tensor, places: list[int]) -> None:
-        if places:
-            draws_MF = self._draws_NF[places]
-            [on_device] = upload(self._device, [draws_MF])
-            self._choose(LogitRows(logits_NV, on_device), draws_MF)
+    def _draw_plain(self, logits_NV: Tensor, draws_MF: NDArray[np.float64], outcome_2C: Tensor) -> None:
+        [on_device] = upload(self._device, [draws_MF])
+        self._choose(LogitRows(logits_NV, on_device), draws_MF, outcome_2C)
 
-    def _choose(self, lines: LogitRows, draws_MF: NDArray[np.float64]) -> None:
-        """Fill in the outcome; draws_MF has the fields that the host knows."""
+    def _choose(self, lines: LogitRows, draws_MF: NDArray[np.float64], outcome_2C: Tensor) -> None:
+        """Fill in an outcome; draws_MF has the fields that the host knows."""
         choose = pick_best if (draws_MF[:, TOP_K] == _GREEDY).all() else draw
-        choose(lines, self._outcome_2C, self._workspace)
+        choose(lines, outcome_2C, self._workspace)
 
     def _measure(self, logits_NV: Tensor, places: list[int], states: Sequence[SamplingRow]) -> Tensor:
         """Return the host's memory for the lines of `measure_logprobs` for these places."""
