@@ -211,7 +211,7 @@ class Pictures:
         return replace(inputs, placed=placed, position_ids_T=self._positions(inputs), metadata=metadata)
 
     def place_behind(self, inputs: StepInputs) -> StepInputs:
-        """Do the same for a pass that reads at each place the token behind it; lacks rows that are gone."""
+        """Do the same for a pass that reads at each place the token behind it; rows that are gone are 0."""
         return replace(inputs, placed=self._placed(inputs, 1), position_ids_T=self._positions(inputs, 1))
 
     def _placed(self, inputs: StepInputs, num_ahead: int = 0) -> PlacedRows | None:
@@ -220,13 +220,14 @@ class Pictures:
             begin = share.start + num_ahead
             for item, item_places in zip(seen.inputs, seen.places, strict=True):
                 start, end = item_places.searchsorted((begin, begin + share.num_tokens))
-                output = self._outputs.get(item.content, len(item_places)) if start < end else None
-                if self._ranks.rank and start < end:
-                    output = self._eyes.no_rows(len(item_places))
-                assert output or start == end or num_ahead, "a plan computes a picture that none has encoded"
-                if output is not None:
-                    rows.append(output.between(start, end))
-                    places.append(item_places[start:end] - begin + first)
+                if start == end:
+                    continue
+                output = self._outputs.get(item.content, len(item_places))
+                is_lacking = num_ahead or self._ranks.rank
+                assert output or is_lacking, "a plan computes a picture that none has encoded"
+                output = output or self._eyes.no_rows(len(item_places))
+                rows.append(output.between(start, end))
+                places.append(item_places[start:end] - begin + first)
         if not places:
             return None
         joined = PictureRows.joined(rows)

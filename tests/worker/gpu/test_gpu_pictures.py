@@ -3,12 +3,20 @@
 Owns: the worker of these tests, whose decodes are captured; other steps are launched kernel by kernel.
 """
 
+from pathlib import Path
+
 import pytest
 
 from tests.tiers import by_day
 from tests.worker.gpu.interpreted_gpu import HAS_GPU
 from tests.worker.gpu.test_gpu_worker import load_gpu, steps_of
 from tests.worker.pictures.seeing import FAMILIES, Prompt, Reference, Served, payloads_of
+from tests.worker.pictures.test_heads_with_pictures import (
+    ASKED,
+    check_guesses,
+    check_without_rows,
+    with_large_weights,
+)
 from tests.worker.pictures.test_pictures import (  # noqa: F401 - some of these tests, of another worker
     AFTER,
     BEFORE,
@@ -20,7 +28,10 @@ from tests.worker.pictures.test_pictures import (  # noqa: F401 - some of these 
     test_log_probabilities_of_a_prompt_with_pictures,
     test_one_that_is_preempted_in_a_picture_goes_on,
     test_pictures_in_a_prompt,
+    three,
 )
+from tests.worker.speculation.head_checkpoints import write_head
+from tests.worker.speculation.test_draft_heads import MTP
 from worker.gpu import graphs
 from worker.pictures.sliced_call import SlicedCall
 
@@ -66,3 +77,16 @@ def test_decodes_behind_a_picture_are_replayed_and_it_is_counted_once(
     assert steps._num_replayed == num_replayed + 6
     stats = served.scheduler.stats()
     assert (stats.num_encoded, stats.num_encoder_hits) == (1, 1)
+
+
+@pytest.mark.night
+def test_a_head_guesses_behind_pictures_on_a_gpu_and_may_find_one_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "_MIXED", ())
+    monkeypatch.setattr(graphs, "_DRAFTED", (4,))
+    reference = Reference("qwen3_5", tmp_path / "plain")
+    folder = with_large_weights(write_head(tmp_path / "with a head", reference.folder))
+    loaded = load_gpu(folder, num_blocks=120, max_num_batched_tokens=64, max_num_seqs=4, speculation=MTP)
+    check_guesses(Served(*loaded, ASKED), reference, folder, three(reference))
+    check_without_rows(Served(*loaded, ASKED), reference, monkeypatch)

@@ -9,11 +9,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from scheduler.config import DraftSupply
+from scheduler.step import pace
 from tests.tiers import by_day
 from tests.worker.pictures.seeing import IMAGE, Prompt, Reference, Served, load, payloads_of
-from tests.worker.pictures.test_pictures import three
+from tests.worker.pictures.test_pictures import pictures_of, three
 from tests.worker.speculation.head_checkpoints import write_head
+from tests.worker.speculation.speculated import without_asking
 from tests.worker.speculation.test_draft_heads import MTP, Oracle
+from worker.pictures.outputs import OutputCache
 
 
 class SeeingOracle(Oracle):
@@ -62,21 +65,12 @@ def with_large_weights(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("has_prefix", by_day([False, True], [True]))
-def test_a_head_guesses_behind_pictures_what_transformers_guesses(tmp_path: Path, has_prefix: bool) -> None:
-    """Also where what is before them was computed for a prompt of text alone."""
-    reference = Reference("qwen3_5", tmp_path / "plain")
-    folder = with_large_weights(write_head(tmp_path / "with a head", reference.folder))
-    changes = {"max_drafts": 3, "draft_supply": DraftSupply.ASKED, "max_num_batched_tokens": 16}
-    served = Served(*load(folder, speculation=MTP), changes)
-    prompt = three(reference)
-    if has_prefix:
-        prefix = [(7 * index + 3) % 500 + 3 for index in range(48)]
-        prompt = Prompt(prefix, reference.picture(0), [5, 6, 7, 8, 9, 10])
-        served.add(Prompt([*prefix, 11, 12, 13]), [], max_tokens=6)
-        served.run()
-    oracle = SeeingOracle(folder, prompt)
-    num_compared = 0
+ASKED: dict[str, Any] = {"max_drafts": 3, "draft_supply": DraftSupply.ASKED, "max_num_batched_tokens": 16}
+
+
+def check_guesses(served: Served, reference: Reference, folder: Path, prompt: Prompt) -> None:
+    """Compare guesses behind a prompt with pictures."""
+    oracle, num_compared = SeeingOracle(folder, prompt), 0
     with payloads_of(prompt.pictures) as payloads:
         number = served.add(prompt, payloads, max_tokens=12)
         while served.scheduler.has_unfinished_requests:
@@ -88,6 +82,43 @@ def test_a_head_guesses_behind_pictures_what_transformers_guesses(tmp_path: Path
                 num_compared += 1
     served.check_tokens(number, reference)
     assert num_compared > 5
+
+
+@pytest.mark.parametrize("has_prefix", by_day([False, True], [True]))
+def test_a_head_guesses_behind_pictures_what_transformers_guesses(tmp_path: Path, has_prefix: bool) -> None:
+    """Also where what is before them was computed for a prompt of text alone."""
+    reference = Reference("qwen3_5", tmp_path / "plain")
+    folder = with_large_weights(write_head(tmp_path / "with a head", reference.folder))
+    served = Served(*load(folder, speculation=MTP), ASKED)
+    prompt = three(reference)
+    if has_prefix:
+        prefix = [(7 * index + 3) % 500 + 3 for index in range(48)]
+        prompt = Prompt(prefix, reference.picture(0), [5, 6, 7, 8, 9, 10])
+        served.add(Prompt([*prefix, 11, 12, 13]), [], max_tokens=6)
+        served.run()
+    check_guesses(served, reference, folder, prompt)
+
+
+def check_without_rows(served: Served, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a head read a prompt whose picture has made room for another one; it changes no token."""
+    monkeypatch.setattr(pace, "_SHORTEST_SLICE_S", 60.0)
+    cat, dog = reference.picture(1), reference.picture(0)
+    worker, asks = served.worker, False
+    launch = worker.launch
+    monkeypatch.setattr(worker, "launch", lambda plan: launch(plan if asks else without_asking(plan)))
+    monkeypatch.setattr(pictures_of(served), "_outputs", OutputCache(dog.num_rows))
+    with payloads_of([cat, dog]) as payloads:
+        first = served.add(Prompt([20], cat, [5, 6]), payloads[:1], max_tokens=20)
+        while not served.tokens[first]:
+            served.step()
+        second = served.add(Prompt([30], dog, [5, 6]), payloads[1:])
+        while not served.tokens[second]:
+            served.step()
+        asks = True
+        served.run()
+    served.check_tokens(first, reference)
+    served.check_tokens(second, reference)
+    assert served.scheduler.stats().num_draft_tokens > 0
 
 
 def test_no_hidden_state_waits_to_be_written_where_blocks_get_another_use(tmp_path: Path) -> None:
