@@ -37,7 +37,7 @@ def load_drafted(two_ranks: DividedWorker, folder: Path, speculation: Speculatio
     return facts
 
 
-def check_answers(worker: DividedWorker, facts: ModelFacts, folder: Path) -> None:
+def check_answers(worker: DividedWorker, facts: ModelFacts, folder: Path, *, is_itself: bool) -> None:
     """Compare the tokens of one process without drafts under preemption, swap and cached prefixes."""
     requests = plain_requests(6) if folder == DEMO else requests_of(Random(5), 12)
     expected = Speculated(*load_alone(folder)).answers(requests)
@@ -50,11 +50,18 @@ def check_answers(worker: DividedWorker, facts: ModelFacts, folder: Path) -> Non
         num_found += world.num_found
         num_accepted, num_drafted = num_accepted + world.num_accepted, num_drafted + world.num_drafted
     assert num_found > 0
-    assert 0 < num_accepted < num_drafted
+    assert 0 < num_accepted <= num_drafted
+    assert (num_accepted == num_drafted) == is_itself
 
 
 def of_draft_model(folder: Path) -> tuple[Path, SpeculationConfig, None]:
     return DEMO, draft_of(write_draft(folder / "four", DEMO, num_layers=4)), None
+
+
+def of_recurrent_model(folder: Path) -> tuple[Path, SpeculationConfig, None]:
+    target = make_checkpoint("qwen3_next", folder / "target", **SIZES | OVERRIDES["qwen3_next"])
+    shutil.copy(DEMO / "tokenizer.json", target)
+    return target, draft_of(target), None
 
 
 def of_head(family: str) -> Callable[[Path], tuple[Path, SpeculationConfig, Oracle]]:
@@ -76,6 +83,7 @@ def of_eagle(folder: Path) -> tuple[Path, SpeculationConfig, EagleOracle]:
 
 DRAFTS = {
     "a draft model": of_draft_model,
+    "a recurrent draft model": of_recurrent_model,
     **{family: of_head(family) for family in ("glm4_moe", "deepseek_v3", "qwen3_next")},
     "a head of EAGLE-3": of_eagle,
 }
@@ -89,7 +97,7 @@ def test_ranks_draft_as_one_process_and_sample_its_tokens(
     facts = load_drafted(two_ranks, folder, speculation)
     if oracle is not None:
         check_guesses((two_ranks, facts), oracle)  # type: ignore[arg-type]
-    check_answers(two_ranks, facts, folder)
+    check_answers(two_ranks, facts, folder, is_itself=speculation.model_path == str(folder))
 
 
 def test_a_model_that_drafts_for_itself_is_right_on_ranks_however_its_blocks_have_moved(
