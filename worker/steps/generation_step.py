@@ -307,8 +307,9 @@ class _PendingStep:
     def result(self) -> ModelRunnerOutput:
         if self._output is None:
             try:
-                output = naming_out_of_memory(self._steps.device, self._collect)
-                self._output = self._steps.propose(output, self._plan)
+                self._output = naming_out_of_memory(
+                    self._steps.device, lambda: self._steps.propose(self._collect(), self._plan)
+                )
             finally:
                 self._steps.forget(self)
         return self._output
