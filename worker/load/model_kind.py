@@ -42,7 +42,7 @@ class ModelKind:
     keeps_own_cache: bool = False
     """Attention, or its replacement in the family, stays the model's own: no paged KV cache fits under it."""
     is_text_alone: bool = False
-    """Ranks or stages have parts of it, or kernels of a GPU compute it: nothing reads its pictures."""
+    """Ranks or stages have parts of it: nothing reads pictures of a family of two classes."""
 
     @property
     def is_paged(self) -> bool:
