@@ -363,14 +363,13 @@ class KVCache:
         numbers = numbers_beside(_own(layout.layers, beside.layers), beside.layers)
         view.layers = {there: self.layers[here] for there, here in numbers.items()}
         shapes = {there: layout.layers[here] for there, here in numbers.items()}
-        states = _own(layout.state_shapes, beside.states)
-        numbers = {-1 - here: here for here in states} | numbers_beside(states, beside.states)
+        own = _own(layout.state_shapes, beside.states)
+        numbers = {-1 - here: here for here in own} | numbers_beside(own, beside.states)
+        states = {there: layout.state_shapes[here] for there, here in numbers.items()}
         view.layout = replace(
             layout,
             layers=shapes,
-            state_shapes={there: layout.state_shapes[here] for there, here in numbers.items()}
-            if beside.states
-            else {},
+            state_shapes=states if beside.states else {},
             least_numel=layout.block_numel,
         )
         return view

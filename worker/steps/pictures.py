@@ -223,8 +223,7 @@ class Pictures:
                 if start == end:
                     continue
                 output = self._outputs.get(item.content, len(item_places))
-                is_lacking = num_ahead or self._ranks.rank
-                assert output or is_lacking, "a plan computes a picture that none has encoded"
+                assert output or num_ahead or self._ranks.rank, "a plan computes a picture before it is there"
                 output = output or self._eyes.no_rows(len(item_places))
                 rows.append(output.between(start, end))
                 places.append(item_places[start:end] - begin + first)
