@@ -286,18 +286,23 @@ class EngineLoop:
         """Measure the step on the device, which begins it when the step before is done.
 
         Drafts for the next one are made behind it, in passes of their own. A step during which the
-        loop paused is not measured: when it was done is not known.
+        loop paused is not measured: when it was done is not known. Pictures are encoded before the launch of
+        their step: the slice of one that was launched meanwhile is as long as this step's, or not known.
         """
         now_s = self._clock()
-        took_s = now_s - max(step.launched_s, self._last_result_s)
+        began_s = max(step.launched_s, self._last_result_s)
+        took_s = now_s - began_s
         waited_s = max(step.launched_s - self._last_result_s, 0.0) if isfinite(self._last_result_s) else 0.0
         self._last_result_s = now_s
         self._execute_s += took_s
-        if step.launched_s < self._paused_s:
+        has_slice = bool(step.plan.encoder_inputs)
+        num_slices = has_slice and began_s == step.launched_s
+        num_slices += any(each.plan.encoder_inputs for each in self._under_way)
+        if step.launched_s < self._paused_s or num_slices > has_slice:
             return
         took_s -= sum(seconds for _, seconds in result.draft_passes)
         if result.encoded is not None:
-            took_s -= result.encoded.seconds
+            took_s -= num_slices * result.encoded.seconds
         self._scheduler.observe_step(step.plan, took_s, result.draft_passes, waited_s=waited_s)
 
     def _fail(self, step: _StepUnderWay) -> None:

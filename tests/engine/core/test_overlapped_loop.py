@@ -3,6 +3,7 @@
 import logging
 from pathlib import Path
 
+import msgspec
 import orjson
 import pytest
 
@@ -15,6 +16,7 @@ from engine.core.worker_steps import CheckedWorker
 from engine.options.engine_config import resolve
 from engine.options.sources import read_options
 from engine.process_messages import AdapterAnswer, AddRequest, EndSequences, LoadAdapter, Shutdown
+from scheduler.input_messages import EncoderInput
 from scheduler.messages import FinishReason, ModelRunnerOutput, SchedulerOutput, SequenceId
 from scheduler.scheduler import Scheduler
 from tests.engine.core.test_loop import PROMPT, Desk, request
@@ -130,6 +132,35 @@ def test_a_step_is_timed_from_the_result_before_it_and_not_from_its_launch() -> 
     assert seen == [1.0] * 6, "each waited for a second behind the one before"
     assert waits == [0.0] * 6, "and the device for none of them"
     assert desk.beats()[-1].times.execute_s == pytest.approx(6.0)
+
+
+@pytest.mark.parametrize("encoding_s", [0.25, 4.0], ids=["shorter than a step", "longer"])
+def test_encoding_before_a_launch_is_no_time_of_a_step(encoding_s: float) -> None:
+    desk = Desk()
+    seen: list[float] = []
+    picture = EncoderInput(2, 2, "a cat")
+    desk.letters.append([request(1, max_tokens=12)])
+    desk.letters.extend([[], [], [msgspec.structs.replace(request(2), encoder_inputs=(picture,))]])
+    loop, device = overlapped(desk, encoder_cache_tokens=4)
+    device.encodes_every = 5
+    device.encoder_cache_tokens, device.inputs[SequenceId(2)] = 4, (picture,)
+    launch = device.launch
+
+    def encode_and_launch(plan: SchedulerOutput) -> TimedStep:
+        device.takes_s = lambda _: encoding_s if plan.encoder_inputs else 0.0
+        if plan.encoder_inputs:
+            desk.now_s = max(desk.now_s, device.free_s) + encoding_s
+        return launch(plan)
+
+    def observe(plan: object, seconds: float, passes: object, *, waited_s: float) -> None:
+        seen.append(seconds)
+
+    device.launch = encode_and_launch  # type: ignore[method-assign]
+    loop._scheduler.observe_step = observe  # type: ignore[method-assign, assignment]
+    for _ in range(14):
+        loop.turn()
+    assert set(ends(desk)) == {1, 2}
+    assert seen == [1.0] * (len(device.plans) - 1), "of that before the first that encodes it is not known"
 
 
 def test_the_time_for_which_the_worker_waits_for_a_plan_is_told_apart_from_the_step() -> None:
