@@ -175,7 +175,9 @@ class Planner:
                 budget.reserve(min(prefills, key=_rank_of))
 
     def observe_step(self, plan: SchedulerOutput, seconds: float, waited_s: float) -> None:
-        """Learn how long a plan took, and how long the worker had to wait for it."""
+        """Learn how long a plan took, and how long the worker had to wait for it; without tokens, nothing."""
+        if not plan.num_scheduled_tokens:
+            return
         num_decoded = len(plan.scheduled) + sum(map(len, plan.draft_token_ids.values()))
         has_prefill = plan.num_scheduled_tokens > num_decoded
         pause_s = seconds + waited_s if has_prefill and self._has_decodes(plan) else 0.0

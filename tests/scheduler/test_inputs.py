@@ -91,6 +91,19 @@ def test_encoding_gets_a_small_part_of_a_step_that_others_wait_for() -> None:
     assert world.step().encoder_slice_s == 0.2
 
 
+def test_steps_that_only_encode_say_nothing_of_how_long_others_take() -> None:
+    world = seeing(target_itl_s=0.5)
+    world.worker.encodes_every = 10**6
+    world.add(make_sequence(1, prompt(3, 1), max_tokens=12))
+    world.run()
+    world.add(make_sequence(2, prompt(9, 2), encoder_inputs=(image(0),), max_tokens=1))
+    for _ in range(99):
+        assert not world.step().num_scheduled_tokens
+    world.add(make_sequence(3, prompt(3, 3), max_tokens=9))
+    world.step()
+    assert 0.2 * 0.05 <= world.step().encoder_slice_s < 0.2 * 0.07
+
+
 def test_an_input_that_cannot_be_encoded_ends_its_request_alone() -> None:
     world = seeing()
     world.worker.broken = {"a cat"}
