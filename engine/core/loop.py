@@ -285,9 +285,9 @@ class EngineLoop:
     def _observe(self, step: _StepUnderWay, result: ModelRunnerOutput) -> None:
         """Measure the step on the device, which begins it when the step before is done.
 
-        Drafts for the next one are made behind it, in passes of their own. A step during which the
-        loop paused is not measured: when it was done is not known. Pictures are encoded before the launch of
-        their step: the slice of one that was launched meanwhile is as long as this step's, or not known.
+        Drafts for the next one are made behind it, in passes of their own. Launches encode first: a slice in
+        the next one's counts as long as this step's own. Not measured are a step before the first such
+        launch, and one during which the loop paused: when they were done is not known.
         """
         now_s = self._clock()
         began_s = max(step.launched_s, self._last_result_s)
@@ -295,9 +295,9 @@ class EngineLoop:
         waited_s = max(step.launched_s - self._last_result_s, 0.0) if isfinite(self._last_result_s) else 0.0
         self._last_result_s = now_s
         self._execute_s += took_s
-        has_slice = bool(step.plan.encoder_inputs)
-        num_slices = has_slice and began_s == step.launched_s
-        num_slices += any(each.plan.encoder_inputs for each in self._under_way)
+        has_slice = bool(step.plan.encoder_slice_s)
+        num_slices = int(has_slice and began_s == step.launched_s)
+        num_slices += any(each.plan.encoder_slice_s for each in self._under_way)
         if step.launched_s < self._paused_s or num_slices > has_slice:
             return
         took_s -= sum(seconds for _, seconds in result.draft_passes)

@@ -19,6 +19,7 @@ from engine.process_messages import AdapterAnswer, AddRequest, EndSequences, Loa
 from scheduler.input_messages import EncoderInput
 from scheduler.messages import FinishReason, ModelRunnerOutput, SchedulerOutput, SequenceId
 from scheduler.scheduler import Scheduler
+from scheduler.step import planner
 from tests.engine.core.test_loop import PROMPT, Desk, request
 from tests.engine.model_facts import facts
 from tests.fakes import FakeStep, FakeWorker, OutOfMemory, continuation
@@ -134,22 +135,24 @@ def test_a_step_is_timed_from_the_result_before_it_and_not_from_its_launch() -> 
     assert desk.beats()[-1].times.execute_s == pytest.approx(6.0)
 
 
-@pytest.mark.parametrize("encoding_s", [0.25, 4.0], ids=["shorter than a step", "longer"])
-def test_encoding_before_a_launch_is_no_time_of_a_step(encoding_s: float) -> None:
+@pytest.mark.parametrize("slices_s", [(0.25,) * 4, (4.0, 4.0, 0.0, 4.0)], ids=["alike", "others"])
+def test_encoding_before_a_launch_is_no_time_of_a_step(
+    monkeypatch: pytest.MonkeyPatch, slices_s: tuple[float, ...]
+) -> None:
     desk = Desk()
     seen: list[float] = []
-    picture = EncoderInput(2, 2, "a cat")
+    picture, rest = EncoderInput(2, 2, "a cat"), iter(slices_s)
+    monkeypatch.setattr(planner, "encoder_slice_s", lambda *_: (next(rest, 0.0), 0.0))
     desk.letters.append([request(1, max_tokens=12)])
     desk.letters.extend([[], [], [msgspec.structs.replace(request(2), encoder_inputs=(picture,))]])
     loop, device = overlapped(desk, encoder_cache_tokens=4)
-    device.encodes_every = 5
+    device.encodes_every = 6
     device.encoder_cache_tokens, device.inputs[SequenceId(2)] = 4, (picture,)
     launch = device.launch
 
     def encode_and_launch(plan: SchedulerOutput) -> TimedStep:
-        device.takes_s = lambda _: encoding_s if plan.encoder_inputs else 0.0
-        if plan.encoder_inputs:
-            desk.now_s = max(desk.now_s, device.free_s) + encoding_s
+        if plan.encoder_slice_s:
+            desk.now_s = max(desk.now_s, device.free_s) + plan.encoder_slice_s
         return launch(plan)
 
     def observe(plan: object, seconds: float, passes: object, *, waited_s: float) -> None:
@@ -160,7 +163,8 @@ def test_encoding_before_a_launch_is_no_time_of_a_step(encoding_s: float) -> Non
     for _ in range(14):
         loop.turn()
     assert set(ends(desk)) == {1, 2}
-    assert seen == [1.0] * (len(device.plans) - 1), "of that before the first that encodes it is not known"
+    num_unknown = 1 + slices_s.count(0.0)
+    assert seen == [1.0] * (len(device.plans) - num_unknown), "not of steps before the first that encode"
 
 
 def test_the_time_for_which_the_worker_waits_for_a_plan_is_told_apart_from_the_step() -> None:
