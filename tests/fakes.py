@@ -241,7 +241,8 @@ class FakeWorker:
 
     def _encode(self, plan: SchedulerOutput, result: "_Result") -> None:
         done: dict[SequenceId, tuple[int, ...]] = {}
-        num_left = self.most_encoded if len(self.plans) % self.encodes_every == 0 else 0
+        has_time = plan.encoder_slice_s and len(self.plans) % self.encodes_every == 0
+        num_left = self.most_encoded if has_time else 0
         for sequence_id, inputs in plan.encoder_inputs.items():
             encoded = self.encoded.setdefault(sequence_id, [])
             for item in inputs if sequence_id in self.rows and sequence_id not in self.lost else ():

@@ -59,7 +59,6 @@ class SlicedCall(Generic[_Result]):
     def abandon(self) -> None:
         """End a call that is not done."""
         self._is_abandoned = True
-        self._until_s = 0.0
         self._mine.release()
         self._thread.join()
 

@@ -164,11 +164,12 @@ class Pictures:
     def encode(self, plan: SchedulerOutput, failures: dict[SequenceId, str]) -> Encoded:
         """Compute pictures that the plan names, in its slice of time, and note those that cannot be.
 
-        Waits for the device: the steps before are not of the slice.
+        Waits for the device where there is time: the steps before are not of the slice.
         """
         if self._ranks.rank:
             return Encoded({})
-        self._eyes.device.record().wait()
+        if plan.encoder_slice_s:
+            self._eyes.device.record().wait()
         begun_s = monotonic()
         until_s = begun_s + plan.encoder_slice_s
         done: dict[SequenceId, tuple[int, ...]] = {}
@@ -284,16 +285,11 @@ class Pictures:
         """Go on with a picture; False if it is not done in time. Raises whatever its tower raises."""
         if self._under_way is not None and self._under_way.content != payload.content:
             self._abandon()
-        if self._under_way is None:
-            self._under_way = _Reading(payload, num_rows, self._eyes)
-        try:
-            rows = self._under_way.call.go_on(until_s - monotonic())
-        except BaseException:
-            self._under_way = None
-            raise
+        reading, self._under_way = self._under_way or _Reading(payload, num_rows, self._eyes), None
+        rows = reading.call.go_on(until_s - monotonic())
         if rows is None:
+            self._under_way = reading
             return False
-        self._under_way = None
         self._outputs.put(payload.content, rows)
         return True
 

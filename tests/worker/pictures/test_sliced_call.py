@@ -3,17 +3,21 @@
 import gc
 import weakref
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from scheduler.input_messages import EncoderInput
+from scheduler.messages import SchedulerOutput
 from tests.fakes import make_sequence
 from tests.world import World, small_config
 from worker.pictures import sliced_call
 from worker.pictures.sliced_call import SlicedCall
 from worker.pictures.tower_parts import TowerParts, _attend, cut_tower
+from worker.steps.pictures import Pictures
 
 
 class _Large:
@@ -92,6 +96,11 @@ def test_encoding_takes_a_fifth_of_the_steps_beside_it_in_the_mean(
     sliced.abandon()
     assert sum(taken_s) == pytest.approx(0.2 * sum(steps_s), rel=0.02)
     assert all(taken < 0.2 * step_s + 1.4 * part_s for taken, step_s in zip(taken_s, steps_s, strict=True))
+
+
+def test_a_plan_without_a_slice_waits_for_no_device() -> None:
+    eyes: Any = SimpleNamespace(device=None)
+    assert Pictures(eyes, 4).encode(SchedulerOutput(1, (), (), {}, (), 0), {}).offsets == {}
 
 
 def test_parts_of_a_tower_are_as_large_as_their_work_and_as_the_model_allows() -> None:
