@@ -108,9 +108,15 @@ def _check_shared_room(scheduler: Scheduler, running: list[Sequence]) -> None:
     """Check that only running sequences hold adapters and encoder outputs, and not too many."""
     config = scheduler.config
     assert len({seq.adapter for seq in running if seq.adapter}) <= config.max_adapters
-    encoder_cache = scheduler._shares.encoder_cache
-    assert encoder_cache.num_held_tokens <= config.encoder_cache_tokens
-    assert encoder_cache.holders() <= {seq.sequence_id for seq in running}, "no sequence holds them"
+    assert num_encoder_tokens(scheduler) <= config.encoder_cache_tokens
+    holders = scheduler._shares.encoder_cache._held.keys()
+    assert holders <= {seq.sequence_id for seq in running}, "no sequence holds them"
+
+
+def num_encoder_tokens(scheduler: Scheduler) -> int:
+    """Tokens of the encoder cache that sequences hold."""
+    held = scheduler._shares.encoder_cache._held.values()
+    return sum(item.num_tokens for items in held for item in items.values())
 
 
 def _check_blocks(scheduler: Scheduler, running: list[Sequence]) -> None:

@@ -28,14 +28,6 @@ class EncoderCache:
         self.owed_s = 0.0
         """Time that slices took beyond theirs, to be made up for."""
 
-    @property
-    def num_held_tokens(self) -> int:
-        return sum(item.num_tokens for items in self._held.values() for item in items.values())
-
-    def holders(self) -> set[SequenceId]:
-        """Sequences with room; for tests and invariants."""
-        return set(self._held)
-
     def pending(self) -> dict[SequenceId, tuple[EncoderInput, ...]]:
         """Inputs to encode, of the sequences in the order of their claims."""
         return {sequence_id: tuple(items.values()) for sequence_id, items in self._pending.items()}

@@ -19,6 +19,7 @@ from scheduler.step import budget
 from scheduler.step.admission import Admission
 from scheduler.step.budget import SchedulingBudget
 from tests.fakes import continuation, make_sequence, pooled
+from tests.invariants import num_encoder_tokens
 from tests.world import World, shares, small_config
 
 
@@ -120,7 +121,7 @@ def test_an_output_is_kept_until_the_last_of_its_positions_is_computed() -> None
     held = []
     for _ in range(3):
         world.step()
-        held.append(world.scheduler._shares.encoder_cache.num_held_tokens)
+        held.append(num_encoder_tokens(world.scheduler))
     assert held == [6, 6, 0]
     world.run()
 
@@ -171,7 +172,7 @@ def test_an_abort_frees_the_encoder_cache() -> None:
     world.add(make_sequence(1, prompt(9, 1), encoder_inputs=(image(2),)))
     world.step()
     world.abort(1)
-    assert world.scheduler._shares.encoder_cache.num_held_tokens == 0
+    assert num_encoder_tokens(world.scheduler) == 0
 
 
 @pytest.mark.parametrize(("content", "start"), [("a cat", 8), ("a dog", 0)])
