@@ -71,6 +71,8 @@ WAYS = {
 class _NoModel:
     """A ModelRunner whose logits are zeros."""
 
+    eyes = None  # it reads no pictures
+
     def __init__(self, logits_NV: Tensor) -> None:
         self._logits_NV = logits_NV
 
@@ -84,7 +86,10 @@ class _NoModel:
     def note_rows(self, _rows_T: Tensor) -> None:
         """Take no notice: there are no adapters."""
 
-    def forward(self, tokens: StepTokens, _executor: Any) -> StepOutcome:
+    def note_hidden(self, _hidden: Any, _slots_ST: Tensor) -> None:
+        """Take no notice: there is no head."""
+
+    def forward_placed(self, tokens: StepTokens, _placed: Any, _executor: Any) -> StepOutcome:
         return StepOutcome(self._logits_NV[: len(tokens.logits_indices_N)])
 
 
