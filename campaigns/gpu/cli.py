@@ -132,14 +132,14 @@ class _TrialLog(logging.Handler):
 def _run_inside(part: Part, settings: Settings, record: Record) -> int:
     """In the part's own process. Its last words name the error, and the last of our kernels before it."""
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d ms %(name)s: %(message)s")
-    told = _TrialLog(record)
+    handler = _TrialLog(record)
     for name in ("trials", "state_kernels"):
-        logging.getLogger(f"worker.gpu.{name}").addHandler(told)
+        logging.getLogger(f"worker.gpu.{name}").addHandler(handler)
     last_launch = LastLaunch()
     try:
         module, _, function = part.module.partition(":")
         getattr(importlib.import_module(module), function or "run")(record, settings)
-    except Exception as error:  # noqa: BLE001 - told, and the status says it
+    except Exception as error:  # noqa: BLE001 - it is printed, and the status says it
         traceback.print_exc()
         what, launch = (str(error).splitlines() or [""])[0], last_launch.describe()
         print(f"{type(error).__name__}: {what}{f'; the last launch was {launch}' if launch else ''}")

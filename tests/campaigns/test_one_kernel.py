@@ -33,9 +33,9 @@ def test_a_refused_launch_is_a_row_and_the_rest_is_measured(tmp_path, monkeypatc
     settings = Settings(out=tmp_path, is_smoke=True)
     probe.run_exchange(Record(tmp_path, "exchange"), settings)
     [table] = read_record(tmp_path, "exchange")["tables"]
-    told = {row[0]: row[2] for row in table["rows"]}
-    assert told["cluster_barriers"] == "CUDA error 912"
-    assert told["exchanges"].endswith(" us")
+    found = {row[0]: row[2] for row in table["rows"]}
+    assert found["cluster_barriers"] == "CUDA error 912"
+    assert found["exchanges"].endswith(" us")
     lines = [json.loads(line) for line in (tmp_path / LINES).read_text().splitlines()]
     assert [line["row"]["What"] for line in lines if "row" in line] == [row[0] for row in table["rows"]]
 

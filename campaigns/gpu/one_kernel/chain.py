@@ -81,9 +81,9 @@ def run(record: Record, settings: "Settings") -> None:
             except RuntimeError as refusal:
                 table.add(name, rows, "-", first_line(refusal)[:80], "-", "-")
                 continue
-            told = f"{error:.1e}{'' if error <= _LARGEST_ERROR else ' WRONG'}"
+            shown = f"{error:.1e}{'' if error <= _LARGEST_ERROR else ' WRONG'}"
             times = (f"{each * 1e6:.2f} us" for each in (seconds, by_cublas / num_layers))
-            table.add(name, rows, stages, told, *times)
+            table.add(name, rows, stages, shown, *times)
             record.figure(f"chain_{name}_{rows}", seconds)
 
 
@@ -171,9 +171,9 @@ def _rehearse(record: Record, folder: Path) -> None:
     program = folder / "rehearse"
     words = ("g++", "-O2", "-std=c++17", "-DREHEARSAL", "-w", "-o", program, SOURCE.with_name("rehearse.cpp"))
     subprocess.run(words, check=True)
-    told = subprocess.run((program, "2"), check=True, capture_output=True, text=True).stdout.splitlines()
+    lines = subprocess.run((program, "2"), check=True, capture_output=True, text=True).stdout.splitlines()
     table = record.table("The kernel rehearsed on a CPU", "Found")
-    for line in told:
+    for line in lines:
         table.add(line)
-    if any("OTHER" in line for line in told) or float(told[0].split()[1]) > _LARGEST_ERROR:
+    if any("OTHER" in line for line in lines) or float(lines[0].split()[1]) > _LARGEST_ERROR:
         raise RuntimeError("the rehearsed kernel computes otherwise")

@@ -1,7 +1,6 @@
 """Draft models and heads on a GPU, interpreted and late: the tokens of a CPU without drafts."""
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,13 @@ from tests.tiers import by_day
 from tests.worker.conftest import load_worker
 from tests.worker.gpu.interpreted_gpu import HAS_GPU, InterpretedGpu
 from tests.worker.gpu.lazy_cuda import LazyCuda
-from tests.worker.gpu.test_gpu_drafts import AHEAD, OPTIONS, WIDE, check_alike
+from tests.worker.gpu.test_gpu_drafts import (  # noqa: F401 - its graphs
+    AHEAD,
+    OPTIONS,
+    WIDE,
+    check_alike,
+    small_graphs,
+)
 from tests.worker.gpu.test_gpu_worker import load_gpu, steps_of
 from tests.worker.gpu.test_lazy_cuda import load_lazy
 from tests.worker.speculation.eagle_checkpoints import EagleOracle, write_eagle
@@ -24,12 +29,14 @@ from tests.worker.speculation.speculated import Answer, ModelDrafted, Speculated
 from tests.worker.speculation.test_draft_heads import MTP, Oracle, check_guesses
 from tests.worker.speculation.test_verification import DEMO
 from worker.devices.device import CpuDevice
-from worker.gpu import graphs
 from worker.startup.kernel_choice import verifies_drafts
 from worker.worker_config import DraftMethod, SpeculationConfig, WorkerConfig
 from worker.worker_errors import StartupError
 
-pytestmark = pytest.mark.skipif(HAS_GPU, reason="near-equal logits are no equal logits there")
+pytestmark = [
+    pytest.mark.skipif(HAS_GPU, reason="near-equal logits are no equal logits there"),
+    pytest.mark.usefixtures("small_graphs"),
+]
 
 
 def draft_of(folder: Path) -> SpeculationConfig:
@@ -41,14 +48,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_checkpoint("llama", tmp_path_factory.mktemp("target"), num_hidden_layers=2)
     shutil.copy(DEMO / "tokenizer.json", folder)
     return folder
-
-
-@pytest.fixture(scope="module", autouse=True)
-def small_graphs() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graphs, "_MIXED", ())
-        patch.setattr(graphs, "_DRAFTED", (4, 8))
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -79,8 +79,8 @@ def _gains(step: StepOnTrial, device: Device, usual: Way, candidate: Way) -> boo
     if outcome is None:
         return False
     if outcome.fault:
-        told = (candidate.name, outcome.fault, rows)
-        log.warning("kernels that are launched %s %s for %d rows: they are not", *told)
+        words = (candidate.name, outcome.fault, rows)
+        log.warning("kernels that are launched %s %s for %d rows: they are not", *words)
         return None
     kept = "taken" if outcome.is_faster else "left"
     log.info("a step of %d rows with kernels launched %s: %s: %s", rows, candidate.name, outcome.times, kept)
