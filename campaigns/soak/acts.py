@@ -23,8 +23,9 @@ from server.edge.http.http_client import ExchangeFailed, Reply, Target, Timeouts
 _TIMEOUT_S = 60.0
 _NUM_EXAMPLES = 10
 _OVERLOAD = frozenset({"server_overloaded"})
-_ENGINE_GONE = frozenset({"engine_restarted", "not_ready", "engine_died_twice", "server_error"})
-"""Error codes around the death of an engine process; the last by events of /v1/responses."""
+_TROUBLE = frozenset({"engine_restarted", "not_ready", "engine_died_twice", "server_error", "low_memory"})
+"""Error codes around the death of an engine process, `server_error` by events of /v1/responses, and where
+memory has run out."""
 _TOO_LATE = frozenset({"deadline_exceeded"})
 _COME_AGAIN_S = 0.3
 HUNG_UP = "hung up"
@@ -166,7 +167,7 @@ def _judge(act: Act, reply: Reply, events: Events, ends: Ends) -> None:
 
 def _judge_error(act: Act, code: str, ends: Ends, *, details: str) -> None:
     allowed = (
-        act.codes | _OVERLOAD | (_ENGINE_GONE if ends.is_engine_gone or ends.is_disturbed() else frozenset())
+        act.codes | _OVERLOAD | (_TROUBLE if ends.is_engine_gone or ends.is_disturbed() else frozenset())
     )
     if code in allowed:
         ends.note(act, code)

@@ -52,13 +52,11 @@ class Features:
         seed: int,
         is_disturbed: Callable[[], bool],
         rest_s: float,
-        with_pictures: bool,
     ) -> None:
         self._server = server
         self._dice = random.Random(seed)
         self._is_disturbed = is_disturbed
         self._rest_s = rest_s
-        self._with_pictures = with_pictures
         self._known: dict[bytes, str] = {}
         """Text of each request, as it was answered first."""
         self.ends: Counter[str] = Counter()
@@ -66,9 +64,8 @@ class Features:
 
     async def run(self, until: asyncio.Event) -> None:
         """Go on until the event is set."""
-        acts = [self._adapter(number) for number in range(_NUM_ADAPTERS)]
-        if self._with_pictures:
-            acts += [self._picture, self._picture]
+        adapters = [self._adapter(number) for number in range(_NUM_ADAPTERS)]
+        acts = [*adapters, self._picture, self._picture]
         await asyncio.gather(*(self._again_and_again(act, until) for act in acts))
 
     def report(self) -> str:

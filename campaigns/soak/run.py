@@ -9,10 +9,10 @@ looks afterwards: every request has had exactly one end; nothing runs, waits or 
 and threads of all processes are as they were. With `--attacks` all of that is among attackers (attacks.py),
 and the engine process is killed twice. With `--lasting` there are two engines with drafts, batches and
 responses in the background (lasting.py), adapters and pictures (features.py), and all processes are killed
-and stopped, the clock jumps, and descriptors run out (trouble.py); with `--disk FOLDER`, a small file system
-of its own, it fills up too. Ranks are an argument, `--args "--tensor-parallel-size 2"`; such engines read no
-pictures. With `--streams`, only streams, whose every piece is compared (streams.py). Exit status 1 if
-anything was wrong, pauses of a neighbour's stream among attackers included.
+and stopped, the clock jumps, descriptors and memory run out (trouble.py); with `--disk FOLDER`, a small file
+system of its own, it fills up too. Ranks are an argument, `--args "--tensor-parallel-size 2"`. With
+`--streams`, only streams, whose every piece is compared (streams.py). Exit status 1 if anything was wrong,
+pauses of a neighbour's stream among attackers included.
 
 Owns: the run, the samples of what the processes hold, and the verdict.
 Never: what clients do (acts.py), or attackers.
@@ -43,7 +43,7 @@ from campaigns.soak.features import MAX_MODEL_LEN as MAX_MODEL_LEN_OF_FEATURES
 from campaigns.soak.features import Features, prepare
 from campaigns.soak.lasting import Lasting
 from campaigns.soak.streams import ManyStreams
-from campaigns.soak.trouble import CLOCK, KILLS_UNTIL, Trouble
+from campaigns.soak.trouble import CLOCK, HANGS_AFTER, KILLS_UNTIL, Trouble
 from server.edge.http.http_client import ExchangeFailed, Timeouts, exchange
 
 MAX_MODEL_LEN = 256
@@ -347,7 +347,7 @@ def soak(
         folder, variables = Path(name), {}
         if Beside.LASTING in beside:
             state = folder if disk is None else disk
-            words = (*prepare(folder), "--state-folder", str(state / "state"), *words)
+            words = (*prepare(folder), *HANGS_AFTER, "--state-folder", str(state / "state"), *words)
             clock = folder / "clock"
             clock.write_text("0")
             variables = {**CLOCK, "CLOCK_OFFSET": str(clock)}
@@ -365,8 +365,7 @@ def soak(
                 load: dict[str, Any] = {"seed": seed, "is_disturbed": trouble.is_under_way}
                 load["rest_s"] = pace.rest_s
                 run.lasting = Lasting(server, **load)
-                reads_pictures = "--tensor-parallel-size" not in words
-                run.features = Features(server, **load, with_pictures=reads_pictures)
+                run.features = Features(server, **load)
             asyncio.run(run.run(minutes * 60))
     return run
 

@@ -1,9 +1,9 @@
 """Trouble beside the clients of a soak: processes that are killed and stopped, a machine without room.
 
 In the first part of the time every kind of process is killed, the API too, which is started again; an engine
-or a rank at most once in two minutes. From then on all live, so that what each of them keeps can be seen, and
-are only stopped for a while. All the time the disk fills up now and then, descriptors run out, and the clock
-jumps.
+or a rank at most once in two minutes, or it is stopped for good, until the server replaces it. From then on
+all live, so that what each of them keeps can be seen, and are only stopped for a while. All the time the disk
+fills up now and then, descriptors and memory run out, and the clock jumps.
 
 Owns: what is done to processes and machine, and when; whether the clients may notice.
 Never: requests.
@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from campaigns.servers.own_server import OwnServer
@@ -28,9 +29,11 @@ KILLS_UNTIL = 0.4
 """Share of the time in which processes are killed."""
 CLOCK = {"PYTHONPATH": f"{ROOT / 'tests/faults/jumping_clock'}:{ROOT}"}
 """Variables of a server whose wall clock can be set, with CLOCK_OFFSET, a file."""
+HANGS_AFTER = ("--heartbeat-timeout", "8s")
+"""Words of a server that soon replaces an engine which is stopped for good."""
 _EVERY_S, _ENGINES_EVERY_S = 20.0, 120.0
 _STOPPED_S, _FULL_S, _STARVED_S, _JUMPED_S = 1.0, 4.0, 2.0, 3.0
-_SPARE_FILES = 2
+_SPARE_FILES, _SPARE_MEMORY_BYTES = 2, 2**20
 _DAY_S = 86_400
 _SETTLES_S = 4.0
 _BACK_WITHIN_S = 120.0
@@ -69,13 +72,15 @@ class Trouble:
                 await self._disturb("API killed", self._kill_api, is_ready)
             elif time.monotonic() - last_engine_s > min(_ENGINES_EVERY_S, seconds / 4):
                 last_engine_s = time.monotonic()
-                await self._disturb("engine or rank killed", self._kill_engine, is_ready)
+                how = self._dice.choice((signal.SIGKILL, signal.SIGSTOP))
+                await self._disturb(f"engine or rank {how.name}", partial(self._end_engine, how), is_ready)
             else:
                 await self._disturb("small process killed", self._kill_small, is_ready)
 
     async def run(self, until: asyncio.Event) -> None:
         """Stop processes and starve the server until the event is set."""
-        kinds = (self._stop_one, self._stop_one, self._fill_disk, self._take_files, self._set_clock)
+        starved = (self._fill_disk, self._take_files, self._take_memory)
+        kinds = (self._stop_one, self._stop_one, *starved, self._set_clock)
         while not until.is_set():
             with suppress(TimeoutError):
                 await asyncio.wait_for(until.wait(), _EVERY_S)
@@ -106,14 +111,16 @@ class Trouble:
         await asyncio.to_thread(self._server.start)
         self.num_engines_killed = 0
 
-    async def _kill_engine(self) -> None:
+    async def _end_engine(self, how: signal.Signals) -> None:
+        """Kill or stop an engine or one of its ranks; return when the engine is gone."""
         async with asyncio.timeout(_BACK_WITHIN_S):
             while not (engines := engines_of(self._server.pid)):
                 await asyncio.sleep(0.2)
-        engine = self._dice.choice(engines)
-        os.kill(self._dice.choice(ranks_of(engine)), signal.SIGKILL)
-        self.num_engines_killed += 1
-        await asyncio.sleep(1.0)  # until it is missed
+            engine = self._dice.choice(engines)
+            os.kill(self._dice.choice(ranks_of(engine)), how)
+            self.num_engines_killed += 1
+            while engine in engines_of(self._server.pid):
+                await asyncio.sleep(0.2)
 
     async def _kill_small(self) -> None:
         small = set(children_of(self._server.pid)) - set(engines_of(self._server.pid))
@@ -121,9 +128,7 @@ class Trouble:
             os.kill(self._dice.choice(sorted(small)), signal.SIGKILL)
 
     async def _stop_one(self) -> None:
-        engines = engines_of(self._server.pid)
-        ranks = [rank for engine in engines for rank in ranks_of(engine)]
-        pid = self._dice.choice([self._server.pid, *children_of(self._server.pid), *ranks])
+        pid = self._dice.choice([*self._large(), *children_of(self._server.pid)])
         os.kill(pid, signal.SIGSTOP)
         try:
             await asyncio.sleep(_STOPPED_S)
@@ -161,6 +166,25 @@ class Trouble:
                     resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
             await asyncio.sleep(_SETTLES_S)
         self.ends["without descriptors for a while"] += 1
+
+    async def _take_memory(self) -> None:
+        """Leave one process only a little more address space than it has."""
+        pid = self._dice.choice(self._large())
+        before = resource.prlimit(pid, resource.RLIMIT_AS)
+        used_bytes = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
+        with self._cause():
+            try:
+                resource.prlimit(pid, resource.RLIMIT_AS, (used_bytes + _SPARE_MEMORY_BYTES, before[1]))
+                await asyncio.sleep(_STARVED_S)
+            finally:
+                with suppress(ProcessLookupError):
+                    resource.prlimit(pid, resource.RLIMIT_AS, before)
+            await asyncio.sleep(_SETTLES_S)
+        self.ends["without memory for a while"] += 1
+
+    def _large(self) -> list[int]:
+        """List the API process, the engines and their ranks."""
+        return [self._server.pid, *(rank for each in engines_of(self._server.pid) for rank in ranks_of(each))]
 
     async def _set_clock(self) -> None:
         """Let the wall clock jump, and back."""
