@@ -113,5 +113,6 @@ def report_in_line(place: int, waiting: InLine) -> dict[str, Any]:
         age_s=time.monotonic() - waiting.arrived_s,
         wait_reason="engine",
         expected_start_s=None,
+        blocks_by_group={},  # the default is no type of JSON's
     )
     return {**report._asdict(), "engine": None}

@@ -6,6 +6,7 @@ import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import orjson
 import pytest
 import pytest_asyncio
 from prometheus_client import generate_latest
@@ -90,6 +91,7 @@ def samples(engine: AsyncEngine, name: str) -> dict[str, float]:
 async def live(engine: AsyncEngine) -> list[tuple[int | None, str]]:
     reports, total = await engine.explain(ReportPage(0, 1000))
     assert total >= len(reports)
+    assert orjson.dumps(reports), "as GET /admin/requests replies with them"
     return [(report["engine"], report["state"]) for report in reports]
 
 
