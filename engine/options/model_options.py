@@ -10,8 +10,18 @@ TOOL_CALL_PARSERS = Choice(
     words=(
         *("auto", "hermes", "llama3_json", "llama4_json", "mistral", "granite", "phi4", "json"),
         *("deepseek", "kimi_k2", "harmony", "qwen3_coder", "glm45", "minimax_m2", "pythonic", "lfm2"),
-        *("olmo3", "gemma4", "functiongemma", "generic", "none"),
-    )
+        *("olmo3", "gemma4", "functiongemma", "deepseek_v32", "cohere", "hunyuan", "nemotron", "longcat"),
+        *("internlm", "minicpm5", "generic", "none"),
+    ),
+    # Names that vLLM has.
+    synonyms=(
+        *(("deepseek_v3", "deepseek"), ("deepseek_v31", "deepseek"), ("deepseek_v4", "deepseek_v32")),
+        *(("cohere_command3", "cohere"), ("cohere_command4", "cohere"), ("hunyuan_a13b", "hunyuan")),
+        *(("jamba", "hunyuan"), ("hy_v3", "glm45"), ("glm47", "glm45"), ("poolside_v1", "glm45")),
+        *(("qwen3_xml", "qwen3_coder"), ("seed_oss", "qwen3_coder"), ("step3p5", "qwen3_coder")),
+        *(("mimo", "qwen3_coder"), ("granite4", "hermes"), ("ernie45", "hermes"), ("openai", "harmony")),
+        *(("phi4_mini_json", "phi4"), ("llama4_pythonic", "pythonic"), ("xlam", "json")),
+    ),
 )
 TOOL_CALL_HELP = (
     "How the model writes tool calls, for requests that leave the choice to it. auto takes the "
@@ -20,8 +30,16 @@ TOOL_CALL_HELP = (
     "to call, at the cost of a mask for each token; none refuses."
 )
 REASONING_PARSERS = Choice(
-    words=("auto", "think", "mistral", "seed_oss", "gemma4", "harmony", "none"),
-    synonyms=(("qwen3", "think"), ("deepseek_r1", "think")),
+    words=("auto", "think", "mistral", "seed_oss", "gemma4", "harmony", "cohere", "cohere_text", "none"),
+    synonyms=(
+        *(
+            (name, "think")
+            for name in ("qwen3", "deepseek_r1", "deepseek_v3", "deepseek_v4", "glm45", "glm47")
+        ),
+        *((name, "think") for name in ("kimi_k2", "minimax_m2", "nemotron_v3", "olmo3", "step3p5", "mimo")),
+        *((name, "think") for name in ("ernie45", "hy_v3", "holo2", "poolside_v1")),
+        *(("openai_gptoss", "harmony"), ("cohere_command3", "cohere"), ("cohere_command4", "cohere_text")),
+    ),
 )
 REASONING_HELP = (
     "How the model marks its reasoning, which a reply shows apart from the answer: think is <think> and "

@@ -30,7 +30,7 @@ _NUM_END_TOKENS = (64, 512, 4096)
 """Tokens at the end of a prompt in which the anchor of a response template is looked for: more if need be."""
 _NAMES = FieldNames("messages", "max_completion_tokens")
 _OLDER_NAMES = FieldNames("messages", "max_tokens")
-_IN_BRACKETS = re.compile(r"<[^<>]+>|\[[^\[\]]+\]")
+_IN_BRACKETS = re.compile(r"<[^<>]+>|\[[^\[\]]+\]|｜[^｜<>]+｜")
 """Parts of a mark that may be tokens of their own."""
 
 

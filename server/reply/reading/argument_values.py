@@ -5,7 +5,7 @@ Never: marks (tagged_calls.py), or an exception: a value that does not fit its t
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 PYTHON_WORDS: Mapping[str, str] = {"True": "true", "False": "false", "None": "null"}
@@ -16,7 +16,8 @@ _TYPES: Mapping[type, str] = {
 """Names of JSON's types."""
 MAX_DEPTH = 64
 """Brackets that arguments may have around a value."""
-_MAX_UNIONS = 8
+_MAX_PARTS = 64
+"""Parts of a schema that are looked at: a reference may lead to thousands."""
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
@@ -35,21 +36,72 @@ def as_json(text: str, types: frozenset[str]) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def types_of(schema: Any, depth: int = 0) -> frozenset[str]:
-    """Return the JSON types that a schema allows, as far as it says; empty if it does not."""
-    if not isinstance(schema, dict) or depth > _MAX_UNIONS:
-        return frozenset()
-    declared = schema.get("type")
+class ArgumentTypes:
+    """JSON types of the arguments of a tool, as far as its schema says.
+
+    Also by the parts of the schema: those of unions and of references within it.
+    """
+
+    def __init__(self, schema: object) -> None:
+        self._schema = schema
+        self._found: dict[str, list[object]] = {}
+        """Schemas of each argument, in the order of the schema."""
+        self._known: dict[str, frozenset[str]] = {}
+        for part in _parts(schema, schema):
+            properties = part.get("properties")
+            for name, each in properties.items() if isinstance(properties, dict) else ():
+                self._found.setdefault(name, []).append(each)
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._found.keys()
+
+    def of(self, name: str) -> frozenset[str]:
+        """Return the types that an argument may have; empty if the schema does not say."""
+        if name not in self._known:
+            types = (_own_types(part) for each in self._found.get(name, ()) for part in self._typed(each))
+            self._known[name] = frozenset().union(*types)
+        return self._known[name]
+
+    def _typed(self, schema: object) -> Iterator[dict[str, Any]]:
+        return _parts(schema, self._schema, ends=lambda part: bool(_own_types(part)))
+
+
+def _parts(
+    schema: object, root: object, ends: Callable[[dict[str, Any]], bool] = lambda _: False
+) -> Iterator[dict[str, Any]]:
+    """Yield a schema and the parts of it, each once. `ends`: whether to look for none within a part."""
+    seen, left = set[int](), [schema]
+    for part in left:  # which grows
+        if isinstance(part, dict) and id(part) not in seen and len(seen) < _MAX_PARTS:
+            seen.add(id(part))
+            yield part
+            if not ends(part):
+                unions = (part.get(name) for name in ("anyOf", "oneOf", "allOf"))
+                left += [each for union in unions if isinstance(union, list) for each in union[:_MAX_PARTS]]
+                left.append(_referred(root, part.get("$ref")))
+
+
+def _referred(root: object, pointer: object) -> object:
+    """Return the part of a schema to which a JSON pointer leads; None if it leads out of it."""
+    if not isinstance(pointer, str) or not pointer.startswith("#"):
+        return None
+    found = root
+    for step in pointer.split("/")[1:]:
+        found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+    return found
+
+
+def _own_types(schema: dict[str, Any]) -> frozenset[str]:
+    """Return the types that a schema itself says; empty if it leaves them to its parts."""
+    declared, values = schema.get("type"), schema.get("enum")
     if isinstance(declared, str):
         return frozenset({declared})
     if isinstance(declared, list):
         return frozenset(name for name in declared if isinstance(name, str))
-    for union in ("anyOf", "oneOf"):
-        if isinstance(schema.get(union), list):
-            return frozenset().union(*(types_of(choice, depth + 1) for choice in schema[union]))
-    if isinstance(schema.get("enum"), list):
-        return frozenset(_type_of(value) for value in schema["enum"])
-    return frozenset()
+    if "const" in schema:
+        return frozenset({_type_of(schema["const"])})
+    return frozenset(map(_type_of, values)) if isinstance(values, list) else frozenset()
 
 
 def fits_in(value: Any, depth: int) -> bool:

@@ -83,15 +83,23 @@ def _python(text: str, _: ToolSchemas) -> list[tuple[str, str]]:
     return read_calls(text)
 
 
-def _tag_head(end: str) -> CallHead:
+def _tag_head(*ends: str) -> CallHead:
     """A name in a tag."""
-    return CallHead(ends=(end,), read=plain_head, forbidden=_TAG_NAMES, max_chars=256)
+    return CallHead(ends=ends, read=plain_head, forbidden=_TAG_NAMES, max_chars=256)
 
 
 _TAG_NAMES = re.compile(r"""[{}"'<>(),;\[\]]""")
 _OBJECTS = ObjectCalls()
 _PYTHON = WholeCalls(read=_python)
-HERMES = Row(call=Call(openings=("<tool_call>",), closings=("</tool_call>",), body=_OBJECTS))
+
+
+def _objects(opening: str, closing: str, *, may_begin_bare: bool = False) -> Row:
+    """Objects, or lists of them, between two marks."""
+    call = Call(openings=(opening,), closings=(closing,), body=_OBJECTS)
+    return Row(call=call, may_begin_bare=may_begin_bare)
+
+
+HERMES = _objects("<tool_call>", "</tool_call>")
 JSON = Row(call=Call(body=_OBJECTS), may_begin_bare=True)
 """Text that a grammar for several tools produces."""
 FORCED_LIST = replace(JSON, is_forced=True)
@@ -103,12 +111,16 @@ def named_row(name: str) -> Row:
 
 
 _LLAMA3 = Row(call=Call(openings=("<|python_tag|>",), body=_OBJECTS), may_begin_bare=True)
-_LLAMA4 = Row(
-    call=Call(openings=("<|python_start|>",), closings=("<|python_end|>",), body=_OBJECTS),
-    may_begin_bare=True,
-)
+_LLAMA4 = _objects("<|python_start|>", "<|python_end|>", may_begin_bare=True)
 _GRANITE = Row(call=Call(openings=("<|tool_call|>",), body=_OBJECTS))
 _PHI4 = Row(call=Call(openings=("functools", "<|tool_call|>"), closings=("<|/tool_call|>",), body=_OBJECTS))
+_COHERE = Row(
+    call=Call(
+        openings=("<|START_ACTION|>",),
+        closings=("<|END_ACTION|>",),
+        body=ObjectCalls(names=("tool_name", "name")),
+    )
+)
 _MISTRAL = Row(
     call=Call(
         openings=("[TOOL_CALLS]",),
@@ -164,14 +176,16 @@ _QWEN3_CODER = Row(
     ),
 )
 _GLM45 = Row(
+    wraps=("<tool_calls>",),
+    unwraps=("</tool_calls>",),
     call=Call(
         openings=("<tool_call>",),
         closings=("</tool_call>",),
-        head=_tag_head("\n"),
+        head=_tag_head("\n", "<tool_sep>"),
         body=TaggedArguments(
             key="<arg_key>", key_end="</arg_key>", value="<arg_value>", value_end="</arg_value>"
         ),
-    )
+    ),
 )
 _MINIMAX = Row(
     wraps=("<minimax:tool_call>",),
@@ -181,6 +195,29 @@ _MINIMAX = Row(
         closings=("</invoke>",),
         head=_tag_head('">'),
         body=TaggedArguments(key='<parameter name="', key_end='">', value_end="</parameter>"),
+    ),
+)
+_MINICPM5 = Row(
+    call=Call(
+        openings=('<function name="',),
+        closings=("</function>",),
+        head=_tag_head('">'),
+        body=TaggedArguments(key='<param name="', key_end='">', value_end="</param>"),
+    ),
+)
+_DEEPSEEK_V32 = Row(
+    wraps=("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>"),
+    unwraps=("</｜DSML｜function_calls>", "</｜DSML｜tool_calls>"),
+    call=Call(
+        openings=('<｜DSML｜invoke name="',),
+        closings=("</｜DSML｜invoke>",),
+        head=_tag_head('">'),
+        body=TaggedArguments(
+            key='<｜DSML｜parameter name="',
+            key_end='">',
+            value_end="</｜DSML｜parameter>",
+            text_flag='" string="',
+        ),
     ),
 )
 _PYTHONIC = Row(
@@ -211,10 +248,25 @@ class Dialect:
 
 # In the order of `auto`: dialects that use another one's marks stand before it.
 DIALECTS = (
+    Dialect(name="deepseek_v32", row=_DEEPSEEK_V32, found_by=("｜DSML｜",)),
     Dialect(name="minimax_m2", row=_MINIMAX, found_by=("<minimax:tool_call>",)),
     Dialect(name="glm45", row=_GLM45, found_by=("<arg_key>",)),
     Dialect(name="qwen3_coder", row=_QWEN3_CODER, found_by=("<function=",)),
     Dialect(name="hermes", row=HERMES, found_by=("<tool_call>",)),
+    Dialect(name="minicpm5", row=_MINICPM5, found_by=('<function name="',)),
+    Dialect(name="hunyuan", row=_objects("<tool_calls>", "</tool_calls>"), found_by=("<tool_calls>",)),
+    Dialect(name="nemotron", row=_objects("<TOOLCALL>", "</TOOLCALL>"), found_by=("<TOOLCALL>",)),
+    Dialect(
+        name="longcat",
+        row=_objects("<longcat_tool_call>", "</longcat_tool_call>"),
+        found_by=("<longcat_tool_call>",),
+    ),
+    Dialect(
+        name="internlm",
+        row=_objects("<|action_start|><|plugin|>", "<|action_end|>"),
+        found_by=("<|action_start|>",),
+    ),
+    Dialect(name="cohere", row=_COHERE, found_by=("<|START_ACTION|>",)),
     Dialect(name="mistral", row=_MISTRAL, found_by=("[TOOL_CALLS]",)),
     Dialect(name="deepseek", row=_DEEPSEEK, found_by=("<｜tool▁calls▁begin｜>",)),
     Dialect(name="kimi_k2", row=_KIMI, found_by=("<|tool_calls_section_begin|>",)),
@@ -266,8 +318,23 @@ def _block(name: str, begin: str, end: str) -> ReasoningStyle:
 
 
 THINK = _block("think", "<think>", "</think>")
+
+
+def _cohere(name: str, word: str) -> ReasoningStyle:
+    """Thoughts of Cohere's models, and an answer between marks with this word."""
+    begin, end = f"<|START_{word}|>", f"<|END_{word}|>"
+    return ReasoningStyle(
+        name=name,
+        thoughts=Thoughts(begin="<|START_THINKING|>", ends=("<|END_THINKING|>",), may_return=True),
+        sign=begin,
+        answer=AnswerMarks(openings=(begin,), closings=(end,), opened=begin),
+    )
+
+
 STYLES = (
     THINK,
+    _cohere("cohere", "RESPONSE"),
+    _cohere("cohere_text", "TEXT"),
     _block("mistral", "[THINK]", "[/THINK]"),
     _block("seed_oss", "<seed:think>", "</seed:think>"),
     _block("gemma4", "<|channel>thought", "<channel|>"),
@@ -285,6 +352,9 @@ def find_style(option: str, template: str, added_tokens: Mapping[str, int]) -> R
     """Resolve --reasoning-parser. None: all that this model writes is the answer."""
     if option != "auto":
         return _STYLE_BY_NAME.get(option)
-    return next(
-        (style for style in STYLES if any(style.sign in place for place in (template, added_tokens))), None
-    )
+    for style in STYLES:
+        # A family's tokenizers have its marks of answers, whether a model was trained to write them or not.
+        is_framed = style.answer is not None and bool(style.answer.openings)
+        if style.sign in template or (style.sign in added_tokens and not is_framed):
+            return style
+    return None

@@ -3,6 +3,7 @@
     qwen3_coder   <parameter=a>1</parameter>
     glm45         <arg_key>a</arg_key><arg_value>1</arg_value>
     minimax_m2    <parameter name="a">1</parameter>
+    deepseek_v32  <｜DSML｜parameter name="a" string="false">1</｜DSML｜parameter>
 
 Owns: the alternation of keys and values, and which mark inside of a value is a part of it. What a value is,
 its tool's schema says.
@@ -15,10 +16,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from server.reply.reading.argument_values import as_json, types_of
+from server.reply.reading.argument_values import ArgumentTypes, as_json
 from server.reply.reading.json_text import ArgumentsReader
 from server.reply.reading.row import ENDED, MORE, BodyPlace, Lexer
 
+_TEXT = frozenset({"string"})
 _MAX_KEY_CHARS = 300
 _MAX_SPACES = 4096
 _OBJECT = re.compile(r"\s*+(?:\{\s*+([\"'}])?)?")
@@ -40,6 +42,8 @@ class TaggedArguments:
     value: str = ""
     """Before a value; empty: it begins behind its key."""
     value_end: str
+    text_flag: str = ""
+    """Between a key and `true` if its value is a text, `false` if it is JSON: where no schema says."""
     merges: bool = False
     """Values of one key are a list, where the schema does not say otherwise."""
 
@@ -48,6 +52,11 @@ class TaggedArguments:
         inner = (self.key, self.value, self.value_end)
         # A mark that is a word of its own is looked for everywhere.
         return tuple(mark for mark in (*inner, self.key_end if len(self.key_end) > 2 else "") if mark)
+
+    @property
+    def ends_of_keys(self) -> tuple[str, ...]:
+        """Texts that stand behind the name of an argument."""
+        return (self.key_end, self.text_flag) if self.text_flag else (self.key_end,)
 
     def begin(self, place: BodyPlace) -> "TagsReader":
         return TagsReader(self, place)
@@ -74,7 +83,7 @@ class TagsReader:
         self._lexer = place.lexer
         self._key_lexer = Lexer((*place.row.marks, spec.key_end))
         self._state = _In.BETWEEN
-        self._key = ""
+        self._key = self._flag = ""
         self._text = ""
         """Text of a key, or between a key and its value."""
         self._arguments = ArgumentWriter(place.schemas.get(place.name, {}), merges=spec.merges)
@@ -178,6 +187,8 @@ class TagsReader:
         spec = self._spec
         key, newline, rest = self._text.lstrip().partition("\n")
         self._key, self._text = key.strip(), ""
+        if spec.text_flag:
+            self._key, _, self._flag = self._key.partition(spec.text_flag)
         is_alone = bool(newline and rest.strip())
         if is_alone and not spec.value and self._key in self._arguments.properties:
             self._begin_argument(rest + (mark if mark == spec.key_end else ""))
@@ -192,7 +203,7 @@ class TagsReader:
 
     def _begin_argument(self, text: str) -> None:
         """Begin a value, so that a key without one is left out."""
-        self._write(self._arguments.begin(self._key))
+        self._write(self._arguments.begin(self._key, is_text=self._flag == "true"))
         self._write(self._arguments.add(text))
 
     def _counts(self, mark: str, rest: str, *, is_last: bool) -> bool | None:
@@ -202,7 +213,7 @@ class TagsReader:
         around = (*call.openings, *row.wraps, *row.unwraps, *row.answer.closings)
         left, texts = self._arguments.left, list[str]()
         if mark == spec.value_end:
-            lost = (f"{name}{spec.key_end}" for name in left)
+            lost = (f"{name}{end}" for name in left for end in spec.ends_of_keys)
             return _follows(rest, (spec.key, mark, *call.closings, *around, *lost), is_last=is_last)
         if mark in (*call.closings, *row.unwraps, *row.answer.closings):
             return _follows(rest, around, is_last=is_last)
@@ -212,7 +223,7 @@ class TagsReader:
                 return True
             return False if is_last or newline or len(rest) >= _MAX_KEY_CHARS else None
         if mark == spec.key:
-            ends: tuple[str, ...] = (spec.key_end, "\n") if spec.value else (spec.key_end,)
+            ends: tuple[str, ...] = (spec.key_end, "\n") if spec.value else spec.ends_of_keys
             texts += (f"{name}{end}" for name in left for end in ends)
         elif mark in row.wraps:
             texts += (f"{opening}{name}" for name in self._names for opening in call.openings)
@@ -239,8 +250,8 @@ class ArgumentWriter:
     """Writes one object, argument by argument. Each call returns the JSON text that is certain by now."""
 
     def __init__(self, schema: object, *, merges: bool) -> None:
-        properties = schema.get("properties") if isinstance(schema, dict) else None
-        self.properties: dict[str, object] = properties if isinstance(properties, dict) else {}
+        self._all_types = ArgumentTypes(schema)
+        self.properties = self._all_types.names
         self._merges = merges
         self._is_first = True
         self._given: set[str] = set()
@@ -274,15 +285,19 @@ class ArgumentWriter:
         )
 
     def _may_repeat(self, key: str) -> bool:
-        types = types_of(self.properties.get(key))
+        types = self._all_types.of(key)
         return "array" in types or (self._merges and not types)
 
-    def begin(self, key: str) -> str:
-        """Begin the argument `key`. Of a key that stands twice, the first value counts."""
+    def begin(self, key: str, *, is_text: bool) -> str:
+        """Begin the argument `key`. Of a key that stands twice, the first value counts.
+
+        `is_text`: the model says so, which counts where the schema allows it.
+        """
         self._key = key
-        self._types = types_of(self.properties.get(key))
+        types = self._all_types.of(key)
+        self._types = _TEXT if is_text and (not types or types >= _TEXT) else types
         self._is_dropped = key in self._given and not self._may_repeat(key)
-        self._is_text = self._types == {"string"}
+        self._is_text = self._types == _TEXT
         self._given.add(key)
         self._pieces.clear()
         self._newlines = ""

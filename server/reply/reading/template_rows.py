@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from functools import cache, partial
 from typing import Any
 
-from server.reply.reading.argument_values import as_json, types_of
+from server.reply.reading.argument_values import ArgumentTypes, as_json
 from server.reply.reading.dialects import braces, plain_head
 from server.reply.reading.events import Parts
 from server.reply.reading.json_text import JsonArguments
@@ -247,13 +247,11 @@ def _tags(args: Mapping[str, Any]) -> TaggedArguments:
 def _read_lines(line_sep: str, kv_sep: str, text: str, schemas: ToolSchemas) -> list[tuple[str, str]]:
     """Read the arguments of the one tool in `schemas`, one a line."""
     ((_, schema),) = schemas.items()
-    properties = schema.get("properties")
-    found = {}
+    types, found = ArgumentTypes(schema), {}
     for line in text.split(line_sep):
         key, separator, value = line.partition(kv_sep)
         if separator:
-            types = types_of(properties.get(key.strip())) if isinstance(properties, dict) else frozenset()
-            found[key.strip()] = as_json(value.strip(), types)
+            found[key.strip()] = as_json(value.strip(), types.of(key.strip()))
     pairs = (f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in found.items())
     return [("", "{" + ", ".join(pairs) + "}")]
 

@@ -22,6 +22,20 @@ GOLDEN = [
     ("mistral", "[THINK]Hm, 1 < 2.[/THINK]Yes.", "Hm, 1 < 2.", "Yes.", []),
     ("seed_oss", "<seed:think>\nHm, 1 < 2.</seed:think>Yes.", "Hm, 1 < 2.", "Yes.", []),
     ("gemma4", "<|channel>thought\nHm, 1 < 2.\n<channel|>Yes.", "Hm, 1 < 2.", "Yes.", []),
+    *(
+        (
+            style,
+            f"<|START_THINKING|>Hm, 1 < 2.<|END_THINKING|><|START_{word}|>Yes.<|END_{word}|>",
+            *("Hm, 1 < 2.", "Yes.", []),
+        )
+        for style, word in (("cohere", "RESPONSE"), ("cohere_text", "TEXT"))
+    ),
+    (
+        "cohere",
+        "<|START_THINKING|>Hm, 1 < 2.<|END_THINKING|>"
+        '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "f", "parameters": {"a": 1}}]<|END_ACTION|>',
+        *("Hm, 1 < 2.", None, [("f", '{"a": 1}')]),
+    ),
     ("harmony", ANALYSIS + FINAL + "<|return|>", "Hm, 1 < 2.", "Yes.", []),
     ("harmony", ANALYSIS + FINAL, "Hm, 1 < 2.", "Yes.", []),
     ("harmony", ANALYSIS + CALL, "Hm, 1 < 2.", None, [("f", '{"a": 1}')]),
@@ -45,9 +59,8 @@ GOLDEN = [
 
 
 def read(style: str, start: Phase, pieces: list[str]) -> dict:
-    model = model_reading(
-        Parsers(tool_calls="harmony" if style == "harmony" else "none", reasoning=style), INFO
-    )
+    tool_calls = style if style in ("harmony", "cohere") else "none"
+    model = model_reading(Parsers(tool_calls=tool_calls, reasoning=style), INFO)
     reading = Reading(row=model.row, schemas={"f": {}}, start=start, new_call_id=lambda: "call_1")
     reader, message = MessageReader(reading), Message()
     for piece in pieces:
@@ -75,8 +88,10 @@ def test_every_style_has_a_golden_text() -> None:
 
 @pytest.mark.parametrize("style", STYLES, ids=lambda style: style.name)
 def test_auto_finds_a_style_in_the_template_or_the_tokenizer(style) -> None:
+    """Cohere's in the template alone: Aya's tokenizers have its marks, which Aya does not write."""
+    is_of_cohere = style.name.startswith("cohere")
     assert find_style("auto", style.sign, {}) is style
-    assert find_style("auto", "", {style.sign: 5}) is style
+    assert find_style("auto", "", {style.sign: 5}) is (None if is_of_cohere else style)
     assert find_style("none", style.sign, {}) is None
 
 

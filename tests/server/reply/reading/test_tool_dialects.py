@@ -6,10 +6,12 @@ from itertools import pairwise
 
 import pytest
 
+from server.reply.reading.argument_values import ArgumentTypes
 from server.reply.reading.dialects import DIALECTS, find_dialect
 from server.reply.reading.events import Arguments, CallStart, Content, Event
 from server.reply.reading.machine import ReplyReader
 from server.reply.reading.row import Phase
+from tests.server.reply.reading.joined_replies import joined_reply
 
 TOOLS = {
     "get_weather": {
@@ -141,6 +143,52 @@ GOLDEN = [
         '</parameter>\n<parameter name="days">3</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n'
         "</minimax:tool_call>",
         "Hm.",
+    ),
+    (
+        "glm45",
+        "<tool_calls>\n<tool_call>get_weather<tool_sep>\n<arg_key>city</arg_key>\n"
+        '<arg_value>Bonn "am\nRhein" 🚂</arg_value>\n'
+        "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n"
+        "<tool_call>now<tool_sep></tool_call>\n</tool_calls>",
+        "",
+    ),
+    (
+        "minicpm5",
+        'Well. <function name="get_weather"><param name="city">Bonn "am\nRhein" 🚂</param>'
+        '<param name="days">3</param></function>\n<function name="now"></function>',
+        "Well.",
+    ),
+    *(
+        (
+            "deepseek_v32",
+            f'So.\n\n<｜DSML｜{word}>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" '
+            'string="true">Bonn "am\nRhein" 🚂</｜DSML｜parameter>\n<｜DSML｜parameter name="days" '
+            'string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n<｜DSML｜invoke name="now">\n'
+            f"</｜DSML｜invoke>\n</｜DSML｜{word}>",
+            "So.",
+        )
+        for word in ("function_calls", "tool_calls")
+    ),
+    *(
+        (
+            dialect,
+            f'Look.{begin}[{{"name": "get_weather", "arguments": {BONN_JSON}}}, '
+            f'{{"name": "now", "arguments": {{}}}}]{end}',
+            "Look.",
+        )
+        for dialect, begin, end in (
+            ("hunyuan", "\n<tool_calls>\n", "\n</tool_calls>"),
+            ("nemotron", "<TOOLCALL>", "</TOOLCALL>"),
+            ("longcat", "<longcat_tool_call>", "</longcat_tool_call>"),
+            ("internlm", "<|action_start|><|plugin|>\n", "<|action_end|>"),
+        )
+    ),
+    (
+        "cohere",
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get_weather", "parameters": '
+        + BONN_JSON
+        + '},\n    {"tool_call_id": "1", "tool_name": "now", "parameters": {}}\n]<|END_ACTION|>',
+        "",
     ),
     (
         "pythonic",
@@ -291,6 +339,54 @@ def coder(**arguments: str) -> str:
 )
 def test_a_value_in_tags_gets_the_type_of_its_schema_if_it_fits(written, meant) -> None:
     assert parsed(read("qwen3_coder", coder(**written))[1]) == [("get_weather", meant)]
+
+
+PARTS = {
+    "$defs": {"Place": {"type": "object"}, "Code": {"enum": ["7", "8"]}, "Loop": {"$ref": "#/$defs/Loop"}},
+    "anyOf": [
+        {"properties": {"place": {"allOf": [{"$ref": "#/$defs/Place"}]}, "id": {"type": "integer"}}},
+        {"properties": {"id": {"type": "string"}, "code": {"$ref": "#/$defs/Code"}}},
+        {"$ref": "#/$defs/Loop"},
+    ],
+    "properties": {"yes": {"const": "true"}, "on": {"anyOf": [{"type": "string"}, {"$ref": "#/no"}]}},
+}
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ({"place": '{"x": 1}'}, {"place": {"x": 1}}),
+        ({"place": "{broken"}, {"place": "{broken"}),
+        ({"id": "3"}, {"id": 3}),
+        ({"id": "true"}, {"id": "true"}),
+        ({"code": "7"}, {"code": "7"}),
+        ({"yes": "true"}, {"yes": "true"}),
+        ({"on": "1"}, {"on": "1"}),
+    ],
+)
+def test_types_are_also_those_of_parts_and_references_of_a_schema(written, meant) -> None:
+    reader = ReplyReader(find_dialect("qwen3_coder", "").row, {"get_weather": PARTS}, Phase.ANSWER)
+    assert json.loads(joined_reply(reader, [coder(**written)]).calls[0][1]) == meant
+
+
+def test_a_schema_whose_references_multiply_costs_no_more_than_its_first_parts() -> None:
+    """Each of 100 parts refers to all of the next: followed one by one, more than there are atoms."""
+    parts = {
+        f"{n}": {"anyOf": [{"$ref": f"#/$defs/{n + 1}"}, {"allOf": [{"$ref": f"#/$defs/{n + 1}"}]}]}
+        for n in range(100)
+    }
+    types = ArgumentTypes({"$defs": parts, "properties": {"a": {"$ref": "#/$defs/0"}, "b": {"type": "null"}}})
+    assert (types.of("a"), types.of("b")) == (frozenset(), {"null"})
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "meant"),
+    [("true", "7", "7"), ("false", "7", 7), ("false", "seven", "seven"), ("", "7", 7)],
+)
+def test_a_flag_says_whether_a_value_is_a_text_where_no_schema_does(flag, value, meant) -> None:
+    attribute = f' string="{flag}"' if flag else ""
+    text = f'<｜DSML｜invoke name="now"><｜DSML｜parameter name="a"{attribute}>{value}</｜DSML｜parameter>'
+    assert parsed(read("deepseek_v32", text + "</｜DSML｜invoke>")[1]) == [("now", {"a": meant})]
 
 
 def test_long_texts_in_tags_are_passed_on_as_they_come() -> None:
