@@ -63,6 +63,8 @@ def chat_request_of(body: CountTokensRequest) -> ChatCompletionRequest:
         fields["reasoning_effort"] = "none"
     elif body.output_config is not None:
         fields["reasoning_effort"] = body.output_config.effort
+    if body.thinking is not None and body.thinking.display == "omitted":
+        fields["include_reasoning"] = False
     if body.thinking is not None and body.thinking.type == "enabled":
         fields["thinking_token_budget"] = body.thinking.budget_tokens
         fields["chat_template_kwargs"] = dict.fromkeys(THINKING_SWITCHES, True)

@@ -120,6 +120,7 @@ class AnthropicThinking(WireModel):
     budget_tokens: NumTokens | None = None
     """Tokens of thoughts after which the answer begins. They count towards max_tokens."""
     display: _ShortText | None = None
+    """`omitted`: the reply has no block of thoughts. Any other word shows them."""
 
 
 class AnthropicFormat(WireModel):

@@ -102,6 +102,13 @@ async def test_thoughts_text_and_calls_are_blocks_in_their_order(client, thinker
     assert message["stop_reason"] == "tool_use"
 
 
+@pytest.mark.parametrize("kind", ["adaptive", "enabled"])
+async def test_thoughts_that_are_to_be_omitted_are_in_no_block(client, thinker, kind):
+    thinking = {"type": kind, "display": "omitted"}
+    message = await create(client, tools=[TOOL], max_tokens=len(thinker.texts), thinking=thinking)
+    assert [block["type"] for block in message["content"]] == ["text", "tool_use"]
+
+
 async def test_a_stream_has_the_events_of_each_block_and_adds_up_to_the_whole_message(client, thinker):
     whole = await create(client, tools=[TOOL], max_tokens=len(thinker.texts))
     body = {**ASK, "tools": [TOOL], "max_tokens": len(thinker.texts), "stream": True}
