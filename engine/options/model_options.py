@@ -11,7 +11,7 @@ TOOL_CALL_PARSERS = Choice(
         *("auto", "hermes", "llama3_json", "llama4_json", "mistral", "granite", "phi4", "json"),
         *("deepseek", "kimi_k2", "harmony", "qwen3_coder", "glm45", "minimax_m2", "pythonic", "lfm2"),
         *("olmo3", "gemma4", "functiongemma", "deepseek_v32", "cohere", "hunyuan", "nemotron", "longcat"),
-        *("internlm", "minicpm5", "generic", "none"),
+        *("internlm", "minicpm5", "minimax_m3", "generic", "none"),
     ),
     # Names that vLLM has.
     synonyms=(
@@ -30,7 +30,10 @@ TOOL_CALL_HELP = (
     "to call, at the cost of a mask for each token; none refuses."
 )
 REASONING_PARSERS = Choice(
-    words=("auto", "think", "mistral", "seed_oss", "gemma4", "harmony", "cohere", "cohere_text", "none"),
+    words=(
+        *("auto", "think", "mistral", "seed_oss", "gemma4", "harmony", "cohere", "cohere_text"),
+        *("minimax_m3", "none"),
+    ),
     synonyms=(
         *(
             (name, "think")

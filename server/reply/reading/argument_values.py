@@ -42,12 +42,14 @@ class ArgumentTypes:
     Also by the parts of the schema: those of unions and of references within it.
     """
 
-    def __init__(self, schema: object) -> None:
-        self._schema = schema
+    def __init__(self, schema: object, root: object = None) -> None:
+        """`root`: the schema that references of this one are of, if it is not the whole."""
+        self._root = schema if root is None else root
         self._found: dict[str, list[object]] = {}
         """Schemas of each argument, in the order of the schema."""
         self._known: dict[str, frozenset[str]] = {}
-        for part in _parts(schema, schema):
+        self._within: dict[str, ArgumentTypes] = {}
+        for part in _parts(schema, self._root):
             properties = part.get("properties")
             for name, each in properties.items() if isinstance(properties, dict) else ():
                 self._found.setdefault(name, []).append(each)
@@ -63,8 +65,17 @@ class ArgumentTypes:
             self._known[name] = frozenset().union(*types)
         return self._known[name]
 
+    def within(self, name: str) -> "ArgumentTypes":
+        """Return the types of the members of an argument; those of a list's items are under `item`."""
+        if name not in self._within:
+            schemas = [part for each in self._found.get(name, ()) for part in _parts(each, self._root)]
+            items = {"anyOf": [part["items"] for part in schemas if "items" in part]}
+            of_list = {"properties": {"item": items}}
+            self._within[name] = ArgumentTypes({"anyOf": [of_list, *schemas]}, self._root)
+        return self._within[name]
+
     def _typed(self, schema: object) -> Iterator[dict[str, Any]]:
-        return _parts(schema, self._schema, ends=lambda part: bool(_own_types(part)))
+        return _parts(schema, self._root, ends=lambda part: bool(_own_types(part)))
 
 
 def _parts(

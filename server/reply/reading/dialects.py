@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from server.reply.reading.braces import read_brace_call
+from server.reply.reading.element_calls import NAMESPACE, read_elements
 from server.reply.reading.json_text import JsonArguments
 from server.reply.reading.object_calls import ObjectCalls
 from server.reply.reading.python_calls import read_calls
@@ -197,6 +198,16 @@ _MINIMAX = Row(
         body=TaggedArguments(key='<parameter name="', key_end='">', value_end="</parameter>"),
     ),
 )
+_MINIMAX_M3 = Row(
+    wraps=(f"{NAMESPACE}<tool_call>",),
+    unwraps=(f"{NAMESPACE}</tool_call>",),
+    call=Call(
+        openings=(f'{NAMESPACE}<invoke name="',),
+        closings=(f"{NAMESPACE}</invoke>",),
+        head=_tag_head('">'),
+        body=WholeCalls(read=read_elements),
+    ),
+)
 _MINICPM5 = Row(
     call=Call(
         openings=('<function name="',),
@@ -249,6 +260,7 @@ class Dialect:
 # In the order of `auto`: dialects that use another one's marks stand before it.
 DIALECTS = (
     Dialect(name="deepseek_v32", row=_DEEPSEEK_V32, found_by=("｜DSML｜",)),
+    Dialect(name="minimax_m3", row=_MINIMAX_M3, found_by=(NAMESPACE,)),
     Dialect(name="minimax_m2", row=_MINIMAX, found_by=("<minimax:tool_call>",)),
     Dialect(name="glm45", row=_GLM45, found_by=("<arg_key>",)),
     Dialect(name="qwen3_coder", row=_QWEN3_CODER, found_by=("<function=",)),
@@ -336,6 +348,7 @@ STYLES = (
     _cohere("cohere", "RESPONSE"),
     _cohere("cohere_text", "TEXT"),
     _block("mistral", "[THINK]", "[/THINK]"),
+    _block("minimax_m3", "<mm:think>", "</mm:think>"),
     _block("seed_oss", "<seed:think>", "</seed:think>"),
     _block("gemma4", "<|channel>thought", "<channel|>"),
     ReasoningStyle(

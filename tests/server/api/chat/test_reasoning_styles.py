@@ -20,6 +20,7 @@ FINAL = "<|start|>assistant<|channel|>final<|message|>Yes."
 GOLDEN = [
     ("think", "<think>\nHm, 1 < 2.\n</think>\n\nYes.", "Hm, 1 < 2.", "Yes.", []),
     ("mistral", "[THINK]Hm, 1 < 2.[/THINK]Yes.", "Hm, 1 < 2.", "Yes.", []),
+    ("minimax_m3", "<mm:think>Hm, 1 < 2.</mm:think>Yes.", "Hm, 1 < 2.", "Yes.", []),
     ("seed_oss", "<seed:think>\nHm, 1 < 2.</seed:think>Yes.", "Hm, 1 < 2.", "Yes.", []),
     ("gemma4", "<|channel>thought\nHm, 1 < 2.\n<channel|>Yes.", "Hm, 1 < 2.", "Yes.", []),
     *(

@@ -2,12 +2,14 @@
 
 import codecs
 import json
+import re
 from itertools import pairwise
 
 import pytest
 
 from server.reply.reading.argument_values import ArgumentTypes
 from server.reply.reading.dialects import DIALECTS, find_dialect
+from server.reply.reading.element_calls import NAMESPACE
 from server.reply.reading.events import Arguments, CallStart, Content, Event
 from server.reply.reading.machine import ReplyReader
 from server.reply.reading.row import Phase
@@ -151,6 +153,13 @@ GOLDEN = [
         "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n"
         "<tool_call>now<tool_sep></tool_call>\n</tool_calls>",
         "",
+    ),
+    (
+        "minimax_m3",
+        f'So.\n{NAMESPACE}<tool_call>\n{NAMESPACE}<invoke name="get_weather">{NAMESPACE}<city>'
+        f'Bonn "am\nRhein" 🚂{NAMESPACE}</city>{NAMESPACE}<days>3{NAMESPACE}</days>{NAMESPACE}</invoke>\n'
+        f'{NAMESPACE}<invoke name="now">{NAMESPACE}</invoke>\n{NAMESPACE}</tool_call>',
+        "So.",
     ),
     (
         "minicpm5",
@@ -377,6 +386,37 @@ def test_a_schema_whose_references_multiply_costs_no_more_than_its_first_parts()
     }
     types = ArgumentTypes({"$defs": parts, "properties": {"a": {"$ref": "#/$defs/0"}, "b": {"type": "null"}}})
     assert (types.of("a"), types.of("b")) == (frozenset(), {"null"})
+
+
+NESTED = {
+    "$defs": {"Stop": {"properties": {"name": {"type": "string"}, "at": {"type": "integer"}}}},
+    "properties": {
+        "stops": {"type": "array", "items": {"$ref": "#/$defs/Stop"}},
+        "codes": {"items": {"type": "string"}},
+        "where": {"properties": {"zip": {"type": "string"}}},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("<codes><item>1</item><item>2</item></codes>", {"codes": ["1", "2"]}),
+        ("<where><zip>53111</zip><floor>2</floor></where>", {"where": {"zip": "53111", "floor": 2}}),
+        (
+            "<stops><item><name>7</name><at>8</at></item><item><at>9</at></item></stops>",
+            {"stops": [{"name": "7", "at": 8}, {"at": 9}]},
+        ),
+        ("<stops>[]</stops><a>b < c</a>", {"stops": [], "a": "b < c"}),
+        ("<where><zip>1</where><codes>", {"where": {"zip": "1"}, "codes": ""}),
+        ("</no><a>1</a><a>2</a>", {"a": 1}),
+    ],
+)
+def test_elements_within_elements_are_objects_and_lists(written, meant) -> None:
+    marked = re.sub(r"</?\w+>", lambda tag: NAMESPACE + tag[0], f"{written}</invoke>")
+    text = f'{NAMESPACE}<invoke name="get_weather">{marked}'
+    reader = ReplyReader(find_dialect("minimax_m3", "").row, {"get_weather": NESTED}, Phase.ANSWER)
+    assert json.loads(joined_reply(reader, list(text)).calls[0][1]) == meant
 
 
 @pytest.mark.parametrize(
