@@ -31,6 +31,10 @@ REFUSED_OF_OPENAI: Final[dict[str, tuple[Any, ...]]] = {
 REFUSED_OF_OTHER_SERVERS: Final[dict[str, tuple[Any, ...]]] = {
     "chat_template": (),  # a template is a program; it comes with the checkpoint only
     "documents": EMPTY,
+    "dry_multiplier": (0, 0.0),
+    "dynatemp_range": (0, 0.0),
+    "ebnf": (),
+    "extra_body": ({},),
     "grammar": (),
     "guided_choice": (),
     "guided_grammar": (),
@@ -39,18 +43,29 @@ REFUSED_OF_OTHER_SERVERS: Final[dict[str, tuple[Any, ...]]] = {
     "json_schema": (),
     "length_penalty": (1, 1.0),
     "logits_processors": EMPTY,
+    "mirostat": (0,),
+    "n_predict": (-1,),
     "prompt_embeds": (),  # tensors from outside are never read
+    "regex": (),
+    "repeat_penalty": (1, 1.0),
     "repetition_detection": (),
+    "return_hidden_states": OFF,
     "return_prompt_text": OFF,
     "return_token_offsets": OFF,
     "spaces_between_special_tokens": (*ON, *OFF),  # special tokens stand in the text as they are
     "stream_interval": (1,),
+    "structural_tag": (),
     "thinking_token_budget": (),
+    "top_a": (0, 0.0),
+    "top_n_sigma": (-1, -1.0, 0, 0.0),
+    "typical_p": (1, 1.0),
     "use_beam_search": OFF,
     "watermarking": OFF,
+    "xtc_probability": (0, 0.0),
 }
 
 _REASONS: Final = {
+    "extra_body": "it is an argument of a client, whose members are fields of the body itself",
     "chat_template": "a template is a program, and comes with the checkpoint only",
     "logits_processors": "code from outside is never run",
     "prompt_embeds": "tensors from outside are never read",
@@ -58,6 +73,7 @@ _REASONS: Final = {
     "use_beam_search": "every choice is sampled by itself: ask for several with n, or best_of in completions",
 }
 _INSTEAD: Final = {
+    "ebnf": "structured_outputs.grammar",
     "function_call": "tool_choice",
     "functions": "tools",
     "grammar": "structured_outputs.grammar",
@@ -66,6 +82,9 @@ _INSTEAD: Final = {
     "guided_json": "structured_outputs.json",
     "guided_regex": "structured_outputs.regex",
     "json_schema": "response_format",
+    "n_predict": "max_tokens",
+    "regex": "structured_outputs.regex",
+    "repeat_penalty": "repetition_penalty",
     "return_prompt_text": "return_token_ids, and /detokenize",
 }
 """Fields that do the same here."""

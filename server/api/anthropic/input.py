@@ -22,7 +22,7 @@ from server.api.anthropic.protocol import (
     CountTokensRequest,
     MessagesRequest,
 )
-from server.api.chat.protocol import THINKING_SWITCHES, ChatCompletionRequest
+from server.api.chat.protocol import ChatCompletionRequest
 from server.api.chat.tool_protocol import chat_call, refuse_other_fields
 from server.edge.http.json_body import built, without_nones
 from server.edge.refusals import in_words, required, unsupported
@@ -67,7 +67,7 @@ def chat_request_of(body: CountTokensRequest) -> ChatCompletionRequest:
         fields["include_reasoning"] = False
     if body.thinking is not None and body.thinking.type == "enabled":
         fields["thinking_token_budget"] = body.thinking.budget_tokens
-        fields["chat_template_kwargs"] = dict.fromkeys(THINKING_SWITCHES, True)
+        fields["enable_thinking"] = True
     if body.output_config is not None and body.output_config.format is not None:
         schema = body.output_config.format.schema_
         fields["response_format"] = {

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.chat.models import ChatCompletion, ChatCompletionChunk
-from server.api.chat.protocol import CHAT_REFUSALS, ChatCompletionRequest
+from server.api.chat.protocol import CHAT_REFUSALS, THINKING_SWITCHES, ChatCompletionRequest
 from server.api.chat.replies import ChatReply, ChatStream
 from server.api.chat.turn import prepare_turn
 from server.edge.http.edge import edge_of
@@ -39,6 +39,8 @@ async def create_chat_completion(request: Request) -> Response:
     body, origin = await read_call(request, ChatCompletionRequest, CHAT_REFUSALS, reply_id=reply_id)
     edge = edge_of(request)
     note_unread_kwargs(request, body.chat_template_kwargs)
+    if body.enable_thinking is not None and edge.engine.info.template_variables.isdisjoint(THINKING_SWITCHES):
+        note_ignored(request, ["enable_thinking"])
     turn = await prepare_turn(edge, body, origin)
     if turn.ignores_budget:
         note_ignored(request, ["thinking_token_budget"])

@@ -6,7 +6,7 @@ Never: checks that need the model (turn.py, engine_requests.py).
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, Field, StringConstraints
+from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 
 from server.api.chat.tool_protocol import CallId, ToolCalls, ToolChoice, Tools
 from server.edge.refusals import EMPTY, OFF, REFUSED_OF_OPENAI, REFUSED_OF_OTHER_SERVERS, Hint
@@ -83,7 +83,59 @@ class Prediction(WireModel):
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
-class ChatCompletionRequest(GenerationFields):
+class ThinkingSwitch(WireModel):
+    """DeepSeek's, GLM's and Kimi's switch of reasoning."""
+
+    type: Annotated[str, StringConstraints(max_length=64)] | None = None
+    """`enabled` or `disabled`; any other word leaves it to the template."""
+    budget_tokens: NumTokens | None = None
+
+
+class ReasoningOptions(WireModel):
+    """OpenRouter's options of reasoning."""
+
+    effort: ReasoningEffort | None = None
+    enabled: bool | None = None
+    max_tokens: NumTokens | None = None
+    exclude: bool | None = None
+    """The reply does not show it."""
+
+
+class ReasoningFields(WireModel):
+    """Fields that turn reasoning on, off and down, in the words of several servers."""
+
+    thinking: ThinkingSwitch | None = None
+    reasoning: ReasoningOptions | None = None
+    enable_thinking: bool | None = None
+    """Sets the variable that turns reasoning on and off, for a template that reads one."""
+    reasoning_effort: ReasoningEffort | None = None
+    """Read by some templates; none and minimal also switch thinking off where a template has a switch."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _in_our_words(cls, body: Any) -> Any:
+        """Add the fields that mean the same as those of other servers; a field that is given wins."""
+        if not isinstance(body, dict):
+            return body
+        thinking, reasoning = (
+            given if isinstance(given := body.get(name), dict) else {} for name in ("thinking", "reasoning")
+        )
+        kind = thinking.get("type")
+        ours = {
+            "enable_thinking": kind == "enabled"
+            if kind in ("enabled", "disabled")
+            else reasoning.get("enabled"),
+            "thinking_token_budget": thinking.get("budget_tokens", reasoning.get("max_tokens")),
+            "reasoning_effort": reasoning.get("effort"),
+            "include_reasoning": False if reasoning.get("exclude") is True else None,
+        }
+        known = {
+            name: value for name, value in ours.items() if name in cls.model_fields and value is not None
+        }
+        return {**known, **body}
+
+
+class ChatCompletionRequest(ReasoningFields, GenerationFields):
     """The body of POST /v1/chat/completions."""
 
     model_config = shown_as(
@@ -112,5 +164,3 @@ class ChatCompletionRequest(GenerationFields):
     """Off: reasoning is counted, but not shown."""
     thinking_token_budget: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
     """Tokens of thoughts after which the answer begins, where the mark that ends them is one token."""
-    reasoning_effort: ReasoningEffort | None = None
-    """Read by some templates; none and minimal also switch thinking off where a template has a switch."""

@@ -39,6 +39,8 @@ _ONLY_OF: Final = {
     "tool_call_id": "tool",
 }
 """Field to the one role that has it."""
+_THOUGHTS: Final = "thinking"
+"""Type of a part of an assistant's message."""
 _NO_REASONING = ("none", "minimal")
 """Efforts that leave a model no time to think, where all it has is a switch."""
 
@@ -117,12 +119,13 @@ def _default_hints(body: ChatCompletionRequest, info: ModelInfo) -> dict[str, An
 
 def _effort_hints(body: ChatCompletionRequest) -> dict[str, Any]:
     """Template variables for reasoning_effort. Many clients send it unasked: no template must know it."""
-    if body.reasoning_effort is None:
-        return {}
-    hints: dict[str, Any] = {"reasoning_effort": body.reasoning_effort}
+    effort, switch = body.reasoning_effort, body.enable_thinking
+    hints: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    if switch is None and effort in _NO_REASONING:
+        switch = False
     has_switch = any(name in THINKING_SWITCHES for name in body.chat_template_kwargs or {})
-    if body.reasoning_effort in _NO_REASONING and not has_switch:
-        hints |= dict.fromkeys(THINKING_SWITCHES, False)
+    if switch is not None and not has_switch:
+        hints |= dict.fromkeys(THINKING_SWITCHES, switch)
     return hints
 
 
@@ -168,13 +171,18 @@ def _template_message(
         name = name or names.get(rendered["tool_call_id"])
     if name is not None:
         rendered["name"] = name
-    reasoning = message.reasoning_content or message.reasoning
+    reasoning = message.reasoning_content or message.reasoning or _thoughts(message)
     if reasoning:
         # Both names that templates read: DeepSeek's and that of gpt-oss.
         rendered |= {"reasoning_content": reasoning, "thinking": reasoning}
     if message.tool_calls:
         rendered["tool_calls"] = [call.model_dump() for call in message.tool_calls]
     return rendered
+
+
+def _thoughts(message: ChatMessage) -> str:
+    """The text of the parts that are thoughts."""
+    return "".join(part.thinking or "" for part in message.content or () if part.type == _THOUGHTS)
 
 
 def _role(message: ChatMessage, where: str, template: str) -> str:
@@ -219,6 +227,7 @@ def _content(message: ChatMessage, where: str) -> str | list[dict[str, str]] | N
     shown = [
         _shown_part(part, message.role, f"{where}.content[{place}]")
         for place, part in enumerate(message.content or ())
+        if part.type != _THOUGHTS or message.role != "assistant"
     ]
     if message.refusal:
         shown.append({"type": "text", "text": message.refusal})
@@ -229,8 +238,8 @@ def _content(message: ChatMessage, where: str) -> str | list[dict[str, str]] | N
         return "\n".join(texts)
     if message.tool_calls:
         return None
-    has_thoughts = message.role == "assistant" and (message.reasoning_content or message.reasoning)
-    return required("" if has_thoughts else None, f"{where}.content")
+    # A turn of thoughts alone, one that was empty, and a tool without a result.
+    return required("" if message.role in ("assistant", "tool") else None, f"{where}.content")
 
 
 def _texts(message: dict[str, Any]) -> list[str]:

@@ -36,14 +36,19 @@ def _check_schema_size(value: dict[str, Any]) -> dict[str, Any]:
 
 _Text = Annotated[str, StringConstraints(max_length=MAX_TOOL_TEXT_CHARS)]
 CallId = Annotated[str, StringConstraints(min_length=1, max_length=256)]
-FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]+$", min_length=1, max_length=64)]
+FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]+$", min_length=1, max_length=128)]
+"""As OpenAI has them, or MCP, with dots and longer."""
 ParametersSchema = Annotated[dict[str, Any], Field(max_length=256), AfterValidator(_check_schema_size)]
+
+
+def _as_json_text(value: Any) -> Any:
+    return orjson.dumps(value).decode() if isinstance(value, dict) else value
 
 
 class EarlierFunction(WireModel):
     name: Annotated[str, StringConstraints(min_length=1, max_length=256)]
-    arguments: _Text
-    """JSON text, as the model wrote it."""
+    arguments: Annotated[_Text, BeforeValidator(_as_json_text, json_schema_input_type=_Text | dict[str, Any])]
+    """JSON text, as the model wrote it, or the object."""
 
 
 class EarlierCall(WireModel):

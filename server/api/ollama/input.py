@@ -13,7 +13,7 @@ import orjson
 
 from engine.errors import RequestRejected
 from engine.types import ModelInfo
-from server.api.chat.protocol import THINKING_SWITCHES, ChatCompletionRequest
+from server.api.chat.protocol import ChatCompletionRequest
 from server.api.chat.tool_protocol import chat_call
 from server.api.completions.protocol import CompletionRequest
 from server.api.ollama.protocol import (
@@ -67,7 +67,7 @@ def chat_request_of(
     fields["model"] = served_name(body.model, info)
     fields |= _option_fields(body)
     if body.think:
-        fields["chat_template_kwargs"] = dict.fromkeys(THINKING_SWITCHES, True)
+        fields["enable_thinking"] = True
     if body.think is not None and body.think is not True:
         fields["reasoning_effort"] = body.think or "none"
     if isinstance(body, OllamaChatRequest):

@@ -17,7 +17,7 @@ from starlette.types import Receive
 
 from engine.errors import RequestRejected
 from engine.text.tokenizer import SpecialTokens
-from server.api.chat.protocol import ChatCompletionRequest, Messages
+from server.api.chat.protocol import ChatCompletionRequest, Messages, ReasoningFields
 from server.api.chat.tool_protocol import Tools
 from server.api.chat.turn import prompt_of
 from server.edge.http.edge import Edge, Engine, edge_of
@@ -28,7 +28,7 @@ from server.edge.http.served_models import choose_by_query
 from server.edge.wire_model import WireModel, shown_as
 from server.reply.generate.long_reply import reply_of
 from server.reply.generate.model_checks import check_model, check_token_ids
-from server.reply.generate.protocol import MAX_PROMPT_TOKENS, Name, ReasoningEffort, TemplateKwargs, Text
+from server.reply.generate.protocol import MAX_PROMPT_TOKENS, Name, TemplateKwargs, Text
 
 TOKENIZE_REFUSALS: Final[dict[str, tuple[Any, ...]]] = {"chat_template": ()}
 """Fields refused by name, unless set to one of these values, or to null."""
@@ -37,12 +37,13 @@ _CHAT_FIELDS = (
     "add_generation_prompt",
     "continue_final_message",
     "chat_template_kwargs",
+    "enable_thinking",
     "reasoning_effort",
     "tools",
 )
 
 
-class TokenizeRequest(WireModel):
+class TokenizeRequest(ReasoningFields):
     """The body of POST /tokenize: a prompt, or messages, as they would be generated from."""
 
     model_config = shown_as(prompt="Once upon a time")
@@ -55,7 +56,6 @@ class TokenizeRequest(WireModel):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateKwargs | None = None
-    reasoning_effort: ReasoningEffort | None = None
     tools: Tools | None = None
     return_token_strs: bool | None = None
     """Return each token as the tokenizer spells it, too."""

@@ -79,7 +79,8 @@ _Choice = Annotated[str, StringConstraints(min_length=1, max_length=MAX_CHOICE_C
 
 
 class JsonSchema(WireModel):
-    name: Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$", max_length=64)]
+    name: Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$", max_length=64)] | None = None
+    """Without effect. OpenAI requires it; clients of other servers leave it out."""
     schema_: Schema = Field(alias="schema")
     strict: bool | None = None
     """Without effect: every reply matches, and a schema that cannot be enforced is refused."""

@@ -4,6 +4,7 @@ import dataclasses
 import time
 
 import orjson
+import pytest
 
 from engine.types import FinishReason
 from server.api.chat.models import ChatCompletion
@@ -66,6 +67,8 @@ async def test_messages_reach_the_template_in_its_own_words(client, engine):
         {"role": "user", "name": "ada", "content": parts},
         {"role": "assistant", "content": "c", "refusal": None, "tool_calls": []},
         {"role": "user", "content": ""},
+        {"role": "assistant", "content": None},
+        {"role": "user", "content": [{"type": "input_text", "text": "d"}]},
     ]
     await chat(client, messages=messages)
     assert engine.chats[0][0] == [
@@ -73,6 +76,8 @@ async def test_messages_reach_the_template_in_its_own_words(client, engine):
         {"role": "user", "name": "ada", "content": parts},
         {"role": "assistant", "content": "c"},
         {"role": "user", "content": ""},
+        {"role": "assistant", "content": ""},
+        {"role": "user", "content": "d"},
     ]
 
 
@@ -102,6 +107,37 @@ async def test_harmless_values_of_unsupported_fields_are_accepted(client):
         store=False,
         audio=None,
     )
+
+
+async def test_a_turn_whose_tool_has_no_result_and_whose_arguments_are_an_object_is_read(client, engine):
+    engine.model_info = dataclasses.replace(INFO, chat_template="<tool_call>")
+    call = {"id": "1", "function": {"name": "srv.look", "arguments": {"at": "é"}}}
+    turn = [
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": None},
+    ]
+    await chat(client, messages=[{"role": "user", "content": "hi"}, *turn])
+    called, result = engine.chats[0][0][1:3]
+    assert called["tool_calls"][0]["function"]["arguments"] == '{"at":"é"}'
+    assert (result["name"], result["content"]) == ("srv.look", "")
+
+
+@pytest.mark.parametrize(
+    ("asks", "is_harmless"),
+    [
+        ({"mirostat": 2}, {"mirostat": 0}),
+        ({"typical_p": 0.9}, {"typical_p": 1.0}),
+        ({"repeat_penalty": 1.1}, {"repeat_penalty": 1}),
+        ({"regex": "a"}, {"regex": None}),
+        ({"extra_body": {"top_k": 1}}, {"extra_body": {}}),
+        ({"n_predict": 5}, {"n_predict": -1}),
+    ],
+)
+async def test_what_would_change_the_tokens_is_refused_by_name(client, asks, is_harmless):
+    await chat(client, **is_harmless)
+    body = {"messages": [{"role": "user", "content": "hi"}], **asks}
+    error = (await client.post("/v1/chat/completions", json=body)).json()["error"]
+    assert (error["code"], [error["param"]]) == ("unsupported_parameter", list(asks))
 
 
 async def test_a_reply_can_repeat_the_message_that_it_goes_on_with(client, engine):

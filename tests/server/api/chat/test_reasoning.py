@@ -180,6 +180,57 @@ async def test_every_effort_is_offered_to_the_template(client, engine, effort, s
     assert len(engine.chats) == 3
 
 
+_ON = {"enable_thinking": True, "thinking": True}
+
+
+@pytest.mark.parametrize(
+    ("fields", "hints"),
+    [
+        ({"enable_thinking": True}, _ON),
+        ({"enable_thinking": False, "reasoning_effort": "high"}, {**_OFF, "reasoning_effort": "high"}),
+        ({"thinking": {"type": "enabled"}}, _ON),
+        ({"thinking": {"type": "disabled"}}, _OFF),
+        ({"thinking": {"type": "auto"}}, {}),
+        ({"reasoning": {"enabled": False}}, _OFF),
+        ({"reasoning": {"effort": "low"}}, {"reasoning_effort": "low"}),
+        ({"reasoning": {"effort": "low"}, "reasoning_effort": "high"}, {"reasoning_effort": "high"}),
+        ({"enable_thinking": True, "chat_template_kwargs": {"thinking": False}}, {}),
+    ],
+)
+async def test_switches_of_reasoning_of_other_servers_mean_the_same(client, thinking, fields, hints) -> None:
+    thinking.model_info = dataclasses.replace(THINKING, template_variables=frozenset({"enable_thinking"}))
+    reply = await client.post(CHAT, json={**HI, "max_tokens": 9, **fields})
+    assert "x-tokenyard-ignored" not in reply.headers or "chat_template_kwargs" in fields
+    await client.post("/tokenize", json={**HI, **fields})
+    assert [options.hints for _, options in thinking.chats] == [hints, hints]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"thinking": {"type": 5}}, "thinking.type"),
+        ({"thinking": {"type": [], "budget_tokens": 0}}, "thinking.type"),
+        ({"thinking": "enabled"}, "thinking"),
+        ({"reasoning": {"effort": "much"}}, "reasoning.effort"),
+        ({"reasoning": {"max_tokens": 0}}, "reasoning.max_tokens"),
+    ],
+)
+async def test_a_switch_of_reasoning_that_is_none_is_named_as_it_was_written(client, fields, param) -> None:
+    reply = await client.post(CHAT, json={**HI, **fields})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+
+
+async def test_reasoning_is_left_out_and_has_a_budget_in_the_words_of_other_servers(client, thinking) -> None:
+    reply = await ask(client, reasoning={"exclude": True, "max_tokens": 7})
+    assert "reasoning" not in reply["choices"][0]["message"]
+    assert thinking.requests[0].params.answer.max_tokens == 7
+
+
+async def test_a_switch_that_no_template_reads_is_named_as_ignored(client, engine) -> None:
+    reply = await client.post(CHAT, json={**HI, "max_tokens": 2, "thinking": {"type": "disabled"}})
+    assert reply.headers["x-tokenyard-ignored"] == "enable_thinking"
+
+
 async def test_what_the_caller_says_of_thinking_wins_over_the_effort(client, engine) -> None:
     kwargs = {"enable_thinking": True}
     await client.post(CHAT, json={**HI, "reasoning_effort": "none", "chat_template_kwargs": kwargs})
@@ -308,10 +359,12 @@ async def test_reasoning_of_earlier_turns_is_the_templates_to_use(client, thinki
     messages = [
         {"role": "assistant", "content": "a", "reasoning": "why"},
         {"role": "assistant", "content": "b", "reasoning_content": "how"},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "so"}]},
         {"role": "user", "content": "c"},
     ]
     await ask(client, messages=messages)
-    assert thinking.chats[0][0][:2] == [
+    assert thinking.chats[0][0][:3] == [
         {"role": "assistant", "content": "a", "reasoning_content": "why", "thinking": "why"},
         {"role": "assistant", "content": "b", "reasoning_content": "how", "thinking": "how"},
+        {"role": "assistant", "content": "", "reasoning_content": "so", "thinking": "so"},
     ]
