@@ -126,7 +126,7 @@ async def test_a_profile_has_its_defaults_a_request_wins_over_them_and_a_key_see
         assert hints == [{"enable_thinking": False}] * len(hints)
         assert len(hints) == 6
         await ask("/v1/chat/completions", reasoning_effort="high")
-        assert engine.chats[-1][1].hints == {"reasoning_effort": "high"}
+        assert engine.chats[-1][1].hints["enable_thinking"] is True
         await ask("/api/chat", think=True)
         await ask("/v1/messages", thinking={"type": "enabled", "budget_tokens": 1024})
         for _, chat in engine.chats[-2:]:

@@ -65,7 +65,9 @@ _RUN_BY_THE_CALLER: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     ),
 }
 """Description and parameters, by the beginning of the type, behind which a date stands."""
-_RUN_BY_OTHERS: Final = ("web_search_", "web_fetch_", "code_execution_", "tool_search_tool_", "mcp_toolset")
+_RUN_BY_OTHERS: Final = (
+    *("web_search_", "web_fetch_", "code_execution_", "tool_search_tool_", "advisor_", "mcp_toolset"),
+)
 
 
 def described(kind: str) -> dict[str, Any] | None:

@@ -239,6 +239,8 @@ def _picture(source: AnthropicSource, at: str) -> dict[str, Any]:
 
 def _text(block: AnthropicBlock, at: str) -> str:
     match block.type:
+        case "tool_reference":
+            return required(block.tool_name, f"{at}.tool_name")
         case "document":
             text = _document(required(block.source, f"{at}.source"), f"{at}.source")
             return "\n".join(filter(None, (block.title, block.context, text)))

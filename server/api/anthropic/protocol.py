@@ -60,7 +60,7 @@ def _as_source(value: Any) -> Any:
 class AnthropicBlock(WireModel):
     """A block of a message: text, image, document, search_result, thinking, tool_use or tool_result.
 
-    A result has blocks of the first four within it, a document and a search result texts.
+    A result has blocks of the first four within it, or tool_reference, a document and a search result texts.
     """
 
     type: _ShortText
@@ -79,6 +79,8 @@ class AnthropicBlock(WireModel):
     """Without effect: thinking is taken as it is."""
     id: _ShortText | None = None
     name: _ShortText | None = None
+    tool_name: _ShortText | None = None
+    """Of a tool_reference, which a search for tools gives as its result: all tools are shown anyway."""
     input: Annotated[dict[str, Any], Field(max_length=1024)] | None = None
     tool_use_id: _ShortText | None = None
     content: "AnthropicBlocks | None" = None

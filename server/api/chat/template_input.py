@@ -66,7 +66,7 @@ def template_input(body: ChatCompletionRequest, info: ModelInfo, tool_use: ToolU
         tools=() if tool_use.is_shown_in_messages else tools,
         final=final,
         kwargs=dict(body.chat_template_kwargs or {}),
-        hints={**_default_hints(body, info), **_effort_hints(body)},
+        hints={**info.template_kwargs_of(body.model), **_effort_hints(body)},
     )
 
 
@@ -104,25 +104,15 @@ def turns_reasoning_off(chat: Chat) -> bool:
     return any(variables.get(name) is False for name in THINKING_SWITCHES)
 
 
-def _default_hints(body: ChatCompletionRequest, info: ModelInfo) -> dict[str, Any]:
-    """Template variables that the server or the named profile sets.
-
-    A request that asks for reasoning is not held to a default that turns it off.
-    """
-    wants_reasoning = body.reasoning_effort is not None and body.reasoning_effort not in _NO_REASONING
-    return {
-        name: value
-        for name, value in info.template_kwargs_of(body.model).items()
-        if not (wants_reasoning and name in THINKING_SWITCHES and value is False)
-    }
-
-
 def _effort_hints(body: ChatCompletionRequest) -> dict[str, Any]:
-    """Template variables for reasoning_effort. Many clients send it unasked: no template must know it."""
+    """Template variables for the effort and the switch of reasoning, which win over the server's own.
+
+    Many clients send an effort unasked: no template must know it.
+    """
     effort, switch = body.reasoning_effort, body.enable_thinking
     hints: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
-    if switch is None and effort in _NO_REASONING:
-        switch = False
+    if switch is None and effort is not None:
+        switch = effort not in _NO_REASONING
     has_switch = any(name in THINKING_SWITCHES for name in body.chat_template_kwargs or {})
     if switch is not None and not has_switch:
         hints |= dict.fromkeys(THINKING_SWITCHES, switch)

@@ -17,6 +17,8 @@ from server.edge.wire_model import WireModel
 MAX_TOOLS = 128
 MAX_SCHEMA_BYTES = 64 * 1024
 """Size of the parameters of one tool, as JSON."""
+MAX_ARGUMENTS = 1024
+"""Members of arguments that are an object."""
 MAX_TOOL_TEXT_CHARS = 64 * 1024 * 1024
 """Texts end where the body does; the number is there so that no field is without a bound."""
 
@@ -35,6 +37,7 @@ def _check_schema_size(value: dict[str, Any]) -> dict[str, Any]:
 
 
 _Text = Annotated[str, StringConstraints(max_length=MAX_TOOL_TEXT_CHARS)]
+_Arguments = Annotated[dict[str, Any], Field(max_length=MAX_ARGUMENTS)]
 CallId = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]+$", min_length=1, max_length=128)]
 """As OpenAI has them, or MCP, with dots and longer."""
@@ -42,12 +45,13 @@ ParametersSchema = Annotated[dict[str, Any], Field(max_length=256), AfterValidat
 
 
 def _as_json_text(value: Any) -> Any:
-    return orjson.dumps(value).decode() if isinstance(value, dict) else value
+    is_object = isinstance(value, dict) and len(value) <= MAX_ARGUMENTS
+    return orjson.dumps(value).decode() if is_object else value
 
 
 class EarlierFunction(WireModel):
     name: Annotated[str, StringConstraints(min_length=1, max_length=256)]
-    arguments: Annotated[_Text, BeforeValidator(_as_json_text, json_schema_input_type=_Text | dict[str, Any])]
+    arguments: Annotated[_Text, BeforeValidator(_as_json_text, json_schema_input_type=_Text | _Arguments)]
     """JSON text, as the model wrote it, or the object."""
 
 

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, StringConstraints
 
 from server.api.chat.protocol import MAX_CONTENT_PARTS, MAX_MESSAGES
 from server.api.chat.tool_protocol import MAX_TOOLS, as_choice
-from server.edge.refusals import Hint
+from server.edge.refusals import REFUSED_OF_OTHER_SERVERS, Hint
 from server.edge.wire_model import WireModel, shown_as, text_or_list
 from server.reply.generate.protocol import (
     INT32_MAX,
@@ -22,6 +22,7 @@ from server.reply.generate.protocol import (
     ReasoningEffort,
     SamplingFields,
     Stop,
+    TemplateKwargs,
     Text,
 )
 from server.reply.generate.structured_output import StructuredOutputsField
@@ -35,7 +36,7 @@ _ELSEWHERE: Final = (
 LOGPROBS_INCLUDE: Final = "message.output_text.logprobs"
 
 _Word = Annotated[str, StringConstraints(max_length=64)]
-_ToolName = Annotated[str, StringConstraints(min_length=1, max_length=64)]
+_ToolName = Annotated[str, StringConstraints(min_length=1, max_length=128)]
 _Id = Annotated[str, StringConstraints(min_length=1, max_length=128)]
 _Summary = Literal["auto", "concise", "detailed"]
 
@@ -232,6 +233,7 @@ class ResponsesRequest(SamplingFields):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     structured_outputs: StructuredOutputsField | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
 
     @property
     def default_priority(self) -> int:
@@ -247,12 +249,14 @@ PASSED_ON: Final = (
     "ignore_eos",
     "skip_special_tokens",
     "structured_outputs",
+    "chat_template_kwargs",
 )
 """Fields that mean for a response what they mean for a chat completion."""
 
 _OFF: Final = (False,)
 
 RESPONSES_REFUSALS: Final[dict[str, tuple[Any, ...]]] = {
+    **REFUSED_OF_OTHER_SERVERS,
     "access_programs": (),
     "background_options": (),
     "context_management": ([],),

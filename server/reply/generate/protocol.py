@@ -64,6 +64,12 @@ def _as_stop_list(value: Any) -> Any:
     return value
 
 
+def _without_nulls(value: Any) -> Any:
+    """Leave out members that are null, as clients send those that they do not use."""
+    is_object = isinstance(value, dict)
+    return {name: each for name, each in value.items() if each is not None} if is_object else value
+
+
 def _at_most(limit: int) -> Callable[[Any], Any]:
     """Count the keys of an object before its values are looked at, and reported one by one."""
 
@@ -117,6 +123,7 @@ TemplateKwargs = Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_KWARGS)
 Metadata = Annotated[
     dict[str, Annotated[str, StringConstraints(max_length=512)]],
     Field(max_length=16),
+    BeforeValidator(_without_nulls),
     BeforeValidator(_at_most(16)),
 ]
 Name = Annotated[str, StringConstraints(max_length=256)]

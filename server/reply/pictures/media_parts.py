@@ -38,16 +38,16 @@ def _as_image_url(value: Any) -> Any:
     return {"url": value} if isinstance(value, str) else value
 
 
+_Type = Annotated[str, StringConstraints(max_length=64)]
+
+
 def _as_text_type(value: Any) -> Any:
     """The types of the Responses API, which some clients leave in a chat."""
     return "text" if value in ("input_text", "output_text") else value
 
 
 class ContentPart(WireModel):
-    type: Annotated[
-        Annotated[str, StringConstraints(max_length=64)],
-        BeforeValidator(_as_text_type, json_schema_input_type=str),
-    ]
+    type: Annotated[_Type, BeforeValidator(_as_text_type, json_schema_input_type=_Type)]
     """`text` or `image_url`; in assistant messages `refusal` and `thinking` as well."""
     text: Text | None = None
     thinking: Text | None = None

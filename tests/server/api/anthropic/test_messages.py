@@ -193,6 +193,18 @@ async def test_results_of_tools_reach_the_template_as_messages_of_their_own(clie
     assert messages[3]["content"] == "and?"
 
 
+async def test_what_a_search_for_tools_found_and_nulls_of_metadata_are_read(client, engine):
+    engine.model_info = dataclasses.replace(INFO, chat_template="<tool_call>", max_model_len=4096)
+    call = {"type": "tool_use", "id": "toolu_1", "name": "look", "input": {}}
+    found = [{"type": "tool_reference", "tool_name": "look_up"}]
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": found}
+    turns = [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    await create(
+        client, messages=[*ASK["messages"], *turns], tools=[TOOL], metadata={"user_id": None, "of": "a"}
+    )
+    assert engine.chats[0][0][-1]["content"] == "look_up"
+
+
 @pytest.mark.parametrize(
     ("kind", "field"),
     [

@@ -156,6 +156,7 @@ async def test_a_prompt_may_have_opened_or_closed_the_block(
 
 
 _OFF = {"enable_thinking": False, "thinking": False}
+_ON = {"enable_thinking": True, "thinking": True}
 
 
 @pytest.mark.parametrize(
@@ -163,11 +164,11 @@ _OFF = {"enable_thinking": False, "thinking": False}
     [
         ("none", _OFF),
         ("minimal", _OFF),
-        ("low", {}),
-        ("medium", {}),
-        ("high", {}),
-        ("xhigh", {}),
-        ("max", {}),
+        ("low", _ON),
+        ("medium", _ON),
+        ("high", _ON),
+        ("xhigh", _ON),
+        ("max", _ON),
     ],
 )
 async def test_every_effort_is_offered_to_the_template(client, engine, effort, switches) -> None:
@@ -180,9 +181,6 @@ async def test_every_effort_is_offered_to_the_template(client, engine, effort, s
     assert len(engine.chats) == 3
 
 
-_ON = {"enable_thinking": True, "thinking": True}
-
-
 @pytest.mark.parametrize(
     ("fields", "hints"),
     [
@@ -192,8 +190,8 @@ _ON = {"enable_thinking": True, "thinking": True}
         ({"thinking": {"type": "disabled"}}, _OFF),
         ({"thinking": {"type": "auto"}}, {}),
         ({"reasoning": {"enabled": False}}, _OFF),
-        ({"reasoning": {"effort": "low"}}, {"reasoning_effort": "low"}),
-        ({"reasoning": {"effort": "low"}, "reasoning_effort": "high"}, {"reasoning_effort": "high"}),
+        ({"reasoning": {"effort": "low"}}, {**_ON, "reasoning_effort": "low"}),
+        ({"reasoning": {"effort": "low"}, "reasoning_effort": "high"}, {**_ON, "reasoning_effort": "high"}),
         ({"enable_thinking": True, "chat_template_kwargs": {"thinking": False}}, {}),
     ],
 )

@@ -209,7 +209,7 @@ BAD_CHATS = [
         "messages[0].content[0].refusal",
         "missing_field",
     ),
-    (message(role="assistant", content=None), "messages[0].content", "missing_field"),
+    (message(content=None), "messages[0].content", "missing_field"),
     (message(audio={"id": "x"}), "messages[0].audio", "unsupported_parameter"),
     ({"top_logprobs": 1}, "top_logprobs", "invalid_value"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
@@ -227,7 +227,7 @@ BAD_CHATS = [
     ({"tools": [{"type": "function"}]}, "tools[0].function", "missing_field"),
     ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type", "invalid_value"),
     ({"tools": [tool("a b")]}, "tools[0].function.name", "invalid_value"),
-    ({"tools": [tool("x" * 65)]}, "tools[0].function.name", "invalid_value"),
+    ({"tools": [tool("x" * 129)]}, "tools[0].function.name", "invalid_value"),
     ({"tools": [tool("")]}, "tools[0].function.name", "invalid_value"),
     ({"tools": [tool("f"), tool("f")]}, "tools[1].function.name", "invalid_value"),
     ({"tools": [tool(f"f{i}") for i in range(129)]}, "tools", "invalid_value"),
@@ -347,7 +347,7 @@ async def test_the_bound_is_in_the_message(client):
         (
             CHAT,
             {"tools": [tool("a b")]},
-            "tools[0].function.name: must match pattern '^[A-Za-z0-9_-]+$'",
+            "tools[0].function.name: must match pattern '^[A-Za-z0-9_.-]+$'",
         ),
     ],
 )

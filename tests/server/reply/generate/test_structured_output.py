@@ -48,7 +48,6 @@ BAD = [
         "response_format.schema",
         "invalid_grammar",
     ),
-    (of_format(schema=SCHEMA), "response_format.json_schema.name", "missing_field"),
     (of_format(name="", schema=SCHEMA), "response_format.json_schema.name", "invalid_value"),
     (of_format(name="a b", schema=SCHEMA), "response_format.json_schema.name", "invalid_value"),
     (of_format(name="x" * 65, schema=SCHEMA), "response_format.json_schema.name", "invalid_value"),
