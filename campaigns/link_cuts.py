@@ -22,12 +22,19 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
-from campaigns.rank_faults import DEATHS_OF_A_SERVER, LONG, NUM_STREAMS, READY_WITHIN_S, ask
+import orjson
+
 from campaigns.servers.free_ports import free_port
-from campaigns.servers.own_server import OwnServer, own_server
+from campaigns.servers.own_server import SERVED_NAME, OwnServer, own_server
 from campaigns.servers.relay import Relay, relaying
 from campaigns.servers.running import ROOT
+from server.edge.http.http_client import ExchangeFailed, Timeouts, exchange
 
+_NUM_STREAMS, _LONG = 4, 1900
+_DEATHS_OF_A_SERVER = 3
+"""After one more within five minutes it gives up."""
+_TIMEOUTS = Timeouts(whole_s=120.0)
+_READY_WITHIN_S = 120.0
 _ENDED_WITHIN_S = 6.0
 _HOST = "127.0.0.1"
 _LEAVES_WITHIN_S = 30.0
@@ -42,6 +49,16 @@ class Cut:
     healed_s: float
     """From the end of the cut to the first answer."""
     faults: tuple[str, ...]
+
+
+async def _ask(server: OwnServer, num_tokens: int) -> bool:
+    """Return whether all tokens came."""
+    body = {"model": SERVED_NAME, "prompt": "Once", "max_tokens": num_tokens, "ignore_eos": True}
+    wire = server.target.request("POST", "/v1/completions", orjson.dumps(body))
+    try:
+        return (await exchange(server.target, wire, timeouts=_TIMEOUTS)).status == 200
+    except ExchangeFailed:
+        return False
 
 
 @contextmanager
@@ -91,16 +108,16 @@ async def two_nodes(division: Sequence[str]) -> AsyncIterator[tuple[OwnServer, R
 async def _answer(server: OwnServer) -> float:
     """Return the seconds until the first answer."""
     started_s = time.monotonic()
-    while not await ask(server, 4):
-        if time.monotonic() - started_s > READY_WITHIN_S:
-            raise SystemExit(f"no answer within {READY_WITHIN_S:g} s")
+    while not await _ask(server, 4):
+        if time.monotonic() - started_s > _READY_WITHIN_S:
+            raise SystemExit(f"no answer within {_READY_WITHIN_S:g} s")
         await asyncio.sleep(0.1)
     return time.monotonic() - started_s
 
 
 async def cut(server: OwnServer, relay: Relay, dice: random.Random) -> Cut:
     """Begin streams, cut, and judge what follows."""
-    streams = [asyncio.create_task(ask(server, LONG)) for _ in range(NUM_STREAMS)]
+    streams = [asyncio.create_task(_ask(server, _LONG)) for _ in range(_NUM_STREAMS)]
     await asyncio.sleep(dice.uniform(0.2, 0.8))
     cut_s = time.monotonic()
     relay.cut()
@@ -116,9 +133,9 @@ async def cut(server: OwnServer, relay: Relay, dice: random.Random) -> Cut:
 async def cuts(by: str, numbers: range) -> list[Cut]:
     """Cut once for each number."""
     done = []
-    for first in range(numbers.start, numbers.stop, DEATHS_OF_A_SERVER):
+    for first in range(numbers.start, numbers.stop, _DEATHS_OF_A_SERVER):
         async with two_nodes((f"--{by}-parallel-size", "2")) as (server, relay):
-            for number in range(first, min(first + DEATHS_OF_A_SERVER, numbers.stop)):
+            for number in range(first, min(first + _DEATHS_OF_A_SERVER, numbers.stop)):
                 done.append(await cut(server, relay, random.Random(number)))
                 print(
                     f"{by} {number + 1:3}: streams ended after {done[-1].ended_s:.2f} s, "

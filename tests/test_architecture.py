@@ -36,7 +36,6 @@ FOLDER_DOORS = {
     ("campaigns/adapters.py", "worker.worker_config"),
     ("campaigns/drafts.py", "worker.worker"),
     ("campaigns/drafts.py", "worker.worker_config"),
-    ("campaigns/load_memory.py", "worker"),  # a load, alone
     ("campaigns/step_ratio.py", "worker"),  # steps of several forms, by turns
     ("campaigns/gpu/host_step.py", "engine"),
     ("campaigns/gpu/host_step.py", "worker"),
