@@ -80,7 +80,7 @@ class AnthropicBlock(WireModel):
     id: _ShortText | None = None
     name: _ShortText | None = None
     tool_name: _ShortText | None = None
-    """Of a tool_reference, which a search for tools gives as its result: all tools are shown anyway."""
+    """Name of a tool that a search has found (tool_reference): all tools are shown anyway."""
     input: Annotated[dict[str, Any], Field(max_length=1024)] | None = None
     tool_use_id: _ShortText | None = None
     content: "AnthropicBlocks | None" = None

@@ -40,7 +40,7 @@ _Text = Annotated[str, StringConstraints(max_length=MAX_TOOL_TEXT_CHARS)]
 _Arguments = Annotated[dict[str, Any], Field(max_length=MAX_ARGUMENTS)]
 CallId = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]+$", min_length=1, max_length=128)]
-"""As OpenAI has them, or MCP, with dots and longer."""
+"""Names as OpenAI has them, and as MCP has them: with dots, and longer."""
 ParametersSchema = Annotated[dict[str, Any], Field(max_length=256), AfterValidator(_check_schema_size)]
 
 

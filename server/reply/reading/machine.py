@@ -15,9 +15,8 @@ is taken back.
 from collections.abc import Callable
 from typing import ClassVar
 
-from server.reply.reading.drafts import Draft
 from server.reply.reading.events import CallStart, Event, ReplyEvents
-from server.reply.reading.message_header import MessageHeader
+from server.reply.reading.held_texts import Draft, MessageHeader
 from server.reply.reading.row import (
     FAILED,
     MORE,
