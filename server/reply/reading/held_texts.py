@@ -1,8 +1,8 @@
 """Texts that are held until it is known what they are: calls in open thoughts, and headers of messages.
 
-Owns: what such a text turns out to be. A call in open thoughts is one if the model ends the reply behind it; in
-closed thoughts it is a draft of the model's own. Text between messages, in rows with marks around the answer,
-is a header, or a reply without any.
+Owns: what such a text turns out to be. A call in open thoughts is one if the model ends the reply behind it;
+in closed thoughts it is a draft of the model's own. Text between messages, in rows with marks around the
+answer, is a header, or a reply without any.
 Never: the messages and the thoughts themselves (machine.py).
 """
 
