@@ -30,6 +30,11 @@ _TOO_LATE = frozenset({"deadline_exceeded"})
 _COME_AGAIN_S = 0.3
 HUNG_UP = "hung up"
 
+_PAGES = (
+    *("/metrics", "/health", "/load", "/v1/models", "/api/tags", "/api/ps", "/props", "/tokenizer_info"),
+    *("/admin/requests", "/admin/server", "/openapi.json"),
+)
+
 Known = tuple[bytes, bytes]
 """The body of a request, and the reply's choices, as JSON, that it has had when it was alone."""
 
@@ -370,7 +375,7 @@ class Acts:
         return self._act("tokenized", "/tokenize", {"prompt": self._words(50)})
 
     def _page(self) -> Act:
-        path = self._dice.choice(("/metrics", "/health", "/v1/models", "/admin/requests", "/openapi.json"))
+        path = self._dice.choice(_PAGES)
         return Act(name="page", path=path, body=b"", method="GET", codes=frozenset())
 
 
