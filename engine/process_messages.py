@@ -140,7 +140,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The engine cannot start, and trying again would fail again."""
+    """The engine cannot start. Trying again helps only one that has started before, if memory comes back."""
 
     what: str
     fix: str

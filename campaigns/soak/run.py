@@ -44,7 +44,7 @@ from campaigns.soak.features import Features, prepare
 from campaigns.soak.lasting import Lasting
 from campaigns.soak.streams import ManyStreams
 from campaigns.soak.trouble import CLOCK, HANGS_AFTER, KILLS_UNTIL, Trouble
-from server.edge.http.http_client import ExchangeFailed, Timeouts, exchange
+from server.edge.http.http_client import ExchangeFailed
 
 MAX_MODEL_LEN = 256
 SMALL = (
@@ -250,10 +250,11 @@ class Soak:
         self.ends.is_engine_gone = False
 
     async def _is_ready(self) -> bool:
-        target = self._server.target
+        """Whether all engines are ready."""
         with contextlib.suppress(ExchangeFailed):
-            wire = target.request("GET", "/health/ready")
-            return (await exchange(target, wire, timeouts=Timeouts(whole_s=30))).status == 200
+            metrics = await self._server.metrics()
+            ready = [each for name, each in metrics.items() if name.startswith("tokenyard:engine_ready")]
+            return bool(ready) and all(ready)
         return False
 
     async def _sample(self) -> None:

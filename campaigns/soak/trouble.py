@@ -50,6 +50,8 @@ class Trouble:
         self._disk = disk
         self._clock = clock
         self._num_causes = 0
+        self._deed = asyncio.Lock()
+        """Held by what is done to processes: a new one would inherit a limit of memory."""
         self.num_engines_killed = 0
         """Deaths since the start of the API process."""
         self.ends: Counter[str] = Counter()
@@ -90,13 +92,14 @@ class Trouble:
     async def _disturb(
         self, name: str, act: Callable[[], Awaitable[None]], is_ready: Callable[[], Awaitable[bool]]
     ) -> None:
-        with self._cause():
-            await act()
-            self.ends[name] += 1
-            async with asyncio.timeout(_BACK_WITHIN_S):
-                while not await is_ready():
-                    await asyncio.sleep(0.2)
-            await asyncio.sleep(_SETTLES_S)
+        async with self._deed:
+            with self._cause():
+                await act()
+                self.ends[name] += 1
+                async with asyncio.timeout(_BACK_WITHIN_S):
+                    while not await is_ready():
+                        await asyncio.sleep(0.2)
+                await asyncio.sleep(_SETTLES_S)
 
     @contextmanager
     def _cause(self) -> Iterator[None]:
@@ -169,17 +172,19 @@ class Trouble:
 
     async def _take_memory(self) -> None:
         """Leave one process only a little more address space than it has."""
-        pid = self._dice.choice(self._large())
-        before = resource.prlimit(pid, resource.RLIMIT_AS)
-        used_bytes = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
-        with self._cause():
-            try:
-                resource.prlimit(pid, resource.RLIMIT_AS, (used_bytes + _SPARE_MEMORY_BYTES, before[1]))
-                await asyncio.sleep(_STARVED_S)
-            finally:
-                with suppress(ProcessLookupError):
-                    resource.prlimit(pid, resource.RLIMIT_AS, before)
-            await asyncio.sleep(_SETTLES_S)
+        async with self._deed:
+            pid = self._dice.choice(self._large())
+            before = resource.prlimit(pid, resource.RLIMIT_AS)
+            used_bytes = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
+            with self._cause():
+                try:
+                    fewest_bytes = used_bytes + _SPARE_MEMORY_BYTES
+                    resource.prlimit(pid, resource.RLIMIT_AS, (fewest_bytes, before[1]))
+                    await asyncio.sleep(_STARVED_S)
+                finally:
+                    with suppress(ProcessLookupError):
+                        resource.prlimit(pid, resource.RLIMIT_AS, before)
+                await asyncio.sleep(_SETTLES_S)
         self.ends["without memory for a while"] += 1
 
     def _large(self) -> list[int]:

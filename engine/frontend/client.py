@@ -72,7 +72,12 @@ class AsyncEngine:
         self._health = HealthMonitor(
             heartbeat_timeout_s=config.heartbeat_timeout_s, num_engines=config.num_engines
         )
-        self._engines = EngineGroup(config, on_message=self._take_message, on_death=self._take_death)
+        self._engines = EngineGroup(
+            config,
+            on_message=self._take_message,
+            on_death=self._take_death,
+            on_given_up=self._health.engine_is_given_up,
+        )
         self._started = asyncio.Event()
         self._supervision: asyncio.Task[GaveUp | None] | None = None
         self._info: ModelInfo | None = None

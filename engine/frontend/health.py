@@ -56,6 +56,10 @@ class HealthMonitor:
         if not any(each.is_ready for each in self.engines):
             self.became_ready.clear()
 
+    def engine_is_given_up(self, engine: int) -> None:
+        """Note that one engine among several comes no more."""
+        self.engines[engine].is_given_up = True
+
     def sleep(self, *, given_up: str = "", failure: str = "") -> None:
         """Note that the model is unloaded; from then on the server is ready without it.
 
@@ -125,6 +129,7 @@ class EngineHealth:
         self._load_s = _GUESSED_LOAD_S
         self._loading_since_s = 0.0
         self.is_ready = False
+        self.is_given_up = False
 
     @property
     def num_steps(self) -> int:
@@ -170,6 +175,7 @@ class EngineHealth:
 
     def sleep(self) -> None:
         self.is_ready, self._progress, self._cause_of_death = False, None, None
+        self.is_given_up = False
 
     def is_live(self, now_s: float) -> bool:
         return not self.is_ready or now_s - self._last_beat_s <= self._heartbeat_timeout_s
@@ -187,7 +193,8 @@ class EngineHealth:
             case EngineState.READY:
                 return "ready"
             case EngineState.DEAD:
-                return f"the engine process {self._cause_of_death}; it is being replaced"
+                what_next = "it is given up" if self.is_given_up else "it is being replaced"
+                return f"the engine process {self._cause_of_death}; {what_next}"
             case _:
                 return f"loading the model{_describe(self._progress)}"
 

@@ -121,6 +121,7 @@ class EngineProcesses:
         self._is_replacing = True
         self._deaths_s: deque[float] = deque(maxlen=_MAX_DEATHS + 1)
         self._start_failure: StartFailed | None = None
+        self._has_been_ready = False
         self._spare: EngineProcess | None = None
         self._num_received = 0
         """Messages received, from all processes."""
@@ -163,6 +164,7 @@ class EngineProcesses:
         self._stopping.clear()
         self._deaths_s.clear()
         self._start_failure = None
+        self._has_been_ready = False
 
     def stop_replacing(self) -> None:
         """Let the present process go on, but start no other after it."""
@@ -243,6 +245,7 @@ class EngineProcesses:
                 continue
             if isinstance(message, Ready):
                 watch.loaded()
+                self._has_been_ready = True
                 worker = replace(self._config.worker, is_replacement=True)
                 self._config = replace(self._config, worker=worker)
             self._on_message(message)
@@ -255,9 +258,11 @@ class EngineProcesses:
             await asyncio.wait([receiver], timeout=_MAX_RECEIVING_S)
 
     def _judge(self, death: Death) -> GaveUp | None:
-        if self._start_failure is not None:
-            failure = self._start_failure
+        failure, self._start_failure = self._start_failure, None
+        if failure is not None and not self._has_been_ready:
             return GaveUp(what=failure.what, fix=failure.fix, exit_code=EXIT_START_FAILED)
+        if failure is not None:  # it has started with this configuration before: memory may come back
+            log.critical("%s: %s", failure.what, failure.fix)
         if not self._is_replacing:
             return GaveUp(
                 what=f"the engine process {death.what}", fix="start the server again", exit_code=EXIT_DIED
@@ -270,7 +275,7 @@ class EngineProcesses:
             return GaveUp(
                 what=f"the engine process died {len(self._deaths_s)} times in {_DEATHS_WINDOW_S:.0f} s, "
                 f"last: it {death.what}",
-                fix="the log above says what each one died of",
+                fix=failure.fix if failure is not None else "the log above says what each one died of",
                 exit_code=EXIT_CRASH_LOOP,
             )
         return None
@@ -305,13 +310,14 @@ class EngineGroup:
         *,
         on_message: Callable[[int, ToClient], None],
         on_death: Callable[[int, Death], None],
+        on_given_up: Callable[[int], None],
     ) -> None:
-        self._on_message = on_message
-        self._have_been_ready: set[int] = set()
+        """`on_given_up`: for an engine of which no process is started any more, while others go on."""
+        self._on_given_up = on_given_up
         self._engines = [
             EngineProcesses(
                 config_of(config, engine),
-                on_message=partial(self._pass_on, engine),
+                on_message=partial(on_message, engine),
                 on_death=partial(on_death, engine),
             )
             for engine in range(config.num_engines)
@@ -349,11 +355,11 @@ class EngineGroup:
                     end = task.result()
                     number = running.pop(task)
                     ends.append(end)
-                    was_ready = number in self._have_been_ready
-                    if end is not None and end.exit_code == EXIT_START_FAILED and not was_ready:
+                    if end is not None and end.exit_code == EXIT_START_FAILED:
                         return end
                     if end is not None and len(pending) > 1:
                         log.critical("engine %d is given up: %s; the others go on", number, end.fix)
+                        self._on_given_up(number)
         finally:
             await self._end(running)
         return ends[-1]
@@ -364,7 +370,6 @@ class EngineGroup:
 
     def resume(self, spare: EngineProcess | None = None) -> None:
         """Let `run` be called again after `stop`; the spare process becomes the first engine's."""
-        self._have_been_ready.clear()
         for number, each in enumerate(self._engines):
             each.resume(None if number else spare)
 
@@ -372,11 +377,6 @@ class EngineGroup:
         """Let the present processes go on, but start no other after them."""
         for each in self._engines:
             each.stop_replacing()
-
-    def _pass_on(self, engine: int, message: ToClient) -> None:
-        if isinstance(message, Ready):
-            self._have_been_ready.add(engine)
-        self._on_message(engine, message)
 
     async def _end(self, running: "dict[asyncio.Task[GaveUp | None], int]") -> None:
         if running:

@@ -93,6 +93,29 @@ side.close()
 
 
 @pytest.mark.usefixtures("quick")
+async def test_a_process_that_cannot_start_in_the_place_of_one_that_could_is_tried_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For want of memory, which may come back. The first of all is not: its configuration is wrong."""
+    body = """
+from engine.process_messages import Ready, StartFailed
+from tests.engine.model_facts import facts
+lives = Path({lives!r})
+life = len(lives.read_text()) if lives.exists() else 0
+lives.write_text("x" * (life + 1))
+side.send(Ready(facts()) if life == 0 else StartFailed(what="no memory", fix="free some"))
+side.close()
+sys.exit(78)
+""".replace("{lives!r}", repr(str(folder / "lives")))
+    gave_up = await asyncio.wait_for(make_processes(folder, monkeypatch, body, []).run(), 60)
+    assert gave_up is not None
+    assert (len((folder / "lives").read_text()), gave_up.exit_code, gave_up.fix) == (4, 70, "free some")
+    gave_up = await asyncio.wait_for(make_processes(folder, monkeypatch, body, []).run(), 60)
+    assert gave_up is not None
+    assert (len((folder / "lives").read_text()), gave_up.exit_code) == (5, 78)
+
+
+@pytest.mark.usefixtures("quick")
 async def test_a_message_that_cannot_be_taken_in_counts_as_a_death_and_not_as_silence(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
