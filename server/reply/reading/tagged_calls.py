@@ -186,9 +186,11 @@ class TagsReader:
         """End a key. Without its end mark it is one if the tool has it, alone on its line."""
         spec = self._spec
         key, newline, rest = self._text.lstrip().partition("\n")
-        self._key, self._text = key.strip(), ""
+        self._key, self._flag, self._text = key.strip(), "", ""
         if spec.text_flag:
-            self._key, _, self._flag = self._key.partition(spec.text_flag)
+            name, _, flag = self._key.partition(spec.text_flag)
+            if flag in ("true", "false"):  # with any other, the end of the key was lost
+                self._key, self._flag = name, flag
         is_alone = bool(newline and rest.strip())
         if is_alone and not spec.value and self._key in self._arguments.properties:
             self._begin_argument(rest + (mark if mark == spec.key_end else ""))
