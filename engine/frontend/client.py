@@ -69,15 +69,9 @@ class AsyncEngine:
             config.worker, config.media
         )
         self._grammars = GrammarCompiler(config.model_path, timeout_s=config.grammar_compile_timeout_s)
-        self._health = HealthMonitor(
-            heartbeat_timeout_s=config.heartbeat_timeout_s, num_engines=config.num_engines
-        )
-        self._engines = EngineGroup(
-            config,
-            on_message=self._take_message,
-            on_death=self._take_death,
-            on_given_up=self._health.engine_is_given_up,
-        )
+        self._health = HealthMonitor(config.heartbeat_timeout_s, config.num_engines)
+        gone = self._health.engine_is_given_up
+        self._engines = EngineGroup(config, self._take_message, self._take_death, on_given_up=gone)
         self._started = asyncio.Event()
         self._supervision: asyncio.Task[GaveUp | None] | None = None
         self._info: ModelInfo | None = None

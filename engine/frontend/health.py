@@ -32,7 +32,7 @@ class HealthMonitor:
     One that is ready makes the whole ready: it serves what the others would.
     """
 
-    def __init__(self, *, heartbeat_timeout_s: float, num_engines: int = 1) -> None:
+    def __init__(self, heartbeat_timeout_s: float, num_engines: int = 1) -> None:
         self.engines = tuple(
             EngineHealth(heartbeat_timeout_s=heartbeat_timeout_s) for _ in range(num_engines)
         )

@@ -307,9 +307,9 @@ class EngineGroup:
     def __init__(
         self,
         config: EngineConfig,
-        *,
         on_message: Callable[[int, ToClient], None],
         on_death: Callable[[int, Death], None],
+        *,
         on_given_up: Callable[[int], None],
     ) -> None:
         """`on_given_up`: for an engine of which no process is started any more, while others go on."""

@@ -91,7 +91,7 @@ class ThinkingSwitch(WireModel):
     budget_tokens: NumTokens | None = None
 
 
-class ReasoningOptions(WireModel):
+class ReasoningSwitch(WireModel):
     """OpenRouter's options of reasoning."""
 
     effort: ReasoningEffort | None = None
@@ -105,7 +105,7 @@ class ReasoningFields(WireModel):
     """Fields that turn reasoning on, off and down, in the words of several servers."""
 
     thinking: ThinkingSwitch | None = None
-    reasoning: ReasoningOptions | None = None
+    reasoning: ReasoningSwitch | None = None
     enable_thinking: bool | None = None
     """Sets the variable that turns reasoning on and off, for a template that reads one."""
     reasoning_effort: ReasoningEffort | None = None
