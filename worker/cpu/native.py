@@ -1,12 +1,13 @@
 """The compiled kernels as Python calls them: ctypes over the C functions of csrc/api.cpp.
 
-Owns: the structs of csrc/kernels.h and csrc/layer.h once more, field by field, and the packed form of a
-weight. A wrong field is read or written unchecked there.
+Owns: the structs that cross, whose fields are read from csrc/kernels.h and csrc/layer.h, and the packed form
+of a weight.
 
 Shapes: T tokens, K inputs and N outputs of a product, B blocks of 32 outputs, H numbers of a hidden state.
 """
 
 import ctypes
+import re
 import weakref
 from ctypes import Array, Structure, byref, c_bool, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
@@ -35,258 +36,121 @@ MOST_COLUMNS = 8
 """Most earlier inputs of a convolution."""
 
 
+_HEADERS = [(Path(__file__).parent / "csrc" / name).read_text() for name in ("kernels.h", "layer.h")]
+# Functions of a struct stand behind an empty line.
+_STRUCTS = dict(
+    re.findall(r"^struct (\w+) \{\n(.*?)\n(?:\};)?\n", "".join(_HEADERS), re.MULTILINE | re.DOTALL)
+)
+_FIELD = re.compile(r"  (?:const )?(\w+)(?:<T>)?(\*[* const]*)? (\w+)(?: = \w+)?;")
+_NUMBERS = {"float": c_float, "int64_t": c_int64, "int32_t": c_int32, "bool": c_bool}
+_ENUMS = dict.fromkeys(("Activation", "CodeKind", "NumberForm"), c_int)
+
+
+def _fields_of(struct: str, *others: type[Structure]) -> list[tuple[str, Any]]:
+    """Read the fields of a struct in the headers; `others` are the structs that are among them."""
+    types = {**_NUMBERS, **_ENUMS, **{each.__name__.removeprefix("C"): each for each in others}}
+    fields = []
+    for line in _STRUCTS[struct].splitlines():
+        if not line.startswith("  //"):
+            found = _FIELD.match(line)
+            assert found is not None, f"a field of {struct} that is not read: {line}"
+            kind, is_pointer, name = found.groups()
+            fields.append((name, c_void_p if is_pointer else types[kind]))
+    return fields
+
+
 class CGroupNumbers(Structure):
-    _fields_ = (("data", c_void_p), ("form", c_int), ("units", c_void_p))
+    _fields_ = _fields_of("GroupNumbers")
 
 
 class CGroupedCodes(Structure):
-    _fields_ = (
-        ("data", c_void_p),
-        ("kind", c_int),
-        ("takes_bytes", c_bool),
-        ("group_size", c_int64),
-        ("table", c_void_p),
-        ("lookup", c_void_p),
-        ("shift", c_int32),
-        ("scales", CGroupNumbers),
-        ("offsets", CGroupNumbers),
-        ("permutation", c_void_p),
-    )
+    _fields_ = _fields_of("GroupedCodes", CGroupNumbers)
 
 
 class CAdapterSlot(Structure):
-    _fields_ = (
-        ("down", c_void_p),
-        ("up", c_void_p),
-        ("units", c_void_p),
-        ("scales", c_void_p),
-        ("num_ranks", c_int64),
-    )
+    _fields_ = _fields_of("AdapterSlot")
 
 
 class CAdapters(Structure):
-    _fields_ = (("step", c_void_p), ("slots", c_void_p), ("max_ranks", c_int64))
+    _fields_ = _fields_of("Adapters")
 
 
 class CPackedWeight(Structure):
-    _fields_ = (
-        ("data", c_void_p),
-        ("bias", c_void_p),
-        ("num_inputs", c_int64),
-        ("num_outputs", c_int64),
-        ("activation", c_int),
-        ("bytes", c_void_p),
-        ("scales", c_void_p),
-        ("offsets", c_void_p),
-        ("grouped", CGroupedCodes),
-        ("adapters", c_void_p),
-    )
+    _fields_ = _fields_of("PackedWeight", CGroupedCodes)
 
 
 class CProduct(Structure):
-    _fields_ = (
-        ("input", c_void_p),
-        ("num_rows", c_int64),
-        ("weight", CPackedWeight),
-        ("residual", c_void_p),
-        ("output", c_void_p),
-        ("float_output", c_void_p),
-        ("bytes", c_void_p),
-        ("scales", c_void_p),
-        ("multiplier", c_float),
-        ("run_sums", c_void_p),
-        ("shrunk", c_void_p),
-        ("run_starts", c_void_p),
-        ("input_stride", c_int64),
-        ("bytes_stride", c_int64),
-    )
+    _fields_ = _fields_of("Product", CPackedWeight)
 
 
 class CNorm(Structure):
-    _fields_ = (("weight", c_void_p), ("epsilon", c_float), ("bias", c_void_p))
+    _fields_ = _fields_of("Norm")
 
 
 class CHeadShape(Structure):
-    _fields_ = (
-        ("num_query_heads", c_int64),
-        ("num_kv_heads", c_int64),
-        ("key_dim", c_int64),
-        ("value_dim", c_int64),
-        ("is_gated", c_bool),
-    )
+    _fields_ = _fields_of("HeadShape")
 
 
 class CAngles(Structure):
-    _fields_ = (("cosines", c_void_p), ("sines", c_void_p), ("positions", c_void_p))
+    _fields_ = _fields_of("Angles")
 
 
 class CRotation(Structure):
-    _fields_ = (("query_norm", CNorm), ("key_norm", CNorm), ("angles", CAngles), ("rotated_dim", c_int64))
+    _fields_ = _fields_of("Rotation", CNorm, CAngles)
 
 
 class CPages(Structure):
-    _fields_ = (("data", c_void_p), ("block_stride", c_int64), ("row_stride", c_int64))
+    _fields_ = _fields_of("Pages")
 
 
 class CCache(Structure):
-    _fields_ = (
-        ("keys", CPages),
-        ("values", CPages),
-        ("stripe", c_int64),
-        ("channels", c_void_p),
-        ("rows", c_void_p),
-    )
+    _fields_ = _fields_of("Cache", CPages)
 
 
 class CStateStep(Structure):
-    _fields_ = (
-        ("pool", c_void_p),
-        ("block_bytes", c_int64),
-        ("block_ids", c_void_p),
-        ("num_stripes", c_int64),
-        ("query_starts", c_void_p),
-        ("is_first", c_void_p),
-        ("num_seqs", c_int64),
-        ("keeps_states", c_bool),
-    )
+    _fields_ = _fields_of("StateStep")
 
 
 class CStep(Structure):
-    _fields_ = (
-        ("query_starts", c_void_p),
-        ("seq_lens", c_void_p),
-        ("block_tables", c_void_p),
-        ("table_rows", c_void_p),
-        ("num_rows", c_int64),
-        ("table_size", c_int64),
-        ("token_blocks", c_void_p),
-        ("token_offsets", c_void_p),
-        ("num_seqs", c_int64),
-        ("num_tokens", c_int64),
-        ("block_size", c_int64),
-        ("ends_seen", c_void_p),
-        ("ends_in_windows_only", c_int64),
-        ("states", CStateStep),
-    )
+    _fields_ = _fields_of("Step", CStateStep)
 
 
 class CAttentionOptions(Structure):
-    _fields_ = (("scaling", c_float), ("window", c_int64), ("softcap", c_float), ("sinks", c_void_p))
+    _fields_ = _fields_of("AttentionOptions")
 
 
 class CAttention(Structure):
-    _fields_ = (
-        ("heads", CHeadShape),
-        ("options", CAttentionOptions),
-        ("step", CStep),
-        ("cache", CCache),
-        ("queries", c_void_p),
-        ("query_stride", c_int64),
-        ("output", c_void_p),
-    )
+    _fields_ = _fields_of("Attention", CHeadShape, CAttentionOptions, CStep, CCache)
 
 
 class CStateRun(Structure):
-    _fields_ = (("first", c_int64), ("length", c_int64), ("stripe", c_int64), ("offset", c_int64))
+    _fields_ = _fields_of("StateRun")
 
 
 class CConvolution(Structure):
-    _fields_ = (
-        ("step", CStateStep),
-        ("runs", c_void_p),
-        ("num_channels", c_int64),
-        ("num_columns", c_int64),
-        ("input", c_void_p),
-        ("input_stride", c_int64),
-        ("weight", c_void_p),
-        ("bias", c_void_p),
-        ("is_activated", c_bool),
-        ("output", c_void_p),
-    )
+    _fields_ = _fields_of("Convolution", CStateStep)
 
 
 class CRecurrence(Structure):
-    _fields_ = (
-        ("step", CStateStep),
-        ("runs", c_void_p),
-        ("num_heads", c_int64),
-        ("num_groups", c_int64),
-        ("key_dim", c_int64),
-        ("value_dim", c_int64),
-        ("queries", c_void_p),
-        ("query_stride", c_int64),
-        ("keys", c_void_p),
-        ("key_stride", c_int64),
-        ("values", c_void_p),
-        ("value_stride", c_int64),
-        ("log_decay", c_void_p),
-        ("decays_by_number", c_bool),
-        ("beta", c_void_p),
-        ("has_unit_keys", c_bool),
-        ("scaling", c_float),
-        ("output", c_void_p),
-    )
+    _fields_ = _fields_of("Recurrence", CStateStep)
 
 
 class CRecurrentMixer(Structure):
-    _fields_ = (
-        ("steps", CPackedWeight),
-        ("convolution", c_void_p),
-        ("convolution_bias", c_void_p),
-        ("num_columns", c_int64),
-        ("is_activated", c_bool),
-        ("decay_factors", c_void_p),
-        ("decay_biases", c_void_p),
-        ("num_heads", c_int64),
-        ("num_groups", c_int64),
-        ("key_dim", c_int64),
-        ("value_dim", c_int64),
-        ("scaling", c_float),
-        ("norm", CNorm),
-    )
+    _fields_ = _fields_of("RecurrentMixer", CPackedWeight, CNorm)
 
 
 class CHalves(Structure):
-    _fields_ = (
-        ("is_first", c_bool),
-        ("projected", c_void_p),
-        ("log_decay", c_void_p),
-        ("beta", c_void_p),
-        ("recurred", c_void_p),
-    )
+    _fields_ = _fields_of("Halves")
 
 
 class CLayer(Structure):
-    _fields_ = (
-        ("hidden_size", c_int64),
-        ("attention_norm", CNorm),
-        ("query_key_value", CPackedWeight),
-        ("heads", CHeadShape),
-        ("all_queries_norm", CNorm),
-        ("all_keys_norm", CNorm),
-        ("rotation", CRotation),
-        ("attention", CAttentionOptions),
-        ("attention_output", CPackedWeight),
-        ("after_attention_norm", CNorm),
-        ("mlp_norm", CNorm),
-        ("gate_up", CPackedWeight),
-        ("down", CPackedWeight),
-        ("after_mlp_norm", CNorm),
-        ("residual_multiplier", c_float),
-        ("mlp_is_parallel", c_bool),
-        ("is_shard", c_bool),
-        ("recurrent", CRecurrentMixer),
+    _fields_ = _fields_of(
+        "Layer", CNorm, CPackedWeight, CHeadShape, CRotation, CAttentionOptions, CRecurrentMixer
     )
 
 
 class CStack(Structure):
-    _fields_ = (
-        ("layers", c_void_p),
-        ("num_layers", c_int64),
-        ("hidden_size", c_int64),
-        ("norm", CNorm),
-        ("num_begun", c_void_p),
-    )
+    _fields_ = _fields_of("Stack", CNorm)
 
 
 class LayerPlace(NamedTuple):
