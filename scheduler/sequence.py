@@ -4,6 +4,7 @@ Never: decides anything. Only the scheduler and its parts write to it.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import sha256
 from itertools import chain
@@ -46,19 +47,17 @@ _LEAST_COMPILE_S = 0.001
 """Time that a small grammar takes in the worker; the least that any grammar counts."""
 
 
+@dataclass(slots=True, eq=False)
 class BlockTable:
     """Blocks of a sequence for one group of layers, without those that were passed.
 
     The blocks of a place lie together: that of stripe s of place p is at (p - first) * num_stripes + s.
     """
 
-    __slots__ = ("block_ids", "end", "first", "host_ids")
-
-    def __init__(self) -> None:
-        self.first = 0  # place of the first block; still that of `host_ids` while it is swapped out
-        self.end = 0  # place behind the last
-        self.block_ids: list[BlockId] = []
-        self.host_ids: list[BlockId] = []  # while it is swapped out
+    first: int = 0  # place of the first block; still that of `host_ids` while it is swapped out
+    end: int = 0  # place behind the last
+    block_ids: list[BlockId] = field(default_factory=list)
+    host_ids: list[BlockId] = field(default_factory=list)  # while it is swapped out
 
     def row(self, place: int, num_stripes: int) -> tuple[BlockId, ...]:
         """Blocks of a place."""

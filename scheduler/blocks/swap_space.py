@@ -50,7 +50,7 @@ class SwapSpace:
         return blocks
 
     def give_back(self, blocks: Iterable[BlockId]) -> None:
-        self._drop(blocks)
+        self._pool.release(blocks, any_of(self._kept))
 
     def publish(self, group: int, key: bytes, row: Row) -> None:
         """Let the content of held blocks be found too, until one is reused."""
@@ -66,13 +66,13 @@ class SwapSpace:
             for block in kept:
                 if self._pool.is_free(block):
                     self._pool.share(block)
-                    self._drop((block,))
+                    self.give_back((block,))
             return ()
         if self._pool.num_free < num_stripes:
             return ()
         row = tuple(self.take(num_stripes))
         self._kept[group].publish(key, row)
-        self._drop(row)
+        self.give_back(row)
         return row
 
     def find(self, group: int, key: bytes) -> Row | None:
@@ -114,6 +114,3 @@ class SwapSpace:
     def kept(self) -> list[dict[BlockId, bytes]]:
         """Copy of the keys by block, of each group; for tests and invariants."""
         return [kept.published() for kept in self._kept]
-
-    def _drop(self, blocks: Iterable[BlockId]) -> None:
-        self._pool.release(blocks, any_of(self._kept))

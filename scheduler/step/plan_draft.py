@@ -1,5 +1,7 @@
 """Draft of a plan: a step while it is being planned."""
 
+from dataclasses import dataclass, field
+
 from scheduler.draft_messages import DraftChoice
 from scheduler.input_messages import EncoderInput
 from scheduler.messages import (
@@ -15,51 +17,31 @@ from scheduler.messages import (
 from scheduler.step.budget import SchedulingBudget
 
 
+@dataclass(slots=True, eq=False)
 class PlanDraft:
     """Decisions of one step. They only grow: none is undone in the same step."""
 
-    __slots__ = (
-        "budget",
-        "chunks",
-        "copies",
-        "decodes",
-        "draft_choice",
-        "draft_token_ids",
-        "encoder_inputs",
-        "encoder_slice_s",
-        "new_blocks",
-        "new_sequences",
-        "now_s",
-        "num_blocks_for_growth",
-        "num_drafts_wanted",
-        "preemptions",
-        "released",
-        "swap_in",
-        "swap_out",
-        "taps",
-        "urgent",
-    )
-
-    def __init__(self, budget: SchedulingBudget, now_s: float) -> None:
-        self.budget = budget
-        self.now_s = now_s
-        self.num_blocks_for_growth: int | None = None  # that drafts leave alone; counted when first asked
-        self.decodes: list[ScheduledSequence] = []
-        self.chunks: list[ScheduledSequence] = []
-        self.urgent: set[SequenceId] = set()  # admitted before the queue was served: they have their share
-        self.new_sequences: list[NewSequence] = []
-        self.new_blocks: dict[SequenceId, GroupBlocks] = {}
-        self.draft_token_ids: dict[SequenceId, tuple[int, ...]] = {}
-        self.draft_choice: DraftChoice | None = None
-        self.num_drafts_wanted: dict[SequenceId, int] = {}
-        self.encoder_inputs: dict[SequenceId, tuple[EncoderInput, ...]] = {}
-        self.encoder_slice_s = 0.0
-        self.preemptions: list[Preemption] = []
-        self.released: list[SequenceId] = []
-        self.swap_out: list[BlockCopy] = []
-        self.swap_in: list[BlockCopy] = []
-        self.copies: list[BlockCopy] = []
-        self.taps: list[StateTap] = []
+    budget: SchedulingBudget
+    now_s: float
+    num_blocks_for_growth: int | None = None
+    """Blocks that drafts leave alone; counted when first asked."""
+    decodes: list[ScheduledSequence] = field(default_factory=list)
+    chunks: list[ScheduledSequence] = field(default_factory=list)
+    urgent: set[SequenceId] = field(default_factory=set)
+    """Sequences that were admitted before the queue was served: they have their share."""
+    new_sequences: list[NewSequence] = field(default_factory=list)
+    new_blocks: dict[SequenceId, GroupBlocks] = field(default_factory=dict)
+    draft_token_ids: dict[SequenceId, tuple[int, ...]] = field(default_factory=dict)
+    draft_choice: DraftChoice | None = None
+    num_drafts_wanted: dict[SequenceId, int] = field(default_factory=dict)
+    encoder_inputs: dict[SequenceId, tuple[EncoderInput, ...]] = field(default_factory=dict)
+    encoder_slice_s: float = 0.0
+    preemptions: list[Preemption] = field(default_factory=list)
+    released: list[SequenceId] = field(default_factory=list)
+    swap_out: list[BlockCopy] = field(default_factory=list)
+    swap_in: list[BlockCopy] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
+    taps: list[StateTap] = field(default_factory=list)
 
     def add_blocks(self, sequence_id: SequenceId, blocks: GroupBlocks) -> None:
         """Note blocks for a sequence that the worker knows, behind those that it was given in this plan."""
