@@ -11,7 +11,7 @@ from typing import Any
 
 from worker.quantized.awq import AwqRules, read_awq_rules
 from worker.quantized.gptq import GptqReader, read_gptq_rules
-from worker.quantized.scheme import QuantizationRefused
+from worker.quantized.scheme import QuantizationRefused, refuse_pattern
 
 _FIRST_VERSION, _SECOND_VERSION, _AWQ = "gptq", "gptq_v2", "awq"
 _PACKINGS = {
@@ -55,12 +55,7 @@ def read_auto_round_rules(config: dict[str, Any]) -> AutoRoundRules:
         name: _reader({**config, **settings}) for name, settings in (config.get("extra_config") or {}).items()
     }
     for name in readers:
-        try:
-            re.compile(name)
-        except re.error as error:
-            raise QuantizationRefused(
-                f"quantization_config has the pattern {name!r}", fix=f"correct it: {error}"
-            ) from error
+        refuse_pattern(name, name)
     default = _reader(config)
     if default is None:
         raise QuantizationRefused(

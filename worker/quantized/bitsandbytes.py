@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from worker.quantized.grouped_weight import NUM_NIBBLES, GroupedWeight
-from worker.quantized.scheme import ModuleTensors, SelfReadingRules
+from worker.quantized.scheme import FLOATS, ModuleTensors, SelfReadingRules
 
 _STATE = "weight.quant_state.bitsandbytes__"
 _KINDS = ("nf4", "fp4")
-_STORAGE = (torch.uint8, torch.bfloat16, torch.float16, torch.float32)
+_STORAGE = (torch.uint8, *FLOATS)
 """Dtypes that bytes of codes may be disguised as."""
 _NUM_BYTES_CODES = 256
 _LARGEST_CODE = 127
@@ -34,7 +34,7 @@ class BitsAndBytesRules(SelfReadingRules):
 def _read_int8(tensors: ModuleTensors, shape: tuple[int, int]) -> GroupedWeight:
     num_outputs, _ = shape
     codes = tensors.take("weight", (torch.int8,), shape)
-    largest = tensors.take("SCB", (torch.float32, torch.float16, torch.bfloat16), (num_outputs,))
+    largest = tensors.take("SCB", FLOATS, (num_outputs,))
     if "weight_format" in tensors and int(tensors.take("weight_format", (torch.uint8,), (), (1,))) != 0:
         raise tensors.refusal("weight_format", "is the order of one kind of GPU", "0, row after row")
     return GroupedWeight(codes=codes, scales_NG=largest.float().view(-1, 1) / _LARGEST_CODE)

@@ -19,7 +19,9 @@ from worker.quantized.gptq import order_by_group
 from worker.quantized.grouped_weight import E2M1_TABLE, GroupedWeight
 from worker.quantized.mxfp4 import BLOCK, powers_of_two
 from worker.quantized.scheme import (
+    FLOATS,
     INTEGER_BITS,
+    NVFP4_GROUP,
     IntegerCodes,
     ModuleTensors,
     QuantizationRefused,
@@ -31,8 +33,6 @@ from worker.quantized.scheme import (
     weight_of,
 )
 
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-_NVFP4_GROUP = 16
 _MIXED = "mixed-precision"
 _REGULAR = "re:"
 
@@ -53,12 +53,12 @@ class _Strategy:
             assert self.block is not None
             return scales_of_blocks(tensors, "weight_scale", self.block, shape)
         if self.name == "tensor":
-            scale = tensors.take("weight_scale", _FLOATS, (), (1,), (1, 1))
+            scale = tensors.take("weight_scale", FLOATS, (), (1,), (1, 1))
             return scale.float().reshape(1, 1).expand(num_outputs, 1).contiguous()
         if self.name == "channel":
-            scale = tensors.take("weight_scale", _FLOATS, (num_outputs, 1), (num_outputs,))
+            scale = tensors.take("weight_scale", FLOATS, (num_outputs, 1), (num_outputs,))
             return scale.float().reshape(num_outputs, 1)
-        return tensors.take("weight_scale", _FLOATS, (num_outputs, self._groups(tensors, num_inputs))).float()
+        return tensors.take("weight_scale", FLOATS, (num_outputs, self._groups(tensors, num_inputs))).float()
 
     def _groups(self, tensors: ModuleTensors, num_inputs: int) -> int:
         assert self.group_size is not None
@@ -157,9 +157,9 @@ class CompressedTensorsRules:
     must_agree: bool = True
 
     def reader_of(self, module: str, class_name: str) -> Reader | None:
-        if any(_matches(each, module, class_name) for each in self.ignored):
+        if _most_specific(self.ignored, module, class_name) is not None:
             return None
-        target = _best_match(self.readers, module, class_name)
+        target = _most_specific(self.readers, module, class_name)
         return None if target is None else self.readers[target]
 
 
@@ -196,7 +196,7 @@ def _reader(group: str, weights: dict[str, Any], layout: str | None) -> Reader:
     kind, bits = weights.get("type", "int"), weights.get("num_bits", 8)
     strategy = _strategy(group, weights)
     if kind == "float" and bits == 4 and strategy.is_symmetric:
-        if strategy.group_size == _NVFP4_GROUP and layout in ("nvfp4-pack-quantized", _MIXED):
+        if strategy.group_size == NVFP4_GROUP and layout in ("nvfp4-pack-quantized", _MIXED):
             return Nvfp4Reader()
         if strategy.group_size == BLOCK and layout in ("mxfp4-pack-quantized", _MIXED):
             return Mxfp4Reader()
@@ -261,26 +261,19 @@ def _is_dense(found: Any) -> bool:
     return not found or found.get("format") == "dense"
 
 
-def _matches(target: str, module: str, class_name: str) -> bool:
-    return _matches_name(target, module) or target == class_name
+def _most_specific(targets: Iterable[str], module: str, class_name: str) -> str | None:
+    """Of the targets that fit, a name, then a regular expression, then a class; among equals by alphabet."""
+    ranks = {target: _rank(target, module, class_name) for target in targets}
+    fitting = [(rank, target) for target, rank in ranks.items() if rank is not None]
+    return min(fitting)[1] if fitting else None
 
 
-def _best_match(targets: Iterable[str], module: str, class_name: str) -> str | None:
-    """The most specific target: a name, then a regular expression, then a class; among equals by alphabet."""
-    found = [each for each in sorted(targets) if _matches(each, module, class_name)]
-    return min(found, key=lambda each: _rank(each, module), default=None)
-
-
-def _matches_name(target: str, module: str) -> bool:
-    if target.startswith(_REGULAR):
-        return re.match(target.removeprefix(_REGULAR), module) is not None
-    return target == module
-
-
-def _rank(target: str, module: str) -> int:
-    if target.startswith(_REGULAR):
+def _rank(target: str, module: str, class_name: str) -> int | None:
+    if target == module:
+        return 0
+    if target.startswith(_REGULAR) and re.match(target.removeprefix(_REGULAR), module):
         return 1
-    return 0 if target == module else 2
+    return 2 if target == class_name else None
 
 
 def _find_fault(target: object) -> str | None:

@@ -13,6 +13,7 @@ import torch
 
 from worker.quantized.grouped_weight import GroupedWeight
 from worker.quantized.scheme import (
+    FLOATS,
     ModuleTensors,
     QuantizationRefused,
     SelfReadingRules,
@@ -50,8 +51,8 @@ class Fp8Rules:
         else:
             # Multiplies under either name.
             name = "weight_scale_inv" if "weight_scale_inv" in tensors else "weight_scale"
-            dtypes, outputs = (torch.float32, torch.bfloat16, torch.float16), shape[0]
-            stored = tensors.take(name, dtypes, (), (1,), (1, 1), (outputs,), (outputs, 1))
+            outputs = shape[0]
+            stored = tensors.take(name, FLOATS, (), (1,), (1, 1), (outputs,), (outputs, 1))
             scales = stored.float().reshape(-1, 1).expand(outputs, 1)
         return GroupedWeight(codes=codes, scales_NG=scales.contiguous())
 

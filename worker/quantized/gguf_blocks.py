@@ -103,14 +103,7 @@ def _with_inputs(weight: GroupedWeight, order_K: Tensor) -> GroupedWeight:
         return replace(weight, permutation_K=order_K.argsort())
     chosen = groups[:, 0] // size
     codes = weight.codes.view(weight.num_outputs, len(chosen), -1)[:, chosen]
-    return replace(
-        weight,
-        codes=codes.reshape(weight.codes.shape),
-        scales_NG=weight.scales_NG[:, chosen],
-        offsets_NG=None if weight.offsets_NG is None else weight.offsets_NG[:, chosen],
-        scale_units_NU=None,
-        offset_units_NU=None,
-    )
+    return weight.with_groups(lambda part: part[:, chosen], codes.reshape(weight.codes.shape))
 
 
 def read_tensor(tensor: GgufTensor) -> Tensor:

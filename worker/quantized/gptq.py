@@ -14,10 +14,12 @@ from torch import Tensor
 
 from worker.quantized.grouped_weight import GroupedWeight
 from worker.quantized.scheme import (
+    FLOATS,
     INTEGER_BITS,
     IntegerCodes,
     ModuleTensors,
     QuantizationRefused,
+    refuse_pattern,
     unpacked,
     weight_of,
 )
@@ -25,7 +27,6 @@ from worker.quantized.scheme import (
 _ADDED_TO_ZEROS = {"gptq": {4: 0x11111111, 8: 0x01010101}, "gptq_v2": {4: 0, 8: 0}}
 """Numbers by checkpoint_format and bits: the first version took one off all zeros of a word by a subtraction,
 which borrows from the next zero where one is 0. Added to the word, modulo 2**32, they undo it."""
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class GptqReader:
         groups = num_inputs // size
         qweight = tensors.take("qweight", (torch.int32,), (num_inputs // per_word, num_outputs))
         qzeros = tensors.take("qzeros", (torch.int32,), (groups, num_outputs // per_word))
-        scales = tensors.take("scales", _FLOATS, (groups, num_outputs))
+        scales = tensors.take("scales", FLOATS, (groups, num_outputs))
         codes_NK = unpacked(qweight.T, self.bits)
         zeros_NG = None
         if not self.is_symmetric:
@@ -92,7 +93,7 @@ class GptqRules:
 
     def reader_of(self, module: str, class_name: str) -> GptqReader | None:  # noqa: ARG002
         for pattern, overrides in self.dynamic:
-            if re.match(pattern.removeprefix("-:").removeprefix("+:"), module):
+            if re.match(_expression(pattern), module):
                 return None if pattern.startswith("-:") else self._overridden(module, overrides)
         return self.reader
 
@@ -115,13 +116,12 @@ def read_gptq_rules(config: dict[str, Any]) -> GptqRules:
     reader = GptqReader(bits, int(config.get("group_size", -1)), version, config.get("sym") is True)
     dynamic = tuple((config.get("dynamic") or {}).items())
     for pattern, _ in dynamic:
-        try:
-            re.compile(pattern.removeprefix("-:").removeprefix("+:"))
-        except re.error as error:
-            raise QuantizationRefused(
-                f"quantization_config has the pattern {pattern!r}", fix=f"correct it: {error}"
-            ) from error
+        refuse_pattern(pattern, _expression(pattern))
     return GptqRules(reader, dynamic)
+
+
+def _expression(pattern: str) -> str:
+    return pattern.removeprefix("-:").removeprefix("+:")
 
 
 def _bits(bits: Any, where: str) -> int:

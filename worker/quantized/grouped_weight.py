@@ -6,10 +6,10 @@ worker/model/linear.py.
 Shapes: N outputs, K inputs, G groups of inputs.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,7 +28,9 @@ FOUR_BITS = "4 bits"
 EIGHT_BITS = "8 bits in groups"
 FLOAT8 = "float8"
 """Formats, see Weight.format."""
-_BY_OUTPUT = ("codes", "scales_NG", "offsets_NG", "scale_units_NU", "offset_units_NU")
+_BY_GROUP = ("scales_NG", "offsets_NG")
+_BY_OUTPUT = ("codes", *_BY_GROUP, "scale_units_NU", "offset_units_NU")
+_TENSORS = (*_BY_OUTPUT, "table", "permutation_K")
 _FORMATS = {torch.uint8: FOUR_BITS, torch.int8: EIGHT_BITS, torch.float8_e4m3fn: FLOAT8}
 
 
@@ -62,7 +64,9 @@ class GroupedWeight:
         is_packed = self.codes.dtype is torch.uint8
         if not is_packed and self.codes.dtype not in _BYTE_DTYPES:
             raise ValueError(f"codes are {self.codes.dtype}")
-        if is_packed != (self.table is not None) or (is_packed and len(_not_none(self.table)) != NUM_NIBBLES):
+        if is_packed != (self.table is not None) or (
+            self.table is not None and len(self.table) != NUM_NIBBLES
+        ):
             raise ValueError("a table of 16 numbers belongs to codes of four bits, and to no others")
         groups = self.scales_NG.shape
         if self.codes.dim() != 2 or len(groups) != 2 or groups[0] != self.num_outputs:
@@ -147,17 +151,17 @@ class GroupedWeight:
         assert self.codes.dtype is torch.uint8
         return torch.stack((self.codes & 15, self.codes >> 4), dim=-1).view(self.shape)
 
+    def with_parts(
+        self, names: Iterable[str], change: Callable[[Tensor], Tensor], **others: Tensor | None
+    ) -> Self:
+        """The weight with the tensors of these names changed, where it has them, and others replaced."""
+        parts = {name: getattr(self, name) for name in names}
+        changed: dict[str, Any] = {name: change(part) for name, part in parts.items() if part is not None}
+        return replace(self, **(changed | others))
+
     def outputs(self, chosen: slice | Tensor) -> Self:
         """Some outputs, in the order given: a slice or int64 indices."""
-        offsets = None if self.offsets_NG is None else self.offsets_NG[chosen]
-        return replace(
-            self,
-            codes=self.codes[chosen],
-            scales_NG=self.scales_NG[chosen],
-            offsets_NG=offsets,
-            scale_units_NU=None if self.scale_units_NU is None else self.scale_units_NU[chosen],
-            offset_units_NU=None if self.offset_units_NU is None else self.offset_units_NU[chosen],
-        )
+        return self.with_parts(_BY_OUTPUT, lambda part: part[chosen])
 
     def inputs(self, start: int, end: int) -> Self:
         """Inputs [start, end); groups become smaller where that cuts one. Raises ValueError if permuted."""
@@ -172,30 +176,19 @@ class GroupedWeight:
         per_byte = self.num_inputs // self.codes.shape[1]
         if start % per_byte or end % per_byte:
             raise ValueError(f"inputs {start} to {end} cut bytes of {per_byte} codes")
-        return replace(
-            self,
-            codes=self.codes[:, start // per_byte : end // per_byte],
-            scales_NG=self.scales_NG[:, groups],
-            offsets_NG=None if self.offsets_NG is None else self.offsets_NG[:, groups],
-            scale_units_NU=None,
-            offset_units_NU=None,
-        )
+        codes = self.codes[:, start // per_byte : end // per_byte]
+        return self.with_groups(lambda part: part[:, groups], codes)
+
+    def with_groups(self, change: Callable[[Tensor], Tensor], codes: Tensor) -> Self:
+        """The weight with its groups changed, as `codes` are already."""
+        return self.with_parts(_BY_GROUP, change, codes=codes, scale_units_NU=None, offset_units_NU=None)
 
     def merge(self, others: "Sequence[GroupedWeight]") -> "GroupedWeight":
         """See `merged`."""
         return merged([self, *others])
 
     def to(self, device: torch.device | str) -> Self:
-        return replace(
-            self,
-            table=None if self.table is None else self.table.to(device),
-            codes=self.codes.to(device),
-            scales_NG=self.scales_NG.to(device),
-            offsets_NG=None if self.offsets_NG is None else self.offsets_NG.to(device),
-            permutation_K=None if self.permutation_K is None else self.permutation_K.to(device),
-            scale_units_NU=None if self.scale_units_NU is None else self.scale_units_NU.to(device),
-            offset_units_NU=None if self.offset_units_NU is None else self.offset_units_NU.to(device),
-        )
+        return self.with_parts(_TENSORS, lambda part: part.to(device))
 
 
 def for_products_in(dtype: torch.dtype, weight: GroupedWeight) -> GroupedWeight:
@@ -235,31 +228,24 @@ def merged(weights: Sequence[GroupedWeight]) -> GroupedWeight:
     if any(weight.group_size % size for weight in weights):
         raise ValueError(f"groups of {', '.join(str(each.group_size) for each in weights)} cannot be merged")
     weights = [_cut(weight, size) for weight in weights]
-    offsets = [weight.offsets_NG for weight in weights]
-    has_offsets = any(each is not None for each in offsets)
-    return replace(
-        first,
-        codes=torch.cat([weight.codes for weight in weights]),
-        scales_NG=torch.cat([weight.scales_NG for weight in weights]),
-        scale_units_NU=_all_or_none([weight.scale_units_NU for weight in weights]),
-        offset_units_NU=_all_or_none(list(map(_units_of_offsets, weights))) if has_offsets else None,
-        offsets_NG=torch.cat(
-            [
-                torch.zeros_like(weight.scales_NG) if offset is None else offset
-                for weight, offset in zip(weights, offsets, strict=True)
-            ]
-        )
-        if has_offsets
-        else None,
-    )
+    if any(weight.offsets_NG is not None for weight in weights):
+        weights = [_with_offsets(weight) for weight in weights]
+    parts: dict[str, Any] = {
+        name: _all_or_none([getattr(weight, name) for weight in weights]) for name in _BY_OUTPUT
+    }
+    return replace(first, **parts)
 
 
-def _units_of_offsets(weight: GroupedWeight) -> Tensor | None:
-    """Return the offsets of the weight; zeros where it has none."""
+def _with_offsets(weight: GroupedWeight) -> GroupedWeight:
+    """The same weight with offsets: zeros where it has none."""
+    if weight.offsets_NG is not None:
+        return weight
     units_NU = weight.scale_units_NU
-    if weight.offsets_NG is not None or units_NU is None:
-        return weight.offset_units_NU
-    return torch.zeros_like(units_NU)
+    return replace(
+        weight,
+        offsets_NG=torch.zeros_like(weight.scales_NG),
+        offset_units_NU=None if units_NU is None else torch.zeros_like(units_NU),
+    )
 
 
 def gathered(num_outputs: int, pieces: "Iterable[GroupedWeight]") -> GroupedWeight:
@@ -307,19 +293,10 @@ def _cut(weight: _Weight, size: int) -> _Weight:
     times = weight.group_size // size
     if times == 1:
         return weight
-    return replace(
-        weight,
-        scales_NG=weight.scales_NG.repeat_interleave(times, dim=1),
-        offsets_NG=None if weight.offsets_NG is None else weight.offsets_NG.repeat_interleave(times, dim=1),
-    )
+    return weight.with_parts(_BY_GROUP, lambda part: part.repeat_interleave(times, dim=1))
 
 
 def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
     return torch.equal(one, other)
-
-
-def _not_none(table: Tensor | None) -> Tensor:
-    assert table is not None
-    return table

@@ -5,6 +5,7 @@ Shapes: N outputs, K inputs, G groups of inputs.
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +31,9 @@ MARKERS = frozenset(
 )
 """Tensors that no module has that is not quantized."""
 INTEGER_BITS = (4, 8)
-_NVFP4_GROUP = 16
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of scales."""
+NVFP4_GROUP = 16
 
 
 def is_bias(last_name: str) -> bool:
@@ -200,11 +203,21 @@ def unpacked(words: Tensor, bits: int, order: tuple[int, ...] | None = None) -> 
     return codes.view(len(words), -1, len(order))[:, :, places].reshape(len(words), -1)
 
 
+def refuse_pattern(pattern: str, expression: str) -> None:
+    """Raise QuantizationRefused unless a pattern's expression is a regular one."""
+    try:
+        re.compile(expression)
+    except re.error as error:
+        raise QuantizationRefused(
+            f"quantization_config has the pattern {pattern!r}", fix=f"correct it: {error}"
+        ) from error
+
+
 def e2m1_of_16(tensors: ModuleTensors, codes_name: str, shape: tuple[int, int]) -> GroupedWeight:
     """NVFP4 but for the one number that all scales are still to be multiplied by: e4m3 for 16 inputs each."""
     num_outputs, num_inputs = shape
     codes = tensors.take(codes_name, (torch.uint8,), (num_outputs, num_inputs // 2))
-    groups = (num_outputs, num_inputs // _NVFP4_GROUP)
+    groups = (num_outputs, num_inputs // NVFP4_GROUP)
     scales = tensors.take("weight_scale", (torch.float8_e4m3fn,), groups)
     refuse_not_finite(tensors, "weight_scale", scales)
     return GroupedWeight(codes=codes, table=E2M1_TABLE, scales_NG=scales.float())
@@ -219,8 +232,7 @@ def scales_of_blocks(
     """
     (num_outputs, num_inputs), (rows, columns) = shape, block
     stored = (-(-num_outputs // rows), -(-num_inputs // columns))
-    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
-    scales = tensors.take(name, dtypes, stored).float()
+    scales = tensors.take(name, (*FLOATS, torch.float8_e8m0fnu), stored).float()
     if not bool(scales.isfinite().all()):
         raise tensors.refusal(name, "has scales that are not a number", "finite")
     size = math.gcd(columns, num_inputs)

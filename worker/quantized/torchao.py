@@ -12,9 +12,14 @@ import torch
 from torch import Tensor
 
 from worker.quantized.grouped_weight import SIGNED_TABLE, GroupedWeight, pack_nibbles
-from worker.quantized.scheme import ModuleTensors, QuantizationRefused, SelfReadingRules, refuse_not_finite
+from worker.quantized.scheme import (
+    FLOATS,
+    ModuleTensors,
+    QuantizationRefused,
+    SelfReadingRules,
+    refuse_not_finite,
+)
 
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _CODES, _SCALE, _ZERO = "_weight_qdata", "_weight_scale", "_weight_zero_point"
 _SCALES_AND_ZEROS = "_weight_scale_and_zero"
 _UPPER_HALF = 0x88
@@ -44,7 +49,7 @@ class TorchAoRules(SelfReadingRules):
             return GroupedWeight(codes=codes, scales_NG=scales_NG)
         offsets_NG = None
         if _ZERO in tensors:
-            zeros_NG = tensors.take(_ZERO, (torch.int8, *_FLOATS), tuple(scales_NG.shape)).float()
+            zeros_NG = tensors.take(_ZERO, (torch.int8, *FLOATS), tuple(scales_NG.shape)).float()
             offsets_NG = zeros_NG * scales_NG if bool(zeros_NG.any()) else None
         return GroupedWeight(codes=codes.view(torch.int8), scales_NG=scales_NG, offsets_NG=offsets_NG)
 
@@ -64,8 +69,8 @@ def _read_nibbles(tensors: ModuleTensors, codes: Tensor, shape: tuple[int, int])
     """Int4Tensor: codes with a sign, the first of a byte in its lower bits; a zero is a number, no code."""
     num_outputs, num_inputs = shape
     num_groups = _divisor(tensors, _SCALE, 0, num_inputs)
-    scales_GN = tensors.take(_SCALE, _FLOATS, (num_groups, num_outputs))
-    zeros_GN = tensors.take(_ZERO, _FLOATS, (num_groups, num_outputs))
+    scales_GN = tensors.take(_SCALE, FLOATS, (num_groups, num_outputs))
+    zeros_GN = tensors.take(_ZERO, FLOATS, (num_groups, num_outputs))
     return GroupedWeight(
         codes=codes.view(torch.uint8) ^ _UPPER_HALF,
         table=SIGNED_TABLE,
@@ -86,10 +91,10 @@ def _scales_of_blocks(tensors: ModuleTensors, shape: tuple[int, int]) -> Tensor:
     """Scales of blocks of outputs and inputs, whose number is that of the scales, as float32 [N, G]."""
     num_outputs, num_inputs = shape
     if len(tensors.shape_of(_SCALE)) < 2:
-        scales = tensors.take(_SCALE, _FLOATS, (), (1,), (num_outputs,)).reshape(-1, 1)
+        scales = tensors.take(_SCALE, FLOATS, (), (1,), (num_outputs,)).reshape(-1, 1)
     else:
         sizes = (_divisor(tensors, _SCALE, 0, num_outputs), _divisor(tensors, _SCALE, 1, num_inputs))
-        scales = tensors.take(_SCALE, _FLOATS, sizes)
+        scales = tensors.take(_SCALE, FLOATS, sizes)
     return scales.float().repeat_interleave(num_outputs // len(scales), dim=0).contiguous()
 
 
