@@ -191,15 +191,11 @@ def size_cache(request: CacheRequest) -> CacheSize:
 def _cache_len(request: CacheRequest, num_blocks: int) -> int:
     """Return the longest sequence that the cache can serve, alone, up to the model's own window."""
     most_places = bisect_right(
-        range(1, _ceil_div(request.checkpoint_len, request.block_size) + 1),
+        range(1, -(-request.checkpoint_len // request.block_size) + 1),
         num_blocks,
         key=lambda num_places: request.most_blocks(num_places * request.block_size),
     )
     return most_places * request.block_size
-
-
-def _ceil_div(amount: int, unit: int) -> int:
-    return -(-amount // unit)
 
 
 def format_size(num_bytes: int) -> str:

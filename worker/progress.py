@@ -7,9 +7,10 @@ phase in the whole.
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from enum import Enum
 from itertools import accumulate
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from worker.worker_config import LoadProgress
 
@@ -76,12 +77,6 @@ class LoadStage:
         )
 
 
-class _Outcome(Generic[Result]):
-    def __init__(self) -> None:
-        self.results: list[Result] = []
-        self.error: BaseException | None = None
-
-
 def run_reporting(work: Callable[[LoadStage], Result], report: Callable[[LoadProgress], None]) -> Result:
     """Run `work` and return its result or raise its error; call `report` meanwhile, in this thread.
 
@@ -90,24 +85,22 @@ def run_reporting(work: Callable[[LoadStage], Result], report: Callable[[LoadPro
     """
     started_s = time.monotonic()
     stage = LoadStage()
-    outcome: _Outcome[Result] = _Outcome()
+    outcome: Future[Result] = Future()
 
     def run() -> None:
         try:
-            outcome.results.append(work(stage))
+            outcome.set_result(work(stage))
         except BaseException as error:  # noqa: BLE001 - raised again below, in the thread that waits
-            outcome.error = error
+            outcome.set_exception(error)
 
     def report_now() -> None:
         report(stage.progress(time.monotonic() - started_s))
 
     # A daemon: a process that is stopped while it loads does not wait for the rest of the model.
-    thread = threading.Thread(target=run, name="tokenyard-load", daemon=True)
-    thread.start()
-    while thread.is_alive():
+    threading.Thread(target=run, name="tokenyard-load", daemon=True).start()
+    while not outcome.done():
         report_now()
-        thread.join(_INTERVAL_S)
-    if outcome.error is not None:
-        raise outcome.error
+        wait([outcome], timeout=_INTERVAL_S)
+    result = outcome.result()
     report_now()
-    return outcome.results[0]
+    return result
