@@ -14,7 +14,7 @@ fields of a row's sampling; all with padding.
 """
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -85,83 +85,70 @@ class _Field(NamedTuple):
         return memory[self.start : self.end].view(self.dtype)
 
 
-class _Layout(NamedTuple):
-    """The place of each field in the memory of a step."""
+Part = TypeVar("Part")
 
-    draws_NF: _Field
-    input_ids_T: _Field
-    position_ids_T: _Field
-    slots_ST: _Field
-    logits_indices_N: _Field
-    rows_T: _Field
-    query_starts_R: _Field
-    seq_lens_R: _Field
-    rows_N: _Field
-    table_rows_R: _Field
-    lines_X: _Field
-    firsts_X: _Field
-    starts_X: _Field
-    state_blocks_RF: _Field
-    blocks: _Field
-    """Without a size of its own: it begins here."""
 
-    @classmethod
-    def of(cls, num_tokens: int, num_sequences: int, num_logits: int, limits: Limits) -> "_Layout":
-        fields, end, num_stripes = [], 0, limits.num_stripes
-        for dtype, numel in (
-            (torch.float64, num_logits * NUM_FIELDS),
-            (torch.int64, num_tokens),
-            (torch.int64, num_tokens),
-            (torch.int64, num_tokens * num_stripes),
-            (torch.int64, num_logits),
-            (torch.int32, num_tokens),
-            (torch.int32, num_sequences + 1),
-            (torch.int32, num_sequences),
-            (torch.int32, num_logits),
-            (torch.int32, num_sequences),
-            (torch.int32, num_sequences * num_stripes),
-            (torch.int32, num_sequences * num_stripes),
-            (torch.int32, num_sequences * num_stripes + 1),
-            (torch.int32, num_sequences * limits.num_state_blocks),
-            (torch.int32, 0),
-        ):
-            start = -(-end // _ALIGNMENT) * _ALIGNMENT
-            fields.append(_Field(dtype, start, numel))
-            end = fields[-1].end
-        return cls(*fields)
+class _Fields(NamedTuple, Generic[Part]):
+    """The place of each field in the memory of a step, or the field itself."""
+
+    draws_NF: Part
+    input_ids_T: Part
+    position_ids_T: Part
+    slots_ST: Part
+    """Flat, like those of lines."""
+    logits_indices_N: Part
+    rows_T: Part
+    query_starts_R: Part
+    seq_lens_R: Part
+    rows_N: Part
+    table_rows_R: Part
+    lines_X: Part
+    firsts_X: Part
+    starts_X: Part
+    state_blocks_RF: Part
+    """Flat."""
+    blocks: Part
+    """All memory behind the other fields: a place without a size of its own."""
+
+
+_Layout = _Fields[_Field]
+_HostFields = _Fields[NDArray[Any]]
+"""In one of the two pieces of pinned memory, to be written to."""
+
+
+def _layout_of(num_tokens: int, num_sequences: int, num_logits: int, limits: Limits) -> _Layout:
+    fields, end, num_stripes = list[_Field](), 0, limits.num_stripes
+    for dtype, numel in (
+        (torch.float64, num_logits * NUM_FIELDS),
+        (torch.int64, num_tokens),
+        (torch.int64, num_tokens),
+        (torch.int64, num_tokens * num_stripes),
+        (torch.int64, num_logits),
+        (torch.int32, num_tokens),
+        (torch.int32, num_sequences + 1),
+        (torch.int32, num_sequences),
+        (torch.int32, num_logits),
+        (torch.int32, num_sequences),
+        (torch.int32, num_sequences * num_stripes),
+        (torch.int32, num_sequences * num_stripes),
+        (torch.int32, num_sequences * num_stripes + 1),
+        (torch.int32, num_sequences * limits.num_state_blocks),
+        (torch.int32, 0),
+    ):
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        fields.append(_Field(dtype, start, numel))
+        end = fields[-1].end
+    return _Fields(*fields)
+
+
+def _host_fields_of(memory: Tensor, layout: _Layout) -> _HostFields:
+    blocks = memory[layout.blocks.start :].view(torch.int32).numpy()
+    draws, *others = (field.of(memory).numpy() for field in layout[:-1])
+    return _Fields(draws.reshape(-1, NUM_FIELDS), *others, blocks)
 
 
 def _tables_numel(limits: Limits) -> int:
     return limits.num_stripes * limits.num_sequences * limits.num_blocks
-
-
-class _HostFields(NamedTuple):
-    """The fields of a step in one of the two pieces of pinned memory, to be written to."""
-
-    draws_NF: NDArray[np.float64]
-    input_ids_T: NDArray[np.int64]
-    position_ids_T: NDArray[np.int64]
-    slots_ST: NDArray[np.int64]
-    """Flat, like those of lines."""
-    logits_indices_N: NDArray[np.int64]
-    rows_T: NDArray[np.int32]
-    query_starts_R: NDArray[np.int32]
-    seq_lens_R: NDArray[np.int32]
-    rows_N: NDArray[np.int32]
-    table_rows_R: NDArray[np.int32]
-    lines_X: NDArray[np.int32]
-    firsts_X: NDArray[np.int32]
-    starts_X: NDArray[np.int32]
-    state_blocks_RF: NDArray[np.int32]
-    """Flat."""
-    blocks: NDArray[np.int32]
-    """All memory behind the other fields."""
-
-    @classmethod
-    def of(cls, memory: Tensor, layout: _Layout) -> "_HostFields":
-        blocks = memory[layout.blocks.start :].view(torch.int32).numpy()
-        draws, *others = (field.of(memory).numpy() for field in layout[:-1])
-        return cls._make((draws.reshape(-1, NUM_FIELDS), *others, blocks))
 
 
 class _Staging:
@@ -203,7 +190,7 @@ class StepBuffers:
     @staticmethod
     def num_bytes(limits: Limits) -> int:
         """Count the memory on the device: a step, with all blocks of its tables, and the tables."""
-        largest = _Layout.of(limits.num_tokens, limits.num_sequences, limits.num_logits, limits)
+        largest = _layout_of(limits.num_tokens, limits.num_sequences, limits.num_logits, limits)
         return largest.blocks.start + 2 * _tables_numel(limits) * torch.int32.itemsize
 
     def view(self, sizes: BatchSizes) -> DeviceBatch:
@@ -211,7 +198,7 @@ class StepBuffers:
         assert sizes.num_tokens <= self.limits.num_tokens, "a step of more tokens than max_num_batched_tokens"
         assert sizes.num_sequences <= self.limits.num_sequences
         num_stripes, num_state_blocks = self.limits.num_stripes, self.limits.num_state_blocks
-        layout, memory = _Layout.of(*sizes[:3], self.limits), self._memory
+        layout, memory = _layout_of(*sizes[:3], self.limits), self._memory
         state_blocks_RF = layout.state_blocks_RF.of(memory).view(-1, num_state_blocks or 1)
         return DeviceBatch(
             attention=AttentionBatch(
@@ -316,8 +303,8 @@ class StepBuffers:
     def _find_host_fields(
         self, turn: int, num_tokens: int, num_sequences: int, num_logits: int
     ) -> tuple[_Layout, _HostFields]:
-        layout = _Layout.of(num_tokens, num_sequences, num_logits, self.limits)
-        return layout, _HostFields.of(self._stagings[turn].memory, layout)
+        layout = _layout_of(num_tokens, num_sequences, num_logits, self.limits)
+        return layout, _host_fields_of(self._stagings[turn].memory, layout)
 
     def _pad(self, host: _HostFields, num_tokens: int, num_sequences: int, num_logits: int) -> None:
         """Return the offsets behind these sizes."""
