@@ -57,7 +57,6 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         raise StartupError(f"{file.path} lacks token_embd.weight", fix="download it again")
     config = {
         "model_type": family.model_type,
-        "architectures": [family.architecture],
         "dtype": _dtype(file),
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden_size,

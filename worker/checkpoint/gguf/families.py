@@ -79,8 +79,6 @@ class GgufFamily:
     """A family of models; see the module."""
 
     model_type: str
-    architecture: str
-    """Class of transformers."""
     names: Mapping[str, str] = field(default_factory=lambda: _LAYER)
     """The model's modules in a layer by the file's names. Names with an ending, and ssm_a, are parameters."""
     top: Mapping[str, str] = field(default_factory=lambda: _TOP)
@@ -231,44 +229,27 @@ _SCALES = frozenset({"attention.scale", "logit_scale"})
 _TEMPERATURE = frozenset({"attention.temperature_scale"})
 
 
-def _like_llama(model_type: str, architecture: str, **others: Any) -> GgufFamily:
-    return GgufFamily(
-        model_type=model_type,
-        architecture=architecture,
-        changes=pairs_of_llama,
-        has_optional_bias=True,
-        **others,
-    )
+def _like_llama(model_type: str, **others: Any) -> GgufFamily:
+    return GgufFamily(model_type=model_type, changes=pairs_of_llama, has_optional_bias=True, **others)
 
 
-def _like_gemma(
-    model_type: str, architecture: str, names: Mapping[str, str], keys: frozenset[str]
-) -> GgufFamily:
-    return GgufFamily(
-        model_type=model_type,
-        architecture=architecture,
-        names=names,
-        changes=ones_in_norms,
-        settings=gemma,
-        keys=keys,
-    )
+def _like_gemma(model_type: str, names: Mapping[str, str], keys: frozenset[str]) -> GgufFamily:
+    return GgufFamily(model_type=model_type, names=names, changes=ones_in_norms, settings=gemma, keys=keys)
 
 
 _MIXTRAL = GgufFamily(
     model_type="mixtral",
-    architecture="MixtralForCausalLM",
     names=_LAYER | _stacks("mlp.experts") | {"ffn_gate_inp": "mlp.gate"},
     changes=pairs_of_llama,
     settings=lambda file: experts_of(file, "num_local_experts"),
     keys=_EXPERTS,
 )
 FAMILIES = {
-    "llama": _like_llama("llama", "LlamaForCausalLM"),
+    "llama": _like_llama("llama"),
     "qwen2": GgufFamily(model_type="qwen2", architecture="Qwen2ForCausalLM"),
     "qwen3": GgufFamily(model_type="qwen3", architecture="Qwen3ForCausalLM", has_optional_bias=True),
     "qwen3moe": GgufFamily(
         model_type="qwen3_moe",
-        architecture="Qwen3MoeForCausalLM",
         names=_LAYER | _stacks("mlp.experts") | {"ffn_gate_inp": "mlp.gate"},
         settings=qwen3_moe,
         keys=_EXPERTS,
@@ -276,7 +257,6 @@ FAMILIES = {
     ),
     "qwen35": GgufFamily(
         model_type="qwen3_5_text",
-        architecture="Qwen3_5ForCausalLM",
         names=_DELTA_NET | _MLP,
         changes=qwen35_changes,
         settings=delta_net,
@@ -285,7 +265,6 @@ FAMILIES = {
     ),
     "qwen35moe": GgufFamily(
         model_type="qwen3_5_moe_text",
-        architecture="Qwen3_5MoeForCausalLM",
         names=_DELTA_NET | _DELTA_EXPERTS,
         changes=qwen35_changes,
         settings=delta_net,
@@ -294,24 +273,20 @@ FAMILIES = {
     ),
     "qwen3next": GgufFamily(
         model_type="qwen3_next",
-        architecture="Qwen3NextForCausalLM",
         names=_QWEN3_NEXT | _DELTA_EXPERTS,
         changes=qwen3_next_changes,
         settings=delta_net,
         keys=_PARTIAL | _EXPERTS,
         has_optional_bias=True,
     ),
-    "smollm3": _like_llama("smollm3", "SmolLM3ForCausalLM"),
-    "granite": _like_llama("granite", "GraniteForCausalLM", settings=granite, keys=_SCALES),
-    "mistral3": _like_llama("ministral3", "Ministral3ForCausalLM", settings=mistral3, keys=_TEMPERATURE),
-    "gemma": _like_gemma("gemma", "GemmaForCausalLM", _LAYER, frozenset()),
-    "gemma2": _like_gemma(
-        "gemma2", "Gemma2ForCausalLM", _FOUR_NORMS, _WINDOW | _CAP | {"attn_logit_softcapping"}
-    ),
-    "gemma3": _like_gemma("gemma3_text", "Gemma3ForCausalLM", _FOUR_NORMS, _WINDOW | _CAP),
+    "smollm3": _like_llama("smollm3"),
+    "granite": _like_llama("granite", settings=granite, keys=_SCALES),
+    "mistral3": _like_llama("ministral3", settings=mistral3, keys=_TEMPERATURE),
+    "gemma": _like_gemma("gemma", _LAYER, frozenset()),
+    "gemma2": _like_gemma("gemma2", _FOUR_NORMS, _WINDOW | _CAP | {"attn_logit_softcapping"}),
+    "gemma3": _like_gemma("gemma3_text", _FOUR_NORMS, _WINDOW | _CAP),
     "gemma4": GgufFamily(
         model_type="gemma4_text",
-        architecture="Gemma4ForCausalLM",
         names=_GEMMA4,
         top=_GEMMA4_TOP,
         settings=gemma4,
@@ -319,22 +294,14 @@ FAMILIES = {
     ),
     "gpt-oss": GgufFamily(
         model_type="gpt_oss",
-        architecture="GptOssForCausalLM",
         names=_GPT_OSS,
         changes=gpt_oss_changes,
         settings=gpt_oss,
         keys=_EXPERTS | _WINDOW,
     ),
-    "glm4": GgufFamily(
-        model_type="glm4",
-        architecture="Glm4ForCausalLM",
-        names=_GLM4,
-        keys=_PARTIAL,
-        has_optional_bias=True,
-    ),
+    "glm4": GgufFamily(model_type="glm4", names=_GLM4, keys=_PARTIAL, has_optional_bias=True),
     "glm4moe": GgufFamily(
         model_type="glm4_moe",
-        architecture="Glm4MoeForCausalLM",
         names=_ATTENTION | _MLP | _GROUPED_EXPERTS | {"post_attention_norm": "post_attention_layernorm"},
         settings=glm4_moe,
         keys=_PARTIAL | _SHARED,
@@ -342,30 +309,15 @@ FAMILIES = {
     ),
     "deepseek2": GgufFamily(
         model_type="deepseek_v3",
-        architecture="DeepseekV3ForCausalLM",
         names=_LATENTS,
         changes=deepseek_changes,
         settings=deepseek,
         keys=_PARTIAL | _SHARED | _HEADS,
     ),
-    "phi3": GgufFamily(
-        model_type="phi3",
-        architecture="Phi3ForCausalLM",
-        names=_QKV_IN_ONE,
-        settings=phi3,
-        keys=_PARTIAL | _WINDOW,
-    ),
-    "lfm2": GgufFamily(
-        model_type="lfm2",
-        architecture="Lfm2ForCausalLM",
-        names=_LFM2,
-        top=_LFM2_TOP,
-        changes=lfm2_changes,
-        settings=lfm2,
-    ),
+    "phi3": GgufFamily(model_type="phi3", names=_QKV_IN_ONE, settings=phi3, keys=_PARTIAL | _WINDOW),
+    "lfm2": GgufFamily(model_type="lfm2", names=_LFM2, top=_LFM2_TOP, changes=lfm2_changes, settings=lfm2),
     "lfm2moe": GgufFamily(
         model_type="lfm2_moe",
-        architecture="Lfm2MoeForCausalLM",
         names=_LFM2
         | _stacks("feed_forward.experts")
         | {"ffn_gate_inp": "feed_forward.gate", "exp_probs_b.bias": "feed_forward.expert_bias"},
@@ -376,7 +328,6 @@ FAMILIES = {
     ),
     "llama4": GgufFamily(
         model_type="llama4_text",
-        architecture="Llama4ForCausalLM",
         names=_LLAMA4,
         changes=llama4_changes,
         settings=llama4,

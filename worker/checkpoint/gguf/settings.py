@@ -296,7 +296,6 @@ def deepseek(file: GgufFile) -> dict[str, Any]:
     is_grouped = found["n_group"] > 1
     return found | {
         "model_type": "deepseek_v2",
-        "architectures": ["DeepseekV2ForCausalLM"],
         "topk_method": "group_limited_greedy" if is_grouped else "greedy",
     }
 
@@ -340,7 +339,7 @@ def lfm2_changes(file: GgufFile) -> dict[str, Change]:
 def mistral3(file: GgufFile) -> dict[str, Any]:
     """Settings of Ministral 3; a file without its scale of queries holds a Mistral, which is a llama."""
     if not file.value("attention.temperature_scale", 0):
-        return {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+        return {"model_type": "llama"}
     return {"sliding_window": None}
 
 
