@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from worker.checkpoint.gguf.file import WEIGHTS as GGUF
-from worker.checkpoint.gguf.file import GgufFile, GgufTensor, GgufType, GgufWeight, parts_in, read_parts
+from worker.checkpoint.gguf.file import GgufFile, GgufTensor, GgufWeight, parts_in, read_parts
 from worker.checkpoint.gguf.weights import find_weights_of
 from worker.memory_sizes import WeightBytes
 from worker.worker_errors import StartupError, refused_as
@@ -56,20 +56,6 @@ _ZEROS = frozenset({"qzeros", "weight_zero_point", "_weight_zero_point"})
 _ORDERS = frozenset({"g_idx", "weight_g_idx"})
 _BYTE_CODES = frozenset({"I8", "F8_E4M3"})
 _BYTES_OF_A_SCALE, _BYTES_OF_AN_INDEX = 4, 8
-# Of a GGUF file's blocks once loaded: bits of a code, weights of a group, numbers for each group.
-_LOADED_BLOCKS = {
-    GgufType.Q4_0: (4, 32, 1),
-    GgufType.Q4_1: (4, 32, 2),
-    GgufType.Q5_0: (8, 32, 1),
-    GgufType.Q5_1: (8, 32, 2),
-    GgufType.Q8_0: (8, 32, 1),
-    GgufType.Q4_K: (4, 32, 2),
-    GgufType.Q5_K: (8, 32, 2),
-    GgufType.Q6_K: (8, 16, 1),
-    GgufType.IQ4_NL: (4, 32, 1),
-    GgufType.IQ4_XS: (4, 32, 1),
-    GgufType.MXFP4: (4, 32, 1),
-}
 # The layers that kernels round, and their weights there.
 _LAYER = re.compile(r"(?:\w+\.)*?layers\.\d+\.")
 _ROUNDED = re.compile(r"(?:self_attn\.(?:[qkvo]|qkv)|mlp\.(?:gate|up|gate_up|down))_proj\.weight")
@@ -145,6 +131,11 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise StartupError(f"{path} holds no JSON object", fix="download the checkpoint again")
     return content
+
+
+def read_json_if_there(path: Path) -> dict[str, Any]:
+    """Read a JSON object, or nothing where there is no file. Raises StartupError if it is broken."""
+    return read_json(path) if path.is_file() else {}
 
 
 def find_weights(folder: Path) -> list[WeightFile]:
@@ -355,7 +346,7 @@ def _is_scale(name: str) -> bool:
 
 
 def _bytes_of_blocks(tensor: GgufTensor) -> int:
-    bits, group_size, per_group = _LOADED_BLOCKS[tensor.type]
+    bits, group_size, per_group = tensor.type.value[3:]
     count = math.prod(tensor.shape)
     return count * bits // 8 + count // group_size * per_group * _BYTES_OF_A_SCALE
 

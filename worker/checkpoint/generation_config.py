@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from worker.checkpoint.checkpoint_files import read_json
+from worker.checkpoint.checkpoint_files import read_json_if_there
 from worker.checkpoint.tokenizer_files import end_token_id
 from worker.worker_errors import StartupError
 
@@ -51,7 +51,7 @@ def default_sampling(folder: Path, overrides: Mapping[str, float] = MappingProxy
     not have either.
     """
     path = folder / "generation_config.json"
-    content = _read_if_there(path)
+    content = read_json_if_there(path)
     bounds = dict(_REPETITION_PENALTY)
     do_sample = content.get("do_sample")
     if do_sample is not None and not isinstance(do_sample, bool):
@@ -85,7 +85,7 @@ def eos_token_ids(folder: Path, configs: Iterable[Any], *, vocab_size: int) -> t
     """
     found: list[int] = []
     for path in (folder / "generation_config.json", folder / "config.json"):
-        for value in _as_list(_read_if_there(path).get("eos_token_id")):
+        for value in _as_list(read_json_if_there(path).get("eos_token_id")):
             if not _is_token_id(value, vocab_size):
                 said = f"a token id below {vocab_size}, or a list of them"
                 raise _refused(path, "eos_token_id", value, said)
@@ -98,10 +98,6 @@ def eos_token_ids(folder: Path, configs: Iterable[Any], *, vocab_size: int) -> t
     if by_tokenizer is not None and by_tokenizer < vocab_size:
         found.append(by_tokenizer)
     return tuple(dict.fromkeys(found))
-
-
-def _read_if_there(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}
 
 
 def _as_list(value: Any) -> list[Any]:

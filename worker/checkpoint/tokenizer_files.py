@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from worker.checkpoint.checkpoint_files import read_json
+from worker.checkpoint.checkpoint_files import read_json, read_json_if_there
 from worker.checkpoint.vocabularies import byte_pairs, sentencepiece
 from worker.checkpoint.vocabularies.cache_folder import VOCABULARIES, made_once
 from worker.worker_errors import StartupError, refused_as
@@ -134,12 +134,8 @@ def _read_own_settings(folder: Path) -> dict[str, Any]:
 
     As in transformers, settings that describe their added tokens are newer: the older form is not read.
     """
-    own, older = _read_if_there(folder / SETTINGS), _read_if_there(folder / "special_tokens_map.json")
+    own, older = read_json_if_there(folder / SETTINGS), read_json_if_there(folder / "special_tokens_map.json")
     return own if "added_tokens_decoder" in own else {**own, **older}
-
-
-def _read_if_there(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}
 
 
 def _named(settings: dict[str, Any]) -> dict[str, _Token]:
@@ -175,7 +171,7 @@ def _lacking(folder: Path, settings: dict[str, Any], known: dict[str, _Token]) -
             (int(number), _described(token)) for number, token in settings["added_tokens_decoder"].items()
         ]
     else:
-        stored = _read_if_there(folder / "added_tokens.json")
+        stored = read_json_if_there(folder / "added_tokens.json")
         numbered = [
             (int(number), {"content": text, "normalized": text not in special, "special": text in special})
             for text, number in stored.items()

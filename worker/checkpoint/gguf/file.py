@@ -47,22 +47,25 @@ _MOST_PARTS = 1000
 
 
 class GgufType(Enum):
-    """Types of tensors that are read: their number in a file, weights of a block, and bytes of a block."""
+    """Types of tensors that are read: their number in a file, weights of a block, and bytes of a block.
 
-    F32 = (0, 1, 4)
-    F16 = (1, 1, 2)
-    Q4_0 = (2, 32, 18)
-    Q4_1 = (3, 32, 20)
-    Q5_0 = (6, 32, 22)
-    Q5_1 = (7, 32, 24)
-    Q8_0 = (8, 32, 34)
-    Q4_K = (12, 256, 144)
-    Q5_K = (13, 256, 176)
-    Q6_K = (14, 256, 210)
-    IQ4_NL = (20, 32, 18)
-    IQ4_XS = (23, 256, 136)
-    BF16 = (30, 1, 2)
-    MXFP4 = (39, 32, 17)
+    Then, of what is loaded of them, bits of a weight, weights of a group, and numbers for each group.
+    """
+
+    F32 = (0, 1, 4, 32, 1, 0)
+    F16 = (1, 1, 2, 16, 1, 0)
+    Q4_0 = (2, 32, 18, 4, 32, 1)
+    Q4_1 = (3, 32, 20, 4, 32, 2)
+    Q5_0 = (6, 32, 22, 8, 32, 1)
+    Q5_1 = (7, 32, 24, 8, 32, 2)
+    Q8_0 = (8, 32, 34, 8, 32, 1)
+    Q4_K = (12, 256, 144, 4, 32, 2)
+    Q5_K = (13, 256, 176, 8, 32, 2)
+    Q6_K = (14, 256, 210, 8, 16, 1)
+    IQ4_NL = (20, 32, 18, 4, 32, 1)
+    IQ4_XS = (23, 256, 136, 4, 32, 1)
+    BF16 = (30, 1, 2, 16, 1, 0)
+    MXFP4 = (39, 32, 17, 4, 32, 1)
 
     @property
     def block_size(self) -> int:
