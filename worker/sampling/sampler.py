@@ -12,6 +12,7 @@ Shapes: N rows, V vocabulary, W vocabulary padded to whole blocks of draw.BLOCK.
 import math
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 
 from worker.devices.device import Device
@@ -23,14 +24,11 @@ from worker.sampling.row_sampler import (
     FAILED,
     DraftedPlace,
     LaunchedSample,
-    PendingSample,
     RowSampler,
     SampleResult,
     lines_of,
 )
-from worker.sampling.state import SamplingRow
-
-__all__ = ["PendingSample", "SampleResult", "Sampler"]
+from worker.sampling.state import SamplingRow, uniforms
 
 _FEW_LINES = 8
 """Lines that one thread looks through as fast as several that have to be woken."""
@@ -160,10 +158,7 @@ class Sampler(RowSampler):
             loaded_NW, peak_N = loaded_NW[is_sound_N], peak_N[is_sound_N]
             if not lines:
                 return
-        if chosen[0].is_greedy:
-            tokens = pick_best(loaded_NW)
-        else:
-            tokens = draw(loaded_NW, peak_N, [Draw(state.params, state.next_uniform()) for state in chosen])
+        tokens = pick_best(loaded_NW) if chosen[0].is_greedy else draw(loaded_NW, peak_N, _draws_of(chosen))
         for n, token_id in zip(lines, tokens, strict=True):
             result.token_ids[n] = token_id
 
@@ -174,6 +169,14 @@ class Sampler(RowSampler):
         token_ids = [result.token_ids[n] for n in lines]
         report = report_logprobs(self._load(logits, lines), token_ids, alternatives)
         result.logprobs.update(zip(lines, report, strict=True))
+
+
+def _draws_of(states: Sequence[SamplingRow]) -> list[Draw]:
+    """Return the draw of the next token of each row: of its seed and the number generated alone."""
+    seeds_N = np.array([state.params.seed for state in states], np.uint64)
+    indices_N = np.array([state.num_generated for state in states], np.uint64)
+    numbers = uniforms(seeds_N, indices_N).tolist()
+    return [Draw(state.params, number) for state, number in zip(states, numbers, strict=True)]
 
 
 def _can_pick(logits_NV: torch.Tensor, lines: Sequence[int], states: Sequence[SamplingRow]) -> bool:

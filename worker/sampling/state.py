@@ -21,7 +21,6 @@ from worker.sampling.grammar_rows import RowGrammar
 
 TokenIds = NDArray[np.int64]
 
-_MASK_64 = (1 << 64) - 1
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 _INITIAL_CAPACITY = 64
 
@@ -84,20 +83,11 @@ def open_thoughts(
     return OpenThoughts(params, generated, vocab_size=vocab_size) if is_needed else None
 
 
-def mix64(value: int) -> int:
-    """SplitMix64's finalizer: every bit of the result depends on every bit of `value`."""
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK_64
-    return value ^ (value >> 31)
-
-
-def uniform(seed: int, index: int) -> float:
-    """Number `index` of the stream of `seed`, in [0, 1) with 53 random bits; it needs no other before it."""
-    return (mix64((seed + (index + 1) * _GOLDEN_GAMMA) & _MASK_64) >> 11) * 2.0**-53
-
-
 def uniforms(seeds_N: NDArray[np.uint64], indices_N: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Compute `uniform` for many seeds and indices at once."""
+    """Numbers `indices_N` of the streams of some seeds, in [0, 1) with 53 random bits.
+
+    None needs another before it: SplitMix64's finalizer makes every bit depend on every bit of its argument.
+    """
     value = seeds_N + (indices_N + np.uint64(1)) * np.uint64(_GOLDEN_GAMMA)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -291,10 +281,6 @@ class SamplingRow:
         if self.thoughts is not None and self.thoughts.moves_end:
             banned.append(np.array(self.thoughts.end_ids, np.int64))
         return banned if self.bad_words is None else [*banned, *self.bad_words.banned_ids()]
-
-    def next_uniform(self) -> float:
-        """Return the uniform for the next token: a function of the seed and the number generated alone."""
-        return uniform(self.params.seed, self.num_generated)
 
     @property
     def needs_history(self) -> bool:

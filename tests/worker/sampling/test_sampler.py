@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -16,7 +17,7 @@ from worker.devices.device import CpuDevice
 from worker.sampling.draw import BLOCK, Draw, draw
 from worker.sampling.logits import Alternatives, report_logprobs
 from worker.sampling.sampler import Sampler
-from worker.sampling.state import SamplingRow
+from worker.sampling.state import uniforms
 from worker.worker_config import WorkerConfig
 
 CPU = CpuDevice(WorkerConfig(model_path="", num_threads=torch.get_num_threads()))
@@ -62,8 +63,7 @@ def sampler_with(*rows: tuple[SamplingParams, list[int], list[int]], vocab_size:
 
 
 def uniform_of(params: SamplingParams, num_generated: int) -> float:
-    history = [0] * num_generated
-    return SamplingRow(params, history, num_prompt_tokens=0, vocab_size=VOCAB).next_uniform()
+    return float(uniforms(np.array([params.seed], np.uint64), np.array([num_generated], np.uint64))[0])
 
 
 def sample_once(params: SamplingParams, logits: list[float], output: list[int] | None = None) -> int:
