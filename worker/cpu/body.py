@@ -11,7 +11,6 @@ Shapes: T tokens, P positions, R rotated numbers, H numbers of a hidden state, V
 import ctypes
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, cast
 
@@ -26,7 +25,7 @@ from worker.cpu.attention import LayerAttention, LayerStack, all_and_all_again
 from worker.cpu.layer import CpuLayer, norm_struct
 from worker.cpu.native import CAngles, CNorm, CStack, pointer
 from worker.devices.device import Device
-from worker.model.body import body_gives, body_name, put_whole_body
+from worker.model.body import WholeOutputs, body_gives, body_name, put_whole_body
 from worker.model.layer_call import Rotary
 from worker.model.layer_parts import RmsNorm, TakenWeights, Unrecognised, read_norm
 
@@ -38,19 +37,6 @@ _EARLY_START = 11
 _NORM_TOLERANCE = 0.01
 """transformers' norms round twice, ours once."""
 _PARTS = ("layers", "norm", "config", "get_input_embeddings")
-
-
-@dataclass(slots=True)
-class _Outputs:
-    """See WholeOutputs; with what heads ask for. A ModelOutput of transformers takes longer than a norm."""
-
-    last_hidden_state: Tensor
-    hidden_TH: Tensor
-    tapped: tuple[Tensor, ...] = ()
-    past_key_values: None = None
-    cache: None = None
-    hidden_states: None = None
-    attentions: None = None
 
 
 class CpuBody(nn.Module):
@@ -99,7 +85,7 @@ class CpuBody(nn.Module):
         *,
         position_ids: Tensor,
         **_: Any,
-    ) -> _Outputs:
+    ) -> WholeOutputs:
         """Compute the hidden states [1, T, H] behind the last norm, of ids or of rows of embeddings."""
         # Layers change the rows in place.
         embeds_1TH = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds.clone()
@@ -113,7 +99,7 @@ class CpuBody(nn.Module):
             executor.run_layers(part, hidden_TH, angles)
             tapped.append(hidden_TH.clone())
         executor.run_layers(self._stack, hidden_TH, angles)
-        return _Outputs(hidden_1TH, hidden_TH, tuple(tapped))
+        return WholeOutputs(hidden_1TH, hidden_TH, tuple(tapped))
 
     def normed(self, hidden_1TH: Tensor) -> Tensor:
         """Apply the last norm alone."""
@@ -190,7 +176,7 @@ def join_body(
     put_whole_body(model, joined)
 
 
-def _try_body(body: Any, joined: CpuBody, arguments: dict[str, Tensor]) -> _Outputs:
+def _try_body(body: Any, joined: CpuBody, arguments: dict[str, Tensor]) -> WholeOutputs:
     """Compare the last norm's input bit for bit, and its output within a tolerance. Raises Unrecognised."""
     seen: list[Tensor] = []
     hook = body.norm.register_forward_pre_hook(lambda _, given: seen.append(given[0].clone()))
@@ -198,7 +184,7 @@ def _try_body(body: Any, joined: CpuBody, arguments: dict[str, Tensor]) -> _Outp
         expected = body(**arguments, use_cache=False).last_hidden_state
     finally:
         hook.remove()
-    outputs: _Outputs = joined(**arguments)
+    outputs: WholeOutputs = joined(**arguments)
     found = outputs.last_hidden_state
     if not _are_same(found, joined.normed(seen[0])):
         raise Unrecognised("its body computes more than its parts")
@@ -208,7 +194,7 @@ def _try_body(body: Any, joined: CpuBody, arguments: dict[str, Tensor]) -> _Outp
     return outputs
 
 
-def _plain_head_of(model: Any, outputs: _Outputs, arguments: dict[str, Tensor]) -> tuple[nn.Module, ...]:
+def _plain_head_of(model: Any, outputs: WholeOutputs, arguments: dict[str, Tensor]) -> tuple[nn.Module, ...]:
     """Return the output layer if the model's logits are its outputs to the bit; see WholeBody."""
     head = model.get_output_embeddings()
     if head is None:  # embedders and scorers

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
@@ -13,13 +14,23 @@ _BESIDE = "whole_body"
 """The attribute that holds a whole body which is not in the place of the model's own."""
 
 
-class WholeOutputs(Protocol):
-    """Outputs of a whole body. Shapes: T tokens, H numbers of a hidden state."""
+@dataclass(slots=True)
+class WholeOutputs:
+    """Outputs of a whole body, with what heads ask for.
+
+    A ModelOutput of transformers takes longer than a norm. Shapes: T tokens, H numbers of a hidden state.
+    """
 
     last_hidden_state: Tensor
     """[1, T, H], behind the last norm."""
     hidden_TH: Tensor
     """The same numbers."""
+    tapped: tuple[Tensor, ...] = ()
+    """See tap_layers."""
+    past_key_values: None = None
+    cache: None = None
+    hidden_states: None = None
+    attentions: None = None
 
 
 class WholeBody(Protocol):

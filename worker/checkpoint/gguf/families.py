@@ -164,11 +164,9 @@ _LATENTS = {
     **dict.fromkeys(("attn_kv_b", "attn_k_b", "attn_v_b"), "self_attn.kv_b_proj"),
 }
 _LFM2 = {
+    **_ATTENTION,
     "attn_norm": "operator_norm",
     "ffn_norm": "ffn_norm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.out_proj",
     "attn_q_norm": "self_attn.q_layernorm",
     "attn_k_norm": "self_attn.k_layernorm",
@@ -177,11 +175,7 @@ _LFM2 = {
     "ffn_up": "feed_forward.w3",
     **{f"shortconv.{each}": f"conv.{each}" for each in ("conv", "in_proj", "out_proj")},
 }
-_LFM2_TOP = {
-    "token_embd": "model.embed_tokens",
-    "token_embd_norm": "model.embedding_norm",
-    "output": "lm_head",
-}
+_LFM2_TOP = _without(_TOP, "output_norm") | {"token_embd_norm": "model.embedding_norm"}
 _GEMMA4 = {
     **_FOUR_NORMS,
     "layer_output_scale.weight": "layer_scalar",

@@ -12,7 +12,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -34,16 +34,7 @@ _MOST_TIMED_LAYERS = 8
 _SEED = 11
 
 
-class Described(Protocol):
-    """A product that a trial speaks for together with those of its name."""
-
-    num_outputs: int
-    num_inputs: int
-
-    def describe(self) -> str: ...
-
-
-P = TypeVar("P", bound=Described)
+P = TypeVar("P", bound=CodeProduct | Float8Product)
 Choose = Callable[[list[P], Device, torch.dtype], list[str]]
 """Make a choice for products that are alike, and return what was found, by rows."""
 
@@ -161,6 +152,6 @@ def _try(
     return TimedTrial(by_usual, by_other, _LEAST_GAIN, find_fault).run(device)
 
 
-def _rows(size: int, product: Described, device: Device, dtype: torch.dtype) -> Tensor:
+def _rows(size: int, product: CodeProduct | Float8Product, device: Device, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(_SEED)  # zeros would take less power, and time
     return torch.randn((size, product.num_inputs), generator=generator).to(device.torch_device, dtype)
