@@ -11,16 +11,18 @@ from worker.cpu.native import WIDEST_VECTOR, PackedWeight, gate_up_order, pack, 
 from worker.cpu.packing.grouped_packing import Inputs, find_hindrance, pack_grouped
 from worker.model.layer_parts import GateActivation, GatedMlp, TakenWeights
 from worker.model.linear import Linear, PlainWeight, Weight
-from worker.model.quantization import Int8Weight, Rounding
+from worker.model.quantization import INT8, Int8Weight, Rounding
 from worker.quantized.grouped_weight import EIGHT_BITS, FLOAT8, FOUR_BITS, GroupedWeight
 
 
 def _find_hindrance(weight: Weight) -> str | None:
-    return find_hindrance(weight) if isinstance(weight, GroupedWeight) else None
+    if isinstance(weight, Int8Weight) or not isinstance(weight, GroupedWeight):
+        return None
+    return find_hindrance(weight)
 
 
 TAKEN = TakenWeights(
-    formats=frozenset(("bfloat16", "float32", Int8Weight.format, FOUR_BITS, EIGHT_BITS, FLOAT8)),
+    formats=frozenset(("bfloat16", "float32", INT8, FOUR_BITS, EIGHT_BITS, FLOAT8)),
     size_multiple=WIDEST_VECTOR,
     takes_layer_norms=True,
     find_hindrance=_find_hindrance,
@@ -45,9 +47,9 @@ def pack_gate_up(mlp: GatedMlp, inputs: Inputs = Inputs.AS_THEY_ARE) -> PackedWe
 
 
 def _pack(weight: Weight, bias_N: Tensor | None, activation: GateActivation, inputs: Inputs) -> PackedWeight:
+    if isinstance(weight, Int8Weight):
+        return pack_int8(weight.codes, weight.scales_NG[:, 0], bias_N, activation)
     if isinstance(weight, GroupedWeight):
         return pack_grouped(weight, bias_N, activation, inputs=inputs)
-    if isinstance(weight, Int8Weight):
-        return pack_int8(weight.codes_NK, weight.scales_N, bias_N, activation)
     assert isinstance(weight, PlainWeight)
     return pack(weight.numbers_NK, bias_N, activation)

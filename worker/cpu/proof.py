@@ -18,7 +18,7 @@ from worker.cpu.packing.grouped_packing import WHOLE_RANGES, Inputs, find_hindra
 from worker.cpu.products import inputs_of
 from worker.devices.trial import relative_error
 from worker.model.linear import Linear, PlainWeight
-from worker.model.quantization import Rounding
+from worker.model.quantization import Int8Weight, Rounding
 from worker.model.quantized_layers import find_kinds
 from worker.quantized.grouped_weight import GroupedWeight
 from worker.worker_errors import StartupError
@@ -61,7 +61,7 @@ def prove_products(
     if rounding.layers is not None:
         plain = Linear.of(PlainWeight(torch.randn(WIDEST_VECTOR, _EXAMPLE_INPUTS)))
         example = rounding.layers.quantize(plain).weight
-        if isinstance(example, GroupedWeight):
+        if isinstance(example, GroupedWeight) and not isinstance(example, Int8Weight):
             option = f"--quantization {rounding.layers.word}"
             prove_product(option, example, kernels, inputs)
             has_codes = True

@@ -14,7 +14,7 @@ from worker.gpu.quantized.float8_products import FLOAT8_ROWS, Float8Product, wit
 from worker.gpu.quantized.products import CodeProduct, find_hindrance
 from worker.model.layer_parts import TakenWeights
 from worker.model.linear import Linear
-from worker.model.quantization import Int8Weight, Quantization, Rounding
+from worker.model.quantization import INT8, Quantization, Rounding
 from worker.quantized.grouped_weight import EIGHT_BITS, FLOAT8, FOUR_BITS
 
 
@@ -43,7 +43,7 @@ _PRODUCTS: dict[str, Callable[[Linear], Product]] = {
     "float32": _by_cublas,
     "float16": _by_cublas,
     "bfloat16": _by_cublas,
-    Int8Weight.format: CodeProduct,
+    INT8: CodeProduct,
     FOUR_BITS: CodeProduct,
     EIGHT_BITS: CodeProduct,
     FLOAT8: CodeProduct,

@@ -5,8 +5,9 @@ Owns: the words of the options, the rounding that each one stands for, and the e
 Shapes: N outputs, K inputs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -25,61 +26,34 @@ _HALF, _SINGLE = torch.finfo(torch.float16), torch.finfo(torch.float32)
 _LEAST_OF_HALF = _HALF.tiny / 4
 """With two bits less than other numbers of float16 it has as many as one of bfloat16 still."""
 _PIECE_NUMBERS = 1 << 20
+INT8 = "int8"
+"""See Weight.format."""
 
 
-@dataclass(frozen=True, slots=True)
-class Int8Weight:
-    """Whole numbers of one byte, with one scale for each output. See Weight."""
-
-    codes_NK: Tensor
-    """int8"""
-    scales_N: Tensor
-    """float32"""
-    format = "int8"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Int8Weight(GroupedWeight):
+    """Whole numbers of one byte, with one scale for each output, however its inputs are cut."""
 
     @property
-    def shape(self) -> tuple[int, int]:
-        num_outputs, num_inputs = self.codes_NK.shape
-        return num_outputs, num_inputs
+    def format(self) -> str:
+        return INT8
 
-    @property
-    def device(self) -> torch.device:
-        return self.codes_NK.device
-
-    @property
-    def num_bytes(self) -> int:
-        return self.codes_NK.nbytes + self.scales_N.nbytes
-
-    def outputs(self, indices_N: Tensor) -> "Int8Weight":
-        return Int8Weight(self.codes_NK[indices_N], self.scales_N[indices_N])
-
-    def inputs(self, start: int, end: int) -> "Int8Weight":
-        return Int8Weight(self.codes_NK[:, start:end].contiguous(), self.scales_N)
-
-    def merge(self, others: Sequence["Int8Weight"]) -> "Int8Weight":
-        all_of_them = [self, *others]
-        return Int8Weight(
-            torch.cat([each.codes_NK for each in all_of_them]),
-            torch.cat([each.scales_N for each in all_of_them]),
-        )
-
-    def dequantized(self, dtype: torch.dtype) -> Tensor:
-        return (self.codes_NK.float() * self.scales_N[:, None]).to(dtype)
+    def inputs(self, start: int, end: int) -> Self:
+        return replace(self, codes=self.codes[:, start:end].contiguous())
 
 
 def round_to_int8(linear: Linear) -> Linear:
     """Round plain weights; the largest number of each output becomes 127. Others are rounded already."""
     if not isinstance(linear.weight, PlainWeight):
         return linear
-    first, *others = map(_int8, _pieces(linear.weight))
-    return replace(linear, weight=first.merge(others))
+    return replace(linear, weight=gathered(linear.num_outputs, map(_int8, _pieces(linear.weight))))
 
 
 def _int8(numbers_NK: Tensor) -> Int8Weight:
     weight_NK = numbers_NK.float()
-    scales_N = weight_NK.abs().amax(dim=1) / _HIGHEST_BYTE
-    codes_NK = (weight_NK / scales_N.clamp_min(1e-30)[:, None]).round().to(torch.int8)
-    return Int8Weight(codes_NK, scales_N)
+    scales_N1 = weight_NK.abs().amax(dim=1, keepdim=True) / _HIGHEST_BYTE
+    codes_NK = (weight_NK / scales_N1.clamp_min(1e-30)).round().to(torch.int8)
+    return Int8Weight(codes=codes_NK, scales_NG=scales_N1)
 
 
 def round_to_int4(linear: Linear) -> Linear:

@@ -183,7 +183,7 @@ class GroupedWeight:
         """The weight with its groups changed, as `codes` are already."""
         return self.with_parts(_BY_GROUP, change, codes=codes, scale_units_NU=None, offset_units_NU=None)
 
-    def merge(self, others: "Sequence[GroupedWeight]") -> "GroupedWeight":
+    def merge(self, others: Sequence[Self]) -> Self:
         """See `merged`."""
         return merged([self, *others])
 
@@ -208,7 +208,7 @@ def pack_nibbles(codes_NK: Tensor) -> Tensor:
     return pairs[:, :, 0] | pairs[:, :, 1] << 4
 
 
-def merged(weights: Sequence[GroupedWeight]) -> GroupedWeight:
+def merged(weights: Sequence[_Weight]) -> _Weight:
     """Outputs of several weights of the same inputs, one after the other.
 
     Group sizes may differ: the larger groups are cut. Next to whole numbers of eight bits, those of four
@@ -236,7 +236,7 @@ def merged(weights: Sequence[GroupedWeight]) -> GroupedWeight:
     return replace(first, **parts)
 
 
-def _with_offsets(weight: GroupedWeight) -> GroupedWeight:
+def _with_offsets(weight: _Weight) -> _Weight:
     """The same weight with offsets: zeros where it has none."""
     if weight.offsets_NG is not None:
         return weight
@@ -265,7 +265,7 @@ def gathered(num_outputs: int, pieces: "Iterable[GroupedWeight]") -> GroupedWeig
     return replace(piece, **whole)
 
 
-def _in_bytes(weight: GroupedWeight) -> GroupedWeight:
+def _in_bytes(weight: _Weight) -> _Weight:
     """The same weight in codes of int8, where its numbers are whole."""
     if weight.table is None or not torch.equal(weight.table, weight.table.round()):
         return weight
@@ -273,7 +273,7 @@ def _in_bytes(weight: GroupedWeight) -> GroupedWeight:
     return replace(weight, codes=codes, table=None)
 
 
-def _without_sign(weight: GroupedWeight) -> GroupedWeight:
+def _without_sign(weight: _Weight) -> _Weight:
     """The same weight by UNSIGNED_TABLE, where its own is SIGNED_TABLE: 8 scales go into the offsets."""
     if weight.table is None or not torch.equal(weight.table, SIGNED_TABLE.to(weight.device)):
         return weight

@@ -8,14 +8,13 @@ Shapes: T tokens, N outputs, K inputs.
 """
 
 from dataclasses import dataclass, fields, replace
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from worker.gpu.quantized.kernels.row_kernels import round_rows, round_rows_as_numbers
 from worker.gpu.quantized.products import CodeProduct, grouped
-from worker.model.linear import Linear, Weight
+from worker.model.linear import Linear
 from worker.quantized.grouped_weight import FLOAT8, GroupedWeight
 
 MOST_FEW_ROWS = 16
@@ -43,8 +42,7 @@ def with_float8_rows(linear: Linear) -> Linear:
     if not isinstance(codes, GroupedWeight) or not has_float8_product(codes):
         return linear
     parts = {field.name: getattr(codes, field.name) for field in fields(codes)}
-    # Layers are merged before this, so that its `merge` is never asked for another type.
-    return replace(linear, weight=cast("Weight", Float8RowsWeight(**parts)))
+    return replace(linear, weight=Float8RowsWeight(**parts))
 
 
 def has_float8_product(weight: GroupedWeight) -> bool:

@@ -30,7 +30,6 @@ from worker.gpu.quantized.kernels.numbers import (
 )
 from worker.gpu.quantized.kernels.scales import find_short_dtype, stack_of_groups
 from worker.model.linear import Linear, PlainWeight, Weight
-from worker.model.quantization import Int8Weight
 from worker.quantized.grouped_weight import E2M1_TABLE, SIGNED_TABLE, UNSIGNED_TABLE, GroupedWeight
 
 _SMALLEST_SIDE = 16
@@ -111,9 +110,8 @@ def choose_tiles(num_tokens: int, dtype: torch.dtype, weights: "CodeWeights") ->
 
 def find_hindrance(weight: Weight) -> str | None:
     """Say why there is no product by this weight; None where there is one."""
-    if not isinstance(weight, GroupedWeight | Int8Weight):
+    if not isinstance(weight, GroupedWeight):
         return None
-    weight = grouped(weight)
     if weight.group_size % _SMALLEST_SIDE:
         return f"groups of {weight.group_size} inputs are no multiple of {_SMALLEST_SIDE}"
     if weight.table is not None and not torch.equal(weight.table.bfloat16().float(), weight.table.float()):
@@ -231,16 +229,14 @@ def _has_no_number(weight: GroupedWeight) -> bool:
 
 
 def grouped(weight: Weight) -> GroupedWeight:
-    """Return the codes of a weight of any format that this folder multiplies by."""
-    if isinstance(weight, Int8Weight):
-        return GroupedWeight(codes=weight.codes_NK, scales_NG=weight.scales_N[:, None])
+    """Return a weight of any format that this folder multiplies by."""
     assert isinstance(weight, GroupedWeight)
     return weight
 
 
 def without_codes(linear: Linear) -> Linear:
     """Forget codes, which their product has in an order of its own; sizes stay."""
-    if not isinstance(linear.weight, GroupedWeight | Int8Weight):
+    if not isinstance(linear.weight, GroupedWeight):
         return linear
     one = torch.zeros((1, 1), dtype=torch.bfloat16, device=linear.weight.device)
     return replace(linear, weight=PlainWeight(one.expand(linear.weight.shape)))
