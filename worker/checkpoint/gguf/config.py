@@ -8,7 +8,7 @@ from collections.abc import Collection
 from typing import Any
 
 from worker.checkpoint.gguf.families import GgufFamily, family_of
-from worker.checkpoint.gguf.file import GgufFile, GgufType
+from worker.checkpoint.gguf.file import GgufFile, GgufType, damaged
 from worker.checkpoint.gguf.rotary import rope_of
 from worker.checkpoint.gguf.weights import find_weights_of
 from worker.worker_errors import StartupError
@@ -54,7 +54,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     weights = list(find_weights_of(file))
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
-        raise StartupError(f"{file.path} lacks token_embd.weight", fix="download it again")
+        raise damaged(f"{file.path} lacks token_embd.weight")
     config = {
         "model_type": family.model_type,
         "dtype": _dtype(file),

@@ -35,7 +35,10 @@ _SCALARS = {
     if code
 }
 """Types of values by their numbers."""
-_AGAIN = "download it again"
+damaged = partial(StartupError, fix="download it again")
+other_file = partial(StartupError, fix="take another GGUF file")
+other_form = partial(StartupError, fix="take the model's safetensors")
+"""Refusals, by what the operator is to do."""
 MAGIC = b"GGUF"
 BLOCKS = "gguf"
 """Last name of a weight of the model that is stored as blocks of codes."""
@@ -143,25 +146,17 @@ class GgufFile:
         """Layers of the model, without those that predict further tokens."""
         found = self.number("block_count")
         if found > len(self.tensors):
-            raise StartupError(
-                f"{self.path.name} has {len(self.tensors)} tensors for {found} layers",
-                fix="take another GGUF file",
-            )
+            raise other_file(f"{self.path.name} has {len(self.tensors)} tensors for {found} layers")
         further = self.number("nextn_predict_layers", 0)
         if further and further >= found:
-            raise StartupError(
-                f"{self.architecture}.nextn_predict_layers is {further} of {found} layers",
-                fix="take another GGUF file",
-            )
+            raise other_file(f"{self.architecture}.nextn_predict_layers is {further} of {found} layers")
         return found - further
 
     def value(self, key: str, default: Any = _NO_DEFAULT) -> Any:
         """Look a key of the architecture up. Raises StartupError where it is missing."""
         found = self.metadata.get(f"{self.architecture}.{key}", default)
         if found is _NO_DEFAULT:
-            raise StartupError(
-                f"{self.path.name} has no {self.architecture}.{key} in its metadata", fix=_AGAIN
-            )
+            raise damaged(f"{self.path.name} has no {self.architecture}.{key} in its metadata")
         return found
 
     def number(self, key: str, default: Any = _NO_DEFAULT) -> int:
@@ -170,10 +165,7 @@ class GgufFile:
         if isinstance(found, list) and found and len(set(found)) == 1:
             found = found[0]
         if not isinstance(found, int) or found < 0:
-            raise StartupError(
-                f"{self.architecture}.{key} is {str(found)[:80]}, and not one number",
-                fix="take another GGUF file",
-            )
+            raise other_file(f"{self.architecture}.{key} is {str(found)[:80]}, and not one number")
         return found
 
     def by_layer(self, key: str) -> list[Any]:
@@ -182,10 +174,7 @@ class GgufFile:
         if not isinstance(found, list):
             found = [found] * self.num_layers
         if len(found) < self.num_layers:
-            raise StartupError(
-                f"{self.architecture}.{key} is for {len(found)} of {self.num_layers} layers",
-                fix="take another GGUF file",
-            )
+            raise other_file(f"{self.architecture}.{key} is for {len(found)} of {self.num_layers} layers")
         return found[: self.num_layers]
 
 
@@ -268,7 +257,7 @@ def part_paths(path: Path) -> list[Path]:
         raise StartupError(f"{path.name} is one part of several", fix=f"name the first one, {first}")
     missing = [each.name for each in paths if not each.is_file()]
     if missing:
-        raise StartupError(f"{path.parent} lacks {missing[0]}, a part of {path.name}", fix=_AGAIN)
+        raise damaged(f"{path.parent} lacks {missing[0]}, a part of {path.name}")
     return paths
 
 
@@ -281,18 +270,17 @@ def read_parts(paths: Sequence[Path]) -> tuple[GgufFile, list[GgufFile]]:
     for number, part in enumerate(parts):
         count, place = part.metadata.get("split.count") or 1, part.metadata.get("split.no", 0)
         if (count, place) != (len(parts), number):
-            raise StartupError(
-                f"{part.path.name} is part {place!s:.20} of {count!s:.20}, and not {number} of {len(parts)}",
-                fix=_AGAIN,
+            raise damaged(
+                f"{part.path.name} is part {place!s:.20} of {count!s:.20}, and not {number} of {len(parts)}"
             )
     tensors: dict[str, GgufTensor] = {}
     for part in parts:
         twice = sorted(tensors.keys() & part.tensors.keys())
         if twice:
-            raise StartupError(f"{part.path.name} has {twice[0]}, as a part before it has", fix=_AGAIN)
+            raise damaged(f"{part.path.name} has {twice[0]}, as a part before it has")
         tensors |= part.tensors
     if len(tensors) != first.metadata.get("split.tensors.count", len(tensors)):
-        raise StartupError(f"the parts of {first.path.name} have {len(tensors)} tensors", fix=_AGAIN)
+        raise damaged(f"the parts of {first.path.name} have {len(tensors)} tensors")
     whole = replace(first, num_bytes=sum(each.num_bytes for each in parts), tensors=tensors)
     return whole, [first, *(replace(each, metadata=first.metadata) for each in others)]
 
@@ -300,7 +288,7 @@ def read_parts(paths: Sequence[Path]) -> tuple[GgufFile, list[GgufFile]]:
 def read_gguf(path: Path) -> GgufFile:
     """Read the header, and compare the file's size with what it promises. Raises StartupError."""
     with (
-        refused_as(partial(StartupError, fix=_AGAIN), path),
+        refused_as(damaged, path),
         path.open("rb") as stream,
         mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data,
     ):

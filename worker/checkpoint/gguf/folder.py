@@ -5,15 +5,14 @@ Owns: the folder, in the user's cache, so that all that reads checkpoints need n
 
 import json
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from worker.checkpoint.gguf.config import config_of
-from worker.checkpoint.gguf.file import WEIGHTS, part_paths, read_parts
+from worker.checkpoint.gguf.file import WEIGHTS, other_file, part_paths, read_parts
 from worker.checkpoint.gguf.tokenizer import tokenizer_of
 from worker.checkpoint.vocabularies.cache_folder import VOCABULARIES, made_once
-from worker.worker_errors import StartupError, refused_as
+from worker.worker_errors import refused_as
 
 _SOURCES = (*sorted(Path(__file__).parent.glob("*.py")), *VOCABULARIES)
 """A folder that others of these modules wrote is not used."""
@@ -36,7 +35,7 @@ def _texts_of(paths: Sequence[Path]) -> dict[str, dict[str, Any]]:
     """The folder's files by name."""
     file, _ = read_parts(paths)
     said = f"what {file.path} says of its model"
-    with refused_as(partial(StartupError, fix="take another GGUF file"), said):
+    with refused_as(other_file, said):
         config = config_of(file)  # which tells first what is no language model at all
         tokenizer, tokenizer_config = tokenizer_of(file)
         return {

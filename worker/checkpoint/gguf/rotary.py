@@ -4,8 +4,7 @@ import math
 import struct
 from typing import Any
 
-from worker.checkpoint.gguf.file import GgufFile, GgufType
-from worker.worker_errors import StartupError
+from worker.checkpoint.gguf.file import GgufFile, GgufType, other_file, other_form
 
 _FREQUENCIES = "rope_freqs.weight"
 _LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
@@ -74,9 +73,8 @@ def _refuse_unlike(file: GgufFile, kind: str) -> None:
     for name, is_wrong in found.items():
         if is_wrong:
             value = str(file.value(f"rope.{name}"))[:80]
-            raise StartupError(
-                f"{file.path.name} has {file.architecture}.rope.{name} {value}, which is not read from GGUF",
-                fix="take the model's safetensors",
+            raise other_form(
+                f"{file.path.name} has {file.architecture}.rope.{name} {value}, which is not read from GGUF"
             )
 
 
@@ -109,9 +107,8 @@ def _longrope(file: GgufFile, theta: float) -> dict[str, Any]:
     expected = math.sqrt(1 + math.log(scale) / math.log(max(2, original)))
     stored = float(file.value("rope.scaling.attn_factor", expected))
     if not math.isclose(stored, expected, rel_tol=_FREQUENCY_TOLERANCE) or _SHORT not in file.tensors:
-        raise StartupError(
-            f"{file.path.name} has {_LONG} with {file.architecture}.rope.scaling.attn_factor {stored}",
-            fix="take the model's safetensors",
+        raise other_form(
+            f"{file.path.name} has {_LONG} with {file.architecture}.rope.scaling.attn_factor {stored}"
         )
     return {
         "rope_type": "longrope",
@@ -128,10 +125,7 @@ def _proportional(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]
     num_turned = sum(each == 1 for each in divisors)
     never_turned = divisors[num_turned:]
     if len(divisors) * 2 != head_dim or any(each < _NEVER_TURNED for each in never_turned):
-        raise StartupError(
-            f"{_FREQUENCIES} holds frequencies that are not those of Gemma 4",
-            fix="take the model's safetensors",
-        )
+        raise other_form(f"{_FREQUENCIES} holds frequencies that are not those of Gemma 4")
     share = num_turned / len(divisors)
     return {"rope_type": "proportional", "rope_theta": theta, "partial_rotary_factor": share}
 
@@ -146,10 +140,9 @@ def _llama3(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]:
         math.isclose(one, other, rel_tol=_FREQUENCY_TOLERANCE)
         for one, other in zip(divisors, expected, strict=True)
     ):
-        raise StartupError(
+        raise other_form(
             f"{_FREQUENCIES} holds frequencies that are not those of Llama 3.1 and later, for "
-            f"{file.architecture}.rope.freq_base {theta:g}",
-            fix="take the model's safetensors",
+            f"{file.architecture}.rope.freq_base {theta:g}"
         )
     return rope
 
@@ -166,7 +159,7 @@ def _divisor(rope: dict[str, Any], inverse_frequency: float) -> float:
 def _read_floats(file: GgufFile, name: str) -> list[float]:
     tensor = file.tensors[name]
     if tensor.type is not GgufType.F32 or tensor.num_bytes > 1 << 16:
-        raise StartupError(f"{name} is {list(tensor.shape)} {tensor.type.name}", fix="take another GGUF file")
+        raise other_file(f"{name} is {list(tensor.shape)} {tensor.type.name}")
     with tensor.path.open("rb") as stream:
         stream.seek(tensor.start)
         return [value for (value,) in struct.iter_unpack("<f", stream.read(tensor.num_bytes))]

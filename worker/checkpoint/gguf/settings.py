@@ -6,9 +6,8 @@ Source: the metadata and orders that llama.cpp's converter writes.
 
 from typing import Any
 
-from worker.checkpoint.gguf.file import GgufFile
+from worker.checkpoint.gguf.file import GgufFile, other_form
 from worker.checkpoint.gguf.layouts import Change, RowOrder, rotary_pairs
-from worker.worker_errors import StartupError
 
 _WINDOW_PATTERNS = {"gemma2": 2, "gemma3": 6}
 _DEFAULT_WINDOWS = {"gemma2": 4096}
@@ -245,9 +244,8 @@ def _refuse_router(file: GgufFile, *, of: int) -> None:
     """Raise StartupError for routers of another function."""
     found = file.number("expert_gating_func", of) or of
     if found != of:
-        raise StartupError(
-            f"{file.path.name} has routers of function {found} ({file.architecture}.expert_gating_func)",
-            fix="take the model's safetensors",
+        raise other_form(
+            f"{file.path.name} has routers of function {found} ({file.architecture}.expert_gating_func)"
         )
 
 
@@ -288,10 +286,9 @@ def deepseek(file: GgufFile) -> dict[str, Any]:
         return found
     _refuse_router(file, of=_SOFTMAX)
     if found["n_routed_experts"] and found["norm_topk_prob"]:
-        raise StartupError(
+        raise other_form(
             f"{file.path.name} has routers of softmax whose weights are normalised "
-            f"({file.architecture}.expert_weights_norm)",
-            fix="take the model's safetensors",
+            f"({file.architecture}.expert_weights_norm)"
         )
     is_grouped = found["n_group"] > 1
     return found | {

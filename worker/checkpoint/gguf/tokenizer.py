@@ -7,11 +7,10 @@ Source: the metadata that llama.cpp's converter writes; the file format of the `
 
 import logging
 import re
-from functools import partial
 from typing import Any, NamedTuple
 
 from worker.checkpoint.gguf.config import CONTROL, NORMAL, ends_of, named_ids
-from worker.checkpoint.gguf.file import GgufFile
+from worker.checkpoint.gguf.file import GgufFile, damaged, other_file, other_form
 from worker.checkpoint.vocabularies.splits import SPLITS
 from worker.checkpoint.vocabularies.tokenizer_parts import (
     added_token,
@@ -76,12 +75,10 @@ def _flag(file: GgufFile, name: str, default: bool) -> bool:  # noqa: FBT001 -- 
 def _vocabulary(file: GgufFile) -> _Vocabulary:
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not tokens or not isinstance(tokens[0], str):
-        raise StartupError(f"{file.path.name} has no tokenizer.ggml.tokens", fix="take another GGUF file")
+        raise other_file(f"{file.path.name} has no tokenizer.ggml.tokens")
     kinds = file.metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
     if len(kinds) != len(tokens):
-        raise StartupError(
-            f"tokenizer.ggml.token_type is for {len(kinds)} of {len(tokens)} tokens", fix="download it again"
-        )
+        raise damaged(f"tokenizer.ggml.token_type is for {len(kinds)} of {len(tokens)} tokens")
     return _Vocabulary(tokens, kinds)
 
 
@@ -107,10 +104,7 @@ def _byte_level(file: GgufFile) -> tuple[dict[str, Any], bool]:
     named = file.metadata.get("tokenizer.ggml.pre")
     split = SPLITS.get(str(named))
     if split is None:
-        raise StartupError(
-            f"{file.path.name} splits text by rules named {named!r}",
-            fix="take the model's safetensors",
-        )
+        raise other_form(f"{file.path.name} splits text by rules named {named!r}")
     vocabulary = _vocabulary(file)
     alphabet = byte_letters()
     letters, texts, ends = set(alphabet), set(vocabulary.tokens), ends_of(vocabulary.tokens)
@@ -131,13 +125,10 @@ def _stored_merges(file: GgufFile, ids: dict[str, int]) -> list[tuple[str, str]]
     for merge in file.metadata.get("tokenizer.ggml.merges") or []:
         left, _, right = merge.partition(" ") if not merge.startswith(" ") else ("", "", "")
         if left + right not in ids or left not in ids or right not in ids:
-            raise StartupError(
-                f"tokenizer.ggml.merges has {merge[:40]!r}, of which not all are tokens",
-                fix="download it again",
-            )
+            raise damaged(f"tokenizer.ggml.merges has {merge[:40]!r}, of which not all are tokens")
         merges.append((left, right))
     if not merges:
-        raise StartupError(f"{file.path.name} has no tokenizer.ggml.merges", fix="take another GGUF file")
+        raise other_file(f"{file.path.name} has no tokenizer.ggml.merges")
     return merges
 
 
@@ -192,10 +183,7 @@ def _ranks(file: GgufFile, vocabulary: _Vocabulary, *, by_place: bool) -> list[f
         return [float(index) for index in range(len(vocabulary.tokens))]
     scores = file.metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, list) or len(scores) != len(vocabulary.tokens):
-        raise StartupError(
-            f"{file.path.name} has no score for each token (tokenizer.ggml.scores)",
-            fix="take another GGUF file",
-        )
+        raise other_file(f"{file.path.name} has no score for each token (tokenizer.ggml.scores)")
     return [-score for score in scores]
 
 
@@ -207,7 +195,7 @@ def _merges_by_rank(
         token if kind in (NORMAL, _USER_DEFINED) and ids.get(token) == index else ""
         for index, (token, kind) in enumerate(zip(*vocabulary, strict=True))
     )
-    with refused_as(partial(StartupError, fix="take another GGUF file"), "tokenizer.ggml.tokens"):
+    with refused_as(other_file, "tokenizer.ggml.tokens"):
         found = list(cuts_of(made, ids))
     found.sort(key=lambda each: (ranks[each[0]], -len(each[1]), -len(each[2])))
     return [(left, right) for _, left, right in found]
@@ -223,9 +211,7 @@ def _special_tokens(file: GgufFile, ids: dict[str, int]) -> dict[str, tuple[str,
         if key in named:
             found[name] = (texts[named[key]], named[key])
         elif name in ("bos", "eos") and number not in (None, _NO_TOKEN):
-            raise StartupError(
-                f"tokenizer.ggml.{key}_token_id {number} is no token", fix="take another GGUF file"
-            )
+            raise other_file(f"tokenizer.ggml.{key}_token_id {number} is no token")
         elif number is not None:
             log.warning("tokenizer.ggml.%s_token_id %.20s is no token and is passed over", key, number)
     return found

@@ -4,9 +4,10 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from worker.checkpoint.gguf.families import GgufFamily, family_of
-from worker.checkpoint.gguf.file import BLOCKS, GgufFile, GgufTensor, GgufWeight
+from worker.checkpoint.gguf.file import BLOCKS, GgufFile, GgufTensor, GgufWeight, other_file
 from worker.checkpoint.gguf.layouts import UNCHANGED, Change
 from worker.worker_errors import StartupError
 
@@ -18,7 +19,7 @@ _BARE = "ssm_a"
 """The one tensor that is named without an ending."""
 # Of tensors that are parts of one weight, those that come last.
 _LAST_PARTS = frozenset({"ffn_up_exps", "attn_v_b", "attn_gate"})
-_OTHER_FILE = "take another GGUF file, or the model's safetensors"
+_other_file_or_form = partial(StartupError, fix="take another GGUF file, or the model's safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +60,7 @@ def _weight(places: list[_Place], tensors: list[GgufTensor], change: Change) -> 
     is_plain = all(each.type.is_plain for each in tensors)
     for place, tensor in zip(places, tensors, strict=True):
         if not tensor.type.is_plain and (place.kind != "weight" or len(tensor.shape) == 1):
-            raise StartupError(
-                f"{place.stored} is stored as {tensor.type.name}, but it is no matrix",
-                fix="take another GGUF file",
-            )
+            raise other_file(f"{place.stored} is stored as {tensor.type.name}, but it is no matrix")
     kind = first.kind if is_plain or change.needs_numbers else BLOCKS
     return GgufWeight(f"{first.module}.{kind}" if kind else first.module, tuple(tensors), change)
 
@@ -75,9 +73,8 @@ def _experts(
     num_dims = 3 if places[0].kind == "weight" else 2
     for place, tensor in zip(places, tensors, strict=True):
         if len(tensor.shape) != num_dims or tensor.shape[0] != num_experts or not num_experts:
-            raise StartupError(
-                f"{place.stored} is {list(tensor.shape)}, and not a stack of {num_experts} matrices",
-                fix=_OTHER_FILE,
+            raise _other_file_or_form(
+                f"{place.stored} is {list(tensor.shape)}, and not a stack of {num_experts} matrices"
             )
     if change.is_read_as_numbers or all(each.type.is_plain for each in tensors):
         if places[0].kind == "bias":
@@ -91,9 +88,8 @@ def _experts(
     module, _, _ = places[0].module.rpartition(".")
     for place, tensor in zip(places, tensors, strict=True):
         if tensor.type.is_plain:
-            raise StartupError(
-                f"{place.stored} is plain, and {places[0].stored} or another of its kind is not",
-                fix=_OTHER_FILE,
+            raise _other_file_or_form(
+                f"{place.stored} is plain, and {places[0].stored} or another of its kind is not"
             )
         proj = place.part.removeprefix("ffn_").removesuffix(_STACK)
         for number, matrix in enumerate(tensor.matrices()):
@@ -116,6 +112,4 @@ def _place_of(file: GgufFile, family: GgufFamily, stored: str) -> _Place:
         return _Place(stored, f"{prefix}{names[inner]}", "", inner)
     if part in names and kind in (("weight", "bias") if prefix else ("weight",)):
         return _Place(stored, f"{prefix}{names[part]}", kind, part)
-    raise StartupError(
-        f"{stored} is no tensor that is known of the family {file.architecture}", fix=_OTHER_FILE
-    )
+    raise _other_file_or_form(f"{stored} is no tensor that is known of the family {file.architecture}")
