@@ -26,10 +26,10 @@ from worker.checkpoint.gguf.file import BLOCKS
 from worker.checkpoint.passed_over import is_passed_over
 from worker.checkpoint.task import Task
 from worker.load.stored_weights import (
-    OTHER_CHECKPOINT,
     MergedLinear,
     StoredLinear,
     StoredModule,
+    other_checkpoint,
     read_merged,
 )
 from worker.machine import trim_heaps
@@ -42,6 +42,7 @@ from worker.quantized.scheme import (
     QuantizationRefused,
     Reader,
     Rules,
+    contradicting,
     find_reader,
     is_bias,
 )
@@ -99,10 +100,7 @@ class QuantizedModules:
         if not (self.linears or self.embeddings or self.experts or self.stacks or self.numbers):
             codes = [name for name, each in self.stored.items() if not MARKERS.isdisjoint(each.last_names)]
             found = f"{codes[0]} has no place in it" if codes else "no tensor of the model is quantized"
-            raise QuantizationRefused(
-                f"config.json has a quantization_config, but {found}",
-                fix="take a checkpoint whose config and tensors agree",
-            )
+            raise contradicting(f"config.json has a quantization_config, but {found}")
         for name in self.linears:
             model.set_submodule(name, QuantizedLinear(model.get_submodule(name)))
         for name in (*self.experts, *self.stacks):
@@ -124,7 +122,7 @@ class QuantizedModules:
         try:
             model.set_submodule(name, QuantizedEmbedding(embedding))
         except ValueError as error:
-            raise QuantizationRefused(f"{name} is quantized, but {error}", fix=OTHER_CHECKPOINT) from error
+            raise other_checkpoint(f"{name} is quantized, but {error}") from error
         if is_tied:
             self.tied = name
             model.set_output_embeddings(QuantizedLinear(output))
@@ -223,9 +221,7 @@ class QuantizedModules:
             self.experts.setdefault(target.module, {})[place] = linear
             return
         if not isinstance(module, nn.Linear | nn.Embedding) and not _multiplies_rows(module):
-            raise QuantizationRefused(
-                f"{stored.module} is quantized, but it is a {type(module).__name__}", fix=OTHER_CHECKPOINT
-            )
+            raise other_checkpoint(f"{stored.module} is quantized, but it is a {type(module).__name__}")
         num_outputs, num_inputs = module.weight.shape
         linear = StoredLinear(stored, reader, model.dtype, (num_outputs, num_inputs))
         if isinstance(module, nn.Embedding):
@@ -251,9 +247,8 @@ class QuantizedModules:
             num_outputs, num_inputs = model.get_submodule(name).weight.shape
             first = parts[min(parts)]
             if len(parts) * first.shape[0] != num_outputs:
-                raise QuantizationRefused(
-                    f"{first.stored.module} is quantized, and other parts of {name} are not",
-                    fix=OTHER_CHECKPOINT,
+                raise other_checkpoint(
+                    f"{first.stored.module} is quantized, and other parts of {name} are not"
                 )
             in_order = tuple(parts[place] for place in sorted(parts))
             self.linears[name] = MergedLinear(in_order, (num_outputs, num_inputs))
@@ -299,9 +294,8 @@ class QuantizedModules:
             return
         module = model.get_submodule(target.module)
         if not declares_layout(module) or not module.has_gate:
-            raise QuantizationRefused(
-                f"{stored.module} has stacks of experts, but it is a {type(module).__name__}",
-                fix=OTHER_CHECKPOINT,
+            raise other_checkpoint(
+                f"{stored.module} has stacks of experts, but it is a {type(module).__name__}"
             )
         shapes = []
         for parameter in (module.gate_up_proj, module.down_proj):
@@ -409,9 +403,8 @@ def _refuse_own_experts(stored: StoredModule, module: nn.Module) -> None:
 
 
 def _refused_merge(stored: StoredModule) -> QuantizationRefused:
-    return QuantizationRefused(
-        f"{stored.module} is quantized, and this family cuts or merges it in a way that codes cannot be",
-        fix=OTHER_CHECKPOINT,
+    return other_checkpoint(
+        f"{stored.module} is quantized, and this family cuts or merges it in a way that codes cannot be"
     )
 
 
@@ -419,7 +412,7 @@ def _shape_of_expert(stored: StoredModule, target: TensorTarget, module: Any) ->
     _, num_outputs, num_inputs = getattr(module, target.parameter).shape
     num_parts = len(target.converter.source_patterns)
     if num_outputs % num_parts:
-        raise QuantizationRefused(f"{stored.module} has no whole share of an expert", fix=OTHER_CHECKPOINT)
+        raise other_checkpoint(f"{stored.module} has no whole share of an expert")
     return num_outputs // num_parts, num_inputs
 
 
@@ -437,9 +430,8 @@ def _read_parts(
         for expert in range(module.num_experts):
             found = per_parameter[expert, parameter]
             if len(found) != most[parameter] or not found:
-                raise QuantizationRefused(
-                    f"{name} has experts that are quantized, but {parameter} of number {expert} is not",
-                    fix=OTHER_CHECKPOINT,
+                raise other_checkpoint(
+                    f"{name} has experts that are quantized, but {parameter} of number {expert} is not"
                 )
             weight = read_merged(found)
             stacked.append(weight if len(found) == 1 or module.is_concatenated else _interleaved(weight))

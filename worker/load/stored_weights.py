@@ -12,10 +12,11 @@ from torch import Tensor
 from worker.checkpoint.checkpoint_files import StoredTensor
 from worker.checkpoint.gguf.file import BLOCKS
 from worker.quantized.grouped_weight import GroupedWeight, for_products_in, merged
-from worker.quantized.scheme import ModuleTensors, QuantizationRefused, Reader, read_weight
+from worker.quantized.scheme import ModuleTensors, QuantizationRefused, Reader, damaged, read_weight
 from worker.worker_errors import refused_as
 
-OTHER_CHECKPOINT = "take a checkpoint that is quantized in another way"
+other_checkpoint = partial(QuantizationRefused, fix="take a checkpoint that is quantized in another way")
+"""Refusal of codes that the model has no place for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +39,8 @@ class StoredModule:
         if BLOCKS in self.places:
             return ModuleTensors(self.module, {}, self.places[BLOCKS].gguf)
         tensors: dict[str, Tensor] = {}
-        refusal = partial(QuantizationRefused, fix="download the checkpoint again")
         for last_name, path in self.files.items():
-            with refused_as(refusal, path, but=(MemoryError,)), safe_open(path, framework="pt") as file:
+            with refused_as(damaged, path, but=(MemoryError,)), safe_open(path, framework="pt") as file:
                 tensors[last_name] = file.get_tensor(f"{self.module}.{last_name}").clone()
         return ModuleTensors(self.module, tensors)
 
@@ -77,6 +77,4 @@ def read_merged(parts: Sequence[StoredLinear]) -> GroupedWeight:
         return merged([each.read() for each in parts])
     except ValueError as error:
         first, last = parts[0].stored.module, parts[-1].stored.module
-        raise QuantizationRefused(
-            f"{first} is quantized otherwise than {last}: {error}", fix=OTHER_CHECKPOINT
-        ) from error
+        raise other_checkpoint(f"{first} is quantized otherwise than {last}: {error}") from error

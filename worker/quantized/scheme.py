@@ -45,6 +45,11 @@ class QuantizationRefused(StartupError):
     """A quantized checkpoint that would not be computed exactly. One line that names the module or tensor."""
 
 
+contradicting = partial(QuantizationRefused, fix="take a checkpoint whose config and tensors agree")
+damaged = partial(QuantizationRefused, fix="download the checkpoint again")
+"""Refusals, by what the operator is to do."""
+
+
 class ModuleTensors:
     """The tensors of one module by their last name. Every lookup raises QuantizationRefused."""
 
@@ -107,8 +112,7 @@ class Reader(Protocol):
 
 def read_weight(reader: Reader, tensors: ModuleTensors, shape: tuple[int, int]) -> GroupedWeight:
     """Read a weight [N, K] whole. Raises QuantizationRefused, whatever the tensors make the reader raise."""
-    refusal = partial(QuantizationRefused, fix="download the checkpoint again")
-    with refused_as(refusal, tensors.module, but=(MemoryError,)):
+    with refused_as(damaged, tensors.module, but=(MemoryError,)):
         weight = reader.read(tensors, shape)
         tensors.refuse_unread()
     return weight
@@ -145,15 +149,11 @@ def find_reader(
     is_stored_quantized = not MARKERS.isdisjoint(stored)
     if reader is None and is_stored_quantized:
         marker = min(MARKERS & stored)
-        raise QuantizationRefused(
-            f"{module}.{marker} is quantized, but quantization_config excludes {module}",
-            fix="take a checkpoint whose config and tensors agree",
-        )
+        raise contradicting(f"{module}.{marker} is quantized, but quantization_config excludes {module}")
     if reader is not None and not is_stored_quantized:
         if rules.must_agree:
-            raise QuantizationRefused(
-                f"quantization_config names {module}, but its tensors are {', '.join(sorted(stored))}",
-                fix="take a checkpoint whose config and tensors agree",
+            raise contradicting(
+                f"quantization_config names {module}, but its tensors are {', '.join(sorted(stored))}"
             )
         return None
     return reader
