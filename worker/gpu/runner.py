@@ -28,8 +28,8 @@ from worker.ranks.ranks import ALONE, Ranks, is_divided
 from worker.sampling.draw_fields import no_draws
 from worker.states.interface import StateStep
 from worker.steps.inputs import StepInputs
-from worker.steps.model_runner import ModelRunner
-from worker.steps.tokens import HiddenStates, PlacedRows, StepOutcome
+from worker.steps.model_runner import ModelRunner, StepRunner
+from worker.steps.tokens import PlacedRows, StepOutcome
 
 _TRIED_CONTEXT = 1024
 _TRIED_ROWS = (1, 16, 64, 256)
@@ -45,8 +45,10 @@ class StepSampler(Protocol):
         """Launch the sampling of a step, without waiting; returns the memory for its tokens, [N]."""
 
 
-class GpuSteps:
+class GpuSteps(StepRunner):
     """A StepRunner that launches and does not wait. Steps share their memory, one after the other."""
+
+    _backend: PagedAttention
 
     def __init__(
         self,
@@ -57,9 +59,7 @@ class GpuSteps:
         sampler: StepSampler,
         ranks: Ranks = ALONE,
     ) -> None:
-        self._runner = runner
-        self._backend = backend
-        self._device = device
+        super().__init__(runner, backend, device)
         self._buffers = buffers
         self._sampler = sampler
         self._ranks = ranks
@@ -113,14 +113,6 @@ class GpuSteps:
         self._num_replayed += 1
         self._num_padding += captured.sizes.num_tokens - len(inputs.input_ids_T)
         return StepOutcome(self._logits_NV[: len(inputs.logits_indices_N)])
-
-    def accept_drafts(self, num_right_R: Sequence[int]) -> None:
-        """See StepRunner. Keys and values of wrong drafts are overwritten."""
-        if self._backend.states is not None:
-            self._backend.states.accept_drafts(num_right_R)
-
-    def head(self, hidden: HiddenStates, indices_S: NDArray[np.int64]) -> Tensor:
-        return self._runner.head(hidden, self._device.tensor(indices_S))
 
     @torch.inference_mode()
     def remember(self, token_ids_N: Tensor) -> None:

@@ -26,7 +26,7 @@ from worker.devices.device import Device
 from worker.ranks.ranks import Ranks
 from worker.speculation.head_layer import DraftHead
 from worker.steps.inputs import StepInputs
-from worker.steps.model_runner import BodyRunner, ModelRunner
+from worker.steps.model_runner import BodyRunner, EagerSteps, ModelRunner
 from worker.steps.pictures import Pictures
 from worker.steps.row_table import RowTable
 from worker.steps.tokens import HiddenStates, StepOutcome, StepTokens
@@ -119,7 +119,7 @@ class DeviceStates(KeptStates):
         self._layer_NHSD[blocks_T, :, offsets_T] = states_THD
 
 
-class HeadSteps:
+class HeadSteps(EagerSteps):
     """StepRunner of a head. Inputs have, at the place of each token, the token behind it."""
 
     def __init__(
@@ -132,7 +132,8 @@ class HeadSteps:
         device: Device,
     ) -> None:
         """Take in the runner of the model, whose output layer is the head's too."""
-        self._head, self._model, self._backend, self._device = head, model, backend, device
+        super().__init__(model, backend, device)
+        self._head = head
         self._body = BodyRunner(head.body, head.body)
         self._kept, self._rows = kept, rows
         self._pictures: Pictures | None = None
@@ -157,17 +158,8 @@ class HeadSteps:
         self._kept.put_behind(inputs, self._rows, hidden_NH)
         logits_NV = self._head.logits(hidden_NH)
         if logits_NV is None:
-            logits_NV = self._model.logits(tokens.only(tokens.logits_indices_N), hidden_NH)
+            logits_NV = self._runner.logits(tokens.only(tokens.logits_indices_N), hidden_NH)
         return StepOutcome(logits_NV)
 
     def accept_drafts(self, num_right_R: Sequence[int]) -> None:
         """Do nothing: a head has no recurrent layers."""
-
-    def head(self, hidden: HiddenStates, indices_S: NDArray[np.int64]) -> Tensor:
-        return self._model.head(hidden, self._device.tensor(indices_S))
-
-    def remember(self, token_ids_N: Tensor) -> None:
-        """Do nothing: drafts are made where the host knows every token."""
-
-    def describe(self) -> str:
-        return ""

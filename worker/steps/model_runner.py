@@ -1,13 +1,14 @@
 """One forward pass over a flattened batch.
 
 Owns: the calls of a transformers model and of one without a head, and the executor that its attention calls
-reach; the StepRunner protocol, and the plain runner.
+reach; the base of all StepRunners, and the plain one.
 """
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -217,30 +218,40 @@ def no_logits(num_lines: int, vocab_size: int, device: torch.device) -> Tensor:
     return torch.zeros((), device=device).expand(num_lines, vocab_size)
 
 
-class StepRunner(Protocol):
+class StepRunner(ABC):
     """Computation of steps, one after another."""
 
+    def __init__(self, runner: ModelRunner, backend: AttentionBackend, device: Device) -> None:
+        self._runner, self._backend, self._device = runner, backend, device
+
+    @abstractmethod
     def compute(self, inputs: StepInputs) -> StepOutcome:
         """Compute a step. Its logits are valid until the next one is computed."""
 
+    @torch.inference_mode()
     def accept_drafts(self, num_right_R: Sequence[int]) -> None:
-        """Take in the first drafts of each sequence of the step that was computed last, so many of them."""
+        """Take in the first drafts of each sequence of the step that was computed last, so many of them.
+
+        Keys and values need nothing: those of wrong drafts are overwritten.
+        """
+        if self._backend.states is not None:
+            self._backend.states.accept_drafts(num_right_R)
 
     def head(self, hidden: HiddenStates, indices_S: NDArray[np.int64]) -> Tensor:
         """Compute logits [S, V] of any tokens of the step that was computed last."""
+        return self._runner.head(hidden, self._device.tensor(indices_S))
 
+    @abstractmethod
     def remember(self, token_ids_N: Tensor) -> None:
         """Keep the tokens sampled from the last step, for a next step that was built without them."""
 
     def describe(self) -> str:
         """See Steps.describe."""
+        return ""
 
 
-class EagerSteps:
+class EagerSteps(StepRunner):
     """StepRunner that calls the model for each step, with all tokens known on the host."""
-
-    def __init__(self, runner: ModelRunner, backend: AttentionBackend, device: Device) -> None:
-        self._runner, self._backend, self._device = runner, backend, device
 
     def compute(self, inputs: StepInputs) -> StepOutcome:
         self._backend.begin_step(inputs.metadata)
@@ -250,17 +261,5 @@ class EagerSteps:
         tokens = tokens._replace(keeps_hidden=inputs.keeps_hidden)
         return self._runner.forward_placed(tokens, inputs.placed, self._backend)
 
-    @torch.inference_mode()
-    def accept_drafts(self, num_right_R: Sequence[int]) -> None:
-        """See StepRunner. Keys and values need nothing: those of wrong drafts are overwritten."""
-        if self._backend.states is not None:
-            self._backend.states.accept_drafts(num_right_R)
-
-    def head(self, hidden: HiddenStates, indices_S: NDArray[np.int64]) -> Tensor:
-        return self._runner.head(hidden, self._device.tensor(indices_S))
-
     def remember(self, token_ids_N: Tensor) -> None:
         """Do nothing: the host reads every token before it builds the next step."""
-
-    def describe(self) -> str:
-        return ""
