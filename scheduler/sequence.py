@@ -4,23 +4,26 @@ Never: decides anything. Only the scheduler and its parts write to it.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import StrEnum
 from hashlib import sha256
 from itertools import chain
 
+from scheduler.input_messages import EncoderInput, Payload
 from scheduler.messages import (
     NO_INPUTS,
     BlockId,
     FinishReason,
     NewSequence,
     NewTable,
+    PoolingParams,
     PromptComputation,
     SamplingParams,
     SequenceId,
     SequenceInputs,
     SequenceStart,
     ServiceTerms,
+    TimeLimits,
 )
 from scheduler.policy import Rank
 
@@ -71,6 +74,7 @@ class BlockTable:
         return [self.row(place, num_stripes) for place in range(start, end)]
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """One stream of tokens. It has no prefill or decode phase: `num_computed_tokens` runs after `num_tokens`.
 
@@ -82,102 +86,71 @@ class Sequence:
         num_computed_tokens  ------------------------------->        and tokens that are being computed
     """
 
-    __slots__ = (
-        "adapter",
-        "admission",
-        "admitted_s",
-        "block_keys",
-        "cache_salt",
-        "client_index",
-        "encoder_inputs",
-        "finish_reason",
-        "is_compiled",
-        "is_indivisible",
-        "lost_to",
-        "max_length",
-        "num_bypasses",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_kept_tokens",
-        "num_lost_tokens",
-        "num_preemptions",
-        "num_prompt_tokens",
-        "num_reached_tokens",
-        "num_reported_positions",
-        "num_slots",
-        "num_swapped_tokens",
-        "num_tokens",
-        "params",
-        "payloads",
-        "pending_start",
-        "points",
-        "pooling",
-        "prediction",
-        "priority",
-        "prompt_computation",
-        "protected_until",
-        "rank",
-        "restore_at",
-        "running_rank",
-        "sequence_id",
-        "status",
-        "tables",
-        "tail_key",
-        "tenant",
-        "time_limits",
-        "token_ids",
-        "turn",
-    )
+    sequence_id: SequenceId
+    prompt_token_ids: InitVar[tuple[int, ...]]
+    params: SamplingParams
+    terms: InitVar[ServiceTerms] = _DEFAULT_TERMS
+    _: KW_ONLY
+    inputs: InitVar[SequenceInputs] = NO_INPUTS
+    client_index: int = 0
 
-    def __init__(
-        self,
-        sequence_id: SequenceId,
-        prompt_token_ids: tuple[int, ...],
-        params: SamplingParams,
-        terms: ServiceTerms = _DEFAULT_TERMS,
-        *,
-        inputs: SequenceInputs = NO_INPUTS,
-        client_index: int = 0,
+    token_ids: list[int] = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    num_tokens: int = field(init=False)  # known or being sampled, as far as they will be computed
+    max_length: int = 0  # set by the scheduler; a token that reaches it is not computed any more
+    pooling: PoolingParams | None = field(init=False)
+    adapter: str = field(init=False)
+    encoder_inputs: tuple[EncoderInput, ...] = field(init=False)
+    payloads: tuple[Payload, ...] = field(init=False)
+    prediction: tuple[int, ...] = field(init=False)
+    restore_at: tuple[int, ...] = field(init=False)
+    prompt_computation: PromptComputation = field(init=False)
+    is_indivisible: bool = field(init=False)  # all in one step
+    priority: int = field(init=False)
+    tenant: str = field(init=False)
+    cache_salt: str = field(init=False)
+    time_limits: TimeLimits = field(init=False)
+    status: Status = Status.WAITING
+    finish_reason: FinishReason | None = None
+    admission: int = 0
+    admitted_s: float = 0.0
+    rank: Rank = ()
+    running_rank: Rank = ()
+    turn: int = 0  # changes whenever it begins or ceases to wait: entries of another turn are dead
+    num_preemptions: int = 0
+    num_reached_tokens: int = 0  # computed before it was preempted: from here on no token is recomputed
+    num_bypasses: int = 0  # later sequences that were admitted while this one was first in the queue
+    protected_until: int = 0  # number of tokens below which it cannot be displaced again
+    pending_start: SequenceStart | None = None  # for the first output
+    is_compiled: bool = False  # the worker has compiled its grammar for the next admission
+
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_kept_tokens: int = 0  # of the prompt, that later ones find
+    num_lost_tokens: int = 0  # not found, for want of something of this group:
+    lost_to: str = ""
+    num_reported_positions: int = field(init=False)  # of which the client has logprobs
+    tables: list[BlockTable] = field(default_factory=list)  # of each group of layers, once it was admitted
+    points: tuple[int, ...] = ()  # positions behind which later prompts may go on
+    num_slots: int = 0  # positions that have a place in each
+    num_swapped_tokens: int = 0  # computed tokens whose KV is on the host, while it is swapped out
+    block_keys: list[bytes] = field(default_factory=list)  # of the full blocks, as far as they were needed
+    tail_key: bytes | None = None  # of the prompt's tail; empty: none that others could have
+
+    def __post_init__(
+        self, prompt_token_ids: tuple[int, ...], terms: ServiceTerms, inputs: SequenceInputs
     ) -> None:
-        self.sequence_id = sequence_id
         self.token_ids = [*prompt_token_ids, *inputs.generated]
         self.num_prompt_tokens = len(prompt_token_ids)
-        self.num_tokens = len(self.token_ids)  # known or being sampled, as far as they will be computed
-        self.max_length = 0  # set by the scheduler; a token that reaches it is not computed any more
-        self.params = params
+        self.num_tokens = len(self.token_ids)
         self.pooling, self.adapter = inputs.pooling, inputs.adapter
         self.encoder_inputs, self.payloads = inputs.encoder_inputs, inputs.payloads
         self.prediction, self.restore_at = inputs.prediction, inputs.restore_at
-        self.prompt_computation = _prompt_computation(params, inputs)
-        self.is_indivisible = self.prompt_computation is PromptComputation.AT_ONCE  # all in one step
-        self.priority = terms.priority
-        self.tenant = terms.tenant
-        self.cache_salt = terms.cache_salt
+        self.num_reported_positions = inputs.num_reported_positions
+        self.prompt_computation = _prompt_computation(self.params, inputs)
+        self.is_indivisible = self.prompt_computation is PromptComputation.AT_ONCE
+        self.priority, self.tenant, self.cache_salt = terms.priority, terms.tenant, terms.cache_salt
         self.time_limits = terms.time_limits
-        self.client_index = client_index
-        self.status = Status.WAITING
-        self.finish_reason: FinishReason | None = None
-        self.admission, self.admitted_s = 0, 0.0
-        self.rank: Rank = ()
-        self.running_rank: Rank = ()
-        self.turn = 0  # changes whenever it begins or ceases to wait: entries of another turn are dead
-        self.num_preemptions = 0
-        self.num_reached_tokens = 0  # computed before it was preempted: from here on no token is recomputed
-        self.num_bypasses = 0  # later sequences that were admitted while this one was first in the queue
-        self.protected_until = 0  # number of tokens below which it cannot be displaced again
-        self.pending_start: SequenceStart | None = None  # for the first output
-        self.is_compiled = False  # the worker has compiled its grammar for the next admission
-
-        self.num_computed_tokens = self.num_cached_tokens = 0
-        self.num_kept_tokens = 0  # of the prompt, that later ones find
-        self.num_lost_tokens, self.lost_to = 0, ""  # not found, for want of something of this group
-        self.num_reported_positions = inputs.num_reported_positions  # of which the client has logprobs
-        self.tables: list[BlockTable] = []  # one for each group of layers; none before it was admitted
-        self.points: tuple[int, ...] = ()  # positions behind which later prompts may go on
-        self.num_slots = 0  # positions that have a place in each
-        self.num_swapped_tokens = 0  # computed tokens whose KV is on the host, while it is swapped out
-        self.block_keys: list[bytes] = []  # of the full blocks, as far as they were needed
-        self.tail_key: bytes | None = None  # of the prompt's tail; empty: none that others could have
 
     def held_blocks(self) -> Iterator[BlockId]:
         """Blocks of all its tables."""
