@@ -19,6 +19,7 @@ sequence that the draft model has not followed also has to win back the time of 
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from scheduler.draft_messages import DraftChoice, DraftReason
@@ -153,15 +154,13 @@ def _rounded(num_tokens: int) -> int:
     return -(-num_tokens // unit) * unit
 
 
+@dataclass(slots=True, eq=False)
 class _Record:
     """Rates of one sequence, and its latest offer."""
 
-    __slots__ = ("num_known", "offer", "rates")
-
-    def __init__(self, rates: Rates) -> None:
-        self.rates = rates
-        self.offer: tuple[int, ...] = ()
-        self.num_known = 0  # tokens of the sequence when the offer was made
+    rates: Rates
+    offer: tuple[int, ...] = ()
+    num_known: int = 0  # tokens of the sequence when the offer was made
 
 
 class Slot(NamedTuple):

@@ -1,5 +1,6 @@
 """Budget of one step: tokens, slots and tokens to look up."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from scheduler.sequence import Sequence
@@ -52,6 +53,7 @@ class StepLimit:
         self.max_tokens = max(min(self.max_tokens, num_tokens) // 2, 1)
 
 
+@dataclass(slots=True, eq=False)
 class SchedulingBudget:
     """Tokens to compute and slots to fill in the step being planned.
 
@@ -59,39 +61,23 @@ class SchedulingBudget:
     budget only falls.
     """
 
-    __slots__ = (
-        "has_chunks",
-        "num_decodes_ahead",
-        "num_prefills_ahead",
-        "num_set_aside",
-        "remaining_hashed_tokens",
-        "remaining_prefill_tokens",
-        "remaining_seqs",
-        "remaining_tokens",
-        "reserved_for",
-        "reserved_tokens",
-    )
-
-    def __init__(
-        self, limits: BudgetLimits, *, free_seqs: int, num_decodes: int, num_set_aside: int = 0
-    ) -> None:
-        self.remaining_tokens = limits.max_tokens
-        self.num_set_aside = num_set_aside
-        """Tokens for which there is memory, and that are left out to keep the pace of decodes."""
-        self.remaining_prefill_tokens = limits.max_prefill_tokens
-        """Most of these for prompts."""
-        self.has_chunks = False
-        self.remaining_seqs = free_seqs
-        """Slots for sequences that are not running yet."""
-        self.remaining_hashed_tokens = _MOST_HASHED_TOKENS
-        """Tokens whose keys may still be computed, to look them up; below 0 if the first took more."""
-        self.num_decodes_ahead = num_decodes
-        """Running sequences not yet planned that need one token each; it is set aside for them."""
-        self.num_prefills_ahead = 1
-        """Prompts that may still want a part of this step; counted where one may not take all of it."""
-        self.reserved_tokens = 0
-        self.reserved_for: Sequence | None = None
-        """Prefill that gets these tokens, whatever stands before it."""
+    remaining_tokens: int
+    remaining_prefill_tokens: int
+    """Most of these for prompts."""
+    remaining_seqs: int
+    """Slots for sequences that are not running yet."""
+    num_decodes_ahead: int
+    """Running sequences not yet planned that need one token each; it is set aside for them."""
+    num_set_aside: int = 0
+    """Tokens for which there is memory, and that are left out to keep the pace of decodes."""
+    has_chunks: bool = False
+    remaining_hashed_tokens: int = _MOST_HASHED_TOKENS
+    """Tokens whose keys may still be computed, to look them up; below 0 if the first took more."""
+    num_prefills_ahead: int = 1
+    """Prompts that may still want a part of this step; counted where one may not take all of it."""
+    reserved_tokens: int = 0
+    reserved_for: Sequence | None = None
+    """Prefill that gets these tokens, whatever stands before it."""
 
     def take_decode(self) -> None:
         self.remaining_tokens -= 1

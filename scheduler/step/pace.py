@@ -53,7 +53,7 @@ def budget_for_step(state: SchedulerState, limits: BudgetLimits, *, now_s: float
             limits = limits._replace(max_tokens=min(limits.max_tokens, most))
     free_seqs = config.max_num_seqs - queues.num_running
     num_set_aside = most_tokens - limits.max_tokens
-    return SchedulingBudget(limits, free_seqs=free_seqs, num_decodes=num_decodes, num_set_aside=num_set_aside)
+    return SchedulingBudget(*limits, free_seqs, num_decodes, num_set_aside)
 
 
 def encoder_slice_s(state: SchedulerState, plan: PlanDraft, owed_s: float) -> tuple[float, float]:

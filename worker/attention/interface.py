@@ -79,6 +79,7 @@ class AttentionOptions(NamedTuple):
     """The keys that are attended to; None: all."""
 
 
+@dataclass(slots=True, eq=False)
 class BlockTables:
     """The block tables of a step's R sequences, in tables of C rows that are kept between steps.
 
@@ -88,19 +89,13 @@ class BlockTables:
     of them needs the new part only.
     """
 
-    def __init__(
-        self,
-        block_ids_SCB: NDArray[np.int32],
-        rows_R: NDArray[np.int64],
-        num_blocks_SR: NDArray[np.int64],
-        generations_R: NDArray[np.int64],
-        longest: int,
-    ) -> None:
-        """Take in how many blocks each row has, and the most that a sequence of this step reads."""
-        self.block_ids_SCB, self.rows_R = block_ids_SCB, rows_R
-        self.num_blocks_SR, self.generations_R = num_blocks_SR, generations_R
-        self._longest = longest
-        self._gathered: dict[int, NDArray[np.int32]] = {}
+    block_ids_SCB: NDArray[np.int32]
+    rows_R: NDArray[np.int64]
+    num_blocks_SR: NDArray[np.int64]
+    generations_R: NDArray[np.int64]
+    longest: int
+    """Most blocks that a sequence of this step reads."""
+    _gathered: dict[int, NDArray[np.int32]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, block_tables: NDArray[np.int32]) -> "BlockTables":
@@ -124,7 +119,7 @@ class BlockTables:
     def gathered(self, stripe: int) -> NDArray[np.int32]:
         """Copy a stripe's tables side by side, [R, longest], once. Too slow for a long one among many."""
         if stripe not in self._gathered:
-            self._gathered[stripe] = self.block_ids_SCB[stripe][self.rows_R, : self._longest]
+            self._gathered[stripe] = self.block_ids_SCB[stripe][self.rows_R, : self.longest]
         return self._gathered[stripe]
 
 
