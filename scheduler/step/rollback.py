@@ -7,6 +7,7 @@ KV that earlier plans have computed stays where it is, and is found again where 
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from sys import maxsize
 
 from scheduler.messages import SchedulerOutput, SequenceId
@@ -15,24 +16,17 @@ from scheduler.step.scheduler_state import SchedulerState
 from scheduler.step.token_shares import TokenShares
 
 
+@dataclass(frozen=True, slots=True)
 class Rollback:
     """`plans` are all that were in flight: a later one is built on what the first was to compute.
 
     `sequences` are the unfinished ones.
     """
 
-    def __init__(
-        self,
-        state: SchedulerState,
-        shares: TokenShares,
-        plans: list[SchedulerOutput],
-        sequences: Mapping[SequenceId, Sequence],
-    ) -> None:
-        self._state = state
-        self._kv = state.kv
-        self._shares = shares
-        self._plans = plans
-        self._sequences = sequences
+    _state: SchedulerState
+    _shares: TokenShares
+    _plans: list[SchedulerOutput]
+    _sequences: Mapping[SequenceId, Sequence]
 
     def undo(self) -> list[SequenceId]:
         """Undo the plans.
@@ -49,7 +43,7 @@ class Rollback:
         for preemption in (preemption for plan in self._plans for preemption in plan.preemptions):
             seq = self._sequences.get(preemption.sequence_id)
             if seq is not None and seq.status is Status.SWAPPED:
-                self._kv.drop_copy(seq)
+                self._state.kv.drop_copy(seq)
                 self._state.queues.lose_copy(seq)
         return [sequence_id for plan in self._plans for sequence_id in plan.released] + requeued
 
@@ -58,14 +52,14 @@ class Rollback:
 
         Which block it was is unknown now.
         """
-        block_size = self._kv.block_size
+        block_size = self._state.kv.block_size
         return {
             share.sequence_id
             for plan in self._plans
             for share in plan.scheduled
             if share.sequence_id not in self._sequences
             and (
-                self._kv.has_state  # what it computed last may be found at its end
+                self._state.kv.has_state  # what it computed last may be found at its end
                 or share.start // block_size < (share.start + share.num_tokens) // block_size
             )
         }
@@ -84,12 +78,12 @@ class Rollback:
 
     def _requeue(self, seq: Sequence, start: int) -> bool:
         """Move it to the waiting queue, with the tokens that are known; False if it is there already."""
-        self._kv.index.forget(seq, start=start)
+        self._state.kv.index.forget(seq, start=start)
         seq.num_tokens = len(seq.token_ids)  # tokens that were being sampled never come
         if seq.status is not Status.RUNNING:
             return False
         seq.num_reached_tokens = max(seq.num_reached_tokens, min(start, seq.num_computed_tokens))
-        self._kv.free(seq)
+        self._state.kv.free(seq)
         self._shares.forget_extras(seq)
         self._state.queues.requeue(seq, Status.WAITING)
         seq.num_preemptions += 1
@@ -97,6 +91,6 @@ class Rollback:
 
     def _forget_copies(self, plan: SchedulerOutput) -> None:
         """Let no copy be found: it is unknown whether any of them was made."""
-        self._kv.forget_copies(plan.swap_out)
+        self._state.kv.forget_copies(plan.swap_out)
         for copy in (*plan.swap_in, *plan.copies):
-            self._kv.index.reuse_all((copy.target,))
+            self._state.kv.index.reuse_all((copy.target,))

@@ -8,7 +8,10 @@ Owns: one forward pass without an output layer, and the spans of its prompts.
 Shapes: T tokens, N prompts that end in this step, H hidden size, E size of the vectors.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
+from torch import Tensor
 
 from scheduler.messages import BlockId, SchedulerOutput, SequenceId
 from worker.attention.interface import AttentionBackend
@@ -21,23 +24,18 @@ from worker.steps.model_runner import BodyRunner
 from worker.steps.tokens import StepTokens
 
 
+@dataclass(frozen=True, slots=True)
 class DecoderPrompts:
     """PromptRunner of a decoder with the paged cache."""
 
-    def __init__(
-        self,
-        model: BodyRunner,
-        backend: AttentionBackend,
-        host_pool: HostPool,
-        readout: Readout,
-        device: Device,
-    ) -> None:
-        self._model = model
-        self._backend = backend
-        self._host_pool = host_pool
-        self._readout = readout
-        self._device = device
-        self.cut = readout.cut
+    _model: BodyRunner
+    _backend: AttentionBackend
+    _host_pool: HostPool
+    _readout: Readout
+    _device: Device
+
+    def cut(self, vector_E: Tensor, num_dimensions: int | None) -> Tensor:
+        return self._readout.cut(vector_E, num_dimensions)
 
     def copy_blocks(self, plan: SchedulerOutput) -> dict[BlockId, str]:
         return self._host_pool.swap(plan.swap_out, plan.swap_in, plan.copies)
