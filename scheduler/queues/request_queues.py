@@ -26,6 +26,9 @@ _running_rank_of = attrgetter("running_rank")
 # Service that a tenant must have had beyond another's before it gives up a place to it.
 _LEAST_LEAD = 64 * GENERATED_TOKEN_COST
 
+_REPORTED = [name for name in SequenceReport._fields if hasattr(Sequence, name)]
+"""Facts of a sequence that are reported as they are."""
+
 _ReasonOf = Callable[[Sequence, int], WaitReason]
 """Reason why a sequence waits, by the number ahead of it in the waiting queue."""
 
@@ -242,19 +245,10 @@ class RequestQueues:
         self, seq: Sequence, place: int, wait_reason: str, expected_start_s: float | None, now_s: float
     ) -> SequenceReport:
         return SequenceReport(
-            sequence_id=seq.sequence_id,
+            **{name: getattr(seq, name) for name in _REPORTED},
             state=seq.status.value,
             place=place,
-            priority=seq.priority,
-            rank=seq.rank,
-            tenant=seq.tenant,
-            num_prompt_tokens=seq.num_prompt_tokens,
-            num_output_tokens=seq.num_output_tokens,
-            num_computed_tokens=seq.num_computed_tokens,
-            num_blocks=seq.num_blocks,
             num_host_blocks=sum([len(table.host_ids) for table in seq.tables]),
-            num_preemptions=seq.num_preemptions,
-            num_bypasses=seq.num_bypasses,
             age_s=now_s - seq.admitted_s,
             wait_reason=wait_reason,
             expected_start_s=expected_start_s,
@@ -263,10 +257,6 @@ class RequestQueues:
                 for name, table in zip(self._group_names, seq.tables, strict=False)
                 if table.block_ids
             },
-            num_cached_tokens=seq.num_cached_tokens,
-            num_lost_tokens=seq.num_lost_tokens,
-            lost_to=seq.lost_to,
-            num_kept_tokens=seq.num_kept_tokens,
         )
 
     def _new_queue(self) -> _Queue:
