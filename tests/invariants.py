@@ -5,10 +5,30 @@ Owns: nothing. Reads what the scheduler holds, private state included.
 
 from collections import Counter
 
+from scheduler.blocks.pool import BlockPool
+from scheduler.blocks.prefix_cache import PrefixCache
 from scheduler.cache_groups import CacheGroup, LifetimeKind
 from scheduler.messages import BlockId, PromptComputation, SchedulerOutput
+from scheduler.queues.deadlines import Deadlines
+from scheduler.queues.waiting_queue import WaitingQueue
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence, Status
+
+
+def free_blocks(pool: BlockPool) -> list[BlockId]:
+    """Free blocks in the order in which they would be reused."""
+    return pool.next_free(pool.num_free)
+
+
+def published(cache: PrefixCache) -> dict[BlockId, bytes]:
+    """Keys by block."""
+    return dict(cache._key_by_block)
+
+
+def num_entries(queue: WaitingQueue | Deadlines) -> int:
+    """Entries in memory, of sequences that have gone too."""
+    heaps = (queue._heap, queue._unswept) if isinstance(queue, Deadlines) else queue.heaps()
+    return sum(map(len, heaps))
 
 
 def check_invariants(scheduler: Scheduler) -> None:
@@ -121,7 +141,7 @@ def num_encoder_tokens(scheduler: Scheduler) -> int:
 
 def _check_blocks(scheduler: Scheduler, running: list[Sequence]) -> None:
     pool = scheduler.kv.pool
-    free = pool.free_blocks()
+    free = free_blocks(pool)
     held: Counter[BlockId] = Counter(block for seq in running for block in seq.held_blocks())
     assert len(free) == len(set(free)) == pool.num_free, "the free list miscounts"
     assert not held.keys() & set(free), "a block is free and held"
@@ -135,8 +155,8 @@ def _check_blocks(scheduler: Scheduler, running: list[Sequence]) -> None:
         assert len(own) <= most, f"{seq} holds more than it reads"
         for group, table in zip(scheduler.config.groups, seq.tables, strict=True):
             if group.lifetime.kind is LifetimeKind.FIXED:
-                published = {block for cache in scheduler.kv.index.caches for block in cache.published()}
-                assert not published & set(table.block_ids), f"{seq}: others find a state that it moves on"
+                findable = {block for cache in scheduler.kv.index.caches for block in cache.blocks}
+                assert not findable & set(table.block_ids), f"{seq}: others find a state that it moves on"
                 assert all(held[block] == 1 for block in table.block_ids), f"{seq} shares its state"
 
 
@@ -152,7 +172,9 @@ def _check_group_uses(scheduler: Scheduler, running: list[Sequence]) -> None:
 def _check_swap_space(scheduler: Scheduler, waiting: list[Sequence]) -> None:
     space, block_size = scheduler.kv.swap_space, scheduler.config.block_size
     held = [block for seq in waiting for table in seq.tables for block in table.host_ids]
-    assert sorted(held + space.free_blocks()) == list(range(1, space.num_blocks + 1)), "a host block is lost"
+    assert sorted(held + free_blocks(space._pool)) == list(range(1, space.num_blocks + 1)), (
+        "a host block is lost"
+    )
     for seq in waiting:
         is_swapped = seq.status is Status.SWAPPED
         assert bool(seq.num_swapped_tokens) == is_swapped
@@ -160,17 +182,17 @@ def _check_swap_space(scheduler: Scheduler, waiting: list[Sequence]) -> None:
             end = 1 if group.lifetime.kind is LifetimeKind.FIXED else -(-seq.num_swapped_tokens // block_size)
             num_places = end - table.first if is_swapped else 0
             assert len(table.host_ids) == num_places * group.num_stripes
-    for group, kept in zip(scheduler.config.groups, space.kept(), strict=True):
-        _check_rows(group, kept)
+    for group, kept in zip(scheduler.config.groups, space._kept, strict=True):
+        _check_rows(group, published(kept))
 
 
 def _check_prefix_cache(scheduler: Scheduler, running: list[Sequence]) -> None:
-    found = [cache.published() for cache in scheduler.kv.index.caches]
-    blocks = [block for published in found for block in published]
+    found = [published(cache) for cache in scheduler.kv.index.caches]
+    blocks = [block for keys in found for block in keys]
     assert len(blocks) == len(set(blocks)), "a block is found in two groups"
     assert 0 not in blocks, "block 0, which is never handed out, can be found"
-    for index, (group, published) in enumerate(zip(scheduler.config.groups, found, strict=True)):
-        _check_rows(group, published)
+    for index, (group, keys) in enumerate(zip(scheduler.config.groups, found, strict=True)):
+        _check_rows(group, keys)
         for seq in running:
             table = seq.tables[index]
             num_full = seq.num_computed_tokens // scheduler.config.block_size - table.first

@@ -118,15 +118,6 @@ class BlockPool:
             self.num_free += 1
         self._last_passed = left
 
-    def free_blocks(self) -> list[BlockId]:
-        """Free blocks in the order in which they would be reused. O(free); for tests and invariants."""
-        blocks: list[BlockId] = []
-        block = self._after[_SENTINEL]
-        while block != _SENTINEL:
-            blocks.append(block)
-            block = self._after[block]
-        return blocks
-
     def _unlink(self, block: BlockId) -> None:
         before, after = self._before[block], self._after[block]
         if block == self._last_passed:

@@ -107,10 +107,6 @@ class PrefixCache:
         if self.journal is not None:
             self.journal.note_cleared(self.group)
 
-    def published(self) -> dict[BlockId, bytes]:
-        """Copy of the keys by block; for tests and invariants."""
-        return dict(self._key_by_block)
-
 
 class _AnyOf:
     """Blocks that one of several caches finds."""

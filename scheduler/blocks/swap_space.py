@@ -106,11 +106,3 @@ class SwapSpace:
         """Forget all content."""
         for kept in self._kept:
             kept.clear()
-
-    def free_blocks(self) -> list[BlockId]:
-        """Free blocks in the order in which they would be reused; for tests and invariants."""
-        return self._pool.free_blocks()
-
-    def kept(self) -> list[dict[BlockId, bytes]]:
-        """Copy of the keys by block, of each group; for tests and invariants."""
-        return [kept.published() for kept in self._kept]

@@ -30,11 +30,6 @@ class Deadlines:
         self._live: dict[int, Sequence] = {}
         self._num_living_entries = 0
 
-    @property
-    def num_entries(self) -> int:
-        """Entries in memory, of sequences that have ended too."""
-        return len(self._heap) + len(self._unswept)
-
     def add(self, seq: Sequence) -> None:
         """Note the limits of a sequence, once, when it is added."""
         if isinf(seq.time_limits.nearest_s):

@@ -29,11 +29,6 @@ class LazyHeap:
     def __len__(self) -> int:
         return self.num_live
 
-    @property
-    def num_entries(self) -> int:
-        """Living and dead entries."""
-        return len(self._heap) + len(self._unswept)
-
     def __iter__(self) -> Iterator[Sequence]:
         """Iterate in no particular order."""
         for entries in (self._heap, self._unswept):

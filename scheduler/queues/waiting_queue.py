@@ -29,11 +29,6 @@ class WaitingQueue:
         """Entries, as heaps that `walk` reads."""
         return self._heap.heaps()
 
-    @property
-    def num_entries(self) -> int:
-        """Entries in memory, of sequences that have gone too."""
-        return self._heap.num_entries
-
     def push(self, seq: Sequence) -> None:
         self._heap.push(seq.rank, seq)
 

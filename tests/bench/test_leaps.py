@@ -16,6 +16,7 @@ from bench.simulate.setup import Setup
 from bench.simulate.tally import Slo
 from scheduler.config import Batching, Fairness, PrefixCaching, SchedulerConfig, SchedulingPolicy
 from scheduler.scheduler import Scheduler
+from tests.invariants import free_blocks, published
 from tests.tiers import by_day
 
 _NUM_HISTORIES = 24
@@ -104,7 +105,7 @@ def schedulers(monkeypatch: pytest.MonkeyPatch) -> list[Scheduler]:
 
 def blocks(scheduler: Scheduler) -> tuple[Any, ...]:
     """Blocks in the order in which they would be reused, and what they hold."""
-    return scheduler.kv.pool.free_blocks(), scheduler.kv.index.main_cache.published()
+    return free_blocks(scheduler.kv.pool), published(scheduler.kv.index.main_cache)
 
 
 OF_TWO_KINDS = {

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.blocks.pool import BlockPool
+from tests.invariants import free_blocks
 
 KINDS = st.sampled_from(["take", "share", "put first", "put last", "pass"])
 ACTIONS = st.lists(st.tuples(KINDS, st.integers(0, 99)))
@@ -56,7 +57,7 @@ def test_the_free_list_is_a_list_from_whose_middle_blocks_may_leave(
             for number, block in enumerate(given_up):
                 if block not in held and block not in given_up[number + 1 :]:
                     put(block, front, back, action)
-        assert pool.free_blocks() == front + back
+        assert free_blocks(pool) == front + back
         assert pool.num_free == len(front) + len(back)
         assert all(pool.num_references(block) == held.count(block) for block in range(1, num_blocks + 1))
 

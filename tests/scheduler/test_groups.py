@@ -13,6 +13,7 @@ from scheduler.prefix_keys import JournalContent, PrefixJournal, prompt_keys, ro
 from scheduler.routing.engine_view import EngineSize, EngineView
 from scheduler.scheduler import NeverFits
 from tests.fakes import continuation, make_sequence
+from tests.invariants import published
 from tests.world import World, small_config
 
 FULL = CacheGroup(ALL_TOKENS, 1)
@@ -409,8 +410,8 @@ def test_routers_outside_are_told_of_each_group_but_a_state() -> None:
             elif isinstance(event, BlockRemoved):
                 known[event.group_idx] -= {*event.block_hashes}
         for group, hashes in known.items():
-            published = world.scheduler.kv.index.caches[group or 0].published()
-            assert hashes == {block_hash(key) for key in published.values()}
+            keys = published(world.scheduler.kv.index.caches[group or 0])
+            assert hashes == {block_hash(key) for key in keys.values()}
     assert kinds == {0: ("sliding_window", 8), 1: ("full_attention", None)}
 
 

@@ -6,6 +6,7 @@ from scheduler.blocks.swap_space import SwapSpace
 from scheduler.config import HostTier, PreemptionMode, SchedulingPolicy
 from scheduler.messages import PreemptionCause, SequenceId
 from tests.fakes import continuation, make_sequence
+from tests.invariants import free_blocks, published
 from tests.world import World, small_config
 
 SHARED = list(range(1, 13))  # three blocks of four
@@ -139,7 +140,7 @@ def test_with_every_host_block_held_nothing_is_kept() -> None:
     space.publish(0, b"held", (held[0],))
     space.give_back(held)
     assert space.find(0, b"held") == (held[0],)
-    assert space.free_blocks() == [held[1], held[0]], "what can be found is reused last"
+    assert free_blocks(space._pool) == [held[1], held[0]], "what can be found is reused last"
 
 
 def test_a_preempted_sequence_takes_the_place_of_kept_prefixes() -> None:
@@ -147,7 +148,7 @@ def test_a_preempted_sequence_takes_the_place_of_kept_prefixes() -> None:
     world.add(make_sequence(1, [*SHARED, 50], max_tokens=1))
     world.run()
     evict(world, number=2)
-    assert len(world.scheduler.kv.swap_space.kept()[0]) == 3
+    assert len(published(world.scheduler.kv.swap_space._kept[0])) == 3
     world.add(make_sequence(3, prompt(7, 3), max_tokens=8), make_sequence(4, prompt(7, 4), max_tokens=6))
     while not world.num_preemptions():
         world.step()

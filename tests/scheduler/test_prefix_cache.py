@@ -7,6 +7,7 @@ from scheduler.blocks.kv_cache_manager import AllocationStatus, KVCacheManager
 from scheduler.messages import ModelRunnerOutput, SequenceId
 from scheduler.scheduler import Scheduler
 from tests.fakes import continuation, make_sequence
+from tests.invariants import free_blocks
 from tests.world import World, small_config
 
 SHARED = list(range(1, 13))  # three blocks of four
@@ -126,11 +127,11 @@ def test_free_hits_count_as_needed_and_a_refusal_changes_nothing() -> None:
     world.run()
     world.add(make_sequence(2, [90, 91, 92, 93, 94], max_tokens=4))
     world.step()
-    before = world.scheduler.kv.pool.free_blocks()
+    before = free_blocks(world.scheduler.kv.pool)
     wants_three = make_sequence(3, [*SHARED[:8], 2])  # two cached but unreferenced, one fresh: two are free
     kv = world.scheduler.kv
     assert kv.can_allocate(kv.demand(wants_three), num_running=1) is AllocationStatus.LATER
-    assert world.scheduler.kv.pool.free_blocks() == before
+    assert free_blocks(world.scheduler.kv.pool) == before
     assert wants_three.num_blocks == 0
 
 
@@ -155,6 +156,6 @@ def test_blocks_without_reusable_content_are_reused_before_cached_ones() -> None
     first, second = seq.tables[0].block_ids
     kv.index.publish(seq, 0, 6)
     kv.free(seq)
-    order = kv.pool.free_blocks()
+    order = free_blocks(kv.pool)
     assert order[0] == second, "half full: worth nothing"
     assert order[-1] == first

@@ -6,6 +6,7 @@ from scheduler.config import Displacement, Fairness, SchedulingPolicy
 from scheduler.messages import FinishReason, PreemptionCause, SequenceId, TimeLimits
 from scheduler.step.preemption import PROTECTED_TOKENS
 from tests.fakes import continuation, make_sequence
+from tests.invariants import num_entries
 from tests.world import World, shares, small_config
 
 
@@ -244,7 +245,7 @@ def test_deadlines_of_ended_sequences_do_not_pile_up() -> None:
     for i in range(2000):
         world.add(make_sequence(i, [1], max_tokens=1, time_limits=TimeLimits(total_s=1e9)))
         world.step()
-    assert world.scheduler._deadlines.num_entries < 100
+    assert num_entries(world.scheduler._deadlines) < 100
     assert not world.scheduler._deadlines._live, "their prompts would stay in memory"
 
 
@@ -255,11 +256,11 @@ def test_no_end_pays_for_the_deadlines_of_all_who_ended_before() -> None:
         world.add(make_sequence(i, [1], max_tokens=1, time_limits=TimeLimits(total_s=1e9 + i % 7)))
     most = 0
     for i in range(1000):
-        before = deadlines.num_entries
+        before = num_entries(deadlines)
         world.scheduler.finish_requests([SequenceId(i)], FinishReason.ABORTED)
-        most = max(most, before - deadlines.num_entries)
+        most = max(most, before - num_entries(deadlines))
     assert most <= 4
-    assert deadlines.num_entries < 100
+    assert num_entries(deadlines) < 100
 
 
 def test_aborting_among_many_who_wait_keeps_the_queue_small() -> None:
@@ -271,7 +272,7 @@ def test_aborting_among_many_who_wait_keeps_the_queue_small() -> None:
     for i in range(1, 500):
         world.scheduler.finish_requests([SequenceId(i)], FinishReason.ABORTED)
     assert world.scheduler.get_request_counts() == (1, 0, 0)
-    assert world.scheduler._queues.waiting.num_entries < 100
+    assert num_entries(world.scheduler._queues.waiting) < 100
 
 
 @pytest.mark.parametrize("priority", [0, 9])
@@ -305,8 +306,8 @@ def test_no_single_abort_among_many_pays_for_the_others() -> None:
         world.scheduler.add_request(make_sequence(number, [1]), now_s=0.0)
     waiting = world.scheduler._queues.waiting
     for number in range(1, 3000):
-        before = waiting.num_entries
+        before = num_entries(waiting)
         world.scheduler.finish_requests([SequenceId(number)], FinishReason.ABORTED)
-        assert before - waiting.num_entries < 10
-        assert waiting.num_entries <= 2 * len(waiting) + 200 or number < 2900
-    assert waiting.num_entries < 200
+        assert before - num_entries(waiting) < 10
+        assert num_entries(waiting) <= 2 * len(waiting) + 200 or number < 2900
+    assert num_entries(waiting) < 200

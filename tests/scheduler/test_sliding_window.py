@@ -14,6 +14,7 @@ from scheduler.group_places import most_blocks, places_of
 from scheduler.messages import FinishReason, SequenceId
 from scheduler.scheduler import NeverFits
 from tests.fakes import continuation, make_sequence
+from tests.invariants import published
 from tests.world import World, small_config, windows_of
 
 
@@ -99,7 +100,7 @@ def test_a_gap_in_what_the_window_reaches_is_no_hit() -> None:
     world.add(make_sequence(1, [*tokens, 5], max_tokens=1))
     world.run()
     cache = world.scheduler.kv.index.main_cache
-    seventh = {key: block for block, key in cache.published().items()}
+    seventh = {key: block for block, key in published(cache).items()}
     keys = make_sequence(9, [*tokens, 6])
     world.scheduler.kv.demand(keys)
     cache.forget_all([seventh[keys.block_keys[6]]])

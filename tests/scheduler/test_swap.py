@@ -7,6 +7,7 @@ import pytest
 from scheduler.config import PreemptionMode, PrefixCaching, SchedulingPolicy
 from scheduler.messages import FinishReason, SequenceId, TimeLimits
 from tests.fakes import continuation, make_sequence
+from tests.invariants import free_blocks
 from tests.world import World, small_config
 
 
@@ -170,5 +171,5 @@ def test_blocks_are_copied_out_in_the_order_in_which_others_get_them(caching: Pr
     assert len(sources) == 4
     taken = [block for (blocks,) in plan.new_blocks.values() for block in blocks]
     assert sources[: len(taken)] == taken, "written by this very plan"
-    left = [block for block in world.scheduler.kv.pool.free_blocks() if block in sources]
+    left = [block for block in free_blocks(world.scheduler.kv.pool) if block in sources]
     assert sources[len(taken) :] == left

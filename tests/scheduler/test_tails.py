@@ -7,6 +7,7 @@ from scheduler.config import PrefixCaching
 from scheduler.messages import BlockCopy, SequenceId
 from scheduler.sequence import Sequence
 from tests.fakes import continuation, make_sequence
+from tests.invariants import free_blocks
 from tests.world import World, shares, small_config
 
 PROMPT = list(range(1, 12))  # two full blocks of four, and a tail of two tokens before the last
@@ -134,4 +135,4 @@ def test_the_source_of_a_copy_is_given_to_nobody_before_the_plan_is_complete() -
     kv.allocate(third, kv.demand(third))
     assert source not in third.tables[0].block_ids
     kv.complete_plan()
-    assert kv.pool.free_blocks()[0] == source
+    assert free_blocks(kv.pool)[0] == source

@@ -26,6 +26,7 @@ from scheduler.prefix_keys import (
 )
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence
+from tests.invariants import published
 
 CONFIG = SchedulerConfig(
     max_num_seqs=4, max_num_batched_tokens=64, num_blocks=24, block_size=4, max_model_len=64, max_adapters=2
@@ -151,7 +152,7 @@ class Engine:
         return changes
 
     def found(self) -> set[bytes]:
-        return set(self.scheduler.kv.index.main_cache.published().values()) - self.private
+        return set(published(self.scheduler.kv.index.main_cache).values()) - self.private
 
 
 @pytest.fixture
