@@ -230,10 +230,6 @@ class Scheduler:
         """Yield what `report` returns when the first is asked for, and None for others before the page."""
         return self._queues.reports(page, self._planner.reason_of, now_s=now_s)
 
-    def tenant_service(self) -> dict[str, float]:
-        """Service of each tenant so far, by cost; empty without fairness."""
-        return self._queues.tenant_service()
-
     def running_sequences(self) -> list[Sequence]:
         """Running sequences in the order in which they are served.
 
@@ -244,10 +240,6 @@ class Scheduler:
     def waiting_sequences(self) -> list[Sequence]:
         """Waiting sequences, swapped ones and those whose grammar is compiled too; in no particular order."""
         return self._queues.all_waiting()
-
-    def plans_in_flight(self) -> list[SchedulerOutput]:
-        """Plans without a result, oldest first."""
-        return list(self._in_flight)
 
     @property
     def has_unfinished_requests(self) -> bool:

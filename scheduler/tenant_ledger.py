@@ -4,7 +4,6 @@ Owns: the service that each tenant had, at each level of priority, and the cost 
 Source: VTC, "Fairness in Serving Large Language Models" (OSDI 2024).
 """
 
-from collections import Counter
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Protocol
@@ -60,14 +59,6 @@ class TenantAccounts:
     def charge(self, account: Account, cost: float) -> None:
         """Count service."""
         self._ledgers[self._level(account.priority)].charge(account.tenant, cost)
-
-    @property
-    def tenants(self) -> dict[str, float]:
-        """Service by tenant, of all levels."""
-        together: Counter[str] = Counter()
-        for ledger in self._ledgers.values():
-            together.update(ledger.tenants)
-        return dict(together)
 
 
 class TenantLedger:
@@ -142,8 +133,3 @@ class TenantLedger:
         if len(kept) > 2 * len(self._num_unfinished) + _MAX_IDLE_COUNTERS:
             kept = {name: self._service[name] for name in self._num_unfinished}
         self._service = kept
-
-    @property
-    def tenants(self) -> dict[str, float]:
-        """Copy of the service by tenant."""
-        return dict(self._service)

@@ -25,6 +25,15 @@ def published(cache: PrefixCache) -> dict[BlockId, bytes]:
     return dict(cache._key_by_block)
 
 
+def tenant_service(scheduler: Scheduler) -> dict[str, float]:
+    """Service of each tenant so far, by cost, of all levels of priority."""
+    accounts, together = scheduler._queues._accounts, Counter[str]()
+    assert accounts is not None, "no fairness"
+    for ledger in accounts._ledgers.values():
+        together.update(ledger._service)
+    return dict(together)
+
+
 def num_entries(queue: WaitingQueue | Deadlines) -> int:
     """Entries in memory, of sequences that have gone too."""
     heaps = (queue._heap, queue._unswept) if isinstance(queue, Deadlines) else queue.heaps()
@@ -110,7 +119,7 @@ def _check_compilations(scheduler: Scheduler, waiting: list[Sequence]) -> None:
 
 
 def _check_in_flight(scheduler: Scheduler, sequences: list[Sequence]) -> None:
-    plans = scheduler.plans_in_flight()
+    plans = list(scheduler._in_flight)
     assert len(plans) <= scheduler.config.max_plans_in_flight
     num_samples = Counter(share.sequence_id for plan in plans for share in plan.scheduled if share.samples)
     for seq in sequences:

@@ -142,7 +142,7 @@ class World:
             self._late.append((plan, self.worker.launch(plan)))
         except StepOutOfMemory:
             self.learn_all()
-            if self.scheduler.plans_in_flight():  # else it was taken back with an earlier one
+            if self.scheduler._in_flight:  # else it was taken back with an earlier one
                 self._take_back()
 
     def _take_back(self) -> None:

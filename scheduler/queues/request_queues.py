@@ -190,10 +190,6 @@ class RequestQueues:
         """Put generated tokens on a tenant's account, if there are accounts."""
         self.charge(seq, GENERATED_TOKEN_COST * num_tokens)
 
-    def tenant_service(self) -> dict[str, float]:
-        """Service of each tenant so far, by cost; empty without fairness."""
-        return {} if self._accounts is None else self._accounts.tenants
-
     def over_served(self, seq: Sequence) -> list[Sequence]:
         """Running sequences of tenants that had far more than the tenant of `seq`, of the same priority."""
         level = self._order.level

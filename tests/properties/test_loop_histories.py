@@ -134,9 +134,9 @@ class Play:
                 break
         else:
             raise AssertionError("somebody never ends")
-        for _ in self.scheduler.plans_in_flight():
+        for _ in list(self.scheduler._in_flight):
             self.loop.turn()
-        assert not self.scheduler.plans_in_flight()
+        assert not list(self.scheduler._in_flight)
         return self
 
     def receive(self, *, wait_s: float) -> list[ToEngine]:

@@ -283,7 +283,7 @@ def check_ends(world: World, accepted: dict[int, Arrive]) -> None:
     assert world.scheduler.kv.pool.num_used == 0
     assert world.scheduler.get_request_counts() == (0, 0, 0)
     assert world.scheduler.kv.swap_space.num_used == 0
-    assert not world.scheduler.plans_in_flight()
+    assert not list(world.scheduler._in_flight)
     assert not world.scheduler._shares.encoder_cache._held
     assert not world.scheduler._drafts.offers
 

@@ -13,6 +13,7 @@ from scheduler.messages import FinishReason, PreemptionCause, SequenceId
 from scheduler.scheduler import Scheduler
 from scheduler.tenant_ledger import GENERATED_TOKEN_COST, PROMPT_TOKEN_COST, TenantLedger
 from tests.fakes import continuation, make_sequence
+from tests.invariants import tenant_service
 from tests.tiers import by_day
 from tests.world import World, shares, small_config
 
@@ -146,7 +147,7 @@ def test_tenants_that_come_and_go_leave_no_counter_behind() -> None:
     for i in range(300):
         world.add(make_sequence(i, prompt(i), tenant=f"tenant {i}", max_tokens=1))
     world.run()
-    assert world.scheduler.tenant_service() == {}
+    assert tenant_service(world.scheduler) == {}
 
 
 def test_counters_stay_few_though_somebody_is_always_there() -> None:
@@ -156,7 +157,7 @@ def test_counters_stay_few_though_somebody_is_always_there() -> None:
         world.scheduler.add_request(make_sequence(i, [1, 2], tenant=f"{i}", max_tokens=1), now_s=0.0)
         world.tokens[SequenceId(i)] = []
         world.scheduler.finish_requests([SequenceId(i)], FinishReason.ABORTED)
-    assert len(world.scheduler.tenant_service()) <= 1100
+    assert len(tenant_service(world.scheduler)) <= 1100
 
 
 def test_a_newcomer_is_lifted_to_the_least_served_whoever_came_and_left_before() -> None:
@@ -166,7 +167,7 @@ def test_a_newcomer_is_lifted_to_the_least_served_whoever_came_and_left_before()
     for _ in range(20_000):
         tenant = f"tenant {random.randrange(3000)}"
         if random.random() < 0.5:
-            had, least = ledger.tenants.get(tenant, 0.0), min(map(ledger.service, here), default=0.0)
+            had, least = ledger._service.get(tenant, 0.0), min(map(ledger.service, here), default=0.0)
             is_new = tenant not in here
             ledger.join(tenant)
             here.append(tenant)
@@ -250,7 +251,7 @@ def test_tenants_that_take_turns_get_equal_service_and_turns_are_worth_their_pri
         world.add(make_sequence(i, [i] * 40, max_tokens=200, tenant="ab"[i % 2 if i > 4 else 0]))
     for _ in range(600 // num_places):
         world.step()
-        service = world.scheduler.tenant_service()
+        service = tenant_service(world.scheduler)
         assert abs(service["a"] - service["b"]) < 128 + 240 * (num_places + 1) + 2 * 8 * num_places
     num_tokens = sum(len(tokens) for tokens in world.tokens.values())
     assert world.num_preemptions(PreemptionCause.FAIRNESS) <= num_tokens // 64

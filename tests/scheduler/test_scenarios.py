@@ -225,7 +225,7 @@ def test_nothing_is_kept_of_whoever_has_ended_however_it_ended(end: str) -> None
     world.run()
     scheduler = world.scheduler
     assert world.ended.keys() == {1, 2, 3}
-    left = [scheduler._sequences, scheduler._outputs, scheduler.plans_in_flight()]
+    left = [scheduler._sequences, scheduler._outputs, list(scheduler._in_flight)]
     left += [scheduler.running_sequences(), scheduler.waiting_sequences()]
     left += [scheduler._drafts.offers, scheduler._shares.encoder_cache._held]
     assert not any(left)
