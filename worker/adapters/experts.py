@@ -24,6 +24,7 @@ from worker.worker_errors import AdapterRefused, WorkerError
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 _NESTED = ".base_layer"
+_FIRST_WITH_OUTPUTS_FIRST = (0, 19)
 # Names of an expert's own modules: gate, up, down.
 _MODULES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 
@@ -36,6 +37,8 @@ class ExpertsSize(NamedTuple):
     hidden_size: int
     is_concatenated: bool
     """Whether all ups follow all gates in the tensors of a checkpoint; otherwise each follows its gate."""
+    is_transposed: bool
+    """Whether inputs come before outputs there."""
 
     def layers(self, name: str) -> dict[str, tuple[int, int]]:
         """Return outputs and inputs of each expert's two layers."""
@@ -63,12 +66,29 @@ class ExpertsSize(NamedTuple):
             whole = found.low_rank(f"{name}.{part}", settings, times=self.num_experts)
             down_ERK = whole.down_RK.reshape(self.num_experts, -1, whole.down_RK.shape[1])
             up_ENR = whole.up_NR.reshape(len(whole.up_NR), -1, self.num_experts).permute(2, 0, 1)
+            if self._is_crosswise(name, part, whole, settings):
+                down_ERK, up_ENR = up_ENR.transpose(1, 2), down_ERK.transpose(1, 2)
             if part == GATE_UP and not self.is_concatenated:
                 up_ENR = torch.cat([up_ENR[:, ::2], up_ENR[:, 1::2]], dim=1)
             for expert in range(self.num_experts):
                 update = LowRank(down_ERK[expert], up_ENR[expert], whole.scale)
                 updates[f"{name}.{expert}.{part}"] = update
         return updates
+
+    def _is_crosswise(self, name: str, part: str, whole: LowRank, settings: AdapterSettings) -> bool:
+        """Tell whether the halves are transposed: peft before 0.19 took outputs for inputs.
+
+        Raises AdapterRefused where neither their shapes nor a version say it.
+        """
+        outputs, inputs = self.layers(name)[f"{name}.0.{part}"]
+        if self.is_transposed or outputs != inputs:
+            return not self.is_transposed and (whole.down_RK.shape[1], len(whole.up_NR)) == (outputs, inputs)
+        if settings.peft_version is None:
+            raise AdapterRefused(
+                f"{name}.{part} has as many inputs as outputs, which peft before 0.19 stored the other way "
+                "round, and adapter_config.json has no peft_version"
+            )
+        return settings.peft_version < _FIRST_WITH_OUTPUTS_FIRST
 
     def _take_modules(
         self, name: str, halves: dict[str, Halves], settings: AdapterSettings
@@ -110,7 +130,11 @@ def size_experts(module: Any) -> ExpertsSize:
         raise Unrecognised("some of its experts return what they are given")
     gate_up = experts.gate_up(0)
     return ExpertsSize(
-        experts.num_experts, gate_up.num_outputs // 2, gate_up.num_inputs, bool(module.is_concatenated)
+        experts.num_experts,
+        gate_up.num_outputs // 2,
+        gate_up.num_inputs,
+        bool(module.is_concatenated),
+        bool(module.is_transposed),
     )
 
 

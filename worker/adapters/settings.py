@@ -25,12 +25,13 @@ _MAX_LAYER_WORDS = 16
 _MAX_PATTERNS_S = 0.1
 """Processor time for the patterns of an adapter, compiled and asked for each layer: steps wait meanwhile."""
 _LAYER = re.compile(r".*\.[^.]*\.(\d+)\.")
+_VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})")
 _ALL = "all-linear"
 
 # Keys that say where an adapter comes from or how it was trained, and nothing about its result.
 _WITHOUT_EFFECT = frozenset(
     {
-        *("auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout", "peft_version"),
+        *("auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout"),
         *("revision", "task_type", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
         *("megatron_config", "megatron_core", "qalora_group_size", "runtime_config", "fan_in_fan_out"),
         *("velora_config", "ensure_weight_tying"),
@@ -40,7 +41,7 @@ _READ = frozenset(
     {
         *("peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "bias"),
         *("rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern", "init_lora_weights"),
-        *("target_parameters",),
+        *("target_parameters", "peft_version"),
     }
 )
 # Beginnings that change the base's weights: the update alone would be added to the wrong ones.
@@ -123,6 +124,8 @@ class AdapterSettings:
     ranks: ByName[int]
     alphas: ByName[float]
     patterns: Patterns
+    peft_version: tuple[int, int] | None
+    """First two numbers of the version that wrote it, where it says so."""
     renamed: tuple[str, str] = ("", "")
     """Beginnings of names here and in the adapter, where it was trained on the sister class."""
 
@@ -197,7 +200,13 @@ def read_settings(config: dict[str, Any]) -> AdapterSettings:
         ranks=_by_pattern(config, "rank_pattern", _rank, patterns),
         alphas=_by_pattern(config, "alpha_pattern", _number, patterns),
         patterns=patterns,
+        peft_version=_version(config.get("peft_version")),
     )
+
+
+def _version(value: object) -> tuple[int, int] | None:
+    found = _VERSION.match(value) if isinstance(value, str) else None
+    return None if found is None else (int(found[1]), int(found[2]))
 
 
 def _refuse_changes_of_the_base(config: dict[str, Any]) -> None:

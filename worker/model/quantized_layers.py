@@ -134,6 +134,7 @@ class QuantizedExperts(nn.Module):
         self.num_experts: int = replaced.down_proj.shape[0]
         self.dtype: torch.dtype = replaced.down_proj.dtype
         self.is_concatenated: bool = replaced.is_concatenated
+        self.is_transposed: bool = replaced.is_transposed
         self.first_parameter = _first_parameter(replaced)
         self.kind = ""
         self._replaced = [replaced.to("meta")]  # in a list, so that it is no child; for its gate

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from scheduler.messages import SequenceId
+from tests.checkpoints import make_checkpoint
 from tests.quantized_checkpoints import write_quantized
 from tests.tiers import by_day
 from tests.worker.adapters.test_adapted_models import LAYERS_OF, PROMPT, SCORED, load_with, scores
@@ -110,6 +111,42 @@ def test_updates_of_experts_compute_what_pefts_model_does(
     base = checkpoints(family)
     tuned = make(base, tmp_path / "tuned", r=4, **OF_EXPERTS[case])
     check(base, tmp_path / "tuned", tuned, cpu_kernels=kernels)
+
+
+def transpose_halves(folder: Path, num_experts: int, version: str | None) -> None:
+    """Store updates of experts as peft before 0.19 did, which took the outputs of a matrix for its inputs."""
+    tensors = load_file(folder / "adapter_model.safetensors")
+    for name in [each for each in tensors if ".experts." in each and "lora_A" in each]:
+        other = name.replace("lora_A", "lora_B")
+        down, up = tensors[name], tensors[other]
+        down_ERK = down.reshape(num_experts, -1, down.shape[1])
+        up_NRE = up.reshape(len(up), -1, num_experts)
+        tensors[name] = up_NRE.permute(2, 1, 0).reshape(down.shape[0], -1).contiguous()
+        tensors[other] = down_ERK.permute(2, 1, 0).reshape(-1, up.shape[1]).contiguous()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "peft_version": version}))
+
+
+def test_updates_of_experts_from_before_their_halves_changed_places(
+    checkpoints: MakeCheckpoint, tmp_path: Path
+) -> None:
+    base, folder = checkpoints("qwen3_moe"), tmp_path / "tuned"
+    tuned = make(base, folder, r=4, **OF_EXPERTS["all"])
+    transpose_halves(folder, tuned.config.num_experts, None)
+    check(base, folder, tuned)
+
+
+def test_updates_of_square_experts_are_read_by_the_version_of_peft(tmp_path: Path) -> None:
+    base = make_checkpoint("qwen3_moe", tmp_path / "base", moe_intermediate_size=64)
+    folder = tmp_path / "tuned"
+    tuned = make(base, folder, r=4, **OF_EXPERTS["the way down, rank-stabilized"])
+    check(base, folder, tuned)
+    transpose_halves(folder, tuned.config.num_experts, "0.18.1")
+    check(base, folder, tuned)
+    transpose_halves(folder, tuned.config.num_experts, None)
+    with pytest.raises(StartupError, match=r"as many inputs as outputs, .* has no peft_version"):
+        load_with(base, folder)
 
 
 def test_experts_of_sequences_that_are_computed_alone_take_updates(
