@@ -57,8 +57,11 @@ def config_overrides(text: str | None) -> dict[str, Any]:
 
 
 def merged(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge objects key by key, and replace other values; null takes a key away."""
+    """Merge objects key by key, and replace other values; null takes a key away. Raises StartupError."""
     result = dict(content)
+    parameters = result.get("rope_parameters")
+    if isinstance(overrides.get("rope_scaling"), dict) and isinstance(parameters, dict) and parameters:
+        overrides = _with_new_name(overrides, parameters)
     for key, value in overrides.items():
         if value is None:
             result.pop(key, None)
@@ -67,6 +70,20 @@ def merged(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
         else:
             result[key] = value
     return result
+
+
+def _with_new_name(overrides: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Name rope_scaling as newer files do, where it would replace the base of all angles too."""
+    scaling = dict(overrides["rope_scaling"])
+    if any(isinstance(each, dict) for each in parameters.values()):
+        raise StartupError(
+            f"{_CONFIG_FLAG} sets rope_scaling, and config.json has rope_parameters for each kind of layers",
+            fix='name the kind: {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 2}}}',
+        )
+    if "type" in scaling:
+        scaling.setdefault("rope_type", scaling.pop("type"))
+    others = {key: value for key, value in overrides.items() if key != "rope_scaling"}
+    return {**others, "rope_parameters": merged(scaling, others.get("rope_parameters") or {})}
 
 
 def in_known_family(content: dict[str, Any]) -> dict[str, Any]:

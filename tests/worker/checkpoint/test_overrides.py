@@ -38,6 +38,20 @@ def test_values_are_merged_key_by_key_and_null_takes_one_away() -> None:
     assert content["rope"] == {"x": 1, "y": 2}
 
 
+@pytest.mark.parametrize("kind", ["type", "rope_type"])
+def test_rope_scaling_keeps_the_other_parameters_of_newer_files(kind) -> None:
+    content = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    overrides = config_overrides(f'{{"rope_scaling": {{"{kind}": "yarn", "factor": 2.0}}}}')
+    found = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e6}
+    assert merged(content, overrides) == {"rope_parameters": found}
+    assert merged({"text_config": content}, {"text_config": overrides}) == {
+        "text_config": {"rope_parameters": found}
+    }
+    assert merged({"rope_theta": 1e6}, overrides) == {"rope_theta": 1e6, **overrides}
+    with pytest.raises(StartupError, match="for each kind of layers"):
+        merged({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, overrides)
+
+
 @pytest.mark.parametrize("key", ["auto_map", "model_type", "quantization_config"])
 def test_what_the_checkpoint_is_cannot_be_overridden(key) -> None:
     with pytest.raises(StartupError, match=key):
