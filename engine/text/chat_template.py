@@ -198,7 +198,7 @@ def _configured_templates(folder: Path) -> dict[str, str]:
 
 def _templates_by_name(path: Path, found: Any) -> dict[str, str]:
     try:
-        templates = {entry["name"]: entry["template"] for entry in found}
+        templates = found if isinstance(found, dict) else {each["name"]: each["template"] for each in found}
     except (TypeError, KeyError) as error:
         raise TokenizerError(
             f"{path}: chat_template is neither a text nor a list of named texts", "correct or remove it"

@@ -408,6 +408,8 @@ def test_the_template_file_comes_before_the_one_in_the_configuration(tmp_path: P
     named = [{"name": "rag", "template": "rag"}, {"name": "default", "template": "named"}]
     config.write_text(json.dumps({"chat_template": named}))
     assert load() == "named"
+    config.write_text(json.dumps({"chat_template": {"rag": "rag", "default": "named too"}}))
+    assert load() == "named too"
     config.write_text(json.dumps({"chat_template": "configured"}))
     assert load() == "configured"
     (tmp_path / "chat_template.jinja").write_text("filed", encoding="utf-8")
