@@ -31,7 +31,14 @@ from worker.checkpoint.task_choice import generating_class
 from worker.devices.lazy_imports import load_shapes
 from worker.devices.trial import first_line
 from worker.devices.weight_life import is_out_of_memory
-from worker.load.model_kind import NO_PAGED_ATTENTION, ModelKind, model_config_of, refuse_layers, torch_dtype
+from worker.load.model_kind import (
+    NO_PAGED_ATTENTION,
+    ModelKind,
+    dtype_name,
+    model_config_of,
+    refuse_layers,
+    torch_dtype,
+)
 from worker.load.quantized_loading import (
     QuantizedModules,
     arguments_of,
@@ -59,6 +66,7 @@ def build_model(kind: ModelKind, dtype: str, files: list[WeightFile]) -> tuple[A
     modules = None if kind.quantization is None else find_quantized(kind.quantization, files)
     _quieten()
     state = _read_state(files, torch_dtype(dtype, kind))
+    is_of_files = state is None and dtype_name(dtype, kind.checkpoint_config) is None
     with in_plain_words(kind.folder):
         model_config = model_config_of(kind, files)
         _refuse_layers(kind, model_config)
@@ -66,7 +74,7 @@ def build_model(kind: ModelKind, dtype: str, files: list[WeightFile]) -> tuple[A
             _class_of(kind, model_config, state),
             kind.folder if state is None else None,
             config=without_quantization(model_config),
-            dtype=torch_dtype(dtype, kind) if state is not None or dtype != "auto" else dtype,
+            dtype=dtype if is_of_files else torch_dtype(dtype, kind),
             attn_implementation=ATTENTION_NAME if kind.is_paged else None,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are refused below, by name

@@ -23,6 +23,7 @@ from worker.worker_errors import FamilyRefused, StartupError
 
 NO_PAGED_ATTENTION = "has attention of its own that a paged KV cache cannot be put under"
 _NEEDS_TIMM = "TimmWrapperModel"
+_FLOATS = ("float64", "float32", "bfloat16", "float16")
 _SUPPORTED_LAYERS = frozenset({FULL_LAYER, SLIDING_LAYER, CHUNKED_LAYER, *INDEXED_LAYERS})
 
 
@@ -78,12 +79,22 @@ def model_config_of(kind: ModelKind, files: list[WeightFile]) -> Any:
     """Make transformers' configuration of a checkpoint, with the operator's values in it.
 
     A family whose other parts need libraries that are not installed is its text part alone, and so is one of
-    two classes without a tower in the files, or whose pictures nothing reads.
+    two classes without a tower in the files, or whose pictures nothing reads. An output layer that is in no
+    file is the embedding, if either the whole or its text part says so.
     """
     if kind.has_overrides:
-        config = CONFIG_MAPPING[kind.checkpoint_config["model_type"]].from_dict(dict(kind.checkpoint_config))
+        whole = CONFIG_MAPPING[kind.checkpoint_config["model_type"]].from_dict(dict(kind.checkpoint_config))
     else:
-        config = AutoConfig.from_pretrained(kind.folder, local_files_only=True, trust_remote_code=False)
+        whole = AutoConfig.from_pretrained(kind.folder, local_files_only=True, trust_remote_code=False)
+    config = _served_part(whole, kind, files)
+    has_head = any("lm_head." in name for file in files for name in file.tensors)
+    parts = (whole, whole.get_text_config(decoder=True))
+    if not has_head and any(getattr(each, "tie_word_embeddings", False) for each in parts):
+        config.tie_word_embeddings = True
+    return config
+
+
+def _served_part(config: Any, kind: ModelKind, files: list[WeightFile]) -> Any:
     if config.model_type in OF_TWO_CLASSES and kind.task is Task.GENERATE:
         has_tower = any("visual." in name for file in files for name in file.tensors)
         return config if has_tower and not kind.is_text_alone else config.get_text_config(decoder=True)
@@ -95,11 +106,21 @@ def model_config_of(kind: ModelKind, files: list[WeightFile]) -> Any:
 
 
 def dtype_name(dtype: str, checkpoint_config: dict[str, Any]) -> str | None:
-    """Name the dtype that the weights will have; None for that of the files."""
+    """Name the dtype that the weights will have; None for that of the files.
+
+    Of a model with towers, the text part may be the one that says it. Raises StartupError for no name of one.
+    """
     if dtype != "auto":
         return dtype
-    named = checkpoint_config.get("dtype") or checkpoint_config.get("torch_dtype")
-    return named.removeprefix("torch.") if isinstance(named, str) else None
+    parts = (checkpoint_config, checkpoint_config.get("text_config") or {})
+    said = (part.get(key) for part in parts for key in ("dtype", "torch_dtype"))
+    named = next((each.removeprefix("torch.") for each in said if isinstance(each, str)), None)
+    if named not in (None, *_FLOATS):
+        raise StartupError(
+            f"config.json has dtype {named:.40}",
+            fix="""set another, such as --hf-overrides '{"dtype": "bfloat16"}'""",
+        )
+    return named
 
 
 def torch_dtype(dtype: str, kind: ModelKind) -> torch.dtype:

@@ -42,9 +42,10 @@ def context_window(text_config: Any) -> int:
     if length is None:
         raise FamilyRefused(f"the configuration of {text_config.model_type} gives no context window")
     rope = getattr(text_config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "yarn" and rope.get("original_max_position_embeddings"):
+    original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
+    if rope.get("rope_type") == "yarn" and original and factor:
         # Yarn is often added to a configuration whose max_position_embeddings is still the old length.
-        length = max(length, int(rope["original_max_position_embeddings"] * rope["factor"]))
+        length = max(length, int(original * factor))
     return length
 
 

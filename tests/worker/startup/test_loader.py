@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import worker.load.build
 from tests.worker.conftest import MakeCheckpoint, load_worker
+from worker.load.model_kind import dtype_name
 from worker.worker_errors import StartupError
 
 
@@ -97,9 +98,10 @@ def test_a_model_that_generates_no_text(folder: Path) -> None:
     assert "do not generate text" in refusal(folder)
 
 
-def test_a_quantized_checkpoint_whose_weights_are_plain(folder: Path) -> None:
-    edit_json(folder / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
-    assert "no tensor of the model is quantized" in refusal(folder)
+@pytest.mark.parametrize("name", ["auto", "bf16", "int8"])
+def test_a_dtype_that_is_none(folder: Path, name: str) -> None:
+    edit_json(folder / "config.json", dtype=None, torch_dtype=name)
+    assert f"config.json has dtype {name}; set another" in refusal(folder, dtype="auto")
 
 
 def test_pickled_weights(folder: Path) -> None:
@@ -229,6 +231,8 @@ def test_yarn_stretches_the_window(folder: Path) -> None:
     }
     edit_json(folder / "config.json", rope_parameters=rope)
     assert load_worker(folder)[1].max_model_len == 2048
+    edit_json(folder / "config.json", rope_parameters={**rope, "factor": None})
+    assert load_worker(folder)[1].max_model_len == 512
 
 
 def test_a_cache_too_small_for_one_sequence_says_what_would_fit(folder: Path) -> None:
@@ -240,3 +244,8 @@ def test_auto_takes_the_dtype_of_the_checkpoint(folder: Path) -> None:
     assert load_worker(folder, dtype="auto")[1].dtype == "float32"
     edit_json(folder / "config.json", dtype="bfloat16")
     assert load_worker(folder, dtype="auto")[1].dtype == "bfloat16"
+    assert dtype_name("auto", {"text_config": {"dtype": "bfloat16"}}) == "bfloat16"
+    assert (
+        dtype_name("auto", {"torch_dtype": "torch.float16", "text_config": {"dtype": "bfloat16"}})
+        == "float16"
+    )
