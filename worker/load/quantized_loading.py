@@ -23,12 +23,12 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from worker.checkpoint.checkpoint_files import StoredTensor, WeightFile, module_of
 from worker.checkpoint.gguf.file import BLOCKS
-from worker.checkpoint.passed_over import is_passed_over
 from worker.checkpoint.task import Task
 from worker.load.stored_weights import (
     MergedLinear,
     StoredLinear,
     StoredModule,
+    StoredStack,
     other_checkpoint,
     read_merged,
 )
@@ -38,16 +38,13 @@ from worker.model.quantized_layers import QuantizedEmbedding, QuantizedExperts, 
 from worker.quantized.grouped_weight import GroupedWeight
 from worker.quantized.mxfp4 import read_experts
 from worker.quantized.scheme import (
-    MARKERS,
     QuantizationRefused,
     Reader,
     Rules,
-    contradicting,
     find_reader,
     is_bias,
 )
 from worker.quantized.tensor_places import TensorPlaces, TensorTarget
-from worker.worker_errors import StartupError
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +80,8 @@ class QuantizedModules:
     are made numbers at load."""
     stacks: dict[str, tuple[StoredModule, _StackShape, _StackShape]] = field(default_factory=dict)
     """MXFP4 experts by the name of the model's module, with the shapes of gates and ups, and of downs."""
+    stacked: dict[str, tuple[StoredStack, StoredStack]] = field(default_factory=dict)
+    """Stacks of experts in other formats, of gates and ups, and of downs."""
     tied: str | None = None
     """The embedding whose weight the output layer has, if it is one of codes."""
     places: TensorPlaces | None = None
@@ -94,16 +93,19 @@ class QuantizedModules:
         for stored in self.stored.values():
             if any(name.endswith(_STACK_ENDS) for name in stored.last_names):
                 self._take_stacks(model, names, stored)
+            elif stored.has_stacks:
+                self._take_stacked(model, names, stored)
             else:
                 self._take_linear(model, names, stored)
         self._merge_parts(model)
-        if not (self.linears or self.embeddings or self.experts or self.stacks or self.numbers):
-            codes = [name for name, each in self.stored.items() if not MARKERS.isdisjoint(each.last_names)]
-            found = f"{codes[0]} has no place in it" if codes else "no tensor of the model is quantized"
-            raise contradicting(f"config.json has a quantization_config, but {found}")
+        mixtures = (*self.experts, *self.stacks, *self.stacked)
+        if not (self.linears or self.embeddings or self.numbers or mixtures):
+            log.warning("config.json has a quantization_config, and no weight is of codes: it has no effect")
         for name in self.linears:
             model.set_submodule(name, QuantizedLinear(model.get_submodule(name)))
-        for name in (*self.experts, *self.stacks):
+        if isinstance(model.get_output_embeddings(), QuantizedLinear):
+            model.all_tied_weights_keys = {}  # codes of its own, whatever config.json says
+        for name in mixtures:
             model.set_submodule(name, QuantizedExperts(model.get_submodule(name)))
         for name in self.embeddings:
             self._replace_embedding(model, name)
@@ -118,7 +120,7 @@ class QuantizedModules:
         """Replace an embedding, and the output layer that is tied to it: neither has a weight to tie then."""
         embedding, output = model.get_submodule(name), model.get_output_embeddings()
         is_first = embedding is model.get_input_embeddings()
-        is_tied = output is not None and is_first and _ties_output(model)
+        is_tied = is_first and _ties_output(model) and not isinstance(output, QuantizedLinear | None)
         try:
             model.set_submodule(name, QuantizedEmbedding(embedding))
         except ValueError as error:
@@ -148,6 +150,8 @@ class QuantizedModules:
             module: QuantizedExperts = model.get_submodule(name)
             stacks = _read_parts(name, parts, module)
             module.fill(*([each.to(device) for each in stack] for stack in stacks))
+        for name, both in self.stacked.items():
+            model.get_submodule(name).fill(*([each.to(device) for each in stack.read()] for stack in both))
         for name, (stored, gate_up_shape, down_shape) in self.stacks.items():
             tensors = stored.read()
             gate_ups = read_experts(tensors, "gate_up_proj", gate_up_shape)
@@ -174,6 +178,7 @@ class QuantizedModules:
         whole = [each for each in self.linears.values() if isinstance(each, StoredLinear)]
         linears = [*whole, *self.embeddings.values(), *self.numbers.values(), *experts, *parts]
         taken = [each.stored for each in linears] + [stored for stored, _, _ in self.stacks.values()]
+        taken += [down.stored for _, down in self.stacked.values()]
         return {
             f"{stored.module}.{name}" for stored in taken for name in stored.last_names if not is_bias(name)
         }
@@ -192,7 +197,7 @@ class QuantizedModules:
     def weights_of(self, model: Any) -> list[GroupedWeight]:
         """List all weights of a model that was filled."""
         found = [model.get_submodule(name).weight_codes for name in (*self.linears, *self.embeddings)]
-        for name in (*self.experts, *self.stacks):
+        for name in (*self.experts, *self.stacks, *self.stacked):
             found += model.get_submodule(name).weights
         return found
 
@@ -206,9 +211,7 @@ class QuantizedModules:
         if target is None:
             return
         module = model.get_submodule(target.module)
-        if MARKERS.isdisjoint(stored.last_names) and _is_of_tower(stored):
-            return  # configurations name towers as an older class did, and no text depends on them
-        reader = self._reader_of(stored, target, module)
+        reader = find_reader(self.rules, stored.module, stored.last_names)
         if reader is None:
             return
         if target.converter is not None and type(module) is nn.Linear:
@@ -227,7 +230,6 @@ class QuantizedModules:
         if isinstance(module, nn.Embedding):
             self.embeddings[target.module] = linear
         elif type(module) is nn.Linear and target.module.rpartition(".")[2] != _STEP_SIZES:
-            _refuse_tied(model, target.module, stored)
             self.linears[target.module] = linear
         else:
             self.numbers[target.module] = linear
@@ -262,7 +264,7 @@ class QuantizedModules:
             return
         module = model.get_submodule(target.module)
         _refuse_own_experts(stored, module)
-        reader = self._reader_of(stored, target, module)
+        reader = find_reader(self.rules, stored.module, stored.last_names)
         assert reader is not None, "blocks are read by every reader of GGUF"
         _, num_outputs, num_inputs = getattr(module, parameter).shape
         if module.is_transposed:
@@ -271,22 +273,6 @@ class QuantizedModules:
         place = (int(expert["number"]), parameter, int(expert["part"] == "up_proj"))
         linear = StoredLinear(stored, reader, model.dtype, (num_outputs // num_parts, num_inputs))
         self.experts.setdefault(target.module, {})[place] = linear
-
-    def _reader_of(self, stored: StoredModule, target: TensorTarget, module: Any) -> Reader | None:
-        """Ask the rules by the names and classes that the module has here or had where it was quantized.
-
-        A router, for example, was a linear layer there. Raises QuantizationRefused where none agrees with the
-        tensors.
-        """
-        classes = ["Linear"] if target.converter is not None else [type(module).__name__, "Linear"]
-        refusals = []
-        for class_name in dict.fromkeys(classes):
-            for name in dict.fromkeys((stored.module, target.module)):
-                try:
-                    return find_reader(self.rules, name, stored.last_names, class_name=class_name)
-                except QuantizationRefused as refusal:
-                    refusals.append(refusal)
-        raise refusals[0]
 
     def _take_stacks(self, model: Any, names: TensorPlaces, stored: StoredModule) -> None:
         target = names.find(f"{stored.module}.down_proj")
@@ -304,6 +290,22 @@ class QuantizedModules:
                 rows, columns = columns, rows
             shapes.append((num_experts, rows, columns))
         self.stacks[target.module] = (stored, shapes[0], shapes[1])
+
+    def _take_stacked(self, model: Any, names: TensorPlaces, stored: StoredModule) -> None:
+        """Take stacks whose codes lie as the numbers do in the model's parameter."""
+        target = names.find(f"{stored.module}.down_proj")
+        if target is None:
+            return
+        module, reader = model.get_submodule(target.module), self.rules.reader_of(stored.module)
+        _refuse_own_experts(stored, module)
+        is_changed = target.converter is not None or module.is_transposed or module.has_post_expert_norm
+        if reader is None or is_changed:
+            raise _refused_merge(stored)
+        first, down = (
+            StoredStack(stored, reader, model.dtype, name, tuple(getattr(module, name).shape))
+            for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+        )
+        self.stacked[target.module] = first, down
 
 
 def find_quantized(rules: Rules, files: Sequence[WeightFile]) -> QuantizedModules:
@@ -443,18 +445,6 @@ def _read_parts(
 def _ties_output(model: Any) -> bool:
     """Tell whether the output layer has the embedding's weight: transformers asks the whole configuration."""
     return bool(getattr(model.config, "tie_word_embeddings", False))
-
-
-def _refuse_tied(model: Any, name: str, stored: StoredModule) -> None:
-    if _ties_output(model) and name == "lm_head":
-        raise StartupError(
-            f"{stored.module} is quantized, but config.json ties it to the embedding",
-            fix="set tie_word_embeddings to false where the embedding is stored by itself",
-        )
-
-
-def _is_of_tower(stored: StoredModule) -> bool:
-    return is_passed_over(f"{stored.module}.weight", draft_layers=(), task=Task.GENERATE)
 
 
 def _multiplies_rows(module: nn.Module) -> bool:

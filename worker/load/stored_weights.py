@@ -1,7 +1,7 @@
 """Quantized weights of linear layers as the files hold them: of one module, or of several as one."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -12,11 +12,23 @@ from torch import Tensor
 from worker.checkpoint.checkpoint_files import StoredTensor
 from worker.checkpoint.gguf.file import BLOCKS
 from worker.quantized.grouped_weight import GroupedWeight, for_products_in, merged
-from worker.quantized.scheme import ModuleTensors, QuantizationRefused, Reader, damaged, read_weight
+from worker.quantized.scheme import (
+    ModuleTensors,
+    QuantizationRefused,
+    Reader,
+    damaged,
+    is_bias,
+    read_weight,
+)
 from worker.worker_errors import refused_as
 
 other_checkpoint = partial(QuantizationRefused, fix="take a checkpoint that is quantized in another way")
 """Refusal of codes that the model has no place for."""
+_STACKS = ("down_proj", "down_proj_packed")
+"""Names of a stack of experts, which has the name of the model's parameter."""
+_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+_OF_A_WEIGHT = frozenset({"packed", "shape", "scale", "scale_inv", "global_scale", "zero_point"})
+"""Ends of names next to a stack; next to a weight they follow that word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +46,24 @@ class StoredModule:
     def last_names(self) -> frozenset[str]:
         return frozenset(self.files)
 
+    @property
+    def has_stacks(self) -> bool:
+        """Whether these are matrices of codes of all experts of a layer, in a tensor each."""
+        return any(name in self.places and self.places[name].dtype not in _FLOATS for name in _STACKS)
+
     def read(self) -> ModuleTensors:
         """Copy them into this process's memory: they would be pages of mapped files."""
         if BLOCKS in self.places:
             return ModuleTensors(self.module, {}, self.places[BLOCKS].gguf)
+        return ModuleTensors(self.module, self.read_tensors())
+
+    def read_tensors(self) -> dict[str, Tensor]:
+        """Copy all but blocks of GGUF files."""
         tensors: dict[str, Tensor] = {}
         for last_name, path in self.files.items():
             with refused_as(damaged, path, but=(MemoryError,)), safe_open(path, framework="pt") as file:
                 tensors[last_name] = file.get_tensor(f"{self.module}.{last_name}").clone()
-        return ModuleTensors(self.module, tensors)
+        return tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +78,43 @@ class StoredLinear:
 
     def read(self) -> GroupedWeight:
         return for_products_in(self.dtype, read_weight(self.reader, self.stored.read(), self.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class StoredStack:
+    """Codes of one matrix of all experts, with scales for each of them or for all."""
+
+    stored: StoredModule
+    reader: Reader
+    dtype: torch.dtype
+    parameter: str
+    shape: tuple[int, int, int]
+    """Experts, outputs and inputs."""
+
+    def read(self) -> list[GroupedWeight]:
+        num_experts, num_outputs, num_inputs = self.shape
+        files = self.stored.files
+        own = {name: files[name] for name in files if name.startswith(self.parameter) and not is_bias(name)}
+        stacks = {
+            _name_in_module(name.removeprefix(self.parameter)): stack
+            for name, stack in replace(self.stored, files=own).read_tensors().items()
+        }
+        found = []
+        for expert in range(num_experts):
+            parts = {
+                name: stack[expert].clone() if stack.dim() and len(stack) == num_experts else stack
+                for name, stack in stacks.items()
+            }
+            of_expert = ModuleTensors(f"{self.stored.module}.{self.parameter}[{expert}]", parts)
+            weight = read_weight(self.reader, of_expert, (num_outputs, num_inputs))
+            found.append(for_products_in(self.dtype, weight))
+        return found
+
+
+def _name_in_module(end: str) -> str:
+    """Return the name that a tensor has in a module of one weight, by the end of its name next to a stack."""
+    end = end.removeprefix("_")
+    return f"weight_{end}" if end in _OF_A_WEIGHT else end or "weight"
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,16 +33,13 @@ _SPECIAL = re.compile(r"[*+?^$()\[\]{}|\\]")
 
 @dataclass(frozen=True, slots=True)
 class AutoRoundRules:
-    """Every module with a qweight is quantized, but for those that `extra_config` keeps plain."""
-
     reader: GptqReader | AwqRules
-    named: dict[str, GptqReader | AwqRules | None]
-    """Modules that differ, by their whole names; None: plain."""
-    matching: tuple[tuple[str, GptqReader | AwqRules | None], ...]
+    named: dict[str, GptqReader | AwqRules]
+    """Modules that differ, by their whole names."""
+    matching: tuple[tuple[str, GptqReader | AwqRules], ...]
     """The same by regular expressions for a part of the name, of which the first counts."""
-    must_agree: bool = False
 
-    def reader_of(self, module: str, class_name: str) -> GptqReader | AwqRules | None:  # noqa: ARG002
+    def reader_of(self, module: str) -> GptqReader | AwqRules:
         if module in self.named:
             return self.named[module]
         found = (reader for pattern, reader in self.matching if re.search(pattern, module))
@@ -51,9 +48,10 @@ class AutoRoundRules:
 
 def read_auto_round_rules(config: dict[str, Any]) -> AutoRoundRules:
     """Raises QuantizationRefused."""
-    readers = {
+    found = {
         name: _reader({**config, **settings}) for name, settings in (config.get("extra_config") or {}).items()
     }
+    readers = {name: reader for name, reader in found.items() if reader is not None}
     for name in readers:
         refuse_pattern(name, name)
     default = _reader(config)

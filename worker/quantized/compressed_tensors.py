@@ -1,14 +1,13 @@
 """compressed-tensors checkpoints: integers and floats of four and eight bits, by groups, channels or blocks.
 
-Owns: the grammar of its quantization_config as far as weights go, and the layout of each of its formats. A
-target of a group names a module, its class, or after `re:` a regular expression for the start of its name.
-Never: rounds activations as the config may ask: they stay as they are, which is closer to the model.
+Owns: the groups of its quantization_config as far as weights go, and the layout of each of its formats.
+Never: asks which modules a group is for: expressions of groups overlap, and its own library, vLLM and writers
+disagree on which comes first. Nor rounds activations as the config may ask: they stay as they are, which is
+closer to the model.
 
 Shapes: N outputs, K inputs, G groups of inputs.
 """
 
-import re
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,22 +18,24 @@ from worker.quantized.gptq import order_by_group
 from worker.quantized.grouped_weight import E2M1_TABLE, GroupedWeight
 from worker.quantized.mxfp4 import BLOCK, powers_of_two
 from worker.quantized.scheme import (
-    FLOATS,
     INTEGER_BITS,
     NVFP4_GROUP,
     IntegerCodes,
     ModuleTensors,
+    NoReaders,
     QuantizationRefused,
     Reader,
+    Rules,
+    SelfReadingRules,
     e2m1_of_16,
     refuse_not_finite,
     scales_of_blocks,
+    take_scales,
     unpacked,
     weight_of,
 )
 
 _MIXED = "mixed-precision"
-_REGULAR = "re:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +54,11 @@ class _Strategy:
             assert self.block is not None
             return scales_of_blocks(tensors, "weight_scale", self.block, shape)
         if self.name == "tensor":
-            scale = tensors.take("weight_scale", FLOATS, (), (1,), (1, 1))
-            return scale.float().reshape(1, 1).expand(num_outputs, 1).contiguous()
+            scale = take_scales(tensors, "weight_scale", (), (1,), (1, 1))
+            return scale.reshape(1, 1).expand(num_outputs, 1).contiguous()
         if self.name == "channel":
-            scale = tensors.take("weight_scale", FLOATS, (num_outputs, 1), (num_outputs,))
-            return scale.float().reshape(num_outputs, 1)
-        return tensors.take("weight_scale", FLOATS, (num_outputs, self._groups(tensors, num_inputs))).float()
+            return take_scales(tensors, "weight_scale", (num_outputs, 1), (num_outputs,)).view(num_outputs, 1)
+        return take_scales(tensors, "weight_scale", (num_outputs, self._groups(tensors, num_inputs)))
 
     def _groups(self, tensors: ModuleTensors, num_inputs: int) -> int:
         assert self.group_size is not None
@@ -150,20 +150,28 @@ class Mxfp4Reader:
 
 
 @dataclass(frozen=True, slots=True)
-class CompressedTensorsRules:
-    readers: dict[str, Reader]
-    """Keyed by target."""
-    ignored: tuple[str, ...]
-    must_agree: bool = True
+class CompressedTensorsRules(SelfReadingRules):
+    """The ways in which a config's groups store weights."""
 
-    def reader_of(self, module: str, class_name: str) -> Reader | None:
-        if _most_specific(self.ignored, module, class_name) is not None:
-            return None
-        target = _most_specific(self.readers, module, class_name)
-        return None if target is None else self.readers[target]
+    readers: tuple[Reader, ...]
+    """One at least."""
+
+    def read(self, tensors: ModuleTensors, shape: tuple[int, int]) -> GroupedWeight:
+        """Read by the one that takes all tensors of the module: names, dtypes and shapes tell them apart."""
+        refusals = []
+        for reader in self.readers:
+            tensors.begin_again()
+            try:
+                weight = reader.read(tensors, shape)
+                tensors.refuse_unread()
+            except QuantizationRefused as refusal:
+                refusals.append(refusal)
+            else:
+                return weight
+        raise refusals[0]
 
 
-def read_compressed_tensors_rules(config: dict[str, Any]) -> CompressedTensorsRules:
+def read_compressed_tensors_rules(config: dict[str, Any]) -> Rules:
     """Raises QuantizationRefused."""
     for name, is_harmless in (("sparsity_config", _is_dense), ("transform_config", lambda found: not found)):
         if not is_harmless(config.get(name)):
@@ -171,25 +179,20 @@ def read_compressed_tensors_rules(config: dict[str, Any]) -> CompressedTensorsRu
                 f"quantization_config has a {name}", fix="take a checkpoint that is quantized only"
             )
     groups = config.get("config_groups")
-    if (
-        not isinstance(groups, dict)
-        or not groups
-        or not all(isinstance(each, dict) for each in groups.values())
-    ):
+    if not isinstance(groups, dict) or not all(isinstance(each, dict) for each in groups.values()):
         raise QuantizationRefused(
             "quantization_config has no config_groups that say how weights are stored",
             fix="take a checkpoint that llm-compressor wrote",
         )
-    readers: dict[str, Reader] = {}
+    readers: list[Reader] = []
     for name, group in groups.items():
         weights = group.get("weights")
         if weights is None:
             continue
         if group.get("output_activations"):
             raise _refused(name, "output_activations", group["output_activations"], "none")
-        reader = _reader(name, weights, group.get("format") or config.get("format"))
-        readers |= dict.fromkeys(_targets(group.get("targets"), f"{name}.targets"), reader)
-    return CompressedTensorsRules(readers, _targets(config.get("ignore") or [], "ignore"))
+        readers.append(_reader(name, weights, group.get("format") or config.get("format")))
+    return CompressedTensorsRules(tuple(dict.fromkeys(readers))) if readers else NoReaders()
 
 
 def _reader(group: str, weights: dict[str, Any], layout: str | None) -> Reader:
@@ -201,7 +204,7 @@ def _reader(group: str, weights: dict[str, Any], layout: str | None) -> Reader:
         if strategy.group_size == BLOCK and layout in ("mxfp4-pack-quantized", _MIXED):
             return Mxfp4Reader()
     is_float8 = kind == "float" and bits == 8 and strategy.is_symmetric
-    if is_float8 and layout in ("float-quantized", "naive-quantized", _MIXED):
+    if is_float8 and layout in ("float-quantized", "naive-quantized", "mxfp8-quantized", _MIXED):
         return ByteReader(torch.float8_e4m3fn, strategy)
     if kind == "int" and bits in INTEGER_BITS and layout == "pack-quantized":
         return PackedReader(bits, strategy)
@@ -240,17 +243,6 @@ def _strategy(group: str, weights: dict[str, Any]) -> _Strategy:
     )
 
 
-def _targets(found: Any, where: str) -> tuple[str, ...]:
-    fault = (
-        f"{found!r} is no list"
-        if not isinstance(found, list)
-        else next(filter(None, map(_find_fault, found)), None)
-    )
-    if fault is not None:
-        raise QuantizationRefused(f"quantization_config.{where}: {fault}", fix="correct the config")
-    return tuple(found)
-
-
 def _refused(group: str, key: str, found: Any, supported: str) -> QuantizationRefused:
     return QuantizationRefused(
         f"quantization_config.{group} has {key} {found}", fix=f"take a checkpoint with {supported}"
@@ -259,29 +251,3 @@ def _refused(group: str, key: str, found: Any, supported: str) -> QuantizationRe
 
 def _is_dense(found: Any) -> bool:
     return not found or found.get("format") == "dense"
-
-
-def _most_specific(targets: Iterable[str], module: str, class_name: str) -> str | None:
-    """Of the targets that fit, a name, then a regular expression, then a class; among equals by alphabet."""
-    ranks = {target: _rank(target, module, class_name) for target in targets}
-    fitting = [(rank, target) for target, rank in ranks.items() if rank is not None]
-    return min(fitting)[1] if fitting else None
-
-
-def _rank(target: str, module: str, class_name: str) -> int | None:
-    if target == module:
-        return 0
-    if target.startswith(_REGULAR) and re.match(target.removeprefix(_REGULAR), module):
-        return 1
-    return 2 if target == class_name else None
-
-
-def _find_fault(target: object) -> str | None:
-    """Describe the fault of a target, if it has one."""
-    if not isinstance(target, str):
-        return f"{target!r} is no text"
-    try:
-        re.compile(target.removeprefix(_REGULAR) if target.startswith(_REGULAR) else "")
-    except re.error as error:
-        return f"{target!r} is no regular expression: {error}"
-    return None

@@ -10,22 +10,12 @@ from worker.quantized.auto_round import read_auto_round_rules
 from worker.quantized.awq import read_awq_rules
 from worker.quantized.bitsandbytes import BitsAndBytesRules
 from worker.quantized.compressed_tensors import read_compressed_tensors_rules
-from worker.quantized.fp8 import read_fp8_rules, read_modelopt_rules
+from worker.quantized.fp8 import read_fp8_rules, read_modelopt_rules, read_mxfp8_rules
 from worker.quantized.gguf_blocks import GgufRules
 from worker.quantized.gptq import read_gptq_rules
-from worker.quantized.scheme import QuantizationRefused, Reader, Rules
+from worker.quantized.scheme import NoReaders, QuantizationRefused, Rules
 from worker.quantized.torchao import read_torchao_rules
 from worker.worker_errors import refused_as
-
-
-class OnlyExperts:
-    """MXFP4 as gpt-oss has it: no module but the experts is quantized, see mxfp4.read_experts."""
-
-    must_agree = False
-
-    def reader_of(self, module: str, class_name: str) -> Reader | None:  # noqa: ARG002
-        return None
-
 
 _SIDECAR = "hf_quant_config.json"
 _METHODS: dict[str, Callable[[dict[str, Any]], Rules]] = {
@@ -37,7 +27,8 @@ _METHODS: dict[str, Callable[[dict[str, Any]], Rules]] = {
     "gguf": lambda _: GgufRules(),
     "gptq": read_gptq_rules,
     "modelopt": read_modelopt_rules,
-    "mxfp4": lambda _: OnlyExperts(),
+    "mxfp4": lambda _: NoReaders(),
+    "mxfp8": read_mxfp8_rules,
     "torchao": read_torchao_rules,
 }
 _OTHER_NAMES = {
@@ -55,14 +46,13 @@ def find_rules(folder: Path, checkpoint_config: dict[str, Any]) -> Rules | None:
     Raises StartupError.
     """
     parts = (checkpoint_config, checkpoint_config.get("text_config") or {})
-    found = next((part["quantization_config"] for part in parts if part.get("quantization_config")), None)
+    keys = ("quantization_config", "compression_config")  # as older compressed-tensors files name it
+    found = next((part[key] for part in parts for key in keys if part.get(key)), None)
     if found is not None:
         return read_rules(found)
     if not (folder / _SIDECAR).is_file():
         return None
     found = read_json(folder / _SIDECAR).get("quantization")
-    if isinstance(found, dict) and "quant_algo" in found and found["quant_algo"] is None:
-        return None  # but keys and values, which are kept as they are
     return read_rules({"quant_method": "modelopt", **(found if isinstance(found, dict) else {})})
 
 

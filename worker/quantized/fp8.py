@@ -1,11 +1,11 @@
 """FP8 checkpoints as DeepSeek and Qwen publish them, with a scale for each block, and those of ModelOpt.
 
-Owns: blocks of any size, a single scale for a whole weight or for each output, and ModelOpt's NVFP4.
+Owns: blocks of any size (MXFP8's are 32 inputs of an output), a single scale for a whole weight or for each
+output, and ModelOpt's NVFP4.
 
 Shapes: N outputs, K inputs.
 """
 
-import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,17 +13,24 @@ import torch
 
 from worker.quantized.grouped_weight import GroupedWeight
 from worker.quantized.scheme import (
-    FLOATS,
     ModuleTensors,
     QuantizationRefused,
     SelfReadingRules,
     e2m1_of_16,
     refuse_not_finite,
     scales_of_blocks,
+    take_scales,
 )
 
 _SECOND_SCALE = "weight_scale_2"
-_MODELOPT_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION")
+_SCALE_NAMES = ("weight_scale_inv", "weight_scale")
+"""Codes are multiplied by the scale under either name."""
+_MODELOPT_ALGORITHMS = (
+    *("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB", "FP8_PB_WO", "FP8_BLOCK_SCALES", "MXFP8"),
+    *("NVFP4", "W4A16_NVFP4", "MIXED_PRECISION"),
+)
+_MX_BLOCK, _MODELOPT_BLOCK = (1, 32), (128, 128)
+"""Outputs and inputs."""
 _KNOWN_WORDS = {
     "fmt": ("e4m3", "float8_e4m3fn"),
     "scale_fmt": ("float", "ue8m0"),  # powers of two, which are stored as floats or as their exponents
@@ -32,34 +39,24 @@ _KNOWN_WORDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8Rules:
-    """Every module with a scale is quantized, but for those that are excluded by name."""
-
+class Fp8Rules(SelfReadingRules):
     block: tuple[int, int] | None
-    """Outputs and inputs; None: one scale for the weight, or for each output."""
-    excluded: tuple[str, ...]
-    must_agree: bool = False
-
-    def reader_of(self, module: str, class_name: str) -> "Fp8Rules | None":  # noqa: ARG002
-        return None if any(_names(pattern, module) for pattern in self.excluded) else self
+    """Outputs and inputs; None: one scale for the weight, or for each output, as single modules may have."""
 
     def read(self, tensors: ModuleTensors, shape: tuple[int, int]) -> GroupedWeight:
         codes = tensors.take("weight", (torch.float8_e4m3fn,), shape)
         refuse_not_finite(tensors, "weight", codes)
-        if self.block is not None:
-            scales = scales_of_blocks(tensors, "weight_scale_inv", self.block, shape)
+        name, outputs = _scale_name(tensors), shape[0]
+        plain = ((), (1,), (1, 1), (outputs,), (outputs, 1))
+        if self.block is None or (name in tensors and tensors.shape_of(name) in plain):
+            scales = take_scales(tensors, name, *plain).reshape(-1, 1).expand(outputs, 1).contiguous()
         else:
-            # Multiplies under either name.
-            name = "weight_scale_inv" if "weight_scale_inv" in tensors else "weight_scale"
-            outputs = shape[0]
-            stored = tensors.take(name, FLOATS, (), (1,), (1, 1), (outputs,), (outputs, 1))
-            scales = stored.float().reshape(-1, 1).expand(outputs, 1)
-        return GroupedWeight(codes=codes, scales_NG=scales.contiguous())
+            scales = scales_of_blocks(tensors, name, self.block, shape)
+        return GroupedWeight(codes=codes, scales_NG=scales)
 
 
-def _names(pattern: str, module: str) -> bool:
-    """Whether it is the module's name, a parent's, the end of its name, or a regular expression for one."""
-    return module.endswith(pattern) or re.match(rf"(?:{pattern})(?:\.|$)", module) is not None
+def _scale_name(tensors: ModuleTensors) -> str:
+    return next((each for each in _SCALE_NAMES if each in tensors), _SCALE_NAMES[0])
 
 
 def read_fp8_rules(config: dict[str, Any]) -> Fp8Rules:
@@ -79,19 +76,21 @@ def read_fp8_rules(config: dict[str, Any]) -> Fp8Rules:
             f"quantization_config of fp8 has {', '.join(unknown)}",
             fix="take a checkpoint of e4m3 numbers with float scales of blocks of outputs and inputs",
         )
-    excluded = config.get("modules_to_not_convert") or config.get("ignored_layers") or ()
-    return Fp8Rules(None if block is None else (block[0], block[1]), tuple(excluded))
+    return Fp8Rules(None if block is None else (block[0], block[1]))
 
 
-_FP8 = Fp8Rules(None, ())
+def read_mxfp8_rules(config: dict[str, Any]) -> Fp8Rules:
+    """Raises QuantizationRefused."""
+    return read_fp8_rules({**config, "weight_block_size": config.get("weight_block_size") or _MX_BLOCK})
 
 
 class ModelOptRules(SelfReadingRules):
-    """FP8 and NVFP4, which tensors tell apart."""
+    """FP8, MXFP8 and NVFP4, which tensors tell apart."""
 
     def read(self, tensors: ModuleTensors, shape: tuple[int, int]) -> GroupedWeight:
         if _SECOND_SCALE not in tensors:
-            return _FP8.read(tensors, shape)
+            is_mx = tensors.shape_of(_scale_name(tensors)) == (shape[0], -(-shape[1] // _MX_BLOCK[1]))
+            return Fp8Rules(_MX_BLOCK if is_mx else _MODELOPT_BLOCK).read(tensors, shape)
         factor = tensors.take(_SECOND_SCALE, (torch.float32,), (), (1,)).reshape(())
         if not bool(factor.isfinite()):
             raise tensors.refusal(_SECOND_SCALE, f"is {float(factor)}", "finite")
@@ -102,8 +101,9 @@ class ModelOptRules(SelfReadingRules):
 def read_modelopt_rules(config: dict[str, Any]) -> ModelOptRules:
     """Read a config of FP8 or NVFP4. Raises QuantizationRefused for one of another algorithm."""
     inner = config.get("quantization")
-    algorithm = (inner if isinstance(inner, dict) else config).get("quant_algo")
-    if algorithm not in _MODELOPT_ALGORITHMS:
+    said = inner if isinstance(inner, dict) else config
+    algorithm = said.get("quant_algo", "unknown")  # null: of keys and values alone
+    if algorithm is not None and algorithm not in _MODELOPT_ALGORITHMS:
         raise QuantizationRefused(
             f"the checkpoint is quantized by modelopt {algorithm}",
             fix=f"take one of {', '.join(_MODELOPT_ALGORITHMS)}",

@@ -85,16 +85,14 @@ def order_by_group(tensors: ModuleTensors, name: str, g_idx: Tensor, size: int) 
 
 @dataclass(frozen=True, slots=True)
 class GptqRules:
-    """Every module with a qweight is quantized, but for those that `dynamic` excludes."""
-
     reader: GptqReader
     dynamic: tuple[tuple[str, dict[str, Any]], ...]
-    must_agree: bool = False
+    """Settings by regular expressions for the start of a name, of which the first counts."""
 
-    def reader_of(self, module: str, class_name: str) -> GptqReader | None:  # noqa: ARG002
+    def reader_of(self, module: str) -> GptqReader:
         for pattern, overrides in self.dynamic:
-            if re.match(_expression(pattern), module):
-                return None if pattern.startswith("-:") else self._overridden(module, overrides)
+            if re.match(pattern, module):
+                return self._overridden(module, overrides)
         return self.reader
 
     def _overridden(self, module: str, overrides: dict[str, Any]) -> GptqReader:
@@ -114,14 +112,11 @@ def read_gptq_rules(config: dict[str, Any]) -> GptqRules:
         )
     bits = _bits(config.get("bits", 4), "quantization_config")
     reader = GptqReader(bits, int(config.get("group_size", -1)), version, config.get("sym") is True)
-    dynamic = tuple((config.get("dynamic") or {}).items())
+    settings = (config.get("dynamic") or {}).items()
+    dynamic = tuple((name.removeprefix("+:"), each) for name, each in settings if not name.startswith("-:"))
     for pattern, _ in dynamic:
-        refuse_pattern(pattern, _expression(pattern))
+        refuse_pattern(pattern, pattern)
     return GptqRules(reader, dynamic)
-
-
-def _expression(pattern: str) -> str:
-    return pattern.removeprefix("-:").removeprefix("+:")
 
 
 def _bits(bits: Any, where: str) -> int:

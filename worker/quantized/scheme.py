@@ -91,6 +91,10 @@ class ModuleTensors:
             raise self.refusal(name, "is no object of JSON", "one")
         return found
 
+    def begin_again(self) -> None:
+        """Forget what was taken, before another reader takes them."""
+        self._read.clear()
+
     def refuse_unread(self) -> None:
         """Raise QuantizationRefused for a tensor that no reader took and that is not all 0."""
         for name in sorted(self._tensors.keys() - self._read):
@@ -119,43 +123,41 @@ def read_weight(reader: Reader, tensors: ModuleTensors, shape: tuple[int, int]) 
 
 
 class Rules(Protocol):
-    """A quantization_config: which module is read by which reader."""
+    """A quantization_config: how modules of codes are read.
 
-    @property
-    def must_agree(self) -> bool:
-        """Whether a module that the rules name must be stored quantized, and no other may be."""
+    Which modules these are, their tensors say. Lists of targets and exceptions are written loosely, by names
+    of other versions of a family, and with expressions that overlap.
+    """
 
-    def reader_of(self, module: str, class_name: str) -> Reader | None:
-        """Find the reader of a module; None if it is not quantized. Raises QuantizationRefused."""
+    def reader_of(self, module: str) -> Reader | None:
+        """Find the reader of a module of codes; None if the config has none. Raises QuantizationRefused."""
 
 
 class SelfReadingRules:
-    """Rules that read each module with codes: lists of exceptions are written loosely, tensors are not."""
+    """Rules that read each module in one way."""
 
-    must_agree = False
-
-    def reader_of(self, module: str, class_name: str) -> Self:  # noqa: ARG002
+    def reader_of(self, module: str) -> Self:  # noqa: ARG002
         return self
 
 
-def find_reader(
-    rules: Rules, module: str, stored: frozenset[str], *, class_name: str = "Linear"
-) -> Reader | None:
+class NoReaders:
+    """Rules of a config about keys and values alone, or stacks of experts alone (mxfp4.read_experts)."""
+
+    def reader_of(self, module: str) -> Reader | None:  # noqa: ARG002
+        return None
+
+
+def find_reader(rules: Rules, module: str, stored: frozenset[str]) -> Reader | None:
     """The reader of a module that is stored as tensors of these last names; None for a plain weight.
 
-    Raises QuantizationRefused where rules and tensors contradict each other.
+    Raises QuantizationRefused for codes that the rules have no reader for.
     """
-    reader = rules.reader_of(module, class_name)
-    is_stored_quantized = not MARKERS.isdisjoint(stored)
-    if reader is None and is_stored_quantized:
-        marker = min(MARKERS & stored)
-        raise contradicting(f"{module}.{marker} is quantized, but quantization_config excludes {module}")
-    if reader is not None and not is_stored_quantized:
-        if rules.must_agree:
-            raise contradicting(
-                f"quantization_config names {module}, but its tensors are {', '.join(sorted(stored))}"
-            )
+    if MARKERS.isdisjoint(stored):
         return None
+    reader = rules.reader_of(module)
+    if reader is None:
+        marker = min(MARKERS & stored)
+        raise contradicting(f"{module}.{marker} is quantized, and quantization_config does not say how")
     return reader
 
 
@@ -223,6 +225,17 @@ def e2m1_of_16(tensors: ModuleTensors, codes_name: str, shape: tuple[int, int]) 
     return GroupedWeight(codes=codes, table=E2M1_TABLE, scales_NG=scales.float())
 
 
+def take_scales(tensors: ModuleTensors, name: str, *shapes: tuple[int, ...]) -> Tensor:
+    """Scales in float32, which may be stored as exponents of 2 (e8m0), also under the name of bytes."""
+    exponents = (torch.float8_e8m0fnu, torch.uint8)
+    scales = tensors.take(name, (*FLOATS, *exponents), *shapes)
+    if scales.dtype is torch.uint8:
+        scales = scales.view(torch.float8_e8m0fnu)
+    if not bool(scales.float().isfinite().all()):
+        raise tensors.refusal(name, "has scales that are not a number", "finite")
+    return scales.float()
+
+
 def scales_of_blocks(
     tensors: ModuleTensors, name: str, block: tuple[int, int], shape: tuple[int, int]
 ) -> Tensor:
@@ -232,9 +245,7 @@ def scales_of_blocks(
     """
     (num_outputs, num_inputs), (rows, columns) = shape, block
     stored = (-(-num_outputs // rows), -(-num_inputs // columns))
-    scales = tensors.take(name, (*FLOATS, torch.float8_e8m0fnu), stored).float()
-    if not bool(scales.isfinite().all()):
-        raise tensors.refusal(name, "has scales that are not a number", "finite")
+    scales = take_scales(tensors, name, stored, (stored[0], 1, stored[1], 1)).view(stored)
     size = math.gcd(columns, num_inputs)
     groups = torch.arange(num_inputs // size) * size // columns
     return scales[:, groups].repeat_interleave(rows, dim=0)[:num_outputs].contiguous()

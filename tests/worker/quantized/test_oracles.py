@@ -25,7 +25,7 @@ def read(layout: str, weights: dict, tensors: dict) -> GroupedWeight:
         "format": layout,
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
     }
-    reader = read_rules(config).reader_of("up_proj", "Linear")
+    reader = read_rules(config).reader_of("up_proj")
     assert reader is not None
     return reader.read(ModuleTensors("up_proj", tensors), (N, K))
 
@@ -93,7 +93,7 @@ def test_transformers_dequantizes_the_experts_of_mxfp4_to_the_same_weights():
 
 def read_module(config: dict, tensors: dict) -> torch.Tensor:
     stored = ModuleTensors("up_proj", tensors)
-    reader = read_rules(config).reader_of("up_proj", "Linear")
+    reader = read_rules(config).reader_of("up_proj")
     assert reader is not None
     found = reader.read(stored, (N, K))
     stored.refuse_unread()

@@ -133,10 +133,12 @@ def test_fp8_by_blocks_with_powers_of_two(random, is_stored_as_exponents):
         read(config, tensors)
 
 
-def test_fp8_with_one_scale(random):
+@pytest.mark.parametrize("block", [None, [128, 128]])
+def test_fp8_with_one_scale(random, block):
     codes = float8(random, N, K)
     tensors = {"weight": codes, "weight_scale": torch.tensor(0.25)}
-    assert_same(read({"quant_method": "fp8"}, tensors), numbers_of_float8(codes) / 4)
+    config = {"quant_method": "fp8", "weight_block_size": block}
+    assert_same(read(config, tensors), numbers_of_float8(codes) / 4)
 
 
 def powers(random: np.random.Generator, *shape: int) -> np.ndarray:

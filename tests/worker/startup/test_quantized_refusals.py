@@ -72,19 +72,21 @@ def test_codes_under_names_that_the_model_does_not_have_are_named(checkpoint: Pa
     folder = changed(checkpoint, tmp_path)
     stored = load_file(folder / "model.safetensors")
     save_file({f"module.{name}": each for name, each in stored.items()}, folder / "model.safetensors")
-    assert "module.model.layers.0.mlp.down_proj has no place in it" in refusal(folder)
+    assert "module.model.layers.0.mlp.down_proj.weight_packed is part of a quantized weight" in refusal(
+        folder
+    )
 
 
-def test_a_config_that_contradicts_the_tensors_names_the_module(checkpoint: Path, tmp_path: Path) -> None:
-    folder = changed(checkpoint, tmp_path, config=lambda found: found["ignore"].append(MODULE))
-    assert f"excludes {MODULE}" in refusal(folder)
+def test_codes_of_which_the_config_has_no_word_name_the_module(checkpoint: Path, tmp_path: Path) -> None:
+    folder = changed(checkpoint, tmp_path, config=lambda found: found.update(config_groups={}))
+    assert ".weight_packed is quantized, and quantization_config does not say how" in refusal(folder)
 
 
 def test_an_unknown_method_names_those_that_are_supported(checkpoint: Path, tmp_path: Path) -> None:
     folder = changed(checkpoint, tmp_path, config=lambda found: found.update(quant_method="hqq"))
     said = refusal(folder)
     assert "hqq" in said
-    assert "awq, bitsandbytes, compressed-tensors, fp8, gguf, gptq, modelopt, mxfp4, torchao" in said
+    assert "awq, bitsandbytes, compressed-tensors, fp8, gguf, gptq, modelopt, mxfp4, mxfp8, torchao" in said
 
 
 def test_a_truncated_file_is_refused(checkpoint: Path, tmp_path: Path) -> None:

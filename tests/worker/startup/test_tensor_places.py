@@ -13,8 +13,11 @@ from torch import Tensor
 from transformers import Qwen3VLForConditionalGeneration
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from tests.families import MATRIX
 from tests.quantized_checkpoints import FORMATS, PLAIN_MODULES, Random, write_quantized
 from tests.worker.conftest import BLOCK_SIZE, MakeCheckpoint, load_worker
+from tests.worker.family_formats import build
+from tests.worker.family_trial import tiny_config
 from tests.worker.plan_driver import PlanDriver
 from tests.worker.transformers_generate import NUM_TOKENS, expected
 from worker.checkpoint.checkpoint_files import find_weights
@@ -126,6 +129,43 @@ def test_float8_of_modelopt_is_read_by_config_json(folder: Path, tmp_path: Path)
     assert generated(folder) == expected(plain, PROMPT)
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        {"quant_method": "gptq", "bits": 4},
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"},
+        {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {"num_bits": 8}},
+    ],
+)
+def test_plain_weights_are_served_whatever_a_config_says(
+    folder: Path, checkpoints: MakeCheckpoint, said: dict[str, Any]
+) -> None:
+    """Merges of adapters into models of 4 bits leave such files, and scales of keys and values alone."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
+    add(folder, **{f"{LAYER}.self_attn.k_scale": torch.tensor(0.5)})
+    assert generated(folder) == expected(checkpoints("llama"), PROMPT)
+
+
+def test_lists_of_modules_that_are_wrong_or_of_other_names_change_nothing(
+    int4: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder = copied(int4[0], tmp_path / "lists")
+    lists = {"targets": ["re:.*language_model.*", "Embedding"]}
+    for ignored in ([], [f"{LAYER}.self_attn.q_proj", "lm_head"], ["model.language_model.lm_head", "re:.*"]):
+        change_quantization(
+            folder,
+            lambda found, ignored=ignored: {
+                **found,
+                "ignore": ignored,
+                "config_groups": {"group_0": found["config_groups"]["group_0"] | lists},
+            },
+        )
+        assert generated(folder) == expected(int4[1], PROMPT)
+
+
 def test_modelopts_other_ways_are_refused_by_name(folder: Path) -> None:
     write_sidecar(folder, "W4A8_AWQ")
     assert "modelopt W4A8_AWQ" in refusal(folder)
@@ -194,6 +234,66 @@ def test_a_router_in_codes_is_made_numbers(name: str, tmp_path: Path) -> None:
     key = "modules_to_not_convert" if name == "fp8" else "ignore"
     change_quantization(folder, lambda found: {**found, key: [*PLAIN_MODULES, "model.layers.2.mlp.gate"]})
     assert generated(folder) == expected(plain, PROMPT)
+
+
+def test_an_output_layer_in_codes_is_read_where_config_json_ties_it(tmp_path: Path) -> None:
+    folder, plain = write_quantized("llama", "int8", tmp_path)
+    written = FORMATS["int8"].write(Random(), *stored(plain)["lm_head.weight"].shape)
+    codes = {name: each for name, each in stored(folder).items() if not name.startswith("lm_head.")}
+    store(folder, codes | {f"lm_head.{end}": each for end, each in written.tensors.items()})
+    store(plain, stored(plain) | {"lm_head.weight": written.numbers_NK})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    assert generated(folder) == expected(plain, PROMPT)
+
+
+@pytest.mark.parametrize(("whole", "text", "has_tower"), [(None, True, True), (True, None, False)])
+def test_either_part_of_a_configuration_may_say_that_weights_are_tied(
+    tmp_path: Path, whole: bool | None, text: bool | None, has_tower: bool
+) -> None:
+    [family] = [each for each in MATRIX if each.name == "qwen3_5"]
+    folder = tmp_path / "tied"
+    build(tiny_config(family)).save_pretrained(folder)
+    tensors = {name: each for name, each in stored(folder).items() if not name.startswith("lm_head.")}
+    store(folder, {name: each for name, each in tensors.items() if has_tower or "visual." not in name})
+    config = json.loads((folder / "config.json").read_text())
+    for part, said in ((config["text_config"], text), (config, whole)):
+        del part["tie_word_embeddings"]
+        part |= {} if said is None else {"tie_word_embeddings": said}
+    (folder / "config.json").write_text(json.dumps(config))
+    found = generated(folder)
+    store(folder, stored(folder) | {"lm_head.weight": tensors["model.language_model.embed_tokens.weight"]})
+    assert generated(folder) == found
+
+
+@pytest.mark.parametrize("ends", [("scale_inv", "activation_scale"), ("weight_scale", "input_scale")])
+def test_experts_of_codes_may_be_in_one_tensor(
+    checkpoints: MakeCheckpoint, tmp_path: Path, ends: tuple[str, str]
+) -> None:
+    folder = copied(checkpoints("qwen3_moe"), tmp_path / "stacks")
+    plain = copied(folder, tmp_path / "plain")
+    numbers = stored(plain)
+    codes = {name: each for name, each in numbers.items() if ".experts." not in name}
+    for layer in range(3):
+        experts = f"model.layers.{layer}.mlp.experts"
+        for stack, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+            names = [[f"{experts}.{expert}.{part}.weight" for part in parts] for expert in range(4)]
+            whole = torch.stack([torch.cat([numbers[name] for name in each]) for each in names])
+            scales = whole.abs().amax((1, 2), keepdim=True) / 448
+            codes[f"{experts}.{stack}"] = (whole / scales).to(torch.float8_e4m3fn)
+            codes[f"{experts}.{stack}_{ends[0]}"] = scales
+            codes[f"{experts}.{stack}_{ends[1]}"] = torch.ones(4)
+            for each, found in zip(names, codes[f"{experts}.{stack}"].float() * scales, strict=True):
+                numbers |= dict(zip(each, found.chunk(len(parts)), strict=True))
+    store(folder, codes)
+    store(plain, numbers)
+    config = json.loads((folder / "config.json").read_text())
+    method = {"quant_method": "fp8" if ends[0] == "scale_inv" else "modelopt", "quant_algo": "FP8"}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": method}))
+    assert generated(folder) == expected(plain, PROMPT)
+    del codes["model.layers.1.mlp.experts.down_proj_" + ends[0]]
+    store(folder, codes)
+    assert "model.layers.1.mlp.experts.down_proj[0].weight_scale" in refusal(folder)
 
 
 def test_a_family_whose_text_has_no_word_on_tied_weights_is_read(
