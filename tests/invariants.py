@@ -206,7 +206,7 @@ def _check_prefix_cache(scheduler: Scheduler, running: list[Sequence]) -> None:
             table = seq.tables[index]
             num_full = seq.num_computed_tokens // scheduler.config.block_size - table.first
             for block in table.block_ids[max(num_full, 0) * group.num_stripes :]:
-                assert block not in published, f"{seq}: a block that is not full can be found"
+                assert block not in keys, f"{seq}: a block that is not full can be found"
 
 
 def _check_rows(group: CacheGroup, key_by_block: dict[BlockId, bytes]) -> None:

@@ -1,6 +1,6 @@
 """Budget of one step: tokens, slots and tokens to look up."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from scheduler.sequence import Sequence
@@ -71,7 +71,7 @@ class SchedulingBudget:
     num_set_aside: int = 0
     """Tokens for which there is memory, and that are left out to keep the pace of decodes."""
     has_chunks: bool = False
-    remaining_hashed_tokens: int = _MOST_HASHED_TOKENS
+    remaining_hashed_tokens: int = field(default_factory=lambda: _MOST_HASHED_TOKENS)
     """Tokens whose keys may still be computed, to look them up; below 0 if the first took more."""
     num_prefills_ahead: int = 1
     """Prompts that may still want a part of this step; counted where one may not take all of it."""

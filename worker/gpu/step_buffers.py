@@ -144,7 +144,7 @@ def _layout_of(num_tokens: int, num_sequences: int, num_logits: int, limits: Lim
 def _host_fields_of(memory: Tensor, layout: _Layout) -> _HostFields:
     blocks = memory[layout.blocks.start :].view(torch.int32).numpy()
     draws, *others = (field.of(memory).numpy() for field in layout[:-1])
-    return _Fields(draws.reshape(-1, NUM_FIELDS), *others, blocks)
+    return _HostFields._make((draws.reshape(-1, NUM_FIELDS), *others, blocks))
 
 
 def _tables_numel(limits: Limits) -> int:

@@ -240,8 +240,8 @@ _MIXTRAL = GgufFamily(
 )
 FAMILIES = {
     "llama": _like_llama("llama"),
-    "qwen2": GgufFamily(model_type="qwen2", architecture="Qwen2ForCausalLM"),
-    "qwen3": GgufFamily(model_type="qwen3", architecture="Qwen3ForCausalLM", has_optional_bias=True),
+    "qwen2": GgufFamily(model_type="qwen2"),
+    "qwen3": GgufFamily(model_type="qwen3", has_optional_bias=True),
     "qwen3moe": GgufFamily(
         model_type="qwen3_moe",
         names=_LAYER | _stacks("mlp.experts") | {"ffn_gate_inp": "mlp.gate"},
