@@ -101,18 +101,6 @@ class PoolingRequest(EngineRequest):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PooledOutput:
-    """The only output of a pooling request."""
-
-    vector: bytes
-    """Float32, little-endian."""
-    finish_reason: FinishReason
-    """STOP; or ABORTED, without a vector. Other ends are raised as errors."""
-    num_cached_tokens: int = 0
-    """Prompt tokens found in the prefix cache."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TextCut:
     """The limit on the length of a text for a pooling model."""
 
@@ -179,7 +167,7 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: tuple[ChosenLogprob, ...] = ()
     """One for each of `token_ids`, if the request asked for them."""
     finish_reason: FinishReason | None = None
-    """STOP, LENGTH, ABORTED or EXPIRED, in the last output of the choice. Other ends are raised as errors."""
+    """STOP, LENGTH or EXPIRED, in the last output of the choice. Other ends are raised as errors."""
     stop_reason: int | str | None = None
     """The stop token or stop string that ended the choice; None for the end-of-sequence token."""
     num_cached_tokens: int = 0

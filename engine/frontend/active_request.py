@@ -25,7 +25,7 @@ from engine.frontend.metrics import AbortCause
 from engine.frontend.vllm_metrics import Timeline
 from engine.frontend.waiting_deadlines import is_own_limit, kinds_named
 from engine.process_messages import Begun
-from engine.types import GenerationRequest, PooledOutput, PoolingRequest
+from engine.types import GenerationRequest, PoolingRequest
 from scheduler.messages import (
     FinishReason,
     SamplingParams,
@@ -101,8 +101,6 @@ class ActiveRequest(Generic[RequestT, ChoiceT]):
         """Engine processes that died while they held this request."""
         self.last_death_s = -inf
         """Time of the last of them."""
-        self.is_aborted = False
-        """Whether its end was asked for from outside."""
         self.sent_s = self.arrived_s
         """Last time that it was sent to an engine."""
         self.ticket = NO_TICKET
@@ -219,7 +217,6 @@ class PooledChoice:
         self.has_started = False
         self.last_token_s: float | None = None
         self.vector = b""
-        self.num_cached_tokens = 0
 
 
 class ActivePooling(ActiveRequest[PoolingRequest, PooledChoice]):
@@ -230,30 +227,17 @@ class ActivePooling(ActiveRequest[PoolingRequest, PooledChoice]):
     def __init__(self, request: PoolingRequest, sequence_id: SequenceId, readable: asyncio.Event) -> None:
         self._choice = PooledChoice()
         super().__init__(request, {sequence_id: self._choice}, readable)
-        self._is_read = False
 
     def fields_of_kind(self) -> dict[str, Any]:
         return {"params": _NO_SAMPLING, "pooling": self.request.params}
 
-    def take(self) -> list[PooledOutput]:
-        """Return the vector once; empty before it is there. Raises the error that ended the request."""
+    def vector(self) -> bytes:
+        """Return the vector of a request that is over. Raises the error that ended it."""
         if self.error is not None:
             raise self.error
-        reason = self._choice.finish_reason
-        if reason is None or self._is_read:
-            return []
-        self._is_read = True
-        return [
-            PooledOutput(
-                vector=self._choice.vector,
-                finish_reason=reason,
-                num_cached_tokens=self._choice.num_cached_tokens,
-            )
-        ]
+        return self._choice.vector
 
     def _push(self, output: SequenceOutput, eos_token_ids: tuple[int, ...]) -> None:  # noqa: ARG002 - the base class has it
-        if output.start is not None:
-            self._choice.num_cached_tokens = output.start.num_cached_tokens
         if output.finish_reason is not None:
             self._choice.finish_reason = output.finish_reason
             self._choice.vector = output.pooled

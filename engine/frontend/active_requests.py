@@ -78,9 +78,6 @@ class ActiveRequests:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def find(self, request_id: str) -> AnyActive | None:
-        return self._by_id.get(request_id)
-
     def of_sequence(self, sequence_id: SequenceId) -> AnyActive | None:
         return self._by_sequence.get(sequence_id)
 
@@ -202,10 +199,7 @@ class ActiveRequests:
                 self._cut_off(active, EngineDiedTwice())
             else:
                 self.engines.take_back(active.ticket)
-                if active.is_aborted:  # the process can answer no more
-                    self._end_in_line(active, FinishReason.ABORTED)
-                else:
-                    self._hold(active)
+                self._hold(active)
         self._bind()
 
     def engine_ready(
@@ -221,14 +215,6 @@ class ActiveRequests:
         sizes = {"num_blocks": num_blocks, "block_size": block_size, "max_model_len": max_model_len}
         self.engines.begin(engine, **sizes, groups=groups)
         self._bind()
-
-    def abort(self, active: AnyActive) -> None:
-        """End a request from outside; its reader gets the output so far."""
-        active.is_aborted = True
-        if active.ticket.engine is None:
-            self._end_in_line(active, FinishReason.ABORTED)
-        else:
-            self._end(active.ticket.engine, active.unfinished_ids, FinishReason.ABORTED)
 
     def take_outputs(
         self,
@@ -400,7 +386,7 @@ class ActiveRequests:
     def _hold(self, active: AnyActive) -> None:
         def give_up() -> None:
             if active.has_reply:
-                self._end_in_line(active, FinishReason.EXPIRED)
+                self._expire_in_line(active)
                 return
             why = "an engine was being replaced" if active.num_deaths else "it waited for an engine"
             active.expire(f"its time ran out while {why}", TimeLimitKind)
@@ -408,9 +394,9 @@ class ActiveRequests:
 
         self._patience.hold(active.first_id, self._terms(active).time_limits.nearest_s, give_up)
 
-    def _end_in_line(self, active: AnyActive, reason: FinishReason) -> None:
+    def _expire_in_line(self, active: AnyActive) -> None:
         """End a request that no engine process has; its reader gets the output so far."""
-        ends = [SequenceOutput(sequence_id, (), reason) for sequence_id in active.unfinished_ids]
+        ends = [SequenceOutput(each, (), FinishReason.EXPIRED) for each in active.unfinished_ids]
         self.take_outputs(ends, (), time.monotonic())
 
     def _message(self, active: AnyActive) -> AddRequest:

@@ -45,7 +45,6 @@ from engine.types import (
     Health,
     ModelInfo,
     ModelNames,
-    PooledOutput,
     PoolingRequest,
     ReportPage,
     TokenOutput,
@@ -310,8 +309,11 @@ class AsyncEngine:
                 if request.at_end is not None:
                     request.at_end()
 
-    async def pool_all(self, requests: Sequence[PoolingRequest]) -> list[PooledOutput]:
-        """Return the vectors in the order of the requests; cancelling aborts. Raises as `generate_all`."""
+    async def pool_all(self, requests: Sequence[PoolingRequest]) -> list[bytes]:
+        """Return the vectors in the order of the requests, as float32, little-endian; cancelling aborts.
+
+        Raises as `generate_all`.
+        """
         self._health.require_ready(now_s=time.monotonic())
         if self.info.pooling is None:
             raise WrongTask("this model generates text; it makes no vectors")
@@ -324,7 +326,7 @@ class AsyncEngine:
                 for active in admitted:
                     if active.error is not None:
                         raise active.error
-            return [output for active in admitted for output in active.take()]
+            return [active.vector() for active in admitted]
         finally:
             for active in admitted:
                 self._requests.leave(active)
@@ -384,12 +386,6 @@ class AsyncEngine:
             "choice": active.choices[report["sequence_id"]].index,
             **report,
         }
-
-    async def abort(self, request_id: str) -> None:
-        """End a request from outside; its reader gets the output so far and finish reason ABORTED."""
-        active = self._requests.find(request_id)
-        if active is not None:
-            self._requests.abort(active)
 
     # Messages from the engine processes.
 

@@ -118,10 +118,6 @@ class Tokenizer:
     def bos_token_id(self) -> int | None:
         return self._id_of("bos_token")
 
-    @property
-    def eos_token_id(self) -> int | None:
-        return self._id_of("eos_token")
-
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special_ids
 

@@ -160,10 +160,6 @@ class RateLimited(EdgeError):
         self.retry_after_s = retry_after_s
 
 
-class ReplyAborted(EdgeError):
-    """The engine gave the request up while the client still waited: the server is being shut down."""
-
-
 _CODES: dict[type[Exception], str | None] = {
     RequestRejected: None,
     InvalidApiKey: "invalid_api_key",
@@ -193,7 +189,6 @@ _CODES: dict[type[Exception], str | None] = {
     DeadlineExceeded: "deadline_exceeded",
     EngineUnavailable: None,
     TooManyConnections: "too_many_connections",
-    ReplyAborted: "shutting_down",
     Exception: "internal_error",
 }
 """The code of each type of error; None where the error brings one of several itself."""

@@ -28,7 +28,6 @@ from engine.types import (
     LogprobEntry,
     ModelInfo,
     ModelNames,
-    PooledOutput,
     PoolingRequest,
     QueueForecast,
     ReportPage,
@@ -221,7 +220,7 @@ class FakeEngine:
             for first, second in pairs
         ]
 
-    async def pool_all(self, requests: Sequence[PoolingRequest]) -> list[PooledOutput]:
+    async def pool_all(self, requests: Sequence[PoolingRequest]) -> list[bytes]:
         """The first number of a vector is the number of tokens, the second their mean, the third 1."""
         self.pooled += requests
         if self.admission_error is not None:
@@ -234,10 +233,7 @@ class FakeEngine:
             raise
         finally:
             self.num_running -= len(requests)
-        return [
-            PooledOutput(vector=self._vector(request), finish_reason=self.end_as or FinishReason.STOP)
-            for request in requests
-        ]
+        return [self._vector(request) for request in requests]
 
     def _vector(self, request: PoolingRequest) -> bytes:
         ids = request.prompt_token_ids

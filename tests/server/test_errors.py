@@ -60,7 +60,6 @@ from server.edge.error_replies import MAX_MESSAGE_CHARS, ErrorBoundary, describe
         (EngineUnavailable("loading"), 503, "not_ready", {"retry-after": "1", "retry-after-ms": "1000"}),
         (EngineUnavailable("no", code="model_broken"), 503, "model_broken", {"x-should-retry": "false"}),
         (EngineUnavailable("bye", code="shutting_down"), 503, "shutting_down", {"retry-after": "1"}),
-        (errors.ReplyAborted("bye"), 503, "shutting_down", {"retry-after": "1"}),
     ],
 )
 def test_each_error_has_its_row(error, status, code, headers):

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from engine.errors import RequestRejected
-from engine.types import PooledOutput, PoolingTask
+from engine.types import PoolingTask
 from server.api.pooling.protocol import (
     EMBEDDING_REFUSALS,
     SCORE_REFUSALS,
@@ -131,9 +131,7 @@ async def create_embeddings(request: Request) -> Response:
     return await embeddings_reply(head, outputs, body.encoding_format or "float", num_tokens=num_tokens)
 
 
-async def embed(
-    request: Request, body: EmbeddingRequest, origin: Origin
-) -> tuple[Sequence[PooledOutput], int]:
+async def embed(request: Request, body: EmbeddingRequest, origin: Origin) -> tuple[Sequence[bytes], int]:
     """Compute one vector of each input; return the number of tokens, too. Raises the engine's errors."""
     engine = edge_of(request).engine
     info = engine.info

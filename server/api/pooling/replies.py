@@ -12,7 +12,6 @@ from typing import Any, Literal
 import orjson
 from starlette.responses import Response
 
-from engine.types import PooledOutput
 from server.edge.http.endpoint import json_reply
 from server.reply.generate.long_reply import reply_of
 from server.reply.generate.replies import ReplyHead
@@ -23,13 +22,13 @@ Format = Literal["float", "base64"]
 
 
 async def embeddings_reply(
-    head: ReplyHead, outputs: Sequence[PooledOutput], encoding: Format, *, num_tokens: int
+    head: ReplyHead, outputs: Sequence[bytes], encoding: Format, *, num_tokens: int
 ) -> Response:
     """OpenAI's list of embeddings."""
 
     def item_of(index: int, vector: Any) -> dict[str, Any]:
         if encoding == "base64":
-            vector = base64.b64encode(outputs[index].vector).decode("ascii")
+            vector = base64.b64encode(outputs[index]).decode("ascii")
         return {"object": "embedding", "index": index, "embedding": vector}
 
     pieces = await written_vectors(outputs, item_of)
@@ -37,11 +36,8 @@ async def embeddings_reply(
     return reply_of([b'{"object":"list","data":[', *pieces, b"]," + orjson.dumps(after)[1:]])
 
 
-async def written_vectors(outputs: Sequence[PooledOutput], item_of: Callable[[int, Any], Any]) -> list[bytes]:
-    """Items of a list of JSON with the commas between them, made of each vector and its place.
-
-    Raises ReplyAborted if the engine gave one of them up.
-    """
+async def written_vectors(outputs: Sequence[bytes], item_of: Callable[[int, Any], Any]) -> list[bytes]:
+    """Items of a list of JSON with the commas between them, made of each vector and its place."""
     from server.api.pooling.vectors import vectors_of  # not at the top: it brings numpy
 
     pieces = []

@@ -10,21 +10,15 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.types import FinishReason, PooledOutput
-from server.edge.error_replies import ReplyAborted
-
 Rows = NDArray[np.float32]
 
 
-def vectors_of(outputs: Sequence[PooledOutput]) -> list[NDArray[np.float32]]:
-    """Raises ReplyAborted if the engine gave one of them up."""
-    if any(output.finish_reason is not FinishReason.STOP for output in outputs):
-        raise ReplyAborted("the server stopped this request before it was finished")
-    return [np.frombuffer(output.vector, dtype="<f4").astype(np.float32, copy=False) for output in outputs]
+def vectors_of(outputs: Sequence[bytes]) -> list[NDArray[np.float32]]:
+    return [np.frombuffer(output, dtype="<f4").astype(np.float32, copy=False) for output in outputs]
 
 
-def rows_of(outputs: Sequence[PooledOutput]) -> Rows:
-    """One vector in each row. Raises ReplyAborted like vectors_of."""
+def rows_of(outputs: Sequence[bytes]) -> Rows:
+    """One vector in each row."""
     return np.stack(vectors_of(outputs))
 
 

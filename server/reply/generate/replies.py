@@ -15,7 +15,6 @@ import orjson
 from engine.errors import RequestRejected
 from engine.journal import Journal
 from engine.types import ChosenLogprob, FinishReason, TokenOutput
-from server.edge.error_replies import ReplyAborted
 from server.edge.http.json_body import count_members
 from server.reply.generate.wire_logprobs import TokenNames
 
@@ -164,10 +163,7 @@ class Tally:
         self._num_accepted = self._num_rejected = 0
 
     def add(self, prompt_index: int, output: TokenOutput) -> tuple[int, str | None]:
-        """Count an output; return the number of its choice and its finish reason in OpenAI's words.
-
-        Raises ReplyAborted if the engine gave the choice up.
-        """
+        """Count an output; return the number of its choice and its finish reason in OpenAI's words."""
         self._num_output_tokens += len(output.token_ids)
         self._num_accepted += output.num_accepted_prediction
         self._num_rejected += output.num_rejected_prediction
@@ -176,8 +172,6 @@ class Tally:
         number = prompt_index * self._n + output.index
         if output.finish_reason is None:
             return number, None
-        if output.finish_reason not in _FINISH_REASONS:
-            raise ReplyAborted("the server stopped this request before it was finished")
         self._num_open -= 1
         return number, _FINISH_REASONS[output.finish_reason]
 

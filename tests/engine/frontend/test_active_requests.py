@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine.errors import DeadlineExceeded, EngineDiedTwice, EngineUnavailable, Overloaded
 from engine.options.options import Options
-from engine.process_messages import AddRequest, Begun
+from engine.process_messages import Begun
 from engine.types import GenerationRequest, SamplingParams, ServiceTerms, TimeLimits
 from scheduler.messages import FinishReason, SequenceOutput, SequenceStart, TimeLimitKind
 from scheduler.step.admission import TOO_LATE
@@ -32,7 +32,6 @@ _OPERATIONS = st.one_of(
     st.tuples(st.just("end"), _WHO, st.integers(0, 2)),
     st.tuples(st.just("expire"), _WHO, st.integers(0, 2)),
     st.tuples(st.just("leave"), _WHO, st.just(0)),
-    st.tuples(st.just("abort"), _WHO, st.just(0)),
     st.tuples(st.just("die"), st.just(0), st.just(0)),
     st.tuples(st.just("replay"), st.just(0), st.just(0)),
 )
@@ -85,8 +84,6 @@ class Hall:
         sequence_id, choice = choices[place % len(choices)]
         if operation == "leave":
             self.in_flight.leave(live)
-        elif operation == "abort":
-            self.in_flight.abort(live)
         elif choice.finish_reason is None and live.error is None:
             has_begun = choice.last_token_s is not None
             start = None if has_begun or operation == "expire" else START
@@ -227,23 +224,6 @@ async def test_time_that_runs_out_between_two_processes_ends_a_reply_with_what_t
         await asyncio.sleep(0.01)
     (output,) = live.take()
     assert output.finish_reason is FinishReason.EXPIRED
-
-
-@pytest.mark.parametrize("is_aborted_first", [False, True], ids=["death first", "abort first"])
-async def test_one_that_was_aborted_between_two_processes_is_not_replayed(
-    door: Door, is_aborted_first: bool
-) -> None:
-    (live,) = door.ask("a", 0)
-    if is_aborted_first:
-        door.in_flight.abort(live)  # and the process dies before it answers
-    door.in_flight.engine_died(0)
-    if not is_aborted_first:
-        door.in_flight.abort(live)
-    door.sent.clear()
-    door.in_flight.engine_ready(0, num_blocks=100, block_size=16)
-    assert not [message for message in door.sent if isinstance(message, AddRequest)]
-    (output,) = live.take()
-    assert output.finish_reason is FinishReason.ABORTED
 
 
 async def test_one_that_has_left_is_freed_without_the_collector(door: Door) -> None:

@@ -203,10 +203,3 @@ async def test_a_deadline_before_the_whole_prompt_is_an_error_although_another_c
     live.push(SequenceOutput(SequenceId(0), (), FinishReason.EXPIRED, message="too late"), EOS)
     with pytest.raises(DeadlineExceeded):
         live.take()
-
-
-async def test_an_abort_before_the_whole_prompt_still_ends_the_request() -> None:
-    live = scored_request()
-    live.push(SequenceOutput(SequenceId(0), (), FinishReason.ABORTED), EOS)
-    assert live.is_over
-    assert live.take()[0].finish_reason is FinishReason.ABORTED

@@ -77,7 +77,7 @@ class Door:
         self.in_flight.take_outputs([output], (), 0.0)
 
     def waiting(self) -> set[str]:
-        return {name for name in "abcdefgh" if self.in_flight.find(name)}
+        return {name for name in "abcdefgh" if name in self.in_flight._by_id}
 
     def num_refused(self, reason: str) -> float:
         value = self.metrics.registry.get_sample_value(
@@ -136,7 +136,7 @@ async def test_two_models_share_one_queue_and_an_urgent_request_of_one_displaces
     door.in_flight.leave(first)
     assert door.in_flight.is_empty.is_set()
     for name in "bce":
-        beside.in_flight.leave(beside.in_flight.find(name))
+        beside.in_flight.leave(beside.in_flight._by_id[name])
     assert (door.desk.limits.num_queued, door.desk.limits.num_queued_tokens, len(door.desk.waiting)) == (
         0,
         0,
@@ -204,7 +204,7 @@ async def test_nobody_gives_way_to_one_that_would_not_fit_even_so(door) -> None:
 async def test_one_that_has_left_frees_nothing_more(door) -> None:
     for name in "abcd":
         door.ask(name, 9)
-    door.in_flight.leave(door.in_flight.find("d"))
+    door.in_flight.leave(door.in_flight._by_id["d"])
     door.ask("e", 0)
     with pytest.raises(Overloaded):
         door.ask("f", 5, n=4)
@@ -226,10 +226,10 @@ async def test_a_place_is_free_again_after_a_displaced_request_has_gone(door) ->
     for name in "abcd":
         door.ask(name, 9)
     door.ask("e", 0)
-    door.in_flight.leave(door.in_flight.find("e"))
+    door.in_flight.leave(door.in_flight._by_id["e"])
     door.ask("f", 9)
     for name in "abcf":
-        door.in_flight.leave(door.in_flight.find(name))
+        door.in_flight.leave(door.in_flight._by_id[name])
     assert not len(door.in_flight)
     assert door.in_flight.is_empty.is_set()
     assert sum(isinstance(message, AddRequest) for message in door.sent) == 6
@@ -351,7 +351,7 @@ async def test_who_would_be_refused_however_small_is_refused_before_it_costs_any
         door.in_flight.require_room(4, Journal())
     assert told.value.retry_after_s >= 1
     assert door.num_refused("requests") == 1
-    door.begin(door.in_flight.find("a"))
+    door.begin(door.in_flight._by_id["a"])
     door.in_flight.require_room(9, Journal())
 
 
@@ -370,7 +370,7 @@ async def test_in_order_of_arrival_a_full_queue_is_full_for_any_priority(tiny_mo
     for priority in (None, -5):
         with pytest.raises(Overloaded, match="have not started"):
             door.in_flight.require_room(priority, Journal())
-    door.in_flight.leave(door.in_flight.find("a"))
+    door.in_flight.leave(door.in_flight._by_id["a"])
     door.in_flight.require_room(None, Journal())
 
 
@@ -388,7 +388,7 @@ async def test_a_call_that_is_being_prepared_has_its_place_and_others_are_refuse
             is_full()
     assert door.num_refused("requests") == 2
     door.ask("c", 0)
-    door.in_flight.leave(door.in_flight.find("a"))
+    door.in_flight.leave(door.in_flight._by_id["a"])
     door.in_flight.require_room(None, journal_of("e"))
     with pytest.raises(Overloaded):
         door.in_flight.require_room(None, journal_of("f"))

@@ -73,16 +73,14 @@ def live() -> ActivePooling:
     return ActivePooling(request, SEQUENCE, asyncio.Event())
 
 
-def test_a_vector_is_read_once_and_only_when_it_is_there(live: ActivePooling) -> None:
+def test_it_is_over_when_its_vector_is_there(live: ActivePooling) -> None:
     start = SequenceStart(queue_s=0.0, num_cached_tokens=1)
-    assert live.take() == []
+    assert not live.is_over
     live.push(
         SequenceOutput(SEQUENCE, (), FinishReason.STOP, start=start, pooled=b"\0\0\0\0"), eos_token_ids=()
     )
     assert live.is_over
-    (output,) = live.take()
-    assert (output.vector, output.num_cached_tokens) == (b"\0\0\0\0", 1)
-    assert live.take() == []
+    assert live.vector() == b"\0\0\0\0"
 
 
 @pytest.mark.parametrize(
@@ -99,10 +97,4 @@ def test_whatever_else_ends_it_is_raised(
     live.push(SequenceOutput(SEQUENCE, (), reason, message="so it is"), eos_token_ids=())
     assert live.is_over
     with pytest.raises(error, match="so it is"):
-        live.take()
-
-
-def test_an_abort_ends_it_without_a_vector(live: ActivePooling) -> None:
-    live.push(SequenceOutput(SEQUENCE, (), FinishReason.ABORTED), eos_token_ids=())
-    (output,) = live.take()
-    assert (output.finish_reason, output.vector) == (FinishReason.ABORTED, b"")
+        live.vector()

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from engine.errors import Overloaded
+from engine.errors import EngineUnavailable, Overloaded
 from engine.options.api_keys import ApiKey, digest_of
-from engine.types import FinishReason, PoolingFacts, PoolingTask, PromptComputation
+from engine.types import PoolingFacts, PoolingTask, PromptComputation
 from server.api.pooling.endpoints import Embeddings, Ranking, ScoreList
 from server.api.pooling.protocol import MAX_INPUTS
 from server.api.pooling.requests import MAX_TOKENS
@@ -197,7 +197,7 @@ async def test_a_client_that_leaves_aborts_all_of_its_inputs(app, engine, url):
 
 
 async def test_a_full_queue_and_a_shutdown_are_told_as_for_text(client, engine):
-    engine.end_as = FinishReason.ABORTED
+    engine.admission_error = EngineUnavailable("bye", code="shutting_down")
     assert fault(await embed(client, input="a"))[:2] == (503, "shutting_down")
     engine.admission_error = Overloaded("full", retry_after_s=3)
     response = await embed(client, input="a")
