@@ -28,7 +28,7 @@ from server.edge.http.listening import CannotListen, Listeners, PortInUse, liste
 
 EXIT_USAGE = 2
 EXIT_UNSERVABLE = 78
-_TOOLS = {
+TOOLS = {
     "bench": "bench.load.command",
     "simulate": "bench.simulate.command",
     "trace": "bench.trace.command",
@@ -76,11 +76,11 @@ def _dispatch(words: list[str]) -> int:
         return 0
     if command == "serve":
         return _serve(rest)
-    if command in _TOOLS:
+    if command in TOOLS:
         return _run_tool(command, rest)
     if command.startswith("-"):
         return _serve(words)
-    fix = closest(command, ("serve", *_TOOLS)).replace("tokenyard serve", "tokenyard")
+    fix = closest(command, ("serve", *TOOLS)).replace("tokenyard serve", "tokenyard")
     raise OptionError(repr(command), "there is no such command", f"{fix} (a model goes after `serve`)")
 
 
@@ -120,5 +120,5 @@ def _serve(words: list[str]) -> int:
 
 def _run_tool(command: str, words: list[str]) -> int:
     # Imported here: each brings what the others do not need.
-    main: Callable[[list[str]], int] = import_module(_TOOLS[command]).main
+    main: Callable[[list[str]], int] = import_module(TOOLS[command]).main
     return main(words)

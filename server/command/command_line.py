@@ -7,13 +7,13 @@ change nothing here, which are told and passed over.
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, NoReturn
 
 from engine.options.options import COMMON, DECLARATIONS, Group, OptionError
 from engine.options.sources import add_flags, closest
-from engine.options.values import Switch
+from engine.options.values import Switch, ValueKind
 
 _HELP = "--help"
 _ADAPTERS, _NAMES = "--lora-modules", "--served-model-name"
@@ -222,6 +222,18 @@ def _repeated(words: Sequence[str]) -> list[str]:
             flag = word
         spread.append(word)
     return spread
+
+
+def valued(kind: ValueKind) -> Callable[[str], Any]:
+    """Make what argparse takes as the type of a flag's value."""
+
+    def parse(text: str) -> object:
+        try:
+            return kind.parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"it must {error}") from None
+
+    return parse
 
 
 def failed(command: str, error: Exception, code: int) -> int:

@@ -6,11 +6,11 @@ Owns: the parser of the whole command, put together from those of its parts.
 import argparse
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from types import MappingProxyType
 from typing import Any
 
 from engine.options.options import DECLARATIONS, OptionError
 from engine.options.values import Choice
+from server.command.cli import TOOLS
 from server.command.command_line import OptionParser
 
 _SHELLS = ("bash", "zsh", "tcsh")
@@ -24,18 +24,7 @@ Print a script that completes the words of this command. For the shell that runs
 or write it where the shell looks: ~/.local/share/bash-completion/completions/tokenyard for bash, a file
 _tokenyard in a folder of $fpath for zsh.
 """
-_PARSERS = MappingProxyType(
-    {
-        "pull": "server.command.pull_command",
-        "chat": "server.command.terminal.chat_command",
-        "complete": "server.command.terminal.complete_command",
-        "top": "server.command.terminal.top_command",
-        "run-batch": "server.command.batch.command",
-        "bench": "bench.load.command",
-        "simulate": "bench.simulate.command",
-        "trace": "bench.trace.command",
-    }
-)
+_WITH_PARSERS = ("pull", "chat", "complete", "top", "run-batch", "bench", "simulate", "trace")
 _WORDS = (
     ("keys", "Make an API key.", ("new",)),
     ("completion", "Print a script that completes words.", _SHELLS),
@@ -60,8 +49,8 @@ def whole_parser() -> argparse.ArgumentParser:
     """Put the parsers of all commands under one."""
     root = argparse.ArgumentParser(prog="tokenyard")
     commands = root.add_subparsers(metavar="COMMAND")
-    for name, module in _PARSERS.items():
-        build: Callable[[], argparse.ArgumentParser] = import_module(module).build_parser
+    for name in _WITH_PARSERS:
+        build: Callable[[], argparse.ArgumentParser] = import_module(TOOLS[name]).build_parser
         _add(commands, name, build())
     _add(commands, "serve", _options("serve", "Serve a model over HTTP, as OpenAI's API does."))
     _add(commands, "doctor", _options("doctor", "Check this machine and the model.", "--json"))

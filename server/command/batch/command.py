@@ -7,9 +7,7 @@ Codes: 0 every request has an answer, 1 some have an error, 2 a mistake on the c
 69 the server was lost, 130 interrupted (both: run it again to go on), others as of `serve`.
 """
 
-import argparse
 import asyncio
-import math
 import os
 import sys
 import time
@@ -23,9 +21,10 @@ from engine.options.edge_config import EdgeOptions
 from engine.options.engine_config import EngineConfig, ServerConfig, resolve
 from engine.options.options import OptionError
 from engine.options.sources import Source, merge, read_sources, source_of
+from engine.options.values import Count, Duration
 from server.api.batches.lines import BatchFileError, InputFile, OutputFile, check_input, open_output
 from server.api.batches.run import BatchRun, Client, Counts, ServerLost
-from server.command.command_line import OptionParser
+from server.command.command_line import OptionParser, valued
 from server.edge.http.http_client import ExchangeFailed, Reply, Target, fetch, key_from_environment
 from server.endpoints import BATCH_PATHS
 
@@ -36,7 +35,8 @@ EXIT_INTERRUPTED = 130
 _PROGRAM = "tokenyard run-batch"
 _GO_ON = "run the same command again to go on from here"
 _REMOTE_CONCURRENCY = 64
-_MAX_CONCURRENCY = 4096
+_CONCURRENCY = Count(low=1, high=4096)
+_PATIENCE = Duration(low=0, high=1e6)
 _FIRST_CONTACT_S = 30.0
 _ABOUT_THE_PORT = (
     *("host", "port", "api_key", "allow_unauthenticated", "enable_admin", "shutdown_timeout"),
@@ -234,43 +234,26 @@ def build_parser() -> OptionParser:
     own.add_argument("--base-url", metavar="URL", help="ask this server instead of loading a model")
     own.add_argument(
         "--concurrency",
-        type=_count,
+        type=valued(_CONCURRENCY),
         metavar="N",
         help=f"requests under way at once (default: enough to keep the model busy; {_REMOTE_CONCURRENCY}"
         " with --base-url)",
     )
     own.add_argument(
         "--retry-for",
-        type=_seconds,
+        type=valued(_PATIENCE),
         default=600.0,
         metavar="SECONDS",
         help="how long a request is sent again that met 429, 503 or a lost connection (default: 600)",
     )
     own.add_argument(
         "--timeout",
-        type=_seconds,
+        type=valued(_PATIENCE),
         default=3600.0,
         metavar="SECONDS",
         help="with --base-url: how long a server may be silent about a request (default: 3600)",
     )
     return parser
-
-
-def _count(text: str) -> int:
-    number = int(text) if text.isascii() and text.isdigit() else 0
-    if not 1 <= number <= _MAX_CONCURRENCY:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1 to {_MAX_CONCURRENCY}")
-    return number
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds <= 1e6:
-        raise argparse.ArgumentTypeError("must be a number of seconds from 0 to 1000000")
-    return seconds
 
 
 def progress(num_requests: int) -> AbstractContextManager[Callable[[Counts], None]]:

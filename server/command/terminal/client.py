@@ -15,6 +15,8 @@ from typing import Any, NoReturn, TextIO
 import orjson
 
 from engine.options.options import OptionError
+from engine.options.values import Count
+from server.command.command_line import valued
 from server.edge.http.http_client import (
     DEFAULT_URL,
     ExchangeFailed,
@@ -30,6 +32,7 @@ EXIT_NO_SERVER = 69
 EXIT_INTERRUPTED = 130
 _SILENCE_S = 120.0
 """A server of ours breaks every silence after 15 seconds."""
+_TOKENS = Count(low=1, high=2**31 - 1)
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 
@@ -237,7 +240,7 @@ class GeneratingParser(Parser):
         self.add_server("the server")
         self.add_argument("--model", metavar="NAME", help="which model (default: the first that it serves)")
         self.add_argument(
-            "--max-tokens", type=_count, metavar="N", help="end each reply after so many tokens"
+            "--max-tokens", type=valued(_TOKENS), metavar="N", help="end each reply after so many tokens"
         )
         self.add_argument(
             "--temperature",
@@ -268,13 +271,6 @@ def _url(text: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text
-
-
-def _count(text: str) -> int:
-    number = int(text) if text.isascii() and text.isdigit() else 0
-    if not 1 <= number < 2**31:
-        raise argparse.ArgumentTypeError("must be a whole number from 1")
-    return number
 
 
 def _temperature(text: str) -> float:
