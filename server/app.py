@@ -3,6 +3,7 @@
 Owns: the endpoints that the settings ask for, and the objects that they share.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -113,9 +114,13 @@ _NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": Fa
 
 
 def _include(app: FastAPI, endpoints: Sequence[Endpoint], settings: EdgeSettings) -> None:
+    methods: dict[str, set[str]] = defaultdict(set)
     for each in endpoints:
         each.add_state(app, settings)
         app.include_router(each.router)
+        for path, method in each.methods:
+            methods[path].add(method)
+    app.state.methods = methods
 
 
 def _layered(
@@ -166,6 +171,12 @@ def _open_paths(settings: EdgeSettings) -> frozenset[str]:
     return OPEN_PATHS - {METRICS_PATH} if settings.edge.metrics_auth else OPEN_PATHS
 
 
-async def _to_boundary(request: Request, error: Exception) -> NoReturn:  # noqa: ARG001 -- Starlette's signature
-    """Hand errors on that the framework would answer in its own shape."""
+async def _to_boundary(request: Request, error: Exception) -> NoReturn:
+    """Hand errors on that the framework would answer in its own shape.
+
+    A 405 names all methods of its path: the router knows those of one route.
+    """
+    if isinstance(error, HTTPException) and error.status_code == 405:
+        methods = request.app.state.methods.get(request.scope["route"].path_format)
+        error.headers = {"Allow": ", ".join(methods)} if methods else error.headers
     raise error

@@ -118,12 +118,6 @@ router = APIRouter()
 ENDPOINT = Endpoint(router=router, add_state=add_state_access, requests={BatchBeginning: {}})
 
 
-@router.api_route(_PATH, methods=["POST", "GET"], include_in_schema=False)
-async def use_batches(request: Request) -> Response:
-    """Serve both methods, so that the Allow header of a 405 names both; the routes below document them."""
-    return await (list_batches if request.method == "GET" else create_batch)(request)
-
-
 @router.post(_PATH, **documentation(Batch, request=BatchBeginning))
 async def create_batch(request: Request) -> Response:
     """Begin a batch. Its lines are checked when its turn comes."""

@@ -98,12 +98,6 @@ router = APIRouter()
 ENDPOINT = Endpoint(router=router, add_state=add_state_access)
 
 
-@router.api_route(_PATH, methods=["POST", "GET"], include_in_schema=False)
-async def use_files(request: Request) -> Response:
-    """Serve both methods, so that the Allow header of a 405 names both; the routes below document them."""
-    return await (list_files if request.method == "GET" else upload_file)(request)
-
-
 @router.post(_PATH, **_upload_documentation())
 async def upload_file(request: Request) -> Response:
     """Keep a file: requests for a batch, or a picture for a response."""
@@ -133,12 +127,6 @@ async def list_files(request: Request) -> Response:
     page = page_asked(request, default=_MOST, most=_MOST)
     owner, purpose = owner_of(request), request.query_params.get("purpose")
     return page_reply(await desk_of(request).do(lambda store: store.files(owner, page, purpose)), page)
-
-
-@router.api_route(_ONE, methods=["GET", "DELETE"], include_in_schema=False)
-async def use_file(request: Request) -> Response:
-    """Serve both methods, so that the Allow header of a 405 names both; the routes below document them."""
-    return await (delete_file if request.method == "DELETE" else retrieve_file)(request)
 
 
 @router.get(_ONE, **documentation_of_one(FileObject, "file_id"))

@@ -41,8 +41,6 @@ METRICS_PATH = "/metrics"
 METRICS_TTL_S = 0.1
 """Some routers scrape every 50 ms; rendering costs milliseconds."""
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_PROBE: dict[str, Any] = {"methods": ["GET", "HEAD"], "include_in_schema": False}
-"""Answers both, so that the Allow header of a 405 names both; the GET of the same path is documented."""
 
 
 class HealthPage(ReplyModel):
@@ -138,18 +136,18 @@ ENDPOINT = Endpoint(
 
 
 @router.get("/health", **_HEALTH_DOCUMENTATION)
-@router.api_route("/health", **_PROBE)
+@router.head("/health", include_in_schema=False)
 @router.get("/health/ready", **_HEALTH_DOCUMENTATION)
-@router.api_route("/health/ready", **_PROBE)
+@router.head("/health/ready", include_in_schema=False)
 @router.get("/ping", **_HEALTH_DOCUMENTATION)
-@router.api_route("/ping", **_PROBE)
+@router.head("/ping", include_in_schema=False)
 async def is_ready(request: Request) -> Response:
     """200 if requests are accepted; 503 while loading, draining, stuck or dead."""
     return _answer(request, Question.READY)
 
 
 @router.get("/health/live", **_HEALTH_DOCUMENTATION)
-@router.api_route("/health/live", **_PROBE)
+@router.head("/health/live", include_in_schema=False)
 async def is_live(request: Request) -> Response:
     """503 only if a restart is the cure: the loop of a loaded engine stands still.
 

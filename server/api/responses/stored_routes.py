@@ -56,12 +56,6 @@ def add_store(app: FastAPI, settings: EdgeSettings) -> None:
     app.state.background = BackgroundResponses(app.state.edge, max_event_bytes=settings.responses_store_bytes)
 
 
-@router.api_route(_ONE, methods=["GET", "DELETE"], include_in_schema=False)
-async def use_stored_response(request: Request) -> Response:
-    """Serve both methods, so that the Allow header of a 405 names both; the routes below document them."""
-    return await (delete_response if request.method == "DELETE" else retrieve_response)(request)
-
-
 @router.get(_ONE, **documentation_of_one(ResponseObject, "response_id", query=_FOLLOW_PARAMETERS))
 async def retrieve_response(request: Request) -> Response:
     """Return a response as it is now, or follow its events if it was begun as a stream in the background."""

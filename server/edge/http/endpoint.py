@@ -52,7 +52,13 @@ class Endpoint:
     @property
     def paths(self) -> frozenset[str]:
         """Names of the routes in logs and metrics: `/v1/models/{model}`."""
-        return frozenset(route.path_format for route in self.router.routes if isinstance(route, APIRoute))
+        return frozenset(path for path, _ in self.methods)
+
+    @property
+    def methods(self) -> list[tuple[str, str]]:
+        """Paths with each of their methods."""
+        routes = [route for route in self.router.routes if isinstance(route, APIRoute)]
+        return [(route.path_format, method) for route in routes for method in route.methods]
 
 
 class ReplyModel(BaseModel):
