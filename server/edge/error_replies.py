@@ -334,9 +334,6 @@ class ErrorBoundary:
         self._shapes = shapes or {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         has_started = False
 
         async def watched_send(message: Message) -> None:

@@ -4,7 +4,8 @@ Owns: their order, and the prefix that a proxy leaves before every path, if the 
 
 From outside in: prefix of a proxy, request id, log, count, origins of pages, error replies, places in
 reserve, pages without a key, key, memory, body size, router. Each layer may rely on those outside of it;
-whatever one of them raises becomes a reply in exactly one place.
+whatever one of them raises becomes a reply in exactly one place. All scopes are of HTTP: the server has
+neither websockets nor a lifespan.
 """
 
 from collections.abc import Mapping, Sequence
@@ -105,7 +106,7 @@ class RootPath:
         self._raw_prefix = prefix.encode("ascii")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] == self._prefix:
+        if scope["path"] == self._prefix:
             # Without the slash a browser would look for the page's files next to the prefix, not below it.
             location = (b"location", self._raw_prefix + _TO_THE_PAGE)
             await send(
@@ -117,7 +118,7 @@ class RootPath:
             )
             await send({"type": "http.response.body", "body": b""})
             return
-        if scope["type"] == "http" and scope["path"].startswith(f"{self._prefix}/"):
+        if scope["path"].startswith(f"{self._prefix}/"):
             raw = scope.get("raw_path") or scope["path"].encode()
             scope = {
                 **scope,

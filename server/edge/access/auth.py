@@ -28,7 +28,7 @@ class Auth:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Decided on the path that the router matches too: a header or a host can be forged.
-        if scope["type"] != "http" or not self._keys.is_locked or scope["path"] in self._open_paths:
+        if not self._keys.is_locked or scope["path"] in self._open_paths:
             await self._app(scope, receive, send)
             return
         owner = scope.get(OWNER_NAME)

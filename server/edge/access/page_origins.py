@@ -14,6 +14,7 @@ import re
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from urllib.parse import urlsplit
 
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.options.edge_config import HostRule, OtherHosts
@@ -62,11 +63,10 @@ class PageOrigins:
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            # Each route would have them parsed, in quadratic time, and none uses them.
-            scope["headers"] = [each for each in scope["headers"] if each[0] != b"cookie"]
-        if scope["type"] == "http" and not self._keys.is_locked:
-            host = _header(scope, b"host")
+        # Each route would have them parsed, in quadratic time, and none uses them.
+        scope["headers"] = [each for each in scope["headers"] if each[0] != b"cookie"]
+        if not self._keys.is_locked:
+            host = Headers(scope=scope).get("host", "")
             name = _name_in(host)
             if scope["path"] not in self._open_paths and not self._is_answered(name):
                 raise ForeignHost(name if _SHOWN_NAME.fullmatch(name) else "NAME")
@@ -91,10 +91,6 @@ class PageOrigins:
         """True if no page but ours can be at this name."""
         is_private = self._others is not OtherHosts.LOCAL and _is_private(name)
         return is_private or name in self._names
-
-
-def _header(scope: Scope, name: bytes) -> str:
-    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), "")
 
 
 def _name_in(host: str) -> str:

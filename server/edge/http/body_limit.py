@@ -64,9 +64,6 @@ class BodyLimit:
         self._idle_s = idle_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         _check_framing(scope)
         if _declared_bytes(scope) > self._max_bytes:
             # Reading would be the go-ahead for a client that waits for one.
@@ -187,11 +184,8 @@ class MemoryGate:
         self._gauge = gauge or MemoryGauge()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_new_work = (
-            scope["type"] == "http"
-            and scope["method"] == "POST"
-            and not scope["path"].startswith(ADMIN_PATHS)  # may be the cure
-        )
+        # An admin's POST may be the cure.
+        is_new_work = scope["method"] == "POST" and not scope["path"].startswith(ADMIN_PATHS)
         if is_new_work and self._max_use < 1 and self._gauge.share() >= self._max_use:
             raise LowMemory
         await self._app(scope, receive, send)

@@ -82,9 +82,6 @@ class RequestLog:
         self._spans = spans
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         status = _CLIENT_LEFT
 
         async def watched_send(message: Message) -> None:

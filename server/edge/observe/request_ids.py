@@ -39,9 +39,6 @@ class RequestIds:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         request_id = id_for(scope["headers"])
         journal = scope[_JOURNAL] = Journal(request_id.decode("ascii"))
 
