@@ -22,7 +22,7 @@ from engine.text.chat_template import NoRenderer
 from engine.text.checkpoint_texts import check_files
 from engine.text.tokenizer import TokenizerError
 from server.command.startup.banner import Announcement
-from server.command.startup.launched import EXIT_HTTP_ENDED, Launched, Signals
+from server.command.startup.signals import EXIT_HTTP_ENDED, Signals
 from server.command.startup.template_notice import note_template
 from server.edge.http.listening import CannotListen, Listeners
 
@@ -72,27 +72,20 @@ async def _launch(
     listeners: Listeners,
     announcement: Announcement,
 ) -> int:
-    engines = ModelEngines(models)
-    launched = Launched(
-        engines=engines,
-        signals=Signals(),
-        models=models,
-        server_config=server_config,
-        listeners=listeners,
-    )
+    engines, signals = ModelEngines(models), Signals()
     engines.start()
     try:
         await engines.begun()
         # Not at the top: a second of imports, while the engine process has its own.
         with only_imports():
             from server.command.startup.serving import serve
-        if await _texts_are_tried(engines, launched.signals):
-            return await serve(launched, announcement)
+        if await _texts_are_tried(engines, signals):
+            return await serve(engines, models, server_config, listeners, signals, announcement)
         log.info("stopping: nothing was served yet")
         return 0
     finally:
         await engines.close()
-        launched.signals.restore()
+        signals.restore()
 
 
 async def _texts_are_tried(engines: ModelEngines, signals: Signals) -> bool:

@@ -18,11 +18,11 @@ from server.api.batches.access import StateAccess
 from server.app import build_admin_app, build_app
 from server.command.startup.banner import Announcement
 from server.command.startup.http_servers import administer, http_server, start_health
-from server.command.startup.launched import EXIT_HTTP_ENDED, Launched, Signals
+from server.command.startup.signals import EXIT_HTTP_ENDED, Signals
 from server.command.startup.unwatched import work_unwatched
 from server.edge.access.credentials import Credentials
 from server.edge.http.edge import ClientTimeouts, Parsers, Served
-from server.edge.http.listening import url_of
+from server.edge.http.listening import Listeners, url_of
 from server.endpoints import OPERATIONS
 
 if TYPE_CHECKING:
@@ -31,19 +31,23 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-async def serve(launched: Launched, announcement: Announcement) -> int:
+async def serve(
+    engines: ModelEngines,
+    models: tuple[ModelSpec, ...],
+    server_config: ServerConfig,
+    listeners: Listeners,
+    signals: Signals,
+    announcement: Announcement,
+) -> int:
     """Serve until a signal or the end of the engine; return the exit code. Raises OptionError."""
-    engines, signals, listeners = launched.engines, launched.signals, launched.listeners
-    models, server_config = launched.models, launched.server_config
     engine_config = models[0].engine
-    patience = ClientTimeouts(keep_alive_s=server_config.stream_keep_alive_s)
     credentials = Credentials(server_config.api_keys, server_config.edge)
     engine = engines.all[0]
     spans = _open_spans(engine, engine_config, server_config)
     app = build_app(
         engine,
         server_config,
-        patience=patience,
+        patience=ClientTimeouts(keep_alive_s=server_config.stream_keep_alive_s),
         keys=credentials.keys,
         spans=spans,
         models=_served(engines, models),
