@@ -16,8 +16,8 @@ from pathlib import Path
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine.adapters.names import MAX_ADAPTERS, is_adapter_name
 from engine.errors import AdapterConflict, EngineUnavailable, RequestRejected
+from engine.options.adapter_options import MAX_ADAPTERS, is_adapter_name
 from engine.process_messages import AdapterAnswer, AdapterUse, ForgetAdapter, LoadAdapter, ToEngine
 from engine.types import ServedAdapter
 from worker.worker_config import AdapterFacts

@@ -1,16 +1,18 @@
 """The options of adapters (LoRA), spelled as vLLM spells them."""
 
 import json
+import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.adapters.names import MAX_ADAPTERS, is_adapter_name
 from engine.options.declaration import Arity, Group, OptionError, declared, refuse_given
 from engine.options.values import Count, Text
 from worker.worker_config import AdapterFolder, AdapterLimits
 
+MAX_ADAPTERS = 1024
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 _FLAG = "--lora-modules"
 _DEFAULT_MAX_LORAS = 4
 _DEFAULT_MAX_RANK = 64
@@ -97,6 +99,11 @@ def adapter_config(options: AdapterOptions, served_names: tuple[str, ...]) -> Ad
         at_start,
         None if directory is None else str(directory.resolve()),
     )
+
+
+def is_adapter_name(text: str) -> bool:
+    """Tell whether an adapter may have this name."""
+    return _NAME.fullmatch(text) is not None
 
 
 def _read(word: str) -> AdapterFolder:
