@@ -60,7 +60,7 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     prefix_cache: Literal["private", "shared"] = "private"
     may_administer: bool = False
     models: (
-        Annotated[list[Annotated[str, msgspec.Meta(pattern=_MODEL)]], msgspec.Meta(min_length=1)] | None
+        Annotated[tuple[Annotated[str, msgspec.Meta(pattern=_MODEL)], ...], msgspec.Meta(min_length=1)] | None
     ) = None
 
 
@@ -145,15 +145,6 @@ def _key_of(entry: _Entry) -> ApiKey:
     digest = bytes.fromhex(entry.sha256)
     # A salt that another client could name in its own requests would open the cache to it.
     salt = hashlib.sha256(b"prefix cache" + digest).hexdigest() if entry.prefix_cache == "private" else ""
-    return ApiKey(
-        name=entry.name,
-        digest=digest,
-        max_concurrent_requests=entry.max_concurrent_requests,
-        max_queued_tokens=entry.max_queued_tokens,
-        max_requests_per_minute=entry.max_requests_per_minute,
-        max_tokens_per_minute=entry.max_tokens_per_minute,
-        most_urgent_priority=entry.most_urgent_priority,
-        cache_salt=salt,
-        may_administer=entry.may_administer,
-        models=None if entry.models is None else tuple(entry.models),
-    )
+    fields = msgspec.structs.asdict(entry)
+    del fields["sha256"], fields["prefix_cache"]
+    return ApiKey(digest=digest, cache_salt=salt, **fields)

@@ -24,7 +24,6 @@ from server.edge.http.endpoint import (
     ReplyModel,
     add_named_events,
     documentation,
-    errors_as,
     json_reply,
 )
 from server.edge.http.ignored import note_ignored
@@ -118,8 +117,7 @@ _STREAM_NOTE = "`message_start` first, `message_stop` or `error` last; comments 
 def _documentation(
     reply: type[BaseModel], request: type[BaseModel], *, event: type[BaseModel] | None = None
 ) -> dict[str, Any]:
-    found = documentation(reply, request=request)
-    found["responses"] |= errors_as(AnthropicErrorBody)
+    found = documentation(reply, request=request, errors=AnthropicErrorBody)
     if event is not None:
         add_named_events(found, event, _STREAM_NOTE)
     return found

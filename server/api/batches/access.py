@@ -21,8 +21,8 @@ from server.api.batches.database import STORAGE_FAULTS, StorageFull
 from server.api.batches.store import FileInUse, FilePart, ListPage, StateStore, open_store
 from server.edge.access.sent_key import KEY_NAME
 from server.edge.http.edge import EdgeSettings
-from server.edge.http.endpoint import NO_STORE, json_reply
-from server.edge.refusals import unsupported
+from server.edge.http.endpoint import NO_STORE, json_reply, page_body
+from server.edge.refusals import unsupported, whole_number
 
 log = logging.getLogger(__name__)
 
@@ -167,22 +167,10 @@ def settled_time_s() -> int:
 
 def page_asked(request: Request, *, default: int, most: int) -> ListPage:
     """Read `limit` and `after` of a list. Raises RequestRejected."""
-    text = request.query_params.get("limit", str(default))
-    if not (text.isascii() and text.isdigit() and len(text) < 9 and 1 <= int(text) <= most):
-        raise RequestRejected(f"limit must be a number from 1 to {most}", param="limit")
-    return ListPage(limit=int(text), after=request.query_params.get("after"))
+    limit = whole_number(request.query_params, "limit", least=1, most=most, default=default)
+    return ListPage(limit=limit, after=request.query_params.get("after"))
 
 
 def page_reply(items: list[dict[str, Any]], page: ListPage) -> Response:
     """A list as OpenAI's API has it, of items that may be one more than the page holds."""
-    shown = items[: page.limit]
-    return json_reply(
-        {
-            "object": "list",
-            "data": shown,
-            "first_id": shown[0]["id"] if shown else None,
-            "last_id": shown[-1]["id"] if shown else None,
-            "has_more": len(items) > page.limit,
-        },
-        NO_STORE,
-    )
+    return json_reply(page_body(items[: page.limit], has_more=len(items) > page.limit), NO_STORE)

@@ -26,6 +26,7 @@ from server.edge.http.endpoint import (
     NO_STORE,
     Endpoint,
     ReplyModel,
+    ReplyPage,
     documentation,
     documentation_of_one,
     json_reply,
@@ -106,12 +107,8 @@ class Batch(ReplyModel):
     metadata: dict[str, str] | None
 
 
-class BatchList(ReplyModel):
-    object: Literal["list"]
+class BatchList(ReplyPage):
     data: Annotated[list[Batch], Field(max_length=_MOST)]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 router = APIRouter()

@@ -28,6 +28,7 @@ from server.edge.http.endpoint import (
     NO_STORE,
     Endpoint,
     ReplyModel,
+    ReplyPage,
     documentation,
     documentation_of_one,
     json_reply,
@@ -60,12 +61,8 @@ class FileObject(ReplyModel):
     status_details: None
 
 
-class FileList(ReplyModel):
-    object: Literal["list"]
+class FileList(ReplyPage):
     data: Annotated[list[FileObject], Field(max_length=_MOST)]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 class FileDeletion(ReplyModel):

@@ -6,13 +6,13 @@ Never: generates (endpoints.py).
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from hashlib import sha256
 from itertools import chain
 from math import inf, isinf
 from typing import Any
 
 from fastapi import APIRouter
-from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -32,7 +32,7 @@ from server.api.ollama.models import (
 from server.api.ollama.protocol import OllamaShowRequest, keep_alive_s
 from server.edge.access.sent_key import key_of
 from server.edge.http.edge import Edge, edge_of
-from server.edge.http.endpoint import documentation, errors_as, json_reply
+from server.edge.http.endpoint import documentation, json_reply
 from server.edge.http.json_body import read_request
 from server.edge.http.served_models import choose_for_ollama, models_of
 from server.reply.generate.model_checks import check_model
@@ -60,11 +60,7 @@ def own_place(request: Request) -> YardPlace | None:
     return edge.place if models_of(request).shows(edge, key_of(request.scope)) else None
 
 
-def documented(reply: type[BaseModel], *, request: type[BaseModel] | None = None) -> dict[str, Any]:
-    """Keyword arguments for the decorator of a route."""
-    found = documentation(reply, request=request)
-    found["responses"] |= errors_as(OllamaError)
-    return found
+documented = partial(documentation, errors=OllamaError)
 
 
 @router.get(_TAGS, **documented(OllamaModelList))

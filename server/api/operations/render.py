@@ -25,7 +25,6 @@ from server.edge.http.endpoint import (
     ReplyList,
     ReplyModel,
     documentation,
-    errors_as,
     json_reply,
 )
 from server.edge.http.json_body import read_request
@@ -102,11 +101,9 @@ async def render_chat(request: Request) -> Response:
     return json_reply(_rendered(request, body, prompt, "chatcmpl"))
 
 
-_MESSAGES = documentation(Rendered, request=MessagesRequest)
-_MESSAGES["responses"] |= errors_as(AnthropicErrorBody)
-
-
-@router.post("/v1/messages/render", **_MESSAGES)
+@router.post(
+    "/v1/messages/render", **documentation(Rendered, request=MessagesRequest, errors=AnthropicErrorBody)
+)
 async def render_messages(request: Request) -> Response:
     """Return the token ids of a conversation's prompt, in Anthropic's words."""
     body = await read_request(request, MessagesRequest, MESSAGES_REFUSALS, from_headers={})

@@ -16,6 +16,7 @@ from server.api.responses.protocol import InputItem, ItemPart
 from server.api.responses.store import StoredResponse
 from server.api.responses.tools import ID_PREFIXES
 from server.edge.error_replies import ResponseNotFound
+from server.edge.http.endpoint import page_body
 from server.edge.refusals import required, whole_number
 
 MAX_PAGE_ITEMS = 100
@@ -56,14 +57,8 @@ def page_of(items: Sequence[InputItem], response_id: str, asked: PageRequest) ->
     start = 0
     if asked.after is not None:
         start = _place_of(asked.after, [item_id for item_id, _ in named]) + 1
-    shown = named[start : start + asked.limit]
-    return {
-        "object": "list",
-        "data": [_body(item_id, item) for item_id, item in shown],
-        "first_id": shown[0][0] if shown else None,
-        "last_id": shown[-1][0] if shown else None,
-        "has_more": start + asked.limit < len(named),
-    }
+    end = start + asked.limit
+    return page_body([_body(*each) for each in named[start:end]], has_more=end < len(named))
 
 
 def with_references(items: Sequence[InputItem], find: FindResponse) -> list[InputItem]:

@@ -6,7 +6,7 @@ Never: imported by code that builds replies.
 
 from typing import Any, Literal
 
-from server.edge.http.endpoint import ReplyModel
+from server.edge.http.endpoint import ReplyModel, ReplyPage
 from server.reply.generate.reply_models import TokenLogprob
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -158,15 +158,11 @@ class ResponseEvent(ReplyModel):
     logprobs: list[TokenLogprob] | None = None
 
 
-class InputItemPage(ReplyModel):
+class InputItemPage(ReplyPage):
     """Some of the items that a response was asked with."""
 
-    object: Literal["list"]
     data: list[dict[str, Any]]
     """Items as the request may bring them, each with an id."""
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 class InputTokens(ReplyModel):

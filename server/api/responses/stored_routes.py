@@ -27,12 +27,13 @@ from server.api.responses.store import MAX_RESPONSES, RESPONSE_TTL_S, ResponseSt
 from server.edge.error_replies import ResponseNotFound
 from server.edge.http.edge import EdgeSettings, edge_of
 from server.edge.http.endpoint import NO_STORE, documentation_of_one, json_reply
-from server.edge.refusals import unsupported
+from server.edge.refusals import unsupported, whole_number
 from server.reply.pictures.placing import check_num_pictures
 
 _FIELDS = ("content", "output")
 """Parts of an item."""
 _ONE = "/v1/responses/{response_id}"
+_MAX_EVENT = 10**9 - 1
 _PAGE_PARAMETERS: dict[str, dict[str, Any]] = {
     "limit": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE_ITEMS, "default": 20},
     "order": {"enum": ["asc", "desc"], "default": "desc"},
@@ -133,9 +134,7 @@ def _start_of_stream(request: Request) -> int | None:
         return 0 if stream == "true" else None
     if stream == "false":
         raise RequestRejected("starting_after needs stream=true", param="starting_after")
-    if not (after.isascii() and after.isdigit() and len(after) < 10):
-        raise RequestRejected("starting_after must be the number of an event", param="starting_after")
-    return int(after) + 1
+    return whole_number(request.query_params, "starting_after", most=_MAX_EVENT, default=0) + 1
 
 
 def _work_here(request: Request) -> Work | None:

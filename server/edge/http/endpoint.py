@@ -5,9 +5,9 @@ their bodies themselves, for the sake of speed and of our own error replies, so 
 Nor is it given those of replies, of which it would make validators at each start.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 from fastapi import APIRouter, FastAPI
@@ -71,6 +71,15 @@ class ReplyList(RootModel[list[Any]]):
     """The shape of a reply that is a list, for the document only."""
 
 
+class ReplyPage(ReplyModel):
+    """The shape of a part of a list, as OpenAI pages it."""
+
+    object: Literal["list"]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 class ErrorDetail(ReplyModel):
     message: str
     type: str
@@ -91,7 +100,7 @@ def in_json(model: type[BaseModel]) -> dict[str, Any]:
     return {"application/json": {"schema": reference(model)}}
 
 
-def errors_as(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+def _errors_as(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
     """Errors in the shape of a model, by status."""
     return {
         "4XX": {"content": in_json(model), "description": "The caller's mistake, or too much work (429)."},
@@ -99,7 +108,7 @@ def errors_as(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
     }
 
 
-ERRORS = errors_as(ErrorReplyBody)
+ERRORS = _errors_as(ErrorReplyBody)
 _STREAM_NOTE = (
     "With `stream`: server-sent events, each `data: ` and a chunk; comments keep the connection alive;"
     ' a failure under way is an event `{"error": ...}`; the last event is `data: [DONE]`.'
@@ -110,19 +119,30 @@ def json_reply(body: Any, headers: Mapping[str, str] | None = None) -> Response:
     return Response(orjson.dumps(body), headers=headers, media_type="application/json")
 
 
+def page_body(shown: Sequence[dict[str, Any]], *, has_more: bool) -> dict[str, Any]:
+    return {
+        "object": "list",
+        "data": shown,
+        "first_id": shown[0]["id"] if shown else None,
+        "last_id": shown[-1]["id"] if shown else None,
+        "has_more": has_more,
+    }
+
+
 def documentation(
     model: type[BaseModel],
     *,
     request: type[BaseModel] | None = None,
     chunk: type[BaseModel] | None = None,
     query: Mapping[str, dict[str, Any]] | None = None,
+    errors: type[BaseModel] = ErrorReplyBody,
 ) -> dict[str, Any]:
     """Keyword arguments for the decorator of a route; `query` are schemas by name."""
     success: dict[str, Any] = {"content": in_json(model), "description": "Success."}
     if chunk is not None:
         success["description"] = _STREAM_NOTE
         success["content"]["text/event-stream"] = {"schema": _event(chunk)}
-    found: dict[str, Any] = {"responses": {200: success, **ERRORS}}
+    found: dict[str, Any] = {"responses": {200: success, **_errors_as(errors)}}
     if request is not None:
         found["openapi_extra"] = {"requestBody": {"required": True, "content": in_json(request)}}
     if query is not None:
