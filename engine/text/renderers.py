@@ -11,18 +11,18 @@ import subprocess
 import threading
 import time
 
+import msgspec
+
 from engine.logs.rare_log import RareLog
 from engine.processes import child_process
 from engine.processes.child_environment import child_environment
-from engine.processes.frames import frame
+from engine.processes.frames import LENGTH, frame
 from engine.text.template_messages import (
     CODE_OUT_OF_MEMORY,
     MAX_MEMORY_BYTES,
     Chat,
-    Ended,
     Program,
     Rendering,
-    receive,
 )
 
 MAX_RENDERERS = 3
@@ -63,7 +63,7 @@ class _Renderer:
             self._process: subprocess.Popen[bytes] = subprocess.Popen(
                 [*child_process.INTERPRETER, "-m", "engine.text.template_process"],
                 stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
+                stdout=theirs.fileno(),
                 env=child_environment(),
             )
         except BaseException:
@@ -91,8 +91,8 @@ class _Renderer:
         try:
             self._channel.settimeout(timeout_s)
             self._channel.sendall(framed)
-            return receive(self._channel, Rendering, max_bytes=_MAX_REPLY_BYTES, deadline_s=deadline_s)
-        except (Ended, ConnectionError):
+            return self._receive(deadline_s)
+        except (ConnectionError, msgspec.DecodeError):
             raise RendererEnded(self._await_end()) from None
         except BaseException:
             self.kill()  # a late answer would be taken for the next one's
@@ -106,6 +106,27 @@ class _Renderer:
     def close(self) -> None:
         self.kill()
         self._channel.close()
+
+    def _receive(self, deadline_s: float) -> Rendering:
+        """Raises TimeoutError, ConnectionError, and DecodeError for bytes that are no message."""
+        (length,) = LENGTH.unpack(self._read(LENGTH.size, deadline_s))
+        if length > _MAX_REPLY_BYTES:
+            raise msgspec.DecodeError
+        return msgspec.msgpack.decode(self._read(length, deadline_s), type=Rendering)
+
+    def _read(self, num_bytes: int, deadline_s: float) -> bytearray:
+        content = bytearray(num_bytes)
+        left = memoryview(content)
+        while left:
+            remaining_s = deadline_s - time.monotonic()
+            if remaining_s <= 0:
+                raise TimeoutError
+            self._channel.settimeout(remaining_s)
+            num_read = self._channel.recv_into(left)
+            if num_read == 0:
+                raise ConnectionError  # it has closed its socket
+            left = left[num_read:]
+        return content
 
     def _await_end(self) -> int:
         try:

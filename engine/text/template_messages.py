@@ -1,24 +1,18 @@
 """The messages between the API process and a process that renders chats (both).
 
-Owns: how they are read from a pair of sockets; the limits that both know; how a prompt may end.
+Owns: the limits that both know; how a prompt may end.
 """
 
-import socket
-import time
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
-
-from engine.processes.frames import LENGTH
 
 MAX_RENDERING_S = 10.0
 MAX_MEMORY_BYTES = 512 * 2**20
 """Limit for the interpreter and all that a rendering makes: the longest prompt that is allowed takes half."""
 CODE_OUT_OF_MEMORY = 3
 """Exit code, which its parent reads."""
-
-MessageT = TypeVar("MessageT")
 
 
 class FinalMessage(StrEnum):
@@ -71,36 +65,3 @@ class Rendering(msgspec.Struct, frozen=True, kw_only=True):
     merged_for: MergeReason | None = None
     variables: list[str] = []
     """Names that requests may set with an effect; in the answer to a Program only."""
-
-
-class Ended(Exception):
-    """The other side has closed its socket, or sends bytes that are no message."""
-
-
-def receive(channel: socket.socket, kind: type[MessageT], *, max_bytes: int, deadline_s: float) -> MessageT:
-    """Wait for one message until a monotonic time, which may be infinite. Raises Ended, TimeoutError."""
-    (length,) = LENGTH.unpack(_read(channel, LENGTH.size, deadline_s))
-    if length > max_bytes:
-        raise Ended
-    try:
-        return msgspec.msgpack.decode(_read(channel, length, deadline_s), type=kind)
-    except msgspec.DecodeError as error:
-        raise Ended from error
-
-
-def _read(channel: socket.socket, num_bytes: int, deadline_s: float) -> bytearray:
-    content = bytearray(num_bytes)
-    left = memoryview(content)
-    while left:
-        remaining_s = deadline_s - time.monotonic()
-        if remaining_s <= 0:
-            raise TimeoutError
-        channel.settimeout(None if remaining_s == float("inf") else remaining_s)
-        try:
-            num_read = channel.recv_into(left)
-        except ConnectionError as error:
-            raise Ended from error
-        if num_read == 0:
-            raise Ended
-        left = left[num_read:]
-    return content

@@ -1,4 +1,4 @@
-"""A process that renders chats: `python -m engine.text.template_process`, with a socket as standard input.
+"""A process that renders chats: `python -m engine.text.template_process`, with a socket as input and output.
 
 Owns: its limits on memory and time, which the kernel keeps whatever the template does.
 Never: opens a file of the checkpoint, or goes on once memory has run out.
@@ -8,30 +8,26 @@ complete: filters with a width, products of numbers, lists of lists that are pri
 the kernel limits the process.
 """
 
-import math
 import os
 import resource
 import signal
-import socket
+from typing import BinaryIO
 
 from engine.errors import RequestRejected
 from engine.processes.child_process import leave_signals_to_parent
-from engine.processes.frames import frame
+from engine.processes.frames import answer, read_message, take_standard_output
 from engine.text.template_language import BrokenTemplate, Templates
 from engine.text.template_messages import (
     CODE_OUT_OF_MEMORY,
     MAX_MEMORY_BYTES,
     MAX_RENDERING_S,
     Chat,
-    Ended,
     Program,
     Rendering,
-    receive,
 )
 
 _ORPHAN_S = 5.0
 """Time beyond the limit after which the kernel ends the process, should its parent not have done so."""
-_MAX_MESSAGE_BYTES = 2**31
 
 
 def main() -> None:
@@ -42,30 +38,30 @@ def main() -> None:
     most = MAX_MEMORY_BYTES if allowed == resource.RLIM_INFINITY else min(allowed, MAX_MEMORY_BYTES)
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    channel = socket.socket(fileno=os.dup(0))
     try:
-        _serve(channel)
-    except Ended:
-        return  # the server has
+        _serve(take_standard_output())
+    except ConnectionError:
+        return  # the server has ended
     except MemoryError:
         os._exit(CODE_OUT_OF_MEMORY)  # at once: whatever still runs may need more
 
 
-def _serve(channel: socket.socket) -> None:
-    """Raises Ended, MemoryError."""
-    program = receive(channel, Program, max_bytes=_MAX_MESSAGE_BYTES, deadline_s=math.inf)
+def _serve(answers: BinaryIO) -> None:
+    """Raises ConnectionError, MemoryError."""
+    program = read_message(Program)
+    if program is None:
+        return
     try:
         templates = Templates(program)
     except BrokenTemplate as error:
-        _answer(channel, Rendering(refusal=_sendable(str(error))))
+        answer(answers, Rendering(refusal=_sendable(str(error))))
         return
-    _answer(channel, Rendering(variables=sorted(templates.variables)))
-    while True:
-        chat = receive(channel, Chat, max_bytes=_MAX_MESSAGE_BYTES, deadline_s=math.inf)
+    answer(answers, Rendering(variables=sorted(templates.variables)))
+    while (chat := read_message(Chat)) is not None:
         signal.setitimer(signal.ITIMER_REAL, MAX_RENDERING_S + _ORPHAN_S)
         rendering = _render(templates, chat)
         del chat
-        _answer(channel, rendering)
+        answer(answers, rendering)
         del rendering
         signal.setitimer(signal.ITIMER_REAL, 0)
 
@@ -81,14 +77,6 @@ def _render(templates: Templates, chat: Chat) -> Rendering:
 def _sendable(refusal: str) -> str:
     """Put a question mark for each half of a surrogate pair: arguments of calls may hold one, UTF-8 none."""
     return refusal.encode("utf-8", "replace").decode()
-
-
-def _answer(channel: socket.socket, rendering: Rendering) -> None:
-    channel.settimeout(None)
-    try:
-        channel.sendall(frame(rendering))
-    except ConnectionError as error:
-        raise Ended from error
 
 
 if __name__ == "__main__":
