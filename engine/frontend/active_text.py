@@ -1,7 +1,4 @@
-"""A request for text between its admission and its end.
-
-Owns: the text of its choices, and the outputs that wait to be read.
-"""
+"""A request for text between its admission and its end."""
 
 import asyncio
 from array import array

@@ -1,4 +1,1 @@
-"""Several models behind one address: their names, their engines and the memory of each (API process).
-
-Never: knows what a model computes.
-"""
+"""Several models behind one address: their names, their engines and the memory of each (API process)."""

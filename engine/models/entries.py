@@ -1,7 +1,6 @@
 """The models of one server, as the command line and the file of --models name them.
 
 Owns: the options that a model may have for itself, and the checks of all models together.
-Never: resolves one model (engine/options/engine_config.py), or measures memory (memory_shares.py).
 """
 
 import logging

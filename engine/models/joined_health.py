@@ -2,7 +2,6 @@
 
 Owns: the rule: ready while each model is ready that is neither given up nor optional, and none drains; live
 while each moves.
-Never: judges one model (engine/frontend/health.py).
 """
 
 from collections.abc import Mapping

@@ -2,7 +2,6 @@
 
 Owns: that each family stands there once, its samples with the label `model_name`, and which families are of
 the process and not of a model.
-Never: observes anything.
 """
 
 from collections.abc import Iterator, Mapping

@@ -2,7 +2,6 @@
 
 Owns: the arithmetic: each model has its weights and a KV cache for one sequence at least, and the rest goes
 to all in proportion to the bytes of a token. Refusals have the numbers.
-Never: measures (worker/survey/needs.py), or starts anything.
 """
 
 from collections.abc import Collection, Mapping, Sequence

@@ -1,7 +1,6 @@
 """The metrics of a model that comes and goes.
 
 Owns: the families; they are in the registry of the model's engine, so that its name is their label.
-Never: counts (yard.py).
 """
 
 from collections.abc import Iterator

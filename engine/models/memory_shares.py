@@ -1,7 +1,6 @@
 """The plan of the memory of several models, and models that keep to it.
 
 Owns: the question to a process that may import torch, and the KV cache that each model is given by its share.
-Never: divides (ledger.py), or foresees (worker/survey/needs.py).
 """
 
 import json

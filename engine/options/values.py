@@ -1,7 +1,4 @@
-"""Kinds of option values: how their text is parsed, bounded and shown.
-
-Owns: the step from text to value for each kind, with the reason if that fails.
-"""
+"""Kinds of option values: how their text is parsed, bounded and shown."""
 
 import re
 from collections.abc import Callable

@@ -1,7 +1,4 @@
-"""Child processes of the API process: the command that starts them, and their end with their parent.
-
-Owns: the command, the names that parent and child share, and that no child outlives its parent.
-"""
+"""Child processes of the API process: the command that starts them, and their end with their parent."""
 
 import ctypes
 import os

@@ -1,7 +1,4 @@
-"""A child process that answers one message after the other, as the API process sees it.
-
-Owns: its start, the wait for an answer, and its end where that is late.
-"""
+"""A child process that answers one message after the other, as the API process sees it."""
 
 import asyncio
 import contextlib

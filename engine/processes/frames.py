@@ -1,7 +1,4 @@
-"""The frame of messages between the API process and a child that answers on its standard output (both).
-
-Owns: four bytes of length, then msgpack; the child's end of the exchange.
-"""
+"""The frame of messages between the API process and a child that answers on its standard output (both)."""
 
 import os
 import struct

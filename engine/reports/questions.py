@@ -1,7 +1,4 @@
-"""Questions to all engines about their live sequences, and one answer for all.
-
-Owns: the questions under way.
-"""
+"""Questions to all engines about their live sequences, and one answer for all."""
 
 import asyncio
 import time

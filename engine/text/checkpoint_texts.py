@@ -1,7 +1,4 @@
-"""The files of a checkpoint before any tensor library: its tokenizer, its chat template, its wholeness.
-
-Owns: the comparison with the operator's list of checksums, if there is one, before they are parsed.
-"""
+"""The files of a checkpoint before any tensor library: its tokenizer, its chat template, its wholeness."""
 
 import json
 from contextlib import AbstractContextManager

@@ -1,7 +1,4 @@
-"""The messages between the API process and a process that renders chats (both).
-
-Owns: the limits that both know; how a prompt may end.
-"""
+"""The messages between the API process and a process that renders chats (both)."""
 
 from enum import StrEnum
 from typing import Any

@@ -1,4 +1,1 @@
-"""The protocols: a folder for each family of endpoints (API process).
-
-Never: reads or writes what a model says (server/reply/).
-"""
+"""The protocols: a folder for each family of endpoints (API process)."""

@@ -1,6 +1,5 @@
 """GET /admin/events and /admin/server: what the page's live view and `tokenyard top` read.
 
-Owns: the stream of views, and the facts of the server with the origin of its options.
 Never: changes anything, or shows a prompt, a reply or a key.
 
 With keys it takes one that may administer; app.py says where it is served without keys.

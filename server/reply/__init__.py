@@ -1,4 +1,1 @@
-"""Requests to the engine, and replies as they are read, for all generating endpoints (API process).
-
-Never: is about one protocol.
-"""
+"""Requests to the engine, and replies as they are read, for all generating endpoints (API process)."""

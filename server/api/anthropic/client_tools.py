@@ -1,7 +1,6 @@
 """Anthropic's own tools: those that the caller runs as functions, and those of others' work.
 
 Owns: the parameters that Anthropic publishes for each kind; a model of another family is shown them.
-Never: a tool of the caller's own (input.py).
 Source: Anthropic's references of the bash, text editor, memory and computer use tools.
 """
 

@@ -1,9 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens, and HEAD /, with which clients look for a server.
-
-Owns: the way from body to reply, and the shapes of replies, for /openapi.json only; tests/server holds every
-real reply against them.
-Never: rendering or generating: that is the chat path, step for step.
-"""
+"""POST /v1/messages and /v1/messages/count_tokens, and HEAD /, with which clients look for a server."""
 
 import secrets
 from typing import Any, Literal

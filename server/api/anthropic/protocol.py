@@ -1,7 +1,5 @@
 """The body of POST /v1/messages and of /v1/messages/count_tokens, as Anthropic documents them.
 
-Owns: the type and the bounds of each field, and the fields that are refused by name.
-Never: the meaning of a message (input.py).
 Source: Anthropic's reference of the Messages API. Sampling fields of ours are understood as well.
 """
 

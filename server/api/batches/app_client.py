@@ -1,8 +1,4 @@
-"""A client of an application in the same process: the whole edge, and no port.
-
-Owns: one ASGI call for each request.
-Never: the contents of requests; fits where run.py expects a client.
-"""
+"""A client of an application in the same process: the whole edge, and no port."""
 
 from starlette.types import ASGIApp, Message, Scope
 

@@ -1,8 +1,4 @@
-"""/v1/batches: files of requests, answered when nothing more urgent waits.
-
-Owns: the shape that OpenAI documents for batches, and their beginning and cancelling.
-Never: sends their requests (queue.py).
-"""
+"""/v1/batches: files of requests, answered when nothing more urgent waits."""
 
 import secrets
 from typing import Annotated, Any, Literal

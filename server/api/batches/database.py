@@ -1,7 +1,6 @@
 """The SQLite database of --state-folder: its tables, its files, and one transaction at a time.
 
 Owns: that no other process or user reads it, and that neither a lock nor its own log keeps requests waiting.
-Never: the meaning of a row (store.py).
 Source: sqlite.org: pragma.html, wal.html, sections 2.1 and 6, and rescode.html.
 """
 

@@ -1,8 +1,4 @@
-"""/v1/files: uploads of requests for batches, and the answers to download.
-
-Owns: the shape that OpenAI documents for files.
-Never: the lines of a file (queue.py reads them).
-"""
+"""/v1/files: uploads of requests for batches, and the answers to download."""
 
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal

@@ -2,7 +2,6 @@
 
 Owns: OpenAI's batch format, the faults of an input file, and an output file that can be continued
 after anything, a power cut included: lines are appended whole, and half a line at its end is removed.
-Never: sends anything (run.py).
 Source: OpenAI's reference of the batch API: request input and output objects.
 """
 

@@ -1,7 +1,6 @@
 """The form of an upload: multipart/form-data, whole in memory.
 
 Owns: the parts, their names and file names, and the faults of a form.
-Never: the number of bytes (body_limit.py), or what a file means (file_routes.py).
 Source: RFC 7578; RFC 2046, section 5.1; RFC 9110, section 5.6.6, for parameters; RFC 8187 for encoded ones.
 """
 

@@ -1,7 +1,6 @@
 """Files that a request names as its pictures.
 
 Owns: what may be read for it: only pictures, and no more than one request may bring into memory.
-Never: the files themselves (store.py).
 """
 
 import asyncio

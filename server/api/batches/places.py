@@ -1,7 +1,6 @@
 """Places for work that no client waits for: batches, and responses in the background.
 
 Owns: how much of it is under way at once, the order in which owners have a place, and their rests.
-Never: the work itself, or why it is to rest.
 """
 
 import asyncio

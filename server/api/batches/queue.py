@@ -2,7 +2,6 @@
 
 Owns: the steps of a batch from validating to its end, going on with it after a restart, and that whatever
 goes wrong with a line or a batch is the end of that line or batch alone.
-Never: routes (batch_routes.py), the tables (store.py), or which key has the next place (places.py).
 
 An answer is on disk before its line counts as answered, and the output of a batch is its answers. A line is
 sent once in each pass over the file: one that was refused for lack of room, or had no turn, is left to the

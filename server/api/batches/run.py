@@ -1,8 +1,4 @@
-"""The requests of a batch, some at a time, each sent again while that can help.
-
-Owns: concurrency, waiting and sending again, the counts.
-Never: files (files.py), the bar, or the choice of a server here or elsewhere (cli.py).
-"""
+"""The requests of a batch, some at a time, each sent again while that can help."""
 
 import asyncio
 import random

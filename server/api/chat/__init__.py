@@ -1,4 +1,1 @@
-"""POST /v1/chat/completions: conversations, with tools and reasoning in their replies (API process).
-
-Never: waits for tokens by itself.
-"""
+"""POST /v1/chat/completions: conversations, with tools and reasoning in their replies (API process)."""

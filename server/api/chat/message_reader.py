@@ -1,7 +1,6 @@
 """The text of one choice, as reasoning, answer and tool calls for a reply.
 
 Owns: ids of calls, the count of reasoning tokens, the number of calls that are allowed.
-Never: reads the text itself (server/reply/reading), or knows the shape of a reply (replies.py).
 """
 
 import secrets

@@ -1,8 +1,4 @@
-"""Shapes of the replies of /v1/chat/completions, for /openapi.json only.
-
-Owns: the documentation of replies; tests/server hold every real reply against it.
-Never: imported by code that builds replies.
-"""
+"""Shapes of the replies of /v1/chat/completions, for /openapi.json only."""
 
 from typing import Literal
 

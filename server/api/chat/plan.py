@@ -1,7 +1,6 @@
 """The plan of a reply: everything that follows from body and model before there is a prompt, chosen once.
 
 Owns: how tools, thoughts and grammars go together, and what the end of the prompt changes of it.
-Never: the shape of a reply (replies.py), the tokenizer (turn.py), or what the model writes (reply/reading).
 
 A grammar holds from the first token of the answer on. Where the model reasons first, it must not hold
 before: so the block of thoughts is opened in the prompt, and the token that ends it begins the grammar.

@@ -1,8 +1,4 @@
-"""TokenOutputs to chat completions, whole and in chunks.
-
-Owns: the shapes that OpenAI documents for /v1/chat/completions.
-Never: bytes (sse.py), counting (replies.py).
-"""
+"""TokenOutputs to chat completions, whole and in chunks."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,6 @@
 """Tools for models without a dialect: shown in the prompt.
 
 Owns: the text that shows the tools, and earlier calls and results as plain text.
-Never: the grammar that keeps calls to their schemas (tool_use.py).
 Source: the marks are those of Hermes' function-calling format, the most common one.
 """
 

@@ -1,7 +1,6 @@
 """A chat request to the input of the chat template: messages, and the template's options.
 
 Owns: the fields that each role may have, and the checks before a template is rendered.
-Never: types and bounds (protocol.py), or the template itself (the engine).
 Source: the shape of messages that `apply_chat_template` of Hugging Face transformers defines.
 """
 

@@ -1,8 +1,4 @@
-"""Tools, the choice among them, and calls of earlier turns, as a chat request brings them.
-
-Owns: their types and bounds.
-Never: their effect on a reply (tool_use.py) or on the template (template_input.py).
-"""
+"""Tools, the choice among them, and calls of earlier turns, as a chat request brings them."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal

@@ -2,7 +2,6 @@
 
 Owns: tool_choice and its effects: the tools in the template, the grammar that a reply must match,
 the row of its calls.
-Never: types and bounds (tool_protocol.py), or the reading of calls (reply/reading).
 Source: tool_choice as OpenAI documents it; the grammars are llguidance's Lark, with `x-guidance` and %json.
 """
 

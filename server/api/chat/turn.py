@@ -1,7 +1,6 @@
 """A conversation made ready to be answered: the engine request, and how its reply is read.
 
 Owns: the prompt, and the positions in it behind which later ones go on.
-Never: the choices (plan.py), the shape of a reply (replies.py, responses/replies.py), or HTTP.
 """
 
 from collections.abc import Coroutine, Sequence

@@ -1,4 +1,1 @@
-"""POST /v1/completions (API process).
-
-Never: waits for tokens by itself.
-"""
+"""POST /v1/completions (API process)."""

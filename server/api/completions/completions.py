@@ -1,8 +1,4 @@
-"""POST /v1/completions.
-
-Owns: the way from body to reply, and the shapes of replies, for /openapi.json only; tests/server holds every
-real reply against them. Each step is in a module of its own.
-"""
+"""POST /v1/completions."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,8 +1,4 @@
-"""The body of POST /v1/completions as OpenAI documents it, with the extensions of other local servers.
-
-Owns: the type and the bounds of each field that has an effect, and the fields that are refused by name.
-Never: checks that need the model (requests.py).
-"""
+"""The body of POST /v1/completions as OpenAI documents it, with the extensions of other local servers."""
 
 from typing import Annotated, Final
 

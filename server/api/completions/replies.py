@@ -2,7 +2,6 @@
 
 Owns: the shapes that OpenAI documents for /v1/completions (a chunk has the shape of a whole reply), the
 echo, and which of several choices are the best.
-Never: bytes (sse.py), counting (replies.py).
 """
 
 from collections.abc import Sequence

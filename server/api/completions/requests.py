@@ -1,7 +1,6 @@
 """Completion requests: their checks before tokenization, their prompts as token ids, their engine fields.
 
 Owns: the fields that only /v1/completions has, as this model understands them.
-Never: types and bounds (protocol.py), or shared fields (engine_requests.py).
 """
 
 import asyncio

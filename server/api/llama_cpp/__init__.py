@@ -1,4 +1,1 @@
-"""The part of llama.cpp's API that editors ask for: texts, holes in them, properties (API process).
-
-Never: generates by itself: that is the path of completions.
-"""
+"""The part of llama.cpp's API that editors ask for: texts, holes in them, properties (API process)."""

@@ -1,7 +1,5 @@
 """POST /completion and /infill, and GET /props, for plug-ins of editors that are made for llama.cpp's server.
 
-Owns: their bodies, and the way from body to reply.
-Never: the shapes of replies (replies.py); rendering or generating: that is the path of completions.
 Source: the README of llama.cpp's server; the requests of its plug-ins for Vim and VS Code.
 """
 

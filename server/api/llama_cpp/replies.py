@@ -1,7 +1,5 @@
 """Replies in llama.cpp's shape, whole and in events, made from the outputs of a completion.
 
-Owns: the shapes, also for /openapi.json, and the times of the last event.
-Never: what is generated (endpoints.py).
 Source: the README of llama.cpp's server.
 """
 

@@ -1,8 +1,4 @@
-"""POST /api/embed and /api/embeddings: vectors in Ollama's words, of a model that makes embeddings.
-
-Owns: the two bodies, and the shapes of their replies.
-Never: tokenizes or computes: that is the path of /v1/embeddings.
-"""
+"""POST /api/embed and /api/embeddings: vectors in Ollama's words, of a model that makes embeddings."""
 
 import time
 from typing import Annotated, Any

@@ -1,8 +1,4 @@
-"""POST /api/chat and /api/generate.
-
-Owns: the way from body to reply.
-Never: rendering or generating: that is the chat path, step for step.
-"""
+"""POST /api/chat and /api/generate."""
 
 import secrets
 import time

@@ -1,7 +1,6 @@
 """A request in Ollama's words to the chat request that means the same.
 
 Owns: the chat message for each of Ollama's, ids for calls of tools (Ollama has none), names of models.
-Never: checks the request itself: that is the chat path's work (chat/turn.py).
 """
 
 from collections import deque

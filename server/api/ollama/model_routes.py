@@ -1,7 +1,6 @@
 """The served model in Ollama's words: GET /api/tags, /api/ps and /api/version, POST /api/show.
 
 Owns: its description, and the router of all Ollama's routes.
-Never: generates (endpoints.py).
 """
 
 import time

@@ -1,8 +1,4 @@
-"""Shapes of Ollama's replies, for /openapi.json only.
-
-Owns: the documentation of /api/...; tests/server/api/ollama holds replies against it.
-Never: imported by code that builds replies.
-"""
+"""Shapes of Ollama's replies, for /openapi.json only."""
 
 from typing import Any, Literal
 

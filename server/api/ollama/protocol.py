@@ -1,7 +1,5 @@
 """The bodies of /api/chat, /api/generate and /api/show, as Ollama documents them.
 
-Owns: the type and the bounds of each field, and the fields that are refused by name.
-Never: the meaning of a message (input.py).
 Source: Ollama's page of its API.
 """
 

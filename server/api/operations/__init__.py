@@ -1,4 +1,1 @@
-"""The endpoints for operators and tools: health, metrics, models, admin, tokenization (API process).
-
-Never: generates tokens.
-"""
+"""The endpoints for operators and tools: health, metrics, models, admin, tokenization (API process)."""

@@ -1,4 +1,1 @@
-"""POST /v1/embeddings, /v1/score and /v1/rerank (API process).
-
-Never: generates tokens.
-"""
+"""POST /v1/embeddings, /v1/score and /v1/rerank (API process)."""

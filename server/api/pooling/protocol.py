@@ -1,8 +1,4 @@
-"""Requests for embeddings, scores and rankings, as OpenAI, vLLM, Jina and Cohere document them.
-
-Owns: the type and the bounds of every field that has an effect, and the fields that are refused by name.
-Never: checks that need the model (requests.py).
-"""
+"""Requests for embeddings, scores and rankings, as OpenAI, vLLM, Jina and Cohere document them."""
 
 from typing import Annotated, Any, Final, Literal
 

@@ -1,7 +1,6 @@
 """Replies with vectors, scores and rankings.
 
 Owns: their shapes, and how float32 numbers become JSON or base64, without holding the event loop for long.
-Never: the meaning of the numbers.
 """
 
 import asyncio

@@ -1,7 +1,6 @@
 """Wire requests for vectors and scores to engine requests.
 
 Owns: the endpoints that the model can serve, the cutting of texts, the bound on the tokens of one request.
-Never: types and bounds (protocol.py), tokenization (the engine).
 """
 
 from collections.abc import Sequence

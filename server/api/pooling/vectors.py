@@ -2,7 +2,6 @@
 
 Owns: float32 of what the engine gave. It is imported by the first request that needs it: numpy takes as long
 as a tenth of a server's start, and a server of a model that generates does without.
-Never: replies.
 """
 
 from collections.abc import Sequence

@@ -2,7 +2,6 @@
 
 Owns: the responses under way, how many of them the engine holds at once, the events of those that were asked
 for as streams, and their end: complete, failed or cancelled.
-Never: HTTP, the store of responses at their end (store.py), or the disk (kept_responses.py).
 """
 
 import asyncio

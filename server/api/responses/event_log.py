@@ -1,7 +1,6 @@
 """The events of a response in the background, kept so that a client can come back to them.
 
 Owns: events by their sequence numbers, and readers that wait for the next.
-Never: the contents of an event (events.py), or the life of a response (background.py).
 """
 
 import asyncio

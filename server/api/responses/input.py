@@ -2,7 +2,6 @@
 
 Owns: the chat message for each kind of item, the turns that may be left out, and the names under which
 errors of the chat path reach the caller of /v1/responses.
-Never: checks the request itself: that is the chat path's work (chat/turn.py).
 """
 
 import asyncio

@@ -1,7 +1,6 @@
 """Input items of a response, a page at a time.
 
 Owns: the shape and the id of each item, the choice of items for a page, and references to items.
-Never: items as input of a chat template (input.py), or the owner of a response.
 Source: OpenAI's reference of GET /v1/responses/{id}/input_items.
 """
 

@@ -2,7 +2,6 @@
 
 Owns: the written form of a request, from which it can be made again, and what a start does with each:
 one at its end is stored again, one under way is made again, and one that was streamed has failed.
-Never: the tables (server/api/batches/store.py), or the making (background.py).
 """
 
 import logging

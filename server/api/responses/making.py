@@ -1,7 +1,6 @@
 """The making of one response: its conversation, its chat turn, and the stored part of it.
 
 Owns: the way from a request, fresh or read back from disk, to a reply that is ready to be made.
-Never: HTTP, or rendering and generating: that is the chat path, step for step.
 """
 
 import time

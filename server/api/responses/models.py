@@ -1,8 +1,4 @@
-"""Shapes of a response object and its events, for /openapi.json only.
-
-Owns: the documentation of /v1/responses; test_responses.py holds replies against it.
-Never: imported by code that builds replies.
-"""
+"""Shapes of a response object and its events, for /openapi.json only."""
 
 from typing import Any, Literal
 

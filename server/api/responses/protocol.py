@@ -1,7 +1,5 @@
 """Requests to POST /v1/responses exactly as OpenAI documents them, as far as text goes.
 
-Owns: the type and the bounds of every field that has an effect, and the fields that are refused by name.
-Never: items as input of a chat template (input.py).
 Source: OpenAI's reference of the Responses API; the types of its Python SDK.
 """
 

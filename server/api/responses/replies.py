@@ -1,7 +1,5 @@
 """The response object, made of the request and of the generated text.
 
-Owns: the shape that OpenAI documents for /v1/responses, output items included.
-Never: the order of events (events.py), or the store (responses.py).
 Pure: fed with deltas of chat completions, read as dicts.
 """
 

@@ -1,8 +1,4 @@
-"""POST /v1/responses.
-
-Owns: the way from body to reply, at once or in the background.
-Never: the making of a response (making.py, background.py), or routes of one that exists (stored_routes.py).
-"""
+"""POST /v1/responses."""
 
 import secrets
 import time

@@ -1,7 +1,6 @@
 """The routes of a response that is stored or under way in the background.
 
 Owns: the access to a response by its owner, and the objects that all routes of responses share.
-Never: the making of a response (responses.py, making.py, background.py).
 """
 
 import asyncio

@@ -2,7 +2,6 @@
 
 Owns: the name and the shape under which the model sees each tool, the form of its calls on the wire, and the
 tools that are left out since they run elsewhere.
-Never: whether a tool may be called (chat/tool_use.py), or the order of events (events.py).
 Source: OpenAI's reference of tools and items; the types of its Python SDK; the requests of Codex.
 """
 

@@ -1,7 +1,4 @@
-"""The warning about a checkpoint's response template that says what no row can.
-
-Owns: when it is given: at the start, before anything is loaded.
-"""
+"""The warning about a checkpoint's response template that says what no row can."""
 
 from pathlib import Path
 

@@ -1,7 +1,4 @@
-"""One view of a running server as a screen of text.
-
-Owns: the layout, and the few seconds that rates and the strip of steps are made of.
-"""
+"""One view of a running server as a screen of text."""
 
 from collections import deque
 from math import inf

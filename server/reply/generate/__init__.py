@@ -1,4 +1,1 @@
-"""The parts that all generating endpoints share: fields, engine requests, replies, streams (API process).
-
-Never: is about one endpoint.
-"""
+"""The parts that all generating endpoints share: fields, engine requests, replies, streams (API process)."""

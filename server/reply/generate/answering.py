@@ -1,8 +1,4 @@
-"""Engine outputs to an HTTP response, for all endpoints that generate.
-
-Owns: ids and times of replies, and whole replies.
-Never: shapes (chat/replies.py, completions/replies.py), framing (sse.py).
-"""
+"""Engine outputs to an HTTP response, for all endpoints that generate."""
 
 import asyncio
 import hashlib

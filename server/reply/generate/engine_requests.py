@@ -1,7 +1,6 @@
 """Wire requests to engine requests: the one builder of `GenerationRequest` and `SamplingParams`.
 
 Owns: the defaults of shared fields, the room in the context window, and which fields exclude each other.
-Never: types and bounds (protocol.py), tokenization (the engine), or fields of one endpoint.
 """
 
 import secrets

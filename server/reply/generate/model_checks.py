@@ -1,8 +1,4 @@
-"""Checks of a request against the served model: its names, its vocabulary, its context window.
-
-Owns: the checks that generation, pooling and tokenization share.
-Never: types and bounds of fields (protocol.py).
-"""
+"""Checks of a request against the served model: its names, its vocabulary, its context window."""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,6 @@
 """Fields of request bodies that several endpoints share, as OpenAI and other local servers document them.
 
 Owns: the type and the bounds of each of them. A null is an absent field everywhere.
-Never: checks that need the model (engine_requests.py), or fields that are refused (refusals.py).
 """
 
 from collections.abc import Callable

@@ -1,7 +1,6 @@
 """Parts that whole replies and streams share: the head, the usage, the end of a choice.
 
 Owns: the counts of tokens, the open choices, the order of choices.
-Never: the shape of an endpoint's reply (chat/replies.py, completions/replies.py) or its bytes (sse.py).
 Pure: fed with TokenOutputs, read as dicts.
 """
 

@@ -1,8 +1,4 @@
-"""Shapes that the replies of several endpoints share, for /openapi.json only.
-
-Owns: the documentation of usage and log-probabilities; tests/server hold every real reply against it.
-Never: imported by code that builds replies.
-"""
+"""Shapes that the replies of several endpoints share, for /openapi.json only."""
 
 from typing import Literal
 

@@ -2,7 +2,6 @@
 
 Owns: framing, the moment the reply starts, keep-alive comments, the error event, [DONE], and the patience
 with a client that has stopped reading.
-Never: the contents of a chunk (chat/replies.py, completions/replies.py).
 Source: the event stream format of the HTML standard, section 9.2; OpenAI's [DONE].
 """
 

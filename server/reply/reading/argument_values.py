@@ -1,6 +1,5 @@
 """A value that a model writes as plain text, as JSON by the schema of the tool.
 
-Owns: the type of each argument.
 Never: marks (tagged_calls.py), or an exception: a value that does not fit its type stays a string.
 """
 

@@ -2,7 +2,6 @@
 
 Owns: the stack of open objects and lists, and the text that is held back: a comma, a key, a colon and white
 space until the value behind them begins, and a number or a word until it ends.
-Never: what the value is for.
 """
 
 import ast

@@ -1,7 +1,6 @@
 """Calls written as JSON objects: {"name": ..., "arguments": {...}}, alone, in a list or one after the other.
 
 Owns: the parts of an object, of which the arguments are passed on as they come.
-Never: the marks around it.
 """
 
 import json

@@ -1,7 +1,6 @@
 """Rows: one way of writing replies each, as data, and the search for their marks.
 
 Owns: what a row may say, and the marks that each state of the reader looks for.
-Never: reads a text (machine.py), or knows a family (dialects.py).
 """
 
 import re

@@ -1,8 +1,4 @@
-"""Calls that are read when they are complete: in braces, in Python, and in lines.
-
-Owns: the end of such a text.
-Never: what it says (braces.py, python_calls.py).
-"""
+"""Calls that are read when they are complete: in braces, in Python, and in lines."""
 
 import re
 from collections.abc import Callable
