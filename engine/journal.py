@@ -73,7 +73,6 @@ class Journal:
 
     @property
     def was_admitted(self) -> bool:
-        """Whether the engine ever admitted it."""
         return self.priority is not None
 
     @property

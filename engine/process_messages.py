@@ -207,8 +207,6 @@ class Explanation(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class AdapterAnswer(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The answer to LoadAdapter."""
-
     question: int
     facts: AdapterFacts | None = None
     """Facts of the adapter; None if it was refused."""

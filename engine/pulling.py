@@ -47,8 +47,6 @@ class NoHub(PullFailed):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Files that are to be fetched."""
-
     name: str
     host: str
     commit: str
@@ -69,8 +67,6 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pulled:
-    """A fetched checkpoint."""
-
     folder: Path
     checksums: Path
     """List of the SHA-256 of its files, as --checksums takes it."""

@@ -130,8 +130,6 @@ class LogprobEntry:
 
 
 class TokenText(NamedTuple):
-    """One token with its text."""
-
     token_id: int
     token: str
     """The token's own text, with U+FFFD where its bytes are not whole characters."""
@@ -195,8 +193,6 @@ class EngineLoad:
 
 
 class EngineState(StrEnum):
-    """The state of the engine."""
-
     LOADING = "loading"
     READY = "ready"
     DRAINING = "draining"

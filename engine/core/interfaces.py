@@ -10,8 +10,6 @@ from worker.worker_config import AdapterFacts
 
 
 class BegunStep(Protocol):
-    """A step that the worker has begun."""
-
     def result(self) -> ModelRunnerOutput:
         """Wait for the result. Raises the step's error; StepOutOfMemory if it may be made again in parts."""
 

@@ -26,8 +26,6 @@ _MAX_FILE_BYTES = 4 << 30
 
 
 class StepFacts(NamedTuple):
-    """Facts of the engine for the line of a step."""
-
     now_s: float
     """Time of planning."""
     stats: SchedulerStats

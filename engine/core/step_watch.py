@@ -44,8 +44,6 @@ _SHOWN_STATS = (
 
 
 class StepWatch:
-    """One for each loop."""
-
     def __init__(
         self,
         scheduler: "Scheduler",

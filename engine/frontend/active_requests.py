@@ -224,7 +224,6 @@ class ActiveRequests:
         *,
         engine: int = 0,
     ) -> None:
-        """Take in the outputs of one message from the process of an engine."""
         num_new, num_by_gap = 0, dict[float, int]()
         for output in outputs:
             active = self._by_sequence.get(output.sequence_id)

@@ -378,7 +378,6 @@ class EngineMetrics:
         return family
 
     def _make_counter(self, name: str, text: str, label: str = "", words: Iterable[str] = ("",)) -> None:
-        """Make a counter; with a label, one for each value."""
         family = self._family(name, text, [label] if label else [])
         for word in words:
             self._counted[name, word] = family.labels(str(word)) if label else family

@@ -74,7 +74,6 @@ class VllmMetrics(Collector):
         }
 
     def generated(self, engine: int, num_tokens: int) -> None:
-        """Count tokens of an engine."""
         self._num_generated[engine] += num_tokens
 
     def stepped(self, num_steps: int, num_tokens: int) -> None:
@@ -154,7 +153,6 @@ class VllmMetrics(Collector):
         values: Mapping[str, float],
         label: str = "",
     ) -> Metric:
-        """Make a family of values by the value of `label`."""
         family = kind(_THEIRS + name, text, labels=[*self._labels, *([label] if label else [])])
         for word, value in values.items():
             family.add_metric([*self._labels.values(), *([word] if label else [])], value)

@@ -35,8 +35,6 @@ class LogFormat(StrEnum):
 
 
 class ProcessName(StrEnum):
-    """The process that logs."""
-
     API = "api"
     ENGINE = "engine"
     RANK = "rank"

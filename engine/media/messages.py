@@ -39,8 +39,6 @@ class Preparation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PictureOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """A picture to be prepared."""
-
     content: bytes
     """A file: PNG, JPEG, WebP or GIF."""
     detail: Detail

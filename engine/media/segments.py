@@ -24,8 +24,6 @@ _MAX_BYTES = 4 * 2**30
 
 
 class StoredPicture(NamedTuple):
-    """A picture in shared memory."""
-
     payload: Payload
     pieces: tuple[int | str, ...]
     """Prompt tokens of it: numbers of image tokens, and texts between them."""
@@ -109,7 +107,6 @@ class Segments:
         (SHARED_MEMORY / segment).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Remove all of it."""
         for path in SHARED_MEMORY.glob(f"{self.prefix}*"):
             path.unlink(missing_ok=True)
         os.close(self._lock)

@@ -11,8 +11,6 @@ from math import inf
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
-    """The memory of one model."""
-
     device: str
     num_bytes: int
     budget_bytes: int

@@ -90,7 +90,6 @@ class NodeRegistry:
 
 
 def describe_missing(nodes: list[int]) -> str:
-    """Name the nodes that have not come."""
     if not nodes:
         return "all nodes are there"
     return f"waiting for node{'s' if len(nodes) > 1 else ''} {', '.join(map(str, nodes))}"

@@ -102,7 +102,6 @@ def adapter_config(options: AdapterOptions, served_names: tuple[str, ...]) -> Ad
 
 
 def is_adapter_name(text: str) -> bool:
-    """Tell whether an adapter may have this name."""
     return _NAME.fullmatch(text) is not None
 
 

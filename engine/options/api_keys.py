@@ -26,8 +26,6 @@ _SPELLED = "A list of `- name: team-a` with `sha256: ...`; `tokenyard keys new t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
-    """One key and its rights."""
-
     name: str
     """The tenant of its requests, for fairness and for stored responses."""
     digest: bytes

@@ -53,8 +53,6 @@ class Arity(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declaration:
-    """The declaration of one field of Options."""
-
     group: Group
     kind: ValueKind
     help: str

@@ -115,8 +115,6 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """The server's configuration."""
-
     host: str
     port: int
     """0 until a free one is taken; the listening socket knows."""

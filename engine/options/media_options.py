@@ -53,8 +53,6 @@ class MediaOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaConfig:
-    """The limits on pictures."""
-
     max_pictures: int = _MAX_PICTURES
     """Pictures of one request."""
     max_pixels: int = 33_177_600

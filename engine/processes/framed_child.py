@@ -15,8 +15,6 @@ AnswerT = TypeVar("AnswerT")
 
 
 class ChildEnded(Exception):
-    """The process has ended."""
-
     def __init__(self, exit_code: int) -> None:
         super().__init__()
         self.exit_code = exit_code

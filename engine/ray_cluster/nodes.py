@@ -58,8 +58,6 @@ class NodeShare(NamedTuple):
 
 
 class Placed(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of a placement."""
-
     num_nodes: int
     host: str
     """Address of this machine for the others."""

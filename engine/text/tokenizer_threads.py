@@ -143,7 +143,6 @@ class TokenizerThreads:
         return await lane.run(lambda: [self._tokenizer.encode_text(text, cut) for text in texts])
 
     async def encode_pairs(self, pairs: Sequence[tuple[str, str]], cut: TextCut) -> list[TokenizedText]:
-        """Encode pairs of texts for a scoring model."""
         lane = self._lane(sum(len(text) + len(second) for text, second in pairs))
         return await lane.run(
             lambda: [self._tokenizer.encode_text(text, cut, second=second) for text, second in pairs]

@@ -29,7 +29,6 @@ def main(words: Sequence[str]) -> int:
 
 
 def build_parser() -> Parser:
-    """Make the parser of the words behind the command."""
     parser = Parser(
         prog="tokenyard pull",
         usage="tokenyard pull ORG/NAME [options]",

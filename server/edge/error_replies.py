@@ -262,7 +262,6 @@ def _code_of(error: Exception) -> str:
 
 
 def _from_router(error: HTTPException) -> EdgeError | RequestRejected:
-    """Replace an error of the router by one of ours."""
     if error.status_code == 404:
         return RouteNotFound("there is nothing at this path; see /openapi.json for what there is")
     if error.status_code == 405:
@@ -353,7 +352,6 @@ class ErrorBoundary:
 
 
 def error_response(reply: ErrorReply, shape: ErrorShape = ErrorReply.body) -> Response:
-    """The whole HTTP reply for an error."""
     return Response(
         orjson.dumps(shape(reply)),
         status_code=reply.status,

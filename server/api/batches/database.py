@@ -124,7 +124,6 @@ class Database:
             raise StorageFull(_NO_ROOM_ON_DISK)
 
     def num_bytes(self) -> int:
-        """Count the bytes in use."""
         return self._count_bytes("page_count") - self._count_bytes("freelist_count")
 
     def _count_bytes(self, pages: str) -> int:

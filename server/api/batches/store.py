@@ -55,8 +55,6 @@ class NewFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenBatch:
-    """A batch under way."""
-
     owner: str
     id: str
     expires_s: int
@@ -84,8 +82,6 @@ class ListPage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseRow:
-    """A response of the background."""
-
     id: str
     owner: str
     is_open: bool
@@ -356,7 +352,6 @@ class StateStore:
         return [id_ for (id_,) in rows]
 
     def response(self, response_id: str) -> ResponseRow | None:
-        """Return a response; None if it is no longer there."""
         with self._transaction() as database:
             row = database.execute(
                 "SELECT owner, is_open, changed_at, request, body FROM responses WHERE id = ?",

@@ -53,8 +53,6 @@ class ToolMode(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    """Use of tools in one request."""
-
     mode: ToolMode = ToolMode.NONE
     offered: tuple[Tool, ...] = ()
     """Tools that the template shows to the model; empty if none may be called."""
@@ -130,7 +128,6 @@ class ToolUse:
 
     @property
     def schemas(self) -> dict[str, dict[str, Any]]:
-        """Schemas of the parameters, by the name of the tool."""
         return {function.name: function.parameters or {} for function in self.callable}
 
     def row_in(self, row: Row) -> Row:

@@ -88,7 +88,6 @@ class KeptResponses:
         return save
 
     async def delete(self, owner: str, response_id: str) -> None:
-        """Delete the copy on disk."""
         if self._desk.is_open:
             await self._desk.do(lambda rows: rows.delete_response(owner, response_id))
 

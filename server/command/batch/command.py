@@ -57,8 +57,6 @@ class CannotRun(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
-    """The parsed command line."""
-
     input: Path
     output: Path
     target: Target | None
@@ -262,7 +260,6 @@ def progress(num_requests: int) -> AbstractContextManager[Callable[[Counts], Non
 
 
 def summary(counts: Counts, *, num_skipped: int, elapsed_s: float) -> str:
-    """The line for the end."""
     words = [f"{counts.num_done:,} answered", f"{counts.num_failed:,} of them with an error"]
     if counts.num_cut_off:
         words.append(f"{counts.num_cut_off:,} cut off by a time limit")

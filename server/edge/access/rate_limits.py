@@ -32,8 +32,6 @@ _BATCH_SHARE = 0.5
 
 
 class Caller(Enum):
-    """The sender of a request."""
-
     CLIENT = 1.0
     BATCH = _BATCH_SHARE
     """A line of a batch, which leaves half of each limit to the clients of its key."""

@@ -54,7 +54,6 @@ class ServedModels:
         return self.edges[place]
 
     def health(self) -> Health:
-        """Judge all models together."""
         if len(self.edges) == 1:
             return self.edges[0].engine.health()
         return joined_health({edge.engine.names.served[0]: edge.engine.health() for edge in self.edges})

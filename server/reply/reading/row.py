@@ -17,8 +17,6 @@ ToolSchemas = Mapping[str, Mapping[str, Any]]
 
 
 class Phase(Enum):
-    """Phase in a reply."""
-
     ANSWER = auto()
     THOUGHT = auto()
     POSSIBLE = auto()  # thoughts may begin, or the answer
@@ -26,8 +24,6 @@ class Phase(Enum):
 
 
 class ReaderState(Enum):
-    """State of the text that a reader is in."""
-
     FIRST = auto()
     """White space so far: thoughts, an answer or a call without a mark may begin."""
     TEXT = auto()
@@ -118,8 +114,6 @@ class BodyReader(Protocol):
 
 
 class BodyPlace(NamedTuple):
-    """Surroundings of a body."""
-
     log: ReplyEvents
     lexer: Lexer
     """Marks of the row, each of which may end the body."""
@@ -182,8 +176,6 @@ _JOINED = Parts()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thoughts:
-    """A block of thoughts."""
-
     begin: str
     ends: tuple[str, ...]
     parts: Parts = _JOINED
@@ -195,8 +187,6 @@ class Thoughts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerMarks:
-    """Marks around the answer."""
-
     openings: tuple[str, ...] = ()
     closings: tuple[str, ...] = ()
     frames: tuple[str, ...] = ()
