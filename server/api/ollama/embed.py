@@ -22,7 +22,6 @@ from server.edge.wire_model import shown_as
 from server.reply.generate.answering import new_reply_id
 from server.reply.generate.calls import Origin, read_call
 from server.reply.generate.long_reply import reply_of
-from server.reply.generate.model_checks import check_model
 from server.reply.generate.protocol import INT32_MAX, ServiceFields, Text
 
 _AS_TEXTS = BeforeValidator(
@@ -111,9 +110,7 @@ async def _vectors(
 ) -> tuple[list[bytes], int]:
     """Vectors as JSON, between commas, and the number of tokens. Raises RequestRejected, WrongTask."""
     keep_idle(request, body.keep_alive)
-    info = edge_of(request).engine.info
-    name = served_name(body.model, info)
-    check_model(name, info)
+    name = served_name(body.model, edge_of(request).engine.info)
     if not fields["input"]:
         return [], 0
     passed_on = {each: getattr(body, each) for each in ServiceFields.model_fields}

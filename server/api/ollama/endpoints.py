@@ -11,7 +11,7 @@ from starlette.responses import Response
 from server.api.chat.replies import OnlyChoice
 from server.api.chat.turn import prepare_fitting
 from server.api.completions.requests import fitting_completion
-from server.api.ollama.input import chat_request_of, completion_request_of, in_ollamas_words, served_name
+from server.api.ollama.input import chat_request_of, completion_request_of, in_ollamas_words
 from server.api.ollama.lines import LINES, LineShape, LineStream, error_body
 from server.api.ollama.model_routes import documented, keep_idle, own_place, router
 from server.api.ollama.models import OllamaReply
@@ -26,7 +26,6 @@ from server.edge.http.edge import edge_of
 from server.edge.http.endpoint import Endpoint, json_reply, reference
 from server.reply.generate.answering import new_head, whole
 from server.reply.generate.calls import Origin, read_call
-from server.reply.generate.model_checks import check_model
 from server.reply.generate.replies import Gathered, ReplyPlan
 from server.reply.generate.sse import EventStream
 
@@ -82,7 +81,6 @@ async def _answer(
         return json_reply({**empty, "done_reason": "load" if place is None else "unload"})
     info = edge.engine.info
     if body.is_empty:  # clients ask so for the model to be loaded
-        check_model(served_name(body.model, info), info)
         return json_reply({**empty, "done_reason": "load"})
     turn = None
     with in_ollamas_words(body):

@@ -34,7 +34,6 @@ from server.edge.http.edge import Edge, edge_of
 from server.edge.http.endpoint import documentation, json_reply
 from server.edge.http.json_body import read_request
 from server.edge.http.served_models import choose_for_ollama, models_of
-from server.reply.generate.model_checks import check_model
 
 _SHOW, _TAGS, _LOADED, _VERSION = "/api/show", "/api/tags", "/api/ps", "/api/version"
 _NEVER = "2318-04-10T00:00:00Z"
@@ -92,7 +91,6 @@ async def show_in_ollamas_words(request: Request) -> Response:
     edge = choose_for_ollama(request, body.model or body.name)
     info = edge.engine.info
     name = served_name(body.model or body.name, info)
-    check_model(name, info)
     return json_reply(
         {
             "modelfile": "",

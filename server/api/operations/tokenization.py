@@ -27,7 +27,7 @@ from server.edge.http.json_body import read_request
 from server.edge.http.served_models import choose_by_query
 from server.edge.wire_model import WireModel, shown_as
 from server.reply.generate.long_reply import reply_of
-from server.reply.generate.model_checks import check_model, check_token_ids
+from server.reply.generate.model_checks import check_token_ids
 from server.reply.generate.protocol import MAX_PROMPT_TOKENS, Name, TemplateKwargs, Text
 
 TOKENIZE_REFUSALS: Final[dict[str, tuple[Any, ...]]] = {"chat_template": ()}
@@ -111,7 +111,6 @@ async def tokenize(request: Request) -> Response:
     body = await read_request(request, TokenizeRequest, TOKENIZE_REFUSALS, from_headers={})
     engine = edge_of(request).engine
     info = engine.info
-    check_model(body.model, info)
     note_unread_kwargs(request, body.chat_template_kwargs)
     token_ids = await _encode(edge_of(request), body, request.receive)
     before = {"count": len(token_ids), "max_model_len": info.max_model_len}
@@ -142,7 +141,6 @@ async def detokenize(request: Request) -> Response:
     body = await read_request(request, DetokenizeRequest, {}, from_headers={})
     engine = edge_of(request).engine
     info = engine.info
-    check_model(body.model, info)
     if len(body.tokens) > MAX_DECODED_TOKENS:
         raise RequestRejected(
             f"tokens: {len(body.tokens)} are more than {MAX_DECODED_TOKENS}; send them in parts",

@@ -182,7 +182,7 @@ async def _score(request: Request, body: PoolingFields, sides: Sides, origin: Or
 
     engine = edge_of(request).engine
     info = engine.info
-    is_cross_encoder = pooling_of(body, info).task is PoolingTask.SCORE
+    is_cross_encoder = pooling_of(info).task is PoolingTask.SCORE
     cut = text_cut(body, info, param=sides.right_param)
     names = names_of(sides.right_param, len(sides.right))
     if is_cross_encoder:

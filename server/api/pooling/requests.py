@@ -18,7 +18,7 @@ from engine.types import (
 from server.api.pooling.protocol import EmbeddingRequest, PoolingFields
 from server.edge.http.edge import Engine
 from server.reply.generate.calls import Origin
-from server.reply.generate.model_checks import check_model, check_num_chars, check_token_ids
+from server.reply.generate.model_checks import check_num_chars, check_token_ids
 from server.reply.generate.protocol import Prompt
 
 MAX_TOKENS = 300_000
@@ -29,9 +29,8 @@ _OTHER_ENDPOINT = {
 }
 
 
-def pooling_of(body: PoolingFields, info: ModelInfo) -> PoolingFacts:
-    """Check the model's name. Raises ModelNotFound; WrongTask for a model that generates."""
-    check_model(body.model, info)
+def pooling_of(info: ModelInfo) -> PoolingFacts:
+    """Raises WrongTask for a model that generates."""
     if info.pooling is None:
         raise WrongTask(
             "this model generates text; start the server with one that makes embeddings or scores"
@@ -41,7 +40,7 @@ def pooling_of(body: PoolingFields, info: ModelInfo) -> PoolingFacts:
 
 def check_embeds(body: EmbeddingRequest, info: ModelInfo) -> None:
     """Raises WrongTask for a model that scores, RequestRejected for more dimensions than it has."""
-    pooling = pooling_of(body, info)
+    pooling = pooling_of(info)
     if pooling.task is not PoolingTask.EMBED:
         raise WrongTask(_OTHER_ENDPOINT[pooling.task])
     if body.dimensions is not None and body.dimensions > pooling.num_dimensions:
@@ -96,7 +95,7 @@ def pooling_requests(
             f"one request may have {MAX_TOKENS} tokens in all, not {num_tokens}; send several",
             param=names[-1].partition("[")[0],
         )
-    pooling = pooling_of(body, info)
+    pooling = pooling_of(info)
     dimensions = body.dimensions if isinstance(body, EmbeddingRequest) else None
     requests = []
     for place, (text, name) in enumerate(zip(texts, names, strict=True)):

@@ -12,8 +12,9 @@ from engine.errors import ContextLengthExceeded, RequestRejected, WrongTask
 from engine.types import AnswerStart, GenerationRequest, Grammar, ModelInfo, SamplingParams
 from server.edge.http.disconnect import while_connected
 from server.edge.http.edge import Engine
+from server.edge.http.served_models import not_served
 from server.reply.generate.calls import Origin
-from server.reply.generate.model_checks import check_model, check_token_ids
+from server.reply.generate.model_checks import check_token_ids
 from server.reply.generate.protocol import GenerationFields, SamplingFields
 from server.reply.generate.structured_output import WantedGrammar
 
@@ -68,7 +69,7 @@ async def engine_requests(
 ) -> list[GenerationRequest]:
     """Build one request for each prompt; `prompts` are token ids by request id.
 
-    Raises RequestRejected, Overloaded.
+    Raises RequestRejected, ModelNotFound, Overloaded.
     """
     info = engine.info
     _check_num_prompt_logprobs(body, prompts.values(), wanted)
@@ -83,7 +84,8 @@ async def engine_requests(
         for num in max_tokens
     ]
     info = engine.info  # as it is now: others may have unloaded the adapter meanwhile
-    check_model(body.model, info)
+    if body.model is not None and not info.is_served(body.model):
+        raise not_served(body.model, (*info.name_patterns, *info.names))
     origin.allowance.take_prompt(sum(map(len, prompts.values())))
     return [
         GenerationRequest(
@@ -106,8 +108,7 @@ async def engine_requests(
 
 
 def check_fields(body: GenerationFields, info: ModelInfo) -> None:
-    """Check the shared fields, before tokenization. Raises RequestRejected, ModelNotFound, WrongTask."""
-    check_model(body.model, info)
+    """Check the shared fields, before tokenization. Raises RequestRejected, WrongTask."""
     if info.pooling is not None:
         raise WrongTask(f"this model does not generate text; it is served to {info.pooling.task}")
     if body.stream_options is not None and not body.stream:

@@ -1,19 +1,12 @@
-"""Checks of a request against the served model: its names, its vocabulary, its context window."""
+"""Checks of a request against the served model: its vocabulary and its context window."""
 
 from collections.abc import Sequence
 
 from engine.errors import ContextLengthExceeded, RequestRejected
 from engine.types import ModelInfo
-from server.edge.http.served_models import not_served
 
 _MAX_CHARS_PER_TOKEN = 256
 """No tokenizer in use has longer tokens, so that a text of more characters than this allows cannot fit."""
-
-
-def check_model(model: str | None, info: ModelInfo) -> None:
-    """Absent means the first name. Raises ModelNotFound."""
-    if model is not None and not info.is_served(model):
-        raise not_served(model, (*info.name_patterns, *info.names))
 
 
 def check_token_ids(token_ids: Sequence[int], info: ModelInfo, *, param: str) -> None:
