@@ -86,10 +86,6 @@ class Journal:
         first, last = times.get(JournalStage.FIRST_TOKEN), times.get(JournalStage.FINISHED)
         return None if first is None or last is None else (last - first) / 1e9
 
-    def note_own_limit(self) -> None:
-        """Note that a time limit ran out that was the client's choice."""
-        self.own_limit_ran_out = True
-
     def note_admission(self, num_prompt_tokens: int, priority: int) -> None:
         self.num_prompt_tokens += num_prompt_tokens
         if self.priority is None:

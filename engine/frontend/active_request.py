@@ -185,7 +185,7 @@ class ActiveRequest(Generic[RequestT, ChoiceT]):
     def expire(self, message: str, kinds: Iterable[TimeLimitKind]) -> None:
         """End the request as a time limit of one of these kinds ran out, its own or the operator's."""
         if is_own_limit(kinds, self.request.terms.time_limits, self.allowed_limits):
-            self.request.journal.note_own_limit()
+            self.request.journal.own_limit_ran_out = True
         self.fail(DeadlineExceeded(message))
 
     def fields_of_kind(self) -> dict[str, Any]:

@@ -259,7 +259,7 @@ class FakeEngine:
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenOutput, None]:
         self.requests.append(request)
         if self.own_limit_runs_out:
-            request.journal.note_own_limit()
+            request.journal.own_limit_ran_out = True
         if self.admission_error is not None:
             raise self.admission_error
         self.num_running += 1

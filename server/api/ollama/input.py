@@ -46,10 +46,6 @@ def served_name(name: str | None, info: ModelInfo) -> str | None:
     """The name without the tag that Ollama's clients add, unless one is served with it."""
     if name is None or name in info.names:
         return name
-    return untagged(name)
-
-
-def untagged(name: str) -> str:
     return name.removesuffix(_LATEST)
 
 

@@ -18,18 +18,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from server.edge.http.reply_parser import EventParser, ExchangeFailed, Reply, ReplyParser
-
-__all__ = [
-    "ExchangeFailed",
-    "Reply",
-    "StreamedReply",
-    "Target",
-    "Timeouts",
-    "exchange",
-    "fetch",
-    "open_stream",
-]
+from server.edge.http.reply_parser import EventParser, ReplyParser
+from server.edge.http.reply_parser import ExchangeFailed as ExchangeFailed
+from server.edge.http.reply_parser import Reply as Reply
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 API_KEY_VARIABLE = "TOKENYARD_API_KEY"
