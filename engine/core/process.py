@@ -70,8 +70,7 @@ def _wait_for_configuration(directory: Path) -> None:
     """Import what any model on a CPU needs, then wait until stdin is closed."""
 
     def import_beside_others() -> None:
-        if sys.platform == "linux":
-            os.setpriority(os.PRIO_PROCESS, 0, max(_NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))
+        os.setpriority(os.PRIO_PROCESS, 0, max(_NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))
         import_worker("cpu")
         (directory / IMPORTED_FILE).touch()
 

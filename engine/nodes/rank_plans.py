@@ -22,7 +22,6 @@ def _plain(value: Any) -> Mapping[Any, Any]:
 
 
 encode_plan = msgspec.msgpack.Encoder(enc_hook=_plain).encode
-decode_plan = msgspec.msgpack.Decoder(SchedulerOutput).decode
 _RESULTS = "results"
 
 

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import secrets
 import socket
 from collections.abc import Mapping
@@ -111,8 +110,6 @@ def check_ranks(options: Options, cluster: ClusterConfig | None) -> None:
             f"only layers of the {kind.upper()} kernels are divided",
             "drop one",
         )
-    if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
-        raise OptionError(asked, "ranks need Linux", "leave it out")
 
 
 def _check_gpus_of_ranks(options: Options, asked: str, cluster: ClusterConfig | None) -> None:

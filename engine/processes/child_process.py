@@ -28,9 +28,8 @@ def python_path() -> str:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel to kill this process when the API process ends, however it ends. Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    """Ask the kernel to kill this process when the API process ends, however it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it died before we asked
         sys.exit(0)
 

@@ -102,11 +102,10 @@ async def _simulate(body: WhatIfRequest, folder: Path) -> None:
     )
     try:
         os.setpriority(os.PRIO_PROCESS, child.pid, max(_NICENESS, os.getpriority(os.PRIO_PROCESS, 0)))
-        if hasattr(resource, "prlimit"):
-            most_s = int(_WITHIN_S) + 1  # so that it ends if this process is killed
-            limits = {resource.RLIMIT_AS: _MAX_BYTES, resource.RLIMIT_FSIZE: _MAX_FILE_BYTES}
-            for limit, most in {**limits, resource.RLIMIT_CPU: most_s}.items():
-                resource.prlimit(child.pid, limit, (most, most))
+        most_s = int(_WITHIN_S) + 1  # so that it ends if this process is killed
+        limits = {resource.RLIMIT_AS: _MAX_BYTES, resource.RLIMIT_FSIZE: _MAX_FILE_BYTES}
+        for limit, most in {**limits, resource.RLIMIT_CPU: most_s}.items():
+            resource.prlimit(child.pid, limit, (most, most))
         _, said = await asyncio.wait_for(child.communicate(), _WITHIN_S)
     except TimeoutError:
         raise RequestRejected(f"the simulation took more than {_WITHIN_S} s", param="compare") from None

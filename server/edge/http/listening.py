@@ -147,8 +147,7 @@ def _allow_files(num_files: int) -> None:
 
 def _drop_peers_that_do_not_read(listener: socket.socket) -> None:
     """Set the time limit that accepted sockets inherit. It also ends closed ones, which wait for the peer."""
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_TIMEOUT_MS)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_TIMEOUT_MS)
 
 
 def _in_use(flag: str, port: int) -> str:

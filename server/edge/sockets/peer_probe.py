@@ -68,8 +68,8 @@ def let_kernel_ask(client: socket.socket) -> None:
 
 
 def can_watch(client: socket.socket) -> bool:
-    """Return True if the system shows the state of this socket, as Linux does."""
-    return hasattr(socket, "TCP_INFO") and client.family in (socket.AF_INET, socket.AF_INET6)
+    """Return True if the system shows the state of this socket."""
+    return client.family in (socket.AF_INET, socket.AF_INET6)
 
 
 def _is_there(client: socket.socket) -> bool:

@@ -14,14 +14,12 @@ SENT_AT_ONCE = 256 * 1024
 _JSON = "application/json"
 
 
-def reply_of(
-    pieces: Sequence[bytes], headers: Mapping[str, str] | None = None, *, media_type: str = _JSON
-) -> Response:
-    """Return the reply whose body is these pieces, one behind the other."""
+def reply_of(pieces: Sequence[bytes], headers: Mapping[str, str] | None = None) -> Response:
+    """Return the reply of JSON whose body is these pieces, one behind the other."""
     num_bytes = sum(map(len, pieces))
     if num_bytes <= SENT_AT_ONCE:
-        return Response(b"".join(pieces), headers=headers, media_type=media_type)
-    return LongReply(_each(pieces), num_bytes, headers, media_type=media_type)
+        return Response(b"".join(pieces), headers=headers, media_type=_JSON)
+    return LongReply(_each(pieces), num_bytes, headers)
 
 
 async def _each(pieces: Sequence[bytes]) -> AsyncIterator[bytes]:

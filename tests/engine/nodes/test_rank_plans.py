@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.nodes.rank_plans import decode_plan, encode_plan
+from engine.nodes.rank_plans import encode_plan
 from scheduler.input_messages import EncoderInput, Payload
 from scheduler.messages import (
     BlockCopy,
@@ -96,6 +97,9 @@ plans = st.builds(
     encoder_slice_s=st.sampled_from((0.0, 0.05)),
     num_drafts_wanted=st.dictionaries(ids, st.integers(1, 16), max_size=2),
 )
+
+
+decode_plan = msgspec.msgpack.Decoder(SchedulerOutput).decode
 
 
 @given(plan=plans)
