@@ -238,16 +238,6 @@ class AsyncEngine:
         """Whether adapters may be loaded while the server runs."""
         return self._config.lora_directory is not None
 
-    @property
-    def pid(self) -> int | None:
-        """The first engine process's id, for the log and for tests."""
-        return self._engines.pids[0]
-
-    @property
-    def pids(self) -> list[int | None]:
-        """Process id of each engine; None while it has no process."""
-        return self._engines.pids
-
     def health(self) -> Health:
         return self._health.judge(now_s=time.monotonic())
 

@@ -73,9 +73,6 @@ class WaitingCalls(Generic[WaitingT]):
         self._line: list[WaitingCall[WaitingT]] = []
         self._by_id: dict[SequenceId, WaitingCall[WaitingT]] = {}
 
-    def __len__(self) -> int:
-        return len(self._line)
-
     def add(
         self,
         lives: Sequence[WaitingT],

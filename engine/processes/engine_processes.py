@@ -126,10 +126,6 @@ class EngineProcesses:
         self._num_received = 0
         """Messages received, from all processes."""
 
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid if self._process else None
-
     def send(self, message: ToEngine) -> None:
         """Post a message. It is lost without a process; its requests then fail or are held by `on_death`."""
         if self._process is not None:
@@ -326,7 +322,7 @@ class EngineGroup:
     @property
     def pids(self) -> list[int | None]:
         """Process id of each engine; None while it has no process."""
-        return [each.pid for each in self._engines]
+        return [each._process.pid if each._process else None for each in self._engines]
 
     async def begun(self) -> None:
         """Wait until the first process of each engine has been started, or could not be."""

@@ -81,11 +81,6 @@ class ChatTemplate:
         """Source of the template for requests with tools; empty if there is none."""
         return self._templates.get("tool_use") or self._templates.get("default", "")
 
-    @property
-    def renderer_pids(self) -> list[int]:
-        """The ids of the processes that render, for tests."""
-        return self._renderers.pids
-
     def judge(self) -> None:
         """Compile it in the process that will render with it; once more if that was killed or is late.
 

@@ -73,10 +73,6 @@ class _Renderer:
             theirs.close()
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
@@ -150,10 +146,6 @@ class Renderers:
         self._several_s = float("-inf")
         """The last time at which more processes than one were in use."""
         self._is_closed = False
-
-    @property
-    def pids(self) -> list[int]:
-        return [each.pid for each in self._living]
 
     def try_program(self) -> Rendering:
         """Start a process; return its answer: why it cannot use the templates, or their variables.

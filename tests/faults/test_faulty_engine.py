@@ -58,7 +58,7 @@ async def engine(
         engine.start()
         await asyncio.wait_for(engine.ready(), WAIT_S)
         yield engine
-        pid = engine.pid
+        pid = engine._engines.pids[0]
         await engine.close()
     assert not Path(f"/proc/{pid}").exists()
     assert not list(runtime.glob("tokenyard-*")), "a folder was left behind"
@@ -118,7 +118,7 @@ def since(engine: AsyncEngine, before: dict[str, float]) -> dict[str, float]:
 
 
 async def test_what_is_wrong_with_a_step_or_a_token_costs_those_requests_alone(engine: AsyncEngine) -> None:
-    before, pid = counted(engine), engine.pid
+    before, pid = counted(engine), engine._engines.pids[0]
     alone = await tokens_of(engine, request("alone", 7, max_tokens=40))
     for fault in (Fault.MEMORY, Fault.DEVICE_MEMORY, Fault.ANY_ERROR):
         assert isinstance(await outcome(engine, request(fault.name, fault)), RequestFailed)
@@ -127,7 +127,7 @@ async def test_what_is_wrong_with_a_step_or_a_token_costs_those_requests_alone(e
         beside = await begin(engine, request("beside", 7, max_tokens=40))
         assert isinstance(await outcome(engine, request(fault.name, fault)), RequestFailed)
         assert await beside == alone, "the neighbour does not notice"
-    assert engine.pid == pid
+    assert engine._engines.pids[0] == pid
     assert engine.health().is_ready
     assert since(engine, before) == {}
 
@@ -151,8 +151,8 @@ async def test_what_the_engine_had_begun_when_it_died_goes_on_in_the_next_and_th
     hurried = request("hurried", 9, limits=TimeLimits(first_token_s=0.5))
     others = [asyncio.create_task(outcome(engine, each)) for each in (hurried, request("left", 9))]
     await asyncio.sleep(0.05)
-    assert engine.pid
-    os.kill(engine.pid, signal.SIGKILL)
+    assert engine._engines.pids[0]
+    os.kill(engine._engines.pids[0], signal.SIGKILL)
     others[1].cancel()
     assert isinstance(await others[0], DeadlineExceeded)
     assert not any(each.done() for each in (*waiting, *running)), "time is over before an engine is there"

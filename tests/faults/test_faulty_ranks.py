@@ -57,7 +57,7 @@ async def expected(engine: AsyncEngine) -> list[int]:
 
 
 def ranks_of(engine: AsyncEngine) -> list[int]:
-    pid = engine.pid
+    pid = engine._engines.pids[0]
     assert pid is not None
     return [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
 

@@ -101,8 +101,8 @@ async def test_stages_on_two_nodes_draw_the_tokens_of_one_process_and_a_killed_r
     async with two_nodes(model, tmp_path, {"pipeline_parallel_size": "2"}) as (engine, node):
         assert tokens_in(await outputs_of(engine, first_request("first"))) == expected
         (rank,) = ranks_of(node)
-        assert engine.pid is not None
-        first = engine.pid
+        assert engine._engines.pids[0] is not None
+        first = engine._engines.pids[0]
         kill = partial(os.kill, rank, signal.SIGKILL)
         begun = await strike_begun(engine, "kill", kill)
         await until_gone([rank, first])
@@ -125,8 +125,8 @@ async def test_a_stage_on_two_nodes_draws_the_same_tokens_and_a_rank_inside_a_su
         found = await asyncio.gather(*(outputs_of(engine, each) for each in asked))
         assert list(map(tokens_in, found)) == [expected, adapted, expected]
         assert sum(output.num_accepted_prediction for output in found[-1]) > 0
-        assert engine.pid is not None
-        first, others = engine.pid, [node.pid, *ranks_of(node)]
+        assert engine._engines.pids[0] is not None
+        first, others = engine._engines.pids[0], [node.pid, *ranks_of(node)]
 
         def send(number: signal.Signals) -> None:
             for pid in others:

@@ -234,8 +234,8 @@ async def fails_and_heals(
         asyncio.get_running_loop().call_soon(strike)
 
     begun = await strike_begun(engine, name, strike_while_others_wait)
-    died = engine.pid
-    while engine.pid == died:
+    died = engine._engines.pids[0]
+    while engine._engines.pids[0] == died:
         await asyncio.sleep(0.05)
     assert not any(task.done() for task in begun)
     mend()
@@ -287,8 +287,8 @@ async def test_three_nodes_of_two_ranks_sample_the_same_tokens_and_the_death_of_
             assert await all_tokens(engine) == expected
             assert [len(ranks_of(node)) for node in others] == [2, 2]
             kill = partial(os.kill, ranks_of(others[1])[1], signal.SIGKILL)
-            died = engine.pid
+            died = engine._engines.pids[0]
             begun = await strike_begun(engine, "kill", kill)
-            while engine.pid == died:
+            while engine._engines.pids[0] == died:
                 await asyncio.sleep(0.05)
             await leave(begun)

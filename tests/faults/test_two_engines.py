@@ -41,7 +41,7 @@ async def engine(tiny_model: Path) -> AsyncIterator[AsyncEngine]:
         engine.start()
         await both_ready(engine)
         yield engine
-        pids = engine.pids
+        pids = engine._engines.pids
         await engine.close()
     assert len(set(pids)) == 2
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
@@ -138,11 +138,11 @@ async def test_killing_one_of_two_under_load_costs_no_request_a_token(engine: As
         while (await live(engine)).count((1, "running")) < SEATS:
             await asyncio.sleep(0.005)
     num_before = samples(engine, "tokenyard:engine_ready")
-    victim = engine.pids[1]
+    victim = engine._engines.pids[1]
     assert victim is not None
     os.kill(victim, signal.SIGKILL)
     assert num_before == {"0": 1, "1": 1}
     assert await asyncio.gather(*asked) == alone, "the other one serves"
     await both_ready(engine)
-    assert engine.pids[1] != victim
+    assert engine._engines.pids[1] != victim
     assert await outcome(engine, request("r0", max_tokens=60)) == alone[0]

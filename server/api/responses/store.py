@@ -73,9 +73,6 @@ class ResponseStore:
     def is_open(self) -> bool:
         return self._max_bytes > 0
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def add(self, response_id: str, stored: StoredResponse, *, now_s: float) -> None:
         """Store a response, and drop others for it. One that is larger than the whole store is not stored."""
         self._drop_expired(now_s)

@@ -45,10 +45,6 @@ class Places:
         self._quiet_since: dict[Place, float] = {}
         """In order of their times."""
 
-    @property
-    def num_taken(self) -> int:
-        return len(self._taken)
-
     def take(self) -> Place | None:
         """Take a place for a socket that was just accepted; None if all are taken by requests under way."""
         if len(self._taken) >= self._max:

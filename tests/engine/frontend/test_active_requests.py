@@ -105,7 +105,7 @@ async def test_no_place_in_the_queue_is_lost_or_given_twice(tiny_model: Path) ->
         assert hall.in_flight._desk.limits.num_queued == 0
         assert hall.in_flight._desk.limits.num_queued_tokens == 0
         assert not hall.in_flight._desk.tenant_tokens._num_queued
-        assert not len(hall.in_flight._desk.waiting)
+        assert not hall.in_flight._desk.waiting._line
         assert not hall.in_flight._by_sequence
         assert hall.in_flight.is_empty.is_set()
 

@@ -89,7 +89,7 @@ async def test_a_life_of_the_engine_from_loading_to_closing(tiny_model: Path, tm
     with pytest.raises(EngineUnavailable, match="shutting down"):
         await finish_reasons(engine, "too late")
     await engine.close()
-    assert engine.pid is None
+    assert engine._engines.pids[0] is None
 
 
 async def test_kv_events_follow_the_prefix_cache_through_the_death_of_its_engine(
@@ -107,8 +107,8 @@ async def test_kv_events_follow_the_prefix_cache_through_the_death_of_its_engine
         (stored, *_) = msgspec.msgpack.decode(batch)[1]
         assert stored["type"] == "BlockStored"
         assert stored["token_ids"][:3] == [5, 6, 7]
-        assert engine.pid is not None
-        os.kill(engine.pid, signal.SIGKILL)
+        assert engine._engines.pids[0] is not None
+        os.kill(engine._engines.pids[0], signal.SIGKILL)
         while (await events.recv_multipart())[2][-len("AllBlocksCleared") :] != b"AllBlocksCleared":
             pass
         assert first > bytes(8), "the first number tells readers of an earlier server to begin anew"
@@ -126,7 +126,11 @@ async def test_an_engine_that_is_unloaded_comes_back_and_one_that_is_being_unloa
         assert await finish_reasons(engine, "a", max_tokens=5) == [FinishReason.LENGTH]
         unloading = asyncio.create_task(engine.unload())
         await asyncio.wait([unloading])
-        assert (engine.pid, engine.health().is_ready, engine.health().detail) == (None, False, "not loaded")
+        assert (engine._engines.pids[0], engine.health().is_ready, engine.health().detail) == (
+            None,
+            False,
+            "not loaded",
+        )
         assert engine.info.served_names == ("tiny",)
         with pytest.raises(EngineUnavailable, match="not loaded"):
             await finish_reasons(engine, "b")

@@ -137,7 +137,11 @@ async def test_two_models_share_one_queue_and_an_urgent_request_of_one_displaces
     assert door.in_flight.is_empty.is_set()
     for name in "bce":
         beside.in_flight.leave(beside.in_flight._by_id[name])
-    assert (door.desk.limits.num_queued, door.desk.limits.num_queued_tokens, len(door.desk.waiting)) == (
+    assert (
+        door.desk.limits.num_queued,
+        door.desk.limits.num_queued_tokens,
+        len(door.desk.waiting._line),
+    ) == (
         0,
         0,
         0,
@@ -277,7 +281,7 @@ def test_waiting_makes_up_for_priority_as_it_does_in_the_scheduler() -> None:
     for number in range(3):
         calls.discard(Item(number))
         calls.discard(Item(number))
-    assert len(calls) == 0
+    assert not calls._line
 
 
 def test_among_equals_the_last_gives_way_first_and_none_displaces_another() -> None:

@@ -57,7 +57,7 @@ async def test_a_model_whose_files_have_changed_since_the_start_is_refused_and_n
     engines.start()
     with pytest.raises(EngineUnavailable, match="model: the last load failed: its files have changed"):
         await engines.places[0].lease(Waiting.IN_LINE)
-    assert engines.all[0].pids == [None]
+    assert engines.all[0]._engines.pids == [None]
     await engines.close()
 
 

@@ -31,6 +31,10 @@ STUCK_ON_REQUEST = "{% if messages[0].content == 'stuck' %}" + STUCK + "{% endif
 Make = Callable[..., ChatTemplate]
 
 
+def pids_of(template: ChatTemplate) -> list[int]:
+    return [each._process.pid for each in template._renderers._living]
+
+
 @pytest.fixture
 def make() -> Iterator[Make]:
     """Makes a template of a source or of several; afterwards no process is left."""
@@ -43,7 +47,7 @@ def make() -> Iterator[Make]:
 
     yield make
     for each in made:
-        pids = each.renderer_pids
+        pids = pids_of(each)
         each.close()
         assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
@@ -87,19 +91,19 @@ def test_a_refusal_names_the_parameter_and_the_process_goes_on(make: Make) -> No
     with pytest.raises(RequestRejected, match="roles must alternate") as caught:
         template.render(Chat(messages=[QUESTION, {"role": "assistant", "content": "a"}]))
     assert caught.value.param == "messages"
-    (pid,) = template.renderer_pids
+    (pid,) = pids_of(template)
     assert template.render(Chat(messages=[QUESTION], kwargs={"mood": "good"})) == "good"
-    assert template.renderer_pids == [pid]
+    assert pids_of(template) == [pid]
 
 
 def test_half_a_surrogate_pair_is_left_to_the_tokenizer_to_refuse(make: Make) -> None:
     call = {"function": {"name": "look", "arguments": '{"a": "\\ud800"}'}}
     template = make("{{ messages[0].tool_calls[0].function.arguments.a }}")
     assert template.render(Chat(messages=[{"role": "assistant", "tool_calls": [call]}])) == "\ud800"
-    (pid,) = template.renderer_pids
+    (pid,) = pids_of(template)
     with pytest.raises(RequestRejected, match="half of a surrogate pair"):
         template.render(Chat(messages=[{"role": "user", "content": "\ud800"}]))
-    assert template.renderer_pids == [pid]
+    assert pids_of(template) == [pid]
 
 
 def test_a_refusal_may_hold_half_a_surrogate_pair_and_the_process_goes_on(make: Make) -> None:
@@ -108,7 +112,7 @@ def test_a_refusal_may_hold_half_a_surrogate_pair_and_the_process_goes_on(make: 
     for _ in range(2):
         with pytest.raises(RequestRejected, match=r"no \?$"):
             template.render(Chat(messages=[{"role": "assistant", "tool_calls": [call]}]))
-    assert len(template.renderer_pids) == 1
+    assert len(pids_of(template)) == 1
 
 
 _DOUBLED = "{% set ns = namespace(x='aaaaaaaa', n=9) %}{% for i in range(34) %}STEP{% endfor %}"
@@ -167,7 +171,7 @@ def resident_kib() -> int:
 def test_the_kernel_holds_the_process_to_its_memory(make: Make) -> None:
     template = make(ALL_OF_IT)
     template.judge()
-    (pid,) = template.renderer_pids
+    (pid,) = pids_of(template)
     assert resource.prlimit(pid, resource.RLIMIT_DATA) == (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES)
 
 
@@ -190,7 +194,7 @@ def test_a_template_without_end_is_ended(make: Make, monkeypatch: pytest.MonkeyP
     with pytest.raises(RequestRejected, match=r"takes longer than 0\.3 seconds") as caught:
         template.render(Chat(messages=[{"role": "user", "content": "stuck"}]))
     assert caught.value.param == "messages"
-    assert template.renderer_pids == []
+    assert pids_of(template) == []
 
 
 def test_the_longest_prompt_that_may_be_rendered_fits_its_memory(
@@ -215,7 +219,7 @@ def test_chats_do_not_wait_for_one_that_takes_long(make: Make, monkeypatch: pyte
         others = [threads.submit(template.render, Chat(messages=[QUESTION])) for _ in range(20)]
         assert [each.result(30) for each in others] == ["hi"] * 20
         assert not slow.done()
-        assert 2 <= len(template.renderer_pids) <= 3
+        assert 2 <= len(pids_of(template)) <= 3
         template.close()
         with pytest.raises(EngineUnavailable):
             slow.result(30)
@@ -237,7 +241,7 @@ def test_usual_chats_share_one_process(make: Make, monkeypatch: pytest.MonkeyPat
     with ThreadPoolExecutor(3) as threads:
         found = list(threads.map(render, range(3)))
     assert found == [[f"{number} {turn}" for turn in range(20)] for number in range(3)]
-    assert len(template.renderer_pids) == 1
+    assert len(pids_of(template)) == 1
 
 
 def test_processes_beyond_one_are_kept_for_a_while_after_their_last_use(
@@ -246,7 +250,7 @@ def test_processes_beyond_one_are_kept_for_a_while_after_their_last_use(
     monkeypatch.setattr(chat_template, "MAX_RENDERING_S", 60.0)
     template = make(STUCK_ON_REQUEST)
     template.judge()
-    (first,) = template.renderer_pids
+    (first,) = pids_of(template)
     with ThreadPoolExecutor(1) as threads:
         os.kill(first, signal.SIGSTOP)  # a chat that takes long, until it may go on
         slow = threads.submit(template.render, Chat(messages=[QUESTION]))
@@ -256,11 +260,11 @@ def test_processes_beyond_one_are_kept_for_a_while_after_their_last_use(
         os.kill(first, signal.SIGCONT)
         assert slow.result(60) == "hi"
     assert template.render(Chat(messages=[QUESTION])) == "hi"
-    assert len(template.renderer_pids) == 2, "there may soon be two chats again"
+    assert len(pids_of(template)) == 2, "there may soon be two chats again"
     monkeypatch.setattr(renderers, "_KEPT_S", 0.0)
     for _ in range(2):
         assert template.render(Chat(messages=[QUESTION])) == "hi"
-        assert len(template.renderer_pids) == 1
+        assert len(pids_of(template)) == 1
 
 
 def test_the_log_says_how_often_and_why_processes_end_and_nothing_of_the_chats(
@@ -290,11 +294,11 @@ def test_the_log_says_how_often_and_why_processes_end_and_nothing_of_the_chats(
 def test_a_process_that_is_killed_between_chats_is_replaced_unseen(make: Make) -> None:
     template = make(ALL_OF_IT)
     template.judge()
-    (pid,) = template.renderer_pids
+    (pid,) = pids_of(template)
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     assert template.render(Chat(messages=[QUESTION])) == "hi"
-    assert template.renderer_pids != [pid]
+    assert pids_of(template) != [pid]
 
 
 def test_a_process_that_is_killed_over_a_chat_is_not_the_chats_fault(
@@ -302,7 +306,7 @@ def test_a_process_that_is_killed_over_a_chat_is_not_the_chats_fault(
 ) -> None:
     template = make(STUCK_ON_REQUEST)
     template.judge()
-    (pid,) = template.renderer_pids
+    (pid,) = pids_of(template)
     os.kill(pid, signal.SIGSTOP)  # so that it has no answer before it is killed
     ask, is_asked = renderers._Renderer.ask, threading.Event()
 
@@ -355,7 +359,7 @@ import os, threading
 from engine.text import chat_template
 template = chat_template.ChatTemplate({{"default": {STUCK!r}}}, special_tokens={{}})
 template.judge()
-print(template.renderer_pids[0], flush=True)
+print(*(each._process.pid for each in template._renderers._living), flush=True)
 chat_template.MAX_RENDERING_S = 60.0
 threading.Timer(0.3, os._exit, (0,)).start()
 template.render([{QUESTION!r}])
@@ -395,7 +399,7 @@ def test_without_a_template_chats_are_refused_by_name_and_nothing_is_started(tmp
     assert not template.is_present
     with pytest.raises(NoChatTemplate):
         template.render(Chat(messages=[QUESTION]))
-    assert template.renderer_pids == []
+    assert pids_of(template) == []
 
 
 def test_the_template_file_comes_before_the_one_in_the_configuration(tmp_path: Path) -> None:

@@ -24,10 +24,10 @@ def test_bytes_are_bounded_too_and_what_is_too_large_is_not_kept():
     store = ResponseStore(max_responses=9, max_bytes=25, ttl_s=60.0)
     for place, name in enumerate("abc"):
         store.add(name, stored(), now_s=float(place))
-    assert (len(store), store.num_bytes) == (2, 20)
+    assert (len(store._entries), store.num_bytes) == (2, 20)
     store.add("large", stored(num_bytes=26), now_s=4.0)
     assert store.find("large", owner="", now_s=4.0) is None
-    assert len(store) == 2
+    assert len(store._entries) == 2
 
 
 def test_what_nobody_used_for_the_time_to_live_is_gone():

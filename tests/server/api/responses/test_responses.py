@@ -250,7 +250,7 @@ async def test_a_client_that_leaves_leaves_no_response_behind(app, engine):
     async with connect(app) as client:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(client.post(PATH, json={"input": "hi"}), 0.2)
-    assert len(app.state.response_store) == 0
+    assert len(app.state.response_store._entries) == 0
 
 
 # Truncation.
