@@ -335,7 +335,7 @@ def test_a_start_without_a_process_is_tried_twice_and_is_not_the_templates_fault
         renderer = kept()
         num_started[0] += 1
         if num_started[0] <= num_spoilt:
-            os.kill(renderer.pid, signal.SIGKILL if cause == "killed" else signal.SIGSTOP)
+            os.kill(renderer._process.pid, signal.SIGKILL if cause == "killed" else signal.SIGSTOP)
             monkeypatch.setattr(renderers, "_START_TIMEOUT_S", 60.0 if cause == "killed" else 0.1)
         else:
             monkeypatch.setattr(renderers, "_START_TIMEOUT_S", 60.0)

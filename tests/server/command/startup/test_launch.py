@@ -25,7 +25,7 @@ from engine.processes import child_process, engine_processes
 from engine.text.renderers import Renderers
 from server.command.startup import launch, serving
 from server.command.startup.banner import Announcement
-from server.command.startup.launched import Signals
+from server.command.startup.signals import Signals
 from server.edge.http.listening import Listeners, listen
 from tests.engine.text.test_tokenizer_trial import save
 
