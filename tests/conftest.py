@@ -4,6 +4,7 @@ import atexit
 import gc
 import os
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 
 from campaigns.servers.free_ports import free_port
 from tests.checkpoints import make_checkpoint
+from tests.e2e.serving import RunningServer, running_server
 from tests.tiers import ALONE, DAY, NIGHT, NUM_TIMES, covering, has_long_histories, may_hold, place_of
 
 # Triton's kernels run in its interpreter, on the CPU. Triton reads this when it is first imported, its own
@@ -121,6 +123,13 @@ def unused_tcp_port() -> int:
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama: no sense, but always the same nonsense."""
     return make_checkpoint("llama", tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def demo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """The built-in model with nothing set."""
+    with running_server(tmp_path_factory.mktemp("demo")) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

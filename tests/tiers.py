@@ -27,9 +27,12 @@ _WORDS = {
 }
 
 _SHARED = re.compile(
-    r"\b(demo_server|crowded_server|two_ranks|two_stages|compile_kernels|avx-vnni|nodes_of)\b"
+    r"\b(demo_server|equipped_server|crowded_server|swapping_server"
+    r"|two_ranks|two_stages|compile_kernels|avx-vnni|nodes_of)\b"
 )
 """Names, in a file, of what takes seconds to start or to read, and is kept for all files of a process."""
+_BESIDE = {"two_stages": "two_ranks", "equipped_server": "demo_server", "swapping_server": "crowded_server"}
+"""Names that some files have together with another one."""
 
 LONGEST = (
     *("startup/test_transformers_releases.py", "faults/test_ray.py", "clients/test_schemathesis.py"),
@@ -64,7 +67,7 @@ def has_long_histories(text: str) -> bool:
 def process_of(file: str, text: str) -> str:
     """Name what runs in one process: files that share a server, processes or a reading, or a file alone."""
     found = _SHARED.search(text)
-    return found[1].replace("two_stages", "two_ranks") if found else file
+    return _BESIDE.get(found[1], found[1]) if found else file
 
 
 def place_of(file: str) -> int:

@@ -1,25 +1,17 @@
-"""Paths of the other clients, and the server that they call."""
+"""Paths of the other clients."""
 
 import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.serving import ROOT, RunningServer, running_server
+from tests.e2e.serving import ROOT
 
 INSTALLED = ROOT / ".clients"
 HERE = Path(__file__).parent
-
-
-@pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """The built-in model: it has a chat template and says something."""
-    with running_server(tmp_path_factory.mktemp("clients"), "--enable-admin") as server:
-        yield server
 
 
 @pytest.fixture(scope="session")

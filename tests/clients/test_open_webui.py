@@ -24,8 +24,8 @@ ASKED = [{"role": "user", "content": "Count from 3 to 8."}]
 
 
 @pytest.fixture
-def client(server):
-    with httpx.Client(base_url=server.url, headers=HEADERS, timeout=60) as client:
+def client(demo_server):
+    with httpx.Client(base_url=demo_server.url, headers=HEADERS, timeout=60) as client:
         yield client
 
 

@@ -5,15 +5,41 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.serving import RunningServer, running_server
+from engine.options.found_model import DEMO_MODEL
+from tests.adapters import write_adapter
+from tests.e2e.serving import NGRAM, RunningServer, running_server
 
 CROWDED = ("--num-gpu-blocks-override", "24", "--block-size", "8", "--max-num-seqs", "64", "--enable-admin")
 
 
 @pytest.fixture(scope="session")
-def demo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """The built-in model with nothing set."""
-    with running_server(tmp_path_factory.mktemp("demo")) as server:
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of that server's adapters."""
+    root = tmp_path_factory.mktemp("adapters")
+    for seed, name in enumerate(("start", "sql", "law"), 1):
+        write_adapter(root / name, DEMO_MODEL, seed=seed, rank=4, alpha=40)
+    return root
+
+
+@pytest.fixture(scope="session")
+def step_trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file in which that server traces its steps."""
+    return tmp_path_factory.mktemp("trace") / "steps.jsonl"
+
+
+@pytest.fixture(scope="session")
+def equipped_server(
+    adapters: Path, step_trace: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningServer]:
+    """The built-in model with adapters, drafts, a second for a grammar, and no dialect of calls."""
+    options = (
+        *("--lora-modules", f"start={adapters / 'start'}", "--lora-directory", str(adapters)),
+        *("--state-folder", str(tmp_path_factory.mktemp("state"))),
+        *("--max-loras", "2", "--max-cpu-loras", "2", "--max-lora-rank", "16"),
+        *("--speculative-config", NGRAM, "--trace-steps", str(step_trace)),
+        *("--grammar-compile-timeout", "1s", "--tool-call-parser", "generic"),
+    )
+    with running_server(tmp_path_factory.mktemp("equipped"), *options) as server:
         yield server
 
 

@@ -17,6 +17,7 @@ import httpx
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVE = (sys.executable, "-m", "server", "serve")
+NGRAM = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}'
 _URL = re.compile(r"listens on +(?:unix:)?((?:https?:/)?/\S+)")
 
 

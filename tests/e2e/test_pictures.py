@@ -20,11 +20,10 @@ import openai
 
 from engine.media.messages import SHARED_MEMORY
 from tests.e2e.seeing_model import write_seeing_model
-from tests.e2e.serving import RunningServer, running_server, wait_for
+from tests.e2e.serving import NGRAM, RunningServer, running_server, wait_for
 from tests.e2e.test_batches import answers, ended, upload
 from tests.e2e.test_page_in_browser import CHROMIUM, FLAGS, PATIENCE_MS
 from tests.engine.media.made_pictures import hostile_files, picture
-from tests.faults.test_engine_death import NGRAM
 
 pytestmark = pytest.mark.night
 

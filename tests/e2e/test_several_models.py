@@ -66,15 +66,11 @@ async def continued(server: RunningServer, model: str) -> list[str]:
 
 
 async def test_two_models_answer_at_once_each_with_the_tokens_that_it_gives_alone(
-    server: RunningServer, tiny_model: Path, tmp_path: Path
+    server: RunningServer, demo_server: RunningServer
 ) -> None:
     both = await asyncio.gather(continued(server, "demo"), continued(server, "tiny"))
-    (tmp_path / "demo").mkdir()
-    with running_server(tmp_path / "demo", "--served-model-name", "demo", *ONE_THREAD) as alone:
-        assert both[0] == await continued(alone, "demo")
-    with running_server(tmp_path, str(tiny_model), "--served-model-name", "tiny", *ONE_THREAD) as alone:
-        assert both[1] == await continued(alone, "tiny")
-    assert both[0] != both[1]
+    assert both[0] == await continued(demo_server, "tokenyard-demo")
+    assert both[1] == await continued(server, "tiny") != both[0]
 
 
 def test_embeddings_are_made_beside_texts_and_a_name_by_pattern_is_the_model_that_has_it(

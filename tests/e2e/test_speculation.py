@@ -1,7 +1,6 @@
 """Drafts seen from outside: the same text in fewer steps, and usage that counts a prediction."""
 
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,20 +13,8 @@ from tests.worker.speculation.draft_checkpoints import write_draft
 
 pytestmark = pytest.mark.night
 
-NGRAM = '{"method": "ngram", "num_speculative_tokens": 6, "prompt_lookup_min": 1}'
+SUFFIX = '{"method": "suffix", "num_speculative_tokens": 6, "prompt_lookup_min": 1}'
 REPEATING = "one two three four one two three four one two three four one two"
-
-
-@pytest.fixture(scope="module")
-def trace_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("trace") / "steps.jsonl"
-
-
-@pytest.fixture(scope="module")
-def ngram_server(trace_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    options = ("--speculative-config", NGRAM, "--trace-steps", str(trace_file))
-    with running_server(tmp_path_factory.mktemp("ngram"), *options) as server:
-        yield server
 
 
 def post(server: RunningServer, path: str, **body: object) -> dict:
@@ -46,24 +33,24 @@ def post(server: RunningServer, path: str, **body: object) -> dict:
     ],
 )
 def test_completions_are_those_of_a_server_without_drafts(
-    demo_server: RunningServer, ngram_server: RunningServer, fields: dict[str, object]
+    demo_server: RunningServer, equipped_server: RunningServer, fields: dict[str, object]
 ) -> None:
     asked = {"prompt": REPEATING, "max_tokens": 60, "ignore_eos": True, **fields}
     expected = post(demo_server, "/v1/completions", **asked)
-    found = post(ngram_server, "/v1/completions", **asked)
+    found = post(equipped_server, "/v1/completions", **asked)
     assert found["choices"] == expected["choices"]
     assert found["usage"]["completion_tokens"] == expected["usage"]["completion_tokens"]
 
 
 def test_drafts_are_counted_under_both_names_and_the_trace_says_why(
-    ngram_server: RunningServer, trace_file: Path
+    equipped_server: RunningServer, step_trace: Path
 ) -> None:
-    post(ngram_server, "/v1/completions", prompt=REPEATING, max_tokens=150, temperature=0, ignore_eos=True)
-    wait_for(lambda: ngram_server.metric("tokenyard:draft_tokens_total") > 0)
+    post(equipped_server, "/v1/completions", prompt=REPEATING, max_tokens=150, temperature=0, ignore_eos=True)
+    wait_for(lambda: equipped_server.metric("tokenyard:draft_tokens_total") > 0)
     twin = 'vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="tokenyard-demo"}'
-    assert ngram_server.metrics()[twin] == ngram_server.metric("tokenyard:draft_tokens_total")
-    wait_for(lambda: '"drafts":' in trace_file.read_text())
-    lines = [json.loads(line) for line in trace_file.read_text().splitlines()]
+    assert equipped_server.metrics()[twin] == equipped_server.metric("tokenyard:draft_tokens_total")
+    wait_for(lambda: '"drafts":' in step_trace.read_text())
+    lines = [json.loads(line) for line in step_trace.read_text().splitlines()]
     said = [line["drafts"] for line in lines if "drafts" in line]
     assert {each["reason"] for each in said} <= {"all", "cost", "prefill"}
     assert any(each["num_chosen"] for each in said)
@@ -120,7 +107,7 @@ def test_two_engines_with_drafts_answer_as_one_without(
     expected = [post(demo_server, "/v1/completions", **each)["choices"] for each in asked]
     traces = tmp_path_factory.mktemp("two") / "steps.jsonl"
     options = (
-        *("--speculative-config", NGRAM.replace("ngram", "suffix"), "--trace-steps", str(traces)),
+        *("--speculative-config", SUFFIX, "--trace-steps", str(traces)),
         *("--data-parallel-size", "2"),
     )
     with running_server(traces.parent, *options) as server, ThreadPoolExecutor(len(asked)) as clients:

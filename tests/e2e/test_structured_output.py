@@ -6,7 +6,7 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Literal
 
@@ -29,15 +29,11 @@ class Person(pydantic.BaseModel):
     mood: Literal["calm", "wild"] | None
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with running_server(tmp_path_factory.mktemp("demo"), "--grammar-compile-timeout", "1s") as server:
-        yield server
-
-
 @pytest.fixture
-async def client(server: RunningServer) -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+async def client(equipped_server: RunningServer) -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(
+        base_url=f"{equipped_server.url}/v1", api_key="none", max_retries=0, timeout=60
+    ) as client:
         yield client
 
 
@@ -187,10 +183,10 @@ async def test_no_process_outlives_the_server_not_even_in_the_middle_of_a_gramma
 
 
 async def test_a_costly_schema_for_many_choices_holds_up_nobody_else(
-    server: RunningServer, client: AsyncOpenAI
+    equipped_server: RunningServer, client: AsyncOpenAI
 ) -> None:
     """The worker compiles it for each choice, in the loop that serves everybody."""
-    engine_pid = server.engine_pid
+    engine_pid = equipped_server.engine_pid
     schema = {"type": "object", "properties": {f"p{number}": {} for number in range(2000)}}
     streaming = await client.completions.create(
         model="tokenyard-demo", prompt="Once", max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
@@ -213,7 +209,7 @@ async def test_a_costly_schema_for_many_choices_holds_up_nobody_else(
     with pytest.raises(BadRequestError, match="make it simpler"):
         await hopeless
     assert longest_s < 5
-    assert server.engine_pid == engine_pid
+    assert equipped_server.engine_pid == engine_pid
 
 
 async def test_a_grammar_that_fails_under_way_is_the_callers_fault_and_refused_from_then_on(
@@ -235,7 +231,7 @@ async def test_a_grammar_that_fails_under_way_is_the_callers_fault_and_refused_f
 
 
 async def test_in_a_stream_a_grammar_that_fails_under_way_is_its_last_event_after_the_text_so_far(
-    client: AsyncOpenAI, server: RunningServer
+    client: AsyncOpenAI, equipped_server: RunningServer
 ) -> None:
     body = {
         "prompt": "Once upon a time",
@@ -250,7 +246,7 @@ async def test_in_a_stream_a_grammar_that_fails_under_way_is_its_last_event_afte
             model="tokenyard-demo", prompt="Once", max_tokens=100, extra_body={"ignore_eos": True}
         )
     )
-    async with httpx.AsyncClient(base_url=server.url, timeout=60) as plain:
+    async with httpx.AsyncClient(base_url=equipped_server.url, timeout=60) as plain:
         reply = await plain.post("/v1/completions", json=body)
     events = [line.removeprefix("data: ") for line in reply.text.splitlines() if line.startswith("data: ")]
     *chunks, error, done = events
@@ -264,7 +260,7 @@ async def test_in_a_stream_a_grammar_that_fails_under_way_is_its_last_event_afte
 
 
 async def test_choices_that_all_grow_dear_end_and_a_stream_beside_them_goes_on(
-    client: AsyncOpenAI, server: RunningServer
+    client: AsyncOpenAI, equipped_server: RunningServer
 ) -> None:
     grammar = "start: s\ns: /[a-z ]/ | s s | s s s | s s s s"
     stream = await client.completions.create(

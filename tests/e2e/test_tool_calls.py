@@ -1,14 +1,14 @@
 """Tool calls over real HTTP: the grammar makes them where the model, that never saw a tool, could not."""
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Literal
 
 import openai
 import pydantic
 import pytest
 
-from tests.e2e.serving import RunningServer, running_server
+from tests.e2e.serving import RunningServer
 
 HI = [{"role": "user", "content": "What is the weather in Bonn?"}]
 
@@ -132,16 +132,10 @@ async def test_a_streamed_agent_turn_is_the_whole_one(sdk) -> None:
     assert streamed.function.arguments == call.function.arguments
 
 
-@pytest.fixture(scope="module")
-def untrained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """The demo model, read as a model of which nothing is known."""
-    with running_server(tmp_path_factory.mktemp("generic"), "--tool-call-parser", "generic") as server:
-        yield server
-
-
 @pytest.mark.night
-async def test_a_model_without_a_dialect_writes_text_or_calls_that_match(untrained) -> None:
-    async with openai.AsyncOpenAI(base_url=f"{untrained.url}/v1", api_key="none", max_retries=0) as sdk:
+async def test_a_model_without_a_dialect_writes_text_or_calls_that_match(equipped_server) -> None:
+    url = f"{equipped_server.url}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as sdk:
         reply = await sdk.chat.completions.create(
             model="tokenyard-demo",
             messages=[{"role": "user", "content": "Write a JSON object."}],

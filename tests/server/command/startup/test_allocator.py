@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from server.command.startup.allocator import is_glibc
-from tests.e2e.serving import ROOT, running_server
+from tests.e2e.serving import ROOT, RunningServer
 
 WORDS = ["--served-model-name", "two words", ""]
 PROGRAM = """
@@ -123,11 +123,8 @@ def test_an_interpreter_that_drops_the_variable_is_started_anew_once(tmp_path: P
 
 
 @pytest.mark.night
-def test_a_server_has_it_and_its_engine_process_has_not(tmp_path: Path) -> None:
-    with running_server(tmp_path) as server:
-        own, engine = (
-            Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            for pid in (server.process.pid, server.engine_pid)
-        )
+def test_a_server_has_it_and_its_engine_process_has_not(demo_server: RunningServer) -> None:
+    pids = demo_server.process.pid, demo_server.engine_pid
+    own, engine = (Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in pids)
     assert b"PYTHONMALLOC=malloc" in own
     assert not any(entry.startswith(b"PYTHONMALLOC") for entry in engine)
