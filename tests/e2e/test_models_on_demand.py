@@ -104,9 +104,9 @@ async def test_models_take_turns_no_request_is_lost_and_none_is_cut(server: Runn
         assert len(await running) > 0
         assert len(set(texts)) == 1
         assert {states(server)[name] for name in ("first", "second")} == {"unloaded", "loaded"}
-        assert await ask(client, "first", 8) == await ask(client, "first", 8)
-        assert [await ask(client, "second", 8)] * 3 == texts
-    assert server.text().count("second is loaded") == 2
+    page = httpx.get(f"{server.url}/metrics").text
+    assert 'tokenyard:model_loads_total{model_name="second",result="loaded"}' in page
+    assert 'tokenyard:model_unloads_total{model_name="first",reason="evicted"}' in page
 
 
 async def test_requests_wait_through_the_death_of_the_process_that_loads_their_model(
@@ -114,7 +114,7 @@ async def test_requests_wait_through_the_death_of_the_process_that_loads_their_m
 ) -> None:
     async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
         text = await ask(client, "second", 8)
-        await ask(client, "first", 8)
+        assert await ask(client, "first", 8) == await ask(client, "first", 8)
         waiting = [asyncio.create_task(ask(client, "second", 8)) for _ in range(3)]
         while (pid := pid_of(server, "second")) is None:
             await asyncio.sleep(0.01)
@@ -125,14 +125,14 @@ async def test_requests_wait_through_the_death_of_the_process_that_loads_their_m
 
 async def test_a_request_for_an_adapter_or_a_profile_brings_the_model_below_it(server: RunningServer) -> None:
     async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
-        greedy = await ask(client, "first", 8)
+        assert states(server)["calm"] == "unloaded"
+        body = {"model": "calm", "prompt": "a", "max_tokens": 8, "ignore_eos": True}
+        reply = (await client.post("/v1/completions", json=body)).json()
+        assert (reply["model"], reply["choices"][0]["text"]) == ("calm", await ask(client, "first", 8))
         assert states(server)["law"] == "unloaded"
         adapted = await ask(client, "law", 8)
         assert states(server)["law"] == states(server)["second"] == "loaded"
         assert adapted == await ask(client, "law", 8) != await ask(client, "second", 8)
-        body = {"model": "calm", "prompt": "a", "max_tokens": 8, "ignore_eos": True}
-        reply = (await client.post("/v1/completions", json=body)).json()
-        assert (reply["model"], reply["choices"][0]["text"]) == ("calm", greedy)
 
 
 async def test_loads_and_unloads_by_hand_cut_no_request_and_leave_none_waiting(server: RunningServer) -> None:
@@ -140,7 +140,7 @@ async def test_loads_and_unloads_by_hand_cut_no_request_and_leave_none_waiting(s
     async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
         expected = {name: await ask(client, name, 24) for name in ("first", "second")}
         asked = []
-        for _ in range(24):
+        for _ in range(10):
             name = chance.choice(["first", "second"])
             asked.append((name, asyncio.create_task(ask(client, name, 24))))
             path, body = chance.choice(
@@ -195,7 +195,7 @@ async def test_a_model_that_cannot_be_loaded_is_tried_once_for_all_that_wait_and
             assert {each.status_code for each in replies} == {503}
             assert int(replies[0].headers["retry-after"]) > 1
         assert states(server)["torn"] == "failed"
-        assert len(await ask(client, "first", 4)) > 0
+        assert len(await ask(client, "second", 4)) > 0
     assert server.text().count("torn is not loaded for 30 s") == 1
 
 
@@ -219,14 +219,6 @@ def test_broken_texts_and_a_missing_folder_are_told_to_their_own_requests(
     health = httpx.get(f"{server.url}/health", params={"model": name})
     assert (health.status_code, why in health.json()["detail"]) == (503, True)
     assert httpx.get(f"{server.url}/health").status_code == 200
-
-
-def test_a_load_by_hand_is_counted(server: RunningServer) -> None:
-    assert httpx.post(f"{server.url}/models/load", json={"model": "second"}).status_code == 200
-    wait_for(lambda: states(server)["second"] == "loaded")
-    page = httpx.get(f"{server.url}/metrics").text
-    assert 'tokenyard:model_loads_total{model_name="second",result="loaded"}' in page
-    assert 'tokenyard:model_unloads_total{model_name="first",reason="evicted"}' in page
 
 
 async def test_the_end_during_a_load_is_orderly_and_refuses_those_that_wait_for_it(

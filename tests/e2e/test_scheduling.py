@@ -14,6 +14,9 @@ from tests.e2e.serving import ROOT, RunningServer, running_server, wait_for
 
 pytestmark = pytest.mark.night
 
+NUM_SLOW = 200
+"""Tokens of those who have both places."""
+
 
 @pytest.fixture(scope="module")
 def trace_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -48,7 +51,7 @@ async def until(server: RunningServer, state: str, num: int, *tasks: "asyncio.Ta
 
 async def both_places_taken(server: RunningServer, **fields: object) -> list["asyncio.Task[httpx.Response]"]:
     before = server.metric("tokenyard:prompt_tokens_total")
-    tasks = [asyncio.create_task(complete(server, 400, priority=9, **fields)) for _ in range(2)]
+    tasks = [asyncio.create_task(complete(server, NUM_SLOW, priority=9, **fields)) for _ in range(2)]
     await until(server, "running", 2, *tasks)
     assert server.metric("tokenyard:prompt_tokens_total") > before
     return tasks
@@ -61,7 +64,7 @@ async def test_an_urgent_request_overtakes_those_who_have_all_places(priority_se
     assert not any(task.done() for task in slow), "it did not wait for one of them to end"
     await asyncio.gather(*slow)
     for task in slow:
-        assert task.result().json()["usage"]["completion_tokens"] == 400
+        assert task.result().json()["usage"]["completion_tokens"] == NUM_SLOW
     displaced = 'tokenyard:num_preemptions_total{cause="displaced",mode="recompute"}'
     assert priority_server.metrics()[displaced] > 0
 
