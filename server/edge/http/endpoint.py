@@ -58,7 +58,7 @@ class Endpoint:
     def methods(self) -> list[tuple[str, str]]:
         """Paths with each of their methods."""
         routes = [route for route in self.router.routes if isinstance(route, APIRoute)]
-        return [(route.path_format, method) for route in routes for method in route.methods]
+        return [(route.path_format, method) for route in routes for method in route.methods or ()]
 
 
 class ReplyModel(BaseModel):
