@@ -65,13 +65,29 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if is_other or any(may_hold(tier, _text_of(file)) for file in files) else True
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make a few cases of a product marked `pairs`: every two values together by day, every three by night.
+
+    Products that run by night alone have every two.
+    """
+    if not metafunc._calls or metafunc.definition.get_closest_marker("pairs") is None:
+        return
+    rows = [call._idlist for call in metafunc._calls]  # a word for each `parametrize`
+    pairs = covering(rows)
+    is_of_night = metafunc.definition.get_closest_marker("night") is not None
+    chosen = pairs if is_of_night else covering(rows, 3, kept=pairs)
+    for place in chosen - pairs:
+        metafunc._calls[place].marks.append(pytest.mark.night.mark)
+    metafunc._calls = [metafunc._calls[place] for place in sorted(chosen)]
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if NUM_TIMES > 1:
         for item in items:
             if item.path.parent.name == "properties" and has_long_histories(_text_of(item.path)):
                 item.add_marker("night")
-    _leave_products_to_the_night(items)
     _check_that_files_name_their_tiers(items)
     items.sort(key=lambda item: place_of(item.path.as_posix()))
 
@@ -90,19 +106,6 @@ def pytest_runtestloop() -> None:
     gc.freeze()
     gc.enable()
     atexit.register(gc.unfreeze)  # what extension modules made is taken down in the end
-
-
-def _leave_products_to_the_night(items: list[pytest.Item]) -> None:
-    """Mark those cases of tests marked `pairs` whose pairs of values other cases hold."""
-    products: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if hasattr(item, "callspec") and item.get_closest_marker("pairs"):
-            products.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for cases in products.values():
-        by_day = covering([case.callspec._idlist for case in cases])  # a word for each `parametrize`
-        for place, case in enumerate(cases):
-            if place not in by_day:
-                case.add_marker("night")
 
 
 def _check_that_files_name_their_tiers(items: list[pytest.Item]) -> None:

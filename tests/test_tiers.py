@@ -1,4 +1,4 @@
-"""The day leaves out what is marked, and loses no pair of values."""
+"""The day leaves out what is marked, and loses no pair of values; the night loses no three."""
 
 import os
 import re
@@ -14,8 +14,8 @@ from tests.tiers import LONGEST, covering
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def pairs(rows):
-    return {(a, row[a], b, row[b]) for row in rows for a, b in combinations(range(len(row)), 2)}
+def groups(rows, num):
+    return {each for row in rows for each in combinations(enumerate(row), num)}
 
 
 @pytest.mark.parametrize(
@@ -25,14 +25,23 @@ def pairs(rows):
 def test_a_few_rows_of_a_product_hold_all_its_pairs(sizes, most):
     rows = list(product(*map(range, sizes)))
     chosen = [rows[place] for place in covering(rows)]
-    assert pairs(chosen) == pairs(rows)
+    assert groups(chosen, 2) == groups(rows, 2)
     assert {row[0] for row in chosen} == set(range(sizes[0]))
     assert len(chosen) <= most
 
 
+def test_more_rows_hold_every_three_values_and_those_that_were_kept():
+    rows = list(product(range(5), range(2), range(9), range(5), range(2)))
+    kept = covering(rows)
+    chosen = covering(rows, 3, kept=kept)
+    assert kept < chosen
+    assert groups([rows[place] for place in chosen], 3) == groups(rows, 3)
+    assert len(chosen) < 260
+
+
 def test_a_product_with_holes_loses_no_pair_that_it_has():
     rows = [row for row in product(range(4), range(5), range(3)) if sum(row) % 4]
-    assert pairs([rows[place] for place in covering(rows)]) == pairs(rows)
+    assert groups([rows[place] for place in covering(rows)], 2) == groups(rows, 2)
 
 
 FILE = """
@@ -47,7 +56,14 @@ def test_crowd(): pass
 @pytest.mark.parametrize("a", [1, 2])
 @pytest.mark.parametrize("b", [3, 4])
 @pytest.mark.parametrize("c", [5, 6])
-def test_product(a, b, c): pass
+@pytest.mark.parametrize("d", [7, 8])
+def test_product(a, b, c, d): pass
+@pytest.mark.night
+@pytest.mark.pairs
+@pytest.mark.parametrize("a", [1, 2])
+@pytest.mark.parametrize("b", [3, 4])
+@pytest.mark.parametrize("c", [5, 6])
+def test_long_pairs(a, b, c): pass
 """
 OF_THE_DAY = """
 from pathlib import Path
@@ -94,10 +110,10 @@ def run(folder, files, words, times="1"):
 @pytest.mark.parametrize(
     ("words", "long", "crowds", "cases", "read"),
     [
-        ((), 0, 0, 5, ["day.read"]),
-        (("-n", "2"), 0, 0, 5, ["day.read"]),
-        (("-m", "night"), 1, 0, 3, ["night.read"]),
-        (("tests",), 1, 1, 8, ["day.read", "night.read"]),
+        ((), 0, 0, 6, ["day.read"]),
+        (("-n", "2"), 0, 0, 6, ["day.read"]),
+        (("-m", "night"), 5, 0, 4, ["night.read"]),
+        (("tests",), 5, 1, 10, ["day.read", "night.read"]),
     ],
     ids=str,
 )

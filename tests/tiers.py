@@ -1,9 +1,9 @@
 """Tests and their cases that run by day, where the rest runs by night (docs/testing.md).
 
-Owns: the choice of cases that hold every two values together, the mark of those that are named, which
+Owns: the choice of cases that hold every few values together, the mark of those that are named, which
 files are read for a tier, and which of them run in one process.
-Never: the tests themselves: pytest makes all cases, and `tests/conftest.py` marks those of products.
-Source: covering arrays of strength two, by the greedy method of AETG (Cohen et al., 1997).
+Never: the tests themselves: pytest makes all cases, and `tests/conftest.py` takes those of products.
+Source: covering arrays, by the greedy method of AETG (Cohen et al., 1997).
 """
 
 import os
@@ -75,20 +75,20 @@ def place_of(file: str) -> int:
     return next((place for place, end in enumerate(LONGEST) if file.endswith(end)), len(LONGEST))
 
 
-def covering(rows: Sequence[Row]) -> set[int]:
-    """The places of rows that together have every pair of values which some row has, in any two columns.
+def covering(rows: Sequence[Row], strength: int = 2, *, kept: Iterable[int] = ()) -> set[int]:
+    """The places of rows that together have all values which some row has, in any `strength` columns.
 
-    The same each time: of those that add the most pairs, the first is taken.
+    Those in `kept` are among them. The same each time: of those that add the most, the first is taken.
     """
-    pairs = [_pairs(row) for row in rows]
-    chosen: set[int] = set()
-    covered: set[tuple[Hashable, ...]] = set()
-    # Pairs that a row adds only become fewer, so a number that is still right at the top is the largest.
-    best_first = [(-len(each), place) for place, each in enumerate(pairs)]
+    groups = [_groups(row, strength) for row in rows]
+    chosen = set(kept)
+    covered = {each for place in chosen for each in groups[place]}
+    # What a row adds only becomes less, so a number that is still right at the top is the largest.
+    best_first = [(-len(each), place) for place, each in enumerate(groups)]
     heapify(best_first)
     while best_first:
         counted, place = best_first[0]
-        adds = len(pairs[place] - covered)
+        adds = len(groups[place] - covered)
         if adds == 0:
             heappop(best_first)
         elif adds < -counted:
@@ -96,7 +96,7 @@ def covering(rows: Sequence[Row]) -> set[int]:
         else:
             heappop(best_first)
             chosen.add(place)
-            covered |= pairs[place]
+            covered |= groups[place]
     return chosen
 
 
@@ -105,7 +105,6 @@ def by_day(values: Iterable[Any], chosen: Container[Any]) -> list[Any]:
     return [each if each in chosen else pytest.param(each, marks=pytest.mark.night) for each in values]
 
 
-def _pairs(row: Row) -> set[tuple[Hashable, ...]]:
-    """Each value alone is one too, for tables of one column."""
-    places = list(enumerate(row))
-    return {(*one, *other) for one, other in combinations(places, 2)} | {place for place in places}
+def _groups(row: Row, strength: int) -> set[tuple[Hashable, ...]]:
+    """The values in any `strength` columns, or in all of fewer."""
+    return set(combinations(enumerate(row), min(strength, len(row))))

@@ -60,6 +60,7 @@ def tokens_per_s(
 
 
 @pytest.mark.night
+@pytest.mark.pairs
 @pytest.mark.parametrize("num_seqs", [1, 4, 16, 64])
 @pytest.mark.parametrize("rate", [0.05, 0.5, 0.95])
 @pytest.mark.parametrize("step_s", [on_cpu, with_knee])
@@ -178,6 +179,7 @@ def asking_speed(pass_s: float, rate: float, num_seqs: int, *, num_fixed: int | 
 
 
 @pytest.mark.night
+@pytest.mark.pairs
 @pytest.mark.parametrize("num_seqs", [1, 8, 64])
 @pytest.mark.parametrize("rate", [0.2, 0.9])
 @pytest.mark.parametrize("pass_s", [0.002, 0.02])
