@@ -214,7 +214,7 @@ def test_a_quiet_tenant_does_not_wait_until_long_answers_of_another_have_ended()
     assert all(world.tokens[SequenceId(i)] == continuation([i, i], 400) for i in range(1, 5))
 
 
-@pytest.mark.parametrize("num_tokens", by_day((100, 4000), (100,)))
+@pytest.mark.parametrize("num_tokens", by_day((100, 2000), (100,)))
 @pytest.mark.parametrize("keeping", ["cache", "swap"])
 def test_a_quiet_tenant_does_not_wait_for_longer_behind_long_contexts_that_are_kept(
     keeping: str, num_tokens: int

@@ -81,7 +81,7 @@ def test_a_copy_of_the_same_files_is_no_change_and_one_byte_of_a_text_is(tmp_pat
 
 
 def break_texts(folder: Path, harm: str) -> None:
-    if harm == "missing folder":
+    if harm == "no folder":
         return
     shutil.copytree(DEMO_MODEL, folder)
     if harm == "tokenizer":
@@ -95,22 +95,24 @@ def break_texts(folder: Path, harm: str) -> None:
         save(folder, r"(x+x+)+[yz]")
 
 
-@pytest.mark.parametrize("harm", ["missing folder", "tokenizer", "template", "pattern"])
 @pytest.mark.night
-async def test_texts_that_are_broken_are_the_fault_of_their_model_alone(tmp_path: Path, harm: str) -> None:
-    file, folder = tmp_path / "models.yaml", tmp_path / "broken"
-    break_texts(folder, harm)
-
-    file.write_text(f"models: [{{model: {folder}, dtype: float16, load: demand}}, {{load: demand}}]")
+async def test_texts_that_are_broken_are_the_fault_of_their_model_alone(tmp_path: Path) -> None:
+    harms = ("no folder", "tokenizer", "template", "pattern")
+    for harm in harms:
+        break_texts(tmp_path / harm, harm)
+    broken = "".join(f"{{model: {tmp_path / harm}, dtype: float16, load: demand}}, " for harm in harms)
+    file = tmp_path / "models.yaml"
+    file.write_text(f"models: [{broken}{{load: demand}}]")
     specs, _ = resolve_models(read_options({"models": str(file)}, {}), environment={})
     room = Reservation(device="cpu", num_bytes=1, budget_bytes=1)
     engines = ModelEngines([replace(each, room=room) for each in specs])
     engines.start()
     await engines.texts_are_tried()
-    broken, sound = (engine.health() for engine in engines.all)
-    assert (broken.is_given_up, sound.is_given_up, health(engines).is_ready) == (True, False, True)
-    assert engines.places[0].fault in broken.detail
-    assert engines.all[0].names.served == ("broken",)
-    with pytest.raises(EngineUnavailable, match="broken cannot be loaded: "):
-        await engines.places[0].lease(Waiting.IN_LINE)
+    assert [each.health().is_given_up for each in engines.all] == [True] * len(harms) + [False]
+    assert health(engines).is_ready
+    for harm, engine, place in zip(harms, engines.all, engines.places, strict=False):
+        assert place.fault in engine.health().detail
+        assert engine.names.served == (harm,)
+        with pytest.raises(EngineUnavailable, match=f"{harm} cannot be loaded: "):
+            await place.lease(Waiting.IN_LINE)
     await engines.close()

@@ -116,21 +116,14 @@ def test_a_refusal_may_hold_half_a_surrogate_pair_and_the_process_goes_on(make: 
 
 
 _DOUBLED = "{% set ns = namespace(x='aaaaaaaa', n=9) %}{% for i in range(34) %}STEP{% endfor %}"
+_WHERE_ASKED = "{% if messages[0].content == 'NUMBER' %}" + _DOUBLED + "{% endif %}"
 _GROWING = [
     "{% set ns.x = ns.x + ns.x %}",
-    "{% set ns.x = ns.x ~ ns.x %}",
     "{% set ns.x = [ns.x, ns.x] | join %}",
-    "{% set ns.x = ['a', 'b', 'c'] | join(ns.x) %}",
-    "{% set ns.x = ''.join([ns.x, ns.x]) %}",
-    "{% set ns.x = ns.x | replace('aaaa', 'aaaaaaaa') %}",
     "{% set ns.x = ns.x.replace('aaaa', 'aaaaaaaa') %}",
-    "{% set ns.x = ns.x.center(ns.x | length * 2) %}",
     "{% set ns.x = ns.x | center(ns.x | length * 2) %}",
-    "{% set ns.x = ns.x.ljust(ns.x | length * 2) %}",
     "{% set ns.x = '%999999999d' % 1 %}",
-    "{% set ns.x = '%999999999d' | format(1) %}",
     "{% set ns.x = '{:999999999}'.format(1) %}",
-    "{% set ns.x = '{:{}}'.format(1, 999999999) %}",
     "{% set ns.x = 'x' * 10000000000 %}",
     "{% set ns.x = [0] * 10000000000 %}",
     "{% set ns.x = ns.x | indent(999999999, true) %}",
@@ -146,20 +139,25 @@ _GROWING = [
 
 
 @pytest.mark.night
-@pytest.mark.parametrize("growing", _GROWING)
 def test_no_operation_takes_more_memory_than_a_rendering_may(
-    make: Make, monkeypatch: pytest.MonkeyPatch, growing: str
+    make: Make, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
 ) -> None:
+    """Each time another process takes the place of the one that had too little."""
     monkeypatch.setattr(chat_template, "MAX_RENDERING_S", 60.0)
-    source = "{% if messages[0].content == 'grow' %}" + _DOUBLED.replace("STEP", growing) + "{% endif %}"
-    template = make(source + ALL_OF_IT)
+    parts = [
+        _WHERE_ASKED.replace("NUMBER", str(number)).replace("STEP", growing)
+        for number, growing in enumerate(_GROWING)
+    ]
+    template = make("".join(parts) + ALL_OF_IT)
     assert template.render(Chat(messages=[QUESTION])) == "hi"
     before = resident_kib()
-    with pytest.raises(RequestRejected, match="takes more than 512 MiB of memory") as caught:
-        template.render(Chat(messages=[{"role": "user", "content": "grow"}]))
-    assert caught.value.param == "messages"
+    for number, growing in enumerate(_GROWING):
+        with subtests.test(growing):
+            with pytest.raises(RequestRejected, match="takes more than 512 MiB of memory") as caught:
+                template.render(Chat(messages=[{"role": "user", "content": str(number)}]))
+            assert caught.value.param == "messages"
     assert resident_kib() - before < 32 * 1024
-    assert template.render(Chat(messages=[QUESTION])) == "hi", "another process has taken its place"
+    assert template.render(Chat(messages=[QUESTION])) == "hi"
 
 
 def resident_kib() -> int:
