@@ -21,6 +21,7 @@ from tests.worker.pictures.test_pictures import (  # noqa: F401 - some of these 
     AFTER,
     BEFORE,
     BOUND,
+    KINDS,
     Loaded,
     test_a_picture_is_computed_in_slices_while_others_go_on,
     test_a_prefix_is_found_over_the_same_picture_and_not_over_another,
@@ -35,12 +36,8 @@ from tests.worker.speculation.test_draft_heads import MTP
 from worker.gpu import graphs
 from worker.pictures.sliced_call import SlicedCall
 
-# One of each kind: places of three numbers, states, spans that are seen whole, rows for each layer, tiles.
-# All fifteen are tried on CPUs; what differs between the others lies in their towers.
-FAMILIES_OF_KINDS = ["qwen3_vl", "qwen3_5_moe", "gemma3", "gemma4, large", "glm4v", "smolvlm", "mistral3"]
 
-
-@pytest.fixture(scope="module", params=by_day(FAMILIES_OF_KINDS, ["qwen3_vl"]))
+@pytest.fixture(scope="module", params=by_day(KINDS, KINDS[:1]))
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return Reference(request.param, tmp_path_factory.mktemp(request.param))
 

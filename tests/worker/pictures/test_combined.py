@@ -15,6 +15,7 @@ from worker.worker_config import AdapterFolder
 pytestmark = pytest.mark.night
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("kernels", ["off", "auto"])
 @pytest.mark.parametrize("name", ["fp8", "float8", "int4", "gptq"])
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "gemma3"])
