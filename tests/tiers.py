@@ -28,7 +28,7 @@ _WORDS = {
 
 _SHARED = re.compile(
     r"\b(demo_server|equipped_server|crowded_server|swapping_server"
-    r"|two_ranks|two_stages|compile_kernels|avx-vnni|nodes_of)\b"
+    r"|two_ranks|two_stages|rank_0|compile_kernels|avx-vnni|nodes_of)\b"
 )
 """Names, in a file, of what takes seconds to start or to read, and is kept for all files of a process."""
 _BESIDE = {"two_stages": "two_ranks", "equipped_server": "demo_server", "swapping_server": "crowded_server"}
@@ -37,11 +37,7 @@ _BESIDE = {"two_stages": "two_ranks", "equipped_server": "demo_server", "swappin
 LONGEST = (
     *("startup/test_transformers_releases.py", "faults/test_ray.py", "clients/test_schemathesis.py"),
     *("ranks/test_divided_models.py", "gpu/test_gpu_stages.py", "gpu/test_gpu_ranks.py"),
-    *(
-        "speculation/test_draft_heads.py",
-        "speculation/test_eagle_heads.py",
-        "worker/test_grouped_families.py",
-    ),
+    *("speculation/test_trained_heads.py", "worker/test_grouped_families.py"),
     *("startup/test_family_matrix.py", "faults/test_machine.py", "faults/test_rank_death.py"),
     *("e2e/test_models_on_demand.py", "e2e/test_several_models.py", "faults/test_engine_death.py"),
 )

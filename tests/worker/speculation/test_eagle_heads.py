@@ -1,12 +1,8 @@
-"""Heads of EAGLE-3 guess as the published computation does, and change no answer."""
+"""Heads of EAGLE-3 guess as the published computation does."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -14,16 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from scheduler.config import PreemptionMode
 from tests.checkpoints import make_checkpoint
 from tests.worker.adapters.test_adapted_models import LIMITS
 from tests.worker.conftest import load_worker
 from tests.worker.pictures.seeing import Reference
 from tests.worker.speculation.eagle_checkpoints import EagleOracle, write_eagle
-from tests.worker.speculation.random_requests import random_request
-from tests.worker.speculation.speculated import ModelDrafted
-from tests.worker.speculation.test_draft_heads import SCRIPTS, SETTINGS, check_guesses
-from tests.worker.speculation.test_verification import DEMO, EOS, TOKENIZER, Loaded, check_equal
+from tests.worker.speculation.test_draft_heads import SETTINGS, check_guesses
 from worker.devices.device import CpuDevice
 from worker.doctor_findings import Verdict
 from worker.load.model_kind import find_kind
@@ -213,30 +205,3 @@ def test_doctor_foresees_the_bytes_and_the_blocks_of_a_head(targets: dict[str, P
     assert found.size.num_blocks == facts.num_blocks
     memory = next(each for each in survey(config) if each.topic == "memory")
     assert "of the draft model" in memory.what
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
-    """The demo model with a head that was trained for a few seconds."""
-    head = tmp_path_factory.mktemp("trained") / "head"
-    command = [sys.executable, "train_eagle.py", "--model", str(DEMO), "--out", str(head)]
-    command += ["--steps", "30", "--batch-tokens", "512", "--threads", "1"]
-    environment = {**os.environ, "PYTHONPATH": str(SCRIPTS.parents[1])}
-    subprocess.run(command, cwd=SCRIPTS, check=True, capture_output=True, env=environment)
-    settings = {"num_blocks": 200, "block_size": 8, "swap_space_bytes": 1 << 22, "dtype": "bfloat16"}
-    return load_worker(DEMO, **settings, speculation=drafting(head))
-
-
-@pytest.mark.night
-@pytest.mark.parametrize("seed", range(4))
-def test_random_requests_get_the_same_tokens_and_logprobs_with_a_head(trained: Loaded, seed: int) -> None:
-    random = Random(500 + seed)
-    requests = [random_request(random, TOKENIZER, EOS) for _ in range(24)]
-    first_id = 10_000 * (seed + 1)
-    expected = ModelDrafted(*trained, num_asked=0, next_id=first_id).answers(requests)
-    tight = {"num_blocks": 13, "preemption_mode": PreemptionMode.SWAP}
-    for place, changes in enumerate(({}, tight, {"max_num_batched_tokens": 9}), start=1):
-        world = ModelDrafted(*trained, changes, num_asked=1 + seed % 4, next_id=first_id + 1000 * place)
-        check_equal(expected, world.answers(requests))
-        assert world.num_accepted > 0, changes
-        check_equal(expected, world.answers(requests))  # in blocks of the prefix cache
