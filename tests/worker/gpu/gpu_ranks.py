@@ -1,26 +1,24 @@
-"""Ranks on GPUs that are none; `python -m tests.worker.gpu.gpu_ranks DEVICE PLACES FOLDER` is one.
+"""Ranks on GPUs that are none; `python -m tests.worker.gpu.gpu_ranks` is forked for all but rank 0.
 
 Owns: the stand-ins of CUDA and NCCL of each rank, and the end of their process group.
 The stand-in of CUDA has one device, the second: it is that of each rank, in a process of its own.
 """
 
-import sys
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch.distributed as dist
 
 from tests.worker.gpu.lazy_cuda import DEVICE, LazyCuda
 from tests.worker.gpu.lazy_nccl import LazyNccl
 from tests.worker.ranks.divided import DividedWorker, RankProcesses
-from tests.worker.ranks.follower import follow
+from tests.worker.ranks.follower import become_rank, follow
 from worker import worker
 from worker.gpu import graphs, unfused
 from worker.ranks import device_ranks
-from worker.ranks.places import RankPlace
 
 SHARED, OWN = "cuda:1", "cuda"
 """Devices: one for all ranks, or one for each."""
@@ -55,6 +53,7 @@ def rank_0(device: str, seed: int | None, division: str) -> Iterator[tuple[LazyC
 
 
 if __name__ == "__main__":
-    device, places, folder = sys.argv[1:]
-    with stand_ins(device, AT_ONCE):
-        follow(msgspec.json.decode(places, type=dict[str, RankPlace]), Path(folder))
+    group, places = become_rank()
+    with stand_ins(*group.words, AT_ONCE):
+        follow(places, Path(group.folder))
+        os._exit(0)

@@ -1,12 +1,18 @@
 """A worker whose model is divided: rank 0 in this process, the others in processes of their own.
 
-Owns: the processes, which are started once for all models and ways to divide them: that costs seconds each.
+Owns: the processes, which serve one model after another, and that of which they are forked.
 """
 
+import atexit
+import os
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import cache
+from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,8 +24,8 @@ from engine.core.worker_steps import LedStep, StageSteps
 from engine.nodes.rank_plans import RankStep, ResultsIn, encode_plan
 from scheduler.cache_groups import CacheGroup
 from scheduler.messages import ModelRunnerOutput, SchedulerOutput
-from tests.worker.ranks.follower import GLOO, Order, open_ranks_of, send
-from worker.ranks.places import RankPlace, make_places
+from tests.worker.ranks.follower import GLOO, ForkedRanks, Order, open_ranks_of, send
+from worker.ranks.places import make_places
 from worker.ranks.ranks import Ranks
 from worker.worker import Worker
 from worker.worker_config import ModelFacts, WorkerConfig
@@ -30,16 +36,39 @@ SIZES = {TWO_SHARDS: (1, 2), TWO_STAGES: (2, 1), GRID: (2, 2), GLOO: (1, 2)}
 """Stages, and shards of each, by the name of a division."""
 
 
-class RankProcesses:
-    """The other ranks of all divisions; each process is started when it is first needed."""
+class ForkServer:
+    """A process that runs a module, and has imported what ranks need. It ends with this process."""
 
-    def __init__(self, *command: str) -> None:
-        """Let the other ranks run a module, with arguments of its own before theirs."""
-        self._command = command or ("tests.worker.ranks.follower",)
+    def __init__(self, module: str) -> None:
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module], cwd=ROOT, stdin=theirs, start_new_session=True
+            )
+        atexit.register(self._end)
+
+    def fork(self, group: ForkedRanks) -> None:
+        """Start the ranks of a group, whose descriptors are those of this process."""
+        socket.send_fds(self._channel, [msgspec.json.encode(group)], group.descriptors)
+
+    def _end(self) -> None:
+        os.killpg(self._process.pid, signal.SIGKILL)  # with all that were forked
+        self._process.wait()
+
+
+_fork_server = cache(ForkServer)
+
+
+class RankProcesses:
+    """The other ranks of all divisions; their processes are started when one is needed."""
+
+    def __init__(self, module: str = "tests.worker.ranks.follower", *words: str) -> None:
+        """Let the other ranks run a module, with words of its own."""
+        self._module, self._words = module, words
         self._directory = tempfile.TemporaryDirectory()
         self.folder = Path(self._directory.name)
         self._places = {name: make_places(*size) for name, size in SIZES.items()}
-        self._followers: list[subprocess.Popen[bytes]] = []
+        self._pipes: list[FileIO] = []
         self._ranks: dict[str, Ranks] = {}
         self._results: dict[str, ResultsIn] = {}
         self._user: DividedWorker | None = None
@@ -47,9 +76,8 @@ class RankProcesses:
     def begin(self, user: "DividedWorker", config: WorkerConfig) -> None:
         """Let the other ranks of a division load, for one worker at a time."""
         self.end()
-        places = self._places[user.division]
-        for number in range(len(self._followers) + 1, len(places)):
-            self._followers.append(self._start(number))
+        if not self._pipes:
+            self._start()
         if user.division not in self._results:
             (self.folder / user.division).mkdir()
             self._results[user.division] = ResultsIn(self.folder / user.division)
@@ -76,35 +104,29 @@ class RankProcesses:
 
     def send(self, user: "DividedWorker", message: bytes) -> None:
         assert user is self._user, "another model was loaded since"
-        for follower in self._followers[: len(self._places[user.division]) - 1]:
-            assert follower.stdin is not None
-            send(follower.stdin, message)
+        for pipe in self._pipes[: len(self._places[user.division]) - 1]:
+            send(pipe, message)
 
     def close(self) -> None:
-        for follower in self._followers:
-            assert follower.stdin is not None
-            follower.stdin.close()
-            follower.kill()
-            follower.wait()
+        for pipe in self._pipes:
+            pipe.close()  # which ends the process
         for ranks in self._ranks.values():
             ranks.stage.close()
         for results in self._results.values():
             results.close()
         self._directory.cleanup()
 
-    def _start(self, number: int) -> subprocess.Popen[bytes]:
-        own: dict[str, RankPlace] = {
-            name: places[number] for name, places in self._places.items() if number < len(places)
-        }
-        return subprocess.Popen(
-            [
-                *(sys.executable, "-m", *self._command),
-                *(msgspec.json.encode(own).decode(), str(self.folder)),
-            ],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            pass_fds=[each for place in own.values() for each in place.descriptors],
-        )
+    def _start(self) -> None:
+        own = [
+            {name: places[number] for name, places in self._places.items() if number < len(places)}
+            for number in range(1, max(map(len, self._places.values())))
+        ]
+        pipes = [os.pipe() for _ in own]
+        group = ForkedRanks(self._words, own, [end for end, _ in pipes], str(self.folder))
+        _fork_server(self._module).fork(group)
+        for end, other in pipes:
+            os.close(end)
+            self._pipes.append(FileIO(other, "w"))
 
 
 class _Collected(NamedTuple):

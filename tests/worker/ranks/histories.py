@@ -21,7 +21,7 @@ from worker.worker_config import ModelFacts, WorkerConfig
 PROMPT = [10, 20, 30, 40, 50, 60, 70, 80, 90, 100, 110]
 SEEDED = SamplingParams(temperature=0.8, top_p=0.95, seed=7, presence_penalty=0.5)
 SCORED = replace(GREEDY, num_prompt_logprobs=2, num_logprobs=2)
-NUM_TOKENS = 16
+NUM_TOKENS = 12
 OVERRIDES = {
     **{key: {"moe_intermediate_size": 64} for key in ("qwen3_moe", "qwen3_next")},
     **{key: {"v_head_dim": 16} for key in ("deepseek_v3", "deepseek_v32")},
