@@ -13,7 +13,7 @@ import torch
 
 from engine.text.tokenizer import SpecialTokens, Tokenizer
 from tests.e2e.serving import RunningServer
-from tests.worker.transformers_generate import _reference
+from tests.worker.transformers_generate import reference
 
 PROMPT = "Once upon a time"
 LONG = "Once upon a time the user and the assistant train on a yard of tokens. " * 2
@@ -86,7 +86,7 @@ async def test_the_prompt_alone_is_scored_as_transformers_scores_it(client, tiny
 def check_scores(lists: dict[str, Any], prompt: str, model: Path, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode_prompt(prompt)
     with torch.inference_mode():
-        logits = _reference(model)(input_ids=torch.tensor([ids]), use_cache=False).logits
+        logits = reference(model)(input_ids=torch.tensor([ids]), use_cache=False).logits
     expected = logits[0, :-1].float().log_softmax(-1)[range(len(ids) - 1), ids[1:]].tolist()
     assert lists["token_logprobs"][0] is None
     assert lists["token_logprobs"][1:] == pytest.approx(expected, abs=1e-3)

@@ -11,7 +11,7 @@ NUM_TOKENS = 10
 
 @cache
 def expected(folder: Path, prompt: tuple[int, ...]) -> list[int]:
-    model = _reference(folder)
+    model = reference(folder)
     with torch.inference_mode():
         output = model.generate(
             torch.tensor([prompt]),
@@ -26,7 +26,7 @@ def expected(folder: Path, prompt: tuple[int, ...]) -> list[int]:
 
 
 @cache
-def _reference(folder: Path) -> torch.nn.Module:
+def reference(folder: Path) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     ).eval()

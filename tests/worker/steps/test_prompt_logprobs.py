@@ -10,7 +10,7 @@ from scheduler.messages import ModelRunnerOutput, TokenLogprobs
 from tests.checkpoints import FAMILIES
 from tests.worker.conftest import BLOCK_SIZE, MakeCheckpoint, load_worker
 from tests.worker.plan_driver import GREEDY, PlanDriver
-from tests.worker.transformers_generate import _reference
+from tests.worker.transformers_generate import reference
 from worker.steps import prompt_logprobs
 from worker.worker import Worker
 
@@ -22,7 +22,7 @@ ASKING = replace(GREEDY, num_prompt_logprobs=3)
 def expected(folder: Path, prompt: list[int]) -> torch.Tensor:
     """[len(prompt) - 1, V]: of each token after the first, given those before it."""
     with torch.inference_mode():
-        logits = _reference(folder)(input_ids=torch.tensor([prompt]), use_cache=False).logits
+        logits = reference(folder)(input_ids=torch.tensor([prompt]), use_cache=False).logits
     return logits[0, :-1].float().log_softmax(-1)
 
 
