@@ -64,11 +64,14 @@ class Random:
         return torch.randperm(length, generator=self._generator)
 
 
-def write_quantized(family: str, name: str, root: Path) -> tuple[Path, Path]:
-    """Write a family's checkpoint in a format; returns its folder, and that of the plain one."""
+def write_quantized(family: str, name: str, root: Path, **overrides: Any) -> tuple[Path, Path]:
+    """Write a family's checkpoint in a format; returns its folder, and that of the plain one.
+
+    `overrides` are configuration keys.
+    """
     plain = root / f"{family} plain {name}"
     quantized = root / f"{family} {name}"
-    make_checkpoint(family, plain, tie_word_embeddings=False)
+    make_checkpoint(family, plain, tie_word_embeddings=False, **overrides)
     quantize(plain, quantized, name)
     return quantized, plain
 

@@ -135,7 +135,7 @@ def test_the_gpus_worker_draws_the_tokens_that_the_cpus_draws_with_adapters(
 
 def test_codes_outside_of_fused_layers_take_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_layer, "LARGEST_ROW", 16)
-    folder, plain = write_quantized("llama", "int4", tmp_path)
+    folder, plain = write_quantized("llama", "int4", tmp_path, num_hidden_layers=1)
     adapter = write_adapter(tmp_path / "a", plain, rank=3)
     named = (AdapterFolder("a", str(adapter)),)
     on_cpu, facts = load_worker(folder, adapter_limits=LIMITS, adapters=named)

@@ -68,7 +68,7 @@ def config_of(folder: Path, device: str, **options: Any) -> WorkerConfig:
 @pytest.mark.night
 def test_ranks_that_share_a_gpu_draw_the_tokens_of_one_process(tmp_path: Path) -> None:
     """A checkpoint of codes, with sums through the host; with an adapter of all projections; and rounded."""
-    folder, plain = write_quantized("llama", "awq", tmp_path)
+    folder, plain = write_quantized("llama", "awq", tmp_path, num_hidden_layers=1)
     options = adapting([write_adapter(tmp_path / "all", plain, rank=3)])
     alone, facts = load_worker(folder, swap_space_bytes=1 << 20, **options)
     expected, order = whole.expected_from(alone), [facts.adapters[0].identity, ""]

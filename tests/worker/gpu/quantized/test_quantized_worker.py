@@ -3,6 +3,7 @@
 import logging
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,12 +51,18 @@ def load(folder: Path, opened=open_gpu, **options: object) -> Worker:
     return worker
 
 
+SMALL: dict[str, dict[str, Any]] = {
+    "llama": {"num_hidden_layers": 1},
+    "gpt_oss": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+}
+
+
 @pytest.mark.parametrize(("family", "name"), [("llama", "int4 with zeros"), ("gpt_oss", "mxfp4")])
 def test_a_quantized_checkpoint_on_a_gpu_gives_the_tokens_of_the_plain_one(
     family: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Captured in a graph too, so that nothing waits for the device: not even the experts."""
-    folder, plain = write_quantized(family, name, tmp_path)
+    folder, plain = write_quantized(family, name, tmp_path, **SMALL[family])
     monkeypatch.setattr(graphs, "_MIXED", ())
     with caplog.at_level(logging.INFO):
         driver = AheadDriver(load(folder), BLOCK_SIZE, depth=2)
@@ -68,7 +75,6 @@ def test_a_quantized_checkpoint_on_a_gpu_gives_the_tokens_of_the_plain_one(
     assert driver.generated(prompt)[:NUM_DRAWN] == expected(plain, tuple(PROMPT))[:NUM_DRAWN]
 
 
-@pytest.mark.night
 def test_a_model_of_nothing_but_codes_starts_on_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -81,7 +87,7 @@ def test_a_model_of_nothing_but_codes_starts_on_a_gpu(
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint("llama", tmp_path_factory.mktemp("plain") / "llama", num_hidden_layers=2)
+    return make_checkpoint("llama", tmp_path_factory.mktemp("plain") / "llama", num_hidden_layers=1)
 
 
 def generated(worker: Worker) -> list[int]:
@@ -101,7 +107,6 @@ def test_a_cache_of_floats_of_8_bits_gives_the_same_tokens_by_torch_and_by_trito
     assert generated(by_torch) == generated(by_triton)
 
 
-@pytest.mark.night
 def test_options_that_round_serve_on_a_gpu(plain: Path) -> None:
     for options in (
         {"quantization": "int8", "quantize_head": "int8"},
@@ -110,7 +115,6 @@ def test_options_that_round_serve_on_a_gpu(plain: Path) -> None:
         assert len(generated(load(plain, enforce_eager=True, **options))) == 2 * NUM_DRAWN
 
 
-@pytest.mark.night
 def test_steps_that_write_numbers_draw_the_tokens_of_steps_that_do_not(
     plain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

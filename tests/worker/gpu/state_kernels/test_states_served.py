@@ -1,6 +1,7 @@
 """Families with recurrent layers on an interpreted GPU draw the tokens of a CPU."""
 
 from functools import partial
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from scheduler.config import PrefixCaching
+from tests.checkpoints import make_checkpoint
 from tests.worker.conftest import BLOCK_SIZE, MakeCheckpoint, load_worker
 from tests.worker.gpu.ahead import AheadDriver
 from tests.worker.gpu.interpreted_gpu import open_gpu
@@ -34,6 +36,20 @@ PREFIX = [(37 + 7 * index) % 300 for index in range(25)]
 DRAFTING = SpeculationConfig(method=DraftMethod.NGRAM, num_speculative_tokens=4, prompt_lookup_min=1)
 
 Loaded = tuple[Worker, ModelFacts]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
+    """Of two layers, of which the second attends where some do."""
+    root = tmp_path_factory.mktemp("of two layers")
+    first = {"lfm2": "conv", "mamba": None}
+
+    def make(family: str) -> Path:
+        kind = first.get(family, "linear_attention")
+        layer_types = kind and [kind, "full_attention"]
+        return make_checkpoint(family, root / family, num_hidden_layers=2, layer_types=layer_types)
+
+    return make
 
 
 @pytest.fixture
@@ -82,7 +98,7 @@ def test_restore_points_and_preemptions_in_a_few_blocks_change_nothing(
 ) -> None:
     folder, drawn = checkpoints("qwen3_5_text"), Random(1)
     ends = [tuple(drawn.randrange(300) for _ in range(drawn.randint(1, 6))) for _ in range(4)]
-    prompts = [(*PREFIX[: drawn.choice((12, 25))], *drawn.choice(ends)) for _ in range(24)]
+    prompts = [(*PREFIX[: drawn.choice((12, 25))], *drawn.choice(ends)) for _ in range(16)]
     cpu, cpu_facts = load_worker(folder, num_blocks=400)
     unique = sorted(set(prompts))
     alone, _ = answers(cpu, cpu_facts, unique, prefix_caching=PrefixCaching.OFF)
@@ -94,7 +110,7 @@ def test_restore_points_and_preemptions_in_a_few_blocks_change_nothing(
     worker, facts = load_gpu(folder, num_blocks=400, max_num_seqs=6, max_num_batched_tokens=48, **options)
     found, scheduler = answers(worker, facts, prompts, num_blocks=40 + 4 * facts.num_state_blocks)
     assert found == [dict(zip(unique, alone, strict=True))[each] for each in prompts]
-    assert scheduler.stats().num_prefix_hits > 8, "states are found"
+    assert scheduler.stats().num_prefix_hits > 5, "states are found"
     assert any(cut), "and left"
 
 
