@@ -47,10 +47,13 @@ def load_with(folder: Path, *adapters: Path, **options: object) -> tuple[Worker,
     return worker, [each.identity for each in facts.adapters]
 
 
-@pytest.mark.parametrize("kernels", ["off", "auto"])
 @pytest.mark.parametrize(
-    "family",
-    ["llama", "qwen3", "gemma3_text", "phi3", "qwen3_moe", "deepseek_v3", "qwen3_5_text", "qwen3_next"],
+    ("family", "kernels"),
+    [
+        *(("llama", "off"), ("llama", "auto"), ("qwen3", "auto"), ("gemma3_text", "off"), ("phi3", "auto")),
+        *(("qwen3_moe", "off"), ("qwen3_moe", "auto"), ("deepseek_v3", "off"), ("deepseek_v3", "auto")),
+        *(("qwen3_5_text", "auto"), ("qwen3_next", "off")),
+    ],
 )
 def test_an_adapter_computes_what_its_merged_checkpoint_does(
     family: str, kernels: str, checkpoints: MakeCheckpoint, tmp_path: Path
@@ -125,8 +128,9 @@ def test_rows_without_an_adapter_equal_those_of_a_worker_without_adapters_bit_fo
     assert scores(driver, "") == scores(llama, "")
 
 
-@pytest.mark.parametrize("kernels", ["off", "auto"])
-@pytest.mark.parametrize("format_name", ["int4", "awq", "gptq", "gguf"])
+@pytest.mark.parametrize(
+    ("format_name", "kernels"), [("int4", "auto"), ("awq", "off"), ("gptq", "auto"), ("gguf", "off")]
+)
 def test_an_adapter_beside_a_base_in_four_bits_computes_what_the_plain_merged_checkpoint_does(
     format_name: str, kernels: str, tmp_path: Path
 ) -> None:

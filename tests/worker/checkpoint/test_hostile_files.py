@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gguf_checkpoints import FAMILIES, write_gguf
+from tests.gguf_checkpoints import write_gguf
 from tests.hostile_values import HOSTILE, assert_one_line, hostile_texts
 from tests.quantized_checkpoints import FORMATS, Random
 from tests.tiers import by_day
@@ -298,7 +298,14 @@ GGUF_VALUES: tuple[Any, ...] = (
 )
 
 
-@pytest.mark.parametrize("family", by_day(FAMILIES, ("llama",)))
+OWN_SETTINGS = (
+    *("deepseek_v3", "gemma3_text", "gemma4_experts", "glm4_moe", "gpt_oss", "granite", "lfm2_moe"),
+    *("llama4_scout", "ministral3", "mixtral", "phi3", "qwen3_5_moe_text", "qwen3_moe"),
+)
+"""A family for each reading of settings."""
+
+
+@pytest.mark.parametrize("family", by_day(("llama", *OWN_SETTINGS), ("llama",)))
 def test_any_value_of_gguf_metadata_is_read_or_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
