@@ -87,6 +87,8 @@ def once_grown(free: Callable[[], None], root: Path = _MACHINE) -> Callable[[], 
 
 def find_mapped(files: Collection[Path], root: Path = _MACHINE) -> list[range]:
     """Find the addresses at which files are mapped and were not written to."""
+    if not files:
+        return []
     paths = {os.fsencode(file.resolve()) for file in files}
     found, place, is_written = [], range(0), False
     for line in _read_bytes(root / "proc/self/smaps").splitlines():

@@ -1,6 +1,7 @@
 """Adapters that peft itself made, against peft's own model, in float32."""
 
 import json
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,10 @@ from tests.worker.conftest import BLOCK_SIZE, MakeCheckpoint
 from tests.worker.plan_driver import PlanDriver
 from worker.worker_errors import StartupError
 
-peft = pytest.importorskip("peft", reason="peft, the oracle of adapters, is not installed")
-
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+pytestmark = [
+    pytest.mark.skipif(find_spec("peft") is None, reason="peft, the oracle of adapters, is not installed"),
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
+]
 
 CASES = {
     "rank 1": {"r": 1, "target_modules": ["q_proj", "v_proj"]},
@@ -49,6 +51,8 @@ CASES = {
 
 def make(base: Path, folder: Path, **config: Any) -> Any:
     """Make an adapter with peft, whose halves are both random, and return peft's model."""
+    import peft  # takes seconds, and not all that read this file run its tests
+
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     torch.manual_seed(3)
     tuned = peft.get_peft_model(
@@ -188,6 +192,8 @@ def write_modules_of_experts(folder: Path, targets: list[str]) -> None:
 def test_updates_of_each_experts_modules_compute_what_peft_makes_of_them(
     checkpoints: MakeCheckpoint, tmp_path: Path
 ) -> None:
+    import peft
+
     base = checkpoints("qwen3_moe")
     write_modules_of_experts(tmp_path / "tuned", ["gate_proj", "up_proj", "down_proj"])
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)

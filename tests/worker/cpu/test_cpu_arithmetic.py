@@ -8,7 +8,7 @@ import torch
 from tests.checkpoints import make_checkpoint
 from tests.worker.conftest import load_worker
 from worker.cpu import arithmetic as cpu_arithmetic
-from worker.cpu.arithmetic import BYTES, DOT, EXPANDED, WIDE_BYTES, WITHOUT_BYTES, choose_kernels
+from worker.cpu.arithmetic import DOT, EXPANDED, WITHOUT_BYTES, choose_kernels
 from worker.cpu.native import Kernels, pack
 from worker.worker_errors import StartupError
 
@@ -43,8 +43,7 @@ def test_both_ways_sum_the_same_products(built):
     assert (one - other).abs().max() < 1e-5 * one.abs().max()
 
 
-@pytest.mark.night
-@pytest.mark.parametrize("first", [BYTES, WIDE_BYTES])
+@pytest.mark.parametrize("first", ["avx-vnni", "avx512-vnni"])
 def test_a_set_that_was_written_without_its_processor_is_taken_if_it_is_exact(
     open_kernels, any_library, monkeypatch, caplog, first
 ):

@@ -10,7 +10,8 @@ from scheduler.config import PreemptionMode, SchedulerConfig
 from scheduler.counters import SchedulerStats
 from scheduler.messages import FinishReason, SchedulerOutput, SequenceId
 from scheduler.scheduler import Scheduler
-from tests.worker.conftest import BLOCK_SIZE, MakeCheckpoint
+from tests.checkpoints import make_checkpoint
+from tests.worker.conftest import BLOCK_SIZE
 from tests.worker.gpu.interpreted_gpu import HAS_GPU
 from tests.worker.gpu.lazy_cuda import LazyCuda
 from tests.worker.gpu.served import Served, serve
@@ -36,8 +37,8 @@ ABORTED = SequenceId(1)
 
 
 @pytest.fixture(scope="module")
-def folder(checkpoints: MakeCheckpoint) -> Path:
-    return checkpoints("llama")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("llama", tmp_path_factory.mktemp("swapped"), num_hidden_layers=1)
 
 
 def drive(worker: Worker, facts: ModelFacts, *, aborts: bool) -> Served:
