@@ -12,12 +12,13 @@ import httpx
 import pytest
 from openai import APIConnectionError, APIStatusError, AsyncOpenAI
 
-from tests.e2e.serving import RunningServer, running_server
+from tests.e2e.serving import RunningServer, running_server, wait_for
+from tests.engine.grammars.test_grammar_compiler import ENDLESS, used_ticks
 from tests.faults.clients import num_tokens_streamed
 
 pytestmark = pytest.mark.night
 
-DELAY_S = 4
+DELAY_S = 2
 
 
 async def stream(server: RunningServer, max_tokens: int) -> int:
@@ -31,7 +32,7 @@ async def test_sigterm_finishes_accepted_streams_refuses_new_ones_and_exits_0(
     tmp_path: Path,
 ) -> None:
     with running_server(tmp_path, str(deep_model)) as server:
-        accepted = [asyncio.create_task(stream(server, 400)) for _ in range(8)]
+        accepted = [asyncio.create_task(stream(server, 200)) for _ in range(8)]
         await server.until_in_flight(8, *accepted)
         server.send(signal.SIGTERM)
         async with httpx.AsyncClient() as client:
@@ -43,7 +44,7 @@ async def test_sigterm_finishes_accepted_streams_refuses_new_ones_and_exits_0(
         assert refused.json()["error"]["code"] == "shutting_down"
         # A kept connection, through a proxy that only moves bytes, would lead the retry here again.
         assert refused.headers["connection"] == "close"
-        assert await asyncio.gather(*accepted) == [400] * 8
+        assert await asyncio.gather(*accepted) == [200] * 8
         assert await asyncio.to_thread(server.wait) == 0
 
 
@@ -51,14 +52,29 @@ async def test_what_does_not_finish_in_time_is_cut_off_with_an_error(
     deep_model: Path,
     tmp_path: Path,
 ) -> None:
+    """A grammar under way too: the process that tries it goes with the others."""
     options = ("--shutdown-timeout", "0.2", "--max-num-batched-tokens", "64", "--max-num-seqs", "64")
-    with running_server(tmp_path, str(deep_model), *options) as server:
-        streams = [asyncio.create_task(stream(server, 480)) for _ in range(32)]
-        await server.until_in_flight(8, *streams)
-        server.send(signal.SIGTERM)
-        results = await asyncio.gather(*streams, return_exceptions=True)
-        assert any("shutting down" in str(result) for result in results)
+    patient = ("--grammar-compile-timeout", "60s")
+    with running_server(tmp_path, str(deep_model), *options, *patient) as server:
+        assert server.grammar_pid is None, "it starts with the first grammar"
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            asked = {"prompt": "x", "max_tokens": 9, "structured_outputs": {"regex": "[ab]"}}
+            assert (await client.post("/v1/completions", json=asked)).status_code == 200
+            pids = [server.process.pid, server.engine_pid, server.grammar_pid]
+            busy_after = used_ticks(pids[-1]) + 5
+            asked["structured_outputs"] = {"json": json.loads(ENDLESS.text)}
+            hopeless = asyncio.create_task(client.post("/v1/completions", json=asked))
+            while used_ticks(pids[-1]) < busy_after:
+                assert not hopeless.done()
+                await asyncio.sleep(0.02)
+            streams = [asyncio.create_task(stream(server, 480)) for _ in range(16)]
+            await server.until_in_flight(8, *streams)
+            server.send(signal.SIGTERM)
+            results = await asyncio.gather(*streams, return_exceptions=True)
+            assert any("shutting down" in str(result) for result in results)
+            await asyncio.gather(hopeless, return_exceptions=True)
         assert await asyncio.to_thread(server.wait) == 0
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 
 def is_clean(refusal: APIStatusError) -> bool:
@@ -119,7 +135,7 @@ async def test_with_a_drain_delay_who_comes_is_served_although_probes_say_no(
     with running_server(tmp_path, str(deep_model), *options) as server:
         (probes,) = re.findall(r"probes are answered at (\S+) too", server.text())
         is_gone = asyncio.Event()
-        clients = [asyncio.create_task(ask_on(server, is_gone)) for _ in range(4)]
+        clients = [asyncio.create_task(ask_on(server, is_gone)) for _ in range(2)]
         long = asyncio.create_task(stream(server, 480))
         await server.until_in_flight(2, *clients)
         server.send(signal.SIGTERM)
@@ -144,7 +160,7 @@ async def test_a_second_signal_ends_everything_at_once_the_delay_too(
     deep_model: Path, tmp_path: Path
 ) -> None:
     with running_server(tmp_path, str(deep_model), "--drain-delay", "30") as server:
-        streams = [asyncio.create_task(stream(server, 480)) for _ in range(32)]
+        streams = [asyncio.create_task(stream(server, 480)) for _ in range(8)]
         await server.until_in_flight(8, *streams)
         server.send(signal.SIGINT)
         await asyncio.sleep(0.1)

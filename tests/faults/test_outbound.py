@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -164,38 +164,23 @@ def test_all_processes_are_guarded_offline_and_hold_no_key(server: RunningServer
         assert not any(b"not-for-children" in variable for variable in variables)
 
 
-def test_a_folder_that_lacks_files_is_served_without_asking_anybody_and_the_kernel_agrees(
-    guarded: Path, bare_model: Path, tmp_path: Path
-) -> None:
-    """Native code too, where processes may be traced: what a library of Rust or C opens, no hook sees."""
-    calls = tmp_path / "calls"
-    watched = [*("-D", "-f", "--seccomp-bpf", "-e", "trace=connect,sendto,sendmsg", "-o", str(calls))]
-    watched = [STRACE, *watched] if STRACE is not None else []
-    if watched and subprocess.run([*watched, "true"], capture_output=True, check=False).returncode:
-        watched = []
-    with running_server(tmp_path, str(bare_model), wrapper=watched) as server, client_of(server) as client:
-        assert client.post("/v1/completions", json={"prompt": "x", "max_tokens": 2}).status_code == 200
-        assert client.post("/v1/chat/completions", json=chat("x")).status_code == 400
-        client.post("/v1/completions", json=CALLS["expression"][1])
-    assert not attempts(guarded)
-    if not watched:
-        pytest.skip("strace may not trace here: calls of Python were watched, those of native code not")
-    assert "AF_UNIX" in calls.read_text(), "nothing was traced"
-    opened = [line for line in calls.read_text().splitlines() if "sin_addr" in line or "sin6_addr" in line]
-    away = [line for line in opened if "127.0.0.1" not in line and '"::1"' not in line]
-    assert not away
+def watched_by(calls: Path) -> list[str]:
+    """Command that lets the kernel write down what a process and its children send; empty where none may."""
+    if STRACE is None:
+        return []
+    words = [STRACE, "-D", "-f", "--seccomp-bpf", "-e", "trace=connect,sendto,sendmsg", "-o", str(calls)]
+    is_allowed = not subprocess.run([*words, "true"], capture_output=True, check=False).returncode
+    return words if is_allowed else []
 
 
-def tool(*words: str, timeout_s: float = 90) -> subprocess.CompletedProcess[str]:
+def tool(*words: str, wrapper: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "server", *words],
-        cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False, stdin=subprocess.DEVNULL,
+        [*wrapper, sys.executable, "-m", "server", *words],
+        cwd=ROOT, capture_output=True, text=True, timeout=90, check=False, stdin=subprocess.DEVNULL,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("missing", "code"), [("config.json", 2), ("tokenizer.json", 2), ("model-00002-of-00002.safetensors", 78)]
-)
+@pytest.mark.parametrize(("missing", "code"), [("config.json", 2), ("model-00002-of-00002.safetensors", 78)])
 def test_what_is_missing_and_needed_is_told_at_once_and_not_looked_for(
     guarded: Path, bare_model: Path, tmp_path: Path, missing: str, code: int
 ) -> None:
@@ -222,14 +207,35 @@ def test_a_name_that_is_not_in_the_local_cache_is_not_downloaded(guarded: Path) 
     assert not attempts(guarded)
 
 
+def test_a_folder_that_lacks_files_answers_a_batch_without_asking_anybody_and_the_kernel_agrees(
+    guarded: Path, bare_model: Path, tmp_path: Path
+) -> None:
+    """Native code too, where processes may be traced: what a library of Rust or C opens, no hook sees."""
+    lines = [
+        {"custom_id": name, "method": "POST", "url": CALLS[name][0], "body": CALLS[name][1]}
+        for name in ("completion", "expression", "chat")
+    ]
+    (tmp_path / "in.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    files = ("-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl"))
+    calls = tmp_path / "calls"
+    wrapper = watched_by(calls)
+    done = tool("run-batch", *files, str(bare_model), wrapper=wrapper)
+    assert done.returncode == 1, done.stderr
+    answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    statuses = {each["custom_id"]: each["response"]["status_code"] for each in answers}
+    assert statuses == {"completion": 200, "expression": 200, "chat": 400}, "it has no template"
+    assert not attempts(guarded)
+    if not wrapper:
+        pytest.skip("strace may not trace here: calls of Python were watched, those of native code not")
+    assert "AF_UNIX" in calls.read_text(), "nothing was traced"
+    opened = [line for line in calls.read_text().splitlines() if "sin_addr" in line or "sin6_addr" in line]
+    assert not [line for line in opened if "127.0.0.1" not in line and '"::1"' not in line]
+
+
 def test_the_tools_reach_nobody_but_the_server_that_they_are_told(
     server: RunningServer, guarded: Path, bare_model: Path, tmp_path: Path
 ) -> None:
-    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": CALLS["completion"][1]}
-    (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n")
-    files = ("-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl"))
     for words in (
-        ("run-batch", *files, str(bare_model)),
         ("doctor", str(bare_model), "--port", "0"),
         ("complete", "--base-url", server.url, "--max-tokens", "2", "Once"),
         ("config", "show"),
@@ -239,20 +245,25 @@ def test_the_tools_reach_nobody_but_the_server_that_they_are_told(
     assert not attempts(guarded)
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import socket; socket.create_connection(('192.0.2.1', 80), 1)",
-        "import socket; socket.getaddrinfo('nobody.invalid', 80)",
-        "import socket; socket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ('192.0.2.1', 53))",
-        "import urllib.request; urllib.request.urlopen('http://nobody.invalid/')",
-    ],
-)
-def test_the_guard_sees_and_stops_whoever_tries(tmp_path: Path, code: str) -> None:
+ATTEMPTS = """
+import socket, urllib.request
+for attempt in (
+    lambda: socket.create_connection(("192.0.2.1", 80), 1),
+    lambda: socket.getaddrinfo("nobody.invalid", 80),
+    lambda: socket.socket(type=socket.SOCK_DGRAM).sendto(b"x", ("192.0.2.1", 53)),
+    lambda: urllib.request.urlopen("http://nobody.invalid/"),
+):
+    try:
+        attempt()
+    except OSError as error:
+        assert "no test may reach another machine" in str(error), error
+    else:
+        raise SystemExit("it was let through")
+"""
+
+
+def test_the_guard_sees_and_stops_whoever_tries(tmp_path: Path) -> None:
     log = tmp_path / "log"
     environment = {**os.environ, "PYTHONPATH": str(GUARD), "OUTBOUND_LOG": str(log)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, check=False, timeout=30
-    )
-    assert done.returncode == 1
-    assert "OUTBOUND socket." in attempts(log)
+    subprocess.run([sys.executable, "-c", ATTEMPTS], env=environment, check=True, timeout=30)
+    assert log.read_text().count("OUTBOUND socket.") == 4

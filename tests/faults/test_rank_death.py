@@ -16,14 +16,12 @@ from tests.faults.test_engine_death import KINDS, is_ready, reply_of
 pytestmark = pytest.mark.night
 
 RANKS = ("--num-threads", "1", "--dtype", "float32")
-WAITS_IN = {
-    "--tensor-parallel-size": ("run_layers", "reduce", "_gather"),
-    "--pipeline-parallel-size": ("has_any", "receive", "send"),
-}
-"""Functions, by option, in which rank 0 may wait for a rank that stands still."""
+SHARDS, STAGES = "--tensor-parallel-size", "--pipeline-parallel-size"
+WAITS_IN = ("has_any", "receive", "send")
+"""Functions in which rank 0, the first stage, may wait for one that stands still."""
 
 
-@pytest.fixture(scope="module", params=WAITS_IN)
+@pytest.fixture(scope="module", params=[SHARDS, STAGES])
 def option(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -67,6 +65,7 @@ def test_replies_follow_their_grammar_whichever_rank_samples(server: RunningServ
     assert all(re.fullmatch("[ab]{4}", each["text"]) for each in reply.json()["choices"]), reply.text
 
 
+@pytest.mark.parametrize("option", [SHARDS], indirect=True)
 async def test_the_death_of_a_rank_costs_streams_a_pause_and_a_new_group_goes_on(
     server: RunningServer,
 ) -> None:
@@ -85,8 +84,9 @@ async def test_the_death_of_a_rank_costs_streams_a_pause_and_a_new_group_goes_on
     assert "most recent call first" in server.text(), "the stacks of rank 0"
 
 
+@pytest.mark.parametrize("option", [STAGES], indirect=True)
 async def test_a_rank_that_stands_still_is_found_and_the_stacks_of_the_others_are_in_the_log(
-    server: RunningServer, option: str
+    server: RunningServer,
 ) -> None:
     wait_for(lambda: is_ready(server), within_s=300)
     pids = pids_of(server)
@@ -100,4 +100,4 @@ async def test_a_rank_that_stands_still_is_found_and_the_stacks_of_the_others_ar
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     found = server.text()[before:]
     assert "has not moved" in found
-    assert any(f" in {name}\n" in found for name in WAITS_IN[option])
+    assert any(f" in {name}\n" in found for name in WAITS_IN)
