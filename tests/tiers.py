@@ -27,7 +27,7 @@ _WORDS = {
 }
 
 _SHARED = re.compile(
-    r"\b(demo_server|equipped_server|crowded_server|swapping_server"
+    r"\b(demo_server|equipped_server|crowded_server|swapping_server|mortal_server"
     r"|two_ranks|two_stages|rank_0|compile_kernels|avx-vnni|nodes_of)\b"
 )
 """Names, in a file, of what takes seconds to start or to read, and is kept for all files of a process."""
@@ -39,7 +39,7 @@ LONGEST = (
     *("ranks/test_divided_models.py", "gpu/test_gpu_stages.py", "gpu/test_gpu_ranks.py"),
     *("speculation/test_trained_heads.py", "worker/test_grouped_families.py"),
     *("startup/test_family_matrix.py", "faults/test_machine.py", "faults/test_rank_death.py"),
-    *("e2e/test_models_on_demand.py", "e2e/test_several_models.py", "faults/test_engine_death.py"),
+    *("e2e/test_models_on_demand.py", "e2e/test_several_models.py"),
 )
 """Ends of the names of files that take longest, and run first: none is left to one process at the end. The
 first few wait most of the time, for a registry, for Ray, for answers, while others compute."""

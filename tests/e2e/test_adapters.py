@@ -2,10 +2,7 @@
 
 import asyncio
 import json
-import os
 import shutil
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -19,25 +16,6 @@ from tests.e2e.serving import RunningServer, running_server, wait_for
 pytestmark = pytest.mark.night
 
 PROMPT = "one two three four one two three four one two three four one two"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("adapters")
-    for seed, name in enumerate(("start", "sql", "law"), 1):
-        write_adapter(root / name, DEMO_MODEL, seed=seed, rank=4, alpha=40)
-    return root
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    options = (
-        *("--lora-modules", f"start={folder / 'start'}", "--lora-directory", str(folder)),
-        *("--state-folder", str(tmp_path_factory.mktemp("state"))),
-        *("--max-loras", "2", "--max-cpu-loras", "2", "--max-lora-rank", "16"),
-    )
-    with running_server(tmp_path_factory.mktemp("server"), *options) as server:
-        yield server
 
 
 def post(server: RunningServer, path: str, body: dict[str, object]) -> httpx.Response:
@@ -61,25 +39,25 @@ def load(server: RunningServer, name: str, folder: str, **fields: object) -> htt
     return post(server, "/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder, **fields})
 
 
-def test_each_name_answers_otherwise_and_always_the_same(server: RunningServer) -> None:
-    assert load(server, "sql", "sql").status_code == 200
-    assert load(server, "law", "law").status_code == 200
+def test_each_name_answers_otherwise_and_always_the_same(equipped_server: RunningServer) -> None:
+    assert load(equipped_server, "sql", "sql").status_code == 200
+    assert load(equipped_server, "law", "law").status_code == 200
     names = ("tokenyard-demo", "start", "sql", "law")
-    texts = {name: complete(server, name) for name in names}
+    texts = {name: complete(equipped_server, name) for name in names}
     assert len(set(texts.values())) == 4
     for name in (*names, *reversed(names)):  # of three adapters two are in memory
-        assert complete(server, name) == texts[name]
+        assert complete(equipped_server, name) == texts[name]
 
 
 def test_a_reload_under_load_changes_no_token_of_those_that_run_and_every_one_of_those_after(
-    server: RunningServer, folder: Path
+    equipped_server: RunningServer, adapters: Path
 ) -> None:
-    shutil.copytree(folder / "sql", folder / "tuned")
-    assert load(server, "tuned", "tuned").status_code == 200
-    old = complete(server, "tuned", max_tokens=300)
+    shutil.copytree(adapters / "sql", adapters / "tuned")
+    assert load(equipped_server, "tuned", "tuned").status_code == 200
+    old = complete(equipped_server, "tuned", max_tokens=300)
 
     async def run() -> tuple[str, str]:
-        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=equipped_server.url, timeout=60) as client:
             body = {"model": "tuned", "prompt": PROMPT, "max_tokens": 300, "temperature": 0, "stream": True}
             running = ""
             async with client.stream("POST", "/v1/completions", json={**body, "ignore_eos": True}) as reply:
@@ -88,7 +66,7 @@ def test_a_reload_under_load_changes_no_token_of_those_that_run_and_every_one_of
                     if line.startswith("data: {"):
                         running += json.loads(line[6:])["choices"][0]["text"]
                         break
-                shutil.copytree(folder / "law", folder / "tuned", dirs_exist_ok=True)
+                shutil.copytree(adapters / "law", adapters / "tuned", dirs_exist_ok=True)
                 again = {"lora_name": "tuned", "lora_path": "tuned", "load_inplace": True}
                 assert (await client.post("/v1/load_lora_adapter", json=again)).status_code == 200
                 body |= {"stream": False, "ignore_eos": True}
@@ -100,22 +78,22 @@ def test_a_reload_under_load_changes_no_token_of_those_that_run_and_every_one_of
 
     running, after = asyncio.run(run())
     assert running == old
-    assert after == complete(server, "law", max_tokens=300)
+    assert after == complete(equipped_server, "law", max_tokens=300)
     assert after != old
 
 
-def test_prefixes_never_cross(server: RunningServer) -> None:
+def test_prefixes_never_cross(equipped_server: RunningServer) -> None:
     def cached(model: str) -> int:
         body = {"model": model, "prompt": PROMPT * 9, "max_tokens": 1}
-        usage = post(server, "/v1/completions", body).json()["usage"]
+        usage = post(equipped_server, "/v1/completions", body).json()["usage"]
         return (usage["prompt_tokens_details"] or {"cached_tokens": 0})["cached_tokens"]
 
     assert [cached("start"), cached("tokenyard-demo"), cached("sql")] == [0, 0, 0]
     assert min(cached("start"), cached("tokenyard-demo"), cached("sql")) > 0
 
 
-def test_a_line_of_a_batch_chooses_by_model_too(server: RunningServer) -> None:
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
+def test_a_line_of_a_batch_chooses_by_model_too(equipped_server: RunningServer) -> None:
+    client = openai.OpenAI(base_url=f"{equipped_server.url}/v1", api_key="any", max_retries=0)
     lines = []
     for model in ("start", "tokenyard-demo"):
         body = {"model": model, "prompt": PROMPT, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
@@ -130,34 +108,23 @@ def test_a_line_of_a_batch_chooses_by_model_too(server: RunningServer) -> None:
     output = client.files.content(client.batches.retrieve(batch_id).output_file_id).text
     for line in map(json.loads, output.splitlines()):
         found = line["response"]["body"]["choices"][0]["text"]
-        assert found == complete(server, line["custom_id"])
+        assert found == complete(equipped_server, line["custom_id"])
 
 
-def test_the_gauges_name_who_runs_and_who_is_in_memory(server: RunningServer) -> None:
-    assert load(server, "seen", "law").status_code == 200
-    complete(server, "seen")
+def test_the_gauges_name_who_runs_and_who_is_in_memory(equipped_server: RunningServer) -> None:
+    assert load(equipped_server, "seen", "law").status_code == 200
+    complete(equipped_server, "seen")
     found = '{adapter="seen",rank="4"}'
-    wait_for(lambda: server.metrics().get(f"tokenyard:adapter_in_memory{found}") == 1)
+    wait_for(lambda: equipped_server.metrics().get(f"tokenyard:adapter_in_memory{found}") == 1)
     idle = 'vllm:lora_requests_info{max_lora="2",running_lora_adapters="",waiting_lora_adapters=""}'
-    wait_for(lambda: idle in httpx.get(f"{server.url}/metrics").text)
-
-
-def test_a_new_engine_process_has_the_adapters_of_the_one_before(server: RunningServer) -> None:
-    assert load(server, "kept", "sql").status_code == 200
-    texts = {name: complete(server, name) for name in ("kept", "start")}
-    pid = server.engine_pid
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: server.engine_pid not in (None, pid), within_s=30.0)
-    wait_for(lambda: httpx.get(f"{server.url}/health/ready").status_code == 200, within_s=60.0)
-    assert {name: complete(server, name) for name in texts} == texts
+    wait_for(lambda: idle in httpx.get(f"{equipped_server.url}/metrics").text)
 
 
 def test_two_engines_of_two_ranks_have_the_same_adapters(
-    folder: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    adapters: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     options = (
-        *("--lora-modules", f"start={folder / 'start'}", "--lora-directory", str(folder)),
+        *("--lora-modules", f"start={adapters / 'start'}", "--lora-directory", str(adapters)),
         *("--state-folder", str(tmp_path_factory.mktemp("state"))),
         *("--data-parallel-size", "2", "--tensor-parallel-size", "2"),
     )
@@ -187,38 +154,35 @@ def test_two_engines_of_two_ranks_have_the_same_adapters(
 
 
 def test_settings_that_no_reader_expects_are_refused_while_a_stream_goes_on(
-    folder: Path, tmp_path: Path
+    equipped_server: RunningServer, adapters: Path
 ) -> None:
-    write_adapter(folder / "huge", DEMO_MODEL)
-    written = (folder / "huge" / "adapter_config.json").read_text()
+    write_adapter(adapters / "huge", DEMO_MODEL)
+    written = (adapters / "huge" / "adapter_config.json").read_text()
     hostile = [
         written.replace(": 16", ": " + "1" * 400),
         written.replace(": 8", ": " + "[" * 5000 + "]" * 5000),
     ]
     patterns = json.dumps({rf"\w{{90}}{index}": 8 for index in range(1500)})
     hostile.append(written.replace('"bias"', f'"rank_pattern": {patterns}, "bias"'))
-    options = ("--lora-directory", str(folder), "--data-parallel-size", "2", "--max-model-len", "2048")
-    with running_server(tmp_path, *options) as server:
-        wait_for(lambda: ready_engines(server) == 2, within_s=60.0)
-        body = {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as stream:
-            lines = stream.iter_lines()
-            assert next(lines).startswith("data: {")
-            for text in hostile:
-                (folder / "huge" / "adapter_config.json").write_text(text)
-                assert load(server, "huge", "huge").status_code == 400
-            *_, last = [line for line in lines if line]
-        assert last == "data: [DONE]"
-        assert ready_engines(server) == 2
-        assert "engine process" not in server.text(), "none was replaced"
+    pid = equipped_server.engine_pid
+    body = {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{equipped_server.url}/v1/completions", json=body, timeout=60) as stream:
+        lines = stream.iter_lines()
+        assert next(lines).startswith("data: {")
+        for text in hostile:
+            (adapters / "huge" / "adapter_config.json").write_text(text)
+            assert load(equipped_server, "huge", "huge").status_code == 400
+        *_, last = [line for line in lines if line]
+    assert last == "data: [DONE]"
+    assert equipped_server.engine_pid == pid, "it was not replaced"
 
 
-def test_what_is_refused_stays_out(server: RunningServer, folder: Path) -> None:
-    write_adapter(folder / "dora", DEMO_MODEL, use_dora=True)
-    reply = load(server, "dora", "dora")
+def test_what_is_refused_stays_out(equipped_server: RunningServer, adapters: Path) -> None:
+    write_adapter(adapters / "dora", DEMO_MODEL, use_dora=True)
+    reply = load(equipped_server, "dora", "dora")
     assert reply.status_code == 400
     assert "use_dora is set, which is not computed" in reply.json()["error"]["message"]
-    assert load(server, "x", "../start").status_code == 400
-    assert post(server, "/v1/completions", {"model": "dora", "prompt": "x"}).status_code == 404
-    assert post(server, "/v1/unload_lora_adapter", {"lora_name": "law"}).status_code == 200
-    assert post(server, "/v1/completions", {"model": "law", "prompt": "x"}).status_code == 404
+    assert load(equipped_server, "x", "../start").status_code == 400
+    assert post(equipped_server, "/v1/completions", {"model": "dora", "prompt": "x"}).status_code == 404
+    assert post(equipped_server, "/v1/unload_lora_adapter", {"lora_name": "law"}).status_code == 200
+    assert post(equipped_server, "/v1/completions", {"model": "law", "prompt": "x"}).status_code == 404

@@ -3,11 +3,8 @@
 import asyncio
 import json
 import re
-import shutil
-import signal
 import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Literal
 
 import httpx
@@ -15,8 +12,8 @@ import pydantic
 import pytest
 from openai import AsyncOpenAI, BadRequestError
 
-from tests.e2e.serving import RunningServer, running_server, wait_for
-from tests.engine.grammars.test_grammar_compiler import ENDLESS, used_ticks
+from tests.e2e.serving import RunningServer
+from tests.engine.grammars.test_grammar_compiler import ENDLESS
 
 pytestmark = pytest.mark.night
 
@@ -153,33 +150,6 @@ async def test_a_schema_that_cannot_be_enforced_is_refused_with_the_reason(clien
         )
     assert caught.value.param == "response_format.json_schema.schema"
     assert "not" in caught.value.message
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-async def test_no_process_outlives_the_server_not_even_in_the_middle_of_a_grammar(
-    tmp_path: Path, number: signal.Signals
-) -> None:
-    with running_server(tmp_path, "--grammar-compile-timeout", "60s", "--shutdown-timeout", "0s") as server:
-        assert server.grammar_pid is None, "it starts with the first grammar"
-        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
-            asked = {"prompt": "x", "max_tokens": 9, "structured_outputs": {"regex": "[ab]"}}
-            assert (await client.post("/v1/completions", json=asked)).status_code == 200
-            pid = server.grammar_pid
-            assert pid is not None
-            before = used_ticks(pid)
-            asked["structured_outputs"] = {"json": json.loads(ENDLESS.text)}
-            hopeless = asyncio.create_task(client.post("/v1/completions", json=asked))
-            while used_ticks(pid) < before + 5:
-                assert not hopeless.done()
-                await asyncio.sleep(0.02)
-            pids = [server.process.pid, server.engine_pid, pid]
-            server.send(number)
-            await asyncio.gather(hopeless, return_exceptions=True)
-            await asyncio.to_thread(server.wait)
-        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
-        if number is signal.SIGKILL:
-            for left in tmp_path.glob("tokenyard-*"):  # nobody was there to tidy up
-                shutil.rmtree(left)
 
 
 async def test_a_costly_schema_for_many_choices_holds_up_nobody_else(
