@@ -18,7 +18,7 @@ import pytest
 DAY, NIGHT, ALONE = "not night and not alone", "night", "alone"
 """Expressions of pytest's `-m`. The first one is meant where nothing is chosen."""
 NUM_TIMES = int(os.environ.get("HISTORIES", "1"))
-"""Multiple of the number of random histories by day. If it is not 1, histories run by night."""
+"""Multiple of the number of random histories by day. If it is not 1, those beyond the day's run by night."""
 _WHOLE_FILE = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.(night|alone)\b", re.MULTILINE)
 _HISTORIES = "tests.properties.lengths"
 _WORDS = {

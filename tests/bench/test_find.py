@@ -23,7 +23,7 @@ def ignore(_: Trial) -> None:
 def test_the_fewest_replicas_are_those_of_an_exhaustive_search() -> None:
     rng = Random(7)
     answers = set()
-    for _ in range(20):
+    for _ in range(10):
         requests = list(workload(num_requests=60, rate_per_s=rng.uniform(10, 100), seed=rng.randrange(99)))
         target = Target(SLO, rng.choice([0.9, 0.97, 1.0]))
         answer = find(requests, one_replica(), target, Sought.REPLICAS, ignore)

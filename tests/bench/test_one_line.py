@@ -131,7 +131,7 @@ def test_waves_are_spread_evenly() -> None:
 
 
 @pytest.mark.night
-@pytest.mark.parametrize(("num_prefixes", "num_first"), [(1, 0), (2, 0), (8, 128), (64, 0)])
+@pytest.mark.parametrize(("num_prefixes", "num_first"), [(1, 0), (8, 128), (64, 0)])
 def test_hot_prefixes_make_no_hot_engine(num_prefixes: int, num_first: int) -> None:
     """llm-d-router #355: with few long prefixes, all requests went where those were.
 
@@ -147,7 +147,7 @@ def test_hot_prefixes_make_no_hot_engine(num_prefixes: int, num_first: int) -> N
             prefix_group=f"g{number * 31 % num_prefixes}",
             prefix_len=4000,
         )
-        for number in range(800)
+        for number in range(500)
     ]
     closed_loop(replay, requests, 128, num_first)
     assert replay.busiest_to_mean <= 1.10

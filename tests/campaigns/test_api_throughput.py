@@ -11,9 +11,8 @@ from campaigns.servers.running import ROOT
 pytestmark = pytest.mark.night
 
 
-@pytest.mark.parametrize("endpoint", list(Endpoint))
-def test_every_token_of_every_stream_arrives_at_the_pace_of_the_stand_in(endpoint: Endpoint) -> None:
-    result = cli.measure(ROOT, endpoint, num_streams=8, rate=400, seconds=1)
+def test_every_token_of_every_stream_arrives_at_the_pace_of_the_stand_in() -> None:
+    result = cli.measure(ROOT, Endpoint.CHAT, num_streams=8, rate=400, seconds=1)
     assert result.num_streams == 8
     assert result.num_lost == 0
     assert 20 < result.offered_per_s < 420

@@ -231,16 +231,6 @@ async def test_ctrl_c_leaves_a_file_that_can_be_gone_on_with(url, files, engine)
     assert len(answers(files[1])) == 40
 
 
-@pytest.mark.night
-def test_a_batch_runs_with_a_model_of_its_own_and_opens_no_port(tiny_model, files, monkeypatch, capsys):
-    monkeypatch.setenv("TOKENYARD_API_KEY", "a-key-that-only-servers-need")
-    words = ("-i", str(files[0]), "-o", str(files[1]), str(tiny_model), "--num-gpu-blocks-override", "64")
-    assert cli.main(words) == 0
-    found = answers(files[1])
-    assert len(found) == 6
-    assert all(answer["response"]["body"]["usage"]["completion_tokens"] for answer in found.values())
-
-
 @pytest.mark.parametrize(
     ("words", "seconds"), [([], math.inf), (["--request-timeout", "90"], 90.0), (["--config"], 5.0)]
 )
