@@ -40,7 +40,7 @@ Loaded = tuple[Worker, ModelFacts]
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
-    """Of two layers, of which the second attends where some do."""
+    """Checkpoints of two layers, of which the second attends where some do."""
     root = tmp_path_factory.mktemp("of two layers")
     first = {"lfm2": "conv", "mamba": None}
 
