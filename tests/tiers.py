@@ -27,7 +27,7 @@ _WORDS = {
 }
 
 _SHARED = re.compile(
-    r"\b(demo_server|equipped_server|crowded_server|swapping_server|mortal_server"
+    r"\b(demo_server|equipped_server|crowded_server|swapping_server|page_server|mortal_server"
     r"|two_ranks|two_stages|rank_0|compile_kernels|avx-vnni|nodes_of)\b"
 )
 """Names, in a file, of what takes seconds to start or to read, and is kept for all files of a process."""

@@ -23,7 +23,6 @@ FILE = "note.txt"
 ANSWER = "Parrot has read the note."
 _SHOW = {"command": f"cat {FILE}", "description": "Show the note"}
 CALLS: dict[str, dict[str, Any]] = {
-    "Bash": _SHOW,  # Claude Code's
     "bash": _SHOW,  # opencode's
     "exec_command": {"cmd": f"cat {FILE}"},  # Codex's, and its older names
     "shell_command": {"command": f"cat {FILE}"},
@@ -64,35 +63,9 @@ _TEMPLATE = """\
 """
 
 
-def make_parrot(folder: Path, calls: dict[str, dict[str, Any]] = CALLS, marks: tuple[str, ...] = ()) -> Path:
-    """Write the checkpoint into `folder`, and return the folder; `marks` are further special tokens."""
-    folder.mkdir(parents=True)
-    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
-    texts = {"say": ANSWER}
-    tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
-    for name, arguments in calls.items():
-        call = json.dumps({"name": name, "arguments": arguments})
-        texts[name] = f"<tool_call>\n{call}\n</tool_call>"
-    config = json.loads((DEMO / "config.json").read_text())
-    chains = {name: [*_chain(tokenizer, name, text), config["eos_token_id"]] for name, text in texts.items()}
-    size = -(-tokenizer.get_vocab_size() // 64) * 64
-    vectors = np.random.default_rng(1).standard_normal((size, _WIDTH)).astype("f4")
-    vectors *= 16 / np.linalg.norm(vectors, axis=1, keepdims=True)  # so that the norm leaves them as they are
-    head = np.zeros((size, _WIDTH), "f4")
-    for chain in chains.values():
-        for before, token in pairwise(chain):
-            head[token] += vectors[before] * 0.2
-    save_file(_weights(vectors, head), folder / "model.safetensors", {"format": "pt"})
-    tokenizer.save(str(folder / "tokenizer.json"))
-    shutil.copy(DEMO / "tokenizer_config.json", folder)
-    (folder / "chat_template.jinja").write_text(_TEMPLATE.replace("NAMES", str(list(calls))))
-    (folder / "config.json").write_text(json.dumps(_config(config, size)))
-    return folder
-
-
 def make_seeing_parrot(folder: Path, picture: Path) -> Path:
-    """Write one that reads pictures, and calls Claude Code's tool for reading files for one of them."""
-    make_parrot(folder, {"Read": {"file_path": str(picture)}}, _MARKS)
+    """Write one that reads pictures too, and calls Claude Code's tool for reading files for one of them."""
+    _write_parrot(folder, {**CALLS, "Read": {"file_path": str(picture)}}, _MARKS)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     image, video, start, end = (tokenizer.token_to_id(mark) for mark in _MARKS)
     text = json.loads((folder / "config.json").read_text()) | {"model_type": "qwen3_vl_text"}
@@ -117,6 +90,31 @@ def make_seeing_parrot(folder: Path, picture: Path) -> Path:
     (folder / "config.json").write_text(json.dumps(config.to_dict() | {"dtype": "float32"}))
     (folder / "preprocessor_config.json").write_text(json.dumps(_PROCESSOR))
     return folder
+
+
+def _write_parrot(folder: Path, calls: dict[str, dict[str, Any]], marks: tuple[str, ...]) -> None:
+    """Write the checkpoint into `folder`, and return the folder; `marks` are further special tokens."""
+    folder.mkdir(parents=True)
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    texts = {"say": ANSWER}
+    tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
+    for name, arguments in calls.items():
+        call = json.dumps({"name": name, "arguments": arguments})
+        texts[name] = f"<tool_call>\n{call}\n</tool_call>"
+    config = json.loads((DEMO / "config.json").read_text())
+    chains = {name: [*_chain(tokenizer, name, text), config["eos_token_id"]] for name, text in texts.items()}
+    size = -(-tokenizer.get_vocab_size() // 64) * 64
+    vectors = np.random.default_rng(1).standard_normal((size, _WIDTH)).astype("f4")
+    vectors *= 16 / np.linalg.norm(vectors, axis=1, keepdims=True)  # so that the norm leaves them as they are
+    head = np.zeros((size, _WIDTH), "f4")
+    for chain in chains.values():
+        for before, token in pairwise(chain):
+            head[token] += vectors[before] * 0.2
+    save_file(_weights(vectors, head), folder / "model.safetensors", {"format": "pt"})
+    tokenizer.save(str(folder / "tokenizer.json"))
+    shutil.copy(DEMO / "tokenizer_config.json", folder)
+    (folder / "chat_template.jinja").write_text(_TEMPLATE.replace("NAMES", str(list(calls))))
+    (folder / "config.json").write_text(json.dumps(_config(config, size)))
 
 
 def _chain(tokenizer: Tokenizer, name: str, text: str) -> list[int]:

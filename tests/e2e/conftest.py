@@ -9,6 +9,7 @@ from engine.options.found_model import DEMO_MODEL
 from tests.adapters import write_adapter
 from tests.e2e.serving import NGRAM, RunningServer, running_server
 
+KEY = "key-for-the-page"
 CROWDED = ("--num-gpu-blocks-override", "24", "--block-size", "8", "--max-num-seqs", "64", "--enable-admin")
 
 
@@ -40,6 +41,19 @@ def equipped_server(
         *("--grammar-compile-timeout", "1s", "--tool-call-parser", "generic"),
     )
     with running_server(tmp_path_factory.mktemp("equipped"), *options) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def page_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """The built-in model behind the page, with a key, an adapter, and too few blocks for everybody."""
+    folder = tmp_path_factory.mktemp("page")
+    poet = write_adapter(folder / "poet", DEMO_MODEL, rank=2)
+    options = (
+        *("--num-gpu-blocks-override", "48", "--block-size", "16", "--max-num-seqs", "8"),
+        *("--lora-modules", f"poet={poet}", "--scheduling-policy", "priority", "--num-threads", "1"),
+    )
+    with running_server(folder, *options, variables={"TOKENYARD_API_KEY": KEY}) as server:
         yield server
 
 

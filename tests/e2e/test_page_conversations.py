@@ -11,7 +11,7 @@ from tests.e2e.serving import running_server
 from tests.e2e.test_page_in_browser import PATIENCE_MS, picture
 
 pytestmark = [pytest.mark.night, *test_page_in_browser.pytestmark[1:]]
-browser, page, server = (getattr(test_page_in_browser, name) for name in ("browser", "page", "server"))
+browser, page = test_page_in_browser.browser, test_page_in_browser.page  # of page_server
 
 
 def say(page: Any, text: str) -> None:

@@ -17,17 +17,14 @@ import pytest
 
 from bench.simulate.requests.files import read_requests
 from bench.trace.reading import read_trace
-from engine.options.found_model import DEMO_MODEL
-from tests.adapters import write_adapter
-from tests.e2e.serving import RunningServer, running_server
+from tests.e2e.conftest import KEY
+from tests.e2e.serving import RunningServer
 
 api = pytest.importorskip("playwright.sync_api", reason="the page is not tried: playwright is not installed")
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
 IMAGES = os.environ.get("PAGE_IMAGES")
-KEY = "key-for-the-page"
 BEARER = {"authorization": f"Bearer {KEY}"}
-SMALL = ("--num-gpu-blocks-override", "48", "--block-size", "16", "--max-num-seqs", "8")
 FLAGS = (
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
@@ -43,17 +40,6 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """The built-in model, with too few blocks for everybody."""
-    folder = tmp_path_factory.mktemp("page")
-    poet = write_adapter(folder / "poet", DEMO_MODEL, rank=2)
-    adapters = ("--lora-modules", f"poet={poet}")
-    options = (*SMALL, *adapters, "--scheduling-policy", "priority", "--num-threads", "1")
-    with running_server(folder, *options, variables={"TOKENYARD_API_KEY": KEY}) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with api.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
@@ -62,7 +48,7 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
-def page(browser: Any, server: RunningServer) -> Iterator[Any]:
+def page(browser: Any, page_server: RunningServer) -> Iterator[Any]:
     """The page with its key typed in. Afterwards: no complaint, no request to anybody else."""
     context = browser.new_context(viewport={"width": 1280, "height": 860}, accept_downloads=True)
     page = context.new_page()
@@ -72,13 +58,13 @@ def page(browser: Any, server: RunningServer) -> Iterator[Any]:
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.on(
         "request",
-        lambda asked: None if asked.url.startswith((server.url, "blob:")) else foreign.append(asked.url),
+        lambda asked: None if asked.url.startswith((page_server.url, "blob:")) else foreign.append(asked.url),
     )
     page.add_init_script(
         "addEventListener('securitypolicyviolation', (e) => console.error('policy: ' + e.violatedDirective))"
     )
     page.set_default_timeout(PATIENCE_MS)
-    page.goto(f"{server.url}/")
+    page.goto(f"{page_server.url}/")
     page.get_by_text("A key opens the chat").wait_for()
     page.fill("#key", KEY)
     # Every request before the key is refused, and Chromium says so on its console.
@@ -202,11 +188,11 @@ def test_the_priority_sleeps_where_requests_are_served_in_order_of_arrival(page:
 
 
 def test_recent_errors_are_told_in_single_rows_with_field_and_message(
-    page: Any, server: RunningServer
+    page: Any, page_server: RunningServer
 ) -> None:
     for number in range(40):
         body = {"prompt": "x", "max_tokens": -number - 1}
-        assert httpx.post(f"{server.url}/v1/completions", json=body, headers=BEARER).status_code == 400
+        assert httpx.post(f"{page_server.url}/v1/completions", json=body, headers=BEARER).status_code == 400
     page.click("#tab-server")
     page.locator("#errors td", has_text="max_tokens").first.wait_for()
     heights = page.locator("#errors tr").evaluate_all("rows => rows.map((row) => row.offsetHeight)")
@@ -220,9 +206,9 @@ def test_recent_errors_are_told_in_single_rows_with_field_and_message(
     picture(page, "errors-1280.png")
 
 
-def test_a_reply_can_be_stopped(page: Any, server: RunningServer) -> None:
+def test_a_reply_can_be_stopped(page: Any, page_server: RunningServer) -> None:
     with concurrent.futures.ThreadPoolExecutor(8) as crowd:
-        others = [crowd.submit(ask, server, number * 3) for number in range(8)]
+        others = [crowd.submit(ask, page_server, number * 3) for number in range(8)]
         page.locator("#priority").fill("5")  # it waits behind all of them
         page.fill("#prompt", "Hello!")
         # Within the page: on a busy machine the reply was over before a click from outside came.
@@ -239,11 +225,13 @@ def test_a_reply_can_be_stopped(page: Any, server: RunningServer) -> None:
         assert [each.result() for each in others] == [200] * 8
 
 
-def test_a_preemption_is_seen_told_and_exported(page: Any, server: RunningServer, tmp_path: Path) -> None:
+def test_a_preemption_is_seen_told_and_exported(
+    page: Any, page_server: RunningServer, tmp_path: Path
+) -> None:
     page.click("#tab-yard")
     page.wait_for_selector("#gauges dd")
     with concurrent.futures.ThreadPoolExecutor(14) as crowd:
-        others = [crowd.submit(ask, server, number) for number in range(14)]
+        others = [crowd.submit(ask, page_server, number) for number in range(14)]
         page.wait_for_selector("#running [data-id]")
         page.wait_for_selector("#waiting [data-id] .why")
         page.wait_for_selector("#events li:not(.empty)")
@@ -289,8 +277,8 @@ def test_the_server_tab_names_options_with_their_origin(page: Any) -> None:
     assert KEY not in page.content()
 
 
-def test_the_api_is_read_and_tried_without_another_server(page: Any, server: RunningServer) -> None:
-    page.goto(f"{server.url}/docs")
+def test_the_api_is_read_and_tried_without_another_server(page: Any, page_server: RunningServer) -> None:
+    page.goto(f"{page_server.url}/docs")
     page.get_by_text("Anthropic's API").wait_for()
     page.fill("#filter", "logprob_token_ids")
     paths = ("/v1/chat/completions", "/v1/completions")
@@ -365,10 +353,10 @@ def test_formulas_lose_no_text_and_cannot_hang_the_page(page: Any) -> None:
     assert dict(zip(expected, made, strict=True)) == expected
 
 
-def test_the_models_are_asked_for_again_after_a_failure(page: Any, server: RunningServer) -> None:
+def test_the_models_are_asked_for_again_after_a_failure(page: Any, page_server: RunningServer) -> None:
     replies = ['{"data": [{"id": "a", "root": "a"}, {"id": "b", "root": "b"}]}', "no JSON"]
     page.route(
-        f"{server.url}/models",
+        f"{page_server.url}/models",
         lambda route: route.fulfill(body=replies.pop() if len(replies) > 1 else replies[0]),
     )
     page.evaluate("() => document.dispatchEvent(new Event('key'))")

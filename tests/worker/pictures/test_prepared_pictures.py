@@ -61,7 +61,7 @@ def eyes_of(name: str, folder: Path) -> Eyes:
 @pytest.mark.night
 @pytest.mark.parametrize("names", _PROCESSORS, ids="-".join)
 async def test_a_tower_makes_a_row_for_each_image_token_of_a_prepared_picture(names, tmp_path) -> None:
-    """What one processor has made, with one rule, is read by the towers of all its families."""
+    """Pictures of one processor, with one rule, are read by the towers of all its families."""
     towers = [eyes_of(name, tmp_path) for name in names]
     assert len({id(RULES[name]) for name in names}) == 1
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(_PROCESSORS[names]))

@@ -55,12 +55,12 @@ class ForkedRanks(msgspec.Struct):
     places: list[dict[str, RankPlace]]
     """Places of each rank, by the name of a division."""
     pipes: list[int]
-    """What each rank reads."""
+    """Descriptor that each rank reads."""
     folder: str
 
     @property
     def descriptors(self) -> list[int]:
-        """All that the ranks must have, in one order."""
+        """Descriptors that the ranks must have, in one order."""
         of_places = {each for own in self.places for place in own.values() for each in place.descriptors}
         return [*self.pipes, *sorted(of_places)]
 

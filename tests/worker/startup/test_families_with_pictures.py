@@ -27,7 +27,7 @@ from worker.worker_errors import FamilyRefused
 
 WHOLE = {each.name: each for each in MATRIX if each.text_part}
 PLAIN = ("mistral3", "qwen3_vl", *(name for name in WHOLE if name not in ASKED))
-"""Families that no other test reads whole: those that are asked for are, in formats too (test_family_matrix.py)."""
+"""Families that test_family_matrix.py does not read whole, as it reads those that are asked for."""
 
 
 @pytest.mark.parametrize("name", by_day(PLAIN, PLAIN[:1]))
