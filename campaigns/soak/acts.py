@@ -183,7 +183,9 @@ def _judge_error(act: Act, code: str, ends: Ends, *, details: str) -> None:
 def _code_of(reply: Reply) -> str:
     try:
         body = orjson.loads(reply.body)
-        return "not_ready" if "state" in body else str(body["error"]["code"])  # the first is a health page
+        if "state" in body or isinstance(body["error"], str):  # a page of health, and an error of Ollama's
+            return "not_ready" if reply.status == 503 else "refused"
+        return str(body["error"]["code"])
     except (orjson.JSONDecodeError, LookupError, TypeError):
         return f"none in a reply of status {reply.status}"
 
