@@ -49,6 +49,8 @@ _BITS_OF_DTYPE = {
 }
 # Last names of tensors of quantized modules (worker/quantized reads them).
 _CODES = frozenset({"weight_packed", "qweight", "weight", "_weight_qdata"})
+_STACKS = ("_blocks", "_proj", "_proj_packed")
+"""Ends of names of all experts in one tensor."""
 _SCALE_WORDS = ("scale", "weight.absmax", "SCB")
 """Parts of the names of scales, each of which becomes a number or several."""
 _SCALE_OF_TORCHAO = "_weight_scale"
@@ -315,7 +317,7 @@ def _quantized_bytes(tensors: dict[str, StoredTensor]) -> tuple[int, list[str]]:
         modules[module][last_name] = tensor
     total, plain = 0, []
     for module, parts in modules.items():
-        codes = [parts[name] for name in parts if name in _CODES or name.endswith("_blocks")]
+        codes = [parts[name] for name in parts if name in _CODES or name.endswith(_STACKS)]
         if not codes or not any(map(_is_scale, parts)):
             plain += [f"{module}.{name}" if module else name for name in parts]
             continue

@@ -33,6 +33,7 @@ _METHODS: dict[str, Callable[[dict[str, Any]], Rules]] = {
 }
 _OTHER_NAMES = {
     "auto_round": "auto-round",
+    "fbgemm_fp8": "fp8",
     "intel/auto-round": "auto-round",
     "modelopt_fp4": "modelopt",
     "modelopt_fp8": "modelopt",

@@ -299,6 +299,7 @@ def test_modelopt_fp8_has_a_scale_for_the_weight_or_for_each_output(random, shap
     tensors = {"weight": codes, "weight_scale": torch.tensor(scales, dtype=torch.float32)}
     expected = numbers_of_float8(codes) * tensors["weight_scale"].double().numpy().reshape(-1, 1)
     assert_same(read({"quant_method": "modelopt", "quant_algo": "FP8"}, tensors), expected)
+    assert_same(read({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, tensors), expected)
 
 
 @pytest.mark.parametrize("packing", ["auto_round", "auto_round:auto_gptq", "auto_round:auto_awq"])

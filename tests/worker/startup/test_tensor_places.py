@@ -20,7 +20,7 @@ from tests.worker.family_formats import build
 from tests.worker.family_trial import tiny_config
 from tests.worker.plan_driver import PlanDriver
 from tests.worker.transformers_generate import NUM_TOKENS, expected
-from worker.checkpoint.checkpoint_files import find_weights
+from worker.checkpoint.checkpoint_files import find_weights, loaded_bytes
 from worker.load.cache_scales import read_cache_scales
 from worker.worker_errors import StartupError
 
@@ -291,6 +291,8 @@ def test_experts_of_codes_may_be_in_one_tensor(
     method = {"quant_method": "fp8" if ends[0] == "scale_inv" else "modelopt", "quant_algo": "FP8"}
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": method}))
     assert generated(folder) == expected(plain, PROMPT)
+    num_codes = sum(each.numel() for each in codes.values() if each.dtype is torch.float8_e4m3fn)
+    assert 0 <= loaded_bytes(find_weights(folder), "float32").codes - num_codes < 1000
     del codes["model.layers.1.mlp.experts.down_proj_" + ends[0]]
     store(folder, codes)
     assert "model.layers.1.mlp.experts.down_proj[0].weight_scale" in refusal(folder)
