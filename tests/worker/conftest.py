@@ -1,13 +1,5 @@
 """Workers over tiny checkpoints, each loaded once per module and given back empty after each test."""
 
-# The engine process imports torch in the same way; any other takes twice as long.
-# ruff: noqa: E402
-import os
-
-from worker.devices.lazy_imports import import_torch
-
-import_torch(os.environ.get("TOKENYARD_TEST_DEVICE", "cpu"))
-
 import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
