@@ -4,7 +4,7 @@ Owns: the form of a weight that the rest of the worker relies on, the merging, r
 linear layers, and their product in plain torch, which is the reference.
 Source: column and row parallel layers, arXiv:1909.08053.
 
-A new format of weights is a Weight, and a row in the table of each device that has a kernel for it.
+A new format of weights is a Weight, which each device that has a kernel for it names among those it takes.
 
 Shapes: T tokens, N outputs, K inputs.
 """
