@@ -26,7 +26,7 @@ class FinishReason(StrEnum):
 
     STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
     LENGTH = "length"  # max_tokens, the context window, or alone in a pool that is too small for more
-    ABORTED = "abort"  # the client left, or asked for it
+    ABORTED = "abort"  # the client left
     REJECTED = "rejected"  # never admitted: it can never fit
     EXPIRED = "timeout"  # one of its time limits ran out
     FAILED = "error"  # the model or the worker failed on it
