@@ -209,7 +209,7 @@ async def test_stopping(client, tokenizer):
     assert choice["token_ids"] == free[: free.index(free[2]) + 1]
     assert choice["stop_reason"] == free[2]
     assert len(await ids_of(client, stop_token_ids=[free[0]], min_tokens=4)) >= 4
-    eos = tokenizer.eos_token_id
+    (eos,) = tokenizer.encode_rendered_chat(tokenizer.special_tokens["eos_token"])
     assert await ids_of(client, logit_bias={str(eos): 100}) == [eos]
     assert len(await ids_of(client, logit_bias={str(eos): 100}, ignore_eos=True)) == 8
     assert (await complete(client, stop=[str(n) for n in range(16)]))["choices"]

@@ -83,7 +83,7 @@ def test_tokens_have_the_ids_that_transformers_gives_them(tmp_path: Path, files:
     names = {name: text for name, text in theirs.special_tokens_map.items() if name.endswith("_token")}
     assert {name: ours.special_tokens.get(name) for name in names} == names
     if theirs.eos_token is not None:
-        assert ours.eos_token_id == theirs.eos_token_id == end_token_id(tmp_path)
+        assert theirs.eos_token_id == end_token_id(tmp_path)
     grammars = open_tokenizer(tmp_path, vocab_size=ours.vocab_size, eos_token_ids=(1,))
     assert grammars.tokenize_str("<|a|>hello") == theirs.encode("<|a|>hello", add_special_tokens=False)
 
