@@ -5,6 +5,7 @@ Never: marks (tagged_calls.py), or an exception: a value that does not fit its t
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 PYTHON_WORDS: Mapping[str, str] = {"True": "true", "False": "false", "None": "null"}
@@ -19,14 +20,17 @@ _MAX_PARTS = 64
 """Parts of a schema that are looked at: a reference may lead to thousands."""
 
 
-def as_json(text: str, types: frozenset[str]) -> str:
-    """Return the JSON text of a value: of one of the types if it fits, else of a string."""
+def as_json(text: str, types: frozenset[str], *, depth: int = MAX_DEPTH - 1) -> str:
+    """Return the JSON text of a value: of one of the types if it fits, else of a string.
+
+    `depth`: brackets that it may have within each other.
+    """
     plain = text.strip()
     plain = PYTHON_WORDS.get(plain, plain)
     try:
         value = json.loads(plain)
         fits = not types or _type_of(value) in types or ("number" in types and _type_of(value) == "integer")
-        if fits and not isinstance(value, str) and fits_in(value, MAX_DEPTH - 1):
+        if fits and not isinstance(value, str) and fits_in(value, depth):
             written = json.dumps(value, ensure_ascii=False, allow_nan=False)
             written.encode()  # a ValueError for half a character, which JSON can escape
             return written
@@ -44,34 +48,34 @@ class ArgumentTypes:
     def __init__(self, schema: object, root: object = None) -> None:
         """`root`: the schema that references of this one are of, if it is not the whole."""
         self._root = schema if root is None else root
-        self._found: dict[str, list[object]] = {}
-        """Schemas of each argument, in the order of the schema."""
+        found = (part.get("properties") for part in _parts(schema, self._root))
+        self._properties: list[dict[str, object]] = [each for each in found if isinstance(each, dict)]
         self._known: dict[str, frozenset[str]] = {}
         self._within: dict[str, ArgumentTypes] = {}
-        for part in _parts(schema, self._root):
-            properties = part.get("properties")
-            for name, each in properties.items() if isinstance(properties, dict) else ():
-                self._found.setdefault(name, []).append(each)
 
     @property
     def names(self) -> Collection[str]:
-        return self._found.keys()
+        """Names of the arguments, in the order of the schema."""
+        return dict.fromkeys(chain.from_iterable(self._properties))
 
     def of(self, name: str) -> frozenset[str]:
         """Return the types that an argument may have; empty if the schema does not say."""
         if name not in self._known:
-            types = (_own_types(part) for each in self._found.get(name, ()) for part in self._typed(each))
+            types = (_own_types(part) for each in self._schemas(name) for part in self._typed(each))
             self._known[name] = frozenset().union(*types)
         return self._known[name]
 
     def within(self, name: str) -> "ArgumentTypes":
         """Return the types of the members of an argument; those of a list's items are under `item`."""
         if name not in self._within:
-            schemas = [part for each in self._found.get(name, ()) for part in _parts(each, self._root)]
+            schemas = [part for each in self._schemas(name) for part in _parts(each, self._root)]
             items = {"anyOf": [part["items"] for part in schemas if "items" in part]}
             of_list = {"properties": {"item": items}}
             self._within[name] = ArgumentTypes({"anyOf": [of_list, *schemas]}, self._root)
         return self._within[name]
+
+    def _schemas(self, name: str) -> list[object]:
+        return [each[name] for each in self._properties if name in each]
 
     def _typed(self, schema: object) -> Iterator[dict[str, Any]]:
         return _parts(schema, self._root, ends=lambda part: bool(_own_types(part)))
@@ -93,11 +97,11 @@ def _parts(
 
 
 def _referred(root: object, pointer: object) -> object:
-    """Return the part of a schema to which a JSON pointer leads; None if it leads out of it."""
+    """Return the part of a schema to which a JSON pointer leads; None if it leads out of it, or far in."""
     if not isinstance(pointer, str) or not pointer.startswith("#"):
         return None
     found = root
-    for step in pointer.split("/")[1:]:
+    for step in pointer.split("/", _MAX_PARTS)[1:]:
         found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
     return found
 

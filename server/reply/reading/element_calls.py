@@ -17,28 +17,38 @@ NAMESPACE = "]<]minimax[>["
 """Mark before each tag."""
 _TAG = re.compile(re.escape(NAMESPACE) + r"<(?P<end>/?)(?P<name>[^<>\s]{1,300})>")
 _ITEM = "item"
+_NESTED = frozenset({"array", "object"})
 
 
 @dataclass(slots=True)
 class _Element:
     name: str
-    text: str = ""
+    pieces: list[str] = field(default_factory=list)
+    """Its text, between the elements within it."""
     inner: list["_Element"] = field(default_factory=list)
 
-    def as_json(self, types: ArgumentTypes) -> str:
-        """Return it as JSON. A text gets the type that the schema of the element around it gives its name."""
-        if not self.inner:
-            return as_json(self.text, types.of(self.name))
-        within = types.within(self.name)
-        if all(each.name == _ITEM for each in self.inner):
-            return "[" + ", ".join(each.as_json(within) for each in self.inner) + "]"
-        return self.object(within)
+    def as_json(self, types: ArgumentTypes, key: str, depth: int) -> str:
+        """Return it as JSON, of the type that the schema of the element around it gives this key.
 
-    def object(self, types: ArgumentTypes) -> str:
+        Where none says whether it is a list or an object, it is a list if all within it are items.
+        `depth`: brackets that it may have within each other.
+        """
+        known, text = types.of(key), "".join(self.pieces)
+        nested = known & _NESTED
+        is_empty = not text.strip() and bool(nested) and known <= {*_NESTED, "null"}
+        if not self.inner and not is_empty:
+            return as_json(text, known, depth=depth)
+        within = types.within(key)
+        is_list = "array" in nested if len(nested) == 1 else all(each.name == _ITEM for each in self.inner)
+        if is_list:
+            return "[" + ", ".join(each.as_json(within, _ITEM, depth - 1) for each in self.inner) + "]"
+        return self.object(within, depth)
+
+    def object(self, types: ArgumentTypes, depth: int) -> str:
         """Return the elements within it as an object. Of a key that stands twice, the first counts."""
         found = {each.name: each for each in reversed(self.inner)}
         pairs = (
-            f"{json.dumps(each.name, ensure_ascii=False)}: {each.as_json(types)}"
+            f"{json.dumps(each.name, ensure_ascii=False)}: {each.as_json(types, each.name, depth - 1)}"
             for each in self.inner
             if found[each.name] is each
         )
@@ -51,14 +61,14 @@ def read_elements(text: str, schemas: ToolSchemas) -> list[tuple[str, str]]:
     root = _Element("")
     open_elements, at = [root], 0
     for tag in _TAG.finditer(text):
-        open_elements[-1].text += text[at : tag.start()]
+        open_elements[-1].pieces.append(text[at : tag.start()])
         at = tag.end()
-        names = [each.name for each in open_elements]
         if tag["end"]:
-            del open_elements[max(names.index(tag["name"]) if tag["name"] in names else len(names), 1) :]
+            places = [place for place, each in enumerate(open_elements) if place and each.name == tag["name"]]
+            del open_elements[places[-1] if places else len(open_elements) :]
         elif len(open_elements) < MAX_DEPTH:
             element = _Element(tag["name"])
             open_elements[-1].inner.append(element)
             open_elements.append(element)
-    open_elements[-1].text += text[at:]
-    return [("", root.object(ArgumentTypes(schema)))]
+    open_elements[-1].pieces.append(text[at:])
+    return [("", root.object(ArgumentTypes(schema), MAX_DEPTH))]

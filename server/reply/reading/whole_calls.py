@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from server.reply.reading.row import ENDED, FAILED, MORE, BodyPlace, ToolSchemas
 
 MAX_CALL_CHARS = 256 * 1024
-"""Longer calls are content."""
+"""Longer calls are content, unless their name has been sent."""
 _BRACKET = re.compile(r"""\\.|["'()\[\]{}]""", re.DOTALL)
 
 WholeReading = Callable[[str, ToolSchemas], list[tuple[str, str]]]
@@ -79,7 +79,7 @@ class WholeReader:
     def _add(self, text: str) -> None:
         self._pieces.append(text)
         self._num_chars += len(text)
-        if self._num_chars > MAX_CALL_CHARS:
+        if self._num_chars > MAX_CALL_CHARS and not self._place.name:
             self._fail()
 
     def _fail(self) -> None:
