@@ -213,7 +213,9 @@ _MINICPM5 = Row(
         openings=('<function name="',),
         closings=("</function>",),
         head=_tag_head('">'),
-        body=TaggedArguments(key='<param name="', key_end='">', value_end="</param>"),
+        body=TaggedArguments(
+            key='<param name="', key_end='">', value_end="</param>", wrap=("<![CDATA[", "]]>")
+        ),
     ),
 )
 _DEEPSEEK_V32 = Row(

@@ -46,6 +46,8 @@ class TaggedArguments:
     """Between a key and `true` if its value is a text, `false` if it is JSON: where no schema says."""
     merges: bool = False
     """Values of one key are a list, where the schema does not say otherwise."""
+    wrap: tuple[str, str] = ("", "")
+    """Marks that may stand around the whole of a value, which is passed on when it is complete."""
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -86,7 +88,7 @@ class TagsReader:
         self._key = self._flag = ""
         self._text = ""
         """Text of a key, or between a key and its value."""
-        self._arguments = ArgumentWriter(place.schemas.get(place.name, {}), merges=spec.merges)
+        self._arguments = ArgumentWriter(place.schemas.get(place.name, {}), spec)
         self.has_begun = True
         self.progress = MORE
 
@@ -251,10 +253,10 @@ def _follows(rest: str, texts: Iterable[str], *, is_last: bool, at_end: bool = T
 class ArgumentWriter:
     """Writes one object, argument by argument. Each call returns the JSON text that is certain by now."""
 
-    def __init__(self, schema: object, *, merges: bool) -> None:
+    def __init__(self, schema: object, spec: TaggedArguments) -> None:
         self._all_types = ArgumentTypes(schema)
         self.properties = self._all_types.names
-        self._merges = merges
+        self._merges, self._wrap = spec.merges, spec.wrap
         self._is_first = True
         self._given: set[str] = set()
         self._merged: dict[str, list[str]] = {}
@@ -299,7 +301,7 @@ class ArgumentWriter:
         types = self._all_types.of(key)
         self._types = _TEXT if is_text and (not types or types >= _TEXT) else types
         self._is_dropped = key in self._given and not self._may_repeat(key)
-        self._is_text = self._types == _TEXT
+        self._is_text = self._types == _TEXT and not self._wrap[0]
         self._given.add(key)
         self._pieces.clear()
         self._newlines = ""
@@ -331,7 +333,11 @@ class ArgumentWriter:
             newlines = "" if was_lost else self._newlines[:-1]
             return json.dumps(newlines)[1:-1] + '"'
         text = "".join(self._pieces)
-        value = as_json(text.rstrip("\n") if was_lost else text.removesuffix("\n"), self._types)
+        text = text.rstrip("\n") if was_lost else text.removesuffix("\n")
+        begin, end = self._wrap
+        if begin and text.startswith(begin):
+            text = text.removeprefix(begin).removesuffix(end)
+        value = as_json(text, self._types)
         if self._may_repeat(self._key):
             self._merged.setdefault(self._key, []).append(value)
             return ""

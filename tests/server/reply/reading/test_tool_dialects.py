@@ -414,6 +414,21 @@ def test_a_flag_says_whether_a_value_is_a_text_where_no_schema_does(flag, value,
     assert parsed(read("deepseek_v32", text + "</｜DSML｜invoke>")[1]) == [("now", {"a": meant})]
 
 
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("<![CDATA[a < b]]>", "a < b"),
+        ("<![CDATA[<param>x</param> ]] 1]]>", "<param>x</param> ]] 1"),
+        ("a ]]>", "a ]]>"),
+        ("7", "7"),
+    ],
+)
+def test_a_value_of_minicpm_may_be_wrapped_as_in_xml(written, meant) -> None:
+    """Its template wraps earlier values that have markup in them."""
+    text = f'<function name="get_weather"><param name="city">{written}</param></function>'
+    assert parsed(read("minicpm5", text)[1]) == [("get_weather", {"city": meant})]
+
+
 def test_long_texts_in_tags_are_passed_on_as_they_come() -> None:
     parser = reader_of("qwen3_coder")
     parser.feed("<function=get_weather><parameter=city>\nBo")
