@@ -6,7 +6,6 @@ A grammar holds from the first token of the answer on. Where the model reasons f
 before: so the block of thoughts is opened in the prompt, and the token that ends it begins the grammar.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -29,8 +28,6 @@ _NUM_END_TOKENS = (64, 512, 4096)
 """Tokens at the end of a prompt in which the anchor of a response template is looked for: more if need be."""
 _NAMES = FieldNames("messages", "max_completion_tokens")
 _OLDER_NAMES = FieldNames("messages", "max_tokens")
-_IN_BRACKETS = re.compile(r"<[^<>]+>|\[[^\[\]]+\]|｜[^｜<>]+｜")
-"""Parts of a mark that may be tokens of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +61,9 @@ class ModelReading:
         return Phase.ANSWER if end.endswith(thoughts.ends) else Phase.POSSIBLE
 
     def shown_ids(self, marks: tuple[str, ...]) -> frozenset[int]:
-        """Special tokens that must stay in the text, since these marks have them."""
-        known = self.info.added_tokens
-        texts = (text for mark in marks for text in (mark, *_IN_BRACKETS.findall(mark)))
-        return frozenset(known[text] for text in texts if text in known)
+        """Special tokens that must stay in the text, since they are these marks or parts of them."""
+        text = "\n".join(marks)
+        return frozenset(number for token, number in self.info.added_tokens.items() if token in text)
 
 
 def model_reading(parsers: Parsers, info: ModelInfo) -> ModelReading:

@@ -123,6 +123,21 @@ async def test_a_reply_in_channels_comes_out_as_a_message(engine) -> None:
     assert {3, 5, 6} <= engine.requests[0].shown_special_ids
 
 
+@pytest.mark.parametrize(
+    ("dialect", "tokens"),
+    [
+        ("minicpm5", ("<function", "</function>", "<param", "</param>")),
+        ("minimax_m3", ("]<]minimax[>[", "<tool_call>", "</invoke>")),
+        ("deepseek_v32", ("｜DSML｜",)),
+    ],
+)
+def test_special_tokens_that_are_parts_of_marks_stay_in_the_text(dialect, tokens) -> None:
+    numbers = {token: number for number, token in enumerate(tokens)}
+    info = dataclasses.replace(INFO, added_tokens=numbers | {"<pad>": 9})
+    reading = model_reading(Parsers(tool_calls=dialect, reasoning="none"), info)
+    assert reading.shown_ids(reading.row.marks) == set(numbers.values())
+
+
 async def test_a_grammar_holds_in_the_final_channel(engine) -> None:
     engine.model_info, engine.texts = GPT_OSS, ("{", "}")
     body = {
