@@ -177,6 +177,7 @@ async def _to_boundary(request: Request, error: Exception) -> NoReturn:
     A 405 names all methods of its path: the router knows those of one route.
     """
     if isinstance(error, HTTPException) and error.status_code == 405:
-        methods = request.app.state.methods.get(request.scope["route"].path_format)
-        error.headers = {"Allow": ", ".join(methods)} if methods else error.headers
+        route = request.scope.get("route")  # /openapi.json is no route of ours
+        methods = request.app.state.methods.get(getattr(route, "path_format", ""))
+        error.headers = {"Allow": ", ".join(sorted(methods))} if methods else error.headers
     raise error

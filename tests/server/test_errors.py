@@ -169,6 +169,7 @@ def test_what_operators_read_of_an_error_has_no_word_of_the_clients(message, par
         ("GET", "/v1/completions"),
         ("DELETE", "/v1/chat/completions"),
         ("POST", "/health"),
+        ("POST", "/openapi.json"),
         ("OPTIONS", "/v1/models"),
     ],
 )
