@@ -69,7 +69,7 @@ _REASONS: Final = {
     "chat_template": "a template is a program, and comes with the checkpoint only",
     "logits_processors": "code from outside is never run",
     "prompt_embeds": "tensors from outside are never read",
-    "thinking_token_budget": "it is for chats, where thoughts are told apart",
+    "thinking_token_budget": "it is for chats",
     "use_beam_search": "every choice is sampled by itself: ask for several with n, or best_of in completions",
 }
 _INSTEAD: Final = {
@@ -81,8 +81,8 @@ _INSTEAD: Final = {
     "guided_grammar": "structured_outputs.grammar",
     "guided_json": "structured_outputs.json",
     "guided_regex": "structured_outputs.regex",
-    "json_schema": "response_format",
-    "n_predict": "max_tokens",
+    "json_schema": "response_format, or text.format in responses",
+    "n_predict": "max_tokens, or max_output_tokens in responses",
     "regex": "structured_outputs.regex",
     "repeat_penalty": "repetition_penalty",
     "return_prompt_text": "return_token_ids, and /detokenize",

@@ -166,7 +166,7 @@ async def _encode(edge: Edge, body: TokenizeRequest, receive: Receive) -> tuple[
         return await _encode_chat(edge, body, receive)
     if body.prompt is None:
         raise RequestRejected("prompt or messages is required", param="prompt", code="missing_field")
-    for name in _CHAT_FIELDS:
+    for name in ("thinking", "reasoning", *_CHAT_FIELDS):  # the first two stand for others
         if getattr(body, name) is not None:
             raise RequestRejected(f"{name} is for messages, not for a prompt", param=name)
     if body.add_special_tokens is False:

@@ -32,7 +32,7 @@ from server.api.responses.replies import ResponsePlan
 from server.api.responses.store import StoredResponse, weigh
 from server.api.responses.tools import Toolbox, toolbox_of
 from server.edge.http.edge import Edge
-from server.edge.http.ignored import note_ignored
+from server.edge.http.ignored import note_ignored, note_unread_kwargs
 from server.reply.generate.answering import new_head
 from server.reply.generate.calls import Origin
 from server.reply.generate.replies import ReplyPlan
@@ -64,6 +64,7 @@ class Making:
 def note_left_out(request: Request, body: ResponsesRequest) -> None:
     """Count and name what a request brings in vain. Raises RequestRejected under --strict-fields."""
     note_ignored(request, ignored_names(body, toolbox_of(body, body.input)))
+    note_unread_kwargs(request, body.chat_template_kwargs)
 
 
 def conversation_of(body: ResponsesRequest, earlier: StoredResponse | None) -> Items:

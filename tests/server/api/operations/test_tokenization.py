@@ -93,6 +93,8 @@ async def test_messages_become_what_a_chat_would_generate_from(client, engine):
         ({"prompt": 5}, 400, "prompt"),
         ({"prompt": ["a"]}, 400, "prompt"),
         ({"prompt": "a", "add_generation_prompt": True}, 400, "add_generation_prompt"),
+        ({"prompt": "a", "thinking": {"type": "disabled"}}, 400, "thinking"),
+        ({"prompt": "a", "reasoning": {"effort": "low"}}, 400, "reasoning"),
         ({"messages": []}, 400, "messages"),
         ({"messages": [{"role": "user", "content": "x"}], "chat_template": "x"}, 400, "chat_template"),
         ({"prompt": "a", "return_token_strs": 1}, 400, "return_token_strs"),

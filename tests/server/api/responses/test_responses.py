@@ -367,6 +367,21 @@ async def test_what_cannot_be_done_is_refused_by_the_name_the_caller_used(client
     assert "or image_url" not in error["message"]
 
 
+async def test_variables_that_the_template_does_not_read_are_named(client):
+    body = {"input": "hi", "chat_template_kwargs": {"style": "plain"}}
+    for path in (PATH, f"{PATH}/input_tokens"):
+        reply = await client.post(path, json=body)
+        assert reply.headers["x-tokenyard-ignored"] == "chat_template_kwargs.style"
+
+
+@pytest.mark.parametrize(
+    ("body", "instead"),
+    [({"n_predict": 4}, "max_output_tokens"), ({"json_schema": {}}, "text.format")],
+)
+async def test_a_field_of_other_servers_is_refused_with_the_name_of_ours(client, body, instead):
+    assert instead in (await refused(client, **body))["message"]
+
+
 def test_fields_that_a_chat_has_too_have_the_same_bounds_here():
     ours = ResponsesRequest.model_json_schema()["properties"]
     theirs = ChatCompletionRequest.model_json_schema()["properties"]
