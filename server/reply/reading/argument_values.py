@@ -48,8 +48,10 @@ class ArgumentTypes:
     def __init__(self, schema: object, root: object = None) -> None:
         """`root`: the schema that references of this one are of, if it is not the whole."""
         self._root = schema if root is None else root
-        found = (part.get("properties") for part in _parts(schema, self._root))
+        parts = list(_parts(schema, self._root))
+        found = (part.get("properties") for part in parts)
         self._properties: list[dict[str, object]] = [each for each in found if isinstance(each, dict)]
+        self._of_others = [part["additionalProperties"] for part in parts if "additionalProperties" in part]
         self._known: dict[str, frozenset[str]] = {}
         self._within: dict[str, ArgumentTypes] = {}
 
@@ -75,7 +77,7 @@ class ArgumentTypes:
         return self._within[name]
 
     def _schemas(self, name: str) -> list[object]:
-        return [each[name] for each in self._properties if name in each]
+        return [each[name] for each in self._properties if name in each] or self._of_others
 
     def _typed(self, schema: object) -> Iterator[dict[str, Any]]:
         return _parts(schema, self._root, ends=lambda part: bool(_own_types(part)))

@@ -19,6 +19,7 @@ NESTED = {
         "codes": {"items": {"type": "string"}},
         "where": {"properties": {"zip": {"type": "string"}}},
         "order": {"type": "object", "properties": {"item": {"type": "string"}}},
+        "env": {"type": "object", "additionalProperties": {"type": "string"}},
         "sizes": {"type": ["array", "null"], "items": {"type": "string"}},
     },
 }
@@ -41,6 +42,7 @@ NESTED = {
             {"grid": [[1, 2], [3]], "a": 4},
         ),
         ("<b><b><c>1</c></b><d>2</d></b>", {"b": {"b": {"c": 1}, "d": 2}}),
+        ("<env><PORT>80</PORT></env><floor>2</floor>", {"env": {"PORT": "80"}, "floor": 2}),
         ("<order><item>7</item></order>", {"order": {"item": "7"}}),
         ("<sizes><size>1</size><size>2</size></sizes>", {"sizes": ["1", "2"]}),
         ("<sizes>\n</sizes><order></order><a></a>", {"sizes": [], "order": {}, "a": ""}),
