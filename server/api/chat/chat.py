@@ -40,10 +40,10 @@ async def create_chat_completion(request: Request) -> Response:
     edge = edge_of(request)
     note_unread_kwargs(request, body.chat_template_kwargs)
     if body.enable_thinking is not None and edge.engine.info.template_variables.isdisjoint(THINKING_SWITCHES):
-        note_ignored(request, ["enable_thinking"])
+        note_ignored(request, [body.as_written("enable_thinking")])
     turn = await prepare_turn(edge, body, origin)
     if turn.ignores_budget:
-        note_ignored(request, ["thinking_token_budget"])
+        note_ignored(request, [body.as_written("thinking_token_budget")])
     plan = ReplyPlan(
         head=new_head(origin, edge.engine.info),
         num_prompt_tokens=(len(turn.prompt_ids),),

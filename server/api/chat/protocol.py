@@ -22,6 +22,11 @@ MAX_MESSAGES = 4096
 MAX_CONTENT_PARTS = 1024
 THINKING_SWITCHES: Final = ("enable_thinking", "thinking")
 """Names of the variable that turns reasoning off and on, in Qwen's and DeepSeek's templates."""
+_ALSO_WRITTEN: Final = {
+    "enable_thinking": (("thinking", "type"), ("reasoning", "enabled")),
+    "thinking_token_budget": (("thinking", "budget_tokens"), ("reasoning", "max_tokens")),
+}
+"""Parts of fields of other servers that stand for one of ours."""
 _NO_TOOL_CHOICE: Final = ("none", "auto")
 
 _CHAT_ONLY: Final[dict[str, tuple[Any, ...]]] = {
@@ -129,6 +134,13 @@ class ReasoningFields(WireModel):
             name: value for name, value in ours.items() if name in cls.model_fields and value is not None
         }
         return {**known, **body}
+
+    def as_written(self, name: str) -> str:
+        """Return the field that the caller wrote for one of ours, which may be this one."""
+        for field, part in _ALSO_WRITTEN[name]:
+            if getattr(getattr(self, field), part, None) is not None:
+                return f"{field}.{part}"
+        return name
 
 
 class ChatCompletionRequest(ReasoningFields, GenerationFields):

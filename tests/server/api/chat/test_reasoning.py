@@ -224,9 +224,19 @@ async def test_reasoning_is_left_out_and_has_a_budget_in_the_words_of_other_serv
     assert thinking.requests[0].params.answer.max_tokens == 7
 
 
-async def test_a_switch_that_no_template_reads_is_named_as_ignored(client, engine) -> None:
-    reply = await client.post(CHAT, json={**HI, "max_tokens": 2, "thinking": {"type": "disabled"}})
-    assert reply.headers["x-tokenyard-ignored"] == "enable_thinking"
+@pytest.mark.parametrize(
+    ("fields", "ignored"),
+    [
+        ({"enable_thinking": True}, "enable_thinking"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking.type, thinking.budget_tokens"),
+        ({"reasoning": {"enabled": False, "max_tokens": 9}}, "reasoning.enabled, reasoning.max_tokens"),
+    ],
+)
+async def test_a_switch_that_has_no_effect_is_named_as_it_was_written(
+    client, engine, fields, ignored
+) -> None:
+    reply = await client.post(CHAT, json={**HI, "max_tokens": 2, **fields})
+    assert reply.headers["x-tokenyard-ignored"] == ignored
 
 
 async def test_what_the_caller_says_of_thinking_wins_over_the_effort(client, engine) -> None:
