@@ -124,4 +124,4 @@ class DraftingStates(StateExecutor, Protocol):
         """Take the sequences of the next calls."""
 
     def accept_drafts(self, num_right_R: Sequence[int]) -> None:
-        """Take in the first drafts of each sequence of the step, so many of them."""
+        """Take in the first drafts of each sequence of the step: their numbers."""

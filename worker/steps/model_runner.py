@@ -230,7 +230,7 @@ class StepRunner(ABC):
 
     @torch.inference_mode()
     def accept_drafts(self, num_right_R: Sequence[int]) -> None:
-        """Take in the first drafts of each sequence of the step that was computed last, so many of them.
+        """Take in the first drafts of each sequence of the step that was computed last: their numbers.
 
         Keys and values need nothing: those of wrong drafts are overwritten.
         """

@@ -89,7 +89,9 @@ def _parts(
     """Yield a schema and the parts of it, each once. `ends`: whether to look for none within a part."""
     seen, left = set[int](), [schema]
     for part in left:  # which grows
-        if isinstance(part, dict) and id(part) not in seen and len(seen) < _MAX_PARTS:
+        if len(seen) == _MAX_PARTS:
+            break
+        if isinstance(part, dict) and id(part) not in seen:
             seen.add(id(part))
             yield part
             if not ends(part):
