@@ -194,9 +194,11 @@ def _configured_templates(folder: Path) -> dict[str, str]:
 def _templates_by_name(path: Path, found: Any) -> dict[str, str]:
     try:
         templates = found if isinstance(found, dict) else {each["name"]: each["template"] for each in found}
+        if not all(isinstance(each, str) for named in templates.items() for each in named):
+            raise TypeError
     except (TypeError, KeyError) as error:
         raise TokenizerError(
-            f"{path}: chat_template is neither a text nor a list of named texts", "correct or remove it"
+            f"{path}: chat_template is neither a text nor texts by their names", "correct or remove it"
         ) from error
     if "default" not in templates:
         raise TokenizerError(

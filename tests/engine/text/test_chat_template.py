@@ -429,6 +429,8 @@ def test_the_template_file_comes_before_the_one_in_the_configuration(tmp_path: P
         ("x" * (MAX_TEMPLATE_BYTES + 1), "bytes"),
         ([{"name": "rag", "template": "x"}], "none named default"),
         ([1], "neither"),
+        ({"default": 5}, "neither"),
+        ([{"name": "default", "template": ["x"]}], "neither"),
     ],
 )
 def test_an_unusable_template_stops_the_start_with_a_reason(tmp_path: Path, found: Any, words: str) -> None:
