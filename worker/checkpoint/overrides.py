@@ -59,8 +59,9 @@ def config_overrides(text: str | None) -> dict[str, Any]:
 def merged(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Merge objects key by key, and replace other values; null takes a key away. Raises StartupError."""
     result = dict(content)
-    parameters = result.get("rope_parameters")
-    if isinstance(overrides.get("rope_scaling"), dict) and isinstance(parameters, dict) and parameters:
+    parameters, others = result.get("rope_parameters"), overrides.get("rope_parameters", {})
+    has_objects = all(isinstance(each, dict) for each in (overrides.get("rope_scaling"), parameters, others))
+    if has_objects and parameters:
         overrides = _with_new_name(overrides, parameters)
     for key, value in overrides.items():
         if value is None:
@@ -83,7 +84,7 @@ def _with_new_name(overrides: Mapping[str, Any], parameters: Mapping[str, Any]) 
     if "type" in scaling:
         scaling.setdefault("rope_type", scaling.pop("type"))
     others = {key: value for key, value in overrides.items() if key != "rope_scaling"}
-    return {**others, "rope_parameters": merged(scaling, others.get("rope_parameters") or {})}
+    return {**others, "rope_parameters": merged(scaling, others.get("rope_parameters", {}))}
 
 
 def in_known_family(content: dict[str, Any]) -> dict[str, Any]:

@@ -48,6 +48,9 @@ def test_rope_scaling_keeps_the_other_parameters_of_newer_files(kind) -> None:
         "text_config": {"rope_parameters": found}
     }
     assert merged({"rope_theta": 1e6}, overrides) == {"rope_theta": 1e6, **overrides}
+    for other in (None, 5):  # what replaces the other parameters is taken as it is
+        replacing = {**overrides, "rope_parameters": other}
+        assert merged(content, replacing).get("rope_parameters") == other
     with pytest.raises(StartupError, match="for each kind of layers"):
         merged({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, overrides)
 
