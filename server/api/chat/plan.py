@@ -7,7 +7,7 @@ before: so the block of thoughts is opened in the prompt, and the token that end
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from engine.errors import RequestRejected
 from engine.text.template_messages import Chat
@@ -41,6 +41,8 @@ class ModelReading:
     """The checkpoint's own as far as it has one, where both options leave the choice to it."""
     has_own_calls: bool = False
     """The checkpoint's template says how calls are written: the model was trained to."""
+    shown: dict[tuple[str, ...], frozenset[int]] = field(default_factory=dict)
+    """Special tokens by the marks that have them, as far as they were asked for."""
 
     @property
     def reads_thoughts(self) -> bool:
@@ -62,12 +64,28 @@ class ModelReading:
 
     def shown_ids(self, marks: tuple[str, ...]) -> frozenset[int]:
         """Special tokens that must stay in the text, since they are these marks or parts of them."""
-        text = "\n".join(marks)
-        return frozenset(number for token, number in self.info.added_tokens.items() if token in text)
+        if marks not in self.shown:
+            text, known = "\n".join(marks), self.info.added_tokens
+            self.shown[marks] = frozenset(number for token, number in known.items() if token in text)
+        return self.shown[marks]
+
+
+_READINGS: dict[tuple[Parsers, int], ModelReading] = {}
+_MAX_READINGS = 64
 
 
 def model_reading(parsers: Parsers, info: ModelInfo) -> ModelReading:
-    """Choose the rows of a model, by its own template or by the tables."""
+    """Return the rows of a model, chosen once for each state of it: some have thousands of special tokens."""
+    key = parsers, id(info)  # of no other object, as long as the reading has it
+    if key not in _READINGS:
+        if len(_READINGS) == _MAX_READINGS:
+            del _READINGS[next(iter(_READINGS))]
+        _READINGS[key] = _chosen_reading(parsers, info)
+    return _READINGS[key]
+
+
+def _chosen_reading(parsers: Parsers, info: ModelInfo) -> ModelReading:
+    """Choose the rows by the model's own template or by the tables."""
     dialect = find_dialect(parsers.tool_calls, info.chat_template)
     row = Row() if dialect is None else dialect.row
     is_left_to_us = parsers.tool_calls == parsers.reasoning == "auto"
