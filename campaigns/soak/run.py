@@ -44,7 +44,7 @@ from campaigns.soak.features import Features, prepare
 from campaigns.soak.lasting import Lasting
 from campaigns.soak.streams import ManyStreams
 from campaigns.soak.trouble import CLOCK, HANGS_AFTER, KILLS_UNTIL, Trouble
-from server.edge.http.http_client import ExchangeFailed
+from server.edge.http.http_client import ExchangeFailed, Timeouts, exchange
 
 MAX_MODEL_LEN = 256
 SMALL = (
@@ -252,9 +252,12 @@ class Soak:
     async def _is_ready(self) -> bool:
         """Whether all engines are ready."""
         with contextlib.suppress(ExchangeFailed):
+            target = self._server.target
+            wire = target.request("GET", "/health/ready")
+            is_ready = (await exchange(target, wire, timeouts=Timeouts(whole_s=30))).status == 200
             metrics = await self._server.metrics()
-            ready = [each for name, each in metrics.items() if name.startswith("tokenyard:engine_ready")]
-            return bool(ready) and all(ready)
+            several = [each for name, each in metrics.items() if name.startswith("tokenyard:engine_ready")]
+            return is_ready and all(several)
         return False
 
     async def _sample(self) -> None:

@@ -119,10 +119,12 @@ BadWords = Annotated[
 ]
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 TemplateKwargs = Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_KWARGS)]
+_MetadataValue = Annotated[str, StringConstraints(max_length=512)]
+_WithNulls = Annotated[dict[str, _MetadataValue | None], Field(max_length=16)]
 Metadata = Annotated[
-    dict[str, Annotated[str, StringConstraints(max_length=512)]],
+    dict[str, _MetadataValue],
     Field(max_length=16),
-    BeforeValidator(_without_nulls),
+    BeforeValidator(_without_nulls, json_schema_input_type=_WithNulls),
     BeforeValidator(_at_most(16)),
 ]
 Name = Annotated[str, StringConstraints(max_length=256)]
