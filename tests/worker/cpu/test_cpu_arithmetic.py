@@ -1,6 +1,7 @@
 """One of two ways to multiply bf16 is chosen at load, by a measurement or by name."""
 
 import logging
+import re
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from tests.checkpoints import make_checkpoint
 from tests.worker.conftest import load_worker
 from worker.cpu import arithmetic as cpu_arithmetic
+from worker.cpu import native
 from worker.cpu.arithmetic import DOT, EXPANDED, WITHOUT_BYTES, choose_kernels
 from worker.cpu.native import Kernels, pack
 from worker.worker_errors import StartupError
@@ -26,6 +28,15 @@ def test_the_second_way_must_be_clearly_faster(built, monkeypatch, caplog, times
 def test_the_measurement_times_both_ways(built):
     times_s = cpu_arithmetic._measure(Kernels(built, 1, DOT), Kernels(built, 1, EXPANDED))
     assert all(0 < each < 60 for each in times_s)
+
+
+def test_no_field_of_a_struct_stands_behind_its_functions():
+    """It would not be read, and the kernels would look behind the memory that Python gives."""
+    structs = re.findall(r"^struct (\w+) \{\n(.*?)^\};", "".join(native._HEADERS), re.MULTILINE | re.DOTALL)
+    assert {name for name, _ in structs} == native._STRUCTS.keys()
+    for name, whole in structs:
+        rest = whole.removeprefix(native._STRUCTS[name])
+        assert not [line for line in rest.splitlines() if native._FIELD.match(line)], name
 
 
 def test_inputs_that_fill_no_whole_vector_reach_no_kernel(built):
