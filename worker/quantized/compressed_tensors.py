@@ -36,6 +36,7 @@ from worker.quantized.scheme import (
 )
 
 _MIXED = "mixed-precision"
+_MOST_WAYS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,6 @@ class PackedReader:
         stored = tensors.take("weight_shape", (torch.int64, torch.int32), (2,))
         if tuple(stored.tolist()) != shape:
             raise tensors.refusal("weight_shape", f"is {stored.tolist()}", str(list(shape)))
-        codes_NK = unpacked(words, self.bits)[:, :num_inputs]
         scales_NG = self.strategy.scales(tensors, shape)
         zeros_NG, permutation = None, None
         if not self.strategy.is_symmetric:
@@ -96,6 +96,7 @@ class PackedReader:
             g_idx = tensors.take("weight_g_idx", (torch.int32, torch.int64), (num_inputs,))
             size = num_inputs // scales_NG.shape[1]
             permutation = order_by_group(tensors, "weight_g_idx", g_idx, size)
+        codes_NK = unpacked(words, self.bits)[:, :num_inputs]
         if permutation is not None:
             codes_NK = codes_NK[:, permutation]
         found = IntegerCodes(
@@ -130,10 +131,10 @@ class Nvfp4Reader:
     """nvfp4-pack-quantized: e2m1 with e4m3 scales of 16 inputs, all of them divided by one number."""
 
     def read(self, tensors: ModuleTensors, shape: tuple[int, int]) -> GroupedWeight:
+        weight = e2m1_of_16(tensors, "weight_packed", shape)
         divisor = tensors.take("weight_global_scale", (torch.float32,), (), (1,)).reshape(())
         if not bool(divisor.isfinite()) or divisor == 0:
             raise tensors.refusal("weight_global_scale", f"is {float(divisor)}", "finite and not 0")
-        weight = e2m1_of_16(tensors, "weight_packed", shape)
         return replace(weight, scales_NG=weight.scales_NG / divisor)
 
 
@@ -154,21 +155,22 @@ class CompressedTensorsRules(SelfReadingRules):
     """The ways in which a config's groups store weights."""
 
     readers: tuple[Reader, ...]
-    """One at least."""
+    """One at least. Those with zero points come first: others pass over a tensor of zeros."""
 
     def read(self, tensors: ModuleTensors, shape: tuple[int, int]) -> GroupedWeight:
         """Read by the one that takes all tensors of the module: names, dtypes and shapes tell them apart."""
-        refusals = []
+        refusals: list[tuple[int, QuantizationRefused]] = []
         for reader in self.readers:
             tensors.begin_again()
             try:
                 weight = reader.read(tensors, shape)
                 tensors.refuse_unread()
             except QuantizationRefused as refusal:
-                refusals.append(refusal)
+                refusals.append((tensors.num_taken, refusal))
             else:
                 return weight
-        raise refusals[0]
+        # What stopped the way that took most is what is wrong with the module.
+        raise max(refusals, key=lambda each: each[0])[1]
 
 
 def read_compressed_tensors_rules(config: dict[str, Any]) -> Rules:
@@ -192,7 +194,17 @@ def read_compressed_tensors_rules(config: dict[str, Any]) -> Rules:
         if group.get("output_activations"):
             raise _refused(name, "output_activations", group["output_activations"], "none")
         readers.append(_reader(name, weights, group.get("format") or config.get("format")))
-    return CompressedTensorsRules(tuple(dict.fromkeys(readers))) if readers else NoReaders()
+    ways = sorted(dict.fromkeys(readers), key=lambda each: not _has_zero_points(each))
+    if len(ways) > _MOST_WAYS:  # a module may be read in each of them
+        raise QuantizationRefused(
+            f"quantization_config has {len(ways)} ways of storing weights",
+            fix=f"take a checkpoint with {_MOST_WAYS} at most",
+        )
+    return CompressedTensorsRules(tuple(ways)) if ways else NoReaders()
+
+
+def _has_zero_points(reader: Reader) -> bool:
+    return isinstance(reader, PackedReader | ByteReader) and not reader.strategy.is_symmetric
 
 
 def _reader(group: str, weights: dict[str, Any], layout: str | None) -> Reader:

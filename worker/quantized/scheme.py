@@ -66,7 +66,6 @@ class ModuleTensors:
     def take(self, name: str, dtypes: tuple[torch.dtype, ...], *shapes: tuple[int, ...]) -> Tensor:
         """A tensor of one of these dtypes and shapes."""
         found = self._tensors.get(name)
-        self._read.add(name)
         if found is None:
             raise QuantizationRefused(
                 f"{self.module}.{name} is missing", fix="download the checkpoint again, whole"
@@ -77,6 +76,7 @@ class ModuleTensors:
             raise self.refusal(
                 name, f"is {list(found.shape)}", " or ".join(str(list(each)) for each in shapes)
             )
+        self._read.add(name)
         return found
 
     def shape_of(self, name: str) -> tuple[int, ...]:
@@ -94,6 +94,11 @@ class ModuleTensors:
     def begin_again(self) -> None:
         """Forget what was taken, before another reader takes them."""
         self._read.clear()
+
+    @property
+    def num_taken(self) -> int:
+        """Tensors that had the dtype and shape that was asked for."""
+        return len(self._read)
 
     def refuse_unread(self) -> None:
         """Raise QuantizationRefused for a tensor that no reader took and that is not all 0."""

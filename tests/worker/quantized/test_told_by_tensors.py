@@ -1,5 +1,7 @@
 """Tensors tell what a config leaves open: blocks, exponents, and which of several groups a module is in."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,8 @@ from tests.worker.quantized.test_readers import (
     packed_bits,
     read,
 )
+from worker.checkpoint.checkpoint_files import StoredTensor, WeightFile, loaded_bytes
+from worker.quantized.formats import read_rules
 from worker.quantized.scheme import QuantizationRefused
 
 
@@ -66,6 +70,18 @@ def test_blocks_of_modelopt_have_two_or_four_dimensions_under_either_name(random
     tensors = {"weight": codes, name: stored.view(2, 1, 3, 1) if is_spread else stored}
     spread = scales.repeat(128, 0).repeat(128, 1)[: shape[0], : shape[1]]
     assert_same(read(config, tensors, shape), numbers_of_float8(codes).astype(np.float32) * spread)
+
+
+@pytest.mark.parametrize("scales", [(), (1,), (256, 1), (2, 3), (2, 1, 3, 1)])
+def test_scales_are_foreseen_in_the_memory_that_they_take(random, scales):
+    tensors = {"weight": float8(random, 256, 384), "weight_scale": torch.ones(scales)}
+    held = read({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, tensors, (256, 384)).num_bytes
+    dtypes = {"weight": "F8_E4M3", "weight_scale": "F32"}
+    stored = {
+        f"up_proj.{name}": StoredTensor(dtypes[name], tuple(each.shape), each.nbytes)
+        for name, each in tensors.items()
+    }
+    assert loaded_bytes([WeightFile(Path("a"), 0, stored)], "bfloat16").codes == held
 
 
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64, "symmetric": False}
@@ -130,3 +146,28 @@ def test_groups_of_compressed_tensors_are_told_apart_by_what_is_stored(random):
     del tensors["weight_global_scale"]
     with pytest.raises(QuantizationRefused, match=r"up_proj.weight_global_scale is missing"):
         read(together, tensors)
+    tensors = tensors_of(random, *GROUPS[1])
+    tensors["weight"].view(torch.uint8)[0, 0] = 0x7F
+    with pytest.raises(QuantizationRefused, match=r"up_proj.weight has codes that are not a number"):
+        read(together, tensors)
+
+
+def test_zero_points_that_are_all_0_are_no_symmetry(random):
+    weights = INT4 | {"symmetric": True}
+    config = compressed("pack-quantized", weights)
+    config["config_groups"]["group_1"] = {"targets": ["Linear"], "weights": INT4}
+    codes, scales = random.integers(0, 16, (N, K)), torch.rand(N, K // 64) + 0.1
+    tensors = {
+        "weight_packed": packed_bits(codes, 4),
+        "weight_scale": scales,
+        "weight_shape": torch.tensor([N, K]),
+        "weight_zero_point": torch.zeros(N // 8, K // 64, dtype=torch.int32),
+    }
+    assert_same(read(config, tensors), codes * scales.double().numpy().repeat(64, 1))
+
+
+def test_a_config_of_more_ways_than_a_file_can_have_is_refused():
+    """Each weight would be tried in all of them."""
+    groups = {f"group_{size}": {"weights": INT4 | {"group_size": size}} for size in range(1, 66)}
+    with pytest.raises(QuantizationRefused, match=r"65 ways of storing weights; take .* 64 at most"):
+        read_rules(compressed("pack-quantized", INT4) | {"config_groups": groups})
