@@ -53,6 +53,8 @@ _STACKS = ("_blocks", "_proj", "_proj_packed")
 """Ends of names of all experts in one tensor."""
 _SCALE_WORDS = ("scale", "weight.absmax", "SCB")
 """Parts of the names of scales, each of which becomes a number or several."""
+_OWN_SCALES = ("_scale", "_scale_inv", "_weight_scale")
+"""Ends of their names behind that of the codes."""
 _SCALE_OF_TORCHAO = "_weight_scale"
 _ZEROS = frozenset({"qzeros", "weight_zero_point", "_weight_zero_point"})
 _ORDERS = frozenset({"g_idx", "weight_g_idx"})
@@ -317,15 +319,15 @@ def _quantized_bytes(tensors: dict[str, StoredTensor]) -> tuple[int, list[str]]:
         modules[module][last_name] = tensor
     total, plain = 0, []
     for module, parts in modules.items():
-        codes = [parts[name] for name in parts if name in _CODES or name.endswith(_STACKS)]
+        codes = {name: parts[name] for name in parts if name in _CODES or name.endswith(_STACKS)}
         if not codes or not any(map(_is_scale, parts)):
             plain += [f"{module}.{name}" if module else name for name in parts]
             continue
-        total += sum(tensor.num_bytes for tensor in codes)
+        total += sum(tensor.num_bytes for tensor in codes.values())
         num_zeros = sum(name in _ZEROS for name in parts)
         for name, tensor in parts.items():
             if _is_scale(name):
-                total += _BYTES_OF_A_SCALE * (1 + num_zeros) * _num_scales(name, tensor, codes[0])
+                total += _BYTES_OF_A_SCALE * (1 + num_zeros) * _num_scales(name, tensor, codes)
             elif name in _ORDERS:
                 total += _BYTES_OF_AN_INDEX * math.prod(tensor.shape)
             elif name == "bias" or name.endswith("_bias"):
@@ -343,7 +345,7 @@ def module_of(name: str) -> tuple[str, str]:
 
 
 def _is_scale(name: str) -> bool:
-    is_of_weight = "global" not in name and "input" not in name
+    is_of_weight = not any(word in name for word in ("global", "input", "activation"))
     return is_of_weight and any(word in name for word in _SCALE_WORDS)
 
 
@@ -353,12 +355,14 @@ def _bytes_of_blocks(tensor: GgufTensor) -> int:
     return count * bits // 8 + count // group_size * per_group * _BYTES_OF_A_SCALE
 
 
-def _num_scales(name: str, scales: StoredTensor, codes: StoredTensor) -> int:
+def _num_scales(name: str, scales: StoredTensor, codes: dict[str, StoredTensor]) -> int:
     """Count scales by output and group: one for a block or for all is repeated for each output."""
     if name == _SCALE_OF_TORCHAO:  # of one output for all, or with outputs last
-        return max(codes.shape[0], math.prod(scales.shape))
-    if name.startswith("weight_scale") and codes.dtype in _BYTE_CODES and len(scales.shape) < 3:
-        return codes.shape[0] * (scales.shape[1] if len(scales.shape) == 2 else 1)
+        return max(next(iter(codes.values())).shape[0], math.prod(scales.shape))
+    own = next((each for each in codes if name.removeprefix(each) in _OWN_SCALES), None)
+    if own is not None and codes[own].dtype in _BYTE_CODES:
+        num_groups = (scales.shape[1:3] or (1,))[-1]  # of ModelOpt's four dimensions the last is 1
+        return math.prod(codes[own].shape[:-1]) * num_groups
     return math.prod(scales.shape)
 
 

@@ -178,10 +178,10 @@ class QuantizedModules:
         whole = [each for each in self.linears.values() if isinstance(each, StoredLinear)]
         linears = [*whole, *self.embeddings.values(), *self.numbers.values(), *experts, *parts]
         taken = [each.stored for each in linears] + [stored for stored, _, _ in self.stacks.values()]
-        taken += [down.stored for _, down in self.stacked.values()]
+        stacks = (stack for both in self.stacked.values() for stack in both)
         return {
             f"{stored.module}.{name}" for stored in taken for name in stored.last_names if not is_bias(name)
-        }
+        } | {f"{stack.stored.module}.{name}" for stack in stacks for name in stack.files}
 
     def free(self, model: Any) -> None:
         """Free the weights of linear layers, which are read again once they are asked for."""

@@ -91,13 +91,17 @@ class StoredStack:
     shape: tuple[int, int, int]
     """Experts, outputs and inputs."""
 
+    @property
+    def files(self) -> dict[str, Path]:
+        """Files of the matrix's tensors, by their last names."""
+        files = self.stored.files
+        return {name: files[name] for name in files if name.startswith(self.parameter) and not is_bias(name)}
+
     def read(self) -> list[GroupedWeight]:
         num_experts, num_outputs, num_inputs = self.shape
-        files = self.stored.files
-        own = {name: files[name] for name in files if name.startswith(self.parameter) and not is_bias(name)}
         stacks = {
             _name_in_module(name.removeprefix(self.parameter)): stack
-            for name, stack in replace(self.stored, files=own).read_tensors().items()
+            for name, stack in replace(self.stored, files=self.files).read_tensors().items()
         }
         found = []
         for expert in range(num_experts):

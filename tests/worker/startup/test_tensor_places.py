@@ -26,6 +26,7 @@ from worker.worker_errors import StartupError
 
 LAYER = "model.layers.0"
 PROMPT = tuple(range(20, 34))
+FLOAT8 = torch.float8_e4m3fn
 
 
 @pytest.fixture
@@ -199,7 +200,7 @@ def test_a_quantized_checkpoint_whose_config_is_lost_names_a_tensor_of_it(gptq: 
 def test_codes_without_a_scale_in_a_quantized_checkpoint_are_refused(gptq: Path, tmp_path: Path) -> None:
     folder = copied(gptq, tmp_path / "codes")
     name = "model.layers.1.mlp.down_proj.weight"
-    add(folder, **{name: stored(folder)[name].to(torch.float8_e4m3fn)})
+    add(folder, **{name: stored(folder)[name].to(FLOAT8)})
     assert f"{name} holds codes" in refusal(folder)
 
 
@@ -280,7 +281,7 @@ def test_experts_of_codes_may_be_in_one_tensor(
             names = [[f"{experts}.{expert}.{part}.weight" for part in parts] for expert in range(4)]
             whole = torch.stack([torch.cat([numbers[name] for name in each]) for each in names])
             scales = whole.abs().amax((1, 2), keepdim=True) / 448
-            codes[f"{experts}.{stack}"] = (whole / scales).to(torch.float8_e4m3fn)
+            codes[f"{experts}.{stack}"] = (whole / scales).to(FLOAT8)
             codes[f"{experts}.{stack}_{ends[0]}"] = scales
             codes[f"{experts}.{stack}_{ends[1]}"] = torch.ones(4)
             for each, found in zip(names, codes[f"{experts}.{stack}"].float() * scales, strict=True):
@@ -291,8 +292,11 @@ def test_experts_of_codes_may_be_in_one_tensor(
     method = {"quant_method": "fp8" if ends[0] == "scale_inv" else "modelopt", "quant_algo": "FP8"}
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": method}))
     assert generated(folder) == expected(plain, PROMPT)
-    num_codes = sum(each.numel() for each in codes.values() if each.dtype is torch.float8_e4m3fn)
-    assert 0 <= loaded_bytes(find_weights(folder), "float32").codes - num_codes < 1000
+    num_codes = sum(each.numel() for each in codes.values() if each.dtype is FLOAT8)
+    num_scales = sum(each.shape[0] * each.shape[1] for each in codes.values() if each.dtype is FLOAT8)
+    assert loaded_bytes(find_weights(folder), "float32").codes == num_codes + 4 * num_scales
+    store(folder, codes | {"model.layers.1.mlp.experts.gain": torch.full((4,), 2.0)})
+    assert "experts.gain has no place" in refusal(folder)
     del codes["model.layers.1.mlp.experts.down_proj_" + ends[0]]
     store(folder, codes)
     assert "model.layers.1.mlp.experts.down_proj[0].weight_scale" in refusal(folder)
@@ -390,7 +394,7 @@ def test_a_tensor_of_a_quantized_weight_that_no_reader_takes_is_named(gptq: Path
 def test_what_changes_no_text_is_passed_over(
     folder: Path, gptq: Path, checkpoints: MakeCheckpoint, tmp_path: Path
 ) -> None:
-    codes, ones = torch.ones(4, 4).to(torch.float8_e4m3fn), torch.ones(4)
+    codes, ones = torch.ones(4, 4).to(FLOAT8), torch.ones(4)
     names = (
         "rotary_emb.inv_freq",
         "self_attn.rotary_emb.cos_cached",
