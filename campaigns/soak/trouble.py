@@ -51,7 +51,7 @@ class Trouble:
         self._clock = clock
         self._num_causes = 0
         self._deed = asyncio.Lock()
-        """Held by what is done to processes: a new one would inherit a limit of memory."""
+        """Held by what is done to processes: a new one would inherit the limits of another."""
         self.num_engines_killed = 0
         """Deaths since the start of the API process."""
         self.ends: Counter[str] = Counter()
@@ -157,35 +157,30 @@ class Trouble:
 
     async def _take_files(self) -> None:
         """Leave the API process only a few more descriptors than it has."""
-        pid = self._server.pid
-        before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-        with self._cause():
-            try:
-                fewest = held_by(pid).num_files + _SPARE_FILES
-                resource.prlimit(pid, resource.RLIMIT_NOFILE, (fewest, before[1]))
-                await asyncio.sleep(_STARVED_S)
-            finally:
-                with suppress(ProcessLookupError):
-                    resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
-            await asyncio.sleep(_SETTLES_S)
+        async with self._deed:
+            pid = self._server.pid
+            await self._limit(pid, resource.RLIMIT_NOFILE, held_by(pid).num_files + _SPARE_FILES)
         self.ends["without descriptors for a while"] += 1
 
     async def _take_memory(self) -> None:
         """Leave one process only a little more address space than it has."""
         async with self._deed:
             pid = self._dice.choice(self._large())
-            before = resource.prlimit(pid, resource.RLIMIT_AS)
             used_bytes = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
-            with self._cause():
-                try:
-                    fewest_bytes = used_bytes + _SPARE_MEMORY_BYTES
-                    resource.prlimit(pid, resource.RLIMIT_AS, (fewest_bytes, before[1]))
-                    await asyncio.sleep(_STARVED_S)
-                finally:
-                    with suppress(ProcessLookupError):
-                        resource.prlimit(pid, resource.RLIMIT_AS, before)
-                await asyncio.sleep(_SETTLES_S)
+            await self._limit(pid, resource.RLIMIT_AS, used_bytes + _SPARE_MEMORY_BYTES)
         self.ends["without memory for a while"] += 1
+
+    async def _limit(self, pid: int, kind: int, most: int) -> None:
+        """Limit a resource of a process for a while."""
+        before = resource.prlimit(pid, kind)
+        with self._cause():
+            try:
+                resource.prlimit(pid, kind, (most, before[1]))
+                await asyncio.sleep(_STARVED_S)
+            finally:
+                with suppress(ProcessLookupError):
+                    resource.prlimit(pid, kind, before)
+            await asyncio.sleep(_SETTLES_S)
 
     def _large(self) -> list[int]:
         """List the API process, the engines and their ranks."""

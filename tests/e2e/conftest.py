@@ -46,7 +46,7 @@ def equipped_server(
 
 @pytest.fixture(scope="session")
 def page_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """The built-in model behind the page, with a key, an adapter, and too few blocks for everybody."""
+    """The built-in model behind the page, with a key, an adapter, and too few blocks for all."""
     folder = tmp_path_factory.mktemp("page")
     poet = write_adapter(folder / "poet", DEMO_MODEL, rank=2)
     options = (

@@ -147,7 +147,7 @@ def test_after_kill_9_the_next_server_takes_the_port_and_clears_up(
     complete(request.getfixturevalue("unlogged"))
     (after,) = left_in(folder)
     assert [after] != before, "what the one before left is still there"
-    assert re.fullmatch("tokenyard-.{8}", after), "nobody can foresee it"
+    assert re.fullmatch("tokenyard-.{8}", after), "it cannot be foreseen"
 
 
 def test_a_clock_that_jumps_by_a_day_and_back_ends_nothing(

@@ -126,7 +126,7 @@ class ReasoningFields(WireModel):
             "enable_thinking": kind == "enabled"
             if kind in ("enabled", "disabled")
             else reasoning.get("enabled"),
-            "thinking_token_budget": thinking.get("budget_tokens", reasoning.get("max_tokens")),
+            "thinking_token_budget": thinking.get("budget_tokens") or reasoning.get("max_tokens"),
             "reasoning_effort": reasoning.get("effort"),
             "include_reasoning": False if reasoning.get("exclude") is True else None,
         }

@@ -240,7 +240,10 @@ class GeneratingParser(Parser):
         self.add_server("the server")
         self.add_argument("--model", metavar="NAME", help="which model (default: the first that it serves)")
         self.add_argument(
-            "--max-tokens", type=valued(_TOKENS), metavar="N", help="end each reply after so many tokens"
+            "--max-tokens",
+            type=valued(_TOKENS),
+            metavar="N",
+            help="end each reply after this number of tokens",
         )
         self.add_argument(
             "--temperature",
