@@ -54,6 +54,7 @@ def test_both_ways_sum_the_same_products(built):
     assert (one - other).abs().max() < 1e-5 * one.abs().max()
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("first", ["avx-vnni", "avx512-vnni"])
 def test_a_set_that_was_written_without_its_processor_is_taken_if_it_is_exact(
     open_kernels, any_library, monkeypatch, caplog, first
