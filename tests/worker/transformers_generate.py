@@ -11,7 +11,11 @@ NUM_TOKENS = 10
 
 @cache
 def expected(folder: Path, prompt: tuple[int, ...]) -> list[int]:
-    model = reference(folder)
+    return greedy(reference(folder), prompt)
+
+
+def greedy(model: torch.nn.Module, prompt: tuple[int, ...]) -> list[int]:
+    """Tokens of a whole reply: no token ends it."""
     with torch.inference_mode():
         output = model.generate(
             torch.tensor([prompt]),
