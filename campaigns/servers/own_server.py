@@ -19,6 +19,7 @@ from server.edge.http.http_client import Target, Timeouts, exchange
 SERVED_NAME = "tiny"
 _READY_WITHIN_S = 120.0
 _METRICS_WITHIN_S = 30.0
+_SHOWN_CHARS = 20_000
 
 Metrics = dict[str, float]
 """Metrics by name and labels, as they stand on the page."""
@@ -75,7 +76,10 @@ def total(metrics: Metrics, name: str) -> float:
 
 @contextlib.contextmanager
 def own_server(words: Sequence[str], *, variables: Mapping[str, str] = {}) -> Iterator[OwnServer]:
-    """`tokenyard serve` with these words, ended when this is left. Raises SystemExit if it does not start."""
+    """`tokenyard serve` with these words, ended when this is left. Raises SystemExit if it does not start.
+
+    The end of its log is shown when it keeps the measurement waiting too long.
+    """
     port = free_port()
     command = (
         *(sys.executable, "-m", "server", "serve", "--port", str(port)),
@@ -90,5 +94,8 @@ def own_server(words: Sequence[str], *, variables: Mapping[str, str] = {}) -> It
             yield server
         except PeerFailed as failure:
             raise SystemExit(f"the server {failure}") from None
+        except TimeoutError:
+            print(log.read_text(errors="replace")[-_SHOWN_CHARS:], file=sys.stderr)
+            raise
         finally:
             server.end()

@@ -115,11 +115,14 @@ class Trouble:
         self.num_engines_killed = 0
 
     async def _end_engine(self, how: signal.Signals) -> None:
-        """Kill or stop an engine or one of its ranks; return when the engine is gone."""
+        """Kill or stop the oldest engine or one of its ranks; return when the engine is gone.
+
+        The engines take turns so: one that dies more than three times in five minutes is given up.
+        """
         async with asyncio.timeout(_BACK_WITHIN_S):
             while not (engines := engines_of(self._server.pid)):
                 await asyncio.sleep(0.2)
-            engine = self._dice.choice(engines)
+            engine = engines[0]
             os.kill(self._dice.choice(ranks_of(engine)), how)
             self.num_engines_killed += 1
             while engine in engines_of(self._server.pid):
