@@ -15,7 +15,12 @@ from server.reply.reading.row import ENDED, FAILED, MORE, BodyPlace, Lexer
 
 _MAX_SCALAR_CHARS = 1024
 _HEX = "[0-9a-fA-F]"
-_ESCAPE = rf"\\(?:[^uUx0-7]|[uUx0-7](?={_HEX}{{8}}|{_HEX}{{0,7}}(?!{_HEX})[\s\S]))"
+_HALF = rf"u[dD][89a-fA-F]{_HEX}{{2}}"
+_FIRST = rf"u[dD][89abAB]{_HEX}{{2}}"
+_PAIR = rf"{_FIRST}\\u[dD][c-fC-F]{_HEX}{{2}}"
+"""Halves of a character that two escapes write."""
+_OPEN = rf"{_FIRST}(?:\\(?:u{_HEX}{{0,7}})?)?\Z"
+_ESCAPE = rf"\\(?!{_OPEN})(?:[^uUx0-7]|[uUx0-7](?={_HEX}{{8}}|{_HEX}{{0,7}}(?!{_HEX})[\s\S]))"
 _OF_PYTHON = re.compile(rf"\\(?:[\\av]|[0-7]{{1,3}}|x{_HEX}{{2}}|U00(?:0{_HEX}|10){_HEX}{{4}})")
 _STRINGS = {quote: re.compile(rf"[^{quote}\\]*(?:{_ESCAPE}[^{quote}\\]*)*").match for quote in "\"'"}
 """Strings up to their end, or to an escape of which more may come. Python's quotes are read as JSON's."""
@@ -26,7 +31,9 @@ _TOKEN = re.compile(r'\s+|[^\s{}\[\],:"<]+')
 _FOREIGN_SPACE = re.compile(r"[^ \t\r\n]")
 """White space that JSON does not know."""
 _SCALAR = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null")
-_UNFIT = re.compile(rf"\\(?:([\"\\/bfnrt]|u{_HEX}{{4}})|'|(?=[\s\S]))|[\"\x00-\x1f]")
+_UNFIT = re.compile(
+    rf"\\(?:([\"\\/bfnrt]|{_PAIR}|(?!{_HALF})u{_HEX}{{4}})|'|{_HALF}|(?=[\s\S]))|[\"\x00-\x1f]"
+)
 """An escape, or a character that has to be written otherwise."""
 _IN_KEY, _IN_VALUE, _IN_PYTHON_KEY, _IN_PYTHON_VALUE, _KEY, _COLON, _VALUE, _END, _DROPPED = range(9)
 """Strings under way, or parts that may come next; of the last, text is dropped up to a mark."""
@@ -334,9 +341,16 @@ def _from_python(found: re.Match[str]) -> str:
 
 
 def _fitting(found: re.Match[str]) -> str:
-    """Write a character as JSON does; a backslash before none that JSON knows is one of the text."""
+    """Write a character as JSON does; a backslash before none that JSON knows is one of the text.
+
+    Half a character, at which readers of JSON end, is a replacement character.
+    """
     text = found.group()
-    return text if found.group(1) else "'" if text == "\\'" else json.dumps(text)[1:-1]
+    if found.group(1):
+        return text
+    if len(text) > 2:
+        return r"\ufffd"
+    return "'" if text == "\\'" else json.dumps(text)[1:-1]
 
 
 @dataclass(frozen=True, slots=True)
