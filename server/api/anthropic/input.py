@@ -58,15 +58,13 @@ def chat_request_of(body: CountTokensRequest) -> ChatCompletionRequest:
     choice = {} if body.tool_choice is None else _tool_choice(body.tool_choice)
     if fields["tools"]:
         fields |= choice
-    if body.thinking is not None and body.thinking.type == "disabled":
-        fields["reasoning_effort"] = "none"
-    elif body.output_config is not None:
+    if body.output_config is not None:
         fields["reasoning_effort"] = body.output_config.effort
-    if body.thinking is not None and body.thinking.display == "omitted":
-        fields["include_reasoning"] = False
-    if body.thinking is not None and body.thinking.type == "enabled":
-        fields["thinking_token_budget"] = body.thinking.budget_tokens
-        fields["enable_thinking"] = True
+    if (thinking := body.thinking) is not None:
+        fields["thinking"] = {"type": thinking.type, "budget_tokens": thinking.budget_tokens}
+        fields["include_reasoning"] = thinking.display != "omitted"
+        if thinking.type == "disabled":
+            fields["reasoning_effort"] = "none"
     if body.output_config is not None and body.output_config.format is not None:
         schema = body.output_config.format.schema_
         fields["response_format"] = {
