@@ -104,6 +104,10 @@ def test_a_word_before_or_behind_any_mark_is_in_the_reply_somewhere(dialect, tex
         (r"{'a': '\xe9 \x1b \U0001F600 \0 \x4'}", {"a": "é \x1b \U0001f600 \0 \\x4"}),
         ("{'a': 'x' 'y'}}</tool_call>", {"a": "x"}),
         ('{"a": "x"\n "b": 1}', {"a": "x", "b": 1}),
+        (
+            '{"a": """x "y"\n\\nz""", "b": \'\'\'it\'s\'\'\', "c": ""}',
+            {"a": 'x "y"\n\nz', "b": "it's", "c": ""},
+        ),
         (json.dumps("{'a': 'x' 'y', 'b': '''it's''', 'c': (1, 0x10, 1_0, .5, 5., +1)}"), PYTHON),
         (json.dumps("{'a': 'x' 'y', 'b': [}"), "{'a': 'x' 'y', 'b': [}"),
         (json.dumps(r"{'a': '\xe9\U0001F600\0'}"), {"a": "é\U0001f600\0"}),
