@@ -57,7 +57,7 @@ class JsonText:
         self._quote = ""
         """Quote of the string under way."""
         self._is_new = False
-        """Nothing of this string has come."""
+        """Whether nothing of this string has come."""
         self._is_behind_string = False
         """The last value on this line was a string; a second one may belong to it, as in Python."""
         self.progress = MORE
