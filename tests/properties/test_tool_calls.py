@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.reply.reading.dialects import DIALECTS as DIALECT_ROWS
@@ -51,7 +51,14 @@ FRAGMENTS = [
     ),
     *(";", ":", " ", "\n", "f", "look", "Hello", "é😀", "null", "12", "\u2028"),
 ]
-TEXTS = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=14).map("".join)
+
+
+def texts_of(row: Row) -> st.SearchStrategy[str]:
+    ends = () if row.call is None or row.call.head is None else row.call.head.ends
+    fragment = st.sampled_from(FRAGMENTS) | st.sampled_from([*row.marks, *ends, " "]) | st.text(max_size=3)
+    return st.lists(fragment, max_size=14).map("".join)
+
+
 CUTS = st.lists(st.integers(0, 400), max_size=12)
 
 
@@ -75,15 +82,19 @@ def read(dialect: str, parts: list[str]) -> JoinedReply:
 
 @pytest.mark.parametrize("dialect", [*ALL_DIALECTS, "none"])
 @settings(max_examples=60, deadline=None)
-@given(text=TEXTS, cuts=CUTS)
-@example(text=": ", cuts=[])
-def test_a_text_means_the_same_however_it_is_cut(dialect: str, text: str, cuts: list[int]) -> None:
+@given(data=st.data(), cuts=CUTS)
+def test_a_text_means_the_same_however_it_is_cut(dialect: str, data: st.DataObject, cuts: list[int]) -> None:
     row = row_of(dialect)
     row = row if row.thoughts is not None else replace(row, thoughts=THINK.thoughts)
+    text = data.draw(texts_of(row))
     for start in (Phase.ANSWER, Phase.THOUGHT, Phase.POSSIBLE):
         whole = joined_reply(ReplyReader(row, NAMES, start), [text])
         for parts in (pieces(text, cuts), list(text)):
             assert joined_reply(ReplyReader(row, NAMES, start), parts) == whole
+
+
+def test_a_sign_and_white_space_before_any_value_mean_the_same_however_they_are_cut() -> None:
+    assert read("none", [": "]) == read("none", list(": "))
 
 
 @settings(max_examples=100, deadline=None)

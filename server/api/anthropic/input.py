@@ -5,7 +5,7 @@ caller of /v1/messages.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final
 
@@ -17,7 +17,6 @@ from server.api.anthropic.protocol import (
     AnthropicSource,
     AnthropicTool,
     AnthropicToolChoice,
-    AnthropicTurn,
     CountTokensRequest,
     MessagesRequest,
 )
@@ -48,25 +47,22 @@ _NAMES: Final = (
 def chat_request_of(body: CountTokensRequest) -> ChatCompletionRequest:
     """Build the chat request. Raises RequestRejected."""
     fields: dict[str, Any] = {name: getattr(body, name) for name in _PASSED_ON}
-    fields["messages"] = _messages(body)
+    fields["messages"] = _Conversation(body).messages
     if isinstance(body, MessagesRequest):
         fields |= {"max_completion_tokens": body.max_tokens, "stop": body.stop_sequences}
     if body.messages[-1].role == "assistant":
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
     tools = body.tools or ()
     fields["tools"] = [_tool(tools[place], f"tools[{place}]") for place in _own_tools(body)] or None
-    choice = {} if body.tool_choice is None else _tool_choice(body.tool_choice)
-    if fields["tools"]:
-        fields |= choice
-    if body.thinking is not None and body.thinking.type == "disabled":
-        fields["reasoning_effort"] = "none"
-    elif body.output_config is not None:
+    if body.tool_choice is not None:
+        fields |= _tool_choice(body.tool_choice)
+    if body.output_config is not None:
         fields["reasoning_effort"] = body.output_config.effort
-    if body.thinking is not None and body.thinking.display == "omitted":
-        fields["include_reasoning"] = False
-    if body.thinking is not None and body.thinking.type == "enabled":
-        fields["thinking_token_budget"] = body.thinking.budget_tokens
-        fields["enable_thinking"] = True
+    if (thinking := body.thinking) is not None:
+        fields["thinking"] = {"type": thinking.type, "budget_tokens": thinking.budget_tokens}
+        fields["include_reasoning"] = thinking.display != "omitted"
+        if thinking.type == "disabled":
+            fields["reasoning_effort"] = "none"
     if body.output_config is not None and body.output_config.format is not None:
         schema = body.output_config.format.schema_
         fields["response_format"] = {
@@ -93,33 +89,9 @@ def in_their_words(body: CountTokensRequest) -> AbstractContextManager[None]:
         return f"tools[{_own_tools(body)[int(found[1])]}]"
 
     def message(found: re.Match[str]) -> str:
-        return dict(_places(body)).get(found[0], found[0])
+        return _Conversation(body).places.get(found[0], found[0])
 
     return in_words((r"^tools\[(\d+)\]", tool), (_PLACE, message), *_NAMES)
-
-
-def _places(body: CountTokensRequest) -> Iterator[tuple[str, str]]:
-    """Places of the chat's messages, their parts and calls, each with the one that the caller wrote."""
-    written: list[tuple[str, list[str], list[str]]] = []
-    if body.system is not None:
-        written.append(("system", _numbered("system", body.system), []))
-    for place, turn in enumerate(body.messages):
-        where = f"messages[{place}]"
-        blocks = _numbered(f"{where}.content", turn.content)
-        calls = [at for at, block in zip(blocks, turn.content, strict=True) if block.type == "tool_use"]
-        for group in _groups(turn):
-            at, parts = where, [blocks[number] for number in group]
-            if group and turn.content[group[0]].type == "tool_result":
-                at, parts = parts[0], _numbered(f"{parts[0]}.content", turn.content[group[0]].content or ())
-            written.append((at, parts, calls))
-    for number, (where, parts, calls) in enumerate(written):
-        yield f"messages[{number}]", where
-        yield from zip(_numbered(f"messages[{number}].content", parts), parts, strict=True)
-        yield from zip(_numbered(f"messages[{number}].tool_calls", calls), calls, strict=True)
-
-
-def _numbered(where: str, items: Sequence[object]) -> list[str]:
-    return [f"{where}[{place}]" for place in range(len(items))]
 
 
 def _own_tools(body: CountTokensRequest) -> list[int]:
@@ -127,80 +99,78 @@ def _own_tools(body: CountTokensRequest) -> list[int]:
     return [place for place, tool in enumerate(body.tools or ()) if not is_run_by_others(tool.type or "")]
 
 
-def _groups(turn: AnthropicTurn) -> list[list[int]]:
-    """Places of the blocks of each message that a turn becomes, but for calls and thoughts.
+class _Conversation:
+    """Messages of a chat, and the places in them, each with the one that the caller wrote.
 
-    Results of tools are messages of their own, in the order of the blocks.
+    Results of tools are messages of their own, in the order of the blocks. Work of others is left out.
     """
-    groups: list[list[int]] = [[]]
-    for place, block in enumerate(turn.content):
-        if block.type == "tool_result" and turn.role == "user":
-            groups += [[place], []]
-        elif not is_others_work(block.type) and (turn.role == "user" or block.type not in _UNMARKED):
-            groups[-1].append(place)
-    return [group for group in groups if group] or [[]]
 
+    def __init__(self, body: CountTokensRequest) -> None:
+        """Raises RequestRejected."""
+        self.messages: list[dict[str, Any]] = []
+        self.places: dict[str, str] = {}
+        if body.system is not None:
+            self._add_turn("system", "system", body.system, "system")
+            if body.system and any(tool.cache_control is not None for tool in body.tools or ()):
+                self.messages[0]["content"][-1]["cache_control"] = {}  # templates write tools there
+        for place, turn in enumerate(body.messages):
+            where = f"messages[{place}]"
+            self._add_turn(turn.role, where, turn.content, f"{where}.content")
+        for message in self.messages:  # one that has said nothing
+            if "content" not in message and "tool_calls" not in message:
+                message["content"] = ""
 
-def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
-    messages: list[dict[str, Any]] = []
-    if body.system is not None:
-        messages.append({"role": "system", "content": _text_parts(body.system, "system")})
-        if messages[0]["content"] and any(tool.cache_control is not None for tool in body.tools or ()):
-            messages[0]["content"][-1]["cache_control"] = {}  # templates write tools there
-    for place, turn in enumerate(body.messages):
-        where = f"messages[{place}].content"
-        if turn.role == "assistant":
-            messages.append(_assistant_message(turn, where))
-        elif turn.role == "system":
-            messages.append({"role": "system", "content": _text_parts(turn.content, where)})
-        else:
-            messages += _user_messages(turn, where)
-    return messages
+    def _add_turn(self, role: str, where: str, blocks: Sequence[AnthropicBlock], places: str) -> None:
+        self._begin(role, where)
+        for place, block in enumerate(blocks):
+            at = f"{places}[{place}]"
+            if role == "assistant":
+                self._add_block(block, at)
+            elif role == "user" and block.type == "tool_result":
+                self._add_result(block, at)
+            elif role == "system" or not is_others_work(block.type):
+                if self.messages[-1]["role"] != role:
+                    self._begin(role, where)
+                self._put("content", _part(block, at) if role == "user" else _text_part(block, at), at)
 
+    def _begin(self, role: str, where: str) -> None:
+        self.places[f"messages[{len(self.messages)}]"] = where
+        self.messages.append({"role": role})
 
-def _user_messages(turn: AnthropicTurn, where: str) -> list[dict[str, Any]]:
-    messages: list[dict[str, Any]] = []
-    for group in _groups(turn):
-        blocks = [(turn.content[place], f"{where}[{place}]") for place in group]
-        if blocks and blocks[0][0].type == "tool_result":
-            messages.append(_tool_message(*blocks[0]))
-        else:
-            messages.append({"role": "user", "content": [_part(*block) for block in blocks] or ""})
-    return messages
+    def _put(self, name: str, item: dict[str, Any], at: str) -> None:
+        """Put a part or a call into the last message."""
+        items = self.messages[-1].setdefault(name, [])
+        self.places[f"messages[{len(self.messages) - 1}].{name}[{len(items)}]"] = at
+        items.append(item)
 
-
-def _tool_message(block: AnthropicBlock, at: str) -> dict[str, Any]:
-    parts = [_part(inner, f"{at}.content[{place}]") for place, inner in enumerate(block.content or ())]
-    call_id = required(block.tool_use_id, f"{at}.tool_use_id")
-    if block.is_error:  # a template has no place for the mark of a failure: the word is for the model
-        text = next((part for part in parts if part["type"] == "text"), None)
-        if text is None:  # behind the others, which keep their places
-            parts.append(text := {"type": "text", "text": ""})
-        text["text"] = f"Error: {text['text']}"
-    if parts and block.cache_control is not None:
-        parts[-1]["cache_control"] = block.cache_control
-    return {"role": "tool", "tool_call_id": call_id, "content": parts or ""}
-
-
-def _assistant_message(turn: AnthropicTurn, where: str) -> dict[str, Any]:
-    texts, thoughts, calls = [], [], []
-    for place, block in enumerate(turn.content):
-        at = f"{where}[{place}]"
+    def _add_block(self, block: AnthropicBlock, at: str) -> None:
+        """Add a block of the assistant."""
+        message = self.messages[-1]
         match block.type:
             case "thinking":
-                thoughts.append(required(block.thinking, f"{at}.thinking"))
+                thoughts = (message.get("reasoning_content"), required(block.thinking, f"{at}.thinking"))
+                message["reasoning_content"] = "\n".join(filter(None, thoughts))
             case "tool_use":
-                calls.append(_call(block, at))
+                self._put("tool_calls", _call(block, at), at)
             case kind if not is_others_work(kind):
-                texts.append(_text_part(block, at))
-    message: dict[str, Any] = {"role": "assistant"}
-    if texts or not calls:
-        message["content"] = texts or ""
-    if thoughts:
-        message["reasoning_content"] = "\n".join(thoughts)
-    if calls:
-        message["tool_calls"] = calls
-    return message
+                self._put("content", _text_part(block, at), at)
+
+    def _add_result(self, block: AnthropicBlock, at: str) -> None:
+        if self.messages[-1] == {"role": "user"}:
+            self.messages.pop()
+        self._begin("tool", at)
+        message = self.messages[-1]
+        message["tool_call_id"] = required(block.tool_use_id, f"{at}.tool_use_id")
+        for place, inner in enumerate(block.content or ()):
+            self._put("content", _part(inner, f"{at}.content[{place}]"), f"{at}.content[{place}]")
+        if block.is_error:  # a template has no place for the mark of a failure: the word is for the model
+            parts = message.setdefault("content", [])
+            text = next((part for part in parts if part["type"] == "text"), None)
+            if text is None:  # behind the others, which keep their places
+                parts.append(text := {"type": "text", "text": ""})
+            text["text"] = f"Error: {text['text']}"
+        if "content" in message and block.cache_control is not None:
+            message["content"][-1]["cache_control"] = block.cache_control
 
 
 def _call(block: AnthropicBlock, at: str) -> dict[str, Any]:
@@ -210,11 +180,6 @@ def _call(block: AnthropicBlock, at: str) -> dict[str, Any]:
 
 def _texts(blocks: Sequence[AnthropicBlock], where: str) -> list[str]:
     return [_plain_text(block, f"{where}[{place}]") for place, block in enumerate(blocks)]
-
-
-def _text_parts(blocks: Sequence[AnthropicBlock], where: str) -> str | list[dict[str, Any]]:
-    """Return the content of a chat's message; no text is an empty one."""
-    return [_text_part(block, f"{where}[{place}]") for place, block in enumerate(blocks)] or ""
 
 
 def _text_part(block: AnthropicBlock, at: str) -> dict[str, Any]:

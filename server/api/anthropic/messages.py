@@ -144,8 +144,6 @@ async def create_message(request: Request) -> Response:
     chat = chat_request_of(body)
     with in_their_words(body):
         turn = await prepare_fitting(edge, chat, origin)
-    if turn.ignores_budget:
-        note_ignored(request, ["thinking.budget_tokens"])
     head = new_head(origin, edge.engine.info)
     num_tokens = len(turn.prompt_ids)
     plan = ReplyPlan(head=head, num_prompt_tokens=(num_tokens,))
@@ -164,5 +162,5 @@ async def count_tokens(request: Request) -> Response:
     note_ignored(request, ignored_names(body))
     chat = chat_request_of(body)
     with in_their_words(body):
-        prompt = await prompt_of(edge_of(request), chat, request.receive)
+        prompt = await prompt_of(request, chat)
     return json_reply({"input_tokens": len(prompt.token_ids)})

@@ -8,12 +8,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.chat.models import ChatCompletion, ChatCompletionChunk
-from server.api.chat.protocol import CHAT_REFUSALS, THINKING_SWITCHES, ChatCompletionRequest
+from server.api.chat.protocol import CHAT_REFUSALS, ChatCompletionRequest
 from server.api.chat.replies import ChatReply, ChatStream
 from server.api.chat.turn import prepare_turn
 from server.edge.http.edge import edge_of
 from server.edge.http.endpoint import Endpoint, documentation
-from server.edge.http.ignored import note_ignored, note_unread_kwargs
 from server.reply.generate.answering import new_head, new_reply_id, token_names, usage_report, whole
 from server.reply.generate.calls import read_call
 from server.reply.generate.replies import ReplyPlan
@@ -38,12 +37,7 @@ async def create_chat_completion(request: Request) -> Response:
     reply_id = new_reply_id("chatcmpl")
     body, origin = await read_call(request, ChatCompletionRequest, CHAT_REFUSALS, reply_id=reply_id)
     edge = edge_of(request)
-    note_unread_kwargs(request, body.chat_template_kwargs)
-    if body.enable_thinking is not None and edge.engine.info.template_variables.isdisjoint(THINKING_SWITCHES):
-        note_ignored(request, [body.as_written("enable_thinking")])
     turn = await prepare_turn(edge, body, origin)
-    if turn.ignores_budget:
-        note_ignored(request, [body.as_written("thinking_token_budget")])
     plan = ReplyPlan(
         head=new_head(origin, edge.engine.info),
         num_prompt_tokens=(len(turn.prompt_ids),),

@@ -91,7 +91,12 @@ class MessageReader:
         self._passed_on: tuple[type[Content | Reasoning], ...] = (
             (Content, Reasoning) if reading.shows_reasoning else (Content,)
         )
-        self._num_calls = 0
+        self._ids: set[str] = set()
+        """Ids of the calls so far, of which each is written once: clients tell calls apart by them."""
+        self._has_left_out = False
+        """There are more calls than may be shown."""
+        self.ends_in_call = False
+        """The text was cut off inside of a call that is shown: there is nothing to call."""
         self._undecided_ids: list[int] = []
         """Tokens that may be the beginning of a block."""
         self._is_counted = self._reader.place is Phase.ANSWER
@@ -112,16 +117,13 @@ class MessageReader:
 
     def finish(self, *, is_cut: bool = False) -> Sequence[Piece]:
         """The text has ended. `is_cut`: the model has not ended it."""
-        return self._allowed(self._reader.finish(is_cut=is_cut))
+        pieces = self._allowed(self._reader.finish(is_cut=is_cut))
+        self.ends_in_call = is_cut and self._reader.is_inside_call and not self._has_left_out
+        return pieces
 
-    def finish_reason(self, reason: str, stop_reason: int | str | None = None) -> str:
-        """A reply that calls tools ends for that reason, unless it was cut off.
-
-        `stop_reason` is the stop string or stop token that the caller has set and met. Inside of a call it
-        leaves nothing to call.
-        """
-        is_cut_off = stop_reason is not None and self._reader.is_inside_call
-        is_called = reason == "stop" and self._num_calls > 0 and not is_cut_off
+    def finish_reason(self, reason: str | None) -> str | None:
+        """A reply that calls tools ends for that reason, unless it was cut off. None: it goes on."""
+        is_called = reason == "stop" and bool(self._ids) and not self.ends_in_call
         return self._reading.finish_reason_of_calls if is_called else reason
 
     def _allowed(self, events: list[Event]) -> Sequence[Piece]:
@@ -138,11 +140,12 @@ class MessageReader:
                     if Reasoning in self._passed_on:
                         pieces.append(event)
                 case _ if limit is not None and event.index >= limit:
-                    continue
+                    self._has_left_out = True
                 case CallStart():
-                    self._num_calls += 1
-                    new_id = event.id or self._reading.new_call_id()
-                    pieces.append(ToolCall(event.index, new_id, event.name))
+                    written = event.id if event.id not in self._ids else None
+                    own_id = written or self._reading.new_call_id()
+                    self._ids.add(own_id)
+                    pieces.append(ToolCall(event.index, own_id, event.name))
                 case Arguments():
                     pieces.append(event)
         return pieces

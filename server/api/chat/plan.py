@@ -13,7 +13,7 @@ from engine.errors import RequestRejected
 from engine.text.template_messages import Chat
 from engine.types import AnswerStart, Grammar, ModelInfo
 from server.api.chat.message_reader import Reading
-from server.api.chat.protocol import ChatCompletionRequest
+from server.api.chat.protocol import THINKING_SWITCHES, ChatCompletionRequest
 from server.api.chat.template_input import predicted_text, template_input, turns_reasoning_off
 from server.api.chat.tool_use import ToolMode, ToolUse, tool_use_of
 from server.edge.http.edge import Parsers
@@ -125,6 +125,17 @@ class ReadingPlan:
     chat: Chat
     grammar: WantedGrammar | None
     """Grammar of the reply; None: it is free."""
+
+    @property
+    def in_vain(self) -> list[str]:
+        """Switches that the template does not read, as the caller wrote them."""
+        body, read = self.body, self.model.info.template_variables
+        unread = (name for name in body.chat_template_kwargs or () if name not in read)
+        names = [f"chat_template_kwargs.{name}" for name in unread]
+        switches = (*THINKING_SWITCHES, *(("reasoning_effort",) if body.reasoning_effort else ()))
+        if body.enable_thinking is not None and read.isdisjoint(switches):
+            names.append(body.as_written("enable_thinking"))
+        return names
 
     @property
     def possible_suffix(self) -> str:

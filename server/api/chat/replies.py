@@ -65,7 +65,7 @@ class ChatReply:
             "index": number,
             "message": self._messages[number].body(),
             "logprobs": logprobs,
-            "finish_reason": self._readers.finish_reason(number, choice.finish_reason, choice.stop_reason),
+            "finish_reason": self._readers.of[number].finish_reason(choice.finish_reason),
             "stop_reason": choice.stop_reason,
         }
         if self._plan.has_token_ids:
@@ -87,27 +87,33 @@ class ChatStream:
         # A reply that calls tools may have no more content than that of its first chunk.
         self._empty = {"content": ""} if reading.is_plain else {}
         self._echo = reading.echo
-        self._has_begun = [False] * plan.num_choices
-        self._has_shown_prompt = False
+        self._has_begun = False
 
     def update(self, prompt_index: int, output: TokenOutput) -> list[dict[str, Any]]:
         writer = self._writer
-        chunks = []
-        if not self._has_begun[output.index]:
-            self._has_begun[output.index] = True
-            role = {"role": "assistant", "content": ""}
-            # Before its tokens are counted: none of them is in this chunk.
-            begun = [role, {"content": self._echo}] if self._echo else [role]
-            chunks += [writer.chunk(_choice(output.index, delta)) for delta in begun]
+        chunks = self._first_chunks()
         number, finish_reason = writer.tally.add(prompt_index, output)
         chunks += self._delta_chunks(number, output)
         if finish_reason is not None:
             choice = _choice(number, {})
-            choice["finish_reason"] = self._readers.finish_reason(number, finish_reason, output.stop_reason)
+            choice["finish_reason"] = self._readers.of[number].finish_reason(finish_reason)
             choice["stop_reason"] = output.stop_reason
             chunks.append(writer.chunk(choice))
         if self._plan.has_token_ids:
-            self._add_token_ids(chunks, output)
+            chunks[-1]["choices"][0]["token_ids"] = list(output.token_ids)
+        return chunks
+
+    def _first_chunks(self) -> list[dict[str, Any]]:
+        """Begin all choices, before any token, in the order by which OpenAI's client gives them places."""
+        if self._has_begun:
+            return []
+        self._has_begun = True
+        role = {"role": "assistant", "content": ""}
+        begun = [role, {"content": self._echo}] if self._echo else [role]
+        numbers = range(self._plan.num_choices)
+        chunks = [self._writer.chunk(_choice(number, delta)) for number in numbers for delta in begun]
+        if self._plan.has_token_ids:
+            chunks[0]["prompt_token_ids"] = list(self._plan.prompts[0])
         return chunks
 
     def _delta_chunks(self, number: int, output: TokenOutput) -> list[dict[str, Any]]:
@@ -121,13 +127,6 @@ class ChatStream:
             choices[0]["logprobs"] = chat_logprobs(output.logprobs, self._plan.token_names)
         return [writer.chunk(choice) for choice in choices]
 
-    def _add_token_ids(self, chunks: list[dict[str, Any]], output: TokenOutput) -> None:
-        """Add the output's token ids to its last chunk, and the prompt's to the first chunk of all."""
-        if not self._has_shown_prompt:
-            self._has_shown_prompt = True
-            chunks[0]["prompt_token_ids"] = list(self._plan.prompts[0])
-        chunks[-1]["choices"][0]["token_ids"] = list(output.token_ids)
-
     def finish(self) -> list[dict[str, Any]]:
         return self._writer.finish()
 
@@ -136,13 +135,13 @@ class ChoiceReaders:
     """Readers of the choices; their reasoning tokens are counted together."""
 
     def __init__(self, plan: ReplyPlan, reading: Reading, tally: Tally) -> None:
-        self._readers = [MessageReader(reading) for _ in range(plan.num_choices)]
+        self.of = [MessageReader(reading) for _ in range(plan.num_choices)]
         self._tally = tally
         if reading.reports_reasoning:
             tally.num_reasoning_tokens = 0
 
     def read(self, output: TokenOutput) -> Sequence[Piece]:
-        reader = self._readers[output.index]
+        reader = self.of[output.index]
         num_before = reader.num_reasoning_tokens
         pieces = reader.feed(output.text, output.token_ids)
         if output.finish_reason is not None:
@@ -151,10 +150,6 @@ class ChoiceReaders:
         if self._tally.num_reasoning_tokens is not None:
             self._tally.num_reasoning_tokens += reader.num_reasoning_tokens - num_before
         return pieces
-
-    def finish_reason(self, number: int, reason: str | None, stop_reason: int | str | None) -> str | None:
-        """The reason as the reader sees it; None as long as the choice goes on."""
-        return None if reason is None else self._readers[number].finish_reason(reason, stop_reason)
 
 
 class OnlyChoice:
@@ -170,9 +165,14 @@ class OnlyChoice:
     def read(self, prompt_index: int, output: TokenOutput) -> Sequence[Piece]:
         _, reason = self._tally.add(prompt_index, output)
         pieces = self._readers.read(output)
-        self.finish_reason = self._readers.finish_reason(0, reason, output.stop_reason) or self.finish_reason
+        self.finish_reason = self._readers.of[0].finish_reason(reason) or self.finish_reason
         self.stop_reason = output.stop_reason
         return pieces
+
+    @property
+    def ends_in_call(self) -> bool:
+        """The reply was cut off inside of a call."""
+        return self._readers.of[0].ends_in_call
 
     def usage(self) -> dict[str, Any]:
         """The usage of a reply that is complete."""

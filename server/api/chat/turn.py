@@ -5,15 +5,16 @@ Owns: the prompt, and the positions in it behind which later ones go on.
 
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
+from starlette.requests import Request
 from starlette.types import Receive
 
 from engine.errors import ContextLengthExceeded, EngineUnavailable, Overloaded, RequestRejected
 from engine.media.pictures import TokenIds
-from engine.media.segments import PictureLease
 from engine.text.template_messages import FinalMessage
 from engine.types import GenerationRequest
 from server.api.chat.message_reader import Reading
@@ -21,11 +22,15 @@ from server.api.chat.plan import ReadingPlan, Turn, model_reading, plan_reading
 from server.api.chat.protocol import ChatCompletionRequest
 from server.api.chat.template_input import template_input
 from server.edge.http.disconnect import while_connected
-from server.edge.http.edge import Edge, Engine
-from server.reply.generate.calls import Origin
+from server.edge.http.edge import Edge, Engine, edge_of
+from server.edge.http.ignored import note_ignored
+from server.reply.generate.calls import Note, Origin
 from server.reply.generate.engine_requests import engine_requests, kept_prompt
 from server.reply.pictures.media_parts import pictures_of
 from server.reply.pictures.placing import ChatPrompt, PictureHold, encode_beginning, encode_with_pictures
+
+if TYPE_CHECKING:  # the name alone
+    from engine.media.segments import PictureLease
 
 _MOST_MARKS = 4
 """Number of blocks with `cache_control`, as in Anthropic's API."""
@@ -38,14 +43,12 @@ class ChatTurn:
     prompt_ids: TokenIds
     request: GenerationRequest
     reading: Reading
-    ignores_budget: bool
-    """Whether a budget of thoughts has no effect: there are none, or their end is of several tokens."""
     is_marked: bool
     """Whether the client marked where later prompts go on."""
 
 
 async def prepare_turn(
-    edge: Edge, body: ChatCompletionRequest, origin: Origin, keeper: PictureLease | None = None
+    edge: Edge, body: ChatCompletionRequest, origin: Origin, keeper: "PictureLease | None" = None
 ) -> ChatTurn:
     """Render, tokenize, and build the engine request. Raises RequestRejected, Overloaded.
 
@@ -54,7 +57,9 @@ async def prepare_turn(
     plan = plan_reading(body, model_reading(edge.parsers, edge.engine.info))
     hold = PictureHold(salt=origin.terms.cache_salt, tenant=origin.terms.tenant, keeper=keeper)
     is_marked = _check_marks(body)
-    prompt, turn, num_suffix_tokens = await _prompt_and_turn(edge.engine, plan, origin.receive, hold)
+    prompt, turn, num_suffix_tokens = await _prompt_and_turn(
+        edge.engine, plan, hold, origin.receive, origin.note
+    )
     try:
         prompt.check_end()
         prompts = {origin.reply_id: prompt.token_ids}
@@ -70,7 +75,7 @@ async def prepare_turn(
         payloads=prompt.payloads,
         at_end=prompt.release,
     )
-    return ChatTurn(prompt.token_ids, request, turn.reading, turn.ignores_budget, is_marked)
+    return ChatTurn(prompt.token_ids, request, turn.reading, is_marked)
 
 
 async def prepare_fitting(edge: Edge, body: ChatCompletionRequest, origin: Origin) -> ChatTurn:
@@ -86,20 +91,23 @@ async def prepare_fitting(edge: Edge, body: ChatCompletionRequest, origin: Origi
     return await prepare_turn(edge, body.model_copy(update={"max_completion_tokens": None}), origin)
 
 
-async def prompt_of(edge: Edge, chat: ChatCompletionRequest, receive: Receive) -> ChatPrompt:
+async def prompt_of(request: Request, chat: ChatCompletionRequest) -> ChatPrompt:
     """Make the prompt that an answer would have, and nothing more. Raises RequestRejected, Overloaded."""
+    edge = edge_of(request)
     plan = plan_reading(chat, model_reading(edge.parsers, edge.engine.info))
     _check_marks(chat)
-    prompt, _, _ = await _prompt_and_turn(edge.engine, plan, receive, PictureHold())
+    note = partial(note_ignored, request)
+    prompt, _, _ = await _prompt_and_turn(edge.engine, plan, PictureHold(), request.receive, note)
     prompt.release()
     return prompt
 
 
 async def _prompt_and_turn(
-    engine: Engine, plan: ReadingPlan, receive: Receive, hold: PictureHold
+    engine: Engine, plan: ReadingPlan, hold: PictureHold, receive: Receive, note: Note
 ) -> tuple[ChatPrompt, Turn, int]:
     """Make the prompt, and count the tokens of the suffix that the reading puts behind it."""
     body, info = plan.body, engine.info
+    note(plan.in_vain)
     limit = body.max_completion_tokens or body.max_tokens or 1
     num_behind = limit + len(await _suffix_ids(engine, plan.possible_suffix))
     parts = ((message.role, message.content or ()) for message in body.messages)
@@ -111,6 +119,8 @@ async def _prompt_and_turn(
     cut = kept_prompt(body, rendered.token_ids, info, max_tokens=num_behind)
     kept = rendered.cut_to(len(cut), keeps_end=body.truncation_side != "right")
     turn = plan.behind(lambda num: raw_text(engine, kept.token_ids[-num:]), len(kept.token_ids))
+    if turn.ignores_budget:
+        note([body.as_written("thinking_token_budget")])
     suffix_ids = await _suffix_ids(engine, turn.suffix)
     return replace(kept, token_ids=(*kept.token_ids, *suffix_ids)), turn, len(suffix_ids)
 

@@ -2,6 +2,7 @@
 
 import secrets
 import time
+from dataclasses import replace
 from typing import Any
 
 from pydantic import BaseModel
@@ -82,11 +83,14 @@ async def _answer(
     info = edge.engine.info
     if body.is_empty:  # clients ask so for the model to be loaded
         return json_reply({**empty, "done_reason": "load"})
-    turn = None
+    turn, note = None, origin.note
     with in_ollamas_words(body):
         if isinstance(body, OllamaGenerateRequest) and (body.raw or body.suffix):
+            note(["think"] if body.think is not None else [])
             made = await fitting_completion(edge.engine, completion_request_of(body, info), origin)
         else:
+            # The only switch of a chat that there is here.
+            origin = replace(origin, note=lambda names: note("think" for _ in names))
             turn = await prepare_fitting(edge, chat_request_of(body, info), origin)
             made = turn.request
     plan = ReplyPlan(head=new_head(origin, info), num_prompt_tokens=(len(made.prompt_token_ids),))

@@ -61,10 +61,9 @@ def chat_request_of(
     fields: dict[str, Any] = {name: getattr(body, name) for name in ServiceFields.model_fields}
     fields["model"] = served_name(body.model, info)
     fields |= _option_fields(body)
-    if body.think:
-        fields["enable_thinking"] = True
-    if body.think is not None and body.think is not True:
-        fields["reasoning_effort"] = body.think or "none"
+    if body.think is not None:
+        fields["enable_thinking"] = bool(body.think)
+        fields["reasoning_effort"] = None if body.think is True else body.think or "none"
     if isinstance(body, OllamaChatRequest):
         fields["messages"] = _messages(body.messages or ())
         fields["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]

@@ -86,10 +86,12 @@ class LineStream:
         lines = []
         if "reasoning" in whole:
             said["thinking"] = whole["reasoning"]
-        if "tool_calls" in whole:
-            said["tool_calls"] = [_call(each["function"]) for each in whole["tool_calls"]]
-            calls = {"content": "", "tool_calls": said["tool_calls"]}
-            lines.append(self._shape.line(calls, self._unix_time_s()))
+        calls = [_call(each["function"]) for each in whole.get("tool_calls", ())]
+        if self._choice.ends_in_call:  # clients run what they get, whatever the reason of the end
+            del calls[-1]
+        if calls:
+            said["tool_calls"] = calls
+            lines.append(self._shape.line({"content": "", "tool_calls": calls}, self._unix_time_s()))
         self.reply = {**self._shape.line(said, self._unix_time_s()), **ended}
         return [*lines, {**self._shape.line({"content": ""}, self._unix_time_s()), **ended}]
 

@@ -97,7 +97,7 @@ async def render_completion(request: Request) -> Response:
 async def render_chat(request: Request) -> Response:
     """Return the token ids of a conversation's prompt."""
     body = await read_request(request, ChatCompletionRequest, CHAT_REFUSALS, from_headers={})
-    prompt = await prompt_of(edge_of(request), body, request.receive)
+    prompt = await prompt_of(request, body)
     return json_reply(_rendered(request, body, prompt, "chatcmpl"))
 
 
@@ -109,7 +109,7 @@ async def render_messages(request: Request) -> Response:
     body = await read_request(request, MessagesRequest, MESSAGES_REFUSALS, from_headers={})
     chat = chat_request_of(body)
     with in_their_words(body):
-        prompt = await prompt_of(edge_of(request), chat, request.receive)
+        prompt = await prompt_of(request, chat)
     return json_reply(_rendered(request, chat, prompt, "chatcmpl"))
 
 

@@ -13,16 +13,14 @@ from fastapi import APIRouter
 from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive
 
 from engine.errors import RequestRejected
 from engine.text.tokenizer import SpecialTokens
 from server.api.chat.protocol import ChatCompletionRequest, Messages, ReasoningFields
 from server.api.chat.tool_protocol import Tools
 from server.api.chat.turn import prompt_of
-from server.edge.http.edge import Edge, Engine, edge_of
+from server.edge.http.edge import Engine, edge_of
 from server.edge.http.endpoint import Endpoint, ReplyModel, documentation, json_reply
-from server.edge.http.ignored import note_unread_kwargs
 from server.edge.http.json_body import read_request
 from server.edge.http.served_models import choose_by_query
 from server.edge.wire_model import WireModel, shown_as
@@ -34,6 +32,8 @@ TOKENIZE_REFUSALS: Final[dict[str, tuple[Any, ...]]] = {"chat_template": ()}
 """Fields refused by name, unless set to one of these values, or to null."""
 
 _CHAT_FIELDS = (
+    "thinking",
+    "reasoning",
     "add_generation_prompt",
     "continue_final_message",
     "chat_template_kwargs",
@@ -111,8 +111,7 @@ async def tokenize(request: Request) -> Response:
     body = await read_request(request, TokenizeRequest, TOKENIZE_REFUSALS, from_headers={})
     engine = edge_of(request).engine
     info = engine.info
-    note_unread_kwargs(request, body.chat_template_kwargs)
-    token_ids = await _encode(edge_of(request), body, request.receive)
+    token_ids = await _encode(request, body)
     before = {"count": len(token_ids), "max_model_len": info.max_model_len}
     pieces = [orjson.dumps(before)[:-1] + b',"tokens":', *await _written(token_ids, _themselves)]
     strings = await _written(token_ids, engine.vocabulary_strings) if body.return_token_strs else [b"null"]
@@ -160,13 +159,13 @@ async def tokenizer_info(request: Request) -> Response:
     return json_reply({**shown, "chat_template": info.chat_template or None})
 
 
-async def _encode(edge: Edge, body: TokenizeRequest, receive: Receive) -> tuple[int, ...]:
-    engine = edge.engine
+async def _encode(request: Request, body: TokenizeRequest) -> tuple[int, ...]:
+    engine = edge_of(request).engine
     if body.messages is not None:
-        return await _encode_chat(edge, body, receive)
+        return await _encode_chat(request, body)
     if body.prompt is None:
         raise RequestRejected("prompt or messages is required", param="prompt", code="missing_field")
-    for name in ("thinking", "reasoning", *_CHAT_FIELDS):  # the first two stand for others
+    for name in _CHAT_FIELDS:
         if getattr(body, name) is not None:
             raise RequestRejected(f"{name} is for messages, not for a prompt", param=name)
     if body.add_special_tokens is False:
@@ -174,14 +173,14 @@ async def _encode(edge: Edge, body: TokenizeRequest, receive: Receive) -> tuple[
     return await engine.encode(body.prompt)
 
 
-async def _encode_chat(edge: Edge, body: TokenizeRequest, receive: Receive) -> tuple[int, ...]:
+async def _encode_chat(request: Request, body: TokenizeRequest) -> tuple[int, ...]:
     if body.prompt is not None:
         raise RequestRejected("prompt and messages exclude each other", param="prompt")
     fields = {name: getattr(body, name) for name in _CHAT_FIELDS}
     chat = ChatCompletionRequest(messages=body.messages or [], model=body.model, **fields)
-    prompt = await prompt_of(edge, chat, receive)
-    token_ids = prompt.token_ids
-    return await _with_special_tokens(edge.engine, token_ids) if body.add_special_tokens else token_ids
+    token_ids = (await prompt_of(request, chat)).token_ids
+    engine = edge_of(request).engine
+    return await _with_special_tokens(engine, token_ids) if body.add_special_tokens else token_ids
 
 
 async def _with_special_tokens(engine: Engine, token_ids: tuple[int, ...]) -> tuple[int, ...]:

@@ -104,7 +104,7 @@ class ResponseStream:
         if not self._output and self._open is None:  # an answer without a word is an answer
             events += self._open_item(TextItem(self._item_id("msg")))
         status = status_of(self._choice.finish_reason)
-        events += self._close_item(status)
+        events += self._close_item("incomplete" if self._choice.ends_in_call else status)
         self.response = ended(
             self._plan,
             self._output,

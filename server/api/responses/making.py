@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import orjson
 from starlette.requests import Request
-from starlette.types import Receive
 
 from engine.errors import ContextLengthExceeded, RequestRejected, TooManyPictures
 from engine.types import GenerationRequest
@@ -31,8 +30,8 @@ from server.api.responses.protocol import InputItem, ResponsesRequest
 from server.api.responses.replies import ResponsePlan
 from server.api.responses.store import StoredResponse, weigh
 from server.api.responses.tools import Toolbox, toolbox_of
-from server.edge.http.edge import Edge
-from server.edge.http.ignored import note_ignored, note_unread_kwargs
+from server.edge.http.edge import Edge, edge_of
+from server.edge.http.ignored import note_ignored
 from server.reply.generate.answering import new_head
 from server.reply.generate.calls import Origin
 from server.reply.generate.replies import ReplyPlan
@@ -61,12 +60,6 @@ class Making:
     """Whether it is enough to look at the reply once all of it is there."""
 
 
-def note_left_out(request: Request, body: ResponsesRequest) -> None:
-    """Count and name what a request brings in vain. Raises RequestRejected under --strict-fields."""
-    note_ignored(request, ignored_names(body, toolbox_of(body, body.input)))
-    note_unread_kwargs(request, body.chat_template_kwargs)
-
-
 def conversation_of(body: ResponsesRequest, earlier: StoredResponse | None) -> Items:
     """The items before the answer. Raises RequestRejected if there are none."""
     items = (*(earlier.conversation if earlier else ()), *body.input)
@@ -79,6 +72,7 @@ async def begin_making(edge: Edge, task: ResponseTask, on_end: OnEnd = lambda _:
     """Prepare the chat turn. Raises RequestRejected, Overloaded, EngineUnavailable."""
     items = conversation_of(task.body, task.earlier)
     tools = toolbox_of(task.body, items)
+    task.origin.note(ignored_names(task.body, tools))
     turn = await _prepare(edge, task, items, tools)
     head = new_head(task.origin, edge.engine.info)
     plan = ResponsePlan(
@@ -100,12 +94,13 @@ async def begin_making(edge: Edge, task: ResponseTask, on_end: OnEnd = lambda _:
     )
 
 
-async def count_input_tokens(edge: Edge, body: ResponsesRequest, items: Items, receive: Receive) -> int:
+async def count_input_tokens(request: Request, body: ResponsesRequest, items: Items) -> int:
     """Tokens of the prompt that a response would have. Raises RequestRejected, Overloaded."""
-    tools, max_model_len = toolbox_of(body, items), edge.engine.info.max_model_len
+    tools, max_model_len = toolbox_of(body, items), edge_of(request).engine.info.max_model_len
+    note_ignored(request, ignored_names(body, tools))
 
     async def count(items: Items) -> int:
-        prompt = await prompt_of(edge, await chat_of(body, items, tools), receive)
+        prompt = await prompt_of(request, await chat_of(body, items, tools))
         num_tokens = len(prompt.token_ids)
         if body.truncation == "auto" and num_tokens + (body.max_output_tokens or 1) > max_model_len:
             raise ContextLengthExceeded(
@@ -137,24 +132,16 @@ async def _prepare(edge: Edge, task: ResponseTask, items: Items, tools: Toolbox)
     """The chat path up to the first token, its errors in the words of this endpoint."""
     has_tries = task.body.truncation == "auto" and edge.engine.info.vision is not None and has_pictures(items)
     keeper = edge.engine.pictures.new_lease() if has_tries else None
-    turn_of = partial(_turn, edge, task, tools, partial(prepare_turn, keeper=keeper))
+
+    async def turn_of(items: Items) -> ChatTurn:
+        return await prepare_turn(edge, await chat_of(task.body, items, tools), task.origin, keeper)
+
     try:
         with in_our_words(tools):
             return await _that_fits(task.body, items, turn_of)
     finally:
         if keeper is not None:
             keeper.release()
-
-
-async def _turn(
-    edge: Edge,
-    task: ResponseTask,
-    tools: Toolbox,
-    prepare: Callable[..., Awaitable[ChatTurn]],
-    items: Items,
-) -> ChatTurn:
-    """The chat path up to the first token. Raises RequestRejected, Overloaded."""
-    return await prepare(edge, await chat_of(task.body, items, tools), task.origin)
 
 
 async def _that_fits(

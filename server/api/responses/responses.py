@@ -18,7 +18,6 @@ from server.api.responses.making import (
     begin_making,
     conversation_of,
     count_input_tokens,
-    note_left_out,
     stored_response,
 )
 from server.api.responses.models import InputTokens, ResponseEvent, ResponseObject
@@ -71,7 +70,6 @@ async def create_response(request: Request) -> Response:
     body, origin = await read_call(request, ResponsesRequest, RESPONSES_REFUSALS, reply_id=reply_id)
     edge, store = edge_of(request), store_of(request)
     body = await with_stored(request, body)
-    note_left_out(request, body)
     task = ResponseTask(
         body=body,
         earlier=earlier_response(request, body),
@@ -100,9 +98,8 @@ async def show_input_tokens(request: Request) -> Response:
     """Count the tokens of the prompt that a response would have."""
     body = await read_request(request, ResponsesRequest, RESPONSES_REFUSALS, from_headers={})
     body = await with_stored(request, body)
-    note_left_out(request, body)
     items = conversation_of(body, earlier_response(request, body))
-    num_tokens = await count_input_tokens(edge_of(request), body, items, request.receive)
+    num_tokens = await count_input_tokens(request, body, items)
     return json_reply({"object": "response.input_tokens", "input_tokens": num_tokens})
 
 

@@ -4,8 +4,7 @@ Owns: what is made of them, which --strict-fields decides.
 """
 
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 from starlette.requests import Request
 
@@ -19,18 +18,17 @@ _UNFIT = re.compile(r"[^A-Za-z0-9_.-]")
 """Characters of names of the caller's own that a header or a line of the log need not bear."""
 
 
-def note_unread_kwargs(request: Request, kwargs: Mapping[str, Any] | None) -> None:
-    """Note the variables of `chat_template_kwargs` that the template does not read."""
-    if kwargs:
-        read = edge_of(request).engine.info.template_variables
-        note_ignored(request, [f"chat_template_kwargs.{name}" for name in kwargs if name not in read])
-
-
 def note_ignored(request: Request, names: Iterable[str]) -> None:
-    """Count names such as `store` or `tools.web_search`. Raises RequestRejected under --strict-fields."""
+    """Count names such as `store` or `tools.web_search`, each once. Raises RequestRejected if that is strict.
+
+    A request may be prepared several times, until its prompt fits.
+    """
     edge = edge_of(request)
     noted = ignored_of(request.scope)
     for name in dict.fromkeys(names):
+        shown = _UNFIT.sub("_", name[:64])
+        if shown in noted:
+            continue
         if edge.unknown_fields is UnknownFields.REFUSE:
             message = f"{name[:64]} has no effect here, and this server is set to refuse such fields"
             raise RequestRejected(message, param=name[:64], code="unknown_parameter")
@@ -38,4 +36,4 @@ def note_ignored(request: Request, names: Iterable[str]) -> None:
         if not noted:
             add_reply_headers(request.scope, lambda: {IGNORED_HEADER: ", ".join(noted)})
         if len(noted) < _MAX_NAMED:
-            noted.append(_UNFIT.sub("_", name[:64]))
+            noted.append(shown)

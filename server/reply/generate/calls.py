@@ -7,10 +7,11 @@ Never: whether there is room (engine/frontend/active_requests.py has the last wo
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from starlette.requests import Request
 from starlette.types import Receive
@@ -20,22 +21,27 @@ from engine.journal import Journal
 from engine.options.api_keys import ApiKey
 from engine.types import QueueForecast, ServiceTerms, TimeLimits
 from server.edge.access.auth import open_allowance
-from server.edge.access.key_ring import KeyRing
 from server.edge.access.rate_limits import Allowance, no_limits
 from server.edge.access.sent_key import KEY_NAME, key_of
 from server.edge.error_replies import NotPermitted
 from server.edge.http.disconnect import stay_connected
 from server.edge.http.edge import edge_of
+from server.edge.http.ignored import note_ignored
 from server.edge.http.json_body import read_request
 from server.edge.http.served_models import lease_model
 from server.edge.observe.request_ids import add_reply_headers, journal_of
 from server.reply.generate.protocol import ServiceFields
+
+if TYPE_CHECKING:  # the name alone: the application's state has the ring
+    from server.edge.access.key_ring import KeyRing
 
 FieldsT = TypeVar("FieldsT", bound=ServiceFields)
 TENANT_HEADER = "x-tokenyard-tenant"
 FORECAST_HEADER = "x-tokenyard-forecast"
 MAX_TENANT_CHARS = 256
 _MAX_NUMBER_CHARS = 64
+Note = Callable[[Iterable[str]], object]
+"""Takes names of what a request asks for in vain. Raises RequestRejected under --strict-fields."""
 _FIELDS = {
     # The name without a prefix, which other gateways set. Ours comes after it, and so wins.
     "x-priority": "priority",
@@ -64,6 +70,7 @@ class Origin:
 
     receive: Receive = field(default=stay_connected, compare=False)
     """The connection of the client, which may leave while its request is prepared."""
+    note: Note = field(default=list, compare=False)
 
     def beyond_request(self) -> "Origin":
         """The same with a record of its own: that of the HTTP request ends with it."""
@@ -81,7 +88,7 @@ async def read_call(
 ) -> tuple[FieldsT, Origin]:
     """Read headers and body. Raises Overloaded, NotPermitted, and the errors of `read_request`."""
     key = key_of(request.scope)
-    allowance = open_allowance(request.scope, cast(KeyRing, request.app.state.keys).rates)
+    allowance = open_allowance(request.scope, cast("KeyRing", request.app.state.keys).rates)
     add_reply_headers(request.scope, allowance.headers)
     allowance.take_request()
     from_headers = fields_from_headers(request.headers)
@@ -108,6 +115,7 @@ async def read_call(
         journal=journal,
         allowance=allowance,
         receive=request.receive,
+        note=partial(note_ignored, Request(request.scope)),  # without the body, for work beyond the request
     )
 
 

@@ -17,7 +17,7 @@ from server.reply.reading.json_text import JsonArguments
 from server.reply.reading.object_calls import ObjectCalls
 from server.reply.reading.python_calls import read_calls
 from server.reply.reading.row import AnswerMarks, Call, CallHead, CallName, Phase, Row, Thoughts, ToolSchemas
-from server.reply.reading.tagged_calls import TaggedArguments
+from server.reply.reading.tagged_calls import TaggedArguments, unquoted
 from server.reply.reading.whole_calls import WholeCalls
 
 _DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
@@ -32,8 +32,8 @@ def _named(name: str) -> CallName | None:
 
 
 def plain_head(text: str) -> CallName | None:
-    """The name alone."""
-    name = text.strip()
+    """The name alone, in quotes or not."""
+    name = unquoted(text)
     return CallName(name=name) if name and " " not in name else None
 
 
@@ -48,14 +48,15 @@ def _deepseek_head(text: str) -> CallName | None:
 
 def _kimi_head(text: str) -> CallName | None:
     """The id holds the name; Kimi's template shows it to the model again."""
-    written = text.partition(_KIMI_SEPARATOR)[0].strip()
-    found = _named(written.removeprefix("functions.").partition(":")[0])
-    return None if found is None else replace(found, id=written)
+    before, _, behind = text.partition(_KIMI_SEPARATOR)
+    found = _named(before.strip().removeprefix("functions.").partition(":")[0])
+    return None if found is None or behind.strip() else replace(found, id=before.strip())
 
 
 def _mistral_head(text: str) -> CallName | None:
-    """Up to the id or the arguments."""
-    return _named(text.partition(_CALL_ID)[0].partition(_ARGUMENTS)[0])
+    """Up to the id or the arguments, which are an object."""
+    before, _, behind = text.partition(_ARGUMENTS)
+    return None if behind else _named(before.partition(_CALL_ID)[0])
 
 
 def _harmony_head(text: str) -> tuple[Phase, CallName | None]:
@@ -89,7 +90,7 @@ def _tag_head(*ends: str) -> CallHead:
     return CallHead(ends=ends, read=plain_head, forbidden=_TAG_NAMES, max_chars=256)
 
 
-_TAG_NAMES = re.compile(r"""[{}"'<>(),;\[\]]""")
+_TAG_NAMES = re.compile(r"[{}<>(),;\[\]]")
 _OBJECTS = ObjectCalls()
 _PYTHON = WholeCalls(read=_python)
 
@@ -192,29 +193,29 @@ _MINIMAX = Row(
     wraps=("<minimax:tool_call>",),
     unwraps=("</minimax:tool_call>",),
     call=Call(
-        openings=('<invoke name="',),
+        openings=("<invoke name=",),
         closings=("</invoke>",),
-        head=_tag_head('">'),
-        body=TaggedArguments(key='<parameter name="', key_end='">', value_end="</parameter>"),
+        head=_tag_head(">"),
+        body=TaggedArguments(key="<parameter name=", key_end=">", value_end="</parameter>"),
     ),
 )
 _MINIMAX_M3 = Row(
     wraps=(f"{NAMESPACE}<tool_call>",),
     unwraps=(f"{NAMESPACE}</tool_call>",),
     call=Call(
-        openings=(f'{NAMESPACE}<invoke name="',),
+        openings=(f'{NAMESPACE}<invoke name="', f"{NAMESPACE}<invoke name='"),
         closings=(f"{NAMESPACE}</invoke>",),
-        head=_tag_head('">'),
+        head=_tag_head('">', "'>"),
         body=WholeCalls(read=read_elements),
     ),
 )
 _MINICPM5 = Row(
     call=Call(
-        openings=('<function name="',),
+        openings=("<function name=",),
         closings=("</function>",),
-        head=_tag_head('">'),
+        head=_tag_head(">"),
         body=TaggedArguments(
-            key='<param name="', key_end='">', value_end="</param>", wrap=("<![CDATA[", "]]>")
+            key="<param name=", key_end=">", value_end="</param>", wrap=("<![CDATA[", "]]>")
         ),
     ),
 )
@@ -222,14 +223,14 @@ _DEEPSEEK_V32 = Row(
     wraps=("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>"),
     unwraps=("</｜DSML｜function_calls>", "</｜DSML｜tool_calls>"),
     call=Call(
-        openings=('<｜DSML｜invoke name="',),
+        openings=("<｜DSML｜invoke name=",),
         closings=("</｜DSML｜invoke>",),
-        head=_tag_head('">'),
+        head=_tag_head(">"),
         body=TaggedArguments(
-            key='<｜DSML｜parameter name="',
-            key_end='">',
+            key="<｜DSML｜parameter name=",
+            key_end=">",
             value_end="</｜DSML｜parameter>",
-            text_flag='" string="',
+            text_flag=" string=",
         ),
     ),
 )

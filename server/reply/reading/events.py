@@ -107,6 +107,11 @@ class ReplyEvents:
         self.has_content = True
         self._is_running = not rest and self._content is None
 
+    def content_of_call(self, text: str) -> None:
+        """Content that stood in the call that is over, so that marks around calls may still follow."""
+        self.content(text)
+        self.is_after_call, self._is_running = True, False
+
     def start(self, name: str, call_id: str | None = None) -> None:
         self._close_event()
         if not self.is_after_call:

@@ -57,7 +57,7 @@ class MessageHeader:
         self._answer = answer
         self.text = ""
         self.has_region = False
-        """There was a message, so that text outside of one belongs to nothing."""
+        """There was an answer, or a call, so that text outside of one belongs to nothing."""
 
     def add(self, text: str) -> str:
         """Return the text that is the answer after all, since it is too long for a header."""
@@ -74,11 +74,11 @@ class MessageHeader:
         text = self._taken()
         return *self._answer.read_head(text), text + self._answer.head_end
 
-    def end(self, *, is_last: bool) -> tuple[Phase, str]:
-        """End a header that nothing follows: it is text, if it is of a known channel or all there is."""
+    def end(self) -> tuple[Phase, str]:
+        """End a header that nothing follows: it is text, if of a known channel, or before any answer."""
         text, read = self._taken(), self._answer.read_lost_head
         phase, said = (Phase.ANSWER, "") if read is None else read(text)
-        is_all = is_last and not self.has_region and not any(frame in text for frame in self._answer.frames)
+        is_all = not self.has_region and not any(frame in text for frame in self._answer.frames)
         self.has_region |= bool(said)
         return phase, said or (text if is_all else "")
 

@@ -7,7 +7,6 @@ space until the value behind them begins, and a number or a word until it ends.
 import ast
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from server.reply.reading.argument_values import MAX_DEPTH, PYTHON_WORDS
@@ -15,9 +14,18 @@ from server.reply.reading.row import ENDED, FAILED, MORE, BodyPlace, Lexer
 
 _MAX_SCALAR_CHARS = 1024
 _HEX = "[0-9a-fA-F]"
-_ESCAPE = rf"\\(?:[^uUx0-7]|[uUx0-7](?={_HEX}{{8}}|{_HEX}{{0,7}}(?!{_HEX})[\s\S]))"
+_HALF = rf"u[dD][89a-fA-F]{_HEX}{{2}}"
+_FIRST = rf"u[dD][89abAB]{_HEX}{{2}}"
+_PAIR = rf"{_FIRST}\\u[dD][c-fC-F]{_HEX}{{2}}"
+"""Halves of a character that two escapes write."""
+_OPEN = rf"{_FIRST}(?:\\(?:u{_HEX}{{0,7}})?)?\Z"
+_ESCAPE = rf"\\(?!{_OPEN})(?:[^uUx0-7]|[uUx0-7](?={_HEX}{{8}}|{_HEX}{{0,7}}(?!{_HEX})[\s\S]))"
 _OF_PYTHON = re.compile(rf"\\(?:[\\av]|[0-7]{{1,3}}|x{_HEX}{{2}}|U00(?:0{_HEX}|10){_HEX}{{4}})")
-_STRINGS = {quote: re.compile(rf"[^{quote}\\]*(?:{_ESCAPE}[^{quote}\\]*)*").match for quote in "\"'"}
+_STRINGS = {
+    sign * num: re.compile(rf"[^{sign}\\]*(?:{inner}[^{sign}\\]*)*").match
+    for sign in "\"'"
+    for num, inner in ((1, _ESCAPE), (3, rf"(?:{_ESCAPE}|{sign}{{1,2}}(?=[^{sign}]))"))
+}
 """Strings up to their end, or to an escape of which more may come. Python's quotes are read as JSON's."""
 _CLOSINGS = {"{": "}", "[": "]"}
 _SPECIAL = re.compile(r'["\\\x00-\x1f]').search
@@ -26,70 +34,12 @@ _TOKEN = re.compile(r'\s+|[^\s{}\[\],:"<]+')
 _FOREIGN_SPACE = re.compile(r"[^ \t\r\n]")
 """White space that JSON does not know."""
 _SCALAR = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null")
-_UNFIT = re.compile(rf"\\(?:([\"\\/bfnrt]|u{_HEX}{{4}})|'|(?=[\s\S]))|[\"\x00-\x1f]")
+_UNFIT = re.compile(
+    rf"\\(?:([\"\\/bfnrt]|{_PAIR}|(?!{_HALF})u{_HEX}{{4}})|'|{_HALF}|(?=[\s\S]))|[\"\x00-\x1f]"
+)
 """An escape, or a character that has to be written otherwise."""
-_IN_KEY, _IN_VALUE, _IN_PYTHON_KEY, _IN_PYTHON_VALUE, _KEY, _COLON, _VALUE, _END, _DROPPED = range(9)
+_IN_KEY, _IN_VALUE, _KEY, _COLON, _VALUE, _END, _DROPPED = range(7)
 """Strings under way, or parts that may come next; of the last, text is dropped up to a mark."""
-_OPENED, _CLOSED = range(9, 11)
-"""Places behind a bracket, where the stack has the state."""
-_STATES = {
-    **{"in_key": _IN_KEY, "in_value": _IN_VALUE, "key": _KEY, "colon": _COLON, "value": _VALUE, "end": _END},
-    **{"opened": _OPENED, "closed": _CLOSED},
-}
-_PARTS = {
-    "MEMBER": '(?:,<key>SPACES(?:"<in_key>NAME|)|CLOSE)',
-    "ITEM": "(?:,<value>BEGIN|CLOSE)",
-    "NAME": 'TEXT(?:"<colon>(?:SPACES:<value>BEGIN|)|)',
-    "BEGIN": 'SPACES(?:"<in_value>TEXT|OPEN)',
-    "OPEN": r"[{\[]<opened>|",
-    "CLOSE": r"[}\]]<closed>|",
-    "WORD": r"(?:-?(?:0|[1-9]\d*+)(?:\.\d++|)|true|false|null)(?=[],}])",
-    "TEXT": r'[^"\\\x00-\x1f]*+',
-    "SPACES": r"[ \t\r\n]*+",
-}
-"""Parts of the patterns below, in which a name in brackets is an empty group: the state from there on."""
-
-_Match = Callable[[str, int], re.Match[str] | None]
-_Plain = tuple[_Match, tuple[tuple[int, int], ...]]
-"""Match of well-formed text from a state on, as much as there is; for the last group that was matched, from
-none on: the state behind it, and the group up to which text is certain: 0 for all of it, -1 for none."""
-
-
-def _plain(begin: str, pattern: str) -> _Plain:
-    for name, part in _PARTS.items():
-        pattern = pattern.replace(name, part)
-    names = [begin, *re.findall(r"<(\w+)>", pattern)]
-    certain, results = -1, []
-    for group, name in enumerate(names):
-        is_certain = name == "in_value" or (group > 0 and name in ("end", "opened", "closed"))
-        results.append((_STATES[name], 0 if is_certain else certain))
-        certain = group if name == "end" and group else certain
-    return re.compile(re.sub(r"<\w+>", "()", pattern)).match, tuple(results)
-
-
-def _plains(**patterns: str) -> list[_Plain | None]:
-    found: list[_Plain | None] = [None] * _OPENED
-    for begin, pattern in patterns.items():
-        found[_STATES[begin]] = _plain(begin, pattern)
-    return found
-
-
-_NONE = _plains()
-_CONTAINERS = {
-    "": _plains(value='"<in_value>TEXT|OPEN', in_value='TEXT(?:"<end>|)'),
-    "]": _plains(
-        value='SPACES(?:"<in_value>TEXT|WORD<end>ITEM|OPEN)', in_value='TEXT(?:"<end>ITEM|)', end="ITEM"
-    ),
-    "}": _plains(
-        key='"<in_key>NAME|SPACES',
-        in_key="NAME",
-        colon="SPACES(?::<value>BEGIN|)",
-        value='SPACES(?:"<in_value>TEXT|WORD<end>MEMBER|OPEN)',
-        in_value='TEXT(?:"<end>MEMBER|)',
-        end="MEMBER",
-    ),
-}
-"""Patterns by the closing bracket of what is open."""
 
 
 class JsonText:
@@ -102,11 +52,12 @@ class JsonText:
         self._out = out
         self._stack: list[str] = []
         """Closing brackets of what is open."""
-        # Where a bracket may begin a mark, each is looked at.
-        self._has_plain = lexer.first_chars.isdisjoint("[]{}")
-        self._plain = _CONTAINERS[""] if self._has_plain else _NONE
         self._held = ""
         self._state = _VALUE
+        self._quote = ""
+        """Quote of the string under way."""
+        self._is_new = False
+        """Whether nothing of this string has come."""
         self._is_behind_string = False
         """The last value on this line was a string; a second one may belong to it, as in Python."""
         self.progress = MORE
@@ -114,14 +65,13 @@ class JsonText:
     def feed(self, text: str, at: int) -> int:
         """Read on; FAILED says that the character at the place that is returned cannot follow."""
         end, before = len(text), -1
-        if self._state == _IN_VALUE and _SPECIAL(text, at) is None:  # as in most steps
+        if self._state == _IN_VALUE and self._quote == '"' and _SPECIAL(text, at) is None:  # as in most steps
+            self._is_new = False
             self._out.append(text[at:])
             return end
         while before < at < end and self.progress is MORE and self._state != _DROPPED:
             before = at
-            at = self._read_plain(text, at)
-            if at == before:
-                at = self._read_token(text, at) if self._state >= _KEY else self._read_string(text, at)
+            at = self._read_token(text, at) if self._state >= _KEY else self._read_string(text, at)
         if self._state == _DROPPED:
             at, mark = self._lexer.next(text, at)
             self.progress = FAILED if mark else MORE
@@ -130,7 +80,7 @@ class JsonText:
     @property
     def is_inside_value(self) -> bool:
         """The text is in a string that is a value: there nothing can be closed."""
-        return self._state in (_IN_VALUE, _IN_PYTHON_VALUE)
+        return self._state == _IN_VALUE
 
     @property
     def is_empty(self) -> bool:
@@ -152,70 +102,24 @@ class JsonText:
             self._out.append('"' if self.is_inside_value else self._held + json_word(rest) if is_word else "")
             self.close()
 
-    def _read_plain(self, text: str, at: int) -> int:
-        """Read what is well-formed, as most is."""
-        before = self._state
-        plain = self._plain[before]
-        if plain is None or (before >= _KEY and text[at] in self._mark_chars):
-            return at
-        match, results = plain
-        found = match(text, at)
-        end = found.end()  # type: ignore[union-attr] # which matches nothing as well
-        if end == at:
-            return at
-        state, certain = results[found.lastindex or 0]  # type: ignore[union-attr]
-        if state >= _OPENED:
-            return self._read_plain_bracket(text, at, end)
-        self._state = state
-        if certain == 0:
-            self._begin_value(text[at:end])
-            if state == _END:
-                self._end_value()
-                self._is_behind_string = text[end - 1] == '"'
-        elif certain > 0:
-            cut = found.end(certain)  # type: ignore[union-attr]
-            self._begin_value(text[at:cut])
-            self._held = text[cut:end]
-        elif state == before and not self._held:  # white space
-            self._out.append(text[at:end])
-        else:
-            self._held += text[at:end]
-        return end
-
-    def _read_plain_bracket(self, text: str, at: int, end: int) -> int:
-        """Read text with a bracket at its end; none of it if the bracket does not fit."""
-        char, stack = text[end - 1], self._stack
-        if char in _CLOSINGS:
-            self._open_container(char, text[at:end])
-            return end
-        if char != stack[-1]:
-            return at
-        stack.pop()
-        self._begin_value(text[at:end])
-        self._end_value()
-        self._enter_container()
-        return end
-
-    def _open_container(self, char: str, text: str) -> None:
-        self._begin_value(text)
-        self._stack.append(_CLOSINGS[char])
-        self._enter_container()
-        self._state = _KEY if char == "{" else _VALUE
-
-    def _enter_container(self) -> None:
-        stack = self._stack
-        is_plain = self._has_plain and len(stack) < MAX_DEPTH
-        self._plain = _CONTAINERS[stack[-1] if stack else ""] if is_plain else _NONE
-
     def _read_string(self, text: str, at: int) -> int:
-        is_python = self._state in (_IN_PYTHON_KEY, _IN_PYTHON_VALUE)
-        quote = "'" if is_python else '"'
-        end = _STRINGS[quote](text, at).end()  # type: ignore[union-attr] # which matches nothing as well
-        is_over = text.startswith(quote, end)
-        piece = _OF_PYTHON.sub(_from_python, text[at:end]) if is_python else text[at:end]
-        piece = _UNFIT.sub(_fitting, piece) + '"' * is_over
-        end += is_over
-        if self.is_inside_value:
+        if self._is_new and text.startswith(self._quote, at):
+            if at + 1 == len(text):
+                return at
+            if text[at + 1] == self._quote:
+                self._quote *= 3
+                at += 2
+        self._is_new = False
+        end = _STRINGS[self._quote](text, at).end()  # type: ignore[union-attr] # which matches nothing as well
+        is_over = text.startswith(self._quote, end)
+        piece = text[at:end]
+        if _SPECIAL(piece) is not None:
+            is_python = self._quote != '"'
+            piece = _UNFIT.sub(_fitting, _OF_PYTHON.sub(_from_python, piece) if is_python else piece)
+        end += len(self._quote) * is_over
+        if is_over:
+            piece += '"'
+        if self._state == _IN_VALUE:
             self._out.append(piece)
             if is_over:
                 self._end_value()
@@ -282,7 +186,9 @@ class JsonText:
         elif char in "\"'" and expects in (_KEY, _VALUE):
             self._begin_string(char)
         elif char in "{[" and expects == _VALUE and len(self._stack) < MAX_DEPTH:
-            self._open_container(char, char)
+            self._begin_value(char)
+            self._stack.append(_CLOSINGS[char])
+            self._state = _KEY if char == "{" else _VALUE
         else:
             return self._fail(at)
         return at + 1
@@ -296,12 +202,13 @@ class JsonText:
         return at
 
     def _begin_string(self, quote: str) -> None:
+        self._quote, self._is_new = quote, True
         if self._state == _KEY:
             self._held += '"'
-            self._state = _IN_KEY if quote == '"' else _IN_PYTHON_KEY
+            self._state = _IN_KEY
         else:
             self._begin_value('"')
-            self._state = _IN_VALUE if quote == '"' else _IN_PYTHON_VALUE
+            self._state = _IN_VALUE
 
     def _begin_value(self, text: str) -> None:
         self._out.append(self._held + text)
@@ -319,7 +226,6 @@ class JsonText:
         while closed != char:
             closed = self._stack.pop()
             self._out.append(closed)
-        self._enter_container()
         self._end_value()
 
 
@@ -334,9 +240,16 @@ def _from_python(found: re.Match[str]) -> str:
 
 
 def _fitting(found: re.Match[str]) -> str:
-    """Write a character as JSON does; a backslash before none that JSON knows is one of the text."""
+    """Write a character as JSON does; a backslash before none that JSON knows is one of the text.
+
+    Half a character, at which readers of JSON end, is a replacement character.
+    """
     text = found.group()
-    return text if found.group(1) else "'" if text == "\\'" else json.dumps(text)[1:-1]
+    if found.group(1):
+        return text
+    if len(text) > 2:
+        return r"\ufffd"
+    return "'" if text == "\\'" else json.dumps(text)[1:-1]
 
 
 @dataclass(frozen=True, slots=True)

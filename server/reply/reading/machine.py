@@ -35,8 +35,8 @@ from server.reply.reading.row import (
     lexers_of,
 )
 
-_FILLERS = ",;}]`"
-"""Characters that may stand behind the arguments of a call, beside white space."""
+_BETWEEN = ",;}]` \t\r\n"
+"""Characters that may stand behind the arguments of a call."""
 
 _OnText = Callable[["ReplyReader", str], int]
 """Takes text without marks; returns the number of characters that were taken."""
@@ -215,13 +215,14 @@ class ReplyReader:
             case ReaderState.HEAD if not is_cut:
                 self._end_head()
             case ReaderState.BODY if (body := self._body) is not None:
-                is_none = not body.num_calls and not body.has_begun
+                num_calls, has_begun = body.num_calls, body.has_begun
                 body.finish(rest, is_cut=is_cut)
                 is_marked = self._opening != "" or not self._row.may_begin_bare  # in the prompt, if not here
-                if is_none and not body.num_calls and not (is_cut and is_marked):
-                    self._content(self._opening + body.raw)
+                is_none = not has_begun and body.num_calls == num_calls
+                if is_none and not (is_cut and (is_marked or num_calls)):
+                    self._content(body.raw.lstrip(_BETWEEN) if num_calls else self._opening + body.raw)
             case ReaderState.OUTSIDE:
-                self._leave_outside(is_last=True)
+                self._leave_outside()
 
     @property
     def _call(self) -> Call:
@@ -266,9 +267,13 @@ class ReplyReader:
 
     def _first_mark(self, mark: str) -> bool:
         thoughts = self._row.thoughts
-        if thoughts is not None and mark == thoughts.begin and self._lexer is self._lexers.with_begin:
-            self._begin_thought()
-            return True
+        if thoughts is not None and self._lexer is self._lexers.with_begin:
+            if mark == thoughts.begin:
+                self._begin_thought()
+                return True
+            if mark in thoughts.ends:  # there were none: MiniMax M3 says so by the mark alone
+                self._lead, self._keeps_lead, self._lexer = "", False, self._lexers.base
+                return True
         self._release_lead()
         self._enter(ReaderState.TEXT)
         return False
@@ -316,8 +321,7 @@ class ReplyReader:
         self._enter(ReaderState.THOUGHT)
 
     def _thought_text(self, text: str) -> int:
-        if self._is_blank:
-            self._is_blank = text.isspace()
+        self._is_blank = self._is_blank and text.isspace()
         self._log.reasoning(text)
         return len(text)
 
@@ -325,7 +329,6 @@ class ReplyReader:
         row, thoughts, call = self._row, self._row.thoughts, self._row.call
         if thoughts is not None and (mark in thoughts.ends or mark in row.answer.closings):
             self._log.end_part()
-            self._header.has_region = True
             if row.answer.is_framed:
                 self._enter(ReaderState.OUTSIDE)
             else:
@@ -432,23 +435,20 @@ class ReplyReader:
         self._log.arguments("{}")
 
     def _after_text(self, text: str) -> int:
-        rest = text.lstrip(_FILLERS + " \t\r\n")
+        rest = text.lstrip(_BETWEEN)
         fillers = text[: len(text) - len(rest)]
         self._log.content("".join(char for char in fillers if char.isspace()))
-        if rest and not self._row.answer.is_framed:
+        if rest:
             self._enter(ReaderState.TEXT)
-        return len(fillers) if rest and self._state is ReaderState.TEXT else len(text)
+        return len(fillers)
 
     def _after_mark(self, mark: str) -> bool:
-        call = self._row.call
-        is_closing = call is not None and mark in call.closings
         self._enter(ReaderState.OUTSIDE if self._row.answer.is_framed else ReaderState.TEXT)
         self._header.has_region = True
-        return is_closing
+        return mark in self._call.closings
 
     def _outside_text(self, text: str) -> int:
-        answer = self._header.add(text)
-        if answer:
+        if answer := self._header.add(text):
             self._enter(ReaderState.TEXT)
             self._content(answer)
         return len(text)
@@ -460,11 +460,13 @@ class ReplyReader:
         elif mark in answer.frames:
             self._header.text += mark
         elif mark in answer.closings:
-            self._leave_outside(is_last=False)
+            self._leave_outside()
         else:
+            if not self.has_thought:  # behind thoughts it is the header of the answer
+                self._leave_outside()
             self._header.text = ""
-            self._header.has_region = True
             if thoughts is None or mark != thoughts.begin:
+                self._header.has_region = True
                 self._enter(ReaderState.TEXT)
                 return False
             self._begin_thought()
@@ -480,11 +482,11 @@ class ReplyReader:
             self._enter(ReaderState.TEXT)
             self._content(text if phase is Phase.CALL else "")
 
-    def _leave_outside(self, *, is_last: bool) -> None:
-        phase, text = self._header.end(is_last=is_last)
-        if text:
+    def _leave_outside(self) -> None:
+        phase, text = self._header.end()
+        if text.strip():
             show = self._log.reasoning if phase is Phase.THOUGHT else self._content
-            show(text)
+            show(text.lstrip() if self.has_thought else text)
             self._log.end_part()
 
     _ON: ClassVar[dict[ReaderState, tuple[_OnText, _OnMark]]] = {

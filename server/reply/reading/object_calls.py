@@ -10,7 +10,7 @@ from server.reply.reading.json_text import JsonText
 from server.reply.reading.python_calls import read_object
 from server.reply.reading.row import ENDED, FAILED, MORE, NO_MARKS, BodyPlace
 
-_OTHER_KEYS = frozenset({"name", "type", "id"})
+_OTHER_KEYS = frozenset({"name", "type", "id", "tool_call_id"})
 _SEPARATORS = frozenset(",;]}")
 _ITEM, _KEY, _COLON, _VALUE, _END = range(5)
 """Parts that may come next."""
@@ -34,7 +34,8 @@ class ObjectReader:
     """Reads objects from the first bracket on.
 
     An object without a mark before it may be an answer that only looks like a call: it is one only if it
-    names one of the tools, with an object as arguments and no foreign key.
+    names one of the tools, with an object as arguments and no foreign key. In any other object that has no
+    arguments, the foreign keys are the arguments.
     """
 
     def __init__(self, spec: ObjectCalls, place: BodyPlace) -> None:
@@ -58,6 +59,8 @@ class ObjectReader:
         self._id: str | None = None
         self._arguments: str | None = None
         """Complete; an empty text if they were passed on as they came."""
+        self._members: list[str] = []
+        """JSON of what stands under foreign keys."""
         self._streams = False
         self.has_begun = False
         self._raw.clear()
@@ -164,7 +167,7 @@ class ObjectReader:
             return self._names is None or self._key in self._keys
         self._expects = _END
         if self._key in self._spec.names and self._name is None:
-            self._name = _string(text)
+            self._name = (_string(text) or "").strip()
             if not self._name or (self._names is not None and self._name not in self._names):
                 return False
             if self._arguments is not None:
@@ -177,6 +180,8 @@ class ObjectReader:
             if self._name is not None and not self._streams:
                 self._log.arguments(self._arguments)
             self._streams = False
+        elif self._key not in self._keys:
+            self._members.append(f"{json.dumps(self._key, ensure_ascii=False)}: {text}")
         return True
 
     def _close_object(self, at: int) -> int:
@@ -184,7 +189,7 @@ class ObjectReader:
             if self._name is None or self._names is not None:
                 return self._break(at)
             self._start(self._name)
-            self._log.arguments("{}")
+            self._log.arguments("{" + ", ".join(self._members) + "}")
         self.num_calls += 1
         self._reset()
         return at + 1

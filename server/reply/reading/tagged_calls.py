@@ -5,6 +5,8 @@
     minimax_m2    <parameter name="a">1</parameter>
     deepseek_v32  <｜DSML｜parameter name="a" string="false">1</｜DSML｜parameter>
 
+Names may stand in quotes of either kind, or in none.
+
 Owns: the alternation of keys and values, and which mark inside of a value is a part of it. What a value is,
 its tool's schema says.
 Never: the name of the call, or the marks around it.
@@ -12,7 +14,7 @@ Never: the name of the call, or the marks around it.
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -24,6 +26,7 @@ _TEXT = frozenset({"string"})
 _MAX_KEY_CHARS = 300
 _MAX_SPACES = 4096
 _OBJECT = re.compile(r"\s*+(?:\{\s*+([\"'}])?)?")
+_WORD = re.compile(r"\w")
 
 
 class _In(Enum):
@@ -65,7 +68,7 @@ class TaggedArguments:
 
 
 class TagsReader:
-    """Text between the tags is dropped. A text value that nothing has ended stays open.
+    """Words between the tags are content behind the call. A text value that nothing has ended stays open.
 
     An object in the place of the first tag is the arguments: Llama 3.1 and Functionary write so. The tags
     behind it are dropped.
@@ -88,6 +91,8 @@ class TagsReader:
         self._key = self._flag = ""
         self._text = ""
         """Text of a key, or between a key and its value."""
+        self._between: list[str] = []
+        """Text between the tags."""
         self._arguments = ArgumentWriter(place.schemas.get(place.name, {}), spec)
         self.has_begun = True
         self.progress = MORE
@@ -129,6 +134,7 @@ class TagsReader:
                     continue
             if not self._take(mark):
                 self._write(self._arguments.close())
+                self._show_between()
                 self.has_begun = False
                 self.progress = ENDED
                 break
@@ -137,10 +143,19 @@ class TagsReader:
 
     def finish(self, rest: str, *, is_cut: bool) -> None:
         """Close the value and the object if the model has ended the text. Cut off, a value stays open."""
-        if self._object is not None:
-            if self.has_begun:
-                self._object.finish(rest, is_cut=is_cut)
-            return
+        if self._object is None:
+            self._finish_tags(rest, is_cut=is_cut)
+        elif self.has_begun:
+            self._object.finish(rest, is_cut=is_cut)
+        if not is_cut:
+            self._show_between()
+
+    def _finish_tags(self, rest: str, *, is_cut: bool) -> None:
+        if self._state is _In.BEFORE_VALUE and self._text.strip():
+            self._begin_argument(self._text)  # the mark before it was lost
+            self._state = _In.VALUE
+        elif self._state is _In.KEY:
+            self._between.append(self._text)
         is_in_value = self._state is _In.VALUE
         if is_in_value:
             self._write(self._arguments.add(rest))
@@ -149,6 +164,11 @@ class TagsReader:
             self._write(self._arguments.close())
             self.has_begun = is_in_value
 
+    def _show_between(self) -> None:
+        words = "".join(self._between)
+        if _WORD.search(words) is not None:
+            self._log.content_of_call(words)
+
     def _write(self, text: str) -> None:
         if text and self._object is None:
             self._log.arguments(text)
@@ -156,11 +176,14 @@ class TagsReader:
     def _add(self, text: str) -> None:
         if self._state is _In.VALUE:
             self._write(self._arguments.add(text))
-        elif self._state is not _In.BETWEEN:
+        elif self._state is _In.BETWEEN:
+            self._between.append(text)
+        else:
             self._text += text
             if self._state is _In.KEY and len(self._text) > _MAX_KEY_CHARS:
-                key = self._text[:_MAX_KEY_CHARS].lstrip().partition("\n")[0].strip()
-                if key not in self._arguments.properties:
+                key = self._text[:_MAX_KEY_CHARS].lstrip().partition("\n")[0]
+                if unquoted(key) not in self._arguments.properties:
+                    self._between.append(self._text)
                     self._text = ""
                     self._state = _In.BETWEEN
 
@@ -174,12 +197,13 @@ class TagsReader:
         if self._state is _In.VALUE:
             self._write(self._arguments.end(was_lost=mark != spec.value_end))
         elif self._state is _In.BEFORE_VALUE and mark == spec.value:
+            self._between.append(self._text)
             self._begin_argument("")
             self._state = _In.VALUE
             return True
-        elif self._state is _In.BEFORE_VALUE and mark == spec.value_end and self._text.strip():
+        elif self._state is _In.BEFORE_VALUE and mark != spec.key_end and self._text.strip():
             self._begin_argument(self._text)  # the mark before it was lost
-            self._write(self._arguments.end(was_lost=False))
+            self._write(self._arguments.end(was_lost=mark != spec.value_end))
         self._text = ""
         self._state = _In.KEY if mark == spec.key else _In.BETWEEN
         return mark in spec.marks or mark == spec.key_end
@@ -188,9 +212,9 @@ class TagsReader:
         """End a key. Without its end mark it is one if the tool has it, alone on its line."""
         spec = self._spec
         key, newline, rest = self._text.lstrip().partition("\n")
-        self._key, self._flag, self._text = key.strip(), "", ""
+        self._key, self._flag, self._text = unquoted(key), "", ""
         if spec.text_flag:
-            name, _, flag = self._key.partition(spec.text_flag)
+            name, _, flag = map(unquoted, key.partition(spec.text_flag))
             if flag in ("true", "false"):  # with any other, the end of the key was lost
                 self._key, self._flag = name, flag
         is_alone = bool(newline and rest.strip())
@@ -198,6 +222,7 @@ class TagsReader:
             self._begin_argument(rest + (mark if mark == spec.key_end else ""))
             self._state = _In.VALUE
         elif is_alone or mark not in (spec.key_end, spec.value):
+            self._between += [key, newline, rest]
             self._state = _In.BETWEEN
         elif spec.value and mark == spec.key_end:
             self._state = _In.BEFORE_VALUE
@@ -215,9 +240,9 @@ class TagsReader:
         spec, row, call = self._spec, self._row, self._row.call
         assert call is not None
         around = (*call.openings, *row.wraps, *row.unwraps, *row.answer.closings)
-        left, texts = self._arguments.left, list[str]()
+        texts: list[str] = []
         if mark == spec.value_end:
-            lost = (f"{name}{end}" for name in left for end in spec.ends_of_keys)
+            lost = _named(self._arguments.left, spec.ends_of_keys)
             return _follows(rest, (spec.key, mark, *call.closings, *around, *lost), is_last=is_last)
         if mark in (*call.closings, *row.unwraps, *row.answer.closings):
             return _follows(rest, around, is_last=is_last)
@@ -228,13 +253,23 @@ class TagsReader:
             return False if is_last or newline or len(rest) >= _MAX_KEY_CHARS else None
         if mark == spec.key:
             ends: tuple[str, ...] = (spec.key_end, "\n") if spec.value else spec.ends_of_keys
-            texts += (f"{name}{end}" for name in left for end in ends)
+            texts += _named(self._arguments.left, ends)
         elif mark in row.wraps:
-            texts += (f"{opening}{name}" for name in self._names for opening in call.openings)
+            texts += (f"{opening}{name}" for name in _named(self._names, ("",)) for opening in call.openings)
         elif mark in call.openings and call.head is not None:
             ends = (*call.head.ends, spec.key, *call.closings)
-            texts += (f"{name}{end}" for name in self._names for end in ends)
+            texts += _named(self._names, ends)
         return _follows(rest, texts, is_last=is_last, at_end=False) if texts else False
+
+
+def unquoted(name: str) -> str:
+    """A name without the quotes around it, of either kind, and the space around these."""
+    return name.strip().strip("\"'")
+
+
+def _named(names: Iterable[str], ends: Sequence[str]) -> Iterator[str]:
+    """The ways to write each name, with each of the ends behind it."""
+    return (f"{sign}{name}{sign}{end}" for name in names for end in ends for sign in ("", '"', "'"))
 
 
 def _follows(rest: str, texts: Iterable[str], *, is_last: bool, at_end: bool = True) -> bool | None:
@@ -263,7 +298,6 @@ class ArgumentWriter:
         """JSON texts of the values of keys that may have several."""
         self._key = ""
         self._types: frozenset[str] = frozenset()
-        self._is_dropped = False
         self._is_text = False
         self._pieces: list[str] = []
         self._newlines = ""
@@ -293,20 +327,19 @@ class ArgumentWriter:
         return "array" in types or (self._merges and not types)
 
     def begin(self, key: str, *, is_text: bool) -> str:
-        """Begin the argument `key`. Of a key that stands twice, the first value counts.
+        """Begin the argument `key`. One that stands twice is written twice: readers of JSON take the last.
 
         `is_text`: the model says so, which counts where the schema allows it.
         """
         self._key = key
         types = self._all_types.of(key)
         self._types = _TEXT if is_text and (not types or types >= _TEXT) else types
-        self._is_dropped = key in self._given and not self._may_repeat(key)
         self._is_text = self._types == _TEXT and not self._wrap[0]
         self._given.add(key)
         self._pieces.clear()
         self._newlines = ""
         self._is_at_start = True
-        return self._key_text(key) + '"' if self._is_text and not self._is_dropped else ""
+        return self._key_text(key) + '"' if self._is_text else ""
 
     def add(self, text: str) -> str:
         """Add text of the value. Texts are passed on as they come, but for one newline at each end."""
@@ -323,12 +356,10 @@ class ArgumentWriter:
             self._newlines += text
             return ""
         released, self._newlines = self._newlines + visible, text[len(visible) :]
-        return "" if self._is_dropped else json.dumps(released, ensure_ascii=False)[1:-1]
+        return json.dumps(released, ensure_ascii=False)[1:-1]
 
     def end(self, *, was_lost: bool) -> str:
         """End the argument. Where its end mark was lost, the newlines at the end are not its own."""
-        if self._is_dropped:
-            return ""
         if self._is_text:
             newlines = "" if was_lost else self._newlines[:-1]
             return json.dumps(newlines)[1:-1] + '"'
@@ -345,12 +376,12 @@ class ArgumentWriter:
 
     def flush(self) -> str:
         """Return what is left of a text that breaks off: it stays open, as do the brackets around it."""
-        return "" if self._is_dropped or not self._is_text else json.dumps(self._newlines)[1:-1]
+        return json.dumps(self._newlines)[1:-1] if self._is_text else ""
 
     def close(self) -> str:
         """End the object."""
-        merged = "".join(self._key_text(key) + _merged(values) for key, values in self._merged.items())
-        return merged + ("{}" if self._is_first else "}")
+        lists = "".join(self._key_text(key) + merged(values) for key, values in self._merged.items())
+        return lists + ("{}" if self._is_first else "}")
 
     def _key_text(self, key: str) -> str:
         opening = "{" if self._is_first else ", "
@@ -358,7 +389,8 @@ class ArgumentWriter:
         return f"{opening}{json.dumps(key, ensure_ascii=False)}: "
 
 
-def _merged(values: list[str]) -> str:
+def merged(values: list[str]) -> str:
+    """One list of the JSON texts of several values, of which lists are parts; of one, the value."""
     if len(values) == 1:
         return values[0]
     lists = [json.loads(value) for value in values]

@@ -1,7 +1,7 @@
 """Calls that are read when they are complete: in braces, in Python, and in lines."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from server.reply.reading.row import ENDED, FAILED, MORE, BodyPlace, ToolSchemas
@@ -10,8 +10,10 @@ MAX_CALL_CHARS = 256 * 1024
 """Longer calls are content, unless their name has been sent."""
 _BRACKET = re.compile(r"""\\.|["'()\[\]{}]""", re.DOTALL)
 
-WholeReading = Callable[[str, ToolSchemas], list[tuple[str, str]]]
-"""Reader of names and arguments; it returns none for a text that is anything else."""
+WrittenCalls = Sequence[tuple[str | None, str]]
+"""Names and arguments of calls; without a name, text that is content."""
+WholeReading = Callable[[str, ToolSchemas], WrittenCalls]
+"""Reader of calls; it returns none for a text that is anything else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,10 +95,13 @@ class WholeReader:
         if not calls or (place.is_bare and not all(name in place.schemas for name, _ in calls)):
             self._fail()
             return
-        for name, arguments in calls:
+        for name, text in calls:
+            if name is None:
+                place.log.content_of_call(text)
+                continue
             if not place.name:
                 place.log.start(name)
-            place.log.arguments(arguments)
+            place.log.arguments(text)
         self.num_calls = len(calls)
         self.has_begun = False
         self.progress = ENDED

@@ -354,6 +354,14 @@ USE = {"type": "tool_use", "id": "1", "name": "look", "input": {}}
         ),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}, {"type": "tea", "name": "t"}]}, "tools[1]"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name is required"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice: there are no tools"),
+        (
+            {
+                "tools": [{"type": "web_search_20250305", "name": "w"}],
+                "tool_choice": {"type": "tool", "name": "w"},
+            },
+            "tool_choice.name: there is no tool named 'w'",
+        ),
         *(
             (
                 {**more, "tool_choice": {"type": kind, "name": "look"}},

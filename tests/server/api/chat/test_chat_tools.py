@@ -232,6 +232,11 @@ async def test_the_rest_of_a_required_list_that_is_cut_off_is_no_answer(client, 
         (['{"city": "Bo'], {"tool_choice": NAMED}, "stop"),
         (['<tool_call>{"name": "get_weather", "arguments": {"ci'], {}, "stop"),
         (['<tool_call>{"name": "get_time"}', "</tool_call> Bye"], {}, "tool_calls"),
+        (
+            ['<tool_call>{"name": "get_time"}{"name": "get_weather", "arguments": {"ci'],
+            {"parallel_tool_calls": False},
+            "tool_calls",
+        ),
     ],
 )
 async def test_a_stop_string_inside_of_a_call_ends_for_stop(client, engine, texts, fields, reason):
@@ -283,6 +288,15 @@ async def test_calls_are_parsed_behind_the_reasoning(client, engine):
     message = (await ask(client, engine))["message"]
     assert (message["reasoning"], message["content"]) == ("I could <tool_call>", "Let me look.")
     assert called(message) == CALLS
+
+
+async def test_calls_to_which_the_model_gives_one_id_have_two(client, engine):
+    """OpenAI's client refuses a response with one, and no result could say which call it answers."""
+    engine.model_info = dataclasses.replace(engine.model_info, chat_template="<|tool_calls_section_begin|>")
+    one = "<|tool_call_begin|>functions.get_time:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    say(engine, one, one)
+    first, second = (await ask(client, engine))["message"]["tool_calls"]
+    assert first["id"] == "functions.get_time:0" != second["id"]
 
 
 async def test_mistrals_calls_have_ids_that_its_template_takes(client, engine):

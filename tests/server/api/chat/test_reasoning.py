@@ -36,6 +36,7 @@ def split(start: Phase, text: str) -> list[Reasoning | Content]:
     [
         (Phase.POSSIBLE, "<think>\nHm.\n</think>\n\nYes.\n", [Reasoning("Hm."), Content("Yes.\n")]),
         (Phase.POSSIBLE, "\n<think></think>Yes.", [Content("Yes.")]),
+        (Phase.POSSIBLE, "\n</think>\n\nYes.</think>", [Content("Yes.</think>")]),
         (Phase.POSSIBLE, "<think>Hm", [Reasoning("Hm")]),
         (Phase.POSSIBLE, "<thin", [Content("<thin")]),
         (Phase.POSSIBLE, " \n", [Content(" \n")]),
@@ -343,12 +344,31 @@ async def test_a_budget_that_cannot_be_kept_is_named_as_ignored(client, thinking
     budget: dict = {"thinking_token_budget": 7}
     if path != CHAT:
         budget = {"thinking": {"type": "enabled", "budget_tokens": 7}}
+    switch = frozenset({"enable_thinking"})
+    thinking.model_info = dataclasses.replace(THINKING, template_variables=switch)
     kept = await client.post(path, json={**HI, "max_tokens": 9, **budget})
     assert "x-tokenyard-ignored" not in kept.headers
     thinking.model_info = dataclasses.replace(THINKING, added_tokens={})  # the marks are several tokens
     reply = await client.post(path, json={**HI, "max_tokens": 9, **budget})
     assert reply.status_code == 200
     assert reply.headers["x-tokenyard-ignored"].endswith(("thinking_token_budget", "thinking.budget_tokens"))
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/api/chat", {"think": "high"}),
+        ("/v1/messages", {"max_tokens": 9, "thinking": {"type": "disabled"}}),
+        (CHAT, {"max_tokens": 9, "enable_thinking": True, "reasoning_effort": "high"}),
+    ],
+)
+async def test_a_switch_that_comes_with_an_effort_is_not_in_vain_where_that_is_read(
+    client, thinking, path, fields
+) -> None:
+    effort = frozenset({"reasoning_effort"})
+    thinking.model_info = dataclasses.replace(THINKING, template_variables=effort)
+    reply = await client.post(path, json={**HI, **fields})
+    assert (reply.status_code, "x-tokenyard-ignored" in reply.headers) == (200, False)
 
 
 async def test_a_budget_of_thoughts_is_for_chats(client) -> None:

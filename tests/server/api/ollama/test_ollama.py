@@ -72,6 +72,17 @@ async def test_arguments_that_are_nested_too_deep_end_there(client, thinker):
     assert whole["message"]["tool_calls"] == calls
 
 
+async def test_a_call_that_a_limit_cuts_off_is_left_out_since_clients_would_run_it(client, thinker):
+    whole = '<tool_call>{"name": "look", "arguments": {"at": "y"}}</tool_call>'
+    thinker.texts, thinker.end_as = (whole, *CALL.partition('"}')[0]), FinishReason.LENGTH
+    body = {**HELLO, "tools": [TOOL], "options": {"num_predict": len(thinker.texts)}}
+    *_, said, last = lines(await client.post(CHAT, json=body))
+    assert said["message"]["tool_calls"] == [{"function": {"name": "look", "arguments": {"at": "y"}}}]
+    assert last["done_reason"] == "length"
+    reply = (await client.post(CHAT, json={**body, "stream": False})).json()
+    assert reply["message"]["tool_calls"] == said["message"]["tool_calls"]
+
+
 @pytest.mark.parametrize("media_type", [None, "application/x-www-form-urlencoded"])
 async def test_bodies_need_no_media_type_as_in_ollamas_own_examples(client, media_type):
     headers = {} if media_type is None else {"content-type": media_type}

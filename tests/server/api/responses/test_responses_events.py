@@ -28,7 +28,7 @@ OUTPUT = TokenOutput(index=0, text="", token_ids=())
 class FakeChoice:
     """The pieces of a chat's reply, as they are given."""
 
-    is_plain, stop_reason = False, None
+    is_plain, stop_reason, ends_in_call = False, None, False
 
     def __init__(self, outputs: list[list[Piece]], finish_reason: str = "stop") -> None:
         self._outputs = iter(outputs)

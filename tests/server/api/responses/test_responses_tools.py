@@ -41,6 +41,14 @@ async def test_a_call_is_an_item_behind_the_text_before_it(client, engine):
     assert options.tools[0]["function"]["name"] == "add"
 
 
+async def test_a_call_that_a_stop_string_cuts_off_is_incomplete(client, engine):
+    """Agents run complete ones, whose arguments are JSON."""
+    engine.texts, engine.stop_reason = (*CALL[:-2], ': {"a": 1'), "5"
+    response = await create(client, tools=[TOOL], max_output_tokens=len(engine.texts))
+    _, call = response["output"]
+    assert (call["arguments"], call["status"], response["status"]) == ('{"a": 1', "incomplete", "completed")
+
+
 async def test_texts_on_both_sides_of_a_call_can_be_joined(client, engine):
     engine.texts = (*CALL, "\n\n", "Done.")
     response = await create(client, tools=[TOOL], max_output_tokens=len(engine.texts))

@@ -4,10 +4,14 @@ from collections.abc import AsyncIterator
 
 import openai
 import pytest
+from openai.lib.streaming.chat import ChatCompletionStreamState
+from openai.types.chat import ChatCompletionChunk
 
 from engine.errors import EngineUnavailable, Overloaded, RequestFailed
-from engine.types import FinishReason
+from engine.types import FinishReason, TokenOutput
+from server.api.chat.replies import ChatStream
 from server.app import build_app
+from server.reply.generate.replies import ReplyHead, ReplyPlan
 from tests.server.conftest import Settings, serving
 
 HI = [{"role": "user", "content": "hi"}]
@@ -50,6 +54,17 @@ async def test_the_sdks_own_accumulator_understands_the_stream(sdk, engine):
         final = await stream.get_final_completion()
     assert final.choices[0].message.content == "HIH"
     assert len(final.choices[0].logprobs.content) == 3
+
+
+def test_choices_begin_in_their_order_by_which_the_accumulator_places_them() -> None:
+    head = ReplyHead(id="a", created_s=1, model="fake", system_fingerprint="fp")
+    stream = ChatStream(ReplyPlan(head=head, num_prompt_tokens=(1,), n=3))
+    state = ChatCompletionStreamState()
+    for number, text in ((2, "c"), (0, "a"), (1, "b"), (2, "d")):
+        for chunk in stream.update(0, TokenOutput(index=number, text=text, token_ids=(1,))):
+            state.handle_chunk(ChatCompletionChunk.model_validate(chunk))
+    choices = state.current_completion_snapshot.choices
+    assert [choice.message.content for choice in choices] == ["a", "b", "cd"]
 
 
 async def test_a_completion(sdk):

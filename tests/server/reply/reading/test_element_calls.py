@@ -36,7 +36,12 @@ NESTED = {
         ),
         ("<stops>[]</stops><a>b < c</a>", {"stops": [], "a": "b < c"}),
         ("<where><zip>1</where><codes>", {"where": {"zip": "1"}, "codes": ""}),
-        ("</no><a>1</a><a>2</a>", {"a": 1}),
+        ("</no><a>1</a><a>2</a><b>3</b><a>4</a>", {"a": [1, 2, 4], "b": 3}),
+        ("<codes><item>1</item></codes><codes><item>2</item></codes>", {"codes": ["1", "2"]}),
+        ("<where><zip>1</zip></where><where><zip>2</zip></where>", {"where": [{"zip": "1"}, {"zip": "2"}]}),
+        ("<where>by <zip>1</zip>it</where>", {"where": {"zip": "1", "$text": "by it"}}),
+        ("<where>by<$text>1</$text></where>", {"where": {"$text": 1, "$$text": "by"}}),
+        ("<stops><item><at>1</at></item>end</stops>", {"stops": [{"at": 1}, "end"]}),
         (
             "<grid><item><item>1</item><item>2</item></item><item><item>3</item></item></grid><a>4</a>",
             {"grid": [[1, 2], [3]], "a": 4},
@@ -49,7 +54,7 @@ NESTED = {
     ],
 )
 def test_elements_within_elements_are_objects_and_lists(written, meant) -> None:
-    marked = re.sub(r"</?\w+>", lambda tag: NAMESPACE + tag[0], f"{written}</invoke>")
+    marked = re.sub(r"</?[\w$]+>", lambda tag: NAMESPACE + tag[0], f"{written}</invoke>")
     text = f'{NAMESPACE}<invoke name="get_weather">{marked}'
     reader = ReplyReader(find_dialect("minimax_m3", "").row, {"get_weather": NESTED}, Phase.ANSWER)
     assert json.loads(joined_reply(reader, list(text)).calls[0][1]) == meant
@@ -64,6 +69,24 @@ def test_brackets_around_a_value_count_with_those_within_it() -> None:
     while isinstance(value, dict):
         value = value["a"]
     assert value == "[" * 40 + "]" * 40
+
+
+def test_text_between_the_arguments_is_content_behind_the_call() -> None:
+    text = f"As asked:{NAMESPACE}<a>1{NAMESPACE}</a> so{NAMESPACE}</invoke>\n{NAMESPACE}</tool_call>Done"
+    row = find_dialect("minimax_m3", "").row
+    for pieces in ([text], list(text)):
+        reader = ReplyReader(row, {"now": {}}, Phase.ANSWER)
+        reply = joined_reply(reader, [f'{NAMESPACE}<invoke name="now">', *pieces])
+        assert (reply.calls, reply.content) == ([("now", '{"a": 1}')], "As asked: so\nDone")
+
+
+def test_elements_of_one_name_within_each_other_end_where_the_brackets_do() -> None:
+    tags = f"{NAMESPACE}<a>1{NAMESPACE}</a>{NAMESPACE}<a>" * 60
+    text = f'{NAMESPACE}<invoke name="now">{tags}{NAMESPACE}</invoke>'
+    reader = ReplyReader(find_dialect("minimax_m3", "").row, {"now": {}}, Phase.ANSWER)
+    ((_, arguments),) = joined_reply(reader, [text]).calls
+    json.loads(arguments)
+    assert arguments.count("[") + arguments.count("{") <= 64
 
 
 def test_a_long_call_whose_name_has_been_sent_is_read_to_its_end() -> None:

@@ -1,6 +1,7 @@
 """Golden replies with a mark that is missing or stands twice: valid JSON, and no value of anything else."""
 
 import json
+import re
 import time
 from collections.abc import Iterator
 
@@ -71,6 +72,24 @@ def test_a_mark_that_is_missing_breaks_no_json_and_moves_no_value(case: Case) ->
         check(joined_reply(ReplyReader(row, TOOLS, start), [one]), one, values=case[0] != "lines")
 
 
+WITHOUT_MARKS, HEADS_OF_MANY_WORDS = {"json"}, {"deepseek", "kimi_k2", "mistral", "harmony"}
+WITH_WORDS = [golden for golden in GOLDEN if golden[0] not in WITHOUT_MARKS | HEADS_OF_MANY_WORDS]
+
+
+@pytest.mark.parametrize(
+    ("dialect", "text", "content"), WITH_WORDS, ids=[f"{at}-{each[0]}" for at, each in enumerate(WITH_WORDS)]
+)
+def test_a_word_before_or_behind_any_mark_is_in_the_reply_somewhere(dialect, text, content) -> None:
+    row = find_dialect(dialect, "").row
+    marks = re.compile("|".join(map(re.escape, sorted(inner_marks(row), key=len, reverse=True))))
+    for place in {end for found in marks.finditer(text) for end in found.span()}:
+        one = f"{text[:place]} Zzz {text[place:]}"
+        reply = joined_reply(ReplyReader(row, TOOLS, Phase.ANSWER), [one])
+        assert "Zzz" in reply.content + str(reply.calls), one
+        assert joined_reply(ReplyReader(row, TOOLS, Phase.ANSWER), one) == reply
+        check(reply, one, values=False)
+
+
 @pytest.mark.parametrize(
     ("written", "arguments"),
     [
@@ -85,6 +104,10 @@ def test_a_mark_that_is_missing_breaks_no_json_and_moves_no_value(case: Case) ->
         (r"{'a': '\xe9 \x1b \U0001F600 \0 \x4'}", {"a": "é \x1b \U0001f600 \0 \\x4"}),
         ("{'a': 'x' 'y'}}</tool_call>", {"a": "x"}),
         ('{"a": "x"\n "b": 1}', {"a": "x", "b": 1}),
+        (
+            '{"a": """x "y"\n\\nz""", "b": \'\'\'it\'s\'\'\', "c": ""}',
+            {"a": 'x "y"\n\nz', "b": "it's", "c": ""},
+        ),
         (json.dumps("{'a': 'x' 'y', 'b': '''it's''', 'c': (1, 0x10, 1_0, .5, 5., +1)}"), PYTHON),
         (json.dumps("{'a': 'x' 'y', 'b': [}"), "{'a': 'x' 'y', 'b': [}"),
         (json.dumps(r"{'a': '\xe9\U0001F600\0'}"), {"a": "é\U0001f600\0"}),
@@ -102,6 +125,12 @@ def test_arguments_that_are_not_quite_json_are_made_it(written: str, arguments: 
     ("dialect", "text", "arguments"),
     [
         ("qwen3_coder", "<function=f>{<parameter=city>\nBonn\n</parameter></function>", '{"city": "Bonn"}'),
+        ("glm45", "<tool_call>f\n<arg_key>a</arg_key>B</tool_call>", '{"a": "B"}'),
+        (
+            "qwen3_coder",
+            "<function=f><parameter=a>1</parameter><parameter=a>2</parameter></function>",
+            '{"a": 1, "a": 2}',
+        ),
         ("glm45", "<tool_call>f\n{ <arg_key>a</arg_key><arg_value>B</arg_value></tool_call>", '{"a": "B"}'),
         ("qwen3_coder", '<function=f>{"a": 1}<parameter=days>3</parameter></function>', '{"a": 1}'),
         ("qwen3_coder", '<function=f>{ "a": "B" "x" "y": 3} {"z": 1}</function>', '{ "a": "B" }'),

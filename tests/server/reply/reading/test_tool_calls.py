@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from server.reply.reading.dialects import THINK, find_dialect, named_row
+from server.reply.reading.dialects import THINK, find_dialect, find_style, named_row
 from server.reply.reading.events import Arguments, CallStart, Content, Event
 from server.reply.reading.machine import ReplyReader
 from server.reply.reading.row import Phase
+from tests.server.reply.reading.joined_replies import joined_reply
 
 NAMES = {"f": {}, "g": {}}
 
@@ -123,6 +124,21 @@ def call(index: int, name: str, arguments: str) -> list[Event]:
             '[{"name": "f", "parameters": {"a": 1}},\n {"name": "g", "arguments": {}}]',
             [*call(0, "f", '{"a": 1}'), *call(1, "g", "{}")],
         ),
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "city": "Bonn", "type": "function", "n": [1]}</tool_call>',
+            call(0, "f", '{"city": "Bonn", "n": [1]}'),
+        ),
+        (
+            "qwen3_coder",
+            "<function=f>\nAs asked: <parameter=a>1</parameter></function> Bye",
+            [*call(0, "f", '{"a": 1}'), Content("As asked:  Bye")],
+        ),
+        (
+            "harmony",
+            "<|channel|>commentary to=functions.f<|message|>{} I hope<|call|>",
+            [*call(0, "f", "{}"), Content("I hope")],
+        ),
     ],
 )
 def test_calls_are_found(dialect, text, events) -> None:
@@ -181,12 +197,38 @@ def test_what_is_no_call_after_all_stays_in_the_text(dialect, text) -> None:
         ("mistral", '[TOOL_CALLS]f[ARGS]{"a": ', call(0, "f", "{}")),
         ("json", '[{"name": "f", "arguments": {"a": "', call(0, "f", '{"a": ""}')),
         ("json", '[{"name": "f", "arguments": {"a": "b\\u00', call(0, "f", '{"a": "b"}')),
+        (
+            "hermes",
+            '<tool_call>{"name": " f\\n"}, {"name": "g", "argu',
+            [*call(0, "f", "{}"), Content('{"name": "g", "argu')],
+        ),
+        ("hermes", '<tool_call>[{"name": "f"}]\n', call(0, "f", "{}")),
         ("qwen3_coder", "<function=f><parameter=a>12", call(0, "f", '{"a": 12}')),
         ("deepseek", '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": ["b\\', call(0, "f", '{"a": ["b"]}')),
     ],
 )
 def test_a_call_that_has_begun_is_closed_where_the_model_ends_its_reply(dialect, text, events) -> None:
     assert read(dialect, text) == events
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ('I look.<|START_ACTION|>[{"tool_name": "f"}]<|END_ACTION|>', ("", "I look.", [("f", "{}")])),
+        ("Hi<|END_RESPONSE|>", ("", "Hi", [])),
+        ("<|START_THINKING|>Hm<|END_THINKING|>\nYes.", ("Hm", "Yes.", [])),
+        (
+            "Well<|START_THINKING|>Hm<|END_THINKING|>, so<|START_RESPONSE|>.<|END_RESPONSE|>\n",
+            ("Hm", "Well.", []),
+        ),
+    ],
+)
+def test_text_before_the_first_mark_of_an_answer_is_content_too(text, found) -> None:
+    style = find_style("cohere", "", {})
+    row = replace(find_dialect("cohere", "").row, thoughts=style.thoughts, answer=style.answer)
+    for pieces in ([text], list(text)):
+        reply = joined_reply(ReplyReader(row, NAMES, Phase.POSSIBLE), pieces)
+        assert (reply.thoughts, reply.content, reply.calls) == found
 
 
 def test_arguments_are_passed_on_as_they_come() -> None:
