@@ -400,6 +400,8 @@ def test_what_changes_no_text_is_passed_over(
         "self_attn.rotary_emb.cos_cached",
         "self_attn.k_proj.k_scale",
         "attn.bias",
+        "self_attn.core_attention._extra_state",
+        "mlp.norm.num_batches_tracked",
     )
     more = {f"{LAYER}.{name}": ones for name in names} | {
         "mtp.layers.0.self_attn.q_proj.weight": codes,
