@@ -60,7 +60,9 @@ def find_rules(folder: Path, checkpoint_config: dict[str, Any]) -> Rules | None:
 
 def read_rules(quantization_config: Any) -> Rules:
     """The rules of a config.json's quantization_config. Raises QuantizationRefused."""
-    method = quantization_config.get("quant_method") if isinstance(quantization_config, dict) else None
+    said = quantization_config if isinstance(quantization_config, dict) else {}
+    is_of_bits_and_bytes = said.get("load_in_4bit") or said.get("load_in_8bit")  # which older files say alone
+    method = said.get("quant_method") or ("bitsandbytes" if is_of_bits_and_bytes else None)
     method = _OTHER_NAMES.get(str(method), method)
     if method not in _METHODS:
         raise QuantizationRefused(
