@@ -111,7 +111,7 @@ def in_known_words(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _renamed(content: dict[str, Any]) -> dict[str, Any]:
-    result = {}
+    result: dict[str, Any] = {}
     for key, value in content.items():
         if isinstance(value, str) and key in _SAME_WORDS:
             word = value.removeprefix("torch.")
