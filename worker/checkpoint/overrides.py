@@ -41,6 +41,8 @@ _DTYPES = {
 _ROPES = {"su": "longrope", "mrope": "default"}
 _SAME_WORDS = {"dtype": _DTYPES, "torch_dtype": _DTYPES, "rope_type": _ROPES, "type": _ROPES}
 """Words of other libraries, or older ones, by the key whose value they are."""
+_FLOAT = "__float__"
+"""The one key of an object that stands for an infinity in files by transformers 5."""
 
 
 def generation_overrides(text: str | None) -> dict[str, float]:
@@ -100,7 +102,8 @@ def _with_new_name(overrides: Mapping[str, Any], parameters: Mapping[str, Any]) 
 
 def in_known_words(content: dict[str, Any]) -> dict[str, Any]:
     """Copy config.json with transformers' names of the family, of dtypes and of rotary embeddings."""
-    result, named = _renamed(content), content.get("model_type")
+    result = {key: _renamed(key, value) for key, value in content.items()}
+    named = content.get("model_type")
     known = _SAME_FAMILIES.get(named) if isinstance(named, str) else None
     if known is not None:
         log.info("model_type %s is served as %s", named, known)
@@ -110,15 +113,17 @@ def in_known_words(content: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _renamed(content: dict[str, Any]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in content.items():
-        if isinstance(value, str) and key in _SAME_WORDS:
-            word = value.removeprefix("torch.")
-            result[key] = _SAME_WORDS[key].get(word, word)
-        else:
-            result[key] = _renamed(value) if isinstance(value, dict) else value
-    return result
+def _renamed(key: str, value: Any) -> Any:
+    if isinstance(value, str) and key in _SAME_WORDS:
+        word = value.removeprefix("torch.")
+        return _SAME_WORDS[key].get(word, word)
+    if isinstance(value, list):
+        return [_renamed("", each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {_FLOAT}:
+        return float(value[_FLOAT])
+    return {name: _renamed(name, each) for name, each in value.items()}
 
 
 def _object(flag: str, text: str | None, example: str) -> dict[str, Any]:

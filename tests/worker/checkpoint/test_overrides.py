@@ -65,6 +65,7 @@ def test_rope_scaling_keeps_the_other_parameters_of_newer_files(kind) -> None:
             {"rope_parameters": {"x": {"rope_type": "mrope"}}},
             {"rope_parameters": {"x": {"rope_type": "default"}}},
         ),
+        ({"time_step_limit": [0.0, {"__float__": "Infinity"}]}, {"time_step_limit": [0.0, float("inf")]}),
         ({"dtype": "int8", "type": "half", "hidden_act": "su"}, {}),
         ({"model_type": "mistral", "layer_types": []}, {"model_type": "ministral"}),
         ({"model_type": "mistral"}, {}),
