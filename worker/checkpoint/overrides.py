@@ -31,18 +31,12 @@ _FIXED = frozenset(
 
 _SAME_FAMILIES = {"kimi_k2": "deepseek_v3"}
 """Model types of checkpoints that bring code for what transformers has under another name."""
-_DTYPES = {
-    **dict.fromkeys(("half", "fp16"), "float16"),
-    **dict.fromkeys(("float", "fp32"), "float32"),
-    "bf16": "bfloat16",
-}
+_DTYPES = {"half": "float16", "fp16": "float16", "float": "float32", "fp32": "float32", "bf16": "bfloat16"}
 # Angles by three positions (mrope) are the usual ones where the three are equal, and families that have
 # pictures read the sections by themselves.
 _ROPES = {"su": "longrope", "mrope": "default"}
 _SAME_WORDS = {"dtype": _DTYPES, "torch_dtype": _DTYPES, "rope_type": _ROPES, "type": _ROPES}
 """Words of other libraries, or older ones, by the key whose value they are."""
-_FLOAT = "__float__"
-"""The one key of an object that stands for an infinity in files by transformers 5."""
 
 
 def generation_overrides(text: str | None) -> dict[str, float]:
@@ -121,8 +115,8 @@ def _renamed(key: str, value: Any) -> Any:
         return [_renamed("", each) for each in value]
     if not isinstance(value, dict):
         return value
-    if value.keys() == {_FLOAT}:
-        return float(value[_FLOAT])
+    if value.keys() == {"__float__"}:  # an infinity, as transformers 5 writes it
+        return float(value["__float__"])
     return {name: _renamed(name, each) for name, each in value.items()}
 
 

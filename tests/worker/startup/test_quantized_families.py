@@ -207,8 +207,9 @@ def test_the_start_says_what_each_kind_of_weight_is_computed_with(
 
 
 # What a family does with its layers by itself: reads their dtype, merges them, has experts without gates,
-# multiplies by a weight.
+# multiplies by a weight; or what is done for it behind a product of queries.
 OWN_CODE = {
+    "llama4": {},
     "glm_moe_dsa": {},
     "minimax_m3_vl": {},
     "nemotron_h": {},
