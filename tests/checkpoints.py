@@ -208,13 +208,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": (
         "gpt2",
         {
-            "head_dim": None,
-            "intermediate_size": None,
-            "hidden_size": None,
-            "num_hidden_layers": None,
-            "num_attention_heads": None,
-            "num_key_value_heads": None,
-            "max_position_embeddings": None,
+            **dict.fromkeys(_BASE.keys() - {"initializer_range"}),
             "n_embd": 64,
             "n_layer": 3,
             "n_head": 4,
@@ -314,6 +308,11 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "glm4": ("glm4", {"attention_bias": True}),
+    "ernie4_5": ("ernie4_5", {}),
+    "olmo2": ("olmo2", {}),
+    "exaone4": ("exaone4", {"sliding_window": 12, "layer_types": _ALTERNATING}),
+    "exaone4_full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "seed_oss": ("seed_oss", {}),
     "deepseek_v2": (
         "deepseek_v2",
         {
@@ -451,7 +450,8 @@ def _write_model(family: str, folder: Path, overrides: dict[str, Any]) -> None:
     eos_token_id = overrides["vocab_size"] - len(SPECIAL_TOKENS) + SPECIAL_TOKENS.index(EOS_TOKEN)
     ids = {"bos_token_id": None, "eos_token_id": eos_token_id, "pad_token_id": None}
     settings = {**_BASE, **ids, **differences, **overrides}
-    always_there = {"bos_token_id", "pad_token_id"}  # some families' defaults lie outside this vocabulary
+    # Some families' defaults lie outside this vocabulary, or give each a window.
+    always_there = {"bos_token_id", "pad_token_id", "sliding_window"}
     settings = {key: value for key, value in settings.items() if value is not None or key in always_there}
     config = CONFIG_MAPPING[model_type](**settings)
     with torch.random.fork_rng(devices=[]):

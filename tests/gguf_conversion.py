@@ -20,7 +20,8 @@ FAMILIES |= {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_n
 FAMILIES |= {"gemma4_text": "gemma4", "gemma4_experts": "gemma4", "gpt_oss": "gpt-oss", "glm4": "glm4"}
 FAMILIES |= {"glm4_moe": "glm4moe", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "phi3": "phi3"}
 FAMILIES |= {"phi3_longrope": "phi3", "ministral3": "mistral3", "lfm2": "lfm2", "lfm2_moe": "lfm2moe"}
-FAMILIES |= {"llama4_scout": "llama4"}
+FAMILIES |= {"llama4_scout": "llama4", "ernie4_5": "ernie4_5", "olmo2": "olmo2", "seed_oss": "seed_oss"}
+FAMILIES |= {"exaone4": "exaone4", "exaone4_full": "exaone4"}
 """Families of tests/checkpoints.py, and their names in GGUF files."""
 _TOP = {
     "model.embed_tokens": "token_embd",
@@ -107,10 +108,11 @@ _GLM4_NORMS = {
     "post_self_attn_layernorm": "post_attention_norm",
     "post_mlp_layernorm": "post_ffw_norm",
 }
+_NORMED_BEHIND = ("olmo2", "exaone4")
 _INTERLEAVED = {"llama", "mixtral", "smollm3", "granite", "ministral3"}
 _WITH_ONES = {"gemma2", "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"}
 _DELTA_NETS = {"qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"}
-_POST_NORMED = {*_DELTA_NETS, "gpt_oss", "glm4_moe"}
+_POST_NORMED = {*_DELTA_NETS, "gpt_oss", "glm4_moe", "seed_oss"}
 _NEVER_TURNED = 1e30
 
 
@@ -165,7 +167,7 @@ def _in_layer(config: dict[str, Any], inner: str, tensor: Tensor) -> Iterator[tu
 def _norms_of(family: str) -> dict[str, str]:
     if family in _POST_NORMED:
         return _POST_NORM
-    if family.startswith("gemma"):
+    if family.startswith("gemma") or family in _NORMED_BEHIND:
         return _FOUR_NORMS
     return _GLM4_NORMS if family == "glm4" else _TWO_NORMS
 
@@ -367,9 +369,10 @@ def _add_scaling(writer: Any, rope: dict[str, Any], *, log_factor: float) -> Non
 
 def _add_windows(writer: Any, config: dict[str, Any]) -> None:
     family = config["model_type"]
-    if config.get("sliding_window") and (family.startswith("gemma") or family in ("gpt_oss", "phi3")):
+    has_pattern = family.startswith("gemma") or family == "exaone4"
+    if config.get("sliding_window") and (has_pattern or family in ("gpt_oss", "phi3")):
         writer.add_sliding_window(config["sliding_window"])
-        if family.startswith("gemma"):
+        if has_pattern:
             writer.add_sliding_window_pattern([each == "sliding_attention" for each in config["layer_types"]])
     if config.get("attn_logit_softcapping"):
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])

@@ -109,6 +109,26 @@ def quantize(plain: Path, quantized: Path, name: str) -> None:
     (quantized / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
 
 
+def stack_experts(numbers: dict[str, Tensor], experts: str, ends: tuple[str, str]) -> dict[str, Tensor]:
+    """Codes of FP8 for the experts of a layer, in one tensor for all; puts their numbers into `numbers`.
+
+    `ends` are those of the names of scales of weights, and of activations.
+    """
+    codes = {}
+    num_experts = sum(name.startswith(f"{experts}.") and "down_proj" in name for name in numbers)
+    for stack, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+        names = [[f"{experts}.{expert}.{part}.weight" for part in parts] for expert in range(num_experts)]
+        whole = torch.stack([torch.cat([numbers[name] for name in each]) for each in names])
+        scales = whole.abs().amax((1, 2), keepdim=True) / 448
+        codes[f"{experts}.{stack}"] = (whole / scales).to(torch.float8_e4m3fn)
+        codes[f"{experts}.{stack}_{ends[0]}"] = scales
+        codes[f"{experts}.{stack}_{ends[1]}"] = torch.ones(num_experts)
+        for each, found in zip(names, codes[f"{experts}.{stack}"].float() * scales, strict=True):
+            parts_of_expert = [part.contiguous() for part in found.chunk(len(parts))]
+            numbers |= dict(zip(each, parts_of_expert, strict=True))
+    return codes
+
+
 def _stays_plain(module: str, tensor: Tensor) -> bool:
     """Tell what no tool quantizes: towers, and sizes that are no whole words or groups."""
     is_odd = tensor.shape[0] % 8 > 0 or tensor.shape[1] % 16 > 0

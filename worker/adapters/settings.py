@@ -1,25 +1,23 @@
 """The settings of an adapter, as peft writes them in adapter_config.json.
 
 Owns: the meaning of each key, and the refusal by name of every key that would change the result otherwise.
-Never: reads files (files.py), or runs a pattern in an engine that can take exponential time.
+Never: reads files (files.py).
 Source: LoraConfig of peft 0.21 and its matching of target modules; low-rank updates, arXiv:2106.09685.
 """
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import sqrt
-from time import thread_time
 from typing import Any, Generic, TypeVar
 
-from pydantic_core import SchemaError, SchemaValidator, core_schema
+from pydantic_core import SchemaValidator
 
+from worker.checkpoint.patterns import Patterns
 from worker.worker_errors import AdapterRefused
 
 _WORD = re.compile(r"[A-Za-z0-9_.-]{1,200}")
-_MAX_PATTERN_CHARS = 4096
 _MAX_WORDS = 4096
 _MAX_LAYER_WORDS = 16
 _MAX_PATTERNS_S = 0.1
@@ -48,39 +46,6 @@ _READ = frozenset(
 _CHANGING_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 _Value = TypeVar("_Value")
-
-
-class Patterns:
-    """The regular expressions of one adapter, and the time that they take together."""
-
-    def __init__(self) -> None:
-        self._left_s = _MAX_PATTERNS_S
-
-    def compile(self, expression: str, text: str, key: str) -> SchemaValidator:
-        """Compile for Rust's engine, which takes linear time. Raises AdapterRefused."""
-        if len(text) > _MAX_PATTERN_CHARS:
-            raise AdapterRefused(f"{key} has a pattern of {len(text)} characters")
-        try:
-            with self._in_time():
-                return SchemaValidator(core_schema.str_schema(pattern=expression, regex_engine="rust-regex"))
-        except SchemaError as error:
-            raise AdapterRefused(
-                f"{key} has the pattern {text[:80]!r}, which needs look-around or is no regular expression; "
-                "list the names of the modules instead"
-            ) from error
-
-    def accept(self, expression: SchemaValidator, name: str) -> bool:
-        """Tell whether an expression matches a whole name. Raises AdapterRefused."""
-        with self._in_time():
-            return bool(expression.isinstance_python(name))
-
-    @contextmanager
-    def _in_time(self) -> Iterator[None]:
-        began_s = thread_time()
-        yield
-        self._left_s -= thread_time() - began_s
-        if self._left_s < 0:
-            raise AdapterRefused("its patterns take too long; list the names of the modules instead")
 
 
 class ByName(Generic[_Value]):
@@ -185,7 +150,8 @@ def read_settings(config: dict[str, Any]) -> AdapterSettings:
         if key not in _READ and key not in _WITHOUT_EFFECT and value not in (None, False, [], {}):
             raise AdapterRefused(f"{key} is set, which is not computed")
     _refuse_changes_of_the_base(config)
-    rank, alpha, patterns = config.get("r"), config.get("lora_alpha"), Patterns()
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    patterns = Patterns(_refused_pattern, max_s=_MAX_PATTERNS_S)
     return AdapterSettings(
         rank=_rank(rank, "r"),
         alpha=_number(alpha, "lora_alpha"),
@@ -202,6 +168,10 @@ def read_settings(config: dict[str, Any]) -> AdapterSettings:
         patterns=patterns,
         peft_version=_version(config.get("peft_version")),
     )
+
+
+def _refused_pattern(what: str) -> AdapterRefused:
+    return AdapterRefused(f"{what}; list the names of the modules instead")
 
 
 def _version(value: object) -> tuple[int, int] | None:

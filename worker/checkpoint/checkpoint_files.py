@@ -131,7 +131,7 @@ def read_json(path: Path) -> dict[str, Any]:
             f"{path.parent} has no {path.name}", fix="give the folder of a checkpoint in Hugging Face format"
         )
     with refused_as(partial(StartupError, fix="download the checkpoint again"), path):
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
     if not isinstance(content, dict):
         raise StartupError(f"{path} holds no JSON object", fix="download the checkpoint again")
     return content

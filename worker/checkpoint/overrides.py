@@ -1,7 +1,8 @@
 """Values that the operator sets in the place of a checkpoint's own.
 
 Owns: the reading of --override-generation-config, --default-chat-template-kwargs and --hf-overrides, the keys
-that they may have, and the merge with config.json; the names that families have here.
+that they may have, and the merge with config.json; the words that config.json may have for those of
+transformers.
 Never: a key that names code, other weights or another family: that is another checkpoint.
 """
 
@@ -30,6 +31,12 @@ _FIXED = frozenset(
 
 _SAME_FAMILIES = {"kimi_k2": "deepseek_v3"}
 """Model types of checkpoints that bring code for what transformers has under another name."""
+_DTYPES = {"half": "float16", "fp16": "float16", "float": "float32", "fp32": "float32", "bf16": "bfloat16"}
+# Angles by three positions (mrope) are the usual ones where the three are equal, and families that have
+# pictures read the sections by themselves.
+_ROPES = {"su": "longrope", "mrope": "default"}
+_SAME_WORDS = {"dtype": _DTYPES, "torch_dtype": _DTYPES, "rope_type": _ROPES, "type": _ROPES}
+"""Words of other libraries, or older ones, by the key whose value they are."""
 
 
 def generation_overrides(text: str | None) -> dict[str, float]:
@@ -87,14 +94,30 @@ def _with_new_name(overrides: Mapping[str, Any], parameters: Mapping[str, Any]) 
     return {**others, "rope_parameters": merged(scaling, others.get("rope_parameters", {}))}
 
 
-def in_known_family(content: dict[str, Any]) -> dict[str, Any]:
-    """Name the family of config.json as transformers does, where it has it under another name."""
+def in_known_words(content: dict[str, Any]) -> dict[str, Any]:
+    """Copy config.json with transformers' names of the family, of dtypes and of rotary embeddings."""
+    result = {key: _renamed(key, value) for key, value in content.items()}
     named = content.get("model_type")
     known = _SAME_FAMILIES.get(named) if isinstance(named, str) else None
-    if known is None:
-        return content
-    log.info("model_type %s is served as %s", named, known)
-    return {**content, "model_type": known}
+    if known is not None:
+        log.info("model_type %s is served as %s", named, known)
+        result["model_type"] = known
+    elif named == "mistral" and "layer_types" in content:  # as AutoConfig reads it
+        result["model_type"] = "ministral"
+    return result
+
+
+def _renamed(key: str, value: Any) -> Any:
+    if isinstance(value, str) and key in _SAME_WORDS:
+        word = value.removeprefix("torch.")
+        return _SAME_WORDS[key].get(word, word)
+    if isinstance(value, list):
+        return [_renamed("", each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"__float__"}:  # an infinity, as transformers 5 writes it
+        return float(value["__float__"])
+    return {name: _renamed(name, each) for name, each in value.items()}
 
 
 def _object(flag: str, text: str | None, example: str) -> dict[str, Any]:

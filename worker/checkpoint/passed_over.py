@@ -27,6 +27,7 @@ _KINDS = {
     "angles of rotary embeddings: they are computed": (
         r"(^|\.)(rotary_emb|rotary_pos_emb)\.|(^|\.)rope\.freqs$|(^|\.)inv_freq$|(^|\.)(cos|sin)_cached$"
     ),
+    "what training counts, and states of its libraries": r"(^|\.)(num_batches_tracked|_extra_state)$",
     "numbers of positions: they are counted": r"(^|\.)(position_ids|embed_positions\.weights)$",
     "scales of activations and of stored keys and values: neither is rounded by them": (
         rf"(^|\.){_SCALES_OF_VALUES}$"

@@ -32,7 +32,7 @@ _TEKKEN = "tekken.json"
 _MODELS = ("tokenizer.model", "tiktoken.model")
 _MAX_VOCABULARY_BYTES = 1 << 28
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-_END_OF_NAME = "_token"
+_END_OF_NAME, _NUMBERED = "_token", "added_tokens_decoder"
 _AGAIN = "download it again"
 
 _Token = dict[str, Any]
@@ -135,7 +135,7 @@ def _read_own_settings(folder: Path) -> dict[str, Any]:
     As in transformers, settings that describe their added tokens are newer: the older form is not read.
     """
     own, older = read_json_if_there(folder / SETTINGS), read_json_if_there(folder / "special_tokens_map.json")
-    return own if "added_tokens_decoder" in own else {**own, **older}
+    return own if own.get(_NUMBERED) is not None else {**own, **older}
 
 
 def _named(settings: dict[str, Any]) -> dict[str, _Token]:
@@ -166,10 +166,8 @@ def _lacking(folder: Path, settings: dict[str, Any], known: dict[str, _Token]) -
         extra = settings.get("additional_special_tokens") or ()
     special = {token["content"]: token for value in extra if (token := _special(value)) is not None}
     special = {token["content"]: token for token in named} | special
-    if "added_tokens_decoder" in settings:
-        numbered = [
-            (int(number), _described(token)) for number, token in settings["added_tokens_decoder"].items()
-        ]
+    if settings.get(_NUMBERED) is not None:
+        numbered = [(int(number), _described(token)) for number, token in settings[_NUMBERED].items()]
     else:
         stored = read_json_if_there(folder / "added_tokens.json")
         numbered = [

@@ -109,8 +109,9 @@ class UnfusedPacking(NamedTuple):
             if isinstance(module, LatentExpansion):
                 module.arrange()
             if isinstance(module, QuantizedLinear) and TAKEN.include(linear := module.as_linear()):
-                packed = pack_linear(linear, self.inputs)
-                model.set_submodule(name, PackedLinear(packed, self.kernels, module.dtype))
+                packed = PackedLinear(pack_linear(linear, self.inputs), self.kernels, module.dtype)
+                packed._forward_hooks = module._forward_hooks  # those that correct queries
+                model.set_submodule(name, packed)
         return done
 
     def _pack_output(self, model: Any) -> None:

@@ -125,7 +125,9 @@ def _replace_code_modules(model: Any, head: Quantization | None) -> None:
             model.set_output_embeddings(CodeLinear(rounded))
     for name, module in list(model.named_modules()):
         if isinstance(module, QuantizedLinear) and find_hindrance(module.weight_codes) is None:
-            model.set_submodule(name, CodeLinear(module.as_linear()))
+            product = CodeLinear(module.as_linear())
+            product._forward_hooks = module._forward_hooks  # those that correct queries
+            model.set_submodule(name, product)
         elif isinstance(module, QuantizedEmbedding):
             model.set_submodule(name, CodeEmbedding(module))
 

@@ -108,7 +108,8 @@ def _find_codes(
     places = {module_of(name)[0]: module_of(own)[0] for own, name in names.items()}
     found: dict[str, StoredModule] = {}
     for name, stored in group_by_module(files).items():
-        if kind.quantization is not None and not MARKERS.isdisjoint(stored.last_names):
+        has_codes = stored.has_stacks or not MARKERS.isdisjoint(stored.last_names)
+        if kind.quantization is not None and has_codes:
             found[name] = replace(stored, place=places[name])
             continue
         for last_name, tensor in stored.places.items():
@@ -215,7 +216,11 @@ def _without_place(state: Mapping[str, Tensor], codes: QuantizedModules | None) 
     if codes is None or codes.places is None:
         return set()
     biases = {name for name, tensor in state.items() if name.endswith("bias") and not tensor.any()}
-    weights = {f"{each.place}.weight" for each in codes.stored.values() if each.place not in _INPUTS}
+    weights = {
+        f"{each.place}.{'down_proj' if each.has_stacks else 'weight'}"
+        for each in codes.stored.values()
+        if each.place not in _INPUTS
+    }
     return {name for name in (weights | state.keys()) - biases if codes.places.find(name) is None}
 
 

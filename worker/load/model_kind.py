@@ -1,11 +1,14 @@
 """Kind of a checkpoint: the task, the format and the options by which its model is built and divided."""
 
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING_NAMES
 from transformers.utils.import_utils import is_timm_available, is_vision_available
 
@@ -13,13 +16,14 @@ from worker.attention.indexers import INDEXED_LAYERS
 from worker.attention.interface import CHUNKED_LAYER, FULL_LAYER, SLIDING_LAYER
 from worker.checkpoint.checkpoint_files import WeightFile, find_checkpoint, read_json
 from worker.checkpoint.checksums import Checksums
-from worker.checkpoint.overrides import in_known_family, merged
+from worker.checkpoint.overrides import in_known_words, merged
 from worker.checkpoint.task import Task
 from worker.checkpoint.task_choice import OF_TWO_CLASSES, choose_task, reads_both_ways
+from worker.model.corrections import rope_types
 from worker.quantized.formats import find_rules
 from worker.quantized.scheme import Rules
 from worker.worker_config import WorkerConfig
-from worker.worker_errors import FamilyRefused, StartupError
+from worker.worker_errors import FamilyRefused, StartupError, refused_as
 
 NO_PAGED_ATTENTION = "has attention of its own that a paged KV cache cannot be put under"
 _NEEDS_TIMM = "TimmWrapperModel"
@@ -33,13 +37,12 @@ class ModelKind:
 
     folder: Path
     checkpoint_config: dict[str, Any]
+    """config.json with the operator's changes, in transformers' words."""
     task: Task
     quantization: Rules | None
     """Rules of a checkpoint whose weights were rounded before; None: they are plain."""
     is_encoder: bool
     """Tokens see later ones: there is no KV cache, and attention stays the model's own."""
-    has_overrides: bool = False
-    """`checkpoint_config` is not the file's: the operator has changed it, or its family has another name."""
     keeps_own_cache: bool = False
     """Attention, or its replacement in the family, stays the model's own: no paged KV cache fits under it."""
     is_text_alone: bool = False
@@ -57,7 +60,8 @@ def find_kind(config: WorkerConfig) -> ModelKind:
     if config.checksums_file is not None:
         Checksums.read(Path(config.checksums_file)).check_texts(folder)
     content = read_json(folder / "config.json")
-    checkpoint_config = in_known_family(merged(content, config.config_overrides))
+    with refused_as(partial(StartupError, fix="correct that file"), folder / "config.json"):
+        checkpoint_config = in_known_words(merged(content, config.config_overrides))
     if checkpoint_config.get("transformers_weights") not in (None, "model.safetensors"):
         raise StartupError(
             f"{folder / 'config.json'} names weights of its own, by transformers_weights",
@@ -70,7 +74,6 @@ def find_kind(config: WorkerConfig) -> ModelKind:
         task=task,
         quantization=find_rules(folder, checkpoint_config),
         is_encoder=reads_both_ways(checkpoint_config),
-        has_overrides=checkpoint_config != content,
         is_text_alone=config.num_ranks * config.num_stages > 1,
     )
 
@@ -82,16 +85,25 @@ def model_config_of(kind: ModelKind, files: list[WeightFile]) -> Any:
     two classes without a tower in the files, or whose pictures nothing reads. An output layer that is in no
     file is the embedding, if either the whole or its text part says so.
     """
-    if kind.has_overrides:
-        whole = CONFIG_MAPPING[kind.checkpoint_config["model_type"]].from_dict(dict(kind.checkpoint_config))
-    else:
-        whole = AutoConfig.from_pretrained(kind.folder, local_files_only=True, trust_remote_code=False)
+    content = deepcopy(kind.checkpoint_config)  # objects in it are changed there
+    whole = CONFIG_MAPPING[content["model_type"]].from_dict(content)
     config = _served_part(whole, kind, files)
+    _refuse_angles(config.get_text_config(decoder=True))
     has_head = any("lm_head." in name for file in files for name in file.tensors)
     parts = (whole, whole.get_text_config(decoder=True))
     if not has_head and any(getattr(each, "tie_word_embeddings", False) for each in parts):
         config.tie_word_embeddings = True
     return config
+
+
+def _refuse_angles(text_config: Any) -> None:
+    """Raise StartupError for rotary embeddings that transformers has no formula for, such as `ntk`."""
+    known = ("default", "axial", *ROPE_INIT_FUNCTIONS)
+    for kind in sorted(rope_types(text_config).difference(known)):
+        raise StartupError(
+            f"config.json has rotary embeddings of type {kind:.40}",
+            fix=f"take a checkpoint with {', '.join(known)}",
+        )
 
 
 def _served_part(config: Any, kind: ModelKind, files: list[WeightFile]) -> Any:
@@ -114,7 +126,7 @@ def dtype_name(dtype: str, checkpoint_config: dict[str, Any]) -> str | None:
         return dtype
     parts = (checkpoint_config, checkpoint_config.get("text_config") or {})
     said = (part.get(key) for part in parts for key in ("dtype", "torch_dtype"))
-    named = next((each.removeprefix("torch.") for each in said if isinstance(each, str)), None)
+    named = next((each for each in said if isinstance(each, str)), None)
     if named not in (None, *_FLOATS):
         raise StartupError(
             f"config.json has dtype {named:.40}",

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.core_model_loading import Concatenate, MergeModulelist
+from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -34,9 +34,14 @@ from worker.load.stored_weights import (
 )
 from worker.machine import trim_heaps
 from worker.model.mixture import declares_layout
-from worker.model.quantized_layers import QuantizedEmbedding, QuantizedExperts, QuantizedLinear
+from worker.model.quantized_layers import (
+    QuantizedEmbedding,
+    QuantizedExperts,
+    QuantizedLinear,
+    declare_layout,
+    experts_for,
+)
 from worker.quantized.grouped_weight import GroupedWeight
-from worker.quantized.mxfp4 import read_experts
 from worker.quantized.scheme import (
     QuantizationRefused,
     Reader,
@@ -49,12 +54,12 @@ from worker.quantized.tensor_places import TensorPlaces, TensorTarget
 log = logging.getLogger(__name__)
 
 _METHOD = "tokenyard"
-_STACK_ENDS = ("_blocks", "_scales")
 _TRIM_EVERY = 16
 """Weights after which the memory that reading them took is given back; the next ones would take it again."""
 _NUMBER = re.compile(r"\.(\d+)\.")
 _EXPERT = re.compile(r"(?P<module>.+)\.(?P<number>\d+)\.(?P<part>gate_proj|up_proj|gate_up_proj|down_proj)")
-"""An expert's matrix that is named by the model's own module of experts, as GGUF files have it here."""
+"""An expert's matrix that is named by the model's own module of experts, as GGUF files have it here, and
+others where the family keeps all in one tensor."""
 _MATRIX_DIMS = 2
 _STEP_SIZES = "dt_proj"
 """Name of Mamba's linear layer whose weight the code of families multiplies by itself. It is small."""
@@ -78,10 +83,8 @@ class QuantizedModules:
     numbers: dict[str, StoredLinear] = field(default_factory=dict)
     """Other modules with such a weight, routers for example, by the name of the model's module: their codes
     are made numbers at load."""
-    stacks: dict[str, tuple[StoredModule, _StackShape, _StackShape]] = field(default_factory=dict)
-    """MXFP4 experts by the name of the model's module, with the shapes of gates and ups, and of downs."""
     stacked: dict[str, tuple[StoredStack, StoredStack]] = field(default_factory=dict)
-    """Stacks of experts in other formats, of gates and ups, and of downs."""
+    """Stacks of experts by the name of the model's module, of gates and ups, and of downs."""
     tied: str | None = None
     """The embedding whose weight the output layer has, if it is one of codes."""
     places: TensorPlaces | None = None
@@ -91,14 +94,12 @@ class QuantizedModules:
         """Put modules without weights into a model without content. Raises QuantizationRefused."""
         self.places = names = TensorPlaces(model)
         for stored in self.stored.values():
-            if any(name.endswith(_STACK_ENDS) for name in stored.last_names):
-                self._take_stacks(model, names, stored)
-            elif stored.has_stacks:
+            if stored.has_stacks:
                 self._take_stacked(model, names, stored)
             else:
                 self._take_linear(model, names, stored)
         self._merge_parts(model)
-        mixtures = (*self.experts, *self.stacks, *self.stacked)
+        mixtures = (*self.experts, *self.stacked)
         if not (self.linears or self.embeddings or self.numbers or mixtures):
             log.warning("config.json has a quantization_config, and no weight is of codes: it has no effect")
         for name in self.linears:
@@ -106,7 +107,7 @@ class QuantizedModules:
         if isinstance(model.get_output_embeddings(), QuantizedLinear):
             model.all_tied_weights_keys = {}  # codes of its own, whatever config.json says
         for name in mixtures:
-            model.set_submodule(name, QuantizedExperts(model.get_submodule(name)))
+            model.set_submodule(name, experts_for(model.get_submodule(name)))
         for name in self.embeddings:
             self._replace_embedding(model, name)
         if self.numbers:
@@ -152,14 +153,6 @@ class QuantizedModules:
             module.fill(*([each.to(device) for each in stack] for stack in stacks))
         for name, both in self.stacked.items():
             model.get_submodule(name).fill(*([each.to(device) for each in stack.read()] for stack in both))
-        for name, (stored, gate_up_shape, down_shape) in self.stacks.items():
-            tensors = stored.read()
-            gate_ups = read_experts(tensors, "gate_up_proj", gate_up_shape)
-            downs = read_experts(tensors, "down_proj", down_shape)
-            tensors.refuse_unread()
-            model.get_submodule(name).fill(
-                *([_copied(each).to(device) for each in stack] for stack in (gate_ups, downs))
-            )
 
     def expand(self, model: Any, name: str) -> None:
         """Put a plain linear layer in the place of one of codes, for good."""
@@ -177,10 +170,12 @@ class QuantizedModules:
         parts = (each for merged in self.parts.values() for each in merged.values())
         whole = [each for each in self.linears.values() if isinstance(each, StoredLinear)]
         linears = [*whole, *self.embeddings.values(), *self.numbers.values(), *experts, *parts]
-        taken = [each.stored for each in linears] + [stored for stored, _, _ in self.stacks.values()]
         stacks = (stack for both in self.stacked.values() for stack in both)
         return {
-            f"{stored.module}.{name}" for stored in taken for name in stored.last_names if not is_bias(name)
+            f"{each.stored.module}.{name}"
+            for each in linears
+            for name in each.stored.last_names
+            if not is_bias(name)
         } | {f"{stack.stored.module}.{name}" for stack in stacks for name in stack.files}
 
     def free(self, model: Any) -> None:
@@ -197,18 +192,19 @@ class QuantizedModules:
     def weights_of(self, model: Any) -> list[GroupedWeight]:
         """List all weights of a model that was filled."""
         found = [model.get_submodule(name).weight_codes for name in (*self.linears, *self.embeddings)]
-        for name in (*self.experts, *self.stacks, *self.stacked):
+        for name in (*self.experts, *self.stacked):
             found += model.get_submodule(name).weights
         return found
 
     def _take_linear(self, model: Any, names: TensorPlaces, stored: StoredModule) -> None:
         """Find the reader of a module's weight; tensors of no module are the matter of TensorPlaces.check."""
-        expert = _EXPERT.fullmatch(stored.module)
-        if expert is not None and BLOCKS in stored.last_names:
-            self._take_expert(model, names, stored, expert)
-            return
-        target = names.find(f"{stored.place or stored.module}.weight")
+        module_name = stored.place or stored.module
+        expert = _EXPERT.fullmatch(module_name)
+        is_of_gguf = expert is not None and BLOCKS in stored.last_names
+        target = None if is_of_gguf else names.find(f"{module_name}.weight")
         if target is None:
+            if expert is not None:
+                self._take_expert(model, names, stored, expert)
             return
         module = model.get_submodule(target.module)
         reader = find_reader(self.rules, stored.module, stored.last_names)
@@ -263,49 +259,38 @@ class QuantizedModules:
         if target is None:
             return
         module = model.get_submodule(target.module)
-        _refuse_own_experts(stored, module)
         reader = find_reader(self.rules, stored.module, stored.last_names)
-        assert reader is not None, "blocks are read by every reader of GGUF"
-        _, num_outputs, num_inputs = getattr(module, parameter).shape
-        if module.is_transposed:
-            num_outputs, num_inputs = num_inputs, num_outputs
+        if reader is None:
+            return
+        _require_layout(stored, module)
+        _, num_outputs, num_inputs = _stack_shape(module, parameter)
         num_parts = 2 if expert["part"] in ("gate_proj", "up_proj") else 1
         place = (int(expert["number"]), parameter, int(expert["part"] == "up_proj"))
         linear = StoredLinear(stored, reader, model.dtype, (num_outputs // num_parts, num_inputs))
         self.experts.setdefault(target.module, {})[place] = linear
 
-    def _take_stacks(self, model: Any, names: TensorPlaces, stored: StoredModule) -> None:
-        target = names.find(f"{stored.module}.down_proj")
-        if target is None:
-            return
-        module = model.get_submodule(target.module)
-        if not declares_layout(module) or not module.has_gate:
-            raise other_checkpoint(
-                f"{stored.module} has stacks of experts, but it is a {type(module).__name__}"
-            )
-        shapes = []
-        for parameter in (module.gate_up_proj, module.down_proj):
-            num_experts, rows, columns = parameter.shape
-            if module.is_transposed:
-                rows, columns = columns, rows
-            shapes.append((num_experts, rows, columns))
-        self.stacks[target.module] = (stored, shapes[0], shapes[1])
-
     def _take_stacked(self, model: Any, names: TensorPlaces, stored: StoredModule) -> None:
-        """Take stacks whose codes lie as the numbers do in the model's parameter."""
-        target = names.find(f"{stored.module}.down_proj")
+        """Take stacks whose codes lie as the numbers do in the model's parameter, or with inputs first."""
+        target = names.find(f"{stored.place or stored.module}.down_proj")
         if target is None:
             return
         module, reader = model.get_submodule(target.module), self.rules.reader_of(stored.module)
-        _refuse_own_experts(stored, module)
-        is_changed = target.converter is not None or module.is_transposed or module.has_post_expert_norm
-        if reader is None or is_changed:
+        _require_layout(stored, module)
+        operations = () if target.converter is None else target.converter.operations
+        is_known = all(type(operation) is Transpose for operation in operations)
+        if reader is None or not is_known:
             raise _refused_merge(stored)
-        first, down = (
-            StoredStack(stored, reader, model.dtype, name, tuple(getattr(module, name).shape))
-            for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
-        )
-        self.stacked[target.module] = first, down
+        stacks = []
+        for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj"):
+            shape = _stack_shape(module, name)
+            # transformers leaves a parameter as it is that has the shape of the model's already.
+            is_turned = module.is_transposed or any(
+                shape[1] != shape[2] or not operation.check_dims for operation in operations
+            )
+            if is_turned or operations:
+                is_turned = _has_inputs_first(stored, name, shape[1], otherwise=is_turned)
+            stacks.append(StoredStack(stored, reader, model.dtype, name, shape, is_turned))
+        self.stacked[target.module] = stacks[0], stacks[1]
 
 
 def find_quantized(rules: Rules, files: Sequence[WeightFile]) -> QuantizedModules:
@@ -388,16 +373,16 @@ def _place_of_expert(stored: StoredModule, target: TensorTarget, module: Any) ->
     operations = {type(operation) for operation in target.converter.operations}
     numbers = _NUMBER.findall(f".{stored.module}.")
     is_known = MergeModulelist in operations and operations <= {MergeModulelist, Concatenate}
-    _refuse_own_experts(stored, module)
-    is_plain = not (module.is_transposed or module.has_post_expert_norm)
-    if not is_known or not is_plain or not numbers:
+    _require_layout(stored, module)
+    if not is_known or module.is_transposed or not numbers:
         raise _refused_merge(stored)
     return int(numbers[-1]), target.parameter, target.converter.source_patterns.index(target.source)
 
 
-def _refuse_own_experts(stored: StoredModule, module: nn.Module) -> None:
-    """Raise QuantizationRefused for experts that a family computes by itself, as LongCat does."""
-    if not declares_layout(module):
+def _require_layout(stored: StoredModule, module: nn.Module) -> None:
+    """Raise QuantizationRefused for experts that a family computes by itself, as LongCat, or with norms."""
+    declare_layout(module)
+    if not declares_layout(module) or module.has_post_expert_norm:
         raise QuantizationRefused(
             f"{stored.module} is quantized, and {type(module).__name__} computes plain experts only",
             fix="take a checkpoint whose experts are plain",
@@ -408,6 +393,19 @@ def _refused_merge(stored: StoredModule) -> QuantizationRefused:
     return other_checkpoint(
         f"{stored.module} is quantized, and this family cuts or merges it in a way that codes cannot be"
     )
+
+
+def _stack_shape(module: Any, parameter: str) -> _StackShape:
+    """Experts, outputs and inputs of all weights in one parameter."""
+    num_experts, rows, columns = getattr(module, parameter).shape
+    return (num_experts, columns, rows) if module.is_transposed else (num_experts, rows, columns)
+
+
+def _has_inputs_first(stored: StoredModule, parameter: str, num_outputs: int, *, otherwise: bool) -> bool:
+    """Tell whether codes have inputs before outputs; `otherwise` where both are as many."""
+    codes = stored.places.get(parameter) or stored.places.get(f"{parameter}_packed")
+    sizes = () if codes is None else codes.shape[1:]
+    return otherwise if len(set(sizes)) == 1 else sizes[-1:] == (num_outputs,)
 
 
 def _shape_of_expert(stored: StoredModule, target: TensorTarget, module: Any) -> tuple[int, int]:
@@ -456,8 +454,3 @@ def _multiplies_rows(module: nn.Module) -> bool:
 def _interleaved(weight: GroupedWeight) -> GroupedWeight:
     """Put each gate of an expert next to its up."""
     return weight.outputs(torch.arange(weight.num_outputs).view(2, -1).T.reshape(-1))
-
-
-def _copied(weight: GroupedWeight) -> GroupedWeight:
-    """A weight that holds no other expert's memory."""
-    return weight.outputs(torch.arange(weight.num_outputs))

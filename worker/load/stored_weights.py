@@ -24,7 +24,7 @@ from worker.worker_errors import refused_as
 
 other_checkpoint = partial(QuantizationRefused, fix="take a checkpoint that is quantized in another way")
 """Refusal of codes that the model has no place for."""
-_STACKS = ("down_proj", "down_proj_packed")
+_STACKS = ("down_proj", "down_proj_packed", "down_proj_blocks")
 """Names of a stack of experts, which has the name of the model's parameter."""
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _OF_A_WEIGHT = frozenset({"packed", "shape", "scale", "scale_inv", "global_scale", "zero_point"})
@@ -90,6 +90,8 @@ class StoredStack:
     parameter: str
     shape: tuple[int, int, int]
     """Experts, outputs and inputs."""
+    is_transposed: bool
+    """Inputs come before outputs in the file, of codes and of scales."""
 
     @property
     def files(self) -> dict[str, Path]:
@@ -106,13 +108,17 @@ class StoredStack:
         found = []
         for expert in range(num_experts):
             parts = {
-                name: stack[expert].clone() if stack.dim() and len(stack) == num_experts else stack
+                name: self._matrix(stack[expert]) if stack.dim() and len(stack) == num_experts else stack
                 for name, stack in stacks.items()
             }
             of_expert = ModuleTensors(f"{self.stored.module}.{self.parameter}[{expert}]", parts)
             weight = read_weight(self.reader, of_expert, (num_outputs, num_inputs))
             found.append(for_products_in(self.dtype, weight))
         return found
+
+    def _matrix(self, stored: Tensor) -> Tensor:
+        is_turned = self.is_transposed and stored.dim() > 1
+        return (stored.T if is_turned else stored).clone(memory_format=torch.contiguous_format)
 
 
 def _name_in_module(end: str) -> str:

@@ -29,7 +29,7 @@ def longest_right_len(text_config: Any, checkpoint_len: int, asked_len: int | No
     `dynamic` stretches its frequencies anew with each token beyond the trained window, which no KV
     cache can follow: up to the trained window it is the plain rotation, beyond it we refuse.
     """
-    if "dynamic" not in _rope_types(text_config):
+    if "dynamic" not in rope_types(text_config):
         return checkpoint_len
     trained_len = min(checkpoint_len, int(text_config.max_position_embeddings))
     if asked_len is not None and asked_len > trained_len:
@@ -81,7 +81,8 @@ def _choose(module: Any, layer_type: str | None, rope_type: str, position: int) 
         types[layer_type] = "default"
 
 
-def _rope_types(text_config: Any) -> set[str]:
+def rope_types(text_config: Any) -> set[str]:
+    """Name the types of a model's rotary embeddings, which kinds of layers may have of their own."""
     return {str(rope.get("rope_type")) for _, rope in _rope_dicts(text_config)}
 
 

@@ -9,6 +9,7 @@ Shapes: T tokens, K experts per token, P = T * K, H numbers of a hidden state, N
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from worker.model.mixture import ExpertLinears, find_gate
 from worker.quantized.grouped_weight import GroupedWeight
 
 _GATES_AND_UPS = "gate_up_proj"
+_GIVEN_ALL_TOKENS = "Llama4TextExperts"
 _BLOCK_NUMBERS = 1 << 18
 """Numbers of a weight that are expanded at a time: 1 MiB of float32, which stays in a near cache."""
 _are_products_skipped: ContextVar[bool] = ContextVar("are_products_skipped", default=False)
@@ -177,6 +179,41 @@ class QuantizedExperts(nn.Module):
         products, replaced = multiply_by_codes(x, self._gate_ups[expert], gate_up_bias), self._replaced[0]
         gated = replaced._apply_gate(products) if replaced.has_gate else replaced.act_fn(products)
         return multiply_by_codes(gated, self._downs[expert], down_bias)
+
+
+class GivenAllTokens(QuantizedExperts):
+    """Experts of a family that gives each of them all tokens, those of others as zeros (Llama 4)."""
+
+    def as_experts(self) -> ExpertLinears:
+        raise Unrecognised("its experts are given all tokens")
+
+    def forward(self, hidden_PH: Tensor) -> Tensor:  # type: ignore[override]
+        """Return [P, H]: outputs of the first expert for all tokens, then of the next; zeros for zeros."""
+        hidden_ETH = hidden_PH.view(self.num_experts, -1, hidden_PH.shape[-1])
+        outputs_ETH = torch.zeros_like(hidden_ETH)
+        for expert, hidden_TH in enumerate(hidden_ETH):
+            own = hidden_TH.any(dim=-1)
+            outputs_ETH[expert, own] = self._compute(expert, hidden_TH[own])
+        return outputs_ETH.view_as(hidden_PH)
+
+
+def declare_layout(experts: Any) -> None:
+    """Say how experts lie whose family does not, and whose products are of the usual form."""
+    if type(experts).__name__ == _GIVEN_ALL_TOKENS:
+        experts.has_gate = experts.is_transposed = experts.is_concatenated = True
+        experts.has_bias = experts.has_post_expert_norm = False
+        experts._apply_gate = partial(_gated, experts.act_fn)
+
+
+def _gated(activation: Callable[[Tensor], Tensor], gates_and_ups: Tensor) -> Tensor:
+    gates, ups = gates_and_ups.chunk(2, dim=-1)
+    return activation(gates) * ups
+
+
+def experts_for(replaced: Any) -> QuantizedExperts:
+    """Make the module that stands in for transformers' own."""
+    is_given_all = type(replaced).__name__ == _GIVEN_ALL_TOKENS
+    return GivenAllTokens(replaced) if is_given_all else QuantizedExperts(replaced)
 
 
 def _first_parameter(experts: Any) -> str:

@@ -9,9 +9,12 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic_core import SchemaValidator
+
+from worker.checkpoint.patterns import Patterns
 from worker.quantized.awq import AwqRules, read_awq_rules
 from worker.quantized.gptq import GptqReader, read_gptq_rules
-from worker.quantized.scheme import QuantizationRefused, refuse_pattern
+from worker.quantized.scheme import QuantizationRefused, module_patterns
 
 _FIRST_VERSION, _SECOND_VERSION, _AWQ = "gptq", "gptq_v2", "awq"
 _PACKINGS = {
@@ -36,13 +39,15 @@ class AutoRoundRules:
     reader: GptqReader | AwqRules
     named: dict[str, GptqReader | AwqRules]
     """Modules that differ, by their whole names."""
-    matching: tuple[tuple[str, GptqReader | AwqRules], ...]
+    patterns: Patterns
+    matching: tuple[tuple[SchemaValidator, GptqReader | AwqRules], ...]
     """The same by regular expressions for a part of the name, of which the first counts."""
 
     def reader_of(self, module: str) -> GptqReader | AwqRules:
         if module in self.named:
             return self.named[module]
-        found = (reader for pattern, reader in self.matching if re.search(pattern, module))
+        accept = self.patterns.accept
+        found = (reader for expression, reader in self.matching if accept(expression, module))
         return next(found, self.reader)
 
 
@@ -52,16 +57,15 @@ def read_auto_round_rules(config: dict[str, Any]) -> AutoRoundRules:
         name: _reader({**config, **settings}) for name, settings in (config.get("extra_config") or {}).items()
     }
     readers = {name: reader for name, reader in found.items() if reader is not None}
-    for name in readers:
-        refuse_pattern(name, name)
     default = _reader(config)
     if default is None:
         raise QuantizationRefused(
             f"quantization_config of auto-round has {config.get('bits')} bits",
             fix="take a checkpoint of 4 or 8",
         )
-    matching = tuple((name, reader) for name, reader in readers.items() if _SPECIAL.search(name))
-    return AutoRoundRules(default, readers, matching)
+    patterns, special = module_patterns(), [name for name in readers if _SPECIAL.search(name)]
+    matching = tuple((patterns.compile(name, name, "extra_config"), readers[name]) for name in special)
+    return AutoRoundRules(default, readers, patterns, matching)
 
 
 def _reader(config: dict[str, Any]) -> GptqReader | AwqRules | None:

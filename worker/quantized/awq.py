@@ -54,7 +54,8 @@ class AwqRules(SelfReadingRules):
 
 def read_awq_rules(config: dict[str, Any]) -> AwqRules:
     """Raises QuantizationRefused."""
-    bits, version = config.get("bits", config.get("w_bit", 4)), str(config.get("version", "gemm")).lower()
+    bits = config.get("bits", config.get("w_bit", 4))
+    version = str(config.get("version") or config.get("checkpoint_format") or "gemm").lower()
     if bits != 4 or version != "gemm" or not config.get("zero_point", True):
         raise QuantizationRefused(
             f"quantization_config asks for AWQ with bits {bits}, version {version}, "

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from worker.quantized.gptq import order_by_group
-from worker.quantized.grouped_weight import E2M1_TABLE, GroupedWeight
-from worker.quantized.mxfp4 import BLOCK, powers_of_two
+from worker.quantized.grouped_weight import GroupedWeight
+from worker.quantized.mxfp4 import BLOCK, Mxfp4Reader
 from worker.quantized.scheme import (
     INTEGER_BITS,
     NVFP4_GROUP,
@@ -139,18 +139,6 @@ class Nvfp4Reader:
 
 
 @dataclass(frozen=True, slots=True)
-class Mxfp4Reader:
-    """mxfp4-pack-quantized: e2m1 with a power of two for 32 inputs."""
-
-    def read(self, tensors: ModuleTensors, shape: tuple[int, int]) -> GroupedWeight:
-        num_outputs, num_inputs = shape
-        codes = tensors.take("weight_packed", (torch.uint8,), (num_outputs, num_inputs // 2))
-        exponents = tensors.take("weight_scale", (torch.uint8,), (num_outputs, num_inputs // BLOCK))
-        scales = powers_of_two(tensors, "weight_scale", exponents)
-        return GroupedWeight(codes=codes, table=E2M1_TABLE, scales_NG=scales)
-
-
-@dataclass(frozen=True, slots=True)
 class CompressedTensorsRules(SelfReadingRules):
     """The ways in which a config's groups store weights."""
 
@@ -214,7 +202,7 @@ def _reader(group: str, weights: dict[str, Any], layout: str | None) -> Reader:
         if strategy.group_size == NVFP4_GROUP and layout in ("nvfp4-pack-quantized", _MIXED):
             return Nvfp4Reader()
         if strategy.group_size == BLOCK and layout in ("mxfp4-pack-quantized", _MIXED):
-            return Mxfp4Reader()
+            return Mxfp4Reader("weight_packed", "weight_scale")
     is_float8 = kind == "float" and bits == 8 and strategy.is_symmetric
     if is_float8 and layout in ("float-quantized", "naive-quantized", "mxfp8-quantized", _MIXED):
         return ByteReader(torch.float8_e4m3fn, strategy)

@@ -13,7 +13,8 @@ from worker.quantized.compressed_tensors import read_compressed_tensors_rules
 from worker.quantized.fp8 import read_fp8_rules, read_modelopt_rules, read_mxfp8_rules
 from worker.quantized.gguf_blocks import GgufRules
 from worker.quantized.gptq import read_gptq_rules
-from worker.quantized.scheme import NoReaders, QuantizationRefused, Rules
+from worker.quantized.mxfp4 import Mxfp4Reader
+from worker.quantized.scheme import QuantizationRefused, Rules
 from worker.quantized.torchao import read_torchao_rules
 from worker.worker_errors import refused_as
 
@@ -27,7 +28,7 @@ _METHODS: dict[str, Callable[[dict[str, Any]], Rules]] = {
     "gguf": lambda _: GgufRules(),
     "gptq": read_gptq_rules,
     "modelopt": read_modelopt_rules,
-    "mxfp4": lambda _: NoReaders(),
+    "mxfp4": lambda _: Mxfp4Reader(),
     "mxfp8": read_mxfp8_rules,
     "torchao": read_torchao_rules,
 }
@@ -59,7 +60,9 @@ def find_rules(folder: Path, checkpoint_config: dict[str, Any]) -> Rules | None:
 
 def read_rules(quantization_config: Any) -> Rules:
     """The rules of a config.json's quantization_config. Raises QuantizationRefused."""
-    method = quantization_config.get("quant_method") if isinstance(quantization_config, dict) else None
+    said = quantization_config if isinstance(quantization_config, dict) else {}
+    is_of_bits_and_bytes = said.get("load_in_4bit") or said.get("load_in_8bit")  # which older files say alone
+    method = said.get("quant_method") or ("bitsandbytes" if is_of_bits_and_bytes else None)
     method = _OTHER_NAMES.get(str(method), method)
     if method not in _METHODS:
         raise QuantizationRefused(

@@ -5,13 +5,14 @@ Source: arXiv:2210.17323.
 Shapes: N outputs, K inputs, G groups of inputs.
 """
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from pydantic_core import SchemaValidator
 from torch import Tensor
 
+from worker.checkpoint.patterns import Patterns
 from worker.quantized.grouped_weight import GroupedWeight
 from worker.quantized.scheme import (
     FLOATS,
@@ -19,7 +20,7 @@ from worker.quantized.scheme import (
     IntegerCodes,
     ModuleTensors,
     QuantizationRefused,
-    refuse_pattern,
+    module_patterns,
     unpacked,
     weight_of,
 )
@@ -86,12 +87,13 @@ def order_by_group(tensors: ModuleTensors, name: str, g_idx: Tensor, size: int) 
 @dataclass(frozen=True, slots=True)
 class GptqRules:
     reader: GptqReader
-    dynamic: tuple[tuple[str, dict[str, Any]], ...]
+    patterns: Patterns
+    dynamic: tuple[tuple[SchemaValidator, dict[str, Any]], ...]
     """Settings by regular expressions for the start of a name, of which the first counts."""
 
     def reader_of(self, module: str) -> GptqReader:
-        for pattern, overrides in self.dynamic:
-            if re.match(pattern, module):
+        for expression, overrides in self.dynamic:
+            if self.patterns.accept(expression, module):
                 return self._overridden(module, overrides)
         return self.reader
 
@@ -113,10 +115,10 @@ def read_gptq_rules(config: dict[str, Any]) -> GptqRules:
     bits = _bits(config.get("bits", 4), "quantization_config")
     reader = GptqReader(bits, int(config.get("group_size", -1)), version, config.get("sym") is True)
     settings = (config.get("dynamic") or {}).items()
-    dynamic = tuple((name.removeprefix("+:"), each) for name, each in settings if not name.startswith("-:"))
-    for pattern, _ in dynamic:
-        refuse_pattern(pattern, pattern)
-    return GptqRules(reader, dynamic)
+    named = [(name.removeprefix("+:"), each) for name, each in settings if not name.startswith("-:")]
+    patterns = module_patterns()
+    dynamic = tuple((patterns.compile(f"^(?:{name})", name, "dynamic"), each) for name, each in named)
+    return GptqRules(reader, patterns, dynamic)
 
 
 def _bits(bits: Any, where: str) -> int:

@@ -5,7 +5,6 @@ Shapes: N outputs, K inputs, G groups of inputs.
 
 import json
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from worker.checkpoint.gguf.file import BLOCKS, GgufWeight
 from worker.checkpoint.passed_over import is_scale_of_values
+from worker.checkpoint.patterns import Patterns
 from worker.quantized.grouped_weight import (
     E2M1_TABLE,
     SIGNED_TABLE,
@@ -34,6 +34,8 @@ INTEGER_BITS = (4, 8)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of scales."""
 NVFP4_GROUP = 16
+_MAX_PATTERNS_S = 5.0
+"""Processor time for the patterns of a config, each asked for each of some ten thousand modules."""
 
 
 def is_bias(last_name: str) -> bool:
@@ -146,7 +148,7 @@ class SelfReadingRules:
 
 
 class NoReaders:
-    """Rules of a config about keys and values alone, or stacks of experts alone (mxfp4.read_experts)."""
+    """Rules of a config about keys and values alone."""
 
     def reader_of(self, module: str) -> Reader | None:  # noqa: ARG002
         return None
@@ -210,14 +212,10 @@ def unpacked(words: Tensor, bits: int, order: tuple[int, ...] | None = None) -> 
     return codes.view(len(words), -1, len(order))[:, :, places].reshape(len(words), -1)
 
 
-def refuse_pattern(pattern: str, expression: str) -> None:
-    """Raise QuantizationRefused unless a pattern's expression is a regular one."""
-    try:
-        re.compile(expression)
-    except re.error as error:
-        raise QuantizationRefused(
-            f"quantization_config has the pattern {pattern!r}", fix=f"correct it: {error}"
-        ) from error
+def module_patterns() -> Patterns:
+    """Make the patterns of a quantization_config, which raise QuantizationRefused."""
+    refusal = partial(QuantizationRefused, fix="list the names of the modules instead")
+    return Patterns(refusal, max_s=_MAX_PATTERNS_S)
 
 
 def e2m1_of_16(tensors: ModuleTensors, codes_name: str, shape: tuple[int, int]) -> GroupedWeight:

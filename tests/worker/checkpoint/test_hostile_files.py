@@ -143,6 +143,19 @@ def test_patterns_of_an_adapter_that_take_long_to_match_are_refused_soon() -> No
         list(map(found.scale_of, layers))
 
 
+@pytest.mark.parametrize(
+    ("method", "key", "before"), [("gptq", "dynamic", "+:"), ("auto-round", "extra_config", "")]
+)
+def test_patterns_of_a_quantized_checkpoint_take_linear_time(method: str, key: str, before: str) -> None:
+    rules = read_rules({"quant_method": method, key: {f"{before}(?:\\w+[.]?)+!": {"bits": 8}}})
+    with ending_well("pattern", StartupError):
+        assert (
+            rules.reader_of("model.layers.0.self_attn.q_proj") == read_rules({"quant_method": method}).reader
+        )
+    with pytest.raises(StartupError, match="needs look-around or is no regular expression; list the names"):
+        read_rules({"quant_method": method, key: {f"{before}(?=x).*": {"bits": 8}}})
+
+
 def test_very_many_names_of_an_adapter_are_compared_with_very_many_layers_soon() -> None:
     names = [f"name{number}" for number in range(4096)]
     settings = read_settings(
@@ -299,7 +312,16 @@ GGUF_VALUES: tuple[Any, ...] = (
 
 
 OWN_SETTINGS = (
-    *("deepseek_v3", "gemma3_text", "gemma4_experts", "glm4_moe", "gpt_oss", "granite", "lfm2_moe"),
+    *(
+        "deepseek_v3",
+        "exaone4",
+        "gemma3_text",
+        "gemma4_experts",
+        "glm4_moe",
+        "gpt_oss",
+        "granite",
+        "lfm2_moe",
+    ),
     *("llama4_scout", "ministral3", "mixtral", "phi3", "qwen3_5_moe_text", "qwen3_moe"),
 )
 """A family for each reading of settings."""

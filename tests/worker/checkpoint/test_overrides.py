@@ -5,7 +5,7 @@ import json
 import pytest
 
 from worker.checkpoint.generation_config import default_sampling
-from worker.checkpoint.overrides import config_overrides, generation_overrides, merged
+from worker.checkpoint.overrides import config_overrides, generation_overrides, in_known_words, merged
 from worker.worker_errors import StartupError
 
 
@@ -53,6 +53,28 @@ def test_rope_scaling_keeps_the_other_parameters_of_newer_files(kind) -> None:
         assert merged(content, replacing).get("rope_parameters") == other
     with pytest.raises(StartupError, match="for each kind of layers"):
         merged({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, overrides)
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        ({"torch_dtype": "half", "dtype": "torch.bfloat16"}, {"torch_dtype": "float16", "dtype": "bfloat16"}),
+        ({"text_config": {"dtype": "bf16"}}, {"text_config": {"dtype": "bfloat16"}}),
+        ({"rope_scaling": {"type": "su"}}, {"rope_scaling": {"type": "longrope"}}),
+        (
+            {"rope_parameters": {"x": {"rope_type": "mrope"}}},
+            {"rope_parameters": {"x": {"rope_type": "default"}}},
+        ),
+        ({"time_step_limit": [0.0, {"__float__": "Infinity"}]}, {"time_step_limit": [0.0, float("inf")]}),
+        ({"dtype": "int8", "type": "half", "hidden_act": "su"}, {}),
+        ({"model_type": "mistral", "layer_types": []}, {"model_type": "ministral"}),
+        ({"model_type": "mistral"}, {}),
+    ],
+)
+def test_words_of_other_libraries_are_read_as_those_of_transformers(content, found) -> None:
+    before = json.dumps(content)
+    assert in_known_words(content) == content | found
+    assert json.dumps(content) == before
 
 
 @pytest.mark.parametrize("key", ["auto_map", "model_type", "quantization_config"])

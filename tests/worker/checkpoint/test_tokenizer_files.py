@@ -88,6 +88,15 @@ def test_tokens_have_the_ids_that_transformers_gives_them(tmp_path: Path, files:
     assert grammars.tokenize_str("<|a|>hello") == theirs.encode("<|a|>hello", add_special_tokens=False)
 
 
+def test_a_key_that_is_null_is_one_that_is_not_there(tmp_path: Path) -> None:
+    write(tmp_path, FILES["of the older file"])
+    found = Tokenizer.load(tmp_path).encode_rendered_chat(TEXT)
+    empty = ("added_tokens_decoder", "additional_special_tokens", "extra_special_tokens", "bos_token")
+    settings = {**dict.fromkeys(empty), "chat_template": None}
+    write(tmp_path, FILES["of the older file"] | {"tokenizer_config.json": settings})
+    assert Tokenizer.load(tmp_path).encode_rendered_chat(TEXT) == found
+
+
 def test_where_no_file_names_more_tokens_the_text_is_the_files_own(tmp_path: Path) -> None:
     write(tmp_path, {"tokenizer_config.json": {"eos_token": "</s>", "bos_token": token("<s>")}})
     assert end_token_id(tmp_path) == 1

@@ -2,6 +2,7 @@
 
 import pytest
 
+from worker.quantized.bitsandbytes import BitsAndBytesRules
 from worker.quantized.formats import read_rules
 from worker.quantized.gptq import GptqReader
 from worker.quantized.scheme import QuantizationRefused, find_reader
@@ -32,6 +33,14 @@ def test_tensors_and_no_lists_say_which_modules_are_of_codes():
     ):
         assert find_reader(rules, Q_PROJ, PACKED) is not None
         assert find_reader(rules, "lm_head", plain) is None
+
+
+def test_older_and_other_writers_of_a_format_are_known():
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 64}
+    for version in ({}, {"version": None}, {"version": "GEMM"}, {"checkpoint_format": "gemm"}):
+        assert read_rules(awq | version) == read_rules(awq | {"version": "gemm"})
+    for size in ("load_in_4bit", "load_in_8bit"):
+        assert isinstance(read_rules({size: True, "bnb_4bit_quant_type": "nf4"}), BitsAndBytesRules)
 
 
 @pytest.mark.parametrize("groups", [{}, {"group_0": {"targets": ["LlamaAttention"], "weights": None}}])
@@ -75,6 +84,7 @@ def test_auto_round_has_settings_for_single_modules():
         ),
         ("int8", "quantized by None"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version gemv"),
+        ({"quant_method": "awq", "bits": 4, "checkpoint_format": "gemv_fast"}, "version gemv_fast"),
         ({"quant_method": "gptq", "bits": 3}, "codes of 3 bits"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format marlin"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:(": {}}}, r"pattern '\('"),

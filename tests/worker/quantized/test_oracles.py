@@ -5,7 +5,6 @@ import torch
 
 from worker.quantized.formats import read_rules
 from worker.quantized.grouped_weight import GroupedWeight
-from worker.quantized.mxfp4 import read_experts
 from worker.quantized.scheme import ModuleTensors
 
 N, K = 40, 256
@@ -84,11 +83,10 @@ def test_transformers_dequantizes_the_experts_of_mxfp4_to_the_same_weights():
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     blocks, scales = codes(0, 256, 3, N, K // 32, 16).to(torch.uint8), codes(120, 132, 3, N, K // 32)
-    tensors = {"down_proj_blocks": blocks, "down_proj_scales": scales.to(torch.uint8)}
-    found = read_experts(ModuleTensors("experts", tensors), "down_proj", (3, N, K))
     expected = convert_moe_packed_tensors(blocks, scales.to(torch.uint8), dtype=torch.float32)
     for expert in range(3):
-        assert torch.equal(found[expert].dequantized(), expected[expert].T)
+        tensors = {"blocks": blocks[expert], "scales": scales[expert].to(torch.uint8)}
+        assert torch.equal(read_module({"quant_method": "mxfp4"}, tensors), expected[expert].T)
 
 
 def read_module(config: dict, tensors: dict) -> torch.Tensor:

@@ -9,7 +9,6 @@ import torch
 
 from worker.quantized.formats import read_rules
 from worker.quantized.grouped_weight import GroupedWeight
-from worker.quantized.mxfp4 import read_experts
 from worker.quantized.scheme import ModuleTensors, QuantizationRefused, find_reader
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -146,16 +145,16 @@ def powers(random: np.random.Generator, *shape: int) -> np.ndarray:
 
 
 def test_the_experts_of_mxfp4(random):
-    blocks, exponents = random.integers(0, 256, (3, N, K // 32, 16)), powers(random, 3, N, K // 32)
+    blocks, exponents = random.integers(0, 256, (N, K // 32, 16)), powers(random, N, K // 32)
     tensors = {
-        "up_proj_blocks": torch.from_numpy(blocks.astype(np.uint8)),
-        "up_proj_scales": torch.from_numpy(exponents),
+        "blocks": torch.from_numpy(blocks.astype(np.uint8)),
+        "scales": torch.from_numpy(exponents),
     }
-    found = read_experts(ModuleTensors("experts", tensors), "up_proj", (3, N, K))
-    numbers = E2M1[np.stack((blocks & 15, blocks >> 4), axis=-1).reshape(3, N, K // 32, 32)]
-    expected = numbers * 2.0 ** (exponents.astype(float) - 127)[..., None]
-    for expert in range(3):
-        assert_same(found[expert], expected[expert].reshape(N, K))
+    numbers = E2M1[np.stack((blocks & 15, blocks >> 4), axis=-1).reshape(N, K // 32, 32)]
+    expected = (numbers * 2.0 ** (exponents.astype(float) - 127)[..., None]).reshape(N, K)
+    for shape in ((N, K // 32, 16), (N, K // 2)):
+        stored = ModuleTensors(NAME, tensors | {"blocks": tensors["blocks"].view(shape)})
+        assert_same(read_rules({"quant_method": "mxfp4"}).reader_of(NAME).read(stored, (N, K)), expected)
 
 
 def compressed(layout: str, weights: dict) -> dict:

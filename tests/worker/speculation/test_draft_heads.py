@@ -1,5 +1,6 @@
 """Heads of a checkpoint draft as transformers' own do, and change no answer."""
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from transformers.modeling_layers import MtpModel
 from scheduler.config import PreemptionMode
 from scheduler.messages import ModelRunnerOutput, SamplingParams
 from tests.checkpoints import make_checkpoint
-from tests.quantized_checkpoints import quantize
+from tests.quantized_checkpoints import quantize, stack_experts
 from tests.worker.adapters.test_adapted_models import LIMITS
 from tests.worker.conftest import MakeCheckpoint, load_worker
 from tests.worker.speculation.head_checkpoints import write_head
@@ -145,6 +146,22 @@ def test_a_head_in_codes_guesses_what_the_numbers_guess_that_they_stand_for(
         source = make_checkpoint(family, tmp_path / "attention last", layer_types=layer_types)
     plain, quantized = write_head(tmp_path / family, source), tmp_path / name
     quantize(plain, quantized, name)
+    check_guesses(load_with_head(quantized), Oracle(plain))
+
+
+def test_a_head_whose_experts_are_codes_in_one_tensor_is_read(
+    checkpoints: MakeCheckpoint, tmp_path: Path
+) -> None:
+    plain = write_head(tmp_path / "plain", checkpoints("qwen3_moe"))
+    quantized = Path(shutil.copytree(plain, tmp_path / "quantized"))
+    numbers, experts = load_file(plain / "model.safetensors"), "mtp.layers.0.mlp.experts"
+    codes = stack_experts(numbers, experts, ("scale_inv", "activation_scale"))
+    codes |= {name: each for name, each in numbers.items() if not name.startswith(f"{experts}.")}
+    save_file(codes, quantized / "model.safetensors", metadata={"format": "pt"})
+    save_file(numbers, plain / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((quantized / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (quantized / "config.json").write_text(json.dumps(config))
     check_guesses(load_with_head(quantized), Oracle(plain))
 
 

@@ -1,5 +1,6 @@
 """Refusals at load and their reasons; values read from a checkpoint's JSON files."""
 
+import codecs
 import json
 import shutil
 from pathlib import Path
@@ -7,11 +8,14 @@ from typing import Any
 
 import huggingface_hub.constants
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 import worker.load.build
 from tests.worker.conftest import MakeCheckpoint, load_worker
-from worker.load.model_kind import dtype_name
+from worker.checkpoint.checkpoint_files import find_weights
+from worker.load.model_kind import dtype_name, find_kind, model_config_of
+from worker.worker_config import WorkerConfig
 from worker.worker_errors import StartupError
 
 
@@ -98,10 +102,37 @@ def test_a_model_that_generates_no_text(folder: Path) -> None:
     assert "do not generate text" in refusal(folder)
 
 
-@pytest.mark.parametrize("name", ["auto", "bf16", "int8"])
+@pytest.mark.parametrize("name", ["auto", "int8"])
 def test_a_dtype_that_is_none(folder: Path, name: str) -> None:
     edit_json(folder / "config.json", dtype=None, torch_dtype=name)
     assert f"config.json has dtype {name}; set another" in refusal(folder, dtype="auto")
+
+
+def test_words_that_transformers_has_no_longer_are_read(folder: Path) -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 8.0}
+    scaling = {**factors, "original_max_position_embeddings": 64}
+    for said, dtype in (("longrope", "float16"), ("su", "half"), ("su", "torch.float16")):
+        rope = {"rope_parameters": None, "rope_scaling": {"type": said, **scaling}}
+        edit_json(folder / "config.json", dtype=None, torch_dtype=dtype, **rope)
+        kind = find_kind(WorkerConfig(model_path=str(folder)))
+        assert dtype_name("auto", kind.checkpoint_config) == "float16"
+        config = model_config_of(kind, find_weights(folder))
+        assert (config.dtype, config.rope_parameters["rope_type"]) == (torch.float16, "longrope")
+    assert load_worker(folder, dtype="auto")[1].dtype == "float16"
+
+
+@pytest.mark.parametrize("kind", ["ntk", "xdrope", None])
+def test_rotary_embeddings_that_transformers_does_not_know(folder: Path, kind: str | None) -> None:
+    edit_json(folder / "config.json", rope_parameters={"rope_type": kind, "rope_theta": 1e4, "factor": 2.0})
+    said = f"config.json has rotary embeddings of type {kind}; take a checkpoint with default, axial, linear"
+    assert said in refusal(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_file_that_begins_with_a_mark_of_its_order_of_bytes(folder: Path, name: str) -> None:
+    """Some editors put one in."""
+    (folder / name).write_bytes(codecs.BOM_UTF8 + (folder / name).read_bytes())
+    load_worker(folder)
 
 
 def test_pickled_weights(folder: Path) -> None:
@@ -245,7 +276,4 @@ def test_auto_takes_the_dtype_of_the_checkpoint(folder: Path) -> None:
     edit_json(folder / "config.json", dtype="bfloat16")
     assert load_worker(folder, dtype="auto")[1].dtype == "bfloat16"
     assert dtype_name("auto", {"text_config": {"dtype": "bfloat16"}}) == "bfloat16"
-    assert (
-        dtype_name("auto", {"torch_dtype": "torch.float16", "text_config": {"dtype": "bfloat16"}})
-        == "float16"
-    )
+    assert dtype_name("auto", {"torch_dtype": "float16", "text_config": {"dtype": "bfloat16"}}) == "float16"

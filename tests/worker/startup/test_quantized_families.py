@@ -74,6 +74,11 @@ GGUF_CASES = {
     "gguf Q6_K of scaled queries": Gguf("ministral3", {"": "Q6_K"}),
     "gguf IQ4_NL of convolutions": Gguf("lfm2", {"": "IQ4_NL"}, is_tied=True),
     "gguf Q4_K of stacks read as numbers": Gguf("llama4_scout", {"": "Q4_K"}),
+    "gguf Q4_1 of norms behind": Gguf("olmo2", {"": "Q4_1"}),
+    "gguf Q4_K of angles in windows alone": Gguf("exaone4", MIXED),
+    "gguf Q4_K of layers without windows": Gguf("exaone4_full", MIXED, is_tied=True),
+    "gguf Q5_0 of biases of heads": Gguf("seed_oss", {"": "Q5_0"}),
+    "gguf Q6_K of neighbouring angles": Gguf("ernie4_5", {"": "Q6_K"}, is_tied=True),
     "gguf Q4_0 of convolutions and experts": Gguf("lfm2_moe", {"": "Q4_0"}, is_tied=True),
 }
 SHORT = [40, 41, 42, 43, 44]
@@ -202,8 +207,9 @@ def test_the_start_says_what_each_kind_of_weight_is_computed_with(
 
 
 # What a family does with its layers by itself: reads their dtype, merges them, has experts without gates,
-# multiplies by a weight.
+# multiplies by a weight; or what is done for it behind a product of queries.
 OWN_CODE = {
+    "llama4": {},
     "glm_moe_dsa": {},
     "minimax_m3_vl": {},
     "nemotron_h": {},

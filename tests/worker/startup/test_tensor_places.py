@@ -14,7 +14,7 @@ from transformers import Qwen3VLForConditionalGeneration
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.families import MATRIX
-from tests.quantized_checkpoints import FORMATS, PLAIN_MODULES, Random, write_quantized
+from tests.quantized_checkpoints import FORMATS, PLAIN_MODULES, Random, stack_experts, write_quantized
 from tests.worker.conftest import BLOCK_SIZE, MakeCheckpoint, load_worker
 from tests.worker.family_formats import build
 from tests.worker.family_trial import tiny_config
@@ -276,16 +276,7 @@ def test_experts_of_codes_may_be_in_one_tensor(
     numbers = stored(plain)
     codes = {name: each for name, each in numbers.items() if ".experts." not in name}
     for layer in range(3):
-        experts = f"model.layers.{layer}.mlp.experts"
-        for stack, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
-            names = [[f"{experts}.{expert}.{part}.weight" for part in parts] for expert in range(4)]
-            whole = torch.stack([torch.cat([numbers[name] for name in each]) for each in names])
-            scales = whole.abs().amax((1, 2), keepdim=True) / 448
-            codes[f"{experts}.{stack}"] = (whole / scales).to(FLOAT8)
-            codes[f"{experts}.{stack}_{ends[0]}"] = scales
-            codes[f"{experts}.{stack}_{ends[1]}"] = torch.ones(4)
-            for each, found in zip(names, codes[f"{experts}.{stack}"].float() * scales, strict=True):
-                numbers |= dict(zip(each, found.chunk(len(parts)), strict=True))
+        codes |= stack_experts(numbers, f"model.layers.{layer}.mlp.experts", ends)
     store(folder, codes)
     store(plain, numbers)
     config = json.loads((folder / "config.json").read_text())
@@ -399,6 +390,8 @@ def test_what_changes_no_text_is_passed_over(
         "self_attn.rotary_emb.cos_cached",
         "self_attn.k_proj.k_scale",
         "attn.bias",
+        "self_attn.core_attention._extra_state",
+        "mlp.norm.num_batches_tracked",
     )
     more = {f"{LAYER}.{name}": ones for name in names} | {
         "mtp.layers.0.self_attn.q_proj.weight": codes,

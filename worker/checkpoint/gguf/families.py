@@ -14,6 +14,7 @@ from worker.checkpoint.gguf.settings import (
     deepseek,
     deepseek_changes,
     delta_net,
+    exaone4,
     experts_of,
     gemma,
     gemma4,
@@ -113,6 +114,12 @@ def family_of(file: GgufFile) -> GgufFamily:
     return family
 
 
+_NORMS_BEHIND = {
+    **_without(_ATTENTION, "attn_norm"),
+    **_MLP,
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _DELTA_NET = _ATTENTION | {
     "post_attention_norm": "post_attention_layernorm",
     "attn_gate": "linear_attn.in_proj_z",
@@ -320,6 +327,13 @@ FAMILIES = {
         settings=lfm2,
         keys=_EXPERTS,
     ),
+    "ernie4_5": GgufFamily(model_type="ernie4_5"),
+    "exaone4": GgufFamily(model_type="exaone4", names=_NORMS_BEHIND, settings=exaone4, keys=_WINDOW),
+    "olmo2": GgufFamily(model_type="olmo2", names=_NORMS_BEHIND),
+    "seed_oss": GgufFamily(
+        model_type="seed_oss",
+        names=_ATTENTION | _MLP | {"post_attention_norm": "post_attention_layernorm"},
+    ),
     "llama4": GgufFamily(
         model_type="llama4_text",
         names=_LLAMA4,
@@ -328,4 +342,6 @@ FAMILIES = {
         keys=_EXPERTS,
     ),
 }
+# Models that see too, and have a file of their own for that.
+FAMILIES |= {name: FAMILIES[name.replace("vl", "")] for name in ("qwen2vl", "qwen3vl", "qwen3vlmoe")}
 """Families by their names in files."""

@@ -18,6 +18,8 @@ _NEVER_TURNED = 1e20
 """Divisor from which on a pair is not rotated at all."""
 _WITH_LOG = frozenset({"deepseek2", "mistral3"})
 _WITH_LOCAL = frozenset({"gemma3", "gemma4"})
+_INTERLEAVED, _TEXT_OF_SEEING = "qwen35", ("qwen2vl", "qwen3vl")
+"""Families of positions in three parts, which are equal in text. Those of the second are read as plain."""
 
 
 def rope_of(file: GgufFile, head_dim: int) -> dict[str, Any]:
@@ -42,7 +44,7 @@ def rope_of(file: GgufFile, head_dim: int) -> dict[str, Any]:
     if rotated != head_dim and file.value("attention.kv_lora_rank", None) is None:
         rope["partial_rotary_factor"] = rotated / head_dim
     sections = file.value("rope.dimension_sections", None)
-    if sections is not None:
+    if sections is not None and file.architecture.startswith(_INTERLEAVED):
         rope |= {"mrope_section": [each for each in sections if each], "mrope_interleaved": True}
     if file.architecture not in _WITH_LOCAL:
         return rope
@@ -68,7 +70,8 @@ def _refuse_unlike(file: GgufFile, kind: str) -> None:
         "scaling.type": kind
         not in (("yarn",) if file.value("attention.temperature_scale", 0) else ("none", "linear", "yarn")),
         "dimension_count_swa": is_set("dimension_count_swa", window_dim),
-        "dimension_sections": not file.architecture.startswith("qwen35") and is_set("dimension_sections"),
+        "dimension_sections": not file.architecture.startswith((_INTERLEAVED, *_TEXT_OF_SEEING))
+        and is_set("dimension_sections"),
     }
     for name, is_wrong in found.items():
         if is_wrong:
@@ -82,7 +85,9 @@ def _yarn(file: GgufFile) -> dict[str, Any]:
     found = {
         "rope_type": "yarn",
         "factor": float(file.value("rope.scaling.factor")),
-        "original_max_position_embeddings": file.number("rope.scaling.original_context_length"),
+        "original_max_position_embeddings": file.number(
+            "rope.scaling.original_context_length", file.number("context_length")
+        ),
     }
     for name in ("beta_fast", "beta_slow"):
         value = file.value(f"rope.scaling.yarn_{name}", None)

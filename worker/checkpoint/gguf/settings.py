@@ -95,6 +95,13 @@ def _layer_types(file: GgufFile) -> dict[str, Any]:
     return {"layer_types": ["sliding_attention" if each else "full_attention" for each in slides]}
 
 
+def exaone4(file: GgufFile) -> dict[str, Any]:
+    """Settings of windows; where some layers have them, the others have no angles."""
+    window = file.number("attention.sliding_window", 0)
+    types = _layer_types(file) if window else {"layer_types": ["full_attention"] * file.num_layers}
+    return {"sliding_window": window or None, **types}
+
+
 def gemma4(file: GgufFile) -> dict[str, Any]:
     per_layer = file.tensors.get("per_layer_token_embd.weight")
     widths, kv_heads = file.by_layer("feed_forward_length"), file.by_layer("attention.head_count_kv")

@@ -174,6 +174,25 @@ def test_factors_of_long_angles_are_those_of_the_plain_checkpoint(written):
     assert found["original_max_position_embeddings"] == expected["original_max_position_embeddings"]
 
 
+@pytest.mark.parametrize(
+    ("family", "name"), [("qwen2", "qwen2vl"), ("qwen3", "qwen3vl"), ("qwen3_moe", "qwen3vlmoe")]
+)
+def test_the_text_of_a_model_that_sees_is_that_of_its_family_without_eyes(written, family, name):
+    file = read_gguf(written(family)[0])
+    metadata = {key.replace(f"{FAMILIES[family]}.", f"{name}."): each for key, each in file.metadata.items()}
+    metadata |= {"general.architecture": name, f"{name}.rope.dimension_sections": [24, 20, 20, 0]}
+    seeing = replace(file, metadata=metadata | {f"{name}.n_deepstack_layers": 3})
+    assert config_of(seeing) == config_of(file)
+    assert {each.name for each in find_weights_of(seeing)} == {each.name for each in find_weights_of(file)}
+
+
+def test_yarn_stretches_the_files_own_context_where_it_names_no_other(written):
+    file = read_gguf(written("qwen3")[0])
+    yarn = with_metadata(file, **{"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0})
+    rope = config_of(yarn)["rope_parameters"]
+    assert rope["original_max_position_embeddings"] == file.number("context_length")
+
+
 def test_a_mistral_3_without_a_scale_of_queries_is_a_llama(written):
     file = read_gguf(written("ministral3")[0])
     metadata = {
